@@ -7,13 +7,12 @@ here; only what has passed there is compiled by the engine.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
 
-from pyspec.constrain.gbnf import lark_of
+from pyspec.constrain.gbnf_lark import lark_of
 from pyspec.errors import RequestError
 from pyspec.ranges import printable
 from pyspec.request import Grammar
@@ -27,7 +26,7 @@ LIMITS = LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=1_000_000,  # 20 ms
     step_lexer_fuel=200_000,  # 14 ms for one row's mask
-    step_max_items=50_000,
+    step_max_items=200_000,  # 40 ms: rules of single characters that meet take most
     max_lexer_states=50_000,  # of up to 2 kB each
     max_grammar_size=500_000,
     verbose_errors=False,
@@ -36,7 +35,6 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """What may come depends on the text so far and not on how it was cut into tokens: the model spells as it likes."""
 _FREE = "start: free SPACE? body\nfree[suffix=%s]: /(?s:.*)/\nSPACE: /[ \\t\\r\\n]{1,4}/\n"
 """Free text up to and including a text, a little white space, then the grammar."""
-_ESCAPED = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.S)
 
 
 def check_size(grammar: Grammar) -> None:
@@ -84,7 +82,7 @@ def _json_schema(source: str) -> dict[str, Any]:
 
 
 def _gbnf(source: str) -> dict[str, Any]:
-    return _lark(lark_of(_ESCAPED.sub(_unescaped, source)))
+    return _lark(lark_of(source))
 
 
 def _regex(source: str) -> dict[str, Any]:
@@ -94,17 +92,6 @@ def _regex(source: str) -> dict[str, Any]:
 
 def _lark(source: str) -> dict[str, Any]:
     return {"grammars": [{"lark_grammar": source}]}
-
-
-def _unescaped(found: re.Match[str]) -> str:
-    """A numbered character that no syntax uses, as itself: the converter writes it so that it can not be read."""
-    digits = found[1] or found[2] or found[3]
-    if digits is None:
-        return found[0]
-    code = int(digits, 16)
-    if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-        raise RequestError(f"the gbnf names {found[0]}, which is no character")
-    return chr(code) if code > 0x7F else f"\\x{code:02x}"
 
 
 _BODIES = {

@@ -1,0 +1,184 @@
+"""GBNF as llguidance's lark, with the meaning that it has in llama.cpp: any text that some way through the rules gives.
+
+What is regular becomes an expression of the lexer, which follows all ways at once and costs next to nothing; what is not becomes a rule
+of words, none of which meets another in the same characters (gbnf_meet).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from pyspec.constrain.gbnf import NoGBNF, parsed
+from pyspec.constrain.gbnf_meet import Meetings, TooMuch, Word, word_of
+from pyspec.constrain.gbnf_nodes import Chars, Either, Node, Ref, Repeat, Row, Rules, Token, all_below, below, is_nothing
+from pyspec.constrain.gbnf_regular import can_be_empty, is_regular, without_tails
+
+MOST_LOOKS = 60  # at a grammar, each of which opens the words that meet
+IdOf = Callable[[str], int | None]
+Words = dict[Node, Word | None]
+"""Nodes that are words of the lexer; None: a token, which is no text."""
+
+
+def lark_of(source: str, id_of: IdOf = lambda text: None, ends: Sequence[int] = ()) -> str:
+    """A grammar in lark's words. Raises NoGBNF.
+
+    id_of  the token with a text; None: llguidance may know it
+    ends   tokens that end a generation: none of them is "another token"
+    """
+    rules, regular = without_tails(parsed(source))
+    if "root" in regular:
+        words: set[Node] = {rules["root"]}
+    else:
+        rules = {name: node if name in regular else _grouped(node, regular) for name, node in rules.items()}
+        words = _words(rules, regular)
+    return _Writer(rules, words, id_of, ends).text()
+
+
+def _grouped(node: Node, regular: frozenset[str]) -> Node:
+    """The same, with its regular parts in a row, or among its choices, as one part."""
+    if isinstance(node, Row):
+        return Row(_joined(node.parts, regular, Row))
+    if isinstance(node, Either):
+        return Either(_joined(sorted(node.choices, key=lambda each: is_regular(each, regular)), regular, Either))
+    return Repeat(_grouped(node.node, regular), node.least, node.most) if isinstance(node, Repeat) else node
+
+
+def _joined(nodes: Sequence[Node], regular: frozenset[str], kind: type[Row | Either]) -> tuple[Node, ...]:
+    found: list[Node] = []
+    for is_one, group in groupby(nodes, lambda each: is_regular(each, regular)):
+        each = tuple(group)
+        found += [each[0] if len(each) == 1 else kind(each)] if is_one else [_grouped(e, regular) for e in each]
+    return tuple(found)
+
+
+def _words(rules: Rules, regular: frozenset[str]) -> set[Node]:
+    """As large as they can be without meeting; single characters never do."""
+    opened: set[Node] = set()
+    made: dict[Node, Word] = {}
+    for _ in range(MOST_LOOKS):
+        used, words = _cut(rules, regular, opened, made)
+        try:
+            met = Meetings(used, words).found("root")
+        except TooMuch:
+            break
+        if not met:
+            return set(words)
+        opened |= met
+    opened = {each for node in rules.values() for each in all_below(node) if not isinstance(each, Chars)}
+    return set(_cut(rules, regular, opened, made)[1])
+
+
+def _cut(rules: Rules, regular: frozenset[str], opened: set[Node], made: dict[Node, Word]) -> tuple[Rules, Words]:
+    """The rules that are used as such, and the words in them."""
+    used: Rules = {"root": rules["root"]}
+    words: Words = {}
+    todo = [rules["root"]]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, Token):
+            words[node] = None
+        elif node not in opened and not is_nothing(node) and is_regular(node, regular):
+            try:
+                words[node] = made[node] = made[node] if node in made else word_of(node, rules)
+            except TooMuch:
+                opened.add(node)
+                todo.append(node)
+        elif isinstance(node, Ref):
+            if node.name not in used:
+                used[node.name] = rules[node.name]
+                todo.append(rules[node.name])
+        else:
+            todo += below(node)
+    return used, words
+
+
+class _Writer:
+    """Rules have names of their own: lark tells terminals from rules by case, and GBNF does not."""
+
+    def __init__(self, rules: Rules, words: set[Node], id_of: IdOf, ends: Sequence[int]) -> None:
+        self._rules, self._words, self._id_of, self._ends = rules, words, id_of, ends
+        self._empty = can_be_empty(rules, words)
+        self._names: dict[Node | tuple[str, bool], str] = {}
+        self._todo: list[tuple[str, Node, bool]] = []
+
+    def text(self) -> str:
+        """The grammar."""
+        lines = ["%llguidance {}", f"start: {self._rule('root', False)}"]
+        while self._todo:
+            name, node, in_word = self._todo.pop()
+            text = self._expression(node, in_word)
+            lines.append(f"{name}: {text}" + _NOT_EMPTY * (name[0] == "T" and node in self._empty))
+        return "\n".join(lines) + "\n"
+
+    def _rule(self, name: str, in_word: bool) -> str:
+        return self._named((name, in_word), "R" if in_word else "r", self._rules[name], in_word)
+
+    def _named(self, key: Node | tuple[str, bool], letter: str, node: Node, in_word: bool) -> str:
+        """A name for a node, which is written some time."""
+        if key not in self._names:
+            self._names[key] = f"{letter}{len(self._names)}"
+            self._todo.append((self._names[key], node, in_word))
+        return self._names[key]
+
+    def _expression(self, node: Node, in_word: bool) -> str:
+        if isinstance(node, Token):
+            return self._token(node)
+        if not in_word and node in self._words:
+            name = self._named(node, "T", node, True)
+            return f"({name})?" if node in self._empty else name
+        if isinstance(node, Chars):
+            return f"/{_one_of(node)}/"
+        if isinstance(node, Ref):
+            return self._rule(node.name, in_word)
+        if isinstance(node, Either):
+            return "(" + " | ".join(self._expression(each, in_word) for each in node.choices) + ")"
+        if isinstance(node, Repeat):
+            return self._repeat(node, in_word)
+        return self._row(node, in_word)
+
+    def _row(self, node: Row, in_word: bool) -> str:
+        found = []
+        for is_text, group in groupby(node.parts, lambda each: in_word and isinstance(each, Chars)):
+            each = list(group)
+            if is_text:
+                found.append("/" + "".join(_one_of(c) for c in each if isinstance(c, Chars)) + "/")
+            else:
+                found += [self._expression(e, in_word) for e in each]
+        return "(" + " ".join(found) + ")" if len(found) > 1 else found[0] if found else '""'
+
+    def _repeat(self, node: Repeat, in_word: bool) -> str:
+        if node.most == 0:
+            return '""'
+        each = self._expression(node.node, in_word)
+        if (sign := _SIGNS.get((node.least, node.most))) is not None:
+            return f"({each}){sign}"
+        if node.most is None:
+            return f"(({each}){{{node.least}}} ({each})*)"
+        return f"({each}){{{node.least},{node.most}}}"
+
+    def _token(self, node: Token) -> str:
+        token = node.said if isinstance(node.said, int) else self._id_of(node.said)
+        if token is None and not node.is_other and _SPECIAL.fullmatch(str(node.said)):
+            return str(node.said)  # llguidance knows the names of control tokens, and says so if there is none
+        if token is None:
+            raise NoGBNF(f"it names the token {node.said}, which the vocabulary does not have as one")
+        return f"<[^{','.join(map(str, sorted({token, *self._ends})))}]>" if node.is_other else f"<[{token}]>"
+
+
+_NOT_EMPTY = " & /(?s:.+)/"
+"""A word of llguidance has a character; a node that has none stands in brackets with a question mark."""
+_SIGNS = {(0, None): "*", (1, None): "+", (0, 1): "?"}
+_SPECIAL = re.compile(r"<[A-Za-z0-9_|/-]+>")
+
+
+def _one_of(node: Chars) -> str:
+    """In a regular expression."""
+    if len(node.ranges) == 1 and node.ranges[0][0] == node.ranges[0][1]:
+        return _code(node.ranges[0][0])
+    return "[" + "".join(_code(low) + (f"-{_code(high)}" if high > low else "") for low, high in node.ranges) + "]"
+
+
+def _code(code: int) -> str:
+    return chr(code) if chr(code).isalnum() and code < 0x80 else f"\\x{{{code:x}}}"

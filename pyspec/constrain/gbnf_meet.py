@@ -1,0 +1,248 @@
+"""Where the words of a lexer would meet in the same characters, so that the longest is not always the right one.
+
+llguidance reads a text in two steps, as most parsers do: a lexer that takes the longest word of those that may come, and a parser of
+words. GBNF knows no words: a rule may end at any character at which what follows can begin. So a word is one only where no shorter one
+could end within it and be followed by the same byte; else it is opened into the words that it is made of, down to single characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from pyspec.constrain.gbnf_nodes import Chars, Either, Node, Ranges, Ref, Repeat, Row, Rules, first_bytes, have_common
+
+MOST_PLACES = 400  # of one word
+MOST_DEEP = 60  # rules and brackets in each other, of one word
+MOST_STEPS = 300_000  # that a look at a grammar may take
+
+
+class TooMuch(Exception):
+    """A word, or a grammar, is too large to be looked at."""
+
+
+@dataclass(slots=True)
+class Word:
+    """A regular node as an automaton whose states are the places of its characters (Glushkov's). -1: the begin.
+
+    can_be_empty: whether the empty text fits it; last: places at which it may end; behind: by place, those that may come next
+    """
+
+    places: list[Ranges] = field(default_factory=list)
+    behind: dict[int, set[int]] = field(default_factory=dict)
+    last: frozenset[int] = frozenset()
+    can_be_empty: bool = False
+
+    def begins(self) -> int:
+        """The bytes that it may begin with, as bits."""
+        return self.goes_on(-1)
+
+    def goes_on(self, place: int) -> int:
+        """The bytes that may come behind a place, as bits."""
+        return _bits(first_bytes(self.places[each]) for each in self.behind.get(place, ()))
+
+
+def word_of(node: Node, rules: Rules) -> Word:
+    """The automaton of a regular node. Counted repetitions are taken as unbounded. Raises TooMuch."""
+    word = Word()
+    first, word.last, word.can_be_empty = _add(word, node, rules, 0)
+    word.behind[-1] = set(first)
+    return word
+
+
+Part = tuple[frozenset[int], frozenset[int], bool]
+"""The places that a part may begin and end at, and whether it can be empty."""
+NOTHING: Part = frozenset(), frozenset(), True
+
+
+def _add(word: Word, node: Node, rules: Rules, depth: int) -> Part:
+    if depth > MOST_DEEP:
+        raise TooMuch
+    if isinstance(node, Chars):
+        if len(word.places) == MOST_PLACES:
+            raise TooMuch
+        word.places.append(node.ranges)
+        place = frozenset([len(word.places) - 1])
+        return place, place, False
+    if isinstance(node, Ref):
+        return _add(word, rules[node.name], rules, depth + 1)
+    if isinstance(node, Repeat):
+        if node.most == 0:
+            return NOTHING
+        first, last, can_be_empty = _add(word, node.node, rules, depth + 1)
+        if node.most != 1:
+            _follow(word, last, first)
+        return first, last, can_be_empty or node.least == 0
+    parts = [_add(word, each, rules, depth + 1) for each in (node.parts if isinstance(node, Row) else node.choices)]
+    if isinstance(node, Either):
+        return (
+            frozenset().union(*(p[0] for p in parts)),
+            frozenset().union(*(p[1] for p in parts)),
+            any(p[2] for p in parts),
+        )
+    return _in_a_row(word, parts)
+
+
+def _in_a_row(word: Word, parts: list[Part]) -> Part:
+    first, last, can_be_empty = NOTHING
+    for begins, ends, is_optional in parts:
+        _follow(word, last, begins)
+        first = first | begins if can_be_empty else first
+        last = last | ends if is_optional else ends
+        can_be_empty = can_be_empty and is_optional
+    return first, last, can_be_empty
+
+
+def _follow(word: Word, last: Iterable[int], first: Iterable[int]) -> None:
+    for place in last:
+        word.behind.setdefault(place, set()).update(first)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What two words that begin together have in common.
+
+    is_same  a text fits both
+    longer   the bytes by which the second goes on where the first may end, as bits
+    """
+
+    is_same: bool
+    longer: int
+
+
+def meeting(a: Word, b: Word) -> tuple[Meeting, int]:
+    """Of two words, and how many steps that took. Raises TooMuch."""
+    seen, todo, is_same, longer, n = {(-1, -1)}, [(-1, -1)], False, 0, 0
+    while todo:
+        p, q = todo.pop()
+        if p in a.last:
+            is_same |= q in b.last
+            longer |= b.goes_on(q)
+        for x in a.behind.get(p, ()):
+            for y in b.behind.get(q, ()):
+                n += 1
+                if (x, y) not in seen and have_common(a.places[x], b.places[y]):
+                    seen.add((x, y))
+                    todo.append((x, y))
+        if n > MOST_STEPS:
+            raise TooMuch
+    return Meeting(is_same, longer), n
+
+
+def _bits(all_bits: Iterable[int]) -> int:
+    found = 0
+    for bits in all_bits:
+        found |= bits
+    return found
+
+
+class Meetings:
+    """A grammar of words: which may come first, and which behind each. `words` are nodes of `rules` that are taken as one."""
+
+    def __init__(self, rules: Mapping[str, Node], words: Mapping[Node, Word | None]) -> None:
+        """words: None for a token, which is no text."""
+        self.rules, self.words = rules, words
+        self.next: dict[Node, set[Node]] = {node: set() for node in words}
+        self._empty = self._can_be_empty()
+        self._first: dict[str, frozenset[Node]] = dict.fromkeys(rules, frozenset())
+        self._settle()
+
+    def _can_be_empty(self) -> set[str]:
+        found: set[str] = set()
+        n = -1
+        while n < len(found):
+            n = len(found)
+            found |= {name for name, node in self.rules.items() if self._is_empty(node, found)}
+        return found
+
+    def _is_empty(self, node: Node, empty: set[str]) -> bool:
+        if node in self.words:
+            word = self.words[node]
+            return word is not None and word.can_be_empty
+        if isinstance(node, Ref):
+            return node.name in empty
+        if isinstance(node, Repeat):
+            return node.least == 0 or self._is_empty(node.node, empty)
+        each = (self._is_empty(part, empty) for part in (node.parts if isinstance(node, Row) else node.choices))  # type: ignore[union-attr]
+        return all(each) if isinstance(node, Row) else any(each)
+
+    def _settle(self) -> None:
+        """What rules begin with, then what stands behind each word: again until nothing changes."""
+        is_new = True
+        while is_new:
+            is_new = False
+            for name, node in self.rules.items():
+                first = self._first_of(node)
+                is_new |= first != self._first[name]
+                self._first[name] = first
+        behind: dict[str, set[Node]] = {name: set() for name in self.rules}
+        n = -1
+        while n < (n := sum(map(len, behind.values())) + sum(map(len, self.next.values()))):
+            for name, node in self.rules.items():
+                self._pass_on(node, frozenset(behind[name]), behind)
+
+    def _first_of(self, node: Node) -> frozenset[Node]:
+        if node in self.words:
+            return frozenset([node])
+        if isinstance(node, Ref):
+            return self._first[node.name]
+        if isinstance(node, Repeat):
+            return self._first_of(node.node) if node.most != 0 else frozenset()
+        if isinstance(node, Either):
+            return frozenset().union(*map(self._first_of, node.choices))
+        found: frozenset[Node] = frozenset()
+        for part in node.parts:  # type: ignore[union-attr]
+            found |= self._first_of(part)
+            if not self._is_empty(part, self._empty):
+                break
+        return found
+
+    def _pass_on(self, node: Node, follow: frozenset[Node], behind: dict[str, set[Node]]) -> None:
+        """`follow` stands behind `node`."""
+        if node in self.words:
+            self.next[node] |= follow
+        elif isinstance(node, Ref):
+            behind[node.name] |= follow
+        elif isinstance(node, Repeat):
+            if node.most != 0:
+                self._pass_on(node.node, follow | self._first_of(node) if node.most != 1 else follow, behind)
+        elif isinstance(node, Either):
+            for each in node.choices:
+                self._pass_on(each, follow, behind)
+        else:
+            for part in reversed(node.parts):  # type: ignore[union-attr]
+                self._pass_on(part, follow, behind)
+                first = self._first_of(part)
+                follow = first | follow if self._is_empty(part, self._empty) else first
+
+    def found(self, top: str) -> set[Node]:
+        """The words within which another one may end, and be followed by the byte by which they go on. Raises TooMuch."""
+        found: set[Node] = set()
+        first = self._first[top]
+        seen: set[tuple[int, int]] = set()
+        todo = [(a, b) for a in first for b in first]
+        n = 0
+        follows = {node: _bits(w.begins() for x in self.next[node] if (w := self.words[x])) for node in self.words}
+        looked: dict[tuple[int, int], Meeting] = {}
+        while todo:
+            a, b = todo.pop()
+            x, y = self.words[a], self.words[b]
+            if (id(a), id(b)) in seen:
+                continue
+            seen.add((id(a), id(b)))
+            n += 1
+            if x is None or y is None:
+                is_same = a is b
+            else:
+                if (at := (id(x), id(y))) not in looked:
+                    looked[at], took = meeting(x, y)
+                    n += took
+                how = looked[at]
+                is_same = how.is_same or a is b
+                if how.longer & follows[a]:
+                    found.add(b)
+            if is_same:
+                todo += [(c, d) for c in self.next[a] for d in self.next[b] if (id(c), id(d)) not in seen]
+            if n > MOST_STEPS or len(todo) > MOST_STEPS:
+                raise TooMuch
+        return found

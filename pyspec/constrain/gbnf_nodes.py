@@ -1,0 +1,140 @@
+"""What a GBNF grammar is made of. Two nodes that are written at two places are two, so that each place can be told from others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Ranges = tuple[tuple[int, int], ...]
+"""Code points, from and up to: sorted, and none of them touch."""
+LAST = 0x10FFFF
+SURROGATES = (0xD800, 0xDFFF)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chars:
+    """One character of these."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Token:
+    """One token of the vocabulary by its id or its text, or any but that."""
+
+    said: int | str
+    is_other: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ref:
+    """A rule."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One behind the other; none: the empty text."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Either:
+    """One of them."""
+
+    choices: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Repeat:
+    """As often as `least`, up to `most`; None: without a bound."""
+
+    node: Node
+    least: int
+    most: int | None
+
+
+Node = Chars | Token | Ref | Row | Either | Repeat
+Rules = dict[str, Node]
+
+
+def below(node: Node) -> tuple[Node, ...]:
+    """The nodes that a node is made of."""
+    if isinstance(node, Row):
+        return node.parts
+    if isinstance(node, Either):
+        return node.choices
+    return (node.node,) if isinstance(node, Repeat) else ()
+
+
+def is_nothing(node: Node) -> bool:
+    """Whether it is written as the empty text."""
+    return isinstance(node, Row) and not node.parts
+
+
+def all_below(top: Node) -> list[Node]:
+    """A node and all in it, each before those that it is made of."""
+    found, todo = [], [top]
+    while todo:
+        node = todo.pop()
+        found.append(node)
+        todo += reversed(below(node))
+    return found
+
+
+def merged(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """The same characters, sorted, without those that UTF-8 does not have."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(_without_surrogates(ranges)):
+        if found and low <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(found[-1][1], high)
+        else:
+            found.append((low, high))
+    return tuple(found)
+
+
+def _without_surrogates(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    first, last = SURROGATES
+    found = []
+    for low, high in ranges:
+        found += [(low, min(high, first - 1)), (max(low, last + 1), high)]
+    return [(low, high) for low, high in found if low <= high]
+
+
+def others(ranges: Ranges) -> Ranges:
+    """All characters but these."""
+    found, at = [], 0
+    for low, high in ranges:
+        found.append((at, low - 1))
+        at = high + 1
+    return merged([(low, high) for low, high in [*found, (at, LAST)] if low <= high])
+
+
+def have_common(a: Ranges, b: Ranges) -> bool:
+    """Whether a character is in both."""
+    i = j = 0
+    while i < len(a) and j < len(b):
+        if a[i][1] < b[j][0]:
+            i += 1
+        elif b[j][1] < a[i][0]:
+            j += 1
+        else:
+            return True
+    return False
+
+
+def first_bytes(ranges: Ranges) -> int:
+    """The bytes that characters begin with in UTF-8, as bits of a number."""
+    found = 0
+    for low, high in ranges:
+        for first, last, shift, mark in _LENGTHS:
+            a, b = max(low, first), min(high, last)
+            if a <= b:
+                a, b = a >> shift | mark, b >> shift | mark
+                found |= (1 << b + 1) - (1 << a)
+    return found
+
+
+_LENGTHS = ((0, 0x7F, 0, 0), (0x80, 0x7FF, 6, 0xC0), (0x800, 0xFFFF, 12, 0xE0), (0x10000, LAST, 18, 0xF0))

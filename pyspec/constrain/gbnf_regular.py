@@ -1,0 +1,158 @@
+"""Which rules of a GBNF grammar are regular, so that one expression says the same: those that do not come back to themselves, and those
+that do so at their end only (`ws ::= [ \\t] ws | ""`), of which the recursion is solved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from pyspec.constrain.gbnf_nodes import Either, Node, Ref, Repeat, Row, Rules, Token, all_below
+
+MOST_TOGETHER = 6  # rules that come back to each other and are solved: what is written doubles with each
+
+
+def without_tails(rules: Rules) -> tuple[Rules, frozenset[str]]:
+    """The rules, with solved those that come back at their end only; and the names of those that are regular."""
+    found, regular = dict(rules), set()
+    for group in _groups(rules):
+        solved = _solved(group, found, regular)
+        if solved is not None:
+            found |= solved
+            regular |= group
+    return found, frozenset(regular)
+
+
+def is_regular(node: Node, regular: Iterable[str]) -> bool:
+    """Whether a node is made of characters and regular rules alone."""
+    return all(
+        each.name in regular if isinstance(each, Ref) else not isinstance(each, Token) for each in all_below(node)
+    )
+
+
+def can_be_empty(rules: Rules, nodes: Iterable[Node]) -> set[Node]:
+    """The nodes that the empty text fits."""
+    empty: set[str] = set()
+    n = -1
+    while n < len(empty):
+        n = len(empty)
+        empty |= {name for name, node in rules.items() if _is_empty(node, empty)}
+    return {node for node in nodes if _is_empty(node, empty)}
+
+
+def _is_empty(node: Node, empty: set[str]) -> bool:
+    if isinstance(node, Ref):
+        return node.name in empty
+    if isinstance(node, Repeat):
+        return node.least == 0 or _is_empty(node.node, empty)
+    if isinstance(node, Row):
+        return all(_is_empty(each, empty) for each in node.parts)
+    return isinstance(node, Either) and any(_is_empty(each, empty) for each in node.choices)
+
+
+def _solved(group: set[str], rules: Rules, regular: set[str]) -> Rules | None:
+    bodies = {name: rules[name] for name in group}
+    if not any(isinstance(each, Ref) and each.name in group for node in bodies.values() for each in all_below(node)):
+        return {} if all(is_regular(node, regular) for node in bodies.values()) else None
+    if len(group) > MOST_TOGETHER:
+        return None
+    equations = {}
+    for name, node in bodies.items():
+        parts = _by_tail(node, group)
+        if parts is None or not all(is_regular(each, regular) for each in parts.values()):
+            return None
+        equations[name] = parts
+    return _without_unknowns(equations)
+
+
+Parts = dict[str, Node]
+"""What a rule is, by the rule that stands at its end; "": by none."""
+
+
+def _by_tail(node: Node, group: set[str]) -> Parts | None:
+    """None: a rule of the group stands elsewhere than at an end."""
+    if isinstance(node, Ref) and node.name in group:
+        return {node.name: Row(())}
+    if not _names(node, group):
+        return {"": node}
+    if isinstance(node, Either):
+        return _joined([_by_tail(each, group) for each in node.choices])
+    if isinstance(node, Repeat) and node.most == 1:
+        none: list[Parts | None] = [{"": Row(())}] if node.least == 0 else []
+        return _joined([_by_tail(node.node, group), *none])
+    if isinstance(node, Row):
+        before, last = node.parts[:-1], node.parts[-1]
+        parts = None if any(_names(each, group) for each in before) else _by_tail(last, group)
+        return parts and {name: Row((*before, each)) for name, each in parts.items()}
+    return None
+
+
+def _joined(all_parts: list[Parts | None]) -> Parts | None:
+    found: dict[str, list[Node]] = {}
+    for parts in all_parts:
+        if parts is None:
+            return None
+        for name, node in parts.items():
+            found.setdefault(name, []).append(node)
+    return {name: nodes[0] if len(nodes) == 1 else Either(tuple(nodes)) for name, nodes in found.items()}
+
+
+def _names(node: Node, group: set[str]) -> bool:
+    return any(isinstance(each, Ref) and each.name in group for each in all_below(node))
+
+
+def _without_unknowns(equations: dict[str, Parts]) -> Rules | None:
+    """Each rule by what is known, as sets of equations are solved. None: a rule that never ends."""
+    done: list[str] = []
+    for name in sorted(equations):
+        for before in done:
+            _put_in(equations[name], before, equations[before])
+        again = equations[name].pop(name, None)
+        if again is not None:
+            equations[name] = {to: Row((Repeat(again, 0, None), each)) for to, each in equations[name].items()}
+        done.append(name)
+    for i, name in reversed(list(enumerate(done))):
+        for before in done[:i]:
+            _put_in(equations[before], name, equations[name])
+    return {name: parts[""] for name, parts in equations.items()} if all("" in p for p in equations.values()) else None
+
+
+def _put_in(parts: Parts, name: str, what: Parts) -> None:
+    before = parts.pop(name, None)
+    if before is not None:
+        for to, each in what.items():
+            node = Row((before, each))
+            parts[to] = Either((parts[to], node)) if to in parts else node
+
+
+def _groups(rules: Mapping[str, Node]) -> Iterator[set[str]]:
+    """Rules that come back to each other, those that are named before those that name them (Tarjan, without recursion)."""
+    names = {name: [each.name for each in all_below(node) if isinstance(each, Ref)] for name, node in rules.items()}
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    kept: set[str] = set()
+    for top in rules:
+        todo: list[tuple[str, Iterator[str]]] = []
+        if top not in number:
+            todo.append((top, iter(names[top])))
+        while todo:
+            name, left = todo[-1]
+            if name not in number:
+                number[name] = low[name] = len(number)
+                stack.append(name)
+                kept.add(name)
+            for other in left:
+                if other not in number:
+                    todo.append((other, iter(names[other])))
+                    break
+                if other in kept:
+                    low[name] = min(low[name], number[other])
+            else:
+                todo.pop()
+                if todo:
+                    low[todo[-1][0]] = min(low[todo[-1][0]], low[name])
+                if low[name] == number[name]:
+                    group = set(stack[stack.index(name) :])
+                    del stack[len(stack) - len(group) :]
+                    kept -= group
+                    yield group
