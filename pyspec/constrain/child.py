@@ -21,10 +21,10 @@ from pyspec.text.bounded import serve
 MEMORY_BYTES = 2 << 30  # of address space, the interpreter's and its threads' own included
 
 
-def answer(tokenizer: LLTokenizer, grammar: Grammar) -> dict[str, str]:
+def answer(table: TokenTable, tokenizer: LLTokenizer, grammar: Grammar) -> dict[str, str]:
     """{"text": the grammar, compiled}, or {"failed": why}."""
     try:
-        text = compile_text(grammar)
+        text = compile_text(grammar, table)
     except RequestError as e:
         return {"failed": str(e)}
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
@@ -56,12 +56,13 @@ def question(grammar: Grammar) -> bytes:
 
 def answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
     """One answer per line: to the vocabulary, then to each grammar."""
-    tokenizer = _table(next(lines)).build(lambda text: [])
+    table = _table(next(lines))
+    tokenizer = table.build(lambda text: [])
     yield {"text": ""}
     for line in lines:
         kind, source, after, lazy, calls = json.loads(line)
         try:
-            yield answer(tokenizer, Grammar(kind=kind, source=source, after=after, lazy=lazy, calls=calls))
+            yield answer(table, tokenizer, Grammar(kind=kind, source=source, after=after, lazy=lazy, calls=calls))
         except MemoryError:
             yield {"failed": f"the {kind} needs more than {MEMORY_BYTES >> 20} MiB"}
 

@@ -23,7 +23,19 @@ _NEXT_CHOICE = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*(?=\|)")
 _COUNT = re.compile(r"\{\s*([0-9]+)\s*(?:(,)\s*([0-9]*)\s*)?\}")
 _TOKEN = re.compile(r"(!?)<(?:\[([0-9]{1,9})\]|([^>]*))>")
 _HEX = {"x": 2, "u": 4, "U": 8}
-_NAMED = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^", "/": "/", "'": "'"}
+_NAMED = {
+    "t": "\t",
+    "r": "\r",
+    "n": "\n",
+    "\\": "\\",
+    '"': '"',
+    "[": "[",
+    "]": "]",
+    "-": "-",
+    "^": "^",
+    "/": "/",
+    "'": "'",
+}
 _SIGNS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
@@ -225,4 +237,8 @@ class _Parser:
     def _flaw(self, wanted: str) -> NoGBNF:
         line = self.source.count("\n", 0, self.at) + 1
         found = printable(self.source[self.at : self.at + 30].split("\n")[0], 30)
-        return NoGBNF(f"line {line} has {found!r} where {wanted} is wanted" if found else f"line {line} ends where {wanted} is wanted")
+        return NoGBNF(
+            f"line {line} has {found!r} where {wanted} is wanted"
+            if found
+            else f"line {line} ends where {wanted} is wanted"
+        )

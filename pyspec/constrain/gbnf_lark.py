@@ -12,7 +12,19 @@ from itertools import groupby
 
 from pyspec.constrain.gbnf import NoGBNF, parsed
 from pyspec.constrain.gbnf_meet import Meetings, TooMuch, Word, word_of
-from pyspec.constrain.gbnf_nodes import Chars, Either, Node, Ref, Repeat, Row, Rules, Token, all_below, below, is_nothing
+from pyspec.constrain.gbnf_nodes import (
+    Chars,
+    Either,
+    Node,
+    Ref,
+    Repeat,
+    Row,
+    Rules,
+    Token,
+    all_below,
+    below,
+    is_nothing,
+)
 from pyspec.constrain.gbnf_regular import can_be_empty, is_regular, without_tails
 
 MOST_LOOKS = 60  # at a grammar, each of which opens the words that meet

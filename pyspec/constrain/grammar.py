@@ -7,8 +7,8 @@ here; only what has passed there is compiled by the engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from llguidance import LLMatcher, LLParserLimits
 
@@ -37,6 +37,17 @@ _FREE = "start: free SPACE? body\nfree[suffix=%s]: /(?s:.*)/\nSPACE: /[ \\t\\r\\
 """Free text up to and including a text, a little white space, then the grammar."""
 
 
+class Vocabulary(Protocol):
+    """What a grammar may ask of the tokens that it names."""
+
+    @property
+    def eog(self) -> Sequence[int]:
+        """Tokens that end a generation."""
+
+    def id_of(self, text: str) -> int | None:
+        """The token with this text."""
+
+
 def check_size(grammar: Grammar) -> None:
     """Raise RequestError for a grammar that is too long to be looked at."""
     if (n := len((grammar.source + grammar.calls).encode("utf-8", "replace"))) > SOURCE_BYTES:
@@ -47,12 +58,13 @@ def check_size(grammar: Grammar) -> None:
         raise RequestError(f"a grammar waits for a text of {len(grammar.after)} characters; at most 1000 are taken")
 
 
-def compile_text(grammar: Grammar) -> str:
+def compile_text(grammar: Grammar, vocabulary: Vocabulary | None = None) -> str:
     """llguidance's own JSON for a grammar. Raises RequestError for what is none, as far as that shows without a vocabulary."""
     if grammar.kind == "compiled":
         return grammar.source
     try:
-        first, *rest = _BODIES[grammar.kind](grammar.source)["grammars"]
+        body = _gbnf(grammar.source, vocabulary) if grammar.kind == "gbnf" else _BODIES[grammar.kind](grammar.source)
+        first, *rest = body["grammars"]
     except RequestError:
         raise
     except Exception as e:  # noqa: BLE001 - the converter raises bare exceptions
@@ -81,8 +93,10 @@ def _json_schema(source: str) -> dict[str, Any]:
     return body
 
 
-def _gbnf(source: str) -> dict[str, Any]:
-    return _lark(lark_of(source))
+def _gbnf(source: str, vocabulary: Vocabulary | None) -> dict[str, Any]:
+    if vocabulary is None:
+        return _lark(lark_of(source))
+    return _lark(lark_of(source, vocabulary.id_of, vocabulary.eog))
 
 
 def _regex(source: str) -> dict[str, Any]:
@@ -94,9 +108,8 @@ def _lark(source: str) -> dict[str, Any]:
     return {"grammars": [{"lark_grammar": source}]}
 
 
-_BODIES = {
+_BODIES: dict[str, Callable[[str], dict[str, Any]]] = {
     "json_schema": _json_schema,
-    "gbnf": _gbnf,
     "regex": _regex,
     "lark": _lark,
 }

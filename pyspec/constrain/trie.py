@@ -35,6 +35,12 @@ class TokenTable:
         special = sorted(t for t in tokenizer.special | tokenizer.eog if t < n_vocab)
         return cls([tokenizer.token_bytes(t) for t in range(n_vocab)], special, eog)
 
+    def id_of(self, text: str) -> int | None:
+        """The token with this text; of several a control token."""
+        wanted = text.encode()
+        found = [token for token in self.special if self.tokens[token] == wanted]
+        return found[0] if found else next((i for i, each in enumerate(self.tokens) if each == wanted), None)
+
     def build(self, encode: Callable[[str], list[int]]) -> LLTokenizer:
         """`encode` gives the ids of text in the middle of a text."""
         return LLTokenizer(_Wrapper(self, encode), eos_token=list(self.eog))  # type: ignore[arg-type]  # its stub names a class of its own

@@ -28,7 +28,7 @@ def trie() -> TokenTrie:
 
 
 def compiled(kind: str, source: str, after: str = "", lazy: bool = False) -> Grammar:
-    text = compile_text(Grammar(kind=kind, source=source, after=after))  # type: ignore[arg-type]
+    text = compile_text(Grammar(kind=kind, source=source, after=after), trie().table)  # type: ignore[arg-type]
     return Grammar(kind="compiled", source=text, after=after, lazy=lazy)
 
 
@@ -45,6 +45,12 @@ def allowed(constraint_: Constraint, drafts: list[int] | None = None) -> list[se
     masks = fill([(constraint_, drafts or [])], trie())
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, : trie().n_vocab]
     return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+
+def reads(source: str, text: str) -> bool:
+    """Whether a compiled grammar takes a text and may end behind it; no mask is made."""
+    matcher, tokens = trie().matcher(source), ids(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting() and not matcher.is_error()
 
 
 def fits(constraint_: Constraint, text: str) -> bool:
