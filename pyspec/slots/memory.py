@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pyspec.slots.kv import KVPool, raw
+from pyspec.slots.mapped import empty_like
 from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory
 from pyspec.slots.recurrent import StateLayer
 
@@ -76,14 +77,7 @@ class Memory:
 
     def checkpoint(self, slot: int, n_past: int) -> Checkpoint:
         """Copy a slot's state, which must have nothing left to fold: an allocation a dtype, and on a GPU few launches."""
-        live = self._saved(slot, n_past)
-        copies = list(live)
-        for at in _by_dtype(live):
-            n = [live[i].numel() for i in at]
-            for i, piece in zip(at, live[at[0]].new_empty(sum(n)).split(n), strict=True):
-                copies[i] = piece.view(live[i].shape)
-        _copy(copies, live)
-        return Checkpoint(n_past, copies)
+        return Checkpoint(n_past, _copies(self._saved(slot, n_past)))
 
     def restore(self, slot: int, saved: Checkpoint) -> None:
         """Bring back what a checkpoint holds, into any slot."""
@@ -114,7 +108,7 @@ class Memory:
     def make_state(self, n_past: int, content: Iterator[Tensor]) -> Checkpoint:
         """The checkpoint whose tensors `read_state` gave."""
         like = self.saved_like(n_past)
-        return Checkpoint(n_past, [next(content).to(live.device, copy=True) for live in like])
+        return Checkpoint(n_past, _copies([next(content) for _ in like], like))
 
     def copy_page(self, parts: Sequence[PartMemory], page_size: int, new: int, old: int) -> None:
         """Page `old` to page `new` of every one of `parts`: all of ours that have pages, and those of whoever shares their numbers."""
@@ -179,6 +173,18 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
     for i, t in enumerate(tensors):
         found.setdefault(t.dtype, []).append(i)
     return list(found.values())
+
+
+def _copies(content: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """Copies of `content` with the types of `like` and where that is: an allocation a dtype."""
+    live = content if like is None else like
+    copies = list(live)
+    for at in _by_dtype(live):
+        n = [live[i].numel() for i in at]
+        for i, piece in zip(at, empty_like(live[at[0]], sum(n)).split(n), strict=True):
+            copies[i] = piece.view(live[i].shape)
+    _copy(copies, content)
+    return copies
 
 
 def _copy(to: Sequence[Tensor], of: Sequence[Tensor], *, non_blocking: bool = False) -> None:

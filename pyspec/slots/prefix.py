@@ -226,6 +226,7 @@ class PrefixTree:
         assert parent is not None and not node.refs and not node.children, "a page in use is given back"
         for state in node.states.values():
             self.lose(state)
+        node.states = {}  # they know their node: together they would stay, megabytes each, until the collector of cycles comes by
         near = parent.children[node.tokens[0]]
         near.remove(node)
         if not near:
