@@ -107,11 +107,11 @@ class Grammar:
     calls   lark for what may stand in place of the text: tool calls
     """
 
-    kind: GrammarKind
-    source: str
-    after: str = ""
+    kind: Annotated[GrammarKind, OneOf(("json_schema", "gbnf", "regex", "lark", "compiled"))]
+    source: Annotated[str, Text()]
+    after: Annotated[str, Text()] = ""
     lazy: bool = False
-    calls: str = ""
+    calls: Annotated[str, Text()] = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +174,24 @@ def check_request(request: Request) -> None:
     check(request.params, RequestError)
     if request.think_budget is not None:
         check(request.think_budget, RequestError)
+    if request.grammar is not None:
+        check_grammar(request.grammar)
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Raise RequestError for what is no grammar at all; whether its source is one is for its compiler to say."""
+    if not isinstance(grammar, Grammar):
+        raise RequestError(f"a grammar is a pyspec.request.Grammar, not a {type(grammar).__name__}")
+    check(grammar, RequestError)
+
+
+def check_action(action: SlotAction, n_slot: int) -> None:
+    """Raise RequestError for what can not be done with any slot, or with none of so many."""
+    if not isinstance(action, SlotAction):
+        raise RequestError(f"an action is a pyspec.request.SlotAction, not a {type(action).__name__}")
+    check(action, RequestError)
+    if action.slot >= n_slot:
+        raise RequestError(f"slot {action.slot} does not exist; slots are 0..{n_slot - 1} (-np)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +303,7 @@ class Done:
     stop_string: str = ""  # the stop string that ended it
     truncated: bool = False  # the context was full
     slot: int = -1
+    n_in_stop: int = 0  # last tokens that the stop string has a part in
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,9 +347,9 @@ class SlotInfo:
 class SlotAction:
     """Something to be done with what a slot holds, once it is idle. `path`: the file, for all but "erase"."""
 
-    kind: Literal["save", "restore", "erase"]
-    slot: int
-    path: str = ""
+    kind: Annotated[Literal["save", "restore", "erase"], OneOf(("save", "restore", "erase"))]
+    slot: Annotated[int, Whole(0, INT32)]
+    path: Annotated[str, Text(r"[^\0]*", "the name of a file")] = ""
 
 
 @dataclass(frozen=True, slots=True)

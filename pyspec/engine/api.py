@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 from pyspec.catalog import paired_kind, resolve
 from pyspec.config import EngineSettings, settings_from
+from pyspec.engine.arguments import callable_of, id_of, limit_of, path_of, prompts_of, settings_given, slot_path
 from pyspec.engine.incoming import Incoming
 from pyspec.engine.options import (
     GenerateOptions,
@@ -30,7 +32,8 @@ from pyspec.engine.options import (
 )
 from pyspec.engine.protocol import Core
 from pyspec.engine.result import Progress, RequestSet, Result, collect, patience, submit_when_free
-from pyspec.errors import BadTemplate, PyspecError, QueueFull, RequestError
+from pyspec.errors import BadTemplate, ConfigError, PyspecError, QueueFull, RequestError
+from pyspec.ranges import SWITCH, shown
 from pyspec.registry import is_spec_type
 from pyspec.request import (
     Delta,
@@ -44,6 +47,8 @@ from pyspec.request import (
     SlotAnswer,
     SlotInfo,
     SlotReport,
+    check_action,
+    check_grammar,
 )
 from pyspec.text.template import CHATML, ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
@@ -64,15 +69,43 @@ def pair_of(target: str, draft: str | None, values: Mapping[str, object]) -> tup
     return path, settings_from(values)
 
 
+def _end_aside(core: Core) -> None:
+    """Nobody has the engine any more. This may be said on any thread, even the core's own, in the middle of anything: nothing waits."""
+    with suppress(RuntimeError):  # the program ends, and the core with it
+        threading.Thread(target=core.close, name="pyspec-end", daemon=True).start()
+
+
+def _to_loop(
+    loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], cancel: Callable[[str], None]
+) -> Callable[[Event], None]:
+    """A listener that puts events where a coroutine of `loop` waits for them. Once the loop is closed nobody does: the request ends."""
+
+    def hear(event: Event) -> None:
+        try:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+        except RuntimeError:
+            if not loop.is_closed():
+                raise
+            cancel(event.request)
+
+    return hear
+
+
 class Engine:
     """A loaded model with its slots. Use as a context manager; safe to call from any thread."""
 
     def __init__(self, core: Core, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.core, self.tokenizer, self.info = core, tokenizer, core.info
+        finalize(self, _end_aside, core).atexit = False  # cores have an end of their own there
         self.template = self._chatml() if template is None else template
         self._incoming = Incoming(self.info, tokenizer)
         self._says: Callable[[], AbstractContextManager[None]] = nullcontext  # around what may raise
         self._doors: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+
+    def __repr__(self) -> str:
+        i = self.info
+        drafts = i.drafter if i.n_draft_max else "none"
+        return f"<Engine {i.model_name!r} ({i.arch}) on {i.device}: np={i.n_slot}, ctx={i.n_ctx}, drafts: {drafts}, {self.state()}>"
 
     @classmethod
     def load(
@@ -96,7 +129,11 @@ class Engine:
         with argument_names():
             values = {"np": np, "ctx": ctx, **settings}
             settings_of(values)
-            engine = cls.open(str(target), None if draft is None else str(draft), values, isolated=isolated)
+            if flaw := SWITCH.flaw(isolated):
+                raise ConfigError(f"isolated {flaw}")
+            name = path_of("target", target, ConfigError)
+            drafter = None if draft is None else path_of("draft", draft, ConfigError)
+            engine = cls.open(name, drafter, values, isolated=isolated)
         engine._says = argument_names
         return engine
 
@@ -108,6 +145,7 @@ class Engine:
     @classmethod
     def from_settings(cls, path: Path, settings: EngineSettings, *, isolated: bool = False) -> Engine:
         """`load` for a path and settings that have been made already."""
+        path, settings = Path(path_of("path", path, ConfigError)), settings_given(settings)
         if isolated:
             from pyspec.engine.client import Supervisor
 
@@ -130,6 +168,8 @@ class Engine:
 
     def use_template(self, source: str) -> None:
         """Take another chat template than the file's. Raises BadTemplate if it does not compile."""
+        if not isinstance(source, str):
+            raise BadTemplate(f"source is {shown(source)}; want the text of a chat template")
         template = ChatTemplate(source, self.info.bos_token, self.info.eos_token)
         try:
             template.check()
@@ -145,19 +185,21 @@ class Engine:
 
         Raises RequestError if it can never run, QueueFull if too many wait, Unavailable if the engine is down.
         """
-        return self.core.submit(self._incoming.check(request), sink)
+        return self.core.submit(self._incoming.check(request), callable_of("sink", sink))
 
     def check_grammar(self, grammar: Grammar) -> Grammar:
         """The grammar, compiled. Raises RequestError if it can not be kept. Takes a while if it is new."""
+        check_grammar(grammar)
         return self._incoming.grammars.compiled(grammar)
 
     def cancel(self, request_id: str) -> None:
         """End a request at the next round; unknown and finished ids are ignored."""
-        self.core.cancel(request_id)
+        self.core.cancel(id_of(request_id))
 
     def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
         """Save, restore or erase what a slot holds, once it is idle. `hear` gets a report or the error, on any thread, and must not block."""
-        self.core.act_on_slot(action, hear)
+        check_action(action, self.info.n_slot)
+        self.core.act_on_slot(action, callable_of("hear", hear))
 
     def slots(self) -> list[SlotInfo]:
         """One row per slot, for people and dashboards."""
@@ -185,7 +227,7 @@ class Engine:
 
         False: what runs on the device does not end, and was left behind after `limit_s` (30 s if not said).
         """
-        return self.core.close() if limit_s is None else self.core.close(limit_s)
+        return self.core.close() if limit_s is None else self.core.close(limit_of(limit_s))
 
     def __enter__(self) -> Engine:
         return self
@@ -207,7 +249,10 @@ class Engine:
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Text of token ids; of control tokens, too, if `special`."""
-        return self.tokenizer.decode(ids_of(tokens), special=special)
+        ids, n = ids_of(tokens, "tokens"), self.info.n_vocab
+        if ids and not 0 <= min(ids) <= max(ids) < n:
+            raise RequestError(f"tokens: {shown(next(t for t in ids if not 0 <= t < n))} is outside 0..{n - 1}")
+        return self.tokenizer.decode(ids, special=special)
 
     def request(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Request:
         """Build a Request, e.g. with temperature=0. Raises RequestError, ConfigError."""
@@ -287,38 +332,50 @@ class Engine:
         return_exceptions  the error of one that fails stands in its place; else it is raised, and the others end
         """
         requests: list[Request | PyspecError] = []
-        for prompt in prompts:
+        told = None if progress is None else callable_of("progress", progress)
+        for prompt in prompts_of(prompts):
             try:
                 requests.append(self.request(prompt, **options))
             except PyspecError as e:
                 if not return_exceptions:
                     raise
                 requests.append(e)
-        several = RequestSet(requests, progress, return_exceptions)
+        several = RequestSet(requests, told, return_exceptions)
         return several.run(self._submit, self.cancel, self.info.n_slot)
 
     def _submit(self, request: Request, sink: Callable[[Event], None]) -> str:
+        """`submit` for a caller that waits for what `sink` gets."""
+        self._refuse_listener()
         with self._says():
             return self.submit(request, sink)
+
+    def _refuse_listener(self) -> None:
+        """Who is told on the engine's thread would wait there for what that thread has to say."""
+        if self.core.is_telling():
+            raise RequestError(
+                "a listener can not wait for its own engine, which waits for the listener: use `submit` there, or another thread"
+            )
 
     def save_slot(self, slot: int, path: str | Path) -> SlotReport:
         """Write what the slot's last request left to a file: tokens, keys and values, states, the drafter's. Waits while the slot is busy.
 
         A request that begins with those tokens goes on from them. Raises RequestError, or PyspecError if it can not be written.
         """
-        return self._act(SlotAction("save", slot, str(Path(path).absolute())))
+        return self._act(SlotAction("save", slot, slot_path(path)))
 
     def restore_slot(self, slot: int, path: str | Path) -> SlotReport:
         """Bring back what `save_slot` wrote, for this model and drafter, into any slot. Raises BadSlotFile, RequestError."""
-        return self._act(SlotAction("restore", slot, str(Path(path).absolute())))
+        return self._act(SlotAction("restore", slot, slot_path(path)))
 
     def erase_slot(self, slot: int) -> SlotReport:
         """Forget what requests in this slot have left."""
         return self._act(SlotAction("erase", slot))
 
     def _act(self, action: SlotAction) -> SlotReport:
+        self._refuse_listener()
         heard: queue.SimpleQueue[SlotAnswer] = queue.SimpleQueue()
-        self.act_on_slot(action, heard.put)
+        with self._says():
+            self.act_on_slot(action, heard.put)
         answer = heard.get()
         if isinstance(answer, PyspecError):
             raise answer
@@ -327,12 +384,8 @@ class Engine:
     async def astream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Delta | Done, None]:
         """`stream` for asyncio."""
         request = await asyncio.to_thread(self.request, prompt, **options)
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
-
-        def hear(event: Event) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
-
-        name = await self._asubmit(request, hear)
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        name = await self._asubmit(request, _to_loop(asyncio.get_running_loop(), events, self.core.cancel))
         try:
             while True:
                 event = await events.get()

@@ -24,6 +24,7 @@ from pyspec.engine.process import COMMAND, EngineProcess
 from pyspec.engine.record import Record, Sink
 from pyspec.engine.room import place_for
 from pyspec.engine.suspects import N_CRASH, Suspects
+from pyspec.engine.visit import careful
 from pyspec.engine.watchdog import TICK_S, EngineEnd, Watchdog
 from pyspec.engine.wire import (
     ActOnSlot,
@@ -143,10 +144,14 @@ class Supervisor:
         with self._lock:
             child, number = self._child, next(self._ids)
             if child is not None and os.getpid() == self._pid:
-                self._acts[number] = hear
+                self._acts[number] = careful(hear)
                 child.send(ActOnSlot(number, action))
                 return
         hear(Unavailable("the engine is not there, or is being replaced: try again"))
+
+    def is_telling(self) -> bool:
+        child = self._child
+        return threading.current_thread() is self._thread or (child is not None and child.is_reader)
 
     def alive(self) -> bool:
         return self._state in ("ok", "recovering")

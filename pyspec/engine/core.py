@@ -22,12 +22,13 @@ from pyspec.cuda import exact, tiers
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.device.worker import failure_of
 from pyspec.engine.grammars import Grammars
-from pyspec.engine.job import Job, Sink
+from pyspec.engine.job import Job, Sink, blamed
 from pyspec.engine.load import Loaded, load
 from pyspec.engine.room import place_for
 from pyspec.engine.slot_actions import SlotActions
 from pyspec.engine.visit import Visit
 from pyspec.errors import PyspecError, QueueFull, Unavailable
+from pyspec.heap import give_back_memory
 from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SlotAction, SlotAnswer, SlotInfo, Started
 from pyspec.sample.budget import BudgetRule
 from pyspec.sample.dry import DryBreakers
@@ -39,9 +40,11 @@ log = logging.getLogger(__name__)
 Due = Sequence[tuple[Sink, Event]]
 """Events in order, each with the listener of its request."""
 
+REST_S = 1.0  # without work, after which what rounds have freed is given back to the system
 CLOSE_S = 30.0  # a round may take seconds; a device that hangs takes for ever
 _ENDING = threading.Event()  # the main thread is over; others may still be at work
 _RUNNING: weakref.WeakSet[EngineCore] = weakref.WeakSet()
+_LOADED_IN: list[int] = []  # the process that loaded the first one
 
 
 class Pace:
@@ -98,6 +101,7 @@ class EngineCore:
         self._ousted: dict[str, QueueFull] = {}  # who lost a place to another client's request, until it hears of it
         self._due: list[tuple[Sink, Event]] = []
         self._is_urgent = False
+        self._is_rested = True  # nothing has run since the system was given what had been freed
         if self.loop.may_defer:
             self.loop.on_wait = self._hand_out
         self._error: PyspecError | None = None
@@ -121,6 +125,7 @@ class EngineCore:
         on_death: Callable[[PyspecError], None] | None = None,
     ) -> EngineCore:
         """A core over a model from a file; kernels that failed in an engine before this one are left out."""
+        _refuse_fork()
         tiers.use(settings.kernels)
         exact.use(settings.exact)
         EXAMINATION.demoted |= frozenset(settings.demoted)
@@ -247,20 +252,18 @@ class EngineCore:
 
     def _run(self) -> None:
         """One round after another, asleep when there is nothing to do."""
-        while self._next():
-            try:
+        try:
+            while self._next():
                 self._round()
-            except PyspecError as e:
-                self._die(e)
+            self._die(Unavailable("the engine was closed"))
+        except PyspecError as e:
+            self._die(e)
+        except BaseException as e:  # whatever it is, nobody above would hear of it
+            if _ENDING.is_set():  # thread pools that a round uses are gone already
+                self._die(Unavailable("the program is at its end"))
                 return
-            except BaseException as e:  # whatever it is, nobody above would hear of it
-                if _ENDING.is_set():  # thread pools that a round uses are gone already
-                    self._die(Unavailable("the program is at its end"))
-                    return
-                log.exception("the engine stops")
-                self._die(failure_of(e, "the engine failed"))
-                return
-        self._die(Unavailable("the engine was closed"))
+            log.exception("the engine stops")
+            self._die(failure_of(e, "the engine failed"))
 
     def _round(self) -> None:
         if self._lost is not None:
@@ -269,7 +272,7 @@ class EngineCore:
         self.pace.begin(self._rows())
         self.loop.step()
         self.pace.end(time.monotonic() - self.step_began)
-        self.step_began = 0.0
+        self.step_began, self._is_rested = 0.0, False
         if self._is_urgent or not self.loop.may_defer or not self.loop.jobs:
             self._hand_out()
         if self.loop.is_idle:
@@ -284,23 +287,39 @@ class EngineCore:
     def _next(self) -> bool:
         """Wait for work and take it in. False: the engine was closed."""
         with self._wake:
-            while not (self._inbox or self._visits or self._closing or self._lost) and self.loop.is_idle:
-                self._wake.wait()
+            has_news = self._is_rested or self._wake.wait_for(self._has_news, REST_S)
+        if not has_news:
+            give_back_memory()
+            self._is_rested = True
+        with self._wake:
+            self._wake.wait_for(self._has_news)
             if self._closing:
                 return False
-            for job in self._inbox:
-                if job.flaw is not None:
-                    job.sink(Failed(job.id, job.flaw))
-                    self.loop.stats.failed += 1
-                elif (finish := job.spent) is not None:
-                    job.done(finish, job.resumed_stop)
-                else:
-                    self.loop.submit(job)
-            self._inbox.clear()
+            inbox, self._inbox = self._inbox, []
+            for job in inbox:
+                self._take_in(job)
             if self._visits:
                 self.loop.visits += self._visits
                 self._visits.clear()
         return True
+
+    def _has_news(self) -> bool:
+        return bool(self._inbox or self._visits or self._closing or self._lost or not self.loop.is_idle)
+
+    def _take_in(self, job: Job) -> None:
+        """Let a job line up, unless it is over before it began. What goes wrong with it is its own failure."""
+        try:
+            if job.flaw is None and (finish := job.spent) is not None:
+                job.done(finish, job.resumed_stop)
+                return
+            if job.flaw is None:
+                self.loop.submit(job)
+                return
+        except Exception as e:
+            log.exception("request %s could not be taken in", job.id)
+            job.flaw = blamed(e)
+        job.sink(Failed(job.id, job.flaw))
+        self.loop.stats.failed += 1
 
     def _hand_out(self) -> None:
         """Give listeners what rounds said. A listener wakes other threads, and these want the GIL: what is not urgent is
@@ -390,6 +409,9 @@ class EngineCore:
             states_host_bytes=on_host,
         )
 
+    def is_telling(self) -> bool:
+        return threading.current_thread() is self._thread
+
     def alive(self) -> bool:
         return self._error is None and self._thread.is_alive()
 
@@ -416,6 +438,18 @@ class EngineCore:
             self._ranks.close()
         _RUNNING.discard(self)
         return True
+
+
+def _refuse_fork() -> None:
+    """Threads of torch do not survive a fork, and the first product of a forked child would wait for them for ever."""
+    here = os.getpid()
+    if not _LOADED_IN:
+        _LOADED_IN.append(here)
+    elif _LOADED_IN[0] != here:
+        raise Unavailable(
+            f"an engine was loaded in process {_LOADED_IN[0]}, and what it runs on does not survive a fork: "
+            f"in process {here} load one with isolated=True, or start that with spawn"
+        )
 
 
 def _begin_to_end() -> None:

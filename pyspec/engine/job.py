@@ -239,8 +239,8 @@ class Job:
     def done(self, finish: Finish, stop: str = "") -> None:
         """The last event of a request that did not fail."""
         full = finish == "length" and self.n_prompt + self.n_predicted >= self.n_ctx
-        slot = -1 if self.slot is None else self.slot.index
-        self.sink(Done(self.id, finish, self.n_prompt, self.n_predicted, self.timings(), stop, full, slot))
+        slot, n_in_stop = -1 if self.slot is None else self.slot.index, self.stream.n_in_stop
+        self.sink(Done(self.id, finish, self.n_prompt, self.n_predicted, self.timings(), stop, full, slot, n_in_stop))
 
     def failed(self, error: Failed) -> None:
         """Its last event."""

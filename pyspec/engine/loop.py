@@ -377,12 +377,13 @@ class Loop:
 
     def _visit(self) -> None:
         """Do what waits for slots that are idle, before somebody is seated there."""
-        slots = self.table.slots
-        due = [v for v in self.visits if not slots[v.slot].busy]
-        self.visits = [v for v in self.visits if slots[v.slot].busy]
-        for visit in due:
+        visits, self.visits = self.visits, []  # whatever fails is not tried again
+        for visit in visits:
             try:
-                visit.do()
+                if self.table.slots[visit.slot].busy:
+                    self.visits.append(visit)
+                else:
+                    visit.do()
             except Exception as e:
                 visit.failed(blamed(e))
                 if is_device_error(e):
@@ -398,8 +399,20 @@ class Loop:
             flight.launched.abandon()
         self.worker.forget_round()
         slots = [job.slot for job in self.jobs.values() if job.slot is not None]
+        if not slots:  # so it failed for what waits, and would for ever
+            self._turn_away(blamed(error))
         self.committer.drop_all(blamed(error))
+        self.admission.ready.clear()
         self.speculator.forget(slots)
+
+    def _turn_away(self, error: PyspecError) -> None:
+        """Whatever waits for a slot hears `error`."""
+        for job in self.queue.drain():
+            job.sink(Failed(job.id, error))
+            self.stats.failed += 1
+        visits, self.visits = self.visits, []
+        for visit in visits:
+            visit.failed(error)
 
     def abort(self, error: PyspecError) -> None:
         """The engine is going down: every request hears why."""
@@ -408,9 +421,4 @@ class Loop:
             flight.launched.abandon()
         self.committer.drop_all(error)
         self.speculator.lost_track.clear()
-        for job in self.queue.drain():
-            job.sink(Failed(job.id, error))
-            self.stats.failed += 1
-        visits, self.visits = self.visits, []
-        for visit in visits:
-            visit.failed(error)
+        self._turn_away(error)

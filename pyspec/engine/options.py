@@ -177,23 +177,24 @@ def grammar_of(options: Mapping[str, object]) -> Grammar | None:
     return None
 
 
-def ids_of(prompt: Iterable[object]) -> tuple[int, ...]:
+def ids_of(prompt: Iterable[object], name: str = "prompt") -> tuple[int, ...]:
     """Token ids as plain numbers, whatever kind of whole numbers they are. Raises RequestError."""
     if isinstance(prompt, str | bytes | bytearray | Mapping) or not hasattr(prompt, "__iter__"):
-        raise RequestError(f"prompt is {shown(prompt)}; want text, token ids or messages")
+        wanted = "text, token ids or messages" if name == "prompt" else "token ids"
+        raise RequestError(f"{name} is {shown(prompt)}; want {wanted}")
     tokens = list(prompt)
     if {*map(type, tokens)} <= {int}:
         return tuple(tokens)  # type: ignore[arg-type]
-    return tuple(_id_of(token, i) for i, token in enumerate(tokens))
+    return tuple(_id_of(token, f"{name}[{i}]") for i, token in enumerate(tokens))
 
 
-def _id_of(token: object, i: int) -> int:
+def _id_of(token: object, name: str) -> int:
     try:
         if not isinstance(token, bool):
             return operator.index(token)  # type: ignore[arg-type]  # what has no index is told below
     except TypeError:
         pass
-    raise RequestError(f"prompt[{i}] is {shown(token)}; want a token id")
+    raise RequestError(f"{name} is {shown(token)}; want a token id")
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -34,6 +34,10 @@ class Core(Protocol):
         """Counters since the start, and gauges."""
         ...
 
+    def is_telling(self) -> bool:
+        """Whether this is a thread on which listeners are told: one that waits here waits for itself."""
+        ...
+
     def alive(self) -> bool:
         """Whether requests are taken."""
         ...

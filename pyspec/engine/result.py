@@ -20,7 +20,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished generation. `tokens` are those of `text`, without an end-of-generation token."""
+    """A finished generation.
+
+    tokens    those that are in `text` as a whole: not an end-of-generation token, and none that the stop string has a part in, which
+              `n_predicted` counts and deltas hold
+    logprobs  of `tokens`, if they were asked for
+    """
 
     text: str
     tokens: tuple[int, ...]
@@ -47,14 +52,15 @@ def collect(events: Iterable[Delta | Done]) -> Result:
         else:
             done = event
     assert done is not None, "a request ended without its last event"
+    n = max(0, len(tokens) - done.n_in_stop)
     return Result(
         "".join(text),
-        tuple(tokens),
+        tuple(tokens[:n]),
         done.finish,
         done.n_prompt,
         done.n_predicted,
         done.timings,
-        tuple(logprobs),
+        tuple(logprobs[:n]),
         done.stop_string,
         done.slot,
     )

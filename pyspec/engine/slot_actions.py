@@ -11,15 +11,13 @@ from typing import Any
 
 from pyspec.engine.loop import Loop
 from pyspec.engine.slot_image import Image, SlotImager
-from pyspec.engine.visit import Visit
+from pyspec.engine.visit import Hear, Visit, careful
 from pyspec.errors import PyspecError, RequestError
 from pyspec.gguf.fingerprint import fingerprint
-from pyspec.request import EngineInfo, SlotAction, SlotAnswer, SlotReport
+from pyspec.request import EngineInfo, SlotAction, SlotReport, check_action
 from pyspec.slots.slot_file import SlotFile, write
 
 log = logging.getLogger(__name__)
-
-Hear = Callable[[SlotAnswer], None]
 
 WHAT = {
     "model": "model",
@@ -42,10 +40,13 @@ class SlotActions:
 
     def begin(self, action: SlotAction, hear: Hear, visit: Callable[[Visit], None]) -> None:
         """Start; `hear` gets what came of it, once. `visit` hands work to the engine's thread."""
-        hear, n_slot = _careful(hear), len(self.loop.table.slots)
-        if not 0 <= action.slot < n_slot:
-            hear(RequestError(f"slot {action.slot} does not exist; slots are 0..{n_slot - 1} (-np)"))
-        elif action.kind == "save":
+        hear = careful(hear)
+        try:
+            check_action(action, len(self.loop.table.slots))
+        except RequestError as e:
+            hear(e)
+            return
+        if action.kind == "save":
             visit(Visit(action.slot, lambda: self._take(action, hear), hear))
         elif action.kind == "erase":
             visit(Visit(action.slot, lambda: self._erase(action, hear), hear))
@@ -122,18 +123,6 @@ def _aside(do: Callable[[], None], hear: Hear) -> None:
             hear(PyspecError(f"the slot's file failed: {type(e).__name__}: {str(e)[:200]}"))
 
     threading.Thread(target=run, name="pyspec-slot-file", daemon=True).start()
-
-
-def _careful(hear: Hear) -> Hear:
-    """A listener is the caller's code: it must not end a round."""
-
-    def careful(answer: SlotAnswer) -> None:
-        try:
-            hear(answer)
-        except Exception:
-            log.exception("whoever asked for a slot's file could not be told")
-
-    return careful
 
 
 def _since(began: float) -> float:

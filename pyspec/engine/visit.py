@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyspec.errors import PyspecError
+from pyspec.request import SlotAnswer
+
+log = logging.getLogger(__name__)
+
+Hear = Callable[[SlotAnswer], None]
 
 
 @dataclass(frozen=True)
@@ -15,3 +21,15 @@ class Visit:
     slot: int
     do: Callable[[], None]
     failed: Callable[[PyspecError], None]
+
+
+def careful(hear: Hear) -> Hear:
+    """A listener is the caller's code: whatever it raises must not end a round, or the thread that reads for all."""
+
+    def told(answer: SlotAnswer) -> None:
+        try:
+            hear(answer)
+        except BaseException:
+            log.exception("whoever asked for a slot's file could not be told")
+
+    return told

@@ -183,7 +183,18 @@ def pack(event: Event) -> tuple[Any, ...]:
     if isinstance(event, Done):
         e = event
         timings = _fields(e.timings)
-        return "e", e.request, e.finish, e.n_prompt, e.n_predicted, timings, e.stop_string, e.truncated, e.slot
+        return (
+            "e",
+            e.request,
+            e.finish,
+            e.n_prompt,
+            e.n_predicted,
+            timings,
+            e.stop_string,
+            e.truncated,
+            e.slot,
+            e.n_in_stop,
+        )
     if isinstance(event, Failed):
         return "f", event.request, portable(event.error)
     if isinstance(event, Started):
@@ -204,8 +215,8 @@ def unpack(packed: tuple[Any, ...]) -> Event:
         request, first, entries, ranks = values
         return PromptLogprobs(request, first, tuple(TokenLogprob(*entry) for entry in entries), ranks)
     if kind == "e":
-        request, finish, n_prompt, n_predicted, timings, stop, truncated, slot = values
-        return Done(request, finish, n_prompt, n_predicted, _timings(timings), stop, truncated, slot)
+        request, finish, n_prompt, n_predicted, timings, *rest = values
+        return Done(request, finish, n_prompt, n_predicted, _timings(timings), *rest)
     return {"f": Failed, "s": Started, "p": Progress}[kind](*values)
 
 

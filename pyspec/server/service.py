@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hashlib
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HTTPRequest
 
 from pyspec.errors import PyspecError, QueueFull, Unavailable
+from pyspec.heap import give_back_memory
 from pyspec.server.api.ask import Ask
 from pyspec.server.bridge import Post, Submission
 from pyspec.server.engine import EngineLike
@@ -31,12 +31,6 @@ T = TypeVar("T")
 LONG_PROMPT = 8192  # tokens
 LARGE_BODY = 64 << 10  # bytes
 HUGE_BODY = 1 << 20  # what work on these has taken of memory is given back to the system
-
-
-def give_back_memory() -> None:
-    """Let the C library return what it keeps for later: after megabytes of text that are hundreds of them. Nothing elsewhere than on glibc."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Service:

@@ -22,7 +22,9 @@ def mapped(n_bytes: int) -> Tensor:
     if n_bytes < LEAST or len(_PIECES) >= MOST:
         return torch.zeros(n_bytes, dtype=torch.uint8)
     try:
-        piece = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones would stay with a forked child
+        piece = mmap.mmap(
+            -1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )  # shared ones would stay with a forked child
     except OSError:  # the system has no more mappings; what the C library has may do
         return torch.zeros(n_bytes, dtype=torch.uint8)
     _PIECES.add(piece)

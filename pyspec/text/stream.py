@@ -55,7 +55,9 @@ class TextStream:
         self._longest = max((len(s) for s in self.stops), default=1) - 1
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
+        self._sizes: list[int] = []  # characters of the last tokens, of all that have any in what is held
         self._over = False
+        self.n_in_stop = 0  # last tokens that the stop string has a part in
 
     def push(self, ids: Sequence[int]) -> Released:
         if not self.stops:
@@ -64,22 +66,38 @@ class TextStream:
         for i, token in enumerate(ids):
             if self._over:
                 return Released("".join(out), i, "")
-            self._held += self._utf8.decode(self._bytes(token))
+            text = self._utf8.decode(self._bytes(token))
+            self._held += text
+            self._sizes.append(len(text))
             if self.n_free > 0:
                 self.n_free -= 1
                 out.append(self._held)
-                self._held = ""
+                self._let_out(len(self._held))
                 continue
             if (found := self._find()) is not None:
                 at, stop = found
                 out.append(self._held[:at])
+                self.n_in_stop = self._n_last(len(self._held) - at)
                 self._held, self._over = "", True
                 return Released("".join(out), i + 1, stop)
             keep = _overlap(self._held, self._begins, self._longest)
             cut = len(self._held) - keep
             out.append(self._held[:cut])
-            self._held = self._held[cut:]
+            self._let_out(cut)
         return Released("".join(out), len(ids), "")
+
+    def _let_out(self, n_char: int) -> None:
+        self._held = self._held[n_char:]
+        n = self._n_last(len(self._held))
+        self._sizes = self._sizes[len(self._sizes) - n :]
+
+    def _n_last(self, n_char: int) -> int:
+        """How many of the last tokens have a part in the last characters."""
+        n = 0
+        while n_char > 0:
+            n += 1
+            n_char -= self._sizes[-n]
+        return n
 
     def _bytes(self, token: int) -> bytes:
         shows = self.special or token not in self.tokenizer.special or token in self.shown
