@@ -62,7 +62,8 @@ sanitize:
 	done
 
 soak: $(VENV)/.installed-test
-	$(BIN)/python tools/soak.py --minutes 10 --np 8
+	$(BIN)/python tools/soak.py --minutes 30 --np 8
+	$(BIN)/python tools/soak.py --minutes 30 --np 8 --isolated
 
 # Files in which one field is wrong, as target and as drafter; SEED=N repeats a run
 fuzz: $(VENV)/.installed-test

@@ -1,29 +1,31 @@
 """Hours of traffic in minutes: random requests with random cancels, in-process and over HTTP, on the packaged demo pair.
 
-    python tools/soak.py --minutes 10 --np 8
+    python tools/soak.py --minutes 30 --np 8 [--isolated]
 
-Checked: every finished greedy text is the one a single slot without a drafter gives, no request fails, slots and pages are
-free at the end, memory does not grow. One summary line; exit code 1 if anything is wrong.
+A third of it are requests whose greedy text is known: each has to be what a single slot without a drafter gives. The rest is of all kinds
+(soak_mixed.py). Checked besides: no request fails, slots and pages are free at the end, and the engine's process grows by less than 5 %
+after the first five minutes, checkpoints included (soak_memory.py: a line a minute). Exit status 1 if anything is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
+import os
 import random
 import sys
+import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
 import httpx
+from soak_memory import ENOUGH, MIB, SLACK, Watch, accounted, resident
+from soak_mixed import Seat, Tally, mixed
 
 from pyspec.engine.api import Engine
 from pyspec.errors import PyspecError
@@ -34,6 +36,9 @@ from pyspec.server.settings import ServerSettings
 
 N_TEXT = 64  # tokens known of each text
 CANCELLED = 0.2  # share of requests
+MIXED = 0.67  # share of what has no known text
+WARM_S = 300.0  # of the beginning: caches fill, threads get their arenas
+TIMEOUT_S = 600.0
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -45,23 +50,6 @@ class Known:
     tokens: tuple[int, ...]
     text: str
     ended: bool  # by its end token, within N_TEXT
-
-
-@dataclass
-class Tally:
-    """What happened, from all threads."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, what: str) -> None:
-        with self.lock:
-            self.counts[what] += 1
-
-    def fail(self, what: str) -> None:
-        with self.lock:
-            self.wrong.append(what)
 
 
 def known_texts(n: int) -> list[Known]:
@@ -176,18 +164,31 @@ def over_http(client: httpx.Client, rng: random.Random, known: Known, tally: Tal
     tally.add("finished over HTTP")
 
 
-def rss() -> int:
-    """Resident bytes of this process, without what only waits to be collected or to be used again by malloc."""
-    gc.collect()
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc's
-        trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
-
-
 def not_cached(engine: Engine) -> int:
-    """Resident bytes without those of kept states, which have budgets: at the demo's size they take seconds to fill."""
-    return rss() - sum(engine.loop.cache.states.n_bytes)
+    """Bytes of this process in memory, without those of kept states, which have budgets. Nothing is collected or trimmed for it: what
+    only waits for that is memory that the system does not have."""
+    return resident(os.getpid()) - accounted(engine)
+
+
+def process_of(engine: Engine, isolated: bool) -> int:
+    """The number of the process that the engine runs in."""
+    if not isolated:
+        return os.getpid()
+    found = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b"pyspec.engine.child" in _read(path)
+        and f"\nPPid:\t{os.getpid()}\n".encode() in _read(path.parent / "status")
+    ]
+    assert len(found) == 1, f"there are {len(found)} engine processes"
+    return found[0]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended
+        return b""
 
 
 @contextmanager
@@ -232,11 +233,15 @@ class Span:
             time.sleep(0.01)
 
 
-def traffic(engine: Engine, url: str, seed: int, span: Span, known: list[Known], tally: Tally) -> None:
-    """One client after another; odd ones speak HTTP."""
+def traffic(engine: Engine, url: str, seed: int, span: Span, known: list[Known], tally: Tally, folder: Path) -> None:
+    """One client after another; odd ones speak HTTP where texts are known."""
     rng = random.Random(seed)
-    with httpx.Client(base_url=url, timeout=120) as client:
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+        seat = Seat(engine, client, folder, rng, tally)
         while not tally.wrong and span.take():
+            if rng.random() < MIXED:
+                mixed(seat)
+                continue
             pick = rng.choice(known)
             try:
                 if seed % 2:
@@ -257,12 +262,21 @@ def wait_idle(engine: Engine) -> bool:
     return True
 
 
-def inspect_idle(engine: Engine, tally: Tally) -> None:
-    """After the last request: every slot idle, every page accounted for, and free once the caches are dropped."""
+def inspect_counts(engine: Engine, tally: Tally) -> None:
+    """After the last request, by what an engine says of itself."""
     if not wait_idle(engine):
         tally.fail("a slot is still busy after the last request")
-        return
-    table, cache, metrics = engine.loop.table, engine.loop.cache, engine.metrics()
+    m = engine.metrics()
+    if m.requests_failed or m.guard_trips or m.pages_used or m.restarts or not engine.alive():
+        tally.fail(
+            f"{m.requests_failed} requests failed, {m.guard_trips} guards tripped, {m.pages_used} pages used, {m.restarts} restarts"
+        )
+
+
+def inspect_idle(engine: Engine, tally: Tally) -> None:
+    """The same, by what is there: every page accounted for, and free once the caches are dropped."""
+    inspect_counts(engine, tally)
+    table, cache = engine.loop.table, engine.loop.cache
     cache.check(now=True)
     for slot in table.slots:
         if slot.reserved or slot.busy:
@@ -271,50 +285,67 @@ def inspect_idle(engine: Engine, tally: Tally) -> None:
     cache.check(now=True)
     if table.n_page_used or table.n_page_cached or len(cache.states):
         tally.fail(f"{table.n_page_used} + {table.n_page_cached} pages and {len(cache.states)} states are lost")
-    if metrics.requests_failed or metrics.guard_trips or not engine.alive():
-        tally.fail(f"{metrics.requests_failed} requests failed, {metrics.guard_trips} guards tripped")
+
+
+def grown(readings: Sequence[int]) -> str:
+    """What is wrong with bytes in memory early and late, of a run that is too short for a reading a minute."""
+    early, late = readings
+    more = late - early
+    return f"memory grew by {more >> 20} MiB from {early >> 20} MiB" if more > max(ENOUGH * early, SLACK) else ""
 
 
 def soak(
-    seconds: float, np: int, seed: int, n_prompt: int = 24, draft: str = "auto", n_request: int = 0
+    seconds: float,
+    np: int,
+    seed: int,
+    n_prompt: int = 24,
+    draft: str = "auto",
+    n_request: int = 0,
+    isolated: bool = False,
 ) -> tuple[bool, str]:
     """Run it, for so many requests if that is given; (all well, summary line)."""
     known, tally = known_texts(n_prompt), Tally()
     n_client = np + max(2, np // 2)  # more than fit, so that some wait
     with ExitStack() as stack:
-        engine = stack.enter_context(Engine.load("demo", draft, np=np, queue=4 * n_client, cache_ram=16))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        engine = stack.enter_context(Engine.load("demo", draft, np=np, queue=4 * n_client, isolated=isolated))
         url = stack.enter_context(serving(engine))
+        watch = Watch(engine, process_of(engine, isolated), every_s=60.0, warm_s=WARM_S)
         span = Span(seconds, n_request)
-        args = [(engine, url, seed * 1000 + i, span, known, tally) for i in range(n_client)]
+        args = [(engine, url, seed * 1000 + i, span, known, tally, folder) for i in range(n_client)]
         threads = [threading.Thread(target=traffic, args=a) for a in args]
-        for t in threads:
+        for t in [*threads, watcher := threading.Thread(target=watch.run)]:
             t.start()
         span.wait(0.4, threads)  # threads get their arenas
-        early = not_cached(engine)
+        early = resident(watch.pid) - accounted(engine)
         for t in threads:
             t.join()
-        late, took = not_cached(engine), time.monotonic() - span.began
-        inspect_idle(engine, tally)
+        late, took = resident(watch.pid) - accounted(engine), time.monotonic() - span.began
+        watch.stop()
+        watcher.join()
+        (inspect_counts if isolated else inspect_idle)(engine, tally)
         m = engine.metrics()
-    grown = late - early
-    if grown > max(0.01 * early, 20 << 20):
-        tally.fail(f"memory grew by {grown >> 20} MiB from {early >> 20} MiB")
+    if flaw := watch.flaw() if len(watch.readings) > WARM_S / 60 + 1 else grown((early, late)):
+        tally.fail(flaw)
     counts = ", ".join(f"{n} {what}" for what, n in sorted(tally.counts.items()))
     accepted = m.accepted_tokens / m.draft_tokens if m.draft_tokens else 0.0
     line = (
         f"{'FAILED' if tally.wrong else 'ok'}: {took:.0f} s, np {np}: {counts}; {m.predicted_tokens} tokens, "
         f"{m.predicted_tokens / took:.0f} tok/s, {accepted:.0%} of {m.draft_tokens} drafted accepted; "
-        f"RSS {late >> 20} MiB ({grown / (1 << 20):+.1f})"
+        f"beside checkpoints {late >> 20} MiB ({(late - early) / MIB:+.1f})"
     )
     return not tally.wrong, "\n".join([line, *(f"  {w[:500]}" for w in tally.wrong[:5])])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--np", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--draft", default="auto", help="auto (DFlash), mtp or ngram; not of conversations")
+    parser.add_argument(
+        "--isolated", action="store_true", help="the engine in a process of its own, as a server has it"
+    )
     parser.add_argument("--chats", action="store_true", help="conversations over the prefix cache (soak_chats.py)")
     parser.add_argument("--model", default=None, help="of the conversations: any file with an MTP block, or demo")
     parser.add_argument("--device", default="cpu", help="of the conversations")
@@ -330,7 +361,8 @@ def main() -> None:
         a = arguments
         well, line = soak_chats(60 * a.minutes, a.np, a.seed, a.model, a.ahead, a.device, a.ctx, a.later)
     else:
-        well, line = soak(60 * arguments.minutes, arguments.np, arguments.seed, draft=arguments.draft)
+        a = arguments
+        well, line = soak(60 * a.minutes, a.np, a.seed, draft=a.draft, isolated=a.isolated)
     print(line)
     sys.exit(0 if well else 1)
 
