@@ -15,7 +15,11 @@ def read_answer(
 ) -> Steps[None]:
     """An answer without its reasoning. Spaces around calls are dropped."""
     content = Trimmed(reader.content, trims_start=trims_start)
-    while mark := (yield from reader.until(marks, content)):
+    every = (*marks, reader.stray) if reader.stray else marks
+    while mark := (yield from reader.until(every, content)):
+        if mark == reader.stray:
+            content.drop()
+            continue
         n_calls = reader.n_calls
         text = yield from read_calls(reader, mark)
         if reader.n_calls > n_calls:

@@ -7,7 +7,7 @@ calls, and one for answers in which text is free until that mark. Nothing may fo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,12 +94,12 @@ def row(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
 
-def named_object(lark: Lark, tools: Tools, key: str, begin: str = '{"name": ') -> str:
-    """One of the tools as {"name": ..., key: {...}}, from behind `begin`."""
+def named_object(lark: Lark, tools: Tools, key: str, begin: str = '{"name": ', end: str = '"}"') -> str:
+    """One of the tools as {"name": ..., key: {...}}, from behind `begin`. end: lark for what is behind the arguments."""
     options = []
     for name, schema in tools.items():
         head = json.dumps({"name": name, key: 0}, ensure_ascii=False).removesuffix("0}")
-        options.append(row(literal(head.removeprefix(begin)), lark.json(schema), literal("}")))
+        options.append(row(literal(head.removeprefix(begin)), lark.json(schema), end))
     return either(options)
 
 
@@ -127,9 +127,9 @@ def is_text(schema: Schema, name: str) -> bool:
     return "string" in types_of(schema, name)
 
 
-def words_of(schema: Schema) -> list[str] | None:
-    """The strings that an argument is one of, if its schema lists them."""
+def words_of(schema: Schema, is_spelled: Callable[[str], bool]) -> list[str] | None:
+    """The strings that an argument is one of, if its schema lists them. is_spelled: which of them can be written bare."""
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(listed, list) and listed and all(isinstance(word, str) for word in listed):
-        return list(listed)
+        return [word for word in listed if is_spelled(word)] or None
     return None

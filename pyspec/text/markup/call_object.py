@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from pyspec.text.markup.json_text import NotJson, read_string, read_value, take
+from pyspec.text.markup.json_text import NotJson, as_json, read_string, read_value, take
 from pyspec.text.markup.reader import FAR, HELD_CHARS, AnswerReader, Steps
 
 ARGUMENTS = ("arguments", "parameters")
@@ -117,8 +117,9 @@ def _arguments(call: _Call) -> Steps[None]:
 def _as_object(text: str) -> str:
     try:
         value = json.loads(text)
-        if isinstance(value, str):
-            return value if isinstance(json.loads(value), dict) else json.dumps({"value": value})
     except (ValueError, RecursionError):
         return text
-    return "{}" if value is None else text
+    if not isinstance(value, str):
+        return "{}" if value is None else text
+    inner = as_json(value)
+    return inner if inner is not None and inner.startswith("{") else json.dumps({"value": value})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from pyspec.text.markup.ahead import GAP, Row
 from pyspec.text.markup.between_marks import read_answer
 from pyspec.text.markup.call_grammar import CallRules, Lark, either, literal, repeated, row
 from pyspec.text.markup.json_text import NotJson, read_value
@@ -73,6 +74,11 @@ def _arguments(reader: AnswerReader) -> Steps[None]:
 
 def _ignore(text: str) -> None:
     pass
+
+
+def heads(tools: Tools) -> tuple[Row, ...]:
+    names = (*tools, "function")
+    return ((OPEN,), GAP, (CALL,), GAP, names, (SEP,)), ((CALL,), GAP, names, (SEP,))
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from pyspec.text.markup import deepseek, dsml, glm, hermes, kimi, llama3, qwen_xml
+from pyspec.text.markup import (
+    brackets,
+    call_list,
+    deepseek,
+    dsml,
+    functionary,
+    glm,
+    hermes,
+    kimi,
+    llama3,
+    qwen_xml,
+)
+from pyspec.text.markup.ahead import Row
 from pyspec.text.markup.call_grammar import CallRules, Lark, Schema
 from pyspec.text.markup.parts import AnswerParser, Content, Part
 from pyspec.text.markup.reader import AnswerReader, MarkupParser, Steps, Tools
-from pyspec.text.markup.reasoning import THINK, ThinkMarks, read_reasoning
+from pyspec.text.markup.reasoning import THINK, ThinkMarks, ThoughtForm, read_reasoning
 
 
 class AnswerMachine(Protocol):
@@ -29,19 +41,25 @@ class MakeRules(Protocol):
 class Dialect:
     """A way to write calls.
 
+    heads  how calls of these tools begin
     marks  texts of it that may be tokens of their own, which answers else do not show
     signs  what its chat templates contain, all of them
+    lacks  what they do not: others that have the signs, too
     is_bare  strings are written as they are, with no more than marks around them
     as_schema  a call as a JSON Schema, where it is JSON and nothing else
+    new_id  an id for a call, where templates want a form of their own
     """
 
     name: str
     machine: AnswerMachine
     rules: MakeRules
+    heads: Callable[[Tools], tuple[Row, ...]]
     marks: tuple[str, ...]
     signs: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
     is_bare: bool = False
     as_schema: Callable[[Tools], Schema] | None = None
+    new_id: Callable[[], str] | None = None
 
     def in_place(self, tools: Tools, *, is_single: bool) -> tuple[str, str]:
         """Calls that may stand in place of another text, as lark, and what they begin with."""
@@ -53,11 +71,12 @@ class Dialect:
 
 
 DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is taken
-    Dialect("deepseek_v32", dsml.machine, dsml.rules, (dsml.WORD,), (dsml.WORD,), is_bare=True),
+    Dialect("deepseek_v32", dsml.machine, dsml.rules, dsml.heads, (dsml.WORD,), (dsml.WORD,), is_bare=True),
     Dialect(
         "deepseek_v3",
         deepseek.machine,
         deepseek.rules,
+        deepseek.heads,
         (deepseek.OPEN, deepseek.CLOSE, deepseek.CALL, deepseek.SEP, deepseek.END_CALL),
         (deepseek.OPEN,),
     ),
@@ -65,6 +84,7 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is tak
         "kimi_k2",
         kimi.machine,
         kimi.rules,
+        kimi.heads,
         (kimi.OPEN, kimi.CLOSE, kimi.CALL, kimi.SEP, kimi.END_CALL),
         (kimi.CALL, kimi.SEP),
     ),
@@ -72,6 +92,7 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is tak
         "glm45",
         glm.machine,
         glm.rules,
+        glm.heads,
         (glm.OPEN, glm.CLOSE, glm.KEY, glm.END_KEY, glm.VALUE, glm.END_VALUE),
         (glm.OPEN, glm.KEY, glm.VALUE),
         is_bare=True,
@@ -80,26 +101,80 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is tak
         "qwen3_coder",
         qwen_xml.machine,
         qwen_xml.rules,
+        qwen_xml.heads,
         (qwen_xml.OPEN, qwen_xml.CLOSE),
         (qwen_xml.OPEN, qwen_xml.FUNCTION, qwen_xml.PARAMETER),
         is_bare=True,
     ),
     Dialect(
-        "hermes", hermes.machine, hermes.rules, (hermes.OPEN, hermes.CLOSE), (hermes.OPEN, hermes.CLOSE, "arguments")
+        "mistral_args",
+        brackets.machine,
+        brackets.args_rules,
+        brackets.heads,
+        (brackets.OPEN, brackets.ID, brackets.ARGS),
+        (brackets.OPEN, brackets.ARGS),
+        new_id=brackets.new_id,
+    ),
+    Dialect(
+        "mistral",
+        brackets.machine,
+        brackets.list_rules,
+        brackets.heads,
+        (brackets.OPEN,),
+        (brackets.OPEN,),
+        new_id=brackets.new_id,
+    ),
+    Dialect(
+        "nemotron_v2",
+        call_list.machine,
+        call_list.rules,
+        call_list.heads,
+        (call_list.OPEN, call_list.CLOSE),
+        (call_list.OPEN,),
+    ),
+    Dialect(
+        "hermes",
+        hermes.machine,
+        hermes.rules,
+        hermes.heads,
+        (hermes.OPEN, hermes.CLOSE),
+        (hermes.OPEN, hermes.CLOSE, "arguments"),
+        lacks=("<arg_key>", "minimax"),  # GLM's kin and MiniMax write other things into the same marks
+    ),
+    Dialect(
+        "functionary_v31",
+        functionary.machine,
+        functionary.rules,
+        functionary.heads,
+        (functionary.FUNCTION,),
+        (functionary.FUNCTION, functionary.CLOSE),
+        lacks=("<parameter=",),
+    ),
+    Dialect(
+        "firefunction_v2",
+        call_list.functools,
+        call_list.functools_rules,
+        call_list.functools_heads,
+        (),
+        (call_list.FUNCTOOLS,),
     ),
     Dialect(
         "llama3_json",
         llama3.machine,
         llama3.rules,
+        llama3.heads,
         (llama3.TAG,),
         ("<|start_header_id|>", '"parameters"'),
         as_schema=llama3.as_schema,
     ),
 )
-NOT_HERMES = ("<arg_key>", "minimax")  # GLM's kin and MiniMax write other things into the same marks
+GENERIC = replace(DIALECTS[[each.name for each in DIALECTS].index("hermes")], name="generic", signs=())
+"""For templates that do not say how calls are written: the prompt says it, and calls look like Hermes's."""
+
 ALIASES = {
     "qwen3_xml": "qwen3_coder",
     "nemotron": "qwen3_coder",
+    "nemotron_json": "nemotron_v2",
     "deepseek_v31": "deepseek_v3",
     "deepseek_r1": "deepseek_v3",
     "deepseek_v4": "deepseek_v32",
@@ -107,11 +182,13 @@ ALIASES = {
     "llama3": "llama3_json",
     "glm46": "glm45",
     "kimi": "kimi_k2",
+    "mistral_nemo": "mistral",
+    "devstral": "mistral_args",
 }
 """Other servers' names, and models whose calls look like another's."""
 
-NAMES = tuple(sorted([*(dialect.name for dialect in DIALECTS), *ALIASES]))
-_BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
+NAMES = tuple(sorted([*(dialect.name for dialect in (*DIALECTS, GENERIC)), *ALIASES]))
+_BY_NAME = {dialect.name: dialect for dialect in (*DIALECTS, GENERIC)}
 
 
 def dialect(name: str) -> Dialect:
@@ -122,8 +199,8 @@ def dialect(name: str) -> Dialect:
 def recognised(template: str) -> Dialect | None:
     """The dialect that a chat template's text speaks, if any does."""
     for each in DIALECTS:
-        if all(sign in template for sign in each.signs):
-            return None if each.name == "hermes" and any(sign in template for sign in NOT_HERMES) else each
+        if all(sign in template for sign in each.signs) and not any(sign in template for sign in each.lacks):
+            return each
     return None
 
 
@@ -143,6 +220,7 @@ class AnswerMarkup:
     is_whole  and its first mark, too, where that stands in the prompt
     tools     the schema of each tool's arguments, by its name
     is_bound  the answer is calls and nothing else
+    is_held   a grammar holds the calls to the tools' schemas
     trigger   the answer is calls, and begins with this, or it has none: text that looks like a call is text; "": calls stand anywhere
     """
 
@@ -153,20 +231,22 @@ class AnswerMarkup:
     is_whole: bool = False
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     is_bound: bool = False
+    is_held: bool = False
     trigger: str = ""
 
     def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
         """A new parser for one answer."""
         if self.calls is None and self.think is None:
             return PlainParser()
-        return MarkupParser(self._machine, new_id)
+        return MarkupParser(self._machine, new_id or (self.calls.new_id if self.calls else None))
 
     def _machine(self, reader: AnswerReader) -> Steps[None]:
         thought = False
         if self.think is not None:
             if self.is_open and self.is_shown and self.is_whole:
                 reader.content(self.think.start)
-            thought = yield from read_reasoning(reader, self.think, is_open=self.is_open, is_shown=self.is_shown)
+            form = ThoughtForm(self.is_open, self.is_shown, self._heads())
+            thought = yield from read_reasoning(reader, self.think, form)
         trims_start = thought and not self.is_shown
         is_calls = self.calls is not None
         if is_calls and self.trigger:
@@ -175,7 +255,14 @@ class AnswerMarkup:
             reader.content("" if is_calls or trims_start else spaces)
         machine = self.calls.machine if self.calls is not None and is_calls else _content
         reader.marks = self.calls.marks if self.calls is not None and self.is_bound else ()
+        reader.is_held = self.is_held and not reader.stray
         yield from machine(reader, self.tools, trims_start=trims_start)
+
+    def _heads(self) -> tuple[Row, ...]:
+        """How calls begin that end the reasoning. None does where a grammar lets none stand there."""
+        if self.calls is None or not self.tools or self.is_bound or self.trigger:
+            return ()
+        return self.calls.heads(self.tools)
 
 
 def _content(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pyspec.text.markup.ahead import GAP, Row
 from pyspec.text.markup.between_marks import read_answer
 from pyspec.text.markup.call_grammar import (
     CallRules,
@@ -18,6 +19,7 @@ from pyspec.text.markup.call_grammar import (
 )
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 from pyspec.text.markup.typed import ArgumentWriter
+from pyspec.text.markup.values import ValueMarks, read_value
 
 WORD = "｜DSML｜"
 OPEN = (f"<{WORD}tool_calls>", f"<{WORD}function_calls>")
@@ -26,6 +28,15 @@ INVOKE, END_INVOKE = f'<{WORD}invoke name="', f"</{WORD}invoke>"
 PARAMETER, END_PARAMETER = f'<{WORD}parameter name="', f"</{WORD}parameter>"
 IS_TEXT, IS_JSON, BARE = '" string="true">', '" string="false">', '">'
 NAME_CHARS = 256
+MARKS = ValueMarks(
+    end=END_PARAMETER.removesuffix("eter>"),
+    held_end=f"{END_PARAMETER}\n",
+    key=PARAMETER,
+    key_end=((IS_TEXT, IS_JSON, BARE),),
+    arguments_end=(END_INVOKE,),
+    call_end=CLOSE,
+    call=(OPEN, GAP, (INVOKE,)),
+)
 NAME_OF_ANY = r'/[^<>"\s]{1,64}/'  # in lark
 
 
@@ -36,7 +47,7 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
             return text
         text += INVOKE
         while True:
-            name, found = yield from reader.take_until(BARE, most=NAME_CHARS)
+            name, found = yield from reader.take_name(tools, BARE, most=NAME_CHARS)
             if not (name and found):
                 return text + name + found
             reader.begin_call(name)
@@ -53,11 +64,11 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
 def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
     """Up to the end of the invocation. What stands between arguments and is none is left out."""
     while (mark := (yield from reader.until((PARAMETER, END_INVOKE, *CLOSE), _ignore))) == PARAMETER:
-        name, kind = yield from reader.take_until(IS_TEXT, IS_JSON, BARE, most=NAME_CHARS)
+        name, kind = yield from reader.take_name(arguments.names, IS_TEXT, IS_JSON, BARE, most=NAME_CHARS)
         if not kind:
             continue
         value = arguments.value(name, is_text={IS_TEXT: True, IS_JSON: False}.get(kind))
-        if not (yield from reader.until((END_PARAMETER,), value)):
+        if not (yield from read_value(reader, MARKS, value, arguments.expected)):
             return  # cut off
         value.end()
     if mark:
@@ -66,6 +77,10 @@ def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
 
 def _ignore(text: str) -> None:
     pass
+
+
+def heads(tools: Tools) -> tuple[Row, ...]:
+    return ((OPEN, GAP, (INVOKE,), tuple(tools), (BARE,)),)
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
@@ -79,11 +94,11 @@ def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
 
 def _parameters(lark: Lark, schema: Schema) -> str:
     """In the order of the schema. What it does not name is not written."""
-    end, out = f"{END_PARAMETER}\n", []
+    end, out = MARKS.held_end, []
     if takes_any(schema):
         return f"({row(literal(PARAMETER), NAME_OF_ANY, literal(IS_TEXT), lark.text_before(end))})*"
     for name, own, is_needed in properties_of(schema):
-        if words := words_of(own):
+        if words := words_of(own, MARKS.is_spelled):
             value = row(literal(IS_TEXT), either([literal(word) for word in words]), literal(end))
         elif is_text(schema, name):
             value = row(literal(IS_TEXT), lark.text_before(end))

@@ -1,12 +1,13 @@
 """GLM-4.5 and 4.6: a call is the function's name and pairs of <arg_key> and <arg_value>, in <tool_call>.
 
-Strings are written bare, all else as JSON. A value ends where its end mark is followed by what may stand behind a value.
+Strings are written bare, all else as JSON.
 """
 
 from __future__ import annotations
 
 import re
 
+from pyspec.text.markup.ahead import GAP, NAME, Row
 from pyspec.text.markup.between_marks import read_answer
 from pyspec.text.markup.call_grammar import (
     CallRules,
@@ -22,12 +23,22 @@ from pyspec.text.markup.call_grammar import (
     words_of,
 )
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
-from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
+from pyspec.text.markup.typed import ArgumentWriter
+from pyspec.text.markup.values import ValueMarks, read_value
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, END_KEY = "<arg_key>", "</arg_key>"
 VALUE, END_VALUE = "<arg_value>", "</arg_value>"
 NAME_CHARS = 256
+MARKS = ValueMarks(
+    end=END_VALUE.removesuffix(">"),
+    held_end=f"{END_VALUE}\n",
+    key=KEY,
+    key_end=((END_KEY,), GAP, (VALUE,)),
+    arguments_end=(CLOSE,),
+    call_end=(),
+    call=((OPEN,), NAME, GAP, (KEY, CLOSE)),
+)
 KEY_OF_ANY = r"/[^<>\s]{1,64}/"  # in lark
 
 _NAME = re.compile(r"[^<>{}\s]+")
@@ -35,9 +46,8 @@ _NAME = re.compile(r"[^<>{}\s]+")
 
 def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
     def calls(reader: AnswerReader, mark: str) -> Steps[str]:
-        text, name = mark + (yield from reader.take_spaces()), ""
-        while more := (yield from reader.take_while(_NAME, NAME_CHARS - len(name))):
-            name += more
+        text = mark + (yield from reader.take_spaces())
+        name = yield from reader.take_word(tools, (KEY, CLOSE), _NAME, NAME_CHARS)
         text += name + (yield from reader.take_spaces())
         if not name or not (yield from reader.look(KEY, CLOSE)):
             return text
@@ -51,12 +61,12 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
 def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
     """Up to the end of the call. What stands between arguments and is none is left out."""
     while (mark := (yield from reader.until((KEY, CLOSE), _ignore))) == KEY:
-        name, found = yield from reader.take_until(END_KEY, most=NAME_CHARS)
+        name, found = yield from reader.take_name(arguments.names, END_KEY, most=NAME_CHARS)
         yield from reader.take_spaces()
         if not found or not (yield from reader.take_mark(VALUE)):
             continue
-        value = arguments.value(name.strip())
-        if not (yield from _value(reader, value)):
+        value = arguments.value(name if name in arguments.names else name.strip())
+        if not (yield from read_value(reader, MARKS, value, arguments.expected)):
             return  # cut off
         value.end()
     if mark:
@@ -67,14 +77,8 @@ def _ignore(text: str) -> None:
     pass
 
 
-def _value(reader: AnswerReader, give: ValueWriter) -> Steps[bool]:
-    """False if the answer ends before the value does."""
-    while found := (yield from reader.until((END_VALUE,), give)):
-        spaces = yield from reader.take_spaces()
-        if (yield from reader.look(KEY, CLOSE)) is not None:
-            return True  # another one follows, or the call's end, or the answer's
-        give(found + spaces)
-    return False
+def heads(tools: Tools) -> tuple[Row, ...]:
+    return (((OPEN,), GAP, tuple(tools), GAP, (KEY, CLOSE)),)
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
@@ -85,11 +89,11 @@ def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
 
 def _pairs(lark: Lark, schema: Schema) -> str:
     """In the order of the schema. What it does not name is not written."""
-    end, out = f"{END_VALUE}\n", []
+    end, out = MARKS.held_end, []
     if takes_any(schema):
         return f"({row(literal(KEY), KEY_OF_ANY, literal(f'{END_KEY}{chr(10)}{VALUE}'), lark.text_before(end))})*"
     for name, own, is_needed in properties_of(schema):
-        if words := words_of(own):
+        if words := words_of(own, MARKS.is_spelled):
             value = row(either([literal(word) for word in words]), literal(end))
         elif is_text(schema, name):
             value = lark.text_before(end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pyspec.text.markup.ahead import GAP, Row
 from pyspec.text.markup.between_marks import read_answer
 from pyspec.text.markup.call_grammar import CallRules, Lark, literal, named_object, repeated, row
 from pyspec.text.markup.call_object import read_call
@@ -9,6 +10,7 @@ from pyspec.text.markup.json_text import NotJson
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_KEYS = ('"arguments"', "'arguments'", '"parameters"', "'parameters'")
 
 
 def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
@@ -27,6 +29,13 @@ def _call(reader: AnswerReader, mark: str) -> Steps[str]:
     yield from reader.take_spaces()
     yield from reader.take_mark(CLOSE)
     return ""
+
+
+def heads(tools: Tools) -> tuple[Row, ...]:
+    name = (("{",), GAP, ('"name"', "'name'"), GAP, (":",), GAP, ('"', "'"), tuple(tools), ('"', "'"), GAP)
+    before = (("{",), GAP, ('"arguments"', "'arguments'"), GAP, (":",))
+    opened: Row = ((OPEN,), GAP)
+    return (*opened, *name, (",",), GAP, _KEYS), (*opened, *name, ("}",), GAP, (CLOSE,)), (*opened, *before)
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:

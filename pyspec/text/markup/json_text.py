@@ -1,6 +1,7 @@
 """JSON as it comes: one value, passed on while it is read, and mended where models often fail.
 
-Line ends and other control characters in strings are escaped, and so are backslashes that escape nothing: what is passed on is JSON
+Line ends and other control characters in strings are escaped, and so are backslashes that escape nothing. What is Python and not JSON is
+written as JSON: True, None, strings in single quotes, tuples, a comma behind the last item, numbers such as .5. What is passed on is JSON
 if the model meant it to be.
 """
 
@@ -15,14 +16,32 @@ from pyspec.text.markup.reader import AnswerReader, Steps
 DEPTH = 64  # of lists and objects
 WORD_CHARS = 512  # of a number
 
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-_WORD = re.compile(r"[-+.0-9A-Za-z]+")
-_LITERAL = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+_PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
+_WORD = re.compile(r"[-+._0-9A-Za-z]+")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_PYTHON_NUMBER = re.compile(
+    r"(?P<sign>[-+]?)(?P<whole>0|[1-9][0-9]*(?:_[0-9]+)*)?(?:\.(?P<part>[0-9]*))?(?P<power>[eE][-+]?[0-9]+)?"
+)
+_CLOSING = {"{": "}", "[": "]", "(": ")"}
+_WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class NotJson(Exception):
     """What came next is no JSON. What was taken was passed on."""
+
+
+def as_json(text: str) -> str | None:
+    """A whole text as JSON, if it is JSON or Python's way to write it."""
+    reader, taken = AnswerReader(), list[str]()
+    reader.push(text.strip())
+    reader.is_over = True
+    try:
+        for _ in read_value(reader, taken.append):
+            pass  # all of the text is there, so nothing waits
+    except NotJson:
+        return None
+    return "".join(taken) if reader.is_read else None
 
 
 def read_value(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
@@ -31,18 +50,18 @@ def read_value(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]
     while True:
         yield from reader.drop_spaces()
         char = yield from _need(reader)
-        if char in "{[":
+        if char in _CLOSING:
             if len(open_) == DEPTH:
                 raise NotJson
             reader.skip(1)
-            give(char)
-            open_.append("}" if char == "{" else "]")
+            give(_begin(char))
+            open_.append(_CLOSING[char])
             yield from reader.drop_spaces()
             if (yield from _need(reader)) != open_[-1]:
                 if char == "{":
                     yield from _key(reader, give)
                 continue
-        elif char == '"':
+        elif char in _PLAIN:
             yield from read_string(reader, give)
         else:
             yield from _word(reader, give)
@@ -50,19 +69,26 @@ def read_value(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]
             return
 
 
+def _begin(char: str) -> str:
+    return "[" if char == "(" else char
+
+
 def read_string(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
-    """A string with its quotes."""
-    yield from take(reader, '"')
+    """A string with its quotes, which may be Python's."""
+    quote = yield from reader.peek()
+    if quote not in _PLAIN:
+        raise NotJson
+    reader.skip(1)
     give('"')
-    while (char := (yield from _need(reader))) != '"':
+    while (char := (yield from _need(reader))) != quote:
         if char == "\\":
             reader.skip(1)
             yield from _escape(reader, give)
-        elif char < " ":
+        elif char < " " or char == '"':
             reader.skip(1)
             give(json.dumps(char)[1:-1])
         else:
-            give((yield from reader.take_while(_PLAIN)))
+            give((yield from reader.take_while(_PLAIN[quote])))
     reader.skip(1)
     give('"')
 
@@ -80,6 +106,9 @@ def _escape(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
         if kind in '"\\/bfnrt':
             reader.skip(1)
             give("\\" + kind)
+        elif kind == "'":
+            reader.skip(1)
+            give(kind)
         else:
             give("\\\\")  # it escapes nothing
         return
@@ -96,9 +125,24 @@ def _word(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
     word = ""
     while more := (yield from reader.take_while(_WORD, WORD_CHARS - len(word))):
         word += more
-    give(word)
-    if not _LITERAL.fullmatch(word):
+    mended = _mended(word)
+    give(word if mended is None else mended)
+    if mended is None:
         raise NotJson
+
+
+def _mended(word: str) -> str | None:
+    """The word as JSON has it; None if it is none."""
+    if word.lower() in _WORDS:
+        return _WORDS[word.lower()]
+    if _NUMBER.fullmatch(word):
+        return word
+    match = _PYTHON_NUMBER.fullmatch(word)
+    if match is None or not (match["whole"] or match["part"]):
+        return None
+    part = f".{match['part']}" if match["part"] else ".0" if match["part"] is not None else ""
+    sign = "-" if match["sign"] == "-" else ""
+    return f"{sign}{(match['whole'] or '0').replace('_', '')}{part}{match['power'] or ''}"
 
 
 def _behind_value(reader: AnswerReader, give: Callable[[str], None], open_: list[str]) -> Steps[bool]:
@@ -108,9 +152,13 @@ def _behind_value(reader: AnswerReader, give: Callable[[str], None], open_: list
         char = yield from _need(reader)
         if char == open_[-1]:
             reader.skip(1)
-            give(open_.pop())
+            open_.pop()
+            give("}" if char == "}" else "]")
         elif char == ",":
             reader.skip(1)
+            yield from reader.drop_spaces()
+            if (yield from _need(reader)) == open_[-1]:
+                continue  # nothing behind the last comma
             give(", ")
             if open_[-1] == "}":
                 yield from _key(reader, give)

@@ -5,6 +5,7 @@ A bare object is a call only if it names a tool that was offered: answers in JSO
 
 from __future__ import annotations
 
+from pyspec.text.markup.ahead import GAP, Row
 from pyspec.text.markup.call_grammar import CallRules, Lark, Schema, named_object
 from pyspec.text.markup.call_object import read_call
 from pyspec.text.markup.json_text import NotJson
@@ -30,7 +31,7 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
                 continue
             content(text)
         may_be_bare = False
-        if not (yield from reader.give_until(TAG, content)):
+        if not (yield from reader.find((TAG,), content)):
             break
     content.flush()
 
@@ -58,6 +59,10 @@ def as_schema(tools: Tools) -> Schema:
         for name, schema in tools.items()
     ]
     return {"anyOf": calls}
+
+
+def heads(tools: Tools) -> tuple[Row, ...]:
+    return (((TAG,), GAP, ("{",)),)
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:

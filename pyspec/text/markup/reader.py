@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, TypeVar
 
+from pyspec.text.markup.ahead import GAP, Row, comes
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 T = TypeVar("T")
@@ -34,6 +35,8 @@ class AnswerReader:
     """The answer as far as it came, and the parts as far as they are known.
 
     marks  where the answer is calls and nothing else: what the limit cut in the middle of one of these is no content
+    is_held  a grammar wrote the calls: a value ends where the grammar ended it, and nowhere else
+    stray  a mark that a call made needless: the end of reasoning, behind a call that ended it already
     room  so many characters more may be looked at one by one: a bound on what is kept back, by whoever keeps it
     """
 
@@ -41,6 +44,8 @@ class AnswerReader:
         self._text, self._at = "", 0
         self.is_over = False
         self.marks: tuple[str, ...] = ()
+        self.is_held = False
+        self.stray = ""
         self.room = FAR
         self.parts: list[Part] = []
         self._n_calls = 0
@@ -75,6 +80,16 @@ class AnswerReader:
         self.skip(match.end() - self._at)
         return match.group()
 
+    def take_word(self, names: Iterable[str], behind: tuple[str, ...], other: re.Pattern[str], most: int) -> Steps[str]:
+        """The longest of `names` that has one of `behind` after it, with spaces between or without; else characters that match `other`."""
+        for name in sorted(names, key=len, reverse=True):
+            if (yield from self.sees(((name,), GAP, behind), cut_fits=False)):
+                return (yield from self.take_mark(name))
+        word = ""
+        while more := (yield from self.take_while(other, most - len(word))):
+            word += more
+        return word
+
     def take_spaces(self, most: int = HELD_SPACES) -> Steps[str]:
         """Spaces and line ends that come next, `most` of them at most."""
         taken = ""
@@ -87,6 +102,11 @@ class AnswerReader:
         """Pass over all spaces and line ends that come next."""
         while (yield from self.take_spaces()):
             pass
+
+    def pass_line(self, ends: str) -> Steps[None]:
+        """Pass over all up to one of these characters, which stays."""
+        while (char := (yield from self.peek())) and char not in ends:
+            self.skip(1)
 
     def rest(self, give: Callable[[str], None]) -> Steps[None]:
         """Give all that comes away."""
@@ -107,6 +127,12 @@ class AnswerReader:
                 return ""
             yield
 
+    def sees(self, row: Row, *, cut_fits: bool = True) -> Steps[bool]:
+        """Whether what comes next is this, all of which stays. cut_fits: the answer may end in the middle of it."""
+        while (found := comes(self._text, self._at, row, is_over=self.is_over, cut_fits=cut_fits)) is None:
+            yield
+        return found
+
     def take_mark(self, *marks: str) -> Steps[str]:
         """The mark that comes next, passed over; "" if none of them does."""
         found = (yield from self.look(*marks)) or ""
@@ -119,11 +145,30 @@ class AnswerReader:
         found = yield from self.until(marks, taken.append, most)
         return "".join(taken), found
 
-    def give_until(self, mark: str, give: Callable[[str], None]) -> Steps[bool]:
-        """Give text away as it comes, up to the mark, which stays. False at the answer's end."""
-        found = yield from self.until((mark,), give)
+    def find(self, marks: tuple[str, ...], give: Callable[[str], None]) -> Steps[str]:
+        """Give text away as it comes, up to the first of the marks, which stays. "" at the answer's end."""
+        found = yield from self.until(marks, give)
         self._at -= len(found)
-        return bool(found)
+        return found
+
+    def take_name(self, names: Iterable[str], *ends: str, most: int) -> Steps[tuple[str, str]]:
+        """A name and the mark behind it, both passed over: the longest of `names` that stands there, else text up to a mark.
+
+        "" for the mark if there is none in `most` characters, or the line ends before.
+        """
+        known = {name + end: (name, end) for name in names for end in ends}
+        while True:
+            ahead = self._text[self._at : self._at + 1024]
+            if not self.is_over and any(full != ahead and full.startswith(ahead) for full in known):
+                yield
+                continue
+            fits = [full for full in known if self._text.startswith(full, self._at)]
+            if fits:
+                self._at += len(longest := max(fits, key=len))
+                return known[longest]
+            break
+        name, found = yield from self.take_until("\n", *ends, most=most)
+        return (name, found) if found != "\n" else (name + found, "")
 
     def until(self, marks: tuple[str, ...], give: Callable[[str], None], most: int = FAR) -> Steps[str]:
         """Give text away as it comes, up to the first of the marks, which is passed over and returned.
@@ -149,6 +194,11 @@ class AnswerReader:
             yield
 
     @property
+    def is_read(self) -> bool:
+        """Nothing of what came is left."""
+        return self._at >= len(self._text)
+
+    @property
     def n_calls(self) -> int:
         """Calls that have begun."""
         return self._n_calls
@@ -166,8 +216,9 @@ class AnswerReader:
         if text:
             self.parts.append(Reasoning(text))
 
-    def begin_call(self, name: str) -> None:
-        self.parts.append(CallBegin(self._n_calls, self._new_id(), name))
+    def begin_call(self, name: str, id_: str = "") -> None:
+        """id_: as the model wrote it, if it did."""
+        self.parts.append(CallBegin(self._n_calls, id_ or self._new_id(), name))
         self._n_calls += 1
 
     def arguments(self, text: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from pyspec.text.markup.json_text import as_json
 from pyspec.text.markup.reader import HELD_CHARS, AnswerReader
 
 Schema = Mapping[str, Any]
@@ -19,7 +20,7 @@ _KINDS: dict[type, str] = {
     list: "array",
     dict: "object",
 }
-_PYTHON = {"True": True, "False": False, "None": None}
+_PYTHON = frozenset({"True", "False", "None"})
 ALL = frozenset({"string", "boolean", "integer", "number", "array", "object", "null"})
 
 
@@ -28,26 +29,39 @@ class ArgumentWriter:
 
     def __init__(self, reader: AnswerReader, schema: Schema) -> None:
         self._reader, self._schema, self._n = reader, schema, 0
+        self._written: set[str] = set()
         reader.arguments("{")
+
+    @property
+    def names(self) -> Collection[str]:
+        """The arguments that the schema names."""
+        properties = self._schema.get("properties")
+        return properties.keys() if isinstance(properties, Mapping) else ()
+
+    @property
+    def expected(self) -> Collection[str] | None:
+        """Those of them that are not written yet; None: the schema names none."""
+        return [name for name in self.names if name not in self._written] if self.names else None
 
     def value(self, name: str, *, is_text: bool | None = None) -> ValueWriter:
         """The next argument. is_text: whether it is a string, where the markup says so; None: the schema does."""
         self._reader.arguments((", " if self._n else "") + json.dumps(name, ensure_ascii=False) + ": ")
         self._n += 1
-        kinds = types_of(self._schema, name)
-        if is_text is not None:
-            kinds = frozenset({"string"}) if is_text else ALL
-        return ValueWriter(self._reader.arguments, kinds)
+        self._written.add(name)
+        if is_text is None:
+            return ValueWriter(self._reader.arguments, types_of(self._schema, name))
+        kinds = frozenset({"string"}) if is_text else ALL
+        return ValueWriter(self._reader.arguments, kinds, is_quoted=not is_text)
 
     def end(self) -> None:
         self._reader.arguments("}")
 
 
 class ValueWriter:
-    """One value: strings are written while they come, all else when it is complete."""
+    """One value: strings are written while they come, all else when it is complete. is_quoted: it is JSON, strings too."""
 
-    def __init__(self, give: Callable[[str], None], kinds: frozenset[str]) -> None:
-        self._give, self._kinds = give, kinds
+    def __init__(self, give: Callable[[str], None], kinds: frozenset[str], *, is_quoted: bool = False) -> None:
+        self._give, self._kinds, self._is_quoted = give, kinds, is_quoted
         self._held: list[str] = []
         self._n_held = 0
         self._is_string = kinds == {"string"}
@@ -68,14 +82,19 @@ class ValueWriter:
             self._give(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def end(self) -> None:
-        self._give('"' if self._is_string else typed("".join(self._held), self._kinds))
+        text = "".join(self._held)
+        if self._is_quoted and text.strip()[:1] == '"' and _is_json(text):
+            self._give(text.strip())
+        else:
+            self._give('"' if self._is_string else typed(text, self._kinds))
 
 
 def typed(text: str, kinds: frozenset[str]) -> str:
     """The text as JSON of one of these types. A string where it is none, or could be one and nothing else fits."""
     bare = text.strip()
+    said = _as_json(bare, may_be_text="string" in kinds)
     try:
-        value = _PYTHON[bare] if bare in _PYTHON else json.loads(bare, parse_constant=_no_constant)
+        value = json.loads(said, parse_constant=_no_constant)
         json.dumps(value).encode()
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
@@ -85,7 +104,21 @@ def typed(text: str, kinds: frozenset[str]) -> str:
         return str(int(value))
     if kind == "string" or not fits:  # a string comes bare: quotes are its own
         return json.dumps(text, ensure_ascii=False)
-    return json.dumps(value, ensure_ascii=False) if bare in _PYTHON else bare
+    return said
+
+
+def _as_json(bare: str, *, may_be_text: bool) -> str:
+    """What is Python as JSON: lists and objects, and words if they are spelled so, or can be nothing else."""
+    is_python = bare in _PYTHON or bare[:1] in ("{", "[", "(") or not may_be_text
+    return (as_json(bare) if is_python and not _is_json(bare) else None) or bare
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def types_of(schema: Schema, name: str) -> frozenset[str]:

@@ -1,0 +1,90 @@
+"""Mistral's models: [TOOL_CALLS] before a list of objects (7B v0.3, Nemo, Small 3.1), or before each call as its name, [ARGS] and JSON (Devstral, Small 3.2).
+
+Their templates want ids of nine letters and digits. One that the model writes before the arguments is the call's own; one behind them comes too late.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from contextlib import suppress
+
+from pyspec.text.markup.ahead import GAP, Row
+from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.call_grammar import CallRules, Lark, either, literal, named_object, repeated, row
+from pyspec.text.markup.call_list import object_head, read_list
+from pyspec.text.markup.json_text import NotJson, read_value
+from pyspec.text.markup.reader import AnswerReader, Steps, Tools
+
+OPEN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+NAME_CHARS = 256
+ID_CHARS = 9
+ID_IN_LARK = f"/[A-Za-z0-9]{{{ID_CHARS}}}/"
+
+_NAME = re.compile(r"[^\s\[\]{}<>\"]+")
+_ID = re.compile(rf"[A-Za-z0-9]{{{ID_CHARS}}}")
+_ALPHABET = string.ascii_letters + string.digits
+
+
+def new_id() -> str:
+    """As these models' templates want it."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(ID_CHARS))
+
+
+def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
+    def calls(reader: AnswerReader, mark: str) -> Steps[str]:
+        text = mark + (yield from reader.take_spaces())
+        if (yield from reader.look("[", "{")):
+            return (yield from _list(reader, text))
+        return (yield from _call(reader, tools, text))
+
+    yield from read_answer(reader, (OPEN,), calls, trims_start=trims_start)
+
+
+def _list(reader: AnswerReader, text: str) -> Steps[str]:
+    try:
+        said = yield from read_list(reader, (yield from reader.take_mark("[")))
+    except NotJson:  # the client hears what the model wrote
+        yield from reader.rest(reader.arguments)
+        return ""
+    return said and text + said
+
+
+def _call(reader: AnswerReader, tools: Tools, text: str) -> Steps[str]:
+    """A name, perhaps an id, and the arguments."""
+    name = yield from reader.take_word(tools, (ARGS, ID, "{"), _NAME, NAME_CHARS)
+    text += name + (yield from reader.take_spaces())
+    id_ = ""
+    if (yield from reader.take_mark(ID)):
+        text += ID + (id_ := (yield from reader.take_word((), (ARGS,), _NAME, NAME_CHARS)))
+    args = yield from reader.take_mark(ARGS)
+    text += args + (yield from reader.take_spaces())
+    is_object = (yield from reader.peek()) == "{"
+    if not name or not (args or (is_object and name in tools)):
+        return text
+    reader.begin_call(name, id_ if _ID.fullmatch(id_) else "")
+    if not is_object:
+        reader.arguments("{}")
+        return ""
+    with suppress(NotJson):  # what was read of it is told
+        yield from read_value(reader, reader.arguments)
+    return ""
+
+
+def heads(tools: Tools) -> tuple[Row, ...]:
+    names = tuple(tools)
+    return ((OPEN,), GAP, ("[",), GAP, *object_head(tools)), ((OPEN,), GAP, names, GAP, (ARGS, ID, "{"))
+
+
+def list_rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+    own_id = row(literal(', "id": "'), ID_IN_LARK, literal('"'))
+    call = lark.rule(named_object(lark, tools, "arguments", "", end=row(f"({own_id})?", literal("}"))))
+    return CallRules(OPEN, row("SPACE?", literal("["), repeated(call, '"," SPACE?', is_single=is_single), literal("]")))
+
+
+def args_rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+    own_id = row(literal(ID), ID_IN_LARK)
+    options = [row(literal(name), f"({own_id})?", literal(ARGS), lark.json(schema)) for name, schema in tools.items()]
+    call = lark.rule(either(options))
+    return CallRules(OPEN, repeated(call, literal(OPEN), is_single=is_single))

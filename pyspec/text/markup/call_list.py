@@ -1,0 +1,89 @@
+"""Calls as a list of JSON objects behind a mark: Nemotron's <TOOLCALL>[...]</TOOLCALL>, and Firefunction's functools[...]."""
+
+from __future__ import annotations
+
+from pyspec.text.markup.ahead import GAP, Row
+from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.call_grammar import CallRules, Lark, literal, named_object, repeated, row
+from pyspec.text.markup.call_object import read_call
+from pyspec.text.markup.json_text import NotJson
+from pyspec.text.markup.reader import AnswerReader, Steps, Tools
+
+OPEN, CLOSE = "<TOOLCALL>", "</TOOLCALL>"
+FUNCTOOLS = "functools["
+
+
+def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
+    yield from read_answer(reader, (OPEN,), _marked, trims_start=trims_start)
+
+
+def _marked(reader: AnswerReader, mark: str) -> Steps[str]:
+    text = mark + (yield from reader.take_spaces())
+    bracket = yield from reader.take_mark("[")
+    try:
+        said = yield from read_list(reader, bracket)
+    except NotJson:  # the client hears what the model wrote, up to where it ends the calls
+        yield from reader.until((CLOSE,), reader.arguments)
+        return ""
+    if said:
+        return text + said
+    yield from reader.take_spaces()
+    yield from reader.take_mark(CLOSE)
+    return ""
+
+
+def functools(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
+    def calls(reader: AnswerReader, mark: str) -> Steps[str]:
+        try:
+            said = yield from read_list(reader, "[")
+        except NotJson:
+            yield from reader.rest(reader.arguments)
+            return ""
+        return said and mark.removesuffix("[") + said
+
+    yield from read_answer(reader, (FUNCTOOLS,), calls, trims_start=trims_start)
+
+
+def read_list(reader: AnswerReader, text: str) -> Steps[str]:
+    """Objects up to the bracket that closes the list. What is there as text, if it is no call; "" if it was told.
+
+    text  what was read of the list: its bracket, or "" where one object stands alone
+    Raises NotJson where a call went wrong.
+    """
+    is_list = bool(text)
+    text += yield from reader.take_spaces()
+    if is_list and (yield from reader.take_mark("]")):
+        return ""  # no calls
+    while True:
+        said = yield from read_call(reader)
+        if said is not None:
+            return text + said
+        text = yield from reader.take_spaces()
+        if not is_list or not (yield from reader.take_mark(",")):
+            break
+        text = "," + (yield from reader.take_spaces())
+    yield from reader.take_mark("]")
+    return ""
+
+
+def heads(tools: Tools) -> tuple[Row, ...]:
+    return (((OPEN,), GAP, ("[",), GAP, *object_head(tools)),)
+
+
+def functools_heads(tools: Tools) -> tuple[Row, ...]:
+    return (((FUNCTOOLS,), GAP, *object_head(tools)),)
+
+
+def object_head(tools: Tools) -> Row:
+    """How a call as an object begins, its name first."""
+    return (("{",), GAP, ('"name"', "'name'"), GAP, (":",), GAP, ('"', "'"), tuple(tools), ('"', "'"), GAP, (",", "}"))
+
+
+def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+    calls = repeated(lark.rule(named_object(lark, tools, "arguments", "")), '"," SPACE?', is_single=is_single)
+    return CallRules(OPEN, row("SPACE?", literal("["), calls, literal("]"), "SPACE?", literal(CLOSE)))
+
+
+def functools_rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+    calls = repeated(lark.rule(named_object(lark, tools, "arguments", "")), '"," SPACE?', is_single=is_single)
+    return CallRules(FUNCTOOLS, row(calls, literal("]")))

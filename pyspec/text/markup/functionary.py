@@ -1,0 +1,43 @@
+"""Functionary v3.1: each call is <function=name>, its arguments as JSON, and </function>."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from pyspec.text.markup.ahead import GAP, Row
+from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.call_grammar import CallRules, Lark, either, literal, repeated, row
+from pyspec.text.markup.json_text import NotJson, read_value
+from pyspec.text.markup.reader import AnswerReader, Steps, Tools
+
+FUNCTION, CLOSE = "<function=", "</function>"
+NAME_CHARS = 256
+
+
+def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
+    def calls(reader: AnswerReader, mark: str) -> Steps[str]:
+        name, found = yield from reader.take_name(tools, ">", most=NAME_CHARS)
+        text = mark + name + found + (yield from reader.take_spaces())
+        if not found or name not in tools or (yield from reader.peek()) != "{":
+            return text
+        reader.begin_call(name)
+        with suppress(NotJson):  # what was read of it is told
+            yield from read_value(reader, reader.arguments)
+        yield from reader.until((CLOSE,), _ignore)
+        return ""
+
+    yield from read_answer(reader, (FUNCTION,), calls, trims_start=trims_start)
+
+
+def _ignore(text: str) -> None:
+    pass
+
+
+def heads(tools: Tools) -> tuple[Row, ...]:
+    return (((FUNCTION,), tuple(tools), (">",), GAP, ("{",)),)
+
+
+def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+    options = [row(literal(f"{name}>"), lark.json(schema), literal(CLOSE)) for name, schema in tools.items()]
+    call = lark.rule(either(options))
+    return CallRules(FUNCTION, repeated(call, row("SPACE?", literal(FUNCTION)), is_single=is_single))
