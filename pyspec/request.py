@@ -6,7 +6,7 @@ can move to a process of its own without any of them noticing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Annotated, Literal
 
@@ -90,6 +90,21 @@ class SamplingParams:
             or self.adaptive_target >= 0
             or self.post_sampling
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingGiven:
+    """Sampling parameters of which some were given, as by flags, and the others are left to the model's file.
+
+    names  the fields that were given
+    """
+
+    params: SamplingParams = field(default_factory=SamplingParams)
+    names: frozenset[str] = frozenset()
+
+    def over(self, recommended: SamplingParams) -> SamplingParams:
+        """What was given, and what the file recommends for the rest."""
+        return replace(recommended, **{name: getattr(self.params, name) for name in self.names})
 
 
 GrammarKind = Literal["json_schema", "gbnf", "regex", "lark", "compiled"]
@@ -422,7 +437,7 @@ class EngineInfo:
     n_embd: int
     n_params: int
     n_bytes: int
-    file_type: str
+    file_type: str  # in llama-server's words: "Q8_0", "Q4_K - Medium"; "" if the file does not say
     device: str
     drafter: str  # "none", "dflash", "mtp", "ngram"
     draft_path: str = ""
@@ -436,3 +451,4 @@ class EngineInfo:
     n_overhang: int = 0  # KV rows a request needs beyond its tokens
     n_row: int = 0  # KV rows of all slots together; 0: as many as the slots can fill
     memory: tuple[tuple[str, int], ...] = ()  # the memory plan: bytes by purpose
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # what requests get that do not say: the file's

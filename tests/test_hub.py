@@ -15,7 +15,7 @@ from hub_server import REPO, FakeHub, serving
 from pyspec import hub, synth
 from pyspec.cli import main
 from pyspec.cli.beside import taken
-from pyspec.errors import DownloadError
+from pyspec.errors import ConfigError, DownloadError
 from pyspec.gguf import open_gguf
 
 LARGE = random.Random(0).randbytes(300_000)
@@ -93,6 +93,39 @@ NAMES = [
     "BF16/m-BF16-00002-of-00002.gguf",
     "BF16/mtp-m-BF16.gguf",
 ]
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        *(
+            "Model.mmproj-Q8_0.gguf",
+            "MMPROJ-Model-Q4_K_M.gguf",
+            "model-mm-proj.Q8_0.gguf",
+            "a/vision_projector-Q8_0.gguf",
+        ),
+        *("Model.imatrix.gguf", "Model-IMatrix.gguf", "mtp-Model-Q8_0.gguf", "q/MTP_Model-Q4_K_M.gguf", "mtp.gguf"),
+        *(
+            "dflash-Model-Q8_0.gguf",
+            "Model-8B-DFlash-b16-Q8_0.gguf",
+            "Model-0.5B-draft-Q4_K_M.gguf",
+            "draft/Model-Q8_0.gguf",
+        ),
+        *("Model.Draft.Q8_0.gguf", "EAGLE3-Model-Q8_0.gguf", "Model-eagle-Q4_K_M.gguf", "dspark-Model-Q8_0.gguf"),
+    ],
+)
+def test_what_goes_beside_a_model_is_never_taken_for_one(beside: str):
+    for model in ("Model.Q2_K.gguf", "Model-MTP-Q5_0.gguf", "Draftsman-Q6_K.gguf", "Seagle-Q6_K.gguf"):
+        assert hub.choose([beside, model]) == [model]
+    with pytest.raises(ConfigError, match=r"has no GGUF model among its 1 files: .* go beside one"):
+        hub.choose([beside])
+    assert hub.choose([beside, "Model.Q2_K.gguf"], file=beside) == [beside]
+
+
+def test_a_repository_whose_models_were_all_quantised_with_a_matrix_has_models():
+    names = ["Model-imatrix-Q4_K_M.gguf", "Model-imatrix-Q8_0.gguf", "imatrix.gguf", "mmproj-imatrix-Q4_K_M.gguf"]
+    assert hub.choose(names) == ["Model-imatrix-Q4_K_M.gguf"] and hub.choose(names, "Q8_0") == [names[1]]
+    assert hub.choose(["m-Q8_0.gguf", "d/Model-DFlash-Q8_0.gguf"], drafter=True) == ["d/Model-DFlash-Q8_0.gguf"]
 
 
 @pytest.mark.parametrize(

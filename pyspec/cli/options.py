@@ -272,7 +272,7 @@ def engine_options(function: F, but: Sequence[Callable[[Any], Any]] = ()) -> F:
 
 
 def sampling_options(function: F) -> F:
-    """Give a command the sampling flags; it receives `sampling: SamplingParams` and `n_predict`."""
+    """Give a command the sampling flags; it receives `sampling: SamplingGiven` and `n_predict`."""
 
     def fold(values: dict[str, Any]) -> None:
         values["sampling"] = sampling_of(values)

@@ -16,7 +16,7 @@ from pyspec.cli.flags import LlamaCommand, gathered, grouped
 from pyspec.cli.meter import shown_load
 from pyspec.cli.options import EngineChoice, apply, engine_options, sampling_options, tell_ignored
 from pyspec.errors import RequestError
-from pyspec.request import Delta, Done, Request, SamplingParams, Timings
+from pyspec.request import Delta, Done, Request, SamplingGiven, Timings
 
 if TYPE_CHECKING:
     from pyspec.engine.api import Engine
@@ -28,7 +28,7 @@ HELP = "type a message; /clear forgets the conversation, /exit leaves"
 class AnswerOptions:
     """How to ask: the same for every message."""
 
-    sampling: SamplingParams
+    sampling: SamplingGiven
     n_predict: int
     stop: tuple[str, ...]
 
@@ -102,7 +102,7 @@ RUN_OPTIONS = [
 @apply(RUN_OPTIONS)
 @gathered(RunFlags, "flags")
 @click.pass_context
-def run(ctx: click.Context, engine: EngineChoice, sampling: SamplingParams, n_predict: int, flags: RunFlags) -> None:
+def run(ctx: click.Context, engine: EngineChoice, sampling: SamplingGiven, n_predict: int, flags: RunFlags) -> None:
     """Answer one prompt, or chat in the terminal.
 
     Continues a text (-p, -f or stdin), answers one message (behind the model, or --chat), or chats if nothing is given on a terminal.
@@ -130,7 +130,8 @@ def _system(text: str) -> list[dict[str, str]]:
 
 
 def _request(engine: Engine, ask: AnswerOptions, prompt: str | list[dict[str, str]]) -> Request:
-    return engine.request(prompt, max_tokens=ask.n_predict, stop=ask.stop, params=ask.sampling)
+    params = ask.sampling.over(engine.info.sampling)
+    return engine.request(prompt, max_tokens=ask.n_predict, stop=ask.stop, params=params)
 
 
 def answer(engine: Engine, request: Request, as_json: bool) -> str:

@@ -12,22 +12,10 @@ import click
 from pyspec.cli.flags import grouped
 from pyspec.errors import ConfigError
 from pyspec.ranges import INT32, rules_of
-from pyspec.request import DEFAULT_SAMPLERS, SamplingParams
+from pyspec.request import DEFAULT_SAMPLERS, SamplingGiven, SamplingParams
+from pyspec.samplers import LETTERS
 
 F = TypeVar("F", bound=Callable[..., Any])
-LETTERS = {
-    "e": "penalties",
-    "d": "dry",
-    "s": "top_n_sigma",
-    "k": "top_k",
-    "y": "typ_p",
-    "p": "top_p",
-    "m": "min_p",
-    "x": "xtc",
-    "t": "temperature",
-    "a": "adaptive_p",
-}
-"""llama.cpp's letters for samplers."""
 BIAS = re.compile(r"(\d+)([+-](?:inf|[0-9.]+(?:e[+-]?\d+)?))", re.IGNORECASE)
 
 
@@ -133,7 +121,7 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
 ]
 
 
-def sampling_of(values: dict[str, Any]) -> SamplingParams:
+def sampling_of(values: dict[str, Any]) -> SamplingGiven:
     """What the flags say, taken out of a command's values. Raises ConfigError, UsageError."""
     letters = values.pop("sampler_letters")
     if letters is not None and values["samplers"] is not None:
@@ -148,4 +136,4 @@ def sampling_of(values: dict[str, Any]) -> SamplingParams:
             if flaw := replace(rule, title=flags[rule.name]).flaw(value):
                 raise ConfigError(flaw)
             given[rule.name] = value
-    return SamplingParams(**given)
+    return SamplingGiven(SamplingParams(**given), frozenset(given))

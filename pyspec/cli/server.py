@@ -15,7 +15,7 @@ from pyspec import __version__
 from pyspec.cli.chat_options import ChatOptions, chat_options
 from pyspec.cli.flags import LlamaCommand, commas, gathered, grouped
 from pyspec.cli.options import EngineChoice, Number, apply, engine_options, sampling_options, tell_ignored
-from pyspec.request import EngineInfo, SamplingParams
+from pyspec.request import EngineInfo, SamplingGiven
 
 if TYPE_CHECKING:
     from pyspec.server.engine import EngineLike
@@ -72,7 +72,7 @@ class ServerFlags:
     log_file: str
     verbosity: int
 
-    def settings(self, sampling: SamplingParams, n_predict: int, chat: dict[str, Any]) -> ServerSettings:
+    def settings(self, sampling: SamplingGiven, n_predict: int, chat: dict[str, Any]) -> ServerSettings:
         """What the server is told. Raises ConfigError."""
         from pyspec.server.settings import Limits, ServerSettings, keys_of
 
@@ -97,7 +97,8 @@ class ServerFlags:
             volatile_lines=self.volatile_lines,
             text_threads=self.threads_http if self.threads_http > 0 else 2,
             **chat,
-            sampling=sampling,
+            sampling=sampling.params,
+            sampling_given=sampling.names,
             max_tokens=n_predict,
             limits=Limits(drain_s=self.drain_timeout, total_s=self.timeout, ping_s=ping if ping > 0 else DAY_S),
         )
@@ -182,7 +183,7 @@ SERVER_OPTIONS = [
 def server(
     ctx: click.Context,
     engine: EngineChoice,
-    sampling: SamplingParams,
+    sampling: SamplingGiven,
     chat: ChatOptions,
     n_predict: int,
     flags: ServerFlags,

@@ -120,7 +120,8 @@ class DFlashNet:
         find_best: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.c, self.memory, self.n_feature = c, memory, len(c.taps) * target.n_embd
-        self.rope = Rope(c.n_rot, c.rope_base, True, w.device, divisors=w.optional("rope_freqs.weight"))
+        divisors = w.optional("rope_freqs.weight")
+        self.rope = Rope(c.n_rot, c.rope_base, True, w.device, c.rope_scaling, divisors)
         n_layer = len(c.windows)
         self.attention = [
             Attention(w, f"blk.{i}", c.attention, self.rope, c.eps, memory.kv_dtype) for i in range(n_layer)

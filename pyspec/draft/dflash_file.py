@@ -14,6 +14,7 @@ from pyspec.errors import ModelError, PairError
 from pyspec.gguf import GGMLType, GGUFFile
 from pyspec.models.decoder import attention_extras, attention_shape, block_count, check_rope
 from pyspec.models.layers import AttentionShape
+from pyspec.models.rope_scaling import RopeScaling, read_scaling
 from pyspec.models.target import ModelConfig
 from pyspec.models.weights import Want, Weights
 
@@ -41,6 +42,7 @@ class DFlashConfig:
     attention: AttentionShape
     eps: float
     rope_base: float
+    rope_scaling: RopeScaling
     n_rot: int
     block: int
     mask_id: int
@@ -105,6 +107,7 @@ def read_config(file: GGUFFile) -> DFlashConfig:
         attention=attention,
         eps=h.number("attention.layer_norm_rms_epsilon"),
         rope_base=h.number("rope.freq_base"),
+        rope_scaling=read_scaling(file),
         n_rot=n_rot,
         block=h.integer("dflash.block_size" if is_fork else "block_size", 16),
         mask_id=h.integer("dflash.mask_token_id") if is_fork else file.fields.integer("tokenizer.ggml.mask_token_id"),

@@ -256,7 +256,7 @@ class Engine:
 
     def request(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Request:
         """Build a Request, e.g. with temperature=0. Raises RequestError, ConfigError."""
-        request = request_of(self.encode(prompt), options)
+        request = request_of(self.encode(prompt), options, self.info.sampling)
         if request.grammar is None:
             return request
         try:

@@ -38,10 +38,12 @@ from pyspec.engine.draft_head import make_head
 from pyspec.engine.loop import Loop
 from pyspec.engine.memory_plan import MemoryPlan, check_fit, free_bytes, since, size, taken
 from pyspec.engine.ranks import Ranks, begin_ranks, lead_ranks
+from pyspec.engine.recommended import recommended
 from pyspec.engine.round import RowLimits
 from pyspec.engine.timer import Timer, bucket
 from pyspec.engine.warmup import check_drafter, warm_up
 from pyspec.errors import BadTemplate
+from pyspec.gguf.types import file_type_words
 from pyspec.models.gathered import Gathered
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
@@ -228,7 +230,6 @@ def _check_template(template: ChatTemplate | None) -> None:
 def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
     """What is loaded, for programs and people."""
     fields, c, tokenizer = d.file.fields, d.config, d.tokenizer
-    file_type = fields.integer("general.file_type", None)
     piece = lambda i: "" if i is None else tokenizer.piece(i)  # noqa: E731
     return EngineInfo(
         model_name=fields.label("general.name", "") or d.path.stem,
@@ -241,7 +242,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         n_embd=c.n_embd,
         n_params=sum(t.n_elements for t in d.file.tensors.values()),
         n_bytes=sum(t.n_bytes for t in d.file.tensors.values()),
-        file_type="" if file_type is None else str(file_type),
+        file_type=file_type_words(fields.integer("general.file_type", None)),
         device=str(d.device),
         drafter=d.draft.kind,
         draft_path=str(d.settings.draft_path or ""),
@@ -254,6 +255,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         eog_ids=tuple(sorted(tokenizer.eog)),
         n_overhang=d.n_overhang,
         memory=plan.by_purpose,
+        sampling=recommended(fields),
     )
 
 

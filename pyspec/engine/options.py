@@ -126,19 +126,25 @@ class GrammarOptions(TypedDict, total=False):
 
 
 class GenerateOptions(SamplingOptions, RequestOptions, GrammarOptions, total=False):
-    """All that a generation takes. `params` are values for the sampling options that are not given."""
+    """All that a generation takes. `params` are values for the sampling options that are not given; without them those count that the
+    model's file recommends (`engine.info.sampling`)."""
 
     params: SamplingParams | None
 
 
-def request_of(prompt: tuple[int, ...], options: Mapping[str, object]) -> Request:
-    """A request for these token ids with the values of GenerateOptions. Raises ConfigError, RequestError."""
+def request_of(
+    prompt: tuple[int, ...], options: Mapping[str, object], recommended: SamplingParams | None = None
+) -> Request:
+    """A request for these token ids with the values of GenerateOptions. Raises ConfigError, RequestError.
+
+    recommended  sampling of a request that gives no `params`
+    """
     known = GenerateOptions.__annotations__
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, 1)
             raise ConfigError(f"no sampling parameter '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))
-    params = options.get("params") or SamplingParams()
+    params = options.get("params") or recommended or SamplingParams()
     if not isinstance(params, SamplingParams):
         raise ConfigError(f"params is {shown(params)}; want a pyspec.SamplingParams")
     sampling: dict[str, Any] = {

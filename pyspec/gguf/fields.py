@@ -86,6 +86,11 @@ HPARAMS: Mapping[str, Whole | Real | OneOf | int] = {
     "rope.scaling.type": 64,
     "rope.scaling.factor": Real(1e-3, 1e6, also=(0.0,)),  # 0: none
     "rope.scaling.original_context_length": Whole(1, 2**31 - 1),
+    "rope.scale_linear": Real(1e-3, 1e6, also=(0.0,)),  # the factor's old name
+    "rope.scaling.attn_factor": Real(1e-6, 1e6),
+    "rope.scaling.yarn_attn_factor": Real(1e-6, 1e6),
+    "rope.scaling.yarn_ext_factor": Real(-1.0, 1.0),
+    "rope.scaling.yarn_log_multiplier": Real(-1e6, 1e6),
     "rope.scaling.yarn_beta_fast": Real(1e-3, 1e6),
     "rope.scaling.yarn_beta_slow": Real(1e-3, 1e6),
     "ssm.state_size": SIZE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from enum import IntEnum
 
 from pyspec.gguf import blocks
@@ -170,3 +171,36 @@ def file_type_name(number: int | None) -> str:
         return LlamaFileType(number).name
     except ValueError:
         return f"file type {number}"
+
+
+_SIZES_BY_LETTER = {"S": "Small", "M": "Medium", "L": "Large"}
+_BITS = {
+    "TQ1_0": "TQ1_0 - 1.69 bpw ternary",
+    "TQ2_0": "TQ2_0 - 2.06 bpw ternary",
+    "IQ2_XXS": "IQ2_XXS - 2.0625 bpw",
+    "IQ2_XS": "IQ2_XS - 2.3125 bpw",
+    "IQ2_S": "IQ2_S - 2.5 bpw",
+    "IQ2_M": "IQ2_M - 2.7 bpw",
+    "IQ3_XS": "IQ3_XS - 3.3 bpw",
+    "IQ3_XXS": "IQ3_XXS - 3.0625 bpw",
+    "IQ3_S": "IQ3_S - 3.4375 bpw",
+    "IQ3_M": "IQ3_S mix - 3.66 bpw",
+    "IQ1_S": "IQ1_S - 1.5625 bpw",
+    "IQ1_M": "IQ1_M - 1.75 bpw",
+    "IQ4_NL": "IQ4_NL - 4.5 bpw",
+    "IQ4_XS": "IQ4_XS - 4.25 bpw",
+}
+
+
+def file_type_words(number: int | None) -> str:
+    """What llama-server calls a `general.file_type`, e.g. "Q4_K - Medium"; "" if the file does not say, its words for a new number."""
+    if number is None:
+        return ""
+    try:
+        name = LlamaFileType(number).name
+    except ValueError:
+        return "unknown, may not work"
+    if name in ("F32", "MXFP4_MOE", "Q2_K"):
+        return {"F32": "all F32", "MXFP4_MOE": "MXFP4 MoE", "Q2_K": "Q2_K - Medium"}[name]
+    stem, _, size = name.rpartition("_")
+    return f"{stem} - {_SIZES_BY_LETTER[size]}" if re.fullmatch(r"Q\d_K", stem) else _BITS.get(name, name)

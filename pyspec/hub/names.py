@@ -9,18 +9,15 @@ from difflib import get_close_matches
 from pathlib import PurePosixPath
 
 from pyspec.errors import ConfigError
-from pyspec.registry import DRAFTERS
 
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
 """What is taken if nobody says: the first of them that is there, as llama.cpp does."""
-DRAFTS = tuple(f"{drafter}-" for drafter in DRAFTERS)
-SIDECARS = (
-    "mmproj",
-    "imatrix",
-    "dspark-",
-    "eagle3-",
-    *DRAFTS,
-)  # names begin with these
+DRAFTERS_ALONE = re.compile(
+    r"(?:^|/)mtp(?=[-_.][^/]*$)|(?<![a-z])(?:d-?flash|d-?spark|eagle[-_]?[0-9]*|draft|drafts|drafter|drafters|speculators?)(?![a-z0-9])"
+)
+"""What names of drafters have in them. "mtp" only at the begin: elsewhere it says that a model's file has the block, too."""
+PROJECTORS = re.compile(r"mm[-_.]?proj|projector")
+MATRICES = re.compile(r"i-?matrix")
 KINDS = ("dflash", "mtp", "dspark", "eagle3")
 """Drafters that llama.cpp's repositories have beside a target, as KIND-*.gguf; the first that runs here is taken."""
 QUANT = r"(?<![A-Za-z0-9])(?:UD-)?((?:I?Q\d+|MXFP4|NVFP4|BF16|F16|F32)(?:_[A-Z0-9]+)*)(?![A-Za-z0-9])"
@@ -53,10 +50,11 @@ def choose(
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{repo} has no file {file}{hint}")
         return _shards(file, ggufs)
-    models = [n for n in ggufs if _begins_with(n, DRAFTS)] if drafter else []
-    models = models or [n for n in ggufs if not _begins_with(n, SIDECARS)]
+    models = [n for n in ggufs if DRAFTERS_ALONE.search(n.lower()) and not _is_part(n)] if drafter else []
+    models = models or _models(ggufs)
     if not models:
-        raise ConfigError(f"{repo} has no GGUF model among its {len(names)} files")
+        others = f": {', '.join(ggufs[:4])} go beside one (-hff takes a file by its name)" if ggufs else ""
+        raise ConfigError(f"{repo} has no GGUF model among its {len(names)} files{others}")
     found: list[str] = []
     for wanted in (quant,) if quant else DEFAULT_QUANTS:
         fits = re.compile(rf"(?:^|[-._/]){re.escape(wanted)}(?=[-./]|$)", re.IGNORECASE)
@@ -64,6 +62,17 @@ def choose(
     if not found and quant:
         raise ConfigError(f"{repo} has no {quant} file; it has {', '.join(models[:12])}{' ...' if models[12:] else ''}")
     return _shards((found or models)[0], models)
+
+
+def _is_part(name: str) -> bool:
+    """Whether a file goes beside any model, and is none that could be run: a projector, an importance matrix."""
+    return bool(PROJECTORS.search(name.lower()) or MATRICES.search(name.lower()))
+
+
+def _models(ggufs: Sequence[str]) -> list[str]:
+    """Files that are whole models. Where all names have an importance matrix in them it is what the models were quantised with."""
+    whole = [n for n in ggufs if not PROJECTORS.search(n.lower()) and not DRAFTERS_ALONE.search(n.lower())]
+    return [n for n in whole if not _is_part(n)] or [n for n in whole if quant_of(n)]
 
 
 def _begins_with(name: str, heads: tuple[str, ...]) -> bool:

@@ -26,9 +26,9 @@ from pyspec.models.cuts import Cut, Units
 from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, GatedDeltaNet, Relu2, Rope
 from pyspec.models.mamba import Mamba, mamba_tensors
 from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors
+from pyspec.models.rope_scaling import NOT_STRETCHED, RopeScaling
 from pyspec.models.target import Lead, Out, out_of
 from pyspec.models.weights import HEAD, Want, Weights
-from pyspec.ranges import quoted
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import KV, STATE, Memory
 from pyspec.slots.parts import LayerParts, Paged, Recurrent
@@ -61,7 +61,7 @@ class DecoderConfig:
     attention: AttentionShape
     n_rot: int
     rope_base: float
-    rope_factor: float = 1.0
+    rope_scaling: RopeScaling = NOT_STRETCHED
     rope_neox: bool
     qk_norm: bool = False
     layers: tuple[Layer, ...]  # of the trunk
@@ -147,17 +147,6 @@ def check_rope(n_rot: int, head_dim: int) -> None:
     """Rope turns pairs of a head's dimensions."""
     if n_rot % 2 or n_rot > head_dim:
         raise ModelError(f"rope can not turn {n_rot} dimensions of heads of {head_dim}: want an even number of them")
-
-
-def rope_factor(file: GGUFFile) -> float:
-    """Linear rope scaling; other kinds are refused."""
-    h = file.hparams
-    kind = h.label("rope.scaling.type", "none")
-    if kind == "linear":
-        return h.number("rope.scaling.factor", 1.0) or 1.0
-    if kind != "none":
-        raise ModelError(f"rope scaling {quoted(kind)} is not supported (none and linear are)")
-    return 1.0
 
 
 def vocab_size(file: GGUFFile) -> int:
@@ -384,7 +373,9 @@ class Decoder:
         own, self.ranks = config.share(weights.n_rank), weights.ranks
         self.lead: Lead | None = None
         divisors = weights.optional("rope_freqs.weight")
-        self.rope = Rope(config.n_rot, config.rope_base, config.rope_neox, weights.device, config.rope_factor, divisors)
+        self.rope = Rope(
+            config.n_rot, config.rope_base, config.rope_neox, weights.device, config.rope_scaling, divisors
+        )
         self.embedding = weights.embedding("token_embd.weight")
         self.blocks = [
             Block(own, weights, f"blk.{i}", self.rope, layer, memory.kv_dtype) for i, layer in enumerate(own.layers)

@@ -297,12 +297,13 @@ def _ratios(file: GGUFFile, n_block: int) -> tuple[int, ...]:
 
 def _yarn(file: GGUFFile) -> YarnShape:
     h = file.hparams
-    kind = h.label("rope.scaling.type", "none")
+    factor = h.number("rope.scaling.factor", h.number("rope.scale_linear", 0.0)) or 1.0
+    kind = h.label("rope.scaling.type", "none" if factor == 1.0 else "linear")  # as llama.cpp: a factor alone is linear
     if kind not in ("none", "yarn"):
         raise ModelError(f"rope scaling {quoted(kind)} is not supported (none and yarn are)")
     return YarnShape(
         h.number("attention.compress_rope_freq_base"),
-        h.number("rope.scaling.factor", 1.0) or 1.0 if kind == "yarn" else 1.0,
+        factor if kind == "yarn" else 1.0,
         h.integer("rope.scaling.original_context_length", h.integer("context_length")),
         h.number("rope.scaling.yarn_beta_fast", 32.0),
         h.number("rope.scaling.yarn_beta_slow", 1.0),

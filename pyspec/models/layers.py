@@ -22,6 +22,7 @@ from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.ref import RELU2, HeadGate, HeadNorm, Norm, head_power
+from pyspec.models.rope_scaling import NOT_STRETCHED, RopeScaling
 from pyspec.models.weights import Embedding, Matrix, Weights, sum_of
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -32,7 +33,7 @@ class Rope:
     """Rotary embedding of the first `n_rot` dimensions.
 
     neox: pairs (d, d + n_rot/2); otherwise adjacent pairs (2d, 2d + 1), as llama's converter permutes them.
-    factor: linear scaling, positions are divided by it. `divisors` [n_rot/2] f32 are llama 3's rope_freqs.
+    scaling: how a file stretches it. `divisors` [n_rot/2] f32 are llama 3's rope_freqs.
     """
 
     def __init__(
@@ -41,22 +42,32 @@ class Rope:
         base: float,
         neox: bool,
         device: torch.device,
-        factor: float = 1.0,
+        scaling: RopeScaling = NOT_STRETCHED,
         divisors: Tensor | None = None,
     ) -> None:
-        self.n_rot, self.neox, self.factor = n_rot, neox, factor
+        self.n_rot, self.neox, self.factor, self.length = n_rot, neox, scaling.factor, scaling.length
         d = torch.arange(0, n_rot, 2, device=device, dtype=torch.float32)
         freq = base ** (-d / n_rot)
         self.freq = freq if divisors is None else freq / divisors
+        if scaling.is_yarn:
+            kept = scaling.kept(n_rot, base, device)
+            self.freq, self.factor = self.freq * (kept + (1 - kept) / scaling.factor), 1.0
         self.launch = angles.bind(AnglesSpec(device))
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [row, 1, n_rot/2] f32 for positions [row]; computed once per forward."""
-        return self.launch(positions, self.freq, self.factor)
+        return self._lengthened(self.launch(positions, self.freq, self.factor))
+
+    def _lengthened(self, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if self.length != 1.0:
+            for each in angles:
+                each.mul_(self.length)
+        return angles
 
     def embedded(self, embedding: Embedding, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """What a forward begins with: the tokens' rows of the embedding, and the angles of their positions."""
-        return embedding.with_angles(tokens, positions, self.freq, self.factor)
+        rows, angles = embedding.with_angles(tokens, positions, self.freq, self.factor)
+        return rows, self._lengthened(angles)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.decoder import DecoderConfig, Layer, block_count, read_attention, rope_factor, vocab_size
+from pyspec.models.decoder import DecoderConfig, Layer, block_count, read_attention, vocab_size
+from pyspec.models.rope_scaling import read_scaling
 
 
 def read(file: GGUFFile) -> DecoderConfig:
@@ -23,7 +24,7 @@ def read(file: GGUFFile) -> DecoderConfig:
         attention=attention,
         n_rot=h.integer("rope.dimension_count", attention.head_dim),
         rope_base=h.number("rope.freq_base", 10000.0),
-        rope_factor=rope_factor(file),
+        rope_scaling=read_scaling(file),
         rope_neox=False,
         layers=(Layer(),) * n_layer,
     )

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.decoder import DecoderConfig, Layer, read_attention, rope_factor, trunk_layers, vocab_size
+from pyspec.models.decoder import DecoderConfig, Layer, read_attention, trunk_layers, vocab_size
 from pyspec.models.moe import MoeShape
+from pyspec.models.rope_scaling import read_scaling
 
 NORM = "post_attention_norm"  # before the feed-forward
 
@@ -58,7 +59,7 @@ def read_hybrid(file: GGUFFile, *, n_ff: int, feed: str = "swiglu", moe: MoeShap
         attention=attention,
         n_rot=n_rot,
         rope_base=h.number("rope.freq_base"),
-        rope_factor=rope_factor(file),
+        rope_scaling=read_scaling(file),
         rope_neox=True,
         qk_norm=True,
         layers=tuple(Layer("delta" if r else "attention", feed, NORM, moe) for r in recurrent_layers(file, n_layer)),

@@ -38,7 +38,7 @@ class Service:
 
     def __init__(self, engine: EngineLike, settings: ServerSettings) -> None:
         self.engine = engine
-        self.settings = settings
+        self.settings = settings.for_model(engine.info.sampling)
         self.names = tuple(dict.fromkeys((*settings.aliases, engine.info.model_name)))
         self.model = self.names[0]
         self.sessions = StreamSessions(settings)

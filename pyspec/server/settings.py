@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from pyspec.errors import ConfigError
-from pyspec.request import SamplingParams
+from pyspec.request import SamplingGiven, SamplingParams
 
 PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
@@ -69,7 +69,9 @@ class ServerSettings:
     slot_save_path: str = ""  # directory that slots are saved in and restored from; "": they are not
     props: bool = True  # serve /props
     cors_origins: tuple[str, ...] = ()  # besides this machine's; "*" allows all
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # of a request that does not say
+    sampling_given: frozenset[str] | None = None
+    # its fields that go before what the model's file recommends; None: those that are not llama.cpp's
     max_tokens: int = -1  # -1: until the context is full
     volatile_lines: tuple[re.Pattern[str], ...] = ()  # lines of system prompts that are moved behind the conversation
     tool_call_parser: str = "auto"  # how the model writes calls; auto: as its template does; none: calls are not parsed
@@ -83,6 +85,15 @@ class ServerSettings:
     verbose: bool = False  # answers have `__verbose`: the prompt as the model reads it, and the settings
     text_threads: int = 2  # tokenise and render off the event loop
     limits: Limits = field(default_factory=Limits)
+
+    def for_model(self, recommended: SamplingParams) -> ServerSettings:
+        """The same with what the model's file recommends where nothing was given."""
+        plain = SamplingParams()
+        given = self.sampling_given
+        if given is None:
+            names = (f.name for f in fields(SamplingParams))
+            given = frozenset(name for name in names if getattr(self.sampling, name) != getattr(plain, name))
+        return replace(self, sampling=SamplingGiven(self.sampling, given).over(recommended))
 
     def check(self) -> None:
         """Raise ConfigError if this must not be served."""

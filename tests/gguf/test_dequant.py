@@ -13,6 +13,7 @@ from pyspec.cuda.ops.linear import dequant as dequant_ref
 from pyspec.cuda.ops.linear.dequant import SUPPORTED, dequantize, dequantize_rows, quantize
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, LlamaFileType
+from pyspec.gguf.types import file_type_words
 
 BLOCK_TYPES = sorted(t for t in SUPPORTED if t.block_size > 1)
 HALVES = {"d", "m", "dmin"}
@@ -59,6 +60,24 @@ def test_layouts_are_packed_and_hold_one_block() -> None:
 def test_file_types_are_those_of_the_gguf_package() -> None:
     named = {t.value: t.name.removeprefix("ALL_").removeprefix("MOSTLY_") for t in gguf.LlamaFileType}
     assert {t.value: t.name for t in LlamaFileType} == {k: v for k, v in named.items() if v != "GUESSED"}
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        *((0, "all F32"), (1, "F16"), (7, "Q8_0"), (10, "Q2_K - Medium"), (21, "Q2_K - Small"), (13, "Q3_K - Large")),
+        *((15, "Q4_K - Medium"), (18, "Q6_K"), (25, "IQ4_NL - 4.5 bpw"), (27, "IQ3_S mix - 3.66 bpw"), (32, "BF16")),
+        *(
+            (36, "TQ1_0 - 1.69 bpw ternary"),
+            (38, "MXFP4 MoE"),
+            (39, "NVFP4"),
+            (None, ""),
+            (999, "unknown, may not work"),
+        ),
+    ],
+)
+def test_file_types_are_told_in_llama_servers_words(number: int | None, words: str) -> None:
+    assert file_type_words(number) == words
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES, ids=lambda t: t.name)

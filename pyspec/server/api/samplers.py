@@ -6,6 +6,7 @@ from typing import Any
 
 from pyspec.errors import RequestError
 from pyspec.request import DEFAULT_SAMPLERS
+from pyspec.samplers import sampler_of
 
 # What leaving a sampler out sets.
 NEUTRAL: dict[str, dict[str, Any]] = {
@@ -20,10 +21,6 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.0, "dynatemp_range": 0.0},
     "adaptive_p": {"adaptive_target": -1.0},
 }
-LETTERS = {"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p"}
-LETTERS |= {"p": "top_p", "m": "min_p", "x": "xtc", "t": "temperature", "a": "adaptive_p"}
-ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typical_p": "typ_p", "typical": "typ_p"}
-ALIASES |= {name.replace("_", "-"): name for name in NEUTRAL} | {name.replace("_", ""): name for name in NEUTRAL}
 
 
 def chain_of(samplers: list[str] | str) -> dict[str, Any]:
@@ -43,7 +40,7 @@ def chain_of(samplers: list[str] | str) -> dict[str, Any]:
 
 
 def _named(name: str) -> str:
-    known = LETTERS.get(name) if len(name) == 1 else ALIASES.get(name.lower(), name.lower())
-    if not known or known not in NEUTRAL:
+    known = sampler_of(name)
+    if not known:
         raise RequestError(f"samplers: {name[:40]!r} is not known; there are {', '.join(NEUTRAL)}")
     return known

@@ -1,0 +1,85 @@
+"""Sampling that a model's file recommends, `general.sampling.*`: it is what requests get that do not say, where no flag does.
+
+It is advice, so what is damaged in it is told and left out: the model is what it is without.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from pyspec.gguf.fields import Fields
+from pyspec.ranges import rules_of, shown
+from pyspec.request import DEFAULT_SAMPLERS, SamplingParams
+from pyspec.samplers import sampler_of
+
+log = logging.getLogger(__name__)
+
+PREFIX = "general.sampling."
+KEYS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
+    "penalty_last_n": "repeat_last_n",
+    "penalty_repeat": "repeat_penalty",
+    "mirostat": "mirostat",
+    "mirostat_tau": "mirostat_tau",
+    "mirostat_eta": "mirostat_eta",
+}
+"""llama.cpp's keys, and our fields."""
+SEQUENCE = "sequence"
+DECIMALS = 6  # llama.cpp reads so many: 0.6 in 32 bits is 0.6 again
+MOST_NAMES = 256  # characters
+
+
+def recommended(fields: Fields) -> SamplingParams:
+    """llama.cpp's defaults with what the file says in their place. Warns of what it says that means nothing."""
+    found: dict[str, Any] = {}
+    rules = {rule.name: rule for rule in rules_of(SamplingParams)}
+    for key, name in KEYS.items():
+        said = fields.metadata.get(PREFIX + key)
+        if said is None:
+            continue
+        value = _number(said, is_whole=isinstance(getattr(SamplingParams(), name), int))
+        if name in ("temperature", "top_k") and value is not None:
+            value = max(value, 0 * value)  # below 0: greedy, and all
+        rule = replace(rules[name], title=PREFIX + key)
+        if flaw := rule.flaw(said if value is None else value):
+            log.warning("%s%s; it is not used", fields.where, flaw)
+        else:
+            found[name] = value
+    if (order := _order(fields)) is not None:
+        found["samplers"] = order
+    if found:
+        log.info("the file recommends %s", ", ".join(f"{name} {value}" for name, value in found.items()))
+    return replace(SamplingParams(), **found)
+
+
+def _number(said: object, *, is_whole: bool) -> float | int | None:
+    """A number out of any of a file's types, text among them, as llama.cpp takes it; None: it is none."""
+    try:
+        number = float(said) if isinstance(said, int | float | str) and not isinstance(said, bool) else None
+    except (ValueError, OverflowError):
+        number = None
+    if number is None or not isfinite(number):
+        return None
+    return int(number) if is_whole else round(number, DECIMALS)
+
+
+def _order(fields: Fields) -> tuple[str, ...] | None:
+    """The samplers that run, in their order; None: as always."""
+    said = fields.metadata.get(PREFIX + SEQUENCE)
+    if said is None:
+        return None
+    words = said.split(";") if isinstance(said, str) and len(said) <= MOST_NAMES else []
+    names = {word: sampler_of(word.strip()) for word in words if word.strip()}
+    unknown = [word for word, name in names.items() if not name]
+    if unknown or not names:
+        log.warning("%s%s%s names no sampler in %s", fields.where, PREFIX, SEQUENCE, shown(said))
+    order = tuple(dict.fromkeys(name for name in names.values() if name))
+    return None if not order or order == DEFAULT_SAMPLERS else order

@@ -1,0 +1,89 @@
+"""Rope that a file stretches: log probabilities of llama.cpp, keys that mean nothing, and drafters."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import FIXTURES, Bench
+from rewrite import rewrite
+
+from pyspec.draft.dflash_file import read_config as read_drafter
+from pyspec.errors import BadGGUF, ModelError
+from pyspec.gguf import open_gguf
+from pyspec.models import read_config
+from pyspec.models.layers import Rope
+from pyspec.models.rope_scaling import RopeScaling, read_scaling
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+from fixture_rope import CASES, YARN, keys_of  # noqa: E402
+
+DEMO_DRAFT = ROOT / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
+
+
+def changed(to: Path, model: str, fields: dict[str, object]) -> Path:
+    source = FIXTURES / f"{model}.gguf"
+    with open_gguf(source) as file:
+        return rewrite(source, to / "m.gguf", change=keys_of(file.architecture, fields))
+
+
+@pytest.mark.parametrize("chunk", [120, 17])
+@pytest.mark.parametrize("name", CASES)
+def test_stretched_rope_gives_llama_cpp_log_probabilities(name: str, chunk: int, tmp_path: Path) -> None:
+    model, fields = CASES[name]
+    tokens = np.load(FIXTURES / f"{model}.npz")["tokens"].tolist()
+    bench = Bench(changed(tmp_path, model, dict(fields)))
+    got = torch.cat([bench.feed(0, tokens[i : i + chunk]) for i in range(0, len(tokens), chunk)])[-1].log_softmax(-1)
+    want = torch.from_numpy(np.load(FIXTURES / "rope_scaling.npz")[name])
+    assert (got - want).abs().max() < 1e-3
+
+
+def test_the_cases_tell_one_kind_from_another() -> None:
+    found = np.load(FIXTURES / "rope_scaling.npz")
+    assert np.abs(found["llama yarn"] - found["llama none"]).max() > 0.1
+    assert np.abs(found["llama yarn"] - found["llama without a type"]).max() > 0.1
+    assert np.abs(found["llama yarn"] - found["llama yarn, longer"]).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"type": "longrope"}, "rope scaling 'longrope' is not supported"),
+        ({"type": "YARN"}, "rope scaling 'YARN' is not supported"),
+        (YARN | {"factor": -2.0}, r"rope\.scaling\.factor is -2\.0"),
+        (YARN | {"factor": float("nan")}, r"rope\.scaling\.factor is nan"),
+        (YARN | {"original_context_length": 0}, r"rope\.scaling\.original_context_length is 0"),
+        (YARN | {"attn_factor": 0.0}, r"rope\.scaling\.attn_factor is 0"),
+        ({"../scale_linear": float("inf")}, r"rope\.scale_linear is inf"),
+    ],
+)
+def test_scaling_that_means_nothing_is_refused(fields: dict[str, object], says: str, tmp_path: Path) -> None:
+    with pytest.raises((ModelError, BadGGUF), match=says), open_gguf(changed(tmp_path, "qwen3", fields)) as file:
+        read_config(file)
+
+
+def test_keys_that_llama_cpp_does_not_read_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with open_gguf(changed(tmp_path, "qwen35", YARN | {"yarn_beta_fast": 16.0, "yarn_beta_slow": 1.0})) as file:
+        assert read_scaling(file).factor == 4.0
+    assert [r.getMessage() for r in caplog.records] == [
+        "qwen35.rope.scaling.yarn_beta_fast 16 is not used, as llama.cpp does not for this architecture"
+    ]
+
+
+def test_a_drafter_stretches_rope_as_its_own_file_says(tmp_path: Path) -> None:
+    path = rewrite(DEMO_DRAFT, tmp_path / "d.gguf", change=keys_of("dflash", YARN))
+    with open_gguf(path) as file:
+        assert read_drafter(file).rope_scaling == RopeScaling(4.0, True, 32, pytest.approx(1.1386294))
+
+
+def test_yarn_leaves_fast_frequencies_alone_and_divides_slow_ones() -> None:
+    device = torch.device("cpu")
+    plain, rope = Rope(64, 1e4, True, device), Rope(64, 1e4, True, device, RopeScaling(8.0, True, 4096, 1.25))
+    assert rope.freq[0] == plain.freq[0] and torch.allclose(rope.freq[-1], plain.freq[-1] / 8)
+    positions = torch.tensor([0, 5])
+    cos, sin = rope.angles(positions)
+    assert torch.allclose(cos**2 + sin**2, torch.full_like(cos, 1.25**2)) and cos[0].min() == 1.25
