@@ -52,6 +52,11 @@ def _load(place: str) -> click.Command:
     return getattr(import_module(module), name)
 
 
+def command_of(name: str) -> click.Command:
+    """A command of the table, imported."""
+    return _load(COMMANDS[name][0])
+
+
 class Commands(click.Group):
     """The commands of the table above, and the border where errors become exit codes."""
 
@@ -61,7 +66,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        return _load(COMMANDS[cmd_name][0])
+        return command_of(cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         room = formatter.width - 6 - max(map(len, COMMANDS))

@@ -27,6 +27,8 @@ def show(ctx: click.Context, as_json: bool, args: tuple[str, ...]) -> None:
     An origin is default, command line, or the name of a variable of the environment.
     """
     rows = settings_of(ctx, list(args))
+    for line in ctx.meta.get("pyspec.warnings", []):
+        click.echo(line, err=True)
     if as_json:
         click.echo(json.dumps(rows, indent=1, default=str))
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -23,6 +23,7 @@ OTHERS = "Other"  # the group of options that name none
 ATTACHED = re.compile(r"-[a-zA-Z]-?[0-9][0-9.]*")  # -t4
 OFF = ("", "0", "false", "off", "no")
 EMPTY = (None, "", (), False)  # defaults that help does not show
+OURS = ("PYSPEC_CACHE", "PYSPEC_SHARE_GPU", "PYSPEC_NAME", "PYSPEC_CHECK_KEY")  # read elsewhere, or in deploy/
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
@@ -73,6 +74,11 @@ class GroupedOption(click.Option):
             kwargs["show_default"] = kwargs.get("default") not in EMPTY
         super().__init__(*args, **kwargs)
         self.group, self.said_default = group, said
+        self.off_by: tuple[str, ...] = ()  # variables of its envvar that switch it off whatever their value is
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        name = variable_of(self)
+        return "0" if name in self.off_by else os.environ[name] if name else None
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         extra = super().get_help_extra(ctx)
@@ -86,12 +92,18 @@ def grouped(group: str) -> Callable[..., Callable[[F], F]]:
     return partial(click.option, cls=GroupedOption, group=group)
 
 
+def variable_of(param: click.Parameter) -> str:
+    """The variable in the environment that would give a parameter its value, "" if none is there."""
+    names = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
+    off_by = param.off_by if isinstance(param, GroupedOption) else ()
+    return next((name for name in names if os.environ.get(name) or (name in off_by and name in os.environ)), "")
+
+
 def env_of(ctx: click.Context, param: click.Parameter) -> str:
     """The variable that a parameter has its value from, "" if it has it from elsewhere."""
     if ctx.get_parameter_source(param.name or "") is not click.core.ParameterSource.ENVIRONMENT:
         return ""
-    names = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
-    return next((name for name in names if os.environ.get(name)), "environment")
+    return variable_of(param) or "environment"
 
 
 class FlagCommand(click.Command):
@@ -103,11 +115,20 @@ class FlagCommand(click.Command):
         super().__init__(*args, **kwargs)
         for param in self.params:
             if isinstance(param, click.Option) and not param.is_eager:
-                param.envvar = [*_own_env(param), *(self._llama_env(param) if self.reads_llama_env else ())]
+                param.envvar = list(self._env_of(param))
 
-    def _llama_env(self, option: click.Option) -> Iterator[str]:
-        names = {llama_flags()[name].env for name in option.opts if name in llama_flags()}
-        yield from sorted(names - {""})
+    def _env_of(self, option: click.Option) -> Iterator[str]:
+        """Variables of an option, those first that go before the others: ours, then llama.cpp's, of which NO_NAME goes before NAME."""
+        own = _own_env(option)
+        llama = sorted({llama_flags()[name].env for name in option.opts if name in llama_flags()} - {""})
+        off = ()
+        if isinstance(option, GroupedOption) and option.secondary_opts:
+            off = option.off_by = tuple(negative_of(name) for name in (*own[:1], *llama))
+        yield from own
+        yield from off[:1]
+        if self.reads_llama_env:
+            yield from off[1:]
+            yield from llama
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         reader = _Reader(self, ctx)
@@ -117,6 +138,8 @@ class FlagCommand(click.Command):
             return super().parse_args(ctx, args)
         if self.reads_llama_env:
             reader.look_around()
+        for line in unknown_variables(self.reads_llama_env):
+            ctx.meta.setdefault("pyspec.warnings", []).append(line)
         try:
             return super().parse_args(ctx, reader.read(args))
         except click.BadParameter as e:
@@ -141,6 +164,70 @@ class LlamaCommand(FlagCommand):
     reads_llama_env = True
 
 
+def negative_of(variable: str) -> str:
+    """The variable that switches off what `variable` switches on or off: LLAMA_ARG_UI, LLAMA_ARG_NO_UI."""
+    return re.sub("^(LLAMA_ARG_|PYSPEC_)", r"\1NO_", variable)
+
+
+def _negative(flag: LlamaFlag) -> LlamaFlag | None:
+    """The flag of llama-server that says the opposite, which may be the same one; None: there is none."""
+    names = (f"--no-{name[2:]}" for name in flag.names if name.startswith("--"))
+    return next((llama_flags()[name] for name in names if name in llama_flags()), None) if flag.env else None
+
+
+@cache
+def llama_variables() -> frozenset[str]:
+    """Every LLAMA_ARG_ variable of llama-server."""
+    flags = [flag for flag in dict.fromkeys(llama_flags().values()) if flag.env]
+    return frozenset({flag.env for flag in flags} | {negative_of(f.env) for f in flags if _negative(f) is not None})
+
+
+def known_variables() -> set[str]:
+    """Every variable of the environment that some command reads, llama.cpp's among them."""
+    from pyspec.cli import COMMANDS, command_of  # which import the commands, and those this
+
+    params = [param for name in COMMANDS for param in command_of(name).params]
+    named = (name for param in params if isinstance(param.envvar, list) for name in param.envvar)
+    return {*named, *OURS, *llama_variables()}
+
+
+def unknown_variables(reads_llama_env: bool) -> list[str]:
+    """A line about each variable that is named like a setting and sets nothing. Of ours only what is nearly one: other programs, Kubernetes
+    for one, make PYSPEC_SERVICE_HOST and the like."""
+    prefixes = ("PYSPEC_", "LLAMA_ARG_") if reads_llama_env else ("PYSPEC_",)
+    found = sorted(name for name in os.environ if name.startswith(prefixes) and name not in OURS)
+    if not (found := [name for name in found if name not in llama_variables()]):
+        return []
+    known = known_variables()
+    lines = []
+    for name in found:
+        prefix = next(p for p in prefixes if name.startswith(p))
+        near = [prefix + other for other in _near_names(name, prefix, known)]
+        if name not in known and (near or prefix != "PYSPEC_"):
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            lines.append(
+                _without_variable(name) or f"{name} in the environment is no setting and changes nothing{hint}"
+            )
+    return lines
+
+
+def _without_variable(name: str) -> str:
+    """A line about a variable that looks like that of a flag for which llama-server has none; "" if it does not."""
+    word = name.removeprefix("LLAMA_ARG_")
+    flag = llama_flags().get("--" + word.lower().replace("_", "-")) if word != name else None
+    if flag is None:
+        return ""
+    ours = f"; PYSPEC_{word} does" if flag.fate == "honoured" else f": {flag.why}"
+    return f"{name} in the environment changes nothing{ours}"
+
+
+def _near_names(name: str, prefix: str, known: Iterable[str]) -> list[str]:
+    """Names without the prefix that may have been meant: those that begin so, else like spellings."""
+    word = name.removeprefix(prefix)
+    others = sorted(other.removeprefix(prefix) for other in known if other.startswith(prefix))
+    return [o for o in others if len(word) > 2 and o.startswith(word)][:2] or get_close_matches(word, others, 1, 0.75)
+
+
 def _own_env(option: click.Option) -> list[str]:
     said = option.envvar if isinstance(option.envvar, list | tuple) else [option.envvar] if option.envvar else []
     longest = [name for name in option.opts if name.startswith("--")][:1] or option.opts[:1]
@@ -162,6 +249,10 @@ class _Reader:
     def look_around(self) -> None:
         """Flags in the environment that are ignored, or refused. Raises UsageError."""
         for flag in dict.fromkeys(llama_flags().values()):
+            if (no := negative_of(flag.env)) in os.environ and (negative := _negative(flag)) is not None:
+                if negative.fate != "honoured":
+                    self._judge(negative, no, [])
+                continue  # it goes before the other, whatever its value is
             value = os.environ.get(flag.env) if flag.env and flag.fate != "honoured" else None
             if value is not None and (flag.n_value or value.lower() not in OFF):
                 self._judge(flag, flag.env, [value])

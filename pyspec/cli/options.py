@@ -57,7 +57,9 @@ def apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:
 
 
 def tell_ignored() -> None:
-    """Log which flags changed nothing. Called once logging is set up."""
+    """Log which flags and variables changed nothing. Called once logging is set up."""
+    for text in click.get_current_context().meta.get("pyspec.warnings", []):
+        log.warning("%s", text)
     for text in click.get_current_context().meta.get("pyspec.notes", []):
         log.info("%s", text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
@@ -210,6 +211,70 @@ def test_an_ignored_variable_says_so_and_one_that_is_off_says_nothing():
     result = call(LLAMA_ARG_N_GPU_LAYERS="99", LLAMA_ARG_CONTEXT_SHIFT="0")
     assert result.exit_code == Loaded.exit_code
     assert "LLAMA_ARG_N_GPU_LAYERS changes nothing" in result.stderr and "CONTEXT_SHIFT" not in result.stderr
+
+
+HAS_OFF = {"--slots": "ENDPOINT_SLOTS", "--ui": "UI", "--prefill-assistant": "PREFILL_ASSISTANT"} | {
+    "--cache-prompt": "CACHE_PROMPT", "--skip-chat-parsing": "SKIP_CHAT_PARSING", "--log-jsonl": "LOG_JSONL",
+    "--props": "ENDPOINT_PROPS", "--metrics": "ENDPOINT_METRICS",
+}  # fmt: skip
+
+
+def value_of(option: str, **env: str) -> tuple[object, object]:
+    result = CliRunner().invoke(main, ["config", "show", "--json", "demo"], env=env)
+    assert result.exit_code == 0, result.output
+    row = next(row for row in json.loads(result.stdout) if row["flag"] == option)
+    return row["value"], row["origin"]
+
+
+@pytest.mark.parametrize("option", HAS_OFF)
+def test_a_variable_with_no_in_it_switches_off_whatever_its_value_is(option: str):
+    """As llama-server: it goes before the one without, and behind our own."""
+    on, off = f"LLAMA_ARG_{HAS_OFF[option]}", f"LLAMA_ARG_NO_{HAS_OFF[option]}"
+    own = option.strip("-").replace("-", "_").upper()
+    for value in ("1", "0", "", "false"):
+        assert value_of(option, **{off: value, on: "1"}) == (False, off)
+        assert value_of(option, **{f"PYSPEC_NO_{own}": value, on: "1"}) == (False, f"PYSPEC_NO_{own}")
+    assert value_of(option, **{off: "1", f"PYSPEC_{own}": "1"}) == (True, f"PYSPEC_{own}")
+
+
+def test_every_switch_with_a_negative_form_has_a_variable_for_it():
+    switches = {p.name: p for p in own().values() if p.secondary_opts}
+    assert switches and all(any("_NO_" in name for name in p.envvar) for p in switches.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("PYSPEC_PARALEL", "is no setting and changes nothing; did you mean PYSPEC_PARALLEL?"),
+        ("PYSPEC_CTX", "did you mean PYSPEC_CTX_SIZE?"),
+        ("PYSPEC_NO_SLOT", "did you mean PYSPEC_NO_SLOTS?"),
+        ("LLAMA_ARG_PARALLEL", "changes nothing; PYSPEC_PARALLEL does"),
+        ("LLAMA_ARG_N_PARALEL", "did you mean LLAMA_ARG_N_PARALLEL?"),
+        ("LLAMA_ARG_QQQ", "LLAMA_ARG_QQQ in the environment is no setting and changes nothing\n"),
+        ("LLAMA_ARG_NO_MMAP", "changes nothing: files are mapped"),
+        ("LLAMA_ARG_MLOCK", "changes nothing: files are mapped"),
+        ("LLAMA_ARG_NO_KV_OFFLOAD", "changes nothing: the whole model runs on one device"),
+        ("LLAMA_ARG_NO_REPACK", "changes nothing: attention and kernels"),
+    ],
+)
+@pytest.mark.parametrize("value", ["8", "0"])
+def test_a_variable_that_sets_nothing_is_told_once(name: str, value: str, said: str):
+    result = call(**{name: value})
+    assert result.exit_code == Loaded.exit_code
+    assert said in result.stderr and result.stderr.count(f"{name} ") == 1
+
+
+@pytest.mark.parametrize("name", ["PYSPEC_SERVICE_HOST", "PYSPEC_PORT_8080_TCP", "PYSPEC_CACHE", "LLAMA_ARG_NO_AGENT"])
+def test_variables_of_others_are_none_of_our_business(name: str):
+    result = call("--log-disable" if "AGENT" in name else "--insecure", **{name: "1"})
+    assert result.exit_code == Loaded.exit_code and name not in result.stderr
+
+
+def test_what_is_refused_as_a_flag_is_refused_as_its_variable():
+    result = call(LLAMA_ARG_NO_JINJA="0")
+    assert result.exit_code == 2 and "LLAMA_ARG_NO_JINJA: templates are Jinja" in result.stderr
+    assert call("--yarn-ext-factor", "-1.0", "--rope-freq-base", "0").exit_code == Loaded.exit_code
+    assert "linear and yarn scaling are read from its keys" in call("--rope-scaling", "yarn").stderr
 
 
 @pytest.mark.parametrize(
