@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Words for pip that name the torch to install: make demo TORCH='torch==2.12.0'. Empty: tools/install_torch.py chooses.
+TORCH ?=
 
 .PHONY: wheel peer demo test test-lowest test-all lint check check-slow check-triton check-gpu sanitize soak fuzz hostile scorecard fix clean
 
@@ -92,12 +94,21 @@ fix: $(VENV)/.installed-test
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu]'
+# First torch, so that what comes behind it finds one that fits. An older tree was installed as `pyspec`, which is another project's name.
+$(VENV)/.torch: tools/install_torch.py | $(VENV)/bin/python
+	TORCH='$(TORCH)' $(BIN)/python tools/install_torch.py
 	touch $@
 
-$(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,cuda,test]'
+$(VENV)/.own-name: | $(VENV)/bin/python
+	$(BIN)/python -m pip uninstall --quiet --quiet --yes pyspec
+	touch $@
+
+$(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch $(VENV)/.own-name
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[cpu]'
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt $(VENV)/.torch $(VENV)/.own-name
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[cpu,cuda,test]'
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-triton: $(VENV)/.installed-test

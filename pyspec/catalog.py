@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from pyspec.errors import ConfigError
 from pyspec.hub import from_hub
-from pyspec.registry import ARCHITECTURES
+from pyspec.registry import ARCHITECTURES, not_run
 
 SCHEMA = 1
 RUNS = tuple(ARCHITECTURES)
@@ -79,9 +79,7 @@ class Entry:
     def check(self) -> None:
         """Raise ConfigError if the entry can not run, or nobody knows where its file is."""
         if not self.runs:
-            raise ConfigError(
-                f"'{self.name}' is a {self.arch} model, which this version can not run yet; it runs {', '.join(RUNS)}"
-            )
+            raise ConfigError(not_run(f"'{self.name}'", self.arch))
         if self.target is None:
             raise ConfigError(f"the catalogue knows no download for '{self.name}'; give its file with -m")
 

@@ -21,8 +21,19 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
     "nemotron_h_moe": "pyspec.models.nemotron",
     "deepseek4": "pyspec.models.deepseek4",
 }
+FAMILIES = (
+    "Llama (llama), Qwen3 (qwen3), Qwen3.5 to 3.8 (qwen35, qwen35moe), Nemotron-H and Nemotron 3 (nemotron_h, "
+    "nemotron_h_moe), DeepSeek-V4 (deepseek4)"
+)
+"""The same by the names of models, for people."""
+NEXT_STEP = "llama-server runs most others; docs/architecture.md, \"Adding things\", says how one is added here"
 GROUP = "pyspec.drafters"
 WHETHER = ("auto", "none")  # what a drafter's name may be given as besides: decided at load, and no drafter
+
+
+def not_run(what: str, arch: str) -> str:
+    """What to say of a file, or an entry of the catalogue, whose architecture is none of these."""
+    return f"{what} is a model of the architecture {arch!r}, which pyspec does not run. It runs {FAMILIES}. {NEXT_STEP}"
 
 
 def added_drafters() -> dict[str, str]:

@@ -61,7 +61,7 @@ def test_an_entry_without_a_download_or_of_an_architecture_that_is_not_known_is_
         if entry.target is None:
             with pytest.raises(ConfigError, match=f"knows no download for '{entry.name}'"):
                 entry.fetch()
-    with pytest.raises(ConfigError, match="'x' is a later model, which this version can not run yet"):
+    with pytest.raises(ConfigError, match="'x' is a model of the architecture 'later', which pyspec does not run"):
         parse(MINIMAL.replace("llama", "later"))["x"].fetch()
 
 

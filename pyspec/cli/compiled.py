@@ -51,9 +51,10 @@ def _targets(archs: str) -> list[GpuKind]:
     import torch
 
     from pyspec.cuda import prepare
+    from pyspec.cuda.machine import CUDA_PACKAGES
 
     if not prepare.can_compile():
-        raise DeviceError("cuda-core is not installed (pip install pyspec[cuda])")
+        raise DeviceError(f"cuda-core is not installed (pip install {CUDA_PACKAGES})")
     if archs:
         return [prepare.target_named(name) for name in archs.split(",")]
     if not torch.cuda.is_available():

@@ -24,6 +24,7 @@ from pyspec import progress
 from pyspec.cuda import shipped
 from pyspec.cuda.context import DeviceContext, context_of
 from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda.machine import CUDA_PACKAGES
 from pyspec.cuda.probe_process import cache_root
 from pyspec.errors import DeviceError
 
@@ -62,7 +63,7 @@ def missing(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return "runs on NVIDIA GPUs only"
     if not is_installed():
-        return "cuda-core is not installed (pip install pyspec[cuda])"
+        return f"cuda-core is not installed (pip install {CUDA_PACKAGES})"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "needs compute capability 8.0"
     return None

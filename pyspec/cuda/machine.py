@@ -11,10 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from shutil import which
 
 import torch
 
 DRIVER = Path("/sys/module/nvidia/version")
+DRIVER_FILES = (DRIVER, Path("/proc/driver/nvidia/version"), Path("/dev/dxg"))  # the last is WSL's
+CUDA_PACKAGES = "'cuda-core>=1.0' 'cuda-bindings>=13,<14' 'nvidia-cuda-nvrtc>=13'"
+"""What kernels are compiled and launched with, as pip takes it: the extra `cuda` of pyproject.toml."""
 PROBE_BYTES = 1 << 30  # of the buffer whose reading is timed; far more than any cache holds
 CPU_BYTES = 1 << 28
 N_TIMES = 10
@@ -45,6 +49,11 @@ def version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def has_driver() -> bool:
+    """Whether there is an NVIDIA driver, whatever torch can make of it."""
+    return any(path.exists() for path in DRIVER_FILES) or which("nvidia-smi") is not None
 
 
 def driver_version() -> str:

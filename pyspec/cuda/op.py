@@ -21,6 +21,8 @@ from pyspec.cuda.verdicts import Candidate
 
 log = logging.getLogger(__name__)
 
+NOT_HERE = ("runs on NVIDIA GPUs only", "runs on GPUs only")  # refusals that say nothing but that this is a CPU
+
 Spec = TypeVar("Spec")
 Launch = TypeVar("Launch")  # what is bound: a function, or an object with several
 Capability = tuple[int, int]
@@ -127,7 +129,8 @@ class Op(Generic[Spec, Launch]):
         is_lower = chosen is self.reference or chosen.name == "triton"  # a CPU's own is not
         if refused and is_lower and text not in self.said:
             self.said.add(text)
-            log.info("%s", text)
+            is_news = not all(why.endswith(NOT_HERE) for why in refused)
+            log.log(logging.INFO if is_news else logging.DEBUG, "%s", text)
         return chosen
 
     def bind(self, spec: Spec) -> Launch:

@@ -12,6 +12,7 @@ import torch
 from pyspec import draft
 from pyspec.config import EngineSettings
 from pyspec.cuda.collective import may_share_gpu
+from pyspec.cuda.machine import CUDA_PACKAGES, has_driver
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.draft.drafter import NO_DRAFTER, OWN_HEAD, DraftPlan, TargetFile, refuse_file
@@ -205,7 +206,12 @@ def _is_there(wanted: str) -> bool:
 def _other_devices(wanted: str) -> str:
     """What to do where a device is not to be had."""
     if wanted.startswith("cuda") and torch.version.cuda is None and torch.version.hip is None:
-        return "this torch was built without CUDA: pip install 'pyspec[cuda]', or -dev cpu"
+        if not has_driver():
+            return "there is no NVIDIA driver on this machine, and this torch was built for CPUs: -dev cpu"
+        return (
+            "this torch was built for CPUs; install one with CUDA (pip uninstall torch, then pip install "
+            f"'torch>=2.11' {CUDA_PACKAGES}), or -dev cpu"
+        )
     n = torch.cuda.device_count()
     return f"here are {', '.join(['cpu', *(f'cuda:{i}' for i in range(n))])} (--list-devices)"
 
@@ -239,7 +245,10 @@ def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettin
         kind = draft.recognised(target.file if file is None else file)
         if kind is None and file is not None:
             known = ", ".join(drafters())
-            raise PairError(f"the draft file ({file.architecture}) is for none of the drafters there are: {known}")
+            raise PairError(
+                f"the draft file ({file.architecture}) is for none of the drafters there are: {known}. A small model of the same "
+                "family does not draft here yet, as it does in llama-server (-md); --spec-type ngram needs no file"
+            )
     if kind is None or kind == "none":
         refuse_file("none", file)
         return NO_DRAFTER

@@ -1,4 +1,4 @@
-"""Without cuda-python, as `pip install pyspec[cpu]` has it, models are planned, loaded and run."""
+"""Without cuda-python, as the extra `cpu` has it, models are planned, loaded and run."""
 
 from __future__ import annotations
 

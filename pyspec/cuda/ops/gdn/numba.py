@@ -25,7 +25,7 @@ def limits(spec: gdn_ref.GdnSpec) -> str | None:
     if spec.device.type != "cpu":
         return "runs on CPUs only"
     if importlib.util.find_spec("numba") is None:
-        return "numba is not installed (pip install pyspec[cpu])"
+        return "numba is not installed (pip install numba)"
     if spec.shape.dim % 8:
         return f"a state of {spec.shape.dim} rows is not a multiple of 8"
     return None

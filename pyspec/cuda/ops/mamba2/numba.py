@@ -27,7 +27,7 @@ def limits(spec: Mamba2Spec) -> str | None:
     if spec.device.type != "cpu":
         return "runs on CPUs only"
     if importlib.util.find_spec("numba") is None:
-        return "numba is not installed (pip install pyspec[cpu])"
+        return "numba is not installed (pip install numba)"
     return None
 
 
