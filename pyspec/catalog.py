@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from pyspec.errors import ConfigError
-from pyspec.hub import from_hub
+from pyspec.hub import DEFAULT_QUANTS, Repository, from_hub, quant_of
 from pyspec.registry import ARCHITECTURES, not_run
 
 SCHEMA = 1
 RUNS = tuple(ARCHITECTURES)
 """Architectures this version runs."""
+BITS = {"Q8_0": 8.5, "Q4_K_M": 4.85, "UD-Q4_K_XL": 4.9}
+"""Bits of a weight in the quantisations that sizes are told for; averages, where files mix types."""
+TOLD = ("Q8_0", "Q4_K_M")
+"""Those that every model's sizes are told for."""
 
 T = TypeVar("T")
 
@@ -36,6 +40,11 @@ class Source:
     quant: str = ""
     bytes: int = 0
     sha256: str = ""
+
+    def locate(self) -> None:
+        """Find it in its repository's list of files, if it is not in the package. Raises DownloadError, ConfigError."""
+        if self.repo:
+            Repository.open(self.repo).choose(self.quant, self.file)
 
     def fetch(self) -> Path:
         """The file's path, downloaded first if it must be. Raises DownloadError, ConfigError."""
@@ -58,6 +67,17 @@ class DraftEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Need:
+    """What a model takes in a quantisation: bytes of its file, and of memory with one slot of 8,192 tokens and no drafter. About, and 0
+    where it is not known. name: what to type for it."""
+
+    name: str
+    quant: str
+    bytes: int = 0
+    memory: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Entry:
     """One model of the catalogue. A zero, "" or None is a fact that nobody has confirmed."""
 
@@ -66,6 +86,7 @@ class Entry:
     arch: str
     params: float = 0.0  # billions
     active: float = 0.0  # billions per token
+    beside: float = 0.0  # GiB that one slot of 8,192 tokens and forwards take beside the weights
     ctx_train: int = 0
     mtp: bool = False
     license: str = ""
@@ -75,6 +96,36 @@ class Entry:
     @property
     def runs(self) -> bool:
         return self.arch in RUNS
+
+    def quantised(self, quant: str) -> Entry:
+        """The same with another quantisation of its repository. Raises ConfigError for what is in the package."""
+        if self.target is None:
+            return self
+        if self.target.packaged:
+            raise ConfigError(f"'{self.name}' is in the package, in one quantisation only: give it as {self.name}")
+        return replace(self, name=f"{self.name}:{quant}", target=Source(repo=self.target.repo, quant=quant))
+
+    @property
+    def quant(self) -> str:
+        """The quantisation that its own name means; "" for what is in the package, or nowhere."""
+        if self.target is None or self.target.packaged:
+            return ""
+        return self.target.quant or quant_of(self.target.file) or DEFAULT_QUANTS[0]
+
+    def needs(self) -> tuple[Need, ...]:
+        """What it takes by quantisation, its own first."""
+        if not self.quant:
+            n_bytes = 0 if self.target is None else self.target.bytes
+            return (Need(name=self.name, quant="", bytes=n_bytes, memory=self._memory(n_bytes)),)
+        found = []
+        for quant in dict.fromkeys((self.quant, *TOLD)):
+            n_bytes = int(self.params * 1e9 * BITS.get(quant, 0.0) / 8)
+            name = self.name if quant == self.quant else f"{self.name}:{quant}"
+            found.append(Need(name=name, quant=quant, bytes=n_bytes, memory=self._memory(n_bytes)))
+        return tuple(found)
+
+    def _memory(self, n_bytes: int) -> int:
+        return n_bytes + int(self.beside * (1 << 30)) if n_bytes and self.beside else 0
 
     def check(self) -> None:
         """Raise ConfigError if the entry can not run, or nobody knows where its file is."""
@@ -155,8 +206,16 @@ def _check_keys(where: str, got: set[str], known: set[str]) -> None:
 
 
 def find(name: str) -> Entry | None:
-    """The entry of that name in any case, or None."""
-    return {key.lower(): entry for key, entry in catalogue().items()}.get(name.lower())
+    """The entry of that name in any case, or None. NAME:QUANT is the entry with another quantisation of its repository.
+
+    Raises ConfigError for a quantisation of what is in the package.
+    """
+    entries = {key.lower(): entry for key, entry in catalogue().items()}
+    if (entry := entries.get(name.lower())) is not None:
+        return entry
+    base, _, quant = name.partition(":")
+    entry = entries.get(base.lower()) if quant else None
+    return None if entry is None else entry.quantised(quant)
 
 
 def paired_kind(name: str) -> str:
@@ -170,12 +229,19 @@ def resolve(name_or_path: str) -> tuple[Path, Path | None]:
 
     Raises ConfigError for a name that is neither (with the nearest one), DownloadError if a download fails.
     """
+    found = lookup(name_or_path)
+    return found.fetch() if isinstance(found, Entry) else (found, None)
+
+
+def lookup(name_or_path: str) -> Path | Entry:
+    """A file that is here, or the entry of that name; nothing is downloaded. Raises ConfigError for what is neither."""
     path = Path(name_or_path).expanduser()
     if path.is_file():
-        return path, None
+        return path
     entry = find(name_or_path)
     if entry is not None:
-        return entry.fetch()
+        entry.check()
+        return entry
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give a GGUF file in it")
     raise ConfigError(_unknown(name_or_path, path))

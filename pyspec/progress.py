@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+DOWNLOAD = "download"  # how the stage of a file that is fetched begins; its name follows
 Listener = Callable[[str, float], None]
 """Takes the stage and how much of it is done, 0 to 1; called on any thread, must not block."""
 
 _listeners: list[Listener] = []
+_drawn: list[Listener] = []  # those of them that draw a bar
 
 
 def report(stage: str, fraction: float = 0.0) -> None:
@@ -17,11 +19,22 @@ def report(stage: str, fraction: float = 0.0) -> None:
         listener(stage, fraction)
 
 
+def is_drawn() -> bool:
+    """Whether somebody draws a bar of what is reported: a library that has bars of its own draws none then."""
+    return bool(_drawn)
+
+
 @contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
-    """Tell a listener of every report of this process, and of its engine's process, while the block runs."""
-    _listeners.append(listener)
+def heard_by(listener: Listener, *, draws: bool = False) -> Iterator[None]:
+    """Tell a listener of every report of this process, and of its engine's process, while the block runs.
+
+    draws  it draws a bar of it
+    """
+    lists = [_listeners, _drawn] if draws else [_listeners]
+    for each in lists:
+        each.append(listener)
     try:
         yield
     finally:
-        _listeners.remove(listener)
+        for each in lists:
+            each.remove(listener)

@@ -188,6 +188,7 @@ def test_a_failing_download_is_one_line(monkeypatch: pytest.MonkeyPatch):
         raise huggingface_hub.errors.OfflineModeIsEnabled("first line\nsecond line")
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("pyspec.hub.fetch.unreachable", lambda url: "")
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
     with pytest.raises(DownloadError, match=r"^user/repo can not be had: first line$"):
         hub.from_hub("user/repo")
@@ -229,6 +230,7 @@ def test_without_a_network_the_cached_copy_is_taken(
 
     (tmp_path / "m-Q8_0.gguf").write_bytes(b"")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("pyspec.hub.fetch.unreachable", lambda url: "")
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", cached_in(tmp_path))
     assert hub.from_hub("user/repo") == tmp_path / "m-Q8_0.gguf"
@@ -245,6 +247,7 @@ def test_a_download_fetches_every_shard_and_returns_the_first(monkeypatch: pytes
         return Path("/cache") / name
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("pyspec.hub.fetch.unreachable", lambda url: "")
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repo: FILES)
     monkeypatch.setattr("pyspec.hub.fetch.fetch_file", download)
     assert hub.from_hub("user/repo", "BF16") == Path("/cache") / FILES[-2]

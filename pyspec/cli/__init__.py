@@ -36,7 +36,7 @@ COMMANDS = {
     "synth": ("pyspec.cli.synth:synth", "Write a random model with real dimensions."),
     "doctor": (
         "pyspec.cli.doctor:doctor",
-        "Check the kernels on this machine; exit status 0 if all that is needed runs on them, else 1.",
+        "Check the kernels on this machine; exit status 0 if all runs as it should, else 1.",
     ),
     "config": ("pyspec.cli.config:config", "Show settings and their origin, or llama-server's flags."),
     "completion": ("pyspec.cli.completion:completion", "Print a completion script for bash, zsh or fish."),

@@ -139,7 +139,8 @@ BENCH_OPTIONS = [
 def bench(ctx: click.Context, engine: EngineChoice, flags: BenchFlags) -> None:
     """Measure speed, plain and speculative in turns.
 
-    A LIST is as in llama-bench: 512,1024 or 1-8 or 0-4096+1024 or 1-64*2, and options may be repeated.
+    A LIST is as in llama-bench: 512,1024 or 1-8 or 0-4096+1024 or 1-64*2, and options may be repeated. `pyspec bench compare A.json B.json`
+    compares two reports that -o json has written.
     Example: pyspec bench demo -npl 1,8 -p 128,256 --html report.html
     """
     from pyspec.bench.golden import golden

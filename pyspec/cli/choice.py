@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyspec.config import settings_from
-from pyspec.errors import ConfigError
+from pyspec.errors import ConfigError, DoesNotFit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,20 +25,77 @@ class ModelChoice:
     file: str = ""
     draft: str = ""
     draft_repo: str = ""
+    look: bool = True  # at the head of what is not here, before it is downloaded
 
-    def target(self) -> str:
-        """A path or a catalogue name; downloaded first with -hf. Raises ConfigError, DownloadError."""
+    @property
+    def named(self) -> str:
+        """As it was typed."""
+        return self.model or self.repo
+
+    def check(self) -> None:
+        """Raise ConfigError for what can not be meant: no model or two, a file that is not here, a name that is none. Asks no network."""
+        from pyspec.catalog import lookup
+        from pyspec.hub import split_name
+
         if bool(self.model) == bool(self.repo):
             what = "-m and -hf exclude each other" if self.model else "which model? give a GGUF file, a name, or -hf"
             raise ConfigError(f"{what}; `pyspec models` lists names")
         if self.file and not self.repo:
             raise ConfigError("-hff names a file of a repository: give that with -hf")
+        if self.draft and self.draft_repo:
+            raise ConfigError("-md and -hfd exclude each other")
+        for repo in filter(None, (self.repo, self.draft_repo)):
+            split_name(repo)
+        for named in filter(None, (self.model, self.draft)):
+            lookup(named)
+
+    def is_here(self) -> bool:
+        """Whether nothing of it can need a download: files, and what is in the package. What has passed `check`."""
+        from pyspec.catalog import Entry, lookup
+
+        found = [lookup(named) for named in filter(None, (self.model, self.draft))]
+        entries = [entry for entry in found if isinstance(entry, Entry)]
+        return not (self.repo or self.draft_repo) and all(e.target is not None and e.target.packaged for e in entries)
+
+    def locate(self) -> None:
+        """Find what is not here in the lists of its repositories: a network that is not there, a name or a quantisation that is none is told
+        in a second, without torch. What has passed `check`. Raises DownloadError, ConfigError."""
+        from pyspec.catalog import Entry, lookup
+        from pyspec.hub import Repository, split_name
+
+        for named in filter(None, (self.model, self.draft)):
+            if isinstance(entry := lookup(named), Entry) and entry.target is not None:
+                entry.target.locate()
+        for name, is_drafter in ((self.repo, False), (self.draft_repo, True)):
+            if name:
+                repo, quant = split_name(name)
+                Repository.open(repo).choose(quant, "" if is_drafter else self.file, drafter=is_drafter)
+
+    def look_before(self, plan: Callable[[], tuple[Path, EngineSettings]]) -> None:
+        """Refuse what does not run or fit here by the heads of files that are not here, before they are downloaded. Raises PyspecError.
+
+        plan  the target's file and the settings of the load
+        """
+        if too_large := self.looked(plan):
+            raise DoesNotFit(f"{too_large}. Nothing was downloaded; --no-look does it all the same")
+
+    def looked(self, plan: Callable[[], tuple[Path, EngineSettings]]) -> str:
+        """As `look_before`; but that it does not fit is returned, in words that end without a full stop."""
+        self.check()
+        if not self.look or self.is_here():
+            return ""
+        self.locate()
+        from pyspec.engine.look import Named, look
+
+        return look(plan, Named(self.model, self.repo))
+
+    def target(self) -> str:
+        """A path or a catalogue name; downloaded first with -hf. Raises ConfigError, DownloadError."""
+        self.check()
         return str(_from_hub(self.repo, self.file)) if self.repo else self.model
 
     def drafter(self) -> str:
         """A path, or "auto" if none was named. Raises ConfigError, DownloadError."""
-        if self.draft and self.draft_repo:
-            raise ConfigError("-md and -hfd exclude each other")
         if self.draft_repo:
             return str(_from_hub(self.draft_repo, "", drafter=True))
         if not self.draft:
@@ -70,6 +127,7 @@ class EngineChoice:
 
     def load(self, np: int = 0, *, isolated: bool = False) -> Engine:
         """Load it, with `np` slots if given, and in a process of its own if `isolated`. Raises PyspecError."""
+        self.choice.look_before(lambda: self.plan(np))
         target, draft, values = self._looked_up(np)
         from pyspec.engine.api import Engine
 

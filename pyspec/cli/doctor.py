@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from pyspec.cuda.survey import Finding
 
 VERDICT = "this machine runs pyspec with its own kernels"
+ON_CPU = "this machine runs pyspec on its CPU"
+NUMBA = "numba is not installed"
+FAILED = ("failed its check", "outputs differ", "its check")  # how refusals begin that are no limits: a kernel is wrong here
 
 
 ARCHS = f"{__name__}.archs"
@@ -51,7 +54,9 @@ def doctor(
     cost: bool,
     as_json: bool,
 ) -> None:
-    """Check the kernels on this machine; exit status 0 if all that is needed runs on them, else 1.
+    """Check the kernels on this machine; exit status 0 if all runs as it should, else 1.
+
+    On a machine without a GPU that is the CPU, and torch.
 
     With MODEL it is loaded, and checked is what it runs with; without, a set of usual shapes. With --compile nothing is loaded or
     checked: kernels are compiled into the cache, so that the first start of a server waits for none of them.
@@ -68,7 +73,7 @@ def doctor(
         click.echo(json.dumps(about, indent=1))
     else:
         _show(about)
-    ctx.exit(0 if about["own_kernels"] else 1)
+    ctx.exit(0 if about["healthy"] else 1)
 
 
 def examine(
@@ -107,6 +112,7 @@ def examine(
             about["lower"] = None if lower is None else asdict(lower)
     probe.close()
     why = _why_not(device.type, found)
+    wrong = why if device.type == "cuda" else _wrong_on_cpu(found, was_asked=device_name == "cpu")
     return {
         "machine": {**asdict(machine(device)), "torch": torch.__version__, "device": str(device)},
         "triton": {"version": tri_install.version() or "", "refused": tri.missing(device) or ""},
@@ -117,6 +123,8 @@ def examine(
         "ops": ops,
         "own_kernels": not why,
         "reason": why,
+        "healthy": not wrong,
+        "verdict": _verdict(device.type, why, wrong, found),
     }
 
 
@@ -129,12 +137,16 @@ def _load(choice: ModelChoice, device: str, kernels: str) -> None:
     from pyspec.cuda import survey, tiers
     from pyspec.engine.load import load
 
-    path, paired = resolve(choice.target())
-    draft_path = paired if (draft := choice.drafter()) == "auto" else Path(draft)
+    def plan() -> tuple[Path, EngineSettings]:
+        path, paired = resolve(choice.target())
+        draft_path = paired if (draft := choice.drafter()) == "auto" else Path(draft)
+        return path, EngineSettings(ctx=512, draft_path=draft_path, device=device, check_tap_shift=False)
+
+    choice.look_before(plan)
     tiers.use(kernels)
     for op in survey.ops():
         op.decided.clear()
-    load(path, EngineSettings(ctx=512, draft_path=draft_path, device=device, check_tap_shift=False))
+    load(*plan())
 
 
 def _why_not(device_type: str, found: list[Finding]) -> str:
@@ -153,6 +165,35 @@ def _why_not(device_type: str, found: list[Finding]) -> str:
     first = slow[0]
     reasons = "; ".join(f"{r.impl}: {r.reason}" for r in first.refused)
     return f"{len(slow)} of {len(found)} run as torch, first {first.op} ({first.shape}): {reasons}"
+
+
+def _wrong_on_cpu(found: list[Finding], *, was_asked: bool) -> str:
+    """What is not as it should be where the CPU runs; "" if all is."""
+    import torch
+
+    from pyspec.cuda.machine import CUDA_PACKAGES, has_driver
+
+    if has_driver() and not (was_asked or torch.cuda.is_available() or torch.version.hip):
+        if torch.version.cuda is None:
+            packages = f"'torch>=2.11' {CUDA_PACKAGES}"
+            return f"there is an NVIDIA driver, but this torch was built for CPUs (pip uninstall torch, then pip install {packages})"
+        return f"there is an NVIDIA driver, but torch (CUDA {torch.version.cuda}) finds no GPU that it can use"
+    for finding in found:
+        for refused in finding.refused:
+            if refused.reason.startswith(FAILED):
+                return f"{finding.op} ({finding.shape}): {refused.impl}: {refused.reason}"
+    return ""
+
+
+def _verdict(device_type: str, why: str, wrong: str, found: list[Finding]) -> str:
+    """The last line."""
+    if device_type == "cuda":
+        return f"{VERDICT}: no: {why}" if why else f"{VERDICT}: yes"
+    if wrong:
+        return f"{ON_CPU}: no: {wrong}"
+    has_numba = not any(refused.reason.startswith(NUMBA) for finding in found for refused in finding.refused)
+    faster = "" if has_numba else "; with numba (pip install numba) recurrent models run twice as fast"
+    return f"{ON_CPU}: yes ({why}{faster})"
 
 
 def _link(link: dict[str, Any]) -> str:
@@ -191,4 +232,4 @@ def _show(about: dict[str, Any]) -> None:
         refused = "\n".join(f"{r['impl']}: {r['reason']}" for r in f["refused"]) or "-"
         row(t, f["op"], f["shape"], f["choice"], *([_lower(f["lower"])] if has_cost else []), refused)
     show(t)
-    click.echo(f"{VERDICT}: yes" if about["own_kernels"] else f"{VERDICT}: no: {about['reason']}")
+    click.echo(about["verdict"])

@@ -46,12 +46,13 @@ def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> N
     from pyspec.cli.logs import set_up
     from pyspec.engine.fit import fit as plan_fit
     from pyspec.errors import DoesNotFit
+    from pyspec.gguf import has_head
     from pyspec.hub import heads_only
 
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
     tell_ignored()
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
-    with TemporaryDirectory(prefix="pyspec-fit-") as folder, heads_only(Path(folder)):
+    with TemporaryDirectory(prefix="pyspec-fit-") as folder, heads_only(Path(folder), has_head):
         path, settings = engine.plan(n_slot)
         report = plan_fit(path, settings, vram)
     about = summary(report, engine)

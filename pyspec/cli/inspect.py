@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 
@@ -20,12 +21,14 @@ WIDE = 100  # characters of a metadata value that are shown
 def inspect(file: str, as_json: bool, tensors: bool) -> None:
     """Show metadata, tensors and sizes of a GGUF file.
 
-    FILE may also be a name of the catalogue."""
+    FILE may also be a name of the catalogue: of a file that is not here only the head is fetched."""
     from pyspec.catalog import resolve
-    from pyspec.gguf import open_gguf
+    from pyspec.gguf import has_head, open_gguf
     from pyspec.gguf.inspect import describe
+    from pyspec.hub import heads_only
 
-    about = describe(open_gguf(resolve(file)[0]))
+    with TemporaryDirectory(prefix="pyspec-inspect-") as folder, heads_only(Path(folder), has_head):
+        about = describe(open_gguf(resolve(file)[0]))
     if not tensors:
         del about["tensors"]
     if as_json:

@@ -30,6 +30,10 @@ def logits(choice: ModelChoice, ids: list[int], out: Path, chunk: int, kv_type: 
 
     OUT gets arrays `tokens` (int32) and `logits` (float32 [token, vocab])."""
     from pyspec.catalog import resolve
+    from pyspec.config import EngineSettings
+
+    settings = EngineSettings(ctx=len(ids), kv_type=kv_type, device=device, weights=weights, spec_type="none")
+    choice.look_before(lambda: (resolve(choice.target())[0], settings))
     from pyspec.logits import compute_logits, save_logits
 
     path = resolve(choice.target())[0]

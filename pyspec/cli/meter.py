@@ -39,17 +39,25 @@ def load_meter() -> Iterator[None]:
     """Shows how far a load is."""
     from pyspec.progress import heard_by
 
-    with meter("loading") as tell, heard_by(lambda stage, part: tell(int(1000 * part), 1000, f"loading: {stage}")):
+    with (
+        meter("loading") as tell,
+        heard_by(lambda stage, part: tell(int(1000 * part), 1000, f"loading: {stage}"), draws=sys.stderr.isatty()),
+    ):
         yield
 
 
 @contextmanager
 def pull_lines() -> Iterator[None]:
-    """Says how far a file's hash is, in lines: the library that downloads has bars of its own."""
-    from pyspec.progress import heard_by
+    """Says how far a file is, and its hash, in lines; on a terminal the library that downloads has bars of its own."""
+    from pyspec.progress import DOWNLOAD, heard_by
 
-    tell = _lines("")
-    with heard_by(lambda stage, part: tell(int(1000 * part), 1000, stage)):
+    tell, has_bars = _lines(""), sys.stderr.isatty()
+
+    def hear(stage: str, part: float) -> None:
+        if not (has_bars and stage.startswith(DOWNLOAD)):
+            tell(int(1000 * part), 1000, stage)
+
+    with heard_by(hear):
         yield
 
 

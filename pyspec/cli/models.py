@@ -1,30 +1,90 @@
-"""`pyspec models`: the catalogue."""
+"""`pyspec models`: the catalogue, with what each model takes, and whether it is here and fits."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import click
 
 from pyspec.cli import verbose_option
+
+if TYPE_CHECKING:
+    from pyspec.catalog import Entry
+    from pyspec.cli.room import Room
+
+SHARE = 0.96  # of what is free that a load may take: engine/memory_plan.py, RESERVE
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One thing to type. bytes, memory: about; 0: not known. fits: "yes", "no" or "?"."""
+
+    name: str
+    bytes: int
+    memory: int
+    fits: str
+    here: bool
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @verbose_option
 def models(as_json: bool) -> None:
-    """List the models that can be given by name."""
+    """List the models that can be given by name.
+
+    With their sizes, the memory they take (one slot of 8,192 tokens, no drafter), whether they fit this machine, and which are on it. Other
+    quantisations of a model's repository are given as NAME:QUANT.
+    """
     from pyspec.catalog import catalogue
+    from pyspec.cli.room import room
 
-    entries = catalogue().values()
+    entries, here, free = catalogue().values(), _here(), room()
+    found = {entry.name: list(_choices(entry, free, here)) for entry in entries}
     if as_json:
-        click.echo(json.dumps([asdict(e) | {"runs": e.runs} for e in entries], indent=2))
+        rows = [asdict(e) | {"runs": e.runs, "choices": [asdict(c) for c in found[e.name]]} for e in entries]
+        click.echo(json.dumps(rows, indent=2))
         return
-    from pyspec.cli.tables import show, table
+    from pyspec.cli.tables import row, show, table
 
-    t = table("name", "model", "arch", "drafter", "runs")
-    for e in entries:
-        drafters = [e.draft.kind] if e.draft else []
-        t.add_row(e.name, e.title, e.arch, ", ".join(drafters + ["mtp"] * e.mtp) or "-", "yes" if e.runs else "not yet")
+    t = table("name", "GB", "memory", "fits", "here", "drafter", "model", right=("GB", "memory"))
+    for entry in entries:
+        for i, one in enumerate(found[entry.name]):
+            size, memory = f"{one.bytes / 1e9:.2g}" if one.bytes < 1e9 else f"{one.bytes / 1e9:.1f}", f"{one.memory / 2**30:.1f} GiB"
+            about = ("", "") if i else (_drafters(entry), entry.title if entry.runs else f"{entry.title} (not run yet)")
+            row(t, one.name, size if one.bytes else "?", memory if one.memory else "?", one.fits, "yes" if one.here else "-", *about)
     show(t)
+    where = f"{free.free / 2**30:.1f} GiB free on {free.where}" if free else "this machine does not say what it has"
+    click.echo(f"sizes are about, `pyspec fit NAME` has them to the byte; {where}", err=True)
+
+
+def _choices(entry: Entry, free: Room | None, here: set[str]) -> Iterator[Choice]:
+    """What to type for an entry: its own name, and those of other quantisations."""
+    for need in entry.needs():
+        fits = "?" if free is None or not need.memory else "yes" if need.memory <= SHARE * free.free else "no"
+        yield Choice(need.name, need.bytes, need.memory, fits if entry.runs else "no", need.name in here)
+
+
+def _drafters(entry: Entry) -> str:
+    return ", ".join([*([entry.draft.kind] if entry.draft else []), *(["mtp"] if entry.mtp else [])]) or "-"
+
+
+def _here() -> set[str]:
+    """Names of what lies on this machine."""
+    from pyspec.catalog import catalogue
+    from pyspec.hub import quant_of
+    from pyspec.hub.cache import cached_repositories
+
+    files = [file for repository in cached_repositories() for file in repository.files]
+    found = set()
+    for entry in catalogue().values():
+        source = entry.target
+        if source is not None and source.packaged:
+            found.add(entry.name)
+        for need in entry.needs() if source is not None and source.repo else ():
+            quant = need.quant.removeprefix("UD-").lower()
+            if any(file.repo == source.repo and quant_of(file.file).lower() == quant for file in files):
+                found.add(need.name)
+    return found

@@ -138,6 +138,10 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     _model("-hff", "--hf-file", default="", help="File of that repository; without it Q4_K_M, Q8_0, or the first."),
     _model("-hft", "--hf-token", expose_value=False, callback=_take_token, help="Token for it; else HF_TOKEN."),
     _model(
+        "--look/--no-look", default=True,
+        help="Read the head of a file before it is downloaded, and refuse what does not run or fit here.",
+    ),
+    _model(
         "--offline", is_flag=True, expose_value=False, callback=_go_offline, help="Only what is downloaded already."
     ),
 ]
@@ -294,6 +298,7 @@ def _model_choice(values: dict[str, Any]) -> ModelChoice:
         file=values.pop("hf_file"),
         draft=values.pop("model_draft", ""),
         draft_repo=values.pop("spec_draft_hf", ""),
+        look=values.pop("look"),
     )
 
 

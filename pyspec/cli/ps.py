@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 import click
 
 from pyspec.cli import verbose_option
+
+if TYPE_CHECKING:
+    from pyspec.cli.running import Running
 
 ASK_S = 3.0
 MOST_BYTES = 16 << 20
@@ -31,7 +35,7 @@ def ps(address: tuple[str, ...], api_key: str, as_json: bool) -> None:
     if address:
         found = [look(_url(one), api_key) for one in address]
     else:
-        found = [{"pid": r.pid, "up_s": round(time.time() - r.began), **look(r.url, api_key)} for r in running()]
+        found = [_with_name(look(r.url, api_key), r) for r in running()]
     if as_json:
         click.echo(json.dumps(found, indent=1))
     elif found:
@@ -40,6 +44,11 @@ def ps(address: tuple[str, ...], api_key: str, as_json: bool) -> None:
         click.echo("no server runs here (started by this user)", err=True)
     if any(one["state"] == "no answer" for one in found):
         click.get_current_context().exit(1)
+
+
+def _with_name(about: dict[str, Any], one: Running) -> dict[str, Any]:
+    """What a server says, and what its file says of it: a server that loads has no name yet but the one that was typed."""
+    return {"pid": one.pid, "up_s": round(time.time() - one.began), **about, "model": about["model"] or one.model}
 
 
 def _url(address: str) -> str:
@@ -53,6 +62,9 @@ def look(url: str, api_key: str = "") -> dict[str, Any]:
     if status == 0:
         return about | {"note": str(health)}
     about["state"] = health.get("status", "ok") if status == 200 and isinstance(health, dict) else "loading"
+    if status != 200:
+        about["progress"] = health.get("progress", {}) if isinstance(health, dict) else {}
+        return about
     status, props = _ask(url, "/props", api_key)
     if status == 200 and isinstance(props, dict):
         about["model"] = str(props.get("model_alias") or props.get("model_path") or "")
@@ -74,6 +86,8 @@ def _ask(url: str, path: str, api_key: str) -> tuple[int, Any]:
         with build_opener(ProxyHandler({})).open(request, timeout=ASK_S) as answer:
             return answer.status, json.loads(answer.read(MOST_BYTES))
     except HTTPError as e:
+        with suppress(ValueError, OSError):
+            return e.code, json.loads(e.read(MOST_BYTES))
         return e.code, {}
     except (URLError, OSError) as e:
         return 0, getattr(e, "reason", e)
@@ -90,12 +104,20 @@ def _show(found: list[dict[str, Any]]) -> None:
         count = f"{len(busy)} of {len(one['slots'])}" if one["slots"] else f"? of {one.get('total_slots', '?')}"
         tokens = sum(int(s.get("n_past") or 0) for s in busy)
         row(
-            t, one["url"], str(one.get("pid", "-")), one["state"], one["model"] or "-", count, str(tokens), _drafts(one)
+            t, one["url"], str(one.get("pid", "-")), _state(one), one["model"] or "-", count, str(tokens), _drafts(one)
         )
     show(t)
     for one in found:
         if one["note"]:
             click.echo(f"{one['url']}: {one['note']}", err=True)
+
+
+def _state(one: dict[str, Any]) -> str:
+    """In words; of a server that loads also how far it is."""
+    progress = one.get("progress")
+    if not isinstance(progress, dict) or not isinstance(progress.get("fraction"), float | int):
+        return str(one["state"])
+    return f"{one['state']}: {progress.get('stage', '')}, {100 * progress['fraction']:.0f} %"
 
 
 def _drafts(one: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from pyspec.cli.meter import pull_lines
 from pyspec.cli.options import ModelChoice, model_options
 
 if TYPE_CHECKING:
-    from pyspec.catalog import Source
+    from pyspec.catalog import Entry, Source
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,10 @@ def pull(ctx: click.Context, choice: ModelChoice, spec_type: str, check: bool, a
 
     What was broken off goes on where it ended; every file is held against the hub's SHA-256. Example: pyspec pull -hf user/repo:Q8_0
     """
+    from pyspec.catalog import resolve
     from pyspec.cli.logs import set_up
     from pyspec.cli.options import SPEC_TYPES
+    from pyspec.config import EngineSettings
     from pyspec.errors import ConfigError
     from pyspec.registry import is_spec_type
 
@@ -52,7 +54,11 @@ def pull(ctx: click.Context, choice: ModelChoice, spec_type: str, check: bool, a
         raise ConfigError(f"--spec-type is '{spec_type}'; want one of {', '.join(SPEC_TYPES)}")
     if bool(choice.model) == bool(choice.repo):
         raise ConfigError("what is to be pulled? give a name of the catalogue, or -hf user/repo")
+    if choice.model:
+        _entry(choice.model)
     with pull_lines():
+        if too_large := choice.looked(lambda: (resolve(choice.target())[0], EngineSettings(spec_type="none"))):
+            click.echo(f"too large for this machine: {too_large}", err=True)  # it may be for another one
         files = _of_catalogue(choice.model, wanted) if choice.model else _of_repository(choice, wanted)
         if choice.draft_repo:
             files += _drafter(choice.draft_repo)
@@ -68,7 +74,7 @@ def pull(ctx: click.Context, choice: ModelChoice, spec_type: str, check: bool, a
     show(t)
 
 
-def _of_catalogue(name: str, wanted: str) -> list[tuple[str, list[Path]]]:
+def _entry(name: str) -> Entry:
     from pyspec.catalog import find
     from pyspec.errors import ConfigError
 
@@ -78,6 +84,11 @@ def _of_catalogue(name: str, wanted: str) -> list[tuple[str, list[Path]]]:
             f"'{name}' is no model of the catalogue (`pyspec models` lists it); a repository is given with -hf"
         )
     entry.check()
+    return entry
+
+
+def _of_catalogue(name: str, wanted: str) -> list[tuple[str, list[Path]]]:
+    entry = _entry(name)
     assert entry.target is not None
     files = [("target", [_held(entry.target)])]
     if entry.draft is not None and wanted in ("auto", entry.draft.kind):

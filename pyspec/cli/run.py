@@ -44,6 +44,7 @@ class RunFlags:
     system: str
     stop: tuple[str, ...]
     as_json: bool
+    no_conversation: bool
 
     def is_talk(self) -> bool:
         """True if a person sits there and nothing was given. Raises UsageError if too much was."""
@@ -52,7 +53,7 @@ class RunFlags:
             raise click.UsageError("-p, --chat, -f and a message behind the model exclude each other")
         is_talk = not given and sys.stdin.isatty()
         if is_talk and self.as_json:
-            raise click.UsageError("--json wants one prompt: -p, --chat, -f or stdin")
+            raise click.UsageError("--json wants one message or prompt: behind the model, -p, -f or stdin")
         return is_talk
 
     @property
@@ -61,12 +62,18 @@ class RunFlags:
         return self.message if self.chat is None else self.chat
 
     def text(self) -> str | None:
-        """The text to continue; None for a chat. Raises UsageError if there is nothing on stdin."""
-        if self.prompt is not None or self.said is not None:
+        """The text to continue; None for a chat, or for what is piped."""
+        if self.prompt is not None or self.said is not None or self.file is None:
             return self.prompt
-        text = (self.file or click.open_file("-", encoding="utf-8")).read()
-        if not text and self.file is None:
-            raise click.UsageError("nothing to continue on stdin; give -p TEXT, --chat MESSAGE or -f FILE")
+        return self.file.read()
+
+    def piped(self) -> str | None:
+        """What stands on stdin, where nothing else says anything. Raises UsageError if that is nothing."""
+        if any(what is not None for what in (self.prompt, self.said, self.file)):
+            return None
+        text = click.open_file("-", encoding="utf-8").read()
+        if not text.strip():
+            raise click.UsageError("nothing on stdin; give a message behind the model, -p TEXT or -f FILE")
         return text
 
 
@@ -92,8 +99,12 @@ RUN_OPTIONS = [
     _say("-f", "--file", type=click.File(encoding="utf-8"), help="File with the text to continue."),
     _say("-sys", "--system", default="", help="System message of a chat."),
     _say("--stop", multiple=True, help="End at this text; may be repeated."),
+    _say(
+        "-no-cnv", "--no-conversation", is_flag=True,
+        help="Continue what is piped in. Without it that is a message to answer, where the model has a chat template.",
+    ),
     _say("--json", "as_json", is_flag=True, help="Print text, token ids, timings and acceptance as JSON."),
-]
+]  # fmt: skip
 
 
 @click.command(cls=LlamaCommand)
@@ -105,7 +116,7 @@ RUN_OPTIONS = [
 def run(ctx: click.Context, engine: EngineChoice, sampling: SamplingGiven, n_predict: int, flags: RunFlags) -> None:
     """Answer one prompt, or chat in the terminal.
 
-    Continues a text (-p, -f or stdin), answers one message (behind the model, or --chat), or chats if nothing is given on a terminal.
+    Answers one message (behind the model, --chat, or piped in), continues a text (-p, -f), or chats if nothing is given on a terminal.
 
     Example: pyspec run demo "Count from 3 to 9"
     """
@@ -115,12 +126,16 @@ def run(ctx: click.Context, engine: EngineChoice, sampling: SamplingGiven, n_pre
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
     tell_ignored()
     text = None if is_talk else flags.text()
+    piped = None if is_talk else flags.piped()
     ask = AnswerOptions(sampling, n_predict, flags.stop)
     with shown_load(engine, max(engine.np, 1)) as loaded:
         if is_talk:
             talk(loaded, ask, flags.system)
             return
-        messages = [*_system(flags.system), {"role": "user", "content": flags.said or ""}]
+        if piped is not None and (flags.no_conversation or loaded.template is None):
+            text = piped
+        said = flags.said if piped is None else piped.strip()
+        messages = [*_system(flags.system), {"role": "user", "content": said or ""}]
         request = _request(loaded, ask, messages if text is None else text)
         answer(loaded, request, flags.as_json)
 

@@ -195,7 +195,7 @@ def server(
     from pyspec.cli.logs import set_up
     from pyspec.cli.running import enter, leave
     from pyspec.engine.process import end_ahead, start_ahead
-    from pyspec.server.http.listen import listen
+    from pyspec.server.http.listen import listen, url_of
 
     verbosity = 0 if flags.log_disable else 5 if ctx.meta.get("pyspec.verbose") else flags.verbosity
     set_up(verbosity, flags.form, flags.log_file)
@@ -205,6 +205,8 @@ def server(
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     engine.check(n_slot)
     settings.check()
+    engine.choice.check()
+    engine.choice.locate()  # before anything listens, or takes its time
     if not flags.in_process:
         start_ahead()
 
@@ -228,6 +230,7 @@ def server(
         sockets = listen(settings)  # what follows takes its time: a port that is taken is told before
         from pyspec.server.http.serve import run
 
+        entered.append(enter(url_of(sockets[0], settings), (*settings.aliases, engine.choice.named)[0]))
         served = run(load, settings, ready, sockets)
     finally:
         end_ahead()

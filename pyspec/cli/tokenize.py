@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 import click
@@ -37,10 +39,12 @@ def tokenize(
             raise click.UsageError(f"{file.name} is not UTF-8: byte {e.start}") from e
     assert text is not None
     from pyspec.catalog import resolve
-    from pyspec.gguf import open_gguf
+    from pyspec.gguf import has_head, open_gguf
+    from pyspec.hub import heads_only
     from pyspec.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_metadata(open_gguf(resolve(choice.target())[0]).metadata)
+    with TemporaryDirectory(prefix="pyspec-tokenize-") as folder, heads_only(Path(folder), has_head):
+        tokenizer = Tokenizer.from_metadata(open_gguf(resolve(choice.target())[0]).metadata)
     ids = tokenizer.encode(text, add_special=bos, parse_special=parse_special)
     pieces = [tokenizer.piece(i) for i in ids]
     if as_json:

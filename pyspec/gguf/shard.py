@@ -90,6 +90,23 @@ def read_shard(path: Path) -> Shard:
         raise
 
 
+def has_head(path: Path) -> bool:
+    """Whether a file of which only the beginning is there has all of its metadata and its list of tensors. Errors: ModelError if it cannot
+    be opened."""
+    source = OpenFile(path)
+    cursor = Cursor(source)
+    try:
+        _read_version(cursor)
+        n_tensors = cursor.count(MIN_TENSOR_INFO, MAX_TENSORS, "the tensor count")
+        _read_metadata(cursor, cursor.count(MIN_KEY_VALUE, MAX_KEYS, "the metadata count"))
+        _read_directory(cursor, n_tensors)
+    except BadGGUF:
+        return False
+    finally:
+        source.close()
+    return True
+
+
 def _parse(cursor: Cursor) -> Shard:
     version = _read_version(cursor)
     n_tensors = cursor.count(MIN_TENSOR_INFO, MAX_TENSORS, "the tensor count")

@@ -1,7 +1,7 @@
 """Files from Hugging Face: which of a repository's are meant (`names`), and their paths in the local cache (`fetch`)."""
 
 from pyspec.hub.fetch import Repository, check_hash, fetch_file, from_hub, heads_only, sha256_of
-from pyspec.hub.names import DEFAULT_QUANTS, Sidecar, choose, quant_of, sidecars, split_name
+from pyspec.hub.names import DEFAULT_QUANTS, Sidecar, choose, models_of, quant_of, shards_of, sidecars, split_name
 
 __all__ = [
     "DEFAULT_QUANTS",
@@ -12,8 +12,10 @@ __all__ = [
     "fetch_file",
     "from_hub",
     "heads_only",
+    "models_of",
     "quant_of",
     "sha256_of",
+    "shards_of",
     "sidecars",
     "split_name",
 ]

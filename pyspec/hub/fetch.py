@@ -7,9 +7,12 @@ import hashlib
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -18,15 +21,33 @@ from urllib.request import Request, urlopen
 from pyspec import progress
 from pyspec.errors import DownloadError
 from pyspec.hub.names import choose
+from pyspec.hub.network import unreachable
 
 log = logging.getLogger(__name__)
 
-HEAD_BYTES = 64 << 20  # metadata and the list of tensors; vocabularies of 250,000 tokens take 12 MB
+HEAD_BYTES = 64 << 20  # metadata and the list of tensors, at most
+FIRST_BYTES = 16 << 20  # that are asked for first: vocabularies of 250,000 tokens take 12 MB
+TOLD_S = 0.5  # between two reports of how much of a file has come
 SHA256 = re.compile("[0-9a-f]{64}")  # what a large file's entity tag is; small files have git's hash
 HASHED_BYTES = 16 << 20  # at once
+WITHOUT = "give a file (-m FILE), --offline for what was downloaded before, or try `pyspec server demo`, which needs none"
 
 T = TypeVar("T")
-_heads: ContextVar[Path | None] = ContextVar("heads", default=None)
+
+
+@dataclass
+class Heads:
+    """Where files are kept of which only the head is fetched, and which those were.
+
+    is_whole  whether a file that was cut off has all of its head
+    """
+
+    folder: Path
+    is_whole: Callable[[Path], bool]
+    fetched: list[str] = field(default_factory=list)
+
+
+_heads: ContextVar[Heads | None] = ContextVar("heads", default=None)
 
 
 class Repository:
@@ -38,13 +59,20 @@ class Repository:
     @classmethod
     def open(cls, name: str) -> Repository:
         """Ask for the list of files. With HF_HUB_OFFLINE=1 only the cache is looked at. Raises DownloadError."""
-        from huggingface_hub import HfApi
-        from huggingface_hub.constants import HF_HUB_OFFLINE
+        from huggingface_hub import HfApi, constants
 
-        if HF_HUB_OFFLINE:
+        if constants.HF_HUB_OFFLINE:
             found = cls._cached(name)
             if found is None:
-                raise DownloadError(f"{name} is not in the local cache, and HF_HUB_OFFLINE forbids to download it")
+                raise DownloadError(
+                    f"{name} is not in the local cache, and HF_HUB_OFFLINE forbids to download it; `pyspec list` shows what is here"
+                )
+            return found
+        if why := unreachable(constants.ENDPOINT):
+            found = cls._cached(name)
+            if found is None:
+                raise DownloadError(f"no network ({why}): {WITHOUT}")
+            log.warning("no network (%s); taking the copy of %s in the cache", why, name)
             return found
         try:
             return cls(name, _asked(name, lambda: list(HfApi().list_repo_files(name))))
@@ -75,8 +103,19 @@ class Repository:
         """Paths of files, downloaded if they are not there. Raises DownloadError."""
         if self.folder is not None:
             return [self.folder / name for name in names]
-        log.info("fetching %s from %s", ", ".join(names), self.name)
+        if _heads.get() is None:
+            log.info("fetching %s from %s", ", ".join(names), self.name)
         return [fetch_file(self.name, name) for name in names]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file by its name. Raises DownloadError."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.hf_api import RepoFile
+
+        if self.folder is not None:
+            return {name: (self.folder / name).stat().st_size for name in self.names}
+        tree = _asked(self.name, lambda: list(HfApi().list_repo_tree(self.name, recursive=True)))
+        return {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
 
 
 def from_hub(repo: str, quant: str = "", file: str = "", *, drafter: bool = False) -> Path:
@@ -95,7 +134,10 @@ def fetch_file(repo: str, name: str) -> Path:
 
     if (heads := _heads.get()) is not None:
         there = try_to_load_from_cache(repo, name)
-        return Path(there) if isinstance(there, str) else _head(repo, name, heads)
+        if isinstance(there, str):
+            return Path(there)
+        heads.fetched.append(name)
+        return _head(repo, name, heads)
     about = _asked(repo, lambda: get_hf_file_metadata(hf_hub_url(repo, name)))
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model") / "blobs"
     blob = folder / str(about.etag)
@@ -111,16 +153,20 @@ def fetch_file(repo: str, name: str) -> Path:
 
 
 @contextmanager
-def heads_only(folder: Path) -> Iterator[None]:
-    """In this block files that are not here are not downloaded: what stands for them in `folder` has their first bytes and their size."""
-    token = _heads.set(folder)
+def heads_only(folder: Path, is_whole: Callable[[Path], bool] = lambda path: False) -> Iterator[Heads]:
+    """In this block files that are not here are not downloaded: what stands for them in `folder` has their first bytes and their size.
+
+    is_whole  whether the first bytes, in a file of that length, are enough; else more are fetched
+    """
+    heads = Heads(folder, is_whole)
+    token = _heads.set(heads)
     try:
-        yield
+        yield heads
     finally:
         _heads.reset(token)
 
 
-def _head(repo: str, name: str, folder: Path) -> Path:
+def _head(repo: str, name: str, heads: Heads) -> Path:
     """A file of the same size whose tensors are holes."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
@@ -128,15 +174,23 @@ def _head(repo: str, name: str, folder: Path) -> Path:
     about = _asked(repo, lambda: get_hf_file_metadata(url))
     if about.size is None:
         raise DownloadError(f"{name}: the server does not say its size")
-    request = Request(about.location, headers=_headers(url, about.location) | {"Range": f"bytes=0-{HEAD_BYTES - 1}"})
+    headers = _headers(url, about.location)
 
-    def first_bytes() -> bytes:
+    def part(start: int, end: int) -> bytes:
+        request = Request(about.location, headers=headers | {"Range": f"bytes={start}-{end - 1}"})
         with urlopen(request, timeout=60) as answer:
-            return answer.read(HEAD_BYTES)
+            if start and answer.status != 206:  # it knows no ranges, and begins anew
+                answer.read(start)
+            return answer.read(end - start)
 
-    path = folder / repo / name
+    path = heads.folder / repo / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(_asked(repo, first_bytes))
+    have, first = 0, min(FIRST_BYTES, HEAD_BYTES)
+    for end in dict.fromkeys((first, HEAD_BYTES)):
+        if have < min(end, about.size) and not (have and heads.is_whole(path)):
+            with path.open("ab" if have else "wb") as file:
+                file.write(_asked(repo, partial(part, have, end)))
+            have = path.stat().st_size
     os.truncate(path, about.size)
     return path
 
@@ -201,7 +255,9 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
             file.truncate(have := 0)
         if not have and about.size > getattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", about.size):
             part.unlink()
-            check_hash(Path(_asked(repo, lambda: hf_hub_download(repo, name))))
+            with _told(name, part, about.size):
+                whole = Path(_asked(repo, lambda: hf_hub_download(repo, name)))
+            check_hash(whole)
             return
         if have:
             log.info("%s: going on behind %s of %s", name, _size(have), _size(about.size))
@@ -209,7 +265,8 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
             about.location, file, resume_size=have, headers=headers, expected_size=about.size
         )
         try:
-            _asked(repo, ask)
+            with _told(name, part, about.size):
+                _asked(repo, ask)
         except DownloadError as e:
             file.flush()
             raise DownloadError(
@@ -218,6 +275,34 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
         file.flush()
         _hold(name, part, blob.name)
         part.rename(blob)
+
+
+@contextmanager
+def _told(name: str, part: Path, size: int) -> Iterator[None]:
+    """Report, while the block runs, how much of a file has come; what draws that draws instead of the client library."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    over, stage = threading.Event(), f"{progress.DOWNLOAD} {name}"
+
+    def watch() -> None:
+        while not over.wait(TOLD_S):
+            with suppress(OSError):  # it is not there yet, or has its name already
+                progress.report(stage, min(part.stat().st_size / size, 0.999))
+
+    is_ours = progress.is_drawn() and not are_progress_bars_disabled()
+    if is_ours:
+        disable_progress_bars()
+    progress.report(stage)
+    thread = threading.Thread(target=watch, name="pyspec-download", daemon=True)
+    thread.start()
+    try:
+        yield
+        progress.report(stage, 1.0)
+    finally:
+        over.set()
+        thread.join()
+        if is_ours:
+            enable_progress_bars()
 
 
 def _asked(repo: str, ask: Callable[[], T]) -> T:

@@ -43,15 +43,15 @@ def choose(
     drafter  of files whose names say that they are drafters, if there are any
     Raises ConfigError, with the choice there is.
     """
-    ggufs = sorted(n for n in names if n.lower().endswith(".gguf"))
+    ggufs = _ggufs(names)
     if file:
         if file not in ggufs:
             near = get_close_matches(file, ggufs, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{repo} has no file {file}{hint}")
-        return _shards(file, ggufs)
+        return shards_of(file, ggufs)
     models = [n for n in ggufs if DRAFTERS_ALONE.search(n.lower()) and not _is_part(n)] if drafter else []
-    models = models or _models(ggufs)
+    models = models or models_of(names)
     if not models:
         others = f": {', '.join(ggufs[:4])} go beside one (-hff takes a file by its name)" if ggufs else ""
         raise ConfigError(f"{repo} has no GGUF model among its {len(names)} files{others}")
@@ -61,7 +61,20 @@ def choose(
         found = found or [n for n in models if fits.search(n)]
     if not found and quant:
         raise ConfigError(f"{repo} has no {quant} file; it has {', '.join(models[:12])}{' ...' if models[12:] else ''}")
-    return _shards((found or models)[0], models)
+    return shards_of((found or models)[0], models)
+
+
+def models_of(names: Sequence[str]) -> list[str]:
+    """The GGUF files among a repository's that are models, all shards of each: no projectors, no drafters.
+
+    Where all names have an importance matrix in them it is what the models were quantised with.
+    """
+    whole = [n for n in _ggufs(names) if not PROJECTORS.search(n.lower()) and not DRAFTERS_ALONE.search(n.lower())]
+    return [n for n in whole if not _is_part(n)] or [n for n in whole if quant_of(n)]
+
+
+def _ggufs(names: Sequence[str]) -> list[str]:
+    return sorted(name for name in names if name.lower().endswith(".gguf"))
 
 
 def _is_part(name: str) -> bool:
@@ -69,17 +82,12 @@ def _is_part(name: str) -> bool:
     return bool(PROJECTORS.search(name.lower()) or MATRICES.search(name.lower()))
 
 
-def _models(ggufs: Sequence[str]) -> list[str]:
-    """Files that are whole models. Where all names have an importance matrix in them it is what the models were quantised with."""
-    whole = [n for n in ggufs if not PROJECTORS.search(n.lower()) and not DRAFTERS_ALONE.search(n.lower())]
-    return [n for n in whole if not _is_part(n)] or [n for n in whole if quant_of(n)]
-
-
 def _begins_with(name: str, heads: tuple[str, ...]) -> bool:
     return PurePosixPath(name).name.lower().startswith(heads)
 
 
-def _shards(name: str, names: Sequence[str]) -> list[str]:
+def shards_of(name: str, names: Sequence[str]) -> list[str]:
+    """A file and its other shards, the first one first. Raises ConfigError if one is missing."""
     match = SHARD.match(name)
     if match is None:
         return [name]

@@ -74,7 +74,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         started.engine.close()
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/health", "/ready", "/", "/props", "/v1/models", "/metrics"])
+@pytest.mark.parametrize("path", ["/health", "/v1/health", "/ready", "/props", "/v1/models", "/metrics"])
 def test_every_path_says_that_the_model_is_loading_in_llama_servers_words(start: Start, path: str) -> None:
     answer = httpx.get(start.url + path)
     assert answer.status_code == 503

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import time
 
 from starlette.applications import Starlette
@@ -11,9 +12,11 @@ from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
 from pyspec.errors import NotFound, Unavailable
+from pyspec.progress import DOWNLOAD
 from pyspec.server.http.access import AccessLog
 from pyspec.server.http.envelope import JSON, error_body, error_response
 from pyspec.server.http.gate import foreign_host
+from pyspec.server.page.loading import loading_page
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
 
@@ -21,6 +24,7 @@ log = logging.getLogger(__name__)
 
 FIRST_S = 2.0  # of a load, before a line is worth it
 EVERY_S = 5.0  # between such lines
+DOWNLOAD_S = 30.0  # between those of a download, but for one at each tenth of the file
 HEALTH = ("/health", "/v1/health")
 WHOLE, WHOLE_RAW = re.compile(r"(?is)https?://([^/]*)(.*)"), re.compile(rb"(?is)https?://[^/]*(.*)")
 LOADING = Unavailable("Loading model")  # llama-server's words: clients wait for them to go away
@@ -42,12 +46,17 @@ class LoadLog:
 
     def __init__(self, door: Door) -> None:
         self._door, self._due = door, time.monotonic() + FIRST_S
+        self._tenth = (DOWNLOAD, 0)  # of what was told last
 
     def __call__(self, stage: str, fraction: float) -> None:
         self._door.loading = {"stage": stage, "fraction": round(fraction, 3)}
-        now = time.monotonic()
-        if now >= self._due and fraction < 1:
-            self._due = now + EVERY_S
+        now, is_download = time.monotonic(), stage.startswith(DOWNLOAD)
+        tenth = (stage, int(10 * fraction))
+        if is_download and sys.stderr.isatty():  # where the library that downloads draws a bar
+            return
+        if fraction < 1 and (now >= self._due or (is_download and tenth != self._tenth)):
+            self._due = now + (DOWNLOAD_S if is_download else EVERY_S)
+            self._tenth = tenth
             fields = {"event": "loading"} | self._door.loading
             log.info("loading: %s, %.0f %%", stage, 100 * fraction, extra={"fields": fields})
 
@@ -94,6 +103,8 @@ class Door:
         elif path in HEALTH and self.loading:
             body = error_body(LOADING) | {"progress": self.loading}
             await JSON(body, LOADING.status)(scope, receive, send)
+        elif path == "/" and scope["method"] in ("GET", "HEAD") and self.settings.page:
+            await loading_page(self.loading, LOADING.status)(scope, receive, send)
         else:
             await error_response(path, LOADING)(scope, receive, send)
 

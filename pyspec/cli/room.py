@@ -1,0 +1,46 @@
+"""How much memory this machine has for a model, found without torch, whose import takes seconds."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import which
+
+ASK_S = 5.0  # a driver that hangs is no reason to wait
+MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that are free, and where."""
+
+    where: str
+    free: int
+
+
+def room() -> Room | None:
+    """Of the first GPU; without one, of the machine. None if neither says."""
+    return _of_gpu() or _of_machine()
+
+
+def _of_gpu() -> Room | None:
+    tool = which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, "--query-gpu=name,memory.free", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
+        name, free = said.strip().splitlines()[0].rsplit(",", 1)
+        return Room(name.strip(), int(free) << 20)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def _of_machine() -> Room | None:
+    try:
+        lines = MEMINFO.read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
+    return Room("the CPU", free << 10)

@@ -1,0 +1,61 @@
+"""Whether the hub can be reached at all: asked before the client library is, which would try for half a minute."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+CONNECT_S = 1.5  # to find the host and to connect to it
+PORTS = {"http": 80, "https": 443}
+
+
+def unreachable(url: str, patience_s: float = CONNECT_S) -> str:
+    """Why nothing answers at that address, or at the proxy before it; "" if something does.
+
+    patience_s  to find the host's name, and again to connect to it
+    """
+    host, port = _door(url)
+    found: list[str] = []
+    named = threading.Event()
+
+    def look() -> None:
+        try:
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            named.set()
+            found.append(_refusal(host, [address[4][:2] for address in addresses], patience_s))
+        except OSError as e:
+            found.append(f"{host} is not found: {(e.strerror or str(e)).lower()}")
+
+    thread = threading.Thread(target=look, name="pyspec-network", daemon=True)  # a resolver may take as long as it likes
+    thread.start()
+    thread.join(patience_s)
+    if named.is_set() and not found:
+        thread.join(patience_s)
+    if found:
+        return found[0]
+    return f"{host} {'does not answer' if named.is_set() else 'is not found'} within {patience_s:g} s"
+
+
+def _door(url: str) -> tuple[str, int]:
+    """Host and port that a request for `url` goes to first."""
+    parts = urlsplit(url)
+    proxy = getproxies().get(parts.scheme, "")
+    if proxy and not proxy_bypass(parts.hostname or ""):
+        parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    return parts.hostname or "", parts.port or PORTS.get(parts.scheme, 443)
+
+
+def _refusal(host: str, addresses: list[tuple[object, ...]], patience_s: float) -> str:
+    why = f"{host} has no address"
+    for address in addresses[:4]:
+        try:
+            socket.create_connection((str(address[0]), int(str(address[1]))), timeout=patience_s).close()
+        except TimeoutError:
+            return f"{host} does not answer"
+        except OSError as e:
+            why = f"{host}: {(e.strerror or str(e)).lower()}"
+        else:
+            return ""
+    return why
