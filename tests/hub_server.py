@@ -18,7 +18,7 @@ COMMIT = "0" * 39 + "1"
 @dataclass
 class FakeHub:
     """What is served. `cut`: bytes after which the next answers break off; `lies`: files served with other bytes.
-    `sizeless`: files whose size is not said before they come."""
+    `sizeless`: files whose size is not said before they come. `pace`: seconds between the pieces of a file, eight of them."""
 
     files: dict[str, bytes]
     cut: list[int] = field(default_factory=list)
@@ -26,6 +26,7 @@ class FakeHub:
     sizeless: set[str] = field(default_factory=set)
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, file, range
     url: str = ""
+    pace: float = 0.0
 
 
 @contextmanager
@@ -86,7 +87,14 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
                 self.wfile.write(data[: hub.cut.pop(0)])
                 self.close_connection = True
                 return
-            self.wfile.write(data)
+            if not hub.pace or status != 200 or "ETag" not in headers:
+                self.wfile.write(data)
+                return
+            step = -(-len(data) // 8)
+            for at in range(0, len(data), step):
+                self.wfile.write(data[at : at + step])
+                self.wfile.flush()
+                threading.Event().wait(hub.pace)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

@@ -44,18 +44,23 @@ def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> N
     Example: pyspec fit -hf user/repo:Q4_K_M --vram 24G
     """
     from pyspec.cli.logs import set_up
-    from pyspec.engine.fit import fit as plan_fit
     from pyspec.errors import DoesNotFit
     from pyspec.gguf import has_head
     from pyspec.hub import heads_only
 
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
     tell_ignored()
+    engine.choice.check()
+    engine.choice.locate()
+    from pyspec.engine.fit import fit as plan_fit
+    from pyspec.engine.look import Named, instead
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     with TemporaryDirectory(prefix="pyspec-fit-") as folder, heads_only(Path(folder), has_head):
         path, settings = engine.plan(n_slot)
         report = plan_fit(path, settings, vram)
-    about = summary(report, engine)
+        fits = report.best(max(engine.np, 0)) is not None
+        advice = "" if fits else instead(report, Named(engine.choice.model, engine.choice.repo))
+    about = summary(report, engine) | {"instead": advice}
     click.echo(json.dumps(about, indent=1)) if as_json else _show(report, about)
     if not about["flags"]:
         ctx.exit(DoesNotFit.exit_code)
@@ -131,4 +136,4 @@ def _show(report: FitReport, about: dict[str, Any]) -> None:
     if about["flags"]:
         click.echo("pyspec server " + " ".join(about["flags"]))
     else:
-        click.echo("nothing fits: a smaller or more quantised file is needed", err=True)
+        click.echo(f"nothing fits. {about['instead']}", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,7 +50,11 @@ def look(plan: Plan, named: Named) -> str:
     plan  the target's file and the settings of the load; called with downloads reduced to heads
     """
     progress.report("head of the file")
-    with TemporaryDirectory(prefix="pyspec-look-") as folder, heads_only(Path(folder), has_head) as heads:
+    with (
+        TemporaryDirectory(prefix="pyspec-look-") as folder,
+        heads_only(Path(folder), has_head) as heads,
+        _without(folder),
+    ):
         path, settings = plan()
         if not heads.fetched:
             return ""
@@ -62,6 +67,16 @@ def look(plan: Plan, named: Named) -> str:
             f"{path.name} needs {size(report.asked.total)} with {asked}, and {size(report.usable)} may be used on {d.device}. "
             f"{instead(report, named)}"
         )
+
+
+@contextmanager
+def _without(folder: str) -> Iterator[None]:
+    """Errors name files as their repository does, not by the folder that their heads are in."""
+    try:
+        yield
+    except PyspecError as e:
+        e.args = tuple(arg.replace(f"{folder}/", "") if isinstance(arg, str) else arg for arg in e.args)
+        raise
 
 
 def instead(report: FitReport, named: Named) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -264,6 +265,7 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
         ask = lambda: http_get(  # noqa: E731
             about.location, file, resume_size=have, headers=headers, expected_size=about.size
         )
+        _check_disk(name, part, about.size - have)
         try:
             with _told(name, part, about.size):
                 _asked(repo, ask)
@@ -275,6 +277,13 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
         file.flush()
         _hold(name, part, blob.name)
         part.rename(blob)
+
+
+def _check_disk(name: str, part: Path, n_bytes: int) -> None:
+    """Refuse what the disk has no room for before it is full."""
+    free = shutil.disk_usage(part.parent).free
+    if n_bytes > free:
+        raise DownloadError(f"{name} needs {_size(n_bytes)} of disk in {part.parent}, and {_size(free)} are free; HF_HOME names another folder")
 
 
 @contextmanager

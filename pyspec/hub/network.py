@@ -25,8 +25,9 @@ def unreachable(url: str, patience_s: float = CONNECT_S) -> str:
             addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             named.set()
             found.append(_refusal(host, [address[4][:2] for address in addresses], patience_s))
-        except OSError as e:
-            found.append(f"{host} is not found: {(e.strerror or str(e)).lower()}")
+        except (OSError, ValueError) as e:  # the latter for names that are none
+            said = e.strerror if isinstance(e, OSError) else None
+            found.append(f"{host} is not found: {(said or str(e)).lower()}")
 
     thread = threading.Thread(target=look, name="pyspec-network", daemon=True)  # a resolver may take as long as it likes
     thread.start()

@@ -306,6 +306,8 @@ _REAL: tuple[Dims, ...] = (
     ),
 )
 MODELS: dict[str, Dims] = {d.name.lower(): d for d in _REAL}
+SAME = {"qwen3.5-27b": "qwen3.6-27b", "qwen3.5-35b-a3b": "qwen3.6-35b-a3b"}
+"""Names of the catalogue whose dimensions are another model's."""
 
 
 class _Sizes(TypedDict):
@@ -404,6 +406,7 @@ TINY: dict[str, Dims] = {
 def find(name: str, *, tiny: bool = False) -> Dims:
     """Dimensions by model name, or the tiny ones of a model's or an architecture's kind. Errors: ConfigError."""
     key = name.lower()
+    key = SAME.get(key, key)
     if tiny and key in TINY:
         return TINY[key]
     if key not in MODELS:

@@ -67,17 +67,36 @@ def test_positions_at_which_no_draft_was_ever_accepted_count_as_zero():
 
 def test_run_continues_text_from_stdin_and_keeps_talk_off_stdout():
     text = "<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n"
-    code, out, err = invoke("run", "demo", *GREEDY, "--spec-type", "none", "-ngl", "99", "--no-warmup", input=text)
+    plain = ("--spec-type", "none", "-ngl", "99", "--no-warmup")
+    code, out, err = invoke("run", "demo", *GREEDY, *plain, "-no-cnv", input=text)
     assert (code, out) == (0, reference("Hi!")["answer"] + "\n")
     assert "14 tokens" in err and "drafted" not in err
 
 
+@pytest.mark.parametrize("more", [(), ("-sys", "")])
+def test_what_is_piped_is_a_question(more: tuple[str, ...]):
+    code, out, _ = invoke("run", "demo", *GREEDY, "--no-warmup", *more, input="  Hi!\n\n")
+    assert (code, out) == (0, reference("Hi!")["answer"] + "\n")
+
+
+def test_a_model_without_a_chat_template_continues_what_is_piped():
+    code, out, _ = invoke("run", str(FIXTURES / "llama.gguf"), *GREEDY, "-n", "3", "--json", "--no-warmup", input="ab ")
+    raw = invoke("run", str(FIXTURES / "llama.gguf"), *GREEDY, "-n", "3", "--json", "--no-warmup", "-p", "ab ")
+    assert code == 0 and json.loads(out)["tokens"] == json.loads(raw[1])["tokens"]
+
+
+@pytest.mark.parametrize("nothing", ["", " \n"])
+def test_nothing_on_stdin_is_a_usage_error_before_anything_is_loaded(nothing: str):
+    code, _, err = invoke("run", "no-such-model", input=nothing)
+    assert code == 2 and "nothing on stdin" in err
+
+
 def test_text_on_stdin_is_utf_8_and_read_without_what_click_gives_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße".encode()), encoding="latin-1"))
-    said = RunFlags(message=None, prompt=None, chat=None, file=None, system="", stop=(), as_json=False)
+    said = RunFlags(message=None, prompt=None, chat=None, file=None, system="", stop=(), as_json=False, no_conversation=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)
-        assert said.text() == "Grüße"
+        assert said.piped() == "Grüße" and said.text() is None
 
 
 def test_a_prompt_that_does_not_fit_is_one_line():
@@ -229,6 +248,7 @@ DRAFTER = FIXTURES.parents[1] / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
         (5, ["demo", "-np", "8", "-c", "16777216", "-dev", "cpu"], "this would fit: -c "),
         (6, ["demo", "-dev", "cuda:99"], "device 'cuda:99' can not be used"),
         (6, ["demo", "-dev", "cuda:99"], "-dev"),  # what to type instead
+        (4, ["demo", "-md", str(FIXTURES / "qwen3.gguf")], "A small model of the same family does not draft here yet"),
     ],
 )
 def test_each_class_of_error_has_its_exit_code_the_numbers_and_how_to_mend_it(code: int, args: list[str], said: str):

@@ -34,11 +34,11 @@ def invoke(*args: str) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-def test_without_a_gpu_doctor_says_no_and_why(tmp_path: Path) -> None:
+def test_a_machine_without_a_gpu_is_healthy_and_doctor_says_what_runs(tmp_path: Path) -> None:
     code, out = invoke()
-    assert code == 1
+    assert code == 0
     last = out.strip().splitlines()[-1]
-    assert last.startswith("this machine runs pyspec with its own kernels: no: ")
+    assert last.startswith("this machine runs pyspec on its CPU: yes (")
     assert "gloo, gathered and summed in the order of ranks" in out and "no other GPU" in " ".join(out.split())
     assert "GB/s measured" in out and str(tmp_path) in out.replace("\n", "")
     for op in survey.OPS:
@@ -48,7 +48,8 @@ def test_without_a_gpu_doctor_says_no_and_why(tmp_path: Path) -> None:
 def test_the_doctors_json_says_what_its_table_says(tmp_path: Path) -> None:
     code, out = invoke("--json")
     about = json.loads(out)
-    assert code == 1 and about["own_kernels"] is False and about["reason"]
+    assert code == 0 and about["own_kernels"] is False and about["reason"]
+    assert about["healthy"] is True and "on its CPU: yes" in about["verdict"]
     assert about["bandwidth_bytes_per_s"] > 1e6 and about["memory_bytes"] > 1 << 28
     assert about["cache"] == str(tmp_path)
     assert {f["op"] for f in about["ops"]} == set(survey.OPS)
@@ -62,7 +63,7 @@ def test_the_doctors_json_says_what_its_table_says(tmp_path: Path) -> None:
 def test_with_a_model_its_own_shapes_are_looked_at() -> None:
     code, out = invoke(str(FIXTURE), "--json")
     shapes = {f["op"]: f["shape"] for f in json.loads(out)["ops"]}
-    assert code == 1
+    assert code == 0
     assert {"attend", "gdn"} <= set(shapes) and "head_dim 256" not in shapes["attend"]
     assert CliRunner().invoke(main, ["doctor", "no-such-model"]).exit_code == 2
 
@@ -72,7 +73,7 @@ def test_what_is_the_matter_with_triton_is_said(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tri, "missing", lambda device: "Triton 3.5.0 is too old")
     monkeypatch.setattr(survey, "standard", lambda device: [])
     code, out = invoke("--kernels", "triton")
-    assert code == 1 and "3.5.0: Triton 3.5.0 is too old" in " ".join(out.split())
+    assert code == 0 and "3.5.0: Triton 3.5.0 is too old" in " ".join(out.split())
     assert json.loads(invoke("--json")[1])["triton"] == {"version": "3.5.0", "refused": "Triton 3.5.0 is too old"}
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert doctor._why_not("cpu", []) == "no AMD GPU"
@@ -94,6 +95,34 @@ def test_yes_takes_kernels_of_our_own_for_all() -> None:
         "1 of 2 run as torch, first linear (Q5_K, n_in 64): cuda: no packed form"
     )
     assert doctor._why_not("cpu", [good]) != ""
+
+
+def test_a_cpu_that_is_not_as_it_should_be_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finding(reason: str) -> Finding:
+        return Finding("gdn", "n 3", "torch", False, (RefusedImpl("cuda", "runs on NVIDIA GPUs only"), RefusedImpl("numba", reason)))
+
+    monkeypatch.setattr(machine, "has_driver", lambda: False)
+    limit, broken, absent = map(finding, ("a state of 7 rows is not a multiple of 8", "failed its check: it is wrong", doctor.NUMBA))
+    assert doctor._wrong_on_cpu([limit, absent], was_asked=False) == ""
+    assert doctor._wrong_on_cpu([limit, broken], was_asked=True) == "gdn (n 3): numba: failed its check: it is wrong"
+    assert "pip install numba" in doctor._verdict("cpu", "no NVIDIA GPU", "", [absent])
+    assert doctor._verdict("cpu", "no NVIDIA GPU", "", [limit]) == "this machine runs pyspec on its CPU: yes (no NVIDIA GPU)"
+    monkeypatch.setattr(machine, "has_driver", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "this torch was built for CPUs" in doctor._wrong_on_cpu([], was_asked=False)
+    assert doctor._wrong_on_cpu([], was_asked=True) == ""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "finds no GPU" in doctor._wrong_on_cpu([], was_asked=False)
+
+
+@pytest.mark.parametrize(("driver", "said"), [(False, "no NVIDIA driver"), (True, "pip uninstall torch, then pip install 'torch>=2.11' 'cuda-core")])
+def test_a_gpu_that_this_torch_can_not_use_has_the_right_advice(driver: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyspec.engine import describe
+
+    monkeypatch.setattr(describe, "has_driver", lambda: driver)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert said in describe._other_devices("cuda") and describe._other_devices("cuda").endswith("-dev cpu")
 
 
 def test_the_standard_shapes_name_every_op_once_at_least() -> None:

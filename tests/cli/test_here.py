@@ -129,6 +129,82 @@ def test_ps_says_when_a_key_is_missing_and_when_nobody_answers(server: str):
     assert done.exit_code == 1 and one["state"] == "no answer" and "refused" in one["note"]
 
 
+def test_ps_lists_a_server_that_loads_with_how_far_it_is(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    progress = {"stage": "download m.gguf", "fraction": 0.424}
+    Fake.answers = {"/health": (503, {"error": {"message": "Loading model"}, "progress": progress})}
+    path = running.enter(f"http://{server}", "qwen3.6-27b:Q4_K_M")
+    (one,) = json.loads(call("ps", "--json").stdout)
+    assert (one["state"], one["model"], one["progress"]) == ("loading", "qwen3.6-27b:Q4_K_M", progress)
+    shown = call("ps")
+    assert shown.exit_code == 0 and "loading: download m.gguf, 42 %" in " ".join(shown.stdout.split())
+    Fake.answers = {"/health": (503, b"no JSON")}
+    assert json.loads(call("ps", "--json").stdout)[0]["state"] == "loading"
+    running.leave(path)
+
+
+def test_a_server_is_in_the_list_before_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from pyspec.errors import ModelError
+
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    listed: list[tuple[str, str]] = []
+
+    def run(*args: object) -> None:
+        listed.extend((one.url, one.model) for one in running.running())
+        raise ModelError("far enough")
+
+    monkeypatch.setattr("pyspec.server.http.serve.run", run)
+    for more, name in ((), "demo"), (("-a", "mine"), "mine"):
+        done = call("server", "demo", "--port", "0", "--in-process", *more)
+        assert done.exit_code == 3 and "far enough" in done.stderr
+        url, model = listed.pop()
+        assert url.startswith("http://127.0.0.1:") and model == name
+    assert list(running.running()) == []
+
+
+def test_the_room_here_is_the_gpus_or_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from pyspec.cli import room
+
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   2048 kB\n")
+    for said, wanted in (
+        ("NVIDIA H100 80GB, HBM3, 81079", ("NVIDIA H100 80GB, HBM3", 81079 << 20)),
+        ("No devices were found", ("the CPU", 2048 << 10)),
+        ("", ("the CPU", 2048 << 10)),
+    ):
+        tool.write_text(f"#!/bin/sh\necho '{said}'\n")
+        tool.chmod(0o755)
+        monkeypatch.setattr(room, "which", lambda name: str(tool))
+        found = room.room()
+        assert found is not None and (found.where, found.free) == wanted
+    monkeypatch.setattr(room, "which", lambda name: None)
+    (tmp_path / "meminfo").unlink()
+    assert room.room() is None
+
+
+def test_models_tells_sizes_and_what_fits_and_what_is_here(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    from pyspec.cli.room import Room
+
+    fill(cache, "unsloth/Qwen3.6-27B-GGUF", {"Qwen3.6-27B-Q4_K_M.gguf": 5})
+    fill(cache, "unsloth/Qwen3.5-122B-A10B-GGUF", {"x-UD-Q4_K_XL-00001-of-00001.gguf": 5})
+    monkeypatch.setattr("pyspec.cli.room.room", lambda: Room("a GPU", 24 << 30))
+    done = call("models")
+    rows = json.loads(call("models", "--json").stdout)
+    choices = {one["name"]: one for row in rows for one in row["choices"]}
+    assert choices["qwen3.6-27b"]["fits"] == "no" and choices["qwen3.6-27b:Q4_K_M"]["fits"] == "yes"
+    assert {name for name, one in choices.items() if one["here"]} == {"demo", "qwen3.6-27b:Q4_K_M", "qwen3.5-122b-a10b"}
+    assert all(one["bytes"] and one["memory"] > one["bytes"] for name, one in choices.items() if "deepseek" not in name)
+    assert choices["qwen3.6-27b:Q4_K_M"]["bytes"] == pytest.approx(16.3e9, rel=0.01)
+    assert "qwen3.6-27b:Q4_K_M" in done.stdout and "24.0 GiB free on a GPU" in done.stderr
+    monkeypatch.setattr("pyspec.cli.room.room", lambda: None)
+    assert {one["fits"] for row in json.loads(call("models", "--json").stdout) for one in row["choices"]} == {"?"}
+
+
+def test_bench_names_the_command_that_compares():
+    assert "pyspec bench compare" in " ".join(call("bench", "--help").stdout.split())
+
+
 def test_ps_of_what_is_no_pyspec(server: str):
     Fake.answers = {"/health": (200, b"hello")}
     done = call("ps", server)

@@ -60,6 +60,18 @@ def test_what_is_left_out_says_who_wanted_that(caplog: pytest.LogCaptureFixture)
     assert op.refusal(op.impls[2], "x") is None, "what is of no tier stays but for the reference"
 
 
+def test_what_only_says_that_this_is_a_cpu_is_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def op(*reasons: str) -> Op[str, object]:
+        impls = [Impl(f"i{i}", str, lambda spec, why=why: why) for i, why in enumerate(reasons)]
+        return Op("x", Impl("torch", str), impls)
+
+    with caplog.at_level("INFO", "pyspec"):
+        op("runs on NVIDIA GPUs only", "runs on GPUs only").chosen("s")
+        assert caplog.records == []
+        op("runs on NVIDIA GPUs only", "cuDNN is too old").chosen("s")
+    assert [r.getMessage() for r in caplog.records] == ["x runs as torch (i0: runs on NVIDIA GPUs only; i1: cuDNN is too old)"]
+
+
 def test_ops_that_had_decided_decide_again() -> None:
     before = gdn.chosen(SPEC).name
     tiers.use("gdn=reference")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -54,6 +55,41 @@ def test_health_shows_the_stage_while_it_loads(start: Start):  # noqa: F811
     answer = httpx.get(f"{start.url}/health")
     assert answer.status_code == 503 and answer.json()["progress"] == {"stage": "weights", "fraction": 0.25}
     assert answer.json()["error"]["message"] == "Loading model"
+
+
+def test_a_person_who_looks_gets_a_page_that_says_how_far_it_is(start: Start):  # noqa: F811
+    at_door = start.server[0].door
+    first = httpx.get(f"{start.url}/")
+    at_door.loading = {"stage": "download <m>.gguf", "fraction": 0.375}
+    page = httpx.get(f"{start.url}/", headers={"Accept": "text/html"})
+    for answer in (first, page):
+        assert answer.status_code == 503 and answer.headers["content-type"].startswith("text/html")
+        assert 'http-equiv="refresh"' in answer.text and "<script" not in answer.text
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "download &lt;m&gt;.gguf: 38 %" in page.text and '<progress max="1" value="0.375">' in page.text
+    assert httpx.post(f"{start.url}/").json()["error"]["message"] == "Loading model"
+    at_door.settings = replace(at_door.settings, page=False)
+    assert httpx.get(f"{start.url}/").json()["error"]["message"] == "Loading model"
+    start.go.set()
+    assert start.is_ready.wait(20)
+
+
+def test_a_download_is_told_at_each_tenth_or_every_half_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    now = [0.0]
+    monkeypatch.setattr(door.time, "monotonic", lambda: now[0])
+    caplog.set_level(logging.INFO, "pyspec.server.http.door")
+    at_door = Door(ServerSettings())
+    tell = LoadLog(at_door)
+    for i in range(251):  # a quarter of the file in 100 s
+        now[0] = 0.4 * i
+        tell("download m.gguf", i / 1000)
+    told = [r.fields["fraction"] for r in caplog.records]  # type: ignore[attr-defined]
+    assert told == [0.0, 0.075, 0.1, 0.175, 0.2]
+    assert all(r.fields["stage"] == "download m.gguf" for r in caplog.records)  # type: ignore[attr-defined]
+    caplog.clear()
+    monkeypatch.setattr(door.sys.stderr, "isatty", lambda: True, raising=False)
+    tell("download m.gguf", 0.5)
+    assert not caplog.records and at_door.loading["fraction"] == 0.5, "a terminal has a bar"
 
 
 def test_lines_come_now_and_then_with_fields(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
