@@ -26,7 +26,7 @@ FAMILIES = (
     "nemotron_h_moe), DeepSeek-V4 (deepseek4)"
 )
 """The same by the names of models, for people."""
-NEXT_STEP = "llama-server runs most others; docs/architecture.md, \"Adding things\", says how one is added here"
+NEXT_STEP = 'llama-server runs most others; docs/architecture.md, "Adding things", says how one is added here'
 GROUP = "pyspec.drafters"
 WHETHER = ("auto", "none")  # what a drafter's name may be given as besides: decided at load, and no drafter
 

@@ -35,7 +35,9 @@ def texts() -> Iterator[tuple[str, str]]:
 def distributions(line: str) -> list[str]:
     """Names of what a `pip install` line takes from the index."""
     words = [word.strip("'\"") for word in line.split()]
-    after_option = {i + 1 for i, word in enumerate(words) if word in ("-c", "-r", "--constraint", "--requirement", "--index-url")}
+    after_option = {
+        i + 1 for i, word in enumerate(words) if word in ("-c", "-r", "--constraint", "--requirement", "--index-url")
+    }
     taken = [word for i, word in enumerate(words) if i not in after_option and not word.startswith(("-", ".", "/"))]
     return [re.split(r"[\[=<>!~; ]", word)[0].lower() for word in taken]
 
@@ -60,7 +62,9 @@ def test_our_distribution_has_a_name_of_its_own_and_examples_ask_for_no_other():
 
 
 def test_the_tree_names_no_index():
-    assert [name for name, text in texts() if name not in ("tests/test_install.py", "docs/log.md") and INDEXES.search(text)] == []
+    assert [
+        name for name, text in texts() if name not in ("tests/test_install.py", "docs/log.md") and INDEXES.search(text)
+    ] == []
 
 
 def test_what_messages_and_make_ask_for_is_what_the_project_needs():

@@ -1,4 +1,5 @@
 """Look, then fetch: what does not run, does not fit or can not be reached is told before a download, with what to do instead."""
+# ruff: noqa: F811
 
 from __future__ import annotations
 
@@ -63,12 +64,14 @@ def renamed(path: Path, arch: bytes) -> bytes:
     ],
     ids=lambda command: command[0],
 )
-def test_a_model_that_no_machine_runs_is_refused_by_its_head(there: FakeHub, tmp_path: Path, command: tuple[str, ...]):  # noqa: F811
+def test_a_model_that_no_machine_runs_is_refused_by_its_head(there: FakeHub, tmp_path: Path, command: tuple[str, ...]):
     there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9")}
     done = call(*command)
     assert done.exit_code == 3, done.output
     said = done.stderr
-    assert "m-Q8_0.gguf is a model of the architecture 'gemma9'" in said and "Qwen3.5 to 3.8 (qwen35, qwen35moe)" in said
+    assert (
+        "m-Q8_0.gguf is a model of the architecture 'gemma9'" in said and "Qwen3.5 to 3.8 (qwen35, qwen35moe)" in said
+    )
     assert "llama-server" in said and "Adding things" in said
     assert gets(there) == {f"bytes=0-{HEAD - 1}"} and not list((tmp_path / "hub").rglob("blobs/*"))
 
@@ -92,11 +95,16 @@ def wide(fake: FakeHub, folder: Path, **quants: str) -> None:
     }
 
 
-def test_what_does_not_fit_names_the_quantisation_that_does(there: FakeHub, tmp_path: Path, room: Callable[[int], None]):  # noqa: F811
+def test_what_does_not_fit_names_the_quantisation_that_does(
+    there: FakeHub, tmp_path: Path, room: Callable[[int], None]
+):
     wide(there, tmp_path, F32="f32", F16="f16", Q8_0="q8_0", Q4_0="q4_0")
     there.files["mmproj-m-Q8_0.gguf"] = b"no model"
     room(45)
-    for command in (("run", "-hf", f"{REPO}:F32", "-p", "Hi"), ("server", "-hf", f"{REPO}:f32", "--port", "0", "--in-process")):
+    for command in (
+        ("run", "-hf", f"{REPO}:F32", "-p", "Hi"),
+        ("server", "-hf", f"{REPO}:f32", "--port", "0", "--in-process"),
+    ):
         there.asked.clear()
         done = call(*command, *SMALL_LOAD)
         assert done.exit_code == 5, done.output
@@ -105,14 +113,14 @@ def test_what_does_not_fit_names_the_quantisation_that_does(there: FakeHub, tmp_
         assert "" not in gets(there) and not list((tmp_path / "hub").rglob("blobs/*"))
 
 
-def test_with_fewer_slots_or_tokens_it_may_fit(there: FakeHub, tmp_path: Path, room: Callable[[int], None]):  # noqa: F811
+def test_with_fewer_slots_or_tokens_it_may_fit(there: FakeHub, tmp_path: Path, room: Callable[[int], None]):
     wide(there, tmp_path, Q8_0="q8_0", Q4_0="q4_0")
     room(47)
     done = call("run", "-hf", REPO, "-p", "Hi", "-np", "33", "-c", "1024", "-ub", "16")
     assert done.exit_code == 5 and "This fits: -np " in done.stderr, done.output
 
 
-def test_a_person_who_insists_downloads_it(there: FakeHub, tmp_path: Path, room: Callable[[int], None]):  # noqa: F811
+def test_a_person_who_insists_downloads_it(there: FakeHub, tmp_path: Path, room: Callable[[int], None]):
     wide(there, tmp_path, F32="f32", Q4_0="q4_0")
     room(45)
     done = call("run", "-hf", f"{REPO}:F32", "-p", "Hi", "--no-look", *SMALL_LOAD)
@@ -120,7 +128,7 @@ def test_a_person_who_insists_downloads_it(there: FakeHub, tmp_path: Path, room:
     assert "" in gets(there) and hub.from_hub(REPO, "F32").stat().st_size == len(there.files["m-F32.gguf"])
 
 
-def test_pull_tells_that_it_does_not_fit_and_goes_on(there: FakeHub, tmp_path: Path, room: Callable[[int], None]):  # noqa: F811
+def test_pull_tells_that_it_does_not_fit_and_goes_on(there: FakeHub, tmp_path: Path, room: Callable[[int], None]):
     wide(there, tmp_path, F32="f32", Q4_0="q4_0")
     room(20)
     done = call("pull", "-hf", f"{REPO}:F32", "--json")
@@ -129,7 +137,7 @@ def test_pull_tells_that_it_does_not_fit_and_goes_on(there: FakeHub, tmp_path: P
     assert json.loads(done.stdout)[0]["bytes"] == len(there.files["m-F32.gguf"])
 
 
-def test_fit_names_a_file_that_would_fit(there: FakeHub, tmp_path: Path):  # noqa: F811
+def test_fit_names_a_file_that_would_fit(there: FakeHub, tmp_path: Path):
     wide(there, tmp_path, F32="f32", Q8_0="q8_0", Q4_0="q4_0")
     asked = ("fit", "-hf", f"{REPO}:F32", "--weights", "packed", *SMALL_LOAD)
     plan = json.loads(call(*asked, "--vram", "80G", "--json").stdout)["plan"]
@@ -137,10 +145,12 @@ def test_fit_names_a_file_that_would_fit(there: FakeHub, tmp_path: Path):  # noq
     about = json.loads(call(*asked, "--vram", f"{mib}M", "--json").stdout)
     assert about["flags"] == [] and f"-hf {REPO}:Q8_0" in about["instead"]
     done = call(*asked, "--vram", f"{mib}M")
-    assert done.exit_code == 5 and f"nothing fits. This fits, from the same repository: -hf {REPO}:Q8_0 (" in done.stderr
+    assert (
+        done.exit_code == 5 and f"nothing fits. This fits, from the same repository: -hf {REPO}:Q8_0 (" in done.stderr
+    )
 
 
-def test_what_is_here_is_not_looked_at_twice(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_what_is_here_is_not_looked_at_twice(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     there.files = {"m-Q8_0.gguf": synth.write("qwen3", tmp_path / "m.gguf", tiny=True).read_bytes()}
     hub.from_hub(REPO)
     monkeypatch.setattr("pyspec.engine.look.fit", lambda *args: pytest.fail("it is here"))
@@ -150,7 +160,7 @@ def test_what_is_here_is_not_looked_at_twice(there: FakeHub, tmp_path: Path, mon
     assert gets(there) == set()
 
 
-def test_a_head_that_is_longer_is_fetched_in_two_steps(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_a_head_that_is_longer_is_fetched_in_two_steps(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False)
     there.files = {"m-Q8_0.gguf": path.read_bytes()}
     monkeypatch.setattr("pyspec.hub.fetch.FIRST_BYTES", 777)
@@ -175,16 +185,28 @@ def test_without_a_network_one_line_says_what_is_left(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args: pytest.fail("the library tries for half a minute"))
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "list_repo_files", lambda *args: pytest.fail("the library tries for half a minute")
+    )
     done = call(*command)
     assert done.exit_code == 7, done.output
     (line,) = done.stderr.splitlines()
-    assert line.startswith("Error: no network (") and "-m FILE" in line and "--offline" in line and "pyspec server demo" in line
+    assert (
+        line.startswith("Error: no network (")
+        and "-m FILE" in line
+        and "--offline" in line
+        and "pyspec server demo" in line
+    )
 
 
 def test_a_resolver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     over = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: [] if over.wait(30) else [])
+
+    def hang(*args: object, **more: object) -> list[object]:
+        over.wait(30)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
     began = time.monotonic()
     assert "is not found within 0.05 s" in network.unreachable("https://hub.example", 0.05)
     over.set()
@@ -204,7 +226,9 @@ def test_a_host_that_refuses_is_told_and_one_that_listens_is_not(monkeypatch: py
     assert "refused" in network.unreachable("https://only-behind-the-proxy.invalid")
 
 
-def test_what_was_downloaded_is_taken_without_a_network(there: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):  # noqa: F811
+def test_what_was_downloaded_is_taken_without_a_network(
+    there: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     path = hub.from_hub(REPO)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert hub.from_hub(REPO) == path and "taking the copy of user/repo in the cache" in caplog.text
@@ -213,7 +237,7 @@ def test_what_was_downloaded_is_taken_without_a_network(there: FakeHub, monkeypa
 # -- progress ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_download_tells_how_far_it_is(there: FakeHub, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_a_download_tells_how_far_it_is(there: FakeHub, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("pyspec.hub.fetch.TOLD_S", 0.01)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 4096)
     there.pace = 0.05
@@ -224,16 +248,18 @@ def test_a_download_tells_how_far_it_is(there: FakeHub, monkeypatch: pytest.Monk
     assert told == sorted(told) and told[0] == 0 and told[-1] == 1 and len({part for part in told if 0 < part < 1}) > 2
 
 
-def test_a_disk_without_room_is_told_before_it_is_full(there: FakeHub, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_a_disk_without_room_is_told_before_it_is_full(there: FakeHub, monkeypatch: pytest.MonkeyPatch):
     import shutil
 
     usage = shutil.disk_usage("/")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=299_999))
-    with pytest.raises(DownloadError, match=r"m-Q8_0\.gguf needs 0\.3 MB of disk .* are free; HF_HOME names another folder"):
+    with pytest.raises(
+        DownloadError, match=r"m-Q8_0\.gguf needs 0\.3 MB of disk .* are free; HF_HOME names another folder"
+    ):
         hub.from_hub(REPO)
 
 
-def test_run_without_a_terminal_shows_lines(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_run_without_a_terminal_shows_lines(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from pyspec.cli import meter
 
     monkeypatch.setattr(meter, "FIRST_S", 0.0)
@@ -259,13 +285,17 @@ def test_run_without_a_terminal_shows_lines(there: FakeHub, tmp_path: Path, monk
         ((), "which model?"),
     ],
 )
-def test_a_server_says_that_there_is_no_such_model_before_it_listens(args: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_says_that_there_is_no_such_model_before_it_listens(
+    args: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("pyspec.server.http.listen.listen", lambda settings: pytest.fail("it listens"))
     done = call("server", *args, "--port", "0", "--in-process")
     assert done.exit_code == 2 and said in done.stderr, done.output
 
 
-def test_a_quantisation_that_is_not_there_is_told_before_the_server_listens(there: FakeHub, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_a_quantisation_that_is_not_there_is_told_before_the_server_listens(
+    there: FakeHub, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("pyspec.server.http.listen.listen", lambda settings: pytest.fail("it listens"))
     done = call("server", "-hf", f"{REPO}:Q3_K_S", "--port", "0", "--in-process")
     assert done.exit_code == 2 and "user/repo has no Q3_K_S file; it has m-Q8_0.gguf" in done.stderr

@@ -54,7 +54,10 @@ def commands(asked: str, found: str, *, is_linux: bool, driver: bool) -> list[li
         return []
     if driver or not is_linux:
         return [["pip", "install", WANTED]]
-    return [["uv", "pip", "install", "--python", sys.executable, "--torch-backend", "cpu", WANTED], ["pip", "install", TESTED]]
+    return [
+        ["uv", "pip", "install", "--python", sys.executable, "--torch-backend", "cpu", WANTED],
+        ["pip", "install", TESTED],
+    ]
 
 
 def install(todo: Sequence[Sequence[str]], run: Run, say: Callable[[str], None]) -> int:

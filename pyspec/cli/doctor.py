@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 VERDICT = "this machine runs pyspec with its own kernels"
 ON_CPU = "this machine runs pyspec on its CPU"
 NUMBA = "numba is not installed"
-FAILED = ("failed its check", "outputs differ", "its check")  # how refusals begin that are no limits: a kernel is wrong here
+FAILED = ("failed its check", "outputs differ", "its check")
+"""How refusals begin that are no limits: a kernel is wrong here."""
 
 
 ARCHS = f"{__name__}.archs"

@@ -52,12 +52,19 @@ def models(as_json: bool) -> None:
     t = table("name", "GB", "memory", "fits", "here", "drafter", "model", right=("GB", "memory"))
     for entry in entries:
         for i, one in enumerate(found[entry.name]):
-            size, memory = f"{one.bytes / 1e9:.2g}" if one.bytes < 1e9 else f"{one.bytes / 1e9:.1f}", f"{one.memory / 2**30:.1f} GiB"
             about = ("", "") if i else (_drafters(entry), entry.title if entry.runs else f"{entry.title} (not run yet)")
-            row(t, one.name, size if one.bytes else "?", memory if one.memory else "?", one.fits, "yes" if one.here else "-", *about)
+            row(t, one.name, _gb(one.bytes), _gib(one.memory), one.fits, "yes" if one.here else "-", *about)
     show(t)
     where = f"{free.free / 2**30:.1f} GiB free on {free.where}" if free else "this machine does not say what it has"
     click.echo(f"sizes are about, `pyspec fit NAME` has them to the byte; {where}", err=True)
+
+
+def _gb(n: int) -> str:
+    return "?" if not n else f"{n / 1e9:.2g}" if n < 1e9 else f"{n / 1e9:.1f}"
+
+
+def _gib(n: int) -> str:
+    return f"{n / 2**30:.1f} GiB" if n else "?"
 
 
 def _choices(entry: Entry, free: Room | None, here: set[str]) -> Iterator[Choice]:

@@ -138,7 +138,8 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     _model("-hff", "--hf-file", default="", help="File of that repository; without it Q4_K_M, Q8_0, or the first."),
     _model("-hft", "--hf-token", expose_value=False, callback=_take_token, help="Token for it; else HF_TOKEN."),
     _model(
-        "--look/--no-look", default=True,
+        "--look/--no-look",
+        default=True,
         help="Read the head of a file before it is downloaded, and refuse what does not run or fit here.",
     ),
     _model(

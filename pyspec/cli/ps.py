@@ -103,9 +103,7 @@ def _show(found: list[dict[str, Any]]) -> None:
         busy = [s for s in one["slots"] if s.get("is_processing")]
         count = f"{len(busy)} of {len(one['slots'])}" if one["slots"] else f"? of {one.get('total_slots', '?')}"
         tokens = sum(int(s.get("n_past") or 0) for s in busy)
-        row(
-            t, one["url"], str(one.get("pid", "-")), _state(one), one["model"] or "-", count, str(tokens), _drafts(one)
-        )
+        row(t, one["url"], str(one.get("pid", "-")), _state(one), one["model"] or "-", count, str(tokens), _drafts(one))
     show(t)
     for one in found:
         if one["note"]:

@@ -80,7 +80,9 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     _check_template(d.template)
     log.info("description: %.1f s", time.perf_counter() - began)
     if not d.is_cuda:
-        log.info("no kernels of a GPU here: on a CPU all ops run as torch, the recurrent ones compiled where numba is installed")
+        log.info(
+            "no kernels of a GPU here: on a CPU all ops run as torch, the recurrent ones compiled where numba is installed"
+        )
     context = context_of(d.device)  # held until kernels hold it
     with context.current():
         plan, n = plan_memory(d), 1 if d.is_cuda else d.settings.tp  # on GPUs each rank has one of its own

@@ -7,4 +7,14 @@ from pyspec.gguf.write import GGUFWriter
 
 open = open_gguf  # `gguf.open(path)` reads well where the module is imported as a whole
 
-__all__ = ["GGMLType", "GGUFFile", "GGUFWriter", "LlamaFileType", "TensorInfo", "ValueType", "has_head", "open", "open_gguf"]
+__all__ = [
+    "GGMLType",
+    "GGUFFile",
+    "GGUFWriter",
+    "LlamaFileType",
+    "TensorInfo",
+    "ValueType",
+    "has_head",
+    "open",
+    "open_gguf",
+]

@@ -31,7 +31,9 @@ FIRST_BYTES = 16 << 20  # that are asked for first: vocabularies of 250,000 toke
 TOLD_S = 0.5  # between two reports of how much of a file has come
 SHA256 = re.compile("[0-9a-f]{64}")  # what a large file's entity tag is; small files have git's hash
 HASHED_BYTES = 16 << 20  # at once
-WITHOUT = "give a file (-m FILE), --offline for what was downloaded before, or try `pyspec server demo`, which needs none"
+WITHOUT = (
+    "give a file (-m FILE), --offline for what was downloaded before, or try `pyspec server demo`, which needs none"
+)
 
 T = TypeVar("T")
 
@@ -283,7 +285,9 @@ def _check_disk(name: str, part: Path, n_bytes: int) -> None:
     """Refuse what the disk has no room for before it is full."""
     free = shutil.disk_usage(part.parent).free
     if n_bytes > free:
-        raise DownloadError(f"{name} needs {_size(n_bytes)} of disk in {part.parent}, and {_size(free)} are free; HF_HOME names another folder")
+        raise DownloadError(
+            f"{name} needs {_size(n_bytes)} of disk in {part.parent}, and {_size(free)} are free; HF_HOME names another folder"
+        )
 
 
 @contextmanager

@@ -29,7 +29,9 @@ def unreachable(url: str, patience_s: float = CONNECT_S) -> str:
             said = e.strerror if isinstance(e, OSError) else None
             found.append(f"{host} is not found: {(said or str(e)).lower()}")
 
-    thread = threading.Thread(target=look, name="pyspec-network", daemon=True)  # a resolver may take as long as it likes
+    thread = threading.Thread(
+        target=look, name="pyspec-network", daemon=True
+    )  # a resolver may take as long as it likes
     thread.start()
     thread.join(patience_s)
     if named.is_set() and not found:

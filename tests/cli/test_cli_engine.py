@@ -93,7 +93,9 @@ def test_nothing_on_stdin_is_a_usage_error_before_anything_is_loaded(nothing: st
 
 def test_text_on_stdin_is_utf_8_and_read_without_what_click_gives_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße".encode()), encoding="latin-1"))
-    said = RunFlags(message=None, prompt=None, chat=None, file=None, system="", stop=(), as_json=False, no_conversation=False)
+    said = RunFlags(
+        message=None, prompt=None, chat=None, file=None, system="", stop=(), as_json=False, no_conversation=False
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)
         assert said.piped() == "Grüße" and said.text() is None

@@ -99,14 +99,25 @@ def test_yes_takes_kernels_of_our_own_for_all() -> None:
 
 def test_a_cpu_that_is_not_as_it_should_be_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def finding(reason: str) -> Finding:
-        return Finding("gdn", "n 3", "torch", False, (RefusedImpl("cuda", "runs on NVIDIA GPUs only"), RefusedImpl("numba", reason)))
+        return Finding(
+            "gdn",
+            "n 3",
+            "torch",
+            False,
+            (RefusedImpl("cuda", "runs on NVIDIA GPUs only"), RefusedImpl("numba", reason)),
+        )
 
     monkeypatch.setattr(machine, "has_driver", lambda: False)
-    limit, broken, absent = map(finding, ("a state of 7 rows is not a multiple of 8", "failed its check: it is wrong", doctor.NUMBA))
+    limit, broken, absent = map(
+        finding, ("a state of 7 rows is not a multiple of 8", "failed its check: it is wrong", doctor.NUMBA)
+    )
     assert doctor._wrong_on_cpu([limit, absent], was_asked=False) == ""
     assert doctor._wrong_on_cpu([limit, broken], was_asked=True) == "gdn (n 3): numba: failed its check: it is wrong"
     assert "pip install numba" in doctor._verdict("cpu", "no NVIDIA GPU", "", [absent])
-    assert doctor._verdict("cpu", "no NVIDIA GPU", "", [limit]) == "this machine runs pyspec on its CPU: yes (no NVIDIA GPU)"
+    assert (
+        doctor._verdict("cpu", "no NVIDIA GPU", "", [limit])
+        == "this machine runs pyspec on its CPU: yes (no NVIDIA GPU)"
+    )
     monkeypatch.setattr(machine, "has_driver", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "this torch was built for CPUs" in doctor._wrong_on_cpu([], was_asked=False)
@@ -115,8 +126,13 @@ def test_a_cpu_that_is_not_as_it_should_be_is_told(monkeypatch: pytest.MonkeyPat
     assert "finds no GPU" in doctor._wrong_on_cpu([], was_asked=False)
 
 
-@pytest.mark.parametrize(("driver", "said"), [(False, "no NVIDIA driver"), (True, "pip uninstall torch, then pip install 'torch>=2.11' 'cuda-core")])
-def test_a_gpu_that_this_torch_can_not_use_has_the_right_advice(driver: bool, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("driver", "said"),
+    [(False, "no NVIDIA driver"), (True, "pip uninstall torch, then pip install 'torch>=2.11' 'cuda-core")],
+)
+def test_a_gpu_that_this_torch_can_not_use_has_the_right_advice(
+    driver: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pyspec.engine import describe
 
     monkeypatch.setattr(describe, "has_driver", lambda: driver)

@@ -69,7 +69,9 @@ def test_what_only_says_that_this_is_a_cpu_is_no_line_of_the_log(caplog: pytest.
         op("runs on NVIDIA GPUs only", "runs on GPUs only").chosen("s")
         assert caplog.records == []
         op("runs on NVIDIA GPUs only", "cuDNN is too old").chosen("s")
-    assert [r.getMessage() for r in caplog.records] == ["x runs as torch (i0: runs on NVIDIA GPUs only; i1: cuDNN is too old)"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "x runs as torch (i0: runs on NVIDIA GPUs only; i1: cuDNN is too old)"
+    ]
 
 
 def test_ops_that_had_decided_decide_again() -> None:

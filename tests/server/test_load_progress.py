@@ -74,7 +74,9 @@ def test_a_person_who_looks_gets_a_page_that_says_how_far_it_is(start: Start):  
     assert start.is_ready.wait(20)
 
 
-def test_a_download_is_told_at_each_tenth_or_every_half_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_download_is_told_at_each_tenth_or_every_half_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     now = [0.0]
     monkeypatch.setattr(door.time, "monotonic", lambda: now[0])
     caplog.set_level(logging.INFO, "pyspec.server.http.door")
