@@ -6,6 +6,7 @@ huggingface_hub into its own cache, and found there again without a network (HF_
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
@@ -51,7 +52,7 @@ class Source:
         if not self.packaged:
             return from_hub(self.repo, self.quant, self.file)
         path = Path(str(files("pyspec"))) / "demo" / self.packaged
-        size = path.stat().st_size if path.is_file() else 0
+        size = path.stat().st_size if os.path.isfile(path) else 0
         if size != self.bytes:
             raise ConfigError(f"the packaged {path} has {size} bytes, want {self.bytes}; install pyspec again")
         return path
@@ -235,14 +236,14 @@ def resolve(name_or_path: str) -> tuple[Path, Path | None]:
 
 def lookup(name_or_path: str) -> Path | Entry:
     """A file that is here, or the entry of that name; nothing is downloaded. Raises ConfigError for what is neither."""
-    path = Path(name_or_path).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(name_or_path))
+    if os.path.isfile(path):  # a Path raises for names that are too long, and for folders that may not be read
         return path
     entry = find(name_or_path)
     if entry is not None:
         entry.check()
         return entry
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ConfigError(f"{path} is a folder; give a GGUF file in it")
     raise ConfigError(_unknown(name_or_path, path))
 
@@ -250,7 +251,7 @@ def lookup(name_or_path: str) -> Path | Entry:
 def _unknown(name: str, path: Path) -> str:
     is_path = path.suffix == ".gguf" or len(path.parts) > 2 or name.startswith((".", "/", "~"))
     if is_path:
-        beside = [p.name for p in path.parent.glob("*.gguf")] if path.parent.is_dir() else []
+        beside = [p.name for p in path.parent.glob("*.gguf")] if os.path.isdir(path.parent) else []
         near = get_close_matches(path.name, beside, 1)
         return f"no file {name}" + (f"; did you mean {path.parent / near[0]}?" if near else "")
     if len(path.parts) == 2:

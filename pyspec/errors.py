@@ -15,9 +15,10 @@ PyspecError                        exit 1   500 server_error
     EngineBug                      exit 1   500 server_error               a mistake of ours: not the device's, nor a file's
     RequestError                   exit 1   400 invalid_request_error      this request is refused
         PromptTooLong                       400 exceed_context_size_error
-        BadSlotFile                                                        what a slot was saved in can not be restored
+        BadSlotFile                                                        what a slot is saved in can not be written or restored
     NotFound                                404 not_found_error
     NotSupported                            400 not_supported_error        what can not be done; 5xx would be sent again
+    StorageFull                             507 server_error               a disk takes no more
     SwitchedOff                             501 not_supported_error        a view this server does not show: llama-server's answer
     QueueFull                               429 rate_limit_error
     Unavailable                             503 unavailable_error          loading, draining or dead
@@ -139,7 +140,7 @@ class PromptTooLong(RequestError):
 
 
 class BadSlotFile(RequestError):
-    """A file that a slot was saved in is damaged, of another model, or not there."""
+    """A file that a slot was saved in is damaged, of another model, or not there; or none can be where one should be written."""
 
 
 class NotFound(PyspecError):
@@ -152,6 +153,12 @@ class NotSupported(PyspecError):
     """What was asked for would change the text and can not be done."""
 
     status, kind = 400, "not_supported_error"
+
+
+class StorageFull(PyspecError):
+    """A disk takes no more of what should be kept on it."""
+
+    status, kind = 507, "server_error"
 
 
 class SwitchedOff(PyspecError):

@@ -12,8 +12,7 @@ from typing import Any
 
 import click
 
-from pyspec import __version__
-from pyspec.cli import streams
+from pyspec import __version__, streams
 from pyspec.errors import PyspecError
 
 COMMANDS = {

@@ -44,6 +44,7 @@ from pyspec.engine.wire import (
 )
 from pyspec.errors import PyspecError
 from pyspec.request import Event, Failed, SlotAnswer
+from pyspec.streams import fill_in
 
 if TYPE_CHECKING:
     from pyspec.engine.core import Due, EngineCore
@@ -202,6 +203,7 @@ def main(descriptor: int) -> None:
     die_with_parent(parent)
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sig, signal.SIG_IGN)  # a service manager tells every process; the parent decides when we go
+    fill_in()  # a daemon may have closed them
     os.dup2(2, 1)
     with suppress(ValueError, OSError):  # writing out all of a model's memory is a long pause
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

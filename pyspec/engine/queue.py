@@ -36,9 +36,15 @@ class Waiting(Protocol):
         """Tokens that have to be read before its first one."""
         ...
 
+    @property
+    def n_left(self) -> int:
+        """Tokens it may generate."""
+        ...
+
 
 W = TypeVar("W", bound=Waiting)
 
+ANSWER = 512  # tokens an answer counts at most: one without a limit hardly ever takes all that its context holds
 CUT_MIN = 64  # a prompt is cut for a checkpoint from this length on
 CUT_TAIL = 4  # at least so many tokens stand after the cut
 CUT_GAP = 64  # a checkpoint is worth its forward if it saves so many tokens
@@ -55,8 +61,8 @@ class _Place(Generic[W]):
 
 class Queue(Generic[W]):
     """Who is seated next. Clients take turns by the tokens they were given so far; a client's own requests by when they came and
-    how much they ask, so that a short one does not wait for many long ones, and a long one not for ever (fair queueing by virtual
-    finish times, Demers, Keshav and Shenker 1989). Requests that were asked together come one after the other.
+    how much they ask, to be read and to be said, so that a short one does not wait for many long ones, and a long one not for ever (fair
+    queueing by virtual finish times, Demers, Keshav and Shenker 1989). Requests that were asked together come one after the other.
 
     Who is pinned to a slot waits for that beside the queue. limit: places, which is for whoever lets requests in (room.py).
     """
@@ -93,7 +99,7 @@ class Queue(Generic[W]):
         group = item.client, item.group
         if item.group:
             start = max(start, self._groups.get(group, 0.0))
-        tag = start + max(item.cost, 1)
+        tag = start + _size(item)
         if item.group:
             self._groups[group] = tag
         return tag
@@ -149,7 +155,7 @@ class Queue(Generic[W]):
         item = self.first(table)
         if item is not None:
             n = sum(p.item.client == item.client for p in self._places)
-            self._clock[item.client] = self._clock.get(item.client, 0.0) + max(item.cost, 1) / n
+            self._clock[item.client] = self._clock.get(item.client, 0.0) + _size(item) / n
             self._given[item.client] += max(item.cost, 1)
             self._is_sorted = False
             self.remove(item)
@@ -160,6 +166,11 @@ class Queue(Generic[W]):
         items = self.waiting()
         self._places.clear()
         return items
+
+
+def _size(item: Waiting) -> int:
+    """How much a request asks, in tokens."""
+    return max(item.cost, 1) + min(item.n_left, ANSWER)
 
 
 def worth_on(device: str) -> int:

@@ -41,6 +41,7 @@ from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes
 from pyspec.slots.recurrent import late_rows
 from pyspec.slots.table import SlotTable
+from pyspec.streams import fill_in
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +132,7 @@ def main(descriptor: int) -> None:
     """The process: `descriptor` is its end of the link."""
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sig, signal.SIG_IGN)  # the first rank decides when we go
+    fill_in()  # a daemon may have closed them
     os.dup2(2, 1)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

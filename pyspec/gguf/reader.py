@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -54,7 +55,7 @@ def _split_paths(shard: Shard, n: int) -> list[Path]:
         want = f"NAME-00001-of-{n:05}.gguf"
         raise BadGGUF(f"{shard.path}: one of {n} parts by its metadata, but not named like one ({want})")
     paths = [shard.path.with_name(f"{match['stem']}-{i:05}-of-{n:05}.gguf") for i in range(1, n + 1)]
-    if missing := [p.name for p in paths if not p.exists()]:
+    if missing := [p.name for p in paths if not os.path.exists(p)]:
         raise ModelError(f"{len(missing)} of {n} parts of {shard.path} are missing: {', '.join(missing[:8])}")
     return paths
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ class Limits:
     most_top_logprobs: int = 1024  # as long as the answer has no more than `alternatives` in all
     alternatives: int = 1 << 18
     stream_buffer: int = 1 << 20  # events a slow reader may leave unread
+    stalled_s: float = 10.0  # after which a client that reads nothing of what waits for it is given up
     kept_bytes: int = 4 << 20  # of a stream that can be resumed; the oldest go first
     kept_s: float = 300.0  # for which one is kept behind its end
     kept_streams: int = 64
@@ -106,7 +108,7 @@ class ServerSettings:
             raise ConfigError(
                 f"--api-prefix is {self.api_prefix!r}; want a path such as /llm, without a slash at its end"
             )
-        if self.slot_save_path and not Path(self.slot_save_path).is_dir():
+        if self.slot_save_path and not os.path.isdir(self.slot_save_path):
             raise ConfigError(f"--slot-save-path {self.slot_save_path} is no directory; make it first")
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an api key is empty; remove it or give one")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from pyspec.errors import PyspecError
+from pyspec.errors import PyspecError, Unavailable
 from pyspec.request import Delta, Done, Event, Failed, Progress, Started
 from pyspec.server.api.answers import Answer, Choice, unfinished
 from pyspec.server.api.ask import Ask
@@ -112,13 +112,14 @@ def _encode(i: int, event: Event, choice: Choice, ask: Ask, answer: Answer) -> b
 
 
 class EventStream:
-    """Server-sent events of one submission. Ends early when the client leaves or reads too slowly; calls `on_end` once."""
+    """Server-sent events of one submission. Ends early when the client leaves, or reads too slowly, with `too_slow`; calls `on_end` once."""
 
     def __init__(
         self,
         submission: Submission,
         source: AsyncGenerator[bytes, None],
         on_end: Callable[[], None],
+        too_slow: Callable[[PyspecError], bytes],
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self._headers = [
@@ -127,27 +128,40 @@ class EventStream:
         ]
         self._submission = submission
         self._source = source
-        self._on_end = on_end
+        self._on_end, self._too_slow = on_end, too_slow
+        self._is_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tasks = [
-            asyncio.ensure_future(self._send_all(send)),
-            asyncio.ensure_future(disconnected(receive)),
-            asyncio.ensure_future(self._submission.overflow.wait()),
-        ]
+        sending, left = asyncio.ensure_future(self._send_all(send)), asyncio.ensure_future(disconnected(receive))
+        overflow = asyncio.ensure_future(self._submission.overflow.wait())
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sending, left, overflow}, return_when=asyncio.FIRST_COMPLETED)
             if self._submission.overflow.is_set():
                 log.warning("a client reads too slowly; its request was aborted")
-            elif tasks[0].done():
-                tasks[0].result()
+                self._on_end()  # its slot is free, whenever the client reads on
+                await stop_task(sending)
+                sending = asyncio.ensure_future(self._send_last(send))
+                await asyncio.wait({sending, left}, return_when=asyncio.FIRST_COMPLETED)
+            elif sending.done():
+                sending.result()
         finally:
             self._on_end()
-            for task in tasks:
+            for task in (sending, left, overflow):
                 await stop_task(task)
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_last(self, send: Send) -> None:
+        """The end of an answer that was not read in time: to be read by a client that is slow; one that is gone is not waited for."""
+        if not self._is_begun:
+            await self._begin(send)
+        error = Unavailable("the answer was not read as fast as it was written; the request was aborted")
+        await send({"type": "http.response.body", "body": self._too_slow(error), "more_body": False})
+
+    async def _begin(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        self._is_begun = True
+
+    async def _send_all(self, send: Send) -> None:
+        await self._begin(send)
         async with contextlib.aclosing(self._source) as source:
             async for data in source:
                 if data:

@@ -13,6 +13,7 @@ allocated before the file is known to be exactly as long as its head makes it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -27,7 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from pyspec.errors import BadSlotFile, PyspecError
+from pyspec.errors import BadSlotFile, StorageFull
 from pyspec.ranges import printable
 
 MAGIC, VERSION = b"PYSPSLOT", 1
@@ -35,6 +36,7 @@ SAID = 300  # characters of a reason: some of it is what the file says
 CHUNK = 1 << 20  # bytes of content between digests: what is damaged is known as closely
 MAX_HEAD = 16 << 20
 DIGEST = 16
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _START = struct.Struct("<8sII")
 
 Bytes = NDArray[np.uint8]
@@ -50,18 +52,34 @@ def file_bytes(n_head: int, n_content: int) -> int:
 
 
 def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes]) -> int:
-    """Write a file, which is there whole or not at all. Returns its bytes. Raises PyspecError if it can not be written."""
+    """Write a file, which is there whole or not at all. Returns its bytes.
+
+    Raises BadSlotFile for a place where none can be, StorageFull where the disk takes no more.
+    """
     written = path.with_name(f".{path.name[:200]}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
+        _check_place(path)
         with open(written, "xb") as f:
             _write(f, head, pieces)
             n = f.tell()
         os.replace(written, path)
-    except OSError as e:
-        with suppress(OSError):
+    except (OSError, ValueError) as e:  # of a name with a NUL in it
+        with suppress(OSError, ValueError):
             written.unlink()
-        raise PyspecError(f"{path.name} can not be written: {e.strerror or type(e).__name__}") from None
+        said, number = (e.strerror or type(e).__name__, e.errno) if isinstance(e, OSError) else (str(e), None)
+        kind = StorageFull if number in NO_ROOM else BadSlotFile
+        raise kind(f"slot file {printable(path.name, SAID)} can not be written: {said}") from None
     return n
+
+
+def _check_place(path: Path) -> None:
+    """A folder, a pipe or a device is not written over: moving a file to its name would take it away."""
+    with suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            raise BadSlotFile(
+                f"slot file {printable(path.name, SAID)} can not be written: it is there and no regular file"
+            )
 
 
 def _write(f: BinaryIO, head: dict[str, Any], pieces: Sequence[Bytes]) -> None:
@@ -93,6 +111,8 @@ class SlotFile:
             self._file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)), "rb")
         except OSError as e:
             raise self.bad(e.strerror or type(e).__name__) from None
+        except ValueError as e:  # of a name with a NUL in it
+            raise self.bad(str(e)) from None
         try:
             status = os.fstat(self._file.fileno())
             if not stat.S_ISREG(status.st_mode):

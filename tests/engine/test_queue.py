@@ -24,6 +24,7 @@ class Item:
     client: str = ""
     group: str = ""
     cost: int = 600
+    n_left: int = 0
 
 
 def test_first_come_first_served() -> None:
@@ -146,6 +147,29 @@ def test_a_short_prompt_does_not_wait_for_a_hundred_long_ones() -> None:
     short = Item(cost=20, client="a")
     queue.push(short)
     assert seated(queue, 1) == [short]
+
+
+@pytest.mark.parametrize(("asked", "others"), [(7, 1531), (31, 100_000), (1, 513)])
+def test_a_short_answer_does_not_wait_for_forty_long_ones(asked: int, others: int) -> None:
+    """As where one address has forty streams that nobody reads, and asks for a few tokens beside them."""
+    queue, table = Queue[Item](128), SlotTable(1, 4, 16)
+    for _ in range(40):
+        queue.push(Item(cost=19, n_left=others))
+    queue.next(table)
+    short = Item(cost=23, n_left=asked)
+    queue.push(short)
+    assert queue.next(table) is short
+
+
+def test_long_answers_are_not_put_off_for_ever_by_short_ones() -> None:
+    queue, table = Queue[Item](128), SlotTable(1, 4, 16)
+    long = Item(cost=19, n_left=100_000)
+    queue.push(long)
+    for n_passed in range(100):
+        queue.push(Item(cost=19, n_left=11))
+        if queue.next(table) is long:
+            break
+    assert 3 < n_passed < 40
 
 
 def test_long_prompts_are_not_put_off_for_ever_by_short_ones() -> None:

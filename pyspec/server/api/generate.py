@@ -62,7 +62,8 @@ async def _answer(service: Service, kind: Kind, raw: bytes, key: SessionKey | No
     if ask.stream and key is not None:
         return _kept(service, submission, chunks(submission, ask, answer), key, _headers(ask))
     if ask.stream:
-        return EventStream(submission, chunks(submission, ask, answer), lambda: service.end(submission), _headers(ask))
+        source = chunks(submission, ask, answer)
+        return EventStream(submission, source, lambda: service.end(submission), answer.error, _headers(ask))
     return await _whole(service, submission, ask, answer)
 
 

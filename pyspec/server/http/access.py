@@ -12,6 +12,7 @@ from uuid import uuid4
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pyspec.ranges import printable
+from pyspec.server.http.envelope import MOST_METHOD, MOST_SHOWN
 
 log = logging.getLogger("pyspec.access")
 
@@ -53,8 +54,8 @@ class AccessLog:
         client = scope.get("client")
         fields = {
             "event": "request",
-            "method": scope.get("method", ""),
-            "path": printable(scope["path"], 200),
+            "method": printable(scope.get("method", ""), MOST_METHOD),
+            "path": printable(scope["path"], MOST_SHOWN),
             "status": status,  # 0: the client left before an answer
             "ms": round(ms, 1),
             "client": client[0] if client else "unix",

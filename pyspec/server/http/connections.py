@@ -2,6 +2,7 @@
 
 uvicorn has no limit for the time of headers, and a listener without file descriptors is no server. So a connection that does not send its
 headers in time is closed, and where no more fit, one that is idle makes room: of the client with the most, the one idle for longest.
+A client that reads nothing of its answer is given up, so that its request ends and its slot is free.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 from collections import Counter
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pyspec.server.http.envelope import TYPES, Refused, dumps, error_body
 from pyspec.server.http.listen import BACKLOG
+from pyspec.server.http.strict import StrictConnection
 from pyspec.server.settings import Limits
 
 log = logging.getLogger(__name__)
@@ -28,6 +33,10 @@ BURSTS = 3  # of connections that are accepted before the first of them has been
 PROBES_S = (0.0, 0.05, 0.5)  # after the client's end of input; then every PROBE_S
 PROBE_S = 2.0
 PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
+QUOTING = re.compile(r"(: | )bytearray\(.*", re.DOTALL)  # h11 repeats what it was sent
+LINGER_S = 1.0  # for a client that still sends to read why it was refused
+WRITE_BUFFER = 32 << 10
+"""Bytes that wait here for a client to read, and as many in the system, before what writes them waits, too."""
 
 
 def most_connections(limits: Limits) -> int:
@@ -80,15 +89,18 @@ class Connections:
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's protocol with a limit for the time of headers, and an answer for clients that have closed their half."""
+    """uvicorn's protocol with a limit for the time of headers and for that of a reader who does not read, an answer for clients that have closed
+    their half, and no answer for requests that can be read in two ways."""
 
     guard: Connections
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = self._strict = StrictConnection(self.guard.limits.header)
         self._header_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
-        self._is_half_closed = False
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._is_half_closed = self._is_refused = False
 
     @property
     def host(self) -> str:
@@ -112,21 +124,19 @@ class GuardedProtocol(H11Protocol):
             log.warning("%d connections are open and all are busy: a new one is closed", self.guard.most)
             transport.abort()
             return
-        sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-            )  # asyncio only does so for sockets that name their protocol
+        _bound(transport)
         self._time_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.guard.leave(self)
-        for timer in (self._header_timer, self._probe_timer):
+        for timer in (self._header_timer, self._probe_timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         super().data_received(data)
         if self.conn.their_state is h11.IDLE:  # so far a part of the headers
             self._time_headers()
@@ -148,6 +158,8 @@ class GuardedProtocol(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks whether to stay open
         """The client sends no more. It may still read: whether it does shows when something is written to it."""
+        if self._is_refused:
+            return False
         is_waiting = self.cycle is not None and not self.cycle.response_complete
         if self.conn.their_state is h11.SEND_BODY:  # the rest of the body will never come
             return False
@@ -156,6 +168,74 @@ class GuardedProtocol(H11Protocol):
         self._is_half_closed = True
         self._probe(0)
         return True  # the transport stays open for writing
+
+    # -- readers who do not read --------------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        """More waits to be read than may."""
+        super().pause_writing()
+        self._time_reading()
+
+    def _time_reading(self) -> None:
+        self._stall_timer = self.loop.call_later(self.guard.limits.stalled_s, self._stalled, self._unread)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    @property
+    def _unread(self) -> int:
+        return self.transport.get_write_buffer_size()
+
+    def _stalled(self, unread: int) -> None:
+        """Give up a client that has read nothing for the whole limit; one that is only slow has more time. unread: at its beginning"""
+        self._stall_timer = None
+        if self._unread < unread:
+            self._time_reading()
+            return
+        limit_s = self.guard.limits.stalled_s
+        log.warning("a client has read nothing of its answer for %g s: its connection is closed", limit_s)
+        self.drop()
+
+    # -- requests that are not answered -------------------------------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request, or one that can be read in two ways, and close: what follows it is not known to be a request."""
+        self._is_refused = True
+        if self.cycle is not None and not self.cycle.response_complete:  # its body went wrong
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # there is an answer on its way
+            self.transport.close()
+            return
+        flaw = self._strict.flaw
+        status = flaw.error_status_hint if flaw is not None else 400
+        why = QUOTING.sub("", str(flaw or msg))
+        self._answer_and_close(Refused(status if status in TYPES else 400, f"the request can not be read: {why}"))
+
+    def _answer_and_close(self, refusal: Refused) -> None:
+        """Write the answer, say that no more comes, and let the client finish: one that still sends would see a reset instead."""
+        body = dumps(error_body(refusal)).encode()
+        phrase = HTTPStatus(refusal.status).phrase
+        head = (
+            f"HTTP/1.1 {refusal.status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        if not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+        self._probe_timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """A wish that every server may pass over, and this one does: without a line."""
+
+    # -- half closed --------------------------------------------------------------------------------------------------
 
     def _probe(self, i: int) -> None:
         """A client that is gone answers with a reset, which ends the connection with the write after it."""
@@ -170,6 +250,18 @@ class GuardedProtocol(H11Protocol):
         super().on_response_complete()
         if self._is_half_closed and self.transport is not None:
             self.transport.close()
+
+
+def _bound(transport: asyncio.Transport) -> None:
+    """Bound what waits for a client to read it, in this process and in the system: without that megabytes do, and none who reads nothing is noticed."""
+    transport.set_write_buffer_limits(high=WRITE_BUFFER)
+    sock = transport.get_extra_info("socket")
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    # asyncio sets this only for sockets that name their protocol
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, WRITE_BUFFER)
 
 
 def protocol(limits: Limits) -> Callable[..., GuardedProtocol]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import time
+from urllib.parse import unquote
 
 from starlette.applications import Starlette
 from starlette.responses import RedirectResponse
@@ -16,6 +16,7 @@ from pyspec.progress import DOWNLOAD
 from pyspec.server.http.access import AccessLog
 from pyspec.server.http.envelope import JSON, error_body, error_response
 from pyspec.server.http.gate import foreign_host
+from pyspec.server.http.strict import ABSOLUTE
 from pyspec.server.page.loading import loading_page
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
@@ -26,19 +27,18 @@ FIRST_S = 2.0  # of a load, before a line is worth it
 EVERY_S = 5.0  # between such lines
 DOWNLOAD_S = 30.0  # between those of a download, but for one at each tenth of the file
 HEALTH = ("/health", "/v1/health")
-WHOLE, WHOLE_RAW = re.compile(r"(?is)https?://([^/]*)(.*)"), re.compile(rb"(?is)https?://[^/]*(.*)")
 LOADING = Unavailable("Loading model")  # llama-server's words: clients wait for them to go away
 
 
 def in_origin_form(scope: Scope) -> Scope:
     """A request whose target is a whole address, as clients of a proxy send it ("GET http://host/health"): every server has to take it, and the
-    host in it goes before the one in the headers (RFC 9112, 3.2.2)."""
-    if not (found := WHOLE.match(scope["path"])):
+    host in it goes before the one in the headers (RFC 9112, 3.2.2). What is no address before it is decoded is none."""
+    target = scope.get("raw_path") or scope["path"].encode("latin-1", "replace")
+    if not (found := ABSOLUTE.fullmatch(target)):
         return scope
-    raw = WHOLE_RAW.match(scope.get("raw_path") or b"")
-    headers = [(b"host", found[1].encode("latin-1", "replace")), *(h for h in scope["headers"] if h[0] != b"host")]
-    path = found[2] or "/"
-    return {**scope, "path": path, "raw_path": raw[1] or b"/" if raw else path.encode(), "headers": headers}
+    headers = [(b"host", found[1]), *(h for h in scope["headers"] if h[0] != b"host")]
+    raw = found[2] or b"/"
+    return {**scope, "path": unquote(raw.decode("latin-1")), "raw_path": raw, "headers": headers}
 
 
 class LoadLog:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pyspec.errors import PromptTooLong, PyspecError, QueueFull
+from pyspec.ranges import printable
 
 TYPES = {
     400: "invalid_request_error",
@@ -24,14 +25,18 @@ TYPES = {
     405: "invalid_request_error",
     408: "invalid_request_error",
     413: "invalid_request_error",
+    414: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
     500: "server_error",
     501: "not_supported_error",
     503: "unavailable_error",
+    505: "invalid_request_error",
+    507: "server_error",
 }
 
 
+MOST_SHOWN, MOST_METHOD = 200, 20  # characters of a path and of a method that an answer or the log repeats
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -120,7 +125,8 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """Answer a route or method that does not exist."""
     assert isinstance(error, HTTPException)
     status = error.status_code
-    what = {404: f"no such path: {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+    path = printable(request.url.path, MOST_SHOWN)
+    what = {404: f"no such path: {path}", 405: f"{path} does not take {printable(request.method, MOST_METHOD)}"}
     message = what.get(status, HTTPStatus(status).phrase.lower())
     return error_response(request.url.path, _Said(status, message), dict(error.headers or {}))
 

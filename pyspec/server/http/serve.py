@@ -1,6 +1,6 @@
 """Listening: uvicorn with h11, header limits, and a shutdown that lets running requests finish.
 
-The port is there before the model is: whoever asks meanwhile learns that it is being loaded. First signal: no new work, running requests get `limits.drain_s`, then an error event; exit is clean. Second: at once.
+The port is there before the model is: whoever asks meanwhile learns that it is being loaded. First signal (interrupt, termination, or hang-up of the terminal): no new work, running requests get `limits.drain_s`, then an error event; exit is clean. Second: at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SWITCH_S = 1e-4
 of it, which is at every launch, while another thread is at work on a long text."""
 
 BELOW_US = logging.getLogger("uvicorn.error")
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DRAIN_LOOK_S = 0.02
 FLUSH_S = 3.0  # after the drain: time to write the last events
 
@@ -92,6 +92,9 @@ class Server(uvicorn.Server):
         self.service.abort_all(Unavailable("the server is shutting down"))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second signal ends at once; not that of a terminal that is gone, which both the shell and the system send."""
+        if self.should_exit and sig == signal.SIGHUP:
+            return
         if self.should_exit and not self.force_exit:
             self.force_exit = True
             log.warning("ending at once%s", self._running("; requests that are cut off: %d"))
@@ -112,7 +115,8 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield  # whoever runs us in a thread sets should_exit
             return
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in SIGNALS}
+        heard = [sig for sig in SIGNALS if sig != signal.SIGHUP or signal.getsignal(sig) != signal.SIG_IGN]  # nohup
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in heard}
         try:
             yield
         finally:
