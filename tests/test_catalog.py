@@ -269,3 +269,20 @@ def test_names_are_resolved_without_torch_and_without_the_hub_client():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 5000, "/" + "b" * 300 + ".gguf", "~nobody-of-this-name/x.gguf", "a\0b", "/" + "c/" * 3000 + "x.gguf"]
+)
+def test_names_that_can_be_no_path_are_the_user_s_mistake(name: str) -> None:
+    with pytest.raises(ConfigError):
+        resolve(name)
+
+
+def test_a_folder_that_may_not_be_read_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: object, **how: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.stat", refused)
+    with pytest.raises(ConfigError, match="no file"):
+        resolve("/root/secret/x.gguf")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import socket
 import struct
 import threading
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ from known_texts import tiny
 from pyspec.engine.api import Engine
 from pyspec.errors import BadSlotFile, PyspecError, RequestError
 from pyspec.request import Delta, SlotAction, SlotAnswer
+from pyspec.slots.slot_file import write
 
 QWEN35, NEMOTRON, LLAMA = FIXTURES / "qwen35.gguf", FIXTURES / "nemotron_latent.gguf", FIXTURES / "llama.gguf"
 DEEPSEEK4 = FIXTURES / "deepseek4.gguf"
@@ -119,6 +123,48 @@ def test_a_busy_slot_is_waited_for(engine: Engine, tmp_path: Path) -> None:
     n = 1 + sum(len(e.tokens) for e in stream if isinstance(e, Delta))
     assert n >= 40 - 4 and over.wait(60)
     assert not isinstance(heard[0], PyspecError) and heard[0].n_tokens == len(PROMPT) + 39
+
+
+@pytest.mark.parametrize(
+    "what", ["folder", "full folder", "pipe", "socket", "long name", "file as a folder", "zero byte"]
+)
+def test_a_slot_is_not_saved_over_what_is_no_file(engine: Engine, tmp_path: Path, what: str) -> None:
+    """The sender's fault, with a sentence, and what was there stays."""
+    engine.generate(PROMPT, params=GREEDY, max_tokens=3, slot=0)
+    path = tmp_path / "there"
+    if "folder" in what and "file" not in what:
+        path.mkdir()
+        (path / "kept").write_text("x" * ("full" in what))
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif what == "socket":
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(path))
+    elif what == "file as a folder":
+        path.write_text("x")
+        path /= "x.slot"
+    else:
+        path = tmp_path / ("a" * 5000 if what == "long name" else "a\0b")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(BadSlotFile, match=r"^slot file .{1,300} can not be written: ") as e:
+        engine.save_slot(0, path)
+    assert e.value.status == 400 and sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EFBIG, 507), (errno.EACCES, 400), (errno.EROFS, 400)],
+)
+def test_a_disk_that_takes_no_more_is_said_to_be_that(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, status: int
+) -> None:
+    def fail(*where: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("pyspec.slots.slot_file._write", fail)
+    with pytest.raises(PyspecError, match=f"slot file a can not be written: {os.strerror(number)}") as e:
+        write(tmp_path / "a", {}, [])
+    assert e.value.status == status and not list(tmp_path.iterdir())
 
 
 def test_what_can_not_be_is_refused_with_the_reason(engine: Engine, saved: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -144,3 +144,32 @@ def test_a_second_signal_ends_server_and_engine_at_once(tmp_path: Path) -> None:
             served.process.send_signal(signal.SIGTERM)
             assert served.process.wait(20) == 0
         assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&- 2>&-", "</dev/null >/dev/full 2>/dev/full"])
+def test_a_server_runs_without_its_streams(tmp_path: Path, streams: str) -> None:
+    """Its engine's process, which is not told of them, too."""
+    child = (sys.executable, str(ENGINE_TESTS / "fake_child.py"), str(tmp_path))
+    address = tmp_path / "a.sock"
+    command = ["server", str(FIXTURE), "--host", str(address)]
+    (tmp_path / "main.py").write_text(
+        f"from pyspec.engine import client\nclient.COMMAND = {child!r}\nfrom pyspec.cli import main\nmain({command!r})"
+    )
+    process = subprocess.Popen(f"exec {sys.executable} {tmp_path}/main.py {streams}", shell=True)
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(address)), base_url="http://localhost") as client:
+            until = time.monotonic() + 60
+            while process.poll() is None and time.monotonic() < until:
+                with suppress(httpx.TransportError):
+                    if client.get("/health").status_code == 200:
+                        break
+                time.sleep(0.05)
+            assert (
+                client.post("/completion", json=BODY | {"stream": False}, timeout=60).json()["tokens_predicted"] == 600
+            )
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()

@@ -211,7 +211,7 @@ def test_a_flood_gets_429_and_the_server_recovers(live: Live, engine: FakeEngine
 def test_a_header_too_long_is_refused(live: Live) -> None:
     with socket.create_connection(("127.0.0.1", live.port), timeout=5) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * 40_000)
-        assert sock.recv(100).startswith(b"HTTP/1.1 400")
+        assert sock.recv(100).startswith(b"HTTP/1.1 431")
 
 
 def test_shutting_down_waits_then_ends_streams_with_an_error(serve: Serve, engine: FakeEngine) -> None:
@@ -233,9 +233,10 @@ def test_shutting_down_waits_then_ends_streams_with_an_error(serve: Serve, engin
 
 
 @contextlib.contextmanager
-def served_process(n_round: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that serves answers of `n_round` rounds of 20 ms, and its URL."""
+def served_process(n_round: int, *, before: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves answers of `n_round` rounds of 20 ms, and its URL. before: what it runs first"""
     code = f"""
+        {before}
         from server_fakes import FakeEngine, Script
         from pyspec.server.http.serve import run
         from pyspec.server.settings import ServerSettings
@@ -257,14 +258,28 @@ def served_process(n_round: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-def test_a_signal_ends_the_process_cleanly_after_the_answer() -> None:
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_the_process_cleanly_after_the_answer(sig: signal.Signals) -> None:
     with served_process(n_round=20) as (process, url):
         with httpx.stream("POST", f"{url}/completion", json={"prompt": "x", "stream": True}, timeout=10) as response:
             chunks = response.iter_bytes()
             raw = next(chunks)
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(sig)
+            if sig == signal.SIGHUP:  # the shell says it, and so does the system
+                time.sleep(0.1)
+                process.send_signal(sig)
             raw += b"".join(chunks)
         assert list(parse_events(raw))[-1]["tokens_predicted"] == 60
+        assert process.wait(timeout=5) == 0
+
+
+def test_under_nohup_a_terminal_that_is_gone_ends_nothing() -> None:
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    with served_process(n_round=20, before=ignoring) as (process, url):
+        process.send_signal(signal.SIGHUP)
+        for _ in range(2):
+            assert httpx.post(f"{url}/completion", json={"prompt": "x"}, timeout=10).json()["tokens_predicted"] == 60
+        process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=5) == 0
 
 
