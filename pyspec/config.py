@@ -45,8 +45,8 @@ class EngineSettings:
     """How an engine is set up. 0 or "auto" means: decided at load and printed. What does not fit beside a field stands below it."""
 
     np: Annotated[int, "-np", Whole(1, MAX_SLOTS)] = 1  # slots
-    ctx: Annotated[int, "-c", Whole(0, MAX_CTX, "0: automatic")] = 0
-    # tokens one request may hold; 0: the model's, at most 8192
+    ctx: Annotated[int, "-c", Whole(0, MAX_CTX, "0: as fits")] = 0
+    # tokens one request may hold; 0: as many as fit, up to the model's length
     kv_pool: Annotated[int, "--kv-pool", Whole(0, MAX_POOL, "0: -np times -c")] = 0  # tokens of all slots together
     page_size: Annotated[int, "--page-size", OneOf(PAGE_SIZES)] = 32  # tokens
     batch: Annotated[int, "-b", Whole(0, MAX_ROWS, "0: automatic")] = 0

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from pyspec.engine.api import Engine
 
 DEFAULT_GEN = 128  # tokens of an answer
-AUTO_CTX = 8192  # tokens of a request that a load takes by itself
-SPARE = 64  # for what a template puts around a question
 _what = grouped("What is measured")
 _report = grouped("Report")
 
@@ -176,9 +174,6 @@ def _measured(engine: EngineChoice, flags: BenchFlags, case: str) -> list[Report
     from pyspec.bench.session import bench as run_bench
 
     plans = flags.plans(case)
-    longest = max(plan.n_prompt + plan.n_predict for plan in plans) + SPARE
-    if not engine.ctx and longest > AUTO_CTX:
-        engine = replace(engine, ctx=longest)
     n_slot = max(engine.np, *flags.streams)
     with (
         shown_load(engine, n_slot, isolated=flags.isolated) as loaded,

@@ -15,7 +15,7 @@ from pyspec.cli.flags import FlagCommand
 from pyspec.cli.options import EngineChoice, engine_options, tell_ignored
 
 if TYPE_CHECKING:
-    from pyspec.engine.fit import FitReport
+    from pyspec.engine.fit import Fit, FitReport
 
 AUTO_SLOTS = 4
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -69,7 +69,7 @@ def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> N
 
 def summary(report: FitReport, engine: EngineChoice) -> dict[str, Any]:
     """Everything fit says, as JSON has it; bytes."""
-    d, best = report.description, report.best(max(engine.np, 0))
+    d, best = report.description, report.best(max(engine.np, 0), engine.ctx)
     return {
         "model": engine.choice.model or engine.choice.repo,
         "device": f"a GPU with {report.free} bytes free" if d.assumed else str(d.device),
@@ -89,24 +89,43 @@ def summary(report: FitReport, engine: EngineChoice) -> dict[str, Any]:
             "checkpoint": report.checkpoint,
         },
         "contexts": [{"np": f.np, "n_ctx": f.n_ctx, "total": f.plan.total} for f in report.fits],
-        "flags": [] if best is None else _flags(engine, best.np, best.n_ctx),
+        "note": _fewer(report, best) if engine.np > 0 and best is not None else "",
+        "flags": [] if best is None else _flags(engine, best.np, min(best.n_ctx, engine.ctx or best.n_ctx)),
     }
+
+
+def _fewer(report: FitReport, best: Fit) -> str:
+    """Why fewer slots are advised than were asked for."""
+    asked = next(one for one in report.fits if one.np == report.description.settings.np)
+    if best.np >= asked.np:
+        return ""
+    has = f"hold {asked.n_ctx} tokens each" if asked.n_ctx else "do not fit"
+    return f"{asked.np} slots {has}; {best.np} hold {best.n_ctx}"
 
 
 def _flags(engine: EngineChoice, np: int, n_ctx: int) -> list[str]:
     """To give to `pyspec server` or `run`, with those that were given to fit."""
-    from pyspec.config import EngineSettings
-
     choice = engine.choice
     words = [choice.model] if choice.model else ["-hf", choice.repo, *(["-hff", choice.file] if choice.file else [])]
     words += ["-md", choice.draft] if choice.draft else []
     words += ["-hfd", choice.draft_repo] if choice.draft_repo else []
-    words += ["-np", str(np), "-c", str(n_ctx)]
-    named = {"kv_type": "-ctk", "spec_type": "--spec-type", "weights": "--weights", "draft_head": "--draft-head"}
-    plain = EngineSettings()
-    for name, flag in named.items():
-        if (value := engine.settings[name]) != getattr(plain, name):
-            words += [flag, str(value)]
+    return [*words, "-np", str(np), "-c", str(n_ctx), *_others(engine)]
+
+
+def _others(engine: EngineChoice) -> list[str]:
+    """Every other flag whose value is not the default: each may change what fits."""
+    from pyspec.config import EngineSettings
+    from pyspec.ranges import rules_of
+
+    plain, words = EngineSettings(), list[str]()
+    for rule in rules_of(EngineSettings):
+        value = engine.settings.get(rule.name, getattr(plain, rule.name))
+        if value == getattr(plain, rule.name) or not rule.title.startswith("-"):
+            continue
+        if isinstance(value, bool):
+            words.append(rule.title if value else rule.title.replace("--", "--no-", 1))
+        else:
+            words += [rule.title, f"{value:g}" if isinstance(value, float) else str(value)]
     return words
 
 
@@ -116,6 +135,8 @@ def _show(report: FitReport, about: dict[str, Any]) -> None:
 
     d = report.description
     where = f"a GPU with {size(report.free)} free" if d.assumed else f"{d.device}, {size(report.free)} free"
+    if d.settings.tp > 1:
+        where = f"{'each of ' if d.is_cuda else ''}{d.settings.tp} ranks; {where}"
     click.echo(f"{about['model']} on {where}; {size(report.usable)} may be used")
     click.echo(about["draft_note"] or "no drafter")
     t = table("what", "bytes", "of that, each slot", right=("bytes", "of that, each slot"))
@@ -134,6 +155,8 @@ def _show(report: FitReport, about: dict[str, Any]) -> None:
     for one in report.fits:
         row(t, str(one.np), f"{one.n_ctx}" if one.n_ctx else "-", size(one.plan.total) if one.n_ctx else "does not fit")
     show(t)
+    if about["note"]:
+        click.echo(about["note"])
     if about["flags"]:
         click.echo("pyspec server " + " ".join(about["flags"]))
     else:

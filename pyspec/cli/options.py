@@ -155,7 +155,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
         metavar="USER/REPO[:QUANT]", help="Drafter to download.",
     ),
     _slots("-np", "--parallel", "np", default=-1, type=click.IntRange(-1), help="Slots. -1: 4 in the server, else 1."),
-    _slots("-c", "--ctx-size", "ctx", default=0, help="Tokens one request may hold. 0: the model's, up to 8192."),
+    _slots("-c", "--ctx-size", "ctx", default=0, help="Tokens one request may hold. 0: as many as fit, up to the model's length."),
     _slots(
         "--kv-unified-per-slot", default=0, type=click.IntRange(0, MAX_CTX),
         help="As llama-server has it: tokens of a request; -c is then the pool.",

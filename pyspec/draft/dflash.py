@@ -207,10 +207,8 @@ class DFlash:
         n_slot, trained = len(self.table.slots), self.net.c.block
         most = BUCKETS[-1] if self.arena is None else self.arena.n_row
         found = block_shapes(n_slot, trained, self.needs.n_draft, most)
-        return [
-            (n_slot, block_rows(trained, n_slot, self.needs.n_draft)),
-            *(found[key] for key in sorted(found, reverse=True)),
-        ]
+        shapes = [found[key] for key in sorted(found, reverse=True)]
+        return [*shapes, (n_slot, block_rows(trained, n_slot, self.needs.n_draft))]
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         self._forget(slot)

@@ -26,6 +26,7 @@ from pyspec.engine.memory_plan import (
     memory_bytes,
     pick_dense,
     rank_bytes,
+    size,
     with_copies,
     with_head,
     workspace_bytes,
@@ -50,7 +51,7 @@ from pyspec.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-AUTO_CTX = 8192
+START_CTX = 8192  # tokens of a request, before it is known how many fit (engine/longest.py)
 MOST_STARTS = 4  # states where short prompts end, which are kept on the device
 
 
@@ -272,9 +273,9 @@ def check_vocabulary(target: GGUFFile, drafter: GGUFFile) -> None:
 
 
 def context_of(s: EngineSettings, c: ModelConfig) -> int:
-    """Tokens one request may hold."""
+    """Tokens one request may hold; START_CTX where nobody says it."""
     if not s.ctx:
-        return min(AUTO_CTX, c.n_ctx_train)
+        return min(START_CTX, c.n_ctx_train)
     if s.ctx > c.n_ctx_train:
         log.warning("-c %d is more than the model was trained for (%d)", s.ctx, c.n_ctx_train)
     return s.ctx
@@ -327,6 +328,14 @@ def plan_memory(d: Description) -> MemoryPlan:
     copied = [shares, *([] if own_file is None else [own_file.tensors])]
     n_wide = sum(map(wide_bytes, copied)) if d.dense is None else 0
     return with_copies(plan, 0 if s.exact else n_wide, d.device, s.weights, d.assumed)
+
+
+def missing_copy(d: Description, plan: MemoryPlan) -> str:
+    """What a load says where a copy of the head has no room; "" where there is one, or none was to be."""
+    if d.head is None or plan.draft_head:
+        return ""
+    n_bytes = coarse.coarse_bytes(d.head.info, d.head.to, d.device)
+    return f"drafts read the target's head as it is: no room for a coarse copy of {size(n_bytes)}"
 
 
 def _of_nobody(d: Description) -> frozenset[str]:

@@ -31,10 +31,12 @@ from pyspec.engine.describe import (
     device_checkpoints,
     head_for_drafts,
     heads_together,
+    missing_copy,
     plan_memory,
     start_bytes,
 )
 from pyspec.engine.draft_head import make_head
+from pyspec.engine.longest import here, widened
 from pyspec.engine.loop import Loop
 from pyspec.engine.memory_plan import MemoryPlan, check_fit, free_bytes, since, size, taken
 from pyspec.engine.ranks import Ranks, begin_ranks, lead_ranks
@@ -76,7 +78,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     if settings.threads > 0:
         torch.set_num_threads(settings.threads)
     began = time.perf_counter()
-    d = describe(path, settings)
+    d = widened(describe(path, settings))
     _check_template(d.template)
     log.info("description: %.1f s", time.perf_counter() - began)
     if not d.is_cuda:
@@ -85,8 +87,10 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         )
     context = context_of(d.device)  # held until kernels hold it
     with context.current():
-        plan, n = plan_memory(d), 1 if d.is_cuda else d.settings.tp  # on GPUs each rank has one of its own
-        check_fit(plan.together(n), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
+        plan = plan_memory(d)
+        if missing := missing_copy(d, plan):
+            log.info("%s", missing)
+        check_fit(here(d, plan), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
         before = taken(d.device) if d.is_cuda else None  # before children take any
         ranks = Ranks(d.settings.tp) if d.settings.tp > 1 else None
         preparation = _prepare(d, plan)

@@ -220,7 +220,6 @@ def with_head(
     """The plan with a coarse copy of the head, unless nobody asked for it and there is no memory for it."""
     more = replace(plan, draft_head=n_bytes)
     if wanted == "auto" and more.total > room_on(device, assumed) * (1 - RESERVE):
-        log.info("drafts read the target's head as it is: no room for a coarse copy of %s", size(n_bytes))
         return plan
     return more
 

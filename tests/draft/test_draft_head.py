@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,15 +111,13 @@ def test_auto_wants_a_drafter_and_a_head_of_six_bits_that_kernels_stream(on_gpu:
     assert planned(FIXTURES / "qwen35.gguf", GPU).draft_head == 0  # f32: no kernel streams it
 
 
-def test_without_memory_auto_keeps_the_head_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_gpu: None
-) -> None:
+def test_without_memory_auto_keeps_the_head_and_says_so(monkeypatch: pytest.MonkeyPatch, on_gpu: None) -> None:
     need = planned(DEMO, GPU, draft_head="q4_0", weights="packed")
     monkeypatch.setattr(plan, "free_bytes", lambda device: need.total)  # a reserve is left to others
-    with caplog.at_level(logging.INFO, "pyspec"):  # a command that ran before may have set that one's level
-        assert planned(DEMO, GPU, weights="packed").draft_head == 0
-    assert [r.message for r in caplog.records if "no room for a coarse copy" in r.message] != []
-    assert len(caplog.records) == 1
+    d = describe.describe(DEMO, EngineSettings(ctx=256, device="cuda", weights="packed"))
+    assert describe.plan_memory(d).draft_head == 0
+    assert "no room for a coarse copy of" in describe.missing_copy(d, describe.plan_memory(d))
+    assert describe.missing_copy(d, need) == ""
     asked = planned(DEMO, GPU, draft_head="q4_0", weights="packed")
     monkeypatch.setattr(plan, "free_bytes", lambda device: (need.total - need.draft_head) / (1 - plan.RESERVE) + 1)
     with pytest.raises(DoesNotFit, match="--draft-head full"):
