@@ -67,3 +67,26 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
         for i, (item, _) in enumerate(same):
             if i not in chosen:
                 item.add_marker(pytest.mark.slow)
+
+
+def all_pairs(values: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashable]]:
+    """Few cases, one value of each parameter, in which every two values of two parameters meet; the same for the same parameters.
+
+    One case after the other takes, parameter by parameter, what meets most that has not met yet; of equals what was taken least.
+    """
+    names = sorted(values, key=lambda name: (-len(values[name]), name))
+    left = {frozenset(((a, x), (b, y))) for a, b in combinations(names, 2) for x in values[a] for y in values[b]}
+    used: Counter[tuple[str, Hashable]] = Counter()
+    cases: list[dict[str, Hashable]] = []
+    while left:
+        case = dict(min(left, key=lambda pair: sorted(map(repr, pair))))
+        for name in names:
+            if name not in case:
+                case[name] = max(
+                    values[name],
+                    key=lambda x: (sum(frozenset(((name, x), one)) in left for one in case.items()), -used[name, x]),
+                )
+        left -= meetings(case, 2)
+        used.update(case.items())
+        cases.append(case)
+    return cases
