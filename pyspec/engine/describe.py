@@ -41,6 +41,7 @@ from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weigh
 from pyspec.models.weights import HEAD, check_tensors, cuts_of
 from pyspec.ranges import quoted
 from pyspec.registry import ARCHITECTURES, drafters
+from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_rows
 from pyspec.slots.kv import KV_DTYPES
 from pyspec.slots.parts import CacheSizes
@@ -146,6 +147,7 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
     if draft_file is not None:
         check_vocabulary(file, draft_file)
     plan = plan_draft(draft_file, TargetFile(file, config), settings)
+    synth_of(settings, plan.n_draft)  # rates that do not go with the drafter are refused before weights are read
     n_ctx = context_of(settings, config)
     dense = pick_dense(file, device, settings.weights)
     return Description(
@@ -254,6 +256,16 @@ def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettin
         refuse_file("none", file)
         return NO_DRAFTER
     return draft.find(kind).plan(file, target, settings)
+
+
+def synth_of(settings: EngineSettings, n_draft: int) -> SynthAcceptance | None:
+    """Acceptance that is made up, where that is asked for and somebody drafts."""
+    seed = max(settings.seed, 0)
+    if not n_draft or not (settings.synth_len or settings.synth_rates):
+        return None
+    if settings.synth_rates:
+        return SynthAcceptance.of_rates(settings.synth_rates, n_draft, seed)
+    return SynthAcceptance.of_length(settings.synth_len, n_draft, seed)
 
 
 def check_vocabulary(target: GGUFFile, drafter: GGUFFile) -> None:

@@ -34,6 +34,7 @@ from pyspec.engine.describe import (
     missing_copy,
     plan_memory,
     start_bytes,
+    synth_of,
 )
 from pyspec.engine.draft_head import make_head
 from pyspec.engine.longest import here, widened
@@ -50,7 +51,7 @@ from pyspec.models.gathered import Gathered
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.request import EngineInfo
-from pyspec.sample.synth import SynthAcceptance, read_rates
+from pyspec.sample.synth import read_rates
 from pyspec.slots.arena import Arena, bucket_of, most_rows
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.memory import Memory, allocate
@@ -265,16 +266,6 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         memory=plan.by_purpose,
         sampling=recommended(fields),
     )
-
-
-def synth_of(settings: EngineSettings, n_draft: int) -> SynthAcceptance | None:
-    """Acceptance that is made up, where that is asked for and somebody drafts."""
-    seed = max(settings.seed, 0)
-    if not n_draft or not (settings.synth_len or settings.synth_rates):
-        return None
-    if settings.synth_rates:
-        return SynthAcceptance.of_rates(settings.synth_rates, n_draft, seed)
-    return SynthAcceptance.of_length(settings.synth_len, n_draft, seed)
 
 
 def _mean_made_up(rates: str) -> float:

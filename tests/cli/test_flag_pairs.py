@@ -1,0 +1,182 @@
+"""Every two values of two flags of the server, together: refused in one line, or planned, captured and warmed up with forwards that are fakes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from sampling import all_pairs
+
+from pyspec.cli import main
+from pyspec.config import EngineSettings
+from pyspec.device.capture import capture
+from pyspec.engine import describe, load
+from pyspec.engine.api import pair_of
+from pyspec.engine.describe import Description
+from pyspec.engine.longest import widened
+from pyspec.engine.memory_plan import AssumedGpu
+from pyspec.engine.warmup import rehearsed
+from pyspec.errors import PyspecError
+from pyspec.slots.arena import Arena
+from pyspec.slots.kv import KV_DTYPES
+
+DEMO = Path(__file__).parents[2] / "pyspec" / "demo"
+ACCEPTED = 99
+VALUES: dict[str, tuple[str, ...]] = {
+    "-np": ("", "1", "5", "10", "33", "70"),
+    "-c": ("", "0", "97", "1021"),
+    "-b": ("", "1", "37", "4097"),
+    "-ub": ("", "1", "35", "700"),
+    "--kv-pool": ("", "4099"),
+    "--kv-unified-per-slot": ("", "130"),
+    "--page-size": ("", "16", "64"),
+    "--spec-type": ("", "none", "draft-mtp", "draft-dflash", "ngram-simple"),
+    "--spec-draft-n-max": ("", "1", "7", "16"),
+    "--spec-draft-p-min": ("", "0.35"),
+    "--spec-fixed": ("", "on"),
+    "--spec-ngram-simple-size-n": ("", "5"),
+    "--spec-synth-len": ("", "2.7"),
+    "--spec-synth-rates": ("", "0.9,0.3"),
+    "--draft-head": ("", "full", "q4_0"),
+    "--cache-prompt": ("", "off"),
+    "--cache-device": ("", "3"),
+    "--cache-ram": ("", "0", "-1"),
+    "--checkpoint-every": ("", "0", "61"),
+    "--prompt-weight": ("", "0", "2.5"),
+    "-ctk": ("", "f32", "q8_0", "bf16"),
+    "-t": ("", "-1", "3"),
+    "-dev": ("", "cpu"),
+    "--tp": ("", "2"),
+    "--weights": ("", "packed", "dense"),
+    "--warmup": ("", "off"),
+    "--plain-loop": ("", "on"),
+    "--exact": ("", "on"),
+    "--kernels": ("", "reference", "linear=triton"),
+    "-md": ("", str(DEMO / "pyspec-demo-dflash.gguf")),
+    "--queue": ("", "1", "77"),
+    "--hang-timeout": ("", "7.5"),
+    "-n": ("", "-1", "33"),
+    "--temp": ("", "0", "1.3"),
+    "--api-prefix": ("", "/llm"),
+    "--metrics": ("", "on"),
+    "--slots": ("", "off"),
+    "--props": ("", "on"),
+    "--ui": ("", "off"),
+    "--threads-http": ("", "-1", "3"),
+    "--timeout": ("", "5"),
+    "--in-process": ("", "on"),
+    "--log-format": ("", "json"),
+    "--verbosity": ("", "0", "5"),
+}
+"""Flags that change what is loaded or served. "": not given; "on", "off": a switch."""
+
+
+def words(case: dict[str, Any]) -> list[str]:
+    found: list[str] = []
+    for flag, value in case.items():
+        if value == "on":
+            found.append(flag)
+        elif value == "off":
+            found.append(flag.replace("--", "--no-", 1))
+        elif value:
+            found += [flag, value]
+    return found
+
+
+class Accepted(PyspecError):
+    """Raised where a load would begin."""
+
+    exit_code = ACCEPTED
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Path, EngineSettings]]]:
+    """What loads were asked for."""
+    found: list[tuple[Path, EngineSettings]] = []
+
+    def accept(target: str, draft: str | None, values: dict[str, object], isolated: bool = False) -> None:
+        found.append(pair_of(target, draft, values))
+        raise Accepted("accepted")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pyspec.engine.api.Engine.open", accept)
+    monkeypatch.setattr("pyspec.server.http.listen.listen", lambda settings: [])
+    monkeypatch.setattr("pyspec.server.http.serve.run", lambda load, *rest: load())
+    monkeypatch.setattr("pyspec.engine.process.start_ahead", lambda: None)
+    yield found
+    logging.getLogger("pyspec").handlers.clear()
+    logging.getLogger("pyspec").setLevel(logging.NOTSET)
+
+
+class Lays:
+    """In place of a worker's graphs."""
+
+    by_single = False
+
+    def __call__(self, batch: Any) -> None:
+        assert batch.n_row > 0
+
+    def seal(self) -> None:
+        pass
+
+
+def start(d: Description) -> None:
+    """All that a load computes from its settings before and after weights are there."""
+    plan = describe.plan_memory(d)
+    assert plan.total > 0 and KV_DTYPES[d.settings.kv_type]
+    table = d.table()
+    assert table.n_row >= d.n_overhang + 2
+    rehearsed(d.settings.np, d.draft.n_draft)
+    describe.synth_of(d.settings, d.draft.n_draft)
+    load.info_of(d, plan)
+    worker = SimpleNamespace(
+        table=table,
+        needs=d.draft.needs,
+        device=torch.device("cpu"),
+        arena=Arena(d.settings.np, describe.arena_pages(d, table), torch.device("cpu"), d.width),
+        forward=Lays(),
+        drafter=None,
+        target=SimpleNamespace(captures_prompts=False),
+        memory=SimpleNamespace(reset=lambda slot: None),
+    )
+    capture(worker, d.batch, 0, d.settings.ubatch)  # type: ignore[arg-type]
+    table.check()
+
+
+def test_every_two_values_of_two_flags_meet() -> None:
+    cases = all_pairs(VALUES)
+    assert 30 <= len(cases) <= 90
+    for a, b in (("-np", "--spec-type"), ("-c", "-b"), ("--tp", "--exact")):
+        met = {(case[a], case[b]) for case in cases}
+        assert met == {(x, y) for x in VALUES[a] for y in VALUES[b]}
+
+
+def test_all_pairs_of_flags_start_or_are_refused_in_one_line(asked: list[tuple[Path, EngineSettings]]) -> None:
+    n_refused, cases = 0, all_pairs(VALUES)
+    for case in cases:
+        given = words(case)
+        result = CliRunner().invoke(main, ["server", "demo", *given])
+        error = result.stderr.rstrip("\n").rpartition("Error: ")[2]
+        assert result.exception is None or isinstance(result.exception, SystemExit), (given, result.exception)
+        if result.exit_code == ACCEPTED:
+            continue
+        assert result.exit_code == 2 and error and "\n" not in error, (given, result.exit_code, result.stderr)
+        n_refused += 1
+    assert len(asked) == len(cases) - n_refused >= len(cases) // 4, "most of them say nothing against each other"
+    n_planned = 0
+    for path, settings in asked:
+        for gpu in (None, AssumedGpu(80 << 30)):
+            try:
+                d = widened(describe.describe(path, settings, gpu))
+            except PyspecError as e:  # that they do not go together is found in the files
+                assert "\n" not in str(e), (settings, e)
+                continue
+            start(d)
+            n_planned += 1
+    assert n_planned >= len(asked)
