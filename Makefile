@@ -48,6 +48,8 @@ check-triton: $(VENV)/.installed-triton
 KERNELS ?= auto
 check-gpu: export PYSPEC_TEST_KERNELS = $(KERNELS)
 check-gpu:
+	@$(PYTHON) -c "import torch; exit(not torch.cuda.is_available())" 2>/dev/null || \
+	  { echo "make check-gpu wants a GPU and a Python whose torch finds it, with what this repository needs: PYTHON=python3"; exit 2; }
 	$(PYTHON) -m pyspec doctor --kernels $(KERNELS)
 	$(PYTHON) -m pytest -n 4 -p no:benchmark tests/kernels/test_*_gpu.py
 	PYSPEC_TEST_DEVICE=cuda $(PYTHON) -m pytest -n 4 -p no:benchmark tests/models
@@ -56,6 +58,7 @@ check-gpu:
 # As check-gpu, with compute-sanitizer on the path or named: make sanitize PYTHON=python3 SANITIZER=.../compute-sanitizer
 SANITIZER ?= compute-sanitizer
 sanitize:
+	@command -v $(SANITIZER) >/dev/null || { echo "make sanitize wants a GPU and compute-sanitizer: name it with SANITIZER=.../compute-sanitizer"; exit 2; }
 	$(PYTHON) tools/sanitize.py  # compiles, which no sanitizer needs to see
 	for tool in "memcheck auto" "racecheck auto" "initcheck packed"; do \
 	  set -- $$tool; \
@@ -63,9 +66,10 @@ sanitize:
 	    $(PYTHON) tools/sanitize.py --weights $$2 || exit 1; \
 	done
 
+# MINUTES=N, here and in hostile: how long
 soak: $(VENV)/.installed-test
-	$(BIN)/python tools/soak.py --minutes 30 --np 8
-	$(BIN)/python tools/soak.py --minutes 30 --np 8 --isolated
+	$(BIN)/python tools/soak.py --minutes $(or $(MINUTES),30) --np 8
+	$(BIN)/python tools/soak.py --minutes $(or $(MINUTES),30) --np 8 --isolated
 
 # Files in which one field is wrong, as target and as drafter; SEED=N repeats a run
 fuzz: $(VENV)/.installed-test
@@ -119,6 +123,11 @@ clean:
 	rm -rf $(VENV) .venv-lowest .venv-peer build dist *.egg-info
 
 # llama.cpp's own server tests against pyspec: make peer LLAMA_CPP=path/to/llama.cpp
+ifneq ($(filter peer,$(MAKECMDGOALS)),)
+ifeq ($(wildcard $(LLAMA_CPP)/tools/server/tests/utils.py),)
+$(error make peer wants the source of llama.cpp, which has tools/server/tests: make peer LLAMA_CPP=path/to/llama.cpp)
+endif
+endif
 peer: $(VENV)/.installed-test .venv-peer/.installed
 	$(BIN)/python tests/peer/run.py $(LLAMA_CPP) --python .venv-peer/bin/python
 

@@ -44,13 +44,14 @@ if "PYSPEC_PEER_ANY_TEXT" in os.environ:
 """
 WEIGHTS = "weights"  # of known.toml: tried again with models that stand in for theirs, and any text
 STOOD_IN = "passed, any text taken, with a model that stands in for theirs"
+TESTS = Path("tools") / "server" / "tests"  # in their repository
 DRAFT = "stories15M-q4_0.gguf"  # their drafter: it only has to be there
 
 
 def copied(source: Path, to: Path) -> Path:
     """The tests, with their downloads switched off and the shim where they look for llama-server."""
-    tests = to / "tools" / "server" / "tests"  # some name templates by their place in the repository
-    shutil.copytree(source / "tools" / "server" / "tests", tests)
+    tests = to / TESTS  # some name templates by their place in the repository
+    shutil.copytree(source / TESTS, tests)
     with (tests / "utils.py").open("a") as file:
         file.write(PATCH)
     (tests / "tmp").mkdir(exist_ok=True)
@@ -79,10 +80,16 @@ def main() -> int:
     parser.add_argument("-n", default="2", help="workers")
     parser.add_argument("--files", nargs="*", default=[], help="names of test files")
     args = parser.parse_args()
+    python = shutil.which(args.python)
+    if python is None:
+        parser.error(f"--python {args.python} is no program")
+    if not (args.llama_cpp / TESTS / "utils.py").is_file():
+        parser.error(f"{args.llama_cpp} is no source of llama.cpp: it has no {TESTS}/utils.py")
     known = tomllib.loads((HERE / "known.toml").read_text())
     with tempfile.TemporaryDirectory(prefix="pyspec-peer-") as name:
         folder = Path(name)
-        suite = Suite(args.python, args.n, copied(args.llama_cpp, folder), folder)
+        # a path as it was typed does not mean the same where the tests run
+        suite = Suite(os.path.abspath(python), args.n, copied(args.llama_cpp, folder), folder)  # noqa: PTH100 - a venv's link stays one
         skipped = known.get("files", {})
         chosen = [f"unit/{file}" for file in args.files] or sorted(
             f"unit/{p.name}" for p in (suite.tests / "unit").glob("test_*.py") if p.name not in skipped
@@ -134,7 +141,10 @@ class Suite:
         command += ["-p", "no:cacheprovider", f"--junitxml={out}", *chosen]
         env |= {"LLAMA_SERVER_BIN_PATH": str(shim), "PYSPEC_PEER_MODEL": str(model.resolve())}
         env |= {"PYSPEC_PEER_ZYGOTE": str(self.socket), "LLAMA_CACHE": str(self.folder), "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, cwd=self.tests, env={**os.environ, **env}, check=False)
+        out.unlink(missing_ok=True)
+        status = subprocess.run(command, cwd=self.tests, env={**os.environ, **env}, check=False).returncode
+        if not out.exists():
+            raise SystemExit(f"their tests did not run: {' '.join(command[:3])} ended with status {status}")
         return results(out)
 
 
