@@ -46,6 +46,9 @@ class Launcher:
         self._new = lambda: EngineProcess(command, on_message, on_end)
         self._failures: list[float] = []  # of the device
         self._load_s = 0.0  # what the first load took
+        self._ctx = (
+            0  # what it found room for: requests go on in the next engine, though the memory of the last may be late
+        )
 
     def launch(self, news: threading.Condition, is_closing: Callable[[], bool]) -> EngineProcess | PyspecError:
         """An engine that is loaded, or the reason why it can not be. `news` is notified when a process says something."""
@@ -56,7 +59,7 @@ class Launcher:
             child = self._process()
         except OSError as e:
             return DeviceError(f"no process can be started for the engine: {e}")
-        settings = replace(self.settings, demoted=tuple(sorted(self.demoted)))
+        settings = replace(self.settings, demoted=tuple(sorted(self.demoted)), ctx=self.settings.ctx or self._ctx)
         child.send(Load(self.path, settings, logging.getLogger("pyspec").getEffectiveLevel(), self.is_examined))
         limit = max(LOAD_S, LOAD_FACTOR * self._load_s) if self._load_s else float("inf")
         with news:
@@ -66,6 +69,7 @@ class Launcher:
                 news.wait(TICK_S)
         if isinstance(child.answer, Ready):  # looked at again: it may have been the last that the process said
             self._load_s = self._load_s or time.monotonic() - child.began
+            self._ctx = self._ctx or child.answer.info.n_ctx
             if self.keeps_spare is None:
                 self.keeps_spare = not child.answer.info.device.startswith("cpu")
             return child

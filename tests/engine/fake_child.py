@@ -2,6 +2,7 @@
 
 `python fake_child.py FOLDER DESCRIPTOR`. Files in FOLDER are what it is to suffer:
 load      at every load: "exit N", "refuse TEXT", "none TEXT", "sleep S"; "bug", "memory", "gone" (the device), each with its TEXT
+room      tokens a request may hold where no number is given
 round     in the next round, once: "abort", "endless", "fatal TEXT", "kernel MODULE"
 poison    "TOKEN N": abort when a request with that token in its prompt has said N tokens
 """
@@ -67,7 +68,7 @@ class FakeCore:
         self.tokenizer = Tokenizer.from_metadata(open_gguf(path).metadata)
         self.np, self.hand_over, self.on_death = settings.np, hand_over, on_death
         self.info = EngineInfo(
-            model_name="fake", model_path=str(path), arch="fake", n_vocab=N_VOCAB, n_ctx=N_CTX, n_ctx_train=N_CTX,
+            model_name="fake", model_path=str(path), arch="fake", n_vocab=N_VOCAB, n_ctx=settings.ctx or int(told("room") or N_CTX), n_ctx_train=N_CTX,
             n_slot=settings.np, n_embd=1, n_params=1, n_bytes=1, file_type="", device="cpu", drafter="none", n_row=1 << 20,
             draft_note=",".join(settings.demoted) + ("examined" if EXAMINATION.is_on else ""),
         )  # fmt: skip
@@ -170,7 +171,7 @@ class FakeCore:
             self.hand_over([(None, event) for event in events])
 
     def slots(self) -> list[SlotInfo]:
-        return [SlotInfo(slot=i, n_ctx=N_CTX, is_processing=i < len(self.jobs)) for i in range(self.np)]
+        return [SlotInfo(slot=i, n_ctx=self.info.n_ctx, is_processing=i < len(self.jobs)) for i in range(self.np)]
 
     def metrics(self) -> Metrics:
         return Metrics(requests_done=self.n_done, requests_processing=len(self.jobs))

@@ -121,3 +121,26 @@ def test_a_plan_on_paper_is_what_an_h200_had_in_use(
     graphs = with_more - describe.plan_memory(d).total  # and graphs of 80 and 112 rows
     assert 0.28 < starts / GIB < 0.31 and 0.15 < prompts / GIB < 0.5 and 0 <= graphs / GIB < 0.25
     assert (total - starts - prompts - graphs) / GIB == pytest.approx(gib, rel=0.01)
+
+
+@pytest.mark.sampled(most=3)
+@pytest.mark.parametrize(
+    ("np", "ctx", "kind", "n_draft", "mib"),
+    [
+        (64, 1024, "mtp", 0, 57736),
+        (10, 3001, "mtp", 0, 35730),
+        (64, 1024, "dflash", 3, 60528),
+        (64, 1024, "dflash", 0, 68362),
+        (64, 1024, "none", 0, 53902),
+    ],
+)
+def test_a_plan_of_many_slots_is_what_an_h100_had_in_use(
+    np: int, ctx: int, kind: str, n_draft: int, mib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Qwen3.6-27B in Q8_0, as `tools/memory_use.py` showed it: weights, slots, and what graphs of all batch sizes keep and take."""
+    monkeypatch.setattr(GGUFWriter, "write", heads_only)
+    target = write("qwen3.6-27b", tmp_path / "t.gguf")
+    draft = write("qwen3.6-27b", tmp_path / "d.gguf", drafter=True) if kind == "dflash" else None
+    settings = EngineSettings(np=np, ctx=ctx, spec_type=kind, draft_path=draft, n_draft_max=n_draft)
+    plan = describe.plan_memory(describe.describe(target, settings, AssumedGpu(int(78.6 * GIB))))
+    assert plan.total / MIB == pytest.approx(mib, rel=0.01)

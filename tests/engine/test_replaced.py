@@ -263,6 +263,17 @@ def test_a_first_load_that_fails_is_told_to_whoever_waits(plants: Plants, load: 
         pass
 
 
+def test_the_next_engine_holds_what_the_first_one_had_room_for(plants: Plants) -> None:
+    """The memory of an engine that died may not all be back: requests that were promised more than fits now would be refused."""
+    plants.plant(room="3333")
+    with start(plants) as (engine, supervisor):
+        assert engine.info.n_ctx == 3333
+        plants.plant(room="777", round="abort")
+        ear = Ear(engine)
+        ear.check()
+        assert supervisor.n_restart == 1 and {slot.n_ctx for slot in engine.slots()} == {3333}
+
+
 @pytest.mark.parametrize(
     ("load", "kind", "why"),
     [
