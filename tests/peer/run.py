@@ -88,8 +88,8 @@ def main() -> int:
     known = tomllib.loads((HERE / "known.toml").read_text())
     with tempfile.TemporaryDirectory(prefix="pyspec-peer-") as name:
         folder = Path(name)
-        # a path as it was typed does not mean the same where the tests run
-        suite = Suite(os.path.abspath(python), args.n, copied(args.llama_cpp, folder), folder)  # noqa: PTH100 - a venv's link stays one
+        # a path as it was typed means something else where the tests run; a link stays one, for it is a venv's
+        suite = Suite(os.path.abspath(python), args.n, copied(args.llama_cpp, folder), folder)
         skipped = known.get("files", {})
         chosen = [f"unit/{file}" for file in args.files] or sorted(
             f"unit/{p.name}" for p in (suite.tests / "unit").glob("test_*.py") if p.name not in skipped
