@@ -107,7 +107,7 @@ def properties_of(schema: Schema) -> list[tuple[str, Schema, bool]]:
     """The arguments that a schema names, each with its own schema and whether it is required."""
     properties = schema.get("properties")
     required = schema.get("required")
-    needed = set(required) if isinstance(required, list) else set()
+    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
     shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
     if not isinstance(properties, Mapping):
         return []
