@@ -86,7 +86,7 @@ class Abilities:
     def _called(self, arguments: Any) -> str:
         function = {"name": "probe", "arguments": arguments}
         call = {"id": CALL_ID, "type": "function", "function": function}
-        chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        chat: Chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         return self._render(chat, None)
 
     def _shows(self, *roles: str) -> bool:

@@ -13,9 +13,11 @@ from rewrite import rewrite
 
 from pyspec.config import EngineSettings
 from pyspec.engine import warmup
+from pyspec.engine.api import Engine
 from pyspec.engine.load import load
 from pyspec.errors import BadGGUF, BadTensors, ModelError, PairError, RequestError
 from pyspec.gguf import open_gguf
+from pyspec.text.template import CHATML
 
 LLAMA = FIXTURES / "llama.gguf"
 
@@ -37,6 +39,25 @@ def test_a_template_that_refuses_a_message_costs_its_chats_and_not_the_load(
     with pytest.raises(RequestError, match="refuses the messages: two at least"):
         template.render([{"role": "user", "content": "x"}])
     warmup.check_drafter(loaded.loop, loaded.tokenizer, template, loaded.info.n_overhang)
+
+
+def test_a_file_without_a_template_writes_chats_as_chatml_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = changed(tmp_path, DEMO, tokenizer__chat_template=None)
+    with Engine.load(path, None, ctx=256, device="cpu", warm_up=False) as engine:
+        told = [record.getMessage() for record in caplog.records if "no chat template" in record.getMessage()]
+        assert len(told) == 1 and "ChatML" in told[0] and "--chat-template" in told[0]
+        prompt = "<|im_start|>system\nA.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        messages = [{"role": "developer", "content": "A."}, {"role": "user", "content": "hi"}]
+        assert engine.decode(engine.encode(messages), special=True).removeprefix(engine.info.bos_token) == prompt
+        assert engine.info.chat_template == CHATML
+        assert (
+            engine.chat(messages, max_tokens=2, temperature=0).text
+            == engine.generate(prompt, max_tokens=2, temperature=0).text
+        )
+        engine.use_template("{{ messages[0].content }}")
+        assert engine.decode(engine.encode(messages), special=True).endswith("A.")
 
 
 def test_names_and_templates_that_are_no_utf8_are_told_in_json(tmp_path: Path) -> None:

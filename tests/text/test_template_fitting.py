@@ -129,7 +129,7 @@ def test_earlier_messages_keep_their_text_when_a_later_system_message_comes() ->
 
 def test_a_template_that_fails_on_everything_gets_the_chat_as_it_was_sent() -> None:
     failing = ChatTemplate("{{ raise_exception('not ' + messages[0].role + ' ' + (messages | length) | string) }}")
-    with pytest.raises(RequestError, match="not system 3$"):
+    with pytest.raises(RequestError, match=r"not system 3$"):
         failing.render(chat(*LATE))
 
 
@@ -307,7 +307,7 @@ def test_messages_and_parts_are_as_many_as_agents_send() -> None:
 
 
 def test_refusals_of_what_a_template_can_not_name_another() -> None:
-    with pytest.raises(RequestError, match="fails on these messages: .*; --chat-template takes another one"):
+    with pytest.raises(RequestError, match=r"fails on these messages: .*; --chat-template takes another one"):
         ChatTemplate("{{ messages[0].a.b.c }}").render(USER)
-    with pytest.raises(RequestError, match="does not compile: .*; --chat-template takes another one"):
+    with pytest.raises(RequestError, match=r"does not compile: .*; --chat-template takes another one"):
         ChatTemplate("{% if %}").render(USER)
