@@ -29,7 +29,7 @@ class Abilities:
 
     def __init__(self, source: str, render: Render) -> None:
         self._source, self._render = source, render
-        self._late: dict[str, bool] = {}
+        self._shown: dict[tuple[str, ...], bool] = {}
 
     @cached_property
     def takes_system(self) -> bool:
@@ -48,11 +48,13 @@ class Abilities:
 
     def takes_late(self, role: str) -> bool:
         """Messages of a role of HEAD are written out wherever they stand."""
-        if role not in self._late:
-            head = [role] if role == "developer" or self.takes_system else []
-            turns = ("user", role, "assistant", role, "user", "assistant", "user", role)
-            self._late[role] = self._shows(*head, *turns) or not self._renders_plain
-        return self._late[role]
+        head = [role] if role == "developer" or self.takes_system else []
+        turns = ("user", role, "assistant", role, "user", "assistant", "user", role)
+        return self._shows(*head, *turns) or not self._renders_plain
+
+    def takes_alone(self, role: str) -> bool:
+        """A message of a role of HEAD is written out where the user says nothing."""
+        return self._shows(role) or not self._renders_plain
 
     @cached_property
     def takes_parts_only(self) -> bool:
@@ -91,9 +93,11 @@ class Abilities:
 
     def _shows(self, *roles: str) -> bool:
         """Whether of a chat of these roles each message of HEAD is written out."""
-        chat = [{"role": role, "content": f"{WORD}{i}x"} for i, role in enumerate(roles)]
-        text = self._render(chat, None).lower()
-        return all(message["content"] in text for message in chat if message["role"] in HEAD)
+        if roles not in self._shown:
+            chat = [{"role": role, "content": f"{WORD}{i}x"} for i, role in enumerate(roles)]
+            text = self._render(chat, None).lower()
+            self._shown[roles] = all(message["content"] in text for message in chat if message["role"] in HEAD)
+        return self._shown[roles]
 
 
 def tool(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,8 @@ def _head(messages: Chat, able: Abilities) -> Chat:
 
 def _with_head(head: Chat, rest: Chat, able: Abilities) -> Chat:
     if not head or head[0]["role"] == "developer" or able.takes_system:
-        return head + rest
+        is_alone = bool(head) and not any(message["role"] == "user" for message in rest)
+        return [*head, _user(""), *rest] if is_alone and not able.takes_alone(head[0]["role"]) else head + rest
     text = _blank_line(*(message["content"] for message in head))
     if rest and rest[0]["role"] == "user":
         return [_before(text, rest[0]), *rest[1:]]

@@ -210,7 +210,8 @@ class ChatTemplate:
             second = self._renderer.ask(asked, tools, add_generation_prompt, kwargs)
             answer = second if "text" in second else answer
         if "refused" in answer:
-            raise RequestError(f"the chat template refuses the messages: {printable(answer['refused'], SAID_CHARS)}")
+            said = printable(answer["refused"], SAID_CHARS)
+            raise RequestError(f"the chat template refuses the messages: {said}; {ANOTHER}")
         if "failed" in answer:
             raise RequestError(f"the chat template {printable(answer['failed'], SAID_CHARS)}; {ANOTHER}")
         return encodable(answer["text"])  # a template can write half a surrogate pair

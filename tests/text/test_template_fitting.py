@@ -54,6 +54,12 @@ NO_DEVELOPER = ChatTemplate(
 ONLY_DEVELOPER = ChatTemplate(
     EACH + "{%- if m.role in ('user', 'assistant', 'developer') -%}" + SAYS + "{%- endif -%}" + END
 )
+IN_FIRST_USER = ChatTemplate(
+    "{%- if messages[0].role == 'system' -%}{%- set head = messages[0].content + ' ' -%}{%- set messages = messages[1:] -%}{%- endif -%}"
+    + EACH
+    + "[{{ m.role }}]{%- if loop.first -%}{{ head }}{%- endif -%}{{ m.content }}[/]"
+    + END
+)
 PARTS = ChatTemplate(
     EACH
     + "[{{ m.role }}]{%- for p in m.content -%}{%- if p['type'] == 'text' -%}{{ p['text'] }}{%- endif -%}{%- endfor -%}[/]"
@@ -106,6 +112,9 @@ BEHIND_A_RESULT = ("user: hi", "assistant: call", "tool: rain", "developer: B.",
         (DEVELOPER_FIRST, ("developer: A.", "user: hi", "developer: B."), "[dev]A.[/][user]hi\n\nB.[/]"),
         (NO_DEVELOPER, ("developer: A.", "user: hi"), "[system]A.[/][user]hi[/]"),
         (ONLY_DEVELOPER, HEAD, "[developer]A.[/][user]hi[/]"),
+        (IN_FIRST_USER, HEAD, "[user]A. hi[/]"),
+        (IN_FIRST_USER, ("system: A.",), "[user]A. [/]"),
+        (ANY_ROLE, ("system: A.",), "[system]A.[/]"),
         (PARTS, HEAD, "[system]A.[/][user]hi[/]"),
     ],
 )
@@ -129,7 +138,7 @@ def test_earlier_messages_keep_their_text_when_a_later_system_message_comes() ->
 
 def test_a_template_that_fails_on_everything_gets_the_chat_as_it_was_sent() -> None:
     failing = ChatTemplate("{{ raise_exception('not ' + messages[0].role + ' ' + (messages | length) | string) }}")
-    with pytest.raises(RequestError, match=r"not system 3$"):
+    with pytest.raises(RequestError, match=r"refuses the messages: not system 3; --chat-template takes another one"):
         failing.render(chat(*LATE))
 
 

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from pyspec.errors import NotSupported, RequestError
 from pyspec.server.api.left_out import is_foreign_block, own_tools
-from pyspec.server.api.schema import WHOLE, AsSent, Body, Count, validate
+from pyspec.server.api.schema import WHOLE, AsSent, Body, Count, tools_field, validate
 from pyspec.server.api.steady import without_transport
 from pyspec.server.settings import Limits
 
@@ -89,7 +89,7 @@ class MessagesBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, WHOLE] | None = None
-    tools: list[MessagesTool] | None = None
+    tools: list[MessagesTool] | None = tools_field("custom")
     tool_choice: ToolSelection | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

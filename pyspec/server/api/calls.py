@@ -54,7 +54,7 @@ def call_plan(body: Chat, dialect: Dialect | None) -> CallPlan:
     if dialect is None:
         raise NotSupported(
             'tools: the chat template does not say how this model writes its calls; send tool_choice "none", or start the'
-            f" server with --tool-call-parser and one of {', '.join(NAMES)}"
+            f" server with another --chat-template, or with --tool-call-parser and one of {', '.join(NAMES)}"
         )
     if dialect.is_bare:
         for tool in wanted.values():

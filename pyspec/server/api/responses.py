@@ -13,7 +13,7 @@ from pydantic import Field
 
 from pyspec.errors import NotSupported, RequestError
 from pyspec.server.api.left_out import is_foreign_item, own_tools
-from pyspec.server.api.schema import AsSent, Body, Count, validate
+from pyspec.server.api.schema import AsSent, Body, Count, tools_field, validate
 from pyspec.server.settings import Limits
 
 HANDLED = frozenset(
@@ -78,7 +78,7 @@ class ResponsesBody(Body):
     store: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[ResponsesTool] | None = None
+    tools: list[ResponsesTool] | None = tools_field("function")
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Effort | None = None

@@ -368,11 +368,22 @@ class Tool(AsSent):
     function: ToolFunction
 
 
+def tools_field(own: str) -> Any:
+    """A list of tools, in which the document also allows those of other types than `own`: they are left out before this is checked."""
+
+    def allow(schema: dict[str, Any]) -> None:
+        foreign = {"type": "object", "properties": {"type": {"type": "string", "not": {"const": own}}}}
+        tools = schema["anyOf"][0]
+        tools["items"] = {"anyOf": [tools["items"], foreign | {"required": ["type"]}]}
+
+    return Field(None, json_schema_extra=allow)
+
+
 class Chat(Body):
     """What the chat template reads."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    tools: list[Tool] | None = None
+    tools: list[Tool] | None = tools_field("function")
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
