@@ -8,67 +8,37 @@ fits another. A `format` that is not known says nothing, as in the standard.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-NOTES = frozenset(
-    [
-        "title",
-        "description",
-        "default",
-        "examples",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$comment",
-        "$schema",
-        "$id",
-        "$defs",
-        "definitions",
-    ]
-)
+from pyspec.text.schema_refs import referred
+from pyspec.text.schema_words import NOTES, meant, types_said
+
 OPEN = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"})
 """Words on properties beyond those that are listed."""
 JOINED = frozenset(
-    [
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "not",
-        "if",
-        "then",
-        "else",
-        "dependentSchemas",
-        "dependentRequired",
-        "dependencies",
-        "$ref",
-        "$dynamicRef",
-        "$recursiveRef",
-    ]
+    ["allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies", "$ref"]
 )
 """Words that lay more than one schema on the same object."""
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
 )
 """Those that llguidance holds texts to; it refuses others."""
-MOST_NODES = 100_000
+TYPES = frozenset({"null", "boolean", "object", "array", "number", "string"})
 MOST_CHOICES = 100  # of a oneOf that are compared with each other
+MOST_DEEP = 8  # references and choices in each other that a comparison follows
 
 
 def closed(schema: Any) -> Any:
-    """The schema with objects closed that list their properties. What can not be followed is left as it is."""
+    """The schema in words that llguidance knows, with objects closed that list their properties. Raises RequestError for a
+    reference that can not be followed."""
+    schema = referred(schema, meant)
     walk = _Walk(schema)
-    try:
-        walk.look(schema, True)
-        return walk.written(schema)
-    except _Unclear:
-        return schema
-
-
-class _Unclear(Exception):
-    """References that lead somewhere else than to a place of this schema, or too many of them."""
+    walk.look(schema, True)
+    return walk.written(schema)
 
 
 class _Walk:
@@ -77,7 +47,6 @@ class _Walk:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._may: dict[int, bool] = {}
-        self._n_look = 0
 
     def look(self, top: Any, may: bool) -> None:
         todo: list[tuple[Any, bool]] = [(top, may)]
@@ -85,9 +54,6 @@ class _Walk:
             node, may = todo.pop()
             if not isinstance(node, Mapping) or (id(node) in self._may and self._may[id(node)] <= may):
                 continue
-            self._n_look += 1
-            if self._n_look > MOST_NODES or (node is not self._root and "$id" in node):
-                raise _Unclear
             self._may[id(node)] = may
             todo += self._below(node, may)
 
@@ -97,8 +63,6 @@ class _Walk:
         found: list[tuple[Any, bool]] = []
         if "$ref" in node:
             found.append((self._target(node["$ref"]), may and own == {"$ref"}))
-        if own & {"$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef"}:
-            raise _Unclear
         alone = may and not own & JOINED
         found += [(each, alone) for each in _values(node.get("properties"))]
         for name in ("items", "additionalProperties"):
@@ -109,7 +73,7 @@ class _Walk:
         joined = _list(node.get("allOf"))
         found += [(each, may and own == {"allOf"} and len(joined) == 1) for each in joined]
         alone_in = (
-            may and own <= {"oneOf", "type", "discriminator"} and self._are_exclusive(node.get("oneOf"), lambda _: True)
+            may and own <= {"oneOf", "type", "discriminator"} and self._are_exclusive(node.get("oneOf"), _lists_all)
         )
         found += [(each, alone_in) for each in _list(node.get("oneOf"))]
         for name in ("patternProperties", "dependentSchemas", "dependencies"):
@@ -127,40 +91,49 @@ class _Walk:
             found.append((node.get(name), False))
         return found
 
-    def _target(self, reference: Any) -> Any:
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")) or "%" in reference:
-            raise _Unclear
-        at = self._root
-        for step in reference.split("/")[1:]:
-            key = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(at, Mapping) and key in at:
-                at = at[key]
-            elif isinstance(at, list) and key.isdigit() and int(key) < len(at):
-                at = at[int(key)]
-            else:
-                raise _Unclear
-        return at
+    def _target(self, reference: str) -> Any:
+        return self._root["$defs"][reference.removeprefix("#/$defs/")]
 
     def _are_exclusive(self, choices: Any, closes: Callable[[Any], bool]) -> bool:
-        """Whether no text of one fits another: a property they all need tells them apart, or closed they lack what others need."""
-        forms = [self._form(each, closes) for each in _list(choices)[: MOST_CHOICES + 1]]
-        if len(forms) > MOST_CHOICES:
+        """Whether no text of one fits another: their types or values differ, a property they all need tells them apart, or closed they
+        lack what others need."""
+        listed = _list(choices)
+        if len(listed) > MOST_CHOICES:
             return False
-        return all(a is not None and b is not None and a.excludes(b) for a, b in combinations(forms, 2))
+        forms = [self._forms(each, closes, MOST_DEEP) for each in listed]
+        if sum(map(len, forms)) > 2 * MOST_CHOICES:
+            return False
+        return all(a.excludes(b) for one, other in combinations(forms, 2) for a in one for b in other)
 
-    def _form(self, node: Any, closes: Callable[[Any], bool]) -> _Form | None:
-        for _ in range(8):  # a reference may lead to another
-            if isinstance(node, Mapping) and node.keys() - NOTES == {"$ref"}:
+    def _forms(self, node: Any, closes: Callable[[Any], bool], depth: int) -> list[_Form]:
+        """What a value may be: one of these."""
+        if not isinstance(node, Mapping) or depth == 0:
+            return [_Form(TYPES)] if node is not False else []
+        if "$ref" in node:
+            return self._forms(self._target(node["$ref"]), closes, depth - 1)  # what stands beside it only narrows it
+        for word in ("anyOf", "oneOf", "allOf"):
+            choices = _list(node.get(word))
+            if choices and not node.keys() & {"type", "enum", "const"} and (word != "allOf" or len(choices) == 1):
+                found: list[_Form] = []
+                for each in choices:
+                    found += self._forms(each, closes, depth - 1)
+                    if len(found) > MOST_CHOICES:
+                        return [_Form(TYPES)]
+                return found
+        types = types_said(node)
+        types = TYPES if types is None else frozenset("number" if each == "integer" else each for each in types)
+        listed, needed = node.get("properties"), node.get("required", [])
+        if not isinstance(listed, Mapping) or not isinstance(needed, list):
+            return [_Form(types, _constants(node))]
+        known = {name: _constants(self._followed(each)) for name, each in listed.items()}
+        is_closed = closes(node) or (node.get("additionalProperties") is False and "patternProperties" not in node)
+        return [_Form(types, _constants(node), frozenset(listed), frozenset(map(str, needed)), known, is_closed)]
+
+    def _followed(self, node: Any) -> Any:
+        for _ in range(MOST_DEEP):
+            if isinstance(node, Mapping) and "$ref" in node:
                 node = self._target(node["$ref"])
-        if not isinstance(node, Mapping) or node.get("type") != "object" or not _lists_all(node):
-            return None
-        listed = node["properties"]
-        return _Form(
-            set(listed),
-            set(node.get("required", [])),
-            {n: _constants(each) for n, each in listed.items()},
-            closes(node),
-        )
+        return node
 
     def written(self, node: Any) -> Any:
         """A copy, in which what may be closed is."""
@@ -174,40 +147,64 @@ class _Walk:
         if isinstance(form := node.get("format"), str) and form not in FORMATS:
             del copy["format"]
         choices = _list(node.get("oneOf"))
-        if "anyOf" not in node and any(self._may.get(id(each)) for each in choices):
-            if not self._are_exclusive(choices, lambda each: bool(self._may.get(id(each)))):
-                raise _Unclear
+        if choices and "anyOf" not in node and self._are_exclusive(choices, self._closes):
             copy["anyOf"] = copy.pop("oneOf")
-        if self._may.get(id(node)) and _lists_all(node):
+        if self._closes(node):
             copy["additionalProperties"] = False
         return copy
+
+    def _closes(self, node: Mapping[str, Any]) -> bool:
+        return bool(self._may.get(id(node))) and _lists_all(node)
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """An object of a oneOf: its properties, those it needs, and the texts that they may be if those are listed."""
+    """What a value of a oneOf may be.
 
-    listed: set[str]
-    needed: set[str]
-    values: dict[str, set[str] | None]
-    is_closed: bool
+    types   "number" is also a whole one
+    values  the texts of all that it may be, if those are listed
+    listed, needed, known, is_closed: of an object its properties, those it must have, what they may be, and that it has no others
+    """
+
+    types: frozenset[str]
+    values: frozenset[str] | None = None
+    listed: frozenset[str] = frozenset()
+    needed: frozenset[str] = frozenset()
+    known: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
+    is_closed: bool = False
 
     def excludes(self, other: _Form) -> bool:
-        for name in self.needed & other.needed:
-            mine, others = self.values.get(name), other.values.get(name)
-            if mine is not None and others is not None and not mine & others:
-                return True
+        common = self.types & other.types
+        if not common or _differ(self.values, other.values):
+            return True
+        if common != {"object"}:
+            return False
+        if any(_differ(self.known.get(name), other.known.get(name)) for name in self.needed & other.needed):
+            return True
         return (
             self.is_closed and other.is_closed and bool(other.needed - self.listed) and bool(self.needed - other.listed)
         )
 
 
-def _constants(node: Any) -> set[str] | None:
+def _differ(a: frozenset[str] | None, b: frozenset[str] | None) -> bool:
+    return a is not None and b is not None and not a & b
+
+
+def _constants(node: Any) -> frozenset[str] | None:
     """The texts that a schema allows by name; None if it is not that simple."""
     if not isinstance(node, Mapping):
         return None
     listed = [node["const"]] if "const" in node else node.get("enum")
-    return set(listed) if isinstance(listed, list) and all(isinstance(each, str) for each in listed) else None
+    return frozenset(map(_text_of, listed)) if isinstance(listed, list) else None
+
+
+def _text_of(value: Any) -> str:
+    """The same for values that are equal: 1.0 is 1."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, list | Mapping):
+        return "list" if isinstance(value, list) else "object"  # taken for equal
+    return json.dumps(value)
 
 
 def _lists_all(node: Mapping[str, Any]) -> bool:

@@ -1,0 +1,172 @@
+"""The references of a JSON Schema, each as "#/$defs/NAME": however they were written, and wherever they lead within it.
+
+Anchors, `$id`s and pointers in any spelling are followed here, so that what reads schemas afterwards knows one form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+from pyspec.errors import RequestError
+
+Schema = Any
+"""A mapping, true or false."""
+ONE = (
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "contentSchema",
+    "else",
+    "if",
+    "items",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+"""Words whose value is a schema."""
+LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+NAMED = ("dependencies", "dependentSchemas", "patternProperties", "properties")
+DEFINED = ("$defs", "definitions")
+PLACES = frozenset({"$anchor", "$dynamicAnchor", "$id", "$recursiveAnchor", "id", *DEFINED})
+"""Words that are used up: nothing refers to them afterwards."""
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+MOST_NODES = 100_000
+
+
+def below(node: Mapping[str, Any], words: tuple[str, ...] = ONE + LISTS + NAMED + DEFINED) -> Iterator[Schema]:
+    """The schemas that a schema is made of."""
+    for word in words:
+        value = node.get(word)
+        if isinstance(value, list) and word in LISTS:
+            yield from value
+        elif isinstance(value, Mapping) and word in NAMED + DEFINED:
+            yield from (each for each in value.values() if not isinstance(each, list))
+        elif isinstance(value, Mapping | bool) and word in ONE:
+            yield value
+
+
+def mapped(node: Mapping[str, Any], change: Callable[[Schema], Schema]) -> dict[str, Any]:
+    """A copy of a schema, with each schema that it is made of changed."""
+    found = dict(node)
+    for word in ONE:
+        if isinstance(node.get(word), Mapping | bool):
+            found[word] = change(node[word])
+    for word in LISTS:
+        if isinstance(node.get(word), list):
+            found[word] = [change(each) for each in node[word]]
+    for word in NAMED:
+        if isinstance(node.get(word), Mapping):
+            found[word] = {k: each if isinstance(each, list) else change(each) for k, each in node[word].items()}
+    return found
+
+
+def referred(root: Schema, meant: Callable[[dict[str, Any]], Schema] = lambda node: node) -> Schema:
+    """The schema with its references in one form. `meant` changes each schema of it, after those that it is made of.
+
+    Raises RequestError for a reference that leads elsewhere.
+    """
+    return _References(root, meant).written() if isinstance(root, Mapping) else root
+
+
+class _References:
+    def __init__(self, root: Mapping[str, Any], meant: Callable[[dict[str, Any]], Schema]) -> None:
+        self._root, self._meant = root, meant
+        self._bases: dict[int, str] = {}  # of each schema: what its references are relative to
+        self._documents: dict[str, Schema] = {"": root}
+        self._anchors: dict[tuple[str, str], Schema] = {}
+        self._twice: set[tuple[str, str]] = set()
+        self._names: dict[int, str] = {}
+        self._todo: list[tuple[str, Schema]] = []
+        self._n_written = 0
+        self._look()
+
+    def _look(self) -> None:
+        todo: list[tuple[Schema, str]] = [(self._root, "")]
+        while todo:
+            node, base = todo.pop()
+            if not isinstance(node, Mapping) or id(node) in self._bases:
+                continue
+            for word in ("$id", "id"):
+                if isinstance(said := node.get(word), str) and not said.startswith("#"):
+                    base = urldefrag(urljoin(base, said))[0]
+                    self._documents.setdefault(base, node)
+            self._bases[id(node)] = base
+            for word in ("$anchor", "$dynamicAnchor"):
+                if isinstance(name := node.get(word), str):
+                    place = base, name
+                    if self._anchors.setdefault(place, node) is not node:
+                        self._twice.add(place)
+            todo += [(each, base) for each in below(node)]
+
+    def written(self) -> Schema:
+        found = self._copy(self._root)
+        defined = {}
+        while self._todo:
+            name, node = self._todo.pop()
+            defined[name] = self._copy(node)
+        return found | {"$defs": defined} if defined and isinstance(found, dict) else found
+
+    def _copy(self, node: Schema) -> Schema:
+        self._n_written += 1
+        if self._n_written > MOST_NODES:
+            raise RequestError(f"the schema has more than {MOST_NODES} parts, those that it refers to included")
+        if not isinstance(node, Mapping):
+            return node
+        found = mapped({word: value for word, value in node.items() if word not in PLACES}, self._copy)
+        for word in REFERENCES:
+            if isinstance(said := found.pop(word, None), str):
+                name = self._name(self._target(said, self._bases.get(id(node), ""), word))
+                if "$ref" in found:
+                    found["allOf"] = [*found.get("allOf", ()), {"$ref": f"#/$defs/{name}"}]
+                else:
+                    found["$ref"] = f"#/$defs/{name}"
+        return self._meant(found)
+
+    def _name(self, target: Schema) -> str:
+        if isinstance(target, bool):
+            self._todo.append((f"d{str(target).lower()}", target))
+            return f"d{str(target).lower()}"
+        if id(target) not in self._names:
+            self._names[id(target)] = f"d{len(self._names)}"
+            self._todo.append((self._names[id(target)], target))
+        return self._names[id(target)]
+
+    def _target(self, said: str, base: str, word: str) -> Schema:
+        where, fragment = urldefrag(urljoin(base, said) if base else said)
+        found = self._documents.get(where)
+        if found is not None and word == "$recursiveRef" and any(n != self._root for n in self._recursive()):
+            found = None
+        if found is not None and fragment.startswith("/"):
+            found = _at(found, fragment)
+        elif found is not None and fragment:
+            place = where, unquote(fragment)
+            found = None if place in self._twice else self._anchors.get(place)
+        if not isinstance(found, Mapping | bool):
+            raise RequestError(f"the schema refers to {said!r:.120}, which is no part of it that can be followed")
+        return found
+
+    def _recursive(self) -> list[Schema]:
+        todo, found = [self._root], []
+        while todo:
+            node = todo.pop()
+            if isinstance(node, Mapping):
+                found += [node] * bool(node.get("$recursiveAnchor"))
+                todo += below(node)
+        return found
+
+
+def _at(node: Any, pointer: str) -> Any:
+    """What a JSON pointer, percent-encoded or not, leads to; None: nothing."""
+    for step in pointer.split("/")[1:]:
+        keys = [key.replace("~1", "/").replace("~0", "~") for key in (unquote(step), step)]
+        if isinstance(node, Mapping):
+            node = next((node[key] for key in keys if key in node), None)
+        elif isinstance(node, list) and keys[0].isdecimal() and int(keys[0]) < len(node):
+            node = node[int(keys[0])]
+        else:
+            return None
+    return node

@@ -1,0 +1,213 @@
+"""Words of JSON Schemas that llguidance does not know, in words that it knows: those that say nothing are left out, others are
+said otherwise. What is left is refused by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+ANY = ({}, True)
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
+OF_ARRAYS = ("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "additionalItems")
+OF_OBJECTS = ("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties")
+NOTES = frozenset(
+    [
+        "title",
+        "description",
+        "default",
+        "example",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+        "externalDocs",
+        "xml",
+        "$comment",
+        "$schema",
+        "$vocabulary",
+        "$id",
+        "$defs",
+        "definitions",
+    ]
+)
+"""Words that say nothing about a text."""
+JOINS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies"})
+
+
+def meant(node: dict[str, Any]) -> Any:
+    """A schema in plainer words; the schemas that it is made of are plain."""
+    for change in (_counts, _old_bounds, _of_other_types, _conditions, _dependencies, _arrays, _unevaluated, _names):
+        node = change(node)
+    if node.get("not") is False:
+        node.pop("not")
+    return node
+
+
+def says_nothing(schema: Any) -> bool:
+    """Whether any value fits a schema."""
+    return schema is True or (isinstance(schema, Mapping) and not schema.keys() - NOTES)
+
+
+def types_said(node: Mapping[str, Any]) -> frozenset[str] | None:
+    """The types that a schema names; None: it names none."""
+    said = node.get("type")
+    if isinstance(said, str):
+        return frozenset([said])
+    return frozenset(each for each in said if isinstance(each, str)) if isinstance(said, list) else None
+
+
+def _counts(node: dict[str, Any]) -> dict[str, Any]:
+    """4.0 is a whole number in JSON Schema."""
+    for word in COUNTS:
+        if isinstance(value := node.get(word), float) and value.is_integer():
+            node[word] = int(value)
+    return node
+
+
+def _old_bounds(node: dict[str, Any]) -> dict[str, Any]:
+    """Until draft 4, `exclusiveMinimum: true` said how `minimum` was meant."""
+    for word, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(node.get(word), bool) and (node.pop(word) and bound in node):
+            node[word] = node.pop(bound)
+    return node
+
+
+def _of_other_types(node: dict[str, Any]) -> dict[str, Any]:
+    """Words on arrays say nothing about what is none."""
+    types = types_said(node)
+    for kind, words in (("array", OF_ARRAYS), ("object", OF_OBJECTS)):
+        if types is not None and kind not in types:
+            node = {word: value for word, value in node.items() if word not in words}
+    return node
+
+
+def _conditions(node: dict[str, Any]) -> dict[str, Any]:
+    if "if" not in node:
+        node.pop("then", None)
+        node.pop("else", None)
+        return node
+    branches = {word: node[word] for word in ("then", "else") if word in node and not says_nothing(node[word])}
+    condition = node["if"]
+    if not branches or condition is False or says_nothing(condition):
+        for word in ("if", "then", "else"):
+            node.pop(word, None)
+        kept = branches.get("else" if condition is False else "then")
+        if kept is not None:
+            node["allOf"] = [*node.get("allOf", ()), kept]
+    return node
+
+
+def _dependencies(node: dict[str, Any]) -> dict[str, Any]:
+    """What always depends is always needed."""
+    for word in ("dependentRequired", "dependentSchemas", "dependencies"):
+        if not isinstance(said := node.get(word), Mapping):
+            continue
+        needed = node.get("required", [])
+        left = {}
+        for name, each in said.items():
+            if isinstance(each, list) and name in needed:
+                node["required"] = needed = [*needed, *(other for other in each if other not in needed)]
+            elif isinstance(each, Mapping) and name in needed:
+                node["allOf"] = [*node.get("allOf", ()), each]
+            elif each != [] and not says_nothing(each):
+                left[name] = each
+        node[word] = left
+        if not left:
+            node.pop(word)
+    return node
+
+
+def _arrays(node: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(node.get("items"), list):  # until draft 2019-09
+        rest = node.pop("additionalItems", None)
+        node["prefixItems"] = node.pop("items")
+        if rest is not None:
+            node["items"] = rest
+    node.pop("additionalItems", None)
+    most = node.get("maxItems")
+    if not node.get("uniqueItems") or (isinstance(most, int) and most <= 1):
+        node.pop("uniqueItems", None)
+    if "contains" not in node or (node.get("minContains") == 0 and "maxContains" not in node):
+        for word in ("contains", "minContains", "maxContains"):
+            node.pop(word, None)
+    elif says_nothing(node["contains"]) and "maxContains" not in node:
+        least = max(node.pop("minContains", 1), node.get("minItems", 0))
+        node["minItems"] = least
+        node.pop("contains")
+    return node
+
+
+def _unevaluated(node: dict[str, Any]) -> dict[str, Any]:
+    """Where nothing else is laid on the same value, what is not evaluated is what is not listed."""
+    for word, same, evaluates in (
+        ("unevaluatedProperties", "additionalProperties", JOINS),
+        ("unevaluatedItems", "items", JOINS | {"contains"}),
+    ):
+        if word in node and (same in node or says_nothing(node[word])):
+            said = node.pop(word)  # what has a schema already is evaluated
+            if same == "additionalProperties":
+                node.setdefault(same, said)  # an object that says so stays open
+        elif word in node and not node.keys() & evaluates:
+            node[same] = node.pop(word)
+    return node
+
+
+def _names(node: dict[str, Any]) -> dict[str, Any]:
+    """`propertyNames` by patterns, where that says the same."""
+    names = node.get("propertyNames")
+    if names is None or says_nothing(names) or (isinstance(names, Mapping) and _is_any_text(names)):
+        node.pop("propertyNames", None)
+        return node
+    listed, others = node.get("properties", {}), node.get("additionalProperties", True)
+    if node.keys() & (JOINS | {"patternProperties", "unevaluatedProperties"}) or not isinstance(listed, Mapping):
+        return node
+    allowed = _words(names)
+    pattern = _pattern(names)
+    if allowed is not None:
+        if set(listed) - allowed:
+            return node
+        left = sorted(allowed - set(listed))
+        pattern = "^(" + "|".join(map(_escaped, left)) + ")$" if left else None
+    elif pattern is None or listed:
+        return node
+    node.pop("propertyNames")
+    node["additionalProperties"] = False
+    if pattern is not None and others is not False:
+        node["patternProperties"] = {pattern: others}
+    if allowed is not None and not set(node.get("required", ())) <= allowed:
+        return {"enum": []}
+    return node
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"[\\.^$*+?()\[\]{}|/-]", r"\\\g<0>", text)
+
+
+def _is_any_text(names: Mapping[str, Any]) -> bool:
+    own = names.keys() - NOTES
+    return own <= {"type", "minLength"} and "string" in (types_said(names) or {"string"}) and not names.get("minLength")
+
+
+def _words(names: Any) -> set[str] | None:
+    if names is False:
+        return set()
+    if not isinstance(names, Mapping) or names.keys() - NOTES - {"type", "enum", "const"}:
+        return None
+    said = [names["const"]] if "const" in names else names.get("enum")
+    return {each for each in said if isinstance(each, str)} if isinstance(said, list) else None
+
+
+def _pattern(names: Any) -> str | None:
+    if not isinstance(names, Mapping) or "string" not in (types_said(names) or {"string"}):
+        return None
+    own = names.keys() - NOTES - {"type"}
+    if own == {"pattern"} and isinstance(names["pattern"], str):
+        return str(names["pattern"])
+    if own and own <= {"minLength", "maxLength"}:
+        return f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+    return None
