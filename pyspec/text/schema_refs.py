@@ -5,6 +5,7 @@ Anchors, `$id`s and pointers in any spelling are followed here, so that what rea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
@@ -35,6 +36,8 @@ PLACES = frozenset({"$anchor", "$dynamicAnchor", "$id", "$recursiveAnchor", "id"
 """Words that are used up: nothing refers to them afterwards."""
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 MOST_NODES = 100_000
+MOST_HOPS = 16
+_SAFE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def below(node: Mapping[str, Any], words: tuple[str, ...] = ONE + LISTS + NAMED + DEFINED) -> Iterator[Schema]:
@@ -64,22 +67,41 @@ def mapped(node: Mapping[str, Any], change: Callable[[Schema], Schema]) -> dict[
     return found
 
 
-def referred(root: Schema, meant: Callable[[dict[str, Any]], Schema] = lambda node: node) -> Schema:
-    """The schema with its references in one form. `meant` changes each schema of it, after those that it is made of.
+def referred(
+    root: Schema, meant: Callable[[dict[str, Any]], Schema] = lambda node: node, *, names_root: bool = False
+) -> Schema:
+    """The schema with its references in one form; those to itself are "#", unless `names_root`. `meant` changes each schema of it,
+    after those that it is made of.
 
     Raises RequestError for a reference that leads elsewhere.
     """
-    return _References(root, meant).written() if isinstance(root, Mapping) else root
+    return _References(root, meant, names_root).written() if isinstance(root, Mapping) else root
+
+
+def followed(node: Schema, root: Schema) -> Schema:
+    """What a schema of `root` is, behind its references; None: one of them leads elsewhere."""
+    if not (isinstance(node, Mapping) and isinstance(root, Mapping) and node.keys() & REFERENCES):
+        return node
+    references = _References(root, lambda node: node, False)
+    for _ in range(MOST_HOPS):
+        word = next((word for word in REFERENCES if isinstance(node, Mapping) and isinstance(node.get(word), str)), None)
+        if word is None:
+            return node
+        try:
+            node = references.target(node, word)
+        except RequestError:
+            return None
+    return None
 
 
 class _References:
-    def __init__(self, root: Mapping[str, Any], meant: Callable[[dict[str, Any]], Schema]) -> None:
+    def __init__(self, root: Mapping[str, Any], meant: Callable[[dict[str, Any]], Schema], names_root: bool) -> None:
         self._root, self._meant = root, meant
         self._bases: dict[int, str] = {}  # of each schema: what its references are relative to
         self._documents: dict[str, Schema] = {"": root}
         self._anchors: dict[tuple[str, str], Schema] = {}
         self._twice: set[tuple[str, str]] = set()
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] = {} if names_root else {id(root): "#"}
         self._todo: list[tuple[str, Schema]] = []
         self._n_written = 0
         self._look()
@@ -113,29 +135,34 @@ class _References:
     def _copy(self, node: Schema) -> Schema:
         self._n_written += 1
         if self._n_written > MOST_NODES:
-            raise RequestError(f"the schema has more than {MOST_NODES} parts, those that it refers to included")
+            raise RequestError(f"the json_schema has more than {MOST_NODES} parts, those that it refers to included")
         if not isinstance(node, Mapping):
             return node
         found = mapped({word: value for word, value in node.items() if word not in PLACES}, self._copy)
         for word in REFERENCES:
             if isinstance(said := found.pop(word, None), str):
-                name = self._name(self._target(said, self._bases.get(id(node), ""), word))
+                place = self._name(self.target(node, word), said)
                 if "$ref" in found:
-                    found["allOf"] = [*found.get("allOf", ()), {"$ref": f"#/$defs/{name}"}]
+                    found["allOf"] = [*found.get("allOf", ()), {"$ref": place}]
                 else:
-                    found["$ref"] = f"#/$defs/{name}"
+                    found["$ref"] = place
         return self._meant(found)
 
-    def _name(self, target: Schema) -> str:
-        if isinstance(target, bool):
-            self._todo.append((f"d{str(target).lower()}", target))
-            return f"d{str(target).lower()}"
-        if id(target) not in self._names:
-            self._names[id(target)] = f"d{len(self._names)}"
-            self._todo.append((self._names[id(target)], target))
-        return self._names[id(target)]
+    def _name(self, target: Schema, said: str) -> str:
+        """Where a schema stands from here on: by its own name, if that is free and plain."""
+        key = id(target) if isinstance(target, Mapping) else hash(target)
+        if key not in self._names:
+            own = said.rpartition("/")[2]
+            taken = set(self._names.values())
+            if not _SAFE.fullmatch(own) or f"#/$defs/{own}" in taken:
+                own = f"d{len(taken)}-"
+            self._names[key] = f"#/$defs/{own}"
+            self._todo.append((own, target))
+        return self._names[key]
 
-    def _target(self, said: str, base: str, word: str) -> Schema:
+    def target(self, node: Mapping[str, Any], word: str) -> Schema:
+        """What a reference of a schema leads to. Raises RequestError."""
+        said, base = str(node[word]), self._bases.get(id(node), "")
         where, fragment = urldefrag(urljoin(base, said) if base else said)
         found = self._documents.get(where)
         if found is not None and word == "$recursiveRef" and any(n != self._root for n in self._recursive()):
@@ -146,7 +173,7 @@ class _References:
             place = where, unquote(fragment)
             found = None if place in self._twice else self._anchors.get(place)
         if not isinstance(found, Mapping | bool):
-            raise RequestError(f"the schema refers to {said!r:.120}, which is no part of it that can be followed")
+            raise RequestError(f"the json_schema refers to {said!r:.120}, which is no part of it that can be followed")
         return found
 
     def _recursive(self) -> list[Schema]:

@@ -92,7 +92,7 @@ class _Walk:
         return found
 
     def _target(self, reference: str) -> Any:
-        return self._root["$defs"][reference.removeprefix("#/$defs/")]
+        return self._root if reference == "#" else self._root["$defs"][reference.removeprefix("#/$defs/")]
 
     def _are_exclusive(self, choices: Any, closes: Callable[[Any], bool]) -> bool:
         """Whether no text of one fits another: their types or values differ, a property they all need tells them apart, or closed they

@@ -13,6 +13,7 @@ from typing import Any
 
 from pyspec.text.markup.reader import Tools
 from pyspec.text.markup.typed import types_of
+from pyspec.text.schema_refs import MOST_HOPS, followed, referred
 from pyspec.text.schemas import closed
 
 Schema = Mapping[str, Any]
@@ -105,10 +106,11 @@ def named_object(lark: Lark, tools: Tools, key: str, begin: str = '{"name": ', e
 
 def properties_of(schema: Schema) -> list[tuple[str, Schema, bool]]:
     """The arguments that a schema names, each with its own schema and whether it is required."""
+    schema = referred(schema, names_root=True)
     properties = schema.get("properties")
     required = schema.get("required")
     needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-    shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+    shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
     if not isinstance(properties, Mapping):
         return []
     return [
@@ -128,8 +130,23 @@ def is_text(schema: Schema, name: str) -> bool:
 
 
 def words_of(schema: Schema, is_spelled: Callable[[str], bool]) -> list[str] | None:
-    """The strings that an argument is one of, if its schema lists them. is_spelled: which of them can be written bare."""
-    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    """The strings that an argument is one of, if its schema lists them, in place or behind references.
+
+    is_spelled: which of them can be written bare.
+    """
+    node: Any = schema
+    for _ in range(MOST_HOPS):
+        node = followed(node, schema)
+        if isinstance(node, Mapping) and not node.keys() & {"const", "enum"}:
+            only = next((node[word] for word in ("allOf", "anyOf", "oneOf") if word in node), None)
+            if not isinstance(only, list) or len(only) != 1:
+                return None
+            node = only[0]
+        else:
+            break
+    if not isinstance(node, Mapping):
+        return None
+    listed = [node["const"]] if "const" in node else node.get("enum")
     if isinstance(listed, list) and listed and all(isinstance(word, str) for word in listed):
         return [word for word in listed if is_spelled(word)] or None
     return None

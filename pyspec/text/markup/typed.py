@@ -8,6 +8,7 @@ from typing import Any
 
 from pyspec.text.markup.json_text import as_json
 from pyspec.text.markup.reader import HELD_CHARS, AnswerReader
+from pyspec.text.schema_refs import REFERENCES, followed
 
 Schema = Mapping[str, Any]
 HOPS = 16  # of references
@@ -133,8 +134,8 @@ def types_of(schema: Schema, name: str) -> frozenset[str]:
 def _types(schema: Any, root: Schema, hops: int) -> frozenset[str]:
     if not isinstance(schema, Mapping) or hops == 0:
         return ALL
-    if isinstance(reference := schema.get("$ref"), str):
-        return _types(_found(reference, root), root, hops - 1)
+    if schema.keys() & REFERENCES:
+        return _types(followed(schema, root), root, hops - 1)
     said = schema.get("type")
     if isinstance(said, str):
         return frozenset({said}) & ALL or ALL
@@ -150,14 +151,6 @@ def _types(schema: Any, root: Schema, hops: int) -> frozenset[str]:
     if isinstance(schema.get("allOf"), list):
         return ALL.intersection(*(_types(each, root, hops - 1) for each in schema["allOf"][:64])) or ALL
     return ALL
-
-
-def _found(reference: str, root: Schema) -> Any:
-    """What a reference within the schema points to."""
-    at: Any = root
-    for step in reference.removeprefix("#/").split("/") if reference.startswith("#/") else [None]:
-        at = at.get(step) if isinstance(at, Mapping) else None
-    return at
 
 
 def _kind(value: object) -> str:
