@@ -120,6 +120,7 @@ class Grammar:
             white space behind it; "": constrained from the start
     lazy    the text may end before `after` has come; without this it may not
     calls   lark for what may stand in place of the text: tool calls
+    begun   what stands of the text already, at the prompt's end: it and what is generated are held as one. Not beside `after`
     """
 
     kind: Annotated[GrammarKind, OneOf(("json_schema", "gbnf", "regex", "lark", "compiled"))]
@@ -127,6 +128,7 @@ class Grammar:
     after: Annotated[str, Text()] = ""
     lazy: bool = False
     calls: Annotated[str, Text()] = ""
+    begun: Annotated[str, Text()] = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from dataclasses import replace
 
 from pyspec.constrain.child import first_line, question
 from pyspec.constrain.grammar import check_size
@@ -52,7 +53,7 @@ class GrammarCheck:
             why = answer["failed"]
             found: Grammar | str = why if why.startswith("the ") else f"the {grammar.kind} {why}"
         else:
-            found = Grammar(kind="compiled", source=answer["text"], after=grammar.after, lazy=grammar.lazy)
+            found = replace(grammar, kind="compiled", source=answer["text"], calls="")
         with self._lock:
             self._keep(grammar, found)
             if isinstance(found, Grammar):
@@ -69,4 +70,4 @@ class GrammarCheck:
 
 
 def _size(grammar: Grammar, found: Grammar | str) -> int:
-    return len(grammar.source) + len(grammar.calls) + len(found if isinstance(found, str) else found.source)
+    return len(grammar.source) + len(grammar.calls) + len(grammar.begun) + len(found if isinstance(found, str) else found.source)

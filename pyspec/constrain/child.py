@@ -8,16 +8,19 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
 from pyspec.constrain.grammar import LIMITS, compile_text, said
-from pyspec.constrain.trie import TokenTable
+from pyspec.constrain.trie import TokenTable, begin
 from pyspec.errors import RequestError
+from pyspec.ranges import printable
 from pyspec.request import Grammar
 from pyspec.text.bounded import serve
 
+SAID_BEFORE = 80  # characters of an answer that has begun, in a refusal
 MEMORY_BYTES = 2 << 30  # of address space, the interpreter's and its threads' own included
 
 
@@ -30,7 +33,10 @@ def answer(table: TokenTable, tokenizer: LLTokenizer, grammar: Grammar) -> dict[
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if matcher.is_error():
         return {"failed": f"the {grammar.kind} can not be used: {said(matcher.get_error())}"}
-    begins = any(matcher.compute_bitmask())
+    if begin(tokenizer, matcher, grammar.begun) is None:
+        said_before = printable(grammar.begun, SAID_BEFORE)
+        return {"failed": f"the {grammar.kind} can not be kept: the answer has begun with {said_before!r}, which it does not allow"}
+    begins = matcher.is_stopped() or any(matcher.compute_bitmask())
     if matcher.is_error() or not begins:
         why = said(matcher.get_error().partition("<")[0]) if matcher.is_error() else ""
         return {"failed": f"the {grammar.kind} can not be kept: no text fits it" + (why and f" ({why})")}
@@ -51,7 +57,7 @@ def first_line(table: TokenTable) -> bytes:
 
 def question(grammar: Grammar) -> bytes:
     """A line that asks for a grammar."""
-    return json.dumps([grammar.kind, grammar.source, grammar.after, grammar.lazy, grammar.calls]).encode() + b"\n"
+    return json.dumps(asdict(grammar)).encode() + b"\n"
 
 
 def answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
@@ -60,11 +66,11 @@ def answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
     tokenizer = table.build(lambda text: [])
     yield {"text": ""}
     for line in lines:
-        kind, source, after, lazy, calls = json.loads(line)
+        grammar = Grammar(**json.loads(line))
         try:
-            yield answer(table, tokenizer, Grammar(kind=kind, source=source, after=after, lazy=lazy, calls=calls))
+            yield answer(table, tokenizer, grammar)
         except MemoryError:
-            yield {"failed": f"the {kind} needs more than {MEMORY_BYTES >> 20} MiB"}
+            yield {"failed": f"the {grammar.kind} needs more than {MEMORY_BYTES >> 20} MiB"}
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from pyspec.constrain.grammar import said
 from pyspec.constrain.offer import LEAST_CHANCE, Offer
 from pyspec.constrain.phrases import ORDER, Estimate, Phrasebook
-from pyspec.constrain.trie import TokenTrie
-from pyspec.errors import GrammarTooLarge, SlotError
+from pyspec.constrain.trie import TokenTrie, begin
+from pyspec.errors import GrammarTooLarge, RequestError, SlotError
 from pyspec.request import Grammar
 
 CALM = 32  # rounds without a refusal: each costs a round that is launched ahead, which is worth a few percent of one
@@ -33,8 +33,16 @@ class Constraint:
         self.trie, self.source, self.matcher = trie, grammar.source, trie.matcher(grammar.source)
         self.read: list[int] = []  # what the matcher has read, to begin again with
         self.is_over, self._n_calm = False, CALM
+        if grammar.begun:
+            self._begin(grammar.begun)
         self.book: Phrasebook | None = None  # set where drafts are made: it learns what is committed
         self.free = FreeText(trie, grammar, self) if grammar.after else None
+
+    def _begin(self, text: str) -> None:
+        tokens = begin(self.trie.walked, self.matcher, text)
+        if tokens is None:
+            raise RequestError("the answer that has begun does not fit its grammar")
+        self.read, self.is_over = tokens, self.matcher.is_stopped()
 
     @property
     def is_plain(self) -> bool:

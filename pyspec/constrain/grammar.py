@@ -50,7 +50,7 @@ class Vocabulary(Protocol):
 
 def check_size(grammar: Grammar) -> None:
     """Raise RequestError for a grammar that is too long to be looked at."""
-    if (n := len((grammar.source + grammar.calls).encode("utf-8", "replace"))) > SOURCE_BYTES:
+    if (n := len((grammar.source + grammar.calls + grammar.begun).encode("utf-8", "replace"))) > SOURCE_BYTES:
         raise RequestError(f"the {grammar.kind} has {n} bytes; at most {SOURCE_BYTES} are taken")
     if not grammar.source.strip():
         raise RequestError(f"the {grammar.kind} is empty")

@@ -46,6 +46,15 @@ class TokenTable:
         return LLTokenizer(_Wrapper(self, encode), eos_token=list(self.eog))  # type: ignore[arg-type]  # its stub names a class of its own
 
 
+def begin(tokenizer: LLTokenizer, matcher: LLMatcher, text: str) -> list[int] | None:
+    """Let a matcher read text that stands there already; the tokens by which it did. None: it does not take it.
+
+    In which tokens the prompt has it is no matter: what may follow depends on the text alone.
+    """
+    tokens = list(tokenizer.greedy_tokenize(text)) if text else []
+    return tokens if not tokens or matcher.try_consume_tokens(tokens) == len(tokens) else None
+
+
 class _Wrapper:
     """The shape in which llguidance takes a tokenizer."""
 

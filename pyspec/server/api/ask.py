@@ -107,7 +107,8 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
     if moved:
         others = _tokenise(_checked(kind, value), engine, settings)
         requests = tuple(replace(r, n_stable=_n_common(r.prompt, others[0])) for r in requests)
-    if (grammar := checked_grammar(body, engine, plan.free if plan else "", plan.calls if plan else ())) is not None:
+    held = (plan.free, plan.calls, plan.begun) if plan else ("", (), "")
+    if (grammar := checked_grammar(body, engine, *held)) is not None:
         requests = tuple(replace(r, grammar=grammar) for r in requests)
     if plan:
         requests = tuple(

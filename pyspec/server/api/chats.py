@@ -9,7 +9,7 @@ from pyspec.errors import RequestError
 from pyspec.request import Grammar, ThinkBudget
 from pyspec.server.api.calls import CallPlan, call_plan
 from pyspec.server.api.constrained import wanted
-from pyspec.server.api.prompts import chat_ids, continued_part
+from pyspec.server.api.prompts import begun_answer, chat_ids, continued_part
 from pyspec.server.api.schema import ChatBody
 from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.settings import ServerSettings
@@ -29,6 +29,7 @@ class ChatPlan:
     shown: tuple[int, ...]
     budget: ThinkBudget | None
     grammar: Grammar | None
+    begun: str = ""  # what stands of the answer already, behind its reasoning
     calls: tuple[str, ...] = ()  # where the text may be held to a grammar: calls in its place, as lark
 
     @property
@@ -65,8 +66,16 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings) -> C
         shown=_shown(engine.tokenizer, markup),
         budget=_budget(engine.tokenizer, body, settings, think, is_open),
         grammar=_call_grammar(engine, calls, markup) if calls.is_held and not beside else None,
+        begun=_behind(begun_answer(body, settings), think),
         calls=tuple(source for source, _ in beside),
     )
+
+
+def _behind(begun: str, think: ThinkMarks | None) -> str:
+    """Of an answer that has begun, what stands behind reasoning that is a part of it."""
+    if think is None or think.start not in begun:
+        return begun
+    return begun.rpartition(think.end)[2].lstrip()
 
 
 def _in_place(speaks: Dialect | None, calls: CallPlan) -> list[tuple[str, str]]:

@@ -20,11 +20,14 @@ JSON_OBJECT = '{"type": "object"}'
 CHOICES = 1024
 
 
-def checked_grammar(body: Generate, engine: EngineLike, after: str = "", calls: Sequence[str] = ()) -> Grammar | None:
+def checked_grammar(
+    body: Generate, engine: EngineLike, after: str = "", calls: Sequence[str] = (), begun: str = ""
+) -> Grammar | None:
     """The grammar of a body, compiled. Raises RequestError, naming the field. May take a while: not for an event loop.
 
     after  text up to and including this is free: the end of reasoning
     calls  tool calls that may stand in the answer's place: the first of these that can be kept
+    begun  what stands of the answer already
     """
     found = wanted(body)
     if not found:
@@ -32,7 +35,7 @@ def checked_grammar(body: Generate, engine: EngineLike, after: str = "", calls: 
     if len(found) > 1:
         raise RequestError(f"{found[1][0]}: {found[0][0]} is given, too; an answer keeps to one of them")
     name, grammar = found[0]
-    grammar = replace(grammar, after=after)
+    grammar = replace(grammar, after=after, begun="" if after else begun)
     try:
         kept = engine.check_grammar(grammar)
     except RequestError as e:

@@ -151,6 +151,14 @@ def continued_part(body: Chat, settings: ServerSettings) -> str:
     return "reasoning_content" if last.reasoning_content and not last.content else "content"
 
 
+def begun_answer(body: Chat, settings: ServerSettings) -> str:
+    """What stands of the answer's content already; "": it begins anew, or within reasoning."""
+    if continued_part(body, settings) != "content":
+        return ""
+    at = len(body.messages) - 1
+    return str(_plain(body.messages[at], at, settings.limits, between="\n\n")["content"])
+
+
 def template_values(body: Chat, template: str, settings: ServerSettings) -> dict[str, Any]:
     """What the template is called with beside messages and tools: the server's values, the body's over them."""
     values: dict[str, Any] = dict(settings.chat_template_kwargs)
