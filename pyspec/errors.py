@@ -23,7 +23,7 @@ PyspecError                        exit 1   500 server_error
     QueueFull                               429 rate_limit_error
     Unavailable                             503 unavailable_error          loading, draining or dead
     SlotError                               500 server_error               one slot's round failed; the others go on
-        NoTokenLeft                         400 invalid_request_error      the request bans every token
+        NoTokenLeft                         400 invalid_request_error      the request bans every token, or all that its grammar allows
         GrammarTooLarge                     400 invalid_request_error      its grammar goes over its limits on the way
         OutOfBounds
 

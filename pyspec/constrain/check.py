@@ -34,16 +34,19 @@ class GrammarCheck:
 
     def compiled(self, grammar: Grammar) -> Grammar:
         """The grammar as the engine takes it. Raises RequestError if it is none, or too much; Unavailable if nobody can tell now."""
+        found = self.known(grammar)
+        if found is None:
+            check_size(grammar)
+            found = _or_raise(self._ask(grammar))
+        return found
+
+    def known(self, grammar: Grammar) -> Grammar | None:
+        """The same at once, for one that was compiled lately; None for others. Raises RequestError."""
         with self._lock:
             found = self._kept.get(grammar)
             if found is not None:
                 self._kept.move_to_end(grammar)
-        if found is None:
-            check_size(grammar)
-            found = self._ask(grammar)
-        if isinstance(found, str):
-            raise RequestError(found)
-        return found
+        return None if found is None else _or_raise(found)
 
     def _ask(self, grammar: Grammar) -> Grammar | str:
         answer = self._box.ask(question(grammar), TIME_S)
@@ -67,6 +70,12 @@ class GrammarCheck:
         while self._n_bytes > KEPT_BYTES:
             old = self._kept.popitem(last=False)
             self._n_bytes -= _size(*old)
+
+
+def _or_raise(found: Grammar | str) -> Grammar:
+    if isinstance(found, str):
+        raise RequestError(found)
+    return found
 
 
 def _size(grammar: Grammar, found: Grammar | str) -> int:

@@ -192,6 +192,10 @@ class Engine:
         check_grammar(grammar)
         return self._incoming.grammars.compiled(grammar)
 
+    def known_grammar(self, grammar: Grammar) -> Grammar | None:
+        """The same if it is known, at once; None if it has to be compiled. Raises RequestError."""
+        return self._incoming.grammars.known(grammar)
+
     def cancel(self, request_id: str) -> None:
         """End a request at the next round; unknown and finished ids are ignored."""
         self.core.cancel(id_of(request_id))

@@ -12,7 +12,7 @@ from pyspec.constrain.constraint import Constraint
 from pyspec.constrain.phrases import Phrasebooks
 from pyspec.constrain.trie import TokenTrie
 from pyspec.engine.job import Job, blamed
-from pyspec.errors import PyspecError, RequestError
+from pyspec.errors import NoTokenLeft, PyspecError, RequestError
 from pyspec.request import Grammar
 from pyspec.text.tokenizer import Tokenizer
 
@@ -52,6 +52,7 @@ class Grammars:
         try:
             constraint = Constraint(self.trie, grammar)
             job.constrain(constraint)
+            _check_begin(job, constraint)
             constraint.book = None if self.books is None else self.books.of(job.client, grammar.source)
         except Exception as e:
             if not isinstance(e, PyspecError):
@@ -59,3 +60,14 @@ class Grammars:
             job.flaw = blamed(e)
         done(job)
         self._under_way.discard(job.id)
+
+
+def _check_begin(job: Job, constraint: Constraint) -> None:
+    """Raise NoTokenLeft if nothing can begin: the request bans all that its grammar allows first."""
+    banned = job.sampler.banned_next()
+    if not banned or constraint.is_over or constraint.free is not None:
+        return
+    if not (constraint.row() & constraint.trie.bits(banned)).any() and not constraint.matcher.is_error():
+        raise NoTokenLeft(
+            "the request bans every token that its grammar allows first (see logit_bias, ignore_eos and min_tokens): no text fits both"
+        )

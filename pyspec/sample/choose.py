@@ -328,7 +328,7 @@ def _accept(work: _Work, tokens: list[int], peaks: list[float], synth: SynthAcce
 
 def _bad_row(position: int, peak: float, *, is_masked: bool) -> SlotError:
     if peak == -math.inf and is_masked:
-        return SlotError(
+        return NoTokenLeft(
             f"the grammar came to a dead end at position {position}: no token is left that it allows (and logit_bias, ignore_eos and"
             " min_tokens do not ban)"
         )

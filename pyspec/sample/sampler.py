@@ -126,6 +126,11 @@ class SlotSampler:
             self.feedback = self.ahead.feedback[min(len(tokens), len(self.ahead.feedback)) - 1]
             self.ahead = SpanChoice()
 
+    def banned_next(self) -> list[int]:
+        """Tokens that the next one can not be, whatever the target says."""
+        banned = self.bias[0][self.bias[1] == -np.inf].tolist()
+        return [*banned, *(self.bans.tolist() if self.n_history < self.n_banned else ())]
+
     def usable(self, drafts: Sequence[int]) -> list[int]:
         """The drafts before the first one that is no token id; nothing after it can be accepted."""
         if drafts and (min(drafts) < 0 or max(drafts) >= self.n_vocab):

@@ -88,6 +88,10 @@ class EngineLike(Protocol):
         """The grammar as `submit` takes it. Raises RequestError if it can not be kept. May take seconds: not for an event loop."""
         ...
 
+    def known_grammar(self, grammar: Grammar) -> Grammar | None:
+        """The same at once, if it was compiled lately; None if it was not. Raises RequestError."""
+        ...
+
     def cancel(self, request_id: str) -> None:
         """End a request; its Done says "cancelled". An unknown or finished id is no error."""
         ...

@@ -48,23 +48,23 @@ class Service:
         self._submissions: dict[Submission, asyncio.TimerHandle] = {}
         self.n_inside = 0
         self._inside: Counter[str] = Counter()  # of which by client
-        self._text: list[ThreadPoolExecutor | None] = [None, None]  # for small bodies, and for large ones
+        self._text: list[ThreadPoolExecutor | None] = [None] * 3  # for small bodies, for large ones, and to compile grammars
         self.reading = Reading(self.settings.limits.reading)
         self._groups = count()
         self._post: tuple[asyncio.AbstractEventLoop, Post] | None = None
-        self._turns: tuple[asyncio.AbstractEventLoop, tuple[TextTurns, TextTurns]] | None = None
+        self._turns: tuple[asyncio.AbstractEventLoop, tuple[TextTurns, ...]] | None = None
 
     @property
     def n_jobs(self) -> int:
         """Generation requests whose submissions have not been closed."""
         return len(self._submissions)
 
-    async def text(self, work: Callable[..., T], *args: Any, n_byte: int = 0, client: str = "") -> T:
+    async def text(self, work: Callable[..., T], *args: Any, n_byte: int = 0, client: str = "", compiles: bool = False) -> T:
         """Run tokenising or rendering off the event loop: of a large body in a thread of its own, so that small ones never wait for one.
-        Clients take turns. The threads start with the first call: a mounted application never hears of start-up."""
-        which = int(n_byte > LARGE_BODY)
+        So is what compiles a grammar. Clients take turns. The threads start with the first call: a mounted application never hears of start-up."""
+        which = 2 if compiles else int(n_byte > LARGE_BODY)
         if (threads := self._text[which]) is None:
-            n, name = (1, "pyspec-large") if which else (self.settings.text_threads, "pyspec-text")
+            n, name = ((self.settings.text_threads, "pyspec-text"), (1, "pyspec-large"), (1, "pyspec-compile"))[which]
             threads = self._text[which] = ThreadPoolExecutor(n, thread_name_prefix=name)
         loop, turns = asyncio.get_running_loop(), self._one_turns()[which]
         await turns.take(client)
@@ -161,11 +161,11 @@ class Service:
             submitting.add_done_callback(end)
             raise
 
-    def _one_turns(self) -> tuple[TextTurns, TextTurns]:
-        """Of the small bodies and of the large ones; new ones if the application was moved to another loop."""
+    def _one_turns(self) -> tuple[TextTurns, ...]:
+        """Of the small bodies, of the large ones and of grammars; new ones if the application was moved to another loop."""
         loop = asyncio.get_running_loop()
         if self._turns is None or self._turns[0] is not loop:
-            self._turns = loop, (TextTurns(self.settings.text_threads), TextTurns(1))
+            self._turns = loop, (TextTurns(self.settings.text_threads), TextTurns(1), TextTurns(1))
         return self._turns[1]
 
     def _one_post(self) -> Post:

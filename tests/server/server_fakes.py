@@ -181,6 +181,9 @@ class FakeEngine:
             raise RequestError(f"the {grammar.kind} can not be used: {said(flaw)}")
         return replace(grammar, kind="compiled", source=source)
 
+    def known_grammar(self, grammar: Grammar) -> Grammar | None:
+        return None
+
     def cancel(self, request_id: str) -> None:
         with self._wake:
             self.cancelled.setdefault(request_id, time.monotonic())

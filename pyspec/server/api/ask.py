@@ -89,13 +89,13 @@ class Ask:
         return self.requests[0].params.logprobs is not None and not self.hides_logprobs
 
 
-def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings) -> Ask:
-    """Check a body and make its requests. Raises RequestError, NotSupported."""
+def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings, compiles: bool = True) -> Ask:
+    """Check a body and make its requests. Raises RequestError, NotSupported; NotCompiled for a grammar that is new, unless it `compiles`."""
     sent = parse_object(raw, settings.limits)
     value, moved = _steady(kind, sent, settings)
     body = _checked(kind, _with_moved(value, moved))
     params = sampling_params(body, engine.tokenizer, settings)
-    plan = plan_chat(engine, body, settings) if isinstance(body, ChatBody) else None
+    plan = plan_chat(engine, body, settings, compiles=compiles) if isinstance(body, ChatBody) else None
     prompts = [list(plan.prompt)] if plan else _tokenise(body, engine, settings)
     n, n_run = n_choices(body, engine.info)
     hides_logprobs = n_run > n and params.logprobs is None
@@ -108,7 +108,7 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
         others = _tokenise(_checked(kind, value), engine, settings)
         requests = tuple(replace(r, n_stable=_n_common(r.prompt, others[0])) for r in requests)
     held = (plan.free, plan.calls, plan.begun) if plan else ("", (), "")
-    if (grammar := checked_grammar(body, engine, *held)) is not None:
+    if (grammar := checked_grammar(body, engine, *held, compiles=compiles)) is not None:
         requests = tuple(replace(r, grammar=grammar) for r in requests)
     if plan:
         requests = tuple(

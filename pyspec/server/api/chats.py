@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pyspec.errors import RequestError
 from pyspec.request import Grammar, ThinkBudget
 from pyspec.server.api.calls import CallPlan, call_plan
-from pyspec.server.api.constrained import wanted
+from pyspec.server.api.constrained import kept_grammar, wanted
 from pyspec.server.api.prompts import begun_answer, chat_ids, continued_part
 from pyspec.server.api.schema import ChatBody
 from pyspec.server.engine import EngineLike, TokenizerLike
@@ -38,8 +38,8 @@ class ChatPlan:
         return self.markup.think.end if self.markup.think is not None and self.markup.is_open else ""
 
 
-def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings) -> ChatPlan:
-    """Check a chat's body and make its prompt. Raises RequestError, NotSupported."""
+def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings, *, compiles: bool) -> ChatPlan:
+    """Check a chat's body and make its prompt. Raises RequestError, NotSupported, NotCompiled."""
     template = engine.info.chat_template
     speaks, think = spoken(template, settings), think_marks(template)
     calls = call_plan(body, speaks)
@@ -65,7 +65,7 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings) -> C
         markup=markup,
         shown=_shown(engine.tokenizer, markup),
         budget=_budget(engine.tokenizer, body, settings, think, is_open),
-        grammar=_call_grammar(engine, calls, markup) if calls.is_held and not beside else None,
+        grammar=_call_grammar(engine, calls, markup, compiles) if calls.is_held and not beside else None,
         begun=_behind(begun_answer(body, settings), think),
         calls=tuple(source for source, _ in beside),
     )
@@ -87,7 +87,7 @@ def _in_place(speaks: Dialect | None, calls: CallPlan) -> list[tuple[str, str]]:
     return found
 
 
-def _call_grammar(engine: EngineLike, calls: CallPlan, markup: AnswerMarkup) -> Grammar:
+def _call_grammar(engine: EngineLike, calls: CallPlan, markup: AnswerMarkup, compiles: bool) -> Grammar:
     """What holds the answer to the tools' schemas. Reasoning is free, and so is text before calls that may be left out."""
     assert markup.calls is not None
     lark, think = Lark(), markup.think
@@ -99,10 +99,9 @@ def _call_grammar(engine: EngineLike, calls: CallPlan, markup: AnswerMarkup) -> 
         source = lark.calls(rules, thought=(think.start, think.end))
     else:
         source = lark.calls(rules)
+    grammar = Grammar(kind="lark", source=source, after=after, lazy=bool(after) and not calls.is_bound)
     try:
-        return engine.check_grammar(
-            Grammar(kind="lark", source=source, after=after, lazy=bool(after) and not calls.is_bound)
-        )
+        return kept_grammar(engine, grammar, compiles=compiles)
     except RequestError as e:
         raise RequestError(f"tools: their schemas can not be kept: {e}") from None
 

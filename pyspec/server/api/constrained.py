@@ -20,14 +20,27 @@ JSON_OBJECT = '{"type": "object"}'
 CHOICES = 1024
 
 
+class NotCompiled(Exception):
+    """A grammar is new: to be asked for again where nothing else waits behind it."""
+
+
+def kept_grammar(engine: EngineLike, grammar: Grammar, *, compiles: bool) -> Grammar:
+    """A grammar, compiled. Raises RequestError if it can not be kept, NotCompiled if it is new and must not be compiled here."""
+    found = None if compiles else engine.known_grammar(grammar)
+    if found is None and not compiles:
+        raise NotCompiled
+    return engine.check_grammar(grammar) if found is None else found
+
+
 def checked_grammar(
-    body: Generate, engine: EngineLike, after: str = "", calls: Sequence[str] = (), begun: str = ""
+    body: Generate, engine: EngineLike, after: str = "", calls: Sequence[str] = (), begun: str = "", *, compiles: bool
 ) -> Grammar | None:
     """The grammar of a body, compiled. Raises RequestError, naming the field. May take a while: not for an event loop.
 
     after  text up to and including this is free: the end of reasoning
     calls  tool calls that may stand in the answer's place: the first of these that can be kept
     begun  what stands of the answer already
+    compiles  a grammar that is new is compiled; else NotCompiled is raised
     """
     found = wanted(body)
     if not found:
@@ -37,13 +50,13 @@ def checked_grammar(
     name, grammar = found[0]
     grammar = replace(grammar, after=after, begun="" if after else begun)
     try:
-        kept = engine.check_grammar(grammar)
+        kept = kept_grammar(engine, grammar, compiles=compiles)
     except RequestError as e:
         raise RequestError(f"{name}: {e}") from None
     why = ""
     for each in calls:
         try:
-            return engine.check_grammar(replace(grammar, calls=each))
+            return kept_grammar(engine, replace(grammar, calls=each), compiles=compiles)
         except RequestError as e:
             why = why or str(e)
     if calls:

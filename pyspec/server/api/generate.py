@@ -13,6 +13,7 @@ from pyspec.server.api.answers import Answer
 from pyspec.server.api.anthropic_answer import MessagesAnswer
 from pyspec.server.api.ask import Ask, Kind, prepare
 from pyspec.server.api.chat_answer import ChatAnswer
+from pyspec.server.api.constrained import NotCompiled
 from pyspec.server.api.native import NativeAnswer
 from pyspec.server.api.openai import TextAnswer
 from pyspec.server.api.responses_answer import ResponsesAnswer
@@ -56,7 +57,7 @@ def _kept_as(service: Service, request: Request) -> SessionKey | None:
 
 
 async def _answer(service: Service, kind: Kind, raw: bytes, key: SessionKey | None, client: str) -> ASGIApp:
-    ask = await service.text(prepare, kind, raw, service.engine, service.settings, n_byte=len(raw), client=client)
+    ask = await _prepared(service, kind, raw, client)
     submission = await service.start(ask, client)
     answer = ANSWERS[ask.kind](ask, service.model, service.engine.tokenizer)
     if ask.stream and key is not None:
@@ -65,6 +66,15 @@ async def _answer(service: Service, kind: Kind, raw: bytes, key: SessionKey | No
         source = chunks(submission, ask, answer)
         return EventStream(submission, source, lambda: service.end(submission), answer.error, _headers(ask))
     return await _whole(service, submission, ask, answer)
+
+
+async def _prepared(service: Service, kind: Kind, raw: bytes, client: str) -> Ask:
+    """What a body asks for. A grammar that is new is compiled in a thread of its own, so that others' texts do not wait for it."""
+    given = kind, raw, service.engine, service.settings
+    try:
+        return await service.text(prepare, *given, False, n_byte=len(raw), client=client)
+    except NotCompiled:
+        return await service.text(prepare, *given, True, compiles=True, client=client)
 
 
 def _kept(
