@@ -16,6 +16,7 @@ from server_live import Live, wait_for
 
 from pyspec.engine.api import Engine
 from pyspec.errors import ConfigError, RequestError
+from pyspec.request import Grammar
 from pyspec.server.app import create_app
 from pyspec.server.http.serve import bind, make_server
 from pyspec.server.settings import Limits, ServerSettings
@@ -170,3 +171,93 @@ def test_programs_name_what_the_text_has_to_match(loaded: Engine) -> None:
             loaded.generate("x", **options)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"json_schema: .*wombat"):
         loaded.generate("x", json_schema={"type": "wombat"})
+
+
+def test_what_has_no_grammar_does_not_wait_for_those_of_others(
+    serve: Callable[..., Live], engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there are threads for text, of the same client, and more: each of them compiles for as long as it likes."""
+    compiling, go, check = threading.Semaphore(0), threading.Event(), engine.check_grammar
+
+    def slow(grammar: Grammar) -> Grammar:
+        compiling.release()
+        assert go.wait(60)
+        return check(grammar)
+
+    monkeypatch.setattr(engine, "check_grammar", slow)
+    url, answers = serve().url, []
+    bodies: list[dict[str, Any]] = [{"prompt": "x", "grammar": f'root ::= "{i}"'} for i in range(7)]
+    asking = [
+        threading.Thread(target=lambda b=b: answers.append(httpx.post(f"{url}/completion", json=b, timeout=60)))
+        for b in bodies
+    ]
+    try:
+        for each in asking:
+            each.start()
+        assert compiling.acquire(timeout=60)
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
+        for path, body in (("/v1/chat/completions", CHAT), ("/completion", {"prompt": "y"})):
+            assert httpx.post(url + path, json=body, timeout=60).status_code == 200
+        assert not answers and len(engine.seen) == 2
+    finally:
+        go.set()
+        for each in asking:
+            each.join(60)
+    assert [answer.status_code for answer in answers] == [200] * 7
+
+
+FLAG = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": False}
+
+
+def begun_with(text: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    return {"messages": messages, "temperature": 0, "max_tokens": 40} | fields
+
+
+@pytest.mark.parametrize("text", ["{", '{"', '{"x', '{"x": t', '{\n  "x":', '{"x": false}', '{"x": fals'])
+def test_an_answer_that_has_begun_keeps_its_schema_as_a_whole(url: str, text: str) -> None:
+    """Wherever it stops, in the middle of what would be one token, too; and one that is whole is over."""
+    asked = begun_with(text, response_format={"type": "json_schema", "json_schema": {"name": "m", "schema": FLAG}})
+    choice = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(text + (choice["message"]["content"] or "")), FLAG)
+
+
+def test_so_does_one_over_messages_and_under_other_grammars(url: str) -> None:
+    asked = begun_with("[7", grammar='root ::= "[" num ("," num)* "]"\nnum ::= [0-9]{3}')
+    said = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).json()["choices"][0]["message"]["content"]
+    assert said[:2].isdigit() and ("[7" + said).rstrip("]")[-3:].isdigit()
+    asked = begun_with("[7", output_config={"format": {"type": "json_schema", "schema": {"type": "array", "items": {"const": 71}}}})
+    said = httpx.post(f"{url}/v1/messages", json=asked | {"model": "demo"}, timeout=60).json()["content"][0]["text"]
+    assert said[0] == "1"
+
+
+@pytest.mark.parametrize("text", ["Sure: ", '{"y', '{"x": true} and', "[", '{"x": 1'])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_has_begun_otherwise_is_refused_at_once(url: str, text: str, stream: bool) -> None:
+    asked = begun_with(text, json_schema=FLAG, stream=stream)
+    refused = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
+    assert refused.status_code == 400 and "has begun with" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"grammar": 'root ::= "a"', "logit_bias": [["a", False]]}, "allows first"),
+        ({"grammar": 'root ::= "" | "a"', "logit_bias": [["a", False]], "ignore_eos": True}, "allows first"),
+        ({"grammar": 'root ::= ""', "min_tokens": 2}, "allows first"),
+        ({"grammar": 'root ::= "b" "a"', "logit_bias": [["a", False], ["ba", False]]}, "position 2"),
+    ],
+)
+def test_a_request_that_bans_all_that_its_grammar_allows_is_at_fault_itself(
+    url: str, fields: dict[str, Any], said: str
+) -> None:
+    """Before a slot is taken where it shows there, and never as the server's error."""
+    asked = {"prompt": "x", "n_predict": 4} | fields
+    refused = httpx.post(f"{url}/completion", json=asked, timeout=60)
+    assert refused.status_code == 400 and refused.json()["error"]["type"] == "invalid_request_error"
+    assert said in refused.json()["error"]["message"]
+    streamed = httpx.post(f"{url}/completion", json=asked | {"stream": True}, timeout=60)
+    lines = [json.loads(line[5:]) for line in streamed.text.splitlines() if line.startswith("data:")]
+    told = lines[-1] if lines else streamed.json()
+    assert told["error"]["type"] == "invalid_request_error" and told["error"]["code"] == 400
