@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pyspec.constrain.gbnf_nodes import LAST, SURROGATES, Chars, Either, Node, Ref, Repeat, Row, Rules, Token, all_below
-from pyspec.constrain.gbnf_nodes import merged, others
+from pyspec.text.expressions import LAST, SURROGATES, Chars, Either, Node, Ref, Repeat, Row, Rules, Token, all_below
+from pyspec.text.expressions import merged, others
 from pyspec.ranges import printable
 
 MOST_DEEP = 120  # brackets in brackets

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from pyspec.constrain.gbnf import NoGBNF, parsed
-from pyspec.constrain.gbnf_meet import Meetings, TooMuch, Word, word_of
-from pyspec.constrain.gbnf_nodes import (
+from pyspec.constrain.gbnf_meet import Meetings
+from pyspec.text.automaton import TooMuch, Word, word_of
+from pyspec.text.expressions import (
     Chars,
     Either,
     Node,

@@ -8,94 +8,12 @@ could end within it and be followed by the same byte; else it is opened into the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from pyspec.constrain.gbnf_nodes import Chars, Either, Node, Ranges, Ref, Repeat, Row, Rules, first_bytes, have_common
+from pyspec.text.automaton import TooMuch, Word, joined_bits
+from pyspec.text.expressions import Either, Node, Ref, Repeat, Row, have_common
 
-MOST_PLACES = 400  # of one word
-MOST_DEEP = 60  # rules and brackets in each other, of one word
 MOST_STEPS = 300_000  # that a look at a grammar may take
-
-
-class TooMuch(Exception):
-    """A word, or a grammar, is too large to be looked at."""
-
-
-@dataclass(slots=True)
-class Word:
-    """A regular node as an automaton whose states are the places of its characters (Glushkov's). -1: the begin.
-
-    can_be_empty: whether the empty text fits it; last: places at which it may end; behind: by place, those that may come next
-    """
-
-    places: list[Ranges] = field(default_factory=list)
-    behind: dict[int, set[int]] = field(default_factory=dict)
-    last: frozenset[int] = frozenset()
-    can_be_empty: bool = False
-
-    def begins(self) -> int:
-        """The bytes that it may begin with, as bits."""
-        return self.goes_on(-1)
-
-    def goes_on(self, place: int) -> int:
-        """The bytes that may come behind a place, as bits."""
-        return _bits(first_bytes(self.places[each]) for each in self.behind.get(place, ()))
-
-
-def word_of(node: Node, rules: Rules) -> Word:
-    """The automaton of a regular node. Counted repetitions are taken as unbounded. Raises TooMuch."""
-    word = Word()
-    first, word.last, word.can_be_empty = _add(word, node, rules, 0)
-    word.behind[-1] = set(first)
-    return word
-
-
-Part = tuple[frozenset[int], frozenset[int], bool]
-"""The places that a part may begin and end at, and whether it can be empty."""
-NOTHING: Part = frozenset(), frozenset(), True
-
-
-def _add(word: Word, node: Node, rules: Rules, depth: int) -> Part:
-    if depth > MOST_DEEP:
-        raise TooMuch
-    if isinstance(node, Chars):
-        if len(word.places) == MOST_PLACES:
-            raise TooMuch
-        word.places.append(node.ranges)
-        place = frozenset([len(word.places) - 1])
-        return place, place, False
-    if isinstance(node, Ref):
-        return _add(word, rules[node.name], rules, depth + 1)
-    if isinstance(node, Repeat):
-        if node.most == 0:
-            return NOTHING
-        first, last, can_be_empty = _add(word, node.node, rules, depth + 1)
-        if node.most != 1:
-            _follow(word, last, first)
-        return first, last, can_be_empty or node.least == 0
-    parts = [_add(word, each, rules, depth + 1) for each in (node.parts if isinstance(node, Row) else node.choices)]
-    if isinstance(node, Either):
-        return (
-            frozenset().union(*(p[0] for p in parts)),
-            frozenset().union(*(p[1] for p in parts)),
-            any(p[2] for p in parts),
-        )
-    return _in_a_row(word, parts)
-
-
-def _in_a_row(word: Word, parts: list[Part]) -> Part:
-    first, last, can_be_empty = NOTHING
-    for begins, ends, is_optional in parts:
-        _follow(word, last, begins)
-        first = first | begins if can_be_empty else first
-        last = last | ends if is_optional else ends
-        can_be_empty = can_be_empty and is_optional
-    return first, last, can_be_empty
-
-
-def _follow(word: Word, last: Iterable[int], first: Iterable[int]) -> None:
-    for place in last:
-        word.behind.setdefault(place, set()).update(first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +45,6 @@ def meeting(a: Word, b: Word) -> tuple[Meeting, int]:
         if n > MOST_STEPS:
             raise TooMuch
     return Meeting(is_same, longer), n
-
-
-def _bits(all_bits: Iterable[int]) -> int:
-    found = 0
-    for bits in all_bits:
-        found |= bits
-    return found
 
 
 class Meetings:
@@ -222,7 +133,7 @@ class Meetings:
         seen: set[tuple[int, int]] = set()
         todo = [(a, b) for a in first for b in first]
         n = 0
-        follows = {node: _bits(w.begins() for x in self.next[node] if (w := self.words[x])) for node in self.words}
+        follows = {node: joined_bits(w.begins() for x in self.next[node] if (w := self.words[x])) for node in self.words}
         looked: dict[tuple[int, int], Meeting] = {}
         while todo:
             a, b = todo.pop()

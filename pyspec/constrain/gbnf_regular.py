@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from pyspec.constrain.gbnf_nodes import Either, Node, Ref, Repeat, Row, Rules, Token, all_below
+from pyspec.text.expressions import Either, Node, Ref, Repeat, Row, Rules, Token, all_below
 
 MOST_TOGETHER = 6  # rules that come back to each other and are solved: what is written doubles with each
 

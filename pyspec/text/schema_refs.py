@@ -138,15 +138,25 @@ class _References:
             raise RequestError(f"the json_schema has more than {MOST_NODES} parts, those that it refers to included")
         if not isinstance(node, Mapping):
             return node
+        given, node = node, self._with_names(node)
         found = mapped({word: value for word, value in node.items() if word not in PLACES}, self._copy)
         for word in REFERENCES:
             if isinstance(said := found.pop(word, None), str):
-                place = self._name(self.target(node, word), said)
+                place = self._name(self.target(given, word), said)
                 if "$ref" in found:
                     found["allOf"] = [*found.get("allOf", ()), {"$ref": place}]
                 else:
                     found["$ref"] = place
         return self._meant(found)
+
+    def _with_names(self, node: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What `propertyNames` says, in place: it becomes other words."""
+        names = node.get("propertyNames")
+        for _ in range(MOST_HOPS):
+            if not (isinstance(names, Mapping) and isinstance(names.get("$ref"), str)):
+                break
+            names = self.target(names, "$ref")
+        return node if names is node.get("propertyNames") else {**node, "propertyNames": names}
 
     def _name(self, target: Schema, said: str) -> str:
         """Where a schema stands from here on: by its own name, if that is free and plain."""

@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pyspec.text.schema_patterns import plain_patterns
+
 ANY = ({}, True)
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
 OF_ARRAYS = ("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "additionalItems")
@@ -41,7 +43,7 @@ JOINS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else
 
 def meant(node: dict[str, Any]) -> Any:
     """A schema in plainer words; the schemas that it is made of are plain."""
-    for change in (_counts, _old_bounds, _of_other_types, _conditions, _dependencies, _arrays, _unevaluated, _names):
+    for change in (_counts, _old_bounds, _of_other_types, _conditions, _dependencies, _arrays, _unevaluated, _names, plain_patterns):
         node = change(node)
     if node.get("not") is False:
         node.pop("not")

@@ -15,7 +15,7 @@ from itertools import combinations
 from typing import Any
 
 from pyspec.text.schema_refs import referred
-from pyspec.text.schema_words import NOTES, meant, types_said
+from pyspec.text.schema_words import meant, types_said
 
 OPEN = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"})
 """Words on properties beyond those that are listed."""
@@ -23,6 +23,15 @@ JOINED = frozenset(
     ["allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies", "$ref"]
 )
 """Words that lay more than one schema on the same object."""
+SAYS = frozenset(
+    [
+        *("type", "enum", "const", "required", "properties", "minProperties", "maxProperties", *OPEN, *JOINED),
+        *("items", "prefixItems", "contains", "minContains", "maxContains", "minItems", "maxItems", "uniqueItems"),
+        *("unevaluatedItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "multipleOf"),
+        *("exclusiveMinimum", "exclusiveMaximum"),
+    ]
+)
+"""Words that say something about a value."""
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
 )
@@ -59,7 +68,7 @@ class _Walk:
 
     def _below(self, node: Mapping[str, Any], may: bool) -> list[tuple[Any, bool]]:
         """Schemas of a schema, each with whether it stands alone."""
-        own = node.keys() - NOTES
+        own = node.keys() & SAYS
         found: list[tuple[Any, bool]] = []
         if "$ref" in node:
             found.append((self._target(node["$ref"]), may and own == {"$ref"}))
@@ -73,7 +82,7 @@ class _Walk:
         joined = _list(node.get("allOf"))
         found += [(each, may and own == {"allOf"} and len(joined) == 1) for each in joined]
         alone_in = (
-            may and own <= {"oneOf", "type", "discriminator"} and self._are_exclusive(node.get("oneOf"), _lists_all)
+            may and own <= {"oneOf", "type"} and self._are_exclusive(node.get("oneOf"), _lists_all)
         )
         found += [(each, alone_in) for each in _list(node.get("oneOf"))]
         for name in ("patternProperties", "dependentSchemas", "dependencies"):

@@ -1,4 +1,4 @@
-"""What a GBNF grammar is made of. Two nodes that are written at two places are two, so that each place can be told from others."""
+"""What GBNF grammars and regular expressions are made of. Two nodes that are written at two places are two, so that each place can be told from others."""
 
 from __future__ import annotations
 
