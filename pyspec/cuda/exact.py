@@ -1,4 +1,4 @@
-"""Rows that have the same bits whatever runs with them, and however many there are (`--exact`): a choice for the whole process.
+"""Rows that have the same bits whatever runs with them, and however many there are (`--exact`): a choice of each engine's threads.
 
 Products, recurrences and attention have faster ways for many rows, which sum in another order than those for few. With this they take one way
 for any number: who binds a launch asks here. What a library multiplies, it multiplies so many rows at a time, always as many.
@@ -6,7 +6,9 @@ for any number: who binds a launch asks here. What a library multiplies, it mult
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -15,19 +17,29 @@ from torch import Tensor
 PASS = 64  # rows that a library gets at once
 
 
-class Exactness:
-    """`is_on` is set before a model is bound, and stays."""
+class Exactness(threading.local):
+    """`is_on`, of this thread: where a model is bound, and where it runs. Engines of one process may differ."""
 
-    def __init__(self) -> None:
-        self.is_on = False
+    is_on = False
 
 
 EXACT = Exactness()
 
 
 def use(is_on: bool) -> None:
-    """For what is bound from now on."""
+    """For what this thread binds and runs from now on."""
     EXACT.is_on = is_on
+
+
+@contextmanager
+def within(is_on: bool) -> Iterator[None]:
+    """For what this thread binds and runs in this block."""
+    before = EXACT.is_on
+    use(is_on)
+    try:
+        yield
+    finally:
+        use(before)
 
 
 def in_passes(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ a failure may be an examined one: it is slow, and when it fails or hangs the not
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 
@@ -20,19 +21,34 @@ FAMILIES = {
 }  # which ops are asked for by the name of another one
 
 
+class Wanted(threading.local):
+    """tiers: what this thread's ops are to run as, by their names; "" for all others (tiers.py). Engines of one process may differ."""
+
+    def __init__(self) -> None:
+        self.tiers: dict[str, str] = {}
+
+
 class Examination:
     """`is_on` is set once, before anything is loaded.
 
     under_way  modules of ops that the last launch came through, the innermost first; empty when it ended well
     demoted    modules whose implementations are not used
-    tiers      what ops are to run as, by their names; "" for all others (tiers.py)
+    tiers      Wanted.tiers
     """
 
     def __init__(self) -> None:
         self.is_on = False
         self.under_way: tuple[str, ...] = ()
         self.demoted: frozenset[str] = frozenset()
-        self.tiers: dict[str, str] = {}
+        self._wanted = Wanted()
+
+    @property
+    def tiers(self) -> dict[str, str]:
+        return self._wanted.tiers
+
+    @tiers.setter
+    def tiers(self, tiers: dict[str, str]) -> None:
+        self._wanted.tiers = tiers
 
     def wanted(self, op: str) -> str:
         """The tier that a person wants an op to run as, or auto."""

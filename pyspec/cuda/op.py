@@ -53,7 +53,7 @@ class Op(Generic[Spec, Launch]):
     """`check(launch, reference_launch, spec)` returns a sentence when an implementation differs from the reference.
 
     home     "module:name" where a child process finds this op; empty: pyspec.cuda.ops.<name>.op:<name>
-    decided  what runs for each spec that was asked about: a forward may ask again
+    decided  what runs for each spec that was asked about, by what this thread wants ops to run as: a forward may ask again
     """
 
     name: str
@@ -63,7 +63,11 @@ class Op(Generic[Spec, Launch]):
     home: str = ""
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
-    decided: dict[Spec, Impl[Spec, Launch]] = field(default_factory=dict)
+    _decided: dict[frozenset[tuple[str, str]], dict[Spec, Impl[Spec, Launch]]] = field(default_factory=dict)
+
+    @property
+    def decided(self) -> dict[Spec, Impl[Spec, Launch]]:
+        return self._decided.setdefault(frozenset(EXAMINATION.tiers.items()), {})
 
     def __post_init__(self) -> None:
         self.home = self.home or f"pyspec.cuda.ops.{self.name}.op:{self.name}"

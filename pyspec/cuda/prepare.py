@@ -110,9 +110,11 @@ class Preparation:
     def finish(self, late: Sequence[Ask], then: Callable[[], None] = lambda: None) -> None:
         """Close once everything is found out, beside whoever goes on; `late` is asked then, so that it is decided. The children go, too,
         and what they had of the GPU's memory: `then` is called behind them."""
-        threading.Thread(target=self._finish, args=(late, then), name="pyspec-checks-end", daemon=True).start()
+        args = (late, then, EXAMINATION.tiers)
+        threading.Thread(target=self._finish, args=args, name="pyspec-checks-end", daemon=True).start()
 
-    def _finish(self, late: Sequence[Ask], then: Callable[[], None]) -> None:
+    def _finish(self, late: Sequence[Ask], then: Callable[[], None], wanted: dict[str, str]) -> None:
+        EXAMINATION.tiers = wanted
         for op, spec in late:
             op.chosen(spec)
         self._checkers.shutdown(wait=True)

@@ -1,7 +1,9 @@
-"""What ops may run as, as a person wants it (`--kernels`): all of them, or some by name. For the whole process."""
+"""What ops may run as, as a person wants it (`--kernels`): all of them, or some by name. Each engine's threads have a choice of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -10,19 +12,25 @@ import torch
 from pyspec.cuda import survey, tri
 from pyspec.cuda.examine import EXAMINATION, TIERS
 from pyspec.cuda.op import Op
-from pyspec.cuda.ops.linear.op import linear_tall
 from pyspec.errors import ConfigError
 
 SAID = 3  # ops that one warning names
 
 
 def use(text: str) -> None:
-    """From now on ops are chosen so: "triton", or "linear=triton,attend=reference". ConfigError for an op that is none."""
-    wanted = wanted_of(text)
-    if wanted != EXAMINATION.tiers:
-        EXAMINATION.tiers = wanted
-        for op in (*survey.ops(), linear_tall):
-            op.decided.clear()
+    """From now on this thread chooses ops so: "triton", or "linear=triton,attend=reference". ConfigError for an op that is none."""
+    EXAMINATION.tiers = wanted_of(text)
+
+
+@contextmanager
+def within(text: str) -> Iterator[None]:
+    """In this block this thread does."""
+    before = EXAMINATION.tiers
+    use(text)
+    try:
+        yield
+    finally:
+        EXAMINATION.tiers = before
 
 
 def unmet(device: torch.device) -> str:

@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import exact, tiers
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.device.worker import failure_of
 from pyspec.engine.grammars import Grammars
@@ -111,8 +110,11 @@ class EngineCore:
             loaded.ranks.when_lost(self._lose_rank)
         self._closing = False
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="pyspec-engine", daemon=True)
-        self._thread.start()
+        self._ways, has_begun = loaded.ways, threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(has_begun,), name="pyspec-engine", daemon=True)
+        with self._ways.here():  # how many threads torch has is told to all that begin meanwhile: this one must
+            self._thread.start()
+            has_begun.wait()
         _RUNNING.add(self)
 
     @classmethod
@@ -126,8 +128,6 @@ class EngineCore:
     ) -> EngineCore:
         """A core over a model from a file; kernels that failed in an engine before this one are left out."""
         _refuse_fork()
-        tiers.use(settings.kernels)
-        exact.use(settings.exact)
         EXAMINATION.demoted |= frozenset(settings.demoted)
         core = cls(load(path, settings), hand_over=hand_over, on_death=on_death)
         if settings.warm_up:
@@ -250,8 +250,10 @@ class EngineCore:
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, has_begun: threading.Event) -> None:
         """One round after another, asleep when there is nothing to do."""
+        self._ways.enter()
+        has_begun.set()
         try:
             while self._next():
                 self._round()

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from pyspec.cuda import prepare, probe, temporary, tiers
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.prepare import Preparation
+from pyspec.cuda.ways import Ways
 from pyspec.device.lead import LeadingWorker, LedMemory
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
@@ -72,12 +73,18 @@ class Loaded:
     template: ChatTemplate | None
     info: EngineInfo
     ranks: Ranks | None = None
+    ways: Ways = field(default_factory=Ways)  # for whichever thread runs the loop
 
 
 def load(path: Path, settings: EngineSettings) -> Loaded:
     """A running loop over a model and its drafter. Every refusal is a PyspecError with the reason, before anything is allocated."""
-    if settings.threads > 0:
-        torch.set_num_threads(settings.threads)
+    ways = Ways(settings.kernels, settings.exact, settings.threads or torch.get_num_threads())
+    with ways.here():
+        loaded = _load(path, settings)
+        return replace(loaded, ways=replace(ways, n_thread=torch.get_num_threads()))  # of several ranks each has fewer
+
+
+def _load(path: Path, settings: EngineSettings) -> Loaded:
     began = time.perf_counter()
     d = widened(describe(path, settings))
     _check_template(d.template)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.exact import EXACT
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
@@ -51,6 +52,15 @@ def key_rows(batch: Batch, seq: int) -> Tensor:
 def bind(spec: AttendSpec) -> Attend:
     group = spec.n_head // spec.n_kv_head
 
+    def alone(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """One row q [head, dim] with the keys and values [key, kv, dim] that it sees, whatever is asked beside it."""
+        kt, vt = k.permute(1, 2, 0), v.transpose(0, 1)
+        scores = q.view(spec.n_kv_head, group, -1) @ kt * spec.scale
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(q.dtype).view(spec.n_kv_head, group, 1)], -1)
+        weights = scores.softmax(-1)[..., : k.shape[0]]
+        return (weights @ vt).view(1, spec.n_head, spec.head_dim)
+
     def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """`window` > 0 narrows each row's range to the last `window` positions up to its own."""
         out = torch.empty_like(q)
@@ -59,6 +69,14 @@ def bind(spec: AttendSpec) -> Attend:
             rows = slice(batch.starts[s], batch.starts[s + 1])
             keys = key_rows(batch, s)
             k, v = pool.read(keys, q.dtype)
+            if EXACT.is_on and q.device.type == "cpu":
+                out[rows] = torch.cat(
+                    [
+                        alone(q[r], k[lo[r] : batch.hi[r]], v[lo[r] : batch.hi[r]], sinks)
+                        for r in range(rows.start, rows.stop)
+                    ]
+                )
+                continue
             qs = q[rows].view(seq.width, spec.n_kv_head, group, spec.head_dim).permute(1, 2, 0, 3)
             pos = torch.arange(batch.max_hi[s], device=q.device)
             seen = (pos >= lo[rows, None]) & (pos < batch.hi[rows, None])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.recurrent import ref as recurrent_ref
 from pyspec.cuda.ops.recurrent.threads import run_all
@@ -77,7 +78,7 @@ def bind(spec: gdn_ref.GdnSpec) -> gdn_ref.Gdn:
         layer: StateLayer,
         batch: Batch,
     ) -> Tensor:
-        if any(s.keep and s.width >= gdn_ref.CHUNKED for s in batch.seqs):
+        if not EXACT.is_on and any(s.keep and s.width >= gdn_ref.CHUNKED for s in batch.seqs):
             return reference(m, alpha, beta, a, dt_bias, conv_w, layer, batch)
         recurrent_ref.check_seqs(batch, layer)
         g, beta = gdn_ref.gates(alpha, beta, a, dt_bias)
