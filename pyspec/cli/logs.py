@@ -6,9 +6,9 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
 
 from pyspec.errors import ConfigError
+from pyspec.repeats import RateLimit
 
 LEVELS = {
     0: logging.CRITICAL,
@@ -47,29 +47,6 @@ class TextLines(logging.Formatter):
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         line = f"{clock} {record.levelname[0]} {record.name.removeprefix('pyspec.')}: {record.getMessage()}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
-
-
-class RateLimit(logging.Filter):
-    """Lets lines that say the same, but for their numbers, through only so often: what a client can cause many times a second must not fill
-    a disk. What was left out is counted in the next one."""
-
-    def __init__(self, most: int = 20, window_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
-        self.most, self.window_s, self.clock = most, window_s, clock
-        self._seen: dict[tuple[str, str], list[float]] = {}  # [begin of the window, lines, those left out]
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if len(self._seen) > 1000:
-            self._seen.clear()
-        key, now = (record.name, str(record.msg)[:200]), self.clock()
-        seen = self._seen.setdefault(key, [now, 0, 0])
-        if now - seen[0] > self.window_s:
-            if seen[2]:
-                record.msg, record.args = f"{record.getMessage()} (and {int(seen[2])} more like it)", ()
-            seen[:] = [now, 0, 0]
-        seen[1] += 1
-        seen[2] += seen[1] > self.most
-        return seen[1] <= self.most or record.levelno < logging.WARNING
 
 
 def set_up(level: int = 3, form: str = "text", file: str = "") -> None:

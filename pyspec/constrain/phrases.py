@@ -14,6 +14,7 @@ FADE = 0.9  # of what was seen before, each time something comes again
 MOST_NEXT = 8  # followers kept of one place
 MOST_PLACES = 20_000  # of one book; twice as many are held at most
 MOST_BOOKS = 32
+MOST_ALL = 80_000  # places of all books: each takes about 400 bytes
 TRUST = 0.98  # of what was judged before, with each verdict
 
 
@@ -41,6 +42,11 @@ class Phrasebook:
         self._young: dict[tuple[int, ...], dict[int, float]] = {}
         self._old: dict[tuple[int, ...], dict[int, float]] = {}
         self.likely, self.spelled = Estimate(), Estimate()
+
+    @property
+    def n_place(self) -> int:
+        """Places of which something is known."""
+        return len(self._young) + len(self._old)
 
     def learn(self, before: Sequence[int], token: int) -> None:
         """`token` came behind `before`, of which the last few count."""
@@ -92,11 +98,16 @@ class Phrasebooks:
         self._lock = threading.Lock()
         self.books: OrderedDict[tuple[str, str], Phrasebook] = OrderedDict()
 
+    @property
+    def n_place(self) -> int:
+        """Places of all books."""
+        return sum(book.n_place for book in self.books.values())
+
     def of(self, client: str, source: str) -> Phrasebook:
         """The book of texts of `client` under the compiled grammar `source`."""
         with self._lock:
             book = self.books.setdefault((client, source), Phrasebook())
             self.books.move_to_end((client, source))
-            while len(self.books) > MOST_BOOKS:
+            while len(self.books) > MOST_BOOKS or (self.n_place > MOST_ALL and len(self.books) > 1):
                 self.books.popitem(last=False)
             return book

@@ -12,12 +12,13 @@ from pyspec.engine.queue import Queue, cuts_of, worth_on
 from pyspec.engine.room import SHORT
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
+from pyspec.repeats import limited
 from pyspec.request import Failed, Started
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.prefix import NO_HIT, Hit
 from pyspec.slots.table import Slot
 
-log = logging.getLogger(__name__)
+log = limited(__name__)
 
 MOST_SUSPENDED = 8  # times that a prompt makes room
 

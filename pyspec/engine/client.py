@@ -41,12 +41,13 @@ from pyspec.engine.wire import (
 )
 from pyspec.errors import DeviceError, NoDevice, PyspecError, QueueFull, RankLost, SlotError, Unavailable
 from pyspec.gguf import open_gguf
+from pyspec.repeats import limited
 from pyspec.request import Done, EngineInfo, Event, Failed, Metrics, Request, SlotAction, SlotAnswer, SlotInfo
 from pyspec.sample.noise import resolve_seed
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
+log = limited(__name__)
 
 BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)  # before each load after one that failed
 N_LOAD = 3  # failed first loads after which it is given up

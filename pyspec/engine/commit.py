@@ -18,13 +18,14 @@ from pyspec.engine.round import Work
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
 from pyspec.errors import PyspecError, SlotError, Unavailable
+from pyspec.repeats import limited
 from pyspec.request import Failed
 from pyspec.sample.choose import Chosen
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.states import Saved
 from pyspec.slots.table import Slot
 
-log = logging.getLogger(__name__)
+log = limited(__name__)
 
 
 class Committer:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import logging
 import os
 import threading
 import time
@@ -28,13 +27,14 @@ from pyspec.engine.slot_actions import SlotActions
 from pyspec.engine.visit import Visit
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.heap import give_back_memory
+from pyspec.repeats import limited
 from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SlotAction, SlotAnswer, SlotInfo, Started
 from pyspec.sample.budget import BudgetRule
 from pyspec.sample.dry import DryBreakers
 from pyspec.sample.sampler import SlotSampler
 from pyspec.text.stream import TextStream
 
-log = logging.getLogger(__name__)
+log = limited(__name__)
 
 Due = Sequence[tuple[Sink, Event]]
 """Events in order, each with the listener of its request."""

@@ -7,7 +7,6 @@ requests it can be blamed on; only a device's failure gets out.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -30,6 +29,7 @@ from pyspec.engine.stats import Stats
 from pyspec.engine.visit import Visit
 from pyspec.errors import PyspecError, SlotError
 from pyspec.models.target import Target
+from pyspec.repeats import limited
 from pyspec.request import Failed
 from pyspec.sample.choose import Chosen, Span, best_masked, choose, tell_masked, wants_mask
 from pyspec.sample.mask import SpanMask, fill_all
@@ -39,7 +39,7 @@ from pyspec.slots.cache import PrefixCache
 from pyspec.slots.memory import Memory
 from pyspec.slots.round import plan_round
 
-log = logging.getLogger(__name__)
+log = limited(__name__)
 
 
 class Loop:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,10 +13,11 @@ from pyspec.engine.slot_image import Image, SlotImager
 from pyspec.engine.visit import Hear, Visit, careful
 from pyspec.errors import PyspecError, RequestError
 from pyspec.gguf.fingerprint import fingerprint
+from pyspec.repeats import limited
 from pyspec.request import EngineInfo, SlotAction, SlotReport, check_action
 from pyspec.slots.slot_file import SlotFile, write
 
-log = logging.getLogger(__name__)
+log = limited(__name__)
 
 WHAT = {
     "model": "model",

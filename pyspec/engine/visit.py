@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyspec.errors import PyspecError
+from pyspec.repeats import limited
 from pyspec.request import SlotAnswer
 
-log = logging.getLogger(__name__)
+log = limited(__name__)
 
 Hear = Callable[[SlotAnswer], None]
 

@@ -105,3 +105,16 @@ def test_clients_and_grammars_have_books_of_their_own() -> None:
     for i in range(phrases.MOST_BOOKS):
         books.of("a", str(i))
     assert books.of("a", "g") is not first
+
+
+def test_books_of_all_clients_together_are_not_larger_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phrases, "MOST_ALL", 500)
+    books, own = Phrasebooks(), 0
+    for i in range(20):
+        book = books.of(f"client {i}", "g")
+        for token in range(90):
+            book.learn((3 * i, token, token + 1), token)
+        own = book.n_place
+        assert books.of(f"client {i}", "g") is book, "the one that is asked for stays"
+        assert books.n_place <= 500 + own
+    assert 1 < len(books.books) < 20 and own > 90

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import sys
 
@@ -12,6 +14,8 @@ from pyspec.request import Request
 
 sys.path.insert(0, str(ROOT / "tools"))
 import soak
+import soak_memory
+from soak_memory import MIB, Reading, Watch
 
 
 @pytest.mark.slow
@@ -41,12 +45,57 @@ def test_the_soak_sees_memory_that_is_never_given_back(monkeypatch: pytest.Monke
     kept, honest = [], soak.random_request
 
     def leaks(rng: random.Random, known: soak.Known) -> Request:
-        kept.append(b"x" * (4 << 20))
+        kept.append(b"x" * (24 << 20))
         return honest(rng, known)
 
     monkeypatch.setattr(soak, "random_request", leaks)
     well, line = soak.soak(0, 2, seed=5, n_prompt=4, n_request=60)
     assert not well and "memory grew by" in line
+
+
+@pytest.mark.parametrize(
+    ("mib", "flaw"),
+    [
+        ([900, 1200, 1300, 1310, 1290, 1360], ""),  # 4.6 % behind the second minute
+        ([900, 1200, 1300, 1310, 1290, 1370], "memory grew by 70 MiB (5.4%) from 1300 MiB after 2 minutes"),
+        ([900, 1200, 1300, 1400, 1300, 1300], "memory grew by 100 MiB (7.7%) from 1300 MiB after 2 minutes"),
+        ([900, 1200, 1300], ""),
+    ],
+)
+def test_growth_is_judged_behind_the_first_minutes(mib: list[int], flaw: str) -> None:
+    watch = Watch(None, 0, every_s=60.0, warm_s=120.0)  # type: ignore[arg-type]  # nothing is read
+    watch.readings += [Reading(60.0 * i, n * MIB, 7, i) for i, n in enumerate(mib)]
+    assert watch.flaw() == flaw
+
+
+class Loop:
+    """What knows itself, and some megabytes: nobody has it, and it is there until the collector of cycles comes by."""
+
+    def __init__(self) -> None:
+        self.me, self.held = self, bytearray(b"x" * (60 << 20))
+
+
+def test_memory_that_waits_for_the_collector_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The soak collected and trimmed before it looked once, and saw nothing of states that were evicted."""
+    monkeypatch.setattr(soak, "accounted", lambda engine: 0)
+    gc.collect()
+    gc.disable()
+    try:
+        before = soak.not_cached(None)  # type: ignore[arg-type]
+        for _ in range(3):
+            Loop()
+        after = soak.not_cached(None)  # type: ignore[arg-type]
+    finally:
+        gc.enable()
+    assert "memory grew by" in soak.grown((before, after))
+    assert soak.grown((before, before + (2 << 20))) == ""
+
+
+def test_kept_states_are_told_from_what_grows_beside_them() -> None:
+    with soak.Engine.load("demo", draft=None, np=1, ctx=512, warm_up=False, threads=1) as engine:
+        engine.generate("Once upon a time " * 9, max_tokens=2)
+        assert soak_memory.accounted(engine) == sum(engine.loop.cache.states.n_bytes) > MIB
+        assert soak.process_of(engine, False) == os.getpid()
 
 
 def test_an_idle_engine_with_a_lost_page_is_seen() -> None:

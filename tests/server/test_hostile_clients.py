@@ -21,8 +21,8 @@ from server_fakes import FakeEngine, Script
 from server_live import Live, wait_for
 from starlette.testclient import TestClient
 
-from pyspec.cli.logs import RateLimit
 from pyspec.errors import QueueFull, Unavailable
+from pyspec.repeats import RateLimit
 from pyspec.server.api.anthropic import MessagesBody
 from pyspec.server.api.schema import Body, ChatBody, DetokenizeBody
 from pyspec.server.app import create_app
