@@ -42,9 +42,15 @@ def within(is_on: bool) -> Iterator[None]:
         use(before)
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T of torch, [row, n_in] -> [row, n_out]; in passes where that was asked for."""
+    return in_passes(x, lambda part: F.linear(part, weight)) if EXACT.is_on else F.linear(x, weight)
+
+
 def in_passes(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     """run(x) of a library, whose kernel is chosen by the number of rows, and with it the order of its sums."""
     if not len(x):
         return run(x)
+    assert x.dim() == 2
     parts = [run(F.pad(part, (0, 0, 0, PASS - len(part))))[: len(part)] for part in x.split(PASS)]
     return torch.cat(parts)

@@ -162,7 +162,9 @@ class Unpacked:
         return torch.cat(weights) if len(weights) > 1 else weights[0]
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        return _finish(F.linear(x if prep is None else prep(x), self.whole()), self.gated, residual)
+        x, product = x if prep is None else prep(x), partial(F.linear, weight=self.whole())
+        y = in_passes(x, product) if EXACT.is_on else product(x)
+        return _finish(y, self.gated, residual)
 
 
 class Joined:

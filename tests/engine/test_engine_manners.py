@@ -230,7 +230,9 @@ def test_a_loop_that_was_closed_without_a_word_ends_its_requests(
     with caplog.at_level(logging.WARNING):
         assert wait_for(lambda: not any(s.is_processing for s in here.slots()))
         assert here.generate("Once", **SHORT).n_predicted == 3
-    assert not caplog.records
+    assert not [
+        r for r in caplog.records if r.name.startswith("pyspec")
+    ]  # asyncio has a word on loops that are closed so
 
 
 # -- a fork ----------------------------------------------------------------------------------------------------------
@@ -296,7 +298,7 @@ def test_what_can_not_be_loaded_is_an_error_of_ours(value: Any) -> None:
         lambda: Engine.load(value),
         lambda: Engine.load("demo", value),
         lambda: Engine.load("demo", isolated=value),
-        lambda: Engine.load("demo", np=value),
+        lambda: Engine.load("demo", np=(value,)),
         lambda: Engine.load("demo", kv_type=value),
         lambda: Engine.load("demo", device=value),
         lambda: Engine.from_settings(value, value),

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -46,6 +48,11 @@ def block_rows(pool: KVPool, batch: Batch, seq: int, n_block: int) -> Tensor:
     return pool.rows_of(batch.page_table[seq][lasts // size] * size + lasts % size, size)
 
 
+def scored(q: Tensor, w: Tensor, keys: Tensor) -> Tensor:
+    """q [head, dim], w [head], keys [block, dim] -> [block]"""
+    return ((q @ keys.T).relu() * w[:, None]).sum(0)
+
+
 def bind(spec: IndexSpec) -> IndexRows:
     def index_rows(q: Tensor, w: Tensor, freq: Tensor, pool: KVPool, batch: Batch) -> Tensor:
         out = torch.full((q.shape[0], spec.top_k), -1, dtype=torch.int32, device=q.device)
@@ -59,7 +66,13 @@ def bind(spec: IndexSpec) -> IndexRows:
                 continue
             keys = pool.read(block_rows(pool, batch, s, n_block), torch.float32)[0][:, 0]
             own = rope_tail(q[here], batch.positions[here], freq)
-            scores = (torch.einsum("rhd,kd->rhk", own, keys).relu() * w[here, :, None]).sum(1)
+            if EXACT.is_on and q.device.type == "cpu":  # each row alone, with the blocks that it sees
+                each = [
+                    scored(row, weights, keys[:n]) for row, weights, n in zip(own, w[here], seen.tolist(), strict=True)
+                ]
+                scores = torch.stack([F.pad(row, (0, n_block - len(row))) for row in each])
+            else:
+                scores = (torch.einsum("rhd,kd->rhk", own, keys).relu() * w[here, :, None]).sum(1)
             scores = scores.masked_fill(torch.arange(n_block, device=q.device) >= seen[:, None], -torch.inf)
             best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k].sort(-1).values
             out[here] = torch.where((seen > spec.top_k)[:, None], best.int(), out[here])

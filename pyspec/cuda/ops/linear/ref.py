@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda import exact
 from pyspec.cuda.ops.linear.pack import Packed, unpack
 from pyspec.gguf import GGMLType
 
@@ -93,7 +94,7 @@ def bind(spec: LinearSpec) -> Linear:
         assert (packed.n_out, packed.n_in) == (spec.n_weight_row, spec.n_in)
         assert x.shape[1] == spec.parts * spec.n_in
         weights, parts = unpack(packed).chunk(spec.parts), x.float().chunk(spec.parts, -1)
-        y = torch.cat([F.linear(part, own) for part, own in zip(parts, weights, strict=True)], -1)
+        y = torch.cat([exact.linear(part, own) for part, own in zip(parts, weights, strict=True)], -1)
         out.copy_(finish(y, spec.epilogue, residual, spec.limit))
 
     return linear

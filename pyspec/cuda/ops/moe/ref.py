@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.exact import linear
 from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.gguf import GGMLType
@@ -98,7 +99,7 @@ def bind_route(spec: RouteSpec) -> Route:
         """x [row, n_in] f32 as they are, norm [n_in] f32, matrix [n_expert (+ 1), n_in] f32, bias [n_expert] f32, given [row, n_used]."""
         assert (given is not None) == spec.given
         assert matrix.shape == (spec.n_expert + spec.gated, spec.n_in) and (bias is not None) == spec.biased
-        y = F.linear(F.rms_norm(x, (spec.n_in,), norm, spec.eps), matrix)
+        y = linear(F.rms_norm(x, (spec.n_in,), norm, spec.eps), matrix)
         gate = y[:, spec.n_expert :].sigmoid() if spec.gated else None
         return Routes(*choose(y[:, : spec.n_expert], spec, bias, given), gate)
 
@@ -261,4 +262,4 @@ def bind(spec: MoeSpec) -> Moe:
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x.to(weight.dtype), weight).float()
+    return linear(x.to(weight.dtype), weight).float()

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.index_rows.ref import block_rows
 from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch
@@ -53,6 +54,12 @@ class KeyTail:
 
 
 SparseAttend = Callable[[Tensor, Tensor, KeyTail, RingRows, "KVPool | None", "Tensor | None", Tensor, Batch], Tensor]
+
+
+def _weighed(q: Tensor, keys: Tensor, sinks: Tensor, scale: float) -> Tensor:
+    """q [head, dim], keys [key, dim] -> [head, dim]"""
+    scores = torch.cat((q @ keys.T * scale, sinks.view(-1, 1)), -1)
+    return scores.softmax(-1)[..., :-1] @ keys
 
 
 def bind(spec: SparseSpec) -> SparseAttend:
@@ -89,11 +96,15 @@ def bind(spec: SparseSpec) -> SparseAttend:
                         :, :n_block
                     ]  # -1: the last column
                 keys, seen = torch.cat((keys, rows)), torch.cat((seen, taken), 1)
+            ring.write(seq.slot, n_past, {ROWS: kv[here]})
+            if EXACT.is_on and q.device.type == "cpu":  # each row alone, with what it sees
+                each = zip(q[here], seen, strict=True)
+                out[here] = torch.stack([_weighed(one, keys[sees], sinks, scale) for one, sees in each])
+                continue
             scores = torch.einsum("rhd,kd->rhk", q[here], keys) * scale
             scores = scores.masked_fill(~seen[:, None], -torch.inf)
             sink = sinks.view(1, -1, 1).expand(len(scores), -1, 1)
             out[here] = torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ keys
-            ring.write(seq.slot, n_past, {ROWS: kv[here]})
         return rope_tail(out, batch.positions, tail.freq, -1.0)
 
     return attend

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.exact import linear
+
 
 @dataclass(frozen=True, slots=True)
 class StreamsSpec:
@@ -72,7 +74,7 @@ class TorchStreams:
 
     def _coefficients(self, x: Tensor, fn: Tensor) -> Tensor:
         flat = x.flatten(1)
-        return F.linear(F.rms_norm(flat, flat.shape[1:], None, self.spec.eps), fn)
+        return linear(F.rms_norm(flat, flat.shape[1:], None, self.spec.eps), fn)
 
     def split(self, x: Tensor, mix: StreamMix) -> Reading:
         n, floor, m = self.spec.n_stream, self.spec.floor, self._coefficients(x, mix.fn)
