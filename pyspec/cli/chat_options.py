@@ -91,7 +91,7 @@ CHAT_OPTIONS = [
         default="auto",
         type=click.Choice(["auto", "none", *NAMES]),
         metavar="NAME",
-        help=f"How the model writes tool calls: auto (as its template does), none, {', '.join(NAMES)}.",
+        help=f"How the model writes tool calls: auto (as its template does, or generic), none, {', '.join(NAMES)}.",
     ),
     _chats(
         "--reasoning-format",

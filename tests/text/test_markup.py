@@ -52,6 +52,11 @@ def markup(name: str, *, think: bool = False, is_open: bool = False, is_shown: b
     return AnswerMarkup(dialects.dialect(name), THINK if think else None, is_open, is_shown, tools=TOOLS)
 
 
+def is_of(markup: AnswerMarkup, name: str) -> bool:
+    """The generic dialect reads as another does."""
+    return markup.calls is not None and markup.calls.machine is dialects.dialect(name).machine
+
+
 def call(i: int, name: str, arguments: object) -> list[Part]:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return [CallBegin(i, f"id{i}", name), CallArguments(i, text)]
@@ -225,6 +230,161 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         "a <|tool_calls_section_begin|> b <|tool_call_begin|>no name<|tool_call_argument_begin|>",
         [Content("a <|tool_calls_section_begin|> b <|tool_call_begin|>no name<|tool_call_argument_begin|>")],
     ),
+    "nemotron_v2, two calls": (
+        markup("nemotron_v2"),
+        'I look.\n\n<TOOLCALL>[{"name": "weather", "arguments": {"city": "Zürich ]</TOOLCALL>"}}, {"name": "write", "arguments": {}}]</TOOLCALL>',
+        [Content("I look."), *call(0, "weather", {"city": "Zürich ]</TOOLCALL>"}), *call(1, "write", "{}")],
+    ),
+    "nemotron_v2, none, one without its list, and no call": (
+        markup("nemotron_v2"),
+        '<TOOLCALL>[]</TOOLCALL> <TOOLCALL>{"name": "write", "arguments": {\'text\': "a"}}</TOOLCALL> b <TOOLCALL>[1]</TOOLCALL>',
+        [*call(0, "write", {"text": "a"}), Content("b <TOOLCALL>[1]</TOOLCALL>")],
+    ),
+    "mistral, a list": (
+        markup("mistral"),
+        'Well. [TOOL_CALLS] [{"name": "weather", "arguments": {"days": 3}, "id": "abc123XYZ"}, {"name": "write", "arguments": {}}]',
+        [Content("Well."), *call(0, "weather", {"days": 3}), *call(1, "write", "{}")],
+    ),
+    "mistral, an answer that speaks of it": (
+        markup("mistral"),
+        "The mark [TOOL_CALLS] stands before [TOOL_CALLS][1] and [TOOL_CALLS]nobody{}",
+        [Content("The mark [TOOL_CALLS] stands before [TOOL_CALLS][1] and [TOOL_CALLS]nobody{}")],
+    ),
+    "mistral_args, calls with ids, without, and without the mark of the arguments": (
+        markup("mistral_args"),
+        '[TOOL_CALLS]weather[CALL_ID]abc123XYZ[ARGS]{"city": "[TOOL_CALLS]"}[TOOL_CALLS]write[ARGS]{"text": "b"}[TOOL_CALLS]write{"text": "c"}',
+        [
+            CallBegin(0, "abc123XYZ", "weather"),
+            CallArguments(0, '{"city": "[TOOL_CALLS]"}'),
+            CallBegin(1, "id0", "write"),
+            CallArguments(1, '{"text": "b"}'),
+            CallBegin(2, "id1", "write"),
+            CallArguments(2, '{"text": "c"}'),
+        ],
+    ),
+    "functionary_v31": (
+        markup("functionary_v31"),
+        'Hm. <function=weather>{"city": "</function>"}</function><function=write>{}</function> and <function=nobody>{}</function>',
+        [
+            Content("Hm."),
+            *call(0, "weather", {"city": "</function>"}),
+            *call(1, "write", "{}"),
+            Content("and <function=nobody>{}</function>"),
+        ],
+    ),
+    "firefunction_v2": (
+        markup("firefunction_v2"),
+        ' functools[{"name": "weather", "arguments": {"days": 1}}, {"name": "write", "arguments": {}}]',
+        [*call(0, "weather", {"days": 1}), *call(1, "write", "{}")],
+    ),
+    "qwen3_coder, values without an end mark": (
+        markup("qwen3_coder"),
+        "<tool_call>\n<function=weather>\n<parameter=city>\nRom\n<parameter=days>\n3\n<parameter=nothing>\nx\n</parameter>\n"
+        "<parameter=unit>c<parameter=exact>TRUE</function>\n</tool_call>\n<tool_call>\n<function=write>\n<parameter=text>\na\n</tool_call>",
+        [
+            *call(0, "weather", {"city": "Rom", "days": "3\n<parameter=nothing>\nx", "unit": "c", "exact": True}),
+            *call(1, "write", {"text": "a"}),
+        ],
+    ),
+    "qwen3_coder, other end marks": (
+        markup("qwen3_coder"),
+        "<tool_call>\n<function=weather>\n<parameter=city>\nRom\n</parameter=city>\n<parameter=days>\n3\n</param>\n<parameter=exact>\nfalse\n"
+        "</parameter >\n<parameter=unit>\nc\n</parameter>>\n</function>\n</tool_call>",
+        call(0, "weather", {"city": "Rom", "days": 3, "exact": False, "unit": "c"}),
+    ),
+    "qwen3_coder, a whole call in a value": (
+        markup("qwen3_coder"),
+        "<tool_call>\n<function=write>\n<parameter=text>\nLike this:\n<tool_call>\n<function=weather>\n<parameter=city>\nRom\n</parameter>\n"
+        "</function>\n</tool_call>\nIt works.\n</parameter>\n</function>\n</tool_call>",
+        call(
+            0,
+            "write",
+            {
+                "text": "Like this:\n<tool_call>\n<function=weather>\n<parameter=city>\nRom\n</parameter>\n</function>\n</tool_call>\nIt works."
+            },
+        ),
+    ),
+    "qwen3_coder, the beginning of a call in a value": (
+        markup("qwen3_coder"),
+        "<tool_call>\n<function=write>\n<parameter=text>\n<tool_call>\n<function=weather>\n</parameter>\n</function>\n</tool_call>",
+        call(0, "write", {"text": "<tool_call>\n<function=weather>"}),
+    ),
+    "qwen3_coder, marks in quotes": (
+        markup("qwen3_coder"),
+        "<tool_call>\n<function=weather>\n<parameter=city>\ngrep '<parameter=days>' a | sed \"s/<parameter=tags>/</function></tool_call>/\"\n"
+        "</parameter>\n</function>\n</tool_call>",
+        call(
+            0, "weather", {"city": "grep '<parameter=days>' a | sed \"s/<parameter=tags>/</function></tool_call>/\""}
+        ),
+    ),
+    "glm45, values without an end mark": (
+        markup("glm45"),
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rom\n<arg_key>days</arg_key>\n<arg_value>3\n</tool_call>",
+        call(0, "weather", {"city": "Rom", "days": 3}),
+    ),
+    "deepseek_v32, values without an end mark": (
+        markup("deepseek_v32"),
+        DSML_CALL.replace(f"\n</{BARS}DSML{BARS}parameter>", "").replace(f"</{BARS}DSML{BARS}parameter>", ""),
+        [*call(0, "weather", {"city": 'Genève "1"', "days": 3}), *call(1, "write", "{}")],
+    ),
+    "deepseek_v32, JSON that is a string, and Python": (
+        markup("deepseek_v32"),
+        f'<{BARS}DSML{BARS}tool_calls>\n<{BARS}DSML{BARS}invoke name="weather">\n<{BARS}DSML{BARS}parameter name="city" string="false">"Rom"'
+        f'</{BARS}DSML{BARS}parameter>\n<{BARS}DSML{BARS}parameter name="tags" string="false">(1, None, [\'a"\',])</{BARS}DSML{BARS}parameter>\n'
+        f"</{BARS}DSML{BARS}invoke>\n</{BARS}DSML{BARS}tool_calls>",
+        call(0, "weather", {"city": "Rom", "tags": [1, None, ['a"']]}),
+    ),
+    "hermes, Python at every depth": (
+        markup("hermes"),
+        "<tool_call>{'name': 'weather', 'arguments': {'where': {'a': [True, NONE, (1, .5,),], 'b': 'it\\'s \"x\"'}, \"exact\": FALSE,}}</tool_call>",
+        call(0, "weather", {"where": {"a": [True, None, [1, 0.5]], "b": 'it\'s "x"'}, "exact": False}),
+    ),
+    "qwen3_coder, Python in values": (
+        markup("qwen3_coder"),
+        "<tool_call>\n<function=weather>\n<parameter=where>\n{'a': {'b': None}}\n</parameter>\n<parameter=tags>\n['x', True]\n</parameter>\n"
+        "<parameter=city>\n{'a': 1}\n</parameter>\n<parameter=at>\nNONE\n</parameter>\n</function>\n</tool_call>",
+        call(0, "weather", {"where": {"a": {"b": None}}, "tags": ["x", True], "city": "{'a': 1}", "at": None}),
+    ),
+    "a call ends reasoning, hermes": (
+        markup("hermes", think=True, is_open=True),
+        'I look.\n<tool_call>\n{"name": "write", "arguments": {"text": "a"}}\n</tool_call>\n</think>\n\nDone.',
+        [Reasoning("I look."), *call(0, "write", {"text": "a"}), Content("Done.")],
+    ),
+    "a call ends reasoning that the model opened": (
+        markup("mistral", think=True),
+        '<think>\nI look. [TOOL_CALLS][{"name": "write", "arguments": {}}]',
+        [Reasoning("I look."), *call(0, "write", "{}")],
+    ),
+    "a call ends reasoning, nemotron_v2": (
+        markup("nemotron_v2", think=True, is_open=True),
+        'I look.\n<TOOLCALL>[{"name": "write", "arguments": {}}]</TOOLCALL>',
+        [Reasoning("I look."), *call(0, "write", "{}")],
+    ),
+    "a call ends reasoning, glm45": (
+        markup("glm45", think=True, is_open=True),
+        "I look.<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n</tool_call>",
+        [Reasoning("I look."), *call(0, "write", {"text": "a"})],
+    ),
+    "a call ends reasoning, kimi_k2 and deepseek_v3": (
+        markup("kimi_k2", think=True, is_open=True),
+        "Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        [Reasoning("Hm."), *call(0, "write", "{}")],
+    ),
+    "a call ends reasoning that stays in the content": (
+        markup("qwen3_coder", think=True, is_open=True, is_shown=True),
+        "I look.\n<tool_call>\n<function=write>\n</function>\n</tool_call>",
+        [Content("I look."), *call(0, "write", "{}")],
+    ),
+    "a thought that speaks of calls": (
+        markup("qwen3_coder", think=True, is_open=True),
+        "I write `<tool_call>\n<function=write>\n`, or\n```xml\n<tool_call>\n<function=write>\n```\nor <tool_call>, <function=nobody>.\n</think>\nHi",
+        [
+            Reasoning(
+                "I write `<tool_call>\n<function=write>\n`, or\n```xml\n<tool_call>\n<function=write>\n```\nor <tool_call>, <function=nobody>."
+            ),
+            Content("Hi"),
+        ],
+    ),
     "reasoning, opened in the prompt": (
         markup("hermes", think=True, is_open=True),
         '\nSo <tool_call>{"name": "write"} …\n</think>\n\nHi <think> there\n',
@@ -275,7 +435,7 @@ def test_any_prefix_gives_the_same_parts_in_one_piece_and_in_many(name: str) -> 
 def test_scrambled_markup_gives_the_same_parts_however_it_is_cut() -> None:
     rng = random.Random(7)
     for name in dialects.NAMES:
-        own = "".join(text for markup, text, _ in CASES.values() if markup.calls is dialects.dialect(name))
+        own = "".join(text for markup, text, _ in CASES.values() if is_of(markup, name))
         for _ in range(60):
             pieces = [own[(at := rng.randrange(len(own))) : at + rng.randrange(1, 40)] for _ in range(12)]
             text = "".join(pieces)
@@ -288,7 +448,7 @@ def test_scrambled_markup_gives_the_same_parts_however_it_is_cut() -> None:
 @pytest.mark.parametrize("name", sorted({dialects.dialect(name).name for name in dialects.NAMES}))
 def test_arguments_that_are_complete_are_json(name: str) -> None:
     for markup, text, _ in CASES.values():
-        if markup.calls is dialects.dialect(name) and "no JSON" not in text and not text.endswith(("Par", "</param")):
+        if is_of(markup, name) and "no JSON" not in text and not text.endswith(("Par", "</param")):
             for part in parse(markup, [text]):
                 if isinstance(part, CallArguments) and part.text != "{text: 1}}":
                     assert isinstance(json.loads(part.text), dict)
@@ -311,6 +471,12 @@ HOSTILE = {
     + "<tool_call>write<arg_key>text</arg_key><arg_value>"
     + "</arg_value>\n" * 2_000,
     "sections": "<|tool_calls_section_begin|><|tool_call_begin|>" * 600,
+    "lists of calls": "<TOOLCALL>[{" * 800,
+    "values that may end without a mark": "<tool_call><function=write><parameter=text>" + "\n</function>\n" * 2_000,
+    "whole calls in a value": "<tool_call><function=write><parameter=text>" + "<tool_call>\n<function=a>" * 2_000,
+    "odd end marks": "<tool_call><function=write><parameter=text>" + "</parameter" * 2_000,
+    "calls in a thought": "<think>" + "<tool_call>\n<function=" * 2_000,
+    "quotes": """<tool_call>{"name": 'a', "arguments": {'""" + "'\"\\'" * 4_000,
     "bare objects": '{"name": "write", "parameters": ' * 800,
 }
 
@@ -344,6 +510,13 @@ def test_a_call_with_many_spaces_is_cut_alike() -> None:
         ('<tool_call>{"name": ..., "arguments": ...}</tool_call>', "hermes"),
         ("<tool_call>arguments <arg_key> </tool_call>", None),
         ("{{ messages }}", None),
+        ('<AVAILABLE_TOOLS></AVAILABLE_TOOLS><TOOLCALL>[{"name": "x", "arguments": {}}]</TOOLCALL> <think>', "nemotron_v2"),
+        ('[AVAILABLE_TOOLS] [TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "..."}]', "mistral"),
+        ("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", "mistral_args"),
+        ("[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]{{ arguments }}", "mistral_args"),
+        ("<|start_header_id|> <function={{ name }}>{{ arguments }}</function>", "functionary_v31"),
+        ("<seed:tool_call><function=f><parameter=a></function>", None),
+        ('<|start_header_id|> functools[{"name": ...}] "parameters"', "firefunction_v2"),
     ],
 )  # fmt: skip
 def test_a_template_tells_its_dialect(template: str, name: str | None) -> None:

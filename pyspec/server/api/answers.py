@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from pyspec.errors import PyspecError, Unavailable
-from pyspec.request import Delta, Done, Event, Progress, PromptLogprobs, Request, Started, Timings, TokenLogprob
+from pyspec.request import Delta, Done, Event, Finish, Progress, PromptLogprobs, Request, Started, Timings, TokenLogprob
 from pyspec.server.api.params import settings_dict
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import dumps
@@ -80,6 +80,11 @@ class Answer(Protocol):
 def sse(value: Any) -> bytes:
     """One server-sent event."""
     return f"data: {dumps(value)}\n\n".encode()
+
+
+def ending(done: Done) -> Finish:
+    """How an answer ended, for clients: where its grammar left nothing to add, as if the model had ended it. No stop string did."""
+    return "eos" if done.finish == "stop" and not done.stop_string else done.finish
 
 
 def unfinished(done: Done) -> PyspecError | None:
@@ -264,7 +269,7 @@ def native_final(
         "prompt": prompt,
         "has_new_line": choice.has_new_line,
         "truncated": done.truncated,
-        "stop_type": STOP_TYPE.get(done.finish, "none"),
+        "stop_type": STOP_TYPE.get(ending(done), "none"),
         "stopping_word": done.stop_string,
         "tokens_cached": max(0, done.n_prompt + done.n_predicted - 1),
         **measured(done.timings),

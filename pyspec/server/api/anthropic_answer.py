@@ -9,7 +9,7 @@ from typing import Any
 
 from pyspec.errors import PyspecError
 from pyspec.request import Done, Progress
-from pyspec.server.api.answers import Choice
+from pyspec.server.api.answers import Choice, ending
 from pyspec.server.api.ask import Ask
 from pyspec.server.api.parted import PartedAnswer, Sent, named_event
 from pyspec.server.engine import TokenizerLike
@@ -101,7 +101,7 @@ class MessagesAnswer(PartedAnswer):
 
     def _stop(self, choice: Choice) -> dict[str, Any]:
         done = _done(choice)
-        reason = STOP_REASON[done.finish]
+        reason = STOP_REASON[ending(done)]
         if reason == "end_turn" and any(block["type"] == "tool_use" for block in self._blocks):
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": done.stop_string or None}

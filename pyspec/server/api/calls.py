@@ -53,8 +53,8 @@ def call_plan(body: Chat, dialect: Dialect | None) -> CallPlan:
         return NO_CALLS
     if dialect is None:
         raise NotSupported(
-            'tools: the chat template does not say how this model writes its calls; send tool_choice "none", or start the'
-            f" server with another --chat-template, or with --tool-call-parser and one of {', '.join(NAMES)}"
+            'tools: this server reads no calls (--tool-call-parser none); send tool_choice "none", or start it with'
+            f" --tool-call-parser auto, or one of {', '.join(NAMES)}"
         )
     if dialect.is_bare:
         for tool in wanted.values():

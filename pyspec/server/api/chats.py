@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyspec.errors import RequestError
 from pyspec.request import Grammar, ThinkBudget
@@ -11,10 +11,11 @@ from pyspec.server.api.calls import CallPlan, call_plan
 from pyspec.server.api.constrained import kept_grammar, wanted
 from pyspec.server.api.prompts import begun_answer, chat_ids, continued_part
 from pyspec.server.api.schema import ChatBody
+from pyspec.server.api.spoken import spoken
 from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.settings import ServerSettings
 from pyspec.text.markup.call_grammar import Lark
-from pyspec.text.markup.dialect import AnswerMarkup, Dialect, dialect, recognised, think_marks
+from pyspec.text.markup.dialect import AnswerMarkup, Dialect, think_marks
 from pyspec.text.markup.reasoning import ThinkMarks
 
 TAIL_TOKENS = 24  # of the prompt, that tell whether it ends within reasoning
@@ -50,6 +51,7 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings, *, c
     )
     is_shown = form == "none" or (form == "deepseek-legacy" and bool(body.stream))
     beside = _in_place(speaks, calls) if calls.schemas and not calls.is_bound and wanted(body) else []
+    grammar = None if beside else _call_grammar(engine, calls, speaks, think, is_open, compiles)
     markup = AnswerMarkup(
         calls=speaks if calls.schemas else None,
         think=think,
@@ -58,6 +60,7 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings, *, c
         is_whole=form == "deepseek-legacy",
         tools=calls.schemas,
         is_bound=calls.is_bound,
+        is_held=grammar is not None or bool(beside),
         trigger=beside[0][1] if beside else "",
     )
     return ChatPlan(
@@ -65,7 +68,7 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings, *, c
         markup=markup,
         shown=_shown(engine.tokenizer, markup),
         budget=_budget(engine.tokenizer, body, settings, think, is_open),
-        grammar=_call_grammar(engine, calls, markup, compiles) if calls.is_held and not beside else None,
+        grammar=grammar,
         begun=_behind(begun_answer(body, settings), think),
         calls=tuple(source for source, _ in beside),
     )
@@ -87,30 +90,34 @@ def _in_place(speaks: Dialect | None, calls: CallPlan) -> list[tuple[str, str]]:
     return found
 
 
-def _call_grammar(engine: EngineLike, calls: CallPlan, markup: AnswerMarkup, compiles: bool) -> Grammar:
-    """What holds the answer to the tools' schemas. Reasoning is free, and so is text before calls that may be left out."""
-    assert markup.calls is not None
-    lark, think = Lark(), markup.think
-    rules = markup.calls.rules(lark, calls.schemas, is_single=calls.is_single)
-    after = think.end if think is not None and markup.is_open else ""
+def _call_grammar(
+    engine: EngineLike, calls: CallPlan, speaks: Dialect | None, think: ThinkMarks | None, is_open: bool, compiles: bool
+) -> Grammar | None:
+    """What holds the answer to the tools' schemas; None where nothing does. Of a model that is told how to call all calls are held:
+    if not to their schemas, because these can not be kept, to the form."""
+    if speaks is None or not calls.schemas or not (calls.is_held or speaks.is_told):
+        return None
+    try:
+        return kept_grammar(engine, _held(calls, speaks, think, is_open), compiles=compiles)
+    except RequestError as e:
+        if calls.is_held:
+            raise RequestError(f"tools: their schemas can not be kept: {e}") from None
+    free = replace(calls, schemas={name: {} for name in calls.schemas})
+    return kept_grammar(engine, _held(free, speaks, think, is_open), compiles=compiles)
+
+
+def _held(calls: CallPlan, speaks: Dialect, think: ThinkMarks | None, is_open: bool) -> Grammar:
+    """Reasoning is free, and so is text before calls that may be left out."""
+    lark = Lark()
+    rules = speaks.rules(lark, calls.schemas, is_single=calls.is_single)
+    after = think.end if think is not None and is_open else ""
     if not calls.is_bound:
         source = lark.text_or_calls(rules)
     elif think is not None and not after:
         source = lark.calls(rules, thought=(think.start, think.end))
     else:
         source = lark.calls(rules)
-    grammar = Grammar(kind="lark", source=source, after=after, lazy=bool(after) and not calls.is_bound)
-    try:
-        return kept_grammar(engine, grammar, compiles=compiles)
-    except RequestError as e:
-        raise RequestError(f"tools: their schemas can not be kept: {e}") from None
-
-
-def spoken(template: str, settings: ServerSettings) -> Dialect | None:
-    """How the model writes its calls: as the server was told, or as its template does."""
-    if settings.tool_call_parser == "auto":
-        return recognised(template)
-    return None if settings.tool_call_parser == "none" else dialect(settings.tool_call_parser)
+    return Grammar(kind="lark", source=source, after=after, lazy=bool(after) and not calls.is_bound)
 
 
 def _ends_open(tokenizer: TokenizerLike, prompt: Sequence[int], think: ThinkMarks) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pyspec.errors import NotSupported, RequestError
+from pyspec.server.api.generic_tools import with_generic_tools
 from pyspec.server.api.schema import Chat, Message
 from pyspec.server.engine import EngineLike, TemplateLike, TokenizerLike
 from pyspec.server.settings import Limits, ServerSettings
@@ -119,6 +120,7 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
     if clash := RESERVED & (body.chat_template_kwargs or {}).keys():
         raise RequestError(f"chat_template_kwargs: {min(clash)} has a field of its own")
     continued = continued_part(body, settings)
+    body = with_generic_tools(engine, body, settings)
     messages = [_plain(message, i) for i, message in enumerate(body.messages)]
     if continued:  # llama-server has a blank line between the parts of what it goes on with
         messages[-1] = _plain(body.messages[-1], len(messages) - 1, between="\n\n")
@@ -156,7 +158,7 @@ def begun_answer(body: Chat, settings: ServerSettings) -> str:
     if continued_part(body, settings) != "content":
         return ""
     at = len(body.messages) - 1
-    return str(_plain(body.messages[at], at, settings.limits, between="\n\n")["content"])
+    return str(_plain(body.messages[at], at, between="\n\n")["content"])
 
 
 def template_values(body: Chat, template: str, settings: ServerSettings) -> dict[str, Any]:

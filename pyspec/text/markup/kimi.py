@@ -16,32 +16,39 @@ CALL, SEP, END_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|
 PREFIX = "functions."
 NAME_CHARS = 256
 
-_ID = re.compile(r"\s*(?:functions\.)?(?P<name>[^\s:]+)(?::\d+)?\s*")
+_NUMBER = re.compile(r":\d+$")
+_WORD = re.compile(r"[^\s:]+")
 
 
 def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
-    yield from read_answer(reader, (OPEN, CALL), _calls, trims_start=trims_start)
+    def calls(reader: AnswerReader, mark: str) -> Steps[str]:
+        text = mark
+        if mark == OPEN:
+            text += yield from reader.take_spaces()
+            if not (yield from reader.take_mark(CALL)):
+                return text
+            text += CALL
+        while True:
+            id_, found = yield from reader.take_until(SEP, most=NAME_CHARS)
+            name = _named(id_, tools)
+            if not found or not name:
+                return text + id_ + found
+            reader.begin_call(name)
+            yield from _arguments(reader)
+            yield from reader.take_spaces()
+            if not (yield from reader.take_mark(CALL)):
+                yield from reader.take_mark(CLOSE)
+                return ""
+            text = CALL
+
+    yield from read_answer(reader, (OPEN, CALL), calls, trims_start=trims_start)
 
 
-def _calls(reader: AnswerReader, mark: str) -> Steps[str]:
-    text = mark
-    if mark == OPEN:
-        text += yield from reader.take_spaces()
-        if not (yield from reader.take_mark(CALL)):
-            return text
-        text += CALL
-    while True:
-        id_, found = yield from reader.take_until(SEP, most=NAME_CHARS)
-        match = _ID.fullmatch(id_)
-        if not found or match is None:
-            return text + id_ + found
-        reader.begin_call(match["name"])
-        yield from _arguments(reader)
-        yield from reader.take_spaces()
-        if not (yield from reader.take_mark(CALL)):
-            yield from reader.take_mark(CLOSE)
-            return ""
-        text = CALL
+def _named(id_: str, tools: Tools) -> str:
+    """The name that an id holds; "" if it holds none."""
+    bare = id_.strip().removeprefix(PREFIX)
+    name = _NUMBER.sub("", bare)
+    return next((each for each in (name, bare) if each in tools), "") or (name if _WORD.fullmatch(name) else "")
 
 
 def _arguments(reader: AnswerReader) -> Steps[None]:

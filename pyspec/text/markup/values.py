@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pyspec.text.markup.ahead import GAP, NAME, OVER, TAIL, Row, Step
 from pyspec.text.markup.reader import AnswerReader, Steps
 
-QUOTES = frozenset("'\"`")
+CLOSING = frozenset(".)]}>")  # what a value ends with, where the next argument stands in the same line
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ _NEVER: Row = ((),)
 def _without_end(marks: ValueMarks, mark: str, is_line: bool, last: str, expected: Collection[str] | None) -> Row:
     """What shows that a value ended before this mark without one of its own."""
     if mark == marks.key:
-        if (expected is None and not is_line) or last in QUOTES:
+        if not is_line and (expected is None or not (last.isalnum() or last in CLOSING)):
             return _NEVER
         return ((mark,), NAME if expected is None else tuple(expected), *marks.key_end)
     if mark in marks.arguments_end and marks.call_end:

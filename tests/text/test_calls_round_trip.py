@@ -1,0 +1,179 @@
+"""What a grammar of calls writes, the parser reads: the same names and the same values, wherever the text is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from pyspec.constrain.grammar import compile_text
+from pyspec.constrain.trie import TokenTable
+from pyspec.request import Grammar
+from pyspec.text.markup import brackets, call_list, deepseek, dsml, functionary, glm, hermes, kimi, llama3, qwen_xml
+from pyspec.text.markup import dialect as dialects
+from pyspec.text.markup.call_grammar import Lark
+from pyspec.text.markup.dialect import AnswerMarkup
+from pyspec.text.markup.parts import CallArguments, CallBegin, Content
+
+BYTES = TokenTable([bytes([i]) for i in range(256)] + [b"</s>"], (256,), (256,)).build(lambda text: list(text.encode()))
+KEYS = (
+    "plain", "my key", "a.b", 'say "hi"', "it's", "a>b", "ключ", "名前", "a:b", "x-y_z", "ends here ", " begins", "{x}", "a<b",
+    "a\\b", "$ref", "1", "a>", "parameter=", "</parameter>", '" string="true">', "[ARGS]", "e\u0301", "🦊",
+)  # fmt: skip
+TOOL_NAMES = ("bash", "mcp__files__read", "a.b-c", "read file", "f:1", "ask>er", "mcp/go", "名前", 'q"q', "f<x")
+TEXTS = (
+    "", "ls", " spaced ", "two\nlines\n", "\n\nfirst", "True", "null", "3", '{"a": 1}', "'x'", "it's \"quoted\" \\ \t",
+    "</parameter>", "<parameter=plain>\n5", "x\n</function>\n</tool_call>", "</tool_call>", "<tool_call>\n<function=bash>\n",
+    "<arg_key>plain</arg_key>\n<arg_value>1", "</arg_value></tool_call>", "</｜DSML｜parameter></｜DSML｜invoke>",
+    "[TOOL_CALLS]bash[ARGS]{}", "]</TOOLCALL>", "<think>a</think>", "grep -n '</parameter>' notes.txt", "日本語 🦊",
+)  # fmt: skip
+OTHERS: Mapping[str, tuple[Any, ...]] = {
+    "integer": (0, -7, 10**12),
+    "number": (1.5, -2e-7, 3),
+    "boolean": (True, False),
+    "array": ([], [1, "a", None, [True]], ["</parameter>\n", "x\n"]),
+    "object": ({}, {"A": 1, "b c": [True, None]}, {"t": "</tool_call>\n</function>"}),
+    "null": (None,),
+}
+Call = tuple[str, dict[str, Any]]
+
+
+def _xml(call: Call) -> str:
+    rows = [f"<parameter={k}>\n{_bare(v)}\n</parameter>\n" for k, v in call[1].items()]
+    return f"\n<function={call[0]}>\n{''.join(rows)}</function>\n</tool_call>"
+
+
+def _dsml(call: Call) -> str:
+    rows = [
+        f'{dsml.PARAMETER}{k}" string="{str(isinstance(v, str)).lower()}">{_bare(v)}{dsml.END_PARAMETER}\n' for k, v in call[1].items()
+    ]
+    return f"\n{dsml.INVOKE}{call[0]}{dsml.BARE}\n{''.join(rows)}{dsml.END_INVOKE}"
+
+
+def _glm(call: Call) -> str:
+    rows = [f"<arg_key>{k}</arg_key>\n<arg_value>{_bare(v)}</arg_value>\n" for k, v in call[1].items()]
+    return f"{call[0]}\n{''.join(rows)}</tool_call>"
+
+
+def _bare(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _object(call: Call, key: str = "arguments") -> str:
+    return json.dumps({"name": call[0], key: call[1]}, ensure_ascii=False)
+
+
+def _arguments(call: Call) -> str:
+    return json.dumps(call[1], ensure_ascii=False)
+
+
+def written(name: str, calls: list[Call]) -> str:
+    """Calls as a model writes them."""
+    first = calls[0]
+    return {
+        "qwen3_coder": lambda: qwen_xml.OPEN + f"\n{qwen_xml.OPEN}".join(map(_xml, calls)),
+        "glm45": lambda: glm.OPEN + f"\n{glm.OPEN}".join(map(_glm, calls)),
+        "deepseek_v32": lambda: dsml.OPEN[0] + "".join(map(_dsml, calls)) + "\n" + dsml.CLOSE[0],
+        "deepseek_v3": lambda: deepseek.OPEN + "".join(f"{deepseek.CALL}{c[0]}{deepseek.SEP}{_arguments(c)}{deepseek.END_CALL}" for c in calls) + deepseek.CLOSE,
+        "kimi_k2": lambda: kimi.OPEN + "".join(f"{kimi.CALL}functions.{c[0]}:{i}{kimi.SEP}{_arguments(c)}{kimi.END_CALL}" for i, c in enumerate(calls)) + kimi.CLOSE,
+        "hermes": lambda: hermes.OPEN + f"\n{hermes.OPEN}".join(f"\n{_object(c)}\n{hermes.CLOSE}" for c in calls),
+        "generic": lambda: hermes.OPEN + f"\n{hermes.OPEN}".join(f"\n{_object(c)}\n{hermes.CLOSE}" for c in calls),
+        "nemotron_v2": lambda: call_list.OPEN + "[" + ", ".join(map(_object, calls)) + "]" + call_list.CLOSE,
+        "firefunction_v2": lambda: call_list.FUNCTOOLS + ", ".join(map(_object, calls)) + "]",
+        "mistral": lambda: brackets.OPEN + " [" + ", ".join(_object(c)[:-1] + ', "id": "abcDEF123"}' for c in calls) + "]",
+        "mistral_args": lambda: "".join(f"{brackets.OPEN}{c[0]}[CALL_ID]abcDEF12{i}[ARGS]{_arguments(c)}" for i, c in enumerate(calls)),
+        "functionary_v31": lambda: functionary.FUNCTION + f"\n{functionary.FUNCTION}".join(f"{c[0]}>{_arguments(c)}{functionary.CLOSE}" for c in calls),
+        "llama3_json": lambda: _object(first, "parameters"),
+    }[name]()  # fmt: skip
+
+
+def schema_of(kinds: Mapping[str, str], needed: list[str]) -> dict[str, Any]:
+    return {"type": "object", "properties": {key: {"type": kind} for key, kind in kinds.items()}, "required": needed}
+
+
+def some(rng: random.Random) -> tuple[dict[str, Any], list[Call]]:
+    """Tools with hostile names, and calls of them."""
+    names = rng.sample(TOOL_NAMES, rng.choice((1, 1, 3)))
+    kinds = {name: {key: rng.choice(["string", "string", *OTHERS]) for key in rng.sample(KEYS, rng.randrange(1, 5))} for name in names}
+    calls = []
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        name = rng.choice(names)
+        values = {key: rng.choice(TEXTS if kind == "string" else OTHERS[kind]) for key, kind in kinds[name].items()}
+        calls.append((name, values))
+    return {name: schema_of(kinds[name], list(kinds[name])) for name in names}, calls
+
+
+def takes(source: str, text: str) -> bool:
+    matcher = LLMatcher(BYTES, compile_text(Grammar(kind="lark", source=source)))
+    ids = [*text.encode(), 256]
+    return matcher.validate_tokens(ids) == len(ids)
+
+
+def read(markup: AnswerMarkup, pieces: list[str]) -> tuple[list[Call], str]:
+    parser = markup.parser()
+    names, texts, content = list[str](), list[str](), ""
+    for part in [*(p for piece in pieces for p in parser.push(piece)), *parser.finish()]:
+        if isinstance(part, CallBegin):
+            names.append(part.name)
+            texts.append("")
+        elif isinstance(part, CallArguments):
+            texts[part.index] += part.text
+        elif isinstance(part, Content):
+            content += part.text
+    return [(name, json.loads(text)) for name, text in zip(names, texts, strict=True)], content
+
+
+def cut(text: str, rng: random.Random) -> list[str]:
+    at = sorted({0, len(text), *(rng.randrange(len(text)) for _ in range(rng.choice((0, 3, 20))))})
+    return [text[a:b] for a, b in zip(at, at[1:], strict=False)]
+
+
+ALL = sorted({dialects.dialect(name).name for name in dialects.NAMES})
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_calls_that_a_grammar_takes_are_read_as_they_were_meant(name: str) -> None:
+    rng, speaks, n_taken = random.Random(35), dialects.dialect(name), 0
+    for _ in range(150):
+        tools, calls = some(rng)
+        calls = calls[:1] if name == "llama3_json" else calls
+        lark = Lark()
+        source = lark.calls(speaks.rules(lark, tools, is_single=len(calls) == 1))
+        text = written(name, calls)
+        if not takes(source, text):  # a value that holds the mark which ends it can not be written in it
+            assert speaks.is_bare, (text, tools)
+            continue
+        n_taken += 1
+        for is_bound in (True, False):
+            markup = AnswerMarkup(calls=speaks, tools=tools, is_held=True, is_bound=is_bound)
+            assert read(markup, cut(text, rng)) == (calls, ""), (text, tools)
+    assert n_taken > 100
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_free_calls_under_any_name_are_read_alike(name: str) -> None:
+    """Without a grammar, with values that do not speak of markup."""
+    rng, speaks = random.Random(7), dialects.dialect(name)
+    plain = [text for text in TEXTS if "<" not in text and "[" not in text]
+    for _ in range(100):
+        tools, calls = some(rng)
+        calls = [(tool, {k: rng.choice(plain) if isinstance(v, str) else v for k, v in values.items()}) for tool, values in calls]
+        calls = calls[:1] if name == "llama3_json" else calls
+        text = written(name, calls)
+        assert read(AnswerMarkup(calls=speaks, tools=tools), cut(text, rng)) == (calls, ""), (text, tools)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if dialects.dialect(name).is_bare])
+def test_a_word_that_a_value_can_not_be_is_not_among_those_a_grammar_takes(name: str) -> None:
+    marks = {"qwen3_coder": qwen_xml.MARKS, "glm45": glm.MARKS, "deepseek_v32": dsml.MARKS}[name]
+    words = ["a", f"b{marks.held_end}c", "d"]
+    tools = {"f": {"type": "object", "properties": {"w": {"enum": words}}, "required": ["w"]}}
+    lark = Lark()
+    source = lark.calls(dialects.dialect(name).rules(lark, tools, is_single=True))
+    found = [takes(source, written(name, [("f", {"w": word})])) for word in words]
+    assert found == [True, False, True]
+    assert llama3.TAG not in source
