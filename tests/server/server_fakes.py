@@ -101,6 +101,7 @@ class Script:
     round_s: float = 0.0
     prefill_s: float = 0.0
     fail_after: int | None = None  # rounds until the request fails
+    is_held: bool = False  # its grammar ends the text
 
 
 @dataclass
@@ -290,7 +291,7 @@ class FakeEngine:
         if at:
             running.text = running.text[: min(at)]
         finish: Finish | None = "stop" if at else None
-        finish = finish or ("eos" if len(running.tokens) == len(whole) else None)
+        finish = finish or (("stop" if script.is_held else "eos") if len(running.tokens) == len(whole) else None)
         finish = finish or ("length" if len(running.tokens) >= limit else None)
         held = 0 if finish else max((len(stop) - 1 for stop in request.stop), default=0)
         upto = max(running.n_sent, len(running.text) - held)
@@ -331,6 +332,6 @@ class FakeEngine:
 
     def _end(self, running: Running, finish: Finish) -> None:
         self._free(running)
-        stop = next((s for s in running.request.stop if finish == "stop"), "")
+        stop = next((s for s in running.request.stop if finish == "stop" and s in running.script.text), "")
         n_prompt, n = len(running.request.prompt), len(running.tokens)
         running.sink(Done(running.id, finish, n_prompt, n, self._timings(running), stop, slot=running.slot))

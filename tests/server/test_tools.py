@@ -147,10 +147,10 @@ def test_calls_that_nobody_asked_for_stay_text(app: App, body: dict[str, Any]) -
     assert "tool_calls" not in message and message["content"].startswith("I look.\n<tool_call>")
 
 
-def test_a_template_without_calls_refuses_tools_unless_the_server_is_told_how_they_look(engine: FakeEngine) -> None:
-    engine.info = replace(engine.info, chat_template="plain")
-    said = ask(App(create_app(engine, ServerSettings())), 400, tools=TOOLS)["error"]["message"]
+def test_a_server_that_reads_no_calls_refuses_tools(engine: FakeEngine) -> None:
+    said = ask(App(create_app(engine, ServerSettings(tool_call_parser="none"))), 400, tools=TOOLS)["error"]["message"]
     assert "--tool-call-parser" in said and "hermes" in said
+    engine.info = replace(engine.info, chat_template="plain")
     app = App(create_app(engine, ServerSettings(tool_call_parser="hermes")))
     assert len(ask(app, tools=TOOLS)["choices"][0]["message"]["tool_calls"]) == 2
 

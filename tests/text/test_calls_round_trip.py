@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Mapping
@@ -49,7 +50,8 @@ def _xml(call: Call) -> str:
 
 def _dsml(call: Call) -> str:
     rows = [
-        f'{dsml.PARAMETER}{k}" string="{str(isinstance(v, str)).lower()}">{_bare(v)}{dsml.END_PARAMETER}\n' for k, v in call[1].items()
+        f'{dsml.PARAMETER}{k}" string="{str(isinstance(v, str)).lower()}">{_bare(v)}{dsml.END_PARAMETER}\n'
+        for k, v in call[1].items()
     ]
     return f"\n{dsml.INVOKE}{call[0]}{dsml.BARE}\n{''.join(rows)}{dsml.END_INVOKE}"
 
@@ -98,7 +100,10 @@ def schema_of(kinds: Mapping[str, str], needed: list[str]) -> dict[str, Any]:
 def some(rng: random.Random) -> tuple[dict[str, Any], list[Call]]:
     """Tools with hostile names, and calls of them."""
     names = rng.sample(TOOL_NAMES, rng.choice((1, 1, 3)))
-    kinds = {name: {key: rng.choice(["string", "string", *OTHERS]) for key in rng.sample(KEYS, rng.randrange(1, 5))} for name in names}
+    kinds = {
+        name: {key: rng.choice(["string", "string", *OTHERS]) for key in rng.sample(KEYS, rng.randrange(1, 5))}
+        for name in names
+    }
     calls = []
     for _ in range(rng.choice((1, 1, 2, 3))):
         name = rng.choice(names)
@@ -129,7 +134,7 @@ def read(markup: AnswerMarkup, pieces: list[str]) -> tuple[list[Call], str]:
 
 def cut(text: str, rng: random.Random) -> list[str]:
     at = sorted({0, len(text), *(rng.randrange(len(text)) for _ in range(rng.choice((0, 3, 20))))})
-    return [text[a:b] for a, b in zip(at, at[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(at)]
 
 
 ALL = sorted({dialects.dialect(name).name for name in dialects.NAMES})
@@ -161,7 +166,10 @@ def test_free_calls_under_any_name_are_read_alike(name: str) -> None:
     plain = [text for text in TEXTS if "<" not in text and "[" not in text]
     for _ in range(100):
         tools, calls = some(rng)
-        calls = [(tool, {k: rng.choice(plain) if isinstance(v, str) else v for k, v in values.items()}) for tool, values in calls]
+        calls = [
+            (tool, {k: rng.choice(plain) if isinstance(v, str) else v for k, v in values.items()})
+            for tool, values in calls
+        ]
         calls = calls[:1] if name == "llama3_json" else calls
         text = written(name, calls)
         assert read(AnswerMarkup(calls=speaks, tools=tools), cut(text, rng)) == (calls, ""), (text, tools)

@@ -313,9 +313,7 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         markup("qwen3_coder"),
         "<tool_call>\n<function=weather>\n<parameter=city>\ngrep '<parameter=days>' a | sed \"s/<parameter=tags>/</function></tool_call>/\"\n"
         "</parameter>\n</function>\n</tool_call>",
-        call(
-            0, "weather", {"city": "grep '<parameter=days>' a | sed \"s/<parameter=tags>/</function></tool_call>/\""}
-        ),
+        call(0, "weather", {"city": "grep '<parameter=days>' a | sed \"s/<parameter=tags>/</function></tool_call>/\""}),
     ),
     "glm45, values without an end mark": (
         markup("glm45"),
