@@ -48,7 +48,9 @@ class Service:
         self._submissions: dict[Submission, asyncio.TimerHandle] = {}
         self.n_inside = 0
         self._inside: Counter[str] = Counter()  # of which by client
-        self._text: list[ThreadPoolExecutor | None] = [None] * 3  # for small bodies, for large ones, and to compile grammars
+        self._text: list[ThreadPoolExecutor | None] = [
+            None
+        ] * 3  # for small bodies, for large ones, and to compile grammars
         self.reading = Reading(self.settings.limits.reading)
         self._groups = count()
         self._post: tuple[asyncio.AbstractEventLoop, Post] | None = None
@@ -59,7 +61,9 @@ class Service:
         """Generation requests whose submissions have not been closed."""
         return len(self._submissions)
 
-    async def text(self, work: Callable[..., T], *args: Any, n_byte: int = 0, client: str = "", compiles: bool = False) -> T:
+    async def text(
+        self, work: Callable[..., T], *args: Any, n_byte: int = 0, client: str = "", compiles: bool = False
+    ) -> T:
         """Run tokenising or rendering off the event loop: of a large body in a thread of its own, so that small ones never wait for one.
         So is what compiles a grammar. Clients take turns. The threads start with the first call: a mounted application never hears of start-up."""
         which = 2 if compiles else int(n_byte > LARGE_BODY)

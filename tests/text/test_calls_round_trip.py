@@ -185,3 +185,34 @@ def test_a_word_that_a_value_can_not_be_is_not_among_those_a_grammar_takes(name:
     found = [takes(source, written(name, [("f", {"w": word})])) for word in words]
     assert found == [True, False, True]
     assert llama3.TAG not in source
+
+
+CONTROL = {"[TOOL_CALLS]": 257, "[CALL_ID]": 258, "[ARGS]": 259}
+TOKENS = TokenTable(
+    [bytes([i]) for i in range(256)] + [b"</s>", *(mark.encode() for mark in CONTROL)], (256, *CONTROL.values()), (256,)
+).build(lambda text: list(text.encode()))
+
+
+@pytest.mark.parametrize("must_call", [True, False])
+@pytest.mark.parametrize("name", ["mistral", "mistral_args"])
+def test_a_mark_that_is_a_control_token_is_allowed_as_one_where_it_may_stand(name: str, must_call: bool) -> None:
+    tools = {"f": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}
+    lark = Lark(CONTROL)
+    rules = dialects.dialect(name).rules(lark, tools, is_single=False)
+    source = lark.calls(rules) if must_call else lark.text_or_calls(rules)
+
+    def fits(*pieces: str) -> bool:
+        tokens = [token for piece in pieces for token in ([CONTROL[piece]] if piece in CONTROL else piece.encode())]
+        matcher = LLMatcher(TOKENS, compile_text(Grammar(kind="lark", source=source)))
+        return matcher.validate_tokens([*tokens, 256]) == len(tokens) + 1
+
+    call = {
+        "mistral": ("[TOOL_CALLS]", '[{"name": "f", "arguments": {"a": "x"}}]'),
+        "mistral_args": ("[TOOL_CALLS]", "f", "[ARGS]", '{"a": "x"}'),
+    }[name]
+    assert fits(*call) and fits("".join(call))
+    assert not fits(*call[:-1], '{"a": 1}') and not fits("[ARGS]") and not fits(*call, " and more")
+    assert fits("Well. ", *call) == fits("Well.") == (not must_call)
+    if name == "mistral_args":
+        assert fits("[TOOL_CALLS]", "f", "[CALL_ID]", "abc123XYZ", "[ARGS]", '{"a": "[ARGS] <f>"}', *call)
+        assert not fits(*call[:-1], '{"a": "', "[ARGS]", '"}')

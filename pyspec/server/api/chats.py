@@ -50,7 +50,7 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings, *, c
         continued_part(body, settings) == "reasoning_content" or _ends_open(engine.tokenizer, prompt, think)
     )
     is_shown = form == "none" or (form == "deepseek-legacy" and bool(body.stream))
-    beside = _in_place(speaks, calls) if calls.schemas and not calls.is_bound and wanted(body) else []
+    beside = _in_place(engine, speaks, calls) if calls.schemas and not calls.is_bound and wanted(body) else []
     grammar = None if beside else _call_grammar(engine, calls, speaks, think, is_open, compiles)
     markup = AnswerMarkup(
         calls=speaks if calls.schemas else None,
@@ -81,12 +81,13 @@ def _behind(begun: str, think: ThinkMarks | None) -> str:
     return begun.rpartition(think.end)[2].lstrip()
 
 
-def _in_place(speaks: Dialect | None, calls: CallPlan) -> list[tuple[str, str]]:
+def _in_place(engine: EngineLike, speaks: Dialect | None, calls: CallPlan) -> list[tuple[str, str]]:
     """Calls that are held to their schemas; if these can not be kept and need not be, with any arguments. Each with its begin."""
     assert speaks is not None
-    found = [speaks.in_place(calls.schemas, is_single=calls.is_single)]
+    control = _control(engine.tokenizer, speaks)
+    found = [speaks.in_place(calls.schemas, is_single=calls.is_single, control=control)]
     if not calls.is_held:
-        found.append(speaks.in_place({name: {} for name in calls.schemas}, is_single=calls.is_single))
+        found.append(speaks.in_place({name: {} for name in calls.schemas}, is_single=calls.is_single, control=control))
     return found
 
 
@@ -98,17 +99,19 @@ def _call_grammar(
     if speaks is None or not calls.schemas or not (calls.is_held or speaks.is_told):
         return None
     try:
-        return kept_grammar(engine, _held(calls, speaks, think, is_open), compiles=compiles)
+        return kept_grammar(engine, _held(engine.tokenizer, calls, speaks, think, is_open), compiles=compiles)
     except RequestError as e:
         if calls.is_held:
             raise RequestError(f"tools: their schemas can not be kept: {e}") from None
     free = replace(calls, schemas={name: {} for name in calls.schemas})
-    return kept_grammar(engine, _held(free, speaks, think, is_open), compiles=compiles)
+    return kept_grammar(engine, _held(engine.tokenizer, free, speaks, think, is_open), compiles=compiles)
 
 
-def _held(calls: CallPlan, speaks: Dialect, think: ThinkMarks | None, is_open: bool) -> Grammar:
+def _held(
+    tokenizer: TokenizerLike, calls: CallPlan, speaks: Dialect, think: ThinkMarks | None, is_open: bool
+) -> Grammar:
     """Reasoning is free, and so is text before calls that may be left out."""
-    lark = Lark()
+    lark = Lark(_control(tokenizer, speaks))
     rules = speaks.rules(lark, calls.schemas, is_single=calls.is_single)
     after = think.end if think is not None and is_open else ""
     if not calls.is_bound:
@@ -118,6 +121,15 @@ def _held(calls: CallPlan, speaks: Dialect, think: ThinkMarks | None, is_open: b
     else:
         source = lark.calls(rules)
     return Grammar(kind="lark", source=source, after=after, lazy=bool(after) and not calls.is_bound)
+
+
+def _control(tokenizer: TokenizerLike, speaks: Dialect) -> dict[str, int]:
+    """The dialect's marks that are control tokens. Between marks in bare text they are spelled: free text ends at text."""
+    if speaks.is_bare:
+        return {}
+    found = {mark: tokenizer.encode(mark, add_special=False, parse_special=True) for mark in speaks.marks}
+    plain = {mark: tokenizer.encode(mark, add_special=False, parse_special=False) for mark in found}
+    return {mark: ids[0] for mark, ids in found.items() if len(ids) == 1 and plain[mark] != ids}
 
 
 def _ends_open(tokenizer: TokenizerLike, prompt: Sequence[int], think: ThinkMarks) -> bool:

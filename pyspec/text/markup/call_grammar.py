@@ -7,6 +7,7 @@ calls, and one for answers in which text is free until that mark. Nothing may fo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +30,18 @@ class CallRules:
     rest: str
 
 
-class Lark:
-    """A grammar that grows."""
+_PIECES = re.compile(r'\[suffix="(?:[^"\\]|\\.)*"\]|/(?:[^/\\]|\\.)*/|"(?:[^"\\]|\\.)*"')
+"""Of a rule: ends of free text and regular expressions, which stay, and texts."""
 
-    def __init__(self) -> None:
+
+class Lark:
+    """A grammar that grows.
+
+    control  marks that are control tokens, with their ids: these tokens may stand for the marks, and no other text is one
+    """
+
+    def __init__(self, control: Mapping[str, int] | None = None) -> None:
+        self._control = dict(control or {})
         self._rules: list[str] = ["SPACE: /[ \\t\\r\\n]{1,4}/"]
         self._n = 0
 
@@ -65,10 +74,33 @@ class Lark:
         mark = re_escape(rules.trigger)
         self._rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/")
         free = self.text_before(rules.trigger)
-        return self._all(f"TEXT | {free} {rules.rest}")
+        token = (
+            f" | TEXT? {_token(self._control[rules.trigger])} {rules.rest}" if rules.trigger in self._control else ""
+        )
+        return self._all(f"TEXT | {free} {rules.rest}{token}")
 
     def _all(self, start: str) -> str:
-        return "\n".join([f"start: {start}", *self._rules])
+        whole = [f"start: {start}", *self._rules]
+        return "\n".join(self._with_tokens(rule) for rule in whole) if self._control else "\n".join(whole)
+
+    def _with_tokens(self, rule: str) -> str:
+        """A rule in which a control token may stand for its mark. What is JSON or one lexeme stays as it is."""
+        marks = re.compile(
+            "(" + "|".join(re.escape(mark) for mark in sorted(self._control, key=len, reverse=True)) + ")"
+        )
+
+        def spelled(found: re.Match[str]) -> str:
+            if not found.group().startswith('"') or not marks.search(text := json.loads(found.group())):
+                return found.group()
+            parts = [part for part in marks.split(text) if part]
+            known = self._control
+            return f"({row(*(f'({_token(known[p])} | {literal(p)})' if p in known else literal(p) for p in parts))})"
+
+        return _PIECES.sub(spelled, rule) if rule[:1].islower() and "%json" not in rule else rule
+
+
+def _token(token: int) -> str:
+    return f"<[{token}]>"
 
 
 def literal(text: str) -> str:

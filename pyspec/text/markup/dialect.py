@@ -63,9 +63,9 @@ class Dialect:
     is_told: bool = False
     new_id: Callable[[], str] | None = None
 
-    def in_place(self, tools: Tools, *, is_single: bool) -> tuple[str, str]:
-        """Calls that may stand in place of another text, as lark, and what they begin with."""
-        lark = Lark()
+    def in_place(self, tools: Tools, *, is_single: bool, control: Mapping[str, int]) -> tuple[str, str]:
+        """Calls that may stand in place of another text, as lark, and what they begin with. control: as Lark has it."""
+        lark = Lark(control)
         if self.as_schema is not None:
             return lark.value(self.as_schema(tools)), "{"
         rules = self.rules(lark, tools, is_single=is_single)
