@@ -19,6 +19,7 @@ from pyspec.errors import RequestError
 from pyspec.ranges import printable
 from pyspec.request import Grammar
 from pyspec.text.bounded import serve
+from pyspec.text.rust import border
 
 SAID_BEFORE = 80  # characters of an answer that has begun, in a refusal
 MEMORY_BYTES = 2 << 30  # of address space, the interpreter's and its threads' own included
@@ -68,7 +69,11 @@ def answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
     for line in lines:
         grammar = Grammar(**json.loads(line))
         try:
-            yield answer(table, tokenizer, grammar)
+            with border(RequestError, f"the {grammar.kind} can not be compiled"):
+                found = answer(table, tokenizer, grammar)
+            yield found
+        except RequestError as e:
+            yield {"failed": str(e)}
         except MemoryError:
             yield {"failed": f"the {grammar.kind} needs more than {MEMORY_BYTES >> 20} MiB"}
 

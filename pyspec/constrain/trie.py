@@ -13,9 +13,11 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from pyspec.constrain.grammar import LIMITS, said
 from pyspec.errors import RequestError
+from pyspec.text.rust import border
 from pyspec.text.tokenizer import Tokenizer
 
 MOST_THREADS = 8
+MOST_BYTES = 1023  # of a token: the library's tree is as deep, and one mark stands before control tokens
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,14 @@ class TokenTable:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, n_vocab: int) -> TokenTable:
-        """Of a model whose embedding may have more rows than the vocabulary has tokens: these are never allowed."""
+        """Of a model whose embedding may have more rows than the vocabulary has tokens: these are never allowed, nor are tokens of more than
+        MOST_BYTES, which are taken for empty."""
         eog = sorted(t for t in tokenizer.eog if t < n_vocab)
         if not eog:
             raise RequestError("a grammar can not be kept: the model's vocabulary has no token that ends a generation")
         special = sorted(t for t in tokenizer.special | tokenizer.eog if t < n_vocab)
-        return cls([tokenizer.token_bytes(t) for t in range(n_vocab)], special, eog)
+        tokens = (tokenizer.token_bytes(t) for t in range(n_vocab))
+        return cls([t if len(t) <= MOST_BYTES else b"" for t in tokens], special, eog)
 
     def id_of(self, text: str) -> int | None:
         """The token with this text; of several a control token."""
@@ -43,7 +47,8 @@ class TokenTable:
 
     def build(self, encode: Callable[[str], list[int]]) -> LLTokenizer:
         """`encode` gives the ids of text in the middle of a text."""
-        return LLTokenizer(_Wrapper(self, encode), eos_token=list(self.eog))  # type: ignore[arg-type]  # its stub names a class of its own
+        with border(RequestError, "a grammar can not be kept: the model's vocabulary can not be walked"):
+            return LLTokenizer(_Wrapper(self, encode), eos_token=list(self.eog))  # type: ignore[arg-type]  # its stub names a class of its own
 
 
 def begin(tokenizer: LLTokenizer, matcher: LLMatcher, text: str) -> list[int] | None:
@@ -101,7 +106,8 @@ class TokenTrie:
 
     def matcher(self, source: str) -> LLMatcher:
         """A matcher at the start of a compiled grammar. Raises RequestError. The interpreter's lock is free meanwhile."""
-        matcher = LLMatcher(self.walked, source, log_level=0, limits=LIMITS)
+        with border(RequestError, "the grammar can not be used"):
+            matcher = LLMatcher(self.walked, source, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise RequestError(f"the grammar can not be used: {said(matcher.get_error())}")
         return matcher

@@ -144,6 +144,11 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
     if assumed is None:
         rank_devices(device, settings.tp)
     tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
+    if tokenizer.model == "gpt2" and not file.fields.label("tokenizer.ggml.pre", ""):
+        log.warning(
+            "the file does not name its pre-tokenizer (tokenizer.ggml.pre): %r is taken, as llama.cpp does; the model may have learnt another",
+            tokenizer.pre,
+        )
     if draft_file is not None:
         check_vocabulary(file, draft_file)
     plan = plan_draft(draft_file, TargetFile(file, config), settings)

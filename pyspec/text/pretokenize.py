@@ -1,6 +1,7 @@
 """How text is cut before byte-pair merges, by the name in `tokenizer.ggml.pre`.
 
-Patterns are those of the models' own tokenizers. An unknown name is an error: a wrong cut gives wrong ids silently.
+Patterns are those of the models' own tokenizers, and of llama.cpp where a model has none ("default"). An unknown name is an error: a wrong
+cut gives wrong ids silently.
 """
 
 from __future__ import annotations
@@ -23,6 +24,13 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}"
 )
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}"
+)
+_BAILING = r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_SEED = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_TAIL}"
+_MINICPM = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
 _ASCII_PUNCT = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
@@ -47,31 +55,31 @@ class PreTokenizer:
         return [pre_tokenizers.Split(Regex(p), "isolated") for p in self.patterns]
 
 
-_LLAMA_BPE = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
-_DEEPSEEK = PreTokenizer(_DEEPSEEK3)
-
-PRE = {
-    "qwen2": PreTokenizer((_QWEN2,)),
-    "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
-    "megrez": PreTokenizer((_QWEN2,)),
+DEFAULT = "default"
+"""Of files that name none."""
+_GROUPS = {
+    "qwen2 deepseek-r1-qwen megrez kormo f2llmv2 stablelm2 hunyuan solar-open grok-2": PreTokenizer((_QWEN2,)),
     "qwen35": PreTokenizer((_QWEN35,)),
-    "llama-bpe": _LLAMA_BPE,
-    "llama3": _LLAMA_BPE,
-    "llama-v3": _LLAMA_BPE,
-    "falcon3": _LLAMA_BPE,
-    "falcon-h1": _LLAMA_BPE,
-    "lfm2": _LLAMA_BPE,
-    "pixtral": _LLAMA_BPE,
-    "deepseek-v3": _DEEPSEEK,
-    "joyai-llm": _DEEPSEEK,
-    "hunyuan-dense": _DEEPSEEK,
-    "hy_v4": _DEEPSEEK,
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 pixtral midm-2.0 jina-v5-nano": PreTokenizer(
+        (_LLAMA3,), ignore_merges=True, add_bos=True
+    ),
+    "smaug-bpe dbrx glm4 chatglm-bpe": PreTokenizer((_LLAMA3,)),
+    "deepseek-v3 joyai-llm hunyuan-dense hy_v4": PreTokenizer(_DEEPSEEK3),
+    "deepseek-coder": PreTokenizer(
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
+    ),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "gpt-2": PreTokenizer((_GPT2,)),
-    "mpt": PreTokenizer((_GPT2,)),
-    "olmo": PreTokenizer((_GPT2,)),
-    "starcoder": PreTokenizer((r"\p{N}", _GPT2)),
-    "command-r": PreTokenizer((r"\p{N}", _GPT2)),
-    "smollm": PreTokenizer((r"\p{N}", _GPT2)),
-    "refact": PreTokenizer((r"\p{N}", _GPT2)),
+    "gpt-4o llama4 kanana2 talkie minimax-m2": PreTokenizer((_GPT4O,)),
+    "gpt-2 mpt olmo phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert exaone4 jais trillion"
+    " granite-docling": PreTokenizer((_GPT2,)),
+    "starcoder command-r smollm refact codeshell exaone minerva-7b mellum2": PreTokenizer((r"\p{N}", _GPT2)),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
+    "bailingmoe bailingmoe2 llada-moe": PreTokenizer((_BAILING,)),
+    "seed-coder": PreTokenizer((_SEED,)),
+    "minicpm5": PreTokenizer((r"\p{N}{1,3}", _MINICPM), ignore_merges=True),
+    DEFAULT: PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
+PRE = {name: pre for names, pre in _GROUPS.items() for name in names.split()}
+"""llama.cpp's names: those that cut alike share what cuts."""
+KINDS = tuple(names.split()[0] for names in _GROUPS)
+"""One name of each kind."""

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as HF
 from pyspec.errors import BadTokenizer
 from pyspec.gguf.fields import Fields
 from pyspec.ranges import quoted
-from pyspec.text.pretokenize import PRE, PreTokenizer
+from pyspec.text.pretokenize import DEFAULT, KINDS, PRE, PreTokenizer
+from pyspec.text.rust import border
 from pyspec.text.vocab import (
     BYTE,
     CONTROL,
@@ -87,13 +88,15 @@ class Tokenizer:
     def from_metadata(cls, meta: Mapping[str, object], *, norm: Literal["none", "nfc"] = "none") -> Tokenizer:
         """Build from `tokenizer.ggml.*`. BadTokenizer names what is missing, unknown or inconsistent."""
         fields = Fields(meta, error=BadTokenizer)
-        model, pre = fields.label("tokenizer.ggml.model"), fields.label("tokenizer.ggml.pre", "")
+        model = fields.label("tokenizer.ggml.model")
+        pre = fields.label("tokenizer.ggml.pre", "") or (DEFAULT if model == "gpt2" else "")
         if model == "none":
             return cls.of_numbers(fields)
         if model not in ("gpt2", "llama"):
             raise BadTokenizer(f"tokenizer model {quoted(model)} is unknown; known: gpt2, llama, none")
         if model == "gpt2" and pre not in PRE:
-            raise BadTokenizer(f"pre-tokenizer {quoted(pre)} is unknown; known: {', '.join(PRE)}")
+            known = ", ".join(KINDS)
+            raise BadTokenizer(f"pre-tokenizer {quoted(pre)} is unknown; known: {known}, and other names of these")
         tokens = read_tokens(fields)
         types = read_types(fields, tokens)
         for text, kind in zip(tokens, types, strict=True):
@@ -132,7 +135,8 @@ class Tokenizer:
         """Built when first needed: a large vocabulary takes a quarter of a second."""
         key = (parse_special, space_prefix)
         if key not in self._built:
-            self._built[key] = self._make(*key)
+            with border(BadTokenizer, "the vocabulary can not be used"):
+                self._built[key] = self._make(*key)
         return self._built[key]
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
@@ -164,6 +168,10 @@ class Tokenizer:
     def _plain(self, texts: Sequence[str], parse_special: bool, space_prefix: bool) -> list[list[int]]:
         clean = [t.encode("utf-8", "replace").decode() for t in texts]
         hf = self._hf(parse_special, space_prefix)
+        with border(BadTokenizer, "the text can not be tokenised with this vocabulary"):
+            return self._ids(hf, clean)
+
+    def _ids(self, hf: HF, clean: Sequence[str]) -> list[list[int]]:
         if all(len(t) <= PIECE_CHARS for t in clean) or not self._splits:
             return [e.ids for e in hf.encode_batch_fast(clean, add_special_tokens=False)]
         return [self._in_pieces(hf, t) for t in clean]
@@ -242,9 +250,12 @@ class Tokenizer:
     @cached_property
     def _finder(self) -> HF:
         """Knows the control tokens and nothing else, so all other text gives no ids."""
-        hf = HF(models.BPE(vocab={}, merges=[]))
-        hf.add_tokens([AddedToken(_clean(self._tokens[i], i), special=True, normalized=False) for i in self.special])
-        return hf
+        with border(BadTokenizer, "the vocabulary's control tokens can not be used"):
+            hf = HF(models.BPE(vocab={}, merges=[]))
+            hf.add_tokens(
+                [AddedToken(_clean(self._tokens[i], i), special=True, normalized=False) for i in self.special]
+            )
+            return hf
 
     @cached_property
     def _bytes(self) -> list[bytes]:

@@ -8,7 +8,11 @@ import tracemalloc
 import pytest
 from text_vocab import bpe, spm
 
-from pyspec.errors import BadTokenizer
+from pyspec.constrain.grammar import compile_text
+from pyspec.constrain.trie import TokenTrie
+from pyspec.errors import BadTokenizer, RequestError
+from pyspec.request import Grammar
+from pyspec.text.rust import border
 from pyspec.text.tokenizer import Tokenizer
 from pyspec.text.vocab import CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
@@ -19,7 +23,7 @@ assert isinstance(TOKENS, list)
 
 BAD = {
     "pre": (GOOD | {KEY + "pre": "deepseek-v9"}, "pre-tokenizer 'deepseek-v9' is unknown; known: qwen2"),
-    "no pre": (GOOD | {KEY + "pre": ""}, "pre-tokenizer '' is unknown"),
+    "pre in capitals": (GOOD | {KEY + "pre": "QWEN2"}, "pre-tokenizer 'QWEN2' is unknown"),
     "model": (GOOD | {KEY + "model": "bert"}, "model 'bert' is unknown; known: gpt2, llama"),
     "no model": ({}, "the metadata has no tokenizer.ggml.model"),
     "no tokens": ({k: v for k, v in GOOD.items() if k != KEY + "tokens"}, "the metadata has no tokenizer.ggml.tokens"),
@@ -69,6 +73,57 @@ def test_a_token_as_long_as_a_book_is_refused_at_once():
     with pytest.raises(BadTokenizer, match="SPM token 299 has 1000000 characters; at most 4096"):
         Tokenizer.from_metadata(meta)
     assert time.process_time() - began < 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("a" * 1023, NORMAL),
+        ("a" * 1024, NORMAL),
+        ("a" * 3000, NORMAL),
+        ("\u20ac" * 1024, CONTROL),
+        ("<" * 1024, USER_DEFINED),
+    ],
+)
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_token_that_is_too_long_for_grammars_is_never_their_choice(text, kind, ends):
+    """The library that walks the vocabulary has a limit of 1,024 bytes, and panics beyond."""
+    long = len(TOKENS)
+    meta = GOOD | {
+        KEY + "tokens": [*TOKENS, text],
+        KEY + "token_type": [*GOOD[KEY + "token_type"], kind],
+        KEY + "eos_token_id": long if ends else 256,
+    }
+    tokenizer = Tokenizer.from_metadata(meta)
+    trie = TokenTrie(tokenizer, tokenizer.n_vocab)
+    matcher = trie.matcher(compile_text(Grammar(kind="regex", source="a{2000,4000}")))
+    ids = tokenizer.encode_inside("a" * 50)
+    assert matcher.validate_tokens(ids) == 50
+    assert matcher.validate_tokens([long]) == (len(text.encode()) < 1024 and kind == NORMAL and not ends)
+    assert trie.matcher(compile_text(Grammar(kind="regex", source="b?"))).validate_tokens([long if ends else 256]) == 1
+
+
+class PanicException(BaseException):
+    """As a library in Rust raises it."""
+
+
+def test_a_panic_of_a_library_is_an_error_of_ours(monkeypatch):
+    def panics(*args, **more):
+        raise PanicException("assertion failed:\n  left == right")
+
+    tokenizer = Tokenizer.from_metadata(GOOD | {KEY + "eos_token_id": 256})
+    monkeypatch.setattr("pyspec.constrain.trie.LLTokenizer", panics)
+    with pytest.raises(RequestError, match="the model's vocabulary can not be walked: assertion failed: left == right"):
+        TokenTrie(tokenizer, tokenizer.n_vocab).matcher("{}")
+    monkeypatch.setattr("pyspec.text.tokenizer.models.BPE", panics)
+    with pytest.raises(BadTokenizer, match="the vocabulary can not be used: assertion failed: left == right"):
+        Tokenizer.from_metadata(GOOD)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_what_stops_the_program_passes_the_border(error):
+    with pytest.raises(error), border(BadTokenizer, "x"):
+        raise error
 
 
 def with_tokens(meta, texts, kind):

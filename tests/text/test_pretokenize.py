@@ -1,15 +1,23 @@
 """Where texts are cut. The expected cuts follow from reading each model's own pattern, by hand."""
 
+import json
+from pathlib import Path
+
 import pytest
 from tokenizers import pre_tokenizers
 
+import pyspec
+from pyspec.gguf import open_gguf
 from pyspec.text.pretokenize import PRE
+from pyspec.text.tokenizer import Tokenizer
 
-QWEN = ("qwen2", "deepseek-r1-qwen", "megrez", "qwen35")
-LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral")
+QWEN = ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "stablelm2", "hunyuan", "solar-open", "grok-2", "qwen35")
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral", "midm-2.0", "jina-v5-nano")
+SMAUG = ("smaug-bpe", "dbrx", "glm4", "chatglm-bpe")
+LLAMA3 += SMAUG
 DEEPSEEK = ("deepseek-v3", "joyai-llm", "hunyuan-dense", "hy_v4")
-GPT2 = ("gpt-2", "mpt", "olmo")
-DIGITS_GPT2 = ("starcoder", "command-r", "smollm", "refact")
+GPT2 = ("gpt-2", "mpt", "olmo", "phi-2", "exaone4", "jais", "trillion", "gigachat", "mellum")
+DIGITS_GPT2 = ("starcoder", "command-r", "smollm", "refact", "codeshell", "exaone", "minerva-7b", "mellum2")
 ALL = (*QWEN, *LLAMA3, *DEEPSEEK, *GPT2, *DIGITS_GPT2, "tekken")
 
 CASES = [
@@ -57,10 +65,33 @@ def test_text_is_cut_as_the_pattern_says(names, text, pieces):
         assert [piece for piece, _ in cut] == pieces.split("|"), name
 
 
-def test_every_known_name_is_cut_somewhere_above():
-    assert set(ALL) == set(PRE)
+VALUES = json.loads((Path(__file__).parent / "llama_cpp_pre.json").read_text(encoding="utf-8"))
+BY_LLAMA_CPP = {name: group["ids"] for group in VALUES["groups"] for name in group["names"]}
+
+
+@pytest.mark.parametrize("name", PRE)
+def test_every_known_name_gives_llama_cpp_s_ids(name):
+    with open_gguf(Path(pyspec.__file__).parent / "demo" / "pyspec-demo.gguf") as file:
+        tokenizer = Tokenizer.from_metadata(dict(file.metadata) | {"tokenizer.ggml.pre": name})
+    for text, ids in zip(VALUES["texts"], BY_LLAMA_CPP[name], strict=True):
+        assert tokenizer.encode(text, add_special=False) == ids, text
+
+
+def test_the_texts_tell_the_patterns_apart():
+    assert len(VALUES["groups"]) >= 4 and set(BY_LLAMA_CPP) == set(PRE)
 
 
 def test_only_llama_and_mistral_take_whole_tokens_and_begin_with_bos():
     whole = {name for name, pre in PRE.items() if pre.ignore_merges}
-    assert whole == {*LLAMA3, "tekken"} == {name for name, pre in PRE.items() if pre.add_bos}
+    begins = {name for name, pre in PRE.items() if pre.add_bos}
+    assert begins == {*LLAMA3, "tekken"} - set(SMAUG) and whole == begins | {"minicpm5"}
+
+
+@pytest.mark.parametrize("said", [None, ""])
+def test_a_file_that_names_none_is_cut_as_the_default(said):
+    with open_gguf(Path(pyspec.__file__).parent / "demo" / "pyspec-demo.gguf") as file:
+        metadata = dict(file.metadata) | {"tokenizer.ggml.pre": said}
+    tokenizer = Tokenizer.from_metadata(metadata)
+    assert tokenizer.pre == "default" and not tokenizer.add_bos
+    for text, ids in zip(VALUES["texts"], BY_LLAMA_CPP["default"], strict=True):
+        assert tokenizer.encode(text, add_special=False) == ids
