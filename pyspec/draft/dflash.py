@@ -28,7 +28,7 @@ from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft import tap_shift
 from pyspec.draft.blocks import block_rows
-from pyspec.draft.dflash_file import ARCHS, DFlashConfig, check_pair, drafter_tensors, read_config, read_d2t
+from pyspec.draft.dflash_file import ARCHS, D2T, DFlashConfig, check_pair, drafter_tensors, read_config, read_d2t
 from pyspec.draft.drafter import (
     OWN_HEAD,
     DraftOptions,
@@ -43,7 +43,7 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.layers import Attention, FeedForward, Rope
 from pyspec.models.target import Out, Target
 from pyspec.models.weight_bytes import row_bytes
-from pyspec.models.weights import Matrix, Weights, check_tensors
+from pyspec.models.weights import Matrix, Weights, check_read, check_tensors
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import KV, Memory
@@ -67,7 +67,8 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         raise ConfigError("--spec-type dflash needs a draft file (-md)")
     c = read_config(file)
     check_pair(c, file, target.config)
-    check_tensors(file, drafter_tensors(c, file, target.config.n_embd), c.alias)
+    check_tensors(file, wants := drafter_tensors(c, file, target.config.n_embd), c.alias)
+    check_read(file, (*wants, D2T), len(c.windows), c.alias)
     n, most, n_held = settings.n_draft_max, c.block - 1, held_rows(settings.np)
     has_head = "output.weight" in file.tensors
     return DraftPlan(

@@ -38,7 +38,7 @@ from pyspec.models.cuts import check_ranks
 from pyspec.models.decoder import DecoderConfig
 from pyspec.models.target import ModelConfig
 from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weight_bytes, wide_bytes
-from pyspec.models.weights import HEAD, check_tensors, cuts_of
+from pyspec.models.weights import HEAD, check_read, check_tensors, cuts_of
 from pyspec.ranges import quoted
 from pyspec.registry import ARCHITECTURES, drafters
 from pyspec.sample.synth import SynthAcceptance
@@ -49,6 +49,7 @@ from pyspec.slots.recurrent import late_rows
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
+from pyspec.text.vocab import stray_ids
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +138,7 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
     check_is_target(file, path)
     config = read_config(file)
     check_tensors(file, wants := config.tensors(file))
+    check_read(file, wants, config.n_layer)
     if settings.tp == 0:
         settings = replace(settings, tp=n_device(device))
     config.share(settings.tp)
@@ -144,11 +146,7 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
     if assumed is None:
         rank_devices(device, settings.tp)
     tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
-    if tokenizer.model == "gpt2" and not file.fields.label("tokenizer.ggml.pre", ""):
-        log.warning(
-            "the file does not name its pre-tokenizer (tokenizer.ggml.pre): %r is taken, as llama.cpp does; the model may have learnt another",
-            tokenizer.pre,
-        )
+    _tell_of_vocabulary(file, tokenizer)
     if draft_file is not None:
         check_vocabulary(file, draft_file)
     plan = plan_draft(draft_file, TargetFile(file, config), settings)
@@ -244,6 +242,19 @@ def rank_devices(first: torch.device, n: int) -> list[torch.device]:
 def arena_pages(d: Description, table: SlotTable) -> int:
     """Pages of one sequence in a graph, at most."""
     return min(table.pages_for(d.n_ctx + d.n_overhang), table.n_page)
+
+
+def _tell_of_vocabulary(file: GGUFFile, tokenizer: Tokenizer) -> None:
+    """Warn of what a file says of its vocabulary and is not used, or does not say."""
+    if tokenizer.model == "gpt2" and not file.fields.label("tokenizer.ggml.pre", ""):
+        log.warning(
+            "tokenizer.ggml.pre names no pre-tokenizer: %r is taken, as llama.cpp does; the model may have learnt another",
+            tokenizer.pre,
+        )
+    for sentence in stray_ids(file.fields, tokenizer.n_vocab):
+        log.warning("%s", sentence)
+    if not tokenizer.eog:
+        log.warning("no token ends a generation: texts end at their limit, and no grammar can be kept")
 
 
 def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:

@@ -28,11 +28,17 @@ from pyspec.slots.table import Slot
 
 @dataclass(frozen=True, slots=True)
 class StateHead:
-    """A checkpoint in an image. shapes: of its tensors; has_share: the drafter's share follows them."""
+    """A checkpoint in an image. shapes: of its tensors. has_share: the drafter's share follows them. has_logits: then what its last token
+    gave, because a prompt ends there."""
 
     n_past: int
     has_share: bool
     shapes: tuple[tuple[int, ...], ...]
+    has_logits: bool = False
+
+    @property
+    def n_tensor(self) -> int:
+        return len(self.shapes) + self.has_share + self.has_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,8 @@ class SlotImager:
             if state.has_share:
                 assert self._drafter is not None
                 like.append((self._drafter.share_shape, torch.float32))
+            if state.has_logits:
+                like.append(((1, self.worker.target.n_vocab), torch.float32))
         return like
 
     # -- taking ---------------------------------------------------------------------------------------------------
@@ -112,10 +120,12 @@ class SlotImager:
         assert isinstance(saved, Saved)
         tensors, drafter = self.worker.memory.read_state(saved.checkpoint), self._drafter
         shapes = tuple(tuple(t.shape) for t in tensors)
-        if saved.draft is None or drafter is None:
-            return StateHead(state.n_past, False, shapes), tensors
-        share = drafter.share_tensor(saved.draft).float().cpu()
-        return StateHead(state.n_past, True, shapes), [*tensors, share]
+        has_share = saved.draft is not None and drafter is not None
+        if saved.draft is not None and drafter is not None:
+            tensors = [*tensors, drafter.share_tensor(saved.draft).float().cpu()]
+        if saved.logits is not None:
+            tensors = [*tensors, saved.logits.float().cpu()]
+        return StateHead(state.n_past, has_share, shapes, saved.logits is not None), tensors
 
     # -- as bytes -------------------------------------------------------------------------------------------------
 
@@ -124,7 +134,9 @@ class SlotImager:
         """Head and pieces of a file."""
         head = {
             "tokens": image.n_token,
-            "states": [[s.n_past, s.has_share, [list(shape) for shape in s.shapes]] for s in image.states],
+            "states": [
+                [s.n_past, s.has_share, [list(shape) for shape in s.shapes], s.has_logits] for s in image.states
+            ],
         }
         return head, [t.contiguous().view(-1).view(torch.uint8).numpy() for t in image.content]
 
@@ -152,14 +164,20 @@ class SlotImager:
         heads = []
         for i, row in enumerate(rows):
             match row:
-                case [int(n_past), bool(has_share), list(shapes)] if before < n_past <= n_token:
+                case [int(n_past), bool(has_share), list(shapes), *more] if before < n_past <= n_token and more in (
+                    [],
+                    [False],
+                    [True],
+                ):  # older files end with the shapes
                     want = [list(shape) for shape, _ in memory.state_like(n_past)]
                     if shapes != want or (has_share and self._drafter is None):
                         raise file.bad(f"state {i}, at {n_past} tokens, is laid out otherwise than here")
-                    heads.append(StateHead(n_past, has_share, tuple(map(tuple, want))))
+                    heads.append(StateHead(n_past, has_share, tuple(map(tuple, want)), more == [True]))
                     before = n_past
                 case _:
-                    raise file.bad(f"state {i} of {len(rows)} is not [tokens up to {n_token}, share, shapes], in order")
+                    raise file.bad(
+                        f"state {i} of {len(rows)} is not [tokens up to {n_token}, share, shapes, logits], in order"
+                    )
         if n_token and memory.needs_state and before != n_token:
             raise file.bad(f"it has no state at its end of {n_token} tokens, only at {before}")
         return tuple(heads)
@@ -196,7 +214,7 @@ class SlotImager:
         write_planes(self._drafts(), slot.pages, content)
         self.table.file(slot, whole=True)
         for head in image.states:
-            self._fill_state(slot, head, [next(content) for _ in range(len(head.shapes) + head.has_share)])
+            self._fill_state(slot, head, [next(content) for _ in range(head.n_tensor)])
         if self.worker.memory.needs_state and image.n_token not in slot.nodes[-1].states:
             raise BadSlotFile(
                 "there is no room for the state of this slot: raise --cache-device or --cache-ram (in MiB)"
@@ -205,11 +223,19 @@ class SlotImager:
     def _fill_state(self, slot: Slot, head: StateHead, tensors: list[Tensor]) -> None:
         node, states = slot.nodes[(head.n_past - 1) // self.table.page_size], self.cache.states
         if (old := node.states.get(head.n_past)) is not None:
-            states.touch(old)
-            return
+            if old.is_start or not head.has_logits:
+                states.touch(old)
+                return
+            states.drop(old)  # what comes has what its last token gave, too
+        logits = tensors.pop() if head.has_logits else None
         drafter, share = self._drafter, tensors.pop() if head.has_share else None
         draft = drafter.share_of(head.n_past, share) if drafter is not None and share is not None else None
-        states.room(sum(t.numel() * t.element_size() for t in tensors))
+        n_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        if logits is not None and states.reserve(n_bytes + logits.numel() * logits.element_size()):
+            state = self.worker.memory.make_state(head.n_past, iter(tensors))
+            states.add_start(node, head.n_past, Saved(state, draft, logits.to(self.worker.device)))
+            return
+        states.room(n_bytes)
         states.add(node, head.n_past, Saved(self.worker.memory.make_state(head.n_past, iter(tensors)), draft))
 
 

@@ -65,8 +65,8 @@ HPARAMS: Mapping[str, Whole | Real | OneOf | int] = {
     "attention.key_length": SIZE,
     "attention.value_length": SIZE,
     "attention.scale": Real(0, 1e6),  # 0: the usual one
-    "attention.layer_norm_rms_epsilon": Real(0, 1),
-    "attention.layer_norm_epsilon": Real(0, 1),
+    "attention.layer_norm_rms_epsilon": Real(0, 1, above=True),
+    "attention.layer_norm_epsilon": Real(0, 1, above=True),
     "attention.causal": FLAG,
     "attention.recurrent_layers": FLAG,
     "attention.sliding_window": Whole(0, 2**31 - 1),

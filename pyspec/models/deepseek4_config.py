@@ -185,7 +185,7 @@ class Deepseek4Config:
             wants[f"{p}.indexer.attn_q_b.weight"] = Want((x.n_head * x.dim, self.q_rank))
         wants |= moe_tensors(self.moe, n, file, p)
         if is_hashed:
-            wants[f"{p}.ffn_gate_tid2eid.weight"] = Want((self.n_vocab, self.moe.n_used))
+            wants[f"{p}.ffn_gate_tid2eid.weight"] = Want((self.n_vocab, self.moe.n_used), whole=True)
         return wants
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -36,7 +38,12 @@ from pyspec.models.cuts import Cut, Share, share_of
 from pyspec.models.gathered import Gathered
 from pyspec.models.grouped import Grouped
 from pyspec.models.upload import Upload
+from pyspec.ranges import quoted
 
+log = logging.getLogger(__name__)
+
+WHOLE = (GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64)
+_BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 GLU = Glu()
 UNPACK = 1 << 24  # weights unpacked at once
@@ -52,12 +59,14 @@ class Want:
     """A tensor an architecture needs: torch shape (slowest first); several shapes if writers differ.
 
     cut  how ranks divide it; None: each of them has all of it
+    whole  a table of whole numbers, which no weights are
     """
 
     shape: tuple[int, ...]
     optional: bool = False
     also: tuple[tuple[int, ...], ...] = ()
     cut: Cut | None = None
+    whole: bool = False
 
 
 def tier_of(spec: LinearSpec, epilogues: Sequence[Epilogue] = tuple(Epilogue)) -> str | None:
@@ -104,7 +113,32 @@ def _flaw(info: TensorInfo | None, want: Want) -> str:
         return "" if want.optional else f"missing, want {list(want.shape)}"
     if info.shape != want.shape and info.shape not in want.also:
         return f"want {list(want.shape)}, file has {list(info.shape)}"
-    return "" if info.type in SUPPORTED else f"type {info.type.name} is not supported"
+    if info.type not in SUPPORTED:
+        return f"type {info.type.name} is not supported"
+    if (info.type in WHOLE) != want.whole:
+        return f"type {info.type.name} is for {'tables' if info.type in WHOLE else 'weights'}, not for this"
+    return ""
+
+
+def check_read(file: GGUFFile, wants: Iterable[str], n_block: int, alias: Mapping[str, str] | None = None) -> None:
+    """Raise BadTensors if the file has blocks beyond `n_block` that nothing reads; warn of other tensors that nothing reads.
+
+    What is there of an MTP block is a drafter's to read.
+    """
+    alias = alias or {}
+    read = {alias.get(part, part) for name in wants for part in (name, scale_of(name))}
+    blocks = {name: int(found[1]) for name in file.tensors if (found := _BLOCK.match(name))}
+    mtp = {blocks[name] for name in blocks if ".nextn." in name}
+    rest = sorted(name for name in file.tensors if name not in read and blocks.get(name) not in mtp)
+    if beyond := [name for name in rest if blocks.get(name, -1) >= n_block]:
+        numbers = sorted({blocks[name] for name in beyond})
+        raise BadTensors(
+            f"{file.hparams.key('block_count')} makes {n_block} blocks, and the file has {len(beyond)} tensors of "
+            f"{len(numbers)} more, from {quoted(beyond[0])} on: it would be another model"
+        )
+    if rest:
+        names = ", ".join(map(quoted, rest[:SAID])) + (" ..." if rest[SAID:] else "")
+        log.warning("%s: nothing reads %d of its %d tensors: %s", file.path, len(rest), len(file.tensors), names)
 
 
 class Matrix(Protocol):

@@ -114,6 +114,14 @@ def read_ids(fields: Fields, model: str, n: int) -> dict[str, int | None]:
     return out
 
 
+def stray_ids(fields: Fields, n: int) -> list[str]:
+    """A sentence about each special id that no token of the vocabulary has. -1, in 32 bits without a sign, too, is how files say none."""
+    names = sorted(name for name in fields.known if name.endswith("_token_id"))
+    ids = {name: fields.integer(name, None) for name in names}
+    strays = {name: i for name, i in ids.items() if i is not None and not 0 <= i < n and i not in (-1, 2**32 - 1)}
+    return [f"{name} is {i}, and the vocabulary has {n} tokens: it is not used" for name, i in strays.items()]
+
+
 @dataclass(frozen=True)
 class FimMarks:
     """Ids of the tokens that say where a text to be filled in has its parts. None: the vocabulary has no such token."""

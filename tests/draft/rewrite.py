@@ -26,8 +26,9 @@ def rewrite(
     rename: Callable[[str], str] = lambda name: name,
     drop: Callable[[str], bool] = lambda name: False,
     add: Mapping[str, np.ndarray] | None = None,
+    retype: Mapping[str, GGMLType] | None = None,
 ) -> Path:
-    """`change` gives metadata by new name (None leaves a key out); keys of the architecture move to `arch`; `add` are f32 tensors."""
+    """`retype` gives tensors another type, and zeros. `change` gives metadata by new name (None leaves a key out); keys of the architecture move to `arch`; `add` are f32 tensors."""
     file = open_gguf(source)
     arch = arch or file.architecture
     metadata: dict[str, object] = {}
@@ -44,7 +45,10 @@ def rewrite(
     raw = {rename(name): file.raw(name) for name in file.tensors if not drop(name)}
     for name, info in file.tensors.items():
         if not drop(name):
-            writer.add_tensor_info(rename(name), info.type, info.shape)
+            kind = (retype or {}).get(name, info.type)
+            n_byte = info.n_elements // kind.block_size * kind.type_size
+            raw[rename(name)] = raw[rename(name)] if kind is info.type else np.zeros(n_byte, np.uint8)
+            writer.add_tensor_info(rename(name), kind, info.shape)
     for name, values in (add or {}).items():
         raw[name] = np.frombuffer(values.astype("<f4").tobytes(), np.uint8)
         writer.add_tensor_info(name, GGMLType.F32, values.shape)

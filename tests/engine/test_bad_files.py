@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, plain_rig, rig
 from known_texts import tiny
@@ -16,7 +17,7 @@ from pyspec.engine import warmup
 from pyspec.engine.api import Engine
 from pyspec.engine.load import load
 from pyspec.errors import BadGGUF, BadTensors, ModelError, PairError, RequestError
-from pyspec.gguf import open_gguf
+from pyspec.gguf import GGMLType, open_gguf
 from pyspec.text.template import CHATML
 
 LLAMA = FIXTURES / "llama.gguf"
@@ -116,3 +117,97 @@ def test_an_architecture_with_a_wild_name_is_refused_in_one_line(tmp_path: Path)
     assert str(e.value).isprintable()
     with pytest.raises(BadGGUF, match=r"general\.architecture has 65 characters"):
         plain_rig(rewrite(LLAMA, tmp_path / "n.gguf", arch="x" * 65))
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen35moe", "nemotron_moe"])
+def test_a_file_with_more_blocks_than_it_says_is_another_model(name: str, tmp_path: Path) -> None:
+    source = FIXTURES / f"{name}.gguf"
+    with open_gguf(source) as file:
+        arch, n = file.architecture, file.hparams.integer("block_count")
+    with pytest.raises(
+        BadTensors, match=rf"{arch}\.block_count makes \d+ blocks, and the file has \d+ tensors of \d more"
+    ):
+        plain_rig(changed(tmp_path, source, **{f"{arch}__block_count": n - 1}))
+
+
+def test_an_mtp_block_is_a_drafters_to_read(caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("qwen35", "nemotron_moe"):
+        plain_rig(FIXTURES / f"{name}.gguf")
+    assert not [line for line in lines(caplog) if "nothing reads" in line]
+
+
+def test_a_drafter_with_more_blocks_than_it_says_is_another_drafter(tmp_path: Path) -> None:
+    with open_gguf(DEMO_DRAFT) as file:
+        n = file.hparams.integer("block_count")
+    path = changed(tmp_path, DEMO_DRAFT, dflash__block_count=n - 1)
+    with pytest.raises(
+        ModelError, match=rf"dflash\.block_count makes {n - 1} blocks|entries for {n - 1} layers|has {n} entries"
+    ):
+        load(DEMO, EngineSettings(ctx=64, draft_path=path, device="cpu", warm_up=False))
+
+
+def test_tensors_that_nothing_reads_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    add = {f"blk.1.extra{i}.weight": np.ones(4, np.float32) for i in range(7)} | {
+        "v.patch.weight": np.ones(4, np.float32)
+    }
+    plain_rig(rewrite(LLAMA, tmp_path / "m.gguf", add=add))
+    (line,) = [line for line in lines(caplog) if "nothing reads" in line]
+    assert "nothing reads 8 of its" in line and "'blk.1.extra0.weight'" in line and line.endswith("...")
+
+
+@pytest.mark.parametrize("kind", [GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64])
+@pytest.mark.parametrize("name", ["blk.0.attn_norm.weight", "blk.1.ffn_up.weight", "token_embd.weight"])
+def test_whole_numbers_are_no_weights(kind: GGMLType, name: str, tmp_path: Path) -> None:
+    with pytest.raises(BadTensors, match=f"{name}: type {kind.name} is for tables"):
+        plain_rig(rewrite(LLAMA, tmp_path / "m.gguf", retype={name: kind}))
+
+
+def test_a_table_is_no_weights(tmp_path: Path) -> None:
+    path = rewrite(
+        FIXTURES / "deepseek4.gguf", tmp_path / "m.gguf", retype={"blk.0.ffn_gate_tid2eid.weight": GGMLType.F32}
+    )
+    with pytest.raises(BadTensors, match=r"ffn_gate_tid2eid\.weight: type F32 is for weights"):
+        plain_rig(path)
+
+
+@pytest.mark.parametrize("value", [300, 70_000, 2**32 - 2])
+def test_ids_that_no_token_has_are_told_and_not_used(
+    value: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stray = changed(tmp_path, tokenizer__ggml__eos_token_id=value, tokenizer__ggml__bos_token_id=2**32 - 1)
+    r = plain_rig(stray)
+    assert f"tokenizer.ggml.eos_token_id is {value}, and the vocabulary has 300 tokens: it is not used" in lines(caplog)
+    assert not [line for line in lines(caplog) if "bos" in line] and r.info.eos_token == ""
+
+
+def test_a_vocabulary_without_an_end_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with open_gguf(LLAMA) as file:
+        tokens = [
+            t.replace("<|im_end|>", "<|x|>").replace("<|endoftext|>", "<|y|>")
+            for t in file.fields.strings("tokenizer.ggml.tokens")
+        ]
+    plain_rig(changed(tmp_path, tokenizer__ggml__tokens=tokens, tokenizer__ggml__eos_token_id=999))
+    assert any(line.startswith("no token ends a generation") for line in lines(caplog))
+
+
+def test_a_file_that_names_no_pre_tokenizer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain_rig(changed(tmp_path, tokenizer__ggml__pre=None))
+    assert any("'default' is taken, as llama.cpp does" in line for line in lines(caplog))
+
+
+def test_a_token_of_3000_bytes_costs_no_load(tmp_path: Path) -> None:
+    with open_gguf(LLAMA) as file:
+        tokens = list(file.fields.strings("tokenizer.ggml.tokens"))
+    tokens[284] = "a" * 3000
+    loaded = load(changed(tmp_path, tokenizer__ggml__tokens=tokens), EngineSettings(ctx=64, device="cpu"))
+    assert loaded.tokenizer.token_bytes(284) == b"a" * 3000
+
+
+@pytest.mark.parametrize("value", [0.0, -1e-6, float("nan"), 2.0])
+def test_norms_need_an_epsilon(value: float, tmp_path: Path) -> None:
+    with pytest.raises(BadGGUF, match=r"layer_norm_rms_epsilon is .*; want a number above 0"):
+        plain_rig(changed(tmp_path, llama__attention__layer_norm_rms_epsilon=value))

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from engine_rig import DEMO, FIXTURES, GREEDY
 from known_texts import tiny
 
 from pyspec.engine.api import Engine
+from pyspec.engine.slot_actions import SlotActions
 from pyspec.errors import BadSlotFile, PyspecError, RequestError
 from pyspec.request import Delta, SlotAction, SlotAnswer
 from pyspec.slots.slot_file import write
@@ -74,6 +76,54 @@ def test_a_restored_slot_goes_on_as_it_would_have(kind: str, tmp_path: Path) -> 
         assert drafts(again) == drafts(want), "the drafter goes on from what it had, too"
         assert e.erase_slot(0).n_tokens == len(turn) + 23
         e.loop.cache.check(now=True)
+
+
+@pytest.mark.sampled(1, most=1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_whose_slot_was_restored_is_not_read_again(kind: str, tmp_path: Path) -> None:
+    """The same prompt, and another answer to it, as where nothing was saved: after a restart, too, and twice."""
+    prompt, file = PROMPT[:61], tmp_path / "a.slot"
+    warm = replace(GREEDY, temperature=0.75, seed=11)
+    with load(kind) as e:
+        first = e.generate(prompt, params=GREEDY, max_tokens=9)
+        e.save_slot(0, file)
+        again, other = (e.generate(prompt, params=p, max_tokens=9) for p in (GREEDY, warm))
+        assert again.tokens == first.tokens and again.timings.cache_n == len(prompt) - 1
+    with load(kind) as e:
+        for slot in (1, 0):
+            e.restore_slot(slot, file)
+            e.restore_slot(slot, file)
+            for params, want in ((GREEDY, again), (warm, other)):
+                got = e.generate(prompt, params=params, max_tokens=9)
+                assert got.tokens == want.tokens and got.timings.cache_n == len(prompt) - 1
+            e.loop.cache.check(now=True)
+            e.erase_slot(0)
+            e.erase_slot(1)
+
+
+def test_a_file_of_an_older_version_is_restored_as_what_it_has(engine: Engine, tmp_path: Path) -> None:
+    prompt = PROMPT[:50]
+    engine.generate(prompt, params=GREEDY, max_tokens=8, slot=0)
+    actions = SlotActions(engine.loop, engine.info)
+    image = actions.imager.take(engine.loop.table.slots[0])
+    assert [s.has_logits for s in image.states].count(True) == 1
+    content, at = list(image.content), len(image.content) - sum(s.n_tensor for s in image.states)
+    for state in image.states:
+        at += state.n_tensor
+        if state.has_logits:
+            at -= 1
+            del content[at]
+    old = replace(image, states=tuple(replace(s, has_logits=False) for s in image.states), content=content)
+    head, pieces = actions.imager.encode(old)
+    head["states"] = [row[:3] for row in head["states"]]
+    write(tmp_path / "old.slot", {"of": actions.identity(), **head}, pieces)
+    engine.erase_slot(0)
+    assert engine.restore_slot(1, tmp_path / "old.slot").n_tokens == len(prompt) + 7
+    assert engine.loop.table.find([*prompt, 9, 9]).n == len(prompt)
+    engine.loop.cache.check(now=True)
+    engine.save_slot(1, tmp_path / "new.slot")
+    engine.erase_slot(1)
+    assert engine.restore_slot(1, tmp_path / "new.slot").n_tokens == len(prompt) + 7
 
 
 @pytest.fixture(scope="module")
