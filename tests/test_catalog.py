@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -15,8 +16,28 @@ from pyspec.catalog import RUNS, catalogue, find, paired_kind, parse, resolve
 from pyspec.draft import PARTS
 from pyspec.errors import ConfigError, DownloadError
 from pyspec.registry import ARCHITECTURES, DRAFTERS
+from pyspec.synth import dims
+from pyspec.synth.dims import NONE_NEEDED
 
 MINIMAL = 'schema = 1\n[model.x]\ntitle = "X"\narch = "llama"\n'
+
+
+@pytest.mark.parametrize("name", catalogue())
+def test_a_name_of_the_catalogue_can_be_made_up_or_says_why_not(name: str):
+    if name in NONE_NEEDED:
+        with pytest.raises(ConfigError, match=r"nothing is made for '\w+': its file is in the package"):
+            dims.find(name)
+        return
+    made, entry = dims.find(name), catalogue()[name]
+    assert (made.arch, made.name.lower()) == (entry.arch, name)
+    assert not entry.ctx_train or made.n_ctx == entry.ctx_train
+    assert dims.find(name, tiny=True).arch == entry.arch
+
+
+def test_both_generations_of_a_shape_can_be_made_up():
+    for size in ("27b", "35b-a3b"):
+        old, new = (dims.find(f"Qwen{generation}-{size}") for generation in ("3.5", "3.6"))
+        assert replace(old, name=new.name) == new
 
 
 def test_the_packaged_pair_is_what_the_catalogue_says():

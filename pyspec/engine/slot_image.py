@@ -230,13 +230,16 @@ class SlotImager:
         logits = tensors.pop() if head.has_logits else None
         drafter, share = self._drafter, tensors.pop() if head.has_share else None
         draft = drafter.share_of(head.n_past, share) if drafter is not None and share is not None else None
-        n_bytes = sum(t.numel() * t.element_size() for t in tensors)
-        if logits is not None and states.reserve(n_bytes + logits.numel() * logits.element_size()):
+        if logits is not None and states.reserve(_n_bytes([*self.cache.memory.saved_like(head.n_past), logits])):
             state = self.worker.memory.make_state(head.n_past, iter(tensors))
             states.add_start(node, head.n_past, Saved(state, draft, logits.to(self.worker.device)))
             return
-        states.room(n_bytes)
+        states.room(_n_bytes(tensors))
         states.add(node, head.n_past, Saved(self.worker.memory.make_state(head.n_past, iter(tensors)), draft))
+
+
+def _n_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _aligned(piece: Bytes) -> Bytes:

@@ -305,9 +305,11 @@ _REAL: tuple[Dims, ...] = (
         eps=1e-5,
     ),
 )
+_ALIKE = {"Qwen3.5-27B": "Qwen3.6-27B", "Qwen3.5-35B-A3B": "Qwen3.6-35B-A3B"}  # other weights of the same shape
 MODELS: dict[str, Dims] = {d.name.lower(): d for d in _REAL}
-SAME = {"qwen3.5-27b": "qwen3.6-27b", "qwen3.5-35b-a3b": "qwen3.6-35b-a3b"}
-"""Names of the catalogue whose dimensions are another model's."""
+MODELS |= {name.lower(): replace(MODELS[like.lower()], name=name) for name, like in _ALIKE.items()}
+NONE_NEEDED = {"demo": "its file is in the package, and small: `pyspec run demo`"}
+"""Names of the catalogue that nothing is made for, and why."""
 
 
 class _Sizes(TypedDict):
@@ -406,9 +408,10 @@ TINY: dict[str, Dims] = {
 def find(name: str, *, tiny: bool = False) -> Dims:
     """Dimensions by model name, or the tiny ones of a model's or an architecture's kind. Errors: ConfigError."""
     key = name.lower()
-    key = SAME.get(key, key)
     if tiny and key in TINY:
         return TINY[key]
+    if key in NONE_NEEDED:
+        raise ConfigError(f"nothing is made for {name!r}: {NONE_NEEDED[key]}")
     if key not in MODELS:
         known = [*MODELS, *(TINY if tiny else ())]
         close = difflib.get_close_matches(key, known, 1)
