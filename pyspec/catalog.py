@@ -25,7 +25,7 @@ RUNS = tuple(ARCHITECTURES)
 """Architectures this version runs."""
 BITS = {"Q8_0": 8.5, "Q4_K_M": 4.85, "UD-Q4_K_XL": 4.9}
 """Bits of a weight in the quantisations that sizes are told for; averages, where files mix types."""
-TOLD = ("Q8_0", "Q4_K_M")
+LISTED = ("Q8_0", "Q4_K_M")
 """Those that every model's sizes are told for."""
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class Entry:
             n_bytes = 0 if self.target is None else self.target.bytes
             return (Need(name=self.name, quant="", bytes=n_bytes, memory=self._memory(n_bytes)),)
         found = []
-        for quant in dict.fromkeys((self.quant, *TOLD)):
+        for quant in dict.fromkeys((self.quant, *LISTED)):
             n_bytes = int(self.params * 1e9 * BITS.get(quant, 0.0) / 8)
             name = self.name if quant == self.quant else f"{self.name}:{quant}"
             found.append(Need(name=name, quant=quant, bytes=n_bytes, memory=self._memory(n_bytes)))

@@ -238,7 +238,7 @@ def test_what_was_downloaded_is_taken_without_a_network(
 
 
 def test_a_download_tells_how_far_it_is(there: FakeHub, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pyspec.hub.fetch.TOLD_S", 0.01)
+    monkeypatch.setattr("pyspec.hub.fetch.REPORT_S", 0.01)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 4096)
     there.pace = 0.05
     heard: list[tuple[str, float]] = []
@@ -264,7 +264,7 @@ def test_run_without_a_terminal_shows_lines(there: FakeHub, tmp_path: Path, monk
 
     monkeypatch.setattr(meter, "FIRST_S", 0.0)
     monkeypatch.setattr(meter, "EVERY_S", 0.0)
-    monkeypatch.setattr("pyspec.hub.fetch.TOLD_S", 0.01)
+    monkeypatch.setattr("pyspec.hub.fetch.REPORT_S", 0.01)
     there.files = {"m-Q8_0.gguf": synth.write("qwen3", tmp_path / "m.gguf", tiny=True).read_bytes()}
     there.pace = 0.03
     done = call("run", "-hf", REPO, "-p", "Hi", "-n", "2", *SMALL_LOAD)

@@ -19,7 +19,7 @@ SHARE = 0.96  # of what is free that a load may take: engine/memory_plan.py, RES
 
 
 @dataclass(frozen=True)
-class Choice:
+class Listed:
     """One thing to type. bytes, memory: about; 0: not known. fits: "yes", "no" or "?"."""
 
     name: str
@@ -67,11 +67,11 @@ def _gib(n: int) -> str:
     return f"{n / 2**30:.1f} GiB" if n else "?"
 
 
-def _choices(entry: Entry, free: Room | None, here: set[str]) -> Iterator[Choice]:
+def _choices(entry: Entry, free: Room | None, here: set[str]) -> Iterator[Listed]:
     """What to type for an entry: its own name, and those of other quantisations."""
     for need in entry.needs():
         fits = "?" if free is None or not need.memory else "yes" if need.memory <= SHARE * free.free else "no"
-        yield Choice(need.name, need.bytes, need.memory, fits if entry.runs else "no", need.name in here)
+        yield Listed(need.name, need.bytes, need.memory, fits if entry.runs else "no", need.name in here)
 
 
 def _drafters(entry: Entry) -> str:

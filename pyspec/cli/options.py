@@ -170,7 +170,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _slots("-ub", "--ubatch-size", "ubatch", default=512, help="Rows of a forward in which somebody decodes."),
     _slots(
         "--prompt-weight", default=1.0, type=Number(0, 1000),
-        help="Time that a long prompt takes beside slots that decode, in that of one of them. 0: no limit.",
+        help="How much time a long prompt gets beside slots that decode: 1 is as much as one of them. 0: no limit.",
     ),
     _slots("-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None, help="Type of keys and values [f16]."),
     _slots("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None, help="The same as -ctk."),

@@ -132,12 +132,17 @@ def run(ctx: click.Context, engine: EngineChoice, sampling: SamplingGiven, n_pre
         if is_talk:
             talk(loaded, ask, flags.system)
             return
-        if piped is not None and (flags.no_conversation or loaded.template is None):
+        if piped is not None and (flags.no_conversation or not has_chat(loaded)):
             text = piped
         said = flags.said if piped is None else piped.strip()
         messages = [*_system(flags.system), {"role": "user", "content": said or ""}]
         request = _request(loaded, ask, messages if text is None else text)
         answer(loaded, request, flags.as_json)
+
+
+def has_chat(engine: Engine) -> bool:
+    """Whether the model's file says how a chat is written."""
+    return engine.template is not None
 
 
 def _system(text: str) -> list[dict[str, str]]:

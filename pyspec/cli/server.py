@@ -233,7 +233,8 @@ def server(
         sockets = listen(settings)  # what follows takes its time: a port that is taken is told before
         from pyspec.server.http.serve import run
 
-        entered.append(enter(url_of(sockets[0], settings), (*settings.aliases, engine.choice.named)[0]))
+        named = (*settings.aliases, engine.choice.named)[0]
+        entered.extend(enter(url_of(sock, settings), named) for sock in sockets[:1])
         served = run(load, settings, ready, sockets)
     finally:
         end_ahead()

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 HEAD_BYTES = 64 << 20  # metadata and the list of tensors, at most
 FIRST_BYTES = 16 << 20  # that are asked for first: vocabularies of 250,000 tokens take 12 MB
-TOLD_S = 0.5  # between two reports of how much of a file has come
+REPORT_S = 0.5  # between two reports of how much of a file has come
 SHA256 = re.compile("[0-9a-f]{64}")  # what a large file's entity tag is; small files have git's hash
 HASHED_BYTES = 16 << 20  # at once
 WITHOUT = (
@@ -258,7 +258,7 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
             file.truncate(have := 0)
         if not have and about.size > getattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", about.size):
             part.unlink()
-            with _told(name, part, about.size):
+            with _reporting(name, part, about.size):
                 whole = Path(_asked(repo, lambda: hf_hub_download(repo, name)))
             check_hash(whole)
             return
@@ -269,7 +269,7 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
         )
         _check_disk(name, part, about.size - have)
         try:
-            with _told(name, part, about.size):
+            with _reporting(name, part, about.size):
                 _asked(repo, ask)
         except DownloadError as e:
             file.flush()
@@ -291,14 +291,14 @@ def _check_disk(name: str, part: Path, n_bytes: int) -> None:
 
 
 @contextmanager
-def _told(name: str, part: Path, size: int) -> Iterator[None]:
+def _reporting(name: str, part: Path, size: int) -> Iterator[None]:
     """Report, while the block runs, how much of a file has come; what draws that draws instead of the client library."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     over, stage = threading.Event(), f"{progress.DOWNLOAD} {name}"
 
     def watch() -> None:
-        while not over.wait(TOLD_S):
+        while not over.wait(REPORT_S):
             with suppress(OSError):  # it is not there yet, or has its name already
                 progress.report(stage, min(part.stat().st_size / size, 0.999))
 

@@ -79,10 +79,15 @@ def test_what_is_piped_is_a_question(more: tuple[str, ...]):
     assert (code, out) == (0, reference("Hi!")["answer"] + "\n")
 
 
-def test_a_model_without_a_chat_template_continues_what_is_piped():
-    code, out, _ = invoke("run", str(FIXTURES / "llama.gguf"), *GREEDY, "-n", "3", "--json", "--no-warmup", input="ab ")
-    raw = invoke("run", str(FIXTURES / "llama.gguf"), *GREEDY, "-n", "3", "--json", "--no-warmup", "-p", "ab ")
-    assert code == 0 and json.loads(out)["tokens"] == json.loads(raw[1])["tokens"]
+@pytest.mark.parametrize("has_template", [True, False])
+def test_without_a_chat_or_with_a_flag_what_is_piped_is_continued(has_template: bool, monkeypatch: pytest.MonkeyPatch):
+    how = ("run", str(FIXTURES / "llama.gguf"), *GREEDY, "-n", "3", "--json", "--no-warmup")
+    raw = json.loads(invoke(*how, "-p", "ab ")[1])["tokens"]
+    asked = json.loads(invoke(*how, "ab")[1])["tokens"]
+    if not has_template:
+        monkeypatch.setattr("pyspec.cli.run.has_chat", lambda engine: False)
+    piped = json.loads(invoke(*how, *(["--no-conversation"] if has_template else []), input="ab ")[1])["tokens"]
+    assert piped == raw != asked
 
 
 @pytest.mark.parametrize("nothing", ["", " \n"])
@@ -250,7 +255,11 @@ DRAFTER = FIXTURES.parents[1] / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
         (5, ["demo", "-np", "8", "-c", "16777216", "-dev", "cpu"], "this would fit: -c "),
         (6, ["demo", "-dev", "cuda:99"], "device 'cuda:99' can not be used"),
         (6, ["demo", "-dev", "cuda:99"], "-dev"),  # what to type instead
-        (4, ["demo", "-md", str(FIXTURES / "qwen3.gguf")], "A small model of the same family does not draft here yet"),
+        (
+            4,
+            ["-m", str(FIXTURES / "qwen3.gguf"), "-md", str(FIXTURES / "qwen3_tied_q8_0.gguf")],
+            "A small model of the same family does not draft here yet",
+        ),
     ],
 )
 def test_each_class_of_error_has_its_exit_code_the_numbers_and_how_to_mend_it(code: int, args: list[str], said: str):
