@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -269,6 +270,57 @@ def test_run_without_a_terminal_shows_lines(there: FakeHub, tmp_path: Path, monk
     there.pace = 0.03
     done = call("run", "-hf", REPO, "-p", "Hi", "-n", "2", *SMALL_LOAD)
     assert done.exit_code == 0 and "loading: download m-Q8_0.gguf: " in done.stderr
+
+
+def test_a_server_looks_in_a_process_of_its_own(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With what the environment says of the hub, which is all that another process knows."""
+    there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9")}
+    monkeypatch.setenv("HF_ENDPOINT", there.url)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("pyspec.engine.process.start_ahead", lambda: None)
+    monkeypatch.setattr("pyspec.engine.look.look", lambda *args: pytest.fail("in the server's process"))
+    done = call("server", "-hf", REPO, "--port", "0")
+    assert done.exit_code == 3 and "m-Q8_0.gguf is a model of the architecture 'gemma9'" in done.stderr, done.output
+    assert {span[:8] for span in gets(there)} == {"bytes=0-"} and not list((tmp_path / "hub").rglob("blobs/*"))
+
+
+def test_a_look_that_dies_is_no_refusal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    from pyspec.engine import look_apart
+
+    monkeypatch.setattr(look_apart, "COMMAND", (sys.executable, "-c", "raise SystemExit(9)"))
+    assert (
+        look_apart.looked(abs, look_apart.Named(repo=REPO), apart=True) == "" and "ended with status 9" in caplog.text
+    )  # type: ignore[arg-type]
+
+
+def test_a_program_is_refused_before_the_download_too(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from pyspec import catalog
+    from pyspec.engine.api import Engine
+    from pyspec.errors import UnknownArchitecture
+
+    there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9")}
+    entry = catalog.Entry(name="mine", title="", arch="qwen35", target=catalog.Source(repo=REPO, quant="Q8_0"))
+    monkeypatch.setattr(catalog, "catalogue", lambda: {"mine": entry})
+    for name in ("mine", "MINE:q8_0"):
+        with pytest.raises(UnknownArchitecture, match="'gemma9'"):
+            Engine.load(name)
+    assert "" not in gets(there)
+
+
+def test_the_stages_of_a_start_are_reported_from_the_first_second_on(there: FakeHub, tmp_path: Path):
+    there.files = {"m-Q8_0.gguf": synth.write("qwen3", tmp_path / "m.gguf", tiny=True).read_bytes()}
+    heard: list[str] = []
+    with heard_by(lambda stage, part: heard.append(stage)):
+        assert call("run", "-hf", REPO, "-p", "Hi", "-n", "2", "-np", "1", "-c", "256").exit_code == 0
+    assert list(dict.fromkeys(heard)) == [
+        "head of the file",
+        "download m-Q8_0.gguf",
+        "hash",
+        "start of the engine",
+        "weights",
+        "drafter",
+        "graphs and warm-up",
+    ]
 
 
 # -- the server -------------------------------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from pyspec import progress
 from pyspec.config import settings_from
 from pyspec.errors import ConfigError, DoesNotFit
 
@@ -71,23 +73,25 @@ class ModelChoice:
                 repo, quant = split_name(name)
                 Repository.open(repo).choose(quant, "" if is_drafter else self.file, drafter=is_drafter)
 
-    def look_before(self, plan: Callable[[], tuple[Path, EngineSettings]]) -> None:
+    def look_before(self, plan: Callable[[], tuple[Path, EngineSettings]], *, apart: bool = False) -> None:
         """Refuse what does not run or fit here by the heads of files that are not here, before they are downloaded. Raises PyspecError.
 
-        plan  the target's file and the settings of the load
+        plan   the target's file and the settings of the load
+        apart  look in a process of its own; `plan` is pickled
         """
-        if too_large := self.looked(plan):
-            raise DoesNotFit(f"{too_large}. Nothing was downloaded; --no-look does it all the same")
+        if said := self.looked(plan, apart=apart):
+            raise DoesNotFit(f"{said}. Nothing was downloaded; --no-look does it all the same")
 
-    def looked(self, plan: Callable[[], tuple[Path, EngineSettings]]) -> str:
+    def looked(self, plan: Callable[[], tuple[Path, EngineSettings]], *, apart: bool = False) -> str:
         """As `look_before`; but that it does not fit is returned, in words that end without a full stop."""
         self.check()
         if not self.look or self.is_here():
             return ""
+        progress.report("head of the file")
         self.locate()
-        from pyspec.engine.look import Named, look
+        from pyspec.engine.look_apart import Named, looked
 
-        return look(plan, Named(self.model, self.repo))
+        return looked(plan, Named(self.model, self.repo), apart=apart)
 
     def target(self) -> str:
         """A path or a catalogue name; downloaded first with -hf. Raises ConfigError, DownloadError."""
@@ -127,10 +131,11 @@ class EngineChoice:
 
     def load(self, np: int = 0, *, isolated: bool = False) -> Engine:
         """Load it, with `np` slots if given, and in a process of its own if `isolated`. Raises PyspecError."""
-        self.choice.look_before(lambda: self.plan(np))
+        self.choice.look_before(partial(self.plan, np), apart=isolated)
         target, draft, values = self._looked_up(np)
         from pyspec.engine.api import Engine
 
+        progress.report("start of the engine")
         return Engine.open(target, draft, values, isolated=isolated)
 
     def plan(self, np: int = 0) -> tuple[Path, EngineSettings]:

@@ -53,7 +53,8 @@ def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> N
     engine.choice.check()
     engine.choice.locate()
     from pyspec.engine.fit import fit as plan_fit
-    from pyspec.engine.look import Named, instead
+    from pyspec.engine.look import instead
+    from pyspec.engine.look_apart import Named
 
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     with TemporaryDirectory(prefix="pyspec-fit-") as folder, heads_only(Path(folder), has_head):

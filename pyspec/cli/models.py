@@ -92,6 +92,8 @@ def _here() -> set[str]:
             found.add(entry.name)
         for need in entry.needs() if source is not None and source.repo else ():
             quant = need.quant.removeprefix("UD-").lower()
-            if any(file.repo == source.repo and quant_of(file.file).lower() == quant for file in files):
+            if source is not None and any(
+                file.repo == source.repo and quant_of(file.file).lower() == quant for file in files
+            ):
                 found.add(need.name)
     return found

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast, overload
@@ -18,6 +19,7 @@ from pyspec.catalog import paired_kind, resolve
 from pyspec.config import EngineSettings, settings_from
 from pyspec.engine.arguments import callable_of, id_of, limit_of, path_of, prompts_of, settings_given, slot_path
 from pyspec.engine.incoming import Incoming
+from pyspec.engine.look_apart import look_at_name
 from pyspec.engine.options import (
     GenerateOptions,
     GrammarOptions,
@@ -132,8 +134,9 @@ class Engine:
             if flaw := SWITCH.flaw(isolated):
                 raise ConfigError(f"isolated {flaw}")
             name = path_of("target", target, ConfigError)
-            drafter = None if draft is None else path_of("draft", draft, ConfigError)
-            engine = cls.open(name, drafter, values, isolated=isolated)
+            pair = (name, None if draft is None else path_of("draft", draft, ConfigError), values)
+            look_at_name(name, partial(pair_of, *pair), apart=isolated)
+            engine = cls.open(*pair, isolated=isolated)
         engine._says = argument_names
         return engine
 

@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pyspec import progress
-from pyspec.catalog import catalogue, find
-from pyspec.config import EngineSettings
+from pyspec.catalog import catalogue
 from pyspec.engine.fit import FitReport, fit
+from pyspec.engine.look_apart import Named, Plan
 from pyspec.engine.memory_plan import size
 from pyspec.errors import PyspecError
 from pyspec.gguf import has_head
-from pyspec.hub import Repository, heads_only, models_of, quant_of, shards_of, split_name
+from pyspec.hub import Repository, heads_only, models_of, quant_of, shards_of
 from pyspec.hub.names import SHARD
 
 MOST_TRIES = 3  # files whose heads are looked at for one that fits
-
-Plan = Callable[[], tuple[Path, EngineSettings]]
-
-
-@dataclass(frozen=True)
-class Named:
-    """How the model was named: of the catalogue (`model`, a quantisation may follow a colon), or in a repository (`repo`, likewise)."""
-
-    model: str = ""
-    repo: str = ""
-
-    @property
-    def repository(self) -> str:
-        """Where its file is; "" if that is here."""
-        entry = find(self.model) if self.model else None
-        if entry is not None and entry.target is not None:
-            return entry.target.repo
-        return split_name(self.repo)[0] if self.repo else ""
-
-    def with_quant(self, quant: str) -> str:
-        """What to type for another quantisation."""
-        return f"{self.model.partition(':')[0]}:{quant}" if self.model else f"-hf {self.repository}:{quant}"
 
 
 def look(plan: Plan, named: Named) -> str:
@@ -49,7 +25,6 @@ def look(plan: Plan, named: Named) -> str:
 
     plan  the target's file and the settings of the load; called with downloads reduced to heads
     """
-    progress.report("head of the file")
     with (
         TemporaryDirectory(prefix="pyspec-look-") as folder,
         heads_only(Path(folder), has_head) as heads,
