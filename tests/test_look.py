@@ -249,6 +249,24 @@ def test_a_download_tells_how_far_it_is(there: FakeHub, monkeypatch: pytest.Monk
     assert told == sorted(told) and told[0] == 0 and told[-1] == 1 and len({part for part in told if 0 < part < 1}) > 2
 
 
+def test_what_draws_a_bar_draws_instead_of_the_client_library(there: FakeHub):
+    from huggingface_hub.utils import are_progress_bars_disabled
+
+    from pyspec.progress import is_drawn
+
+    bars: list[bool] = []
+
+    def hear(stage: str, part: float) -> None:
+        if stage.startswith("download"):
+            bars.append(are_progress_bars_disabled())
+
+    was_off = are_progress_bars_disabled()
+    with heard_by(hear, draws=True):
+        assert is_drawn()
+        hub.from_hub(REPO)
+    assert set(bars) == {True} and not is_drawn() and are_progress_bars_disabled() == was_off
+
+
 def test_a_disk_without_room_is_told_before_it_is_full(there: FakeHub, monkeypatch: pytest.MonkeyPatch):
     import shutil
 

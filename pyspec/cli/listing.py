@@ -87,16 +87,17 @@ def _here(repository: CachedRepository, file: CachedFile, files: set[tuple[str, 
 
 
 def _name_of(file: CachedFile) -> str:
-    """Of the catalogue's entry that means this file; "" if none does."""
+    """Of the catalogue's entry that means this file, NAME:QUANT for another quantisation of its repository; "" if none does."""
     from pyspec.catalog import catalogue
-    from pyspec.hub import quant_of
+    from pyspec.hub import models_of, quant_of
 
     for entry in catalogue().values():
-        source = entry.target
-        if source is None or source.repo != file.repo:
+        if entry.target is None or entry.target.repo != file.repo or not models_of([file.file]):
             continue
-        if source.file == file.file or (source.quant and source.quant.lower() == quant_of(file.file).lower()):
+        quant = quant_of(file.file)
+        if entry.target.file == file.file or quant.lower() == entry.quant.removeprefix("UD-").lower():
             return entry.name
+        return f"{entry.name}:{quant}" if quant else ""
     return ""
 
 

@@ -244,5 +244,9 @@ def check_fit(plan: MemoryPlan, device: torch.device, *, n_slot: int, n_ctx: int
         hints.append("--draft-head full")
     if not packed and plan.weights > 0.5 * free:
         hints.append("--weights packed")
-    advice = f"; this would fit: {' or '.join(hints)}" if hints else "; a smaller or more quantised file is needed"
+    advice = (
+        f"; this would fit: {' or '.join(hints)}"
+        if hints
+        else "; a smaller or more quantised file is needed (`pyspec models` shows what fits here)"
+    )
     raise DoesNotFit(f"needs {size(plan.total)} ({plan}), {size(free)} are free on {device}{advice}")

@@ -43,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_list_names_targets_drafters_pairs_and_what_is_unfinished(cache: Path):
-    fill(cache, "unsloth/Qwen3.6-27B-GGUF", {"Qwen3.6-27B-Q8_0.gguf": 5})
+    fill(cache, "unsloth/Qwen3.6-27B-GGUF", {"Qwen3.6-27B-Q8_0.gguf": 5, "Qwen3.6-27B-UD-Q2_K.gguf": 4})
     fill(cache, "spiritbuun/Qwen3.6-27B-DFlash-GGUF", {"dflash-draft-3.6-q8_0.gguf": 3})
     fill(
         cache,
@@ -63,6 +63,7 @@ def test_list_names_targets_drafters_pairs_and_what_is_unfinished(cache: Path):
     assert found.pop(("demo", "pyspec-demo.gguf"))[1:] == ("target", "pyspec-demo-dflash.gguf")
     assert found == {
         ("qwen3.6-27b", "Qwen3.6-27B-Q8_0.gguf"): (5, "target", "dflash-draft-3.6-q8_0.gguf"),
+        ("qwen3.6-27b:Q2_K", "Qwen3.6-27B-UD-Q2_K.gguf"): (4, "target", "dflash-draft-3.6-q8_0.gguf"),
         ("-hfd spiritbuun/Qwen3.6-27B-DFlash-GGUF", "dflash-draft-3.6-q8_0.gguf"): (3, "dflash", ""),
         ("-hf a/b:Q4_K_M", "m-Q4_K_M.gguf"): (2, "target", "mtp-m-Q4_K_M.gguf"),
         ("-hfd a/b", "mtp-m-Q4_K_M.gguf"): (1, "mtp", ""),
