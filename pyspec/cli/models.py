@@ -56,7 +56,7 @@ def models(as_json: bool) -> None:
             row(t, one.name, _gb(one.bytes), _gib(one.memory), one.fits, "yes" if one.here else "-", *about)
     show(t)
     where = f"{free.free / 2**30:.1f} GiB free on {free.where}" if free else "this machine does not say what it has"
-    click.echo(f"sizes are about, `pyspec fit NAME` has them to the byte; {where}", err=True)
+    click.echo(f"sizes are about, `pyspec fit NAME` has them to the byte; {where}")
 
 
 def _gb(n: int) -> str:

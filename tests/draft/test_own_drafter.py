@@ -106,7 +106,7 @@ def test_an_unknown_name_is_refused_with_all_there_are(own: Path) -> None:
 def test_an_installed_drafter_recognises_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "def recognises(file): return file.architecture == 'llama'\nplan = load = print\n"
     module(tmp_path, "for_llama", text)
-    with pytest.raises(PairError, match=r"\(llama\) is for none of the drafters there are: dflash, mtp, ngram$"):
+    with pytest.raises(PairError, match=r"\(llama\) is for none of the drafters there are: dflash, mtp, ngram\. "):
         rig(FIXTURES / "qwen3.gguf", draft_path=FIXTURES / "llama.gguf")
     monkeypatch.syspath_prepend(tmp_path)
     assert draft.recognised(open_gguf(FIXTURES / "llama.gguf")) == "for_llama"
