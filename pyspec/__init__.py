@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pyspec.engine.api import Engine, Result
+    from pyspec.engine.chat_tools import ChatDelta, ChatResult, ToolCall
     from pyspec.errors import PyspecError
     from pyspec.request import Delta, Done, Request, SamplingParams, Timings, TokenLogprob
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ChatDelta": "pyspec.engine.chat_tools",
+    "ChatResult": "pyspec.engine.chat_tools",
     "Delta": "pyspec.request",
     "Done": "pyspec.request",
     "Engine": "pyspec.engine.api",
@@ -29,8 +32,11 @@ _HOMES = {
     "SamplingParams": "pyspec.request",
     "Timings": "pyspec.request",
     "TokenLogprob": "pyspec.request",
+    "ToolCall": "pyspec.engine.chat_tools",
 }
-__all__ = ["Delta", "Done", "Engine", "PyspecError", "Request", "Result", "SamplingParams", "Timings", "TokenLogprob"]
+__all__ = [
+    "ChatDelta", "ChatResult", "Delta", "Done", "Engine", "PyspecError", "Request", "Result", "SamplingParams", "Timings", "TokenLogprob", "ToolCall",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

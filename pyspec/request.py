@@ -322,6 +322,26 @@ class Done:
     slot: int = -1
     n_in_stop: int = 0  # last tokens that the stop string has a part in
 
+    @property
+    def text(self) -> str:
+        """Empty: all text came in deltas. So a loop may read `text` of whatever a stream yields."""
+        return ""
+
+    @property
+    def content(self) -> str:
+        """Empty, as `text`: of a chat's stream."""
+        return ""
+
+    @property
+    def reasoning(self) -> str:
+        """Empty, as `content`."""
+        return ""
+
+    @property
+    def tool_calls(self) -> tuple[()]:
+        """Empty, as `content`."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:

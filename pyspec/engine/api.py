@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -18,8 +18,10 @@ from weakref import WeakKeyDictionary, finalize
 from pyspec.catalog import paired_kind, resolve
 from pyspec.config import EngineSettings, settings_from
 from pyspec.engine.arguments import callable_of, id_of, limit_of, path_of, prompts_of, settings_given, slot_path
+from pyspec.engine.chat_tools import ChatDelta, ChatResult, Chats, ToolOptions, collected
 from pyspec.engine.incoming import Incoming
 from pyspec.engine.look_apart import look_at_name
+from pyspec.engine.option_texts import with_options
 from pyspec.engine.options import (
     GenerateOptions,
     GrammarOptions,
@@ -245,7 +247,9 @@ class Engine:
     # -- for programs: they wait for room in the queue -----------------------------------------------------------
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Text, token ids or chat messages to token ids."""
+        """Text, token ids or chat messages to token ids, as a generation would read them. Raises RequestError, BadTemplate."""
+        if isinstance(prompt, Request):
+            return prompt.prompt
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt))
         if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
@@ -261,8 +265,18 @@ class Engine:
             raise RequestError(f"tokens: {shown(next(t for t in ids if not 0 <= t < n))} is outside 0..{n - 1}")
         return self.tokenizer.decode(ids, special=special)
 
+    @with_options
     def request(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Request:
-        """Build a Request, e.g. with temperature=0. Raises RequestError, ConfigError."""
+        """Build a Request without running it: `generate`, `stream` and the others take it in place of a prompt.
+
+        prompt   text; token ids; chat messages [{"role": ..., "content": ...}], which are written as the model's chat template has it
+
+        Raises RequestError for what can never run, ConfigError for an option that there is not.
+        """
+        if isinstance(prompt, Request):
+            if options:
+                raise ConfigError(f"a Request has its options already; {min(options)} belongs where it is made")
+            return prompt
         request = request_of(self.encode(prompt), options, self.info.sampling)
         if request.grammar is None:
             return request
@@ -272,17 +286,67 @@ class Engine:
             name = next(name for name in GrammarOptions.__annotations__ if options.get(name) is not None)
             raise RequestError(f"{name}: {e}") from None
 
+    @with_options
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
-        """Run one request to its end. Options as in `request`."""
+        """Run one prompt to its end, and return all of it: `.text`, `.tokens`, `.finish`, `.timings` and more (see pyspec.Result).
+
+        prompt   text; token ids; chat messages; or what `request` made
+
+        Waits while the queue is full. Raises RequestError (what can never run), ConfigError (an option that there is not), Unavailable
+        (the engine is closed or gone), and what the generation fails with; all are pyspec.PyspecError.
+        """
         return self.run(self.request(prompt, **options))
 
-    def chat(self, messages: Sequence[Message], **options: Unpack[GenerateOptions]) -> Result:
-        """`generate` for chat messages [{"role": ..., "content": ...}]."""
-        check_messages(messages)
-        return self.generate(messages, **options)
+    @with_options
+    def chat(self, messages: Sequence[Message], **options: Unpack[ToolOptions]) -> ChatResult:
+        """Answer a chat, and return all of the answer: `.content`, `.reasoning`, `.tool_calls`, and what `generate` returns.
 
+        messages   [{"role": "user", "content": "Hi"}, ...]; roles are system, user, assistant, tool
+
+        Tools:
+
+            tools: Sequence[Mapping] | None = None
+                functions that the model may call, as OpenAI's clients write them:
+                {"type": "function", "function": {"name": "add", "description": "...", "parameters": {a JSON Schema}}}
+            tool_choice: str = "auto"
+                "auto": as the model likes; "none"; "required": at least one call; or the name of the tool to be called
+            tool_call_parser: str = "auto"
+                how the model writes calls, "hermes" for example; "auto": as its chat template does
+
+        Each of `.tool_calls` has an `id`, a `name` and `arguments` (JSON text; `values()` reads it). To go on, append `.message` and
+        {"role": "tool", "tool_call_id": id, "content": what the tool said} to the messages.
+
+        Raises as `generate`, and NotSupported where the template does not say how calls are written.
+        """
+        return collected(list(self.chat_stream(messages, **options)))
+
+    def chat_stream(
+        self, messages: Sequence[Message], **options: Unpack[ToolOptions]
+    ) -> Generator[ChatDelta | Done, None, None]:
+        """`chat`, as it comes: a ChatDelta for each round, with `.content`, `.reasoning`, and `.tool_calls` that are complete with it; Done at
+        the end, whose `.content` is empty. Closing the iterator ends the request. Options and errors as in `chat`."""
+        call = self._chats.call(messages, options)
+        events = self.run_stream(call.request)
+        try:
+            yield from call.read(events)
+        finally:
+            events.close()
+
+    @property
+    def _chats(self) -> Chats:
+        return Chats(self.tokenizer, self.template, self.info.chat_template, self.check_grammar, self.info.sampling)
+
+    @with_options
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generator[Delta | Done, None, None]:
-        """Yield Delta per round, and Done at the end. Closing the iterator cancels the request."""
+        """`generate`, as it comes: a pyspec.Delta for each round, with `.text` and `.tokens`, and pyspec.Done at the end, whose `.text` is empty.
+
+            for delta in engine.stream("Once upon a time", max_tokens=40):
+                print(delta.text, end="", flush=True)
+
+        prompt   text; token ids; chat messages; or what `request` made
+
+        Closing the iterator, or leaving the loop, ends the request. Raises as `generate`.
+        """
         return self.run_stream(self.request(prompt, **options))
 
     def run(self, request: Request) -> Result:
@@ -333,8 +397,11 @@ class Engine:
         return_exceptions: bool = False,
         **options: Unpack[GenerateOptions],
     ) -> list[Result] | list[Result | PyspecError]:
-        """Run several requests side by side; at most np run at once, the others wait here, not in the queue.
+        """Run several prompts side by side, all with the same options; results stand in the order of the prompts.
 
+        At most np run at once; the others wait here, not in the queue. Options are those of `generate`.
+
+        prompts            a list of what `generate` takes
         progress           called with (ended, all) whenever one ends
         return_exceptions  the error of one that fails stands in its place; else it is raised, and the others end
         """
@@ -389,7 +456,7 @@ class Engine:
         return answer
 
     async def astream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Delta | Done, None]:
-        """`stream` for asyncio."""
+        """`stream` for asyncio: `async for delta in engine.astream("Once upon a time", max_tokens=40)`. Options and errors as in `stream`."""
         request = await asyncio.to_thread(self.request, prompt, **options)
         events: asyncio.Queue[Event] = asyncio.Queue()
         name = await self._asubmit(request, _to_loop(asyncio.get_running_loop(), events, self.core.cancel))
@@ -416,10 +483,18 @@ class Engine:
         raise AssertionError("patience ends")
 
     async def agenerate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
-        """`generate` for asyncio; waits while the queue is full."""
+        """`generate` for asyncio: a task that is cancelled ends its request. Options and errors as in `generate`."""
         return collect([event async for event in self.astream(prompt, **options)])
 
-    async def achat(self, messages: Sequence[Message], **options: Unpack[GenerateOptions]) -> Result:
-        """`chat` for asyncio; waits while the queue is full."""
-        check_messages(messages)
-        return await self.agenerate(messages, **options)
+    async def achat(self, messages: Sequence[Message], **options: Unpack[ToolOptions]) -> ChatResult:
+        """`chat` for asyncio: a task that is cancelled ends its request. Options and errors as in `chat`."""
+        return collected([event async for event in self.achat_stream(messages, **options)])
+
+    async def achat_stream(
+        self, messages: Sequence[Message], **options: Unpack[ToolOptions]
+    ) -> AsyncGenerator[ChatDelta | Done, None]:
+        """`chat_stream` for asyncio. Options and errors as in `chat`."""
+        call = await asyncio.to_thread(self._chats.call, messages, options)
+        async with aclosing(self.astream(call.request)) as events:
+            async for event in call.aread(events):
+                yield event

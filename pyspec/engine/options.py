@@ -23,7 +23,8 @@ from pyspec.ranges import rules_of, shown
 from pyspec.request import Grammar, Request, SamplingParams, check_request
 
 Message = Mapping[str, object]
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int] | Sequence[Message] | Request
+"""Text, token ids, chat messages, or a request that was made of one of them."""
 
 
 class LoadOptions(TypedDict, total=False):

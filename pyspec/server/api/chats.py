@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pyspec.errors import RequestError
@@ -14,11 +13,9 @@ from pyspec.server.api.schema import ChatBody
 from pyspec.server.api.spoken import spoken
 from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.settings import ServerSettings
-from pyspec.text.markup.call_grammar import Lark
 from pyspec.text.markup.dialect import AnswerMarkup, Dialect, think_marks
+from pyspec.text.markup.held import control_tokens, ends_open, held_calls, shown_tokens
 from pyspec.text.markup.reasoning import ThinkMarks
-
-TAIL_TOKENS = 24  # of the prompt, that tell whether it ends within reasoning
 
 
 @dataclass(frozen=True)
@@ -47,11 +44,10 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings, *, c
     prompt = chat_ids(engine, body, settings)
     form = body.reasoning_format or settings.reasoning_format
     is_open = think is not None and (
-        continued_part(body, settings) == "reasoning_content" or _ends_open(engine.tokenizer, prompt, think)
+        continued_part(body, settings) == "reasoning_content" or ends_open(engine.tokenizer, prompt, think)
     )
     is_shown = form == "none" or (form == "deepseek-legacy" and bool(body.stream))
     beside = _in_place(engine, speaks, calls) if calls.schemas and not calls.is_bound and wanted(body) else []
-    grammar = None if beside else _call_grammar(engine, calls, speaks, think, is_open, compiles)
     markup = AnswerMarkup(
         calls=speaks if calls.schemas else None,
         think=think,
@@ -60,13 +56,13 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings, *, c
         is_whole=form == "deepseek-legacy",
         tools=calls.schemas,
         is_bound=calls.is_bound,
-        is_held=grammar is not None or bool(beside),
         trigger=beside[0][1] if beside else "",
     )
+    grammar = None if beside else _call_grammar(engine, calls, markup, compiles)
     return ChatPlan(
         prompt=tuple(prompt),
-        markup=markup,
-        shown=_shown(engine.tokenizer, markup),
+        markup=replace(markup, is_held=grammar is not None or bool(beside)),
+        shown=shown_tokens(engine.tokenizer, markup),
         budget=_budget(engine.tokenizer, body, settings, think, is_open),
         grammar=grammar,
         begun=_behind(begun_answer(body, settings), think),
@@ -84,68 +80,26 @@ def _behind(begun: str, think: ThinkMarks | None) -> str:
 def _in_place(engine: EngineLike, speaks: Dialect | None, calls: CallPlan) -> list[tuple[str, str]]:
     """Calls that are held to their schemas; if these can not be kept and need not be, with any arguments. Each with its begin."""
     assert speaks is not None
-    control = _control(engine.tokenizer, speaks)
+    control = control_tokens(engine.tokenizer, speaks)
     found = [speaks.in_place(calls.schemas, is_single=calls.is_single, control=control)]
     if not calls.is_held:
         found.append(speaks.in_place({name: {} for name in calls.schemas}, is_single=calls.is_single, control=control))
     return found
 
 
-def _call_grammar(
-    engine: EngineLike, calls: CallPlan, speaks: Dialect | None, think: ThinkMarks | None, is_open: bool, compiles: bool
-) -> Grammar | None:
+def _call_grammar(engine: EngineLike, calls: CallPlan, markup: AnswerMarkup, compiles: bool) -> Grammar | None:
     """What holds the answer to the tools' schemas; None where nothing does. Of a model that is told how to call all calls are held:
     if not to their schemas, because these can not be kept, to the form."""
-    if speaks is None or not calls.schemas or not (calls.is_held or speaks.is_told):
+    if markup.calls is None or not (calls.is_held or markup.calls.is_told):
         return None
     try:
-        return kept_grammar(engine, _held(engine.tokenizer, calls, speaks, think, is_open), compiles=compiles)
+        held = held_calls(engine.tokenizer, markup, is_single=calls.is_single)
+        return kept_grammar(engine, held, compiles=compiles)
     except RequestError as e:
         if calls.is_held:
             raise RequestError(f"tools: their schemas can not be kept: {e}") from None
-    free = replace(calls, schemas={name: {} for name in calls.schemas})
-    return kept_grammar(engine, _held(engine.tokenizer, free, speaks, think, is_open), compiles=compiles)
-
-
-def _held(
-    tokenizer: TokenizerLike, calls: CallPlan, speaks: Dialect, think: ThinkMarks | None, is_open: bool
-) -> Grammar:
-    """Reasoning is free, and so is text before calls that may be left out."""
-    lark = Lark(_control(tokenizer, speaks))
-    rules = speaks.rules(lark, calls.schemas, is_single=calls.is_single)
-    after = think.end if think is not None and is_open else ""
-    if not calls.is_bound:
-        source = lark.text_or_calls(rules)
-    elif think is not None and not after:
-        source = lark.calls(rules, thought=(think.start, think.end))
-    else:
-        source = lark.calls(rules)
-    return Grammar(kind="lark", source=source, after=after, lazy=bool(after) and not calls.is_bound)
-
-
-def _control(tokenizer: TokenizerLike, speaks: Dialect) -> dict[str, int]:
-    """The dialect's marks that are control tokens. Between marks in bare text they are spelled: free text ends at text."""
-    if speaks.is_bare:
-        return {}
-    found = {mark: tokenizer.encode(mark, add_special=False, parse_special=True) for mark in speaks.marks}
-    plain = {mark: tokenizer.encode(mark, add_special=False, parse_special=False) for mark in found}
-    return {mark: ids[0] for mark, ids in found.items() if len(ids) == 1 and plain[mark] != ids}
-
-
-def _ends_open(tokenizer: TokenizerLike, prompt: Sequence[int], think: ThinkMarks) -> bool:
-    """Whether the prompt's last words begin reasoning."""
-    tail = tokenizer.decode(prompt[-TAIL_TOKENS:], special=True)
-    return tail.rstrip().endswith(think.start)
-
-
-def _shown(tokenizer: TokenizerLike, markup: AnswerMarkup) -> tuple[int, ...]:
-    """Marks that are one token: should it be a control token, the parser has to see it all the same."""
-    marks = [
-        *(markup.calls.marks if markup.calls else ()),
-        *([markup.think.start, markup.think.end] if markup.think else []),
-    ]
-    found = [tokenizer.encode(mark, add_special=False, parse_special=True) for mark in marks]
-    return tuple(sorted({ids[0] for ids in found if len(ids) == 1}))
+    free = replace(markup, tools={name: {} for name in calls.schemas})
+    return kept_grammar(engine, held_calls(engine.tokenizer, free, is_single=calls.is_single), compiles=compiles)
 
 
 def _budget(

@@ -1,0 +1,153 @@
+"""Writes docs/python.md from the docstrings: `python tools/python_reference.py`. tests/test_python_reference.py says when that is due."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+from pyspec import errors
+from pyspec.config import EngineSettings
+from pyspec.engine.api import Engine
+from pyspec.engine.chat_tools import ChatDelta, ChatResult, ToolCall
+from pyspec.engine.option_texts import help_text, options
+from pyspec.engine.options import LoadOptions
+from pyspec.engine.result import Result
+from pyspec.ranges import rules_of
+from pyspec.request import Delta, Done, EngineInfo, Metrics, SlotInfo, SlotReport, Timings, TokenLogprob
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "python.md"
+METHODS = (
+    ("Loading", ("load", "close", "info", "state", "alive", "use_template")),
+    ("Generating", ("generate", "stream", "generate_many", "chat", "chat_stream")),
+    ("asyncio", ("agenerate", "astream", "achat", "achat_stream")),
+    ("Requests, tokens, slots and counters", ("request", "run", "run_stream", "submit", "cancel", "check_grammar", "encode", "decode", "save_slot", "restore_slot", "erase_slot", "act_on_slot", "slots", "metrics")),
+)  # fmt: skip
+TYPES = (
+    Result,
+    ChatResult,
+    ToolCall,
+    Delta,
+    ChatDelta,
+    Done,
+    Timings,
+    TokenLogprob,
+    EngineInfo,
+    SlotInfo,
+    SlotReport,
+    Metrics,
+)
+HEAD = """# Python
+
+Written by `tools/python_reference.py` from the docstrings; `help(pyspec.Engine.chat)` says the same.
+
+```python
+import pyspec
+
+with pyspec.Engine.load("demo", np=8) as engine:
+    print(engine.chat([{"role": "user", "content": "Count from 1 to 10."}], temperature=0).content)
+    for delta in engine.stream("Once upon a time", max_tokens=40, seed=1):
+        print(delta.text, end="")
+```
+
+`import pyspec` costs nothing; torch is loaded with the first engine. An engine may be used from any thread. [Examples](../examples/README.md): a client, a
+stream, JSON, tools, many at once, FastAPI, a notebook.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD, "## Engine\n"]
+    for title, names in METHODS:
+        parts.append(f"### {title}\n")
+        parts += [_method(name) for name in names]
+    parts += ["## Options of a generation\n", *_options(), "## Settings of an engine\n", _settings()]
+    parts += ["## Results\n", *map(_type, TYPES), "## Errors\n", *_errors()]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
+
+
+def _method(name: str) -> str:
+    found = inspect.getattr_static(Engine, name, None)
+    if found is None or isinstance(found, property):
+        return f"#### `{name}`\n\nWhat is loaded, an EngineInfo.\n"
+    function = found.__func__ if isinstance(found, classmethod) else found
+    signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(function)))
+    signature = re.sub(r"\((self|cls)(, )?", "(", signature, count=1)
+    text = inspect.cleandoc((function.__doc__ or "").replace(help_text(), ""))
+    kind = "async " if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function) else ""
+    more = (
+        "\n[Options](#options-of-a-generation) are listed below.\n" if "Unpack[" in signature and name != "load" else ""
+    )
+    return f"#### `{name}`\n\n```python\n{kind}{name}{signature}\n```\n\n{_prose(text)}\n{more}"
+
+
+def _prose(text: str) -> str:
+    """A docstring as Markdown: lists of names and meanings, which have two spaces between them, as they are."""
+    blocks = text.split("\n\n")
+    return "\n\n".join(
+        f"```text\n{b}\n```" if re.search(r"^\S+( *, *\S+)* {2,}\S|^ {4}", b, re.M) else b for b in blocks
+    )
+
+
+def _options() -> Iterator[str]:
+    for title, group in options():
+        rows = [f"| `{o.name}` | `{_cell(o.type)}` | `{o.default}` | {_cell(o.text)} |" for o in group]
+        yield "\n".join(
+            [f"{title}:\n", "| option | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
+        )
+
+
+def _settings() -> str:
+    """All that `load` takes beside target and draft."""
+    flags = {rule.name: rule.title for rule in rules_of(EngineSettings)}
+    known = {f.name: f for f in fields(EngineSettings)}
+    rows = [
+        f"| `{name}` | `{_cell(str(known[name].type))}` | `{_default(known[name])}` | `{flags.get(name, '')}` |"
+        for name in ("np", "ctx", *LoadOptions.__annotations__)
+    ]
+    head = "Each is a flag of `pyspec server`, too, whose help says what it does.\n"
+    return "\n".join([head, "| setting | type | default | flag |", "| --- | --- | --- | --- |", *rows, ""])
+
+
+def _default(field: Field[Any]) -> str:
+    return "" if field.default is MISSING else repr(field.default)
+
+
+def _type(kind: type) -> str:
+    rows = [f"| `{f.name}` | `{_cell(_plain(str(f.type)))}` | `{_default(f)}` |" for f in fields(kind)]
+    rows += [
+        f"| `{name}` | {_cell(inspect.getdoc(p) or '')} | |"
+        for name, p in inspect.getmembers(kind, lambda v: isinstance(v, property))
+    ]
+    text = _prose(inspect.getdoc(kind) or "")
+    return "\n".join(
+        [f"### `{kind.__name__}`\n", text, "\n| field | type | default |", "| --- | --- | --- |", *rows, ""]
+    )
+
+
+def _plain(text: str) -> str:
+    """A type without its legal range."""
+    return re.sub(r"Annotated\[((?:[^,\[\]]|\[[^\]]*\])+), .*\]", r"\1", text)
+
+
+def _errors() -> Iterator[str]:
+    yield "All that pyspec raises on purpose is a `pyspec.PyspecError`; the classes are in `pyspec.errors`.\n"
+    rows = ["| error | is a | HTTP status | when |", "| --- | --- | --- | --- |"]
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.PyspecError):
+            above = kind.__mro__[1].__name__
+            rows.append(
+                f"| `{name}` | `{above}` | {kind.status} | {_cell((inspect.getdoc(kind) or '').splitlines()[0])} |"
+            )
+    yield "\n".join(rows)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
