@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -119,7 +120,7 @@ def test_conversations_outlive_the_page_and_can_be_deleted(browser: Browser, liv
         "const s = document.querySelector('#chats'); s.value = s.options[s.options.length - 1].value;"
         "s.dispatchEvent(new Event('change'))"
     )
-    assert browser.text(".turn.user") == "first question" and "Hello, world" in browser.text(".turn.assistant")
+    assert browser.text(".turn.user").startswith("first question") and "Hello, world" in browser.text(".turn.assistant")
     browser.click("#delete")
     assert "first question" not in browser.run(titles)
 
@@ -217,3 +218,155 @@ def test_tokens_are_coloured_by_whether_they_were_drafted(browser: Browser, live
     )
     browser.click("#colour")
     assert spans == "Hello, world"
+
+
+def sent(live: Live) -> str:
+    """The last prompt that the engine was given."""
+    return bytes(t for t in live.engine.seen[-1].prompt if t < 256).decode()
+
+
+def fill(browser: Browser, field: str, value: str) -> None:
+    browser.run(
+        f"const f = document.querySelector('{field}'); f.value = {json.dumps(value)}; f.dispatchEvent(new Event('input', {{bubbles: true}}))"
+    )
+
+
+def press(browser: Browser, name: str, turn: str) -> None:
+    """A button of a turn, by its words."""
+    script = f"return [...document.querySelectorAll('{turn} .actions button')].find(b => b.textContent === '{name}')?.click() ?? true"
+    assert browser.run(script)
+
+
+def test_a_system_prompt_and_sampling_are_sent_and_outlive_the_page(browser: Browser, live: Live) -> None:
+    fill(browser, "#system", "You are a pirate.")
+    fill(browser, "#temperature", "0.35")
+    fill(browser, "#seed", "17")
+    fill(browser, "#max_tokens", "5")
+    ask(browser)
+    until(lambda: answered(browser))
+    request = live.engine.seen[-1]
+    assert sent(live).startswith("system: You are a pirate.\nuser: hello")
+    assert (request.params.temperature, request.params.seed, request.max_tokens) == (0.35, 17, 5)
+    assert request.params.top_k == 40, "what is left empty is the server's"
+    browser.open(live.url)
+    assert browser.run("return document.querySelector('#system').value") == "You are a pirate."
+    assert browser.text("#set") == "system prompt, temperature 0.35, max_tokens 5, seed 17"
+    browser.run("document.querySelector('#settings').open = true")
+    browser.click("#defaults")
+    ask(browser, "again\n")
+    until(lambda: live.engine.n_done == 2)
+    assert "pirate" not in sent(live) and live.engine.seen[-1].params.temperature == 0.8 and browser.text("#set") == ""
+
+
+def test_empty_settings_show_what_the_server_has(browser: Browser, live: Live) -> None:
+    until(lambda: browser.run("return document.querySelector('#temperature').placeholder") == "0.8")
+    assert browser.run("return ['top_k', 'seed', 'max_tokens'].map(n => document.getElementById(n).placeholder)") == [
+        "40",
+        "any",
+        "no limit",
+    ]
+
+
+def test_a_message_is_changed_and_what_follows_it_is_asked_again(browser: Browser, live: Live) -> None:
+    for text in ("one\n", "two\n"):
+        ask(browser, text)
+        until(lambda: answered(browser) and browser.run("return document.querySelectorAll('.actions').length") % 2 == 0)
+    until(lambda: live.engine.n_done == 2 and answered(browser))
+    press(browser, "Edit", ".turn:nth-child(1)")
+    assert browser.run("return document.querySelector('.edited textarea').value") == "one"
+    browser.run("document.querySelector('.edited textarea').value = 'uno'")
+    press(browser, "Cancel", ".turn:nth-child(1)")
+    assert browser.run("return document.querySelectorAll('.turn').length") == 4
+    press(browser, "Edit", ".turn:nth-child(1)")
+    browser.run("document.querySelector('.edited textarea').value = 'eins'")
+    press(browser, "Send", ".turn:nth-child(1)")
+    until(lambda: live.engine.n_done == 3 and answered(browser))
+    assert "user: eins" in sent(live) and "one" not in sent(live) and "two" not in sent(live)
+    assert browser.run("return document.querySelectorAll('.turn').length") == 2
+
+
+def test_an_answer_is_regenerated_and_takes_the_place_of_the_last(browser: Browser, live: Live) -> None:
+    ask(browser, "one\n")
+    until(lambda: answered(browser))
+    live.engine.script = Script(text="Another answer")
+    press(browser, "Regenerate", ".turn.assistant")
+    until(lambda: "Another answer" in browser.text(".turn.assistant") and answered(browser))
+    assert browser.run("return document.querySelectorAll('.turn').length") == 2
+    assert "Hello" not in sent(live), "the answer that goes is no part of the question"
+
+
+def test_an_answer_is_copied_as_it_was_written(browser: Browser, live: Live) -> None:
+    live.engine.script = Script(text="**bold** and\n\n- a list", width=100)
+    ask(browser)
+    until(lambda: answered(browser))
+    browser.run("window.kept = ''; navigator.clipboard.writeText = async text => { window.kept = text; }")
+    press(browser, "Copy", ".turn.assistant")
+    until(lambda: browser.run("return window.kept") == "**bold** and\n\n- a list")
+    until(lambda: browser.text(".turn.assistant .actions button") == "Copied")
+
+
+def test_nothing_can_be_changed_while_an_answer_is_under_way(browser: Browser, live: Live) -> None:
+    live.engine.script = Script(text="word " * 80, width=1, round_s=0.05)
+    ask(browser)
+    until(lambda: "word" in browser.text(".turn.assistant"))
+    assert browser.run("return document.querySelectorAll('.actions').length") == 0
+    browser.click("#send")
+    until(lambda: browser.run("return document.querySelectorAll('.actions').length") == 2)
+
+
+def test_the_colours_of_drafts_have_a_key(browser: Browser, live: Live) -> None:
+    seen = "const k = document.querySelector('#legend'); return k.offsetParent !== null && k.textContent"
+    assert browser.run(seen) is False
+    browser.click("#colour")
+    assert browser.run(seen) == "a draft that was right the model's own token"
+    ask(browser)
+    until(lambda: answered(browser))
+    colour = "return getComputedStyle(document.querySelector('{}')).backgroundColor"
+    kinds = {"own": ".tokens .own", "drafted": ".tokens .drafted"}
+    shown = [k for k, at in kinds.items() if browser.run(f"return !!document.querySelector('{at}')")]
+    assert shown
+    for kind in shown:
+        assert browser.run(colour.format(kinds[kind])) == browser.run(colour.format(f"#legend .{kind}"))
+    browser.click("#colour")
+    assert browser.run(seen) is False
+
+
+def test_the_last_conversation_is_there_after_a_reload(browser: Browser, live: Live) -> None:
+    ask(browser, "first question\n")
+    until(lambda: answered(browser))
+    browser.click("#new")
+    ask(browser, "second question\n")
+    until(lambda: live.engine.n_done == 2 and answered(browser))
+    browser.open(live.url)
+    assert browser.text(".turn.user").startswith("second question")
+    browser.run(
+        "const s = document.querySelector('#chats'); s.value = s.options[s.options.length - 1].value;"
+        "s.dispatchEvent(new Event('change'))"
+    )
+    browser.open(live.url)
+    assert browser.text(".turn.user").startswith("first question")
+    assert (
+        browser.run("const s = document.querySelector('#chats'); return s.selectedOptions[0].textContent")
+        == "first question"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("a\n\n---\n\nb", "<p>a</p><hr><p>b</p>"),
+        ("***\n* * *\n_____", "<hr><hr><hr>"),
+        ("- a\n---\n- b", "<ul><li>a</li></ul><hr><ul><li>b</li></ul>"),
+        ("Title\n===\ntext", "<h3>Title</h3><p>text</p>"),
+        ("Title\n---\ntext", "<h4>Title</h4><p>text</p>"),
+        ("a ~~b **c**~~ d", "<p>a <del>b <strong>c</strong></del> d</p>"),
+        ("~~ a ~~ and ~b~ and ~~c", "<p>~~ a ~~ and ~b~ and ~~c</p>"),
+        ("`~~a~~`", "<p><code>~~a~~</code></p>"),
+        ("a -- b\n--", "<h4>a -- b</h4>"),
+    ],
+)
+def test_markdown(browser: Browser, live: Live, text: str, shape: str) -> None:
+    found = browser.run(
+        f"const d = document.createElement('div'); d.append(markdown({json.dumps(text)})); return d.innerHTML"
+    )
+    assert found == shape

@@ -13,7 +13,7 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import Response
 
-SCRIPTS = ("dom.js", "markdown.js", "chats.js", "chat.js", "slots.js")
+SCRIPTS = ("dom.js", "markdown.js", "settings.js", "chats.js", "chat.js", "slots.js")
 
 
 def _read(name: str) -> str:

@@ -7,6 +7,59 @@ function figures(t) {
   return text + (t.synthetic ? ' (synthetic acceptance)' : '');
 }
 
+function action(name, what, act) {
+  const button = make('button', '', name);
+  button.type = 'button';
+  button.title = what;
+  button.addEventListener('click', () => act(button));
+  return button;
+}
+
+async function copy(text, button) {
+  try { await navigator.clipboard.writeText(text); } catch {  // not allowed, or not over a secure connection
+    const area = make('textarea', '', text);
+    document.body.append(area);
+    area.select();
+    document.execCommand('copy');
+    area.remove();
+  }
+  button.textContent = 'Copied';
+}
+
+// What can be done with a turn: nothing while an answer is under way.
+function actions(turn) {
+  const all = [action('Copy', 'Copy the text', button => copy(turn.content, button))];
+  if (turn.role === 'user') all.push(action('Edit', 'Change the message and ask again from here', () => edit(turn)));
+  else if (turn === chat.turns.at(-1)) all.push(action('Regenerate', 'Answer once more', () => again()));
+  return make('div', 'actions', ...all);
+}
+
+function edit(turn) {
+  const at = chat.turns.indexOf(turn), area = make('textarea', '', turn.content), node = $('log').children[at];
+  const send = () => {
+    const text = area.value.trim();
+    if (running || !text) return;
+    chat.turns.length = at;
+    ask(text);
+  };
+  area.setAttribute('aria-label', 'Changed message');
+  area.rows = Math.min(12, turn.content.split('\n').length + 1);
+  area.addEventListener('keydown', event => {
+    if (event.key === 'Enter' && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+    if (event.key === 'Escape') drawAll();
+  });
+  const cancel = action('Cancel', 'Leave it as it was', drawAll), ok = action('Send', 'Ask from here', send);
+  node.replaceChildren(area, make('div', 'actions', ok, cancel));
+  node.classList.add('edited');
+  area.focus();
+}
+
+function again() {
+  if (running) return;
+  if (chat.turns.at(-1)?.role === 'assistant') chat.turns.pop();
+  answer();
+}
+
 function draw(turn) {
   const node = make('div', 'turn ' + turn.role);
   if (turn.role === 'user') node.append(turn.content);
@@ -18,6 +71,7 @@ function draw(turn) {
     node.append(markdown(turn.content));
   }
   if (turn.note) node.append(make('p', 'note', turn.note));
+  if (!running) node.append(actions(turn));
   return node;
 }
 
@@ -63,10 +117,16 @@ function see(turn, event) {
   if (event.timings) turn.note = figures(event.timings);
 }
 
-async function ask(text) {
-  const own = chat, controller = new AbortController();
-  own.turns.push({role: 'user', content: text});
+function ask(text) {
+  chat.turns.push({role: 'user', content: text});
+  return answer();
+}
+
+// Answers what was asked last.
+async function answer() {
+  const own = chat, controller = new AbortController(), system = $('system').value.trim();
   const messages = own.turns.filter(turn => turn.content).map(({role, content}) => ({role, content}));
+  if (system) messages.unshift({role: 'system', content: system});
   const turn = {role: 'assistant', content: '', reasoning: '', pieces: [], note: ''};
   own.turns.push(turn);
   running = {controller, chat: own};
@@ -74,7 +134,7 @@ async function ask(text) {
   retitle();
   drawAll();
   try {
-    const body = JSON.stringify({messages, stream: true, return_pieces: true});
+    const body = JSON.stringify({messages, stream: true, return_pieces: true, ...sampling()});
     const response = await fetch('v1/chat/completions', {method: 'POST', headers: headers(), body, signal: controller.signal});
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const event of events(response)) {
@@ -88,7 +148,7 @@ async function ask(text) {
   running = null;
   $('send').textContent = 'Send';
   save();
-  if (own === chat) drawLast();
+  drawAll();
 }
 
 $('form').addEventListener('submit', event => {
@@ -101,9 +161,12 @@ $('form').addEventListener('submit', event => {
 $('text').addEventListener('keydown', event => {
   if (event.key === 'Enter' && !event.shiftKey && !event.isComposing) { event.preventDefault(); $('form').requestSubmit(); }
 });
-$('colour').addEventListener('change', drawAll);
+$('colour').addEventListener('change', () => {
+  $('legend').hidden = !$('colour').checked;
+  drawAll();
+});
 $('new').addEventListener('click', () => { start(); drawAll(); $('text').focus(); });
-$('chats').addEventListener('change', () => { chat = chats.find(c => c.id === $('chats').value) ?? chat; drawAll(); });
+$('chats').addEventListener('change', () => { chat = chats.find(c => c.id === $('chats').value) ?? chat; list(); drawAll(); });
 $('delete').addEventListener('click', () => {
   if (running?.chat === chat) running.controller.abort();
   chats = chats.filter(c => c !== chat);
@@ -113,5 +176,5 @@ $('delete').addEventListener('click', () => {
 });
 
 load();
-start();
+resume();
 drawAll();

@@ -1,11 +1,11 @@
 // Conversations, kept in this browser and nowhere else. One is {id, title, turns}; a turn is {role, content, reasoning, pieces, note}.
 
-const KEY = 'pyspec.chats';
+const KEY = 'pyspec.chats', LAST = 'pyspec.last';
 let chats = [], chat = null;
 
 function load() {
   try {
-    const value = JSON.parse(localStorage.getItem(KEY));
+    const value = JSON.parse(recall(KEY));
     chats = Array.isArray(value) ? value.filter(c => c && typeof c.id === 'string' && Array.isArray(c.turns)) : [];
   } catch { chats = []; }
 }
@@ -23,7 +23,14 @@ function start() {
   list();
 }
 
+// The conversation that was open when the page was left, or a new one.
+function resume() {
+  const last = chats.find(c => c.id === recall(LAST));
+  if (last) { chat = last; list(); } else start();
+}
+
 function list() {
+  remember(LAST, chat.id);
   $('chats').replaceChildren(...chats.map(c => {
     const option = make('option', '', c.title);
     option.value = c.id;

@@ -1,14 +1,15 @@
-// Markdown as models write it, to DOM nodes: headings, lists, quotes, tables, code, emphasis, links. What is not closed yet counts as
+// Markdown as models write it, to DOM nodes: headings, lists, quotes, tables, rules, code, emphasis, what is struck out, links. What is not closed yet counts as
 // text, so that an answer can be shown while it grows.
 
-const INLINE = /(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)|\*\*(?=\S)([\s\S]*?\S)\*\*|\*(?=[^\s*])([^*]*[^\s*])\*|\[([^\]\n]*)\]\((https?:\/\/[^\s)]+)\)/;
+const INLINE = /(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)|\*\*(?=\S)([\s\S]*?\S)\*\*|\*(?=[^\s*])([^*]*[^\s*])\*|\[([^\]\n]*)\]\((https?:\/\/[^\s)]+)\)|~~(?=\S)([\s\S]*?\S)~~/;
 
 function inline(text, parent) {
   for (let match; (match = INLINE.exec(text));) {
     parent.append(text.slice(0, match.index));
-    const [all, ticks, code, strong, weak, name, address] = match;
+    const [all, ticks, code, strong, weak, name, address, struck] = match;
     if (ticks) parent.append(make('code', '', code));
     else if (address) parent.append(link(name || address, address));
+    else if (struck !== undefined) parent.append(inline(struck, make('del', '')));
     else parent.append(inline(strong ?? weak, make(strong !== undefined ? 'strong' : 'em', '')));
     text = text.slice(match.index + all.length);
   }
@@ -48,6 +49,7 @@ function take(lines, i, test) {
   return end;
 }
 
+const LINE = /^ {0,3}([-*_])([ \t]*\1){2,}[ \t]*$/, UNDERLINE = /^ {0,3}(=+|-{2,})[ \t]*$/;
 const BULLET = /^(\s*)([-*+]|\d+[.)])\s+(.*)$/;
 
 // A list from line i on; deeper items make a list in the item before them. Returns the node and where it ends.
@@ -55,7 +57,7 @@ function listOf(lines, i) {
   const [, indent, mark] = BULLET.exec(lines[i]), list = make(/\d/.test(mark) ? 'ol' : 'ul', '');
   if (/\d/.test(mark)) list.start = parseInt(mark, 10);
   while (i < lines.length) {
-    const match = BULLET.exec(lines[i]);
+    const match = LINE.test(lines[i]) ? null : BULLET.exec(lines[i]);
     if (!match) {
       if (!lines[i].trim() || !/^\s+/.test(lines[i]) || !list.lastChild) break;
       list.lastChild.append(' ', inline(lines[i].trim(), make('span', '')));
@@ -84,6 +86,9 @@ function markdown(text) {
     } else if (heading) {
       out.append(inline(heading[2], make('h' + Math.min(5, heading[1].length + 2), '')));
       i += 1;
+    } else if (LINE.test(line)) {
+      out.append(make('hr', ''));
+      i += 1;
     } else if (BULLET.test(line)) {
       const [node, end] = listOf(lines, i);
       out.append(node);
@@ -100,10 +105,11 @@ function markdown(text) {
       i = end;
     } else if (!line.trim()) i += 1;
     else {
-      const starts = other => !other.trim() || /^\s*(```|~~~|>|#{1,6}\s)/.test(other) || BULLET.test(other);
+      const starts = other => !other.trim() || /^\s*(```|~~~|>|#{1,6}\s)/.test(other) || BULLET.test(other) || LINE.test(other) || UNDERLINE.test(other);
       const end = Math.max(i + 1, take(lines, i, (other, at) => at === i || !starts(other)));
-      out.append(inline(lines.slice(i, end).join('\n'), make('p', '')));
-      i = end;
+      const under = UNDERLINE.exec(lines[end] ?? ''), tag = under ? (under[1][0] === '=' ? 'h3' : 'h4') : 'p';
+      out.append(inline(lines.slice(i, end).join('\n'), make(tag, '')));
+      i = end + (under ? 1 : 0);
     }
   }
   return out;

@@ -70,6 +70,7 @@ async function props() {
   const value = await get('props'), plan = Object.entries(value.memory_plan ?? {}), all = plan.reduce((sum, [, n]) => sum + n, 0);
   $('model').textContent = [value.model_alias, value.device, value.draft.type === 'none' ? 'no drafter' : 'drafts by ' + value.draft.type].join(' · ');
   $('model').title = value.draft.note;
+  showDefaults(value.default_generation_settings?.params);
   const bar = make('div', 'plan', ...plan.map(([name, n]) => {
     const part = make('i', '');
     part.style.width = 100 * n / all + '%';
