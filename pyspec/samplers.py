@@ -22,4 +22,4 @@ ALIASES |= {name.replace("_", ""): name for name in LETTERS.values()}
 def sampler_of(name: str) -> str:
     """A sampler in llama.cpp's words, from a letter or any of its names; "" if there is none such."""
     known = LETTERS.get(name) if len(name) == 1 else ALIASES.get(name.lower(), name.lower())
-    return known if known in LETTERS.values() else ""
+    return known if known is not None and known in LETTERS.values() else ""

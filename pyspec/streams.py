@@ -39,10 +39,11 @@ def fill_in() -> None:
             if not _is_open(fd):
                 _take(fd, mode)
             setattr(sys, name, open(fd, "r" if mode == os.O_RDONLY else "w", closefd=False))  # noqa: SIM115 - for as long as the process lives
-    if sys.stderr is not None and sys.stderr is sys.__stderr__ and sys.stderr.fileno() == STDERR:
+    stderr = sys.__stderr__
+    if stderr is not None and sys.stderr is stderr and stderr.fileno() == STDERR:
         raw = io.BufferedWriter(Lossy(STDERR, "w", closefd=False))
         sys.stderr = io.TextIOWrapper(
-            raw, sys.stderr.encoding, errors="backslashreplace", line_buffering=True, write_through=True
+            raw, stderr.encoding, errors="backslashreplace", line_buffering=True, write_through=True
         )
 
 

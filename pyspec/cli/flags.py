@@ -121,7 +121,7 @@ class FlagCommand(click.Command):
         """Variables of an option, those first that go before the others: ours, then llama.cpp's, of which NO_NAME goes before NAME."""
         own = _own_env(option)
         llama = sorted({llama_flags()[name].env for name in option.opts if name in llama_flags()} - {""})
-        off = ()
+        off: tuple[str, ...] = ()
         if isinstance(option, GroupedOption) and option.secondary_opts:
             off = option.off_by = tuple(negative_of(name) for name in (*own[:1], *llama))
         yield from own
