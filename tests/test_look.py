@@ -208,6 +208,7 @@ def test_a_resolver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
         return []
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
+    monkeypatch.setattr(network, "_silent", {})
     began = time.monotonic()
     assert "is not found within 0.05 s" in network.unreachable("https://hub.example", 0.05)
     over.set()
@@ -232,7 +233,22 @@ def test_what_was_downloaded_is_taken_without_a_network(
 ):
     path = hub.from_hub(REPO)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert hub.from_hub(REPO) == path and "taking the copy of user/repo in the cache" in caplog.text
+    monkeypatch.setattr("pyspec.hub.fetch._said", set())
+    assert hub.from_hub(REPO) == hub.from_hub(REPO) == path
+    assert caplog.text.count("taking the copy of user/repo in the cache") == 1
+
+
+def test_what_does_not_answer_is_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch):
+    now, asked = [100.0], list[str]()
+    monkeypatch.setattr(network, "_silent", {})
+    monkeypatch.setattr(network.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(network, "_why_silent", lambda url, patience_s: asked.append(url) or f"{url} is silent")
+    for at in (100.0, 101.0, 119.9, 120.1, 121.0):
+        now[0] = at
+        assert network.unreachable("http://a") == "http://a is silent"
+    assert len(asked) == 2
+    monkeypatch.setattr(network, "_why_silent", lambda url, patience_s: asked.append(url) or "")
+    assert network.unreachable("http://b") == network.unreachable("http://b") == "" and len(asked) == 4
 
 
 # -- progress ---------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ WITHOUT = (
 )
 
 T = TypeVar("T")
+_said: set[str] = set()  # repositories whose copy was taken for want of a network: a start asks several times
 
 
 @dataclass
@@ -75,7 +76,13 @@ class Repository:
             found = cls._cached(name)
             if found is None:
                 raise DownloadError(f"no network ({why}): {WITHOUT}")
-            log.warning("no network (%s); taking the copy of %s in the cache", why, name)
+            log.log(
+                logging.DEBUG if name in _said else logging.WARNING,
+                "no network (%s); taking the copy of %s in the cache",
+                why,
+                name,
+            )
+            _said.add(name)
             return found
         try:
             return cls(name, _asked(name, lambda: list(HfApi().list_repo_files(name))))

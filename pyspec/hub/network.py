@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 CONNECT_S = 1.5  # to find the host and to connect to it
+KEPT_S = 20.0
 PORTS = {"http": 80, "https": 443}
+_silent: dict[str, tuple[float, str]] = {}  # when an address was found not to answer, and why
 
 
 def unreachable(url: str, patience_s: float = CONNECT_S) -> str:
-    """Why nothing answers at that address, or at the proxy before it; "" if something does.
+    """Why nothing answers at that address, or at the proxy before it; "" if something does. A start asks several times: what does not answer
+    is asked again after KEPT_S.
 
     patience_s  to find the host's name, and again to connect to it
     """
+    when, why = _silent.get(url, (0.0, ""))
+    if why and time.monotonic() - when < KEPT_S:
+        return why
+    if why := _why_silent(url, patience_s):
+        _silent[url] = (time.monotonic(), why)
+    return why
+
+
+def _why_silent(url: str, patience_s: float) -> str:
     host, port = _door(url)
     found: list[str] = []
     named = threading.Event()
