@@ -257,17 +257,17 @@ def test_blocks_of_hosted_tools_are_left_out(app: App, engine: FakeEngine) -> No
 def test_each_kind_that_is_left_out_is_told_once(
     app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(left_out, "_told", set())
+    monkeypatch.setattr(left_out, "_logged", set())
     with caplog.at_level(logging.WARNING, "pyspec.server.api.left_out"):
         for _ in range(3):
             app.post("/v1/responses", {"input": "hi", "tools": [{"type": "odd_search"}, {"type": "odd_shell"}]})
             app.post("/v1/responses", {"input": [*HI, {"type": "odd_call", "id": "x"}]})
-        for i in range(2 * left_out.MOST_TOLD):
+        for i in range(2 * left_out.MOST_LOGGED):
             app.post("/v1/responses", {"input": "hi", "tools": [{"type": f"kind{i}"}]}) if i < 3 else left_out.tell(
                 "x", f"{i}"
             )
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == left_out.MOST_TOLD and sum("'odd_search'" in line for line in told) == 1
+    assert len(told) == left_out.MOST_LOGGED and sum("'odd_search'" in line for line in told) == 1
     assert sum("'odd_shell'" in line for line in told) == sum("'odd_call'" in line for line in told) == 1
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-MOST_TOLD = 200  # kinds: clients choose their names
+MOST_LOGGED = 200  # kinds: clients choose their names
 ITEMS = frozenset(
     {"item_reference", "compaction", "compaction_summary", "compaction_trigger", "context_compaction"}
     | {"additional_tools", "ghost_snapshot", "tool_search_output", "program", "program_output"}
@@ -21,14 +21,14 @@ BLOCKS = frozenset(
 )
 BLOCK_END = "_tool_result"
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
 def tell(what: str, kind: str) -> None:
     """Log once that things of this kind are left out."""
     line = f"{what} of type {kind[:60]!r}"
-    if line not in _told and len(_told) < MOST_TOLD:
-        _told.add(line)
+    if line not in _logged and len(_logged) < MOST_LOGGED:
+        _logged.add(line)
         log.warning("%s are left out: only the service that they are made for knows them", line)
 
 
