@@ -289,8 +289,8 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
     "qwen3_coder, other end marks": (
         markup("qwen3_coder"),
         "<tool_call>\n<function=weather>\n<parameter=city>\nRom\n</parameter=city>\n<parameter=days>\n3\n</param>\n<parameter=exact>\nfalse\n"
-        "</parameter >\n<parameter=unit>\nc\n</parameter>>\n</function>\n</tool_call>",
-        call(0, "weather", {"city": "Rom", "days": 3, "exact": False, "unit": "c"}),
+        "</parameter >\n<parameter=unit>\nc\n</parameter>>\n<parameter=at>\n1.5\n</parameter\n</function>\n</tool_call>",
+        call(0, "weather", {"city": "Rom", "days": 3, "exact": False, "unit": "c", "at": 1.5}),
     ),
     "qwen3_coder, a whole call in a value": (
         markup("qwen3_coder"),

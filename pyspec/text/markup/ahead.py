@@ -65,6 +65,11 @@ def _behind(text: str, at: int, kind: Step, is_over: bool) -> set[int | None]:
         return set()
     if end == len(text) and not is_over:
         return {None}
-    if kind == TAIL and not text[at:end].rstrip().endswith(">") and (text[at:end].strip() or end == len(text)):
+    if kind == TAIL and not _ends_mark(text[at:end].strip(), is_line=end < len(text)):
         return set()
     return {end} if end - at >= least else set()
+
+
+def _ends_mark(said: str, *, is_line: bool) -> bool:
+    """Whether this may be the rest of an end mark: it closes, or the line ends in the middle of its name."""
+    return said.endswith(">") or (is_line and (not said or said.isalpha()))
