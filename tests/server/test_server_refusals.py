@@ -129,7 +129,6 @@ def test_a_wrong_chat_field_is_named(app: App, body: dict[str, Any], field: str)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("lora", [{"id": 0, "scale": 1.0}]),
         ("echo", True),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
