@@ -79,4 +79,9 @@ def _or_raise(found: Grammar | str) -> Grammar:
 
 
 def _size(grammar: Grammar, found: Grammar | str) -> int:
-    return len(grammar.source) + len(grammar.calls) + len(grammar.begun) + len(found if isinstance(found, str) else found.source)
+    return (
+        len(grammar.source)
+        + len(grammar.calls)
+        + len(grammar.begun)
+        + len(found if isinstance(found, str) else found.source)
+    )

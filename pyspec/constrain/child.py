@@ -36,7 +36,9 @@ def answer(table: TokenTable, tokenizer: LLTokenizer, grammar: Grammar) -> dict[
         return {"failed": f"the {grammar.kind} can not be used: {said(matcher.get_error())}"}
     if begin(tokenizer, matcher, grammar.begun) is None:
         said_before = printable(grammar.begun, SAID_BEFORE)
-        return {"failed": f"the {grammar.kind} can not be kept: the answer has begun with {said_before!r}, which it does not allow"}
+        return {
+            "failed": f"the {grammar.kind} can not be kept: the answer has begun with {said_before!r}, which it does not allow"
+        }
     begins = matcher.is_stopped() or any(matcher.compute_bitmask())
     if matcher.is_error() or not begins:
         why = said(matcher.get_error().partition("<")[0]) if matcher.is_error() else ""

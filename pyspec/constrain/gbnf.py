@@ -9,9 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pyspec.text.expressions import LAST, SURROGATES, Chars, Either, Node, Ref, Repeat, Row, Rules, Token, all_below
-from pyspec.text.expressions import merged, others
 from pyspec.ranges import printable
+from pyspec.text.expressions import (
+    LAST,
+    SURROGATES,
+    Chars,
+    Either,
+    Node,
+    Ref,
+    Repeat,
+    Row,
+    Rules,
+    Token,
+    all_below,
+    merged,
+    others,
+)
 
 MOST_DEEP = 120  # brackets in brackets
 MOST_REPEATS = 8  # of one thing, one behind the other
@@ -199,7 +212,7 @@ class _Parser:
                 raise self._flaw("an escape that GBNF has")
             return ord(_NAMED[sign])
         digits = self.source[self.at : self.at + size]
-        if not re.fullmatch(r"[0-9a-fA-F]{%d}" % size, digits):
+        if not re.fullmatch(f"[0-9a-fA-F]{{{size}}}", digits):
             raise self._flaw(f"{size} hexadecimal digits")
         code = int(digits, 16)
         if code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:

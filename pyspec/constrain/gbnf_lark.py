@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from pyspec.constrain.gbnf import NoGBNF, parsed
-from pyspec.constrain.gbnf_meet import Meetings
+from pyspec.constrain.gbnf_meet import Looked, Meetings
+from pyspec.constrain.gbnf_regular import can_be_empty, is_regular, without_tails
 from pyspec.text.automaton import TooMuch, Word, word_of
 from pyspec.text.expressions import (
     Chars,
@@ -26,7 +27,6 @@ from pyspec.text.expressions import (
     below,
     is_nothing,
 )
-from pyspec.constrain.gbnf_regular import can_be_empty, is_regular, without_tails
 
 MOST_LOOKS = 60  # at a grammar, each of which opens the words that meet
 IdOf = Callable[[str], int | None]
@@ -70,10 +70,11 @@ def _words(rules: Rules, regular: frozenset[str]) -> set[Node]:
     """As large as they can be without meeting; single characters never do."""
     opened: set[Node] = set()
     made: dict[Node, Word] = {}
+    looked = Looked()
     for _ in range(MOST_LOOKS):
         used, words = _cut(rules, regular, opened, made)
         try:
-            met = Meetings(used, words).found("root")
+            met = Meetings(used, words).found("root", looked)
         except TooMuch:
             break
         if not met:

@@ -7,13 +7,13 @@ could end within it and be followed by the same byte; else it is opened into the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pyspec.text.automaton import TooMuch, Word, joined_bits
-from pyspec.text.expressions import Either, Node, Ref, Repeat, Row, have_common
+from pyspec.text.expressions import Either, Node, Ref, Repeat, Row, below, have_common
 
-MOST_STEPS = 300_000  # that a look at a grammar may take
+MOST_STEPS = 150_000  # that all looks at a grammar may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,27 @@ class Meeting:
     longer: int
 
 
-def meeting(a: Word, b: Word) -> tuple[Meeting, int]:
-    """Of two words, and how many steps that took. Raises TooMuch."""
-    seen, todo, is_same, longer, n = {(-1, -1)}, [(-1, -1)], False, 0, 0
+class Looked:
+    """What was found out about words, and the steps that it took."""
+
+    def __init__(self) -> None:
+        self.n, self._found = 0, dict[tuple[int, int], Meeting]()
+
+    def count(self) -> None:
+        """One step more. Raises TooMuch."""
+        self.n += 1
+        if self.n > MOST_STEPS:
+            raise TooMuch
+
+    def meeting(self, a: Word, b: Word) -> Meeting:
+        """Of two words, which live as long as this does. Raises TooMuch."""
+        if (id(a), id(b)) not in self._found:
+            self._found[id(a), id(b)] = _meeting(a, b, self.count)
+        return self._found[id(a), id(b)]
+
+
+def _meeting(a: Word, b: Word, count: Callable[[], None]) -> Meeting:
+    seen, todo, is_same, longer = {(-1, -1)}, [(-1, -1)], False, 0
     while todo:
         p, q = todo.pop()
         if p in a.last:
@@ -38,13 +56,11 @@ def meeting(a: Word, b: Word) -> tuple[Meeting, int]:
             longer |= b.goes_on(q)
         for x in a.behind.get(p, ()):
             for y in b.behind.get(q, ()):
-                n += 1
+                count()
                 if (x, y) not in seen and have_common(a.places[x], b.places[y]):
                     seen.add((x, y))
                     todo.append((x, y))
-        if n > MOST_STEPS:
-            raise TooMuch
-    return Meeting(is_same, longer), n
+    return Meeting(is_same, longer)
 
 
 class Meetings:
@@ -74,7 +90,7 @@ class Meetings:
             return node.name in empty
         if isinstance(node, Repeat):
             return node.least == 0 or self._is_empty(node.node, empty)
-        each = (self._is_empty(part, empty) for part in (node.parts if isinstance(node, Row) else node.choices))  # type: ignore[union-attr]
+        each = (self._is_empty(part, empty) for part in below(node))
         return all(each) if isinstance(node, Row) else any(each)
 
     def _settle(self) -> None:
@@ -102,7 +118,7 @@ class Meetings:
         if isinstance(node, Either):
             return frozenset().union(*map(self._first_of, node.choices))
         found: frozenset[Node] = frozenset()
-        for part in node.parts:  # type: ignore[union-attr]
+        for part in below(node):
             found |= self._first_of(part)
             if not self._is_empty(part, self._empty):
                 break
@@ -121,39 +137,36 @@ class Meetings:
             for each in node.choices:
                 self._pass_on(each, follow, behind)
         else:
-            for part in reversed(node.parts):  # type: ignore[union-attr]
+            for part in reversed(below(node)):
                 self._pass_on(part, follow, behind)
                 first = self._first_of(part)
                 follow = first | follow if self._is_empty(part, self._empty) else first
 
-    def found(self, top: str) -> set[Node]:
+    def found(self, top: str, looked: Looked) -> set[Node]:
         """The words within which another one may end, and be followed by the byte by which they go on. Raises TooMuch."""
         found: set[Node] = set()
         first = self._first[top]
         seen: set[tuple[int, int]] = set()
         todo = [(a, b) for a in first for b in first]
-        n = 0
-        follows = {node: joined_bits(w.begins() for x in self.next[node] if (w := self.words[x])) for node in self.words}
-        looked: dict[tuple[int, int], Meeting] = {}
+        follows = {
+            node: joined_bits(w.begins() for x in self.next[node] if (w := self.words[x])) for node in self.words
+        }
         while todo:
             a, b = todo.pop()
             x, y = self.words[a], self.words[b]
             if (id(a), id(b)) in seen:
                 continue
             seen.add((id(a), id(b)))
-            n += 1
+            looked.count()
             if x is None or y is None:
                 is_same = a is b
             else:
-                if (at := (id(x), id(y))) not in looked:
-                    looked[at], took = meeting(x, y)
-                    n += took
-                how = looked[at]
+                how = looked.meeting(x, y)
                 is_same = how.is_same or a is b
                 if how.longer & follows[a]:
                     found.add(b)
             if is_same:
                 todo += [(c, d) for c in self.next[a] for d in self.next[b] if (id(c), id(d)) not in seen]
-            if n > MOST_STEPS or len(todo) > MOST_STEPS:
+            if len(todo) > MOST_STEPS:
                 raise TooMuch
         return found

@@ -13,7 +13,8 @@ MOST_TOGETHER = 6  # rules that come back to each other and are solved: what is 
 
 def without_tails(rules: Rules) -> tuple[Rules, frozenset[str]]:
     """The rules, with solved those that come back at their end only; and the names of those that are regular."""
-    found, regular = dict(rules), set()
+    found = dict(rules)
+    regular: set[str] = set()
     for group in _groups(rules):
         solved = _solved(group, found, regular)
         if solved is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pyspec.text.expressions import Chars, Either, Node, Ranges, Ref, Repeat, Row, Rules, Token, first_bytes
+from pyspec.text.expressions import Chars, Either, Node, Ranges, Ref, Repeat, Rules, below, first_bytes
 
 MOST_PLACES = 400  # of one word
 MOST_DEEP = 60  # rules and brackets in each other, of one word
@@ -67,7 +67,7 @@ def _add(word: Word, node: Node, rules: Rules, depth: int) -> Part:
         if node.most != 1:
             _follow(word, last, first)
         return first, last, can_be_empty or node.least == 0
-    parts = [_add(word, each, rules, depth + 1) for each in (node.parts if isinstance(node, Row) else node.choices)]
+    parts = [_add(word, each, rules, depth + 1) for each in below(node)]
     if isinstance(node, Either):
         return (
             frozenset().union(*(p[0] for p in parts)),

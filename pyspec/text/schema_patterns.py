@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from pyspec.text.automaton import TooMuch, word_of
@@ -336,7 +337,7 @@ def _alphabet(places: Sequence[Ranges]) -> list[tuple[int, int]]:
         for low, high in ranges:
             cuts |= {low, high + 1}
     found = sorted(cuts)
-    return [(a, b - 1) for a, b in zip(found, found[1:], strict=False) if a != 0xD800]
+    return [(a, b - 1) for a, b in pairwise(found) if a != 0xD800]
 
 
 def _expression(edges: dict[tuple[int, int], str], n: int, accepts: Sequence[int]) -> str:

@@ -84,7 +84,9 @@ def followed(node: Schema, root: Schema) -> Schema:
         return node
     references = _References(root, lambda node: node, False)
     for _ in range(MOST_HOPS):
-        word = next((word for word in REFERENCES if isinstance(node, Mapping) and isinstance(node.get(word), str)), None)
+        word = next(
+            (word for word in REFERENCES if isinstance(node, Mapping) and isinstance(node.get(word), str)), None
+        )
         if word is None:
             return node
         try:

@@ -10,8 +10,16 @@ from typing import Any
 
 from pyspec.text.schema_patterns import plain_patterns
 
-ANY = ({}, True)
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
+COUNTS = (
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
+    "minContains",
+    "maxContains",
+)
 OF_ARRAYS = ("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "additionalItems")
 OF_OBJECTS = ("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties")
 NOTES = frozenset(
@@ -43,7 +51,17 @@ JOINS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else
 
 def meant(node: dict[str, Any]) -> Any:
     """A schema in plainer words; the schemas that it is made of are plain."""
-    for change in (_counts, _old_bounds, _of_other_types, _conditions, _dependencies, _arrays, _unevaluated, _names, plain_patterns):
+    for change in (
+        _counts,
+        _old_bounds,
+        _of_other_types,
+        _conditions,
+        _dependencies,
+        _arrays,
+        _unevaluated,
+        _names,
+        plain_patterns,
+    ):
         node = change(node)
     if node.get("not") is False:
         node.pop("not")

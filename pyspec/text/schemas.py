@@ -20,7 +20,19 @@ from pyspec.text.schema_words import meant, types_said
 OPEN = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"})
 """Words on properties beyond those that are listed."""
 JOINED = frozenset(
-    ["allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies", "$ref"]
+    [
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "not",
+        "if",
+        "then",
+        "else",
+        "dependentSchemas",
+        "dependentRequired",
+        "dependencies",
+        "$ref",
+    ]
 )
 """Words that lay more than one schema on the same object."""
 SAYS = frozenset(
@@ -81,9 +93,7 @@ class _Walk:
         found += [(each, may and own <= {"anyOf", "type"}) for each in _list(node.get("anyOf"))]
         joined = _list(node.get("allOf"))
         found += [(each, may and own == {"allOf"} and len(joined) == 1) for each in joined]
-        alone_in = (
-            may and own <= {"oneOf", "type"} and self._are_exclusive(node.get("oneOf"), _lists_all)
-        )
+        alone_in = may and own <= {"oneOf", "type"} and self._are_exclusive(node.get("oneOf"), _lists_all)
         found += [(each, alone_in) for each in _list(node.get("oneOf"))]
         for name in ("patternProperties", "dependentSchemas", "dependencies"):
             found += [(each, False) for each in _values(node.get(name))]

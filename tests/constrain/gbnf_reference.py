@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 from pyspec.constrain.gbnf import parsed
-from pyspec.text.expressions import Chars, Either, Node, Ref, Repeat, Row, Rules
+from pyspec.text.expressions import Chars, Either, Ref, Repeat, Row, Rules
 
 Way = tuple[object, ...]
 """What has to come yet, the next first: nodes, and (node, least, most) of what is repeated."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import suppress
 
 import gbnf_reference
 import pytest
@@ -163,10 +164,8 @@ def test_what_is_regular_is_one_expression_and_words_that_do_not_meet_stay_whole
 )
 def test_grammars_that_are_large_are_read_within_bounds(source: str) -> None:
     began = time.process_time()
-    try:
+    with suppress(RequestError):
         trie().matcher(compiled("gbnf", source).source)
-    except RequestError:
-        pass
     assert time.process_time() - began < 30, (
         "the bound is the child's, of two seconds; this one is against no end at all"
     )

@@ -131,7 +131,14 @@ def test_what_is_taken_is_valid_and_what_is_valid_is_taken(name: str) -> None:
     for value in bad:
         assert not reads(source, json.dumps(value)), value
     is_valid = jsonschema.Draft202012Validator(schema).is_valid
-    if name not in ("draft 4", "draft 7 tuple", "dict of enum by reference", "by id", "recursive", "encoded key as it stands"):
+    if name not in (
+        "draft 4",
+        "draft 7 tuple",
+        "dict of enum by reference",
+        "by id",
+        "recursive",
+        "encoded key as it stands",
+    ):
         assert all(map(is_valid, good)), "the values here are right, too"
         for value in _values(schema, good + bad):
             assert not reads(source, json.dumps(value)) or is_valid(value), value
@@ -149,7 +156,11 @@ def _values(schema: Any, given: list[Any]) -> list[Any]:
             value.insert(rng.randint(0, len(value)), rng.choice([None, 1, "x", *value]))
         elif isinstance(value, str):
             at = rng.randint(0, len(value))
-            value = value[:at] + rng.choice(["", ".", "..", '"', "\\", " ", "A", "0", "@", "/"]) + value[at + rng.randint(0, 1) :]
+            value = (
+                value[:at]
+                + rng.choice(["", ".", "..", '"', "\\", " ", "A", "0", "@", "/"])
+                + value[at + rng.randint(0, 1) :]
+            )
         else:
             value = rng.choice([0, 1, 4, 2.5, "", None, True])
         found.append(value)

@@ -227,7 +227,9 @@ def test_so_does_one_over_messages_and_under_other_grammars(url: str) -> None:
     asked = begun_with("[7", grammar='root ::= "[" num ("," num)* "]"\nnum ::= [0-9]{3}')
     said = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).json()["choices"][0]["message"]["content"]
     assert said[:2].isdigit() and ("[7" + said).rstrip("]")[-3:].isdigit()
-    asked = begun_with("[7", output_config={"format": {"type": "json_schema", "schema": {"type": "array", "items": {"const": 71}}}})
+    asked = begun_with(
+        "[7", output_config={"format": {"type": "json_schema", "schema": {"type": "array", "items": {"const": 71}}}}
+    )
     said = httpx.post(f"{url}/v1/messages", json=asked | {"model": "demo"}, timeout=60).json()["content"][0]["text"]
     assert said[0] == "1"
 
