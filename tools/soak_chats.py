@@ -25,7 +25,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
-from soak import Span, Tally, inspect_idle, not_cached, wait_idle
+from soak import Span, Tally, grown, inspect_idle, not_cached, wait_idle
 from soak_audit import audit
 from torch import Tensor
 
@@ -323,7 +323,7 @@ def soak_chats(
         early = in_use(engine)
         for t in threads:
             t.join()
-        grown, took, m = in_use(engine) - early, time.monotonic() - span.began, engine.metrics()
+        late, took, m = in_use(engine), time.monotonic() - span.began, engine.metrics()
         cold = checks.cold if isinstance(checks, Beside) else load_cold()
         doubts = checks.doubts if isinstance(checks, Beside) else checks.doubts(engine, cold)
         kept = ""
@@ -333,14 +333,14 @@ def soak_chats(
             doubts, kept = [*doubts, *(Wrong(*wrong) for wrong in found.wrong)], str(found)
         judge(doubts, Choices(cold), tally)
         inspect_idle(engine, tally)
-    if seconds >= 60 and grown > max(0.01 * early, 20 << 20):  # before that threads still get their arenas
-        tally.fail(f"memory grew by {grown >> 20} MiB from {early >> 20} MiB")
+    if seconds >= 60 and (flaw := grown((early, late))):  # before that threads still get their arenas
+        tally.fail(flaw)
     counts = ", ".join(f"{n} {what}" for what, n in sorted(tally.counts.items()))
     line = (
         f"{'FAILED' if tally.wrong else 'ok'}: {took:.0f} s, np {np}: {counts}; "
         f"{m.prompt_tokens_cached / max(1, m.prompt_tokens_seen):.0%} of {m.prompt_tokens_seen} prompt tokens cached; "
         f"{m.accepted_tokens / max(1, m.draft_tokens):.0%} of {m.draft_tokens} drafted accepted; "
         f"{m.states} states, {m.pages_cached} of {m.pages_total} pages filed; "
-        f"memory {early >> 20} MiB ({grown / (1 << 20):+.1f}); {kept}"
+        f"memory {early >> 20} MiB ({(late - early) / (1 << 20):+.1f}); {kept}"
     )
     return not tally.wrong, "\n".join([line, *(f"  {w[:500]}" for w in tally.wrong[:5])])

@@ -21,7 +21,7 @@ from soak_memory import MIB, Reading, Watch
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_request", "np", "n_prompt"),
-    [(80, 4, 8), pytest.param(500, 8, 24, marks=pytest.mark.slow)],
+    [(160, 4, 8), pytest.param(500, 8, 24, marks=pytest.mark.slow)],
     ids=["short", "long"],
 )
 def test_random_traffic_with_cancels_leaks_nothing_and_keeps_every_text(n_request: int, np: int, n_prompt: int) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.exact import by_row
 from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -68,7 +69,7 @@ def bind(spec: CompressSpec) -> Compress:
             first, end = n_past // ratio, (n_past + seq.width) // ratio  # blocks that are completed
             if end > first:
                 blocks = _sources(first, end, seq.slot, n_past, new, ring)
-                made = F.rms_norm(rows(*blocks), (dim,), norm, spec.eps)
+                (made,) = by_row(lambda *own: (F.rms_norm(rows(*own), (dim,), norm, spec.eps),), *blocks)
                 made = rope_tail(made, ratio * torch.arange(first, end, device=made.device), freq)
                 lasts = batch.kv_rows[here][ratio * torch.arange(first + 1, end + 1, device=made.device) - 1 - n_past]
                 pool.write(pool.rows_of(lasts, batch.page_size), made[:, None], None)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.exact import linear
+from pyspec.cuda.exact import by_row, linear
 from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.gguf import GGMLType
@@ -77,7 +77,7 @@ def probabilities(logits: Tensor, router: Router) -> Tensor:
 
 def choose(logits: Tensor, spec: RouteSpec, bias: Tensor | None, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """logits [row, n_expert] f32 -> ids, weights. Without a bias the logits rank as their probabilities do."""
-    p = probabilities(logits, spec.router)
+    (p,) = by_row(lambda own: (probabilities(own, spec.router),), logits)
     if given is None:
         scores = logits if bias is None else p + bias
         ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, : spec.n_used]

@@ -13,13 +13,14 @@ layer behind it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.exact import linear
+from pyspec.cuda.exact import by_row, linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,14 @@ class Streams(Protocol):
         ...
 
 
+def _read(x: Tensor, pre: Tensor) -> tuple[Tensor]:
+    return ((x * pre[:, :, None]).sum(1),)
+
+
+def _merge(y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> tuple[Tensor]:
+    return (post[:, :, None] * y[:, None] + torch.einsum("rft,rfn->rtn", comb, x),)
+
+
 class TorchStreams:
     """Implements `Streams`."""
 
@@ -77,8 +86,13 @@ class TorchStreams:
         return linear(F.rms_norm(flat, flat.shape[1:], None, self.spec.eps), fn)
 
     def split(self, x: Tensor, mix: StreamMix) -> Reading:
-        n, floor, m = self.spec.n_stream, self.spec.floor, self._coefficients(x, mix.fn)
-        scale, base = mix.scale, mix.base
+        pre, post, comb = by_row(partial(self._weights, mix), self._coefficients(x, mix.fn))
+        (read,) = by_row(_read, x, pre)
+        return read, post, comb
+
+    def _weights(self, mix: StreamMix, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What coefficients [row, ...] say of reading [row, stream], writing, and mixing [row, stream, stream]."""
+        n, floor, scale, base = self.spec.n_stream, self.spec.floor, mix.scale, mix.base
         pre = torch.sigmoid(m[:, :n] * scale[0] + base[:n]) + floor
         post = 2 * torch.sigmoid(m[:, n : 2 * n] * scale[1] + base[n : 2 * n])
         comb = (m[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n).softmax(-1) + floor
@@ -86,10 +100,11 @@ class TorchStreams:
         for _ in range(self.spec.n_iter - 1):
             comb = comb / (comb.sum(2, keepdim=True) + floor)
             comb = comb / (comb.sum(1, keepdim=True) + floor)
-        return (x * pre[:, :, None]).sum(1), post, comb
+        return pre, post, comb
 
     def merge(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        return post[:, :, None] * y[:, None] + torch.einsum("rft,rfn->rtn", comb, x)
+        (merged,) = by_row(_merge, y, x, post, comb)
+        return merged
 
     def merge_split(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix) -> tuple[Tensor, Reading]:
         x = self.merge(y, x, post, comb)
@@ -97,4 +112,5 @@ class TorchStreams:
 
     def head(self, x: Tensor, mix: StreamMix) -> Tensor:
         pre = torch.sigmoid(self._coefficients(x, mix.fn) * mix.scale + mix.base) + self.spec.floor
-        return (x * pre[:, :, None]).sum(1)
+        (read,) = by_row(_read, x, pre)
+        return read
