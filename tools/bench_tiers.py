@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from pyspec.bench.session import Plan, bench
-from pyspec.cuda import survey
+from pyspec.cuda import survey, tiers
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.engine.api import Engine
 from pyspec.synth import find, write
@@ -59,6 +59,7 @@ def measured(
     kernels: str = "auto",
 ) -> Rounds:
     EXAMINATION.demoted = frozenset()
+    tiers.use(kernels)
     for each in survey.ops():
         each.decided.clear()
     settings: dict[str, object] = {**HOW, "np": max(streams), "demoted": lower(op, tier) if op else ()}

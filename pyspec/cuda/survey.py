@@ -120,7 +120,7 @@ def products(device: torch.device) -> list[Ask]:
 
 
 def asked() -> list[Ask]:
-    """What this process has decided so far: after a load, everything the model and its drafter run with."""
+    """What was decided so far for what this thread wants ops to run as: after a load, everything the model and its drafter run with."""
     return [(op, spec) for op in ops() for spec in op.decided]
 
 
