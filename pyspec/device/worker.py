@@ -275,14 +275,15 @@ def is_device_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "CUDA" in str(error) and "error" in str(error).lower()
 
 
-def failure_of(error: BaseException, doing: str) -> PyspecError:
+def failure_of(error: BaseException, doing: str = "") -> PyspecError:
     """What an error that we did not raise on purpose means for those that own the process: the device failed, memory did not suffice, or the
     mistake is ours.
 
     doing  what failed, as "loading failed"
     """
     lines = str(error).strip().splitlines()
-    said = f"{doing}: {type(error).__name__}: {lines[0][:300] if lines else 'no reason given'}"
+    what = f"{doing}: {type(error).__name__}" if doing else type(error).__name__
+    said = f"{what}: {lines[0][:300] if lines else 'no reason given'}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return DoesNotFit(f"{said}; fewer slots (-np) or shorter contexts (-c) take less")
     if is_device_error(error):

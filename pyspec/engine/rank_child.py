@@ -102,7 +102,7 @@ def run(link: Link, descriptor: int) -> None:
         _fail(link, e)
     except Exception as e:
         log.exception("a rank failed")
-        _fail(link, failure_of(e, "a rank failed"))
+        _fail(link, failure_of(e))
 
 
 def _fail(link: Link, error: PyspecError) -> None:
