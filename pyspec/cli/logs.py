@@ -49,6 +49,14 @@ class TextLines(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
+class FileLog(logging.FileHandler):
+    """A log file that may be full: then lines are lost, and no word of it goes elsewhere for each."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
 def set_up(level: int = 3, form: str = "text", file: str = "") -> None:
     """Log to stderr, and to a file if one is named. Ours at `level` (0..5), other libraries from warnings on.
 
@@ -57,7 +65,7 @@ def set_up(level: int = 3, form: str = "text", file: str = "") -> None:
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if file:
         try:
-            handlers.append(logging.FileHandler(file, encoding="utf-8"))
+            handlers.append(FileLog(file, encoding="utf-8"))
         except OSError as e:
             raise ConfigError(f"--log-file {file} can not be written: {e.strerror or e}") from e
     limit = RateLimit()

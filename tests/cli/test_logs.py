@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from pyspec.cli.logs import set_up
+from pyspec.cli.logs import FileLog, set_up
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +46,14 @@ def test_levels_are_llama_servers_and_other_libraries_only_warn(level: int, seen
     lines = capsys.readouterr().err.splitlines()
     assert "".join(line.split()[1] for line in lines) == seen
     assert all(line.endswith("x: ours") for line in lines)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_log_file_that_is_full_loses_its_lines_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = FileLog("/dev/full")
+    handler.emit(logging.LogRecord("pyspec.x", logging.INFO, "", 0, "a line", (), None))
+    assert capsys.readouterr().err == ""
+    handler.emit(logging.LogRecord("pyspec.x", logging.INFO, "", 0, "%d", ("no number",), None))
+    assert "Traceback" in capsys.readouterr().err, "a fault of ours is still said"
+    with suppress(OSError):
+        handler.close()
