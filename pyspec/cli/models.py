@@ -13,7 +13,7 @@ from pyspec.cli import verbose_option
 
 if TYPE_CHECKING:
     from pyspec.catalog import Entry
-    from pyspec.cli.room import Room
+    from pyspec.cli.room import FreeMemory
 
 SHARE = 0.96  # of what is free that a load may take: engine/memory_plan.py, RESERVE
 
@@ -67,7 +67,7 @@ def _gib(n: int) -> str:
     return f"{n / 2**30:.1f} GiB" if n else "?"
 
 
-def _choices(entry: Entry, free: Room | None, here: set[str]) -> Iterator[Listed]:
+def _choices(entry: Entry, free: FreeMemory | None, here: set[str]) -> Iterator[Listed]:
     """What to type for an entry: its own name, and those of other quantisations."""
     for need in entry.needs():
         fits = "?" if free is None or not need.memory else "yes" if need.memory <= SHARE * free.free else "no"

@@ -12,19 +12,19 @@ MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
-class Room:
+class FreeMemory:
     """Bytes that are free, and where."""
 
     where: str
     free: int
 
 
-def room() -> Room | None:
+def room() -> FreeMemory | None:
     """Of the first GPU; without one, of the machine. None if neither says."""
     return _of_gpu() or _of_machine()
 
 
-def _of_gpu() -> Room | None:
+def _of_gpu() -> FreeMemory | None:
     tool = which("nvidia-smi")
     if tool is None:
         return None
@@ -32,15 +32,15 @@ def _of_gpu() -> Room | None:
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
         name, free = said.strip().splitlines()[0].rsplit(",", 1)
-        return Room(name.strip(), int(free) << 20)
+        return FreeMemory(name.strip(), int(free) << 20)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
 
 
-def _of_machine() -> Room | None:
+def _of_machine() -> FreeMemory | None:
     try:
         lines = MEMINFO.read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, ValueError, StopIteration):
         return None
-    return Room("the CPU", free << 10)
+    return FreeMemory("the CPU", free << 10)

@@ -14,11 +14,11 @@ from pyspec.text.expressions import (
     LAST,
     SURROGATES,
     Chars,
+    Concat,
     Either,
     Node,
     Ref,
     Repeat,
-    Row,
     Rules,
     Token,
     all_below,
@@ -106,7 +106,7 @@ class _Parser:
         while self.at < len(self.source) and (part := self._part()) is not None:
             self._skip_between()
             parts.append(self._repeated(part))
-        return parts[0] if len(parts) == 1 else Row(tuple(parts))
+        return parts[0] if len(parts) == 1 else Concat(tuple(parts))
 
     def _skip_between(self) -> None:
         self._skip(_SPACE if self.depth else _BLANK)
@@ -169,7 +169,7 @@ class _Parser:
     def _literal(self) -> Node:
         self.at += 1
         codes = list(self._codes('"'))
-        return Row(tuple(Chars(((code, code),)) for code in codes)) if len(codes) != 1 else Chars(((codes[0],) * 2,))
+        return Concat(tuple(Chars(((code, code),)) for code in codes)) if len(codes) != 1 else Chars(((codes[0],) * 2,))
 
     def _class(self) -> Node:
         self.at += 1
@@ -185,7 +185,7 @@ class _Parser:
                 raise self._flaw(f"a range that ends behind U+{low:04X}")
             found.append((low, high))
         if not found:
-            return Row(())  # as llama.cpp has it: nothing
+            return Concat(())  # as llama.cpp has it: nothing
         ranges = others(merged(found)) if is_other else merged(found)
         if not ranges:
             raise self._flaw("a class with a character")

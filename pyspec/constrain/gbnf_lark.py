@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from pyspec.constrain.gbnf import NoGBNF, parsed
-from pyspec.constrain.gbnf_meet import Looked, Meetings
+from pyspec.constrain.gbnf_meet import Meetings, WordPairs
 from pyspec.constrain.gbnf_regular import can_be_empty, is_regular, without_tails
 from pyspec.text.automaton import TooMuch, Word, word_of
 from pyspec.text.expressions import (
     Chars,
+    Concat,
     Either,
     Node,
     Ref,
     Repeat,
-    Row,
     Rules,
     Token,
     all_below,
@@ -51,14 +51,14 @@ def lark_of(source: str, id_of: IdOf = lambda text: None, ends: Sequence[int] = 
 
 def _grouped(node: Node, regular: frozenset[str]) -> Node:
     """The same, with its regular parts in a row, or among its choices, as one part."""
-    if isinstance(node, Row):
-        return Row(_joined(node.parts, regular, Row))
+    if isinstance(node, Concat):
+        return Concat(_joined(node.parts, regular, Concat))
     if isinstance(node, Either):
         return Either(_joined(sorted(node.choices, key=lambda each: is_regular(each, regular)), regular, Either))
     return Repeat(_grouped(node.node, regular), node.least, node.most) if isinstance(node, Repeat) else node
 
 
-def _joined(nodes: Sequence[Node], regular: frozenset[str], kind: type[Row | Either]) -> tuple[Node, ...]:
+def _joined(nodes: Sequence[Node], regular: frozenset[str], kind: type[Concat | Either]) -> tuple[Node, ...]:
     found: list[Node] = []
     for is_one, group in groupby(nodes, lambda each: is_regular(each, regular)):
         each = tuple(group)
@@ -70,7 +70,7 @@ def _words(rules: Rules, regular: frozenset[str]) -> set[Node]:
     """As large as they can be without meeting; single characters never do."""
     opened: set[Node] = set()
     made: dict[Node, Word] = {}
-    looked = Looked()
+    looked = WordPairs()
     for _ in range(MOST_LOOKS):
         used, words = _cut(rules, regular, opened, made)
         try:
@@ -152,7 +152,7 @@ class _Writer:
             return self._repeat(node, in_word)
         return self._row(node, in_word)
 
-    def _row(self, node: Row, in_word: bool) -> str:
+    def _row(self, node: Concat, in_word: bool) -> str:
         found = []
         for is_text, group in groupby(node.parts, lambda each: in_word and isinstance(each, Chars)):
             each = list(group)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pyspec.text.automaton import TooMuch, Word, joined_bits
-from pyspec.text.expressions import Either, Node, Ref, Repeat, Row, below, have_common
+from pyspec.text.expressions import Concat, Either, Node, Ref, Repeat, below, have_common
 
 MOST_STEPS = 150_000  # that all looks at a grammar may take
 
@@ -28,7 +28,7 @@ class Meeting:
     longer: int
 
 
-class Looked:
+class WordPairs:
     """What was found out about words, and the steps that it took."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Meetings:
         if isinstance(node, Repeat):
             return node.least == 0 or self._is_empty(node.node, empty)
         each = (self._is_empty(part, empty) for part in below(node))
-        return all(each) if isinstance(node, Row) else any(each)
+        return all(each) if isinstance(node, Concat) else any(each)
 
     def _settle(self) -> None:
         """What rules begin with, then what stands behind each word: again until nothing changes."""
@@ -142,7 +142,7 @@ class Meetings:
                 first = self._first_of(part)
                 follow = first | follow if self._is_empty(part, self._empty) else first
 
-    def found(self, top: str, looked: Looked) -> set[Node]:
+    def found(self, top: str, looked: WordPairs) -> set[Node]:
         """The words within which another one may end, and be followed by the byte by which they go on. Raises TooMuch."""
         found: set[Node] = set()
         first = self._first[top]

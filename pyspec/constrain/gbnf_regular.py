@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from pyspec.text.expressions import Either, Node, Ref, Repeat, Row, Rules, Token, all_below
+from pyspec.text.expressions import Concat, Either, Node, Ref, Repeat, Rules, Token, all_below
 
 MOST_TOGETHER = 6  # rules that come back to each other and are solved: what is written doubles with each
 
@@ -45,7 +45,7 @@ def _is_empty(node: Node, empty: set[str]) -> bool:
         return node.name in empty
     if isinstance(node, Repeat):
         return node.least == 0 or _is_empty(node.node, empty)
-    if isinstance(node, Row):
+    if isinstance(node, Concat):
         return all(_is_empty(each, empty) for each in node.parts)
     return isinstance(node, Either) and any(_is_empty(each, empty) for each in node.choices)
 
@@ -72,18 +72,18 @@ Parts = dict[str, Node]
 def _by_tail(node: Node, group: set[str]) -> Parts | None:
     """None: a rule of the group stands elsewhere than at an end."""
     if isinstance(node, Ref) and node.name in group:
-        return {node.name: Row(())}
+        return {node.name: Concat(())}
     if not _names(node, group):
         return {"": node}
     if isinstance(node, Either):
         return _joined([_by_tail(each, group) for each in node.choices])
     if isinstance(node, Repeat) and node.most == 1:
-        none: list[Parts | None] = [{"": Row(())}] if node.least == 0 else []
+        none: list[Parts | None] = [{"": Concat(())}] if node.least == 0 else []
         return _joined([_by_tail(node.node, group), *none])
-    if isinstance(node, Row):
+    if isinstance(node, Concat):
         before, last = node.parts[:-1], node.parts[-1]
         parts = None if any(_names(each, group) for each in before) else _by_tail(last, group)
-        return parts and {name: Row((*before, each)) for name, each in parts.items()}
+        return parts and {name: Concat((*before, each)) for name, each in parts.items()}
     return None
 
 
@@ -109,7 +109,7 @@ def _without_unknowns(equations: dict[str, Parts]) -> Rules | None:
             _put_in(equations[name], before, equations[before])
         again = equations[name].pop(name, None)
         if again is not None:
-            equations[name] = {to: Row((Repeat(again, 0, None), each)) for to, each in equations[name].items()}
+            equations[name] = {to: Concat((Repeat(again, 0, None), each)) for to, each in equations[name].items()}
         done.append(name)
     for i, name in reversed(list(enumerate(done))):
         for before in done[:i]:
@@ -121,7 +121,7 @@ def _put_in(parts: Parts, name: str, what: Parts) -> None:
     before = parts.pop(name, None)
     if before is not None:
         for to, each in what.items():
-            node = Row((before, each))
+            node = Concat((before, each))
             parts[to] = Either((parts[to], node)) if to in parts else node
 
 

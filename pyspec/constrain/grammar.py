@@ -37,7 +37,7 @@ _FREE = "start: free SPACE? body\nfree[suffix=%s]: /(?s:.*)/\nSPACE: /[ \\t\\r\\
 """Free text up to and including a text, a little white space, then the grammar."""
 
 
-class Vocabulary(Protocol):
+class TokenIds(Protocol):
     """What a grammar may ask of the tokens that it names."""
 
     @property
@@ -58,7 +58,7 @@ def check_size(grammar: Grammar) -> None:
         raise RequestError(f"a grammar waits for a text of {len(grammar.after)} characters; at most 1000 are taken")
 
 
-def compile_text(grammar: Grammar, vocabulary: Vocabulary | None = None) -> str:
+def compile_text(grammar: Grammar, vocabulary: TokenIds | None = None) -> str:
     """llguidance's own JSON for a grammar. Raises RequestError for what is none, as far as that shows without a vocabulary."""
     if grammar.kind == "compiled":
         return grammar.source
@@ -93,7 +93,7 @@ def _json_schema(source: str) -> dict[str, Any]:
     return body
 
 
-def _gbnf(source: str, vocabulary: Vocabulary | None) -> dict[str, Any]:
+def _gbnf(source: str, vocabulary: TokenIds | None) -> dict[str, Any]:
     if vocabulary is None:
         return _lark(lark_of(source))
     return _lark(lark_of(source, vocabulary.id_of, vocabulary.eog))

@@ -21,7 +21,7 @@ FAMILIES = {
 }  # which ops are asked for by the name of another one
 
 
-class Wanted(threading.local):
+class WantedHere(threading.local):
     """tiers: what this thread's ops are to run as, by their names; "" for all others (tiers.py). Engines of one process may differ."""
 
     def __init__(self) -> None:
@@ -33,14 +33,14 @@ class Examination:
 
     under_way  modules of ops that the last launch came through, the innermost first; empty when it ended well
     demoted    modules whose implementations are not used
-    tiers      Wanted.tiers
+    tiers      WantedHere.tiers
     """
 
     def __init__(self) -> None:
         self.is_on = False
         self.under_way: tuple[str, ...] = ()
         self.demoted: frozenset[str] = frozenset()
-        self._wanted = Wanted()
+        self._wanted = WantedHere()
 
     @property
     def tiers(self) -> dict[str, str]:

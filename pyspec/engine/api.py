@@ -406,7 +406,7 @@ class Engine:
         return_exceptions  the error of one that fails stands in its place; else it is raised, and the others end
         """
         requests: list[Request | PyspecError] = []
-        told = None if progress is None else callable_of("progress", progress)
+        on_end = None if progress is None else callable_of("progress", progress)
         for prompt in prompts_of(prompts):
             try:
                 requests.append(self.request(prompt, **options))
@@ -414,7 +414,7 @@ class Engine:
                 if not return_exceptions:
                     raise
                 requests.append(e)
-        several = RequestSet(requests, told, return_exceptions)
+        several = RequestSet(requests, on_end, return_exceptions)
         return several.run(self._submit, self.cancel, self.info.n_slot)
 
     def _submit(self, request: Request, sink: Callable[[Event], None]) -> str:

@@ -26,10 +26,10 @@ class Visit:
 def careful(hear: Hear) -> Hear:
     """A listener is the caller's code: whatever it raises must not end a round, or the thread that reads for all."""
 
-    def told(answer: SlotAnswer) -> None:
+    def safe(answer: SlotAnswer) -> None:
         try:
             hear(answer)
         except BaseException:
             log.exception("whoever asked for a slot's file could not be told")
 
-    return told
+    return safe

@@ -34,7 +34,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class Concat:
     """One behind the other; none: the empty text."""
 
     parts: tuple[Node, ...]
@@ -56,13 +56,13 @@ class Repeat:
     most: int | None
 
 
-Node = Chars | Token | Ref | Row | Either | Repeat
+Node = Chars | Token | Ref | Concat | Either | Repeat
 Rules = dict[str, Node]
 
 
 def below(node: Node) -> tuple[Node, ...]:
     """The nodes that a node is made of."""
-    if isinstance(node, Row):
+    if isinstance(node, Concat):
         return node.parts
     if isinstance(node, Either):
         return node.choices
@@ -71,7 +71,7 @@ def below(node: Node) -> tuple[Node, ...]:
 
 def is_nothing(node: Node) -> bool:
     """Whether it is written as the empty text."""
-    return isinstance(node, Row) and not node.parts
+    return isinstance(node, Concat) and not node.parts
 
 
 def all_below(top: Node) -> list[Node]:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from pyspec.text.automaton import TooMuch, word_of
-from pyspec.text.expressions import Chars, Either, Node, Ranges, Repeat, Row, have_common, merged, others
+from pyspec.text.expressions import Chars, Concat, Either, Node, Ranges, Repeat, have_common, merged, others
 
 MOST_STATES = 24  # of what a pattern looks ahead to and must not find
 MOST_DEEP = 40
@@ -97,8 +97,8 @@ def _beginning(before: str, inner: str, *, is_wanted: bool) -> str:
     rest = Repeat(Chars(others(())), 0, None)
     nodes = []
     for each, whole in zip(choices, is_whole, strict=True):
-        node = _Reader(before + "(?:" + (each[:-1] if whole else each) + ")").read()
-        nodes.append(node if whole else Row((node, rest)))
+        node = _PatternReader(before + "(?:" + (each[:-1] if whole else each) + ")").read()
+        nodes.append(node if whole else Concat((node, rest)))
     return f"^(?:{_complement(Either(tuple(nodes)))})$"
 
 
@@ -183,7 +183,7 @@ def _with_plain_classes(pattern: str) -> str:
 
 def _class(text: str) -> Ranges:
     """The characters of a class, with its brackets."""
-    reader, found = _Reader(text), []
+    reader, found = _PatternReader(text), []
     reader.at = 1
     is_other = text[1:2] == "^"
     reader.at += is_other
@@ -200,7 +200,7 @@ def _class(text: str) -> Ranges:
     return others(merged(found)) if is_other else merged(found)
 
 
-class _Reader:
+class _PatternReader:
     """Reads an expression of JavaScript without look-around, references to groups and anchors."""
 
     def __init__(self, text: str) -> None:
@@ -223,7 +223,7 @@ class _Reader:
         parts: list[Node] = []
         while self.at < len(self.text) and self.text[self.at] not in "|)":
             parts.append(self._repeated(self._part()))
-        return Row(tuple(parts))
+        return Concat(tuple(parts))
 
     def _part(self) -> Node:
         sign = self.text[self.at]
@@ -303,7 +303,7 @@ def _unrolled(node: Node, least: int, most: int | None) -> Node:
         raise _Unread
     parts: list[Node] = [node] * least
     parts += [Repeat(node, 0, None)] if most is None else [Repeat(node, 0, 1)] * (most - least)
-    return Row(tuple(parts))
+    return Concat(tuple(parts))
 
 
 def _complement(node: Node) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 from pyspec.constrain.gbnf import parsed
-from pyspec.text.expressions import Chars, Either, Ref, Repeat, Row, Rules
+from pyspec.text.expressions import Chars, Concat, Either, Ref, Repeat, Rules
 
 Way = tuple[object, ...]
 """What has to come yet, the next first: nodes, and (node, least, most) of what is repeated."""
@@ -59,7 +59,7 @@ def _opened(node: object, rules: Rules) -> list[Way]:
         return [(rules[node.name],)]
     if isinstance(node, Either):
         return [(each,) for each in node.choices]
-    if isinstance(node, Row):
+    if isinstance(node, Concat):
         return [node.parts]
     if isinstance(node, Repeat):
         return _opened((node.node, node.least, node.most), rules)

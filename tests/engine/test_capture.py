@@ -138,9 +138,10 @@ def test_partial_sums_in_triton_are_planned_and_never_more(n_key: int, n_row: in
     monkeypatch.setattr(attend_triton, "limits", lambda spec: None)
     own = next(impl for impl in attend.impls if impl.name == "triton")
     monkeypatch.setattr(attend_cuda, "workspace_bytes", lambda *args: 7)
-    monkeypatch.setattr(attend, "decided", {replace(spec, scale=0.5): own})
+    monkeypatch.setattr(attend, "_decided", {})
+    attend.decided[replace(spec, scale=0.5)] = own
     planned = attend_plan.workspace_bytes(spec, n_seq, n_key, n_row) // 4
-    monkeypatch.setattr(attend, "decided", {replace(spec, scale=0.5): attend.reference})
+    attend.decided[replace(spec, scale=0.5)] = attend.reference
     assert attend_plan.workspace_bytes(spec, n_seq, n_key, n_row) == 7
     n_split = attend_triton.n_splits(n_key)
     assert planned <= attend_triton.MOST_FLOATS

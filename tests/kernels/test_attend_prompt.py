@@ -229,7 +229,7 @@ def test_what_is_faster_behind_many_keys_is_taken_once_it_is_known(monkeypatch: 
     blocks = attend_prompt.attend_blocks
     monkeypatch.setattr(op, "reference", replace(op.reference, bind=stands_for("library")))
     monkeypatch.setattr(attend_prompt, "by_cudnn", stands_for("cudnn"))
-    monkeypatch.setattr(blocks, "decided", {})
+    monkeypatch.setattr(blocks, "_decided", {})
     run = attend_prompt.prompts(SPEC)
     few, q = prompt_blocks.LEAST, torch.zeros(prompt_blocks.LEAST, *HEADS[::2])
     keys = {n: torch.zeros(few + n, *HEADS[1:]) for n in (0, prompt_blocks.BLOCKS[-1])}

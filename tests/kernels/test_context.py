@@ -138,8 +138,11 @@ def test_who_holds_the_lock_has_the_device_and_others_have_theirs(gpus: Gpus) ->
 
 def test_a_load_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    about = SimpleNamespace(device=SECOND, template=None, n_ctx=1, dense=None, is_cuda=True, settings=EngineSettings())
+    about = SimpleNamespace(
+        device=SECOND, template=None, n_ctx=1, dense=None, head=None, is_cuda=True, settings=EngineSettings()
+    )
     monkeypatch.setattr(loading, "describe", lambda *_: about)
+    monkeypatch.setattr(loading, "widened", lambda d: d)
     plan = SimpleNamespace(together=lambda n: None)
     for step in ("plan_memory", "check_fit", "taken", "build"):
         monkeypatch.setattr(loading, step, lambda *_, **__: seen.append(gpus.at) or plan)
@@ -191,7 +194,7 @@ def test_devices_of_one_kind_share_verdicts_and_are_bound_apart(gpus: Gpus, monk
 
     op, seen = planted(right, name="twice"), []
     impl = replace(op.impls[0], bind=lambda spec: seen.append(spec.device))
-    op = replace(op, impls=[impl], verdicts={}, decided={})
+    op = replace(op, impls=[impl], verdicts={}, _decided={})
     assert verdicts.key_of(op.candidate(impl, Spec(FIRST))) == verdicts.key_of(op.candidate(impl, Spec(SECOND)))
     assert verdicts.key_of(op.candidate(impl, Spec(FIRST))) != verdicts.key_of(op.candidate(impl, Spec(SECOND, 4)))
     monkeypatch.setattr("pyspec.cuda.probe.verdict", lambda candidate: None)

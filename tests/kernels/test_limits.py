@@ -48,7 +48,7 @@ def test_a_small_check_speaks_for_a_large_spec_within_the_limits() -> None:
     small = Sized(CPU, 3)
     assert op.has_own(Sized(CPU, 100), checked_as=small) and asked == [3]
     assert not op.has_own(Sized(CPU, 101), checked_as=small) and asked == [3]
-    refusing = replace(op, check=lambda *_: "it is wrong", verdicts={}, decided={})
+    refusing = replace(op, check=lambda *_: "it is wrong", verdicts={}, _decided={})
     assert not refusing.has_own(Sized(CPU, 100), checked_as=small)
 
 

@@ -96,7 +96,7 @@ def test_half_floats_stream_where_many_rows_of_them_do(
     for op, runs in ((linear, True), (linear_tall, has_tall)):
         monkeypatch.setattr(op, "impls", [replace(op.impls[0], limits=lambda spec: None)])  # as on a GPU
         monkeypatch.setattr(op, "_choose", lambda spec, op=op, runs=runs: op.impls[0] if runs else op.reference)
-        monkeypatch.setattr(op, "decided", {})
+        monkeypatch.setattr(op, "_decided", {})
     kinds = (GGMLType.Q8_0, GGMLType.F16, GGMLType.BF16) if has_tall else (GGMLType.Q8_0,)
     assert found._streams("a.weight") == (kind in kinds)
 

@@ -137,7 +137,7 @@ def test_closing_waits_for_nothing_that_has_not_begun(answers: _Answers) -> None
 def test_a_load_goes_on_without_what_nobody_waits_for(answers: _Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is decided where it is asked for later, by whoever found it out, and not before."""
     right = next(i for i in probe_fakes.twice.impls if i.name == "right")
-    op = replace(probe_fakes.twice, impls=[replace(right, native=True)], verdicts={}, decided={})
+    op = replace(probe_fakes.twice, impls=[replace(right, native=True)], verdicts={}, _decided={})
     monkeypatch.setattr(prepare, "_first", lambda op, spec: op.impls[0])
     closed, told, left = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(probe, "close", closed.set)
@@ -151,16 +151,17 @@ def test_a_load_goes_on_without_what_nobody_waits_for(answers: _Answers, monkeyp
     left.set()
     assert told.wait(20)
     assert op.decided[SPEC].name == "right" and not probe.promised and answers.asked == ["right"]
-    again = replace(op, verdicts={}, decided={})
+    again = replace(op, verdicts={}, _decided={})
     prepare.settle([(again, SPEC)])
     assert again.decided[SPEC].name == "right" and answers.asked == ["right"], "it is kept"
 
 
 @pytest.mark.parametrize(("no_cuda", "no_triton"), [("x", None), (None, "x"), ("x", "x")])
 def test_checks_run_ahead_wherever_either_tier_may(
-    no_cuda: str | None, no_triton: str | None, monkeypatch: pytest.MonkeyPatch
+    no_cuda: str | None, no_triton: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Triton alone has a first start with as many children, and without cuda-python."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(jit, "missing", lambda device: no_cuda)
     monkeypatch.setattr(prepare.tri, "missing", lambda device: no_triton)
     monkeypatch.setattr(prepare, "target_of", lambda device: GpuKind((9, 0)))

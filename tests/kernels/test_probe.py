@@ -44,7 +44,7 @@ def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[i
 
 def fresh(op: Op[TwiceSpec, Launch]) -> Op[TwiceSpec, Launch]:
     """The op as another process sees it: nothing remembered."""
-    return replace(op, verdicts={}, said=set(), decided={})
+    return replace(op, verdicts={}, said=set(), _decided={})
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_what_fails_only_here_is_refused_too(children: list[int]) -> None:
     def fails(spec: TwiceSpec) -> probe_fakes.Launch:
         raise RuntimeError("no room")
 
-    here = replace(op, impls=[replace(op.impls[0], bind=fails)], verdicts={("right", SPEC): None}, decided={})
+    here = replace(op, impls=[replace(op.impls[0], bind=fails)], verdicts={("right", SPEC): None}, _decided={})
     assert torch.equal(here.bind(SPEC)(torch.ones(2)), torch.full((2,), 2.0))  # type: ignore[arg-type]
     assert here.chosen(SPEC).name == "torch"
     assert dict(here.choices(SPEC))["right"] == "can not be bound: RuntimeError: no room"
@@ -214,7 +214,7 @@ def test_what_fails_only_here_is_refused_too(children: list[int]) -> None:
 
 def test_without_a_gpu_what_is_not_native_is_checked_here(children: list[int]) -> None:
     impls = [replace(impl, native=False) for impl in probe_fakes.only_bad.impls[:2]]
-    op = replace(probe_fakes.only_bad, impls=impls, verdicts={}, decided={})
+    op = replace(probe_fakes.only_bad, impls=impls, verdicts={}, _decided={})
     assert [why for _, why in op.choices(SPEC)] == [
         "its doubles are no doubles",
         "failed its check: ValueError: the compiler says no",

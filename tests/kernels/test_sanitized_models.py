@@ -27,7 +27,7 @@ CUDA = torch.device("cuda")
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     for op in survey.ops():
-        monkeypatch.setattr(op, "decided", {})
+        monkeypatch.setattr(op, "_decided", {})
 
 
 @pytest.mark.sampled(most=2)

@@ -40,7 +40,7 @@ def test_the_next_tier_is_taken_with_the_reason_and_is_right(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(probe, "prober", lambda: children)
     op, spec = getattr(planted_tiers, f"{name}_{kind}"), planted_tiers.SPECS[name]
-    op = replace(op, verdicts={}, said=set(), decided={})
+    op = replace(op, verdicts={}, said=set(), _decided={})
     with caplog.at_level(logging.INFO):
         assert op.chosen(spec).name == "triton", dict(op.choices(spec))
     reasons = dict(op.choices(spec))

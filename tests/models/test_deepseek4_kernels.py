@@ -41,7 +41,7 @@ def kernels() -> Iterator[None]:
         for module in (compress_cuda, index_cuda, sparse_cuda):
             patch.setattr(module, "missing", lambda device: None)
         for op in OPS:
-            patch.setattr(op, "decided", {})
+            patch.setattr(op, "_decided", {})
             patch.setattr(op, "verdicts", {})
         yield
 

@@ -62,7 +62,15 @@ def logits_of(loaded: Loaded, ids: Sequence[int], widths: Sequence[int], beside:
 def test_a_prompt_has_the_same_bits_however_it_comes(tmp_path: Path, model: str) -> None:
     path = write(model, tmp_path / "m.gguf", quant="q8_0", tiny=True)
     settings = EngineSettings(
-        np=3, ctx=N + 64, exact=True, spec_type="ngram", n_draft_max=7, warm_up=False, prefix_cache=False, threads=2
+        np=3,
+        ctx=N + 64,
+        exact=True,
+        spec_type="ngram",
+        n_draft_max=7,
+        warm_up=False,
+        prefix_cache=False,
+        threads=2,
+        device="cpu",
     )
     loaded = load(path, settings)
     ids = torch.randint(200, (N,), generator=torch.Generator().manual_seed(0)).tolist()
