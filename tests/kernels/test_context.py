@@ -146,7 +146,7 @@ def test_a_load_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.Mo
     plan = SimpleNamespace(together=lambda n: None)
     for step in ("plan_memory", "check_fit", "taken", "build"):
         monkeypatch.setattr(loading, step, lambda *_, **__: seen.append(gpus.at) or plan)
-    loading.load(Path("none.gguf"), EngineSettings())
+    loading._load(Path("none.gguf"), EngineSettings())
     assert seen == [1, 1, 1, 1] and gpus.at == 0
 
 
