@@ -15,6 +15,8 @@ from pyspec.ranges import INT32, Ids, Many, OneOf, Pair, Real, Text, Whole, chec
 
 Finish = Literal["eos", "stop", "length", "cancelled", "error"]
 """Why a request ended: end-of-generation token, stop string, token or context limit, cancel, failure."""
+FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
+"""The same in OpenAI's words."""
 
 Share = Annotated[float, Real(0, 1)]
 Penalty = Annotated[float, Real(-100, 100)]
@@ -349,6 +351,13 @@ class Failed:
 
     request: str
     error: PyspecError
+
+
+def finish_reason(finish: Finish, *, has_called: bool = False) -> FinishReason:
+    """Why an answer ended, in OpenAI's words. has_called: it has tool calls; one that reached its limit has them cut short."""
+    if finish == "eos" or finish == "stop":
+        return "tool_calls" if has_called else "stop"
+    return finish
 
 
 Event = Started | Progress | PromptLogprobs | Delta | Done | Failed

@@ -54,7 +54,7 @@ from pyspec.request import (
     check_action,
     check_grammar,
 )
-from pyspec.text.template import CHATML, ChatTemplate
+from pyspec.text.template import CHATML, ChatTemplate, template_defaults
 from pyspec.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -255,7 +255,8 @@ class Engine:
         if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
             messages = cast(Sequence[Message], prompt)
             check_messages(messages)
-            return tuple(self.template.encode(self.tokenizer, messages))
+            values = template_defaults(self.info.chat_template)
+            return tuple(self.template.encode(self.tokenizer, messages, kwargs=values))
         return ids_of(prompt)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
@@ -308,15 +309,23 @@ class Engine:
             tools: Sequence[Mapping] | None = None
                 functions that the model may call, as OpenAI's clients write them:
                 {"type": "function", "function": {"name": "add", "description": "...", "parameters": {a JSON Schema}}}
-            tool_choice: str = "auto"
-                "auto": as the model likes; "none"; "required": at least one call; or the name of the tool to be called
+            tool_choice: str | Mapping = "auto"
+                "auto": as the model likes; "none"; "required": at least one call; the name of the tool to be called; or OpenAI's object
+            parallel_tool_calls: bool = True
+                the answer may have more than one call
             tool_call_parser: str = "auto"
-                how the model writes calls, "hermes" for example; "auto": as its chat template does
+                how the model writes calls, "hermes" for example; "auto": as its chat template does, and where that does not say, as the
+                prompt then tells it
+            response_format: Mapping | None = None
+                what the content is held to, as OpenAI's clients write it ({"type": "json_object"}, "json_schema"), in place of
+                `json_schema`; calls may stand in its place
 
-        Each of `.tool_calls` has an `id`, a `name` and `arguments` (JSON text; `values()` reads it). To go on, append `.message` and
+        The prompt, what holds the answer, and how it is read are those of `/v1/chat/completions`. Each of `.tool_calls` has an `id`, a `name` and `arguments` (JSON text; `values()` reads it). To go on, append `.message` and
         {"role": "tool", "tool_call_id": id, "content": what the tool said} to the messages.
 
-        Raises as `generate`, and NotSupported where the template does not say how calls are written.
+        `.finish_reason` is "tool_calls" where it ended in them.
+
+        Raises as `generate`.
         """
         return collected(list(self.chat_stream(messages, **options)))
 

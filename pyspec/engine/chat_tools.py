@@ -3,40 +3,48 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from pyspec.engine.options import GenerateOptions, Message, check_messages, request_of
+from pyspec.constrain.formats import format_grammar
+from pyspec.engine.options import GenerateOptions, GrammarOptions, Message, check_messages, request_of
 from pyspec.engine.result import Result, collect
-from pyspec.errors import BadTemplate, NotSupported, RequestError
+from pyspec.errors import ConfigError, RequestError
 from pyspec.ranges import shown
-from pyspec.request import Delta, Done, Grammar, Request, SamplingParams
-from pyspec.text.markup.dialect import NAMES, AnswerMarkup, Dialect, dialect, recognised, think_marks
-from pyspec.text.markup.held import control_tokens, ends_open, held_calls, shown_tokens
+from pyspec.request import Delta, Done, FinishReason, Request, SamplingParams, finish_reason
+from pyspec.text.answer_plan import Keep, held_text, plan_answer
+from pyspec.text.call_plan import Tool, ToolChoice, call_plan, tool_choice
+from pyspec.text.left_out import own_tools
+from pyspec.text.markup.dialect import GENERIC, NAMES, AnswerMarkup, Dialect, think_marks
+from pyspec.text.markup.held import ends_open
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pyspec.text.template import ChatTemplate
+from pyspec.text.markup.spoken import spoken
+from pyspec.text.template import ChatTemplate, normalise, template_defaults
 from pyspec.text.tokenizer import Tokenizer
-
-Tool = Mapping[str, Any]
-"""A tool as OpenAI's clients write it: {"type": "function", "function": {"name", "description", "parameters"}}, or its function alone."""
+from pyspec.text.told_tools import ToolList, told
 
 WORDS = ("auto", "none", "required")
-OF_TOOLS = ("tools", "tool_choice", "tool_call_parser")
-NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 class ToolOptions(GenerateOptions, total=False):
     """All that a chat takes beside its messages: the options of a generation, and tools.
 
-    tools             functions that the model may call, as OpenAI's clients write them
-    tool_choice       "auto": as the model likes; "none"; "required": at least one; or the name of the one to be called
-    tool_call_parser  how the model writes calls, by name ("hermes", "qwen3_coder", ...); "auto": as its chat template does
+    tools                functions that the model may call, as OpenAI's clients write them, or each function alone
+    tool_choice          "auto": as the model likes; "none"; "required": at least one; the name of the one to be called; or OpenAI's object
+    parallel_tool_calls  an answer may have more than one call
+    tool_call_parser     how the model writes calls, by name ("hermes", "qwen3_coder", ...); "auto": as its chat template does
+    response_format      what the content is held to, as OpenAI's clients write it, in place of `json_schema`
     """
 
     tools: Sequence[Tool] | None
     tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
     tool_call_parser: str
+    response_format: Mapping[str, Any] | None
+
+
+OF_CHATS = ToolOptions.__annotations__.keys() - GenerateOptions.__annotations__.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,11 @@ class ChatResult(Result):
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended, in the words of OpenAI's clients: "stop", "length", "tool_calls"."""
+        return finish_reason(self.finish, has_called=bool(self.tool_calls))
 
     @property
     def message(self) -> dict[str, Any]:
@@ -185,7 +198,7 @@ def collected(events: Sequence[ChatDelta | Done]) -> ChatResult:
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """Makes requests of chats.
+    """Makes requests of chats, as the server does.
 
     source       the chat template's text
     check        compiles a grammar, or raises RequestError
@@ -193,109 +206,99 @@ class Chats:
     """
 
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: ChatTemplate
     source: str
-    check: Callable[[Grammar], Grammar]
+    check: Keep
     recommended: SamplingParams | None = None
 
     def call(self, messages: Sequence[Message], options: Mapping[str, Any]) -> ChatCall:
-        """The chat as a request. Raises RequestError, ConfigError, BadTemplate, and NotSupported where calls could not be read."""
+        """The chat as a request. Raises RequestError, ConfigError, BadTemplate."""
         check_messages(messages)
-        if self.template is None:
-            raise BadTemplate("the model file has no chat template; give text to `generate` instead of messages")
-        rest = {name: value for name, value in options.items() if name not in OF_TOOLS}
         tools = tools_of(options.get("tools"))
-        choice, name = choice_of(options.get("tool_choice"), tools)
-        prompt = tuple(self.template.encode(self.tokenizer, messages, tools=list(tools.values()) or None))
-        may_call = tools if choice != "none" else {}
-        wanted = {name: tools[name]} if name else may_call
-        markup = self._markup(prompt, wanted, options.get("tool_call_parser", "auto"), is_bound=choice == "required")
-        request = replace(request_of(prompt, rest, self.recommended), shown=shown_tokens(self.tokenizer, markup))
-        return ChatCall(self._held(request, markup, is_single=bool(name), tools=tools), markup)
-
-    def _markup(self, prompt: Sequence[int], tools: Mapping[str, Tool], parser: str, *, is_bound: bool) -> AnswerMarkup:
+        choice = choice_of(options.get("tool_choice"), tools)
+        speaks, parallel = speech_of(self.source, options), parallel_of(options)
+        calls = call_plan(tools, choice, speaks, parallel=parallel)
+        prompt = self._prompt(messages, tools, speaks, may_call=choice.wanted != "none")
         think = think_marks(self.source)
-        return AnswerMarkup(
-            calls=self._dialect(parser) if tools else None,
-            think=think,
-            is_open=think is not None and ends_open(self.tokenizer, prompt, think),
-            tools={name: tool["function"].get("parameters") or NO_ARGUMENTS for name, tool in tools.items()},
-            is_bound=is_bound,
-        )
-
-    def _dialect(self, name: str) -> Dialect:
-        if name != "auto":
-            if name not in NAMES:
-                raise RequestError(f"tool_call_parser is {shown(name)}; want auto or one of {', '.join(NAMES)}")
-            return dialect(name)
-        found = recognised(self.source)
-        if found is None:
-            raise NotSupported(
-                "tools: the chat template does not say how this model writes its calls; give tool_call_parser, one of "
-                + ", ".join(NAMES)
-            )
-        return found
-
-    def _held(self, request: Request, markup: AnswerMarkup, *, is_single: bool, tools: Mapping[str, Tool]) -> Request:
-        """The request with its grammar compiled: that of its calls, or its own, in whose place calls may stand."""
-        is_strict = any(tool["function"].get("strict") for tool in tools.values())
-        if markup.calls is not None and (markup.is_bound or (is_strict and request.grammar is None)):
-            return replace(
-                request, grammar=self._checked(held_calls(self.tokenizer, markup, is_single=is_single), "tools")
-            )
-        if request.grammar is None:
-            return request
+        markup = AnswerMarkup(think=think, is_open=think is not None and ends_open(self.tokenizer, prompt, think))
+        request, name = self._request(prompt, options)
+        plan = plan_answer(self.tokenizer, calls, markup, self.check, has_grammar=request.grammar is not None)
         grammar = request.grammar
-        if markup.calls is not None:
-            control = control_tokens(self.tokenizer, markup.calls)
-            source, _ = markup.calls.in_place(markup.tools, is_single=is_single, control=control)
-            after = markup.think.end if markup.think is not None and markup.is_open else ""
-            grammar = replace(grammar, calls=source, after=after)
-        return replace(request, grammar=self._checked(grammar, "the text's constraint"))
+        if grammar is not None:
+            grammar = held_text(name, grammar, self.check, free=plan.free, calls=plan.calls)
+        return ChatCall(replace(request, shown=plan.shown, grammar=plan.grammar or grammar), plan.markup)
 
-    def _checked(self, grammar: Grammar, what: str) -> Grammar:
-        try:
-            return self.check(grammar)
-        except RequestError as e:
-            raise RequestError(f"{what}: {e}") from None
+    def _prompt(
+        self, messages: Sequence[Message], tools: ToolList, speaks: Dialect, *, may_call: bool
+    ) -> tuple[int, ...]:
+        chat: Sequence[Message] = messages
+        if speaks is GENERIC:
+            chat, tools = told(self.template, self.tokenizer, normalise(messages), tools, may_call=may_call)
+        values = template_defaults(self.source)
+        return tuple(self.template.encode(self.tokenizer, chat, tools=tools or None, kwargs=values))
+
+    def _request(self, prompt: tuple[int, ...], options: Mapping[str, Any]) -> tuple[Request, str]:
+        """The request as it is without tools, its grammar not yet compiled, and the name of the option that gave that."""
+        rest = {name: value for name, value in options.items() if name not in OF_CHATS}
+        request = request_of(prompt, rest, self.recommended)
+        given = next((name for name in GrammarOptions.__annotations__ if rest.get(name) is not None), "")
+        asked = format_grammar(options.get("response_format"))
+        if asked is None:
+            return request, given
+        if request.grammar is not None:
+            raise ConfigError(f"response_format and {given} are given; a text keeps to one of them")
+        return replace(request, grammar=asked), "response_format"
 
 
-def tools_of(tools: object) -> dict[str, Tool]:
-    """Tools by the names of their functions. Raises RequestError."""
-    if tools is None:
-        return {}
-    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
-        raise RequestError(f"tools is {shown(tools)}; want a list of tools")
-    found: dict[str, Tool] = {}
-    for i, tool in enumerate(tools):
-        if isinstance(tool, Mapping) and "function" not in tool and "name" in tool:
-            tool = {"type": "function", "function": tool}
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or not name:
-            raise RequestError(f'tools[{i}] is {shown(tool)}; want {{"type": "function", "function": {{"name": ...}}}}')
-        parameters = function.get("parameters") if isinstance(function, Mapping) else None
-        if parameters is not None and not isinstance(parameters, Mapping):
-            raise RequestError(f"tools[{i}].function.parameters is {shown(parameters)}; want a JSON Schema, an object")
-        if name in found:
-            raise RequestError(f"tools: two of them are called {shown(name)}")
-        found[name] = tool
+def speech_of(source: str, options: Mapping[str, Any]) -> Dialect:
+    """How calls are written. Raises RequestError for a name that no dialect has."""
+    name = options.get("tool_call_parser", "auto")
+    found = spoken(source, name) if name == "auto" or name in NAMES else None
+    if found is None:
+        raise RequestError(f"tool_call_parser is {shown(name)}; want auto or one of {', '.join(NAMES)}")
     return found
 
 
-def choice_of(choice: object, tools: Mapping[str, Tool]) -> tuple[str, str]:
-    """What may be called, and the function that has to be, if one has. Raises RequestError."""
-    if isinstance(choice, Mapping):
-        function = choice.get("function")
-        choice = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(choice, str) or choice not in tools:
-            raise RequestError(f"tool_choice: there is no tool {shown(choice)}")
-        return "required", choice
-    choice = "auto" if choice is None else choice
-    if not isinstance(choice, str) or (choice not in WORDS and choice not in tools):
-        raise RequestError(f"tool_choice is {shown(choice)}; want auto, none, required or the name of a tool")
-    if choice in WORDS:
-        if choice == "required" and not tools:
-            raise RequestError("tool_choice: there are no tools to choose from")
-        return choice, ""
-    return "required", choice
+def parallel_of(options: Mapping[str, Any]) -> bool:
+    """Whether an answer may have several calls. Raises RequestError."""
+    said = options.get("parallel_tool_calls")
+    if said is not None and not isinstance(said, bool):
+        raise RequestError(f"parallel_tool_calls is {shown(said)}; want True or False")
+    return said is not False
+
+
+def tools_of(tools: object) -> ToolList:
+    """The tools, each as OpenAI's clients write it; those that only other services run are left out. Raises RequestError."""
+    if tools is None:
+        return []
+    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
+        raise RequestError(f"tools is {shown(tools)}; want a list of tools")
+    return [_tool(tool, i) for i, tool in enumerate(own_tools(list(tools), "function"))]
+
+
+def _tool(tool: object, i: int) -> Tool:
+    if isinstance(tool, Mapping) and "function" not in tool and "name" in tool:
+        tool = {"type": "function", "function": tool}
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(tool, Mapping) or not isinstance(function, Mapping):
+        raise RequestError(f'tools[{i}] is {shown(tool)}; want {{"type": "function", "function": {{"name": ...}}}}')
+    name, strict = function.get("name"), function.get("strict")
+    if not isinstance(name, str) or not 1 <= len(name) <= 256:
+        raise RequestError(f"tools[{i}].function.name is {shown(name)}; want text of 1 to 256 characters")
+    for key, kind, wanted in (("parameters", Mapping, "a JSON Schema, an object"), ("description", str, "text")):
+        if (said := function.get(key)) is not None and not isinstance(said, kind):
+            raise RequestError(f"tools[{i}].function.{key} is {shown(said)}; want {wanted}")
+    if strict is not None and not isinstance(strict, bool):
+        raise RequestError(f"tools[{i}].function.strict is {shown(strict)}; want True or False")
+    return {"type": "function", **tool}
+
+
+def choice_of(said: object, tools: Sequence[Tool]) -> ToolChoice:
+    """What may be called. The name of a tool stands for the choice of it. Raises RequestError."""
+    if isinstance(said, str) and said not in WORDS:
+        if all(said != tool["function"]["name"] for tool in tools):
+            raise RequestError(f"tool_choice is {shown(said)}; want auto, none, required or the name of a tool")
+        return ToolChoice("required", (said,), is_named=True)
+    if said is not None and not isinstance(said, str | Mapping):
+        raise RequestError(f"tool_choice is {shown(said)}; want auto, none, required or the name of a tool")
+    return tool_choice(said)

@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from functools import partial
 
 from pyspec.errors import PyspecError, QueueFull
-from pyspec.request import Delta, Done, Event, Failed, Finish, Request, Timings, TokenLogprob
+from pyspec.request import (
+    Delta,
+    Done,
+    Event,
+    Failed,
+    Finish,
+    FinishReason,
+    Request,
+    Timings,
+    TokenLogprob,
+    finish_reason,
+)
 
 Submit = Callable[[Request, Callable[[Event], None]], str]
 Cancel = Callable[[str], None]
@@ -36,6 +47,11 @@ class Result:
     logprobs: tuple[TokenLogprob, ...] = ()
     stop: str = ""
     slot: int = -1
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """`finish` in the words of OpenAI's clients: "stop", "length"; "tool_calls" where a chat's answer ended in calls."""
+        return finish_reason(self.finish)
 
 
 def collect(events: Iterable[Delta | Done]) -> Result:

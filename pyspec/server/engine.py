@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pyspec.request import EngineInfo, Event, Grammar, Metrics, Request, SlotAction, SlotAnswer, SlotInfo
+from pyspec.text.abilities import Abilities
 from pyspec.text.vocab import FimMarks
 
 Sink = Callable[[Event], None]
@@ -40,6 +41,10 @@ class TokenizerLike(Protocol):
 
 class TemplateLike(Protocol):
     """The model's chat template. Raises RequestError when it refuses the messages."""
+
+    def able(self, *, tools: bool) -> Abilities:
+        """What it can write, in chats with tools or without."""
+        ...
 
     def render(
         self,

@@ -15,6 +15,7 @@ HEAD = ("system", "developer")
 """Roles whose messages say how to answer."""
 
 ARGUMENT, WORD = "pyspec_argument", "pyspecprobe"
+FUNCTION, RESULT = "pyspec_function", "pyspec_result"
 CALL_ID = "call00001"  # nine letters and digits: some templates take no other
 DEVELOPER = re.compile(r"""["']developer["']""")
 READS_PARTS = re.compile(r"""\btext\b""")
@@ -81,15 +82,33 @@ class Abilities:
         return not self._render([{"role": "user", "content": WORD}], [tool({"type": "object"})])
 
     @cached_property
+    def shows_tools(self) -> bool:
+        """Tools are written out."""
+        tools = [tool({"type": "object", "properties": {}})]
+        return FUNCTION in self._written([{"role": "user", "content": WORD}], tools)
+
+    @cached_property
+    def shows_calls(self) -> bool:
+        """Calls of a history are written out, and what they returned."""
+        result = {"role": "tool", "tool_call_id": CALL_ID, "name": FUNCTION, "content": RESULT}
+        text = self._called({} if self.takes_objects else "{}", result)
+        return FUNCTION in text and RESULT in text
+
+    @cached_property
     def _renders_plain(self) -> bool:
         """The plainest chat is written out: what is missing from others is missing for a reason of theirs."""
         return WORD in self._render([{"role": "user", "content": WORD}], None).lower()
 
-    def _called(self, arguments: Any) -> str:
-        function = {"name": "probe", "arguments": arguments}
+    def _called(self, arguments: Any, *behind: dict[str, Any]) -> str:
+        """A chat with a call, and these messages behind it."""
+        function = {"name": FUNCTION, "arguments": arguments}
         call = {"id": CALL_ID, "type": "function", "function": function}
-        chat: Chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        return self._render(chat, None)
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return self._written([{"role": "user", "content": "hello"}, turn, *behind])
+
+    def _written(self, chat: Chat, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """A chat with its content as the template reads it."""
+        return self._render(in_parts(chat) if self.takes_parts_only else chat, tools)
 
     def _shows(self, *roles: str) -> bool:
         """Whether of a chat of these roles each message of HEAD is written out."""
@@ -100,7 +119,12 @@ class Abilities:
         return self._shown[roles]
 
 
+def in_parts(chat: Chat) -> Chat:
+    """The chat with its texts as lists of parts."""
+    return [m | {"content": [{"type": "text", "text": m["content"]}] if m["content"] else []} for m in chat]
+
+
 def tool(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """A tool with these parameters."""
-    function = {"name": "probe", "description": "Probes.", "parameters": parameters}
+    function = {"name": FUNCTION, "description": "Probes.", "parameters": parameters}
     return {"type": "function", "function": function}

@@ -13,7 +13,7 @@ from typing import Any
 from pyspec.errors import BadTemplate, RequestError, Unavailable
 from pyspec.gguf.fields import Fields, encodable
 from pyspec.ranges import printable
-from pyspec.text.abilities import HEAD, Abilities
+from pyspec.text.abilities import HEAD, Abilities, in_parts
 from pyspec.text.fitting import fitted, fitted_tools
 from pyspec.text.hidden import Hidden
 from pyspec.text.sandbox_process import STALLED, SandboxProcess
@@ -156,6 +156,10 @@ class ChatTemplate:
 
         return made(key, made(key + own, None) if key + own in fields else None)
 
+    def able(self, *, tools: bool = False) -> Abilities:
+        """What can be written by the template that writes chats with tools, or without."""
+        return self.tool_use.able(tools=True) if tools and self.tool_use is not None else self._able
+
     def check(self) -> None:
         """Start the sandbox now; BadTemplate if the template does not compile."""
         answer = {"failed": self.broken} if self.broken else self._renderer.check()
@@ -202,7 +206,7 @@ class ChatTemplate:
     ) -> str:
         """The text of a chat that was fitted. Templates that look for a question find an empty one where there is none."""
         if self._able.takes_parts_only:
-            chat = [m | {"content": [{"type": "text", "text": m["content"]}] if m["content"] else []} for m in chat]
+            chat = in_parts(chat)
         answer = self._renderer.ask(chat, tools, add_generation_prompt, kwargs)
         if "text" not in answer and not any(m["role"] == "user" for m in chat):
             at = next((i for i, m in enumerate(chat) if m["role"] not in HEAD), len(chat))
@@ -266,6 +270,11 @@ class ChatTemplate:
         hidden.check(pieces)
         plain = {mark: contents[i].strip() for mark, i in marks.items()} | hidden.texts
         return tokenizer.encode_parts([(plain[p], False) if p in plain else (p, True) for p in pieces])
+
+
+def template_defaults(source: str) -> dict[str, object]:
+    """What a template is called with unless a request or a flag says otherwise, as by llama-server: models that can think do."""
+    return {"enable_thinking": True} if "enable_thinking" in source else {}
 
 
 def _dates(source: str) -> dict[str, object]:

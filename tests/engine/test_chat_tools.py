@@ -12,8 +12,9 @@ from engine_rig import DEMO
 
 from pyspec.engine.api import Engine
 from pyspec.engine.chat_tools import AnswerReading, ChatDelta, ChatResult, choice_of, tools_of
-from pyspec.errors import ConfigError, NotSupported, RequestError
+from pyspec.errors import ConfigError, RequestError
 from pyspec.request import Delta, Done
+from pyspec.text.call_plan import ToolChoice
 from pyspec.text.markup.dialect import AnswerMarkup, dialect
 from pyspec.text.markup.reasoning import THINK
 
@@ -96,16 +97,15 @@ def test_calls_stand_in_the_place_of_a_text_with_a_schema(engine: Engine) -> Non
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"tools": TOOLS}, NotSupported, "tool_call_parser"),
         ({"tools": TOOLS, "tool_call_parser": "herms"}, RequestError, "tool_call_parser is 'herms'"),
         ({"tools": "weather"}, RequestError, "tools is 'weather'; want a list"),
         ({"tools": [3]}, RequestError, r"tools\[0\] is 3"),
-        ({"tools": [{"function": {"name": ""}}]}, RequestError, r"tools\[0\]"),
+        ({"tools": [{"function": {"name": ""}}]}, RequestError, r"tools\[0\].function.name is ''"),
         ({"tools": [WEATHER | {"parameters": []}]}, RequestError, "want a JSON Schema"),
-        ({"tools": [WEATHER, WEATHER]}, RequestError, "two of them are called 'weather'"),
+        ({"tools": [WEATHER, WEATHER]}, RequestError, "two of them have the same name"),
         ({"tool_choice": "required"}, RequestError, "no tools to choose from"),
         ({"tools": TOOLS, "tool_choice": "sleep"}, RequestError, "tool_choice is 'sleep'"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, RequestError, "there is no tool None"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, RequestError, "tool_choice: a word, or an object"),
         ({"tool_chioce": "auto"}, ConfigError, "no sampling parameter 'tool_chioce'"),
     ],
 )
@@ -148,9 +148,6 @@ def test_arguments_that_were_cut_short_are_said_to_be() -> None:
 
 def test_choices_are_read_as_openai_s_clients_write_them() -> None:
     tools = tools_of(TOOLS)
-    assert choice_of(None, tools) == ("auto", "") and choice_of("none", tools) == ("none", "")
-    assert (
-        choice_of({"type": "function", "function": {"name": "clock"}}, tools)
-        == choice_of("clock", tools)
-        == ("required", "clock")
-    )
+    assert choice_of(None, tools) == ToolChoice() and choice_of("none", tools) == ToolChoice("none")
+    named = ToolChoice("required", ("clock",), is_named=True)
+    assert choice_of({"type": "function", "function": {"name": "clock"}}, tools) == choice_of("clock", tools) == named

@@ -34,6 +34,7 @@ from pyspec.request import (
     TokenLogprob,
 )
 from pyspec.server.engine import Sink
+from pyspec.text.abilities import Abilities
 from pyspec.text.vocab import FimMarks
 
 BOS, EOS, N_VOCAB = 256, 257, 258
@@ -77,6 +78,15 @@ class LineTemplate:
         lines += [f"tool: {tool['function']['name']}\n" for tool in tools or ()]
         lines += [f"{name}={value}\n" for name, value in (kwargs or {}).items()]
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
+
+    def able(self, *, tools: bool) -> Abilities:
+        def render(messages: list[dict[str, Any]], shown: Sequence[Mapping[str, Any]] | None) -> str:
+            try:
+                return self.render(messages, tools=shown)
+            except RequestError:
+                return ""
+
+        return Abilities("", render)
 
     def encode(
         self,

@@ -12,9 +12,9 @@ import pytest
 from server_client import App
 from server_fakes import ByteTokenizer, FakeEngine
 
-from pyspec.server.api import left_out
 from pyspec.server.app import create_app
 from pyspec.server.settings import ServerSettings
+from pyspec.text import left_out
 from pyspec.text.template import ChatTemplate
 
 XML = "{# <tool_call> <function= <parameter= #}"
@@ -35,7 +35,7 @@ class RealTemplate:
     """A template that renders, before a tokenizer that knows no control tokens."""
 
     def __init__(self, template: ChatTemplate) -> None:
-        self.render = template.render
+        self.render, self.able = template.render, template.able
 
     def encode(
         self,
@@ -258,7 +258,7 @@ def test_each_kind_that_is_left_out_is_told_once(
     app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(left_out, "_logged", set())
-    with caplog.at_level(logging.WARNING, "pyspec.server.api.left_out"):
+    with caplog.at_level(logging.WARNING, "pyspec.text.left_out"):
         for _ in range(3):
             app.post("/v1/responses", {"input": "hi", "tools": [{"type": "odd_search"}, {"type": "odd_shell"}]})
             app.post("/v1/responses", {"input": [*HI, {"type": "odd_call", "id": "x"}]})

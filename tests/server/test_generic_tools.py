@@ -16,9 +16,9 @@ from server_fakes import ByteTokenizer, FakeEngine, Script
 from pyspec.constrain.trie import TokenTable
 from pyspec.server.api import prompts
 from pyspec.server.api.schema import ChatBody, validate
-from pyspec.server.api.spoken import why_spoken
 from pyspec.server.app import create_app
 from pyspec.server.settings import ServerSettings
+from pyspec.text.markup.spoken import why_spoken
 from pyspec.text.template import ChatTemplate
 
 PLAIN = (
@@ -188,4 +188,4 @@ def test_schemas_that_can_not_be_kept_leave_the_form_unless_they_must_be(app: Ap
     ],
 )
 def test_the_log_says_which_dialect_and_why(template: str, parser: str, want: str) -> None:
-    assert want in why_spoken(template, ServerSettings(tool_call_parser=parser))
+    assert want in why_spoken(template, parser)

@@ -14,7 +14,6 @@ from pyspec.server.api.params import settings_dict
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import dumps
 
-FINISH_REASON = {"eos": "stop", "stop": "stop", "length": "length"}
 STOP_TYPE = {"eos": "eos", "stop": "word", "length": "limit"}
 FINGERPRINT = "b1-pyspec"
 PING = b": ping\n\n"

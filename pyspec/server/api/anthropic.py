@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pyspec.errors import NotSupported, RequestError
-from pyspec.server.api.left_out import is_foreign_block, own_tools
+from pyspec.server.api.left_out import is_foreign_block
 from pyspec.server.api.schema import WHOLE, AsSent, Body, Count, tools_field, validate
 from pyspec.server.api.steady import without_transport
 from pyspec.server.settings import Limits
+from pyspec.text.left_out import own_tools
 
 MAX_TOKENS = 4096  # if a body does not say, as llama-server has it; Anthropic's own interface insists
 HANDLED = frozenset(

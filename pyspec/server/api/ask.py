@@ -19,7 +19,6 @@ from pyspec.server.api.chats import plan_chat
 from pyspec.server.api.choices import n_choices, n_prompt_logprobs
 from pyspec.server.api.constrained import checked_grammar
 from pyspec.server.api.infill import infill_ids
-from pyspec.server.api.left_out import own_tools
 from pyspec.server.api.params import draft_limit, sampling_params, stop_strings
 from pyspec.server.api.prompts import chat_ids, prompt_ids, split_prompts
 from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, InfillBody, NativeBody, TextBody, validate
@@ -28,6 +27,7 @@ from pyspec.server.api.unsupported import refuse_elsewhere, refuse_unsupported
 from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.http.body import parse_object
 from pyspec.server.settings import Limits, ServerSettings
+from pyspec.text.left_out import own_tools
 from pyspec.text.markup.dialect import AnswerMarkup
 
 log = logging.getLogger(__name__)
@@ -107,12 +107,13 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
     if moved:
         others = _tokenise(_checked(kind, value), engine, settings)
         requests = tuple(replace(r, n_stable=_n_common(r.prompt, others[0])) for r in requests)
-    held = (plan.free, plan.calls, plan.begun) if plan else ("", (), "")
+    held = (plan.answer.free, plan.answer.calls, plan.begun) if plan else ("", (), "")
     if (grammar := checked_grammar(body, engine, *held, compiles=compiles)) is not None:
         requests = tuple(replace(r, grammar=grammar) for r in requests)
     if plan:
+        shown, calls = plan.answer.shown, plan.answer.grammar
         requests = tuple(
-            replace(r, shown=plan.shown, think_budget=plan.budget, grammar=plan.grammar or r.grammar) for r in requests
+            replace(r, shown=shown, think_budget=plan.budget, grammar=calls or r.grammar) for r in requests
         )
     ping_s = settings.limits.ping_s if body.sse_ping_interval is None else body.sse_ping_interval
     return Ask(
@@ -134,7 +135,7 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
         hides_logprobs=hides_logprobs,
         repeated=responses.repeated(sent) if kind == "responses" else {},
         n_moved=len(moved),
-        markup=(markup := plan.markup if plan else AnswerMarkup()),
+        markup=(markup := plan.answer.markup if plan else AnswerMarkup()),
         of_body=_of_body(body, engine.info, settings, markup),
         eog_ids=engine.info.eog_ids,
         response_fields=tuple(body.response_fields or ()) if isinstance(body, NativeBody) else (),

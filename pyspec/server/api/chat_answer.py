@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyspec.request import Delta, Done, Progress, TokenLogprob
+from pyspec.request import Delta, Done, Progress, TokenLogprob, finish_reason
 from pyspec.server.api.answers import Choice, logprob_list
 from pyspec.server.api.ask import Ask
 from pyspec.server.api.choices import prompt_logprobs
@@ -102,8 +102,7 @@ class ChatAnswer(OpenAIAnswer):
         return value
 
     def _finish_reason(self, i: int, done: Done) -> str:
-        reason = super()._finish_reason(i, done)
-        return "tool_calls" if reason == "stop" and i in self._has_called else reason
+        return finish_reason(done.finish, has_called=i in self._has_called)
 
     def _deltas(self, i: int, text: str) -> Iterator[str]:
         if text:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pyspec.errors import RequestError
-from pyspec.request import Grammar, ThinkBudget
-from pyspec.server.api.calls import CallPlan, call_plan
+from pyspec.request import ThinkBudget
 from pyspec.server.api.constrained import kept_grammar, wanted
 from pyspec.server.api.prompts import begun_answer, chat_ids, continued_part
-from pyspec.server.api.schema import ChatBody
-from pyspec.server.api.spoken import spoken
+from pyspec.server.api.schema import Chat, ChatBody
 from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.settings import ServerSettings
+from pyspec.text.answer_plan import AnswerPlan, plan_answer
+from pyspec.text.call_plan import CallPlan, call_plan, tool_choice
 from pyspec.text.markup.dialect import AnswerMarkup, Dialect, think_marks
-from pyspec.text.markup.held import control_tokens, ends_open, held_calls, shown_tokens
+from pyspec.text.markup.held import ends_open
 from pyspec.text.markup.reasoning import ThinkMarks
+from pyspec.text.markup.spoken import spoken
 
 
 @dataclass(frozen=True)
@@ -23,51 +25,40 @@ class ChatPlan:
     """A prompt, and what its answer may be."""
 
     prompt: tuple[int, ...]
-    markup: AnswerMarkup
-    shown: tuple[int, ...]
+    answer: AnswerPlan
     budget: ThinkBudget | None
-    grammar: Grammar | None
     begun: str = ""  # what stands of the answer already, behind its reasoning
-    calls: tuple[str, ...] = ()  # where the text may be held to a grammar: calls in its place, as lark
-
-    @property
-    def free(self) -> str:
-        """Text up to and including this no grammar holds: the end of reasoning, if the answer begins within it."""
-        return self.markup.think.end if self.markup.think is not None and self.markup.is_open else ""
 
 
 def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings, *, compiles: bool) -> ChatPlan:
     """Check a chat's body and make its prompt. Raises RequestError, NotSupported, NotCompiled."""
-    template = engine.info.chat_template
-    speaks, think = spoken(template, settings), think_marks(template)
-    calls = call_plan(body, speaks)
+    think = think_marks(engine.info.chat_template)
+    calls = calls_of(body, spoken(engine.info.chat_template, settings.tool_call_parser))
     prompt = chat_ids(engine, body, settings)
     form = body.reasoning_format or settings.reasoning_format
     is_open = think is not None and (
         continued_part(body, settings) == "reasoning_content" or ends_open(engine.tokenizer, prompt, think)
     )
     is_shown = form == "none" or (form == "deepseek-legacy" and bool(body.stream))
-    beside = _in_place(engine, speaks, calls) if calls.schemas and not calls.is_bound and wanted(body) else []
-    markup = AnswerMarkup(
-        calls=speaks if calls.schemas else None,
-        think=think,
-        is_open=is_open,
-        is_shown=is_shown,
-        is_whole=form == "deepseek-legacy",
-        tools=calls.schemas,
-        is_bound=calls.is_bound,
-        trigger=beside[0][1] if beside else "",
-    )
-    grammar = None if beside else _call_grammar(engine, calls, markup, compiles)
+    markup = AnswerMarkup(think=think, is_open=is_open, is_shown=is_shown, is_whole=form == "deepseek-legacy")
+    keep = partial(kept_grammar, engine, compiles=compiles)
     return ChatPlan(
         prompt=tuple(prompt),
-        markup=replace(markup, is_held=grammar is not None or bool(beside)),
-        shown=shown_tokens(engine.tokenizer, markup),
+        answer=plan_answer(engine.tokenizer, calls, markup, keep, has_grammar=bool(wanted(body))),
         budget=_budget(engine.tokenizer, body, settings, think, is_open),
-        grammar=grammar,
         begun=_behind(begun_answer(body, settings), think),
-        calls=tuple(source for source, _ in beside),
     )
+
+
+def calls_of(body: Chat, speaks: Dialect | None) -> CallPlan:
+    """What a body says on tools. Raises RequestError, NotSupported."""
+    choice = tool_choice(body.tool_choice)
+    if body.parse_tool_calls is False:
+        if choice.wanted == "required":
+            raise RequestError("parse_tool_calls: it can not be false where a call is required")
+        choice = replace(choice, wanted="none")
+    tools = [tool.sent for tool in body.tools or ()]
+    return call_plan(tools, choice, speaks, parallel=body.parallel_tool_calls is not False)
 
 
 def _behind(begun: str, think: ThinkMarks | None) -> str:
@@ -75,31 +66,6 @@ def _behind(begun: str, think: ThinkMarks | None) -> str:
     if think is None or think.start not in begun:
         return begun
     return begun.rpartition(think.end)[2].lstrip()
-
-
-def _in_place(engine: EngineLike, speaks: Dialect | None, calls: CallPlan) -> list[tuple[str, str]]:
-    """Calls that are held to their schemas; if these can not be kept and need not be, with any arguments. Each with its begin."""
-    assert speaks is not None
-    control = control_tokens(engine.tokenizer, speaks)
-    found = [speaks.in_place(calls.schemas, is_single=calls.is_single, control=control)]
-    if not calls.is_held:
-        found.append(speaks.in_place({name: {} for name in calls.schemas}, is_single=calls.is_single, control=control))
-    return found
-
-
-def _call_grammar(engine: EngineLike, calls: CallPlan, markup: AnswerMarkup, compiles: bool) -> Grammar | None:
-    """What holds the answer to the tools' schemas; None where nothing does. Of a model that is told how to call all calls are held:
-    if not to their schemas, because these can not be kept, to the form."""
-    if markup.calls is None or not (calls.is_held or markup.calls.is_told):
-        return None
-    try:
-        held = held_calls(engine.tokenizer, markup, is_single=calls.is_single)
-        return kept_grammar(engine, held, compiles=compiles)
-    except RequestError as e:
-        if calls.is_held:
-            raise RequestError(f"tools: their schemas can not be kept: {e}") from None
-    free = replace(markup, tools={name: {} for name in calls.schemas})
-    return kept_grammar(engine, held_calls(engine.tokenizer, free, is_single=calls.is_single), compiles=compiles)
 
 
 def _budget(

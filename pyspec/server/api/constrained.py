@@ -5,18 +5,18 @@ What can not be kept is refused here, before anything is queued, by the name of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from pyspec.constrain.formats import JSON_OBJECT, format_grammar, schema_grammar
 from pyspec.constrain.grammar import choice_of
 from pyspec.errors import RequestError
 from pyspec.request import Grammar, GrammarKind
 from pyspec.server.api.schema import Generate
 from pyspec.server.engine import EngineLike
+from pyspec.text.answer_plan import held_text
 
-JSON_OBJECT = '{"type": "object"}'
 CHOICES = 1024
 
 
@@ -33,13 +33,11 @@ def kept_grammar(engine: EngineLike, grammar: Grammar, *, compiles: bool) -> Gra
 
 
 def checked_grammar(
-    body: Generate, engine: EngineLike, after: str = "", calls: Sequence[str] = (), begun: str = "", *, compiles: bool
+    body: Generate, engine: EngineLike, free: str = "", calls: Sequence[str] = (), begun: str = "", *, compiles: bool
 ) -> Grammar | None:
     """The grammar of a body, compiled. Raises RequestError, naming the field. May take a while: not for an event loop.
 
-    after  text up to and including this is free: the end of reasoning
-    calls  tool calls that may stand in the answer's place: the first of these that can be kept
-    begun  what stands of the answer already
+    free, calls, begun  as `held_text` has them
     compiles  a grammar that is new is compiled; else NotCompiled is raised
     """
     found = wanted(body)
@@ -47,30 +45,17 @@ def checked_grammar(
         return None
     if len(found) > 1:
         raise RequestError(f"{found[1][0]}: {found[0][0]} is given, too; an answer keeps to one of them")
-    name, grammar = found[0]
-    grammar = replace(grammar, after=after, begun="" if after else begun)
-    try:
-        kept = kept_grammar(engine, grammar, compiles=compiles)
-    except RequestError as e:
-        raise RequestError(f"{name}: {e}") from None
-    why = ""
-    for each in calls:
-        try:
-            return kept_grammar(engine, replace(grammar, calls=each), compiles=compiles)
-        except RequestError as e:
-            why = why or str(e)
-    if calls:
-        raise RequestError(f"tools: their schemas can not be kept beside {name}: {why}")
-    return kept
+    keep = partial(kept_grammar, engine, compiles=compiles)
+    return held_text(*found[0], keep, free=free, calls=calls, begun=begun)
 
 
 def wanted(body: Generate) -> list[tuple[str, Grammar]]:
     """Each field that constrains the answer, with what it says."""
-    found = [("response_format", _response_format(body.response_format)), *_structured(body.structured_outputs)]
+    found = [("response_format", format_grammar(body.response_format)), *_structured(body.structured_outputs)]
     if body.json_schema not in (None, ""):
-        found.append(("json_schema", _schema("json_schema", body.json_schema)))
+        found.append(("json_schema", schema_grammar("json_schema", body.json_schema)))
     if body.guided_json not in (None, ""):
-        found.append(("guided_json", _schema("guided_json", body.guided_json)))
+        found.append(("guided_json", schema_grammar("guided_json", body.guided_json)))
     texts: list[tuple[str, GrammarKind, str | None]] = [
         ("grammar", "gbnf", body.grammar),
         ("guided_grammar", "gbnf", body.guided_grammar),
@@ -84,22 +69,6 @@ def wanted(body: Generate) -> list[tuple[str, Grammar]]:
     return [(name, grammar) for name, grammar in found if grammar is not None]
 
 
-def _response_format(value: dict[str, Any] | None) -> Grammar | None:
-    kind = None if value is None else value.get("type")
-    if value is None or kind == "text":
-        return None
-    if kind == "json_object":
-        schema = value.get("schema")
-        return _json(JSON_OBJECT) if schema is None or schema == {} else _schema("response_format.schema", schema)
-    if kind == "json_schema":
-        holder = value.get("json_schema", value)
-        if not isinstance(holder, dict):
-            raise RequestError("response_format.json_schema: want an object that holds the schema")
-        schema = holder.get("schema", {})
-        return _schema("response_format.json_schema.schema", {} if schema is None else schema)
-    raise RequestError(f"response_format.type: {str(kind)[:40]!r} is none of text, json_object, json_schema")
-
-
 def _structured(value: dict[str, Any] | None) -> list[tuple[str, Grammar | None]]:
     """vLLM's `structured_outputs`."""
     found: list[tuple[str, Grammar | None]] = []
@@ -108,9 +77,9 @@ def _structured(value: dict[str, Any] | None) -> list[tuple[str, Grammar | None]
         if said is None or said is False or key in ("disable_any_whitespace", "whitespace_pattern", "backend"):
             continue
         if key == "json":
-            found.append((name, _schema(name, said)))
+            found.append((name, schema_grammar(name, said)))
         elif key == "json_object":
-            found.append((name, _json(JSON_OBJECT)))
+            found.append((name, JSON_OBJECT))
         elif key in ("regex", "grammar"):
             if not isinstance(said, str):
                 raise RequestError(f"{name}: want text")
@@ -120,19 +89,6 @@ def _structured(value: dict[str, Any] | None) -> list[tuple[str, Grammar | None]
         else:
             raise RequestError(f"{name} is not supported; json, json_object, regex, choice and grammar are")
     return found
-
-
-def _schema(name: str, value: Any) -> Grammar:
-    """A schema as JSON or, as vLLM's clients send it, as text that holds JSON."""
-    if isinstance(value, str):
-        return _json(value)
-    if not isinstance(value, dict | bool):
-        raise RequestError(f"{name}: a JSON Schema is an object")
-    return _json(json.dumps(value))
-
-
-def _json(source: str) -> Grammar:
-    return Grammar(kind="json_schema", source=source)
 
 
 def _of_text(kind: GrammarKind, text: str) -> Grammar:

@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pyspec.errors import PyspecError
-from pyspec.request import Delta, Done, Progress, TokenLogprob
+from pyspec.request import Delta, Done, Progress, TokenLogprob, finish_reason
 from pyspec.server.api.answers import (
     FINGERPRINT,
-    FINISH_REASON,
     PING,
     Choice,
     measured,
@@ -170,7 +169,7 @@ class OpenAIAnswer(ABC):
         return value
 
     def _finish_reason(self, i: int, done: Done) -> str:
-        return FINISH_REASON[done.finish]
+        return finish_reason(done.finish)
 
     @abstractmethod
     def _choice(self, i: int, choice: Choice) -> dict[str, Any]: ...
@@ -223,7 +222,7 @@ class TextAnswer(OpenAIAnswer):
             "index": i,
             "text": "".join(choice.text),
             "logprobs": self._logprobs(i, choice.logprobs) if self._ask.logprobs else None,
-            "finish_reason": FINISH_REASON[choice.done.finish],
+            "finish_reason": finish_reason(choice.done.finish),
         }
 
     def _deltas(self, i: int, text: str) -> Iterator[str]:

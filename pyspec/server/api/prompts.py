@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pyspec.errors import NotSupported, RequestError
-from pyspec.server.api.generic_tools import with_generic_tools
 from pyspec.server.api.schema import Chat, Message
 from pyspec.server.engine import EngineLike, TemplateLike, TokenizerLike
 from pyspec.server.settings import Limits, ServerSettings
+from pyspec.text.markup.dialect import GENERIC
 from pyspec.text.markup.reasoning import THINK
+from pyspec.text.markup.spoken import spoken
+from pyspec.text.template import template_defaults
+from pyspec.text.told_tools import ToolList, told
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
@@ -66,7 +69,7 @@ class Rendering:
 
     template: TemplateLike
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
+    tools: list[Mapping[str, Any]] | None
     add_generation_prompt: bool
     kwargs: dict[str, Any]
     continued: dict[str, Any] | None = None
@@ -120,17 +123,22 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
     if clash := RESERVED & (body.chat_template_kwargs or {}).keys():
         raise RequestError(f"chat_template_kwargs: {min(clash)} has a field of its own")
     continued = continued_part(body, settings)
-    body = with_generic_tools(engine, body, settings)
     messages = [_plain(message, i) for i, message in enumerate(body.messages)]
+    begun = None
     if continued:  # llama-server has a blank line between the parts of what it goes on with
-        messages[-1] = _plain(body.messages[-1], len(messages) - 1, between="\n\n")
+        begun = _plain(body.messages[-1], len(messages) - 1, between="\n\n")
+        messages.pop()
+    tools: ToolList = [tool.sent for tool in body.tools or ()]
+    if spoken(engine.info.chat_template, settings.tool_call_parser) is GENERIC:
+        may_call = body.tool_choice != "none" and body.parse_tool_calls is not False
+        messages, tools = told(template, engine.tokenizer, messages, tools, may_call=may_call)
     return Rendering(
         template,
-        messages=messages[:-1] if continued else messages,
-        tools=[tool.sent for tool in body.tools or ()] or None,
+        messages=messages,
+        tools=tools or None,
         add_generation_prompt=bool(continued) or body.add_generation_prompt is not False,
         kwargs=template_values(body, engine.info.chat_template, settings),
-        continued=messages[-1] if continued else None,
+        continued=begun,
         what=continued,
     )
 
@@ -163,10 +171,8 @@ def begun_answer(body: Chat, settings: ServerSettings) -> str:
 
 def template_values(body: Chat, template: str, settings: ServerSettings) -> dict[str, Any]:
     """What the template is called with beside messages and tools: the server's values, the body's over them."""
-    values: dict[str, Any] = dict(settings.chat_template_kwargs)
-    if "enable_thinking" in template and settings.reasoning != "off":
-        values.setdefault("enable_thinking", True)
-    elif settings.reasoning == "off":
+    values: dict[str, Any] = {**template_defaults(template), **settings.chat_template_kwargs}
+    if settings.reasoning == "off":
         values["enable_thinking"] = False
     values |= body.chat_template_kwargs or {}
     if isinstance(values.get("enable_thinking"), str):

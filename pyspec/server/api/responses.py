@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pyspec.errors import NotSupported, RequestError
-from pyspec.server.api.left_out import is_foreign_item, own_tools
+from pyspec.server.api.left_out import is_foreign_item
 from pyspec.server.api.schema import AsSent, Body, Count, tools_field, validate
 from pyspec.server.settings import Limits
+from pyspec.text.left_out import own_tools
 
 HANDLED = frozenset(
     {"input", "instructions", "tools", "tool_choice", "max_output_tokens", "reasoning", "text", "top_logprobs"}

@@ -1,0 +1,45 @@
+"""OpenAI's `response_format`, and JSON Schemas as clients send them, as grammars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pyspec.errors import RequestError
+from pyspec.request import Grammar
+
+JSON_OBJECT = Grammar(kind="json_schema", source='{"type": "object"}')
+
+
+def format_grammar(value: Any) -> Grammar | None:
+    """What a `response_format` holds the text to; None for text. Raises RequestError."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise RequestError(f"response_format: want an object with a type, not {type(value).__name__}")
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        schema = value.get("schema")
+        return JSON_OBJECT if schema is None or schema == {} else schema_grammar("response_format.schema", schema)
+    if kind == "json_schema":
+        holder = value.get("json_schema", value)
+        if not isinstance(holder, Mapping):
+            raise RequestError("response_format.json_schema: want an object that holds the schema")
+        schema = holder.get("schema", {})
+        return schema_grammar("response_format.json_schema.schema", {} if schema is None else schema)
+    raise RequestError(f"response_format.type: {str(kind)[:40]!r} is none of text, json_object, json_schema")
+
+
+def schema_grammar(name: str, value: Any) -> Grammar:
+    """A schema as JSON or, as vLLM's clients send it, as text that holds JSON. Raises RequestError that names the field."""
+    if isinstance(value, str):
+        return Grammar(kind="json_schema", source=value)
+    if not isinstance(value, Mapping | bool):
+        raise RequestError(f"{name}: a JSON Schema is an object")
+    try:
+        return Grammar(kind="json_schema", source=json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as e:
+        raise RequestError(f"{name} is no JSON: {e}") from None

@@ -1,0 +1,129 @@
+"""Which tools an answer may or must call: what a chat says on it, over HTTP and from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pyspec.errors import NotSupported, RequestError
+from pyspec.text.left_out import own_tools
+from pyspec.text.markup.dialect import NAMES, Dialect
+
+Wanted = Literal["auto", "none", "required"]
+Tool = Mapping[str, Any]
+"""A tool as OpenAI's clients write it: {"type": "function", "function": {"name", "description", "parameters", "strict"}}."""
+
+NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
+BEYOND_BARE = frozenset({"pattern", "format", "minLength", "maxLength"})
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """What a chat says on tools.
+
+    dialect   how calls are written; None: calls are not parsed
+    schemas   the arguments' schema of each tool that may be called
+    is_bound  the answer consists of calls
+    is_held   what is called, and with what, is held to the tools' schemas
+    is_single one call at most
+    """
+
+    dialect: Dialect | None = None
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    is_bound: bool = False
+    is_held: bool = False
+    is_single: bool = False
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """`tool_choice`, read.
+
+    allowed   the functions that alone may be called; None: all
+    is_named  the one function is named that has to be called
+    """
+
+    wanted: Wanted = "auto"
+    allowed: tuple[str, ...] | None = None
+    is_named: bool = False
+
+
+def call_plan(tools: Sequence[Tool], choice: ToolChoice, dialect: Dialect | None, *, parallel: bool) -> CallPlan:
+    """What may be called. Raises RequestError, and NotSupported where calls could not be read.
+
+    dialect   how the model writes calls; None: they are not read
+    parallel  an answer may have more than one
+    """
+    named = {str(tool["function"]["name"]): tool["function"] for tool in tools}
+    if len(named) < len(tools):
+        raise RequestError("tools: two of them have the same name")
+    allowed = choice.allowed
+    wanted = named if allowed is None else {name: named[name] for name in allowed if name in named}
+    if lost := [name for name in allowed or () if name not in named]:
+        raise RequestError(f"tool_choice: there is no tool {lost[0][:80]!r}")
+    is_bound = choice.wanted == "required"
+    if is_bound and not wanted:
+        raise RequestError("tool_choice: there are no tools to choose from")
+    if not wanted or choice.wanted == "none":
+        return CallPlan()
+    if dialect is None:
+        raise NotSupported(
+            'tools: this server reads no calls (--tool-call-parser none); send tool_choice "none", or start it with'
+            f" --tool-call-parser auto, or one of {', '.join(NAMES)}"
+        )
+    if dialect.is_bare:
+        for function in wanted.values():
+            _check_bare(function)
+    is_strict = any(function.get("strict") for function in wanted.values())
+    return CallPlan(
+        dialect=dialect,
+        schemas={name: function.get("parameters") or NO_ARGUMENTS for name, function in wanted.items()},
+        is_bound=is_bound,
+        is_held=is_bound or len(wanted) < len(named) or is_strict or not parallel,
+        is_single=choice.is_named or not parallel,
+    )
+
+
+def tool_choice(said: Any) -> ToolChoice:
+    """What may be called, as OpenAI's clients say it. Raises RequestError."""
+    if said is None:
+        return ToolChoice()
+    if said == "auto" or said == "none" or said == "required":
+        return ToolChoice(said)
+    if isinstance(said, str):
+        raise RequestError(f'tool_choice: {said[:40]!r} is none of "auto", "none" and "required"')
+    if isinstance(said, Mapping) and said.get("type") == "allowed_tools":
+        return _allowed(said.get("allowed_tools"))
+    return ToolChoice("required", (_named(said, "tool_choice"),), is_named=True)
+
+
+def _allowed(said: Any) -> ToolChoice:
+    """Of OpenAI's `allowed_tools` the functions: tools of other types are left out, here as in the prompt."""
+    tools = said.get("tools") if isinstance(said, Mapping) else None
+    mode = said.get("mode") if isinstance(said, Mapping) else None
+    if mode not in ("auto", "required", None):
+        raise RequestError('tool_choice: the mode of allowed_tools is "auto" or "required"')
+    if not isinstance(tools, list):
+        raise RequestError("tool_choice: allowed_tools is an object with a mode and a list of tools")
+    own = own_tools(tools, "function")
+    return ToolChoice(mode or "auto", tuple(dict.fromkeys(_named(tool, "tool_choice.allowed_tools") for tool in own)))
+
+
+def _named(said: Any, where: str) -> str:
+    function = said.get("function") if isinstance(said, Mapping) and said.get("type") == "function" else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise RequestError(f'{where}: a word, or an object such as {{type: "function", function: {{name: "..."}}}}')
+    return str(function["name"])
+
+
+def _check_bare(function: Mapping[str, Any]) -> None:
+    """Raise RequestError if a strict tool says of a string what bare text is not held to."""
+    properties = (function.get("parameters") or {}).get("properties")
+    for name, schema in (properties if function.get("strict") and isinstance(properties, Mapping) else {}).items():
+        said = BEYOND_BARE & schema.keys() if isinstance(schema, Mapping) and "enum" not in schema else ()
+        if said and schema.get("type", "string") == "string":
+            raise RequestError(
+                f"tools: {function['name']} is strict, but {min(said)} of argument {name[:80]!r} can not be kept: this model writes"
+                " strings as bare text"
+            )

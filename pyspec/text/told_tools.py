@@ -1,0 +1,130 @@
+"""Tools for templates that know of none: the system prompt describes them, and calls and results of a history stand in plain messages.
+
+What a template shows itself is left to it; it is asked (`text/abilities.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from pyspec.errors import RequestError
+from pyspec.text.abilities import HEAD, Abilities, Chat
+from pyspec.text.markup.held import Tokens
+from pyspec.text.markup.hermes import CLOSE, OPEN
+
+ToolList = list[Mapping[str, Any]]
+
+HOW = (
+    f'To call a tool, write a block like this, and nothing behind it:\n{OPEN}\n{{"name": "NAME", "arguments": {{"KEY": "VALUE"}}}}\n{CLOSE}\n'
+    "To call several, write one block for each. What they return comes in the next message. Where no tool is needed, answer in plain text."
+)
+
+_TEXTS = re.compile(r'"(?:[^"\\]|\\.)*"')
+_SIGNS = re.compile(r'[^\w\s"\\]')
+
+
+class Asked(Protocol):
+    """A template that says what it can."""
+
+    def able(self, *, tools: bool) -> Abilities: ...
+
+
+def told(
+    template: Asked, tokenizer: Tokens, messages: Sequence[Mapping[str, Any]], tools: ToolList, *, may_call: bool
+) -> tuple[Chat, ToolList]:
+    """The messages, with content as text, and the tools as the template can show them.
+
+    may_call  the answer may call a tool: how is told
+    """
+    chat = [dict(message) for message in messages]
+    if not tools and not any(_calls_of(m) or m["role"] == "tool" for m in chat):
+        return chat, tools
+    shows_tools = bool(tools) and template.able(tools=True).shows_tools
+    if not template.able(tools=shows_tools).shows_calls:
+        chat = _in_turns(chat, tokenizer)
+    if tools and may_call:
+        chat = _instructed(chat, HOW if shows_tools else f"{_listed(tools, tokenizer)}\n\n{HOW}")
+    return chat, tools if shows_tools else []
+
+
+def _calls_of(message: Mapping[str, Any]) -> Sequence[Any]:
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list | tuple) else ()
+
+
+def _in_turns(messages: Chat, tokenizer: Tokens) -> Chat:
+    """Calls in the assistant's text, and results as what the user says. Results that follow each other, and what the user says behind
+    them, are one message: many templates want turns."""
+    chat: Chat = []
+    is_answered = False  # by results, with which the last message begins
+    for message in messages:
+        is_result = message["role"] == "tool"
+        message = _result(message) if is_result else _called(message, tokenizer)
+        if is_answered and message["role"] == "user":
+            chat[-1] = chat[-1] | {"content": f"{chat[-1]['content']}\n{message.get('content') or ''}"}
+        else:
+            chat.append(message)
+            is_answered = is_result
+    return chat
+
+
+def _result(message: Mapping[str, Any]) -> dict[str, Any]:
+    own = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id", "name")}
+    return own | {
+        "role": "user",
+        "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>",
+    }
+
+
+def _called(message: dict[str, Any], tokenizer: Tokens) -> dict[str, Any]:
+    calls = _calls_of(message)
+    if message["role"] != "assistant" or not calls:
+        return message
+    blocks = "\n".join(f"{OPEN}\n{_json(_call(call), tokenizer)}\n{CLOSE}" for call in calls)
+    said = message.get("content")
+    own = {key: value for key, value in message.items() if key != "tool_calls"}
+    return own | {"content": f"{said}\n{blocks}" if said else blocks}
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise RequestError("messages: a call of tool_calls has no function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):  # else it is shown as the model wrote it
+            arguments = json.loads(arguments or "{}")
+    return {"name": function.get("name"), "arguments": {} if arguments is None else arguments}
+
+
+def _listed(tools: ToolList, tokenizer: Tokens) -> str:
+    return "You can call these tools:\n" + "\n".join(_json(tool, tokenizer) for tool in tools)
+
+
+def _instructed(messages: Chat, text: str) -> Chat:
+    """The messages with the instructions behind what the system says first; where the template takes no system they go on from there."""
+    if not messages or messages[0]["role"] not in HEAD:
+        return [{"role": "system", "content": text}, *messages]
+    said = messages[0].get("content")
+    return [messages[0] | {"content": f"{said}\n\n{text}" if said else text}, *messages[1:]]
+
+
+def _json(value: Any, tokenizer: Tokens) -> str:
+    """As JSON, in which no text is that of a control token: what stands in a description must not become one."""
+
+    def escaped(found: re.Match[str]) -> str:
+        text = found.group()
+        if tokenizer.encode(text, add_special=False) == tokenizer.encode(text, add_special=False, parse_special=False):
+            return text
+        return _SIGNS.sub(
+            lambda sign: f"\\u{ord(sign.group()):04x}" if ord(sign.group()) < 0x10000 else sign.group(), text
+        )
+
+    try:
+        return _TEXTS.sub(escaped, json.dumps(value, ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError) as e:
+        raise RequestError(f"tools and calls are shown as JSON, and one of them is none: {e}") from None
