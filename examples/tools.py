@@ -21,11 +21,9 @@ def price(what: str) -> str:
 
 with pyspec.Engine.load("demo") as engine:
     messages = [{"role": "user", "content": "What does the cake cost?"}]
-    # The demo model was not trained on tools: it is told how calls are written ("hermes"), and made to call one. With a model
-    # that knows tools, leave both out, and loop for as long as `answer.tool_calls` is not empty.
-    answer = engine.chat(
-        messages, tools=TOOLS, tool_choice="required", tool_call_parser="hermes", temperature=0, max_tokens=200
-    )
+    # The demo model was not trained on tools, so it is made to call one. With a model that knows tools, leave `tool_choice` out, and
+    # loop for as long as `answer.finish_reason` is "tool_calls".
+    answer = engine.chat(messages, tools=TOOLS, tool_choice="required", temperature=0, max_tokens=200)
     messages.append(answer.message)
     for call in answer.tool_calls:
         print(f"the model calls {call.name}({call.values()})")

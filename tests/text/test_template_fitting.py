@@ -320,3 +320,34 @@ def test_refusals_of_what_a_template_can_not_name_another() -> None:
         ChatTemplate("{{ messages[0].a.b.c }}").render(USER)
     with pytest.raises(RequestError, match=r"does not compile: .*; --chat-template takes another one"):
         ChatTemplate("{% if %}").render(USER)
+
+
+@pytest.mark.parametrize(
+    ("source", "tools", "calls"),
+    [
+        ("{{ messages[0].content }}", False, False),
+        ("{{ messages[0].content }}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}", True, False),
+        ("{% for m in messages %}{{ m.content }}{{ (m.tool_calls or []) | tojson }}{% endfor %}", False, True),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", False, False),
+        (
+            "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m | tojson }}{% endfor %}",
+            False,
+            False,
+        ),
+        (
+            "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+            "{% for k, v in c.function.arguments.items() %}{{ k }}{% endfor %}{% endfor %}{% endfor %}",
+            False,
+            True,
+        ),
+    ],
+)
+def test_what_a_template_shows_of_tools_is_asked(source: str, tools: bool, calls: bool) -> None:
+    able = ChatTemplate(source).able()
+    assert (able.shows_tools, able.shows_calls) == (tools, calls)
+
+
+def test_a_template_of_its_own_for_tools_answers_for_chats_with_tools() -> None:
+    own = ChatTemplate("{{ tools | tojson }}")
+    both = ChatTemplate("{{ messages[0].content }}", tool_use=own)
+    assert both.able(tools=True).shows_tools and not both.able(tools=False).shows_tools
