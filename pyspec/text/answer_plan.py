@@ -71,7 +71,7 @@ def _in_place(tokenizer: Tokens, calls: CallPlan) -> list[tuple[str, str]]:
 def _call_grammar(tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, keep: Keep) -> Grammar | None:
     """What holds the answer to the tools' schemas; None where nothing does. Of a model that is told how to call all calls are held:
     if not to their schemas, because these can not be kept, to the form."""
-    if markup.calls is None or not (calls.is_held or markup.calls.is_told):
+    if markup.calls is None or not (calls.is_held or markup.calls.is_prompted):
         return None
     try:
         return keep(held_calls(tokenizer, markup, is_single=calls.is_single))

@@ -47,7 +47,7 @@ class Dialect:
     lacks  what they do not: others that have the signs, too
     is_bare  strings are written as they are, with no more than marks around them
     as_schema  a call as a JSON Schema, where it is JSON and nothing else
-    is_told  the prompt says how calls look, because the template does not
+    is_prompted  the prompt says how calls look, because the template does not
     new_id  an id for a call, where templates want a form of their own
     """
 
@@ -60,7 +60,7 @@ class Dialect:
     lacks: tuple[str, ...] = ()
     is_bare: bool = False
     as_schema: Callable[[Tools], Schema] | None = None
-    is_told: bool = False
+    is_prompted: bool = False
     new_id: Callable[[], str] | None = None
 
     def in_place(self, tools: Tools, *, is_single: bool, control: Mapping[str, int]) -> tuple[str, str]:
@@ -170,7 +170,7 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is tak
         as_schema=llama3.as_schema,
     ),
 )
-GENERIC = replace(DIALECTS[[each.name for each in DIALECTS].index("hermes")], name="generic", signs=(), is_told=True)
+GENERIC = replace(DIALECTS[[each.name for each in DIALECTS].index("hermes")], name="generic", signs=(), is_prompted=True)
 """For templates that do not say how calls are written: the prompt says it, and calls look like Hermes's."""
 
 ALIASES = {
