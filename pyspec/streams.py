@@ -21,12 +21,16 @@ class Lossy(io.FileIO):
     """A file that takes everything: what it can not keep, because it is full or its reader is gone, is lost. Said of that is nothing, there is no place."""
 
     def write(self, data: Buffer, /) -> int:
+        """All of it, as a buffered file does. None stands around this one: it would refuse a line that is written in the middle of another."""
+        rest = memoryview(data).cast("B")
+        n = rest.nbytes
         try:
-            return super().write(data) or 0
+            while rest and (taken := super().write(rest)) is not None:  # None: the reader is slow, and the stream does not wait
+                rest = rest[taken:]
         except OSError as e:
             if e.errno not in LOST:
                 raise
-            return memoryview(data).nbytes
+        return n
 
 
 def fill_in() -> None:
@@ -41,9 +45,12 @@ def fill_in() -> None:
             setattr(sys, name, open(fd, "r" if mode == os.O_RDONLY else "w", closefd=False))  # noqa: SIM115 - for as long as the process lives
     stderr = sys.__stderr__
     if stderr is not None and sys.stderr is stderr and stderr.fileno() == STDERR:
-        raw = io.BufferedWriter(Lossy(STDERR, "w", closefd=False))
         sys.stderr = io.TextIOWrapper(
-            raw, stderr.encoding, errors="backslashreplace", line_buffering=True, write_through=True
+            Lossy(STDERR, "w", closefd=False),
+            stderr.encoding,
+            errors="backslashreplace",
+            line_buffering=True,
+            write_through=True,
         )
 
 

@@ -85,3 +85,36 @@ def test_stderr_that_fills_up_later_loses_what_it_does_not_take(tmp_path: Path) 
 
 def test_a_reader_that_has_read_enough_hears_no_complaint() -> None:
     assert outcome("| head -n 1 >/dev/null") == (0, "")
+
+
+def test_a_line_may_be_written_in_the_middle_of_another(tmp_path: Path) -> None:
+    """A signal comes whenever it likes; an error there would be one of its handler, whose work then is left undone."""
+    code = """
+        import os, signal, sys, threading, time
+        from pyspec.streams import fill_in
+        fill_in()
+        n = 0
+
+        def hear(*_):
+            global n
+            n += 1
+            print("inside", n, file=sys.stderr)
+
+        signal.signal(signal.SIGUSR1, hear)
+        def send():
+            for _ in range(400):
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0.0005)
+        sender = threading.Thread(target=send)
+        sender.start()
+        while sender.is_alive():
+            print("outside " + "x" * 300, file=sys.stderr)
+        sys.exit(0 if n else 3)
+    """
+    said = tmp_path / "said"
+    with open(said, "w") as file:
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)], env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=file
+        )
+    assert done.returncode == 0, said.read_text()[-600:]
+    assert "inside 1\n" in said.read_text() and "Error" not in said.read_text()

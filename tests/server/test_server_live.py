@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,7 +26,9 @@ from server_client import parse_events
 from server_fakes import FakeEngine, Script
 from server_live import Live, wait_for
 
-from pyspec.server.settings import Limits
+from pyspec.server.app import create_app
+from pyspec.server.http.serve import bind, make_server
+from pyspec.server.settings import Limits, ServerSettings
 
 Serve = Callable[..., Live]
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -301,3 +305,35 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         said = process.stderr.read()
     assert "Traceback" not in said and "ending at once; requests that are cut off: 1" in said
     assert "running requests: 1; they get 30 s, or until a second signal" in said
+
+
+def test_a_signal_writes_nothing_where_it_comes(caplog: pytest.LogCaptureFixture) -> None:
+    """It may come in the middle of a line of the log, and what goes wrong there would leave the server running."""
+    settings = ServerSettings(port=0, limits=Limits(drain_s=0.2))
+    fake = FakeEngine()
+    server = make_server(create_app(fake, settings), settings)
+    heard: list[bool] = []
+
+    class Strict(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(is_inside)
+
+    handler, ours = Strict(), logging.getLogger("pyspec.server.http.serve")
+    ours.addHandler(handler)
+    is_inside = False
+    try:
+        with caplog.at_level(logging.INFO, ours.name):
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [bind(settings)]}, daemon=True)
+            thread.start()
+            wait_for(lambda: server.started)
+            is_inside = True
+            for sig in (signal.SIGTERM, signal.SIGTERM):
+                server.handle_exit(sig, None)
+                assert server.should_exit
+            assert heard == [] and server.force_exit
+            is_inside = False
+            thread.join(20)
+    finally:
+        ours.removeHandler(handler)
+        fake.close()
+    assert [r.getMessage() for r in caplog.records if "ending" in r.getMessage()] == ["ending", "ending at once"]

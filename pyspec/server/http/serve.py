@@ -51,6 +51,7 @@ class Server(uvicorn.Server):
         self.door = door
         self._on_ready = on_ready
         self._switch_s = sys.getswitchinterval()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def service(self) -> Service:
@@ -65,6 +66,7 @@ class Server(uvicorn.Server):
             BELOW_US.disabled = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             for sock in sockets or ():
@@ -92,19 +94,35 @@ class Server(uvicorn.Server):
         self.service.abort_all(Unavailable("the server is shutting down"))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A second signal ends at once; not that of a terminal that is gone, which both the shell and the system send."""
-        if self.should_exit and sig == signal.SIGHUP:
+        """A second signal ends at once; not that of a terminal that is gone, which both the shell and the system send.
+
+        Nothing is written here: the signal may have come in the middle of a line, and a stream can not be written from within its own write.
+        """
+        is_second = self.should_exit
+        self.should_exit = True
+        if is_second and sig == signal.SIGHUP:
             return
-        if self.should_exit and not self.force_exit:
+        if is_second and not self.force_exit:
             self.force_exit = True
-            log.warning("ending at once%s", self._running("; requests that are cut off: %d"))
             BELOW_US.disabled = True  # it would tell of each with a traceback
-        elif not self.should_exit and self.door.service is not None:
+            self._soon(self._say_hurried)
+        elif not is_second:
+            self._soon(self._say_ending)
+
+    def _soon(self, say: Callable[[], None]) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the end is near anyway
+                self._loop.call_soon_threadsafe(say)
+
+    def _say_hurried(self) -> None:
+        log.warning("ending at once%s", self._running("; requests that are cut off: %d"))
+
+    def _say_ending(self) -> None:
+        if self.door.service is not None:
             drain_s = self.door.service.settings.limits.drain_s
             log.info(
                 "ending%s", self._running(f"; running requests: %d; they get {drain_s:g} s, or until a second signal")
             )
-        self.should_exit = True
 
     def _running(self, text: str) -> str:
         service = self.door.service
