@@ -15,6 +15,7 @@ from pyspec.ranges import shown
 from pyspec.request import Delta, Done, FinishReason, Request, SamplingParams, finish_reason
 from pyspec.text.answer_plan import Keep, held_text, plan_answer
 from pyspec.text.call_plan import Tool, ToolChoice, call_plan, tool_choice
+from pyspec.text.described_tools import ToolList, has_tools, with_described
 from pyspec.text.left_out import own_tools
 from pyspec.text.markup.dialect import GENERIC, NAMES, AnswerMarkup, Dialect, think_marks
 from pyspec.text.markup.held import ends_open
@@ -22,7 +23,6 @@ from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Re
 from pyspec.text.markup.spoken import spoken
 from pyspec.text.template import ChatTemplate, normalise, template_defaults
 from pyspec.text.tokenizer import Tokenizer
-from pyspec.text.told_tools import ToolList, told
 
 WORDS = ("auto", "none", "required")
 
@@ -232,8 +232,8 @@ class Chats:
         self, messages: Sequence[Message], tools: ToolList, speaks: Dialect, *, may_call: bool
     ) -> tuple[int, ...]:
         chat: Sequence[Message] = messages
-        if speaks is GENERIC:
-            chat, tools = told(self.template, self.tokenizer, normalise(messages), tools, may_call=may_call)
+        if speaks is GENERIC and has_tools(messages, tools):
+            chat, tools = with_described(self.template, self, normalise(messages), tools, may_call=may_call)
         values = template_defaults(self.source)
         return tuple(self.template.encode(self.tokenizer, chat, tools=tools or None, kwargs=values))
 

@@ -10,11 +10,11 @@ from pyspec.errors import NotSupported, RequestError
 from pyspec.server.api.schema import Chat, Message
 from pyspec.server.engine import EngineLike, TemplateLike, TokenizerLike
 from pyspec.server.settings import Limits, ServerSettings
+from pyspec.text.described_tools import ToolList, has_tools, with_described
 from pyspec.text.markup.dialect import GENERIC
 from pyspec.text.markup.reasoning import THINK
 from pyspec.text.markup.spoken import spoken
 from pyspec.text.template import template_defaults
-from pyspec.text.told_tools import ToolList, told
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
@@ -129,9 +129,9 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
         begun = _plain(body.messages[-1], len(messages) - 1, between="\n\n")
         messages.pop()
     tools: ToolList = [tool.sent for tool in body.tools or ()]
-    if spoken(engine.info.chat_template, settings.tool_call_parser) is GENERIC:
+    if has_tools(messages, tools) and spoken(engine.info.chat_template, settings.tool_call_parser) is GENERIC:
         may_call = body.tool_choice != "none" and body.parse_tool_calls is not False
-        messages, tools = told(template, engine.tokenizer, messages, tools, may_call=may_call)
+        messages, tools = with_described(template, engine, messages, tools, may_call=may_call)
     return Rendering(
         template,
         messages=messages,

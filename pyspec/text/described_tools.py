@@ -27,27 +27,42 @@ _TEXTS = re.compile(r'"(?:[^"\\]|\\.)*"')
 _SIGNS = re.compile(r'[^\w\s"\\]')
 
 
-class Asked(Protocol):
+class AbleTemplate(Protocol):
     """A template that says what it can."""
 
     def able(self, *, tools: bool) -> Abilities: ...
 
 
-def told(
-    template: Asked, tokenizer: Tokens, messages: Sequence[Mapping[str, Any]], tools: ToolList, *, may_call: bool
+class HasTokenizer(Protocol):
+    """It is asked for where texts of clients are written down, and not before."""
+
+    @property
+    def tokenizer(self) -> Tokens: ...
+
+
+def has_tools(messages: Sequence[Mapping[str, Any]], tools: ToolList) -> bool:
+    """Whether a chat has anything to do with tools."""
+    return bool(tools) or any(_calls_of(message) or message["role"] == "tool" for message in messages)
+
+
+def with_described(
+    template: AbleTemplate,
+    owner: HasTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: ToolList,
+    *,
+    may_call: bool,
 ) -> tuple[Chat, ToolList]:
     """The messages, with content as text, and the tools as the template can show them.
 
-    may_call  the answer may call a tool: how is told
+    may_call  the answer may call a tool: how is described
     """
     chat = [dict(message) for message in messages]
-    if not tools and not any(_calls_of(m) or m["role"] == "tool" for m in chat):
-        return chat, tools
     shows_tools = bool(tools) and template.able(tools=True).shows_tools
     if not template.able(tools=shows_tools).shows_calls:
-        chat = _in_turns(chat, tokenizer)
+        chat = _in_turns(chat, owner)
     if tools and may_call:
-        chat = _instructed(chat, HOW if shows_tools else f"{_listed(tools, tokenizer)}\n\n{HOW}")
+        chat = _instructed(chat, HOW if shows_tools else f"{_listed(tools, owner)}\n\n{HOW}")
     return chat, tools if shows_tools else []
 
 
@@ -56,14 +71,14 @@ def _calls_of(message: Mapping[str, Any]) -> Sequence[Any]:
     return calls if isinstance(calls, list | tuple) else ()
 
 
-def _in_turns(messages: Chat, tokenizer: Tokens) -> Chat:
+def _in_turns(messages: Chat, owner: HasTokenizer) -> Chat:
     """Calls in the assistant's text, and results as what the user says. Results that follow each other, and what the user says behind
     them, are one message: many templates want turns."""
     chat: Chat = []
     is_answered = False  # by results, with which the last message begins
     for message in messages:
         is_result = message["role"] == "tool"
-        message = _result(message) if is_result else _called(message, tokenizer)
+        message = _result(message) if is_result else _called(message, owner)
         if is_answered and message["role"] == "user":
             chat[-1] = chat[-1] | {"content": f"{chat[-1]['content']}\n{message.get('content') or ''}"}
         else:
@@ -80,11 +95,11 @@ def _result(message: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _called(message: dict[str, Any], tokenizer: Tokens) -> dict[str, Any]:
+def _called(message: dict[str, Any], owner: HasTokenizer) -> dict[str, Any]:
     calls = _calls_of(message)
     if message["role"] != "assistant" or not calls:
         return message
-    blocks = "\n".join(f"{OPEN}\n{_json(_call(call), tokenizer)}\n{CLOSE}" for call in calls)
+    blocks = "\n".join(f"{OPEN}\n{_json(_call(call), owner)}\n{CLOSE}" for call in calls)
     said = message.get("content")
     own = {key: value for key, value in message.items() if key != "tool_calls"}
     return own | {"content": f"{said}\n{blocks}" if said else blocks}
@@ -101,8 +116,8 @@ def _call(call: Any) -> dict[str, Any]:
     return {"name": function.get("name"), "arguments": {} if arguments is None else arguments}
 
 
-def _listed(tools: ToolList, tokenizer: Tokens) -> str:
-    return "You can call these tools:\n" + "\n".join(_json(tool, tokenizer) for tool in tools)
+def _listed(tools: ToolList, owner: HasTokenizer) -> str:
+    return "You can call these tools:\n" + "\n".join(_json(tool, owner) for tool in tools)
 
 
 def _instructed(messages: Chat, text: str) -> Chat:
@@ -113,8 +128,10 @@ def _instructed(messages: Chat, text: str) -> Chat:
     return [messages[0] | {"content": f"{said}\n\n{text}" if said else text}, *messages[1:]]
 
 
-def _json(value: Any, tokenizer: Tokens) -> str:
+def _json(value: Any, owner: HasTokenizer) -> str:
     """As JSON, in which no text is that of a control token: what stands in a description must not become one."""
+
+    tokenizer = owner.tokenizer
 
     def escaped(found: re.Match[str]) -> str:
         text = found.group()
