@@ -25,7 +25,9 @@ class Lossy(io.FileIO):
         rest = memoryview(data).cast("B")
         n = rest.nbytes
         try:
-            while rest and (taken := super().write(rest)) is not None:  # None: the reader is slow, and the stream does not wait
+            while (
+                rest and (taken := super().write(rest)) is not None
+            ):  # None: the reader is slow, and the stream does not wait
                 rest = rest[taken:]
         except OSError as e:
             if e.errno not in LOST:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pyspec.engine.api import Engine
 
 DEFAULT_GEN = 128  # tokens of an answer
+LONG_CTX = 8192  # tokens of a request; up to here the length that a load finds by itself has room
+SPARE = 64  # for what a template puts around a question
 _what = grouped("What is measured")
 _report = grouped("Report")
 
@@ -174,6 +176,11 @@ def _measured(engine: EngineChoice, flags: BenchFlags, case: str) -> list[Report
     from pyspec.bench.session import bench as run_bench
 
     plans = flags.plans(case)
+    longest = max(plan.n_prompt + plan.n_predict for plan in plans) + SPARE
+    if not engine.ctx and longest > LONG_CTX:
+        engine = replace(
+            engine, ctx=longest
+        )  # more than the model was trained for, perhaps: then a line of the log says so
     n_slot = max(engine.np, *flags.streams)
     with (
         shown_load(engine, n_slot, isolated=flags.isolated) as loaded,

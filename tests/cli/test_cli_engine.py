@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from pyspec.cli import main
 from pyspec.cli.run import AnswerOptions, RunFlags, acceptance, talk
 from pyspec.engine.api import Engine
-from pyspec.request import SamplingParams, Timings
+from pyspec.request import SamplingGiven, SamplingParams, Timings
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 GREEDY = ["--temp", "0"]
@@ -123,7 +123,7 @@ def test_a_word_behind_the_model_is_a_message(words: list[str]) -> None:
 def test_a_chat_remembers_and_clears(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     said = iter(["My name is Lena.", "What is my name?", "/clear", "What is my name?", "/nonsense", "", "/exit"])
     monkeypatch.setattr(click, "prompt", lambda *args, **options: next(said))
-    talk(engine, AnswerOptions(SamplingParams(temperature=0), 48, ()), "")
+    talk(engine, AnswerOptions(SamplingGiven(temperature=0), 48, ()), "")
     out, err = capsys.readouterr()
     answers = out.splitlines()
     assert "Lena" in answers[1] and "Lena" not in answers[2]
@@ -142,7 +142,7 @@ def test_a_refused_message_does_not_end_a_chat(
         raise click.Abort
 
     monkeypatch.setattr(click, "prompt", prompt)
-    talk(engine, AnswerOptions(SamplingParams(temperature=0), 48, ()), "")
+    talk(engine, AnswerOptions(SamplingGiven(temperature=0), 48, ()), "")
     out, err = capsys.readouterr()
     assert "Error: the request exceeds the available context size" in err
     assert out.startswith(reference("Hi!")["answer"])

@@ -118,7 +118,7 @@ def test_calls_written_as_json_have_the_arguments_of_their_tool_and_no_others(na
     speaks, lark = dialect(name), Lark()
     for source in (
         lark.calls(speaks.rules(lark, {"f": A}, is_single=True)),
-        speaks.in_place({"f": A}, is_single=True)[0],
+        speaks.in_place({"f": A}, is_single=True, control={})[0],
     ):
         assert json.dumps(CLOSED)[1:-1] in source
 

@@ -170,7 +170,9 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is tak
         as_schema=llama3.as_schema,
     ),
 )
-GENERIC = replace(DIALECTS[[each.name for each in DIALECTS].index("hermes")], name="generic", signs=(), is_prompted=True)
+GENERIC = replace(
+    DIALECTS[[each.name for each in DIALECTS].index("hermes")], name="generic", signs=(), is_prompted=True
+)
 """For templates that do not say how calls are written: the prompt says it, and calls look like Hermes's."""
 
 ALIASES = {
