@@ -123,7 +123,7 @@ def test_a_word_behind_the_model_is_a_message(words: list[str]) -> None:
 def test_a_chat_remembers_and_clears(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     said = iter(["My name is Lena.", "What is my name?", "/clear", "What is my name?", "/nonsense", "", "/exit"])
     monkeypatch.setattr(click, "prompt", lambda *args, **options: next(said))
-    talk(engine, AnswerOptions(SamplingGiven(temperature=0), 48, ()), "")
+    talk(engine, AnswerOptions(SamplingGiven(SamplingParams(temperature=0), frozenset({"temperature"})), 48, ()), "")
     out, err = capsys.readouterr()
     answers = out.splitlines()
     assert "Lena" in answers[1] and "Lena" not in answers[2]
@@ -142,7 +142,7 @@ def test_a_refused_message_does_not_end_a_chat(
         raise click.Abort
 
     monkeypatch.setattr(click, "prompt", prompt)
-    talk(engine, AnswerOptions(SamplingGiven(temperature=0), 48, ()), "")
+    talk(engine, AnswerOptions(SamplingGiven(SamplingParams(temperature=0), frozenset({"temperature"})), 48, ()), "")
     out, err = capsys.readouterr()
     assert "Error: the request exceeds the available context size" in err
     assert out.startswith(reference("Hi!")["answer"])
