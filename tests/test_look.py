@@ -76,6 +76,14 @@ def test_a_model_that_no_machine_runs_is_refused_by_its_head(there: FakeHub, tmp
     assert gets(there) == {f"bytes=0-{HEAD - 1}"} and not list((tmp_path / "hub").rglob("blobs/*"))
 
 
+def test_an_unknown_model_with_an_mtp_block_is_no_drafter(there: FakeHub, tmp_path: Path):
+    """GLM-4.5's and DeepSeek-V3's files have one: to be told that they are drafters leads nowhere."""
+    there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=True), b"glm4me")}
+    done = call("fit", "-hf", REPO)
+    assert done.exit_code == 3 and "m-Q8_0.gguf is a model of the architecture 'glm4me'" in done.stderr, done.output
+    assert "drafter (" not in done.stderr
+
+
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets how many MiB are free."""
