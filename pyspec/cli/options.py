@@ -167,7 +167,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _slots("-cram", "--cache-ram", default=8192, help="MiB of host memory for those that do not fit there. -1: any."),
     _slots("--checkpoint-every", default=8192, help="Tokens between checkpoints in a long prompt. 0: none."),
     _slots("-b", "--batch-size", "batch", default=0, help="Rows of a forward of prompts. 0: 2048, or -ub on a CPU."),
-    _slots("-ub", "--ubatch-size", "ubatch", default=512, help="Rows of a forward in which somebody decodes."),
+    _slots("-ub", "--ubatch-size", "ubatch", default=512, help="Rows of a forward beside slots that decode."),
     _slots(
         "--prompt-weight", default=1.0, type=Number(0, 1000),
         help="How much time a long prompt gets beside slots that decode: 1 is as much as one of them. 0: no limit.",

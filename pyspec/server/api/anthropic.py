@@ -21,6 +21,7 @@ from pyspec.text.left_out import own_tools
 MAX_TOKENS = 4096  # if a body does not say, as llama-server has it; Anthropic's own interface insists
 HANDLED = frozenset(
     {"system", "messages", "tools", "tool_choice", "stop_sequences", "max_tokens", "thinking", "output_config"}
+    | {"output_format"}
 )
 IGNORED = frozenset(
     {"anthropic_beta", "betas", "cache_control", "context_management", "diagnostics", "inference_geo", "metadata"}
@@ -94,6 +95,7 @@ class MessagesBody(Body):
     tool_choice: ToolSelection | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # what output_config.format was called in the beta: older SDKs send it
 
 
 def to_chat(sent: dict[str, Any], limits: Limits) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def to_chat(sent: dict[str, Any], limits: Limits) -> dict[str, Any]:
         chat["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
         chat |= _tool_choice(body.tool_choice)
-    return chat | _thinking(body.thinking, sent) | _output(body.output_config)
+    return chat | _thinking(body.thinking, sent) | _output(body.output_config, body.output_format)
 
 
 def _system(system: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -251,11 +253,11 @@ def _thinking(thinking: Thinking | None, sent: dict[str, Any]) -> dict[str, Any]
     return {"chat_template_kwargs": thinks} | (budget if thinking.type == "enabled" else {})
 
 
-def _output(config: OutputConfig | None) -> dict[str, Any]:
+def _output(config: OutputConfig | None, older: OutputFormat | None) -> dict[str, Any]:
     chat: dict[str, Any] = {}
     if config is not None and config.effort is not None:
         chat["reasoning_effort"] = config.effort
-    if config is not None and config.format is not None:
-        schema = {"name": "output", "schema": config.format.schema_, "strict": True}
+    if (wanted := (config and config.format) or older) is not None:
+        schema = {"name": "output", "schema": wanted.schema_, "strict": True}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     return chat
