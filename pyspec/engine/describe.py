@@ -174,7 +174,9 @@ def check_is_target(file: GGUFFile, path: Path) -> None:
     """Raise ModelError with what to type for a drafter, or a part of another kind, that was given as the model."""
     kind = draft.recognised(file)
     has_trunk = any(name.startswith("blk.0.") for name in file.tensors)
-    is_own = kind != "mtp" and file.architecture not in ARCHITECTURES  # an MTP block behind a trunk is part of a model, known or not
+    is_own = (
+        kind != "mtp" and file.architecture not in ARCHITECTURES
+    )  # an MTP block behind a trunk is part of a model, known or not
     if kind and (is_own or not has_trunk):
         raise ModelError(f"{path.name} is a drafter ({kind}), no model that answers; type -m TARGET.gguf -md {path}")
     if (what := PARTS_OF_MODELS.get(file.architecture)) is not None:
