@@ -32,6 +32,8 @@ def shown(value: object, most: int = SHOWN) -> str:
         text = ascii(value)
     except ValueError:  # Python prints no number of thousands of digits
         text = "a huge number"
+    except Exception:  # noqa: BLE001 - a caller's own class writes itself, and what is nested deeply can not be written
+        text = f"a value of type {ascii(type(value).__name__)[:most]}"
     return text if len(text) <= most else text[: most - 3] + "..."
 
 

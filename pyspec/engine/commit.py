@@ -182,7 +182,7 @@ class Committer:
         is_due = slot.n_past == job.n_prefill and self.worker.memory.needs_state and self._may_file(job, slot)
         worth = worth_on(self.worker.device.type)
         is_cut = cut_of(job.n_prefill, self.worker.table.page_size, worth)
-        if not is_due or job.request.resumed or not job.reuses or is_cut:
+        if not is_due or job.goes_on or not job.reuses or is_cut:
             return
         draft = self.speculator.checkpoint(slot)
         if slot.index in self.speculator.lost_track:
@@ -196,15 +196,15 @@ class Committer:
         return self.cache.on and job.request.cache_prompt and slot.index not in lost and slot.n_past > 0
 
     def suspend(self, job: Job) -> None:
-        """Take a request whose prompt is being read out of its slot. What was read is in the cache: it goes on from there."""
+        """Take a request out of its slot before its end. What was read and said is in the cache: it goes on from there."""
         self.settle()
         slot = job.slot
-        assert slot is not None and not job.is_decoding
+        assert slot is not None
         self._file(job, slot, whole=True)
         self.speculator.end(slot)
         self.jobs.pop(slot.index)
+        job.put_off()
         self.worker.table.release(slot, trusted=True)
-        job.slot, job.cuts, job.n_suspended = None, (), job.n_suspended + 1
 
     # -- the end of a request ------------------------------------------------------------------------------------
 

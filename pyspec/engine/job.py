@@ -28,7 +28,8 @@ def at_least(rounds: Sequence[int]) -> list[int]:
 class Job:
     """Lives from submit to its last event. `slot` is None while it waits; `anchor` is None until its prompt is done.
 
-    prefill     what goes through the model before its first token: the prompt, and what an earlier life generated behind it
+    prefill     what goes through the model before its next token is chosen, and it decodes: the prompt, and what was generated behind it by
+                an earlier life, or before it was put off
     constraint  its grammar, moved by committed tokens; None: any text
     flaw        why it can not begin
     start       what it had where its prompt ended, to be filed when it is over
@@ -49,7 +50,7 @@ class Job:
     cache_break_at: int = -1
     n_predicted: int = 0
     cancelled: bool = False
-    n_suspended: int = 0  # how often it made room for a short one before its first token
+    n_suspended: int = 0  # how often it made room for a short one
     started: float = field(default_factory=time.perf_counter)
     first: float = 0.0  # when the first token was there
     last: float = 0.0
@@ -60,6 +61,7 @@ class Job:
     constraint: Constraint | None = None
     flaw: PyspecError | None = None
     start: object | None = None
+    n_at_seat: int = 0  # tokens it had when it was seated last
 
     def __post_init__(self) -> None:
         resumed = self.request.resumed
@@ -69,6 +71,7 @@ class Job:
             self.prefill += resumed
             self.sampler.commit(resumed)
             self.resumed_stop = self.stream.push(resumed).stopped
+        self.n_begin = len(self.prefill)  # tokens before the first one of this life
         room, most = self.n_ctx - self.n_prompt, self.request.max_tokens
         self.n_most = room if most < 0 else min(room, most)  # tokens it may emit, by its own limit and by the context's
 
@@ -120,6 +123,16 @@ class Job:
         )
 
     @property
+    def goes_on(self) -> bool:
+        """Own tokens stand behind its prompt already."""
+        return self.n_prefill > self.n_prompt
+
+    @property
+    def n_given(self) -> int:
+        """Tokens it was given since it was seated."""
+        return self.n_predicted - self.n_at_seat
+
+    @property
     def is_decoding(self) -> bool:
         return self.anchor is not None
 
@@ -154,12 +167,19 @@ class Job:
 
     def begin(self, slot: Slot, cuts: tuple[int, ...]) -> None:
         """It sits in `slot`, with what the cache had of its prompt; `cuts` are where checkpoints are taken."""
-        self.slot, self.cuts = slot, cuts
+        self.slot, self.cuts, self.n_at_seat = slot, cuts, self.n_predicted
         if not self.n_suspended:  # else what the cache has of it is its own work
             self.started = time.perf_counter()
             self.n_cached = min(
                 slot.n_past, self.n_prefill - 1
             )  # others count the token behind which the first one is chosen
+
+    def put_off(self) -> None:
+        """It leaves its slot before its end, and waits for another one. What it has said is read again then, as far as the cache has lost it."""
+        assert self.slot is not None
+        if self.anchor is not None:
+            self.prefill, self.anchor = (*self.slot.tokens, self.anchor), None
+        self.slot, self.cuts, self.n_suspended = None, (), self.n_suspended + 1
 
     def constrain(self, constraint: Constraint) -> None:
         """Keep to a grammar, behind what was generated already. Raises SlotError if that does not follow it."""
@@ -167,7 +187,9 @@ class Job:
         self.constraint = constraint
 
     def progress(self, n_processed: int) -> None:
-        """Tell that the prompt is in up to `n_processed` tokens."""
+        """Tell that the prompt is in up to `n_processed` tokens, unless the first token said so."""
+        if self.first:
+            return
         ms = 1e3 * (time.perf_counter() - self.started)
         self.sink(Progress(self.id, self.n_prompt, self.n_cached, min(n_processed, self.n_prompt), ms))
 
@@ -222,7 +244,7 @@ class Job:
         first, drafted, accepted = self.first or time.perf_counter(), self.drafted, self.accepted
         return Timings(
             cache_n=self.n_cached,
-            prompt_n=self.n_prefill - self.n_cached,
+            prompt_n=self.n_begin - self.n_cached,
             prompt_ms=1e3 * (first - self.started),
             predicted_n=self.n_predicted - len(self.request.resumed),
             predicted_ms=1e3 * (self.last - self.first),

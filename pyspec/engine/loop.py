@@ -217,7 +217,9 @@ class Loop:
         leaves = any(job.cancelled for job in (*self.jobs.values(), *self.queue.waiting()))
         if self.visits and any(not self.table.slots[v.slot].busy for v in self.visits):
             return True
-        return leaves or not self.jobs or self.queue.first(self.table) is not None
+        if leaves or not self.jobs or self.queue.first(self.table) is not None:
+            return True
+        return self.admission.is_turn_over
 
     def wait(self, flight: InFlight) -> Fault | None:
         """For a forward, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
-from engine_rig import FIXTURES, GREEDY, plain_rig, rig
+from engine_rig import FIXTURES, GREEDY, Rig, plain_rig, rig
 
-from pyspec.request import Started
+from pyspec.engine.admission import MOST_SUSPENDED, PATIENCE_S
+from pyspec.request import Delta, Progress, SamplingParams, Started
 
 MODELS = {
     "llama": FIXTURES / "llama.gguf",
@@ -68,3 +70,75 @@ def test_a_prompt_that_may_not_be_cached_is_not_asked_to_make_room() -> None:
     short = r.submit(ids(2, 10), 2)
     r.run()
     assert long.job.n_suspended == 0 and short.over and long.over
+
+
+def hurried(r: Rig) -> Rig:
+    """Its requests have waited for long as soon as they come."""
+    r.loop.admission.clock = lambda: time.perf_counter() + PATIENCE_S
+    return r
+
+
+@pytest.mark.parametrize("spec", ["none", "ngram"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "hybrid", pytest.param("deepseek4", marks=pytest.mark.slow)]
+)  # without a state beside the pages, and with one
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_text_that_was_given_more_than_a_short_one_asks_for_makes_room_and_does_not_change(
+    kind: str, spec: str, temperature: float
+) -> None:
+    params = SamplingParams(temperature=temperature, seed=5, ignore_eos=True, repeat_penalty=1.1)
+    sizes = {"np": 3, "ctx": 300, "ubatch": 64, "page_size": 16, "spec_type": spec}
+    r, cold = hurried(rig(MODELS[kind], **sizes)), plain_rig(MODELS[kind], ctx=300)
+    long = [r.submit(ids(i, 30 + i), 190, params, client="a", stop=("\x00no",)) for i in range(11)]
+    for _ in range(25):
+        r.loop.step()
+    short = r.submit(ids(99, 9), 7, client="a")
+    assert rounds_until(r, short) <= 3, "from the same client as those that wait, too"
+    r.run(9000)
+    for i, h in enumerate(long):
+        assert h.tokens == cold.generate(ids(i, 30 + i), 190, params).tokens
+        assert sum(isinstance(e, Started) for e in h.events) == 1
+        assert h.timings.prompt_n + h.timings.cache_n == 30 + i and h.timings.predicted_n == 190
+        progress = [k for k, e in enumerate(h.events) if isinstance(e, Progress)]
+        assert max(progress) < next(k for k, e in enumerate(h.events) if isinstance(e, Delta))
+    assert sum(h.job.n_suspended for h in long) == 1, "each makes one wait, and those that ask as much make none"
+
+
+@pytest.mark.parametrize(
+    "fixed", [{"cache_prompt": False}, {"max_predict_ms": 60_000}, {"slot": 0}, {"prompt_logprobs": 1}]
+)
+def test_what_can_not_go_on_elsewhere_keeps_its_slot(fixed: dict[str, object]) -> None:
+    r = hurried(rig(MODELS["llama"], np=1, ctx=200, page_size=16, spec_type="none"))
+    long, short = r.submit(ids(1, 20), 60, **fixed), None
+    for _ in range(40):
+        r.loop.step()
+    short = r.submit(ids(2, 10), 2)
+    r.run()
+    assert long.job.n_suspended == 0 and short.over and long.over
+
+
+def test_short_ones_that_keep_coming_do_not_starve_a_text() -> None:
+    r = hurried(rig(MODELS["llama"], np=1, ctx=600, page_size=16, spec_type="none"))
+    long = r.submit(ids(1, 20), 400)
+    for i in range(3000):
+        if not len(r.loop.queue):
+            r.submit(ids(100 + i, 5), 3)
+        r.loop.step()
+        if long.over:
+            break
+    assert long.over and long.job.n_suspended == MOST_SUSPENDED
+
+
+def test_a_short_one_waits_a_little_before_others_make_room() -> None:
+    r = rig(MODELS["llama"], np=1, ctx=200, page_size=16, spec_type="none")
+    now = [time.perf_counter()]
+    r.loop.admission.clock = lambda: now[0]
+    long = r.submit(ids(1, 20), 150)
+    for _ in range(40):
+        r.loop.step()
+    short = r.submit(ids(2, 10), 2)
+    for _ in range(40):
+        r.loop.step()
+    assert not short.tokens and long.job.n_suspended == 0
+    now[0] = time.perf_counter() + PATIENCE_S
+    assert rounds_until(r, short) <= 2
