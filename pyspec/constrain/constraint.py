@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from pyspec.errors import GrammarTooLarge, RequestError, SlotError
 from pyspec.request import Grammar
 
 CALM = 32  # rounds without a refusal: each costs a round that is launched ahead, which is worth a few percent of one
+SLOW_S = 0.03  # what a round may wait for one grammar: above it requests take turns (engine/turns.py)
 REFUSED = "satisfy the grammar"  # llguidance's words for a token that does not fit; it has no code for it
 Said = TypeVar("Said")
 Masks = NDArray[np.int32]
@@ -26,13 +28,15 @@ class Constraint:
     """A matcher and, before it, free text up to `after`.
 
     is_over  nothing can be added: the request has ended with its last token
+    spent    seconds that all looks at its grammar took
+    is_slow  its last masks took long
     """
 
     def __init__(self, trie: TokenTrie, grammar: Grammar) -> None:
         """grammar: a compiled one. Raises RequestError."""
         self.trie, self.source, self.matcher = trie, grammar.source, trie.matcher(grammar.source)
         self.read: list[int] = []  # what the matcher has read, to begin again with
-        self.is_over, self._n_calm = False, CALM
+        self.is_over, self._n_calm, self.spent, self.is_slow = False, CALM, 0.0, False
         if grammar.begun:
             self._begin(grammar.begun)
         self.book: Phrasebook | None = None  # set where drafts are made: it learns what is committed
@@ -58,16 +62,21 @@ class Constraint:
         """Whether the best token of a row was refused."""
         self._n_calm = 0 if is_refused else self._n_calm + 1
 
+    def charge(self, began: float) -> None:
+        """A look that began at this time of `time.perf_counter` is over."""
+        self.spent += time.perf_counter() - began
+
     # -- drafts --------------------------------------------------------------------------------------------------
 
     def usable(self, drafts: Sequence[int]) -> list[int]:
         """The drafts before the first that is refused. Token ids only."""
         if self.free is not None:
             return list(drafts[: self.free.n_inside(drafts)])
-        drafts = list(drafts)
+        drafts, began = list(drafts), time.perf_counter()
         n = self.matcher.validate_tokens(drafts)
         if self.matcher.is_error():
             self.recover()
+        self.charge(began)
         return drafts[:n]
 
     def draftable(self, drafts: Sequence[int]) -> list[int]:
@@ -79,10 +88,12 @@ class Constraint:
 
     def _after(self, tokens: list[int], ask: Callable[[], Said]) -> Said | None:
         """What the matcher says behind tokens that are valid; None if it does not get there. It stays where it is."""
+        began = time.perf_counter()
         n = self.matcher.try_consume_tokens(tokens) if tokens else 0
         found = ask() if n == len(tokens) and not self.matcher.is_error() else None
         if self.matcher.is_error() or (n and not self.matcher.rollback(n)):
             self.recover()
+        self.charge(began)
         return found
 
     def offer(self, most: int, behind: Sequence[int] = ()) -> Offer:
@@ -153,6 +164,13 @@ class Constraint:
 
         Raises SlotError if one is refused, or looking at it takes more than is allowed.
         """
+        began = time.perf_counter()
+        try:
+            return self._commit(tokens)
+        finally:
+            self.charge(began)
+
+    def _commit(self, tokens: Sequence[int]) -> int:
         for i, token in enumerate(tokens):
             if self.free is not None:
                 self.free.commit(token)
@@ -252,18 +270,35 @@ def fill(spans: Sequence[tuple[Constraint, Sequence[int]]], trie: TokenTrie) -> 
     A row that nothing can follow, or that takes more than is allowed to look at, has no bit: its request ends when it gets there.
     """
     masks = np.zeros((sum(len(drafts) + 1 for _, drafts in spans), trie.n_word), np.int32)
-    drafted, plain, asked, row = [], [], [], 0
+    asked, row = [], 0
     for constraint, drafts in spans:
         free = constraint.free
         if free is not None and not free.begun:
             masks[row : row + len(drafts) + 1] = free.mask
         elif not constraint.is_over and not constraint.matcher.is_error():
             asked.append((constraint, drafts, row))
-            if drafts:
-                drafted.append((constraint.matcher, row, list(drafts)))
-            else:
-                plain.append((constraint.matcher, row))
         row += len(drafts) + 1
+    together = [each for each in asked if not each[0].is_slow]
+    for part in (together, *([each] for each in asked if each[0].is_slow)):  # so that it shows whose time it is
+        began = time.perf_counter()
+        _fill_together(part, masks, trie)
+        for constraint, drafts, row in part:
+            if constraint.matcher.is_error():
+                _fill_apart(constraint, drafts, masks[row : row + len(drafts) + 1])
+            constraint.charge(began)
+            constraint.is_slow = time.perf_counter() - began >= SLOW_S
+    for constraint, _, row in asked:
+        if constraint.free is not None and constraint.free.lazy:
+            masks[row] |= ~trie.bits(
+                trie.table.eog
+            )  # text that may stay free may end, also where `after` seems to begin
+    return masks
+
+
+def _fill_together(asked: Sequence[tuple[Constraint, Sequence[int], int]], masks: Masks, trie: TokenTrie) -> None:
+    """Masks of several requests, each from its row on, on as many threads as there are."""
+    drafted = [(c.matcher, row, list(drafts)) for c, drafts, row in asked if drafts]
+    plain = [(c.matcher, row) for c, drafts, row in asked if not drafts]
     shape = masks.ctypes.data, 4 * trie.n_word, len(masks)
     if drafted:
         trie.executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *shape)
@@ -271,14 +306,6 @@ def fill(spans: Sequence[tuple[Constraint, Sequence[int]]], trie: TokenTrie) -> 
         trie.executor.unsafe_compute_mask_ptr(plain, *shape)
     elif plain:
         plain[0][0].unsafe_compute_mask_ptr(masks[plain[0][1]].ctypes.data, 4 * trie.n_word)
-    for constraint, drafts, row in asked:
-        if constraint.matcher.is_error():
-            _fill_apart(constraint, drafts, masks[row : row + len(drafts) + 1])
-        if constraint.free is not None and constraint.free.lazy:
-            masks[row] |= ~trie.bits(
-                trie.table.eog
-            )  # text that may stay free may end, also where `after` seems to begin
-    return masks
 
 
 def _fill_apart(constraint: Constraint, drafts: Sequence[int], masks: Masks) -> None:

@@ -26,6 +26,7 @@ from pyspec.engine.rests import Rests
 from pyspec.engine.round import RowLimits, Work, plan_work, reads_of
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
+from pyspec.engine.turns import Turns
 from pyspec.engine.visit import Visit
 from pyspec.errors import PyspecError, SlotError
 from pyspec.models.target import Target
@@ -76,6 +77,8 @@ class Loop:
         most = BUCKETS[-1] if worker.arena is None else worker.arena.n_row
         self.lookahead = Lookahead(is_async and worker.arena is not None, most, synth, worker.memory.n_late)
         self.rests = Rests(prompt_weight, limits.prompts)
+        self.turns = Turns(clock)
+        self.awake: list[Job] = []  # those of `jobs` that have a part in this round
         self.visits: list[Visit] = []  # to slots, each once it is idle
         self.on_wait: Callable[[], None] = lambda: (
             None
@@ -162,11 +165,12 @@ class Loop:
 
     def draft(self) -> dict[int, Sequence[int]]:
         """Drafts by slot."""
-        return self.speculator.draft([job for job in self.jobs.values() if job.is_decoding])
+        self.awake = self.rests.awake(self.turns.awake(self.jobs.values()))
+        return self.speculator.draft([job for job in self.awake if job.is_decoding])
 
     def plan(self, drafts: dict[int, Sequence[int]]) -> list[Work]:
         """The rows of this forward."""
-        return plan_work(self.rests.awake(self.jobs.values()), drafts, self.limits, self.worker.memory.n_late)
+        return plan_work(self.awake, drafts, self.limits, self.worker.memory.n_late)
 
     def run(self, work: Sequence[Work], began: float) -> InFlight | None:
         """Tell the device. None if it refused: whose fault that was has ended."""
@@ -184,6 +188,8 @@ class Loop:
         """Launch the round after this one before its results are read, if the same requests go on whatever it gives."""
         work, ahead, speculator = flight.work, self.lookahead, self.speculator
         if len(work) + self.rests.n_resting != len(self.jobs) or self.rests.are_over or self.must_read_first():
+            return None
+        if self.turns.n_slow:  # whose turn is next shows when this round is over
             return None
         if not all(self.committer.is_on(flight, w) and ahead.goes_on(w) for w in work):
             return None

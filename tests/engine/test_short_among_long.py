@@ -87,18 +87,18 @@ def test_a_text_that_was_given_more_than_a_short_one_asks_for_makes_room_and_doe
     kind: str, spec: str, temperature: float
 ) -> None:
     params = SamplingParams(temperature=temperature, seed=5, ignore_eos=True, repeat_penalty=1.1)
-    sizes = {"np": 3, "ctx": 300, "ubatch": 64, "page_size": 16, "spec_type": spec}
-    r, cold = hurried(rig(MODELS[kind], **sizes)), plain_rig(MODELS[kind], ctx=300)
-    long = [r.submit(ids(i, 30 + i), 190, params, client="a", stop=("\x00no",)) for i in range(11)]
+    sizes = {"np": 2, "ctx": 160, "ubatch": 64, "page_size": 16, "spec_type": spec}
+    r, cold = hurried(rig(MODELS[kind], **sizes)), plain_rig(MODELS[kind], ctx=160)
+    long = [r.submit(ids(i, 30 + i), 61, params, client="a", stop=("\x00no",)) for i in range(5)]
     for _ in range(25):
         r.loop.step()
     short = r.submit(ids(99, 9), 7, client="a")
     assert rounds_until(r, short) <= 3, "from the same client as those that wait, too"
     r.run(9000)
     for i, h in enumerate(long):
-        assert h.tokens == cold.generate(ids(i, 30 + i), 190, params).tokens
+        assert h.tokens == cold.generate(ids(i, 30 + i), 61, params).tokens
         assert sum(isinstance(e, Started) for e in h.events) == 1
-        assert h.timings.prompt_n + h.timings.cache_n == 30 + i and h.timings.predicted_n == 190
+        assert h.timings.prompt_n + h.timings.cache_n == 30 + i and h.timings.predicted_n == 61
         progress = [k for k, e in enumerate(h.events) if isinstance(e, Progress)]
         assert max(progress) < next(k for k, e in enumerate(h.events) if isinstance(e, Delta))
     assert sum(h.job.n_suspended for h in long) == 1, "each makes one wait, and those that ask as much make none"

@@ -1,0 +1,97 @@
+"""Requests whose grammars take long to look at take turns, so that a round waits for one of them at most, and nobody's text changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from engine_rig import FIXTURES, GREEDY, rig
+
+from pyspec.constrain.constraint import SLOW_S, Constraint
+from pyspec.request import Grammar
+
+MANY = 8
+LETTERS = Grammar(kind="regex", source="[a-z ]{3,200}")
+
+
+class Clock:
+    """Goes on by what looks at grammars cost, and with each question."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 5e-3
+        return self.now
+
+
+@pytest.mark.parametrize("cost", [SLOW_S * 5, SLOW_S * 1.01])
+def test_a_round_waits_for_one_slow_grammar_at_most_and_texts_stay(
+    monkeypatch: pytest.MonkeyPatch, cost: float
+) -> None:
+    r = rig(FIXTURES / "llama.gguf", np=MANY + 3, ctx=100, page_size=16, spec_type="none")
+    want = [r.generate([30 + i, 31], 9, GREEDY, grammar=LETTERS).tokens for i in range(MANY)]
+    want_plain = r.generate([20, 21, 22], 60).tokens
+    want_quick = r.generate([50, 31], 9, GREEDY, grammar=LETTERS).tokens
+    clock, looks, commit = Clock(), [0], Constraint.commit
+    r.loop.turns.clock = clock
+
+    def slow(self: Constraint, tokens: Sequence[int]) -> int:
+        if self is not quick.job.constraint:
+            looks[0] += 1
+            clock.now += cost
+            self.spent += cost
+        return commit(self, tokens)
+
+    quick = r.submit([50, 31], 9, GREEDY, grammar=LETTERS)
+    monkeypatch.setattr(Constraint, "commit", slow)
+    held = [r.submit([30 + i, 31], 9, GREEDY, grammar=LETTERS) for i in range(MANY)]
+    plain = r.submit([20, 21, 22], 60)
+    r.loop.step()  # nobody knows yet
+    r.loop.step()
+    most, rounds = 0, 0
+    while not plain.over:
+        looks[0] = 0
+        r.loop.step()
+        most, rounds = max(most, looks[0]), rounds + 1
+    assert most == 1, "each round waits for one"
+    assert rounds <= 60, "who has no grammar has a part in every round"
+    assert quick.tokens == want_quick
+    r.run()
+    assert [h.tokens for h in held] == want and plain.tokens == want_plain
+
+
+def test_slow_ones_among_themselves_take_turns_without_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    r = rig(FIXTURES / "llama.gguf", np=3, ctx=100, page_size=16, spec_type="none")
+    r.loop.turns.clock = lambda: 0.0  # so that no rest would end
+    commit = Constraint.commit
+
+    def slow(self: Constraint, tokens: Sequence[int]) -> int:
+        self.spent += 3 * SLOW_S
+        return commit(self, tokens)
+
+    monkeypatch.setattr(Constraint, "commit", slow)
+    held = [r.submit([30 + i, 31], 9, GREEDY, grammar=LETTERS) for i in range(3)]
+    for _ in range(2 + 3 * 4):
+        r.loop.step()
+    assert max(len(h.tokens) for h in held) - min(len(h.tokens) for h in held) <= 1
+    r.run()
+
+
+def test_who_is_quick_again_has_a_part_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    r = rig(FIXTURES / "llama.gguf", np=2, ctx=100, page_size=16, spec_type="none")
+    held, plain = r.submit([30, 31], 40, GREEDY, grammar=LETTERS), r.submit([20, 21, 22], 90)
+    r.loop.step()
+    assert held.job.constraint is not None
+    held.job.constraint.spent += 100 * SLOW_S
+    r.loop.step()
+    assert r.loop.turns.n_slow == 1
+    n = len(held.tokens)
+    r.loop.step()
+    assert len(held.tokens) == n, "the other has its share first"
+    r.loop.turns.clock = lambda: 1e9
+    for _ in range(6):
+        r.loop.step()
+    assert r.loop.turns.n_slow == 0 and len(held.tokens) >= n + 5
+    plain.job.cancelled = True
+    r.run()
