@@ -199,6 +199,7 @@ class Engine:
 
     def known_grammar(self, grammar: Grammar) -> Grammar | None:
         """The same if it is known, at once; None if it has to be compiled. Raises RequestError."""
+        check_grammar(grammar)
         return self._incoming.grammars.known(grammar)
 
     def cancel(self, request_id: str) -> None:

@@ -145,7 +145,8 @@ def request_of(
         if name not in known:
             near = get_close_matches(name, known, 1)
             raise ConfigError(f"no sampling parameter '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))
-    params = options.get("params") or recommended or SamplingParams()
+    params = options.get("params")
+    params = (recommended or SamplingParams()) if params is None else params
     if not isinstance(params, SamplingParams):
         raise ConfigError(f"params is {shown(params)}; want a pyspec.SamplingParams")
     sampling: dict[str, Any] = {

@@ -165,7 +165,10 @@ class SlotImager:
         for i, row in enumerate(rows):
             match row:
                 case [int(n_past), bool(has_share), list(shapes), *more] if (
-                    type(n_past) is int and before < n_past <= n_token and all(type(x) is bool for x in more) and len(more) < 2
+                    type(n_past) is int
+                    and before < n_past <= n_token
+                    and all(type(x) is bool for x in more)
+                    and len(more) < 2
                 ):  # a bool is no number; older files end with the shapes
                     want = [list(shape) for shape, _ in memory.state_like(n_past)]
                     if shapes != want or (has_share and self._drafter is None):

@@ -15,9 +15,9 @@ from typing import Literal
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HF
 
-from pyspec.errors import BadTokenizer
+from pyspec.errors import BadTokenizer, RequestError
 from pyspec.gguf.fields import Fields
-from pyspec.ranges import quoted
+from pyspec.ranges import quoted, shown
 from pyspec.text.pretokenize import DEFAULT, KINDS, PRE, PreTokenizer
 from pyspec.text.rust import border
 from pyspec.text.vocab import (
@@ -141,6 +141,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Ids of `text`; `add_special` puts the begin and end ids the file asks for around them."""
+        _check_text(text)
         return self.encode_batch([text], add_special=add_special, parse_special=parse_special)[0]
 
     def encode_batch(
@@ -152,6 +153,7 @@ class Tokenizer:
 
     def encode_inside(self, text: str) -> list[int]:
         """Ids of text that stands behind other text: no space goes before it, and no control token comes of it."""
+        _check_text(text)
         return self._plain([text], False, False)[0]
 
     def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> list[int]:
@@ -270,11 +272,18 @@ class Tokenizer:
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Text of ids; control tokens only if `special`."""
-        kept = (i for i in ids if special or i not in self.special)
-        raw = b"".join(map(self.token_bytes, kept))
+        """Text of ids; control tokens only if `special`. Raises RequestError for what are none."""
+        try:
+            raw = b"".join([self.token_bytes(i) for i in ids if special or i not in self.special])
+        except (TypeError, ValueError, IndexError):
+            raise RequestError(f"tokens is {shown(ids)}; want token ids") from None
         text = raw.decode("utf-8", "replace")
         return text[1:] if self.add_space_prefix and text.startswith(" ") else text
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"text is {shown(text)}; want text")
 
 
 _WORDS = re.compile("(?<=[a-z]) (?=[a-z])")
