@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import queue
 import threading
@@ -76,7 +77,14 @@ def pair_of(target: str, draft: str | None, values: Mapping[str, object]) -> tup
 def _end_aside(core: Core) -> None:
     """Nobody has the engine any more. This may be said on any thread, even the core's own, in the middle of anything: nothing waits."""
     with suppress(RuntimeError):  # the program ends, and the core with it
-        threading.Thread(target=core.close, name="pyspec-end", daemon=True).start()
+        threading.Thread(target=_end, args=([core],), name="pyspec-end", daemon=True).start()
+
+
+def _end(held: list[Core]) -> None:
+    """Close a core, and let go of it. Errors of coroutines hold what they passed through in circles, so that the core's processes would be there
+    until Python looks for those: it looks now."""
+    held.pop().close()
+    gc.collect()
 
 
 def _to_loop(
@@ -257,7 +265,10 @@ class Engine:
             messages = cast(Sequence[Message], prompt)
             check_messages(messages)
             values = template_defaults(self.info.chat_template)
-            return tuple(self.template.encode(self.tokenizer, messages, kwargs=values))
+            try:
+                return tuple(self.template.encode(self.tokenizer, messages, kwargs=values))
+            except RecursionError:
+                raise RequestError("messages are nested more deeply than they can be written") from None
         return ids_of(prompt)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:

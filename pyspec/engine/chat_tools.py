@@ -213,6 +213,12 @@ class Chats:
 
     def call(self, messages: Sequence[Message], options: Mapping[str, Any]) -> ChatCall:
         """The chat as a request. Raises RequestError, ConfigError, BadTemplate."""
+        try:
+            return self._call(messages, options)
+        except RecursionError:
+            raise RequestError("messages or tools are nested more deeply than they can be written") from None
+
+    def _call(self, messages: Sequence[Message], options: Mapping[str, Any]) -> ChatCall:
         check_messages(messages)
         tools = tools_of(options.get("tools"))
         choice = choice_of(options.get("tool_choice"), tools)

@@ -20,10 +20,29 @@ def _ignore(*_: object) -> None:
     pass
 
 
+class Unwritable:
+    """A class of the caller's that does not write itself."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+def nested(kind: type[list[Any]] | type[dict[str, Any]]) -> Any:
+    """Deeper than Python writes."""
+    value: Any = kind()
+    for _ in range(5000):
+        value = [value] if kind is list else {"a": value}
+    return value
+
+
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+
 VALUES: tuple[Any, ...] = (
     1.5, "x", None, -1, 2**70, 10**5000, [], {}, object(), math.nan, -math.inf, "\udc80", "\0", b"\xff", True, [1.5], ["x"], [None], [[]],
     [-1], [2**70], [{}], {"role": "user"}, [{"role": "user", "content": object()}], [{"role": "user", "content": "\udc80"}],
     [{"role": "user", "content": [b"x"]}], {1: 2}, {"a": object()}, {"a": "\udc80"}, range(3), _ignore, "a" * 5000, set(), Path("/"),
+    Unwritable(), nested(list), nested(dict), LOOP, {"a": LOOP},
 )  # fmt: skip
 LIMIT_S = 120.0  # for one call; a hang is a failure
 
@@ -42,6 +61,13 @@ SAMPLED = (
 )
 RUN = ("max_tokens", "stop", "cache_prompt", "n_draft_max", "slot", "max_predict_ms")
 HELD = ("json_schema", "grammar", "regex", "choices", "params")
+
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def _tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, **function}}
 
 
 def _with(name: str) -> Call:
@@ -71,6 +97,21 @@ CALLS: dict[str, Call] = {
     "submit to": lambda engine, x: engine.submit(engine.request("Once", **SHORT), x),
     "cancel": lambda engine, x: engine.cancel(x),
     "check_grammar": lambda engine, x: engine.check_grammar(x),
+    "known_grammar": lambda engine, x: engine.known_grammar(x),
+    "tokenizer.encode": lambda engine, x: engine.tokenizer.encode(x),
+    "tokenizer.encode_inside": lambda engine, x: engine.tokenizer.encode_inside(x),
+    "tokenizer.decode": lambda engine, x: engine.tokenizer.decode(x),
+    "chat tools": lambda engine, x: engine.chat(CHAT, tools=x, **SHORT),
+    "chat one tool": lambda engine, x: engine.chat(CHAT, tools=[x], tool_call_parser="hermes", **SHORT),
+    "chat tool's name": lambda engine, x: engine.chat(CHAT, tools=[_tool(name=x)], tool_call_parser="hermes", **SHORT),
+    "chat tool's words": lambda engine, x: engine.chat(CHAT, tools=[_tool(description=x)], tool_call_parser="hermes", **SHORT),
+    "chat tool's schema": lambda engine, x: engine.chat(CHAT, tools=[_tool(parameters=x)], tool_call_parser="hermes", tool_choice="required", **SHORT),
+    "chat tool_choice": lambda engine, x: engine.chat(CHAT, tools=[_tool()], tool_call_parser="hermes", tool_choice=x, **SHORT),
+    "chat tool_call_parser": lambda engine, x: engine.chat(CHAT, tools=[_tool()], tool_call_parser=x, **SHORT),
+    "chat calls": lambda engine, x: engine.chat([*CHAT, {"role": "assistant", "content": "", "tool_calls": x}], **SHORT),
+    "chat arguments": lambda engine, x: engine.chat(
+        [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": x}}]}], **SHORT
+    ),
     "act_on_slot": lambda engine, x: engine.act_on_slot(x, _ignore),
     "act_on_slot kind": lambda engine, x: engine.act_on_slot(SlotAction(x, 0), _ignore),
     "act_on_slot number": lambda engine, x: engine.act_on_slot(SlotAction("erase", x), _ignore),

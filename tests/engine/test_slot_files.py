@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import errno
 import os
 import random
@@ -322,3 +323,16 @@ def test_an_engine_in_its_own_process_writes_and_reads_the_file_itself(tmp_path:
         assert again.timings.cache_n == saved.n_tokens
         with pytest.raises(BadSlotFile, match="Is a directory"):
             e.restore_slot(1, tmp_path)
+
+
+def test_a_bool_is_no_number_of_tokens(engine: Engine, saved: Path) -> None:
+    data = saved.read_bytes()
+    (n,) = struct.unpack_from("<I", data, 12)
+    head = json.loads(data[16 : 16 + n])
+    assert len(head["states"]) >= 2
+    for wrong in (True, 1.0):
+        head["states"][0][0] = wrong
+        saved.write_bytes(signed(data, json.dumps(head).encode()))
+        with pytest.raises(BadSlotFile, match="state 0 of"):
+            engine.restore_slot(1, saved)
+    saved.write_bytes(data)
