@@ -179,6 +179,23 @@ def test_an_engine_that_nobody_has_any_more_ends(isolated: bool) -> None:
     assert wait_for(lambda: _children() <= children)
 
 
+@pytest.mark.parametrize("isolated", [False, True], ids=["in-process", "isolated"])
+def test_an_engine_ends_with_its_processes_though_a_coroutine_was_left(isolated: bool) -> None:
+    """Python would find what coroutines leave in circles at some later time: what ends the engine looks for it."""
+    children = _children()
+    engine = load(isolated=isolated)
+
+    async def leave(left: Engine) -> None:
+        async for _ in left.achat_stream([{"role": "user", "content": "Hi"}], **LONG):
+            break
+
+    asyncio.run(leave(engine))
+    assert _children() > children
+    del engine
+    gc.collect()
+    assert wait_for(lambda: _children() <= children)
+
+
 def test_a_program_that_only_has_a_stream_still_has_its_engine() -> None:
     stream = load().stream("Once upon a time", max_tokens=6, temperature=0.0, ignore_eos=True)
     gc.collect()
