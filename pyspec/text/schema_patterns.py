@@ -30,6 +30,7 @@ _NAMED = {"n": 10, "t": 9, "r": 13, "f": 12, "v": 11, "0": 0}
 _CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
 _COUNT = re.compile(r"\{([0-9]{1,4})(,?)([0-9]{0,4})\}")
 _AHEAD = re.compile(r"\(\?(=|!|<=|<!)")
+_LAST = re.compile(r"\(\?<([=!])((?:[^()\\]|\\.)*)\)\$$")
 _GROUP = re.compile(r"\((?:\?(?::|<[A-Za-z]\w*>))?")
 
 
@@ -65,6 +66,11 @@ def _parts(pattern: str) -> list[str]:
     """Patterns that say together what one does."""
     if not _AHEAD.search(pattern):
         return [pattern]
+    if (behind := _LAST.search(pattern)) is not None:
+        if _has_choices(pattern):
+            raise _Unread
+        rest = _parts(pattern[: behind.start()] + "$")
+        return [*rest, _end(behind[2], is_wanted=behind[1] == "=")]
     if not pattern.startswith("^"):
         raise _Unread
     before, found, at = "", [], 1
@@ -90,6 +96,8 @@ def _beginning(before: str, inner: str, *, is_wanted: bool) -> str:
     """A pattern of texts that have `inner` behind `before`, which is so and so many characters; or have not."""
     if _AHEAD.search(inner):
         raise _Unread
+    if not before:  # the text's beginning is here
+        inner = "|".join(each.removeprefix("^") for each in _choices(inner))
     if is_wanted:
         return f"^{before}(?:{inner})"
     choices = _choices(inner)
@@ -100,6 +108,11 @@ def _beginning(before: str, inner: str, *, is_wanted: bool) -> str:
         node = _PatternReader(before + "(?:" + (each[:-1] if whole else each) + ")").read()
         nodes.append(node if whole else Concat((node, rest)))
     return f"^(?:{_complement(Either(tuple(nodes)))})$"
+
+
+def _end(inner: str, *, is_wanted: bool) -> str:
+    """A pattern of texts that end in `inner`; or do not."""
+    return f"(?:{inner})$" if is_wanted else _beginning("[\\s\\S]*", f"(?:{inner})$", is_wanted=False)
 
 
 def _choices(text: str) -> list[str]:

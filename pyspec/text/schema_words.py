@@ -4,6 +4,7 @@ said otherwise. What is left is refused by its name.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -46,11 +47,15 @@ NOTES = frozenset(
     ]
 )
 """Words that say nothing about a text."""
+TYPES = frozenset({"array", "boolean", "null", "number", "object", "string"})
 JOINS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies"})
 
 
 def meant(node: dict[str, Any]) -> Any:
-    """A schema in plainer words; the schemas that it is made of are plain."""
+    """A schema in plainer words, which are those of draft 2020-12; the schemas that it is made of are plain."""
+    node.pop("$schema", None)  # llguidance would read the words of another draft
+    if _without_not(node) is False:
+        return False
     for change in (
         _counts,
         _old_bounds,
@@ -63,8 +68,6 @@ def meant(node: dict[str, Any]) -> Any:
         plain_patterns,
     ):
         node = change(node)
-    if node.get("not") is False:
-        node.pop("not")
     return node
 
 
@@ -79,6 +82,58 @@ def types_said(node: Mapping[str, Any]) -> frozenset[str] | None:
     if isinstance(said, str):
         return frozenset([said])
     return frozenset(each for each in said if isinstance(each, str)) if isinstance(said, list) else None
+
+
+def _without_not(node: dict[str, Any]) -> bool:
+    """Without `not`, where what is left can be said in other words; False: nothing is left."""
+    said = node.get("not", False)
+    if says_nothing(said):
+        return False
+    own = set(said) - NOTES if isinstance(said, Mapping) else set()
+    words = types_said(said) if own == {"type"} else None
+    is_left = True
+    if said is False:
+        node.pop("not", None)
+    elif words is not None:
+        is_left = _without_types(node, words)
+    elif own == {"const"} or (own == {"enum"} and isinstance(said["enum"], list)):
+        is_left = _without_values(node, [said["const"]] if "const" in said else said["enum"])
+    elif own == {"pattern"} and isinstance(said["pattern"], str) and types_said(node) == {"string"}:
+        pattern = said["pattern"]
+        _beginning_otherwise(node, pattern[1:] if pattern.startswith("^") else f"[\\s\\S]*{pattern}")
+    return is_left
+
+
+def _without_types(node: dict[str, Any], out: frozenset[str]) -> bool:
+    types = types_said(node) or TYPES
+    if "integer" in out - types and "number" in types and "number" not in out:
+        return True  # numbers that are not whole are no type
+    left = types - out - ({"integer"} if "number" in out else set())
+    node.pop("not")
+    node["type"] = sorted(left)
+    return bool(left)
+
+
+def _without_values(node: dict[str, Any], out: list[Any]) -> bool:
+    listed = [node["const"]] if "const" in node else node.get("enum")
+    if isinstance(listed, list):
+        texts = {json.dumps(each, sort_keys=True) for each in out}
+        node.pop("const", None)
+        node.pop("not")
+        node["enum"] = [each for each in listed if json.dumps(each, sort_keys=True) not in texts]
+        return bool(node["enum"])
+    if types_said(node) == {"string"}:
+        texts = {each for each in out if isinstance(each, str)}
+        _beginning_otherwise(node, f"(?:{'|'.join(map(_escaped, sorted(texts)))})$")
+    return True
+
+
+def _beginning_otherwise(node: dict[str, Any], pattern: str) -> None:
+    """A text that does not begin so, where that is found; else the `not` stays, to be refused."""
+    found = plain_patterns({"pattern": f"^(?!{pattern})"})
+    if "allOf" in found:
+        node.pop("not")
+        node["allOf"] = [*node.get("allOf", ()), *found["allOf"]]
 
 
 def _counts(node: dict[str, Any]) -> dict[str, Any]:

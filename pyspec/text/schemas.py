@@ -56,7 +56,8 @@ MOST_DEEP = 8  # references and choices in each other that a comparison follows
 def closed(schema: Any) -> Any:
     """The schema in words that llguidance knows, with objects closed that list their properties. Raises RequestError for a
     reference that can not be followed."""
-    schema = referred(schema, meant)
+    found = referred(schema, meant)
+    schema = {"enum": []} if found is False and isinstance(schema, Mapping) else found  # which nothing fits
     walk = _Walk(schema)
     walk.look(schema, True)
     return walk.written(schema)

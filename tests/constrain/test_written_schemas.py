@@ -69,6 +69,25 @@ WRITTEN: dict[str, tuple[Any, list[Any], list[Any]]] = {  # schema, values that 
     "bounds of 1.0": ({"type": "integer", "minimum": 1.0, "exclusiveMaximum": 4.0}, [1, 3], [0, 4]),
     "draft 4": ({"type": "integer", "minimum": 0, "exclusiveMinimum": True, "maximum": 9}, [1, 9], [0, 10]),
     "draft 7 tuple": ({"type": "array", "items": [TEXT, WHOLE], "additionalItems": False}, [["a", 1], ["a"]], [["a", 1, 2], [1]]),
+    # drafts by name
+    "tuple named draft 7": ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": [TEXT, WHOLE], "minItems": 2, "maxItems": 2}, [["a", 1]], [[1, "a"], ["a"]]),
+    "rest named draft 6": (at_a({"type": "array", "items": [TEXT], "additionalItems": WHOLE}, **{"$schema": "http://json-schema.org/draft-06/schema#"}), [{"a": ["b", 1, 2]}, {"a": []}], [{"a": [1]}, {"a": ["b", "c"]}]),
+    "no rest named 2019-09": ({"$schema": "https://json-schema.org/draft/2019-09/schema", "type": "array", "items": [TEXT], "additionalItems": False}, [["a"], []], [["a", "b"], [1]]),
+    "const named draft 4": ({"$schema": "http://json-schema.org/draft-04/schema#", "const": "x"}, ["x"], ["y"]),
+    "a draft that is not known": (at_a(TEXT, **{"$schema": "https://json-schema.org/draft-07/schema"}), [X], [Y, {"a": 1}]),
+    "properties by such names": (thing(**{"$schema": TEXT, "not": WHOLE}), [{"$schema": "x", "not": 1}], [{"$schema": "x", "not": "a"}, {"not": 1}]),
+    # not
+    "never": ({"type": "object", "properties": {"a": TEXT, "b": {"not": {}}}, "required": ["a"]}, [X], [{"a": "x", "b": 1}]),
+    "never an item": ({"type": "array", "items": {"not": True}}, [[]], [[1]]),
+    "never among others": ({"anyOf": [TEXT, {"not": {"title": "Never"}}]}, ["a"], [1]),
+    "not null": (thing(a={"not": NULL}), [{"a": 1}, {"a": []}, {"a": "x"}], [{"a": None}]),
+    "not some types": ({"type": ["string", "null", "integer"], "not": {"type": ["null", "number"]}}, ["a"], [None, 1]),
+    "not of its type": (TEXT | {"not": WHOLE}, ["a"], [1]),
+    "not of an enum": ({"enum": [1, True, "1", None], "not": {"enum": [1, "2", None]}}, [True, "1"], [1, None]),
+    "not a text": (TEXT | {"minLength": 1, "not": {"enum": ["none", "n/a"]}}, ["nones", "n", "x"], ["none", "n/a", ""]),
+    "not the text": (at_a(TEXT | {"not": {"const": "a.b"}}), [{"a": "axb"}], [{"a": "a.b"}]),
+    "not a beginning": (TEXT | {"not": {"pattern": "^tmp"}}, ["t", "xtmp"], ["tmp", "tmpx"]),
+    "not within": (TEXT | {"not": {"pattern": "ab"}}, ["ba", ""], ["ab", "xabx"]),
     # one of
     "null or reference": (at_a({"oneOf": [NULL, {"$ref": "#/$defs/N"}]}, **{"$defs": {"N": thing(b=TEXT)}}), [{"a": None}, {"a": {"b": ""}}], [{"a": 1}, {"a": {}}, {"a": {"b": "", "c": 1}}]),
     "two references": ({"oneOf": [{"$ref": "#/$defs/t"}, {"$ref": "#/$defs/o"}], "$defs": {"t": TEXT, "o": thing(b=TEXT)}}, ["x", {"b": ""}], [1]),
@@ -105,6 +124,9 @@ WRITTEN: dict[str, tuple[Any, list[Any], list[Any]]] = {  # schema, values that 
     "password": ({"type": "string", "pattern": "^(?=.*[A-Z])(?=.*\\d).{4,}$"}, ["aB3d"], ["ab3d", "aBcd", "B3"]),
     "not blank": ({"type": "string", "pattern": "^(?!\\s*$).+"}, [" a"], [" ", ""]),
     "not reserved": ({"type": "string", "pattern": "^(?!con$|aux$)[a-z]{3,4}$"}, ["cons", "abc"], ["con", "aux"]),
+    "pydantic decimal": ({"type": "string", "pattern": "^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$"}, ["1.50", "+3", "0", "-.5"], ["+", ".", "", "a"]),
+    "no hyphen at the end": ({"type": "string", "pattern": "^[a-z0-9][a-z0-9-]*(?<!-)$"}, ["a", "a-b"], ["a-", "-a"]),
+    "not behind": ({"type": "string", "pattern": "^.+(?<!tmp|bak)$"}, ["a.txt", "tmpx"], ["tmp", "a.bak"]),
     "behind a letter": ({"type": "string", "pattern": "^v(?!0)[0-9]+$"}, ["v10"], ["v01", "10"]),
 }  # fmt: skip
 REFUSED = [
@@ -134,6 +156,10 @@ def test_what_is_taken_is_valid_and_what_is_valid_is_taken(name: str) -> None:
     if name not in (
         "draft 4",
         "draft 7 tuple",
+        "tuple named draft 7",
+        "rest named draft 6",
+        "no rest named 2019-09",
+        "const named draft 4",
         "dict of enum by reference",
         "by id",
         "recursive",
@@ -181,6 +207,9 @@ AHEAD = [
     r"^a(?![bc]{2})[abc]*$",
     r"^[ab](?=c)[abc]*$",
     r"^(?!$)[abc]?$",
+    r"^[abc]*(?<!bc|ab)$",
+    r"^[abc]*(?<=bc)$",
+    r"^(?!^a|^b$)[abc]+$",
     r"^(?!(?:a{2}|b{1,2})c?b)[abc]*$",
     r"^(?!a|b$)[^b]*c?$",
 ]
