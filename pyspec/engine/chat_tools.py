@@ -17,7 +17,7 @@ from pyspec.text.answer_plan import Keep, held_text, plan_answer
 from pyspec.text.call_plan import Tool, ToolChoice, call_plan, tool_choice
 from pyspec.text.described_tools import ToolList, has_tools, with_described
 from pyspec.text.left_out import own_tools
-from pyspec.text.markup.dialect import GENERIC, NAMES, AnswerMarkup, Dialect, think_marks
+from pyspec.text.markup.dialect import GENERIC, NAMES, AnswerMarkup, Dialect, recognised, think_marks
 from pyspec.text.markup.held import ends_open
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pyspec.text.markup.spoken import spoken
@@ -238,8 +238,10 @@ class Chats:
         self, messages: Sequence[Message], tools: ToolList, speaks: Dialect, *, may_call: bool
     ) -> tuple[int, ...]:
         chat: Sequence[Message] = messages
-        if speaks is GENERIC and has_tools(messages, tools):
-            chat, tools = with_described(self.template, self, normalise(messages), tools, may_call=may_call)
+        if has_tools(messages, tools) and (speaks is GENERIC or (tools and recognised(self.source))):
+            chat, tools = with_described(
+                self.template, self, normalise(messages), tools, may_call=may_call, knows_how=speaks is not GENERIC
+            )
         values = template_defaults(self.source)
         return tuple(self.template.encode(self.tokenizer, chat, tools=tools or None, kwargs=values))
 

@@ -88,21 +88,53 @@ class Abilities:
         return FUNCTION in self._written([{"role": "user", "content": WORD}], tools)
 
     @cached_property
+    def hides_tools(self) -> bool:
+        """A chat with tools is written out without them."""
+        tools = [tool({"type": "object", "properties": {}})]
+        text = self._written([{"role": "user", "content": WORD}], tools)
+        return WORD in text.lower() and FUNCTION not in text
+
+    @cached_property
     def shows_calls(self) -> bool:
         """Calls of a history are written out, and what they returned."""
-        result = {"role": "tool", "tool_call_id": CALL_ID, "name": FUNCTION, "content": RESULT}
-        text = self._called({} if self.takes_objects else "{}", result)
+        text = self._with_id(CALL_ID)
         return FUNCTION in text and RESULT in text
+
+    @cached_property
+    def needs_turns(self) -> bool:
+        """It refuses two messages of the user, one behind the other."""
+        user = {"role": "user", "content": WORD}
+        return not self._written([user, user]) and self._renders_plain
+
+    @cached_property
+    def takes_user_behind_result(self) -> bool:
+        """What the user says may stand behind what a tool returned."""
+        return bool(self._with_id(CALL_ID, {"role": "user", "content": WORD})) or not self._with_id(CALL_ID)
+
+    @cached_property
+    def takes_long_ids(self) -> bool:
+        """Ids of calls may be of another form than nine letters and digits."""
+        return bool(self._with_id("call_" + 2 * CALL_ID)) or not self._with_id(CALL_ID)
+
+    @cached_property
+    def takes_no_ids(self) -> bool:
+        """Calls need no ids."""
+        return bool(self._with_id(None)) or not self._with_id(CALL_ID)
 
     @cached_property
     def _renders_plain(self) -> bool:
         """The plainest chat is written out: what is missing from others is missing for a reason of theirs."""
         return WORD in self._render([{"role": "user", "content": WORD}], None).lower()
 
-    def _called(self, arguments: Any, *behind: dict[str, Any]) -> str:
+    def _with_id(self, id_: str | None, *behind: dict[str, Any]) -> str:
+        """A chat with a call and its result by this id, or by none, and these messages behind them."""
+        result = {"role": "tool", "name": FUNCTION, "content": RESULT} | ({"tool_call_id": id_} if id_ else {})
+        return self._called({} if self.takes_objects else "{}", result, *behind, id_=id_)
+
+    def _called(self, arguments: Any, *behind: dict[str, Any], id_: str | None = CALL_ID) -> str:
         """A chat with a call, and these messages behind it."""
         function = {"name": FUNCTION, "arguments": arguments}
-        call = {"id": CALL_ID, "type": "function", "function": function}
+        call = {"type": "function", "function": function} | ({"id": id_} if id_ else {})
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         return self._written([{"role": "user", "content": "hello"}, turn, *behind])
 

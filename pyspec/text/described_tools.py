@@ -52,12 +52,18 @@ def with_described(
     tools: ToolList,
     *,
     may_call: bool,
+    knows_how: bool,
 ) -> tuple[Chat, ToolList]:
     """The messages, with content as text, and the tools as the template can show them.
 
-    may_call  the answer may call a tool: how is described
+    may_call   the answer may call a tool: how is described
+    knows_how  the model has its own way to write calls, which its template has, too: only tools that it does not show are described
     """
     chat = [dict(message) for message in messages]
+    if knows_how:
+        if not (tools and may_call and template.able(tools=True).hides_tools):
+            return chat, tools
+        return _instructed(chat, _listed(tools, owner)), []
     shows_tools = bool(tools) and template.able(tools=True).shows_tools
     if not template.able(tools=shows_tools).shows_calls:
         chat = _in_turns(chat, owner)

@@ -6,6 +6,8 @@ could be said otherwise.
     system messages at the beginning   one, joined by blank lines
     no system message is taken         in front of the user's first message
     later ones, where none is taken    at the end of the user's message or the tool's result before; else in front of the user's message behind
+    a role twice, where turns are needed   one message; the user's behind a tool's result is a part of it
+    ids of calls                       there, and of nine letters and digits, where the template wants that
     arguments of calls                 objects or texts, as the template writes them
     tools                              have a description and parameters
 
@@ -14,7 +16,9 @@ A message that is moved stays near its place, so what stands before it is found 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -23,6 +27,7 @@ from pyspec.text.abilities import HEAD, Abilities, Chat
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 LISTENERS = ("user", "tool")
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 def fitted(messages: Chat, able: Abilities) -> Chat:
@@ -32,6 +37,7 @@ def fitted(messages: Chat, able: Abilities) -> Chat:
         chat = [_known(message, able) for message in chat]
         n_head = next((i for i, message in enumerate(chat) if message["role"] not in HEAD), len(chat))
         chat = _with_head(_head(chat[:n_head], able), _moved(chat[n_head:], able), able)
+    chat = _with_ids(_in_turns(chat, able), able)
     return [
         message | {"tool_calls": [_call(call, able) for call in calls]}
         if isinstance(calls := message.get("tool_calls"), list | tuple)
@@ -95,6 +101,59 @@ def _moved(messages: Chat, able: Abilities) -> Chat:
         waiting = ""
         chat.append(message)
     return [*chat, _user(waiting)] if waiting else chat
+
+
+def _in_turns(messages: Chat, able: Abilities) -> Chat:
+    """Where the template takes no other, turns of the user and the assistant, the user's first."""
+    chat: Chat = []
+    for message in messages:
+        last, role = chat[-1] if chat else {"role": "system"}, message["role"]
+        is_again = role == last["role"] and role in ("user", "assistant") and not last.get("tool_calls")
+        if is_again and able.needs_turns:
+            chat[-1] = {**last, **message, "content": _blank_line(last["content"], message["content"])}
+        elif role == "user" and last["role"] == "tool" and not able.takes_user_behind_result:
+            chat[-1] = last | {"content": _blank_line(last["content"], message["content"])}
+        elif role == "assistant" and last["role"] in HEAD and able.needs_turns:
+            chat += [_user(""), message]
+        else:
+            chat.append(message)
+    return chat
+
+
+def _with_ids(messages: Chat, able: Abilities) -> Chat:
+    """Calls and their results by ids of the form that the template wants."""
+    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    ids = [call.get("id") for call in calls] + [m.get("tool_call_id") for m in messages if m["role"] == "tool"]
+    is_missing = not all(ids) and not able.takes_no_ids
+    is_other = any(id_ and not SHORT_ID.fullmatch(str(id_)) for id_ in ids) and not able.takes_long_ids
+    if not is_missing and not is_other:
+        return messages
+    chat: Chat = []
+    open_ids: list[str] = []  # of calls whose result has not come
+    for i, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            open_ids = [_short(_id_of(call) or f"{i}.{j}") for j, call in enumerate(calls)]
+            named = [
+                {**call, "id": id_} if isinstance(call, Mapping) else call
+                for call, id_ in zip(calls, open_ids, strict=True)
+            ]
+            message = message | {"tool_calls": named}
+        elif message["role"] == "tool":
+            said = message.get("tool_call_id")
+            id_ = _short(str(said)) if said else next(iter(open_ids), _short(str(i)))
+            open_ids = [each for each in open_ids if each != id_]
+            message = message | {"tool_call_id": id_}
+        chat.append(message)
+    return chat
+
+
+def _id_of(call: Any) -> str:
+    return str(call.get("id") or "") if isinstance(call, Mapping) else ""
+
+
+def _short(id_: str) -> str:
+    """The same for the same id, in every request: what was read stays in the prefix cache."""
+    return id_ if SHORT_ID.fullmatch(id_) else hashlib.sha256(id_.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _before(text: str, message: dict[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,17 @@ def test_the_prompt_describes_the_tools_and_how_to_call_them() -> None:
     assert rendered(PLAIN, ServerSettings(tool_call_parser="hermes")) == rendered(PLAIN, tools=None)
 
 
+def test_tools_that_a_template_with_a_dialect_of_its_own_leaves_out_are_listed() -> None:
+    """DeepSeek R1's writes calls of a history and no tools."""
+    source = PLAIN + "{% if false %}<tool_call></tool_call>arguments{% endif %}"
+    text = rendered(source)
+    assert text.startswith("<|im_start|>system\nYou can call these tools:\n") and text.count('"name": "weather"') == 1
+    assert "To call a tool" not in text, "how to call is the model's own"
+    shown = source.replace("{% for", "{% for t in tools or [] %}{{ t.function.name }},{% endfor %}{% for", 1)
+    assert rendered(shown).startswith("weather,clock,<|im_start|>user")
+    assert rendered(source, tool_choice="none") == rendered(source, tools=None)
+
+
 def test_a_template_that_lists_tools_is_left_to_it() -> None:
     text = rendered(LISTS)
     assert "[tool]weather[/][tool]clock[/]" in text and "You can call" not in text and "To call a tool" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -125,6 +126,73 @@ def test_what_the_system_says_stands_where_the_template_takes_it(
     sent = chat(*turns)
     template.render(sent)
     assert sent == chat(*turns), "the caller's messages stay as they are"
+
+
+TURNS_OR_CALLS = ChatTemplate(  # as Mistral's: turns, beside calls and their results, which have ids of nine letters
+    "{%- set ns = namespace(n=0) -%}"
+    + EACH
+    + "{%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) -%}"
+    "{%- if (m.role == 'user') != (ns.n % 2 == 0) -%}{{ raise_exception('take turns') }}{%- endif -%}{%- set ns.n = ns.n + 1 -%}"
+    + SAYS
+    + "{%- elif m.tool_calls -%}{%- for c in m.tool_calls -%}{%- if c.id | length != 9 -%}{{ raise_exception('nine') }}{%- endif -%}"
+    "[call {{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}]{%- endfor -%}"
+    "{%- elif m.role == 'tool' -%}{%- if m.tool_call_id | length != 9 -%}{{ raise_exception('nine') }}{%- endif -%}"
+    "[result {{ m.tool_call_id }}]{{ m.content }}[/]{%- endif -%}" + END
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "text"),
+    [
+        (ALTERNATES, ("user: a", "user: b", "user: c"), "[user]a\n\nb\n\nc[/]"),
+        (
+            ALTERNATES,
+            ("user: a", "assistant: b", "assistant: c", "user: d"),
+            "[user]a[/][assistant]b\n\nc[/][user]d[/]",
+        ),
+        (ALTERNATES, ("assistant: a", "user: b"), "[user][/][assistant]a[/][user]b[/]"),
+        (IN_FIRST_USER, ("user: a", "user: b"), "[user]a[/][user]b[/]"),
+        (STRICT, ("system: A.", "user: a", "user: b"), "[sys]A.[/][user]a[/][user]b[/]"),
+        (STRICT, ("assistant: a", "user: b"), "[assistant]a[/][user]b[/]"),
+    ],
+)
+def test_a_template_that_wants_turns_gets_them(template: ChatTemplate, turns: tuple[str, ...], text: str) -> None:
+    assert template.render(chat(*turns), add_generation_prompt=False) == text
+
+
+def called_by(*ids: str | None) -> list[dict[str, Any]]:
+    """A question, calls by these ids, and a result for each."""
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    calls = [{"function": function} | ({"id": id_} if id_ else {}) for id_ in ids]
+    results = [
+        {"role": "tool", "content": f"r{i}"} | ({"tool_call_id": id_} if id_ else {}) for i, id_ in enumerate(ids)
+    ]
+    return [*chat("user: hi"), {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+
+
+def test_what_the_user_says_behind_a_result_is_a_part_of_it_where_turns_are_wanted() -> None:
+    messages = [*called_by("abcdefgh1"), *chat("user: and?", "user: now?", "assistant: wet", "user: bye")]
+    text = TURNS_OR_CALLS.render(messages, add_generation_prompt=False)
+    assert text.endswith("[result abcdefgh1]r0\n\nand?\n\nnow?[/][assistant]wet[/][user]bye[/]")
+    assert ANY_ROLE.render(messages, add_generation_prompt=False).endswith(
+        "[tool]r0[/][user]and?[/][user]now?[/][assistant]wet[/][user]bye[/]"
+    )
+
+
+@pytest.mark.parametrize("ids", [("call_0123456789abcdef", "toolu_01", "abcdefgh1"), (None, None), ("call_1", None)])
+def test_ids_of_calls_have_the_form_that_the_template_wants(ids: tuple[str | None, ...]) -> None:
+    text = TURNS_OR_CALLS.render(called_by(*ids))
+    written = re.findall(r"\[call (\w{9}) ", text)
+    assert written == re.findall(r"\[result (\w{9})\]", text) and len(set(written)) == len(ids)
+    assert text == TURNS_OR_CALLS.render(called_by(*ids)), "the same in every request"
+    assert ("abcdefgh1" in text) == ("abcdefgh1" in ids)
+
+
+def test_ids_stay_where_any_will_do() -> None:
+    shown = ChatTemplate(
+        EACH + "{%- for c in m.tool_calls -%}{{ c.id }}{%- endfor -%}{{ m.tool_call_id }}{{ m.content }}" + END
+    )
+    assert "call_0123456789abcdef" in shown.render(called_by("call_0123456789abcdef"))
 
 
 def test_earlier_messages_keep_their_text_when_a_later_system_message_comes() -> None:

@@ -11,7 +11,7 @@ from pyspec.server.api.schema import Chat, Message
 from pyspec.server.engine import EngineLike, TemplateLike, TokenizerLike
 from pyspec.server.settings import Limits, ServerSettings
 from pyspec.text.described_tools import ToolList, has_tools, with_described
-from pyspec.text.markup.dialect import GENERIC
+from pyspec.text.markup.dialect import GENERIC, recognised
 from pyspec.text.markup.reasoning import THINK
 from pyspec.text.markup.spoken import spoken
 from pyspec.text.template import template_defaults
@@ -129,9 +129,12 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
         begun = _plain(body.messages[-1], len(messages) - 1, between="\n\n")
         messages.pop()
     tools: ToolList = [tool.sent for tool in body.tools or ()]
-    if has_tools(messages, tools) and spoken(engine.info.chat_template, settings.tool_call_parser) is GENERIC:
+    is_generic = spoken(engine.info.chat_template, settings.tool_call_parser) is GENERIC
+    if has_tools(messages, tools) and (is_generic or (tools and recognised(engine.info.chat_template))):
         may_call = body.tool_choice != "none" and body.parse_tool_calls is not False
-        messages, tools = with_described(template, engine, messages, tools, may_call=may_call)
+        messages, tools = with_described(
+            template, engine, messages, tools, may_call=may_call, knows_how=not is_generic
+        )
     return Rendering(
         template,
         messages=messages,
