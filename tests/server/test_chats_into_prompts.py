@@ -243,6 +243,16 @@ def test_items_of_hosted_tools_are_left_out(app: App, engine: FakeEngine, n: int
     assert text == "[user]hi[/][user]bye[/][assistant]"
 
 
+def test_calls_of_custom_tools_in_a_history_are_shown_as_functions(app: App, engine: FakeEngine) -> None:
+    """OpenAI's SDK sends back what a hosted model called."""
+    call = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": 'a "b"'}}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "done"}
+    body = {"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}, result]}
+    shown = '<patch{"input": "a \\"b\\""}>[/][tool]done[/]'
+    assert shown in prompt(app, engine, "/v1/chat/completions", body)
+    assert shown in prompt(app, engine, "/apply-template", body)
+
+
 def test_blocks_of_hosted_tools_are_left_out(app: App, engine: FakeEngine) -> None:
     for block in ANTHROPIC_BLOCKS:
         said = {"role": "assistant", "content": [block, {"type": "text", "text": "yes"}, block]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -226,4 +227,14 @@ def _plain(message: Message, i: int, between: str = "\n") -> dict[str, Any]:
         content = between.join(part["text"] for part in content)
     if content is None and not message.tool_calls:
         content = ""
-    return message.sent | {"content": content}
+    calls = {"tool_calls": [_function(call.sent) for call in message.tool_calls]} if message.tool_calls else {}
+    return message.sent | {"content": content} | calls
+
+
+def _function(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of a custom tool, which a hosted model made, as one of a function: templates know no others."""
+    custom = call.get("custom")
+    if call.get("type") != "custom" or not isinstance(custom, dict):
+        return call
+    function = {"name": str(custom.get("name", "")), "arguments": json.dumps({"input": custom.get("input", "")})}
+    return {key: value for key, value in call.items() if key != "custom"} | {"type": "function", "function": function}
