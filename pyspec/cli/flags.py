@@ -121,6 +121,7 @@ class FlagCommand(click.Command):
         """Variables of an option, those first that go before the others: ours, then llama.cpp's, of which NO_NAME goes before NAME."""
         own = _own_env(option)
         llama = sorted({llama_flags()[name].env for name in option.opts if name in llama_flags()} - {""})
+        llama += [FORMER[name] for name in llama if name in FORMER]
         off: tuple[str, ...] = ()
         if isinstance(option, GroupedOption) and option.secondary_opts:
             off = option.off_by = tuple(negative_of(name) for name in (*own[:1], *llama))
@@ -164,6 +165,10 @@ class LlamaCommand(FlagCommand):
     reads_llama_env = True
 
 
+FORMER = {"LLAMA_ARG_UI": "LLAMA_ARG_WEBUI"}
+"""Variables of switches by the names that earlier releases of llama.cpp have for them: compose files keep those."""
+
+
 def negative_of(variable: str) -> str:
     """The variable that switches off what `variable` switches on or off: LLAMA_ARG_UI, LLAMA_ARG_NO_UI."""
     return re.sub("^(LLAMA_ARG_|PYSPEC_)", r"\1NO_", variable)
@@ -179,7 +184,12 @@ def _negative(flag: LlamaFlag) -> LlamaFlag | None:
 def llama_variables() -> frozenset[str]:
     """Every LLAMA_ARG_ variable of llama-server."""
     flags = [flag for flag in dict.fromkeys(llama_flags().values()) if flag.env]
-    return frozenset({flag.env for flag in flags} | {negative_of(f.env) for f in flags if _negative(f) is not None})
+    former = {*FORMER.values(), *map(negative_of, FORMER.values())}
+    return (
+        frozenset(former)
+        | {flag.env for flag in flags}
+        | {negative_of(f.env) for f in flags if _negative(f) is not None}
+    )
 
 
 def known_variables() -> set[str]:

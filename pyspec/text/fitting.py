@@ -131,11 +131,11 @@ def _with_ids(messages: Chat, able: Abilities) -> Chat:
     chat: Chat = []
     open_ids: list[str] = []  # of calls whose result has not come
     for i, message in enumerate(messages):
-        if calls := message.get("tool_calls"):
-            open_ids = [_short(_id_of(call) or f"{i}.{j}") for j, call in enumerate(calls)]
+        if made := message.get("tool_calls"):
+            open_ids = [_short(_id_of(call) or f"{i}.{j}") for j, call in enumerate(made)]
             named = [
                 {**call, "id": id_} if isinstance(call, Mapping) else call
-                for call, id_ in zip(calls, open_ids, strict=True)
+                for call, id_ in zip(made, open_ids, strict=True)
             ]
             message = message | {"tool_calls": named}
         elif message["role"] == "tool":

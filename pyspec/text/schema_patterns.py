@@ -69,8 +69,8 @@ def _parts(pattern: str) -> list[str]:
     if (behind := _LAST.search(pattern)) is not None:
         if _has_choices(pattern):
             raise _Unread
-        rest = _parts(pattern[: behind.start()] + "$")
-        return [*rest, _end(behind[2], is_wanted=behind[1] == "=")]
+        more = _parts(pattern[: behind.start()] + "$")
+        return [*more, _end(behind[2], is_wanted=behind[1] == "=")]
     if not pattern.startswith("^"):
         raise _Unread
     before, found, at = "", [], 1

@@ -237,6 +237,13 @@ def test_a_variable_with_no_in_it_switches_off_whatever_its_value_is(option: str
     assert value_of(option, **{off: "1", f"PYSPEC_{own}": "1"}) == (True, f"PYSPEC_{own}")
 
 
+def test_the_variable_of_the_page_has_its_former_name_too():
+    for value in ("1", "0", ""):
+        assert value_of("--ui", LLAMA_ARG_NO_WEBUI=value) == (False, "LLAMA_ARG_NO_WEBUI")
+    assert value_of("--ui", LLAMA_ARG_WEBUI="0") == (False, "LLAMA_ARG_WEBUI")
+    assert value_of("--ui", LLAMA_ARG_WEBUI="0", LLAMA_ARG_UI="1") == (True, "LLAMA_ARG_UI")
+
+
 def test_every_switch_with_a_negative_form_has_a_variable_for_it():
     switches = {p.name: p for p in own().values() if p.secondary_opts}
     assert switches and all(any("_NO_" in name for name in p.envvar) for p in switches.values())
