@@ -133,9 +133,7 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
     is_generic = spoken(engine.info.chat_template, settings.tool_call_parser) is GENERIC
     if has_tools(messages, tools) and (is_generic or (tools and recognised(engine.info.chat_template))):
         may_call = body.tool_choice != "none" and body.parse_tool_calls is not False
-        messages, tools = with_described(
-            template, engine, messages, tools, may_call=may_call, knows_how=not is_generic
-        )
+        messages, tools = with_described(template, engine, messages, tools, may_call=may_call, knows_how=not is_generic)
     return Rendering(
         template,
         messages=messages,
