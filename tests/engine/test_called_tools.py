@@ -90,7 +90,7 @@ def test_a_grammar_takes_calls_as_the_dialect_writes_them_and_nothing_else(name:
 def test_calls_may_stand_in_place_of_a_text_that_is_held_to_a_schema(name: str) -> None:
     """One or the other, and each as it has to be: also behind reasoning."""
     spoken = dialect(name)
-    calls, trigger = spoken.in_place(TOOLS, is_single=False)
+    calls, trigger = spoken.in_place(TOOLS, is_single=False, control={})
     schema = json.dumps({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
     for after, before in (("", ""), ("</think>", "hm</think>\n")):
         held = Grammar(kind="json_schema", source=schema, calls=calls, after=after)

@@ -19,7 +19,7 @@ import pytest
 from pyspec.engine.api import Engine
 from pyspec.engine.job import Job
 from pyspec.errors import BadTemplate, ConfigError, PyspecError, RequestError, SlotError, Unavailable
-from pyspec.request import Delta, Event, Request, SlotAction
+from pyspec.request import Delta, Done, Event, Failed, Request, SlotAction
 
 SHORT: dict[str, Any] = {"max_tokens": 3, "temperature": 0.0}
 LONG: dict[str, Any] = {"max_tokens": 180, "temperature": 0.0, "ignore_eos": True}
@@ -337,7 +337,7 @@ def test_a_log_that_repeats_itself_is_cut_short(here: Engine, caplog: pytest.Log
     ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def sink(event: Event) -> None:
-        if not isinstance(event, Delta):
+        if isinstance(event, Done | Failed):
             ended.put(None)
         raise RuntimeError("the listener's own fault")
 

@@ -412,8 +412,8 @@ def test_a_request_that_waits_is_seated_at_once(flown: list[InFlight]) -> None:
 def test_a_bad_row_ends_its_own_request(flown: list[InFlight]) -> None:
     """NaN in the logits of one slot, in a round that the next was launched behind."""
     r = rig(QWEN35, spec_type="none", np=2)
-    want = plain_rig(QWEN35).generate([4, 5, 6], 20).tokens
-    bad, good = r.submit([1, 2, 3], 40), r.submit([4, 5, 6], 20)
+    want = plain_rig(QWEN35).generate([4, 5, 6], 40).tokens
+    bad, good = r.submit([1, 2, 3], 20), r.submit([4, 5, 6], 40)  # who asks for less has the first slot
     for _ in range(4):
         r.loop.step()
     forward = r.loop.target.forward
