@@ -26,7 +26,7 @@ from pyspec.engine.rests import Rests
 from pyspec.engine.round import RowLimits, Work, plan_work, reads_of
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
-from pyspec.engine.turns import Turns
+from pyspec.engine.grammar_turns import Turns
 from pyspec.engine.visit import Visit
 from pyspec.errors import PyspecError, SlotError
 from pyspec.models.target import Target

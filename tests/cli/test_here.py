@@ -185,11 +185,11 @@ def test_the_room_here_is_the_gpus_or_the_machines(tmp_path: Path, monkeypatch: 
 
 
 def test_models_tells_sizes_and_what_fits_and_what_is_here(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    from pyspec.cli.room import Room
+    from pyspec.cli.room import FreeMemory
 
     fill(cache, "unsloth/Qwen3.6-27B-GGUF", {"Qwen3.6-27B-Q4_K_M.gguf": 5})
     fill(cache, "unsloth/Qwen3.5-122B-A10B-GGUF", {"x-UD-Q4_K_XL-00001-of-00001.gguf": 5})
-    monkeypatch.setattr("pyspec.cli.room.room", lambda: Room("a GPU", 24 << 30))
+    monkeypatch.setattr("pyspec.cli.room.room", lambda: FreeMemory("a GPU", 24 << 30))
     done = call("models")
     rows = json.loads(call("models", "--json").stdout)
     choices = {one["name"]: one for row in rows for one in row["choices"]}
