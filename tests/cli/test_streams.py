@@ -98,7 +98,7 @@ def test_a_line_may_be_written_in_the_middle_of_another(tmp_path: Path) -> None:
         def hear(*_):
             global n
             n += 1
-            print("inside", n, file=sys.stderr)
+            sys.stderr.write(f"inside {n}\\n")
 
         signal.signal(signal.SIGUSR1, hear)
         def send():
@@ -108,7 +108,7 @@ def test_a_line_may_be_written_in_the_middle_of_another(tmp_path: Path) -> None:
         sender = threading.Thread(target=send)
         sender.start()
         while sender.is_alive():
-            print("outside " + "x" * 300, file=sys.stderr)
+            sys.stderr.write("outside " + "x" * 300 + "\\n")
         sys.exit(0 if n else 3)
     """
     said = tmp_path / "said"

@@ -264,7 +264,8 @@ def served_process(n_round: int, *, before: str = "") -> Iterator[tuple[subproce
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_the_process_cleanly_after_the_answer(sig: signal.Signals) -> None:
-    with served_process(n_round=20) as (process, url):
+    heard = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # whatever the tests run under
+    with served_process(n_round=20, before=heard) as (process, url):
         with httpx.stream("POST", f"{url}/completion", json={"prompt": "x", "stream": True}, timeout=10) as response:
             chunks = response.iter_bytes()
             raw = next(chunks)
