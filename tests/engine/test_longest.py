@@ -39,7 +39,7 @@ def described(model: Path, free: int = 80 * GIB, **values: object) -> describe.D
 
 @pytest.mark.parametrize(("np", "spec_type"), [(1, "mtp"), (3, "none"), (10, "none"), (33, "mtp")])
 def test_every_slot_has_as_much_as_fits(model: Path, caplog: pytest.LogCaptureFixture, np: int, spec_type: str) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "pyspec")
     d = described(model, np=np, spec_type=spec_type)
     wide = widened(d)
     usable = 80 * GIB * (1 - RESERVE)

@@ -106,7 +106,7 @@ def received(sock: socket.socket) -> bytes:
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> Callable[[], None]:
     """Asserts that the log holds no traceback and no error so far."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "pyspec")
 
     def check() -> None:
         assert not [r.getMessage() for r in caplog.records if r.exc_info or r.levelno >= logging.ERROR]
@@ -181,7 +181,7 @@ def test_a_body_that_goes_wrong_behind_its_answer_is_no_traceback(live: Live, qu
 
 
 def test_a_method_of_thousands_of_letters_is_not_repeated(live: Live, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "pyspec")
     response = httpx.request("A" * 5000, f"{live.url}/health")
     assert response.status_code == 405 and len(response.content) < 500
     told = [record.getMessage() for record in caplog.records if record.name == "pyspec.access"]
