@@ -212,7 +212,7 @@ def answer(server: Server, one: Known, address: str, is_stream: bool) -> list[in
         "return_tokens": True,
         "stream": is_stream,
     }
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120, source_address=(address, 0))
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600, source_address=(address, 0))
     try:
         connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()

@@ -18,6 +18,7 @@ from pyspec.draft.drafter import Drafter
 from pyspec.engine.admission import Admission
 from pyspec.engine.commit import Committer
 from pyspec.engine.controller import Controller
+from pyspec.engine.grammar_turns import Turns
 from pyspec.engine.job import End, Job, blamed
 from pyspec.engine.lookahead import InFlight, Lookahead
 from pyspec.engine.prompt_scores import tell_scores
@@ -26,7 +27,6 @@ from pyspec.engine.rests import Rests
 from pyspec.engine.round import RowLimits, Work, plan_work, reads_of
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
-from pyspec.engine.grammar_turns import Turns
 from pyspec.engine.visit import Visit
 from pyspec.errors import PyspecError, SlotError
 from pyspec.models.target import Target
