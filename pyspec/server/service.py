@@ -200,4 +200,4 @@ class Service:
         for threads in self._text:
             if threads is not None:
                 threads.shutdown(wait=False, cancel_futures=True)
-        self._text = [None, None]
+        self._text = [None] * len(self._text)
