@@ -141,7 +141,7 @@ class EngineChoice:
     def plan(self, np: int = 0) -> tuple[Path, EngineSettings]:
         """The target's file and the settings that `load` would have. Raises PyspecError."""
         found = self._looked_up(np)
-        from pyspec.engine.api import pair_of
+        from pyspec.engine.pair import pair_of
 
         return pair_of(*found)
 

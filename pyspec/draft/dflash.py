@@ -42,8 +42,9 @@ from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
 from pyspec.models.layers import Attention, FeedForward, Rope
 from pyspec.models.target import Out, Target
+from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weight_bytes import row_bytes
-from pyspec.models.weights import Matrix, Weights, check_read, check_tensors
+from pyspec.models.weights import Matrix, Weights
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import KV, Memory

@@ -16,7 +16,8 @@ from pyspec.models.decoder import attention_extras, attention_shape, block_count
 from pyspec.models.layers import AttentionShape
 from pyspec.models.rope_scaling import RopeScaling, read_scaling
 from pyspec.models.target import ModelConfig
-from pyspec.models.weights import Want, Weights
+from pyspec.models.wants import Want
+from pyspec.models.weights import Weights
 
 FORK = "dflash-draft"
 ARCHS = ("dflash", FORK)

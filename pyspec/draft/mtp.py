@@ -22,7 +22,8 @@ from pyspec.models.decoder import Block, DecoderConfig, block_tensors
 from pyspec.models.deepseek4_config import Deepseek4Config
 from pyspec.models.layers import Rope
 from pyspec.models.target import ModelConfig, Out, Target
-from pyspec.models.weights import Embedding, Matrix, Want, Weights, check_tensors
+from pyspec.models.wants import Want, check_tensors
+from pyspec.models.weights import Embedding, Matrix, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import KV, Memory
 from pyspec.slots.parts import LayerParts, Paged

@@ -26,7 +26,8 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.deepseek4 import StreamBlock, StreamHead, WindowAttention
 from pyspec.models.deepseek4_config import Deepseek4Config, limits_of, mix_tensors
 from pyspec.models.target import Out
-from pyspec.models.weights import Embedding, Matrix, Want, Weights
+from pyspec.models.wants import Want
+from pyspec.models.weights import Embedding, Matrix, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import KV, Memory
 from pyspec.slots.parts import LayerParts, Paged

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import queue
-import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -16,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, Unpack, cast, overload
 from weakref import WeakKeyDictionary, finalize
 
-from pyspec.catalog import paired_kind, resolve
-from pyspec.config import EngineSettings, settings_from
+from pyspec.config import EngineSettings
 from pyspec.engine.arguments import callable_of, id_of, limit_of, path_of, prompts_of, settings_given, slot_path
+from pyspec.engine.aside import end_aside, to_loop
 from pyspec.engine.chat_tools import ChatDelta, ChatResult, Chats, ToolOptions, collected
 from pyspec.engine.incoming import Incoming
 from pyspec.engine.look_apart import look_at_name
@@ -35,11 +33,11 @@ from pyspec.engine.options import (
     request_of,
     settings_of,
 )
+from pyspec.engine.pair import pair_of
 from pyspec.engine.protocol import Core
 from pyspec.engine.result import Progress, RequestSet, Result, collect, patience, submit_when_free
 from pyspec.errors import BadTemplate, ConfigError, PyspecError, QueueFull, RequestError
 from pyspec.ranges import SWITCH, shown
-from pyspec.registry import is_spec_type
 from pyspec.request import (
     Delta,
     Done,
@@ -61,54 +59,12 @@ from pyspec.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-def pair_of(target: str, draft: str | None, values: Mapping[str, object]) -> tuple[Path, EngineSettings]:
-    """The target's file, and settings that name the drafter's, of what `Engine.load` is given."""
-    path, paired = resolve(target)
-    values = dict(values)
-    if draft is None or is_spec_type(draft):
-        values |= {} if draft == "auto" else {"spec_type": draft or "none"}
-    else:
-        values["draft_path"] = Path(draft)
-    if paired is not None and values.get("spec_type", "auto") in ("auto", paired_kind(target)):
-        values.setdefault("draft_path", paired)
-    return path, settings_from(values)
-
-
-def _end_aside(core: Core) -> None:
-    """Nobody has the engine any more. This may be said on any thread, even the core's own, in the middle of anything: nothing waits."""
-    with suppress(RuntimeError):  # the program ends, and the core with it
-        threading.Thread(target=_end, args=([core],), name="pyspec-end", daemon=True).start()
-
-
-def _end(held: list[Core]) -> None:
-    """Close a core, and let go of it. Errors of coroutines hold what they passed through in circles, so that the core's processes would be there
-    until Python looks for those: it looks now."""
-    held.pop().close()
-    gc.collect()
-
-
-def _to_loop(
-    loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], cancel: Callable[[str], None]
-) -> Callable[[Event], None]:
-    """A listener that puts events where a coroutine of `loop` waits for them. Once the loop is closed nobody does: the request ends."""
-
-    def hear(event: Event) -> None:
-        try:
-            loop.call_soon_threadsafe(events.put_nowait, event)
-        except RuntimeError:
-            if not loop.is_closed():
-                raise
-            cancel(event.request)
-
-    return hear
-
-
 class Engine:
     """A loaded model with its slots. Use as a context manager; safe to call from any thread."""
 
     def __init__(self, core: Core, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.core, self.tokenizer, self.info = core, tokenizer, core.info
-        finalize(self, _end_aside, core).atexit = False  # cores have an end of their own there
+        finalize(self, end_aside, core).atexit = False  # cores have an end of their own there
         self.template = self._chatml() if template is None else template
         self._incoming = Incoming(self.info, tokenizer)
         self._says: Callable[[], AbstractContextManager[None]] = nullcontext  # around what may raise
@@ -480,7 +436,7 @@ class Engine:
         """`stream` for asyncio: `async for delta in engine.astream("Once upon a time", max_tokens=40)`. Options and errors as in `stream`."""
         request = await asyncio.to_thread(self.request, prompt, **options)
         events: asyncio.Queue[Event] = asyncio.Queue()
-        name = await self._asubmit(request, _to_loop(asyncio.get_running_loop(), events, self.core.cancel))
+        name = await self._asubmit(request, to_loop(asyncio.get_running_loop(), events, self.core.cancel))
         try:
             while True:
                 event = await events.get()

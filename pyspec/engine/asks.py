@@ -50,7 +50,8 @@ from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models.decoder import DecoderConfig, Layer
 from pyspec.models.layers import SINKS, AttentionShape
 from pyspec.models.moe import MoeShape
-from pyspec.models.weights import PLAIN, scale_of
+from pyspec.models.wants import scale_of
+from pyspec.models.weights import PLAIN
 
 Ask = tuple[Op[Any, Any], Any]
 ORDER = {

@@ -121,6 +121,15 @@ class AnswerReading:
     def __post_init__(self) -> None:
         self._parser = self.markup.parser()
 
+    def events(self, event: Delta | Done) -> Iterator[ChatDelta | Done]:
+        """What one event of the answer becomes: at its end, what was held back comes before it."""
+        if isinstance(event, Delta):
+            yield self.delta(event)
+            return
+        if (rest := self.rest(event.request)) is not None:
+            yield rest
+        yield event
+
     def delta(self, event: Delta) -> ChatDelta:
         """The same delta with what its text is."""
         return self._apart(event, self._parser.push(event.text))
@@ -165,23 +174,14 @@ class ChatCall:
         """The events of the answer, each with what it is."""
         reading = AnswerReading(self.markup)
         for event in events:
-            if isinstance(event, Delta):
-                yield reading.delta(event)
-            else:
-                if (rest := reading.rest(event.request)) is not None:
-                    yield rest
-                yield event
+            yield from reading.events(event)
 
     async def aread(self, events: AsyncIterable[Delta | Done]) -> AsyncIterator[ChatDelta | Done]:
         """`read` for asyncio."""
         reading = AnswerReading(self.markup)
         async for event in events:
-            if isinstance(event, Delta):
-                yield reading.delta(event)
-            else:
-                if (rest := reading.rest(event.request)) is not None:
-                    yield rest
-                yield event
+            for read in reading.events(event):
+                yield read
 
 
 def collected(events: Sequence[ChatDelta | Done]) -> ChatResult:

@@ -37,8 +37,9 @@ from pyspec.models import coarse, read_config
 from pyspec.models.cuts import check_ranks
 from pyspec.models.decoder import DecoderConfig
 from pyspec.models.target import ModelConfig
+from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weight_bytes, wide_bytes
-from pyspec.models.weights import HEAD, check_read, check_tensors, cuts_of
+from pyspec.models.weights import HEAD, cuts_of
 from pyspec.ranges import quoted
 from pyspec.registry import ARCHITECTURES, drafters
 from pyspec.sample.synth import SynthAcceptance

@@ -28,7 +28,8 @@ from pyspec.models.mamba import Mamba, mamba_tensors
 from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors
 from pyspec.models.rope_scaling import NOT_STRETCHED, RopeScaling
 from pyspec.models.target import Lead, Out, out_of
-from pyspec.models.weights import HEAD, Want, Weights
+from pyspec.models.wants import Want
+from pyspec.models.weights import HEAD, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import KV, STATE, Memory
 from pyspec.slots.parts import LayerParts, Paged, Recurrent

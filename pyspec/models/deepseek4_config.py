@@ -14,7 +14,8 @@ from pyspec.models.decoder import check_rope, head_tensor, trunk_layers, vocab_s
 from pyspec.models.layers import SINKS, AttentionShape
 from pyspec.models.moe import MoeShape, moe_tensors
 from pyspec.models.target import Target
-from pyspec.models.weights import HEAD, Want, Weights
+from pyspec.models.wants import Want
+from pyspec.models.weights import HEAD, Weights
 from pyspec.ranges import quoted
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import LayerParts, Paged, Ring

@@ -12,7 +12,8 @@ from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.rows.ref import GroupNorm, Norm, norm_power
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.weights import Want, Weights, sum_of
+from pyspec.models.wants import Want
+from pyspec.models.weights import Weights, sum_of
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 

@@ -20,7 +20,8 @@ from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.weights import Matrix, Want, Weights
+from pyspec.models.wants import Want
+from pyspec.models.weights import Matrix, Weights
 
 LATENT = "ffn_latent_down.weight"  # to the width in which experts work, where that is not the model's
 

@@ -13,7 +13,8 @@ from pyspec.cuda.collective import Collective
 from pyspec.gguf import GGUFFile
 from pyspec.models.gathered import Gathered, shared
 from pyspec.models.layers import AttentionShape
-from pyspec.models.weights import Matrix, Want, Weights
+from pyspec.models.wants import Want
+from pyspec.models.weights import Matrix, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import LayerParts

@@ -10,7 +10,8 @@ from pyspec.cuda.collective import Rank
 from pyspec.cuda.ops.linear.pack import FORMATS, packed_bytes
 from pyspec.gguf import GGUFFile, TensorInfo
 from pyspec.models.cuts import share_of
-from pyspec.models.weights import GROUPED, HEADS, PLAIN, Want, cuts_of
+from pyspec.models.wants import Want
+from pyspec.models.weights import GROUPED, HEADS, PLAIN, cuts_of
 
 LARGE_BYTES = 10 << 20  # of a tensor from which on torch asks the driver for one piece, in steps of 2 MiB
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Protocol
@@ -21,7 +19,7 @@ from pyspec.cuda.context import context_of
 from pyspec.cuda.exact import EXACT, in_passes
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
-from pyspec.cuda.ops.linear.dequant import SUPPORTED, dequantize
+from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.ops.linear.op import linear, linear_tall
 from pyspec.cuda.ops.linear.pack import FORMATS, interleave, packed_bytes, repack
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
@@ -38,12 +36,8 @@ from pyspec.models.cuts import Cut, Share, share_of
 from pyspec.models.gathered import Gathered
 from pyspec.models.grouped import Grouped
 from pyspec.models.upload import Upload
-from pyspec.ranges import quoted
+from pyspec.models.wants import Want, scale_of
 
-log = logging.getLogger(__name__)
-
-WHOLE = (GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64)
-_BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 GLU = Glu()
 UNPACK = 1 << 24  # weights unpacked at once
@@ -51,22 +45,6 @@ HEAD = "output.weight"
 HEADS = (HEAD, "token_embd.weight")  # few rows go through them: one for each token that may be kept
 GROUPED = ".attn_output_a.weight"
 """Each group of its rows takes a part of the input: GPUs keep it once more in bf16, for many rows."""
-SAID = 6  # flaws of tensors that one error lists
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """A tensor an architecture needs: torch shape (slowest first); several shapes if writers differ.
-
-    cut  how ranks divide it; None: each of them has all of it
-    whole  a table of whole numbers, which no weights are
-    """
-
-    shape: tuple[int, ...]
-    optional: bool = False
-    also: tuple[tuple[int, ...], ...] = ()
-    cut: Cut | None = None
-    whole: bool = False
 
 
 def tier_of(spec: LinearSpec, epilogues: Sequence[Epilogue] = tuple(Epilogue)) -> str | None:
@@ -83,62 +61,6 @@ def tier_of(spec: LinearSpec, epilogues: Sequence[Epilogue] = tuple(Epilogue)) -
         if fits and (len(found) == 1 or all(linear.refusal(impl, small) is None for small in smalls)):
             return impl.name
     return None
-
-
-def scale_of(name: str) -> str:
-    """The tensor beside a matrix, if the file has it, whose numbers the matrix is multiplied with: one, or one for each expert."""
-    return name.removesuffix(".weight") + ".scale"
-
-
-def check_tensors(file: GGUFFile, wants: Mapping[str, Want], alias: Mapping[str, str] | None = None) -> None:
-    """Raise BadTensors that counts missing, misshaped and unreadable tensors, and says what is wrong with the first of them.
-
-    `alias` maps the names in `wants` to those of the file, for writers that use other names.
-    """
-    alias, bad = alias or {}, []
-    for name, want in wants.items():
-        n_expert = ((want.shape[0],),) if len(want.shape) == 3 else ()
-        for part, need in ((name, want), (scale_of(name), Want((1,), optional=True, also=n_expert))):
-            if flaw := _flaw(file.tensors.get(alias.get(part, part)), need):
-                bad.append(f"{part}: {flaw}")
-    if bad:
-        more = f"; and {len(bad) - SAID} more" if len(bad) > SAID else ""
-        what = "1 tensor does" if len(bad) == 1 else f"{len(bad)} tensors do"
-        raise BadTensors(f"{what} not fit {file.architecture}: " + "; ".join(bad[:SAID]) + more)
-
-
-def _flaw(info: TensorInfo | None, want: Want) -> str:
-    """What is wrong with a tensor; "" if nothing is."""
-    if info is None:
-        return "" if want.optional else f"missing, want {list(want.shape)}"
-    if info.shape != want.shape and info.shape not in want.also:
-        return f"want {list(want.shape)}, file has {list(info.shape)}"
-    if info.type not in SUPPORTED:
-        return f"type {info.type.name} is not supported"
-    if (info.type in WHOLE) != want.whole:
-        return f"type {info.type.name} is for {'tables' if info.type in WHOLE else 'weights'}, not for this"
-    return ""
-
-
-def check_read(file: GGUFFile, wants: Iterable[str], n_block: int, alias: Mapping[str, str] | None = None) -> None:
-    """Raise BadTensors if the file has blocks beyond `n_block` that nothing reads; warn of other tensors that nothing reads.
-
-    What is there of an MTP block is a drafter's to read.
-    """
-    alias = alias or {}
-    read = {alias.get(part, part) for name in wants for part in (name, scale_of(name))}
-    blocks = {name: int(found[1]) for name in file.tensors if (found := _BLOCK.match(name))}
-    mtp = {blocks[name] for name in blocks if ".nextn." in name}
-    rest = sorted(name for name in file.tensors if name not in read and blocks.get(name) not in mtp)
-    if beyond := [name for name in rest if blocks.get(name, -1) >= n_block]:
-        numbers = sorted({blocks[name] for name in beyond})
-        raise BadTensors(
-            f"{file.hparams.key('block_count')} makes {n_block} blocks, and the file has {len(beyond)} tensors of "
-            f"{len(numbers)} more, from {quoted(beyond[0])} on: it would be another model"
-        )
-    if rest:
-        names = ", ".join(map(quoted, rest[:SAID])) + (" ..." if rest[SAID:] else "")
-        log.warning("%s: nothing reads %d of its %d tensors: %s", file.path, len(rest), len(file.tensors), names)
 
 
 class Matrix(Protocol):

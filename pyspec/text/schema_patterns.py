@@ -7,7 +7,7 @@ what does not begin with B is found as an automaton.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -115,20 +115,27 @@ def _end(inner: str, *, is_wanted: bool) -> str:
     return f"(?:{inner})$" if is_wanted else _beginning("[\\s\\S]*", f"(?:{inner})$", is_wanted=False)
 
 
-def _choices(text: str) -> list[str]:
-    """The alternatives of a pattern."""
-    found, at, begin, depth = [], 0, 0, 0
+def _signs(text: str, at: int = 0) -> Iterator[tuple[int, str, int]]:
+    """The brackets and bars of a pattern from `at` on: where, which, and in how many brackets it stands; a bracket counts itself out, not in."""
+    depth = 0
     while at < len(text):
         if text[at] == "\\":
             at += 1
         elif text[at] == "[":
             at = _end_of_class(text, at) - 1
-        elif text[at] in "()":
-            depth += 1 if text[at] == "(" else -1
-        elif text[at] == "|" and depth == 0:
+        elif text[at] in "()|":
+            depth += {"(": 1, ")": -1, "|": 0}[text[at]]
+            yield at, text[at], depth
+        at += 1
+
+
+def _choices(text: str) -> list[str]:
+    """The alternatives of a pattern."""
+    found, begin = [], 0
+    for at, sign, depth in _signs(text):
+        if sign == "|" and depth == 0:
             found.append(text[begin:at])
             begin = at + 1
-        at += 1
     return [*found, text[begin:]]
 
 
@@ -137,17 +144,9 @@ def _has_choices(text: str) -> bool:
 
 
 def _end_of_group(text: str, at: int) -> int:
-    depth = 0
-    while at < len(text):
-        if text[at] == "\\":
-            at += 1
-        elif text[at] == "[":
-            at = _end_of_class(text, at) - 1
-        elif text[at] in "()":
-            depth += 1 if text[at] == "(" else -1
-            if depth == 0:
-                return at + 1
-        at += 1
+    for end, sign, depth in _signs(text, at):
+        if sign != "|" and depth == 0:
+            return end + 1
     raise _Unread
 
 

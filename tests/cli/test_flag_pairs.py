@@ -17,10 +17,10 @@ from pyspec.cli import main
 from pyspec.config import EngineSettings
 from pyspec.device.capture import capture
 from pyspec.engine import describe, load
-from pyspec.engine.api import pair_of
 from pyspec.engine.describe import Description
 from pyspec.engine.longest import widened
 from pyspec.engine.memory_plan import AssumedGpu
+from pyspec.engine.pair import pair_of
 from pyspec.engine.warmup import rehearsed
 from pyspec.errors import PyspecError
 from pyspec.slots.arena import Arena

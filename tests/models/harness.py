@@ -13,7 +13,8 @@ from pyspec.draft.drafter import Drafter, DraftOptions, TargetFile
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.target import Out
-from pyspec.models.weights import Weights, check_tensors
+from pyspec.models.wants import check_tensors
+from pyspec.models.weights import Weights
 from pyspec.slots.batch import Seq, lay_out
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes

@@ -13,7 +13,8 @@ from pyspec.cuda.ops.moe.op import moe
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, open_gguf
 from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors, shared_stacks, stacks_of
-from pyspec.models.weights import Weights, check_tensors
+from pyspec.models.wants import check_tensors
+from pyspec.models.weights import Weights
 
 CPU, N, EPS, P = torch.device("cpu"), 32, 1e-6, "blk.0"
 QWEN = MoeShape(8, 3, 16, n_ff_shared=24, shared_gate=True)

@@ -19,7 +19,7 @@ from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, TensorInfo, ValueType, o
 from pyspec.models import read_config
 from pyspec.models.decoder import Layer, decoder_tensors
 from pyspec.models.moe import MoeShape
-from pyspec.models.weights import check_tensors
+from pyspec.models.wants import check_tensors
 from pyspec.slots.parts import CacheSizes, Recurrent
 from pyspec.synth import layout, vocab
 

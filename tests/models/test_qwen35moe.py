@@ -16,7 +16,7 @@ from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFWriter, ValueType, open_gguf
 from pyspec.models import read_config
 from pyspec.models.decoder import decoder_tensors
-from pyspec.models.weights import check_tensors
+from pyspec.models.wants import check_tensors
 from pyspec.slots.batch import Batch, Seq, lay_out
 
 MODELS = ["qwen35moe", "qwen35moe_fused_tied", "qwen35moe_mixed_q8_0"]
