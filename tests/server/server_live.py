@@ -26,7 +26,7 @@ class Live:
         return f"http://127.0.0.1:{self.port}"
 
 
-def wait_for(claim: Callable[[], bool], timeout_s: float = 2.0) -> float:
+def wait_for(claim: Callable[[], bool], timeout_s: float = 60.0) -> float:
     """Wait until `claim` holds; the seconds it took. Fails after `timeout_s`."""
     start = time.monotonic()
     while not claim():
