@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pyspec.config import EngineSettings
-from pyspec.engine.load import load
+from pyspec.engine.load.load import load
 from pyspec.errors import ConfigError, RequestError
 from pyspec.slots.batch import Seq, lay_out
 

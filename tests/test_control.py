@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyspec.draft.blocks import block_rows
-from pyspec.engine.controller import ASK_DRAFT, DOUBT_EVERY, MARGIN, RETHINK, Controller
-from pyspec.engine.timer import Timer, bucket
-from pyspec.engine.warmup import rehearsed
+from pyspec.engine.load.warmup import rehearsed
+from pyspec.engine.policy.controller import ASK_DRAFT, DOUBT_EVERY, MARGIN, RETHINK, Controller
+from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.slots.arena import bucket_of
 
 N_MAX = 8

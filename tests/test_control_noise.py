@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from pyspec.engine.acceptance import LEVELS
-from pyspec.engine.controller import TRY_LAST, Controller
-from pyspec.engine.timer import Timer
+from pyspec.engine.policy.acceptance import LEVELS
+from pyspec.engine.policy.controller import TRY_LAST, Controller
+from pyspec.engine.policy.timer import Timer
 
 N_MAX, N_SLOT = 7, 8
 

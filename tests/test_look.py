@@ -19,7 +19,7 @@ from test_hub import there  # noqa: F401  (a fixture)
 from pyspec import hub, synth
 from pyspec.catalog import catalogue, find
 from pyspec.cli import main
-from pyspec.engine.look import smaller_model
+from pyspec.engine.plan.look import smaller_model
 from pyspec.errors import ConfigError, DownloadError
 from pyspec.hub import network
 from pyspec.progress import heard_by
@@ -161,7 +161,7 @@ def test_fit_names_a_file_that_would_fit(there: FakeHub, tmp_path: Path):
 def test_what_is_here_is_not_looked_at_twice(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     there.files = {"m-Q8_0.gguf": synth.write("qwen3", tmp_path / "m.gguf", tiny=True).read_bytes()}
     hub.from_hub(REPO)
-    monkeypatch.setattr("pyspec.engine.look.fit", lambda *args: pytest.fail("it is here"))
+    monkeypatch.setattr("pyspec.engine.plan.look.fit", lambda *args: pytest.fail("it is here"))
     there.asked.clear()
     done = call("run", "-hf", REPO, "-p", "Hi", "-n", "2", *SMALL_LOAD)
     assert done.exit_code == 0, done.output
@@ -318,15 +318,15 @@ def test_a_server_looks_in_a_process_of_its_own(there: FakeHub, tmp_path: Path, 
     there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9")}
     monkeypatch.setenv("HF_ENDPOINT", there.url)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("pyspec.engine.process.start_ahead", lambda: None)
-    monkeypatch.setattr("pyspec.engine.look.look", lambda *args: pytest.fail("in the server's process"))
+    monkeypatch.setattr("pyspec.engine.process.process.start_ahead", lambda: None)
+    monkeypatch.setattr("pyspec.engine.plan.look.look", lambda *args: pytest.fail("in the server's process"))
     done = call("server", "-hf", REPO, "--port", "0")
     assert done.exit_code == 3 and "m-Q8_0.gguf is a model of the architecture 'gemma9'" in done.stderr, done.output
     assert {span[:8] for span in gets(there)} == {"bytes=0-"} and not list((tmp_path / "hub").rglob("blobs/*"))
 
 
 def test_a_look_that_dies_is_no_refusal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    from pyspec.engine import look_apart
+    from pyspec.engine.plan import look_apart
 
     monkeypatch.setattr(look_apart, "COMMAND", (sys.executable, "-c", "raise SystemExit(9)"))
     assert (
@@ -421,7 +421,7 @@ def test_the_largest_model_of_the_catalogue_that_fits_is_named():
 
 def test_every_name_of_the_catalogue_can_be_made_and_its_sizes_are_those_of_a_plan(tmp_path: Path):
     from pyspec.config import settings_from
-    from pyspec.engine.fit import fit
+    from pyspec.engine.plan.fit import fit
 
     for name, entry in catalogue().items():
         assert name == "demo" or synth.find(name).arch == entry.arch

@@ -22,10 +22,10 @@ from typing import Any
 from pyspec.device.worker import Launched
 from pyspec.draft.drafter import Drafter, DraftRequest
 from pyspec.engine.api import Engine
-from pyspec.engine.job import Job
-from pyspec.engine.loop import Loop
+from pyspec.engine.loop.job import Job
+from pyspec.engine.loop.loop import Loop
+from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.result import RequestSet
-from pyspec.engine.speculator import Speculator
 from pyspec.request import Grammar, Request, SamplingParams
 
 RECORD = {

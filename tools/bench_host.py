@@ -22,9 +22,9 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "engine"))
 from engine_rig import Rig, rig
 
-from pyspec.engine.controller import Controller
-from pyspec.engine.lookahead import InFlight
-from pyspec.engine.timer import Timer, bucket
+from pyspec.engine.loop.lookahead import InFlight
+from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.models.target import Out
 from pyspec.request import Event, SamplingParams
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of

@@ -20,7 +20,7 @@ from pyspec.bench.over_http import Clients, measure_http
 from pyspec.cli.chats import served
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
-from pyspec.engine.client import Supervisor
+from pyspec.engine.process.client import Supervisor
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS / "bench"))

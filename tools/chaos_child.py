@@ -1,4 +1,4 @@
-"""An engine process that suffers what it is told: pyspec.engine.child over the real core. For tools/chaos.py and tests.
+"""An engine process that suffers what it is told: pyspec.engine.process.child over the real core. For tools/chaos.py and tests.
 
 `python chaos_child.py FOLDER DESCRIPTOR`. FOLDER/pid names the process that runs. Files that plant something:
 round    before the next round, once: "abort", "endless" (Python), "illegal" or "kernel" (an illegal access or an endless
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pyspec.engine import child
+from pyspec.engine.process.process import child
 
 BAD = """
 extern "C" __global__ void illegal(int* p) { p[(1ll << 44) + threadIdx.x] = 1; }
@@ -109,7 +109,7 @@ def plant(folder: Path) -> None:
     """Wrap the core's rounds once it is loaded."""
     global KERNEL_LAUNCH
     from pyspec.cuda import jit
-    from pyspec.engine.core import EngineCore
+    from pyspec.engine.process.core import EngineCore
 
     KERNEL_LAUNCH = jit.Kernel.launch
     plants, load = Plants(folder), EngineCore.load.__func__  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from pyspec.cuda import prepare, shipped
 from pyspec.cuda.jit import GpuKind, Program, source
 from pyspec.cuda.machine import nvrtc_version
 from pyspec.cuda.prepare import Ask
-from pyspec.engine.asks import asks_of_file
+from pyspec.engine.plan.asks import asks_of_file
 from pyspec.errors import ConfigError
 from pyspec.synth import write
 

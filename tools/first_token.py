@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.engine.core import EngineCore
+from pyspec.engine.process.core import EngineCore
 from pyspec.request import Delta, Event, Request, SamplingParams
 
 PARTS = ("admit", "draft", "plan", "run", "wait", "choose", "commit")

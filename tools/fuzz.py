@@ -225,8 +225,8 @@ def main() -> int:
     seed = int(time.time()) % 100_000 if args.seed is None else args.seed
     torch.set_num_threads(1)
     for module in {
-        "pyspec.engine.load",
-        "pyspec.engine.core",
+        "pyspec.engine.load.load",
+        "pyspec.engine.process.core",
         *registry.ARCHITECTURES.values(),
         *registry.DRAFTERS.values(),
     }:

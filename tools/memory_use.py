@@ -23,9 +23,9 @@ import torch
 from pyspec import progress
 from pyspec.bench.prompts import make_prompts
 from pyspec.cuda.graph import Graphed
-from pyspec.engine import load as loading
 from pyspec.engine.api import Engine
-from pyspec.engine.memory_plan import MemoryPlan, taken
+from pyspec.engine.load.load import load as loading
+from pyspec.engine.plan.memory_plan import MemoryPlan, taken
 from pyspec.request import SamplingParams
 
 MIB = 1 << 20

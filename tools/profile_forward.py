@@ -16,7 +16,7 @@ import torch
 
 from pyspec.bench.parts import Record, own_times
 from pyspec.config import EngineSettings
-from pyspec.engine.load import Loaded, load
+from pyspec.engine.load.load import Loaded, load
 from pyspec.slots.batch import Batch, Seq, lay_out
 
 N_REPLAY = 8

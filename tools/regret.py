@@ -32,9 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyspec.draft.blocks import block_rows
-from pyspec.engine.controller import Controller
-from pyspec.engine.timer import Timer, bucket
-from pyspec.engine.warmup import N_ROUND, rehearsed
+from pyspec.engine.load.warmup import N_ROUND, rehearsed
+from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.slots.arena import BUCKETS, WIDE, bucket_of, most_rows
 
 Floats = NDArray[np.float64]
@@ -291,7 +291,7 @@ class Served:
             self.warm_up()
 
     def warm_up(self) -> None:
-        """As `engine/warmup.py`."""
+        """As `engine/load/warmup.py`."""
         card = self.card
         for busy, drafts in rehearsed(self.n_slot, card.n_max):
             for live, n in drafts:

@@ -34,7 +34,7 @@ from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.cuda.ops.moe.ref import Routes
 from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.api import Engine, Result
-from pyspec.engine.lookahead import InFlight
+from pyspec.engine.loop.lookahead import InFlight
 from pyspec.errors import PyspecError
 from pyspec.models.moe import MoeFeed
 from pyspec.models.target import Out

@@ -89,7 +89,7 @@ class ModelChoice:
             return ""
         progress.report("head of the file")
         self.locate()
-        from pyspec.engine.look_apart import Named, looked
+        from pyspec.engine.plan.look_apart import Named, looked
 
         return looked(plan, Named(self.model, self.repo), apart=apart)
 

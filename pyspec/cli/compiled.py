@@ -70,7 +70,7 @@ def _asks(choice: ModelChoice) -> list[Ask]:
     if not (choice.model or choice.repo):
         return [*survey.standard(torch.device("cuda")), *survey.products(torch.device("cuda"))]
     from pyspec.catalog import resolve
-    from pyspec.engine.asks import asks_of_file
+    from pyspec.engine.plan.asks import asks_of_file
 
     path, paired = resolve(choice.target())
     draft_path = paired if (draft := choice.drafter()) == "auto" else Path(draft)

@@ -92,7 +92,7 @@ def examine(
     from pyspec.cuda import probe, survey, tiers, tri, tri_install, verdicts
     from pyspec.cuda.collective import sums_by
     from pyspec.cuda.machine import bandwidth, machine, memory_bytes, peer_links
-    from pyspec.engine.describe import pick_device
+    from pyspec.engine.plan.describe import pick_device
 
     device = pick_device(device_name)
     if recheck:
@@ -136,7 +136,7 @@ def _load(choice: ModelChoice, device: str, kernels: str) -> None:
     from pyspec.catalog import resolve
     from pyspec.config import EngineSettings
     from pyspec.cuda import survey, tiers
-    from pyspec.engine.load import load
+    from pyspec.engine.load.load import load
 
     def plan() -> tuple[Path, EngineSettings]:
         path, paired = resolve(choice.target())

@@ -15,7 +15,7 @@ from pyspec.cli.flags import FlagCommand
 from pyspec.cli.options import EngineChoice, engine_options, tell_ignored
 
 if TYPE_CHECKING:
-    from pyspec.engine.fit import Fit, FitReport
+    from pyspec.engine.plan.fit import Fit, FitReport
 
 AUTO_SLOTS = 4
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -52,9 +52,9 @@ def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> N
     tell_ignored()
     engine.choice.check()
     engine.choice.locate()
-    from pyspec.engine.fit import fit as plan_fit
-    from pyspec.engine.look import instead
-    from pyspec.engine.look_apart import Named
+    from pyspec.engine.plan.fit import fit as plan_fit
+    from pyspec.engine.plan.look import instead
+    from pyspec.engine.plan.look_apart import Named
 
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     with TemporaryDirectory(prefix="pyspec-fit-") as folder, heads_only(Path(folder), has_head):
@@ -132,7 +132,7 @@ def _others(engine: EngineChoice) -> list[str]:
 
 def _show(report: FitReport, about: dict[str, Any]) -> None:
     from pyspec.cli.tables import row, show, table
-    from pyspec.engine.memory_plan import NAMES, size
+    from pyspec.engine.plan.memory_plan import NAMES, size
 
     d = report.description
     where = f"a GPU with {size(report.free)} free" if d.assumed else f"{d.device}, {size(report.free)} free"

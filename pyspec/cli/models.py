@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pyspec.catalog import Entry
     from pyspec.cli.room import FreeMemory
 
-SHARE = 0.96  # of what is free that a load may take: engine/memory_plan.py, RESERVE
+SHARE = 0.96  # of what is free that a load may take: engine/plan/memory_plan.py, RESERVE
 
 
 @dataclass(frozen=True)

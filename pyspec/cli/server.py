@@ -194,7 +194,7 @@ def server(
     """
     from pyspec.cli.logs import set_up
     from pyspec.cli.running import enter, leave
-    from pyspec.engine.process import end_ahead, start_ahead
+    from pyspec.engine.process.process import end_ahead, start_ahead
     from pyspec.server.http.listen import listen, url_of
     from pyspec.text.markup.spoken import why_spoken
 

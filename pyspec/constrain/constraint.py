@@ -17,7 +17,7 @@ from pyspec.errors import GrammarTooLarge, RequestError, SlotError
 from pyspec.request import Grammar
 
 CALM = 32  # rounds without a refusal: each costs a round that is launched ahead, which is worth a few percent of one
-SLOW_S = 0.03  # what a round may wait for one grammar: above it requests take turns (engine/grammar_turns.py)
+SLOW_S = 0.03  # what a round may wait for one grammar: above it requests take turns (engine/loop/grammar_turns.py)
 REFUSED = "satisfy the grammar"  # llguidance's words for a token that does not fit; it has no code for it
 Said = TypeVar("Said")
 Masks = NDArray[np.int32]

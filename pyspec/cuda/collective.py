@@ -239,7 +239,7 @@ def _join(rank: Rank, device: torch.device, store: str, timeout_s: float) -> Any
     if device.type == "cuda" and not may_share_gpu():
         # multicast over NVLink: not on every machine that says it has it
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # who watches ranks is engine/ranks.py
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # who watches ranks is engine/load/ranks.py
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = limit
         group: Any = dist.ProcessGroupNCCL(meeting, rank.index, rank.n, nccl)

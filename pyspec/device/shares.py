@@ -1,4 +1,4 @@
-"""What the ranks keep of a slot, brought together on the first of them and dealt out again (images of slots: engine/slot_image.py).
+"""What the ranks keep of a slot, brought together on the first of them and dealt out again (images of slots: engine/loop/slot_image.py).
 
 Every rank runs the same function at the same time. Ranks have tensors of the same shapes, since they have as many heads each.
 """

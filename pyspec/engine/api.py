@@ -19,7 +19,6 @@ from pyspec.engine.arguments import callable_of, id_of, limit_of, path_of, promp
 from pyspec.engine.aside import end_aside, to_loop
 from pyspec.engine.chat_tools import ChatDelta, ChatResult, Chats, ToolOptions, collected
 from pyspec.engine.incoming import Incoming
-from pyspec.engine.look_apart import look_at_name
 from pyspec.engine.option_texts import with_options
 from pyspec.engine.options import (
     GenerateOptions,
@@ -34,6 +33,7 @@ from pyspec.engine.options import (
     settings_of,
 )
 from pyspec.engine.pair import pair_of
+from pyspec.engine.plan.look_apart import look_at_name
 from pyspec.engine.protocol import Core
 from pyspec.engine.result import Progress, RequestSet, Result, collect, patience, submit_when_free
 from pyspec.errors import BadTemplate, ConfigError, PyspecError, QueueFull, RequestError
@@ -116,7 +116,7 @@ class Engine:
         """`load` for a path and settings that have been made already."""
         path, settings = Path(path_of("path", path, ConfigError)), settings_given(settings)
         if isolated:
-            from pyspec.engine.client import Supervisor
+            from pyspec.engine.process.client import Supervisor
 
             supervisor = Supervisor(path, settings)
             try:
@@ -126,7 +126,9 @@ class Engine:
                 supervisor.close()
                 raise
             return cls(supervisor, tokenizer, template)
-        core = import_module("pyspec.engine.core").EngineCore.load(path, settings)  # by name: torch comes with it
+        core = import_module("pyspec.engine.process.core").EngineCore.load(
+            path, settings
+        )  # by name: torch comes with it
         return cls(core, core.tokenizer, core.template)
 
     def _chatml(self) -> ChatTemplate:

@@ -83,7 +83,7 @@ class Memory:
         """Bring back what a checkpoint holds, into any slot."""
         _copy(self._saved(slot, saved.n_past), saved.tensors, non_blocking=True)
 
-    # What a slot holds as an image has it (engine/slot_image.py): on the host, and of several ranks each tensor of all of them.
+    # What a slot holds as an image has it (engine/loop/slot_image.py): on the host, and of several ranks each tensor of all of them.
 
     def pages_like(self, page_size: int, n_page: int) -> list[Like]:
         """What `read_pages` gives of so many."""

@@ -12,12 +12,12 @@ from types import ModuleType, SimpleNamespace
 sys.path.insert(0, str(Path(__file__).parent))
 from clockwork import Clockwork
 
-from pyspec.engine import child
+from pyspec.engine.process.process import child
 from pyspec.request import Event, Metrics, Request
 
 
 class ClockworkCore(Clockwork):
-    """What pyspec.engine.child needs of a core; a round's events are handed over together, as a real one does it.
+    """What pyspec.engine.process.child needs of a core; a round's events are handed over together, as a real one does it.
 
     Its metrics tell the medians of the turn so far: host_ms of work, sample_ms of handing over.
     """
@@ -58,7 +58,7 @@ class ClockworkCore(Clockwork):
 
 
 if __name__ == "__main__":
-    module = ModuleType("pyspec.engine.core")
+    module = ModuleType("pyspec.engine.process.core")
     module.EngineCore = ClockworkCore  # type: ignore[attr-defined]
-    sys.modules["pyspec.engine.core"] = module
+    sys.modules["pyspec.engine.process.core"] = module
     child.main(int(sys.argv[5]))

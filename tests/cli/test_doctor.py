@@ -133,7 +133,7 @@ def test_a_cpu_that_is_not_as_it_should_be_is_told(monkeypatch: pytest.MonkeyPat
 def test_a_gpu_that_this_torch_can_not_use_has_the_right_advice(
     driver: bool, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pyspec.engine import describe
+    from pyspec.engine.plan import describe
 
     monkeypatch.setattr(describe, "has_driver", lambda: driver)
     monkeypatch.setattr(torch.version, "cuda", None)

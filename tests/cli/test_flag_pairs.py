@@ -16,12 +16,13 @@ from sampling import all_pairs
 from pyspec.cli import main
 from pyspec.config import EngineSettings
 from pyspec.device.capture import capture
-from pyspec.engine import describe, load
-from pyspec.engine.describe import Description
-from pyspec.engine.longest import widened
-from pyspec.engine.memory_plan import AssumedGpu
+from pyspec.engine.load.load import load
+from pyspec.engine.load.warmup import rehearsed
 from pyspec.engine.pair import pair_of
-from pyspec.engine.warmup import rehearsed
+from pyspec.engine.plan import describe
+from pyspec.engine.plan.describe import Description
+from pyspec.engine.plan.longest import widened
+from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.errors import PyspecError
 from pyspec.slots.arena import Arena
 from pyspec.slots.kv import KV_DTYPES
@@ -108,7 +109,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tupl
     monkeypatch.setattr("pyspec.engine.api.Engine.open", accept)
     monkeypatch.setattr("pyspec.server.http.listen.listen", lambda settings: [])
     monkeypatch.setattr("pyspec.server.http.serve.run", lambda load, *rest: load())
-    monkeypatch.setattr("pyspec.engine.process.start_ahead", lambda: None)
+    monkeypatch.setattr("pyspec.engine.process.process.start_ahead", lambda: None)
     yield found
     logging.getLogger("pyspec").handlers.clear()
     logging.getLogger("pyspec").setLevel(logging.NOTSET)

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from pyspec.cli import COMMANDS, main
 from pyspec.config import EngineSettings, settings_from
-from pyspec.engine.load import load
+from pyspec.engine.load.load import load
 from pyspec.errors import ConfigError, DownloadError, PyspecError
 from pyspec.ranges import OneOf, Real, Rule, Whole, rules_of
 
@@ -83,11 +83,11 @@ def no_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "pyspec.engine.api.Engine.open",
         lambda target, draft, values, isolated=False: accept(settings_from(values)),
     )
-    monkeypatch.setattr("pyspec.engine.fit.fit", lambda path, settings, vram: accept(settings))
+    monkeypatch.setattr("pyspec.engine.plan.fit.fit", lambda path, settings, vram: accept(settings))
     monkeypatch.setattr("pyspec.server.http.listen.listen", lambda settings: [])
     monkeypatch.setattr("pyspec.server.http.serve.run", lambda *args: accept(EngineSettings()))
     monkeypatch.setattr("pyspec.logits.load", lambda path, settings: accept(settings))
-    monkeypatch.setattr("pyspec.engine.load.load", lambda path, settings: accept(settings))
+    monkeypatch.setattr("pyspec.engine.load.load.load", lambda path, settings: accept(settings))
     monkeypatch.setattr("pyspec.hub.from_hub", offline)
 
 

@@ -30,7 +30,7 @@ def test_json_lines_are_objects_even_with_quotes_and_tracebacks(capsys: pytest.C
     try:
         raise ValueError("broken")
     except ValueError:
-        logging.getLogger("pyspec.engine.loop").exception("stops")
+        logging.getLogger("pyspec.engine.loop.loop").exception("stops")
     first, second = map(json.loads, capsys.readouterr().err.splitlines())
     assert first["message"] == 'said a "quoted"\nword' and first["level"] == "info"
     assert first["logger"] == "pyspec.engine.api" and "traceback" not in first

@@ -20,8 +20,8 @@ from pyspec import synth
 from pyspec.device.capture import capture
 from pyspec.draft.dflash import N_HELD, DFlash
 from pyspec.draft.drafter import DraftRequest
-from pyspec.engine import warmup
-from pyspec.engine.loop import Loop
+from pyspec.engine.load.load import warmup
+from pyspec.engine.loop.loop import Loop
 from pyspec.errors import SlotError
 from pyspec.gguf import open_gguf
 from pyspec.models.target import Out

@@ -17,9 +17,9 @@ from pyspec.cuda.ops.linear.dequant import dequantize, quantize
 from pyspec.cuda.ops.linear.fit_q4 import fit_q4
 from pyspec.cuda.ops.linear.pack import Packed, packed_bytes, repack, unpack
 from pyspec.cuda.streamed import Streamed
-from pyspec.engine import describe
-from pyspec.engine import memory_plan as plan
-from pyspec.engine.memory_plan import MemoryPlan
+from pyspec.engine.plan import describe
+from pyspec.engine.plan import memory_plan as plan
+from pyspec.engine.plan.memory_plan import MemoryPlan
 from pyspec.errors import ConfigError, DoesNotFit
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.models import coarse

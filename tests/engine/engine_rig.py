@@ -17,11 +17,11 @@ from pyspec.constrain.phrases import Phrasebooks
 from pyspec.constrain.trie import TokenTrie
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter
-from pyspec.engine.controller import Controller
-from pyspec.engine.job import Job
-from pyspec.engine.load import Loaded, load
-from pyspec.engine.loop import Loop
-from pyspec.engine.round import RowLimits
+from pyspec.engine.load.load import Loaded, load
+from pyspec.engine.loop.job import Job
+from pyspec.engine.loop.loop import Loop
+from pyspec.engine.loop.round import RowLimits
+from pyspec.engine.policy.controller import Controller
 from pyspec.errors import PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.request import Delta, Done, EngineInfo, Event, Failed, Request, SamplingParams, Started, Timings

@@ -1,4 +1,4 @@
-"""An engine process without a model: pyspec.engine.child over a core that knows what it will say. Starts in a moment.
+"""An engine process without a model: pyspec.engine.process.child over a core that knows what it will say. Starts in a moment.
 
 `python fake_child.py FOLDER DESCRIPTOR`. Files in FOLDER are what it is to suffer:
 load      at every load: "exit N", "refuse TEXT", "none TEXT", "sleep S"; "bug", "memory", "gone" (the device), each with its TEXT
@@ -20,7 +20,7 @@ from types import ModuleType, SimpleNamespace
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.examine import EXAMINATION
-from pyspec.engine import child
+from pyspec.engine.process.process import child
 from pyspec.errors import DeviceError, NoDevice, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.request import (
@@ -183,7 +183,7 @@ def told(what: str) -> str:
 
 
 if __name__ == "__main__":
-    module = ModuleType("pyspec.engine.core")
+    module = ModuleType("pyspec.engine.process.core")
     module.EngineCore = FakeCore  # type: ignore[attr-defined]
-    sys.modules["pyspec.engine.core"] = module
+    sys.modules["pyspec.engine.process.core"] = module
     child.main(int(sys.argv[2]))

@@ -14,10 +14,10 @@ from pyspec.cuda import survey
 from pyspec.cuda.jit import GpuKind
 from pyspec.cuda.ops.linear.ref import Epilogue
 from pyspec.cuda.prepare import wanted_of
-from pyspec.engine.asks import asks_of
-from pyspec.engine.describe import Description, describe
-from pyspec.engine.load import load
-from pyspec.engine.memory_plan import AssumedGpu
+from pyspec.engine.load.load import load
+from pyspec.engine.plan.asks import asks_of
+from pyspec.engine.plan.describe import Description, describe
+from pyspec.engine.plan.memory_plan import AssumedGpu
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 DEMO = Path(pyspec.__file__).parent / "demo"

@@ -13,9 +13,8 @@ from known_texts import tiny
 from rewrite import rewrite
 
 from pyspec.config import EngineSettings
-from pyspec.engine import warmup
 from pyspec.engine.api import Engine
-from pyspec.engine.load import load
+from pyspec.engine.load.load import load, warmup
 from pyspec.errors import BadGGUF, BadTensors, ModelError, PairError, RequestError
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.text.template import CHATML

@@ -64,11 +64,11 @@ def test_the_log_shows_both_texts_if_it_is_asked_to(caplog: pytest.LogCaptureFix
     r = fake_rig(ctx=600)
     prompt = ids(1, 200)
     r.generate(prompt, 5)
-    with caplog.at_level(logging.INFO, "pyspec.engine.admission"):
+    with caplog.at_level(logging.INFO, "pyspec.engine.loop.admission"):
         r.generate([*prompt[:70], 1, 2, 3], 5)
     told = "prompt tokens are in the cache"
     assert not any(told in message for message in caplog.messages)
-    with caplog.at_level(logging.DEBUG, "pyspec.engine.admission"):
+    with caplog.at_level(logging.DEBUG, "pyspec.engine.loop.admission"):
         r.generate([*prompt[:90], 1, 2, 3], 5)
     assert [message for message in caplog.messages if f"90 of 93 {told}" in message]
 

@@ -16,8 +16,8 @@ from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.device.capture import capture
 from pyspec.draft.drafter import GraphedDrafter
-from pyspec.engine import describe as describing
-from pyspec.engine import memory_plan as plan
+from pyspec.engine.plan import describe as describing
+from pyspec.engine.plan import memory_plan as plan
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.models.weight_bytes import repacked_bytes, weight_bytes
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of

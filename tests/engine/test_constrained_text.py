@@ -23,9 +23,9 @@ from schemas import whole
 from pyspec.config import EngineSettings
 from pyspec.constrain import constraint
 from pyspec.engine.api import Engine, collect
-from pyspec.engine.client import Supervisor
-from pyspec.engine.job import Job
-from pyspec.engine.loop import Loop
+from pyspec.engine.loop.job import Job
+from pyspec.engine.loop.loop import Loop
+from pyspec.engine.process.client import Supervisor
 from pyspec.errors import GrammarTooLarge, RequestError
 from pyspec.request import Grammar, Request, SamplingParams
 
@@ -319,7 +319,7 @@ def test_a_grammar_that_grows_too_large_ends_its_request_and_is_no_error_of_the_
 ) -> None:
     wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(700)}}
     r = rig(QWEN35, spec_type="none")
-    with caplog.at_level(logging.DEBUG, "pyspec.engine.commit"):
+    with caplog.at_level(logging.DEBUG, "pyspec.engine.loop.commit"):
         neighbour = r.submit((5, 6, 7), 12, GREEDY)
         hostile = r.submit((3, 4, 5), 12, GREEDY, grammar=Grammar(kind="json_schema", source=json.dumps(wide)))
         r.run()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from pyspec.engine.api import Engine
-from pyspec.engine.job import Job
+from pyspec.engine.loop.job import Job
 from pyspec.errors import BadTemplate, ConfigError, PyspecError, RequestError, SlotError, Unavailable
 from pyspec.request import Delta, Done, Event, Failed, Request, SlotAction
 
@@ -114,7 +114,7 @@ def test_a_listener_of_a_slot_may_raise_what_it_likes(engine: Engine) -> None:
 @pytest.mark.parametrize("slot", [1.5, -7, 99, "x", None, 2**70])
 def test_a_visit_that_can_not_be_made_is_made_once(here: Engine, slot: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Past all that checks arguments."""
-    from pyspec.engine.visit import Visit
+    from pyspec.engine.loop.visit import Visit
 
     failed: queue.SimpleQueue[PyspecError] = queue.SimpleQueue()
     with caplog.at_level(logging.ERROR):

@@ -13,7 +13,7 @@ from test_isolation import NAN, speculating
 
 from pyspec.cuda import faults
 from pyspec.draft.drafter import DraftRequest
-from pyspec.engine.round import RowLimits
+from pyspec.engine.loop.round import RowLimits
 from pyspec.errors import OutOfBounds, SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch

@@ -10,7 +10,7 @@ from draft_fakes import Oracle, text_after
 from engine_rig import GREEDY, Rig, fake_rig
 
 from pyspec.draft.drafter import DraftRequest
-from pyspec.engine.warmup import warm_up
+from pyspec.engine.load.warmup import warm_up
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
 

@@ -10,9 +10,9 @@ from click.testing import CliRunner, Result
 
 from pyspec.cli import main
 from pyspec.config import EngineSettings
-from pyspec.engine import describe
-from pyspec.engine.fit import STEP, fit
-from pyspec.engine.memory_plan import AssumedGpu
+from pyspec.engine.plan import describe
+from pyspec.engine.plan.fit import STEP, fit
+from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFWriter
 from pyspec.slots import arena

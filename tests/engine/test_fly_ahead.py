@@ -20,10 +20,10 @@ from torch import Tensor
 
 from pyspec.constrain import constraint
 from pyspec.device.worker import Worker
-from pyspec.engine.job import Job
-from pyspec.engine.lookahead import InFlight
-from pyspec.engine.loop import Loop
-from pyspec.engine.speculator import Speculator
+from pyspec.engine.loop.job import Job
+from pyspec.engine.loop.lookahead import InFlight
+from pyspec.engine.loop.loop import Loop
+from pyspec.engine.loop.speculator import Speculator
 from pyspec.errors import DeviceError, OutOfBounds
 from pyspec.models.target import Out
 from pyspec.request import Grammar, SamplingParams

@@ -11,8 +11,8 @@ from engine_rig import FIXTURES
 from test_fly_ahead import flown  # noqa: F401 - a fixture
 
 from pyspec.device.worker import Launched, Worker
-from pyspec.engine import describe
-from pyspec.engine.lookahead import InFlight
+from pyspec.engine.loop.lookahead import InFlight
+from pyspec.engine.plan import describe
 from pyspec.slots.batch import Batch
 from pyspec.slots.round import Reads
 

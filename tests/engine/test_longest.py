@@ -14,10 +14,10 @@ from test_fit import heads_only
 
 from pyspec.cli import main
 from pyspec.config import EngineSettings
-from pyspec.engine import describe, longest, memory_plan
-from pyspec.engine.fit import fit
-from pyspec.engine.longest import STEP, widened
-from pyspec.engine.memory_plan import RESERVE, AssumedGpu
+from pyspec.engine.plan import describe, longest, memory_plan
+from pyspec.engine.plan.fit import fit
+from pyspec.engine.plan.longest import STEP, widened
+from pyspec.engine.plan.memory_plan import RESERVE, AssumedGpu
 from pyspec.errors import DoesNotFit
 from pyspec.gguf import GGUFWriter
 from pyspec.synth import write

@@ -12,10 +12,10 @@ from draft_fakes import Ahead, Oracle, text_after
 from engine_rig import FIXTURES, GREEDY, Rig, fake_rig, rig, rig_for
 from known_texts import N_TEXT, continuation, known_texts, tiny
 
-from pyspec.engine.lookahead import InFlight
-from pyspec.engine.loop import Loop
-from pyspec.engine.speculator import AcceptanceWatch
-from pyspec.engine.warmup import warm_up
+from pyspec.engine.load.warmup import warm_up
+from pyspec.engine.loop.lookahead import InFlight
+from pyspec.engine.loop.loop import Loop
+from pyspec.engine.loop.speculator import AcceptanceWatch
 from pyspec.slots.arena import BUCKETS
 from pyspec.slots.round import Round
 

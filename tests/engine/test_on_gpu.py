@@ -27,7 +27,7 @@ from pyspec.cuda.ops.linear.fit_q4 import fit_q4
 from pyspec.cuda.streamed_tiles import StreamedTiles
 from pyspec.draft import dflash
 from pyspec.engine.api import Engine, Result, collect
-from pyspec.engine.lookahead import InFlight
+from pyspec.engine.loop.lookahead import InFlight
 from pyspec.gguf import GGMLType
 from pyspec.logits import compute_logits
 from pyspec.models.coarse import rows_of

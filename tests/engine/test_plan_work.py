@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_rig import Rig, fake_rig
 
-from pyspec.engine.round import RowLimits, plan_work
+from pyspec.engine.loop.round import RowLimits, plan_work
 
 
 def busy(n_prompt: list[int], n_decoding: int = 2) -> Rig:

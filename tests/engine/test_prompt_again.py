@@ -12,7 +12,7 @@ from engine_rig import FIXTURES, GREEDY, Rig, plain_rig, rig
 from known_texts import tiny
 from test_prefix_reuse import random_ids
 
-from pyspec.engine.loop import Loop
+from pyspec.engine.loop.loop import Loop
 from pyspec.request import Grammar, SamplingParams
 
 QWEN35, NEMOTRON = FIXTURES / "qwen35.gguf", FIXTURES / "nemotron_latent.gguf"

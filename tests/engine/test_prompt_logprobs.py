@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_rig import FIXTURES, GREEDY, Heard, rig
 
-from pyspec.engine.record import Record
+from pyspec.engine.process.record import Record
 from pyspec.engine.wire import pack, unpack
 from pyspec.errors import SlotError
 from pyspec.logits import compute_logits

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyspec.engine.queue import CUT_GAP, CUT_MIN, CUT_TAIL, Queue, cut_of, cuts_of, worth_on
-from pyspec.engine.room import place_for
-from pyspec.engine.round import share_rows
+from pyspec.engine.loop.round import share_rows
+from pyspec.engine.policy.queue import CUT_GAP, CUT_MIN, CUT_TAIL, Queue, cut_of, cuts_of, worth_on
+from pyspec.engine.policy.room import place_for
 from pyspec.errors import QueueFull
 from pyspec.slots.table import SlotTable
 

@@ -18,10 +18,10 @@ from engine_rig import FIXTURES
 from fake_child import token_at
 
 from pyspec.config import EngineSettings
-from pyspec.engine import client, watchdog
 from pyspec.engine.api import Engine
-from pyspec.engine.client import Supervisor
-from pyspec.engine.record import PROGRESS, Record
+from pyspec.engine.process.client import Supervisor
+from pyspec.engine.process.process import client, watchdog
+from pyspec.engine.process.record import PROGRESS, Record
 from pyspec.engine.wire import pack, unpack
 from pyspec.errors import (
     DeviceError,
@@ -348,7 +348,7 @@ def test_an_engine_ends_with_its_parent(plants: Plants) -> None:
 import sys, time
 from pathlib import Path
 from pyspec.config import EngineSettings
-from pyspec.engine.client import Supervisor
+from pyspec.engine.process.client import Supervisor
 s = Supervisor(Path({str(PATH)!r}), EngineSettings(), command=({sys.executable!r}, {str(CHILD)!r}, {str(plants.folder)!r}))
 s.wait()
 assert "torch" not in sys.modules

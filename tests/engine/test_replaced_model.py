@@ -18,9 +18,9 @@ from known_texts import demo_prompts
 from sampling import few
 
 from pyspec.config import EngineSettings
-from pyspec.engine import watchdog
 from pyspec.engine.api import Engine, Result, collect
-from pyspec.engine.client import Supervisor
+from pyspec.engine.process.client import Supervisor
+from pyspec.engine.process.process import watchdog
 from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SamplingParams
 
 SETTINGS = EngineSettings(np=8, ctx=256, draft_path=DEMO_DRAFT, warm_up=False, device="cpu", kv_type="f32")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from engine_rig import Heard, Rig, fake_rig
 
-from pyspec.engine import rests
-from pyspec.engine.rests import Rests
+from pyspec.engine.policy import rests
+from pyspec.engine.policy.rests import Rests
 
 PLAIN_MS, ROW_MS = 10.0, 0.066  # of a round, and of each row of a prompt in it
 LONG, FREE, UB = 1024, 256, 128

@@ -8,7 +8,7 @@ import time
 import pytest
 from engine_rig import FIXTURES, GREEDY, Rig, plain_rig, rig
 
-from pyspec.engine.admission import MOST_SUSPENDED, PATIENCE_S
+from pyspec.engine.loop.admission import MOST_SUSPENDED, PATIENCE_S
 from pyspec.request import Delta, Progress, SamplingParams, Started
 
 MODELS = {

@@ -18,7 +18,7 @@ from engine_rig import DEMO, FIXTURES, GREEDY
 from known_texts import tiny
 
 from pyspec.engine.api import Engine
-from pyspec.engine.slot_actions import SlotActions
+from pyspec.engine.loop.slot_actions import SlotActions
 from pyspec.errors import BadSlotFile, PyspecError, RequestError
 from pyspec.request import Delta, SlotAction, SlotAnswer
 from pyspec.slots.slot_file import write

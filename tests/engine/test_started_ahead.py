@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from pyspec.engine import process
-from pyspec.engine.process import EngineProcess
+from pyspec.engine.process.process import EngineProcess, process
 
 COMMAND = (sys.executable, "-c", "import sys; sys.stdin.read(); import time; time.sleep(60)")
 

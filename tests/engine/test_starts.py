@@ -16,10 +16,11 @@ from pyspec.device.capture import capture
 from pyspec.draft.chain import Chain, most_waiting
 from pyspec.draft.dflash import DFlash, held_rows
 from pyspec.draft.drafter import Needs
-from pyspec.engine import describe, warmup
-from pyspec.engine.longest import widened
-from pyspec.engine.round import RowLimits
-from pyspec.engine.warmup import EVEN, rehearsed, warm_up
+from pyspec.engine.load.load import warmup
+from pyspec.engine.load.warmup import EVEN, rehearsed, warm_up
+from pyspec.engine.loop.round import RowLimits
+from pyspec.engine.plan import describe
+from pyspec.engine.plan.longest import widened
 from pyspec.slots.arena import BUCKETS, WIDE, Arena, bucket_of, most_rows
 from pyspec.slots.batch import Batch
 from pyspec.slots.table import SlotTable

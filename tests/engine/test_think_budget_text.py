@@ -9,7 +9,7 @@ from draft_fakes import FAKES
 from engine_rig import FIXTURES, GREEDY, plain_rig, rig, rig_for
 from known_texts import known_texts
 
-from pyspec.engine.loop import Loop
+from pyspec.engine.loop.loop import Loop
 from pyspec.request import SamplingParams, ThinkBudget
 
 QWEN35 = FIXTURES / "qwen35.gguf"

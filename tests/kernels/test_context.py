@@ -21,7 +21,7 @@ from pyspec.config import EngineSettings
 from pyspec.cuda import context, faults, jit, probe_child, verdicts
 from pyspec.cuda.context import context_of, gpu_lock, per_device
 from pyspec.cuda.machine import Machine
-from pyspec.engine import load as loading
+from pyspec.engine.load.load import load as loading
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 ROOT = Path(pyspec.cuda.__file__).parent

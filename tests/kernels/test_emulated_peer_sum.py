@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
 from pyspec.cuda.ops.peer_sum import cuda as peer_sum
-from pyspec.engine import memory_plan
+from pyspec.engine.plan import memory_plan
 
 CHUNK, BLOCKS = 64, 3
 

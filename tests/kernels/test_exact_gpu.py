@@ -14,7 +14,7 @@ from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.linear.cuda import random_matrix
 from pyspec.cuda.ops.rows.ref import HeadGate, HeadNorm, Norm, Prep
 from pyspec.cuda.streamed import Streamed
-from pyspec.engine.load import Loaded, load
+from pyspec.engine.load.load import Loaded, load
 from pyspec.gguf import GGMLType
 from pyspec.models.weights import Dense
 from pyspec.slots.batch import Seq, lay_out

@@ -11,8 +11,8 @@ from pyspec.config import EngineSettings
 from pyspec.cuda import exact
 from pyspec.cuda.exact import EXACT, PASS, in_passes
 from pyspec.cuda.ops.rows.ref import Norm
-from pyspec.engine import describe as describing
-from pyspec.engine import memory_plan
+from pyspec.engine.plan import describe as describing
+from pyspec.engine.plan import memory_plan
 from pyspec.models.grouped import Grouped
 from pyspec.models.weights import Dense, Joined
 from pyspec.synth import write

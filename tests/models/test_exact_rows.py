@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyspec.config import EngineSettings
 from pyspec.cuda import exact
-from pyspec.engine.load import Loaded, load
+from pyspec.engine.load.load import Loaded, load
 from pyspec.slots.batch import Seq, lay_out
 from pyspec.synth import write
 

@@ -18,8 +18,8 @@ def imported() -> None:
     """What a server imports, before anybody waits for it."""
     import pyspec.cli
     import pyspec.cli.server
-    import pyspec.engine.core
-    import pyspec.engine.load
+    import pyspec.engine.load.load
+    import pyspec.engine.process.core
     import pyspec.models.qwen35
     import pyspec.server.app
     import pyspec.server.http.serve  # noqa: F401

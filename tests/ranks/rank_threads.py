@@ -18,9 +18,9 @@ from engine_rig import Rig
 from pyspec.config import EngineSettings
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.device.lead import Follower
-from pyspec.engine import rank_child
-from pyspec.engine.describe import arena_pages, describe, plan_memory
-from pyspec.engine.load import build
+from pyspec.engine.load.load import build
+from pyspec.engine.plan.describe import arena_pages, describe, plan_memory
+from pyspec.engine.process.process import rank_child
 from pyspec.engine.wire import LoadShare
 from pyspec.errors import PyspecError
 from pyspec.slots.arena import Arena

@@ -27,10 +27,10 @@ from pyspec.device.lead import (
     ReadPages,
     RunForward,
 )
-from pyspec.engine import ranks as ranks_module
-from pyspec.engine.describe import describe, plan_memory
-from pyspec.engine.ranks import RankProcess
-from pyspec.engine.slot_image import SlotImager
+from pyspec.engine.load.load import ranks as ranks_module
+from pyspec.engine.load.ranks import RankProcess
+from pyspec.engine.loop.slot_image import SlotImager
+from pyspec.engine.plan.describe import describe, plan_memory
 from pyspec.errors import DeviceError, ModelError, RankLost
 from pyspec.models.weights import cuts_of
 from pyspec.request import SamplingParams

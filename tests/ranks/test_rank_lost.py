@@ -13,8 +13,8 @@ from engine_rig import DEMO, GREEDY
 from known_texts import demo_prompts
 
 from pyspec.config import EngineSettings
-from pyspec.engine.core import EngineCore
-from pyspec.engine.ranks import Ranks
+from pyspec.engine.load.ranks import Ranks
+from pyspec.engine.process.core import EngineCore
 from pyspec.errors import PyspecError, RankLost
 from pyspec.request import Delta, Event, Request
 
@@ -25,7 +25,7 @@ DIES = '''
 import os, signal, sys
 from pyspec.cuda.collective import Collective
 from pyspec.device.lead import Follower
-from pyspec.engine import rank_child
+from pyspec.engine.process.process import rank_child
 
 where, at, n = sys.argv[1], int(sys.argv[2]), 0
 

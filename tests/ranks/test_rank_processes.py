@@ -16,10 +16,10 @@ from known_texts import demo_prompts
 from rank_pids import children, lives
 
 from pyspec.config import EngineSettings
-from pyspec.engine import ranks as ranks_module
 from pyspec.engine.api import Engine
-from pyspec.engine.core import EngineCore
-from pyspec.engine.ranks import Ranks
+from pyspec.engine.load.load import ranks as ranks_module
+from pyspec.engine.load.ranks import Ranks
+from pyspec.engine.process.core import EngineCore
 from pyspec.errors import DeviceError, RankLost, Unavailable
 from pyspec.request import Delta, Done, Event, Failed, Request
 
@@ -146,7 +146,7 @@ def fails(self, command):
         raise torch.OutOfMemoryError("no memory is left for this rank")
     obey(self, command)
 Follower.obey = fails
-from pyspec.engine.rank_child import main
+from pyspec.engine.process.rank_child import main
 main(int(sys.argv[1]))
 """
 

@@ -5,7 +5,7 @@ import torch
 
 from pyspec.config import KV_TYPES
 from pyspec.cuda.ops.gdn.shape import GdnShape
-from pyspec.engine.memory_plan import checkpoint_bytes, memory_bytes
+from pyspec.engine.plan.memory_plan import checkpoint_bytes, memory_bytes
 from pyspec.errors import ModelError
 from pyspec.slots.kv import KV_DTYPES, KVPool, dequantized, quantized, row_bytes
 from pyspec.slots.memory import allocate, copy_page

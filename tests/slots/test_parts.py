@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
-from pyspec.engine.memory_plan import checkpoint_bytes, memory_bytes
+from pyspec.engine.plan.memory_plan import checkpoint_bytes, memory_bytes
 from pyspec.errors import OutOfBounds
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.kv import KV_DTYPES, KVPool

@@ -1,0 +1,279 @@
+"""From files to a running loop: describe, plan the memory, allocate, bind, warm up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from pyspec import draft, progress
+from pyspec.config import EngineSettings
+from pyspec.cuda import prepare, probe, temporary, tiers
+from pyspec.cuda.context import context_of, gpu_lock
+from pyspec.cuda.ops.attend import plan as attend_plan
+from pyspec.cuda.prepare import Preparation
+from pyspec.cuda.ways import Ways
+from pyspec.device.lead import LeadingWorker, LedMemory
+from pyspec.device.worker import Worker
+from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
+from pyspec.engine.load.ranks import Ranks, begin_ranks, lead_ranks
+from pyspec.engine.load.warmup import check_drafter, warm_up
+from pyspec.engine.loop.loop import Loop
+from pyspec.engine.loop.round import RowLimits
+from pyspec.engine.plan.asks import asks_of
+from pyspec.engine.plan.describe import (
+    Description,
+    arena_pages,
+    attention_bytes,
+    describe,
+    device_checkpoints,
+    head_for_drafts,
+    heads_together,
+    missing_copy,
+    plan_memory,
+    start_bytes,
+    synth_of,
+)
+from pyspec.engine.plan.draft_head import make_head
+from pyspec.engine.plan.longest import here, widened
+from pyspec.engine.plan.memory_plan import MemoryPlan, check_fit, free_bytes, since, size, taken
+from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.timer import Timer, bucket
+from pyspec.engine.recommended import recommended
+from pyspec.errors import BadTemplate
+from pyspec.gguf.types import file_type_words
+from pyspec.models.gathered import Gathered
+from pyspec.models.target import Target
+from pyspec.models.weights import Weights, cuts_of
+from pyspec.request import EngineInfo
+from pyspec.sample.synth import read_rates
+from pyspec.slots.arena import Arena, bucket_of, most_rows
+from pyspec.slots.cache import PrefixCache
+from pyspec.slots.memory import Memory, allocate
+from pyspec.slots.states import StateStore
+from pyspec.slots.table import SlotTable
+from pyspec.text.template import ChatTemplate
+from pyspec.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Loaded:
+    """Everything an engine needs."""
+
+    loop: Loop
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    info: EngineInfo
+    ranks: Ranks | None = None
+    ways: Ways = field(default_factory=Ways)  # for whichever thread runs the loop
+
+
+def load(path: Path, settings: EngineSettings) -> Loaded:
+    """A running loop over a model and its drafter. Every refusal is a PyspecError with the reason, before anything is allocated."""
+    ways = Ways(settings.kernels, settings.exact, settings.threads or torch.get_num_threads())
+    with ways.here():
+        loaded = _load(path, settings)
+        return replace(loaded, ways=replace(ways, n_thread=torch.get_num_threads()))  # of several ranks each has fewer
+
+
+def _load(path: Path, settings: EngineSettings) -> Loaded:
+    began = time.perf_counter()
+    d = widened(describe(path, settings))
+    _check_template(d.template)
+    log.info("description: %.1f s", time.perf_counter() - began)
+    if not d.is_cuda:
+        log.info(
+            "no kernels of a GPU here: on a CPU all ops run as torch, the recurrent ones compiled where numba is installed"
+        )
+    context = context_of(d.device)  # held until kernels hold it
+    with context.current():
+        plan = plan_memory(d)
+        if missing := missing_copy(d, plan):
+            log.info("%s", missing)
+        check_fit(here(d, plan), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
+        before = taken(d.device) if d.is_cuda else None  # before children take any
+        ranks = Ranks(d.settings.tp) if d.settings.tp > 1 else None
+        preparation = _prepare(d, plan)
+        try:
+            return build(d, plan, ranks, preparation, before)
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            if preparation is not None:
+                preparation.close()
+            raise
+
+
+def _prepare(d: Description, plan: MemoryPlan) -> Preparation | None:
+    """Have what the load will ask of ops compiled and checked beside it."""
+    try:
+        return prepare.begin(asks_of(d), d.device, d.kv_dtype, plan.total) if d.is_cuda else None
+    except Exception:  # it saves time, no more
+        log.exception("kernels are not prepared ahead")
+        return None
+
+
+def build(
+    d: Description,
+    plan: MemoryPlan,
+    ranks: Ranks | None = None,
+    preparation: Preparation | None = None,
+    before: tuple[int, int, int] | None = None,
+) -> Loaded:
+    """Allocate what was planned, bind target and drafter to it, and warm the loop up. preparation: goes on beside what is loaded, until all is known.
+    before: what was `taken` of the GPU's memory, to tell what the load took."""
+    table = d.table()
+    shared = None if ranks is None else begin_ranks(d, plan, ranks)
+    memory = allocate(d.own.parts(), d.sizes, d.device)
+    with _timed("weights", d.device, release=True):
+        cuts = cuts_of(d.config.tensors(d.file))
+        weights = Weights(d.file, d.device, d.dense, wide=plan.wide > 0, ranks=shared, cuts=cuts)
+        target = d.config.build(weights, memory)
+        if ranks is not None:
+            memory = lead_ranks(target, memory, ranks)
+    with _timed("drafter", d.device, release=True):
+        drafter = _bind_drafter(d, plan, target, table)
+    loop = _loop(d, target, memory, table, drafter)
+    log.info("%s", d.draft.note)
+    attend_plan.reserve(d.device, attention_bytes(d))
+    late = attend_plan.late(d.device)
+    prepare.settle(late)
+    if d.settings.warm_up:
+        with _timed("graphs and warm-up", d.device), gpu_lock(d.device):
+            with torch.inference_mode():
+                attend_plan.warm(d.device, d.n_ctx)
+            warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d) + start_bytes(d))
+            if d.settings.check_tap_shift:
+                check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
+    if missing := tiers.unmet(d.device):
+        log.warning("--kernels %s: %s", d.settings.kernels, missing)
+    tell = partial(_tell_use, d.device, plan, before)
+    if preparation is not None:
+        preparation.finish(late, tell)
+    else:
+        probe.close()  # the child that checked kernels, and its memory on the GPU
+        tell()
+    return Loaded(loop, d.tokenizer, d.template, info_of(d, plan), ranks)
+
+
+def _tell_use(device: torch.device, plan: MemoryPlan, before: tuple[int, int, int] | None) -> None:
+    """Once no child that checks kernels has any of the memory: four of them had 6.5 GiB."""
+    if before is not None:
+        log.info("memory in use: %s, planned %s", since(before, device), size(plan.total))
+
+
+def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotTable) -> Drafter | None:
+    if d.draft.kind == "none":
+        return None
+    output = target.output if d.settings.tp == 1 and d.head is not None else None
+    if head_for_drafts(d):
+        output = Weights(d.file, d.device, d.dense, wide=plan.wide > 0).head()
+    head = output if d.settings.tp > 1 else None
+    if d.head is not None and plan.draft_head and output is not None:
+        head = make_head(output, d.head, d.device) or head
+    best = None
+    if heads_together(d):
+        assert isinstance(target.memory, LedMemory) and isinstance(target.output, Gathered)
+        best = partial(target.memory.leader.best, target.output)
+    options = DraftOptions(settings=d.settings, dense=d.dense, wide=plan.wide > 0, head=head, best=best)
+    return draft.find(d.draft.kind).load(d.draft, target, table, options)
+
+
+def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None) -> Loop:
+    s, n_draft = d.settings, d.draft.n_draft
+    make_arena = partial(_arena, target, table, arena_pages(d, table))
+    arena = None if s.plain_loop else make_arena(d.width)
+    if arena is not None and isinstance(drafter, GraphedDrafter):
+        drafter.use_graphs(partial(make_arena, d.draft_width))
+    host_bytes = min(s.cache_ram << 20, free_bytes(torch.device("cpu")) // 2) if s.prefix_cache else 0
+    states = StateStore(device_checkpoints(d), host_bytes, start_bytes(d))
+    # graphs pad their batches, so what takes the same time is a bucket of theirs
+    most = most_rows(s.np, d.width)
+    timer = Timer() if arena is None else Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
+    needs, fixed = d.draft.needs, s.n_draft_fixed
+    return Loop(
+        (Worker if memory.is_whole else LeadingWorker)(target, memory, table, drafter, arena),
+        Controller(s.np, n_draft, chained=needs.chained, block=needs.block, fixed=fixed, verify_ms=timer),
+        PrefixCache(table, memory, states, on=s.prefix_cache, every=s.checkpoint_every),
+        RowLimits(decoding=s.ubatch, prompts=d.batch),
+        s.queue_limit,
+        synth=synth_of(s, n_draft),
+        plain=s.plain_loop,
+        prompt_weight=s.prompt_weight,
+    )
+
+
+def _arena(target: Target, table: SlotTable, n_page: int, width: int) -> Arena | None:
+    """Static batches for CUDA graphs, where every op of the model can be captured."""
+    if target.device.type != "cuda" or not target.capturable:
+        return None
+    return Arena(len(table.slots), n_page, target.device, width)
+
+
+@contextmanager
+def _timed(what: str, device: torch.device, release: bool = False) -> Iterator[None]:
+    """Says how long a part of loading took; `release`: what it allocated and freed is the device's again."""
+    began = time.perf_counter()
+    progress.report(what)
+    yield
+    progress.report(what, 1.0)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        if release:
+            temporary.release(device)
+    seconds = time.perf_counter() - began
+    fields = {"event": "loaded", "stage": what, "seconds": round(seconds, 2)}
+    log.info("%s: %.1f s", what, seconds, extra={"fields": fields})
+
+
+def _check_template(template: ChatTemplate | None) -> None:
+    """Start the template's sandbox now. A template that is broken costs the chats, not the model."""
+    try:
+        if template is not None:
+            template.check()
+    except BadTemplate as e:
+        log.warning("%s; chats will be refused", e)
+
+
+def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
+    """What is loaded, for programs and people."""
+    fields, c, tokenizer = d.file.fields, d.config, d.tokenizer
+    piece = lambda i: "" if i is None else tokenizer.piece(i)  # noqa: E731
+    return EngineInfo(
+        model_name=fields.label("general.name", "") or d.path.stem,
+        model_path=str(d.path),
+        arch=c.arch,
+        n_vocab=c.n_vocab,
+        n_ctx=d.n_ctx,
+        n_ctx_train=c.n_ctx_train,
+        n_slot=d.settings.np,
+        n_embd=c.n_embd,
+        n_params=sum(t.n_elements for t in d.file.tensors.values()),
+        n_bytes=sum(t.n_bytes for t in d.file.tensors.values()),
+        file_type=file_type_words(fields.integer("general.file_type", None)),
+        device=str(d.device),
+        drafter=d.draft.kind,
+        draft_path=str(d.settings.draft_path or ""),
+        n_draft_max=d.draft.n_draft,
+        draft_note=d.draft.note,
+        synthetic_len=d.settings.synth_len or _mean_made_up(d.settings.synth_rates),
+        chat_template="" if d.template is None else d.template.source,
+        bos_token=piece(tokenizer.bos_id),
+        eos_token=piece(tokenizer.eos_id),
+        eog_ids=tuple(sorted(tokenizer.eog)),
+        n_overhang=d.n_overhang,
+        memory=plan.by_purpose,
+        sampling=recommended(fields),
+    )
+
+
+def _mean_made_up(rates: str) -> float:
+    return 1.0 + sum(read_rates(rates)) if rates else 0.0

@@ -1,0 +1,317 @@
+"""The other ranks from the first one's side: their processes, what they are told, and what happens when one of them is gone.
+
+The first rank is the engine's own process. One that ends, stops or says nothing takes all of them with it: none can go on alone,
+and whoever supervises the engine starts it anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pyspec.cuda.collective import JOIN_S, Collective, Rank
+from pyspec.device.lead import Leader, LedMemory
+from pyspec.engine.plan.describe import Description, arena_pages, attention_bytes, rank_devices
+from pyspec.engine.plan.memory_plan import MemoryPlan
+from pyspec.engine.wire import Link, LoadShare, LogLine, ShareFailed, ShareState, pair
+from pyspec.errors import PyspecError, RankLost
+from pyspec.models.target import Target
+from pyspec.slots.memory import Memory
+
+log = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-P", "-m", "pyspec.engine.process.rank_child")
+LOAD_S = 1800.0
+STOPPED_S = 2.0  # silence of a process that somebody stopped
+SILENT_S = 20.0  # silence of one that runs: it has a thread that does nothing but speak
+BLIND_S = 8.0  # for the one that is gone to be found, once others have lost it: they do not know whom
+TICK_S = 0.2
+END_S = 5.0
+OPERATION_S = 900.0  # a sum that takes so long is over; a supervisor is less patient (watchdog.py)
+
+
+class RankProcess:
+    """One other rank."""
+
+    def __init__(self, index: int, command: Sequence[str], tell: Callable[[], None]) -> None:
+        ours, theirs = pair()
+        self.index, self.link, self._tell = index, Link(ours), tell
+        self.state, self.heard = "starts", time.monotonic()
+        self.error: PyspecError | None = None
+        self.is_over = self.has_spoken = False
+        with theirs:
+            self.process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, "PYTHONPATH": _search_path()},
+                start_new_session=True,
+            )
+        threading.Thread(target=self._read, name=f"pyspec-rank-{index}", daemon=True).start()
+
+    def _read(self) -> None:
+        while (message := self.link.receive()) is not None:
+            self.heard, self.has_spoken = time.monotonic(), True
+            if isinstance(message, ShareState) and message.state != "alive":
+                self.state = message.state
+                self._tell()
+            elif isinstance(message, ShareFailed):
+                self.error = message.error
+            elif isinstance(message, LogLine):
+                logging.getLogger(message.name).log(message.level, "rank %d: %s", self.index, message.text)
+        self.is_over = True
+        self._tell()
+
+    def flaw(self, now: float) -> str:
+        """Why it can not be counted on; "" if it can."""
+        if self.error is not None:
+            return str(self.error)
+        if self.is_over or self.process.poll() is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)
+            code = self.process.returncode
+            if code is None:
+                return "its process ended"
+            return f"its process ended: {f'signal {-code}, {signal.strsignal(-code)}' if code < 0 else f'exit status {code}'}"
+        silent = now - self.heard
+        limit = SILENT_S if self.has_spoken else JOIN_S  # on a busy machine imports take their time
+        if silent > limit or (silent > STOPPED_S and _is_stopped(self.process.pid)):
+            return f"its process has said nothing for {silent:.1f} s"
+        return ""
+
+
+class Ranks:
+    """All ranks but the first. Made and used by the engine's thread; `on_lost` is called on another one, once.
+
+    log_level  of theirs; what they say comes out of our log
+    """
+
+    def __init__(self, n: int, *, command: Sequence[str] = COMMAND) -> None:
+        self.n = n
+        self.folder = tempfile.mkdtemp(prefix="pyspec-ranks-")
+        self._state = _Watched(n, command)
+        self._end = weakref.finalize(self, _close, self._state, self.folder)
+
+    @property
+    def store(self) -> str:
+        """The file where they meet."""
+        return str(Path(self.folder) / "meet")
+
+    @property
+    def pids(self) -> list[int]:
+        return [p.process.pid for p in self._state.processes]
+
+    @property
+    def error(self) -> PyspecError | None:
+        """Why they are over."""
+        return self._state.error
+
+    def when_lost(self, do: Callable[[PyspecError], None]) -> None:
+        """Called with the reason as soon as one of them is gone, whatever this process is at."""
+        self._state.on_lost = do
+
+    def load(self, share: LoadShare, devices: Sequence[torch.device]) -> Collective:
+        """Have each load its share, and meet them. Raises what one of them refuses, or RankLost."""
+        for p in self._state.processes:
+            self._send(p, replace(share, index=p.index, device=str(devices[p.index])))
+        self._state.wait_for("joins", JOIN_S)
+        ranks = Collective(Rank(0, self.n), devices[0], self.store, OPERATION_S)
+        ranks.why = self._state.why
+        if devices[0].type == "cuda":
+            self._state.collective = weakref.ref(ranks)
+        return ranks
+
+    def wait(self) -> None:
+        """Until all are loaded."""
+        self._state.wait_for("loaded", LOAD_S)
+        if self._state.collective() is None:  # NCCL may look there again; whoever is killed later can not clean up
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def tell(self, command: object) -> None:
+        """To every one of them."""
+        for p in self._state.processes:
+            self._send(p, command)
+
+    def _send(self, to: RankProcess, message: object) -> None:
+        if self._state.error is not None:
+            raise self._state.error
+        try:
+            to.link.send(message)
+        except OSError:
+            raise self._state.lost() from None
+
+    def close(self) -> None:
+        """End them."""
+        self._end()
+
+
+def begin_ranks(d: Description, plan: MemoryPlan, ranks: Ranks) -> Collective:
+    """Have the other ranks load their shares, and meet them."""
+    s = d.settings
+    if not d.is_cuda:
+        threads = s.threads if s.threads > 0 else max(1, torch.get_num_threads() // s.tp)
+        torch.set_num_threads(threads)
+        s = replace(s, threads=threads)
+    log.info("each of %d ranks: %s", s.tp, plan.of_others)
+    share = LoadShare(
+        path=d.path,
+        settings=s,
+        index=0,
+        device="",
+        store=ranks.store,
+        n_page=d.n_page,
+        width=d.width,
+        dense="" if d.dense is None else str(d.dense).removeprefix("torch."),
+        wide=plan.wide > 0,
+        n_bytes=plan.of_others.total,
+        n_attention=attention_bytes(d),
+        n_arena_page=arena_pages(d, d.table()) if d.is_cuda and not s.plain_loop else 0,
+        log_level=logging.getLogger("pyspec").getEffectiveLevel(),
+    )
+    return ranks.load(share, rank_devices(d.device, s.tp))
+
+
+def lead_ranks(target: Target, memory: Memory, ranks: Ranks) -> Memory:
+    """Have what is done to the model and its memory be done on all ranks, once they are loaded. The memory to use from now on."""
+    ranks.wait()
+    assert target.ranks is not None
+    leader = Leader(ranks.tell, target.ranks)
+    target.lead, target.memory = leader, LedMemory(memory, leader)
+    return target.memory
+
+
+class _Watched:
+    """What threads know of the processes: no more than that, so that whoever drops the ranks ends them."""
+
+    def __init__(self, n: int, command: Sequence[str]) -> None:
+        self.changed = threading.Condition()
+        self.error: PyspecError | None = None
+        self.on_lost: Callable[[PyspecError], None] | None = None
+        self.closing = False
+        self._blind_since: float | None = None  # since when ranks have lost another, and nobody is found
+        self.collective: Callable[[], Collective | None] = lambda: None  # where somebody has to end its waiting
+        self.processes: list[RankProcess] = []
+        for i in range(1, n):
+            self.processes.append(RankProcess(i, command, self._look_soon))
+        threading.Thread(target=self._watch, name="pyspec-ranks", daemon=True).start()
+
+    def _look_soon(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def _watch(self) -> None:
+        while not self.closing:
+            if self.look() is not None:
+                return
+            with self.changed:
+                self.changed.wait(TICK_S)
+
+    def look(self) -> PyspecError | None:
+        """What became of them, and the end of all if one is gone."""
+        now, hear = time.monotonic(), None
+        with self.changed:
+            if self.error is None and not self.closing and (found := self._found(now)) is not None:
+                p, flaw = found
+                self.error = _refusal(p) or RankLost(f"rank {p.index} of {len(self.processes) + 1}: {flaw}")
+                hear = self.on_lost
+                log.error("%s", self.error)
+            error = self.error
+            self.changed.notify_all()
+        if error is not None:
+            self.kill()
+            if hear is not None:  # first: a process that another one takes over for does not come back from that
+                hear(error)
+            if (ranks := self.collective()) is not None:
+                ranks.abort()  # nothing tells a GPU that nobody will answer; it may wait long for what the device is at
+        return error
+
+    def _found(self, now: float) -> tuple[RankProcess, str] | None:
+        """Who can not be counted on, and why: first of all one that is gone by itself, for the others fail with it and are sooner to say so."""
+        flaws = [(p, flaw) for p in self.processes if (flaw := p.flaw(now))]
+        causes = [(p, flaw) for p, flaw in flaws if not isinstance(p.error, RankLost)]
+        if causes or not flaws:
+            return causes[0] if causes else None
+        if self._blind_since is None:
+            self._blind_since = now
+        return flaws[0] if now - self._blind_since > BLIND_S else None
+
+    @property
+    def _is_blind(self) -> bool:
+        return self._blind_since is not None and not self.closing
+
+    def lost(self) -> PyspecError:
+        """The reason, once it is known: whoever is cut off is told a little later why."""
+        return self._reason() or RankLost("another rank does not answer")
+
+    def why(self) -> str:
+        error = self._reason()
+        return "" if error is None else str(error)
+
+    def _reason(self) -> PyspecError | None:
+        until = time.monotonic() + STOPPED_S
+        while (error := self.look()) is None and (self._is_blind or time.monotonic() < until):
+            with self.changed:
+                self.changed.wait(TICK_S)
+        return error
+
+    def wait_for(self, state: str, limit_s: float) -> None:
+        """Until all have said so."""
+        order, until = ("starts", "joins", "loaded"), time.monotonic() + limit_s
+        while any(order.index(p.state) < order.index(state) for p in self.processes):
+            if (error := self.look()) is not None:
+                raise error
+            if time.monotonic() > until:
+                raise RankLost(f"the ranks are not there after {limit_s:.0f} s ({state})")
+            with self.changed:
+                self.changed.wait(TICK_S)
+
+    def kill(self) -> None:
+        """End them, whatever they are at."""
+        for p in self.processes:
+            if p.process.poll() is None:
+                p.process.kill()
+
+
+def _refusal(process: RankProcess) -> PyspecError | None:
+    """What a rank refuses to load for, as the first one would say it."""
+    return process.error if process.state != "loaded" else None
+
+
+def _close(watched: _Watched, folder: str) -> None:
+    watched.closing = True
+    for p in watched.processes:
+        p.link.close()  # they end when they read that
+    for p in watched.processes:
+        try:
+            p.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            p.process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                p.process.wait(END_S)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Somebody stopped it (SIGSTOP)."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def _search_path() -> str:
+    ours = str(Path(__file__).parents[2])
+    return os.pathsep.join(dict.fromkeys([ours, *(p for p in sys.path if p)]))

@@ -1,0 +1,1 @@
+"""The rounds: admitting requests, launching forwards, choosing tokens, committing them."""

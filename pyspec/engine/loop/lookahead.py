@@ -1,0 +1,213 @@
+"""Two rounds in flight: the next one is planned and launched before the one that is under way has been read.
+
+Where nobody is cancelled, waits for a slot, or samples otherwise than by the largest logit, the device can tell by itself how far a
+verify is kept (op `ahead`), so that the next round starts behind it at once. Its rows are records, as those of drafts: should a
+request end with the round before, its rows of this one are never folded, and lie beyond what the slot committed. A single row
+of a request that can only end by a token is kept at once, if the device sees that the token before it is none of those, or left as one
+more record behind others (`waits` in engine/loop/round.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from pyspec.constrain.constraint import Constraint
+from pyspec.cuda.faults import EVERYONE, Fault
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, n_kept
+from pyspec.device.worker import Launched
+from pyspec.draft.drafter import Drafter, LookaheadDrafter
+from pyspec.engine.loop.job import Job
+from pyspec.engine.loop.round import Work, waits
+from pyspec.errors import SlotError
+from pyspec.sample.choose import Chosen, Span
+from pyspec.sample.sampler import SlotSampler
+from pyspec.sample.synth import SynthAcceptance
+from pyspec.slots.batch import Seq
+from pyspec.slots.round import Behind
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A round that is under way.
+
+    began, drafted: when it began, and its drafts were there; sent: when the device was told; arrived: when its results were there;
+    since: what of it counts as its own begins there. In seconds of the loop's clock
+
+    Of one that goes on from the round before:
+    off     slots for which it ran with another token than the round before turned out to give
+
+    spans   rows behind which a token is chosen, as of when the round is waited for
+
+    refused rows of drafts that the device made and a grammar does not take, once they were looked at
+
+    next    how the round behind this one goes on from it, once that is launched
+    """
+
+    work: Sequence[Work]
+    launched: Launched
+    began: float
+    drafted: float
+    sent: float
+    is_behind: bool = False
+    off: set[int] = field(default_factory=set)
+    spans: Sequence[Span] = ()
+    refused: tuple[int, ...] | None = None
+    next: Behind | None = None
+    arrived: float = 0.0
+    since: float = 0.0
+
+    @property
+    def batch_starts(self) -> Sequence[int]:
+        return self.launched.batch.starts
+
+    @property
+    def is_watched(self) -> bool:
+        """What tripped in the drafter before it was asked for: not where nobody drafted behind the round before."""
+        return not self.is_behind or self.launched.tokens is not None
+
+    def refuse(self, held: Iterable[tuple[int, Constraint]]) -> tuple[int, ...]:
+        """The rows whose drafts grammars do not take, of those that the device has made; they are nobody's tokens from here on. To be
+        asked when the round before is committed, and first of all. held: places in `work`, and their grammars"""
+        if self.refused is None:
+            own, starts, rows = self.launched.heard(), self.batch_starts, []
+            if own is not None:
+                for i, constraint in held:
+                    drafts = own[starts[i] + 1 : starts[i + 1]].tolist()
+                    n = len(constraint.draftable(drafts))
+                    if n < len(drafts):
+                        rows.append(starts[i] + 1 + n)
+                if rows:
+                    own[rows] = NOBODY
+            self.refused = tuple(rows)
+        return self.refused
+
+    def name_tokens(self, ended: float) -> None:
+        """The round before is over since `ended`: positions and tokens of the rows are known."""
+        launched, work, heard = self.launched, [], self.launched.heard()
+        own = None if heard is None else heard.tolist()
+        for w, start in zip(self.work, launched.batch.starts, strict=False):
+            drafts = [] if own is None else own[start + 1 : start + w.seq.width]
+            seq = replace(w.seq, n_past=w.slot.n_past, tokens=[w.job.anchor or 0, *drafts])
+            work.append(replace(w, seq=seq, draft=drafts))
+        self.work, launched.batch = work, replace(launched.batch, seqs=[w.seq for w in work])
+        took = 1e-3 * launched.drafting[0].elapsed_time(launched.drafting[1]) if launched.drafting is not None else 0.0
+        self.began, self.drafted = ended, ended + took
+
+    def agree(self, chosen: Sequence[Chosen | None]) -> tuple[list[Chosen | None], set[int]]:
+        """What of a verdict stands where the next round is under way: so many rows as the device kept, for it has gone on from
+        them. And the slots for which it did not go on, or with another token than theirs: the best is an end, or banned, or none."""
+        best, starts, behind = self.launched.found, self.batch_starts, self.next
+        assert best is not None and behind is not None
+        found, out, off = list(map(int, best[0, : starts[-1]].tolist())), [], set()
+        for i, (w, c) in enumerate(zip(self.work, chosen, strict=True)):
+            own, ends = found[starts[i] : starts[i + 1]], frozenset() if behind.ends is None else behind.ends[i]
+            n = n_kept(w.draft, own, ends, None if behind.forced is None else behind.forced[i])
+            if c is not None and len(c.tokens) > n:
+                c = replace(c, tokens=c.tokens[:n], n_accepted=min(c.n_accepted, n - 1))
+            elif c is not None and c.error is None and len(c.tokens) < n:
+                c = Chosen([], 0, error=SlotError(f"the device kept {n} rows, of which {len(c.tokens)} are right"))
+            if c is None or c.tokens != [*w.draft[: n - 1], own[n - 1]] or own[n - 1] in ends:
+                off.add(w.slot.index)
+            out.append(c)
+        return out, off
+
+    def condemn(self, fault: Fault, chosen: Sequence[Chosen | None]) -> list[Chosen | None]:
+        """A guard tripped in this forward: the slot it names loses its round, or all do if it names none.
+
+        The forward ran, and every other slot's results are right: they are committed like those of any round.
+        """
+        guilty = fault.slot([w.seq.slot for w in self.work], self.batch_starts)
+        return [
+            Chosen([], 0, error=fault.error(w.seq.slot)) if guilty in (w.seq.slot, EVERYONE) else c
+            for w, c in zip(self.work, chosen, strict=True)
+        ]
+
+
+class Lookahead:
+    """Says whether a round can go on from one that has not been read, and how. `on`: rounds are launched that way.
+
+    under_way   the round that was, if any: the next step reads it
+    n_late      Memory's
+    """
+
+    def __init__(self, on: bool, max_rows: int, synth: SynthAcceptance | None, n_late: int = 0) -> None:
+        self.on, self.max_rows, self.synth, self.n_late = on, max_rows, synth, n_late
+        self.under_way: InFlight | None = None
+
+    def take(self) -> InFlight | None:
+        """The round that is under way, which is the caller's from here on; None if there is none."""
+        taken, self.under_way = self.under_way, None
+        return taken
+
+    def goes_on(self, w: Work) -> bool:
+        """Whatever the verdict is, this request goes on behind it, unless it ends there; and the device can tell how far."""
+        job, width = w.job, w.seq.width
+        return (
+            job.is_decoding
+            and w.seq.n_out == width
+            and job.n_left > width
+            and takes_the_best(job.sampler)
+            and (job.constraint is None or job.constraint.is_calm)
+            and (width == 1 or self._tells_ends(job))
+        )
+
+    def plan(
+        self, work: Sequence[Work], n_drafts: Sequence[int], drafter: Drafter | None, refused: tuple[int, ...] = ()
+    ) -> tuple[list[Seq], Behind] | None:
+        """The rows of the round behind that of `work`, as if nothing of it were kept. None: the host has to be asked.
+
+        refused  rows of `work` whose tokens are none
+        """
+        if (any(n_drafts) and not isinstance(drafter, LookaheadDrafter)) or sum(n_drafts) + len(work) > self.max_rows:
+            return None
+        if refused and self.synth is not None:
+            return None  # coins say what is right there
+        lates = [n == 0 and self._waits(w) for w, n in zip(work, n_drafts, strict=True)]
+        singles = [n == 0 and not late for n, late in zip(n_drafts, lates, strict=True)]
+        keeps = [single and self._ends_by_token(w.job) for w, single in zip(work, singles, strict=True)]
+        ends, forced = None, None
+        if any(keeps) or any(w.seq.width > 1 for w in work):
+            ends = tuple(e if len(e := self._ends_of(w.job)) <= MAX_ENDS else frozenset() for w in work)
+            if self.synth is not None:
+                forced = tuple(self._coins(self.synth, w) for w in work)
+        seqs = [
+            Seq(w.slot.index, w.slot.n_past, [0] * (1 + n), keep, 1 + n, _to_fold(w.seq), w.seq.width, late)
+            for w, n, keep, late in zip(work, n_drafts, keeps, lates, strict=True)
+        ]
+        return seqs, Behind(ends, forced, tuple(n_drafts) if any(n_drafts) else (), refused)
+
+    def _waits(self, w: Work) -> bool:
+        """Its next row, if that is a single one: behind drafts nobody knows yet how many records there are."""
+        return w.seq.width == 1 and waits(w.slot, w.slot.n_past + 1, _to_fold(w.seq), self.n_late)
+
+    def _ends_by_token(self, job: Job) -> bool:
+        """As far as it is not known before: and the device knows by which. Under a grammar any token may be the last, or refused."""
+        return job.constraint is None and self._tells_ends(job)
+
+    def _tells_ends(self, job: Job) -> bool:
+        """No draft that it keeps ends it but those that the device knows: one that a grammar ends with is not drafted."""
+        request = job.request
+        return not request.stop and request.max_predict_ms <= 0 and len(self._ends_of(job)) <= MAX_ENDS
+
+    def _ends_of(self, job: Job) -> frozenset[int]:
+        """Behind these the host decides: the request may end, or take another token."""
+        more = job.sampler.eog_ids if self.synth is not None else frozenset()
+        return job.sampler.ends | job.sampler.bias_ids | more
+
+    @staticmethod
+    def _coins(synth: SynthAcceptance, w: Work) -> int:
+        sampler = w.job.sampler
+        return synth.n_accepted(sampler.fingerprint, sampler.n_history, w.seq.width - 1)
+
+
+def _to_fold(seq: Seq) -> int:
+    """Records behind a row that is kept. Of a verify, the device multiplies by as many as it keeps."""
+    return 0 if seq.keep else 1 + seq.n_fold * seq.late
+
+
+def takes_the_best(sampler: SlotSampler) -> bool:
+    """True if the next token is that of the largest logit, unless that is banned: the device knows it before the host does."""
+    edits = sampler.edits_logits and not sampler.only_bans
+    is_free = sampler.budget is None or sampler.budget.is_far
+    return sampler.params.greedy and not edits and sampler.params.logprobs is None and is_free

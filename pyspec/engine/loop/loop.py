@@ -1,0 +1,432 @@
+"""The loop: one round drafts, verifies, accepts and commits for every busy slot. Open this file first.
+
+`step_plain` is the whole trip, one part after the other; `step_ahead` is the same with two rounds in flight. Everything they
+call is one idea in a file of its own. It runs on one thread and knows no drafter or architecture by name. What fails ends the
+requests it can be blamed on; only a device's failure gets out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from pyspec.cuda.faults import Fault
+from pyspec.device.worker import Worker, is_device_error
+from pyspec.draft.drafter import Drafter
+from pyspec.engine.loop.admission import Admission
+from pyspec.engine.loop.commit import Committer
+from pyspec.engine.loop.grammar_turns import Turns
+from pyspec.engine.loop.job import End, Job, blamed
+from pyspec.engine.loop.lookahead import InFlight, Lookahead
+from pyspec.engine.loop.prompt_scores import tell_scores
+from pyspec.engine.loop.round import RowLimits, Work, plan_work, reads_of
+from pyspec.engine.loop.speculator import Speculator
+from pyspec.engine.loop.stats import Stats
+from pyspec.engine.loop.visit import Visit
+from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.queue import Queue
+from pyspec.engine.policy.rests import Rests
+from pyspec.errors import PyspecError, SlotError
+from pyspec.models.target import Target
+from pyspec.repeats import limited
+from pyspec.request import Failed
+from pyspec.sample.choose import Chosen, Span, best_masked, choose, tell_masked, wants_mask
+from pyspec.sample.mask import SpanMask, fill_all
+from pyspec.sample.synth import SynthAcceptance
+from pyspec.slots.arena import BUCKETS
+from pyspec.slots.cache import PrefixCache
+from pyspec.slots.memory import Memory
+from pyspec.slots.round import plan_round
+
+log = limited(__name__)
+
+
+class Loop:
+    """Owns what runs: the worker, slots and queue, the speculator, statistics, and the jobs.
+
+    plain  one round after the other, without graphs: slow, and the first thing to try when a text looks wrong
+    clock  seconds; whatever is decided by time is decided by this one
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        controller: Controller,
+        cache: PrefixCache,
+        limits: RowLimits,
+        queue_limit: int,
+        *,
+        synth: SynthAcceptance | None = None,
+        plain: bool = False,
+        prompt_weight: float = 1.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.worker, self.cache, self.limits, self.clock = worker, cache, limits, clock
+        self.table = worker.table
+        self.queue: Queue[Job] = Queue(queue_limit)
+        self.jobs: dict[int, Job] = {}  # by slot, in order of arrival
+        self.stats = Stats(controller.n_max)
+        self.speculator = Speculator(worker, controller, self.stats)
+        is_async = worker.device.type != "cpu" and not plain  # on a CPU a forward is over when it returns
+        shared = self.jobs, worker, self.speculator, cache, self.stats
+        self.committer = Committer(*shared, defers=is_async)
+        self.admission = Admission(self.queue, *shared)
+        self.admission.synthetic = synth is not None and worker.drafter is not None
+        most = BUCKETS[-1] if worker.arena is None else worker.arena.n_row
+        self.lookahead = Lookahead(is_async and worker.arena is not None, most, synth, worker.memory.n_late)
+        self.rests = Rests(prompt_weight, limits.prompts)
+        self.turns = Turns(clock)
+        self.awake: list[Job] = []  # those of `jobs` that have a part in this round
+        self.visits: list[Visit] = []  # to slots, each once it is idle
+        self.on_wait: Callable[[], None] = lambda: (
+            None
+        )  # hands out events, while the device is at work or nobody waits for it
+        self.committer.on_first = self._hand_out
+        self.raises_bugs = False  # what nobody can be blamed for gets out, too: whoever owns the process starts it anew
+        self.landed = self.ended = 0.0  # when the last forward's results were there, and when its round was over
+
+    # -- the round -----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One round for every busy slot."""
+        with self.worker.lock:
+            try:
+                if self.lookahead.on:
+                    self.step_ahead()
+                else:
+                    self.step_plain()
+            except Exception as e:
+                if is_device_error(e) or self.raises_bugs:
+                    raise
+                self._survive(e)
+
+    def step_plain(self) -> None:
+        """Admit, plan, draft, run, choose, commit."""
+        self.admit()
+        if not self.jobs:
+            return
+        began, drafts = self.clock(), self.draft()
+        flight = self.run(self.plan(drafts), began)
+        if flight is not None:
+            fault = self.wait(flight)
+            self.commit(flight, self.choose(flight), fault)
+
+    def step_ahead(self) -> None:
+        """The same, but the next round is launched before this one is read, wherever that needs no result of it."""
+        flight = self.lookahead.take()
+        if flight is not None and self.must_read_first():
+            self.read(flight, None)
+            flight = None
+        if flight is None:
+            self.admit()
+            if not self.jobs:
+                return
+            began, drafts = self.clock(), self.draft()
+            flight = self.run(self.plan(drafts), began)
+        if flight is not None:
+            self.lookahead.under_way = self.run_behind(flight)
+            self.read(flight, self.lookahead.under_way)
+
+    def read(self, flight: InFlight, ahead: InFlight | None) -> None:
+        """Wait for a round, choose and commit. `ahead`: the next one, which is under way for the same slots."""
+        fault = self.wait(flight)
+        if any(self.committer.is_on(flight, w) for w in flight.work):  # else all ended with the round before
+            self.commit(flight, self.choose(flight), fault, ahead)
+
+    # -- its parts -----------------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Let go of who was cancelled, and seat who waits."""
+        for job in [j for j in self.jobs.values() if j.cancelled]:
+            self.committer.finish(job, End("cancelled"))
+        if self.visits:
+            self._visit()
+        self.admission.update()
+        if (long := self.admission.in_the_way()) is not None:
+            self.committer.suspend(long)
+            self.admission.update()  # the short one sits
+            self.queue.put_back(long)
+        while self.admission.ready:
+            self._start(*self.admission.ready.pop(0))
+
+    def _start(self, job: Job, logits: Tensor) -> None:
+        """Choose a request's first token from what is kept of its prompt: there is nothing to run."""
+        mask = None if job.constraint is None else SpanMask(job.constraint, ())
+        try:
+            (chosen,) = choose(logits, [Span(job.sampler, 0, 1, (), mask)], synth=self.lookahead.synth)
+        except Exception as e:
+            if is_device_error(e):
+                raise
+            log.exception("request %s could not begin", job.id)
+            chosen = Chosen([], 0, error=SlotError(str(blamed(e))))
+        self.committer.start(job, chosen)
+
+    def draft(self) -> dict[int, Sequence[int]]:
+        """Drafts by slot."""
+        self.awake = self.rests.awake(self.turns.awake(self.jobs.values()))
+        return self.speculator.draft([job for job in self.awake if job.is_decoding])
+
+    def plan(self, drafts: dict[int, Sequence[int]]) -> list[Work]:
+        """The rows of this forward."""
+        return plan_work(self.awake, drafts, self.limits, self.worker.memory.n_late)
+
+    def run(self, work: Sequence[Work], began: float) -> InFlight | None:
+        """Tell the device. None if it refused: whose fault that was has ended."""
+        drafted = self.clock()
+        try:
+            round_ = plan_round(self.table, [w.seq for w in work], reads=reads_of(work))
+            launched = self.worker.launch(round_)
+        except SlotError as e:
+            self.worker.draft_faults.fetched.clear()
+            self.committer.blame(e)
+            return None
+        return InFlight(work, launched, began, drafted, sent=drafted)
+
+    def run_behind(self, flight: InFlight) -> InFlight | None:
+        """Launch the round after this one before its results are read, if the same requests go on whatever it gives."""
+        work, ahead, speculator = flight.work, self.lookahead, self.speculator
+        if len(work) + self.rests.n_resting != len(self.jobs) or self.rests.are_over or self.must_read_first():
+            return None
+        if self.turns.n_slow:  # whose turn is next shows when this round is over
+            return None
+        if not all(self.committer.is_on(flight, w) and ahead.goes_on(w) for w in work):
+            return None
+        if speculator.has_offers(w.job for w in work):
+            return None
+        speculator.chosen = speculator.lengths([w.job for w in work], [w.seq.width for w in work])
+        n_drafts = [n for _, n in speculator.chosen]
+        if any(n_drafts) and any(w.slot.index in speculator.lost_track for w in work):
+            return None
+        planned = ahead.plan(work, n_drafts, speculator.drafter, self.refuse(flight))
+        if planned is None:
+            return None
+        seqs, flight.next = planned
+        sent, n_fetched = self.clock(), len(self.worker.draft_faults.fetched)
+        try:
+            round_ = plan_round(self.table, seqs, flight.next, reads=reads_of(work))
+            launched = self.worker.launch_behind(flight.launched, round_)
+        except SlotError:  # it is found again, and whose it is, when this round is over
+            while len(self.worker.draft_faults.fetched) > n_fetched:
+                self.worker.draft_faults.fetched.pop()
+            launched = None
+        if launched is None:
+            flight.next = None
+            return None
+        speculator.chosen = None
+        then = [Work(w.job, w.slot, seq) for w, seq in zip(work, seqs, strict=True)]
+        return InFlight(then, launched, began=0.0, drafted=0.0, sent=sent, is_behind=True)
+
+    def must_read_first(self) -> bool:
+        """Somebody waits for what only happens between two rounds."""
+        leaves = any(job.cancelled for job in (*self.jobs.values(), *self.queue.waiting()))
+        if self.visits and any(not self.table.slots[v.slot].busy for v in self.visits):
+            return True
+        if leaves or not self.jobs or self.queue.first(self.table) is not None:
+            return True
+        return self.admission.is_turn_over
+
+    def wait(self, flight: InFlight) -> Fault | None:
+        """For a forward, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
+        self.committer.settle()
+        with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
+            self.on_wait()
+            if flight.is_behind:
+                self.refuse(flight)
+                flight.name_tokens(self.ended)
+            self.mask(flight)
+        masked = self.ask_masked(flight)
+        while not flight.launched.is_over and not self._make_ready():  # behind all that somebody waits for
+            pass
+        with self.worker.lock.released():
+            flight.launched.wait()
+        if masked is not None:
+            tell_masked(*masked)
+        fault = self.worker.faults.take()
+        if flight.is_watched:
+            self.speculator.take_faults()
+        flight.arrived, flight.since = self.clock(), flight.drafted
+        if flight.is_behind:
+            flight.since = max(flight.sent, self.landed) + flight.drafted - flight.began
+        self.landed = flight.arrived
+        self.rests.landed(self.landed, flight.work)
+        return fault
+
+    def _hand_out(self) -> None:
+        with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
+            self.on_wait()
+
+    def refuse(self, flight: InFlight) -> tuple[int, ...]:
+        """The rows of drafts that grammars do not take, where the device drafted and nobody could look before."""
+        work, is_on = flight.work, self.committer.is_on
+        held = [(i, w.job.constraint) for i, w in enumerate(work) if w.job.constraint is not None and is_on(flight, w)]
+        return flight.refuse((i, c) for i, c in held if c is not None)
+
+    def mask(self, flight: InFlight) -> None:
+        """What the rows may choose: masks are filled while the device works, or for greedy choices not before one is refused."""
+        spans, at = [], 0
+        for w in flight.work:
+            at += w.seq.n_out
+            if n := w.n_choice:
+                held = w.job.constraint
+                mask = None if held is None else SpanMask(held, w.job.sampler.usable(w.draft))
+                spans.append(Span(w.job.sampler, at - n, n, w.draft, mask))
+        flight.spans = spans
+        if self.may_defer:
+            fill_all(s.mask for s in spans if s.mask is not None and wants_mask(s))
+
+    def ask_masked(self, flight: InFlight) -> tuple[list[Span], Tensor] | None:
+        """Have the device choose under masks, too, before anybody knows whether that is needed, where it was of late. Not behind a round
+        that is launched already: that would have to be over first."""
+        if flight.next is not None or not self.may_defer:
+            return None
+        spans, found = best_masked(flight.launched.out.logits, flight.spans)
+        return None if found is None else (spans, self.worker.bring(flight.launched, found))
+
+    def choose(self, flight: InFlight) -> list[Chosen | None]:
+        """The target's verdict on every sequence that has logits."""
+        at, flawed = 0, {}
+        for i, w in enumerate(flight.work):
+            at += w.seq.n_out
+            if w.n_scored and self.committer.is_on(flight, w):
+                flawed[i] = tell_scores(w, flight.launched.out.logits[at - w.seq.n_out :])
+        verdicts = iter(self._verdicts(flight, flight.spans))
+        chosen = [next(verdicts) if w.n_choice else None for w in flight.work]
+        return [flawed.get(i) or c for i, c in enumerate(chosen)] if flawed else chosen
+
+    def commit(
+        self, flight: InFlight, chosen: list[Chosen | None], fault: Fault | None, ahead: InFlight | None = None
+    ) -> None:
+        """Make a verdict final, and tell the controller what the round took."""
+        if ahead is not None:
+            chosen, ahead.off = flight.agree(chosen)
+        else:
+            flight.launched.secure(self.worker.needs, is_next_launched=False)
+        if fault is not None:
+            self.stats.guard_trips += 1
+            chosen = flight.condemn(fault, chosen)
+        work, sampled = [w for w in flight.work if self.committer.is_on(flight, w)], self.clock()
+        self.committer.commit(flight, chosen, ahead)
+        self.ended, n_row = self.clock(), flight.launched.batch.n_row
+        self.stats.round(busy=len(work), times=(flight.began, flight.drafted, flight.arrived, sampled, self.ended))
+        if any(w.is_prompt for w in work) or not all(w.job.is_decoding or w.slot.index not in self.jobs for w in work):
+            return
+        live = [len(w.draft) for w in work if w.draft and w.slot.index not in self.controller.offered]
+        until = self.ended if ahead is None else flight.arrived  # what comes after is hidden behind the next round
+        took, draft_ms = 1e3 * (until - flight.since), 1e3 * (flight.drafted - flight.began)
+        self.speculator.controller.timed(n_row, len(work), took, len(live), max(live, default=0), draft_ms)
+
+    def _verdicts(self, flight: InFlight, spans: Sequence[Span]) -> list[Chosen]:
+        """All in one call; if that fails, one by one, so that it fails for whom it has to."""
+        logits, found, synth = flight.launched.out.logits, flight.launched.found, self.lookahead.synth
+        try:
+            return choose(logits, spans, synth=synth, best=found)
+        except Exception as e:
+            if is_device_error(e):
+                raise
+            log.exception("a round's tokens could not be chosen together")
+        verdicts = []
+        for span in spans:
+            try:
+                verdicts += choose(logits, [span], synth=synth, best=found)
+            except Exception as e:
+                if is_device_error(e):
+                    raise
+                error = blamed(e)
+                verdicts.append(Chosen([], 0, error=error if isinstance(error, SlotError) else SlotError(str(error))))
+        return verdicts
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    @property
+    def target(self) -> Target:
+        return self.worker.target
+
+    @property
+    def memory(self) -> Memory:
+        return self.worker.memory
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self.worker.drafter
+
+    @property
+    def controller(self) -> Controller:
+        return self.speculator.controller
+
+    @property
+    def may_defer(self) -> bool:
+        """Events of a round may be handed out while the device is at work on the next."""
+        return self.committer.defers
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.jobs and not len(self.queue) and not self.visits
+
+    def submit(self, job: Job) -> None:
+        """Queue a job."""
+        self.queue.push(job)
+
+    def cancel(self, job: Job) -> None:
+        """End a job at the next round's start, wherever it is."""
+        job.cancelled = True
+
+    def check(self) -> None:
+        """Everything that is always true between rounds. To be asked where nobody waits: it looks at every page."""
+        with self.worker.lock:
+            while not self._make_ready():
+                pass
+        self.cache.check()
+
+    def _make_ready(self) -> bool:
+        """A step towards room for the next request's state, where one is moved to the host for it; True: there is."""
+        return self.worker.device.type == "cpu" or self.cache.make_ready()
+
+    def _visit(self) -> None:
+        """Do what waits for slots that are idle, before somebody is seated there."""
+        visits, self.visits = self.visits, []  # whatever fails is not tried again
+        for visit in visits:
+            try:
+                if self.table.slots[visit.slot].busy:
+                    self.visits.append(visit)
+                else:
+                    visit.do()
+            except Exception as e:
+                visit.failed(blamed(e))
+                if is_device_error(e):
+                    raise
+                if not isinstance(e, PyspecError):
+                    log.exception("a visit to slot %d failed", visit.slot)
+
+    def _survive(self, error: Exception) -> None:
+        """A bug of ours, or no memory: nobody knows whose round failed, so all seated requests end with it, and others may come."""
+        log.exception("a round failed; its requests end with it")
+        flight = self.lookahead.take()
+        if flight is not None:
+            flight.launched.abandon()
+        self.worker.forget_round()
+        slots = [job.slot for job in self.jobs.values() if job.slot is not None]
+        if not slots:  # so it failed for what waits, and would for ever
+            self._turn_away(blamed(error))
+        self.committer.drop_all(blamed(error))
+        self.admission.ready.clear()
+        self.speculator.forget(slots)
+
+    def _turn_away(self, error: PyspecError) -> None:
+        """Whatever waits for a slot hears `error`."""
+        for job in self.queue.drain():
+            job.sink(Failed(job.id, error))
+            self.stats.failed += 1
+        visits, self.visits = self.visits, []
+        for visit in visits:
+            visit.failed(error)
+
+    def abort(self, error: PyspecError) -> None:
+        """The engine is going down: every request hears why."""
+        flight = self.lookahead.take()
+        if flight is not None:
+            flight.launched.abandon()
+        self.committer.drop_all(error)
+        self.speculator.lost_track.clear()
+        self._turn_away(error)

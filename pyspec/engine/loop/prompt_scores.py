@@ -1,0 +1,39 @@
+"""How likely a prompt's own tokens are: told chunk by chunk, as logits over the vocabulary are too many to keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyspec.engine.loop.round import Work
+from pyspec.errors import SlotError
+from pyspec.request import PromptLogprobs, TokenLogprob
+from pyspec.sample.choose import Chosen, logprobs_of
+
+
+def tell_scores(w: Work, logits: Tensor) -> Chosen | None:
+    """Tell the listener of one prompt's chunk. logits [row, vocab] begin with those of its rows. What is returned, if anything, is the
+    verdict of a chunk whose logits are none."""
+    at = w.seq.n_past + 1
+    tokens = w.job.prefill[at : at + w.n_scored]
+    try:
+        entries, ranks = scores(logits[: len(tokens)], tokens, w.job.request.prompt_logprobs or 0)
+    except SlotError as e:
+        return Chosen([], 0, error=e)
+    w.job.sink(PromptLogprobs(w.job.id, at, tuple(entries), tuple(ranks)))
+    return None
+
+
+def scores(logits: Tensor, tokens: Sequence[int], n_top: int) -> tuple[list[TokenLogprob], list[int]]:
+    """Given tokens under the logits [row, vocab] before them, and the rank of each: 1 is the likeliest."""
+    ids = torch.tensor(tokens, device=logits.device)[:, None]
+    own, peaks = logits.gather(1, ids), logits.amax(-1)
+    ranks = (logits > own).sum(-1) + 1
+    table = torch.stack([ranks.double(), peaks.double()]).tolist()
+    for token, peak in zip(tokens, table[1], strict=True):
+        if not math.isfinite(peak):
+            raise SlotError(f"the target's logits before prompt token {token} have no finite maximum: {peak}")
+    return logprobs_of(logits, list(tokens), n_top), list(map(int, table[0]))

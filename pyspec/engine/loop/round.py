@@ -1,0 +1,147 @@
+"""What each request sends through the target in a round, and how the rows of a forward are shared out.
+
+What the device is told of it is `slots.round.Round`, plain integers. Planning is arithmetic: no torch here and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pyspec.engine.loop.job import Job
+from pyspec.slots.batch import Seq
+from pyspec.slots.round import ALL, Reads
+from pyspec.slots.table import Slot
+
+OLDEST_SHARE = 4  # the prompt that was seated first gets this part of the rows for prompts
+PROMPT_SHARE = 8  # prompts get at least this part of a forward, however many rows the decoding slots take
+MOST_BANS = 64  # that go with a round: ends of a text are fewer
+LAST_SHARE = 4  # so much larger a forward may be that reads the last of all prompts: one without a graph takes the host as long for a few rows more
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request's part in a round: `seq` are its rows, of which all but the first are its `draft`.
+
+    n_scored  so many of its first rows have logits for the sake of the prompt's own tokens
+    """
+
+    job: Job
+    slot: Slot
+    seq: Seq
+    draft: Sequence[int] = ()
+    n_scored: int = 0
+
+    @property
+    def n_choice(self) -> int:
+        """Rows, the last ones, behind which a token is chosen."""
+        return self.seq.n_out if not self.n_scored else int(self.seq.n_past + self.seq.width == self.job.n_prefill)
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether anybody may look at more of its rows than their best tokens, those of `bans` apart: certainly not while the largest logit is chosen
+        as it is."""
+        sampler = self.job.sampler
+        if not self.job.is_decoding:  # rows may be scored, and the last one's logits kept
+            return self.seq.n_out > 0
+        is_plain = sampler.params.greedy and sampler.banned is not None and sampler.params.logprobs is None
+        return not is_plain or self.job.constraint is not None
+
+    @property
+    def bans(self) -> frozenset[int]:
+        """Tokens that none of its rows may choose, where `reads_logits` says that this is all there is."""
+        return self.job.sampler.banned or frozenset()
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.seq.n_out == 0 or (self.seq.keep and self.seq.width > 1)
+
+
+def reads_of(work: Iterable[Work]) -> Reads:
+    """What is read of a round. Its rows have bans in common, and few, or the logits tell what is best of each."""
+    choosing = [w for w in work if w.seq.n_out]
+    kinds = {w.bans for w in choosing}
+    bans = next(iter(kinds), frozenset())
+    if any(w.reads_logits for w in choosing) or len(kinds) > 1 or len(bans) > MOST_BANS:
+        return ALL
+    return Reads(False, tuple(sorted(bans)))
+
+
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """Rows of a forward: `decoding` where somebody decodes, `prompts` where nobody does."""
+
+    decoding: int
+    prompts: int
+
+
+def plan_work(
+    jobs: Iterable[Job], drafts: Mapping[int, Sequence[int]], limits: RowLimits, n_late: int = 0
+) -> list[Work]:
+    """[anchor, drafts...] of decoding slots, then prompt chunks in what room is left. drafts: by slot. n_late: Memory's"""
+    jobs = list(jobs)
+    work = [_verify(job, drafts, n_late) for job in jobs if job.is_decoding]
+    prompts = [job for job in jobs if not job.is_decoding]
+    n_row = limits.decoding if work else limits.prompts
+    n_verify, n_left = sum(w.seq.width for w in work), sum(job.todo[0] for job in prompts)
+    free = max(n_row - n_verify, -(-n_row // PROMPT_SHARE))
+    if n_verify + n_left <= min(n_row + n_row // LAST_SHARE, limits.prompts):
+        free = max(free, n_left)
+    chunks = zip(prompts, share_rows(free, [job.todo for job in prompts]), strict=True)
+    return work + _one_scored([_chunk(job, n) for job, n in chunks if n])
+
+
+def _one_scored(chunks: list[Work]) -> list[Work]:
+    """All but those that are scored, behind the first of them: logits of so many rows there is room for."""
+    scored = [w for w in chunks if w.n_scored]
+    return chunks if len(scored) < 2 else [w for w in chunks if not w.n_scored or w is scored[0]]
+
+
+def waits(slot: Slot, position: int, n_fold: int, n_late: int) -> bool:
+    """Whether a slot's single row at `position` is left to be folded later, behind `n_fold` others. Slots write their states in turn,
+    so that rounds take the same time."""
+    return n_fold < n_late and (position + slot.index) % (n_late + 1) > 0
+
+
+def _verify(job: Job, drafts: Mapping[int, Sequence[int]], n_late: int) -> Work:
+    slot = job.slot
+    assert slot is not None and job.anchor is not None
+    draft = job.sampler.usable(drafts.get(slot.index, ()))  # a wild id is never embedded
+    if job.constraint is not None and draft:
+        draft = job.constraint.draftable(draft)  # nor is a row spent on what its grammar refuses
+    tokens = [job.anchor, *draft]
+    late = not draft and waits(slot, slot.n_past, slot.n_fold, n_late)
+    keep = not draft and not late
+    seq = Seq(slot.index, slot.n_past, tokens, keep, len(tokens), slot.n_fold, late=late)
+    return Work(job, slot, seq, draft)
+
+
+def _chunk(job: Job, n: int) -> Work:
+    slot = job.slot
+    assert slot is not None
+    end = slot.n_past + n
+    n_scored = min(n, job.n_to_score)
+    n_out = n if n_scored else int(end == job.n_prefill)
+    seq = Seq(slot.index, slot.n_past, job.prefill[slot.n_past : end], True, n_out, slot.n_fold)
+    return Work(job, slot, seq, n_scored=n_scored)
+
+
+def share_rows(n_free: int, todo: Sequence[tuple[int, int]]) -> list[int]:
+    """Rows for each prompt in this forward. todo: (tokens left, tokens to the next cut; 0 if none), oldest first.
+
+    What has least left comes first, so that a short prompt does not wait for the end of a long one; a part is the oldest's in any case.
+    """
+    given = [0] * len(todo)
+    n_free = max(n_free, 0)
+
+    def give(i: int, most: int) -> int:
+        left, cut = todo[i]
+        n = min(min(left, cut or left) - given[i], most)
+        given[i] += n
+        return n
+
+    if todo:
+        n_free -= give(0, -(-n_free // OLDEST_SHARE))
+    for i in sorted(range(len(todo)), key=lambda i: todo[i][0]):
+        n_free -= give(i, n_free)
+    return given

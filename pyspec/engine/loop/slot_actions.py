@@ -1,0 +1,129 @@
+"""Saving, restoring and erasing slots. Files are read and written on a thread of their own: no round waits for a disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pyspec.engine.loop.loop import Loop
+from pyspec.engine.loop.slot_image import Image, SlotImager
+from pyspec.engine.loop.visit import Hear, Visit, careful
+from pyspec.errors import PyspecError, RequestError
+from pyspec.gguf.fingerprint import fingerprint
+from pyspec.repeats import limited
+from pyspec.request import EngineInfo, SlotAction, SlotReport, check_action
+from pyspec.slots.slot_file import SlotFile, write
+
+log = limited(__name__)
+
+WHAT = {
+    "model": "model",
+    "drafter": "drafter",
+    "draft_model": "draft model",
+    "kv_type": "type of keys and values (-ctk)",
+    "page_size": "page size (--page-size)",
+    "layout": "layout of caches and states (--tp counts)",
+}
+"""What has to be the same where a slot is restored, and how people call it."""
+
+
+class SlotActions:
+    """Safe to call from any thread."""
+
+    def __init__(self, loop: Loop, info: EngineInfo) -> None:
+        self.loop, self.info = loop, info
+        self.imager = SlotImager(loop.worker, loop.cache)
+        self._identity: dict[str, Any] | None = None
+
+    def begin(self, action: SlotAction, hear: Hear, visit: Callable[[Visit], None]) -> None:
+        """Start; `hear` gets what came of it, once. `visit` hands work to the engine's thread."""
+        hear = careful(hear)
+        try:
+            check_action(action, len(self.loop.table.slots))
+        except RequestError as e:
+            hear(e)
+            return
+        if action.kind == "save":
+            visit(Visit(action.slot, lambda: self._take(action, hear), hear))
+        elif action.kind == "erase":
+            visit(Visit(action.slot, lambda: self._erase(action, hear), hear))
+        else:
+            _aside(lambda: self._read(action, hear, visit), hear)
+
+    # -- on the engine's thread -----------------------------------------------------------------------------------
+
+    def _take(self, action: SlotAction, hear: Hear) -> None:
+        began = time.perf_counter()
+        image = self.imager.take(self.loop.table.slots[action.slot])
+        _aside(lambda: self._write(action, image, began, hear), hear)
+
+    def _erase(self, action: SlotAction, hear: Hear) -> None:
+        began = time.perf_counter()
+        n = self.loop.table.erase(self.loop.table.slots[action.slot])
+        hear(SlotReport(action.slot, n, ms=_since(began)))
+
+    # -- aside ----------------------------------------------------------------------------------------------------
+
+    def _write(self, action: SlotAction, image: Image, began: float, hear: Hear) -> None:
+        head, pieces = self.imager.encode(image)
+        n_bytes = write(Path(action.path), {"of": self.identity(), **head}, pieces)
+        log.info("slot %d: %d tokens are saved, %d bytes", action.slot, image.n_token, n_bytes)
+        hear(SlotReport(action.slot, image.n_token, n_bytes, _since(began)))
+
+    def _read(self, action: SlotAction, hear: Hear, visit: Callable[[Visit], None]) -> None:
+        began = time.perf_counter()
+        with SlotFile(Path(action.path)) as file:
+            self._compare(file)
+            image, n_bytes = self.imager.decode(file, self.info.n_vocab, self.info.n_ctx), file.size
+        read_ms = _since(began)
+
+        def put() -> None:
+            began = time.perf_counter()
+            self.imager.put(self.loop.table.slots[action.slot], image)
+            log.info("slot %d: %d tokens are restored", action.slot, image.n_token)
+            hear(SlotReport(action.slot, image.n_token, n_bytes, read_ms + _since(began)))
+
+        visit(Visit(action.slot, put, hear))
+
+    def identity(self) -> dict[str, Any]:
+        """Models and layout that a file belongs to."""
+        if self._identity is None:
+            draft = self.info.draft_path
+            self._identity = {
+                "model": fingerprint(Path(self.info.model_path)),
+                "drafter": self.info.drafter,
+                "draft_model": fingerprint(Path(draft)) if draft else "",
+                **self.imager.layout(),
+            }
+        return self._identity
+
+    def _compare(self, file: SlotFile) -> None:
+        of = file.head.get("of")
+        if not isinstance(of, dict):
+            raise file.bad("it does not say which model it is of")
+        for name, here in self.identity().items():
+            there = of.get(name)
+            if there != here:
+                raise file.bad(f"it was saved with another {WHAT[name]}: {str(there)[:64]!r}, here it is {here!r}")
+
+
+def _aside(do: Callable[[], None], hear: Hear) -> None:
+    """Run on a thread of its own; what fails is heard."""
+
+    def run() -> None:
+        try:
+            do()
+        except PyspecError as e:
+            hear(e)
+        except Exception as e:
+            log.exception("a slot's file failed")
+            hear(PyspecError(f"the slot's file failed: {type(e).__name__}: {str(e)[:200]}"))
+
+    threading.Thread(target=run, name="pyspec-slot-file", daemon=True).start()
+
+
+def _since(began: float) -> float:
+    return 1e3 * (time.perf_counter() - began)

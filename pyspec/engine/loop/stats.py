@@ -1,0 +1,107 @@
+"""Counters of a running engine; what `/metrics` and the benchmarks read."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, fields
+
+from pyspec.engine.loop.job import Job, at_least
+from pyspec.request import Metrics
+
+
+@dataclass
+class Stats:
+    """Written by the engine thread only; a reader may see a round half counted, never a wrong type."""
+
+    n_max: int  # most drafted tokens
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    prompt_seconds: float = 0.0
+    predicted_tokens: int = 0
+    predicted_seconds: float = 0.0
+    done: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    rounds: int = 0
+    busy_slot_rounds: int = 0
+    n_tokens_max: int = 0
+    drafts: int = 0
+    guard_trips: int = 0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    sample_ms: float = 0.0
+    host_ms: float = 0.0
+    used: list[int] = field(default_factory=list)  # verdicts by n_draft
+    right: list[int] = field(default_factory=list)  # verdicts by n_accepted
+    last_step: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.used, self.right = [0] * (self.n_max + 1), [0] * (self.n_max + 1)
+
+    def reset(self) -> None:
+        """As new."""
+        fresh = Stats(self.n_max)
+        for f in fields(self):
+            setattr(self, f.name, getattr(fresh, f.name))
+
+    def round(self, *, busy: int, times: tuple[float, float, float, float, float]) -> None:
+        """A round is over. times: when it began, drafted, verified, sampled and ended, in seconds."""
+        began, drafted, verified, sampled, ended = times
+        self.rounds += 1
+        self.busy_slot_rounds += busy
+        self.draft_ms += 1e3 * (drafted - began)
+        self.verify_ms += 1e3 * (verified - drafted)
+        self.sample_ms += 1e3 * (sampled - verified)
+        self.host_ms += 1e3 * (ended - sampled)
+        self.last_step = time.monotonic()
+
+    def verdict(self, n_draft: int, n_accepted: int) -> None:
+        """A slot's drafts were judged."""
+        self.drafts += n_draft > 0
+        self.used[n_draft] += 1
+        self.right[n_accepted] += 1
+
+    def finished(self, job: Job, finish: str) -> None:
+        """A request is over, however it ended."""
+        t = job.timings()
+        self.done += finish not in ("cancelled", "error")
+        self.cancelled += finish == "cancelled"
+        self.failed += finish == "error"
+        self.prompt_tokens += t.prompt_n
+        self.prompt_tokens_cached += t.cache_n
+        self.prompt_seconds += t.prompt_ms / 1e3
+        self.predicted_seconds += t.predicted_ms / 1e3
+        self.n_tokens_max = max(self.n_tokens_max, job.n_prompt + job.n_predicted)
+
+    def snapshot(self, *, processing: int, queued: int, pages_used: int, pages_total: int) -> Metrics:
+        """What has been counted, with the gauges that are given."""
+        idle = processing == 0 and queued == 0
+        drafted, accepted = at_least(self.used), at_least(self.right)
+        return Metrics(
+            prompt_tokens=self.prompt_tokens,
+            prompt_tokens_cached=self.prompt_tokens_cached,
+            prompt_seconds=self.prompt_seconds,
+            predicted_tokens=self.predicted_tokens,
+            predicted_seconds=self.predicted_seconds,
+            requests_processing=processing,
+            requests_queued=queued,
+            requests_done=self.done,
+            requests_cancelled=self.cancelled,
+            requests_failed=self.failed,
+            rounds=self.rounds,
+            busy_slot_rounds=self.busy_slot_rounds,
+            n_tokens_max=self.n_tokens_max,
+            drafts=self.drafts,
+            draft_tokens=sum(drafted),
+            accepted_tokens=sum(accepted),
+            drafted_per_pos=tuple(drafted),
+            accepted_per_pos=tuple(accepted),
+            pages_used=pages_used,
+            pages_total=pages_total,
+            draft_ms=self.draft_ms,
+            verify_ms=self.verify_ms,
+            sample_ms=self.sample_ms,
+            host_ms=self.host_ms,
+            guard_trips=self.guard_trips,
+            seconds_since_step=0.0 if idle else time.monotonic() - self.last_step,
+        )

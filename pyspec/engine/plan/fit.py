@@ -1,0 +1,85 @@
+"""What fits a machine: the memory plan for numbers of slots and contexts, without loading a weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyspec.config import EngineSettings
+from pyspec.engine.plan.describe import Description, describe, plan_memory, resized
+from pyspec.engine.plan.longest import STEP, here, most_tokens, usable_bytes, widened
+from pyspec.engine.plan.memory_plan import AssumedGpu, MemoryPlan, checkpoint_bytes, room_on
+
+SLOTS = (1, 2, 4, 8, 16, 32)
+ENOUGH = 32768  # tokens of a request that are worth more than another slot
+FEW = 4096  # tokens of a request with fewer of which a slot is of little use
+
+
+@dataclass(frozen=True)
+class Fit:
+    """So many slots, the most tokens each may hold, and what that takes. n_ctx 0: not even the smallest fits."""
+
+    np: int
+    n_ctx: int
+    plan: MemoryPlan
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """A model on a machine.
+
+    asked       the plan for the slots and tokens that were asked for, or are the default
+    kv_per_slot, state_per_slot, draft_per_slot, checkpoint   bytes of one slot: pages, recurrent state, the drafter's, and of one checkpoint
+    usable      bytes that a plan may have: free memory less a reserve for others
+    fits        for several numbers of slots, the largest context
+    """
+
+    description: Description
+    asked: MemoryPlan
+    kv_per_slot: int
+    state_per_slot: int
+    draft_per_slot: int
+    checkpoint: int
+    free: int
+    usable: int
+    fits: tuple[Fit, ...]
+
+    def best(self, np: int = 0, n_ctx: int = 0) -> Fit | None:
+        """The most slots, up to `np`, that hold a request as it should be. None: nothing fits.
+
+        np     0: up to 8
+        n_ctx  tokens that each has to hold; 0: with `np` a few thousand, else what a long chat has
+        """
+        able = [f for f in self.fits if f.n_ctx and f.np <= (np or 8)]
+        enough = n_ctx or min(FEW if np else ENOUGH, self.description.config.n_ctx_train)
+        long = [f for f in able if f.n_ctx >= enough]
+        return max(long, key=lambda f: f.np) if long else max(able, key=lambda f: f.n_ctx, default=None)
+
+
+def fit(path: Path, settings: EngineSettings, vram: int = 0) -> FitReport:
+    """Plan a load of `path`; `vram`: bytes free on a GPU that is not here. Raises what describing a load raises."""
+    d = widened(describe(path, settings, AssumedGpu(vram) if vram else None))
+    usable = usable_bytes(d)
+    one, two = (plan_memory(resized(d, np, d.n_ctx)) for np in (1, 2))
+    counts = sorted({*SLOTS, settings.np})
+    return FitReport(
+        description=d,
+        asked=here(d, plan_memory(d)),
+        kv_per_slot=two.kv - one.kv,
+        state_per_slot=two.state - one.state,
+        draft_per_slot=two.draft_kv - one.draft_kv,
+        checkpoint=checkpoint_bytes(d.config.parts(), d.sizes),
+        free=room_on(d.device, d.assumed),
+        usable=usable,
+        fits=tuple(_largest(d, np, usable) for np in counts),
+    )
+
+
+def _largest(d: Description, np: int, usable: int) -> Fit:
+    """The largest context that fits with so many slots, at most what the model was trained for."""
+
+    def planned(n_ctx: int) -> MemoryPlan:
+        return here(d, plan_memory(resized(d, np, n_ctx)))
+
+    n_ctx = most_tokens(planned, d.config.n_ctx_train, lambda plan: plan.total <= usable)
+    return Fit(np, n_ctx, planned(max(n_ctx, min(STEP, d.config.n_ctx_train))))

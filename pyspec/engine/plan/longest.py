@@ -1,0 +1,92 @@
+"""How many tokens a request may hold where nobody says it: as many as fit beside the model, up to the length it was trained for.
+
+Slots share the memory evenly, so that all of them may run at once with requests that name no end: what a request may come to hold is
+promised to it before it begins. Speed goes before length: copies that would be made beside START_CTX (describe.py) tokens a slot stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pyspec.config import MAX_CTX, MAX_POOL
+from pyspec.engine.plan.describe import Description, plan_memory, resized
+from pyspec.engine.plan.memory_plan import RESERVE, MemoryPlan, room_on
+
+log = logging.getLogger(__name__)
+
+STEP = 256  # tokens that contexts are rounded to
+LEAST = 1024  # tokens of a request below which a load is refused with what would fit, rather than begun
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a plan may take of a device.
+
+    usable  bytes; slots  of these at most for what slots hold, where others need the memory, too
+    """
+
+    usable: int
+    slots: int
+
+    def holds(self, plan: MemoryPlan) -> bool:
+        """Whether a plan fits."""
+        return plan.total <= self.usable and plan.kv + plan.state + plan.draft_kv <= self.slots
+
+
+def here(d: Description, plan: MemoryPlan) -> MemoryPlan:
+    """What is taken of one device: GPUs have a rank each, a CPU has all of them."""
+    return plan if d.is_cuda else plan.together(d.settings.tp)
+
+
+def usable_bytes(d: Description) -> int:
+    """What a plan may have of the device: free memory less a reserve for others."""
+    return int(room_on(d.device, d.assumed) * (1 - RESERVE))
+
+
+def most_tokens(planned: Callable[[int], MemoryPlan], most: int, fits: Callable[[MemoryPlan], bool]) -> int:
+    """The most tokens whose plan fits: `most`, or a multiple of STEP below; 0 if there is none."""
+    if fits(planned(most)):
+        return most
+    low, high = 0, -(-most // STEP)  # in steps: `low` fits, `high` does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(planned(middle * STEP)) else (low, middle)
+    return low * STEP
+
+
+def widened(d: Description) -> Description:
+    """The same with as many tokens a request as fit, where none were asked for; the load is refused as it is if that is hardly any."""
+    s, trained = d.settings, d.config.n_ctx_train
+    if s.ctx:
+        return d
+    most = min(trained, MAX_CTX if s.kv_pool else max(d.n_ctx, MAX_POOL // s.np))
+    if (
+        s.kv_pool
+    ):  # its pages are there however long a request is: nobody is promised more than a share, or START tokens
+        most = min(most, max(d.n_ctx, d.n_page // s.np * s.page_size - d.n_overhang))
+    first, usable = here(d, plan_memory(d)), usable_bytes(d)
+    short = Room(usable, usable)
+    rest = usable - first.total + first.kv + first.state + first.draft_kv
+    room = (
+        short if d.is_cuda else Room(usable, rest // 2)
+    )  # programs beside us, and files that are read, use the same memory
+
+    def planned(n_ctx: int) -> MemoryPlan:
+        return here(d, plan_memory(resized(d, s.np, n_ctx)))
+
+    def as_fast(plan: MemoryPlan) -> bool:
+        return room.holds(plan) and plan.wide >= first.wide and plan.draft_head >= first.draft_head
+
+    n = most_tokens(planned, most, as_fast) if short.holds(first) else 0
+    if n < d.n_ctx:
+        n = d.n_ctx if short.holds(first) else most_tokens(planned, min(most, d.n_ctx), short.holds)
+    if n < min(LEAST, most):
+        return d
+    why = (
+        "what the model was trained for" if n == trained else "what is free has room for" if n < most else "-np leaves"
+    )
+    each = "each of the" if s.np > 1 else "the"
+    log.info("-c %d: as many tokens a request as %s, for %s %d slot%s", n, why, each, s.np, "s" * (s.np > 1))
+    return resized(d, s.np, n)

@@ -1,0 +1,368 @@
+"""How many tokens to draft: the number that is expected to give the most tokens a second, measured as it runs.
+
+Two things are estimated: for each slot the chance that its first i drafts are right (`Acceptance`), and the time of a round by its
+rows and of a draft by its slots or, if it is a block, its rows (`Timer`). Each round rows are handed to the slots in the order of their
+chance to survive, up to each depth where drafting deeper costs passes or a longer block, and the best ratio of expected tokens to
+expected time wins; that may be no draft at all.
+A draft also tells what its text is like: where that is not known, and would be worth knowing, it counts as tokens, as long as such
+asking has not cost its share of the time. Where nobody has drafted for a while some slots do in any case, for what spoke against it
+may have been texts that are over, or times that the warm-up took on a busy machine.
+
+What is learned outlives the request that taught it: times, and how common which acceptance is, are the engine's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyspec.draft.blocks import depths, forward_rows
+from pyspec.engine.policy.acceptance import Acceptance, Texts
+from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
+
+DECAY = 0.96  # of what /slots shows of a slot's drafts, per round
+MARGIN = 1.02  # a draft must promise this much more than none
+ASK_DRAFT = 2  # tokens of a draft that only asks
+TRY_FIRST, TRY_LAST = 6, 192  # rounds without drafts until some are tried, twice as many each time
+TRY_FREE = 64  # below so many a try need not have earned what it costs
+TRY_SLOTS = 8  # one of so many slots tries
+PLAIN_FIRST, PLAIN_LAST = 16, 384  # rounds until an undrafted one is timed again, twice as many each time
+DOUBT_EVERY = 512  # rounds
+RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the measured times could change it
+MOST_GRAMMARS = 64  # whose acceptance is known
+OFFERED = -1  # for a place in a draft
+DEAR_LIVE = 0.02  # of a round: where a draft for all slots takes so much more than for one, it is weighed who drafts
+HORIZON = 3.0  # rounds' worth of knowing a text: what a draft is credited with, as far as its text is not known
+ASK_FIRST, ASK_SHARE = 1.5, 0.006  # plain rounds, and share of the time: what asking and trying may lose
+ASK_GAIN = 0.1  # of what drafts are expected to gain: so much pays back what asking has lost
+FEW, DEAR_FIRST = 8, 1.5  # with so few verdicts in all, rounds that take so many plain ones are not drafted on trust
+NO_OFFERS: Mapping[int, Sequence[float]] = {}
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One slot's last decision, and what became of its drafts."""
+
+    n_draft: int = 0
+    reason: str = "not started"
+    drafted: float = 0.0
+    kept: float = 0.0
+
+
+class _Rows(NamedTuple):
+    """Rows that may be drafted: whose, at which place of the draft (OFFERED: it needs no drafter), and how likely they are right."""
+
+    slot: NDArray[np.int64]
+    place: NDArray[np.int64]
+    gain: Floats
+
+    def up_to(self, depth: int) -> _Rows:
+        return self._only(self.place < depth)
+
+    def of_best(self, n: int, busy: int) -> _Rows:
+        """Of the n slots that gain most alone, of those that need a drafter."""
+        is_asked = self.place != OFFERED
+        gains = np.bincount(self.slot[is_asked], self.gain[is_asked], minlength=busy)
+        is_best = np.zeros(busy, bool)
+        is_best[(-gains).argsort(kind="stable")[:n]] = True
+        return self._only(is_best[self.slot] | ~is_asked)
+
+    def _only(self, mask: NDArray[np.bool_]) -> _Rows:
+        return self if mask.all() else _Rows(self.slot[mask], self.place[mask], self.gain[mask])
+
+    def best(self, busy: int, verify: Floats, draft: Floats) -> _Way:
+        """How many of them give most tokens a millisecond. verify: by rows beyond the plain ones, from one on; draft: by slots that
+        draft, from none on."""
+        if not len(self.slot):
+            return _NO_WAY
+        tokens, ms = busy + self.gain.cumsum(), verify[: len(self.slot)]
+        rate = tokens / (ms + draft[(self.place == 0).cumsum()])
+        n = int(rate.argmax())
+        return _Way(float(rate[n]), float(tokens[n]), int(self.place[: n + 1].max()) + 1, self.slot[: n + 1])
+
+
+class _Way(NamedTuple):
+    """What could be drafted: expected tokens a millisecond and tokens, passes, and whose rows."""
+
+    rate: float
+    tokens: float
+    depth: int
+    slot: NDArray[np.int64]
+
+
+_NO_WAY = _Way(0.0, 0.0, 0, np.zeros(0, np.int64))
+
+
+def _rate_of(way: _Way) -> float:
+    return way.rate
+
+
+@dataclass
+class Controller:
+    """Chooses n_draft per slot and round.
+
+    chained  drafting n tokens costs n passes; otherwise one pass, whatever n
+    block    rows of the drafter's trained block (`blocks`); 0: it drafts no blocks
+    """
+
+    n_slot: int
+    n_max: int
+    chained: bool = False
+    block: int = 0
+    fixed: bool = False
+    force: tuple[int, int] | None = None  # warm-up says how many slots draft, and how many tokens each
+    verify_ms: Timer = field(default_factory=Timer)
+    draft_ms: Timer = field(default_factory=Timer)  # by drafting slots, a pass if chained; by rows if they are blocks
+
+    def __post_init__(self) -> None:
+        self.since_plain = self.n_round = 0
+        self.ms = self.asked_ms = 0.0  # of all rounds, and what was expected to be lost by asking and trying
+        self.plain_in = PLAIN_FIRST  # drafting rounds until an undrafted one
+        self._plain: tuple[int, list[tuple[int, int]], str] | None = None  # the round and caps of that choice, and why
+        self.forget_acceptance()
+
+    def forget_acceptance(self) -> None:
+        """As new, but the measured costs stay; at the end of a warm-up, those that can be believed."""
+        if self.force is not None:
+            self._question()
+        self.silent, self.try_in = 0, TRY_FIRST  # rounds in which nobody drafted, and after how many somebody is to
+        self.texts = Acceptance(self.n_slot, self.n_max)
+        self.grammars: OrderedDict[str, Texts] = OrderedDict()
+        self.lanes = [_Lane() for _ in range(self.n_slot)]
+        self.force = self._plain = None
+        self.offered: dict[int, Sequence[float]] = {}
+
+    def _question(self) -> None:
+        slack = SLACK * self.verify_ms(1)
+        self.verify_ms.question(slack)
+        self.draft_ms.question(slack)
+
+    def begin(self, slot: int, grammar: str = "") -> None:
+        """A new request: little is known of what it accepts. Texts under a grammar are known apart."""
+        self.texts.begin(slot, self._of_grammar(grammar) if grammar else self.texts.free)
+        self.lanes[slot] = _Lane()
+        self._plain = None
+
+    def _of_grammar(self, grammar: str) -> Texts:
+        if grammar not in self.grammars:
+            self.grammars[grammar] = self.texts.held_texts()
+        self.grammars.move_to_end(grammar)
+        if len(self.grammars) > MOST_GRAMMARS:
+            self.grammars.popitem(last=False)
+        return self.grammars[grammar]
+
+    def choose(self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]] = NO_OFFERS) -> list[int]:
+        """n_draft for each (slot, most it may draft) that decodes this round.
+
+        offers  of some slots, drafts that need no drafter: how likely each token is reached and right. `offered` are then the slots
+                whose drafts are these
+        """
+        caps = [(slot, min(cap, self.n_max)) for slot, cap in caps]
+        self.offered = self.preferred(caps, offers) if offers and self.force is None else {}
+        self.n_round += 1
+        if self.n_round % DOUBT_EVERY == 0:
+            self.verify_ms.doubt()
+            self.draft_ms.doubt()
+        if self.force is not None:
+            live, n = self.force
+            picked, why = [min(cap, n) if i < live else 0 for i, (_, cap) in enumerate(caps)], "warm-up"
+        elif self.fixed or self.n_max == 0:
+            picked = [min(cap, len(self.offered.get(slot, range(cap)))) for slot, cap in caps]
+            why = "fixed" if self.fixed else "no drafter"
+        elif self._plain_is_stale(len(caps)):
+            picked, why = [0] * len(caps), "measuring an undrafted round"
+        else:
+            picked, why = self._weigh(caps)
+            if self.silent >= self.try_in and self._may_try(len(caps)):
+                picked, why = self._tried(caps, picked), f"trying again after {self.silent} rounds without; {why}"
+        for (slot, cap), n in zip(caps, picked, strict=True):
+            lane = self.lanes[slot]
+            lane.n_draft, lane.reason = n, why
+            if not cap:
+                lane.reason = "none: switched off for the request, or it is at its last token"
+            elif not n and any(picked):
+                lane.reason = f"none: drafts of other slots are likelier to be right; {why}"
+        self.since_plain = self.since_plain + 1 if any(picked) else 0
+        is_asked = any(n and slot not in self.offered for (slot, _), n in zip(caps, picked, strict=True))
+        self.silent = 0 if is_asked else self.silent + any(cap for _, cap in caps)
+        return picked
+
+    def preferred(
+        self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]]
+    ) -> dict[int, Sequence[float]]:
+        """The offers that promise more than the drafter does."""
+        asked = [(slot, cap) for slot, cap in caps if cap and slot in offers]
+        if not asked:
+            return {}
+        survive = self.texts.survive([slot for slot, _ in asked])
+        return {
+            slot: offers[slot][:cap]
+            for (slot, cap), own in zip(asked, survive, strict=True)
+            if sum(offers[slot][:cap]) >= own[:cap].sum()
+        }
+
+    def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
+        """What `_best` says; no drafts stand for a while, because weighing takes time that an undrafted round has not."""
+        if (
+            self._plain is not None
+            and not self.offered
+            and self._plain[1] == caps
+            and self.n_round - self._plain[0] < RETHINK
+        ):
+            return [0] * len(caps), self._plain[2]
+        picked, why = self._best(caps)
+        self._plain = None if any(picked) or self.offered else (self.n_round, caps, why)
+        return picked, why
+
+    def _plain_is_stale(self, busy: int) -> bool:
+        if not self.verify_ms.knows(busy):
+            return True
+        if self.since_plain < self.plain_in:
+            return False
+        self.plain_in = min(2 * self.plain_in, PLAIN_LAST)
+        return True
+
+    def _may_ask(self, plain_ms: float) -> bool:
+        return self.asked_ms < ASK_FIRST * plain_ms + ASK_SHARE * self.ms
+
+    def _may_try(self, busy: int) -> bool:
+        return self.try_in < TRY_FREE or self._may_ask(self._verify_ms(busy, busy))
+
+    def _tried(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
+        """Texts may have changed, or times: some slots draft, others each time."""
+        able = [i for i, (_, cap) in enumerate(caps) if cap]
+        tried = picked.copy()
+        for k in range(-(-len(able) // TRY_SLOTS)):
+            i = able[(self.n_round + k) % len(able)]
+            tried[i] = min(caps[i][1], 1 if self.chained else ASK_DRAFT)
+            self.offered.pop(caps[i][0], None)
+        self.asked_ms += self._costs(tried) - self._costs(picked)
+        self.try_in = min(2 * self.try_in, TRY_LAST)
+        return tried
+
+    def _costs(self, picked: Sequence[int]) -> float:
+        """Milliseconds of a round."""
+        verify = self._verify_ms(len(picked) + sum(picked), len(picked))
+        return verify + float(self._draft_ms(len(picked), max(picked))[sum(n > 0 for n in picked)])
+
+    def _draft_ms(self, busy: int, depth: int) -> Floats:
+        """[1 + busy]: milliseconds of a draft of up to `depth` tokens, by slots that draft."""
+        sizes = forward_rows(self.block, busy, depth) if self.block else range(1, busy + 1)
+        return np.append(0.0, self.draft_ms.of_all(sizes) * (depth if self.chained else 1))
+
+    def _depths(self, busy: int) -> Sequence[int]:
+        """Where drafting deeper costs more: what else is drafted up to there is not drafted for."""
+        if self.chained:
+            return range(1, self.n_max + 1)
+        return depths(self.block, busy, self.n_max) if self.block else (self.n_max,)
+
+    def _verify_ms(self, rows: int, busy: int) -> float:
+        return self.verify_ms(rows) + self.verify_ms.slot_ms * busy
+
+    def _best(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
+        """Rows go to the slots in the order of their chance to survive; the best ratio on that way wins."""
+        busy = len(caps)
+        plain_ms = self._verify_ms(busy, busy)
+        if not any(cap for _, cap in caps):
+            return [0] * busy, "plain: nobody may draft"
+        news = self._news(caps, busy / plain_ms)
+        rows = self._rows(caps, news)
+        verify = self.verify_ms.of_all(range(busy + 1, busy + 1 + len(rows.slot))) + self.verify_ms.slot_ms * busy
+        if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_FIRST:
+            plain_ms = min(plain_ms, float(verify.min()))  # fewer rows do not take longer: that was noise
+        plain = busy / plain_ms
+        best = self._best_way(rows, busy, verify)
+        if best.rate <= plain * MARGIN:
+            return [0] * busy, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
+        picked = np.bincount(best.slot, minlength=busy).tolist()
+        tokens = best.tokens - news[np.unique(best.slot)].sum()
+        rate = best.rate * tokens / best.tokens
+        if rate <= plain:  # it only asks
+            picked = [min(n, ASK_DRAFT) for n in picked]
+            self.asked_ms += self._costs(picked) - plain_ms
+            return picked, f"asking what texts are like: some would give more than {1e3 * plain:.0f} tok/s"
+        if self.texts.n_heard < FEW and self._costs(picked) > DEAR_FIRST * plain_ms:
+            picked = [min(n, ASK_DRAFT) for n in picked]
+        self.asked_ms = max(0.0, self.asked_ms - ASK_GAIN * tokens * (1 / plain - 1 / rate))
+        return picked, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
+
+    def _news(self, caps: Sequence[tuple[int, int]], rate: float) -> Floats:
+        """What a draft tells of each slot's text, in tokens; nothing where asking has cost its share. rate: of plain decoding."""
+        busy = len(caps)
+        if not self._may_ask(busy / rate):
+            return np.zeros(busy)
+        each = rate / busy
+        row = each * (self.verify_ms(busy * (1 + self.n_max)) - self.verify_ms(busy)) / self.n_max
+        ends = self._depths(busy)
+        draft = each * np.array([self._draft_ms(busy, depth)[busy] for depth in (ends[:1] if self.chained else ends)])
+        costs = (row + draft[0], 0.0) if self.chained else (row, draft.repeat(np.diff(ends, prepend=0)))
+        untold = HORIZON * self.texts.untold([slot for slot, _ in caps], *costs)
+        return np.where([slot in self.offered for slot, _ in caps], 0.0, untold) if self.offered else untold
+
+    def _rows(self, caps: Sequence[tuple[int, int]], news: Floats) -> _Rows:
+        """What may be drafted, likeliest first; of equal chances, slots in order. news: what a first draft tells of each slot, in tokens."""
+        survive = self.texts.survive([slot for slot, _ in caps])
+        survive[:, 0] += news
+        asked = np.arange(self.n_max) < np.array([cap for _, cap in caps])[:, None]
+        needs_drafter = np.ones(len(caps), bool)
+        for i in [i for i, (slot, _) in enumerate(caps) if slot in self.offered] if self.offered else ():
+            offer = self.offered[caps[i][0]]
+            survive[i, : len(offer)], asked[i, len(offer) :], needs_drafter[i] = offer, False, False
+        slot, place = asked.nonzero()
+        gain = survive[asked]
+        order = (-gain).argsort(kind="stable")
+        slot, place = slot[order], place[order]
+        if self.offered:
+            place = np.where(needs_drafter[slot], place, OFFERED)
+        return _Rows(slot, place, gain[order])
+
+    def _best_way(self, rows: _Rows, busy: int, verify: Floats) -> _Way:
+        """The best choice.
+
+        A deeper draft takes one pass more, whoever asks for it, and a drafter takes longer for more slots: so each depth is weighed by
+        itself, and whether the likeliest slots alone should draft.
+        """
+        best, ms = _NO_WAY, np.zeros(2)
+        for depth in self._depths(busy):
+            draft = self._draft_ms(busy, depth)
+            way = rows.up_to(depth).best(busy, verify, draft)
+            if way.rate > best.rate:
+                best, ms = way, draft
+        if ms[-1] - ms[1] > DEAR_LIVE * verify[0]:
+            near = rows.up_to(best.depth)
+            for n_live in [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48) if n < busy]:
+                best = max(best, near.of_best(n_live, busy).best(busy, verify, ms), key=_rate_of)
+        return best
+
+    def record(self, slot: int, n_draft: int, n_accepted: int) -> None:
+        """The verdict on one slot's draft."""
+        lane = self.lanes[slot]
+        self.texts.add(slot, n_draft, n_accepted)
+        if n_draft:
+            self._plain = None
+            lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted
+
+    def timed(self, rows: int, busy: int, verify_ms: float, live: int, passes: int, draft_ms: float) -> None:
+        """What a round of only decoding slots took."""
+        self.ms += verify_ms + draft_ms
+        calm = self.verify_ms.add(rows, verify_ms, busy)
+        if live:
+            size = forward_rows(self.block, live, passes)[-1] if self.block else live
+            calm = self.draft_ms.add(size, draft_ms / (max(passes, 1) if self.chained else 1)) and calm
+        if not calm:
+            self.verify_ms.distrust()
+            self.draft_ms.distrust()
+            self._plain = None
+
+    def acceptance(self, slot: int) -> float:
+        """Share of a slot's drafted tokens that were right lately; 0.0 if it drafted none."""
+        lane = self.lanes[slot]
+        return lane.kept / lane.drafted if lane.drafted else 0.0

@@ -1,0 +1,220 @@
+"""The engine process: loads what it is told, runs an EngineCore, and says what happens. It ends with its parent.
+
+Nothing is decided here. A failure of the device is told and ends the process; what was running is the supervisor's to go on
+with, in the next one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pyspec import progress
+from pyspec.cuda import probe_process
+from pyspec.engine.wire import (
+    ActOnSlot,
+    Cancel,
+    Events,
+    Fatal,
+    Heartbeat,
+    Link,
+    Load,
+    LoadRefused,
+    LoadStage,
+    LogLine,
+    Look,
+    Looked,
+    Ready,
+    SlotActed,
+    Submit,
+    pack,
+    portable,
+)
+from pyspec.errors import PyspecError
+from pyspec.request import Event, Failed, SlotAnswer
+from pyspec.streams import fill_in
+
+if TYPE_CHECKING:
+    from pyspec.engine.process.core import Due, EngineCore
+
+log = logging.getLogger("pyspec.engine.process.child")  # which runs as the main module
+
+BEAT_S = 0.2
+STAGE_S = 0.1  # between words on how far a load is
+SWITCH_S = 1e-4  # the engine's thread gets the GIL back so soon (see server/http/serve.py)
+FATAL = 70  # exit status after Fatal was sent
+PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """The process's end of the link, and the core behind it."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.core: EngineCore | None = None
+        self.is_over = threading.Event()
+        self._stage_due = 0.0
+
+    def run(self) -> None:
+        """Until the parent is gone."""
+        began = time.perf_counter()
+        probe_process.begin()  # which import what we import now
+        import pyspec.engine.process.core  # noqa: F401 - what a load needs of files is there when it is told what to load
+
+        message = self.link.receive()
+        if not isinstance(message, Load):
+            return
+        log_to(self.link, message.log_level)
+        log.info("imports: %.1f s", time.perf_counter() - began)
+        if not self.load(message):
+            return
+        assert self.core is not None
+        while (message := self.link.receive()) is not None:
+            if isinstance(message, Submit):
+                self.submit(self.core, message)
+            elif isinstance(message, Cancel):
+                self.core.cancel(message.name)
+            elif isinstance(message, Look):
+                self.link.send(Looked(message.number, self.core.slots(), self.core.metrics()))
+            elif isinstance(message, ActOnSlot):
+                self.core.act_on_slot(message.action, partial(self.acted, message.number))
+
+    def load(self, message: Load) -> bool:
+        """Load what is asked for and say Ready, or why not; False: there is nothing to run."""
+        from pyspec.cuda.examine import EXAMINATION
+        from pyspec.engine.process.core import EngineCore
+
+        settings = message.settings
+        if message.examined:  # graphs launch all kernels at once
+            EXAMINATION.is_on, settings = True, replace(settings, plain_loop=True)
+        threading.Thread(target=self.beat, name="pyspec-heartbeat", daemon=True).start()
+        try:
+            with progress.heard_by(self.tell_stage):
+                self.core = EngineCore.load(message.path, settings, hand_over=self.hand_over, on_death=self.die)
+        except PyspecError as e:
+            self.link.send(LoadRefused(portable(e), EXAMINATION.under_way))
+            return False
+        except Exception as e:
+            from pyspec.device.worker import failure_of
+
+            log.exception("loading failed")
+            self.link.send(LoadRefused(failure_of(e, "loading failed"), EXAMINATION.under_way))
+            return False
+        self.core.loop.queue.limit = 1 << 60  # the supervisor counts who waits
+        self.link.send(Ready(self.core.info))
+        return True
+
+    def tell_stage(self, stage: str, fraction: float) -> None:
+        """Pass on how far the load is: at most ten times a second, and where a stage begins or ends."""
+        now = time.monotonic()
+        if fraction in (0.0, 1.0) or now >= self._stage_due:
+            self._stage_due = now + STAGE_S
+            self.link.send(LoadStage(stage, fraction))
+
+    def submit(self, core: EngineCore, message: Submit) -> None:
+        """Queue a request; its refusal is its last event."""
+        try:
+            core.submit(message.request, _ignore, name=message.name, seed=message.seed)
+        except PyspecError as e:
+            self.link.send(Events([pack(Failed(message.name, e))]))
+
+    def acted(self, number: int, answer: SlotAnswer) -> None:
+        """Something was done with a slot. Called on any thread."""
+        with suppress(OSError):
+            self.link.send(SlotActed(number, portable(answer) if isinstance(answer, PyspecError) else answer))
+
+    def hand_over(self, due: Due) -> None:
+        """A round's events as one message. Called on the engine's thread."""
+        with suppress(OSError):  # nobody listens any more, and the main thread knows
+            self.link.send(Events([pack(event) for _, event in due]))
+
+    def die(self, error: PyspecError) -> None:
+        """On the engine's thread. The process goes before anything is told to listeners that another one will serve."""
+        from pyspec.cuda.examine import EXAMINATION
+
+        with suppress(OSError):
+            self.link.send(Fatal(portable(error), EXAMINATION.under_way))
+        logging.shutdown()
+        os._exit(FATAL)
+
+    def beat(self) -> None:
+        """Say several times a second that the process lives, and how old the round under way is."""
+        from pyspec.cuda.examine import EXAMINATION
+
+        n = 0
+        with suppress(OSError):
+            while not self.is_over.wait(BEAT_S):
+                core, n = self.core, n + 1
+                if core is None:
+                    self.link.send(Heartbeat(kernels=EXAMINATION.under_way))
+                    continue
+                began = core.step_began
+                age = time.monotonic() - began if began else 0.0
+                # figures are for what is told after this process is gone: not needed at every beat
+                metrics = core.metrics() if age or n % 5 == 0 else None
+                self.link.send(Heartbeat(age, core.pace.expected, metrics, EXAMINATION.under_way))
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+class _ToParent(logging.Handler):
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self.link = link
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            fields = getattr(record, "fields", None)
+            self.link.send(LogLine(record.name, record.levelno, self.format(record), record.created, fields))
+
+
+def log_to(link: Link, level: int) -> None:
+    """What this process logs goes to whoever started it."""
+    logging.basicConfig(level=logging.WARNING, handlers=[_ToParent(link)], force=True)
+    logging.getLogger("pyspec").setLevel(level)
+
+
+def die_with_parent(parent: int) -> None:
+    """The link's end says that the parent is gone, but only to a thread that gets to read it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def main(descriptor: int) -> None:
+    """The process: `descriptor` is its end of the link."""
+    parent = os.getppid()
+    die_with_parent(parent)
+    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sig, signal.SIG_IGN)  # a service manager tells every process; the parent decides when we go
+    fill_in()  # a daemon may have closed them
+    os.dup2(2, 1)
+    with suppress(ValueError, OSError):  # writing out all of a model's memory is a long pause
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    faulthandler.enable()
+    sys.setswitchinterval(SWITCH_S)
+    child = Child(Link(socket.socket(fileno=descriptor)))
+    child.run()
+    child.is_over.set()
+    logging.shutdown()
+    os._exit(0)  # whatever the device is at
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,411 @@
+"""The supervisor: keeps an engine process running and hears it; one that dies or hangs is replaced, and requests go on.
+
+It knows of every request what was delivered (record.py). A new engine gets the same requests, each with its tokens so far, so
+clients see a pause. Nothing here knows torch: a program that only talks to an isolated engine stays small.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from pyspec import progress
+from pyspec.config import EngineSettings
+from pyspec.engine.loop.visit import careful
+from pyspec.engine.policy.room import place_for
+from pyspec.engine.process.counts import totals
+from pyspec.engine.process.launcher import Launcher
+from pyspec.engine.process.process import COMMAND, EngineProcess
+from pyspec.engine.process.record import Record, Sink
+from pyspec.engine.process.suspects import N_CRASH, Suspects
+from pyspec.engine.process.watchdog import TICK_S, EngineEnd, Watchdog
+from pyspec.engine.wire import (
+    ActOnSlot,
+    Cancel,
+    Events,
+    Heartbeat,
+    LoadStage,
+    LogLine,
+    Look,
+    Looked,
+    Ready,
+    SlotActed,
+    unpack,
+)
+from pyspec.errors import DeviceError, NoDevice, PyspecError, QueueFull, RankLost, SlotError, Unavailable
+from pyspec.gguf import open_gguf
+from pyspec.repeats import limited
+from pyspec.request import Done, EngineInfo, Event, Failed, Metrics, Request, SlotAction, SlotAnswer, SlotInfo
+from pyspec.sample.noise import resolve_seed
+from pyspec.text.template import ChatTemplate
+from pyspec.text.tokenizer import Tokenizer
+
+log = limited(__name__)
+
+BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)  # before each load after one that failed
+N_LOAD = 3  # failed first loads after which it is given up
+N_LOAD_AGAIN = 5  # failed loads after which nobody is kept waiting; memory of an engine that died may be late
+EXAMINED_S = 120.0  # an engine that is examined is slow: it is one for so long
+SPARE_AFTER_S = 5.0  # an engine has other things to do first
+LOOK_S = 1.0
+CLOSE_S = 5.0
+
+
+class Supervisor:
+    """A Core whose engine is another process. Safe to call from any thread."""
+
+    def __init__(self, path: Path, settings: EngineSettings, *, command: Sequence[str] = ()) -> None:
+        self.path, self.settings = path, settings
+        self._launcher = Launcher(path, settings, command or COMMAND, self._hear, self._gone)
+        self.n_restart = self.n_replayed = 0
+        self._info: EngineInfo | None = None
+        self._state = "loading"  # then "ok", "recovering", "stopped"
+        self._error: PyspecError | None = None  # why it is stopped
+        self._records: dict[str, Record] = {}
+        self._ids = itertools.count(1)
+        self._lock = threading.Condition()
+        self._child: EngineProcess | None = None  # the one that takes requests
+        self._suspects, self._watchdog = Suspects(), Watchdog(settings.hang_timeout)
+        self._looked: dict[int, Looked | None] = {}
+        self._acts: dict[int, Callable[[SlotAnswer], None]] = {}  # who waits for the engine that takes requests
+        self._lost_at = 0.0  # when the last engine was
+        self._past = Metrics()  # what engines that are gone have counted
+        self._now = Metrics()  # what this one had when it last told
+        self._own_failed = self._own_cancelled = 0
+        self._closing = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._live, name="pyspec-supervisor", daemon=True)
+        self._thread.start()
+
+    # -- for callers ---------------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "wait() comes first"
+        return self._info
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_metadata(open_gguf(self.path).metadata)
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        return ChatTemplate.from_metadata(open_gguf(self.path).metadata)
+
+    def wait(self) -> None:
+        """Until it is loaded. Raises what it can not be loaded for."""
+        with self._lock:
+            while self._info is None and self._error is None:
+                self._lock.wait()
+            if self._info is None and self._error is not None:
+                raise self._error
+
+    def submit(self, request: Request, sink: Sink) -> str:
+        """See Engine.submit. While the engine is replaced requests are taken, and wait."""
+        if os.getpid() != self._pid:
+            raise Unavailable(f"this engine belongs to process {self._pid}; load one in process {os.getpid()}")
+        seed = resolve_seed(request.params.seed)
+        with self._lock:
+            if self._state == "stopped" or self._closing:
+                raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")
+            waiting = [r for r in self._records.values() if not r.has_begun and not r.cancelled]
+            record = Record(f"r{next(self._ids)}", request, seed, sink)
+            other = place_for(record, waiting, self.settings.queue_limit)
+            self._records[record.name] = record
+            if self._child is not None:
+                self._child.send(record.submit())
+        if other is not None:
+            other.ousted = QueueFull(len(waiting))
+            self.cancel(other.name)
+        return record.name
+
+    def cancel(self, name: str) -> None:
+        """See Engine.cancel. Without an engine to ask, the request ends here."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            record = self._records.get(name)
+            if record is None:
+                return
+            record.cancelled = True
+            if self._child is not None and record not in self._suspects.held:
+                self._child.send(Cancel(name))
+                return
+        self._drop_cancelled()
+
+    def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
+        """See Engine.act_on_slot. An engine that is replaced takes what its slots hold with it, and what was to be done with that."""
+        with self._lock:
+            child, number = self._child, next(self._ids)
+            if child is not None and os.getpid() == self._pid:
+                self._acts[number] = careful(hear)
+                child.send(ActOnSlot(number, action))
+                return
+        hear(Unavailable("the engine is not there, or is being replaced: try again"))
+
+    def is_telling(self) -> bool:
+        child = self._child
+        return threading.current_thread() is self._thread or (child is not None and child.is_reader)
+
+    def alive(self) -> bool:
+        return self._state in ("ok", "recovering")
+
+    def state(self) -> str:
+        return self._state
+
+    def slots(self) -> list[SlotInfo]:
+        looked = self._look()
+        if looked is not None:
+            return list(looked.slots)
+        return [SlotInfo(slot=i, n_ctx=self.info.n_ctx, is_processing=False) for i in range(self.info.n_slot)]
+
+    def metrics(self) -> Metrics:
+        looked = self._look()
+        now = self._now if looked is None else looked.metrics
+        with self._lock:
+            waiting = sum(not record.in_slot for record in self._records.values())
+            own = {"requests_failed": self._own_failed, "requests_cancelled": self._own_cancelled}
+        total = totals(self._past, now)
+        beat = self._child.beat if self._child is not None else None
+        silent = time.monotonic() - beat[1] if beat is not None and looked is None else 0.0
+        return replace(
+            total,
+            requests_queued=waiting,
+            restarts=self.n_restart,
+            tokens_replayed=self.n_replayed,
+            seconds_since_step=max(now.seconds_since_step, silent if waiting or now.requests_processing else 0.0),
+            **{name: getattr(total, name) + n for name, n in own.items()},
+        )
+
+    def close(self, limit_s: float = CLOSE_S) -> bool:
+        """End the process, whatever it is at; running requests fail with Unavailable."""
+        if os.getpid() != self._pid:
+            return True
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(limit_s + CLOSE_S)
+        return not self._thread.is_alive()
+
+    def _look(self) -> Looked | None:
+        """What the engine says of itself now; None if it does not answer, or a listener asks, who is in the answer's way."""
+        with self._lock:
+            child, number = self._child, next(self._ids)
+            if child is None or child.is_reader or time.monotonic() - child.heard > LOOK_S:
+                return None
+            self._looked[number] = None
+            child.send(Look(number))
+            self._lock.wait_for(lambda: self._looked[number] or self._child is not child, LOOK_S)
+            return self._looked.pop(number)
+
+    # -- what the engine says, on the thread that reads ------------------------------------------------------------
+
+    def _hear(self, message: object) -> None:
+        if isinstance(message, Events):
+            for packed in message.packed:
+                self._tell(unpack(packed))
+        elif isinstance(message, Heartbeat):
+            self._now = message.metrics or self._now
+        elif isinstance(message, LogLine):
+            _relay(message)
+        elif isinstance(message, LoadStage):
+            progress.report(message.stage, message.fraction)
+        elif isinstance(message, Looked):
+            with self._lock:
+                self._now = message.metrics
+                if message.number in self._looked:  # else it comes too late for whoever asked
+                    self._looked[message.number] = message
+                self._lock.notify_all()
+        elif isinstance(message, SlotActed):
+            if (hear := self._acts.pop(message.number, None)) is not None:
+                hear(message.answer)
+        else:
+            self._gone()
+
+    def _gone(self) -> None:
+        """Whoever waits for a process looks at it again."""
+        with self._lock:
+            self._lock.notify_all()
+
+    def _tell(self, event: Event) -> None:
+        record = self._records.get(event.request)
+        if record is None:
+            return
+        if (heard := record.hear(event)) is not None:
+            self._pass_on(record, heard)
+        if record is self._suspects.trial and (isinstance(event, Done | Failed) or record.is_past_its_crash):
+            with self._lock:
+                then = self._suspects.acquit()
+                if then is not None and self._child is not None:
+                    self._child.send(then.submit())
+
+    def _pass_on(self, record: Record, event: Event) -> None:
+        """A listener is the caller's code: its failure ends its own request, whatever it raises."""
+        if isinstance(event, Done | Failed):
+            self._records.pop(record.name, None)
+        if record.ousted is not None and isinstance(event, Done) and event.finish == "cancelled":
+            event = Failed(record.name, record.ousted)
+        try:
+            record.sink(event)
+        except BaseException:
+            log.exception("the listener of request %s failed", record.name)
+            self.cancel(record.name)
+
+    def _drop_cancelled(self) -> None:
+        """End those that no engine knows of."""
+        with self._lock:
+            held = self._suspects.held
+            gone = [r for r in self._records.values() if r.cancelled and (self._child is None or r in held)]
+            self._suspects.held = [r for r in held if r not in gone]
+            self._own_cancelled += len(gone)
+        for record in gone:
+            self._pass_on(record, record.cancelled_event())
+
+    def _fail(self, records: Sequence[Record], error: PyspecError) -> None:
+        for record in records:
+            self._own_failed += record.name in self._records
+            self._pass_on(record, Failed(record.name, error))
+
+    # -- the life of engines, on the supervisor's thread -----------------------------------------------------------
+
+    def _live(self) -> None:
+        try:
+            self._replace_engines()
+        except BaseException as e:  # nobody above would hear of it
+            log.exception("the supervisor stops")
+            self._error = PyspecError(f"the supervisor failed: {type(e).__name__}: {e}")
+        self._stop()
+
+    def _replace_engines(self) -> None:
+        """One engine after another, until it is closed or the first one can not be loaded."""
+        n_failed = 0
+        while not self._closing:
+            self._pause(BACKOFF_S[min(n_failed, len(BACKOFF_S) - 1)])
+            n_demoted, child = len(self._launcher.demoted), self._launcher.launch(self._lock, lambda: self._closing)
+            if isinstance(child, EngineProcess):
+                n_failed = 0
+                self._take_over(child)
+                self._bury(child, self._watch(child))
+            elif not self._closing:
+                n_failed = n_failed + 1 if n_demoted == len(self._launcher.demoted) else 0
+                if not self._survives(child, n_failed):
+                    return
+
+    def _pause(self, seconds: float) -> None:
+        with self._lock:
+            self._lock.wait_for(lambda: self._closing, seconds)
+
+    def _survives(self, error: PyspecError, n_failed: int) -> bool:
+        """A load failed: try again, with patience. What the first load of all fails with is the caller's to mend."""
+        is_lasting = not isinstance(error, DeviceError) or isinstance(error, NoDevice)
+        if self._info is None and (is_lasting or n_failed >= N_LOAD):
+            self._error = error
+            return False
+        log.error("the engine could not be loaded (%s); trying again", error)
+        if n_failed >= N_LOAD_AGAIN and self._info is not None:
+            with self._lock:
+                self._state, self._error = "stopped", error
+                lost = list(self._records.values())
+            self._fail(lost, Unavailable(f"the engine failed and could not be loaded again: {error}"))
+        return True
+
+    def _take_over(self, child: EngineProcess) -> None:
+        """Give a new engine what is to be done: suspects one at a time, so that a crash has one to blame."""
+        self._drop_cancelled()
+        with self._lock:
+            assert isinstance(child.answer, Ready)
+            self._info, self._error = self._info or child.answer.info, None
+            records = list(self._records.values())
+            for record in self._suspects.begin(records):
+                child.send(record.submit())
+            replayed = [r for r in records if r.has_begun]
+            self.n_replayed += sum(len(r.request.prompt) + len(r.tokens) for r in replayed)
+            self._child = child
+            was, self._state = self._state, "ok"
+            self._lock.notify_all()
+        if was != "loading":
+            away_s = time.monotonic() - self._lost_at
+            fields = {"event": "engine_back", "seconds": round(away_s, 1), "requests": len(replayed)}
+            text = "the engine is back after %.1f s; %d requests go on"
+            log.warning(text, away_s, len(replayed), extra={"fields": fields})
+
+    def _watch(self, child: EngineProcess) -> EngineEnd | None:
+        """Until the engine ends or hangs; None: it is to be closed."""
+        began = time.monotonic()
+        while not self._closing:
+            if child.fatal is not None or child.is_gone:
+                return EngineEnd("")
+            age = time.monotonic() - began
+            if self._launcher.is_examined and age > EXAMINED_S:
+                return EngineEnd("nothing failed while it was examined, and it is slow", from_outside=True)
+            if (end := self._watchdog.look(child, self.info.device)) is not None:
+                return end
+            if age > SPARE_AFTER_S:
+                self._launcher.keep_spare()
+            with self._lock:
+                if child.fatal is None and not self._closing and not child.is_gone:  # else it was told before we wait
+                    self._lock.wait(TICK_S)
+        return None
+
+    def _bury(self, child: EngineProcess, end: EngineEnd | None) -> None:
+        """The engine is gone: whose fault was it, and what is left to do."""
+        self._lost_at = time.monotonic()
+        with self._lock:
+            self._child = None
+            self._state = "recovering"
+            self._lock.notify_all()
+        how = child.end()
+        acts, self._acts = self._acts, {}
+        for hear in acts.values():
+            hear(Unavailable("the engine was replaced, and what its slots held is lost"))
+        self._past, self._now = totals(self._past, self._now), Metrics()
+        if end is None:
+            return
+        if not end.why and child.fatal is not None:
+            error = child.fatal.error
+            of_device = not isinstance(error, RankLost)  # whichever ended, nobody knows that a kernel did it
+            end = EngineEnd(str(error), kernels=child.fatal.kernels, of_device=of_device)
+        if not end.why:
+            end = replace(end, why=f"its process ended: {how}", from_outside=child.was_killed)
+        self.n_restart += 1
+        log.error("the engine is replaced: %s", end.why, extra={"fields": {"event": "engine_replaced", "why": end.why}})
+        self._judge(end)
+
+    def _judge(self, end: EngineEnd) -> None:
+        """Kernels that failed are not used again; requests that ran are suspects; nobody hears twice what was said."""
+        is_mended = self._launcher.learn(end.kernels, of_device=end.of_device)
+        records = list(self._records.values())
+        running = [r for r in records if r.in_slot and not is_mended]
+        guilty = self._suspects.accuse(running, from_outside=end.from_outside)
+        for record in records:
+            record.lose_engine(self.tokenizer)
+        why = f"the engine ended {N_CRASH} times while this request ran, the last time because of this: {end.why}"
+        self._fail(guilty, SlotError(why))
+        self._drop_cancelled()
+
+    def _stop(self) -> None:
+        """Nobody is served any more."""
+        self._launcher.close()
+        with self._lock:
+            self._state = "stopped"
+            self._error = self._error or Unavailable("the engine was closed")
+            self._child, lost = None, list(self._records.values())
+            self._lock.notify_all()
+        self._fail(lost, self._error)
+
+
+def _relay(line: LogLine) -> None:
+    logger = logging.getLogger(line.name)
+    if logger.isEnabledFor(line.level):
+        record = logger.makeRecord(line.name, line.level, "", 0, "%s", (line.text,), None)
+        record.fields = line.fields or {}
+        record.created = line.created
+        logger.handle(record)

@@ -1,0 +1,471 @@
+"""The engine's thread: submit, cancel and events around the loop; the same in a program's process and in one of its own.
+
+What comes in has been checked (incoming.py). Events are handed over in batches, one for each round: to the listeners here,
+or as one message to the process that they live in (child.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pyspec.config import EngineSettings
+from pyspec.cuda.examine import EXAMINATION
+from pyspec.device.worker import failure_of
+from pyspec.engine.load.load import Loaded, load
+from pyspec.engine.loop.grammars import Grammars
+from pyspec.engine.loop.job import Job, Sink, blamed
+from pyspec.engine.loop.slot_actions import SlotActions
+from pyspec.engine.loop.visit import Visit
+from pyspec.engine.policy.room import place_for
+from pyspec.errors import PyspecError, QueueFull, Unavailable
+from pyspec.heap import give_back_memory
+from pyspec.repeats import limited
+from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SlotAction, SlotAnswer, SlotInfo, Started
+from pyspec.sample.budget import BudgetRule
+from pyspec.sample.dry import DryBreakers
+from pyspec.sample.sampler import SlotSampler
+from pyspec.text.stream import TextStream
+
+log = limited(__name__)
+
+Due = Sequence[tuple[Sink, Event]]
+"""Events in order, each with the listener of its request."""
+
+REST_S = 1.0  # without work, after which what rounds have freed is given back to the system
+CLOSE_S = 30.0  # a round may take seconds; a device that hangs takes for ever
+_ENDING = threading.Event()  # the main thread is over; others may still be at work
+_RUNNING: weakref.WeakSet[EngineCore] = weakref.WeakSet()
+_LOADED_IN: list[int] = []  # the process that loaded the first one
+
+
+class Pace:
+    """How long a round may take: as long as the longest so far, and more if it has more rows than any had."""
+
+    def __init__(self) -> None:
+        self.longest, self.most_rows, self._rows = 0.0, 0, 1
+
+    def begin(self, n_row: int) -> None:
+        """A round of so many rows begins."""
+        self._rows = n_row
+
+    def end(self, seconds: float) -> None:
+        """It took so long."""
+        self.longest, self.most_rows = max(self.longest, seconds), max(self.most_rows, self._rows)
+
+    @property
+    def expected(self) -> float:
+        """Seconds of the round under way; 0: nobody knows."""
+        return self.longest * max(1.0, self._rows / self.most_rows) if self.most_rows else 0.0
+
+
+class EngineCore:
+    """One loaded loop and the thread that runs it. Safe to call from any thread of the process it was made in.
+
+    hand_over  takes each round's events instead of the listeners that were submitted; called on the engine's thread
+    on_death   hears why the engine stops by itself, before anybody else does
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        hand_over: Callable[[Due], None] | None = None,
+        on_death: Callable[[PyspecError], None] | None = None,
+    ) -> None:
+        self.loop, self.tokenizer, self.template = loaded.loop, loaded.tokenizer, loaded.template
+        self.info = replace(loaded.info, n_row=loaded.loop.table.n_row)
+        self.step_began = 0.0  # of the round that is under way; 0: none is
+        self.pace = Pace()
+        self._tell, self._on_death = hand_over or self._tell_listeners, on_death
+        self._is_remote = hand_over is not None
+        self.loop.raises_bugs = (
+            self._is_remote
+        )  # whoever hears of this process's end starts another, and nobody's request ends
+        self._breakers = DryBreakers(self.tokenizer)
+        self.grammars = Grammars(self.tokenizer, self.info.n_vocab, drafts=self.loop.speculator.needs.n_draft > 0)
+        self._ids = itertools.count(1)
+        self._wake = threading.Condition()
+        self._inbox: list[Job] = []
+        self._visits: list[Visit] = []
+        self._actions = SlotActions(self.loop, self.info)
+        self._jobs: dict[str, Job] = {}  # in order of arrival
+        self._ousted: dict[str, QueueFull] = {}  # who lost a place to another client's request, until it hears of it
+        self._due: list[tuple[Sink, Event]] = []
+        self._is_urgent = False
+        self._is_rested = True  # nothing has run since the system was given what had been freed
+        if self.loop.may_defer:
+            self.loop.on_wait = self._hand_out
+        self._error: PyspecError | None = None
+        self._lost: PyspecError | None = None  # a rank is gone, which is the engine's end
+        self._ranks = loaded.ranks
+        if loaded.ranks is not None:
+            loaded.ranks.when_lost(self._lose_rank)
+        self._closing = False
+        self._pid = os.getpid()
+        self._ways, has_begun = loaded.ways, threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(has_begun,), name="pyspec-engine", daemon=True)
+        with self._ways.here():  # how many threads torch has is told to all that begin meanwhile: this one must
+            self._thread.start()
+            has_begun.wait()
+        _RUNNING.add(self)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        settings: EngineSettings,
+        *,
+        hand_over: Callable[[Due], None] | None = None,
+        on_death: Callable[[PyspecError], None] | None = None,
+    ) -> EngineCore:
+        """A core over a model from a file; kernels that failed in an engine before this one are left out."""
+        _refuse_fork()
+        EXAMINATION.demoted |= frozenset(settings.demoted)
+        core = cls(load(path, settings), hand_over=hand_over, on_death=on_death)
+        if settings.warm_up:
+            core.grammars.warm()
+        return core
+
+    # -- from any thread -----------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, sink: Sink, *, name: str = "", seed: int | None = None) -> str:
+        """Queue a request that was checked, under a new name if it has none. `sink` must not block.
+
+        seed  instead of the request's, which may say that one is to be drawn
+
+        Raises QueueFull if too many wait, Unavailable if the engine is down.
+        """
+        if os.getpid() != self._pid:
+            raise Unavailable(
+                f"this engine runs in process {self._pid} and does not survive a fork; "
+                f"load one in process {os.getpid()}, or start that with spawn"
+            )
+        job = self._job(request, sink, name or f"r{next(self._ids)}", seed)
+        with self._wake:
+            if self._error is not None or self._closing:
+                raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")
+            if not self._is_remote:  # else the supervisor knows who waits
+                self._make_room(job)
+            self._jobs[job.id] = job
+            if request.grammar is not None:
+                self.grammars.begin(job, request.grammar, self._constrained)
+                return job.id
+            self._inbox.append(job)
+            self._wake.notify()
+        return job.id
+
+    def _make_room(self, job: Job) -> None:
+        """A place to wait for a job, which may be another's. Raises QueueFull."""
+        waiting = [other for other in list(self._jobs.values()) if other.waits]
+        other = place_for(job, waiting, self.loop.queue.limit)
+        if other is not None:
+            self._ousted[other.id] = QueueFull(len(waiting))
+            self.loop.cancel(other)
+
+    def _constrained(self, job: Job) -> None:
+        """A job has its grammar, or the reason why it has none."""
+        with self._wake:
+            is_late = self._error is not None
+            if not is_late:
+                self._inbox.append(job)
+                self._wake.notify()
+        if is_late:
+            job.sink(Failed(job.id, Unavailable(f"the engine has stopped: {self._error}")))
+            self._hand_out()
+
+    def cancel(self, name: str) -> None:
+        """End a request at the next round; unknown and finished ones are ignored."""
+        if os.getpid() != self._pid:
+            return
+        with self._wake:
+            job = self._jobs.get(name)
+            if job is not None:
+                self.loop.cancel(job)
+                self._wake.notify()
+
+    def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
+        """Save, restore or erase what a slot holds, once it is idle. `hear` is called once, on any thread."""
+        if os.getpid() != self._pid:
+            hear(Unavailable(f"this engine runs in process {self._pid} and does not survive a fork"))
+            return
+        self._actions.begin(action, hear, self._visit)
+
+    def _visit(self, visit: Visit) -> None:
+        with self._wake:
+            error = self._error or (Unavailable("the engine was closed") if self._closing else None)
+            if error is None:
+                self._visits.append(visit)
+                self._wake.notify()
+        if error is not None:
+            visit.failed(Unavailable(f"the engine has stopped: {error}"))
+
+    def _job(self, request: Request, sink: Sink, name: str, seed: int | None) -> Job:
+        info = self.info
+        limit = min(info.n_ctx, info.n_row - info.n_overhang)
+        most = limit if request.max_tokens < 0 else min(limit, len(request.prompt) + request.max_tokens)
+        params = request.params if seed is None else replace(request.params, seed=seed)
+        think = request.think_budget
+        budget = None if think is None else BudgetRule(think, self.tokenizer.token_bytes)
+
+        is_first = [True]  # of its tokens: somebody has waited for that one longest
+
+        def deliver(event: Event) -> None:
+            if isinstance(event, Done | Failed):
+                self._jobs.pop(event.request, None)
+                error = self._ousted.pop(event.request, None)
+                if error is not None and isinstance(event, Done) and event.finish == "cancelled":
+                    event = Failed(event.request, error)
+            self._is_urgent = self._is_urgent or not isinstance(event, Delta) or is_first[0]
+            is_first[0] = is_first[0] and not isinstance(event, Delta)
+            self._due.append((sink, event))
+            if self._is_remote and isinstance(event, Started):  # before the round that may end the process
+                self._hand_out()
+
+        return Job(
+            id=name,
+            request=request,
+            sink=deliver,
+            stream=TextStream(self.tokenizer, request.stop, n_free=params.min_tokens, shown=request.shown),
+            sampler=SlotSampler(params, info.n_vocab, self.tokenizer.eog, request.prompt, self._breakers, budget),
+            eog=self.tokenizer.eog,
+            n_ctx=limit,
+            n_rows=most + info.n_overhang,
+        )
+
+    def _lose_rank(self, error: PyspecError) -> None:
+        """Called on a thread of the ranks'. Where another process takes over, this one goes now, whatever it is at."""
+        if self._on_death is not None and not self._closing:
+            self._on_death(error)
+        with self._wake:
+            self._lost = error
+            self._wake.notify()
+
+    # -- the engine's thread -------------------------------------------------------------------------------------
+
+    def _run(self, has_begun: threading.Event) -> None:
+        """One round after another, asleep when there is nothing to do."""
+        self._ways.enter()
+        has_begun.set()
+        try:
+            while self._next():
+                self._round()
+            self._die(Unavailable("the engine was closed"))
+        except PyspecError as e:
+            self._die(e)
+        except BaseException as e:  # whatever it is, nobody above would hear of it
+            if _ENDING.is_set():  # thread pools that a round uses are gone already
+                self._die(Unavailable("the program is at its end"))
+                return
+            log.exception("the engine stops")
+            self._die(failure_of(e, "the engine failed"))
+
+    def _round(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        self.step_began = time.monotonic()
+        self.pace.begin(self._rows())
+        self.loop.step()
+        self.pace.end(time.monotonic() - self.step_began)
+        self.step_began, self._is_rested = 0.0, False
+        if self._is_urgent or not self.loop.may_defer or not self.loop.jobs:
+            self._hand_out()
+        if self.loop.is_idle:
+            self.loop.check()  # after everybody has heard: it may look at every page
+
+    def _rows(self) -> int:
+        """About how many rows the next round will have."""
+        running, waiting = self.loop.jobs.values(), self.loop.queue.waiting()
+        n = sum(job.n_prefill - job.slot.n_past for job in running if not job.is_decoding and job.slot is not None)
+        return max(len(running), min(self.loop.limits.prompts, n + sum(job.n_prefill for job in waiting)), 1)
+
+    def _next(self) -> bool:
+        """Wait for work and take it in. False: the engine was closed."""
+        with self._wake:
+            has_news = self._is_rested or self._wake.wait_for(self._has_news, REST_S)
+        if not has_news:
+            give_back_memory()
+            self._is_rested = True
+        with self._wake:
+            self._wake.wait_for(self._has_news)
+            if self._closing:
+                return False
+            inbox, self._inbox = self._inbox, []
+            for job in inbox:
+                self._take_in(job)
+            if self._visits:
+                self.loop.visits += self._visits
+                self._visits.clear()
+        return True
+
+    def _has_news(self) -> bool:
+        return bool(self._inbox or self._visits or self._closing or self._lost or not self.loop.is_idle)
+
+    def _take_in(self, job: Job) -> None:
+        """Let a job line up, unless it is over before it began. What goes wrong with it is its own failure."""
+        try:
+            if job.flaw is None and (finish := job.spent) is not None:
+                job.done(finish, job.resumed_stop)
+                return
+            if job.flaw is None:
+                self.loop.submit(job)
+                return
+        except Exception as e:
+            log.exception("request %s could not be taken in", job.id)
+            job.flaw = blamed(e)
+        job.sink(Failed(job.id, job.flaw))
+        self.loop.stats.failed += 1
+
+    def _hand_out(self) -> None:
+        """Give listeners what rounds said. A listener wakes other threads, and these want the GIL: what is not urgent is
+        handed out while the device works on the next round, when nobody else needs it."""
+        self._is_urgent = False
+        if self._due:
+            due, self._due = self._due, []
+            self._tell(due)
+
+    def _tell_listeners(self, due: Due) -> None:
+        """A listener is the caller's code, an event loop that was closed, say: its failure ends its own request, whatever
+        it raises, SystemExit and GeneratorExit included."""
+        for sink, event in due:
+            try:
+                sink(event)
+            except BaseException:
+                log.exception("the listener of request %s failed", event.request)
+                if (job := self._jobs.get(event.request)) is not None:
+                    job.cancelled = True
+
+    def _die(self, error: PyspecError) -> None:
+        if self._on_death is not None and not self._closing:
+            self._on_death(error)
+        with self._wake:
+            self._error = error
+            lost, self._inbox = self._inbox, []
+            self.loop.visits += self._visits
+            self._visits.clear()
+        for job in lost:
+            self.loop.queue.push(job)
+        self.loop.abort(error)
+        self._hand_out()
+        self.loop.on_wait = lambda: None  # else the loop would keep us, and we its memory
+
+    # -- for people and dashboards -------------------------------------------------------------------------------
+
+    def slots(self) -> list[SlotInfo]:
+        """One row per slot; a round may pass while it is read."""
+        rows = []
+        jobs, controller = dict(self.loop.jobs), self.loop.controller
+        for slot in self.loop.table.slots:
+            job, lane = jobs.get(slot.index), controller.lanes[slot.index]
+            base = SlotInfo(
+                slot=slot.index,
+                n_ctx=self.info.n_ctx,
+                is_processing=job is not None,
+                n_past=slot.n_past,
+                speculative=controller.n_max > 0,
+            )
+            if job is not None:
+                base = replace(
+                    base,
+                    request=job.id,
+                    state="decode" if job.is_decoding else "prefill",
+                    n_prompt=job.n_prompt,
+                    n_prompt_processed=min(slot.n_past, job.n_prompt),
+                    n_cached=job.n_cached,
+                    n_decoded=job.n_predicted,
+                    n_remain=job.n_left,
+                    n_draft=lane.n_draft,
+                    draft_reason=lane.reason,
+                    acceptance=controller.acceptance(slot.index),
+                    draft_n=sum(job.drafted),
+                    draft_n_accepted=sum(job.accepted),
+                    drafted_per_pos=tuple(job.drafted),
+                    accepted_per_pos=tuple(job.accepted),
+                    params=job.request.params,
+                )
+            rows.append(base)
+        return rows
+
+    def metrics(self) -> Metrics:
+        """Counters of the loop, with gauges of its pages, cache and queue."""
+        table, states = self.loop.table, self.loop.cache.states
+        counts = self.loop.stats.snapshot(
+            processing=len(self.loop.jobs),
+            queued=len(self.loop.queue) + len(self._inbox) + self.grammars.n_waiting,
+            pages_used=table.n_page_used,
+            pages_total=table.n_page,
+        )
+        on_device, on_host = states.n_bytes
+        return replace(
+            counts,
+            pages_cached=table.n_page_cached,
+            states=len(states),
+            states_device_bytes=on_device,
+            states_host_bytes=on_host,
+        )
+
+    def is_telling(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def alive(self) -> bool:
+        return self._error is None and self._thread.is_alive()
+
+    def state(self) -> str:
+        return "ok" if self.alive() else "stopped"
+
+    def close(self, limit_s: float = CLOSE_S) -> bool:
+        """Stop the thread; running requests fail with Unavailable. Memory is freed with the last reference.
+
+        False: a round does not end, so the thread did not within `limit_s`, and goes with the process.
+        """
+        if os.getpid() != self._pid:
+            return True  # a fork has no such thread, and perhaps a lock that nobody will open
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(limit_s)
+            if self._thread.is_alive():
+                log.error("the engine does not stop: a round has been under way for more than %.0f s", limit_s)
+                return False
+        if self._ranks is not None:
+            self.loop.worker.leave()
+            self._ranks.close()
+        _RUNNING.discard(self)
+        return True
+
+
+def _refuse_fork() -> None:
+    """Threads of torch do not survive a fork, and the first product of a forked child would wait for them for ever."""
+    here = os.getpid()
+    if not _LOADED_IN:
+        _LOADED_IN.append(here)
+    elif _LOADED_IN[0] != here:
+        raise Unavailable(
+            f"an engine was loaded in process {_LOADED_IN[0]}, and what it runs on does not survive a fork: "
+            f"in process {here} load one with isolated=True, or start that with spawn"
+        )
+
+
+def _begin_to_end() -> None:
+    """Pools that a round uses go next: what fails for it is nobody's bug."""
+    _ENDING.set()
+    for core in list(_RUNNING):
+        core.loop.raises_bugs = True
+
+
+getattr(threading, "_register_atexit", atexit.register)(_begin_to_end)
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is inside the device's library when the interpreter goes away takes the process down with it."""
+    for core in list(_RUNNING):
+        core.close()

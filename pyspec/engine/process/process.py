@@ -1,0 +1,166 @@
+"""One engine process from the parent's side: starting it, what it says, what is said to it, and ending it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pyspec.engine.wire import Fatal, Heartbeat, Link, LoadRefused, Ready, pair
+
+log = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-P", "-m", "pyspec.engine.process.child")
+END_S = 5.0  # for a process that was killed; one that hangs in the driver may take longer, and nobody waits for it
+
+
+Started = tuple["subprocess.Popen[bytes]", socket.socket]  # a process, and our end of its link
+_ahead: list[tuple[tuple[str, ...], Started]] = []  # by their commands
+
+
+def start_ahead() -> None:
+    """Start a process for an engine that will be asked for soon: it imports what takes seconds, while whoever asks is not that far yet. For
+    a main thread, since it ends with the one that calls."""
+    with suppress(OSError):
+        _ahead.append((COMMAND, _start(COMMAND)))
+
+
+def end_ahead() -> None:
+    """Let those go that nobody asked for."""
+    while _ahead:
+        process, ours = _ahead.pop()[1]
+        ours.close()
+        process.kill()
+        process.wait(END_S)
+
+
+def _start(command: Sequence[str]) -> Started:
+    ours, theirs = pair()
+    with theirs:
+        process = subprocess.Popen(
+            [*command, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, "PYTHONPATH": _search_path()},
+            start_new_session=True,  # Ctrl-C is for the parent, which lets running requests finish
+        )
+    return process, ours
+
+
+def _started(command: Sequence[str]) -> Started:
+    """The one that was started ahead, if it is still there."""
+    while _ahead and _ahead[0][0] == tuple(command):
+        process, ours = _ahead.pop()[1]
+        if process.poll() is None:
+            return process, ours
+        ours.close()
+    return _start(command)
+
+
+class EngineProcess:
+    """A child that was started and is not replaced yet.
+
+    heard     when its last message came
+    beat      its last heartbeat, and when it came
+    answer    to Load
+    fatal     what it said before it ended itself
+    """
+
+    def __init__(
+        self, command: Sequence[str], on_message: Callable[[object], None], on_end: Callable[[], None]
+    ) -> None:
+        """`on_message` and `on_end` are called on a thread that reads; the process is started on the caller's, which has to
+        live as long: Linux ends a child with the thread that made it."""
+        self.process, ours = _started(command)
+        self.link, self._on_message, self._on_end = Link(ours), on_message, on_end
+        self.began = self.heard = time.monotonic()
+        self.beat: tuple[Heartbeat, float] | None = None
+        self.answer: Ready | LoadRefused | None = None
+        self.fatal: Fatal | None = None
+        self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name="pyspec-engine-reader", daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._write, name="pyspec-engine-writer", daemon=True).start()
+
+    def send(self, message: object) -> None:
+        """Queue a message: whoever sends must not wait for a process that does not read."""
+        self._outbox.put(message)
+
+    def _write(self) -> None:
+        with suppress(OSError):  # it is gone: the reader tells
+            while (message := self._outbox.get()) is not None:
+                self.link.send(message)
+
+    def _read(self) -> None:
+        while (message := self.link.receive()) is not None:
+            self.heard = time.monotonic()
+            if isinstance(message, Heartbeat):
+                self.beat = message, self.heard
+            elif isinstance(message, Ready | LoadRefused):
+                self.answer = message
+            elif isinstance(message, Fatal):
+                self.fatal = message
+            self._on_message(message)
+        self._on_end()
+
+    @property
+    def is_gone(self) -> bool:
+        return self.process.poll() is not None or not self._reader.is_alive()
+
+    @property
+    def is_reader(self) -> bool:
+        """Whether this is the thread that reads what the process says."""
+        return threading.current_thread() is self._reader
+
+    @property
+    def is_stopped(self) -> bool:
+        """Somebody stopped it (SIGSTOP); tracing it is another state."""
+        with suppress(OSError):
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
+    @property
+    def was_killed(self) -> bool:
+        """By a signal that no failure of its own raises."""
+        return self.process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+
+    def forgive(self, now: float) -> None:
+        """Its silence so far is not its own."""
+        self.heard = now
+        self.beat = None if self.beat is None else (self.beat[0], now)
+
+    def end(self) -> str:
+        """End it whatever it does; returns how it ended. What it had said before is read to the end first."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(0 if self._reader.is_alive() else END_S)  # its own end tells more than being killed
+        was_gone = self.process.poll() is not None
+        if not was_gone:
+            self.process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_S)
+        self._reader.join(0.5)
+        self.link.close()
+        self._outbox.put(None)
+        self._reader.join(END_S)
+        code = self.process.poll()
+        if code is None:
+            log.warning("the engine's process does not end (pid %d)", self.process.pid)
+            return "it does not end"
+        if not was_gone:
+            return "it was killed"
+        return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit status {code}"
+
+
+def _search_path() -> str:
+    """Where the child finds what we find, pyspec first."""
+    ours = str(Path(__file__).parents[3])
+    return os.pathsep.join(dict.fromkeys([ours, *(p for p in sys.path if p)]))

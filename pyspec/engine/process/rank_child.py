@@ -1,0 +1,146 @@
+"""A rank's process, of all but the first: it loads its share of the model, meets the others and does what it is told.
+
+It ends with the first rank, whatever it is at: a thread watches the link for its end. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import torch
+
+from pyspec.config import EngineSettings
+from pyspec.cuda import exact, prepare, probe, tiers
+from pyspec.cuda.collective import Collective, Rank
+from pyspec.cuda.context import context_of, gpu_lock
+from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda.ops.attend import plan as attend_plan
+from pyspec.device.lead import Follower
+from pyspec.device.worker import failure_of
+from pyspec.engine.load.ranks import OPERATION_S
+from pyspec.engine.plan.memory_plan import RESERVE, free_bytes, size
+from pyspec.engine.process.child import log_to
+from pyspec.engine.wire import Link, LoadShare, ShareFailed, ShareState, portable
+from pyspec.errors import DoesNotFit, PyspecError
+from pyspec.gguf import open_gguf
+from pyspec.models import read_config
+from pyspec.models.weights import Weights, cuts_of
+from pyspec.slots.arena import Arena
+from pyspec.slots.kv import KV_DTYPES
+from pyspec.slots.memory import allocate
+from pyspec.slots.parts import CacheSizes
+from pyspec.slots.recurrent import late_rows
+from pyspec.slots.table import SlotTable
+from pyspec.streams import fill_in
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+FAILED = 70  # exit status after ShareFailed was sent
+
+
+def sizes_of(s: EngineSettings, table: SlotTable, width: int, device: torch.device) -> CacheSizes:
+    """Of what this rank keeps: as the first one has it (`Description.sizes`)."""
+    kv_dtype, n_late = KV_DTYPES[s.kv_type], late_rows(device)
+    return CacheSizes(s.np, table.n_alloc_row, s.page_size, width=width, kv_dtype=kv_dtype, n_late=n_late)
+
+
+def load(share: LoadShare, link: Link) -> Follower:
+    """This rank's part of the model, with the others met."""
+    s, device = share.settings, torch.device(share.device)
+    tiers.use(s.kernels)
+    exact.use(s.exact)
+    EXAMINATION.demoted |= frozenset(s.demoted)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if (free := free_bytes(device)) * (1 - RESERVE) < share.n_bytes:
+            raise DoesNotFit(f"rank {share.index} needs {size(share.n_bytes)}, {size(free)} are free on {device}")
+    else:
+        torch.set_num_threads(s.threads)
+    file = open_gguf(share.path)
+    config, table = read_config(file), SlotTable(s.np, share.n_page, s.page_size)
+    link.send(ShareState("joins"))
+    ranks = Collective(Rank(share.index, s.tp), device, share.store, OPERATION_S)
+    memory = allocate(config.share(s.tp).parts(), sizes_of(s, table, share.width, device), device)
+    dense = getattr(torch, share.dense) if share.dense else None
+    cuts = cuts_of(config.tensors(file))
+    target = config.build(Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts), memory)
+    attend_plan.reserve(device, share.n_attention)
+    prepare.settle(attend_plan.late(device))
+    probe.close()
+    arena = Arena(s.np, share.n_arena_page, device, share.width) if share.n_arena_page else None
+    return Follower(target, memory, table, arena)
+
+
+def run(link: Link, descriptor: int) -> None:
+    """Load what the first message says, and obey the rest."""
+    share = link.receive()
+    if not isinstance(share, LoadShare):
+        return
+    log_to(link, share.log_level)
+    threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
+    threading.Thread(target=_beat, args=(link,), daemon=True).start()
+    context = context_of(torch.device(share.device))
+    try:
+        with context.current():
+            follower = load(share, link)
+            link.send(ShareState("loaded"))
+            while (command := link.receive()) is not None:
+                with gpu_lock(follower.target.device):
+                    follower.obey(command)
+    except PyspecError as e:
+        _fail(link, e)
+    except Exception as e:
+        log.exception("a rank failed")
+        _fail(link, failure_of(e))
+
+
+def _fail(link: Link, error: PyspecError) -> None:
+    with suppress(OSError):
+        link.send(ShareFailed(portable(error)))
+    logging.shutdown()
+    os._exit(FAILED)
+
+
+def _beat(link: Link) -> None:
+    """Say that the process lives."""
+    with suppress(OSError):
+        while True:
+            link.send(ShareState("alive"))
+            time.sleep(BEAT_S)
+
+
+def _end_with(descriptor: int) -> None:
+    """End as soon as the first rank has: this one may be waiting for it in a sum."""
+    watched = select.poll()
+    watched.register(descriptor, select.POLLRDHUP)
+    watched.poll()
+    os._exit(0)
+
+
+def main(descriptor: int) -> None:
+    """The process: `descriptor` is its end of the link."""
+    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sig, signal.SIG_IGN)  # the first rank decides when we go
+    fill_in()  # a daemon may have closed them
+    os.dup2(2, 1)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    faulthandler.enable()
+    run(Link(socket.socket(fileno=descriptor)), descriptor)
+    logging.shutdown()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

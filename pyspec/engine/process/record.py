@@ -1,0 +1,209 @@
+"""A request as the supervisor knows it: what was delivered, so that another engine goes on behind it, and what it survived."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+from pyspec.engine.loop.job import at_least
+from pyspec.engine.wire import Submit
+from pyspec.errors import QueueFull
+from pyspec.request import Delta, Done, Event, Failed, Progress, PromptLogprobs, Request, Started, Timings
+from pyspec.text.stream import TextStream
+from pyspec.text.tokenizer import Tokenizer
+
+Sink = Callable[[Event], None]
+
+WINDOW_S = 600.0  # crashes that are older are forgotten
+PROGRESS = 64  # tokens after which a crash is not the same one again: more than what rounds under way hide
+
+
+@dataclass
+class Life:
+    """What one engine did for a request that it did not finish: its own timings went with it."""
+
+    began: float = 0.0  # when it was seated; 0: it never was
+    first: float = 0.0  # when its first and its last tokens came
+    last: float = 0.0
+    used: list[int] = field(default_factory=list)  # rounds by n_draft
+    right: list[int] = field(default_factory=list)  # rounds by n_accepted
+
+    def count(self, event: Delta) -> None:
+        """A round's tokens came."""
+        self.last = time.perf_counter()
+        if not self.first:
+            self.first = self.last
+            return  # the token that the prompt's forward gave is no round
+        for rounds, n in ((self.used, event.n_draft), (self.right, event.n_accepted)):
+            rounds.extend([0] * (n + 1 - len(rounds)))
+            rounds[n] += 1
+
+
+@dataclass(frozen=True)
+class Crash:
+    """An engine ended while this request ran: when, and how far the request was."""
+
+    at: float
+    n_token: int  # that had been delivered
+
+
+class Record:
+    """One request from submit to its last event, through as many engines as it takes. Its sink hears a single story.
+
+    in_slot    it sits in a slot of the engine that runs now
+    has_begun  it has sat in one
+    """
+
+    def __init__(self, name: str, request: Request, seed: int, sink: Sink) -> None:
+        self.name, self.request, self.seed, self.sink = name, request, seed, sink
+        self.cancelled = self.in_slot = self.has_begun = False
+        self.ousted: QueueFull | None = None  # it lost its place to another client's
+        self.tokens: list[int] = []
+        self.n_text = 0  # characters delivered
+        self.crashes: list[Crash] = []
+        self._skip = 0  # characters that the engine will say again
+        self._n_progress = -1
+        self._n_scored = 0  # prompt tokens up to which log probabilities were told
+        self._n_cached = 0
+        self._lives: list[Life] = []  # that ended with their engine, and had generated something
+        self._life = Life()
+        self._n_before = 0  # tokens of those lives
+        self._lost_ms = 0.0  # of generating, in those lives
+
+    @property
+    def client(self) -> str:
+        return self.request.client
+
+    @property
+    def wanted_slot(self) -> int:
+        return self.request.slot
+
+    @property
+    def cost(self) -> int:
+        """Tokens that have to be read before its first one."""
+        return len(self.request.prompt) + len(self.request.resumed)
+
+    # -- what is sent --------------------------------------------------------------------------------------------
+
+    def submit(self) -> Submit:
+        """For the first engine, or for the next."""
+        if not self.tokens:
+            return Submit(self.name, self.request, self.seed)
+        limit = self.request.max_predict_ms
+        left = max(limit - self._lost_ms, 1e-3) if limit > 0 else 0.0
+        resumed = (*self.request.resumed, *self.tokens)
+        return Submit(self.name, replace(self.request, resumed=resumed, max_predict_ms=left), self.seed)
+
+    # -- what is heard -------------------------------------------------------------------------------------------
+
+    def hear(self, event: Event) -> Event | None:
+        """The event as the listener is to get it; None: it has been told."""
+        if isinstance(event, Delta):
+            return self._delta(event)
+        if isinstance(event, Done):
+            return replace(event, timings=self.timings(event.timings)) if self._lives else event
+        if isinstance(event, Failed):
+            return event
+        if isinstance(event, PromptLogprobs):
+            return self._scored(event)
+        return self._prompt(event)
+
+    def _scored(self, event: PromptLogprobs) -> PromptLogprobs | None:
+        """What of it was not told before: a second engine reads the prompt again, perhaps in other pieces."""
+        old = max(0, self._n_scored - event.first)
+        self._n_scored = max(self._n_scored, event.first + len(event.entries))
+        if old >= len(event.entries):
+            return None
+        return replace(event, first=event.first + old, entries=event.entries[old:], ranks=event.ranks[old:])
+
+    def _prompt(self, event: Started | Progress) -> Event | None:
+        """Of the prompt, each step is told once: a second engine begins it again, or finds it further on."""
+        if isinstance(event, Started):
+            self.in_slot, self._life.began = True, time.perf_counter()
+            if self.has_begun:
+                return None
+            self.has_begun, self._n_cached = True, event.n_cached
+            return event
+        if self.tokens or event.n_processed <= self._n_progress:
+            return None
+        self._n_progress = event.n_processed
+        return event
+
+    def _delta(self, event: Delta) -> Delta | None:
+        self._life.count(event)
+        self.tokens += event.tokens
+        text, self._skip = event.text[self._skip :], max(0, self._skip - len(event.text))
+        self.n_text += len(text)
+        if not self._lives:
+            return event
+        timings = None if event.timings is None else self.timings(event.timings)
+        return replace(event, text=text, timings=timings) if event.tokens or text else None
+
+    def timings(self, last: Timings) -> Timings:
+        """Of all lives: the prompt as it was read first, and generating from the first token to the last, the pause included."""
+        if not self._lives:
+            return last
+        first, n_prompt = self._lives[0], len(self.request.prompt)
+        used = _sum([*(life.used for life in self._lives), last.n_draft_used])
+        end = self._life.last or self._lives[-1].last
+        return replace(
+            last,
+            cache_n=self._n_cached,
+            prompt_n=n_prompt + len(self.request.resumed) - self._n_cached,
+            prompt_ms=1e3 * (first.first - first.began),
+            predicted_n=self._n_before + last.predicted_n,
+            predicted_ms=1e3 * (end - first.first),
+            draft_n=sum(at_least(used)),
+            draft_n_accepted=last.draft_n_accepted + sum(sum(at_least(life.right)) for life in self._lives),
+            n_rounds=sum(used),
+            drafted_per_pos=tuple(at_least(used)),
+            accepted_per_pos=_sum([*(at_least(life.right) for life in self._lives), last.accepted_per_pos]),
+            n_draft_used=used,
+        )
+
+    # -- what happens to engines ---------------------------------------------------------------------------------
+
+    def lose_engine(self, tokenizer: Tokenizer) -> None:
+        """The engine is gone; what it delivered is not said again."""
+        self.in_slot = False
+        life, self._life = self._life, Life()
+        self._n_before = len(self.tokens)
+        if life.first:
+            self._lives.append(life)
+            self._lost_ms += 1e3 * (life.last - life.first)
+        if self.tokens:
+            # the next engine releases text as if it had generated these tokens; more may have been released with a last event
+            def released_by(tokens: Sequence[int]) -> int:
+                stream = TextStream(tokenizer, self.request.stop, shown=self.request.shown)
+                return len(stream.push(tokens).text)
+
+            before = released_by(self.request.resumed)
+            released = released_by([*self.request.resumed, *self.tokens])
+            self._skip = max(0, self.n_text - (released - before))
+
+    def blame(self, *, from_outside: bool) -> None:
+        """An engine crashed with this request in a slot.
+
+        from_outside  somebody killed or stopped it: that is no request's doing unless it never gets anywhere
+        """
+        now, n = time.monotonic(), len(self.tokens)
+        if self.crashes and n > self.crashes[-1].n_token + (0 if from_outside else PROGRESS):
+            self.crashes.clear()  # it got past where it was
+        self.crashes = [c for c in self.crashes if now - c.at < WINDOW_S]
+        self.crashes.append(Crash(now, n))
+
+    @property
+    def is_past_its_crash(self) -> bool:
+        return not self.crashes or len(self.tokens) > self.crashes[-1].n_token + PROGRESS
+
+    def cancelled_event(self) -> Done:
+        """The last event of a request that was cancelled while no engine knew of it."""
+        n = len(self.request.resumed) + len(self.tokens)
+        timings = self.timings(Timings(predicted_n=len(self.tokens) - self._n_before))
+        return Done(self.name, "cancelled", len(self.request.prompt), n, timings)
+
+
+def _sum(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))
