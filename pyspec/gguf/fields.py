@@ -1,9 +1,11 @@
-"""Metadata fields: the legal type and range of each that pyspec reads, and the one way to read them.
+"""Metadata fields: the legal type and range of each field that pyspec reads, and the one way to read them.
 
-A file may be wrong in any field by accident or on purpose. What comes from here is of the type that was asked for, finite and
-in its range, so readers only look at how fields go together. Absent fields are the reader's to decide: it gives a default, or
-none. Writers differ in the widths of numbers, so all widths are taken; nothing else is converted, but for an integer where a
-number is wanted, and 0 or 1 where a bool is.
+A file may be wrong in any field, by accident or on purpose. A value read here has the type asked for, is finite and lies in its
+range, so a reader only checks how fields go together. The reader gives a default for an absent field, or requires the field.
+Writers differ in the widths of numbers, so every width is accepted. Nothing else is converted, except an integer where a number
+is wanted, and 0 or 1 where a bool is.
+
+A drafter or an architecture of another package reads its own keys with a range of its own: `legal=Whole(2, 64)`, `most=64`.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from pyspec.errors import BadGGUF, ModelError
 from pyspec.ranges import OneOf, Real, Whole, printable, shown
 
 T = TypeVar("T")
+L = TypeVar("L", Whole, Real, int)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-TOKEN_ID = Whole(-(2**31), 2**32 - 1)  # whether the vocabulary has it is for its reader to say: files write -1 for none
+TOKEN_ID = Whole(-(2**31), 2**32 - 1)  # files write -1 for none; the reader checks ids against its vocabulary
 SIZE, COUNT = Whole(1, 1 << 20), Whole(0, 1 << 16)
-INNER = Whole(0, 1 << 24)  # width of a feed-forward; 0: the block has none
+INNER = Whole(0, 1 << 24)  # width of a feed-forward; 0: the block has no feed-forward
 FLAG = OneOf((True, False, 0, 1))
 
-GENERAL: Mapping[str, Whole | Real | OneOf | int] = {  # of texts: the most characters
+GENERAL: Mapping[str, Whole | Real | OneOf | int] = {  # for a text, the most characters it may have
     "general.alignment": Whole(8, 65_536),
     "general.architecture": 64,
     "general.name": 1_000,
@@ -33,7 +36,7 @@ GENERAL: Mapping[str, Whole | Real | OneOf | int] = {  # of texts: the most char
     "split.count": Whole(0, 4_096),
     "split.no": Whole(0, 65_535),
     "split.tensors.count": Whole(0, 2**31 - 1),
-    "tokenizer.chat_template": 16 << 20,  # whether it is too long to be rendered is for ChatTemplate to say
+    "tokenizer.chat_template": 16 << 20,  # ChatTemplate has a lower limit of its own
     "tokenizer.chat_template.tool_use": 16 << 20,
     "tokenizer.ggml.model": 64,
     "tokenizer.ggml.pre": 64,
@@ -64,7 +67,7 @@ HPARAMS: Mapping[str, Whole | Real | OneOf | int] = {
     "attention.head_count_kv": COUNT,
     "attention.key_length": SIZE,
     "attention.value_length": SIZE,
-    "attention.scale": Real(0, 1e6),  # 0: the usual one
+    "attention.scale": Real(0, 1e6),  # 0: 1 / sqrt(head width)
     "attention.layer_norm_rms_epsilon": Real(0, 1, above=True),
     "attention.layer_norm_epsilon": Real(0, 1, above=True),
     "attention.causal": FLAG,
@@ -84,7 +87,7 @@ HPARAMS: Mapping[str, Whole | Real | OneOf | int] = {
     "rope.dimension_sections": COUNT,
     "rope.freq_base": Real(1, 1e15),
     "rope.scaling.type": 64,
-    "rope.scaling.factor": Real(1e-3, 1e6, also=(0.0,)),  # 0: none
+    "rope.scaling.factor": Real(1e-3, 1e6, also=(0.0,)),  # 0: no scaling
     "rope.scaling.original_context_length": Whole(1, 2**31 - 1),
     "rope.scale_linear": Real(1e-3, 1e6, also=(0.0,)),  # the factor's old name
     "rope.scaling.attn_factor": Real(1e-6, 1e6),
@@ -104,10 +107,10 @@ HPARAMS: Mapping[str, Whole | Real | OneOf | int] = {
     "expert_feed_forward_length": INNER,
     "expert_shared_feed_forward_length": INNER,
     "expert_weights_norm": FLAG,
-    "expert_weights_scale": Real(0, 1e6),  # 0: 1
+    "expert_weights_scale": Real(0, 1e6),  # 0 means 1
     "expert_shared_count": Whole(0, 256),
     "expert_gating_func": Whole(0, 16),
-    "swiglu_clamp_exp": Real(0, 1e6),  # 0: not cut
+    "swiglu_clamp_exp": Real(0, 1e6),  # 0: no clamp
     "swiglu_clamp_shexp": Real(0, 1e6),
     "hyper_connection.count": Whole(1, 64),
     "hyper_connection.sinkhorn_iterations": Whole(1, 1000),
@@ -131,7 +134,7 @@ REQUIRED = _Required()
 
 
 class _Array:
-    """Stands for an array where an error shows it."""
+    """An array as an error shows it."""
 
     def __init__(self, n: int, of: str) -> None:
         self.text = f"an array of {n} {of}"
@@ -143,9 +146,12 @@ class _Array:
 class Fields:
     """Metadata, read field by field.
 
-    where   what errors begin with: the file
-    prefix  stands before the names in HPARAMS; "" for those of GENERAL
-    error   what is raised for a field of a wrong type or value
+    where   the start of each error: the file
+    prefix  precedes every name; "" reads whole names, those of GENERAL
+    error   the class raised for a field of a wrong type or value
+
+    A name in GENERAL or HPARAMS has a range there. A reader of any other name passes the range: `legal` for numbers, `most`
+    (characters) for text. A range that is passed goes before the table's. Without any range a read raises LookupError.
     """
 
     def __init__(
@@ -171,61 +177,71 @@ class Fields:
             raise self.error(f"{self.where}the metadata has no {self.key(name)}")
         return False
 
-    def _scalar(self, name: str, kind: type[Whole] | type[Real] | type[OneOf]) -> object:
-        """A value that has no flaw."""
-        value, legal = self.metadata[self.key(name)], self.known[name]
-        assert isinstance(legal, kind), f"{name} is no {kind.__name__}"
+    def _legal(self, name: str, given: L | None, kind: type[L]) -> L:
+        """The range passed for a read, else the table's range."""
+        legal = self.known.get(name) if given is None else given
+        if legal is None:
+            raise LookupError(f"pyspec has no range for {self.key(name)}; pass one of type {kind.__name__}")
+        if not isinstance(legal, kind):
+            raise TypeError(f"the range of {self.key(name)} is of type {type(legal).__name__}, not {kind.__name__}")
+        return legal
+
+    def _scalar(self, name: str, legal: Whole | Real | OneOf) -> object:
+        """The field's value, checked."""
+        value = self.metadata[self.key(name)]
         if flaw := legal.flaw(_described(value)):
             raise self.bad(name, flaw)
         return value
 
     @overload
-    def integer(self, name: str) -> int: ...
+    def integer(self, name: str, *, legal: Whole | None = None) -> int: ...
     @overload
-    def integer(self, name: str, default: T) -> int | T: ...
-    def integer(self, name: str, default: object = REQUIRED) -> object:
-        return self._scalar(name, Whole) if self._is_given(name, default) else default
+    def integer(self, name: str, default: T, *, legal: Whole | None = None) -> int | T: ...
+    def integer(self, name: str, default: object = REQUIRED, *, legal: Whole | None = None) -> object:
+        legal = self._legal(name, legal, Whole)
+        return self._scalar(name, legal) if self._is_given(name, default) else default
 
     @overload
-    def number(self, name: str) -> float: ...
+    def number(self, name: str, *, legal: Real | None = None) -> float: ...
     @overload
-    def number(self, name: str, default: T) -> float | T: ...
-    def number(self, name: str, default: object = REQUIRED) -> object:
+    def number(self, name: str, default: T, *, legal: Real | None = None) -> float | T: ...
+    def number(self, name: str, default: object = REQUIRED, *, legal: Real | None = None) -> object:
+        legal = self._legal(name, legal, Real)
         if not self._is_given(name, default):
             return default
-        value = self._scalar(name, Real)
+        value = self._scalar(name, legal)
         assert isinstance(value, int | float)
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        return bool(self._scalar(name, OneOf)) if self._is_given(name, default) else default
+        """A bool, or 0 or 1. Any name may be read: a flag has no range."""
+        return bool(self._scalar(name, FLAG)) if self._is_given(name, default) else default
 
     @overload
-    def text(self, name: str) -> str: ...
+    def text(self, name: str, *, most: int | None = None) -> str: ...
     @overload
-    def text(self, name: str, default: T) -> str | T: ...
-    def text(self, name: str, default: object = REQUIRED) -> object:
-        """Bytes that are not UTF-8 become U+FFFD: whatever is made of the text can be encoded."""
+    def text(self, name: str, default: T, *, most: int | None = None) -> str | T: ...
+    def text(self, name: str, default: object = REQUIRED, *, most: int | None = None) -> object:
+        """Text that can be encoded: bytes that are not UTF-8 become U+FFFD."""
+        most = self._legal(name, most, int)
         if not self._is_given(name, default):
             return default
-        value, most = self.metadata[self.key(name)], self.known[name]
-        assert isinstance(most, int), f"{name} is no text"
+        value = self.metadata[self.key(name)]
         if not isinstance(value, str):
             raise self.bad(name, f"is {shown(_described(value))}; want text")
         if len(value) > most:
             raise self.bad(name, f"has {len(value)} characters; want at most {most}")
         return encodable(value)
 
-    def label(self, name: str, default: str | _Required = REQUIRED) -> str:
-        """Text for one line of a terminal: what can not be printed becomes U+FFFD."""
-        text = self.text(name, default)
+    def label(self, name: str, default: str | _Required = REQUIRED, *, most: int | None = None) -> str:
+        """Text for one line of a terminal: characters that can not be printed become U+FFFD."""
+        text = self.text(name, default, most=most)
         assert isinstance(text, str)
         return printable(text)
 
-    def integers(self, name: str, n: int | None = None) -> list[int]:
-        """An array of integers, `n` of them if that is given. The file must have it."""
-        legal = self.known[name]
-        assert isinstance(legal, Whole), f"{name} are no integers"
+    def integers(self, name: str, n: int | None = None, *, legal: Whole | None = None) -> list[int]:
+        """An array of integers, `n` of them if given. The file must have it."""
+        legal = self._legal(name, legal, Whole)
         values = self._array(name, n, "iu", "integers")
         outside = (values < legal.low) | (values > legal.high)
         if outside.any():
@@ -233,34 +249,33 @@ class Fields:
             raise self.error(f"{self.where}entry {at} of {self.key(name)} {legal.flaw(int(values[at]))}")
         return [int(x) for x in values]
 
-    def one_or_more(self, name: str) -> list[int]:
-        """An integer alone, or an array of them. The file must have it."""
+    def one_or_more(self, name: str, *, legal: Whole | None = None) -> list[int]:
+        """One integer, or an array of integers. The file must have it."""
         self._is_given(name, REQUIRED)
         is_array = isinstance(self.metadata[self.key(name)], np.ndarray)
-        return self.integers(name) if is_array else [self.integer(name)]
+        return self.integers(name, legal=legal) if is_array else [self.integer(name, legal=legal)]
 
-    def each(self, name: str, n: int) -> list[int]:
-        """An integer for each of `n` blocks. One alone counts for all; what is beyond `n` is not used, as in llama.cpp."""
-        values = self.one_or_more(name)
+    def each(self, name: str, n: int, *, legal: Whole | None = None) -> list[int]:
+        """An integer for each of `n` blocks. A single one counts for all blocks. Entries beyond `n` are not used, as in llama.cpp."""
+        values = self.one_or_more(name, legal=legal)
         if not isinstance(self.metadata[self.key(name)], np.ndarray):
             return values * n
         if len(values) < n:
             raise self.bad(name, f"has {len(values)} entries; want one for each of {n} blocks")
         return values[:n]
 
-    def numbers(self, name: str, n: int) -> list[float]:
-        """An array of finite numbers. The file must have it."""
-        legal = self.known[name]
-        assert isinstance(legal, Real), f"{name} are no numbers"
+    def numbers(self, name: str, n: int, *, legal: Real | None = None) -> list[float]:
+        """An array of `n` finite numbers. The file must have it."""
+        legal = self._legal(name, legal, Real)
         values = self._array(name, n, "iuf", "numbers")
-        outside = ~((values >= legal.low) & (values <= legal.high))  # NaN is neither
+        outside = ~((values >= legal.low) & (values <= legal.high))  # true of NaN
         if outside.any():
             at = int(outside.argmax())
             raise self.error(f"{self.where}entry {at} of {self.key(name)} {legal.flaw(float(values[at]))}")
         return [float(x) for x in values]
 
     def flags(self, name: str, n: int, *, or_more: bool = False) -> list[bool]:
-        """An array of `n` bools or of 0 and 1; with `or_more` those beyond are not used. The file must have it."""
+        """An array of `n` bools, or of 0 and 1. With `or_more` the entries beyond `n` are not used. The file must have it."""
         values = self._array(name, None, "biu", "bools")
         if len(values) < n or (len(values) > n and not or_more):
             raise self.bad(name, f"has {len(values)} entries for {n} layers")
@@ -279,14 +294,14 @@ class Fields:
             and not isinstance(value, str)
             and len(value) != n
         ):
-            raise self.bad(name, f"has {len(value)} entries; want {n}")  # before any of them is converted
+            raise self.bad(name, f"has {len(value)} entries; want {n}")  # before a long list is converted
         array = np.asarray(value) if isinstance(value, list | tuple) else value
         if not isinstance(array, np.ndarray) or array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
             raise self.bad(name, f"is {shown(_described(value))}; want an array of {wanted}")
         return array
 
     def strings(self, name: str) -> list[str]:
-        """An array of texts as they are: bytes that are not UTF-8 are lone surrogates. The file must have it."""
+        """An array of texts, unchanged: bytes that are not UTF-8 are lone surrogates. The file must have it."""
         self._is_given(name, REQUIRED)
         value = self.metadata[self.key(name)]
         if not isinstance(value, list) or not all(type(x) is str for x in value):
@@ -295,12 +310,12 @@ class Fields:
 
 
 def encodable(text: str) -> str:
-    """Text without lone surrogates, which stand for bytes that are not UTF-8: they become U+FFFD."""
+    """Text with U+FFFD for each lone surrogate (a byte that is not UTF-8)."""
     return _SURROGATE.sub("\ufffd", text)
 
 
 def _described(value: object) -> object:
-    """The value, or what stands for an array."""
+    """The value, or for an array its length and type."""
     if isinstance(value, np.ndarray):
         return _Array(len(value), str(value.dtype))
     if isinstance(value, list | tuple):

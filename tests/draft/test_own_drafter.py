@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -16,8 +17,8 @@ from known_texts import demo_prompts
 
 from pyspec import draft, hub, registry
 from pyspec.config import EngineSettings
-from pyspec.errors import ConfigError, PairError
-from pyspec.gguf import open_gguf
+from pyspec.errors import BadGGUF, ConfigError, PairError
+from pyspec.gguf import GGUFWriter, ValueType, open_gguf
 
 OWN = ROOT / "examples" / "own_drafter"
 
@@ -128,6 +129,57 @@ def test_a_broken_drafter_is_told_to_whoever_names_it_and_stops_nobody_else(
     with caplog.at_level(logging.WARNING, "pyspec"):
         assert rig(FIXTURES / "llama.gguf").info.drafter == "none"
     assert why in caplog.text
+
+
+READS_ITS_FILE = """
+from own_drafter import load
+from pyspec.draft.drafter import DraftPlan, Needs
+from pyspec.ranges import Real, Whole
+
+def recognises(file):
+    return file.architecture == "table"
+
+def plan(file, target, settings):
+    own = file.hparams
+    own.integers("orders", 2, legal=Whole(1, 8))
+    own.number("decay", 0.5, legal=Real(0, 1))
+    return DraftPlan(kind="table", needs=Needs(own.integer("depth", legal=Whole(1, 4))), no_copy="it needs no head")
+"""
+
+
+def own_file(path: Path, depth: object, orders: list[int]) -> Path:
+    """A file of a drafter of another package: an architecture and keys that pyspec does not know."""
+    writer = GGUFWriter(path, "table")
+    writer.add("table.depth", depth, ValueType.FLOAT32 if isinstance(depth, float) else ValueType.UINT32)
+    writer.add("table.orders", orders, ValueType.INT32)
+    writer.write(lambda tensor: [])
+    return path
+
+
+def test_a_drafter_of_another_package_reads_the_keys_of_its_own_file(own: Path) -> None:
+    module(own, "table", READS_ITS_FILE)
+    prompt, answer = demo_prompts()[0]
+    r = rig(DEMO, spec_type="table", draft_path=own_file(own / "table.gguf", 3, [1, 2]), n_draft_fixed=True)
+    assert (r.info.drafter, r.info.n_draft_max) == ("table", 3)
+    assert r.generate(prompt, 8).tokens == answer[:8]
+
+
+@pytest.mark.parametrize(
+    ("depth", "orders", "flaw"),
+    [
+        (5, [1, 2], "table.depth is 5; want a whole number from 1 to 4"),
+        (float("nan"), [1, 2], "table.depth is nan; want a whole number from 1 to 4"),
+        (3, [1, 2, 2], "table.orders has 3 entries; want 2"),
+        (3, [1, -2], "entry 1 of table.orders is -2; want a whole number from 1 to 8"),
+    ],
+)
+def test_a_key_of_its_own_outside_its_range_is_refused_by_name(
+    own: Path, depth: object, orders: list[int], flaw: str
+) -> None:
+    module(own, "table", READS_ITS_FILE)
+    path = own_file(own / "table.gguf", depth, orders)
+    with pytest.raises(BadGGUF, match=re.escape(flaw)):
+        rig(DEMO, spec_type="table", draft_path=path)
 
 
 def test_a_name_that_is_taken_stays_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,32 @@ LIES: dict[str, tuple[Fields, Read, str]] = {
         lambda f: f.flags("attention.recurrent_layers", 2),
         r"entry 1 of llama\.attention\.recurrent_layers is 2; want true or false",
     ),
+    "own integer: outside its range": (
+        h(own__depth=9),
+        lambda f: f.integer("own.depth", legal=Whole(1, 8)),
+        "own.depth is 9; want a whole number from 1 to 8",
+    ),
+    "own integer: a float": (h(own__depth=2.0), lambda f: f.integer("own.depth", 1, legal=Whole(1, 8)), "is 2.0; want"),
+    "own integer: absent": (h(), lambda f: f.integer("own.depth", legal=Whole(1, 8)), "has no llama.own.depth"),
+    "own number: NaN": (h(own__decay=math.nan), lambda f: f.number("own.decay", legal=Real(0, 1)), "own.decay is nan"),
+    "own text: long": (h(own__kind="x" * 9), lambda f: f.text("own.kind", most=8), "has 9 characters; want at most 8"),
+    "own label: a number": (h(own__kind=1), lambda f: f.label("own.kind", "", most=8), "own.kind is 1; want text"),
+    "own integers: another count": (
+        h(own__orders=np.ones(3, "<i4")),
+        lambda f: f.integers("own.orders", 2, legal=Whole(1, 8)),
+        "own.orders has 3 entries; want 2",
+    ),
+    "own each: one outside": (
+        h(own__orders=np.array([1, 9], "<i4")),
+        lambda f: f.each("own.orders", 2, legal=Whole(1, 8)),
+        "entry 1 of llama.own.orders is 9",
+    ),
+    "own numbers: NaN": (
+        h(own__gains=np.array([0, math.nan], "<f4")),
+        lambda f: f.numbers("own.gains", 2, legal=Real(0, 1)),
+        "entry 1 of llama.own.gains is nan",
+    ),
+    "own flags: 2": (h(own__on=np.array([2], "<i4")), lambda f: f.flags("own.on", 1), "entry 0 of llama.own.on is 2"),
     "flags: floats": (
         h(attention__recurrent_layers=np.array([1, math.nan], "<f4")),
         lambda f: f.flags("attention.recurrent_layers", 2),
@@ -130,6 +156,31 @@ def test_what_is_legal_comes_out_as_it_is_and_absent_fields_are_the_readers_to_d
     assert f.one_or_more("expert_count") == [0, 2, 2] and f.integers("expert_count", 3) == [0, 2, 2]
     assert f.flags("attention.recurrent_layers", 2, or_more=True) == [False, True]
     assert "expert_count" in f and "rope.scaling.type" not in f
+
+
+def test_fields_that_pyspec_does_not_know_are_read_with_a_range_of_the_readers() -> None:
+    f = h(own__depth=3, own__decay=1, own__kind="a\udcff", own__orders=np.array([1, 2], "<u2"), own__on=1)
+    assert f.integer("own.depth", legal=Whole(1, 8)) == 3 and f.integer("own.width", None, legal=Whole(1, 8)) is None
+    assert f.number("own.decay", legal=Real(0, 1)) == 1.0 and f.flag("own.on", False) and not f.flag("own.off", False)
+    assert f.text("own.kind", most=8) == f.label("own.kind", most=8) == "a\ufffd"
+    assert f.integers("own.orders", 2, legal=Whole(1, 8)) == f.each("own.orders", 2, legal=Whole(1, 8)) == [1, 2]
+    assert f.one_or_more("own.depth", legal=Whole(1, 8)) == [3]
+    whole = Fields({"own.depth": 3})
+    assert whole.integer("own.depth", legal=Whole(1, 8)) == 3
+
+
+def test_a_range_that_is_passed_goes_before_the_tables() -> None:
+    with pytest.raises(BadGGUF, match="block_count is 9; want a whole number from 1 to 8"):
+        h(block_count=9).integer("block_count", legal=Whole(1, 8))
+
+
+def test_a_reader_without_a_range_gets_an_error_that_names_the_field() -> None:
+    with pytest.raises(LookupError, match=r"no range for llama\.own\.depth; pass one of type Whole"):
+        h(own__depth=3).integer("own.depth")
+    with pytest.raises(LookupError, match=r"llama\.own\.kind; pass one of type int"):
+        h().text("own.kind", "")
+    with pytest.raises(TypeError, match=r"range of llama\.rope\.freq_base is of type Real, not Whole"):
+        h().integer("rope.freq_base", 1)
 
 
 def test_text_that_is_no_utf8_can_be_encoded_and_a_label_can_not_act_on_a_terminal() -> None:
