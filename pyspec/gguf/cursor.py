@@ -1,6 +1,6 @@
-"""Checked reads over one file's header: nothing is read, sliced or allocated before the bytes are known to be there.
+"""Checked reads of a file's header: every read checks its size against the file before it reads, slices or allocates.
 
-Every read names what it wants, as a format and what goes into it: the text is only made when it is needed, since a file may
+Every read takes a name for its errors, as a format and the values for it. The text is made only for an error, because a file may
 have a hundred thousand tensors.
 """
 
@@ -14,14 +14,14 @@ from pyspec.errors import BadGGUF
 from pyspec.gguf.source import OpenFile
 from pyspec.ranges import quoted
 
-MAX_STRING = 16 << 20  # a chat template is the longest string seen, far below this
-STEP = 4 << 20  # bytes read at once, at least
+MAX_STRING = 16 << 20  # the longest known string, a chat template, is far shorter
+STEP = 4 << 20  # least bytes of one read
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
 
 class Cursor:
-    """A position in a file whose bytes are read from the start as they are needed."""
+    """A position in a file. Bytes are read from the start of the file as needed."""
 
     __slots__ = ("at", "data", "size", "source")
 
@@ -34,11 +34,11 @@ class Cursor:
         return self.size - self.at
 
     def bad(self, why: str) -> BadGGUF:
-        """The error to raise."""
+        """The error for a malformed file."""
         return BadGGUF(f"{self.source.path}: {why}")
 
     def need(self, n_bytes: int, what: str, *of: object) -> None:
-        """Have the next so many bytes in `data`."""
+        """Read on until the next `n_bytes` bytes are in `data`."""
         end = self.at + n_bytes
         if end > self.size:
             what = _named(what, of)
@@ -47,7 +47,7 @@ class Cursor:
             self._fill(end)
 
     def _fill(self, end: int) -> tuple[bytes, int]:
-        """Read on, at least up to `end`. The bytes so far, and how many they are."""
+        """Read on, at least up to `end`. Returns `data` and its length."""
         have = len(self.data)
         more = self.source.read(have, min(max(end - have, have, STEP), self.size - have))  # twice as much each time
         self.data = self.data + more if have else more
@@ -78,7 +78,7 @@ class Cursor:
         return self.numbers_of(packed, what, *of)[0]
 
     def numbers_of(self, packed: struct.Struct, what: str, *of: object) -> tuple[int | float, ...]:
-        """Numbers that stand one behind the other."""
+        """Several consecutive numbers."""
         self.need(packed.size, what, *of)
         values = packed.unpack_from(self.data, self.at)
         self.at += packed.size
@@ -95,7 +95,7 @@ class Cursor:
             raise self.bad(f"{_named(what, of)} is not UTF-8: byte {error.start} of {n}") from None
 
     def string(self, what: str, *of: object) -> str:
-        """A string value. Bytes that are not UTF-8 become lone surrogates (surrogateescape), so nothing is lost."""
+        """A string value. Bytes that are not UTF-8 become lone surrogates (surrogateescape), so that no byte is lost."""
         n = self.u64("length of " + what, *of)
         if n > MAX_STRING:
             raise self.bad(f"{_named(what, of)} is {n} bytes long, more than the {MAX_STRING} allowed")
@@ -123,7 +123,7 @@ class Cursor:
         return out
 
     def numbers(self, dtype: np.dtype, n: int, what: str, *of: object) -> np.ndarray:
-        """[n] `dtype`, a copy (in the file its place is not aligned), read-only."""
+        """[n] `dtype`, read-only. A copy, because the file does not align arrays."""
         self.need(n * dtype.itemsize, what, *of)
         values = np.frombuffer(self.data, dtype, n, self.at).copy()
         values.setflags(write=False)
@@ -132,5 +132,5 @@ class Cursor:
 
 
 def _named(what: str, of: tuple[object, ...]) -> str:
-    """What a read wanted; names from the file in quotes."""
+    """The name of a read; names from the file stand in quotes."""
     return what.format(*(quoted(x) if isinstance(x, str) else x for x in of))

@@ -1,4 +1,4 @@
-"""A short name for what a model file holds: the same for the same weights, another one for others."""
+"""A short name for the contents of a model file: equal weights have equal names, other weights have other names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from pyspec.gguf.reader import open_gguf
 
-SAMPLES, SAMPLE = 64, 4096  # pieces of a file's tensors that are looked at, and bytes of each
+SAMPLES, SAMPLE = 64, 4096  # samples of a file's tensors, and bytes of each sample
 
 
 def fingerprint(path: Path) -> str:
-    """Of a file's whole header, its size, and samples of its tensors: reading tens of gigabytes would take minutes, and weights
+    """A digest of the file's header, its size and samples of its tensors. Reading tens of gigabytes would take minutes, and weights
     that were trained further differ everywhere."""
     digest = blake2b(digest_size=16)
     with open_gguf(path) as file:

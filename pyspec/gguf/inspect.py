@@ -15,7 +15,7 @@ SHORT = 64  # arrays up to this long are shown whole
 
 
 def describe(file: GGUFFile) -> dict[str, object]:
-    """Paths, header, metadata, tensors and totals. Long arrays become {"type", "count", "head"}; nothing is computed from weights."""
+    """Paths, header, metadata, tensors and totals. Long arrays become {"type", "count", "head"}. Weights are not read."""
     by_type: Counter[str] = Counter()
     for tensor in file.tensors.values():
         by_type[tensor.type.name] += tensor.n_bytes

@@ -82,11 +82,11 @@ def _check_split(shards: list[Shard]) -> None:
 
 
 class GGUFFile:
-    """Metadata and tensors of a model file. A context manager; what was read stays when it is closed.
+    """Metadata and tensors of a model file. A context manager; arrays that were read stay valid after it is closed.
 
     Metadata values are int, float, bool or str; arrays of numbers and bools are read-only numpy arrays, arrays of strings are
     list[str]. Strings that are not UTF-8 (byte tokens in some vocabularies) hold their odd bytes as lone surrogates:
-    `s.encode("utf-8", "surrogateescape")` gives the file's bytes back. None of it is checked: `fields` and `hparams` do that.
+    `s.encode("utf-8", "surrogateescape")` gives the file's bytes. `metadata` is unchecked; `fields` and `hparams` check values.
     """
 
     def __init__(self, path: Path, shards: tuple[Shard, ...]) -> None:
@@ -112,12 +112,12 @@ class GGUFFile:
         return f"<GGUFFile {self.path} with {len(self.tensors)} tensors>"
 
     def close(self) -> None:
-        """Close the files. Harmless to repeat."""
+        """Close the files. Safe to repeat."""
         for source in self._sources:
             source.close()
 
     def read_into(self, name: str, out: np.ndarray, first: int = 0) -> None:
-        """Bytes of a tensor, from its byte `first` on, as many as `out` [n] uint8 takes. Several threads may read at once."""
+        """Fill `out` [n] uint8 with a tensor's bytes from byte `first` on. Several threads may read at once."""
         info = self._info(name)
         assert out.dtype == np.uint8 and 0 <= first <= info.n_bytes - out.size, f"{name}: {first} + {out.size} bytes"
         self._sources[info.shard].read_into(info.offset + first, out)
@@ -155,5 +155,5 @@ class GGUFFile:
 
 
 def _numbered(shards: tuple[Shard, ...]) -> dict[str, TensorInfo]:
-    """All tensors, each with the number of the part it lies in."""
+    """All tensors, each with the number of its part."""
     return {k: replace(t, shard=i) if i else t for i, s in enumerate(shards) for k, t in s.tensors.items()}

@@ -46,7 +46,7 @@ _FORMATS = {
 }
 SCALARS = {t: struct.Struct("<" + f) for t, f in _FORMATS.items()}
 DTYPES = {t: np.dtype("<" + f) for t, f in _FORMATS.items()}
-_ENTRIES = {n: struct.Struct(f"<{n}QIQ") for n in range(1, MAX_DIMS + 1)}  # what follows the number of dimensions
+_ENTRIES = {n: struct.Struct(f"<{n}QIQ") for n in range(1, MAX_DIMS + 1)}  # the rest of an entry, by its number of dimensions
 _TYPES = {int(t): (t, t.block_size, t.type_size) for t in GGMLType}
 
 
@@ -91,8 +91,7 @@ def read_shard(path: Path) -> Shard:
 
 
 def has_head(path: Path) -> bool:
-    """Whether a file of which only the beginning is there has all of its metadata and its list of tensors. Errors: ModelError if it cannot
-    be opened."""
+    """True if the beginning of a file holds all of its metadata and its tensor directory. Errors: ModelError if it cannot be opened."""
     source = OpenFile(path)
     cursor = Cursor(source)
     try:
@@ -181,7 +180,7 @@ def _alignment(cursor: Cursor, metadata: dict[str, object]) -> int:
 
 
 def _read_directory(cursor: Cursor, n_tensors: int) -> dict[str, TensorInfo]:
-    """Entries whose offsets still count from the data section."""
+    """The entries. Their offsets still count from the data section."""
     entries: dict[str, TensorInfo] = {}
     for index in range(n_tensors):
         name = cursor.name(MAX_NAME_BYTES, "the name of tensor {} of {}", index, n_tensors)

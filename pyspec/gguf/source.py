@@ -1,8 +1,8 @@
-"""One open file, read by place.
+"""One open file, read by position.
 
-Nothing is mapped. Pages of a mapping that a shorter file no longer has end the process by SIGBUS, without a word, and no check
-before the read can exclude it; a read that comes back short is an error with numbers. What remains: a file that is rewritten in
-place while it is read gives bytes of both, as it would in any program.
+The file is not mapped. If a mapped file becomes shorter, the next access kills the process with SIGBUS, and no check can prevent
+that. A short read is an error with numbers. A file that is rewritten in place during a read still gives a mix of old and new
+bytes, as in any program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pyspec.errors import BadGGUF, ModelError
 
 
 class OpenFile:
-    """A file that stays open until nobody needs it."""
+    """A file that stays open until its last user is gone."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,7 +25,7 @@ class OpenFile:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             self._end = weakref.finalize(self, os.close, self._fd)
             self.size = os.fstat(self._fd).st_size
-            os.pread(self._fd, 1, 0)  # directories and pipes open, and can not be read by place
+            os.pread(self._fd, 1, 0)  # directories and pipes open, but can not be read by position
         except OSError as error:
             raise ModelError(f"cannot open {path}: {(error.strerror or str(error)).lower()}") from None
 
@@ -34,11 +34,11 @@ class OpenFile:
         return self._end.alive
 
     def close(self) -> None:
-        """Harmless to repeat."""
+        """Close the file. Safe to repeat."""
         self._end()
 
     def read(self, at: int, n: int) -> bytes:
-        """The `n` bytes from offset `at` on. Errors as in `read_into`."""
+        """`n` bytes from offset `at` on. Errors as in `read_into`."""
         assert self.is_open, f"{self.path} is closed"
         try:
             found = os.pread(self._fd, n, at)
@@ -46,7 +46,7 @@ class OpenFile:
             raise self._lost(error) from None
         if len(found) == n:
             return found
-        out = np.empty(n, np.uint8)  # the system gives less than was asked for at the end, and beyond 2 GiB
+        out = np.empty(n, np.uint8)  # pread returns less at the end of the file, and beyond 2 GiB
         self.read_into(at, out)
         return out.tobytes()
 

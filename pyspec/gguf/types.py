@@ -124,7 +124,7 @@ _SIZES: dict[GGMLType, tuple[int, int]] = {t: (b.N, ctypes.sizeof(b)) for t, b i
 
 
 class LlamaFileType(IntEnum):
-    """`general.file_type`: what most matrices of a file are. For display only; tensors say their own type."""
+    """`general.file_type`: the type of most matrices of a file. For display only, because each tensor has its own type."""
 
     F32 = 0
     F16 = 1
@@ -164,7 +164,7 @@ class LlamaFileType(IntEnum):
 
 
 def file_type_name(number: int | None) -> str:
-    """Name of a `general.file_type`; "unknown" if the file does not say, "file type N" if the number is new."""
+    """Name of a `general.file_type`; "unknown" if absent, "file type N" for a new number."""
     if number is None:
         return "unknown"
     try:
@@ -193,7 +193,7 @@ _BITS = {
 
 
 def file_type_words(number: int | None) -> str:
-    """What llama-server calls a `general.file_type`, e.g. "Q4_K - Medium"; "" if the file does not say, its words for a new number."""
+    """llama-server's name for a `general.file_type`, e.g. "Q4_K - Medium"; "" if absent, its words for a new number."""
     if number is None:
         return ""
     try:

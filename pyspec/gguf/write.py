@@ -27,7 +27,7 @@ Fill = Callable[[TensorInfo], Iterable[Bytes]]
 class GGUFWriter:
     """Collects metadata and the tensor directory, then writes the file in one pass.
 
-    The file appears under its name only when complete: it is written beside it as `<name>.part` and moved.
+    The file is written as `<name>.part` and moved to its name when complete.
     """
 
     def __init__(self, path: str | Path, arch: str, alignment: int = DEFAULT_ALIGNMENT) -> None:
@@ -58,7 +58,7 @@ class GGUFWriter:
         self._metadata.append(_string(key) + packed)
 
     def add_tensor_info(self, name: str, type: GGMLType, shape: Sequence[int]) -> TensorInfo:
-        """Add a directory entry; `shape` is in torch order. Its data is written in the order of these calls."""
+        """Add a directory entry; `shape` is in torch order. Data is written in the order of these calls."""
         if name in self.tensors:
             raise ModelError(f"tensor {name!r} is added twice")
         if shape[-1] % type.block_size:
@@ -74,8 +74,8 @@ class GGUFWriter:
     def write(self, fill: Fill | None) -> None:
         """Write the file. `fill(info)` yields the tensor's bytes in pieces of any size; `info.offset` counts from the data section.
 
-        Pieces are written while the next are asked for, so what was yielded must stay as it is.
-        None: zeros, which take no room where the file system has holes.
+        Earlier pieces are still being written when the next one is asked for, so a piece must not change after it is yielded.
+        None writes zeros, which take no room where the file system has holes.
         """
         part = self.path.with_name(self.path.name + ".part")
         try:
@@ -93,7 +93,7 @@ class GGUFWriter:
             part.unlink(missing_ok=True)
 
     def _fill(self, out: BinaryIO, fill: Fill) -> None:
-        """Several pieces at a time: one thread that takes pages and copies into them writes 1 GB a second."""
+        """Write several pieces at a time: a single thread reaches only 1 GB a second."""
         start = out.tell()
         out.truncate(start + self._end)
         with ThreadPoolExecutor(N_WRITER) as pool:
