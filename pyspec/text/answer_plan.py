@@ -1,4 +1,4 @@
-"""How a chat's answer is read, and what holds it: the rules for tool calls, over HTTP and from Python."""
+"""How a chat's answer is parsed, and the grammar that constrains it: the rules for tool calls, over HTTP and from Python."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pyspec.text.markup.dialect import AnswerMarkup
 from pyspec.text.markup.held import Tokens, control_tokens, held_calls, shown_tokens
 
 Keep = Callable[[Grammar], Grammar]
-"""Compiles a grammar. Raises RequestError if it can not be kept."""
+"""Compiles a grammar. Raises RequestError if the grammar is not supported."""
 
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """What an answer may be.
+    """The permitted form of an answer.
 
-    shown    control tokens that its reader has to see
-    grammar  what holds its calls, and where they are; None: nothing does, or they stand in the place of a text that is held itself
-    calls    where a text is held: the calls that may stand in its place, as lark; the first of these that can be kept
+    shown    control tokens that the parser has to see
+    grammar  the grammar of the calls; None: calls are free, or they may replace a text that has a grammar itself
+    calls    with such a text: the calls that may replace it, as lark, in order of preference; the first that compiles is used
     """
 
     markup: AnswerMarkup
@@ -31,17 +31,17 @@ class AnswerPlan:
 
     @property
     def free(self) -> str:
-        """Text up to and including this no grammar holds: the end of reasoning, if the answer begins within it."""
+        """The end of the part without a grammar: the end of the reasoning, if the answer begins within it."""
         return self.markup.think.end if self.markup.think is not None and self.markup.is_open else ""
 
 
 def plan_answer(
     tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, keep: Keep, *, has_grammar: bool
 ) -> AnswerPlan:
-    """The plan of an answer. Raises RequestError where schemas have to be kept and can not be.
+    """Plan an answer. Raises RequestError if schemas must be enforced and are not supported.
 
-    markup       what is known of the answer beside its calls
-    has_grammar  the text is held to a grammar of its own
+    markup       the answer's markup without its calls
+    has_grammar  the text has a grammar of its own
     """
     in_place = _in_place(tokenizer, calls) if has_grammar and calls.dialect and not calls.is_bound else []
     markup = replace(
@@ -61,7 +61,7 @@ def plan_answer(
 
 
 def _in_place(tokenizer: Tokens, calls: CallPlan) -> list[tuple[str, str]]:
-    """Calls that are held to their schemas; if these can not be kept and need not be, with any arguments. Each with its begin."""
+    """Calls with their first characters, held to the tools' schemas. If strictness is optional, the second entry allows any arguments."""
     assert calls.dialect is not None
     control = control_tokens(tokenizer, calls.dialect)
     schemas = [calls.schemas] if calls.is_held else [calls.schemas, {name: {} for name in calls.schemas}]
@@ -69,8 +69,8 @@ def _in_place(tokenizer: Tokens, calls: CallPlan) -> list[tuple[str, str]]:
 
 
 def _call_grammar(tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, keep: Keep) -> Grammar | None:
-    """What holds the answer to the tools' schemas; None where nothing does. Of a model that is told how to call all calls are held:
-    if not to their schemas, because these can not be kept, to the form."""
+    """The grammar of the calls, or None if they are free. For a model that reads in its prompt how to call, all calls have a grammar:
+    that of the schemas or, if those are not supported, that of the form alone."""
     if markup.calls is None or not (calls.is_held or markup.calls.is_prompted):
         return None
     try:
@@ -85,11 +85,11 @@ def _call_grammar(tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, keep
 def held_text(
     name: str, grammar: Grammar, keep: Keep, *, free: str = "", calls: Sequence[str] = (), begun: str = ""
 ) -> Grammar:
-    """The grammar of a text, compiled. Raises RequestError that names the option which gave it.
+    """Compile the grammar of a text. Raises RequestError that names the option with the grammar.
 
     free   text up to and including this is free: the end of reasoning
-    calls  tool calls that may stand in the text's place: the first of these that can be kept
-    begun  what stands of the answer already
+    calls  tool calls that may replace the text, in order of preference; the first that compiles is used
+    begun  the part of the answer that exists already
     """
     grammar = replace(grammar, after=free, begun="" if free else begun)
     try:

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 
 from pyspec.text.expressions import Chars, Either, Node, Ranges, Ref, Repeat, Rules, below, first_bytes
 
-MOST_PLACES = 400  # of one word
-MOST_DEEP = 60  # rules and brackets in each other, of one word
+MOST_PLACES = 400  # characters of one word
+MOST_DEEP = 60  # nesting of rules and brackets in one word
 
 
 class TooMuch(Exception):
-    """A word, or a grammar, is too large to be looked at."""
+    """A word or a grammar is too large to analyse."""
 
 
 @dataclass(slots=True)
 class Word:
-    """A regular node as an automaton whose states are the places of its characters (Glushkov's). -1: the begin.
+    """A regular node as a Glushkov automaton: its states are the places of the node's characters; -1 is the start.
 
-    can_be_empty: whether the empty text fits it; last: places at which it may end; behind: by place, those that may come next
+    can_be_empty: it matches the empty text; last: places where it may end; behind: for each place, the possible next places
     """
 
     places: list[Ranges] = field(default_factory=list)
@@ -28,16 +28,16 @@ class Word:
     can_be_empty: bool = False
 
     def begins(self) -> int:
-        """The bytes that it may begin with, as bits."""
+        """The possible first bytes, as bits."""
         return self.goes_on(-1)
 
     def goes_on(self, place: int) -> int:
-        """The bytes that may come behind a place, as bits."""
+        """The possible bytes behind a place, as bits."""
         return joined_bits(first_bytes(self.places[each]) for each in self.behind.get(place, ()))
 
 
 def word_of(node: Node, rules: Rules) -> Word:
-    """The automaton of a regular node. Counted repetitions are taken as unbounded. Raises TooMuch."""
+    """The automaton of a regular node. Counted repetitions count as unbounded. Raises TooMuch."""
     word = Word()
     first, word.last, word.can_be_empty = _add(word, node, rules, 0)
     word.behind[-1] = set(first)
@@ -45,7 +45,7 @@ def word_of(node: Node, rules: Rules) -> Word:
 
 
 Part = tuple[frozenset[int], frozenset[int], bool]
-"""The places that a part may begin and end at, and whether it can be empty."""
+"""The first and last places of a part, and whether it can be empty."""
 NOTHING: Part = frozenset(), frozenset(), True
 
 
@@ -93,7 +93,7 @@ def _follow(word: Word, last: Iterable[int], first: Iterable[int]) -> None:
 
 
 def joined_bits(alljoined_bits: Iterable[int]) -> int:
-    """The bits of all."""
+    """The union of several sets of bytes."""
     found = 0
     for bits in alljoined_bits:
         found |= bits

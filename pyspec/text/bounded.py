@@ -1,4 +1,4 @@
-"""What a process under limits does: it answers lines of its parent with lines, within memory of a size and a clock of its own.
+"""The child's side of a sandbox: it answers each line of its parent with a line, under limits of memory and time.
 
 The parent's side is sandbox_process.py.
 """
@@ -10,18 +10,18 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-OWN_CLOCK_S = 30  # ends the process by SIGALRM if the parent is no more there to do it
+OWN_CLOCK_S = 30  # SIGALRM then ends the process, if the parent is gone and can not kill it
 
 
 def serve(answers: Callable[[Iterator[str]], Iterator[dict[str, str]]], memory_bytes: int) -> None:
-    """Until the parent is gone. answers: one for each line that comes; memory_bytes: of address space, the interpreter's own included."""
+    """Answer until the parent is gone. answers: yields one for each line; memory_bytes: of address space, the interpreter included."""
     try:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     except (ImportError, ValueError, OSError):
-        pass  # not this system's: the clock still holds
-    sys.stdout.write("{}\n")  # started: from here on the parent's shorter clock runs
+        pass  # this system has no such limit; the clock still applies
+    sys.stdout.write("{}\n")  # started: the parent's shorter clock runs from here on
     sys.stdout.flush()
     for answer in answers(_watched(iter(sys.stdin.readline, ""))):
         sys.stdout.write(json.dumps(answer) + "\n")

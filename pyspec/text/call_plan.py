@@ -1,4 +1,4 @@
-"""Which tools an answer may or must call: what a chat says on it, over HTTP and from Python."""
+"""The tools that an answer may or must call, as a chat requests it over HTTP and from Python."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BEYOND_BARE = frozenset({"pattern", "format", "minLength", "maxLength"})
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What a chat says on tools.
+    """The calls that a chat permits.
 
     dialect   how calls are written; None: calls are not parsed
     schemas   the arguments' schema of each tool that may be called
     is_bound  the answer consists of calls
-    is_held   what is called, and with what, is held to the tools' schemas
+    is_held   a grammar holds names and arguments to the tools' schemas
     is_single one call at most
     """
 
@@ -38,10 +38,10 @@ class CallPlan:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """`tool_choice`, read.
+    """A parsed `tool_choice`.
 
-    allowed   the functions that alone may be called; None: all
-    is_named  the one function is named that has to be called
+    allowed   the only functions that may be called; None: all
+    is_named  it names the one function that must be called
     """
 
     wanted: Wanted = "auto"
@@ -50,10 +50,10 @@ class ToolChoice:
 
 
 def call_plan(tools: Sequence[Tool], choice: ToolChoice, dialect: Dialect | None, *, parallel: bool) -> CallPlan:
-    """What may be called. Raises RequestError, and NotSupported where calls could not be read.
+    """The permitted calls. Raises RequestError, and NotSupported if calls could not be parsed.
 
-    dialect   how the model writes calls; None: they are not read
-    parallel  an answer may have more than one
+    dialect   how the model writes calls; None: calls are not parsed
+    parallel  an answer may have more than one call
     """
     named = {str(tool["function"]["name"]): tool["function"] for tool in tools}
     if len(named) < len(tools):
@@ -86,7 +86,7 @@ def call_plan(tools: Sequence[Tool], choice: ToolChoice, dialect: Dialect | None
 
 
 def tool_choice(said: Any) -> ToolChoice:
-    """What may be called, as OpenAI's clients say it. Raises RequestError."""
+    """Parse `tool_choice` as OpenAI's clients send it. Raises RequestError."""
     if said is None:
         return ToolChoice()
     if said == "auto" or said == "none" or said == "required":
@@ -99,7 +99,7 @@ def tool_choice(said: Any) -> ToolChoice:
 
 
 def _allowed(said: Any) -> ToolChoice:
-    """Of OpenAI's `allowed_tools` the functions: tools of other types are left out, here as in the prompt."""
+    """The functions of OpenAI's `allowed_tools`. Tools of other types are left out, as in the prompt."""
     tools = said.get("tools") if isinstance(said, Mapping) else None
     mode = said.get("mode") if isinstance(said, Mapping) else None
     if mode not in ("auto", "required", None):
@@ -118,7 +118,7 @@ def _named(said: Any, where: str) -> str:
 
 
 def _check_bare(function: Mapping[str, Any]) -> None:
-    """Raise RequestError if a strict tool says of a string what bare text is not held to."""
+    """Raise RequestError if a strict tool restricts a string in a way that bare text can not be held to."""
     properties = (function.get("parameters") or {}).get("properties")
     for name, schema in (properties if function.get("strict") and isinstance(properties, Mapping) else {}).items():
         said = BEYOND_BARE & schema.keys() if isinstance(schema, Mapping) and "enum" not in schema else ()

@@ -1,6 +1,6 @@
-"""Tools for templates that know of none: the system prompt describes them, and calls and results of a history stand in plain messages.
+"""Tools for templates without tool support: the system prompt describes them, and earlier calls and results become plain messages.
 
-What a template shows itself is left to it; it is asked (`text/abilities.py`).
+The parts that a template can show itself are left to it (`text/abilities.py`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _SIGNS = re.compile(r'[^\w\s"\\]')
 
 
 class AbleTemplate(Protocol):
-    """A template that says what it can."""
+    """A template whose abilities are known."""
 
     def able(self, *, tools: bool) -> Abilities: ...
 
 
 class HasTokenizer(Protocol):
-    """It is asked for where texts of clients are written down, and not before."""
+    """Loads the tokenizer only when a client's text needs it."""
 
     @property
     def tokenizer(self) -> Tokens: ...
 
 
 def has_tools(messages: Sequence[Mapping[str, Any]], tools: ToolList) -> bool:
-    """Whether a chat has anything to do with tools."""
+    """True if a chat has tools, calls or results."""
     return bool(tools) or any(_calls_of(message) or message["role"] == "tool" for message in messages)
 
 
@@ -54,10 +54,10 @@ def with_described(
     may_call: bool,
     knows_how: bool,
 ) -> tuple[Chat, ToolList]:
-    """The messages, with content as text, and the tools as the template can show them.
+    """The messages, with content as text, and the tools that the template can show.
 
-    may_call   the answer may call a tool: how is described
-    knows_how  the model has its own way to write calls, which its template has, too: only tools that it does not show are described
+    may_call   the answer may call a tool, so the prompt explains how
+    knows_how  model and template have a call syntax of their own: only tools that the template hides are described
     """
     chat = [dict(message) for message in messages]
     if knows_how:
@@ -78,10 +78,10 @@ def _calls_of(message: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _in_turns(messages: Chat, owner: HasTokenizer) -> Chat:
-    """Calls in the assistant's text, and results as what the user says. Results that follow each other, and what the user says behind
-    them, are one message: many templates want turns."""
+    """Write calls into the assistant's text, and results as user messages. Consecutive results, and a user message behind them, become
+    one message, because many templates need turns."""
     chat: Chat = []
-    is_answered = False  # by results, with which the last message begins
+    is_answered = False  # the last message begins with results
     for message in messages:
         is_result = message["role"] == "tool"
         message = _result(message) if is_result else _called(message, owner)
@@ -117,7 +117,7 @@ def _call(call: Any) -> dict[str, Any]:
         raise RequestError("messages: a call of tool_calls has no function")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # else it is shown as the model wrote it
+        with suppress(ValueError, RecursionError):  # other text is shown as the model wrote it
             arguments = json.loads(arguments or "{}")
     return {"name": function.get("name"), "arguments": {} if arguments is None else arguments}
 
@@ -127,7 +127,7 @@ def _listed(tools: ToolList, owner: HasTokenizer) -> str:
 
 
 def _instructed(messages: Chat, text: str) -> Chat:
-    """The messages with the instructions behind what the system says first; where the template takes no system they go on from there."""
+    """Append the instructions to the first system message; without one, add a system message. `fitting` later moves it if needed."""
     if not messages or messages[0]["role"] not in HEAD:
         return [{"role": "system", "content": text}, *messages]
     said = messages[0].get("content")
@@ -135,7 +135,7 @@ def _instructed(messages: Chat, text: str) -> Chat:
 
 
 def _json(value: Any, owner: HasTokenizer) -> str:
-    """As JSON, in which no text is that of a control token: what stands in a description must not become one."""
+    """JSON in which no text is a control token's: text in a description must not become a control token."""
 
     tokenizer = owner.tokenizer
 

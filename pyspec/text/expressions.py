@@ -1,4 +1,4 @@
-"""What GBNF grammars and regular expressions are made of. Two nodes that are written at two places are two, so that each place can be told from others."""
+"""Nodes of GBNF grammars and regular expressions. They compare by identity, because equal nodes at two places are two nodes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Ranges = tuple[tuple[int, int], ...]
-"""Code points, from and up to: sorted, and none of them touch."""
+"""Ranges of code points, both ends included: sorted, disjoint and not adjacent."""
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chars:
-    """One character of these."""
+    """One character out of these ranges."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Token:
-    """One token of the vocabulary by its id or its text, or any but that."""
+    """One token of the vocabulary, by its id or its text, or any other token."""
 
     said: int | str
     is_other: bool
@@ -28,28 +28,28 @@ class Token:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ref:
-    """A rule."""
+    """A reference to a rule."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Concat:
-    """One behind the other; none: the empty text."""
+    """The parts in order; without parts the empty text."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Either:
-    """One of them."""
+    """One of the choices."""
 
     choices: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Repeat:
-    """As often as `least`, up to `most`; None: without a bound."""
+    """`least` to `most` repetitions; None: no upper bound."""
 
     node: Node
     least: int
@@ -61,7 +61,7 @@ Rules = dict[str, Node]
 
 
 def below(node: Node) -> tuple[Node, ...]:
-    """The nodes that a node is made of."""
+    """The direct children of a node."""
     if isinstance(node, Concat):
         return node.parts
     if isinstance(node, Either):
@@ -70,12 +70,12 @@ def below(node: Node) -> tuple[Node, ...]:
 
 
 def is_nothing(node: Node) -> bool:
-    """Whether it is written as the empty text."""
+    """True for a node that is the empty text as written."""
     return isinstance(node, Concat) and not node.parts
 
 
 def all_below(top: Node) -> list[Node]:
-    """A node and all in it, each before those that it is made of."""
+    """A node and all its descendants, parents first."""
     found, todo = [], [top]
     while todo:
         node = todo.pop()
@@ -85,7 +85,7 @@ def all_below(top: Node) -> list[Node]:
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """The same characters, sorted, without those that UTF-8 does not have."""
+    """The same characters as sorted, disjoint ranges, without surrogates (UTF-8 has none)."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(_without_surrogates(ranges)):
         if found and low <= found[-1][1] + 1:
@@ -104,7 +104,7 @@ def _without_surrogates(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, in
 
 
 def others(ranges: Ranges) -> Ranges:
-    """All characters but these."""
+    """All other characters."""
     found, at = [], 0
     for low, high in ranges:
         found.append((at, low - 1))
@@ -113,7 +113,7 @@ def others(ranges: Ranges) -> Ranges:
 
 
 def have_common(a: Ranges, b: Ranges) -> bool:
-    """Whether a character is in both."""
+    """True if a character is in both."""
     i = j = 0
     while i < len(a) and j < len(b):
         if a[i][1] < b[j][0]:
@@ -126,7 +126,7 @@ def have_common(a: Ranges, b: Ranges) -> bool:
 
 
 def first_bytes(ranges: Ranges) -> int:
-    """The bytes that characters begin with in UTF-8, as bits of a number."""
+    """The first UTF-8 bytes of these characters, as bits of a number."""
     found = 0
     for low, high in ranges:
         for first, last, shift, mark in _LENGTHS:

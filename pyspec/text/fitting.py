@@ -1,17 +1,17 @@
-"""Chats and tools as clients send them, changed to what a template can write: nothing is lost without a word, and nothing is refused that
-could be said otherwise.
+"""Changes chats and tools to a form that the template can write. Nothing is dropped silently, and nothing is refused that has another
+form with the same meaning.
 
-    fields that are null, calls that are an empty list   left out
-    developer                          system, unless the template knows the role
-    system messages at the beginning   one, joined by blank lines
-    no system message is taken         in front of the user's first message
-    later ones, where none is taken    at the end of the user's message or the tool's result before; else in front of the user's message behind
-    a role twice, where turns are needed   one message; the user's behind a tool's result is a part of it
-    ids of calls                       there, and of nine letters and digits, where the template wants that
-    arguments of calls                 objects or texts, as the template writes them
-    tools                              have a description and parameters
+    null fields, empty lists of calls      left out
+    developer                              system, unless the template knows the role
+    system messages at the beginning       one message, joined by blank lines
+    a template without system messages     their text begins the first user message
+    later ones, where none may stand       at the end of the user message or tool result before; else at the start of the next user message
+    a role twice, where turns must change  one message; a user message behind a tool's result becomes part of it
+    ids of calls                           added, or shortened to nine letters and digits, if the template needs that
+    arguments of calls                     objects or texts, as the template writes them
+    tools                                  get a description and parameters
 
-A message that is moved stays near its place, so what stands before it is found in the prefix cache at the next request.
+A moved message stays near its place, so that the prefix cache still has the text before it at the next request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 def fitted(messages: Chat, able: Abilities) -> Chat:
-    """The same chat as the template takes it; content is text already."""
+    """The same chat in a form that the template accepts; content is text already."""
     chat = [_said(message) for message in messages]
     if any(message["role"] in HEAD for message in chat):
         chat = [_known(message, able) for message in chat]
@@ -47,14 +47,14 @@ def fitted(messages: Chat, able: Abilities) -> Chat:
 
 
 def _said(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what clients send back of an answer that did not have it."""
+    """Without fields that clients add although the answer had none."""
     return {
         key: value for key, value in message.items() if value is not None and not (key == "tool_calls" and not value)
     }
 
 
 def _known(message: dict[str, Any], able: Abilities) -> dict[str, Any]:
-    """A message of the developer or the system by the name that the template has for it."""
+    """A system or developer message with the role name that the template knows."""
     if message["role"] == "developer" and not able.knows_developer:
         return message | {"role": "system"}
     if message["role"] == "system" and not able.takes_system and able.knows_developer:
@@ -63,7 +63,7 @@ def _known(message: dict[str, Any], able: Abilities) -> dict[str, Any]:
 
 
 def _head(messages: Chat, able: Abilities) -> Chat:
-    """One message of each role that the template takes."""
+    """The first messages, joined into one for each role that the template accepts."""
     joined: Chat = []
     for message in messages:
         if joined and (joined[-1]["role"] == message["role"] or not able.takes_both):
@@ -84,7 +84,7 @@ def _with_head(head: Chat, rest: Chat, able: Abilities) -> Chat:
 
 
 def _moved(messages: Chat, able: Abilities) -> Chat:
-    """What the system says behind the beginning, where the template does not take it there, as what others say."""
+    """Move later system messages that the template does not accept into neighbouring messages."""
     chat: Chat = []
     waiting = ""
     for message in messages:
@@ -104,7 +104,7 @@ def _moved(messages: Chat, able: Abilities) -> Chat:
 
 
 def _in_turns(messages: Chat, able: Abilities) -> Chat:
-    """Where the template takes no other, turns of the user and the assistant, the user's first."""
+    """Alternating turns of user and assistant, the user first, if the template accepts nothing else."""
     chat: Chat = []
     for message in messages:
         last, role = chat[-1] if chat else {"role": "system"}, message["role"]
@@ -121,7 +121,7 @@ def _in_turns(messages: Chat, able: Abilities) -> Chat:
 
 
 def _with_ids(messages: Chat, able: Abilities) -> Chat:
-    """Calls and their results by ids of the form that the template wants."""
+    """Give calls and their results ids of the form that the template wants."""
     calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     ids = [call.get("id") for call in calls] + [m.get("tool_call_id") for m in messages if m["role"] == "tool"]
     is_missing = not all(ids) and not able.takes_no_ids
@@ -129,7 +129,7 @@ def _with_ids(messages: Chat, able: Abilities) -> Chat:
     if not is_missing and not is_other:
         return messages
     chat: Chat = []
-    open_ids: list[str] = []  # of calls whose result has not come
+    open_ids: list[str] = []  # calls still without a result
     for i, message in enumerate(messages):
         if made := message.get("tool_calls"):
             open_ids = [_short(_id_of(call) or f"{i}.{j}") for j, call in enumerate(made)]
@@ -152,7 +152,7 @@ def _id_of(call: Any) -> str:
 
 
 def _short(id_: str) -> str:
-    """The same for the same id, in every request: what was read stays in the prefix cache."""
+    """A short id, always the same for the same id, so that the prefix cache still matches."""
     return id_ if SHORT_ID.fullmatch(id_) else hashlib.sha256(id_.encode("utf-8", "replace")).hexdigest()[:9]
 
 
@@ -169,7 +169,7 @@ def _blank_line(*texts: str) -> str:
 
 
 def _call(call: Any, able: Abilities) -> Any:
-    """A call with its arguments as the template writes them: clients send JSON text, an object, or nothing."""
+    """A call with arguments in the template's form: clients send JSON text, an object, or nothing."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
@@ -182,7 +182,7 @@ def _call(call: Any, able: Abilities) -> Any:
 
 
 def _object(given: Any, able: Abilities) -> Any:
-    """Arguments as an object; a text that is none stays one where the template takes it."""
+    """Arguments as an object. Text that is not an object stays text if the template accepts that."""
     value = given
     if isinstance(given, str):
         with suppress(ValueError, RecursionError):
@@ -197,7 +197,7 @@ def _no_number(name: str) -> float:
 
 
 def fitted_tools(tools: Sequence[Mapping[str, Any]], able: Abilities) -> list[dict[str, Any]]:
-    """The tools with all that templates look for, their fields in the order in which they came."""
+    """The tools with all fields that templates read, in the order of the request."""
     return [_tool(tool, able) for tool in tools]
 
 
@@ -209,7 +209,7 @@ def _tool(tool: Mapping[str, Any], able: Abilities) -> dict[str, Any]:
     for key, value in function.items():
         if value is not None:
             whole[key] = value
-        if key == "name" and function.get("description") is None:  # behind the name, as models were trained with it
+        if key == "name" and function.get("description") is None:  # after the name, as in the models' training data
             whole["description"] = ""
     parameters = whole.get("parameters") or NO_PARAMETERS
     if isinstance(parameters, Mapping) and "properties" not in parameters and able.needs_properties:

@@ -1,8 +1,8 @@
-"""Control tokens' texts inside values that a template writes out as it likes: marks stand for them while it renders.
+"""Hides the texts of control tokens in values that a template formats itself: marks replace them during the rendering.
 
-Tools, calls and a template's own values come from clients. A template may write them as JSON, sort them, or leave them out, so only
-the text of a control token is replaced, and half a one at the end of a string: it could find its other half there. What a client
-wants to be a control token it has to say in the content of a system message.
+Tools, calls and a template's own values come from clients. A template may write them as JSON, sort them or leave them out. So only
+the text of a control token is replaced, or a part of one at the end of a string, because the rest could follow it in the prompt. A
+client that wants a control token writes it into the content of a system message.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pyspec.text.tokenizer import Tokenizer
 
 
 class Hidden:
-    """Marks and the texts they stand for. `texts`: by mark.
+    """Marks and the texts that they replace. `texts`: by mark.
 
-    Marks are letters of both cases and digits: no way of writing a value escapes them, and a template that changes the case shows by it.
+    A mark is letters of both cases and digits: no format escapes it, and a template that changes the case becomes visible.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._nonce = tokenizer, f"hB{secrets.token_hex(8)}"  # no value can hold a mark of its own
+        self._tokenizer, self._nonce = tokenizer, f"hB{secrets.token_hex(8)}"  # random, so that no value can contain a mark
         self.texts: dict[str, str] = {}
         self._marks: dict[str, str] = {}
 
     def hide(self, value: Any) -> Any:
-        """The value with marks in its strings. Names of fields count as strings."""
+        """The value with marks in its strings and in the names of its fields."""
         if isinstance(value, str):
             return self._hide_text(value)
         if isinstance(value, Mapping):
@@ -53,7 +53,7 @@ class Hidden:
         return self._marks[text]
 
     def check(self, pieces: Iterable[str]) -> None:
-        """Raise RequestError if a mark came out otherwise than it went in."""
+        """Raise RequestError if the template changed a mark."""
         nonce = self._nonce.lower()
         if any(piece not in self.texts and nonce in piece.lower() for piece in pieces):
             raise RequestError(

@@ -1,4 +1,4 @@
-"""What only other services run or can read: left out, as llama-server does, with a line in the log for each kind."""
+"""Leaves out tools and items that only other services can run or read, as llama-server does, and logs each kind once."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-MOST_LOGGED = 200  # kinds: clients choose their names
+MOST_LOGGED = 200  # a limit, because clients choose the names of kinds
 
 _logged: set[str] = set()
 
 
 def tell(what: str, kind: str) -> None:
-    """Log once that things of this kind are left out."""
+    """Log once that entries of this kind are left out."""
     line = f"{what} of type {kind[:60]!r}"
     if line not in _logged and len(_logged) < MOST_LOGGED:
         _logged.add(line)
@@ -22,7 +22,7 @@ def tell(what: str, kind: str) -> None:
 
 
 def own_tools(tools: Any, own: str) -> Any:
-    """The tools whose type is `own`, or that have none. Shapes that are wrong are left for others to refuse."""
+    """The tools of type `own`, and those without a type. A value of a wrong shape is returned as it is; a later check refuses it."""
     if not isinstance(tools, list):
         return tools
     return [tool for tool in tools if not _is_foreign(tool, own)]

@@ -1,4 +1,4 @@
-"""Chat templates by the names that llama-server's `--chat-template` takes, for files that bring none or a wrong one."""
+"""Chat templates by llama-server's names for `--chat-template`, for files without a template or with a wrong one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pyspec.text.template import CHATML
 
 
 def _each(message: str, answer: str) -> str:
-    """A template that writes every message alike, and what an answer begins with."""
+    """A template that writes all messages alike. answer: the start of the assistant's answer."""
     loop = "{% for m in messages %}" + message + "{% endfor %}"
     return loop + "{% if add_generation_prompt %}{{ '" + answer + "' }}{% endif %}"
 
 
 def _by_role(system: str, user: str, assistant: str, answer: str) -> str:
-    """A template that writes each role in a way of its own; others are left out."""
+    """A template with a form for each role. Other roles are left out."""
     said = "{% if m['role'] == 'system' %}" + system + "{% elif m['role'] == 'user' %}" + user
     return _each(said + "{% elif m['role'] == 'assistant' %}" + assistant + "{% endif %}", answer)
 

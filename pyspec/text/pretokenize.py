@@ -1,7 +1,7 @@
-"""How text is cut before byte-pair merges, by the name in `tokenizer.ggml.pre`.
+"""Pre-tokenizers: the patterns that split text before byte-pair merges, by the name in `tokenizer.ggml.pre`.
 
-Patterns are those of the models' own tokenizers, and of llama.cpp where a model has none ("default"). An unknown name is an error: a wrong
-cut gives wrong ids silently.
+Patterns are those of the models' own tokenizers, or of llama.cpp for a name without a model ("default"). An unknown name is an error,
+because a wrong split gives wrong ids silently.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _DEEPSEEK3 = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Patterns applied one after the other; text between matches stays as it is.
+    """Patterns that apply one after the other; text between matches stays whole.
 
-    ignore_merges  a piece that is a token is taken whole, without merging
-    add_bos        default when the file does not say
+    ignore_merges  a piece that is a token is used without merging
+    add_bos        the default, if the file has no such field
     """
 
     patterns: tuple[str, ...]
@@ -56,7 +56,7 @@ class PreTokenizer:
 
 
 DEFAULT = "default"
-"""Of files that name none."""
+"""For files without a name."""
 _GROUPS = {
     "qwen2 deepseek-r1-qwen megrez kormo f2llmv2 stablelm2 hunyuan solar-open grok-2": PreTokenizer((_QWEN2,)),
     "qwen35": PreTokenizer((_QWEN35,)),
@@ -80,6 +80,6 @@ _GROUPS = {
     DEFAULT: PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 PRE = {name: pre for names, pre in _GROUPS.items() for name in names.split()}
-"""llama.cpp's names: those that cut alike share what cuts."""
+"""By llama.cpp's names. Names with the same patterns share a PreTokenizer."""
 KINDS = tuple(names.split()[0] for names in _GROUPS)
-"""One name of each kind."""
+"""One name for each PreTokenizer."""

@@ -1,4 +1,4 @@
-"""The border to libraries in Rust: a panic in one is no Exception here, passes every handler and ends the thread that it meets."""
+"""The border to Rust libraries. A Rust panic is not a Python Exception: it would pass every handler and end its thread."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pyspec.errors import PyspecError
 from pyspec.ranges import printable
 
-PANIC = "PanicException"  # of pyo3, which makes one such class for each library
-SAID = 200  # characters of its message
+PANIC = "PanicException"  # pyo3 makes one such class for each library
+SAID = 200  # characters of its message to show
 
 
 @contextmanager
 def border(error: type[PyspecError], what: str) -> Iterator[None]:
-    """Raise `error` for whatever a library fails with inside of the block, but for our own errors and what stops the program."""
+    """Raise `error` for any failure of a library inside the block, except our own errors and those that stop the program."""
     try:
         yield
     except (PyspecError, MemoryError):

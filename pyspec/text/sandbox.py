@@ -1,8 +1,8 @@
 """The process that renders chat templates: jinja2's immutable sandbox under limits of memory and time.
 
-Templates come from untrusted files. jinja2 keeps them away from Python, but no hook of its can bound what one expression
-may allocate, so rendering happens here, where the kernel bounds it: an address-space limit, and the parent's clock and
-SIGKILL. Started as `python -m pyspec.text.sandbox`; speaks JSON lines: the template first, then one render per line.
+Templates come from untrusted files. jinja2 keeps them away from Python, but has no hook that bounds the memory of one expression.
+So rendering happens in a process of its own, with an address-space limit, and the parent kills it when its time is over. Started as
+`python -m pyspec.text.sandbox`; speaks JSON lines: the template first, then one render per line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pyspec.text.bounded import serve
 
-MEMORY_BYTES = 512 << 20  # of address space, the interpreter's own included
+MEMORY_BYTES = 512 << 20  # of address space, including the interpreter
 OUTPUT_CHARS = 4 << 20
 REFUSAL_CHARS = 1000
 
@@ -30,7 +30,7 @@ class Refusal(Exception):
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %}...{% endgeneration %}: marks the assistant's part for training; here it just renders."""
+    """{% generation %}...{% endgeneration %} marks the assistant's part for training. Here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 
@@ -44,7 +44,7 @@ class Generation(jinja2.ext.Extension):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What Hugging Face templates expect to find."""
+    """The environment that Hugging Face templates expect."""
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation], autoescape=False
     )
@@ -71,7 +71,7 @@ def _tojson(
 
 
 def render(template: jinja2.Template, values: Mapping[str, object]) -> dict[str, str]:
-    """{"text": ...}, or {"refused": ...} by the template's own word, or {"failed": ...}."""
+    """{"text": ...}; {"refused": ...} if the template called raise_exception; else {"failed": ...}."""
     out, n = [], 0
     try:
         for piece in template.generate(**values):
@@ -84,13 +84,13 @@ def render(template: jinja2.Template, values: Mapping[str, object]) -> dict[str,
     except MemoryError:
         out.clear()
         return {"failed": f"needs more than {MEMORY_BYTES >> 20} MiB"}
-    except Exception as e:  # noqa: BLE001 - a foreign program: whatever it raises is its failure
+    except Exception as e:  # noqa: BLE001 - any exception of a foreign program is its failure
         return {"failed": f"fails on these messages: {' '.join(str(e).split())[:300] or type(e).__name__}"}
     return {"text": "".join(out)}
 
 
 def answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
-    """One answer per line: to the template whether it compiles, then to each render."""
+    """One answer per line: to the template the result of compiling it, then one to each render."""
     try:
         template = environment().from_string(json.loads(next(lines)))
     except Exception as e:  # noqa: BLE001 - as above

@@ -1,6 +1,7 @@
-"""A process for what others wrote and the operating system has to bound: chat templates and grammars. It answers a line with a line.
+"""The parent's side of a sandbox: a child process that handles untrusted templates and grammars, and answers each line with a line.
 
-It is started when first asked, and again after it had to be killed, or in a forked child: the parent's is the parent's.
+The child starts with the first question, again after it was killed, and again in a forked process, because the old child belongs to
+the parent.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 START_S = 20.0
-SHARE = 0.8  # of its time that a process must have had to be too slow
+SHARE = 0.8  # of its time limit: a process that used less CPU time was not too slow, but waiting
 ANSWER_BYTES = 52 << 20  # JSON writes a character in up to 12 bytes
 WRITE_BYTES = 1 << 16
-STALLED = "stalled"  # in an answer that failed and may not be the question's fault
+STALLED = "stalled"  # key in a failed answer that may not be the question's fault
 
 
 class SandboxProcess:
-    """`python -m MODULE` at the other end of two pipes; one question at a time.
+    """`python -m MODULE` at the other end of two pipes; it answers one question at a time.
 
-    first    the line it is told before any question; what it answers to that is what `check` gives
-    first_s  seconds for that; 0: as many as the question has
-    died     what is said of it if it ends by itself
+    first    makes the line that is sent before any question; `check` returns the answer to it
+    first_s  seconds for that answer; 0: as many as for a question
+    died     the error's text if the process ends by itself
     """
 
     def __init__(
@@ -46,9 +47,9 @@ class SandboxProcess:
         self._end: weakref.finalize | None = None
 
     def ask(self, line: bytes, seconds: float) -> dict[str, str]:
-        """Its answer to a line; {"failed": why} also when it went over its time or died of its memory, and STALLED beside it if it did nothing.
+        """The answer to a line. {"failed": why} also for a process that exceeded its time or memory, with STALLED if it got no CPU time.
 
-        A process that had run before may have been stopped or ended by others: it is lost, and a new one is asked once.
+        A process from an earlier question may have been stopped or killed from outside; then a new one is asked once.
         """
         with self.lock:
             was = self.process
@@ -62,24 +63,24 @@ class SandboxProcess:
             return answer
 
     def check(self, seconds: float) -> dict[str, str]:
-        """Start it if it does not run: its answer to the first line."""
+        """Start the process if needed. Returns its answer to the first line."""
         with self.lock:
             return self._running(seconds)
 
     def _running(self, seconds: float) -> dict[str, str]:
-        # poll() also notices that the process is another one's child, after a fork
+        # poll() also finds that, after a fork, the process is the parent's child
         if self.process is not None and self.process.poll() is None:
             return {"text": ""}
         if self._end is not None:
             self._end()
         path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", self.module],  # -P: not what lies in the working directory
+            [sys.executable, "-P", "-m", self.module],  # -P: without modules of the working directory
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is the parent's to handle
+            start_new_session=True,  # the parent handles Ctrl-C
         )
         self._end = weakref.finalize(self, _kill, self.process)
         answer = self._exchange(b"", START_S)
@@ -90,8 +91,8 @@ class SandboxProcess:
         return answer
 
     def _exchange(self, line: bytes, seconds: float) -> dict[str, str]:
-        """Write a line and read one, both as the pipes allow, within the time. It is the process's own time: on a busy machine one that is
-        at work gets longer, and one that does nothing does not."""
+        """Write a line and read a line within the time, as the pipes allow. CPU time decides: on a busy machine a process that works
+        gets more time, and one that does nothing does not."""
         assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
         used = self._cpu_s()
         last, began = used, used
@@ -108,7 +109,7 @@ class SandboxProcess:
                 last, used = used, self._cpu_s()
                 if used - began >= SHARE * seconds:
                     return self._lost(f"takes longer than {seconds:g} s")
-                if used <= last:  # it is not the question that it waits for
+                if used <= last:  # the question is not the reason that it waits
                     return self._lost(f"takes longer than {seconds:g} s") | {STALLED: "its process gets no time"}
                 deadline = time.monotonic() + seconds
                 continue
@@ -129,7 +130,7 @@ class SandboxProcess:
         return json.loads(answer)
 
     def _cpu_s(self) -> float:
-        """Seconds of processors that the process has had; its clock's, where the system does not tell."""
+        """CPU seconds of the process; 0 on systems that do not report them."""
         assert self.process is not None
         try:
             fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
