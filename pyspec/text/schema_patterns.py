@@ -1,7 +1,7 @@
-r"""Patterns of JSON Schemas as llguidance reads them: without look-around, where others say the same.
+r"""Rewrites patterns of JSON Schemas for llguidance, which has no look-around.
 
-`^(?=A)(?!B)C` is what C allows, of that what begins with A, and nothing of what begins with B. Several patterns may be laid on a text, and
-what does not begin with B is found as an automaton.
+`^(?=A)(?!B)C` becomes several patterns that a text must all match: those of C, of texts that begin with A, and of texts that do not
+begin with B. The last one is the complement of an automaton.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from pyspec.text.automaton import TooMuch, word_of
 from pyspec.text.expressions import Chars, Concat, Either, Node, Ranges, Repeat, have_common, merged, others
 
-MOST_STATES = 24  # of what a pattern looks ahead to and must not find
+MOST_STATES = 24  # of the automaton of a negative look-ahead
 MOST_DEEP = 40
-MOST_CHARS = 20_000  # of what is written for it
+MOST_CHARS = 20_000  # of a rewritten pattern
 DIGIT: Ranges = ((0x30, 0x39),)
 WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 SPACE: Ranges = (
@@ -35,11 +35,11 @@ _GROUP = re.compile(r"\((?:\?(?::|<[A-Za-z]\w*>))?")
 
 
 class _Unread(Exception):
-    """A pattern has what is not read here."""
+    """The pattern has syntax that this module does not read."""
 
 
 def plain_patterns(node: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose patterns llguidance reads as they are meant."""
+    """Rewrite a schema's patterns so that llguidance matches what the author meant."""
     pattern, named = node.get("pattern"), node.get("patternProperties")
     if isinstance(named, dict):
         node["patternProperties"] = {_as_read(each): below for each, below in named.items()}
@@ -63,7 +63,7 @@ def _as_read(pattern: str) -> str:
 
 
 def _parts(pattern: str) -> list[str]:
-    """Patterns that say together what one does."""
+    """Patterns that together match the same texts as `pattern`."""
     if not _AHEAD.search(pattern):
         return [pattern]
     if (behind := _LAST.search(pattern)) is not None:
@@ -93,10 +93,10 @@ def _parts(pattern: str) -> list[str]:
 
 
 def _beginning(before: str, inner: str, *, is_wanted: bool) -> str:
-    """A pattern of texts that have `inner` behind `before`, which is so and so many characters; or have not."""
+    """A pattern of the texts with `inner` (or not) behind `before`. `before` has a fixed number of characters."""
     if _AHEAD.search(inner):
         raise _Unread
-    if not before:  # the text's beginning is here
+    if not before:  # at the start of the text, where ^ is redundant
         inner = "|".join(each.removeprefix("^") for each in _choices(inner))
     if is_wanted:
         return f"^{before}(?:{inner})"
@@ -111,12 +111,12 @@ def _beginning(before: str, inner: str, *, is_wanted: bool) -> str:
 
 
 def _end(inner: str, *, is_wanted: bool) -> str:
-    """A pattern of texts that end in `inner`; or do not."""
+    """A pattern of the texts that end in `inner` (or do not)."""
     return f"(?:{inner})$" if is_wanted else _beginning("[\\s\\S]*", f"(?:{inner})$", is_wanted=False)
 
 
 def _signs(text: str, at: int = 0) -> Iterator[tuple[int, str, int]]:
-    """The brackets and bars of a pattern from `at` on: where, which, and in how many brackets it stands; a bracket counts itself out, not in."""
+    """Brackets and bars of a pattern from `at` on, as place, sign and depth. An opening bracket counts in its depth, a closing one does not."""
     depth = 0
     while at < len(text):
         if text[at] == "\\":
@@ -160,7 +160,7 @@ def _end_of_class(text: str, at: int) -> int:
 
 
 def _one_char(pattern: str, at: int) -> int:
-    """The end of something that is one character long; `at` if there is none."""
+    """The end of an item that matches exactly one character; `at` if there is none."""
     sign = pattern[at]
     if sign in "(){}*+?|^$":
         return at
@@ -174,7 +174,7 @@ def _one_char(pattern: str, at: int) -> int:
 
 
 def _with_plain_classes(pattern: str) -> str:
-    """llguidance lets escaped quotes and backslashes through a class with all control characters: without U+0000 it does not."""
+    """Remove U+0000 from classes with all control characters: with it, llguidance lets escaped quotes and backslashes through."""
     found, at = [], 0
     while at < len(pattern):
         end = at + (2 if pattern[at] == "\\" else 1)
@@ -194,7 +194,7 @@ def _with_plain_classes(pattern: str) -> str:
 
 
 def _class(text: str) -> Ranges:
-    """The characters of a class, with its brackets."""
+    """The characters of a class; `text` includes its brackets."""
     reader, found = _PatternReader(text), []
     reader.at = 1
     is_other = text[1:2] == "^"
@@ -213,7 +213,7 @@ def _class(text: str) -> Ranges:
 
 
 class _PatternReader:
-    """Reads an expression of JavaScript without look-around, references to groups and anchors."""
+    """Parses a JavaScript expression without look-around, backreferences and anchors."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.depth = text, 0, 0
@@ -285,12 +285,12 @@ class _PatternReader:
             node = Repeat(node, int(sign == "+"), 1 if sign == "?" else None)
         else:
             return node
-        if self.text[self.at : self.at + 1] == "?":  # which one is found first is no matter
+        if self.text[self.at : self.at + 1] == "?":  # lazy or greedy: both match the same texts
             self.at += 1
         return node
 
     def in_class(self) -> int | Ranges:
-        """One character, or those of an escape."""
+        """One character, or the characters of an escape."""
         sign = self.text[self.at]
         self.at += 1
         if sign != "\\":
@@ -310,7 +310,7 @@ class _PatternReader:
 
 
 def _unrolled(node: Node, least: int, most: int | None) -> Node:
-    """Without counting: the automaton takes counted repetitions as unbounded."""
+    """Write a counted repetition out, because the automaton treats counted repetitions as unbounded."""
     if least + (most or 0) > 4 * MOST_STATES:
         raise _Unread
     parts: list[Node] = [node] * least
@@ -319,7 +319,7 @@ def _unrolled(node: Node, least: int, most: int | None) -> Node:
 
 
 def _complement(node: Node) -> str:
-    """A regular expression of the texts that do not fit a node. Raises TooMuch."""
+    """A regular expression of the texts that do not match a node. Raises TooMuch."""
     word = word_of(node, {})
     alphabet = _alphabet(word.places)
     start = frozenset([-1])
@@ -343,7 +343,7 @@ def _complement(node: Node) -> str:
 
 
 def _alphabet(places: Sequence[Ranges]) -> list[tuple[int, int]]:
-    """All characters, divided where any place tells them apart."""
+    """All characters, split wherever a place distinguishes them."""
     cuts = {0, 0xD800, 0xE000, 0x110000}
     for ranges in places:
         for low, high in ranges:
@@ -353,7 +353,7 @@ def _alphabet(places: Sequence[Ranges]) -> list[tuple[int, int]]:
 
 
 def _expression(edges: dict[tuple[int, int], str], n: int, accepts: Sequence[int]) -> str:
-    """What leads from state 0 to one that accepts: states are taken out one by one."""
+    """An expression of all paths from state 0 to an accepting state, by eliminating states one by one."""
     edges = {(a + 1, b + 1): text for (a, b), text in edges.items()} | {(0, 1): ""}
     edges |= {(state + 1, n + 1): "" for state in accepts}
     for out in range(n, 0, -1):

@@ -1,6 +1,6 @@
-"""The references of a JSON Schema, each as "#/$defs/NAME": however they were written, and wherever they lead within it.
+"""Rewrites the references of a JSON Schema to "#/$defs/NAME".
 
-Anchors, `$id`s and pointers in any spelling are followed here, so that what reads schemas afterwards knows one form.
+Anchors, `$id`s and pointers in any spelling are resolved here, so that later steps see only this form.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 from pyspec.errors import RequestError
 
 Schema = Any
-"""A mapping, true or false."""
+"""A mapping, True or False."""
 ONE = (
     "additionalItems",
     "additionalProperties",
@@ -28,12 +28,12 @@ ONE = (
     "unevaluatedItems",
     "unevaluatedProperties",
 )
-"""Words whose value is a schema."""
+"""Keywords with a schema as value."""
 LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 NAMED = ("dependencies", "dependentSchemas", "patternProperties", "properties")
 DEFINED = ("$defs", "definitions")
 PLACES = frozenset({"$anchor", "$dynamicAnchor", "$id", "$recursiveAnchor", "id", *DEFINED})
-"""Words that are used up: nothing refers to them afterwards."""
+"""Keywords that are dropped, because no reference needs them any more."""
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 MOST_NODES = 100_000
 MOST_HOPS = 16
@@ -41,7 +41,7 @@ _SAFE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def below(node: Mapping[str, Any], words: tuple[str, ...] = ONE + LISTS + NAMED + DEFINED) -> Iterator[Schema]:
-    """The schemas that a schema is made of."""
+    """The direct subschemas of a schema."""
     for word in words:
         value = node.get(word)
         if isinstance(value, list) and word in LISTS:
@@ -53,7 +53,7 @@ def below(node: Mapping[str, Any], words: tuple[str, ...] = ONE + LISTS + NAMED 
 
 
 def mapped(node: Mapping[str, Any], change: Callable[[Schema], Schema]) -> dict[str, Any]:
-    """A copy of a schema, with each schema that it is made of changed."""
+    """A copy of a schema with each direct subschema changed."""
     found = dict(node)
     for word in ONE:
         if isinstance(node.get(word), Mapping | bool):
@@ -70,16 +70,16 @@ def mapped(node: Mapping[str, Any], change: Callable[[Schema], Schema]) -> dict[
 def referred(
     root: Schema, meant: Callable[[dict[str, Any]], Schema] = lambda node: node, *, names_root: bool = False
 ) -> Schema:
-    """The schema with its references in one form; those to itself are "#", unless `names_root`. `meant` changes each schema of it,
-    after those that it is made of.
+    """The schema with all references in one form. A reference to the root is "#", unless `names_root`. `meant` changes each schema
+    after its subschemas.
 
-    Raises RequestError for a reference that leads elsewhere.
+    Raises RequestError for a reference that can not be resolved.
     """
     return _References(root, meant, names_root).written() if isinstance(root, Mapping) else root
 
 
 def followed(node: Schema, root: Schema) -> Schema:
-    """What a schema of `root` is, behind its references; None: one of them leads elsewhere."""
+    """A schema of `root` with its references resolved; None if one can not be."""
     if not (isinstance(node, Mapping) and isinstance(root, Mapping) and node.keys() & REFERENCES):
         return node
     references = _References(root, lambda node: node, False)
@@ -99,7 +99,7 @@ def followed(node: Schema, root: Schema) -> Schema:
 class _References:
     def __init__(self, root: Mapping[str, Any], meant: Callable[[dict[str, Any]], Schema], names_root: bool) -> None:
         self._root, self._meant = root, meant
-        self._bases: dict[int, str] = {}  # of each schema: what its references are relative to
+        self._bases: dict[int, str] = {}  # base URI of each schema, by id()
         self._documents: dict[str, Schema] = {"": root}
         self._anchors: dict[tuple[str, str], Schema] = {}
         self._twice: set[tuple[str, str]] = set()
@@ -152,7 +152,7 @@ class _References:
         return self._meant(found)
 
     def _with_names(self, node: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What `propertyNames` says, in place: it becomes other words."""
+        """Replace a reference in `propertyNames` by its target, because `propertyNames` becomes other keywords."""
         names = node.get("propertyNames")
         for _ in range(MOST_HOPS):
             if not (isinstance(names, Mapping) and isinstance(names.get("$ref"), str)):
@@ -161,7 +161,7 @@ class _References:
         return node if names is node.get("propertyNames") else {**node, "propertyNames": names}
 
     def _name(self, target: Schema, said: str) -> str:
-        """Where a schema stands from here on: by its own name, if that is free and plain."""
+        """The new place of a schema: under its own name, if that is plain and not taken."""
         key = id(target) if isinstance(target, Mapping) else hash(target)
         if key not in self._names:
             own = said.rpartition("/")[2]
@@ -173,7 +173,7 @@ class _References:
         return self._names[key]
 
     def target(self, node: Mapping[str, Any], word: str) -> Schema:
-        """What a reference of a schema leads to. Raises RequestError."""
+        """Resolve a reference of a schema. Raises RequestError."""
         said, base = str(node[word]), self._bases.get(id(node), "")
         where, fragment = urldefrag(urljoin(base, said) if base else said)
         found = self._documents.get(where)
@@ -199,7 +199,7 @@ class _References:
 
 
 def _at(node: Any, pointer: str) -> Any:
-    """What a JSON pointer, percent-encoded or not, leads to; None: nothing."""
+    """The value at a JSON pointer, percent-encoded or not; None if there is none."""
     for step in pointer.split("/")[1:]:
         keys = [key.replace("~1", "/").replace("~0", "~") for key in (unquote(step), step)]
         if isinstance(node, Mapping):

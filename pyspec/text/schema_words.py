@@ -1,5 +1,5 @@
-"""Words of JSON Schemas that llguidance does not know, in words that it knows: those that say nothing are left out, others are
-said otherwise. What is left is refused by its name.
+"""Rewrites keywords of JSON Schemas that llguidance does not know into ones that it knows. Keywords without effect are dropped.
+llguidance refuses the remaining ones by name.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ NOTES = frozenset(
         "definitions",
     ]
 )
-"""Words that say nothing about a text."""
+"""Keywords that do not restrict a value."""
 TYPES = frozenset({"array", "boolean", "null", "number", "object", "string"})
 JOINS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies"})
 
 
 def meant(node: dict[str, Any]) -> Any:
-    """A schema in plainer words, which are those of draft 2020-12; the schemas that it is made of are plain."""
-    node.pop("$schema", None)  # llguidance would read the words of another draft
+    """A schema in plainer keywords of draft 2020-12. Its subschemas are plain already."""
+    node.pop("$schema", None)  # llguidance would apply another draft's rules
     if _without_not(node) is False:
         return False
     for change in (
@@ -72,12 +72,12 @@ def meant(node: dict[str, Any]) -> Any:
 
 
 def says_nothing(schema: Any) -> bool:
-    """Whether any value fits a schema."""
+    """True if any value matches a schema."""
     return schema is True or (isinstance(schema, Mapping) and not schema.keys() - NOTES)
 
 
 def types_said(node: Mapping[str, Any]) -> frozenset[str] | None:
-    """The types that a schema names; None: it names none."""
+    """The types that a schema names; None if it names none."""
     said = node.get("type")
     if isinstance(said, str):
         return frozenset([said])
@@ -85,7 +85,7 @@ def types_said(node: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def _without_not(node: dict[str, Any]) -> bool:
-    """Without `not`, where what is left can be said in other words; False: nothing is left."""
+    """Replace `not` by other keywords where possible. False: no value matches the schema."""
     said = node.get("not", False)
     if says_nothing(said):
         return False
@@ -107,7 +107,7 @@ def _without_not(node: dict[str, Any]) -> bool:
 def _without_types(node: dict[str, Any], out: frozenset[str]) -> bool:
     types = types_said(node) or TYPES
     if "integer" in out - types and "number" in types and "number" not in out:
-        return True  # numbers that are not whole are no type
+        return True  # no type covers the numbers that are not integers
     left = types - out - ({"integer"} if "number" in out else set())
     node.pop("not")
     node["type"] = sorted(left)
@@ -129,7 +129,7 @@ def _without_values(node: dict[str, Any], out: list[Any]) -> bool:
 
 
 def _beginning_otherwise(node: dict[str, Any], pattern: str) -> None:
-    """A text that does not begin so, where that is found; else the `not` stays, to be refused."""
+    """Replace `not` by a pattern of texts with another beginning. If there is no such pattern, `not` stays and is refused."""
     found = plain_patterns({"pattern": f"^(?!{pattern})"})
     if "allOf" in found:
         node.pop("not")
@@ -137,7 +137,7 @@ def _beginning_otherwise(node: dict[str, Any], pattern: str) -> None:
 
 
 def _counts(node: dict[str, Any]) -> dict[str, Any]:
-    """4.0 is a whole number in JSON Schema."""
+    """Make whole floats integers: JSON Schema allows 4.0 as a count."""
     for word in COUNTS:
         if isinstance(value := node.get(word), float) and value.is_integer():
             node[word] = int(value)
@@ -145,7 +145,7 @@ def _counts(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _old_bounds(node: dict[str, Any]) -> dict[str, Any]:
-    """Until draft 4, `exclusiveMinimum: true` said how `minimum` was meant."""
+    """Rewrite `exclusiveMinimum: true`, draft 4's modifier of `minimum`."""
     for word, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(node.get(word), bool) and (node.pop(word) and bound in node):
             node[word] = node.pop(bound)
@@ -153,7 +153,7 @@ def _old_bounds(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_other_types(node: dict[str, Any]) -> dict[str, Any]:
-    """Words on arrays say nothing about what is none."""
+    """Drop keywords of arrays and objects from schemas of other types."""
     types = types_said(node)
     for kind, words in (("array", OF_ARRAYS), ("object", OF_OBJECTS)):
         if types is not None and kind not in types:
@@ -178,7 +178,7 @@ def _conditions(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dependencies(node: dict[str, Any]) -> dict[str, Any]:
-    """What always depends is always needed."""
+    """Make dependencies of a required property required."""
     for word in ("dependentRequired", "dependentSchemas", "dependencies"):
         if not isinstance(said := node.get(word), Mapping):
             continue
@@ -218,22 +218,22 @@ def _arrays(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unevaluated(node: dict[str, Any]) -> dict[str, Any]:
-    """Where nothing else is laid on the same value, what is not evaluated is what is not listed."""
+    """Replace `unevaluated...` by the list's keyword, if no other keyword evaluates the same value."""
     for word, same, evaluates in (
         ("unevaluatedProperties", "additionalProperties", JOINS),
         ("unevaluatedItems", "items", JOINS | {"contains"}),
     ):
         if word in node and (same in node or says_nothing(node[word])):
-            said = node.pop(word)  # what has a schema already is evaluated
+            said = node.pop(word)  # a value with a schema counts as evaluated
             if same == "additionalProperties":
-                node.setdefault(same, said)  # an object that says so stays open
+                node.setdefault(same, said)  # keeps an object open that says so
         elif word in node and not node.keys() & evaluates:
             node[same] = node.pop(word)
     return node
 
 
 def _names(node: dict[str, Any]) -> dict[str, Any]:
-    """`propertyNames` by patterns, where that says the same."""
+    """Replace `propertyNames` by patterns with the same meaning."""
     names = node.get("propertyNames")
     if names is None or says_nothing(names) or (isinstance(names, Mapping) and _is_any_text(names)):
         node.pop("propertyNames", None)

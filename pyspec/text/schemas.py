@@ -1,9 +1,9 @@
-"""JSON Schemas as their authors mean them: an object that lists its properties has those and no others.
+"""JSON Schemas as their authors mean them: an object that lists its properties has no others.
 
-The standard says it may have more, and a model that is held to no more than the standard invents some. llama-server, vLLM and OpenAI's
-strict schemas do as here. An object stays open where it says so (`additionalProperties` and the like), and where closing it could leave no text, or let
-through what the schema forbids: what else it is combined with, and what is asked to fail. Of `oneOf` that becomes `anyOf` where no text of one
-fits another. A `format` that is not known says nothing, as in the standard.
+The standard allows others, and a model then invents some. llama-server, vLLM and OpenAI's strict schemas close objects, too. An object
+stays open if it says so (`additionalProperties` and the like), or if closing it could exclude every text or allow a forbidden one:
+beside other schemas for the same object, and under negation. A `oneOf` becomes `anyOf` if no text matches two of its choices. An
+unknown `format` has no effect, as in the standard.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyspec.text.schema_refs import referred
 from pyspec.text.schema_words import meant, types_said
 
 OPEN = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"})
-"""Words on properties beyond those that are listed."""
+"""Keywords about properties that are not listed."""
 JOINED = frozenset(
     [
         "allOf",
@@ -34,7 +34,7 @@ JOINED = frozenset(
         "$ref",
     ]
 )
-"""Words that lay more than one schema on the same object."""
+"""Keywords that apply more than one schema to the same object."""
 SAYS = frozenset(
     [
         *("type", "enum", "const", "required", "properties", "minProperties", "maxProperties", *OPEN, *JOINED),
@@ -43,28 +43,28 @@ SAYS = frozenset(
         *("exclusiveMinimum", "exclusiveMaximum"),
     ]
 )
-"""Words that say something about a value."""
+"""Keywords that restrict a value."""
 FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
 )
-"""Those that llguidance holds texts to; it refuses others."""
+"""The formats that llguidance enforces; it refuses others."""
 TYPES = frozenset({"null", "boolean", "object", "array", "number", "string"})
-MOST_CHOICES = 100  # of a oneOf that are compared with each other
-MOST_DEEP = 8  # references and choices in each other that a comparison follows
+MOST_CHOICES = 100  # choices of a oneOf to compare with each other
+MOST_DEEP = 8  # nested references and choices that a comparison follows
 
 
 def closed(schema: Any) -> Any:
-    """The schema in words that llguidance knows, with objects closed that list their properties. Raises RequestError for a
-    reference that can not be followed."""
+    """The schema in llguidance's keywords. Objects that list their properties are closed. Raises RequestError for a reference that
+    can not be resolved."""
     found = referred(schema, meant)
-    schema = {"enum": []} if found is False and isinstance(schema, Mapping) else found  # which nothing fits
+    schema = {"enum": []} if found is False and isinstance(schema, Mapping) else found  # matches nothing
     walk = _Walk(schema)
     walk.look(schema, True)
     return walk.written(schema)
 
 
 class _Walk:
-    """`_may` has, of every schema that was met, whether it stands alone for its object wherever it is met."""
+    """`_may`: for each schema seen, by id(), whether it is the only schema for its object at every place where it is used."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -80,7 +80,7 @@ class _Walk:
             todo += self._below(node, may)
 
     def _below(self, node: Mapping[str, Any], may: bool) -> list[tuple[Any, bool]]:
-        """Schemas of a schema, each with whether it stands alone."""
+        """The subschemas, each with whether it is the only one for its object."""
         own = node.keys() & SAYS
         found: list[tuple[Any, bool]] = []
         if "$ref" in node:
@@ -115,8 +115,8 @@ class _Walk:
         return self._root if reference == "#" else self._root["$defs"][reference.removeprefix("#/$defs/")]
 
     def _are_exclusive(self, choices: Any, closes: Callable[[Any], bool]) -> bool:
-        """Whether no text of one fits another: their types or values differ, a property they all need tells them apart, or closed they
-        lack what others need."""
+        """True if no text matches two choices: they differ in types or values or in a required property, or each, when closed, lacks
+        a property that the other requires."""
         listed = _list(choices)
         if len(listed) > MOST_CHOICES:
             return False
@@ -126,11 +126,11 @@ class _Walk:
         return all(a.excludes(b) for one, other in combinations(forms, 2) for a in one for b in other)
 
     def _forms(self, node: Any, closes: Callable[[Any], bool], depth: int) -> list[_Form]:
-        """What a value may be: one of these."""
+        """Alternative descriptions of the values that a schema allows."""
         if not isinstance(node, Mapping) or depth == 0:
             return [_Form(TYPES)] if node is not False else []
         if "$ref" in node:
-            return self._forms(self._target(node["$ref"]), closes, depth - 1)  # what stands beside it only narrows it
+            return self._forms(self._target(node["$ref"]), closes, depth - 1)  # keywords beside it only narrow it
         for word in ("anyOf", "oneOf", "allOf"):
             choices = _list(node.get(word))
             if choices and not node.keys() & {"type", "enum", "const"} and (word != "allOf" or len(choices) == 1):
@@ -156,7 +156,7 @@ class _Walk:
         return node
 
     def written(self, node: Any) -> Any:
-        """A copy, in which what may be closed is."""
+        """A copy with objects closed where possible."""
         if isinstance(node, list):
             return [self.written(each) for each in node]
         if not isinstance(node, Mapping):
@@ -179,11 +179,11 @@ class _Walk:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a value of a oneOf may be.
+    """A set of values that a choice of oneOf allows.
 
-    types   "number" is also a whole one
-    values  the texts of all that it may be, if those are listed
-    listed, needed, known, is_closed: of an object its properties, those it must have, what they may be, and that it has no others
+    types   "number" includes integers
+    values  the texts of all allowed values, if they are listed
+    listed, needed, known, is_closed: an object's properties, the required ones, their values, and whether there are no others
     """
 
     types: frozenset[str]
@@ -211,7 +211,7 @@ def _differ(a: frozenset[str] | None, b: frozenset[str] | None) -> bool:
 
 
 def _constants(node: Any) -> frozenset[str] | None:
-    """The texts that a schema allows by name; None if it is not that simple."""
+    """The texts of the values that a schema lists; None if it lists none."""
     if not isinstance(node, Mapping):
         return None
     listed = [node["const"]] if "const" in node else node.get("enum")
@@ -219,16 +219,16 @@ def _constants(node: Any) -> frozenset[str] | None:
 
 
 def _text_of(value: Any) -> str:
-    """The same for values that are equal: 1.0 is 1."""
+    """JSON text that is the same for equal values: 1.0 is written as 1."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list | Mapping):
-        return "list" if isinstance(value, list) else "object"  # taken for equal
+        return "list" if isinstance(value, list) else "object"  # any two lists count as equal, and any two objects
     return json.dumps(value)
 
 
 def _lists_all(node: Mapping[str, Any]) -> bool:
-    """Whether a schema can be kept with the properties that it lists."""
+    """True if the listed properties alone can satisfy a schema."""
     listed, needed, least = node.get("properties"), node.get("required", []), node.get("minProperties", 0)
     if not isinstance(listed, Mapping) or node.keys() & (OPEN | JOINED):
         return False

@@ -1,6 +1,6 @@
-"""Committed token ids to text as it may be shown: no half characters, nothing of a stop string.
+"""Turns committed token ids into text that can be sent: whole characters only, and nothing of a stop string.
 
-Speculation commits several tokens at once; the result is the same as if they had come one by one.
+Speculation commits several tokens at once. The text is the same as for single tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pyspec.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """text           what may be shown now
-    n_tokens_used  how many of the pushed tokens belong to the output; the rest came after a stop string
+    """text           the text to send now
+    n_tokens_used  pushed tokens that belong to the output; the rest followed a stop string
     stopped        the stop string that ended the output, or ""
     """
 
@@ -25,18 +25,18 @@ class Released:
 
 
 def _overlap(text: str, begins: frozenset[str], longest: int) -> int:
-    """Length of the longest end of `text` that is one of `begins`, none of which has more than `longest` characters."""
+    """Length of the longest suffix of `text` in `begins`. `longest`: length of the longest of `begins`."""
     return next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in begins), 0)
 
 
 class TextStream:
     """One request's output. Control tokens show only if `special`.
 
-    The output goes on after a prompt, so the space that begins a SentencePiece word stays, as in llama-server;
-    `Tokenizer.decode` of a whole text takes it away.
+    The output continues a prompt, so the space of a first SentencePiece word stays, as in llama-server; `Tokenizer.decode` of a whole
+    text removes it.
 
-    n_free  stop strings begin behind so many tokens
-    shown   control tokens that show nevertheless
+    n_free  tokens at the start in which stop strings do not count
+    shown   control tokens that show in any case
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class TextStream:
         self._longest = max((len(s) for s in self.stops), default=1) - 1
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
-        self._sizes: list[int] = []  # characters of the last tokens, of all that have any in what is held
+        self._sizes: list[int] = []  # characters of each token that is part of the held text
         self._over = False
-        self.n_in_stop = 0  # last tokens that the stop string has a part in
+        self.n_in_stop = 0  # last tokens that overlap the stop string
 
     def push(self, ids: Sequence[int]) -> Released:
         if not self.stops:
@@ -92,7 +92,7 @@ class TextStream:
         self._sizes = self._sizes[len(self._sizes) - n :]
 
     def _n_last(self, n_char: int) -> int:
-        """How many of the last tokens have a part in the last characters."""
+        """Number of last tokens that overlap the last `n_char` characters."""
         n = 0
         while n_char > 0:
             n += 1
@@ -104,7 +104,7 @@ class TextStream:
         return self.tokenizer.token_bytes(token) if shows else b""
 
     def _find(self) -> tuple[int, str] | None:
-        """The stop string that begins first in the held text; of several at one place the longest."""
+        """The first stop string in the held text; of several at one place the longest."""
         hits = [(self._held.find(s), -len(s), s) for s in self.stops if s in self._held]
         if not hits:
             return None
@@ -112,7 +112,7 @@ class TextStream:
         return at, stop
 
     def flush(self) -> str:
-        """The request ended otherwise: what was held back, with U+FFFD for an incomplete character."""
+        """End without a stop string: return the held text, with U+FFFD for an incomplete character."""
         if self._over:
             return ""
         text, self._held = self._held + self._utf8.decode(b"", True), ""

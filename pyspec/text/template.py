@@ -1,4 +1,4 @@
-"""Chat templates of GGUF files: rendered in a process of their own, then tokenised with user text kept harmless."""
+"""Chat templates of GGUF files: rendered in a sandbox process, then tokenised so that user text can not become control tokens."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ CHATML = (
 
 TIME_S = 2.0
 TEMPLATE_CHARS = 1 << 20
-SAID_CHARS = 400  # of what a template says of itself
+SAID_CHARS = 400  # of a template's own message
 ANOTHER = "--chat-template takes another one"
 MESSAGES = 1 << 16
 ADDED_FUNCTIONS = re.compile(r"\+\s*functions\b(?!\s*[.|\[(])")
 TRUSTED = ("system", "developer", "assistant")
-OWN_FIELDS = ("role", "content")  # of a message from them: what they say themselves
+OWN_FIELDS = ("role", "content")  # fields of a trusted message that may contain control tokens
 Message = Mapping[str, object]
 
-# Marks go where content with forged control tokens goes. Private-use characters around both cases of letters: a template
-# that changes the case, escapes or cuts the content shows by its mark being gone.
+# A mark replaces content that contains forged control tokens. It is made of private-use characters around letters of both cases. If a
+# template changes the case, escapes or cuts the content, the mark is missing from the text.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 
 
 class _Renderer:
-    """One sandbox process with one template in it."""
+    """A sandbox process with one template."""
 
     def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
         self.source, self._tokens = source, {"bos_token": bos_token, "eos_token": eos_token}
@@ -58,7 +58,7 @@ class _Renderer:
         add_generation_prompt: bool,
         kwargs: Mapping[str, object] | None = None,
     ) -> dict[str, str]:
-        """Render; {"failed": why} also when the process went over its time or died of its memory. Raises Unavailable if it got no time."""
+        """Render. {"failed": why} also if the process exceeds its time or memory. Raises Unavailable if it got no CPU time."""
         values: dict[str, object] = {
             **self._tokens,
             **_dates(self.source),
@@ -67,11 +67,11 @@ class _Renderer:
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
         }
-        if tools:  # a template that iterates tools=None fails
+        if tools:  # templates that iterate over tools=None fail
             values["tools"] = list(tools)
         try:
             line = json.dumps(values).encode() + b"\n"
-        except (TypeError, ValueError, RecursionError) as e:  # kwargs that are no JSON
+        except (TypeError, ValueError, RecursionError) as e:  # kwargs without a JSON form
             raise RequestError(f"the template's arguments can not be passed on: {e}") from e
         answer = self._box.ask(line, TIME_S)
         if STALLED in answer:
@@ -79,16 +79,16 @@ class _Renderer:
         return answer
 
     def probe(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, object]] | None) -> str:
-        """What it makes of a chat; "" if it refuses it or fails."""
+        """The text of a chat; "" if the template refuses it or fails."""
         return self.ask(messages, tools, False).get("text", "")
 
     def check(self) -> dict[str, str]:
-        """Whether the template compiles, by the sandbox's word."""
+        """Compile the template in the sandbox. Returns the sandbox's answer."""
         return self._box.check(TIME_S)
 
 
 def normalise(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: content as text. RequestError for shapes and sizes we do not take."""
+    """Messages as templates expect them, with content as text. RequestError for unsupported shapes and sizes."""
     if len(messages) > MESSAGES:
         raise RequestError(f"{len(messages)} messages; at most {MESSAGES} are allowed")
     out = []
@@ -126,7 +126,7 @@ class ChatTemplate:
         tool_use: ChatTemplate | None = None,
         broken: str = "",
     ) -> None:
-        """broken: why nothing can be rendered, where that is known before anything is tried."""
+        """broken: the reason that nothing can be rendered, if it is known already."""
         if len(source) > TEMPLATE_CHARS:
             broken = f"has {len(source)} characters; at most {TEMPLATE_CHARS} are allowed"
         self.source, self.bos_token, self.eos_token, self.tool_use = source, bos_token, eos_token, tool_use
@@ -136,7 +136,7 @@ class ChatTemplate:
 
     @classmethod
     def from_metadata(cls, meta: Mapping[str, object]) -> ChatTemplate | None:
-        """The file's template with its own for tools; None if there is none. One that is no template costs chats, not the model."""
+        """The file's template, with its template for tools; None if it has none. A broken template fails chats, but not the load."""
         fields = Fields(meta, error=BadTemplate)
         key, own = "tokenizer.chat_template", ".tool_use"
         if key not in fields:
@@ -157,7 +157,7 @@ class ChatTemplate:
         return made(key, made(key + own, None) if key + own in fields else None)
 
     def able(self, *, tools: bool = False) -> Abilities:
-        """What can be written by the template that writes chats with tools, or without."""
+        """The abilities of the template for chats with tools, or without."""
         return self.tool_use.able(tools=True) if tools and self.tool_use is not None else self._able
 
     def check(self) -> None:
@@ -185,7 +185,7 @@ class ChatTemplate:
         return self._text(chat, self._fitted_tools(tools), add_generation_prompt, kwargs)
 
     def _fitted(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages as this template takes them, content as text."""
+        """Messages in this template's form, with content as text."""
         chat = normalise(messages)
         if self.broken:
             raise RequestError(f"the chat template {self.broken}; {ANOTHER}")
@@ -204,7 +204,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         kwargs: Mapping[str, object] | None,
     ) -> str:
-        """The text of a chat that was fitted. Templates that look for a question find an empty one where there is none."""
+        """The text of a fitted chat. If a chat without a user message fails, it is tried again with an empty one."""
         if self._able.takes_parts_only:
             chat = in_parts(chat)
         answer = self._renderer.ask(chat, tools, add_generation_prompt, kwargs)
@@ -230,12 +230,12 @@ class ChatTemplate:
         kwargs: Mapping[str, object] | None = None,
         begun: str = "",
     ) -> list[int]:
-        """Ids of the rendered prompt, in which the text of users and tools can not become control tokens; `begun` follows it,
-        what stands of the answer already.
+        """Token ids of the rendered prompt. Text of users and tools can not become control tokens. `begun` is the part of the answer
+        that exists already; it follows the prompt.
 
-        Only contents that hold the text of a control token, or a half of one at an end, are treated apart: the template
-        renders a mark in their place, and they are tokenised as plain text. In tools, calls and the template's own values
-        marks stand for the control tokens' texts alone. All other prompts take the plain way.
+        A content that contains a control token's text, or a part of one at an end, is tokenised as plain text: the template renders
+        a mark in its place. In tools, calls and the template's own values, marks replace only the control tokens' texts. All other
+        prompts are tokenised whole.
         """
         if tools and self.tool_use is not None:
             return self.tool_use.encode(
@@ -254,7 +254,7 @@ class ChatTemplate:
                 message.update({key: hidden.hide(value) for key, value in message.items() if key not in OWN_FIELDS})
         shown = hidden.hide(shown) if shown else shown
         kwargs = hidden.hide(dict(kwargs)) if kwargs else kwargs
-        nonce = secrets.token_hex(8)  # no content can hold a mark of its own
+        nonce = secrets.token_hex(8)  # random, so that no content can contain a mark
         marks = {f"{_OPEN}aB{nonce}x{i}{_CLOSE}": i for i in forged}
         contents = {i: str(clean[i]["content"]) for i in forged}
         for mark, i in marks.items():
@@ -273,24 +273,24 @@ class ChatTemplate:
 
 
 def template_defaults(source: str) -> dict[str, object]:
-    """What a template is called with unless a request or a flag says otherwise, as by llama-server: models that can think do."""
+    """Default arguments of a template, as in llama-server: models that can think do, unless a request or a flag disables it."""
     return {"enable_thinking": True} if "enable_thinking" in source else {}
 
 
 def _dates(source: str) -> dict[str, object]:
-    """What templates of Llama 3 and Firefunction call today, as llama.cpp gives it; nothing for those that do not ask."""
+    """Today's date under the names in templates of Llama 3 and Firefunction, as in llama.cpp; empty for other templates."""
     now = datetime.now()
     known = {"date_string": "%d %b %Y", "datetime": "%b %d %Y %H:%M:%S GMT"}
     return {name: now.strftime(form) for name, form in known.items() if name in source}
 
 
 def _functions(source: str, tools: Sequence[Mapping[str, object]] | None) -> dict[str, object]:
-    """Tools as the text that Firefunction's template adds to its own under this name; nothing for those that do not."""
+    """Tools as the text that Firefunction's template adds to its own; empty for other templates."""
     return {"functions": json.dumps(list(tools), indent=2) if tools else ""} if ADDED_FUNCTIONS.search(source) else {}
 
 
 def _around(content: str, mark: str) -> str:
-    """The mark in the place of the content, between its spaces: what a template trims stays the template's choice."""
+    """Put the mark in place of the content, but keep the spaces around it: the template may trim them."""
     text = content.strip()
     at = content.index(text)
     return content[:at] + mark + content[at + len(text) :]
@@ -304,7 +304,7 @@ def _json(value: object) -> str:
 
 
 def _forged(tokenizer: Tokenizer, i: int, message: Message) -> bool:
-    """Whether a message from outside holds the text of a control token in its content; elsewhere it may not at all."""
+    """True if the content of an untrusted message contains a control token's text. RequestError if another field does."""
     if tokenizer.has_special(str(message["role"])):
         raise RequestError(f"the role of message {i} contains the text of a control token")
     if message["role"] in TRUSTED:

@@ -1,6 +1,6 @@
-"""A tokenizer from GGUF metadata, run by Hugging Face `tokenizers`, giving llama.cpp's ids.
+"""Tokenizer of a GGUF file, run by Hugging Face `tokenizers`. Its ids are those of llama.cpp.
 
-Differences to a model's own tokenizer.json follow llama.cpp: no Unicode normalisation, and end-of-generation is a set.
+Where a model's own tokenizer.json differs, llama.cpp decides: no Unicode normalisation, and a set of end-of-generation tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from pyspec.text.vocab import (
     token_bytes,
 )
 
-PIECE_CHARS = 1 << 16  # of a text that are tokenised at once
-PIECE_TAIL = 1 << 10  # of those whose last words are not believed
+PIECE_CHARS = 1 << 16  # characters to tokenise at once
+PIECE_TAIL = 1 << 10  # characters at the end of a piece whose words may continue in the next one
 SPM_CHARS = 4096  # of a token
 SPM_STEPS, SPM_JOINED = (
     1 << 29,
@@ -50,7 +50,7 @@ SPM_STEPS, SPM_JOINED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabHeader:
-    """What a file says of its vocabulary as a whole: BPE ("gpt2") or SPM ("llama"), how text is cut before, what is put around it."""
+    """A vocabulary's general fields: BPE ("gpt2") or SPM ("llama"), the pre-tokenizer, and the tokens put around a text."""
 
     model: str
     pre: str
@@ -62,7 +62,7 @@ class VocabHeader:
 class Tokenizer:
     """Text to ids and back.
 
-    `parse_special` decides whether the text of control tokens becomes those tokens; user text should be encoded without.
+    `parse_special`: text of control tokens becomes those tokens. Encode user text without it.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Tokenizer:
         self.fim = fim_marks(tokens, ids)
         self.special = frozenset(i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN))
         self._built: dict[tuple[bool, bool], HF] = {}
-        self._hf(True, header.add_space_prefix)  # what the file has wrong shows now
+        self._hf(True, header.add_space_prefix)  # raises now if the file is wrong
 
     @classmethod
     def from_metadata(cls, meta: Mapping[str, object], *, norm: Literal["none", "nfc"] = "none") -> Tokenizer:
-        """Build from `tokenizer.ggml.*`. BadTokenizer names what is missing, unknown or inconsistent."""
+        """Build from `tokenizer.ggml.*`. BadTokenizer names the field that is missing, unknown or inconsistent."""
         fields = Fields(meta, error=BadTokenizer)
         model = fields.label("tokenizer.ggml.model")
         pre = fields.label("tokenizer.ggml.pre", "") or (DEFAULT if model == "gpt2" else "")
@@ -119,7 +119,7 @@ class Tokenizer:
 
     @classmethod
     def of_numbers(cls, fields: Fields) -> Tokenizer:
-        """For a file that has no vocabulary but says how large it is: token 7 is written [7]. Other text is no token."""
+        """For a file that has only the size of its vocabulary: token 7 is written [7]. Other text has no tokens."""
         n = number_of_tokens(fields)
         tokens = [f"[{i}]" for i in range(n)]
 
@@ -132,7 +132,7 @@ class Tokenizer:
         return cls(tokens, [NORMAL] * n, make, header, read_ids(fields, "none", n))
 
     def _hf(self, parse_special: bool, space_prefix: bool) -> HF:
-        """Built when first needed: a large vocabulary takes a quarter of a second."""
+        """Built on first use, because a large vocabulary takes a quarter of a second."""
         key = (parse_special, space_prefix)
         if key not in self._built:
             with border(BadTokenizer, "the vocabulary can not be used"):
@@ -140,28 +140,28 @@ class Tokenizer:
         return self._built[key]
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Ids of `text`; `add_special` puts the begin and end ids the file asks for around them."""
+        """Ids of `text`. `add_special` adds the begin and end ids that the file asks for."""
         _check_text(text)
         return self.encode_batch([text], add_special=add_special, parse_special=parse_special)[0]
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special: bool = True, parse_special: bool = True
     ) -> list[list[int]]:
-        """Many texts. Even one goes this way: the single call of `tokenizers` holds the interpreter's lock."""
+        """Encode many texts. A single text takes this way, too, because the single call of `tokenizers` holds the interpreter's lock."""
         rows = self._plain(texts, parse_special, self.add_space_prefix)
         return [self._framed(ids) for ids in rows] if add_special else rows
 
     def encode_inside(self, text: str) -> list[int]:
-        """Ids of text that stands behind other text: no space goes before it, and no control token comes of it."""
+        """Ids of text that follows other text: without a space before it, and without control tokens."""
         _check_text(text)
         return self._plain([text], False, False)[0]
 
     def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> list[int]:
-        """Ids of one text that comes in parts, each with its own `parse_special`; framed as the whole."""
+        """Ids of one text in parts, each with its own `parse_special`. Begin and end ids are added once."""
         ids: list[int] = []
         for text, parse in parts:
             if self.add_space_prefix and ids and self._types[ids[-1]] not in (CONTROL, UNKNOWN, USER_DEFINED):
-                at = self._first_added(text, parse)  # up to there the text goes on: no space before it
+                at = self._first_added(text, parse)  # the text continues up to here, so no space before it
                 ids += self._plain([text[:at]], parse, False)[0]
                 text = text[at:]
             ids += self._plain([text], parse, self.add_space_prefix)[0]
@@ -179,12 +179,12 @@ class Tokenizer:
         return [self._in_pieces(hf, t) for t in clean]
 
     def _in_pieces(self, hf: HF, text: str) -> list[int]:
-        """Ids of a long text, piece by piece: all at once it takes a kilobyte of memory for every token, which never comes back."""
+        """Ids of a long text, piece by piece. All at once would take a kilobyte of memory per token, which is never returned."""
         ids: list[int] = []
         at = 0
         while at < len(text):
             end = _border(text, at + PIECE_CHARS)
-            if end - at > 2 * PIECE_CHARS:  # no such place: numbers, signs, a script without spaces
+            if end - at > 2 * PIECE_CHARS:  # no border: numbers, signs, a script without spaces
                 found, end = _begin_of(hf, text, at)
                 ids += found
             else:
@@ -194,15 +194,15 @@ class Tokenizer:
 
     @cached_property
     def _splits(self) -> bool:
-        """Whether a long text may be cut between a word and a space before the next one: no pre-tokenizer of this family joins them, and
-        no token that is matched in the text as it is holds a space."""
+        """True if a long text may be cut between a word and the next space: no pre-tokenizer of this family joins these, and no token
+        that is matched in raw text contains a space."""
         kinds = (CONTROL, UNKNOWN, USER_DEFINED)
         return self.model == "gpt2" and not any(
             " " in t for t, k in zip(self._tokens, self._types, strict=True) if k in kinds
         )
 
     def _first_added(self, text: str, parse_special: bool) -> int:
-        """Where the first token begins that is matched in the text before anything else."""
+        """Start of the first token that is matched in raw text, before any merge."""
         kinds = (CONTROL, UNKNOWN, USER_DEFINED) if parse_special else (USER_DEFINED,)
         found = (text.find(t) for t, k in zip(self._tokens, self._types, strict=True) if k in kinds)
         return min((at for at in found if at >= 0), default=len(text))
@@ -214,12 +214,12 @@ class Tokenizer:
         return [*ids, self.eos_id] if add_eos and self.eos_id is not None else ids
 
     def has_special(self, text: str) -> bool:
-        """True if the text of a control token occurs in `text`. 25 ms per million characters, whatever they are."""
+        """True if `text` contains a control token's text. 25 ms per million characters, for any text."""
         clean = text.encode("utf-8", "replace").decode()
         return bool(self._finder.encode_batch_fast([clean], add_special_tokens=False)[0].ids)
 
     def special_spans(self, text: str) -> list[tuple[int, int]]:
-        """Where texts of control tokens stand in `text`, and at its ends halves of them, of two characters or more."""
+        """Spans of control tokens' texts in `text`, and at its ends parts of them with two characters or more."""
         if not text:
             return []
         clean = text.encode("utf-8", "replace").decode()
@@ -237,21 +237,21 @@ class Tokenizer:
         return [*spans, (len(text) - back, len(text))] if back else spans
 
     def borders_special(self, text: str) -> bool:
-        """True if `text` could be one half of a control token's text, with the other half next to it."""
+        """True if `text` could be one part of a control token's text, next to the other part."""
         text, (heads, tails) = text.strip(), self._halves
         longest = min(max(map(len, heads), default=0), len(text))
-        # of any two halves one has at least two characters
+        # of any two parts, at least one has two characters or more
         return any(_begins(heads, text[-n:]) or _begins(tails, text[n - 1 :: -1]) for n in range(2, longest + 1))
 
     @cached_property
     def _halves(self) -> tuple[list[str], list[str]]:
-        """The texts of control tokens, and the same from their end to their start; both sorted."""
+        """The texts of control tokens, and their reversed texts; both sorted."""
         texts = [self._tokens[i] for i in self.special]
         return sorted(texts), sorted(t[::-1] for t in texts)
 
     @cached_property
     def _finder(self) -> HF:
-        """Knows the control tokens and nothing else, so all other text gives no ids."""
+        """A tokenizer that knows only the control tokens: other text gives no ids."""
         with border(BadTokenizer, "the vocabulary's control tokens can not be used"):
             hf = HF(models.BPE(vocab={}, merges=[]))
             hf.add_tokens(
@@ -264,15 +264,15 @@ class Tokenizer:
         return [token_bytes(t, k, self.model) for t, k in zip(self._tokens, self._types, strict=True)]
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for, control tokens as their text; none for the padding rows of an embedding."""
+        """The bytes of a token; of a control token its text, of a padding row of the embedding none."""
         return self._bytes[token] if 0 <= token < self.n_vocab else b""
 
     def piece(self, token: int) -> str:
-        """The text of one token; bytes that are no UTF-8 on their own become U+FFFD."""
+        """The text of one token, with U+FFFD for bytes that are not UTF-8 on their own."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Text of ids; control tokens only if `special`. Raises RequestError for what are none."""
+        """The text of ids, with control tokens only if `special`. Raises RequestError for values that are not ids."""
         try:
             raw = b"".join([self.token_bytes(i) for i in ids if special or i not in self.special])
         except (TypeError, ValueError, IndexError):
@@ -290,21 +290,21 @@ _WORDS = re.compile("(?<=[a-z]) (?=[a-z])")
 
 
 def _border(text: str, at: int) -> int:
-    """The first place from `at` on where a word has ended and a space begins the next one; the text's end if there is none."""
+    """The first place from `at` on between a word and the space of the next one; the text's end if there is none."""
     found = _WORDS.search(text, at) if at < len(text) else None
     return len(text) if found is None else found.start()
 
 
 def _begin_of(hf: HF, text: str, at: int) -> tuple[list[int], int]:
-    """Ids of some of a text from `at` on, and where they end: between two words of the pre-tokenizer, which reads from left to right
-    and never looks back, so that what follows is read as if nothing stood before it. A word that is longer is taken as a whole."""
+    """Ids of a part of the text from `at` on, and the part's end, between two words of the pre-tokenizer. It reads from left to right
+    without looking back, so the rest has the same ids on its own. A longer word is taken as a whole."""
     size = PIECE_CHARS
     while at + size < len(text):
         piece = hf.encode_batch([text[at : at + size]], add_special_tokens=False)[0]
         words, spans = piece.word_ids, piece.offsets
         n = len(words) - 1
         while n > 0 and (spans[n][0] > size - PIECE_TAIL or words[n] == words[n - 1] or words[n] is None):
-            n -= 1  # what stands at the end of the piece may go on behind it
+            n -= 1  # a word at the end of the piece may continue behind it
         if n > 0:
             return piece.ids[:n], at + spans[n][0]
         size *= 16
@@ -312,13 +312,13 @@ def _begin_of(hf: HF, text: str, at: int) -> tuple[list[int], int]:
 
 
 def _begins(texts: Sequence[str], start: str) -> bool:
-    """Whether one of the sorted texts, which are all different, goes on after `start`."""
-    at = bisect_left(texts, start)  # those that begin with it stand here, first itself if it is among them
+    """True if one of the sorted, distinct texts starts with `start` and is longer."""
+    at = bisect_left(texts, start)  # texts with this start follow here, an equal text first
     return any(t.startswith(start) and len(t) > len(start) for t in texts[at : at + 2])
 
 
 def _clean(text: str, token: int) -> str:
-    """The text, or a name if it is no valid UTF-8 (read as lone surrogates): such a token never comes from text."""
+    """The text, or a placeholder if it is not valid UTF-8 (has lone surrogates): such a token never comes from text."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -331,10 +331,10 @@ def _table(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _merges(fields: Fields, table: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Merges in order of rank. One whose parts or result are no tokens can never give an id and is left out."""
+    """Merges by rank. A merge whose parts or result are not tokens can never give an id and is left out."""
     merges = []
     for line in fields.strings("tokenizer.ggml.merges"):
-        at = line.find(" ", 1)  # a piece may itself begin with a space-like character
+        at = line.find(" ", 1)  # the first part may begin with a space
         if at < 0:
             raise BadTokenizer(f"merge {quoted(line)} has no two parts")
         left, right = line[:at], line[at + 1 :]
@@ -355,10 +355,10 @@ def _bpe(table: dict[str, int], fields: Fields, pre: PreTokenizer) -> HF:
 
 
 def _joins(table: Mapping[str, int], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Pairs of tokens whose join is a token, the best-scored join first.
+    """Pairs of tokens whose join is a token, the join with the best score first.
 
-    Looking takes steps by the square of a token's length, and a vocabulary of "a", "aa", "aaa" and so on has as many pairs as
-    steps, each with two texts: both have a limit, far above those of real vocabularies.
+    The search takes steps by the square of a token's length, and a vocabulary of "a", "aa", "aaa" and so on has as many pairs as
+    steps, each with two texts. Both have a limit, far above real vocabularies.
     """
     joins, n_step, n_char = [], 0, 0
     for text, i in table.items():
@@ -380,7 +380,7 @@ def _joins(table: Mapping[str, int], types: Sequence[int], scores: Sequence[floa
 
 
 def _spm(table: dict[str, int], types: Sequence[int], fields: Fields, space_prefix: bool) -> HF:
-    """SentencePiece as BPE: of all neighbours whose join is a token, the best-scored join merges first.
+    """SentencePiece as BPE: of all neighbours whose join is a token, the join with the best score merges first.
 
     Needs every character of a longer token to be a token, which SentencePiece guarantees.
     """
@@ -393,7 +393,7 @@ def _spm(table: dict[str, int], types: Sequence[int], fields: Fields, space_pref
 
 
 def _with_added(hf: HF, table: Mapping[str, int], types: Sequence[int], norm: str, parse_special: bool) -> HF:
-    """Tokens that are matched in the text before anything else; control tokens only when they are to be parsed."""
+    """Add the tokens that are matched in raw text before any merge; control tokens only with `parse_special`."""
     if norm == "nfc":
         own = hf.normalizer
         hf.normalizer = normalizers.Sequence([normalizers.NFC(), *([own] if own is not None else [])])

@@ -1,4 +1,4 @@
-"""A file's vocabulary as read and checked: texts, types, special ids, and the bytes each token stands for."""
+"""A file's vocabulary, checked: texts, types, special ids, and the bytes of each token."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pyspec.gguf.fields import Fields
 from pyspec.ranges import printable, quoted, shown
 
 UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
-MATCHED = (UNKNOWN, CONTROL, USER_DEFINED)  # found in the text as they are, before anything is merged
+MATCHED = (UNKNOWN, CONTROL, USER_DEFINED)  # matched in raw text, before any merge
 MOST_NUMBERED = 1 << 20  # tokens of a file without a vocabulary
-MATCHED_CHARS = 1024  # what looks for them takes time and memory by their length; real ones have some thirty
+MATCHED_CHARS = 1024  # the matcher's time and memory grow with their length; real ones have some thirty characters
 SPACE = "\u2581"
 DEEPSEEK_BAR = "\uff5c"
 
-# A file names one end id; llama.cpp finds the others by their text, and so do we. It also makes control tokens of them,
-# and of the fill-in-the-middle tokens, whatever type the file gives.
+# A file names one end id. llama.cpp finds others by their text, and so does this module. Both treat these tokens and those of
+# fill-in-the-middle as control tokens, even if the file gives another type.
 _EOG = """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
 <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <BARend_of_sentenceBAR> [e~[
 <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>"""
@@ -29,11 +29,11 @@ _FIM = {
     "rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
     "sep": "<|file_sep|>",
 }
-_OLD_FIM = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}  # older files call the ids so
+_OLD_FIM = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}  # names of these ids in older files
 
 
 def _texts(table: str) -> frozenset[str]:
-    """The words of a table; in DeepSeek's, BAR is its wide bar and _ the SentencePiece space."""
+    """The words of a table. In words with BAR, BAR is DeepSeek's wide bar and _ the SentencePiece space."""
     spelt = [w.replace("_", SPACE).replace("BAR", DEEPSEEK_BAR) if "BAR" in w else w for w in table.split()]
     return frozenset(spelt)
 
@@ -57,7 +57,7 @@ CHAR_BYTES = {c: b for b, c in BYTE_CHARS.items()}
 
 
 def read_tokens(fields: Fields) -> list[str]:
-    """Texts by id, all different. Empty ones get a name, as in llama.cpp: files pad with them."""
+    """Texts by id, all distinct. Empty texts, which files use as padding, get a name, as in llama.cpp."""
     tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(fields.strings("tokenizer.ggml.tokens"))]
     if not tokens:
         raise fields.bad("tokenizer.ggml.tokens", "is empty")
@@ -70,7 +70,7 @@ def read_tokens(fields: Fields) -> list[str]:
 
 
 def number_of_tokens(fields: Fields) -> int:
-    """Of a model whose file has no vocabulary."""
+    """The number of tokens of a model whose file has no vocabulary."""
     arch = fields.metadata.get("general.architecture")
     n = fields.metadata.get(f"{arch}.vocab_size")
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_NUMBERED:
@@ -81,7 +81,7 @@ def number_of_tokens(fields: Fields) -> int:
 
 
 def read_types(fields: Fields, tokens: Sequence[str]) -> list[int]:
-    """One of the constants above per token."""
+    """The type of each token: one of the constants above."""
     name, n = "tokenizer.ggml.token_type", len(tokens)
     kinds = fields.integers(name, n) if name in fields else [NORMAL] * n
     for i, text in enumerate(tokens):
@@ -95,14 +95,14 @@ def read_types(fields: Fields, tokens: Sequence[str]) -> list[int]:
 
 
 def read_scores(fields: Fields, n: int) -> list[float]:
-    """One per token; an SPM vocabulary has them."""
+    """The score of each token of an SPM vocabulary."""
     return fields.numbers("tokenizer.ggml.scores", n)
 
 
 def read_ids(fields: Fields, model: str, n: int) -> dict[str, int | None]:
-    """Special ids by name. One that is absent or outside the vocabulary is None, or SentencePiece's usual one.
+    """Special ids by name. An id that is absent or outside the vocabulary is None, or SentencePiece's usual id.
 
-    For `gpt2` llama.cpp takes 11 then, a token of GPT-2's own vocabulary; no other file means that, so we do not.
+    llama.cpp then takes 11 for a `gpt2` vocabulary, a token of GPT-2 itself. No other file means that token, so it is not copied here.
     """
     usual = {"bos": 1, "eos": 2} if model == "llama" and n > 2 else {}
     out: dict[str, int | None] = {}
@@ -115,7 +115,7 @@ def read_ids(fields: Fields, model: str, n: int) -> dict[str, int | None]:
 
 
 def stray_ids(fields: Fields, n: int) -> list[str]:
-    """A sentence about each special id that no token of the vocabulary has. -1, in 32 bits without a sign, too, is how files say none."""
+    """A sentence about each special id outside the vocabulary. Files write -1, also as an unsigned 32-bit number, for no token."""
     names = sorted(name for name in fields.known if name.endswith("_token_id"))
     ids = {name: fields.integer(name, None) for name in names}
     strays = {name: i for name, i in ids.items() if i is not None and not 0 <= i < n and i not in (-1, 2**32 - 1)}
@@ -124,17 +124,17 @@ def stray_ids(fields: Fields, n: int) -> list[str]:
 
 @dataclass(frozen=True)
 class FimMarks:
-    """Ids of the tokens that say where a text to be filled in has its parts. None: the vocabulary has no such token."""
+    """Ids of the tokens that mark the parts of a fill-in-the-middle prompt. None: the vocabulary has no such token."""
 
-    pre: int | None = None  # before what stands in front of the gap
-    suf: int | None = None  # before what stands behind it
-    mid: int | None = None  # before what fills it
+    pre: int | None = None  # before the text in front of the gap
+    suf: int | None = None  # before the text behind it
+    mid: int | None = None  # before the text that fills it
     rep: int | None = None  # before a repository's name
     sep: int | None = None  # before a file's name
 
 
 def fim_marks(tokens: Sequence[str], ids: Mapping[str, int | None]) -> FimMarks:
-    """As the file says, else the first token with a text that is known for it."""
+    """The file's ids, else the first token with a known text."""
     found = {name: ids.get(f"fim_{name}") for name in FIM_TEXTS}
     for i, text in enumerate(tokens):
         if text in CONTROL_TEXTS:
@@ -145,7 +145,7 @@ def fim_marks(tokens: Sequence[str], ids: Mapping[str, int | None]) -> FimMarks:
 
 
 def eog_ids(tokens: Sequence[str], ids: Mapping[str, int | None]) -> frozenset[int]:
-    """Ids that end generation. `<|end|>` only ends a message, not the turn, where a vocabulary has finer ends."""
+    """Ids that end generation. `<|end|>` ends only a message if the vocabulary has tokens that end the answer."""
     named = {ids.get(k) for k in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")}
     texts = {t: i for i, t in enumerate(tokens) if t in EOG_TEXTS}
     if {"<|return|>", "<|call|>"} <= texts.keys() or {"<|calls|>", "<|flush|>"} <= texts.keys():
@@ -154,7 +154,7 @@ def eog_ids(tokens: Sequence[str], ids: Mapping[str, int | None]) -> frozenset[i
 
 
 def byte_value(text: str) -> int:
-    """The value of a byte token, written <0xNN>."""
+    """The value of a byte token, written <0xNN> or as GPT-2's character."""
     if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", text):
         return int(text[3:5], 16)
     if text in CHAR_BYTES:
@@ -163,7 +163,7 @@ def byte_value(text: str) -> int:
 
 
 def token_bytes(text: str, kind: int, model: str) -> bytes:
-    """What a token stands for in text; control and user-defined tokens stand for themselves, fillers for nothing."""
+    """The bytes of a token in text: control and user-defined tokens give their own text, unused tokens nothing."""
     if kind == UNUSED:
         return b""
     if kind == BYTE:
@@ -174,5 +174,5 @@ def token_bytes(text: str, kind: int, model: str) -> bytes:
         try:
             return bytes(map(CHAR_BYTES.__getitem__, text))
         except KeyError:
-            pass  # a normal token that is not in the byte alphabet stands for itself
+            pass  # a normal token with characters outside the byte alphabet gives its own text
     return text.encode("utf-8", "surrogateescape")
