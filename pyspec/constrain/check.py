@@ -1,4 +1,4 @@
-"""Whether a grammar can be kept, before its request is queued: compiled in a process that bounds what a hostile one may cost."""
+"""Compiles a request's grammar before the request is queued, in a process that bounds the cost of a hostile grammar."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pyspec.text.sandbox_process import STALLED, SandboxProcess
 from pyspec.text.tokenizer import Tokenizer
 
 TIME_S, START_S = 2.0, 20.0
-KEPT_BYTES = 8 << 20  # of grammars that were asked for lately, and their answers
+KEPT_BYTES = 8 << 20  # of recent grammars and their results
 
 
 class GrammarCheck:
-    """Compiles grammars for one model. Safe to use from several threads; a grammar that was seen lately costs nothing."""
+    """Compiles grammars for one model. Safe to use from several threads; a recent grammar costs nothing."""
 
     def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
         self._lock = threading.Lock()
@@ -33,7 +33,7 @@ class GrammarCheck:
         )
 
     def compiled(self, grammar: Grammar) -> Grammar:
-        """The grammar as the engine takes it. Raises RequestError if it is none, or too much; Unavailable if nobody can tell now."""
+        """The compiled grammar. Raises RequestError if it is invalid or too large; Unavailable if the process got no time."""
         found = self.known(grammar)
         if found is None:
             check_size(grammar)
@@ -41,7 +41,7 @@ class GrammarCheck:
         return found
 
     def known(self, grammar: Grammar) -> Grammar | None:
-        """The same at once, for one that was compiled lately; None for others. Raises RequestError."""
+        """The result for a recent grammar, at once; None for another grammar. Raises RequestError."""
         with self._lock:
             found = self._kept.get(grammar)
             if found is not None:
@@ -50,7 +50,7 @@ class GrammarCheck:
 
     def _ask(self, grammar: Grammar) -> Grammar | str:
         answer = self._box.ask(question(grammar), TIME_S)
-        if STALLED in answer:  # not the grammar's fault, and nothing to remember
+        if STALLED in answer:  # not the grammar's fault, so the result is not kept
             raise Unavailable(f"the {grammar.kind} could not be compiled: {answer[STALLED]}; try again")
         if "failed" in answer:
             why = answer["failed"]

@@ -1,4 +1,4 @@
-"""The process in which grammars are compiled first: what one costs is bounded here, by llguidance's limits and by the system.
+"""The process that compiles grammars first: llguidance's limits and the system bound their cost here.
 
 Started as `python -m pyspec.constrain.child`; speaks JSON lines: the vocabulary first, then one grammar per line.
 """
@@ -21,8 +21,8 @@ from pyspec.request import Grammar
 from pyspec.text.bounded import serve
 from pyspec.text.rust import border
 
-SAID_BEFORE = 80  # characters of an answer that has begun, in a refusal
-MEMORY_BYTES = 2 << 30  # of address space, the interpreter's and its threads' own included
+SAID_BEFORE = 80  # characters of a begun answer that a refusal shows
+MEMORY_BYTES = 2 << 30  # of address space, including the interpreter and its threads
 
 
 def answer(table: TokenTable, tokenizer: LLTokenizer, grammar: Grammar) -> dict[str, str]:
@@ -52,14 +52,14 @@ def _table(line: str) -> TokenTable:
 
 
 def first_line(table: TokenTable) -> bytes:
-    """What the process is told before any grammar."""
+    """The line with the vocabulary, before any grammar."""
     tokens = [base64.b64encode(t).decode() for t in table.tokens]
     parts = {"tokens": tokens, "special": list(table.special), "eog": list(table.eog)}
     return json.dumps(parts).encode() + b"\n"
 
 
 def question(grammar: Grammar) -> bytes:
-    """A line that asks for a grammar."""
+    """A line with a grammar."""
     return json.dumps(asdict(grammar)).encode() + b"\n"
 
 

@@ -1,4 +1,4 @@
-"""One request's place in its grammar. It knows committed tokens only: drafts are looked at, never kept, so nothing is taken back."""
+"""One request's position in its grammar. It advances with committed tokens only. Drafts are checked, but never consumed."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ from pyspec.constrain.trie import TokenTrie, begin
 from pyspec.errors import GrammarTooLarge, RequestError, SlotError
 from pyspec.request import Grammar
 
-CALM = 32  # rounds without a refusal: each costs a round that is launched ahead, which is worth a few percent of one
-SLOW_S = 0.03  # what a round may wait for one grammar: above it requests take turns (engine/loop/grammar_turns.py)
-REFUSED = "satisfy the grammar"  # llguidance's words for a token that does not fit; it has no code for it
+CALM = (
+    32  # rounds without a refusal; a refusal costs a pipelined round, and pipelining saves a few percent of each round
+)
+SLOW_S = 0.03  # longest wait of a round for one grammar; slower requests take turns (engine/loop/grammar_turns.py)
+REFUSED = "satisfy the grammar"  # llguidance's text for a token that does not match; it has no error code
 Said = TypeVar("Said")
 Masks = NDArray[np.int32]
-"""[row, word]: bit t % 32 of word t // 32 says whether the row may choose token t."""
+"""[row, word]: bit t % 32 of word t // 32 is set if the row may choose token t."""
 
 
 class Constraint:
     """A matcher and, before it, free text up to `after`.
 
-    is_over  nothing can be added: the request has ended with its last token
-    spent    seconds that all looks at its grammar took
+    is_over  nothing can follow: the request ended with its last token
+    spent    seconds spent in its grammar
     is_slow  its last masks took long
     """
 
     def __init__(self, trie: TokenTrie, grammar: Grammar) -> None:
         """grammar: a compiled one. Raises RequestError."""
         self.trie, self.source, self.matcher = trie, grammar.source, trie.matcher(grammar.source)
-        self.read: list[int] = []  # what the matcher has read, to begin again with
+        self.read: list[int] = []  # tokens that the matcher consumed, for a new matcher
         self.is_over, self._n_calm, self.spent, self.is_slow = False, CALM, 0.0, False
         if grammar.begun:
             self._begin(grammar.begun)
-        self.book: Phrasebook | None = None  # set where drafts are made: it learns what is committed
+        self.book: Phrasebook | None = None  # set if drafts are made; learns committed tokens
         self.free = FreeText(trie, grammar, self) if grammar.after else None
 
     def _begin(self, text: str) -> None:
@@ -50,26 +52,26 @@ class Constraint:
 
     @property
     def is_plain(self) -> bool:
-        """The next row may hold any token, as if there were no grammar."""
+        """True if the next row may hold any token, as without a grammar."""
         return self.free is not None and not self.free.begun and not self.free.banned
 
     @property
     def is_calm(self) -> bool:
-        """The model says by itself what it may: its best token will do, most likely."""
+        """True if the model follows its grammar by itself, so that its best token is most likely allowed."""
         return self._n_calm >= CALM
 
     def hear(self, is_refused: bool) -> None:
-        """Whether the best token of a row was refused."""
+        """Count whether the best token of a row was refused."""
         self._n_calm = 0 if is_refused else self._n_calm + 1
 
     def charge(self, began: float) -> None:
-        """A look that began at this time of `time.perf_counter` is over."""
+        """Add the time since `began`, a value of `time.perf_counter`."""
         self.spent += time.perf_counter() - began
 
     # -- drafts --------------------------------------------------------------------------------------------------
 
     def usable(self, drafts: Sequence[int]) -> list[int]:
-        """The drafts before the first that is refused. Token ids only."""
+        """The drafts before the first refused one. Token ids only."""
         if self.free is not None:
             return list(drafts[: self.free.n_inside(drafts)])
         drafts, began = list(drafts), time.perf_counter()
@@ -80,14 +82,14 @@ class Constraint:
         return drafts[:n]
 
     def draftable(self, drafts: Sequence[int]) -> list[int]:
-        """Those that are usable, but one that ends the text: nothing may follow it, and it comes without a draft, too."""
+        """The usable drafts without one that ends the text: nothing may follow it, and it needs no draft."""
         drafts = self.usable(drafts)
         while drafts and self.free is None and self._after(drafts, self.matcher.is_stopped):
             drafts.pop()
         return drafts
 
     def _after(self, tokens: list[int], ask: Callable[[], Said]) -> Said | None:
-        """What the matcher says behind tokens that are valid; None if it does not get there. It stays where it is."""
+        """Ask the matcher behind valid tokens; None if they are not valid. The matcher's position stays."""
         began = time.perf_counter()
         n = self.matcher.try_consume_tokens(tokens) if tokens else 0
         found = ask() if n == len(tokens) and not self.matcher.is_error() else None
@@ -97,8 +99,8 @@ class Constraint:
         return found
 
     def offer(self, most: int, behind: Sequence[int] = ()) -> Offer:
-        """What may come next, as far as that shows without a drafter: what the grammar leaves no choice about, and what the texts
-        before this one said. Behind drafts that are usable."""
+        """Likely next tokens without a drafter: those that the grammar forces, and those of earlier texts. `behind`: usable drafts
+        before them."""
         found = Offer()
         if self.free is not None:
             return found
@@ -110,7 +112,7 @@ class Constraint:
         return found
 
     def _add_likely(self, found: Offer, most: int, behind: Sequence[int]) -> None:
-        """Tokens that came there before, while that is likely."""
+        """Add tokens that followed in earlier texts, while they are likely."""
         if self.book is None:
             return
         n, chance = len(found.tokens), found.chance
@@ -126,14 +128,14 @@ class Constraint:
             found.cut(len(self.usable([*behind, *found.tokens])) - len(behind))
 
     def _add_forced(self, found: Offer, most: int, behind: Sequence[int]) -> None:
-        """Tokens that say all that can be said next. The model may spell the same text with others."""
+        """Add the tokens of a text that the grammar forces. The model may write the same text with other tokens."""
         if len(found.tokens) >= most:
             return
         before = [*behind, *found.tokens]
         text = self._forced_text(before)
         tokens = self.trie.tokenizer.encode_inside(text) if text else []
         if tokens and len(self.usable([*before, *tokens, self.trie.table.eog[0]])) <= len(before) + len(tokens):
-            tokens = tokens[:-1]  # what comes behind it may be of the same token
+            tokens = tokens[:-1]  # the last token may continue with later text
         spelled = Estimate() if self.book is None else self.book.spelled
         for token in tokens[: most - len(found.tokens)]:
             found.add(token, 1.0, spelled)
@@ -146,7 +148,7 @@ class Constraint:
         return (text or b"").decode("utf-8", "ignore")
 
     def allows(self, before: Sequence[int], token: int) -> bool:
-        """Whether a token may follow drafts that are usable."""
+        """True if a token may follow usable drafts."""
         if self.free is not None and not self.free.begun:
             return token not in self.free.banned
         if self.free is not None:
@@ -157,12 +159,12 @@ class Constraint:
         """[word]: the mask of the next row, without drafts."""
         return fill([(self, ())], self.trie)[0]
 
-    # -- what is final -------------------------------------------------------------------------------------------
+    # -- committed tokens ----------------------------------------------------------------------------------------
 
     def commit(self, tokens: Sequence[int]) -> int:
-        """Go on behind tokens that are final. Returns how many there is room for: those behind the last one do not belong to the text.
+        """Consume committed tokens. Returns the number of tokens that belong to the text: none after the grammar's end.
 
-        Raises SlotError if one is refused, or looking at it takes more than is allowed.
+        Raises SlotError if a token is refused, or the grammar exceeds its limits.
         """
         began = time.perf_counter()
         try:
@@ -188,19 +190,19 @@ class Constraint:
         return len(tokens)
 
     def reread(self, text: bytes) -> None:
-        """Let the matcher stand behind `text`."""
+        """Restart the matcher and consume `text`."""
         self.matcher.reset()
         self.read = list(self.trie.walked.tokenize_bytes(text))
         if self.read and not self.matcher.consume_tokens(self.read):
             raise self.failure()
 
     def recover(self) -> None:
-        """What was looked at beyond the committed text has broken the matcher, for good: another one in its place."""
+        """Replace the matcher, because text beyond the committed tokens has broken it for good."""
         self.matcher = self.trie.matcher(self.source)
         self.matcher.consume_tokens(self.read)
 
     def failure(self) -> SlotError:
-        """Why the matcher does not go on: a token was refused, which is our fault, or it is over its limits."""
+        """The error of a matcher that does not advance: it refused a token, which is a bug, or it exceeds its limits."""
         why = said(self.matcher.get_error())
         if not self.matcher.is_error() or REFUSED in self.matcher.get_error():
             return SlotError(f"the text can not follow its grammar any further: {why}")
@@ -208,13 +210,14 @@ class Constraint:
 
 
 class FreeText:
-    """What comes before `after`, and the border: a token that completes `after` may bring text that the grammar has to allow.
+    """The text before `after`, and the border: a token that completes `after` may add text that the grammar must allow.
 
-    Where the text so far may be the begin of `after`, the matcher is asked: it reads free text, `after` and the grammar. Elsewhere only
-    ends are banned, unless the text may stay free, and tokens that hold all of `after` and then what the grammar refuses.
+    While the text may end with the start of `after`, the matcher decides: it reads free text, `after` and the grammar. Elsewhere only
+    two kinds of tokens are banned: end tokens, unless the text may stay free, and tokens that contain `after` and then text that the
+    grammar refuses.
 
-    begun   bytes of `after` that the text ends with: that is where the matcher stands
-    banned  tokens that may not come while none are
+    begun   bytes of `after` at the end of the text; the matcher stands there
+    banned  tokens that may not follow while `begun` is 0
     """
 
     def __init__(self, trie: TokenTrie, grammar: Grammar, constraint: Constraint) -> None:
@@ -236,7 +239,7 @@ class FreeText:
         return banned
 
     def n_inside(self, drafts: Sequence[int]) -> int:
-        """How many drafts there are before the first that reaches `after`."""
+        """Number of drafts before the first that reaches `after`."""
         if self.begun:
             return 0
         tail = self.tail
@@ -247,7 +250,7 @@ class FreeText:
         return len(drafts)
 
     def commit(self, token: int) -> None:
-        """One more token."""
+        """Consume one token."""
         self.tail, text = self._add(self.tail, token)
         at = text.find(self.after)
         self.begun = self._begun(self.tail) if at < 0 else 0
@@ -265,9 +268,9 @@ class FreeText:
 
 
 def fill(spans: Sequence[tuple[Constraint, Sequence[int]]], trie: TokenTrie) -> Masks:
-    """Masks of the rows of several requests, one after the other: of each the next row and those behind its drafts, which are usable.
+    """Masks of the rows of several requests: for each request its next row and the rows behind its drafts, which are usable.
 
-    A row that nothing can follow, or that takes more than is allowed to look at, has no bit: its request ends when it gets there.
+    A row that nothing can follow, or whose mask exceeds the limits, has no bit: its request ends when it gets there.
     """
     masks = np.zeros((sum(len(drafts) + 1 for _, drafts in spans), trie.n_word), np.int32)
     asked, row = [], 0
@@ -279,7 +282,8 @@ def fill(spans: Sequence[tuple[Constraint, Sequence[int]]], trie: TokenTrie) -> 
             asked.append((constraint, drafts, row))
         row += len(drafts) + 1
     together = [each for each in asked if not each[0].is_slow]
-    for part in (together, *([each] for each in asked if each[0].is_slow)):  # so that it shows whose time it is
+    slow = [[each] for each in asked if each[0].is_slow]  # each alone, to measure its time
+    for part in (together, *slow):
         began = time.perf_counter()
         _fill_together(part, masks, trie)
         for constraint, drafts, row in part:
@@ -289,14 +293,12 @@ def fill(spans: Sequence[tuple[Constraint, Sequence[int]]], trie: TokenTrie) -> 
             constraint.is_slow = time.perf_counter() - began >= SLOW_S
     for constraint, _, row in asked:
         if constraint.free is not None and constraint.free.lazy:
-            masks[row] |= ~trie.bits(
-                trie.table.eog
-            )  # text that may stay free may end, also where `after` seems to begin
+            masks[row] |= ~trie.bits(trie.table.eog)  # text that may stay free may end, even if `after` seems to begin
     return masks
 
 
 def _fill_together(asked: Sequence[tuple[Constraint, Sequence[int], int]], masks: Masks, trie: TokenTrie) -> None:
-    """Masks of several requests, each from its row on, on as many threads as there are."""
+    """Masks of several requests, each from its first row on, on several threads."""
     drafted = [(c.matcher, row, list(drafts)) for c, drafts, row in asked if drafts]
     plain = [(c.matcher, row) for c, drafts, row in asked if not drafts]
     shape = masks.ctypes.data, 4 * trie.n_word, len(masks)
@@ -309,7 +311,7 @@ def _fill_together(asked: Sequence[tuple[Constraint, Sequence[int], int]], masks
 
 
 def _fill_apart(constraint: Constraint, drafts: Sequence[int], masks: Masks) -> None:
-    """Some row has broken the matcher: find which, so that those before it are told what they may hold."""
+    """Find the row that broke the matcher, so that the rows before it get their masks."""
     masks[:] = 0
     for i in range(len(masks)):
         constraint.recover()

@@ -1,4 +1,4 @@
-"""OpenAI's `response_format`, and JSON Schemas as clients send them, as grammars."""
+"""Grammars of OpenAI's `response_format`, and of JSON Schemas as clients send them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JSON_OBJECT = Grammar(kind="json_schema", source='{"type": "object"}')
 
 
 def format_grammar(value: Any) -> Grammar | None:
-    """What a `response_format` holds the text to; None for text. Raises RequestError."""
+    """The grammar of a `response_format`; None for text. Raises RequestError."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -34,7 +34,7 @@ def format_grammar(value: Any) -> Grammar | None:
 
 
 def schema_grammar(name: str, value: Any) -> Grammar:
-    """A schema as JSON or, as vLLM's clients send it, as text that holds JSON. Raises RequestError that names the field."""
+    """The grammar of a schema, sent as JSON or, as by vLLM's clients, as text with JSON. Raises RequestError that names the field."""
     if isinstance(value, str):
         return Grammar(kind="json_schema", source=value)
     if not isinstance(value, Mapping | bool):

@@ -1,7 +1,7 @@
-"""GBNF, as llama.cpp reads it: rules of literals, classes, tokens, groups and repetitions.
+"""Parser of GBNF, as in llama.cpp: rules of literals, classes, tokens, groups and repetitions.
 
-Read wider than there in three things that have no other meaning: names may have underlines, an alternative may begin a line, and a
-rule may begin with itself.
+It accepts three more forms, which have no other meaning: names with underscores, an alternative at the start of a line, and
+left recursion.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pyspec.text.expressions import (
     others,
 )
 
-MOST_DEEP = 120  # brackets in brackets
-MOST_REPEATS = 8  # of one thing, one behind the other
+MOST_DEEP = 120  # nested brackets
+MOST_REPEATS = 8  # consecutive repetition signs of one item
 MOST_TIMES = 20_000
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _BLANK = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
@@ -53,11 +53,11 @@ _SIGNS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 class NoGBNF(ValueError):
-    """A text is no grammar; the message says where it ends to be one."""
+    """The text is not a grammar. The message names the place of the error."""
 
 
 def parsed(source: str) -> Rules:
-    """The rules by name, "root" among them, each of which can be found. Raises NoGBNF."""
+    """The rules by name. There is a rule "root", and every reference is defined. Raises NoGBNF."""
     rules = _Parser(source).rules()
     if "root" not in rules:
         raise NoGBNF("it has no rule root")
@@ -69,7 +69,7 @@ def parsed(source: str) -> Rules:
 
 
 class _Parser:
-    """`at`: what is read next."""
+    """`at`: the next position."""
 
     def __init__(self, source: str) -> None:
         self.source, self.at, self.depth = source, 0, 0
@@ -82,7 +82,7 @@ class _Parser:
             self._skip(_BLANK)
             self._want("::=")
             self._skip(_SPACE)
-            found[name] = self._either()  # of two with the same name the last one counts
+            found[name] = self._either()  # the last of two rules with one name counts
             if self.at < len(self.source) and self._here() not in "\r\n":
                 raise self._flaw("a line's end")
             self._skip(_SPACE)
@@ -185,14 +185,14 @@ class _Parser:
                 raise self._flaw(f"a range that ends behind U+{low:04X}")
             found.append((low, high))
         if not found:
-            return Concat(())  # as llama.cpp has it: nothing
+            return Concat(())  # an empty class matches the empty text, as in llama.cpp
         ranges = others(merged(found)) if is_other else merged(found)
         if not ranges:
             raise self._flaw("a class with a character")
         return Chars(ranges)
 
     def _codes(self, end: str) -> Iterator[int]:
-        """Code points up to `end`, which is read, too."""
+        """Code points up to `end`, which is consumed."""
         while self._here() != end:
             if self.at >= len(self.source):
                 raise self._flaw(end)

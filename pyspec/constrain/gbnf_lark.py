@@ -1,7 +1,7 @@
-"""GBNF as llguidance's lark, with the meaning that it has in llama.cpp: any text that some way through the rules gives.
+"""Translates GBNF to llguidance's lark with llama.cpp's meaning: a text matches if any derivation gives it.
 
-What is regular becomes an expression of the lexer, which follows all ways at once and costs next to nothing; what is not becomes a rule
-of words, none of which meets another in the same characters (gbnf_meet).
+A regular part becomes one terminal of the lexer, which follows all alternatives at once and costs next to nothing. Other parts become
+rules of terminals ("words"), no two of which compete for the same characters (gbnf_meet).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from pyspec.text.expressions import (
     is_nothing,
 )
 
-MOST_LOOKS = 60  # at a grammar, each of which opens the words that meet
+MOST_LOOKS = 60  # analyses of a grammar; each opens the words that meet
 IdOf = Callable[[str], int | None]
 Words = dict[Node, Word | None]
-"""Nodes that are words of the lexer; None: a token, which is no text."""
+"""Nodes that are words of the lexer; None for a token, which has no text."""
 
 
 def lark_of(source: str, id_of: IdOf = lambda text: None, ends: Sequence[int] = ()) -> str:
-    """A grammar in lark's words. Raises NoGBNF.
+    """The grammar in lark. Raises NoGBNF.
 
-    id_of  the token with a text; None: llguidance may know it
-    ends   tokens that end a generation: none of them is "another token"
+    id_of  gives the token with a text; None: llguidance may know it
+    ends   tokens that end a generation; "any other token" excludes them
     """
     rules, regular = without_tails(parsed(source))
     if "root" in regular:
@@ -50,7 +50,7 @@ def lark_of(source: str, id_of: IdOf = lambda text: None, ends: Sequence[int] = 
 
 
 def _grouped(node: Node, regular: frozenset[str]) -> Node:
-    """The same, with its regular parts in a row, or among its choices, as one part."""
+    """The same node, with neighbouring regular parts or choices joined into one."""
     if isinstance(node, Concat):
         return Concat(_joined(node.parts, regular, Concat))
     if isinstance(node, Either):
@@ -67,7 +67,7 @@ def _joined(nodes: Sequence[Node], regular: frozenset[str], kind: type[Concat | 
 
 
 def _words(rules: Rules, regular: frozenset[str]) -> set[Node]:
-    """As large as they can be without meeting; single characters never do."""
+    """The largest words that do not meet. Single characters never meet."""
     opened: set[Node] = set()
     made: dict[Node, Word] = {}
     looked = WordPairs()
@@ -85,7 +85,7 @@ def _words(rules: Rules, regular: frozenset[str]) -> set[Node]:
 
 
 def _cut(rules: Rules, regular: frozenset[str], opened: set[Node], made: dict[Node, Word]) -> tuple[Rules, Words]:
-    """The rules that are used as such, and the words in them."""
+    """The rules in use, and the words in them."""
     used: Rules = {"root": rules["root"]}
     words: Words = {}
     todo = [rules["root"]]
@@ -109,7 +109,7 @@ def _cut(rules: Rules, regular: frozenset[str], opened: set[Node], made: dict[No
 
 
 class _Writer:
-    """Rules have names of their own: lark tells terminals from rules by case, and GBNF does not."""
+    """Writes the rules under new names, because lark tells terminals from rules by case."""
 
     def __init__(self, rules: Rules, words: set[Node], id_of: IdOf, ends: Sequence[int]) -> None:
         self._rules, self._words, self._id_of, self._ends = rules, words, id_of, ends
@@ -130,7 +130,7 @@ class _Writer:
         return self._named((name, in_word), "R" if in_word else "r", self._rules[name], in_word)
 
     def _named(self, key: Node | tuple[str, bool], letter: str, node: Node, in_word: bool) -> str:
-        """A name for a node, which is written some time."""
+        """A node's name. Its rule is written later."""
         if key not in self._names:
             self._names[key] = f"{letter}{len(self._names)}"
             self._todo.append((self._names[key], node, in_word))
@@ -175,20 +175,20 @@ class _Writer:
     def _token(self, node: Token) -> str:
         token = node.said if isinstance(node.said, int) else self._id_of(node.said)
         if token is None and not node.is_other and _SPECIAL.fullmatch(str(node.said)):
-            return str(node.said)  # llguidance knows the names of control tokens, and says so if there is none
+            return str(node.said)  # llguidance knows control tokens by name, and reports an unknown one
         if token is None:
             raise NoGBNF(f"it names the token {node.said}, which the vocabulary does not have as one")
         return f"<[^{','.join(map(str, sorted({token, *self._ends})))}]>" if node.is_other else f"<[{token}]>"
 
 
 _NOT_EMPTY = " & /(?s:.+)/"
-"""A word of llguidance has a character; a node that has none stands in brackets with a question mark."""
+"""A terminal of llguidance is not empty, so a node that can be empty is written as (word)?."""
 _SIGNS = {(0, None): "*", (1, None): "+", (0, 1): "?"}
 _SPECIAL = re.compile(r"<[A-Za-z0-9_|/-]+>")
 
 
 def _one_of(node: Chars) -> str:
-    """In a regular expression."""
+    """The characters in a regular expression."""
     if len(node.ranges) == 1 and node.ranges[0][0] == node.ranges[0][1]:
         return _code(node.ranges[0][0])
     return "[" + "".join(_code(low) + (f"-{_code(high)}" if high > low else "") for low, high in node.ranges) + "]"

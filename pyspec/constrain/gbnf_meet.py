@@ -1,8 +1,8 @@
-"""Where the words of a lexer would meet in the same characters, so that the longest is not always the right one.
+"""Finds words of the lexer that compete for the same characters, so that the longest match may be wrong.
 
-llguidance reads a text in two steps, as most parsers do: a lexer that takes the longest word of those that may come, and a parser of
-words. GBNF knows no words: a rule may end at any character at which what follows can begin. So a word is one only where no shorter one
-could end within it and be followed by the same byte; else it is opened into the words that it is made of, down to single characters.
+llguidance reads text in two steps, as most parsers do: a lexer takes the longest possible word, and a parser reads words. GBNF has no
+words: a rule may end at any character where the next one can begin. So a node can be a word only if no shorter word can end inside it
+with the same next byte. Otherwise it is opened into smaller words, down to single characters.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pyspec.text.automaton import TooMuch, Word, joined_bits
 from pyspec.text.expressions import Concat, Either, Node, Ref, Repeat, below, have_common
 
-MOST_STEPS = 150_000  # that all looks at a grammar may take
+MOST_STEPS = 150_000  # of all analyses of a grammar
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What two words that begin together have in common.
+    """The overlap of two words that begin at the same place.
 
-    is_same  a text fits both
-    longer   the bytes by which the second goes on where the first may end, as bits
+    is_same  one text matches both
+    longer   bytes that may continue the second word where the first may end, as bits
     """
 
     is_same: bool
@@ -29,19 +29,19 @@ class Meeting:
 
 
 class WordPairs:
-    """What was found out about words, and the steps that it took."""
+    """A cache of meetings, and a count of the steps so far."""
 
     def __init__(self) -> None:
         self.n, self._found = 0, dict[tuple[int, int], Meeting]()
 
     def count(self) -> None:
-        """One step more. Raises TooMuch."""
+        """Count a step. Raises TooMuch."""
         self.n += 1
         if self.n > MOST_STEPS:
             raise TooMuch
 
     def meeting(self, a: Word, b: Word) -> Meeting:
-        """Of two words, which live as long as this does. Raises TooMuch."""
+        """The meeting of two words, which must outlive this cache. Raises TooMuch."""
         if (id(a), id(b)) not in self._found:
             self._found[id(a), id(b)] = _meeting(a, b, self.count)
         return self._found[id(a), id(b)]
@@ -64,10 +64,10 @@ def _meeting(a: Word, b: Word, count: Callable[[], None]) -> Meeting:
 
 
 class Meetings:
-    """A grammar of words: which may come first, and which behind each. `words` are nodes of `rules` that are taken as one."""
+    """A grammar as a graph of words: the possible first words, and the possible next words of each. `words`: nodes of `rules` that are words."""
 
     def __init__(self, rules: Mapping[str, Node], words: Mapping[Node, Word | None]) -> None:
-        """words: None for a token, which is no text."""
+        """words: None for a token, which has no text."""
         self.rules, self.words = rules, words
         self.next: dict[Node, set[Node]] = {node: set() for node in words}
         self._empty = self._can_be_empty()
@@ -94,7 +94,7 @@ class Meetings:
         return all(each) if isinstance(node, Concat) else any(each)
 
     def _settle(self) -> None:
-        """What rules begin with, then what stands behind each word: again until nothing changes."""
+        """Compute the first words of each rule, then the next words of each word, to a fixed point."""
         is_new = True
         while is_new:
             is_new = False
@@ -125,7 +125,7 @@ class Meetings:
         return found
 
     def _pass_on(self, node: Node, follow: frozenset[Node], behind: dict[str, set[Node]]) -> None:
-        """`follow` stands behind `node`."""
+        """Record that `follow` may come behind `node`."""
         if node in self.words:
             self.next[node] |= follow
         elif isinstance(node, Ref):
@@ -143,7 +143,7 @@ class Meetings:
                 follow = first | follow if self._is_empty(part, self._empty) else first
 
     def found(self, top: str, looked: WordPairs) -> set[Node]:
-        """The words within which another one may end, and be followed by the byte by which they go on. Raises TooMuch."""
+        """The words inside which another word may end with the byte that continues them. Raises TooMuch."""
         found: set[Node] = set()
         first = self._first[top]
         seen: set[tuple[int, int]] = set()

@@ -1,5 +1,5 @@
-"""Which rules of a GBNF grammar are regular, so that one expression says the same: those that do not come back to themselves, and those
-that do so at their end only (`ws ::= [ \\t] ws | ""`), of which the recursion is solved.
+"""Finds the regular rules of a GBNF grammar, which one expression can replace: rules without recursion, and rules with recursion at their
+end only (`ws ::= [ \\t] ws | ""`), which is solved.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from pyspec.text.expressions import Concat, Either, Node, Ref, Repeat, Rules, Token, all_below
 
-MOST_TOGETHER = 6  # rules that come back to each other and are solved: what is written doubles with each
+MOST_TOGETHER = 6  # mutually recursive rules that are solved; the result doubles with each
 
 
 def without_tails(rules: Rules) -> tuple[Rules, frozenset[str]]:
-    """The rules, with solved those that come back at their end only; and the names of those that are regular."""
+    """The rules with tail recursion solved, and the names of the regular ones."""
     found = dict(rules)
     regular: set[str] = set()
     for group in _groups(rules):
@@ -24,14 +24,14 @@ def without_tails(rules: Rules) -> tuple[Rules, frozenset[str]]:
 
 
 def is_regular(node: Node, regular: Iterable[str]) -> bool:
-    """Whether a node is made of characters and regular rules alone."""
+    """True if a node consists of characters and regular rules only."""
     return all(
         each.name in regular if isinstance(each, Ref) else not isinstance(each, Token) for each in all_below(node)
     )
 
 
 def can_be_empty(rules: Rules, nodes: Iterable[Node]) -> set[Node]:
-    """The nodes that the empty text fits."""
+    """The nodes that match the empty text."""
     empty: set[str] = set()
     n = -1
     while n < len(empty):
@@ -66,11 +66,11 @@ def _solved(group: set[str], rules: Rules, regular: set[str]) -> Rules | None:
 
 
 Parts = dict[str, Node]
-"""What a rule is, by the rule that stands at its end; "": by none."""
+"""A rule's alternatives, by the rule at their end; "": no rule."""
 
 
 def _by_tail(node: Node, group: set[str]) -> Parts | None:
-    """None: a rule of the group stands elsewhere than at an end."""
+    """Alternatives by their last rule. None: a rule of the group stands elsewhere than at an end."""
     if isinstance(node, Ref) and node.name in group:
         return {node.name: Concat(())}
     if not _names(node, group):
@@ -102,7 +102,7 @@ def _names(node: Node, group: set[str]) -> bool:
 
 
 def _without_unknowns(equations: dict[str, Parts]) -> Rules | None:
-    """Each rule by what is known, as sets of equations are solved. None: a rule that never ends."""
+    """Solve the equations by elimination. None if a rule never ends."""
     done: list[str] = []
     for name in sorted(equations):
         for before in done:
@@ -126,7 +126,7 @@ def _put_in(parts: Parts, name: str, what: Parts) -> None:
 
 
 def _groups(rules: Mapping[str, Node]) -> Iterator[set[str]]:
-    """Rules that come back to each other, those that are named before those that name them (Tarjan, without recursion)."""
+    """Groups of mutually recursive rules, referenced groups first (Tarjan's algorithm, without recursion)."""
     names = {name: [each.name for each in all_below(node) if isinstance(each, Ref)] for name, node in rules.items()}
     number: dict[str, int] = {}
     low: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Grammars as llguidance takes them: JSON Schemas, GBNF, regular expressions and lark become one JSON text, with what bounds them.
+"""Translates grammars for llguidance: JSON Schemas, GBNF, regular expressions and lark become one JSON text, under limits.
 
-Whoever wrote a grammar may mean harm. `compile_text` and `Matcher` run first in a process that can be killed (check.py), under the limits
-here; only what has passed there is compiled by the engine.
+A grammar may be hostile. `compile_text` and a matcher run first in a process that can be killed (check.py), under the limits here. The
+engine compiles only grammars that passed there.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pyspec.request import Grammar
 from pyspec.text.schemas import closed
 
 SOURCE_BYTES = 256 << 10
-SAID_CHARS = 300  # of what the compiler says
+SAID_CHARS = 300  # of the compiler's message
 SPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
-"""What may stand between two tokens of JSON, once: as llama.cpp allows, so no run of spaces lasts."""
+"""White space between two JSON tokens, as llama.cpp allows it. It is bounded, so that no run of spaces lasts."""
 LIMITS = LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=1_000_000,  # 20 ms
@@ -32,13 +32,13 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-"""What may come depends on the text so far and not on how it was cut into tokens: the model spells as it likes."""
+"""Allowed tokens depend on the text so far and not on its split into tokens: the model may spell as it likes."""
 _FREE = "start: free SPACE? body\nfree[suffix=%s]: /(?s:.*)/\nSPACE: /[ \\t\\r\\n]{1,4}/\n"
 """Free text up to and including a text, a little white space, then the grammar."""
 
 
 class TokenIds(Protocol):
-    """What a grammar may ask of the tokens that it names."""
+    """The part of a vocabulary that grammars with tokens need."""
 
     @property
     def eog(self) -> Sequence[int]:
@@ -49,7 +49,7 @@ class TokenIds(Protocol):
 
 
 def check_size(grammar: Grammar) -> None:
-    """Raise RequestError for a grammar that is too long to be looked at."""
+    """Raise RequestError if a grammar is empty or too long."""
     if (n := len((grammar.source + grammar.calls + grammar.begun).encode("utf-8", "replace"))) > SOURCE_BYTES:
         raise RequestError(f"the {grammar.kind} has {n} bytes; at most {SOURCE_BYTES} are taken")
     if not grammar.source.strip():
@@ -59,7 +59,7 @@ def check_size(grammar: Grammar) -> None:
 
 
 def compile_text(grammar: Grammar, vocabulary: TokenIds | None = None) -> str:
-    """llguidance's own JSON for a grammar. Raises RequestError for what is none, as far as that shows without a vocabulary."""
+    """llguidance's JSON for a grammar. Raises RequestError for a flaw that shows without a vocabulary."""
     if grammar.kind == "compiled":
         return grammar.source
     try:
@@ -77,7 +77,7 @@ def compile_text(grammar: Grammar, vocabulary: TokenIds | None = None) -> str:
 
 
 def said(message: str) -> str:
-    """What a compiler says, on one line and short."""
+    """A compiler's message on one short line."""
     return printable(" ".join(message.split()), SAID_CHARS) or "no reason is given"
 
 

@@ -1,4 +1,4 @@
-"""Drafts that need no drafter: tokens, and how likely each of them is."""
+"""Drafts without a drafter: tokens, each with its probability of acceptance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from operator import mul
 
 from pyspec.constrain.phrases import Estimate
 
-LEAST_CHANCE = 0.1  # that a token is reached and right: below that nobody would spend a row on it
+LEAST_CHANCE = 0.1  # of acceptance; less likely tokens are not worth a row
 MOST_CHANCE = 0.99
 
 
@@ -17,8 +17,8 @@ MOST_CHANCE = 0.99
 class Offer:
     """Tokens that may come next under a grammar.
 
-    chances    that each is right if all before it are
-    expected   the same before it is corrected by `estimates`, which hear how it went
+    chances    probability of each token, if all tokens before it are right
+    expected   the same before the correction by `estimates`, which learn the outcome
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -28,32 +28,32 @@ class Offer:
 
     @property
     def chance(self) -> float:
-        """That all of it is right."""
+        """The probability that all tokens are right."""
         return prod(self.chances)
 
     @property
     def chance_of_first(self) -> float:
-        """0.0 if there is none."""
+        """The probability of the first token; 0.0 if there is none."""
         return self.chances[0] if self.chances else 0.0
 
     @property
     def survival(self) -> list[float]:
-        """Of each token, that it is right and all before it."""
+        """For each token, the probability that it and all tokens before it are right."""
         return list(accumulate(self.chances, mul))
 
     def add(self, token: int, expected: float, estimate: Estimate) -> None:
-        """One more."""
+        """Append a token."""
         self.tokens.append(token)
         self.chances.append(min(MOST_CHANCE, expected * estimate.factor))
         self.expected.append(expected)
         self.estimates.append(estimate)
 
     def cut(self, n: int) -> None:
-        """Only the first n."""
+        """Keep the first n tokens."""
         for each in (self.tokens, self.chances, self.expected, self.estimates):
             del each[n:]
 
     def judge(self, n_draft: int, n_accepted: int) -> None:
-        """The first `n_draft` were drafted, and of these so many were right."""
+        """Report that the first `n_draft` tokens were drafted and `n_accepted` of them were right."""
         for i in range(min(n_draft, n_accepted + 1, len(self.tokens))):
             self.estimates[i].add(self.expected[i], i < n_accepted)

@@ -1,6 +1,6 @@
-"""What comes next in texts under one grammar, by the tokens before: keys, punctuation and how a model spells them repeat from text to text.
+"""Predicts the next token of a text under a grammar from the tokens before it: keys, punctuation and spelling repeat from text to text.
 
-Drafts from here need no model. They are kept by client, for what one client's texts said must not show in another's timings.
+These drafts need no model. Books are kept by client, because one client's texts must not show in another client's timings.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-ORDER = 3  # tokens that are looked back at
-FADE = 0.9  # of what was seen before, each time something comes again
-MOST_NEXT = 8  # followers kept of one place
-MOST_PLACES = 20_000  # of one book; twice as many are held at most
+ORDER = 3  # tokens of context
+FADE = 0.9  # weight of older counts, at each new one
+MOST_NEXT = 8  # followers kept for each context
+MOST_PLACES = 20_000  # contexts of one book; up to twice as many are held
 MOST_BOOKS = 32
-MOST_ALL = 80_000  # places of all books: each takes about 400 bytes
-TRUST = 0.98  # of what was judged before, with each verdict
+MOST_ALL = 80_000  # contexts of all books; each takes about 400 bytes
+TRUST = 0.98  # weight of older verdicts, at each new one
 
 
 class Estimate:
-    """How often something that was expected came, compared with how often it was expected."""
+    """Ratio of the tokens that came to the tokens that were expected."""
 
     __slots__ = ("came", "expected")
 
@@ -45,11 +45,11 @@ class Phrasebook:
 
     @property
     def n_place(self) -> int:
-        """Places of which something is known."""
+        """Contexts with counts."""
         return len(self._young) + len(self._old)
 
     def learn(self, before: Sequence[int], token: int) -> None:
-        """`token` came behind `before`, of which the last few count."""
+        """Count that `token` came behind `before`; only the last few tokens of `before` matter."""
         for place in _places(before):
             seen = self._find(place)
             if seen is None:
@@ -61,7 +61,7 @@ class Phrasebook:
                 del seen[min(seen, key=seen.__getitem__)]
 
     def next(self, before: Sequence[int]) -> tuple[int, float] | None:
-        """The likeliest token behind `before`, and its share of what came there, by the longest past that was seen."""
+        """The likeliest token behind `before` and its share, from the longest context with counts."""
         for place in _places(before):
             seen = self._find(place)
             if seen:
@@ -84,7 +84,7 @@ class Phrasebook:
 
 
 def _places(before: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The last tokens, most first; () is where a text begins."""
+    """The last tokens, the longest context first; () is the start of a text."""
     if not before:
         yield ()
     for n in range(min(ORDER, len(before)), 0, -1):
@@ -92,7 +92,7 @@ def _places(before: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 class Phrasebooks:
-    """By client and grammar, those asked for last. Safe to use from several threads."""
+    """The most recent books, by client and grammar. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -100,7 +100,7 @@ class Phrasebooks:
 
     @property
     def n_place(self) -> int:
-        """Places of all books."""
+        """Contexts of all books."""
         return sum(book.n_place for book in self.books.values())
 
     def of(self, client: str, source: str) -> Phrasebook:

@@ -1,4 +1,4 @@
-"""A model's vocabulary as llguidance walks it. Built when first asked for: 150,000 tokens take most of a second."""
+"""A model's vocabulary in llguidance's form. Built on first use: 150,000 tokens take most of a second."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pyspec.text.rust import border
 from pyspec.text.tokenizer import Tokenizer
 
 MOST_THREADS = 8
-MOST_BYTES = 1023  # of a token: the library's tree is as deep, and one mark stands before control tokens
+MOST_BYTES = 1023  # of a token: the depth of the library's tree, minus one mark before control tokens
 
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Every id's bytes, which ids are control tokens, and which end a generation: all that a matcher needs of a vocabulary."""
+    """The part of a vocabulary that a matcher needs: every id's bytes, the control tokens, and the tokens that end a generation."""
 
     tokens: Sequence[bytes]
     special: Sequence[int]
@@ -30,8 +30,8 @@ class TokenTable:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, n_vocab: int) -> TokenTable:
-        """Of a model whose embedding may have more rows than the vocabulary has tokens: these are never allowed, nor are tokens of more than
-        MOST_BYTES, which are taken for empty."""
+        """The table of a model. Its embedding may have more rows than the vocabulary has tokens. Those rows are never allowed, nor are
+        tokens of more than MOST_BYTES, which count as empty."""
         eog = sorted(t for t in tokenizer.eog if t < n_vocab)
         if not eog:
             raise RequestError("a grammar can not be kept: the model's vocabulary has no token that ends a generation")
@@ -40,28 +40,28 @@ class TokenTable:
         return cls([t if len(t) <= MOST_BYTES else b"" for t in tokens], special, eog)
 
     def id_of(self, text: str) -> int | None:
-        """The token with this text; of several a control token."""
+        """The token with this text, preferably a control token."""
         wanted = text.encode()
         found = [token for token in self.special if self.tokens[token] == wanted]
         return found[0] if found else next((i for i, each in enumerate(self.tokens) if each == wanted), None)
 
     def build(self, encode: Callable[[str], list[int]]) -> LLTokenizer:
-        """`encode` gives the ids of text in the middle of a text."""
+        """`encode` gives the ids of text that follows other text."""
         with border(RequestError, "a grammar can not be kept: the model's vocabulary can not be walked"):
             return LLTokenizer(_Wrapper(self, encode), eos_token=list(self.eog))  # type: ignore[arg-type]  # its stub names a class of its own
 
 
 def begin(tokenizer: LLTokenizer, matcher: LLMatcher, text: str) -> list[int] | None:
-    """Let a matcher read text that stands there already; the tokens by which it did. None: it does not take it.
+    """Let a matcher consume the text of a begun answer. Returns the tokens, or None if the grammar does not match.
 
-    In which tokens the prompt has it is no matter: what may follow depends on the text alone.
+    The prompt may split the text into other tokens, because the matcher's next tokens depend on the text alone.
     """
     tokens = list(tokenizer.greedy_tokenize(text)) if text else []
     return tokens if not tokens or matcher.try_consume_tokens(tokens) == len(tokens) else None
 
 
 class _Wrapper:
-    """The shape in which llguidance takes a tokenizer."""
+    """A tokenizer in the form that llguidance reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -75,7 +75,7 @@ class _Wrapper:
 
 
 class TokenTrie:
-    """One for each loaded model. Safe to use from several threads."""
+    """One per loaded model. Safe to use from several threads."""
 
     def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
         self.tokenizer, self.n_vocab = tokenizer, n_vocab
@@ -94,7 +94,7 @@ class TokenTrie:
 
     @property
     def walked(self) -> LLTokenizer:
-        """As llguidance has it."""
+        """The vocabulary in llguidance."""
         with self._lock:
             if self._built is None:
                 self._built = self.table.build(self.tokenizer.encode_inside)
@@ -105,7 +105,7 @@ class TokenTrie:
         return LLExecutor(max(1, min(MOST_THREADS, os.cpu_count() or 1)))
 
     def matcher(self, source: str) -> LLMatcher:
-        """A matcher at the start of a compiled grammar. Raises RequestError. The interpreter's lock is free meanwhile."""
+        """A matcher at the start of a compiled grammar. Raises RequestError. Releases the interpreter's lock meanwhile."""
         with border(RequestError, "the grammar can not be used"):
             matcher = LLMatcher(self.walked, source, log_level=0, limits=LIMITS)
         if matcher.is_error():
@@ -113,7 +113,7 @@ class TokenTrie:
         return matcher
 
     def bits(self, banned: Sequence[int]) -> np.ndarray:
-        """[n_word] int32: the mask of a row that may hold all tokens but these."""
+        """[n_word] int32: the mask of a row that may hold all tokens except these."""
         mask = np.full(self.n_word, -1, np.int32)
         ids = np.array(sorted(banned), np.int64)
         np.bitwise_and.at(mask.view(np.uint32), ids >> 5, ~(np.uint32(1) << (ids & 31).astype(np.uint32)))

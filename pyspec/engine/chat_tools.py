@@ -1,4 +1,4 @@
-"""Chats for programs: what the answer may call, and the answer taken apart into content, reasoning and tool calls. No torch."""
+"""Chats for programs: tools in the request, and the answer split into content, reasoning and tool calls. No torch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ WORDS = ("auto", "none", "required")
 
 
 class ToolOptions(GenerateOptions, total=False):
-    """All that a chat takes beside its messages: the options of a generation, and tools.
+    """All options of a chat beside its messages: those of a generation, and tools.
 
-    tools                functions that the model may call, as OpenAI's clients write them, or each function alone
-    tool_choice          "auto": as the model likes; "none"; "required": at least one; the name of the one to be called; or OpenAI's object
+    tools                functions that the model may call, in OpenAI's form, or each function alone
+    tool_choice          "auto": the model decides; "none"; "required": at least one call; the name of the tool to call; or OpenAI's object
     parallel_tool_calls  an answer may have more than one call
-    tool_call_parser     how the model writes calls, by name ("hermes", "qwen3_coder", ...); "auto": as its chat template does
-    response_format      what the content is held to, as OpenAI's clients write it, in place of `json_schema`
+    tool_call_parser     the syntax of calls, by name ("hermes", "qwen3_coder", ...); "auto": that of the chat template
+    response_format      the format of the content, in OpenAI's form, in place of `json_schema`
     """
 
     tools: Sequence[Tool] | None
@@ -61,7 +61,7 @@ class ToolCall:
     arguments: str
 
     def values(self) -> dict[str, Any]:
-        """The arguments as Python values. Raises RequestError if they are no JSON object: the answer was cut short."""
+        """The arguments as Python values. Raises RequestError if they are not a JSON object: the answer was cut short."""
         try:
             found = json.loads(self.arguments or "{}")
         except ValueError as e:
@@ -75,10 +75,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatResult(Result):
-    """A finished answer of a chat. `text` is all that the model wrote; the rest is what it consists of.
+    """A finished answer of a chat. `text` is all that the model wrote; the other fields are its parts.
 
     content     the answer itself
-    reasoning   what the model thought before it; "" if it did not
+    reasoning   the model's reasoning before it; "" if there was none
     tool_calls  in order; the chat goes on with `message` and a message for each of them: {"role": "tool", "tool_call_id": id, "content": ...}
     """
 
@@ -88,7 +88,7 @@ class ChatResult(Result):
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why it ended, in the words of OpenAI's clients: "stop", "length", "tool_calls"."""
+        """The reason that it ended, in the words of OpenAI's clients: "stop", "length", "tool_calls"."""
         return finish_reason(self.finish, has_called=bool(self.tool_calls))
 
     @property
@@ -103,7 +103,7 @@ class ChatResult(Result):
 
 @dataclass(frozen=True, slots=True)
 class ChatDelta(Delta):
-    """A Delta of a chat: `content` and `reasoning` are more of either, `tool_calls` are calls that are complete with it."""
+    """A Delta of a chat: new `content` and `reasoning`, and the `tool_calls` that are now complete."""
 
     content: str = ""
     reasoning: str = ""
@@ -112,7 +112,7 @@ class ChatDelta(Delta):
 
 @dataclass(slots=True)
 class AnswerReading:
-    """Takes one answer apart as it comes. A call is told when its end is known."""
+    """Splits one answer into parts as it arrives. A call is emitted when its end is known."""
 
     markup: AnswerMarkup
     _open: ToolCall | None = None
@@ -122,7 +122,7 @@ class AnswerReading:
         self._parser = self.markup.parser()
 
     def events(self, event: Delta | Done) -> Iterator[ChatDelta | Done]:
-        """What one event of the answer becomes: at its end, what was held back comes before it."""
+        """The events for one event of the answer. At its end, the text held back comes first."""
         if isinstance(event, Delta):
             yield self.delta(event)
             return
@@ -131,11 +131,11 @@ class AnswerReading:
         yield event
 
     def delta(self, event: Delta) -> ChatDelta:
-        """The same delta with what its text is."""
+        """The same delta, with its text split into parts."""
         return self._apart(event, self._parser.push(event.text))
 
     def rest(self, request: str) -> ChatDelta | None:
-        """What was held back until the answer's end, if anything was."""
+        """A delta of the text held back until the answer's end; None if there is none."""
         last = self._apart(Delta(request, (), ""), self._parser.finish(), is_over=True)
         return last if last.content or last.reasoning or last.tool_calls else None
 
@@ -165,13 +165,13 @@ class AnswerReading:
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """A chat that is ready to run, and how its answer is read."""
+    """A chat that is ready to run, and the markup of its answer."""
 
     request: Request
     markup: AnswerMarkup
 
     def read(self, events: Iterable[Delta | Done]) -> Iterator[ChatDelta | Done]:
-        """The events of the answer, each with what it is."""
+        """The events of the answer, with their text split into parts."""
         reading = AnswerReading(self.markup)
         for event in events:
             yield from reading.events(event)
@@ -185,7 +185,7 @@ class ChatCall:
 
 
 def collected(events: Sequence[ChatDelta | Done]) -> ChatResult:
-    """An answer put together."""
+    """Join the events of an answer."""
     deltas = [event for event in events if isinstance(event, ChatDelta)]
     whole = collect(events)
     return ChatResult(
@@ -198,11 +198,11 @@ def collected(events: Sequence[ChatDelta | Done]) -> ChatResult:
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """Makes requests of chats, as the server does.
+    """Makes requests from chats, as the server does.
 
     source       the chat template's text
     check        compiles a grammar, or raises RequestError
-    recommended  sampling of a chat that gives no `params`
+    recommended  sampling of a chat without `params`
     """
 
     tokenizer: Tokenizer
@@ -246,7 +246,7 @@ class Chats:
         return tuple(self.template.encode(self.tokenizer, chat, tools=tools or None, kwargs=values))
 
     def _request(self, prompt: tuple[int, ...], options: Mapping[str, Any]) -> tuple[Request, str]:
-        """The request as it is without tools, its grammar not yet compiled, and the name of the option that gave that."""
+        """The request without tools, its grammar not yet compiled, and the name of the option with that grammar."""
         rest = {name: value for name, value in options.items() if name not in OF_CHATS}
         request = request_of(prompt, rest, self.recommended)
         given = next((name for name in GrammarOptions.__annotations__ if rest.get(name) is not None), "")
@@ -259,7 +259,7 @@ class Chats:
 
 
 def speech_of(source: str, options: Mapping[str, Any]) -> Dialect:
-    """How calls are written. Raises RequestError for a name that no dialect has."""
+    """The dialect of calls. Raises RequestError for an unknown name."""
     name = options.get("tool_call_parser", "auto")
     found = spoken(source, name) if name == "auto" or name in NAMES else None
     if found is None:
@@ -268,7 +268,7 @@ def speech_of(source: str, options: Mapping[str, Any]) -> Dialect:
 
 
 def parallel_of(options: Mapping[str, Any]) -> bool:
-    """Whether an answer may have several calls. Raises RequestError."""
+    """True if an answer may have several calls. Raises RequestError."""
     said = options.get("parallel_tool_calls")
     if said is not None and not isinstance(said, bool):
         raise RequestError(f"parallel_tool_calls is {shown(said)}; want True or False")
@@ -276,7 +276,7 @@ def parallel_of(options: Mapping[str, Any]) -> bool:
 
 
 def tools_of(tools: object) -> ToolList:
-    """The tools, each as OpenAI's clients write it; those that only other services run are left out. Raises RequestError."""
+    """The tools in OpenAI's form, without those that only other services run. Raises RequestError."""
     if tools is None:
         return []
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
@@ -302,7 +302,7 @@ def _tool(tool: object, i: int) -> Tool:
 
 
 def choice_of(said: object, tools: Sequence[Tool]) -> ToolChoice:
-    """What may be called. The name of a tool stands for the choice of it. Raises RequestError."""
+    """The permitted calls. A tool's name requires a call of that tool. Raises RequestError."""
     if isinstance(said, str) and said not in WORDS:
         if all(said != tool["function"]["name"] for tool in tools):
             raise RequestError(f"tool_choice is {shown(said)}; want auto, none, required or the name of a tool")

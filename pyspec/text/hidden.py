@@ -22,7 +22,8 @@ class Hidden:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._nonce = tokenizer, f"hB{secrets.token_hex(8)}"  # random, so that no value can contain a mark
+        self._tokenizer = tokenizer
+        self._nonce = f"hB{secrets.token_hex(8)}"  # random, so that no value can contain a mark
         self.texts: dict[str, str] = {}
         self._marks: dict[str, str] = {}
 

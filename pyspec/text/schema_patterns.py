@@ -39,7 +39,7 @@ class _Unread(Exception):
 
 
 def plain_patterns(node: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite a schema's patterns so that llguidance matches what the author meant."""
+    """Rewrite a schema's patterns so that llguidance keeps the meaning of its author."""
     pattern, named = node.get("pattern"), node.get("patternProperties")
     if isinstance(named, dict):
         node["patternProperties"] = {_as_read(each): below for each, below in named.items()}

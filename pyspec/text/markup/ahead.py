@@ -1,4 +1,4 @@
-"""What comes next in an answer, looked at before any of it is taken: marks, with names and spaces between them."""
+"""Look-ahead in an answer: matches rows of marks, names and spaces against the next text without consuming it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable
 
 Step = tuple[str, ...]
-"""One of these texts, or one of the kinds below."""
+"""Alternative texts, or one of the kinds below."""
 
 Row = tuple[Step, ...]
-"""Steps that follow each other."""
+"""Consecutive steps."""
 
-GAP: Step = ("gap",)  # spaces and line ends, or none
-NAME: Step = ("name",)  # a name that is not known
-TAIL: Step = ("tail",)  # what ends a mark, whatever it is: ">", "/>", "=name>", or the line's end
+GAP: Step = ("gap",)  # spaces and line ends, or nothing
+NAME: Step = ("name",)  # any name
+TAIL: Step = ("tail",)  # the rest of an end mark in any form: ">", "/>", "=name>", or up to the line's end
 OVER: Step = ("over",)  # the answer's end
 
 _KINDS = (GAP, NAME, TAIL, OVER)
@@ -24,7 +24,7 @@ MOST_SPACES, MOST_NAME, MOST_TAIL = 64, 64, 64
 
 
 def comes(text: str, at: int, row: Row, *, is_over: bool, cut_fits: bool) -> bool | None:
-    """Whether `row` stands at `at`. None: that hangs on text that has not come."""
+    """True if `row` matches at `at`. None if that depends on text still to come."""
     places = {at}
     for step in row:
         waits, reached = False, set[int]()
@@ -35,7 +35,7 @@ def comes(text: str, at: int, row: Row, *, is_over: bool, cut_fits: bool) -> boo
         if waits and not is_over:
             return None
         if waits and cut_fits:
-            return True  # the answer ends here
+            return True  # the answer ends inside the row
         if not reached:
             return False
         places = reached
@@ -43,7 +43,7 @@ def comes(text: str, at: int, row: Row, *, is_over: bool, cut_fits: bool) -> boo
 
 
 def _behind_text(text: str, at: int, options: Iterable[str]) -> set[int | None]:
-    """Where one of the texts ends; None: it may be one that is not there to its end."""
+    """The ends of the texts that match; None among them if a text may be incomplete."""
     found: set[int | None] = {at + len(each) for each in options if text.startswith(each, at)}
     if len(text) - at < 512 and any(each.startswith(text[at:]) and len(each) > len(text) - at for each in options):
         found.add(None)
@@ -51,7 +51,7 @@ def _behind_text(text: str, at: int, options: Iterable[str]) -> set[int | None]:
 
 
 def _behind(text: str, at: int, kind: Step, is_over: bool) -> set[int | None]:
-    """The same for what is no text."""
+    """The same for a kind of step that is not a text."""
     if kind == OVER:
         return {at} if at == len(text) and is_over else {None} if at == len(text) else set()
     pattern, least, most = {
@@ -71,5 +71,5 @@ def _behind(text: str, at: int, kind: Step, is_over: bool) -> set[int | None]:
 
 
 def _ends_mark(said: str, *, is_line: bool) -> bool:
-    """Whether this may be the rest of an end mark: it closes, or the line ends in the middle of its name."""
+    """True if this may be the rest of an end mark: it ends in ">", or the line ends inside the mark's name."""
     return said.endswith(">") or (is_line and (not said or said.isalpha()))

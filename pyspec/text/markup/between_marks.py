@@ -1,4 +1,4 @@
-"""Content up to a call's mark, and behind the call content again: what the dialects with marks have in common."""
+"""The common part of dialects with marks: content up to a call's mark, the call, then content again."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pyspec.text.markup.reader import AnswerReader, Steps, Trimmed
 
 ReadCalls = Callable[[AnswerReader, str], Steps[str]]
-"""Reads what stands behind a mark. Returns what turned out to be content, mark and all; "" if all of it was told."""
+"""Reads the text behind a mark. Returns text that turned out to be content, with the mark, or "" if it emitted all of it."""
 
 
 def read_answer(
     reader: AnswerReader, marks: tuple[str, ...], read_calls: ReadCalls, *, trims_start: bool
 ) -> Steps[None]:
-    """An answer without its reasoning. Spaces around calls are dropped."""
+    """Read an answer without its reasoning. Spaces around calls are dropped."""
     content = Trimmed(reader.content, trims_start=trims_start)
     every = (*marks, reader.stray) if reader.stray else marks
     while mark := (yield from reader.until(every, content)):

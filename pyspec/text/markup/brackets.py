@@ -1,6 +1,6 @@
 """Mistral's models: [TOOL_CALLS] before a list of objects (7B v0.3, Nemo, Small 3.1), or before each call as its name, [ARGS] and JSON (Devstral, Small 3.2).
 
-Their templates want ids of nine letters and digits. One that the model writes before the arguments is the call's own; one behind them comes too late.
+Their templates want ids of nine letters and digits. An id that the model writes before the arguments is used; one behind them comes too late.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 def new_id() -> str:
-    """As these models' templates want it."""
+    """An id in the form that these models' templates want."""
     return "".join(secrets.choice(_ALPHABET) for _ in range(ID_CHARS))
 
 
@@ -45,14 +45,14 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
 def _list(reader: AnswerReader, text: str) -> Steps[str]:
     try:
         said = yield from read_list(reader, (yield from reader.take_mark("[")))
-    except NotJson:  # the client hears what the model wrote
+    except NotJson:  # pass on the model's text
         yield from reader.rest(reader.arguments)
         return ""
     return said and text + said
 
 
 def _call(reader: AnswerReader, tools: Tools, text: str) -> Steps[str]:
-    """A name, perhaps an id, and the arguments."""
+    """Read a name, an optional id, and the arguments."""
     name = yield from reader.take_word(tools, (ARGS, ID, "{"), _NAME, NAME_CHARS)
     text += name + (yield from reader.take_spaces())
     id_ = ""
@@ -67,7 +67,7 @@ def _call(reader: AnswerReader, tools: Tools, text: str) -> Steps[str]:
     if not is_object:
         reader.arguments("{}")
         return ""
-    with suppress(NotJson):  # what was read of it is told
+    with suppress(NotJson):  # the text read so far is emitted already
         yield from read_value(reader, reader.arguments)
     return ""
 

@@ -1,7 +1,7 @@
-"""Grammars of calls, in llguidance's lark: what a dialect writes between its marks, and values held to their schemas.
+"""Grammars of calls, in llguidance's lark: a dialect's text between its marks, and values held to their schemas.
 
-Each dialect says how its calls look behind the mark that begins the first one; from that come a grammar for answers that must be
-calls, and one for answers in which text is free until that mark. Nothing may follow the calls.
+Each dialect defines its calls from the mark that begins the first one. From that come two grammars: of answers that must be calls,
+and of answers with free text up to that mark. Nothing may follow the calls.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pyspec.text.schemas import closed
 
 Schema = Mapping[str, Any]
 JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n{1,2}[ \t]{0,20}", "lenient": False, "coerce_one_of": False}
-"""As all other schemas are compiled."""
+"""The options of all other schemas, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """`trigger`: the text that begins the first call; `rest`: lark for what is behind it, up to the last call's end."""
+    """`trigger`: the text that begins the first call; `rest`: lark for the text behind it, up to the end of the last call."""
 
     trigger: str
     rest: str
 
 
 _PIECES = re.compile(r'\[suffix="(?:[^"\\]|\\.)*"\]|/(?:[^/\\]|\\.)*/|"(?:[^"\\]|\\.)*"')
-"""Of a rule: ends of free text and regular expressions, which stay, and texts."""
+"""Parts of a rule: suffixes and regular expressions, which stay unchanged, and literals."""
 
 
 class Lark:
-    """A grammar that grows.
+    """A grammar under construction.
 
-    control  marks that are control tokens, with their ids: these tokens may stand for the marks, and no other text is one
+    control  the ids of marks that are control tokens: the token may replace its mark
     """
 
     def __init__(self, control: Mapping[str, int] | None = None) -> None:
@@ -46,31 +46,31 @@ class Lark:
         self._n = 0
 
     def rule(self, body: str, attributes: str = "") -> str:
-        """A rule with this body; its name."""
+        """Add a rule with this body. Returns its name."""
         self._n += 1
         self._rules.append(f"r{self._n}{attributes}: {body}")
         return f"r{self._n}"
 
     def json(self, schema: Schema) -> str:
-        """A value of JSON."""
+        """A JSON value."""
         own = {"type": "object"} if not schema else dict(closed(schema))
         return self.rule("%json " + json.dumps(own | {"x-guidance": JSON_OPTIONS}))
 
     def text_before(self, end: str) -> str:
-        """Any text, and this behind it."""
+        """Any text that ends with `end`."""
         return self.rule("/(?s:.*)/", f"[suffix={literal(end)}]")
 
     def calls(self, rules: CallRules, thought: tuple[str, str] | None = None) -> str:
-        """An answer that is calls; between the marks of `thought` it may think before."""
+        """An answer of calls only, with optional reasoning between the marks of `thought` before them."""
         begin = f"({literal(thought[0])} {self.text_before(thought[1])} SPACE?)?" if thought else ""
         return self._all(row(begin, literal(rules.trigger), rules.rest))
 
     def value(self, schema: Schema) -> str:
-        """An answer that is JSON."""
+        """An answer that is a JSON value."""
         return self._all(self.json(schema))
 
     def text_or_calls(self, rules: CallRules) -> str:
-        """An answer of free text that may end in calls."""
+        """An answer of free text, with optional calls at its end."""
         mark = re_escape(rules.trigger)
         self._rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/")
         free = self.text_before(rules.trigger)
@@ -84,7 +84,7 @@ class Lark:
         return "\n".join(self._with_tokens(rule) for rule in whole) if self._control else "\n".join(whole)
 
     def _with_tokens(self, rule: str) -> str:
-        """A rule in which a control token may stand for its mark. What is JSON or one lexeme stays as it is."""
+        """A rule in which control tokens may replace their marks. JSON and terminals stay unchanged."""
         marks = re.compile(
             "(" + "|".join(re.escape(mark) for mark in sorted(self._control, key=len, reverse=True)) + ")"
         )
@@ -104,12 +104,12 @@ def _token(token: int) -> str:
 
 
 def literal(text: str) -> str:
-    """A text in lark."""
+    """A literal in lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def re_escape(text: str) -> str:
-    """A text in a regular expression of lark."""
+    """A text inside a regular expression of lark."""
     return "".join("\\" + c if c in r"\/.^$*+?()[]{}|-" else c for c in text)
 
 
@@ -118,17 +118,17 @@ def either(options: list[str]) -> str:
 
 
 def repeated(call: str, between: str, *, is_single: bool) -> str:
-    """One call, or several."""
+    """One call, or one and more."""
     return call if is_single else f"{call} ({between} {call})*"
 
 
 def row(*parts: str) -> str:
-    """Parts that follow each other."""
+    """Parts in order."""
     return " ".join(part for part in parts if part)
 
 
 def named_object(lark: Lark, tools: Tools, key: str, begin: str = '{"name": ', end: str = '"}"') -> str:
-    """One of the tools as {"name": ..., key: {...}}, from behind `begin`. end: lark for what is behind the arguments."""
+    """A choice of the tools as {"name": ..., key: {...}}, without `begin` at the start. end: lark for the text behind the arguments."""
     options = []
     for name, schema in tools.items():
         head = json.dumps({"name": name, key: 0}, ensure_ascii=False).removesuffix("0}")
@@ -137,7 +137,7 @@ def named_object(lark: Lark, tools: Tools, key: str, begin: str = '{"name": ', e
 
 
 def properties_of(schema: Schema) -> list[tuple[str, Schema, bool]]:
-    """The arguments that a schema names, each with its own schema and whether it is required."""
+    """The arguments that a schema names, each with its schema and whether it is required."""
     schema = referred(schema, names_root=True)
     properties = schema.get("properties")
     required = schema.get("required")
@@ -152,19 +152,19 @@ def properties_of(schema: Schema) -> list[tuple[str, Schema, bool]]:
 
 
 def takes_any(schema: Schema) -> bool:
-    """Whether a schema names no arguments and forbids none."""
+    """True if a schema neither names arguments nor forbids any."""
     return "properties" not in schema and schema.get("additionalProperties") is not False
 
 
 def is_text(schema: Schema, name: str) -> bool:
-    """Whether an argument may be a string, which is written bare: then any text may stand there."""
+    """True if an argument may be a string. Strings are written bare, so any text may stand there."""
     return "string" in types_of(schema, name)
 
 
 def words_of(schema: Schema, is_spelled: Callable[[str], bool]) -> list[str] | None:
-    """The strings that an argument is one of, if its schema lists them, in place or behind references.
+    """The strings that an argument's schema lists, directly or behind references; None if it lists none.
 
-    is_spelled: which of them can be written bare.
+    is_spelled: true for strings that can be written bare.
     """
     node: Any = schema
     for _ in range(MOST_HOPS):

@@ -22,7 +22,7 @@ def _marked(reader: AnswerReader, mark: str) -> Steps[str]:
     bracket = yield from reader.take_mark("[")
     try:
         said = yield from read_list(reader, bracket)
-    except NotJson:  # the client hears what the model wrote, up to where it ends the calls
+    except NotJson:  # pass on the model's text, up to the end mark
         yield from reader.until((CLOSE,), reader.arguments)
         return ""
     if said:
@@ -45,10 +45,10 @@ def functools(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps
 
 
 def read_list(reader: AnswerReader, text: str) -> Steps[str]:
-    """Objects up to the bracket that closes the list. What is there as text, if it is no call; "" if it was told.
+    """Read objects up to the bracket that closes the list. Returns text that is not a call, or "" if all of it was emitted.
 
-    text  what was read of the list: its bracket, or "" where one object stands alone
-    Raises NotJson where a call went wrong.
+    text  the text read so far: the list's bracket, or "" for a single object
+    Raises NotJson if a call is malformed.
     """
     is_list = bool(text)
     text += yield from reader.take_spaces()
@@ -75,7 +75,7 @@ def functools_heads(tools: Tools) -> tuple[Row, ...]:
 
 
 def object_head(tools: Tools) -> Row:
-    """How a call as an object begins, its name first."""
+    """The start of a call that is an object with its name first."""
     return (("{",), GAP, ('"name"', "'name'"), GAP, (":",), GAP, ('"', "'"), tuple(tools), ('"', "'"), GAP, (",", "}"))
 
 

@@ -1,4 +1,4 @@
-"""A call as one JSON object: {"name": ..., "arguments": {...}}, which several dialects put between marks of their own."""
+"""A call as one JSON object, {"name": ..., "arguments": {...}}, which several dialects use between their own marks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 class _Call:
-    """What is known of a call while its object is read. Nothing of it is told before its name is known.
+    """A call while its object is read. Nothing is emitted before its name is known.
 
-    held   the object so far, should it turn out to be no call
+    held   the object's text so far, in case it is not a call
     """
 
     def __init__(self, reader: AnswerReader, is_tool: Callable[[str], bool]) -> None:
         self.reader, self.is_tool = reader, is_tool
         self.held: list[str] = []
         self.has_begun = False
-        self.arguments: str | None = None  # that came before the name
+        self.arguments: str | None = None  # arguments that precede the name
 
     def hold(self, text: str) -> None:
         if not self.has_begun:
@@ -40,9 +40,9 @@ class _Call:
 
 
 def read_call(reader: AnswerReader, is_tool: Callable[[str], bool] = lambda name: True) -> Steps[str | None]:
-    """The object that comes next, as a call. What it is as text, if it is none and nothing was told of it; None if it was told.
+    """Read the next object as a call. Returns None if it was emitted, or its text if it is not a call.
 
-    Raises NotJson if it began as a call and went wrong.
+    Raises NotJson if it is malformed behind its name.
     """
     call, reader.room = _Call(reader, is_tool), HELD_CHARS
     try:
@@ -97,7 +97,7 @@ def _string(call: _Call) -> Steps[str]:
 
 
 def _arguments(call: _Call) -> Steps[None]:
-    """An object; models write null for an empty one, and at times a string with the object in it."""
+    """The arguments: an object, null instead of an empty one, or a string that contains the object."""
     reader = call.reader
     if (yield from reader.peek()) == "{" and call.has_begun:
         yield from read_value(reader, reader.arguments)

@@ -1,6 +1,6 @@
 """DeepSeek V3, R1 and V3.1: calls between marks of full-width bars, their arguments as JSON.
 
-V3 and R1 write a kind, the name and a fenced block of JSON; V3.1 writes the name and the JSON.
+V3 and R1 write a kind, the name and a fenced block of JSON. V3.1 writes the name and the JSON.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def _calls(reader: AnswerReader, mark: str) -> Steps[str]:
 
 
 def _call(reader: AnswerReader, text: str) -> Steps[str]:
-    """One call; `text` is what was read of it. What it is as text, if it is none."""
+    """Read one call; `text` is its text so far. Returns its text if it is not a call, else ""."""
     name, found = yield from reader.take_until(SEP, most=NAME_CHARS)
     text += name + found
     if not found:
         return text
     text += yield from reader.take_spaces()
-    if (yield from reader.peek()) != "{":  # what came was its kind
+    if (yield from reader.peek()) != "{":  # the word before was its kind
         name, found = yield from reader.take_until("\n", most=NAME_CHARS)
         text += name + found
         if not found:
@@ -68,7 +68,7 @@ def _arguments(reader: AnswerReader) -> Steps[None]:
     if (yield from reader.peek()) != "{":
         reader.arguments("{}")
         return
-    with suppress(NotJson):  # what was read of it is told; the mark behind it is the caller's to find
+    with suppress(NotJson):  # the text read so far is emitted already; the caller looks for the next mark
         yield from read_value(reader, reader.arguments)
 
 
@@ -82,7 +82,7 @@ def heads(tools: Tools) -> tuple[Row, ...]:
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    """Either way of writing them: the model knows its own."""
+    """Both forms of the arguments: each model knows its own."""
     options = []
     for name, schema in tools.items():
         arguments = lark.json(schema)

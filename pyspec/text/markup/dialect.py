@@ -1,4 +1,4 @@
-"""The dialects by name, and which of them a chat template speaks."""
+"""The dialects by name, and the one that a chat template uses."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from pyspec.text.markup.reasoning import THINK, ThinkMarks, ThoughtForm, read_re
 
 
 class AnswerMachine(Protocol):
-    """Reads an answer behind its reasoning."""
+    """Parses an answer behind its reasoning."""
 
     def __call__(self, reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]: ...
 
 
 class MakeRules(Protocol):
-    """How calls of these tools look, as a grammar."""
+    """Makes the grammar of calls of these tools."""
 
     def __call__(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """A way to write calls.
+    """A syntax of calls.
 
-    heads  how calls of these tools begin
-    marks  texts of it that may be tokens of their own, which answers else do not show
-    signs  what its chat templates contain, all of them
-    lacks  what they do not: others that have the signs, too
-    is_bare  strings are written as they are, with no more than marks around them
-    as_schema  a call as a JSON Schema, where it is JSON and nothing else
-    is_prompted  the prompt says how calls look, because the template does not
-    new_id  an id for a call, where templates want a form of their own
+    heads  starts of calls of these tools
+    marks  its texts that may be control tokens, which answers otherwise hide
+    signs  texts that all its chat templates contain
+    lacks  texts that they do not contain, unlike other templates with these signs
+    is_bare  strings are written without quotes or escapes, between marks
+    as_schema  a call as a JSON Schema, if it is only JSON
+    is_prompted  the prompt explains the syntax, because the template does not
+    new_id  makes a call's id, if templates want a form of their own
     """
 
     name: str
@@ -64,7 +64,7 @@ class Dialect:
     new_id: Callable[[], str] | None = None
 
     def in_place(self, tools: Tools, *, is_single: bool, control: Mapping[str, int]) -> tuple[str, str]:
-        """Calls that may stand in place of another text, as lark, and what they begin with. control: as Lark has it."""
+        """Lark for calls that may replace another text, and their first characters. control: as in Lark."""
         lark = Lark(control)
         if self.as_schema is not None:
             return lark.value(self.as_schema(tools)), "{"
@@ -72,7 +72,7 @@ class Dialect:
         return lark.calls(rules), rules.trigger
 
 
-DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is taken
+DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is used
     Dialect("deepseek_v32", dsml.machine, dsml.rules, dsml.heads, (dsml.WORD,), (dsml.WORD,), is_bare=True),
     Dialect(
         "deepseek_v3",
@@ -141,7 +141,7 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is tak
         hermes.heads,
         (hermes.OPEN, hermes.CLOSE),
         (hermes.OPEN, hermes.CLOSE, "arguments"),
-        lacks=("<arg_key>", "minimax"),  # GLM's kin and MiniMax write other things into the same marks
+        lacks=("<arg_key>", "minimax"),  # GLM's family and MiniMax use the same marks with another content
     ),
     Dialect(
         "functionary_v31",
@@ -173,7 +173,7 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is tak
 GENERIC = replace(
     DIALECTS[[each.name for each in DIALECTS].index("hermes")], name="generic", signs=(), is_prompted=True
 )
-"""For templates that do not say how calls are written: the prompt says it, and calls look like Hermes's."""
+"""For templates without a known dialect: the prompt explains the syntax, which is that of Hermes."""
 
 ALIASES = {
     "qwen3_xml": "qwen3_coder",
@@ -189,19 +189,19 @@ ALIASES = {
     "mistral_nemo": "mistral",
     "devstral": "mistral_args",
 }
-"""Other servers' names, and models whose calls look like another's."""
+"""Names in other servers, and models with the syntax of another."""
 
 NAMES = tuple(sorted([*(dialect.name for dialect in (*DIALECTS, GENERIC)), *ALIASES]))
 _BY_NAME = {dialect.name: dialect for dialect in (*DIALECTS, GENERIC)}
 
 
 def dialect(name: str) -> Dialect:
-    """The dialect of that name. KeyError if there is none."""
+    """The dialect with this name. KeyError if there is none."""
     return _BY_NAME[ALIASES.get(name, name)]
 
 
 def recognised(template: str) -> Dialect | None:
-    """The dialect that a chat template's text speaks, if any does."""
+    """The dialect that a chat template's text uses; None if none is recognised."""
     for each in DIALECTS:
         if all(sign in template for sign in each.signs) and not any(sign in template for sign in each.lacks):
             return each
@@ -209,23 +209,23 @@ def recognised(template: str) -> Dialect | None:
 
 
 def think_marks(template: str) -> ThinkMarks | None:
-    """What reasoning stands between, if the template knows of it."""
+    """The marks around reasoning, if the template contains them."""
     return THINK if THINK.start in template and THINK.end in template else None
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerMarkup:
-    """What one answer may contain, and how it is told. Without a dialect and without think marks all of it is content.
+    """The markup of one answer. Without a dialect and without think marks, all of it is content.
 
-    calls     how calls are written; None: there are none to be read
-    think     what reasoning stands between; None: there is none to be read
-    is_open   the prompt ends within the reasoning
+    calls     the syntax of calls; None: calls are not parsed
+    think     marks around reasoning; None: reasoning is not parsed
+    is_open   the prompt ends inside the reasoning
     is_shown  reasoning stays in the content
-    is_whole  and its first mark, too, where that stands in the prompt
+    is_whole  with is_shown: the first mark, too, even if it is part of the prompt
     tools     the schema of each tool's arguments, by its name
-    is_bound  the answer is calls and nothing else
+    is_bound  the answer is calls only
     is_held   a grammar holds the calls to the tools' schemas
-    trigger   the answer is calls, and begins with this, or it has none: text that looks like a call is text; "": calls stand anywhere
+    trigger   only an answer that begins with this has calls; "": calls may stand anywhere
     """
 
     calls: Dialect | None = None
@@ -263,7 +263,7 @@ class AnswerMarkup:
         yield from machine(reader, self.tools, trims_start=trims_start)
 
     def _heads(self) -> tuple[Row, ...]:
-        """How calls begin that end the reasoning. None does where a grammar lets none stand there."""
+        """Starts of calls that end the reasoning; none if a grammar allows no call there."""
         if self.calls is None or not self.tools or self.is_bound or self.trigger:
             return ()
         return self.calls.heads(self.tools)

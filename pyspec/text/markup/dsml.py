@@ -1,4 +1,4 @@
-"""DeepSeek V3.2 and V4: invocations with one element for each argument, which says itself whether it is a string or JSON."""
+"""DeepSeek V3.2 and V4: invocations with one element for each argument, which is marked as a string or as JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MARKS = ValueMarks(
     call_end=CLOSE,
     call=(OPEN, GAP, (INVOKE,)),
 )
-NAME_OF_ANY = r'/[^<>"\s]{1,64}/'  # in lark
+NAME_OF_ANY = r'/[^<>"\s]{1,64}/'  # lark for any argument's name
 
 
 def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
@@ -62,7 +62,7 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
 
 
 def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
-    """Up to the end of the invocation. What stands between arguments and is none is left out."""
+    """Read arguments up to the end of the invocation. Other text between them is dropped."""
     while (mark := (yield from reader.until((PARAMETER, END_INVOKE, *CLOSE), _ignore))) == PARAMETER:
         name, kind = yield from reader.take_name(arguments.names, IS_TEXT, IS_JSON, BARE, most=NAME_CHARS)
         if not kind:
@@ -93,7 +93,7 @@ def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
 
 
 def _parameters(lark: Lark, schema: Schema) -> str:
-    """In the order of the schema. What it does not name is not written."""
+    """The arguments in the schema's order, and no others."""
     end, out = MARKS.held_end, []
     if takes_any(schema):
         return f"({row(literal(PARAMETER), NAME_OF_ANY, literal(IS_TEXT), lark.text_before(end))})*"

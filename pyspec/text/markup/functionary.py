@@ -21,7 +21,7 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
         if not found or name not in tools or (yield from reader.peek()) != "{":
             return text
         reader.begin_call(name)
-        with suppress(NotJson):  # what was read of it is told
+        with suppress(NotJson):  # the text read so far is emitted already
             yield from read_value(reader, reader.arguments)
         yield from reader.until((CLOSE,), _ignore)
         return ""

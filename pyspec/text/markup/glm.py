@@ -1,6 +1,6 @@
 """GLM-4.5 and 4.6: a call is the function's name and pairs of <arg_key> and <arg_value>, in <tool_call>.
 
-Strings are written bare, all else as JSON.
+Strings are written bare, other values as JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MARKS = ValueMarks(
     call_end=(),
     call=((OPEN,), NAME, GAP, (KEY, CLOSE)),
 )
-KEY_OF_ANY = r"/[^<>\s]{1,64}/"  # in lark
+KEY_OF_ANY = r"/[^<>\s]{1,64}/"  # lark for any argument's name
 
 _NAME = re.compile(r"[^<>{}\s]+")
 
@@ -59,7 +59,7 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
 
 
 def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
-    """Up to the end of the call. What stands between arguments and is none is left out."""
+    """Read arguments up to the end of the call. Other text between them is dropped."""
     while (mark := (yield from reader.until((KEY, CLOSE), _ignore))) == KEY:
         name, found = yield from reader.take_name(arguments.names, END_KEY, most=NAME_CHARS)
         yield from reader.take_spaces()
@@ -88,7 +88,7 @@ def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
 
 
 def _pairs(lark: Lark, schema: Schema) -> str:
-    """In the order of the schema. What it does not name is not written."""
+    """The arguments in the schema's order, and no others."""
     end, out = MARKS.held_end, []
     if takes_any(schema):
         return f"({row(literal(KEY), KEY_OF_ANY, literal(f'{END_KEY}{chr(10)}{VALUE}'), lark.text_before(end))})*"

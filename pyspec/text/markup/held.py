@@ -1,6 +1,6 @@
-"""What an answer with tool calls needs beside its text: the grammar that holds it to the tools, and control tokens that have to show.
+"""The grammar that holds an answer to its tools, and the control tokens that its parser has to see.
 
-Both who serves chats over HTTP and who runs them from Python ask here.
+Used for chats over HTTP and from Python.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pyspec.text.markup.call_grammar import Lark
 from pyspec.text.markup.dialect import AnswerMarkup, Dialect
 from pyspec.text.markup.reasoning import ThinkMarks
 
-TAIL_TOKENS = 24  # of the prompt, that tell whether it ends within reasoning
+TAIL_TOKENS = 24  # last tokens of a prompt, enough to see an open reasoning
 
 
 class Tokens(Protocol):
-    """What is asked of a tokenizer."""
+    """The part of a tokenizer that is used here."""
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> Sequence[int]: ...
 
@@ -25,7 +25,7 @@ class Tokens(Protocol):
 
 
 def held_calls(tokenizer: Tokens, markup: AnswerMarkup, *, is_single: bool) -> Grammar:
-    """What holds the answer to the tools' schemas. Reasoning is free, and so is text before calls that may be left out.
+    """The grammar that holds an answer to the tools' schemas. Reasoning is free, and so is text before optional calls.
 
     is_single  one call at most
     """
@@ -43,7 +43,7 @@ def held_calls(tokenizer: Tokens, markup: AnswerMarkup, *, is_single: bool) -> G
 
 
 def control_tokens(tokenizer: Tokens, speaks: Dialect) -> dict[str, int]:
-    """The dialect's marks that are control tokens. Between marks in bare text they are spelled: free text ends at text."""
+    """The dialect's marks that are control tokens. Bare dialects have none: their free text ends at marks in text form."""
     if speaks.is_bare:
         return {}
     found = {mark: tokenizer.encode(mark, add_special=False, parse_special=True) for mark in speaks.marks}
@@ -52,7 +52,7 @@ def control_tokens(tokenizer: Tokens, speaks: Dialect) -> dict[str, int]:
 
 
 def shown_tokens(tokenizer: Tokens, markup: AnswerMarkup) -> tuple[int, ...]:
-    """Marks that are one token: should it be a control token, the parser has to see it all the same."""
+    """Single-token marks. A control token among them must be shown to the parser."""
     marks = [
         *(markup.calls.marks if markup.calls else ()),
         *([markup.think.start, markup.think.end] if markup.think else []),
@@ -62,6 +62,6 @@ def shown_tokens(tokenizer: Tokens, markup: AnswerMarkup) -> tuple[int, ...]:
 
 
 def ends_open(tokenizer: Tokens, prompt: Sequence[int], think: ThinkMarks) -> bool:
-    """Whether the prompt's last words begin reasoning."""
+    """True if the prompt ends with the mark that begins reasoning."""
     tail = tokenizer.decode(prompt[-TAIL_TOKENS:], special=True)
     return tail.rstrip().endswith(think.start)

@@ -21,7 +21,7 @@ def _call(reader: AnswerReader, mark: str) -> Steps[str]:
     spaces = yield from reader.take_spaces()
     try:
         text = yield from read_call(reader)
-    except NotJson:  # the client hears what the model wrote, up to where it ends the call
+    except NotJson:  # pass on the model's text, up to the end mark
         yield from reader.until((CLOSE,), reader.arguments)
         return ""
     if text is not None:

@@ -1,8 +1,7 @@
-"""JSON as it comes: one value, passed on while it is read, and mended where models often fail.
+"""Reads one JSON value while it arrives, passes it on, and repairs mistakes that models often make.
 
-Line ends and other control characters in strings are escaped, and so are backslashes that escape nothing. What is Python and not JSON is
-written as JSON: True, None, strings in single quotes, tuples, a comma behind the last item, numbers such as .5. What is passed on is JSON
-if the model meant it to be.
+Line ends, other control characters and stray backslashes in strings are escaped. Python's syntax becomes JSON: True, None, single
+quotes, tuples, a comma behind the last item, numbers such as .5. If the model meant JSON, the output is JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable
 
 from pyspec.text.markup.reader import AnswerReader, Steps
 
-DEPTH = 64  # of lists and objects
+DEPTH = 64  # of nested lists and objects
 WORD_CHARS = 512  # of a number
 
 _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
@@ -28,25 +27,25 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class NotJson(Exception):
-    """What came next is no JSON. What was taken was passed on."""
+    """The next text is not JSON. The text read so far was passed on."""
 
 
 def as_json(text: str) -> str | None:
-    """A whole text as JSON, if it is JSON or Python's way to write it."""
+    """A whole text as JSON, if it is JSON or Python's syntax for it."""
     reader, taken = AnswerReader(), list[str]()
     reader.push(text.strip())
     reader.is_over = True
     try:
         for _ in read_value(reader, taken.append):
-            pass  # all of the text is there, so nothing waits
+            pass  # never waits, because all of the text is there
     except NotJson:
         return None
     return "".join(taken) if reader.is_read else None
 
 
 def read_value(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
-    """One value, without the spaces before it. Raises NotJson, also where the answer ends before the value does."""
-    open_: list[str] = []  # what closes the lists and objects that are open
+    """Read one value, without spaces before it. Raises NotJson, also if the answer ends inside the value."""
+    open_: list[str] = []  # closing brackets of the open lists and objects
     while True:
         yield from reader.drop_spaces()
         char = yield from _need(reader)
@@ -74,7 +73,7 @@ def _begin(char: str) -> str:
 
 
 def read_string(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
-    """A string with its quotes, which may be Python's."""
+    """Read a string with its quotes, single or double."""
     quote = yield from reader.peek()
     if quote not in _PLAIN:
         raise NotJson
@@ -94,7 +93,7 @@ def read_string(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None
 
 
 def take(reader: AnswerReader, char: str) -> Steps[None]:
-    """Pass over `char`, or raise NotJson."""
+    """Skip `char`, or raise NotJson."""
     if (yield from reader.peek()) != char:
         raise NotJson
     reader.skip(1)
@@ -110,7 +109,7 @@ def _escape(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
             reader.skip(1)
             give(kind)
         else:
-            give("\\\\")  # it escapes nothing
+            give("\\\\")  # a backslash that escapes nothing
         return
     reader.skip(1)
     digits = ""
@@ -121,7 +120,7 @@ def _escape(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
 
 
 def _word(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
-    """A number, true, false or null: at most WORD_CHARS long. What is none of them is passed on, too."""
+    """Read a number, true, false or null of at most WORD_CHARS. Another word is passed on, too, before NotJson."""
     word = ""
     while more := (yield from reader.take_while(_WORD, WORD_CHARS - len(word))):
         word += more
@@ -132,7 +131,7 @@ def _word(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
 
 
 def _mended(word: str) -> str | None:
-    """The word as JSON has it; None if it is none."""
+    """The word in JSON; None if it has no JSON form."""
     if word.lower() in _WORDS:
         return _WORDS[word.lower()]
     if _NUMBER.fullmatch(word):
@@ -146,7 +145,7 @@ def _mended(word: str) -> str | None:
 
 
 def _behind_value(reader: AnswerReader, give: Callable[[str], None], open_: list[str]) -> Steps[bool]:
-    """Close what closes here; whether another value follows."""
+    """Read closing brackets and a comma. Returns whether another value follows."""
     while open_:
         yield from reader.drop_spaces()
         char = yield from _need(reader)
@@ -158,7 +157,7 @@ def _behind_value(reader: AnswerReader, give: Callable[[str], None], open_: list
             reader.skip(1)
             yield from reader.drop_spaces()
             if (yield from _need(reader)) == open_[-1]:
-                continue  # nothing behind the last comma
+                continue  # the last comma has no value behind it
             give(", ")
             if open_[-1] == "}":
                 yield from _key(reader, give)
@@ -177,7 +176,7 @@ def _key(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
 
 
 def _need(reader: AnswerReader) -> Steps[str]:
-    """The next character, which stays; NotJson at the answer's end."""
+    """The next character, not consumed; NotJson at the answer's end."""
     char = yield from reader.peek()
     if not char:
         raise NotJson

@@ -1,4 +1,4 @@
-"""Kimi K2: calls in a section of control marks; each has an id that holds its name, and its arguments as JSON."""
+"""Kimi K2: calls in a section of control marks; each has an id that contains its name, and its arguments as JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
 
 
 def _named(id_: str, tools: Tools) -> str:
-    """The name that an id holds; "" if it holds none."""
+    """The name in an id; "" if there is none."""
     bare = id_.strip().removeprefix(PREFIX)
     name = _NUMBER.sub("", bare)
     return next((each for each in (name, bare) if each in tools), "") or (name if _WORD.fullmatch(name) else "")
@@ -56,7 +56,7 @@ def _arguments(reader: AnswerReader) -> Steps[None]:
     if (yield from reader.peek()) != "{":
         reader.arguments("{}")
     else:
-        with suppress(NotJson):  # what was read of it is told
+        with suppress(NotJson):  # the text read so far is emitted already
             yield from read_value(reader, reader.arguments)
     yield from reader.until((END_CALL,), _ignore)
 

@@ -1,6 +1,6 @@
-"""Llama 3: an answer that is a call is a JSON object with "name" and "parameters", bare or behind <|python_tag|>.
+"""Llama 3: a call is an answer that is a JSON object with "name" and "parameters", bare or behind <|python_tag|>.
 
-A bare object is a call only if it names a tool that was offered: answers in JSON look alike.
+A bare object is a call only if it names an offered tool, because answers in JSON look alike.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
             if text is None:
                 content.drop()
                 yield from reader.take_spaces()
-                yield from reader.take_mark(";")  # calls may follow each other like this
+                yield from reader.take_mark(";")  # a separator between calls
                 continue
             content(text)
         may_be_bare = False
@@ -37,7 +37,7 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
 
 
 def _call(reader: AnswerReader, tools: Tools, tag: str) -> Steps[str | None]:
-    """One call, told; or what it is as text."""
+    """Read one call. Returns None if it was emitted, or its text if it is not a call."""
     spaces = yield from reader.take_spaces()
     try:
         text = yield from read_call(reader, (lambda name: True) if tag else tools.__contains__)
@@ -48,7 +48,7 @@ def _call(reader: AnswerReader, tools: Tools, tag: str) -> Steps[str | None]:
 
 
 def as_schema(tools: Tools) -> Schema:
-    """A call as a JSON Schema: beside other JSON its begin must not be one piece for the lexer."""
+    """A call as a JSON Schema. Beside other JSON, a literal for the call's start would be one lexeme, and the lexer could not choose."""
     calls = [
         {
             "type": "object",
@@ -66,6 +66,6 @@ def heads(tools: Tools) -> tuple[Row, ...]:
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    """One call: templates of these models know no more."""
+    """One call, because templates of these models know no more."""
     begin = '{"name": "'
     return CallRules(begin, named_object(lark, tools, "parameters", begin))

@@ -1,8 +1,8 @@
-"""What a model's answer consists of: reasoning, content and tool calls, told as they come.
+"""The parts of a model's answer, as they arrive: reasoning, content and tool calls.
 
-A dialect's parser turns the text of an answer into these parts, and every interface (OpenAI's chat and responses, Anthropic's
-messages) writes them in its own shape. Speculation commits several tokens at once, so a parser must give the same parts
-wherever the text is cut.
+A dialect's parser turns the answer's text into these parts, and every interface (OpenAI's chat and responses, Anthropic's messages)
+writes them in its own form. Speculation commits several tokens at once, so a parser must give the same parts for any split of the
+text.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of what the model thinks before it answers."""
+    """A piece of the model's reasoning before its answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """More of the answer itself."""
+    """A piece of the answer itself."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """Tool call `index` begins, counted from 0 in each answer. Its name is complete; `CallArguments` follow."""
+    """Tool call `index` begins; calls are counted from 0 in each answer. The name is complete; `CallArguments` follow."""
 
     index: int
     id: str
@@ -36,7 +36,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments of call `index`: pieces of one JSON object, in order."""
+    """A piece of the arguments of call `index`. The pieces in order are one JSON object."""
 
     index: int
     text: str
@@ -46,12 +46,12 @@ Part = Reasoning | Content | CallBegin | CallArguments
 
 
 class AnswerParser(Protocol):
-    """Reads one answer. What may still become markup is held back until it can not, or until `finish`."""
+    """Parses one answer. Text that may still become markup is held back, at most until `finish`."""
 
     def push(self, text: str) -> list[Part]:
-        """Parts that `text`, the next piece of the answer, completes."""
+        """The parts that are complete with `text`, the next piece of the answer."""
         ...
 
     def finish(self) -> list[Part]:
-        """What was held back: the answer is over, wherever it stopped."""
+        """The parts held back. The answer is over, complete or not."""
         ...

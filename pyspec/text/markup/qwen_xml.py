@@ -1,6 +1,6 @@
 """Qwen3-Coder, Qwen3.5, Nemotron 3: a call is <function=name> with one <parameter=name> for each argument, in <tool_call>.
 
-Values are plain text in lines of their own, and nothing in them is escaped.
+Values are plain text on lines of their own, without any escapes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 NAME_CHARS = 256
-NAME_OF_ANY = r'/[^<>\s]{1,64}/ ">\n"'  # in lark
+NAME_OF_ANY = r'/[^<>\s]{1,64}/ ">\n"'  # lark for any argument's name
 
 MARKS = ValueMarks(
     end="</param",
@@ -52,7 +52,7 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
         name, found = yield from reader.take_name(tools, ">", most=NAME_CHARS)
         if (
             not name or not found or (mark == FUNCTION and name not in tools)
-        ):  # models leave the mark before it out at times
+        ):  # some models leave out OPEN; then only a tool's name makes a call
             return text + name + found
         reader.begin_call(name)
         yield from _arguments(reader, ArgumentWriter(reader, tools.get(name, {})))
@@ -64,7 +64,7 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
 
 
 def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
-    """Up to the end of the function. What stands between parameters and is none is left out."""
+    """Read arguments up to the end of the function. Other text between them is dropped."""
     while (mark := (yield from reader.until((PARAMETER, END_FUNCTION, CLOSE), _ignore))) == PARAMETER:
         name, found = yield from reader.take_name(arguments.names, ">", most=NAME_CHARS)
         if found:
@@ -96,7 +96,7 @@ def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
 
 
 def _parameters(lark: Lark, schema: Schema) -> str:
-    """In the order of the schema. What it does not name is not written."""
+    """The arguments in the schema's order, and no others."""
     end, out = MARKS.held_end, []
     if takes_any(schema):
         return f"({row(literal(PARAMETER), NAME_OF_ANY, lark.text_before(end))})*"

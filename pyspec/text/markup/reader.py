@@ -1,8 +1,8 @@
-"""What every dialect reads with: text that comes in pieces, and machines that wait for more of it.
+"""The reader under every dialect: text that arrives in pieces, and machines that wait for more of it.
 
-A machine is a generator. It takes text off the reader and emits parts; where the next step depends on text that has not come, it
-yields. What it does depends on characters alone and never on where a piece ended, so an answer gives the same parts however
-it was cut. No text is read twice, but for the end of a piece that may be the beginning of a mark.
+A machine is a generator. It takes text from the reader and emits parts; if its next step depends on text still to come, it yields.
+Steps depend on characters alone, so any split of an answer gives the same parts. No text is scanned twice, except the end of a piece
+that may begin a mark.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Re
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""A machine, or a step of one: yields while it waits, returns what it found."""
+"""A machine, or a step of one: it yields while it waits and returns its result."""
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON Schema of each tool's arguments, by the tool's name."""
 
 SPACES = " \t\r\n"
 FAR = 1 << 62
-HELD_SPACES = 256  # spaces before a call belong to its markup, up to so many
-HELD_CHARS = 1 << 16  # kept back at most, of what may still turn out to be no call
+HELD_SPACES = 256  # at most this many spaces before a call belong to its markup
+HELD_CHARS = 1 << 16  # at most this much text is held back in case it is not a call
 
 
 class AnswerReader:
-    """The answer as far as it came, and the parts as far as they are known.
+    """The answer's text so far and its parts so far.
 
-    marks  where the answer is calls and nothing else: what the limit cut in the middle of one of these is no content
-    is_held  a grammar wrote the calls: a value ends where the grammar ended it, and nowhere else
-    stray  a mark that a call made needless: the end of reasoning, behind a call that ended it already
-    room  so many characters more may be looked at one by one: a bound on what is kept back, by whoever keeps it
+    marks  in an answer of calls only: a mark cut off by the token limit is not content
+    is_held  a grammar wrote the calls: a value ends only where the grammar ended it
+    stray  a redundant mark: the end of reasoning, behind a call that ended it already
+    room  characters that may still be looked at one by one: a bound on the text that the caller holds back
     """
 
     def __init__(self, new_id: Callable[[], str] | None = None) -> None:
@@ -58,7 +58,7 @@ class AnswerReader:
         self._at = 0
 
     def peek(self) -> Steps[str]:
-        """The next character, which stays; "" at the end of the answer, or where there is no room for more."""
+        """The next character, not consumed; "" at the end of the answer, or without room for more."""
         while self._at >= len(self._text):
             if self.is_over:
                 return ""
@@ -66,12 +66,12 @@ class AnswerReader:
         return self._text[self._at] if self.room > 0 else ""
 
     def skip(self, n: int) -> None:
-        """Pass over characters that were looked at."""
+        """Skip characters that were looked at."""
         self._at += n
         self.room -= n
 
     def take_while(self, allowed: re.Pattern[str], most: int = FAR) -> Steps[str]:
-        """Characters that match `allowed`, as far as they are there; "" if the next one does not."""
+        """The available characters that match `allowed`; "" if the next one does not."""
         if not (yield from self.peek()):
             return ""
         match = allowed.match(self._text, self._at, self._at + min(most, self.room))
@@ -81,7 +81,7 @@ class AnswerReader:
         return match.group()
 
     def take_word(self, names: Iterable[str], behind: tuple[str, ...], other: re.Pattern[str], most: int) -> Steps[str]:
-        """The longest of `names` that has one of `behind` after it, with spaces between or without; else characters that match `other`."""
+        """Take the longest of `names` with one of `behind` after it, spaces between them allowed; else characters that match `other`."""
         for name in sorted(names, key=len, reverse=True):
             if (yield from self.sees(((name,), GAP, behind), cut_fits=False)):
                 return (yield from self.take_mark(name))
@@ -91,7 +91,7 @@ class AnswerReader:
         return word
 
     def take_spaces(self, most: int = HELD_SPACES) -> Steps[str]:
-        """Spaces and line ends that come next, `most` of them at most."""
+        """Take spaces and line ends, at most `most`."""
         taken = ""
         while len(taken) < most and (char := (yield from self.peek())) and char in SPACES:
             taken += char
@@ -99,23 +99,23 @@ class AnswerReader:
         return taken
 
     def drop_spaces(self) -> Steps[None]:
-        """Pass over all spaces and line ends that come next."""
+        """Skip all spaces and line ends."""
         while (yield from self.take_spaces()):
             pass
 
     def pass_line(self, ends: str) -> Steps[None]:
-        """Pass over all up to one of these characters, which stays."""
+        """Skip to the next of these characters, which is not consumed."""
         while (char := (yield from self.peek())) and char not in ends:
             self.skip(1)
 
     def rest(self, give: Callable[[str], None]) -> Steps[None]:
-        """Give all that comes away."""
+        """Pass on all remaining text."""
         while (yield from self.peek()):
             give(self._text[self._at :])
             self._at = len(self._text)
 
     def look(self, *marks: str) -> Steps[str | None]:
-        """The mark that comes next, which stays. "" if the answer ends, before one or in the middle of it; None if other text comes."""
+        """The next mark, not consumed. "" if the answer ends before or inside one; None if other text follows."""
         longest = max(map(len, marks))
         while True:
             ahead = self._text[self._at : self._at + longest]
@@ -128,33 +128,33 @@ class AnswerReader:
             yield
 
     def sees(self, row: Row, *, cut_fits: bool = True) -> Steps[bool]:
-        """Whether what comes next is this, all of which stays. cut_fits: the answer may end in the middle of it."""
+        """True if `row` follows; nothing is consumed. cut_fits: the answer may end inside it."""
         while (found := comes(self._text, self._at, row, is_over=self.is_over, cut_fits=cut_fits)) is None:
             yield
         return found
 
     def take_mark(self, *marks: str) -> Steps[str]:
-        """The mark that comes next, passed over; "" if none of them does."""
+        """Take the next mark; "" if another text follows."""
         found = (yield from self.look(*marks)) or ""
         self._at += len(found)
         return found
 
     def take_until(self, *marks: str, most: int = HELD_CHARS) -> Steps[tuple[str, str]]:
-        """Text up to the first of the marks, which is passed over, and that mark; "" for it if there is none in `most` characters."""
+        """Take the text up to the first of the marks, and that mark; "" for the mark if there is none within `most` characters."""
         taken: list[str] = []
         found = yield from self.until(marks, taken.append, most)
         return "".join(taken), found
 
     def find(self, marks: tuple[str, ...], give: Callable[[str], None]) -> Steps[str]:
-        """Give text away as it comes, up to the first of the marks, which stays. "" at the answer's end."""
+        """Pass on text up to the first of the marks, which is not consumed. "" at the answer's end."""
         found = yield from self.until(marks, give)
         self._at -= len(found)
         return found
 
     def take_name(self, names: Iterable[str], *ends: str, most: int) -> Steps[tuple[str, str]]:
-        """A name and the mark behind it, both passed over: the longest of `names` that stands there, else text up to a mark.
+        """Take a name and the mark behind it: the longest of `names` that matches, else text up to a mark.
 
-        "" for the mark if there is none in `most` characters, or the line ends before.
+        "" for the mark if there is none within `most` characters, or the line ends before it.
         """
         known = {name + end: (name, end) for name in names for end in ends}
         while True:
@@ -171,9 +171,9 @@ class AnswerReader:
         return (name, found) if found != "\n" else (name + found, "")
 
     def until(self, marks: tuple[str, ...], give: Callable[[str], None], most: int = FAR) -> Steps[str]:
-        """Give text away as it comes, up to the first of the marks, which is passed over and returned.
+        """Pass on text up to the first of the marks, which is consumed and returned.
 
-        "" if the answer ends before, or `most` characters were given.
+        "" if the answer ends before a mark, or after `most` characters.
         """
         pattern, longest = _pattern(marks)
         while True:
@@ -195,12 +195,12 @@ class AnswerReader:
 
     @property
     def is_read(self) -> bool:
-        """Nothing of what came is left."""
+        """True if all text so far is consumed."""
         return self._at >= len(self._text)
 
     @property
     def n_calls(self) -> int:
-        """Calls that have begun."""
+        """The number of calls so far."""
         return self._n_calls
 
     # -- parts out -----------------------------------------------------------------------------------------------
@@ -217,18 +217,18 @@ class AnswerReader:
             self.parts.append(Reasoning(text))
 
     def begin_call(self, name: str, id_: str = "") -> None:
-        """id_: as the model wrote it, if it did."""
+        """id_: the model's id, if it wrote one."""
         self.parts.append(CallBegin(self._n_calls, id_ or self._new_id(), name))
         self._n_calls += 1
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call that began last."""
+        """A piece of the arguments of the last call."""
         if text:
             self.parts.append(CallArguments(self._n_calls - 1, text))
 
 
 class Trimmed:
-    """Passes text on without the spaces at its beginning; those at its end wait for what follows, and `drop` forgets them."""
+    """Passes on text without spaces at its beginning. Spaces at its end wait for more text, and `drop` discards them."""
 
     def __init__(self, give: Callable[[str], None], *, trims_start: bool = True) -> None:
         self._give, self._starts, self._held = give, trims_start, ""
@@ -249,12 +249,12 @@ class Trimmed:
             self._give(held)
 
     def drop(self) -> None:
-        """A call stood here: the spaces around it are its markup's."""
+        """Discard the spaces around a call: they belong to its markup."""
         self._held, self._starts = "", True
 
 
 class MarkupParser:
-    """An answer's parser: pushes text to a reader and lets its machine go on."""
+    """Parses an answer: pushes text to a reader and resumes its machine."""
 
     def __init__(self, machine: Callable[[AnswerReader], Steps[None]], new_id: Callable[[], str] | None = None) -> None:
         self._reader = AnswerReader(new_id)
@@ -279,7 +279,7 @@ _ENDED = object()
 
 
 def _joined(parts: list[Part]) -> list[Part]:
-    """Neighbours of one kind as one part. Pieces of arguments that are neighbours are of one call: each begins with its own part."""
+    """Merge neighbouring parts of one kind. Neighbouring arguments belong to one call, because each call begins with a part of its own."""
     out: list[Part] = []
     for _, group in groupby(parts, type):
         same = list(group)
@@ -302,7 +302,7 @@ def _pattern(marks: tuple[str, ...]) -> tuple[re.Pattern[str], int]:
 
 
 def _overlap(text: str, start: int, marks: tuple[str, ...], longest: int) -> int:
-    """Length of the longest end of `text[start:]` that may be the beginning of a mark."""
+    """Length of the longest suffix of `text[start:]` that may begin a mark."""
     for n in range(min(longest - 1, len(text) - start), 0, -1):
         end = text[-n:]
         if any(mark.startswith(end) for mark in marks):

@@ -1,7 +1,7 @@
-"""What a model thinks before it answers: from <think> to </think>, the first of which may stand in the prompt already.
+"""Reasoning before an answer: from <think> to </think>. <think> may be part of the prompt.
 
-Models call a tool at times without the end mark, and then nothing follows: a call ends the reasoning, too. What only speaks of a call is a
-thought: the mark in quotes or in a fenced block, or with something behind it that is no call of a tool which was offered.
+Some models call a tool without the end mark, so a call ends the reasoning, too. A mention of a call does not: a mark in quotes or in a
+fenced block, or one that no call of an offered tool follows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pyspec.text.markup.reader import AnswerReader, Steps, Trimmed
 
 @dataclass(frozen=True, slots=True)
 class ThinkMarks:
-    """What reasoning stands between."""
+    """The marks around reasoning."""
 
     start: str
     end: str
@@ -29,11 +29,11 @@ THINK = ThinkMarks("<think>", "</think>")
 
 @dataclass(frozen=True, slots=True)
 class ThoughtForm:
-    """How the reasoning of one answer is read.
+    """How to read the reasoning of one answer.
 
-    is_open   the prompt ends within it
-    is_shown  it stays in the content, marks and all
-    heads     how calls begin that end it; (): none does
+    is_open   the prompt ends inside it
+    is_shown  it stays in the content, with its marks
+    heads     starts of calls that end it; (): no call ends it
     """
 
     is_open: bool
@@ -42,7 +42,7 @@ class ThoughtForm:
 
 
 def read_reasoning(reader: AnswerReader, marks: ThinkMarks, form: ThoughtForm) -> Steps[bool]:
-    """The reasoning at the beginning of an answer; whether there was some."""
+    """Read the reasoning at the beginning of an answer. Returns whether there was any."""
     if not form.is_open:
         spaces = yield from reader.take_spaces()
         if not (yield from reader.take_mark(marks.start)):
@@ -74,7 +74,7 @@ def _begins(reader: AnswerReader, heads: tuple[Row, ...]) -> Steps[bool]:
 
 
 class _Thought:
-    """Passes reasoning on, and knows whether what comes next stands in quotes or in a fenced block."""
+    """Passes on reasoning, and knows whether the position is inside quotes or a fenced block."""
 
     def __init__(self, give: Callable[[str], None]) -> None:
         self._give = give

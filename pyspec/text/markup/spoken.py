@@ -1,4 +1,4 @@
-"""How a model writes its tool calls: as it was said, as its template says, or as we tell it."""
+"""The dialect of a model's tool calls: as named by the user, as recognised in its template, or generic."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pyspec.text.markup.dialect import GENERIC, Dialect, dialect, recognised
 
 
 def spoken(template: str, parser: str) -> Dialect | None:
-    """The dialect of an answer; None where calls are not to be read.
+    """The dialect of an answer; None if calls are not parsed.
 
-    parser  the name of a dialect; "auto": as the template's text says; "none": calls are not to be read
+    parser  the name of a dialect; "auto": recognise it in the template; "none": calls are not parsed
     """
     if parser == "auto":
         return recognised(template) or GENERIC
@@ -16,7 +16,7 @@ def spoken(template: str, parser: str) -> Dialect | None:
 
 
 def why_spoken(template: str, parser: str) -> str:
-    """In a sentence, for the log."""
+    """A sentence for the log: the dialect and the reason for it."""
     speaks = spoken(template, parser)
     if speaks is None:
         return "tool calls are not read: --tool-call-parser none"

@@ -1,4 +1,4 @@
-"""Arguments whose values come as plain text, one by one, written as JSON of the types their schema has."""
+"""Arguments whose values arrive as plain text, written as JSON of the types in their schema."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL = frozenset({"string", "boolean", "integer", "number", "array", "object", "n
 
 
 class ArgumentWriter:
-    """Writes the object of one call's arguments, a name and its value at a time."""
+    """Writes the arguments of one call as an object, one name and value at a time."""
 
     def __init__(self, reader: AnswerReader, schema: Schema) -> None:
         self._reader, self._schema, self._n = reader, schema, 0
@@ -41,11 +41,11 @@ class ArgumentWriter:
 
     @property
     def expected(self) -> Collection[str] | None:
-        """Those of them that are not written yet; None: the schema names none."""
+        """The named arguments that are not written yet; None if the schema names none."""
         return [name for name in self.names if name not in self._written] if self.names else None
 
     def value(self, name: str, *, is_text: bool | None = None) -> ValueWriter:
-        """The next argument. is_text: whether it is a string, where the markup says so; None: the schema does."""
+        """The next argument. is_text: True or False if the markup marks it as a string or not; None: the schema decides."""
         self._reader.arguments((", " if self._n else "") + json.dumps(name, ensure_ascii=False) + ": ")
         self._n += 1
         self._written.add(name)
@@ -59,7 +59,7 @@ class ArgumentWriter:
 
 
 class ValueWriter:
-    """One value: strings are written while they come, all else when it is complete. is_quoted: it is JSON, strings too."""
+    """One value. Strings are written as they arrive, others when complete. is_quoted: the text is JSON, with quotes around strings."""
 
     def __init__(self, give: Callable[[str], None], kinds: frozenset[str], *, is_quoted: bool = False) -> None:
         self._give, self._kinds, self._is_quoted = give, kinds, is_quoted
@@ -76,7 +76,7 @@ class ValueWriter:
             self._n_held += len(text[:room])
             if len(text) <= room:
                 return
-            self._is_string, text = True, "".join(self._held) + text[room:]  # too long to be looked at
+            self._is_string, text = True, "".join(self._held) + text[room:]  # too long for another type
             self._held.clear()
             self._give('"')
         if text:
@@ -91,7 +91,7 @@ class ValueWriter:
 
 
 def typed(text: str, kinds: frozenset[str]) -> str:
-    """The text as JSON of one of these types. A string where it is none, or could be one and nothing else fits."""
+    """The text as JSON of one of these types; as a string if no type fits, or if only string does."""
     bare = text.strip()
     said = _as_json(bare, may_be_text="string" in kinds)
     try:
@@ -103,13 +103,13 @@ def typed(text: str, kinds: frozenset[str]) -> str:
     fits = kind in kinds or (kind == "integer" and "number" in kinds)
     if isinstance(value, float) and "integer" in kinds and value.is_integer():
         return str(int(value))
-    if kind == "string" or not fits:  # a string comes bare: quotes are its own
+    if kind == "string" or not fits:  # strings are written bare, so their quotes are part of the text
         return json.dumps(text, ensure_ascii=False)
     return said
 
 
 def _as_json(bare: str, *, may_be_text: bool) -> str:
-    """What is Python as JSON: lists and objects, and words if they are spelled so, or can be nothing else."""
+    """Python's syntax as JSON: lists, objects and words spelled as in Python. Other words only if the text can not be a string."""
     is_python = bare in _PYTHON or bare[:1] in ("{", "[", "(") or not may_be_text
     return (as_json(bare) if is_python and not _is_json(bare) else None) or bare
 
@@ -123,7 +123,7 @@ def _is_json(text: str) -> bool:
 
 
 def types_of(schema: Schema, name: str) -> frozenset[str]:
-    """The types that argument `name` may have; all if the schema does not say."""
+    """The types that argument `name` may have; all types if the schema names none."""
     properties = schema.get("properties")
     if isinstance(properties, Mapping) and name in properties:
         return _types(properties[name], schema, HOPS)

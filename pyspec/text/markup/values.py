@@ -1,9 +1,9 @@
-"""Where a value ends that is bare text between marks, in dialects with one element for each argument.
+"""Finds the end of a value that is bare text between marks, in dialects with one element for each argument.
 
-Nothing in such a value is escaped. Its end mark ends it where what may stand behind a value follows, so that a text which speaks of this
-markup can be an argument; and models leave the end mark out at times, or write another, most in long contexts. So a value ends, too, before
-the mark that ends the call, if what may stand behind a call follows, and before the next argument, if that is one of the tool's which is not there
-yet. A whole call inside a value is text of it. Where a grammar wrote the value, it ends where the grammar ended it.
+Such a value has no escapes. Its end mark counts only if the next text may follow a value, so that an argument may contain this
+markup. Models sometimes leave out the end mark or write another one, mostly in long contexts. So a value also ends before the mark
+that ends the call, if the next text may follow a call, and before the next argument, if it is one of the tool's that is still missing.
+A whole call inside a value is part of it. If a grammar wrote the value, it ends only where the grammar ended it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from pyspec.text.markup.ahead import GAP, NAME, OVER, TAIL, Row, Step
 from pyspec.text.markup.reader import AnswerReader, Steps
 
-CLOSING = frozenset(".)]}>")  # what a value ends with, where the next argument stands in the same line
+CLOSING = frozenset(".)]}>")  # last characters of a value before another argument on the same line
 
 
 @dataclass(frozen=True, slots=True)
 class ValueMarks:
     """Marks around values.
 
-    end       begins the end mark, up to where models write it differently
-    held_end  what a grammar ends a value with
+    end       the start of the end mark, up to the part that models vary
+    held_end  the end of a value that a grammar wrote
     key       begins the next argument
-    key_end   what may stand behind its name
-    arguments_end  the marks of which one ends all arguments
-    call_end  the marks of which one ends the call behind that; (): they are the same
+    key_end   possible text behind its name
+    arguments_end  marks that end all arguments
+    call_end  marks that end the call behind that; (): arguments_end does
     call      begins a whole call
     """
 
@@ -49,16 +49,16 @@ class ValueMarks:
         return (*self.call_end, *self.call[0], *(self.call[-1] if self.call_end else ()))
 
     def is_spelled(self, text: str) -> bool:
-        """Whether a grammar can write this text as a value: it does not end before its end."""
+        """True if a grammar can write this text as a value: it must not contain its own end."""
         return (text + self.held_end).find(self.held_end) == len(text)
 
 
 def read_value(
     reader: AnswerReader, marks: ValueMarks, give: Callable[[str], None], expected: Collection[str] | None
 ) -> Steps[bool]:
-    """A value, given away as it comes, up to its end, which is passed over. False if the answer ends before it does.
+    """Pass on a value up to its end, which is consumed. Returns False if the answer ends first.
 
-    expected  the arguments that may come next; None: the tool does not say
+    expected  arguments that may come next; None: any
     """
     if reader.is_held:
         return bool((yield from reader.until((marks.held_end,), give)))
@@ -85,7 +85,7 @@ def read_value(
 
 
 class _Value:
-    """Passes a value on. last: its last character."""
+    """Passes on a value. last: its last character."""
 
     def __init__(self, give: Callable[[str], None]) -> None:
         self._give, self.last = give, "\n"
@@ -96,7 +96,7 @@ class _Value:
 
 
 def _behind_end(marks: ValueMarks, depth: int) -> Row:
-    """An end mark, and what shows that it is one: behind the text of a whole call only the answer's end does."""
+    """An end mark and the text that confirms it. Behind the text of a whole call, only the answer's end confirms it."""
     end: Row = ((marks.end,), TAIL, GAP)
     if not depth:
         return (*end, (marks.key, *marks.arguments_end, *marks.call_end))
@@ -108,7 +108,7 @@ _NEVER: Row = ((),)
 
 
 def _without_end(marks: ValueMarks, mark: str, is_line: bool, last: str, expected: Collection[str] | None) -> Row:
-    """What shows that a value ended before this mark without one of its own."""
+    """The text that confirms that a value ended before this mark without its own end mark."""
     if mark == marks.key:
         if not is_line and (expected is None or not (last.isalnum() or last in CLOSING)):
             return _NEVER
