@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from hub_server import REPO, FakeHub, serving
+from rewrite import rewrite
 
 from pyspec import hub, synth
 from pyspec.cli import main
@@ -158,6 +159,18 @@ def test_one_sidecar_is_taken_and_each_has_its_reason(tmp_path: Path):
     own = synth.write("qwen35", tmp_path / "o.gguf", tiny=True)
     best, said = taken(found[1:], own, "auto")
     assert best is None and "the target's file has the block in it" in said[0]
+
+
+@pytest.mark.parametrize("n_block", [4, 5], ids=["block not counted", "block counted"])
+def test_a_target_whose_mtp_block_was_removed_takes_the_sidecar(tmp_path: Path, n_block: int):
+    whole = synth.write("qwen35", tmp_path / "o.gguf", tiny=True)
+    trunk = rewrite(
+        whole, tmp_path / "t.gguf", drop=lambda n: n.startswith("blk.4."), change={"qwen35.block_count": n_block}
+    )
+    with open_gguf(trunk) as file:
+        assert file.hparams.integer("nextn_predict_layers") == 1
+    best, _ = taken(hub.sidecars(["m-Q8_0.gguf", "mtp-m-Q8_0.gguf"], "m-Q8_0.gguf"), trunk, "auto")
+    assert best is not None and best.kind == "mtp"
 
 
 def test_pull_brings_target_and_drafter_and_says_why(there: FakeHub, tmp_path: Path):

@@ -53,8 +53,11 @@ def taken(found: Sequence[Sidecar], target: Path, spec_type: str) -> tuple[Sidec
 
 
 def has_mtp(path: Path) -> bool:
-    """Whether a model's file holds an MTP block of its own. Raises ModelError."""
+    """True if a model's file has an MTP block. Raises ModelError.
+
+    The tensors decide, as in `pyspec.draft.mtp.recognises`: files whose block was removed often keep the metadata key.
+    """
     from pyspec.gguf import open_gguf
 
     with open_gguf(path) as file:
-        return file.hparams.integer("nextn_predict_layers", 0) > 0
+        return any(name.endswith(".nextn.eh_proj.weight") for name in file.tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -102,7 +103,7 @@ def _name_of(file: CachedFile) -> str:
 
 
 def _pair(repository: CachedRepository, file: CachedFile, files: set[tuple[str, str]], named: str) -> str:
-    """The drafter on this machine that goes with a target: the catalogue's, else the one beside it."""
+    """The drafter on this machine that goes with a target: the catalogue's, else the sidecar that a load would take."""
     from pyspec.catalog import find
     from pyspec.hub import sidecars
     from pyspec.registry import drafters
@@ -112,4 +113,15 @@ def _pair(repository: CachedRepository, file: CachedFile, files: set[tuple[str, 
         source = entry.draft.source
         return source.file if (source.repo, source.file) in files else ""
     beside = sidecars([f.file for f in repository.files], file.file)
-    return next((s.file for s in beside if s.kind in drafters()), "")
+    known = [s for s in beside if s.kind in drafters()]
+    return next((s.file for s in known if s.kind != "mtp" or not _has_own_block(file.path)), "")
+
+
+def _has_own_block(path: Path) -> bool:
+    from pyspec.cli.beside import has_mtp
+    from pyspec.errors import ModelError
+
+    try:
+        return has_mtp(path)
+    except ModelError:  # an unreadable file is listed all the same
+        return False

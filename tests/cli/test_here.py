@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 from click.testing import CliRunner, Result
 
+from pyspec import synth
 from pyspec.cli import main, running
 
 
@@ -72,6 +73,15 @@ def test_list_names_targets_drafters_pairs_and_what_is_unfinished(cache: Path):
     }  # fmt: skip
     text = call("list")
     assert "1 unfinished" in text.stderr and "pyspec-demo-dflash.gguf" in text.stdout
+
+
+@pytest.mark.parametrize("has_block", [True, False])
+def test_list_pairs_a_target_with_an_mtp_sidecar_only_if_it_has_no_block(cache: Path, has_block: bool):
+    fill(cache, "a/b", {"m-Q4_K_M.gguf": 2, "mtp-m-Q4_K_M.gguf": 1})
+    target = cache / "models--a--b" / "snapshots" / "abc" / "m-Q4_K_M.gguf"
+    synth.write("qwen35", target, tiny=True, mtp=has_block)
+    found = {one["file"]: one["pair"] for one in json.loads(call("list", "--json").stdout)}
+    assert found[target.name] == ("" if has_block else "mtp-m-Q4_K_M.gguf")
 
 
 def test_a_cache_that_is_not_there_is_no_error(cache: Path, monkeypatch: pytest.MonkeyPatch):
