@@ -1,4 +1,4 @@
-"""The application: every path, and what answers it.
+"""The application: every path and its handler.
 
 `create_app` may be mounted in another ASGI application; `pyspec.server.http.serve.run` serves it on a port.
 """
@@ -123,7 +123,7 @@ def _health(service: Service) -> Handler:
     async def health(request: Request) -> Response:
         if not service.engine.alive():
             raise Unavailable("the model is not ready: it is loading or its engine has stopped")
-        return JSON({"status": service.engine.state()})  # while it recovers, too: requests are taken, and wait
+        return JSON({"status": service.engine.state()})  # requests are accepted while it recovers
 
     return health
 
@@ -198,7 +198,7 @@ def _openapi() -> Handler:
 
 
 def _with_body(service: Service, work: Callable[[Service, bytes], object]) -> Handler:
-    """A handler that hands the body to `work` on a text thread and answers with what it returns."""
+    """A handler that runs `work` on the body in a text thread and answers with its result."""
 
     async def handle(request: Request) -> Response:
         raw = await service.body(request)
@@ -225,7 +225,7 @@ def _tokenize(service: Service, raw: bytes) -> object:
 
 
 def _piece(raw: bytes) -> str | list[int]:
-    """A token's text, or its bytes where they are no text on their own."""
+    """A token's text, or its bytes if they are not valid text on their own."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:

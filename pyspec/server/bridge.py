@@ -1,8 +1,7 @@
-"""From the engine's thread to one coroutine: events cross here, and a request that nobody wants any more is cancelled.
+"""Events from the engine's thread to one coroutine, and cancellation of requests whose client has left.
 
-The engine must never wait for a client, nor pay for each of them: `Inbox.put` appends under a lock, and the first one of
-a round wakes the event loop for all. A reader that lets more than the limit pile up loses the request, not the engine
-its time.
+The engine never waits for a client and does not pay per client: `Inbox.put` appends under a lock, and the first event of a
+round wakes the event loop for all. A reader that leaves more than the limit unread loses its request; the engine loses no time.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ Batch = list[tuple[int, Event]]
 """(choice, event) pairs in order."""
 
 EVENT_COST, TOKEN_COST, LOGPROB_COST = 128, 8, 96
-"""Rough bytes of memory per queued event, token and reported alternative."""
+"""Approximate memory of a queued event, a token and a reported alternative, in bytes."""
 
 
 def event_cost(event: Event) -> int:
-    """About how many bytes an event holds while it waits."""
+    """Approximate bytes that an event holds while it waits."""
     if isinstance(event, PromptLogprobs):
         return EVENT_COST + LOGPROB_COST * sum(2 + len(entry.top) for entry in event.entries)
     if not isinstance(event, Delta):
@@ -40,8 +39,8 @@ def event_cost(event: Event) -> int:
 
 
 class Post:
-    """Wakes one event loop for many inboxes. `announce` from any thread; a wake-up costs the engine a system call, so
-    there is none while the loop is still at work on what came before."""
+    """Wakes one event loop for many inboxes. Any thread may call `announce`. A wake-up costs the engine a system call, so none is
+    sent while the loop is still busy with earlier events."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -49,18 +48,18 @@ class Post:
         self._is_awake = False
 
     def announce(self, inbox: Inbox) -> None:
-        """Have `inbox.wake` called on the loop."""
+        """Schedule `inbox.wake` on the loop."""
         self._full.append(inbox)
         if not self._is_awake:
             self._is_awake = True
-            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to read
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no reader is left
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        """Wake who has something, then come back after they have run, until nothing came meanwhile."""
+        """Wake the announced inboxes, then run again after their readers, until no new inbox was announced."""
         if not self._full:
             self._is_awake = False
-            if not self._full:  # else it was announced just before, by someone who relies on us
+            if not self._full:  # else an inbox was announced just before, and no other wake-up is pending
                 return
             self._is_awake = True
         while self._full:
@@ -69,7 +68,7 @@ class Post:
 
 
 class Inbox:
-    """Events on their way to one coroutine. `put` from any thread, `take` on the loop; at most `limit` bytes wait."""
+    """Events on their way to one coroutine. Any thread may call `put`; only the loop calls `take`; at most `limit` bytes wait."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit: int, post: Post | None = None) -> None:
         self.overflow = asyncio.Event()
@@ -81,12 +80,12 @@ class Inbox:
         self._size = 0
         self._is_full = False
         self._is_announced = False
-        self._reader: asyncio.Future[bool] | None = None  # its result: whether there may be something
+        self._reader: asyncio.Future[bool] | None = None  # its result: True if events may be waiting
         self._deadline = 0.0
         self._alarm: asyncio.TimerHandle | None = None
 
     def put(self, choice: int, event: Event) -> None:
-        """Add an event; never blocks. Past the limit everything waiting is dropped and `overflow` is set."""
+        """Add an event; never blocks. Past the limit all waiting events are dropped and `overflow` is set."""
         with self._lock:
             if self._is_full:
                 return
@@ -102,7 +101,7 @@ class Inbox:
         self._post.announce(self)
 
     def wake(self) -> None:
-        """Let the reader look. Called on the loop."""
+        """Wake the reader. Called on the loop."""
         with self._lock:
             self._is_announced = False
             is_full = self._is_full
@@ -115,19 +114,19 @@ class Inbox:
             self._reader.set_result(has_something)
 
     async def take(self, timeout_s: float) -> Batch:
-        """Everything that waits; an empty list after `timeout_s` of silence. Raises Unavailable after an overflow."""
+        """All waiting events; an empty list after `timeout_s` of silence. Raises Unavailable after an overflow."""
         self._deadline = self._loop.time() + timeout_s
         if self._alarm is None or self._alarm.when() > self._deadline:
             self.close()
             self._alarm = self._loop.call_at(self._deadline, self._ring)
-        while not (batch := self._empty()):  # a wake-up may come after what it announced was taken
+        while not (batch := self._empty()):  # a wake-up may arrive after its events were taken
             self._reader = self._loop.create_future()
             if not await self._reader:
                 break
         return batch
 
     def _ring(self) -> None:
-        """The alarm is set once and moved on when it rings too early: most streams are never silent that long."""
+        """Set the alarm once and move it when it fires too early: most streams are never silent that long."""
         if self._loop.time() >= self._deadline:
             self._alarm = None
             self._tell(False)
@@ -135,7 +134,7 @@ class Inbox:
             self._alarm = self._loop.call_at(self._deadline, self._ring)
 
     def close(self) -> None:
-        """Nobody takes any more; the alarm goes."""
+        """Stop reading and cancel the alarm."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -154,10 +153,10 @@ def _lost_its_place(event: Event) -> bool:
 
 
 class Submission:
-    """The engine requests behind one HTTP request. `close` cancels those that still run; call it exactly at the end.
+    """The engine requests behind one HTTP request. `close` cancels those that still run; call it exactly once, at the end.
 
-    More requests than the engine's queue has room for are fed to it as earlier ones end, so a long list of prompts is
-    no reason to refuse; only the first one must find room.
+    A list of prompts may be longer than the engine's queue has room for: only the first one must find room, the others are
+    submitted as earlier ones end.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ class Submission:
         self._todo: deque[tuple[int, Request]] = deque()
         self._ids: dict[int, str] = {}
         self._open: set[int] = set()
-        self._waiting: dict[int, Request] = {}  # those of them that no slot has begun
+        self._waiting: dict[int, Request] = {}  # requests that have no slot yet
 
     @property
     def overflow(self) -> asyncio.Event:
@@ -177,7 +176,7 @@ class Submission:
         return self._inbox.overflow
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start with the requests. If one is refused the others are cancelled and its error is raised."""
+        """Submit the first requests. If one is refused, cancel the others and raise its error."""
         self._todo.extend(enumerate(requests))
         try:
             self._feed()
@@ -186,10 +185,10 @@ class Submission:
             raise
 
     def _feed(self) -> None:
-        """Queue what the engine takes now; what it has no room for waits until one of ours ends."""
+        """Submit as many requests as the engine accepts now; the rest wait until one of this submission ends."""
         while self._todo:
             i, request = self._todo[0]
-            if len(self._open) >= 2 * self._engine.info.n_slot:  # places of the queue are for others, too
+            if len(self._open) >= 2 * self._engine.info.n_slot:  # leave room in the queue for other clients
                 return
             try:
                 self._ids[i] = self._engine.submit(request, partial(self._hear, i, self._latencies.request()))
@@ -205,17 +204,17 @@ class Submission:
         self._inbox.put(choice, event)
 
     async def batches(self, silence_s: float) -> AsyncGenerator[Batch, None]:
-        """Events as they come, until every choice is done or failed; an empty batch after `silence_s` without any."""
+        """Events as they come, until every choice has ended; an empty batch after `silence_s` without events."""
         while self._open:
             batch: Batch = []
             for choice, event in await self._inbox.take(silence_s):
-                if choice not in self._open:  # it was aborted here before the engine's own last word
+                if choice not in self._open:  # aborted here before the engine's last event
                     continue
                 waiting = self._waiting.pop(choice, None)
                 if isinstance(event, Done | Failed):
                     self._open.discard(choice)
                 if waiting is not None and _lost_its_place(event) and self._open:
-                    self._todo.append((choice, waiting))  # as if there had been no room for it yet
+                    self._todo.append((choice, waiting))  # wait again, as if the queue had been full
                 else:
                     batch.append((choice, event))
             try:
@@ -226,14 +225,14 @@ class Submission:
             yield batch
 
     def abort(self, error: PyspecError) -> None:
-        """End what still runs: the engine is told to stop, the reader gets `error`. Called on the loop."""
+        """Cancel the requests that still run and raise `error` in the reader. Called on the loop."""
         self._todo.clear()
         for choice in sorted(self._open):
             self._engine.cancel(self._ids[choice])
             self._inbox.put(choice, Failed(self._ids[choice], error))
 
     def close(self) -> None:
-        """Cancel whatever has not ended. Safe to call twice."""
+        """Cancel all requests that have not ended. Safe to call twice."""
         self._todo.clear()
         self._inbox.close()
         for choice in sorted(self._open):

@@ -1,7 +1,6 @@
-"""What the server needs of an engine, a tokenizer and a chat template: three narrow protocols, nothing else.
+"""The interfaces that the server uses: an engine, a tokenizer and a chat template, as three narrow protocols.
 
-The real engine satisfies `EngineLike`; so does the fake one the tests drive. The server knows no torch, no drafter and
-no architecture.
+The real engine satisfies `EngineLike`; so does the fake one of the tests. The server does not know torch, drafters or architectures.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class TemplateLike(Protocol):
     """The model's chat template. Raises RequestError when it refuses the messages."""
 
     def able(self, *, tools: bool) -> Abilities:
-        """What it can write, in chats with tools or without."""
+        """The features that the template can write, in chats with or without tools."""
         ...
 
     def render(
@@ -65,12 +64,12 @@ class TemplateLike(Protocol):
         kwargs: Mapping[str, Any] | None = None,
         begun: str = "",
     ) -> list[int]:
-        """Ids of the rendered chat, and of an answer that has `begun`; what users write cannot become control tokens."""
+        """Ids of the rendered chat, followed by the answer's beginning `begun`. Users' text cannot become control tokens."""
         ...
 
 
 class EngineLike(Protocol):
-    """Submit, cancel, look. Every method may be called from any thread."""
+    """Submit, cancel and inspect requests. Every method may be called from any thread."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -84,17 +83,17 @@ class EngineLike(Protocol):
     def submit(self, request: Request, sink: Sink) -> str:
         """Queue a request and return its id. Raises RequestError, QueueFull or Unavailable at once.
 
-        Then `sink` gets Started, Progress and Delta events and, last, exactly one Done or Failed. The first event may
-        arrive before this returns.
+        `sink` then gets Started, Progress and Delta events and, last, exactly one Done or Failed. The first event may
+        arrive before this method returns.
         """
         ...
 
     def check_grammar(self, grammar: Grammar) -> Grammar:
-        """The grammar as `submit` takes it. Raises RequestError if it can not be kept. May take seconds: not for an event loop."""
+        """The grammar in the form that `submit` takes. Raises RequestError if it is not supported. May take seconds: keep it off an event loop."""
         ...
 
     def known_grammar(self, grammar: Grammar) -> Grammar | None:
-        """The same at once, if it was compiled lately; None if it was not. Raises RequestError."""
+        """As `check_grammar`, but from the cache; None if it was not compiled lately. Raises RequestError."""
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -102,7 +101,7 @@ class EngineLike(Protocol):
         ...
 
     def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
-        """Save, restore or erase what a slot holds, once it is idle. `hear` is called once, on any thread."""
+        """Save, restore or erase a slot's contents once it is idle. `hear` is called once, on any thread."""
         ...
 
     def slots(self) -> list[SlotInfo]: ...
@@ -110,9 +109,9 @@ class EngineLike(Protocol):
     def metrics(self) -> Metrics: ...
 
     def alive(self) -> bool:
-        """Whether requests are taken: not while loading, nor after the engine has stopped for good."""
+        """True if requests are accepted: not while loading, nor after the engine has stopped for good."""
         ...
 
     def state(self) -> str:
-        """In a word: "ok", "recovering" while a failed engine is replaced and requests wait, or another if it is not alive."""
+        """One word: "ok", "recovering" while a failed engine is replaced and requests wait, another one if it is not alive."""
         ...

@@ -1,6 +1,6 @@
-"""How long clients wait: histograms of first tokens, of gaps between tokens, of the queue and of whole requests, under vLLM's names too.
+"""Clients' waiting times as histograms: first token, gaps between tokens, queue and whole request, also under vLLM's names.
 
-A request's events are timed where they leave the engine, so a client that reads slowly lengthens nothing.
+Events are timed where they leave the engine, so a client that reads slowly does not lengthen these times.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ ALL = (
 )
 HISTOGRAMS = {
     "time_to_first_token_seconds": (FIRST, "from a request's arrival to its first token"),
-    "inter_token_latency_seconds": (BETWEEN, "between tokens; those of one round share its time"),
+    "inter_token_latency_seconds": (BETWEEN, "between tokens; the tokens of one round share its time"),
     "request_queue_time_seconds": (ALL, "from a request's arrival to its slot"),
     "request_prefill_time_seconds": (ALL, "from a request's slot to its first token"),
     "request_decode_time_seconds": (ALL, "from a request's first token to its end"),
     "e2e_request_latency_seconds": (ALL, "from a request's arrival to its end"),
 }
-"""Without its prefix each is vLLM's name. Buckets are vLLM's, and finer ones where drafts make tokens come faster."""
+"""vLLM's names without their prefix. The buckets are vLLM's, with finer ones where drafts make tokens come faster."""
 
 
 class Histogram:
@@ -103,19 +103,19 @@ class Histogram:
         self._sum = 0.0
 
     def see(self, seconds: float, n: int = 1) -> None:
-        """Count a time, `n` times over."""
+        """Count `n` events of this time."""
         self._counts[bisect_left(self._bounds, seconds)] += n
         self._sum += seconds * n
 
     def metric(self, name: str, about: str) -> Metric:
-        """It as Prometheus has it: each bucket counts those before it, too."""
+        """The Prometheus form: each bucket includes the counts of the buckets below it."""
         tops = [*map(str, self._bounds), "+Inf"]
         buckets = list(zip(tops, map(float, accumulate(self._counts)), strict=True))
         return HistogramMetricFamily(name, about, buckets=buckets, sum_value=self._sum)
 
 
 class Latencies:
-    """The histograms of one server, and how its requests ended."""
+    """The histograms of one server, and the counts of finish reasons."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -127,7 +127,7 @@ class Latencies:
         return RequestTimes(self)
 
     def metrics(self) -> Iterator[Metric]:
-        """All of it, under our names and vLLM's."""
+        """All metrics, under native and vLLM's names."""
         for name, (_, about) in HISTOGRAMS.items():
             for prefix in ("pyspec_", "vllm:"):
                 yield self.histograms[name].metric(prefix + name, about)
@@ -138,7 +138,7 @@ class Latencies:
 
 
 class RequestTimes:
-    """When one request arrived, began, and last said something. An engine that is replaced begins it again: that is no new wait."""
+    """Times of one request: arrival, start and latest event. If a replaced engine starts it again, the first start counts."""
 
     __slots__ = ("_all", "_arrived", "_first", "_last", "_started")
 

@@ -1,7 +1,7 @@
-"""`/metrics`: the engine's counters for Prometheus, read when asked and at no cost otherwise.
+"""`/metrics`: the engine's counters for Prometheus, read only when scraped.
 
-Every figure has a native `pyspec_*` name; those that llama-server or vLLM publish appear under their names too, so
-existing dashboards go on working.
+Every figure has a native `pyspec_*` name. Figures that llama-server or vLLM publish also appear under their names, so existing
+dashboards keep working.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from pyspec.request import Metrics, SlotInfo
 from pyspec.server.latency import Latencies
 
-# (attribute of Metrics, native name, llama-server's, vLLM's, what it counts); "" means: they have none
+# (attribute of Metrics, native name, llama-server's, vLLM's, description); "" for a name that the other server does not have
 COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "prompt_tokens", "prompt_tokens", "prompt tokens processed"),
     (
@@ -81,7 +81,7 @@ PER_POSITION = (
 )
 
 PEAK = b"# TYPE llamacpp:n_tokens_max %s\n"
-"""llama-server has it as a counter: it never falls."""
+"""llama-server exports it as a counter because it never falls."""
 
 
 class EngineCollector(Collector):
@@ -110,7 +110,7 @@ class EngineCollector(Collector):
         yield from self._latencies.metrics()
 
     def _ratios(self, m: Metrics) -> Iterator[Metric]:
-        """Averages since start; llama-server gives the same names since its last scrape."""
+        """Averages since start; llama-server's figures of these names are averages since its last scrape."""
         prompt = m.prompt_tokens / m.prompt_seconds if m.prompt_seconds else 0.0
         predicted = m.predicted_tokens / m.predicted_seconds if m.predicted_seconds else 0.0
         busy = m.busy_slot_rounds / m.rounds if m.rounds else 0.0
@@ -148,11 +148,11 @@ def _per_position(name: str, about: str, counts: Iterable[int]) -> Metric:
 
 
 def exposition(collector: EngineCollector, accept: str) -> tuple[bytes, str]:
-    """The scrape's body and content type: Prometheus text, or OpenMetrics for those who ask."""
+    """The scrape's body and content type: Prometheus text, or OpenMetrics if the client accepts it."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     encode, content_type = choose_encoder(accept)
     body: bytes = encode(registry)
-    if content_type.startswith("text/plain"):  # OpenMetrics knows no counter whose name does not end in _total
+    if content_type.startswith("text/plain"):  # in OpenMetrics every counter's name ends in _total
         body = body.replace(PEAK % b"gauge", PEAK % b"counter")
     return body, content_type

@@ -1,8 +1,8 @@
-"""Streams that outlive their connection: kept under a conversation's id, to be read again from any byte, as llama-server has them.
+"""Streams that outlive their connection: stored by conversation id and readable again from any byte, as in llama-server.
 
-A generation whose client sent X-Conversation-Id goes on when the client leaves; only its end, DELETE, or another one for the same
-conversation ends it. What it said is kept within a limit of bytes, the oldest goes first, and for a while behind its end. A session
-belongs to the api key that began it: under another key it is not there.
+A generation whose client sent X-Conversation-Id continues after the client leaves. It ends by itself, by DELETE, or when the same
+conversation starts another one. Its output is kept up to a limit of bytes (the oldest are dropped first) and for some time after its
+end. A session belongs to the API key that started it; with another key it does not exist.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ MOST_ID = 512  # characters of a conversation's id
 
 
 class SessionKey(NamedTuple):
-    """Whose conversation, and which. owner: a digest of the api key, empty where none is needed."""
+    """A conversation and its owner. owner: a digest of the API key, empty if no key is needed."""
 
     owner: str
     conversation: str
 
 
 def owner_of(headers: Headers, settings: ServerSettings) -> str:
-    """Who asks."""
+    """The owner of a request: a digest of its API key."""
     return hashlib.sha256(key_of(headers)).hexdigest() if settings.api_keys else ""
 
 
 def session_key(conversation: str, headers: Headers, settings: ServerSettings) -> SessionKey:
-    """RequestError if the id is too long."""
+    """The key of a conversation's session. Raises RequestError if the id is too long."""
     if len(conversation) > MOST_ID:
         raise RequestError(f"a conversation's id of {len(conversation)} characters; at most {MOST_ID} are taken")
     return SessionKey(owner_of(headers, settings), conversation)
 
 
 class StreamSession:
-    """What one generation has said, as bytes of its stream. Lives on the event loop."""
+    """The output of one generation, as bytes of its stream. Lives on the event loop."""
 
     def __init__(self, limit: int) -> None:
-        self.started, self.completed = int(time.time()), 0  # 0: it goes on
-        self.dropped = 0  # bytes that are not kept any more
+        self.started, self.completed = int(time.time()), 0  # 0: still running
+        self.dropped = 0  # bytes that have been discarded
         self.pump: asyncio.Task[None] | None = None
         self._limit, self._kept, self._news = limit, bytearray(), asyncio.Event()
 
     @property
     def total(self) -> int:
-        """Bytes that were said so far."""
+        """Bytes written so far, including discarded ones."""
         return self.dropped + len(self._kept)
 
     def append(self, data: bytes) -> None:
-        """Keep some more."""
+        """Store more output; discard the oldest bytes beyond the limit."""
         self._kept += data
         if (over := len(self._kept) - self._limit) > 0:
             del self._kept[:over]
@@ -70,7 +70,7 @@ class StreamSession:
         self._tell()
 
     def finish(self) -> None:
-        """Nothing more comes. Safe to call twice."""
+        """Mark the stream as complete. Safe to call twice."""
         self.completed = self.completed or int(time.time())
         self._tell()
 
@@ -79,7 +79,7 @@ class StreamSession:
         news.set()
 
     async def read(self, at: int) -> AsyncGenerator[bytes, None]:
-        """All from byte `at` on, as it comes. It ends early for a reader who is so slow that what comes next is not kept any more."""
+        """All bytes from `at` on, as they arrive. Ends early if the reader is so slow that its next byte was discarded."""
         while at >= self.dropped:
             if at < self.total:
                 piece = bytes(self._kept[at - self.dropped :])
@@ -95,14 +95,14 @@ class StreamSession:
 
 
 class StreamSessions:
-    """All sessions there are, by whose they are."""
+    """All sessions, by key."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._limits = settings.limits
         self._sessions: dict[SessionKey, StreamSession] = {}
 
     def begin(self, key: SessionKey, source: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> StreamSession:
-        """Keep a generation's stream; one before it in the same conversation ends. QueueFull if too many go on."""
+        """Store a generation's stream; an earlier one of the same conversation ends. Raises QueueFull if too many are running."""
         self.stop(key)
         if len(self._sessions) >= self._limits.kept_streams:
             ended = [k for k, s in self._sessions.items() if s.completed]
@@ -113,7 +113,7 @@ class StreamSessions:
         session.pump = asyncio.create_task(_pump(session, source))
         loop, limit_s = asyncio.get_running_loop(), self._limits.kept_s
 
-        def over(task: asyncio.Task[None]) -> None:  # also of one that was cancelled before it ran
+        def over(task: asyncio.Task[None]) -> None:  # also runs for a task that was cancelled before it started
             on_end()
             session.finish()
             loop.call_later(limit_s, self._forget, key, session)
@@ -126,7 +126,7 @@ class StreamSessions:
             del self._sessions[key]
 
     def get(self, key: SessionKey, at: int) -> StreamSession:
-        """The session that can be read from byte `at` on. NotFound, RequestError."""
+        """The session, readable from byte `at` on. Raises NotFound, RequestError."""
         session = self._sessions.get(key)
         if session is None:
             raise NotFound("no stream of this conversation is kept, or not any more")
@@ -135,14 +135,14 @@ class StreamSessions:
         return session
 
     def stop(self, key: SessionKey) -> None:
-        """End a conversation's generation and forget what it said. One that is not there is no error."""
+        """End a conversation's generation and delete its output. An unknown conversation is no error."""
         session = self._sessions.pop(key, None)
         if session is not None and session.pump is not None:
             session.pump.cancel()
             session.finish()
 
     def rows(self, owner: str, conversations: Sequence[str]) -> list[dict[str, Any]]:
-        """Of each id that is asked for, and of `ID::model`, the session if there is one; others are not listed."""
+        """The sessions of these ids, and of `ID::model`; ids without a session are left out."""
         return [
             {
                 "conversation_id": key.conversation,
@@ -167,7 +167,7 @@ async def _pump(session: StreamSession, source: AsyncGenerator[bytes, None]) -> 
 
 
 class ReplayStream:
-    """Server-sent events of a session from a byte on, until it ends or the client leaves, which ends nothing else."""
+    """Server-sent events of a session from a byte on, until it ends or the client leaves. The generation does not end with the client."""
 
     def __init__(self, session: StreamSession, at: int, headers: Mapping[str, str] | None = None) -> None:
         self._session, self._at = session, at

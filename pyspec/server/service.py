@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, the settings, the text threads and the submissions that run now."""
+"""State shared by all endpoints: the engine, the settings, the text threads and the running submissions."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from pyspec.server.text_turns import TextTurns
 T = TypeVar("T")
 LONG_PROMPT = 8192  # tokens
 LARGE_BODY = 64 << 10  # bytes
-HUGE_BODY = 1 << 20  # what work on these has taken of memory is given back to the system
+HUGE_BODY = 1 << 20  # after a body of this size, freed memory is returned to the system
 
 
 class Service:
-    """One engine being served. Lives on the event loop; only `text` work leaves it."""
+    """One served engine. Lives on the event loop; only `text` work runs in threads."""
 
     def __init__(self, engine: EngineLike, settings: ServerSettings) -> None:
         self.engine = engine
@@ -47,7 +47,7 @@ class Service:
         self.is_draining = False
         self._submissions: dict[Submission, asyncio.TimerHandle] = {}
         self.n_inside = 0
-        self._inside: Counter[str] = Counter()  # of which by client
+        self._inside: Counter[str] = Counter()  # jobs by client
         self._text: list[ThreadPoolExecutor | None] = [
             None
         ] * 3  # for small bodies, for large ones, and to compile grammars
@@ -58,14 +58,14 @@ class Service:
 
     @property
     def n_jobs(self) -> int:
-        """Generation requests whose submissions have not been closed."""
+        """Generation requests whose submissions are still open."""
         return len(self._submissions)
 
     async def text(
         self, work: Callable[..., T], *args: Any, n_byte: int = 0, client: str = "", compiles: bool = False
     ) -> T:
-        """Run tokenising or rendering off the event loop: of a large body in a thread of its own, so that small ones never wait for one.
-        So is what compiles a grammar. Clients take turns. The threads start with the first call: a mounted application never hears of start-up."""
+        """Run tokenising or rendering off the event loop. Large bodies and grammars have threads of their own, so small bodies never wait
+        for them. Clients take turns. The threads start at the first call, because a mounted application gets no start-up event."""
         which = 2 if compiles else int(n_byte > LARGE_BODY)
         if (threads := self._text[which]) is None:
             n, name = ((self.settings.text_threads, "pyspec-text"), (1, "pyspec-large"), (1, "pyspec-compile"))[which]
@@ -75,33 +75,33 @@ class Service:
         began = time.monotonic()
         try:
             running = loop.run_in_executor(threads, work, *args)
-        except RuntimeError:  # the server ends
+        except RuntimeError:  # the server is shutting down
             turns.give(client, 0.0)
             raise
 
         def end(done: asyncio.Future[T]) -> None:
             turns.give(client, time.monotonic() - began)
             if not done.cancelled():
-                done.exception()  # seen, if the client has left
+                done.exception()  # mark the exception as retrieved: the client may have left
 
         running.add_done_callback(end)
         if n_byte > HUGE_BODY:
             with suppress(RuntimeError):
-                threads.submit(give_back_memory)  # behind it: there is one such thread
-        return await asyncio.shield(running)  # its thread goes on without a client
+                threads.submit(give_back_memory)  # runs after this work: there is one such thread
+        return await asyncio.shield(running)  # the thread finishes even if the client leaves
 
     async def body(self, request: HTTPRequest) -> bytes:
-        """A request's body. Who has not sent all of it holds nobody up but for the memory it takes."""
+        """Read the body. A slow client blocks no other request; it only holds memory."""
         return await read_body(request, self.settings.limits, self.reading, self.client_of(request))
 
     def client_of(self, request: HTTPRequest) -> str:
-        """Who asks, for the queue: the key, else the address. "" over a unix socket."""
+        """The client's identity for fair queueing: its API key, else its address. "" over a unix socket."""
         if self.settings.api_keys and (key := key_of(request.headers)):
             return "key " + hashlib.sha256(key).hexdigest()[:16]
         return request.client.host if request.client is not None else ""
 
     async def look(self, work: Callable[..., T], *args: Any) -> T:
-        """Run what may have to ask another process, which may take its time to answer, off the event loop."""
+        """Run work off the event loop that may wait for another process."""
         return await asyncio.get_running_loop().run_in_executor(None, work, *args)
 
     def check_ready(self) -> None:
@@ -113,10 +113,10 @@ class Service:
 
     @contextmanager
     def admitted(self, client: str = "") -> Iterator[None]:
-        """Count a request whose body is here, so that a flood is refused before it is parsed.
+        """Count a request after its body has arrived, so that a flood is refused before parsing.
 
-        The engine bounds its own queue; this bounds what waits to be tokenised for it. A client gets no more than three times what is left: alone
-        three quarters, and however many fill the rest, there is a place for one who comes new (dynamic thresholds, Choudhury and Hahne 1998).
+        The engine bounds its own queue; this bounds the requests that wait for tokenising. A client may hold at most three times the
+        free places: three quarters if it is alone, and a new client always finds a place (dynamic thresholds, Choudhury and Hahne 1998).
         """
         limit = 8 * self.engine.info.n_slot + 32
         if self.n_inside >= limit or (client and self._inside[client] >= 3 * (limit - self.n_inside)):
@@ -128,13 +128,13 @@ class Service:
         finally:
             self.n_inside -= 1
             self._inside[client] -= 1
-            self._inside += Counter()  # forgets whose number is 0
+            self._inside += Counter()  # drops clients whose count is 0
 
     async def start(self, ask: Ask, client: str = "") -> Submission:
-        """Submit what was asked; `end` must follow. Raises RequestError, QueueFull, Unavailable."""
+        """Submit the requests of `ask`; the caller must call `end` afterwards. Raises RequestError, QueueFull, Unavailable."""
         group = f"{next(self._groups)}" if len(ask.requests) > 1 else ""
         ask = replace(ask, requests=tuple(replace(request, client=client, group=group) for request in ask.requests))
-        # an answer given whole is gathered in memory anyway; only a stream waits for its reader
+        # a complete answer is collected in memory anyway; only a stream waits for its reader
         submission = Submission(
             self.engine,
             self.settings.limits.stream_buffer if ask.stream else 1 << 62,
@@ -151,47 +151,47 @@ class Service:
         return submission
 
     async def _submit(self, submission: Submission, ask: Ask) -> None:
-        """Checking a long prompt takes milliseconds: off the event loop, where others' tokens go by."""
+        """Submit in a thread if the prompt is long: checking it takes milliseconds, and other clients' tokens pass through the loop."""
         submitting = asyncio.ensure_future(self.text(submission.submit, ask.requests, client=ask.requests[0].client))
         try:
             await asyncio.shield(submitting)
-        except asyncio.CancelledError:  # the client left, but what has begun can only be ended when it is done
+        except asyncio.CancelledError:  # the client left; a started submission can only be ended when it is complete
 
             def end(done: asyncio.Future[None]) -> None:
                 if not done.cancelled():
-                    done.exception()  # seen: nobody is left to tell
+                    done.exception()  # mark the exception as retrieved: the client has left
                 submission.close()
 
             submitting.add_done_callback(end)
             raise
 
     def _one_turns(self) -> tuple[TextTurns, ...]:
-        """Of the small bodies, of the large ones and of grammars; new ones if the application was moved to another loop."""
+        """The queues for small bodies, large bodies and grammars; new ones if the application moved to another loop."""
         loop = asyncio.get_running_loop()
         if self._turns is None or self._turns[0] is not loop:
             self._turns = loop, (TextTurns(self.settings.text_threads), TextTurns(1), TextTurns(1))
         return self._turns[1]
 
     def _one_post(self) -> Post:
-        """One for all submissions; a new one if the application was moved to another loop."""
+        """One for all submissions; a new one if the application moved to another loop."""
         loop = asyncio.get_running_loop()
         if self._post is None or self._post[0] is not loop:
             self._post = loop, Post(loop)
         return self._post[1]
 
     def end(self, submission: Submission) -> None:
-        """Forget a submission and cancel what still runs of it. Safe to call twice."""
+        """Remove a submission and cancel its running requests. Safe to call twice."""
         if timer := self._submissions.pop(submission, None):
             timer.cancel()
             submission.close()
 
     def abort_all(self, error: PyspecError) -> None:
-        """End every submission with `error`; its clients are told."""
+        """End every submission with `error`, which its client receives."""
         for submission in list(self._submissions):
             submission.abort(error)
 
     def shut_down(self) -> None:
-        """The server ends: so does every submission."""
+        """End every submission because the server is shutting down."""
         self.abort_all(Unavailable("the server is shutting down"))
         self.close()
 

@@ -1,4 +1,4 @@
-"""The server's settings and the limits a request must keep. Built once, never changed."""
+"""The server's settings and the limits of a request. Built once, never changed."""
 
 from __future__ import annotations
 
@@ -19,77 +19,77 @@ PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one request may cost before it is refused. Sizes in bytes, times in seconds."""
+    """Limits of one request. Sizes in bytes, times in seconds."""
 
     body: int = 8 << 20
     header: int = 32 << 10
     body_read_s: float = 10.0
-    reading: int = 256 << 20  # of all bodies that have not arrived as a whole
+    reading: int = 256 << 20  # of all bodies that are still arriving
     header_read_s: float = 10.0  # from the first byte, or the connection, to the end of the headers
-    connections: int = 1024  # at most, and as many as there are file descriptors for
+    connections: int = 1024  # at most, and no more than the file descriptors allow
     json_depth: int = 64
-    messages: int = 1 << 16  # of a chat; what they hold is bounded by the body
+    messages: int = 1 << 16  # of a chat; the body's limit bounds their size
     prompts: int = 64  # prompts of one request
     stops: int = 256
     stop_bytes: int = 256
-    all_stop_bytes: int = 8192  # of all of them
+    all_stop_bytes: int = 8192  # of all stop strings together
     logit_bias: int = 4096  # entries
     tools: int = 4096
     breakers: int = 64  # of dry_sequence_breakers
-    top_logprobs: int = 50  # alternatives of each token, whatever the length of an answer is
-    most_top_logprobs: int = 1024  # as long as the answer has no more than `alternatives` in all
+    top_logprobs: int = 50  # alternatives of each token, for an answer of any length
+    most_top_logprobs: int = 1024  # allowed while an answer has at most `alternatives` in all
     alternatives: int = 1 << 18
-    stream_buffer: int = 1 << 20  # events a slow reader may leave unread
-    stalled_s: float = 10.0  # after which a client that reads nothing of what waits for it is given up
-    kept_bytes: int = 4 << 20  # of a stream that can be resumed; the oldest go first
-    kept_s: float = 300.0  # for which one is kept behind its end
+    stream_buffer: int = 1 << 20  # unread events of a slow reader
+    stalled_s: float = 10.0  # a client that reads none of its waiting data for this long is disconnected
+    kept_bytes: int = 4 << 20  # of a resumable stream; the oldest bytes are dropped first
+    kept_s: float = 300.0  # time that a resumable stream is kept after its end
     kept_streams: int = 64
     total_s: float = 3600.0  # from the first byte to the last
     ping_s: float = 30.0  # silence on a stream before a comment line
-    least_ping_s: float = 0.05  # however little a request asks for
+    least_ping_s: float = 0.05  # lower bound of the period that a request asks for
     drain_s: float = 30.0  # how long a shutdown waits for running requests
     stall_s: float = 60.0  # age of the last round, while busy, at which /ready says no
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Where to listen, who may ask, what is shown and what a request gets that does not say."""
+    """Where to listen, access control, visible endpoints, and defaults of requests."""
 
     hosts: tuple[str, ...] = ("127.0.0.1",)  # addresses, and paths of unix sockets
     port: int = 8080  # 0: the system picks one
     reuse_port: bool = False  # others may listen on it, too
-    api_prefix: str = ""  # "/llm": where all paths begin
+    api_prefix: str = ""  # prefix of all paths, "/llm"
     api_keys: tuple[str, ...] = ()  # empty: no key needed
     insecure: bool = False  # listen beyond this machine without a key
     ssl_key_file: str = ""  # with ssl_cert_file: TLS
     ssl_cert_file: str = ""
-    aliases: tuple[str, ...] = ()  # the model's names in answers, the first first; () takes the engine's
-    tags: tuple[str, ...] = ()  # words about it in /v1/models
+    aliases: tuple[str, ...] = ()  # the model's names in answers, the main one first; () takes the engine's
+    tags: tuple[str, ...] = ()  # labels of the model in /v1/models
     page: bool = True  # serve the page at /
     metrics: bool = True  # serve /metrics
     slots: bool = True  # serve /slots
-    slot_save_path: str = ""  # directory that slots are saved in and restored from; "": they are not
+    slot_save_path: str = ""  # directory for saved slots; "": saving is off
     props: bool = True  # serve /props
-    cors_origins: tuple[str, ...] = ()  # besides this machine's; "*" allows all
-    sampling: SamplingParams = field(default_factory=SamplingParams)  # of a request that does not say
+    cors_origins: tuple[str, ...] = ()  # in addition to this machine's; "*" allows all
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # defaults of a request
     sampling_given: frozenset[str] | None = None
-    # its fields that go before what the model's file recommends; None: those that are not llama.cpp's
+    # fields of `sampling` that override the model file's recommendations; None: the fields that differ from llama.cpp's defaults
     max_tokens: int = -1  # -1: until the context is full
     volatile_lines: tuple[re.Pattern[str], ...] = ()  # lines of system prompts that are moved behind the conversation
-    tool_call_parser: str = "auto"  # how the model writes calls; auto: as its template does; none: calls are not parsed
-    reasoning_format: str = "auto"  # where a body does not say
-    reasoning: str = "auto"  # on, off; auto: as the template has it
-    reasoning_budget: int = -1  # tokens a request may think where its body does not say; -1: as many as it likes
-    reasoning_budget_message: str = ""  # said at the end of the budget
+    tool_call_parser: str = "auto"  # format of tool calls; auto: the template's; none: calls are not parsed
+    reasoning_format: str = "auto"  # default if a body does not set it
+    reasoning: str = "auto"  # on, off; auto: the template decides
+    reasoning_budget: int = -1  # default limit of thinking tokens; -1: no limit
+    reasoning_budget_message: str = ""  # text that is inserted at the end of the budget
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    spm_infill: bool = False  # /infill: what stands behind the gap goes first
-    prefill_assistant: bool = True  # an assistant's message at the end is continued
-    verbose: bool = False  # answers have `__verbose`: the prompt as the model reads it, and the settings
-    text_threads: int = 2  # tokenise and render off the event loop
+    spm_infill: bool = False  # /infill: the suffix comes first
+    prefill_assistant: bool = True  # continue an assistant's message at the end of a chat
+    verbose: bool = False  # add `__verbose` to answers: the rendered prompt and the settings
+    text_threads: int = 2  # threads for tokenising and rendering
     limits: Limits = field(default_factory=Limits)
 
     def for_model(self, recommended: SamplingParams) -> ServerSettings:
-        """The same with what the model's file recommends where nothing was given."""
+        """These settings with the model file's recommendations where no value was given."""
         plain = SamplingParams()
         given = self.sampling_given
         if given is None:
@@ -98,7 +98,7 @@ class ServerSettings:
         return replace(self, sampling=SamplingGiven(self.sampling, given).over(recommended))
 
     def check(self) -> None:
-        """Raise ConfigError if this must not be served."""
+        """Raise ConfigError if the server must not start with these settings."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is outside 0..65535")
         if not 0 <= self.limits.drain_s <= 86400:
@@ -131,7 +131,7 @@ class ServerSettings:
 
 
 def keys_of(path: str) -> tuple[str, ...]:
-    """The keys of a file, one a line; # begins a comment. Raises ConfigError: a file without any would leave the door open."""
+    """The keys of a file, one per line; # starts a comment. Raises ConfigError, also for a file without keys, which would switch access control off."""
     try:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as e:
@@ -143,7 +143,7 @@ def keys_of(path: str) -> tuple[str, ...]:
 
 
 def is_unix(host: str) -> bool:
-    """True for the path of a unix socket, as llama-server spells it."""
+    """True for the path of a unix socket, in llama-server's spelling."""
     return host.startswith("unix:") or host.endswith(".sock")
 
 

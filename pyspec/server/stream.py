@@ -1,6 +1,6 @@
-"""Running one submission to its end: gathered into one answer, or streamed as server-sent events.
+"""Run one submission to its end: collected into one answer, or streamed as server-sent events.
 
-Either way the client is watched meanwhile. When it leaves, in prefill too, the submission is closed and its slots are freed.
+Both watch the client. When it leaves, even during prefill, the submission is closed and its slots are freed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # tells a proxy to pass events on at once
+    (b"x-accel-buffering", b"no"),  # asks a proxy to forward events at once
 ]
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     """The result of `work`, or ClientGone as soon as the client disconnects; `work` is then cancelled.
 
-    The body must have been read: from then on `receive` only ever has the disconnect to say.
+    The body must have been read before: from then on `receive` returns only the disconnect.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(disconnected(receive))
@@ -48,22 +48,22 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Until the client has left. The body must have been read."""
+    """Wait until the client has left. The body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def stop_task(task: asyncio.Future[Any]) -> None:
-    """Cancel a task and let it unwind; one that is done already is left alone."""
+    """Cancel a task and wait for it; does nothing if it has ended."""
     if not task.done():
         task.cancel()
         await asyncio.wait({task})
     if not task.cancelled():
-        task.exception()  # seen: asyncio need not warn of it
+        task.exception()  # mark as retrieved, so that asyncio does not warn
 
 
 async def gather(submission: Submission, ask: Ask, silence_s: float) -> list[Choice]:
-    """All choices of a submission, finished. Raises what the first failing one failed with."""
+    """All choices of a submission, complete. Raises the error of the first failing one."""
     choices = [Choice() for _ in ask.requests]
     async with contextlib.aclosing(submission.batches(silence_s)) as batches:
         async for batch in batches:
@@ -75,14 +75,14 @@ async def gather(submission: Submission, ask: Ask, silence_s: float) -> list[Cho
 
 
 def failure(event: Event) -> PyspecError | None:
-    """The error an event ends its request with, if it does."""
+    """The error that an event ends its request with, or None."""
     if isinstance(event, Failed):
         return event.error
     return unfinished(event) if isinstance(event, Done) else None
 
 
 async def chunks(submission: Submission, ask: Ask, answer: Answer) -> AsyncGenerator[bytes, None]:
-    """The submission's events as bytes to send, whatever came together in one piece; errors become an event too."""
+    """The submission's events as bytes to send; events that arrive together form one piece. Errors become an event, too."""
     choices = [Choice() for _ in ask.requests]
     async with contextlib.aclosing(submission.batches(ask.ping_s)) as batches:
         async for batch in batches:
@@ -112,7 +112,7 @@ def _encode(i: int, event: Event, choice: Choice, ask: Ask, answer: Answer) -> b
 
 
 class EventStream:
-    """Server-sent events of one submission. Ends early when the client leaves, or reads too slowly, with `too_slow`; calls `on_end` once."""
+    """Server-sent events of one submission. Ends early if the client leaves, or reads too slowly (then with `too_slow`); calls `on_end` once."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class EventStream:
             await asyncio.wait({sending, left, overflow}, return_when=asyncio.FIRST_COMPLETED)
             if self._submission.overflow.is_set():
                 log.warning("a client reads too slowly; its request was aborted")
-                self._on_end()  # its slot is free, whenever the client reads on
+                self._on_end()  # free the slot now, even if the client reads on later
                 await stop_task(sending)
                 sending = asyncio.ensure_future(self._send_last(send))
                 await asyncio.wait({sending, left}, return_when=asyncio.FIRST_COMPLETED)
@@ -150,7 +150,7 @@ class EventStream:
                 await stop_task(task)
 
     async def _send_last(self, send: Send) -> None:
-        """The end of an answer that was not read in time: to be read by a client that is slow; one that is gone is not waited for."""
+        """Send the error event of an aborted answer. A slow client may still read it; a client that is gone is not waited for."""
         if not self._is_begun:
             await self._begin(send)
         error = Unavailable("the answer was not read as fast as it was written; the request was aborted")

@@ -1,4 +1,4 @@
-"""Whose text is tokenised and rendered next: clients take turns by the time they have had."""
+"""Fair order of text work: clients take turns by the thread time they have used."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections import Counter, deque
 
 
 class TextTurns:
-    """So many threads for text, and those who wait for one. The client goes next that has had least of their time; its own requests in order.
+    """A fixed number of text threads and their waiting clients. The client with the least used time goes next; its requests keep their order.
 
-    Who was away has not saved up time: it begins with as much as the least of those who are here. Lives on one event loop.
+    A client that was idle starts at the current minimum, so it gains no credit. Lives on one event loop.
     """
 
     def __init__(self, n: int) -> None:
         self._n_free = n
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        self._here: Counter[str] = Counter()  # requests that wait or run
-        self._had_s: dict[str, float] = {}  # of the clients of those
+        self._here: Counter[str] = Counter()  # waiting or running requests by client
+        self._had_s: dict[str, float] = {}  # used time of these clients, in seconds
 
     async def take(self, client: str) -> None:
-        """Until there is a thread for a client; `give` must follow, unless this is cancelled."""
+        """Wait for a thread. The caller must call `give` afterwards, unless this is cancelled."""
         if client not in self._had_s:
             self._had_s[client] = min(self._had_s.values(), default=0.0)
         self._here[client] += 1
@@ -31,7 +31,7 @@ class TextTurns:
         try:
             await mine
         except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():  # the thread was there already
+            if mine.done() and not mine.cancelled():  # the thread was assigned before the cancellation
                 self._next()
             else:
                 self._remove(client, mine)
@@ -39,7 +39,7 @@ class TextTurns:
             raise
 
     def give(self, client: str, seconds: float) -> None:
-        """A thread is free again, after so many seconds of work for a client."""
+        """Return a thread after `seconds` of work for a client."""
         self._had_s[client] += seconds
         self._leave(client)
         self._next()

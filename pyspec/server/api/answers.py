@@ -1,4 +1,4 @@
-"""What goes back, shape by shape: OpenAI's objects, llama-server's native ones, and the parts they share."""
+"""Answer objects in the shapes of OpenAI and llama-server, and the parts that they share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOGPROB_MIN = -9999.0  # JSON has no minus infinity
 
 @dataclass(slots=True)
 class Choice:
-    """What is known of one choice so far; built from its events."""
+    """The state of one choice, built from its events."""
 
     slot: int = -1
     n_prompt: int = 0
@@ -32,12 +32,12 @@ class Choice:
     text: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of its tokens but the first
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of its tokens except the first
     prompt_ranks: list[int] = field(default_factory=list)
     done: Done | None = None
 
     def see(self, event: Event, *, keep: bool) -> None:
-        """Take an event in; `keep` also gathers text, tokens and logprobs for one answer at the end."""
+        """Apply an event; with `keep`, also collect text, tokens and logprobs for one complete answer."""
         if isinstance(event, Delta):
             self.n_predicted += len(event.tokens)
             self.has_new_line = self.has_new_line or "\n" in event.text
@@ -55,14 +55,14 @@ class Choice:
 
 
 class Answer(Protocol):
-    """Turns choices into one object, or their events into server-sent events. Empty bytes: nothing to send."""
+    """Converts choices to one object, or their events to server-sent events. Empty bytes: nothing to send."""
 
-    ping: bytes  # what keeps a silent stream open
+    ping: bytes  # keeps a silent stream open
 
     def whole(self, choices: Sequence[Choice]) -> Any: ...
 
     def opening(self, i: int, choice: Choice) -> bytes:
-        """The request sits in a slot: nothing was generated yet."""
+        """The request has a slot; no token has been generated yet."""
         ...
 
     def delta(self, i: int, choice: Choice, event: Delta) -> bytes: ...
@@ -82,19 +82,19 @@ def sse(value: Any) -> bytes:
 
 
 def ending(done: Done) -> Finish:
-    """How an answer ended, for clients: where its grammar left nothing to add, as if the model had ended it. No stop string did."""
+    """An answer's finish reason for clients. If its grammar was complete, as if the model had ended it, because no stop string did."""
     return "eos" if done.finish == "stop" and not done.stop_string else done.finish
 
 
 def unfinished(done: Done) -> PyspecError | None:
-    """The error behind a Done that is no answer: nobody here cancelled, so the engine is going away."""
+    """The error behind a Done that is no answer. The client did not cancel, so the engine is stopping."""
     if done.finish == "cancelled":
         return Unavailable("the request was cancelled: the server is shutting down")
     return PyspecError("generation failed; the server's log says why") if done.finish == "error" else None
 
 
 def timings_dict(t: Timings) -> dict[str, Any]:
-    """llama-server's `timings`; what was drafted by position only when something was. Never null, never infinite."""
+    """llama-server's `timings`; the counts by draft position only if tokens were drafted. Never null or infinite."""
     n_step = t.predicted_n - 1
     value: dict[str, Any] = {
         "cache_n": t.cache_n,
@@ -125,7 +125,7 @@ def timings_dict(t: Timings) -> dict[str, Any]:
 def speculation_dict(t: Timings) -> dict[str, Any] | None:
     """vLLM's `speculative_decoding` block, or None if nothing was drafted.
 
-    The histogram counts verify steps by how many of their drafted tokens were accepted.
+    The histogram counts verify steps by their number of accepted draft tokens.
     """
     if not t.draft_n:
         return None
@@ -146,13 +146,13 @@ def speculation_dict(t: Timings) -> dict[str, Any] | None:
 
 
 def measured(t: Timings) -> dict[str, Any]:
-    """`timings`, and `metrics` when something was drafted: one answer's worth."""
+    """`timings`, and `metrics` if tokens were drafted, of one answer."""
     spec = speculation_dict(t)
     return {"timings": timings_dict(t)} | ({"metrics": {"speculative_decoding": spec}} if spec else {})
 
 
 def usage_dict(choices: Sequence[Choice], n: int) -> dict[str, Any]:
-    """OpenAI's `usage` over finished choices, `n` for each prompt: a prompt counts once, what it produced counts all."""
+    """OpenAI's `usage` over finished choices, `n` per prompt: each prompt is counted once, all its answers are counted."""
     done = [choice.done for choice in choices if choice.done]
     n_prompt = sum(d.n_prompt for d in done[::n])
     n_out = sum(d.n_predicted for d in done)
@@ -165,7 +165,7 @@ def usage_dict(choices: Sequence[Choice], n: int) -> dict[str, Any]:
 
 
 def logprob_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> list[dict[str, Any]]:
-    """Token entries as both OpenAI's chat form and llama-server's `completion_probabilities` have them."""
+    """Token entries in the form of OpenAI's chat logprobs and of llama-server's `completion_probabilities`."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(token)
@@ -176,7 +176,7 @@ def logprob_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> l
 
 
 def sampled_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> list[dict[str, Any]]:
-    """Probabilities after the samplers (`post_sampling_probs`), as llama-server has them: `prob` and `top_probs`."""
+    """Probabilities after the samplers (`post_sampling_probs`), in llama-server's form: `prob` and `top_probs`."""
 
     def entry(value: dict[str, Any]) -> dict[str, Any]:
         return {"id": value["id"], "token": value["token"], "bytes": value["bytes"], "prob": math.exp(value["logprob"])}
@@ -188,7 +188,7 @@ def sampled_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> l
 
 
 def text_logprobs(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike, offset: int = 0) -> dict[str, Any]:
-    """`logprobs` of /v1/completions: llama-server's `content` beside OpenAI's four parallel lists."""
+    """`logprobs` of /v1/completions: llama-server's `content` and OpenAI's four parallel lists."""
     content = logprob_list(entries, tokenizer)
     offsets: list[int] = []
     for item in content:
@@ -214,7 +214,7 @@ def progress_dict(event: Progress) -> dict[str, Any]:
 
 
 def pieces(event: Delta, tokenizer: TokenizerLike) -> list[tuple[str, bool]]:
-    """The text of each token of a round, and whether it was drafted: the accepted ones come first, the bonus token is the last."""
+    """The text of each token of a round, and True if it was drafted: accepted tokens come first, the bonus token last."""
     return [
         (tokenizer.token_bytes(token).decode("utf-8", "replace"), i < event.n_accepted)
         for i, token in enumerate(event.tokens)
@@ -222,13 +222,13 @@ def pieces(event: Delta, tokenizer: TokenizerLike) -> list[tuple[str, bool]]:
 
 
 def progress_timings(event: Progress) -> dict[str, Any]:
-    """llama-server's `timings` while a prompt is being read."""
+    """llama-server's `timings` during the prompt."""
     n = event.n_processed - event.n_cached
     return timings_dict(Timings(cache_n=event.n_cached, prompt_n=n, prompt_ms=event.ms))
 
 
 def generation_settings(request: Request, of_body: Mapping[str, Any], eog_ids: Sequence[int]) -> dict[str, Any]:
-    """The request as it was understood, in llama-server's names. of_body: what of it is the body's alone."""
+    """The parsed request under llama-server's names. of_body: values that only the body has."""
     return settings_dict(request.params, eog_ids) | {
         "n_predict": request.max_tokens,
         "max_tokens": request.max_tokens,
@@ -252,7 +252,7 @@ def generation_settings(request: Request, of_body: Mapping[str, Any], eog_ids: S
 def native_final(
     index: int, choice: Choice, *, settings: dict[str, Any], model: str, prompt: str, content: str, tokens: list[int]
 ) -> dict[str, Any]:
-    """The last, or only, object of `/completion`. `content` and `tokens` are empty after a stream."""
+    """The last, or only, object of `/completion`. `content` and `tokens` are empty at the end of a stream."""
     done = choice.done
     assert done is not None
     return {

@@ -1,6 +1,6 @@
-"""Anthropic's messages, written anew as a body of chat completions. What is no part of a chat passes on as it is.
+"""Anthropic's messages, converted to a body of chat completions. Fields that are not part of a chat pass unchanged.
 
-Images and documents are refused by name; tools that a server would run, and what came of them, are left out; hints for caching and
+Images and documents are refused by name. Tools that Anthropic's servers run, and their results, are left out. Hints for caching and
 billing are ignored: every prompt is cached, and nothing is billed.
 """
 
@@ -18,7 +18,7 @@ from pyspec.server.api.steady import without_transport
 from pyspec.server.settings import Limits
 from pyspec.text.left_out import own_tools
 
-MAX_TOKENS = 4096  # if a body does not say, as llama-server has it; Anthropic's own interface insists
+MAX_TOKENS = 4096  # default, as in llama-server; Anthropic's own API requires it
 HANDLED = frozenset(
     {"system", "messages", "tools", "tool_choice", "stop_sequences", "max_tokens", "thinking", "output_config"}
     | {"output_format"}
@@ -34,14 +34,14 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class ConversationTurn(Body):
-    """One message. Its content is text, or a list of blocks, which are checked where they are read."""
+    """One message. Its content is text or a list of blocks, which are checked when they are read."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
 class MessagesTool(AsSent):
-    """A tool to show to the model."""
+    """A tool for the model."""
 
     name: Name
     description: str | None = None
@@ -51,7 +51,7 @@ class MessagesTool(AsSent):
 
 
 class ToolSelection(Body):
-    """Which tools the model may or must call."""
+    """Tools that the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
@@ -59,14 +59,14 @@ class ToolSelection(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks before it answers, and for how many tokens at most."""
+    """Thinking before the answer: on or off, and its most tokens."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
 
 
 class OutputFormat(Body):
-    """A JSON Schema that the answer has to keep."""
+    """A JSON Schema that the answer follows."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -80,7 +80,7 @@ class OutputConfig(Body):
 
 
 class MessagesBody(Body):
-    """`/v1/messages`. Sampling parameters of chat completions are taken, too."""
+    """`/v1/messages`. Sampling parameters of chat completions are accepted, too."""
 
     model: str | None = None
     messages: Annotated[list[ConversationTurn], Field(min_length=1, fail_fast=True)]
@@ -95,7 +95,7 @@ class MessagesBody(Body):
     tool_choice: ToolSelection | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # what output_config.format was called in the beta: older SDKs send it
+    output_format: OutputFormat | None = None  # the beta's name of output_config.format, which older SDKs send
 
 
 def to_chat(sent: dict[str, Any], limits: Limits) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def to_chat(sent: dict[str, Any], limits: Limits) -> dict[str, Any]:
 
 
 def _system(system: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The system prompt. Its blocks follow each other without a break, as llama-server has them."""
+    """The system prompt. Its blocks are joined without a separator, as in llama-server."""
     if system is None:
         return []
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
@@ -140,7 +140,7 @@ def _turns(turns: list[ConversationTurn], limits: Limits) -> list[dict[str, Any]
 
 
 def _said(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """A user's message: what is text, and results of tools as messages of their own, in their order."""
+    """A user's message: text, with tool results as messages of their own, in order."""
     messages: list[dict[str, Any]] = []
     for i, block in enumerate(blocks):
         at = f"{where}.{i}"
@@ -158,7 +158,7 @@ def _said(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str,
 
 
 def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
-    """A tool's result. Templates know of no failed ones: what went wrong is in the text."""
+    """A tool's result. Templates have no flag for a failed tool, so its text carries the error."""
     call = block.get("tool_use_id")
     if not isinstance(call, str):
         raise RequestError(f"{where}.tool_use_id: a string that names the call")
@@ -172,7 +172,7 @@ def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _assistant(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """What the model said: its thoughts, its text and its calls. What it ran elsewhere, and thoughts that are encrypted, are left out."""
+    """The model's message: thoughts, text and calls. Calls that a server ran, and encrypted thoughts, are left out."""
     thoughts: list[str] = []
     texts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
@@ -211,7 +211,7 @@ def _kind(block: Any, where: str) -> str:
 
 
 def _text(block: Any, where: str) -> str:
-    """The text of a block that can be nothing else."""
+    """The text of a block that must be text."""
     kind = _kind(block, where)
     if kind == "image":
         raise NotSupported(f"{where}: image input is out of scope: pyspec reads and writes text")
@@ -228,7 +228,7 @@ def _string(block: dict[str, Any], name: str, where: str) -> str:
 
 
 def _tool(tool: MessagesTool) -> dict[str, Any]:
-    """A tool as chat completions have it, its fields in their order."""
+    """A tool in the form of chat completions, its fields in order."""
     return {"type": "function", "function": {FUNCTION[key]: tool.sent[key] for key in tool.sent if key in FUNCTION}}
 
 
@@ -244,7 +244,7 @@ def _tool_choice(choice: ToolSelection) -> dict[str, Any]:
 
 
 def _thinking(thinking: Thinking | None, sent: dict[str, Any]) -> dict[str, Any]:
-    """Without a word on it the template's own default holds."""
+    """Thinking as template arguments; without the field the template's own default applies."""
     if thinking is None:
         return {}
     said = sent.get("chat_template_kwargs")

@@ -1,4 +1,4 @@
-"""Anthropic's answers: a message of blocks, whole or as events."""
+"""Anthropic's answers: a message of blocks, complete or as events."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pyspec.server.http.envelope import anthropic_error
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 STOP_REASON = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
-SIGNATURE = ""  # of thoughts: nobody here signs them, and none is asked for when they come back
+SIGNATURE = ""  # of thoughts: pyspec does not sign them and accepts them back unsigned
 
 
 def usage(n_prompt: int, n_cached: int, n_out: int, n_thinking: int = 0) -> dict[str, Any]:
-    """Anthropic counts what came from the cache apart. Nothing is marked to be written there: all of it is."""
+    """Usage as Anthropic reports it, with cached tokens separate. Tokens written to the cache are 0: every prompt is cached without being marked."""
     value: dict[str, Any] = {
         "input_tokens": n_prompt - n_cached,
         "cache_creation_input_tokens": 0,
@@ -32,7 +32,7 @@ def usage(n_prompt: int, n_cached: int, n_out: int, n_thinking: int = 0) -> dict
 
 
 class MessagesAnswer(PartedAnswer):
-    """`/v1/messages`. Each thought, text and call is a block; they are numbered in the order they come in."""
+    """`/v1/messages`. Each thought, text and call is a block, numbered in order of appearance."""
 
     ping = named_event({"type": "ping"})
 
@@ -110,7 +110,7 @@ class MessagesAnswer(PartedAnswer):
         done = _done(choice)
         value = usage(done.n_prompt, done.timings.cache_n, done.n_predicted, self._n_reasoning)
         broke = done.timings.cache_break_at
-        return value | ({"cache_break_at": broke} if broke >= 0 else {})  # ours: there are no timings on this path
+        return value | ({"cache_break_at": broke} if broke >= 0 else {})  # not Anthropic's: this path has no timings
 
 
 def _done(choice: Choice) -> Done:
@@ -119,10 +119,10 @@ def _done(choice: Choice) -> Done:
 
 
 def call_input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object, empty where they are none: cut off by the limit of tokens, or no JSON."""
+    """A call's arguments as an object; empty if they are none: cut off by the token limit, or not JSON."""
     try:
         value = json.loads(arguments, parse_constant=_refuse)
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can not be sent
+        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be sent
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

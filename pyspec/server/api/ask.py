@@ -1,7 +1,7 @@
-"""One generation body, checked and turned into engine requests.
+"""One generation body, checked and converted to engine requests.
 
 `prepare` runs on a text thread: it parses, validates, renders and tokenises, and raises a RequestError that names the
-field. What it returns is plain data; nothing has been submitted yet.
+field. It returns plain data and submits nothing.
 """
 
 from __future__ import annotations
@@ -42,43 +42,41 @@ TO_CHAT: dict[Kind, Callable[[dict[str, Any], Limits], dict[str, Any]]] = {
     "messages": anthropic.to_chat,
     "responses": responses.to_chat,
 }
-"""Interfaces whose bodies are written anew as those of chat completions; from there on there is one way."""
+"""APIs whose bodies are converted to chat completions first."""
 
 _logged: set[str] = set()
-"""Ignored field names already logged. Bounded: clients choose the names."""
+"""Ignored field names that were logged. Bounded, because clients choose the names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What one body asks for: `requests[i]` gives choice i, and how the answer should look."""
+    """One body's requests and the form of its answer. `requests[i]` gives choice i."""
 
     kind: Kind
     requests: tuple[Request, ...]
-    n: int  # choices of each prompt
+    n: int  # choices per prompt
     stream: bool
     include_usage: bool
     return_tokens: bool
     return_progress: bool
     timings_per_token: bool
     ping_s: float
-    prompt_texts: tuple[str, ...]  # native, and where it is echoed: the prompt of each choice that is run
-    repeated: Mapping[str, Any]  # responses only: fields of the body that the answer has, too
-    n_moved: int  # lines of the system prompt that stand behind the conversation now
-    return_pieces: bool = False  # chunks say of each token whether it was drafted
-    verbose: bool = False  # the prompt and the settings go with the answer
-    n_run: int = 1  # choices of each prompt that are run: `best_of`, of which the best `n` are shown
-    echo: bool = False  # the answer begins with the prompt
+    prompt_texts: tuple[str, ...]  # native, and with echo: the prompt of each generated choice
+    repeated: Mapping[str, Any]  # responses only: fields of the body that the answer repeats
+    n_moved: int  # lines of the system prompt that were moved to the end
+    return_pieces: bool = False  # chunks mark each token as drafted or not
+    verbose: bool = False  # the answer includes the prompt and the settings
+    n_run: int = 1  # choices generated per prompt: `best_of`, of which the best `n` are returned
+    echo: bool = False  # the answer starts with the prompt
     tells_prompt: bool = False  # the answer has vLLM's `prompt_logprobs`
-    hides_logprobs: bool = False  # they are only there to find the best
-    markup: AnswerMarkup = field(
-        default_factory=AnswerMarkup
-    )  # how an answer is read; each choice has a parser of its own
+    hides_logprobs: bool = False  # logprobs are only used to choose the best answer
+    markup: AnswerMarkup = field(default_factory=AnswerMarkup)  # parser of the answer; one per choice
 
     of_body: Mapping[str, Any] = field(
         default_factory=dict
-    )  # of `generation_settings`: what is the body's, not a request's
+    )  # values of `generation_settings` that the body has and a request does not
     eog_ids: tuple[int, ...] = ()
-    response_fields: tuple[str, ...] = ()  # native only: what the last object is to have; (): all
+    response_fields: tuple[str, ...] = ()  # native only: fields of the last object; (): all
 
     def settings_of(self, i: int) -> dict[str, Any]:
         """`generation_settings` of choice i."""
@@ -90,7 +88,7 @@ class Ask:
 
 
 def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings, compiles: bool = True) -> Ask:
-    """Check a body and make its requests. Raises RequestError, NotSupported; NotCompiled for a grammar that is new, unless it `compiles`."""
+    """Check a body and build its requests. Raises RequestError, NotSupported; NotCompiled for a new grammar unless `compiles`."""
     sent = parse_object(raw, settings.limits)
     value, moved = _steady(kind, sent, settings)
     body = _checked(kind, _with_moved(value, moved))
@@ -102,7 +100,7 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
     if hides_logprobs:
         params = replace(params, logprobs=0)
     requests = tuple(_request(body, ids, params, i, engine.info, settings) for ids in prompts for i in range(n_run))
-    if (n_top := n_prompt_logprobs(body, settings.limits)) is not None:  # those of one choice do for all of its prompt
+    if (n_top := n_prompt_logprobs(body, settings.limits)) is not None:  # one choice computes them for all
         requests = tuple(r if i % n_run else replace(r, prompt_logprobs=n_top) for i, r in enumerate(requests))
     if moved:
         others = _tokenise(_checked(kind, value), engine, settings)
@@ -150,18 +148,18 @@ def _of_body(body: Generate, info: EngineInfo, settings: ServerSettings, markup:
         "reasoning_format": asked or settings.reasoning_format,
         "reasoning_in_content": markup.is_shown,
         "speculative.types": info.drafter,
-        **({"grammar": body.grammar} if body.grammar else {}),  # as it was written, not what became of it
+        **({"grammar": body.grammar} if body.grammar else {}),  # as written, before conversion
     }
 
 
 def count_tokens(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings) -> int:
-    """Tokens of the prompt that a chat's body would have."""
+    """Tokens of the prompt that a chat body renders to."""
     body = _checked(kind, as_read(kind, parse_object(raw, settings.limits), settings), generates=False)
     return sum(len(ids) for ids in _tokenise(body, engine, settings))
 
 
 def _steady(kind: Kind, sent: dict[str, Any], settings: ServerSettings) -> tuple[dict[str, Any], list[str]]:
-    """The body as one of chat completions, if it is a chat, and the lines that were taken out of its system prompt."""
+    """A chat body converted to chat completions (others unchanged), and the lines that were moved out of its system prompt."""
     if kind in BODIES:
         return sent, []
     value = sent
@@ -182,7 +180,7 @@ def _with_moved(value: dict[str, Any], moved: list[str]) -> dict[str, Any]:
 
 
 def as_read(kind: Kind, sent: dict[str, Any], settings: ServerSettings) -> dict[str, Any]:
-    """A body in the words of chat completions, with the messages that the model is shown."""
+    """A body in the form of chat completions, with the messages that the model sees."""
     return _with_moved(*_steady(kind, sent, settings))
 
 
@@ -192,7 +190,7 @@ def _n_common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _checked(kind: Kind, value: dict[str, Any], *, generates: bool = True) -> Generate:
-    """The body as its model, whatever interface it came by."""
+    """The body as its model, for any API."""
     model = BODIES.get(kind, ChatBody)
     refuse_unsupported(value)
     refuse_elsewhere(kind, value)
@@ -210,7 +208,7 @@ def _request(
     info: EngineInfo,
     settings: ServerSettings,
 ) -> Request:
-    """Choice i of a prompt; with a given seed each choice gets one of its own."""
+    """Choice i of a prompt; with a given seed each choice gets a seed of its own."""
     if i and params.seed >= 0:
         params = replace(params, seed=(params.seed + i) % SEED_MAX)
     slot = -1 if body.id_slot is None else body.id_slot
@@ -252,11 +250,11 @@ def _gap_ids(gap: InfillBody, body: Generate, engine: EngineLike, settings: Serv
 
 
 def _before_suffix(body: TextBody, prompts: list[Any], engine: EngineLike, settings: ServerSettings) -> list[list[int]]:
-    """Of `/v1/completions` with a suffix: each prompt stands before a gap, and that behind it."""
+    """`/v1/completions` with a suffix: each prompt is the text before a gap, the suffix is the text after it."""
     if body.echo:
-        raise RequestError("suffix: with echo there is no place for it")
+        raise RequestError("suffix: not possible together with echo")
     if not all(isinstance(prompt, str) for prompt in prompts):
-        raise RequestError("suffix: the prompt is text, then, or a list of texts")
+        raise RequestError("suffix: it needs a prompt that is text or a list of texts")
     gaps = [validate(InfillBody, {"input_prefix": prompt, "input_suffix": body.suffix}) for prompt in prompts]
     return [_gap_ids(gap, body, engine, settings) for gap in gaps]
 
@@ -264,7 +262,7 @@ def _before_suffix(body: TextBody, prompts: list[Any], engine: EngineLike, setti
 def _texts(
     body: Generate, tokenizer: TokenizerLike, prompts: list[list[int]], n: int, settings: ServerSettings
 ) -> tuple[str, ...]:
-    """Of each choice, where the answer has it: as the model reads it, or as it was given where it is echoed."""
+    """The prompt text of each choice if the answer includes it: as the model reads it, or as given if it is echoed."""
     if isinstance(body, TextBody) and body.echo:
         given = split_prompts(body.prompt, settings.limits)
         texts = [

@@ -1,4 +1,4 @@
-"""Answers of chat completions: content, reasoning and calls, as the answer's parser gives them."""
+"""Answers of chat completions: content, reasoning and calls from the answer's parser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyspec.text.markup.parts import AnswerParser, CallArguments, CallBegin, Con
 
 @dataclass
 class MessageParts:
-    """What one choice has given so far."""
+    """The collected parts of one choice."""
 
     parser: AnswerParser
     content: list[str] = field(default_factory=list)
@@ -27,7 +27,7 @@ class MessageParts:
     arguments: list[list[str]] = field(default_factory=list)
 
     def keep(self, parts: Iterable[Part]) -> None:
-        """For one answer at the end."""
+        """Collect parts for one complete answer."""
         for part in parts:
             if isinstance(part, Content):
                 self.content.append(part.text)
@@ -50,7 +50,7 @@ class MessageParts:
 
 
 class ChatAnswer(OpenAIAnswer):
-    """`/v1/chat/completions`. A choice's first chunk carries its role and nothing else."""
+    """`/v1/chat/completions`. A choice's first chunk has its role only."""
 
     prefix = "chatcmpl-"
     whole_object = "chat.completion"

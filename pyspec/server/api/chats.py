@@ -1,4 +1,4 @@
-"""A chat's body, planned: what the template renders, how the answer is read, and what bounds it."""
+"""The plan of a chat: the rendered prompt, the answer's parser, and the answer's constraints."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from pyspec.text.markup.spoken import spoken
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """A prompt, and what its answer may be."""
+    """A prompt, and the constraints of its answer."""
 
     prompt: tuple[int, ...]
     answer: AnswerPlan
     budget: ThinkBudget | None
-    begun: str = ""  # what stands of the answer already, behind its reasoning
+    begun: str = ""  # the given start of the answer, after its reasoning
 
 
 def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings, *, compiles: bool) -> ChatPlan:
-    """Check a chat's body and make its prompt. Raises RequestError, NotSupported, NotCompiled."""
+    """Check a chat body and build its prompt. Raises RequestError, NotSupported, NotCompiled."""
     think = think_marks(engine.info.chat_template)
     calls = calls_of(body, spoken(engine.info.chat_template, settings.tool_call_parser))
     prompt = chat_ids(engine, body, settings)
@@ -51,18 +51,18 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings, *, c
 
 
 def calls_of(body: Chat, speaks: Dialect | None) -> CallPlan:
-    """What a body says on tools. Raises RequestError, NotSupported."""
+    """The plan for the tools of a body. Raises RequestError, NotSupported."""
     choice = tool_choice(body.tool_choice)
     if body.parse_tool_calls is False:
         if choice.wanted == "required":
-            raise RequestError("parse_tool_calls: it can not be false where a call is required")
+            raise RequestError("parse_tool_calls: it must not be false if a call is required")
         choice = replace(choice, wanted="none")
     tools = [tool.sent for tool in body.tools or ()]
     return call_plan(tools, choice, speaks, parallel=body.parallel_tool_calls is not False)
 
 
 def _behind(begun: str, think: ThinkMarks | None) -> str:
-    """Of an answer that has begun, what stands behind reasoning that is a part of it."""
+    """The content of an answer's given start, without its reasoning."""
     if think is None or think.start not in begun:
         return begun
     return begun.rpartition(think.end)[2].lstrip()
@@ -71,7 +71,7 @@ def _behind(begun: str, think: ThinkMarks | None) -> str:
 def _budget(
     tokenizer: TokenizerLike, body: ChatBody, settings: ServerSettings, think: ThinkMarks | None, is_open: bool
 ) -> ThinkBudget | None:
-    """How long it may think, as the body or the server says; without a word on it, or where nothing thinks, as long as it likes."""
+    """The limit of thinking tokens from the body or the server; None if neither sets one, or the model does not think."""
     said = (body.reasoning_budget_tokens, body.thinking_budget_tokens, body.reasoning_budget)
     n_tokens = next((n for n in said if n is not None and n >= 0), settings.reasoning_budget)
     if n_tokens < 0 or think is None:

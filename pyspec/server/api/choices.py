@@ -1,4 +1,4 @@
-"""Several answers to one prompt, which of them are shown, and the prompt's own log probabilities."""
+"""Several answers to one prompt, the choice of the best ones, and the prompt's own log probabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyspec.server.settings import Limits
 
 
 def n_choices(body: Generate, info: EngineInfo) -> tuple[int, int]:
-    """(answers that are shown, answers that are generated) for each prompt. RequestError if that can not be."""
+    """(returned answers, generated answers) per prompt. Raises RequestError if impossible."""
     n = body.n or body.n_cmpl or 1
     n_run = body.best_of or n
     for name, value in (("n", n), ("best_of", n_run)):
@@ -23,7 +23,7 @@ def n_choices(body: Generate, info: EngineInfo) -> tuple[int, int]:
     if n_run < n:
         raise RequestError(f"best_of: {n_run} answers are fewer than the {n} to be shown (n)")
     if n_run > n and body.stream:
-        raise RequestError("best_of: which answer is the best is known at its end; it can not be streamed")
+        raise RequestError("best_of: the best answer is known only at the end, so it cannot be streamed")
     if n_run > n and body.post_sampling_probs:
         raise RequestError(
             "best_of: answers are compared by the model's own probabilities; leave post_sampling_probs out"
@@ -32,7 +32,7 @@ def n_choices(body: Generate, info: EngineInfo) -> tuple[int, int]:
 
 
 def n_prompt_logprobs(body: Generate, limits: Limits) -> int | None:
-    """Alternatives to report for each prompt token; None: nobody wants to know."""
+    """Alternatives to report for each prompt token; None: no prompt logprobs."""
     echoes = isinstance(body, TextBody) and bool(body.echo)
     echoed = body.logprobs if isinstance(body, TextBody) and echoes else None
     wanted = [n for n in (body.prompt_logprobs, echoed) if n is not None]
@@ -44,7 +44,7 @@ def n_prompt_logprobs(body: Generate, limits: Limits) -> int | None:
 
 
 def best(choices: Sequence[Choice], n: int, n_run: int) -> list[int]:
-    """Which choices are shown, prompt by prompt: the `n` likeliest by the mean of their tokens' log probabilities, best first."""
+    """Indices of the returned choices by prompt: the `n` with the highest mean log probability of their tokens, best first."""
     if n == n_run:
         return list(range(len(choices)))
     shown: list[int] = []
@@ -54,13 +54,13 @@ def best(choices: Sequence[Choice], n: int, n_run: int) -> list[int]:
 
 
 def mean_logprob(choice: Choice) -> float:
-    """Of an answer without tokens 0: nothing in it is unlikely."""
+    """Mean log probability of an answer's tokens; 0 for an empty answer."""
     values = [max(entry.logprob, LOGPROB_MIN) for entry in choice.logprobs]
     return sum(values) / len(values) if values else 0.0
 
 
 def prompt_logprobs(choice: Choice, tokenizer: TokenizerLike, n: int) -> list[Any]:
-    """vLLM's list: null for the first token, then {id: {logprob, rank, decoded_token}} of each and of its `n` best alternatives."""
+    """vLLM's list: null for the first token, then {id: {logprob, rank, decoded_token}} of each token and of its `n` best alternatives."""
     found: list[Any] = [None] * bool(choice.n_prompt)
     for entry, rank in zip(choice.prompt_logprobs, choice.prompt_ranks, strict=True):
         row = {str(id_): (value, at) for at, (id_, value) in enumerate(entry.top[:n], 1)}
@@ -81,7 +81,7 @@ def prompt_logprobs(choice: Choice, tokenizer: TokenizerLike, n: int) -> list[An
 def with_prompt(
     value: dict[str, Any], choice: Choice, tokenizer: TokenizerLike, first: int, n_top: int
 ) -> dict[str, Any]:
-    """`logprobs` of an answer that begins with its prompt, whose first token has none. first: that token."""
+    """`logprobs` of an answer that starts with its prompt, whose first token has no logprob. first: that token."""
     head = {
         "id": first,
         "token": tokenizer.token_bytes(first).decode("utf-8", "replace"),

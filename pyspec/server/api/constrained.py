@@ -1,6 +1,6 @@
-"""What the answer has to match, out of a body: llama-server's fields, OpenAI's and vLLM's, of which one may be given.
+"""The constraint of an answer: llama-server's fields, OpenAI's and vLLM's, at most one per body.
 
-What can not be kept is refused here, before anything is queued, by the name of its field.
+Unsupported constraints are refused here, before anything is queued, with the field's name.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ CHOICES = 1024
 
 
 class NotCompiled(Exception):
-    """A grammar is new: to be asked for again where nothing else waits behind it."""
+    """The grammar is new: retry in the thread for compiling, where no other text waits."""
 
 
 def kept_grammar(engine: EngineLike, grammar: Grammar, *, compiles: bool) -> Grammar:
-    """A grammar, compiled. Raises RequestError if it can not be kept, NotCompiled if it is new and must not be compiled here."""
+    """A compiled grammar. Raises RequestError if it is not supported, NotCompiled if it is new and `compiles` is False."""
     found = None if compiles else engine.known_grammar(grammar)
     if found is None and not compiles:
         raise NotCompiled
@@ -35,10 +35,10 @@ def kept_grammar(engine: EngineLike, grammar: Grammar, *, compiles: bool) -> Gra
 def checked_grammar(
     body: Generate, engine: EngineLike, free: str = "", calls: Sequence[str] = (), begun: str = "", *, compiles: bool
 ) -> Grammar | None:
-    """The grammar of a body, compiled. Raises RequestError, naming the field. May take a while: not for an event loop.
+    """The compiled grammar of a body. Raises RequestError with the field's name. May take a while: not for an event loop.
 
-    free, calls, begun  as `held_text` has them
-    compiles  a grammar that is new is compiled; else NotCompiled is raised
+    free, calls, begun  as in `held_text`
+    compiles  compile a new grammar; if False, raise NotCompiled
     """
     found = wanted(body)
     if not found:
@@ -50,7 +50,7 @@ def checked_grammar(
 
 
 def wanted(body: Generate) -> list[tuple[str, Grammar]]:
-    """Each field that constrains the answer, with what it says."""
+    """Each constraining field of the body with its grammar."""
     found = [("response_format", format_grammar(body.response_format)), *_structured(body.structured_outputs)]
     if body.json_schema not in (None, ""):
         found.append(("json_schema", schema_grammar("json_schema", body.json_schema)))
@@ -92,7 +92,7 @@ def _structured(value: dict[str, Any] | None) -> list[tuple[str, Grammar | None]
 
 
 def _of_text(kind: GrammarKind, text: str) -> Grammar:
-    """A grammar that says of itself to be lark is."""
+    """The grammar of a text, as lark if the text declares it."""
     if kind == "gbnf" and "::=" not in text:
         kind = "lark"
     return Grammar(kind=kind, source=text)

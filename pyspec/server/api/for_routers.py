@@ -1,4 +1,4 @@
-"""What routers and probes of vLLM and SGLang ask a worker: its version, its load, what it serves."""
+"""Endpoints that routers and probes of vLLM and SGLang call: version, load and served model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ View = Callable[[Service, Metrics], Any]
 
 
 def router_routes(service: Service) -> list[Route]:
-    """`/version`, `/load` and `/ping` as vLLM has them, the rest as SGLang."""
+    """`/version`, `/load` and `/ping` as in vLLM, the rest as in SGLang."""
     views: dict[str, View] = {
         "/version": lambda service, metrics: {"version": pyspec.__version__},
         "/load": lambda service, metrics: {"server_load": metrics.requests_processing + metrics.requests_queued},
@@ -52,7 +52,7 @@ def _ping(service: Service) -> Callable[[Request], Awaitable[Response]]:
 
 
 def _load_view(service: Service, metrics: Metrics) -> list[dict[str, Any]]:
-    """One row: there is one rank of requests, however many devices share the model."""
+    """One row: there is one queue of requests, even if several devices share the model."""
     n_token = sum(slot.n_past for slot in service.engine.slots() if slot.is_processing)
     n = metrics.requests_processing
     row = {"dp_rank": 0, "num_reqs": n + metrics.requests_queued, "num_waiting_reqs": metrics.requests_queued}
@@ -73,7 +73,7 @@ def _model_view(service: Service, metrics: Metrics) -> dict[str, Any]:
 
 
 def _server_view(service: Service, metrics: Metrics) -> dict[str, Any]:
-    """SGLang's names where the thing is the same; what drafts under ours."""
+    """SGLang's names for equal settings; drafting under pyspec's names."""
     info, settings = service.engine.info, service.settings
     return _model_view(service, metrics) | {
         "version": pyspec.__version__,

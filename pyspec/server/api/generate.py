@@ -1,4 +1,4 @@
-"""The generation routes: one path, and a format for each interface."""
+"""The generation routes: one path for all, with a format per API."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def generation(service: Service, kind: Kind) -> Handler:
 
 
 def _kept_as(service: Service, request: Request) -> SessionKey | None:
-    """Whose stream this is to be, if it is to outlive its connection."""
+    """The session key of a stream that outlives its connection, or None."""
     conversation = request.headers.get("x-conversation-id", "")
     return session_key(conversation, request.headers, service.settings) if conversation else None
 
@@ -69,7 +69,7 @@ async def _answer(service: Service, kind: Kind, raw: bytes, key: SessionKey | No
 
 
 async def _prepared(service: Service, kind: Kind, raw: bytes, client: str) -> Ask:
-    """What a body asks for. A grammar that is new is compiled in a thread of its own, so that others' texts do not wait for it."""
+    """The prepared body. A new grammar is compiled in a thread of its own, so that other clients' texts do not wait for it."""
     given = kind, raw, service.engine, service.settings
     try:
         return await service.text(prepare, *given, False, n_byte=len(raw), client=client)
@@ -84,7 +84,7 @@ def _kept(
     key: SessionKey,
     headers: dict[str, str],
 ) -> ASGIApp:
-    """A stream that goes on when the client leaves."""
+    """A stream that continues after the client leaves."""
     try:
         session = service.sessions.begin(key, source, lambda: service.end(submission))
     except PyspecError:
@@ -102,5 +102,5 @@ async def _whole(service: Service, submission: Submission, ask: Ask, answer: Ans
 
 
 def _headers(ask: Ask) -> dict[str, str]:
-    """What was done to the prompt beyond what the client asked for."""
+    """Headers that report changes to the prompt which the client did not request."""
     return {"X-Pyspec-Moved-Lines": str(ask.n_moved)} if ask.n_moved else {}

@@ -1,9 +1,9 @@
-"""Prompts of `/infill`: a text with a gap, laid out with the model's own marks as llama-server does it.
+"""Prompts of `/infill`: a text with a gap, marked with the model's own tokens as in llama-server.
 
     [rep]myproject  [sep]file of an extra text, its text ...  [sep]filename  [pre]prefix, prompt  [suf]suffix  [mid]
 
-Where a vocabulary has no mark for files, a line stands between extra texts. What does not fit goes: of the prefix and of the
-extra texts what is farthest from the gap, of the suffix its end. Code is text, so it never becomes a control token.
+Without a mark for files, a line separates extra texts. If the text is too long, the prefix and the extra texts lose the tokens
+farthest from the gap, and the suffix loses its end. Code is text, so it never becomes a control token.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pyspec.server.api.prompts import mixed_ids
 from pyspec.server.api.schema import InfillBody
 from pyspec.server.engine import TokenizerLike
 
-WINDOW = 2048  # tokens of what stands about the gap, three quarters of them before it: llama-server's -b
+WINDOW = 2048  # tokens around the gap, three quarters of them before it: llama-server's -b
 PROJECT, FILE, SNIPPET = "myproject\n", "filename\n", "\n\n--- snippet ---\n\n"
 
 
 def infill_ids(
     tokenizer: TokenizerLike, body: InfillBody, n_ctx: int, n_answer: int, *, suffix_first: bool
 ) -> list[int]:
-    """The prompt's tokens: room for `n_answer` more is left of `n_ctx`, if that many are known to come (else -1)."""
+    """The prompt's tokens, leaving room in `n_ctx` for `n_answer` tokens (-1: unknown)."""
     fim = tokenizer.fim
     names = (("prefix", fim.pre), ("suffix", fim.suf), ("middle", fim.mid))
     missing = [name for name, mark in names if mark is None]
@@ -29,7 +29,7 @@ def infill_ids(
     prompt = _plain(tokenizer, body.prompt)
     before = mixed_ids(tokenizer, body.input_prefix, add_special=False, parse_special=False)
     behind = mixed_ids(tokenizer, body.input_suffix, add_special=False, parse_special=False)
-    room = max(0, n_ctx - max(0, n_answer) - 2)  # of the four that may be added, `window // 4 - 2` has two
+    room = max(0, n_ctx - max(0, n_answer) - 2)  # of the up to four added tokens, `window // 4 - 2` covers two
     window = min(WINDOW, room)
     before = before[len(before) - min(len(before), 3 * (window // 4)) :]
     behind = behind[: max(0, window // 4 - 2 - len(prompt))]
@@ -43,7 +43,7 @@ def infill_ids(
 
 
 def _extra(tokenizer: TokenizerLike, body: InfillBody) -> list[int]:
-    """Texts from elsewhere, each behind its file's name."""
+    """Extra texts, each after its file's name."""
     fim = tokenizer.fim
     ids = [] if fim.rep is None else [fim.rep, *_plain(tokenizer, PROJECT)]
     for item in body.input_extra or ():

@@ -1,6 +1,6 @@
-"""What only OpenAI's or Anthropic's own servers run or can read: left out of the prompt, as such tools are (`text/left_out.py`).
+"""Items and tools that only OpenAI's or Anthropic's own servers can run or read: left out of the prompt (see `text/left_out.py`).
 
-Agents send such tools with every request, and send back what came of them. A choice that insists on one is refused where it is read.
+Agents send such tools with every request, and return their results later. A tool choice that requires one is refused by its reader.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK_END = "_tool_result"
 
 
 def is_foreign_item(item: dict[str, Any]) -> bool:
-    """Whether an item of a response's input is of such a kind: a call that another server ran, what came of it, or a name for something stored."""
+    """True for an item of a response's input that another server's tool made: its call, its result, or a reference to stored data."""
     kind = item.get("type")
     if not isinstance(kind, str) or "role" in item:
         return False
@@ -32,7 +32,7 @@ def is_foreign_item(item: dict[str, Any]) -> bool:
 
 
 def is_foreign_block(kind: str) -> bool:
-    """Whether a block of a message of Anthropic's is of such a kind."""
+    """True for such a block of an Anthropic message."""
     if kind not in BLOCKS and not kind.endswith(BLOCK_END):
         return False
     tell("blocks", kind)

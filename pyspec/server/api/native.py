@@ -1,4 +1,4 @@
-"""llama-server's `/completion` format, whole and streamed. A stream ends with its final object; there is no [DONE]."""
+"""llama-server's `/completion` format, complete and streamed. A stream ends with its final object and has no [DONE]."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOTHING = object()
 
 
 class NativeAnswer:
-    """`/completion`: one object, or a list of them when several prompts or choices were asked for."""
+    """`/completion`: one object, or a list for several prompts or choices."""
 
     ping = PING
 
@@ -47,7 +47,7 @@ class NativeAnswer:
         return b""
 
     def delta(self, i: int, choice: Choice, event: Delta) -> bytes:
-        """Tokens are sent as they come, also when their text is still held back."""
+        """Send tokens as they arrive, even while their text is held back."""
         value = self._partial(i, choice) | {"content": event.text, "tokens": list(event.tokens)}
         if event.logprobs:
             value["completion_probabilities"] = self._probabilities(i, event.logprobs)
@@ -65,7 +65,7 @@ class NativeAnswer:
         return sse(self._picked(self._final(i, choice, streamed=True)))
 
     def _picked(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Of an object what `response_fields` name, each a path with slashes; those that it has not are left out."""
+        """The object's fields named by `response_fields`, each a path with slashes; missing ones are left out."""
         if not self._ask.response_fields:
             return value
         picked: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What OpenAI's answer formats share, and completions; whole and streamed, with llama-server's `timings` beside them.
+"""Common parts of OpenAI's answer formats, and completions; complete and streamed, with llama-server's `timings`.
 
 A stream's constant parts are encoded once; a chunk costs one json.dumps of its text.
 """
@@ -36,7 +36,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIAnswer(ABC):
-    """What the chat and the text format share: head, usage, held-back logprobs, the tail of a stream."""
+    """Common parts of the chat and the text format: head, usage, held-back logprobs, end of a stream."""
 
     ping = PING
     prefix = ""
@@ -71,7 +71,7 @@ class OpenAIAnswer(ABC):
         return value | self._figures(choices) | self._verbose(choices)
 
     def _verbose(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """llama-server's `__verbose`: the first choice as its own `/completion` would have it."""
+        """llama-server's `__verbose`: the first choice as `/completion` would return it."""
         if not self._ask.verbose or choices[0].done is None:
             return {}
         text, tokens = "".join(choices[0].text), choices[0].tokens
@@ -87,7 +87,7 @@ class OpenAIAnswer(ABC):
         return {"__verbose": final}
 
     def _with_prompt(self, value: dict[str, Any], i: int, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Choice i with what is told of its prompt."""
+        """Choice i, with its prompt if the answer includes it."""
         return value
 
     def tail(self, choices: Sequence[Choice]) -> bytes:
@@ -103,7 +103,7 @@ class OpenAIAnswer(ABC):
         return b""
 
     def delta(self, i: int, choice: Choice, event: Delta) -> bytes:
-        """A chunk for the text this run released; figures of tokens without text wait for the next one."""
+        """A chunk with the released text; values of tokens without text wait for the next chunk."""
         if self._ask.logprobs:
             self._held[i] += event.logprobs
         if self._ask.return_tokens:
@@ -120,7 +120,7 @@ class OpenAIAnswer(ABC):
         )
 
     def _take_pieces(self, i: int) -> str:
-        """Tokens that wait for the next chunk of choice i, as a field of it."""
+        """Waiting tokens of choice i as a field of its next chunk."""
         taken, self._pieces[i] = self._pieces[i], []
         return f',"pieces":{dumps(taken)}' if taken else ""
 
@@ -128,14 +128,14 @@ class OpenAIAnswer(ABC):
         assert choice.done is not None
         value = self._end_choice(i) | {"finish_reason": self._finish_reason(i, choice.done)} | self._take_held(i)
         extra: dict[str, Any] = {"choices": [value]}
-        if not self._ask.include_usage:  # else the usage chunk carries them
+        if not self._ask.include_usage:  # else the usage chunk has them
             extra |= measured(choice.done.timings) | self._last_usage(choice)
         if i == 0:
             extra |= self._verbose([choice])
         return self._chunk(dumps(extra)[1:-1] + self._take_pieces(i))
 
     def _last_usage(self, choice: Choice) -> dict[str, Any]:
-        """What the last chunk of choices has of `usage` where nobody asked for a chunk of its own."""
+        """`usage` of a choice's last chunk if the client did not request a usage chunk."""
         return {}
 
     def progress(self, i: int, event: Progress) -> bytes:
@@ -148,7 +148,7 @@ class OpenAIAnswer(ABC):
         return f"data: {self._open},{inner}}}\n\n".encode()
 
     def _figures(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Timings beside a single choice; of several each has its own."""
+        """Timings of a single choice; several choices have their own."""
         done = choices[0].done
         return measured(done.timings) if len(choices) == 1 and done else {}
 
@@ -176,7 +176,7 @@ class OpenAIAnswer(ABC):
 
     @abstractmethod
     def _deltas(self, i: int, text: str) -> Iterator[str]:
-        """One choice of a chunk for each piece of what this text adds."""
+        """A chunk's choice for each piece of the added text."""
 
     @abstractmethod
     def _end_choice(self, i: int) -> dict[str, Any]: ...
@@ -201,7 +201,7 @@ class TextAnswer(OpenAIAnswer):
         return b"".join(self._chunk(f'"choices":[{delta}]') for delta in self._deltas(i, self._ask.prompt_texts[i]))
 
     def _last_usage(self, choice: Choice) -> dict[str, Any]:
-        """llama-server sends it with every stream of this path. Of several choices none knows all of it."""
+        """llama-server sends usage with every stream of this path. With several choices, no single chunk covers all of them."""
         return {"usage": usage_dict([choice], 1)} if len(self._ask.requests) == 1 else {}
 
     def _with_prompt(self, value: dict[str, Any], i: int, choices: Sequence[Choice]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`/openapi.json`, from the request models: what can be asked, and which errors each path answers with."""
+"""`/openapi.json`, built from the request models: request bodies, and the error statuses of each path."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POSTS: dict[str, tuple[type[BaseModel], str, tuple[str, ...]]] = {
     "/v1/messages/count_tokens": (MessagesBody, "Count the tokens of a chat (Anthropic)", ("input_tokens",)),
     "/v1/responses": (ResponsesBody, "Answer a chat (OpenAI's responses)", ("id", "output", "usage")),
     "/v1/responses/input_tokens": (ResponsesBody, "Count the tokens of a chat (OpenAI's responses)", ("input_tokens",)),
-    "/slots/{slot}": (SlotFileBody, "Save, restore or erase what a slot holds", ("id_slot",)),
+    "/slots/{slot}": (SlotFileBody, "Save, restore or erase a slot's contents", ("id_slot",)),
     "/tokenize": (TokenizeBody, "Text to token ids", ("tokens",)),
     "/detokenize": (DetokenizeBody, "Token ids to text", ("content",)),
     "/apply-template": (TemplateBody, "Render a chat to its prompt", ("prompt",)),
@@ -56,13 +56,13 @@ GETS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "/ready": ("Would new work be served soon", "application/json", (401, 503)),
     "/v1/models": ("The model and its drafter", "application/json", ()),
     "/props": ("Settings and model facts", "application/json", (401, 501)),
-    "/slots": ("What every slot does now", "application/json", (401, 501, 503)),
+    "/slots": ("The state of every slot", "application/json", (401, 501, 503)),
     "/metrics": ("Counters for Prometheus", "text/plain", (401, 501)),
     "/version": ("The version of pyspec (vLLM)", "application/json", (401,)),
     "/load": ("Requests that run and wait (vLLM)", "application/json", (401,)),
     "/get_load": ("Requests and tokens that are held (SGLang)", "application/json", (401,)),
     "/get_server_info": ("Settings and rates (SGLang); /server_info, too", "application/json", (401,)),
-    "/get_model_info": ("What is served (SGLang); /model_info, too", "application/json", (401,)),
+    "/get_model_info": ("The served model (SGLang); /model_info, too", "application/json", (401,)),
     "/openapi.json": ("This document", "application/json", (401,)),
 }
 ERRORS = {

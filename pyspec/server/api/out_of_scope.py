@@ -1,4 +1,4 @@
-"""Paths that clients of other servers know and that are not served here: a 400 with the reason instead of a bare 404."""
+"""Paths of other servers that pyspec does not serve: a 400 with the reason instead of a bare 404."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ NOT_HERE: dict[str, str] = {
 
 
 def routes_not_here() -> list[Route]:
-    """A route for each of them, and for the path that can only be looked at."""
+    """A route for each of these paths, and for writing to `/props`."""
     return [
         *(Route(path, _refusal(path, why), methods=["GET", "POST"]) for path, why in NOT_HERE.items()),
-        Route("/props", _refusal("/props", "it can be looked at; flags of the server change it"), methods=["POST"]),
+        Route("/props", _refusal("/props", "it is read-only; use the server's flags"), methods=["POST"]),
     ]
 
 

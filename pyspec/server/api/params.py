@@ -1,4 +1,4 @@
-"""Sampling parameters, stop strings and draft limits out of a validated body."""
+"""Sampling parameters, stop strings and draft limits of a validated body."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PLAIN_FIELDS = (
 )
 FLOATS = frozenset(
     name for name in PLAIN_FIELDS if isinstance(getattr(SamplingParams(), name), float)
-)  # JSON says 1 for 1.0
+)  # JSON has 1 for 1.0
 
 
 def sampling_params(body: Generate, tokenizer: TokenizerLike, settings: ServerSettings) -> SamplingParams:
@@ -72,14 +72,14 @@ def sampling_params(body: Generate, tokenizer: TokenizerLike, settings: ServerSe
 
 
 def seed_of(said: int) -> int:
-    """-1 for a seed that is to be drawn: -1, and SEED_MAX, llama.cpp's word for it. Others below 0 are what they are without a sign."""
+    """The seed, or -1 to draw one: for -1 and for SEED_MAX, which means the same in llama.cpp. Other negative seeds are read as unsigned."""
     if said in (-1, SEED_MAX):
         return -1
     return said if said >= 0 else said & SEED_MAX
 
 
 def _n_logprobs(body: Generate, limits: Limits) -> int | None:
-    """How many alternatives to report, by the field of whichever interface was used; None for no logprobs."""
+    """Number of alternatives to report, from the field of the API in use; None for no logprobs."""
     name, count = "n_probs", body.n_probs or None
     if isinstance(body, TextBody) and body.logprobs is not None:
         name, count = "logprobs", body.logprobs
@@ -93,7 +93,7 @@ def _n_logprobs(body: Generate, limits: Limits) -> int | None:
 
 
 def check_alternatives(name: str, count: int | None, body: Generate, limits: Limits) -> None:
-    """Raise RequestError if an answer would have too many of them. Few are taken whatever its length is, many if it is short."""
+    """Raise RequestError if an answer would have too many alternatives. A few are allowed at any length, many only for short answers."""
     if count is None or count <= limits.top_logprobs:
         return
     n = token_limit(body)
@@ -106,13 +106,13 @@ def check_alternatives(name: str, count: int | None, body: Generate, limits: Lim
 
 
 def token_limit(body: Generate) -> int | None:
-    """The most tokens that the body asks for; None: it does not say, or as many as there is room for."""
+    """The body's limit of answer tokens; None: no limit given, or as many as fit."""
     said = [n for n in (body.max_completion_tokens, body.max_tokens, body.n_predict) if n is not None]
     return said[0] if said and said[0] >= 0 else None
 
 
 def bias_pairs(bias: Any, tokenizer: TokenizerLike, limits: Limits) -> tuple[tuple[int, float], ...]:
-    """(id, bias) pairs; a text's bias goes to each of its tokens, false bans, and later entries add up."""
+    """(id, bias) pairs. A text's bias goes to each of its tokens, false bans a token, and repeated entries add up."""
     pairs = list(bias.items()) if isinstance(bias, dict) else [tuple(pair) for pair in bias]
     if len(pairs) > limits.logit_bias:
         raise RequestError(f"logit_bias: {len(pairs)} entries; at most {limits.logit_bias} are taken")
@@ -129,7 +129,7 @@ def bias_pairs(bias: Any, tokenizer: TokenizerLike, limits: Limits) -> tuple[tup
 def _bias_tokens(token: int | str, tokenizer: TokenizerLike) -> list[int]:
     if isinstance(token, int):
         return [token]
-    if token.isascii() and token.isdecimal():  # OpenAI's object form has its ids as strings
+    if token.isascii() and token.isdecimal():  # OpenAI's object form has ids as strings
         if len(token) > 10:
             raise RequestError(f"logit_bias: token {token[:12]}... is no id")
         return [int(token)]
@@ -150,9 +150,9 @@ def stop_strings(stop: Any, limits: Limits) -> tuple[str, ...]:
 
 
 def draft_limit(body: Generate, info: EngineInfo) -> int | None:
-    """The most tokens to draft a round: None leaves it to the engine, 0 switches drafting off.
+    """The most draft tokens per round: None lets the engine decide, 0 switches drafting off.
 
-    Drafting never changes the text, so asking for it from an engine without a drafter is no error.
+    Drafting never changes the text, so requesting it from an engine without a drafter is no error.
     """
     wanted = body.speculative
     spec = wanted if isinstance(wanted, dict) else {}
@@ -168,9 +168,9 @@ def draft_limit(body: Generate, info: EngineInfo) -> int | None:
 
 
 def settings_dict(params: SamplingParams, eog_ids: Sequence[int] = ()) -> dict[str, Any]:
-    """Sampling parameters in llama-server's names, for generation_settings, /props and /slots. A ban is null: JSON has no minus infinity.
+    """Sampling parameters under llama-server's names, for generation_settings, /props and /slots. A ban is null: JSON has no minus infinity.
 
-    eog_ids  what `ignore_eos` bans
+    eog_ids  tokens that `ignore_eos` bans
     """
     bias = dict(params.logit_bias) | (dict.fromkeys(eog_ids, -math.inf) if params.ignore_eos else {})
     return {

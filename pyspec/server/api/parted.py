@@ -1,7 +1,7 @@
-"""Answers that are written from their parts: what Anthropic's messages and OpenAI's responses have in common.
+"""Answers that consist of blocks: the common parts of Anthropic's messages and OpenAI's responses.
 
-Both put reasoning, text and calls into blocks that begin, grow and end. A block ends where a part of another kind comes. The same steps
-write the events of a stream and, without sending them, the one object at the end.
+Both put reasoning, text and calls into blocks that begin, grow and end. A block ends when a part of another kind arrives. The same steps
+write the events of a stream and, without sending them, build the complete object.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def named_event(event: Sent) -> bytes:
 
 
 class PartedAnswer(ABC):
-    """One answer of one choice. `open` is the kind of the block that grows now, None between blocks."""
+    """One answer of one choice. `open` is the kind of the growing block, None between blocks."""
 
     def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
         self._ask, self._model, self._tokenizer = ask, model, tokenizer
         self._parser = ask.markup.parser()
         self._open: type[Part] | None = None
-        self._texts: list[str] = []  # of the block that is open
-        self._n_reasoning = 0  # tokens, as far as it can be told from the text
+        self._texts: list[str] = []  # of the open block
+        self._n_reasoning = 0  # tokens, estimated from the text
 
     def whole(self, choices: Sequence[Choice]) -> Sent:
         for _ in self._grow([*self._parser.push("".join(choices[0].text)), *self._parser.finish()]):
@@ -58,7 +58,7 @@ class PartedAnswer(ABC):
         return b""
 
     def _grow(self, parts: Sequence[Part]) -> Iterator[Sent]:
-        """Write parts down, each to the open block or to one that begins with it."""
+        """Add parts to the open block, or to new ones."""
         for part in parts:
             if isinstance(part, CallArguments):
                 kind: type[Part] = CallBegin
@@ -87,15 +87,15 @@ class PartedAnswer(ABC):
 
     @abstractmethod
     def _begin(self, part: Part) -> Iterator[Sent]:
-        """A block begins; `part` is the first of it."""
+        """Open a block with its first part `part`."""
 
     @abstractmethod
     def _more(self, part: Reasoning | Content | CallArguments) -> Iterator[Sent]:
-        """The open block grows."""
+        """Add to the open block."""
 
     @abstractmethod
     def _end(self, kind: type[Part], text: str) -> Iterator[Sent]:
-        """The open block is complete: `text` is all of it."""
+        """Close the block; `text` is its full text."""
 
     @abstractmethod
     def _farewell(self, choice: Choice) -> Iterator[Sent]:

@@ -1,4 +1,4 @@
-"""From prompts and messages to token ids. Runs on a text thread: tokenising a long prompt takes a while."""
+"""Prompts and messages to token ids. Runs on a text thread because tokenising a long prompt takes a while."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
 def split_prompts(prompt: Any, limits: Limits) -> list[Any]:
-    """The prompts of a body: a list of strings only, or one that holds lists, is many; all else is one."""
+    """The prompts of a body: a list of strings, or one that contains lists, is several prompts; anything else is one."""
     if not isinstance(prompt, list):
         return [prompt]
     if not prompt:
@@ -34,7 +34,7 @@ def split_prompts(prompt: Any, limits: Limits) -> list[Any]:
 
 
 def prompt_ids(tokenizer: TokenizerLike, prompt: Any) -> list[int]:
-    """Ids of one prompt; BOS and the like are added only where it starts with text. May be empty: the engine decides."""
+    """Ids of one prompt. BOS and the like are added only if it starts with text. May be empty: the engine decides."""
     if isinstance(prompt, dict):
         prompt = prompt["prompt_string"]
     return mixed_ids(tokenizer, prompt, add_special=True, parse_special=True)
@@ -63,9 +63,9 @@ def check_ids(ids: Sequence[int], n_vocab: int) -> None:
 
 @dataclass(frozen=True)
 class Rendering:
-    """What the template is called with.
+    """The arguments of the template.
 
-    continued  the assistant's message at the end, if the answer goes on with it: it is no message for the template
+    continued  the assistant's message at the end if the answer continues it; it is not passed to the template
     """
 
     template: TemplateLike
@@ -74,7 +74,7 @@ class Rendering:
     add_generation_prompt: bool
     kwargs: dict[str, Any]
     continued: dict[str, Any] | None = None
-    what: str = "content"  # of the continued message goes on
+    what: str = "content"  # the continued field of that message
 
     def text(self) -> str:
         """The prompt's text."""
@@ -99,10 +99,10 @@ class Rendering:
 
 
 def opening(text: str, message: dict[str, Any], what: str) -> str:
-    """What stands of the answer already, behind a prompt that ends where an answer begins: reasoning, then content."""
+    """The given start of an answer, appended to a prompt that ends where an answer begins: reasoning, then content."""
     thought = str(message.get("reasoning_content") or "")
     is_open = text.rstrip().endswith(THINK.start)
-    on_lines = not is_open or text.endswith("\n")  # reasoning stands in lines of its own
+    on_lines = not is_open or text.endswith("\n")  # reasoning has lines of its own
     begun = thought if is_open else ""
     if not is_open and (thought or what == "reasoning_content"):
         begun, is_open = f"{THINK.start}\n{thought}", True
@@ -114,7 +114,7 @@ def opening(text: str, message: dict[str, Any], what: str) -> str:
 
 
 def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rendering:
-    """Check a chat body against the limits and lay it out for the template."""
+    """Check a chat body against the limits and prepare it for the template."""
     template, limits = engine.template, settings.limits
     if template is None:
         raise NotSupported(
@@ -126,7 +126,7 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
     continued = continued_part(body, settings)
     messages = [_plain(message, i) for i, message in enumerate(body.messages)]
     begun = None
-    if continued:  # llama-server has a blank line between the parts of what it goes on with
+    if continued:  # llama-server puts a blank line between the parts of a continued message
         begun = _plain(body.messages[-1], len(messages) - 1, between="\n\n")
         messages.pop()
     tools: ToolList = [tool.sent for tool in body.tools or ()]
@@ -146,7 +146,7 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
 
 
 def continued_part(body: Chat, settings: ServerSettings) -> str:
-    """What of the last message the answer goes on with: "content", "reasoning_content", or "" for nothing."""
+    """The field of the last message that the answer continues: "content", "reasoning_content", or "" for none."""
     asked, last = body.continue_final_message, body.messages[-1]
     if not asked and not (settings.prefill_assistant and last.role == "assistant"):
         return ""
@@ -164,7 +164,7 @@ def continued_part(body: Chat, settings: ServerSettings) -> str:
 
 
 def begun_answer(body: Chat, settings: ServerSettings) -> str:
-    """What stands of the answer's content already; "": it begins anew, or within reasoning."""
+    """The given content of the answer; "" if it starts anew or within reasoning."""
     if continued_part(body, settings) != "content":
         return ""
     at = len(body.messages) - 1
@@ -172,7 +172,7 @@ def begun_answer(body: Chat, settings: ServerSettings) -> str:
 
 
 def template_values(body: Chat, template: str, settings: ServerSettings) -> dict[str, Any]:
-    """What the template is called with beside messages and tools: the server's values, the body's over them."""
+    """The template's values besides messages and tools: the server's, overridden by the body's."""
     values: dict[str, Any] = {**template_defaults(template), **settings.chat_template_kwargs}
     if settings.reasoning == "off":
         values["enable_thinking"] = False
@@ -206,7 +206,7 @@ def _check_sizes(body: Chat, limits: Limits) -> None:
 
 
 def _no_part(kind: str) -> str:
-    """Why a part of a message is refused."""
+    """The reason to refuse a part of a message."""
     about = next((word for word in ("image", "audio", "video") if word in kind), "")
     if about:
         return f"{about} input ({kind[:40]!r}) is out of scope: pyspec reads and writes text"
@@ -214,7 +214,7 @@ def _no_part(kind: str) -> str:
 
 
 def _plain(message: Message, i: int, between: str = "\n") -> dict[str, Any]:
-    """The message as a template wants it: its text parts joined by line ends, as llama.cpp joins them."""
+    """The message for the template: its text parts joined by line ends, as in llama.cpp."""
     if "content" not in message.model_fields_set and not (message.tool_calls or message.reasoning_content):
         raise RequestError(f"messages.{i}: it has neither content nor tool_calls nor reasoning_content")
     content = message.content
@@ -230,7 +230,7 @@ def _plain(message: Message, i: int, between: str = "\n") -> dict[str, Any]:
 
 
 def _function(call: dict[str, Any]) -> dict[str, Any]:
-    """A call of a custom tool, which a hosted model made, as one of a function: templates know no others."""
+    """A hosted model's call of a custom tool, as a function call, the only kind that templates have."""
     custom = call.get("custom")
     if call.get("type") != "custom" or not isinstance(custom, dict):
         return call

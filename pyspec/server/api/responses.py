@@ -1,7 +1,7 @@
-"""OpenAI's responses, written anew as a body of chat completions. What is no part of a chat passes on as it is.
+"""OpenAI's responses, converted to a body of chat completions. Fields that are not part of a chat pass unchanged.
 
-Nothing is stored: `store` is ignored, and what would need a stored answer is refused. Tools that a server would run, and what came of
-them, are left out.
+Nothing is stored: `store` is ignored, and requests that need a stored answer are refused. Tools that OpenAI's servers run, and their
+results, are left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REPEATED = frozenset(
 
 
 class ResponsesTool(AsSent):
-    """A function to show to the model."""
+    """A function for the model."""
 
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -48,13 +48,13 @@ class ResponsesTool(AsSent):
 
 
 class Effort(Body):
-    """How much the model is to think."""
+    """The effort of thinking."""
 
     effort: str | None = None
 
 
 class TextFormat(Body):
-    """What the text has to be."""
+    """The format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -63,13 +63,13 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """`text`: its format. How wordy it is to be, the model does not hear."""
+    """`text`: its format. Verbosity is ignored."""
 
     format: TextFormat | None = None
 
 
 class ResponsesBody(Body):
-    """`/v1/responses`. Sampling parameters of chat completions are taken, too."""
+    """`/v1/responses`. Sampling parameters of chat completions are accepted, too."""
 
     model: str | None = None
     input: str | list[dict[str, Any]]
@@ -89,7 +89,7 @@ class ResponsesBody(Body):
 
 
 def repeated(sent: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the body that the answer has, too."""
+    """Fields of the body that the answer repeats."""
     return {name: sent[name] for name in REPEATED if sent.get(name) is not None}
 
 
@@ -123,7 +123,7 @@ def _messages(body: ResponsesBody, limits: Limits) -> list[dict[str, Any]]:
         return [*messages, {"role": "user", "content": body.input}]
     if len(body.input) > limits.messages:
         raise RequestError(f"input: {len(body.input)} items; at most {limits.messages} are taken")
-    elsewhere: set[str] = set()  # calls that another server ran: what came of them is left out, too
+    elsewhere: set[str] = set()  # calls that another server ran: their results are left out, too
     for i, item in enumerate(body.input):
         kind, call = item.get("type", "message"), item.get("call_id")
         read = ITEMS.get(kind) if isinstance(kind, str) else None
@@ -152,7 +152,7 @@ def _message(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -
 
 
 def _reasoning(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    """Thoughts as they were sent out. Encrypted ones can not be read, and a summary is not what the model thought."""
+    """Thoughts as they were returned. Encrypted ones cannot be read, and a summary is not the model's own text."""
     parts = item.get("content") or []
     if not isinstance(parts, list):
         raise RequestError(f"{where}.content: a list of parts")
@@ -182,9 +182,9 @@ ITEMS: dict[str, Callable[[list[dict[str, Any]], dict[str, Any], str], None]] = 
 
 
 def _answering(messages: list[dict[str, Any]], after: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """The assistant's message that goes on, or a new one: thoughts, text and calls of one answer come as items of their own.
+    """The assistant's message to add to, or a new one: thoughts, text and calls of one answer are separate items.
 
-    `after` holds what its content may be so that this still belongs to it.
+    `after` has the last message's contents for which the item still belongs to it.
     """
     if messages and messages[-1]["role"] == "assistant":
         last = messages[-1]
@@ -227,7 +227,7 @@ def _tool(tool: ResponsesTool) -> dict[str, Any]:
 
 
 def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
-    """The same for chat completions, which have the function, or the tools that are allowed, one level deeper."""
+    """The tool choice in the form of chat completions, where the function or the allowed tools are one level deeper."""
     if isinstance(choice, str):
         return choice
     kind = choice.get("type")
@@ -243,7 +243,7 @@ def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
 
 
 def _format(text: TextConfig | None) -> dict[str, Any]:
-    """`text.format` as `response_format`, which has the same in one level more."""
+    """`text.format` as `response_format`, which nests it one level deeper."""
     wanted = text.format if text is not None else None
     if wanted is None or wanted.type == "text":
         return {}

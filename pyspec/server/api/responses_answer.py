@@ -1,4 +1,4 @@
-"""OpenAI's responses: a list of items, whole or as numbered events."""
+"""OpenAI's responses: a list of items, complete or as numbered events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Re
 
 
 class ResponsesAnswer(PartedAnswer):
-    """`/v1/responses`. Reasoning, text and each call are items; every event of a stream has its number and its item's."""
+    """`/v1/responses`. Reasoning, text and each call are items; every event of a stream has its own number and its item's."""
 
     ping = b": ping\n\n"
 
@@ -59,7 +59,7 @@ class ResponsesAnswer(PartedAnswer):
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Which item an event is about."""
+        """The item that an event belongs to."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _begin(self, part: Part) -> Iterator[Sent]:
@@ -134,7 +134,7 @@ def _content(kind: type[Part], text: str) -> dict[str, Any]:
 
 
 def _answer(ask: Ask, model: str) -> dict[str, Any]:
-    """The object as it is before anything was generated, with what it repeats of the body."""
+    """The object before any token was generated, with the repeated fields of the body."""
     params = ask.requests[0].params
     return {
         "id": f"resp_{secrets.token_hex(24)}",

@@ -1,4 +1,4 @@
-"""`GET` and `DELETE /v1/stream`, `POST /v1/streams/lookup`: kept streams, with llama-server's parameters and answers."""
+"""`GET` and `DELETE /v1/stream`, `POST /v1/streams/lookup`: stored streams, with llama-server's parameters and answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class LookupBody(Body):
-    """Which conversations the client knows of."""
+    """The conversations to look up."""
 
     conversation_ids: Annotated[list[str], Field(max_length=1024)]
 
@@ -30,17 +30,17 @@ class LookupBody(Body):
 def _asked(service: Service, request: Request) -> SessionKey:
     conversation = request.query_params.get("conv_id", "")
     if not conversation:
-        raise RequestError("conv_id: which conversation? /v1/stream?conv_id=ID")
+        raise RequestError("conv_id is missing; want /v1/stream?conv_id=ID")
     return session_key(conversation, request.headers, service.settings)
 
 
 def kept_stream(service: Service) -> Handler:
-    """What a conversation's generation has said, from byte `from` on, and what it goes on to say."""
+    """The stream of a conversation from byte `from` on, followed live."""
 
     async def handle(request: Request) -> ASGIApp:
         at = request.query_params.get("from", "") or "0"
         if not re.fullmatch(r"[0-9]{1,15}", at):
-            raise RequestError(f"from: {at[:40]!r} is no number of a byte")
+            raise RequestError(f"from: {at[:40]!r} is not a byte number")
         session = service.sessions.get(_asked(service, request), int(at))
         return ReplayStream(session, int(at))
 
@@ -48,7 +48,7 @@ def kept_stream(service: Service) -> Handler:
 
 
 def stop_stream(service: Service) -> Handler:
-    """End a conversation's generation, and forget it; 204 if there is none, too."""
+    """End a conversation's generation and delete its stream; 204 also if there is none."""
 
     async def handle(request: Request) -> Response:
         service.sessions.stop(_asked(service, request))
@@ -58,7 +58,7 @@ def stop_stream(service: Service) -> Handler:
 
 
 def lookup_streams(service: Service) -> Handler:
-    """Which of the conversations that the client names have a stream."""
+    """The streams of the named conversations."""
 
     async def handle(request: Request) -> Response:
         raw = await read_body(request, service.settings.limits)

@@ -1,4 +1,4 @@
-"""`samplers` of a request: which run, and in which order, in llama-server's words."""
+"""`samplers` of a request: the active samplers and their order, under llama-server's names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pyspec.errors import RequestError
 from pyspec.request import DEFAULT_SAMPLERS
 from pyspec.samplers import sampler_of
 
-# What leaving a sampler out sets.
+# Values that switch a sampler off.
 NEUTRAL: dict[str, dict[str, Any]] = {
     "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
     "dry": {"dry_multiplier": 0.0},
@@ -24,14 +24,12 @@ NEUTRAL: dict[str, dict[str, Any]] = {
 
 
 def chain_of(samplers: list[str] | str) -> dict[str, Any]:
-    """Sampling parameters of a list of names, or of a string of llama.cpp's letters. Raises RequestError for what is unknown.
+    """Sampling parameters of a list of names, or of a string of llama.cpp's letters. Raises RequestError for an unknown name.
 
-    What is named twice counts where it comes first. An order that says nothing new is the default: it runs on many rows at once.
+    A repeated name counts at its first place. An order that changes nothing becomes the default, which runs on many rows at once.
     """
     names = [_named(name) for name in samplers]
-    order = tuple(
-        dict.fromkeys(name for name in names if name != "adaptive_p")
-    )  # that one picks, so it is always the last
+    order = tuple(dict.fromkeys(name for name in names if name != "adaptive_p"))  # adaptive_p picks, so it is last
     values: dict[str, Any] = {}
     for name, neutral in NEUTRAL.items():
         if name not in names:

@@ -1,8 +1,8 @@
-"""Request bodies: every field that is honoured, with its type and range, checked strictly.
+"""Request bodies: every supported field, with type and range, checked strictly.
 
-Strict means that "1" is no number and true no count: lax coercion hides clients' mistakes. 4.0 is an integer, as it is to JSON
-Schema; 4.5 is none. The published OpenAPI document is made from these models. Fields that would change the text but are not supported live in
-`unsupported.py`; anything else is ignored, as OpenAI's and llama.cpp's servers do.
+Strict means that "1" is no number and true no count, because lax coercion hides clients' mistakes. 4.0 is an integer, as in JSON
+Schema; 4.5 is not. The published OpenAPI document is built from these models. Unsupported fields that would change the text are in
+`unsupported.py`; all others are ignored, as in OpenAI's and llama.cpp's servers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _bad(message: str) -> PydanticCustomError:
 
 
 def whole(value: Any) -> Any:
-    """A whole number that is written with a point, as the integer that it is."""
+    """A whole number written with a point, as an integer."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
@@ -42,7 +42,7 @@ WHOLE = BeforeValidator(whole)
 
 
 def is_id(value: Any) -> bool:
-    """True for a plain JSON integer; bool is an int to Python, not to us."""
+    """True for a plain JSON integer. Python counts bool as int; this does not."""
     return type(value) is int
 
 
@@ -207,7 +207,7 @@ class StreamOptions(Body):
 
 
 class Generate(Body):
-    """The fields all three generation routes share. None means: not said, so the server's default."""
+    """The common fields of all generation routes. None: not given, so the server's default applies."""
 
     model: str | None = None
     stream: bool | None = None
@@ -282,14 +282,14 @@ class NativeBody(Generate):
 
 
 class ExtraText(Body):
-    """Text from elsewhere that helps to fill a gap."""
+    """Extra text that helps to fill a gap."""
 
     text: str
     filename: str | None = None
 
 
 class InfillBody(NativeBody):
-    """`/infill`: what stands before a gap and behind it; `prompt` is what the gap begins with."""
+    """`/infill`: the text before a gap and after it; `prompt` is the given start of the filling."""
 
     prompt: str = ""
     input_prefix: Mixed
@@ -298,7 +298,7 @@ class InfillBody(NativeBody):
 
 
 class TextBody(Generate):
-    """`/v1/completions`. With a `suffix` the prompt is what stands before a gap, as in `/infill`."""
+    """`/v1/completions`. With a `suffix` the prompt is the text before a gap, as in `/infill`."""
 
     prompt: Prompt
     suffix: str | None = None
@@ -307,7 +307,7 @@ class TextBody(Generate):
 
 
 class AsSent(BaseModel):
-    """An object that the chat template sees: further keys are its own, and all stand in the order in which the client sent them."""
+    """An object passed to the chat template: unknown keys are kept, all in the order of the client."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -322,12 +322,12 @@ class AsSent(BaseModel):
 
     @property
     def sent(self) -> dict[str, Any]:
-        """The object as it came."""
+        """The object as received."""
         return self._sent
 
 
 class CalledFunction(AsSent):
-    """Which function was called, and with what: JSON text, an object, or nothing."""
+    """The called function and its arguments: JSON text, an object, or nothing."""
 
     name: str | None = None
     arguments: Any = None
@@ -342,7 +342,7 @@ class Called(AsSent):
 
 
 class Message(AsSent):
-    """One chat message; further keys go to the template as they are."""
+    """One chat message; unknown keys go to the template unchanged."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Content | None = None
@@ -353,7 +353,7 @@ class Message(AsSent):
 
 
 class ToolFunction(AsSent):
-    """A function's description; what else it has goes to the template as it is."""
+    """A function's description; unknown keys go to the template unchanged."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -362,14 +362,14 @@ class ToolFunction(AsSent):
 
 
 class Tool(AsSent):
-    """A tool to show to the model."""
+    """A tool for the model."""
 
     type: Literal["function"]
     function: ToolFunction
 
 
 def tools_field(own: str) -> Any:
-    """A list of tools, in which the document also allows those of other types than `own`: they are left out before this is checked."""
+    """A list of tools. The published schema also allows types other than `own`, which are left out before validation."""
 
     def allow(schema: dict[str, Any]) -> None:
         foreign = {"type": "object", "properties": {"type": {"type": "string", "not": {"const": own}}}}
@@ -380,7 +380,7 @@ def tools_field(own: str) -> Any:
 
 
 class Chat(Body):
-    """What the chat template reads."""
+    """The fields that the chat template reads."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: list[Tool] | None = tools_field("function")
@@ -425,7 +425,7 @@ class DetokenizeBody(Body):
 
 
 def validate(model: type[AnyBody], value: dict[str, Any]) -> AnyBody:
-    """The body as its model, or a RequestError with the first wrong field's name."""
+    """The body as its model; RequestError with the name of the first wrong field."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -21,11 +21,11 @@ from pyspec.server.service import Service
 from pyspec.server.stream import while_connected
 
 FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f/\\:*?\"<>|\uff0e\u2215\u2216\ufffd\ufeff]|\.\.|^[ .]|[ .]$")
-MOST_BYTES = 200  # of a file's name: one beside it has a few more while it is written
+MOST_BYTES = 200  # of a file's name: the temporary file beside it has a longer one
 
 
 class SlotFileBody(Body):
-    """What save and restore want to know."""
+    """The file of save and restore."""
 
     filename: str
 
@@ -53,7 +53,7 @@ def slot_action(service: Service) -> Callable[[Request], Awaitable[Response]]:
 
 
 def file_name(raw: bytes, service: Service) -> str:
-    """The name in a body. RequestError unless it is that of a file right in the directory."""
+    """The file name of a body. RequestError unless it is a plain name in the directory."""
     name = validate(SlotFileBody, parse_object(raw, service.settings.limits)).filename
     if not name or len(name.encode()) > MOST_BYTES or FORBIDDEN.search(name):
         raise RequestError(
@@ -71,7 +71,7 @@ async def _done(service: Service, action: SlotAction) -> SlotReport:
             answered.set_result(answer)
 
     def hear(answer: SlotAnswer) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, answer)
 
     service.engine.act_on_slot(action, hear)

@@ -1,7 +1,7 @@
-"""What agents put into a system prompt and change with each request, kept from costing the prefix cache.
+"""Keep changing parts of an agent's system prompt from invalidating the prefix cache.
 
-Whatever stands behind a changed token has to be computed anew: there is no exact way around it. So a line that is no part of the text at
-all is taken out, and a line that the operator names (`--volatile-lines`) is moved behind everything that stays the same.
+All tokens after a changed one have to be computed again; no exact method avoids this. So a header that is not meant for the model is
+removed, and lines that the operator names (`--volatile-lines`) are moved behind the unchanged conversation.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 BILLING = re.compile(
     r"\Ax-anthropic-billing-header:[ \t]*(?:[\w.-]+=[^;\n]*;[ \t]*)*(?:[\w.-]+=[^;\s]*[ \t]*(?=\n|\Z))?\n?"
 )
-"""A header of one agent's requests, which it writes into the system prompt. It has another checksum each time and says nothing to a model."""
+"""A header that one agent writes into its system prompt. Its checksum changes with each request, and it has no meaning for a model."""
 
 SYSTEM = ("system", "developer")
 
 
 def without_transport(text: str) -> str:
-    """A system prompt without the header in front that is meant for a server and not for the model."""
+    """A system prompt without the leading header that is meant for a server."""
     return BILLING.sub("", text) if text.startswith("x-anthropic-billing-header:") else text
 
 
 def steady(messages: Any, volatile: Sequence[re.Pattern[str]]) -> tuple[Any, list[str]]:
-    """Messages without what changes in their system prompt, and the lines of it in which one of `volatile` is found.
+    """Messages without the changing lines of their system prompt, and these lines: those in which a pattern of `volatile` is found.
 
-    Shapes that nobody knows are left for others to refuse; where nobody is left to be told of them, lines stay where they are.
+    Malformed messages are left for later checks; without a message to move lines to, they stay.
     """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return messages, []
@@ -47,7 +47,7 @@ def steady(messages: Any, volatile: Sequence[re.Pattern[str]]) -> tuple[Any, lis
 
 
 def with_lines(messages: list[dict[str, Any]], lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Messages with `lines` at the end of the last one of a user or a tool."""
+    """Messages with `lines` added to the end of the last message of a user or a tool."""
     at = _listener(messages)
     assert at is not None
     content, more = messages[at]["content"], "\n".join(lines)
@@ -56,7 +56,7 @@ def with_lines(messages: list[dict[str, Any]], lines: Sequence[str]) -> list[dic
 
 
 def _listener(messages: list[dict[str, Any]]) -> int | None:
-    """The last message that a line can be added to."""
+    """Index of the last message that lines can be added to."""
     for i in reversed(range(len(messages))):
         if messages[i].get("role") in ("user", "tool") and isinstance(messages[i].get("content"), str | list):
             return i

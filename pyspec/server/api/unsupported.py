@@ -1,6 +1,6 @@
 """Fields that would change the text but are not supported: refused, never ignored.
 
-Each has values that mean "as if not given"; those pass, so clients that send every default keep working.
+Each has values that mean "not set"; those pass, so clients that send every default keep working.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ WHY: dict[str, str] = {
     "web_search_options": "built-in tools are out of scope; a client's own are given in `tools`",
     "mcp_servers": "MCP is out of scope: a client asks its servers itself, and gives their tools in `tools`",
 }
-"""Of those that people look for: what to do instead."""
+"""Alternatives to fields that clients often ask for."""
 
 ELSEWHERE: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
     "echo": (("text",), _empty),
     "suffix": (("text",), _empty),
     "prompt_logprobs": (("text", "chat"), _not_positive),
 }
-"""Fields that some paths alone know, and the values that mean nothing on the others."""
+"""Fields of some paths only, and the values that mean "not set" on the others."""
 
 
 def refuse_unsupported(body: dict[str, Any]) -> None:
-    """Raise NotSupported for the first field whose value asks for something the engine cannot do."""
+    """Raise NotSupported for the first field whose value requests an unsupported feature."""
     for name, is_neutral in NEUTRAL.items():
         value = body.get(name)
         if value is not None and not is_neutral(value):
@@ -75,7 +75,7 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
 
 
 def refuse_elsewhere(kind: str, body: dict[str, Any]) -> None:
-    """Raise NotSupported for what only other paths have a place for in their answers."""
+    """Raise NotSupported for a field that only other paths answer."""
     for name, (kinds, is_neutral) in ELSEWHERE.items():
         value = body.get(name)
         if value is not None and kind not in kinds and not is_neutral(value):

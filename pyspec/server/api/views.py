@@ -1,4 +1,4 @@
-"""What can be looked at: models, properties and slots as JSON values, in llama-server's shapes with our own beside."""
+"""Models, properties and slots as JSON values: llama-server's shapes with pyspec's additions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pyspec.server.service import Service
 
 
 def draft_view(info: EngineInfo) -> dict[str, Any]:
-    """What drafts, and what the planner decided about it."""
+    """The drafter and the planner's decisions about it."""
     return {
         "type": info.drafter,
-        "path": Path(info.draft_path).name if info.draft_path else "",  # no key is needed to read this
+        "path": Path(info.draft_path).name if info.draft_path else "",  # no folders: this needs no API key
         "n_max": info.n_draft_max,
         "note": info.draft_note,
         "synthetic_len": info.synthetic_len,
@@ -48,7 +48,7 @@ def model_view(service: Service) -> dict[str, Any]:
 
 
 def models_view(service: Service) -> dict[str, Any]:
-    """`/v1/models`: OpenAI's list, and the list clients of Ollama look for."""
+    """`/v1/models`: OpenAI's list, and the list that clients of Ollama read."""
     details = {"format": "gguf", "family": service.engine.info.arch}
     named = {"name": service.model, "model": service.model, "type": "model", "capabilities": ["completion"]}
     return {"object": "list", "data": [model_view(service)], "models": [named | {"details": details}]}
@@ -82,7 +82,7 @@ def props_view(service: Service) -> dict[str, Any]:
 
 
 def slot_view(slot: SlotInfo, info: EngineInfo) -> dict[str, Any]:
-    """One row of `/slots`. `params` appears with the slot's first request, as llama-server has it."""
+    """One row of `/slots`. `params` appears with the slot's first request, as in llama-server."""
     view: dict[str, Any] = {
         "id": slot.slot,
         "n_ctx": slot.n_ctx,
@@ -114,13 +114,13 @@ def slot_view(slot: SlotInfo, info: EngineInfo) -> dict[str, Any]:
 
 
 def _task_number(request: str) -> int:
-    """llama-server numbers its tasks; ours have ids that end in a number. -1: none."""
+    """The number at the end of a request's id, because llama-server numbers its tasks. -1: none."""
     digits = re.search(r"\d+$", request)
     return int(digits[0]) if digits else -1
 
 
 def ready_view(service: Service, metrics: Metrics) -> tuple[bool, dict[str, Any]]:
-    """`/ready`: whether new work would be served at once, and the figures behind the verdict."""
+    """`/ready`: True if new work would be served at once, and the figures behind it."""
     is_stalled = metrics.seconds_since_step > service.settings.limits.stall_s
     state = service.engine.state() if service.engine.alive() else "not alive"
     reason = "draining" if service.is_draining else state if state != "ok" else "stalled" if is_stalled else ""

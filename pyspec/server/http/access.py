@@ -1,4 +1,4 @@
-"""One log line for each request: method, path, status, time, client and an id that the answer carries, too."""
+"""One log line per request: method, path, status, time, client and the request's id, which the answer also carries."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pyspec.server.http.envelope import MOST_METHOD, MOST_SHOWN
 log = logging.getLogger("pyspec.access")
 
 POLLED = frozenset({"/health", "/v1/health", "/ping", "/ready", "/metrics", "/slots"})
-"""Paths that are asked all the time: told at debug level if they say yes, or not now."""
-MOST_LINES = 50  # a second; what is beyond is counted
+"""Paths that monitors poll: logged at debug level if the answer is a success or 503."""
+MOST_LINES = 50  # lines per second; further requests are only counted
 ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 
 
 class AccessLog:
-    """Passes requests on and tells of them when they are over. A flood does not fill the disk: its lines are counted, not written."""
+    """Forwards requests and logs them when they end. A flood cannot fill the disk: requests beyond the limit are counted, not logged."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -65,12 +65,12 @@ class AccessLog:
         log.log(level, text, fields, extra={"fields": fields})
 
     def _has_room(self) -> bool:
-        """Whether this second may have another line."""
+        """True if this second may have another line."""
         second = int(time.monotonic())
         if second != self._second:
             if self._n_left_out:
                 fields = {"event": "requests_left_out", "count": self._n_left_out}
-                log.info("%d requests more, without lines of their own", self._n_left_out, extra={"fields": fields})
+                log.info("%d more requests, not logged one by one", self._n_left_out, extra={"fields": fields})
             self._second, self._n_line, self._n_left_out = second, 0, 0
         self._n_line += 1
         self._n_left_out += self._n_line > MOST_LINES
@@ -78,7 +78,7 @@ class AccessLog:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's own, if it is fit to be written down, or a new one."""
+    """The client's own id if it is safe to log, else a new one."""
     for name, value in scope.get("headers", ()):
         if name == b"x-request-id" and ID.fullmatch(value):
             return value.decode()

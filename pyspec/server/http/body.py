@@ -1,4 +1,4 @@
-"""From the socket to plain data: a body read with a size and a time limit, parsed with a depth limit."""
+"""From the socket to plain data: read a body within limits of size and time, parse it within a limit of depth."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from pyspec.ranges import shown
 from pyspec.server.http.envelope import Refused
 from pyspec.server.settings import Limits
 
-DROPPED = 16  # times the largest body that are read of one that is larger, before it is answered
-CONTAINERS = 200_000  # objects and arrays of one body
-CLIENT_GONE = 499  # nginx's code for it; only logs see it
+DROPPED = 16  # a too large body is read to its end before the answer, up to this multiple of the limit
+CONTAINERS = 200_000  # objects and arrays in one body
+CLIENT_GONE = 499  # nginx's code; appears only in logs
 
 
 class ClientGone(Exception):
-    """The client hung up; there is nobody to answer."""
+    """The client closed the connection, so there is no answer to send."""
 
 
 async def on_gone(request: Request, error: Exception) -> Response:
-    """Close the books on a request whose client left; nothing of this is sent."""
+    """End a request whose client has left; nothing is sent."""
     return Response(status_code=CLIENT_GONE)
 
 
 class Reading:
-    """What bodies that have not arrived as a whole take of memory, all together and of each client, which never gets the last quarter."""
+    """Memory of bodies that are still arriving, in all and by client. No client may use the last quarter."""
 
     def __init__(self, most: int) -> None:
         self.most, self.n_byte = most, 0
         self._of_client: Counter[str] = Counter()
 
     def grow(self, n: int, client: str = "") -> None:
-        """More of a body is here. Refused 429 if there is no room for it."""
+        """Add received bytes. Raises Refused 429 if there is no room."""
         own = self._of_client[client] + n if client else 0
         if self.n_byte + n > self.most or own > self.most - self.most // 4:
             raise Refused(429, f"bodies of {self.n_byte} bytes are on their way; try again in a second")
@@ -46,7 +46,7 @@ class Reading:
         self._of_client[client] += n
 
     def shrink(self, n: int, client: str = "") -> None:
-        """So much is here as a whole, or was given up."""
+        """Remove the bytes of a body that is complete or was given up."""
         self.n_byte -= n
         self._of_client[client] -= n
         if not self._of_client[client]:
@@ -54,9 +54,9 @@ class Reading:
 
 
 async def read_body(request: Request, limits: Limits, reading: Reading | None = None, client: str = "") -> bytes:
-    """The whole body. Raises Refused 413 beyond `limits.body`, 408 after `limits.body_read_s`, 400 if it is packed; ClientGone.
+    """The whole body. Raises Refused 413 beyond `limits.body`, 408 after `limits.body_read_s`, 400 if it is compressed; ClientGone.
 
-    Of a body that is too large the rest is read and dropped, up to a limit: a client that still sends does not see an answer.
+    The rest of a too large body is read and dropped, up to a limit, because a client that is still sending does not read an answer.
     """
     stated, refusal = request.headers.get("content-length", ""), None
     if stated.isdecimal() and len(stated) < 20 and int(stated) > limits.body:
@@ -113,7 +113,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def _finite(text: str) -> float:
-    """1e400 is JSON, but no number that an answer could repeat."""
+    """Parse a float. Refuses 1e400, which is JSON but cannot be repeated in an answer."""
     value = float(text)
     if isinf(value):
         raise ValueError(f"{text[:20]} is too large")
@@ -121,7 +121,7 @@ def _finite(text: str) -> float:
 
 
 def _check_tree(root: dict[str, Any], max_depth: int, check_text: bool) -> None:
-    """Bound the depth and refuse half a surrogate pair, which no encoder takes. Walks, so depth costs no stack."""
+    """Bound the depth and refuse lone surrogates, which no encoder takes. Iterative, so depth uses no stack."""
     level: list[Any] = [root]
     depth = n = 0
     while level:

@@ -1,8 +1,8 @@
-"""Connections: how many there are, and how long one may take to say what it wants.
+"""Connections: their number, and time limits for headers and for reading.
 
-uvicorn has no limit for the time of headers, and a listener without file descriptors is no server. So a connection that does not send its
-headers in time is closed, and where no more fit, one that is idle makes room: of the client with the most, the one idle for longest.
-A client that reads nothing of its answer is given up, so that its request ends and its slot is free.
+uvicorn has no time limit for headers, and a server without free file descriptors accepts no connection. A connection that does not send
+its headers in time is closed. At the limit, an idle connection makes room: the longest idle one of the client with the most. A client
+that reads nothing of its answer is disconnected, so that its request ends and its slot is free.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from pyspec.server.settings import Limits
 
 log = logging.getLogger(__name__)
 
-SPARE = 24  # file descriptors that are left to everything else
+SPARE = 24  # file descriptors reserved for other uses
 LEAST = 8
-BURSTS = 3  # of connections that are accepted before the first of them has been closed again
+BURSTS = 3  # bursts of accepted connections before the first of them is closed again
 PROBES_S = (0.0, 0.05, 0.5)  # after the client's end of input; then every PROBE_S
 PROBE_S = 2.0
 PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
-QUOTING = re.compile(r"(: | )bytearray\(.*", re.DOTALL)  # h11 repeats what it was sent
-LINGER_S = 1.0  # for a client that still sends to read why it was refused
+QUOTING = re.compile(r"(: | )bytearray\(.*", re.DOTALL)  # h11 repeats the received bytes in its messages
+LINGER_S = 1.0  # a refused client that is still sending gets this time to read the answer
 WRITE_BUFFER = 32 << 10
-"""Bytes that wait here for a client to read, and as many in the system, before what writes them waits, too."""
+"""Unread bytes per connection before its writer has to wait; the system buffers as many again."""
 
 
 def most_connections(limits: Limits) -> int:
-    """As many as the limits say, or as there are file descriptors for, less those that are accepted at once."""
+    """The limit of the settings, or the number that the file descriptors allow, minus connections that are accepted at once."""
     room = _room(limits)
     return max(LEAST, min(limits.connections, room - (BURSTS - 1) * burst(limits)))
 
 
 def burst(limits: Limits) -> int:
-    """Connections that are accepted at once: where file descriptors run out meanwhile, asyncio accepts none for a second."""
+    """Connections that are accepted at once: if file descriptors run out then, asyncio accepts none for a second."""
     return max(LEAST, min(BACKLOG, _room(limits) // 8))
 
 
@@ -61,25 +61,25 @@ def _room(limits: Limits) -> int:
 
 
 class Connections:
-    """Those that are open, in order of their last request."""
+    """The open connections, ordered by their last request."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits, self.most = limits, most_connections(limits)
         self.open: dict[GuardedProtocol, None] = {}
 
     def enter(self, new: GuardedProtocol) -> bool:
-        """Count a connection. Where there is no room, an idle one of whoever has the most is closed; False if none is idle."""
+        """Count a connection. At the limit, close an idle one of the client with the most; False if none is idle."""
         if len(self.open) >= self.most:
             idle = [other for other in self.open if other.is_idle]
             if not idle:
                 return False
             held = Counter(other.host for other in self.open)
-            max(idle, key=lambda other: held[other.host]).drop()  # the first of them, which is idle for longest
+            max(idle, key=lambda other: held[other.host]).drop()  # the first one has been idle for longest
         self.open[new] = None
         return True
 
     def used(self, connection: GuardedProtocol) -> None:
-        """It has sent a request."""
+        """Note that the connection has sent a request."""
         if connection in self.open:
             del self.open[connection]
             self.open[connection] = None
@@ -89,8 +89,8 @@ class Connections:
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's protocol with a limit for the time of headers and for that of a reader who does not read, an answer for clients that have closed
-    their half, and no answer for requests that can be read in two ways."""
+    """uvicorn's protocol with time limits for headers and for reading, answers to clients that have closed their half, and refusal of
+    requests that can be parsed in two ways."""
 
     guard: Connections
 
@@ -104,12 +104,12 @@ class GuardedProtocol(H11Protocol):
 
     @property
     def host(self) -> str:
-        """Whose it is: an address; one for all where they come through a unix socket."""
+        """The client's address; one value for all clients of a unix socket."""
         return self.client[0] if self.client else ""
 
     @property
     def is_idle(self) -> bool:
-        """No request is being answered."""
+        """True if no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def drop(self) -> None:
@@ -118,7 +118,7 @@ class GuardedProtocol(H11Protocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own: what serves TCP gives one
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn: a TCP server passes one
         super().connection_made(transport)
         if not self.guard.enter(self):
             log.warning("%d connections are open and all are busy: a new one is closed", self.guard.most)
@@ -138,7 +138,7 @@ class GuardedProtocol(H11Protocol):
         if self._is_refused:
             return
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE:  # so far a part of the headers
+        if self.conn.their_state is h11.IDLE:  # still within the headers
             self._time_headers()
         else:
             self.guard.used(self)
@@ -156,8 +156,8 @@ class GuardedProtocol(H11Protocol):
         if self.is_idle and self.transport is not None and not self.transport.is_closing():
             self.transport.close()
 
-    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks whether to stay open
-        """The client sends no more. It may still read: whether it does shows when something is written to it."""
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks whether to keep it open
+        """The client sends no more. It may still read; a later write shows if it does."""
         if self._is_refused:
             return False
         is_waiting = self.cycle is not None and not self.cycle.response_complete
@@ -167,12 +167,12 @@ class GuardedProtocol(H11Protocol):
             return False
         self._is_half_closed = True
         self._probe(0)
-        return True  # the transport stays open for writing
+        return True  # keep the transport open for writing
 
-    # -- readers who do not read --------------------------------------------------------------------------------------
+    # -- clients that do not read --------------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """More waits to be read than may."""
+        """The unread data has passed the limit."""
         super().pause_writing()
         self._time_reading()
 
@@ -190,7 +190,7 @@ class GuardedProtocol(H11Protocol):
         return self.transport.get_write_buffer_size()
 
     def _stalled(self, unread: int) -> None:
-        """Give up a client that has read nothing for the whole limit; one that is only slow has more time. unread: at its beginning"""
+        """Disconnect a client that has read nothing for the whole limit; a slow one gets more time. unread: bytes at the start of the limit"""
         self._stall_timer = None
         if self._unread < unread:
             self._time_reading()
@@ -202,12 +202,12 @@ class GuardedProtocol(H11Protocol):
     # -- requests that are not answered -------------------------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no request, or one that can be read in two ways, and close: what follows it is not known to be a request."""
+        """Refuse bytes that are no request, or an ambiguous one, and close: the bytes after it may not start a request."""
         self._is_refused = True
-        if self.cycle is not None and not self.cycle.response_complete:  # its body went wrong
+        if self.cycle is not None and not self.cycle.response_complete:  # the error is in its body
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # there is an answer on its way
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer is being sent
             self.transport.close()
             return
         flaw = self._strict.flaw
@@ -216,7 +216,7 @@ class GuardedProtocol(H11Protocol):
         self._answer_and_close(Refused(status if status in TYPES else 400, f"the request can not be read: {why}"))
 
     def _answer_and_close(self, refusal: Refused) -> None:
-        """Write the answer, say that no more comes, and let the client finish: one that still sends would see a reset instead."""
+        """Write the answer, end the stream, and let the client finish: a client that is still sending would see a reset instead."""
         body = dumps(error_body(refusal)).encode()
         phrase = HTTPStatus(refusal.status).phrase
         head = (
@@ -233,12 +233,12 @@ class GuardedProtocol(H11Protocol):
         self._probe_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A wish that every server may pass over, and this one does: without a line."""
+        """Ignore an upgrade request, as a server may, without a log line."""
 
     # -- half closed --------------------------------------------------------------------------------------------------
 
     def _probe(self, i: int) -> None:
-        """A client that is gone answers with a reset, which ends the connection with the write after it."""
+        """Write to the client: if it is gone it answers with a reset, which ends the connection at the next write."""
         if self.transport is None or self.transport.is_closing() or self.is_idle:
             return
         if not self.cycle.response_started:
@@ -253,7 +253,7 @@ class GuardedProtocol(H11Protocol):
 
 
 def _bound(transport: asyncio.Transport) -> None:
-    """Bound what waits for a client to read it, in this process and in the system: without that megabytes do, and none who reads nothing is noticed."""
+    """Bound unread data in this process and in the system. Otherwise megabytes are buffered and a client that does not read is not noticed."""
     transport.set_write_buffer_limits(high=WRITE_BUFFER)
     sock = transport.get_extra_info("socket")
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):

@@ -1,6 +1,6 @@
-"""Which pages of other origins may read answers: CORS, as llama-server has it.
+"""CORS: origins whose pages may read answers, as in llama-server.
 
-A preflight is answered with 200 whoever asks: what an origin may is in the headers, or is not. Starlette's middleware refuses it with 400.
+A preflight is always answered with 200; the headers grant or omit permissions. Starlette's middleware answers a refused one with 400.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
-    "Access-Control-Allow-Headers": "*, Authorization",  # which the star does not cover
+    "Access-Control-Allow-Headers": "*, Authorization",  # the star does not cover it
     "Access-Control-Max-Age": "600",
 }
 
 
 class Cors:
-    """Adds the headers of CORS for origins that are known."""
+    """Adds CORS headers for known origins."""
 
     def __init__(self, app: ASGIApp, is_known: Callable[[str], bool]) -> None:
         self._app, self._is_known = app, is_known

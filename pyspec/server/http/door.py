@@ -1,4 +1,4 @@
-"""What stands at the door while the model is loaded: it says so on every path, and then lets everything through."""
+"""The application while the model is loading: answers "loading" on every path, then forwards to the real one."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from pyspec.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
-FIRST_S = 2.0  # of a load, before a line is worth it
-EVERY_S = 5.0  # between such lines
-DOWNLOAD_S = 30.0  # between those of a download, but for one at each tenth of the file
+FIRST_S = 2.0  # no lines for a load shorter than this
+EVERY_S = 5.0  # between lines
+DOWNLOAD_S = 30.0  # between lines of a download, in addition to one per tenth of the file
 HEALTH = ("/health", "/v1/health")
-LOADING = Unavailable("Loading model")  # llama-server's words: clients wait for them to go away
+LOADING = Unavailable("Loading model")  # llama-server's message: clients wait until it disappears
 
 
 def in_origin_form(scope: Scope) -> Scope:
-    """A request whose target is a whole address, as clients of a proxy send it ("GET http://host/health"): every server has to take it, and the
-    host in it goes before the one in the headers (RFC 9112, 3.2.2). What is no address before it is decoded is none."""
+    """A request whose target is a complete address, as sent to a proxy ("GET http://host/health"). Every server has to accept it, and its host
+    overrides the header (RFC 9112, 3.2.2). Only an address before percent-decoding counts."""
     target = scope.get("raw_path") or scope["path"].encode("latin-1", "replace")
     if not (found := ABSOLUTE.fullmatch(target)):
         return scope
@@ -42,17 +42,17 @@ def in_origin_form(scope: Scope) -> Scope:
 
 
 class LoadLog:
-    """Hears how far a load is: /health shows it, and a line of the log tells it now and then."""
+    """Receives the progress of a load: shows it at /health and logs it from time to time."""
 
     def __init__(self, door: Door) -> None:
         self._door, self._due = door, time.monotonic() + FIRST_S
-        self._tenth = (DOWNLOAD, 0)  # of what was told last
+        self._tenth = (DOWNLOAD, 0)  # the last logged stage and tenth
 
     def __call__(self, stage: str, fraction: float) -> None:
         self._door.loading = {"stage": stage, "fraction": round(fraction, 3)}
         now, is_download = time.monotonic(), stage.startswith(DOWNLOAD)
         tenth = (stage, int(10 * fraction))
-        if is_download and sys.stderr.isatty():  # where the library that downloads draws a bar
+        if is_download and sys.stderr.isatty():  # the download library draws a bar there
             return
         if fraction < 1 and (now >= self._due or (is_download and tenth != self._tenth)):
             self._due = now + (DOWNLOAD_S if is_download else EVERY_S)
@@ -62,14 +62,14 @@ class LoadLog:
 
 
 class Door:
-    """An ASGI application for the time in which there is none. `app`: set, from any thread, once there is one.
+    """The ASGI application before the real one exists. `app` may be set from any thread.
 
-    The prefix of `settings`, "/llm", is where all paths begin; it is taken off, and what does not begin so is not here.
+    All paths begin with the prefix of `settings`, "/llm", which is removed; other paths are not found.
     """
 
     def __init__(self, settings: ServerSettings, app: Starlette | None = None) -> None:
         self.app, self.settings = app, settings
-        self.loading: dict[str, object] = {}  # "stage" and "fraction" of what is being done
+        self.loading: dict[str, object] = {}  # "stage" and "fraction" of the current work
         self._prefix = settings.api_prefix
         self._logged = AccessLog(self._answer)
 
@@ -109,7 +109,7 @@ class Door:
             await error_response(path, LOADING)(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        """The application comes later than its start-up would, so its end is told here."""
+        """Run the lifespan protocol. The application starts later than its start-up event, so its shutdown is run here."""
         await receive()
         await send({"type": "lifespan.startup.complete"})
         await receive()

@@ -1,7 +1,7 @@
-"""Errors as clients see them: `{"error": {"code", "message", "type"}}`, llama-server's shape, on every path but Anthropic's.
+"""Errors in clients' form: `{"error": {"code", "message", "type"}}`, llama-server's shape, on every path except Anthropic's.
 
-A `PyspecError` brings its own status and type. Whatever else escapes a handler is a bug of ours: it becomes a bare 500
-and its traceback goes to the log.
+A `PyspecError` has its own status and type. Any other exception of a handler is a bug of pyspec: the answer is a bare 500, and the
+traceback goes to the log.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TYPES = {
 }
 
 
-MOST_SHOWN, MOST_METHOD = 200, 20  # characters of a path and of a method that an answer or the log repeats
+MOST_SHOWN, MOST_METHOD = 200, 20  # characters of a path and of a method that answers and logs repeat
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -52,7 +52,7 @@ ANTHROPIC_TYPES = {
 
 
 class Refused(PyspecError):
-    """Turned away by HTTP itself: too large, too slow, no key, a foreign page."""
+    """Refused by HTTP itself: too large, too slow, no key, a page of another site."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ class Refused(PyspecError):
 
 
 class JSON(Response):
-    """A JSON answer. NaN or infinity in it would be a bug of ours and raises."""
+    """A JSON answer. NaN or infinity in it is a bug of pyspec and raises."""
 
     media_type = "application/json"
 
@@ -73,7 +73,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON, UTF-8 kept as it is. The encoder is made once: every chunk of every stream comes through here."""
+    """Compact JSON with UTF-8 unescaped. The encoder is built once because every chunk of every stream uses it."""
     return _ENCODER.encode(value)
 
 
@@ -86,14 +86,14 @@ def error_body(error: PyspecError) -> dict[str, Any]:
 
 
 def anthropic_error(status: int, message: str) -> tuple[int, dict[str, Any]]:
-    """Status and envelope of an error as Anthropic's clients know them: what passes by itself is 529."""
+    """Status and envelope of an error in Anthropic's form: temporary failures are 529."""
     status = 529 if status == 503 else status
     inner = {"type": ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")}
     return status, {"type": "error", "error": inner | {"message": message}}
 
 
 def error_response(path: str, error: PyspecError, headers: dict[str, str] | None = None) -> Response:
-    """An error in the words of the interface that the path belongs to."""
+    """An error in the form of the API that the path belongs to."""
     if path.endswith((ANTHROPIC_PATH, f"{ANTHROPIC_PATH}/count_tokens")):
         status, body = anthropic_error(error.status, str(error))
         return JSON(body, status_code=status, headers=headers)
@@ -114,7 +114,7 @@ async def on_error(request: Request, error: Exception) -> Response:
 
 
 class _Said(PyspecError):
-    """What the framework refuses, or a bug: an error with a status of its own."""
+    """An error of the framework, or a bug, with a status of its own."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -132,5 +132,5 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
-    """Answer anything else; the framework logs the traceback and raises on."""
+    """Answer any other exception; the framework logs the traceback and re-raises."""
     return error_response(request.url.path, _Said(500, "the server failed on this request; its log says why"))

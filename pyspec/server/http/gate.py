@@ -1,4 +1,4 @@
-"""The door: api keys, and pages of other sites. Pure ASGI, so streams pass untouched."""
+"""Access control: API keys, and pages of other sites. Pure ASGI, so streams pass unchanged."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
 class Gate:
-    """Refuses a request without the right key, and one that a page from elsewhere sent.
+    """Refuses requests without a valid key, and requests that a page of another site sent.
 
-    A browser lets any page post to this machine; it only hides the answer. Generation costs the same, so a foreign
-    Origin is refused before the work, not after.
+    A browser lets any page post to this machine and only hides the answer. The generation costs the same, so a foreign Origin is refused
+    before the work.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
-        # HTTP carries bytes: clients write a key that is not ASCII in UTF-8 or in Latin-1
+        # HTTP carries bytes: clients encode a non-ASCII key in UTF-8 or in Latin-1
         self._keys = [key.encode() for key in settings.api_keys]
         self._keys += [key.encode("latin-1") for key in settings.api_keys if not key.isascii() and _is_latin(key)]
         self._origins = frozenset(settings.cors_origins)
@@ -55,26 +55,26 @@ class Gate:
     def _is_known(self, origin: str, headers: Headers) -> bool:
         if "*" in self._origins or origin in self._origins or re.fullmatch(LOCAL_ORIGIN, origin):
             return True
-        # Our own page under a name of ours. Not when only this machine is served: then a foreign name that was made
-        # to resolve to it (DNS rebinding) would pass for one.
+        # Our own page under one of our names. Not if only this machine is served: a foreign name that resolves to it (DNS rebinding)
+        # would pass for one.
         return not self._is_local and origin.split("://", 1)[-1] == headers.get("host")
 
     def _has_key(self, headers: Headers) -> bool:
-        """Compare with every key, each in constant time, so that the time tells nothing."""
+        """Compare with every key, each in constant time, so that the duration reveals nothing."""
         given = key_of(headers)
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return any(matches)
 
 
 def foreign_host(scope: Scope, settings: ServerSettings) -> Refused | None:
-    """The refusal of a request to a server of this machine alone under a name that is not this machine's.
+    """Refuse a request under a foreign name to a server that serves only this machine.
 
-    A page under a foreign name that was made to resolve to this machine (DNS rebinding) would pass for one of ours. An address is what
-    somebody typed. With keys it does not matter: such a page has none.
+    A page whose foreign name resolves to this machine (DNS rebinding) would pass for a local one. An address is always typed by a user.
+    With API keys the check is not needed, because such a page has none.
     """
     server = scope.get("server")
     if settings.api_keys or not all(map(is_loopback, settings.hosts)) or server is None or server[1] is None:
-        return None  # no page comes over a unix socket; uvicorn before 0.35 tells no address for one
+        return None  # no page comes over a unix socket; uvicorn before 0.35 gives no address for one
     host = Headers(scope=scope).get("host", "")
     name = re.sub(r":\d+$", "", host).strip("[]")
     known = {origin.split("://", 1)[-1] for origin in settings.cors_origins}
@@ -88,7 +88,7 @@ def foreign_host(scope: Scope, settings: ServerSettings) -> Refused | None:
 
 
 def key_of(headers: Headers) -> bytes:
-    """The API key of a request, as its bytes; empty if it has none."""
+    """The API key of a request as bytes; empty if it has none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return (token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode("latin-1", "replace")
 

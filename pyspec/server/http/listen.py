@@ -1,4 +1,4 @@
-"""The sockets that are listened on: addresses and paths, bound before anything is loaded."""
+"""The listening sockets: addresses and paths, bound before anything is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def listen(settings: ServerSettings) -> list[socket.socket]:
-    """A listening socket for each host. Raises ConfigError if an address is taken or unknown; then nothing is bound."""
+    """A listening socket per host. Raises ConfigError if an address is in use or unknown; then nothing is bound."""
     bound: list[socket.socket] = []
     port = settings.port
     try:
@@ -30,7 +30,7 @@ def listen(settings: ServerSettings) -> list[socket.socket]:
                 bound.append(_unix(Path(host.removeprefix("unix:"))))
             else:
                 bound.append(_tcp(host, port, settings))
-                port = bound[-1].getsockname()[1]  # with 0, the others take the one that the first was given
+                port = bound[-1].getsockname()[1]  # with port 0, the other hosts use the port that the first one got
     except ConfigError:
         for sock in bound:
             sock.close()
@@ -46,14 +46,14 @@ def _tcp(host: str, port: int, settings: ServerSettings) -> socket.socket:
             (host, port), family=family, backlog=BACKLOG, reuse_port=settings.reuse_port, dualstack_ipv6=both
         )
     except OSError as error:
-        n = error.errno or 0  # getaddrinfo's are below 0
+        n = error.errno or 0  # getaddrinfo's codes are negative
         said = os.strerror(n) if n > 0 else error.strerror or str(error)
         why = f"cannot listen on {host} port {port}: {said}"
         raise ConfigError(f"{why}; choose another with --port") from error
 
 
 def _unix(path: Path) -> socket.socket:
-    """A socket at a path; what a server that is gone has left there is taken away."""
+    """A socket at a path; removes the file of a server that has ended."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
@@ -81,14 +81,14 @@ def _answers(path: Path) -> bool:
 
 
 def unlink(settings: ServerSettings) -> None:
-    """Take the paths away that were listened on."""
+    """Remove the files of unix sockets."""
     for host in filter(is_unix, settings.hosts):
         with contextlib.suppress(OSError):
             Path(host.removeprefix("unix:")).unlink()
 
 
 def url_of(sock: socket.socket, settings: ServerSettings) -> str:
-    """What clients type; a unix socket's path with unix: before it."""
+    """The URL for clients; for a unix socket, its path after `unix:`."""
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]

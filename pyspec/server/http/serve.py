@@ -1,6 +1,7 @@
 """Listening: uvicorn with h11, header limits, and a shutdown that lets running requests finish.
 
-The port is there before the model is: whoever asks meanwhile learns that it is being loaded. First signal (interrupt, termination, or hang-up of the terminal): no new work, running requests get `limits.drain_s`, then an error event; exit is clean. Second: at once.
+The port opens before the model is loaded; clients then get "Loading model". First signal (interrupt, termination, or hang-up of the terminal):
+no new work, running requests get `limits.drain_s`, then an error event; the exit is clean. Second signal: exit at once.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ log = logging.getLogger(__name__)
 
 __all__ = ["Served", "Server", "bind", "make_server", "run"]
 SWITCH_S = 1e-4
-"""How long a thread that wants the GIL waits before it asks for it. Python's 5 ms would be lost each time the engine lets go
-of it, which is at every launch, while another thread is at work on a long text."""
+"""Seconds that a thread waits before it requests the GIL. The engine releases it at every launch; with Python's default of 5 ms it
+would lose that time whenever another thread works on a long text."""
 
 BELOW_US = logging.getLogger("uvicorn.error")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DRAIN_LOOK_S = 0.02
-FLUSH_S = 3.0  # after the drain: time to write the last events
+FLUSH_S = 3.0  # after the drain, to write the last events
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with our shutdown: drain, then abort, then go; it does not raise the signal again."""
+    """uvicorn's server with a different shutdown: drain, abort, exit. It does not raise the signal again."""
 
     def __init__(self, config: uvicorn.Config, door: Door, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -70,9 +71,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             for sock in sockets or ():
-                sock.listen(
-                    BACKLOG
-                )  # how many the system keeps waiting; uvicorn knows one number for that and for a burst
+                sock.listen(BACKLOG)  # length of the system's queue; uvicorn has one number for that and for a burst
             sys.setswitchinterval(min(SWITCH_S, self._switch_s))
             self._on_ready()
 
@@ -85,7 +84,7 @@ class Server(uvicorn.Server):
         sys.setswitchinterval(self._switch_s)
 
     async def _drain(self) -> None:
-        """Wait for running requests, and end those that take too long. The port answers meanwhile: with 503 for new work."""
+        """Wait for running requests, and end those that take too long. New work gets 503 meanwhile."""
         self.service.is_draining = True
         loop = asyncio.get_running_loop()
         end = loop.time() + self.service.settings.limits.drain_s
@@ -94,9 +93,9 @@ class Server(uvicorn.Server):
         self.service.abort_all(Unavailable("the server is shutting down"))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A second signal ends at once; not that of a terminal that is gone, which both the shell and the system send.
+        """Exit at once on a second signal, but not on a second hang-up: both the shell and the system send one when a terminal closes.
 
-        Nothing is written here: the signal may have come in the middle of a line, and a stream can not be written from within its own write.
+        Nothing is logged here: the signal may interrupt a write to the same stream, which is not reentrant.
         """
         is_second = self.should_exit
         self.should_exit = True
@@ -104,14 +103,14 @@ class Server(uvicorn.Server):
             return
         if is_second and not self.force_exit:
             self.force_exit = True
-            BELOW_US.disabled = True  # it would tell of each with a traceback
+            BELOW_US.disabled = True  # it would log a traceback for each request
             self._soon(self._say_hurried)
         elif not is_second:
             self._soon(self._say_ending)
 
     def _soon(self, say: Callable[[], None]) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the end is near anyway
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(say)
 
     def _say_hurried(self) -> None:
@@ -131,7 +130,7 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
-            yield  # whoever runs us in a thread sets should_exit
+            yield  # a caller that runs this in a thread sets should_exit
             return
         heard = [sig for sig in SIGNALS if sig != signal.SIGHUP or signal.getsignal(sig) != signal.SIG_IGN]  # nohup
         before = {sig: signal.signal(sig, self.handle_exit) for sig in heard}
@@ -143,9 +142,9 @@ class Server(uvicorn.Server):
 
 
 def make_server(app: Starlette | None, settings: ServerSettings, on_ready: Callable[[], None] = lambda: None) -> Server:
-    """A configured server that has not been started; `server.run(sockets=[...])` serves until should_exit.
+    """A configured server, not yet started; `server.run(sockets=[...])` serves until should_exit.
 
-    app  None: it comes later, through the server's `door`
+    app  None: set later, through the server's `door`
     """
     door = Door(settings, app)
     config = uvicorn.Config(
@@ -169,7 +168,7 @@ def make_server(app: Starlette | None, settings: ServerSettings, on_ready: Calla
 
 @dataclass(frozen=True)
 class Served:
-    """How serving ended: with what was loaded, if it was, and whether somebody could not wait."""
+    """How serving ended: the engine if it was loaded, and True if the exit was forced."""
 
     engine: EngineLike | None
     is_hurried: bool
@@ -181,12 +180,12 @@ def run(
     on_ready: Callable[[EngineLike, list[str]], None],
     sockets: Sequence[socket.socket] | None = None,
 ) -> Served:
-    """Listen, load, and serve until a signal. `on_ready` is called with the engine and the URLs once requests are taken.
+    """Listen, load, and serve until a signal. `on_ready` gets the engine and the URLs once requests are accepted.
 
-    sockets  what is listened on, if that has been settled: they are closed in the end
+    sockets  already bound sockets, or None to bind those of the settings; closed at the end
 
     Raises ConfigError before anything listens or is loaded (settings that must not be served, an address in use), and
-    whatever `load` raises.
+    errors of `load`.
     """
     settings.check()
     with ExitStack() as held:
@@ -204,7 +203,7 @@ def run(
                     loaded.append(load())
                 server.door.app = create_app(loaded[0], settings)
                 on_ready(loaded[0], urls)
-            except BaseException as e:  # noqa: BLE001 - it is raised where somebody waits for it
+            except BaseException as e:  # noqa: BLE001 - re-raised in the waiting thread
                 failed.append(e)
                 server.should_exit = True
 

@@ -1,5 +1,5 @@
-"""What a request's head must be before it is answered. h11 forgives what RFC 9112 lets a server forgive; two readers that forgive differently see
-two different requests in the same bytes (request smuggling), so here a head that can be read in two ways is refused and its connection closed.
+"""Strict checks of a request's head. RFC 9112 lets a server tolerate some errors, and h11 does; two parsers that tolerate different ones
+see two different requests in the same bytes (request smuggling). So an ambiguous head is refused and its connection closed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ONCE = (b"content-length", b"transfer-encoding", b"host")
 
 
 class StrictConnection(h11.Connection):
-    """h11's server side. `next_event` raises RemoteProtocolError, with a status for the answer, on what `flaw_of` finds; `flaw` keeps it."""
+    """h11's server side. `next_event` raises RemoteProtocolError with the answer's status if `flaw_of` finds a flaw, and stores it in `flaw`."""
 
     def __init__(self, most_head: int) -> None:
         super().__init__(h11.SERVER, most_head)
@@ -40,7 +40,7 @@ class StrictConnection(h11.Connection):
 
 
 def flaw_of(head: bytes, request: h11.Request) -> tuple[int, str] | None:
-    """(status, reason) if a request must not be answered as it is. head: its bytes up to the empty line."""
+    """(status, reason) if a request must be refused, else None. head: its bytes up to the empty line."""
     names = Counter(name.lower() for name, _ in request.headers)
     lines = head.split(b"\n")
     raw_names = Counter(line.partition(b":")[0].lower() for line in lines[1:])
@@ -49,7 +49,7 @@ def flaw_of(head: bytes, request: h11.Request) -> tuple[int, str] | None:
         return 505, f"HTTP/{request.http_version.decode()} is not spoken here; send HTTP/1.1"
     if len(target) > MOST_TARGET:
         return 414, f"the path has {len(target)} bytes; at most {MOST_TARGET} are taken"
-    if len(lines) > MOST_LINES + 3:  # the request's own line, the empty one, and what is behind that
+    if len(lines) > MOST_LINES + 3:  # plus the request line, the empty line, and the rest after it
         return 431, f"the request has more than {MOST_LINES} header lines"
     if BARE_LF.search(head):
         return 400, "a line of the head ends in LF alone; end it in CR LF"

@@ -1,7 +1,7 @@
-"""`/`: one page to chat on and to watch the slots from. No build step, nothing loaded from elsewhere.
+"""`/`: one page for chatting and for watching the slots. It has no build step and loads nothing from elsewhere.
 
-Its parts are files beside this one and travel in one answer. All text goes in as text nodes, and the content security policy allows exactly this
-script and this style, by their hashes, so nothing a model writes can run.
+Its parts are files beside this one and are sent in one answer. All text is inserted as text nodes, and the content security policy
+allows exactly this script and this style by their hashes, so text of a model cannot run as code.
 """
 
 from __future__ import annotations

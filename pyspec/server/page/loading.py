@@ -1,4 +1,4 @@
-"""What `/` shows a person while the model is fetched and loaded: how far that is, asked for again every two seconds. No script."""
+"""The page at `/` while the model is downloaded and loaded: shows the progress and reloads every two seconds. No script."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>pyspec: loading</title><meta http-equiv="refresh" content="{every}">
 <meta name="viewport" content="width=device-width"><style>{style}</style></head>
 <body><h1>The model is loading</h1><p>{stage}</p><progress max="1"{value}></progress>
-<p>This page comes again every {every} seconds, and becomes the chat when the model is there.</p></body></html>
+<p>This page reloads every {every} seconds and becomes the chat when the model is ready.</p></body></html>
 """
 
 
 def loading_page(loading: Mapping[str, object], status: int) -> Response:
-    """loading  "stage" and "fraction" of what is being done; empty before anything was said"""
+    """loading  "stage" and "fraction" of the current work; empty before the first report"""
     stage, fraction = str(loading.get("stage", "")), loading.get("fraction")
     said = f"{stage}: {100 * fraction:.0f} %" if isinstance(fraction, float | int) and stage else "It has just begun."
     value = f' value="{fraction}"' if isinstance(fraction, float | int) else ""
