@@ -1,7 +1,7 @@
-"""The catalogue: models by name, where their files come from, and how a name becomes paths. Knows nothing of torch.
+"""The catalogue: models by name, the sources of their files, and the way from a name to paths. Does not use torch.
 
-The entries stand in `models.toml`. Files in the package are used in place; others are downloaded through
-huggingface_hub into its own cache, and found there again without a network (HF_HUB_OFFLINE=1 asks for that).
+The entries are in `models.toml`. Packaged files are used in place; others are downloaded by huggingface_hub into its own cache and
+found there without a network (HF_HUB_OFFLINE=1 forbids downloads).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ SCHEMA = 1
 RUNS = tuple(ARCHITECTURES)
 """Architectures this version runs."""
 BITS = {"Q8_0": 8.5, "Q4_K_M": 4.85, "UD-Q4_K_XL": 4.9}
-"""Bits of a weight in the quantisations that sizes are told for; averages, where files mix types."""
+"""Bits per weight of the listed quantisations; averages for files with mixed types."""
 LISTED = ("Q8_0", "Q4_K_M")
-"""Those that every model's sizes are told for."""
+"""Quantisations listed for every model."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a file comes from: in the package, or in a Hugging Face repository by file name or quantisation."""
+    """The source of a file: the package, or a Hugging Face repository with a file name or quantisation."""
 
     packaged: str = ""
     repo: str = ""
@@ -43,18 +43,18 @@ class Source:
     sha256: str = ""
 
     def locate(self) -> None:
-        """Find it in its repository's list of files, if it is not in the package. Raises DownloadError, ConfigError."""
+        """Find it in its repository's list of files, unless it is packaged. Raises DownloadError, ConfigError."""
         if self.repo:
             Repository.open(self.repo).choose(self.quant, self.file)
 
     def fetch(self) -> Path:
-        """The file's path, downloaded first if it must be. Raises DownloadError, ConfigError."""
+        """The file's path, downloaded if necessary. Raises DownloadError, ConfigError."""
         if not self.packaged:
             return from_hub(self.repo, self.quant, self.file)
         path = Path(str(files("pyspec"))) / "demo" / self.packaged
         size = path.stat().st_size if os.path.isfile(path) else 0
         if size != self.bytes:
-            raise ConfigError(f"the packaged {path} has {size} bytes, want {self.bytes}; install pyspec again")
+            raise ConfigError(f"the packaged {path} has {size} bytes, want {self.bytes}; reinstall pyspec")
         return path
 
 
@@ -69,8 +69,8 @@ class DraftEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a model takes in a quantisation: bytes of its file, and of memory with one slot of 8,192 tokens and no drafter. About, and 0
-    where it is not known. name: what to type for it."""
+    """Approximate needs of a model in a quantisation: bytes of its file, and of memory with one slot of 8,192 tokens and no drafter;
+    0 if unknown. name: the name to load it by."""
 
     name: str
     quant: str
@@ -80,14 +80,14 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One model of the catalogue. A zero, "" or None is a fact that nobody has confirmed."""
+    """One model of the catalogue. A zero, "" or None is an unconfirmed fact."""
 
     name: str
     title: str
     arch: str
     params: float = 0.0  # billions
     active: float = 0.0  # billions per token
-    beside: float = 0.0  # GiB that one slot of 8,192 tokens and forwards take beside the weights
+    beside: float = 0.0  # GiB of one slot of 8,192 tokens and of forwards, in addition to the weights
     ctx_train: int = 0
     mtp: bool = False
     license: str = ""
@@ -99,22 +99,22 @@ class Entry:
         return self.arch in RUNS
 
     def quantised(self, quant: str) -> Entry:
-        """The same with another quantisation of its repository. Raises ConfigError for what is in the package."""
+        """The entry with another quantisation of its repository. Raises ConfigError for a packaged model."""
         if self.target is None:
             return self
         if self.target.packaged:
-            raise ConfigError(f"'{self.name}' is in the package, in one quantisation only: give it as {self.name}")
+            raise ConfigError(f"'{self.name}' is in the package, in one quantisation only: use the name {self.name}")
         return replace(self, name=f"{self.name}:{quant}", target=Source(repo=self.target.repo, quant=quant))
 
     @property
     def quant(self) -> str:
-        """The quantisation that its own name means; "" for what is in the package, or nowhere."""
+        """The quantisation of its own name; "" for a packaged model, or one without a source."""
         if self.target is None or self.target.packaged:
             return ""
         return self.target.quant or quant_of(self.target.file) or DEFAULT_QUANTS[0]
 
     def needs(self) -> tuple[Need, ...]:
-        """What it takes by quantisation, its own first."""
+        """The model's needs by quantisation, its own first."""
         if not self.quant:
             n_bytes = 0 if self.target is None else self.target.bytes
             return (Need(name=self.name, quant="", bytes=n_bytes, memory=self._memory(n_bytes)),)
@@ -129,14 +129,14 @@ class Entry:
         return n_bytes + int(self.beside * (1 << 30)) if n_bytes and self.beside else 0
 
     def check(self) -> None:
-        """Raise ConfigError if the entry can not run, or nobody knows where its file is."""
+        """Raise ConfigError if the entry cannot run, or has no source."""
         if not self.runs:
             raise ConfigError(not_run(f"'{self.name}'", self.arch))
         if self.target is None:
-            raise ConfigError(f"the catalogue knows no download for '{self.name}'; give its file with -m")
+            raise ConfigError(f"the catalogue has no download for '{self.name}'; name its file with -m")
 
     def fetch(self) -> tuple[Path, Path | None]:
-        """(target, drafter or None), downloaded first if they must be. Raises ConfigError, DownloadError."""
+        """(target, drafter or None), downloaded if necessary. Raises ConfigError, DownloadError."""
         self.check()
         assert self.target is not None
         return self.target.fetch(), self.draft.source.fetch() if self.draft else None
@@ -209,7 +209,7 @@ def _check_keys(where: str, got: set[str], known: set[str]) -> None:
 def find(name: str) -> Entry | None:
     """The entry of that name in any case, or None. NAME:QUANT is the entry with another quantisation of its repository.
 
-    Raises ConfigError for a quantisation of what is in the package.
+    Raises ConfigError for another quantisation of a packaged model.
     """
     entries = {key.lower(): entry for key, entry in catalogue().items()}
     if (entry := entries.get(name.lower())) is not None:
@@ -220,13 +220,13 @@ def find(name: str) -> Entry | None:
 
 
 def paired_kind(name: str) -> str:
-    """Of the drafter that belongs to a catalogue entry; "" if none does, or it is no entry."""
+    """Kind of the drafter paired with a catalogue entry; "" if it has none, or the name is unknown."""
     entry = find(name)
     return entry.draft.kind if entry is not None and entry.draft is not None else ""
 
 
 def resolve(name_or_path: str) -> tuple[Path, Path | None]:
-    """(target path, path of the drafter that belongs to it or None) of a file or a catalogue name.
+    """(target path, path of its paired drafter or None) of a file or a catalogue name.
 
     Raises ConfigError for a name that is neither (with the nearest one), DownloadError if a download fails.
     """
@@ -235,16 +235,16 @@ def resolve(name_or_path: str) -> tuple[Path, Path | None]:
 
 
 def lookup(name_or_path: str) -> Path | Entry:
-    """A file that is here, or the entry of that name; nothing is downloaded. Raises ConfigError for what is neither."""
+    """A local file, or the entry of that name; downloads nothing. Raises ConfigError for other names."""
     path = Path(os.path.expanduser(name_or_path))
-    if os.path.isfile(path):  # a Path raises for names that are too long, and for folders that may not be read
+    if os.path.isfile(path):  # methods of Path raise for too long names, and for unreadable folders
         return path
     entry = find(name_or_path)
     if entry is not None:
         entry.check()
         return entry
     if os.path.isdir(path):
-        raise ConfigError(f"{path} is a folder; give a GGUF file in it")
+        raise ConfigError(f"{path} is a folder; name a GGUF file in it")
     raise ConfigError(_unknown(name_or_path, path))
 
 
@@ -255,7 +255,7 @@ def _unknown(name: str, path: Path) -> str:
         near = get_close_matches(path.name, beside, 1)
         return f"no file {name}" + (f"; did you mean {path.parent / near[0]}?" if near else "")
     if len(path.parts) == 2:
-        return f"no file {name}; a Hugging Face repository is given with -hf {name}"
+        return f"no file {name}; for a Hugging Face repository use -hf {name}"
     near = get_close_matches(name.lower(), list(catalogue()), 1, 0.5)
     hint = f"did you mean '{near[0]}'?" if near else "`pyspec models` lists the catalogue"
     return f"'{name}' is neither a file nor a model of the catalogue; {hint}"

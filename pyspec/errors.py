@@ -12,36 +12,36 @@ PyspecError                        exit 1   500 server_error
     DoesNotFit                     exit 5   500 server_error               memory plan larger than the machine
     DeviceError                    exit 6   500 server_error               GPU, driver or compiler; the engine stops
     DownloadError                  exit 7   500 server_error
-    EngineBug                      exit 1   500 server_error               a mistake of ours: not the device's, nor a file's
+    EngineBug                      exit 1   500 server_error               a bug of pyspec, not of the device or a file
     RequestError                   exit 1   400 invalid_request_error      this request is refused
         PromptTooLong                       400 exceed_context_size_error
-        BadSlotFile                                                        what a slot is saved in can not be written or restored
+        BadSlotFile                                                        a slot's file cannot be written or restored
     NotFound                                404 not_found_error
-    NotSupported                            400 not_supported_error        what can not be done; 5xx would be sent again
-    StorageFull                             507 server_error               a disk takes no more
-    SwitchedOff                             501 not_supported_error        a view this server does not show: llama-server's answer
+    NotSupported                            400 not_supported_error        a feature pyspec lacks; clients would retry a 5xx
+    StorageFull                             507 server_error               a disk is full
+    SwitchedOff                             501 not_supported_error        an endpoint that is switched off: llama-server's answer
     QueueFull                               429 rate_limit_error
     Unavailable                             503 unavailable_error          loading, draining or dead
-    SlotError                               500 server_error               one slot's round failed; the others go on
-        NoTokenLeft                         400 invalid_request_error      the request bans every token, or all that its grammar allows
-        GrammarTooLarge                     400 invalid_request_error      its grammar goes over its limits on the way
+    SlotError                               500 server_error               one slot's round failed; the others continue
+        NoTokenLeft                         400 invalid_request_error      the request bans every token, or all tokens of its grammar
+        GrammarTooLarge                     400 invalid_request_error      its grammar exceeds its limits during generation
         OutOfBounds
 
-A message is one lower-case line: what happened, with the numbers, then what to do if that is known.
+A message is one lower-case line: the fault with its numbers, then the remedy if there is one.
 """
 
 from __future__ import annotations
 
 
 class PyspecError(Exception):
-    """Base of all errors a user can act on. Anything else that escapes is a bug of ours."""
+    """Base of all errors that a user can act on. Any other escaping exception is a bug of pyspec."""
 
     exit_code = 1
     status = 500
     kind = "server_error"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors cross processes. Python would call a class with the message alone, whatever its arguments are."""
+        """Pickle support: Python would call the class with the message alone, even if it has other arguments."""
         return _restored, (type(self), self.args, self.__dict__)
 
 
@@ -52,13 +52,13 @@ def _restored(kind: type[PyspecError], args: tuple[object, ...], state: dict[str
 
 
 class ConfigError(PyspecError):
-    """A flag, a setting or an entry of the catalogue can not be what it is."""
+    """A flag, a setting or a catalogue entry is invalid."""
 
     exit_code, status, kind = 2, 400, "invalid_request_error"
 
 
 class ModelError(PyspecError):
-    """A model file can not be used."""
+    """A model file cannot be used."""
 
     exit_code = 3
 
@@ -68,15 +68,15 @@ class BadGGUF(ModelError):
 
 
 class UnknownArchitecture(ModelError):
-    """The file's architecture is none that this version runs."""
+    """This version does not run the file's architecture."""
 
 
 class BadTensors(ModelError):
-    """Tensors the architecture needs are missing or have another shape; the message says how many and names the first few."""
+    """Tensors of the architecture are missing or have another shape; the message has their number and the first names."""
 
 
 class BadTokenizer(ModelError):
-    """The file's vocabulary is damaged, or of a kind that is not known."""
+    """The file's vocabulary is damaged, or of an unknown kind."""
 
 
 class BadTemplate(ModelError):
@@ -84,7 +84,7 @@ class BadTemplate(ModelError):
 
 
 class PairError(PyspecError):
-    """Target and drafter do not fit together."""
+    """Target and drafter do not fit each other."""
 
     exit_code = 4
 
@@ -102,31 +102,31 @@ class DeviceError(PyspecError):
 
 
 class NoDevice(DeviceError):
-    """There is no such device here, and a second try finds none either."""
+    """The device does not exist here; a retry would not find it either."""
 
 
 class RankLost(DeviceError):
-    """One of the processes that share a model is gone: the others can do nothing without it."""
+    """One of the processes that share a model has ended, and the others cannot continue without it."""
 
 
 class EngineBug(PyspecError):
-    """The engine failed by a mistake of ours: it would fail again in the same way."""
+    """The engine failed because of a bug of pyspec: it would fail again in the same way."""
 
 
 class DownloadError(PyspecError):
-    """A file can not be had from where it should come from."""
+    """A file could not be downloaded."""
 
     exit_code = 7
 
 
 class RequestError(PyspecError):
-    """This request can never run as it is."""
+    """This request is invalid and can never run."""
 
     status, kind = 400, "invalid_request_error"
 
 
 class PromptTooLong(RequestError):
-    """The prompt has more tokens than one request may hold."""
+    """The prompt has more tokens than the context size per request."""
 
     kind = "exceed_context_size_error"
 
@@ -140,35 +140,35 @@ class PromptTooLong(RequestError):
 
 
 class BadSlotFile(RequestError):
-    """A file that a slot was saved in is damaged, of another model, or not there; or none can be where one should be written."""
+    """A slot's file is damaged, of another model or missing; or it cannot be written."""
 
 
 class NotFound(PyspecError):
-    """Nothing has that name or address."""
+    """The name or address does not exist."""
 
     status, kind = 404, "not_found_error"
 
 
 class NotSupported(PyspecError):
-    """What was asked for would change the text and can not be done."""
+    """The request asks for a feature that would change the text and is not supported."""
 
     status, kind = 400, "not_supported_error"
 
 
 class StorageFull(PyspecError):
-    """A disk takes no more of what should be kept on it."""
+    """The disk for a file is full."""
 
     status, kind = 507, "server_error"
 
 
 class SwitchedOff(PyspecError):
-    """A view that this server was started without."""
+    """An endpoint that is switched off on this server."""
 
     status, kind = 501, "not_supported_error"
 
 
 class QueueFull(PyspecError):
-    """As many requests wait as may."""
+    """The queue is full."""
 
     status, kind = 429, "rate_limit_error"
 
@@ -178,31 +178,31 @@ class QueueFull(PyspecError):
 
 
 class Unavailable(PyspecError):
-    """Nothing is served: the model is loading, the server is draining, or the engine has stopped."""
+    """The model is loading, the server is draining, or the engine has stopped."""
 
     status, kind = 503, "unavailable_error"
 
 
 class SlotError(PyspecError):
-    """One slot's round failed. `slot` names it, if it is known."""
+    """One slot's round failed. `slot` is its number, if known."""
 
     slot: int | None = None
 
 
 class NoTokenLeft(SlotError):
-    """What the request bans leaves nothing to choose: its own doing."""
+    """The request bans all tokens, so no choice is left. The request is at fault."""
 
     status, kind = 400, "invalid_request_error"
 
 
 class GrammarTooLarge(SlotError):
-    """At a place that only generating shows, the request's grammar takes more than is allowed: its own doing."""
+    """The request's grammar exceeds its limits during generation. The request is at fault."""
 
     status, kind = 400, "invalid_request_error"
 
 
 class OutOfBounds(SlotError):
-    """An index left its range. Raised on the host before a launch, or read back from a kernel's fault record."""
+    """An index is out of range. Raised on the host before a launch, or read from a kernel's fault record."""
 
     def __init__(self, what: str, index: int, limit: int, slot: int | None = None) -> None:
         super().__init__(f"{what} {index} is outside 0..{limit - 1}")

@@ -1,4 +1,4 @@
-"""What the C library keeps of memory that was freed."""
+"""Freed memory that the C library keeps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from contextlib import suppress
 
 
 def give_back_memory() -> None:
-    """Let the C library return what it keeps for later: after megabytes of text that are hundreds of them. Nothing elsewhere than on glibc."""
+    """Return freed memory to the system: after megabytes of text, glibc keeps hundreds of megabytes. Does nothing without glibc."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Logits of given tokens by the same forward that serves requests: a plain way to compare with other programs."""
+"""Logits of given tokens from the forward that serves requests, for comparison with other programs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def compute_logits(
 ) -> np.ndarray:
     """[token, vocab] float32: row i is the model's prediction after tokens 0..i.
 
-    The tokens run as one prompt in forwards of `chunk` rows, without speculation. Raises RequestError for ids that the
-    vocabulary does not have and beyond the trained context, and whatever loading raises.
+    The tokens run as one prompt in forwards of `chunk` rows, without speculation. Raises RequestError for unknown ids and beyond the
+    trained context, and the errors of a load.
     """
     if not ids:
         raise RequestError("no tokens; give at least one id")
@@ -63,7 +63,7 @@ def compute_logits(
 
 
 def save_logits(out: Path, ids: Sequence[int], rows: np.ndarray) -> None:
-    """Write arrays `tokens` int32 [token] and `logits` float32 [token, vocab]. Raises ConfigError if it can not."""
+    """Write arrays `tokens` int32 [token] and `logits` float32 [token, vocab]. Raises ConfigError on failure."""
     try:
         with out.open("wb") as file:
             np.savez(file, tokens=np.asarray(ids, np.int32), logits=rows)

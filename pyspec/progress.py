@@ -1,34 +1,34 @@
-"""How far a load is: whoever loads says so here, whoever shows it listens. It costs nothing if nobody does."""
+"""Progress of a load: the loader reports it here, displays listen. Without a listener it costs nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-DOWNLOAD = "download"  # how the stage of a file that is fetched begins; its name follows
+DOWNLOAD = "download"  # the stage of a download starts with this; its file's name follows
 Listener = Callable[[str, float], None]
-"""Takes the stage and how much of it is done, 0 to 1; called on any thread, must not block."""
+"""Receives the stage and its done fraction, 0 to 1; called on any thread, must not block."""
 
 _listeners: list[Listener] = []
-_drawn: list[Listener] = []  # those of them that draw a bar
+_drawn: list[Listener] = []  # listeners that draw a bar
 
 
 def report(stage: str, fraction: float = 0.0) -> None:
-    """Say how far a load is."""
+    """Report the progress of a load."""
     for listener in tuple(_listeners):
         listener(stage, fraction)
 
 
 def is_drawn() -> bool:
-    """Whether somebody draws a bar of what is reported: a library that has bars of its own draws none then."""
+    """True if a listener draws a bar: a library with its own bars then draws none."""
     return bool(_drawn)
 
 
 @contextmanager
 def heard_by(listener: Listener, *, draws: bool = False) -> Iterator[None]:
-    """Tell a listener of every report of this process, and of its engine's process, while the block runs.
+    """During the block, send every report of this process and of its engine's process to a listener.
 
-    draws  it draws a bar of it
+    draws  the listener draws a bar
     """
     lists = [_listeners, _drawn] if draws else [_listeners]
     for each in lists:

@@ -1,9 +1,9 @@
-"""What a value may be: its type and its legal range, said once, where a dataclass declares the field.
+"""Legal values: a field's type and range, declared once at the field of a dataclass.
 
     top_p: Annotated[float, Real(0, 1)] = 0.95
 
-`check` holds a whole dataclass against that; the command line, the Python interface and the engine all use it, so a value
-is legal for all of them or for none.
+`check` tests a whole dataclass. The command line, the Python API and the engine all use it, so a value is legal for all of them or for
+none.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ SHOWN, QUOTED = 40, 80  # characters of a value, and of text from a file, that a
 
 
 class Kind(Protocol):
-    """What a field takes."""
+    """The legal values of a field."""
 
     def flaw(self, value: object) -> str:
-        """What is wrong with a value, as the end of a sentence that begins with its name; "" if nothing is."""
+        """The fault of a value, as the end of a sentence that starts with its name; "" for a legal value."""
 
 
 def shown(value: object, most: int = SHOWN) -> str:
-    """A value as an error repeats it: on one line, in plain ASCII, of at most so many characters."""
+    """A value in an error message: one line of plain ASCII, at most `most` characters."""
     try:
         value = value[: most + 1] if isinstance(value, str) else value
         text = ascii(value)
-    except ValueError:  # Python prints no number of thousands of digits
+    except ValueError:  # Python refuses to print thousands of digits
         text = "a huge number"
-    except Exception:  # noqa: BLE001 - a caller's own class writes itself, and what is nested deeply can not be written
+    except Exception:  # noqa: BLE001 - a caller's class may fail in __repr__, and deep nesting in the recursion
         text = f"a value of type {ascii(type(value).__name__)[:most]}"
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def quoted(text: str) -> str:
-    """Text from a file as an error repeats it: in quotes, what is not plain ASCII escaped, short."""
+    """Text from a file in an error message: quoted, short, with all but plain ASCII escaped."""
     return shown(text, QUOTED)
 
 
 def printable(text: str, most: int = 1 << 30) -> str:
-    """Text from outside as a line may hold it: of at most so many characters; those that act on a terminal become U+FFFD."""
+    """External text made safe for a line of output: at most `most` characters, with characters that control a terminal as U+FFFD."""
     cut = text if len(text) <= most else text[: most - 3] + "..."
     return "".join(c if c.isprintable() else "\ufffd" for c in cut)
 
@@ -54,11 +54,11 @@ def _is_not(value: object, wanted: str) -> str:
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole number, both ends included. A bool is none, though Python says so."""
+    """A whole number, both ends included. A bool is not one, although Python accepts it as int."""
 
     low: int
     high: int
-    hint: str = ""  # of a special value: "0: automatic"
+    hint: str = ""  # about a special value: "0: automatic"
 
     def flaw(self, value: object) -> str:
         if isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high:
@@ -70,8 +70,8 @@ class Whole:
 class Real:
     """A number, both ends included; never NaN.
 
-    above  without the lower end
-    also   legal, too: a special value outside the range
+    above  exclude the lower end
+    also   special values outside the range
     """
 
     low: float
@@ -105,7 +105,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Text:
-    """Text, all of which a regular expression matches."""
+    """Text that fully matches a regular expression."""
 
     pattern: str = r"(?s:.*)"
     wanted: str = "text"
@@ -116,7 +116,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Of:
-    """An object of a type, or of one of several."""
+    """An object of one of these types."""
 
     type: type | tuple[type, ...]
 
@@ -129,7 +129,7 @@ class Of:
 
 @dataclass(frozen=True)
 class Many:
-    """A tuple or list of one kind."""
+    """A tuple or list of values of one kind."""
 
     kind: Kind
 
@@ -141,7 +141,7 @@ class Many:
 
 @dataclass(frozen=True)
 class Ids:
-    """Token ids: whole numbers. Whether the model has them is for the engine to say; prompts are long, so this is quick."""
+    """Token ids: whole numbers. The engine checks their range; this check is fast because prompts are long."""
 
     def flaw(self, value: object) -> str:
         if not isinstance(value, tuple | list):
@@ -153,7 +153,7 @@ class Ids:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two values of two kinds."""
+    """Two values, each with its kind."""
 
     first: Kind
     second: Kind
@@ -169,15 +169,15 @@ SWITCH = OneOf((True, False))
 
 @dataclass(frozen=True)
 class Rule:
-    """What one field of a dataclass takes."""
+    """The rule of one field of a dataclass."""
 
     name: str
-    title: str  # what errors call it: the flag that sets it, or its name
+    title: str  # the field's name in errors: its flag, or its own name
     kind: Kind
     optional: bool  # may be None
 
     def flaw(self, value: object) -> str:
-        """A whole sentence, or ""."""
+        """The fault as a whole sentence, or ""."""
         if value is None and self.optional:
             return ""
         flaw = self.kind.flaw(value)
@@ -188,7 +188,7 @@ _RULES: dict[type, tuple[Rule, ...]] = {}  # reading type hints is slow
 
 
 def rules_of(owner: type) -> tuple[Rule, ...]:
-    """The fields of a dataclass that say what they take: Annotated with a Kind (and a flag's name), bools, dataclasses."""
+    """The fields of a dataclass that have rules: Annotated with a Kind (and a flag's name), bools, dataclasses."""
     if owner not in _RULES:
         hints = get_type_hints(owner, include_extras=True)
         found = (_rule(f.name, hints[f.name]) for f in fields(owner))
@@ -213,11 +213,11 @@ def _rule(name: str, hint: Any) -> Rule | None:
 
 
 def flaws(thing: Any) -> Iterable[str]:
-    """What is wrong with the fields of a dataclass, one sentence each."""
+    """The faults of a dataclass's fields, one sentence each."""
     return (flaw for rule in rules_of(type(thing)) if (flaw := rule.flaw(getattr(thing, rule.name))))
 
 
 def check(thing: Any, error: type[Exception]) -> None:
-    """Raise `error` with the first flaw of a dataclass."""
+    """Raise `error` with the first fault of a dataclass."""
     for flaw in flaws(thing):
         raise error(flaw)

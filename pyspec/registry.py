@@ -1,8 +1,8 @@
-"""What can be named: drafters and architectures, and the module behind each name. A line here is all that makes one known.
+"""Names of drafters and architectures, with the module of each. A new one needs only a line here.
 
-Names and modules stand here as text: the command line, the settings and the catalogue read them without torch, and a module is
-imported when it is wanted. Drafters of other packages are entry points of the group `pyspec.drafters`, whose value is a module
-with what `pyspec.draft.drafter.DrafterModule` says (`examples/own_drafter`).
+Names and modules are strings, so that the command line, the settings and the catalogue can read them without torch; a module is
+imported when needed. Drafters of other packages are entry points of the group `pyspec.drafters`; their value is a module as in
+`pyspec.draft.drafter.DrafterModule` (`examples/own_drafter`).
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ FAMILIES = (
     "Llama (llama), Qwen3 (qwen3), Qwen3.5 to 3.8 (qwen35, qwen35moe), Nemotron-H and Nemotron 3 (nemotron_h, "
     "nemotron_h_moe), DeepSeek-V4 (deepseek4)"
 )
-"""The same by the names of models, for people."""
-NEXT_STEP = 'llama-server runs most others; docs/architecture.md, "Adding things", says how one is added here'
+"""The same architectures by model names, for messages."""
+NEXT_STEP = 'llama-server runs most others; docs/architecture.md, "Adding things", describes how to add one'
 GROUP = "pyspec.drafters"
-WHETHER = ("auto", "none")  # what a drafter's name may be given as besides: decided at load, and no drafter
+WHETHER = ("auto", "none")  # other values of --spec-type: chosen at load, and no drafter
 
 
 def not_run(what: str, arch: str) -> str:
-    """What to say of a file, or an entry of the catalogue, whose architecture is none of these."""
+    """The message for a file or a catalogue entry of another architecture."""
     return f"{what} is a model of the architecture {arch!r}, which pyspec does not run. It runs {FAMILIES}. {NEXT_STEP}"
 
 
 def added_drafters() -> dict[str, str]:
-    """Name and module of the drafters that other packages bring; a name that is taken stays ours."""
-    from importlib.metadata import entry_points  # it takes longer to import than the command line has for its help
+    """Name and module of other packages' drafters; pyspec's own names take precedence."""
+    from importlib.metadata import entry_points  # its import takes longer than the whole help
 
     taken = {*DRAFTERS, *WHETHER}
     return {e.name: e.value for e in entry_points(group=GROUP) if e.name not in taken}
 
 
 def drafters() -> dict[str, str]:
-    """Name and module of every drafter there is, ours first."""
+    """Name and module of every drafter, pyspec's own first."""
     return DRAFTERS | added_drafters()
 
 
 def is_spec_type(name: str) -> bool:
-    """Whether `--spec-type NAME` means something. Other packages are looked through only for a name that is not ours."""
+    """True for a valid `--spec-type`. Other packages are searched only for a name that is not pyspec's."""
     return name in WHETHER or name in DRAFTERS or name in added_drafters()

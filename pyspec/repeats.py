@@ -1,4 +1,4 @@
-"""Lines of a log that repeat."""
+"""Repeated lines of a log."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 
 class RateLimit(logging.Filter):
-    """Lets lines that say the same, but for their numbers, through only so often: what a client can cause many times a second must not fill
-    a disk. What was left out is counted in the next one."""
+    """Limits how often lines are logged that are equal except for their numbers, because a client that can cause many per second must not
+    fill a disk. The next line reports how many were left out."""
 
     def __init__(self, most: int = 20, window_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self.most, self.window_s, self.clock = most, window_s, clock
-        self._seen: dict[tuple[str, str], list[float]] = {}  # [begin of the window, lines, those left out]
+        self._seen: dict[tuple[str, str], list[float]] = {}  # [start of the window, lines, lines left out]
 
     def filter(self, record: logging.LogRecord) -> bool:
         if len(self._seen) > 1000:
@@ -31,7 +31,7 @@ class RateLimit(logging.Filter):
 
 
 def limited(name: str) -> logging.Logger:
-    """The logger of a module that tells of what happens many times a second, whoever has set logging up."""
+    """The logger of a module whose lines a client can cause many times per second, limited for all of its handlers."""
     log = logging.getLogger(name)
     log.addFilter(RateLimit())
     return log

@@ -1,7 +1,7 @@
-"""What goes into the engine and what comes out of it: plain data, no torch, picklable.
+"""The engine's input and output: plain data, without torch, picklable.
 
-The server, the command line and the Python interface speak to the engine only through these types, so the engine
-can move to a process of its own without any of them noticing.
+The server, the command line and the Python API use the engine only through these types, so the engine can run in a separate process
+without a change to them.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from pyspec.errors import PyspecError, RequestError
 from pyspec.ranges import INT32, Ids, Many, OneOf, Pair, Real, Text, Whole, check
 
 Finish = Literal["eos", "stop", "length", "cancelled", "error"]
-"""Why a request ended: end-of-generation token, stop string, token or context limit, cancel, failure."""
+"""How a request ended: end-of-generation token, stop string, token or context limit, cancel, failure."""
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
-"""The same in OpenAI's words."""
+"""OpenAI's finish reasons."""
 
 Share = Annotated[float, Real(0, 1)]
 Penalty = Annotated[float, Real(-100, 100)]
 Count = Annotated[int, Whole(0, INT32)]
 Window = Annotated[int, Whole(-1, INT32)]
 BIAS = Pair(Whole(0, INT32), Real(-1e10, 1e10, also=(-inf,)))
-"""A token id, and what is added to its logit; -inf bans it."""
+"""A token id, and the bias of its logit; -inf bans it."""
 
 
 DEFAULT_SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
-"""llama.cpp's order, in its words. "adaptive_p" is not among them: it runs if its target is set, and then at the end."""
+"""llama.cpp's order and names. "adaptive_p" is not listed: it runs last, if its target is set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. Defaults are llama.cpp's. `temperature` 0 is greedy: the exact argmax.
+    """Parameters for choosing the next token, with llama.cpp's defaults. `temperature` 0 is greedy: the exact argmax.
 
-    Logit bias comes first, a draw last, and between them the samplers in the order of `samplers`; () is llama.cpp's order,
-    DEFAULT_SAMPLERS. Mirostat takes the place of all of them but temperature.
+    Logit bias comes first and the random draw last; between them run the samplers in the order of `samplers`; () is llama.cpp's order,
+    DEFAULT_SAMPLERS. Mirostat replaces all of them except temperature.
     """
 
     temperature: Annotated[float, Real(0, 100)] = 0.8
@@ -43,9 +43,9 @@ class SamplingParams:
     top_p: Share = 0.95  # 1 keeps all
     min_p: Share = 0.05  # 0 keeps all
     typical_p: Share = 1.0  # 1 keeps all
-    min_keep: Count = 0  # the cutting samplers keep at least this many
+    min_keep: Count = 0  # truncating samplers keep at least this many tokens
     repeat_penalty: Annotated[float, Real(1e-6, 100, "1: off")] = 1.0
-    repeat_last_n: Window = 64  # tokens the penalties look back on; 0 off, -1 the whole context
+    repeat_last_n: Window = 64  # tokens that the penalties count; 0 off, -1 the whole context
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     dry_multiplier: Annotated[float, Real(0, 100)] = 0.0  # 0 off
@@ -54,35 +54,37 @@ class SamplingParams:
     dry_penalty_last_n: Window = -1  # 0 off, -1 the whole context
     dry_sequence_breakers: Annotated[tuple[str, ...], Many(Text())] = ("\n", ":", '"', "*")
     logit_bias: Annotated[tuple[tuple[int, float], ...], Many(BIAS)] = ()
-    seed: Annotated[int, Whole(-1, 2**64 - 1)] = -1  # -1 draws one
-    logprobs: Count | None = None  # None: none; n: the chosen token's and the n best
+    seed: Annotated[int, Whole(-1, 2**64 - 1)] = -1  # -1 draws a new one
+    logprobs: Count | None = None  # None: none; n: of the chosen token and the n best
     ignore_eos: bool = False
-    min_tokens: Count = 0  # no end-of-generation token and no stop string before so many tokens
+    min_tokens: Count = 0  # no end-of-generation token or stop string before this many tokens
     samplers: Annotated[
         tuple[str, ...], Many(OneOf((*DEFAULT_SAMPLERS, "adaptive_p")))
-    ] = ()  # their order, by name; each at most once
+    ] = ()  # in order, by name; each at most once
     top_n_sigma: Annotated[
         float, Real(-1, 100, "0 and below: off")
-    ] = -1.0  # keeps what is within so many standard deviations
-    xtc_probability: Share = 0.0  # how often all but the last of the tokens above the threshold are dropped; 0 off
+    ] = -1.0  # keeps tokens within this many standard deviations of the best logit
+    xtc_probability: Share = 0.0  # probability of dropping all but the last of the tokens above the threshold; 0 off
     xtc_threshold: Share = 0.1  # above 0.5: off
-    dynatemp_range: Annotated[float, Real(0, 100)] = 0.0  # temperature moves by so much with the row's entropy; 0 off
+    dynatemp_range: Annotated[float, Real(0, 100)] = (
+        0.0  # range by which the temperature follows the row's entropy; 0 off
+    )
     dynatemp_exponent: Annotated[float, Real(0, 100)] = 1.0
-    mirostat: Annotated[int, Whole(0, 2)] = 0  # 0 off, else its version
-    mirostat_tau: Annotated[float, Real(0, 100)] = 5.0  # surprise to hold, in bits
-    mirostat_eta: Annotated[float, Real(0, 1)] = 0.1  # how fast
-    adaptive_target: Annotated[float, Real(-1, 1, "below 0: off")] = -1.0  # probability to hold
+    mirostat: Annotated[int, Whole(0, 2)] = 0  # version 1 or 2; 0 off
+    mirostat_tau: Annotated[float, Real(0, 100)] = 5.0  # target surprise, in bits
+    mirostat_eta: Annotated[float, Real(0, 1)] = 0.1  # learning rate
+    adaptive_target: Annotated[float, Real(-1, 1, "below 0: off")] = -1.0  # target probability
     adaptive_decay: Annotated[float, Real(0, 0.99)] = 0.9
-    post_sampling: bool = False  # `logprobs` are those after the samplers, not the model's
+    post_sampling: bool = False  # `logprobs` are taken after the samplers, not from the model
 
     @property
     def greedy(self) -> bool:
-        """True if the choice is a plain argmax after the deterministic parts of the chain."""
+        """True if the choice is an argmax after the deterministic parts of the chain."""
         return self.temperature <= 0.0 and (self.dynatemp_range <= 0.0 or self.mirostat > 0)
 
     @property
     def is_stepwise(self) -> bool:
-        """True if a row can not be chosen by the samplers that run on many rows at once (see sample/stepwise.py)."""
+        """True if a row needs the samplers that run row by row (see sample/stepwise.py)."""
         return not self.greedy and (
             bool(self.samplers)
             or self.top_n_sigma > 0
@@ -96,16 +98,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SamplingGiven:
-    """Sampling parameters of which some were given, as by flags, and the others are left to the model's file.
+    """Sampling parameters of which some are given, for example by flags; the model's file may set the others.
 
-    names  the fields that were given
+    names  the given fields
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)
     names: frozenset[str] = frozenset()
 
     def over(self, recommended: SamplingParams) -> SamplingParams:
-        """What was given, and what the file recommends for the rest."""
+        """The given values, and the file's recommendations for the rest."""
         return replace(recommended, **{name: getattr(self.params, name) for name in self.names})
 
 
@@ -114,15 +116,15 @@ GrammarKind = Literal["json_schema", "gbnf", "regex", "lark", "compiled"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grammar:
-    """What the generated text must match, as far as it goes.
+    """A constraint of the generated text.
 
     kind    json_schema: `source` is a JSON Schema as JSON text, "{}" for any JSON; gbnf: llama.cpp's grammars; regex; lark: llguidance's
-            own language, which holds the others (tool calls are put together in it); compiled: what a check made of one of these
-    after   text up to and including the first occurrence of this is free (the end of reasoning, the begin of a tool call), and a little
-            white space behind it; "": constrained from the start
-    lazy    the text may end before `after` has come; without this it may not
-    calls   lark for what may stand in place of the text: tool calls
-    begun   what stands of the text already, at the prompt's end: it and what is generated are held as one. Not beside `after`
+            own language, which can embed the others (tool calls are composed in it); compiled: the checked form of one of these
+    after   text up to and including the first occurrence of this is free (the end of reasoning, the start of a tool call), also a little
+            white space after it; "": constrained from the start
+    lazy    the text may end before `after` occurs; otherwise it may not
+    calls   lark grammar of alternatives to the text: tool calls
+    begun   given start of the text, at the prompt's end: the constraint covers it together with the generated text. Not with `after`
     """
 
     kind: Annotated[GrammarKind, OneOf(("json_schema", "gbnf", "regex", "lark", "compiled"))]
@@ -135,11 +137,11 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThinkBudget:
-    """How long a request may think. Behind so many tokens of reasoning the tokens `forced` come, whatever the target would choose.
+    """A limit of thinking tokens. After `n_tokens` of reasoning, the tokens `forced` follow regardless of the target's choice.
 
-    start, end   what reasoning stands between, as text
-    is_open      the prompt ends within it
-    forced       token ids: what is said at the end of the budget, `end` with it
+    start, end   text before and after reasoning
+    is_open      the prompt ends within reasoning
+    forced       token ids of the message at the end of the budget, including `end`
     """
 
     n_tokens: Annotated[int, Whole(0, INT32)]
@@ -151,42 +153,35 @@ class ThinkBudget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One generation. `prompt` holds token ids; text is tokenised before it comes here.
+    """One generation. `prompt` holds token ids; text is tokenised before.
 
-    resumed  tokens that were generated behind the prompt and delivered already, by an engine that is gone: the request goes
-             on behind them as if it had generated them, and tells only of what comes after. With a seed, or greedy, that is
-             what the first engine would have said.
+    resumed  tokens after the prompt that an earlier engine generated and delivered: the request continues after them as if it had
+             generated them, and reports only later ones. With a seed, or greedy, the text is the first engine's.
     """
 
     prompt: Annotated[tuple[int, ...], Ids()]
     params: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: Window = -1  # -1: until the context is full
     stop: Annotated[tuple[str, ...], Many(Text())] = ()
-    cache_prompt: bool = True  # False: take nothing from the prefix cache and leave nothing there
-    n_before_turn: Count = 0  # prompt tokens before the last user turn, if known: a good place for a checkpoint
-    n_system: Count = 0  # prompt tokens of what a chat begins with, system prompt and tools: another such place
-    n_stable: Count = (
-        0  # prompt tokens that a later prompt may begin with, too; what is behind them is of this request alone. 0: all
-    )
+    cache_prompt: bool = True  # False: neither use nor fill the prefix cache
+    n_before_turn: Count = 0  # prompt tokens before the last user turn, if known: a place for a checkpoint
+    n_system: Count = 0  # prompt tokens of the system prompt and tools: another place for a checkpoint
+    n_stable: Count = 0  # leading prompt tokens that later prompts may share; 0: all
     n_draft_max: Count | None = None  # None: the engine's; 0: no speculation for this request
     slot: Window = -1  # -1: any
-    timings_per_token: bool = False  # every Delta carries the timings so far
+    timings_per_token: bool = False  # every Delta has the timings so far
     max_predict_ms: Annotated[float, Real(0, INT32)] = 0.0  # 0: no limit; ends the request with "length"
-    client: Annotated[str, Text()] = ""  # who asks: clients take turns in the queue
-    group: Annotated[str, Text()] = ""  # what it was asked with: a client's groups take turns; "": with nothing
+    client: Annotated[str, Text()] = ""  # identity of the client: clients take turns in the queue
+    group: Annotated[str, Text()] = ""  # identity of a batch: a client's batches take turns; "": none
     resumed: Annotated[tuple[int, ...], Ids()] = ()
     grammar: Grammar | None = None
-    shown: Annotated[
-        tuple[int, ...], Ids()
-    ] = ()  # control tokens that show in the text: marks of a call that are tokens
+    shown: Annotated[tuple[int, ...], Ids()] = ()  # control tokens shown in the text: tokens that mark a call
     think_budget: ThinkBudget | None = None
-    prompt_logprobs: Count | None = (
-        None  # n: tell the log probability of each prompt token but the first, and the n best in its place
-    )
+    prompt_logprobs: Count | None = None  # n: report those of the prompt tokens, and of the n best in their places
 
 
 def check_request(request: Request) -> None:
-    """Raise RequestError if a field has a type or value that means nothing, whatever the model is."""
+    """Raise RequestError for a field with an invalid type or value, for any model."""
     if not isinstance(request, Request):
         raise RequestError(f"a request is a pyspec.request.Request, not a {type(request).__name__}")
     check(request, RequestError)
@@ -198,14 +193,14 @@ def check_request(request: Request) -> None:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise RequestError for what is no grammar at all; whether its source is one is for its compiler to say."""
+    """Raise RequestError for an object that is no grammar; the compiler checks its source later."""
     if not isinstance(grammar, Grammar):
         raise RequestError(f"a grammar is a pyspec.request.Grammar, not a {type(grammar).__name__}")
     check(grammar, RequestError)
 
 
 def check_action(action: SlotAction, n_slot: int) -> None:
-    """Raise RequestError for what can not be done with any slot, or with none of so many."""
+    """Raise RequestError for an invalid action, or a slot that does not exist."""
     if not isinstance(action, SlotAction):
         raise RequestError(f"an action is a pyspec.request.SlotAction, not a {type(action).__name__}")
     check(action, RequestError)
@@ -215,7 +210,7 @@ def check_action(action: SlotAction, n_slot: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of one token under the target, before sampling cuts, with the best alternatives."""
+    """Natural-log probability of one token under the target, before sampling cuts, and of the best alternatives."""
 
     token: int
     logprob: float
@@ -224,7 +219,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
-    """llama-server's `timings`. Rates leave out the first token, which the prompt's forward produced."""
+    """llama-server's `timings`. Rates exclude the first token, which the prompt's forward produces."""
 
     cache_n: int = 0  # prompt tokens taken from the prefix cache
     prompt_n: int = 0  # prompt tokens processed
@@ -234,13 +229,11 @@ class Timings:
     draft_n: int = 0  # drafted tokens that were verified
     draft_n_accepted: int = 0
     n_rounds: int = 0  # target forwards of this request after the prompt
-    drafted_per_pos: tuple[int, ...] = ()  # how often draft position i was verified
-    accepted_per_pos: tuple[int, ...] = ()  # how often it was accepted
+    drafted_per_pos: tuple[int, ...] = ()  # number of times that draft position i was verified
+    accepted_per_pos: tuple[int, ...] = ()  # number of times that it was accepted
     n_draft_used: tuple[int, ...] = ()  # histogram: rounds that ran with n_draft = index
-    synthetic: bool = False  # acceptance was made up (--spec-synth-len)
-    cache_break_at: int = (
-        -1
-    )  # first prompt token at which the nearest cached text goes on otherwise, or was not kept whole; -1: none
+    synthetic: bool = False  # acceptance was simulated (--spec-synth-len)
+    cache_break_at: int = -1  # first prompt token at which the nearest cached text differs or ends; -1: none
 
     @property
     def prompt_per_second(self) -> float:
@@ -248,7 +241,7 @@ class Timings:
 
     @property
     def predicted_per_second(self) -> float:
-        """Tokens a second behind the first one; 0.0 if there are none."""
+        """Tokens per second after the first one; 0.0 if there are none."""
         return (
             1e3 * (self.predicted_n - 1) / self.predicted_ms if self.predicted_n > 1 and self.predicted_ms > 0 else 0.0
         )
@@ -261,7 +254,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request sits in a slot; `n_cached` of its prompt tokens need no processing."""
+    """The request has a slot; `n_cached` of its prompt tokens need no processing."""
 
     request: str
     slot: int
@@ -282,9 +275,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Prompt tokens from `first` on under the target, given those before them; one that comes first has none.
+    """Log probabilities of the prompt tokens from `first` on, given the tokens before them. The prompt's first token has none.
 
-    ranks  how many tokens were as likely as each or likelier, itself included
+    ranks  for each token, the number of tokens that are at least as likely, itself included
     """
 
     request: str
@@ -295,10 +288,10 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens one round committed, and the text they release.
+    """The tokens committed in a round, and the released text.
 
     `text` lags behind `tokens` while a UTF-8 sequence is incomplete or a stop string may be starting; `logprobs` has one
-    entry per token if they were asked for.
+    entry per token if requested.
     """
 
     request: str
@@ -312,7 +305,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The request ended well (also by cancel). Nothing follows."""
+    """The request ended well, or was cancelled. No event follows."""
 
     request: str
     finish: Finish
@@ -322,16 +315,16 @@ class Done:
     stop_string: str = ""  # the stop string that ended it
     truncated: bool = False  # the context was full
     slot: int = -1
-    n_in_stop: int = 0  # last tokens that the stop string has a part in
+    n_in_stop: int = 0  # last tokens that are part of the stop string
 
     @property
     def text(self) -> str:
-        """Empty: all text came in deltas. So a loop may read `text` of whatever a stream yields."""
+        """Empty: all text was in deltas. So a loop may read `text` of every event of a stream."""
         return ""
 
     @property
     def content(self) -> str:
-        """Empty, as `text`: of a chat's stream."""
+        """Empty, as `text`, for streams of chats."""
         return ""
 
     @property
@@ -347,14 +340,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request ended with an error; others are not concerned. Nothing follows."""
+    """The request ended with an error; other requests are not affected. No event follows."""
 
     request: str
     error: PyspecError
 
 
 def finish_reason(finish: Finish, *, has_called: bool = False) -> FinishReason:
-    """Why an answer ended, in OpenAI's words. has_called: it has tool calls; one that reached its limit has them cut short."""
+    """OpenAI's finish reason. has_called: the answer has tool calls, unless its limit cut them off."""
     if finish == "eos" or finish == "stop":
         return "tool_calls" if has_called else "stop"
     return finish
@@ -379,19 +372,19 @@ class SlotInfo:
     n_remain: int = -1
     n_past: int = 0
     n_draft: int = 0  # the controller's choice for the last round
-    draft_reason: str = ""  # why it is that
+    draft_reason: str = ""  # the reason for it
     acceptance: float = 0.0  # moving average of accepted / drafted
     draft_n: int = 0
     draft_n_accepted: int = 0
-    drafted_per_pos: tuple[int, ...] = ()  # of this request: how often draft position i was verified
-    accepted_per_pos: tuple[int, ...] = ()  # how often it was accepted
+    drafted_per_pos: tuple[int, ...] = ()  # of this request: number of times that draft position i was verified
+    accepted_per_pos: tuple[int, ...] = ()  # number of times that it was accepted
     params: SamplingParams | None = None
     speculative: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SlotAction:
-    """Something to be done with what a slot holds, once it is idle. `path`: the file, for all but "erase"."""
+    """An action on a slot's contents, run once the slot is idle. `path`: the file, for all but "erase"."""
 
     kind: Annotated[Literal["save", "restore", "erase"], OneOf(("save", "restore", "erase"))]
     slot: Annotated[int, Whole(0, INT32)]
@@ -400,7 +393,7 @@ class SlotAction:
 
 @dataclass(frozen=True, slots=True)
 class SlotReport:
-    """What came of a SlotAction: tokens that were saved, restored or erased, and what that took."""
+    """The result of a SlotAction: number of tokens saved, restored or erased, and the time."""
 
     slot: int
     n_tokens: int
@@ -435,7 +428,7 @@ class Metrics:
     accepted_per_pos: tuple[int, ...] = ()
     pages_used: int = 0
     pages_total: int = 0
-    pages_cached: int = 0  # filed for later requests, in use or not
+    pages_cached: int = 0  # kept for later requests, in use or not
     states: int = 0  # recurrent checkpoints kept
     states_device_bytes: int = 0
     states_host_bytes: int = 0
@@ -445,8 +438,8 @@ class Metrics:
     host_ms: float = 0.0
     guard_trips: int = 0
     seconds_since_step: float = 0.0  # age of the last finished round while busy; 0 when idle
-    restarts: int = 0  # how often an isolated engine was replaced
-    tokens_replayed: int = 0  # prompt and generated tokens that went through a model again after that
+    restarts: int = 0  # times that an isolated engine was replaced
+    tokens_replayed: int = 0  # prompt and generated tokens that were processed again after a replacement
 
     @property
     def prompt_tokens_seen(self) -> int:
@@ -456,30 +449,30 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
-    """What is loaded, for `/props`, `/v1/models` and the banner. Fixed after load."""
+    """The loaded model, for `/props`, `/v1/models` and the banner. Fixed after load."""
 
     model_name: str
     model_path: str
     arch: str
     n_vocab: int
-    n_ctx: int  # tokens one request may hold
+    n_ctx: int  # context size per request
     n_ctx_train: int
     n_slot: int
     n_embd: int
     n_params: int
     n_bytes: int
-    file_type: str  # in llama-server's words: "Q8_0", "Q4_K - Medium"; "" if the file does not say
+    file_type: str  # llama-server's name of it: "Q8_0", "Q4_K - Medium"; "" if the file has none
     device: str
     drafter: str  # "none", "dflash", "mtp", "ngram"
     draft_path: str = ""
     n_draft_max: int = 0
-    draft_note: str = ""  # one line: what the planner decided and why
+    draft_note: str = ""  # one line: the planner's decision and its reason
     synthetic_len: float = 0.0
     chat_template: str = ""
     bos_token: str = ""
     eos_token: str = ""
     eog_ids: tuple[int, ...] = ()
     n_overhang: int = 0  # KV rows a request needs beyond its tokens
-    n_row: int = 0  # KV rows of all slots together; 0: as many as the slots can fill
+    n_row: int = 0  # KV rows of all slots together; 0: as many as the slots can use
     memory: tuple[tuple[str, int], ...] = ()  # the memory plan: bytes by purpose
-    sampling: SamplingParams = field(default_factory=SamplingParams)  # what requests get that do not say: the file's
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # defaults of requests: the file's recommendations

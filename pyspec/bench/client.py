@@ -1,8 +1,8 @@
-"""The benchmark's HTTP clients: one process for all streams, so that reading them takes nothing from the server's GIL.
+"""The benchmark's HTTP clients: one process for all streams, so that reading them does not use the server's GIL.
 
-`python -m pyspec.bench.client PORT` reads one JSON list of request bodies a line and answers with one JSON object: when
-the turn began, and of each stream the moments at which tokens came, how many, and its last object. The moments are
-`time.perf_counter`, which is one clock for all processes of a machine.
+`python -m pyspec.bench.client PORT` reads one JSON list of request bodies per line and answers with one JSON object: the start
+of the turn, and for each stream the times and numbers of its tokens and its last object. Times are `time.perf_counter`, one clock
+for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 TIMEOUT_S = 600.0
-PATH = "/completion"  # its chunks carry their token ids
+PATH = "/completion"  # its chunks carry token ids
 
 
 def read(port: int, body: dict[str, Any], start: threading.Event, reads: list[tuple[float, bytes]]) -> None:
-    """Send one streaming request and keep what comes with the time of each read. Nothing is parsed meanwhile."""
+    """Send one streaming request and store the received bytes with the time of each read. Parsing happens later."""
     connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         connection.connect()
@@ -38,7 +38,7 @@ def read(port: int, body: dict[str, Any], start: threading.Event, reads: list[tu
 
 
 def parse(reads: list[tuple[float, bytes]]) -> dict[str, Any]:
-    """`events` [(seconds, tokens), ...] of one stream, when it `ended`, and its `last` object: the final one or an error."""
+    """`events` [(seconds, tokens), ...] of one stream, its end time `ended`, and its `last` object: the final one or an error."""
     events: list[tuple[float, int]] = []
     last: dict[str, Any] = {"error": {"message": "the stream ended without a final object"}}
     rest = b""
@@ -56,7 +56,7 @@ def parse(reads: list[tuple[float, bytes]]) -> dict[str, Any]:
 
 
 def turn(port: int, bodies: list[dict[str, Any]]) -> dict[str, Any]:
-    """All streams side by side, once."""
+    """Run all streams concurrently, once."""
     start = threading.Event()
     reads: list[list[tuple[float, bytes]]] = [[] for _ in bodies]
     threads = [threading.Thread(target=read, args=(port, b, start, r)) for b, r in zip(bodies, reads, strict=True)]

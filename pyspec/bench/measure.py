@@ -1,7 +1,7 @@
-"""The measurement: plain and speculative decoding of the same prompts, in turns, through one engine.
+"""The measurement: plain and speculative decoding of the same prompts, alternately, through one engine.
 
-A rate is taken while every stream decodes: over the rounds after the last stream got its first token, until the first
-stream ends. Prompts, joining and the thinning out at the end are thereby left out, for both kinds alike.
+A rate covers only the time in which every stream decodes: the rounds after the last stream's first token, until the first
+stream ends. Prompts, the start and the thinning out at the end are left out, for both kinds alike.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ PARTS = ("draft", "verify", "sample", "host")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One turn: `np` streams side by side, once.
+    """One turn: `np` concurrent streams, once.
 
-    prompt_rate  prompt tokens a second, all streams, from the first submit to the last first token
-    rate         tokens a second of all streams in the steady window; 0 if no round fell into it
+    prompt_rate  prompt tokens per second, all streams, from the first submit to the last first token
+    rate         tokens per second of all streams in the steady window; 0 if the window has no round
     window_s     length of the window
-    window_n     tokens committed in it
-    total_rate   tokens a second over the whole turn, prompts and tail included
-    ms           milliseconds of one round in the window by part
+    window_n     tokens committed in the window
+    total_rate   tokens per second over the whole turn, prompts and tail included
+    ms           milliseconds of one round in the window, by part
     round_ms     wall milliseconds of one round in the window
     rounds       rounds in the window
     drafted, accepted  per draft position, whole turn
-    n_draft      slot rounds by how many tokens were drafted, whole turn
-    mean_len     tokens a slot gains a round, whole turn
-    note         why there is no rate, or why the answers were longer than asked for
-    is_cut       the stream that ended first did so by itself
-    lengths      drafts of a stream's round, in the mean, over the turn's rounds, of which there are all_rounds; only in process
-    via          "engine": in process, timed where tokens are handed over; "http": through the server, timed by its clients
-    case         what else is varied between runs of one report
+    n_draft      slot rounds by number of drafts, whole turn
+    mean_len     tokens per slot and round, whole turn
+    note         reason for a missing rate, or for answers longer than requested
+    is_cut       the first stream to end did so by itself
+    lengths      mean drafts of a stream over the turn's rounds, of which there are all_rounds; only in process
+    via          "engine": in process, timed at the hand-over of tokens; "http": through the server, timed by its clients
+    case         other parameters that vary between runs of one report
     """
 
     np: int
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def said(self) -> str:
-        """How it went, behind its name in a line."""
+        """The result, as the rest of a line after the run's name."""
         way = " through HTTP" if self.via == "http" else ""
         return f"{way}: {f'{self.rate:.1f} tokens/s' if self.rate else 'no rate'}" + (
             f" ({self.note})" if self.note else ""
@@ -79,7 +79,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """How one turn is to run."""
+    """The parameters of one turn."""
 
     mode: Mode
     turn: int
@@ -90,7 +90,7 @@ class Turn:
 
 @dataclass
 class StreamRound:
-    """What the streams got in one round: tokens, drafts that were verified for them, and when the last of them came."""
+    """One round's tokens of the streams, their verified drafts, and the time of the last token."""
 
     n: int = 0
     n_draft: int = 0
@@ -102,14 +102,14 @@ class StreamRound:
 class Watch:
     """Collects the events of one turn, sorted into rounds.
 
-    A stream has at most one Delta a round, so a stream that comes again begins the next round. The window is made of the
-    rounds after the one in which the last stream began, before the one in which the first stream ended.
+    A stream has at most one Delta per round, so a second Delta of a stream starts the next round. The window consists of the
+    rounds after the one in which the last stream started and before the one in which the first stream ended.
     """
 
     n_stream: int
     metrics: Callable[[], Metrics]
     began: float = 0.0
-    first: float = 0.0  # when the last stream got its first token
+    first: float = 0.0  # time of the last stream's first token
     rounds: list[StreamRound] = field(default_factory=lambda: [StreamRound()])
     started: set[int] = field(default_factory=set)
     opened: tuple[int, Metrics] | None = None  # (first round of the window, counters before it)
@@ -161,13 +161,13 @@ class Watch:
 
     @property
     def thinned(self) -> str:
-        """Why no round had all streams."""
+        """The reason why no round had all streams."""
         n = self.done[0].n_predicted if self.done else 0
         return f"{self.n_begun} of {self.n_stream} streams had begun when the first one ended, after {n} tokens"
 
     @property
     def lengths(self) -> tuple[float, ...]:
-        """Drafts a stream got in a round, in the mean, over the turn: at most MOST_POINTS runs of equally many rounds."""
+        """Mean drafts of a stream per round over the turn, as at most MOST_POINTS averages of equally many rounds."""
         every = -(-len(self.rounds) // MOST_POINTS)
         runs = [self.rounds[i : i + every] for i in range(0, len(self.rounds), every)]
         return tuple(sum(r.n_draft for r in run) / max(sum(len(r.streams) for r in run), 1) for run in runs)
@@ -183,13 +183,13 @@ def measure(
     prompts: Sequence[tuple[int, ...]],
     how: Turn,
 ) -> Run:
-    """Run one stream per prompt side by side and time them. Raises what the engine answers if a request fails."""
+    """Run one stream per prompt concurrently and time them. Raises the engine's error if a request fails."""
     watch = Watch(len(prompts), metrics)
     watch.began = time.perf_counter()
     ids: list[str] = []
     try:
         ids += submit_all(submit, prompts, how, watch)
-        while not watch.over.wait(0.1):  # in steps, so that Ctrl-C is heard
+        while not watch.over.wait(0.1):  # in steps, so that Ctrl-C is noticed
             pass
     finally:
         for name in ids:
@@ -201,7 +201,7 @@ def measure(
 
 
 def submit_all(submit: Submit, prompts: Sequence[tuple[int, ...]], how: Turn, watch: Watch) -> Iterator[str]:
-    """Submit a turn's requests one after the other, with `watch` for a listener; gives their ids."""
+    """Submit a turn's requests one after the other with `watch` as listener; yields their ids."""
     params = SamplingParams(temperature=how.temperature, seed=how.turn + 1, ignore_eos=how.ignore_eos)
     for i, prompt in enumerate(prompts):
         request = Request(
@@ -215,9 +215,9 @@ def submit_all(submit: Submit, prompts: Sequence[tuple[int, ...]], how: Turn, wa
 
 
 def with_rate(measured: Callable[[Turn], Run], how: Turn, most: int) -> Run:
-    """The turn with a rate: once more, with answers of twice the length, as long as the first stream had ended when the last one began.
+    """A turn that has a rate: repeated with answers twice as long while the first stream ends before the last one starts.
 
-    most  tokens of an answer with which all streams have room side by side
+    most  answer tokens for which all streams have room concurrently
     """
     run, asked = measured(how), how
     while not run.rate and not run.is_cut and how.n_predict < most:
@@ -228,9 +228,9 @@ def with_rate(measured: Callable[[Turn], Run], how: Turn, most: int) -> Run:
     if run.rate:
         return run
     advice = (
-        "--ignore-eos goes on behind an end of text"
+        "--ignore-eos continues after an end of text"
         if run.is_cut
-        else "more room (-c, --kv-pool) lets answers be longer"
+        else "a larger -c or --kv-pool allows longer answers"
     )
     return replace(run, note=f"{run.note}; {advice}")
 

@@ -1,6 +1,6 @@
-"""The same turn through HTTP: sent by a process of its own, timed by that process, judged by the same rule.
+"""The same turn through HTTP: sent and timed by a separate process, evaluated by the same rule.
 
-The engine's milliseconds by part are read beside it every now and then and interpolated to where the window lies.
+The engine's milliseconds by part are sampled meanwhile and interpolated to the window's ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pyspec.bench.measure import Run, Turn, Watch, summarise
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Done, Finish, Metrics, Timings
 
-SAMPLE_S = 0.05  # between looks at the engine's counters; each takes the GIL for some microseconds
+SAMPLE_S = 0.05  # between samples of the engine's counters; each takes the GIL for some microseconds
 COUNTED = ("rounds", "draft_ms", "verify_ms", "sample_ms", "host_ms")
 
 
@@ -36,12 +36,12 @@ class Clients:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is the parent's to handle
+            start_new_session=True,  # the parent handles Ctrl-C
         )
         self._pool = ThreadPoolExecutor(1, "pyspec-bench")
 
     def start(self, bodies: Sequence[dict[str, Any]]) -> Future[dict[str, Any]]:
-        """Send one turn's requests; the future holds what the client answers."""
+        """Send one turn's requests; the future holds the client's answer."""
         return self._pool.submit(self._exchange, json.dumps(bodies).encode() + b"\n")
 
     def _exchange(self, line: bytes) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Clients:
         except OSError as e:
             raise PyspecError(f"the benchmark's client cannot be reached: {e}") from e
         if not answer:
-            raise PyspecError("the benchmark's client ended; what it said is above")
+            raise PyspecError("the benchmark's client ended; its messages are above")
         value: dict[str, Any] = json.loads(answer)
         return value
 
@@ -63,7 +63,7 @@ class Clients:
 
     def __exit__(self, *exc: object) -> None:
         self._process.kill()
-        self._pool.shutdown()  # its thread reads the end of the pipe now
+        self._pool.shutdown()  # its thread now reads the end of the pipe
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ class Clients:
 
 @dataclass
 class Samples:
-    """Counters of the engine over time, and what they were at any moment between."""
+    """Counters of the engine over time, and their values at any moment between two samples."""
 
     metrics: Callable[[], Metrics]
     times: list[float] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Samples:
         self.values.append(self.metrics())
 
     def at(self, now: float) -> Metrics:
-        """Interpolated between the two samples around `now`."""
+        """The counters interpolated between the two samples around `now`."""
         i = min(max(bisect(self.times, now), 1), len(self.times) - 1)
         (t0, t1), (a, b) = self.times[i - 1 : i + 1], self.values[i - 1 : i + 1]
         share = min(max((now - t0) / (t1 - t0), 0.0), 1.0) if t1 > t0 else 1.0
@@ -93,7 +93,7 @@ class Samples:
 
 
 def body_of(prompt: Sequence[int], how: Turn) -> dict[str, Any]:
-    """The streaming request that asks for what `measure` asks the engine for."""
+    """The streaming request equivalent to the one that `measure` sends to the engine."""
     body: dict[str, Any] = {
         "prompt": list(prompt),
         "n_predict": how.n_predict,
@@ -112,7 +112,7 @@ def measure_http(
     prompts: Sequence[tuple[int, ...]],
     how: Turn,
 ) -> Run:
-    """Run one stream per prompt side by side through the server and time them where the clients are."""
+    """Run one stream per prompt concurrently through the server and time them in the clients."""
     samples = Samples(metrics)
     samples.take()
     answer = clients.start([body_of(p, how) for p in prompts])
@@ -127,7 +127,7 @@ def measure_http(
 
 
 def replay(answer: dict[str, Any], samples: Samples) -> Watch:
-    """What the clients saw, taken in as if it came from the engine at these moments."""
+    """The clients' events, evaluated as if the engine had sent them at these times."""
     now = [answer["began"]]
     streams = answer["streams"]
     watch = Watch(len(streams), lambda: samples.at(now[0]), began=answer["began"], clock=lambda: now[0])
@@ -147,7 +147,7 @@ def replay(answer: dict[str, Any], samples: Samples) -> Watch:
 
 
 def _done(final: dict[str, Any]) -> Done:
-    """The end of a request from `/completion`'s final object."""
+    """The end of a request from the final object of `/completion`."""
     given = final.get("timings", {})
     known: dict[str, Any] = {}
     for name in (f.name for f in fields(Timings) if f.name in given):

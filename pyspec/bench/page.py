@@ -1,4 +1,4 @@
-"""The HTML report: one file with its picture inside, no scripts, nothing loaded from elsewhere."""
+"""The HTML report: one file with an inline picture, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ svg { max-width: 100%; height: auto; }
 .warning { background: var(--warning); padding: 6px 10px; }
 """
 WHISKERS = (
-    "Bars are medians of {turns}; a line on a bar goes from the slowest turn to the fastest. Plain and speculative turns alternate, and a "
-    "ratio is taken between neighbours: x2 is twice as fast."
+    "Bars are medians of {turns}; the line on a bar runs from the slowest turn to the fastest. Plain and speculative turns alternate, and a "
+    "ratio compares neighbouring turns: x2 is twice as fast."
 )
 
 
@@ -58,7 +58,7 @@ def as_html(report: Report) -> str:
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head>\n<body><h1>{escape(title)}</h1>{warning}\n"
         f'<p class="verdict">{escape(verdict(report))}</p>\n'
-        f"{picture(report)}\n<p>{escape(WHISKERS.format(turns=_turns(report)))}</p>\n{_table(head, rows)}\n{more}<h2>What ran</h2>\n{about}</body></html>\n"
+        f"{picture(report)}\n<p>{escape(WHISKERS.format(turns=_turns(report)))}</p>\n{_table(head, rows)}\n{more}<h2>Setup</h2>\n{about}</body></html>\n"
     )
 
 

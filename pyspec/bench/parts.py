@@ -1,8 +1,8 @@
-"""What the device does in a round, by kernel: products, attention, recurrent state, all else.
+"""The device's time in a round by kind of kernel: products, attention, recurrent state, others.
 
-A few rounds run under torch's profiler, after the measurement, because a profiler slows what it watches. Kernels inside
-CUDA graphs are listed one by one. A kernel counts from when all that began before it had ended, for it may have begun early and
-waited: so parts add up to the time in which the device was at work, drafting included.
+A few rounds run under torch's profiler after the measurement, because a profiler slows the rounds down. Kernels inside CUDA graphs
+are listed one by one. A kernel's time starts when all earlier kernels have ended, because it may have started early and waited. So the
+parts add up to the busy time of the device, drafting included.
 """
 
 from __future__ import annotations
@@ -27,25 +27,24 @@ KINDS = {
     "attention": r"(attend|rope_kv)(_|$)|.*(flash|fmha|attention)",
     "state": r"(gdn|mamba2?|ssm|conv|recurrent)(_|$)",
 }
-"""Part to the names of its kernels, from their beginning; ours first, then those of libraries."""
+"""Patterns of kernel names for each part: pyspec's kernels first, then those of libraries."""
 
 DEVICE_PARTS = (*KINDS, "other")
-N_ROUND = 20  # rounds to watch
-N_START = 4  # rounds after the last prompt that are left out
+N_ROUND = 20  # profiled rounds
+N_START = 4  # rounds after the last prompt that are skipped
 N_LINE = 40  # of the list by kernel
 
-Record = tuple[float, float, str]  # begin and end in microseconds, kernel
+Record = tuple[float, float, str]  # start and end in microseconds, kernel
 
 
 def part_of(kernel: str) -> str:
-    """The part a kernel belongs to, by its name."""
+    """The part that a kernel belongs to, by its name."""
     name = kernel.lower().removeprefix("void ")
     return next((part for part, names in KINDS.items() if re.match(names, name)), "other")
 
 
 def own_times(records: Iterable[Record]) -> Iterator[tuple[str, float, float]]:
-    """Each kernel in order, with the microseconds in which none that began before it still ran, and those before it in which
-    nothing ran."""
+    """Each kernel in order, with the microseconds after all earlier kernels had ended, and the idle microseconds before it."""
     reached: float | None = None
     for begin, end, kernel in sorted(records):
         last = begin if reached is None else reached
@@ -62,8 +61,8 @@ def add_up(records: Iterable[Record], rounds: int) -> dict[str, float]:
 
 
 def by_kernel(records: Iterable[Record], rounds: int) -> list[str]:
-    """A line for each kernel and the one that ran before it, which tells a model's products apart: most time first. A last one
-    for the time in which nothing ran."""
+    """A line for each pair of a kernel and its predecessor, which distinguishes a model's products; most time first. The last line is
+    the idle time."""
     times, waits = defaultdict[tuple[str, str], list[float]](list), defaultdict[tuple[str, str], float](float)
     before = ""
     for kernel, us, idle in own_times(records):
@@ -76,11 +75,11 @@ def by_kernel(records: Iterable[Record], rounds: int) -> list[str]:
         f"{key[0][:48]} after {key[1][:32]}"
         for key, us in sorted(times.items(), key=lambda i: -sum(i[1]))[:N_LINE]
     ]
-    return [*lines, f"{sum(waits.values()) / n:8.1f} us a round in which the device did nothing"]
+    return [*lines, f"{sum(waits.values()) / n:8.1f} us a round idle"]
 
 
 def watch_rounds(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn) -> dict[str, float]:
-    """Device milliseconds of one round by part while all prompts' streams decode; empty if they ended too soon.
+    """Device milliseconds of one round by part while all streams decode; empty if they ended too soon.
 
     The engine must be on a GPU. `how.n_predict` should be enough for some tens of rounds.
     """
@@ -93,7 +92,7 @@ def watch_rounds(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn) 
 
 
 def watch_kernels(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn) -> tuple[list[Record], int]:
-    """What ran on the GPU in so many rounds, as `watch_rounds` has it; no rounds if a stream ended too soon."""
+    """The kernels that ran on the GPU in the watched rounds, and the number of rounds; 0 if a stream ended too soon."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -118,7 +117,7 @@ def watch_kernels(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn)
 
 
 def _reach(engine: Engine, watch: Watch, n: int) -> bool:
-    """Wait until all streams have begun and `n` more rounds have passed; False if a stream ended before."""
+    """Wait until all streams have started and `n` more rounds have passed; False if a stream ended before."""
     start: int | None = None
     while watch.n_over == 0:
         if start is None and len(watch.started) == watch.n_stream:

@@ -1,4 +1,4 @@
-"""The report's picture: up to four charts in one SVG, drawn without any library. Well-formed XML by construction."""
+"""The report's picture: up to four charts in one SVG, drawn without a library. Well-formed XML by construction."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ DARK = {
     "draft": "#f0a94b", "verify": "#5aa9e6", "sample": "#b58bd1", "host": "#6b7783", "other": "#46515c",
     "s0": "#24517a", "s1": "#2f74ad", "s2": "#4b98d4", "s3": "#85bdea", "s4": "#c6e2f8",
 }  # fmt: skip
-"""Colour of each class of the picture's parts, for a light page and a dark one."""
+"""Colour of each class of the picture's parts, for light and dark pages."""
 PART_KINDS = (*PARTS, "other")
 SHADES = ("s0", "s1", "s2", "s3", "s4")
 WIDTH, TOP, PLOT, LEFT, RIGHT = 760, 44, 190, 58, 16
-LETTER = 7.5  # width of one, at most in the mean
+LETTER = 7.5  # mean width of a letter, at most
 
 
 def picture(report: Report) -> str:
-    """One SVG with rates, drafted lengths and acceptance by position (if anything may be drafted) and the time of a round."""
+    """One SVG with rates, drafted lengths and acceptance by position (if drafts are possible) and the time of a round."""
     charts = [_rates, _times]
     if any(r.per_pos for r in report.rows):
         charts.insert(1, _acceptance)
@@ -48,7 +48,7 @@ def picture(report: Report) -> str:
 
 
 def _style() -> str:
-    """Colours by class; which set it is, the reader's system says."""
+    """Colours by class; the reader's system selects light or dark."""
 
     def colours(of: dict[str, str]) -> str:
         return "svg{" + "".join(f"--{name}:{colour};" for name, colour in of.items()) + "}"
@@ -101,12 +101,12 @@ def _whisker(at: Element, x: float, low: float, high: float) -> None:
 
 
 def _wide(text: str) -> float:
-    """Its width, more or less, in the picture's font."""
+    """Approximate width of a text in the picture's font."""
     return LETTER * len(text)
 
 
 def _legend(at: Element, items: Sequence[tuple[str, str]], y: float = 18) -> None:
-    """At the right, in one line."""
+    """A legend at the right, in one line."""
     x: float = WIDTH - RIGHT
     for name, colour in reversed(items):
         x -= _wide(name) + 24
@@ -115,7 +115,7 @@ def _legend(at: Element, items: Sequence[tuple[str, str]], y: float = 18) -> Non
 
 
 def _long_legend(at: Element, items: Sequence[tuple[str, str]]) -> int:
-    """Below the title, in as many lines as it takes. Returns how far down they go."""
+    """A legend below the title, in as many lines as needed. Returns its height."""
     x, y = float(LEFT), 42
     for name, colour in items:
         if x > LEFT and x + 16 + _wide(name) > WIDTH - RIGHT:
@@ -127,7 +127,7 @@ def _long_legend(at: Element, items: Sequence[tuple[str, str]]) -> int:
 
 
 def _places(at: Element, names: Sequence[str]) -> int:
-    """Names below the plot area, in turn on two lines where one is too narrow. Returns how far down they go."""
+    """Names below the plot area, alternating between two lines if one is too narrow. Returns their height."""
     slot = (WIDTH - LEFT - RIGHT) / max(len(names), 1)
     down = 14 if len(names) > 1 and slot < max(map(_wide, names)) + 8 else 0
     for i, name in enumerate(names):
@@ -166,7 +166,7 @@ def _shades(n: int) -> list[str]:
 
 
 def _coloured(at: Element, rows: Sequence[Row], title: str) -> tuple[Element, list[str], int]:
-    """A picture with a colour for each row: where to draw, the colours, and how far down the legend moves that."""
+    """A picture with a colour per row: the area to draw on, the colours, and the height of the legend above it."""
     _title(at, title)
     colours = _shades(len(rows))
     down = _long_legend(at, [(f"np {r.label}", c) for r, c in zip(rows, colours, strict=True)])
@@ -174,7 +174,7 @@ def _coloured(at: Element, rows: Sequence[Row], title: str) -> tuple[Element, li
 
 
 def _lengths(at: Element, report: Report) -> int:
-    """What the controller chose, round by round."""
+    """The controller's draft lengths, round by round."""
     rows = [r for r in report.rows if r.lengths]
     at, colours, down = _coloured(at, rows, "drafts of a stream's round, over the rounds of the first turn")
     most = max(*(len(r.n_draft) - 1 for r in rows), *(max(r.lengths) for r in rows), 1)
@@ -211,7 +211,7 @@ def _acceptance(at: Element, report: Report) -> int:
 
 
 def _times(at: Element, report: Report) -> int:
-    """Horizontal stacks: milliseconds a stream waits for a token, by part of the round."""
+    """Horizontal stacks: milliseconds that a stream waits for a token, by part of the round."""
     bars = [b for r in report.rows for b in _token_bars(r)]
     top = max((whole for _, whole, _ in bars), default=0.0) or 1.0
     title = "milliseconds a stream waits for a token: a round's parts, shared by the tokens it gives"
@@ -231,7 +231,7 @@ def _times(at: Element, report: Report) -> int:
 
 
 def _token_bars(r: Row) -> list[tuple[str, float, dict[str, float]]]:
-    """(name, milliseconds a token, the same by part). A round of plain decoding gives a stream one token, one with drafts `mean_len`."""
+    """(name, milliseconds per token, the same by part). A plain round gives a stream one token, a round with drafts `mean_len`."""
     kinds = [(f"np {r.label} plain", r.plain_round_ms, r.plain_ms, 1.0)]
     if r.spec:
         kinds.append((f"np {r.label} spec", r.spec_round_ms, r.spec_ms, max(r.mean_len, 1.0)))

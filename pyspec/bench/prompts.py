@@ -1,4 +1,4 @@
-"""What the benchmark asks: our own short prompts in eight categories, the demo model's, or random ids."""
+"""Prompts of the benchmark: short ones in eight categories, the demo model's, or random ids."""
 
 from __future__ import annotations
 
@@ -63,26 +63,26 @@ PASSAGE = (
     "father had done. People came down on market days with cheese, wool and news, and went home with salt, nails and "
     "more news than they had brought. Nobody thought of the valley as small, since few had seen its other end. "
 )
-"""Text that prompts are made longer with."""
+"""Text that makes prompts longer."""
 
-LONGEST_DEMO = 16  # demo prompts with the longest answers are taken
+LONGEST_DEMO = 16  # the demo prompts with the longest answers
 DEMO = "pyspec-demo.gguf"
 
 
 def categories() -> list[tuple[str, str]]:
-    """(category, prompt) with the categories taking turns, so that any number of streams is mixed."""
+    """(category, prompt), alternating between categories, so that any number of streams is mixed."""
     longest = max(len(p) for p in PROMPTS.values())
     return [(name, p[i]) for i in range(longest) for name, p in PROMPTS.items() if i < len(p)]
 
 
 def demo_prompts() -> list[str]:
-    """The questions the demo model answers at most length, its kinds of text mixed."""
+    """The demo model's questions with the longest answers, shuffled by kind."""
     text = (files("pyspec") / "demo" / "prompts.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines() if line]
     single = [r for r in rows if len(r["messages"]) == 1 and r["sensible"]]
     single.sort(key=lambda r: -len(r["answer_ids"]))
     longest = single[:LONGEST_DEMO]
-    random.Random(0).shuffle(longest)  # so that a few streams do not get the stories alone, which are hard to draft
+    random.Random(0).shuffle(longest)  # otherwise a few streams would get only stories, which are hard to draft
     return [r["messages"][0]["content"] for r in longest]
 
 
@@ -98,7 +98,7 @@ def random_ids(n_vocab: int, banned: Collection[int], n: int, seed: int) -> list
 
 
 def lengthen(ids: Sequence[int], passage: Sequence[int], n: int) -> list[int]:
-    """`ids` with so much of the repeated passage before them that there are `n`; unchanged if they are `n` or more."""
+    """`ids` after enough of the repeated passage to make `n` tokens; unchanged if they are already `n` or more."""
     missing = n - len(ids)
     if missing <= 0:
         return list(ids)
@@ -106,9 +106,9 @@ def lengthen(ids: Sequence[int], passage: Sequence[int], n: int) -> list[int]:
 
 
 def make_prompts(engine: Engine, count: int, n_prompt: int, is_random: bool) -> list[tuple[int, ...]]:
-    """`count` prompts of token ids, of `n_prompt` tokens where that is longer than the question itself (0: as it is).
+    """`count` prompts of token ids, with at least `n_prompt` tokens (0: the length of the question).
 
-    Random ids are for models without meaning (`pyspec synth`); they are `n_prompt`, at least 16, tokens long.
+    Random ids are for random models (`pyspec synth`); they are `n_prompt`, at least 16, tokens long.
     Raises ConfigError if they do not fit the context.
     """
     info = engine.info

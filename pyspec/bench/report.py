@@ -14,14 +14,14 @@ from pyspec.bench.result import Report, Row, to_json
 
 MADE_UP = "synthetic acceptance"
 HEIGHTS, LETTERS = "▁▂▃▄▅▆▇█", 24  # of drafted lengths over rounds
-MOST_NAMED = 4  # cases that a verdict names one by one
+MOST_NAMED = 4  # cases that a verdict lists one by one
 
 
 def verdict(report: Report) -> str:
-    """One sentence: at which numbers of streams drafts make it faster, slower, or neither for certain."""
+    """One sentence: the numbers of streams at which drafts are faster, slower, or neither for certain."""
     rows = [r for r in report.rows if r.spec]
     if not rows:
-        return "Plain decoding alone was measured: there is no speculation to compare it with."
+        return "Only plain decoding was measured, so there is no comparison with speculation."
 
     faster, slower = [r for r in rows if r.ratio_low > 1], [r for r in rows if r.ratio_high < 1]
     neither = [r for r in rows if r not in faster and r not in slower]
@@ -40,7 +40,7 @@ def verdict(report: Report) -> str:
 
 
 def _counted(rows: Sequence[Row], n: int) -> str:
-    """Too many to be named: how many of all, and between what."""
+    """A count instead of a long list: rows of all rows, and the range of their ratios."""
     ratios = sorted(r.ratio for r in rows)
     of = f"all {n} cases" if len(rows) == n else f"{len(rows)} of {n} cases"
     return f"{of} (x{ratios[0]:.2f} to x{ratios[-1]:.2f})"
@@ -57,7 +57,7 @@ def _listed(items: Sequence[str]) -> str:
 
 
 def as_markdown(report: Report) -> str:
-    """Tables for people: rates, then where the time of a round goes, then how drafts fared."""
+    """Tables: rates, then the time of a round by part, then the drafts."""
     about = report.about
     head = [f"{about['model']}, {about['device']}, drafter {about['drafter']}, {about['date']}"]
     if report.synthetic:
@@ -80,7 +80,7 @@ def as_markdown(report: Report) -> str:
 
 def _as_golden(report: Report) -> str:
     golden, length = report.about.get("golden"), report.about.get("synthetic_len")
-    return f". {length:g} tokens a round, as a public benchmark has it for {golden}" if golden else ""
+    return f". {length:g} tokens a round, as in a public benchmark of {golden}" if golden else ""
 
 
 def _rate_cells(r: Row) -> list[str]:
@@ -93,7 +93,7 @@ def _rate_cells(r: Row) -> list[str]:
 
 
 def http_cells(r: Row) -> list[list[str]]:
-    """Rates in process and through HTTP, a line for each kind that was measured."""
+    """Rates in process and through HTTP, a line for each measured kind."""
     kinds = [
         ("plain", r.plain, r.plain_http, r.plain_http_share, r.plain_http_low, r.plain_http_high),
         ("spec", r.spec, r.spec_http, r.spec_http_share, r.spec_http_low, r.spec_http_high),
@@ -132,7 +132,7 @@ def _draft_cells(r: Row) -> list[str]:
 
 
 def _over_rounds(r: Row) -> str:
-    """Drafted lengths from the first round to the last, in letters from none to the most there may be."""
+    """Drafted lengths from the first round to the last, as bars from none to the maximum."""
     most, n = max(len(r.n_draft) - 1, 1), len(r.lengths)
     shown = [r.lengths[i * n // LETTERS] for i in range(LETTERS)] if n > LETTERS else r.lengths
     return "".join(HEIGHTS[min(round(length / most * (len(HEIGHTS) - 1)), len(HEIGHTS) - 1)] for length in shown)
@@ -146,7 +146,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_csv(report: Report) -> str:
-    """One line for each number of streams; lists are joined by spaces, parts are columns of their own."""
+    """One line per number of streams; lists are joined by spaces, parts are separate columns."""
     out = io.StringIO()
     rows = [_flat(report, r) for r in report.rows]
     writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
@@ -174,7 +174,7 @@ def as_json(report: Report) -> str:
 
 
 def as_jsonl(report: Report) -> str:
-    """One line for each turn, with what ran in every line."""
+    """One line per turn, each with the setup."""
     return "".join(json.dumps({**report.about, **asdict(run)}) + "\n" for run in report.runs)
 
 

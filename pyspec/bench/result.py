@@ -1,4 +1,4 @@
-"""From single turns to rows of a report, and back from a report's JSON file to rows: no engine is needed here."""
+"""From single turns to rows of a report, and from a report's JSON file back to rows. Needs no engine."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """All turns of one number of streams. Rates are medians over turns, in tokens a second.
+    """All turns of one number of streams. Rates are medians over turns, in tokens per second.
 
     prompt       prompt processing, all streams together
     plain, spec  decoding, all streams together; spec is 0 without a drafter
     ratio        median of spec / plain of neighbouring turns, with the lowest and the highest
-    mean_len     tokens a slot gains a round; acceptance: accepted / drafted; per_pos: the same at each draft position
-    n_draft      share of slot rounds that ran with 0, 1, 2 ... drafted tokens
-    lengths      drafts of a stream's round over the rounds of the first speculative turn, `all_rounds` of them: what the controller did
+    mean_len     tokens per slot and round; acceptance: accepted / drafted; per_pos: acceptance at each draft position
+    n_draft      share of slot rounds with 0, 1, 2 ... drafts
+    lengths      drafts of a stream over the rounds of the first speculative turn, `all_rounds` of them, as chosen by the controller
     plain_ms, spec_ms    milliseconds of a round by part; round_ms: wall milliseconds
-    floor        share of the bandwidth floor that was reached: time to read the weights once / time of a round
-    *_parts      device milliseconds of a round by kind of kernel, drafting included; empty unless asked for
-    *_http       the same through HTTP; share: of the in-process rate of the neighbouring turn, lowest and highest
-    case         what else was varied, "p512 n128 t4"; "" if nothing was
+    floor        share of the bandwidth limit reached: time to read the weights once / time of a round
+    *_parts      device milliseconds of a round by kind of kernel, drafting included; empty unless requested
+    *_http       the same through HTTP; share: relative to the in-process rate of the neighbouring turn, lowest and highest
+    case         other parameters that vary, "p512 n128 t4"; "" if none do
     """
 
     np: int
@@ -82,7 +82,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything a benchmark found. `about` says what ran: model, drafter, machine, settings; all JSON values."""
+    """All results of a benchmark. `about` is the setup: model, drafter, machine, settings; all JSON values."""
 
     about: dict[str, object]
     rows: tuple[Row, ...]
@@ -90,14 +90,14 @@ class Report:
 
     @property
     def synthetic(self) -> bool:
-        """True if acceptance was made up."""
+        """True if acceptance was simulated."""
         return any(r.synthetic for r in self.runs)
 
 
 def summarise_turns(runs: Sequence[Run], *, n_bytes: int = 0, bandwidth: float = 0.0) -> tuple[Row, ...]:
-    """One row for each number of streams.
+    """One row per number of streams.
 
-    n_bytes    bytes of the weights a round reads; bandwidth: of the memory, in GB/s, 0 if not known
+    n_bytes    bytes of the weights read in a round; bandwidth: of the memory, in GB/s, 0 if unknown
     """
     floor_ms = n_bytes / (bandwidth * 1e6) if bandwidth > 0 else 0.0
     cases = list(dict.fromkeys(r.case for r in runs))
@@ -106,7 +106,7 @@ def summarise_turns(runs: Sequence[Run], *, n_bytes: int = 0, bandwidth: float =
 
 
 def joined(reports: Sequence[Report]) -> Report:
-    """One report of several cases on one machine; what differed between them stands in `about` as a list."""
+    """One report of several cases on one machine; differing values of `about` become lists."""
     about: dict[str, object] = {}
     for name in dict.fromkeys(name for report in reports for name in report.about):
         values = list(dict.fromkeys(report.about.get(name) for report in reports))
@@ -157,7 +157,7 @@ def _row(every: Sequence[Run], floor_ms: float) -> Row:
 
 
 def _http(runs: Sequence[Run], mode: Mode) -> dict[str, Any]:
-    """The fields of Row that tell of HTTP turns of one mode."""
+    """The fields of Row about HTTP turns of one mode."""
     through = [r for r in runs if (r.via, r.mode) == ("http", mode)]
     direct = {r.turn: r.rate for r in runs if (r.via, r.mode) == ("engine", mode)}
     shares = [r.rate / direct[r.turn] for r in through if r.rate > 0 and direct.get(r.turn, 0.0) > 0]
@@ -193,7 +193,7 @@ def to_json(report: Report) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Change:
-    """One figure that moved against the baseline; `change` is relative: -0.04 is four percent slower."""
+    """One figure that changed against the baseline; `change` is relative: -0.04 is four percent slower."""
 
     np: int | str  # with the case, if there were several
     what: str
@@ -206,7 +206,7 @@ class Change:
 
 
 COMPARED = ("prompt", "plain", "spec", "plain_http", "spec_http")
-"""Fields of Row that are rates: more is better."""
+"""Fields of Row that are rates: higher is better."""
 
 
 def read_rates(path: Path) -> dict[int | str, dict[str, float]]:
@@ -230,14 +230,14 @@ def _key(np: int, case: str) -> int | str:
 
 
 def changes(rows: Sequence[Row], baseline: dict[int | str, dict[str, float]]) -> list[Change]:
-    """Every rate of the baseline's that this run has streams for, in their order: see `compare`."""
+    """Every rate of the baseline for this run's numbers of streams, in its order: see `compare`."""
     return compare(baseline, {_key(row.np, row.case): {name: getattr(row, name) for name in COMPARED} for row in rows})
 
 
 def compare(before: dict[int | str, dict[str, float]], after: dict[int | str, dict[str, float]]) -> list[Change]:
-    """Every rate that was measured before, at the numbers of streams that both have, in the order of the later one.
+    """Every rate measured before, at the numbers of streams that both have, in the order of the later report.
 
-    Raises ConfigError if there are none, or if one was not measured now: neither may look like a pass.
+    Raises ConfigError if there are none, or if one was not measured now: both would otherwise look like a pass.
     """
     found = []
     for np, now in after.items():

@@ -1,4 +1,4 @@
-"""A whole benchmark on a loaded engine: every number of streams, plain and speculative in turns."""
+"""A whole benchmark on a loaded engine: every number of streams, plain and speculative alternately."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
     from pyspec.request import EngineInfo
 
 
-WARM_UP = 16  # tokens each stream generates before its rates count
-PROFILED = 512  # tokens each stream may generate while kernels are watched; it is cancelled before
+WARM_UP = 16  # tokens of each stream before its rates count
+PROFILED = 512  # tokens that each stream may generate while kernels are profiled; it is cancelled earlier
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to measure."""
+    """The parameters of a benchmark."""
 
     streams: Sequence[int] = (1, 2, 4, 8)
     turns: int = 3
-    n_prompt: int = 0  # tokens of a prompt; 0: as the questions are
+    n_prompt: int = 0  # tokens of a prompt; 0: the length of the questions
     n_predict: int = 128  # most tokens of an answer
     random_prompts: bool = False
     ignore_eos: bool = False
     temperature: float = 0.0
-    bandwidth: float = 0.0  # GB/s of the memory the weights lie in; 0: not known
+    bandwidth: float = 0.0  # GB/s of the weights' memory; 0: unknown
     warm_up: bool = True
-    case: str = ""  # its name, where several are measured
+    case: str = ""  # its name, if several are measured
     parts: bool = False  # also split a round's device time by kernel
-    golden: str = ""  # whose acceptance is made up, where a public benchmark fixes it
+    golden: str = ""  # name of the public benchmark's model whose acceptance is simulated
 
 
 def bench(
     engine: Engine, plan: Plan, tell: Callable[[str], None] = lambda line: None, clients: Clients | None = None
 ) -> Report:
-    """Measure. Turns alternate plain, speculative, plain ... so that a slow minute of the machine hits both. With
-    `clients` of a server of this engine each of them is followed by the same turn through HTTP.
+    """Measure. Turns alternate plain, speculative, plain ... so that a slow minute of the machine affects both. With `clients` of
+    this engine's server, each turn is followed by the same turn through HTTP.
 
-    Each turn has its own prompts, the same for all kinds: a ratio compares like with like, and a few streams are not
-    judged by one text.
+    Each turn has its own prompts, the same for all kinds: a ratio compares equal work, and a few streams are not judged by a single
+    text.
     """
     modes: tuple[Mode, ...] = ("plain", "spec") if engine.info.drafter != "none" else ("plain",)
     prompts = make_prompts(engine, max(plan.streams) * plan.turns, plan.n_prompt, plan.random_prompts)
@@ -84,7 +84,7 @@ def _with_parts(
 ) -> tuple[Row, ...]:
     """The rows with device time by kind of kernel."""
     if not engine.info.device.startswith("cuda"):
-        tell("--parts: no GPU, so there are no kernels to tell apart")
+        tell("--parts: no GPU, so there is no device time")
         return tuple(rows)
     split = []
     for row in rows:
@@ -108,7 +108,7 @@ def _turns(
     n_predict: int,
     most: int = 0,
 ) -> Iterator[Run]:
-    """One turn in process and, with clients, the same one through HTTP. most: tokens of an answer, where it may have more for a rate's sake."""
+    """One turn in process and, with clients, the same one through HTTP. most: answer tokens allowed if a rate needs longer answers."""
     how = Turn(
         mode=mode,
         turn=turn,
@@ -122,13 +122,13 @@ def _turns(
 
 
 def room(info: EngineInfo, prompts: Sequence[tuple[int, ...]]) -> int:
-    """Tokens that answers to these prompts may have, so that all have room side by side."""
+    """Answer tokens for which all of these prompts have room concurrently."""
     each = info.n_row // len(prompts) - info.n_overhang if info.n_row else info.n_ctx
     return min(info.n_ctx, each) - max(map(len, prompts))
 
 
 def about(engine: Engine, plan: Plan) -> dict[str, object]:
-    """What ran, on what, and how."""
+    """The setup: model, machine and settings."""
     import torch
 
     info = engine.info

@@ -1,8 +1,8 @@
-"""Speculative texts held against plain ones, token by token: equal, a near tie, or a bug.
+"""Compare speculative texts with plain ones, token by token: equal, a near tie, or a bug.
 
-Greedy text is the target's alone, so drafts may not change it. Where two tokens are as good as equal, though, the sums of a verify and of
-a single row may round to either side. So where texts part, the target is asked once more what it thinks of that place: the logits of
-both tokens tell a tie from a bug.
+Greedy text depends on the target alone, so drafts must not change it. If two tokens are nearly equal, though, the sums of a verify and
+of a single row may round to either side. So where texts differ, the target is run again at that place: the logits of both tokens
+distinguish a tie from a bug.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pyspec.errors import ConfigError
 from pyspec.request import SamplingParams
 
 TIE = {"cpu": 2e-3, "cuda": 0.1}
-"""Logits that differ by less may come out either way; on a GPU sums have another order in every size of batch."""
-N_TOP = 64  # tokens whose logits are asked for where texts part
-N_LAST = 3  # tokens that are shown before that place
+"""Logits closer than this may be ordered either way; on a GPU the order of sums depends on the batch size."""
+N_TOP = 64  # tokens whose logits are requested where texts differ
+N_LAST = 3  # tokens shown before that place
 GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Where a speculative text parts from the plain one.
+    """The first difference between a speculative text and the plain one.
 
-    token       of the answer, from 0
+    token       index in the answer, from 0
     plain, spec token ids there; -1: the text ended, as with any end-of-generation token
-    logits      of both, below the best token's: 0 for the best itself; None: not among the best ones
-    margin      what the plain token, which should have been chosen, is better than the speculative one by; or what the best is better
-                than the worse of them by, if the target now prefers a third
+    logits      of both, minus the best token's: 0 for the best itself; None: not among the best ones
+    margin      logit of the plain token, which should have been chosen, minus that of the speculative one; if the target now prefers a third
+                token, the best logit minus the lower of the two
     """
 
     prompt: int
@@ -48,7 +48,7 @@ class Parting:
 
 @dataclass(frozen=True)
 class Verification:
-    """What came of it. n_compared: tokens up to where texts part; drafted and accepted: how much of it was speculation."""
+    """The result. n_compared: tokens up to the first difference; drafted, accepted: how much of it was speculative."""
 
     n_prompt: int
     n_compared: int
@@ -73,12 +73,12 @@ def verify(
     tie: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
-    """Answer every prompt with drafts and without, side by side in all slots, and compare.
+    """Answer every prompt with and without drafts, concurrently in all slots, and compare.
 
-    tie  logits that differ by less are a tie; 0: by the device. Raises ConfigError if nothing is drafted: that would prove nothing.
+    tie  logits closer than this are a tie; 0: the device's default. Raises ConfigError if nothing is drafted, because that would prove nothing.
     """
     if engine.info.drafter == "none":
-        raise ConfigError("there is no drafter: nothing to verify (give one with -md, or --spec-type)")
+        raise ConfigError("no drafter, so there is nothing to verify (give one with -md, or --spec-type)")
     tie = tie or TIE[engine.info.device.partition(":")[0]]
     n = len(prompts)
 
@@ -94,7 +94,7 @@ def verify(
     spec, plain = answers(None, 0), answers(0, n)
     drafted = sum(r.timings.draft_n for r in spec)
     if not drafted:
-        raise ConfigError(f"nothing was drafted in {n} answers: that would prove nothing (--spec-fixed drafts always)")
+        raise ConfigError(f"nothing was drafted in {n} answers, which proves nothing (--spec-fixed drafts always)")
     partings, n_compared = [], 0
     for i, (a, b) in enumerate(zip(plain, spec, strict=True)):
         at = _parting(a, b)
@@ -106,7 +106,7 @@ def verify(
 
 
 def _parting(plain: Result, spec: Result) -> int | None:
-    """The first token that differs; the end of a text is a token, too."""
+    """Index of the first differing token; the end of a text counts as a token."""
     a, b = [*plain.tokens, plain.finish], [*spec.tokens, spec.finish]
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
 
@@ -136,7 +136,7 @@ def _judged(
 
 
 def _logit(logits: dict[int, float], token: int, ends: Sequence[int]) -> float | None:
-    """Of a token, or of the likeliest end; None if it is not among the best."""
+    """The logit of a token, or of the likeliest end; None if it is not among the best."""
     found = [logits[t] for t in (ends if token < 0 else (token,)) if t in logits]
     return max(found, default=None)
 

@@ -1,7 +1,7 @@
 """The command line: `pyspec COMMAND`. Results go to stdout, everything else to stderr.
 
-Nothing heavy is imported before a command runs, so that help is instant. Errors a user can act on become one line and
-their exit code here, and only here.
+Heavy modules are imported only when a command runs, so that help is instant. Errors that a user can act on become one line and an
+exit status here and nowhere else.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ COMMANDS = {
     "demo": ("pyspec.cli.demo:demo", "Show the packaged pair: eight chats, with and without speculation."),
     "bench": ("pyspec.cli.bench:bench", "Measure speed, plain and speculative in turns."),
     "models": ("pyspec.cli.models:models", "List the models that can be given by name."),
-    "pull": ("pyspec.cli.pull:pull", "Download a model, and the drafter that stands beside it."),
-    "list": ("pyspec.cli.listing:list_models", "List the models that are on this machine."),
+    "pull": ("pyspec.cli.pull:pull", "Download a model and its drafter."),
+    "list": ("pyspec.cli.listing:list_models", "List the models on this machine."),
     "ps": ("pyspec.cli.ps:ps", "Show running servers: model, slots, drafts."),
     "fit": (
         "pyspec.cli.fit:fit",
-        "Show what fits: weights, KV, drafter, checkpoints, and contexts for numbers of slots.",
+        "Show the memory that a model needs, and the slots and contexts that fit.",
     ),
     "verify": ("pyspec.cli.verify:verify", "Compare greedy texts with and without drafts, token by token."),
     "inspect": ("pyspec.cli.inspect:inspect", "Show metadata, tensors and sizes of a GGUF file."),
@@ -40,10 +40,10 @@ COMMANDS = {
     "config": ("pyspec.cli.config:config", "Show settings and their origin, or llama-server's flags."),
     "completion": ("pyspec.cli.completion:completion", "Print a completion script for bash, zsh or fish."),
 }
-"""Where each command is, and what it does: said here, too, so that help need not import them all."""
+"""Module and help line of each command. The help lines are repeated here so that `--help` imports no command."""
 BELOW = {("bench", "compare"): "pyspec.cli.compare:compare"}
-"""Commands of two words; the first alone is a command, too."""
-INTERRUPTED = 130  # what a shell reports for Ctrl-C
+"""Subcommands of a command that also runs by itself."""
+INTERRUPTED = 130  # the exit status that a shell reports for Ctrl-C
 
 
 def _load(place: str) -> click.Command:
@@ -57,7 +57,7 @@ def command_of(name: str) -> click.Command:
 
 
 class Commands(click.Group):
-    """The commands of the table above, and the border where errors become exit codes."""
+    """The commands of the table above; turns errors into exit statuses."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -107,7 +107,7 @@ class Commands(click.Group):
         except OSError as e:
             if (
                 not streams.is_lost(e) or e.errno == errno.EPIPE
-            ):  # whoever reads a pipe has read enough: click's to say nothing
+            ):  # the reader of a pipe has closed it: click ends silently
                 raise
             streams.flush()
             click.echo(f"Error: cannot write to stdout: {(e.strerror or str(e)).lower()}", err=True)
@@ -115,7 +115,7 @@ class Commands(click.Group):
 
 
 def show_traceback(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    """Callback of -v: remembered for the whole call; click's contexts share `meta`."""
+    """Callback of -v: stored for the whole call, because click's contexts share `meta`."""
     if value:
         ctx.meta["pyspec.verbose"] = True
 
@@ -129,7 +129,7 @@ verbose_option = click.option(
     expose_value=False,
     is_eager=True,
     callback=show_traceback,
-    help="Say more; keep tracebacks.",
+    help="Log more and show tracebacks.",
 )
 
 

@@ -1,4 +1,4 @@
-"""`pyspec bench`: plain and speculative decoding, measured in turns."""
+"""`pyspec bench`: plain and speculative decoding, measured alternately."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from pyspec.engine.api import Engine
 
 DEFAULT_GEN = 128  # tokens of an answer
-LONG_CTX = 8192  # tokens of a request; up to here the length that a load finds by itself has room
-SPARE = 64  # for what a template puts around a question
-_what = grouped("What is measured")
+LONG_CTX = 8192  # tokens of a request; a load always finds room for this length by itself
+SPARE = 64  # tokens that a chat template adds around a question
+_what = grouped("Workload")
 _report = grouped("Report")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFlags:
-    """What is measured and how it is shown, under the names that click gives the options."""
+    """The workload and the form of the report, under click's option names."""
 
     streams: tuple[int, ...]
     n_prompt: tuple[int, ...]
@@ -55,7 +55,7 @@ class BenchFlags:
     max_regress: float
 
     def plans(self, case: str = "") -> list[Plan]:
-        """One plan for each case, in the order of the lists: depths, then prompts, then answers; pairs last."""
+        """One plan per case, in list order: depths, then prompts, then answers; pairs last."""
         from pyspec.bench.golden import SOURCE
         from pyspec.bench.session import Plan
 
@@ -83,18 +83,18 @@ class BenchFlags:
 
 
 def _whole(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:
-    """Numbers of threads; -1 is 0, as torch chooses."""
+    """Numbers of threads; -1 becomes 0, torch's choice."""
     return in_list(0, MAX_THREADS, "threads")(ctx, param, ["0" if text.strip() == "-1" else text for text in texts])
 
 
 BENCH_OPTIONS = [
     _what(
         "-npl", "--streams", multiple=True, default=("1,2,4,8",), callback=in_list(1, MAX_SLOTS, "streams"),
-        metavar="LIST", help="Numbers of streams side by side.",
+        metavar="LIST", help="Numbers of concurrent streams.",
     ),
     _what(
         "-p", "--n-prompt", multiple=True, callback=in_list(0, MAX_CTX, "tokens"), metavar="LIST",
-        help="Tokens of a prompt. 0, the default: as questions are.",
+        help="Prompt tokens. 0, the default: the length of the built-in questions.",
     ),
     _what(
         "-n", "--n-gen", multiple=True, callback=in_list(4, MAX_CTX, "tokens"), metavar="LIST",
@@ -102,32 +102,32 @@ BENCH_OPTIONS = [
     ),
     _what(
         "-d", "--n-depth", multiple=True, default=("0",), callback=in_list(0, MAX_CTX, "tokens"), metavar="LIST",
-        help="Tokens before the prompt; its rate counts them, too.",
+        help="Tokens before the prompt; the prompt rate includes them.",
     ),
-    _what("-pg", "prompt_gen", multiple=True, callback=pairs, metavar="P,N", help="Prompt and answer together."),
+    _what("-pg", "prompt_gen", multiple=True, callback=pairs, metavar="P,N", help="Prompt tokens and answer tokens as a pair."),
     _what(
         "-t", "--threads", multiple=True, default=("0",), callback=_whole, metavar="LIST",
-        help="CPU threads; each number is a load of its own. 0: as torch chooses.",
+        help="CPU threads; each number loads the model again. 0: torch's choice.",
     ),
-    _what("-r", "--repetitions", default=3, type=click.IntRange(1, 1000), help="Turns of each kind."),
+    _what("-r", "--repetitions", default=3, type=click.IntRange(1, 1000), help="Repetitions of each measurement."),
     _what("--temp", "temperature", default=0.0, type=Number(0, 100), help="Temperature; 0 is greedy."),
-    _what("--random-prompts", is_flag=True, help="Random ids, for models without meaning (`pyspec synth`)."),
-    _what("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token."),
-    _what("--http", is_flag=True, help="Each turn also through the HTTP server, streamed to another process."),
-    _what("--isolated", is_flag=True, help="With the engine in a process of its own, as the server has it."),
-    _what("--parts", is_flag=True, help="Also split a round's device time: linear, attention, state (GPU)."),
+    _what("--random-prompts", is_flag=True, help="Random prompt ids, for random models (`pyspec synth`)."),
+    _what("--ignore-eos", is_flag=True, help="Continue after an end-of-generation token."),
+    _what("--http", is_flag=True, help="Also measure through the HTTP server, streamed to another process."),
+    _what("--isolated", is_flag=True, help="Run the engine in its own process, as the server does."),
+    _what("--parts", is_flag=True, help="Also report a round's device time by part: linear, attention, state (GPU)."),
     _what(
         "--golden", is_flag=True,
-        help="Acceptance as a public benchmark fixes it, for MTP with --spec-draft-n-max 2, 3 or 5: 2.73, 3.39, 4.41 tokens a round.",
+        help="Simulate a public benchmark's acceptance, for MTP with --spec-draft-n-max 2, 3 or 5: 2.73, 3.39, 4.41 tokens a round.",
     ),
     _what(
         "--bandwidth", default=0.0, type=Number(0, 1e6), metavar="GB/S",
-        help="Memory bandwidth, to show the share of the floor.",
+        help="Memory bandwidth, to report the share of it that is used.",
     ),
-    _report("-o", "--output", type=click.Choice(["md", "json", "csv", "jsonl"]), default="md", help="Form on stdout."),
+    _report("-o", "--output", type=click.Choice(["md", "json", "csv", "jsonl"]), default="md", help="Output format on stdout."),
     _report("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write a report with a picture."),
     _report("--baseline", type=click.Path(path_type=Path, dir_okay=False), help="Compare with an -o json report."),
-    _report("--max-regress", default="3%", callback=percent, help="Slower than the baseline by more: exit code 1."),
+    _report("--max-regress", default="3%", callback=percent, help="Exit status 1 if slower than the baseline by more than this."),
 ]  # fmt: skip
 
 
@@ -139,8 +139,8 @@ BENCH_OPTIONS = [
 def bench(ctx: click.Context, engine: EngineChoice, flags: BenchFlags) -> None:
     """Measure speed, plain and speculative in turns.
 
-    A LIST is as in llama-bench: 512,1024 or 1-8 or 0-4096+1024 or 1-64*2, and options may be repeated. `pyspec bench compare A.json B.json`
-    compares two reports that -o json has written.
+    A LIST is written as for llama-bench: 512,1024 or 1-8 or 0-4096+1024 or 1-64*2; options may be repeated. `pyspec bench compare A.json B.json`
+    compares two reports written with -o json.
     Example: pyspec bench demo -npl 1,8 -p 128,256 --html report.html
     """
     from pyspec.bench.golden import golden
@@ -151,7 +151,7 @@ def bench(ctx: click.Context, engine: EngineChoice, flags: BenchFlags) -> None:
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
     tell_ignored()
     if flags.isolated and flags.parts:
-        raise click.UsageError("--parts looks into the engine: not with --isolated")
+        raise click.UsageError("--parts needs the engine in this process: leave --isolated out")
     before = read_rates(flags.baseline) if flags.baseline else {}
     if flags.golden:
         engine = replace(engine, settings=golden(engine.settings))
@@ -178,9 +178,7 @@ def _measured(engine: EngineChoice, flags: BenchFlags, case: str) -> list[Report
     plans = flags.plans(case)
     longest = max(plan.n_prompt + plan.n_predict for plan in plans) + SPARE
     if not engine.ctx and longest > LONG_CTX:
-        engine = replace(
-            engine, ctx=longest
-        )  # more than the model was trained for, perhaps: then a line of the log says so
+        engine = replace(engine, ctx=longest)  # possibly more than the model's training length; a log line says so
     n_slot = max(engine.np, *flags.streams)
     with (
         shown_load(engine, n_slot, isolated=flags.isolated) as loaded,
@@ -191,7 +189,7 @@ def _measured(engine: EngineChoice, flags: BenchFlags, case: str) -> list[Report
 
 @contextmanager
 def _clients(engine: Engine) -> Iterator[Clients]:
-    """A server for the engine, and the process that asks it."""
+    """A server for the engine, and a client process for it."""
     from pyspec.bench.over_http import Clients
     from pyspec.cli.chats import served
 

@@ -1,4 +1,4 @@
-"""The drafter that stands beside a target in its repository: which one is taken, and why not the others."""
+"""The drafter beside a target in its repository: the chosen file, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def drafter_beside(name: str, file: str, target: str, spec_type: str) -> str:
-    """Path of the drafter beside a target that -hf has named, downloaded if it must be; "auto" if none is taken.
+    """Path of the drafter beside the -hf target, downloaded if necessary; "auto" if none is taken.
 
     Raises DownloadError, ConfigError.
     """
@@ -33,7 +33,7 @@ def drafter_beside(name: str, file: str, target: str, spec_type: str) -> str:
 def taken(found: Sequence[Sidecar], target: Path, spec_type: str) -> tuple[Sidecar | None, list[str]]:
     """The sidecar to draft with, and a sentence about each.
 
-    spec_type  "auto", "none" or the drafter that is wanted
+    spec_type  "auto", "none" or the requested drafter
     """
     best, said = None, []
     known = drafters()

@@ -1,4 +1,4 @@
-"""Options of `pyspec server` on chats: templates, tool calls and reasoning, with llama-server's names."""
+"""Options of `pyspec server` for chats: templates, tool calls and reasoning, under llama-server's names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ WORDS = {"on": "on", "true": "on", "1": "on", "off": "off", "false": "off", "0":
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """template: the text of a chat template in place of the file's; settings: fields of ServerSettings."""
+    """template: a chat template that replaces the file's; settings: fields of ServerSettings."""
 
     template: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 class ReasoningWord(click.ParamType):
-    """on, off or auto, in llama-server's spellings, too."""
+    """on, off or auto, also in llama-server's other spellings."""
 
     name = "on|off|auto"
 
@@ -56,7 +56,7 @@ def template_values(ctx: click.Context, option: click.Parameter, value: str) -> 
     try:
         values = json.loads(value or "{}")
     except ValueError as error:
-        raise click.BadParameter(f"it is no JSON: {error}", ctx, option) from None
+        raise click.BadParameter(f"not JSON: {error}", ctx, option) from None
     if not isinstance(values, dict):
         raise click.BadParameter('want a JSON object such as {"enable_thinking": false}', ctx, option)
     return values
@@ -70,67 +70,69 @@ CHAT_OPTIONS = [
         default="",
         metavar="NAME|TEXT",
         callback=template_text,
-        help="Chat template in place of the file's: a name (chatml, llama3, gemma ...), or a text.",
+        help="Chat template instead of the model's: a name (chatml, llama3, gemma ...) or a template's text.",
     ),
     _chats(
         "--chat-template-file",
         default=None,
         metavar="FILE",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="File with a chat template in place of the model's.",
+        help="File with a chat template, instead of the model's.",
     ),
     _chats(
         "--chat-template-kwargs",
         default="",
         metavar="JSON",
         callback=template_values,
-        help="Values for the chat template, where a request does not give them.",
+        help="Default values for the chat template.",
     ),
     _chats(
         "--tool-call-parser",
         default="auto",
         type=click.Choice(["auto", "none", *NAMES]),
         metavar="NAME",
-        help=f"How the model writes tool calls: auto (as its template does, or generic), none, {', '.join(NAMES)}.",
+        help=f"Format of the model's tool calls: auto (the template's, or generic), none, {', '.join(NAMES)}.",
     ),
     _chats(
         "--reasoning-format",
         default="auto",
         type=click.Choice(["none", "auto", "deepseek", "deepseek-legacy"]),
-        help="Where thoughts go: none leaves them in content; the others put them into reasoning_content.",
+        help="Field for thoughts: none leaves them in content; the others use reasoning_content.",
     ),
     _chats(
         "-rea",
         "--reasoning",
         default="auto",
         type=ReasoningWord(),
-        help="Whether the chat template is asked to let the model think.",
+        help="Thinking: on, off, or auto for the chat template's default.",
     ),
-    _chats("--reasoning-effort", default="default", metavar="LEVEL", help="What the template is told: low, high ..."),
+    _chats(
+        "--reasoning-effort", default="default", metavar="LEVEL", help="Effort passed to the template: low, high ..."
+    ),
     _chats(
         "--reasoning-budget",
         default=-1,
         type=click.IntRange(-1, INT32),
-        help="Tokens a request may think; -1: as many as it likes.",
+        help="Most thinking tokens of a request. -1: no limit.",
     ),
     _chats(
         "--reasoning-budget-message",
         default="",
         metavar="TEXT",
-        help="What is said at the end of the reasoning budget.",
+        help="Text inserted at the end of the reasoning budget.",
     ),
     _chats(
         "--prefill-assistant/--no-prefill-assistant",
         default=True,
-        help="Continue an assistant's message at the end of a chat.",
+        help="Continue an assistant message at the end of a chat.",
     ),
-    _chats("--spm-infill", is_flag=True, help="/infill: what stands behind the gap goes first."),
-    _chats("--skip-chat-parsing/--no-skip-chat-parsing", default=False, help="Calls and thoughts stay in the text."),
+    _chats("--spm-infill", is_flag=True, help="/infill: put the suffix before the prefix."),
+    _chats("--skip-chat-parsing/--no-skip-chat-parsing", default=False, help="Leave calls and thoughts in the text."),
 ]
 
 
 def chat_options(function: F) -> F:
-    """Give a command what concerns chats; it receives `chat: ChatOptions`."""
+    """Add the chat options to a command; it receives `chat: ChatOptions`."""
 
     def fold(values: dict[str, Any]) -> None:
         values["chat"] = _chat(values)

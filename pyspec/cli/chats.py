@@ -1,4 +1,4 @@
-"""An engine served on this machine, and several chats at once against it, streamed over plain HTTP."""
+"""Serve an engine on this machine, and stream several concurrent chats from it over plain HTTP."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TIMEOUT_S = 120.0
 
 @dataclass
 class DemoChat:
-    """One question and what came back. `text` grows while the answer streams in; read it from any thread."""
+    """One question and its answer. `text` grows while the answer streams in; any thread may read it."""
 
     question: str
     text: str = ""
     finish: str = ""
     n_predicted: int = 0
-    rate: float = 0.0  # tokens/s after the first token, as the server measured it
+    rate: float = 0.0  # tokens/s after the first token, measured by the server
     mean_len: float = 1.0  # tokens a round
     acceptance: float = 0.0  # accepted / drafted
     n_drafted: int = 0
@@ -57,7 +57,7 @@ def served(engine: EngineLike) -> Iterator[int]:
 
 
 def ask(port: int, chat: DemoChat, speculative: bool) -> None:
-    """Send one chat and read its stream into `chat`. What goes wrong is kept in `chat.error`."""
+    """Send one chat and read its stream into `chat`. Errors are stored in `chat.error`."""
     from http.client import HTTPConnection, HTTPException
 
     began = time.perf_counter()
@@ -101,19 +101,19 @@ def _take(chat: DemoChat, event: dict) -> None:
 
 @dataclass(frozen=True)
 class DemoBatch:
-    """Chats that ran side by side, and the time from the first request to the last answer."""
+    """Concurrent chats, and the time from the first request to the last answer."""
 
     chats: Sequence[DemoChat]
     seconds: float
 
     @property
     def rate(self) -> float:
-        """Tokens of all streams a second, prompts and HTTP included."""
+        """Tokens of all streams per second, prompts and HTTP included."""
         return sum(c.n_predicted for c in self.chats) / self.seconds
 
     @property
     def error(self) -> str:
-        """The first thing that went wrong, or ""."""
+        """The first error, or ""."""
         for c in self.chats:
             if c.error or c.finish != "stop":
                 return f"{c.question!r}: {c.error or f'ended with {c.finish!r}, not with an end token'}"
@@ -126,7 +126,7 @@ def ask_all(
     speculative: bool,
     watch: Callable[[Sequence[DemoChat], bool], None] | None = None,
 ) -> DemoBatch:
-    """Ask all questions at once and wait. `watch(chats, is_over)` is called about ten times a second meanwhile.
+    """Send all questions at once and wait. `watch(chats, is_over)` is called about ten times a second.
 
     Raises PyspecError if any of them failed.
     """
@@ -140,7 +140,7 @@ def ask_all(
         time.sleep(0.1)
     for t in threads:
         t.join()
-    # the slowest stream's own clock: a watcher that draws must not lengthen what is measured
+    # time of the slowest stream's own clock: drawing must not lengthen the measurement
     batch = DemoBatch(chats, max(c.seconds for c in chats) if watch is not None else time.perf_counter() - began)
     if watch is not None:
         watch(chats, True)

@@ -1,4 +1,4 @@
-"""What the user wants loaded, as typed: looked up, checked and loaded from here."""
+"""The model that the user named: looked up, checked and loaded from here."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """What the user wants loaded, before any of it is looked up."""
+    """The model as named by the user, before any lookup."""
 
     model: str = ""
     repo: str = ""
     file: str = ""
     draft: str = ""
     draft_repo: str = ""
-    look: bool = True  # at the head of what is not here, before it is downloaded
+    look: bool = True  # check the head of a remote file before downloading it
 
     @property
     def named(self) -> str:
-        """As it was typed."""
+        """The name as typed."""
         return self.model or self.repo
 
     def check(self) -> None:
-        """Raise ConfigError for what can not be meant: no model or two, a file that is not here, a name that is none. Asks no network."""
+        """Raise ConfigError for an impossible choice: no model or two, a missing file, an unknown name. Uses no network."""
         from pyspec.catalog import lookup
         from pyspec.hub import split_name
 
         if bool(self.model) == bool(self.repo):
-            what = "-m and -hf exclude each other" if self.model else "which model? give a GGUF file, a name, or -hf"
+            what = "-m and -hf exclude each other" if self.model else "no model given: want a GGUF file, a name, or -hf"
             raise ConfigError(f"{what}; `pyspec models` lists names")
         if self.file and not self.repo:
-            raise ConfigError("-hff names a file of a repository: give that with -hf")
+            raise ConfigError("-hff names a file of a repository: name the repository with -hf")
         if self.draft and self.draft_repo:
             raise ConfigError("-md and -hfd exclude each other")
         for repo in filter(None, (self.repo, self.draft_repo)):
@@ -52,7 +52,7 @@ class ModelChoice:
             lookup(named)
 
     def is_here(self) -> bool:
-        """Whether nothing of it can need a download: files, and what is in the package. What has passed `check`."""
+        """True if nothing needs a download: local files and packaged models. Call `check` first."""
         from pyspec.catalog import Entry, lookup
 
         found = [lookup(named) for named in filter(None, (self.model, self.draft))]
@@ -60,8 +60,8 @@ class ModelChoice:
         return not (self.repo or self.draft_repo) and all(e.target is not None and e.target.packaged for e in entries)
 
     def locate(self) -> None:
-        """Find what is not here in the lists of its repositories: a network that is not there, a name or a quantisation that is none is told
-        in a second, without torch. What has passed `check`. Raises DownloadError, ConfigError."""
+        """Find remote files in their repositories' lists, so that a missing network, name or quantisation is reported within a second and without
+        torch. Call `check` first. Raises DownloadError, ConfigError."""
         from pyspec.catalog import Entry, lookup
         from pyspec.hub import Repository, split_name
 
@@ -74,16 +74,16 @@ class ModelChoice:
                 Repository.open(repo).choose(quant, "" if is_drafter else self.file, drafter=is_drafter)
 
     def look_before(self, plan: Callable[[], tuple[Path, EngineSettings]], *, apart: bool = False) -> None:
-        """Refuse what does not run or fit here by the heads of files that are not here, before they are downloaded. Raises PyspecError.
+        """Refuse a remote model that does not run or fit here, by the heads of its files, before the download. Raises PyspecError.
 
         plan   the target's file and the settings of the load
-        apart  look in a process of its own; `plan` is pickled
+        apart  check in a separate process; `plan` is pickled
         """
         if said := self.looked(plan, apart=apart):
-            raise DoesNotFit(f"{said}. Nothing was downloaded; --no-look does it all the same")
+            raise DoesNotFit(f"{said}. Nothing was downloaded; --no-look downloads it anyway")
 
     def looked(self, plan: Callable[[], tuple[Path, EngineSettings]], *, apart: bool = False) -> str:
-        """As `look_before`; but that it does not fit is returned, in words that end without a full stop."""
+        """As `look_before`, but returns the reason if the model does not fit, without a full stop; "" if it fits."""
         self.check()
         if not self.look or self.is_here():
             return ""
@@ -94,7 +94,7 @@ class ModelChoice:
         return looked(plan, Named(self.model, self.repo), apart=apart)
 
     def target(self) -> str:
-        """A path or a catalogue name; downloaded first with -hf. Raises ConfigError, DownloadError."""
+        """A path or a catalogue name; with -hf, downloaded first. Raises ConfigError, DownloadError."""
         self.check()
         return str(_from_hub(self.repo, self.file)) if self.repo else self.model
 
@@ -118,7 +118,7 @@ def _from_hub(name: str, file: str, *, drafter: bool = False) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineChoice:
-    """The engine as the user typed it; names of EngineSettings where they are the same."""
+    """The engine as described by the user, with the names of EngineSettings where they are the same."""
 
     choice: ModelChoice
     np: int
@@ -126,11 +126,11 @@ class EngineChoice:
     settings: Mapping[str, object]
 
     def check(self, np: int = 0) -> None:
-        """Raise ConfigError for settings that mean nothing, before the seconds that torch's import takes."""
+        """Raise ConfigError for invalid settings, before the slow import of torch."""
         settings_from({"np": np or self.np, "ctx": self.ctx, **self.settings})
 
     def load(self, np: int = 0, *, isolated: bool = False) -> Engine:
-        """Load it, with `np` slots if given, and in a process of its own if `isolated`. Raises PyspecError."""
+        """Load the engine, with `np` slots if given, in its own process if `isolated`. Raises PyspecError."""
         self.choice.look_before(partial(self.plan, np), apart=isolated)
         target, draft, values = self._looked_up(np)
         from pyspec.engine.api import Engine
@@ -139,7 +139,7 @@ class EngineChoice:
         return Engine.open(target, draft, values, isolated=isolated)
 
     def plan(self, np: int = 0) -> tuple[Path, EngineSettings]:
-        """The target's file and the settings that `load` would have. Raises PyspecError."""
+        """The target's file and the settings of `load`. Raises PyspecError."""
         found = self._looked_up(np)
         from pyspec.engine.pair import pair_of
 

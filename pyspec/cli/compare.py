@@ -1,4 +1,4 @@
-"""`pyspec bench compare`: two reports of `pyspec bench -o json`, and whether the later one is slower."""
+"""`pyspec bench compare`: two reports of `pyspec bench -o json`, checked for rates that fell."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.command("compare")
 @click.argument("before", metavar="A.json", type=REPORT)
 @click.argument("after", metavar="B.json", type=REPORT)
-@click.option("--max-regress", default="3%", callback=percent, help="A rate that fell by more: exit code 1.")
+@click.option("--max-regress", default="3%", callback=percent, help="Exit status 1 if a rate fell by more than this.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @verbose_option
 @click.pass_context
 def compare(ctx: click.Context, before: Path, after: Path, max_regress: float, as_json: bool) -> None:
     """Compare two reports of `pyspec bench -o json`: every rate of A with B's.
 
-    Exit status 1 if one fell by more than --max-regress. Example: pyspec bench compare main.json mine.json --max-regress 3%
+    Exit status 1 if a rate fell by more than --max-regress. Example: pyspec bench compare main.json mine.json --max-regress 3%
     """
     from pyspec.bench.result import compare as compared
     from pyspec.bench.result import read_rates
@@ -54,7 +54,7 @@ def compare(ctx: click.Context, before: Path, after: Path, max_regress: float, a
 
 
 def holds(found: Sequence[Change], max_regress: float, *, err: bool = True) -> bool:
-    """True if no rate fell by more than `max_regress`; what moved is told on stderr, or stdout."""
+    """True if no rate fell by more than `max_regress`. Prints changed rates to stderr or stdout."""
     good = True
     for c in found:
         is_worse = c.change < -max_regress

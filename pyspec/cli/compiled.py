@@ -1,4 +1,4 @@
-"""`pyspec doctor --compile`: all kernels of a model, or of usual shapes, compiled on all cores before a server is started."""
+"""`pyspec doctor --compile`: compile all kernels of a model, or of common shapes, on all cores before a server starts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def compile_ahead(choice: ModelChoice, archs: str, as_json: bool) -> int:
 
 
 def _targets(archs: str) -> list[GpuKind]:
-    """Those that are named, or this machine's GPU."""
+    """The named architectures, or this machine's GPU."""
     import torch
 
     from pyspec.cuda import prepare
@@ -58,7 +58,7 @@ def _targets(archs: str) -> list[GpuKind]:
     if archs:
         return [prepare.target_named(name) for name in archs.split(",")]
     if not torch.cuda.is_available():
-        raise DeviceError("there is no NVIDIA GPU here; name architectures (--arch sm_90,sm_120)")
+        raise DeviceError("no NVIDIA GPU here; name architectures (--arch sm_90,sm_120)")
     return [prepare.target_of(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
 
 

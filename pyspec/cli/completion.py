@@ -1,4 +1,4 @@
-"""`pyspec completion`: what a shell needs to complete commands, flags and models."""
+"""`pyspec completion`: shell completion of commands, flags and models."""
 
 from __future__ import annotations
 

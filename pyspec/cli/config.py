@@ -1,4 +1,4 @@
-"""`pyspec config`: what the server would run with and where each value comes from, and what becomes of llama-server's flags."""
+"""`pyspec config`: the server's settings and their origins, and the support of llama-server's flags."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def config() -> None:
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[SERVER ARGUMENTS]")
 @click.pass_context
 def show(ctx: click.Context, as_json: bool, args: tuple[str, ...]) -> None:
-    """Each setting of `pyspec server ARGUMENTS`, its value and its origin; nothing is loaded.
+    """Show each setting of `pyspec server ARGUMENTS`, its value and its origin; nothing is loaded.
 
-    An origin is default, command line, or the name of a variable of the environment.
+    The origin is default, command line, or the name of an environment variable.
     """
     rows = settings_of(ctx, list(args))
     for line in ctx.meta.get("pyspec.warnings", []):
@@ -61,7 +61,7 @@ def _flag(parameter: click.Parameter) -> str:
 
 
 def _public(name: str | None, value: Any) -> Any:
-    """The value, but no secrets."""
+    """The value, with secrets hidden."""
     if name in SECRET:
         return f"{len(value)} keys" if value else ""
     return value
@@ -85,7 +85,7 @@ def _shown(value: Any) -> str:
 @config.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def flags(as_json: bool) -> None:
-    """Every flag of llama-server: honoured, ignored, or refused, and why."""
+    """List every flag of llama-server: honoured, ignored or refused, with the reason."""
     listed = dict.fromkeys(llama_flags().values())
     if as_json:
         rows = [{"names": list(flag.names), "env": flag.env, "fate": flag.fate, "why": flag.why} for flag in listed]

@@ -1,4 +1,4 @@
-"""`pyspec demo`: a real server, eight chats at once, and what speculation gained. Needs no download and no GPU."""
+"""`pyspec demo`: a real server, eight concurrent chats, and the gain from speculation. Needs no download and no GPU."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ QUESTIONS = (
     "What is 36 x 7?",
     "write a function to compute fibonacci numbers",
 )
-"""Greedy answers of 46 to 85 tokens whose best token leads clearly everywhere, so they are the same on any machine."""
+"""Prompts whose greedy answers have 46 to 85 tokens with a clear best token everywhere, so they are the same on any machine."""
 
 ALONE = QUESTIONS[1]
-"""Asked alone for the one-stream rates."""
+"""The question for the single-stream rates."""
 
-TAIL = 30  # characters of a growing answer that the live table shows
+TAIL = 30  # characters of a growing answer in the live table
 
 
 @dataclass(frozen=True)
 class Race:
-    """Rates of the same work without and with speculation, measured in turns."""
+    """Rates of the same work without and with speculation, measured alternately."""
 
     title: str
-    plain: Sequence[float]  # tokens/s of all streams together, one a turn
+    plain: Sequence[float]  # tokens/s of all streams together, one per turn
     spec: Sequence[float]
 
     @property
@@ -50,16 +50,16 @@ class Race:
 
 
 @click.command()
-@click.option("-np", "--parallel", "np", default=8, type=click.IntRange(1, 32), help="Slots, and chats at once.")
+@click.option("-np", "--parallel", "np", default=8, type=click.IntRange(1, 32), help="Slots and concurrent chats.")
 @click.option("-r", "--turns", default=5, type=click.IntRange(1, 20), help="Turns of the comparison.")
-@click.option("-t", "--threads", default=0, help="CPU threads. 0: as torch chooses.")
+@click.option("-t", "--threads", default=0, help="CPU threads. 0: torch's choice.")
 @click.option("-dev", "--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
 @verbose_option
 @click.pass_context
 def demo(ctx: click.Context, np: int, turns: int, threads: int, device: str) -> None:
     """Show the packaged pair: eight chats, with and without speculation.
 
-    Starts a server, streams the chats, compares greedy texts, and measures both kinds in turns."""
+    Starts a server, streams the chats, compares greedy texts, and measures both alternately."""
     from pyspec.cli.logs import set_up
     from pyspec.engine.api import Engine
 
@@ -82,8 +82,8 @@ def demo(ctx: click.Context, np: int, turns: int, threads: int, device: str) -> 
 
 
 def _race(port: int, questions: Sequence[str], turns: int, first: DemoBatch) -> list[Race]:
-    """Plain and speculative in turns, all chats at once and one alone. Raises PyspecError if a text differs."""
-    if not any(c.n_drafted for c in first.chats):  # one chat may well run plain, if that is faster at the moment
+    """Plain and speculative runs in turns, with all chats at once and with one. Raises PyspecError if a text differs."""
+    if not any(c.n_drafted for c in first.chats):  # a single chat may run plain if that is faster at the moment
         raise PyspecError("speculation was on, but no chat drafted a single token")
     expected = {c.question: c.text for c in first.chats}
     races = []
@@ -109,11 +109,11 @@ def _check_same(chats: Sequence[DemoChat], expected: dict[str, str], speculative
             raise PyspecError(f"{c.question!r}: the {mode} answer differs from character {at} on")
 
 
-# -- what is shown -------------------------------------------------------------------------------------------------
+# -- output --------------------------------------------------------------------------------------------------------
 
 
 def _view() -> tuple[AbstractContextManager[object], Callable[[Sequence[DemoChat], bool], None]]:
-    """A live table on a terminal; elsewhere one line when a chat has ended."""
+    """A live table on a terminal; otherwise one line when a chat ends."""
     if sys.stdout.isatty():
         from rich.live import Live
 

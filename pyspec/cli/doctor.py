@@ -1,4 +1,4 @@
-"""`pyspec doctor`: what this machine is, which kernels it runs, and why it does not run the others."""
+"""`pyspec doctor`: facts about this machine, the kernels that run on it, and why others do not."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ VERDICT = "this machine runs pyspec with its own kernels"
 ON_CPU = "this machine runs pyspec on its CPU"
 NUMBA = "numba is not installed"
 FAILED = ("failed its check", "outputs differ", "its check")
-"""How refusals begin that are no limits: a kernel is wrong here."""
+"""Beginnings of refusals that show a wrong kernel, not a limit."""
 
 
 ARCHS = f"{__name__}.archs"
 
 
 def _remember(ctx: click.Context, option: click.Parameter, archs: str) -> None:
-    """What --compile is for, where that is not this machine's GPU."""
+    """Store the architectures for --compile, if they are not this machine's GPU's."""
     ctx.meta[ARCHS] = archs
 
 
 @click.command()
 @model_options
-@click.option("-md", "--model-draft", default="", help="Drafter's GGUF file, if the model is to be loaded with one.")
+@click.option("-md", "--model-draft", default="", help="Drafter's GGUF file to load with the model.")
 @click.option("-dev", "--device", "device_name", default="auto", help="auto, cpu, cuda, cuda:1 ...")
 @click.option(
-    "--kernels", default="auto", metavar="TIER", help="As for `pyspec server`: cuda, triton, reference, op=tier,..."
+    "--kernels", default="auto", metavar="TIER", help="As in `pyspec server`: cuda, triton, reference, op=tier,..."
 )
-@click.option("--recheck", is_flag=True, help="Forget what is known of kernels and check them again.")
+@click.option("--recheck", is_flag=True, help="Discard stored results and check the kernels again.")
 @click.option(
-    "--compile", "compiles", is_flag=True, help="Compile ahead all kernels that MODEL will ask for; no check."
+    "--compile", "compiles", is_flag=True, help="Compile all kernels of MODEL ahead of time, without a check."
 )
 @click.option(
     "--arch", default="", metavar="LIST", expose_value=False, callback=_remember,
-    help="With --compile: for these, as sm_90,sm_120. Needs no GPU.",
+    help="With --compile: target architectures, as sm_90,sm_120. Needs no GPU.",
 )  # fmt: skip
-@click.option("--cost", is_flag=True, help="Also measure what it would cost if an op ran a tier lower.")
+@click.option("--cost", is_flag=True, help="Also measure each op one tier lower.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def doctor(
@@ -55,16 +55,16 @@ def doctor(
     cost: bool,
     as_json: bool,
 ) -> None:
-    """Check the kernels on this machine; exit status 0 if all runs as it should, else 1.
+    """Check the kernels on this machine; exit status 0 if all run as they should, else 1.
 
-    On a machine without a GPU that is the CPU, and torch.
+    On a machine without a GPU, check the CPU and torch.
 
-    With MODEL it is loaded, and checked is what it runs with; without, a set of usual shapes. With --compile nothing is loaded or
-    checked: kernels are compiled into the cache, so that the first start of a server waits for none of them.
+    With MODEL, load it and check the kernels that it uses; without, check a set of common shapes. With --compile, load and check nothing:
+    compile the kernels into the cache, so that the first start of a server need not wait for them.
     """
     archs = ctx.meta.get(ARCHS, "")
     if archs and not compiles:
-        raise click.UsageError("--arch goes with --compile")
+        raise click.UsageError("--arch needs --compile")
     if compiles:
         from pyspec.cli.compiled import compile_ahead
 
@@ -80,12 +80,12 @@ def doctor(
 def examine(
     choice: ModelChoice, device_name: str, recheck: bool, kernels: str = "auto", cost: bool = False
 ) -> dict[str, Any]:
-    """Everything doctor says, as JSON has it."""
+    """The whole report of doctor, as for JSON."""
     from dataclasses import asdict
 
     from pyspec.config import EngineSettings
 
-    EngineSettings(device=device_name, kernels=kernels)  # refuses names that mean nothing here
+    EngineSettings(device=device_name, kernels=kernels)  # refuses invalid names
 
     import torch
 
@@ -130,7 +130,7 @@ def examine(
 
 
 def _load(choice: ModelChoice, device: str, kernels: str) -> None:
-    """Load the model as the server would, with one slot; whatever it asks for is remembered by the ops."""
+    """Load the model as the server would, with one slot; the ops record the kernels that it requests."""
     from pathlib import Path
 
     from pyspec.catalog import resolve
@@ -152,16 +152,16 @@ def _load(choice: ModelChoice, device: str, kernels: str) -> None:
 
 
 def _why_not(device_type: str, found: list[Finding]) -> str:
-    """Why the machine does not run everything with kernels of ours; "" if it does."""
+    """The reason why some ops do not run with pyspec's own kernels; "" if all do."""
     import torch
 
     if device_type != "cuda":
         if torch.cuda.is_available():
-            return "asked about the CPU"
+            return "the CPU was requested"
         if torch.version.hip:
             return "no AMD GPU"
         return "no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
-    slow = [f for f in found if not f.own and f.refused]  # not those that have no kernel on any machine
+    slow = [f for f in found if not f.own and f.refused]  # without those that have no kernel on any machine
     if not slow:
         return ""
     first = slow[0]
@@ -170,7 +170,7 @@ def _why_not(device_type: str, found: list[Finding]) -> str:
 
 
 def _wrong_on_cpu(found: list[Finding], *, was_asked: bool) -> str:
-    """What is not as it should be where the CPU runs; "" if all is."""
+    """The fault of a machine that runs on its CPU; "" if there is none."""
     import torch
 
     from pyspec.cuda.machine import CUDA_PACKAGES, has_driver
@@ -188,13 +188,13 @@ def _wrong_on_cpu(found: list[Finding], *, was_asked: bool) -> str:
 
 
 def _verdict(device_type: str, why: str, wrong: str, found: list[Finding]) -> str:
-    """The last line."""
+    """The last line of the report."""
     if device_type == "cuda":
         return f"{VERDICT}: no: {why}" if why else f"{VERDICT}: yes"
     if wrong:
         return f"{ON_CPU}: no: {wrong}"
     has_numba = not any(refused.reason.startswith(NUMBA) for finding in found for refused in finding.refused)
-    faster = "" if has_numba else "; with numba (pip install numba) recurrent models run twice as fast"
+    faster = "" if has_numba else "; numba (pip install numba) makes recurrent models twice as fast"
     return f"{ON_CPU}: yes ({why}{faster})"
 
 

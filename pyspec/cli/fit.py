@@ -1,4 +1,4 @@
-"""`pyspec fit`: what fits this machine, or a GPU of so much memory, with numbers and the flags to use."""
+"""`pyspec fit`: the settings that fit this machine, or a GPU of a given size, with figures and flags."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.command(cls=FlagCommand)
 @engine_options
 @click.option(
-    "--vram", default="0", callback=_bytes, metavar="SIZE", help="Plan for a GPU with this much free, e.g. 24G."
+    "--vram", default="0", callback=_bytes, metavar="SIZE", help="Plan for a GPU with this much free memory, e.g. 24G."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> None:
-    """Show what fits: weights, KV, drafter, checkpoints, and contexts for numbers of slots.
+    """Show the memory that a model needs, and the slots and contexts that fit.
 
-    From the memory plan: no weight is loaded, and of a file that is not here only the head is fetched. Exit status 5 if nothing fits.
+    Computed from the file's head: no weights are loaded or downloaded. Exit status 5 if nothing fits.
 
     Example: pyspec fit -hf user/repo:Q4_K_M --vram 24G
     """
@@ -69,7 +69,7 @@ def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> N
 
 
 def summary(report: FitReport, engine: EngineChoice) -> dict[str, Any]:
-    """Everything fit says, as JSON has it; bytes."""
+    """The whole report of fit as for JSON, in bytes."""
     d, best = report.description, report.best(max(engine.np, 0), engine.ctx)
     return {
         "model": engine.choice.model or engine.choice.repo,
@@ -96,7 +96,7 @@ def summary(report: FitReport, engine: EngineChoice) -> dict[str, Any]:
 
 
 def _fewer(report: FitReport, best: Fit) -> str:
-    """Why fewer slots are advised than were asked for."""
+    """The reason for advising fewer slots than requested."""
     asked = next(one for one in report.fits if one.np == report.description.settings.np)
     if best.np >= asked.np:
         return ""
@@ -105,7 +105,7 @@ def _fewer(report: FitReport, best: Fit) -> str:
 
 
 def _flags(engine: EngineChoice, np: int, n_ctx: int) -> list[str]:
-    """To give to `pyspec server` or `run`, with those that were given to fit."""
+    """The flags for `pyspec server` or `run`, including those given to fit."""
     choice = engine.choice
     words = [choice.model] if choice.model else ["-hf", choice.repo, *(["-hff", choice.file] if choice.file else [])]
     words += ["-md", choice.draft] if choice.draft else []
@@ -114,7 +114,7 @@ def _flags(engine: EngineChoice, np: int, n_ctx: int) -> list[str]:
 
 
 def _others(engine: EngineChoice) -> list[str]:
-    """Every other flag whose value is not the default: each may change what fits."""
+    """Every other flag with a value that is not its default: each may change the memory."""
     from pyspec.config import EngineSettings
     from pyspec.ranges import rules_of
 
@@ -140,7 +140,7 @@ def _show(report: FitReport, about: dict[str, Any]) -> None:
         where = f"{'each of ' if d.is_cuda else ''}{d.settings.tp} ranks; {where}"
     click.echo(f"{about['model']} on {where}; {size(report.usable)} may be used")
     click.echo(about["draft_note"] or "no drafter")
-    t = table("what", "bytes", "of that, each slot", right=("bytes", "of that, each slot"))
+    t = table("what", "bytes", "per slot", right=("bytes", "per slot"))
     each = {"kv": report.kv_per_slot, "state": report.state_per_slot, "draft_kv": report.draft_per_slot}
     for purpose, title in NAMES.items():
         if n := getattr(report.asked, purpose):
@@ -150,7 +150,7 @@ def _show(report: FitReport, about: dict[str, Any]) -> None:
     show(t)
     if report.checkpoint:
         click.echo(
-            f"a checkpoint of a slot's recurrent state takes {size(report.checkpoint)}; one for each slot is counted\n"
+            f"a checkpoint of a slot's recurrent state takes {size(report.checkpoint)}; one per slot is included\n"
         )
     t = table("slots", "tokens each", "bytes", right=("slots", "tokens each", "bytes"))
     for one in report.fits:

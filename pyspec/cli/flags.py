@@ -1,7 +1,7 @@
-"""How flags are read: the long name before the short one, llama-server's that are not ours by a table, help in groups.
+"""Parsing of flags: long names before short ones, llama-server's flags by a table, help in groups.
 
-What is to become of a flag of llama-server stands in `llama_flags.toml`: honoured (an option of ours has its names), ignored with
-the reason, or refused with the reason. Nothing that would change a text is ignored.
+`llama_flags.toml` lists each flag of llama-server as honoured (an option of pyspec has its names), ignored or refused, with the
+reason. Flags that would change a text are never ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import click
 
 TABLE = Path(__file__).with_name("llama_flags.toml")
-OTHERS = "Other"  # the group of options that name none
+OTHERS = "Other"  # group of options without one
 ATTACHED = re.compile(r"-[a-zA-Z]-?[0-9][0-9.]*")  # -t4
 OFF = ("", "0", "false", "off", "no")
 EMPTY = (None, "", (), False)  # defaults that help does not show
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LlamaFlag:
-    """A flag of llama-server: its spellings, how many values it takes, and what becomes of it."""
+    """A flag of llama-server: its spellings, its number of values, and its support."""
 
     names: tuple[str, ...]
     fate: Literal["honoured", "ignored", "refused"]
@@ -40,13 +40,13 @@ class LlamaFlag:
     harmless: tuple[str, ...] = ()
 
     def error(self, name: str) -> str:
-        """What a user who gave it under this name is told."""
+        """The message for a user who gave the flag under this name."""
         return f"{name}: {self.why}"
 
 
 @cache
 def llama_flags() -> dict[str, LlamaFlag]:
-    """Every spelling of llama-server, and its flag."""
+    """Every spelling of llama-server with its flag."""
     import tomllib
 
     with TABLE.open("rb") as file:
@@ -67,14 +67,14 @@ def _flag(text: str, fate: Any, **more: Any) -> LlamaFlag:
 
 
 class GroupedOption(click.Option):
-    """An option that help shows under a heading, with its default."""
+    """An option that help lists under a heading, with its default."""
 
     def __init__(self, *args: Any, group: str = OTHERS, said: str = "", **kwargs: Any) -> None:
         if "show_default" not in kwargs and not kwargs.get("hidden"):
             kwargs["show_default"] = kwargs.get("default") not in EMPTY
         super().__init__(*args, **kwargs)
         self.group, self.said_default = group, said
-        self.off_by: tuple[str, ...] = ()  # variables of its envvar that switch it off whatever their value is
+        self.off_by: tuple[str, ...] = ()  # variables that switch the option off, with any value
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         name = variable_of(self)
@@ -93,21 +93,21 @@ def grouped(group: str) -> Callable[..., Callable[[F], F]]:
 
 
 def variable_of(param: click.Parameter) -> str:
-    """The variable in the environment that would give a parameter its value, "" if none is there."""
+    """The environment variable that sets a parameter, "" if none does."""
     names = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
     off_by = param.off_by if isinstance(param, GroupedOption) else ()
     return next((name for name in names if os.environ.get(name) or (name in off_by and name in os.environ)), "")
 
 
 def env_of(ctx: click.Context, param: click.Parameter) -> str:
-    """The variable that a parameter has its value from, "" if it has it from elsewhere."""
+    """The environment variable that a parameter's value came from, "" if it came from elsewhere."""
     if ctx.get_parameter_source(param.name or "") is not click.core.ParameterSource.ENVIRONMENT:
         return ""
     return variable_of(param) or "environment"
 
 
 class FlagCommand(click.Command):
-    """A command whose flags may be llama-server's. Every option can be given as PYSPEC_NAME in the environment, too."""
+    """A command that also understands llama-server's flags. Every option can be set as PYSPEC_NAME in the environment, too."""
 
     reads_llama_env = False
 
@@ -118,7 +118,7 @@ class FlagCommand(click.Command):
                 param.envvar = list(self._env_of(param))
 
     def _env_of(self, option: click.Option) -> Iterator[str]:
-        """Variables of an option, those first that go before the others: ours, then llama.cpp's, of which NO_NAME goes before NAME."""
+        """Variables of an option in order of precedence: pyspec's, then llama.cpp's, with NO_NAME before NAME."""
         own = _own_env(option)
         llama = sorted({llama_flags()[name].env for name in option.opts if name in llama_flags()} - {""})
         llama += [FORMER[name] for name in llama if name in FORMER]
@@ -133,7 +133,7 @@ class FlagCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         reader = _Reader(self, ctx)
-        if ctx.resilient_parsing:  # a shell completes what is not finished
+        if ctx.resilient_parsing:  # a shell completes an unfinished line
             with suppress(click.UsageError):
                 args = reader.read(args)
             return super().parse_args(ctx, args)
@@ -144,7 +144,7 @@ class FlagCommand(click.Command):
         try:
             return super().parse_args(ctx, reader.read(args))
         except click.BadParameter as e:
-            if e.param is not None and (name := env_of(ctx, e.param)):  # nobody has typed that flag
+            if e.param is not None and (name := env_of(ctx, e.param)):  # the flag was not typed
                 e.message += f" ({name} in the environment)"  # type: ignore[misc]  # final only in click's newer types
             raise
 
@@ -160,22 +160,22 @@ class FlagCommand(click.Command):
 
 
 class LlamaCommand(FlagCommand):
-    """A command that takes the place of one of llama.cpp's: it reads LLAMA_ARG_NAME, too. The command line goes first."""
+    """A command that replaces one of llama.cpp's: it also reads LLAMA_ARG_NAME. The command line takes precedence."""
 
     reads_llama_env = True
 
 
 FORMER = {"LLAMA_ARG_UI": "LLAMA_ARG_WEBUI"}
-"""Variables of switches by the names that earlier releases of llama.cpp have for them: compose files keep those."""
+"""Variables of switches under the names of earlier llama.cpp releases, which compose files still use."""
 
 
 def negative_of(variable: str) -> str:
-    """The variable that switches off what `variable` switches on or off: LLAMA_ARG_UI, LLAMA_ARG_NO_UI."""
+    """The variable that switches off the setting of `variable`: LLAMA_ARG_NO_UI for LLAMA_ARG_UI."""
     return re.sub("^(LLAMA_ARG_|PYSPEC_)", r"\1NO_", variable)
 
 
 def _negative(flag: LlamaFlag) -> LlamaFlag | None:
-    """The flag of llama-server that says the opposite, which may be the same one; None: there is none."""
+    """llama-server's flag with the opposite meaning, possibly the same one; None: there is none."""
     names = (f"--no-{name[2:]}" for name in flag.names if name.startswith("--"))
     return next((llama_flags()[name] for name in names if name in llama_flags()), None) if flag.env else None
 
@@ -193,8 +193,8 @@ def llama_variables() -> frozenset[str]:
 
 
 def known_variables() -> set[str]:
-    """Every variable of the environment that some command reads, llama.cpp's among them."""
-    from pyspec.cli import COMMANDS, command_of  # which import the commands, and those this
+    """Every environment variable that a command reads, llama.cpp's included."""
+    from pyspec.cli import COMMANDS, command_of  # imports the commands, which import this module
 
     params = [param for name in COMMANDS for param in command_of(name).params]
     named = (name for param in params if isinstance(param.envvar, list) for name in param.envvar)
@@ -202,8 +202,8 @@ def known_variables() -> set[str]:
 
 
 def unknown_variables(reads_llama_env: bool) -> list[str]:
-    """A line about each variable that is named like a setting and sets nothing. Of ours only what is nearly one: other programs, Kubernetes
-    for one, make PYSPEC_SERVICE_HOST and the like."""
+    """A line about each variable that is named like a setting but sets nothing. Of PYSPEC_ variables only near misses are reported, because other
+    programs define some: Kubernetes sets PYSPEC_SERVICE_HOST and the like."""
     prefixes = ("PYSPEC_", "LLAMA_ARG_") if reads_llama_env else ("PYSPEC_",)
     found = sorted(name for name in os.environ if name.startswith(prefixes) and name not in OURS)
     if not (found := [name for name in found if name not in llama_variables()]):
@@ -216,23 +216,23 @@ def unknown_variables(reads_llama_env: bool) -> list[str]:
         if name not in known and (near or prefix != "PYSPEC_"):
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             lines.append(
-                _without_variable(name) or f"{name} in the environment is no setting and changes nothing{hint}"
+                _without_variable(name) or f"{name} in the environment is not a setting and has no effect{hint}"
             )
     return lines
 
 
 def _without_variable(name: str) -> str:
-    """A line about a variable that looks like that of a flag for which llama-server has none; "" if it does not."""
+    """A line about a variable named like a flag for which llama-server has no variable; "" for others."""
     word = name.removeprefix("LLAMA_ARG_")
     flag = llama_flags().get("--" + word.lower().replace("_", "-")) if word != name else None
     if flag is None:
         return ""
-    ours = f"; PYSPEC_{word} does" if flag.fate == "honoured" else f": {flag.why}"
-    return f"{name} in the environment changes nothing{ours}"
+    ours = f"; use PYSPEC_{word}" if flag.fate == "honoured" else f": {flag.why}"
+    return f"{name} in the environment has no effect{ours}"
 
 
 def _near_names(name: str, prefix: str, known: Iterable[str]) -> list[str]:
-    """Names without the prefix that may have been meant: those that begin so, else like spellings."""
+    """Names without the prefix that may have been meant: those that start alike, else similar spellings."""
     word = name.removeprefix(prefix)
     others = sorted(other.removeprefix(prefix) for other in known if other.startswith(prefix))
     return [o for o in others if len(word) > 2 and o.startswith(word)][:2] or get_close_matches(word, others, 1, 0.75)
@@ -245,9 +245,9 @@ def _own_env(option: click.Option) -> list[str]:
 
 
 class _Reader:
-    """One command line: what is ours is kept for click, what is ignored is noted, and what is unknown is refused with a hint.
+    """One command line: pyspec's flags are kept for click, ignored flags are noted, unknown flags are refused with a hint.
 
-    click would read `-sm layer` as `-s m` and take `layer` for the model.
+    Plain click would read `-sm layer` as `-s m` and take `layer` for the model.
     """
 
     def __init__(self, command: click.Command, ctx: click.Context) -> None:
@@ -257,18 +257,18 @@ class _Reader:
         self._shown = [name for p in options if not p.hidden for name in (*p.opts, *p.secondary_opts)]
 
     def look_around(self) -> None:
-        """Flags in the environment that are ignored, or refused. Raises UsageError."""
+        """Check the environment for ignored and refused flags. Raises UsageError."""
         for flag in dict.fromkeys(llama_flags().values()):
             if (no := negative_of(flag.env)) in os.environ and (negative := _negative(flag)) is not None:
                 if negative.fate != "honoured":
                     self._judge(negative, no, [])
-                continue  # it goes before the other, whatever its value is
+                continue  # it takes precedence with any value
             value = os.environ.get(flag.env) if flag.env and flag.fate != "honoured" else None
             if value is not None and (flag.n_value or value.lower() not in OFF):
                 self._judge(flag, flag.env, [value])
 
     def read(self, args: Sequence[str]) -> list[str]:
-        """The words that are click's. Raises UsageError, NoSuchOption."""
+        """The words for click. Raises UsageError, NoSuchOption."""
         kept: list[str] = []
         words = list(args)
         while words:
@@ -290,7 +290,7 @@ class _Reader:
         return kept
 
     def _known(self, word: str) -> tuple[str, str, str]:
-        """Name, "=" and value of a flag that somebody knows; `_` in long names is `-`, as for llama.cpp."""
+        """Name, "=" and value of a known flag; `_` in long names is read as `-`, as in llama.cpp."""
         name, given, value = word.partition("=")
         plain = {"--usage": "--help"}.get(name, name.replace("_", "-") if name.startswith("--") else name)
         for spelling in dict.fromkeys((plain, name)):
@@ -306,7 +306,7 @@ class _Reader:
         return click.NoSuchOption(name, f"No such option: {name}.{hint}", ctx=self._ctx)
 
     def _near(self, name: str) -> list[str]:
-        """Options of ours that may have been meant: like spellings first, then those that begin so."""
+        """Options that may have been meant: similar spellings first, then those that start alike."""
         bare = {shown.strip("-"): shown for shown in reversed(self._shown)}
         word = name.strip("-")
         near = [other for other in bare if len(word) > 2 and other.startswith(word)]
@@ -320,20 +320,20 @@ class _Reader:
         if values is None:
             n = flag.n_value
             if n == 1 and words and words[0].split("=")[0] in (self._own.keys() | llama_flags().keys()):
-                n = 0  # `-fa` was a switch once
+                n = 0  # `-fa` was once a switch
             values = words[:n]
             del words[:n]
         self._judge(flag, name, values)
 
     def _judge(self, flag: LlamaFlag, name: str, values: Sequence[str]) -> None:
         if flag.fate == "ignored":
-            self._ctx.meta.setdefault("pyspec.notes", []).append(f"{name} changes nothing: {flag.why}")
+            self._ctx.meta.setdefault("pyspec.notes", []).append(f"{name} has no effect: {flag.why}")
         elif not values or any(value not in flag.harmless for value in values):
             raise click.UsageError(flag.error(name), self._ctx)
 
 
 def gathered(kind: type[T], name: str = "options") -> Callable[[F], F]:
-    """A command's options as one object: a dataclass whose fields have their names."""
+    """Pass a command's options as one dataclass whose fields have the options' names."""
 
     def decorate(function: F) -> F:
         @wraps(function)
@@ -347,5 +347,5 @@ def gathered(kind: type[T], name: str = "options") -> Callable[[F], F]:
 
 
 def commas(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> tuple[str, ...]:
-    """Callback of options that may be repeated, or hold several values between commas."""
+    """Callback of options that may be repeated, or hold several values separated by commas."""
     return tuple(part.strip() for text in texts for part in text.split(",") if part.strip())

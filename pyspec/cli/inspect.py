@@ -1,4 +1,4 @@
-"""`pyspec inspect`: what a GGUF file holds."""
+"""`pyspec inspect`: metadata, tensors and sizes of a GGUF file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from pyspec.cli import verbose_option
 
-WIDE = 100  # characters of a metadata value that are shown
+WIDE = 100  # characters of a metadata value shown
 
 
 @click.command()
@@ -21,7 +21,7 @@ WIDE = 100  # characters of a metadata value that are shown
 def inspect(file: str, as_json: bool, tensors: bool) -> None:
     """Show metadata, tensors and sizes of a GGUF file.
 
-    FILE may also be a name of the catalogue: of a file that is not here only the head is fetched."""
+    FILE may also be a catalogue name; of a remote file only the head is downloaded."""
     from pyspec.catalog import resolve
     from pyspec.gguf import has_head, open_gguf
     from pyspec.gguf.inspect import describe

@@ -1,4 +1,4 @@
-"""`pyspec list`: the models that are on this machine, and the drafters they are paired with."""
+"""`pyspec list`: the models on this machine and their drafters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Here:
-    """A file on this machine, and what to type for it."""
+    """A file on this machine, and the name or flag to load it with."""
 
     type: str  # "demo", "-hf user/repo:Q8_0"
     file: str
     bytes: int
     what: str  # target, a drafter's kind, or "unfinished"
-    pair: str  # of a target: the drafter's file that goes with it
+    pair: str  # of a target: its drafter's file
     path: str
 
 
@@ -32,9 +32,9 @@ class Here:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @verbose_option
 def list_models(as_json: bool) -> None:
-    """List the models that are on this machine.
+    """List the models on this machine.
 
-    Packaged ones, and what lies in the Hugging Face cache, with the drafter that goes with each.
+    Packaged models and those in the Hugging Face cache, each with its drafter.
     """
     found = [*_packaged(), *_cached()]
     if as_json:
@@ -47,7 +47,7 @@ def list_models(as_json: bool) -> None:
         row(t, one.type, one.file, f"{one.bytes / 1e9:.2f}", one.what, one.pair or "-")
     show(t)
     if n := sum(one.what == "unfinished" for one in found):
-        click.echo(f"{n} unfinished: `pyspec pull -hf` goes on", err=True)
+        click.echo(f"{n} unfinished: `pyspec pull -hf` resumes them", err=True)
 
 
 def _packaged() -> Iterator[Here]:
@@ -88,7 +88,7 @@ def _here(repository: CachedRepository, file: CachedFile, files: set[tuple[str, 
 
 
 def _name_of(file: CachedFile) -> str:
-    """Of the catalogue's entry that means this file, NAME:QUANT for another quantisation of its repository; "" if none does."""
+    """The catalogue name of a file, NAME:QUANT for another quantisation of its repository; "" if it has none."""
     from pyspec.catalog import catalogue
     from pyspec.hub import models_of, quant_of
 

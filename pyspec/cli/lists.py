@@ -1,4 +1,4 @@
-"""Lists of numbers as llama-bench takes them: 512,1024 and ranges: 1-8, 0-512+128, 1-64*2."""
+"""Lists of numbers as in llama-bench: 512,1024 and ranges: 1-8, 0-512+128, 1-64*2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import click
 
 PART = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?")
-MOST = 64  # numbers of one list
+MOST = 64  # numbers in one list
 FORM = "want numbers between commas, or ranges: 512,1024 or 1-8 or 0-512+128 or 1-64*2"
 
 
@@ -32,7 +32,7 @@ def numbers(text: str) -> list[int]:
 
 
 def in_list(low: int, high: int, what: str) -> Callable[..., tuple[int, ...]]:
-    """A callback for an option that is repeated or holds a list: its numbers in order, each once."""
+    """A callback for an option that may be repeated or hold a list: its numbers in order, without duplicates."""
 
     def read(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> tuple[int, ...]:
         try:
@@ -48,7 +48,7 @@ def in_list(low: int, high: int, what: str) -> Callable[..., tuple[int, ...]]:
 
 
 def pairs(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Callback of -pg: tokens of a prompt and of an answer, PROMPT,ANSWER."""
+    """Callback of -pg: prompt tokens and answer tokens, PROMPT,ANSWER."""
     found = []
     for text in texts:
         match = re.fullmatch(r"(\d{1,8}),(\d{1,8})", text.strip())

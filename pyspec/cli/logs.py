@@ -1,4 +1,4 @@
-"""Logging of the commands: the only place that gives it a handler."""
+"""Logging of the commands: the only place that installs log handlers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LEVELS = {
     4: logging.DEBUG,
     5: logging.DEBUG,
 }
-"""-lv as in llama-server: 0 says nothing, 3 is the default, 4 and 5 say everything."""
+"""-lv as in llama-server: 0 is silent, 3 is the default, 4 and 5 log everything."""
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time (Unix seconds), level, logger, message, the record's `fields`, a traceback if there is one.
+    """One JSON object per line: time (Unix seconds), level, logger, message, the record's `fields`, a traceback if there is one.
 
-    A line about something that programs look for says which in `event`: listening, loading, ready, request.
+    `event` marks the lines that programs look for: listening, loading, ready, request.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -50,7 +50,7 @@ class TextLines(logging.Formatter):
 
 
 class FileLog(logging.FileHandler):
-    """A log file that may be full: then lines are lost, and no word of it goes elsewhere for each."""
+    """A log file. If its disk is full, lines are lost without further messages."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exception(), OSError):
@@ -58,7 +58,7 @@ class FileLog(logging.FileHandler):
 
 
 def set_up(level: int = 3, form: str = "text", file: str = "") -> None:
-    """Log to stderr, and to a file if one is named. Ours at `level` (0..5), other libraries from warnings on.
+    """Log to stderr, and to a file if one is named: pyspec's messages at `level` (0..5), other libraries' from warnings on.
 
     Raises ConfigError if the file can not be written.
     """

@@ -1,4 +1,4 @@
-"""Progress of what takes more than two seconds: a bar on a terminal, a line now and then elsewhere; on stderr, never on stdout."""
+"""Progress of work of more than two seconds: a bar on a terminal, otherwise occasional lines; on stderr, never on stdout."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from pyspec.cli.choice import EngineChoice
     from pyspec.engine.api import Engine
 
-FIRST_S = 2.0  # what is over before needs no word
-EVERY_S = 10.0  # between lines, where there is no terminal
+FIRST_S = 2.0  # shorter work is not reported
+EVERY_S = 10.0  # between lines, without a terminal
 
 
 class Tell(Protocol):
-    """Takes how much is done, of how much, and of what if that changes."""
+    """Receives the done amount, the total, and a new label if it changes."""
 
     def __call__(self, done: int, whole: int, what: str = "") -> None: ...
 
 
 @contextmanager
 def meter(what: str) -> Iterator[Tell]:
-    """Something under way; tell it how far it is, from any thread."""
+    """A progress display; any thread may report to it."""
     if sys.stderr.isatty():
         with _bar(what) as tell:
             yield tell
@@ -36,7 +36,7 @@ def meter(what: str) -> Iterator[Tell]:
 
 @contextmanager
 def load_meter() -> Iterator[None]:
-    """Shows how far a load is."""
+    """Show the progress of a load."""
     from pyspec.progress import heard_by
 
     with (
@@ -48,7 +48,7 @@ def load_meter() -> Iterator[None]:
 
 @contextmanager
 def pull_lines() -> Iterator[None]:
-    """Says how far a file is, and its hash, in lines; on a terminal the library that downloads has bars of its own."""
+    """Print the progress of downloads and hashes in lines; on a terminal the download library draws its own bars."""
     from pyspec.progress import DOWNLOAD, heard_by
 
     tell, has_bars = _lines(""), sys.stderr.isatty()
@@ -62,7 +62,7 @@ def pull_lines() -> Iterator[None]:
 
 
 def shown_load(choice: EngineChoice, np: int, *, isolated: bool = False) -> Engine:
-    """`choice.load`, with a meter."""
+    """`choice.load` with a progress display."""
     with load_meter():
         return choice.load(np, isolated=isolated)
 

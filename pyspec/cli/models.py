@@ -1,4 +1,4 @@
-"""`pyspec models`: the catalogue, with what each model takes, and whether it is here and fits."""
+"""`pyspec models`: the catalogue, with sizes, memory, and whether each model is here and fits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from pyspec.catalog import Entry
     from pyspec.cli.room import FreeMemory
 
-SHARE = 0.96  # of what is free that a load may take: engine/plan/memory_plan.py, RESERVE
+SHARE = 0.96  # share of free memory that a load may use: engine/plan/memory_plan.py, RESERVE
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One thing to type. bytes, memory: about; 0: not known. fits: "yes", "no" or "?"."""
+    """One name of the catalogue. bytes, memory: approximate; 0: unknown. fits: "yes", "no" or "?"."""
 
     name: str
     bytes: int
@@ -35,8 +35,8 @@ class Listed:
 def models(as_json: bool) -> None:
     """List the models that can be given by name.
 
-    With their sizes, the memory they take (one slot of 8,192 tokens, no drafter), whether they fit this machine, and which are on it. Other
-    quantisations of a model's repository are given as NAME:QUANT.
+    Shows sizes, memory (one slot of 8,192 tokens, no drafter), and whether each model is on this machine and fits. Other quantisations of a
+    model's repository are named NAME:QUANT.
     """
     from pyspec.catalog import catalogue
     from pyspec.cli.room import room
@@ -55,8 +55,10 @@ def models(as_json: bool) -> None:
             about = ("", "") if i else (_drafters(entry), entry.title if entry.runs else f"{entry.title} (not run yet)")
             row(t, one.name, _gb(one.bytes), _gib(one.memory), one.fits, "yes" if one.here else "-", *about)
     show(t)
-    where = f"{free.free / 2**30:.1f} GiB free on {free.where}" if free else "this machine does not say what it has"
-    click.echo(f"sizes are about, `pyspec fit NAME` has them to the byte; {where}")
+    where = (
+        f"{free.free / 2**30:.1f} GiB free on {free.where}" if free else "the free memory of this machine is unknown"
+    )
+    click.echo(f"sizes are approximate, `pyspec fit NAME` computes them exactly; {where}")
 
 
 def _gb(n: int) -> str:
@@ -68,7 +70,7 @@ def _gib(n: int) -> str:
 
 
 def _choices(entry: Entry, free: FreeMemory | None, here: set[str]) -> Iterator[Listed]:
-    """What to type for an entry: its own name, and those of other quantisations."""
+    """The names of an entry: its own, and those of other quantisations."""
     for need in entry.needs():
         fits = "?" if free is None or not need.memory else "yes" if need.memory <= SHARE * free.free else "no"
         yield Listed(need.name, need.bytes, need.memory, fits if entry.runs else "no", need.name in here)
@@ -79,7 +81,7 @@ def _drafters(entry: Entry) -> str:
 
 
 def _here() -> set[str]:
-    """Names of what lies on this machine."""
+    """Names of the models on this machine."""
     from pyspec.catalog import catalogue
     from pyspec.hub import quant_of
     from pyspec.hub.cache import cached_repositories

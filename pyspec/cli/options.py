@@ -1,4 +1,4 @@
-"""Options that several commands share, with llama-server's names where the meaning is the same."""
+"""Options that several commands share, under llama-server's names where the meaning is the same."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Number(click.FloatRange):
-    """A finite number in a range: click lets NaN through."""
+    """A finite number in a range: click accepts NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
         if not isfinite(number):
-            self.fail(f"{value} is no finite number.", param, ctx)
+            self.fail(f"{value} is not a finite number.", param, ctx)
         return number
 
 
-LLAMA_CPP = {"ngram": "ngram-simple"}  # spelling of a drafter where it is not draft-NAME
+LLAMA_CPP = {"ngram": "ngram-simple"}  # drafters that are not spelled draft-NAME
 SPEC_TYPES = {name: name for name in (*WHETHER, *DRAFTERS)} | {
     LLAMA_CPP.get(name, f"draft-{name}"): name for name in DRAFTERS
 }
-"""Our spellings and llama.cpp's."""
+"""pyspec's spellings and llama.cpp's."""
 
 
 def apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:
-    """One decorator out of several, in the order in which help shows them."""
+    """One decorator of several, in the order of help."""
 
     def decorate(function: F) -> F:
         for option in reversed(options):
@@ -57,7 +57,7 @@ def apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:
 
 
 def tell_ignored() -> None:
-    """Log which flags and variables changed nothing. Called once logging is set up."""
+    """Log the flags and variables that had no effect. Called once logging is set up."""
     for text in click.get_current_context().meta.get("pyspec.warnings", []):
         log.warning("%s", text)
     for text in click.get_current_context().meta.get("pyspec.notes", []):
@@ -72,11 +72,11 @@ def _spec_type(ctx: click.Context, param: click.Parameter, value: str) -> str:
 
 
 def _split_mode(ctx: click.Context, param: click.Parameter, value: str) -> None:
-    """llama.cpp's way to say it: for `_engine_choice`, and for whoever wonders about a way that there is not."""
+    """llama.cpp's flag for several GPUs: checked here, used in `_engine_choice`."""
     ctx.meta["pyspec.split"] = value
     if value in ("layer", "row"):
         why = "the model runs on one device, or its tensors are divided over several (--tp)"
-        ctx.meta.setdefault("pyspec.notes", []).append(f"-sm {value} changes nothing: {why}")
+        ctx.meta.setdefault("pyspec.notes", []).append(f"-sm {value} has no effect: {why}")
 
 
 SPLITS = ("none", "layer", "row", "tensor")
@@ -87,11 +87,11 @@ _draft = grouped("Drafts")
 
 
 def _device_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    """Ours, or llama.cpp's: CUDA0, none."""
+    """A device in pyspec's spelling, or llama.cpp's: CUDA0, none."""
     names = [name.strip() for name in value.split(",")]
     if len(names) > 1:
         raise click.BadParameter(
-            f"a model runs on one device, or with --tp {len(names)} on so many from the first one on; of {value!r} give one",
+            f"a model runs on one device, or on the first {len(names)} GPUs with --tp {len(names)}; name one of {value!r}",
             ctx,
             param,
         )
@@ -111,7 +111,7 @@ def _list_devices(ctx: click.Context, param: click.Parameter, value: bool) -> No
 
 
 def _go_offline(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:  # huggingface_hub reads it when it is imported, which is not yet
+    if value:  # huggingface_hub reads it at import, which has not happened yet
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
@@ -134,69 +134,78 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     _model(
         "-m", "--model", default="", shell_complete=_complete_model, help="GGUF file, or a name from `pyspec models`."
     ),
-    _model("-hf", "-hfr", "--hf-repo", default="", metavar="USER/REPO[:QUANT]", help="Download from Hugging Face."),
-    _model("-hff", "--hf-file", default="", help="File of that repository; without it Q4_K_M, Q8_0, or the first."),
-    _model("-hft", "--hf-token", expose_value=False, callback=_take_token, help="Token for it; else HF_TOKEN."),
+    _model(
+        "-hf",
+        "-hfr",
+        "--hf-repo",
+        default="",
+        metavar="USER/REPO[:QUANT]",
+        help="Hugging Face repository to download from.",
+    ),
+    _model(
+        "-hff", "--hf-file", default="", help="File of that repository. Default: Q4_K_M, else Q8_0, else the first."
+    ),
+    _model(
+        "-hft", "--hf-token", expose_value=False, callback=_take_token, help="Hugging Face token. Default: HF_TOKEN."
+    ),
     _model(
         "--look/--no-look",
         default=True,
-        help="Read the head of a file before it is downloaded, and refuse what does not run or fit here.",
+        help="Before a download, check by the file's head that the model runs and fits here.",
     ),
-    _model(
-        "--offline", is_flag=True, expose_value=False, callback=_go_offline, help="Only what is downloaded already."
-    ),
+    _model("--offline", is_flag=True, expose_value=False, callback=_go_offline, help="Use downloaded files only."),
 ]
 
-THREADS = _device("-t", "--threads", default=0, help="CPU threads. 0 or -1: as torch chooses.")
+THREADS = _device("-t", "--threads", default=0, help="CPU threads. 0 or -1: torch's choice.")
 ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _model("-md", "--model-draft", "--spec-draft-model", default="", help="Drafter's GGUF file."),
     _model(
         "-hfd", "-hfrd", "--spec-draft-hf", "--hf-repo-draft", "spec_draft_hf", default="",
-        metavar="USER/REPO[:QUANT]", help="Drafter to download.",
+        metavar="USER/REPO[:QUANT]", help="Hugging Face repository of the drafter.",
     ),
-    _slots("-np", "--parallel", "np", default=-1, type=click.IntRange(-1), help="Slots. -1: 4 in the server, else 1."),
-    _slots("-c", "--ctx-size", "ctx", default=0, help="Tokens one request may hold. 0: as many as fit, up to the model's length."),
+    _slots("-np", "--parallel", "np", default=-1, type=click.IntRange(-1), help="Number of slots. -1: 4 in the server, else 1."),
+    _slots("-c", "--ctx-size", "ctx", default=0, help="Context size per request. 0: as much as fits, up to the model's length."),
     _slots(
         "--kv-unified-per-slot", default=0, type=click.IntRange(0, MAX_CTX),
-        help="As llama-server has it: tokens of a request; -c is then the pool.",
+        help="As in llama-server: context size per request; -c is then the size of the pool.",
     ),
-    _slots("--kv-pool", default=0, help="Tokens of all slots together. 0: -np times -c."),
-    _slots("--page-size", default=32, type=click.Choice(PAGE_SIZES), help="Tokens of one KV page."),
-    _slots("--cache-prompt/--no-cache-prompt", "prefix_cache", default=True, help="Keep prompts for requests like them."),
-    _slots("--cache-device", default=0, help="MiB on the device for recurrent checkpoints. 0: one per slot."),
-    _slots("-cram", "--cache-ram", default=8192, help="MiB of host memory for those that do not fit there. -1: any."),
+    _slots("--kv-pool", default=0, help="KV cache size in tokens, for all slots. 0: -np times -c."),
+    _slots("--page-size", default=32, type=click.Choice(PAGE_SIZES), help="Tokens per KV page."),
+    _slots("--cache-prompt/--no-cache-prompt", "prefix_cache", default=True, help="Reuse the KV cache of equal prompt prefixes."),
+    _slots("--cache-device", default=0, help="Device memory for recurrent checkpoints, in MiB. 0: one per slot."),
+    _slots("-cram", "--cache-ram", default=8192, help="Host memory for more checkpoints, in MiB. -1: no limit."),
     _slots("--checkpoint-every", default=8192, help="Tokens between checkpoints in a long prompt. 0: none."),
-    _slots("-b", "--batch-size", "batch", default=0, help="Rows of a forward of prompts. 0: 2048, or -ub on a CPU."),
-    _slots("-ub", "--ubatch-size", "ubatch", default=512, help="Rows of a forward beside slots that decode."),
+    _slots("-b", "--batch-size", "batch", default=0, help="Most rows per forward while only prompts run. 0: 2048, or -ub on a CPU."),
+    _slots("-ub", "--ubatch-size", "ubatch", default=512, help="Most rows per forward while slots decode."),
     _slots(
         "--prompt-weight", default=1.0, type=Number(0, 1000),
-        help="How much time a long prompt gets beside slots that decode: 1 is as much as one of them. 0: no limit.",
+        help="Time that a long prompt gets while slots decode, relative to one slot's. 0: no limit.",
     ),
-    _slots("-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None, help="Type of keys and values [f16]."),
-    _slots("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None, help="The same as -ctk."),
+    _slots("-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None, help="KV cache type [f16]."),
+    _slots("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None, help="KV cache type; must equal -ctk."),
     THREADS,
     _device("-dev", "--device", default="auto", callback=_device_name, help="auto, cpu, cuda, cuda:1 ..."),
-    _device("-mg", "--main-gpu", default=0, type=click.IntRange(0, 999), help="The GPU by number; -dev goes first."),
+    _device("-mg", "--main-gpu", default=0, type=click.IntRange(0, 999), help="Number of the GPU; -dev takes precedence."),
     _device(
         "--list-devices", is_flag=True, is_eager=True, expose_value=False, callback=_list_devices,
-        help="Print the devices and exit.",
+        help="List the devices and exit.",
     ),
-    _device("--tp", default=1, help="Ranks that share the model, a process and a GPU each. 0: every GPU there is."),
+    _device("--tp", default=1, help="Tensor-parallel ranks, each with its own process and GPU. 0: all GPUs."),
     _device(
         "-sm", "--split-mode", type=click.Choice(SPLITS), default="none", callback=_split_mode, expose_value=False,
-        help="As llama-server has it. tensor: --tp 0, where that is not given; the others change nothing.",
+        help="As in llama-server. tensor: --tp 0 unless --tp is given; the others have no effect.",
     ),
     _device("--weights", type=click.Choice(WEIGHTS), default="auto", help="Keep weights packed or unpack them."),
-    _device("--warmup/--no-warmup", "warm_up", default=True, help="Run a few rounds before the first request."),
+    _device("--warmup/--no-warmup", "warm_up", default=True, help="Warm up with a few rounds before the first request."),
     _device(
-        "--plain-loop", is_flag=True, help="One round after the other, no CUDA graphs: try it when a text looks wrong."
+        "--plain-loop", is_flag=True, help="Run rounds one by one, without CUDA graphs: to check a text that looks wrong."
     ),
-    _device("--exact", is_flag=True, help="The same bits for a row whatever runs with it; prompts are slower."),
+    _device("--exact", is_flag=True, help="Batch-invariant results: a row's bits do not depend on other rows. Slows prompts down."),
     _device(
-        "--kernels", default="auto", metavar="TIER", help="cuda, triton, reference, or op=tier,...: what ops run as."
+        "--kernels", default="auto", metavar="TIER", help="Kernels to use: cuda, triton, reference, or op=tier,... for single ops."
     ),
     _draft("--spec-type", default="auto", callback=_spec_type, metavar="TYPE", help=f"One of {', '.join(SPEC_TYPES)}."),
-    _draft("--spec-draft-n-max", "n_draft_max", default=0, help="Most drafted tokens a round. 0: the drafter's."),
+    _draft("--spec-draft-n-max", "n_draft_max", default=0, help="Most draft tokens per round. 0: the drafter's default."),
     _draft(
         "--spec-draft-p-min", "--draft-p-min", "draft_p_min", default=0.0, help="Stop a draft below this probability."
     ),
@@ -204,17 +213,17 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
         "--draft-head",
         type=click.Choice(DRAFT_HEADS),
         default="auto",
-        help="Head that drafts share: the target's, or a four-bit copy for them alone.",
+        help="Output head for drafts: the target's, or a four-bit copy.",
     ),
-    _draft("--spec-fixed", "n_draft_fixed", is_flag=True, help="Always draft that many, whatever it costs."),
-    _draft("--spec-ngram-simple-size-n", "ngram_match", default=3, help="Tokens an n-gram must match."),
-    _draft("--spec-synth-len", "synth_len", default=0.0, help="Make acceptance up: mean tokens a round."),
+    _draft("--spec-fixed", "n_draft_fixed", is_flag=True, help="Always draft the full length, even if slower."),
+    _draft("--spec-ngram-simple-size-n", "ngram_match", default=3, help="Tokens that an n-gram must match."),
+    _draft("--spec-synth-len", "synth_len", default=0.0, help="For tests: simulate acceptance, as mean tokens per round."),
     _draft(
         "--spec-synth-rates",
         "synth_rates",
         default="",
         metavar="P0,P1,...",
-        help="Make acceptance up: how often 1 draft and more are kept, 2 and more, ...",
+        help="For tests: simulate acceptance, as the shares of rounds that accept at least 1, 2, ... drafts.",
     ),
 ]  # fmt: skip
 
@@ -248,7 +257,7 @@ SETTINGS = (
 
 
 def folding(function: F, fold: Callable[[dict[str, Any]], None]) -> F:
-    """A command whose options are folded into fewer values before it is called."""
+    """A command whose options are folded into fewer arguments before the call."""
     from functools import wraps
 
     @wraps(function)
@@ -260,7 +269,7 @@ def folding(function: F, fold: Callable[[dict[str, Any]], None]) -> F:
 
 
 def model_options(function: F) -> F:
-    """Give a command MODEL, -m, -hf, -hff and -v; it receives `choice: ModelChoice`."""
+    """Add MODEL, -m, -hf, -hff and -v to a command; it receives `choice: ModelChoice`."""
 
     def fold(values: dict[str, Any]) -> None:
         values["choice"] = _model_choice(values)
@@ -269,7 +278,7 @@ def model_options(function: F) -> F:
 
 
 def engine_options(function: F, but: Sequence[Callable[[Any], Any]] = ()) -> F:
-    """Give a command everything a load needs; it receives `engine: EngineChoice`. `but`: options that it has in a form of its own."""
+    """Add all options of a load to a command; it receives `engine: EngineChoice`. `but`: options that the command defines itself."""
 
     def fold(values: dict[str, Any]) -> None:
         values["engine"] = _engine_choice(values)
@@ -279,7 +288,7 @@ def engine_options(function: F, but: Sequence[Callable[[Any], Any]] = ()) -> F:
 
 
 def sampling_options(function: F) -> F:
-    """Give a command the sampling flags; it receives `sampling: SamplingGiven` and `n_predict`."""
+    """Add the sampling flags to a command; it receives `sampling: SamplingGiven` and `n_predict`."""
 
     def fold(values: dict[str, Any]) -> None:
         values["sampling"] = sampling_of(values)
@@ -304,7 +313,7 @@ def _model_choice(values: dict[str, Any]) -> ModelChoice:
 
 
 def _unless_around(parameter: str, value: str, typed: str) -> str:
-    """A value that was typed; one that is only in the environment gives way to what was."""
+    """A typed value; a value from the environment gives way to a typed one of `typed`."""
     is_around = click.get_current_context().get_parameter_source(parameter) is ParameterSource.ENVIRONMENT
     return "" if typed and is_around else value
 

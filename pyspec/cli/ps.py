@@ -1,4 +1,4 @@
-"""`pyspec ps`: servers of this machine, what they serve and what their slots are at."""
+"""`pyspec ps`: this machine's servers, their models, and the state of their slots."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MOST_BYTES = 16 << 20
 
 @click.command()
 @click.argument("address", nargs=-1, metavar="[HOST:PORT]...")
-@click.option("--api-key", default="", envvar="LLAMA_API_KEY", help="Key of the servers, if they want one.")
+@click.option("--api-key", default="", envvar="LLAMA_API_KEY", help="API key of the servers, if needed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @verbose_option
 def ps(address: tuple[str, ...], api_key: str, as_json: bool) -> None:
     """Show running servers: model, slots, drafts.
 
-    Without an address those that this user has started here; exit status 1 if a server does not answer.
+    Without an address, shows the servers that this user has started here. Exit status 1 if a server does not answer.
     """
     from pyspec.cli.running import running
 
@@ -41,13 +41,13 @@ def ps(address: tuple[str, ...], api_key: str, as_json: bool) -> None:
     elif found:
         _show(found)
     else:
-        click.echo("no server runs here (started by this user)", err=True)
+        click.echo("this user has no running server here", err=True)
     if any(one["state"] == "no answer" for one in found):
         click.get_current_context().exit(1)
 
 
 def _with_name(about: dict[str, Any], one: Running) -> dict[str, Any]:
-    """What a server says, and what its file says of it: a server that loads has no name yet but the one that was typed."""
+    """A server's report and its file's: while it loads, its only name is the typed one."""
     return {"pid": one.pid, "up_s": round(time.time() - one.began), **about, "model": about["model"] or one.model}
 
 
@@ -56,7 +56,7 @@ def _url(address: str) -> str:
 
 
 def look(url: str, api_key: str = "") -> dict[str, Any]:
-    """What a server says of itself; `state` is "no answer" if it says nothing, and `note` why something is missing."""
+    """A server's report on itself; `state` is "no answer" without one, and `note` gives the reason for missing parts."""
     about: dict[str, Any] = {"url": url, "state": "no answer", "model": "", "slots": [], "note": ""}
     status, health = _ask(url, "/health", api_key)
     if status == 0:
@@ -73,14 +73,14 @@ def look(url: str, api_key: str = "") -> dict[str, Any]:
     if status == 200 and isinstance(slots, list):
         about["slots"] = [s for s in slots if isinstance(s, dict)]
     elif status in (401, 403):
-        about["note"] = "wants a key: --api-key"
+        about["note"] = "needs a key: --api-key"
     elif status:
         about["note"] = f"/slots answers {status}"
     return about
 
 
 def _ask(url: str, path: str, api_key: str) -> tuple[int, Any]:
-    """(status, JSON), or (0, why there is no answer). Without a proxy: these are servers of this network."""
+    """(status, JSON), or (0, the reason for no answer). Uses no proxy, because these servers are on this network."""
     request = Request(url + path, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:
         with build_opener(ProxyHandler({})).open(request, timeout=ASK_S) as answer:
@@ -92,7 +92,7 @@ def _ask(url: str, path: str, api_key: str) -> tuple[int, Any]:
     except (URLError, OSError) as e:
         return 0, getattr(e, "reason", e)
     except ValueError:
-        return 0, "it answers with something else than JSON"
+        return 0, "the answer is not JSON"
 
 
 def _show(found: list[dict[str, Any]]) -> None:
@@ -111,7 +111,7 @@ def _show(found: list[dict[str, Any]]) -> None:
 
 
 def _state(one: dict[str, Any]) -> str:
-    """In words; of a server that loads also how far it is."""
+    """The state in words; while loading, with the progress."""
     progress = one.get("progress")
     if not isinstance(progress, dict) or not isinstance(progress.get("fraction"), float | int):
         return str(one["state"])
@@ -119,7 +119,7 @@ def _state(one: dict[str, Any]) -> str:
 
 
 def _drafts(one: dict[str, Any]) -> str:
-    """What drafting is at: for each busy slot how many tokens, with the share that is accepted, or why none."""
+    """The state of drafting: for each busy slot its draft length and acceptance rate, or the reason for none."""
     if not any(s.get("speculative") for s in one["slots"]):
         return "off" if one["slots"] else "?"
     said = []

@@ -1,4 +1,4 @@
-"""`pyspec pull`: bring a model and its drafter into the local cache."""
+"""`pyspec pull`: download a model and its drafter into the local cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pulled:
-    """A file that is here now. `hashed`: it was held against the catalogue's or the hub's hash, now or when it came."""
+    """A file in the cache. `hashed`: its hash was compared with the catalogue's or the hub's, now or at its download."""
 
     role: str  # target, or the drafter's kind
     path: Path
@@ -29,17 +29,15 @@ class Pulled:
 
 @click.command()
 @model_options
-@click.option(
-    "-hfd", "--spec-draft-hf", default="", metavar="USER/REPO[:QUANT]", help="A drafter of another repository."
-)
-@click.option("--spec-type", default="auto", metavar="TYPE", help="Drafter that is wanted; none: the target alone.")
-@click.option("--check", is_flag=True, help="Hash files that are here already, too.")
+@click.option("-hfd", "--spec-draft-hf", default="", metavar="USER/REPO[:QUANT]", help="Repository of another drafter.")
+@click.option("--spec-type", default="auto", metavar="TYPE", help="Drafter to download; none: the target alone.")
+@click.option("--check", is_flag=True, help="Also check the hashes of files that are already here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def pull(ctx: click.Context, choice: ModelChoice, spec_type: str, check: bool, as_json: bool) -> None:
-    """Download a model, and the drafter that stands beside it.
+    """Download a model and its drafter.
 
-    What was broken off goes on where it ended; every file is held against the hub's SHA-256. Example: pyspec pull -hf user/repo:Q8_0
+    Resumes interrupted downloads and checks every file against the hub's SHA-256. Example: pyspec pull -hf user/repo:Q8_0
     """
     from pyspec.catalog import resolve
     from pyspec.cli.logs import set_up
@@ -53,12 +51,12 @@ def pull(ctx: click.Context, choice: ModelChoice, spec_type: str, check: bool, a
     if not is_spec_type(wanted):
         raise ConfigError(f"--spec-type is '{spec_type}'; want one of {', '.join(SPEC_TYPES)}")
     if bool(choice.model) == bool(choice.repo):
-        raise ConfigError("what is to be pulled? give a name of the catalogue, or -hf user/repo")
+        raise ConfigError("no model given: want a name of the catalogue, or -hf user/repo")
     if choice.model:
         _entry(choice.model)
     with pull_lines():
         if too_large := choice.looked(lambda: (resolve(choice.target())[0], EngineSettings(spec_type="none"))):
-            click.echo(f"too large for this machine: {too_large}", err=True)  # it may be for another one
+            click.echo(f"too large for this machine: {too_large}", err=True)  # it may be for another machine
         files = _of_catalogue(choice.model, wanted) if choice.model else _of_repository(choice, wanted)
         if choice.draft_repo:
             files += _drafter(choice.draft_repo)
@@ -80,9 +78,7 @@ def _entry(name: str) -> Entry:
 
     entry = find(name)
     if entry is None:
-        raise ConfigError(
-            f"'{name}' is no model of the catalogue (`pyspec models` lists it); a repository is given with -hf"
-        )
+        raise ConfigError(f"'{name}' is not in the catalogue (`pyspec models` lists it); name a repository with -hf")
     entry.check()
     return entry
 
@@ -97,13 +93,13 @@ def _of_catalogue(name: str, wanted: str) -> list[tuple[str, list[Path]]]:
 
 
 def _held(source: Source) -> Path:
-    """The file; a hash that the catalogue knows comes before the hub's word."""
+    """The file; the catalogue's hash is checked before the hub's."""
     from pyspec.errors import DownloadError
     from pyspec.hub import sha256_of
 
     path = source.fetch()
     if source.sha256 and (got := sha256_of(path)) != source.sha256:
-        raise DownloadError(f"{path} is not what the catalogue means: its SHA-256 is {got}, want {source.sha256}")
+        raise DownloadError(f"{path} is not the catalogue's file: its SHA-256 is {got}, want {source.sha256}")
     return path
 
 
@@ -134,7 +130,7 @@ def _drafter(name: str) -> list[tuple[str, list[Path]]]:
 
 
 def _checked(role: str, paths: Sequence[Path], again: bool) -> Pulled:
-    """A file with its shards. What was downloaded has been hashed as it came."""
+    """A file with its shards. Downloaded files were hashed on arrival."""
     from pyspec.hub import check_hash
     from pyspec.hub.fetch import SHA256
 
@@ -145,5 +141,5 @@ def _checked(role: str, paths: Sequence[Path], again: bool) -> Pulled:
 
 
 def _is_packaged(path: Path) -> bool:
-    """In pyspec itself: the catalogue has its hash."""
+    """True for a file of the package, whose hash the catalogue has."""
     return path.parent == Path(__file__).parents[1] / "demo"

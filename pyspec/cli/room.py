@@ -1,4 +1,4 @@
-"""How much memory this machine has for a model, found without torch, whose import takes seconds."""
+"""Free memory of this machine for a model, found without torch, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
 
-ASK_S = 5.0  # a driver that hangs is no reason to wait
+ASK_S = 5.0  # do not wait longer for a hanging driver
 MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Bytes that are free, and where."""
+    """Free bytes, and the device that has them."""
 
     where: str
     free: int
 
 
 def room() -> FreeMemory | None:
-    """Of the first GPU; without one, of the machine. None if neither says."""
+    """Free memory of the first GPU, else of the machine. None if unknown."""
     return _of_gpu() or _of_machine()
 
 

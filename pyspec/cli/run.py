@@ -1,4 +1,4 @@
-"""`pyspec run`: one prompt, or a chat in the terminal."""
+"""`pyspec run`: answer one prompt, or chat in the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HELP = "type a message; /clear forgets the conversation, /exit leaves"
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How to ask: the same for every message."""
+    """Options that are the same for every message."""
 
     sampling: SamplingGiven
     n_predict: int
@@ -35,7 +35,7 @@ class AnswerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """What is said, under the names that click gives the options."""
+    """The prompt and its form, under click's option names."""
 
     message: str | None
     prompt: str | None
@@ -47,13 +47,13 @@ class RunFlags:
     no_conversation: bool
 
     def is_talk(self) -> bool:
-        """True if a person sits there and nothing was given. Raises UsageError if too much was."""
+        """True for a chat: a terminal, and no prompt given. Raises UsageError for too many prompts."""
         given = [what for what in (self.prompt, self.said, self.file) if what is not None]
         if len(given) > 1 or (self.message is not None and self.chat is not None):
-            raise click.UsageError("-p, --chat, -f and a message behind the model exclude each other")
+            raise click.UsageError("-p, --chat, -f and a message after the model exclude each other")
         is_talk = not given and sys.stdin.isatty()
         if is_talk and self.as_json:
-            raise click.UsageError("--json wants one message or prompt: behind the model, -p, -f or stdin")
+            raise click.UsageError("--json wants one message or prompt: after the model, -p, -f or stdin")
         return is_talk
 
     @property
@@ -62,23 +62,23 @@ class RunFlags:
         return self.message if self.chat is None else self.chat
 
     def text(self) -> str | None:
-        """The text to continue; None for a chat, or for what is piped."""
+        """The text to continue; None for a chat or piped input."""
         if self.prompt is not None or self.said is not None or self.file is None:
             return self.prompt
         return self.file.read()
 
     def piped(self) -> str | None:
-        """What stands on stdin, where nothing else says anything. Raises UsageError if that is nothing."""
+        """Text from stdin if no prompt is given otherwise. Raises UsageError if it is empty."""
         if any(what is not None for what in (self.prompt, self.said, self.file)):
             return None
         text = click.open_file("-", encoding="utf-8").read()
         if not text.strip():
-            raise click.UsageError("nothing on stdin; give a message behind the model, -p TEXT or -f FILE")
+            raise click.UsageError("nothing on stdin; give a message after the model, -p TEXT or -f FILE")
         return text
 
 
 def _message(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """The word behind the model; the only one, where a flag names the model and none says anything."""
+    """The word after the model, or the only word if a flag names the model and no flag has a prompt."""
     own = ctx.params
     is_named = any(own.get(name) for name in ("model", "hf_repo"))
     if (
@@ -91,17 +91,17 @@ def _message(ctx: click.Context, param: click.Parameter, value: str | None) -> s
     return value
 
 
-_say = grouped("What is said")
+_say = grouped("Prompt")
 RUN_OPTIONS = [
     click.argument("message", required=False, default=None, callback=_message),
     _say("-p", "--prompt", default=None, help="Text to continue, without a chat template."),
     _say("--chat", default=None, metavar="MESSAGE", help="A chat message to answer."),
     _say("-f", "--file", type=click.File(encoding="utf-8"), help="File with the text to continue."),
     _say("-sys", "--system", default="", help="System message of a chat."),
-    _say("--stop", multiple=True, help="End at this text; may be repeated."),
+    _say("--stop", multiple=True, help="Stop at this text; may be repeated."),
     _say(
         "-no-cnv", "--no-conversation", is_flag=True,
-        help="Continue what is piped in. Without it that is a message to answer, where the model has a chat template.",
+        help="Continue piped text. Without this flag it is a message to answer, if the model has a chat template.",
     ),
     _say("--json", "as_json", is_flag=True, help="Print text, token ids, timings and acceptance as JSON."),
 ]  # fmt: skip
@@ -116,7 +116,7 @@ RUN_OPTIONS = [
 def run(ctx: click.Context, engine: EngineChoice, sampling: SamplingGiven, n_predict: int, flags: RunFlags) -> None:
     """Answer one prompt, or chat in the terminal.
 
-    Answers one message (behind the model, --chat, or piped in), continues a text (-p, -f), or chats if nothing is given on a terminal.
+    Answers one message (after the model, --chat, or piped in), continues a text (-p, -f), or chats if nothing is given on a terminal.
 
     Example: pyspec run demo "Count from 3 to 9"
     """
@@ -141,7 +141,7 @@ def run(ctx: click.Context, engine: EngineChoice, sampling: SamplingGiven, n_pre
 
 
 def has_chat(engine: Engine) -> bool:
-    """Whether the model's file says how a chat is written."""
+    """True if the model's file has a chat template."""
     return engine.template is not None
 
 
@@ -155,7 +155,7 @@ def _request(engine: Engine, ask: AnswerOptions, prompt: str | list[dict[str, st
 
 
 def answer(engine: Engine, request: Request, as_json: bool) -> str:
-    """Run one request and print it: as it comes, or as one JSON object at the end. Returns the text."""
+    """Run one request and print it: as it arrives, or as one JSON object at the end. Returns the text."""
     text, tokens, done = list[str](), list[int](), None
     with closing(_events(engine, request)) as events:
         for event in events:
@@ -181,8 +181,8 @@ def _events(engine: Engine, request: Request) -> Generator[Delta | Done, None, N
 
 
 def acceptance(t: Timings) -> list[float]:
-    """Share of drafts accepted at position 1, 2, ... among those verified there."""
-    pairs = zip_longest(t.accepted_per_pos, t.drafted_per_pos, fillvalue=0)  # nothing may be accepted so far on
+    """Acceptance rate at position 1, 2, ... among the drafts verified there."""
+    pairs = zip_longest(t.accepted_per_pos, t.drafted_per_pos, fillvalue=0)  # one may be shorter
     return [round(a / d, 4) for a, d in pairs if d]
 
 
@@ -226,7 +226,7 @@ def summary(done: Done) -> str:
 
 
 def talk(engine: Engine, ask: AnswerOptions, system: str) -> None:
-    """Chat until /exit or the end of input. Ctrl-C ends an answer, or the chat while nothing is being said."""
+    """Chat until /exit or the end of input. Ctrl-C ends an answer; at the prompt it ends the chat."""
     click.echo(f"{engine.info.model_name}: {HELP}", err=True)
     messages = _system(system)
     while True:
@@ -246,7 +246,7 @@ def talk(engine: Engine, ask: AnswerOptions, system: str) -> None:
 
 
 def _turn(engine: Engine, ask: AnswerOptions, messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """One exchange; the conversation after it. A refused message is forgotten, an interrupted answer too."""
+    """One exchange; returns the conversation after it. A refused message or an interrupted answer is not kept."""
     try:
         said = answer(engine, _request(engine, ask, messages), as_json=False)
     except RequestError as e:

@@ -1,4 +1,4 @@
-"""Servers that run on this machine: each leaves a file that says where it listens, for as long as it does."""
+"""Servers running on this machine: each keeps a file with its address while it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Running:
-    """A server of this user: its process, where it listens, and what it serves."""
+    """A server of this user: its process, address and model."""
 
     pid: int
     url: str
@@ -22,13 +22,13 @@ class Running:
 
 
 def folder() -> Path:
-    """Where the files are: of this user alone."""
+    """The folder of these files, readable by this user only."""
     root = os.environ.get("PYSPEC_CACHE") or Path.home() / ".cache" / "pyspec"
     return Path(root) / "running"
 
 
 def enter(url: str, model: str) -> Path | None:
-    """Say that this process serves a model; None if the file can not be written, which costs nothing but `pyspec ps`."""
+    """Write this server's file; None if that fails, which only hides it from `pyspec ps`."""
     path = folder() / f"{os.getpid()}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -39,14 +39,14 @@ def enter(url: str, model: str) -> Path | None:
 
 
 def leave(path: Path | None) -> None:
-    """The server is gone."""
+    """Remove the file of a server that has ended."""
     if path is not None:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def running() -> Iterator[Running]:
-    """Servers whose processes live, the oldest first; files of others are removed."""
+    """Servers whose processes are alive, oldest first; removes the files of others."""
     for path in sorted(folder().glob("*.json"), key=lambda p: p.stem.rjust(12, "0")):
         try:
             one = Running(**json.loads(path.read_text(encoding="utf-8")))

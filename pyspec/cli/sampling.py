@@ -44,60 +44,72 @@ def _biases(
         match = BIAS.fullmatch(value)
         if match is None:
             raise click.BadParameter(
-                f"want a token's id and what is added, such as 15043+1 or 2-inf, got {value!r}", ctx, param
+                f"want a token id and its bias, such as 15043+1 or 2-inf, got {value!r}", ctx, param
             )
         found.append((int(match[1]), float(match[2])))
     return tuple(found) or None
 
 
 def _sampling(*names: str, **more: Any) -> Callable[[F], F]:
-    """An option whose default is that of SamplingParams."""
+    """An option with the default of SamplingParams."""
     name = next((n for n in names if n[0] != "-"), names[0].strip("-").replace("-", "_"))
     default = getattr(SamplingParams(), name, None)
     if isinstance(default, int | float) and not isinstance(default, bool):
         more |= {"said": f"{default:g}", "show_default": False}
-    return grouped("Sampling of requests that do not say")(*names, **more)
+    return grouped("Default sampling")(*names, **more)
 
 
 SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
     _sampling("--temp", "--temperature", "temperature", default=None, type=float, help="Temperature; 0 is greedy."),
     _sampling("--top-k", default=None, type=int, help="Keep the k best tokens; 0 keeps all."),
-    _sampling("--top-p", default=None, type=float, help="Keep this much probability; 1 keeps all."),
-    _sampling("--min-p", default=None, type=float, help="Drop tokens below this share of the best; 0 keeps all."),
-    _sampling("--typical", "--typical-p", "typical_p", default=None, type=float, help="Locally typical; 1 keeps all."),
+    _sampling(
+        "--top-p", default=None, type=float, help="Keep the best tokens up to this total probability; 1 keeps all."
+    ),
+    _sampling(
+        "--min-p", default=None, type=float, help="Drop tokens below this share of the best probability; 0 keeps all."
+    ),
+    _sampling(
+        "--typical", "--typical-p", "typical_p", default=None, type=float, help="Locally typical sampling; 1 keeps all."
+    ),
     _sampling(
         "--top-n-sigma",
         "--top-nsigma",
         "top_n_sigma",
         default=None,
         type=float,
-        help="Standard deviations kept; -1: all.",
+        help="Keep tokens within this many standard deviations of the best logit; -1 keeps all.",
     ),
-    _sampling("--xtc-probability", default=None, type=float, help="How often the best are dropped; 0 is off."),
-    _sampling("--xtc-threshold", default=None, type=float, help="Probability above which they are."),
-    _sampling("--repeat-last-n", default=None, type=int, help="Tokens that penalties look back on; -1: all."),
+    _sampling(
+        "--xtc-probability", default=None, type=float, help="XTC: probability of dropping the top tokens; 0 is off."
+    ),
+    _sampling(
+        "--xtc-threshold", default=None, type=float, help="XTC: drop tokens above this probability, except the last."
+    ),
+    _sampling("--repeat-last-n", default=None, type=int, help="Last tokens that penalties count; -1: all."),
     _sampling("--repeat-penalty", default=None, type=float, help="1 is off."),
     _sampling("--presence-penalty", default=None, type=float, help="0 is off."),
     _sampling("--frequency-penalty", default=None, type=float, help="0 is off."),
-    _sampling("--dry-multiplier", default=None, type=float, help="DRY's strength; 0 is off."),
-    _sampling("--dry-base", default=None, type=float, help="What a longer repetition costs more by."),
-    _sampling("--dry-allowed-length", default=None, type=int, help="Tokens that may be repeated for nothing."),
-    _sampling("--dry-penalty-last-n", default=None, type=int, help="Tokens that DRY looks back on; -1: all."),
+    _sampling("--dry-multiplier", default=None, type=float, help="DRY: strength; 0 is off."),
+    _sampling("--dry-base", default=None, type=float, help="DRY: growth of the penalty per repeated token."),
+    _sampling("--dry-allowed-length", default=None, type=int, help="DRY: longest repetition without a penalty."),
+    _sampling("--dry-penalty-last-n", default=None, type=int, help="DRY: last tokens to search; -1: all."),
     _sampling(
         "--dry-sequence-breaker",
         "dry_sequence_breakers",
         multiple=True,
         callback=_breakers,
-        help="Text that ends a repetition, in place of llama.cpp's four; may be repeated; none: no such text.",
+        help="DRY: text that ends a repetition, instead of llama.cpp's four; may be repeated; none: no such text.",
     ),
-    _sampling("--dynatemp-range", default=None, type=float, help="Temperature moves by so much; 0 is off."),
-    _sampling("--dynatemp-exp", "dynatemp_exponent", default=None, type=float, help="How it follows the entropy."),
-    _sampling("--mirostat", default=None, type=int, help="1 or 2: its version; 0 is off."),
-    _sampling("--mirostat-lr", "mirostat_eta", default=None, type=float, help="How fast it learns."),
-    _sampling("--mirostat-ent", "mirostat_tau", default=None, type=float, help="Surprise that it holds."),
-    _sampling("--adaptive-target", default=None, type=float, help="Probability to hold; below 0: off."),
-    _sampling("--adaptive-decay", default=None, type=float, help="How slowly it forgets."),
-    _sampling("--samplers", default=None, callback=_names, metavar="A;B;...", help="Their order, by name."),
+    _sampling("--dynatemp-range", default=None, type=float, help="Range of the dynamic temperature; 0 is off."),
+    _sampling(
+        "--dynatemp-exp", "dynatemp_exponent", default=None, type=float, help="Exponent of the dynamic temperature."
+    ),
+    _sampling("--mirostat", default=None, type=int, help="Mirostat version 1 or 2; 0 is off."),
+    _sampling("--mirostat-lr", "mirostat_eta", default=None, type=float, help="Mirostat: learning rate."),
+    _sampling("--mirostat-ent", "mirostat_tau", default=None, type=float, help="Mirostat: target entropy."),
+    _sampling("--adaptive-target", default=None, type=float, help="Adaptive-p: target probability; below 0: off."),
+    _sampling("--adaptive-decay", default=None, type=float, help="Adaptive-p: decay of its average."),
+    _sampling("--samplers", default=None, callback=_names, metavar="A;B;...", help="Samplers in order, by name."),
     _sampling("--sampler-seq", "--sampling-seq", "sampler_letters", default=None, callback=_letters, help="By letter."),
     _sampling(
         "-l",
@@ -105,10 +117,10 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
         multiple=True,
         callback=_biases,
         metavar="ID+BIAS",
-        help="15043+1, or 2-inf to ban a token.",
+        help="Bias of a token, such as 15043+1; 2-inf bans it.",
     ),
-    _sampling("-s", "--seed", "seed", default=-1, help="Seed of the draw; -1 takes a new one."),
-    _sampling("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token."),
+    _sampling("-s", "--seed", "seed", default=-1, help="Random seed; -1 draws a new one."),
+    _sampling("--ignore-eos", is_flag=True, help="Continue after an end-of-generation token."),
     _sampling(
         "-n",
         "--predict",
@@ -122,7 +134,7 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
 
 
 def sampling_of(values: dict[str, Any]) -> SamplingGiven:
-    """What the flags say, taken out of a command's values. Raises ConfigError, UsageError."""
+    """The sampling flags, removed from a command's values. Raises ConfigError, UsageError."""
     letters = values.pop("sampler_letters")
     if letters is not None and values["samplers"] is not None:
         raise click.UsageError("--samplers and --sampler-seq exclude each other")

@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AUTO_SLOTS = 4
-CLOSE_S = 10.0  # for the round that is under way
+CLOSE_S = 10.0  # for the running round
 DAY_S = 86400.0
 
 
 def patterns(ctx: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
-    """Regular expressions, or a usage error that says what is wrong with one."""
+    """Regular expressions; a usage error for an invalid one."""
     try:
         return tuple(re.compile(text) for text in texts)
     except re.error as error:
-        raise click.BadParameter(f"{error.pattern!r} is no regular expression: {error}", ctx, option) from None
+        raise click.BadParameter(f"{error.pattern!r} is not a regular expression: {error}", ctx, option) from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFlags:
-    """The server's own options, under the names that click gives them."""
+    """The server's own options, under click's option names."""
 
     host: tuple[str, ...]
     port: int
@@ -73,7 +73,7 @@ class ServerFlags:
     verbosity: int
 
     def settings(self, sampling: SamplingGiven, n_predict: int, chat: dict[str, Any]) -> ServerSettings:
-        """What the server is told. Raises ConfigError."""
+        """The server's settings. Raises ConfigError."""
         from pyspec.server.settings import Limits, ServerSettings, keys_of
 
         ping = self.sse_ping_interval
@@ -105,7 +105,7 @@ class ServerFlags:
 
     @property
     def form(self) -> str:
-        """How log lines look: "text" or "json"."""
+        """The format of log lines: "text" or "json"."""
         return "json" if self.log_jsonl else self.log_format
 
 
@@ -116,58 +116,58 @@ _logs = grouped("Logs")
 SERVER_OPTIONS = [
     _listen(
         "--host", multiple=True, callback=commas, metavar="ADDRESS",
-        help="Address to listen on, or a path that ends in .sock; may be repeated. [127.0.0.1]",
+        help="Address to listen on, or a path ending in .sock; may be repeated. [127.0.0.1]",
     ),
     _listen("--port", default=8080, type=click.IntRange(0, 65535), help="Port; 0 picks a free one."),
     _listen("--reuse-port", is_flag=True, help="Let other servers listen on the same port."),
-    _listen("--api-prefix", default="", metavar="/PREFIX", help="Where all paths begin."),
+    _listen("--api-prefix", default="", metavar="/PREFIX", help="Prefix of all paths."),
     _listen(
         "--api-key", multiple=True, envvar="LLAMA_API_KEY", callback=commas, metavar="KEY,...",
-        help="Keys of which clients must send one; may be repeated.",
+        help="API keys; clients must send one of them. May be repeated.",
     ),
-    _listen("--api-key-file", default="", metavar="FILE", help="File of such keys, one a line; # begins a comment."),
-    _listen("--insecure", is_flag=True, help="Listen beyond this machine without a key."),
+    _listen("--api-key-file", default="", metavar="FILE", help="File of API keys, one per line; # starts a comment."),
+    _listen("--insecure", is_flag=True, help="Allow listening beyond this machine without a key."),
     _listen("--ssl-key-file", default="", metavar="FILE", help="TLS: the private key, PEM."),
     _listen("--ssl-cert-file", default="", metavar="FILE", help="TLS: the certificate, PEM."),
     _listen(
         "--cors-origin", "--cors-origins", "cors_origin", multiple=True, callback=commas, metavar="ORIGIN,...",
-        help="Origins that browsers may call from, besides this machine.",
+        help="Origins allowed to call from a browser, besides this machine.",
     ),
     _serve("-a", "--alias", multiple=True, callback=commas, metavar="NAME,...", help="The model's names in answers."),
-    _serve("--tags", multiple=True, callback=commas, metavar="TAG,...", help="Words about it in /v1/models."),
+    _serve("--tags", multiple=True, callback=commas, metavar="TAG,...", help="Labels of the model in /v1/models."),
     _serve("--metrics/--no-metrics", default=True, help="Serve /metrics."),
     _serve("--slots/--no-slots", default=True, help="Serve /slots."),
     _serve("--props/--no-props", default=True, help="Serve /props."),
-    _serve("--ui/--no-ui", "--webui/--no-webui", "ui", default=True, help="Serve the page at /."),
+    _serve("--ui/--no-ui", "--webui/--no-webui", "ui", default=True, help="Serve the web page at /."),
     _serve(
         "--slot-save-path", default="", metavar="DIR", help="Directory for POST /slots/ID?action=save and restore."
     ),
     _serve(
         "--volatile-lines", multiple=True, metavar="REGEX", callback=patterns,
-        help="Move lines of system prompts that match behind the conversation, so that the prefix cache outlives their change.",
+        help="Move matching lines of system prompts behind the conversation, so that their changes do not invalidate the prefix cache.",
     ),
-    _serve("--queue", default=0, help="Requests that may wait. 0: 4 for each slot, at least 16."),
+    _serve("--queue", default=0, help="Most waiting requests. 0: 4 per slot, at least 16."),
     _serve(
-        "--threads-http", default=-1, type=click.IntRange(-1, 256), help="Threads that tokenise and render. -1: 2."
+        "--threads-http", default=-1, type=click.IntRange(-1, 256), help="Threads for tokenising and rendering. -1: 2."
     ),
-    _serve("-to", "--timeout", default=3600.0, type=Number(1, 30 * DAY_S), help="Seconds that a request may take."),
+    _serve("-to", "--timeout", default=3600.0, type=Number(1, 30 * DAY_S), help="Most seconds per request."),
     _serve(
         "--sse-ping-interval", default=30.0, type=Number(-1, DAY_S),
         help="Seconds of silence before a stream sends a comment. -1: never.",
     ),
-    _serve("--in-process", is_flag=True, help="Run the engine in this process: if it fails, it is not replaced."),
-    _serve("--hang-timeout", default=0.0, help="Seconds of a round after which the engine is replaced. 0: by its pace."),
+    _serve("--in-process", is_flag=True, help="Run the engine in this process; a failed engine is then not replaced."),
+    _serve("--hang-timeout", default=0.0, help="Replace the engine after a round of this many seconds. 0: chosen by its pace."),
     _serve(
         "--drain-timeout", default=30.0, type=Number(0, DAY_S),
-        help="Seconds that running requests get when the server is told to end.",
+        help="Seconds that running requests get at shutdown.",
     ),
-    _logs("--log-format", type=click.Choice(["text", "json"]), default="text", help="How log lines look."),
+    _logs("--log-format", type=click.Choice(["text", "json"]), default="text", help="Format of log lines."),
     _logs("--log-jsonl/--no-log-jsonl", default=False, help="The same as --log-format json."),
-    _logs("--log-file", default="", metavar="FILE", help="Log to a file, too."),
+    _logs("--log-file", default="", metavar="FILE", help="Also log to this file."),
     _logs("--log-disable", is_flag=True, help="Log nothing."),
     _logs(
         "-lv", "--verbosity", "--log-verbosity", "verbosity", type=click.IntRange(0, 5), default=3,
-        help="0 silent, 2 warnings, 3 also a line for each request, 5 everything.",
+        help="0 silent, 2 warnings, 3 also a line per request, 5 everything.",
     ),
 ]  # fmt: skip
 
@@ -190,7 +190,7 @@ def server(
 ) -> None:
     """Serve a model over HTTP: the OpenAI API and llama-server's.
 
-    llama-server's other flags are accepted where they change nothing (`pyspec config flags`). Example: pyspec server demo -np 8
+    llama-server's other flags are accepted if they do not change answers (`pyspec config flags`). Example: pyspec server demo -np 8
     """
     from pyspec.cli.logs import set_up
     from pyspec.cli.running import enter, leave
@@ -207,7 +207,7 @@ def server(
     engine.check(n_slot)
     settings.check()
     engine.choice.check()
-    engine.choice.locate()  # before anything listens, or takes its time
+    engine.choice.locate()  # before anything listens or loads
     if not flags.in_process:
         start_ahead()
 
@@ -230,7 +230,7 @@ def server(
         return loaded
 
     try:
-        sockets = listen(settings)  # what follows takes its time: a port that is taken is told before
+        sockets = listen(settings)  # report a used port before the slow imports
         from pyspec.server.http.serve import run
 
         named = (*settings.aliases, engine.choice.named)[0]
@@ -244,15 +244,15 @@ def server(
 
 
 def _end(served: Served) -> None:
-    """Close what was served. A process whose GPU hangs, or that is told to go while it loads, does not end by itself."""
+    """Close the engine. A process whose GPU hangs, or that is stopped while it loads, does not end by itself."""
     loaded = served.engine
-    if loaded is None or not loaded.close(0.0 if served.is_hurried else CLOSE_S):  # type: ignore[attr-defined]  # an Engine, which is what we load
+    if loaded is None or not loaded.close(0.0 if served.is_hurried else CLOSE_S):  # type: ignore[attr-defined]  # `load` returns an Engine
         logging.shutdown()
         os._exit(0 if loaded is None else 1)
 
 
 def banner(info: EngineInfo, urls: list[str]) -> list[str]:
-    """What runs, in a few lines, once requests are taken."""
+    """A few lines about the model and the server, printed when requests are accepted."""
     lines = [
         f"model    {info.model_name} ({info.arch}, {info.n_params / 1e9:.3g} B parameters, {info.n_bytes / 1e9:.3g} GB)",
         f"device   {info.device}",
@@ -263,6 +263,6 @@ def banner(info: EngineInfo, urls: list[str]) -> list[str]:
     ]
     if info.synthetic_len:
         lines.insert(
-            3, f"WARNING  acceptance is made up ({info.synthetic_len:g} tokens a round): text is not the model's"
+            3, f"WARNING  acceptance is simulated ({info.synthetic_len:g} tokens a round): the text is not the model's"
         )
     return lines

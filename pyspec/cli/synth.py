@@ -1,4 +1,4 @@
-"""`pyspec synth`: a model with random weights, for tests and timing."""
+"""`pyspec synth`: models with random weights, for tests and timing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _lower(ctx: click.Context, param: click.Parameter, value: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SynthFlags:
-    """What is made, under the names that click gives the options."""
+    """The parts to write, under click's option names."""
 
     tiny: bool
     quant: str
@@ -32,13 +32,13 @@ class SynthFlags:
 @click.command()
 @click.argument("entry", metavar="MODEL")
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False), metavar="OUT.gguf")
-@click.option("--tiny", is_flag=True, help="The same architecture in a few hundred kilobytes.")
+@click.option("--tiny", is_flag=True, help="Write a tiny model of the same architecture (a few hundred kilobytes).")
 @click.option(
     "--quant", default="q8_0", callback=_lower, metavar="TYPE", help="Type of the matrices: f32, q8_0, q4_k ..."
 )
-@click.option("--seed", default=0, type=click.IntRange(0, 2**32 - 1), help="Other weights with each seed.")
-@click.option("--mtp/--no-mtp", default=True, help="With the MTP block, if the architecture has one.")
-@click.option("--drafter", is_flag=True, help="Write the DFlash drafter that fits MODEL instead.")
+@click.option("--seed", default=0, type=click.IntRange(0, 2**32 - 1), help="Seed of the weights.")
+@click.option("--mtp/--no-mtp", default=True, help="Include the MTP block, if the architecture has one.")
+@click.option("--drafter", is_flag=True, help="Write MODEL's DFlash drafter instead.")
 @click.option("--sidecar", is_flag=True, help="Write only the MTP block, with embedding and head.")
 @click.option(
     "--layers",
@@ -46,14 +46,14 @@ class SynthFlags:
     default=0,
     type=click.IntRange(0, 10_000),
     metavar="N",
-    help="Only the first N layers of MODEL.",
+    help="Write only the first N layers.",
 )
 @verbose_option
 @gathered(SynthFlags, "flags")
 def synth(entry: str, out: Path, flags: SynthFlags) -> None:
     """Write a random model with real dimensions.
 
-    Its text means nothing; its speed is the real model's. Example: pyspec synth qwen3 /tmp/tiny.gguf --tiny
+    The text is meaningless; the speed is the real model's. Example: pyspec synth qwen3 /tmp/tiny.gguf --tiny
     """
     from pyspec.synth import write
 

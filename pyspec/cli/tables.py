@@ -1,4 +1,4 @@
-"""Tables for people, on stdout."""
+"""Tables on stdout."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def row(t: Table, *cells: str) -> None:
 
 
 def clipped_row(t: Table, *cells: str) -> None:
-    """Add a row that stays one line: what does not fit ends in an ellipsis."""
+    """Add a row that stays one line: longer text ends in an ellipsis."""
     t.add_row(*[Text(" ".join(cell.split()), no_wrap=True, overflow="ellipsis") for cell in cells])
 
 
 def show(t: Table) -> None:
-    """Print a table as wide as the terminal, or 120 columns into a pipe."""
+    """Print a table as wide as the terminal, or 120 columns wide into a pipe."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
     Console(file=sys.stdout, width=width, highlight=False).print(t)

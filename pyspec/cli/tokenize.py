@@ -17,7 +17,7 @@ from pyspec.cli.options import ModelChoice, model_options
 @click.option("--text", default=None, help="Text to tokenize.")
 @click.option("-f", "--file", type=click.File("rb"), help="File with the text; - is stdin.")
 @click.option("--bos/--no-bos", default=True, help="Add the begin-of-text token if the model has one.")
-@click.option("--parse-special/--no-parse-special", default=True, help="Read <|...|> as special tokens.")
+@click.option("--parse-special/--no-parse-special", default=True, help="Parse <|...|> as special tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print {tokens, pieces, n_tokens}.")
 def tokenize(
     choice: ModelChoice,
@@ -29,7 +29,7 @@ def tokenize(
 ) -> None:
     """Print the token ids of a text.
 
-    One line each, with its piece. The file needs only a vocabulary."""
+    One line per token, with its piece. The file needs only a vocabulary."""
     if (text is None) == (file is None):
         raise click.UsageError("want either --text or --file")
     if file is not None:

@@ -25,12 +25,20 @@ AUTO_SLOTS = 4
 @click.command(cls=FlagCommand)
 @engine_options
 @click.option(
-    "-f", "--file", type=click.Path(path_type=Path, dir_okay=False), help="Prompts, one a line; else 16 of ours."
+    "-f",
+    "--file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Prompts, one per line. Default: 16 built-in ones.",
 )
-@click.option("--random-prompts", default=0, type=click.IntRange(0, 10_000), help="So many of random ids, too.")
+@click.option(
+    "--random-prompts", default=0, type=click.IntRange(0, 10_000), help="Number of additional prompts of random ids."
+)
 @click.option("-n", "--n-gen", default=128, type=click.IntRange(1, MAX_CTX), help="Most tokens of an answer.")
 @click.option(
-    "--tie", default=0.0, type=Number(0, 100), help="Logits closer than this tie. 0: 0.002 on a CPU, 0.1 on a GPU."
+    "--tie",
+    default=0.0,
+    type=Number(0, 100),
+    help="Logits closer than this are a tie. 0: 0.002 on a CPU, 0.1 on a GPU.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
@@ -45,7 +53,7 @@ def verify(
 ) -> None:
     """Compare greedy texts with and without drafts, token by token.
 
-    Each text is equal, parts at a near tie (with both logits), or shows a bug: then the exit status is 1. Example: pyspec verify demo
+    Each text is equal, differs at a near tie (with both logits), or shows a bug: then the exit status is 1. Example: pyspec verify demo
     """
     from pyspec.bench.verify import verify as run_verify
     from pyspec.cli.logs import set_up
@@ -81,7 +89,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _prompts(engine: Engine, texts: list[str] | None, n_random: int, n_gen: int) -> list[tuple[int, ...]]:
-    """Token ids: of texts as messages, and of random ids."""
+    """Token ids of texts as messages, and random ids."""
     from pyspec.bench.prompts import demo_prompts, random_ids
 
     texts = demo_prompts() if texts is None else texts
@@ -92,7 +100,7 @@ def _prompts(engine: Engine, texts: list[str] | None, n_random: int, n_gen: int)
 
 
 def sentence(p: Parting) -> str:
-    """Where a text parts, for people."""
+    """A sentence about the first difference of a text."""
     plain, spec = (f"{x:+.5f}" if x is not None else "far below" for x in p.logits)
     margin = f"{p.margin:.2g}" if math.isfinite(p.margin) else "large"
     return (

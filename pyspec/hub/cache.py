@@ -1,4 +1,4 @@
-"""What lies in the Hugging Face cache of this machine: GGUF files by repository, and downloads that were broken off."""
+"""The Hugging Face cache of this machine: GGUF files by repository, and unfinished downloads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyspec.hub.names import SHARD
 
 @dataclass(frozen=True, slots=True)
 class CachedFile:
-    """A GGUF of a repository's newest snapshot; of a split file its first shard, with the bytes of all."""
+    """A GGUF of a repository's newest snapshot; for a split file its first shard, with the bytes of all."""
 
     repo: str
     file: str
@@ -21,7 +21,7 @@ class CachedFile:
 
 @dataclass(frozen=True, slots=True)
 class CachedRepository:
-    """A repository in the cache. unfinished: bytes of downloads that were broken off."""
+    """A repository in the cache. unfinished: bytes of interrupted downloads."""
 
     name: str
     files: tuple[CachedFile, ...]
@@ -29,7 +29,7 @@ class CachedRepository:
 
 
 def cached_repositories() -> Iterator[CachedRepository]:
-    """Repositories that have a GGUF here, or the beginning of a download, by name."""
+    """Repositories with a GGUF or an unfinished download, by name."""
     from huggingface_hub import constants
 
     root = Path(constants.HF_HUB_CACHE)
@@ -56,7 +56,7 @@ def _files(repo: str, folder: Path) -> Iterator[CachedFile]:
 
 
 def _snapshot(folder: Path) -> Path | None:
-    """The one that the branch `main` means, else the newest."""
+    """The snapshot of the branch `main`, else the newest."""
     ref = folder / "refs" / "main"
     if ref.is_file() and (named := folder / "snapshots" / ref.read_text().strip()).is_dir():
         return named
@@ -65,7 +65,7 @@ def _snapshot(folder: Path) -> Path | None:
 
 
 def _n_bytes(path: Path) -> int:
-    """Of a file that may be a link to one that is gone."""
+    """Size of a file that may be a broken link."""
     try:
         return path.stat().st_size
     except OSError:

@@ -1,4 +1,4 @@
-"""Files of a Hugging Face repository: in the library's own cache, downloaded on, and held against the hub's hash."""
+"""Files of a Hugging Face repository in the library's own cache: resumable downloads, checked against the hub's hash."""
 
 from __future__ import annotations
 
@@ -26,24 +26,22 @@ from pyspec.hub.network import unreachable
 
 log = logging.getLogger(__name__)
 
-HEAD_BYTES = 64 << 20  # metadata and the list of tensors, at most
-FIRST_BYTES = 16 << 20  # that are asked for first: vocabularies of 250,000 tokens take 12 MB
-REPORT_S = 0.5  # between two reports of how much of a file has come
-SHA256 = re.compile("[0-9a-f]{64}")  # what a large file's entity tag is; small files have git's hash
-HASHED_BYTES = 16 << 20  # at once
-WITHOUT = (
-    "give a file (-m FILE), --offline for what was downloaded before, or try `pyspec server demo`, which needs none"
-)
+HEAD_BYTES = 64 << 20  # most bytes of the metadata and the list of tensors
+FIRST_BYTES = 16 << 20  # of the first request: vocabularies of 250,000 tokens take 12 MB
+REPORT_S = 0.5  # between progress reports
+SHA256 = re.compile("[0-9a-f]{64}")  # the entity tag of a large file; small files have git's hash
+HASHED_BYTES = 16 << 20  # per read
+WITHOUT = "give a file (-m FILE), --offline for downloaded models, or try `pyspec server demo`, which needs no network"
 
 T = TypeVar("T")
-_said: set[str] = set()  # repositories whose copy was taken for want of a network: a start asks several times
+_said: set[str] = set()  # repositories already reported as taken from the cache: a start asks several times
 
 
 @dataclass
 class Heads:
-    """Where files are kept of which only the head is fetched, and which those were.
+    """The folder of files whose head alone was downloaded, and their names.
 
-    is_whole  whether a file that was cut off has all of its head
+    is_whole  True if a truncated file contains the whole head
     """
 
     folder: Path
@@ -55,21 +53,21 @@ _heads: ContextVar[Heads | None] = ContextVar("heads", default=None)
 
 
 class Repository:
-    """A repository's files: on the hub, or in the local cache if that can not be reached or asked."""
+    """A repository's files: on the hub, or in the local cache if the hub cannot be reached."""
 
     def __init__(self, name: str, names: Sequence[str], folder: Path | None = None) -> None:
         self.name, self.names, self.folder = name, names, folder
 
     @classmethod
     def open(cls, name: str) -> Repository:
-        """Ask for the list of files. With HF_HUB_OFFLINE=1 only the cache is looked at. Raises DownloadError."""
+        """Read the list of files. With HF_HUB_OFFLINE=1 only the cache is used. Raises DownloadError."""
         from huggingface_hub import HfApi, constants
 
         if constants.HF_HUB_OFFLINE:
             found = cls._cached(name)
             if found is None:
                 raise DownloadError(
-                    f"{name} is not in the local cache, and HF_HUB_OFFLINE forbids to download it; `pyspec list` shows what is here"
+                    f"{name} is not in the local cache, and HF_HUB_OFFLINE forbids downloading it; `pyspec list` shows the cached models"
                 )
             return found
         if why := unreachable(constants.ENDPOINT):
@@ -78,7 +76,7 @@ class Repository:
                 raise DownloadError(f"no network ({why}): {WITHOUT}")
             log.log(
                 logging.DEBUG if name in _said else logging.WARNING,
-                "no network (%s); taking the copy of %s in the cache",
+                "no network (%s); using the cached copy of %s",
                 why,
                 name,
             )
@@ -90,12 +88,12 @@ class Repository:
             found = cls._cached(name)
             if found is None:
                 raise
-            log.warning("%s; taking the copy in the cache", e)
+            log.warning("%s; using the cached copy", e)
             return found
 
     @classmethod
     def _cached(cls, name: str) -> Repository | None:
-        """The newest snapshot in the cache, or None if the cache has nothing of the repository."""
+        """The newest snapshot in the cache, or None if there is none."""
         from huggingface_hub import snapshot_download
 
         try:
@@ -105,12 +103,12 @@ class Repository:
         return cls(name, [p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf")], folder)
 
     def choose(self, quant: str = "", file: str = "", *, drafter: bool = False) -> list[str]:
-        """The file that is meant, and its other shards. Raises ConfigError."""
+        """The chosen file and its other shards. Raises ConfigError."""
         title = self.name if self.folder is None else f"the cached copy of {self.name}"
         return choose(self.names, quant, file, repo=title, drafter=drafter)
 
     def fetch(self, names: Sequence[str]) -> list[Path]:
-        """Paths of files, downloaded if they are not there. Raises DownloadError."""
+        """Paths of files, downloaded if necessary. Raises DownloadError."""
         if self.folder is not None:
             return [self.folder / name for name in names]
         if _heads.get() is None:
@@ -118,7 +116,7 @@ class Repository:
         return [fetch_file(self.name, name) for name in names]
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file by its name. Raises DownloadError."""
+        """Sizes of all files in bytes, by name. Raises DownloadError."""
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 
@@ -129,7 +127,7 @@ class Repository:
 
 
 def from_hub(repo: str, quant: str = "", file: str = "", *, drafter: bool = False) -> Path:
-    """Path of a repository's GGUF in the Hugging Face cache, downloaded if it is not there; all shards of a split file.
+    """Path of a repository's GGUF in the Hugging Face cache, downloaded if necessary; all shards of a split file.
 
     Raises DownloadError, ConfigError.
     """
@@ -138,7 +136,7 @@ def from_hub(repo: str, quant: str = "", file: str = "", *, drafter: bool = Fals
 
 
 def fetch_file(repo: str, name: str) -> Path:
-    """One file's path in the cache. What is large goes on where the last download ended, and is checked. Raises DownloadError."""
+    """One file's path in the cache. Downloads of large files are resumed and checked. Raises DownloadError."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.file_download import repo_folder_name
 
@@ -164,9 +162,9 @@ def fetch_file(repo: str, name: str) -> Path:
 
 @contextmanager
 def heads_only(folder: Path, is_whole: Callable[[Path], bool] = lambda path: False) -> Iterator[Heads]:
-    """In this block files that are not here are not downloaded: what stands for them in `folder` has their first bytes and their size.
+    """In this block, download only the heads of missing files: `folder` gets sparse files with their first bytes and full size.
 
-    is_whole  whether the first bytes, in a file of that length, are enough; else more are fetched
+    is_whole  True if the first bytes, in a file of full length, suffice; otherwise more are downloaded
     """
     heads = Heads(folder, is_whole)
     token = _heads.set(heads)
@@ -177,19 +175,19 @@ def heads_only(folder: Path, is_whole: Callable[[Path], bool] = lambda path: Fal
 
 
 def _head(repo: str, name: str, heads: Heads) -> Path:
-    """A file of the same size whose tensors are holes."""
+    """A file of full size whose tensors are holes."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(repo, name)
     about = _asked(repo, lambda: get_hf_file_metadata(url))
     if about.size is None:
-        raise DownloadError(f"{name}: the server does not say its size")
+        raise DownloadError(f"{name}: the server does not report its size")
     headers = _headers(url, about.location)
 
     def part(start: int, end: int) -> bytes:
         request = Request(about.location, headers=headers | {"Range": f"bytes={start}-{end - 1}"})
         with urlopen(request, timeout=60) as answer:
-            if start and answer.status != 206:  # it knows no ranges, and begins anew
+            if start and answer.status != 206:  # the server does not support ranges and starts from the beginning
                 answer.read(start)
             return answer.read(end - start)
 
@@ -206,7 +204,7 @@ def _head(repo: str, name: str, heads: Heads) -> Path:
 
 
 def _headers(url: str, location: str) -> dict[str, str]:
-    """Of a request for a file; the token is for the hub, not for where it keeps large files."""
+    """Headers of a request for a file; the token is for the hub only, not for its storage servers."""
     from huggingface_hub.utils import build_hf_headers
 
     headers = build_hf_headers()
@@ -216,7 +214,7 @@ def _headers(url: str, location: str) -> dict[str, str]:
 
 
 def check_hash(path: Path) -> bool:
-    """Hold a file of the cache against the hash that it lies under. False: it has none. Raises DownloadError, and deletes it."""
+    """Compare a cached file with the hash that names it. False: it has none. Raises DownloadError and deletes a damaged file."""
     blob = path.resolve()
     if not SHA256.fullmatch(blob.name):
         return False
@@ -225,7 +223,7 @@ def check_hash(path: Path) -> bool:
 
 
 def sha256_of(path: Path) -> str:
-    """A file's hash in hexadecimal digits."""
+    """A file's SHA-256 in hexadecimal digits."""
     whole, done, digest, piece = max(path.stat().st_size, 1), 0, hashlib.sha256(), bytearray(HASHED_BYTES)
     with path.open("rb", buffering=0) as file:
         while n := file.readinto(piece):
@@ -249,7 +247,7 @@ def _hold(name: str, blob: Path, wanted: str) -> None:
 
 
 def _download(repo: str, name: str, about: Any, blob: Path) -> None:
-    """Bring a blob into the cache. The library begins anew after a break; this keeps what has come, in the file older versions of it used."""
+    """Download a blob into the cache. The library starts again after an interruption; this keeps the partial file under the name that older versions use."""
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.file_download import hf_hub_download, http_get
 
@@ -270,7 +268,7 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
             check_hash(whole)
             return
         if have:
-            log.info("%s: going on behind %s of %s", name, _size(have), _size(about.size))
+            log.info("%s: resuming after %s of %s", name, _size(have), _size(about.size))
         ask = lambda: http_get(  # noqa: E731
             about.location, file, resume_size=have, headers=headers, expected_size=about.size
         )
@@ -281,7 +279,7 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
         except DownloadError as e:
             file.flush()
             raise DownloadError(
-                f"{e}; {_size(part.stat().st_size)} of {_size(about.size)} are kept: run it again to go on"
+                f"{e}; {_size(part.stat().st_size)} of {_size(about.size)} are kept: run it again to resume"
             ) from e
         file.flush()
         _hold(name, part, blob.name)
@@ -289,7 +287,7 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
 
 
 def _check_disk(name: str, part: Path, n_bytes: int) -> None:
-    """Refuse what the disk has no room for before it is full."""
+    """Refuse a file that the disk has no room for."""
     free = shutil.disk_usage(part.parent).free
     if n_bytes > free:
         raise DownloadError(
@@ -299,14 +297,14 @@ def _check_disk(name: str, part: Path, n_bytes: int) -> None:
 
 @contextmanager
 def _reporting(name: str, part: Path, size: int) -> Iterator[None]:
-    """Report, while the block runs, how much of a file has come; what draws that draws instead of the client library."""
+    """Report the progress of a download during the block; a listener that draws bars replaces the client library's."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     over, stage = threading.Event(), f"{progress.DOWNLOAD} {name}"
 
     def watch() -> None:
         while not over.wait(REPORT_S):
-            with suppress(OSError):  # it is not there yet, or has its name already
+            with suppress(OSError):  # not created yet, or already renamed
                 progress.report(stage, min(part.stat().st_size / size, 0.999))
 
     is_ours = progress.is_drawn() and not are_progress_bars_disabled()
@@ -326,14 +324,14 @@ def _reporting(name: str, part: Path, size: int) -> Iterator[None]:
 
 
 def _asked(repo: str, ask: Callable[[], T]) -> T:
-    """The answer, or a DownloadError of one line whatever the client library raises."""
+    """The answer; errors of the client library become a DownloadError of one line."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    # its HTTP errors derive from those of whichever HTTP library the installed version uses; the rest are OSErrors
+    # its HTTP errors derive from those of its HTTP library, which depends on the version; the rest are OSErrors
     http = (base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
     kinds: tuple[type[Exception], ...] = (OSError, ValueError, *http)
     try:
         return ask()
     except kinds as e:
         lines = str(e).strip().splitlines()
-        raise DownloadError(f"{repo} can not be had: {lines[0] if lines else type(e).__name__}") from e
+        raise DownloadError(f"{repo} cannot be read: {lines[0] if lines else type(e).__name__}") from e

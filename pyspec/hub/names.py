@@ -1,4 +1,4 @@
-"""Names of a repository's files: which GGUF is meant, and which drafters stand beside it."""
+"""Names of a repository's files: the choice of a GGUF, and the drafters beside it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import PurePosixPath
 from pyspec.errors import ConfigError
 
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
-"""What is taken if nobody says: the first of them that is there, as llama.cpp does."""
+"""Default quantisations: the first one present is taken, as in llama.cpp."""
 DRAFTERS_ALONE = re.compile(
     r"(?:^|/)mtp(?=[-_.][^/]*$)|(?<![a-z])(?:d-?flash|d-?spark|eagle[-_]?[0-9]*|draft|drafts|drafter|drafters|speculators?)(?![a-z0-9])"
 )
-"""What names of drafters have in them. "mtp" only at the begin: elsewhere it says that a model's file has the block, too."""
+"""Patterns in names of drafters. "mtp" only at the start: elsewhere it means that a model's file includes the block."""
 PROJECTORS = re.compile(r"mm[-_.]?proj|projector")
 MATRICES = re.compile(r"i-?matrix")
 KINDS = ("dflash", "mtp", "dspark", "eagle3")
-"""Drafters that llama.cpp's repositories have beside a target, as KIND-*.gguf; the first that runs here is taken."""
+"""Drafters beside a target in llama.cpp's repositories, as KIND-*.gguf; the first supported one is taken."""
 QUANT = r"(?<![A-Za-z0-9])(?:UD-)?((?:I?Q\d+|MXFP4|NVFP4|BF16|F16|F32)(?:_[A-Z0-9]+)*)(?![A-Za-z0-9])"
 SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """ "user/repo:quant" to (repo, quant); the quant may be missing. Raises ConfigError."""
+    """ "user/repo:quant" to (repo, quant); quant may be empty. Raises ConfigError."""
     repo, _, quant = name.partition(":")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ConfigError(f"-hf wants user/repo[:quant], got '{name}'")
@@ -38,10 +38,10 @@ def choose(
     """The file to load among a repository's files, first shard first, and its other shards.
 
     names  paths in the repository, "/" between folders
-    quant  e.g. "Q8_0", in any case; "" takes one of DEFAULT_QUANTS if it is there, else the first model file
-    file   exact name instead; sidecars (projectors, drafters) can be had this way
-    drafter  of files whose names say that they are drafters, if there are any
-    Raises ConfigError, with the choice there is.
+    quant  e.g. "Q8_0", in any case; "" takes one of DEFAULT_QUANTS if present, else the first model file
+    file   exact name instead; also allows sidecars (projectors, drafters)
+    drafter  prefer files that are named as drafters, if there are any
+    Raises ConfigError that lists the choices.
     """
     ggufs = _ggufs(names)
     if file:
@@ -65,9 +65,9 @@ def choose(
 
 
 def models_of(names: Sequence[str]) -> list[str]:
-    """The GGUF files among a repository's that are models, all shards of each: no projectors, no drafters.
+    """The GGUF files of a repository that are models, with all shards: no projectors, no drafters.
 
-    Where all names have an importance matrix in them it is what the models were quantised with.
+    If all names mention an importance matrix, the models were quantised with one.
     """
     whole = [n for n in _ggufs(names) if not PROJECTORS.search(n.lower()) and not DRAFTERS_ALONE.search(n.lower())]
     return [n for n in whole if not _is_part(n)] or [n for n in whole if quant_of(n)]
@@ -78,7 +78,7 @@ def _ggufs(names: Sequence[str]) -> list[str]:
 
 
 def _is_part(name: str) -> bool:
-    """Whether a file goes beside any model, and is none that could be run: a projector, an importance matrix."""
+    """True for a file that accompanies a model and cannot run: a projector, an importance matrix."""
     return bool(PROJECTORS.search(name.lower()) or MATRICES.search(name.lower()))
 
 
@@ -101,7 +101,7 @@ def shards_of(name: str, names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Sidecar:
-    """A drafter's file beside a target, and why it is the one of its kind."""
+    """A drafter's file beside a target, and the reason for choosing it among its kind."""
 
     kind: str
     file: str
@@ -111,8 +111,8 @@ class Sidecar:
 def sidecars(names: Sequence[str], target: str, quant: str = "") -> list[Sidecar]:
     """The best drafter of each kind beside a target, as llama.cpp chooses.
 
-    From the target's folder or one around it, the nearest first; there the one whose name has `quant` or the target's own
-    quantisation; else that of the nearest number of bits.
+    Searches the target's folder and its parents, nearest first. Prefers a name with `quant` or the target's own quantisation, else the
+    nearest number of bits.
     """
     wanted = quant_of(quant) or quant_of(target)
     found = []
@@ -134,7 +134,7 @@ def _why(name: str, wanted: str, n_choice: int) -> str:
 
 
 def quant_of(name: str) -> str:
-    """The quantisation that a file's name says, or ""."""
+    """The quantisation in a file's name, or ""."""
     found = re.findall(QUANT, PurePosixPath(name).name, re.IGNORECASE)
     return found[-1] if found else ""
 
@@ -150,11 +150,11 @@ def _is_around(name: str, target: str) -> bool:
 
 
 def _distance(name: str, wanted: str) -> tuple[int, bool, int, str]:
-    """What is smaller is chosen first."""
+    """Sort key: smaller is preferred."""
     own = quant_of(name)
     return -len(PurePosixPath(name).parts), own.lower() != wanted.lower(), abs(_bits(own) - _bits(wanted)), name
 
 
 def kind_of(name: str) -> str:
-    """The drafter that a file's name says it is for; "" for models and for what is neither."""
+    """The drafter kind in a file's name; "" for models and other files."""
     return next((kind for kind in KINDS if _begins_with(name, (f"{kind}-",))), "")

@@ -1,4 +1,4 @@
-"""Whether the hub can be reached at all: asked before the client library is, which would try for half a minute."""
+"""A quick check that the hub can be reached, because the client library would try for half a minute."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import time
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-CONNECT_S = 1.5  # to find the host and to connect to it
+CONNECT_S = 1.5  # to resolve the host, and to connect to it
 KEPT_S = 20.0
 PORTS = {"http": 80, "https": 443}
-_silent: dict[str, tuple[float, str]] = {}  # when an address was found not to answer, and why
+_silent: dict[str, tuple[float, str]] = {}  # time and reason of a failed check, by address
 
 
 def unreachable(url: str, patience_s: float = CONNECT_S) -> str:
-    """Why nothing answers at that address, or at the proxy before it; "" if something does. A start asks several times: what does not answer
-    is asked again after KEPT_S.
+    """The reason why an address, or the proxy before it, does not answer; "" if it answers. A start asks several times: failures are cached for
+    KEPT_S.
 
-    patience_s  to find the host's name, and again to connect to it
+    patience_s  to resolve the host, and again to connect to it
     """
     when, why = _silent.get(url, (0.0, ""))
     if why and time.monotonic() - when < KEPT_S:
@@ -38,13 +38,11 @@ def _why_silent(url: str, patience_s: float) -> str:
             addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             named.set()
             found.append(_refusal(host, [address[4][:2] for address in addresses], patience_s))
-        except (OSError, ValueError) as e:  # the latter for names that are none
+        except (OSError, ValueError) as e:  # ValueError for invalid names
             said = e.strerror if isinstance(e, OSError) else None
             found.append(f"{host} is not found: {(said or str(e)).lower()}")
 
-    thread = threading.Thread(
-        target=look, name="pyspec-network", daemon=True
-    )  # a resolver may take as long as it likes
+    thread = threading.Thread(target=look, name="pyspec-network", daemon=True)  # a resolver may take any time
     thread.start()
     thread.join(patience_s)
     if named.is_set() and not found:
@@ -55,7 +53,7 @@ def _why_silent(url: str, patience_s: float) -> str:
 
 
 def _door(url: str) -> tuple[str, int]:
-    """Host and port that a request for `url` goes to first."""
+    """Host and port that a request for `url` connects to first."""
     parts = urlsplit(url)
     proxy = getproxies().get(parts.scheme, "")
     if proxy and not proxy_bypass(parts.hostname or ""):

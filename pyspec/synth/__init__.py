@@ -1,7 +1,7 @@
 """Random models as GGUF files: structurally complete, deterministic, with weights that keep logits finite and varied.
 
 For tests and timing. `write("qwen3.6-27b", path)` has every tensor and key of the real file; `tiny=True` gives the same
-architecture in a few hundred kilobytes with a vocabulary that really encodes and decodes text.
+architecture in a few hundred kilobytes, with a vocabulary that encodes and decodes text.
 """
 
 from __future__ import annotations
@@ -82,21 +82,21 @@ QUANTS: dict[str, LlamaFileType] = {
     "iq3_xxs_moe": LlamaFileType.IQ3_XXS,
     "iq2_xxs_moe": LlamaFileType.IQ2_XXS,
 }
-"""Names for `quant` and the file type each gives."""
+"""Names for `quant`, with their file types."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """What is made of a model's dimensions.
+    """The contents of a model file.
 
     quant    type of the matrices, a key of QUANTS; norms and other small tensors are F32
     mtp      with the multi-token-prediction block, if the model has one
-    sidecar  nothing but that block, the embedding and the head
-    drafter  the DFlash drafter that fits the entry; `fork` in the naming older forks wrote
-    n_layer  of the target; 0: all of them
-    hollow   nothing but zeros in the tensors, which take no room on disk: to be looked at, not run
+    sidecar  only that block, the embedding and the head
+    drafter  the DFlash drafter of the entry; `fork` with the naming of older forks
+    n_layer  number of the target's layers; 0: all of them
+    hollow   zeros in all tensors, as holes that use no disk space: for inspection, not for running
     """
 
     quant: str = "q8_0"
@@ -111,7 +111,7 @@ class Recipe:
 
 
 class RecipeOptions(TypedDict, total=False):
-    """The fields of Recipe."""
+    """The fields of Recipe as keyword arguments."""
 
     quant: str
     seed: int
@@ -130,14 +130,14 @@ def write(
     """Write one model and return its path.
 
     entry     a name of MODELS (with `tiny` also one of TINY), or dimensions of one's own
-    progress  called with tensor bytes done and in all
+    progress  called with the tensor bytes done and their total
     options   the fields of Recipe
     Errors: ConfigError for an unknown name or an impossible combination, ModelError if the file cannot be written.
     """
     recipe = Recipe(**options)
     dims, quant = _resolve(entry, recipe), recipe.quant
     if recipe.sidecar and not (dims.mtp and recipe.mtp):
-        raise ConfigError(f"{dims.name} ({dims.arch}) has no MTP block for a sidecar file, or is to have none")
+        raise ConfigError(f"{dims.name} ({dims.arch}) has no MTP block for a sidecar file, or mtp is False")
     parts = layout.parts_of(dims, mtp=recipe.mtp, sidecar=recipe.sidecar)
     writer = GGUFWriter(out_path, layout.file_arch(dims))
     _add_metadata(writer, dims, parts, quant)
@@ -149,7 +149,7 @@ def write(
         blocks = int(np.prod(spec.shape)) // kinds[name].block_size
         largest[kinds[name]] = max(largest.get(kinds[name], 0), blocks)
         writer.add_tensor_info(name, kinds[name], spec.shape)
-        # llama.cpp passes over an MTP block that nobody asked for, and then takes the scales in it for a mistake
+        # llama.cpp skips an MTP block unless it is requested, and then refuses the block's scales
         if kinds[name] is GGMLType.NVFP4 and name not in unscaled:
             writer.add_tensor_info(name.removesuffix(".weight") + ".scale", GGMLType.F32, _scales(spec))
     filler = Filler(recipe.seed, largest, unscaled)
@@ -186,9 +186,9 @@ def _named(quant: str) -> GGMLType:
 
 
 def _type_of(spec: Spec, dims: Dims, quant: str) -> GGMLType:
-    """As llama.cpp's quantiser chooses: the head finer than the rest, small tensors F32, a coarser block where rows do not fit.
+    """The type that llama.cpp's quantiser chooses: finer for the head, F32 for small tensors, another type where rows do not fit a block.
 
-    `_moe`: the type is that of experts alone, the rest is Q8_0. Downs of IQ2_XXS experts are Q2_K.
+    `_moe`: the type applies to experts only, the rest is Q8_0. Down projections of IQ2_XXS experts are Q2_K.
     """
     if spec.kind == "ids":
         return GGMLType.I32
@@ -210,7 +210,7 @@ def _type_of(spec: Spec, dims: Dims, quant: str) -> GGMLType:
 
 
 def _scales(spec: Spec) -> tuple[int]:
-    """Shape of NVFP4's second-level scales: one, or one for each expert."""
+    """Shape of NVFP4's second-level scales: one, or one per expert."""
     return (spec.shape[0] if len(spec.shape) == 3 else 1,)
 
 

@@ -1,6 +1,6 @@
-"""Sizes of the models that can be made: real ones by name, and tiny ones of every architecture.
+"""Sizes of the available models: real ones by name, and tiny ones of every architecture.
 
-Only dimensions live here; which tensors and metadata they imply is in `layout`.
+Only dimensions are here; `layout` derives tensors and metadata from them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VocabKind = Literal["qwen2", "qwen35", "llama-bpe", "pixtral", "joyai-llm", "spm
 
 @dataclass(frozen=True, kw_only=True)
 class Dims:
-    """What every decoder has. `n_layer` counts the trunk, without MTP blocks.
+    """Dimensions of any decoder. `n_layer` counts the trunk, without MTP blocks.
 
     mtp_alone  the MTP block has a file of its own
     """
@@ -36,7 +36,7 @@ class Dims:
     rope_base: float
     eps: float = 1e-6
     tied: bool = False
-    mtp: bool = False  # there is a multi-token-prediction block
+    mtp: bool = False  # has a multi-token-prediction block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Qwen35(Dims):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35Moe(Qwen35):
-    """Every feed-forward is one of experts; `n_ff` is the width of one."""
+    """Every feed-forward consists of experts; `n_ff` is the width of one."""
 
     arch: ClassVar[str] = "qwen35moe"
     n_expert: int
@@ -87,7 +87,7 @@ class Qwen35Moe(Qwen35):
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronH(Dims):
-    """Blocks of one part each, as `pattern` names them: M Mamba-2, * attention, - feed-forward, E experts."""
+    """Blocks of one part each, in the order of `pattern`: M Mamba-2, * attention, - feed-forward, E experts."""
 
     arch: ClassVar[str] = "nemotron_h"
     pattern: str
@@ -108,7 +108,7 @@ class NemotronH(Dims):
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronHMoe(NemotronH):
-    """`n_ff` is the width of an expert; with `latent` experts work in that width instead of n_embd."""
+    """`n_ff` is the width of an expert; with `latent`, experts work in that width instead of n_embd."""
 
     arch: ClassVar[str] = "nemotron_h_moe"
     n_expert: int
@@ -120,12 +120,12 @@ class NemotronHMoe(NemotronH):
 
 @dataclass(frozen=True, kw_only=True)
 class Deepseek4Dims(Dims):
-    """Residual streams, one key head that is the value too, compressed rows. `n_ff` is the width of an expert, and of the shared one.
+    """Residual streams, one key head that is also the value, compressed rows. `n_ff` is the width of an expert, also of the shared one.
 
     ratios   tokens of a compressed row in each trunk layer, 0 for none
-    indexer  heads, dimensions and rows chosen of the indexer
-    n_hash   layers whose experts a table of tokens names
-    limit    where activations of experts are cut
+    indexer  the indexer's heads, dimensions and number of chosen rows
+    n_hash   layers whose experts are chosen by a table of tokens
+    limit    clamp of the experts' activations
     """
 
     arch: ClassVar[str] = "deepseek4"
@@ -148,7 +148,7 @@ class Deepseek4Dims(Dims):
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashDims(Dims):
-    """A block drafter. `taps` are layer ids of the target as its training code counts them; the file stores them + 1.
+    """A block drafter. `taps` are layer ids of the target in the numbering of its training code; the file stores them + 1.
 
     `fork` writes the older `dflash-draft` naming, which stores the ids unchanged.
     """
@@ -305,15 +305,15 @@ _REAL: tuple[Dims, ...] = (
         eps=1e-5,
     ),
 )
-_ALIKE = {"Qwen3.5-27B": "Qwen3.6-27B", "Qwen3.5-35B-A3B": "Qwen3.6-35B-A3B"}  # other weights of the same shape
+_ALIKE = {"Qwen3.5-27B": "Qwen3.6-27B", "Qwen3.5-35B-A3B": "Qwen3.6-35B-A3B"}  # equal shapes, other weights
 MODELS: dict[str, Dims] = {d.name.lower(): d for d in _REAL}
 MODELS |= {name.lower(): replace(MODELS[like.lower()], name=name) for name, like in _ALIKE.items()}
 NONE_NEEDED = {"demo": "its file is in the package, and small: `pyspec run demo`"}
-"""Names of the catalogue that nothing is made for, and why."""
+"""Catalogue names without a synthetic model, and the reason."""
 
 
 class _Sizes(TypedDict):
-    """What tiny models of every kind have in common."""
+    """Common sizes of all tiny models."""
 
     n_embd: int
     n_ff: int
@@ -406,12 +406,12 @@ TINY: dict[str, Dims] = {
 
 
 def find(name: str, *, tiny: bool = False) -> Dims:
-    """Dimensions by model name, or the tiny ones of a model's or an architecture's kind. Errors: ConfigError."""
+    """Dimensions by model name, or the tiny ones of a model's or architecture's kind. Errors: ConfigError."""
     key = name.lower()
     if tiny and key in TINY:
         return TINY[key]
     if key in NONE_NEEDED:
-        raise ConfigError(f"nothing is made for {name!r}: {NONE_NEEDED[key]}")
+        raise ConfigError(f"there is no synthetic {name!r}: {NONE_NEEDED[key]}")
     if key not in MODELS:
         known = [*MODELS, *(TINY if tiny else ())]
         close = difflib.get_close_matches(key, known, 1)
@@ -421,11 +421,9 @@ def find(name: str, *, tiny: bool = False) -> Dims:
 
 
 def shortened(dims: Dims, n_layer: int) -> Dims:
-    """The first layers of a model: its kernels at work in a file that is quick to write and load. Errors: ConfigError."""
+    """The first layers of a model, for its kernels in a file that is quick to write and load. Errors: ConfigError."""
     if not 0 < n_layer <= dims.n_layer:
-        raise ConfigError(
-            f"{dims.name} has {dims.n_layer} layers; 1 to {dims.n_layer} of them can be had, not {n_layer}"
-        )
+        raise ConfigError(f"{dims.name} has {dims.n_layer} layers; want 1 to {dims.n_layer} of them, got {n_layer}")
     short = replace(dims, n_layer=n_layer, name=f"{dims.name}, {n_layer} layers")
     if isinstance(short, Deepseek4Dims):
         return replace(short, ratios=short.ratios[:n_layer])
@@ -433,9 +431,9 @@ def shortened(dims: Dims, n_layer: int) -> Dims:
 
 
 def widened(dims: Dims) -> Dims:
-    """Tiny dimensions whose rows all hold whole blocks of 256, for the K types."""
+    """Tiny dimensions whose rows are multiples of 256, for the K types."""
     wide = replace(dims, n_embd=256, n_ff=256, head_dim=64, name=f"{dims.name}-wide")
-    if isinstance(wide, Deepseek4Dims):  # 4 heads in 2 groups: 128 columns of a group would be too few
+    if isinstance(wide, Deepseek4Dims):  # 4 heads in 2 groups would give a group of 128 columns, which is too few
         return replace(wide, head_dim=128, q_rank=256, out_rank=128)
     wide = replace(wide, n_ff_shared=256, n_expert=4, n_used=2) if isinstance(wide, Qwen35Moe | NemotronHMoe) else wide
     wide = replace(wide, latent=256) if isinstance(wide, NemotronHMoe) else wide
@@ -444,7 +442,7 @@ def widened(dims: Dims) -> Dims:
 
 
 def drafter_of(target: Dims, *, fork: bool = False) -> DFlashDims:
-    """A DFlash drafter that fits the target: the published one of Qwen3.6-27B and Qwen3-8B, the usual shape for others."""
+    """A DFlash drafter for the target: the published shape for Qwen3.6-27B and Qwen3-8B, the usual shape for others."""
     real = target.n_vocab > 1000
     n_layer = 5 if real else 2
     sliding = (True,) * (n_layer - 1) + (False,) if isinstance(target, Qwen35) else ()
@@ -473,15 +471,14 @@ def drafter_of(target: Dims, *, fork: bool = False) -> DFlashDims:
 
 
 def _taps(n_layer: int, n: int) -> tuple[int, ...]:
-    """The default of DFlash's training code: spread from layer 1 to the third from the end. Never the last: llama.cpp reads
-    what a layer leaves as the next one's input.
-    """
+    """The default of DFlash's training code: spread from layer 1 to the third from the end. Never the last, because llama.cpp reads a
+    layer's output as the next layer's input."""
     if n_layer < 5:
         return tuple(range(n_layer - 1))[-n:]
     return tuple(round(1 + i * (n_layer - 4) / (n - 1)) for i in range(n))
 
 
 def mask_id(target: Dims) -> int:
-    """The token drafters put into positions to be filled: a reserved id of the vocabulary."""
+    """The token in positions that drafters fill: a reserved id of the vocabulary."""
     by_kind = {"joyai-llm": 128_815, "qwen35": 248_070, "qwen2": 151_669, "llama-bpe": 128_002, "pixtral": 14}
     return by_kind[target.vocab] if target.n_vocab > 1000 else target.n_vocab - 1

@@ -1,7 +1,7 @@
-"""Random weights in any type: exactly quantised where that is cheap, else random blocks whose scales give the right spread.
+"""Random weights in any type: exactly quantised where that is cheap, else random blocks with scales of the right spread.
 
-Everything is a function of the seed and the tensor's name. Large tensors are cut from one random pool per type, turned to another
-start for every tensor; the pool's length in blocks is prime, so no two rows of a matrix are equal.
+All values depend only on the seed and the tensor's name. Large tensors are cut from one random pool per type, from a different
+start for each tensor; the pool's length in blocks is prime, so no two rows of a matrix are equal.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from pyspec.synth.layout import Spec
 
 EXACT = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q4_0})
 EXACT_LIMIT = 1 << 22  # weights; larger tensors come from the pool
-POOL_BYTES = 64 << 20  # with 256-weight blocks still more blocks than the largest vocabulary has rows
-MAX_SCALED = 4  # scaled copies of a pool that are kept
-_SAMPLE = 4096  # blocks whose spread is measured
+POOL_BYTES = 64 << 20  # even with 256-weight blocks, more blocks than the largest vocabulary has rows
+MAX_SCALED = 4  # scaled copies of a pool kept in memory
+_SAMPLE = 4096  # blocks used to measure the spread
 
-# value = d * code + m with codes 0..n: this m (in units of d, and of -dmin for the K types) puts the mean at zero
+# value = d * code + m with codes 0..n: this m (in units of d, and of -dmin for the K types) makes the mean zero
 _CENTRE = {GGMLType.Q4_1: 7.5, GGMLType.Q5_1: 15.5, GGMLType.Q2_K: 1.5, GGMLType.Q4_K: 7.5, GGMLType.Q5_K: 15.5}
 _PLAIN = {GGMLType.F32: torch.float32, GGMLType.F16: torch.float16, GGMLType.BF16: torch.bfloat16}
 
 
 def spread(spec: Spec) -> float:
-    """Standard deviation of a matrix. With a gain of 1 it keeps the size of activations; twice that for embedding and head,
+    """Standard deviation of a matrix. With a gain of 1 it preserves the size of activations; twice that for embedding and head,
     so that logits differ by a few.
     """
     return spec.gain * (2.0 if spec.kind in ("embedding", "head") else 1.0) / spec.shape[-1] ** 0.5
 
 
 def values(spec: Spec, seed: int) -> np.ndarray:
-    """float32 values of one tensor, int32 of "ids". Recurrent decay and step follow the initialisation Gated DeltaNet is trained from."""
+    """float32 values of one tensor, int32 for "ids". Recurrent decay and step follow the initialisation used to train Gated DeltaNet."""
     found: NDArray[np.floating]
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
     match spec.kind:
@@ -64,9 +64,9 @@ class Filler:
     """Yields the bytes of tensors; keeps one pool per type."""
 
     def __init__(self, seed: int, largest: dict[GGMLType, int], unscaled: frozenset[str] = frozenset()) -> None:
-        """`largest`: blocks of the largest tensor of each type, so that small files get small pools.
+        """`largest`: blocks of the largest tensor of each type, so that small files have small pools.
 
-        unscaled  tensors without a `.scale` beside them: as NVFP4, they hold their spread in the scales of their blocks
+        unscaled  NVFP4 tensors without a `.scale`: their block scales carry the whole spread
         """
         self.seed = seed
         self._largest, self._unscaled = largest, unscaled
@@ -92,7 +92,7 @@ class Filler:
             at = 0
 
     def second_scale(self, spec: Spec) -> float:
-        """NVFP4's `.scale`: its 8-bit block scales reach too few sizes to hold the spread themselves."""
+        """NVFP4's `.scale`, needed because the range of its 8-bit block scales is too small for the spread."""
         return spread(spec) / self._pool(GGMLType.NVFP4).unit
 
     def _pool(self, kind: GGMLType) -> Pool:
@@ -103,7 +103,7 @@ class Filler:
 
 
 class Pool:
-    """Random blocks of one type and, for any spread, the same blocks with scales to match."""
+    """Random blocks of one type, also with scales for any other spread."""
 
     def __init__(self, kind: GGMLType, n_block: int, seed: int) -> None:
         self.kind, self.n_block = kind, n_block
@@ -134,7 +134,7 @@ class Pool:
         return self._cache[std]
 
     def _measure(self) -> float:
-        """Standard deviation when nothing is scaled."""
+        """Standard deviation without scaling."""
         raw = self._with_scales(self._blocks[:_SAMPLE], self._scales[:_SAMPLE], 1.0)
         shape = (len(raw) * self.kind.block_size,)
         return float(dequantize(torch.from_numpy(raw), self.kind, shape).std(correction=0))
@@ -163,14 +163,14 @@ class Pool:
 
 
 def _rescaled(factor: float) -> np.ndarray:
-    """[256] uint8: for each 8-bit block scale the one nearest to `factor` times it, never zero."""
+    """[256] uint8: for each 8-bit block scale the nearest one to `factor` times it, never zero."""
     sizes = ue4m3(torch.device("cpu")).numpy()[1:127]
     wanted = ue4m3(torch.device("cpu")).numpy() * np.float32(factor)
     return (1 + np.abs(sizes[None, :] - wanted[:, None]).argmin(1)).astype(np.uint8)
 
 
 def _tidy(blocks: np.ndarray, kind: GGMLType, layout: type[BlockLayout], rng: np.random.Generator) -> None:
-    """Make the fields that are not codes plausible: equal scales and minima, ordinary exponents."""
+    """Make the fields that are not codes plausible: equal scales and minima, normal exponents."""
     n = len(blocks)
     if kind is GGMLType.MXFP4:
         blocks[:, 0] = rng.integers(126, 129, n, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Which metadata and tensors each architecture has, given its dimensions. A new architecture is one entry of ARCHITECTURES."""
+"""Metadata and tensors of each architecture, by its dimensions. A new architecture is one entry of ARCHITECTURES."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ U32, F32 = ValueType.UINT32, ValueType.FLOAT32
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One tensor: its shape in torch order, what its values are like (see `fill`), and a factor on their usual size.
+    """One tensor: its shape in torch order, the kind of its values (see `fill`), and a factor on their usual size.
 
-    Of "ids", whole numbers of which no row has one twice, `gain` is what they are below.
+    For "ids", whole numbers without repetition in a row, `gain` is their upper limit.
     """
 
     name: str
@@ -31,19 +31,19 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Which parts of a model the file holds."""
+    """The parts of a model in the file."""
 
     trunk: bool = True
     mtp: bool = False
 
 
 def parts_of(dims: Dims, *, mtp: bool = True, sidecar: bool = False) -> Parts:
-    """What a file of this model holds, or its sidecar."""
+    """The parts in a file of this model, or in its sidecar."""
     return Parts(trunk=not sidecar, mtp=mtp and dims.mtp and (sidecar or not dims.mtp_alone))
 
 
 def metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
-    """All keys but general.* and tokenizer.*."""
+    """All keys except general.* and tokenizer.*."""
     return ARCHITECTURES[dims.arch][0](dims, parts)
 
 
@@ -109,7 +109,7 @@ def _nemotron_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
     yield f"{a}.attention.head_count_kv", [dims.n_head_kv if b in "*+" else 0 for b in blocks], U32
     yield f"{a}.feed_forward_length", [dims.n_ff if b in "-E+" else 0 for b in blocks], U32
     yield f"{a}.attention.layer_norm_epsilon", dims.eps, F32
-    yield f"{a}.rope.dimension_count", dims.head_dim, U32  # there, and not used
+    yield f"{a}.rope.dimension_count", dims.head_dim, U32  # present but unused
     if parts.mtp:
         yield f"{a}.nextn_predict_layers", 1, U32
     yield f"{a}.ssm.conv_kernel", dims.conv, U32
@@ -198,7 +198,7 @@ def _ends(dims: Dims) -> Iterator[Spec]:
 
 
 def _attention(dims: Dims, p: str, *, gated: bool = False, qk_norm: bool = True) -> Iterator[Spec]:
-    """Queries and keys twice their usual size: flat attention would leave the text to the last token alone, and it would loop."""
+    """Queries and keys of twice the usual size: with flat attention the text would depend on the last token alone, and loop."""
     width, kv = dims.n_head * dims.head_dim, dims.n_head_kv * dims.head_dim
     yield Spec(f"{p}.attn_q.weight", (width * (1 + gated), dims.n_embd), "matrix", POINTED)
     yield Spec(f"{p}.attn_k.weight", (kv, dims.n_embd), "matrix", POINTED)
@@ -233,7 +233,7 @@ def _feed_forward(dims: Dims, p: str, norm: str) -> Iterator[Spec]:
 
 
 def _experts(dims: Qwen35Moe, p: str) -> Iterator[Spec]:
-    """Down matrices larger than usual: the weights of a row's experts sum to one, and their outputs partly cancel."""
+    """Down matrices larger than usual, because a row's expert weights sum to one and the experts' outputs partly cancel."""
     n, e, f, shared = dims.n_embd, dims.n_expert, dims.n_ff, dims.n_ff_shared
     yield Spec(f"{p}.ffn_gate_inp.weight", (e, n), "router", POINTED)
     yield Spec(f"{p}.ffn_gate_exps.weight", (e, f, n), "matrix")
@@ -261,7 +261,7 @@ def _qwen35_block(dims: Qwen35, i: int) -> Iterator[Spec]:
 
 
 def _nextn(dims: Dims, p: str) -> Iterator[Spec]:
-    """What an MTP block has besides its layer."""
+    """An MTP block's tensors besides its layer."""
     n = dims.n_embd
     yield Spec(f"{p}.nextn.eh_proj.weight", (n, 2 * n), "matrix")
     for name in ("enorm", "hnorm", "shared_head_norm"):
@@ -301,7 +301,7 @@ def _relu2(dims: NemotronH, p: str) -> Iterator[Spec]:
     e, shared, wide = dims.n_expert, dims.n_ff_shared, dims.latent or n
     yield Spec(f"{p}.ffn_gate_inp.weight", (e, n), "router", POINTED)
     yield Spec(f"{p}.exp_probs_b.bias", (e,), "router")
-    if dims.latent:  # "gate": files of 4-bit floats have it finer than that
+    if dims.latent:  # "gate": files of 4-bit floats store it in a finer type
         yield Spec(f"{p}.ffn_latent_down.weight", (wide, n), "gate")
         yield Spec(f"{p}.ffn_latent_up.weight", (n, wide), "gate")
     yield Spec(f"{p}.ffn_up_exps.weight", (e, f, wide), "matrix")
@@ -380,7 +380,7 @@ def _deepseek4_block(dims: Deepseek4Dims, i: int) -> Iterator[Spec]:
 
 
 def _deepseek4_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
-    """The MTP block has a file of its own: its head's mixers have the names of the trunk's."""
+    """The MTP block has a separate file, because its head's mixers have the same names as the trunk's."""
     assert isinstance(dims, Deepseek4Dims)
     yield from _ends(dims)
     yield from _mixers(dims, "output_hc", dims.n_stream, 1)
@@ -414,4 +414,4 @@ ARCHITECTURES: dict[str, tuple[Callable[[Dims, Parts], Iterator[Key]], Callable[
     "deepseek4": (_deepseek4_metadata, _deepseek4_tensors),
     "dflash": (_dflash_metadata, _dflash_tensors),
 }
-"""Architecture: its metadata and its tensors."""
+"""Metadata and tensors by architecture."""

@@ -1,4 +1,4 @@
-"""Vocabularies that really work: byte-level BPE of any size with the special tokens at their real ids, and a SentencePiece one."""
+"""Vocabularies that encode and decode: byte-level BPE of any size with special tokens at their real ids, and a SentencePiece one."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ _DEEPSEEK = {
     128_814: "<|im_end|>",
     128_815: "<|mask|>",
 }
-_CONTROL = ("<unk>", "<s>", "</s>")  # and what begins with <|
-_QWEN35_SHIFT = 96_401  # Qwen3.5 keeps the order of Qwen3's special tokens, this much higher
+_CONTROL = ("<unk>", "<s>", "</s>")  # and texts that start with <|
+_QWEN35_SHIFT = 96_401  # Qwen3.5 has Qwen3's special tokens in the same order, at ids higher by this
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -63,7 +63,7 @@ _TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Vocab:
-    """What the `tokenizer.*` keys say."""
+    """The values of the `tokenizer.*` keys."""
 
     model: str
     pre: str
@@ -103,7 +103,7 @@ def add_to(writer: GGUFWriter, vocab: Vocab) -> None:
 
 
 def _byte_alphabet() -> list[str]:
-    """One printable character per byte, GPT-2's table, printable bytes first."""
+    """One printable character per byte: GPT-2's table, printable bytes first."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
 
@@ -151,7 +151,7 @@ def _bpe(dims: Dims) -> Vocab:
 
 
 def _word(n: int) -> str:
-    """A unique word: n in base 26, most significant letter first, in upper case so that no merge makes it."""
+    """A unique word: n in base 26, most significant letter first, in upper case so that no merge produces it."""
     letters = ""
     while True:
         n, digit = divmod(n, 26)

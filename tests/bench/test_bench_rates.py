@@ -119,7 +119,7 @@ def test_a_text_that_ended_is_not_asked_for_longer_ones() -> None:
     engine = Staggered(joins=1.0, width=3, n_ctx=4001, ends=11)
     lines = rates(engine, 32, 200, 16)
     assert set(engine.lengths) == {200}
-    assert all("no rate (" in line and "after 11 tokens; --ignore-eos goes on" in line for line in lines)
+    assert all("no rate (" in line and "after 11 tokens; --ignore-eos continues" in line for line in lines)
 
 
 def test_all_of_few_combinations_say_something() -> None:

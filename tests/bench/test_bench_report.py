@@ -84,7 +84,7 @@ def test_a_turn_without_a_window_does_not_count_as_a_slow_one():
     row = summarise_turns(runs)[0]
     assert (row.spec_low, row.ratio_low, row.ratio_high) == (200.0, 2.0, 2.5)
     why = (
-        "3 of 4 streams had begun when the first one ended, after 7 tokens; --ignore-eos goes on behind an end of text"
+        "3 of 4 streams had begun when the first one ended, after 7 tokens; --ignore-eos continues after an end of text"
     )
     assert replace(runs[0], rate=0.0, note=why).said == f": no rate ({why})"
     assert all(r.said == f": {r.rate:.1f} tokens/s" for r in runs if r.rate)
@@ -139,7 +139,7 @@ def test_the_page_says_in_one_sentence_what_came_of_it():
     assert verdict(mixed) == (
         "Speculation is faster at 1 stream (x2.50); slower at 8 streams (x0.90); neither for certain at 16 streams (turns from x0.97 to x1.04)."
     )
-    assert "Plain decoding alone" in verdict(replace(REPORT, rows=summarise_turns(PLAIN_ONLY)))
+    assert "Only plain decoding" in verdict(replace(REPORT, rows=summarise_turns(PLAIN_ONLY)))
     page = as_html(mixed)
     assert verdict(mixed) in page and "medians of 3 turns" in page and "from the slowest turn to the fastest" in page
 

@@ -31,11 +31,11 @@ def test_drafts_are_as_many_as_there_and_kept_as_often(n: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"n_draft_max": 4}, r"2 \(2.73 tokens a round\), 3 \(3.39 .*\), 5 \(4.41 .*\); given is 4"),
+        ({"n_draft_max": 4}, r"2 \(2.73 tokens a round\), 3 \(3.39 .*\), 5 \(4.41 .*\); got 4"),
         ({"n_draft_max": 0}, "given is none"),
         ({"n_draft_max": 3, "synth_len": 2.0}, "leave out --spec-synth-len"),
         ({"n_draft_max": 3, "synth_rates": "0.9,0.8,0.7"}, "leave out"),
-        ({"n_draft_max": 3, "spec_type": "dflash"}, "is of MTP drafts; --spec-type is dflash"),
+        ({"n_draft_max": 3, "spec_type": "dflash"}, "is for MTP drafts; --spec-type is dflash"),
     ],
 )
 def test_what_says_something_else_is_refused(settings: dict[str, object], match: str) -> None:
@@ -50,9 +50,9 @@ def test_the_report_says_whose_acceptance_it_is_and_rounds_yield_it() -> None:
     (row,) = told["rows"]
     assert abs(row["mean_len"] - GOLDEN[3]) < 0.5
     shown = bench("--golden", "--spec-draft-n-max", "2")
-    assert "2.73 tokens a round, as a public benchmark has it for Qwen3.5" in shown.stdout
+    assert "2.73 tokens a round, as in a public benchmark of Qwen3.5" in shown.stdout
 
 
 def test_the_command_refuses_other_lengths_before_it_loads() -> None:
     refused = bench("--golden", "--spec-draft-n-max", "4")
-    assert refused.exit_code == 2 and "--golden is known for --spec-draft-n-max 2" in refused.output
+    assert refused.exit_code == 2 and "--golden needs --spec-draft-n-max 2" in refused.output

@@ -198,4 +198,4 @@ def test_ahead_for_which_gpu_is_said_where_there_is_none() -> None:
     code, _, err = compiled_ahead("--arch", "sm_75")
     assert code == 2 and "sm_80 to sm_121" in err
     result = CliRunner().invoke(main, ["doctor", "--arch", "sm_90"])
-    assert result.exit_code == 2 and "--arch goes with --compile" in result.stderr
+    assert result.exit_code == 2 and "--arch needs --compile" in result.stderr

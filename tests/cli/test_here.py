@@ -226,7 +226,7 @@ def test_servers_are_found_by_their_files_and_dead_ones_are_cleared(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
-    assert "no server runs here" in call("ps").stderr
+    assert "this user has no running server here" in call("ps").stderr
     path = running.enter(f"http://{server}", "m")
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     dead = running.folder() / f"{int(ended.stdout)}.json"

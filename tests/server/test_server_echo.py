@@ -93,7 +93,7 @@ def test_best_of_shows_the_likeliest_and_counts_all(app: App, engine: FakeEngine
     ("path", "body", "says"),
     [
         ("/v1/completions", {"best_of": 2, "n": 3}, "best_of: 2 answers are fewer"),
-        ("/v1/completions", {"best_of": 2, "stream": True}, "best_of: which answer is the best"),
+        ("/v1/completions", {"best_of": 2, "stream": True}, "best_of: the best answer is known only"),
         ("/v1/completions", {"best_of": 9}, "best_of: 9 choices, but there are 4 slots"),
         ("/v1/completions", {"best_of": 2, "post_sampling_probs": True}, "leave post_sampling_probs out"),
         ("/v1/completions", {"prompt_logprobs": 51}, "prompt_logprobs: 51 alternatives"),

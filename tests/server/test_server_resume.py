@@ -124,9 +124,9 @@ def test_what_is_kept_is_bounded_in_bytes_time_and_number(serve: Callable[..., L
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/v1/stream", "which conversation"),
-        (f"{AT}&from=-1", "no number of a byte"),
-        (f"{AT}&from=x", "no number of a byte"),
+        ("/v1/stream", "conv_id is missing"),
+        (f"{AT}&from=-1", "not a byte number"),
+        (f"{AT}&from=x", "not a byte number"),
         (f"/v1/stream?conv_id={'x' * 513}", "at most 512"),
     ],
 )

@@ -101,4 +101,4 @@ def test_what_is_counted_and_shown_is_what_the_model_reads(engine: FakeEngine) -
 
 def test_a_wrong_expression_is_a_usage_error() -> None:
     result = CliRunner().invoke(main, ["server", "demo", "--volatile-lines", "("])
-    assert result.exit_code == 2 and "'(' is no regular expression" in result.output
+    assert result.exit_code == 2 and "'(' is not a regular expression" in result.output
