@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pyspec.errors import ConfigError
 from pyspec.ranges import INT32, SWITCH, Many, Of, OneOf, Real, Text, Whole, check, shown
-from pyspec.registry import WHETHER, drafters, is_spec_type
+from pyspec.registry import RESERVED, drafters, is_spec_type
 
 KV_TYPES = ("f16", "bf16", "f32", "q8_0", "f8_e4m3")
 WEIGHTS = ("auto", "dense", "packed")
@@ -37,7 +37,7 @@ class SpecType:
     def flaw(self, value: object) -> str:
         if isinstance(value, str) and is_spec_type(value):
             return ""
-        return f"is {shown(value)}; want one of {', '.join((*WHETHER, *drafters()))}"
+        return f"is {shown(value)}; want one of {', '.join((*RESERVED, *drafters()))}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ def is_drawn() -> bool:
 
 
 @contextmanager
-def heard_by(listener: Listener, *, draws: bool = False) -> Iterator[None]:
+def listening(listener: Listener, *, draws: bool = False) -> Iterator[None]:
     """During the block, send every report of this process and of its engine's process to a listener.
 
     draws  the listener draws a bar

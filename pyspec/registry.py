@@ -28,7 +28,7 @@ FAMILIES = (
 """The same architectures by model names, for messages."""
 NEXT_STEP = 'llama-server runs most others; docs/architecture.md, "Adding things", describes how to add one'
 GROUP = "pyspec.drafters"
-WHETHER = ("auto", "none")  # other values of --spec-type: chosen at load, and no drafter
+RESERVED = ("auto", "none")  # other values of --spec-type: chosen at load, and no drafter
 
 
 def not_run(what: str, arch: str) -> str:
@@ -40,7 +40,7 @@ def added_drafters() -> dict[str, str]:
     """Name and module of other packages' drafters; pyspec's own names take precedence."""
     from importlib.metadata import entry_points  # its import takes longer than the whole help
 
-    taken = {*DRAFTERS, *WHETHER}
+    taken = {*DRAFTERS, *RESERVED}
     return {e.name: e.value for e in entry_points(group=GROUP) if e.name not in taken}
 
 
@@ -51,4 +51,4 @@ def drafters() -> dict[str, str]:
 
 def is_spec_type(name: str) -> bool:
     """True for a valid `--spec-type`. Other packages are searched only for a name that is not pyspec's."""
-    return name in WHETHER or name in DRAFTERS or name in added_drafters()
+    return name in RESERVED or name in DRAFTERS or name in added_drafters()

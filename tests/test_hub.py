@@ -15,7 +15,7 @@ from rewrite import rewrite
 
 from pyspec import hub, synth
 from pyspec.cli import main
-from pyspec.cli.beside import taken
+from pyspec.cli.beside import choose_sidecar
 from pyspec.errors import ConfigError, DownloadError
 from pyspec.gguf import open_gguf
 
@@ -146,18 +146,18 @@ def test_the_sidecar_nearest_to_the_target_is_found_for_each_kind(target: str, q
 def test_one_sidecar_is_taken_and_each_has_its_reason(tmp_path: Path):
     plain = synth.write("qwen35", tmp_path / "t.gguf", tiny=True, mtp=False)
     found = hub.sidecars(NAMES, "m-Q8_0.gguf")
-    best, said = taken(found, plain, "auto")
+    best, said = choose_sidecar(found, plain, "auto")
     assert best is not None and best.file == "dflash-m-Q8_0.gguf"
     assert said == [
         "dflash-m-Q8_0.gguf: taken as dflash drafter, Q8_0 as the target",
         "mtp-m-Q8_0.gguf: not taken, dflash goes first; --spec-type mtp takes this one",
         "eagle3-m.gguf: not taken, this version has no eagle3",
     ]
-    best, said = taken(found, plain, "mtp")
+    best, said = choose_sidecar(found, plain, "mtp")
     assert best is not None and best.kind == "mtp" and "not taken, --spec-type is mtp" in said[0]
-    assert taken(found, plain, "none")[0] is None
+    assert choose_sidecar(found, plain, "none")[0] is None
     own = synth.write("qwen35", tmp_path / "o.gguf", tiny=True)
-    best, said = taken(found[1:], own, "auto")
+    best, said = choose_sidecar(found[1:], own, "auto")
     assert best is None and "the target's file has the block in it" in said[0]
 
 
@@ -169,7 +169,7 @@ def test_a_target_whose_mtp_block_was_removed_takes_the_sidecar(tmp_path: Path, 
     )
     with open_gguf(trunk) as file:
         assert file.hparams.integer("nextn_predict_layers") == 1
-    best, _ = taken(hub.sidecars(["m-Q8_0.gguf", "mtp-m-Q8_0.gguf"], "m-Q8_0.gguf"), trunk, "auto")
+    best, _ = choose_sidecar(hub.sidecars(["m-Q8_0.gguf", "mtp-m-Q8_0.gguf"], "m-Q8_0.gguf"), trunk, "auto")
     assert best is not None and best.kind == "mtp"
 
 
@@ -259,12 +259,12 @@ def test_pull_of_a_packaged_pair_and_of_nothing():
 
 def test_a_hash_is_that_of_the_whole_file_and_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from pyspec.hub import fetch
-    from pyspec.progress import heard_by
+    from pyspec.progress import listening
 
     monkeypatch.setattr(fetch, "HASHED_BYTES", 1000)
     path, heard = tmp_path / "file", []
     for data in (b"", bytes(range(256)) * 10):
         path.write_bytes(data)
-        with heard_by(lambda stage, part: heard.append((stage, part))):
+        with listening(lambda stage, part: heard.append((stage, part))):
             assert fetch.sha256_of(path) == hashlib.sha256(data).hexdigest()
     assert heard == [("hash", 1000 / 2560), ("hash", 2000 / 2560), ("hash", 1.0)]

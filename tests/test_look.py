@@ -22,7 +22,7 @@ from pyspec.cli import main
 from pyspec.engine.plan.look import smaller_model
 from pyspec.errors import ConfigError, DownloadError
 from pyspec.hub import network
-from pyspec.progress import heard_by
+from pyspec.progress import listening
 
 HEAD = 60_000  # bytes that are fetched of a file here: tiny models' metadata and lists of tensors
 WIDE = synth.Qwen3(
@@ -266,7 +266,7 @@ def test_a_download_tells_how_far_it_is(there: FakeHub, monkeypatch: pytest.Monk
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 4096)
     there.pace = 0.05
     heard: list[tuple[str, float]] = []
-    with heard_by(lambda stage, part: heard.append((stage, part))):
+    with listening(lambda stage, part: heard.append((stage, part))):
         hub.from_hub(REPO)
     told = [part for stage, part in heard if stage == "download m-Q8_0.gguf"]
     assert told == sorted(told) and told[0] == 0 and told[-1] == 1 and len({part for part in told if 0 < part < 1}) > 2
@@ -284,7 +284,7 @@ def test_what_draws_a_bar_draws_instead_of_the_client_library(there: FakeHub):
             bars.append(are_progress_bars_disabled())
 
     was_off = are_progress_bars_disabled()
-    with heard_by(hear, draws=True):
+    with listening(hear, draws=True):
         assert is_drawn()
         hub.from_hub(REPO)
     assert set(bars) == {True} and not is_drawn() and are_progress_bars_disabled() == was_off
@@ -351,7 +351,7 @@ def test_a_program_is_refused_before_the_download_too(there: FakeHub, tmp_path: 
 def test_the_stages_of_a_start_are_reported_from_the_first_second_on(there: FakeHub, tmp_path: Path):
     there.files = {"m-Q8_0.gguf": synth.write("qwen3", tmp_path / "m.gguf", tiny=True).read_bytes()}
     heard: list[str] = []
-    with heard_by(lambda stage, part: heard.append(stage)):
+    with listening(lambda stage, part: heard.append(stage)):
         assert call("run", "-hf", REPO, "-p", "Hi", "-n", "2", "-np", "1", "-c", "256").exit_code == 0
     assert list(dict.fromkeys(heard)) == [
         "head of the file",

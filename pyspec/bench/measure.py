@@ -69,7 +69,7 @@ class Run:
     all_rounds: int = 0
 
     @property
-    def said(self) -> str:
+    def result_text(self) -> str:
         """The result, as the rest of a line after the run's name."""
         way = " through HTTP" if self.via == "http" else ""
         return f"{way}: {f'{self.rate:.1f} tokens/s' if self.rate else 'no rate'}" + (

@@ -44,7 +44,7 @@ class Plan:
 
 
 def bench(
-    engine: Engine, plan: Plan, tell: Callable[[str], None] = lambda line: None, clients: Clients | None = None
+    engine: Engine, plan: Plan, report: Callable[[str], None] = lambda line: None, clients: Clients | None = None
 ) -> Report:
     """Measure. Turns alternate plain, speculative, plain ... so that a slow minute of the machine affects both. With `clients` of
     this engine's server, each turn is followed by the same turn through HTTP.
@@ -66,11 +66,11 @@ def bench(
                     engine, clients, plan, asked, mode, turn, plan.n_predict, most=room(engine.info, asked)
                 ):
                     runs.append(replace(run, case=plan.case))
-                    tell(f"{f'{plan.case} ' if plan.case else ''}np {n} {mode} turn {turn + 1}{run.said}")
+                    report(f"{f'{plan.case} ' if plan.case else ''}np {n} {mode} turn {turn + 1}{run.result_text}")
     rows = summarise_turns(runs, n_bytes=engine.info.n_bytes, bandwidth=plan.bandwidth)
     if plan.parts:
-        rows = _with_parts(engine, plan, rows, modes, prompts, tell)
-    facts = about(engine, plan) | ({"http": "loopback, clients in one process of their own"} if clients else {})
+        rows = _with_parts(engine, plan, rows, modes, prompts, report)
+    facts = setup_of(engine, plan) | ({"http": "loopback, clients in one process of their own"} if clients else {})
     return Report(about=facts, rows=rows, runs=tuple(runs))
 
 
@@ -80,11 +80,11 @@ def _with_parts(
     rows: Sequence[Row],
     modes: Sequence[Mode],
     prompts: Sequence[tuple[int, ...]],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> tuple[Row, ...]:
     """The rows with device time by kind of kernel."""
     if not engine.info.device.startswith("cuda"):
-        tell("--parts: no GPU, so there is no device time")
+        report("--parts: no GPU, so there is no device time")
         return tuple(rows)
     split = []
     for row in rows:
@@ -93,7 +93,7 @@ def _with_parts(
             how = Turn(mode=mode, turn=0, n_predict=PROFILED, ignore_eos=True, temperature=plan.temperature)
             found[f"{mode}_parts"] = watch_rounds(engine, prompts[: row.np], how)
             if not found[f"{mode}_parts"]:
-                tell(f"--parts: np {row.np} {mode}: the streams ended before enough rounds had passed")
+                report(f"--parts: np {row.np} {mode}: the streams ended before enough rounds had passed")
         split.append(replace(row, **found))
     return tuple(split)
 
@@ -127,7 +127,7 @@ def room(info: EngineInfo, prompts: Sequence[tuple[int, ...]]) -> int:
     return min(info.n_ctx, each) - max(map(len, prompts))
 
 
-def about(engine: Engine, plan: Plan) -> dict[str, object]:
+def setup_of(engine: Engine, plan: Plan) -> dict[str, object]:
     """The setup: model, machine and settings."""
     import torch
 

@@ -82,13 +82,13 @@ def verify(
     tie = tie or TIE[engine.info.device.partition(":")[0]]
     n = len(prompts)
 
-    def tell(offset: int) -> Callable[[int, int], None] | None:
+    def report_from(offset: int) -> Callable[[int, int], None] | None:
         return None if progress is None else lambda done, of: progress(offset + done, 2 * n)
 
     def answers(n_draft_max: int | None, offset: int) -> list[Result]:
         return engine.generate_many(
             prompts, params=GREEDY, max_tokens=max_tokens, cache_prompt=False, n_draft_max=n_draft_max,
-            progress=tell(offset),
+            progress=report_from(offset),
         )  # fmt: skip
 
     spec, plain = answers(None, 0), answers(0, n)

@@ -14,8 +14,8 @@ import click
 from pyspec.cli.compare import holds, percent
 from pyspec.cli.flags import FlagCommand, gathered, grouped
 from pyspec.cli.lists import in_list, pairs
-from pyspec.cli.meter import shown_load
-from pyspec.cli.options import THREADS, EngineChoice, Number, apply, engine_options, tell_ignored
+from pyspec.cli.meter import load_with_meter
+from pyspec.cli.options import THREADS, EngineChoice, Number, apply, engine_options, log_ignored
 from pyspec.config import MAX_CTX, MAX_SLOTS, MAX_THREADS
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def bench(ctx: click.Context, engine: EngineChoice, flags: BenchFlags) -> None:
     from pyspec.cli.logs import set_up
 
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
-    tell_ignored()
+    log_ignored()
     if flags.isolated and flags.parts:
         raise click.UsageError("--parts needs the engine in this process: leave --isolated out")
     before = read_rates(flags.baseline) if flags.baseline else {}
@@ -181,7 +181,7 @@ def _measured(engine: EngineChoice, flags: BenchFlags, case: str) -> list[Report
         engine = replace(engine, ctx=longest)  # possibly more than the model's training length; a log line says so
     n_slot = max(engine.np, *flags.streams)
     with (
-        shown_load(engine, n_slot, isolated=flags.isolated) as loaded,
+        load_with_meter(engine, n_slot, isolated=flags.isolated) as loaded,
         _clients(loaded) if flags.http else nullcontext() as clients,
     ):
         return [run_bench(loaded, plan, lambda line: click.echo(line, err=True), clients) for plan in plans]

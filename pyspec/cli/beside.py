@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyspec.registry import WHETHER, drafters
+from pyspec.registry import RESERVED, drafters
 
 if TYPE_CHECKING:
     from pyspec.hub import Sidecar
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def drafter_beside(name: str, file: str, target: str, spec_type: str) -> str:
+def find_sidecar(name: str, file: str, target: str, spec_type: str) -> str:
     """Path of the drafter beside the -hf target, downloaded if necessary; "auto" if none is taken.
 
     Raises DownloadError, ConfigError.
@@ -24,13 +24,13 @@ def drafter_beside(name: str, file: str, target: str, spec_type: str) -> str:
 
     repo, quant = split_name(name)
     there = Repository.open(repo)
-    best, said = taken(sidecars(there.names, there.choose(quant, file)[0], quant), Path(target), spec_type)
+    best, said = choose_sidecar(sidecars(there.names, there.choose(quant, file)[0], quant), Path(target), spec_type)
     for sentence in said:
         log.info("%s", sentence)
     return "auto" if best is None else str(there.fetch(there.choose(file=best.file))[0])
 
 
-def taken(found: Sequence[Sidecar], target: Path, spec_type: str) -> tuple[Sidecar | None, list[str]]:
+def choose_sidecar(found: Sequence[Sidecar], target: Path, spec_type: str) -> tuple[Sidecar | None, list[str]]:
     """The sidecar to draft with, and a sentence about each.
 
     spec_type  "auto", "none" or the requested drafter
@@ -41,7 +41,7 @@ def taken(found: Sequence[Sidecar], target: Path, spec_type: str) -> tuple[Sidec
         if one.kind not in known:
             why = f"this version has no {one.kind}"
         elif spec_type not in (one.kind, "auto"):
-            why = "--spec-type is none" if spec_type in WHETHER else f"--spec-type is {spec_type}"
+            why = "--spec-type is none" if spec_type in RESERVED else f"--spec-type is {spec_type}"
         elif best is not None:
             why = f"{best.kind} goes first; --spec-type {one.kind} takes this one"
         elif one.kind == "mtp" and has_mtp(target):

@@ -56,7 +56,7 @@ def served(engine: EngineLike) -> Iterator[int]:
             thread.join()
 
 
-def ask(port: int, chat: DemoChat, speculative: bool) -> None:
+def send_chat(port: int, chat: DemoChat, speculative: bool) -> None:
     """Send one chat and read its stream into `chat`. Errors are stored in `chat.error`."""
     from http.client import HTTPConnection, HTTPException
 
@@ -120,7 +120,7 @@ class DemoBatch:
         return ""
 
 
-def ask_all(
+def run_chats(
     port: int,
     questions: Sequence[str],
     speculative: bool,
@@ -131,7 +131,7 @@ def ask_all(
     Raises PyspecError if any of them failed.
     """
     chats = [DemoChat(q) for q in questions]
-    threads = [threading.Thread(target=ask, args=(port, c, speculative), daemon=True) for c in chats]
+    threads = [threading.Thread(target=send_chat, args=(port, c, speculative), daemon=True) for c in chats]
     began = time.perf_counter()
     for t in threads:
         t.start()

@@ -150,9 +150,9 @@ class EngineChoice:
 
         target, draft = self.choice.target(), self.choice.drafter()
         if self.choice.repo and draft == "auto":
-            from pyspec.cli.beside import drafter_beside
+            from pyspec.cli.beside import find_sidecar
 
-            draft = drafter_beside(self.choice.repo, self.choice.file, target, str(self.settings["spec_type"]))
+            draft = find_sidecar(self.choice.repo, self.choice.file, target, str(self.settings["spec_type"]))
         resolve(target)
         self.check(np)
         return target, draft, {"np": np or self.np, "ctx": self.ctx, **self.settings}

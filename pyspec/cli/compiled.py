@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pyspec.cuda.prepare import Ask, GpuKind
 
 
-def compile_ahead(choice: ModelChoice, archs: str, as_json: bool) -> int:
+def compile_model(choice: ModelChoice, archs: str, as_json: bool) -> int:
     """Exit status 0 if everything compiles."""
     from pyspec.cuda import prepare, verdicts
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pyspec.cli import verbose_option
-from pyspec.cli.chats import DemoBatch, DemoChat, ask_all, served
+from pyspec.cli.chats import DemoBatch, DemoChat, run_chats, served
 from pyspec.errors import PyspecError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def demo(ctx: click.Context, np: int, turns: int, threads: int, device: str) -> 
             click.echo(f"serving on http://127.0.0.1:{port}/v1, {np} chats at once\n")
             view, watch = _view()
             with view:
-                batch = ask_all(port, questions, True, watch)
+                batch = run_chats(port, questions, True, watch)
             _show_chats(batch)
             races = _race(port, questions, turns, batch)
     _show_races(races, np)
@@ -91,7 +91,7 @@ def _race(port: int, questions: Sequence[str], turns: int, first: DemoBatch) -> 
         rates: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(turns):
             for speculative in (False, True):
-                batch = ask_all(port, asked, speculative)
+                batch = run_chats(port, asked, speculative)
                 _check_same(batch.chats, expected, speculative)
                 rates[speculative].append(batch.rate)
         races.append(Race(title, rates[False], rates[True]))

@@ -66,10 +66,10 @@ def doctor(
     if archs and not compiles:
         raise click.UsageError("--arch needs --compile")
     if compiles:
-        from pyspec.cli.compiled import compile_ahead
+        from pyspec.cli.compiled import compile_model
 
-        ctx.exit(compile_ahead(choice, archs, as_json))
-    about = examine(choice, device_name, recheck, kernels, cost)
+        ctx.exit(compile_model(choice, archs, as_json))
+    about = diagnose(choice, device_name, recheck, kernels, cost)
     if as_json:
         click.echo(json.dumps(about, indent=1))
     else:
@@ -77,7 +77,7 @@ def doctor(
     ctx.exit(0 if about["healthy"] else 1)
 
 
-def examine(
+def diagnose(
     choice: ModelChoice, device_name: str, recheck: bool, kernels: str = "auto", cost: bool = False
 ) -> dict[str, Any]:
     """The whole report of doctor, as for JSON."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pyspec.cli.flags import FlagCommand
-from pyspec.cli.options import EngineChoice, engine_options, tell_ignored
+from pyspec.cli.options import EngineChoice, engine_options, log_ignored
 
 if TYPE_CHECKING:
     from pyspec.engine.plan.fit import Fit, FitReport
@@ -49,7 +49,7 @@ def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> N
     from pyspec.hub import heads_only
 
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
-    tell_ignored()
+    log_ignored()
     engine.choice.check()
     engine.choice.locate()
     from pyspec.engine.plan.fit import fit as plan_fit

@@ -138,7 +138,7 @@ class FlagCommand(click.Command):
                 args = reader.read(args)
             return super().parse_args(ctx, args)
         if self.reads_llama_env:
-            reader.look_around()
+            reader.check_environment()
         for line in unknown_variables(self.reads_llama_env):
             ctx.meta.setdefault("pyspec.warnings", []).append(line)
         try:
@@ -256,7 +256,7 @@ class _Reader:
         self._own = {name: p for p in options for name in (*p.opts, *p.secondary_opts)}
         self._shown = [name for p in options if not p.hidden for name in (*p.opts, *p.secondary_opts)]
 
-    def look_around(self) -> None:
+    def check_environment(self) -> None:
         """Check the environment for ignored and refused flags. Raises UsageError."""
         for flag in dict.fromkeys(llama_flags().values()):
             if (no := negative_of(flag.env)) in os.environ and (negative := _negative(flag)) is not None:

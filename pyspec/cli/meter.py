@@ -18,18 +18,18 @@ FIRST_S = 2.0  # shorter work is not reported
 EVERY_S = 10.0  # between lines, without a terminal
 
 
-class Tell(Protocol):
+class OnProgress(Protocol):
     """Receives the done amount, the total, and a new label if it changes."""
 
     def __call__(self, done: int, whole: int, what: str = "") -> None: ...
 
 
 @contextmanager
-def meter(what: str) -> Iterator[Tell]:
+def meter(what: str) -> Iterator[OnProgress]:
     """A progress display; any thread may report to it."""
     if sys.stderr.isatty():
-        with _bar(what) as tell:
-            yield tell
+        with _bar(what) as report:
+            yield report
     else:
         yield _lines(what)
 
@@ -37,11 +37,11 @@ def meter(what: str) -> Iterator[Tell]:
 @contextmanager
 def load_meter() -> Iterator[None]:
     """Show the progress of a load."""
-    from pyspec.progress import heard_by
+    from pyspec.progress import listening
 
     with (
-        meter("loading") as tell,
-        heard_by(lambda stage, part: tell(int(1000 * part), 1000, f"loading: {stage}"), draws=sys.stderr.isatty()),
+        meter("loading") as report,
+        listening(lambda stage, part: report(int(1000 * part), 1000, f"loading: {stage}"), draws=sys.stderr.isatty()),
     ):
         yield
 
@@ -49,26 +49,26 @@ def load_meter() -> Iterator[None]:
 @contextmanager
 def pull_lines() -> Iterator[None]:
     """Print the progress of downloads and hashes in lines; on a terminal the download library draws its own bars."""
-    from pyspec.progress import DOWNLOAD, heard_by
+    from pyspec.progress import DOWNLOAD, listening
 
-    tell, has_bars = _lines(""), sys.stderr.isatty()
+    report, has_bars = _lines(""), sys.stderr.isatty()
 
-    def hear(stage: str, part: float) -> None:
+    def report_stage(stage: str, part: float) -> None:
         if not (has_bars and stage.startswith(DOWNLOAD)):
-            tell(int(1000 * part), 1000, stage)
+            report(int(1000 * part), 1000, stage)
 
-    with heard_by(hear):
+    with listening(report_stage):
         yield
 
 
-def shown_load(choice: EngineChoice, np: int, *, isolated: bool = False) -> Engine:
+def load_with_meter(choice: EngineChoice, np: int, *, isolated: bool = False) -> Engine:
     """`choice.load` with a progress display."""
     with load_meter():
         return choice.load(np, isolated=isolated)
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[Tell]:
+def _bar(what: str) -> Iterator[OnProgress]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -76,19 +76,19 @@ def _bar(what: str) -> Iterator[Tell]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
 
-        def tell(done: int, whole: int, what: str = "") -> None:
+        def report(done: int, whole: int, what: str = "") -> None:
             bar.update(task, completed=done, total=max(whole, 1), description=what or None)
 
-        yield tell
+        yield report
 
 
-def _lines(what: str) -> Tell:
+def _lines(what: str) -> OnProgress:
     due, first = time.monotonic() + FIRST_S, what
 
-    def tell(done: int, whole: int, what: str = "") -> None:
+    def report(done: int, whole: int, what: str = "") -> None:
         nonlocal due
         if (now := time.monotonic()) >= due and done < whole:
             due = now + EVERY_S
             click.echo(f"{what or first}: {100 * done // max(whole, 1)} %", err=True)
 
-    return tell
+    return report

@@ -13,7 +13,7 @@ from pyspec.cli import verbose_option
 
 if TYPE_CHECKING:
     from pyspec.catalog import Entry
-    from pyspec.cli.room import FreeMemory
+    from pyspec.cli.free_memory import FreeMemory
 
 SHARE = 0.96  # share of free memory that a load may use: engine/plan/memory_plan.py, RESERVE
 
@@ -39,9 +39,9 @@ def models(as_json: bool) -> None:
     model's repository are named NAME:QUANT.
     """
     from pyspec.catalog import catalogue
-    from pyspec.cli.room import room
+    from pyspec.cli.free_memory import free_memory
 
-    entries, here, free = catalogue().values(), _here(), room()
+    entries, here, free = catalogue().values(), _here(), free_memory()
     found = {entry.name: list(_choices(entry, free, here)) for entry in entries}
     if as_json:
         rows = [asdict(e) | {"runs": e.runs, "choices": [asdict(c) for c in found[e.name]]} for e in entries]

@@ -17,7 +17,7 @@ from pyspec.cli.choice import EngineChoice, ModelChoice
 from pyspec.cli.flags import grouped
 from pyspec.cli.sampling import SAMPLING_OPTIONS, sampling_of
 from pyspec.config import DRAFT_HEADS, KV_TYPES, MAX_CTX, MAX_MIB, PAGE_SIZES, WEIGHTS
-from pyspec.registry import DRAFTERS, WHETHER, added_drafters, is_spec_type
+from pyspec.registry import DRAFTERS, RESERVED, added_drafters, is_spec_type
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -39,7 +39,7 @@ class Number(click.FloatRange):
 
 
 LLAMA_CPP = {"ngram": "ngram-simple"}  # drafters that are not spelled draft-NAME
-SPEC_TYPES = {name: name for name in (*WHETHER, *DRAFTERS)} | {
+SPEC_TYPES = {name: name for name in (*RESERVED, *DRAFTERS)} | {
     LLAMA_CPP.get(name, f"draft-{name}"): name for name in DRAFTERS
 }
 """pyspec's spellings and llama.cpp's."""
@@ -56,7 +56,7 @@ def apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:
     return decorate
 
 
-def tell_ignored() -> None:
+def log_ignored() -> None:
     """Log the flags and variables that had no effect. Called once logging is set up."""
     for text in click.get_current_context().meta.get("pyspec.warnings", []):
         log.warning("%s", text)

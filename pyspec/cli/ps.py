@@ -33,9 +33,9 @@ def ps(address: tuple[str, ...], api_key: str, as_json: bool) -> None:
     from pyspec.cli.running import running
 
     if address:
-        found = [look(_url(one), api_key) for one in address]
+        found = [query_server(_url(one), api_key) for one in address]
     else:
-        found = [_with_name(look(r.url, api_key), r) for r in running()]
+        found = [_with_name(query_server(r.url, api_key), r) for r in running()]
     if as_json:
         click.echo(json.dumps(found, indent=1))
     elif found:
@@ -55,21 +55,21 @@ def _url(address: str) -> str:
     return (address if "://" in address else f"http://{address}").rstrip("/")
 
 
-def look(url: str, api_key: str = "") -> dict[str, Any]:
+def query_server(url: str, api_key: str = "") -> dict[str, Any]:
     """A server's report on itself; `state` is "no answer" without one, and `note` gives the reason for missing parts."""
     about: dict[str, Any] = {"url": url, "state": "no answer", "model": "", "slots": [], "note": ""}
-    status, health = _ask(url, "/health", api_key)
+    status, health = _get_json(url, "/health", api_key)
     if status == 0:
         return about | {"note": str(health)}
     about["state"] = health.get("status", "ok") if status == 200 and isinstance(health, dict) else "loading"
     if status != 200:
         about["progress"] = health.get("progress", {}) if isinstance(health, dict) else {}
         return about
-    status, props = _ask(url, "/props", api_key)
+    status, props = _get_json(url, "/props", api_key)
     if status == 200 and isinstance(props, dict):
         about["model"] = str(props.get("model_alias") or props.get("model_path") or "")
         about["total_slots"] = props.get("total_slots")
-    status, slots = _ask(url, "/slots", api_key)
+    status, slots = _get_json(url, "/slots", api_key)
     if status == 200 and isinstance(slots, list):
         about["slots"] = [s for s in slots if isinstance(s, dict)]
     elif status in (401, 403):
@@ -79,7 +79,7 @@ def look(url: str, api_key: str = "") -> dict[str, Any]:
     return about
 
 
-def _ask(url: str, path: str, api_key: str) -> tuple[int, Any]:
+def _get_json(url: str, path: str, api_key: str) -> tuple[int, Any]:
     """(status, JSON), or (0, the reason for no answer). Uses no proxy, because these servers are on this network."""
     request = Request(url + path, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:

@@ -86,13 +86,13 @@ def _entry(name: str) -> Entry:
 def _of_catalogue(name: str, wanted: str) -> list[tuple[str, list[Path]]]:
     entry = _entry(name)
     assert entry.target is not None
-    files = [("target", [_held(entry.target)])]
+    files = [("target", [_fetch_checked(entry.target)])]
     if entry.draft is not None and wanted in ("auto", entry.draft.kind):
-        files.append((entry.draft.kind, [_held(entry.draft.source)]))
+        files.append((entry.draft.kind, [_fetch_checked(entry.draft.source)]))
     return files
 
 
-def _held(source: Source) -> Path:
+def _fetch_checked(source: Source) -> Path:
     """The file; the catalogue's hash is checked before the hub's."""
     from pyspec.errors import DownloadError
     from pyspec.hub import sha256_of
@@ -104,7 +104,7 @@ def _held(source: Source) -> Path:
 
 
 def _of_repository(choice: ModelChoice, wanted: str) -> list[tuple[str, list[Path]]]:
-    from pyspec.cli.beside import taken
+    from pyspec.cli.beside import choose_sidecar
     from pyspec.hub import Repository, sidecars, split_name
 
     name, quant = split_name(choice.repo)
@@ -113,7 +113,7 @@ def _of_repository(choice: ModelChoice, wanted: str) -> list[tuple[str, list[Pat
     files = [("target", there.fetch(names))]
     if choice.draft_repo:
         return files
-    best, said = taken(sidecars(there.names, names[0], quant), files[0][1][0], wanted)
+    best, said = choose_sidecar(sidecars(there.names, names[0], quant), files[0][1][0], wanted)
     for sentence in said:
         click.echo(sentence, err=True)
     if best is not None:

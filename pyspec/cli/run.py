@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TextIO
 import click
 
 from pyspec.cli.flags import LlamaCommand, gathered, grouped
-from pyspec.cli.meter import shown_load
-from pyspec.cli.options import EngineChoice, apply, engine_options, sampling_options, tell_ignored
+from pyspec.cli.meter import load_with_meter
+from pyspec.cli.options import EngineChoice, apply, engine_options, log_ignored, sampling_options
 from pyspec.errors import RequestError
 from pyspec.request import Delta, Done, Request, SamplingGiven, Timings
 
@@ -48,7 +48,7 @@ class RunFlags:
 
     def is_talk(self) -> bool:
         """True for a chat: a terminal, and no prompt given. Raises UsageError for too many prompts."""
-        given = [what for what in (self.prompt, self.said, self.file) if what is not None]
+        given = [what for what in (self.prompt, self.message, self.file) if what is not None]
         if len(given) > 1 or (self.message is not None and self.chat is not None):
             raise click.UsageError("-p, --chat, -f and a message after the model exclude each other")
         is_talk = not given and sys.stdin.isatty()
@@ -57,19 +57,19 @@ class RunFlags:
         return is_talk
 
     @property
-    def said(self) -> str | None:
+    def message(self) -> str | None:
         """The message of a chat."""
         return self.message if self.chat is None else self.chat
 
     def text(self) -> str | None:
         """The text to continue; None for a chat or piped input."""
-        if self.prompt is not None or self.said is not None or self.file is None:
+        if self.prompt is not None or self.message is not None or self.file is None:
             return self.prompt
         return self.file.read()
 
     def piped(self) -> str | None:
         """Text from stdin if no prompt is given otherwise. Raises UsageError if it is empty."""
-        if any(what is not None for what in (self.prompt, self.said, self.file)):
+        if any(what is not None for what in (self.prompt, self.message, self.file)):
             return None
         text = click.open_file("-", encoding="utf-8").read()
         if not text.strip():
@@ -124,20 +124,20 @@ def run(ctx: click.Context, engine: EngineChoice, sampling: SamplingGiven, n_pre
 
     is_talk = flags.is_talk()
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
-    tell_ignored()
+    log_ignored()
     text = None if is_talk else flags.text()
     piped = None if is_talk else flags.piped()
     ask = AnswerOptions(sampling, n_predict, flags.stop)
-    with shown_load(engine, max(engine.np, 1)) as loaded:
+    with load_with_meter(engine, max(engine.np, 1)) as loaded:
         if is_talk:
             talk(loaded, ask, flags.system)
             return
         if piped is not None and (flags.no_conversation or not has_chat(loaded)):
             text = piped
-        said = flags.said if piped is None else piped.strip()
-        messages = [*_system(flags.system), {"role": "user", "content": said or ""}]
+        message = flags.message if piped is None else piped.strip()
+        messages = [*_system(flags.system), {"role": "user", "content": message or ""}]
         request = _request(loaded, ask, messages if text is None else text)
-        answer(loaded, request, flags.as_json)
+        print_answer(loaded, request, flags.as_json)
 
 
 def has_chat(engine: Engine) -> bool:
@@ -154,7 +154,7 @@ def _request(engine: Engine, ask: AnswerOptions, prompt: str | list[dict[str, st
     return engine.request(prompt, max_tokens=ask.n_predict, stop=ask.stop, params=params)
 
 
-def answer(engine: Engine, request: Request, as_json: bool) -> str:
+def print_answer(engine: Engine, request: Request, as_json: bool) -> str:
     """Run one request and print it: as it arrives, or as one JSON object at the end. Returns the text."""
     text, tokens, done = list[str](), list[int](), None
     with closing(_events(engine, request)) as events:
@@ -231,28 +231,28 @@ def talk(engine: Engine, ask: AnswerOptions, system: str) -> None:
     messages = _system(system)
     while True:
         try:
-            said = click.prompt("", prompt_suffix="> ", default="", show_default=False).strip()
+            message = click.prompt("", prompt_suffix="> ", default="", show_default=False).strip()
         except click.Abort:  # end of input, or Ctrl-C at the prompt
             click.echo()
             return
-        if said == "/exit":
+        if message == "/exit":
             return
-        if said == "/clear":
+        if message == "/clear":
             messages = _system(system)
-        elif said.startswith("/"):
+        elif message.startswith("/"):
             click.echo(HELP, err=True)
-        elif said:
-            messages = _turn(engine, ask, [*messages, {"role": "user", "content": said}])
+        elif message:
+            messages = _exchange(engine, ask, [*messages, {"role": "user", "content": message}])
 
 
-def _turn(engine: Engine, ask: AnswerOptions, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _exchange(engine: Engine, ask: AnswerOptions, messages: list[dict[str, str]]) -> list[dict[str, str]]:
     """One exchange; returns the conversation after it. A refused message or an interrupted answer is not kept."""
     try:
-        said = answer(engine, _request(engine, ask, messages), as_json=False)
+        message = print_answer(engine, _request(engine, ask, messages), as_json=False)
     except RequestError as e:
         click.echo(f"Error: {e}", err=True)
         return messages[:-1]
     except KeyboardInterrupt:
         click.echo(" [stopped]")
         return messages[:-1]
-    return [*messages, {"role": "assistant", "content": said}]
+    return [*messages, {"role": "assistant", "content": message}]

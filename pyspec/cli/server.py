@@ -14,7 +14,7 @@ import click
 from pyspec import __version__
 from pyspec.cli.chat_options import ChatOptions, chat_options
 from pyspec.cli.flags import LlamaCommand, commas, gathered, grouped
-from pyspec.cli.options import EngineChoice, Number, apply, engine_options, sampling_options, tell_ignored
+from pyspec.cli.options import EngineChoice, Number, apply, engine_options, log_ignored, sampling_options
 from pyspec.request import EngineInfo, SamplingGiven
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def server(
 
     verbosity = 0 if flags.log_disable else 5 if ctx.meta.get("pyspec.verbose") else flags.verbosity
     set_up(verbosity, flags.form, flags.log_file)
-    tell_ignored()
+    log_ignored()
     settings = replace(flags.settings(sampling, n_predict, chat.settings), verbose=verbosity >= 5)
     engine = replace(engine, settings={**engine.settings, "queue": flags.queue, "hang_timeout": flags.hang_timeout})
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS

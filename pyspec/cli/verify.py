@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pyspec.cli.flags import FlagCommand
-from pyspec.cli.meter import meter, shown_load
-from pyspec.cli.options import EngineChoice, Number, engine_options, tell_ignored
+from pyspec.cli.meter import load_with_meter, meter
+from pyspec.cli.options import EngineChoice, Number, engine_options, log_ignored
 from pyspec.config import MAX_CTX
 
 if TYPE_CHECKING:
@@ -59,11 +59,11 @@ def verify(
     from pyspec.cli.logs import set_up
 
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
-    tell_ignored()
+    log_ignored()
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     texts = _lines(file) if file is not None else None
     engine = replace(engine, settings={**engine.settings, "n_draft_fixed": True})
-    with shown_load(engine, n_slot) as loaded:
+    with load_with_meter(engine, n_slot) as loaded:
         prompts = _prompts(loaded, texts, random_prompts, n_gen)
         with meter("comparing") as tell:
             found = run_verify(loaded, prompts, n_gen, tie, tell)
@@ -71,7 +71,7 @@ def verify(
         click.echo(json.dumps(_as_json(found), indent=1))
     else:
         for parting in found.partings:
-            click.echo(sentence(parting))
+            click.echo(describe_parting(parting))
         click.echo(_summary(found))
     ctx.exit(1 if found.bugs else 0)
 
@@ -99,7 +99,7 @@ def _prompts(engine: Engine, texts: list[str] | None, n_random: int, n_gen: int)
     return prompts + [tuple(random_ids(info.n_vocab, banned, length, seed)) for seed in range(n_random)]
 
 
-def sentence(p: Parting) -> str:
+def describe_parting(p: Parting) -> str:
     """A sentence about the first difference of a text."""
     plain, spec = (f"{x:+.5f}" if x is not None else "far below" for x in p.logits)
     margin = f"{p.margin:.2g}" if math.isfinite(p.margin) else "large"

@@ -83,7 +83,7 @@ class Repository:
             _said.add(name)
             return found
         try:
-            return cls(name, _asked(name, lambda: list(HfApi().list_repo_files(name))))
+            return cls(name, _query(name, lambda: list(HfApi().list_repo_files(name))))
         except DownloadError as e:
             found = cls._cached(name)
             if found is None:
@@ -97,7 +97,7 @@ class Repository:
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(_asked(name, lambda: snapshot_download(name, local_files_only=True)))
+            folder = Path(_query(name, lambda: snapshot_download(name, local_files_only=True)))
         except DownloadError:
             return None
         return cls(name, [p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf")], folder)
@@ -122,7 +122,7 @@ class Repository:
 
         if self.folder is not None:
             return {name: (self.folder / name).stat().st_size for name in self.names}
-        tree = _asked(self.name, lambda: list(HfApi().list_repo_tree(self.name, recursive=True)))
+        tree = _query(self.name, lambda: list(HfApi().list_repo_tree(self.name, recursive=True)))
         return {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
 
 
@@ -146,7 +146,7 @@ def fetch_file(repo: str, name: str) -> Path:
             return Path(there)
         heads.fetched.append(name)
         return _head(repo, name, heads)
-    about = _asked(repo, lambda: get_hf_file_metadata(hf_hub_url(repo, name)))
+    about = _query(repo, lambda: get_hf_file_metadata(hf_hub_url(repo, name)))
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model") / "blobs"
     blob = folder / str(about.etag)
     is_there, is_hash = blob.exists(), SHA256.fullmatch(str(about.etag)) is not None
@@ -154,7 +154,7 @@ def fetch_file(repo: str, name: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _download(repo, name, about, blob)
         is_there = True
-    path = Path(_asked(repo, lambda: hf_hub_download(repo, name)))
+    path = Path(_query(repo, lambda: hf_hub_download(repo, name)))
     if not is_there:
         check_hash(path)
     return path
@@ -179,7 +179,7 @@ def _head(repo: str, name: str, heads: Heads) -> Path:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(repo, name)
-    about = _asked(repo, lambda: get_hf_file_metadata(url))
+    about = _query(repo, lambda: get_hf_file_metadata(url))
     if about.size is None:
         raise DownloadError(f"{name}: the server does not report its size")
     headers = _headers(url, about.location)
@@ -197,7 +197,7 @@ def _head(repo: str, name: str, heads: Heads) -> Path:
     for end in dict.fromkeys((first, HEAD_BYTES)):
         if have < min(end, about.size) and not (have and heads.is_whole(path)):
             with path.open("ab" if have else "wb") as file:
-                file.write(_asked(repo, partial(part, have, end)))
+                file.write(_query(repo, partial(part, have, end)))
             have = path.stat().st_size
     os.truncate(path, about.size)
     return path
@@ -264,7 +264,7 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
         if not have and about.size > getattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", about.size):
             part.unlink()
             with _reporting(name, part, about.size):
-                whole = Path(_asked(repo, lambda: hf_hub_download(repo, name)))
+                whole = Path(_query(repo, lambda: hf_hub_download(repo, name)))
             check_hash(whole)
             return
         if have:
@@ -275,7 +275,7 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
         _check_disk(name, part, about.size - have)
         try:
             with _reporting(name, part, about.size):
-                _asked(repo, ask)
+                _query(repo, ask)
         except DownloadError as e:
             file.flush()
             raise DownloadError(
@@ -323,7 +323,7 @@ def _reporting(name: str, part: Path, size: int) -> Iterator[None]:
             enable_progress_bars()
 
 
-def _asked(repo: str, ask: Callable[[], T]) -> T:
+def _query(repo: str, ask: Callable[[], T]) -> T:
     """The answer; errors of the client library become a DownloadError of one line."""
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -33,7 +33,7 @@ def _why_silent(url: str, patience_s: float) -> str:
     found: list[str] = []
     named = threading.Event()
 
-    def look() -> None:
+    def resolve() -> None:
         try:
             addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             named.set()
@@ -42,7 +42,7 @@ def _why_silent(url: str, patience_s: float) -> str:
             said = e.strerror if isinstance(e, OSError) else None
             found.append(f"{host} is not found: {(said or str(e)).lower()}")
 
-    thread = threading.Thread(target=look, name="pyspec-network", daemon=True)  # a resolver may take any time
+    thread = threading.Thread(target=resolve, name="pyspec-network", daemon=True)  # a resolver may take any time
     thread.start()
     thread.join(patience_s)
     if named.is_set() and not found:

@@ -20,13 +20,13 @@ from starlette.types import ASGIApp
 
 from pyspec.errors import NotFound, PyspecError, SwitchedOff, Unavailable
 from pyspec.server.api import views
-from pyspec.server.api.ask import Kind, as_read, count_tokens
 from pyspec.server.api.for_routers import router_routes
 from pyspec.server.api.generate import generation
 from pyspec.server.api.openapi import document
 from pyspec.server.api.out_of_scope import routes_not_here
+from pyspec.server.api.prepared import Kind, as_read, count_tokens
 from pyspec.server.api.prompts import chat_text, check_ids, mixed_ids
-from pyspec.server.api.resumed import kept_stream, lookup_streams, stop_stream
+from pyspec.server.api.resumed import lookup_streams, read_stream, stop_stream
 from pyspec.server.api.schema import DetokenizeBody, TemplateBody, TokenizeBody, validate
 from pyspec.server.api.slots import slot_action
 from pyspec.server.api.unsupported import refuse_unsupported
@@ -86,7 +86,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         "/props": _props(service),
         "/slots": _slots(service),
         "/metrics": _metrics(service),
-        "/v1/stream": kept_stream(service),
+        "/v1/stream": read_stream(service),
         "/openapi.json": _openapi(),
     }
     posts: dict[str, Handler] = {
@@ -130,7 +130,7 @@ def _health(service: Service) -> Handler:
 
 def _ready(service: Service) -> Handler:
     async def ready(request: Request) -> Response:
-        is_ready, view = views.ready_view(service, await service.look(service.engine.metrics))
+        is_ready, view = views.ready_view(service, await service.in_thread(service.engine.metrics))
         body = view if is_ready else view | error_body(Unavailable(f"the server is {view['status']}"))
         return JSON(body, status_code=200 if is_ready else 503)
 
@@ -167,7 +167,7 @@ def _slots(service: Service) -> Handler:
     async def slots(request: Request) -> Response:
         if not service.settings.slots:
             raise SwitchedOff("/slots is switched off; start the server with --slots")
-        rows = await service.look(service.engine.slots)
+        rows = await service.in_thread(service.engine.slots)
         if request.query_params.get("fail_on_no_slot") == "1" and all(row.is_processing for row in rows):
             raise Unavailable(f"all {len(rows)} slots are busy")
         return JSON([views.slot_view(row, service.engine.info) for row in rows])
@@ -181,7 +181,7 @@ def _metrics(service: Service) -> Handler:
     async def metrics(request: Request) -> Response:
         if not service.settings.metrics:
             raise SwitchedOff("/metrics is switched off; start the server with --metrics")
-        body, content_type = await service.look(exposition, collector, request.headers.get("accept", ""))
+        body, content_type = await service.in_thread(exposition, collector, request.headers.get("accept", ""))
         started = {"Process-Start-Time-Unix": str(int(service.started))}
         return Response(body, media_type=None, headers={"Content-Type": content_type, **started})
 

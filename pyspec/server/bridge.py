@@ -107,9 +107,9 @@ class Inbox:
             is_full = self._is_full
         if is_full:
             self.overflow.set()
-        self._tell(True)
+        self._wake_reader(True)
 
-    def _tell(self, has_something: bool) -> None:
+    def _wake_reader(self, has_something: bool) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(has_something)
 
@@ -129,7 +129,7 @@ class Inbox:
         """Set the alarm once and move it when it fires too early: most streams are never silent that long."""
         if self._loop.time() >= self._deadline:
             self._alarm = None
-            self._tell(False)
+            self._wake_reader(False)
         else:
             self._alarm = self._loop.call_at(self._deadline, self._ring)
 
@@ -191,7 +191,7 @@ class Submission:
             if len(self._open) >= 2 * self._engine.info.n_slot:  # leave room in the queue for other clients
                 return
             try:
-                self._ids[i] = self._engine.submit(request, partial(self._hear, i, self._latencies.request()))
+                self._ids[i] = self._engine.submit(request, partial(self._on_event, i, self._latencies.request()))
             except QueueFull:
                 if self._open:
                     return
@@ -199,8 +199,8 @@ class Submission:
             self._open.add(i)
             self._waiting[i] = self._todo.popleft()[1]
 
-    def _hear(self, choice: int, times: RequestTimes, event: Event) -> None:
-        times.see(event)
+    def _on_event(self, choice: int, times: RequestTimes, event: Event) -> None:
+        times.observe(event)
         self._inbox.put(choice, event)
 
     async def batches(self, silence_s: float) -> AsyncGenerator[Batch, None]:

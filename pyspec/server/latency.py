@@ -102,7 +102,7 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def see(self, seconds: float, n: int = 1) -> None:
+    def observe(self, seconds: float, n: int = 1) -> None:
         """Count `n` events of this time."""
         self._counts[bisect_left(self._bounds, seconds)] += n
         self._sum += seconds * n
@@ -147,19 +147,19 @@ class RequestTimes:
         self._arrived = latencies.clock()
         self._started = self._first = self._last = 0.0
 
-    def see(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         """Time an event."""
         if isinstance(event, Delta):
             if event.tokens:
-                self._see_tokens(len(event.tokens))
+                self._observe_tokens(len(event.tokens))
         elif isinstance(event, Started):
             if not self._started:
                 self._started = self._all.clock()
                 self._count("request_queue_time_seconds", self._started - self._arrived)
         elif isinstance(event, Done):
-            self._see_end(event)
+            self._observe_end(event)
 
-    def _see_tokens(self, n: int) -> None:
+    def _observe_tokens(self, n: int) -> None:
         now = self._all.clock()
         if self._last:
             self._count("inter_token_latency_seconds", (now - self._last) / n, n)
@@ -169,7 +169,7 @@ class RequestTimes:
             self._count("request_prefill_time_seconds", now - (self._started or self._arrived))
         self._last = now
 
-    def _see_end(self, event: Done) -> None:
+    def _observe_end(self, event: Done) -> None:
         if event.finish not in self._all.finishes:  # cancelled, or failed
             return
         self._all.finishes[event.finish] += 1
@@ -179,4 +179,4 @@ class RequestTimes:
             self._count("request_decode_time_seconds", now - self._first)
 
     def _count(self, name: str, seconds: float, n: int = 1) -> None:
-        self._all.histograms[name].see(seconds, n)
+        self._all.histograms[name].observe(seconds, n)

@@ -67,14 +67,14 @@ class StreamSession:
         if (over := len(self._kept) - self._limit) > 0:
             del self._kept[:over]
             self.dropped += over
-        self._tell()
+        self._notify()
 
     def finish(self) -> None:
         """Mark the stream as complete. Safe to call twice."""
         self.completed = self.completed or int(time.time())
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
 

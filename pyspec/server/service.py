@@ -17,15 +17,15 @@ from starlette.requests import Request as HTTPRequest
 
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.heap import give_back_memory
-from pyspec.server.api.ask import Ask
+from pyspec.server.api.prepared import PreparedBody
 from pyspec.server.bridge import Post, Submission
 from pyspec.server.engine import EngineLike
+from pyspec.server.fair_threads import FairThreads
 from pyspec.server.http.body import Reading, read_body
 from pyspec.server.http.gate import key_of
 from pyspec.server.latency import Latencies
 from pyspec.server.resume import StreamSessions
 from pyspec.server.settings import ServerSettings
-from pyspec.server.text_turns import TextTurns
 
 T = TypeVar("T")
 LONG_PROMPT = 8192  # tokens
@@ -54,7 +54,7 @@ class Service:
         self.reading = Reading(self.settings.limits.reading)
         self._groups = count()
         self._post: tuple[asyncio.AbstractEventLoop, Post] | None = None
-        self._turns: tuple[asyncio.AbstractEventLoop, tuple[TextTurns, ...]] | None = None
+        self._turns: tuple[asyncio.AbstractEventLoop, tuple[FairThreads, ...]] | None = None
 
     @property
     def n_jobs(self) -> int:
@@ -70,7 +70,7 @@ class Service:
         if (threads := self._text[which]) is None:
             n, name = ((self.settings.text_threads, "pyspec-text"), (1, "pyspec-large"), (1, "pyspec-compile"))[which]
             threads = self._text[which] = ThreadPoolExecutor(n, thread_name_prefix=name)
-        loop, turns = asyncio.get_running_loop(), self._one_turns()[which]
+        loop, turns = asyncio.get_running_loop(), self._text_threads()[which]
         await turns.take(client)
         began = time.monotonic()
         try:
@@ -100,7 +100,7 @@ class Service:
             return "key " + hashlib.sha256(key).hexdigest()[:16]
         return request.client.host if request.client is not None else ""
 
-    async def look(self, work: Callable[..., T], *args: Any) -> T:
+    async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run work off the event loop that may wait for another process."""
         return await asyncio.get_running_loop().run_in_executor(None, work, *args)
 
@@ -130,29 +130,33 @@ class Service:
             self._inside[client] -= 1
             self._inside += Counter()  # drops clients whose count is 0
 
-    async def start(self, ask: Ask, client: str = "") -> Submission:
-        """Submit the requests of `ask`; the caller must call `end` afterwards. Raises RequestError, QueueFull, Unavailable."""
-        group = f"{next(self._groups)}" if len(ask.requests) > 1 else ""
-        ask = replace(ask, requests=tuple(replace(request, client=client, group=group) for request in ask.requests))
+    async def start(self, prepared: PreparedBody, client: str = "") -> Submission:
+        """Submit the requests of `prepared`; the caller must call `end` afterwards. Raises RequestError, QueueFull, Unavailable."""
+        group = f"{next(self._groups)}" if len(prepared.requests) > 1 else ""
+        prepared = replace(
+            prepared, requests=tuple(replace(request, client=client, group=group) for request in prepared.requests)
+        )
         # a complete answer is collected in memory anyway; only a stream waits for its reader
         submission = Submission(
             self.engine,
-            self.settings.limits.stream_buffer if ask.stream else 1 << 62,
-            self._one_post(),
+            self.settings.limits.stream_buffer if prepared.stream else 1 << 62,
+            self._loop_post(),
             self.latencies,
         )
-        if sum(len(request.prompt) for request in ask.requests) < LONG_PROMPT:
-            submission.submit(ask.requests)
+        if sum(len(request.prompt) for request in prepared.requests) < LONG_PROMPT:
+            submission.submit(prepared.requests)
         else:
-            await self._submit(submission, ask)
+            await self._submit(submission, prepared)
         limit_s = self.settings.limits.total_s
         error = Unavailable(f"the request took longer than {limit_s:g} s")
         self._submissions[submission] = asyncio.get_running_loop().call_later(limit_s, submission.abort, error)
         return submission
 
-    async def _submit(self, submission: Submission, ask: Ask) -> None:
+    async def _submit(self, submission: Submission, prepared: PreparedBody) -> None:
         """Submit in a thread if the prompt is long: checking it takes milliseconds, and other clients' tokens pass through the loop."""
-        submitting = asyncio.ensure_future(self.text(submission.submit, ask.requests, client=ask.requests[0].client))
+        submitting = asyncio.ensure_future(
+            self.text(submission.submit, prepared.requests, client=prepared.requests[0].client)
+        )
         try:
             await asyncio.shield(submitting)
         except asyncio.CancelledError:  # the client left; a started submission can only be ended when it is complete
@@ -165,14 +169,14 @@ class Service:
             submitting.add_done_callback(end)
             raise
 
-    def _one_turns(self) -> tuple[TextTurns, ...]:
+    def _text_threads(self) -> tuple[FairThreads, ...]:
         """The queues for small bodies, large bodies and grammars; new ones if the application moved to another loop."""
         loop = asyncio.get_running_loop()
         if self._turns is None or self._turns[0] is not loop:
-            self._turns = loop, (TextTurns(self.settings.text_threads), TextTurns(1), TextTurns(1))
+            self._turns = loop, (FairThreads(self.settings.text_threads), FairThreads(1), FairThreads(1))
         return self._turns[1]
 
-    def _one_post(self) -> Post:
+    def _loop_post(self) -> Post:
         """One for all submissions; a new one if the application moved to another loop."""
         loop = asyncio.get_running_loop()
         if self._post is None or self._post[0] is not loop:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from pyspec.errors import PyspecError, Unavailable
 from pyspec.request import Delta, Done, Event, Failed, Progress, Started
 from pyspec.server.api.answers import Answer, Choice, unfinished
-from pyspec.server.api.ask import Ask
+from pyspec.server.api.prepared import PreparedBody
 from pyspec.server.bridge import Submission
 from pyspec.server.http.body import ClientGone
 
@@ -62,15 +62,15 @@ async def stop_task(task: asyncio.Future[Any]) -> None:
         task.exception()  # mark as retrieved, so that asyncio does not warn
 
 
-async def gather(submission: Submission, ask: Ask, silence_s: float) -> list[Choice]:
+async def gather(submission: Submission, prepared: PreparedBody, silence_s: float) -> list[Choice]:
     """All choices of a submission, complete. Raises the error of the first failing one."""
-    choices = [Choice() for _ in ask.requests]
+    choices = [Choice() for _ in prepared.requests]
     async with contextlib.aclosing(submission.batches(silence_s)) as batches:
         async for batch in batches:
             for i, event in batch:
                 if error := failure(event):
                     raise error
-                choices[i].see(event, keep=True)
+                choices[i].apply(event, keep=True)
     return choices
 
 
@@ -81,10 +81,10 @@ def failure(event: Event) -> PyspecError | None:
     return unfinished(event) if isinstance(event, Done) else None
 
 
-async def chunks(submission: Submission, ask: Ask, answer: Answer) -> AsyncGenerator[bytes, None]:
+async def chunks(submission: Submission, prepared: PreparedBody, answer: Answer) -> AsyncGenerator[bytes, None]:
     """The submission's events as bytes to send; events that arrive together form one piece. Errors become an event, too."""
-    choices = [Choice() for _ in ask.requests]
-    async with contextlib.aclosing(submission.batches(ask.ping_s)) as batches:
+    choices = [Choice() for _ in prepared.requests]
+    async with contextlib.aclosing(submission.batches(prepared.ping_s)) as batches:
         async for batch in batches:
             parts: list[bytes] = []
             for i, event in batch:
@@ -92,21 +92,21 @@ async def chunks(submission: Submission, ask: Ask, answer: Answer) -> AsyncGener
                     log.warning("a stream ended with an error: %s", error)
                     yield b"".join([*parts, answer.error(error)])
                     return
-                parts.append(_encode(i, event, choices[i], ask, answer))
+                parts.append(_encode(i, event, choices[i], prepared, answer))
             yield b"".join(parts) if batch else answer.ping
     yield answer.tail(choices)
 
 
-def _encode(i: int, event: Event, choice: Choice, ask: Ask, answer: Answer) -> bytes:
-    choice.see(event, keep=False)
+def _encode(i: int, event: Event, choice: Choice, prepared: PreparedBody, answer: Answer) -> bytes:
+    choice.apply(event, keep=False)
     if isinstance(event, Delta):
         return answer.delta(i, choice, event)
     if isinstance(event, Done):
         return answer.finish(i, choice)
     if isinstance(event, Started):
         progress = Progress(event.request, event.n_prompt, event.n_cached, event.n_cached, 0.0)
-        return answer.opening(i, choice) + (answer.progress(i, progress) if ask.return_progress else b"")
-    if ask.return_progress and isinstance(event, Progress) and event.n_processed > event.n_cached:
+        return answer.opening(i, choice) + (answer.progress(i, progress) if prepared.return_progress else b"")
+    if prepared.return_progress and isinstance(event, Progress) and event.n_processed > event.n_cached:
         return answer.progress(i, event)
     return b""
 

@@ -86,8 +86,8 @@ def test_a_turn_without_a_window_does_not_count_as_a_slow_one():
     why = (
         "3 of 4 streams had begun when the first one ended, after 7 tokens; --ignore-eos continues after an end of text"
     )
-    assert replace(runs[0], rate=0.0, note=why).said == f": no rate ({why})"
-    assert all(r.said == f": {r.rate:.1f} tokens/s" for r in runs if r.rate)
+    assert replace(runs[0], rate=0.0, note=why).result_text == f": no rate ({why})"
+    assert all(r.result_text == f": {r.rate:.1f} tokens/s" for r in runs if r.rate)
 
 
 def test_without_a_drafter_there_is_no_ratio():
@@ -264,13 +264,13 @@ def test_two_reports_are_compared_by_their_rates(tmp_path: Path):
     assert call(a, b, "--max-regress", "5%").exit_code == 0 and call(a, a).exit_code == 0
     told = json.loads(call(a, b, "--json").stdout)["changes"]
     assert [(c["np"], c["what"]) for c in told if c["regression"]] == [(1, "spec"), (8, "spec")]
-    for args, said in (
+    for args, result_text in (
         ((a, tmp_path / "gone"), "cannot read"),
         ((a,), "Missing argument 'B.json'"),
         ((a, b, "--max-regress", "x"), "percentage"),
     ):
         done = call(*args)
-        assert done.exit_code == 2 and said in done.stderr
+        assert done.exit_code == 2 and result_text in done.stderr
 
 
 @pytest.mark.parametrize(

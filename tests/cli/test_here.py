@@ -195,11 +195,11 @@ def test_the_room_here_is_the_gpus_or_the_machines(tmp_path: Path, monkeypatch: 
 
 
 def test_models_tells_sizes_and_what_fits_and_what_is_here(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    from pyspec.cli.room import FreeMemory
+    from pyspec.cli.free_memory import FreeMemory
 
     fill(cache, "unsloth/Qwen3.6-27B-GGUF", {"Qwen3.6-27B-Q4_K_M.gguf": 5})
     fill(cache, "unsloth/Qwen3.5-122B-A10B-GGUF", {"x-UD-Q4_K_XL-00001-of-00001.gguf": 5})
-    monkeypatch.setattr("pyspec.cli.room.room", lambda: FreeMemory("a GPU", 24 << 30))
+    monkeypatch.setattr("pyspec.cli.free_memory.free_memory", lambda: FreeMemory("a GPU", 24 << 30))
     done = call("models")
     rows = json.loads(call("models", "--json").stdout)
     choices = {one["name"]: one for row in rows for one in row["choices"]}
@@ -208,7 +208,7 @@ def test_models_tells_sizes_and_what_fits_and_what_is_here(cache: Path, monkeypa
     assert all(one["bytes"] and one["memory"] > one["bytes"] for name, one in choices.items() if "deepseek" not in name)
     assert choices["qwen3.6-27b:Q4_K_M"]["bytes"] == pytest.approx(16.3e9, rel=0.01)
     assert "qwen3.6-27b:Q4_K_M" in done.stdout and "24.0 GiB free on a GPU" in done.stdout
-    monkeypatch.setattr("pyspec.cli.room.room", lambda: None)
+    monkeypatch.setattr("pyspec.cli.free_memory.free_memory", lambda: None)
     assert {one["fits"] for row in json.loads(call("models", "--json").stdout) for one in row["choices"]} == {"?"}
 
 

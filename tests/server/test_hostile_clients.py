@@ -26,12 +26,12 @@ from pyspec.repeats import RateLimit
 from pyspec.server.api.anthropic import MessagesBody
 from pyspec.server.api.schema import Body, ChatBody, DetokenizeBody
 from pyspec.server.app import create_app
+from pyspec.server.fair_threads import FairThreads
 from pyspec.server.http.body import Reading
 from pyspec.server.http.connections import BURSTS, LEAST, burst, most_connections
 from pyspec.server.http.envelope import Refused
 from pyspec.server.http.listen import BACKLOG
 from pyspec.server.settings import Limits, ServerSettings
-from pyspec.server.text_turns import TextTurns
 from pyspec.text.sandbox_process import STALLED
 from pyspec.text.template import ChatTemplate
 
@@ -221,7 +221,7 @@ def test_a_client_with_much_text_waits_for_its_own() -> None:
     """Two threads, one client with twenty long pieces of work: who comes behind them goes first when a thread is free."""
 
     async def go() -> list[str]:
-        turns, order = TextTurns(2), []
+        turns, order = FairThreads(2), []
 
         async def ask(client: str) -> None:
             await turns.take(client)

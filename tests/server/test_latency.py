@@ -40,7 +40,7 @@ def test_waits_are_measured_where_they_happen() -> None:
 
     def pass_by(seconds: float, event: object) -> None:
         clock.now += seconds
-        times.see(event)  # type: ignore[arg-type]
+        times.observe(event)  # type: ignore[arg-type]
 
     pass_by(2.0, Started("r", 0, 5, 0))
     pass_by(0.5, Delta("r", (1,), "a"))
@@ -65,14 +65,14 @@ def test_waits_are_measured_where_they_happen() -> None:
 
 def test_a_cancelled_request_is_no_latency() -> None:
     latencies = Latencies(Clock())
-    latencies.request().see(Done("r", "cancelled", 5, 0, Timings()))
+    latencies.request().observe(Done("r", "cancelled", 5, 0, Timings()))
     assert not any(figures(latencies).values())
 
 
 def test_buckets_count_those_below_them_too() -> None:
     latencies = Latencies(Clock())
     for seconds, n in ((0.004, 3), (0.0051, 2), (1e6, 1)):
-        latencies.histograms["inter_token_latency_seconds"].see(seconds, n)
+        latencies.histograms["inter_token_latency_seconds"].observe(seconds, n)
     metric = next(m for m in latencies.metrics() if m.name == "vllm:inter_token_latency_seconds")
     counts = {s.labels["le"]: s.value for s in metric.samples if "le" in s.labels}
     assert [counts[le] for le in ("0.0025", "0.005", "0.0075", "40.0", "+Inf")] == [0, 3, 5, 5, 6]

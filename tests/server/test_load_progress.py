@@ -13,7 +13,7 @@ from test_server_loading import Start, start  # noqa: F401  (a fixture)
 from pyspec.config import settings_from
 from pyspec.engine.load.load import load
 from pyspec.engine.process.client import Supervisor
-from pyspec.progress import heard_by, report
+from pyspec.progress import listening, report
 from pyspec.server.http import door
 from pyspec.server.http.door import Door, LoadLog
 from pyspec.server.settings import ServerSettings
@@ -24,7 +24,7 @@ SMALL = {"np": 1, "ctx": 64, "device": "cpu", "spec_type": "none"}
 
 def test_a_load_tells_its_stages_in_order_and_weights_by_their_bytes():
     heard: list[tuple[str, float]] = []
-    with heard_by(lambda *said: heard.append(said)):
+    with listening(lambda *said: heard.append(said)):
         load(FIXTURE, settings_from(SMALL))
     stages = list(dict.fromkeys(stage for stage, _ in heard))
     assert stages == ["weights", "drafter", "graphs and warm-up"]
@@ -39,7 +39,7 @@ def test_a_load_tells_its_stages_in_order_and_weights_by_their_bytes():
 def test_an_engine_in_its_own_process_tells_them_too(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "pyspec")
     heard: list[str] = []
-    with heard_by(lambda stage, part: heard.append(stage)):
+    with listening(lambda stage, part: heard.append(stage)):
         supervisor = Supervisor(FIXTURE, settings_from(SMALL | {"warm_up": False}))
         try:
             supervisor.wait()

@@ -17,8 +17,8 @@ from pyspec.errors import SlotError
 from pyspec.request import Delta, Done, Finish, Request, Started, Timings
 from pyspec.server.api.answers import Choice
 from pyspec.server.api.anthropic_answer import MessagesAnswer, call_input
-from pyspec.server.api.ask import Ask, Kind
 from pyspec.server.api.parted import PartedAnswer
+from pyspec.server.api.prepared import Kind, PreparedBody
 from pyspec.server.api.responses_answer import ResponsesAnswer
 from pyspec.text.markup.dialect import AnswerMarkup, dialect
 from pyspec.text.markup.reasoning import THINK
@@ -33,8 +33,8 @@ MESSAGE_EVENT = TypeAdapter(anthropic.types.RawMessageStreamEvent)
 RESPONSE_EVENT = TypeAdapter(openai.types.responses.ResponseStreamEvent)
 
 
-def an_ask(kind: Kind) -> Ask:
-    return Ask(
+def an_ask(kind: Kind) -> PreparedBody:
+    return PreparedBody(
         kind=kind, requests=(Request(prompt=(1, 2, 3)),), n=1, stream=True, include_usage=False, return_tokens=False,
         return_progress=False, timings_per_token=False, ping_s=30.0, prompt_texts=(), repeated={}, n_moved=0, markup=MARKUP,
     )  # fmt: skip
@@ -43,9 +43,9 @@ def an_ask(kind: Kind) -> Ask:
 def seen(finish: Finish = "eos", text: str = TEXT) -> Choice:
     """A choice that has ended."""
     choice = Choice()
-    choice.see(Started("1", 0, 30, 10), keep=True)
-    choice.see(Delta("1", (7,), text), keep=True)
-    choice.see(Done("1", finish, 30, 9, Timings(cache_n=10)), keep=True)
+    choice.apply(Started("1", 0, 30, 10), keep=True)
+    choice.apply(Delta("1", (7,), text), keep=True)
+    choice.apply(Done("1", finish, 30, 9, Timings(cache_n=10)), keep=True)
     return choice
 
 
@@ -82,7 +82,7 @@ CONTENT = [
 
 
 def test_a_whole_message_is_its_blocks() -> None:
-    whole = MessagesAnswer(an_ask("messages"), "m", ByteTokenizer()).whole([seen()])
+    whole = MessagesAnswer(an_ask("messages"), "m", ByteTokenizer()).complete([seen()])
     message = anthropic.types.Message.model_validate(whole)
     assert nameless(whole["content"]) == CONTENT and len({block["id"] for block in whole["content"][2:]}) == 2
     assert message.stop_reason == "tool_use" and message.usage.output_tokens_details is not None
@@ -107,7 +107,9 @@ def test_a_message_has_the_same_blocks_wherever_its_text_is_cut() -> None:
 
 
 def test_a_call_that_the_limit_cut_is_no_tool_use() -> None:
-    whole = MessagesAnswer(an_ask("messages"), "m", ByteTokenizer()).whole([seen("length", TEXT[: TEXT.index("ü.py")])])
+    whole = MessagesAnswer(an_ask("messages"), "m", ByteTokenizer()).complete(
+        [seen("length", TEXT[: TEXT.index("ü.py")])]
+    )
     assert whole["stop_reason"] == "max_tokens" and whole["content"][-1]["input"] == {}
 
 
@@ -135,7 +137,7 @@ OUTPUT = [
 
 
 def test_a_whole_response_is_its_items() -> None:
-    whole = ResponsesAnswer(an_ask("responses"), "m", ByteTokenizer()).whole([seen()])
+    whole = ResponsesAnswer(an_ask("responses"), "m", ByteTokenizer()).complete([seen()])
     response = openai.types.responses.Response.model_validate(whole)
     assert nameless(whole["output"]) == OUTPUT and response.output_text == "I look."
     assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens > 0

@@ -7,8 +7,7 @@ from server_client import App
 
 from pyspec.errors import RequestError
 from pyspec.request import DEFAULT_SAMPLERS, SamplingParams
-from pyspec.server.api.params import settings_dict
-from pyspec.server.api.samplers import chain_of
+from pyspec.server.api.params import chain_of, settings_dict
 from pyspec.server.app import create_app
 from pyspec.server.settings import ServerSettings
 

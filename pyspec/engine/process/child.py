@@ -101,7 +101,7 @@ class Child:
             EXAMINATION.is_on, settings = True, replace(settings, plain_loop=True)
         threading.Thread(target=self.beat, name="pyspec-heartbeat", daemon=True).start()
         try:
-            with progress.heard_by(self.tell_stage):
+            with progress.listening(self.tell_stage):
                 self.core = EngineCore.load(message.path, settings, hand_over=self.hand_over, on_death=self.die)
         except PyspecError as e:
             self.link.send(LoadRefused(portable(e), EXAMINATION.under_way))

@@ -36,7 +36,7 @@ class Choice:
     prompt_ranks: list[int] = field(default_factory=list)
     done: Done | None = None
 
-    def see(self, event: Event, *, keep: bool) -> None:
+    def apply(self, event: Event, *, keep: bool) -> None:
         """Apply an event; with `keep`, also collect text, tokens and logprobs for one complete answer."""
         if isinstance(event, Delta):
             self.n_predicted += len(event.tokens)
@@ -59,7 +59,7 @@ class Answer(Protocol):
 
     ping: bytes  # keeps a silent stream open
 
-    def whole(self, choices: Sequence[Choice]) -> Any: ...
+    def complete(self, choices: Sequence[Choice]) -> Any: ...
 
     def opening(self, i: int, choice: Choice) -> bytes:
         """The request has a slot; no token has been generated yet."""

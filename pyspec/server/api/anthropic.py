@@ -135,11 +135,11 @@ def _turns(turns: list[ConversationTurn], limits: Limits) -> list[dict[str, Any]
         elif turn.role == "assistant":
             messages += _assistant(turn.content, where)
         else:
-            messages += _said(turn.role, turn.content, where)
+            messages += _user_messages(turn.role, turn.content, where)
     return messages
 
 
-def _said(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+def _user_messages(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     """A user's message: text, with tool results as messages of their own, in order."""
     messages: list[dict[str, Any]] = []
     for i, block in enumerate(blocks):

@@ -10,8 +10,8 @@ from typing import Any
 from pyspec.errors import PyspecError
 from pyspec.request import Done, Progress
 from pyspec.server.api.answers import Choice, ending
-from pyspec.server.api.ask import Ask
 from pyspec.server.api.parted import PartedAnswer, Sent, named_event
+from pyspec.server.api.prepared import PreparedBody
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import anthropic_error
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
@@ -36,8 +36,8 @@ class MessagesAnswer(PartedAnswer):
 
     ping = named_event({"type": "ping"})
 
-    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
-        super().__init__(ask, model, tokenizer)
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: TokenizerLike) -> None:
+        super().__init__(prepared, model, tokenizer)
         self._blocks: list[dict[str, Any]] = []
         self._head: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
@@ -92,7 +92,7 @@ class MessagesAnswer(PartedAnswer):
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _farewell(self, choice: Choice) -> Iterator[Sent]:
+    def _last_events(self, choice: Choice) -> Iterator[Sent]:
         yield {"type": "message_delta", "delta": self._stop(choice), "usage": self._usage(choice)}
         yield {"type": "message_stop"}
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from pyspec.request import Delta, Done, Progress, TokenLogprob, finish_reason
 from pyspec.server.api.answers import Choice, logprob_list
-from pyspec.server.api.ask import Ask
 from pyspec.server.api.choices import prompt_logprobs
 from pyspec.server.api.openai import OpenAIAnswer
+from pyspec.server.api.prepared import PreparedBody
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import dumps
 from pyspec.text.markup.parts import AnswerParser, CallArguments, CallBegin, Content, Part, Reasoning
@@ -56,15 +56,15 @@ class ChatAnswer(OpenAIAnswer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
-        super().__init__(ask, model, tokenizer)
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: TokenizerLike) -> None:
+        super().__init__(prepared, model, tokenizer)
         self._begun: set[int] = set()
-        self._parts = [MessageParts(ask.markup.parser()) for _ in ask.requests]
+        self._parts = [MessageParts(prepared.markup.parser()) for _ in prepared.requests]
         self._has_called: set[int] = set()
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        value, n = super().whole(choices), self._ask.requests[0].prompt_logprobs
-        if self._ask.tells_prompt and n is not None:
+    def complete(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        value, n = super().complete(choices), self._prepared.requests[0].prompt_logprobs
+        if self._prepared.tells_prompt and n is not None:
             value["prompt_logprobs"] = prompt_logprobs(choices[0], self._tokenizer, n)
         return value
 
@@ -97,7 +97,7 @@ class ChatAnswer(OpenAIAnswer):
             "message": heard.message(),
             "finish_reason": self._finish_reason(i, choice.done),
         }
-        if self._ask.logprobs:
+        if self._prepared.logprobs:
             value["logprobs"] = self._logprobs(i, choice.logprobs)
         return value
 
@@ -110,7 +110,7 @@ class ChatAnswer(OpenAIAnswer):
 
     def _written(self, i: int, parts: Iterable[Part]) -> Iterator[str]:
         for part in parts:
-            held = self._take_held(i)
+            held = self._take_pending(i)
             more = f",{dumps(held)[1:-1]}" if held else ""
             yield f'{{"index":{i},"finish_reason":null,"delta":{self._delta(i, part)}{more}}}'
 

@@ -7,8 +7,8 @@ from functools import partial
 
 from pyspec.errors import RequestError
 from pyspec.request import ThinkBudget
-from pyspec.server.api.constrained import kept_grammar, wanted
-from pyspec.server.api.prompts import begun_answer, chat_ids, continued_part
+from pyspec.server.api.constrained import compiled_grammar, wanted
+from pyspec.server.api.prompts import answer_start, chat_ids, continued_part
 from pyspec.server.api.schema import Chat, ChatBody
 from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.settings import ServerSettings
@@ -41,12 +41,12 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings, *, c
     )
     is_shown = form == "none" or (form == "deepseek-legacy" and bool(body.stream))
     markup = AnswerMarkup(think=think, is_open=is_open, is_shown=is_shown, is_whole=form == "deepseek-legacy")
-    keep = partial(kept_grammar, engine, compiles=compiles)
+    keep = partial(compiled_grammar, engine, compiles=compiles)
     return ChatPlan(
         prompt=tuple(prompt),
         answer=plan_answer(engine.tokenizer, calls, markup, keep, has_grammar=bool(wanted(body))),
         budget=_budget(engine.tokenizer, body, settings, think, is_open),
-        begun=_behind(begun_answer(body, settings), think),
+        begun=_behind(answer_start(body, settings), think),
     )
 
 

@@ -24,7 +24,7 @@ class NotCompiled(Exception):
     """The grammar is new: retry in the thread for compiling, where no other text waits."""
 
 
-def kept_grammar(engine: EngineLike, grammar: Grammar, *, compiles: bool) -> Grammar:
+def compiled_grammar(engine: EngineLike, grammar: Grammar, *, compiles: bool) -> Grammar:
     """A compiled grammar. Raises RequestError if it is not supported, NotCompiled if it is new and `compiles` is False."""
     found = None if compiles else engine.known_grammar(grammar)
     if found is None and not compiles:
@@ -45,7 +45,7 @@ def checked_grammar(
         return None
     if len(found) > 1:
         raise RequestError(f"{found[1][0]}: {found[0][0]} is given, too; an answer keeps to one of them")
-    keep = partial(kept_grammar, engine, compiles=compiles)
+    keep = partial(compiled_grammar, engine, compiles=compiles)
     return held_text(*found[0], keep, free=free, calls=calls, begun=begun)
 
 

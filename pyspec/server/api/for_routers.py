@@ -37,7 +37,7 @@ def router_routes(service: Service) -> list[Route]:
 
 def _shown(service: Service, view: View) -> Callable[[Request], Awaitable[Response]]:
     async def show(request: Request) -> Response:
-        return JSON(await service.look(lambda: view(service, service.engine.metrics())))
+        return JSON(await service.in_thread(lambda: view(service, service.engine.metrics())))
 
     return show
 

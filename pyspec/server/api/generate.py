@@ -11,11 +11,11 @@ from starlette.types import ASGIApp
 from pyspec.errors import PyspecError
 from pyspec.server.api.answers import Answer
 from pyspec.server.api.anthropic_answer import MessagesAnswer
-from pyspec.server.api.ask import Ask, Kind, prepare
 from pyspec.server.api.chat_answer import ChatAnswer
 from pyspec.server.api.constrained import NotCompiled
 from pyspec.server.api.native import NativeAnswer
 from pyspec.server.api.openai import TextAnswer
+from pyspec.server.api.prepared import Kind, PreparedBody, prepare
 from pyspec.server.api.responses_answer import ResponsesAnswer
 from pyspec.server.bridge import Submission
 from pyspec.server.engine import TokenizerLike
@@ -25,7 +25,7 @@ from pyspec.server.service import Service
 from pyspec.server.stream import EventStream, chunks, gather, while_connected
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
-ANSWERS: dict[Kind, Callable[[Ask, str, TokenizerLike], Answer]] = {
+ANSWERS: dict[Kind, Callable[[PreparedBody, str, TokenizerLike], Answer]] = {
     "chat": ChatAnswer,
     "text": TextAnswer,
     "native": NativeAnswer,
@@ -44,31 +44,31 @@ def generation(service: Service, kind: Kind) -> Handler:
         client = service.client_of(request)
         with service.admitted(client):
             return await while_connected(
-                _answer(service, kind, raw, _kept_as(service, request), client), request.receive
+                _answer(service, kind, raw, _session_key(service, request), client), request.receive
             )
 
     return handle
 
 
-def _kept_as(service: Service, request: Request) -> SessionKey | None:
+def _session_key(service: Service, request: Request) -> SessionKey | None:
     """The session key of a stream that outlives its connection, or None."""
     conversation = request.headers.get("x-conversation-id", "")
     return session_key(conversation, request.headers, service.settings) if conversation else None
 
 
 async def _answer(service: Service, kind: Kind, raw: bytes, key: SessionKey | None, client: str) -> ASGIApp:
-    ask = await _prepared(service, kind, raw, client)
-    submission = await service.start(ask, client)
-    answer = ANSWERS[ask.kind](ask, service.model, service.engine.tokenizer)
-    if ask.stream and key is not None:
-        return _kept(service, submission, chunks(submission, ask, answer), key, _headers(ask))
-    if ask.stream:
-        source = chunks(submission, ask, answer)
-        return EventStream(submission, source, lambda: service.end(submission), answer.error, _headers(ask))
-    return await _whole(service, submission, ask, answer)
+    prepared = await _prepared(service, kind, raw, client)
+    submission = await service.start(prepared, client)
+    answer = ANSWERS[prepared.kind](prepared, service.model, service.engine.tokenizer)
+    if prepared.stream and key is not None:
+        return _resumable(service, submission, chunks(submission, prepared, answer), key, _headers(prepared))
+    if prepared.stream:
+        source = chunks(submission, prepared, answer)
+        return EventStream(submission, source, lambda: service.end(submission), answer.error, _headers(prepared))
+    return await _complete(service, submission, prepared, answer)
 
 
-async def _prepared(service: Service, kind: Kind, raw: bytes, client: str) -> Ask:
+async def _prepared(service: Service, kind: Kind, raw: bytes, client: str) -> PreparedBody:
     """The prepared body. A new grammar is compiled in a thread of its own, so that other clients' texts do not wait for it."""
     given = kind, raw, service.engine, service.settings
     try:
@@ -77,7 +77,7 @@ async def _prepared(service: Service, kind: Kind, raw: bytes, client: str) -> As
         return await service.text(prepare, *given, True, compiles=True, client=client)
 
 
-def _kept(
+def _resumable(
     service: Service,
     submission: Submission,
     source: AsyncGenerator[bytes, None],
@@ -93,14 +93,14 @@ def _kept(
     return ReplayStream(session, 0, headers)
 
 
-async def _whole(service: Service, submission: Submission, ask: Ask, answer: Answer) -> Response:
+async def _complete(service: Service, submission: Submission, prepared: PreparedBody, answer: Answer) -> Response:
     try:
-        choices = await gather(submission, ask, service.settings.limits.total_s)
+        choices = await gather(submission, prepared, service.settings.limits.total_s)
     finally:
         service.end(submission)
-    return JSON(answer.whole(choices), headers=_headers(ask))
+    return JSON(answer.complete(choices), headers=_headers(prepared))
 
 
-def _headers(ask: Ask) -> dict[str, str]:
+def _headers(prepared: PreparedBody) -> dict[str, str]:
     """Headers that report changes to the prompt which the client did not request."""
-    return {"X-Pyspec-Moved-Lines": str(ask.n_moved)} if ask.n_moved else {}
+    return {"X-Pyspec-Moved-Lines": str(prepared.n_moved)} if prepared.n_moved else {}

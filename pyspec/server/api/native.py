@@ -18,8 +18,8 @@ from pyspec.server.api.answers import (
     sse,
     timings_dict,
 )
-from pyspec.server.api.ask import Ask
 from pyspec.server.api.choices import best
+from pyspec.server.api.prepared import PreparedBody
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import error_body
 
@@ -31,13 +31,13 @@ class NativeAnswer:
 
     ping = PING
 
-    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
-        self._ask = ask
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: TokenizerLike) -> None:
+        self._prepared = prepared
         self._model = model
         self._tokenizer = tokenizer
 
-    def whole(self, choices: Sequence[Choice]) -> Any:
-        shown = best(choices, self._ask.n, self._ask.n_run)
+    def complete(self, choices: Sequence[Choice]) -> Any:
+        shown = best(choices, self._prepared.n, self._prepared.n_run)
         values = [
             self._picked(self._final(i, choices[i], streamed=False) | {"index": at}) for at, i in enumerate(shown)
         ]
@@ -51,13 +51,13 @@ class NativeAnswer:
         value = self._partial(i, choice) | {"content": event.text, "tokens": list(event.tokens)}
         if event.logprobs:
             value["completion_probabilities"] = self._probabilities(i, event.logprobs)
-        if self._ask.timings_per_token and event.timings:
+        if self._prepared.timings_per_token and event.timings:
             value["timings"] = timings_dict(event.timings)
         return sse(value)
 
     def progress(self, i: int, event: Progress) -> bytes:
         value = self._partial(i, Choice(n_prompt=event.n_prompt)) | {"prompt_progress": progress_dict(event)}
-        if self._ask.timings_per_token:
+        if self._prepared.timings_per_token:
             value["timings"] = progress_timings(event)
         return sse(value)
 
@@ -66,10 +66,10 @@ class NativeAnswer:
 
     def _picked(self, value: dict[str, Any]) -> dict[str, Any]:
         """The object's fields named by `response_fields`, each a path with slashes; missing ones are left out."""
-        if not self._ask.response_fields:
+        if not self._prepared.response_fields:
             return value
         picked: dict[str, Any] = {}
-        for path in self._ask.response_fields:
+        for path in self._prepared.response_fields:
             at: Any = value
             for key in path.split("/"):
                 at = at.get(key, _NOTHING) if isinstance(at, dict) else _NOTHING
@@ -84,7 +84,7 @@ class NativeAnswer:
         return sse(error_body(error))
 
     def _probabilities(self, i: int, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        listed = sampled_list if self._ask.requests[i].params.post_sampling else logprob_list
+        listed = sampled_list if self._prepared.requests[i].params.post_sampling else logprob_list
         return listed(entries, self._tokenizer)
 
     def _partial(self, i: int, choice: Choice) -> dict[str, Any]:
@@ -102,12 +102,12 @@ class NativeAnswer:
         value = native_final(
             i,
             choice,
-            settings=self._ask.settings_of(i),
+            settings=self._prepared.settings_of(i),
             model=self._model,
-            prompt=self._ask.prompt_texts[i],
+            prompt=self._prepared.prompt_texts[i],
             content="" if streamed else "".join(choice.text),
-            tokens=choice.tokens if self._ask.return_tokens and not streamed else [],
+            tokens=choice.tokens if self._prepared.return_tokens and not streamed else [],
         )
-        if self._ask.logprobs and not streamed:
+        if self._prepared.logprobs and not streamed:
             value["completion_probabilities"] = self._probabilities(i, choice.logprobs)
         return value

@@ -27,8 +27,8 @@ from pyspec.server.api.answers import (
     timings_dict,
     usage_dict,
 )
-from pyspec.server.api.ask import Ask
 from pyspec.server.api.choices import best, prompt_logprobs, with_prompt
+from pyspec.server.api.prepared import PreparedBody
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import dumps, error_body
 
@@ -43,8 +43,8 @@ class OpenAIAnswer(ABC):
     whole_object = ""
     chunk_object = ""
 
-    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
-        self._ask = ask
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: TokenizerLike) -> None:
+        self._prepared = prepared
         self._tokenizer = tokenizer
         self._head = {
             "id": f"{self.prefix}{secrets.token_hex(16)}",
@@ -53,34 +53,34 @@ class OpenAIAnswer(ABC):
             "system_fingerprint": FINGERPRINT,
         }
         self._open = dumps(self._head | {"object": self.chunk_object})[:-1]
-        self._held: dict[int, list[TokenLogprob]] = {i: [] for i in range(len(ask.requests))}
-        self._pieces: dict[int, list[tuple[str, bool]]] = {i: [] for i in range(len(ask.requests))}
-        self._held_tokens: dict[int, list[int]] = {i: [] for i in range(len(ask.requests))}
+        self._held: dict[int, list[TokenLogprob]] = {i: [] for i in range(len(prepared.requests))}
+        self._pieces: dict[int, list[tuple[str, bool]]] = {i: [] for i in range(len(prepared.requests))}
+        self._held_tokens: dict[int, list[int]] = {i: [] for i in range(len(prepared.requests))}
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        ask = self._ask
+    def complete(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        prepared = self._prepared
         shown = [
             self._with_figures(self._with_prompt(self._choice(at, choices[i]), i, choices), choices[i], choices)
-            for at, i in enumerate(best(choices, ask.n, ask.n_run))
+            for at, i in enumerate(best(choices, prepared.n, prepared.n_run))
         ]
         value = self._head | {
             "object": self.whole_object,
             "choices": shown,
-            "usage": usage_dict(choices, ask.n_run),
+            "usage": usage_dict(choices, prepared.n_run),
         }
         return value | self._figures(choices) | self._verbose(choices)
 
     def _verbose(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """llama-server's `__verbose`: the first choice as `/completion` would return it."""
-        if not self._ask.verbose or choices[0].done is None:
+        if not self._prepared.verbose or choices[0].done is None:
             return {}
         text, tokens = "".join(choices[0].text), choices[0].tokens
         final = native_final(
             0,
             choices[0],
-            settings=self._ask.settings_of(0),
+            settings=self._prepared.settings_of(0),
             model=str(self._head["model"]),
-            prompt=self._ask.prompt_texts[0],
+            prompt=self._prepared.prompt_texts[0],
             content=text,
             tokens=tokens,
         )
@@ -91,9 +91,9 @@ class OpenAIAnswer(ABC):
         return value
 
     def tail(self, choices: Sequence[Choice]) -> bytes:
-        if not self._ask.include_usage:
+        if not self._prepared.include_usage:
             return DONE
-        extra = {"choices": [], "usage": usage_dict(choices, self._ask.n_run)} | self._figures(choices)
+        extra = {"choices": [], "usage": usage_dict(choices, self._prepared.n_run)} | self._figures(choices)
         return self._chunk(dumps(extra)[1:-1]) + DONE
 
     def error(self, error: PyspecError) -> bytes:
@@ -104,14 +104,14 @@ class OpenAIAnswer(ABC):
 
     def delta(self, i: int, choice: Choice, event: Delta) -> bytes:
         """A chunk with the released text; values of tokens without text wait for the next chunk."""
-        if self._ask.logprobs:
+        if self._prepared.logprobs:
             self._held[i] += event.logprobs
-        if self._ask.return_tokens:
+        if self._prepared.return_tokens:
             self._held_tokens[i] += event.tokens
         tail = ""
-        if self._ask.timings_per_token and event.timings:
+        if self._prepared.timings_per_token and event.timings:
             tail = f',"timings":{dumps(timings_dict(event.timings))}'
-        if self._ask.return_pieces:
+        if self._prepared.return_pieces:
             self._pieces[i] += pieces(event, self._tokenizer)
         written = list(self._deltas(i, event.text))
         first = self._take_pieces(i) if written else ""
@@ -126,9 +126,9 @@ class OpenAIAnswer(ABC):
 
     def finish(self, i: int, choice: Choice) -> bytes:
         assert choice.done is not None
-        value = self._end_choice(i) | {"finish_reason": self._finish_reason(i, choice.done)} | self._take_held(i)
+        value = self._end_choice(i) | {"finish_reason": self._finish_reason(i, choice.done)} | self._take_pending(i)
         extra: dict[str, Any] = {"choices": [value]}
-        if not self._ask.include_usage:  # else the usage chunk has them
+        if not self._prepared.include_usage:  # else the usage chunk has them
             extra |= measured(choice.done.timings) | self._last_usage(choice)
         if i == 0:
             extra |= self._verbose([choice])
@@ -140,7 +140,7 @@ class OpenAIAnswer(ABC):
 
     def progress(self, i: int, event: Progress) -> bytes:
         value = {"choices": [self._end_choice(i) | {"finish_reason": None}], "prompt_progress": progress_dict(event)}
-        if self._ask.timings_per_token:
+        if self._prepared.timings_per_token:
             value["timings"] = progress_timings(event)
         return self._chunk(dumps(value)[1:-1])
 
@@ -153,11 +153,11 @@ class OpenAIAnswer(ABC):
         return measured(done.timings) if len(choices) == 1 and done else {}
 
     def _with_figures(self, value: dict[str, Any], choice: Choice, choices: Sequence[Choice]) -> dict[str, Any]:
-        if self._ask.return_tokens:
+        if self._prepared.return_tokens:
             value["tokens"] = choice.tokens
         return value | measured(choice.done.timings) if len(choices) > 1 and choice.done else value
 
-    def _take_held(self, i: int) -> dict[str, Any]:
+    def _take_pending(self, i: int) -> dict[str, Any]:
         """Logprobs and tokens that wait for the next chunk of choice i."""
         value: dict[str, Any] = {}
         if self._held[i]:
@@ -191,28 +191,30 @@ class TextAnswer(OpenAIAnswer):
     prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
-        super().__init__(ask, model, tokenizer)
-        self._offset = dict.fromkeys(range(len(ask.requests)), 0)
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: TokenizerLike) -> None:
+        super().__init__(prepared, model, tokenizer)
+        self._offset = dict.fromkeys(range(len(prepared.requests)), 0)
 
     def opening(self, i: int, choice: Choice) -> bytes:
-        if not self._ask.echo:
+        if not self._prepared.echo:
             return b""
-        return b"".join(self._chunk(f'"choices":[{delta}]') for delta in self._deltas(i, self._ask.prompt_texts[i]))
+        return b"".join(
+            self._chunk(f'"choices":[{delta}]') for delta in self._deltas(i, self._prepared.prompt_texts[i])
+        )
 
     def _last_usage(self, choice: Choice) -> dict[str, Any]:
         """llama-server sends usage with every stream of this path. With several choices, no single chunk covers all of them."""
-        return {"usage": usage_dict([choice], 1)} if len(self._ask.requests) == 1 else {}
+        return {"usage": usage_dict([choice], 1)} if len(self._prepared.requests) == 1 else {}
 
     def _with_prompt(self, value: dict[str, Any], i: int, choices: Sequence[Choice]) -> dict[str, Any]:
-        ask, first = self._ask, i // self._ask.n_run * self._ask.n_run
-        n = ask.requests[first].prompt_logprobs
-        if ask.echo:
-            value["text"] = ask.prompt_texts[i] + value["text"]
-        if ask.echo and ask.logprobs and n is not None and (prompt := ask.requests[first].prompt):
-            n_top = ask.requests[i].params.logprobs or 0
+        prepared, first = self._prepared, i // self._prepared.n_run * self._prepared.n_run
+        n = prepared.requests[first].prompt_logprobs
+        if prepared.echo:
+            value["text"] = prepared.prompt_texts[i] + value["text"]
+        if prepared.echo and prepared.logprobs and n is not None and (prompt := prepared.requests[first].prompt):
+            n_top = prepared.requests[i].params.logprobs or 0
             value["logprobs"] = with_prompt(value["logprobs"], choices[first], self._tokenizer, prompt[0], n_top)
-        if ask.tells_prompt:
+        if prepared.tells_prompt:
             value["prompt_logprobs"] = prompt_logprobs(choices[first], self._tokenizer, n or 0)
         return value
 
@@ -221,13 +223,13 @@ class TextAnswer(OpenAIAnswer):
         return {
             "index": i,
             "text": "".join(choice.text),
-            "logprobs": self._logprobs(i, choice.logprobs) if self._ask.logprobs else None,
+            "logprobs": self._logprobs(i, choice.logprobs) if self._prepared.logprobs else None,
             "finish_reason": finish_reason(choice.done.finish),
         }
 
     def _deltas(self, i: int, text: str) -> Iterator[str]:
         if text:
-            held = self._take_held(i)
+            held = self._take_pending(i)
             more = f",{dumps(held)[1:-1]}" if held else ""
             yield f'{{"index":{i},"finish_reason":null,"text":{dumps(text)}{more}}}'
 

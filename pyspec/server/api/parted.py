@@ -12,7 +12,7 @@ from typing import Any
 
 from pyspec.request import Delta
 from pyspec.server.api.answers import Choice
-from pyspec.server.api.ask import Ask
+from pyspec.server.api.prepared import PreparedBody
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import dumps
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
@@ -29,14 +29,14 @@ def named_event(event: Sent) -> bytes:
 class PartedAnswer(ABC):
     """One answer of one choice. `open` is the kind of the growing block, None between blocks."""
 
-    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
-        self._ask, self._model, self._tokenizer = ask, model, tokenizer
-        self._parser = ask.markup.parser()
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: TokenizerLike) -> None:
+        self._prepared, self._model, self._tokenizer = prepared, model, tokenizer
+        self._parser = prepared.markup.parser()
         self._open: type[Part] | None = None
         self._texts: list[str] = []  # of the open block
         self._n_reasoning = 0  # tokens, estimated from the text
 
-    def whole(self, choices: Sequence[Choice]) -> Sent:
+    def complete(self, choices: Sequence[Choice]) -> Sent:
         for _ in self._grow([*self._parser.push("".join(choices[0].text)), *self._parser.finish()]):
             pass
         for _ in self._end_block():
@@ -50,7 +50,7 @@ class PartedAnswer(ABC):
         def events() -> Iterator[Sent]:
             yield from self._grow(self._parser.finish())
             yield from self._end_block()
-            yield from self._farewell(choice)
+            yield from self._last_events(choice)
 
         return self._bytes(events())
 
@@ -98,7 +98,7 @@ class PartedAnswer(ABC):
         """Close the block; `text` is its full text."""
 
     @abstractmethod
-    def _farewell(self, choice: Choice) -> Iterator[Sent]:
+    def _last_events(self, choice: Choice) -> Iterator[Sent]:
         """The last events of a stream."""
 
     @abstractmethod

@@ -163,7 +163,7 @@ def continued_part(body: Chat, settings: ServerSettings) -> str:
     return "reasoning_content" if last.reasoning_content and not last.content else "content"
 
 
-def begun_answer(body: Chat, settings: ServerSettings) -> str:
+def answer_start(body: Chat, settings: ServerSettings) -> str:
     """The given content of the answer; "" if it starts anew or within reasoning."""
     if continued_part(body, settings) != "content":
         return ""

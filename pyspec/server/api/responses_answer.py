@@ -10,8 +10,8 @@ from typing import Any
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Progress
 from pyspec.server.api.answers import Choice, measured, progress_dict, timings_dict
-from pyspec.server.api.ask import Ask
 from pyspec.server.api.parted import PartedAnswer, Sent, named_event
+from pyspec.server.api.prepared import PreparedBody
 from pyspec.server.engine import TokenizerLike
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
@@ -21,11 +21,11 @@ class ResponsesAnswer(PartedAnswer):
 
     ping = b": ping\n\n"
 
-    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
-        super().__init__(ask, model, tokenizer)
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: TokenizerLike) -> None:
+        super().__init__(prepared, model, tokenizer)
         self._items: list[dict[str, Any]] = []
         self._n_sent = 0
-        self._answer = _answer(ask, model)
+        self._answer = _answer(prepared, model)
 
     def opening(self, i: int, choice: Choice) -> bytes:
         return self._bytes(
@@ -47,7 +47,7 @@ class ResponsesAnswer(PartedAnswer):
 
     def _bytes(self, events: Iterator[Sent], event: Delta | None = None) -> bytes:
         sent = list(events)
-        if sent and event is not None and self._ask.timings_per_token and event.timings:
+        if sent and event is not None and self._prepared.timings_per_token and event.timings:
             sent[-1]["timings"] = timings_dict(event.timings)
         out: list[bytes] = []
         for each in sent:
@@ -104,7 +104,7 @@ class ResponsesAnswer(PartedAnswer):
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _farewell(self, choice: Choice) -> Iterator[Sent]:
+    def _last_events(self, choice: Choice) -> Iterator[Sent]:
         final = self._final(choice)
         timings = final.pop("timings", None)
         yield {"type": f"response.{final['status']}", "response": final} | ({"timings": timings} if timings else {})
@@ -133,9 +133,9 @@ def _content(kind: type[Part], text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _answer(ask: Ask, model: str) -> dict[str, Any]:
+def _answer(prepared: PreparedBody, model: str) -> dict[str, Any]:
     """The object before any token was generated, with the repeated fields of the body."""
-    params = ask.requests[0].params
+    params = prepared.requests[0].params
     return {
         "id": f"resp_{secrets.token_hex(24)}",
         "object": "response",
@@ -160,4 +160,4 @@ def _answer(ask: Ask, model: str) -> dict[str, Any]:
         "top_p": params.top_p,
         "truncation": "disabled",
         "usage": None,
-    } | dict(ask.repeated)
+    } | dict(prepared.repeated)

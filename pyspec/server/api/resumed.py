@@ -27,21 +27,21 @@ class LookupBody(Body):
     conversation_ids: Annotated[list[str], Field(max_length=1024)]
 
 
-def _asked(service: Service, request: Request) -> SessionKey:
+def _session_of(service: Service, request: Request) -> SessionKey:
     conversation = request.query_params.get("conv_id", "")
     if not conversation:
         raise RequestError("conv_id is missing; want /v1/stream?conv_id=ID")
     return session_key(conversation, request.headers, service.settings)
 
 
-def kept_stream(service: Service) -> Handler:
+def read_stream(service: Service) -> Handler:
     """The stream of a conversation from byte `from` on, followed live."""
 
     async def handle(request: Request) -> ASGIApp:
         at = request.query_params.get("from", "") or "0"
         if not re.fullmatch(r"[0-9]{1,15}", at):
             raise RequestError(f"from: {at[:40]!r} is not a byte number")
-        session = service.sessions.get(_asked(service, request), int(at))
+        session = service.sessions.get(_session_of(service, request), int(at))
         return ReplayStream(session, int(at))
 
     return handle
@@ -51,7 +51,7 @@ def stop_stream(service: Service) -> Handler:
     """End a conversation's generation and delete its stream; 204 also if there is none."""
 
     async def handle(request: Request) -> Response:
-        service.sessions.stop(_asked(service, request))
+        service.sessions.stop(_session_of(service, request))
         return Response(status_code=204)
 
     return handle

@@ -33,12 +33,12 @@ def _bad(message: str) -> PydanticCustomError:
     return PydanticCustomError("value", "{why}", {"why": message})
 
 
-def whole(value: Any) -> Any:
+def to_integer(value: Any) -> Any:
     """A whole number written with a point, as an integer."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
-WHOLE = BeforeValidator(whole)
+WHOLE = BeforeValidator(to_integer)
 
 
 def is_id(value: Any) -> bool:
@@ -52,7 +52,7 @@ def _check_piece(value: Any) -> Any:
         if set(value) != {"prompt_string"} or not isinstance(value["prompt_string"], str):
             raise _bad("a prompt object holds prompt_string and nothing else; images and audio are not supported")
     elif isinstance(value, list):
-        value = [whole(item) for item in value]
+        value = [to_integer(item) for item in value]
         if not all(is_id(item) or isinstance(item, str) for item in value):
             raise _bad("a prompt list holds token ids and strings")
     elif not isinstance(value, str):
@@ -84,7 +84,7 @@ def _check_bias(value: Any) -> Any:
     if isinstance(value, dict):
         pairs = [list(pair) for pair in value.items()]
     elif isinstance(value, list):
-        value = [[whole(pair[0]), *pair[1:]] if isinstance(pair, list) and pair else pair for pair in value]
+        value = [[to_integer(pair[0]), *pair[1:]] if isinstance(pair, list) and pair else pair for pair in value]
         pairs = value
     else:
         raise _bad("logit_bias is an object or a list of [token, bias] pairs")
@@ -104,7 +104,7 @@ def _check_speculative(value: Any) -> Any:
         return value
     if not isinstance(value, dict):
         raise _bad("speculative is true, false or an object such as {n_max: 4}")
-    value = {name: whole(each) for name, each in value.items()}
+    value = {name: to_integer(each) for name, each in value.items()}
     for name in ("n_max", "k_max"):
         if name in value and not (is_id(value[name]) and 0 <= value[name] <= 1024):
             raise _bad(f"speculative.{name} is an integer between 0 and 1024")

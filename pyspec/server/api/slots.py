@@ -70,11 +70,11 @@ async def _done(service: Service, action: SlotAction) -> SlotReport:
         if not answered.done():
             answered.set_result(answer)
 
-    def hear(answer: SlotAnswer) -> None:
+    def deliver(answer: SlotAnswer) -> None:
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, answer)
 
-    service.engine.act_on_slot(action, hear)
+    service.engine.act_on_slot(action, deliver)
     answer = await answered
     if isinstance(answer, PyspecError):
         raise answer

@@ -44,9 +44,9 @@ class AccessLog:
             await self._app(scope, receive, noting)
         finally:
             if log.isEnabledFor(logging.INFO):
-                self._tell(scope, status, 1e3 * (time.perf_counter() - began), request_id)
+                self._log(scope, status, 1e3 * (time.perf_counter() - began), request_id)
 
-    def _tell(self, scope: Scope, status: int, ms: float, request_id: str) -> None:
+    def _log(self, scope: Scope, status: int, ms: float, request_id: str) -> None:
         is_polled = scope["path"] in POLLED and status in (200, 503)
         level = logging.DEBUG if is_polled else logging.INFO
         if not log.isEnabledFor(level) or not self._has_room():

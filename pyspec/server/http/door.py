@@ -17,7 +17,7 @@ from pyspec.server.http.access import AccessLog
 from pyspec.server.http.envelope import JSON, error_body, error_response
 from pyspec.server.http.gate import foreign_host
 from pyspec.server.http.strict import ABSOLUTE
-from pyspec.server.page.loading import loading_page
+from pyspec.server.page import loading_page
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
 

@@ -113,7 +113,7 @@ async def on_error(request: Request, error: Exception) -> Response:
     return error_response(request.url.path, error, headers)
 
 
-class _Said(PyspecError):
+class _StatusError(PyspecError):
     """An error of the framework, or a bug, with a status of its own."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -128,9 +128,9 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     path = printable(request.url.path, MOST_SHOWN)
     what = {404: f"no such path: {path}", 405: f"{path} does not take {printable(request.method, MOST_METHOD)}"}
     message = what.get(status, HTTPStatus(status).phrase.lower())
-    return error_response(request.url.path, _Said(status, message), dict(error.headers or {}))
+    return error_response(request.url.path, _StatusError(status, message), dict(error.headers or {}))
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
     """Answer any other exception; the framework logs the traceback and re-raises."""
-    return error_response(request.url.path, _Said(500, "the server failed on this request; its log says why"))
+    return error_response(request.url.path, _StatusError(500, "the server failed on this request; its log says why"))

@@ -22,7 +22,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from pyspec.errors import Unavailable
-from pyspec.progress import heard_by
+from pyspec.progress import listening
 from pyspec.server.app import create_app
 from pyspec.server.engine import EngineLike
 from pyspec.server.http.connections import burst, protocol
@@ -104,19 +104,19 @@ class Server(uvicorn.Server):
         if is_second and not self.force_exit:
             self.force_exit = True
             BELOW_US.disabled = True  # it would log a traceback for each request
-            self._soon(self._say_hurried)
+            self._soon(self._log_forced)
         elif not is_second:
-            self._soon(self._say_ending)
+            self._soon(self._log_draining)
 
     def _soon(self, say: Callable[[], None]) -> None:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(say)
 
-    def _say_hurried(self) -> None:
+    def _log_forced(self) -> None:
         log.warning("ending at once%s", self._running("; requests that are cut off: %d"))
 
-    def _say_ending(self) -> None:
+    def _log_draining(self) -> None:
         if self.door.service is not None:
             drain_s = self.door.service.settings.limits.drain_s
             log.info(
@@ -132,8 +132,8 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield  # a caller that runs this in a thread sets should_exit
             return
-        heard = [sig for sig in SIGNALS if sig != signal.SIGHUP or signal.getsignal(sig) != signal.SIG_IGN]  # nohup
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in heard}
+        handled = [sig for sig in SIGNALS if sig != signal.SIGHUP or signal.getsignal(sig) != signal.SIG_IGN]  # nohup
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in handled}
         try:
             yield
         finally:
@@ -199,7 +199,7 @@ def run(
 
         def open_door() -> None:
             try:
-                with heard_by(LoadLog(server.door)):
+                with listening(LoadLog(server.door)):
                     loaded.append(load())
                 server.door.app = create_app(loaded[0], settings)
                 on_ready(loaded[0], urls)

@@ -19,7 +19,7 @@ class FreeMemory:
     free: int
 
 
-def room() -> FreeMemory | None:
+def free_memory() -> FreeMemory | None:
     """Free memory of the first GPU, else of the machine. None if unknown."""
     return _of_gpu() or _of_machine()
 

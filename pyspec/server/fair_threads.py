@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter, deque
 
 
-class TextTurns:
+class FairThreads:
     """A fixed number of text threads and their waiting clients. The client with the least used time goes next; its requests keep their order.
 
     A client that was idle starts at the current minimum, so it gains no credit. Lives on one event loop.

@@ -49,7 +49,7 @@ _logged: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class PreparedBody:
     """One body's requests and the form of its answer. `requests[i]` gives choice i."""
 
     kind: Kind
@@ -87,7 +87,9 @@ class Ask:
         return self.requests[0].params.logprobs is not None and not self.hides_logprobs
 
 
-def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings, compiles: bool = True) -> Ask:
+def prepare(
+    kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings, compiles: bool = True
+) -> PreparedBody:
     """Check a body and build its requests. Raises RequestError, NotSupported; NotCompiled for a new grammar unless `compiles`."""
     sent = parse_object(raw, settings.limits)
     value, moved = _steady(kind, sent, settings)
@@ -114,7 +116,7 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
             replace(r, shown=shown, think_budget=plan.budget, grammar=calls or r.grammar) for r in requests
         )
     ping_s = settings.limits.ping_s if body.sse_ping_interval is None else body.sse_ping_interval
-    return Ask(
+    return PreparedBody(
         kind=kind,
         requests=requests,
         n=n,
@@ -196,7 +198,7 @@ def _checked(kind: Kind, value: dict[str, Any], *, generates: bool = True) -> Ge
     refuse_elsewhere(kind, value)
     body = validate(model, value)
     if generates:
-        _tell_ignored(value, model)
+        _log_ignored(value, model)
     return body
 
 
@@ -275,7 +277,7 @@ def _texts(
     return tuple(text for text in texts for _ in range(n))
 
 
-def _tell_ignored(value: dict[str, Any], model: type[Generate]) -> None:
+def _log_ignored(value: dict[str, Any], model: type[Generate]) -> None:
     """Log each ignored field name once, so that a misspelt one can be found."""
     known = {field.alias or name for name, field in model.model_fields.items()}
     for name in value.keys() - known - _logged:
