@@ -16,8 +16,10 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import benchmarks  # noqa: E402  (tools/ is no package)
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-NOW = [page for page in PAGES if page.name != "log.md"]  # the log may name what is gone
+INDEX = ROOT / "docs" / "log.md"
+MONTHS = sorted((ROOT / "docs" / "log").glob("*.md"))
+NOW = sorted({ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {INDEX})
+PAGES = [*NOW, INDEX, *MONTHS]  # the log may name files that are gone
 PLACES = ("", "pyspec", "pyspec/cuda", "pyspec/cuda/ops")  # where a file that is named without its folder may lie
 
 
@@ -54,10 +56,15 @@ def test_every_link_leads_somewhere(page):
         assert not anchor or anchor in _anchors(there), target
 
 
-def test_every_section_of_the_log_stands_in_its_index():
-    text = _text(ROOT / "docs" / "log.md")
-    index, sections = text.split("\n## ", 1)[0], re.findall(r"^## (.+)$", text, re.MULTILINE)
-    assert sections and [head for head in sections if f"(#{_anchor(head)})" not in index] == []
+@pytest.mark.parametrize("month", MONTHS, ids=_name)
+def test_every_section_of_the_log_stands_in_its_index(month):
+    index, sections = _text(INDEX), re.findall(r"^## (.+)$", _text(month), re.MULTILINE)
+    assert sections and [head for head in sections if f"(log/{month.name}#{_anchor(head)})" not in index] == []
+
+
+@pytest.mark.parametrize("month", MONTHS, ids=_name)
+def test_a_file_of_the_log_has_the_sections_of_its_month_only(month):
+    assert {date[:7] for date in re.findall(r"^## (\S+)", _text(month), re.MULTILINE)} == {month.stem}
 
 
 @pytest.mark.parametrize("page", NOW, ids=_name)
