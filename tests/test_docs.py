@@ -89,6 +89,7 @@ def _commands(page: Path) -> list[str]:
     """Lines of code blocks, and code in text, that call pyspec."""
     text = _text(page).replace("$HOW", "")
     blocks = "\n".join(re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    blocks = blocks.replace("\\\n", " ")
     lines = [line.split("  #")[0].strip() for line in blocks.splitlines()]
     inline = re.findall(r"`(pyspec \w+ -[^`]+)`", text)
     return [line for line in [*lines, *inline] if line.startswith("pyspec ")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ COLOURS = {"blue": ("#0969da", "#58a6ff"), "green": ("#1a7f37", "#3fb950"), "ora
 COLOURS["grey"] = ("#6e7781", "#8b949e")
 TICKS = (50, 100, 200, 500, 1000, 2000, 5000, 10000)
 WIDTH, HEIGHT = 760, 400
+LINE = 120  # characters of a command
+RUNS = ("pyspec", "python", "make")
 LEFT, RIGHT, TOP, BOTTOM = 64, 150, 44, 52  # room around the axes
 
 
@@ -43,20 +46,44 @@ def page(data: Mapping) -> str:
 
 
 def table(question: Mapping) -> str:
-    """One question: its head, its words, its rows."""
-    heads = ["", *question["columns"], "date", "on", "command"]
+    """One question: its head, its words, its rows, and below them the commands by number."""
+    heads = ["", *question["columns"], "date", "on", ""]
     lines = [f"## {question['title']}\n\n{question['lead'].strip()}\n"]
     if any("curve" in row for row in question["row"]):
         lines.append("![Tokens a second over streams](rates.svg)\n")
     lines.append("| " + " | ".join(heads) + " |")
     lines.append("| --- |" + " ---: |" * len(question["columns"]) + " --- |" * 3)
+    commands: list[str] = []
     for row in question["row"]:
         if len(row["figures"]) != len(question["columns"]):
             raise SystemExit(f"{row['what']}: {len(row['figures'])} figures for {len(question['columns'])} columns")
-        command = row["command"]
-        shown = f"`{command}`" if command.split()[0] in ("pyspec", "python", "make") else command
-        lines.append("| " + " | ".join([row["what"], *row["figures"], str(row["date"]), row["on"], shown]) + " |")
-    return "\n".join(lines)
+        if row["command"] != "the same":
+            commands.append(row["command"])
+        number = f"[{len(commands)}]"
+        lines.append("| " + " | ".join([row["what"], *row["figures"], str(row["date"]), row["on"], number]) + " |")
+    return "\n".join([*lines, "", "```", *_commands(question["row"]), "```"])
+
+
+def _commands(rows: Sequence[Mapping]) -> list[str]:
+    """A block of code: each command below its number and the remarks of the rows that share it."""
+    found: list[tuple[str, list[str]]] = []
+    for row in rows:
+        if row["command"] != "the same":
+            found.append((row["command"], []))
+        if "note" in row:
+            found[-1][1].append(row["note"])
+    lines = []
+    for number, (command, notes) in enumerate(found, start=1):
+        runs = command.split()[0] in RUNS or "=" in command.split()[0]
+        remarks = "; ".join(notes if runs else [command, *notes])
+        lines += textwrap.wrap(f"[{number}] {remarks}".rstrip(), LINE, initial_indent="# ", subsequent_indent="#     ")
+        if runs:
+            lines += [f"{line} \\" for line in _cut(command)[:-1]] + _cut(command)[-1:]
+    return lines
+
+
+def _cut(command: str) -> list[str]:
+    return textwrap.wrap(command, LINE - 2, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 # -- the plot ------------------------------------------------------------------------------------------------------
