@@ -237,9 +237,9 @@ def test_a_timer_interpolates_and_trusts_the_second_sample() -> None:
     assert timer(3) == 20.0, "tried once, and a hiccup: the line"
     timer.add(3, 13.0)
     assert timer(3) == 13.0
-    timer.doubt()
+    timer.expire()
     timer.add(1, 11.0)
-    timer.doubt()  # 5 was not seen since
+    timer.expire()  # 5 was not seen since
     assert not timer.knows(5) and timer.knows(1)
     timer.add(5, 90.0)
     assert timer(5) == 50.0
@@ -249,10 +249,10 @@ def test_a_size_in_doubt_does_not_seem_to_take_what_a_smaller_one_takes() -> Non
     timer = Timer()
     for size, ms in ((32, 12.0), (256, 30.0), (1024, 104.0)) * 3:
         timer.add(size, ms)
-    timer.doubt()
+    timer.expire()
     timer.add(32, 12.0)
     for _ in range(3):
-        timer.doubt()
+        timer.expire()
         assert not timer.knows(1024) and timer(1024) == 104.0 and timer(512) > 50.0
         timer.add(32, 12.0)
 

@@ -150,7 +150,7 @@ def test_a_warm_up_is_believed_where_its_timings_agree() -> None:
     told(timer, 1, 10.0, 10.5, 90.0, 11.0)
     told(timer, 4, 30.0, 31.0)
     told(timer, 8, 20.0, 200.0, 90.0, 150.0)
-    timer.question(1.0)
+    timer.mark_unverified(1.0)
     assert timer.knows(1) and timer(1) == 10.0, "one hiccup does not matter"
     assert not timer.knows(4), "two are few"
     assert not timer.knows(8), "and these do not agree"
@@ -160,10 +160,10 @@ def test_one_good_time_far_below_the_warm_ups_takes_the_others_trust() -> None:
     timer = Timer()
     for size in (1, 4, 8):
         told(timer, size, 50.0, 51.0, 52.0, 53.0)
-    timer.question(1.0)
+    timer.mark_unverified(1.0)
     assert timer.add(4, 50.0) and timer.add(1, 30.0)
     assert not timer.add(1, 10.0)
-    timer.distrust()
+    timer.reset_warmup()
     assert timer.knows(1) and timer.knows(4) and not timer.knows(8)
     assert timer.add(1, 1.0), "once is enough"
 

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "pyspec"
 CORE = ("engine", "device", "slots", "draft")  # whose classes the glossary has to know, if they bear its words
 
 # Words that had several meanings, or none that a reader could guess, and the folders in which no name has one of them as a part;
-# () are all. What they are called now: lost_track, Lookahead, run_behind, InFlight; the rest says what is meant each time.
+# () are all. What they are called now: lost_track, Lookahead, launch_next, PendingRound; the rest says what is meant each time.
 DEAD: dict[str, tuple[str, ...]] = {
     "deaf": (),
     "course": (),
@@ -66,7 +66,7 @@ def _class_name(word: str) -> str:
 
 
 def _parts(name: str) -> list[str]:
-    """Of run_behind, RunBehind and _run_behind alike: run, behind."""
+    """Of launch_next, RunBehind and _run_behind alike: run, behind."""
     return re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
 
 

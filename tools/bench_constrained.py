@@ -81,7 +81,7 @@ Texts = dict[tuple[tuple[int, ...], str], Sequence[int]]
 
 
 PARTS = (
-    (Loop, "admit run_behind draft plan run refuse mask ask_masked choose commit"),
+    (Loop, "admit launch_next draft plan run refuse mask ask_masked choose commit"),
     (Launched, "heard wait"),
     (Speculator, "_collect_offers lengths _ask _fit has_offers"),
     (Job, "take"),
@@ -146,7 +146,7 @@ class Clock:
                 found = do(*args, **settings)
             finally:
                 self.seconds[name] += time.perf_counter() - began
-            if name == "run_behind":
+            if name == "launch_next":
                 self.n_ahead += found is not None
             if name == "commit" and args[-1] is not None:
                 self.n_off += len(args[-1].off)

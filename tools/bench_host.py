@@ -22,7 +22,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "engine"))
 from engine_rig import Rig, rig
 
-from pyspec.engine.loop.lookahead import InFlight
+from pyspec.engine.loop.lookahead import PendingRound
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.models.target import Out
@@ -108,7 +108,7 @@ def run(kind: str, n_slot: int, folder: Path, cold: int, n_round: int = 200, rep
 
     inner = loop.wait
 
-    def wait(flight: InFlight) -> object:
+    def wait(flight: PendingRound) -> object:
         began = time.perf_counter()
         fault = inner(flight)
         waited[0] += time.perf_counter() - began

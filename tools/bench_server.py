@@ -20,7 +20,7 @@ from pyspec.bench.over_http import Clients, measure_http
 from pyspec.cli.chats import served
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
-from pyspec.engine.process.client import Supervisor
+from pyspec.engine.process.supervisor import Supervisor
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS / "bench"))
@@ -81,7 +81,7 @@ def chew(stop: threading.Event) -> None:
 def isolated(args: argparse.Namespace) -> Engine:
     """The same clock in a process of its own. The file is for its tokenizer only."""
     clock = (max(args.streams), args.host_ms, args.device_ms, int(args.defer))
-    command = (sys.executable, str(TESTS / "bench" / "clockwork_child.py"), *map(str, clock))
+    command = (sys.executable, str(TESTS / "bench" / "clockwork_engine.py"), *map(str, clock))
     supervisor = Supervisor(TESTS / "fixtures" / "qwen35.gguf", EngineSettings(queue=1000), command=command)
     supervisor.wait()
     return Engine(supervisor, supervisor.tokenizer, None)

@@ -261,9 +261,9 @@ def main() -> int:
 def serve(folder: Path, args: Sequence[str]) -> int:
     """`pyspec server`, with our child in place of its own."""
     from pyspec.cli import main as command
-    from pyspec.engine.process.process import client
+    from pyspec.engine.process import supervisor
 
-    client.COMMAND = (sys.executable, str(HERE / "chaos_child.py"), str(folder))
+    supervisor.COMMAND = (sys.executable, str(HERE / "chaos_engine.py"), str(folder))
     command(["server", *args], standalone_mode=True)
     return 0
 

@@ -25,7 +25,7 @@ from pyspec.bench.prompts import make_prompts
 from pyspec.cuda.graph import Graphed
 from pyspec.engine.api import Engine
 from pyspec.engine.load.load import load as loading
-from pyspec.engine.plan.memory_plan import MemoryPlan, taken
+from pyspec.engine.plan.memory_plan import MemoryPlan, memory_snapshot
 from pyspec.request import SamplingParams
 
 MIB = 1 << 20
@@ -90,12 +90,12 @@ class Stages:
 
     def hear(self, stage: str, fraction: float) -> None:
         if fraction == 1.0 or (stage == "graphs" and fraction == 0.0):
-            self.lines.append((f"{stage} {'done' if fraction else 'begin'}", taken(self.device)))
+            self.lines.append((f"{stage} {'done' if fraction else 'begin'}", memory_snapshot(self.device)))
 
     def tell(self, device: torch.device, plan: MemoryPlan, before: tuple[int, int, int] | None) -> None:
         """In place of the line that a load logs at its end."""
         self.plan, self.before = plan, before or (0, 0, 0)
-        self.lines.append(("loaded", taken(device)))
+        self.lines.append(("loaded", memory_snapshot(device)))
         self.settled.set()
 
     def show(self) -> None:
@@ -128,10 +128,10 @@ def show(engine: Engine, stages: Stages, n_line: int) -> None:
 
 def run(engine: Engine, n: int, device: torch.device) -> None:
     """What rounds of `n` requests add."""
-    before = taken(device)
+    before = memory_snapshot(device)
     prompts = make_prompts(engine, n, 64, True)
     engine.generate_many(prompts, params=SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=96)
-    more = [(a - b) / MIB for a, b in zip(taken(device), before, strict=True)]
+    more = [(a - b) / MIB for a, b in zip(memory_snapshot(device), before, strict=True)]
     print(f"\n{n} requests add: all {more[0]:.0f}, kept for tensors {more[1]:.0f}, tensors {more[2]:.0f} MiB")
 
 
@@ -152,11 +152,11 @@ def main() -> int:
         settings |= {"synth_len": 2.5, "n_draft_max": args.n_draft, "n_draft_fixed": True}
     torch.cuda.memory._record_memory_history("state", context="alloc", stacks="python")
     stages = Stages(device)
-    loading._tell_use = stages.tell
-    with progress.listening(stages.hear), Engine.open(str(args.model), draft, settings) as engine:
+    loading._log_use = stages.tell
+    with progress.heard_by(stages.hear), Engine.open(str(args.model), draft, settings) as engine:
         if not stages.settled.wait(SETTLED_S):
             print("kernels are still being checked: what these children have is counted as others")
-            stages.lines.append(("not settled", taken(device)))
+            stages.lines.append(("not settled", memory_snapshot(device)))
         show(engine, stages, args.lines)
         if args.streams:
             run(engine, args.streams, device)

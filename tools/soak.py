@@ -177,7 +177,7 @@ def process_of(engine: Engine, isolated: bool) -> int:
     found = [
         int(path.parent.name)
         for path in Path("/proc").glob("[0-9]*/cmdline")
-        if b"pyspec.engine.process.child" in _read(path)
+        if b"pyspec.engine.process.engine_main" in _read(path)
         and f"\nPPid:\t{os.getpid()}\n".encode() in _read(path.parent / "status")
     ]
     assert len(found) == 1, f"there are {len(found)} engine processes"

@@ -34,7 +34,7 @@ from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.cuda.ops.moe.ref import Routes
 from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.api import Engine, Result
-from pyspec.engine.loop.lookahead import InFlight
+from pyspec.engine.loop.lookahead import PendingRound
 from pyspec.errors import PyspecError
 from pyspec.models.moe import MoeFeed
 from pyspec.models.target import Out
@@ -261,17 +261,17 @@ def judge(doubts: Sequence[Wrong], choices: Choices, tally: Tally) -> None:
 
 def count_flights(engine: Engine, tally: Tally) -> None:
     """Let rounds be launched ahead on a CPU, too."""
-    loop, fly = engine.loop, engine.loop.run_behind
+    loop, fly = engine.loop, engine.loop.launch_next
     loop.lookahead.on = True
 
-    def counted(flight: InFlight) -> InFlight | None:
+    def counted(flight: PendingRound) -> PendingRound | None:
         if (found := fly(flight)) is not None:
             tally.add("rounds launched ahead")
             if found.launched.tokens is not None:
                 tally.add("of them with drafts")
         return found
 
-    loop.run_behind = counted  # type: ignore[method-assign]
+    loop.launch_next = counted  # type: ignore[method-assign]
 
 
 def in_use(engine: Engine) -> int:

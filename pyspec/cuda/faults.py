@@ -34,7 +34,7 @@ NUMBERS = {
 }  # for a launcher's macros; gdn, mamba2 and ahead have theirs in the source
 BY_SLOT = ("gdn", "mamba2")  # these name the slot
 BY_ROW = ("rope_kv", "embed")  # these the batch's row; the others its sequence, but norms, which names none
-EVERYONE = -1  # whose it was is not known
+ALL_SLOTS = -1  # whose it was is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class Fault:
     def slot(self, slots: Sequence[int], starts: Sequence[int]) -> int:
         """The slot it concerns, in a batch whose sequence i is of slots[i] and has rows starts[i]..starts[i + 1] - 1."""
         if self.op in BY_SLOT:
-            return self.place if self.place in slots else EVERYONE
+            return self.place if self.place in slots else ALL_SLOTS
         at = self.place
         if self.op in BY_ROW:
             at = next((i for i in range(len(slots)) if starts[i] <= self.place < starts[i + 1]), -1)
-        return slots[at] if 0 <= at < len(slots) else EVERYONE
+        return slots[at] if 0 <= at < len(slots) else ALL_SLOTS
 
     def error(self, slot: int) -> OutOfBounds:
-        whose = f"slot {slot}" if slot != EVERYONE else "a slot that is not known"
+        whose = f"slot {slot}" if slot != ALL_SLOTS else "a slot that is not known"
         return OutOfBounds(f"kernel {self.op}, {whose}: index", self.index, self.limit, None if slot < 0 else slot)
 
 

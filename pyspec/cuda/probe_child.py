@@ -81,7 +81,7 @@ def examine(op: Op[Any, Any], impl: Impl[Any, Any], spec: Any, tell: Callable[[s
             faults.read(device)
             refusal = op.check(launch, reference, spec)
             if (fault := faults.read(device)) is not None and refusal is None:
-                refusal = f"its guard tripped in its check: {fault.error(faults.EVERYONE)}"
+                refusal = f"its guard tripped in its check: {fault.error(faults.ALL_SLOTS)}"
             return Verdict(refusal, choice="" if refusal is not None else _tuned(impl, spec))
     except Exception as e:  # noqa: BLE001 - whatever a foreign compiler raises means "do not use it"
         return Verdict(f"failed its check: {sentence(e)}", lasting=not _may_pass(e))

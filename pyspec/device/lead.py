@@ -33,7 +33,7 @@ from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Checkpoint, Like, Memory
 from pyspec.slots.parts import PartMemory
-from pyspec.slots.round import ALL, Reads, Round
+from pyspec.slots.round import ALL, LogitsNeed, Round
 from pyspec.slots.states import to_host
 from pyspec.slots.table import Slot, SlotTable
 
@@ -54,7 +54,7 @@ class RunForward:
     taps: tuple[int, ...]
     in_arena: bool = False
     is_moved: bool = False
-    reads: Reads = ALL
+    reads: LogitsNeed = ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class DropStates:
 OfPages = ResetSlot | CopyPage | ReadPages | WritePages
 OfStates = KeepState | RestoreState | ReadState | MakeState | DropStates
 Command = RunForward | HeadBest | SealGraphs | FoldSlot | OfPages | OfStates
-Tell = Callable[[Command], None]
+Send = Callable[[Command], None]
 
 
 # -- the first rank ----------------------------------------------------------------------------------------------
@@ -169,18 +169,18 @@ class Leader:
     moved   where the next forward's batch lies, if only our device knows its rows
     """
 
-    def __init__(self, tell: Tell, ranks: Collective) -> None:
-        self._tell, self.ranks = tell, ranks
+    def __init__(self, send: Send, ranks: Collective) -> None:
+        self._send, self.ranks = send, ranks
         self.moved: Tensor | None = None
         self._dropped: deque[int] = deque()  # on whatever thread a checkpoint goes
         self._n_kept = 0
         self._is_running = False  # a forward of which the others know
 
-    def tell(self, command: Command) -> None:
+    def send(self, command: Command) -> None:
         """To all other ranks, in order."""
         if self._dropped:
-            self._tell(DropStates(tuple(self._dropped.popleft() for _ in range(len(self._dropped)))))
-        self._tell(command)
+            self._send(DropStates(tuple(self._dropped.popleft() for _ in range(len(self._dropped)))))
+        self._send(command)
 
     def keep(self) -> KeptElsewhere:
         """A number for a checkpoint that the others are told to take."""
@@ -192,7 +192,7 @@ class Leader:
     @contextmanager
     def together(self, command: Command) -> Iterator[None]:
         """Have the others do what we do meanwhile: what fails here is the end of all of them, since nothing but our part in it lets them go on."""
-        self.tell(command)
+        self.send(command)
         try:
             yield
         except DeviceError:
@@ -206,7 +206,7 @@ class Leader:
         run: Callable[[Batch, Sequence[int]], Out],
         batch: Batch,
         taps: Sequence[int],
-        reads: Reads = ALL,
+        reads: LogitsNeed = ALL,
     ) -> Out:
         """On every rank. Logits are brought together behind what `run` does, in which a graph may hold the rest."""
         if self._is_running:
@@ -231,7 +231,7 @@ class Leader:
             return head.best(head.own(rows))[0].long()
 
 
-class LedMemory(Memory):
+class TpMemory(Memory):
     """The first rank's memory: what is done to it is done to the others' as well."""
 
     is_whole = False
@@ -242,13 +242,13 @@ class LedMemory(Memory):
 
     def reset(self, slot: int) -> None:
         """On every rank."""
-        self.leader.tell(ResetSlot(slot))
+        self.leader.send(ResetSlot(slot))
         super().reset(slot)
 
     def checkpoint(self, slot: int, n_past: int) -> Checkpoint:
         """On every rank; ours knows of the others'."""
         kept = self.leader.keep()
-        self.leader.tell(KeepState(kept.number, slot, n_past))
+        self.leader.send(KeepState(kept.number, slot, n_past))
         saved = super().checkpoint(slot, n_past)
         saved.elsewhere = kept
         return saved
@@ -256,12 +256,12 @@ class LedMemory(Memory):
     def restore(self, slot: int, saved: Checkpoint) -> None:
         """On every rank."""
         assert isinstance(saved.elsewhere, KeptElsewhere)
-        self.leader.tell(RestoreState(saved.elsewhere.number, slot))
+        self.leader.send(RestoreState(saved.elsewhere.number, slot))
         super().restore(slot, saved)
 
     def copy_page(self, parts: Sequence[PartMemory], page_size: int, new: int, old: int) -> None:
         """On every rank."""
-        self.leader.tell(CopyPage(new, old))
+        self.leader.send(CopyPage(new, old))
         super().copy_page(parts, page_size, new, old)
 
     def pages_like(self, page_size: int, n_page: int) -> list[Like]:
@@ -299,29 +299,29 @@ class LedMemory(Memory):
         return [like for like in own for _ in range(self.leader.ranks.rank.n)]
 
 
-class LedGraphs(Graphed[Out]):
+class TpGraphs(Graphed[Out]):
     """The first rank's forwards, in graphs or not: the others hear of each before it begins, and have graphs of their own."""
 
     def __init__(self, worker: Worker, leader: Leader) -> None:
         super().__init__(worker.run, by_single=worker.needs.late)
         self.leader, self.taps = leader, worker.needs.taps
 
-    def __call__(self, batch: Batch, reads: Reads = ALL) -> Out:
+    def __call__(self, batch: Batch, reads: LogitsNeed = ALL) -> Out:
         own = super().__call__
         return self.leader.forward(lambda b, taps: own(b), batch, self.taps, reads)
 
     def seal(self) -> None:
         """On every rank."""
-        self.leader.tell(SealGraphs())
+        self.leader.send(SealGraphs())
         super().seal()
 
 
-class LeadingWorker(Worker):
+class TpWorker(Worker):
     """The first rank's worker."""
 
     def launch_behind(self, before: Launched, round_: Round) -> Launched | None:
         """Where the batch lies in the arena: what our device makes of it goes to the others from there."""
-        assert isinstance(self.memory, LedMemory)
+        assert isinstance(self.memory, TpMemory)
         n_page, widths = max(map(len, round_.pages), default=0), [seq.width for seq in round_.seqs]
         if self.arena is None or self.arena.bucket(widths) is None or n_page > self.arena.n_page:
             return None
@@ -332,31 +332,31 @@ class LeadingWorker(Worker):
         finally:
             leader.moved = None
 
-    def results(self, batch: Batch, reads: Reads) -> Out:
+    def results(self, batch: Batch, reads: LogitsNeed) -> Out:
         """Without the logits, where nobody reads them."""
-        assert isinstance(self.forward, LedGraphs)
+        assert isinstance(self.forward, TpGraphs)
         return self.forward(batch, reads)
 
-    def keeps_logits(self, reads: Reads) -> bool:
+    def keeps_logits(self, reads: LogitsNeed) -> bool:
         """What was brought together has a place of its own."""
         return False
 
     def use(self, drafter: Drafter | None) -> None:
         """Forwards go through the leader."""
         super().use(drafter)
-        assert isinstance(self.memory, LedMemory)
-        self.forward = LedGraphs(self, self.memory.leader)
+        assert isinstance(self.memory, TpMemory)
+        self.forward = TpGraphs(self, self.memory.leader)
 
     def leave(self) -> None:
         """Let go of the other ranks; nothing is run after that. Graphs go first, for the sums in them."""
-        assert self.target.ranks is not None and isinstance(self.forward, LedGraphs)
+        assert self.target.ranks is not None and isinstance(self.forward, TpGraphs)
         self.forward.forget()
         self.target.ranks.leave()
 
     def fold(self, slot: Slot) -> None:
         """On every rank."""
-        assert isinstance(self.memory, LedMemory)
-        self.memory.leader.tell(FoldSlot(slot.index, slot.n_fold))
+        assert isinstance(self.memory, TpMemory)
+        self.memory.leader.send(FoldSlot(slot.index, slot.n_fold))
         super().fold(slot)
 
 

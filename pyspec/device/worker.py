@@ -19,7 +19,7 @@ from pyspec.cuda.faults import Reader
 from pyspec.cuda.fold import flush
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.ahead.op import ahead
-from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, AheadSpec
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, AheadSpec
 from pyspec.draft.drafter import Drafter, LookaheadDrafter, Needs, PagedDrafter
 from pyspec.errors import DeviceError, DoesNotFit, EngineBug, PyspecError
 from pyspec.models.target import Out, Target
@@ -28,7 +28,7 @@ from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, lay_out
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
-from pyspec.slots.round import Reads, Round
+from pyspec.slots.round import LogitsNeed, Round
 from pyspec.slots.table import Slot, SlotTable
 
 NO_NEEDS = Needs(0)
@@ -57,7 +57,7 @@ class Launched:
         """`Out.best`, where the host reads it soonest."""
         return self.out.best if self.best is None else self.best
 
-    def heard(self) -> Tensor | None:
+    def drafted_tokens(self) -> Tensor | None:
         """[row] int64: `tokens`, as soon as the device has drafted them, while it is at work on the rest. To be written, too."""
         if self.drafting is not None:
             self.drafting[1].synchronize()
@@ -78,7 +78,7 @@ class Launched:
         with suppress(RuntimeError):
             self.wait()
 
-    def secure(self, needs: Needs, *, is_next_launched: bool) -> None:
+    def copy_results(self, needs: Needs, *, is_next_launched: bool) -> None:
         """Copies of what the next forward overwrites: the hidden states that a drafter keeps, and where that forward is launched
         before this one is read, the taps it hears of and what tells the best logit but the banned ones."""
         n, out = self.batch.n_row, self.out
@@ -138,7 +138,7 @@ class Worker:
         if before.out.best is None:
             before.out = replace(before.out, best=top(before.out.logits))
         assert before.out.best is not None
-        ends = None if behind.ends is None else self._tell_ends(behind.ends)
+        ends = None if behind.ends is None else self._upload_ends(behind.ends)
         forced = None if behind.forced is None else _sent(torch.tensor(behind.forced, dtype=torch.int32), self.device)
         began, drafts = stamp(self.device) if behind.n_draft else None, None
         kept = self.ahead.accept(before.out.best, self._crossed(before.batch, behind.refused), ends, forced)
@@ -152,7 +152,7 @@ class Worker:
         drafted = None if began is None else stamp(self.device)
         if drafts is not None:
             self.watch_drafter()
-        before.secure(self.needs, is_next_launched=True)
+        before.copy_results(self.needs, is_next_launched=True)
         launched = self._send(batch, round_.reads)
         launched.tokens, launched.drafting = tokens, None if began is None or drafted is None else (began, drafted)
         return launched
@@ -162,22 +162,22 @@ class Worker:
         if not refused:
             return batch
         rows = _sent(torch.tensor(refused, dtype=torch.int64), self.device)
-        return replace(batch, tokens=batch.tokens.index_fill(0, rows, NOBODY))
+        return replace(batch, tokens=batch.tokens.index_fill(0, rows, NO_TOKEN))
 
     def _lay_out(self, round_: Round) -> Batch:
         return lay_out(self.table, round_.seqs, self.device, arena=self.arena, pages=round_.pages)
 
-    def _send(self, batch: Batch, reads: Reads) -> Launched:
+    def _send(self, batch: Batch, reads: LogitsNeed) -> Launched:
         out = self.results(batch, reads)
         best = None if out.best is None else self._best.copy(out.best)
         self.faults.fetch()
         return Launched(batch, out, best, stamp(self.device), keeps_logits=self.keeps_logits(reads))
 
-    def results(self, batch: Batch, reads: Reads) -> Out:
+    def results(self, batch: Batch, reads: LogitsNeed) -> Out:
         """Of a forward. Logits that nobody reads may be left out where they take more than what is there anyhow."""
         return self.forward(batch)
 
-    def keeps_logits(self, reads: Reads) -> bool:
+    def keeps_logits(self, reads: LogitsNeed) -> bool:
         """Whether the logits of `results` may be read, and lie where the next ones will. Here they tell the best token, too, where the largest is
         banned."""
         return reads.logits or bool(reads.bans)
@@ -208,10 +208,10 @@ class Worker:
             reader.fetched.clear()
             reader.clear()
 
-    def _tell_ends(self, ends: tuple[frozenset[int], ...]) -> Tensor:
+    def _upload_ends(self, ends: tuple[frozenset[int], ...]) -> Tensor:
         """[seq, MAX_ENDS]; they stay the same for many rounds."""
         if self._ends[0] != ends:
-            rows = [[*own, *[NOBODY] * (MAX_ENDS - len(own))] for own in map(sorted, ends)]
+            rows = [[*own, *[NO_TOKEN] * (MAX_ENDS - len(own))] for own in map(sorted, ends)]
             self._ends = ends, _sent(torch.tensor(rows, dtype=torch.int32), self.device)
         return self._ends[1]
 

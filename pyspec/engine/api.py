@@ -18,7 +18,6 @@ from pyspec.config import EngineSettings
 from pyspec.engine.arguments import callable_of, id_of, limit_of, path_of, prompts_of, settings_given, slot_path
 from pyspec.engine.aside import end_aside, to_loop
 from pyspec.engine.chat_tools import ChatDelta, ChatResult, Chats, ToolOptions, collected
-from pyspec.engine.incoming import Incoming
 from pyspec.engine.option_texts import with_options
 from pyspec.engine.options import (
     GenerateOptions,
@@ -36,6 +35,7 @@ from pyspec.engine.pair import pair_of
 from pyspec.engine.plan.look_apart import look_at_name
 from pyspec.engine.protocol import Core
 from pyspec.engine.result import Progress, RequestSet, Result, collect, patience, submit_when_free
+from pyspec.engine.validate import Validator
 from pyspec.errors import BadTemplate, ConfigError, PyspecError, QueueFull, RequestError
 from pyspec.ranges import SWITCH, shown
 from pyspec.request import (
@@ -66,7 +66,7 @@ class Engine:
         self.core, self.tokenizer, self.info = core, tokenizer, core.info
         finalize(self, end_aside, core).atexit = False  # cores have an end of their own there
         self.template = self._chatml() if template is None else template
-        self._incoming = Incoming(self.info, tokenizer)
+        self._incoming = Validator(self.info, tokenizer)
         self._says: Callable[[], AbstractContextManager[None]] = nullcontext  # around what may raise
         self._doors: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
@@ -116,7 +116,7 @@ class Engine:
         """`load` for a path and settings that have been made already."""
         path, settings = Path(path_of("path", path, ConfigError)), settings_given(settings)
         if isolated:
-            from pyspec.engine.process.client import Supervisor
+            from pyspec.engine.process.supervisor import Supervisor
 
             supervisor = Supervisor(path, settings)
             try:
@@ -404,7 +404,7 @@ class Engine:
 
     def _refuse_listener(self) -> None:
         """Who is told on the engine's thread would wait there for what that thread has to say."""
-        if self.core.is_telling():
+        if self.core.in_listener():
             raise RequestError(
                 "a listener can not wait for its own engine, which waits for the listener: use `submit` there, or another thread"
             )

@@ -33,7 +33,7 @@ def to_loop(
 ) -> Callable[[Event], None]:
     """A listener that puts events where a coroutine of `loop` waits for them. Once the loop is closed nobody does: the request ends."""
 
-    def hear(event: Event) -> None:
+    def on_event(event: Event) -> None:
         try:
             loop.call_soon_threadsafe(events.put_nowait, event)
         except RuntimeError:
@@ -41,4 +41,4 @@ def to_loop(
                 raise
             cancel(event.request)
 
-    return hear
+    return on_event

@@ -9,7 +9,7 @@ from pyspec.request import EngineInfo, Event, Metrics, Request, SlotAction, Slot
 
 
 class Core(Protocol):
-    """What runs requests: core.EngineCore in this process, client.Supervisor with one in a process of its own."""
+    """What runs requests: core.EngineCore in this process, supervisor.Supervisor with one in a process of its own."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -22,8 +22,8 @@ class Core(Protocol):
         """End a request at the next round; a name that is not known is ignored."""
         ...
 
-    def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
-        """Save, restore or erase what a slot holds. `hear` gets what came of it, once, on any thread, and must not block."""
+    def act_on_slot(self, action: SlotAction, on_answer: Callable[[SlotAnswer], None]) -> None:
+        """Save, restore or erase what a slot holds. `on_answer` gets what came of it, once, on any thread, and must not block."""
         ...
 
     def slots(self) -> list[SlotInfo]:
@@ -34,7 +34,7 @@ class Core(Protocol):
         """Counters since the start, and gauges."""
         ...
 
-    def is_telling(self) -> bool:
+    def in_listener(self) -> bool:
         """Whether this is a thread on which listeners are told: one that waits here waits for itself."""
         ...
 

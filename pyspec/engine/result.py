@@ -109,7 +109,7 @@ class RequestSet:
     def __init__(self, requests: Sequence[Request | PyspecError], progress: Progress | None, keep_going: bool) -> None:
         self.requests, self.progress, self.keep_going = requests, progress, keep_going
         self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        self._heard: list[list[Delta | Done]] = [[] for _ in requests]
+        self._received: list[list[Delta | Done]] = [[] for _ in requests]
         self._failed: dict[int, PyspecError] = {}
         self._names: dict[int, str] = {}  # of those that run
         self._n_done = 0
@@ -122,11 +122,11 @@ class RequestSet:
                 while todo and len(self._names) < n_at_once and self._begin(todo[0], submit):
                     todo.popleft()
                 if self._names:
-                    self._hear(*self._events.get())
+                    self._on_event(*self._events.get())
         finally:
             for name in self._names.values():
                 cancel(name)
-        return [self._failed[i] if i in self._failed else collect(own) for i, own in enumerate(self._heard)]
+        return [self._failed[i] if i in self._failed else collect(own) for i, own in enumerate(self._received)]
 
     def _begin(self, i: int, submit: Submit) -> bool:
         """False if the queue is full, and one of ours will end first."""
@@ -145,11 +145,11 @@ class RequestSet:
     def _put(self, i: int, event: Event) -> None:
         self._events.put((i, event))
 
-    def _hear(self, i: int, event: Event) -> None:
+    def _on_event(self, i: int, event: Event) -> None:
         if isinstance(event, Failed):
             self._ended(i, event.error)
         elif isinstance(event, Delta | Done):
-            self._heard[i].append(event)
+            self._received[i].append(event)
             if isinstance(event, Done):
                 self._ended(i, None)
 

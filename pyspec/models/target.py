@@ -18,7 +18,7 @@ from pyspec.models.weights import Matrix, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import LayerParts
-from pyspec.slots.round import ALL, Reads
+from pyspec.slots.round import ALL, LogitsNeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Out:
     best: Tensor | None = None
     head: Gathered | None = None
 
-    def whole(self, reads: Reads = ALL) -> Out:
+    def whole(self, reads: LogitsNeed = ALL) -> Out:
         """The same with the logits of all ranks, which all have to ask for; or with none, where nobody reads more than `best`."""
         if self.head is None:
             return self

@@ -161,7 +161,7 @@ def _mend(
     if not wrong:
         return picks
     if unknown := [work[i] for i in wrong if _choice(work[i]) is None]:
-        tell_masked([w.span for w in unknown], _masked(logits, unknown))
+        fill_masked([w.span for w in unknown], _masked(logits, unknown))
     out = list(picks)
     for i in wrong:
         found = _choice(work[i])
@@ -182,7 +182,7 @@ def _masked(logits: Tensor, work: list[_Work]) -> Tensor:
 
 def best_masked(logits: Tensor, spans: Sequence[Span]) -> tuple[list[Span], Tensor | None]:
     """Those of `spans` whose choices a grammar refuses of late, and the best tokens of their rows under their masks: for the device, before
-    anybody has seen what is best without. `tell_masked` once the host can read it."""
+    anybody has seen what is best without. `fill_masked` once the host can read it."""
     found = [_prepare(s, *logits.shape) for s in spans if wants_mask(s)]
     found = [w for w in found if w.checks]
     return [w.span for w in found], (_masked(logits, found) if found else None)
@@ -193,7 +193,7 @@ def wants_mask(span: Span) -> bool:
     return span.mask is not None and not (_Work(span, []).checks and span.mask.constraint.is_calm)
 
 
-def tell_masked(spans: Sequence[Span], found: Tensor) -> None:
+def fill_masked(spans: Sequence[Span], found: Tensor) -> None:
     """[2, row] f64: what `best_masked` gave for these."""
     (tokens, peaks), row = found.tolist(), 0
     for span in spans:

@@ -16,7 +16,7 @@ from pyspec.slots.table import SlotTable
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class Continuation:
     """How a round goes on from the one before, of which nobody has read the results.
 
     ends    per sequence, tokens behind which the device stops, for the host decides there; None: no row depends on it
@@ -32,7 +32,7 @@ class Behind:
 
 
 @dataclass(frozen=True, slots=True)
-class Reads:
+class LogitsNeed:
     """What of a round's results somebody may look at besides each row's best token.
 
     logits  any of them
@@ -43,7 +43,7 @@ class Reads:
     bans: tuple[int, ...] = ()
 
 
-ALL = Reads()
+ALL = LogitsNeed()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,17 @@ class Round:
 
     seqs: tuple[Seq, ...]
     pages: tuple[NDArray[np.int64], ...] = field(compare=False)
-    behind: Behind | None = None
-    reads: Reads = ALL
+    behind: Continuation | None = None
+    reads: LogitsNeed = ALL
 
     @property
     def n_row(self) -> int:
         return sum(seq.width for seq in self.seqs)
 
 
-def plan_round(table: SlotTable, seqs: Iterable[Seq], behind: Behind | None = None, *, reads: Reads = ALL) -> Round:
+def plan_round(
+    table: SlotTable, seqs: Iterable[Seq], behind: Continuation | None = None, *, reads: LogitsNeed = ALL
+) -> Round:
     """Hold pages for every row. Raises OutOfBounds, which names the slot, before anything is told to a device."""
     seqs = tuple(seqs)
     pages = tuple(table.reach(table.slots[q.slot], q.n_past, q.n_past + q.width + q.slack) for q in seqs)

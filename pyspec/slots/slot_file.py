@@ -32,7 +32,7 @@ from pyspec.errors import BadSlotFile, StorageFull
 from pyspec.ranges import printable
 
 MAGIC, VERSION = b"PYSPSLOT", 1
-SAID = 300  # characters of a reason: some of it is what the file says
+MAX_LISTED = 300  # characters of a reason: some of it is what the file says
 CHUNK = 1 << 20  # bytes of content between digests: what is damaged is known as closely
 MAX_HEAD = 16 << 20
 DIGEST = 16
@@ -68,7 +68,7 @@ def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes]) -> int:
             written.unlink()
         said, number = (e.strerror or type(e).__name__, e.errno) if isinstance(e, OSError) else (str(e), None)
         kind = StorageFull if number in NO_ROOM else BadSlotFile
-        raise kind(f"slot file {printable(path.name, SAID)} can not be written: {said}") from None
+        raise kind(f"slot file {printable(path.name, MAX_LISTED)} can not be written: {said}") from None
     return n
 
 
@@ -78,7 +78,7 @@ def _check_place(path: Path) -> None:
         mode = os.lstat(path).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
             raise BadSlotFile(
-                f"slot file {printable(path.name, SAID)} can not be written: it is there and no regular file"
+                f"slot file {printable(path.name, MAX_LISTED)} can not be written: it is there and no regular file"
             )
 
 
@@ -133,7 +133,7 @@ class SlotFile:
 
     def bad(self, why: str) -> BadSlotFile:
         """The error to raise."""
-        return BadSlotFile(f"slot file {self.name}: {printable(why, SAID)}")
+        return BadSlotFile(f"slot file {self.name}: {printable(why, MAX_LISTED)}")
 
     def _take(self, n: int, what: str) -> bytes:
         at = self._file.tell()

@@ -25,7 +25,7 @@ from pyspec.constrain import constraint
 from pyspec.engine.api import Engine, collect
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.loop import Loop
-from pyspec.engine.process.client import Supervisor
+from pyspec.engine.process.supervisor import Supervisor
 from pyspec.errors import GrammarTooLarge, RequestError
 from pyspec.request import Grammar, Request, SamplingParams
 
@@ -160,8 +160,8 @@ def test_the_packaged_pair_flies_ahead_under_grammars(np: int, flown: None, monk
     want = answers(rig(DEMO, np=1, ctx=512, spec_type="none"), prompts, ENDING)
     monkeypatch.setattr(constraint, "CALM", 0)
     r = rig(DEMO, np=np, ctx=512, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True)
-    flights, run_behind = [], r.loop.run_behind
-    monkeypatch.setattr(r.loop, "run_behind", lambda flight: flights.append(run_behind(flight)) or flights[-1])
+    flights, launch_next = [], r.loop.launch_next
+    monkeypatch.setattr(r.loop, "launch_next", lambda flight: flights.append(launch_next(flight)) or flights[-1])
     found = answers(r, prompts, ENDING)
     for a, b in zip(want, found, strict=True):
         assert (b.tokens, b.finish, b.text) == (a.tokens, a.finish, a.text)

@@ -114,11 +114,11 @@ def test_a_listener_of_a_slot_may_raise_what_it_likes(engine: Engine) -> None:
 @pytest.mark.parametrize("slot", [1.5, -7, 99, "x", None, 2**70])
 def test_a_visit_that_can_not_be_made_is_made_once(here: Engine, slot: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Past all that checks arguments."""
-    from pyspec.engine.loop.visit import Visit
+    from pyspec.engine.loop.slot_task import SlotTask
 
     failed: queue.SimpleQueue[PyspecError] = queue.SimpleQueue()
     with caplog.at_level(logging.ERROR):
-        here.core._visit(Visit(slot, lambda: 1 / 0, failed.put))  # type: ignore[attr-defined, return-value]
+        here.core._visit(SlotTask(slot, lambda: 1 / 0, failed.put))  # type: ignore[attr-defined, return-value]
         assert isinstance(failed.get(timeout=60), SlotError)
         assert here.generate("Once", **SHORT).n_predicted == 3
     assert failed.empty() and len(caplog.records) <= 2

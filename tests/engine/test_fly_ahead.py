@@ -21,7 +21,7 @@ from torch import Tensor
 from pyspec.constrain import constraint
 from pyspec.device.worker import Worker
 from pyspec.engine.loop.job import Job
-from pyspec.engine.loop.lookahead import InFlight
+from pyspec.engine.loop.lookahead import PendingRound
 from pyspec.engine.loop.loop import Loop
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.errors import DeviceError, OutOfBounds
@@ -50,23 +50,23 @@ def overwritten(run: Callable[[Worker, Batch], Out]) -> Callable[[Worker, Batch]
 
 
 @pytest.fixture
-def flown(monkeypatch: pytest.MonkeyPatch) -> list[InFlight]:
+def flown(monkeypatch: pytest.MonkeyPatch) -> list[PendingRound]:
     """Every loop flies ahead, on a CPU, too; the flights that did."""
-    flights: list[InFlight] = []
+    flights: list[PendingRound] = []
     monkeypatch.setattr(Worker, "run", overwritten(Worker.run))
-    init, fly = Loop.__init__, Loop.run_behind
+    init, fly = Loop.__init__, Loop.launch_next
 
     def begin(self: Loop, *args: object, **settings: object) -> None:
         init(self, *args, **settings)  # type: ignore[arg-type]
         self.lookahead.on = True
 
-    def watch(self: Loop, flight: InFlight) -> InFlight | None:
+    def watch(self: Loop, flight: PendingRound) -> PendingRound | None:
         ahead = fly(self, flight)
         flights.extend([ahead] if ahead is not None else [])
         return ahead
 
     monkeypatch.setattr(Loop, "__init__", begin)
-    monkeypatch.setattr(Loop, "run_behind", watch)
+    monkeypatch.setattr(Loop, "launch_next", watch)
     return flights
 
 
@@ -74,7 +74,7 @@ def flown(monkeypatch: pytest.MonkeyPatch) -> list[InFlight]:
 @pytest.mark.parametrize(
     ("kind", "np"), [("none", 1), ("none", 3), ("mtp", 2), ("mtp", 8), ("dflash", 3), ("fickle-hybrid", 4)]
 )
-def test_same_text_with_staggered_joins(kind: str, np: int, flown: list[InFlight]) -> None:
+def test_same_text_with_staggered_joins(kind: str, np: int, flown: list[PendingRound]) -> None:
     same.test_same_text_with_staggered_joins(kind, np)
     assert len(flown) > 10 or kind == "fickle-hybrid", "who is asked on the host waits for the verdict"
 
@@ -103,7 +103,7 @@ def test_the_controller_hears_of_all_time_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_controller_hears_of_a_rounds_end_when_the_next_one_flies(
-    monkeypatch: pytest.MonkeyPatch, flown: list[InFlight]
+    monkeypatch: pytest.MonkeyPatch, flown: list[PendingRound]
 ) -> None:
     """From one landing to the next: what the host does behind it is hidden. Only the last round's own is not."""
     told, took = rounds_told(plain_rig(QWEN35), monkeypatch, 12)
@@ -117,7 +117,7 @@ HYBRIDS = {"gdn": QWEN35, "mamba2": NEMOTRON, "attention": FIXTURES / "llama.ggu
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("path", HYBRIDS.values(), ids=HYBRIDS)
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
-def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[InFlight]) -> None:
+def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[PendingRound]) -> None:
     """Any number of rows is kept, of every slot another, and the next round was launched behind them."""
     r = rig_for(path, drafter := Ahead(5, text=partial(continuation, path)), np=np, ubatch=40)
     texts = known_texts(path)
@@ -136,7 +136,7 @@ def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[InFl
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 @pytest.mark.parametrize("drafts", [False, True])
-def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown: list[InFlight]) -> None:
+def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown: list[PendingRound]) -> None:
     """Alone or among accepted drafts, and the round behind it is under way: the state that is left stands at the end."""
     for (prompt, text), at in zip(known_texts(path).items(), (1, 4, 7, 11, 2, 19, 23, 5, 28), strict=True):
         end = text[at]
@@ -159,7 +159,7 @@ def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown:
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
-def test_banned_tokens_among_drafts_leave_the_text_as_it_is(path: Path, flown: list[InFlight]) -> None:
+def test_banned_tokens_among_drafts_leave_the_text_as_it_is(path: Path, flown: list[PendingRound]) -> None:
     """The device stops at them; the host goes on with another, of which the rounds that flew know nothing."""
     prompts = list(known_texts(path))[:4]
     free = list(known_texts(path).values())[:4]
@@ -186,7 +186,7 @@ def test_banned_tokens_among_drafts_leave_the_text_as_it_is(path: Path, flown: l
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
-def test_synthetic_acceptance_is_the_same_ahead(kind: str, flown: list[InFlight]) -> None:
+def test_synthetic_acceptance_is_the_same_ahead(kind: str, flown: list[PendingRound]) -> None:
     """Coins decide on the device as they do on the host: the same tokens, of which the drafts are most."""
     found = []
     for may in (False, True):
@@ -202,7 +202,7 @@ def test_synthetic_acceptance_is_the_same_ahead(kind: str, flown: list[InFlight]
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["mtp", "dflash", "fickle-hybrid"])
-def test_a_drafter_hears_of_rounds_that_were_ahead(kind: str, flown: list[InFlight]) -> None:
+def test_a_drafter_hears_of_rounds_that_were_ahead(kind: str, flown: list[PendingRound]) -> None:
     """Silent for a while, by the request; then the same slots draft, from a context that has these rounds."""
     path, r = same.MAKERS[kind](np=2)
     texts = list(known_texts(path).items())
@@ -218,7 +218,7 @@ def test_a_drafter_hears_of_rounds_that_were_ahead(kind: str, flown: list[InFlig
 @pytest.mark.parametrize("turns", [False, True], ids=["always", "by turns"])
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 def test_drafts_are_those_of_rounds_that_wait(
-    kind: str, turns: bool, flown: list[InFlight], monkeypatch: pytest.MonkeyPatch
+    kind: str, turns: bool, flown: list[PendingRound], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the drafter heard of rounds ahead is theirs, though the next forward wrote over it, and what it made ahead is what
     it would have made."""
@@ -234,7 +234,7 @@ def test_drafts_are_those_of_rounds_that_wait(
     found: list[dict[tuple[int, int], list[int]]] = []
     choose = Loop.choose
 
-    def record(self: Loop, flight: InFlight) -> list[Chosen | None]:
+    def record(self: Loop, flight: PendingRound) -> list[Chosen | None]:
         found[-1].update({(w.job.n_prompt, w.seq.n_past): list(w.draft) for w in flight.work if w.draft})
         return choose(self, flight)
 
@@ -258,7 +258,7 @@ def test_drafts_are_those_of_rounds_that_wait(
 @pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
-def test_what_a_request_leaves_is_gone_on_from(path: Path, flown: list[InFlight]) -> None:
+def test_what_a_request_leaves_is_gone_on_from(path: Path, flown: list[PendingRound]) -> None:
     """It ends in a round that the next was launched behind: its state and pages stand where its text ends."""
     cold = plain_rig(path, np=1)
     cold.loop.lookahead.on = False
@@ -279,7 +279,7 @@ def test_what_a_request_leaves_is_gone_on_from(path: Path, flown: list[InFlight]
 
 
 @pytest.mark.slow
-def test_prefixes_are_reused_as_ever(flown: list[InFlight]) -> None:
+def test_prefixes_are_reused_as_ever(flown: list[PendingRound]) -> None:
     names = [n for n in dir(reuse) if n.startswith("test_") and reuse.__dict__[n].__code__.co_argcount == 0]
     for name in names:
         getattr(reuse, name)()
@@ -287,7 +287,7 @@ def test_prefixes_are_reused_as_ever(flown: list[InFlight]) -> None:
 
 
 @pytest.mark.slow
-def test_cancels_at_any_moment_leave_the_others_their_text(flown: list[InFlight]) -> None:
+def test_cancels_at_any_moment_leave_the_others_their_text(flown: list[PendingRound]) -> None:
     path = QWEN35
     texts = list(known_texts(path).items())
     for rounds in range(9):
@@ -304,7 +304,7 @@ def test_cancels_at_any_moment_leave_the_others_their_text(flown: list[InFlight]
     assert flown
 
 
-def test_only_plain_greedy_rounds_fly_ahead(flown: list[InFlight]) -> None:
+def test_only_plain_greedy_rounds_fly_ahead(flown: list[PendingRound]) -> None:
     for params in (
         SamplingParams(temperature=0.8, seed=1, ignore_eos=True),
         SamplingParams(temperature=0.0, ignore_eos=True, repeat_penalty=1.2),
@@ -319,7 +319,7 @@ def test_only_plain_greedy_rounds_fly_ahead(flown: list[InFlight]) -> None:
     assert not flown, "whoever drafts waits for the verdict"
 
 
-def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[InFlight]) -> None:
+def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[PendingRound]) -> None:
     """The device went on with it before the host could say no."""
     cold = plain_rig(QWEN35, np=1)
     cold.loop.lookahead.on = False
@@ -340,7 +340,7 @@ def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[InFligh
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 @pytest.mark.parametrize("drafts", ["all", "free", "nobody's"])
 def test_texts_under_grammars_fly_ahead(
-    path: Path, drafts: str, flown: list[InFlight], monkeypatch: pytest.MonkeyPatch
+    path: Path, drafts: str, flown: list[PendingRound], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a grammar refuses sends its own request back, what ends one ends it, and the neighbours fly on."""
     monkeypatch.setattr(constraint, "CALM", 2)
@@ -382,7 +382,7 @@ def test_texts_under_grammars_fly_ahead(
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_token_that_is_best_in_spite_of_its_bias_is_gone_on_from(
-    path: Path, drafts: bool, flown: list[InFlight]
+    path: Path, drafts: bool, flown: list[PendingRound]
 ) -> None:
     """The device stops at it, as it knows no logit but the best: the host goes on by itself, from the state that is there."""
     for prompt, text in list(known_texts(path).items())[:3]:
@@ -396,7 +396,7 @@ def test_a_token_that_is_best_in_spite_of_its_bias_is_gone_on_from(
     assert any(flight.off for flight in flown)
 
 
-def test_a_request_that_waits_is_seated_at_once(flown: list[InFlight]) -> None:
+def test_a_request_that_waits_is_seated_at_once(flown: list[PendingRound]) -> None:
     r = rig(QWEN35, spec_type="none", np=2)
     first = r.submit([1, 2, 3], 40)
     for _ in range(5):
@@ -409,7 +409,7 @@ def test_a_request_that_waits_is_seated_at_once(flown: list[InFlight]) -> None:
     assert len(first.tokens) == 40 and len(second.tokens) == 5
 
 
-def test_a_bad_row_ends_its_own_request(flown: list[InFlight]) -> None:
+def test_a_bad_row_ends_its_own_request(flown: list[PendingRound]) -> None:
     """NaN in the logits of one slot, in a round that the next was launched behind."""
     r = rig(QWEN35, spec_type="none", np=2)
     want = plain_rig(QWEN35).generate([4, 5, 6], 40).tokens
@@ -431,7 +431,7 @@ def test_a_bad_row_ends_its_own_request(flown: list[InFlight]) -> None:
 
 
 @pytest.mark.parametrize("lasts", [False, True])
-def test_a_forward_that_is_refused_ahead_is_asked_for_again_in_its_turn(lasts: bool, flown: list[InFlight]) -> None:
+def test_a_forward_that_is_refused_ahead_is_asked_for_again_in_its_turn(lasts: bool, flown: list[PendingRound]) -> None:
     r = rig(QWEN35, spec_type="none", np=2)
     want = [plain_rig(QWEN35).generate(p, 20).tokens for p in ([1, 2, 3], [4, 5, 6])]
     heard = [r.submit(p, 20) for p in ([1, 2, 3], [4, 5, 6])]
@@ -451,7 +451,7 @@ def test_a_forward_that_is_refused_ahead_is_asked_for_again_in_its_turn(lasts: b
     assert (heard[0].error is not None) == lasts and (lasts or heard[0].tokens == want[0])
 
 
-def test_an_engine_that_goes_down_in_flight_tells_everybody(flown: list[InFlight]) -> None:
+def test_an_engine_that_goes_down_in_flight_tells_everybody(flown: list[PendingRound]) -> None:
     r = rig(QWEN35, spec_type="none", np=2)
     heard = [r.submit([i, 2, 3], 40) for i in range(3)]
     for _ in range(6):
@@ -462,14 +462,14 @@ def test_an_engine_that_goes_down_in_flight_tells_everybody(flown: list[InFlight
     assert not any(slot.busy for slot in r.loop.table.slots)
 
 
-def test_the_last_tokens_are_not_flown_past(flown: list[InFlight]) -> None:
+def test_the_last_tokens_are_not_flown_past(flown: list[PendingRound]) -> None:
     """A request that ends by its length is known to end: nothing is launched for it that nobody reads."""
     heard: Heard = plain_rig(QWEN35, np=1).generate([1, 2, 3], 12)
     assert len(heard.tokens) == 12
     assert len(flown) == 10, "the prompt gives the first token, and the round after it is not ahead"
 
 
-def test_a_tiny_dflash_pair_in_an_engine(flown: list[InFlight]) -> None:
+def test_a_tiny_dflash_pair_in_an_engine(flown: list[PendingRound]) -> None:
     r: Rig = rig(tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), np=3)
     texts = list(known_texts(tiny("qwen35")).items())
     heard = [(r.submit(p, N_TEXT), text) for p, text in texts[:5]]
@@ -478,7 +478,7 @@ def test_a_tiny_dflash_pair_in_an_engine(flown: list[InFlight]) -> None:
 
 
 @pytest.mark.slow
-def test_slots_hold_no_page_beyond_their_reservation(flown: list[InFlight]) -> None:
+def test_slots_hold_no_page_beyond_their_reservation(flown: list[PendingRound]) -> None:
     """Passes and verifies ahead are laid out behind all that may be kept: to the last row, and not past it."""
     texts = known_texts(QWEN35)
     for n in range(12, N_TEXT):

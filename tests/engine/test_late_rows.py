@@ -11,10 +11,10 @@ from engine_rig import FIXTURES
 from test_fly_ahead import flown  # noqa: F401 - a fixture
 
 from pyspec.device.worker import Launched, Worker
-from pyspec.engine.loop.lookahead import InFlight
+from pyspec.engine.loop.lookahead import PendingRound
 from pyspec.engine.plan import describe
 from pyspec.slots.batch import Batch
-from pyspec.slots.round import Reads
+from pyspec.slots.round import LogitsNeed
 
 QWEN35, NEMOTRON = FIXTURES / "qwen35.gguf", FIXTURES / "nemotron_latent.gguf"
 HYBRIDS = pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
@@ -28,7 +28,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     monkeypatch.setattr(describe, "late_rows", lambda _device: N_LATE)
     send = Worker._send
 
-    def watch(self: Worker, batch: Batch, reads: Reads) -> Launched:
+    def watch(self: Worker, batch: Batch, reads: LogitsNeed) -> Launched:
         found.update(seq.n_fold for seq in batch.seqs if seq.late)
         return send(self, batch, reads)
 
@@ -43,14 +43,14 @@ def test_same_text_with_staggered_joins(kind: str, waited: Counter[int]) -> None
 
 
 @pytest.mark.parametrize("np", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_same_text_of_rounds_ahead(np: int, flown: list[InFlight], waited: Counter[int]) -> None:  # noqa: F811
+def test_same_text_of_rounds_ahead(np: int, flown: list[PendingRound], waited: Counter[int]) -> None:  # noqa: F811
     ahead.test_same_text_with_staggered_joins("none", np, flown)
     assert set(waited) == {0, 1, 2}
 
 
 @pytest.mark.slow
 @HYBRIDS
-def test_requests_that_end_leave_their_state(path: object, flown: list[InFlight], waited: Counter[int]) -> None:  # noqa: F811
+def test_requests_that_end_leave_their_state(path: object, flown: list[PendingRound], waited: Counter[int]) -> None:  # noqa: F811
     """By a token that the device knows, and by one that only the host does."""
     ahead.test_what_an_end_token_ends_is_gone_on_from(path, False, flown)  # type: ignore[arg-type]
     ahead.test_what_a_request_leaves_is_gone_on_from(path, flown)  # type: ignore[arg-type]
@@ -58,13 +58,13 @@ def test_requests_that_end_leave_their_state(path: object, flown: list[InFlight]
 
 
 @HYBRIDS
-def test_a_token_that_the_host_refuses_leaves_the_records_before_it(path: object, flown: list[InFlight]) -> None:  # noqa: F811
+def test_a_token_that_the_host_refuses_leaves_the_records_before_it(path: object, flown: list[PendingRound]) -> None:  # noqa: F811
     ahead.test_banned_tokens_among_drafts_leave_the_text_as_it_is(path, flown)  # type: ignore[arg-type]
     ahead.test_a_banned_best_token_sends_only_its_own_request_back(flown)
 
 
 @pytest.mark.slow
-def test_cancels_at_any_moment_leave_the_others_their_text(flown: list[InFlight]) -> None:  # noqa: F811
+def test_cancels_at_any_moment_leave_the_others_their_text(flown: list[PendingRound]) -> None:  # noqa: F811
     ahead.test_cancels_at_any_moment_leave_the_others_their_text(flown)
 
 
@@ -72,10 +72,10 @@ def test_cancels_at_any_moment_leave_the_others_their_text(flown: list[InFlight]
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 def test_drafts_come_and_go(
     kind: str,
-    flown: list[InFlight],  # noqa: F811
+    flown: list[PendingRound],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     waited: Counter[int],
 ) -> None:
-    """Behind rows that wait a verify folds them, and rows behind it wait for nobody knows how many are kept."""
+    """Continuation rows that wait a verify folds them, and rows behind it wait for nobody knows how many are kept."""
     ahead.test_drafts_are_those_of_rounds_that_wait(kind, True, flown, monkeypatch)
     assert waited

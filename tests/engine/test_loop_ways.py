@@ -13,7 +13,7 @@ from engine_rig import FIXTURES, GREEDY, Rig, fake_rig, rig, rig_for
 from known_texts import N_TEXT, continuation, known_texts, tiny
 
 from pyspec.engine.load.warmup import warm_up
-from pyspec.engine.loop.lookahead import InFlight
+from pyspec.engine.loop.lookahead import PendingRound
 from pyspec.engine.loop.loop import Loop
 from pyspec.engine.loop.speculator import AcceptanceWatch
 from pyspec.slots.arena import BUCKETS
@@ -32,7 +32,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         init(self, *args, **settings)  # type: ignore[arg-type]
         self.lookahead.on = True
 
-    def watch(self: Loop, flight: InFlight, ahead: InFlight | None) -> None:
+    def watch(self: Loop, flight: PendingRound, ahead: PendingRound | None) -> None:
         seen.append(ahead is not None)
         read(self, flight, ahead)
 
@@ -80,7 +80,7 @@ def test_asking_again_who_can_be_seated_looks_at_no_prompt(monkeypatch: pytest.M
     asked, admit = [], type(r.loop.table).can_admit
     monkeypatch.setattr(type(r.loop.table), "can_admit", lambda *a: asked.append(1) or admit(*a))
     for _ in range(30):
-        r.loop.must_read_first()
+        r.loop.needs_sync()
     assert len(asked) == 1
 
 

@@ -27,7 +27,7 @@ from pyspec.cuda.ops.linear.fit_q4 import fit_q4
 from pyspec.cuda.streamed_tiles import StreamedTiles
 from pyspec.draft import dflash
 from pyspec.engine.api import Engine, Result, collect
-from pyspec.engine.loop.lookahead import InFlight
+from pyspec.engine.loop.lookahead import PendingRound
 from pyspec.gguf import GGMLType
 from pyspec.logits import compute_logits
 from pyspec.models.coarse import rows_of
@@ -142,13 +142,13 @@ def test_rounds_launched_ahead_leave_the_text(draft: str | None, expected: list)
     with load(draft, 4, n_draft_fixed=True) as engine, load(None, 1, prefix_cache=False) as cold:
         assert engine.loop.lookahead.on
         cold.loop.lookahead.on = False
-        fly, flown = engine.loop.run_behind, []
+        fly, flown = engine.loop.launch_next, []
 
-        def count(flight: InFlight) -> InFlight | None:
+        def count(flight: PendingRound) -> PendingRound | None:
             flown.append(fly(flight))
             return flown[-1]
 
-        engine.loop.run_behind = count  # type: ignore[method-assign]
+        engine.loop.launch_next = count  # type: ignore[method-assign]
         prompts = [[{"role": "user", "content": q}] for q in QUESTIONS]
         for n_draft_max in (0, None):
             first = engine.generate_many(prompts, max_tokens=160, temperature=0.0, n_draft_max=n_draft_max)

@@ -22,7 +22,7 @@ from known_texts import N_TEXT, continuation, known_texts, tiny
 
 from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import PagedDrafter
-from pyspec.engine.incoming import turns
+from pyspec.engine.validate import turns
 from pyspec.errors import SlotError
 from pyspec.slots.states import Saved
 

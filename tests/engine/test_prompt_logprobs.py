@@ -9,8 +9,8 @@ import pytest
 import torch
 from engine_rig import FIXTURES, GREEDY, Heard, rig
 
-from pyspec.engine.process.record import Record
-from pyspec.engine.wire import pack, unpack
+from pyspec.engine.messages import pack, unpack
+from pyspec.engine.process.supervised_request import SupervisedRequest
 from pyspec.errors import SlotError
 from pyspec.logits import compute_logits
 from pyspec.models.target import Out
@@ -92,10 +92,10 @@ def test_a_second_engine_tells_what_the_first_did_not() -> None:
     entries = tuple(TokenLogprob(i, -float(i), ((i, -1.0),)) for i in range(1, 9))
     whole = PromptLogprobs("a", 1, entries, tuple(range(1, 9)))
     assert unpack(pack(whole)) == whole
-    record = Record("a", Request(prompt=(0,) * 9, prompt_logprobs=1), 0, lambda e: None)
-    assert record.hear(replace(whole, entries=entries[:5], ranks=whole.ranks[:5])) is not None
-    assert record.hear(replace(whole, entries=entries[:3], ranks=whole.ranks[:3])) is None
-    rest = record.hear(replace(whole, first=4, entries=entries[3:], ranks=whole.ranks[3:]))
+    record = SupervisedRequest("a", Request(prompt=(0,) * 9, prompt_logprobs=1), 0, lambda e: None)
+    assert record.on_event(replace(whole, entries=entries[:5], ranks=whole.ranks[:5])) is not None
+    assert record.on_event(replace(whole, entries=entries[:3], ranks=whole.ranks[:3])) is None
+    rest = record.on_event(replace(whole, first=4, entries=entries[3:], ranks=whole.ranks[3:]))
     assert rest == PromptLogprobs("a", 6, entries[5:], (6, 7, 8))
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyspec.engine.loop.round import share_rows
+from pyspec.engine.policy.evict import evict_for
 from pyspec.engine.policy.queue import CUT_GAP, CUT_MIN, CUT_TAIL, Queue, cut_of, cuts_of, worth_on
-from pyspec.engine.policy.room import place_for
 from pyspec.errors import QueueFull
 from pyspec.slots.table import SlotTable
 
@@ -220,7 +220,7 @@ def test_a_body_of_many_prompts_goes_behind_another_of_one() -> None:
 
 def fill(waiting: list[Item], item: Item, limit: int) -> Item | None:
     """Let one in; who made room is gone."""
-    gone = place_for(item, waiting, limit)
+    gone = evict_for(item, waiting, limit)
     if gone is not None:
         waiting[:] = [other for other in waiting if other is not gone]
     waiting.append(item)
@@ -232,12 +232,12 @@ def test_a_client_alone_has_all_places_and_short_ones_find_room_longer() -> None
     for _ in range(8):
         assert fill(waiting, Item(client="a", cost=5000), 8) is None
     with pytest.raises(QueueFull, match="8 requests are waiting") as e:
-        place_for(Item(client="a", cost=5000), waiting, 8)
+        evict_for(Item(client="a", cost=5000), waiting, 8)
     assert (e.value.status, e.value.retry_after_s) == (429, 1)
     for _ in range(4):
         assert fill(waiting, Item(client="a", cost=10), 8) is None
     with pytest.raises(QueueFull):
-        place_for(Item(client="a", cost=10), waiting, 8)
+        evict_for(Item(client="a", cost=10), waiting, 8)
 
 
 def test_who_has_most_gives_up_its_newest_to_one_who_has_fewer() -> None:
@@ -248,7 +248,7 @@ def test_who_has_most_gives_up_its_newest_to_one_who_has_fewer() -> None:
     assert fill(waiting, Item(client="c"), 8) is newest
     assert sorted(w.client for w in waiting) == [*"aaaabbbc"]
     with pytest.raises(QueueFull):
-        place_for(Item(client="b"), waiting, 8)  # 4 and 4 would only turn who has more
+        evict_for(Item(client="b"), waiting, 8)  # 4 and 4 would only turn who has more
 
 
 @pytest.mark.parametrize("n_hostile", [1, 2, 4, 7])
@@ -274,7 +274,7 @@ def test_who_waits_for_a_slot_takes_no_place_of_others() -> None:
     for _ in range(4):
         fill(waiting, Item(wanted_slot=0, client="a"), 4)
     with pytest.raises(QueueFull):
-        place_for(Item(wanted_slot=1, client="a"), waiting, 4)
+        evict_for(Item(wanted_slot=1, client="a"), waiting, 4)
     for _ in range(4):
         assert fill(waiting, Item(client="a"), 4) is None
     gone = fill(waiting, Item(wanted_slot=1, client="b"), 4)

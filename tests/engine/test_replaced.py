@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pytest
 from engine_rig import FIXTURES
-from fake_child import token_at
+from fake_engine_main import token_at
 
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
-from pyspec.engine.process.client import Supervisor
-from pyspec.engine.process.process import client, watchdog
-from pyspec.engine.process.record import PROGRESS, Record
-from pyspec.engine.wire import pack, unpack
+from pyspec.engine.messages import pack, unpack
+from pyspec.engine.process import supervisor as supervising
+from pyspec.engine.process import watchdog
+from pyspec.engine.process.supervised_request import PROGRESS, SupervisedRequest
+from pyspec.engine.process.supervisor import Supervisor
 from pyspec.errors import (
     DeviceError,
     DoesNotFit,
@@ -36,12 +37,12 @@ from pyspec.errors import (
 from pyspec.request import Delta, Done, Event, Failed, Progress, Request, SamplingParams, Started, Timings, TokenLogprob
 
 PATH = FIXTURES / "qwen35.gguf"
-CHILD = Path(__file__).with_name("fake_child.py")
+CHILD = Path(__file__).with_name("fake_engine_main.py")
 PARAMS = SamplingParams(seed=5)
 
 
 class Plants:
-    """What the next engines are to suffer (see fake_child.py)."""
+    """What the next engines are to suffer (see fake_engine_main.py)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,7 +76,7 @@ def start(plants: Plants, **settings: object) -> Iterator[tuple[Engine, Supervis
 @pytest.fixture(autouse=True)
 def _without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "STOPPED_S", 0.5)
-    monkeypatch.setattr(client, "BACKOFF_S", (0.0, 0.01, 0.02))
+    monkeypatch.setattr(supervising, "BACKOFF_S", (0.0, 0.01, 0.02))
 
 
 class Ear:
@@ -348,7 +349,7 @@ def test_an_engine_ends_with_its_parent(plants: Plants) -> None:
 import sys, time
 from pathlib import Path
 from pyspec.config import EngineSettings
-from pyspec.engine.process.client import Supervisor
+from pyspec.engine.process.supervisor import Supervisor
 s = Supervisor(Path({str(PATH)!r}), EngineSettings(), command=({sys.executable!r}, {str(CHILD)!r}, {str(plants.folder)!r}))
 s.wait()
 assert "torch" not in sys.modules
@@ -371,7 +372,7 @@ time.sleep(60)
 
 
 def test_a_spare_process_takes_over(plants: Plants, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "SPARE_AFTER_S", 0.05)
+    monkeypatch.setattr(supervising, "SPARE_AFTER_S", 0.05)
     with start(plants) as (engine, supervisor):
         supervisor._launcher.keeps_spare = True
         ears = eight(engine)
@@ -388,7 +389,7 @@ def test_a_spare_process_takes_over(plants: Plants, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_spare_that_died_is_not_waited_for(plants: Plants, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "SPARE_AFTER_S", 0.05)
+    monkeypatch.setattr(supervising, "SPARE_AFTER_S", 0.05)
     with start(plants) as (engine, supervisor):
         supervisor._launcher.keeps_spare = True
         ear = Ear(engine, n=400)
@@ -466,8 +467,8 @@ def test_an_error_says_the_same_after_the_journey(error: PyspecError) -> None:
     assert isinstance(told, Failed) and str(told.error) == str(error)
 
 
-def record(**values: object) -> Record:
-    return Record("r1", replace(Request(prompt=(1, 2, 3)), **values), 7, lambda event: None)  # type: ignore[arg-type]
+def record(**values: object) -> SupervisedRequest:
+    return SupervisedRequest("r1", replace(Request(prompt=(1, 2, 3)), **values), 7, lambda event: None)  # type: ignore[arg-type]
 
 
 def test_text_that_was_released_with_a_lost_end_is_not_told_twice() -> None:
@@ -477,12 +478,12 @@ def test_text_that_was_released_with_a_lost_end_is_not_told_twice() -> None:
     tokenizer = fixture_tokenizer()
     ids = tokenizer.encode("abcdef", add_special=False)
     r = record(stop=("fgh",))
-    r.hear(Started("r1", 0, 3, 0))
-    r.hear(Delta("r1", tuple(ids), "abcdef"))  # a stream alone would hold the f back
+    r.on_event(Started("r1", 0, 3, 0))
+    r.on_event(Delta("r1", tuple(ids), "abcdef"))  # a stream alone would hold the f back
     r.lose_engine(tokenizer)
     assert r.submit().request.resumed == tuple(ids)
-    assert r.hear(Delta("r1", (), "f")) is None
-    more = r.hear(Delta("r1", (ids[0],), "fa"))
+    assert r.on_event(Delta("r1", (), "f")) is None
+    more = r.on_event(Delta("r1", (ids[0],), "fa"))
     assert isinstance(more, Delta) and more.text == "fa"
 
 
@@ -506,9 +507,9 @@ def test_time_that_was_used_up_is_not_given_again() -> None:
     from engine_rig import fixture_tokenizer
 
     r = record(max_predict_ms=50.0)
-    r.hear(Started("r1", 0, 3, 0))
-    r.hear(Delta("r1", (1,), "a"))
+    r.on_event(Started("r1", 0, 3, 0))
+    r.on_event(Delta("r1", (1,), "a"))
     time.sleep(0.02)
-    r.hear(Delta("r1", (2,), "b"))
+    r.on_event(Delta("r1", (2,), "b"))
     r.lose_engine(fixture_tokenizer())
     assert 0 < r.submit().request.max_predict_ms <= 30.0

@@ -19,13 +19,13 @@ from sampling import few
 
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine, Result, collect
-from pyspec.engine.process.client import Supervisor
-from pyspec.engine.process.process import watchdog
+from pyspec.engine.process import watchdog
+from pyspec.engine.process.supervisor import Supervisor
 from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SamplingParams
 
 SETTINGS = EngineSettings(np=8, ctx=256, draft_path=DEMO_DRAFT, warm_up=False, device="cpu", kv_type="f32")
 HANG_S = 6.0  # of rounds that take milliseconds; this machine may have much else to do
-CHILD = ROOT / "tools" / "chaos_child.py"
+CHILD = ROOT / "tools" / "chaos_engine.py"
 
 
 def requests() -> list[Request]:

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from pyspec.engine.process.process import EngineProcess, process
+from pyspec.engine.process import process
+from pyspec.engine.process.process import EngineProcess
 
 COMMAND = (sys.executable, "-c", "import sys; sys.stdin.read(); import time; time.sleep(60)")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyspec.cuda.ops.ahead import cuda as ahead_cuda
 from pyspec.cuda.ops.ahead.op import ahead
-from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, AheadSpec, Kept, TorchAhead, n_kept
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, AheadSpec, Kept, TorchAhead, n_kept
 from pyspec.slots.batch import Batch, Seq, lay_out
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def test_accept_is_the_rule_of_each_sequence(seed: int) -> None:
     widths = [1, 17, 3, 2, 6, 1, 33][: 1 + seed % 7]
     batch, _, _ = ahead_cuda.verify(widths, CPU, gen)
     best = torch.randint(0, 2, (2, batch.tokens.shape[0]), generator=gen).double()
-    ends = torch.full((len(widths), MAX_ENDS), NOBODY, dtype=torch.int32)
+    ends = torch.full((len(widths), MAX_ENDS), NO_TOKEN, dtype=torch.int32)
     ends[::2, seed % MAX_ENDS] = seed % 2
     forced = torch.randint(0, 9, (len(widths),), generator=gen).int()
     tokens, found = batch.tokens.tolist(), best[0].long().tolist()

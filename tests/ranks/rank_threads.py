@@ -19,9 +19,9 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.device.lead import Follower
 from pyspec.engine.load.load import build
+from pyspec.engine.messages import LoadShare
 from pyspec.engine.plan.describe import arena_pages, describe, plan_memory
-from pyspec.engine.process.process import rank_child
-from pyspec.engine.wire import LoadShare
+from pyspec.engine.process import rank_main
 from pyspec.errors import PyspecError
 from pyspec.slots.arena import Arena
 
@@ -54,7 +54,7 @@ class ThreadRanks:
 
     def _run(self, share: LoadShare, inbox: queue.Queue[bytes]) -> None:
         try:
-            follower: Follower = rank_child.load(share, NoLink())  # type: ignore[arg-type]
+            follower: Follower = rank_main.load(share, NoLink())  # type: ignore[arg-type]
             self.followers[share.index] = follower
             self._loaded.release()
             while message := inbox.get():

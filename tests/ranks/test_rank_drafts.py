@@ -180,10 +180,10 @@ def test_what_fails_while_ranks_draft_is_the_end_of_all(monkeypatch: pytest.Monk
             r.loop.step()
         spread = Collective.spread
         monkeypatch.setattr(Collective, "spread", lambda self, x: (_ for _ in ()).throw(RankLost("a cable")))
-        told_on = r.ranks.tell
-        r.loop.memory.leader._tell = lambda command: None  # type: ignore[attr-defined]  # the others would wait for us
+        told_on = r.ranks.send
+        r.loop.memory.leader._send = lambda command: None  # type: ignore[attr-defined]  # the others would wait for us
         with pytest.raises(RankLost, match="a cable"):
             for _ in range(N):
                 r.loop.step()
         monkeypatch.setattr(Collective, "spread", spread)
-        r.loop.memory.leader._tell = told_on  # type: ignore[attr-defined]
+        r.loop.memory.leader._send = told_on  # type: ignore[attr-defined]

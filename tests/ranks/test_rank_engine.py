@@ -21,11 +21,11 @@ from pyspec.device.lead import (
     Command,
     Follower,
     Leader,
-    LeadingWorker,
-    LedGraphs,
-    LedMemory,
     ReadPages,
     RunForward,
+    TpGraphs,
+    TpMemory,
+    TpWorker,
 )
 from pyspec.engine.load.load import ranks as ranks_module
 from pyspec.engine.load.ranks import RankProcess
@@ -134,18 +134,18 @@ def test_an_image_holds_what_all_ranks_have(shared: RankRig) -> None:
 
 def test_an_image_that_fails_on_the_first_rank_is_the_end_of_all(shared: RankRig) -> None:
     memory = shared.loop.memory
-    assert isinstance(memory, LedMemory)
+    assert isinstance(memory, TpMemory)
     told: list[Command] = []
     leader = Leader(told.append, memory.leader.ranks)  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match="ReadPages failed on the first rank, and the others wait in it: index"):
-        LedMemory(memory, leader).read_pages(shared.loop.table.page_size, [1 << 40])
+        TpMemory(memory, leader).read_pages(shared.loop.table.page_size, [1 << 40])
     assert told == [ReadPages((1 << 40,))]
 
 
 def test_graphs_go_before_the_others_are_let_go(shared: RankRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL waits for graphs that hold a sum: a program that had any did not end."""
     worker, left = shared.loop.worker, list[int]()
-    assert isinstance(worker, LeadingWorker) and isinstance(worker.forward, LedGraphs)
+    assert isinstance(worker, TpWorker) and isinstance(worker.forward, TpGraphs)
     graphs = worker.forward._graphs
     graphs[1, 1, False, False] = (SimpleNamespace(), SimpleNamespace())  # type: ignore[assignment]
     monkeypatch.setattr(type(worker.target.ranks), "leave", lambda self: left.append(len(graphs)))
@@ -299,7 +299,7 @@ def test_the_one_that_is_gone_is_named_and_not_those_that_lost_it(monkeypatch: p
 def test_a_rank_has_time_to_start_and_is_late_once_it_has_spoken() -> None:
     """Imports take their time on a busy machine; afterwards a thread does nothing but speak."""
     rank = RankProcess.__new__(RankProcess)
-    rank.error, rank.is_over, rank.heard, rank.has_spoken = None, False, 0.0, False
+    rank.error, rank.is_over, rank.received, rank.has_spoken = None, False, 0.0, False
     rank.process = SimpleNamespace(poll=lambda: None, pid=os.getpid())  # type: ignore[assignment]
     assert rank.flaw(60.0) == "" and "said nothing for 130.0 s" in rank.flaw(130.0)
     rank.has_spoken = True

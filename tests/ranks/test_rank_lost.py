@@ -25,7 +25,7 @@ DIES = '''
 import os, signal, sys
 from pyspec.cuda.collective import Collective
 from pyspec.device.lead import Follower
-from pyspec.engine.process.process import rank_child
+from pyspec.engine.process import rank_main
 
 where, at, n = sys.argv[1], int(sys.argv[2]), 0
 
@@ -44,7 +44,7 @@ if where in ("sum", "stacked"):
     die_at(Collective, where, lambda *args: True)
 else:
     die_at(Follower, "obey", lambda command: type(command).__name__ == where)
-rank_child.main(int(sys.argv[3]))
+rank_main.main(int(sys.argv[3]))
 '''
 PHASES = [
     ("ResetSlot", 1),  # before the first round

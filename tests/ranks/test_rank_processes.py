@@ -94,7 +94,7 @@ def test_the_supervisor_goes_on_with_new_ranks() -> None:
     prompt, text = demo_prompts()[0]
     with Engine.load(DEMO, None, isolated=True, tp=2, **SETTINGS) as engine:
         assert list(engine.generate(prompt, max_tokens=N).tokens) == text[:N]
-        (rank,) = children(os.getpid(), "rank_child")
+        (rank,) = children(os.getpid(), "rank_main")
         done: list[object] = []
         thread = threading.Thread(
             target=lambda: done.append(engine.generate(prompt, max_tokens=200, ignore_eos=True, cache_prompt=False))
@@ -106,13 +106,13 @@ def test_the_supervisor_goes_on_with_new_ranks() -> None:
         assert done and list(done[0].tokens[: len(text)]) == text  # type: ignore[attr-defined]
         assert engine.metrics().restarts == 1
         assert eventually(lambda: not lives(rank))
-        assert len(children(os.getpid(), "rank_child")) == 1
-    assert eventually(lambda: not children(os.getpid(), "rank_child"))
+        assert len(children(os.getpid(), "rank_main")) == 1
+    assert eventually(lambda: not children(os.getpid(), "rank_main"))
 
 
 def test_ranks_end_with_an_engine_that_is_killed() -> None:
     with Engine.load(DEMO, None, isolated=True, tp=2, **SETTINGS) as engine:
-        (rank,), (child,) = (children(os.getpid(), x) for x in ("rank_child", "engine.child"))
+        (rank,), (child,) = (children(os.getpid(), x) for x in ("rank_main", "process.engine_main"))
         os.kill(child, signal.SIGKILL)
         assert eventually(lambda: not lives(rank))
         assert engine.generate(demo_prompts()[1][0], max_tokens=4).tokens
@@ -146,7 +146,7 @@ def fails(self, command):
         raise torch.OutOfMemoryError("no memory is left for this rank")
     obey(self, command)
 Follower.obey = fails
-from pyspec.engine.process.rank_child import main
+from pyspec.engine.process.rank_main import main
 main(int(sys.argv[1]))
 """
 

@@ -92,7 +92,7 @@ def test_sums_are_taken_in_each_others_memory(caplog: pytest.LogCaptureFixture) 
 def test_a_lost_rank_costs_a_pause() -> None:
     with Engine.load("demo", None, np=1, device="cuda", tp=2, isolated=True) as engine:
         want = engine.generate(QUESTIONS[0], max_tokens=32, temperature=0.0).tokens
-        (rank,) = children(os.getpid(), "rank_child")
+        (rank,) = children(os.getpid(), "rank_main")
         os.kill(rank, signal.SIGKILL)
         assert engine.generate(QUESTIONS[0], max_tokens=32, temperature=0.0).tokens == want
         assert engine.metrics().restarts == 1

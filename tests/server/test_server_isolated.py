@@ -25,9 +25,9 @@ class Served:
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder = folder
-        child = (sys.executable, str(ENGINE_TESTS / "fake_child.py"), str(folder))
+        child = (sys.executable, str(ENGINE_TESTS / "fake_engine_main.py"), str(folder))
         command = ["server", str(FIXTURE), "--port", "0", "-np", "4", "--hang-timeout", "1", *flags]
-        code = f"from pyspec.engine.process.process import client\nclient.COMMAND = {child!r}\nfrom pyspec.cli import main\nmain({command!r})"
+        code = f"from pyspec.engine.process import supervisor\nclient.COMMAND = {child!r}\nfrom pyspec.cli import main\nmain({command!r})"
         self.process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
         self.url, self.is_up = "", threading.Event()
@@ -54,7 +54,7 @@ class Served:
             if entry.name.isdigit():
                 try:
                     parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                    is_ours = b"fake_child.py" in (entry / "cmdline").read_bytes()
+                    is_ours = b"fake_engine_main.py" in (entry / "cmdline").read_bytes()
                 except OSError:
                     continue
                 if parent == self.process.pid and is_ours:
@@ -150,11 +150,11 @@ def test_a_second_signal_ends_server_and_engine_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&- 2>&-", "</dev/null >/dev/full 2>/dev/full"])
 def test_a_server_runs_without_its_streams(tmp_path: Path, streams: str) -> None:
     """Its engine's process, which is not told of them, too."""
-    child = (sys.executable, str(ENGINE_TESTS / "fake_child.py"), str(tmp_path))
+    child = (sys.executable, str(ENGINE_TESTS / "fake_engine_main.py"), str(tmp_path))
     address = tmp_path / "a.sock"
     command = ["server", str(FIXTURE), "--host", str(address)]
     (tmp_path / "main.py").write_text(
-        f"from pyspec.engine.process.process import client\nclient.COMMAND = {child!r}\nfrom pyspec.cli import main\nmain({command!r})"
+        f"from pyspec.engine.process import supervisor\nclient.COMMAND = {child!r}\nfrom pyspec.cli import main\nmain({command!r})"
     )
     process = subprocess.Popen(f"exec {sys.executable} {tmp_path}/main.py {streams}", shell=True)
     try:

@@ -19,7 +19,7 @@ from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.prepare import Preparation
 from pyspec.cuda.ways import Ways
-from pyspec.device.lead import LeadingWorker, LedMemory
+from pyspec.device.lead import TpMemory, TpWorker
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
 from pyspec.engine.load.ranks import Ranks, begin_ranks, lead_ranks
@@ -42,7 +42,7 @@ from pyspec.engine.plan.describe import (
 )
 from pyspec.engine.plan.draft_head import make_head
 from pyspec.engine.plan.longest import here, widened
-from pyspec.engine.plan.memory_plan import MemoryPlan, check_fit, free_bytes, since, size, taken
+from pyspec.engine.plan.memory_plan import MemoryPlan, check_fit, free_bytes, growth, memory_snapshot, size
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.engine.recommended import recommended
@@ -99,7 +99,7 @@ def _load(path: Path, settings: EngineSettings) -> Loaded:
         if missing := missing_copy(d, plan):
             log.info("%s", missing)
         check_fit(here(d, plan), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
-        before = taken(d.device) if d.is_cuda else None  # before children take any
+        before = memory_snapshot(d.device) if d.is_cuda else None  # before children take any
         ranks = Ranks(d.settings.tp) if d.settings.tp > 1 else None
         preparation = _prepare(d, plan)
         try:
@@ -155,19 +155,19 @@ def build(
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
     if missing := tiers.unmet(d.device):
         log.warning("--kernels %s: %s", d.settings.kernels, missing)
-    tell = partial(_tell_use, d.device, plan, before)
+    log_use = partial(_log_use, d.device, plan, before)
     if preparation is not None:
-        preparation.finish(late, tell)
+        preparation.finish(late, log_use)
     else:
         probe.close()  # the child that checked kernels, and its memory on the GPU
-        tell()
+        log_use()
     return Loaded(loop, d.tokenizer, d.template, info_of(d, plan), ranks)
 
 
-def _tell_use(device: torch.device, plan: MemoryPlan, before: tuple[int, int, int] | None) -> None:
+def _log_use(device: torch.device, plan: MemoryPlan, before: tuple[int, int, int] | None) -> None:
     """Once no child that checks kernels has any of the memory: four of them had 6.5 GiB."""
     if before is not None:
-        log.info("memory in use: %s, planned %s", since(before, device), size(plan.total))
+        log.info("memory in use: %s, planned %s", growth(before, device), size(plan.total))
 
 
 def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotTable) -> Drafter | None:
@@ -181,7 +181,7 @@ def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotT
         head = make_head(output, d.head, d.device) or head
     best = None
     if heads_together(d):
-        assert isinstance(target.memory, LedMemory) and isinstance(target.output, Gathered)
+        assert isinstance(target.memory, TpMemory) and isinstance(target.output, Gathered)
         best = partial(target.memory.leader.best, target.output)
     options = DraftOptions(settings=d.settings, dense=d.dense, wide=plan.wide > 0, head=head, best=best)
     return draft.find(d.draft.kind).load(d.draft, target, table, options)
@@ -200,7 +200,7 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
     timer = Timer() if arena is None else Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
     needs, fixed = d.draft.needs, s.n_draft_fixed
     return Loop(
-        (Worker if memory.is_whole else LeadingWorker)(target, memory, table, drafter, arena),
+        (Worker if memory.is_whole else TpWorker)(target, memory, table, drafter, arena),
         Controller(s.np, n_draft, chained=needs.chained, block=needs.block, fixed=fixed, verify_ms=timer),
         PrefixCache(table, memory, states, on=s.prefix_cache, every=s.checkpoint_every),
         RowLimits(decoding=s.ubatch, prompts=d.batch),

@@ -24,17 +24,17 @@ from pathlib import Path
 import torch
 
 from pyspec.cuda.collective import JOIN_S, Collective, Rank
-from pyspec.device.lead import Leader, LedMemory
+from pyspec.device.lead import Leader, TpMemory
+from pyspec.engine.messages import Link, LoadShare, LogLine, ShareFailed, ShareState, pair
 from pyspec.engine.plan.describe import Description, arena_pages, attention_bytes, rank_devices
 from pyspec.engine.plan.memory_plan import MemoryPlan
-from pyspec.engine.wire import Link, LoadShare, LogLine, ShareFailed, ShareState, pair
 from pyspec.errors import PyspecError, RankLost
 from pyspec.models.target import Target
 from pyspec.slots.memory import Memory
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-P", "-m", "pyspec.engine.process.rank_child")
+COMMAND = (sys.executable, "-P", "-m", "pyspec.engine.process.rank_main")
 LOAD_S = 1800.0
 STOPPED_S = 2.0  # silence of a process that somebody stopped
 SILENT_S = 20.0  # silence of one that runs: it has a thread that does nothing but speak
@@ -47,10 +47,10 @@ OPERATION_S = 900.0  # a sum that takes so long is over; a supervisor is less pa
 class RankProcess:
     """One other rank."""
 
-    def __init__(self, index: int, command: Sequence[str], tell: Callable[[], None]) -> None:
+    def __init__(self, index: int, command: Sequence[str], notify: Callable[[], None]) -> None:
         ours, theirs = pair()
-        self.index, self.link, self._tell = index, Link(ours), tell
-        self.state, self.heard = "starts", time.monotonic()
+        self.index, self.link, self._notify = index, Link(ours), notify
+        self.state, self.received = "starts", time.monotonic()
         self.error: PyspecError | None = None
         self.is_over = self.has_spoken = False
         with theirs:
@@ -65,16 +65,16 @@ class RankProcess:
 
     def _read(self) -> None:
         while (message := self.link.receive()) is not None:
-            self.heard, self.has_spoken = time.monotonic(), True
+            self.received, self.has_spoken = time.monotonic(), True
             if isinstance(message, ShareState) and message.state != "alive":
                 self.state = message.state
-                self._tell()
+                self._notify()
             elif isinstance(message, ShareFailed):
                 self.error = message.error
             elif isinstance(message, LogLine):
                 logging.getLogger(message.name).log(message.level, "rank %d: %s", self.index, message.text)
         self.is_over = True
-        self._tell()
+        self._notify()
 
     def flaw(self, now: float) -> str:
         """Why it can not be counted on; "" if it can."""
@@ -87,7 +87,7 @@ class RankProcess:
             if code is None:
                 return "its process ended"
             return f"its process ended: {f'signal {-code}, {signal.strsignal(-code)}' if code < 0 else f'exit status {code}'}"
-        silent = now - self.heard
+        silent = now - self.received
         limit = SILENT_S if self.has_spoken else JOIN_S  # on a busy machine imports take their time
         if silent > limit or (silent > STOPPED_S and _is_stopped(self.process.pid)):
             return f"its process has said nothing for {silent:.1f} s"
@@ -141,7 +141,7 @@ class Ranks:
         if self._state.collective() is None:  # NCCL may look there again; whoever is killed later can not clean up
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def tell(self, command: object) -> None:
+    def send(self, command: object) -> None:
         """To every one of them."""
         for p in self._state.processes:
             self._send(p, command)
@@ -189,8 +189,8 @@ def lead_ranks(target: Target, memory: Memory, ranks: Ranks) -> Memory:
     """Have what is done to the model and its memory be done on all ranks, once they are loaded. The memory to use from now on."""
     ranks.wait()
     assert target.ranks is not None
-    leader = Leader(ranks.tell, target.ranks)
-    target.lead, target.memory = leader, LedMemory(memory, leader)
+    leader = Leader(ranks.send, target.ranks)
+    target.lead, target.memory = leader, TpMemory(memory, leader)
     return target.memory
 
 

@@ -12,8 +12,8 @@ from pyspec.device.worker import Worker, is_device_error
 from pyspec.engine.loop.job import Job, blamed
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
+from pyspec.engine.policy.evict import SHORT
 from pyspec.engine.policy.queue import ANSWER, Queue, cuts_of, worth_on
-from pyspec.engine.policy.room import SHORT
 from pyspec.repeats import limited
 from pyspec.request import Failed, Started
 from pyspec.slots.cache import PrefixCache
@@ -86,7 +86,7 @@ class Admission:
         if (hit.other or hit.n < hit.n_match) and not job.goes_on:
             job.cache_break_at = hit.n_match
             if log.isEnabledFor(logging.DEBUG):
-                self._tell_break(job, hit)
+                self._log_break(job, hit)
         job.synthetic = self.synthetic
         self.jobs[slot.index] = job
         if saved is not None and saved.logits is not None and slot.n_past == job.n_prefill:
@@ -136,7 +136,7 @@ class Admission:
             may = may and job.request.max_predict_ms <= 0 and job.wanted_slot < 0
         return may and job.slot is not None and job.slot.index not in self.speculator.lost_track
 
-    def _tell_break(self, job: Job, hit: Hit) -> None:
+    def _log_break(self, job: Job, hit: Hit) -> None:
         """What the request's text and the cache have in common, and how each goes on."""
         decode, at = job.stream.tokenizer.decode, hit.n_match
         log.debug(

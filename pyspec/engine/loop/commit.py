@@ -12,7 +12,7 @@ from functools import partial
 
 from pyspec.device.worker import Worker
 from pyspec.engine.loop.job import End, Job, Taken, blamed
-from pyspec.engine.loop.lookahead import InFlight
+from pyspec.engine.loop.lookahead import PendingRound
 from pyspec.engine.loop.round import Work
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
@@ -31,7 +31,7 @@ log = limited(__name__)
 class Committer:
     """Commits rounds and ends requests. `jobs`: those that sit, by slot; a request that ends leaves it.
 
-    defers  counts and events wait for `settle`
+    defers  counts and events wait for `flush_deferred`
     on_first  hands out what was settled; called where a round gave nothing but first tokens
     """
 
@@ -52,18 +52,18 @@ class Committer:
 
     # -- a round -------------------------------------------------------------------------------------------------
 
-    def commit(self, flight: InFlight, chosen: Sequence[Chosen | None], ahead: InFlight | None) -> None:
+    def commit(self, flight: PendingRound, chosen: Sequence[Chosen | None], ahead: PendingRound | None) -> None:
         """Keep what was accepted; the drafter hears of it before the slots' tokens grow."""
         kept, ends = [], []
         are_first = not any(w.job.is_decoding for w in flight.work)
         for w, c in zip(flight.work, chosen, strict=True):
-            n, end = self._take(w, c) if self.is_on(flight, w) else (0, None)
+            n, end = self._take(w, c) if self.still_running(flight, w) else (0, None)
             kept.append(n)
             ends.append(end)
         if (
             are_first and self.later
         ):  # nobody waits for the next round; copies of states and its launches take their time
-            self.settle()
+            self.flush_deferred()
             self.on_first()
         self.speculator.observe(flight.launched.batch, kept, flight.launched.out)
         for i, (w, n, end) in enumerate(zip(flight.work, kept, ends, strict=True)):
@@ -81,9 +81,9 @@ class Committer:
                 self._after_chunk(w)
                 self._keep_start(flight, w)
         if ahead is not None and ahead.launched.tokens is not None:
-            self.speculator.confirm_ahead(w.slot for w in ahead.work if self.is_on(ahead, w))
+            self.speculator.confirm_ahead(w.slot for w in ahead.work if self.still_running(ahead, w))
         if not self.defers:
-            self.settle()
+            self.flush_deferred()
 
     def start(self, job: Job, c: Chosen) -> None:
         """The first token of a request whose prompt was there to its end."""
@@ -100,15 +100,15 @@ class Committer:
             self.finish(job, End("error", error=blamed(e)))
             return
         self.stats.predicted_tokens += taken.n_used
-        self.later.append(partial(job.tell, taken, c.logprobs or (), 0, 0))
+        self.later.append(partial(job.send_delta, taken, c.logprobs or (), 0, 0))
         if taken.finish is not None:
             self.finish(job, End(taken.finish, taken.stop))
         else:
             job.anchor = c.tokens[-1]
         if not self.defers:
-            self.settle()
+            self.flush_deferred()
 
-    def is_on(self, flight: InFlight, w: Work) -> bool:
+    def still_running(self, flight: PendingRound, w: Work) -> bool:
         """Its request has not ended, nor taken another token, since it was launched."""
         return self.jobs.get(w.slot.index) is w.job and w.slot.index not in flight.off
 
@@ -134,7 +134,7 @@ class Committer:
             self.speculator.judge(w.slot.index, len(w.draft), c.n_accepted)
         taken = w.job.take(c.tokens)
         w.job.sampler.commit(c.tokens[: taken.n_used])
-        self.later.append(partial(self._tell, w, c, taken, was_decoding))
+        self.later.append(partial(self._report, w, c, taken, was_decoding))
         # row 0 is the anchor, row i the draft i; the last token gets no row, drafted or not: what a request leaves does not
         # depend on speculation
         kept = max(1, min(taken.n_used, 1 + c.n_accepted)) if was_decoding else w.seq.width
@@ -143,16 +143,16 @@ class Committer:
         w.job.anchor = c.tokens[-1]
         return kept, None
 
-    def _tell(self, w: Work, c: Chosen, taken: Taken, was_decoding: bool) -> None:
+    def _report(self, w: Work, c: Chosen, taken: Taken, was_decoding: bool) -> None:
         """What nothing in the next round depends on: counts, and the Delta."""
         n_draft = len(w.draft)
         if was_decoding:
             w.job.count(n_draft, c.n_accepted)
             self.stats.verdict(n_draft, c.n_accepted)
         self.stats.predicted_tokens += taken.n_used
-        w.job.tell(taken, c.logprobs or (), n_draft, c.n_accepted)
+        w.job.send_delta(taken, c.logprobs or (), n_draft, c.n_accepted)
 
-    def settle(self) -> None:
+    def flush_deferred(self) -> None:
         """Do what was put off."""
         later, self.later = self.later, []
         for do in later:
@@ -176,7 +176,7 @@ class Committer:
         self.cache.file(slot, draft, self.worker.fold, whole=whole)
         return True
 
-    def _keep_start(self, flight: InFlight, w: Work) -> None:
+    def _keep_start(self, flight: PendingRound, w: Work) -> None:
         """A short prompt is in, of which nothing else is filed that could be gone on from: keep its state, and what its last token gave."""
         job, slot = w.job, w.slot
         is_due = slot.n_past == job.n_prefill and self.worker.memory.needs_state and self._may_file(job, slot)
@@ -197,7 +197,7 @@ class Committer:
 
     def suspend(self, job: Job) -> None:
         """Take a request out of its slot before its end. What was read and said is in the cache: it goes on from there."""
-        self.settle()
+        self.flush_deferred()
         slot = job.slot
         assert slot is not None
         self._file(job, slot, whole=True)
@@ -210,7 +210,7 @@ class Committer:
 
     def finish(self, job: Job, end: End) -> None:
         """Give the slot back. What it committed stays in the cache, unless something went wrong."""
-        self.settle()
+        self.flush_deferred()
         slot = job.slot
         assert slot is not None
         slot.left = tuple(slot.tokens) if end.error is None and self._file(job, slot, whole=True) else ()
@@ -265,7 +265,7 @@ class Committer:
 
     def drop_all(self, error: PyspecError) -> None:
         """Every seated request hears `error`. Nothing is filed, and nothing asked of the drafter: it may be what broke."""
-        self.settle()
+        self.flush_deferred()
         for job in list(self.jobs.values()):
             self._let_go_of_start(job, None)
             job.sink(Failed(job.id, error))

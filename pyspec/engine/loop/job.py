@@ -201,7 +201,7 @@ class Job:
             rounds[n] += 1
 
     def take(self, tokens: Sequence[int]) -> Taken:
-        """Let tokens of one round out, up to the one that ends the request. `tell` says so to the listener."""
+        """Let tokens of one round out, up to the one that ends the request. `send_delta` says so to the listener."""
         tokens = tokens[: self.n_left]
         self.last = time.perf_counter()
         if not self.first:
@@ -228,7 +228,7 @@ class Job:
         text = released.text if finish in (None, "stop") else released.text + self.stream.flush()
         return Taken(content, text, n_used, finish, released.stopped)
 
-    def tell(self, taken: Taken, logprobs: Sequence[TokenLogprob], n_draft: int, n_accepted: int) -> None:
+    def send_delta(self, taken: Taken, logprobs: Sequence[TokenLogprob], n_draft: int, n_accepted: int) -> None:
         """Send the Delta of what was taken in the last round."""
         if taken.content or taken.text:
             shown = tuple(logprobs[: len(taken.content)])

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pyspec.constrain.constraint import Constraint
-from pyspec.cuda.faults import EVERYONE, Fault
-from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, n_kept
+from pyspec.cuda.faults import ALL_SLOTS, Fault
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, n_kept
 from pyspec.device.worker import Launched
 from pyspec.draft.drafter import Drafter, LookaheadDrafter
 from pyspec.engine.loop.job import Job
@@ -24,11 +24,11 @@ from pyspec.sample.choose import Chosen, Span
 from pyspec.sample.sampler import SlotSampler
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.batch import Seq
-from pyspec.slots.round import Behind
+from pyspec.slots.round import Continuation
 
 
 @dataclass(slots=True)
-class InFlight:
+class PendingRound:
     """A round that is under way.
 
     began, drafted: when it began, and its drafts were there; sent: when the device was told; arrived: when its results were there;
@@ -53,7 +53,7 @@ class InFlight:
     off: set[int] = field(default_factory=set)
     spans: Sequence[Span] = ()
     refused: tuple[int, ...] | None = None
-    next: Behind | None = None
+    next: Continuation | None = None
     arrived: float = 0.0
     since: float = 0.0
 
@@ -70,7 +70,7 @@ class InFlight:
         """The rows whose drafts grammars do not take, of those that the device has made; they are nobody's tokens from here on. To be
         asked when the round before is committed, and first of all. held: places in `work`, and their grammars"""
         if self.refused is None:
-            own, starts, rows = self.launched.heard(), self.batch_starts, []
+            own, starts, rows = self.launched.drafted_tokens(), self.batch_starts, []
             if own is not None:
                 for i, constraint in held:
                     drafts = own[starts[i] + 1 : starts[i + 1]].tolist()
@@ -78,14 +78,14 @@ class InFlight:
                     if n < len(drafts):
                         rows.append(starts[i] + 1 + n)
                 if rows:
-                    own[rows] = NOBODY
+                    own[rows] = NO_TOKEN
             self.refused = tuple(rows)
         return self.refused
 
-    def name_tokens(self, ended: float) -> None:
+    def fill_tokens(self, ended: float) -> None:
         """The round before is over since `ended`: positions and tokens of the rows are known."""
-        launched, work, heard = self.launched, [], self.launched.heard()
-        own = None if heard is None else heard.tolist()
+        launched, work, drafted = self.launched, [], self.launched.drafted_tokens()
+        own = None if drafted is None else drafted.tolist()
         for w, start in zip(self.work, launched.batch.starts, strict=False):
             drafts = [] if own is None else own[start + 1 : start + w.seq.width]
             seq = replace(w.seq, n_past=w.slot.n_past, tokens=[w.job.anchor or 0, *drafts])
@@ -94,7 +94,7 @@ class InFlight:
         took = 1e-3 * launched.drafting[0].elapsed_time(launched.drafting[1]) if launched.drafting is not None else 0.0
         self.began, self.drafted = ended, ended + took
 
-    def agree(self, chosen: Sequence[Chosen | None]) -> tuple[list[Chosen | None], set[int]]:
+    def reconcile(self, chosen: Sequence[Chosen | None]) -> tuple[list[Chosen | None], set[int]]:
         """What of a verdict stands where the next round is under way: so many rows as the device kept, for it has gone on from
         them. And the slots for which it did not go on, or with another token than theirs: the best is an end, or banned, or none."""
         best, starts, behind = self.launched.found, self.batch_starts, self.next
@@ -112,14 +112,14 @@ class InFlight:
             out.append(c)
         return out, off
 
-    def condemn(self, fault: Fault, chosen: Sequence[Chosen | None]) -> list[Chosen | None]:
+    def fail_slot(self, fault: Fault, chosen: Sequence[Chosen | None]) -> list[Chosen | None]:
         """A guard tripped in this forward: the slot it names loses its round, or all do if it names none.
 
         The forward ran, and every other slot's results are right: they are committed like those of any round.
         """
         guilty = fault.slot([w.seq.slot for w in self.work], self.batch_starts)
         return [
-            Chosen([], 0, error=fault.error(w.seq.slot)) if guilty in (w.seq.slot, EVERYONE) else c
+            Chosen([], 0, error=fault.error(w.seq.slot)) if guilty in (w.seq.slot, ALL_SLOTS) else c
             for w, c in zip(self.work, chosen, strict=True)
         ]
 
@@ -133,14 +133,14 @@ class Lookahead:
 
     def __init__(self, on: bool, max_rows: int, synth: SynthAcceptance | None, n_late: int = 0) -> None:
         self.on, self.max_rows, self.synth, self.n_late = on, max_rows, synth, n_late
-        self.under_way: InFlight | None = None
+        self.under_way: PendingRound | None = None
 
-    def take(self) -> InFlight | None:
+    def take(self) -> PendingRound | None:
         """The round that is under way, which is the caller's from here on; None if there is none."""
         taken, self.under_way = self.under_way, None
         return taken
 
-    def goes_on(self, w: Work) -> bool:
+    def can_pipeline(self, w: Work) -> bool:
         """Whatever the verdict is, this request goes on behind it, unless it ends there; and the device can tell how far."""
         job, width = w.job, w.seq.width
         return (
@@ -149,12 +149,12 @@ class Lookahead:
             and job.n_left > width
             and takes_the_best(job.sampler)
             and (job.constraint is None or job.constraint.is_calm)
-            and (width == 1 or self._tells_ends(job))
+            and (width == 1 or self._knows_ends(job))
         )
 
     def plan(
         self, work: Sequence[Work], n_drafts: Sequence[int], drafter: Drafter | None, refused: tuple[int, ...] = ()
-    ) -> tuple[list[Seq], Behind] | None:
+    ) -> tuple[list[Seq], Continuation] | None:
         """The rows of the round behind that of `work`, as if nothing of it were kept. None: the host has to be asked.
 
         refused  rows of `work` whose tokens are none
@@ -175,7 +175,7 @@ class Lookahead:
             Seq(w.slot.index, w.slot.n_past, [0] * (1 + n), keep, 1 + n, _to_fold(w.seq), w.seq.width, late)
             for w, n, keep, late in zip(work, n_drafts, keeps, lates, strict=True)
         ]
-        return seqs, Behind(ends, forced, tuple(n_drafts) if any(n_drafts) else (), refused)
+        return seqs, Continuation(ends, forced, tuple(n_drafts) if any(n_drafts) else (), refused)
 
     def _waits(self, w: Work) -> bool:
         """Its next row, if that is a single one: behind drafts nobody knows yet how many records there are."""
@@ -183,9 +183,9 @@ class Lookahead:
 
     def _ends_by_token(self, job: Job) -> bool:
         """As far as it is not known before: and the device knows by which. Under a grammar any token may be the last, or refused."""
-        return job.constraint is None and self._tells_ends(job)
+        return job.constraint is None and self._knows_ends(job)
 
-    def _tells_ends(self, job: Job) -> bool:
+    def _knows_ends(self, job: Job) -> bool:
         """No draft that it keeps ends it but those that the device knows: one that a grammar ends with is not drafted."""
         request = job.request
         return not request.stop and request.max_predict_ms <= 0 and len(self._ends_of(job)) <= MAX_ENDS

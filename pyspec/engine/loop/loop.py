@@ -19,20 +19,20 @@ from pyspec.engine.loop.admission import Admission
 from pyspec.engine.loop.commit import Committer
 from pyspec.engine.loop.grammar_turns import Turns
 from pyspec.engine.loop.job import End, Job, blamed
-from pyspec.engine.loop.lookahead import InFlight, Lookahead
-from pyspec.engine.loop.prompt_scores import tell_scores
-from pyspec.engine.loop.round import RowLimits, Work, plan_work, reads_of
+from pyspec.engine.loop.lookahead import Lookahead, PendingRound
+from pyspec.engine.loop.prompt_scores import send_scores
+from pyspec.engine.loop.round import RowLimits, Work, logits_need, plan_work
+from pyspec.engine.loop.slot_task import SlotTask
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
-from pyspec.engine.loop.visit import Visit
 from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.prompt_throttle import PromptThrottle
 from pyspec.engine.policy.queue import Queue
-from pyspec.engine.policy.rests import Rests
 from pyspec.errors import PyspecError, SlotError
 from pyspec.models.target import Target
 from pyspec.repeats import limited
 from pyspec.request import Failed
-from pyspec.sample.choose import Chosen, Span, best_masked, choose, tell_masked, wants_mask
+from pyspec.sample.choose import Chosen, Span, best_masked, choose, fill_masked, wants_mask
 from pyspec.sample.mask import SpanMask, fill_all
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import BUCKETS
@@ -76,10 +76,10 @@ class Loop:
         self.admission.synthetic = synth is not None and worker.drafter is not None
         most = BUCKETS[-1] if worker.arena is None else worker.arena.n_row
         self.lookahead = Lookahead(is_async and worker.arena is not None, most, synth, worker.memory.n_late)
-        self.rests = Rests(prompt_weight, limits.prompts)
+        self.throttle = PromptThrottle(prompt_weight, limits.prompts)
         self.turns = Turns(clock)
         self.awake: list[Job] = []  # those of `jobs` that have a part in this round
-        self.visits: list[Visit] = []  # to slots, each once it is idle
+        self.slot_tasks: list[SlotTask] = []  # to slots, each once it is idle
         self.on_wait: Callable[[], None] = lambda: (
             None
         )  # hands out events, while the device is at work or nobody waits for it
@@ -116,7 +116,7 @@ class Loop:
     def step_ahead(self) -> None:
         """The same, but the next round is launched before this one is read, wherever that needs no result of it."""
         flight = self.lookahead.take()
-        if flight is not None and self.must_read_first():
+        if flight is not None and self.needs_sync():
             self.read(flight, None)
             flight = None
         if flight is None:
@@ -126,13 +126,13 @@ class Loop:
             began, drafts = self.clock(), self.draft()
             flight = self.run(self.plan(drafts), began)
         if flight is not None:
-            self.lookahead.under_way = self.run_behind(flight)
+            self.lookahead.under_way = self.launch_next(flight)
             self.read(flight, self.lookahead.under_way)
 
-    def read(self, flight: InFlight, ahead: InFlight | None) -> None:
+    def read(self, flight: PendingRound, ahead: PendingRound | None) -> None:
         """Wait for a round, choose and commit. `ahead`: the next one, which is under way for the same slots."""
         fault = self.wait(flight)
-        if any(self.committer.is_on(flight, w) for w in flight.work):  # else all ended with the round before
+        if any(self.committer.still_running(flight, w) for w in flight.work):  # else all ended with the round before
             self.commit(flight, self.choose(flight), fault, ahead)
 
     # -- its parts -----------------------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ class Loop:
         """Let go of who was cancelled, and seat who waits."""
         for job in [j for j in self.jobs.values() if j.cancelled]:
             self.committer.finish(job, End("cancelled"))
-        if self.visits:
-            self._visit()
+        if self.slot_tasks:
+            self._run_slot_tasks()
         self.admission.update()
         if (long := self.admission.in_the_way()) is not None:
             self.committer.suspend(long)
@@ -165,33 +165,33 @@ class Loop:
 
     def draft(self) -> dict[int, Sequence[int]]:
         """Drafts by slot."""
-        self.awake = self.rests.awake(self.turns.awake(self.jobs.values()))
+        self.awake = self.throttle.awake(self.turns.awake(self.jobs.values()))
         return self.speculator.draft([job for job in self.awake if job.is_decoding])
 
     def plan(self, drafts: dict[int, Sequence[int]]) -> list[Work]:
         """The rows of this forward."""
         return plan_work(self.awake, drafts, self.limits, self.worker.memory.n_late)
 
-    def run(self, work: Sequence[Work], began: float) -> InFlight | None:
+    def run(self, work: Sequence[Work], began: float) -> PendingRound | None:
         """Tell the device. None if it refused: whose fault that was has ended."""
         drafted = self.clock()
         try:
-            round_ = plan_round(self.table, [w.seq for w in work], reads=reads_of(work))
+            round_ = plan_round(self.table, [w.seq for w in work], reads=logits_need(work))
             launched = self.worker.launch(round_)
         except SlotError as e:
             self.worker.draft_faults.fetched.clear()
             self.committer.blame(e)
             return None
-        return InFlight(work, launched, began, drafted, sent=drafted)
+        return PendingRound(work, launched, began, drafted, sent=drafted)
 
-    def run_behind(self, flight: InFlight) -> InFlight | None:
+    def launch_next(self, flight: PendingRound) -> PendingRound | None:
         """Launch the round after this one before its results are read, if the same requests go on whatever it gives."""
         work, ahead, speculator = flight.work, self.lookahead, self.speculator
-        if len(work) + self.rests.n_resting != len(self.jobs) or self.rests.are_over or self.must_read_first():
+        if len(work) + self.throttle.n_resting != len(self.jobs) or self.throttle.are_over or self.needs_sync():
             return None
         if self.turns.n_slow:  # whose turn is next shows when this round is over
             return None
-        if not all(self.committer.is_on(flight, w) and ahead.goes_on(w) for w in work):
+        if not all(self.committer.still_running(flight, w) and ahead.can_pipeline(w) for w in work):
             return None
         if speculator.has_offers(w.job for w in work):
             return None
@@ -205,7 +205,7 @@ class Loop:
         seqs, flight.next = planned
         sent, n_fetched = self.clock(), len(self.worker.draft_faults.fetched)
         try:
-            round_ = plan_round(self.table, seqs, flight.next, reads=reads_of(work))
+            round_ = plan_round(self.table, seqs, flight.next, reads=logits_need(work))
             launched = self.worker.launch_behind(flight.launched, round_)
         except SlotError:  # it is found again, and whose it is, when this round is over
             while len(self.worker.draft_faults.fetched) > n_fetched:
@@ -216,25 +216,25 @@ class Loop:
             return None
         speculator.chosen = None
         then = [Work(w.job, w.slot, seq) for w, seq in zip(work, seqs, strict=True)]
-        return InFlight(then, launched, began=0.0, drafted=0.0, sent=sent, is_behind=True)
+        return PendingRound(then, launched, began=0.0, drafted=0.0, sent=sent, is_behind=True)
 
-    def must_read_first(self) -> bool:
+    def needs_sync(self) -> bool:
         """Somebody waits for what only happens between two rounds."""
         leaves = any(job.cancelled for job in (*self.jobs.values(), *self.queue.waiting()))
-        if self.visits and any(not self.table.slots[v.slot].busy for v in self.visits):
+        if self.slot_tasks and any(not self.table.slots[t.slot].busy for t in self.slot_tasks):
             return True
         if leaves or not self.jobs or self.queue.first(self.table) is not None:
             return True
         return self.admission.is_turn_over
 
-    def wait(self, flight: InFlight) -> Fault | None:
+    def wait(self, flight: PendingRound) -> Fault | None:
         """For a forward, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
-        self.committer.settle()
+        self.committer.flush_deferred()
         with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
             self.on_wait()
             if flight.is_behind:
                 self.refuse(flight)
-                flight.name_tokens(self.ended)
+                flight.fill_tokens(self.ended)
             self.mask(flight)
         masked = self.ask_masked(flight)
         while not flight.launched.is_over and not self._make_ready():  # behind all that somebody waits for
@@ -242,7 +242,7 @@ class Loop:
         with self.worker.lock.released():
             flight.launched.wait()
         if masked is not None:
-            tell_masked(*masked)
+            fill_masked(*masked)
         fault = self.worker.faults.take()
         if flight.is_watched:
             self.speculator.take_faults()
@@ -250,20 +250,24 @@ class Loop:
         if flight.is_behind:
             flight.since = max(flight.sent, self.landed) + flight.drafted - flight.began
         self.landed = flight.arrived
-        self.rests.landed(self.landed, flight.work)
+        self.throttle.landed(self.landed, flight.work)
         return fault
 
     def _hand_out(self) -> None:
         with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
             self.on_wait()
 
-    def refuse(self, flight: InFlight) -> tuple[int, ...]:
+    def refuse(self, flight: PendingRound) -> tuple[int, ...]:
         """The rows of drafts that grammars do not take, where the device drafted and nobody could look before."""
-        work, is_on = flight.work, self.committer.is_on
-        held = [(i, w.job.constraint) for i, w in enumerate(work) if w.job.constraint is not None and is_on(flight, w)]
+        work, still_running = flight.work, self.committer.still_running
+        held = [
+            (i, w.job.constraint)
+            for i, w in enumerate(work)
+            if w.job.constraint is not None and still_running(flight, w)
+        ]
         return flight.refuse((i, c) for i, c in held if c is not None)
 
-    def mask(self, flight: InFlight) -> None:
+    def mask(self, flight: PendingRound) -> None:
         """What the rows may choose: masks are filled while the device works, or for greedy choices not before one is refused."""
         spans, at = [], 0
         for w in flight.work:
@@ -276,7 +280,7 @@ class Loop:
         if self.may_defer:
             fill_all(s.mask for s in spans if s.mask is not None and wants_mask(s))
 
-    def ask_masked(self, flight: InFlight) -> tuple[list[Span], Tensor] | None:
+    def ask_masked(self, flight: PendingRound) -> tuple[list[Span], Tensor] | None:
         """Have the device choose under masks, too, before anybody knows whether that is needed, where it was of late. Not behind a round
         that is launched already: that would have to be over first."""
         if flight.next is not None or not self.may_defer:
@@ -284,29 +288,29 @@ class Loop:
         spans, found = best_masked(flight.launched.out.logits, flight.spans)
         return None if found is None else (spans, self.worker.bring(flight.launched, found))
 
-    def choose(self, flight: InFlight) -> list[Chosen | None]:
+    def choose(self, flight: PendingRound) -> list[Chosen | None]:
         """The target's verdict on every sequence that has logits."""
         at, flawed = 0, {}
         for i, w in enumerate(flight.work):
             at += w.seq.n_out
-            if w.n_scored and self.committer.is_on(flight, w):
-                flawed[i] = tell_scores(w, flight.launched.out.logits[at - w.seq.n_out :])
+            if w.n_scored and self.committer.still_running(flight, w):
+                flawed[i] = send_scores(w, flight.launched.out.logits[at - w.seq.n_out :])
         verdicts = iter(self._verdicts(flight, flight.spans))
         chosen = [next(verdicts) if w.n_choice else None for w in flight.work]
         return [flawed.get(i) or c for i, c in enumerate(chosen)] if flawed else chosen
 
     def commit(
-        self, flight: InFlight, chosen: list[Chosen | None], fault: Fault | None, ahead: InFlight | None = None
+        self, flight: PendingRound, chosen: list[Chosen | None], fault: Fault | None, ahead: PendingRound | None = None
     ) -> None:
         """Make a verdict final, and tell the controller what the round took."""
         if ahead is not None:
-            chosen, ahead.off = flight.agree(chosen)
+            chosen, ahead.off = flight.reconcile(chosen)
         else:
-            flight.launched.secure(self.worker.needs, is_next_launched=False)
+            flight.launched.copy_results(self.worker.needs, is_next_launched=False)
         if fault is not None:
             self.stats.guard_trips += 1
-            chosen = flight.condemn(fault, chosen)
-        work, sampled = [w for w in flight.work if self.committer.is_on(flight, w)], self.clock()
+            chosen = flight.fail_slot(fault, chosen)
+        work, sampled = [w for w in flight.work if self.committer.still_running(flight, w)], self.clock()
         self.committer.commit(flight, chosen, ahead)
         self.ended, n_row = self.clock(), flight.launched.batch.n_row
         self.stats.round(busy=len(work), times=(flight.began, flight.drafted, flight.arrived, sampled, self.ended))
@@ -317,7 +321,7 @@ class Loop:
         took, draft_ms = 1e3 * (until - flight.since), 1e3 * (flight.drafted - flight.began)
         self.speculator.controller.timed(n_row, len(work), took, len(live), max(live, default=0), draft_ms)
 
-    def _verdicts(self, flight: InFlight, spans: Sequence[Span]) -> list[Chosen]:
+    def _verdicts(self, flight: PendingRound, spans: Sequence[Span]) -> list[Chosen]:
         """All in one call; if that fails, one by one, so that it fails for whom it has to."""
         logits, found, synth = flight.launched.out.logits, flight.launched.found, self.lookahead.synth
         try:
@@ -362,7 +366,7 @@ class Loop:
 
     @property
     def is_idle(self) -> bool:
-        return not self.jobs and not len(self.queue) and not self.visits
+        return not self.jobs and not len(self.queue) and not self.slot_tasks
 
     def submit(self, job: Job) -> None:
         """Queue a job."""
@@ -383,21 +387,21 @@ class Loop:
         """A step towards room for the next request's state, where one is moved to the host for it; True: there is."""
         return self.worker.device.type == "cpu" or self.cache.make_ready()
 
-    def _visit(self) -> None:
+    def _run_slot_tasks(self) -> None:
         """Do what waits for slots that are idle, before somebody is seated there."""
-        visits, self.visits = self.visits, []  # whatever fails is not tried again
-        for visit in visits:
+        tasks, self.slot_tasks = self.slot_tasks, []  # whatever fails is not tried again
+        for task in tasks:
             try:
-                if self.table.slots[visit.slot].busy:
-                    self.visits.append(visit)
+                if self.table.slots[task.slot].busy:
+                    self.slot_tasks.append(task)
                 else:
-                    visit.do()
+                    task.do()
             except Exception as e:
-                visit.failed(blamed(e))
+                task.failed(blamed(e))
                 if is_device_error(e):
                     raise
                 if not isinstance(e, PyspecError):
-                    log.exception("a visit to slot %d failed", visit.slot)
+                    log.exception("a task of slot %d failed", task.slot)
 
     def _survive(self, error: Exception) -> None:
         """A bug of ours, or no memory: nobody knows whose round failed, so all seated requests end with it, and others may come."""
@@ -418,9 +422,9 @@ class Loop:
         for job in self.queue.drain():
             job.sink(Failed(job.id, error))
             self.stats.failed += 1
-        visits, self.visits = self.visits, []
-        for visit in visits:
-            visit.failed(error)
+        tasks, self.slot_tasks = self.slot_tasks, []
+        for task in tasks:
+            task.failed(error)
 
     def abort(self, error: PyspecError) -> None:
         """The engine is going down: every request hears why."""

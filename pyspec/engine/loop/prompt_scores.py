@@ -14,7 +14,7 @@ from pyspec.request import PromptLogprobs, TokenLogprob
 from pyspec.sample.choose import Chosen, logprobs_of
 
 
-def tell_scores(w: Work, logits: Tensor) -> Chosen | None:
+def send_scores(w: Work, logits: Tensor) -> Chosen | None:
     """Tell the listener of one prompt's chunk. logits [row, vocab] begin with those of its rows. What is returned, if anything, is the
     verdict of a chunk whose logits are none."""
     at = w.seq.n_past + 1

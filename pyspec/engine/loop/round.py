@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pyspec.engine.loop.job import Job
 from pyspec.slots.batch import Seq
-from pyspec.slots.round import ALL, Reads
+from pyspec.slots.round import ALL, LogitsNeed
 from pyspec.slots.table import Slot
 
 OLDEST_SHARE = 4  # the prompt that was seated first gets this part of the rows for prompts
@@ -57,14 +57,14 @@ class Work:
         return self.seq.n_out == 0 or (self.seq.keep and self.seq.width > 1)
 
 
-def reads_of(work: Iterable[Work]) -> Reads:
+def logits_need(work: Iterable[Work]) -> LogitsNeed:
     """What is read of a round. Its rows have bans in common, and few, or the logits tell what is best of each."""
     choosing = [w for w in work if w.seq.n_out]
     kinds = {w.bans for w in choosing}
     bans = next(iter(kinds), frozenset())
     if any(w.reads_logits for w in choosing) or len(kinds) > 1 or len(bans) > MOST_BANS:
         return ALL
-    return Reads(False, tuple(sorted(bans)))
+    return LogitsNeed(False, tuple(sorted(bans)))
 
 
 @dataclass(frozen=True, slots=True)

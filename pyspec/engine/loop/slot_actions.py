@@ -10,7 +10,7 @@ from typing import Any
 
 from pyspec.engine.loop.loop import Loop
 from pyspec.engine.loop.slot_image import Image, SlotImager
-from pyspec.engine.loop.visit import Hear, Visit, careful
+from pyspec.engine.loop.slot_task import OnAnswer, SlotTask, careful
 from pyspec.errors import PyspecError, RequestError
 from pyspec.gguf.fingerprint import fingerprint
 from pyspec.repeats import limited
@@ -38,42 +38,42 @@ class SlotActions:
         self.imager = SlotImager(loop.worker, loop.cache)
         self._identity: dict[str, Any] | None = None
 
-    def begin(self, action: SlotAction, hear: Hear, visit: Callable[[Visit], None]) -> None:
-        """Start; `hear` gets what came of it, once. `visit` hands work to the engine's thread."""
-        hear = careful(hear)
+    def begin(self, action: SlotAction, on_answer: OnAnswer, add: Callable[[SlotTask], None]) -> None:
+        """Start; `on_answer` gets what came of it, once. `add` hands work to the engine's thread."""
+        on_answer = careful(on_answer)
         try:
             check_action(action, len(self.loop.table.slots))
         except RequestError as e:
-            hear(e)
+            on_answer(e)
             return
         if action.kind == "save":
-            visit(Visit(action.slot, lambda: self._take(action, hear), hear))
+            add(SlotTask(action.slot, lambda: self._take(action, on_answer), on_answer))
         elif action.kind == "erase":
-            visit(Visit(action.slot, lambda: self._erase(action, hear), hear))
+            add(SlotTask(action.slot, lambda: self._erase(action, on_answer), on_answer))
         else:
-            _aside(lambda: self._read(action, hear, visit), hear)
+            _aside(lambda: self._read(action, on_answer, add), on_answer)
 
     # -- on the engine's thread -----------------------------------------------------------------------------------
 
-    def _take(self, action: SlotAction, hear: Hear) -> None:
+    def _take(self, action: SlotAction, on_answer: OnAnswer) -> None:
         began = time.perf_counter()
         image = self.imager.take(self.loop.table.slots[action.slot])
-        _aside(lambda: self._write(action, image, began, hear), hear)
+        _aside(lambda: self._write(action, image, began, on_answer), on_answer)
 
-    def _erase(self, action: SlotAction, hear: Hear) -> None:
+    def _erase(self, action: SlotAction, on_answer: OnAnswer) -> None:
         began = time.perf_counter()
         n = self.loop.table.erase(self.loop.table.slots[action.slot])
-        hear(SlotReport(action.slot, n, ms=_since(began)))
+        on_answer(SlotReport(action.slot, n, ms=_since(began)))
 
     # -- aside ----------------------------------------------------------------------------------------------------
 
-    def _write(self, action: SlotAction, image: Image, began: float, hear: Hear) -> None:
+    def _write(self, action: SlotAction, image: Image, began: float, on_answer: OnAnswer) -> None:
         head, pieces = self.imager.encode(image)
         n_bytes = write(Path(action.path), {"of": self.identity(), **head}, pieces)
         log.info("slot %d: %d tokens are saved, %d bytes", action.slot, image.n_token, n_bytes)
-        hear(SlotReport(action.slot, image.n_token, n_bytes, _since(began)))
+        on_answer(SlotReport(action.slot, image.n_token, n_bytes, _since(began)))
 
-    def _read(self, action: SlotAction, hear: Hear, visit: Callable[[Visit], None]) -> None:
+    def _read(self, action: SlotAction, on_answer: OnAnswer, add: Callable[[SlotTask], None]) -> None:
         began = time.perf_counter()
         with SlotFile(Path(action.path)) as file:
             self._compare(file)
@@ -84,9 +84,9 @@ class SlotActions:
             began = time.perf_counter()
             self.imager.put(self.loop.table.slots[action.slot], image)
             log.info("slot %d: %d tokens are restored", action.slot, image.n_token)
-            hear(SlotReport(action.slot, image.n_token, n_bytes, read_ms + _since(began)))
+            on_answer(SlotReport(action.slot, image.n_token, n_bytes, read_ms + _since(began)))
 
-        visit(Visit(action.slot, put, hear))
+        add(SlotTask(action.slot, put, on_answer))
 
     def identity(self) -> dict[str, Any]:
         """Models and layout that a file belongs to."""
@@ -110,17 +110,17 @@ class SlotActions:
                 raise file.bad(f"it was saved with another {WHAT[name]}: {str(there)[:64]!r}, here it is {here!r}")
 
 
-def _aside(do: Callable[[], None], hear: Hear) -> None:
+def _aside(do: Callable[[], None], on_answer: OnAnswer) -> None:
     """Run on a thread of its own; what fails is heard."""
 
     def run() -> None:
         try:
             do()
         except PyspecError as e:
-            hear(e)
+            on_answer(e)
         except Exception as e:
             log.exception("a slot's file failed")
-            hear(PyspecError(f"the slot's file failed: {type(e).__name__}: {str(e)[:200]}"))
+            on_answer(PyspecError(f"the slot's file failed: {type(e).__name__}: {str(e)[:200]}"))
 
     threading.Thread(target=run, name="pyspec-slot-file", daemon=True).start()
 

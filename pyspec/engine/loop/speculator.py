@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from pyspec.constrain.offer import Offer
-from pyspec.cuda.faults import EVERYONE
+from pyspec.cuda.faults import ALL_SLOTS
 from pyspec.device.worker import Worker, is_device_error
 from pyspec.draft.drafter import Drafter, DraftRequest, LookaheadDrafter, Needs
 from pyspec.engine.loop.job import Job
@@ -169,28 +169,28 @@ class Speculator:
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         """Tell the drafter what is kept, before the slots' tokens grow. If it fails, nobody knows whom it heard of."""
         drafter = self.drafter
-        heard = [i for i, seq in enumerate(batch.seqs) if seq.slot not in self.lost_track and kept[i]]
-        if drafter is None or not heard:
+        known = [i for i, seq in enumerate(batch.seqs) if seq.slot not in self.lost_track and kept[i]]
+        if drafter is None or not known:
             return
-        if len(heard) < len(batch.seqs):
-            starts = [*(batch.starts[i] for i in heard), batch.n_row]
-            batch, kept = replace(batch, seqs=[batch.seqs[i] for i in heard], starts=starts), [kept[i] for i in heard]
+        if len(known) < len(batch.seqs):
+            starts = [*(batch.starts[i] for i in known), batch.n_row]
+            batch, kept = replace(batch, seqs=[batch.seqs[i] for i in known], starts=starts), [kept[i] for i in known]
         self._or_lose_track(
             lambda: drafter.observe(batch, kept, out), [self.worker.table.slots[q.slot] for q in batch.seqs]
         )
 
     def confirm_ahead(self, slots: Iterable[Slot]) -> None:
         """What was drafted ahead is for the tokens that these slots have now."""
-        drafter, heard = self.drafter, [slot for slot in slots if slot.index not in self.lost_track]
-        if isinstance(drafter, LookaheadDrafter) and heard:
-            self._or_lose_track(lambda: drafter.confirm_ahead(heard), heard)
+        drafter, known = self.drafter, [slot for slot in slots if slot.index not in self.lost_track]
+        if isinstance(drafter, LookaheadDrafter) and known:
+            self._or_lose_track(lambda: drafter.confirm_ahead(known), known)
 
     def take_faults(self) -> None:
         """A guard that tripped while drafting: drafts may be wrong, which costs their rows and no text."""
         fault = self.worker.draft_faults.take()
         if fault is not None:
             self.stats.guard_trips += 1
-            log.warning("while drafting: %s", fault.error(EVERYONE))
+            log.warning("while drafting: %s", fault.error(ALL_SLOTS))
 
     # -- requests ------------------------------------------------------------------------------------------------
 

@@ -175,14 +175,14 @@ def used_bytes(device: torch.device) -> int:
     return total - free
 
 
-def taken(device: torch.device) -> tuple[int, int, int]:
+def memory_snapshot(device: torch.device) -> tuple[int, int, int]:
     """Bytes of a GPU that are taken: by whomever, by this process's allocator, by its tensors."""
     return used_bytes(device), torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
 
 
-def since(before: tuple[int, int, int], device: torch.device) -> str:
+def growth(before: tuple[int, int, int], device: torch.device) -> str:
     """What has been taken since, and by whom."""
-    used, kept, held = (now - then for now, then in zip(taken(device), before, strict=True))
+    used, kept, held = (now - then for now, then in zip(memory_snapshot(device), before, strict=True))
     return f"{size(used)} (tensors {size(held)}, kept for tensors {size(kept - held)}, others {size(used - kept)})"
 
 

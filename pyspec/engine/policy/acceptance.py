@@ -26,7 +26,7 @@ FORGET = 0.998  # of what all slots taught, a verdict
 INHERIT = 0.25  # of what was known of a slot's last text is thought of the next
 
 
-class Texts:
+class AcceptancePrior:
     """What is known of many texts: how common levels are, and how positions differ from the first.
 
     right, meant, seen  by position: drafts that were right, that the first position's chance would have meant, that were judged
@@ -80,19 +80,19 @@ class Acceptance:
 
     def __init__(self, n_slot: int, n_max: int) -> None:
         self.n_slot, self.n_max = n_slot, n_max
-        self.free, self.held = Texts(n_max), Texts(n_max)  # without a grammar, and under any
+        self.free, self.held = AcceptancePrior(n_max), AcceptancePrior(n_max)  # without a grammar, and under any
         self.texts = [self.free] * n_slot
         self.beliefs: Floats = np.tile(self.free.common, (n_slot, 1))
         self.pending: dict[int, tuple[int, int, int]] = {}
-        self.n_heard = 0  # verdicts on drafts
+        self.n_verdict = 0  # verdicts on drafts
         self.quiet = np.zeros(n_slot)  # tokens that came without a verdict
 
-    def held_texts(self) -> Texts:
+    def held_texts(self) -> AcceptancePrior:
         """Of a grammar that is new: as much is known from free text as from other grammars'."""
         self.learn()
-        return Texts(self.n_max, 0.5 * (self.free.common + self.held.common))
+        return AcceptancePrior(self.n_max, 0.5 * (self.free.common + self.held.common))
 
-    def begin(self, slot: int, texts: Texts) -> None:
+    def begin(self, slot: int, texts: AcceptancePrior) -> None:
         """Another text in this slot."""
         self.learn()
         keep = INHERIT if self.texts[slot] is texts else 0.0
@@ -114,13 +114,13 @@ class Acceptance:
         self.pending.clear()
         self.quiet[verdicts[:, 0]] += verdicts[:, 2] + 1
         drafted = verdicts[verdicts[:, 1] > 0]
-        self.n_heard += len(drafted)
+        self.n_verdict += len(drafted)
         if len(drafted):
             for texts, own in self._by_texts(drafted[:, 0].tolist()):
                 self._learn(texts, *drafted[own].T)
 
     def _learn(
-        self, texts: Texts, slots: NDArray[np.int64], n_draft: NDArray[np.int64], n_right: NDArray[np.int64]
+        self, texts: AcceptancePrior, slots: NDArray[np.int64], n_draft: NDArray[np.int64], n_right: NDArray[np.int64]
     ) -> None:
         was = self.beliefs[slots]
         wrong = np.where(n_right < n_draft, 1 - texts.chance[:, np.minimum(n_right, self.n_max - 1)], 1.0)
@@ -134,20 +134,20 @@ class Acceptance:
         self.beliefs[slots] = now / now.sum(axis=1, keepdims=True)
         self._age(texts, slots)
 
-    def _age(self, texts: Texts, slots: Sequence[int] | NDArray[np.int64]) -> None:
-        """Texts may have changed since."""
+    def _age(self, texts: AcceptancePrior, slots: Sequence[int] | NDArray[np.int64]) -> None:
+        """AcceptancePrior may have changed since."""
         stay = ((1 - CHANGE) ** self.quiet[slots])[:, None]
         self.beliefs[slots] = stay * self.beliefs[slots] + (1 - stay) * texts.common
         self.quiet[slots] = 0.0
 
-    def _by_texts(self, slots: Sequence[int]) -> list[tuple[Texts, NDArray[np.int64]]]:
+    def _by_texts(self, slots: Sequence[int]) -> list[tuple[AcceptancePrior, NDArray[np.int64]]]:
         """Places in `slots` of each kind of texts."""
         kinds: dict[int, list[int]] = {}
         for i, slot in enumerate(slots):
             kinds.setdefault(id(self.texts[slot]), []).append(i)
         return [(self.texts[slots[own[0]]], np.array(own)) for own in kinds.values()]
 
-    def _believed(self, slots: Sequence[int]) -> Iterator[tuple[Texts, NDArray[np.int64], Floats]]:
+    def _believed(self, slots: Sequence[int]) -> Iterator[tuple[AcceptancePrior, NDArray[np.int64], Floats]]:
         """Kinds of texts, their places in `slots`, and what is thought of their levels now."""
         self.learn()
         at = np.array(slots)
@@ -162,7 +162,7 @@ class Acceptance:
             found[own] = beliefs @ texts.survive[:, 1:]
         return found
 
-    def untold(self, slots: Sequence[int], place_cost: float, draft_cost: float | Floats) -> Floats:
+    def value_of_information(self, slots: Sequence[int], place_cost: float, draft_cost: float | Floats) -> Floats:
         """Of each slot, how many tokens a round it would gain if its text's level were known. Costs of a place and of a draft (of drafts
         of every length), in tokens."""
         found = np.empty(len(slots))

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyspec.draft.blocks import depths, forward_rows
-from pyspec.engine.policy.acceptance import Acceptance, Texts
+from pyspec.engine.policy.acceptance import Acceptance, AcceptancePrior
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
 
 DECAY = 0.96  # of what /slots shows of a slot's drafts, per round
@@ -135,23 +135,23 @@ class Controller:
             self._question()
         self.silent, self.try_in = 0, TRY_FIRST  # rounds in which nobody drafted, and after how many somebody is to
         self.texts = Acceptance(self.n_slot, self.n_max)
-        self.grammars: OrderedDict[str, Texts] = OrderedDict()
+        self.grammars: OrderedDict[str, AcceptancePrior] = OrderedDict()
         self.lanes = [_Lane() for _ in range(self.n_slot)]
         self.force = self._plain = None
         self.offered: dict[int, Sequence[float]] = {}
 
     def _question(self) -> None:
         slack = SLACK * self.verify_ms(1)
-        self.verify_ms.question(slack)
-        self.draft_ms.question(slack)
+        self.verify_ms.mark_unverified(slack)
+        self.draft_ms.mark_unverified(slack)
 
     def begin(self, slot: int, grammar: str = "") -> None:
-        """A new request: little is known of what it accepts. Texts under a grammar are known apart."""
+        """A new request: little is known of what it accepts. AcceptancePrior under a grammar are known apart."""
         self.texts.begin(slot, self._of_grammar(grammar) if grammar else self.texts.free)
         self.lanes[slot] = _Lane()
         self._plain = None
 
-    def _of_grammar(self, grammar: str) -> Texts:
+    def _of_grammar(self, grammar: str) -> AcceptancePrior:
         if grammar not in self.grammars:
             self.grammars[grammar] = self.texts.held_texts()
         self.grammars.move_to_end(grammar)
@@ -169,8 +169,8 @@ class Controller:
         self.offered = self.preferred(caps, offers) if offers and self.force is None else {}
         self.n_round += 1
         if self.n_round % DOUBT_EVERY == 0:
-            self.verify_ms.doubt()
-            self.draft_ms.doubt()
+            self.verify_ms.expire()
+            self.draft_ms.expire()
         if self.force is not None:
             live, n = self.force
             picked, why = [min(cap, n) if i < live else 0 for i, (_, cap) in enumerate(caps)], "warm-up"
@@ -237,7 +237,7 @@ class Controller:
         return self.try_in < TRY_FREE or self._may_ask(self._verify_ms(busy, busy))
 
     def _tried(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
-        """Texts may have changed, or times: some slots draft, others each time."""
+        """AcceptancePrior may have changed, or times: some slots draft, others each time."""
         able = [i for i, (_, cap) in enumerate(caps) if cap]
         tried = picked.copy()
         for k in range(-(-len(able) // TRY_SLOTS)):
@@ -289,7 +289,7 @@ class Controller:
             picked = [min(n, ASK_DRAFT) for n in picked]
             self.asked_ms += self._costs(picked) - plain_ms
             return picked, f"asking what texts are like: some would give more than {1e3 * plain:.0f} tok/s"
-        if self.texts.n_heard < FEW and self._costs(picked) > DEAR_FIRST * plain_ms:
+        if self.texts.n_verdict < FEW and self._costs(picked) > DEAR_FIRST * plain_ms:
             picked = [min(n, ASK_DRAFT) for n in picked]
         self.asked_ms = max(0.0, self.asked_ms - ASK_GAIN * tokens * (1 / plain - 1 / rate))
         return picked, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
@@ -304,8 +304,12 @@ class Controller:
         ends = self._depths(busy)
         draft = each * np.array([self._draft_ms(busy, depth)[busy] for depth in (ends[:1] if self.chained else ends)])
         costs = (row + draft[0], 0.0) if self.chained else (row, draft.repeat(np.diff(ends, prepend=0)))
-        untold = HORIZON * self.texts.untold([slot for slot, _ in caps], *costs)
-        return np.where([slot in self.offered for slot, _ in caps], 0.0, untold) if self.offered else untold
+        value_of_information = HORIZON * self.texts.value_of_information([slot for slot, _ in caps], *costs)
+        return (
+            np.where([slot in self.offered for slot, _ in caps], 0.0, value_of_information)
+            if self.offered
+            else value_of_information
+        )
 
     def _rows(self, caps: Sequence[tuple[int, int]], news: Floats) -> _Rows:
         """What may be drafted, likeliest first; of equal chances, slots in order. news: what a first draft tells of each slot, in tokens."""
@@ -358,8 +362,8 @@ class Controller:
             size = forward_rows(self.block, live, passes)[-1] if self.block else live
             calm = self.draft_ms.add(size, draft_ms / (max(passes, 1) if self.chained else 1)) and calm
         if not calm:
-            self.verify_ms.distrust()
-            self.draft_ms.distrust()
+            self.verify_ms.reset_warmup()
+            self.draft_ms.reset_warmup()
             self._plain = None
 
     def acceptance(self, slot: int) -> float:

@@ -72,7 +72,7 @@ class Timer:
             up, across = up + (least[many] - least[few]) * (many - few), across + (many - few) ** 2
         return max(0.0, up / across) if across else 0.0
 
-    def question(self, slack: float) -> None:
+    def mark_unverified(self, slack: float) -> None:
         """The warm-up is over: sizes whose samples are few or do not agree count as never tried."""
         self.slot_ms, self._by_busy = self._share(), None
         self.early = {size: min(self.times(size)) - slack for size in self.samples}
@@ -80,7 +80,7 @@ class Timer:
         self.fresh.clear()
         self._tabulate()
 
-    def distrust(self) -> None:
+    def reset_warmup(self) -> None:
         """What only the warm-up has timed counts as never tried."""
         self.slot_ms = 0.0
         for size in self.early.keys() - self.fresh:
@@ -100,7 +100,7 @@ class Timer:
         """Samples of this size."""
         return len(self.samples.get(self.bucket(size), ()))
 
-    def doubt(self) -> None:
+    def expire(self) -> None:
         """Sizes not seen since the last call want a new sample. Their last one stands until then: were the largest ones forgotten,
         any number of rows would seem to take what those take that are in use."""
         self.stale |= {size for size in self.samples if self.knows(size)} - self.fresh

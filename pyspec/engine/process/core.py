@@ -1,7 +1,7 @@
 """The engine's thread: submit, cancel and events around the loop; the same in a program's process and in one of its own.
 
-What comes in has been checked (incoming.py). Events are handed over in batches, one for each round: to the listeners here,
-or as one message to the process that they live in (child.py).
+What comes in has been checked (validate.py). Events are handed over in batches, one for each round: to the listeners here,
+or as one message to the process that they live in (engine_main.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pyspec.engine.load.load import Loaded, load
 from pyspec.engine.loop.grammars import Grammars
 from pyspec.engine.loop.job import Job, Sink, blamed
 from pyspec.engine.loop.slot_actions import SlotActions
-from pyspec.engine.loop.visit import Visit
-from pyspec.engine.policy.room import place_for
+from pyspec.engine.loop.slot_task import SlotTask
+from pyspec.engine.policy.evict import evict_for
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.heap import give_back_memory
 from pyspec.repeats import limited
@@ -84,7 +84,7 @@ class EngineCore:
         self.info = replace(loaded.info, n_row=loaded.loop.table.n_row)
         self.step_began = 0.0  # of the round that is under way; 0: none is
         self.pace = Pace()
-        self._tell, self._on_death = hand_over or self._tell_listeners, on_death
+        self._deliver, self._on_death = hand_over or self._call_listeners, on_death
         self._is_remote = hand_over is not None
         self.loop.raises_bugs = (
             self._is_remote
@@ -94,7 +94,7 @@ class EngineCore:
         self._ids = itertools.count(1)
         self._wake = threading.Condition()
         self._inbox: list[Job] = []
-        self._visits: list[Visit] = []
+        self._slot_tasks: list[SlotTask] = []
         self._actions = SlotActions(self.loop, self.info)
         self._jobs: dict[str, Job] = {}  # in order of arrival
         self._ousted: dict[str, QueueFull] = {}  # who lost a place to another client's request, until it hears of it
@@ -165,7 +165,7 @@ class EngineCore:
     def _make_room(self, job: Job) -> None:
         """A place to wait for a job, which may be another's. Raises QueueFull."""
         waiting = [other for other in list(self._jobs.values()) if other.waits]
-        other = place_for(job, waiting, self.loop.queue.limit)
+        other = evict_for(job, waiting, self.loop.queue.limit)
         if other is not None:
             self._ousted[other.id] = QueueFull(len(waiting))
             self.loop.cancel(other)
@@ -191,21 +191,21 @@ class EngineCore:
                 self.loop.cancel(job)
                 self._wake.notify()
 
-    def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
-        """Save, restore or erase what a slot holds, once it is idle. `hear` is called once, on any thread."""
+    def act_on_slot(self, action: SlotAction, on_answer: Callable[[SlotAnswer], None]) -> None:
+        """Save, restore or erase what a slot holds, once it is idle. `on_answer` is called once, on any thread."""
         if os.getpid() != self._pid:
-            hear(Unavailable(f"this engine runs in process {self._pid} and does not survive a fork"))
+            on_answer(Unavailable(f"this engine runs in process {self._pid} and does not survive a fork"))
             return
-        self._actions.begin(action, hear, self._visit)
+        self._actions.begin(action, on_answer, self._add_slot_task)
 
-    def _visit(self, visit: Visit) -> None:
+    def _add_slot_task(self, task: SlotTask) -> None:
         with self._wake:
             error = self._error or (Unavailable("the engine was closed") if self._closing else None)
             if error is None:
-                self._visits.append(visit)
+                self._slot_tasks.append(task)
                 self._wake.notify()
         if error is not None:
-            visit.failed(Unavailable(f"the engine has stopped: {error}"))
+            task.failed(Unavailable(f"the engine has stopped: {error}"))
 
     def _job(self, request: Request, sink: Sink, name: str, seed: int | None) -> Job:
         info = self.info
@@ -300,13 +300,13 @@ class EngineCore:
             inbox, self._inbox = self._inbox, []
             for job in inbox:
                 self._take_in(job)
-            if self._visits:
-                self.loop.visits += self._visits
-                self._visits.clear()
+            if self._slot_tasks:
+                self.loop.slot_tasks += self._slot_tasks
+                self._slot_tasks.clear()
         return True
 
     def _has_news(self) -> bool:
-        return bool(self._inbox or self._visits or self._closing or self._lost or not self.loop.is_idle)
+        return bool(self._inbox or self._slot_tasks or self._closing or self._lost or not self.loop.is_idle)
 
     def _take_in(self, job: Job) -> None:
         """Let a job line up, unless it is over before it began. What goes wrong with it is its own failure."""
@@ -329,9 +329,9 @@ class EngineCore:
         self._is_urgent = False
         if self._due:
             due, self._due = self._due, []
-            self._tell(due)
+            self._deliver(due)
 
-    def _tell_listeners(self, due: Due) -> None:
+    def _call_listeners(self, due: Due) -> None:
         """A listener is the caller's code, an event loop that was closed, say: its failure ends its own request, whatever
         it raises, SystemExit and GeneratorExit included."""
         for sink, event in due:
@@ -348,8 +348,8 @@ class EngineCore:
         with self._wake:
             self._error = error
             lost, self._inbox = self._inbox, []
-            self.loop.visits += self._visits
-            self._visits.clear()
+            self.loop.slot_tasks += self._slot_tasks
+            self._slot_tasks.clear()
         for job in lost:
             self.loop.queue.push(job)
         self.loop.abort(error)
@@ -411,7 +411,7 @@ class EngineCore:
             states_host_bytes=on_host,
         )
 
-    def is_telling(self) -> bool:
+    def in_listener(self) -> bool:
         return threading.current_thread() is self._thread
 
     def alive(self) -> bool:

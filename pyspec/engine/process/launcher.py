@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from pyspec.config import EngineSettings
+from pyspec.engine.messages import Load, LoadRefused, Ready
 from pyspec.engine.process.process import EngineProcess
 from pyspec.engine.process.watchdog import TICK_S
-from pyspec.engine.wire import Load, LoadRefused, Ready
 from pyspec.errors import DeviceError, NoDevice, PyspecError, RankLost
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Launcher:
     def _process(self) -> EngineProcess:
         spare, self.spare = self.spare, None
         if spare is not None and not spare.is_gone:
-            spare.began = spare.heard = time.monotonic()
+            spare.began = spare.received = time.monotonic()
             return spare
         return self._new()
 

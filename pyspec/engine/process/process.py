@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pyspec.engine.wire import Fatal, Heartbeat, Link, LoadRefused, Ready, pair
+from pyspec.engine.messages import Fatal, Heartbeat, Link, LoadRefused, Ready, pair
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-P", "-m", "pyspec.engine.process.child")
+COMMAND = (sys.executable, "-P", "-m", "pyspec.engine.process.engine_main")
 END_S = 5.0  # for a process that was killed; one that hangs in the driver may take longer, and nobody waits for it
 
 
@@ -82,7 +82,7 @@ class EngineProcess:
         live as long: Linux ends a child with the thread that made it."""
         self.process, ours = _started(command)
         self.link, self._on_message, self._on_end = Link(ours), on_message, on_end
-        self.began = self.heard = time.monotonic()
+        self.began = self.received = time.monotonic()
         self.beat: tuple[Heartbeat, float] | None = None
         self.answer: Ready | LoadRefused | None = None
         self.fatal: Fatal | None = None
@@ -102,9 +102,9 @@ class EngineProcess:
 
     def _read(self) -> None:
         while (message := self.link.receive()) is not None:
-            self.heard = time.monotonic()
+            self.received = time.monotonic()
             if isinstance(message, Heartbeat):
-                self.beat = message, self.heard
+                self.beat = message, self.received
             elif isinstance(message, Ready | LoadRefused):
                 self.answer = message
             elif isinstance(message, Fatal):
@@ -135,7 +135,7 @@ class EngineProcess:
 
     def forgive(self, now: float) -> None:
         """Its silence so far is not its own."""
-        self.heard = now
+        self.received = now
         self.beat = None if self.beat is None else (self.beat[0], now)
 
     def end(self) -> str:

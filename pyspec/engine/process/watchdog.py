@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from pyspec.engine.messages import Heartbeat
 from pyspec.engine.process.process import EngineProcess
-from pyspec.engine.wire import Heartbeat
 
 STOPPED_S = 2.0  # silence of a process that somebody stopped
 HANG_FACTOR = 10.0  # a round hangs when it has taken so many times what it should, by those before it,
@@ -41,10 +41,10 @@ class Watchdog:
         if now - self._asked > LATE_S:  # a machine that slept, say
             child.forgive(now)
         self._asked = now
-        silent = now - child.heard
+        silent = now - child.received
         if silent > STOPPED_S and child.is_stopped:
             return EngineEnd(f"its process has been stopped for {silent:.1f} s", from_outside=True)
-        beat, at = child.beat or (Heartbeat(), child.heard)
+        beat, at = child.beat or (Heartbeat(), child.received)
         if not beat.step_age:
             return EngineEnd(f"it has said nothing for {silent:.0f} s") if silent > SILENT_S else None
         age, limit = beat.step_age + now - at, self._limit(beat, device)

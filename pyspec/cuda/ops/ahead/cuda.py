@@ -11,7 +11,7 @@ from torch import Tensor
 from pyspec.cuda.context import per_device
 from pyspec.cuda.faults import record
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
-from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, Ahead, AheadSpec, Kept
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, Ahead, AheadSpec, Kept
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.table import SlotTable
@@ -152,7 +152,7 @@ def _run(op: Ahead, widths: Sequence[int], device: torch.device, state: Tensor) 
     gen.set_state(state)
     batch, table, arena = verify(widths, device, gen)
     best = torch.randint(0, 2, (2, batch.tokens.shape[0]), generator=gen).double().to(device)
-    ends = torch.full((n, MAX_ENDS), NOBODY, dtype=torch.int32)
+    ends = torch.full((n, MAX_ENDS), NO_TOKEN, dtype=torch.int32)
     ends[torch.rand(n, generator=gen) < 0.3, 3] = 1
     forced = torch.randint(0, 6, (n,), generator=gen).int().to(device)
     out = []

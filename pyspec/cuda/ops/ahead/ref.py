@@ -18,7 +18,7 @@ from torch import Tensor
 from pyspec.slots.batch import KEEP, LATE, Batch
 
 MAX_ENDS = 16  # tokens of a sequence at which the host decides
-NOBODY = -1  # fills rows of fewer
+NO_TOKEN = -1  # fills rows of fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Ahead(Protocol):
         """How far the verify that ran `batch` is kept.
 
         best    [2, row] f64    each row's best token and its value; every row of the batch has logits
-        ends    [seq, MAX_ENDS] int32  tokens that are never gone on from, NOBODY where there are fewer; none if not given
+        ends    [seq, MAX_ENDS] int32  tokens that are never gone on from, NO_TOKEN where there are fewer; none if not given
         forced  [seq] int32     drafts that count as right, whatever is best (synthetic acceptance)
         """
         ...

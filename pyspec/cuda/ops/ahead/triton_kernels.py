@@ -6,7 +6,7 @@ import triton.language as tl
 
 from pyspec.cuda.tri_guards import kernel, report
 
-NOBODY = tl.constexpr(-1)
+NO_TOKEN = tl.constexpr(-1)
 
 
 @kernel
@@ -23,7 +23,7 @@ def ahead_accept(
     for first in range(start, end, ROWS):
         row = first + tl.arange(0, ROWS)
         is_row, has_draft = row < end, row + 1 < end
-        draft = tl.load(tokens + row + 1, mask=has_draft, other=NOBODY)
+        draft = tl.load(tokens + row + 1, mask=has_draft, other=NO_TOKEN)
         found = tl.load(best + row, mask=is_row, other=0.0).to(tl.int64)
         if HAS_FORCED:
             right = has_draft & (row - start < tl.load(forced + s))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from pyspec.engine.loop.job import at_least
-from pyspec.engine.wire import Submit
+from pyspec.engine.messages import Submit
 from pyspec.errors import QueueFull
 from pyspec.request import Delta, Done, Event, Failed, Progress, PromptLogprobs, Request, Started, Timings
 from pyspec.text.stream import TextStream
@@ -21,7 +21,7 @@ PROGRESS = 64  # tokens after which a crash is not the same one again: more than
 
 
 @dataclass
-class Life:
+class Attempt:
     """What one engine did for a request that it did not finish: its own timings went with it."""
 
     began: float = 0.0  # when it was seated; 0: it never was
@@ -49,7 +49,7 @@ class Crash:
     n_token: int  # that had been delivered
 
 
-class Record:
+class SupervisedRequest:
     """One request from submit to its last event, through as many engines as it takes. Its sink hears a single story.
 
     in_slot    it sits in a slot of the engine that runs now
@@ -67,8 +67,8 @@ class Record:
         self._n_progress = -1
         self._n_scored = 0  # prompt tokens up to which log probabilities were told
         self._n_cached = 0
-        self._lives: list[Life] = []  # that ended with their engine, and had generated something
-        self._life = Life()
+        self._lives: list[Attempt] = []  # that ended with their engine, and had generated something
+        self._life = Attempt()
         self._n_before = 0  # tokens of those lives
         self._lost_ms = 0.0  # of generating, in those lives
 
@@ -98,7 +98,7 @@ class Record:
 
     # -- what is heard -------------------------------------------------------------------------------------------
 
-    def hear(self, event: Event) -> Event | None:
+    def on_event(self, event: Event) -> Event | None:
         """The event as the listener is to get it; None: it has been told."""
         if isinstance(event, Delta):
             return self._delta(event)
@@ -168,7 +168,7 @@ class Record:
     def lose_engine(self, tokenizer: Tokenizer) -> None:
         """The engine is gone; what it delivered is not said again."""
         self.in_slot = False
-        life, self._life = self._life, Life()
+        life, self._life = self._life, Attempt()
         self._n_before = len(self.tokens)
         if life.first:
             self._lives.append(life)

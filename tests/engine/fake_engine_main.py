@@ -1,6 +1,6 @@
-"""An engine process without a model: pyspec.engine.process.child over a core that knows what it will say. Starts in a moment.
+"""An engine process without a model: pyspec.engine.process.engine_main over a core that knows what it will say. Starts in a moment.
 
-`python fake_child.py FOLDER DESCRIPTOR`. Files in FOLDER are what it is to suffer:
+`python fake_engine_main.py FOLDER DESCRIPTOR`. Files in FOLDER are what it is to suffer:
 load      at every load: "exit N", "refuse TEXT", "none TEXT", "sleep S"; "bug", "memory", "gone" (the device), each with its TEXT
 room      tokens a request may hold where no number is given
 round     in the next round, once: "abort", "endless", "fatal TEXT", "kernel MODULE"
@@ -20,7 +20,7 @@ from types import ModuleType, SimpleNamespace
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.examine import EXAMINATION
-from pyspec.engine.process.process import child
+from pyspec.engine.process import engine_main
 from pyspec.errors import DeviceError, NoDevice, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.request import (
@@ -186,4 +186,4 @@ if __name__ == "__main__":
     module = ModuleType("pyspec.engine.process.core")
     module.EngineCore = FakeCore  # type: ignore[attr-defined]
     sys.modules["pyspec.engine.process.core"] = module
-    child.main(int(sys.argv[2]))
+    engine_main.main(int(sys.argv[2]))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from pyspec import progress
 from pyspec.cuda import probe_process
-from pyspec.engine.wire import (
+from pyspec.engine.messages import (
     ActOnSlot,
     Cancel,
     Events,
@@ -49,7 +49,7 @@ from pyspec.streams import fill_in
 if TYPE_CHECKING:
     from pyspec.engine.process.core import Due, EngineCore
 
-log = logging.getLogger("pyspec.engine.process.child")  # which runs as the main module
+log = logging.getLogger("pyspec.engine.process.engine_main")  # which runs as the main module
 
 BEAT_S = 0.2
 STAGE_S = 0.1  # between words on how far a load is
@@ -58,7 +58,7 @@ FATAL = 70  # exit status after Fatal was sent
 PR_SET_PDEATHSIG = 1
 
 
-class Child:
+class EngineMain:
     """The process's end of the link, and the core behind it."""
 
     def __init__(self, link: Link) -> None:
@@ -101,7 +101,7 @@ class Child:
             EXAMINATION.is_on, settings = True, replace(settings, plain_loop=True)
         threading.Thread(target=self.beat, name="pyspec-heartbeat", daemon=True).start()
         try:
-            with progress.listening(self.tell_stage):
+            with progress.heard_by(self.send_stage):
                 self.core = EngineCore.load(message.path, settings, hand_over=self.hand_over, on_death=self.die)
         except PyspecError as e:
             self.link.send(LoadRefused(portable(e), EXAMINATION.under_way))
@@ -116,7 +116,7 @@ class Child:
         self.link.send(Ready(self.core.info))
         return True
 
-    def tell_stage(self, stage: str, fraction: float) -> None:
+    def send_stage(self, stage: str, fraction: float) -> None:
         """Pass on how far the load is: at most ten times a second, and where a stage begins or ends."""
         now = time.monotonic()
         if fraction in (0.0, 1.0) or now >= self._stage_due:
@@ -209,7 +209,7 @@ def main(descriptor: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable()
     sys.setswitchinterval(SWITCH_S)
-    child = Child(Link(socket.socket(fileno=descriptor)))
+    child = EngineMain(Link(socket.socket(fileno=descriptor)))
     child.run()
     child.is_over.set()
     logging.shutdown()

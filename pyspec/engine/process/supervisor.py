@@ -1,6 +1,6 @@
 """The supervisor: keeps an engine process running and hears it; one that dies or hangs is replaced, and requests go on.
 
-It knows of every request what was delivered (record.py). A new engine gets the same requests, each with its tokens so far, so
+It knows of every request what was delivered (supervised_request.py). A new engine gets the same requests, each with its tokens so far, so
 clients see a pause. Nothing here knows torch: a program that only talks to an isolated engine stays small.
 """
 
@@ -18,15 +18,8 @@ from pathlib import Path
 
 from pyspec import progress
 from pyspec.config import EngineSettings
-from pyspec.engine.loop.visit import careful
-from pyspec.engine.policy.room import place_for
-from pyspec.engine.process.counts import totals
-from pyspec.engine.process.launcher import Launcher
-from pyspec.engine.process.process import COMMAND, EngineProcess
-from pyspec.engine.process.record import Record, Sink
-from pyspec.engine.process.suspects import N_CRASH, Suspects
-from pyspec.engine.process.watchdog import TICK_S, EngineEnd, Watchdog
-from pyspec.engine.wire import (
+from pyspec.engine.loop.slot_task import careful
+from pyspec.engine.messages import (
     ActOnSlot,
     Cancel,
     Events,
@@ -39,6 +32,13 @@ from pyspec.engine.wire import (
     SlotActed,
     unpack,
 )
+from pyspec.engine.policy.evict import evict_for
+from pyspec.engine.process.crash_blame import N_CRASH, CrashBlame
+from pyspec.engine.process.launcher import Launcher
+from pyspec.engine.process.metrics_sum import metrics_sum
+from pyspec.engine.process.process import COMMAND, EngineProcess
+from pyspec.engine.process.supervised_request import Sink, SupervisedRequest
+from pyspec.engine.process.watchdog import TICK_S, EngineEnd, Watchdog
 from pyspec.errors import DeviceError, NoDevice, PyspecError, QueueFull, RankLost, SlotError, Unavailable
 from pyspec.gguf import open_gguf
 from pyspec.repeats import limited
@@ -63,16 +63,16 @@ class Supervisor:
 
     def __init__(self, path: Path, settings: EngineSettings, *, command: Sequence[str] = ()) -> None:
         self.path, self.settings = path, settings
-        self._launcher = Launcher(path, settings, command or COMMAND, self._hear, self._gone)
+        self._launcher = Launcher(path, settings, command or COMMAND, self._on_message, self._gone)
         self.n_restart = self.n_replayed = 0
         self._info: EngineInfo | None = None
         self._state = "loading"  # then "ok", "recovering", "stopped"
         self._error: PyspecError | None = None  # why it is stopped
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, SupervisedRequest] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Condition()
         self._child: EngineProcess | None = None  # the one that takes requests
-        self._suspects, self._watchdog = Suspects(), Watchdog(settings.hang_timeout)
+        self._suspects, self._watchdog = CrashBlame(), Watchdog(settings.hang_timeout)
         self._looked: dict[int, Looked | None] = {}
         self._acts: dict[int, Callable[[SlotAnswer], None]] = {}  # who waits for the engine that takes requests
         self._lost_at = 0.0  # when the last engine was
@@ -116,8 +116,8 @@ class Supervisor:
             if self._state == "stopped" or self._closing:
                 raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")
             waiting = [r for r in self._records.values() if not r.has_begun and not r.cancelled]
-            record = Record(f"r{next(self._ids)}", request, seed, sink)
-            other = place_for(record, waiting, self.settings.queue_limit)
+            record = SupervisedRequest(f"r{next(self._ids)}", request, seed, sink)
+            other = evict_for(record, waiting, self.settings.queue_limit)
             self._records[record.name] = record
             if self._child is not None:
                 self._child.send(record.submit())
@@ -140,17 +140,17 @@ class Supervisor:
                 return
         self._drop_cancelled()
 
-    def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
+    def act_on_slot(self, action: SlotAction, on_answer: Callable[[SlotAnswer], None]) -> None:
         """See Engine.act_on_slot. An engine that is replaced takes what its slots hold with it, and what was to be done with that."""
         with self._lock:
             child, number = self._child, next(self._ids)
             if child is not None and os.getpid() == self._pid:
-                self._acts[number] = careful(hear)
+                self._acts[number] = careful(on_answer)
                 child.send(ActOnSlot(number, action))
                 return
-        hear(Unavailable("the engine is not there, or is being replaced: try again"))
+        on_answer(Unavailable("the engine is not there, or is being replaced: try again"))
 
-    def is_telling(self) -> bool:
+    def in_listener(self) -> bool:
         child = self._child
         return threading.current_thread() is self._thread or (child is not None and child.is_reader)
 
@@ -172,7 +172,7 @@ class Supervisor:
         with self._lock:
             waiting = sum(not record.in_slot for record in self._records.values())
             own = {"requests_failed": self._own_failed, "requests_cancelled": self._own_cancelled}
-        total = totals(self._past, now)
+        total = metrics_sum(self._past, now)
         beat = self._child.beat if self._child is not None else None
         silent = time.monotonic() - beat[1] if beat is not None and looked is None else 0.0
         return replace(
@@ -199,7 +199,7 @@ class Supervisor:
         """What the engine says of itself now; None if it does not answer, or a listener asks, who is in the answer's way."""
         with self._lock:
             child, number = self._child, next(self._ids)
-            if child is None or child.is_reader or time.monotonic() - child.heard > LOOK_S:
+            if child is None or child.is_reader or time.monotonic() - child.received > LOOK_S:
                 return None
             self._looked[number] = None
             child.send(Look(number))
@@ -208,10 +208,10 @@ class Supervisor:
 
     # -- what the engine says, on the thread that reads ------------------------------------------------------------
 
-    def _hear(self, message: object) -> None:
+    def _on_message(self, message: object) -> None:
         if isinstance(message, Events):
             for packed in message.packed:
-                self._tell(unpack(packed))
+                self._deliver(unpack(packed))
         elif isinstance(message, Heartbeat):
             self._now = message.metrics or self._now
         elif isinstance(message, LogLine):
@@ -225,8 +225,8 @@ class Supervisor:
                     self._looked[message.number] = message
                 self._lock.notify_all()
         elif isinstance(message, SlotActed):
-            if (hear := self._acts.pop(message.number, None)) is not None:
-                hear(message.answer)
+            if (on_answer := self._acts.pop(message.number, None)) is not None:
+                on_answer(message.answer)
         else:
             self._gone()
 
@@ -235,19 +235,19 @@ class Supervisor:
         with self._lock:
             self._lock.notify_all()
 
-    def _tell(self, event: Event) -> None:
+    def _deliver(self, event: Event) -> None:
         record = self._records.get(event.request)
         if record is None:
             return
-        if (heard := record.hear(event)) is not None:
-            self._pass_on(record, heard)
+        if (delivered := record.on_event(event)) is not None:
+            self._pass_on(record, delivered)
         if record is self._suspects.trial and (isinstance(event, Done | Failed) or record.is_past_its_crash):
             with self._lock:
                 then = self._suspects.acquit()
                 if then is not None and self._child is not None:
                     self._child.send(then.submit())
 
-    def _pass_on(self, record: Record, event: Event) -> None:
+    def _pass_on(self, record: SupervisedRequest, event: Event) -> None:
         """A listener is the caller's code: its failure ends its own request, whatever it raises."""
         if isinstance(event, Done | Failed):
             self._records.pop(record.name, None)
@@ -269,7 +269,7 @@ class Supervisor:
         for record in gone:
             self._pass_on(record, record.cancelled_event())
 
-    def _fail(self, records: Sequence[Record], error: PyspecError) -> None:
+    def _fail(self, records: Sequence[SupervisedRequest], error: PyspecError) -> None:
         for record in records:
             self._own_failed += record.name in self._records
             self._pass_on(record, Failed(record.name, error))
@@ -364,9 +364,9 @@ class Supervisor:
             self._lock.notify_all()
         how = child.end()
         acts, self._acts = self._acts, {}
-        for hear in acts.values():
-            hear(Unavailable("the engine was replaced, and what its slots held is lost"))
-        self._past, self._now = totals(self._past, self._now), Metrics()
+        for on_answer in acts.values():
+            on_answer(Unavailable("the engine was replaced, and what its slots held is lost"))
+        self._past, self._now = metrics_sum(self._past, self._now), Metrics()
         if end is None:
             return
         if not end.why and child.fatal is not None:

@@ -15,7 +15,7 @@ GAUGES = {
 """Of Metrics: what is of the engine that runs now; all else is counted through."""
 
 
-def totals(past: Metrics, now: Metrics) -> Metrics:
+def metrics_sum(past: Metrics, now: Metrics) -> Metrics:
     """What two engines counted together, and the second one's gauges."""
     values: dict[str, Any] = {}
     for f in fields(Metrics):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pyspec.engine.process.record import Record
+from pyspec.engine.process.supervised_request import SupervisedRequest
 
 N_CRASH = 3  # a request that was there so many times fails
 
 
-class Suspects:
+class CrashBlame:
     """Changed under the supervisor's lock.
 
     trial  the suspect that runs
@@ -17,17 +17,17 @@ class Suspects:
     """
 
     def __init__(self) -> None:
-        self.trial: Record | None = None
-        self.held: list[Record] = []
+        self.trial: SupervisedRequest | None = None
+        self.held: list[SupervisedRequest] = []
 
-    def begin(self, records: Iterable[Record]) -> list[Record]:
+    def begin(self, records: Iterable[SupervisedRequest]) -> list[SupervisedRequest]:
         """An engine begins: which of the requests it gets."""
         records = list(records)
         suspects = [r for r in records if len(r.crashes) >= N_CRASH - 1]
         self.trial, self.held = (suspects[0] if suspects else None), suspects[1:]
         return [r for r in records if r not in self.held]
 
-    def acquit(self) -> Record | None:
+    def acquit(self) -> SupervisedRequest | None:
         """The one on trial got past where engines crashed, or has ended. Returns whose turn it is."""
         if self.trial is not None:
             self.trial.crashes.clear()
@@ -35,7 +35,7 @@ class Suspects:
         return self.trial
 
     @staticmethod
-    def accuse(running: Iterable[Record], *, from_outside: bool) -> list[Record]:
+    def accuse(running: Iterable[SupervisedRequest], *, from_outside: bool) -> list[SupervisedRequest]:
         """An engine crashed with these in its slots. Returns who is guilty."""
         guilty = []
         for record in running:

@@ -28,9 +28,9 @@ from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.device.lead import Follower
 from pyspec.device.worker import failure_of
 from pyspec.engine.load.ranks import OPERATION_S
+from pyspec.engine.messages import Link, LoadShare, ShareFailed, ShareState, portable
 from pyspec.engine.plan.memory_plan import RESERVE, free_bytes, size
-from pyspec.engine.process.child import log_to
-from pyspec.engine.wire import Link, LoadShare, ShareFailed, ShareState, portable
+from pyspec.engine.process.engine_main import log_to
 from pyspec.errors import DoesNotFit, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config

@@ -1,4 +1,4 @@
-"""The clock of clockwork.py in an engine process of its own: `python clockwork_child.py SLOTS HOST_MS DEVICE_MS DEFERS FD`."""
+"""The clock of clockwork.py in an engine process of its own: `python clockwork_engine.py SLOTS HOST_MS DEVICE_MS DEFERS FD`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from types import ModuleType, SimpleNamespace
 sys.path.insert(0, str(Path(__file__).parent))
 from clockwork import Clockwork
 
-from pyspec.engine.process.process import child
+from pyspec.engine.process import engine_main
 from pyspec.request import Event, Metrics, Request
 
 
 class ClockworkCore(Clockwork):
-    """What pyspec.engine.process.child needs of a core; a round's events are handed over together, as a real one does it.
+    """What pyspec.engine.process.engine_main needs of a core; a round's events are handed over together, as a real one does it.
 
     Its metrics tell the medians of the turn so far: host_ms of work, sample_ms of handing over.
     """
@@ -61,4 +61,4 @@ if __name__ == "__main__":
     module = ModuleType("pyspec.engine.process.core")
     module.EngineCore = ClockworkCore  # type: ignore[attr-defined]
     sys.modules["pyspec.engine.process.core"] = module
-    child.main(int(sys.argv[5]))
+    engine_main.main(int(sys.argv[5]))

@@ -17,7 +17,7 @@ FIRST_TURN = 8  # the first turn begins before this token
 OPENING_MIN = 64  # tokens of a system prompt that are worth a checkpoint
 
 
-class Incoming:
+class Validator:
     """Checks and completes requests. A prompt may have 100,000 tokens and this runs where others wait: no Python loops over it."""
 
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer) -> None:

@@ -29,7 +29,7 @@ class Waiter(Protocol):
 W = TypeVar("W", bound=Waiter)
 
 
-def place_for(item: Waiter, waiting: Sequence[W], limit: int) -> W | None:
+def evict_for(item: Waiter, waiting: Sequence[W], limit: int) -> W | None:
     """Whose place a request takes: None while there are some left. waiting: in the order in which they came.
 
     Of `limit` places anybody may have all while nobody else asks, and short prompts have half as many more. Where none is left the client

@@ -1,6 +1,6 @@
-"""An engine process that suffers what it is told: pyspec.engine.process.child over the real core. For tools/chaos.py and tests.
+"""An engine process that suffers what it is told: pyspec.engine.process.engine_main over the real core. For tools/chaos.py and tests.
 
-`python chaos_child.py FOLDER DESCRIPTOR`. FOLDER/pid names the process that runs. Files that plant something:
+`python chaos_engine.py FOLDER DESCRIPTOR`. FOLDER/pid names the process that runs. Files that plant something:
 round    before the next round, once: "abort", "endless" (Python), "illegal" or "kernel" (an illegal access or an endless
          kernel on a GPU; a segmentation fault or an endless loop without one)
 poison   "TOKEN N": abort before a round with a request that has the token in its prompt and has generated N tokens
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pyspec.engine.process.process import child
+from pyspec.engine.process import engine_main
 
 BAD = """
 extern "C" __global__ void illegal(int* p) { p[(1ll << 44) + threadIdx.x] = 1; }
@@ -139,4 +139,4 @@ KERNEL_LAUNCH: Any = None
 if __name__ == "__main__":
     home = Path(sys.argv[1])
     plant(home)
-    child.main(int(sys.argv[2]))
+    engine_main.main(int(sys.argv[2]))

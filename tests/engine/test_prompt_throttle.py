@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from engine_rig import Heard, Rig, fake_rig
 
-from pyspec.engine.policy import rests
-from pyspec.engine.policy.rests import Rests
+from pyspec.engine.policy import prompt_throttle
+from pyspec.engine.policy.prompt_throttle import PromptThrottle
 
 PLAIN_MS, ROW_MS = 10.0, 0.066  # of a round, and of each row of a prompt in it
 LONG, FREE, UB = 1024, 256, 128
@@ -16,7 +16,7 @@ LONG, FREE, UB = 1024, 256, 128
 
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rests, "LONG", LONG)
+    monkeypatch.setattr(prompt_throttle, "LONG", LONG)
 
 
 class Machine:
@@ -26,7 +26,7 @@ class Machine:
         self.rig: Rig = fake_rig(n_slot, ctx=8192, ubatch=UB)
         self.now, self.rounds = 0.0, list[tuple[float, int, int]]()
         loop = self.rig.loop
-        loop.rests = Rests(weight, FREE)
+        loop.throttle = PromptThrottle(weight, FREE)
         loop.clock = lambda: self.now
         launch = loop.worker.launch
 
@@ -129,7 +129,7 @@ def test_a_short_one_is_read_while_a_long_one_rests() -> None:
     machine.decode(8)
     long = machine.rig.submit(prompt(6000), 1)
     for _ in range(200):
-        if machine.rig.loop.rests.n_resting:
+        if machine.rig.loop.throttle.n_resting:
             break
         machine.rig.loop.step()
     began = machine.now
@@ -148,10 +148,10 @@ def test_nobody_rests_where_nobody_decodes() -> None:
     streams = machine.decode(3)
     heard = machine.rig.submit(prompt(6001)[1:], 1)
     for _ in range(200):
-        if machine.rig.loop.rests.n_resting:
+        if machine.rig.loop.throttle.n_resting:
             break
         machine.rig.loop.step()
-    assert machine.rig.loop.rests.n_resting == 1
+    assert machine.rig.loop.throttle.n_resting == 1
     for stream in streams:
         stream.job.cancelled = True
     machine.rounds.clear()

@@ -11,11 +11,11 @@ from pyspec.request import SlotAnswer
 
 log = limited(__name__)
 
-Hear = Callable[[SlotAnswer], None]
+OnAnswer = Callable[[SlotAnswer], None]
 
 
 @dataclass(frozen=True)
-class Visit:
+class SlotTask:
     """`do` runs on the engine's thread while nothing is in flight that touches the slot; `failed` hears if it can not, or does not."""
 
     slot: int
@@ -23,12 +23,12 @@ class Visit:
     failed: Callable[[PyspecError], None]
 
 
-def careful(hear: Hear) -> Hear:
+def careful(on_answer: OnAnswer) -> OnAnswer:
     """A listener is the caller's code: whatever it raises must not end a round, or the thread that reads for all."""
 
     def safe(answer: SlotAnswer) -> None:
         try:
-            hear(answer)
+            on_answer(answer)
         except BaseException:
             log.exception("whoever asked for a slot's file could not be told")
 

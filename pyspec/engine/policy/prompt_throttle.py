@@ -45,7 +45,7 @@ class Part(Protocol):
     def is_prompt(self) -> bool: ...
 
 
-class Rests:
+class PromptThrottle:
     """weight: time that a long prompt may take, in that of a slot that decodes; 0: all that it can have.
     n_free: rows of it that are read at once all the same.
 
