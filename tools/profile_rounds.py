@@ -39,7 +39,7 @@ from pyspec.models.weight_bytes import repacked_bytes
 from pyspec.models.weights import HEADS
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Memory
-from pyspec.slots.round import Reads
+from pyspec.slots.round import LogitsNeed
 from pyspec.synth import find, write
 
 BYTES, OPS = 4.3e12, 790e12  # a second, of one H200
@@ -129,7 +129,7 @@ def records_of(worker: Any, batch: Batch) -> tuple[list[list[Record]], float]:
     from torch.profiler import ProfilerActivity, profile
 
     def run() -> None:
-        worker.results(batch, Reads(logits=False))  # as a greedy round
+        worker.results(batch, LogitsNeed(logits=False))  # as a greedy round
 
     for _ in range(3):
         run()

@@ -20,7 +20,7 @@ from pyspec import synth
 from pyspec.device.capture import capture
 from pyspec.draft.dflash import N_HELD, DFlash
 from pyspec.draft.drafter import DraftRequest
-from pyspec.engine.load.load import warmup
+from pyspec.engine.load import warmup
 from pyspec.engine.loop.loop import Loop
 from pyspec.errors import SlotError
 from pyspec.gguf import open_gguf

@@ -14,7 +14,8 @@ from rewrite import rewrite
 
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
-from pyspec.engine.load.load import load, warmup
+from pyspec.engine.load import warmup
+from pyspec.engine.load.load import load
 from pyspec.errors import BadGGUF, BadTensors, ModelError, PairError, RequestError
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.text.template import CHATML

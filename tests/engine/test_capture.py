@@ -179,7 +179,7 @@ def test_no_graph_is_captured_after_warm_up(monkeypatch) -> None:
 
 def test_what_a_load_took_is_told_apart_from_what_was_there(monkeypatch) -> None:
     gib = 1 << 30
-    monkeypatch.setattr(plan, "taken", lambda device: (10 * gib, 6 * gib, 5 * gib))
+    monkeypatch.setattr(plan, "memory_snapshot", lambda device: (10 * gib, 6 * gib, 5 * gib))
     told = plan.growth((2 * gib, gib, gib), torch.device("cuda"))
     assert told == "8.00 GiB (tensors 4.00 GiB, kept for tensors 1.00 GiB, others 3.00 GiB)"
 

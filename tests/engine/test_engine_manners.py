@@ -118,7 +118,7 @@ def test_a_visit_that_can_not_be_made_is_made_once(here: Engine, slot: Any, capl
 
     failed: queue.SimpleQueue[PyspecError] = queue.SimpleQueue()
     with caplog.at_level(logging.ERROR):
-        here.core._visit(SlotTask(slot, lambda: 1 / 0, failed.put))  # type: ignore[attr-defined, return-value]
+        here.core._add_slot_task(SlotTask(slot, lambda: 1 / 0, failed.put))  # type: ignore[attr-defined, return-value]
         assert isinstance(failed.get(timeout=60), SlotError)
         assert here.generate("Once", **SHORT).n_predicted == 3
     assert failed.empty() and len(caplog.records) <= 2

@@ -16,7 +16,7 @@ from pyspec.device.capture import capture
 from pyspec.draft.chain import Chain, most_waiting
 from pyspec.draft.dflash import DFlash, held_rows
 from pyspec.draft.drafter import Needs
-from pyspec.engine.load.load import warmup
+from pyspec.engine.load import warmup
 from pyspec.engine.load.warmup import EVEN, rehearsed, warm_up
 from pyspec.engine.loop.round import RowLimits
 from pyspec.engine.plan import describe

@@ -27,7 +27,7 @@ from pyspec.device.lead import (
     TpMemory,
     TpWorker,
 )
-from pyspec.engine.load.load import ranks as ranks_module
+from pyspec.engine.load import ranks as ranks_module
 from pyspec.engine.load.ranks import RankProcess
 from pyspec.engine.loop.slot_image import SlotImager
 from pyspec.engine.plan.describe import describe, plan_memory

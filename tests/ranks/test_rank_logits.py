@@ -18,7 +18,7 @@ from pyspec.cuda.collective import Collective
 from pyspec.cuda.ops.best.cuda import hostile
 from pyspec.cuda.ops.best.ref import TorchBest
 from pyspec.device.lead import Command, Follower, RunForward
-from pyspec.engine.loop.loop import round as rounds
+from pyspec.engine.loop import round as rounds
 from pyspec.engine.loop.round import Work
 from pyspec.models.gathered import Gathered
 from pyspec.models.target import Out

@@ -17,7 +17,7 @@ from rank_pids import children, lives
 
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
-from pyspec.engine.load.load import ranks as ranks_module
+from pyspec.engine.load import ranks as ranks_module
 from pyspec.engine.load.ranks import Ranks
 from pyspec.engine.process.core import EngineCore
 from pyspec.errors import DeviceError, RankLost, Unavailable
