@@ -25,7 +25,6 @@ class ClockworkCore(Clockwork):
     def __init__(self, hand_over: Callable) -> None:
         n_slot, host_ms, device_ms, defers = map(float, sys.argv[1:5])
         self.step_began, self.pace = 0.0, SimpleNamespace(expected=0.0)
-        self.loop = SimpleNamespace(queue=SimpleNamespace(limit=0))
         self._tell, self._due, self._names = hand_over, [], {}
         super().__init__(int(n_slot), host_ms=host_ms, device_ms=device_ms, is_deferring=bool(defers))
 

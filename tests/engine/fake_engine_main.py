@@ -72,7 +72,6 @@ class FakeCore:
             n_slot=settings.np, n_embd=1, n_params=1, n_bytes=1, file_type="", device="cpu", drafter="none", n_row=1 << 20,
             draft_note=",".join(settings.demoted) + ("examined" if EXAMINATION.is_on else ""),
         )  # fmt: skip
-        self.loop = SimpleNamespace(queue=SimpleNamespace(limit=0))
         self.step_began, self.pace = 0.0, SimpleNamespace(expected=0.001)
         self.jobs: list[Job] = []
         self.n_done = 0

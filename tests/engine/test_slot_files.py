@@ -105,8 +105,8 @@ def test_a_prompt_whose_slot_was_restored_is_not_read_again(kind: str, tmp_path:
 def test_a_file_of_an_older_version_is_restored_as_what_it_has(engine: Engine, tmp_path: Path) -> None:
     prompt = PROMPT[:50]
     engine.generate(prompt, params=GREEDY, max_tokens=8, slot=0)
-    actions = SlotActions(engine.loop, engine.info)
-    image = actions.imager.take(engine.loop.table.slots[0])
+    actions = SlotActions(engine.loop.imager(), engine.info)
+    image = actions.imager.take(0)
     assert [s.has_logits for s in image.states].count(True) == 1
     content, at = list(image.content), len(image.content) - sum(s.n_tensor for s in image.states)
     for state in image.states:

@@ -115,7 +115,7 @@ def test_an_image_holds_what_all_ranks_have(shared: RankRig) -> None:
     loop, (prompt, text) = shared.loop, demo_prompts()[4]
     heard = shared.generate(prompt, N)
     imager, slot = SlotImager(loop.worker, loop.cache), loop.table.slots[heard.job.slot.index]
-    image = imager.take(slot)
+    image = imager.take(slot.index)
     want = shared.generate([*prompt, *text[:N]], N)
     assert image.n_token == len(prompt) + N - 1 and want.job.n_cached == image.n_token
     for one in loop.table.slots:
@@ -123,10 +123,10 @@ def test_an_image_holds_what_all_ranks_have(shared: RankRig) -> None:
     assert shared.generate([*prompt, *text[:N]], N).job.n_cached == 0
     for one in loop.table.slots:
         loop.table.erase(one)
-    imager.put(loop.table.slots[2], image)
+    imager.put(2, image)
     again = shared.generate([*prompt, *text[:N]], N)
     assert (again.tokens, again.job.n_cached) == (want.tokens, image.n_token)
-    taken = imager.take(loop.table.slots[again.job.slot.index])
+    taken = imager.take(again.job.slot.index)
     assert torch.equal(taken.content[0][: image.n_token], image.content[0])
     loop.cache.check(now=True)
     shared.ranks.settle()

@@ -7,20 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
-from pyspec.device.capture import capture
-from pyspec.draft.drafter import CheckedDrafter
-from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.loop import Loop
+from pyspec.engine.loop.rehearsal import Rehearsal
 from pyspec.errors import RequestError
-from pyspec.request import Delta, Event, Request, SamplingParams
-from pyspec.sample.sampler import SlotSampler
+from pyspec.request import Delta, Event, SamplingParams
 from pyspec.slots.arena import BUCKETS, WIDE
-from pyspec.text.stream import TextStream
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
@@ -33,48 +27,17 @@ PROBE_TOKENS = 48  # of text that a drafter is checked with
 PROBE_PROMPT = "Write a short story about a small dog who finds a key."
 
 
-@contextmanager
-def _rehearsing(loop: Loop) -> Iterator[None]:
-    """No line per request for requests that nobody made; and what fails by a bug fails the load, instead of every request after it."""
-    commit_log = logging.getLogger("pyspec.engine.loop.commit")
-    level = commit_log.level
-    commit_log.setLevel(logging.WARNING)
-    was = loop.raises_bugs
-    loop.raises_bugs = loop.speculator.raises_bugs = True
-    try:
-        yield
-    finally:
-        commit_log.setLevel(level)
-        loop.raises_bugs, loop.speculator.raises_bugs = was, False
-
-
-def _ignore(event: Event) -> None:
-    pass
-
-
-def _clear(loop: Loop) -> None:
-    """Cancel what runs, and leave nothing in the slots."""
-    for job in list(loop.jobs.values()):
-        loop.cancel(job)
-    loop.step()
-    for slot in loop.table.slots:
-        loop.table.drop(slot)
-
-
-def _begin(loop: Loop, tokenizer: Tokenizer, n_busy: int, n_tokens: int, n_overhang: int) -> None:
-    """`n_busy` slots decode, up to `n_tokens` tokens each."""
+def _begin(rehearsal: Rehearsal, n_busy: int, n_tokens: int) -> None:
+    """Have `n_busy` slots decode, up to `n_tokens` tokens each."""
     gen = torch.Generator().manual_seed(n_busy)
-    params, n_vocab = SamplingParams(temperature=0.0, ignore_eos=True), loop.target.n_vocab
-    loop.controller.force = 0, 0
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    rehearsal.force((0, 0))
     for i in range(n_busy):
-        prompt = tuple(torch.randint(n_vocab, (N_PROMPT,), generator=gen).tolist())
-        request = Request(prompt=prompt, params=params, max_tokens=n_tokens, cache_prompt=False)
-        sampler, n_rows = SlotSampler(params, n_vocab, (), prompt), N_PROMPT + n_tokens + n_overhang
-        stream = TextStream(tokenizer, ())
-        loop.submit(Job(f"warm-up {i}", request, _ignore, stream, sampler, frozenset(), n_rows, n_rows))
+        prompt = torch.randint(rehearsal.n_vocab, (N_PROMPT,), generator=gen).tolist()
+        rehearsal.submit(f"warm-up {i}", prompt, n_tokens, params)
     for _ in range(MOST_PROMPT_STEPS):
-        loop.step()
-        if all(job.is_decoding for job in loop.jobs.values()):
+        rehearsal.step()
+        if not rehearsal.is_reading:
             break
 
 
@@ -111,29 +74,28 @@ def _shared(busy: int, most: int, beyond: int, n_max: int) -> tuple[int, int]:
 def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> None:
     """Rounds of all sizes that have graphs, as long as the time budget lasts.
 
-    n_bytes  what forwards and checkpoints may take of the device's memory: it is taken before the first of them comes
+    n_bytes  device memory of forwards and checkpoints, reserved before the first of them
     """
-    capture(loop.worker, loop.limits.prompts, n_bytes, loop.limits.decoding)
-    began, controller = time.perf_counter(), loop.controller
-    n_tokens = loop.table.n_row // len(loop.table.slots) - N_PROMPT - n_overhang
-    if n_tokens < (controller.n_max + 1) * N_ROUND + 1:
+    rehearsal = Rehearsal(loop, tokenizer, n_overhang)
+    rehearsal.capture(n_bytes)
+    began, n_slot, n_max = time.perf_counter(), rehearsal.n_slot, rehearsal.n_draft
+    n_tokens = rehearsal.n_row // n_slot - N_PROMPT - n_overhang
+    if n_tokens < (n_max + 1) * N_ROUND + 1:
         return
-    with _rehearsing(loop):
-        for n_busy, drafts in rehearsed(len(loop.table.slots), controller.n_max):
+    with rehearsal.running():
+        for n_busy, drafts in rehearsed(n_slot, n_max):
             needed = (N_ROUND + 1) * sum(1 + n for _, n in drafts)
-            _begin(loop, tokenizer, n_busy, min(needed, n_tokens), n_overhang)
-            for controller.force in drafts:
+            _begin(rehearsal, n_busy, min(needed, n_tokens))
+            for each in drafts:
+                rehearsal.force(each)
                 if time.perf_counter() - began >= BUDGET_S:
                     break
-                for _ in range(N_ROUND):
-                    loop.step()
-            _clear(loop)
-    controller.forget_acceptance()
-    loop.stats.reset()
+                rehearsal.step(N_ROUND)
+            rehearsal.clear()
     log.debug("warm-up took %.0f ms", 1e3 * (time.perf_counter() - began))
 
 
-def greedy_text(loop: Loop, tokenizer: Tokenizer, prompt: tuple[int, ...], n_tokens: int, n_overhang: int) -> list[int]:
+def greedy_text(rehearsal: Rehearsal, prompt: tuple[int, ...], n_tokens: int) -> list[int]:
     """Prompt and up to `n_tokens` tokens of the target's own greedy text, undrafted; fewer when time runs out."""
     text = list(prompt)
 
@@ -141,26 +103,20 @@ def greedy_text(loop: Loop, tokenizer: Tokenizer, prompt: tuple[int, ...], n_tok
         if isinstance(event, Delta):
             text.extend(event.tokens)
 
-    params = SamplingParams(temperature=0.0)
-    request = Request(prompt=prompt, params=params, max_tokens=n_tokens, cache_prompt=False, n_draft_max=0)
-    sampler = SlotSampler(params, loop.target.n_vocab, tokenizer.eog, prompt)
-    n_rows = len(prompt) + n_tokens + n_overhang
-    loop.submit(Job("probe", request, take, TextStream(tokenizer, ()), sampler, tokenizer.eog, n_rows, n_rows))
+    params, eog = SamplingParams(temperature=0.0), rehearsal.tokenizer.eog
+    rehearsal.submit("probe", prompt, n_tokens, params, eog=eog, n_draft_max=0, sink=take)
     deadline = time.perf_counter() + BUDGET_S
-    while not loop.is_idle and time.perf_counter() < deadline:
-        loop.step()
-    _clear(loop)
-    loop.controller.forget_acceptance()
-    loop.stats.reset()
+    while not rehearsal.is_idle and time.perf_counter() < deadline:
+        rehearsal.step()
+    rehearsal.clear()
     return text
 
 
 def check_drafter(loop: Loop, tokenizer: Tokenizer, template: ChatTemplate | None, n_overhang: int) -> None:
     """Have a drafter that can look for mistakes of its file do so. Skipped where forwards are too slow for the budget."""
-    drafter = loop.drafter
-    n_rows = PROBE_TOKENS + 64 + n_overhang
-    takes_s = PROBE_TOKENS * loop.controller.verify_ms(1) / 1e3
-    if not isinstance(drafter, CheckedDrafter) or takes_s > BUDGET_S or loop.table.n_row < n_rows:
+    rehearsal, n_rows = Rehearsal(loop, tokenizer, n_overhang), PROBE_TOKENS + 64 + n_overhang
+    takes_s = PROBE_TOKENS * rehearsal.round_ms / 1e3
+    if not rehearsal.can_check_drafter or takes_s > BUDGET_S or rehearsal.n_row < n_rows:
         return
     prompt = PROBE_PROMPT
     if template is not None:
@@ -169,13 +125,7 @@ def check_drafter(loop: Loop, tokenizer: Tokenizer, template: ChatTemplate | Non
         except RequestError as e:  # costs the chats that it refuses, not the load
             log.debug("the drafter is checked without the chat template: %s", e)
     ids = tuple(tokenizer.encode(prompt))[:64]
-    with _rehearsing(loop):
-        tokens = greedy_text(loop, tokenizer, ids, PROBE_TOKENS, n_overhang)
-    slot = loop.table.slots[0]
-    loop.table.acquire(slot, n_rows)
-    warning = drafter.check(loop.target, slot, tokens)
-    loop.table.release(slot)
-    loop.table.drop(slot)
-    loop.memory.reset(slot.index)
-    if warning is not None:
+    with rehearsal.running():
+        tokens = greedy_text(rehearsal, ids, PROBE_TOKENS)
+    if (warning := rehearsal.check_drafter(tokens, n_rows)) is not None:
         log.warning("%s", warning)

@@ -22,16 +22,18 @@ from pyspec.engine.loop.job import End, Job, blamed
 from pyspec.engine.loop.lookahead import Lookahead, PendingRound
 from pyspec.engine.loop.prompt_scores import send_scores
 from pyspec.engine.loop.round import RowLimits, Work, logits_need, plan_work
+from pyspec.engine.loop.slot_image import SlotImager
 from pyspec.engine.loop.slot_task import SlotTask
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
+from pyspec.engine.loop.status import metrics_of, slot_rows
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.prompt_throttle import PromptThrottle
 from pyspec.engine.policy.queue import Queue
 from pyspec.errors import PyspecError, SlotError
 from pyspec.models.target import Target
 from pyspec.repeats import limited
-from pyspec.request import Failed
+from pyspec.request import Failed, Metrics, SlotInfo
 from pyspec.sample.choose import Chosen, Span, best_masked, choose, fill_masked, wants_mask
 from pyspec.sample.mask import SpanMask, fill_all
 from pyspec.sample.synth import SynthAcceptance
@@ -368,9 +370,66 @@ class Loop:
     def is_idle(self) -> bool:
         return not self.jobs and not len(self.queue) and not self.slot_tasks
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.jobs)
+
+    @property
+    def n_slot(self) -> int:
+        return len(self.table.slots)
+
+    @property
+    def n_row(self) -> int:
+        """Rows of all pages."""
+        return self.table.n_row
+
+    @property
+    def n_draft_max(self) -> int:
+        """The longest draft; 0: no drafter."""
+        return self.speculator.needs.n_draft
+
+    @property
+    def queue_limit(self) -> int:
+        """Requests that may wait."""
+        return self.queue.limit
+
+    @property
+    def next_rows(self) -> int:
+        """Rows of the next round, about."""
+        waiting = sum(job.n_prefill for job in self.queue.waiting())
+        reading = (job for job in self.jobs.values() if not job.is_decoding and job.slot is not None)
+        n = waiting + sum(job.n_prefill - job.slot.n_past for job in reading if job.slot is not None)
+        return max(len(self.jobs), min(self.limits.prompts, n), 1)
+
     def submit(self, job: Job) -> None:
         """Queue a job."""
         self.queue.push(job)
+
+    def reject(self, job: Job, error: PyspecError) -> None:
+        """End a job that is not queued."""
+        job.sink(Failed(job.id, error))
+        self.stats.failed += 1
+
+    def add_slot_task(self, task: SlotTask) -> None:
+        """Run a task between two rounds, once its slot is idle."""
+        self.slot_tasks.append(task)
+
+    def slot_rows(self, n_ctx: int) -> list[SlotInfo]:
+        """One row per slot. Safe to call from any thread."""
+        return slot_rows(self.table, dict(self.jobs), self.controller, n_ctx)
+
+    def metrics(self, n_unqueued: int = 0) -> Metrics:
+        """Counters and gauges. n_unqueued: requests that wait outside the queue. Safe to call from any thread."""
+        queued = len(self.queue) + n_unqueued
+        return metrics_of(self.stats, self.cache, processing=len(self.jobs), queued=queued)
+
+    def imager(self) -> SlotImager:
+        """Takes images of what idle slots hold, on the engine's thread."""
+        return SlotImager(self.worker, self.cache)
+
+    def leave(self) -> None:
+        """Let go of the other ranks. Nothing runs after that."""
+        self.worker.leave()
 
     def cancel(self, job: Job) -> None:
         """End a job at the next round's start, wherever it is."""
@@ -420,8 +479,7 @@ class Loop:
     def _turn_away(self, error: PyspecError) -> None:
         """Whatever waits for a slot hears `error`."""
         for job in self.queue.drain():
-            job.sink(Failed(job.id, error))
-            self.stats.failed += 1
+            self.reject(job, error)
         tasks, self.slot_tasks = self.slot_tasks, []
         for task in tasks:
             task.failed(error)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pyspec.engine.loop.loop import Loop
 from pyspec.engine.loop.slot_image import Image, SlotImager
 from pyspec.engine.loop.slot_task import OnAnswer, SlotTask, careful
 from pyspec.errors import PyspecError, RequestError
@@ -33,16 +32,15 @@ WHAT = {
 class SlotActions:
     """Safe to call from any thread."""
 
-    def __init__(self, loop: Loop, info: EngineInfo) -> None:
-        self.loop, self.info = loop, info
-        self.imager = SlotImager(loop.worker, loop.cache)
+    def __init__(self, imager: SlotImager, info: EngineInfo) -> None:
+        self.imager, self.info = imager, info
         self._identity: dict[str, Any] | None = None
 
     def begin(self, action: SlotAction, on_answer: OnAnswer, add: Callable[[SlotTask], None]) -> None:
         """Start; `on_answer` gets what came of it, once. `add` hands work to the engine's thread."""
         on_answer = careful(on_answer)
         try:
-            check_action(action, len(self.loop.table.slots))
+            check_action(action, self.info.n_slot)
         except RequestError as e:
             on_answer(e)
             return
@@ -57,12 +55,12 @@ class SlotActions:
 
     def _take(self, action: SlotAction, on_answer: OnAnswer) -> None:
         began = time.perf_counter()
-        image = self.imager.take(self.loop.table.slots[action.slot])
+        image = self.imager.take(action.slot)
         _aside(lambda: self._write(action, image, began, on_answer), on_answer)
 
     def _erase(self, action: SlotAction, on_answer: OnAnswer) -> None:
         began = time.perf_counter()
-        n = self.loop.table.erase(self.loop.table.slots[action.slot])
+        n = self.imager.erase(action.slot)
         on_answer(SlotReport(action.slot, n, ms=_since(began)))
 
     # -- aside ----------------------------------------------------------------------------------------------------
@@ -82,7 +80,7 @@ class SlotActions:
 
         def put() -> None:
             began = time.perf_counter()
-            self.imager.put(self.loop.table.slots[action.slot], image)
+            self.imager.put(action.slot, image)
             log.info("slot %d: %d tokens are restored", action.slot, image.n_token)
             on_answer(SlotReport(action.slot, image.n_token, n_bytes, read_ms + _since(began)))
 

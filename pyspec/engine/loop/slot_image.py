@@ -96,10 +96,11 @@ class SlotImager:
 
     # -- taking ---------------------------------------------------------------------------------------------------
 
-    def take(self, slot: Slot) -> Image:
+    def take(self, index: int) -> Image:
         """What is there of the text that the slot's last request left. Copies to the host; nothing changes."""
         if not self.cache.on:
             raise RequestError("slots hold nothing between requests: the prefix cache is off (--cache-prompt)")
+        slot = self.table.slots[index]
         nodes, n = self.table.tree.path(slot.left)
         states = sorted((s for node in nodes for s in node.states.values() if s.n_past <= n), key=lambda s: s.n_past)
         if self.worker.memory.needs_state:
@@ -185,10 +186,15 @@ class SlotImager:
 
     # -- putting back ---------------------------------------------------------------------------------------------
 
-    def put(self, slot: Slot, image: Image) -> None:
+    def erase(self, index: int) -> int:
+        """Forget what requests in a slot have filed. Returns how many tokens it held."""
+        return self.table.erase(self.table.slots[index])
+
+    def put(self, index: int, image: Image) -> None:
         """File an image's content, as if a request in this slot had left it. RequestError if there is no room beside what runs."""
         if not self.cache.on:
             raise RequestError("slots hold nothing between requests: the prefix cache is off (--cache-prompt)")
+        slot = self.table.slots[index]
         slot.left = ()
         if not image.n_token:
             return

@@ -81,7 +81,7 @@ class EngineCore:
         on_death: Callable[[PyspecError], None] | None = None,
     ) -> None:
         self.loop, self.tokenizer, self.template = loaded.loop, loaded.tokenizer, loaded.template
-        self.info = replace(loaded.info, n_row=loaded.loop.table.n_row)
+        self.info = replace(loaded.info, n_row=loaded.loop.n_row)
         self.step_began = 0.0  # of the round that is under way; 0: none is
         self.pace = Pace()
         self._deliver, self._on_death = hand_over or self._call_listeners, on_death
@@ -90,12 +90,12 @@ class EngineCore:
             self._is_remote
         )  # whoever hears of this process's end starts another, and nobody's request ends
         self._breakers = DryBreakers(self.tokenizer)
-        self.grammars = Grammars(self.tokenizer, self.info.n_vocab, drafts=self.loop.speculator.needs.n_draft > 0)
+        self.grammars = Grammars(self.tokenizer, self.info.n_vocab, drafts=self.loop.n_draft_max > 0)
         self._ids = itertools.count(1)
         self._wake = threading.Condition()
         self._inbox: list[Job] = []
         self._slot_tasks: list[SlotTask] = []
-        self._actions = SlotActions(self.loop, self.info)
+        self._actions = SlotActions(self.loop.imager(), self.info)
         self._jobs: dict[str, Job] = {}  # in order of arrival
         self._ousted: dict[str, QueueFull] = {}  # who lost a place to another client's request, until it hears of it
         self._due: list[tuple[Sink, Event]] = []
@@ -165,7 +165,7 @@ class EngineCore:
     def _make_room(self, job: Job) -> None:
         """A place to wait for a job, which may be another's. Raises QueueFull."""
         waiting = [other for other in list(self._jobs.values()) if other.waits]
-        other = evict_for(job, waiting, self.loop.queue.limit)
+        other = evict_for(job, waiting, self.loop.queue_limit)
         if other is not None:
             self._ousted[other.id] = QueueFull(len(waiting))
             self.loop.cancel(other)
@@ -271,20 +271,14 @@ class EngineCore:
         if self._lost is not None:
             raise self._lost
         self.step_began = time.monotonic()
-        self.pace.begin(self._rows())
+        self.pace.begin(self.loop.next_rows)
         self.loop.step()
         self.pace.end(time.monotonic() - self.step_began)
         self.step_began, self._is_rested = 0.0, False
-        if self._is_urgent or not self.loop.may_defer or not self.loop.jobs:
+        if self._is_urgent or not self.loop.may_defer or not self.loop.is_busy:
             self._hand_out()
         if self.loop.is_idle:
             self.loop.check()  # after everybody has heard: it may look at every page
-
-    def _rows(self) -> int:
-        """About how many rows the next round will have."""
-        running, waiting = self.loop.jobs.values(), self.loop.queue.waiting()
-        n = sum(job.n_prefill - job.slot.n_past for job in running if not job.is_decoding and job.slot is not None)
-        return max(len(running), min(self.loop.limits.prompts, n + sum(job.n_prefill for job in waiting)), 1)
 
     def _next(self) -> bool:
         """Wait for work and take it in. False: the engine was closed."""
@@ -300,10 +294,13 @@ class EngineCore:
             inbox, self._inbox = self._inbox, []
             for job in inbox:
                 self._take_in(job)
-            if self._slot_tasks:
-                self.loop.slot_tasks += self._slot_tasks
-                self._slot_tasks.clear()
+            self._pass_slot_tasks()
         return True
+
+    def _pass_slot_tasks(self) -> None:
+        tasks, self._slot_tasks = self._slot_tasks, []
+        for task in tasks:
+            self.loop.add_slot_task(task)
 
     def _has_news(self) -> bool:
         return bool(self._inbox or self._slot_tasks or self._closing or self._lost or not self.loop.is_idle)
@@ -320,8 +317,7 @@ class EngineCore:
         except Exception as e:
             log.exception("request %s could not be taken in", job.id)
             job.flaw = blamed(e)
-        job.sink(Failed(job.id, job.flaw))
-        self.loop.stats.failed += 1
+        self.loop.reject(job, job.flaw)
 
     def _hand_out(self) -> None:
         """Give listeners what rounds said. A listener wakes other threads, and these want the GIL: what is not urgent is
@@ -340,7 +336,7 @@ class EngineCore:
             except BaseException:
                 log.exception("the listener of request %s failed", event.request)
                 if (job := self._jobs.get(event.request)) is not None:
-                    job.cancelled = True
+                    self.loop.cancel(job)
 
     def _die(self, error: PyspecError) -> None:
         if self._on_death is not None and not self._closing:
@@ -348,10 +344,9 @@ class EngineCore:
         with self._wake:
             self._error = error
             lost, self._inbox = self._inbox, []
-            self.loop.slot_tasks += self._slot_tasks
-            self._slot_tasks.clear()
+            self._pass_slot_tasks()
         for job in lost:
-            self.loop.queue.push(job)
+            self.loop.submit(job)
         self.loop.abort(error)
         self._hand_out()
         self.loop.on_wait = lambda: None  # else the loop would keep us, and we its memory
@@ -360,56 +355,11 @@ class EngineCore:
 
     def slots(self) -> list[SlotInfo]:
         """One row per slot; a round may pass while it is read."""
-        rows = []
-        jobs, controller = dict(self.loop.jobs), self.loop.controller
-        for slot in self.loop.table.slots:
-            job, lane = jobs.get(slot.index), controller.lanes[slot.index]
-            base = SlotInfo(
-                slot=slot.index,
-                n_ctx=self.info.n_ctx,
-                is_processing=job is not None,
-                n_past=slot.n_past,
-                speculative=controller.n_max > 0,
-            )
-            if job is not None:
-                base = replace(
-                    base,
-                    request=job.id,
-                    state="decode" if job.is_decoding else "prefill",
-                    n_prompt=job.n_prompt,
-                    n_prompt_processed=min(slot.n_past, job.n_prompt),
-                    n_cached=job.n_cached,
-                    n_decoded=job.n_predicted,
-                    n_remain=job.n_left,
-                    n_draft=lane.n_draft,
-                    draft_reason=lane.reason,
-                    acceptance=controller.acceptance(slot.index),
-                    draft_n=sum(job.drafted),
-                    draft_n_accepted=sum(job.accepted),
-                    drafted_per_pos=tuple(job.drafted),
-                    accepted_per_pos=tuple(job.accepted),
-                    params=job.request.params,
-                )
-            rows.append(base)
-        return rows
+        return self.loop.slot_rows(self.info.n_ctx)
 
     def metrics(self) -> Metrics:
         """Counters of the loop, with gauges of its pages, cache and queue."""
-        table, states = self.loop.table, self.loop.cache.states
-        counts = self.loop.stats.snapshot(
-            processing=len(self.loop.jobs),
-            queued=len(self.loop.queue) + len(self._inbox) + self.grammars.n_waiting,
-            pages_used=table.n_page_used,
-            pages_total=table.n_page,
-        )
-        on_device, on_host = states.n_bytes
-        return replace(
-            counts,
-            pages_cached=table.n_page_cached,
-            states=len(states),
-            states_device_bytes=on_device,
-            states_host_bytes=on_host,
-        )
+        return self.loop.metrics(len(self._inbox) + self.grammars.n_waiting)
 
     def in_listener(self) -> bool:
         return threading.current_thread() is self._thread
@@ -436,7 +386,7 @@ class EngineCore:
                 log.error("the engine does not stop: a round has been under way for more than %.0f s", limit_s)
                 return False
         if self._ranks is not None:
-            self.loop.worker.leave()
+            self.loop.leave()
             self._ranks.close()
         _RUNNING.discard(self)
         return True

@@ -112,7 +112,6 @@ class EngineMain:
             log.exception("loading failed")
             self.link.send(LoadRefused(failure_of(e, "loading failed"), EXAMINATION.under_way))
             return False
-        self.core.loop.queue.limit = 1 << 60  # the supervisor counts who waits
         self.link.send(Ready(self.core.info))
         return True
 

@@ -1,0 +1,65 @@
+"""The state of a loop as plain data: a row for each slot, and the counters with their gauges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pyspec.engine.loop.job import Job
+from pyspec.engine.loop.stats import Stats
+from pyspec.engine.policy.controller import Controller
+from pyspec.request import Metrics, SlotInfo
+from pyspec.slots.cache import PrefixCache
+from pyspec.slots.table import Slot, SlotTable
+
+
+def slot_rows(table: SlotTable, jobs: Mapping[int, Job], controller: Controller, n_ctx: int) -> list[SlotInfo]:
+    """One row per slot. A round may pass while it is read."""
+    return [_slot_row(slot, jobs.get(slot.index), controller, n_ctx) for slot in table.slots]
+
+
+def _slot_row(slot: Slot, job: Job | None, controller: Controller, n_ctx: int) -> SlotInfo:
+    row = SlotInfo(
+        slot=slot.index,
+        n_ctx=n_ctx,
+        is_processing=job is not None,
+        n_past=slot.n_past,
+        speculative=controller.n_max > 0,
+    )
+    if job is None:
+        return row
+    lane = controller.lanes[slot.index]
+    return replace(
+        row,
+        request=job.id,
+        state="decode" if job.is_decoding else "prefill",
+        n_prompt=job.n_prompt,
+        n_prompt_processed=min(slot.n_past, job.n_prompt),
+        n_cached=job.n_cached,
+        n_decoded=job.n_predicted,
+        n_remain=job.n_left,
+        n_draft=lane.n_draft,
+        draft_reason=lane.reason,
+        acceptance=controller.acceptance(slot.index),
+        draft_n=sum(job.drafted),
+        draft_n_accepted=sum(job.accepted),
+        drafted_per_pos=tuple(job.drafted),
+        accepted_per_pos=tuple(job.accepted),
+        params=job.request.params,
+    )
+
+
+def metrics_of(stats: Stats, cache: PrefixCache, *, processing: int, queued: int) -> Metrics:
+    """The counters, with the gauges of pages, cache and queue."""
+    table, states = cache.table, cache.states
+    on_device, on_host = states.n_bytes
+    counts = stats.snapshot(
+        processing=processing, queued=queued, pages_used=table.n_page_used, pages_total=table.n_page
+    )
+    return replace(
+        counts,
+        pages_cached=table.n_page_cached,
+        states=len(states),
+        states_device_bytes=on_device,
+        states_host_bytes=on_host,
+    )
