@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from pyspec.bench.session import Plan, bench
-from pyspec.cuda import survey, tiers
+from pyspec.cuda import registry, survey, tiers
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.engine.api import Engine
 from pyspec.synth import find, write
@@ -43,7 +43,7 @@ class Rounds:
 
 def lower(op: str, tier: str) -> tuple[str, ...]:
     """Modules whose implementations are left out, so that `op` runs as `tier`."""
-    found = next(o for o in survey.ops() if o.name == op)
+    found = next(o for o in registry.ops() if o.name == op)
     names = [impl.name for impl in found.impls]
     n = names.index(tier) if tier in names else len(names)
     return tuple({impl.bind.__module__ for impl in found.impls[:n]})
@@ -60,7 +60,7 @@ def measured(
 ) -> Rounds:
     EXAMINATION.demoted = frozenset()
     tiers.use(kernels)
-    for each in survey.ops():
+    for each in registry.ops():
         each.decided.clear()
     settings: dict[str, object] = {**HOW, "np": max(streams), "demoted": lower(op, tier) if op else ()}
     settings["kernels"] = kernels

@@ -135,7 +135,7 @@ def _load(choice: ModelChoice, device: str, kernels: str) -> None:
 
     from pyspec.catalog import resolve
     from pyspec.config import EngineSettings
-    from pyspec.cuda import survey, tiers
+    from pyspec.cuda import registry, tiers
     from pyspec.engine.load.load import load
 
     def plan() -> tuple[Path, EngineSettings]:
@@ -146,7 +146,7 @@ def _load(choice: ModelChoice, device: str, kernels: str) -> None:
 
     choice.look_before(plan)
     tiers.use(kernels)
-    for op in survey.ops():
+    for op in registry.ops():
         op.decided.clear()
     load(*plan())
 

@@ -14,11 +14,6 @@ from types import FrameType
 OPS = "pyspec.cuda.ops."
 TIERS = {"cuda": ("cuda", "wgmma"), "triton": ("triton",)}
 """Implementations by their names; others belong to none, and only `reference` leaves them out."""
-FAMILIES = {
-    "linear_tall": "linear",
-    "attend_prompt": "attend",
-    "attend_blocks": "attend",
-}  # which ops are asked for by the name of another one
 
 
 class WantedHere(threading.local):
@@ -50,13 +45,13 @@ class Examination:
     def tiers(self, tiers: dict[str, str]) -> None:
         self._wanted.tiers = tiers
 
-    def wanted(self, op: str) -> str:
-        """The tier that a person wants an op to run as, or auto."""
-        return self.tiers.get(op) or self.tiers.get(FAMILIES.get(op, op)) or self.tiers.get("", "auto")
+    def wanted(self, op: str, named: str = "") -> str:
+        """The tier that `--kernels` gives an op, by its own name or by `named`; or auto."""
+        return self.tiers.get(op) or self.tiers.get(named or op) or self.tiers.get("", "auto")
 
-    def left_out(self, op: str, impl: str) -> str | None:
-        """Why this implementation is not wanted; None if it is not spoken of."""
-        wanted = self.wanted(op)
+    def left_out(self, op: str, impl: str, named: str = "") -> str | None:
+        """Why `--kernels` excludes this implementation; None if it does not."""
+        wanted = self.wanted(op, named)
         others = [name for tier, names in TIERS.items() if tier != wanted for name in names]
         if wanted == "auto" or (wanted != "reference" and impl not in others):
             return None

@@ -13,45 +13,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyspec.cuda import registry
 from pyspec.cuda.context import context_of, per_device
+from pyspec.cuda.op import FaultPlace
 from pyspec.errors import OutOfBounds
 
 N_FIELD = 5  # {tripped, op, slot, index, limit}
-OPS = {
-    3: "gdn",
-    4: "attend",
-    5: "rope_kv",
-    7: "mamba2",
-    8: "embed",
-    9: "norms",
-    10: "ahead",
-    11: "index_rows",
-    12: "sparse_attend",
-    13: "compress",
-}  # whose kernels have guards
-NUMBERS = {
-    name: number for number, name in OPS.items()
-}  # for a launcher's macros; gdn, mamba2 and ahead have theirs in the source
-BY_SLOT = ("gdn", "mamba2")  # these name the slot
-BY_ROW = ("rope_kv", "embed")  # these the batch's row; the others its sequence, but norms, which names none
-ALL_SLOTS = -1  # whose it was is not known
+ALL_SLOTS = -1  # the slot is not known
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What a guard recorded. `place`: a slot, a row or a sequence of the batch, depending on the op."""
+    """What a guard recorded. `place`: a slot, a row or a sequence of the batch; `names` says which."""
 
     op: str
     place: int
     index: int
     limit: int
+    names: FaultPlace = FaultPlace.SEQUENCE
 
     def slot(self, slots: Sequence[int], starts: Sequence[int]) -> int:
         """The slot it concerns, in a batch whose sequence i is of slots[i] and has rows starts[i]..starts[i + 1] - 1."""
-        if self.op in BY_SLOT:
+        if self.names is FaultPlace.SLOT:
             return self.place if self.place in slots else ALL_SLOTS
         at = self.place
-        if self.op in BY_ROW:
+        if self.names is FaultPlace.ROW:
             at = next((i for i in range(len(slots)) if starts[i] <= self.place < starts[i + 1]), -1)
         return slots[at] if 0 <= at < len(slots) else ALL_SLOTS
 
@@ -65,6 +51,14 @@ def record(device: torch.device) -> Tensor:
     """[5] int32, what kernels are given; see include/bounds.cuh."""
     with torch.inference_mode(False):  # it is written inside and outside of that mode
         return torch.zeros(N_FIELD, dtype=torch.int32, device=device)
+
+
+def fault_of(number: int, place: int, index: int, limit: int) -> Fault:
+    """A record in words."""
+    op = registry.guarded().get(number)
+    if op is None or op.guard is None:
+        return Fault(f"number {number}", place, index, limit)
+    return Fault(op.name, place, index, limit, op.guard.place)
 
 
 class Reader:
@@ -97,7 +91,7 @@ class Reader:
         if not tripped:
             return None
         self.clear()
-        return Fault(OPS.get(op, f"number {op}"), place, index, limit)
+        return fault_of(op, place, index, limit)
 
 
 def read(device: torch.device) -> Fault | None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cuda.core import ObjectCode, ProgramOptions
 
 HERE = Path(__file__).parent
+HOPPER = (9, 0)
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120f")
 """What kernels are compiled for in the tests. sm_120f is one cubin for 12.0 and 12.1."""
 
@@ -143,10 +144,15 @@ class Program(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GpuKind:
-    """A kind of GPU, which need not be here. n_multiprocessor: 0 where it is not known."""
+    """What programs are compiled for. The GPU need not be here.
+
+    n_multiprocessor  0 if it is not known
+    kv                type of keys and values, for specs that do not name it
+    """
 
     capability: tuple[int, int]
     n_multiprocessor: int = 0
+    kv: torch.dtype = torch.float16
 
     @property
     def arch(self) -> str:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Generic, TypeVar
 
 import torch
 
 from pyspec.cuda import probe
 from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.verdicts import Candidate
 
 log = logging.getLogger(__name__)
@@ -32,11 +34,33 @@ def _no_limits(spec: object) -> str | None:
     return None
 
 
+def _no_shapes(device: torch.device) -> list[Spec]:
+    return []
+
+
+class FaultPlace(Enum):
+    """What the `slot` field of a fault record holds."""
+
+    SLOT = "slot"
+    ROW = "row of the batch"
+    SEQUENCE = "sequence of the batch"
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """The guard of an op's kernels. `number` stands in compiled kernels, so it never changes."""
+
+    number: int
+    place: FaultPlace = FaultPlace.SEQUENCE
+
+
 @dataclass(frozen=True)
 class Impl(Generic[Spec, Launch]):
     """One way to run an op. `bind(spec)` checks, compiles and returns what runs; it may be slow, what it returns may not.
 
-    tune  measures, in the child that has found it right, what of some choices is fastest here; kept with the verdict, for `bind` to find
+    tune      times the choices there are; the child runs it after the check, and the result is kept with the verdict for `bind`
+    programs  what NVRTC compiles for a spec, so that it can be compiled before `bind`. It may leave out a program (`bind` compiles it)
+              or list one that no batch needs
     """
 
     name: str
@@ -46,14 +70,24 @@ class Impl(Generic[Spec, Launch]):
     capabilities: tuple[Capability, Capability] = ((8, 0), (12, 1))  # first and last it is made for, on GPUs
     tune: Callable[[Spec], str] | None = None
     native: bool = False  # can crash or hang the process without a GPU, too: never checked inside it
+    programs: Callable[[Spec, GpuKind], Iterable[Program]] | None = None
+
+    def programs_for(self, spec: Spec, target: GpuKind) -> list[Program]:
+        """Each program once; none for implementations that NVRTC does not compile."""
+        return [] if self.programs is None else list(dict.fromkeys(self.programs(spec, target)))
 
 
 @dataclass
 class Op(Generic[Spec, Launch]):
-    """`check(launch, reference_launch, spec)` returns a sentence when an implementation differs from the reference.
+    """Everything there is to know about an op. Its folder is all there is to add (registry.py).
 
-    home     "module:name" where a child process finds this op; empty: pyspec.cuda.ops.<name>.op:<name>
-    decided  what runs for each spec that was asked about, by what this thread wants ops to run as: a forward may ask again
+    check        returns a sentence when an implementation differs from the reference: check(launch, reference_launch, spec)
+    home         "module:name" where a child process finds this op; empty: pyspec.cuda.ops.<name>.op:<name>
+    guard        number and meaning of its fault records, if its kernels have guards
+    shapes       specs that models have, for `pyspec doctor`; an op without any is a part of another one, and not listed
+    more_shapes  further specs that a package's cubins are compiled for
+    named        the op whose name selects this one, too, in `--kernels`
+    decided      the implementation chosen for each spec so far, by the tiers this thread wants: a forward may ask again
     """
 
     name: str
@@ -61,6 +95,10 @@ class Op(Generic[Spec, Launch]):
     impls: Sequence[Impl[Spec, Launch]] = ()
     check: Callable[[Launch, Launch, Spec], str | None] | None = None
     home: str = ""
+    guard: Guard | None = None
+    shapes: Callable[[torch.device], list[Spec]] = _no_shapes
+    more_shapes: Callable[[torch.device], list[Spec]] = _no_shapes
+    named: str = ""
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
     _decided: dict[frozenset[tuple[str, str]], dict[Spec, Impl[Spec, Launch]]] = field(default_factory=dict)
@@ -72,11 +110,15 @@ class Op(Generic[Spec, Launch]):
     def __post_init__(self) -> None:
         self.home = self.home or f"pyspec.cuda.ops.{self.name}.op:{self.name}"
 
+    @property
+    def is_listed(self) -> bool:
+        return self.shapes is not _no_shapes
+
     def out_of_question(self, impl: Impl[Spec, Launch], spec: Spec) -> str | None:
         """Why `impl` can not run `spec`, as far as is known without a check."""
         if (why := impl.limits(spec)) is not None or (why := _outside(impl, spec)) is not None:
             return why
-        if (why := EXAMINATION.left_out(self.name, impl.name)) is not None:
+        if (why := EXAMINATION.left_out(self.name, impl.name, self.named)) is not None:
             return why
         if impl.bind.__module__ in EXAMINATION.demoted:
             return "it failed while it ran, and is not used again before the next start"

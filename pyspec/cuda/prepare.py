@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -25,7 +25,6 @@ from pyspec.cuda.jit import Compiled, GpuKind, Program
 from pyspec.cuda.op import Impl, Op, device_of
 from pyspec.cuda.probe import Prober
 from pyspec.cuda.probe_process import MOST, n_cores
-from pyspec.cuda.programs import programs
 from pyspec.cuda.verdicts import Candidate, Verdict
 from pyspec.errors import ConfigError, DeviceError
 from pyspec.ranges import quoted
@@ -52,8 +51,9 @@ class Wanted:
 
 def wanted_of(asks: Iterable[Ask], target: GpuKind, kv: torch.dtype) -> list[Wanted]:
     """Of each ask the implementation that limits leave, if a child has to check it."""
+    target = replace(target, kv=kv)
     return [
-        Wanted(op.candidate(impl, spec), programs(op.name, impl.name, spec, target, kv))
+        Wanted(op.candidate(impl, spec), impl.programs_for(spec, target))
         for op, spec in asks
         if (impl := _first(op, spec)) is not None and op.check is not None
     ]

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import torch
 
-from pyspec.cuda import faults, tri
+from pyspec.cuda import faults, registry, tri
 from pyspec.cuda.context import context_of
 from pyspec.cuda.op import Impl, Op, device_of
 from pyspec.cuda.probe import LIMITS_S, sentence
@@ -129,8 +129,7 @@ def _main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     except (ImportError, ValueError, OSError):
         log.debug("cores are dumped as usual")
-    import pyspec.cuda.programs  # noqa: F401 - all ops: while whoever asks is not that far yet
-
+    registry.every()  # imports all ops, while the parent is still starting
     serve(sys.stdin.buffer, answers)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pyspec.cuda import survey, tri
+from pyspec.cuda import registry, tri
 from pyspec.cuda.examine import EXAMINATION, TIERS
 from pyspec.cuda.op import Op
 from pyspec.errors import ConfigError
@@ -38,13 +38,13 @@ def unmet(device: torch.device) -> str:
     asked = [name for name, tier in EXAMINATION.tiers.items() if tier in TIERS]
     if device.type != "cuda" and not tri.interprets():
         return "these kernels run on GPUs only, and this runs on the CPU, as without them" if asked else ""
-    found = [line for op in survey.ops() if (line := _unmet(op))]
+    found = [line for op in registry.ops() if (line := _unmet(op))]
     more = f"; and {len(found) - SAID} more" if len(found) > SAID else ""
     return "; ".join(found[:SAID]) + more
 
 
 def _unmet(op: Op[Any, Any]) -> str:
-    wanted = [impl for impl in op.impls if impl.name in TIERS.get(EXAMINATION.wanted(op.name), ())]
+    wanted = [impl for impl in op.impls if impl.name in TIERS.get(EXAMINATION.wanted(op.name, op.named), ())]
     for spec, impl in op.decided.items():
         if wanted and impl not in wanted:
             return f"{op.name} runs as {impl.name} ({wanted[0].name}: {op.refusal(wanted[0], spec)})"
@@ -56,9 +56,10 @@ def wanted_of(text: str) -> dict[str, str]:
     if "=" not in text:
         return {} if text == "auto" else {"": text}
     wanted = dict(part.split("=") for part in text.split(","))
+    names = registry.names()
     for name in wanted:
-        if name not in survey.OPS:
-            near = get_close_matches(name, survey.OPS, 1)
+        if name not in names:
+            near = get_close_matches(name, names, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"--kernels: there is no op {name}{hint} (there are {', '.join(survey.OPS)})")
+            raise ConfigError(f"--kernels: there is no op {name}{hint} (there are {', '.join(names)})")
     return wanted

@@ -10,7 +10,7 @@ import torch
 
 import pyspec
 from pyspec.config import EngineSettings
-from pyspec.cuda import survey
+from pyspec.cuda import registry, survey
 from pyspec.cuda.jit import GpuKind
 from pyspec.cuda.ops.linear.ref import Epilogue
 from pyspec.cuda.prepare import wanted_of
@@ -35,7 +35,7 @@ def names(asks: list[survey.Ask]) -> set[str]:
 
 
 def loaded_asks(path: Path, s: EngineSettings) -> set[str]:
-    for op in survey.ops():
+    for op in registry.ops():
         op.decided.clear()
     load(path, s)
     return names(survey.asked())

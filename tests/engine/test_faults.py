@@ -11,7 +11,8 @@ from engine_rig import Rig, fake_rig
 from known_texts import N_TEXT, known_texts
 from test_isolation import NAN, speculating
 
-from pyspec.cuda import faults
+from pyspec.cuda import faults, registry
+from pyspec.cuda.op import FaultPlace
 from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.loop.round import RowLimits
 from pyspec.errors import OutOfBounds, SlotError
@@ -19,14 +20,14 @@ from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
 
 CPU = torch.device("cpu")
-NUMBERS = {name: number for number, name in faults.OPS.items()}
+GUARDS = {op.name: op.guard for op in registry.guarded().values()}
 
 
 def trip(op: str, place: int, index: int = 99, limit: int = 12) -> None:
     """What a kernel's guard does: the first one writes."""
     record = faults.record(CPU)
     if not record[0]:
-        record.copy_(torch.tensor([1, NUMBERS[op], place, index, limit], dtype=torch.int32))
+        record.copy_(torch.tensor([1, GUARDS[op].number, place, index, limit], dtype=torch.int32))
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,8 @@ def tripping(r: Rig, op: str, slot: int, after: int) -> None:
             return out
         r.loop.target.forward = forward  # type: ignore[method-assign]
         last_row = batch.starts[at + 1] - 1
-        trip(op, slot if op in faults.BY_SLOT else last_row if op in faults.BY_ROW else at)
+        places = {FaultPlace.SLOT: slot, FaultPlace.ROW: last_row, FaultPlace.SEQUENCE: at}
+        trip(op, places[GUARDS[op].place])
         for layer in r.loop.memory.states.values():
             for t in layer.tensors():
                 t[slot] = NAN
@@ -57,7 +59,7 @@ def tripping(r: Rig, op: str, slot: int, after: int) -> None:
 
 
 @pytest.mark.sampled(1, most=1)
-@pytest.mark.parametrize("op", [op for op in NUMBERS if op != "norms"])  # which does not know whose a row is
+@pytest.mark.parametrize("op", [op for op in GUARDS if op != "norms"])  # which does not know whose a row is
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 @pytest.mark.parametrize("after", [1, 5])
 def test_a_tripped_guard_ends_the_request_it_names(kind: str, op: str, after: int) -> None:
@@ -91,7 +93,7 @@ def test_a_guard_may_trip_in_the_middle_of_a_prompt() -> None:
 
 
 @pytest.mark.sampled(most=4)
-@pytest.mark.parametrize("op", NUMBERS)
+@pytest.mark.parametrize("op", GUARDS)
 def test_a_guard_that_names_nobody_ends_the_round_s_requests(op: str) -> None:
     path, r = speculating("mtp", 2)
     prompt, text = next(iter(known_texts(path).items()))

@@ -18,7 +18,7 @@ from typing import Any
 
 import planted_tiers
 
-from pyspec.cuda import probe, probe_process, survey, tiers, verdicts
+from pyspec.cuda import probe, probe_process, registry, tiers, verdicts
 from pyspec.cuda.probe import Prober
 from pyspec.engine.api import Engine
 
@@ -41,7 +41,7 @@ MODELS = {
 
 def forget(name: str = "") -> None:
     """What is known of an op, or of all of them: it is checked again."""
-    for op in survey.ops():
+    for op in registry.ops():
         if name in ("", op.name):
             op.decided.clear()
             op.verdicts.clear()
@@ -59,7 +59,7 @@ def forget_kept(name: str) -> None:
 def planted(name: str, kind: str) -> Iterator[Any]:
     """The op, with the bad one in front of its tier in Triton, in this process and in the one that checks."""
     forget_kept(name)
-    op, bad = next(op for op in survey.ops() if op.name == name), getattr(planted_tiers, f"{name}_{kind}")
+    op, bad = next(op for op in registry.ops() if op.name == name), getattr(planted_tiers, f"{name}_{kind}")
     impls, home = op.impls, op.home
     op.impls, op.home = bad.impls, bad.home
     forget(name)

@@ -8,6 +8,7 @@ from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
 
 from pyspec.cuda import faults
+from pyspec.cuda.op import FaultPlace
 from pyspec.cuda.ops.angles import cuda as angles_cuda
 from pyspec.cuda.ops.angles import ref as angles_ref
 from pyspec.cuda.ops.angles.ref import AnglesSpec
@@ -65,7 +66,7 @@ def test_a_token_that_does_not_exist_is_reported_and_the_other_rows_are_right(ba
     with emulated_gpu():
         x = embed_cuda.bind(spec).rows(raw, tokens)
         assert faults.record(CPU).tolist() == [1, embed_cuda.OP_ID, 1, seen, 7]
-    assert faults.OPS[embed_cuda.OP_ID] == "embed" and "embed" in faults.BY_ROW
+    assert faults.fault_of(embed_cuda.OP_ID, 0, 0, 0).names is FaultPlace.ROW
     want = TorchEmbed(spec).rows(raw, torch.tensor([6, 0, 0]))
     assert torch.equal(embed_cuda.bits(x), embed_cuda.bits(want))
 

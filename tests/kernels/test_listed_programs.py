@@ -15,7 +15,6 @@ from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.op import Op
 from pyspec.cuda.ops.linear.op import linear, linear_tall
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
-from pyspec.cuda.programs import programs
 from pyspec.gguf import GGMLType
 
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
@@ -81,7 +80,7 @@ def test_whatever_binding_compiles_was_listed(capability: tuple[int, int]) -> No
                 if impl.limits(replace(spec, device=GPU)) is not None:  # not enough shared memory, say
                     continue
             made = compiled_by(op, impl, spec, capability)
-            listed = set(programs(op.name, impl.name, spec, GpuKind(capability, 132)))
+            listed = set(impl.programs_for(spec, GpuKind(capability, 132)))
             assert made <= listed, f"{op.name} {spec}: {made - listed}"
             assert {p.arch for p in listed} == {jit.arch_of(capability)}
             assert all(p.stem in jit.stems() for p in listed)
@@ -92,14 +91,15 @@ def test_whatever_binding_compiles_was_listed(capability: tuple[int, int]) -> No
 def test_other_implementations_have_no_programs() -> None:
     for op, spec in survey.standard(CPU):
         for impl in (*op.impls, op.reference):
-            has = bool(programs(op.name, impl.name, spec, GpuKind((9, 0), 132)))
+            has = bool(impl.programs_for(spec, GpuKind((9, 0), 132)))
             assert has == (impl.name in OWN), (op.name, impl.name)
 
 
 def test_where_the_multiprocessors_are_unknown_all_ways_are_listed() -> None:
     for op, spec in survey.standard(CPU):
-        some = programs(op.name, "cuda", spec, GpuKind((9, 0), 132))
-        assert set(some) <= set(programs(op.name, "cuda", spec, GpuKind((9, 0))))
+        for impl in op.impls:
+            some = impl.programs_for(spec, GpuKind((9, 0), 132))
+            assert set(some) <= set(impl.programs_for(spec, GpuKind((9, 0))))
 
 
 def test_a_program_is_its_macros_as_text() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import survey, tiers
+from pyspec.cuda import registry, tiers
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.gdn.op import gdn
@@ -95,7 +95,7 @@ def test_an_op_that_does_not_exist_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="no op liner; did you mean linear"):
         tiers.use("liner=triton")
     assert EXAMINATION.tiers == {}
-    assert set(tiers.wanted_of(",".join(f"{name}=triton" for name in survey.OPS))) == set(survey.OPS)
+    assert set(tiers.wanted_of(",".join(f"{name}=triton" for name in registry.names()))) == set(registry.names())
 
 
 def test_what_was_wanted_and_is_not_to_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_what_was_wanted_and_is_not_to_be_had_is_said(monkeypatch: pytest.Monkey
         Op(name, Impl("torch", bind), impls)
         for name, impls in (("linear", [Impl("cuda", bind), missing]), ("rows", [Impl("triton", bind)]), ("embed", []))
     ]
-    monkeypatch.setattr(survey, "ops", lambda: ops)
+    monkeypatch.setattr(registry, "ops", lambda: ops)
     gpu = torch.device("cuda", 0)
     for text, said in (
         ("triton", "linear runs as torch (triton: triton is not installed)"),

@@ -13,6 +13,7 @@ from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.ahead import cuda as ahead_cuda
 from pyspec.cuda.ops.ahead import ref as ahead_ref
 from pyspec.cuda.ops.ahead import triton as ahead_triton
+from pyspec.cuda.ops.ahead.ref import GUARD
 from pyspec.cuda.ops.best import cuda as best_cuda
 from pyspec.cuda.ops.best import ref as best_ref
 from pyspec.cuda.ops.best import triton as best_triton
@@ -81,4 +82,4 @@ def test_a_page_beyond_the_table_is_reported_by_its_sequence() -> None:
     batch.positions[2] = 1 << 20
     ahead_triton.bind(ahead_ref.AheadSpec(CPU)).step(batch)
     found = _tripped()
-    assert found[:3] == [1, faults.NUMBERS["ahead"], 1] and found[3] == ((1 << 20) + 1) // batch.page_size
+    assert found[:3] == [1, GUARD.number, 1] and found[3] == ((1 << 20) + 1) // batch.page_size

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import triton_interpreter  # noqa: F401
 
-from pyspec.cuda import survey
+from pyspec.cuda import registry, survey
 from pyspec.engine.api import Engine
 from pyspec.synth import write
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarn
 
 def text(path: Path, spec_type: str) -> tuple[list[int], set[str]]:
     """Tokens of a greedy answer, and what ran in Triton."""
-    for op in survey.ops():
+    for op in registry.ops():
         op.decided.clear()
         op.verdicts.clear()
     settings = {"np": 2, "ctx": 256, "spec_type": spec_type, "n_draft_fixed": True, "warm_up": False, "kv_type": "f16"}
@@ -38,6 +38,6 @@ def test_a_text_is_the_references(model: str, spec_type: str, tmp_path: Path, mo
     assert ran >= IN_TRITON[model] and len(want) == 8
     assert got == want
     monkeypatch.delenv("TRITON_INTERPRET")
-    for op in survey.ops():
+    for op in registry.ops():
         op.decided.clear()
         op.verdicts.clear()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.faults import record
-from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
-from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, Ahead, AheadSpec, Kept
+from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, Ahead, AheadSpec, Kept
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.table import SlotTable
@@ -98,6 +98,10 @@ class AheadLaunch:
         ]
         args += [np.int64(n) for n in steps] + [np.int32(n) for n in sizes] + [self.fault]
         self.mover.launch((-(-n_row // THREADS),), THREADS, args, overlap=self.overlap)
+
+
+def programs(spec: AheadSpec, target: GpuKind) -> list[Program]:
+    return [target.program("ahead")]
 
 
 def bind(spec: AheadSpec) -> AheadLaunch:

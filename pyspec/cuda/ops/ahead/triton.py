@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import tri
-from pyspec.cuda.faults import NUMBERS, record
-from pyspec.cuda.ops.ahead.ref import MAX_ENDS, AheadSpec, Kept
+from pyspec.cuda.faults import record
+from pyspec.cuda.ops.ahead.ref import GUARD, MAX_ENDS, AheadSpec, Kept
 from pyspec.slots.batch import Batch
 
 ROWS = 128  # of a program that moves
@@ -89,7 +89,7 @@ class AheadTriton:
             kernels.ahead_move,
             (-(-n_row // ROWS),),
             (*layout, *of_rows, *of_kept, *beside, *steps, n_draft, n_row, n_seq, n_next, n_page),
-            {**has, "PAGE": batch.page_size, "ROWS": ROWS, "OP": NUMBERS["ahead"]},
+            {**has, "PAGE": batch.page_size, "ROWS": ROWS, "OP": GUARD.number},
             4,
         )
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
 from pyspec.cuda.ops.angles.ref import Angles, AnglesSpec
 
 THREADS = 128
@@ -44,6 +44,10 @@ class AnglesLaunch:
             args = (positions, freq, cos, sin, np.int32(n_row), np.int32(n), inverse_of(factor))
             self.kernel.launch((-(-n_row * n // THREADS),), THREADS, args)
         return cos, sin
+
+
+def programs(spec: AnglesSpec, target: GpuKind) -> list[Program]:
+    return [target.program("angles")]
 
 
 def bind(spec: AnglesSpec) -> AnglesLaunch:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from pyspec.cuda import faults, jit
 from pyspec.cuda.context import per_device
-from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.ops.attend.ref import GUARD, AttendSpec
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
 from pyspec.cuda.ops.prefetch import prefetch_args
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
-OP_ID = faults.NUMBERS["attend"]  # in the fault record, which names the sequence
+OP_ID = GUARD.number
 DIMS = (64, 128, 256)
 N_TILES = (1, 2, 3, 4, 6)  # columns of a block in eights
 SPLIT, MAX_SEQ, STEP_BYTES, SCALE_BYTES = 1024, 128, 2048, 256  # as in attend_fold.cuh and attend.cu
@@ -169,12 +169,16 @@ def _kernels(device: torch.device, shape: AttendBuild) -> Kernels:
     return Kernels(split, thin, long, wide, n_sm * shape.resident, shape)
 
 
+def plain_defines(dim: int, kv: torch.dtype, has_sinks: bool) -> dict[str, int | str]:
+    """Macros of attend_plain.cu."""
+    return {"DIM": dim, "KV_KIND": KINDS[kv], "HAS_SINKS": int(has_sinks), "OP_ID": OP_ID}
+
+
 @per_device
 def _plain(device: torch.device, dim: int, kv: torch.dtype, has_sinks: bool) -> jit.Kernel:
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
-    defines = {"DIM": dim, "KV_KIND": KINDS[kv], "HAS_SINKS": int(has_sinks), "OP_ID": OP_ID}
     planes, sinks = _letters(kv, has_sinks)
-    code = jit.compile_cubin("attend_plain", arch, defines)
+    code = jit.compile_cubin("attend_plain", arch, plain_defines(dim, kv, has_sinks))
     return code.kernel("attend_plain", PLAIN_ARGS.format(planes=planes, sinks=sinks))
 
 
@@ -339,6 +343,15 @@ class AttendLaunch:
         kernel = _plain(spec.device, spec.head_dim, spec.kv, spec.has_sinks)
         kernel.launch((q.shape[0], spec.n_head), 128, [q, *pool.read_planes, *rows, *counts, self.scale])
         return out
+
+
+def programs(spec: AttendSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
+    if spec.kv is torch.float32 or spec.head_dim not in DIMS:
+        yield target.program("attend_plain", plain_defines(spec.head_dim, spec.kv, spec.has_sinks))
+        return
+    for n_tile in N_TILES:
+        shape = shape_for(spec.head_dim, n_tile, spec.kv, target.arch, spec.has_sinks)
+        yield target.program("attend", shape.defines())
 
 
 def bind(spec: AttendSpec, *, shape: AttendBuild | None = None) -> AttendLaunch:

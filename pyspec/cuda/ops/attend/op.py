@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend import triton as attend_triton
 from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, worst
+from pyspec.cuda.ops.attend.prompt import attend_blocks, attend_prompt
 from pyspec.cuda.ops.attend.ref import Attend
 
 
@@ -26,12 +29,24 @@ def check(launch: Attend, reference: Attend, spec: attend_ref.AttendSpec) -> str
     return None
 
 
+def shapes(device: torch.device) -> list[attend_ref.AttendSpec]:
+    """Heads of 27B, of 8B, of a small drafter; 27B with keys and values of 8 bits."""
+    heads = ((24, 4, 256), (32, 8, 128), (16, 2, 64))
+    whole = [attend_ref.AttendSpec(device, *of, of[2] ** -0.5) for of in heads]
+    packed = (torch.int8, torch.float8_e4m3fn)
+    return whole + [attend_ref.AttendSpec(device, 24, 4, 256, 256**-0.5, kv) for kv in packed]
+
+
 attend: Op[attend_ref.AttendSpec, Attend] = Op(
     "attend",
     Impl("torch", attend_ref.bind),
     [
-        Impl("cuda", attend_cuda.bind, attend_cuda.limits, capturable=True),
+        Impl("cuda", attend_cuda.bind, attend_cuda.limits, capturable=True, programs=attend_cuda.programs),
         Impl("triton", attend_triton.bind, attend_triton.limits, capturable=True),
     ],
     check,
+    guard=attend_ref.GUARD,
+    shapes=shapes,
 )
+
+OPS = (attend, attend_prompt, attend_blocks)

@@ -97,12 +97,19 @@ def _compared(launch: Run, other: Run, spec: AttendSpec, cases: Sequence[Case]) 
     return None
 
 
+def shapes(device: torch.device) -> list[AttendSpec]:
+    """27B."""
+    return [AttendSpec(device, 24, 4, 256, 0.0625)]
+
+
 attend_prompt: Op[AttendSpec, Run] = Op(  # without the library, `attend` takes prompts, too
     "attend_prompt",
     Impl("attend", reference),
     [Impl("library", by_torch, limits)],
     check,
     home="pyspec.cuda.ops.attend.prompt:attend_prompt",
+    named="attend",
+    shapes=shapes,
 )
 attend_blocks: Op[AttendSpec, Run] = Op(  # the same behind many keys; without it the library takes those, too
     "attend_blocks",
@@ -110,6 +117,8 @@ attend_blocks: Op[AttendSpec, Run] = Op(  # the same behind many keys; without i
     [Impl("cudnn", by_cudnn, prompt_blocks.limits)],
     check_blocks,
     home="pyspec.cuda.ops.attend.prompt:attend_blocks",
+    named="attend",
+    shapes=shapes,
 )
 
 

@@ -22,8 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.exact import EXACT
+from pyspec.cuda.op import Guard
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
+
+GUARD = Guard(4)
 
 Attend = Callable[Concatenate[Tensor, KVPool, Batch, ...], Tensor]
 """attend(q, pool, batch, window=0, sinks=None) -> out; one that fetches ahead takes `after`, too (fuse.py)"""

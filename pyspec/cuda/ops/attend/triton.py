@@ -16,11 +16,11 @@ from torch import Tensor
 
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.attend.cuda import KINDS, MANY, workspace
-from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.ops.attend.ref import GUARD, AttendSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
-OP_ID = faults.NUMBERS["attend"]  # in the fault record, which names the sequence
+OP_ID = GUARD.number
 SHORT, LONG, FAR = 256, 1024, 16384  # keys of a partial sum: in sequences of up to FAR keys, and in longer ones
 COLUMNS = (16, 32, 64)  # of a tile: rows of a sequence times heads of a group
 MOST_SUMS = 64 * 256  # of a tile: columns times dims, which registers hold

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
 from pyspec.cuda.ops.best.ref import Best, BestSpec
 
 THREADS = 256  # of a CTA; as many parts a row has at most
@@ -87,6 +87,10 @@ class BestLaunch:
 @per_device
 def _launch(device: torch.device) -> BestLaunch:
     return BestLaunch(device)
+
+
+def programs(spec: BestSpec, target: GpuKind) -> list[Program]:
+    return [target.program("best", defines())]
 
 
 def bind(spec: BestSpec) -> BestLaunch:

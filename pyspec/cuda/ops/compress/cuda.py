@@ -13,14 +13,14 @@ from torch import Tensor
 
 from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
+from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.attend.cuda import KINDS, SCALED
-from pyspec.cuda.ops.compress.ref import SCORES, VALUES, CompressSpec
+from pyspec.cuda.ops.compress.ref import GUARD, SCORES, VALUES, CompressSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool, name_of, rows_per_page
 from pyspec.slots.ring import RingRows
 
-OP_ID = faults.NUMBERS["compress"]  # in the fault record, which names the sequence
+OP_ID = GUARD.number
 MOST_THREADS, KEEPERS = 512, 128
 FEW = 128  # rows up to which two compressors share a launch
 FORMS = {
@@ -203,6 +203,10 @@ class BothLaunch:
         self.kernels["compress_both"].launch((n_row, 2), self.threads, args, overlap=overlap)
         if n_row > n_direct:  # some sequence may have more
             self.kernels["compress_keep_both"].launch((n_row, 2), KEEPERS, [*kept, b.positions, *seqs], overlap=overlap)
+
+
+def programs(spec: CompressSpec, target: GpuKind) -> list[Program]:
+    return [target.program("compress", defines(spec))]
 
 
 def bind(spec: CompressSpec) -> CompressLaunch:

@@ -20,10 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.exact import by_row
+from pyspec.cuda.op import Guard
 from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.ring import RingRows
+
+GUARD = Guard(13)
 
 VALUES, SCORES = "values", "scores"  # names of the ring's rows
 

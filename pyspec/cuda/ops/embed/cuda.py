@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
 from pyspec.cuda.ops.angles import cuda as angles_cuda
-from pyspec.cuda.ops.embed.ref import Embed, EmbedSpec
+from pyspec.cuda.ops.embed.ref import GUARD, Embed, EmbedSpec
 from pyspec.gguf import GGMLType
 
-OP_ID = faults.NUMBERS["embed"]  # in the fault record
+OP_ID = GUARD.number
 THREADS = 256  # of a CTA, 4 columns each
 MAX_TOKENS = (1 << 31) - 1
 PACKED = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K)
@@ -80,6 +80,10 @@ class EmbedLaunch:
             args = (raw, np.int64(self.row_bytes), np.int32(n_token), tokens, x, np.int32(self.n_in))
             self.kernel.launch((n_row, n_part), THREADS, (*args, *rope, self.fault))
         return x
+
+
+def programs(spec: EmbedSpec, target: GpuKind) -> list[Program]:
+    return [target.program("embed", defines(spec.type))]
 
 
 def bind(spec: EmbedSpec) -> EmbedLaunch:

@@ -8,9 +8,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pyspec.cuda.op import FaultPlace, Guard
 from pyspec.cuda.ops.angles.ref import angles
 from pyspec.cuda.ops.linear.dequant import dequantize_rows
 from pyspec.gguf import GGMLType
+
+GUARD = Guard(8, FaultPlace.ROW)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ Where rows are few, outputs go into the next product's rows right away (`GdnLaun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,8 @@ from pyspec.cuda.ops.recurrent.launch import (
 )
 from pyspec.cuda.ops.recurrent.ref import has_records
 from pyspec.cuda.ops.rows.cuda import BLOCKED, Into, Rows, RowsLaunch, aligned, values_of
-from pyspec.cuda.ops.rows.ref import HeadNorm
+from pyspec.cuda.ops.rows.cuda import program as rows_program
+from pyspec.cuda.ops.rows.ref import HeadNorm, PrepKind
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -238,6 +239,15 @@ def _place(into: Into, n_row: int, n_in: int) -> list[jit.Arg]:
     assert gate.dtype == prep.weight.dtype == torch.float32 and prep.weight.data_ptr() % 16 == 0
     of_head: list[jit.Arg] = [gate, np.int64(gate.stride(0)), prep.weight, np.float32(prep.eps), np.float32(prep.power)]
     return [*of_head, rows.blocks, rows.sums, rows.powers, np.int32(rows.pad), *prefetch_args(into.weights, n_row)]
+
+
+def programs(spec: GdnSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
+    for columns in COLUMNS:
+        yield target.program("gdn", defines(spec.shape, target.arch, columns))
+    yield target.program("gdn_chunk", gdn_chunk.defines(spec.shape, target.arch))
+    n_in = spec.shape.n_v_head * DIM
+    yield rows_program(n_in, PrepKind.HEADS, DIM, BLOCKED, target)  # the check needs both
+    yield rows_program(n_in, PrepKind.PLAIN, 0, BLOCKED, target)
 
 
 def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -> GdnLaunch:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyspec.cuda.op import FaultPlace, Guard
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.recurrent.ref import (
     LATE_ROUNDS,
@@ -42,6 +43,8 @@ from pyspec.cuda.ops.recurrent.ref import (
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
+
+GUARD = Guard(3, FaultPlace.SLOT)
 
 Gdn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateLayer, Batch], Tensor]
 CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form

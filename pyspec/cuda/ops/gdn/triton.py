@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, tri
-from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.gdn.ref import GUARD, GdnSpec
 from pyspec.cuda.ops.recurrent.ref import has_records
 from pyspec.cuda.ops.recurrent.tri_launch import ROWS, TAPS, meta_of, meta_of_fold, stretches
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
-OP_ID = faults.NUMBERS["gdn"]
+OP_ID = GUARD.number
 COLUMNS, WARPS = 16, 2  # of a program of gdn_rows
 
 

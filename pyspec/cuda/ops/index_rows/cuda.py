@@ -16,12 +16,12 @@ from torch import Tensor
 
 from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
-from pyspec.cuda.ops.index_rows.ref import IndexSpec
+from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin, missing
+from pyspec.cuda.ops.index_rows.ref import GUARD, IndexSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool, rows_per_page
 
-OP_ID = faults.NUMBERS["index_rows"]  # in the fault record, which names the sequence
+OP_ID = GUARD.number
 KINDS = {torch.float16: 1, torch.bfloat16: 2}
 MAX_SEQ, PACKERS, CHOOSERS, HELD = 128, 128, 1024, 16 * 1024  # as in index_rows.cu
 PADS = 8, 16, 32, 48, 64  # heads that products of warpgroups take
@@ -187,6 +187,10 @@ class IndexLaunch:
         assert pool.tokens_per_row == spec.ratio
         assert all(t.dtype == torch.int64 and t.is_contiguous() for t in (batch.page_table, batch.positions))
         assert len(batch.positions) == len(batch.row_seq) == n
+
+
+def programs(spec: IndexSpec, target: GpuKind) -> list[Program]:
+    return [target.program("index_rows", defines(spec, scorer_of(spec, target.capability)))]
 
 
 def bind(spec: IndexSpec) -> IndexLaunch:

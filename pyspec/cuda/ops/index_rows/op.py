@@ -1,13 +1,25 @@
 """`index_rows`: the compressed rows that a token attends to."""
 
+from __future__ import annotations
+
+import torch
+
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.index_rows import cuda as index_cuda
 from pyspec.cuda.ops.index_rows import ref as index_ref
 from pyspec.cuda.ops.index_rows.cases import check
 
+
+def shapes(device: torch.device) -> list[index_ref.IndexSpec]:
+    """DeepSeek-V4-Flash."""
+    return [index_ref.IndexSpec(device, 64, 128, 512, 4, torch.float16, 64)]
+
+
 index_rows: Op[index_ref.IndexSpec, index_ref.IndexRows] = Op(
     "index_rows",
     Impl("torch", index_ref.bind),
-    [Impl("cuda", index_cuda.bind, index_cuda.limits, capturable=True)],
+    [Impl("cuda", index_cuda.bind, index_cuda.limits, capturable=True, programs=index_cuda.programs)],
     check,
+    guard=index_ref.GUARD,
+    shapes=shapes,
 )

@@ -20,9 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.exact import EXACT
+from pyspec.cuda.op import Guard
 from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
+
+GUARD = Guard(11)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ stream, and the rows `RowsLaunch` returns hold until its next call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.exact import EXACT
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear.dequant import quantize
 from pyspec.cuda.ops.linear.pack import (
@@ -34,6 +34,8 @@ from pyspec.cuda.ops.linear.pack import (
 )
 from pyspec.cuda.ops.linear.ref import Epilogue, Linear, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import BLOCKED, MAX_COLUMNS, Rows, RowsLaunch
+from pyspec.cuda.ops.rows.cuda import program as rows_program
+from pyspec.cuda.ops.rows.ref import PrepKind
 from pyspec.gguf import GGMLType
 
 MAX_ROWS, MAX_TICKETS = 128, 1 << 16
@@ -271,6 +273,19 @@ class LinearLaunch:
         args = (packed.data, rows.blocks, rows.sums, rows.powers, residual, out, self.partial, self.tickets)
         sizes = (np.int32(rows.n_row), *self.sizes, np.int32(late))
         run.kernel.launch(self.grid, run.threads, (*args, *sizes), run.shared, overlap=self.rows.overlap)
+
+
+def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:
+    type, capability = spec.type, target.capability
+    shared, shapes = n_shared(capability), fitting(type, capability)
+    for shape in shapes:
+        if spec.parts == 1 and linear_pair.takes(spec, shape.rows, shared):
+            macros = linear_pair.defines(type, shape.rows, spec.epilogue, spec.limit, spec.hands)
+            yield target.program("linear_pair", macros)
+        stages = n_stages(type, shape, capability)
+        yield target.program(stem(capability), defines(type, shape, stages, build_of(spec)))
+    if shapes:
+        yield rows_program(spec.n_in, PrepKind.PLAIN, 0, BLOCKED, target)
 
 
 def bind(spec: LinearSpec) -> LinearLaunch:

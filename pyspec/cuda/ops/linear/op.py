@@ -1,27 +1,50 @@
 """`linear`: few rows times a packed quantised matrix; `linear_tall`: more than about thirty."""
 
+from __future__ import annotations
+
 from functools import partial
+
+import torch
 
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import ref as linear_ref
 from pyspec.cuda.ops.linear import triton as linear_triton
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
+from pyspec.cuda.ops.linear.pack import FORMATS
+from pyspec.cuda.ops.linear.ref import USUAL_TYPES, Epilogue
+
+
+def shapes(device: torch.device) -> list[linear_ref.LinearSpec]:
+    """A part of a matrix of 27B, in its usual types."""
+    return [linear_ref.LinearSpec(device, type, 272, 5120) for type in USUAL_TYPES]
+
+
+def every_type(device: torch.device) -> list[linear_ref.LinearSpec]:
+    """Each packed type with each epilogue."""
+    return [linear_ref.LinearSpec(device, type, 272, 5120, epilogue) for type in FORMATS for epilogue in Epilogue]
+
 
 linear: Op[linear_ref.LinearSpec, linear_ref.Linear] = Op(
     "linear",
     Impl("torch", linear_ref.bind),
     [
-        Impl("cuda", linear_cuda.bind, linear_cuda.limits),
+        Impl("cuda", linear_cuda.bind, linear_cuda.limits, programs=linear_cuda.programs),
         Impl("triton", linear_triton.bind, linear_triton.limits, capturable=True, tune=linear_triton.tune),
     ],
     linear_cuda.check,
+    shapes=shapes,
+    more_shapes=every_type,
 )
 
 linear_tall: Op[linear_ref.LinearSpec, linear_ref.Linear] = Op(
     "linear_tall",
     Impl("torch", linear_ref.bind),
-    [Impl("wgmma", linear_wgmma.bind, linear_wgmma.limits)],
+    [Impl("wgmma", linear_wgmma.bind, linear_wgmma.limits, programs=linear_wgmma.programs)],
     partial(linear_cuda.check, n_rows=(40, 49, 96, 127, 200)),
     home="pyspec.cuda.ops.linear.op:linear_tall",
+    named="linear",
+    more_shapes=every_type,
 )
+
+OPS = (linear, linear_tall)

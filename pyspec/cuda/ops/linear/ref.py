@@ -27,6 +27,9 @@ from pyspec.gguf import GGMLType
 
 PROBE_ROWS = 272  # of the matrix that a kernel is checked with, which speaks for all of as many columns
 
+USUAL_TYPES = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
+"""Of the weights of most files: `pyspec doctor` shows ops that read weights for these."""
+
 
 class Epilogue(IntEnum):
     """What happens to a product before it is written; the values are linear.cu's."""

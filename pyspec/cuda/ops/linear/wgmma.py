@@ -11,6 +11,7 @@ Buffers are made at bind and shared by the matrices of a device: all launches mu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,10 +21,12 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.exact import EXACT
-from pyspec.cuda.jit import Kernel, compile_cubin
+from pyspec.cuda.jit import HOPPER, GpuKind, Kernel, Program, compile_cubin
 from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS, TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsLaunch
+from pyspec.cuda.ops.rows.cuda import program as rows_program
+from pyspec.cuda.ops.rows.ref import PrepKind
 from pyspec.gguf import GGMLType
 
 PADS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
@@ -179,6 +182,14 @@ class WgmmaLaunch:
         args = (*tensors, work.partial, work.counts, work.states, np.int32(rows.n_row), *self.sizes)
         shared = shared_bytes(self.spec.type, rows.pad)
         self.kernels[rows.pad].launch(self.grid, _THREADS, args, shared, overlap=self.overlap)
+
+
+def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:
+    if target.capability != HOPPER:
+        return
+    for pad in PADS:
+        yield Program.of("linear_wgmma", "sm_90a", defines(spec.type, pad, spec.epilogue, limit=spec.limit))
+    yield rows_program(spec.n_in, PrepKind.PLAIN, 0, TALL, target)
 
 
 def bind(spec: LinearSpec) -> WgmmaLaunch:

@@ -10,7 +10,7 @@ products are one pass of f16), the same whatever the neighbours, rounded otherwi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -162,6 +162,16 @@ class Mamba2Launch:
         if long:
             self.chunks.run(made, inputs, p, layer, out, chunked, overlap=overlap)
         return out
+
+
+def programs(spec: Mamba2Spec, target: jit.GpuKind) -> Iterable[jit.Program]:
+    shape, n = spec.shape, target.n_multiprocessor
+    for columns in columns_of(shape):
+        yield target.program("mamba2", defines(shape, target.arch, columns))
+    chunk, most = mamba2_chunk.cut(shape, target.arch)
+    yield target.program("mamba2_chunk", mamba2_chunk.defines(shape, chunk, most))
+    if most == 64 and (not n or mamba2_chunk.narrow(shape, 1, n)):
+        yield target.program("mamba2_chunk", mamba2_chunk.defines(shape, chunk, 32))
 
 
 def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED) -> Mamba2Launch:

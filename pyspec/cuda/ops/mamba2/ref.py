@@ -27,6 +27,7 @@ from typing import Concatenate
 import torch
 from torch import Tensor
 
+from pyspec.cuda.op import FaultPlace, Guard
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.recurrent.ref import (
     LATE_ROUNDS,
@@ -44,6 +45,8 @@ from pyspec.cuda.ops.recurrent.ref import (
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
+
+GUARD = Guard(7, FaultPlace.SLOT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, tri
-from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
+from pyspec.cuda.ops.mamba2.ref import GUARD, Mamba2Spec, Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.recurrent.ref import has_records
 from pyspec.cuda.ops.recurrent.tri_launch import ROWS, TAPS, meta_of, meta_of_fold, stretches
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
-OP_ID = faults.NUMBERS["mamba2"]
+OP_ID = GUARD.number
 PART, WARPS = 8, 1  # of a program of mamba2_rows
 CHANNELS = 128  # of a program of mamba2_conv, at most
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.ops.linear.cuda import n_shared
 from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS
+from pyspec.cuda.ops.moe.ref import MoeSpec
 from pyspec.cuda.ops.rows.cuda import BLOCKED, PLANES, UNIT, row_bytes
+from pyspec.cuda.ops.rows.cuda import program as rows_program
+from pyspec.cuda.ops.rows.ref import PrepKind
 from pyspec.gguf import GGMLType
 
 FEW_PAIRS, MANY_PAIRS = 8, 32
@@ -177,3 +181,33 @@ class MoeBuild:
             | ({"SPLIT": PARTS} if self.split else {})
             | ({"LIMIT": f"{float(self.limit)!r}f"} if self.limit and self.act == SWIGLU else {})
         )
+
+
+def programs(spec: MoeSpec, target: GpuKind) -> Iterable[Program]:
+    if spec.up is None or spec.down is None or not _fits(spec, target):
+        return
+    yield from _programs_of(spec.up, ACTS[spec.act], spec.down, spec.limit, target)
+    yield from _programs_of(spec.down, NONE, None, 0.0, target)
+    yield target.program("moe_pairs")
+    for kind in (PrepKind.PLAIN, PrepKind.NORM):
+        yield rows_program(spec.n_in, kind, 0, layout_of(spec.up), target)
+
+
+def _programs_of(type: GGMLType, act: int, next: GGMLType | None, limit: float, target: GpuKind) -> Iterable[Program]:
+    """Of gates and ups, or of downs (`next` is None)."""
+    inner = next is not None
+    ways = [(pairs, listed, False) for pairs, listed in BUILDS]
+    if not inner:
+        ways.append((*ADDING, True))
+    for pairs, listed, adds in ways:
+        stages = n_stages(type, pairs, target.capability, inner)
+        kinds = [(n, False) for n in residents(type, pairs, listed, inner)]
+        if splits(type, pairs, listed, inner):
+            kinds.append((0, True))
+        for resident, split in kinds:
+            build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, resident, limit, split)
+            yield target.program("moe", build.defines())
+
+
+def _fits(spec: MoeSpec, target: GpuKind) -> bool:
+    return all(type in CHUNKS and n_stages(type, MANY_PAIRS, target.capability) for type in (spec.up, spec.down))

@@ -1,16 +1,34 @@
 """`moe`: rows through the experts they chose."""
 
+from __future__ import annotations
+
+import torch
+
 from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.moe import builds as moe_builds
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe import triton as moe_triton
+from pyspec.gguf import GGMLType
+
+
+def shapes(device: torch.device) -> list[moe_ref.MoeSpec]:
+    """Experts of Qwen3.5 122B and 35B, and of Nemotron 3 Nano; the last two with a shared one in pieces."""
+    q4, q6, q8 = GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.Q8_0
+    return [
+        moe_ref.MoeSpec(device, 8, 3072, 1024, "swiglu", q4, q6),
+        moe_ref.MoeSpec(device, 8, 2048, 512, "swiglu", q8, q8, pieces=1),
+        moe_ref.MoeSpec(device, 6, 2688, 1856, "relu2", q8, q8, pieces=2),
+    ]
+
 
 moe: Op[moe_ref.MoeSpec, moe_ref.Moe] = Op(
     "moe",
     Impl("torch", moe_ref.bind),
     [
-        Impl("cuda", moe_cuda.bind, moe_cuda.limits, capturable=True),
+        Impl("cuda", moe_cuda.bind, moe_cuda.limits, capturable=True, programs=moe_builds.programs),
         Impl("triton", moe_triton.bind, moe_triton.limits, capturable=True),
     ],
     moe_cuda.check,
+    shapes=shapes,
 )

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe.ref import Route, Routes, RouteSpec
 from pyspec.cuda.ops.rows.cuda import BLOCKED, PLANES, Rows, RowsLaunch, values_of
@@ -145,6 +145,10 @@ class RouteLaunch:
             args = (logits, logits if bias is None else bias, ids, weights, logits if gate is None else gate)
             self.choose.launch((n_row,), self.n_choose, (*args, np.float32(spec.scale)), overlap=self.overlap)
         return Routes(ids, weights, gate)
+
+
+def programs(spec: RouteSpec, target: GpuKind) -> list[Program]:
+    return [target.program("moe_route", defines(spec))]
 
 
 def bind(spec: RouteSpec) -> RouteLaunch:

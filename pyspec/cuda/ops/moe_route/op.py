@@ -1,16 +1,30 @@
 """`moe_route`: which experts a row takes, and what each counts."""
 
+from __future__ import annotations
+
+import torch
+
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.moe_route import triton as moe_route_triton
 
+
+def shapes(device: torch.device) -> list[moe_ref.RouteSpec]:
+    """Routers of Qwen3.5 122B and of Nemotron 3 Super."""
+    return [
+        moe_ref.RouteSpec(device, 3072, 256, 8, gated=True),
+        moe_ref.RouteSpec(device, 4096, 512, 22, "sigmoid", scale=5.0, biased=True),
+    ]
+
+
 moe_route: Op[moe_ref.RouteSpec, moe_ref.Route] = Op(
     "moe_route",
     Impl("torch", moe_ref.bind_route),
     [
-        Impl("cuda", moe_route_cuda.bind, moe_route_cuda.limits, capturable=True),
+        Impl("cuda", moe_route_cuda.bind, moe_route_cuda.limits, capturable=True, programs=moe_route_cuda.programs),
         Impl("triton", moe_route_triton.bind, moe_route_triton.limits, capturable=True),
     ],
     moe_route_cuda.check,
+    shapes=shapes,
 )

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
-from pyspec.cuda.ops.norms.ref import Norms, NormsSpec
+from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.ops.norms.ref import GUARD, Norms, NormsSpec
 
-OP_ID = faults.NUMBERS["norms"]  # in the fault record
+OP_ID = GUARD.number
 MAX_THREADS = 1024
 MAX_COLUMNS = 16384  # four times 4 columns in each thread's registers
 MAX_ROWS = 1 << 30
@@ -91,6 +91,10 @@ class NormsLaunch:
         if n_first + n_second:
             args = (*first, *second, np.int64(step), np.int32(n_first), self.eps, self.fault)
             self.kernel.launch((n_first + n_second,), self.threads, args, overlap=self.overlap)
+
+
+def programs(spec: NormsSpec, target: GpuKind) -> list[Program]:
+    return [target.program("norms", defines(spec.n, spec.layer))]
 
 
 def bind(spec: NormsSpec) -> NormsLaunch:

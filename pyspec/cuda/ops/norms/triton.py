@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, tri
-from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.cuda.ops.norms.ref import GUARD, NormsSpec
 
-OP_ID = faults.NUMBERS["norms"]  # in the fault record
+OP_ID = GUARD.number
 MAX_COLUMNS = 32768
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from pyspec.cuda import faults, jit
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.attend.cuda import KINDS
-from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKv, RopeKvSpec
+from pyspec.cuda.ops.rope_kv.ref import GUARD, Angles, RopeKv, RopeKvSpec
 from pyspec.slots.kv import KVPool
 
-OP_ID = faults.NUMBERS["rope_kv"]  # in the fault record
+OP_ID = GUARD.number
 WARPS = 4
 ARGS = "pl" + "ppf" + "pp" + "p" + "p{planes}" + "iii" + "p"
 
@@ -46,6 +46,10 @@ def _kernel(device: torch.device, spec: RopeKvSpec, kind: int) -> jit.Kernel:
     return jit.compile_cubin("rope_kv", arch, defines(spec, kind)).kernel(
         "rope_kv", ARGS.format(planes="pppp" if kind == KINDS[torch.int8] else "pp")
     )
+
+
+def programs(spec: RopeKvSpec, target: jit.GpuKind) -> list[jit.Program]:
+    return [target.program("rope_kv", defines(spec, KINDS[target.kv]))]
 
 
 def bind(spec: RopeKvSpec) -> RopeKv:

@@ -46,12 +46,23 @@ def check(launch: RopeKv, reference: RopeKv, spec: RopeKvSpec) -> str | None:
     return None
 
 
+def shapes(device: torch.device) -> list[RopeKvSpec]:
+    """Heads of 27B, of 8B, and of Nemotron 3 Super, which has no rope."""
+    return [
+        RopeKvSpec(device, 24, 4, 256, 64, neox=True, gated=True, has_norm=True, eps=1e-6),
+        RopeKvSpec(device, 32, 8, 128, 128, neox=True, gated=False, has_norm=True, eps=1e-6),
+        RopeKvSpec(device, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5),
+    ]
+
+
 rope_kv: Op[RopeKvSpec, RopeKv] = Op(
     "rope_kv",
     Impl("torch", rope_kv_ref.bind),
     [
-        Impl("cuda", rope_kv_cuda.bind, rope_kv_cuda.limits, capturable=True),
+        Impl("cuda", rope_kv_cuda.bind, rope_kv_cuda.limits, capturable=True, programs=rope_kv_cuda.programs),
         Impl("triton", rope_kv_triton.bind, rope_kv_triton.limits, capturable=True),
     ],
     check,
+    guard=rope_kv_ref.GUARD,
+    shapes=shapes,
 )

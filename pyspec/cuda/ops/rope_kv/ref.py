@@ -15,7 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.op import FaultPlace, Guard
 from pyspec.slots.kv import KVPool
+
+GUARD = Guard(5, FaultPlace.ROW)
 
 Angles = tuple[Tensor, Tensor]
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.attend.cuda import KINDS
 from pyspec.cuda.ops.attend.triton import planes_of
-from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKv, RopeKvSpec
+from pyspec.cuda.ops.rope_kv.ref import GUARD, Angles, RopeKv, RopeKvSpec
 from pyspec.slots.kv import KVPool
 
-OP_ID = faults.NUMBERS["rope_kv"]  # in the fault record, which names the row
+OP_ID = GUARD.number
 
 
 def limits(spec: RopeKvSpec) -> str | None:

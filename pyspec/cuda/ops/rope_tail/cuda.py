@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
+from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.rope_tail.ref import RopeTail, RopeTailSpec
 
 WARPS, MAX_DIM = 8, 1024
@@ -33,6 +33,10 @@ def defines(spec: RopeTailSpec) -> dict[str, int | str]:
 def _kernel(device: torch.device, spec: RopeTailSpec) -> Kernel:
     code = compile_cubin("rope_tail", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
     return code.kernel("rope_tail", "ppppp" + "l" + "i" + "ff")
+
+
+def programs(spec: RopeTailSpec, target: GpuKind) -> list[Program]:
+    return [target.program("rope_tail", defines(spec))]
 
 
 def bind(spec: RopeTailSpec) -> RopeTail:

@@ -6,6 +6,7 @@ returns holds until the next one of the same size.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import HOPPER, Arg, GpuKind, Kernel, Program, arch_of, compile_cubin
 from pyspec.cuda.ops.rows.ref import GroupNorm, HeadGate, HeadNorm, Norm, Prep, PrepKind, RowsSpec
 
 MAX_COLUMNS = 32768  # 16 times 4 columns in each thread's registers
@@ -264,6 +265,21 @@ class WideRows:
             grid, args = (-(-y.shape[1] // STRETCH), len(rows)), (rows, powers[part], add, rows, np.int32(y.shape[1]))
             self.finisher.launch(grid, THREADS, args, overlap=self.prepare.overlap)
         return y
+
+
+def program(n_in: int, kind: PrepKind, dim: int, layout: int, target: GpuKind) -> Program:
+    """One build of rows.cu."""
+    return target.program("rows", defines(n_in, kind, dim, layout))
+
+
+def programs(spec: RowsSpec, target: GpuKind) -> Iterable[Program]:
+    """As a library's rows, which the check compares, and as our products read them."""
+    layouts = [ROW_MAJOR, BLOCKED]
+    if target.capability == HOPPER:
+        layouts.append(TALL)
+    for kind, dim in ((PrepKind.PLAIN, 0), (spec.kind, spec.dim)):
+        yield from (program(spec.n_in, kind, dim, layout, target) for layout in layouts)
+    yield target.program("rows_finish")
 
 
 def bind(spec: RowsSpec) -> WideRows:

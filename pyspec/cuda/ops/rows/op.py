@@ -76,12 +76,24 @@ def check(launch: Launch, reference: Launch, spec: RowsSpec) -> str | None:
     return None
 
 
+def shapes(device: torch.device) -> list[RowsSpec]:
+    """27B, and the groups of Nemotron 3 Super."""
+    return [
+        RowsSpec(device, 5120, PrepKind.NORM),
+        RowsSpec(device, 6144, PrepKind.HEADS, 128),
+        RowsSpec(device, 6144, PrepKind.GATE, 256),
+        RowsSpec(device, 17408, PrepKind.GLU),
+        RowsSpec(device, 8192, PrepKind.GROUPS, 1024),
+    ]
+
+
 rows: Op[RowsSpec, Launch] = Op(
     "rows",
     Impl("torch", _reference),
     [
-        Impl("cuda", rows_cuda.bind, rows_cuda.limits, capturable=True),
+        Impl("cuda", rows_cuda.bind, rows_cuda.limits, capturable=True, programs=rows_cuda.programs),
         Impl("triton", rows_triton.bind, rows_triton.limits, capturable=True),
     ],
     check,
+    shapes=shapes,
 )

@@ -17,16 +17,16 @@ from torch import Tensor
 from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
 from pyspec.cuda.exact import EXACT
-from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
+from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.attend.cuda import room_of
 from pyspec.cuda.ops.index_rows.cuda import KINDS, aligned
 from pyspec.cuda.ops.rows.cuda import BLOCKED, Place, Rows
-from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseSpec
+from pyspec.cuda.ops.sparse_attend.ref import GUARD, ROWS, KeyTail, SparseSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool, rows_per_page
 from pyspec.slots.ring import RingRows
 
-OP_ID = faults.NUMBERS["sparse_attend"]  # in the fault record, which names the sequence
+OP_ID = GUARD.number
 MAX_ROW, MAX_PART = 256, 16  # rows of a launch, parts of a row: as in sparse_attend.cu
 SPLIT = 128  # rows up to which each is split by its keys alone; of more it is one part,
 LONG_ROW = 1024  # and so many go at once
@@ -310,6 +310,11 @@ class SparseLaunch:
             assert chosen.dtype == torch.int32 and chosen.is_contiguous() and chosen.shape[0] == n
         assert all(t.dtype == torch.int64 and t.is_contiguous() for t in (batch.page_table, batch.positions))
         assert len(batch.positions) == len(batch.row_seq) == n
+
+
+def programs(spec: SparseSpec, target: GpuKind) -> list[Program]:
+    all_builds = (*builds(spec, target.arch), long_build(spec, target.arch))
+    return [target.program("sparse_attend", build.defines()) for build in all_builds]
 
 
 def bind(spec: SparseSpec, *, build: SparseBuild | None = None) -> SparseLaunch:

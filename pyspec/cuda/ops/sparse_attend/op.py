@@ -1,13 +1,25 @@
 """`sparse_attend`: a window of raw rows and chosen compressed ones under one softmax."""
 
+from __future__ import annotations
+
+import torch
+
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
 from pyspec.cuda.ops.sparse_attend import ref as sparse_ref
 from pyspec.cuda.ops.sparse_attend.cases import check
 
+
+def shapes(device: torch.device) -> list[sparse_ref.SparseSpec]:
+    """DeepSeek-V4-Flash."""
+    return [sparse_ref.SparseSpec(device, 64, 512, 128, 4, torch.float16, 64, 1e-6)]
+
+
 sparse_attend: Op[sparse_ref.SparseSpec, sparse_ref.SparseAttend] = Op(
     "sparse_attend",
     Impl("torch", sparse_ref.bind),
-    [Impl("cuda", sparse_cuda.bind, sparse_cuda.limits, capturable=True)],
+    [Impl("cuda", sparse_cuda.bind, sparse_cuda.limits, capturable=True, programs=sparse_cuda.programs)],
     check,
+    guard=sparse_ref.GUARD,
+    shapes=shapes,
 )

@@ -22,11 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.exact import EXACT
+from pyspec.cuda.op import Guard
 from pyspec.cuda.ops.index_rows.ref import block_rows
 from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.ring import RingRows
+
+GUARD = Guard(12)
 
 ROWS = "rows"  # name of the ring's rows
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin
 from pyspec.cuda.ops.moe.ref import Added, combine
 from pyspec.cuda.ops.prefetch import ARGS, MAX_ROWS, prefetch_args
 from pyspec.cuda.ops.rows.cuda import BLOCKED, Place, RowsLaunch, Shares
@@ -183,6 +183,10 @@ class StreamsLaunch:
 
     def _room(self, x: Tensor, *shape: int) -> Tensor:
         return torch.empty(x.shape[0], *shape, dtype=torch.float32, device=x.device)
+
+
+def programs(spec: StreamsSpec, target: GpuKind) -> list[Program]:
+    return [target.program("streams", defines(spec.n, n_iter)) for n_iter in (spec.n_iter, 0)]
 
 
 def bind(spec: StreamsSpec) -> StreamsLaunch:
