@@ -89,7 +89,8 @@ def diagnose(
 
     import torch
 
-    from pyspec.cuda import probe, survey, tiers, tri, tri_install, verdicts
+    from pyspec.cuda import survey, tiers, tri, tri_install
+    from pyspec.cuda.checks import probe, verdicts
     from pyspec.cuda.collective import sums_by
     from pyspec.cuda.machine import bandwidth, machine, memory_bytes, peer_links
     from pyspec.engine.plan.describe import pick_device
@@ -107,7 +108,7 @@ def diagnose(
     found = survey.findings(asks)
     ops = [asdict(f) for f in found]
     if cost:
-        from pyspec.cuda.cost import step_downs
+        from pyspec.cuda.survey import step_downs
 
         for about, lower in zip(ops, step_downs(asks), strict=True):
             about["lower"] = None if lower is None else asdict(lower)

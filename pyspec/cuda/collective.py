@@ -1,8 +1,8 @@
-"""What ranks, the processes that run one model together, do with each other's tensors: sum them, and bring columns together.
+"""Sums and gathers of tensors over ranks, the processes that run one model together.
 
-A sum is taken in the order of the ranks, on every rank: all of them get the same bits, and a row's do not depend on which rows stand
-beside it, as they would in a ring that adds each part of a tensor in an order of its own. What is larger than `PeerSum` takes, or than
-SMALL where there is none (prompts), is left to the library where it has an own way to share that work (NCCL).
+Each rank sums in the order of the ranks. So all ranks get the same bits, and a row's bits do not depend on the rows beside it, as they
+would in a ring, which adds each part of a tensor in another order. Tensors above the limit of `PeerSum`, or above SMALL without a
+`PeerSum` (prompts), go to NCCL, which shares the work.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SMALL = 1 << 20  # bytes of a sum that every rank takes of what the library gathers
-LEAVE_S = 10.0  # for the library to let go of the others: it waits for what the device is at
+SMALL = 1 << 20  # bytes up to which each rank sums gathered tensors itself
+LEAVE_S = 10.0  # for the library to leave the group: it waits for the device
 WATCHDOG_S = 0.3  # NCCL's watchdog looks every tenth of a second
 JOIN_S = 120.0  # for all ranks to meet
 
@@ -59,20 +59,20 @@ def sums_by(device: torch.device) -> str:
 
 
 SHARE_GPU = "PYSPEC_SHARE_GPU"
-"""In the environment: ranks may run on one GPU, to show on one card what several do. NCCL refuses that, so tensors are gathered through the
-host, and no graph may hold a forward."""
+"""Environment variable: several ranks may share one GPU, to test them on one card. NCCL refuses that, so tensors are gathered through the
+host, and forwards are not captured."""
 
 
 def may_share_gpu() -> bool:
-    """Whether whoever started this wants several ranks on one GPU."""
+    """Whether the environment asks for several ranks on one GPU."""
     return os.environ.get(SHARE_GPU, "") not in ("", "0")
 
 
 class Collective:
-    """The ranks as one of them sees them. `why` says what became of a rank that is gone, where somebody knows.
+    """The group of ranks, seen from one of them. `why` gives the reason why a rank is gone, if it is known.
 
-    capturable  CUDA graphs may hold what it does
-    peers       what sums in each other's memory; None: the library does
+    capturable  CUDA graphs may hold its operations
+    peers       sums through peer memory; None: the library sums
     """
 
     def __init__(self, rank: Rank, device: torch.device, store: str, timeout_s: float) -> None:
@@ -87,7 +87,7 @@ class Collective:
             raise self._lost(e) from None
         self._leaving = _Leaving(self._group) if self._is_gpu else None
         if self._leaving is not None:
-            # what is not left before the end of the program is left to that
+            # a group that was not left before the program ends needs no leaving
             weakref.finalize(self, self._leaving.leave).atexit = False
         self.peers: PeerSum | None = None
         self._distrusted: PeerSum | None = None
@@ -132,7 +132,7 @@ class Collective:
         return torch.cat([part[:, :n] for part, n in zip(parts, widths, strict=True)], -1)
 
     def spread(self, x: Tensor) -> None:
-        """The first rank's x into everybody's."""
+        """Copy the first rank's x to all ranks."""
         own = x if self.capturable else x.cpu()
         self._wait(lambda: self._group.broadcast(own, 0))
         if own is not x:
@@ -171,7 +171,7 @@ class Collective:
         return self.stacked(x).unbind()
 
     def _meet(self) -> None:
-        """All ranks are here, and what each of them told its device before is done."""
+        """Wait until all ranks are here and the work that each launched before is done."""
         torch.cuda.current_stream(self.device).synchronize()
         own = torch.zeros(1)
         self._wait(lambda: self._group._allgather_base(own.new_empty(self.rank.n), own))
@@ -187,18 +187,18 @@ class Collective:
         return RankLost(f"rank {self.rank.index} of {self.rank.n} has lost the others: {said}")
 
     def distrust_peers(self) -> None:
-        """On all ranks: the library sums from here on. What others may still write to stays."""
+        """From now on the library sums, on all ranks. Memory that other ranks may still write to stays."""
         self._distrusted, self.peers = self.peers, None
 
     def leave(self) -> None:
         """Let go of the others, in bounded time. No graph that holds a sum may be left: NCCL waits for those."""
         if self._leaving is not None:
-            # what its watchdog has not seen to be over it reports as an error when the others are let go of
+            # otherwise NCCL's watchdog reports work that it has not seen finish as an error
             time.sleep(WATCHDOG_S)
             self._leaving.leave()
 
     def abort(self) -> None:
-        """Nobody waits for the others any more."""
+        """Abort: no rank waits for the others any more."""
         with suppress(Exception):
             if (peers := self.peers or self._distrusted) is not None:
                 peers.release()
@@ -223,7 +223,7 @@ class _Leaving:
         self._left.set()
 
     def leave(self) -> None:
-        """Safe to call twice. Says what does not end in time."""
+        """Leave the group, and log a part of it that does not end in time. Safe to call twice."""
         self._now.set()
         if not self._left.wait(LEAVE_S):
             log.warning("NCCL has not let go of the other ranks within %.0f s", LEAVE_S)
@@ -231,7 +231,7 @@ class _Leaving:
 
 def _join(rank: Rank, device: torch.device, store: str, timeout_s: float) -> Any:
     """A process group of its own: torch's default one is the program's."""
-    import torch.distributed as dist  # whoever runs on one device needs nothing of it
+    import torch.distributed as dist  # not needed on one device
 
     meeting = dist.FileStore(store, rank.n)
     meeting.set_timeout(datetime.timedelta(seconds=JOIN_S))
@@ -239,7 +239,7 @@ def _join(rank: Rank, device: torch.device, store: str, timeout_s: float) -> Any
     if device.type == "cuda" and not may_share_gpu():
         # multicast over NVLink: not on every machine that says it has it
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # who watches ranks is engine/load/ranks.py
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # engine/load/ranks.py watches the ranks
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = limit
         group: Any = dist.ProcessGroupNCCL(meeting, rank.index, rank.n, nccl)

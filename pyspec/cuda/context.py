@@ -1,8 +1,7 @@
-"""What a device has once, however many engines use it: kernels, buffers that launches share, the record of faults, the lock.
+"""The state of a device that all engines of a process share: kernels, buffers of launches, the fault record, the lock.
 
-A context lives as long as somebody holds it: kernels, the lock and a load do. So what it holds of a GPU's memory goes with the
-last engine there, and nothing in `pyspec.cuda` holds tensors of a GPU in a cache of its own (`per_device` is for that). Code
-stays loaded (`jit.compile_cubin`).
+Kernels, the lock and a load hold the context. It dies with the last engine on the device and frees its GPU memory, so no module of
+`pyspec.cuda` keeps GPU tensors in a cache of its own; use `per_device`. Code stays loaded (`jit.compile_cubin`).
 
 The CPU's context stays: it holds small tables only.
 """
@@ -10,18 +9,52 @@ The CPU's context stays: it holds small tables only.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 
-from pyspec.cuda.gpu_lock import GpuLock
-
 Key = ParamSpec("Key")
 Made = TypeVar("Made")
+
+
+class GpuLock:
+    """Lets one engine at a time launch on a GPU. Hold it while launching; `released` while waiting for the device or running the caller's code.
+
+    Kernels of one process share buffers between launches (prepared rows, partial sums, tickets, the fault record), and a kernel that
+    starts early relies on the wait of its predecessor in the stream. So no launch of another engine may come between the launches of
+    a round.
+    The thread that holds the lock has the device as its current one (`current` of the context, which lives as long as its locks).
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock | nullcontext[None],
+        current: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.lock, self.current = lock, current
+        self._entered: list[AbstractContextManager[object]] = []  # by the thread that holds the lock
+
+    def __enter__(self) -> None:
+        self.lock.__enter__()
+        self._entered.append(self.current())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        self._entered.pop().__exit__(None, None, None)
+        self.lock.__exit__(None, None, None)
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Let other threads launch. The caller must hold the lock exactly once."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
 
 
 class DeviceContext:
@@ -50,7 +83,7 @@ class DeviceContext:
         if found is None:
             with self.current():
                 made = make(self.device, *key)
-            found = self._made.setdefault((make, *key), made)  # of two threads the first one's is everybody's
+            found = self._made.setdefault((make, *key), made)  # if two threads make it, both use the first
         return found  # type: ignore[return-value]  # of this key `make` gave it
 
     def stream(self) -> Any:
@@ -71,7 +104,7 @@ class DeviceContext:
 
 
 def _current(index: int | None) -> int:
-    """The handle of the stream. torch's own compiler asks for it like this, at a tenth of what making the object costs."""
+    """The handle of the current stream. torch's own compiler gets it like this; making the object costs ten times as much."""
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return torch.cuda.current_stream(index).cuda_stream if raw is None else raw(index)
 
@@ -103,14 +136,14 @@ def context_of(device: torch.device) -> DeviceContext:
 
 
 def gpu_lock(device: torch.device) -> GpuLock:
-    """The device's lock: see gpu_lock.py."""
+    """The device's lock."""
     return context_of(device).lock
 
 
 def per_device(
     make: Callable[Concatenate[torch.device, Key], Made],
 ) -> Callable[Concatenate[torch.device, Key], Made]:
-    """As functools.cache, for a function of a device and more; what it makes is the context's, and goes with it."""
+    """As functools.cache, for a function whose first argument is a device. The context owns the result and frees it."""
 
     @wraps(make)
     def made(device: torch.device, *key: Key.args, **named: Key.kwargs) -> Made:

@@ -1,7 +1,7 @@
-"""Rows that have the same bits whatever runs with them, and however many there are (`--exact`): a choice of each engine's threads.
+"""Batch-invariant mode (`--exact`): always use the same kernel and summation order. Each thread of an engine has its own setting.
 
-Products, recurrences and attention have faster ways for many rows, which sum in another order than those for few. With this they take one way
-for any number: who binds a launch asks here. What a library multiplies, it multiplies so many rows at a time, always as many.
+Products, recurrences and attention have faster kernels for many rows, which sum in another order than those for few. In this mode
+launches are bound to one kernel for any number of rows, and libraries get a fixed number of rows at a time.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ EXACT = Exactness()
 
 
 def use(is_on: bool) -> None:
-    """For what this thread binds and runs from now on."""
+    """Set the mode of this thread."""
     EXACT.is_on = is_on
 
 
 @contextmanager
 def within(is_on: bool) -> Iterator[None]:
-    """For what this thread binds and runs in this block."""
+    """Set the mode of this thread within a block."""
     before = EXACT.is_on
     use(is_on)
     try:

@@ -1,7 +1,7 @@
 """Finding the kernel that ends the process: launches one by one, each waited for, and a note of whose it is.
 
 Work on a GPU fails later than it was launched and nothing says which kernel it was. A process that is started after such
-a failure may be an examined one: it is slow, and when it fails or hangs the note names what it was at.
+a failure may be an examined one: it is slow, and if it fails or hangs the note names the op.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TIERS = {"cuda": ("cuda", "wgmma"), "triton": ("triton",)}
 
 
 class WantedHere(threading.local):
-    """tiers: what this thread's ops are to run as, by their names; "" for all others (tiers.py). Engines of one process may differ."""
+    """tiers: the tier that `--kernels` wants for each op by name, "" for all others (tiers.py). Each thread has its own."""
 
     def __init__(self) -> None:
         self.tiers: dict[str, str] = {}

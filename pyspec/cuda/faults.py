@@ -1,7 +1,7 @@
 """The fault record of a device: where kernels write the first index that left its bounds, and how the host reads it.
 
-A kernel's guard clamps the index, records it and goes on (include/bounds.cuh), so the results of whatever it belonged to
-mean nothing, and all others are right. All ops of a device share one record.
+A kernel's guard clamps the index, records it and goes on (include/bounds.cuh). The results of its slot are garbage, all others are
+right. All ops of a device share one record.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ALL_SLOTS = -1  # the slot is not known
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What a guard recorded. `place`: a slot, a row or a sequence of the batch; `names` says which."""
+    """The record of a guard. `place`: a slot, a row or a sequence of the batch; `names` says which."""
 
     op: str
     place: int
@@ -48,7 +48,7 @@ class Fault:
 
 @per_device
 def record(device: torch.device) -> Tensor:
-    """[5] int32, what kernels are given; see include/bounds.cuh."""
+    """[5] int32, an argument of kernels; see include/bounds.cuh."""
     with torch.inference_mode(False):  # it is written inside and outside of that mode
         return torch.zeros(N_FIELD, dtype=torch.int32, device=device)
 
@@ -62,7 +62,7 @@ def fault_of(number: int, place: int, index: int, limit: int) -> Fault:
 
 
 class Reader:
-    """Reads a device's record without waiting for the device: `fetch` on the stream, then whatever syncs, then `take`."""
+    """Reads a device's record without waiting for the device: call `fetch` on the stream, sync, then `take`."""
 
     def __init__(self, device: torch.device) -> None:
         self.context = context_of(device)  # of which there is one record for all
@@ -84,7 +84,7 @@ class Reader:
         self.record.zero_()
 
     def take(self) -> Fault | None:
-        """What the first `fetch` not taken yet brought, once it was waited for. Clears the record if it had tripped."""
+        """Result of the oldest `fetch` that was not taken; its copy must be done. Clears the record if a guard had tripped."""
         if not self.fetched:
             return None
         tripped, op, place, index, limit = self.fetched.popleft().tolist()
@@ -95,7 +95,7 @@ class Reader:
 
 
 def read(device: torch.device) -> Fault | None:
-    """What has tripped since the last time; waits for the device."""
+    """Wait for the device, and return the fault since the last call, if any."""
     reader = Reader(device)
     reader.fetch()
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Fold a slot's records now, whatever the recurrence, so that its state stands at its committed length."""
+"""Fold a slot's records now, for any recurrence, so that its state stands at its committed length."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ Key = tuple[
 
 
 class GraphPool:
-    """Memory of graphs that never run at the same time: what one takes on its way the others take, too. A result of one may be overwritten by
-    another, so kinds of graphs share a pool only where each leaves what it made at a place of its own. Captured with the most rows first: what
-    those leave holds what is smaller, and the other way round it does not.
+    """Memory of graphs that never run at the same time: they share one workspace. A graph may overwrite the results of another, so
+    kinds of graphs share a pool only if each copies its results to a place of its own. Capture the graphs with the most rows first:
+    smaller ones fit into their blocks, and larger ones would not.
     """
 
     def __init__(self) -> None:
@@ -71,14 +71,14 @@ class Graphed(Generic[Out]):
         self._sealed = True
 
     def forget(self) -> None:
-        """Its graphs go, and what they hold; it captures no more."""
+        """Free the graphs and their memory; nothing is captured after this."""
         self._sealed = True
         self._graphs.clear()
 
     def _capture(self, key: Key, batch: Batch) -> None:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # thread_local: what other threads do to the device (an engine that ends there) does not end the capture
+        # thread_local: calls of other threads (an engine that ends on the device) do not end the capture
         with _no_collection(), torch.cuda.graph(graph, pool=self.pool.taken(), capture_error_mode="thread_local"):
             out = self.fn(batch)
         self._graphs[key] = (graph, out)

@@ -22,10 +22,10 @@ import torch
 
 from pyspec import progress
 from pyspec.cuda import shipped
+from pyspec.cuda.cache import cache_root
 from pyspec.cuda.context import DeviceContext, context_of
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.machine import CUDA_PACKAGES
-from pyspec.cuda.probe_process import cache_root
 from pyspec.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 HOPPER = (9, 0)
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120f")
-"""What kernels are compiled for in the tests. sm_120f is one cubin for 12.0 and 12.1."""
+"""Targets that the tests compile for. sm_120f is one cubin for 12.0 and 12.1."""
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\s*$', re.MULTILINE)
 Scalar = np.int32 | np.int64 | np.float32 | np.uint32
@@ -52,7 +52,7 @@ def arch_of(capability: tuple[int, int]) -> str:
 
 
 def is_installed() -> bool:
-    """Whether there is what compiles and launches kernels."""
+    """Whether cuda-core is installed, which compiles and launches kernels."""
     try:
         return importlib.util.find_spec("cuda.core") is not None
     except ModuleNotFoundError:  # not even the package that it would be a part of
@@ -96,7 +96,7 @@ def source(stem: str) -> str:
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says of one entry point."""
+    """Resources of one entry point, as ptxas reports them."""
 
     registers: int
     spill_bytes: int
@@ -131,7 +131,7 @@ class Compiled:
 
 
 class Program(NamedTuple):
-    """What is compiled at once: a kernel's file, for a target, with macros."""
+    """A unit of compilation: a kernel's file, a target and macros."""
 
     stem: str
     arch: str
@@ -144,7 +144,7 @@ class Program(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GpuKind:
-    """What programs are compiled for. The GPU need not be here.
+    """A target for programs. The GPU need not be here.
 
     n_multiprocessor  0 if it is not known
     kv                type of keys and values, for specs that do not name it
@@ -175,8 +175,8 @@ _keeping, _importing = threading.Lock(), threading.Lock()
 
 
 def compiled(program: Program) -> Compiled:
-    """The program's code, compiled once whichever threads ask. It stays for the process, for all devices: it would be unloaded with
-    its last kernel, whatever is under way then."""
+    """The program's code, compiled once for all threads and devices. It stays for the life of the process, because otherwise it would be
+    unloaded with its last kernel, even while work is under way."""
     with _keeping:
         found = _kept.get(program)
         mine = found is None
@@ -185,9 +185,9 @@ def compiled(program: Program) -> Compiled:
     if mine:
         try:
             found.set_result(_compile(program, use_cache=True))
-        except BaseException as e:  # noqa: BLE001 - whoever waits gets it
+        except BaseException as e:  # noqa: BLE001 - waiting threads get it
             with _keeping:
-                del _kept[program]  # who asks again tries again
+                del _kept[program]  # the next call tries again
             found.set_exception(e)
     return found.result()
 
@@ -276,7 +276,7 @@ class Kernel:
         """Start on its device, on torch's current stream there. Tensors go as pointers; scalars must be of the signature's type.
 
         `overlap`: start as soon as the kernel before allows it (programmatic dependent launch, from 9.0). Only for kernels
-        that wait (`griddepcontrol.wait`) before they touch what that kernel writes.
+        that wait (`griddepcontrol.wait`) before they touch the output of that kernel.
         """
         assert len(args) == len(self.signature), f"{self.symbol}: {len(args)} arguments for '{self.signature}'"
         values = [a if type(a) in SCALARS else a.data_ptr() for a in args]  # type: ignore[union-attr]  # isinstance would take longer
@@ -290,7 +290,7 @@ class Kernel:
         _starter()(stream, config, self.handle, *values)
 
     def _configured(self, grid: tuple[int, ...], block: int, shared: int, overlap: bool) -> object:
-        """Kept, because the host has thousands of launches to make while somebody waits for a prompt."""
+        """Cached, because a prompt takes thousands of launches."""
         from cuda.core import LaunchConfig
 
         config = LaunchConfig(grid=grid, block=block, shmem_size=shared)

@@ -18,7 +18,7 @@ import torch
 DRIVER = Path("/sys/module/nvidia/version")
 DRIVER_FILES = (DRIVER, Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.so.1"))  # the last is WSL's
 CUDA_PACKAGES = "'cuda-core>=1.0' 'cuda-bindings>=13,<14' 'nvidia-cuda-nvrtc>=13'"
-"""What kernels are compiled and launched with, as pip takes it: the extra `cuda` of pyproject.toml."""
+"""Packages that compile and launch kernels, as arguments of pip: the extra `cuda` of pyproject.toml."""
 PROBE_BYTES = 1 << 30  # of the buffer whose reading is timed; far more than any cache holds
 CPU_BYTES = 1 << 28
 N_TIMES = 10
@@ -26,7 +26,7 @@ N_TIMES = 10
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides whether a kernel that was right once is right again; "" where there is no such thing."""
+    """The parts of a machine that a verdict on a kernel depends on; "" for a part that is missing."""
 
     gpu: str  # or the processor, without a GPU
     capability: str
@@ -52,12 +52,12 @@ def version_of(package: str) -> str:
 
 
 def has_driver() -> bool:
-    """Whether there is an NVIDIA driver, whatever torch can make of it."""
+    """Whether there is an NVIDIA driver, even if torch can not use it."""
     return any(path.exists() for path in DRIVER_FILES) or which("nvidia-smi") is not None
 
 
 def driver_version() -> str:
-    """The driver's build where the system tells it, and the CUDA version it speaks, or torch's where nobody can ask."""
+    """The driver's build, if the system reports it, and its CUDA version, or torch's version without cuda-python."""
     build = DRIVER.read_text().strip() if DRIVER.is_file() else ""
     try:
         from cuda.bindings import driver
@@ -68,7 +68,7 @@ def driver_version() -> str:
 
 
 def nvrtc_version() -> str:
-    """The compiler's version; the package's is finer than what the library tells."""
+    """The compiler's version; the package's version is finer than the library's."""
     try:
         from cuda.bindings import nvrtc
 
@@ -134,7 +134,7 @@ def _link(first: torch.device, second: torch.device) -> PeerLink:
     try:
         source = torch.zeros(CPU_BYTES, dtype=torch.uint8, device=first)
         to = torch.empty_like(source, device=second)
-    except torch.OutOfMemoryError:  # somebody else's work: what is known without memory is said
+    except torch.OutOfMemoryError:  # another process holds the memory: report the part that needs none
         return PeerLink(str(first), str(second), is_direct, 0.0)
     seconds = []
     for _ in range(N_TIMES):

@@ -1,9 +1,9 @@
-"""An operation and the ways to run it: the first implementation that does not refuse, the torch reference last.
+"""The record of an operation and its implementations. The first implementation that is not refused runs; the torch reference is the last.
 
-An implementation states its limits as data: a range of compute capabilities, and `limits(spec)`, which returns a sentence
-for what it can not do and looks only at the spec (shapes, dtypes, device), so a planner can ask before anything is
-allocated. What is within its limits is compared with the reference on the op's own cases, on a GPU in a child process
-(probe.py); one that differs, fails, crashes or hangs is refused and the next one is tried.
+An implementation states its limits as data: a range of compute capabilities, and `limits(spec)`, which returns the reason for a
+refusal. It looks only at the spec (shapes, dtypes, device), so a planner can call it before anything is allocated. Within the limits
+the op's check compares the implementation with the reference, on a GPU in a child process (checks/probe.py). If it differs, fails,
+crashes or hangs, it is refused and the next one is tried.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Generic, TypeVar
 
 import torch
 
-from pyspec.cuda import probe
+from pyspec.cuda.checks import probe
+from pyspec.cuda.checks.verdicts import Candidate
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.jit import GpuKind, Program
-from pyspec.cuda.verdicts import Candidate
 
 log = logging.getLogger(__name__)
 
 NOT_HERE = ("runs on NVIDIA GPUs only", "runs on GPUs only")  # refusals that say nothing but that this is a CPU
 
 Spec = TypeVar("Spec")
-Launch = TypeVar("Launch")  # what is bound: a function, or an object with several
+Launch = TypeVar("Launch")  # the result of `bind`: a function, or an object with several
 Capability = tuple[int, int]
 
 
@@ -39,7 +39,7 @@ def _no_shapes(device: torch.device) -> list[Spec]:
 
 
 class FaultPlace(Enum):
-    """What the `slot` field of a fault record holds."""
+    """Meaning of the `slot` field of a fault record."""
 
     SLOT = "slot"
     ROW = "row of the batch"
@@ -56,17 +56,17 @@ class Guard:
 
 @dataclass(frozen=True)
 class Impl(Generic[Spec, Launch]):
-    """One way to run an op. `bind(spec)` checks, compiles and returns what runs; it may be slow, what it returns may not.
+    """One way to run an op. `bind(spec)` checks, compiles and returns the launch; it may be slow, the launch may not.
 
     tune      times the choices there are; the child runs it after the check, and the result is kept with the verdict for `bind`
-    programs  what NVRTC compiles for a spec, so that it can be compiled before `bind`. It may leave out a program (`bind` compiles it)
-              or list one that no batch needs
+    programs  the programs that NVRTC compiles for a spec, so that they can be compiled before `bind`. The list may miss a program
+              (`bind` compiles it) or have one that no batch needs
     """
 
     name: str
     bind: Callable[[Spec], Launch]
     limits: Callable[[Spec], str | None] = _no_limits
-    capturable: bool = False  # reads everything that varies from device memory, so a CUDA graph may hold it
+    capturable: bool = False  # reads all varying values from device memory, so a CUDA graph may hold it
     capabilities: tuple[Capability, Capability] = ((8, 0), (12, 1))  # first and last it is made for, on GPUs
     tune: Callable[[Spec], str] | None = None
     native: bool = False  # can crash or hang the process without a GPU, too: never checked inside it
@@ -79,7 +79,7 @@ class Impl(Generic[Spec, Launch]):
 
 @dataclass
 class Op(Generic[Spec, Launch]):
-    """Everything there is to know about an op. Its folder is all there is to add (registry.py).
+    """The record of an op. To add an op, add its folder (registry.py).
 
     check        returns a sentence when an implementation differs from the reference: check(launch, reference_launch, spec)
     home         "module:name" where a child process finds this op; empty: pyspec.cuda.ops.<name>.op:<name>
@@ -115,7 +115,7 @@ class Op(Generic[Spec, Launch]):
         return self.shapes is not _no_shapes
 
     def out_of_question(self, impl: Impl[Spec, Launch], spec: Spec) -> str | None:
-        """Why `impl` can not run `spec`, as far as is known without a check."""
+        """Why `impl` can not run `spec`, without a check."""
         if (why := impl.limits(spec)) is not None or (why := _outside(impl, spec)) is not None:
             return why
         if (why := EXAMINATION.left_out(self.name, impl.name, self.named)) is not None:
@@ -143,7 +143,7 @@ class Op(Generic[Spec, Launch]):
             return probe.verdict(self.candidate(impl, spec))
         try:
             return self.check(impl.bind(spec), self.reference.bind(spec), spec)
-        except Exception as e:  # noqa: BLE001 - whatever a foreign compiler raises means "do not use it"
+        except Exception as e:  # noqa: BLE001 - any error of a foreign compiler means "do not use it"
             return f"failed its check: {probe.sentence(e)}"
 
     def chosen(self, spec: Spec) -> Impl[Spec, Launch]:
@@ -161,7 +161,7 @@ class Op(Generic[Spec, Launch]):
         return impl is not self.reference and impl.limits(spec) is None
 
     def runs_as(self, name: str, spec: Spec) -> bool:
-        """Whether `spec` runs with this implementation, which others may build on."""
+        """Whether `spec` runs with this implementation, so that other launches may rely on it."""
         return self.chosen(spec).name == name
 
     def _choose(self, spec: Spec) -> Impl[Spec, Launch]:
@@ -180,7 +180,7 @@ class Op(Generic[Spec, Launch]):
         return chosen
 
     def bind(self, spec: Spec) -> Launch:
-        """Choose now; the returned callable only runs. What passed its check but can not be bound here is refused, too."""
+        """Choose now; the returned callable only runs. An implementation that passed its check but fails to bind is refused, too."""
         while (impl := self.chosen(spec)) is not self.reference:
             try:
                 return impl.bind(spec)

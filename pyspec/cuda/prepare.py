@@ -1,7 +1,7 @@
-"""Compiling and checking ahead: what a load will ask of ops is found out on all cores, while it reads files and weights.
+"""Compile and check ahead: while a load reads files and weights, all cores work on the kernels that it will bind.
 
-Programs are compiled by threads of this process (NVRTC lets go of the GIL, and works on as many at once as it is asked for), into the cache that
-every process reads. Then children check what was compiled (probe.py); an op that is asked meanwhile waits for just its own answer.
+Threads of this process compile programs into the cache that every process reads (NVRTC releases the GIL and works on many programs at
+once). Then children check the kernels (checks/probe.py). An op that is bound meanwhile waits for its own verdict only.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 
-from pyspec.cuda import jit, probe, tri, verdicts
+from pyspec.cuda import jit, tri
+from pyspec.cuda.cache import n_cores
+from pyspec.cuda.checks import probe, verdicts
+from pyspec.cuda.checks.probe import Prober
+from pyspec.cuda.checks.process import MOST
+from pyspec.cuda.checks.verdicts import Candidate, Verdict
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.jit import Compiled, GpuKind, Program
 from pyspec.cuda.op import Impl, Op, device_of
-from pyspec.cuda.probe import Prober
-from pyspec.cuda.probe_process import MOST, n_cores
-from pyspec.cuda.verdicts import Candidate, Verdict
 from pyspec.errors import ConfigError, DeviceError
 from pyspec.ranges import quoted
 
@@ -33,7 +35,7 @@ log = logging.getLogger(__name__)
 
 Ask = tuple[Op[Any, Any], Any]
 KNOWN = (8, 0), (12, 1)  # compute capabilities that there are kernels for, the first and the last
-CHILD_BYTES = 3 << 30  # of a GPU's memory that a child may take: context, libraries, what it compares
+CHILD_BYTES = 3 << 30  # GPU memory that a child may take: context, libraries, the tensors it compares
 
 
 def target_of(device: torch.device) -> GpuKind:
@@ -43,14 +45,14 @@ def target_of(device: torch.device) -> GpuKind:
 
 @dataclass(frozen=True)
 class Wanted:
-    """An implementation that will be asked for, and what it compiles."""
+    """An implementation that will be bound, and its programs."""
 
     candidate: Candidate
     programs: list[Program]
 
 
 def wanted_of(asks: Iterable[Ask], target: GpuKind, kv: torch.dtype) -> list[Wanted]:
-    """Of each ask the implementation that limits leave, if a child has to check it."""
+    """For each ask the first implementation within its limits, if a child has to check it."""
     target = replace(target, kv=kv)
     return [
         Wanted(op.candidate(impl, spec), impl.programs_for(spec, target))
@@ -102,14 +104,14 @@ class Preparation:
         by = self._probers.get()
         try:
             return probe.examined(w.candidate, key, by)
-        except Exception as e:  # noqa: BLE001 - as it is asked again, who asks hears of it
+        except Exception as e:  # noqa: BLE001 - `bind` asks again and reports it
             return Verdict(f"could not be checked: {probe.sentence(e)}", lasting=False)
         finally:
             self._probers.put(by)
 
     def finish(self, late: Sequence[Ask], then: Callable[[], None] = lambda: None) -> None:
-        """Close once everything is found out, beside whoever goes on; `late` is asked then, so that it is decided. The children go, too,
-        and what they had of the GPU's memory: `then` is called behind them."""
+        """Close in another thread once all verdicts are known, and decide `late`. Then end the children, which frees their GPU memory, and
+        call `then`."""
         args = (late, then, EXAMINATION.tiers)
         threading.Thread(target=self._finish, args=args, name="pyspec-checks-end", daemon=True).start()
 
@@ -125,13 +127,13 @@ class Preparation:
         then()
 
     def close(self) -> None:
-        """Nothing is waited for that has not begun. Safe to call twice."""
+        """Cancel work that has not begun. Safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True
         for pool in (self._compilers, self._checkers):
             pool.shutdown(wait=False, cancel_futures=True)
-        for one in self._extra:  # beside this: each waits for what it is at
+        for one in self._extra:  # in other threads, because each waits for its current check
             self._leaving.append(threading.Thread(target=one.close, name="pyspec-checks-end", daemon=True))
             self._leaving[-1].start()
         for name in self._names:
@@ -147,16 +149,16 @@ class Preparation:
 
 
 def _compiled(program: Program) -> object:
-    """A failure is told by the check of what needs the program, in a child: a line, and the reason why that is refused."""
+    """None if it fails: the child's check of the kernel that needs the program reports the failure."""
     try:
         return jit.compiled(program)
-    except Exception as e:  # noqa: BLE001 - of whatever kind: it is compiled again where it counts
+    except Exception as e:  # noqa: BLE001 - any kind: it is compiled again where it counts
         log.debug("%s", e)
         return None
 
 
 def settle(asks: Iterable[Ask]) -> None:
-    """Decide, but for what is being found out by now."""
+    """Decide all asks except those under way."""
     for op, spec in asks:
         impl = _first(op, spec)
         if impl is None or not probe.is_awaited(op.candidate(impl, spec)):
@@ -164,7 +166,7 @@ def settle(asks: Iterable[Ask]) -> None:
 
 
 def n_children(free: int, planned: int, cores: int) -> int:
-    """As many as cores and memory leave room for beside what is planned; one always, as without any preparation."""
+    """Children that fit cores and the memory beside the planned bytes; at least one, as without preparation."""
     return max(1, min(MOST, cores // 2, (free - planned) // CHILD_BYTES))
 
 
@@ -186,7 +188,7 @@ def can_compile() -> bool:
 
 
 def target_named(name: str) -> GpuKind:
-    """What "sm_90", "sm_90a" or "9.0" means. ConfigError for no architecture that there are kernels for."""
+    """The target that "sm_90", "sm_90a" or "9.0" names. ConfigError if there are no kernels for it."""
     digits = name.strip().lower().removeprefix("sm_").rstrip("af")
     whole = digits.replace(".", "")
     if not whole.isdigit() or len(whole) < 2:
@@ -219,7 +221,7 @@ def programs_of(asks: Iterable[Ask], target: GpuKind, kv: torch.dtype = torch.fl
 def compile_all(programs: Sequence[Program], tell: Callable[[int, str], None]) -> list[tuple[Program, Compiled | str]]:
     """Compile on all cores, into the cache. Each program with its code, or the reason why it has none.
 
-    tell  hears how many are done, and which was the last of them
+    tell  is called with the number of programs done, and the name of the last
     """
     done = count(1)
 

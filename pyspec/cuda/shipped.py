@@ -1,8 +1,8 @@
 """Cubins that came with the package: one archive for each architecture, asked before a compiler is.
 
-An archive is a zip in `cubins/`. Its entries are named by a hash of everything that a cubin is made of: the source with its includes, the
-target, the macros and the options. So a cubin of another source is never found, whatever the archive says. Which compiler made
-them is told by its comment, and counts in verdicts (verdicts.py).
+An archive is a zip in `cubins/`. The name of an entry is a hash of the cubin's inputs: the source with its includes, the target, the
+macros and the options. So a cubin of another source is never found. The zip's comment names the compiler, which is part of a verdict's
+key (checks/verdicts.py).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "cubins"
-OPTIONS = ("c++17", "lineinfo")  # what besides target and macros jit.py compiles with
+OPTIONS = ("c++17", "lineinfo")  # the other options that jit.py compiles with
 
 
 def name_of(stem: str, arch: str, macros: tuple[tuple[str, str], ...], source: str) -> str:
-    """What a cubin of this source is filed under."""
+    """The entry's name of a cubin of this source."""
     made_of = json.dumps([stem, arch, macros, OPTIONS, source])
     return hashlib.sha256(made_of.encode()).hexdigest()[:40]
 
@@ -70,12 +70,12 @@ def write(arch: str, nvrtc: str, cubins: Mapping[str, bytes], folder: Path = FOL
 
 
 def forget() -> None:
-    """Archives were written: what is known of them is asked again."""
+    """Forget the open archives, because they were written anew."""
     _archive.cache_clear()
 
 
 class Archive:
-    """One that can be read. `nvrtc`: the compiler's version; `digest` of what it holds."""
+    """An archive that can be read. nvrtc: the compiler's version; digest: a hash of its contents."""
 
     def __init__(self, path: Path) -> None:
         self._zip = zipfile.ZipFile(path)

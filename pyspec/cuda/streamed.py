@@ -33,15 +33,15 @@ GLU = Glu()
 PLACE_ROWS = 32  # up to here it beats a launch of their own that rows are prepared by what makes them (docs/log.md)
 FEW_ROWS = linear_wgmma.FEW  # up to here `linear` is as fast as `linear_tall` where that runs (docs/log.md)
 COPY_ROWS = 48  # and up to here faster than a library with a copy
-TOP = 15  # f16's exponent of what comes near the bound: what is 2^-25 of it keeps all its bits
+TOP = 15  # f16's exponent of values near the bound: values of 2^-25 of it keep all their bits
 COARSE = 4  # steps of powers, for each is a build of its own
 
 
 class Streamed:
     """A weight repacked for the `linear` kernel, which reads it once for up to 128 rows.
 
-    `linear_tall` takes more than FEW_ROWS where it runs. wide [out, in] f16: a copy for what neither reads once, where the
-    library's product wins; or None. All round rows to f16 over a power of two, and sum in f32. limit: where gated activations are cut, 0 nowhere.
+    `linear_tall` takes more than FEW_ROWS if it runs. wide [out, in] f16: a copy for row counts that neither kernel covers in one pass,
+    where the library's product is faster; or None. All round rows to f16 over a power of two, and sum in f32. limit: bound of gated activations, 0: none.
     With `--exact` one of the two takes all rows: `linear_tall` where it runs.
     """
 
@@ -58,7 +58,7 @@ class Streamed:
         self.few_rows = 0 if EXACT.is_on and self.tall is not None else FEW_ROWS
         self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
         self.wide_turned = None if wide is None else wide.T
-        self.whole: dict[RowsSpec, Callable[[Tensor, Prep], Tensor] | None] = {}  # what prepares rows that stay f32
+        self.whole: dict[RowsSpec, Callable[[Tensor, Prep], Tensor] | None] = {}  # launches that prepare rows that stay f32
         self.max_rows = COPY_ROWS if self.tall is None else self.tall.max_rows  # without the copy
 
     def __call__(
@@ -108,7 +108,7 @@ class Streamed:
         return None if to is None else Place(to, self.packed.data, norm.power, norm)
 
     def sums_of(self, n_row: int) -> RowsLaunch | None:
-        """What sums so many rows and prepares them in one launch, for a call with them; None: this product takes them summed."""
+        """A launch that sums so many rows and prepares them; None: this product takes summed rows."""
         return self._rows(n_row, PrepKind.PLAIN, 0) if self.packed.n_in <= MAX_SUMMED else None
 
     def _rows(self, n_row: int, kind: PrepKind, dim: int) -> RowsLaunch | None:
@@ -140,7 +140,7 @@ class Streamed:
         return self.wide is not None and x.shape[0] > self.max_rows
 
     def _fused(self, x: Tensor, prep: Prep | None) -> tuple[Tensor, Prep | None]:
-        """Prepare here what the kernel for rows can not do."""
+        """Prepare rows that the kernel for rows can not take."""
         if prep is None:
             return x, None
         spec = RowsSpec(self.device, self.packed.n_in, prep.kind, prep.dim)
@@ -229,7 +229,7 @@ def handing(first: Streamed | StreamedParts, next: Streamed, bound: float) -> Ha
     of = first.plain if isinstance(first, Streamed) else first.product
     n, pads = of.spec.n_out, [[pad for pad in launch.rows.pads if pad <= PLACE_ROWS] for launch in (of, next.plain)]
     runs = rows.runs_as("cuda", RowsSpec(next.device, n))
-    if of.rows is next.plain.rows:  # it would write what it still reads
+    if of.rows is next.plain.rows:  # it would overwrite rows that it still reads
         return None
     if not runs or n != next.packed.n_in or n % 256 or pads[0] != pads[1] or FORMATS[next.packed.type].minima:
         return None
@@ -249,18 +249,18 @@ def handing(first: Streamed | StreamedParts, next: Streamed, bound: float) -> Ha
     return made if _HANDS[spec] else None
 
 
-_HANDS: dict[LinearSpec, bool] = {}  # what has been seen to write rows as they should be, or not to
+_HANDS: dict[LinearSpec, bool] = {}  # whether products of a spec were found to write rows right
 
 
 def in_parts(whole: Streamed, parts: int) -> StreamedParts | None:
     """The same weights as `parts` matrices, each for its part of the input; None where no kernel takes them so."""
     spec = LinearSpec(whole.device, whole.packed.type, whole.packed.n_out, whole.packed.n_in, parts=parts)
-    small = replace(spec, n_out=parts * TILE * 16)  # is what is checked, since the check unpacks it
+    small = replace(spec, n_out=parts * TILE * 16)  # the check runs on this, because it unpacks the matrix
     has_own = linear_cuda.limits(spec) is None and linear.runs_as("cuda", small)
     return StreamedParts(whole.packed, whole.device, parts) if has_own else None
 
 
 def _tall(spec: LinearSpec) -> WgmmaLaunch | None:
     """The product of many rows without a copy of the weight, where there is a kernel for it."""
-    small = replace(spec, n_out=PROBE_ROWS)  # is what is checked, since the check unpacks it
+    small = replace(spec, n_out=PROBE_ROWS)  # the check runs on this, because it unpacks the matrix
     return linear_wgmma.bind(spec) if linear_tall.has_own(spec, checked_as=small) else None

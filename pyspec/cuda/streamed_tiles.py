@@ -1,6 +1,6 @@
 """A matrix as the Triton kernel streams it: rows are prepared and rounded, then multiplied with tiles of packed weights, in one call.
 
-What streamed.py is for the CUDA kernels. Many rows go to the library over a copy in f16, where there is one.
+The counterpart of streamed.py, which uses the CUDA kernels. Many rows go to the library over a copy in f16, if there is one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pyspec.cuda.checks.probe import sentence
 from pyspec.cuda.context import per_device
 from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.linear import triton as linear_triton
@@ -18,12 +19,11 @@ from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix
 from pyspec.cuda.ops.moe.ref import activate
 from pyspec.cuda.ops.rows.ref import Glu, Prep
-from pyspec.cuda.probe import sentence
 
 log = logging.getLogger(__name__)
 GLU = Glu()
 MANY_ROWS = 64  # of the largest builds, which larger products go through several times
-FEW_ROWS = 24  # up to here the weights' bytes are what a product costs; the copy has twice as many
+FEW_ROWS = 24  # up to here a product is bound by its weights' bytes; the copy has twice as many
 
 
 @per_device
@@ -54,7 +54,7 @@ class StreamedTiles:
         )
         self.plain = linear_triton.bind(spec)
         self.added = self.plain if gated else linear_triton.bind(replace(spec, epilogue=Epilogue.RESIDUAL))
-        likely = self.added if matrix.n_out < matrix.n_in else self.plain  # who narrows adds to the residual stream
+        likely = self.added if matrix.n_out < matrix.n_in else self.plain  # a product that narrows adds to the residual stream
         likely.compile_ahead(matrix, MANY_ROWS if self.wide is None else FEW_ROWS)
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """Sums of ranks that a product reads next: the launch that sums them norms and rounds them, too (rows.cu, RANKS), for a launch less each.
 
-All ranks must do alike, for each waits for the others' part: whether they do is agreed when a model is bound, and how many rows go so. What a launch
-gives is compared then with a sum and a launch that prepares its rows, to the bit; where something differs all of them sum by NCCL.
+All ranks must do alike, because each waits for the others' part. They agree on it, and on the number of rows, when a model is bound. They
+compare a launch to the bit with a sum and a launch that prepares its rows; if any bit differs, all of them sum by NCCL.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class SumRows:
         return out
 
     def flaw(self) -> str:
-        """What is wrong first with what this rank gets, in sizes of all kinds; "" if nothing is. Called by all ranks together, and none leaves early: the
-        others need its part."""
+        """The first error in this rank's results, over sizes of all kinds; "" if there is none. All ranks call it together, and none leaves
+        early, because the others need its part."""
         why, gen, late = "", torch.Generator().manual_seed(self.peers.rank), self.peers.late
         for n_row in sorted({min(n, self.most) for n in (*CHECKED, self.most)}):
             x = (torch.randn(n_row, len(self.norm.weight), generator=gen) * 100).to(late.device)
-            x[:, ::3] = -0.0  # what stands for nothing
+            x[:, ::3] = -0.0  # the neutral element
             to, total = self.product.reads(n_row), self.peers(x, LIMIT)
             places = to.blocks, to.sums, to.powers
             _clear(places)
@@ -65,7 +65,7 @@ class SumRows:
             want = [total, *(t.clone() for t in places)]
             _clear(places)
             got = [self(x, LIMIT), *places]
-            to.room(n_row)  # nobody reads these
+            to.room(n_row)  # these are not read
             if late.item():
                 why = why or f"a sum of {n_row} rows waits for a rank in vain"
             if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
@@ -85,8 +85,8 @@ def _kernel(device: torch.device, n_in: int, layout: int, places: Places) -> Ker
 
 
 def sums_into(ranks: Collective, readers: Sequence[Reader | None]) -> list[SumRows | None]:
-    """For each reader of a sum what makes both, or None where a sum and its reader's own launch do. Called by all ranks together, with readers of the
-    same matrices."""
+    """For each reader of a sum the launch that makes both, or None if a sum and the reader's own launch do. All ranks call it together, with readers of
+    the same matrices."""
     nothing: list[SumRows | None] = [None] * len(readers)
     peers = ranks.peers
     if peers is None or not readers:

@@ -1,8 +1,8 @@
-"""GPU memory for what a load needs only for a moment, apart from what stays.
+"""A pool of GPU memory for the short-lived tensors of a load.
 
-torch's allocator cuts small tensors out of larger pieces that have been freed, and can not give a piece back of which
-anything is in use. A file's bytes and what is computed on the way to a kernel's layout are as large as the weights themselves:
-were these cut out of them, gigabytes would be lost between. So the short-lived ones have a pool of their own, which goes as
+torch's allocator cuts small tensors out of larger pieces that have been freed, and can not give back a piece while any part of it is
+in use. A file's bytes and the intermediate layouts are as large as the weights themselves. If weights were cut out of their pieces,
+gigabytes would be lost between. So the short-lived tensors have a pool of their own, which goes as
 a whole.
 """
 
@@ -18,12 +18,12 @@ from pyspec.cuda.context import context_of
 
 @contextmanager
 def temporary(device: torch.device) -> Iterator[None]:
-    """Tensors made inside lie apart; they are to be gone by `release`. What stays is allocated before, outside. Not nested."""
+    """Tensors made inside come from the pool and must be freed before `release`. Allocate lasting tensors outside. Not nested."""
     context = context_of(device)
     if not context.is_gpu:
         yield
         return
-    own = context.temporary.__dict__  # a pool takes what one thread allocates
+    own = context.temporary.__dict__  # a pool serves one thread
     if "pool" not in own:
         with context.current():
             own["pool"] = torch.cuda.MemPool()
@@ -32,7 +32,7 @@ def temporary(device: torch.device) -> Iterator[None]:
 
 
 def release(device: torch.device) -> None:
-    """All that this thread's temporary tensors had is the device's again, and whatever else torch keeps of it unused."""
+    """Give the memory of this thread's temporary tensors back to the device, and all unused memory that torch keeps."""
     context_of(device).temporary.__dict__.pop("pool", None)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,15 +1,16 @@
-"""What ops may run as, as a person wants it (`--kernels`): all of them, or some by name. Each engine's threads have a choice of their own."""
+"""The tiers that `--kernels` asks for: of all ops, or of some by name. Each thread has its own choice, so engines of one process may differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 
-from pyspec.cuda import registry, tri
+from pyspec.cuda import exact, registry, tri
 from pyspec.cuda.examine import EXAMINATION, TIERS
 from pyspec.cuda.op import Op
 from pyspec.errors import ConfigError
@@ -18,13 +19,13 @@ SAID = 3  # ops that one warning names
 
 
 def use(text: str) -> None:
-    """From now on this thread chooses ops so: "triton", or "linear=triton,attend=reference". ConfigError for an op that is none."""
+    """Set this thread's tiers: "triton", or "linear=triton,attend=reference". ConfigError for an unknown op."""
     EXAMINATION.tiers = wanted_of(text)
 
 
 @contextmanager
 def within(text: str) -> Iterator[None]:
-    """In this block this thread does."""
+    """Set this thread's tiers within a block."""
     before = EXAMINATION.tiers
     use(text)
     try:
@@ -34,7 +35,7 @@ def within(text: str) -> Iterator[None]:
 
 
 def unmet(device: torch.device) -> str:
-    """What was wanted and is not to be had, in words; "" if nothing is. Asked once everything is bound."""
+    """The wishes that are not met, in words; "" if there are none. Call it once everything is bound."""
     asked = [name for name, tier in EXAMINATION.tiers.items() if tier in TIERS]
     if device.type != "cuda" and not tri.interprets():
         return "these kernels run on GPUs only, and this runs on the CPU, as without them" if asked else ""
@@ -63,3 +64,32 @@ def wanted_of(text: str) -> dict[str, str]:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"--kernels: there is no op {name}{hint} (there are {', '.join(names)})")
     return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How an engine's threads compute. kernels: tiers of ops; is_exact: batch-invariant mode (exact.py); n_thread: of torch, 0: its default."""
+
+    kernels: str = "auto"
+    is_exact: bool = False
+    n_thread: int = 0
+
+    def enter(self) -> None:
+        """Apply to this thread."""
+        use(self.kernels)
+        exact.use(self.is_exact)
+        if self.n_thread:
+            torch.set_num_threads(self.n_thread)
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Apply to this thread within a block."""
+        before = torch.get_num_threads()
+        with within(self.kernels), exact.within(self.is_exact):
+            if self.n_thread:
+                torch.set_num_threads(self.n_thread)
+            try:
+                yield
+            finally:
+                if self.n_thread:
+                    torch.set_num_threads(before)

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import tri_install
+from pyspec.cuda.cache import n_cores
 from pyspec.cuda.examine import EXAMINATION
-from pyspec.cuda.probe_process import n_cores
 
 log = logging.getLogger(__name__)
 
 LEAST = (8, 0)  # compute capability
 LARGE_SHARED = ((8, 0), (9, 0), (10, 0))  # whose multiprocessors give a program more than 100 KB of shared memory
-AHEAD_S = 120.0  # for a build that was begun ahead: who waits longer compiles it
-MOST_COMPILERS = 8  # threads: what Triton does in Python they do one after the other
+AHEAD_S = 120.0  # to wait for a build begun ahead; after that the caller compiles it
+MOST_COMPILERS = 8  # threads: Triton's Python part runs one after the other
 INTERPRETED = 2  # multiprocessors that a CPU counts as
 
 
@@ -94,7 +94,7 @@ class TriLaunch(NamedTuple):
 def launch(
     kernel: Any, grid: Sequence[int], args: Sequence[object], constants: Mapping[str, object], warps: int
 ) -> None:
-    """Run what is asked for (`TriLaunch`) on torch's current stream of the device that is current."""
+    """Run a `TriLaunch` on torch's current stream of the current device."""
     ask = TriLaunch(kernel, grid, args, constants, warps)
     if not EXAMINATION.is_on or not torch.cuda.is_available():
         _launch(ask)
@@ -129,14 +129,14 @@ def _launch(ask: TriLaunch) -> None:
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Around what compiles: who waits for a check hears of it, for a compiler may take much longer than a kernel."""
+    """Report "binding" while a compiler runs, because it may take much longer than a kernel."""
     HEARS.at("binding")
     yield
     HEARS.at("check")
 
 
 class Hears:
-    """`at` is told what a check is at, by the names of probe.LIMITS_S. Set in processes that check kernels."""
+    """`at` is called with the stage of a check, a name of probe.LIMITS_S. Set in processes that check kernels."""
 
     def __init__(self) -> None:
         self.at: Callable[[str], None] = lambda stage: None
@@ -146,7 +146,7 @@ HEARS = Hears()
 
 
 def compile_ahead(ask: TriLaunch) -> None:
-    """Compile beside the caller what `launch` will be asked for with arguments of these kinds; nothing runs. What fails, fails there."""
+    """Compile in another thread the build that `launch` needs for arguments of these kinds; nothing runs. Errors come up in `launch`."""
     if not ask.is_compiled:
         return
     device = torch.cuda.current_device()
@@ -156,11 +156,11 @@ def compile_ahead(ask: TriLaunch) -> None:
 
 
 def _compiled(device: int, ask: TriLaunch) -> None:
-    """Triton keeps what it compiled, and finds it when the kernel is launched."""
+    """Compile into Triton's cache, where the launch finds it."""
     try:
         with torch.cuda.device(device):
             ask.kernel.warmup(*ask.args, grid=tuple(ask.grid), **ask.constants, num_warps=ask.warps)
-    except Exception as e:  # noqa: BLE001 - of whatever kind: it is compiled again where it counts
+    except Exception as e:  # noqa: BLE001 - any kind: it is compiled again where it counts
         log.debug("%s is not compiled ahead: %s", ask.kernel.__name__, e)
 
 
@@ -187,7 +187,7 @@ def _constants_of(kernel: Any) -> list[str]:
 
 
 def _key(kernel: Any, args: Sequence[object], rest: tuple[object, ...]) -> tuple[object, ...]:
-    """What decides which build runs, and for numbers more than that: those that may not vary hardly do."""
+    """Key of the build that runs. Numbers are keyed more finely than needed, because those that may not vary hardly do."""
     key: list[object] = [kernel, *rest]
     for arg, varies in zip(args, _kinds_of(kernel)[0], strict=True):
         if isinstance(arg, Tensor):

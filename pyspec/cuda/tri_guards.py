@@ -1,4 +1,4 @@
-"""What Triton kernels of several ops share. Imported by kernels only, which are imported where they are launched: it needs Triton."""
+"""Shared by Triton kernels of several ops. It needs Triton, so only kernels import it, and a launch imports those."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VARYING = [
 """Arguments whose value no kernel is compiled anew for, while it serves."""
 
 kernel = partial(triton.jit, do_not_specialize=VARYING)
-"""What is launched; what is called by kernels is `triton.jit`."""
+"""Decorator of launched kernels; functions that kernels call are `triton.jit`."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Triton as it is installed here: its version, what it builds with, and where it keeps what it compiled. Nothing of it is imported."""
+"""Triton as it is installed here: its version, its compiler and headers, and its cache folder. Triton itself is not imported."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
-LEAST_VERSION = (3, 6)  # what comes with the oldest torch that we run with
+LEAST_VERSION = (3, 6)  # it comes with the oldest torch that we support
 
 
 def unusable() -> str | None:
-    """What is wrong with the package."""
+    """Why the package can not be used."""
     if (found := version()) is None:
         return "triton is not installed (pip install triton)"
     numbers = tuple(map(int, re.findall(r"\d+", found)[:2]))
@@ -43,7 +43,7 @@ def _version_in(origin: str) -> str:
 
 
 def cannot_build() -> str | None:
-    """Triton builds what launches a kernel on the machine it runs on."""
+    """Triton compiles a launcher in C on this machine."""
     if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
         return "Triton needs a C compiler (gcc or clang, or CC in the environment)"
     headers = sysconfig.get_paths(_scheme())["include"]
@@ -57,7 +57,7 @@ def cannot_build() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where Triton keeps what it compiles."""
+    """Triton's cache folder."""
     home = os.environ.get("TRITON_HOME") or Path.home()
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache").absolute()
 

@@ -10,7 +10,7 @@ import pytest
 from engine_rig import FIXTURES, rig
 from known_texts import N_TEXT, known_texts
 
-from pyspec.cuda import probe, verdicts
+from pyspec.cuda.checks import probe, verdicts
 from pyspec.models import layers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from pyspec import synth
-from pyspec.cuda.context import gpu_lock
-from pyspec.cuda.gpu_lock import GpuLock
+from pyspec.cuda.context import GpuLock, gpu_lock
 from pyspec.device import worker
 from pyspec.engine.api import Engine
 from pyspec.request import Delta, Event

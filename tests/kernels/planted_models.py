@@ -18,8 +18,9 @@ from typing import Any
 
 import planted_tiers
 
-from pyspec.cuda import probe, probe_process, registry, tiers, verdicts
-from pyspec.cuda.probe import Prober
+from pyspec.cuda import registry, tiers
+from pyspec.cuda.checks import probe, process, verdicts
+from pyspec.cuda.checks.probe import Prober
 from pyspec.engine.api import Engine
 
 WHY = {"wrong": "differ|other|not|as the reference", "crashing": "ended the process", "hanging": "took more than"}
@@ -72,8 +73,8 @@ def planted(name: str, kind: str) -> Iterator[Any]:
 
 
 def have_spares() -> None:
-    with probe_process._taking:
-        probe_process._ready += [probe_process.Checker() for _ in range(SPARE - len(probe_process._ready))]
+    with process._taking:
+        process._ready += [process.Checker() for _ in range(SPARE - len(process._ready))]
 
 
 def text(path: Path, kernels: str = "auto") -> list[int]:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 import pyspec.cuda
 from pyspec.config import EngineSettings
-from pyspec.cuda import context, faults, jit, probe_child, verdicts
+from pyspec.cuda import check_child, context, faults, jit
+from pyspec.cuda.checks import verdicts
 from pyspec.cuda.context import context_of, gpu_lock, per_device
 from pyspec.cuda.machine import Machine
 from pyspec.engine.load.load import load as loading
@@ -197,7 +198,7 @@ def test_devices_of_one_kind_share_verdicts_and_are_bound_apart(gpus: Gpus, monk
     op = replace(op, impls=[impl], verdicts={}, _decided={})
     assert verdicts.key_of(op.candidate(impl, Spec(FIRST))) == verdicts.key_of(op.candidate(impl, Spec(SECOND)))
     assert verdicts.key_of(op.candidate(impl, Spec(FIRST))) != verdicts.key_of(op.candidate(impl, Spec(SECOND, 4)))
-    monkeypatch.setattr("pyspec.cuda.probe.verdict", lambda candidate: None)
+    monkeypatch.setattr("pyspec.cuda.checks.probe.verdict", lambda candidate: None)
     for device in (FIRST, SECOND):
         op.bind(Spec(device))
     assert seen == [FIRST, SECOND]
@@ -216,7 +217,7 @@ def test_a_check_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.M
     def check(launch: object, reference: object, spec: Spec) -> None:
         at.append(gpus.at)
 
-    found = probe_child.examine(replace(op, check=check), op.impls[0], Spec(SECOND), lambda what: None)
+    found = check_child.examine(replace(op, check=check), op.impls[0], Spec(SECOND), lambda what: None)
     assert found.refusal is None and at == [1] * 4 and gpus.at == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda import cost
+from pyspec.cuda import survey
 from pyspec.cuda.op import Impl, Op
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_the_next_tiers_time_is_held_against_the_chosen_ones(clock: list[float]) -> None:
     tiers = [Impl(name, taking(clock, s)) for name, s in (("cuda", 1e-4), ("triton", 3e-4))]
     op = Op("twice", Impl("torch", taking(clock, 9e-4)), tiers, check)
-    found = cost.step_down(op, Spec())
+    found = survey.step_down(op, Spec())
     assert found is not None and found.impl == "triton" and found.times == pytest.approx(3)
 
 
@@ -59,14 +59,14 @@ def test_a_tier_that_is_refused_is_not_the_next_one(clock: list[float]) -> None:
         raise RuntimeError("no")
 
     tiers = [Impl("cuda", taking(clock, 1e-4)), Impl("triton", raising)]
-    found = cost.step_down(Op("twice", Impl("torch", taking(clock, 9e-4)), tiers, check), Spec())
+    found = survey.step_down(Op("twice", Impl("torch", taking(clock, 9e-4)), tiers, check), Spec())
     assert found is not None and found.impl == "torch" and found.times == pytest.approx(9)
 
 
 def test_the_reference_has_nothing_below_it(clock: list[float]) -> None:
     op = Op("twice", Impl("torch", taking(clock, 1e-4)), [], check)
-    assert cost.step_down(op, Spec()) is None
-    assert cost.step_downs([(op, Spec())]) == [None]
+    assert survey.step_down(op, Spec()) is None
+    assert survey.step_downs([(op, Spec())]) == [None]
 
 
 def test_launches_that_give_launches_and_have_others_beside_them_are_noted() -> None:
@@ -85,7 +85,7 @@ def test_launches_that_give_launches_and_have_others_beside_them_are_noted() -> 
         def pack(self, x: Tensor) -> Tensor:
             return x + 1
 
-    noted = cost.Noted(Many(), calls)
+    noted = survey.Noted(Many(), calls)
     x = torch.ones(2)
     assert noted.name == "many" and getattr(noted, "nothing", None) is None
     assert torch.equal(noted(3)(x), 3 * x) and len(calls) == 1

@@ -9,8 +9,8 @@ import planted_models
 import pytest
 import triton_interpreter  # noqa: F401
 
-from pyspec.cuda import probe
-from pyspec.cuda.probe import Prober
+from pyspec.cuda.checks import probe
+from pyspec.cuda.checks.probe import Prober
 from pyspec.synth import write
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.timeout(900)]

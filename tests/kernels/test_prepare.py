@@ -15,7 +15,10 @@ import pytest
 import torch
 from probe_fakes import Launch, TwiceSpec
 
-from pyspec.cuda import jit, prepare, probe, probe_process, verdicts
+from pyspec.cuda import jit, prepare
+from pyspec.cuda.checks import probe, process, verdicts
+from pyspec.cuda.checks.probe import Prober
+from pyspec.cuda.checks.verdicts import Verdict
 from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.op import Op
 from pyspec.cuda.ops.angles.op import angles
@@ -23,8 +26,6 @@ from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.prepare import Preparation, Wanted
-from pyspec.cuda.probe import Prober
-from pyspec.cuda.verdicts import Verdict
 from pyspec.errors import ConfigError, DeviceError
 
 SPEC, GPU = TwiceSpec(torch.device("cpu"), 4), torch.device("cuda")
@@ -261,7 +262,7 @@ def test_others_are_refused(name: str) -> None:
 
 def test_children_are_as_many_as_there_is_room_for() -> None:
     gib = 1 << 30
-    assert prepare.n_children(100 * gib, 30 * gib, 16) == probe_process.MOST
+    assert prepare.n_children(100 * gib, 30 * gib, 16) == process.MOST
     assert prepare.n_children(40 * gib, 33 * gib, 16) == 2
     assert prepare.n_children(34 * gib, 33 * gib, 16) == prepare.n_children(30 * gib, 33 * gib, 16) == 1
     assert prepare.n_children(100 * gib, 0, 2) == 1
@@ -278,27 +279,27 @@ def test_a_first_start_begins_with_children(gpu: str, tmp_path: Path, monkeypatc
             self.ended = True
 
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(probe_process, "Checker", Fake)
-    monkeypatch.setattr(probe_process, "n_cores", lambda: 5)
-    monkeypatch.setattr(probe_process, "GPUS", (tmp_path / "nvidiactl", tmp_path / "kfd"))
-    probe_process.begin()
-    assert not probe_process._ready, "no GPU"
+    monkeypatch.setattr(process, "Checker", Fake)
+    monkeypatch.setattr(process, "n_cores", lambda: 5)
+    monkeypatch.setattr(process, "GPUS", (tmp_path / "nvidiactl", tmp_path / "kfd"))
+    process.begin()
+    assert not process._ready, "no GPU"
     (tmp_path / gpu).touch()
-    probe_process.begin()
-    probe_process.begin()
-    first, second = probe_process._ready
-    assert probe_process.take() is first
+    process.begin()
+    process.begin()
+    first, second = process._ready
+    assert process.take() is first
     second.status = 0  # it left
-    third = probe_process.take()
-    assert third not in (first, second) and second.ended and not probe_process._ready
+    third = process.take()
+    assert third not in (first, second) and second.ended and not process._ready
     verdicts.save(verdicts.key_of(candidate("right")), None)
-    probe_process.begin()
-    assert not probe_process._ready, "something is known already"
-    probe_process._ready.append(first)
-    probe_process.let_go()
-    assert first.ended and not probe_process._ready
+    process.begin()
+    assert not process._ready, "something is known already"
+    process._ready.append(first)
+    process.let_go()
+    assert first.ended and not process._ready
 
 
 def test_children_can_be_started_before_torch_is_imported() -> None:
-    code = "import sys; from pyspec.cuda import probe_process; sys.exit('torch' in sys.modules)"
+    code = "import sys; from pyspec.cuda.checks import process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

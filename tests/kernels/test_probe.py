@@ -16,9 +16,10 @@ import pytest
 import torch
 from probe_fakes import Launch, TwiceSpec, planted
 
-from pyspec.cuda import probe, probe_child, verdicts
+from pyspec.cuda import check_child
+from pyspec.cuda.checks import probe, verdicts
+from pyspec.cuda.checks.probe import Prober
 from pyspec.cuda.op import Impl, Op
-from pyspec.cuda.probe import Prober
 
 SPEC = TwiceSpec(torch.device("cpu"), 4)
 LIMITS_S = {"start": 60.0, "binding": 20.0, "check": 2.0}
@@ -76,7 +77,7 @@ def test_a_verdict_is_asked_for_once(children: list[int]) -> None:
 
 def test_what_a_child_measures_is_in_its_verdict_and_harms_nothing_where_it_fails() -> None:
     def tuned(impl: Impl[TwiceSpec, Launch]) -> verdicts.Verdict:
-        return probe_child.examine(planted(impl.bind, name="twice"), impl, SPEC, lambda at: None)
+        return check_child.examine(planted(impl.bind, name="twice"), impl, SPEC, lambda at: None)
 
     assert tuned(Impl("right", probe_fakes.right, tune=lambda spec: f"{spec.n} of it")).choice == f"{SPEC.n} of it"
     failing = tuned(Impl("right", probe_fakes.right, tune=probe_fakes.raising))  # type: ignore[arg-type]
@@ -101,13 +102,13 @@ def test_a_lack_of_memory_is_not_remembered(children: list[int]) -> None:
 @pytest.mark.parametrize("impl", probe_fakes.unlucky.impls, ids=lambda impl: impl.name)
 def test_what_a_machine_lacked_is_not_remembered(impl: Impl[TwiceSpec]) -> None:
     """No right to write, a compiler that was killed or does not build, no memory: it may be otherwise the next time."""
-    found = probe_child.examine(probe_fakes.unlucky, impl, SPEC, lambda at: None)
+    found = check_child.examine(probe_fakes.unlucky, impl, SPEC, lambda at: None)
     assert found.refusal is not None and found.refusal.startswith("failed its check: ") and not found.lasting
 
 
 def test_what_a_compiler_says_of_a_kernel_is_remembered() -> None:
     impl = next(i for i in probe_fakes.twice.impls if i.name == "raising")
-    assert probe_child.examine(probe_fakes.twice, impl, SPEC, lambda at: None).lasting
+    assert check_child.examine(probe_fakes.twice, impl, SPEC, lambda at: None).lasting
 
 
 @pytest.mark.slow
@@ -241,7 +242,7 @@ def test_sources_of_an_op_are_its_modules_and_kernels() -> None:
 def test_a_child_is_soon_there() -> None:
     """It imports torch, the op and little else; the server, numba or the tokenizers would cost seconds."""
     code = (
-        "import sys\nimport pyspec.cuda.probe_child, pyspec.cuda.ops.attend.op\n"
+        "import sys\nimport pyspec.cuda.check_child, pyspec.cuda.ops.attend.op\n"
         "heavy = {'numba', 'tokenizers', 'jinja2', 'starlette', 'rich', 'pydantic', 'pyspec.models', 'pyspec.engine.api'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -9,7 +9,8 @@ import pytest
 import torch
 from planted_cuda import VectorSpec, planted
 
-from pyspec.cuda import faults, probe, verdicts
+from pyspec.cuda import faults
+from pyspec.cuda.checks import probe, verdicts
 from pyspec.cuda.machine import bandwidth, machine
 
 GPU = torch.device("cuda", 0)

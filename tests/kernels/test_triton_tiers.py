@@ -11,8 +11,8 @@ import planted_tiers
 import pytest
 import triton_interpreter  # noqa: F401
 
-from pyspec.cuda import probe
-from pyspec.cuda.probe import Prober
+from pyspec.cuda.checks import probe
+from pyspec.cuda.checks.probe import Prober
 
 WHY = {"wrong": "differ|other|not", "crashing": "ended the process", "hanging": "took more than"}
 LIMITS_S = {"start": 120.0, "binding": 60.0, "check": 10.0}

@@ -14,12 +14,13 @@ import torch
 
 from pyspec import draft, progress
 from pyspec.config import EngineSettings
-from pyspec.cuda import prepare, probe, temporary, tiers
+from pyspec.cuda import prepare, temporary, tiers
+from pyspec.cuda.checks import probe
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.prepare import Preparation
-from pyspec.cuda.ways import Ways
-from pyspec.device.lead import TpMemory, TpWorker
+from pyspec.cuda.tiers import Ways
+from pyspec.device.lead import LeadingWorker, LedMemory
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
 from pyspec.engine.load.ranks import Ranks, begin_ranks, lead_ranks

@@ -22,8 +22,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pyspec import progress
-from pyspec.cuda import probe_process
-from pyspec.engine.messages import (
+from pyspec.cuda.checks import process
+from pyspec.engine.wire import (
     ActOnSlot,
     Cancel,
     Events,
@@ -70,7 +70,7 @@ class EngineMain:
     def run(self) -> None:
         """Until the parent is gone."""
         began = time.perf_counter()
-        probe_process.begin()  # which import what we import now
+        process.begin()  # which import what we import now
         import pyspec.engine.process.core  # noqa: F401 - what a load needs of files is there when it is told what to load
 
         message = self.link.receive()

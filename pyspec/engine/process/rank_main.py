@@ -20,7 +20,8 @@ from contextlib import suppress
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import exact, prepare, probe, tiers
+from pyspec.cuda import exact, prepare, tiers
+from pyspec.cuda.checks import probe
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.examine import EXAMINATION

@@ -1,6 +1,6 @@
-"""The child in which implementations are checked: it binds one, compares it with the reference, and says what it is at.
+"""The child in which implementations are checked: it binds one, compares it with the reference, and reports each stage.
 
-probe.py starts it (`python -m pyspec.cuda.probe_child`), asks on its stdin and reads its stdout, a line each.
+probe.py starts it (`python -m pyspec.cuda.check_child`), asks on its stdin and reads its stdout, a line each.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import IO, Any
 import torch
 
 from pyspec.cuda import faults, registry, tri
+from pyspec.cuda.checks.probe import LIMITS_S, sentence
+from pyspec.cuda.checks.verdicts import Verdict
 from pyspec.cuda.context import context_of
 from pyspec.cuda.op import Impl, Op, device_of
-from pyspec.cuda.probe import LIMITS_S, sentence
-from pyspec.cuda.verdicts import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def serve(requests: IO[bytes], answers: IO[str]) -> None:
         impl = next(i for i in op.impls if i.name == name)
 
         def goes_on(at: str) -> None:
-            # the parent ends whatever takes too long; this is for the case that there is no parent any more
+            # the parent kills a check that takes too long; this ends the child if the parent is gone
             faulthandler.dump_traceback_later(sum(LIMITS_S.values()), exit=True)
             tell(at=at)
 
@@ -67,10 +67,10 @@ def serve(requests: IO[bytes], answers: IO[str]) -> None:
 
 
 def examine(op: Op[Any, Any], impl: Impl[Any, Any], spec: Any, tell: Callable[[str], None]) -> Verdict:
-    """Bind and check, here and now. `tell` hears what it is at."""
+    """Bind and check in this process. `tell` is called with each stage."""
     assert op.check is not None
     device = device_of(spec)
-    context = context_of(device)  # held: of its record kernels are told, and it is read here
+    context = context_of(device)  # held, because kernels write into its fault record, which is read here
     try:
         with context.current():  # all that a check does besides launching goes by the thread's device
             tell("binding")
@@ -83,13 +83,13 @@ def examine(op: Op[Any, Any], impl: Impl[Any, Any], spec: Any, tell: Callable[[s
             if (fault := faults.read(device)) is not None and refusal is None:
                 refusal = f"its guard tripped in its check: {fault.error(faults.ALL_SLOTS)}"
             return Verdict(refusal, choice="" if refusal is not None else _tuned(impl, spec))
-    except Exception as e:  # noqa: BLE001 - whatever a foreign compiler raises means "do not use it"
+    except Exception as e:  # noqa: BLE001 - any error of a foreign compiler means "do not use it"
         return Verdict(f"failed its check: {sentence(e)}", lasting=not _may_pass(e))
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether the next try may end otherwise: no memory, no room on a disk, no right to write there, a program that is not there or was
-    killed. What a foreign compiler raises says so in words alone, or in what it came of."""
+    """Whether the next try may end otherwise: memory, room on a disk or the right to write is missing, or a program is missing or was
+    killed. Errors of foreign compilers say so in their text or in the error that caused them."""
     passing = (MemoryError, OSError, subprocess.SubprocessError, torch.OutOfMemoryError)
     found: BaseException | None = error
     while found is not None:
@@ -100,7 +100,7 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _tuned(impl: Impl[Any, Any], spec: Any) -> str:
-    """What fits this GPU best, of an implementation that is right whatever it takes."""
+    """The fastest choice on this GPU, of an implementation that is right with any choice."""
     try:
         return impl.tune(spec) if impl.tune is not None else ""
     except Exception as e:  # noqa: BLE001 - it runs without, too
@@ -120,7 +120,7 @@ def _is_sound(spec: object) -> bool:
 
 
 def _main() -> None:
-    """What writes to stdout without being asked writes to the log instead: stdout belongs to the answers."""
+    """Stdout carries the answers only: other writes to it go to the log."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

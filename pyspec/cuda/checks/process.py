@@ -16,20 +16,13 @@ import tempfile
 import threading
 from pathlib import Path
 
+from pyspec.cuda.cache import cache_root, n_cores
+
 log = logging.getLogger(__name__)
 
 TAIL = 200  # characters of the child's last words
 MOST = 4  # that check at once
 GPUS = Path("/dev/nvidiactl"), Path("/dev/kfd")  # one of them is there where there is a GPU: NVIDIA's, AMD's
-
-
-def cache_root() -> Path:
-    """What is found out of kernels on this machine is kept here."""
-    return Path(os.environ.get("PYSPEC_CACHE") or Path.home() / ".cache" / "pyspec")
-
-
-def n_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _ready: list[Checker] = []
@@ -57,7 +50,7 @@ def take() -> Checker:
 
 
 def let_go() -> None:
-    """Those that nobody took."""
+    """End the children that were not taken."""
     with _taking:
         while _ready:
             _ready.pop().end()
@@ -70,7 +63,7 @@ class Checker:
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pyspec.cuda.probe_child"],
+            [sys.executable, "-P", "-m", "pyspec.cuda.check_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -86,17 +79,17 @@ class Checker:
             for line in out:
                 self.lines.put(line)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)  # for its own end, which tells more than being killed
+            self.process.wait(5)  # its own exit status says more than that of a kill
         self.lines.put(None)
 
     def send(self, request: bytes) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone: `lines` tells
+        with contextlib.suppress(OSError):  # it is gone, which `lines` reports
             self.process.stdin.write(request)
             self.process.stdin.flush()
 
     def last_words(self) -> str:
-        """How it ended, and the end of what it wrote."""
+        """How it ended, and the end of its output."""
         code = self.process.returncode
         if code is None:
             how = "it does not end"
@@ -109,9 +102,9 @@ class Checker:
         return f"{how} ({said})" if said else how
 
     def end(self) -> None:
-        """End it whatever it does. A process that hangs in the driver may outlive this; nobody waits for it."""
+        """Kill it. A process that hangs in the driver may outlive this; it is not waited for."""
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # what was not sent to a child that is gone
+        with contextlib.suppress(OSError):  # bytes left in the pipe of a child that is gone
             self.process.stdin.close()
         self.process.kill()
         try:

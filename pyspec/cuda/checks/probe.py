@@ -1,8 +1,8 @@
 """Checks of implementations in a child process: one that crashes, hangs or poisons the GPU costs the child.
 
-This is the parent's side, which knows candidates by name only; probe_child.py is the other. The child is started when the first check is wanted, serves one after another, says what it is at, and leaves when nothing
-is asked of it for a while. If it dies, what it was at gets the blame, and a new child goes on with the next. Verdicts are
-kept on disk (verdicts.py), so all this happens once per machine, spec and source.
+This is the parent's side, which knows candidates by name only; check_child.py is the other. The child starts with the first check,
+runs one after another, reports each stage, and exits when it is idle for a while. If it dies, the candidate under check is refused, and
+a new child goes on with the next. Verdicts are kept on disk (verdicts.py), so each check runs once per machine, spec and source.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import time
 from concurrent.futures import CancelledError, Future
 from functools import cache
 
-from pyspec.cuda import probe_process, verdicts
-from pyspec.cuda.probe_process import Checker as _Child
-from pyspec.cuda.verdicts import Candidate, Verdict
+from pyspec.cuda.checks import process, verdicts
+from pyspec.cuda.checks.process import Checker as _Child
+from pyspec.cuda.checks.verdicts import Candidate, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -29,27 +29,27 @@ LIMITS_S = {"start": 120.0, "binding": 300.0, "check": 60.0}  # how long the chi
 
 
 promised: dict[str, Future[Verdict]] = {}
-"""What is being found out beside this (prepare.py), by `verdicts.name_of`."""
+"""Verdicts under way (prepare.py), by `verdicts.name_of`."""
 
 
 def verdict(candidate: Candidate) -> str | None:
-    """Why it must not be used for its spec: what is known of it on this machine, or else what a child finds."""
+    """Why the candidate must not be used for its spec: the verdict kept on this machine, or a child's."""
     key = verdicts.key_of(candidate)
     if (promise := promised.get(verdicts.name_of(key))) is not None:
-        with contextlib.suppress(CancelledError):  # whoever promised it has ended
+        with contextlib.suppress(CancelledError):  # the preparation was closed
             if (found := promise.result()).lasting:
                 return found.refusal
     return examined(candidate, key, prober()).refusal
 
 
 def is_awaited(candidate: Candidate) -> bool:
-    """Whether it is being found out, and who asks has to wait."""
+    """Whether its verdict is under way, so that a caller would wait."""
     promise = promised.get(verdicts.name_of(verdicts.key_of(candidate)))
     return promise is not None and not promise.done()
 
 
 def examined(candidate: Candidate, key: verdicts.Key, by: Prober) -> Verdict:
-    """What is kept of it, or what a child of `by` finds, which is kept then."""
+    """The kept verdict, or that of a child of `by`, which is kept then."""
     kept = verdicts.load(key)
     if kept is not None:
         return kept
@@ -65,7 +65,7 @@ def examined(candidate: Candidate, key: verdicts.Key, by: Prober) -> Verdict:
 def close() -> None:
     """Let children go now instead of when they have been idle."""
     prober().close()
-    probe_process.let_go()
+    process.let_go()
 
 
 @cache
@@ -88,9 +88,9 @@ class Prober:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Have a child ready for what will be asked soon: it takes seconds to begin."""
+        """Start a child for checks to come, because it takes seconds to start."""
         with self._lock:
-            self._child = self._child or probe_process.take()
+            self._child = self._child or process.take()
 
     def check(self, home: str, impl: str, spec: object) -> Verdict:
         """Have `impl` of the op at `home` ("module:name") checked for `spec`."""
@@ -101,7 +101,7 @@ class Prober:
         with self._lock:
             why = ""
             for _ in range(2):  # a child may leave, idle, just as it is asked
-                child = self._child = self._child or probe_process.take()
+                child = self._child = self._child or process.take()
                 child.send(request)
                 found, why = self._listen(child)
                 if found is not None:

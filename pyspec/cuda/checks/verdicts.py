@@ -1,4 +1,4 @@
-"""Verdicts on implementations, kept on disk: what was checked on this machine is not checked again.
+"""Verdicts on implementations, kept on disk, so that each is checked once on a machine.
 
 A verdict holds for one op, implementation and spec, on one kind of GPU with one driver and compiler, and for the sources it
 was made with. Each is a file of its own, written whole or not at all; one that can not be read is as good as none.
@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`refusal` is None for an implementation that may be used. `lasting`: the same would be found again. `choice`: what `tune` found."""
+    """`refusal` is None for an implementation that may be used. `lasting`: the next check would find the same. `choice`: result of `tune`."""
 
     refusal: str | None
     lasting: bool = True
@@ -102,7 +102,7 @@ def save(key: Key, refusal: str | None, choice: str = "") -> None:
 
 
 def forget_all() -> None:
-    """Whatever was found so far is asked again."""
+    """Delete all verdicts, so that everything is checked again."""
     for path in folder().glob("*.json"):
         path.unlink(missing_ok=True)
 
@@ -117,7 +117,7 @@ def _path(key: Key) -> Path:
 
 @cache
 def digest(modules: tuple[str, ...]) -> str:
-    """A hash of these modules, of what they import of `OURS`, and of the kernels they name, includes and all."""
+    """A hash of these modules, their imports from `OURS`, and the kernels they name with all includes."""
     files = {name: path for name in modules if (path := _file_of(name)) is not None}
     todo = list(files)
     while todo:
