@@ -153,7 +153,7 @@ def main() -> int:
     torch.cuda.memory._record_memory_history("state", context="alloc", stacks="python")
     stages = Stages(device)
     loading._log_use = stages.tell
-    with progress.heard_by(stages.hear), Engine.open(str(args.model), draft, settings) as engine:
+    with progress.listening(stages.hear), Engine.open(str(args.model), draft, settings) as engine:
         if not stages.settled.wait(SETTLED_S):
             print("kernels are still being checked: what these children have is counted as others")
             stages.lines.append(("not settled", memory_snapshot(device)))

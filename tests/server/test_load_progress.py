@@ -13,7 +13,7 @@ from test_server_loading import Start, start  # noqa: F401  (a fixture)
 from pyspec.config import settings_from
 from pyspec.engine.load.load import load
 from pyspec.engine.process.supervisor import Supervisor
-from pyspec.progress import heard_by, report
+from pyspec.progress import listening, report
 from pyspec.server.http import door
 from pyspec.server.http.door import Door, LoadLog
 from pyspec.server.settings import ServerSettings

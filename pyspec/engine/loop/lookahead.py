@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from pyspec.constrain.constraint import Constraint
 from pyspec.cuda.faults import ALL_SLOTS, Fault
-from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, n_kept
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, n_kept
 from pyspec.device.worker import Launched
 from pyspec.draft.drafter import Drafter, LookaheadDrafter
 from pyspec.engine.loop.job import Job

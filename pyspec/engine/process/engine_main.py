@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from pyspec import progress
 from pyspec.cuda.checks import process
-from pyspec.engine.wire import (
+from pyspec.engine.messages import (
     ActOnSlot,
     Cancel,
     Events,
@@ -101,7 +101,7 @@ class EngineMain:
             EXAMINATION.is_on, settings = True, replace(settings, plain_loop=True)
         threading.Thread(target=self.beat, name="pyspec-heartbeat", daemon=True).start()
         try:
-            with progress.heard_by(self.send_stage):
+            with progress.listening(self.send_stage):
                 self.core = EngineCore.load(message.path, settings, hand_over=self.hand_over, on_death=self.die)
         except PyspecError as e:
             self.link.send(LoadRefused(portable(e), EXAMINATION.under_way))

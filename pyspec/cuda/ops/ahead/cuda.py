@@ -11,7 +11,7 @@ from torch import Tensor
 from pyspec.cuda.context import per_device
 from pyspec.cuda.faults import record
 from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin
-from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, Ahead, AheadSpec, Kept
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, Ahead, AheadSpec, Kept
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.table import SlotTable
