@@ -20,6 +20,7 @@ from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.prepare import Preparation
 from pyspec.cuda.tiers import Ways
+from pyspec.device.lead import TpMemory, TpWorker
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
 from pyspec.engine.load.ranks import Ranks, begin_ranks, lead_ranks

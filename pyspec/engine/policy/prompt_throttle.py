@@ -16,7 +16,7 @@ LONG = 8192  # tokens to be read from which on a prompt is long
 NEWER = 0.25  # weight of the last round in what a round takes
 
 
-class Reader(Protocol):
+class PromptReader(Protocol):
     """A request in a slot, as the loop's `Job` is one. n_prefill: tokens of its prompt; n_cached: of these, from the cache."""
 
     @property
@@ -32,14 +32,14 @@ class Reader(Protocol):
     def is_decoding(self) -> bool: ...
 
 
-R = TypeVar("R", bound=Reader)
+R = TypeVar("R", bound=PromptReader)
 
 
 class Part(Protocol):
     """A request's part in a round, as the loop's `Work` is one."""
 
     @property
-    def job(self) -> Reader: ...
+    def job(self) -> PromptReader: ...
 
     @property
     def is_prompt(self) -> bool: ...
@@ -76,7 +76,7 @@ class PromptThrottle:
         """Somebody rests, and has rested enough."""
         return self.n_resting > 0 and self.owed <= 0
 
-    def _is_long(self, job: Reader) -> bool:
+    def _is_long(self, job: PromptReader) -> bool:
         if not self.weight or job.slot is None or job.n_prefill - job.n_cached <= LONG:
             return False
         return job.slot.n_past - job.n_cached >= self.n_free
