@@ -137,13 +137,18 @@ def prompts(spec: AttendSpec) -> Run:
 
 
 def with_prompts(own: Attend, spec: AttendSpec) -> Attend:
-    """`own` for all but the long sequences of a causal batch, where the library runs and no sinks are; else `own` itself. With `--exact`
-    `own` for those, too, as few rows at a time as its partial sums have room for."""
-    if EXACT.is_on and spec.device.type == "cuda":
-        return in_pieces(own)
-    if spec.device.type != "cuda" or spec.has_sinks or attend_prompt.chosen(spec) is attend_prompt.reference:
+    """`own` for all but the long sequences of a causal batch. Those go to the library; or, where it does not run, with sinks, with a
+    window and with `--exact`, to `own` as few rows at a time as its partial sums have room for."""
+    if spec.device.type != "cuda":
         return own
-    return beside(own, prompts(spec))
+    return beside(own, prompts(spec)) if takes_prompts(spec) else in_pieces(own)
+
+
+def takes_prompts(spec: AttendSpec) -> bool:
+    """Whether the library attends for prompts of such heads, windows apart."""
+    if EXACT.is_on or spec.device.type != "cuda" or spec.has_sinks:
+        return False
+    return attend_prompt.chosen(spec) is not attend_prompt.reference
 
 
 def is_long(seq: Seq, n_key: int) -> bool:
@@ -167,7 +172,7 @@ def in_pieces(own: Attend) -> Attend:
         if (others := _others(q.device).of(batch, long)) is not None:
             out[others.rows] = own(q[others.rows], pool, others.batch, window, sinks)
         for i in long:
-            for part, few in _pieces(q.device).of(batch, i):
+            for part, few in _pieces(q.device).of(batch, i, window):
                 out[part] = own(q[part], pool, few, window, sinks)
         return out
 
@@ -179,49 +184,66 @@ class _Pieces:
 
     def __init__(self, device: torch.device) -> None:
         self.whole: Batch | None = None
-        self.found: dict[int, list[tuple[slice, Batch]]] = {}
+        self.found: dict[tuple[int, int], list[tuple[slice, Batch]]] = {}
 
-    def of(self, batch: Batch, i: int) -> list[tuple[slice, Batch]]:
+    def of(self, batch: Batch, i: int, window: int = 0) -> list[tuple[slice, Batch]]:
         """(rows of the whole, batch of them alone)."""
         if self.whole is not batch:
             self.whole, self.found = batch, {}
-        if i not in self.found:
+        if (i, window) not in self.found:
             width, start = batch.seqs[i].width, batch.starts[i]
-            step = max(FEW, MANY // -(-batch.max_hi[i] // SPLIT))
+            step = piece_rows(batch.max_hi[i], window, batch.page_size)
             cuts = [(first, min(step, width - first)) for first in range(0, width, step)]
-            self.found[i] = [(slice(start + first, start + first + n), piece(batch, i, first, n)) for first, n in cuts]
-        return self.found[i]
+            self.found[i, window] = [
+                (slice(start + first, start + first + n), piece(batch, i, first, n, window)) for first, n in cuts
+            ]
+        return self.found[i, window]
 
 
 _pieces = per_device(_Pieces)
 
 
-def piece(batch: Batch, i: int, first: int, n: int) -> Batch:
-    """`n` rows of sequence i alone, from its row `first` on."""
+def piece_rows(n_key: int, window: int, page_size: int) -> int:
+    """Rows of a piece whose partial sums have room, of a sequence of `n_key` keys."""
+    if window and not EXACT.is_on:
+        n_key = min(n_key, window + page_size + MANY)  # what such a piece sees, from the first of its pages on
+    return max(FEW, MANY // -(-n_key // SPLIT))
+
+
+def piece(batch: Batch, i: int, first: int, n: int, window: int = 0) -> Batch:
+    """`n` rows of sequence i alone, from its row `first` on. Pages that a window hides from all of them are left out, but with `--exact`,
+    where keys are summed from the first one on as they are for few rows."""
     seq, start = batch.seqs[i], batch.starts[i] + first
-    rows, device = slice(start, start + n), batch.positions.device
-    own = replace(seq, n_past=seq.n_past + first, tokens=seq.tokens[first : first + n], n_out=0)
+    rows, device, at = slice(start, start + n), batch.positions.device, seq.n_past + first
+    hidden = max(0, at - window + 1) // batch.page_size if window and not EXACT.is_on else 0  # pages
+    past = hidden * batch.page_size
+    own = replace(seq, n_past=at - past, tokens=seq.tokens[first : first + n], n_out=0)
     return replace(
         batch,
         seqs=[own],
         starts=[0, n],
-        positions=batch.positions[rows],
-        lo=batch.lo[rows],
-        hi=batch.hi[rows],
-        page_table=batch.page_table[i : i + 1],
+        positions=batch.positions[rows] - past,
+        lo=(batch.lo[rows] - past).clamp_(min=0),
+        hi=batch.hi[rows] - past,
+        page_table=batch.page_table[i : i + 1, hidden:],
         seq_start=torch.tensor([0, n], dtype=torch.int32, device=device),
         row_seq=torch.zeros(n, dtype=torch.int32, device=device),
-        max_hi=[seq.n_past + first + n + seq.slack],
+        max_hi=[at + n + seq.slack - past],
     )
 
 
 def beside(own: Attend, prompt: Run) -> Attend:
+    cut = in_pieces(own)
+
     def attend(
         q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None, **more: Tensor | None
     ) -> Tensor:
         if batch.prompt:
+            assert window == 0, "a model with windows has no graphs of prompts"
             return prompt(q, *own_keys(pool, batch)).contiguous()
-        takes = batch.causal and batch.bucket is None and window == 0 and sinks is None
+        if window or sinks is not None:
+            return cut(q, pool, batch, window, sinks, **more)
+        takes = batch.causal and batch.bucket is None
         long = _long(batch) if takes and pool.dtype is not torch.float32 else []
         if not long:
             return own(q, pool, batch, window, sinks, **more)
