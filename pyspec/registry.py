@@ -13,12 +13,12 @@ DRAFTERS = {
     "ngram": "pyspec.draft.ngram",
 }
 ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfig`
-    "llama": "pyspec.models.llama",
-    "qwen3": "pyspec.models.qwen3",
-    "qwen35": "pyspec.models.qwen35",
-    "qwen35moe": "pyspec.models.qwen35moe",
-    "nemotron_h": "pyspec.models.nemotron",
-    "nemotron_h_moe": "pyspec.models.nemotron",
+    "llama": "pyspec.models.arch.llama",
+    "qwen3": "pyspec.models.arch.qwen3",
+    "qwen35": "pyspec.models.arch.qwen35",
+    "qwen35moe": "pyspec.models.arch.qwen35moe",
+    "nemotron_h": "pyspec.models.arch.nemotron",
+    "nemotron_h_moe": "pyspec.models.arch.nemotron",
     "deepseek4": "pyspec.models.deepseek4",
 }
 FAMILIES = (

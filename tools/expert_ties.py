@@ -24,7 +24,7 @@ from harness import FIXTURES, Bench
 from pyspec.cuda.ops.moe.ref import Routes
 from pyspec.cuda.ops.rows.ref import Prep
 from pyspec.models import weights
-from pyspec.models.moe import MoeFeed
+from pyspec.models.blocks.moe import BoundExperts
 
 N_PROMPT, LENGTH = 40, 200
 
@@ -33,7 +33,7 @@ def scores_of(path: Path, tokens: list[int], chunk: int) -> list[tuple[Tensor, T
     """(scores [row, expert], how much the last chosen is ahead of the first left out [row]) of each block of experts."""
     bench, found = Bench(path, n_ctx=256), dict[int, list[tuple[Tensor, Tensor]]]()
 
-    def watch(i: int, feed: MoeFeed) -> Callable[..., Routes]:
+    def watch(i: int, feed: BoundExperts) -> Callable[..., Routes]:
         route, s = feed.route, feed.shape
 
         def run(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
@@ -46,8 +46,9 @@ def scores_of(path: Path, tokens: list[int], chunk: int) -> list[tuple[Tensor, T
         return run
 
     for i, block in enumerate(bench.target.blocks):
-        if isinstance(block.feed, MoeFeed):
-            block.feed.route = watch(i, block.feed)
+        for part in block.parts:
+            if isinstance(part, BoundExperts):
+                part.route = watch(i, part)
     for at in range(0, len(tokens), chunk):
         bench.feed(0, tokens[at : at + chunk])
     return [tuple(map(torch.cat, zip(*parts, strict=True))) for parts in found.values()]  # type: ignore[misc]

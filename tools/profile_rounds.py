@@ -35,6 +35,7 @@ from pyspec.bench.parts import Record, own_times, part_of, watch_kernels
 from pyspec.bench.prompts import make_prompts
 from pyspec.engine.api import Engine
 from pyspec.gguf import open_gguf
+from pyspec.models.blocks.moe import Experts
 from pyspec.models.weight_bytes import repacked_bytes
 from pyspec.models.weights import HEADS
 from pyspec.slots.batch import Batch, Seq, lay_out
@@ -286,9 +287,11 @@ def main() -> int:
         with Engine.open(str(path), draft, settings) as engine, open_gguf(path) as file:
             config = engine.core.loop.target.config  # type: ignore[attr-defined]
             there = config.n_layer
-            # of layers of several kinds, or of one kind
-            moes = [layer.moe for layer in config.layers] if hasattr(config, "layers") else [config.moe]
-            n_used = max((moe.n_used for moe in moes if moe is not None), default=0)
+            # of blocks of several kinds, or of one kind
+            parts = (
+                [spec for block in config.blocks for spec in block.specs] if hasattr(config, "blocks") else [config.moe]
+            )
+            n_used = max((part.n_used for part in parts if isinstance(part, Experts)), default=0)
             floors = Floors(file.tensors, n_used, engine.core.loop.memory, args.tp)  # type: ignore[attr-defined]
             for case in cases:
                 if case.kind == "rounds":

@@ -36,7 +36,7 @@ from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.api import Engine, Result
 from pyspec.engine.loop.lookahead import PendingRound
 from pyspec.errors import PyspecError
-from pyspec.models.moe import MoeFeed
+from pyspec.models.blocks.moe import BoundExperts
 from pyspec.models.target import Out
 from pyspec.request import Delta, Request, SamplingParams
 from pyspec.slots.batch import Batch
@@ -119,12 +119,13 @@ class Choices:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.closest = engine, math.inf
-        feeds = [block.feed for block in engine.loop.target.blocks if isinstance(block.feed, MoeFeed)]
+        parts = [part for block in engine.loop.target.blocks for part in block.parts]
+        feeds = [part for part in parts if isinstance(part, BoundExperts)]
         self.on_gpu, self.has_experts = engine.loop.target.device.type == "cuda", bool(feeds)
         for feed in () if self.on_gpu else feeds:
             feed.route = self.watched(feed)
 
-    def watched(self, feed: MoeFeed) -> Callable[..., Routes]:
+    def watched(self, feed: BoundExperts) -> Callable[..., Routes]:
         route, n_expert, n_used = feed.route, feed.shape.n_expert, feed.shape.n_used
 
         def run(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:

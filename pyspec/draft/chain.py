@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,11 +22,10 @@ from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
 from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.draft.drafter import DraftPlan, DraftRequest
-from pyspec.models.target import ModelConfig, Out
+from pyspec.models.target import ModelConfig, MtpNet, Out
 from pyspec.models.weight_bytes import row_bytes
 from pyspec.slots.arena import BUCKETS, Arena, graph_shapes, most_rows
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.table import Slot, SlotTable
 
@@ -44,25 +42,6 @@ def graph_bytes(n_slot: int, width: int, config: ModelConfig, p_min: float) -> i
     """Of the graphs of all passes together. width: rows of a slot in a first pass"""
     logits = 4 * n_slot * config.n_vocab * (2 if p_min > 0 else 1)
     return logits + most_rows(n_slot, width) * row_bytes(config.n_ff, config.n_embd)
-
-
-class ChainedBlock(Protocol):
-    """One step of a chain, over keys and values of its own. `n_hidden`: width of the hidden states it takes and makes."""
-
-    n_hidden: int
-    memory: Memory
-
-    def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """hidden [row, n_hidden] f32: h_{p-1} of each row -> that of each row's own position, the same shape."""
-        ...
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Hidden states that `forward` made -> logits [row, vocab] over the target's tokens."""
-        ...
-
-    def states_of(self, out: Out) -> Tensor:
-        """The exact hidden states [row, n_hidden] of a target's forward. They are kept for rounds to come."""
-        ...
 
 
 class Pending:
@@ -101,9 +80,7 @@ class Pending:
 class Chain:
     """Implements `Drafter`."""
 
-    def __init__(
-        self, block: ChainedBlock, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float
-    ) -> None:
+    def __init__(self, block: MtpNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float) -> None:
         self.name, self.needs, self.most_waiting = plan.kind, plan.needs, plan.n_waiting
         self.block, self.table, self.device, self.p_min = block, table, device, p_min
         self.best, self.ahead = best.bind(BestSpec(self.device)), ahead.bind(AheadSpec(self.device))

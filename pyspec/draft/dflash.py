@@ -11,8 +11,9 @@ read in `dflash_file`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,15 +41,17 @@ from pyspec.draft.drafter import (
 )
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
-from pyspec.models.layers import Attention, FeedForward, Rope
+from pyspec.models.blocks.attention import BoundAttention
+from pyspec.models.part import Binding, LoadTypes, Pass, Request
+from pyspec.models.rope import Ropes
 from pyspec.models.target import Out, Target
 from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weight_bytes import row_bytes
 from pyspec.models.weights import Matrix, Weights
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.memory import KV, Memory
-from pyspec.slots.parts import Paged, PartMemory
+from pyspec.slots.memory import Memory
+from pyspec.slots.parts import PartMemory
 from pyspec.slots.table import Slot, SlotTable
 
 N_HELD = BUCKETS[-1]  # rows of taps that are kept at most: what one graph takes in
@@ -76,14 +79,23 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         kind="dflash",
         needs=Needs(min(n or most, most), c.taps, overhang=c.block, block=c.block, late=n_held > 0),
         file=file,
-        layers=({KV: Paged(c.attention.n_kv_head, c.attention.head_dim)},) * len(c.windows),
+        layers=tuple(block.memory() for block in c.blocks),
         attention=(c.attention,),
+        wants=wants,
+        requests=partial(requests, c, file),
         n_held=n_held,
         graph_bytes=_graph_bytes(c, settings.np, min(n or most, most), n_held),
         no_copy=OWN_HEAD if has_head else "",
         best_only=not has_head and settings.draft_p_min <= 0,
         remark=f", n_draft {n} lowered to {most} (block {c.block})" if n > most else "",
     )
+
+
+def requests(c: DFlashConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+    """The ops that the drafter's layers ask for; its products are those of its file."""
+    for i, block in enumerate(c.blocks):
+        yield from block.requests(c.place(file, i), on)
+    yield norms, NormsSpec(on.device, c.n_embd, c.eps)
 
 
 def block_shapes(n_slot: int, trained: int, n_draft: int, most: int) -> dict[tuple[int, int], tuple[int, int]]:
@@ -122,15 +134,14 @@ class DFlashNet:
         find_best: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.c, self.memory, self.n_feature = c, memory, len(c.taps) * target.n_embd
-        divisors = w.optional("rope_freqs.weight")
-        self.rope = Rope(c.n_rot, c.rope_base, True, w.device, c.rope_scaling, divisors)
-        n_layer = len(c.windows)
-        self.attention = [
-            Attention(w, f"blk.{i}", c.attention, self.rope, c.eps, memory.kv_dtype) for i in range(n_layer)
+        self.ropes, n_layer = Ropes(w), len(c.blocks)
+        self.blocks = [
+            spec.bind(Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_dtype, self.ropes))
+            for i, spec in enumerate(c.blocks)
         ]
+        self.attention = [part for block in self.blocks for part in block.parts if isinstance(part, BoundAttention)]
         # k and v of context rows are made with the block's own weights
         self.context = [w.matrix(f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight") for i in range(n_layer)]
-        self.ffn = [FeedForward(w, f"blk.{i}", c.eps) for i in range(n_layer)]
         self.fc, self.fc_norm = w.matrix("fc.weight"), w.vector("enc.output_norm.weight")
         self.norm, self.norms = w.vector("output_norm.weight"), norms.bind(NormsSpec(w.device, c.n_embd, c.eps))
         self.embed = w.embedding("token_embd.weight") if w.has("token_embd.weight") else target.embed
@@ -141,18 +152,18 @@ class DFlashNet:
 
     def inject(self, taps: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Context keys and values of committed tokens: taps [row, T * n_target], pool rows [row], positions [row]."""
-        angles = self.rope.angles(positions)  # first: what follows starts early, one kernel behind the other
+        angles = self.ropes.angles(positions)  # first: what follows starts early, one kernel behind the other
         c = self.norms(self.fc(taps), self.fc_norm)
         for i, (attention, kv) in enumerate(zip(self.attention, self.context, strict=True)):
-            attention.write(kv(c), angles, self.memory.kv[i], rows)
+            attention.write(kv(c), angles[attention.rope], self.memory.kv[i], rows)
 
     def forward(self, batch: Batch) -> Tensor:
         """The block rows of `batch` (laid out with see_block) -> [row, n_embd] after the final norm."""
-        x, angles = self.embed(batch.tokens), self.rope.angles(batch.positions)
-        causal = replace(batch, hi=batch.positions + 1)
-        for i, attention in enumerate(self.attention):
-            seen = causal if self.c.causal[i] else batch
-            x = self.ffn[i](attention(x, angles, self.memory, i, seen, self.c.windows[i]))
+        x, angles = self.embed(batch.tokens), self.ropes.angles(batch.positions)
+        whole = Pass(angles, self.memory, batch)
+        causal = replace(whole, batch=replace(batch, hi=batch.positions + 1))
+        for block, is_causal in zip(self.blocks, self.c.causal, strict=True):
+            x = block(x, causal if is_causal else whole)
         return self.norms(x, self.norm)
 
     def tokens(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:

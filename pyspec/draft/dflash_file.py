@@ -12,9 +12,13 @@ from torch import Tensor
 
 from pyspec.errors import ModelError, PairError
 from pyspec.gguf import GGMLType, GGUFFile
-from pyspec.models.decoder import attention_extras, attention_shape, block_count, check_rope
-from pyspec.models.layers import AttentionShape
-from pyspec.models.rope_scaling import RopeScaling, read_scaling
+from pyspec.models.block import BlockSpec, Part
+from pyspec.models.blocks.attention import Attention
+from pyspec.models.blocks.mlp import Mlp
+from pyspec.models.part import AttentionShape, Place
+from pyspec.models.read import attention_shape, block_count, check_rope
+from pyspec.models.rope import RopeSpec
+from pyspec.models.rope_scaling import read_scaling
 from pyspec.models.target import ModelConfig
 from pyspec.models.wants import Want
 from pyspec.models.weights import Weights
@@ -36,21 +40,36 @@ PLAIN_NUMBERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig:
-    """`taps` are 0-based target layers whose outputs are read; `windows[i]` is 0 for a full layer."""
+    """What a drafter's file declares.
+
+    block   rows of the block that it was trained with
+    taps    0-based target layers whose outputs are read
+    windows  of each layer; 0: it sees all
+    causal  of each layer: rows do not see those behind them in the block
+    """
 
     n_embd: int
     n_ff: int
     attention: AttentionShape
     eps: float
-    rope_base: float
-    rope_scaling: RopeScaling
-    n_rot: int
+    rope: RopeSpec
     block: int
     mask_id: int
     taps: tuple[int, ...]
     windows: tuple[int, ...]
-    causal: tuple[bool, ...]  # per layer, inside the block
+    causal: tuple[bool, ...]
     alias: Mapping[str, str]
+
+    @property
+    def blocks(self) -> tuple[BlockSpec, ...]:
+        """Its layers."""
+        feed = Part("ffn_norm", Mlp(self.n_ff))
+        mixers = [Attention(self.attention, self.rope, window, qk_norm=True) for window in self.windows]
+        return tuple(BlockSpec((Part("attn_norm", mixer), feed)) for mixer in mixers)
+
+    def place(self, file: GGUFFile, i: int) -> Place:
+        """Of layer `i`."""
+        return Place(file, f"blk.{i}", self.n_embd, self.eps)
 
 
 def _layers(file: GGUFFile, n_layer: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
@@ -107,9 +126,7 @@ def read_config(file: GGUFFile) -> DFlashConfig:
         n_ff=h.integer("feed_forward_length"),
         attention=attention,
         eps=h.number("attention.layer_norm_rms_epsilon"),
-        rope_base=h.number("rope.freq_base"),
-        rope_scaling=read_scaling(file),
-        n_rot=n_rot,
+        rope=RopeSpec(n_rot, h.number("rope.freq_base"), True, read_scaling(file)),
         block=h.integer("dflash.block_size" if is_fork else "block_size", 16),
         mask_id=h.integer("dflash.mask_token_id") if is_fork else file.fields.integer("tokenizer.ggml.mask_token_id"),
         taps=tuple(stored if is_fork else (x - 1 for x in stored)),
@@ -122,31 +139,19 @@ def read_config(file: GGUFFile) -> DFlashConfig:
 def drafter_tensors(c: DFlashConfig, file: GGUFFile, n_target: int) -> dict[str, Want]:
     """The manifest; `n_target` is the target's hidden size. An embedding and a head of its own have rows of the file's choice."""
     s, n = c.attention, c.n_embd
-    q, kv = s.n_head * s.head_dim, s.n_kv_head * s.head_dim
+    rows = {"q": s.n_head * s.head_dim, "k": s.n_kv_head * s.head_dim, "v": s.n_kv_head * s.head_dim}
     wants = {
         "fc.weight": Want((n, len(c.taps) * n_target)),
         "enc.output_norm.weight": Want((n,)),
         "output_norm.weight": Want((n,)),
-        "rope_freqs.weight": Want((c.n_rot // 2,), optional=True),
     }
     for name in ("token_embd.weight", "output.weight"):
         if name in file.tensors:
             wants[name] = Want((file.tensors[name].shape[0], n))
-    for i in range(len(c.windows)):
-        p = f"blk.{i}"
-        wants |= {
-            f"{p}.attn_norm.weight": Want((n,)),
-            f"{p}.attn_qkv.weight": Want((q + 2 * kv, n), optional=True),
-            f"{p}.attn_q.weight": Want((q, n)),
-            f"{p}.attn_k.weight": Want((kv, n)),
-            f"{p}.attn_v.weight": Want((kv, n)),
-            f"{p}.attn_output.weight": Want((n, q)),
-            **attention_extras(s, n, p, file, qk_norm=True),
-            f"{p}.ffn_norm.weight": Want((n,)),
-            f"{p}.ffn_gate.weight": Want((c.n_ff, n)),
-            f"{p}.ffn_up.weight": Want((c.n_ff, n)),
-            f"{p}.ffn_down.weight": Want((n, c.n_ff)),
-        }
+    for i, block in enumerate(c.blocks):
+        at = c.place(file, i)
+        # keys and values are made of taps, too: they have matrices of their own beside a fused one
+        wants |= block.tensors(at) | {at.name(f"attn_{x}.weight"): Want((m, n)) for x, m in rows.items()}
     return wants
 
 

@@ -6,8 +6,8 @@ it: a load and the memory plan read its `DraftPlan`, and the loop calls a `Draft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -17,8 +17,9 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
-from pyspec.models.layers import AttentionShape
+from pyspec.models.part import AttentionShape, LoadTypes, Request
 from pyspec.models.target import ModelConfig, Out, Target
+from pyspec.models.wants import Want
 from pyspec.models.weights import Matrix
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch
@@ -64,6 +65,10 @@ class TargetFile:
     config: ModelConfig
 
 
+def _no_requests(on: LoadTypes) -> Iterable[Request]:
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftPlan:
     """A drafter as data: what the memory plan counts, and what the loop is laid out for.
@@ -73,6 +78,8 @@ class DraftPlan:
     file       where its weights are: the target's own file if they stand in there, None if it has none
     layers     what each of its layers keeps in the target's pages
     attention  shapes of its attention: partial sums of it need room
+    wants      the tensors that it reads of its file
+    requests   ops that its load asks for, products apart, so that they are compiled and checked in time
     n_held     rows of taps that it keeps for later, all slots together
     n_waiting  rows of one slot that it leaves for later at most, and then computes at once
     graph_bytes  of its graphs, where there are any: what they keep, and what they take on their way
@@ -87,6 +94,8 @@ class DraftPlan:
     file: GGUFFile | None = None
     layers: tuple[LayerParts, ...] = ()
     attention: tuple[AttentionShape, ...] = ()
+    wants: Mapping[str, Want] = field(default_factory=dict)
+    requests: Callable[[LoadTypes], Iterable[Request]] = _no_requests
     n_held: int = 0
     n_waiting: int = 0
     graph_bytes: int = 0

@@ -1,4 +1,4 @@
-"""A four-bit copy of a matrix, for what only guesses: a round's drafts read the head once each, and it is the largest matrix.
+"""A four-bit copy of a matrix, for drafts: each draft of a round reads the head once, and the head is the largest matrix.
 
 The copy is made on the device from the matrix that is there, some rows at a time: no second upload, and no peak.
 """
@@ -44,7 +44,7 @@ def is_worth(info: TensorInfo) -> bool:
 
 
 def coarse_bytes(info: TensorInfo, to: GGMLType, device: torch.device) -> int:
-    """What `coarse` will allocate: packed for the kernel of a GPU, f32 on a CPU, which has no product with packed blocks."""
+    """Bytes that `coarse` will allocate: packed for the kernel of a GPU, f32 on a CPU, which has no product with packed blocks."""
     n_out, n_in = info.shape
     return packed_bytes(to, n_out, n_in) if device.type == "cuda" else 4 * n_out * n_in
 

@@ -25,9 +25,9 @@ ALONE = 1 << 16  # bytes of one row's columns that are worth a read of their own
 class Units:
     """`n` equal things in a row (heads, columns) that ranks get in order, as many each.
 
-    what    for people
+    what    their name in messages
     copied  where there are fewer than ranks, several ranks have the same one
-    uneven  the last rank may get fewer, for nothing depends on equal shares
+    uneven  the last rank may get fewer, because nothing depends on equal shares
     """
 
     n: int
@@ -65,7 +65,7 @@ class Cut:
     units: tuple[Units, ...]
 
     def pieces(self, size: int, rank: Rank) -> list[tuple[int, int]]:
-        """(first, end) along an axis of `size` places: what a rank has of it, in order. What adjoins is one piece: blocks may lie across."""
+        """(first, end) along an axis of `size` places: a rank's pieces, in order. Adjoining pieces are one, because blocks may lie across."""
         total, at, found = sum(u.n * u.size for u in self.units), 0, [(0, 0)]
         for u in self.units:
             first, end = u.of(rank)
@@ -82,7 +82,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank has of a tensor. info: as if it were a tensor of its own; pieces: places along the cut's axis."""
+    """One rank's share of a tensor. info: as if it were a tensor of its own; pieces: places along the cut's axis."""
 
     whole: TensorInfo
     info: TensorInfo
@@ -167,7 +167,7 @@ def flaws(file: GGUFFile, cuts: Mapping[str, Cut], n: int) -> Iterator[str]:
 
 
 def check_ranks(file: GGUFFile, cuts: Mapping[str, Cut], n: int) -> None:
-    """Raise ModelError with what does not divide by `n`, and the numbers that would do."""
+    """Raise ModelError with the tensor that does not divide by `n`, and the numbers of ranks that would do."""
     if (flaw := next(flaws(file, cuts, n), None)) is None:
         return
     good = [str(m) for m in range(1, MAX_RANKS + 1) if next(flaws(file, cuts, m), None) is None]

@@ -29,11 +29,11 @@ from pyspec.cuda.ops.sparse_attend.ref import KeyTail, SparseSpec
 from pyspec.cuda.ops.streams.op import streams
 from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams, StreamsSpec
 from pyspec.errors import ModelError
+from pyspec.models.blocks.attention import SINKS
+from pyspec.models.blocks.moe import stacks_of
 from pyspec.models.deepseek4_config import CSA, INDEX, INDEX_PARTIAL, PARTIAL, ROWS, WINDOW, Deepseek4Config, read
-from pyspec.models.layers import SINKS
-from pyspec.models.moe import stacks_of
 from pyspec.models.target import Lead, Out, out_of
-from pyspec.models.weights import Weights
+from pyspec.models.weights import EMBEDDING, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import Memory
@@ -66,23 +66,23 @@ class Compressor:
     def __call__(
         self, products: Tensor, ring: RingRows, pool: KVPool, batch: Batch, beside: dict[str, bool] | None = None
     ) -> None:
-        """products [row, 2 * width] f32: values, and scores without the bias of a token's place in its block. beside: what the op is told besides."""
+        """products [row, 2 * width] f32: values, and scores without the bias of a token's place in its block. beside: further arguments of the op."""
         values, scores, places, norm, *_ = self.given(products, ring, pool)
         self.compress(values, scores, places, norm, self.freq, ring, pool, batch, **(beside or {}))
 
     def given(
         self, products: Tensor, ring: RingRows, pool: KVPool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, RingRows, KVPool]:
-        """What the op is called with, but for angles and the batch."""
+        """Arguments of the op, except angles and the batch."""
         values, scores = products.split(self.width, -1)
         return values, scores, self.places, self.norm, ring, pool
 
 
 class WindowAttention:
-    """The layer's mixer: what it reads [row, n_embd] f32, not normed yet, to what it gives back to the streams."""
+    """The layer's mixer: a row read from the streams [row, n_embd] f32, not normed yet, to the row that goes back to them."""
 
     def __init__(self, c: Deepseek4Config, w: Weights, p: str, ratio: int, kv: torch.dtype) -> None:
-        self.c, self.ratio, a, x = c, ratio, c.attention, c.indexer
+        self.c, self.ratio, a, x = c, ratio, c.heads, c.indexer
         self.norm, self.q_norm = (
             Norm(w.vector(f"{p}.attn_norm.weight"), c.eps),
             Norm(w.vector(f"{p}.attn_q_a_norm.weight"), c.eps),
@@ -92,7 +92,7 @@ class WindowAttention:
         self.key_tail = KeyTail(self.kv_norm, self.freq)
         norms = [
             self.kv_norm
-        ]  # of what is attended to: results are sums of such keys, whose weights add up to 1 at most
+        ]  # of the keys: results are sums of keys whose weights add up to 1 at most
         first, second = [f"{p}.attn_q_a.weight", f"{p}.attn_kv.weight"], [f"{p}.attn_q_b.weight"]
         self.sizes = [c.q_rank, a.head_dim]
         self.rows = self.indexed = self.both = None
@@ -126,8 +126,8 @@ class WindowAttention:
         return made and self.can_attend and (self.indexed is None or self.can_choose)
 
     def queries(self, qr: Tensor, late: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
-        """Of a row's low-rank query: heads [row, head, dim], and the rest of the product. late: what the product is told besides."""
-        a = self.c.attention
+        """Of a row's low-rank query: heads [row, head, dim], and the rest of the product. late: further arguments of the product."""
+        a = self.c.heads
         q, rest = self.second(qr, self.q_norm, **(late or {})).split([a.n_head * a.head_dim, self._n_rest], -1)
         return q.view(-1, a.n_head, a.head_dim), rest
 
@@ -156,7 +156,7 @@ class WindowAttention:
         self.both(*given, self.rows.freq, batch, **beside)
 
     def place(self, streams: Streams, n_row: int) -> fuse.Place | None:
-        """Where `streams` may put what the layer reads."""
+        """Where `streams` may put the row that the layer reads."""
         return fuse.place_for(streams, self.first, n_row, self.norm)
 
     def finish(self, o: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class WindowAttention:
         """place: where y lies ready for the first product, if it does."""
         parts = memory.layers[layer]
         qr, kv, *rest = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
-        # what reads the first product alone runs beside the second
+        # ops that read the first product alone run beside the second product
         compressors = [of.compress for of in (self.rows, self.indexed) if of is not None]
         keys = fuse.keys_room(self.attend, compressors, self.second, (kv, *rest))
         q, index_q = self.queries(qr, {} if keys is None else {"late": True})
@@ -188,7 +188,7 @@ class WindowAttention:
 
 
 class StreamExperts:
-    """The layer's feed-forward: what it reads [row, n_embd] f32, not normed yet, to what it gives back to the streams."""
+    """The layer's feed-forward: a row read from the streams [row, n_embd] f32, not normed yet, to the row that goes back to them."""
 
     def __init__(self, c: Deepseek4Config, w: Weights, p: str, limits: tuple[float, float], *, is_hashed: bool) -> None:
         m, (limit, own), self.ranks = c.moe, limits, w.ranks
@@ -213,17 +213,17 @@ class StreamExperts:
         if m.n_ff_shared:
             self.gate_up = w.gated(f"{p}.ffn_gate_shexp.weight", f"{p}.ffn_up_shexp.weight", own)
             self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
-        self.hands = fuse.handing(self.gate_up, self.down, own * own)  # silu of what is cut is no larger
+        self.hands = fuse.handing(self.gate_up, self.down, own * own)  # silu of a cut value is no larger
 
     def place(self, streams: Streams, n_row: int) -> fuse.Place | None:
-        """Where `streams` may put what the shared expert reads."""
+        """Where `streams` may put the row that the shared expert reads."""
         return fuse.place_for(streams, self.gate_up, n_row, self.norm)
 
     def __call__(
         self, y: Tensor, given: Tensor | None, place: fuse.Place | None = None, streams: Streams | None = None
     ) -> Tensor | fuse.Shares:
-        """given: what the table says of the rows' tokens. place: where y lies ready for the shared expert, if it does. streams: what merges the
-        result with the next reading, if anything does; it may sum what experts gave, too: of one rank, for those of several are summed first."""
+        """given: experts of the rows' tokens by the table. place: where y lies ready for the shared expert, if it does. streams: the op that
+        merges the result with the next reading, if one does; of one rank it may also sum the experts' outputs."""
         shared = None
         if self.gate_up is not None and self.down is not None:
             shared = fuse.one_after_other(self.gate_up, self.down, self.hands, y, self.norm, place)
@@ -251,6 +251,7 @@ class StreamBlock:
         self.streams = streams.bind(mix)
         self.attn_mix, self.feed_mix = mix_of(w, f"{p}.hc_attn"), mix_of(w, f"{p}.hc_ffn")
         self.mixer, self.feed = mixer, StreamExperts(c, w, p, c.limits[i], is_hashed=i < min(c.n_hash, c.n_layer))
+        self.parts = [self.mixer, self.feed]
         self.capturable = streams.chosen(mix).capturable and mixer.capturable and self.feed.capturable
 
     def __call__(self, x: Tensor, memory: Memory, layer: int, batch: Batch) -> Tensor:
@@ -268,8 +269,8 @@ class StreamBlock:
         given: Tensor | None,
         behind: StreamBlock | None = None,
     ) -> tuple[Tensor, Reading | None]:
-        """The same, and what the block `behind` reads of them. reading: what the one before says of this one. given: experts of the rows, of a
-        block that has a table of them."""
+        """The same, and the reading of the block `behind`. reading: this block's, made by the block before it. given: experts of the rows, if
+        the block has a table of them."""
         streams, n = self.streams, len(x)
         place = self.mixer.place(streams, n)
         if reading is None:
@@ -279,7 +280,7 @@ class StreamBlock:
         x, (y, post, comb) = fuse.merged(streams, y, x, (post, comb), self.feed_mix, place)
         made = self.feed(y, given, place, None if behind is None else streams)
         if behind is None:
-            assert isinstance(made, Tensor)  # nobody was named who would sum what experts gave
+            assert isinstance(made, Tensor)  # no streams were given to sum the experts' outputs
             return streams.merge(made, x, post, comb), None
         return fuse.merged(streams, made, x, (post, comb), behind.attn_mix, behind.mixer.place(streams, n))
 
@@ -304,7 +305,7 @@ class Deepseek4:
         self.config, self.memory, self.device = config, memory, weights.device
         own, self.ranks = config.share(weights.n_rank), weights.ranks
         self.lead: Lead | None = None
-        self.embedding = weights.embedding("token_embd.weight")
+        self.embedding = weights.embedding(EMBEDDING)
         self.blocks = [
             StreamBlock(own, weights, i, WindowAttention(own, weights, f"blk.{i}", ratio, memory.kv_dtype))
             for i, ratio in enumerate(config.ratios[: config.n_layer])

@@ -1,21 +1,24 @@
-"""`deepseek4` (DeepSeek-V4 Flash and Pro): what the metadata says, and the tensors that go with it."""
+"""`deepseek4` (DeepSeek-V4 Flash and Pro): its metadata and its tensors."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
+from pyspec.models.blocks.attention import SINKS
+from pyspec.models.blocks.moe import Experts
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.decoder import check_rope, head_tensor, trunk_layers, vocab_size
-from pyspec.models.layers import SINKS, AttentionShape
-from pyspec.models.moe import MoeShape, moe_tensors
-from pyspec.models.target import Target
+from pyspec.models.part import AttentionShape, LoadTypes, Place, Request
+from pyspec.models.read import check_rope, trunk_layers, vocab_size
+from pyspec.models.spec import head_tensor
+from pyspec.models.target import MtpSpec, Target
 from pyspec.models.wants import Want
-from pyspec.models.weights import HEAD, Weights
+from pyspec.models.weights import EMBEDDING, HEAD, Weights
 from pyspec.ranges import quoted
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import LayerParts, Paged, Ring
@@ -71,7 +74,7 @@ class Deepseek4Config:
     n_nextn: int
     n_ctx_train: int
     eps: float
-    attention: AttentionShape
+    heads: AttentionShape
     n_rot: int
     rope_base: float
     yarn: YarnShape
@@ -82,7 +85,7 @@ class Deepseek4Config:
     ratios: tuple[int, ...]
     indexer: IndexerShape
     streams: StreamsShape
-    moe: MoeShape
+    moe: Experts
     limits: tuple[tuple[float, float], ...]
     n_hash: int
 
@@ -93,8 +96,27 @@ class Deepseek4Config:
 
     @property
     def n_hidden(self) -> int:
-        """Width of what an MTP block reads of a row: all streams."""
+        """Width of the hidden states that an MTP block reads: all streams."""
         return self.streams.n * self.n_embd
+
+    @property
+    def attention(self) -> tuple[AttentionShape, ...]:
+        return (self.heads,)
+
+    @property
+    def captures_prompts(self) -> bool:
+        return False  # its attention of many rows has counts of the host
+
+    @property
+    def mtp(self) -> MtpSpec:
+        """The MTP block behind the trunk."""
+        from pyspec.models.mtp_streams import MtpOfStreams  # which needs the configuration
+
+        return MtpOfStreams(self)
+
+    def requests(self, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+        """None: its blocks' ops are compiled and checked when they are bound."""
+        return iter(())
 
     def freq(self, ratio: int) -> torch.Tensor:
         """Angles of a position's rope in a layer of this ratio. [n_rot / 2] f64"""
@@ -118,18 +140,18 @@ class Deepseek4Config:
         return Deepseek4(self, weights, memory)
 
     def parts(self) -> list[LayerParts]:
-        """What each trunk layer keeps for its slots."""
+        """Memory of each trunk layer for its slots."""
         return [self.layer_parts(ratio) for ratio in self.ratios[: self.n_layer]]
 
     def scratch_bytes(self, n_row: int, n_token: int, kv: torch.dtype, device: torch.device) -> int:
-        """Of heads, streams, and what kernels sum up in between."""
+        """Of heads, streams, and partial sums of kernels."""
         from pyspec.models.deepseek4_scratch import scratch_bytes  # which needs the configuration
 
         return scratch_bytes(self, n_row, n_token, kv, device)
 
     def layer_parts(self, ratio: int) -> LayerParts:
-        """A window of raw rows; the compressed ones, and what the tokens of blocks that are not complete gave."""
-        dim = self.attention.head_dim
+        """A window of raw rows; the compressed rows, and the values of tokens whose block is not complete."""
+        dim = self.heads.head_dim
         parts: dict[str, Paged | Ring] = {WINDOW: Ring(self.window, {ROWS: (dim,)}, dtype=None)}
         if ratio:
             parts |= _compressed(ratio, dim, ROWS, PARTIAL)
@@ -138,17 +160,17 @@ class Deepseek4Config:
         return parts
 
     def share(self, n: int) -> Deepseek4Config:
-        """What each of `n` ranks runs: heads by the groups of their outputs, and inner widths of experts. Keys are one for all heads, so
-        each rank has all of them, and what is compressed and chosen of them is the same on all; so are the streams."""
+        """The model of each of `n` ranks: heads by the groups of their outputs, and inner widths of experts. All heads share one key, so
+        each rank has all keys, compressed rows and choices; the streams are the same on all ranks."""
         if n == 1:
             return self
-        return replace(self, attention=self.attention.share(n), n_group=self.n_group // n, moe=self.moe.share(n))
+        return replace(self, heads=self.heads.share(n), n_group=self.n_group // n, moe=self.moe.share(n))
 
     def tensors(self, file: GGUFFile) -> dict[str, Want]:
         """The whole manifest of the trunk."""
         n, s = self.n_embd, self.streams.n
         wants = {
-            "token_embd.weight": Want((self.n_vocab, n)),
+            EMBEDDING: Want((self.n_vocab, n)),
             "output_norm.weight": Want((n,)),
             HEAD: head_tensor(self.n_vocab, n),
             **mix_tensors("output_hc", s * n, s, 1),
@@ -159,7 +181,7 @@ class Deepseek4Config:
 
     def block_tensors(self, file: GGUFFile, p: str, ratio: int, *, is_hashed: bool = False) -> dict[str, Want]:
         """Wanted tensors of one block with prefix `p` (blk.N)."""
-        n, s, a = self.n_embd, self.streams.n, self.attention
+        n, s, a = self.n_embd, self.streams.n, self.heads
         inner, groups = a.n_head * a.head_dim, (Units(self.n_group, "groups of heads"),)
         wants = {
             f"{p}.attn_norm.weight": Want((n,)),
@@ -184,14 +206,14 @@ class Deepseek4Config:
             wants |= compressor_tensors(f"{p}.indexer_compressor", n, x.dim, ratio)
             wants[f"{p}.indexer.proj.weight"] = Want((x.n_head, n))
             wants[f"{p}.indexer.attn_q_b.weight"] = Want((x.n_head * x.dim, self.q_rank))
-        wants |= moe_tensors(self.moe, n, file, p)
+        wants |= self.moe.tensors(Place(file, p, n, self.eps))
         if is_hashed:
             wants[f"{p}.ffn_gate_tid2eid.weight"] = Want((self.n_vocab, self.moe.n_used), whole=True)
         return wants
 
 
 def _compressed(ratio: int, dim: int, rows: str, partial: str) -> dict[str, Paged | Ring]:
-    """A row for every `ratio` tokens, and what the tokens give that may still count in one."""
+    """A row for every `ratio` tokens, and a ring of the values and scores of tokens whose row is not complete."""
     of = 1 + (ratio == CSA)
     ring = Ring(of * ratio, {"values": (of * dim,), "scores": (of * dim,)})
     return {rows: Paged(1, dim, tokens_per_row=ratio, keys_only=True), partial: ring}
@@ -207,7 +229,7 @@ def mix_tensors(name: str, n_in: int, n_out: int, n_scale: int) -> dict[str, Wan
 
 
 def compressor_tensors(name: str, n_embd: int, dim: int, ratio: int) -> dict[str, Want]:
-    """Wanted tensors of what makes compressed rows."""
+    """Wanted tensors of a compressor."""
     width = dim * (1 + (ratio == CSA))
     return {
         f"{name}_kv.weight": Want((width, n_embd)),
@@ -224,13 +246,13 @@ def read(file: GGUFFile) -> Deepseek4Config:
     h = file.hparams
     n_layer, n_nextn = trunk_layers(file)
     n_block = n_layer + n_nextn
-    attention = _attention(file)
+    heads = _attention(file)
     n_rot = h.integer("rope.dimension_count")
-    check_rope(n_rot, attention.head_dim)
+    check_rope(n_rot, heads.head_dim)
     n_group = h.integer("attention.output_group_count")
-    if attention.n_head % n_group:
+    if heads.n_head % n_group:
         raise ModelError(
-            f"{attention.n_head} heads do not divide into {n_group} groups ({h.key('attention.output_group_count')})"
+            f"{heads.n_head} heads do not divide into {n_group} groups ({h.key('attention.output_group_count')})"
         )
     indexer = IndexerShape(*(h.integer(f"attention.indexer.{name}") for name in ("head_count", "key_length", "top_k")))
     check_rope(n_rot, indexer.dim)
@@ -242,7 +264,7 @@ def read(file: GGUFFile) -> Deepseek4Config:
         n_nextn=n_nextn,
         n_ctx_train=h.integer("context_length"),
         eps=h.number("attention.layer_norm_rms_epsilon"),
-        attention=attention,
+        heads=heads,
         n_rot=n_rot,
         rope_base=h.number("rope.freq_base"),
         yarn=_yarn(file),
@@ -311,7 +333,7 @@ def _yarn(file: GGUFFile) -> YarnShape:
     )
 
 
-def _moe(file: GGUFFile) -> MoeShape:
+def _moe(file: GGUFFile) -> Experts:
     h = file.hparams
     if (func := h.integer("expert_gating_func", SQRT_SOFTPLUS)) != SQRT_SOFTPLUS:
         raise ModelError(
@@ -322,7 +344,7 @@ def _moe(file: GGUFFile) -> MoeShape:
     widths = sorted(set(h.one_or_more("expert_feed_forward_length")))
     if len(widths) != 1:
         raise ModelError(f"{h.key('expert_feed_forward_length')} has blocks of different sizes: {widths[:8]}")
-    return MoeShape(
+    return Experts(
         n_expert=h.integer("expert_count"),
         n_used=h.integer("expert_used_count"),
         n_ff=widths[0],

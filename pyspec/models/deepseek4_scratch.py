@@ -1,4 +1,4 @@
-"""What a forward of `deepseek4` takes while it runs, for the memory plan."""
+"""Bytes that a forward of `deepseek4` takes while it runs, for the memory plan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pyspec.models.deepseek4_config import CSA, Deepseek4Config
 
 
 def scratch_bytes(c: Deepseek4Config, n_row: int, n_token: int, kv: torch.dtype, device: torch.device) -> int:
-    """Of a layer's heads (the product, attended), of the streams, of what its kernels sum up in between, and of experts' buffers."""
-    a, x = c.attention, c.indexer
+    """Of a layer's heads (the product, attended), of the streams, of partial sums of its kernels, and of experts' buffers."""
+    a, x = c.heads, c.indexer
     heads, rest = a.n_head * a.head_dim, x.n_head * x.dim
     rows = n_row * (4 * (2 * heads + 2 * rest) + 2 * heads + 4 * 3 * c.n_hidden)
     if device.type != "cuda":

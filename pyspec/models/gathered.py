@@ -1,7 +1,7 @@
-"""A matrix of which every rank has some rows (a head): what comes out of it is brought together only where somebody reads all of it.
+"""A matrix of which every rank has some rows (a head): its outputs are brought together only where all of them are read.
 
-Most rounds want each row's best token and no more. For that every rank finds the best of its own columns, and what goes to the others are a
-few bytes a row instead of a row over the whole vocabulary.
+Most rounds want each row's best token and no more. For that every rank finds the best of its own columns, and sends a
+few bytes a row to the others instead of a row over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Gathered:
         return self.ranks.columns(columns, self.widths)
 
     def left_out(self, columns: Tensor) -> Tensor:
-        """What stands for that where nobody reads it: of its shape and without numbers, so that whoever does read it fails."""
+        """A meta tensor of that shape, so that an accidental read fails."""
         return torch.empty(columns.shape[0], sum(self.widths), dtype=columns.dtype, device="meta")
 
     def best(self, columns: Tensor) -> Tensor:
-        """[2, row] f64 on every rank: what the op `best` gives as pairs of all columns; these are our own.
+        """[2, row] f64 on every rank: the pairs that the op `best` makes of all columns; `columns` are our own.
 
         Ranks have ascending columns: of equal values the first rank's is the lowest, and of several that are no number the first.
         """
@@ -70,5 +70,5 @@ class Gathered:
 
 
 def shared(matrix: object) -> Gathered | None:
-    """What has ranks' outputs brought together, if this is that."""
+    """The matrix if ranks bring its outputs together, else None."""
     return matrix if isinstance(matrix, Gathered) else None

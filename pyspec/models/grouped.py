@@ -15,7 +15,7 @@ from pyspec.cuda.streamed import StreamedParts
 class Grouped:
     """Matrices [group, out, in], each of which takes its part of the input: x [row, group * in] f32 -> [row, group * out] f32.
 
-    weight  or what unpacks it at each use
+    weight  or a call that unpacks it at each use
     few  the same for few rows, as one product that reads its weights once; or as one matrix [group * out, in], to which a row's parts are rows
          of their own, and of every part's outputs those of its group count. The rest costs nothing as long as bytes of the weights are what it
          waits for.
@@ -33,7 +33,7 @@ class Grouped:
         return self._weight if isinstance(self._weight, Tensor) else self._weight()
 
     def reach(self) -> float:
-        """What an output is at most for a part of norm 1."""
+        """The largest magnitude of an output for a part of norm 1."""
         return max(float(own.float().norm(dim=-1).amax()) for own in self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Grouped:
         if isinstance(self.few, StreamedParts):
             if len(x) <= self.few.max_rows:
                 return self.few(x)
-            if EXACT.is_on:  # the same order of sums, whatever runs beside
+            if EXACT.is_on:  # the same order of sums, with any rows beside
                 return torch.cat([self.few(part) for part in x.split(self.few.max_rows)])
         elif self.few is not None and (EXACT.is_on or len(x) * n_group <= self.FEW):
             y = self.few(x.reshape(-1, n_in)).view(-1, n_group, n_group, n_out)

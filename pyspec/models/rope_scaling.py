@@ -1,9 +1,9 @@
-"""How a file stretches rope beyond the context its model was trained on: not at all, evenly (linear), or by YaRN.
+"""Rope beyond the context that a model was trained on: not stretched, stretched evenly (linear), or by YaRN.
 
 YaRN (arXiv:2309.00071) leaves frequencies that turn often within the old context as they are, divides those that hardly turn by the
-factor, and mixes those between; queries and keys become a little longer. Keys and defaults are what llama.cpp reads of these
-architectures: a factor without a type is linear, and `rope.scale_linear` is the factor's old name. Converters write more than it reads:
-the texts of such files are those without.
+factor, and mixes those between; queries and keys become a little longer. Keys and defaults are those of llama.cpp for these
+architectures: a factor without a type is linear, and `rope.scale_linear` is the factor's old name. Converters write more keys than
+llama.cpp reads: these change no text.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ UNREAD = {
 class RopeScaling:
     """How rope is stretched.
 
-    factor      positions count for so much less
-    is_yarn     what turns often stays as it was; else all is divided
+    factor      divides positions
+    is_yarn     fast frequencies stay as they were; otherwise all are divided
     n_ctx_orig  tokens of the context that the model was trained on
-    length      what cos and sin are multiplied with
+    length      multiplies cos and sin
     """
 
     factor: float = 1.0
@@ -56,7 +56,7 @@ class RopeScaling:
         return 1 - ((d - low) / max(0.001, high - low)).clamp(0, 1)
 
     def _dimension(self, turns: float, n_rot: int, base: float) -> float:
-        """Which frequency turns so often within the old context."""
+        """The frequency, as a dimension, that makes `turns` turns within the old context."""
         if base <= 1.0:
             return 0.0  # all turn alike
         return n_rot * math.log(self.n_ctx_orig / (turns * 2 * math.pi)) / (2 * math.log(base))
@@ -66,7 +66,7 @@ NOT_STRETCHED = RopeScaling()
 
 
 def read_scaling(file: GGUFFile) -> RopeScaling:
-    """What a file says. ModelError for a kind that is not known, BadGGUF for values that mean nothing."""
+    """The scaling of a file. ModelError for an unknown kind, BadGGUF for values out of range."""
     h = file.hparams
     kind = h.label("rope.scaling.type", "linear")
     if kind not in KINDS:

@@ -1,8 +1,8 @@
-"""What the engine asks of a model: one forward over a ragged batch, and what it gives back."""
+"""The contract of a model: its specification before a load, its forward over a ragged batch, and its MTP block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from pyspec.cuda.collective import Collective
 from pyspec.gguf import GGUFFile
 from pyspec.models.gathered import Gathered, shared
-from pyspec.models.layers import AttentionShape
+from pyspec.models.part import AttentionShape, LoadTypes, Request
 from pyspec.models.wants import Want
 from pyspec.models.weights import Matrix, Weights
 from pyspec.slots.batch import Batch
@@ -29,7 +29,7 @@ class Out:
     hidden  [row, n_hidden]   f32  after the final norm, every row (the MTP seed); of several residual streams all, not normed
     taps    [row, T * n_embd] f32  outputs of the asked layers, side by side, before the next layer's norm; or None
     best    [2, out]          f64  each row's largest logit's token (the lowest on ties) and value; or None
-    head    of several ranks, as long as the logits are the columns of this one alone: what brings all together
+    head    of several ranks, while the logits are the columns of this rank alone: brings all of them together
     """
 
     logits: Tensor
@@ -39,7 +39,7 @@ class Out:
     head: Gathered | None = None
 
     def whole(self, reads: LogitsNeed = ALL) -> Out:
-        """The same with the logits of all ranks, which all have to ask for; or with none, where nobody reads more than `best`."""
+        """The same with the logits of all ranks, a call that every rank makes; or without logits if `reads` needs only `best`."""
         if self.head is None:
             return self
         if reads.logits:
@@ -48,17 +48,80 @@ class Out:
         return replace(self, logits=self.head.left_out(self.logits), best=best, head=None)
 
 
-def out_of(output: Matrix, wanted: Tensor, hidden: Tensor, taps: Tensor | None) -> Out:
-    """Results whose logits are those of the rows `wanted`. Of several ranks they are this one's columns, as far as `whole` is not asked for."""
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """c tanh(logits / c), unless c is 0."""
+    return (logits / cap).tanh_().mul_(cap) if cap else logits
+
+
+def out_of(output: Matrix, wanted: Tensor, hidden: Tensor, taps: Tensor | None, cap: float = 0.0) -> Out:
+    """Results whose logits are those of the rows `wanted`, soft-capped. Of several ranks they are this one's columns until `whole` is called."""
     head = shared(output)
     if head is None:
-        return Out(output(wanted), hidden, taps)
-    columns = head.own(wanted)
+        return Out(capped(output(wanted), cap), hidden, taps)
+    columns = capped(head.own(wanted), cap)
     return Out(columns, hidden, taps, head.best(columns), head)
 
 
+class MtpNet(Protocol):
+    """One step of a chain, over keys and values of its own. `n_hidden`: width of the hidden states it takes and makes."""
+
+    n_hidden: int
+    memory: Memory
+
+    def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """hidden [row, n_hidden] f32: h_{p-1} of each row -> that of each row's own position, the same shape."""
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Hidden states that `forward` made -> logits [row, vocab] over the target's tokens."""
+        ...
+
+    def states_of(self, out: Out) -> Tensor:
+        """The exact hidden states [row, n_hidden] of a target's forward. They are kept for rounds to come."""
+        ...
+
+
+class MtpSpec(Protocol):
+    """An MTP block as data."""
+
+    @property
+    def attention(self) -> tuple[AttentionShape, ...]:
+        """Shapes of its attention."""
+        ...
+
+    def tensors(self, file: GGUFFile, target: GGUFFile) -> dict[str, Want]:
+        """The tensors that it needs of `file`, which is the target's or one of its own. PairError where it can not stand there."""
+        ...
+
+    def layers(self) -> tuple[LayerParts, ...]:
+        """Memory of each layer for its slots; the trunk's layers have none."""
+        ...
+
+    def shared(self, file: GGUFFile, target: GGUFFile) -> tuple[str, ...]:
+        """Tensors that the file has byte by byte as the target: they are loaded once."""
+        ...
+
+    def requests(self, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+        """The ops that binding it asks for, products apart."""
+        ...
+
+    def bind(
+        self, weights: Weights, memory: Memory, target: Target, head: Matrix | None, skips: tuple[str, ...]
+    ) -> MtpNet:
+        """head: stands for the target's if it is given. skips: the result of `shared`."""
+        ...
+
+
 class ModelConfig(Protocol):
-    """What an architecture's module reads from a file: all that is known of a model before anything is allocated."""
+    """A model as its architecture's module reads it from a file, before anything is allocated.
+
+    n_layer    blocks of the trunk; n_nextn: MTP blocks that the metadata announces
+    n_ff       inner values of a row
+    n_hidden   width of the hidden states that an MTP block reads
+    attention  the distinct shapes of attention over pages
+    mtp        the MTP block behind the trunk; None: the architecture has none
+    captures_prompts  a CUDA graph may hold the forward of a prompt that stands alone, kernels permitting
+    """
 
     @property
     def arch(self) -> str: ...
@@ -79,22 +142,30 @@ class ModelConfig(Protocol):
     @property
     def eps(self) -> float: ...
     @property
-    def attention(self) -> AttentionShape: ...
+    def attention(self) -> tuple[AttentionShape, ...]: ...
+    @property
+    def mtp(self) -> MtpSpec | None: ...
+    @property
+    def captures_prompts(self) -> bool: ...
 
     def parts(self) -> list[LayerParts]:
-        """What each trunk layer keeps for its slots."""
+        """Memory of each trunk layer for its slots."""
         ...
 
     def scratch_bytes(self, n_row: int, n_token: int, kv: torch.dtype, device: torch.device) -> int:
-        """What a forward of `n_row` rows takes while it runs beside what every model does, contexts having up to `n_token` tokens."""
+        """Bytes that a forward of `n_row` rows takes while it runs, beyond those that every model takes; contexts have up to `n_token` tokens."""
         ...
 
     def tensors(self, file: GGUFFile) -> dict[str, Want]:
         """The tensors that the trunk needs."""
         ...
 
+    def requests(self, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+        """The ops that a load of the trunk asks for, products and the embedding apart."""
+        ...
+
     def share(self, n: int) -> ModelConfig:
-        """What each of `n` ranks runs and keeps."""
+        """The model of each of `n` ranks."""
         ...
 
     def build(self, weights: Weights, memory: Memory) -> Target:
@@ -103,18 +174,20 @@ class ModelConfig(Protocol):
 
 
 class Target(Protocol):
-    """The model that decides. It never knows who drafts; it exports taps and hidden states when asked.
+    """The model that decides. It knows no drafter; it exports taps and hidden states when asked.
 
-    memory  what its layers keep for the slots
+    memory  of its layers, for the slots
     output  the matrix behind `head`, of which each of several ranks has a part
     ranks   the processes that run it together, with this one among them; None: this one alone
-    lead    what the first of several ranks has its forwards go through
+    lead    the way of a forward on the first of several ranks
     """
 
     memory: Memory
     output: Matrix
     lead: Lead | None
 
+    @property
+    def config(self) -> ModelConfig: ...
     @property
     def ranks(self) -> Collective | None: ...
 
@@ -154,7 +227,7 @@ class Target(Protocol):
 
 
 class Lead(Protocol):
-    """What the first of several ranks has its forwards go through: the others run them as well."""
+    """Runs the forwards of the first of several ranks on the others, too."""
 
     def forward(self, run: Callable[[Batch, Sequence[int]], Out], batch: Batch, taps: Sequence[int]) -> Out:
         """`run(batch, taps)` on every rank."""

@@ -28,7 +28,7 @@ class Upload:
         self._at = 0
 
     def __call__(self, n_bytes: int, read: Read) -> Tensor:
-        """[n] uint8 on the device; ordered with what runs on its current stream."""
+        """[n] uint8 on the device; ordered with the work on its current stream."""
         if n_bytes <= self.small or not self.is_cuda:
             whole = np.empty(n_bytes, np.uint8)
             read(whole, 0)

@@ -24,8 +24,9 @@ _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 class Want:
     """A tensor an architecture needs: torch shape (slowest first); several shapes if writers differ.
 
-    cut  how ranks divide it; None: each of them has all of it
+    cut    how ranks divide it; None: each of them has all of it
     whole  a table of whole numbers, which no weights are
+    gated  gates or ups of a product that applies silu on its way
     """
 
     shape: tuple[int, ...]
@@ -33,6 +34,7 @@ class Want:
     also: tuple[tuple[int, ...], ...] = ()
     cut: Cut | None = None
     whole: bool = False
+    gated: bool = False
 
 
 def scale_of(name: str) -> str:
@@ -41,7 +43,7 @@ def scale_of(name: str) -> str:
 
 
 def check_tensors(file: GGUFFile, wants: Mapping[str, Want], alias: Mapping[str, str] | None = None) -> None:
-    """Raise BadTensors that counts missing, misshaped and unreadable tensors, and says what is wrong with the first of them.
+    """Raise BadTensors with the number of missing, misshaped and unreadable tensors, and the flaws of the first ones.
 
     `alias` maps the names in `wants` to those of the file, for writers that use other names.
     """
@@ -58,7 +60,7 @@ def check_tensors(file: GGUFFile, wants: Mapping[str, Want], alias: Mapping[str,
 
 
 def _flaw(info: TensorInfo | None, want: Want) -> str:
-    """What is wrong with a tensor; "" if nothing is."""
+    """The flaw of a tensor; "" if it has none."""
     if info is None:
         return "" if want.optional else f"missing, want {list(want.shape)}"
     if info.shape != want.shape and info.shape not in want.also:
@@ -73,7 +75,7 @@ def _flaw(info: TensorInfo | None, want: Want) -> str:
 def check_read(file: GGUFFile, wants: Iterable[str], n_block: int, alias: Mapping[str, str] | None = None) -> None:
     """Raise BadTensors if the file has blocks beyond `n_block` that nothing reads; warn of other tensors that nothing reads.
 
-    What is there of an MTP block is a drafter's to read.
+    A drafter reads the tensors of an MTP block.
     """
     alias = alias or {}
     read = {alias.get(part, part) for name in wants for part in (name, scale_of(name))}

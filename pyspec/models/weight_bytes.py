@@ -1,4 +1,4 @@
-"""What tensors take on a device, before any of them is read: what the memory plan is made of."""
+"""Bytes of tensors on a device, for the memory plan. No tensor is read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weight_bytes(
     shares: Mapping[str, TensorInfo] | None = None,
 ) -> int:
     """Bytes the file's tensors take on the device; the basis of the memory plan. `repacked`: as GPU kernels stream them.
-    `shares`: what a rank has of them."""
+    `shares`: the tensors as a rank has them."""
     size = 0 if dense is None else torch.empty((), dtype=dense).element_size()
     tensors = [t for name, t in (shares or file.tensors).items() if name not in without]
     big = [t for t in tensors if len(t.shape) > 1]
@@ -42,7 +42,7 @@ def weight_bytes(
 
 
 def row_bytes(n_ff: int, n_embd: int) -> int:
-    """What a row of a forward takes at most: gate and up in f32, their product in f16, a few rows of the residual stream."""
+    """Bytes of a row of a forward at most: gate and up in f32, their product in f16, a few rows of the residual stream."""
     return 2 * n_ff * 4 + n_ff * 2 + 5 * n_embd * 4
 
 

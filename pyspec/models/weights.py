@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.ops.linear.op import linear, linear_tall
 from pyspec.cuda.ops.linear.pack import FORMATS, interleave, packed_bytes, repack
-from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.ref import GATES, PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix, tile
 from pyspec.cuda.ops.moe.ref import Stack, activate
 from pyspec.cuda.ops.rows.op import rows
@@ -40,17 +40,18 @@ from pyspec.models.wants import Want, scale_of
 
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 GLU = Glu()
+GateAct = Literal["silu", "gelu"]
 UNPACK = 1 << 24  # weights unpacked at once
-HEAD = "output.weight"
-HEADS = (HEAD, "token_embd.weight")  # few rows go through them: one for each token that may be kept
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+HEADS = (HEAD, EMBEDDING)  # few rows go through them: one for each token that may be kept
 GROUPED = ".attn_output_a.weight"
 """Each group of its rows takes a part of the input: GPUs keep it once more in bf16, for many rows."""
 
 
 def tier_of(spec: LinearSpec, epilogues: Sequence[Epilogue] = tuple(Epilogue)) -> str | None:
-    """What runs products with such a matrix, whatever is done behind them: one implementation, for it decides how weights lie. None: none.
+    """The implementation that runs products with such a matrix, with any of the epilogues; it decides the layout of the weights. None: none does.
 
-    Asked of a small matrix, since the check would unpack a large one.
+    The question is put for a small matrix, because the check would unpack a large one.
     """
     smalls = [replace(spec, n_out=PROBE_ROWS, epilogue=e) for e in epilogues]
     found = {linear.chosen(small).name for small in smalls}
@@ -147,10 +148,22 @@ class CutGates:
         return y if residual is None else residual + y
 
 
-class Summed:
-    """A matrix of which every rank has some columns: the ranks' products are summed, and what is added to them is added once.
+class GeluGates:
+    """gelu(gate) * up of a matrix of gates and ups, gelu by its tanh form. No product has it on its way."""
 
-    own   this rank's, which takes what neighbours prepare for it (cuda/fuse.py)
+    def __init__(self, both: Matrix) -> None:
+        self.both = both
+
+    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+        gate, up = self.both(x, prep).chunk(2, -1)
+        y = F.gelu(gate, approximate="tanh") * up
+        return y if residual is None else residual + y
+
+
+class Summed:
+    """A matrix of which every rank has some columns: the ranks' products are summed, and a residual is added once.
+
+    own   this rank's, which reads rows that neighbours prepare for it (cuda/fuse.py)
     into  sums, and may prepare the rows of the product that reads the sum
     """
 
@@ -162,7 +175,7 @@ class Summed:
 
 
 def sum_of(product: Matrix) -> Summed | None:
-    """What gives a sum of ranks, if this is that."""
+    """The product if it is a sum of ranks, else None."""
     return product if isinstance(product, Summed) else None
 
 
@@ -182,7 +195,7 @@ class Embedding:
     def with_angles(
         self, tokens: Tensor, positions: Tensor, freq: Tensor, factor: float
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The rows, and beside them what the op `angles` makes of their positions."""
+        """The rows, and the angles of their positions as the op `angles` makes them."""
         rows, angles = self.embed.rows_and_angles(self.raw, tokens, positions, freq, factor)
         return self._scaled(rows), angles
 
@@ -194,8 +207,8 @@ class Weights:
     """A file's tensors, brought to a device.
 
     `dense`: the dtype matrices are unpacked to at load; None keeps them packed, for the kernels on a GPU, or
-    unpacked at each use on a CPU (less memory, slow). `wide`: keep f16 copies beside what the kernels stream.
-    `ranks`: what `cuts` has is divided over them, and only this rank's share is read.
+    unpacked at each use on a CPU (less memory, slow). `wide`: keep f16 copies beside the packed matrices of kernels.
+    `ranks`: the tensors in `cuts` are divided over them, and only this rank's share is read.
     """
 
     def __init__(
@@ -211,7 +224,7 @@ class Weights:
         self.file, self.device, self.dense, self.alias, self.wide = file, device, dense, alias or {}, wide
         self.ranks, self.cuts = ranks, (cuts or {}) if ranks is not None else {}
         self._shares: dict[str, Share] = {}
-        self.context = context_of(device)  # what loading computes is the device's while it lasts
+        self.context = context_of(device)  # the device's work while the file is loaded
         self._shared: dict[tuple[str, ...], Matrix] = {}
         self._upload = Upload(device)
         self._n_byte, self._n_read = max(sum(t.n_bytes for t in file.tensors.values()), 1), 0
@@ -221,7 +234,7 @@ class Weights:
         return self.file.tensors[self.alias.get(name, name)] if share is None else share.info
 
     def _share(self, name: str) -> Share | None:
-        """What this rank has of a tensor; None: all of it."""
+        """This rank's share of a tensor; None: all of it."""
         if self.ranks is None or name not in self.cuts:
             return None
         if name not in self._shares:
@@ -243,7 +256,7 @@ class Weights:
         own, share = self.alias.get(name, name), self._share(name)
         n_byte = self._info(name).n_bytes
         progress.report("weights", self._n_read / self._n_byte)
-        self._n_read = min(self._n_read + n_byte, self._n_byte)  # what is tied is read twice
+        self._n_read = min(self._n_read + n_byte, self._n_byte)  # a tied head is read twice
         if share is not None:
             return self._upload(n_byte, partial(share.read_into, self.file))
         return self._upload(n_byte, partial(self.file.read_into, own))
@@ -269,7 +282,7 @@ class Weights:
 
     def head(self) -> Matrix:
         """From the stream to logits; the embedding, where the file has no head."""
-        tied = "token_embd.weight"
+        tied = EMBEDDING
         if self.ranks is None:
             return self.matrix(HEAD if self.has(HEAD) else tied)
         if not self.has(HEAD):
@@ -278,8 +291,11 @@ class Weights:
         widths = [share_of(info, self.cuts[HEAD], Rank(i, n)).info.shape[0] for i in range(n)]
         return Gathered(self.matrix(HEAD), self.ranks, widths)
 
-    def gated(self, gate: str, up: str, limit: float = 0.0) -> Matrix:
-        """silu(gate x) * up x as one product, the gates cut at `limit` and the ups at plus and minus it unless that is 0."""
+    def gated(self, gate: str, up: str, limit: float = 0.0, act: GateAct = "silu") -> Matrix:
+        """act(gate x) * up x, as one product where that has `act`. A limit other than 0 cuts silu's gates there, and the ups at plus and
+        minus it."""
+        if act not in GATES:
+            return GeluGates(self.matrix(gate, up))
         if not limit:
             return self._load((gate, up), gated=True)
         infos = self._info(gate), self._info(up)
@@ -322,7 +338,7 @@ class Weights:
     def _stream(
         self, names: Sequence[str], gated: bool, *, has_copy: bool = True, limit: float = 0.0, tier: str | None = None
     ) -> Matrix:
-        """tier: what the product runs as; None: what all of `linear` runs as."""
+        """tier: the implementation of the product; None: that of `linear` as a whole."""
         infos = [self._info(n) for n in names]
         n_out, n_in, kind = sum(i.shape[0] for i in infos), infos[0].shape[1], infos[0].type
         if gated and infos[0].shape[0] % 8:
@@ -400,8 +416,10 @@ class Weights:
             return Stack(raw.view(info.shape[0], -1), info.type, n_out, n_in, scale)
         return Stack(dequantize(raw, info.type, info.shape, self.dense), None, n_out, n_in, scale)
 
-    def embedding(self, name: str) -> Embedding:
-        return Embedding(*self.packed(name))
+    def embedding(self, name: str, factor: float = 1.0) -> Embedding:
+        """factor: the model's own, which its rows are multiplied with."""
+        raw, type, scale = self.packed(name)
+        return Embedding(raw, type, scale * factor)
 
     def packed(self, name: str) -> tuple[Tensor, GGMLType, float]:
         """A matrix as it lies in the file: bytes by row [row, bytes of a row], their type, the tensor's second scale."""
@@ -439,5 +457,5 @@ class Weights:
 
 
 def cuts_of(wants: Mapping[str, Want]) -> dict[str, Cut]:
-    """What ranks divide of a manifest."""
+    """The tensors of a manifest that ranks divide."""
     return {name: want.cut for name, want in wants.items() if want.cut is not None}

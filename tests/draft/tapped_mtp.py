@@ -15,12 +15,13 @@ from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftOptions, DraftPlan, TargetFile, own_memory
 from pyspec.gguf import GGUFFile
 from pyspec.models.decoder import Decoder
+from pyspec.models.mtp_block import MtpBlock, MtpOfBlock
 from pyspec.models.target import Out, Target
 from pyspec.models.weights import Weights
 from pyspec.slots.table import SlotTable
 
 
-class TappedBlock(mtp.MtpBlock):
+class TappedBlock(MtpBlock):
     final: Tensor  # weights of the target's last norm
 
     def states_of(self, out: Out) -> Tensor:
@@ -40,6 +41,8 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert plan.file is not None and isinstance(target, Decoder)
     weights, memory = Weights(plan.file, target.device, options.dense), own_memory(plan, table, options, target.device)
-    block = TappedBlock(weights, memory, target, options.head)
+    spec = target.config.mtp
+    assert isinstance(spec, MtpOfBlock)
+    block = TappedBlock(spec, weights, memory, target, options.head)
     block.final = target.norm
     return Chain(block, plan, table, target.device, options.settings.draft_p_min)

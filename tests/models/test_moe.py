@@ -1,9 +1,10 @@
-"""MoeFeed of every kind a file may declare, against the formulas of the two families written out in numpy."""
+"""Experts of every kind a file may declare, against the formulas of the two families written out in numpy."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,23 +13,25 @@ import torch
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, open_gguf
-from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors, shared_stacks, stacks_of
+from pyspec.models.blocks.moe import BoundExperts, Experts, shared_stacks, stacks_of
+from pyspec.models.part import Binding, Pass, Place
+from pyspec.models.rope import Ropes
 from pyspec.models.wants import check_tensors
 from pyspec.models.weights import Weights
 
 CPU, N, EPS, P = torch.device("cpu"), 32, 1e-6, "blk.0"
-QWEN = MoeShape(8, 3, 16, n_ff_shared=24, shared_gate=True)
-NEMOTRON = MoeShape(8, 4, 48, n_ff_shared=40, router="sigmoid", scale=2.5, act="relu2", latent=16)
+QWEN = Experts(8, 3, 16, n_ff_shared=24, shared_gate=True)
+NEMOTRON = Experts(8, 4, 48, n_ff_shared=40, router="sigmoid", scale=2.5, act="relu2", latent=16)
 SHAPES = {
     "qwen": QWEN,
     "nemotron": NEMOTRON,
-    "nano": MoeShape(8, 2, 24, n_ff_shared=16, router="sigmoid", scale=2.5, act="relu2"),
-    "alone": MoeShape(6, 6, 16, renorm=False),
+    "nano": Experts(8, 2, 24, n_ff_shared=16, router="sigmoid", scale=2.5, act="relu2"),
+    "alone": Experts(6, 6, 16, renorm=False),
 }
 Tensors = dict[str, np.ndarray]
 
 
-def tensors(s: MoeShape, *, bias: bool = False, seed: int = 0) -> Tensors:
+def tensors(s: Experts, *, bias: bool = False, seed: int = 0) -> Tensors:
     rng = np.random.default_rng(seed)
     n, e = s.latent or N, s.n_expert
 
@@ -59,11 +62,20 @@ def write(path: Path, made: Tensors) -> GGUFFile:
     return open_gguf(path)
 
 
+def bound(w: Weights, s: Experts) -> BoundExperts:
+    return s.bind(Binding(w, P, 0, "ffn_norm", N, EPS, torch.float32, Ropes(w)))
+
+
+def run(feed: BoundExperts, x: torch.Tensor) -> torch.Tensor:
+    """x + feed(norm(x)), of which no row looks at a batch."""
+    return feed(x, x, cast(Pass, None))
+
+
 def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def expected(s: MoeShape, made: Tensors, x: np.ndarray) -> np.ndarray:
+def expected(s: Experts, made: Tensors, x: np.ndarray) -> np.ndarray:
     """One row after the other, in float64."""
     t = {name: value.astype(np.float64) for name, value in made.items()}
     out = []
@@ -99,10 +111,10 @@ def test_experts_of_every_kind_of_shape_equal_the_formulas(
     s = SHAPES[kind]
     made = tensors(s, bias=bias)
     with write(tmp_path / "m.gguf", made) as file:
-        check_tensors(file, moe_tensors(s, N, file, P))
-        feed = MoeFeed(Weights(file, CPU, dense), P, s, EPS)
+        check_tensors(file, s.tensors(Place(file, P, N, EPS)))
+        feed = bound(Weights(file, CPU, dense), s)
         x = np.random.default_rng(1).standard_normal((11, N)).astype(np.float32)
-        got = feed(torch.from_numpy(x))
+        got = run(feed, torch.from_numpy(x))
     assert np.abs(got.numpy() - expected(s, made, x)).max() < 1e-4
 
 
@@ -113,7 +125,7 @@ def test_a_shared_expert_of_the_others_types_may_run_with_them(kind: str, tmp_pa
     made = tensors(s)
     with write(tmp_path / "m.gguf", made) as file:
         w = Weights(file, CPU, None)
-        feed, stacks = MoeFeed(w, P, s, EPS), stacks_of(w, P, s.act)
+        feed, stacks = bound(w, s), stacks_of(w, P, s.act)
         together = shared_stacks(w, P, s, stacks)
         assert together is not None and together.up.n_out == 64 and feed.shared is not None
         assert shared_stacks(w, P, replace(s, n_ff=48), stacks) is None
@@ -122,10 +134,10 @@ def test_a_shared_expert_of_the_others_types_may_run_with_them(kind: str, tmp_pa
         other = replace(stacks, down=replace(stacks.down, type=GGMLType.Q8_0))
         assert shared_stacks(w, P, s, other) is None
         x = torch.randn(5, N)
-        apart = feed(x)
+        apart = run(feed, x)
         feed.shared = None
         feed.experts = moe.bind(replace(feed._spec(CPU, stacks), pieces=2))(replace(stacks, shared=together))
-        assert torch.allclose(feed(x), apart, atol=1e-5)
+        assert torch.allclose(run(feed, x), apart, atol=1e-5)
 
 
 @pytest.mark.parametrize("most", [4, 5, 11])
@@ -134,9 +146,9 @@ def test_more_rows_than_experts_take_come_in_parts(kind: str, most: int, tmp_pat
     """A router that prepares their rows, and experts that take a few at once: every row as alone."""
     s, sizes, most_rows = SHAPES[kind], list[int](), most
     with write(tmp_path / "m.gguf", tensors(s)) as file:
-        feed = MoeFeed(Weights(file, CPU, torch.float32), P, s, EPS)
+        feed = bound(Weights(file, CPU, torch.float32), s)
         x = torch.randn(11, N)
-        want, experts, route = feed(x), feed.experts, feed.route
+        want, experts, route = run(feed, x), feed.experts, feed.route
 
         class Few:
             most = most_rows
@@ -153,7 +165,7 @@ def test_more_rows_than_experts_take_come_in_parts(kind: str, most: int, tmp_pat
                 return route(*given)  # type: ignore[arg-type]
 
         feed.experts, feed.route, feed.prep = Few(), Writing(), feed.norm  # type: ignore[assignment]
-        assert torch.allclose(feed(x), want, atol=1e-6)
+        assert torch.allclose(run(feed, x), want, atol=1e-6)
     # where experts read rows of another width, it is not the router that prepares them
     assert sizes == ([11] if s.latent or most == 11 else [4, 4, 3] if most == 4 else [5, 5, 1])
 
@@ -165,8 +177,8 @@ def test_gates_and_ups_in_one_tensor(tmp_path: Path) -> None:
     x = torch.randn(5, N)
     for dense in (torch.float32, None):
         with write(tmp_path / "a.gguf", made) as apart, write(tmp_path / "b.gguf", joined) as one:
-            check_tensors(one, moe_tensors(QWEN, N, one, P))
-            a, b = (MoeFeed(Weights(f, CPU, dense), P, QWEN, EPS)(x) for f in (apart, one))
+            check_tensors(one, QWEN.tensors(Place(one, P, N, EPS)))
+            a, b = (run(bound(Weights(f, CPU, dense), QWEN), x) for f in (apart, one))
         assert torch.equal(a, b)
 
 
@@ -175,8 +187,8 @@ def test_the_shared_gate_may_be_a_row(tmp_path: Path) -> None:
     row = made | {"ffn_gate_inp_shexp.weight": made["ffn_gate_inp_shexp.weight"][None]}
     x = torch.randn(5, N)
     with write(tmp_path / "a.gguf", made) as vector, write(tmp_path / "b.gguf", row) as matrix:
-        check_tensors(matrix, moe_tensors(QWEN, N, matrix, P))
-        a, b = (MoeFeed(Weights(f, CPU, torch.float32), P, QWEN, EPS)(x) for f in (vector, matrix))
+        check_tensors(matrix, QWEN.tensors(Place(matrix, P, N, EPS)))
+        a, b = (run(bound(Weights(f, CPU, torch.float32), QWEN), x) for f in (vector, matrix))
     assert torch.equal(a, b)
 
 
@@ -186,7 +198,7 @@ def test_the_router_stays_f32_when_matrices_are_not(tmp_path: Path) -> None:
     made["ffn_gate_inp.weight"][5] = made["ffn_gate_inp.weight"][2]
     made["ffn_gate_inp.weight"][5, 0] *= 1 + 2**-18
     with write(tmp_path / "m.gguf", made) as file:
-        feed = MoeFeed(Weights(file, CPU, torch.bfloat16), P, QWEN, EPS)
+        feed = bound(Weights(file, CPU, torch.bfloat16), QWEN)
     assert feed.router.dtype == torch.float32 and not torch.equal(feed.router[2], feed.router[5])
 
 
@@ -199,7 +211,7 @@ def test_second_level_scales_of_experts(tmp_path: Path) -> None:
     x = torch.randn(7, N)
     with write(tmp_path / "a.gguf", folded) as a, write(tmp_path / "b.gguf", beside) as b:
         for dense in (torch.float32, None):
-            one, two = (MoeFeed(Weights(f, CPU, dense), P, NEMOTRON, EPS)(x) for f in (a, b))
+            one, two = (run(bound(Weights(f, CPU, dense), NEMOTRON), x) for f in (a, b))
             assert torch.allclose(one, two, atol=1e-4)
 
 
@@ -208,10 +220,10 @@ def test_a_wrong_stack_is_named(tmp_path: Path) -> None:
     made["ffn_up_exps.weight"] = made["ffn_up_exps.weight"][:, :, :8].copy()
     says = r"blk\.0\.ffn_up_exps\.weight: want \[8, 48, 16\], file has \[8, 48, 8\]"
     with write(tmp_path / "m.gguf", made) as file, pytest.raises(BadTensors, match=says):
-        check_tensors(file, moe_tensors(NEMOTRON, N, file, P))
+        check_tensors(file, NEMOTRON.tensors(Place(file, P, N, EPS)))
 
 
 @pytest.mark.parametrize(("n_expert", "n_used", "n_ff"), [(8, 9, 16), (8, 0, 16), (0, 0, 16), (8, 2, 0)])
 def test_impossible_shapes_are_refused(n_expert: int, n_used: int, n_ff: int) -> None:
     with pytest.raises(ModelError, match="expert"):
-        MoeShape(n_expert, n_used, n_ff)
+        Experts(n_expert, n_used, n_ff)

@@ -19,8 +19,8 @@ from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftRequest
-from pyspec.draft.mtp import MtpBlock
 from pyspec.errors import OutOfBounds
+from pyspec.models.mtp_block import MtpBlock
 from pyspec.slots.batch import Batch, Seq, lay_out
 
 WITH_MTP = ["nemotron_moe", "nemotron_latent", "nemotron_latent_q8_0"]

@@ -17,8 +17,11 @@ from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, TensorInfo, ValueType, open_gguf
 from pyspec.models import read_config
-from pyspec.models.decoder import Layer, decoder_tensors
-from pyspec.models.moe import MoeShape
+from pyspec.models.blocks.attention import Attention
+from pyspec.models.blocks.mamba2 import Mamba2
+from pyspec.models.blocks.moe import Experts
+from pyspec.models.part import PartSpec
+from pyspec.models.spec import ModelSpec
 from pyspec.models.wants import check_tensors
 from pyspec.slots.parts import CacheSizes, Recurrent
 from pyspec.synth import layout, vocab
@@ -58,6 +61,17 @@ def value_type(value: object) -> ValueType:
     return ValueType.STRING
 
 
+def read_spec(file: GGUFFile) -> ModelSpec:
+    config = read_config(file)
+    assert isinstance(config, ModelSpec)
+    return config
+
+
+def trunk(c: ModelSpec) -> list[PartSpec]:
+    """The one part of each block."""
+    return [block.parts[0].spec for block in c.blocks]
+
+
 @pytest.mark.parametrize("quant", TYPES)
 def test_every_type_loads_and_gives_the_logits_of_its_values(quant: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
@@ -83,8 +97,8 @@ def test_the_real_models_are_read_as_published(tmp_path: Path, monkeypatch: pyte
     """Their metadata and the shapes of their tensors, without the tensors."""
     monkeypatch.setattr(layout, "tensors", lambda dims, parts: iter(()))
     shapes = {
-        "nemotron-3-super": (Mamba2Shape(128, 64, 8, 128, 4), MoeShape(512, 22, 2688, 5376, "sigmoid", True, 5.0, "relu2", 1024)),
-        "nemotron-3-nano": (Mamba2Shape(64, 64, 8, 128, 4), MoeShape(128, 6, 1856, 3712, "sigmoid", True, 2.5, "relu2", 0)),
+        "nemotron-3-super": (Mamba2Shape(128, 64, 8, 128, 4), Experts(512, 22, 2688, 5376, "sigmoid", True, 5.0, "relu2", 1024)),
+        "nemotron-3-nano": (Mamba2Shape(64, 64, 8, 128, 4), Experts(128, 6, 1856, 3712, "sigmoid", True, 2.5, "relu2", 0)),
     }  # fmt: skip
     attention = {
         "nemotron-3-super": (7, 16, 25, 36, 47, 58, 69, 78),
@@ -102,18 +116,19 @@ def test_the_real_models_are_read_as_published(tmp_path: Path, monkeypatch: pyte
             writer.add_tensor_info(f"blk.{dims.n_layer}.nextn.eh_proj.weight", GGMLType.F32, (8,))
         writer.write(lambda info: iter([np.zeros(32, np.uint8)]))
         with open_gguf(writer.path) as file:
-            c = read_config(file)
-        assert (c.state, c.layers[1].moe, c.n_layer, c.n_nextn, c.eps) == (
-            state,
-            moe,
-            dims.n_layer,
-            int(dims.mtp),
-            pytest.approx(1e-5),
-        )
-        assert tuple(i for i, layer in enumerate(c.layers) if layer.mixer == "attention") == attention[name]
-        assert [layer.mixer or layer.feed for layer in c.layers[:3]] == ["mamba", "moe", "mamba"]
-        assert c.mtp_layer == Layer("attention", "moe", "post_attention_norm", moe)
-        assert (c.attention.n_head, c.attention.n_kv_head, c.attention.head_dim, c.n_rot) == (32, 2, 128, 0)
+            c = read_spec(file)
+        assert (c.n_layer, c.n_nextn, c.eps) == (dims.n_layer, int(dims.mtp), pytest.approx(1e-5))
+        parts = trunk(c)
+        attends = tuple(i for i, part in enumerate(parts) if isinstance(part, Attention))
+        assert attends == attention[name] and parts[:3] == [Mamba2(state), moe, Mamba2(state)]
+        (shape,) = c.attention
+        assert (shape.n_head, shape.n_kv_head, shape.head_dim) == (32, 2, 128)
+        full = parts[attends[0]]
+        assert isinstance(full, Attention) and full.rope.n_rot == 0 and c.mtp_block is not None
+        assert [(part.norm, part.spec) for part in c.mtp_block.parts] == [
+            ("attn_norm", full),
+            ("post_attention_norm", moe),
+        ]
     part, sizes = Recurrent(Mamba2Shape(128, 64, 8, 128, 4)), CacheSizes(1, 16, 16, 0, torch.float16)
     assert part.n_bytes(sizes) == part.saved_bytes(sizes) == 4 * (1_048_576 + 30_720), "as the files' makers count them"
 
@@ -172,7 +187,7 @@ def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     with open_gguf(changed(tmp_path / "m.gguf", {}, drop=[name])) as file:
         config = read_config(file)
         with pytest.raises(BadTensors, match=f"1 tensor does not fit.*{name}: missing"):
-            check_tensors(file, decoder_tensors(config, file))
+            check_tensors(file, config.tensors(file))
 
 
 def test_single_numbers_and_arrays_mean_the_same(tmp_path: Path) -> None:
@@ -185,16 +200,16 @@ def test_single_numbers_and_arrays_mean_the_same(tmp_path: Path) -> None:
     old = {"expert_feed_forward_length": None, "feed_forward_length": [0, 160, 0, 160, 0, 0, 160]}
     with open_gguf(changed(tmp_path / "a.gguf", same)) as a, open_gguf(changed(tmp_path / "b.gguf", old)) as b:
         with open_gguf(FIXTURES / "nemotron_latent.gguf") as file:
-            want = read_config(file)
-        assert read_config(a) == want
-        assert read_config(b).layers == want.layers
-    moe = want.layers[1].moe
-    assert moe is not None and (moe.n_ff, moe.n_used, moe.scale) == (32, 5, 2.5)
+            want = read_spec(file)
+        assert read_spec(a) == want
+        assert read_spec(b).blocks == want.blocks
+    moe = trunk(want)[1]
+    assert isinstance(moe, Experts) and (moe.n_ff, moe.n_used, moe.scale) == (32, 5, 2.5)
 
 
 def test_blocks_of_experts_may_differ() -> None:
     with open_gguf(FIXTURES / "nemotron_differ.gguf") as file:
-        found = [(layer.moe.n_used, layer.moe.n_ff) for layer in read_config(file).layers if layer.moe is not None]
+        found = [(part.n_used, part.n_ff) for part in trunk(read_spec(file)) if isinstance(part, Experts)]
     assert found == [(3, 32), (1, 64), (5, 48)]
 
 

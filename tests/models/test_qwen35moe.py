@@ -15,7 +15,8 @@ from pyspec.draft.drafter import DraftRequest
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFWriter, ValueType, open_gguf
 from pyspec.models import read_config
-from pyspec.models.decoder import decoder_tensors
+from pyspec.models.blocks.moe import Experts
+from pyspec.models.spec import ModelSpec
 from pyspec.models.wants import check_tensors
 from pyspec.slots.batch import Batch, Seq, lay_out
 
@@ -175,8 +176,10 @@ def rewritten(path: Path, change: dict[str, object], drop: str = "") -> Path:
 def test_widths_may_stand_once_for_all_blocks_or_once_for_each(tmp_path: Path) -> None:
     same = {"expert_used_count": [3] * 5, "expert_feed_forward_length": [32] * 5, "feed_forward_length": None}
     with open_gguf(rewritten(tmp_path / "arrays.gguf", same)) as file:
-        moe = read_config(file).layers[0].moe
-        assert moe is not None and (moe.n_expert, moe.n_used, moe.n_ff, moe.n_ff_shared) == (8, 3, 32, 48)
+        config = read_config(file)
+        assert isinstance(config, ModelSpec)
+        moe = config.blocks[0].parts[1].spec
+        assert isinstance(moe, Experts) and (moe.n_expert, moe.n_used, moe.n_ff, moe.n_ff_shared) == (8, 3, 32, 48)
     says, mixed = r"expert_used_count has blocks of different sizes: \[2, 3\]", {"expert_used_count": [3, 3, 2, 3, 3]}
     with open_gguf(rewritten(tmp_path / "mixed.gguf", mixed)) as file, pytest.raises(ModelError, match=says):
         read_config(file)
@@ -196,7 +199,7 @@ def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     with open_gguf(rewritten(tmp_path / "m.gguf", {}, drop=f"blk.2.{name}.weight")) as file:
         config = read_config(file)
         with pytest.raises(BadTensors, match=rf"blk\.2\.{name}\.weight: missing"):
-            check_tensors(file, decoder_tensors(config, file))
+            check_tensors(file, config.tensors(file))
 
 
 def test_a_misshaped_stack_is_named(tmp_path: Path) -> None:
@@ -204,4 +207,4 @@ def test_a_misshaped_stack_is_named(tmp_path: Path) -> None:
     with open_gguf(rewritten(tmp_path / "m.gguf", {"expert_count": 16})) as file:
         config = read_config(file)
         with pytest.raises(BadTensors, match=says):
-            check_tensors(file, decoder_tensors(config, file))
+            check_tensors(file, config.tensors(file))

@@ -15,7 +15,7 @@ from pyspec.draft.dflash_file import read_config as read_drafter
 from pyspec.errors import BadGGUF, ModelError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
-from pyspec.models.layers import Rope
+from pyspec.models.rope import Rope, RopeSpec
 from pyspec.models.rope_scaling import RopeScaling, read_scaling
 
 ROOT = Path(__file__).parents[2]
@@ -77,12 +77,13 @@ def test_keys_that_llama_cpp_does_not_read_are_told(tmp_path: Path, caplog: pyte
 def test_a_drafter_stretches_rope_as_its_own_file_says(tmp_path: Path) -> None:
     path = rewrite(DEMO_DRAFT, tmp_path / "d.gguf", change=keys_of("dflash", YARN))
     with open_gguf(path) as file:
-        assert read_drafter(file).rope_scaling == RopeScaling(4.0, True, 32, pytest.approx(1.1386294))
+        assert read_drafter(file).rope.scaling == RopeScaling(4.0, True, 32, pytest.approx(1.1386294))
 
 
 def test_yarn_leaves_fast_frequencies_alone_and_divides_slow_ones() -> None:
     device = torch.device("cpu")
-    plain, rope = Rope(64, 1e4, True, device), Rope(64, 1e4, True, device, RopeScaling(8.0, True, 4096, 1.25))
+    spec = RopeSpec(64, 1e4, True, RopeScaling(8.0, True, 4096, 1.25))
+    plain, rope = Rope(RopeSpec(64, 1e4, True), device), Rope(spec, device)
     assert rope.freq[0] == plain.freq[0] and torch.allclose(rope.freq[-1], plain.freq[-1] / 8)
     positions = torch.tensor([0, 5])
     cos, sin = rope.angles(positions)

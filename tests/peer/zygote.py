@@ -20,7 +20,7 @@ def imported() -> None:
     import pyspec.cli.server
     import pyspec.engine.load.load
     import pyspec.engine.process.core
-    import pyspec.models.qwen35
+    import pyspec.models.arch.qwen35
     import pyspec.server.app
     import pyspec.server.http.serve  # noqa: F401
 

@@ -35,7 +35,6 @@ from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice, PairEr
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import coarse, read_config
 from pyspec.models.cuts import check_ranks
-from pyspec.models.decoder import DecoderConfig
 from pyspec.models.target import ModelConfig
 from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weight_bytes, wide_bytes
@@ -445,17 +444,16 @@ def _workspace(d: Description) -> tuple[int, int]:
         shared_rows=(bucket_of(rows, most) or rows) if s.tp > 1 else 0,
         n_tap=len(d.draft.needs.taps),
         n_held=d.draft.n_held,
-        key_bytes=key_size * d.n_ctx * c.attention.n_kv_head * c.attention.head_dim,
+        key_bytes=key_size * d.n_ctx * max((a.n_kv_head * a.head_dim for a in c.attention), default=0),
     )
     return workspace_bytes(sizes, cuda=d.is_cuda)
 
 
 def _prompt_rows(d: Description) -> int:
-    """Of all graphs of prompts, where the model has any."""
-    if not d.is_cuda or d.settings.tp > 1 or d.settings.exact or not isinstance(d.own, DecoderConfig):
+    """Rows of all graphs of prompts, if the model has any."""
+    if not d.is_cuda or d.settings.tp > 1 or d.settings.exact or not d.own.captures_prompts:
         return 0
-    has_any = all(layer.moe is None and layer.mixer != "mamba" for layer in d.own.layers)
-    return sum(n for n in PROMPTS if n <= min(d.batch, d.n_ctx)) if has_any else 0
+    return sum(n for n in PROMPTS if n <= min(d.batch, d.n_ctx))
 
 
 def _scratch(d: Description) -> int:
@@ -471,8 +469,10 @@ def attention_bytes(d: Description) -> int:
     s, n_key = d.settings, d.n_ctx + d.n_overhang + d.settings.page_size
     n_row, most = s.np * d.draft_width, most_rows(s.np, d.draft_width)
     widest = max(d.n_overhang, -(-(bucket_of(n_row, most) or n_row) // s.np))  # with a graph's padding
-    shapes = dict.fromkeys((d.own.attention, *d.draft.attention))
+    shapes = dict.fromkeys((*d.own.attention, *d.draft.attention))
     specs = [AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, 1.0, d.kv_dtype) for a in shapes]
     if d.assumed is not None:
-        return max(attend_plan.bytes_on(d.assumed.arch, d.assumed.n_sm, x, s.np, n_key, widest) for x in specs)
-    return max(attend_plan.workspace_bytes(spec, s.np, n_key, widest) for spec in specs)
+        return max(
+            (attend_plan.bytes_on(d.assumed.arch, d.assumed.n_sm, x, s.np, n_key, widest) for x in specs), default=0
+        )
+    return max((attend_plan.workspace_bytes(spec, s.np, n_key, widest) for spec in specs), default=0)

@@ -1,10 +1,8 @@
-"""A feed-forward of experts, a few of which run for each row, and one shared expert that runs for all.
-
-`qwen35moe` and `nemotron_h_moe` declare theirs as a MoeShape; tensors have llama.cpp's names.
-"""
+"""A feed-forward of experts, a few of which run for each row, and one shared expert that runs for all; tensors have llama.cpp's names."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,20 +13,23 @@ from pyspec.cuda import fuse
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe.ref import Act, Added, MoeSpec, Router, RouteSpec, Stack, Stacks
 from pyspec.cuda.ops.moe_route.op import moe_route
-from pyspec.cuda.ops.rows.ref import RELU2, Norm, Prep
+from pyspec.cuda.ops.rows.op import rows
+from pyspec.cuda.ops.rows.ref import RELU2, Norm, Prep, PrepKind, RowsSpec
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
-from pyspec.gguf import GGUFFile
+from pyspec.gguf import GGMLType, TensorInfo
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.wants import Want
+from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
+from pyspec.models.wants import Want, scale_of
 from pyspec.models.weights import Matrix, Weights
+from pyspec.slots.parts import LayerParts
 
 LATENT = "ffn_latent_down.weight"  # to the width in which experts work, where that is not the model's
 
 
 @dataclass(frozen=True, slots=True)
-class MoeShape:
-    """What a file declares of its experts.
+class Experts:
+    """A feed-forward of experts as data.
 
     n_ff         width of an expert; n_ff_shared that of the shared one, 0 for none
     renorm       weights of a row are divided by their sum, then multiplied with `scale`
@@ -46,6 +47,8 @@ class MoeShape:
     act: Act = "swiglu"
     latent: int = 0
     shared_gate: bool = False
+    captures_prompts = False  # how many rows an expert gets of a prompt decides how they are multiplied
+    attends = None
 
     def __post_init__(self) -> None:
         if not 0 < self.n_used <= self.n_expert:
@@ -53,33 +56,102 @@ class MoeShape:
         if self.n_ff < 1:
             raise ModelError(f"experts of width {self.n_ff}")
 
-    def share(self, n: int) -> MoeShape:
-        """Of each of `n` ranks: all experts, and of every one as many columns."""
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """The matrices before the activation."""
+        return ("gate", "up") if self.act == "swiglu" else ("up",)
+
+    @property
+    def n_inner(self) -> int:
+        """Inner values of a row, of all experts that it uses."""
+        return self.n_used * self.n_ff + self.n_ff_shared
+
+    def tensors(self, at: Place) -> dict[str, Want]:
+        n, f, e = self.latent or at.n_embd, self.n_ff, self.n_expert
+        inner = (Units(f, "columns of an expert"),)
+        wants = {
+            at.name("ffn_gate_inp.weight"): Want((e, at.n_embd)),
+            at.name("exp_probs_b.bias"): Want((e,), optional=True),
+        }
+        if at.has("ffn_gate_up_exps.weight") and self.act == "swiglu":
+            wants[at.name("ffn_gate_up_exps.weight")] = Want((e, 2 * f, n), cut=Cut(1, inner * 2))
+        else:
+            wants |= {at.name(f"ffn_{x}_exps.weight"): Want((e, f, n), cut=Cut(1, inner)) for x in self.inner}
+        wants[at.name("ffn_down_exps.weight")] = Want((e, n, f), cut=Cut(2, inner))
+        if self.latent:
+            wants[at.name("ffn_latent_down.weight")] = Want((n, at.n_embd))
+            wants[at.name("ffn_latent_up.weight")] = Want((at.n_embd, n))
+        return wants | self._shared_tensors(at)
+
+    def _shared_tensors(self, at: Place) -> dict[str, Want]:
+        f, n = self.n_ff_shared, at.n_embd
+        if not f:
+            return {}
+        columns = (Units(f, "columns of the shared expert"),)
+        up = Want((f, n), cut=Cut(0, columns), gated=self.act == "swiglu")
+        wants = {at.name(f"ffn_{x}_shexp.weight"): up for x in self.inner}
+        wants[at.name("ffn_down_shexp.weight")] = Want((n, f), cut=Cut(1, columns))
+        if self.shared_gate:
+            wants[at.name("ffn_gate_inp_shexp.weight")] = Want((n,), also=((1, n),))
+        return wants
+
+    def memory(self) -> LayerParts:
+        return {}
+
+    def share(self, n: int) -> Experts:
+        """All experts, and of each one as many columns."""
         return replace(self, n_ff=self.n_ff // n, n_ff_shared=self.n_ff_shared // n)
 
+    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
+        has_bias = at.has("exp_probs_b.bias")
+        yield moe_route, self.route_spec(on.device, at.n_embd, at.eps, has_bias=has_bias)
+        if on.streams:
+            yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
+        down, up = (at.file.tensors.get(at.name(f"ffn_{x}_exps.weight")) for x in ("down", "up"))
+        up = up or at.file.tensors.get(at.name("ffn_gate_up_exps.weight"))
+        if down is None or up is None:
+            return
+        names = [at.name(f"ffn_{x}_exps.weight") for x in ("gate", "up", "down", "gate_up")]
+        scaled = any(scale_of(name) in at.file.tensors for name in names)
+        types = (up.type, down.type) if on.dense is None else (None, None)
+        width = self.latent or at.n_embd
+        spec = MoeSpec(on.device, self.n_used, width, self.n_ff, self.act, *types, scaled, n_expert=self.n_expert)
+        yield moe, replace(spec, pieces=self._pieces(at, up, down) if on.streams else 0)
+        if self.n_ff_shared and self.act == "relu2" and on.streams:
+            yield rows, RowsSpec(on.device, self.n_ff_shared, PrepKind.RELU2)
 
-def moe_tensors(s: MoeShape, n_embd: int, file: GGUFFile, p: str) -> dict[str, Want]:
-    """Wanted tensors of the feed-forward with prefix `p` (blk.N), without its norm."""
-    n, f, e = s.latent or n_embd, s.n_ff, s.n_expert
-    inner, shared = (Units(f, "columns of an expert"),), (Units(s.n_ff_shared, "columns of the shared expert"),)
-    wants = {f"{p}.ffn_gate_inp.weight": Want((e, n_embd)), f"{p}.exp_probs_b.bias": Want((e,), optional=True)}
-    if f"{p}.ffn_gate_up_exps.weight" in file.tensors and s.act == "swiglu":
-        wants[f"{p}.ffn_gate_up_exps.weight"] = Want((e, 2 * f, n), cut=Cut(1, inner * 2))
-    else:
-        wants |= {f"{p}.ffn_{x}_exps.weight": Want((e, f, n), cut=Cut(1, inner)) for x in _inner(s)}
-    wants[f"{p}.ffn_down_exps.weight"] = Want((e, n, f), cut=Cut(2, inner))
-    if s.latent:
-        wants |= {f"{p}.ffn_latent_down.weight": Want((n, n_embd)), f"{p}.ffn_latent_up.weight": Want((n_embd, n))}
-    if s.n_ff_shared:
-        wants |= {f"{p}.ffn_{x}_shexp.weight": Want((s.n_ff_shared, n_embd), cut=Cut(0, shared)) for x in _inner(s)}
-        wants[f"{p}.ffn_down_shexp.weight"] = Want((n_embd, s.n_ff_shared), cut=Cut(1, shared))
-        if s.shared_gate:
-            wants[f"{p}.ffn_gate_inp_shexp.weight"] = Want((n_embd,), also=((1, n_embd),))
-    return wants
+    def route_spec(self, device: torch.device, n_in: int, eps: float, *, has_bias: bool) -> RouteSpec:
+        return RouteSpec(
+            device,
+            n_in,
+            self.n_expert,
+            self.n_used,
+            self.router,
+            self.renorm,
+            self.scale,
+            biased=has_bias,
+            gated=self.shared_gate,
+            eps=eps,
+        )
 
+    def joins_shared(self, block_size: int | None) -> bool:
+        """Whether one launch may take the shared expert as further experts: of their input, and as wide as a number of them, in whole
+        blocks of the type of `down`."""
+        if not self.n_ff_shared or self.latent or block_size is None or self.n_ff_shared % self.n_ff:
+            return False
+        return self.n_ff_shared == self.n_ff or self.n_ff % block_size == 0
 
-def _inner(s: MoeShape) -> tuple[str, ...]:
-    return ("gate", "up") if s.act == "swiglu" else ("up",)
+    def _pieces(self, at: Place, up: TensorInfo, down: TensorInfo) -> int:
+        """Of the shared expert as further experts of a launch, which have its types, too."""
+        if not self.joins_shared(down.type.block_size):
+            return 0
+        wanted: dict[str, GGMLType] = dict.fromkeys(self.inner, up.type) | {"down": down.type}
+        own = {x: at.file.tensors.get(at.name(f"ffn_{x}_shexp.weight")) for x in wanted}
+        fits = all(t is not None and t.type is wanted[x] for x, t in own.items())
+        return self.n_ff_shared // self.n_ff if fits else 0
+
+    def bind(self, at: Binding) -> BoundExperts:
+        return BoundExperts(self, at)
 
 
 def stacks_of(w: Weights, p: str, act: Act) -> Stacks:
@@ -91,14 +163,10 @@ def stacks_of(w: Weights, p: str, act: Act) -> Stacks:
     return Stacks(gate, w.stack(f"{p}.ffn_up_exps.weight"), down)
 
 
-def shared_stacks(w: Weights, p: str, s: MoeShape, stacks: Stacks) -> Stacks | None:
-    """The shared expert as packed in the file, if one launch may multiply it with the others: of their types and input, and
-    as wide as a number of them."""
-    block = None if stacks.down.type is None else stacks.down.type.block_size
-    if not s.n_ff_shared or s.latent or block is None or s.n_ff_shared % s.n_ff:
+def shared_stacks(w: Weights, p: str, s: Experts, stacks: Stacks) -> Stacks | None:
+    """The shared expert as packed in the file, if one launch may multiply it with the others and it has their types."""
+    if not s.joins_shared(None if stacks.down.type is None else stacks.down.type.block_size):
         return None
-    if s.n_ff_shared > s.n_ff and s.n_ff % block:
-        return None  # columns of a piece are no whole blocks
 
     def stack(name: str, like: Stack) -> Stack | None:
         with temporary(w.device):
@@ -128,22 +196,23 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-class MoeFeed:
-    """x + experts(n) + shared(n) with n = norm(x). `norm_name` is the norm tensor's GGUF name."""
+class BoundExperts:
+    """experts(n) + shared(n) with n = norm(x)."""
 
-    captures_prompts = False  # what an expert gets of a prompt's rows decides how it is multiplied
+    captures_prompts = False
+    fold = None
 
-    def __init__(self, w: Weights, prefix: str, shape: MoeShape, eps: float, norm_name: str = "ffn_norm") -> None:
-        p, self.shape = prefix, shape
+    def __init__(self, shape: Experts, at: Binding) -> None:
+        w, p, self.shape = at.weights, at.prefix, shape
         self.leads, self.into = w.ranks is None or w.ranks.rank.leads, _same if w.ranks is None else w.ranks.sum
         self.gives, self.reads = None if w.ranks is None else self, None  # its router reads the stream itself
-        self.norm = Norm(w.vector(f"{p}.{norm_name}.weight"), eps)
-        self.router = w.vector(f"{p}.ffn_gate_inp.weight")  # f32 whatever the file has: a near tie decides what runs
+        self.norm = at.bound_norm()
+        self.router = w.vector(f"{p}.ffn_gate_inp.weight")  # f32 for every type of file: a near tie decides which experts run
         if shape.shared_gate:
             gate = w.vector(f"{p}.ffn_gate_inp_shexp.weight").view(1, -1)
             self.router = torch.cat((self.router, gate))
         self.bias = w.optional(f"{p}.exp_probs_b.bias")
-        route = self._route_spec(w.device)
+        route = shape.route_spec(w.device, self.router.shape[1], at.eps, has_bias=self.bias is not None)
         self.route, self.capturable = moe_route.bind(route), moe_route.chosen(route).capturable
         stacks = stacks_of(w, p, shape.act)
         spec = self._spec(w.device, stacks)
@@ -161,33 +230,16 @@ class MoeFeed:
         self.latent_up: Matrix | None = w.matrix(f"{p}.ffn_latent_up.weight") if shape.latent else None
         self.prep = self.norm if fuse.norms_on_the_way(w.device, self.router.shape[1]) else None
 
-    def _route_spec(self, device: torch.device) -> RouteSpec:
-        s = self.shape
-        return RouteSpec(
-            device,
-            self.router.shape[1],
-            s.n_expert,
-            s.n_used,
-            s.router,
-            s.renorm,
-            s.scale,
-            biased=self.bias is not None,
-            gated=s.shared_gate,
-            eps=self.norm.eps,
-        )
-
     def _spec(self, device: torch.device, stacks: Stacks) -> MoeSpec:
-        s, scaled = (
-            self.shape,
-            any(x is not None and x.scale is not None for x in (stacks.gate, stacks.up, stacks.down)),
-        )
+        s = self.shape
+        scaled = any(x is not None and x.scale is not None for x in (stacks.gate, stacks.up, stacks.down))
         up = stacks.up.type if stacks.gate is None or stacks.gate.type is stacks.up.type else None
         return MoeSpec(
             device, s.n_used, stacks.down.n_out, s.n_ff, s.act, up, stacks.down.type, scaled, n_expert=s.n_expert
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.into(self._run(x, x if self.leads else None))
+    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
+        return self.into(self._run(x, residual if self.leads else None))
 
     def _run(self, x: Tensor, stream: Tensor | None) -> Tensor:
         """stream + experts(n) + shared(n): with several ranks, the part of this one's columns."""
@@ -205,7 +257,7 @@ class MoeFeed:
 
     def _chosen(self, prep: Norm | None, x: Tensor, n: Tensor, stream: Tensor | None, shared: Tensor | None) -> Tensor:
         """stream + experts(n) + shared, for as many rows as experts take at once."""
-        # of experts, what needs no choice comes before it
+        # work that needs no choice comes before it
         ready, beside = fuse.before_choice(self.route, self.experts, n, prep, self.norm)
         routes = self.route(x, self.norm.weight, self.router, self.bias, **beside)
         added = Added(stream, None, routes.gate)
@@ -218,13 +270,13 @@ class MoeFeed:
 
 
 class _Shared:
-    """The expert that every row takes. What the others read of a row in their own width comes out of its first product, too, if
-    both matrices are of one type: a launch less. n_beside: that width; 0 if it does not."""
+    """The expert that every row takes. Its first product also projects the row to the latent width of the other experts, if both
+    matrices are of one type: one launch instead of two. n_beside: that width; 0 if it does not."""
 
-    def __init__(self, w: Weights, p: str, shape: MoeShape) -> None:
+    def __init__(self, w: Weights, p: str, shape: Experts) -> None:
         up, latent = f"{p}.ffn_up_shexp.weight", f"{p}.{LATENT}"
         self.act = shape.act
-        # what is behind the latent part is read four columns at once
+        # the columns behind the latent part are read four at once
         is_joined = (
             shape.latent > 0 and shape.latent % 4 == 0 and shape.act == "relu2" and w.type_of(latent) is w.type_of(up)
         )
@@ -236,7 +288,7 @@ class _Shared:
         self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
 
     def __call__(self, x: Tensor, prep: Prep | None, residual: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
-        """(what the others read or None, its own output)."""
+        """(the latent row for the other experts or None, its own output)."""
         if self.act == "swiglu":
             return None, self.down(*fuse.unfinished(self.up, x, prep), residual=residual)
         y, n = self.up(x, prep), self.n_beside

@@ -1,4 +1,4 @@
-"""MTP block of a model with several residual streams (deepseek4), for `mtp.py`.
+"""The MTP block of a model with several residual streams (deepseek4).
 
 It pairs a token with all streams of the position before it, as the trunk left them behind its last block, and chaining feeds its own
 streams. Its keys stand in the target's pages, one row a token, and it sees the last `window` of them. In a file of its own the names
@@ -7,7 +7,8 @@ streams. Its keys stand in the target's pages, one row a token, and it sees the 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -25,20 +26,21 @@ from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.deepseek4 import StreamBlock, StreamHead, WindowAttention
 from pyspec.models.deepseek4_config import Deepseek4Config, limits_of, mix_tensors
-from pyspec.models.target import Out
+from pyspec.models.part import AttentionShape, LoadTypes, Request
+from pyspec.models.target import Out, Target
 from pyspec.models.wants import Want
-from pyspec.models.weights import Embedding, Matrix, Weights
+from pyspec.models.weights import EMBEDDING, HEAD, Embedding, Matrix, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import KV, Memory
 from pyspec.slots.parts import LayerParts, Paged
 
-EMBEDDING, HEAD, MIXERS = "token_embd.weight", "output.weight", "output_hc"
+MIXERS = "output_hc"
 PIECE = 1 << 26  # bytes compared at once
 
 
 @runtime_checkable
 class StreamsParts(Protocol):
-    """What the block shares of its target."""
+    """The parts of a target that its MTP block shares."""
 
     config: Deepseek4Config
     embedding: Embedding
@@ -49,36 +51,53 @@ class StreamsParts(Protocol):
         ...
 
 
-def layers(c: Deepseek4Config) -> tuple[LayerParts, ...]:
-    """What its layers keep: the trunk's nothing, the block's one row a token."""
-    return (*[{}] * c.n_layer, {KV: Paged(1, c.attention.head_dim, keys_only=True)})
+@dataclass(frozen=True, slots=True)
+class MtpOfStreams:
+    """The block as data. Implements `MtpSpec`."""
 
+    config: Deepseek4Config
 
-def tensors(c: Deepseek4Config, file: GGUFFile, *, is_own_file: bool) -> dict[str, Want]:
-    """Wanted tensors of the block."""
-    if not is_own_file:
-        raise PairError(
-            "the MTP block stands in the target's file, where the mixers of its head have no place beside the trunk's"
-            f" ({MIXERS}_fn): give the block's own file with -md, or --spec-type none"
-        )
-    p, n, s = f"blk.{c.n_layer}", c.n_embd, c.streams.n
-    return {
-        **c.block_tensors(file, p, 0),
-        **mix_tensors(MIXERS, s * n, s, 1),
-        f"{p}.nextn.eh_proj.weight": Want((n, 2 * n)),
-        f"{p}.nextn.enorm.weight": Want((n,)),
-        f"{p}.nextn.hnorm.weight": Want((n,)),
-        f"{p}.nextn.shared_head_norm.weight": Want((n,), optional=True),
-        f"{p}.nextn.embed_tokens.weight": Want((c.n_vocab, n), optional=True),
-        f"{p}.nextn.shared_head_head.weight": Want((c.n_vocab, n), optional=True),
-        EMBEDDING: Want((c.n_vocab, n), optional=True),
-        HEAD: Want((c.n_vocab, n), optional=True),
-    }
+    @property
+    def attention(self) -> tuple[AttentionShape, ...]:
+        return self.config.attention
 
+    def tensors(self, file: GGUFFile, target: GGUFFile) -> dict[str, Want]:
+        if file is target:
+            raise PairError(
+                "the MTP block stands in the target's file, where the mixers of its head have no place beside the trunk's"
+                f" ({MIXERS}_fn): give the block's own file with -md, or --spec-type none"
+            )
+        c = self.config
+        p, n, s = f"blk.{c.n_layer}", c.n_embd, c.streams.n
+        return {
+            **c.block_tensors(file, p, 0),
+            **mix_tensors(MIXERS, s * n, s, 1),
+            f"{p}.nextn.eh_proj.weight": Want((n, 2 * n)),
+            f"{p}.nextn.enorm.weight": Want((n,)),
+            f"{p}.nextn.hnorm.weight": Want((n,)),
+            f"{p}.nextn.shared_head_norm.weight": Want((n,), optional=True),
+            f"{p}.nextn.embed_tokens.weight": Want((c.n_vocab, n), optional=True),
+            f"{p}.nextn.shared_head_head.weight": Want((c.n_vocab, n), optional=True),
+            EMBEDDING: Want((c.n_vocab, n), optional=True),
+            HEAD: Want((c.n_vocab, n), optional=True),
+        }
 
-def shared(file: GGUFFile, target: GGUFFile) -> tuple[str, ...]:
-    """Tensors that the file has byte by byte as the target: they are loaded once."""
-    return tuple(name for name in (EMBEDDING, HEAD) if _is_same(file, target, name))
+    def layers(self) -> tuple[LayerParts, ...]:
+        """The trunk's keep nothing, the block's one row a token."""
+        return (*[{}] * self.config.n_layer, {KV: Paged(1, self.config.heads.head_dim, keys_only=True)})
+
+    def shared(self, file: GGUFFile, target: GGUFFile) -> tuple[str, ...]:
+        return tuple(name for name in (EMBEDDING, HEAD) if _is_same(file, target, name))
+
+    def requests(self, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+        return iter(())
+
+    def bind(
+        self, weights: Weights, memory: Memory, target: Target, head: Matrix | None, skips: tuple[str, ...]
+    ) -> StreamsMtpBlock:
+        if not isinstance(target, StreamsParts):
+            raise PairError("this target does not give what its MTP block shares with it")
+        return StreamsMtpBlock(weights, memory, target, head, skips)
 
 
 def _is_same(a: GGUFFile, b: GGUFFile, name: str) -> bool:
@@ -99,7 +118,7 @@ class PagedWindow(WindowAttention):
 
     def __init__(self, c: Deepseek4Config, w: Weights, p: str, kv: torch.dtype) -> None:
         super().__init__(c, w, p, 0, kv)
-        a = c.attention
+        a = c.heads
         tails = [RopeTailSpec(w.device, a.head_dim, c.n_rot, normed, c.eps) for normed in (True, False)]
         self.normed_tail, self.tail = (rope_tail.bind(spec) for spec in tails)
         self.paged = attend.bind(AttendSpec(w.device, a.n_head, 1, a.head_dim, a.head_dim**-0.5, kv, has_sinks=True))
@@ -114,7 +133,7 @@ class PagedWindow(WindowAttention):
 
 
 class StreamsMtpBlock:
-    """Implements `ChainedBlock`: hidden states are all streams of a row, side by side."""
+    """Implements `MtpNet`: hidden states are all streams of a row, side by side."""
 
     def __init__(
         self, weights: Weights, memory: Memory, target: StreamsParts, head: Matrix | None, skips: tuple[str, ...]

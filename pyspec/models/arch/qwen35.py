@@ -11,9 +11,15 @@ from collections.abc import Sequence
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.decoder import DecoderConfig, Layer, read_attention, trunk_layers, vocab_size
-from pyspec.models.moe import MoeShape
+from pyspec.models.block import BlockSpec, Part
+from pyspec.models.blocks.attention import Attention
+from pyspec.models.blocks.gdn import DeltaNet
+from pyspec.models.blocks.mlp import Mlp
+from pyspec.models.part import PartSpec
+from pyspec.models.read import check_rope, read_attention, trunk_layers, vocab_size
+from pyspec.models.rope import RopeSpec
 from pyspec.models.rope_scaling import read_scaling
+from pyspec.models.spec import ModelSpec
 
 NORM = "post_attention_norm"  # before the feed-forward
 
@@ -36,33 +42,31 @@ def recurrent_layers(file: GGUFFile, n_layer: int) -> Sequence[bool]:
     return [(i + 1) % every != 0 for i in range(n_layer)]
 
 
-def read(file: GGUFFile) -> DecoderConfig:
-    return read_hybrid(file, n_ff=file.hparams.integer("feed_forward_length"))
+def read(file: GGUFFile) -> ModelSpec:
+    n_ff = file.hparams.integer("feed_forward_length")
+    return read_hybrid(file, Mlp(n_ff), n_ff)
 
 
-def read_hybrid(file: GGUFFile, *, n_ff: int, feed: str = "swiglu", moe: MoeShape | None = None) -> DecoderConfig:
-    """The configuration of this family with any kind of feed-forward."""
-    h, attention = file.hparams, read_attention(file, gated=True)
+def read_hybrid(file: GGUFFile, feed: PartSpec, n_ff: int) -> ModelSpec:
+    """A model of this family with any kind of feed-forward, of `n_ff` inner values."""
+    h, shape = file.hparams, read_attention(file, gated=True)
     n_layer, n_nextn = trunk_layers(file)
     sections, n_rot = h.integers("rope.dimension_sections"), h.integer("rope.dimension_count")
     if 2 * sum(sections) < n_rot:
         raise ModelError(f"rope sections {sections[:8]} cover fewer than {n_rot // 2} frequencies")
-    return DecoderConfig(
+    check_rope(n_rot, shape.head_dim)
+    rope = RopeSpec(n_rot, h.number("rope.freq_base"), True, read_scaling(file))
+    after = Part(NORM, feed)
+    full = BlockSpec((Part("attn_norm", Attention(shape, rope, qk_norm=True)), after))
+    recurrent = BlockSpec((Part("attn_norm", DeltaNet(read_state(file))), after))
+    return ModelSpec(
         arch=file.architecture,
         n_vocab=vocab_size(file),
         n_embd=h.integer("embedding_length"),
-        n_layer=n_layer,
         n_nextn=n_nextn,
         n_ff=n_ff,
         n_ctx_train=h.integer("context_length"),
         eps=h.number("attention.layer_norm_rms_epsilon"),
-        attention=attention,
-        n_rot=n_rot,
-        rope_base=h.number("rope.freq_base"),
-        rope_scaling=read_scaling(file),
-        rope_neox=True,
-        qk_norm=True,
-        layers=tuple(Layer("delta" if r else "attention", feed, NORM, moe) for r in recurrent_layers(file, n_layer)),
-        mtp_layer=Layer("attention", feed, NORM, moe),
-        state=read_state(file),
+        blocks=tuple(recurrent if r else full for r in recurrent_layers(file, n_layer)),
+        mtp_block=full,
     )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.decoder import DecoderConfig
-from pyspec.models.moe import MoeShape
-from pyspec.models.qwen35 import read_hybrid
+from pyspec.models.arch.qwen35 import read_hybrid
+from pyspec.models.blocks.moe import Experts
+from pyspec.models.spec import ModelSpec
 
 
 def _same(file: GGUFFile, key: str, default: int | None = None) -> int:
@@ -24,13 +24,13 @@ def _same(file: GGUFFile, key: str, default: int | None = None) -> int:
     return sizes[0]
 
 
-def read(file: GGUFFile) -> DecoderConfig:
+def read(file: GGUFFile) -> ModelSpec:
     n_used, n_ff = _same(file, "expert_used_count"), _same(file, "feed_forward_length", 0)
-    moe = MoeShape(
+    experts = Experts(
         n_expert=_same(file, "expert_count"),
         n_used=n_used,
         n_ff=_same(file, "expert_feed_forward_length", n_ff // max(n_used, 1)),
         n_ff_shared=_same(file, "expert_shared_feed_forward_length", n_ff),
         shared_gate=True,
     )
-    return read_hybrid(file, n_ff=n_used * moe.n_ff + moe.n_ff_shared, feed="moe", moe=moe)
+    return read_hybrid(file, experts, experts.n_inner)

@@ -1,7 +1,7 @@
 """`nemotron_h` and `nemotron_h_moe` (Nemotron-H, Nemotron 3): blocks of one part each, Mamba-2, attention or feed-forward.
 
-There are no positions: rope keys in the file are not used, order comes from the Mamba layers. Metadata arrays say what a
-block is: no key heads and no feed-forward is Mamba-2, key heads are attention, the rest is a feed-forward (experts if the file
+There are no positions: rope keys in the file are not used, order comes from the Mamba layers. Metadata arrays give the kind of a
+block: no key heads and no feed-forward is Mamba-2, key heads are attention, the rest is a feed-forward (experts if the file
 has any, else relu^2). They include the MTP block, which stands last, is attention and feed-forward in one, and counts in
 `block_count`.
 """
@@ -13,11 +13,18 @@ from collections.abc import Sequence
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.decoder import DecoderConfig, Layer, attention_shape, trunk_layers, vocab_size
-from pyspec.models.layers import AttentionShape
-from pyspec.models.moe import MoeShape
+from pyspec.models.block import BlockSpec, Part
+from pyspec.models.blocks.attention import Attention
+from pyspec.models.blocks.mamba2 import Mamba2
+from pyspec.models.blocks.mlp import Mlp
+from pyspec.models.blocks.moe import Experts
+from pyspec.models.part import AttentionShape, PartSpec
+from pyspec.models.read import attention_shape, trunk_layers, vocab_size
+from pyspec.models.rope import RopeSpec
+from pyspec.models.spec import ModelSpec
 
-NORM = "attn_norm"  # the one norm of a trunk block, whatever it is
+NORM = "attn_norm"  # of every trunk block
+NO_ROPE = RopeSpec(n_rot=0, base=1.0, neox=False)
 
 
 def one_of(key: str, numbers: Sequence[int]) -> int:
@@ -44,7 +51,7 @@ def read_state(file: GGUFFile) -> Mamba2Shape:
     return Mamba2Shape(n_head, inner // n_head, n_group, n_state, h.integer("ssm.conv_kernel"))
 
 
-def read_experts(file: GGUFFile, widths: Sequence[int]) -> list[MoeShape | None]:
+def read_experts(file: GGUFFile, widths: Sequence[int]) -> list[Experts | None]:
     """Of each block; blocks may differ (Puzzle). `widths`: their feed_forward_length."""
     h = file.hparams
     n_expert, n_block = h.integer("expert_count", 0), len(widths)
@@ -60,8 +67,8 @@ def read_experts(file: GGUFFile, widths: Sequence[int]) -> list[MoeShape | None]
     shared, latent = h.integer("expert_shared_feed_forward_length", 0), h.integer("moe_latent_size", 0)
     renorm, scale = h.flag("expert_weights_norm", False), h.number("expert_weights_scale", 0.0) or 1.0
 
-    def shape(n_used: int, n_ff: int) -> MoeShape:
-        return MoeShape(
+    def shape(n_used: int, n_ff: int) -> Experts:
+        return Experts(
             n_expert=n_expert,
             n_used=n_used,
             n_ff=n_ff,
@@ -76,36 +83,34 @@ def read_experts(file: GGUFFile, widths: Sequence[int]) -> list[MoeShape | None]
     return [shape(*of) if width else None for width, of in zip(widths, zip(used, inner, strict=True), strict=True)]
 
 
-def read(file: GGUFFile) -> DecoderConfig:
+def read(file: GGUFFile) -> ModelSpec:
     h = file.hparams
     n_layer, n_nextn = trunk_layers(file)
     n_block = n_layer + n_nextn
     kv_heads, widths = h.each("attention.head_count_kv", n_block), h.each("feed_forward_length", n_block)
     experts = read_experts(file, widths)
-    has_experts = any(experts)
+    n_ff = max(widths) if any(experts) else one_of(h.key("feed_forward_length"), widths)
+    attention, mamba, plain = (
+        Attention(read_attention(file, kv_heads), NO_ROPE),
+        Mamba2(read_state(file)),
+        Mlp(n_ff, "relu2"),
+    )
 
-    def layer(i: int) -> Layer:
+    def part(i: int) -> PartSpec:
         if widths[i]:
-            return Layer("", "moe" if experts[i] else "relu2", NORM, experts[i])
-        return Layer("attention" if kv_heads[i] else "mamba", "", NORM)
+            return experts[i] or plain
+        return attention if kv_heads[i] else mamba
 
     # files of the MTP block alone say no width for it: then it is as the others
     mtp_experts = (experts[n_layer] if n_nextn else None) or next(filter(None, experts), None)
-
-    return DecoderConfig(
+    return ModelSpec(
         arch=file.architecture,
         n_vocab=vocab_size(file),
         n_embd=h.integer("embedding_length"),
-        n_layer=n_layer,
         n_nextn=n_nextn,
-        n_ff=max(widths) if has_experts else one_of(h.key("feed_forward_length"), widths),
+        n_ff=n_ff,
         n_ctx_train=h.integer("context_length"),
         eps=h.number("attention.layer_norm_rms_epsilon", h.number("attention.layer_norm_epsilon", 1e-5)),
-        attention=read_attention(file, kv_heads),
-        n_rot=0,
-        rope_base=1.0,
-        rope_neox=False,
-        layers=tuple(layer(i) for i in range(n_layer)),
-        mtp_layer=Layer("attention", "moe" if has_experts else "relu2", "post_attention_norm", mtp_experts),
-        state=read_state(file),
+        blocks=tuple(BlockSpec((Part(NORM, part(i)),)) for i in range(n_layer)),
+        mtp_block=BlockSpec((Part(NORM, attention), Part("post_attention_norm", mtp_experts or plain))),
     )

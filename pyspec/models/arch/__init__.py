@@ -1,0 +1,1 @@
+"""One module an architecture: `read(file) -> ModelConfig`, mostly a list of blocks."""

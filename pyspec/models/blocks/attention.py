@@ -1,0 +1,186 @@
+"""Grouped-query attention over the slot's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda import fuse
+from pyspec.cuda.ops.angles.op import angles
+from pyspec.cuda.ops.angles.ref import AnglesSpec
+from pyspec.cuda.ops.attend.op import attend
+from pyspec.cuda.ops.attend.prompt import attend_blocks, attend_prompt, takes_prompts, with_prompts
+from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.ops.rope_kv.op import rope_kv
+from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+from pyspec.cuda.ops.rows.op import rows
+from pyspec.cuda.ops.rows.ref import HeadGate, PrepKind, RowsSpec
+from pyspec.models.cuts import Cut, Units
+from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, Request
+from pyspec.models.rope import Angles, RopeSpec
+from pyspec.models.wants import Want
+from pyspec.models.weights import Matrix, Weights, sum_of
+from pyspec.slots.kv import KVPool
+from pyspec.slots.memory import KV
+from pyspec.slots.parts import LayerParts, Paged
+
+SINKS = "attn_sinks.weight"  # one logit a head
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention as data. Optional tensors (fused q, k, v, biases, sinks) are found in the file.
+
+    window   a row sees itself and the window - 1 rows before it; 0: all rows before it
+    qk_norm  heads of q and k are normed before they are turned
+    biased   q, k and v have biases
+    """
+
+    shape: AttentionShape
+    rope: RopeSpec
+    window: int = 0
+    qk_norm: bool = False
+    biased: bool = False
+
+    @property
+    def captures_prompts(self) -> bool:
+        return self.window == 0  # graphs of prompts attend by the library, which has no windows
+
+    @property
+    def attends(self) -> AttentionShape:
+        return self.shape
+
+    def tensors(self, at: Place) -> dict[str, Want]:
+        s, n = self.shape, at.n_embd
+        q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
+        of_q, of_kv = _units(s)
+        heads = Units(s.n_head, "heads")
+        wants = {at.name("attn_output.weight"): Want((n, s.n_head * s.head_dim), cut=Cut(1, (heads,)))}
+        if at.has("attn_qkv.weight"):
+            wants[at.name("attn_qkv.weight")] = Want((q + 2 * kv, n), cut=Cut(0, (of_q, of_kv, of_kv)))
+        else:
+            parts = (("q", q, of_q), ("k", kv, of_kv), ("v", kv, of_kv))
+            wants |= {at.name(f"attn_{x}.weight"): Want((m, n), cut=Cut(0, (of,))) for x, m, of in parts}
+        return wants | self._extras(at) | self.rope.tensors()
+
+    def _extras(self, at: Place) -> dict[str, Want]:
+        """Norms of heads and biases, of all that they go with or of none; sinks."""
+        s = self.shape
+        q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
+        of_q, of_kv = _units(s)
+        norms = [f"attn_{x}_norm.weight" for x in "qk"]
+        biases = {"attn_q.bias": (q, of_q), "attn_k.bias": (kv, of_kv), "attn_v.bias": (kv, of_kv)}
+        is_fused = at.has("attn_qkv.bias")
+        has_norms = self.qk_norm or any(map(at.has, norms))
+        has_biases = (self.biased and not is_fused) or any(map(at.has, biases))
+        return {
+            **{at.name(name): Want((s.head_dim,), optional=not has_norms) for name in norms},
+            **{at.name(name): Want((n,), not has_biases, cut=Cut(0, (of,))) for name, (n, of) in biases.items()},
+            at.name("attn_qkv.bias"): Want((q + 2 * kv,), optional=True, cut=Cut(0, (of_q, of_kv, of_kv))),
+            at.name("attn_output.bias"): Want((at.n_embd,), optional=True),
+            at.name(SINKS): Want((s.n_head,), optional=True, cut=Cut(0, (Units(s.n_head, "heads"),))),
+        }
+
+    def memory(self) -> LayerParts:
+        return {KV: Paged(self.shape.n_kv_head, self.shape.head_dim)}
+
+    def share(self, n: int) -> Attention:
+        return replace(self, shape=self.shape.share(n))
+
+    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
+        s, has_sinks = self.shape, at.has(SINKS)
+        yield angles, AnglesSpec(on.device)
+        spec = self.attend_spec(on.device, on.kv, has_sinks=has_sinks)
+        yield attend, spec
+        if on.is_cuda and not has_sinks:
+            yield attend_prompt, spec
+            yield attend_blocks, spec
+        turned = self.rope_spec(on.device, at.eps, has_norm=at.has("attn_k_norm.weight"))
+        yield rope_kv, turned
+        yield rope_kv, _keys_alone(turned)
+        if on.streams and s.gated:
+            yield rows, RowsSpec(on.device, s.n_head * s.head_dim, PrepKind.GATE, s.head_dim)
+        if on.streams:
+            yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
+
+    def attend_spec(self, device: torch.device, kv: torch.dtype, *, has_sinks: bool) -> AttendSpec:
+        s = self.shape
+        scale = s.head_dim**-0.5 if s.scale is None else s.scale
+        return AttendSpec(device, s.n_head, s.n_kv_head, s.head_dim, scale, kv, has_sinks)
+
+    def rope_spec(self, device: torch.device, eps: float, *, has_norm: bool) -> RopeKvSpec:
+        s, r = self.shape, self.rope
+        return RopeKvSpec(device, s.n_head, s.n_kv_head, s.head_dim, r.n_rot, r.neox, s.gated, has_norm, eps)
+
+    def bind(self, at: Binding) -> BoundAttention:
+        return BoundAttention(self, at)
+
+
+def _units(s: AttentionShape) -> tuple[Units, Units]:
+    """Rows of queries and of keys (or values) by head. Ranks that share a key head have a copy each."""
+    q = s.head_dim * (2 if s.gated else 1)
+    return Units(s.n_head, "heads", size=q), Units(s.n_kv_head, "key heads", copied=True, size=s.head_dim)
+
+
+def _keys_alone(spec: RopeKvSpec) -> RopeKvSpec:
+    return replace(spec, n_q=0, gated=False)
+
+
+class BoundAttention:
+    """Attention over pages whose entries are of the load's type."""
+
+    fold = None
+
+    def __init__(self, spec: Attention, at: Binding) -> None:
+        w = at.weights
+        self.spec, self.shape, self.layer = spec, spec.shape, at.layer
+        self.norm, self.rope = at.bound_norm(), at.ropes.place(spec.rope)
+        names = [at.name("attn_qkv.weight")]
+        if not w.has(names[0]):
+            names = [at.name(f"attn_{p}.weight") for p in "qkv"]
+        self.qkv: Matrix = w.matrix(*names)
+        self.bias = _bias(w, at.prefix)
+        self.out: Matrix = w.summed(at.name("attn_output.weight"))
+        self.out_bias = w.optional(at.name("attn_output.bias"))
+        self.reads = (self.qkv, self.norm)
+        self.gives = None if self.out_bias is not None else sum_of(self.out)
+        self.q_norm, self.k_norm = (w.optional(at.name(f"attn_{p}_norm.weight")) for p in "qk")
+        self.sinks = w.optional(at.name(SINKS))
+        attends = spec.attend_spec(w.device, at.kv, has_sinks=self.sinks is not None)
+        own = attend.bind(attends)
+        self.attend, self.read_next = with_prompts(own, attends), fuse.read_next(own, self.out)
+        roped = spec.rope_spec(w.device, at.eps, has_norm=self.k_norm is not None)
+        self.rope_kv, self.store = rope_kv.bind(roped), rope_kv.bind(_keys_alone(roped))
+        self.capturable = attend.chosen(attends).capturable and rope_kv.chosen(roped).capturable
+        self.captures_prompts = self.capturable and spec.captures_prompts and takes_prompts(attends)
+
+    def write(self, kv: Tensor, angles: Angles, pool: KVPool, rows: Tensor) -> None:
+        """Keys and values alone: kv [row, 2 * n_kv * dim] raw products go to `rows` [row] of the pool."""
+        self.store(kv, None, self.k_norm, angles, pool, rows)
+
+    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
+        """Writes the rows' K and V, then attends."""
+        s, n, batch = self.shape, x.shape[0], run.batch
+        pool = run.memory.kv[self.layer]
+        y = self.qkv(x, self.norm)
+        if self.bias is not None:
+            y = y + self.bias
+        q = self.rope_kv(y, self.q_norm, self.k_norm, run.angles[self.rope], pool, batch.kv_rows)
+        o = self.attend(q, pool, batch, self.spec.window, self.sinks, **self.read_next).view(n, -1)
+        gate = None
+        if s.gated:
+            gate = HeadGate(y[:, : 2 * s.n_head * s.head_dim].view(n, s.n_head, -1)[..., s.head_dim :])
+        y = self.out(o, gate, residual=residual)
+        return y if self.out_bias is None else y + self.out_bias
+
+
+def _bias(w: Weights, prefix: str) -> Tensor | None:
+    """Biases of q, k, v side by side, if the file has them."""
+    if w.has(f"{prefix}.attn_qkv.bias"):
+        return w.vector(f"{prefix}.attn_qkv.bias")
+    if not w.has(f"{prefix}.attn_q.bias"):
+        return None
+    return torch.cat([w.vector(f"{prefix}.attn_{p}.bias") for p in "qkv"])

@@ -1,0 +1,91 @@
+"""Gated DeltaNet (qwen35): linear attention with a decaying state; conv, delta rule, gated norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pyspec.cuda import fuse
+from pyspec.cuda.ops.gdn.op import gdn
+from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.cuda.ops.rows.op import rows
+from pyspec.cuda.ops.rows.ref import HeadNorm, PrepKind, RowsSpec, head_power
+from pyspec.models.cuts import Cut, Units
+from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
+from pyspec.models.wants import Want
+from pyspec.models.weights import sum_of
+from pyspec.slots.memory import STATE
+from pyspec.slots.parts import LayerParts, Recurrent
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Gated DeltaNet as data."""
+
+    shape: GdnShape
+    captures_prompts = True
+    attends = None
+
+    def tensors(self, at: Place) -> dict[str, Want]:
+        s, n = self.shape, at.n_embd
+        inner, k = s.n_v_head * s.dim, Units(s.n_k_head, "key heads of Gated DeltaNet")
+        v = (k,) * (s.n_v_head // s.n_k_head)  # value head h reads key head h % n_k_head
+        by_head, by_channel = Cut(0, v), Cut(0, (k, k, *v))
+        return {
+            at.name("attn_qkv.weight"): Want((s.n_channel, n), cut=by_channel),
+            at.name("attn_gate.weight"): Want((inner, n), cut=by_head),
+            at.name("ssm_alpha.weight"): Want((s.n_v_head, n), cut=by_head),
+            at.name("ssm_beta.weight"): Want((s.n_v_head, n), cut=by_head),
+            at.name("ssm_conv1d.weight"): Want((s.n_channel, s.n_conv), cut=by_channel),
+            at.name("ssm_a"): Want((s.n_v_head,), cut=by_head),
+            at.name("ssm_dt.bias"): Want((s.n_v_head,), cut=by_head),
+            at.name("ssm_norm.weight"): Want((s.dim,)),
+            at.name("ssm_out.weight"): Want((n, inner), cut=Cut(1, v)),
+        }
+
+    def memory(self) -> LayerParts:
+        return {STATE: Recurrent(self.shape)}
+
+    def share(self, n: int) -> DeltaNet:
+        return DeltaNet(self.shape.share(n))
+
+    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
+        s = self.shape
+        yield gdn, GdnSpec(on.device, s, at.eps)
+        if on.streams:
+            yield rows, RowsSpec(on.device, s.n_v_head * s.dim, PrepKind.HEADS, s.dim)
+            yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
+
+    def bind(self, at: Binding) -> BoundDeltaNet:
+        return BoundDeltaNet(self.shape, at)
+
+
+class BoundDeltaNet:
+    """Gated DeltaNet over the slot's state."""
+
+    def __init__(self, shape: GdnShape, at: Binding) -> None:
+        w = at.weights
+        self.eps, self.layer, self.norm = at.eps, at.layer, at.bound_norm()
+        parts = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
+        self.proj = w.matrix(*(at.name(f"{part}.weight") for part in parts))
+        self.out = w.summed(at.name("ssm_out.weight"))
+        self.conv = w.vector(at.name("ssm_conv1d.weight"))
+        self.a, self.dt_bias = w.vector(at.name("ssm_a")), w.vector(at.name("ssm_dt.bias"))
+        self.reads, self.gives = (self.proj, self.norm), sum_of(self.out)
+        self.gate_norm = w.vector(at.name("ssm_norm.weight"))
+        self.gate_power = head_power(self.gate_norm)
+        spec = GdnSpec(w.device, shape, at.eps)
+        self.gdn, self.capturable = gdn.bind(spec), gdn.chosen(spec).capturable
+        self.captures_prompts = gdn.runs_as("cuda", spec)
+        self.fold = fuse.folder(self.gdn)
+        self.split = [shape.n_channel, shape.n_v_head * shape.dim, shape.n_v_head, shape.n_v_head]
+
+    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
+        m, z, alpha, beta = self.proj(x, self.norm).split(self.split, -1)
+        state = run.memory.states[self.layer]
+        args = (m, alpha, beta, self.a, self.dt_bias, self.conv, state, run.batch)
+        prep = HeadNorm(self.gate_norm, self.eps, z, self.gate_power)
+        return fuse.then(self.gdn, args, self.out, prep, residual)

@@ -1,0 +1,120 @@
+"""Reading that architectures share, with llama.cpp's rules for absent keys."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pyspec.errors import BadTensors, ModelError
+from pyspec.gguf import GGUFFile
+from pyspec.models.block import BlockSpec, Part
+from pyspec.models.blocks.attention import Attention
+from pyspec.models.blocks.mlp import Mlp
+from pyspec.models.part import AttentionShape, PartSpec
+from pyspec.models.rope import RopeSpec
+from pyspec.models.rope_scaling import read_scaling
+from pyspec.models.spec import ModelSpec
+from pyspec.models.weights import EMBEDDING
+from pyspec.ranges import Whole
+
+
+def read_gqa(
+    file: GGUFFile,
+    *,
+    neox: bool,
+    qk_norm: bool = False,
+    biased: bool = False,
+    feed: PartSpec | None = None,
+    n_ff: int | None = None,
+) -> ModelSpec:
+    """A decoder whose blocks are attention and a feed-forward, all alike. feed: in place of a gated one; n_ff: its inner values."""
+    h, shape = file.hparams, read_attention(file)
+    n_ff = h.integer("feed_forward_length") if n_ff is None else n_ff
+    attention = Attention(shape, read_rope(file, shape, neox=neox), qk_norm=qk_norm, biased=biased)
+    block = BlockSpec((Part("attn_norm", attention), Part("ffn_norm", feed or Mlp(n_ff))))
+    return ModelSpec(
+        arch=file.architecture,
+        n_vocab=vocab_size(file),
+        n_embd=h.integer("embedding_length"),
+        n_ff=n_ff,
+        n_ctx_train=h.integer("context_length"),
+        eps=h.number("attention.layer_norm_rms_epsilon"),
+        blocks=(block,) * block_count(file),
+    )
+
+
+def read_rope(file: GGUFFile, shape: AttentionShape, *, neox: bool) -> RopeSpec:
+    """The rope of heads of this shape."""
+    h = file.hparams
+    n_rot = h.integer("rope.dimension_count", shape.head_dim)
+    check_rope(n_rot, shape.head_dim)
+    return RopeSpec(n_rot, h.number("rope.freq_base", 10000.0), neox, read_scaling(file))
+
+
+def read_windows(file: GGUFFile, n_block: int, pattern: int) -> tuple[int, ...]:
+    """The window of each block; 0: none. The file names the blocks, or a period whose last block has none; `pattern` is its default."""
+    h, key = file.hparams, "attention.sliding_window_pattern"
+    window = h.integer("attention.sliding_window", 0)
+    if isinstance(h.metadata.get(h.key(key)), np.ndarray):
+        has_window = h.flags(key, n_block, or_more=True)
+    else:
+        period = h.integer(key, pattern, legal=Whole(1, 1 << 16))
+        has_window = [i % period < period - 1 for i in range(n_block)]
+    return tuple(window if has else 0 for has in has_window)
+
+
+def read_attention(file: GGUFFile, *, gated: bool = False) -> AttentionShape:
+    """Head counts and dimensions."""
+    h = file.hparams
+    n_head = h.integer("attention.head_count")
+    return attention_shape(file, n_head, h.integer("attention.head_count_kv", n_head), gated=gated)
+
+
+def attention_shape(file: GGUFFile, n_head: int, n_kv: int, *, gated: bool = False) -> AttentionShape:
+    """The shape of attention of `n_head` heads and `n_kv` key heads."""
+    h = file.hparams
+    if n_head < 1 or n_kv < 1 or n_head % n_kv:
+        raise ModelError(
+            f"{n_head} heads do not divide into {n_kv} key heads ({h.prefix}attention.head_count, head_count_kv)"
+        )
+    dim = h.integer("attention.key_length", h.integer("embedding_length") // n_head)
+    if dim < 1:
+        raise ModelError(f"{n_head} heads do not fit a width of {h.integer('embedding_length')}")
+    if (v := h.integer("attention.value_length", dim)) != dim:
+        raise ModelError(f"keys of {dim} and values of {v} dimensions are not supported together")
+    return AttentionShape(n_head, n_kv, dim, gated, h.number("attention.scale", 0.0) or None)
+
+
+def block_count(file: GGUFFile) -> int:
+    """Blocks by the metadata, MTP blocks included. Each has a tensor at least: a false count is found before any list is made."""
+    n, n_tensor = file.hparams.integer("block_count"), len(file.tensors)
+    if n > n_tensor:
+        raise ModelError(f"{file.hparams.key('block_count')} is {n}, and the file has {n_tensor} tensors")
+    return n
+
+
+def trunk_layers(file: GGUFFile) -> tuple[int, int]:
+    """(blocks of the trunk, MTP blocks behind them). Where MTP was left out its block may be counted or not: the tensors decide."""
+    n_block, n_nextn = block_count(file), file.hparams.integer("nextn_predict_layers", 0)
+    if n_nextn >= n_block:
+        a = file.hparams.prefix
+        raise ModelError(f"{n_nextn} MTP blocks among {n_block} blocks ({a}nextn_predict_layers, block_count)")
+    has_mtp = any(name.endswith(".nextn.eh_proj.weight") for name in file.tensors)
+    if n_nextn and not has_mtp and f"blk.{n_block - 1}.attn_norm.weight" in file.tensors:
+        return n_block, 0
+    return n_block - n_nextn, n_nextn
+
+
+def check_rope(n_rot: int, head_dim: int) -> None:
+    """Rope turns pairs of a head's dimensions."""
+    if n_rot % 2 or n_rot > head_dim:
+        raise ModelError(f"rope can not turn {n_rot} dimensions of heads of {head_dim}: want an even number of them")
+
+
+def vocab_size(file: GGUFFile) -> int:
+    """Rows of the embedding: the number of logits. They may be more than tokens, never fewer."""
+    if EMBEDDING not in file.tensors:
+        raise BadTensors(f"{EMBEDDING}: missing (is this a vocabulary-only or a sidecar file?)")
+    n = file.tensors[EMBEDDING].shape[0]
+    if "tokenizer.ggml.tokens" in file.fields and len(tokens := file.fields.strings("tokenizer.ggml.tokens")) > n:
+        raise BadTensors(f"{EMBEDDING} has {n} rows for {len(tokens)} tokens")
+    return n

@@ -1,0 +1,121 @@
+"""A model as data: embedding, blocks, head, and the numbers of its file. Plans are folds over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from pyspec.cuda.ops.norms.op import norms
+from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.gguf import GGUFFile
+from pyspec.models.block import BlockSpec
+from pyspec.models.cuts import Cut, Units
+from pyspec.models.mtp_block import MtpOfBlock
+from pyspec.models.part import AttentionShape, LoadTypes, Place, Request
+from pyspec.models.target import MtpSpec, Target
+from pyspec.models.wants import Want
+from pyspec.models.weights import EMBEDDING, HEAD, Weights
+from pyspec.slots.memory import Memory
+from pyspec.slots.parts import LayerParts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder of one residual stream, read from a file and checked. Implements `ModelConfig`.
+
+    n_nextn      MTP blocks that the metadata announces
+    n_ff         inner values of a row; with experts, those of all that it uses
+    blocks       of the trunk
+    mtp_block    the block behind the trunk, where the architecture has one
+    embed_factor  the embedding's rows are multiplied with it
+    final_cap    c: logits are c tanh(logits / c); 0: as they are
+    """
+
+    arch: str
+    n_vocab: int
+    n_embd: int
+    n_nextn: int = 0
+    n_ff: int
+    n_ctx_train: int
+    eps: float
+    blocks: tuple[BlockSpec, ...]
+    mtp_block: BlockSpec | None = None
+    embed_factor: float = 1.0
+    final_cap: float = 0.0
+
+    @property
+    def n_layer(self) -> int:
+        """Blocks of the trunk."""
+        return len(self.blocks)
+
+    @property
+    def n_hidden(self) -> int:
+        """Width of the hidden states that an MTP block reads."""
+        return self.n_embd
+
+    @property
+    def attention(self) -> tuple[AttentionShape, ...]:
+        """The distinct shapes of attention."""
+        return tuple(dict.fromkeys(shape for block in self.blocks for shape in block.attention))
+
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether a CUDA graph may hold the forward of a prompt that stands alone, kernels permitting."""
+        return all(block.captures_prompts for block in self.blocks)
+
+    @property
+    def mtp(self) -> MtpSpec | None:
+        """The MTP block with its projections and norms; None: the architecture has none."""
+        return (
+            None
+            if self.mtp_block is None
+            else MtpOfBlock(self.mtp_block, self.n_layer, self.n_vocab, self.n_embd, self.eps)
+        )
+
+    def place(self, file: GGUFFile, i: int) -> Place:
+        """Of block `i`."""
+        return Place(file, f"blk.{i}", self.n_embd, self.eps)
+
+    def tensors(self, file: GGUFFile) -> dict[str, Want]:
+        """The tensors that the trunk needs."""
+        wants = {
+            EMBEDDING: Want((self.n_vocab, self.n_embd)),
+            "output_norm.weight": Want((self.n_embd,)),
+            HEAD: head_tensor(self.n_vocab, self.n_embd, optional=True),
+        }
+        for i, block in enumerate(self.blocks):
+            wants |= block.tensors(self.place(file, i))
+        return wants
+
+    def parts(self) -> list[LayerParts]:
+        """Memory of each trunk layer for its slots."""
+        return [block.memory() for block in self.blocks]
+
+    def share(self, n: int) -> ModelSpec:
+        """The model of each of `n` ranks: a share of the heads, states and inner widths of every block. The stream keeps its width."""
+        if n == 1:
+            return self
+        return replace(self, n_ff=self.n_ff // n, blocks=tuple(block.share(n) for block in self.blocks))
+
+    def requests(self, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+        """The ops that a load asks for, products and the embedding apart."""
+        for i, block in enumerate(self.blocks):
+            yield from block.requests(self.place(file, i), on)
+        yield norms, NormsSpec(on.device, self.n_embd, self.eps)
+
+    def scratch_bytes(self, n_row: int, n_token: int, kv: torch.dtype, device: torch.device) -> int:
+        """None beyond those that every model takes."""
+        return 0
+
+    def build(self, weights: Weights, memory: Memory) -> Target:
+        """The model, bound to its memory."""
+        from pyspec.models.decoder import Decoder  # which needs the specification
+
+        return Decoder(self, weights, memory)
+
+
+def head_tensor(n_vocab: int, n_embd: int, *, optional: bool = False) -> Want:
+    """The wanted head; optional: a file without one ties it to the embedding."""
+    return Want((n_vocab, n_embd), optional, cut=Cut(0, (Units(n_vocab, "tokens", uneven=True),)))
