@@ -14,6 +14,7 @@ DRAFTERS = {
 }
 ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfig`
     "llama": "pyspec.models.arch.llama",
+    "qwen2": "pyspec.models.arch.qwen2",
     "qwen3": "pyspec.models.arch.qwen3",
     "qwen35": "pyspec.models.arch.qwen35",
     "qwen35moe": "pyspec.models.arch.qwen35moe",
