@@ -16,6 +16,7 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
     "llama": "pyspec.models.arch.llama",
     "qwen2": "pyspec.models.arch.qwen2",
     "qwen3": "pyspec.models.arch.qwen3",
+    "qwen3moe": "pyspec.models.arch.qwen3moe",
     "qwen35": "pyspec.models.arch.qwen35",
     "qwen35moe": "pyspec.models.arch.qwen35moe",
     "nemotron_h": "pyspec.models.arch.nemotron",
