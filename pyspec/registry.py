@@ -13,6 +13,7 @@ DRAFTERS = {
     "ngram": "pyspec.draft.ngram",
 }
 ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfig`
+    "gemma3": "pyspec.models.arch.gemma3",
     "llama": "pyspec.models.arch.llama",
     "qwen2": "pyspec.models.arch.qwen2",
     "qwen3": "pyspec.models.arch.qwen3",
