@@ -25,8 +25,8 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
     "deepseek4": "pyspec.models.deepseek4",
 }
 FAMILIES = (
-    "Llama (llama), Qwen3 (qwen3), Qwen3.5 to 3.8 (qwen35, qwen35moe), Nemotron-H and Nemotron 3 (nemotron_h, "
-    "nemotron_h_moe), DeepSeek-V4 (deepseek4)"
+    "Llama (llama), Gemma 3 (gemma3), Qwen2 and Qwen2.5 (qwen2), Qwen3 (qwen3, qwen3moe), Qwen3.5 to 3.8 (qwen35, "
+    "qwen35moe), Nemotron-H and Nemotron 3 (nemotron_h, nemotron_h_moe), DeepSeek-V4 (deepseek4)"
 )
 """The same architectures by model names, for messages."""
 NEXT_STEP = 'llama-server runs most others; docs/architecture.md, "Adding things", describes how to add one'

@@ -1,7 +1,7 @@
 """How a model's tensors are divided over ranks: the processes that run it together, each with a share of its heads and inner widths.
 
-An architecture's manifest says it with every tensor (`Want.cut`); what a rank reads of the file, its memory plan and what is refused
-follow from that. Nothing here runs a model.
+An architecture's manifest has it for every tensor (`Want.cut`). A rank's reads, its memory plan and the refusals of --tp follow from
+that. Nothing here runs a model.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ALONE = 1 << 16  # bytes of one row's columns that are worth a read of their own
 class Units:
     """`n` equal things in a row (heads, columns) that ranks get in order, as many each.
 
-    what    their name in messages
+    name    for messages
     copied  where there are fewer than ranks, several ranks have the same one
     uneven  the last rank may get fewer, because nothing depends on equal shares
     """
 
     n: int
-    what: str
+    name: str
     copied: bool = False
     uneven: bool = False
     size: int = 1  # rows or columns of each, beside those of the cut's other units
@@ -50,10 +50,10 @@ class Units:
     def flaw(self, n: int) -> str:
         """Why `n` ranks can not have shares of these; "" if they can."""
         if self.uneven:
-            return "" if n <= self.n else f"{self.n} {self.what} are fewer than {n} ranks"
+            return "" if n <= self.n else f"{self.n} {self.name} are fewer than {n} ranks"
         if self.n % n == 0 or (self.copied and n % self.n == 0):
             return ""
-        return f"{self.n} {self.what} do not divide by {n}"
+        return f"{self.n} {self.name} do not divide by {n}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Cut:
             first, end = u.of(rank)
             here = [(at + i * u.size) * size for i in (first, end)]
             if any(x % total for x in here):
-                raise ModelError(f"{total} {u.what} do not stand on {size} places")
+                raise ModelError(f"{total} {u.name} do not stand on {size} places")
             a, b = here[0] // total, here[1] // total
             if a == found[-1][1]:
                 a = found.pop()[0]

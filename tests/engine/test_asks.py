@@ -23,6 +23,7 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 DEMO = Path(pyspec.__file__).parent / "demo"
 MODELS = ["llama", "qwen3", "qwen35_q8_0", "qwen35_full_heads_q8_0", "qwen35moe", "qwen35moe_fused_tied"]
 MODELS += ["qwen35moe_mixed_q8_0", "nemotron_moe", "nemotron_latent_q8_0", "nemotron_dense", "nemotron_differ"]
+MODELS += ["qwen2", "qwen3moe", "gemma3"]
 LATER = {"ahead", "best"}  # asked by the worker and by samplers, whatever the model is
 
 

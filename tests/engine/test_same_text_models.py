@@ -15,6 +15,7 @@ from known_texts import N_TEXT, continuation, demo_prompts, known_texts, tiny
 from pyspec.request import SamplingParams
 
 QWEN35 = FIXTURES / "qwen35.gguf"
+ADDED, GEMMA3 = ("qwen2", "qwen3moe", "gemma3"), FIXTURES / "gemma3.gguf"
 DEEPSEEK4, DEEPSEEK4_MTP = FIXTURES / "deepseek4.gguf", FIXTURES / "deepseek4_mtp.gguf"
 
 
@@ -50,6 +51,16 @@ MAKERS: dict[str, Callable[..., tuple[Path, Rig]]] = {
         )
         for n in range(1, 6)
     },
+    **{
+        f"ngram-{name}": partial(
+            lambda path, **s: (path, fixed(path, spec_type="ngram", ngram_match=1, **s)), FIXTURES / f"{name}.gguf"
+        )
+        for name in ADDED
+    },
+    **{
+        f"{kind}-gemma3": partial(lambda kind, **s: (GEMMA3, faked(kind, GEMMA3, **s)), kind)
+        for kind in ("liar", "fickle")
+    },
     "none": lambda **s: (QWEN35, rig(QWEN35, spec_type="none", **s)),
 }
 
@@ -58,6 +69,8 @@ CASES = [
     *((kind, np) for kind in ("mtp", "dflash", "ngram", "liar-hybrid", "fickle-hybrid") for np in (1, 2, 4, 8)),
     *((f"mtp{n}-deepseek4", np) for n in range(1, 6) for np in (1, 2, 4, 8)),
     *((kind, 3) for kind in ("liar-deepseek4", "fickle-deepseek4")),
+    *((f"ngram-{name}", np) for name in ADDED for np in (1, 2, 4)),
+    *((kind, 3) for kind in ("liar-gemma3", "fickle-gemma3")),
     *((kind, 3) for kind in ("none", "dflash-fork", "sidecar", "oracle-hybrid", "wild-hybrid", "broken-hybrid", "fickle-llama")),
 ]  # fmt: skip
 

@@ -32,6 +32,8 @@ DIVIDED = {  # a file and the ranks that it is for
     "nemotron_differ": 2,
     "nemotron_latent": 2,
     "nemotron_moe": 2,
+    "qwen2": 2,
+    "qwen3moe": 2,
 }
 
 

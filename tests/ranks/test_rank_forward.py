@@ -16,6 +16,7 @@ from pyspec.errors import DeviceError
 DEMO = Path(__file__).parents[2] / "pyspec" / "demo" / "pyspec-demo.gguf"
 MOST_KL = 1e-6
 FAST = [("qwen35", 2), ("qwen35moe_fused_tied", 2), ("llama_freqs_tied", 4), ("nemotron_latent", 2), ("deepseek4", 2)]
+FAST += [("qwen2", 2), ("qwen3moe", 2)]
 SLOW = [
     ("demo", 2), ("llama", 2), ("llama", 4), ("llama_q8_0", 2), ("qwen3", 4), ("qwen3_tied_q8_0", 2), ("qwen35_equal_tied", 2),
     ("qwen35_full_heads_q8_0", 2), ("qwen35moe", 2), ("nemotron_dense", 2), ("nemotron_differ", 2), ("nemotron_moe", 2),
