@@ -1,26 +1,15 @@
-"""Kernels that work for their neighbours: who may write whose rows, and who fetches what ahead. Models ask here, and nowhere else.
+"""Kernels that work for their neighbours: a launch may write the next product's rows, or fetch its weights ahead. Models ask here only.
 
-A launch that an op binds keeps the op's contract. What it can do besides, it says by what it has, and none has to:
-
-    fetches      its calls take `after`: packed weights that the next product reads are on their way to L2 meanwhile
-    writes_rows  its calls take `into` and `power`: it norms its own input for another reader, too
-    prepared     runs as a call does, and puts what comes out where the next product reads it (`Into`)
-    reads_into   its calls take `into`: what they give is normed and put where the next product reads it, too
-    folder       gives what folds a slot's records without rows, to the bits of its own calls
-    sums_of      of streams: whether so many rows may go back as what experts gave each, not summed
-    room, prepare, shares, most   of experts: rows that are ready before it is known which expert reads them, so many at a time, and products
-                            that the next launch sums
-    take_keys, keys_beside, runs_beside   of attention's new keys, and of compressors: that they run beside a product of few rows, of which they
-                            read nothing
-
-So the torch reference, and every implementation without these, runs in the same models as it is. A product that ranks sum (`Summed`) is asked for what
-this rank has of it (`own`): that reads the rows. Sums behind it may prepare those of the next product (`link`).
+A launch that an op binds keeps the op's contract. More abilities are optional; each is a protocol below (`Fetches`, `Prepares`, `Folds`,
+`ReadsInto`, `SumsShares`, `WritesRows`, `Readies`, `TakesSome`, `GivesShares`, `KeysBeside`, `JoinsBeside`, `RunsBeside`), and a launch has it if it has the
+protocol's names. The torch reference has none of them and runs in the same models. A product that ranks sum (`Summed`) is asked
+for this rank's own part, which reads the rows. Sums behind it may prepare the rows of the next product (`link`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVarTuple, cast
+from typing import Any, Protocol, TypeVarTuple, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,11 +29,11 @@ from pyspec.slots.recurrent import StateLayer
 
 Product = Callable[..., Tensor]  # as models.weights.Matrix
 Fold = Callable[[StateLayer, int, int], None]
-Given = TypeVarTuple("Given")  # what a call is given
+Given = TypeVarTuple("Given")  # arguments of a call
 
 
 class ProductInParts(Protocol):
-    """As models.grouped.Grouped. few: what runs few rows as one product."""
+    """As models.grouped.Grouped. few: runs few rows as one product."""
 
     @property
     def few(self) -> object: ...
@@ -52,8 +41,41 @@ class ProductInParts(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-class FusedStreams(Protocol):
-    """What `reads_into` and `sums_of` say that streams can do besides their contract."""
+@runtime_checkable
+class RankSum(Protocol):
+    """A product that ranks sum. own: this rank's part."""
+
+    @property
+    def own(self) -> object: ...
+
+
+@runtime_checkable
+class Fetches(Protocol):
+    """Calls take `after`: packed weights of the next product, which are on their way to L2 meanwhile."""
+
+    fetches: bool
+
+
+@runtime_checkable
+class Folds(Protocol):
+    """`folder` makes a call that folds a slot's records without rows, to the bits of the launch's own calls."""
+
+    def folder(self) -> Fold: ...
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """`prepared` runs as a call does, and puts its output where the next product reads it (`Into` or `Place`)."""
+
+    @property
+    def prepared(self) -> Callable[..., Any]: ...
+
+
+@runtime_checkable
+class ReadsInto(Protocol):
+    """Calls of streams take `into`: the rows that they give are also normed and put where the next product reads them."""
+
+    reads_into: bool
 
     def split(self, x: Tensor, mix: StreamMix, into: Place) -> Reading: ...
 
@@ -62,45 +84,111 @@ class FusedStreams(Protocol):
     ) -> tuple[Tensor, Reading]: ...
 
 
+@runtime_checkable
+class SumsShares(Protocol):
+    """Streams that take `n_row` rows back as the outputs of single experts, not summed, if `sums_of` is true."""
+
+    def sums_of(self, n_row: int) -> bool: ...
+
+
+@runtime_checkable
+class WritesRows(Protocol):
+    """Calls of a router take `into` and `power`: it norms its own input for another reader, too."""
+
+    writes_rows: bool
+
+
+@runtime_checkable
+class Readies(Protocol):
+    """Experts whose rows are ready before the choice: in `room`, which a router fills, or by `prepare`. None: too many rows."""
+
+    def room(self, n_row: int) -> object: ...
+
+    def prepare(self, x: Tensor, prep: Prep | None) -> object: ...
+
+
+@runtime_checkable
+class TakesSome(Protocol):
+    """Experts that take at most `most` rows at once."""
+
+    @property
+    def most(self) -> int: ...
+
+
+@runtime_checkable
+class GivesShares(Protocol):
+    """Experts whose products the next launch may sum."""
+
+    @property
+    def shares(self) -> Callable[..., Shares]: ...
+
+
+@runtime_checkable
+class KeysBeside(Protocol):
+    """Attention whose new keys are made beside a product of few rows, of which they read nothing."""
+
+    def take_keys(self, n_row: int) -> Tensor | None: ...
+
+    def keys_beside(self, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor) -> None: ...
+
+
+@runtime_checkable
+class JoinsBeside(Protocol):
+    """A compressor that may run in one launch with another one of its class."""
+
+    @property
+    def with_beside(self) -> Callable[[Any], Callable[..., None] | None]: ...
+
+
+@runtime_checkable
+class RunsBeside(Protocol):
+    """A compressor that may run beside a product of few rows, of which it reads nothing."""
+
+    runs_beside: bool
+
+
 def _own(product: Any) -> Any:
-    """What this rank has of a product."""
-    return getattr(product, "own", product)
+    """This rank's part of a product."""
+    return product.own if isinstance(product, RankSum) else product
 
 
 def read_next(launch: object, product: Product) -> dict[str, Tensor]:
-    """What calls of `launch` are told besides, where `product` reads what they give: its weights, if they are fetched ahead."""
+    """Further arguments of `launch`, whose output `product` reads: the product's weights, if the launch fetches them ahead."""
     own = _own(product)
-    if getattr(launch, "fetches", False) and isinstance(own, Streamed):
+    if isinstance(launch, Fetches) and isinstance(own, Streamed):
         return {"after": own.packed.data}
     return {}
 
 
 def folder(launch: object) -> Fold | None:
-    """What the states that `launch` runs over are folded with; None where the reference's own way will do."""
-    make = getattr(launch, "folder", None)
-    return None if make is None else make()
+    """The call that folds the states of `launch`; None where the reference's way will do."""
+    return launch.folder() if isinstance(launch, Folds) else None
 
 
 def unfinished(product: Product, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
-    """A product, and what is left to do to it: the next one may do that on the way."""
+    """A product, and the preparation that is left to the next product."""
     return product.unfinished(x, prep) if isinstance(product, Streamed) else (product(x, prep), None)
 
 
 def then(
-    launch: Callable[[*Given], Tensor], given: tuple[*Given], product: Product, prep: HeadNorm, residual: Tensor
+    launch: Callable[[Tensor, *Given], Tensor],
+    given: tuple[Tensor, *Given],
+    product: Product,
+    prep: HeadNorm,
+    residual: Tensor | None,
 ) -> Tensor:
-    """residual + product(prep(launch(*given))). Of few rows the launch writes those that the product reads."""
-    prepared, own = getattr(launch, "prepared", None), _own(product)
-    if prepared is not None and isinstance(own, Streamed):
-        into = own.place(len(residual), prep)
+    """residual + product(prep(launch(*given))). Of few rows the launch writes the rows that the product reads."""
+    own = _own(product)
+    if isinstance(launch, Prepares) and isinstance(own, Streamed):
+        into = own.place(len(given[0]), prep)
         if into is not None:
-            return product(prepared(*given, into=into), residual=residual)
+            return product(launch.prepared(*given, into=into), residual=residual)
     return product(launch(*given).flatten(1), prep, residual=residual)
 
 
 def place_for(launch: object, product: Product | None, n_row: int, norm: Norm) -> Place | None:
-    """Where `launch` may put its so many rows, normed, for `product` to read; None: the product prepares them."""
-    if not getattr(launch, "reads_into", False) or not isinstance(product, Streamed):
+    """Where `launch` may put its `n_row` rows, normed, for `product` to read; None: the product prepares them."""
+    if not isinstance(launch, ReadsInto) or not isinstance(product, Streamed):
         return None
     return product.normed(n_row, norm)
 
@@ -113,13 +201,14 @@ def product_of(product: Product, x: Tensor, norm: Norm, place: Place | None) -> 
 
 
 def both(main: object, beside: object) -> Callable[..., None] | None:
-    """What does both, two compressors of the same tokens, in one launch; None where they run one after the other."""
-    make = getattr(main, "with_beside", None)
-    return None if make is None or type(main) is not type(beside) else make(beside)
+    """Two compressors of the same tokens in one launch; None where they run one after the other."""
+    if isinstance(main, JoinsBeside) and type(main) is type(beside):
+        return main.with_beside(beside)
+    return None
 
 
 def handing(first: Product | StreamedParts | None, next: Product | None, bound: float) -> Handing | None:
-    """What of few rows runs `first` into the rows of `next`, which the one that prepares them has no launch for; None where that can not be.
+    """Runs `first`, of few rows, straight into the rows of `next`: no launch prepares them. None where no kernel does that.
     bound: of the magnitudes that `first` gives, 0 if there is none."""
     own = _own(next)
     if not isinstance(first, Streamed | StreamedParts) or not isinstance(own, Streamed):
@@ -143,21 +232,21 @@ def attended(
     power: float,
     hands: Handing | None,
 ) -> Tensor | Rows:
-    """product(launch(*given, batch)), or the rows that it hands on. The launch writes the rows that it reads, over `power`, where they
-    are few enough and it can."""
-    prepared, few = getattr(launch, "prepared", None), product.few
-    if prepared is not None and isinstance(few, StreamedParts):
+    """product(launch(*given, batch)), or the rows that it hands on. If rows are few, and the launch can, it writes the product's rows, over
+    `power`."""
+    few = product.few
+    if isinstance(launch, Prepares) and isinstance(few, StreamedParts):
         into = few.place(len(given[0]), power)
         if into is not None:
-            rows = prepared(given, batch, into)
+            rows = launch.prepared(given, batch, into)
             ready = None if hands is None else hands(rows)
             return few(rows) if ready is None else ready
     return product(launch(*given, batch).flatten(1))
 
 
 def reading(launch: Streams, x: Tensor, mix: StreamMix, place: Place | None) -> Reading:
-    """launch.split of streams x; place: what `place_for` gave, where the row goes normed, too."""
-    return launch.split(x, mix) if place is None else cast(FusedStreams, launch).split(x, mix, into=place)
+    """launch.split of streams x; place: from `place_for`, where the row goes normed, too."""
+    return launch.split(x, mix) if place is None else cast(ReadsInto, launch).split(x, mix, into=place)
 
 
 def merged(
@@ -168,40 +257,27 @@ def merged(
     mix: StreamMix,
     place: Place | None,
 ) -> tuple[Tensor, Reading]:
-    """launch.merge_split of streams x: y goes back into them, or what it is a sum of (`experts_into`); place as for a reading."""
+    """launch.merge_split of streams x: y goes back into them, or the shares that sum to it (`experts_into`); place as for a reading."""
     if place is None and isinstance(y, Tensor):
         return launch.merge_split(y, x, *beside, mix)
-    return cast(FusedStreams, launch).merge_split(
-        y, x, *beside, mix, into=place
-    )  # who gave a place or shares has asked it
-
-
-class KeysBeside(Protocol):
-    """What `take_keys` says that attention can do besides its contract."""
-
-    def take_keys(self, n_row: int) -> Tensor | None: ...
-
-    def keys_beside(self, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor) -> None: ...
+    # a place or shares come from a launch that was asked for them
+    return cast(ReadsInto, launch).merge_split(y, x, *beside, mix, into=place)
 
 
 def keys_room(
     attend: object, compressors: Sequence[object], product: Product, given: Sequence[Tensor]
 ) -> Tensor | None:
     """Memory for new keys, where they and compressors run beside `product`, which is launched next, `late`; None where they run behind it.
-    given: what they are made of. A copy of it would be made too late.
+    given: their inputs. A copy of these would be made too late.
 
-    Both sides keep to this: the product lets them start when all before the product is over; they read nothing else, write what was taken
+    Both sides keep to this: the product lets them start when all before the product is over; they read nothing else, write to memory taken
     before the product was launched, and are not over before the product is (overlap.cuh).
     """
-    take, n_row = getattr(attend, "take_keys", None), len(given[0])
-    if (
-        take is None
-        or not isinstance(product, Streamed)
-        or not product.has_late(n_row)
-        or not all(map(is_aligned, given))
-    ):
+    n_row = len(given[0])
+    if not isinstance(attend, KeysBeside) or not isinstance(product, Streamed) or not product.has_late(n_row):
         return None
-    return cast(KeysBeside, attend).take_keys(n_row) if all(hasattr(c, "runs_beside") for c in compressors) else None
+    may = all(map(is_aligned, given)) and all(isinstance(c, RunsBeside) for c in compressors)
+    return attend.take_keys(n_row) if may else None
 
 
 def put_keys(attend: object, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor) -> None:
@@ -213,7 +289,7 @@ def put_keys(attend: object, kv: Tensor, tail: KeyTail, batch: Batch, own: Tenso
 
 
 class GivesSum(Protocol):
-    """What gives a sum of ranks. into: makes it of this rank's part."""
+    """The end of a part that sums over ranks. into: makes the sum of this rank's part."""
 
     into: Callable[[Tensor], Tensor]
 
@@ -222,8 +298,8 @@ FirstRead = tuple[Product, Norm]  # how the next part begins
 
 
 def link(ranks: Collective, pairs: Sequence[tuple[GivesSum | None, FirstRead | None]]) -> None:
-    """Have sums prepare what is read of them next, where kernels can: of each pair what gives one, and the product behind a norm that reads it first. On
-    all ranks together."""
+    """Have sums prepare the rows of the product that reads them next, where kernels can, on all ranks together. pairs: a sum, and the product
+    with its norm that reads the sum first."""
     readers = [
         (read[0], read[1]) if gives is not None and read is not None and isinstance(read[0], Streamed) else None
         for gives, read in pairs
@@ -244,23 +320,24 @@ def norms_on_the_way(device: torch.device, n_in: int) -> bool:
 def before_choice(
     route: object, experts: object, x: Tensor, prep: Prep | None, norm: Norm
 ) -> tuple[object, dict[str, Any]]:
-    """(rows that experts read, or None; what the call of `route` is told besides).
+    """(rows that experts read, or None; further arguments of `route`).
 
     Rows need no choice to be prepared: by the router, where it norms the same rows (`prep` is its `norm`), else by a launch before.
     """
-    room, prepare = getattr(experts, "room", None), getattr(experts, "prepare", None)
-    if room is None or prepare is None:
+    if not isinstance(experts, Readies):
         return None, {}
-    if prep is norm and getattr(route, "writes_rows", False) and (into := room(len(x))) is not None:
+    if prep is norm and isinstance(route, WritesRows) and (into := experts.room(len(x))) is not None:
         return into, {"into": into, "power": norm.power}
-    return prepare(x, prep), {}
+    return experts.prepare(x, prep), {}
 
 
 def at_once(route: object, experts: object, n_row: int, prep: Prep | None, norm: Norm) -> list[slice]:
-    """Which of so many rows go to the experts together. More than they take at once come in parts where the router prepares rows (`before_choice`):
-    another launch sums their squares in another order, and a row's bits must not depend on how many there are."""
-    most = getattr(experts, "most", 0) if prep is norm and getattr(route, "writes_rows", False) else 0
-    step = most or max(n_row, 1)
+    """The parts in which `n_row` rows go to the experts. There are several only where the router prepares rows (`before_choice`) and
+    there are more than experts take at once: another launch sums their squares in another order, and a row's bits must not depend on the
+    number of rows."""
+    step = max(n_row, 1)
+    if prep is norm and isinstance(route, WritesRows) and isinstance(experts, TakesSome):
+        step = experts.most or step
     return [slice(first, min(first + step, n_row)) for first in range(0, max(n_row, 1), step)]
 
 
@@ -280,26 +357,19 @@ def experts_into(
     ready: object,
     streams: Streams | None,
 ) -> Tensor | Shares:
-    """experts(x) + added; or, of few rows, what they gave each, where `streams` sums that on its way (`merged`)."""
-    shares, sums_of = getattr(experts, "shares", None), getattr(streams, "sums_of", None)
-    if (
-        shares is not None
-        and sums_of is not None
-        and isinstance(ready, Rows)
-        and added.gate is None
-        and sums_of(len(x))
-    ):
-        return shares(ready, routes.ids, routes.weights, added)
+    """experts(x) + added; or, of few rows, each expert's share, which `streams` sums on its way (`merged`)."""
+    able = isinstance(ready, Rows) and added.gate is None
+    if able and isinstance(experts, GivesShares) and isinstance(streams, SumsShares) and streams.sums_of(len(x)):
+        return experts.shares(ready, routes.ids, routes.weights, added)
     return experts(x, routes.ids, routes.weights, prep, added, ready)
 
 
 def experts_then(
     experts: ExpertsRun, x: Tensor, routes: Routes, ready: object, product: Product, residual: Tensor | None
 ) -> Tensor:
-    """residual + product(experts(x)). Of few rows the launch that prepares sums for the product makes them, too."""
-    shares = getattr(experts, "shares", None)
-    if isinstance(product, Streamed) and shares is not None and ready is not None:
+    """residual + product(experts(x)). Of few rows the launch that prepares the product's rows makes the sums, too."""
+    if isinstance(product, Streamed) and isinstance(experts, GivesShares) and ready is not None:
         sums = product.sums_of(len(x))
         if sums is not None:
-            return product(sums.summed(shares(ready, routes.ids, routes.weights)), residual=residual)
+            return product(sums.summed(experts.shares(ready, routes.ids, routes.weights)), residual=residual)
     return product(experts(x, routes.ids, routes.weights, None, NOTHING, ready), residual=residual)

@@ -33,7 +33,7 @@ def find(kind: str) -> DrafterModule:
 
 
 def recognised(file: GGUFFile) -> str | None:
-    """Name of the drafter that this file has what it takes for: ours are asked first. None: of no drafter."""
+    """Name of the drafter that recognises this file; ours are asked first. None: no drafter does."""
     return _first(DRAFTERS, file) or _first(added_drafters(), file)
 
 
@@ -42,6 +42,6 @@ def _first(kinds: Iterable[str], file: GGUFFile) -> str | None:
         try:
             if find(kind).recognises(file):
                 return kind
-        except ConfigError as e:  # nobody asked for this one
+        except ConfigError as e:  # the user did not ask for this one
             log.warning("%s", e)
     return None

@@ -3,8 +3,7 @@
 Row p of the block pairs token x_p with the hidden state h_{p-1} and predicts x_{p+1}; row 0 pairs with zeros. The target's hidden
 states are exact; behind them the block goes on from its own. Rows of committed tokens are computed once, from the target's
 states, in the first pass of the next draft, together with the row of the anchor; the chained rows after it are scratch and are
-overwritten. Nothing here knows what the block is made of: `mtp.py` has one. Source: llama.cpp draft-mtp (positions), vLLM
-(schedule).
+overwritten. The chain knows a block by `models.target.MtpNet` only. Source: llama.cpp draft-mtp (positions), vLLM (schedule).
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ def graph_bytes(n_slot: int, width: int, config: ModelConfig, p_min: float) -> i
 
 
 class Pending:
-    """What a slot has in store for its next draft: rows below n_row are exact; `hidden` [m, n_embd] holds h of positions n_row-1 .. n_past-1.
+    """A slot's state for its next draft: rows below n_row are exact; `hidden` [m, n_embd] holds h of positions n_row-1 .. n_past-1.
 
     Between a draft and the forward that verifies it the anchor's row is exact already: n_row is n_past + 1, and `hidden`
     still holds h of n_past-1, for the case that this forward fails and the draft has to be made again.
 
-    Rounds without drafts only note where their rows are: they are brought together when somebody asks.
+    Rounds without drafts only note the places of their rows; `hidden` brings them together.
     """
 
     __slots__ = ("_pieces", "generation", "n_hidden", "n_row")
@@ -60,7 +59,7 @@ class Pending:
 
     @property
     def hidden(self) -> Tensor:
-        """[m, n_embd], brought together when somebody asks."""
+        """[m, n_embd], brought together on the first read."""
         if len(self._pieces) > 1:
             self.hidden = torch.cat([rows[first:end] for rows, first, end in self._pieces])
         rows, first, end = self._pieces[0]
@@ -86,9 +85,9 @@ class Chain:
         self.best, self.ahead = best.bind(BestSpec(self.device)), ahead.bind(AheadSpec(self.device))
         self.states: list[Pending | None] = [None] * len(table.slots)
         self.arenas: list[Arena | None] = [None] * 3  # of the first pass, of the chained ones, of rows that are late
-        pool = GraphPool()  # all of them leave what they made in the tensors below
+        pool = GraphPool()  # all of them leave their results in the tensors below
         self._first, self._next, self._late = (Graphed(f, pool=pool) for f in (self._start, self._step, self._compute))
-        # what one pass hands to the next, at fixed places for graphs; a first pass catches up on most_waiting rows at most
+        # from one pass to the next, at fixed places for graphs; a first pass catches up on most_waiting rows at most
         n_row = max(len(table.slots) * (self.most_waiting + 1), most_rows(len(table.slots), self._width))
         self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
         self.probs = torch.ones(n_row, device=self.device)
@@ -127,7 +126,7 @@ class Chain:
             heard.append((state, seq, kept[s]))
         if not any(state.n_hidden > self.most_waiting for state, _, _ in heard):
             return
-        late = []  # prompt chunks, and slots that have not drafted for a while; who soon would be late comes along
+        late = []  # prompt chunks, and slots that have not drafted for a while; slots that would soon be late come along
         for state, seq, n in heard:
             if state.n_hidden > 1 and 2 * state.n_hidden > self.most_waiting:
                 old = self.table.slots[seq.slot].tokens[state.n_row : seq.n_past]
@@ -197,7 +196,7 @@ class Chain:
 
     @torch.inference_mode()
     def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
-        """The first pass has all rows of the verify, each with what follows it; those behind the kept ones are scratch."""
+        """The first pass has all rows of the verify, each with the token behind it; rows behind the kept ones are scratch."""
         slots = [self.table.slots[seq.slot] for seq in batch.seqs]
         if self.p_min > 0 or any(self._state(slot).n_row != slot.n_past + 1 for slot in slots):
             return None
@@ -250,7 +249,7 @@ class Chain:
         n_slot, width = len(self.table.slots), self._width
         first = graph_shapes(n_slot, width, most=BUCKETS[-1] if self.arenas[0] is None else self.arenas[0].n_row)
         following = [(n, n) for n in sorted({min(n_slot, b) for b in BUCKETS})]
-        # where rows wait they are not few: who is brought up has half of what may wait at least
+        # where rows wait they are not few: a slot that catches up has at least half of the rows that may wait
         late = [
             x
             for x in graph_shapes(n_slot, BUCKETS[-1], least=max(1, self.most_waiting // 2))

@@ -4,9 +4,9 @@ The drafter keeps, for every committed token, keys and values made from the targ
 A draft runs one block of B rows: the anchor and B-1 mask tokens; row r proposes the token at its own position. Full
 layers see the context and the whole block; sliding layers are causal in the block and windowed. Shorter drafts are cut from
 the block, which is itself shorter where many slots draft (`blocks`), and only their rows go through the head. Embedding and head
-are the target's unless the file has its own. Rounds in which nobody drafts only keep their taps: the context of many of them is made
-in one pass, before somebody drafts, before pages are filed, or when the place is full. Source: arXiv:2602.06036. What a file says is
-read in `dflash_file`.
+are the target's unless the file has its own. Rounds without drafts only keep their taps: the context of many rounds is made
+in one pass, before the next draft, before pages are filed, or when the place is full. Source: arXiv:2602.06036. `dflash_file` reads
+the file.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.table import Slot, SlotTable
 
-N_HELD = BUCKETS[-1]  # rows of taps that are kept at most: what one graph takes in
+N_HELD = BUCKETS[-1]  # rows of taps that are kept at most, those of one graph
 
 
 def held_rows(n_slot: int) -> int:
-    """Rows of taps that are kept for later; none where a few rounds would fill the place, for that gains nothing."""
+    """Rows of taps that are kept for later; none where a few rounds would fill the place, because that gains nothing."""
     return N_HELD if 4 * n_slot <= N_HELD else 0
 
 
@@ -110,7 +110,7 @@ def block_shapes(n_slot: int, trained: int, n_draft: int, most: int) -> dict[tup
 
 
 def _graph_bytes(c: DFlashConfig, n_slot: int, n_draft: int, n_held: int) -> int:
-    """Of the graphs of blocks, which keep their rows, and of those that take in what is held."""
+    """Of the graphs of blocks, which keep their rows, and of the graphs that make context of held taps."""
     shapes = block_shapes(n_slot, c.block, n_draft, most_rows(n_slot, max(n_draft + 1, c.block)))
     kept = 4 * c.n_embd * sum(bucket for bucket, _ in shapes)
     row = row_bytes(c.n_ff, c.n_embd)
@@ -121,7 +121,7 @@ def _graph_bytes(c: DFlashConfig, n_slot: int, n_draft: int, n_held: int) -> int
 class DFlashNet:
     """The drafter's layers bound to their context memory; `head` stands for the target's if it is given.
 
-    find_best  what several ranks find best tokens with, by the target's head; None: `head` is read here
+    find_best  finds best tokens on several ranks together, by the target's head; None: `head` is read here
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class DFlashNet:
 
     def inject(self, taps: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Context keys and values of committed tokens: taps [row, T * n_target], pool rows [row], positions [row]."""
-        angles = self.ropes.angles(positions)  # first: what follows starts early, one kernel behind the other
+        angles = self.ropes.angles(positions)  # first: the kernels behind it start early
         c = self.norms(self.fc(taps), self.fc_norm)
         for i, (attention, kv) in enumerate(zip(self.attention, self.context, strict=True)):
             attention.write(kv(c), angles[attention.rope], self.memory.kv[i], rows)
@@ -204,7 +204,9 @@ class DFlash:
             for _ in range(2):
                 self.block(lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena))
         self.block.seal()
-        for n_draft in sorted({1, self.needs.n_draft // 2 or 1, self.needs.n_draft}):  # what libraries need once
+        for n_draft in sorted(
+            {1, self.needs.n_draft // 2 or 1, self.needs.n_draft}
+        ):  # for libraries, which prepare themselves once
             self._tokens(torch.zeros(n_slot * self.net.c.block, self.net.c.n_embd, device=self.device), n_slot, n_draft)
         for n_row, n_seq in sorted(graph_shapes(n_slot, BUCKETS[-1]), reverse=True) if self.needs.late else ():
             shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
@@ -229,9 +231,9 @@ class DFlash:
 
     @torch.inference_mode()
     def absorb(self, batch: Batch, out: Out) -> None:
-        """Context rows for all rows. Those of refused drafts lie beyond the slot's length, where nobody reads them.
+        """Context rows for all rows. Those of refused drafts lie beyond the slot's length and are never read.
 
-        Where nobody drafted, `observe` keeps the taps instead.
+        In a round without drafts `observe` keeps the taps instead.
         """
         assert out.taps is not None
         if not (self.needs.late and batch.single):
@@ -239,7 +241,7 @@ class DFlash:
 
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         late = self.needs.late and batch.single
-        if not late:  # these rows have their context already; what is held is always of a slot's last tokens
+        if not late:  # these rows have their context already; held taps are always of a slot's last tokens
             self.catch_up()
         for s, seq in enumerate(batch.seqs):
             slot = self.table.slots[seq.slot]
@@ -277,11 +279,11 @@ class DFlash:
         self.late, self.n_held = [[] for _ in self.late], 0
 
     def _inject(self, batch: Batch) -> None:
-        """Context rows from held taps; padding reads those of some row and writes where nobody reads."""
+        """Context rows from held taps; padding reads those of some row and writes to the null row."""
         self.net.inject(self.held[batch.tokens], batch.kv_rows, batch.positions)
 
     def _forget(self, slot: Slot) -> None:
-        """Nobody will read the context of what is held of the slot."""
+        """Drop the slot's held taps: their context will not be read."""
         self.late[slot.index] = []
         if not any(self.late):
             self.n_held = 0
@@ -326,7 +328,7 @@ class DFlash:
         return tokens.view(len(slots), n_draft)
 
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
-        pass  # context is made of what is observed
+        pass  # `observe` makes the context
 
     def _tokens(self, block: Tensor, n_seq: int, n_draft: int) -> tuple[Tensor, Tensor | None]:
         """[seq * n_draft]: the best tokens of so many rows of each block, and their probabilities if drafts are cut by them."""

@@ -1,4 +1,4 @@
-"""What a DFlash file says, and whether it fits the target: the configuration, the manifest, the checks of a pair.
+"""A DFlash file: its configuration, its manifest, and the checks against a target.
 
 GGUF of llama.cpp (`dflash`) and of forks (`dflash-draft`: other names, taps stored without the +1).
 """
@@ -40,7 +40,7 @@ PLAIN_NUMBERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig:
-    """What a drafter's file declares.
+    """The configuration of a drafter.
 
     block   rows of the block that it was trained with
     taps    0-based target layers whose outputs are read
@@ -99,7 +99,7 @@ def _aliases(file: GGUFFile, n_layer: int) -> dict[str, str]:
 
 
 def _refuse_relatives(file: GGUFFile) -> None:
-    """Files of this architecture that need parts we do not have."""
+    """Refuse files of this architecture that need parts of other kinds."""
     for tensor, what in (
         ("selector_hidden.weight", "DFlash2 (candidate selector)"),
         ("markov_w1.weight", "DSpark (Markov head)"),
@@ -111,7 +111,7 @@ def _refuse_relatives(file: GGUFFile) -> None:
 
 
 def read_config(file: GGUFFile) -> DFlashConfig:
-    """The drafter's shape; PairError if it is none of ours, with what it is instead."""
+    """The drafter's configuration; PairError with the kind of drafter that it is, if it is another one."""
     if file.architecture not in ARCHS:
         raise PairError(f"a DFlash drafter is of architecture dflash; this file is {file.architecture}")
     _refuse_relatives(file)
@@ -176,7 +176,7 @@ def check_pair(c: DFlashConfig, file: GGUFFile, target: ModelConfig) -> None:
 
 
 def _check_own(file: GGUFFile, target: ModelConfig) -> None:
-    """What the drafter brings instead of sharing it reads the target's tokens, and gives them."""
+    """An embedding or a head of the drafter's own reads and gives the target's tokens."""
     embedding, head, d2t = (file.tensors.get(name) for name in ("token_embd.weight", "output.weight", D2T))
     if embedding is not None and embedding.shape[0] < target.n_vocab:
         raise PairError(f"the drafter embeds {embedding.shape[0]} tokens; the target has {target.n_vocab}")

@@ -1,7 +1,7 @@
-"""What a drafter declares before it is loaded, and what the loop asks of it afterwards.
+"""The contract of a drafter: its plan before it is loaded, and its calls in the loop.
 
-A drafter is a module with `recognises`, `plan` and `load` (`DrafterModule`), found by its name in `pyspec.registry`. Nobody else knows
-it: a load and the memory plan read its `DraftPlan`, and the loop calls a `Drafter`, whatever its kind.
+A drafter is a module with `recognises`, `plan` and `load` (`DrafterModule`), found by its name in `pyspec.registry`. The rest of pyspec
+knows no drafter: a load and the memory plan read its `DraftPlan`, and the loop calls a `Drafter`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OWN_HEAD = "the drafter has a head of its own"
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a drafter wants from the rest, as data the planner reads before the first round.
+    """A drafter's wants from the engine, as data that the planner reads before the first round.
 
     n_draft   most tokens it proposes per slot and round
     taps      target layers whose outputs it reads after each forward
@@ -71,22 +71,22 @@ def _no_requests(on: LoadTypes) -> Iterable[Request]:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftPlan:
-    """A drafter as data: what the memory plan counts, and what the loop is laid out for.
+    """A drafter as data, for the memory plan and the layout of the loop.
 
     kind       its name in the registry, or "none"
     needs      the `needs` that it will have
     file       where its weights are: the target's own file if they stand in there, None if it has none
-    layers     what each of its layers keeps in the target's pages
+    layers     memory of each of its layers in the target's pages
     attention  shapes of its attention: partial sums of it need room
     wants      the tensors that it reads of its file
     requests   ops that its load asks for, products apart, so that they are compiled and checked in time
     n_held     rows of taps that it keeps for later, all slots together
     n_waiting  rows of one slot that it leaves for later at most, and then computes at once
-    graph_bytes  of its graphs, where there are any: what they keep, and what they take on their way
+    graph_bytes  of its graphs, if it has any: results and temporary memory
     no_copy    why its drafts can not read a copy of the target's head in fewer bits; "": they can
     shared     tensors of its file that it takes from the target, where they are the same
     best_only  of the target's head it wants the best tokens and no more: several ranks find them together
-    remark     for people, behind what it is and how much it drafts
+    remark     the end of the line that names it
     """
 
     kind: str
@@ -110,7 +110,7 @@ class DraftPlan:
 
     @property
     def note(self) -> str:
-        """One line that says what runs."""
+        """One line that names the drafter."""
         if self.kind == "none":
             return "speculation: off (no drafter)"
         return f"speculation: {self.kind}, up to {self.n_draft} tokens a round{self.remark}"
@@ -121,11 +121,11 @@ NO_DRAFTER = DraftPlan(kind="none", needs=Needs(0), no_copy="nothing drafts")
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """What was decided for the whole load, and counts for a drafter, too.
+    """Choices of the whole load that count for a drafter, too.
 
     dense  the dtype matrices are unpacked to; None: they stay packed
     wide   packed matrices have an f16 copy for wide batches
-    head   what it reads in place of the target's head; one of its own goes before it
+    head   read in place of the target's head; one of its own goes before it
     best   where several ranks read the target's head together: rows [row, n_embd] f32 -> their best tokens [row] int64
     """
 
@@ -141,10 +141,10 @@ class DraftOptions:
 
 
 class DrafterModule(Protocol):
-    """What stands behind a drafter's name."""
+    """The module behind a drafter's name."""
 
     def recognises(self, file: GGUFFile) -> bool:
-        """Whether this file has what it drafts with: one that was given for it, or the target's own."""
+        """Whether it can draft with this file: one that was given for it, or the target's own."""
         ...
 
     def plan(self, file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
@@ -166,13 +166,13 @@ def refuse_file(kind: str, file: GGUFFile | None) -> None:
 
 
 def own_memory(plan: DraftPlan, table: SlotTable, options: DraftOptions, device: torch.device) -> Memory:
-    """What the drafter's layers keep; pages have the target's numbers."""
+    """Memory of the drafter's layers; pages have the target's numbers."""
     n_slot, width = len(table.slots), plan.n_draft + 1
     sizes = CacheSizes(n_slot, table.n_alloc_row, table.page_size, width, kv_dtype=options.kv_dtype)
     return allocate(plan.layers, sizes, device)
 
 
-# -- what the loop asks ----------------------------------------------------------------------------------------------
+# -- calls of the loop -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +193,13 @@ class Drafter(Protocol):
     def begin(self, slot: Slot, saved: object | None) -> None:
         """A request starts on `slot`, whose first slot.n_past tokens are reused: their rows stand in the slot's pages.
 
-        `saved` is what `checkpoint` returned for exactly these tokens in some slot, or None if there is nothing of the kind.
-        It may be handed out again: nobody changes it.
+        `saved` is a result of `checkpoint` for exactly these tokens in some slot, or None if there is none.
+        It may be handed out again, so it is never changed.
         """
         ...
 
     def absorb(self, batch: Batch, out: Out) -> None:
-        """Device work on every row of the forward, before anybody knows which are kept. May be captured in a graph. Of several ranks the logits are
+        """Device work on every row of the forward, before it is known which rows are kept. May be captured in a graph. Of several ranks the logits are
         this one's columns; in `observe` they are whole, or none (Out.whole)."""
         ...
 
@@ -246,7 +246,7 @@ class PortableDrafter(Protocol):
         ...
 
     def share_tensor(self, saved: object) -> Tensor:
-        """What `checkpoint` returned, as a tensor."""
+        """The result of `checkpoint`, as a tensor."""
         ...
 
     def share_of(self, n_past: int, packed: Tensor) -> object:
@@ -256,7 +256,7 @@ class PortableDrafter(Protocol):
 
 @runtime_checkable
 class LookaheadDrafter(Protocol):
-    """A drafter that can go on from what the device keeps of a verify, before the host has read it."""
+    """A drafter that can go on from the rows that the device keeps of a verify, before the host has read them."""
 
     def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
         """Drafts [seq, n_draft] int64, on the device, for every sequence of the verify that ran `batch`, behind the rows that are
@@ -268,7 +268,7 @@ class LookaheadDrafter(Protocol):
         ...
 
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
-        """The verify is observed and committed: what `draft_ahead` made was for the tokens that these slots have now."""
+        """The verify is observed and committed: the drafts of `draft_ahead` were for the tokens that these slots have now."""
         ...
 
 
@@ -281,13 +281,13 @@ class GraphedDrafter(Protocol):
         ...
 
     def capture(self) -> None:
-        """Capture the graphs of every number of slots now. All slots are idle; what it leaves in them is forgotten."""
+        """Capture the graphs of every number of slots now. All slots are idle, and forget the rows of these calls."""
         ...
 
 
 @runtime_checkable
 class CheckedDrafter(Protocol):
-    """A drafter that can tell from the target's text whether it reads what it was trained on."""
+    """A drafter that can check, on the target's text, whether it reads the layers it was trained on."""
 
     def check(self, target: Target, slot: Slot, tokens: Sequence[int]) -> str | None:
         """A warning, or None. tokens: greedy text of the target. `slot` is seated, empty, and emptied again afterwards."""

@@ -1,7 +1,7 @@
 """MTP drafter: the model's own next-token block, chained to any depth (`chain.py`).
 
 The block pairs a token with the target's hidden state of the position before it; chaining feeds its own. It stands in the target's file
-behind the trunk, or in a file of its own. What it is made of is the model's to say (`pyspec.models.mtp`).
+behind the trunk, or in a file of its own. The model describes it (`models.target.MtpSpec`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafts from the slot's own text: find where its last tokens stood before, propose what followed.
+"""Drafts from the slot's own text: find where its last tokens stood before, propose the tokens that followed.
 
 Needs no model. Among the latest occurrences of the last `n_match` tokens the one with the longest common past wins.
 """

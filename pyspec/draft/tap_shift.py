@@ -30,7 +30,7 @@ MIN_ANCHORS = 6
 def warning(
     net: DFlashNet, n_draft: int, target: Target, table: SlotTable, slot: Slot, tokens: Sequence[int]
 ) -> str | None:
-    """What a load says if other taps fit clearly better than those of the file. See `run_by_shift`."""
+    """The warning of a load if other taps fit clearly better than those of the file. See `run_by_shift`."""
     runs = run_by_shift(net, n_draft, target, table, slot, tokens)
     log.debug("tokens right in a row by tap shift: %s", runs)
     return verdict(runs)

@@ -90,9 +90,7 @@ class WindowAttention:
         self.kv_norm, self.sinks = w.vector(f"{p}.attn_kv_a_norm.weight"), w.vector(f"{p}.{SINKS}")
         self.freq = c.freq(ratio).to(w.device)
         self.key_tail = KeyTail(self.kv_norm, self.freq)
-        norms = [
-            self.kv_norm
-        ]  # of the keys: results are sums of keys whose weights add up to 1 at most
+        norms = [self.kv_norm]  # of the keys: results are sums of keys whose weights add up to 1 at most
         first, second = [f"{p}.attn_q_a.weight", f"{p}.attn_kv.weight"], [f"{p}.attn_q_b.weight"]
         self.sizes = [c.q_rank, a.head_dim]
         self.rows = self.indexed = self.both = None

@@ -16,9 +16,9 @@ class Grouped:
     """Matrices [group, out, in], each of which takes its part of the input: x [row, group * in] f32 -> [row, group * out] f32.
 
     weight  or a call that unpacks it at each use
-    few  the same for few rows, as one product that reads its weights once; or as one matrix [group * out, in], to which a row's parts are rows
-         of their own, and of every part's outputs those of its group count. The rest costs nothing as long as bytes of the weights are what it
-         waits for.
+    few     the same for few rows, as one product that reads its weights once; or as one matrix [group * out, in]. To that a row's parts are rows
+            of their own, and of each part's outputs those of its group count. The other outputs cost nothing while the product waits for
+            bytes of weights.
     """
 
     FEW = 64  # parts of one matrix

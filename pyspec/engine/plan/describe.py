@@ -1,4 +1,4 @@
-"""What a load will be, before anything is allocated: files read and checked, every "auto" decided, bytes counted."""
+"""The plan of a load, before anything is allocated: files read and checked, every "auto" decided, bytes counted."""
 
 from __future__ import annotations
 
@@ -105,22 +105,22 @@ class Description:
 
     @property
     def n_overhang(self) -> int:
-        """Rows of a request beyond what it may hold: of a verify, or of what a drafter writes."""
+        """Rows of a request beyond its tokens: of a verify, or of a drafter's writes."""
         return overhang_of(self.draft)
 
     @property
     def own(self) -> ModelConfig:
-        """What each rank runs; with one the model itself."""
+        """The model of each rank; with one rank the model itself."""
         return self.config.share(self.settings.tp)
 
     @property
     def batch(self) -> int:
-        """Rows of a forward in which nobody decodes."""
+        """Rows of a forward in which no slot decodes."""
         return self.settings.batch or max(self.settings.ubatch, 2048 if self.is_cuda else 0)
 
     @property
     def sizes(self) -> CacheSizes:
-        """Of what the target's layers keep."""
+        """Sizes of the memory of the target's layers."""
         s = self.settings
         n_row, n_late = self.table().n_alloc_row, late_rows(self.device)
         return CacheSizes(s.np, n_row, s.page_size, width=self.width, kv_dtype=self.kv_dtype, n_late=n_late)
@@ -146,12 +146,12 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
     if assumed is None:
         rank_devices(device, settings.tp)
     tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
-    _tell_of_vocabulary(file, tokenizer)
+    _warn_of_vocabulary(file, tokenizer)
     if draft_file is not None:
         check_vocabulary(file, draft_file)
     plan = plan_draft(draft_file, TargetFile(file, config), settings)
     synth_of(settings, plan.n_draft)  # rates that do not go with the drafter are refused before weights are read
-    n_ctx = context_of(settings, config)
+    n_ctx = max_context(settings, config)
     dense = pick_dense(file, device, settings.weights)
     return Description(
         path=path,
@@ -171,7 +171,7 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
 
 
 def check_is_target(file: GGUFFile, path: Path) -> None:
-    """Raise ModelError with what to type for a drafter, or a part of another kind, that was given as the model."""
+    """Raise ModelError with the right command if the file is a drafter, or a part of another kind, and no model."""
     kind = draft.recognised(file)
     has_trunk = any(name.startswith("blk.0.") for name in file.tensors)
     is_own = (
@@ -214,7 +214,7 @@ def _is_there(wanted: str) -> bool:
 
 
 def _other_devices(wanted: str) -> str:
-    """What to do where a device is not to be had."""
+    """Advice where a device is missing."""
     if wanted.startswith("cuda") and torch.version.cuda is None and torch.version.hip is None:
         if not has_driver():
             return "there is no NVIDIA driver on this machine, and this torch was built for CPUs: -dev cpu"
@@ -248,8 +248,8 @@ def arena_pages(d: Description, table: SlotTable) -> int:
     return min(table.pages_for(d.n_ctx + d.n_overhang), table.n_page)
 
 
-def _tell_of_vocabulary(file: GGUFFile, tokenizer: Tokenizer) -> None:
-    """Warn of what a file says of its vocabulary and is not used, or does not say."""
+def _warn_of_vocabulary(file: GGUFFile, tokenizer: Tokenizer) -> None:
+    """Warn of fields of the vocabulary that are not used, and of missing ones."""
     if tokenizer.model == "gpt2" and not file.fields.label("tokenizer.ggml.pre", ""):
         log.warning(
             "tokenizer.ggml.pre names no pre-tokenizer: %r is taken, as llama.cpp does; the model may have learnt another",
@@ -279,7 +279,7 @@ def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettin
 
 
 def synth_of(settings: EngineSettings, n_draft: int) -> SynthAcceptance | None:
-    """Acceptance that is made up, where that is asked for and somebody drafts."""
+    """Synthetic acceptance, if settings ask for it and there is a drafter."""
     seed = max(settings.seed, 0)
     if not n_draft or not (settings.synth_len or settings.synth_rates):
         return None
@@ -304,8 +304,8 @@ def check_vocabulary(target: GGUFFile, drafter: GGUFFile) -> None:
     )
 
 
-def context_of(s: EngineSettings, c: ModelConfig) -> int:
-    """Tokens one request may hold; START_CTX where nobody says it."""
+def max_context(s: EngineSettings, c: ModelConfig) -> int:
+    """Tokens one request may hold; START_CTX unless settings have a number."""
     if not s.ctx:
         return min(START_CTX, c.n_ctx_train)
     if s.ctx > c.n_ctx_train:
@@ -319,7 +319,7 @@ def overhang_of(plan: DraftPlan) -> int:
 
 
 def pages_of(s: EngineSettings, n_ctx: int, n_overhang: int) -> int:
-    """Pages of the pool: all slots' contexts, or what was asked for."""
+    """Pages of the pool: all slots' contexts, or the number in the settings."""
     per_slot = -(-(n_ctx + n_overhang) // s.page_size)
     n_page = -(-s.kv_pool // s.page_size) if s.kv_pool else per_slot * s.np
     if n_page < -(-(n_overhang + 2) // s.page_size):
@@ -338,13 +338,13 @@ def plan_memory(d: Description) -> MemoryPlan:
     shares = shares_of(d.file, d.config.tensors(d.file), s.tp)
     draft_kv = sum(memory_bytes(d.draft.layers, d.sizes))
     own_file = None if d.draft.file is d.file else d.draft.file  # of a drafter that is not in the target's
-    read = [t for name, t in shares.items() if name not in _of_nobody(d)] + list(
+    read = [t for name, t in shares.items() if name not in _unread(d)] + list(
         own_file.tensors.values() if own_file else ()
     )
     activations, workspace = _workspace(d)
     workspace += rank_bytes(s.tp) if d.is_cuda and s.tp > 1 else 0
     plan = MemoryPlan(
-        weights=weight_bytes(d.file, d.dense, d.is_cuda, _of_nobody(d), shares) + _tied_share(d),
+        weights=weight_bytes(d.file, d.dense, d.is_cuda, _unread(d), shares) + _tied_share(d),
         kv=kv,
         state=state - s.np * checkpoint_bytes(own, d.sizes) + device_checkpoints(d) + start_bytes(d),
         draft_weights=0 if own_file is None else weight_bytes(own_file, d.dense, d.is_cuda, d.draft.shared),
@@ -363,14 +363,14 @@ def plan_memory(d: Description) -> MemoryPlan:
 
 
 def missing_copy(d: Description, plan: MemoryPlan) -> str:
-    """What a load says where a copy of the head has no room; "" where there is one, or none was to be."""
+    """The message of a load where a copy of the head has no room; "" where there is one, or none is wanted."""
     if d.head is None or plan.draft_head:
         return ""
     n_bytes = coarse.coarse_bytes(d.head.info, d.head.to, d.device)
     return f"drafts read the target's head as it is: no room for a coarse copy of {size(n_bytes)}"
 
 
-def _of_nobody(d: Description) -> frozenset[str]:
+def _unread(d: Description) -> frozenset[str]:
     """Tensors behind the trunk, which a drafter has where it drafts from them; else they are not read."""
     if d.draft.file is d.file:
         return frozenset()
@@ -394,7 +394,7 @@ def head_for_drafts(d: Description) -> int:
 
 
 def heads_together(d: Description) -> bool:
-    """Whether drafts go through what each of several ranks has of the head, instead of a copy of it."""
+    """Whether drafts go through each rank's share of the head, instead of a copy of it."""
     return d.settings.tp > 1 and d.draft.best_only and d.head is None
 
 
@@ -422,7 +422,7 @@ def start_bytes(d: Description) -> int:
 
 
 def _workspace(d: Description) -> tuple[int, int]:
-    """(activations, workspace): what forwards need besides weights and slots."""
+    """(activations, workspace): bytes of forwards besides weights and slots."""
     s, c = d.settings, d.own
     most = most_rows(s.np, d.width)
     graphs = graph_shapes(s.np, d.width, singles=d.draft.needs.late, most=most) if d.is_cuda else []
@@ -457,7 +457,7 @@ def _prompt_rows(d: Description) -> int:
 
 
 def _scratch(d: Description) -> int:
-    """What an architecture's mixers take while a forward runs."""
+    """Bytes of an architecture's mixers while a forward runs."""
     n_row, most = d.settings.np * d.width, most_rows(d.settings.np, d.width)
     return d.own.scratch_bytes(
         max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv_dtype, d.device
