@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rank_bench import CPU, FIXTURES, RankBench, together
+from rewrite import rewrite
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
@@ -55,6 +57,23 @@ def test_all_ranks_have_the_same_bits_and_have_them_again(name: str, n: int) -> 
     by_ranks.cache_clear()
     again = by_ranks(name, n)
     assert all(torch.equal(a, b) for r in (*once[1:], *again) for a, b in zip(once[0], r, strict=True))
+
+
+def test_sums_of_ranks_are_normed_whole_before_they_go_back_to_the_stream(tmp_path: Path) -> None:
+    """gemma3 with four heads instead of three: norms behind attention and feed-forward, windows, one key head for all ranks."""
+    rng = np.random.default_rng(1)
+    shapes = {"attn_q": (64, 32), "attn_output": (32, 64)}
+    new = {f"blk.{i}.{x}.weight": rng.standard_normal(shape) / 6 for i in range(7) for x, shape in shapes.items()}
+    path = rewrite(
+        FIXTURES / "gemma3.gguf",
+        tmp_path / "m.gguf",
+        change={"gemma3.attention.head_count": 4},
+        drop=new.__contains__,
+        add=new,
+    )
+    alone, ranks = RankBench(path, None).forwards(), together(2, lambda ranks: RankBench(path, ranks).forwards())
+    for one, first, second in zip(alone, *ranks, strict=True):
+        assert kl(one, first) <= MOST_KL and torch.equal(first, second)
 
 
 @pytest.mark.parametrize("name", ["llama_q8_0", pytest.param("demo", marks=pytest.mark.slow)])
