@@ -5,34 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from pyspec.cuda import fuse
 from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.models.bound import BoundModel
 from pyspec.models.part import Binding, Pass
 from pyspec.models.rope import Ropes
 from pyspec.models.spec import ModelSpec
-from pyspec.models.target import Lead, Out, capped, out_of
-from pyspec.models.weights import EMBEDDING, Weights
+from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 
 
-class Decoder:
+class Decoder(BoundModel):
     """The model bound to its memory. Implements `Target`."""
 
     def __init__(self, config: ModelSpec, weights: Weights, memory: Memory) -> None:
-        self.config, self.memory, self.device = config, memory, weights.device
-        own, self.ranks = config.share(weights.n_rank), weights.ranks
-        self.lead: Lead | None = None
+        super().__init__(config, weights, memory, config.embed_factor, config.final_cap)
+        own, kv = config.share(weights.n_rank), memory.kv_dtype
         self.ropes = Ropes(weights)
-        self.embedding = weights.embedding(EMBEDDING, config.embed_factor)
         self.blocks = [
-            spec.bind(Binding(weights, f"blk.{i}", i, "", own.n_embd, own.eps, memory.kv_dtype, self.ropes))
-            for i, spec in enumerate(own.blocks)
+            block.bind(Binding(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes))
+            for i, block in enumerate(own.blocks)
         ]
         if self.ranks is not None:
             steps = [step for block in self.blocks for step in block.steps]
@@ -54,32 +51,7 @@ class Decoder:
         """True if one may hold that of a prompt that stands alone."""
         return self.ranks is None and not EXACT.is_on and all(block.captures_prompts for block in self.blocks)
 
-    @property
-    def n_vocab(self) -> int:
-        return self.config.n_vocab
-
-    @property
-    def n_embd(self) -> int:
-        return self.config.n_embd
-
-    @property
-    def n_layer(self) -> int:
-        return self.config.n_layer
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.embedding(tokens)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return capped(self.output(hidden), self.config.final_cap)
-
-    def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
-        if self.lead is not None:
-            return self.lead.forward(self.run, batch, taps)
-        return self.run(batch, taps).whole()
-
-    @torch.inference_mode()
-    def run(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
-        """A forward of this rank; `forward` has the others run theirs."""
+    def trunk(self, batch: Batch, taps: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
         x, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
         given = Pass(angles, self.memory, batch)
         tapped: dict[int, Tensor] = {}
@@ -88,5 +60,4 @@ class Decoder:
             if i in taps:
                 tapped[i] = x
         hidden, wanted = self.norms.picked(x, self.norm, batch.out_rows)
-        tensors = torch.cat([tapped[i] for i in taps], -1) if taps else None
-        return out_of(self.output, wanted, hidden, tensors, self.config.final_cap)
+        return hidden, wanted, [tapped[i] for i in taps]

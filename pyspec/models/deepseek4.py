@@ -31,9 +31,9 @@ from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams, StreamsSpec
 from pyspec.errors import ModelError
 from pyspec.models.blocks.attention import SINKS
 from pyspec.models.blocks.moe import stacks_of
+from pyspec.models.bound import BoundModel
 from pyspec.models.deepseek4_config import CSA, INDEX, INDEX_PARTIAL, PARTIAL, ROWS, WINDOW, Deepseek4Config, read
-from pyspec.models.target import Lead, Out, out_of
-from pyspec.models.weights import EMBEDDING, Weights
+from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import Memory
@@ -296,14 +296,14 @@ class StreamHead:
         return self.norms(self.streams.head(x, self.mix), self.norm)
 
 
-class Deepseek4:
+class Deepseek4(BoundModel):
     """The model bound to its memory. Implements `Target`; its hidden states are all streams behind the last block, side by side."""
 
+    captures_prompts = False  # its attention of many rows has counts of the host
+
     def __init__(self, config: Deepseek4Config, weights: Weights, memory: Memory) -> None:
-        self.config, self.memory, self.device = config, memory, weights.device
-        own, self.ranks = config.share(weights.n_rank), weights.ranks
-        self.lead: Lead | None = None
-        self.embedding = weights.embedding(EMBEDDING)
+        super().__init__(config, weights, memory)
+        own, self.n_stream = config.share(weights.n_rank), config.streams.n
         self.blocks = [
             StreamBlock(own, weights, i, WindowAttention(own, weights, f"blk.{i}", ratio, memory.kv_dtype))
             for i, ratio in enumerate(config.ratios[: config.n_layer])
@@ -317,35 +317,9 @@ class Deepseek4:
         self.output = weights.head()
         may = self.ranks is None or self.ranks.capturable
         self.capturable = may and all(block.capturable for block in self.blocks)
-        self.captures_prompts = False  # its attention of many rows has counts of the host
 
-    @property
-    def n_vocab(self) -> int:
-        return self.config.n_vocab
-
-    @property
-    def n_embd(self) -> int:
-        return self.config.n_embd
-
-    @property
-    def n_layer(self) -> int:
-        return self.config.n_layer
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.embedding(tokens)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return self.output(hidden)
-
-    def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
-        if self.lead is not None:
-            return self.lead.forward(self.run, batch, taps)
-        return self.run(batch, taps).whole()
-
-    @torch.inference_mode()
-    def run(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
-        """A forward of this rank; `forward` has the others run theirs."""
-        x = self.embedding(batch.tokens)[:, None].repeat(1, self.config.streams.n, 1)
+    def trunk(self, batch: Batch, taps: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        x = self.embedding(batch.tokens)[:, None].repeat(1, self.n_stream, 1)
         # of all layers at once: between kernels that begin before the one before them is over each gather would cost five microseconds
         named = None if self.tables is None else self.tables[:, batch.tokens].unbind()
         tapped: dict[int, Tensor] = {}
@@ -356,4 +330,4 @@ class Deepseek4:
             if i in taps:
                 tapped[i] = x.mean(1)
         wanted = self.last(x[batch.out_rows])
-        return out_of(self.output, wanted, x.flatten(1), torch.cat([tapped[i] for i in taps], -1) if taps else None)
+        return x.flatten(1), wanted, [tapped[i] for i in taps]

@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from rewrite import rewrite
 
 import pyspec
 from pyspec.config import EngineSettings
 from pyspec.cuda import registry, survey
 from pyspec.cuda.jit import GpuKind
 from pyspec.cuda.ops.linear.ref import Epilogue
+from pyspec.cuda.ops.rows.ref import PrepKind
 from pyspec.cuda.prepare import wanted_of
 from pyspec.engine.load.load import load
 from pyspec.engine.plan.asks import asks_of
 from pyspec.engine.plan.describe import Description, describe
 from pyspec.engine.plan.memory_plan import AssumedGpu
+from pyspec.gguf import GGMLType
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 DEMO = Path(pyspec.__file__).parent / "demo"
@@ -80,6 +83,18 @@ def test_packed_products_are_asked_as_layers_will() -> None:
     assert gated == {d.config.n_embd}
     copies = [spec for name, spec in products if spec.type.name == "Q4_0"]
     assert bool(copies) == (d.head is not None) and all(spec.epilogue is not Epilogue.GATED for spec in copies)
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_a_gated_product_is_asked_for_where_it_has_the_activation(tmp_path: Path) -> None:
+    """gemma3's gates are gelu, which the product does not have: its matrices are multiplied as they are."""
+    inner = [f"blk.{i}.ffn_{x}.weight" for i in range(7) for x in ("gate", "up")]
+    path = rewrite(FIXTURES / "gemma3.gguf", tmp_path / "m.gguf", retype=dict.fromkeys(inner, GGMLType.Q8_0))
+    d = describe(path, replace(settings(), device="auto"), AssumedGpu(free=100 << 30))
+    asks = asks_of(d)
+    tall = {spec.epilogue for op, spec in asks if op.name == "linear_tall" and spec.type is GGMLType.Q8_0}
+    assert tall == {Epilogue.PLAIN, Epilogue.RESIDUAL}
+    assert not any(op.name == "rows" and spec.kind is PrepKind.GLU for op, spec in asks)
 
 
 @pytest.mark.usefixtures("an_h200")

@@ -11,12 +11,16 @@ import torch
 from harness import DEVICE, FIXTURES, Bench
 from rewrite import rewrite
 
+from pyspec.config import EngineSettings
+from pyspec.engine.plan.describe import describe, plan_memory
+from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.errors import BadGGUF, BadTensors, ModelError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.spec import ModelSpec
 from pyspec.models.wants import check_tensors
+from pyspec.slots.memory import allocate
 from pyspec.text.tokenizer import Tokenizer
 
 NAMES = ["qwen2", "qwen3moe", "gemma3"]
@@ -82,6 +86,19 @@ def test_texts_give_llama_cpp_ids(name: str) -> None:
     starts = [0, *found["ends"][:-1]]
     for text, first, end in zip(found["texts"].tolist(), starts, found["ends"], strict=True):
         assert tokenizer.encode(text, add_special=False, parse_special=True) == found["ids"][first:end].tolist(), text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_is_planned_as_it_is_taken(name: str) -> None:
+    """Pages of all blocks, for a CPU and for a GPU that is not here; a GPU captures prompts only where no block has a window or experts."""
+    path = FIXTURES / f"{name}.gguf"
+    settings = EngineSettings(np=2, ctx=64, kv_type="f32", device="cpu", check_tap_shift=False)
+    d = describe(path, settings)
+    taken = allocate(d.own.parts(), d.sizes, d.device)
+    assert plan_memory(d).kv == sum(t.nbytes for part in taken.paged for t in part.tensors())
+    assumed = describe(path, replace(settings, device="auto"), AssumedGpu(free=1 << 40))
+    assert plan_memory(assumed).kv == plan_memory(d).kv
+    assert spec_of(path).captures_prompts == (name == "qwen2")
 
 
 # -- gemma3's formulas -----------------------------------------------------------------------------------------------
