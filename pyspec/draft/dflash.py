@@ -139,7 +139,9 @@ class DFlashNet:
             spec.bind(Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_dtype, self.ropes))
             for i, spec in enumerate(c.blocks)
         ]
-        self.attention = [part for block in self.blocks for part in block.parts if isinstance(part, BoundAttention)]
+        self.attention: list[BoundAttention] = [
+            part for block in self.blocks for part in block.parts if isinstance(part, BoundAttention)
+        ]
         # k and v of context rows are made with the block's own weights
         self.context = [w.matrix(f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight") for i in range(n_layer)]
         self.fc, self.fc_norm = w.matrix("fc.weight"), w.vector("enc.output_norm.weight")

@@ -160,11 +160,16 @@ class BoundPart(Protocol):
     fold              folds a slot's records, if it has a recurrence whose kernel brings its own way
     """
 
-    capturable: bool
-    captures_prompts: bool
-    reads: fuse.FirstRead | None
-    gives: fuse.GivesSum | None
-    fold: fuse.Fold | None
+    @property
+    def capturable(self) -> bool: ...
+    @property
+    def captures_prompts(self) -> bool: ...
+    @property
+    def reads(self) -> fuse.FirstRead | None: ...
+    @property
+    def gives(self) -> fuse.GivesSum | None: ...
+    @property
+    def fold(self) -> fuse.Fold | None: ...
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
         """The residual stream x [row, n_embd] f32 -> residual + part(norm(x)); without a residual part(norm(x)) alone."""

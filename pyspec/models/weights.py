@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -168,7 +168,8 @@ class Summed:
     """
 
     def __init__(self, own: Matrix, ranks: Collective) -> None:
-        self.own, self.leads, self.into = own, ranks.rank.leads, ranks.sum
+        self.own, self.leads = own, ranks.rank.leads
+        self.into: Callable[[Tensor], Tensor] = ranks.sum
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
         return self.into(self.own(x, prep, residual if self.leads else None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -204,7 +204,8 @@ class BoundExperts:
 
     def __init__(self, shape: Experts, at: Binding) -> None:
         w, p, self.shape = at.weights, at.prefix, shape
-        self.leads, self.into = w.ranks is None or w.ranks.rank.leads, _same if w.ranks is None else w.ranks.sum
+        self.leads = w.ranks is None or w.ranks.rank.leads
+        self.into: Callable[[Tensor], Tensor] = _same if w.ranks is None else w.ranks.sum
         self.gives, self.reads = None if w.ranks is None else self, None  # its router reads the stream itself
         self.norm = at.bound_norm()
         self.router = w.vector(
