@@ -8,13 +8,12 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from contextlib import suppress
 
 from pyspec.text.markup.ahead import GAP, Row
 from pyspec.text.markup.between_marks import read_answer
 from pyspec.text.markup.call_grammar import CallRules, Lark, either, literal, named_object, repeated, row
 from pyspec.text.markup.call_list import object_head, read_list
-from pyspec.text.markup.json_text import NotJson, read_value
+from pyspec.text.markup.json_text import NotJson, read_arguments
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 
 OPEN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -64,11 +63,7 @@ def _call(reader: AnswerReader, tools: Tools, text: str) -> Steps[str]:
     if not name or not (args or (is_object and name in tools)):
         return text
     reader.begin_call(name, id_ if _ID.fullmatch(id_) else "")
-    if not is_object:
-        reader.arguments("{}")
-        return ""
-    with suppress(NotJson):  # the text read so far is emitted already
-        yield from read_value(reader, reader.arguments)
+    yield from read_arguments(reader)
     return ""
 
 

@@ -156,9 +156,43 @@ def takes_any(schema: Schema) -> bool:
     return "properties" not in schema and schema.get("additionalProperties") is not False
 
 
-def is_text(schema: Schema, name: str) -> bool:
-    """True if an argument may be a string. Strings are written bare, so any text may stand there."""
-    return "string" in types_of(schema, name)
+@dataclass(frozen=True, slots=True)
+class ArgumentForm:
+    """Arguments with one element each, whose strings are written bare.
+
+    key, key_end   texts around a name
+    end            the text behind a value
+    any_name       lark for the name of an argument that the schema does not name
+    text, json     marks of a value that is a string, or JSON
+    """
+
+    key: str
+    key_end: str
+    end: str
+    any_name: str
+    text: str = ""
+    json: str = ""
+
+    def rules(self, lark: Lark, schema: Schema) -> str:
+        """Lark for the arguments in the schema's order, and no others; for any arguments if the schema neither names nor forbids some."""
+        text, json = (literal(mark) if mark else "" for mark in (self.text, self.json))
+        if takes_any(schema):
+            key_end = literal(self.key_end) if self.key_end else ""
+            return f"({row(literal(self.key), self.any_name, key_end, text, lark.text_before(self.end))})*"
+        out = []
+        for name, own, is_needed in properties_of(schema):
+            if words := words_of(own, self._can_be_bare):
+                value = row(text, either([literal(word) for word in words]), literal(self.end))
+            elif "string" in types_of(schema, name):
+                value = row(text, lark.text_before(self.end))
+            else:
+                value = row(json, lark.json(own), literal(self.end))
+            rule = lark.rule(row(literal(f"{self.key}{name}{self.key_end}"), value))
+            out.append(rule if is_needed else f"{rule}?")
+        return row(*out)
+
+    def _can_be_bare(self, text: str) -> bool:
+        return (text + self.end).find(self.end) == len(text)
 
 
 def words_of(schema: Schema, is_spelled: Callable[[str], bool]) -> list[str] | None:

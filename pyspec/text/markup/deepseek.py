@@ -5,12 +5,10 @@ V3 and R1 write a kind, the name and a fenced block of JSON. V3.1 writes the nam
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from pyspec.text.markup.ahead import GAP, Row
-from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.between_marks import read_answer, read_section
 from pyspec.text.markup.call_grammar import CallRules, Lark, either, literal, repeated, row
-from pyspec.text.markup.json_text import NotJson, read_value
+from pyspec.text.markup.json_text import read_arguments
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -24,20 +22,7 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
 
 
 def _calls(reader: AnswerReader, mark: str) -> Steps[str]:
-    text = mark
-    if mark == OPEN:
-        text += yield from reader.take_spaces()
-        if not (yield from reader.take_mark(CALL)):
-            return text
-        text += CALL
-    while True:
-        if text := (yield from _call(reader, text)):
-            return text
-        yield from reader.take_spaces()
-        if not (yield from reader.take_mark(CALL)):
-            yield from reader.take_mark(CLOSE)
-            return ""
-        text = CALL
+    return (yield from read_section(reader, mark, CALL, (CLOSE,), _call))
 
 
 def _call(reader: AnswerReader, text: str) -> Steps[str]:
@@ -56,7 +41,7 @@ def _call(reader: AnswerReader, text: str) -> Steps[str]:
         return text
     reader.begin_call(name.strip())
     yield from _arguments(reader)
-    yield from reader.until((END_CALL,), _ignore)
+    yield from reader.skip_until(END_CALL)
     return ""
 
 
@@ -65,15 +50,7 @@ def _arguments(reader: AnswerReader) -> Steps[None]:
     if (yield from reader.take_mark(FENCE)):
         yield from reader.take_until("\n", most=NAME_CHARS)
         yield from reader.take_spaces()
-    if (yield from reader.peek()) != "{":
-        reader.arguments("{}")
-        return
-    with suppress(NotJson):  # the text read so far is emitted already; the caller looks for the next mark
-        yield from read_value(reader, reader.arguments)
-
-
-def _ignore(text: str) -> None:
-    pass
+    yield from read_arguments(reader)
 
 
 def heads(tools: Tools) -> tuple[Row, ...]:

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from pyspec.text.markup.ahead import GAP, Row
-from pyspec.text.markup.between_marks import read_answer
-from pyspec.text.markup.call_grammar import (
-    CallRules,
-    Lark,
-    Schema,
-    either,
-    is_text,
-    literal,
-    properties_of,
-    repeated,
-    row,
-    takes_any,
-    words_of,
-)
+from pyspec.text.markup.between_marks import read_answer, read_section
+from pyspec.text.markup.call_grammar import ArgumentForm, CallRules, Lark, either, literal, repeated, row
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
-from pyspec.text.markup.typed import ArgumentWriter
-from pyspec.text.markup.values import ValueMarks, read_value
+from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
+from pyspec.text.markup.values import ValueMarks, read_bare_arguments
 
 WORD = "｜DSML｜"
 OPEN = (f"<{WORD}tool_calls>", f"<{WORD}function_calls>")
@@ -37,46 +25,30 @@ MARKS = ValueMarks(
     call_end=CLOSE,
     call=(OPEN, GAP, (INVOKE,)),
 )
-NAME_OF_ANY = r'/[^<>"\s]{1,64}/'  # lark for any argument's name
+ARGUMENTS = ArgumentForm(
+    key=PARAMETER, key_end="", end=MARKS.held_end, any_name=r'/[^<>"\s]{1,64}/', text=IS_TEXT, json=IS_JSON
+)
 
 
 def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
+    def call(reader: AnswerReader, text: str) -> Steps[str]:
+        name, found = yield from reader.take_name(tools, BARE, most=NAME_CHARS)
+        if not (name and found):
+            return text + name + found
+        reader.begin_call(name)
+        arguments = ArgumentWriter(reader, tools.get(name, {}))
+        yield from read_bare_arguments(reader, MARKS, arguments, _key)
+        return ""
+
     def calls(reader: AnswerReader, mark: str) -> Steps[str]:
-        text = mark + (yield from reader.take_spaces())
-        if not (yield from reader.take_mark(INVOKE)):
-            return text
-        text += INVOKE
-        while True:
-            name, found = yield from reader.take_name(tools, BARE, most=NAME_CHARS)
-            if not (name and found):
-                return text + name + found
-            reader.begin_call(name)
-            yield from _arguments(reader, ArgumentWriter(reader, tools.get(name, {})))
-            yield from reader.take_spaces()
-            if not (yield from reader.take_mark(INVOKE)):
-                yield from reader.take_mark(*CLOSE)
-                return ""
-            text = INVOKE
+        return (yield from read_section(reader, mark, INVOKE, CLOSE, call))
 
     yield from read_answer(reader, OPEN, calls, trims_start=trims_start)
 
 
-def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
-    """Read arguments up to the end of the invocation. Other text between them is dropped."""
-    while (mark := (yield from reader.until((PARAMETER, END_INVOKE, *CLOSE), _ignore))) == PARAMETER:
-        name, kind = yield from reader.take_name(arguments.names, IS_TEXT, IS_JSON, BARE, most=NAME_CHARS)
-        if not kind:
-            continue
-        value = arguments.value(name, is_text={IS_TEXT: True, IS_JSON: False}.get(kind))
-        if not (yield from read_value(reader, MARKS, value, arguments.expected)):
-            return  # cut off
-        value.end()
-    if mark:
-        arguments.end()
-
-
-def _ignore(text: str) -> None:
-    pass
+def _key(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[ValueWriter | None]:
+    name, kind = yield from reader.take_name(arguments.names, IS_TEXT, IS_JSON, BARE, most=NAME_CHARS)
+    return arguments.value(name, is_text={IS_TEXT: True, IS_JSON: False}.get(kind)) if kind else None
 
 
 def heads(tools: Tools) -> tuple[Row, ...]:
@@ -87,23 +59,6 @@ def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
     options = []
     for name, schema in tools.items():
         head = literal(f"{INVOKE}{name}{BARE}\n")
-        options.append(row(head, _parameters(lark, schema), literal(END_INVOKE)))
+        options.append(row(head, ARGUMENTS.rules(lark, schema), literal(END_INVOKE)))
     call = lark.rule(row("SPACE?", either(options)))
     return CallRules(OPEN[0], row(repeated(call, "", is_single=is_single), "SPACE?", literal(CLOSE[0])))
-
-
-def _parameters(lark: Lark, schema: Schema) -> str:
-    """The arguments in the schema's order, and no others."""
-    end, out = MARKS.held_end, []
-    if takes_any(schema):
-        return f"({row(literal(PARAMETER), NAME_OF_ANY, literal(IS_TEXT), lark.text_before(end))})*"
-    for name, own, is_needed in properties_of(schema):
-        if words := words_of(own, MARKS.is_spelled):
-            value = row(literal(IS_TEXT), either([literal(word) for word in words]), literal(end))
-        elif is_text(schema, name):
-            value = row(literal(IS_TEXT), lark.text_before(end))
-        else:
-            value = row(literal(IS_JSON), lark.json(own), literal(end))
-        rule = lark.rule(row(literal(PARAMETER + name), value))
-        out.append(rule if is_needed else f"{rule}?")
-    return row(*out)

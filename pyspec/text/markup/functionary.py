@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 from pyspec.text.markup.ahead import GAP, Row
 from pyspec.text.markup.between_marks import read_answer
 from pyspec.text.markup.call_grammar import CallRules, Lark, either, literal, repeated, row
-from pyspec.text.markup.json_text import NotJson, read_value
+from pyspec.text.markup.json_text import read_arguments
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 
 FUNCTION, CLOSE = "<function=", "</function>"
@@ -21,16 +19,11 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
         if not found or name not in tools or (yield from reader.peek()) != "{":
             return text
         reader.begin_call(name)
-        with suppress(NotJson):  # the text read so far is emitted already
-            yield from read_value(reader, reader.arguments)
-        yield from reader.until((CLOSE,), _ignore)
+        yield from read_arguments(reader)
+        yield from reader.skip_until(CLOSE)
         return ""
 
     yield from read_answer(reader, (FUNCTION,), calls, trims_start=trims_start)
-
-
-def _ignore(text: str) -> None:
-    pass
 
 
 def heads(tools: Tools) -> tuple[Row, ...]:

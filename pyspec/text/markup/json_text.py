@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 
 from pyspec.text.markup.reader import AnswerReader, Steps
 
@@ -90,6 +91,15 @@ def read_string(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None
             give((yield from reader.take_while(_PLAIN[quote])))
     reader.skip(1)
     give('"')
+
+
+def read_arguments(reader: AnswerReader) -> Steps[None]:
+    """Read a call's arguments, an object; if another text follows, the arguments are empty."""
+    if (yield from reader.peek()) != "{":
+        reader.arguments("{}")
+        return
+    with suppress(NotJson):  # the text read so far is emitted already
+        yield from read_value(reader, reader.arguments)
 
 
 def take(reader: AnswerReader, char: str) -> Steps[None]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 
 from pyspec.text.markup.ahead import GAP, Row
-from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.between_marks import read_answer, read_section
 from pyspec.text.markup.call_grammar import CallRules, Lark, either, literal, repeated, row
-from pyspec.text.markup.json_text import NotJson, read_value
+from pyspec.text.markup.json_text import read_arguments
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -21,25 +20,19 @@ _WORD = re.compile(r"[^\s:]+")
 
 
 def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
+    def call(reader: AnswerReader, text: str) -> Steps[str]:
+        id_, found = yield from reader.take_until(SEP, most=NAME_CHARS)
+        name = _named(id_, tools)
+        if not found or not name:
+            return text + id_ + found
+        reader.begin_call(name)
+        yield from reader.take_spaces()
+        yield from read_arguments(reader)
+        yield from reader.skip_until(END_CALL)
+        return ""
+
     def calls(reader: AnswerReader, mark: str) -> Steps[str]:
-        text = mark
-        if mark == OPEN:
-            text += yield from reader.take_spaces()
-            if not (yield from reader.take_mark(CALL)):
-                return text
-            text += CALL
-        while True:
-            id_, found = yield from reader.take_until(SEP, most=NAME_CHARS)
-            name = _named(id_, tools)
-            if not found or not name:
-                return text + id_ + found
-            reader.begin_call(name)
-            yield from _arguments(reader)
-            yield from reader.take_spaces()
-            if not (yield from reader.take_mark(CALL)):
-                yield from reader.take_mark(CLOSE)
-                return ""
-            text = CALL
+        return (yield from read_section(reader, mark, CALL, (CLOSE,), call))
 
     yield from read_answer(reader, (OPEN, CALL), calls, trims_start=trims_start)
 
@@ -49,20 +42,6 @@ def _named(id_: str, tools: Tools) -> str:
     bare = id_.strip().removeprefix(PREFIX)
     name = _NUMBER.sub("", bare)
     return next((each for each in (name, bare) if each in tools), "") or (name if _WORD.fullmatch(name) else "")
-
-
-def _arguments(reader: AnswerReader) -> Steps[None]:
-    yield from reader.take_spaces()
-    if (yield from reader.peek()) != "{":
-        reader.arguments("{}")
-    else:
-        with suppress(NotJson):  # the text read so far is emitted already
-            yield from read_value(reader, reader.arguments)
-    yield from reader.until((END_CALL,), _ignore)
-
-
-def _ignore(text: str) -> None:
-    pass
 
 
 def heads(tools: Tools) -> tuple[Row, ...]:

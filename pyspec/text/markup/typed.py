@@ -8,10 +8,9 @@ from typing import Any
 
 from pyspec.text.markup.json_text import as_json
 from pyspec.text.markup.reader import HELD_CHARS, AnswerReader
-from pyspec.text.schema_refs import REFERENCES, followed
+from pyspec.text.schema_refs import MOST_HOPS, REFERENCES, followed
 
 Schema = Mapping[str, Any]
-HOPS = 16  # of references
 
 _KINDS: dict[type, str] = {
     str: "string",
@@ -126,9 +125,9 @@ def types_of(schema: Schema, name: str) -> frozenset[str]:
     """The types that argument `name` may have; all types if the schema names none."""
     properties = schema.get("properties")
     if isinstance(properties, Mapping) and name in properties:
-        return _types(properties[name], schema, HOPS)
+        return _types(properties[name], schema, MOST_HOPS)
     more = schema.get("additionalProperties")
-    return _types(more, schema, HOPS) if isinstance(more, Mapping) else ALL
+    return _types(more, schema, MOST_HOPS) if isinstance(more, Mapping) else ALL
 
 
 def _types(schema: Any, root: Schema, hops: int) -> frozenset[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from pyspec.text.markup.ahead import GAP, NAME, OVER, TAIL, Row, Step
 from pyspec.text.markup.reader import AnswerReader, Steps
+from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
 
 CLOSING = frozenset(".)]}>")  # last characters of a value before another argument on the same line
 
@@ -48,9 +49,25 @@ class ValueMarks:
     def behind_arguments(self) -> Step:
         return (*self.call_end, *self.call[0], *(self.call[-1] if self.call_end else ()))
 
-    def is_spelled(self, text: str) -> bool:
-        """True if a grammar can write this text as a value: it must not contain its own end."""
-        return (text + self.held_end).find(self.held_end) == len(text)
+
+ReadKey = Callable[[AnswerReader, ArgumentWriter], Steps[ValueWriter | None]]
+"""Reads an argument's name behind `ValueMarks.key`. Returns the writer of its value; None if it is not an argument."""
+
+
+def read_bare_arguments(
+    reader: AnswerReader, marks: ValueMarks, arguments: ArgumentWriter, read_key: ReadKey
+) -> Steps[None]:
+    """Read arguments up to the mark that ends them. Other text between them is dropped."""
+    ends = (*marks.arguments_end, *marks.call_end)
+    while (mark := (yield from reader.skip_until(marks.key, *ends))) == marks.key:
+        value = yield from read_key(reader, arguments)
+        if value is None:
+            continue
+        if not (yield from read_value(reader, marks, value, arguments.expected)):
+            return  # cut off
+        value.end()
+    if mark:
+        arguments.end()
 
 
 def read_value(
