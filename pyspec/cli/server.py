@@ -196,7 +196,7 @@ def server(
     from pyspec.cli.running import enter, leave
     from pyspec.engine.process.process import end_ahead, start_ahead
     from pyspec.server.http.listen import listen, url_of
-    from pyspec.text.markup.spoken import why_spoken
+    from pyspec.text.markup.dialect import dialect_reason
 
     verbosity = 0 if flags.log_disable else 5 if ctx.meta.get("pyspec.verbose") else flags.verbosity
     set_up(verbosity, flags.form, flags.log_file)
@@ -219,7 +219,7 @@ def server(
         fields = {"event": "ready", "url": urls[0], "urls": urls, "model": name, "slots": loaded.info.n_slot}
         log.info("serving %s at %s", name, urls[0], extra={"fields": fields})
         if loaded.info.chat_template:
-            log.info("%s", why_spoken(loaded.info.chat_template, settings.tool_call_parser))
+            log.info("%s", dialect_reason(loaded.info.chat_template, settings.tool_call_parser))
         for line in banner(loaded.info, urls) if flags.form == "text" and verbosity else ():
             click.echo(line, err=True)
 

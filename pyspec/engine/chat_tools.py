@@ -17,10 +17,9 @@ from pyspec.text.answer_plan import Keep, held_text, plan_answer
 from pyspec.text.call_plan import Tool, ToolChoice, call_plan, tool_choice
 from pyspec.text.described_tools import ToolList, has_tools, with_described
 from pyspec.text.left_out import own_tools
-from pyspec.text.markup.dialect import GENERIC, NAMES, AnswerMarkup, Dialect, recognised, think_marks
+from pyspec.text.markup.dialect import GENERIC, NAMES, AnswerMarkup, Dialect, dialect_for, recognised, think_marks
 from pyspec.text.markup.held import ends_open
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pyspec.text.markup.spoken import spoken
 from pyspec.text.template import ChatTemplate, normalise, template_defaults
 from pyspec.text.tokenizer import Tokenizer
 
@@ -261,7 +260,7 @@ class Chats:
 def speech_of(source: str, options: Mapping[str, Any]) -> Dialect:
     """The dialect of calls. Raises RequestError for an unknown name."""
     name = options.get("tool_call_parser", "auto")
-    found = spoken(source, name) if name == "auto" or name in NAMES else None
+    found = dialect_for(source, name) if name == "auto" or name in NAMES else None
     if found is None:
         raise RequestError(f"tool_call_parser is {shown(name)}; want auto or one of {', '.join(NAMES)}")
     return found

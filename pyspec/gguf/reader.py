@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
@@ -17,6 +18,7 @@ from pyspec.gguf.shard import Shard, TensorInfo, read_shard
 from pyspec.gguf.types import file_type_name
 from pyspec.ranges import quoted
 
+SAMPLES, SAMPLE = 64, 4096  # samples of a file's tensors, and bytes of each sample, in its fingerprint
 _SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
@@ -157,3 +159,23 @@ class GGUFFile:
 def _numbered(shards: tuple[Shard, ...]) -> dict[str, TensorInfo]:
     """All tensors, each with the number of its part."""
     return {k: replace(t, shard=i) if i else t for i, s in enumerate(shards) for k, t in s.tensors.items()}
+
+
+def fingerprint(path: Path) -> str:
+    """A short name for a model file's contents: a digest of its header, its size and samples of its tensors. Reading tens of gigabytes
+    would take minutes, and weights that were trained further differ everywhere."""
+    digest = blake2b(digest_size=16)
+    with open_gguf(path) as file:
+        paths = file.paths
+        starts = [
+            min((t.offset for t in file.tensors.values() if t.shard == i), default=0) for i in range(len(file.paths))
+        ]
+    for part, start in zip(paths, starts, strict=True):
+        size = part.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with part.open("rb") as f:
+            digest.update(f.read(start))
+            for i in range(SAMPLES):
+                f.seek(start + max(0, size - start - SAMPLE) * i // (SAMPLES - 1))
+                digest.update(f.read(SAMPLE))
+    return digest.hexdigest()

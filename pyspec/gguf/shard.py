@@ -46,7 +46,7 @@ _FORMATS = {
 }
 SCALARS = {t: struct.Struct("<" + f) for t, f in _FORMATS.items()}
 DTYPES = {t: np.dtype("<" + f) for t, f in _FORMATS.items()}
-_ENTRIES = {n: struct.Struct(f"<{n}QIQ") for n in range(1, MAX_DIMS + 1)}  # the rest of an entry, by its number of dimensions
+_ENTRIES = {n: struct.Struct(f"<{n}QIQ") for n in range(1, MAX_DIMS + 1)}  # an entry behind its n_dims, by n_dims
 _TYPES = {int(t): (t, t.block_size, t.type_size) for t in GGMLType}
 
 

@@ -18,7 +18,7 @@ from pyspec.server.api import prompts
 from pyspec.server.api.schema import ChatBody, validate
 from pyspec.server.app import create_app
 from pyspec.server.settings import ServerSettings
-from pyspec.text.markup.spoken import why_spoken
+from pyspec.text.markup.dialect import dialect_reason
 from pyspec.text.template import ChatTemplate
 
 PLAIN = (
@@ -199,4 +199,4 @@ def test_schemas_that_can_not_be_kept_leave_the_form_unless_they_must_be(app: Ap
     ],
 )
 def test_the_log_says_which_dialect_and_why(template: str, parser: str, want: str) -> None:
-    assert want in why_spoken(template, parser)
+    assert want in dialect_reason(template, parser)

@@ -11,7 +11,7 @@ from typing import Any
 from pyspec.engine.loop.slot_image import Image, SlotImager
 from pyspec.engine.loop.slot_task import OnAnswer, SlotTask, careful
 from pyspec.errors import PyspecError, RequestError
-from pyspec.gguf.fingerprint import fingerprint
+from pyspec.gguf.reader import fingerprint
 from pyspec.repeats import limited
 from pyspec.request import EngineInfo, SlotAction, SlotReport, check_action
 from pyspec.slots.slot_file import SlotFile, write

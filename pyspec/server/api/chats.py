@@ -14,10 +14,9 @@ from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.settings import ServerSettings
 from pyspec.text.answer_plan import AnswerPlan, plan_answer
 from pyspec.text.call_plan import CallPlan, call_plan, tool_choice
-from pyspec.text.markup.dialect import AnswerMarkup, Dialect, think_marks
+from pyspec.text.markup.dialect import AnswerMarkup, Dialect, dialect_for, think_marks
 from pyspec.text.markup.held import ends_open
 from pyspec.text.markup.reasoning import ThinkMarks
-from pyspec.text.markup.spoken import spoken
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class ChatPlan:
 def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings, *, compiles: bool) -> ChatPlan:
     """Check a chat body and build its prompt. Raises RequestError, NotSupported, NotCompiled."""
     think = think_marks(engine.info.chat_template)
-    calls = calls_of(body, spoken(engine.info.chat_template, settings.tool_call_parser))
+    calls = calls_of(body, dialect_for(engine.info.chat_template, settings.tool_call_parser))
     prompt = chat_ids(engine, body, settings)
     form = body.reasoning_format or settings.reasoning_format
     is_open = think is not None and (

@@ -12,9 +12,8 @@ from pyspec.server.api.schema import Chat, Message
 from pyspec.server.engine import EngineLike, TemplateLike, TokenizerLike
 from pyspec.server.settings import Limits, ServerSettings
 from pyspec.text.described_tools import ToolList, has_tools, with_described
-from pyspec.text.markup.dialect import GENERIC, recognised
+from pyspec.text.markup.dialect import GENERIC, dialect_for, recognised
 from pyspec.text.markup.reasoning import THINK
-from pyspec.text.markup.spoken import spoken
 from pyspec.text.template import template_defaults
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
@@ -130,7 +129,7 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
         begun = _plain(body.messages[-1], len(messages) - 1, between="\n\n")
         messages.pop()
     tools: ToolList = [tool.sent for tool in body.tools or ()]
-    is_generic = spoken(engine.info.chat_template, settings.tool_call_parser) is GENERIC
+    is_generic = dialect_for(engine.info.chat_template, settings.tool_call_parser) is GENERIC
     if has_tools(messages, tools) and (is_generic or (tools and recognised(engine.info.chat_template))):
         may_call = body.tool_choice != "none" and body.parse_tool_calls is not False
         messages, tools = with_described(template, engine, messages, tools, may_call=may_call, knows_how=not is_generic)

@@ -208,6 +208,28 @@ def recognised(template: str) -> Dialect | None:
     return None
 
 
+def dialect_for(template: str, parser: str) -> Dialect | None:
+    """The dialect of an answer; None if calls are not parsed.
+
+    parser  the name of a dialect; "auto": recognise it in the template; "none": calls are not parsed
+    """
+    if parser == "auto":
+        return recognised(template) or GENERIC
+    return None if parser == "none" else dialect(parser)
+
+
+def dialect_reason(template: str, parser: str) -> str:
+    """A sentence for the log: the dialect and the reason for it."""
+    found = dialect_for(template, parser)
+    if found is None:
+        return "tool calls are not read: --tool-call-parser none"
+    if parser != "auto":
+        return f"tool calls are written as {found.name}: --tool-call-parser {parser}"
+    if found is GENERIC:
+        return "tool calls are written as generic: the chat template has no dialect that is known (--tool-call-parser names one)"
+    return f"tool calls are written as {found.name}: the chat template says so"
+
+
 def think_marks(template: str) -> ThinkMarks | None:
     """The marks around reasoning, if the template contains them."""
     return THINK if THINK.start in template and THINK.end in template else None

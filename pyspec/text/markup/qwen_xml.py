@@ -37,7 +37,7 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
                 return text
             text += FUNCTION
         name, found = yield from reader.take_name(tools, ">", most=NAME_CHARS)
-        is_unknown = mark == FUNCTION and name not in tools  # some models leave out OPEN; then the name must be a tool's
+        is_unknown = mark == FUNCTION and name not in tools  # some models leave out OPEN: only tools then
         if not name or not found or is_unknown:
             return text + name + found
         reader.begin_call(name)
