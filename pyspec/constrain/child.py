@@ -13,7 +13,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from pyspec.constrain.grammar import LIMITS, compile_text, said
+from pyspec.constrain.grammar import LIMITS, compile_text, one_line
 from pyspec.constrain.trie import TokenTable, begin
 from pyspec.errors import RequestError
 from pyspec.ranges import printable
@@ -21,7 +21,7 @@ from pyspec.request import Grammar
 from pyspec.text.bounded import serve
 from pyspec.text.rust import border
 
-SAID_BEFORE = 80  # characters of a begun answer that a refusal shows
+BEGUN_CHARS = 80  # characters of a begun answer that a refusal shows
 MEMORY_BYTES = 2 << 30  # of address space, including the interpreter and its threads
 
 
@@ -33,15 +33,15 @@ def answer(table: TokenTable, tokenizer: LLTokenizer, grammar: Grammar) -> dict[
         return {"failed": str(e)}
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if matcher.is_error():
-        return {"failed": f"the {grammar.kind} can not be used: {said(matcher.get_error())}"}
+        return {"failed": f"the {grammar.kind} can not be used: {one_line(matcher.get_error())}"}
     if begin(tokenizer, matcher, grammar.begun) is None:
-        said_before = printable(grammar.begun, SAID_BEFORE)
+        begun = printable(grammar.begun, BEGUN_CHARS)
         return {
-            "failed": f"the {grammar.kind} can not be kept: the answer has begun with {said_before!r}, which it does not allow"
+            "failed": f"the {grammar.kind} can not be kept: the answer has begun with {begun!r}, which it does not allow"
         }
     begins = matcher.is_stopped() or any(matcher.compute_bitmask())
     if matcher.is_error() or not begins:
-        why = said(matcher.get_error().partition("<")[0]) if matcher.is_error() else ""
+        why = one_line(matcher.get_error().partition("<")[0]) if matcher.is_error() else ""
         return {"failed": f"the {grammar.kind} can not be kept: no text fits it" + (why and f" ({why})")}
     return {"text": text}
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pyspec.constrain.grammar import said
+from pyspec.constrain.grammar import one_line
 from pyspec.constrain.offer import LEAST_CHANCE, Offer
 from pyspec.constrain.phrases import ORDER, Estimate, Phrasebook
 from pyspec.constrain.trie import TokenTrie, begin
@@ -21,7 +21,7 @@ CALM = (
 )
 SLOW_S = 0.03  # longest wait of a round for one grammar; slower requests take turns (engine/loop/grammar_turns.py)
 REFUSED = "satisfy the grammar"  # llguidance's text for a token that does not match; it has no error code
-Said = TypeVar("Said")
+T = TypeVar("Said")
 Masks = NDArray[np.int32]
 """[row, word]: bit t % 32 of word t // 32 is set if the row may choose token t."""
 
@@ -60,7 +60,7 @@ class Constraint:
         """True if the model follows its grammar by itself, so that its best token is most likely allowed."""
         return self._n_calm >= CALM
 
-    def hear(self, is_refused: bool) -> None:
+    def record_best(self, is_refused: bool) -> None:
         """Count whether the best token of a row was refused."""
         self._n_calm = 0 if is_refused else self._n_calm + 1
 
@@ -88,7 +88,7 @@ class Constraint:
             drafts.pop()
         return drafts
 
-    def _after(self, tokens: list[int], ask: Callable[[], Said]) -> Said | None:
+    def _after(self, tokens: list[int], ask: Callable[[], T]) -> T | None:
         """Ask the matcher behind valid tokens; None if they are not valid. The matcher's position stays."""
         began = time.perf_counter()
         n = self.matcher.try_consume_tokens(tokens) if tokens else 0
@@ -203,7 +203,7 @@ class Constraint:
 
     def failure(self) -> SlotError:
         """The error of a matcher that does not advance: it refused a token, which is a bug, or it exceeds its limits."""
-        why = said(self.matcher.get_error())
+        why = one_line(self.matcher.get_error())
         if not self.matcher.is_error() or REFUSED in self.matcher.get_error():
             return SlotError(f"the text can not follow its grammar any further: {why}")
         return GrammarTooLarge(f"the grammar is too large to be followed: {why}")

@@ -52,19 +52,19 @@ _NAMED = {
 _SIGNS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
-class NoGBNF(ValueError):
+class BadGBNF(ValueError):
     """The text is not a grammar. The message names the place of the error."""
 
 
-def parsed(source: str) -> Rules:
-    """The rules by name. There is a rule "root", and every reference is defined. Raises NoGBNF."""
+def parse(source: str) -> Rules:
+    """The rules by name. There is a rule "root", and every reference is defined. Raises BadGBNF."""
     rules = _Parser(source).rules()
     if "root" not in rules:
-        raise NoGBNF("it has no rule root")
+        raise BadGBNF("it has no rule root")
     for name, node in rules.items():
         for each in all_below(node):
             if isinstance(each, Ref) and each.name not in rules:
-                raise NoGBNF(f"the rule {name} names {each.name}, which is no rule of it")
+                raise BadGBNF(f"the rule {name} names {each.name}, which is no rule of it")
     return rules
 
 
@@ -89,11 +89,11 @@ class _Parser:
         return found
 
     def _either(self) -> Node:
-        choices = [self._row()]
+        choices = [self._concat()]
         while self._goes_on():
             self.at += 1
             self._skip(_SPACE)
-            choices.append(self._row())
+            choices.append(self._concat())
         return choices[0] if len(choices) == 1 else Either(tuple(choices))
 
     def _goes_on(self) -> bool:
@@ -101,7 +101,7 @@ class _Parser:
             self.at = found.end()
         return found is not None
 
-    def _row(self) -> Node:
+    def _concat(self) -> Node:
         parts: list[Node] = []
         while self.at < len(self.source) and (part := self._part()) is not None:
             self._skip_between()
@@ -216,7 +216,7 @@ class _Parser:
             raise self._flaw(f"{size} hexadecimal digits")
         code = int(digits, 16)
         if code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:
-            raise NoGBNF(f"it names \\{sign}{digits}, which is no character")
+            raise BadGBNF(f"it names \\{sign}{digits}, which is no character")
         self.at += size
         return code
 
@@ -247,10 +247,10 @@ class _Parser:
         assert found is not None
         self.at = found.end()
 
-    def _flaw(self, wanted: str) -> NoGBNF:
+    def _flaw(self, wanted: str) -> BadGBNF:
         line = self.source.count("\n", 0, self.at) + 1
         found = printable(self.source[self.at : self.at + 30].split("\n")[0], 30)
-        return NoGBNF(
+        return BadGBNF(
             f"line {line} has {found!r} where {wanted} is wanted"
             if found
             else f"line {line} ends where {wanted} is wanted"

@@ -1,7 +1,7 @@
 """Translates GBNF to llguidance's lark with llama.cpp's meaning: a text matches if any derivation gives it.
 
 A regular part becomes one terminal of the lexer, which follows all alternatives at once and costs next to nothing. Other parts become
-rules of terminals ("words"), no two of which compete for the same characters (gbnf_meet).
+rules of terminals, no two of which compete for the same characters (gbnf_meet).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from pyspec.constrain.gbnf import NoGBNF, parsed
-from pyspec.constrain.gbnf_meet import Meetings, WordPairs
+from pyspec.constrain.gbnf import BadGBNF, parse
+from pyspec.constrain.gbnf_meet import Meetings, TerminalPairs
 from pyspec.constrain.gbnf_regular import can_be_empty, is_regular, without_tails
-from pyspec.text.automaton import TooMuch, Word, word_of
+from pyspec.text.automaton import Automaton, TooLarge, automaton_of
 from pyspec.text.expressions import (
     Chars,
     Concat,
@@ -28,25 +28,25 @@ from pyspec.text.expressions import (
     is_nothing,
 )
 
-MOST_LOOKS = 60  # analyses of a grammar; each opens the words that meet
+MOST_LOOKS = 60  # analyses of a grammar; each opens the terminals that meet
 IdOf = Callable[[str], int | None]
-Words = dict[Node, Word | None]
-"""Nodes that are words of the lexer; None for a token, which has no text."""
+Terminals = dict[Node, Automaton | None]
+"""Nodes that are terminals of the lexer; None for a token, which has no text."""
 
 
 def lark_of(source: str, id_of: IdOf = lambda text: None, ends: Sequence[int] = ()) -> str:
-    """The grammar in lark. Raises NoGBNF.
+    """The grammar in lark. Raises BadGBNF.
 
     id_of  gives the token with a text; None: llguidance may know it
     ends   tokens that end a generation; "any other token" excludes them
     """
-    rules, regular = without_tails(parsed(source))
+    rules, regular = without_tails(parse(source))
     if "root" in regular:
-        words: set[Node] = {rules["root"]}
+        terminals: set[Node] = {rules["root"]}
     else:
         rules = {name: node if name in regular else _grouped(node, regular) for name, node in rules.items()}
-        words = _words(rules, regular)
-    return _Writer(rules, words, id_of, ends).text()
+        terminals = _terminals(rules, regular)
+    return _Writer(rules, terminals, id_of, ends).text()
 
 
 def _grouped(node: Node, regular: frozenset[str]) -> Node:
@@ -66,37 +66,39 @@ def _joined(nodes: Sequence[Node], regular: frozenset[str], kind: type[Concat | 
     return tuple(found)
 
 
-def _words(rules: Rules, regular: frozenset[str]) -> set[Node]:
-    """The largest words that do not meet. Single characters never meet."""
+def _terminals(rules: Rules, regular: frozenset[str]) -> set[Node]:
+    """The largest terminals that do not meet. Single characters never meet."""
     opened: set[Node] = set()
-    made: dict[Node, Word] = {}
-    looked = WordPairs()
+    automata: dict[Node, Automaton] = {}
+    pairs = TerminalPairs()
     for _ in range(MOST_LOOKS):
-        used, words = _cut(rules, regular, opened, made)
+        used, terminals = _cut(rules, regular, opened, automata)
         try:
-            met = Meetings(used, words).found("root", looked)
-        except TooMuch:
+            met = Meetings(used, terminals).found("root", pairs)
+        except TooLarge:
             break
         if not met:
-            return set(words)
+            return set(terminals)
         opened |= met
     opened = {each for node in rules.values() for each in all_below(node) if not isinstance(each, Chars)}
-    return set(_cut(rules, regular, opened, made)[1])
+    return set(_cut(rules, regular, opened, automata)[1])
 
 
-def _cut(rules: Rules, regular: frozenset[str], opened: set[Node], made: dict[Node, Word]) -> tuple[Rules, Words]:
-    """The rules in use, and the words in them."""
+def _cut(
+    rules: Rules, regular: frozenset[str], opened: set[Node], automata: dict[Node, Automaton]
+) -> tuple[Rules, Terminals]:
+    """The rules in use, and the terminals in them."""
     used: Rules = {"root": rules["root"]}
-    words: Words = {}
+    terminals: Terminals = {}
     todo = [rules["root"]]
     while todo:
         node = todo.pop()
         if isinstance(node, Token):
-            words[node] = None
+            terminals[node] = None
         elif node not in opened and not is_nothing(node) and is_regular(node, regular):
             try:
-                words[node] = made[node] = made[node] if node in made else word_of(node, rules)
-            except TooMuch:
+                terminals[node] = automata[node] = automata[node] if node in automata else automaton_of(node, rules)
+            except TooLarge:
                 opened.add(node)
                 todo.append(node)
         elif isinstance(node, Ref):
@@ -105,15 +107,15 @@ def _cut(rules: Rules, regular: frozenset[str], opened: set[Node], made: dict[No
                 todo.append(rules[node.name])
         else:
             todo += below(node)
-    return used, words
+    return used, terminals
 
 
 class _Writer:
     """Writes the rules under new names, because lark tells terminals from rules by case."""
 
-    def __init__(self, rules: Rules, words: set[Node], id_of: IdOf, ends: Sequence[int]) -> None:
-        self._rules, self._words, self._id_of, self._ends = rules, words, id_of, ends
-        self._empty = can_be_empty(rules, words)
+    def __init__(self, rules: Rules, terminals: set[Node], id_of: IdOf, ends: Sequence[int]) -> None:
+        self._rules, self._terminals, self._id_of, self._ends = rules, terminals, id_of, ends
+        self._empty = can_be_empty(rules, terminals)
         self._names: dict[Node | tuple[str, bool], str] = {}
         self._todo: list[tuple[str, Node, bool]] = []
 
@@ -121,51 +123,51 @@ class _Writer:
         """The grammar."""
         lines = ["%llguidance {}", f"start: {self._rule('root', False)}"]
         while self._todo:
-            name, node, in_word = self._todo.pop()
-            text = self._expression(node, in_word)
+            name, node, in_terminal = self._todo.pop()
+            text = self._expression(node, in_terminal)
             lines.append(f"{name}: {text}" + _NOT_EMPTY * (name[0] == "T" and node in self._empty))
         return "\n".join(lines) + "\n"
 
-    def _rule(self, name: str, in_word: bool) -> str:
-        return self._named((name, in_word), "R" if in_word else "r", self._rules[name], in_word)
+    def _rule(self, name: str, in_terminal: bool) -> str:
+        return self._named((name, in_terminal), "R" if in_terminal else "r", self._rules[name], in_terminal)
 
-    def _named(self, key: Node | tuple[str, bool], letter: str, node: Node, in_word: bool) -> str:
+    def _named(self, key: Node | tuple[str, bool], letter: str, node: Node, in_terminal: bool) -> str:
         """A node's name. Its rule is written later."""
         if key not in self._names:
             self._names[key] = f"{letter}{len(self._names)}"
-            self._todo.append((self._names[key], node, in_word))
+            self._todo.append((self._names[key], node, in_terminal))
         return self._names[key]
 
-    def _expression(self, node: Node, in_word: bool) -> str:
+    def _expression(self, node: Node, in_terminal: bool) -> str:
         if isinstance(node, Token):
             return self._token(node)
-        if not in_word and node in self._words:
+        if not in_terminal and node in self._terminals:
             name = self._named(node, "T", node, True)
             return f"({name})?" if node in self._empty else name
         if isinstance(node, Chars):
             return f"/{_one_of(node)}/"
         if isinstance(node, Ref):
-            return self._rule(node.name, in_word)
+            return self._rule(node.name, in_terminal)
         if isinstance(node, Either):
-            return "(" + " | ".join(self._expression(each, in_word) for each in node.choices) + ")"
+            return "(" + " | ".join(self._expression(each, in_terminal) for each in node.choices) + ")"
         if isinstance(node, Repeat):
-            return self._repeat(node, in_word)
-        return self._row(node, in_word)
+            return self._repeat(node, in_terminal)
+        return self._concat(node, in_terminal)
 
-    def _row(self, node: Concat, in_word: bool) -> str:
+    def _concat(self, node: Concat, in_terminal: bool) -> str:
         found = []
-        for is_text, group in groupby(node.parts, lambda each: in_word and isinstance(each, Chars)):
+        for is_text, group in groupby(node.parts, lambda each: in_terminal and isinstance(each, Chars)):
             each = list(group)
             if is_text:
                 found.append("/" + "".join(_one_of(c) for c in each if isinstance(c, Chars)) + "/")
             else:
-                found += [self._expression(e, in_word) for e in each]
+                found += [self._expression(e, in_terminal) for e in each]
         return "(" + " ".join(found) + ")" if len(found) > 1 else found[0] if found else '""'
 
-    def _repeat(self, node: Repeat, in_word: bool) -> str:
+    def _repeat(self, node: Repeat, in_terminal: bool) -> str:
         if node.most == 0:
             return '""'
-        each = self._expression(node.node, in_word)
+        each = self._expression(node.node, in_terminal)
         if (sign := _SIGNS.get((node.least, node.most))) is not None:
             return f"({each}){sign}"
         if node.most is None:
@@ -173,16 +175,16 @@ class _Writer:
         return f"({each}){{{node.least},{node.most}}}"
 
     def _token(self, node: Token) -> str:
-        token = node.said if isinstance(node.said, int) else self._id_of(node.said)
-        if token is None and not node.is_other and _SPECIAL.fullmatch(str(node.said)):
-            return str(node.said)  # llguidance knows control tokens by name, and reports an unknown one
+        token = node.key if isinstance(node.key, int) else self._id_of(node.key)
+        if token is None and not node.is_other and _SPECIAL.fullmatch(str(node.key)):
+            return str(node.key)  # llguidance knows control tokens by name, and reports an unknown one
         if token is None:
-            raise NoGBNF(f"it names the token {node.said}, which the vocabulary does not have as one")
+            raise BadGBNF(f"it names the token {node.key}, which the vocabulary does not have as one")
         return f"<[^{','.join(map(str, sorted({token, *self._ends})))}]>" if node.is_other else f"<[{token}]>"
 
 
 _NOT_EMPTY = " & /(?s:.+)/"
-"""A terminal of llguidance is not empty, so a node that can be empty is written as (word)?."""
+"""A terminal of llguidance is not empty, so a node that can be empty is written as (terminal)?."""
 _SIGNS = {(0, None): "*", (1, None): "+", (0, 1): "?"}
 _SPECIAL = re.compile(r"<[A-Za-z0-9_|/-]+>")
 

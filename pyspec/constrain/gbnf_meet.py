@@ -1,8 +1,8 @@
-"""Finds words of the lexer that compete for the same characters, so that the longest match may be wrong.
+"""Finds terminals of a lexer that compete for the same characters, so that the longest match may be wrong.
 
-llguidance reads text in two steps, as most parsers do: a lexer takes the longest possible word, and a parser reads words. GBNF has no
-words: a rule may end at any character where the next one can begin. So a node can be a word only if no shorter word can end inside it
-with the same next byte. Otherwise it is opened into smaller words, down to single characters.
+llguidance reads text in two steps, as most parsers do: a lexer takes the longest possible terminal, and a parser reads terminals. GBNF
+has none: a rule may end at any character where the next one can begin. So a node can be a terminal only if no shorter one can end inside
+it with the same next byte. Otherwise it is opened into smaller terminals, down to single characters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pyspec.text.automaton import TooMuch, Word, joined_bits
+from pyspec.text.automaton import Automaton, TooLarge, joined_bits
 from pyspec.text.expressions import Concat, Either, Node, Ref, Repeat, below, have_common
 
 MOST_STEPS = 150_000  # of all analyses of a grammar
@@ -18,42 +18,42 @@ MOST_STEPS = 150_000  # of all analyses of a grammar
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The overlap of two words that begin at the same place.
+    """The overlap of two terminals that begin at the same place.
 
     is_same  one text matches both
-    longer   bytes that may continue the second word where the first may end, as bits
+    longer   bytes that may continue the second one where the first may end, as bits
     """
 
     is_same: bool
     longer: int
 
 
-class WordPairs:
+class TerminalPairs:
     """A cache of meetings, and a count of the steps so far."""
 
     def __init__(self) -> None:
         self.n, self._found = 0, dict[tuple[int, int], Meeting]()
 
     def count(self) -> None:
-        """Count a step. Raises TooMuch."""
+        """Count a step. Raises TooLarge."""
         self.n += 1
         if self.n > MOST_STEPS:
-            raise TooMuch
+            raise TooLarge
 
-    def meeting(self, a: Word, b: Word) -> Meeting:
-        """The meeting of two words, which must outlive this cache. Raises TooMuch."""
+    def meeting(self, a: Automaton, b: Automaton) -> Meeting:
+        """The meeting of two automata, which must outlive this cache. Raises TooLarge."""
         if (id(a), id(b)) not in self._found:
             self._found[id(a), id(b)] = _meeting(a, b, self.count)
         return self._found[id(a), id(b)]
 
 
-def _meeting(a: Word, b: Word, count: Callable[[], None]) -> Meeting:
+def _meeting(a: Automaton, b: Automaton, count: Callable[[], None]) -> Meeting:
     seen, todo, is_same, longer = {(-1, -1)}, [(-1, -1)], False, 0
     while todo:
         p, q = todo.pop()
         if p in a.last:
             is_same |= q in b.last
-            longer |= b.goes_on(q)
+            longer |= b.next_bytes(q)
         for x in a.behind.get(p, ()):
             for y in b.behind.get(q, ()):
                 count()
@@ -64,12 +64,12 @@ def _meeting(a: Word, b: Word, count: Callable[[], None]) -> Meeting:
 
 
 class Meetings:
-    """A grammar as a graph of words: the possible first words, and the possible next words of each. `words`: nodes of `rules` that are words."""
+    """A grammar as a graph of terminals: the possible first ones, and the possible next ones of each. `terminals`: nodes of `rules`."""
 
-    def __init__(self, rules: Mapping[str, Node], words: Mapping[Node, Word | None]) -> None:
-        """words: None for a token, which has no text."""
-        self.rules, self.words = rules, words
-        self.next: dict[Node, set[Node]] = {node: set() for node in words}
+    def __init__(self, rules: Mapping[str, Node], terminals: Mapping[Node, Automaton | None]) -> None:
+        """terminals: None for a token, which has no text."""
+        self.rules, self.terminals = rules, terminals
+        self.next: dict[Node, set[Node]] = {node: set() for node in terminals}
         self._empty = self._can_be_empty()
         self._first: dict[str, frozenset[Node]] = dict.fromkeys(rules, frozenset())
         self._settle()
@@ -83,9 +83,9 @@ class Meetings:
         return found
 
     def _is_empty(self, node: Node, empty: set[str]) -> bool:
-        if node in self.words:
-            word = self.words[node]
-            return word is not None and word.can_be_empty
+        if node in self.terminals:
+            automaton = self.terminals[node]
+            return automaton is not None and automaton.can_be_empty
         if isinstance(node, Ref):
             return node.name in empty
         if isinstance(node, Repeat):
@@ -94,7 +94,7 @@ class Meetings:
         return all(each) if isinstance(node, Concat) else any(each)
 
     def _settle(self) -> None:
-        """Compute the first words of each rule, then the next words of each word, to a fixed point."""
+        """Compute the first terminals of each rule, then the next terminals of each terminal, to a fixed point."""
         is_new = True
         while is_new:
             is_new = False
@@ -109,7 +109,7 @@ class Meetings:
                 self._pass_on(node, frozenset(behind[name]), behind)
 
     def _first_of(self, node: Node) -> frozenset[Node]:
-        if node in self.words:
+        if node in self.terminals:
             return frozenset([node])
         if isinstance(node, Ref):
             return self._first[node.name]
@@ -126,7 +126,7 @@ class Meetings:
 
     def _pass_on(self, node: Node, follow: frozenset[Node], behind: dict[str, set[Node]]) -> None:
         """Record that `follow` may come behind `node`."""
-        if node in self.words:
+        if node in self.terminals:
             self.next[node] |= follow
         elif isinstance(node, Ref):
             behind[node.name] |= follow
@@ -142,31 +142,32 @@ class Meetings:
                 first = self._first_of(part)
                 follow = first | follow if self._is_empty(part, self._empty) else first
 
-    def found(self, top: str, looked: WordPairs) -> set[Node]:
-        """The words inside which another word may end with the byte that continues them. Raises TooMuch."""
+    def found(self, top: str, pairs: TerminalPairs) -> set[Node]:
+        """The terminals inside which another one may end with the byte that continues them. Raises TooLarge."""
         found: set[Node] = set()
         first = self._first[top]
         seen: set[tuple[int, int]] = set()
         todo = [(a, b) for a in first for b in first]
         follows = {
-            node: joined_bits(w.begins() for x in self.next[node] if (w := self.words[x])) for node in self.words
+            node: joined_bits(w.start_bytes() for x in self.next[node] if (w := self.terminals[x]))
+            for node in self.terminals
         }
         while todo:
             a, b = todo.pop()
-            x, y = self.words[a], self.words[b]
+            x, y = self.terminals[a], self.terminals[b]
             if (id(a), id(b)) in seen:
                 continue
             seen.add((id(a), id(b)))
-            looked.count()
+            pairs.count()
             if x is None or y is None:
                 is_same = a is b
             else:
-                how = looked.meeting(x, y)
+                how = pairs.meeting(x, y)
                 is_same = how.is_same or a is b
                 if how.longer & follows[a]:
                     found.add(b)
             if is_same:
                 todo += [(c, d) for c in self.next[a] for d in self.next[b] if (id(c), id(d)) not in seen]
             if len(todo) > MOST_STEPS:
-                raise TooMuch
+                raise TooLarge
         return found

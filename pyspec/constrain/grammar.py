@@ -19,7 +19,7 @@ from pyspec.request import Grammar
 from pyspec.text.schemas import closed
 
 SOURCE_BYTES = 256 << 10
-SAID_CHARS = 300  # of the compiler's message
+MESSAGE_CHARS = 300  # of the compiler's message
 SPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
 """White space between two JSON tokens, as llama.cpp allows it. It is bounded, so that no run of spaces lasts."""
 LIMITS = LLParserLimits(
@@ -68,7 +68,7 @@ def compile_text(grammar: Grammar, vocabulary: TokenIds | None = None) -> str:
     except RequestError:
         raise
     except Exception as e:  # noqa: BLE001 - the converter raises bare exceptions
-        raise RequestError(f"the {grammar.kind} can not be read: {said(str(e))}") from None
+        raise RequestError(f"the {grammar.kind} can not be read: {one_line(str(e))}") from None
     top = _FREE % json.dumps(grammar.after, ensure_ascii=False) if grammar.after else "start: body\n"
     top += "body: @constrained | @calls\n" if grammar.calls else "body: @constrained\n"
     calls = [{"name": "calls", "lark_grammar": grammar.calls}] if grammar.calls else []
@@ -76,9 +76,9 @@ def compile_text(grammar: Grammar, vocabulary: TokenIds | None = None) -> str:
     return json.dumps({"grammars": parts})
 
 
-def said(message: str) -> str:
+def one_line(message: str) -> str:
     """A compiler's message on one short line."""
-    return printable(" ".join(message.split()), SAID_CHARS) or "no reason is given"
+    return printable(" ".join(message.split()), MESSAGE_CHARS) or "no reason is given"
 
 
 def _json_schema(source: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from pyspec.constrain.grammar import LIMITS, said
+from pyspec.constrain.grammar import LIMITS, one_line
 from pyspec.errors import RequestError
 from pyspec.text.rust import border
 from pyspec.text.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ class TokenTrie:
         with border(RequestError, "the grammar can not be used"):
             matcher = LLMatcher(self.walked, source, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise RequestError(f"the grammar can not be used: {said(matcher.get_error())}")
+            raise RequestError(f"the grammar can not be used: {one_line(matcher.get_error())}")
         return matcher
 
     def bits(self, banned: Sequence[int]) -> np.ndarray:

@@ -13,12 +13,12 @@ from pyspec.engine.result import Result, collect
 from pyspec.errors import ConfigError, RequestError
 from pyspec.ranges import shown
 from pyspec.request import Delta, Done, FinishReason, Request, SamplingParams, finish_reason
-from pyspec.text.answer_plan import Keep, held_text, plan_answer
+from pyspec.text.answer_plan import CheckGrammar, plan_answer, text_grammar
 from pyspec.text.call_plan import Tool, ToolChoice, call_plan, tool_choice
 from pyspec.text.described_tools import ToolList, has_tools, with_described
 from pyspec.text.left_out import own_tools
+from pyspec.text.markup.answer_grammar import ends_open
 from pyspec.text.markup.dialect import GENERIC, NAMES, AnswerMarkup, Dialect, dialect_for, recognised, think_marks
-from pyspec.text.markup.held import ends_open
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pyspec.text.template import ChatTemplate, normalise, template_defaults
 from pyspec.text.tokenizer import Tokenizer
@@ -207,7 +207,7 @@ class Chats:
     tokenizer: Tokenizer
     template: ChatTemplate
     source: str
-    check: Keep
+    check: CheckGrammar
     recommended: SamplingParams | None = None
 
     def call(self, messages: Sequence[Message], options: Mapping[str, Any]) -> ChatCall:
@@ -221,25 +221,25 @@ class Chats:
         check_messages(messages)
         tools = tools_of(options.get("tools"))
         choice = choice_of(options.get("tool_choice"), tools)
-        speaks, parallel = speech_of(self.source, options), parallel_of(options)
-        calls = call_plan(tools, choice, speaks, parallel=parallel)
-        prompt = self._prompt(messages, tools, speaks, may_call=choice.wanted != "none")
+        dialect, parallel = dialect_of(self.source, options), parallel_of(options)
+        calls = call_plan(tools, choice, dialect, parallel=parallel)
+        prompt = self._prompt(messages, tools, dialect, may_call=choice.wanted != "none")
         think = think_marks(self.source)
         markup = AnswerMarkup(think=think, is_open=think is not None and ends_open(self.tokenizer, prompt, think))
         request, name = self._request(prompt, options)
         plan = plan_answer(self.tokenizer, calls, markup, self.check, has_grammar=request.grammar is not None)
         grammar = request.grammar
         if grammar is not None:
-            grammar = held_text(name, grammar, self.check, free=plan.free, calls=plan.calls)
+            grammar = text_grammar(name, grammar, self.check, free=plan.free, calls=plan.calls)
         return ChatCall(replace(request, shown=plan.shown, grammar=plan.grammar or grammar), plan.markup)
 
     def _prompt(
-        self, messages: Sequence[Message], tools: ToolList, speaks: Dialect, *, may_call: bool
+        self, messages: Sequence[Message], tools: ToolList, dialect: Dialect, *, may_call: bool
     ) -> tuple[int, ...]:
         chat: Sequence[Message] = messages
-        if has_tools(messages, tools) and (speaks is GENERIC or (tools and recognised(self.source))):
+        if has_tools(messages, tools) and (dialect is GENERIC or (tools and recognised(self.source))):
             chat, tools = with_described(
-                self.template, self, normalise(messages), tools, may_call=may_call, knows_how=speaks is not GENERIC
+                self.template, self, normalise(messages), tools, may_call=may_call, knows_how=dialect is not GENERIC
             )
         values = template_defaults(self.source)
         return tuple(self.template.encode(self.tokenizer, chat, tools=tools or None, kwargs=values))
@@ -257,7 +257,7 @@ class Chats:
         return replace(request, grammar=asked), "response_format"
 
 
-def speech_of(source: str, options: Mapping[str, Any]) -> Dialect:
+def dialect_of(source: str, options: Mapping[str, Any]) -> Dialect:
     """The dialect of calls. Raises RequestError for an unknown name."""
     name = options.get("tool_call_parser", "auto")
     found = dialect_for(source, name) if name == "auto" or name in NAMES else None
@@ -268,10 +268,10 @@ def speech_of(source: str, options: Mapping[str, Any]) -> Dialect:
 
 def parallel_of(options: Mapping[str, Any]) -> bool:
     """True if an answer may have several calls. Raises RequestError."""
-    said = options.get("parallel_tool_calls")
-    if said is not None and not isinstance(said, bool):
-        raise RequestError(f"parallel_tool_calls is {shown(said)}; want True or False")
-    return said is not False
+    value = options.get("parallel_tool_calls")
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"parallel_tool_calls is {shown(value)}; want True or False")
+    return value is not False
 
 
 def tools_of(tools: object) -> ToolList:
@@ -293,19 +293,19 @@ def _tool(tool: object, i: int) -> Tool:
     if not isinstance(name, str) or not 1 <= len(name) <= 256:
         raise RequestError(f"tools[{i}].function.name is {shown(name)}; want text of 1 to 256 characters")
     for key, kind, wanted in (("parameters", Mapping, "a JSON Schema, an object"), ("description", str, "text")):
-        if (said := function.get(key)) is not None and not isinstance(said, kind):
-            raise RequestError(f"tools[{i}].function.{key} is {shown(said)}; want {wanted}")
+        if (value := function.get(key)) is not None and not isinstance(value, kind):
+            raise RequestError(f"tools[{i}].function.{key} is {shown(value)}; want {wanted}")
     if strict is not None and not isinstance(strict, bool):
         raise RequestError(f"tools[{i}].function.strict is {shown(strict)}; want True or False")
     return {"type": "function", **tool}
 
 
-def choice_of(said: object, tools: Sequence[Tool]) -> ToolChoice:
+def choice_of(choice: object, tools: Sequence[Tool]) -> ToolChoice:
     """The permitted calls. A tool's name requires a call of that tool. Raises RequestError."""
-    if isinstance(said, str) and said not in WORDS:
-        if all(said != tool["function"]["name"] for tool in tools):
-            raise RequestError(f"tool_choice is {shown(said)}; want auto, none, required or the name of a tool")
-        return ToolChoice("required", (said,), is_named=True)
-    if said is not None and not isinstance(said, str | Mapping):
-        raise RequestError(f"tool_choice is {shown(said)}; want auto, none, required or the name of a tool")
-    return tool_choice(said)
+    if isinstance(choice, str) and choice not in WORDS:
+        if all(choice != tool["function"]["name"] for tool in tools):
+            raise RequestError(f"tool_choice is {shown(choice)}; want auto, none, required or the name of a tool")
+        return ToolChoice("required", (choice,), is_named=True)
+    if choice is not None and not isinstance(choice, str | Mapping):
+        raise RequestError(f"tool_choice is {shown(choice)}; want auto, none, required or the name of a tool")
+    return tool_choice(choice)

@@ -156,7 +156,7 @@ def _mend(
     for i, w in enumerate(work):
         if w.span.mask is not None and w.checks:
             is_refused = synth is not None or _is_refused(w, w.span.mask, *picks[i])
-            w.span.mask.constraint.hear(is_refused)
+            w.span.mask.constraint.record_best(is_refused)
             wrong += [i] * is_refused
     if not wrong:
         return picks

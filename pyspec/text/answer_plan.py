@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pyspec.errors import RequestError
 from pyspec.request import Grammar
 from pyspec.text.call_plan import CallPlan
+from pyspec.text.markup.answer_grammar import Tokens, control_tokens, grammar_of_calls, shown_tokens
 from pyspec.text.markup.dialect import AnswerMarkup
-from pyspec.text.markup.held import Tokens, control_tokens, held_calls, shown_tokens
 
-Keep = Callable[[Grammar], Grammar]
+CheckGrammar = Callable[[Grammar], Grammar]
 """Compiles a grammar. Raises RequestError if the grammar is not supported."""
 
 
@@ -36,24 +36,24 @@ class AnswerPlan:
 
 
 def plan_answer(
-    tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, keep: Keep, *, has_grammar: bool
+    tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, check: CheckGrammar, *, has_grammar: bool
 ) -> AnswerPlan:
     """Plan an answer. Raises RequestError if schemas must be enforced and are not supported.
 
     markup       the answer's markup without its calls
     has_grammar  the text has a grammar of its own
     """
-    in_place = _in_place(tokenizer, calls) if has_grammar and calls.dialect and not calls.is_bound else []
+    in_place = _in_place(tokenizer, calls) if has_grammar and calls.dialect and not calls.is_calls_only else []
     markup = replace(
         markup,
         calls=calls.dialect,
         tools=calls.schemas,
-        is_bound=calls.is_bound,
+        is_calls_only=calls.is_calls_only,
         trigger=in_place[0][1] if in_place else "",
     )
-    grammar = None if in_place else _call_grammar(tokenizer, calls, markup, keep)
+    grammar = None if in_place else _call_grammar(tokenizer, calls, markup, check)
     return AnswerPlan(
-        markup=replace(markup, is_held=grammar is not None or bool(in_place)),
+        markup=replace(markup, is_constrained=grammar is not None or bool(in_place)),
         shown=shown_tokens(tokenizer, markup),
         grammar=grammar,
         calls=tuple(source for source, _ in in_place),
@@ -64,26 +64,26 @@ def _in_place(tokenizer: Tokens, calls: CallPlan) -> list[tuple[str, str]]:
     """Calls with their first characters, held to the tools' schemas. If strictness is optional, the second entry allows any arguments."""
     assert calls.dialect is not None
     control = control_tokens(tokenizer, calls.dialect)
-    schemas = [calls.schemas] if calls.is_held else [calls.schemas, {name: {} for name in calls.schemas}]
+    schemas = [calls.schemas] if calls.is_constrained else [calls.schemas, {name: {} for name in calls.schemas}]
     return [calls.dialect.in_place(each, is_single=calls.is_single, control=control) for each in schemas]
 
 
-def _call_grammar(tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, keep: Keep) -> Grammar | None:
+def _call_grammar(tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, check: CheckGrammar) -> Grammar | None:
     """The grammar of the calls, or None if they are free. For a model that reads in its prompt how to call, all calls have a grammar:
     that of the schemas or, if those are not supported, that of the form alone."""
-    if markup.calls is None or not (calls.is_held or markup.calls.is_prompted):
+    if markup.calls is None or not (calls.is_constrained or markup.calls.is_prompted):
         return None
     try:
-        return keep(held_calls(tokenizer, markup, is_single=calls.is_single))
+        return check(grammar_of_calls(tokenizer, markup, is_single=calls.is_single))
     except RequestError as e:
-        if calls.is_held:
+        if calls.is_constrained:
             raise RequestError(f"tools: their schemas can not be kept: {e}") from None
     free = replace(markup, tools={name: {} for name in calls.schemas})
-    return keep(held_calls(tokenizer, free, is_single=calls.is_single))
+    return check(grammar_of_calls(tokenizer, free, is_single=calls.is_single))
 
 
-def held_text(
-    name: str, grammar: Grammar, keep: Keep, *, free: str = "", calls: Sequence[str] = (), begun: str = ""
+def text_grammar(
+    name: str, grammar: Grammar, check: CheckGrammar, *, free: str = "", calls: Sequence[str] = (), begun: str = ""
 ) -> Grammar:
     """Compile the grammar of a text. Raises RequestError that names the option with the grammar.
 
@@ -93,15 +93,15 @@ def held_text(
     """
     grammar = replace(grammar, after=free, begun="" if free else begun)
     try:
-        kept = keep(grammar)
+        checked = check(grammar)
     except RequestError as e:
         raise RequestError(f"{name}: {e}") from None
     why = ""
     for each in calls:
         try:
-            return keep(replace(grammar, calls=each))
+            return check(replace(grammar, calls=each))
         except RequestError as e:
             why = why or str(e)
     if calls:
         raise RequestError(f"tools: their schemas can not be kept beside {name}: {why}")
-    return kept
+    return checked

@@ -15,7 +15,7 @@ Tool = Mapping[str, Any]
 """A tool as OpenAI's clients write it: {"type": "function", "function": {"name", "description", "parameters", "strict"}}."""
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
-BEYOND_BARE = frozenset({"pattern", "format", "minLength", "maxLength"})
+STRING_LIMITS = frozenset({"pattern", "format", "minLength", "maxLength"})
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class CallPlan:
 
     dialect   how calls are written; None: calls are not parsed
     schemas   the arguments' schema of each tool that may be called
-    is_bound  the answer consists of calls
-    is_held   a grammar holds names and arguments to the tools' schemas
+    is_calls_only   the answer consists of calls
+    is_constrained  a grammar holds names and arguments to the tools' schemas
     is_single one call at most
     """
 
     dialect: Dialect | None = None
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    is_bound: bool = False
-    is_held: bool = False
+    is_calls_only: bool = False
+    is_constrained: bool = False
     is_single: bool = False
 
 
@@ -62,8 +62,8 @@ def call_plan(tools: Sequence[Tool], choice: ToolChoice, dialect: Dialect | None
     wanted = named if allowed is None else {name: named[name] for name in allowed if name in named}
     if lost := [name for name in allowed or () if name not in named]:
         raise RequestError(f"tool_choice: there is no tool {lost[0][:80]!r}")
-    is_bound = choice.wanted == "required"
-    if is_bound and not wanted:
+    is_calls_only = choice.wanted == "required"
+    if is_calls_only and not wanted:
         raise RequestError("tool_choice: there are no tools to choose from")
     if not wanted or choice.wanted == "none":
         return CallPlan()
@@ -79,29 +79,29 @@ def call_plan(tools: Sequence[Tool], choice: ToolChoice, dialect: Dialect | None
     return CallPlan(
         dialect=dialect,
         schemas={name: function.get("parameters") or NO_ARGUMENTS for name, function in wanted.items()},
-        is_bound=is_bound,
-        is_held=is_bound or len(wanted) < len(named) or is_strict or not parallel,
+        is_calls_only=is_calls_only,
+        is_constrained=is_calls_only or len(wanted) < len(named) or is_strict or not parallel,
         is_single=choice.is_named or not parallel,
     )
 
 
-def tool_choice(said: Any) -> ToolChoice:
+def tool_choice(choice: Any) -> ToolChoice:
     """Parse `tool_choice` as OpenAI's clients send it. Raises RequestError."""
-    if said is None:
+    if choice is None:
         return ToolChoice()
-    if said == "auto" or said == "none" or said == "required":
-        return ToolChoice(said)
-    if isinstance(said, str):
-        raise RequestError(f'tool_choice: {said[:40]!r} is none of "auto", "none" and "required"')
-    if isinstance(said, Mapping) and said.get("type") == "allowed_tools":
-        return _allowed(said.get("allowed_tools"))
-    return ToolChoice("required", (_named(said, "tool_choice"),), is_named=True)
+    if choice == "auto" or choice == "none" or choice == "required":
+        return ToolChoice(choice)
+    if isinstance(choice, str):
+        raise RequestError(f'tool_choice: {choice[:40]!r} is none of "auto", "none" and "required"')
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        return _allowed(choice.get("allowed_tools"))
+    return ToolChoice("required", (_named(choice, "tool_choice"),), is_named=True)
 
 
-def _allowed(said: Any) -> ToolChoice:
+def _allowed(choice: Any) -> ToolChoice:
     """The functions of OpenAI's `allowed_tools`. Tools of other types are left out, as in the prompt."""
-    tools = said.get("tools") if isinstance(said, Mapping) else None
-    mode = said.get("mode") if isinstance(said, Mapping) else None
+    tools = choice.get("tools") if isinstance(choice, Mapping) else None
+    mode = choice.get("mode") if isinstance(choice, Mapping) else None
     if mode not in ("auto", "required", None):
         raise RequestError('tool_choice: the mode of allowed_tools is "auto" or "required"')
     if not isinstance(tools, list):
@@ -110,8 +110,8 @@ def _allowed(said: Any) -> ToolChoice:
     return ToolChoice(mode or "auto", tuple(dict.fromkeys(_named(tool, "tool_choice.allowed_tools") for tool in own)))
 
 
-def _named(said: Any, where: str) -> str:
-    function = said.get("function") if isinstance(said, Mapping) and said.get("type") == "function" else None
+def _named(choice: Any, where: str) -> str:
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise RequestError(f'{where}: a word, or an object such as {{type: "function", function: {{name: "..."}}}}')
     return str(function["name"])
@@ -121,9 +121,9 @@ def _check_bare(function: Mapping[str, Any]) -> None:
     """Raise RequestError if a strict tool restricts a string in a way that bare text can not be held to."""
     properties = (function.get("parameters") or {}).get("properties")
     for name, schema in (properties if function.get("strict") and isinstance(properties, Mapping) else {}).items():
-        said = BEYOND_BARE & schema.keys() if isinstance(schema, Mapping) and "enum" not in schema else ()
-        if said and schema.get("type", "string") == "string":
+        limits = STRING_LIMITS & schema.keys() if isinstance(schema, Mapping) and "enum" not in schema else ()
+        if limits and schema.get("type", "string") == "string":
             raise RequestError(
-                f"tools: {function['name']} is strict, but {min(said)} of argument {name[:80]!r} can not be kept: this model writes"
+                f"tools: {function['name']} is strict, but {min(limits)} of argument {name[:80]!r} can not be kept: this model writes"
                 " strings as bare text"
             )

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 from pyspec.errors import RequestError
 from pyspec.text.abilities import HEAD, Abilities, Chat
-from pyspec.text.markup.held import Tokens
+from pyspec.text.markup.answer_grammar import Tokens
 from pyspec.text.markup.hermes import CLOSE, OPEN
 
 ToolList = list[Mapping[str, Any]]
 
-HOW = (
+INSTRUCTIONS = (
     f'To call a tool, write a block like this, and nothing behind it:\n{OPEN}\n{{"name": "NAME", "arguments": {{"KEY": "VALUE"}}}}\n{CLOSE}\n'
     "To call several, write one block for each. What they return comes in the next message. Where no tool is needed, answer in plain text."
 )
@@ -68,7 +68,7 @@ def with_described(
     if not template.able(tools=shows_tools).shows_calls:
         chat = _in_turns(chat, owner)
     if tools and may_call:
-        chat = _instructed(chat, HOW if shows_tools else f"{_listed(tools, owner)}\n\n{HOW}")
+        chat = _instructed(chat, INSTRUCTIONS if shows_tools else f"{_listed(tools, owner)}\n\n{INSTRUCTIONS}")
     return chat, tools if shows_tools else []
 
 
@@ -106,9 +106,9 @@ def _called(message: dict[str, Any], owner: HasTokenizer) -> dict[str, Any]:
     if message["role"] != "assistant" or not calls:
         return message
     blocks = "\n".join(f"{OPEN}\n{_json(_call(call), owner)}\n{CLOSE}" for call in calls)
-    said = message.get("content")
+    content = message.get("content")
     own = {key: value for key, value in message.items() if key != "tool_calls"}
-    return own | {"content": f"{said}\n{blocks}" if said else blocks}
+    return own | {"content": f"{content}\n{blocks}" if content else blocks}
 
 
 def _call(call: Any) -> dict[str, Any]:
@@ -130,8 +130,8 @@ def _instructed(messages: Chat, text: str) -> Chat:
     """Append the instructions to the first system message; without one, add a system message. `fitting` later moves it if needed."""
     if not messages or messages[0]["role"] not in HEAD:
         return [{"role": "system", "content": text}, *messages]
-    said = messages[0].get("content")
-    return [messages[0] | {"content": f"{said}\n\n{text}" if said else text}, *messages[1:]]
+    content = messages[0].get("content")
+    return [messages[0] | {"content": f"{content}\n\n{text}" if content else text}, *messages[1:]]
 
 
 def _json(value: Any, owner: HasTokenizer) -> str:

@@ -22,7 +22,7 @@ class Chars:
 class Token:
     """One token of the vocabulary, by its id or its text, or any other token."""
 
-    said: int | str
+    key: int | str
     is_other: bool
 
 

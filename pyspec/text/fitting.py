@@ -32,7 +32,7 @@ SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 def fitted(messages: Chat, able: Abilities) -> Chat:
     """The same chat in a form that the template accepts; content is text already."""
-    chat = [_said(message) for message in messages]
+    chat = [_without_empty(message) for message in messages]
     if any(message["role"] in HEAD for message in chat):
         chat = [_known(message, able) for message in chat]
         n_head = next((i for i, message in enumerate(chat) if message["role"] not in HEAD), len(chat))
@@ -46,7 +46,7 @@ def fitted(messages: Chat, able: Abilities) -> Chat:
     ]
 
 
-def _said(message: Mapping[str, Any]) -> dict[str, Any]:
+def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:
     """Without fields that clients add although the answer had none."""
     return {
         key: value for key, value in message.items() if value is not None and not (key == "tool_calls" and not value)
@@ -139,8 +139,8 @@ def _with_ids(messages: Chat, able: Abilities) -> Chat:
             ]
             message = message | {"tool_calls": named}
         elif message["role"] == "tool":
-            said = message.get("tool_call_id")
-            id_ = _short(str(said)) if said else next(iter(open_ids), _short(str(i)))
+            given = message.get("tool_call_id")
+            id_ = _short(str(given)) if given else next(iter(open_ids), _short(str(i)))
             open_ids = [each for each in open_ids if each != id_]
             message = message | {"tool_call_id": id_}
         chat.append(message)

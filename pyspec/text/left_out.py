@@ -13,7 +13,7 @@ MOST_LOGGED = 200  # a limit, because clients choose the names of kinds
 _logged: set[str] = set()
 
 
-def tell(what: str, kind: str) -> None:
+def log_left_out(what: str, kind: str) -> None:
     """Log once that entries of this kind are left out."""
     line = f"{what} of type {kind[:60]!r}"
     if line not in _logged and len(_logged) < MOST_LOGGED:
@@ -32,5 +32,5 @@ def _is_foreign(tool: Any, own: str) -> bool:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if not isinstance(kind, str) or kind == own:
         return False
-    tell("tools", kind)
+    log_left_out("tools", kind)
     return True

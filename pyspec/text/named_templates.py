@@ -13,8 +13,8 @@ def _each(message: str, answer: str) -> str:
 
 def _by_role(system: str, user: str, assistant: str, answer: str) -> str:
     """A template with a form for each role. Other roles are left out."""
-    said = "{% if m['role'] == 'system' %}" + system + "{% elif m['role'] == 'user' %}" + user
-    return _each(said + "{% elif m['role'] == 'assistant' %}" + assistant + "{% endif %}", answer)
+    branches = "{% if m['role'] == 'system' %}" + system + "{% elif m['role'] == 'user' %}" + user
+    return _each(branches + "{% elif m['role'] == 'assistant' %}" + assistant + "{% endif %}", answer)
 
 
 _TURN = "{{ '<|START_OF_TURN_TOKEN|><|%s_TOKEN|>' + m['content'] | trim + '<|END_OF_TURN_TOKEN|>' }}"

@@ -9,7 +9,7 @@ from pyspec.errors import PyspecError
 from pyspec.ranges import printable
 
 PANIC = "PanicException"  # pyo3 makes one such class for each library
-SAID = 200  # characters of its message to show
+MESSAGE_CHARS = 200  # characters of its message to show
 
 
 @contextmanager
@@ -22,4 +22,4 @@ def border(error: type[PyspecError], what: str) -> Iterator[None]:
     except BaseException as e:
         if not isinstance(e, Exception) and type(e).__name__ != PANIC:
             raise
-        raise error(f"{what}: {printable(' '.join(str(e).split()), SAID) or type(e).__name__}") from None
+        raise error(f"{what}: {printable(' '.join(str(e).split()), MESSAGE_CHARS) or type(e).__name__}") from None

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from pyspec.text.automaton import TooMuch, word_of
+from pyspec.text.automaton import TooLarge, automaton_of
 from pyspec.text.expressions import Chars, Concat, Either, Node, Ranges, Repeat, have_common, merged, others
 
 MOST_STATES = 24  # of the automaton of a negative look-ahead
@@ -34,7 +34,7 @@ _LAST = re.compile(r"\(\?<([=!])((?:[^()\\]|\\.)*)\)\$$")
 _GROUP = re.compile(r"\((?:\?(?::|<[A-Za-z]\w*>))?")
 
 
-class _Unread(Exception):
+class UnsupportedPattern(Exception):
     """The pattern has syntax that this module does not read."""
 
 
@@ -47,7 +47,7 @@ def plain_patterns(node: dict[str, Any]) -> dict[str, Any]:
         return node
     try:
         first, *more = [_with_plain_classes(each) for each in _parts(pattern)]
-    except (_Unread, TooMuch, RecursionError):
+    except (UnsupportedPattern, TooLarge, RecursionError):
         return node
     node["pattern"] = first
     if more:
@@ -58,7 +58,7 @@ def plain_patterns(node: dict[str, Any]) -> dict[str, Any]:
 def _as_read(pattern: str) -> str:
     try:
         return _with_plain_classes(pattern)
-    except _Unread:
+    except UnsupportedPattern:
         return pattern
 
 
@@ -68,11 +68,11 @@ def _parts(pattern: str) -> list[str]:
         return [pattern]
     if (behind := _LAST.search(pattern)) is not None:
         if _has_choices(pattern):
-            raise _Unread
+            raise UnsupportedPattern
         more = _parts(pattern[: behind.start()] + "$")
         return [*more, _end(behind[2], is_wanted=behind[1] == "=")]
     if not pattern.startswith("^"):
-        raise _Unread
+        raise UnsupportedPattern
     before, found, at = "", [], 1
     while at < len(pattern):
         ahead = _AHEAD.match(pattern, at)
@@ -88,14 +88,14 @@ def _parts(pattern: str) -> list[str]:
             break
     rest = before + pattern[at:]
     if _AHEAD.search(rest) or _has_choices(rest):
-        raise _Unread
+        raise UnsupportedPattern
     return [f"^{rest}", *found]
 
 
 def _beginning(before: str, inner: str, *, is_wanted: bool) -> str:
     """A pattern of the texts with `inner` (or not) behind `before`. `before` has a fixed number of characters."""
     if _AHEAD.search(inner):
-        raise _Unread
+        raise UnsupportedPattern
     if not before:  # at the start of the text, where ^ is redundant
         inner = "|".join(each.removeprefix("^") for each in _choices(inner))
     if is_wanted:
@@ -147,7 +147,7 @@ def _end_of_group(text: str, at: int) -> int:
     for end, sign, depth in _signs(text, at):
         if sign != "|" and depth == 0:
             return end + 1
-    raise _Unread
+    raise UnsupportedPattern
 
 
 def _end_of_class(text: str, at: int) -> int:
@@ -155,7 +155,7 @@ def _end_of_class(text: str, at: int) -> int:
     while at < len(text) and text[at] != "]":
         at += 2 if text[at] == "\\" else 1
     if at >= len(text):
-        raise _Unread
+        raise UnsupportedPattern
     return at + 1
 
 
@@ -182,7 +182,7 @@ def _with_plain_classes(pattern: str) -> str:
             end = _end_of_class(pattern, at)
             try:
                 ranges = _class(pattern[at:end])
-            except _Unread:
+            except UnsupportedPattern:
                 ranges = ()
             if ranges and not have_common(others(ranges), CONTROLS):
                 found.append(_written([(max(low, 1), high) for low, high in ranges]))
@@ -205,7 +205,7 @@ def _class(text: str) -> Ranges:
             reader.at += 1
             high = reader.in_class()
             if not isinstance(high, int) or high < low:
-                raise _Unread
+                raise UnsupportedPattern
             found.append((low, high))
         else:
             found += [(low, low)] if isinstance(low, int) else low
@@ -221,17 +221,17 @@ class _PatternReader:
     def read(self) -> Node:
         node = self._either()
         if self.at < len(self.text):
-            raise _Unread
+            raise UnsupportedPattern
         return node
 
     def _either(self) -> Node:
-        choices = [self._row()]
+        choices = [self._concat()]
         while self.text[self.at : self.at + 1] == "|":
             self.at += 1
-            choices.append(self._row())
+            choices.append(self._concat())
         return Either(tuple(choices))
 
-    def _row(self) -> Node:
+    def _concat(self) -> Node:
         parts: list[Node] = []
         while self.at < len(self.text) and self.text[self.at] not in "|)":
             parts.append(self._repeated(self._part()))
@@ -249,23 +249,23 @@ class _PatternReader:
             self.at += 1
             ranges = others(LINE_ENDS)
         elif sign in "^$*+?{":
-            raise _Unread
+            raise UnsupportedPattern
         else:
             one = self.in_class()
             ranges = ((one, one),) if isinstance(one, int) else one
         if not ranges:
-            raise _Unread
+            raise UnsupportedPattern
         return Chars(ranges)
 
     def _group(self) -> Node:
         found = _GROUP.match(self.text, self.at)
         self.depth += 1
         if found is None or self.depth > MOST_DEEP or self.text[found.end() : found.end() + 1] == "?":
-            raise _Unread
+            raise UnsupportedPattern
         self.at = found.end()
         node = self._either()
         if self.text[self.at : self.at + 1] != ")":
-            raise _Unread
+            raise UnsupportedPattern
         self.at += 1
         self.depth -= 1
         return node
@@ -275,7 +275,7 @@ class _PatternReader:
         if sign == "{":
             found = _COUNT.match(self.text, self.at)
             if found is None:
-                raise _Unread
+                raise UnsupportedPattern
             self.at = found.end()
             least = int(found[1])
             most = int(found[3]) if found[3] else None if found[2] else least
@@ -305,39 +305,41 @@ class _PatternReader:
         if sign in _NAMED:
             return _NAMED[sign]
         if not sign or sign.isalnum():
-            raise _Unread
+            raise UnsupportedPattern
         return ord(sign)
 
 
 def _unrolled(node: Node, least: int, most: int | None) -> Node:
     """Write a counted repetition out, because the automaton treats counted repetitions as unbounded."""
     if least + (most or 0) > 4 * MOST_STATES:
-        raise _Unread
+        raise UnsupportedPattern
     parts: list[Node] = [node] * least
     parts += [Repeat(node, 0, None)] if most is None else [Repeat(node, 0, 1)] * (most - least)
     return Concat(tuple(parts))
 
 
 def _complement(node: Node) -> str:
-    """A regular expression of the texts that do not match a node. Raises TooMuch."""
-    word = word_of(node, {})
-    alphabet = _alphabet(word.places)
+    """A regular expression of the texts that do not match a node. Raises TooLarge."""
+    automaton = automaton_of(node, {})
+    alphabet = _alphabet(automaton.places)
     start = frozenset([-1])
     states, todo = {start: 0}, [start]
     edges: dict[tuple[int, int], list[tuple[int, int]]] = {}
     while todo:
         state = todo.pop()
-        after = [place for each in state for place in word.behind.get(each, ())]
+        after = [place for each in state for place in automaton.behind.get(each, ())]
         for chars in alphabet:
-            to = frozenset(place for place in after if have_common(word.places[place], (chars,)))
+            to = frozenset(place for place in after if have_common(automaton.places[place], (chars,)))
             if to not in states:
                 if len(states) == MOST_STATES:
-                    raise TooMuch
+                    raise TooLarge
                 states[to] = len(states)
                 todo.append(to)
             edges.setdefault((states[state], states[to]), []).append(chars)
     accepts = [
-        number for state, number in states.items() if not (state & word.last or (word.can_be_empty and state == start))
+        number
+        for state, number in states.items()
+        if not (state & automaton.last or (automaton.can_be_empty and state == start))
     ]
     return _expression({pair: _written(merged(chars)) for pair, chars in edges.items()}, len(states), accepts)
 
@@ -367,7 +369,7 @@ def _expression(edges: dict[tuple[int, int], str], n: int, accepts: Sequence[int
                 text = f"{_one(before)}{again}{_one(behind)}"
                 edges[a, b] = f"{edges[a, b]}|{text}" if (a, b) in edges else text
         if sum(map(len, edges.values())) > MOST_CHARS:
-            raise TooMuch
+            raise TooLarge
     return edges.get((0, n + 1), "[^\\x{0}-\\x{10ffff}]")
 
 

@@ -40,42 +40,42 @@ MOST_HOPS = 16
 _SAFE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def below(node: Mapping[str, Any], words: tuple[str, ...] = ONE + LISTS + NAMED + DEFINED) -> Iterator[Schema]:
+def below(node: Mapping[str, Any], keywords: tuple[str, ...] = ONE + LISTS + NAMED + DEFINED) -> Iterator[Schema]:
     """The direct subschemas of a schema."""
-    for word in words:
-        value = node.get(word)
-        if isinstance(value, list) and word in LISTS:
+    for keyword in keywords:
+        value = node.get(keyword)
+        if isinstance(value, list) and keyword in LISTS:
             yield from value
-        elif isinstance(value, Mapping) and word in NAMED + DEFINED:
+        elif isinstance(value, Mapping) and keyword in NAMED + DEFINED:
             yield from (each for each in value.values() if not isinstance(each, list))
-        elif isinstance(value, Mapping | bool) and word in ONE:
+        elif isinstance(value, Mapping | bool) and keyword in ONE:
             yield value
 
 
 def mapped(node: Mapping[str, Any], change: Callable[[Schema], Schema]) -> dict[str, Any]:
     """A copy of a schema with each direct subschema changed."""
     found = dict(node)
-    for word in ONE:
-        if isinstance(node.get(word), Mapping | bool):
-            found[word] = change(node[word])
-    for word in LISTS:
-        if isinstance(node.get(word), list):
-            found[word] = [change(each) for each in node[word]]
-    for word in NAMED:
-        if isinstance(node.get(word), Mapping):
-            found[word] = {k: each if isinstance(each, list) else change(each) for k, each in node[word].items()}
+    for keyword in ONE:
+        if isinstance(node.get(keyword), Mapping | bool):
+            found[keyword] = change(node[keyword])
+    for keyword in LISTS:
+        if isinstance(node.get(keyword), list):
+            found[keyword] = [change(each) for each in node[keyword]]
+    for keyword in NAMED:
+        if isinstance(node.get(keyword), Mapping):
+            found[keyword] = {k: each if isinstance(each, list) else change(each) for k, each in node[keyword].items()}
     return found
 
 
 def referred(
-    root: Schema, meant: Callable[[dict[str, Any]], Schema] = lambda node: node, *, names_root: bool = False
+    root: Schema, change: Callable[[dict[str, Any]], Schema] = lambda node: node, *, names_root: bool = False
 ) -> Schema:
-    """The schema with all references in one form. A reference to the root is "#", unless `names_root`. `meant` changes each schema
+    """The schema with all references in one form. A reference to the root is "#", unless `names_root`. `change` changes each schema
     after its subschemas.
 
     Raises RequestError for a reference that can not be resolved.
     """
-    return _References(root, meant, names_root).written() if isinstance(root, Mapping) else root
+    return _References(root, change, names_root).written() if isinstance(root, Mapping) else root
 
 
 def followed(node: Schema, root: Schema) -> Schema:
@@ -84,21 +84,22 @@ def followed(node: Schema, root: Schema) -> Schema:
         return node
     references = _References(root, lambda node: node, False)
     for _ in range(MOST_HOPS):
-        word = next(
-            (word for word in REFERENCES if isinstance(node, Mapping) and isinstance(node.get(word), str)), None
+        keyword = next(
+            (keyword for keyword in REFERENCES if isinstance(node, Mapping) and isinstance(node.get(keyword), str)),
+            None,
         )
-        if word is None:
+        if keyword is None:
             return node
         try:
-            node = references.target(node, word)
+            node = references.target(node, keyword)
         except RequestError:
             return None
     return None
 
 
 class _References:
-    def __init__(self, root: Mapping[str, Any], meant: Callable[[dict[str, Any]], Schema], names_root: bool) -> None:
-        self._root, self._meant = root, meant
+    def __init__(self, root: Mapping[str, Any], change: Callable[[dict[str, Any]], Schema], names_root: bool) -> None:
+        self._root, self._change = root, change
         self._bases: dict[int, str] = {}  # base URI of each schema, by id()
         self._documents: dict[str, Schema] = {"": root}
         self._anchors: dict[tuple[str, str], Schema] = {}
@@ -114,13 +115,13 @@ class _References:
             node, base = todo.pop()
             if not isinstance(node, Mapping) or id(node) in self._bases:
                 continue
-            for word in ("$id", "id"):
-                if isinstance(said := node.get(word), str) and not said.startswith("#"):
-                    base = urldefrag(urljoin(base, said))[0]
+            for keyword in ("$id", "id"):
+                if isinstance(uri := node.get(keyword), str) and not uri.startswith("#"):
+                    base = urldefrag(urljoin(base, uri))[0]
                     self._documents.setdefault(base, node)
             self._bases[id(node)] = base
-            for word in ("$anchor", "$dynamicAnchor"):
-                if isinstance(name := node.get(word), str):
+            for keyword in ("$anchor", "$dynamicAnchor"):
+                if isinstance(name := node.get(keyword), str):
                     place = base, name
                     if self._anchors.setdefault(place, node) is not node:
                         self._twice.add(place)
@@ -141,15 +142,15 @@ class _References:
         if not isinstance(node, Mapping):
             return node
         given, node = node, self._with_names(node)
-        found = mapped({word: value for word, value in node.items() if word not in PLACES}, self._copy)
-        for word in REFERENCES:
-            if isinstance(said := found.pop(word, None), str):
-                place = self._name(self.target(given, word), said)
+        found = mapped({keyword: value for keyword, value in node.items() if keyword not in PLACES}, self._copy)
+        for keyword in REFERENCES:
+            if isinstance(reference := found.pop(keyword, None), str):
+                place = self._name(self.target(given, keyword), reference)
                 if "$ref" in found:
                     found["allOf"] = [*found.get("allOf", ()), {"$ref": place}]
                 else:
                     found["$ref"] = place
-        return self._meant(found)
+        return self._change(found)
 
     def _with_names(self, node: Mapping[str, Any]) -> Mapping[str, Any]:
         """Replace a reference in `propertyNames` by its target, because `propertyNames` becomes other keywords."""
@@ -160,11 +161,11 @@ class _References:
             names = self.target(names, "$ref")
         return node if names is node.get("propertyNames") else {**node, "propertyNames": names}
 
-    def _name(self, target: Schema, said: str) -> str:
+    def _name(self, target: Schema, reference: str) -> str:
         """The new place of a schema: under its own name, if that is plain and not taken."""
         key = id(target) if isinstance(target, Mapping) else hash(target)
         if key not in self._names:
-            own = said.rpartition("/")[2]
+            own = reference.rpartition("/")[2]
             taken = set(self._names.values())
             if not _SAFE.fullmatch(own) or f"#/$defs/{own}" in taken:
                 own = f"d{len(taken)}-"
@@ -172,12 +173,12 @@ class _References:
             self._todo.append((own, target))
         return self._names[key]
 
-    def target(self, node: Mapping[str, Any], word: str) -> Schema:
+    def target(self, node: Mapping[str, Any], keyword: str) -> Schema:
         """Resolve a reference of a schema. Raises RequestError."""
-        said, base = str(node[word]), self._bases.get(id(node), "")
-        where, fragment = urldefrag(urljoin(base, said) if base else said)
+        reference, base = str(node[keyword]), self._bases.get(id(node), "")
+        where, fragment = urldefrag(urljoin(base, reference) if base else reference)
         found = self._documents.get(where)
-        if found is not None and word == "$recursiveRef" and any(n != self._root for n in self._recursive()):
+        if found is not None and keyword == "$recursiveRef" and any(n != self._root for n in self._recursive()):
             found = None
         if found is not None and fragment.startswith("/"):
             found = _at(found, fragment)
@@ -185,7 +186,9 @@ class _References:
             place = where, unquote(fragment)
             found = None if place in self._twice else self._anchors.get(place)
         if not isinstance(found, Mapping | bool):
-            raise RequestError(f"the json_schema refers to {said!r:.120}, which is no part of it that can be followed")
+            raise RequestError(
+                f"the json_schema refers to {reference!r:.120}, which is no part of it that can be followed"
+            )
         return found
 
     def _recursive(self) -> list[Schema]:

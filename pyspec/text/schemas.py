@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
+from pyspec.text.schema_keywords import named_types, plain_schema
 from pyspec.text.schema_refs import referred
-from pyspec.text.schema_words import meant, types_said
 
 OPEN = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"})
 """Keywords about properties that are not listed."""
@@ -35,7 +35,7 @@ JOINED = frozenset(
     ]
 )
 """Keywords that apply more than one schema to the same object."""
-SAYS = frozenset(
+RESTRICTING = frozenset(
     [
         *("type", "enum", "const", "required", "properties", "minProperties", "maxProperties", *OPEN, *JOINED),
         *("items", "prefixItems", "contains", "minContains", "maxContains", "minItems", "maxItems", "uniqueItems"),
@@ -56,7 +56,7 @@ MOST_DEEP = 8  # nested references and choices that a comparison follows
 def closed(schema: Any) -> Any:
     """The schema in llguidance's keywords. Objects that list their properties are closed. Raises RequestError for a reference that
     can not be resolved."""
-    found = referred(schema, meant)
+    found = referred(schema, plain_schema)
     schema = {"enum": []} if found is False and isinstance(schema, Mapping) else found  # matches nothing
     walk = _Walk(schema)
     walk.look(schema, True)
@@ -81,7 +81,7 @@ class _Walk:
 
     def _below(self, node: Mapping[str, Any], may: bool) -> list[tuple[Any, bool]]:
         """The subschemas, each with whether it is the only one for its object."""
-        own = node.keys() & SAYS
+        own = node.keys() & RESTRICTING
         found: list[tuple[Any, bool]] = []
         if "$ref" in node:
             found.append((self._target(node["$ref"]), may and own == {"$ref"}))
@@ -131,16 +131,16 @@ class _Walk:
             return [_Form(TYPES)] if node is not False else []
         if "$ref" in node:
             return self._forms(self._target(node["$ref"]), closes, depth - 1)  # keywords beside it only narrow it
-        for word in ("anyOf", "oneOf", "allOf"):
-            choices = _list(node.get(word))
-            if choices and not node.keys() & {"type", "enum", "const"} and (word != "allOf" or len(choices) == 1):
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            choices = _list(node.get(keyword))
+            if choices and not node.keys() & {"type", "enum", "const"} and (keyword != "allOf" or len(choices) == 1):
                 found: list[_Form] = []
                 for each in choices:
                     found += self._forms(each, closes, depth - 1)
                     if len(found) > MOST_CHOICES:
                         return [_Form(TYPES)]
                 return found
-        types = types_said(node)
+        types = named_types(node)
         types = TYPES if types is None else frozenset("number" if each == "integer" else each for each in types)
         listed, needed = node.get("properties"), node.get("required", [])
         if not isinstance(listed, Mapping) or not isinstance(needed, list):

@@ -27,7 +27,7 @@ CHATML = (
 
 TIME_S = 2.0
 TEMPLATE_CHARS = 1 << 20
-SAID_CHARS = 400  # of a template's own message
+MESSAGE_CHARS = 400  # of a template's own message
 ANOTHER = "--chat-template takes another one"
 MESSAGES = 1 << 16
 ADDED_FUNCTIONS = re.compile(r"\+\s*functions\b(?!\s*[.|\[(])")
@@ -164,7 +164,7 @@ class ChatTemplate:
         """Start the sandbox now; BadTemplate if the template does not compile."""
         answer = {"failed": self.broken} if self.broken else self._renderer.check()
         if "failed" in answer:
-            raise BadTemplate(f"the chat template {printable(answer['failed'], SAID_CHARS)}")
+            raise BadTemplate(f"the chat template {printable(answer['failed'], MESSAGE_CHARS)}")
         if self.tool_use is not None:
             self.tool_use.check()
 
@@ -214,10 +214,10 @@ class ChatTemplate:
             second = self._renderer.ask(asked, tools, add_generation_prompt, kwargs)
             answer = second if "text" in second else answer
         if "refused" in answer:
-            said = printable(answer["refused"], SAID_CHARS)
-            raise RequestError(f"the chat template refuses the messages: {said}; {ANOTHER}")
+            message = printable(answer["refused"], MESSAGE_CHARS)
+            raise RequestError(f"the chat template refuses the messages: {message}; {ANOTHER}")
         if "failed" in answer:
-            raise RequestError(f"the chat template {printable(answer['failed'], SAID_CHARS)}; {ANOTHER}")
+            raise RequestError(f"the chat template {printable(answer['failed'], MESSAGE_CHARS)}; {ANOTHER}")
         return encodable(answer["text"])  # a template can write half a surrogate pair
 
     def encode(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from pyspec.constrain.gbnf import parsed
+from pyspec.constrain.gbnf import parse
 from pyspec.text.expressions import Chars, Concat, Either, Ref, Repeat, Rules
 
 Way = tuple[object, ...]
@@ -23,7 +23,7 @@ class TooMany(Exception):
 
 def takes(source: str, text: str) -> bool:
     """Whether all of a text fits. Raises TooMany."""
-    rules = parsed(source)
+    rules = parse(source)
     ways = _ready([(Ref("root"),)], rules)
     for char in text:
         ways = _ready([way[1:] for way in ways if way and _has(way[0], char)], rules)
@@ -101,7 +101,7 @@ def _row(rng: random.Random, names: list[str], own: int, depth: int) -> str:
 
 def text(rng: random.Random, source: str) -> str:
     """A text that fits, mostly: a way through the rules at random."""
-    rules = parsed(source)
+    rules = parse(source)
     said = ""
     way: Way = (Ref("root"),)
     for _ in range(300):

@@ -153,8 +153,8 @@ def test_calls_that_a_grammar_takes_are_read_as_they_were_meant(name: str) -> No
             assert speaks.is_bare, (text, tools)
             continue
         n_taken += 1
-        for is_bound in (True, False):
-            markup = AnswerMarkup(calls=speaks, tools=tools, is_held=True, is_bound=is_bound)
+        for is_calls_only in (True, False):
+            markup = AnswerMarkup(calls=speaks, tools=tools, is_constrained=True, is_calls_only=is_calls_only)
             assert read(markup, cut(text, rng)) == (calls, ""), (text, tools)
     assert n_taken > 100
 
@@ -178,7 +178,7 @@ def test_free_calls_under_any_name_are_read_alike(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in ALL if dialects.dialect(name).is_bare])
 def test_a_word_that_a_value_can_not_be_is_not_among_those_a_grammar_takes(name: str) -> None:
     marks = {"qwen3_coder": qwen_xml.MARKS, "glm45": glm.MARKS, "deepseek_v32": dsml.MARKS}[name]
-    words = ["a", f"b{marks.held_end}c", "d"]
+    words = ["a", f"b{marks.constrained_end}c", "d"]
     tools = {"f": {"type": "object", "properties": {"w": {"enum": words}}, "required": ["w"]}}
     lark = Lark()
     source = lark.calls(dialects.dialect(name).rules(lark, tools, is_single=True))

@@ -14,8 +14,8 @@ from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.settings import ServerSettings
 from pyspec.text.answer_plan import AnswerPlan, plan_answer
 from pyspec.text.call_plan import CallPlan, call_plan, tool_choice
+from pyspec.text.markup.answer_grammar import ends_open
 from pyspec.text.markup.dialect import AnswerMarkup, Dialect, dialect_for, think_marks
-from pyspec.text.markup.held import ends_open
 from pyspec.text.markup.reasoning import ThinkMarks
 
 

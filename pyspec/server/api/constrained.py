@@ -15,7 +15,7 @@ from pyspec.errors import RequestError
 from pyspec.request import Grammar, GrammarKind
 from pyspec.server.api.schema import Generate
 from pyspec.server.engine import EngineLike
-from pyspec.text.answer_plan import held_text
+from pyspec.text.answer_plan import text_grammar
 
 CHOICES = 1024
 
@@ -37,7 +37,7 @@ def checked_grammar(
 ) -> Grammar | None:
     """The compiled grammar of a body. Raises RequestError with the field's name. May take a while: not for an event loop.
 
-    free, calls, begun  as in `held_text`
+    free, calls, begun  as in `text_grammar`
     compiles  compile a new grammar; if False, raise NotCompiled
     """
     found = wanted(body)
@@ -46,7 +46,7 @@ def checked_grammar(
     if len(found) > 1:
         raise RequestError(f"{found[1][0]}: {found[0][0]} is given, too; an answer keeps to one of them")
     keep = partial(compiled_grammar, engine, compiles=compiles)
-    return held_text(*found[0], keep, free=free, calls=calls, begun=begun)
+    return text_grammar(*found[0], keep, free=free, calls=calls, begun=begun)
 
 
 def wanted(body: Generate) -> list[tuple[str, Grammar]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyspec.text.left_out import tell
+from pyspec.text.left_out import log_left_out
 
 ITEMS = frozenset(
     {"item_reference", "compaction", "compaction_summary", "compaction_trigger", "context_compaction"}
@@ -27,7 +27,7 @@ def is_foreign_item(item: dict[str, Any]) -> bool:
         return False
     if kind not in ITEMS and not kind.endswith(ITEM_ENDS) and not kind.startswith("mcp_"):
         return False
-    tell("input items", kind)
+    log_left_out("input items", kind)
     return True
 
 
@@ -35,5 +35,5 @@ def is_foreign_block(kind: str) -> bool:
     """True for such a block of an Anthropic message."""
     if kind not in BLOCKS and not kind.endswith(BLOCK_END):
         return False
-    tell("blocks", kind)
+    log_left_out("blocks", kind)
     return True

@@ -1,4 +1,4 @@
-"""Look-ahead in an answer: matches rows of marks, names and spaces against the next text without consuming it."""
+"""Look-ahead in an answer: matches marks, names and spaces against the next text without consuming it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 Step = tuple[str, ...]
 """Alternative texts, or one of the kinds below."""
 
-Row = tuple[Step, ...]
+Lookahead = tuple[Step, ...]
 """Consecutive steps."""
 
 GAP: Step = ("gap",)  # spaces and line ends, or nothing
@@ -23,10 +23,10 @@ _TAIL = re.compile(r"[^<\n]*")
 MOST_SPACES, MOST_NAME, MOST_TAIL = 64, 64, 64
 
 
-def comes(text: str, at: int, row: Row, *, is_over: bool, cut_fits: bool) -> bool | None:
-    """True if `row` matches at `at`. None if that depends on text still to come."""
+def matches(text: str, at: int, lookahead: Lookahead, *, is_over: bool, cut_fits: bool) -> bool | None:
+    """True if `lookahead` matches at `at`. None if that depends on text still to come."""
     places = {at}
-    for step in row:
+    for step in lookahead:
         waits, reached = False, set[int]()
         for place in places:
             found = _behind(text, place, step, is_over) if step in _KINDS else _behind_text(text, place, step)
@@ -35,7 +35,7 @@ def comes(text: str, at: int, row: Row, *, is_over: bool, cut_fits: bool) -> boo
         if waits and not is_over:
             return None
         if waits and cut_fits:
-            return True  # the answer ends inside the row
+            return True  # the answer ends inside the look-ahead
         if not reached:
             return False
         places = reached
@@ -70,6 +70,6 @@ def _behind(text: str, at: int, kind: Step, is_over: bool) -> set[int | None]:
     return {end} if end - at >= least else set()
 
 
-def _ends_mark(said: str, *, is_line: bool) -> bool:
+def _ends_mark(tail: str, *, is_line: bool) -> bool:
     """True if this may be the rest of an end mark: it ends in ">", or the line ends inside the mark's name."""
-    return said.endswith(">") or (is_line and (not said or said.isalpha()))
+    return tail.endswith(">") or (is_line and (not tail or tail.isalpha()))

@@ -9,9 +9,9 @@ import re
 import secrets
 import string
 
-from pyspec.text.markup.ahead import GAP, Row
+from pyspec.text.markup.ahead import GAP, Lookahead
 from pyspec.text.markup.between_marks import read_answer
-from pyspec.text.markup.call_grammar import CallRules, Lark, either, literal, named_object, repeated, row
+from pyspec.text.markup.call_grammar import CallRules, Lark, concat, either, literal, named_object, repeated
 from pyspec.text.markup.call_list import object_head, read_list
 from pyspec.text.markup.json_text import NotJson, read_arguments
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
@@ -43,11 +43,11 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
 
 def _list(reader: AnswerReader, text: str) -> Steps[str]:
     try:
-        said = yield from read_list(reader, (yield from reader.take_mark("[")))
+        content = yield from read_list(reader, (yield from reader.take_mark("[")))
     except NotJson:  # pass on the model's text
         yield from reader.rest(reader.arguments)
         return ""
-    return said and text + said
+    return content and text + content
 
 
 def _call(reader: AnswerReader, tools: Tools, text: str) -> Steps[str]:
@@ -67,19 +67,23 @@ def _call(reader: AnswerReader, tools: Tools, text: str) -> Steps[str]:
     return ""
 
 
-def heads(tools: Tools) -> tuple[Row, ...]:
+def heads(tools: Tools) -> tuple[Lookahead, ...]:
     names = tuple(tools)
     return ((OPEN,), GAP, ("[",), GAP, *object_head(tools)), ((OPEN,), GAP, names, GAP, (ARGS, ID, "{"))
 
 
 def list_rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    own_id = row(literal(', "id": "'), ID_IN_LARK, literal('"'))
-    call = lark.rule(named_object(lark, tools, "arguments", "", end=row(f"({own_id})?", literal("}"))))
-    return CallRules(OPEN, row("SPACE?", literal("["), repeated(call, '"," SPACE?', is_single=is_single), literal("]")))
+    own_id = concat(literal(', "id": "'), ID_IN_LARK, literal('"'))
+    call = lark.rule(named_object(lark, tools, "arguments", "", end=concat(f"({own_id})?", literal("}"))))
+    return CallRules(
+        OPEN, concat("SPACE?", literal("["), repeated(call, '"," SPACE?', is_single=is_single), literal("]"))
+    )
 
 
 def args_rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    own_id = row(literal(ID), ID_IN_LARK)
-    options = [row(literal(name), f"({own_id})?", literal(ARGS), lark.json(schema)) for name, schema in tools.items()]
+    own_id = concat(literal(ID), ID_IN_LARK)
+    options = [
+        concat(literal(name), f"({own_id})?", literal(ARGS), lark.json(schema)) for name, schema in tools.items()
+    ]
     call = lark.rule(either(options))
     return CallRules(OPEN, repeated(call, literal(OPEN), is_single=is_single))

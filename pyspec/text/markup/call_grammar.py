@@ -63,7 +63,7 @@ class Lark:
     def calls(self, rules: CallRules, thought: tuple[str, str] | None = None) -> str:
         """An answer of calls only, with optional reasoning between the marks of `thought` before them."""
         begin = f"({literal(thought[0])} {self.text_before(thought[1])} SPACE?)?" if thought else ""
-        return self._all(row(begin, literal(rules.trigger), rules.rest))
+        return self._all(concat(begin, literal(rules.trigger), rules.rest))
 
     def value(self, schema: Schema) -> str:
         """An answer that is a JSON value."""
@@ -92,11 +92,13 @@ class Lark:
         def spelled(found: re.Match[str]) -> str:
             if not found.group().startswith('"') or not marks.search(text := json.loads(found.group())):
                 return found.group()
-            parts = [part for part in marks.split(text) if part]
-            known = self._control
-            return f"({row(*(f'({_token(known[p])} | {literal(p)})' if p in known else literal(p) for p in parts))})"
+            parts = (part for part in marks.split(text) if part)
+            return f"({concat(*map(self._mark_or_token, parts))})"
 
         return _PIECES.sub(spelled, rule) if rule[:1].islower() and "%json" not in rule else rule
+
+    def _mark_or_token(self, text: str) -> str:
+        return f"({_token(self._control[text])} | {literal(text)})" if text in self._control else literal(text)
 
 
 def _token(token: int) -> str:
@@ -122,7 +124,7 @@ def repeated(call: str, between: str, *, is_single: bool) -> str:
     return call if is_single else f"{call} ({between} {call})*"
 
 
-def row(*parts: str) -> str:
+def concat(*parts: str) -> str:
     """Parts in order."""
     return " ".join(part for part in parts if part)
 
@@ -132,7 +134,7 @@ def named_object(lark: Lark, tools: Tools, key: str, begin: str = '{"name": ', e
     options = []
     for name, schema in tools.items():
         head = json.dumps({"name": name, key: 0}, ensure_ascii=False).removesuffix("0}")
-        options.append(row(literal(head.removeprefix(begin)), lark.json(schema), end))
+        options.append(concat(literal(head.removeprefix(begin)), lark.json(schema), end))
     return either(options)
 
 
@@ -178,18 +180,18 @@ class ArgumentForm:
         text, json = (literal(mark) if mark else "" for mark in (self.text, self.json))
         if takes_any(schema):
             key_end = literal(self.key_end) if self.key_end else ""
-            return f"({row(literal(self.key), self.any_name, key_end, text, lark.text_before(self.end))})*"
+            return f"({concat(literal(self.key), self.any_name, key_end, text, lark.text_before(self.end))})*"
         out = []
         for name, own, is_needed in properties_of(schema):
             if words := words_of(own, self._can_be_bare):
-                value = row(text, either([literal(word) for word in words]), literal(self.end))
+                value = concat(text, either([literal(word) for word in words]), literal(self.end))
             elif "string" in types_of(schema, name):
-                value = row(text, lark.text_before(self.end))
+                value = concat(text, lark.text_before(self.end))
             else:
-                value = row(json, lark.json(own), literal(self.end))
-            rule = lark.rule(row(literal(f"{self.key}{name}{self.key_end}"), value))
+                value = concat(json, lark.json(own), literal(self.end))
+            rule = lark.rule(concat(literal(f"{self.key}{name}{self.key_end}"), value))
             out.append(rule if is_needed else f"{rule}?")
-        return row(*out)
+        return concat(*out)
 
     def _can_be_bare(self, text: str) -> bool:
         return (text + self.end).find(self.end) == len(text)

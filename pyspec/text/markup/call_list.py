@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pyspec.text.markup.ahead import GAP, Row
+from pyspec.text.markup.ahead import GAP, Lookahead
 from pyspec.text.markup.between_marks import read_answer
-from pyspec.text.markup.call_grammar import CallRules, Lark, literal, named_object, repeated, row
+from pyspec.text.markup.call_grammar import CallRules, Lark, concat, literal, named_object, repeated
 from pyspec.text.markup.call_object import read_call
 from pyspec.text.markup.json_text import NotJson
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
@@ -21,12 +21,12 @@ def _marked(reader: AnswerReader, mark: str) -> Steps[str]:
     text = mark + (yield from reader.take_spaces())
     bracket = yield from reader.take_mark("[")
     try:
-        said = yield from read_list(reader, bracket)
+        content = yield from read_list(reader, bracket)
     except NotJson:  # pass on the model's text, up to the end mark
         yield from reader.until((CLOSE,), reader.arguments)
         return ""
-    if said:
-        return text + said
+    if content:
+        return text + content
     yield from reader.take_spaces()
     yield from reader.take_mark(CLOSE)
     return ""
@@ -35,11 +35,11 @@ def _marked(reader: AnswerReader, mark: str) -> Steps[str]:
 def functools(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
     def calls(reader: AnswerReader, mark: str) -> Steps[str]:
         try:
-            said = yield from read_list(reader, "[")
+            content = yield from read_list(reader, "[")
         except NotJson:
             yield from reader.rest(reader.arguments)
             return ""
-        return said and mark.removesuffix("[") + said
+        return content and mark.removesuffix("[") + content
 
     yield from read_answer(reader, (FUNCTOOLS,), calls, trims_start=trims_start)
 
@@ -55,9 +55,9 @@ def read_list(reader: AnswerReader, text: str) -> Steps[str]:
     if is_list and (yield from reader.take_mark("]")):
         return ""  # no calls
     while True:
-        said = yield from read_call(reader)
-        if said is not None:
-            return text + said
+        content = yield from read_call(reader)
+        if content is not None:
+            return text + content
         text = yield from reader.take_spaces()
         if not is_list or not (yield from reader.take_mark(",")):
             break
@@ -66,24 +66,24 @@ def read_list(reader: AnswerReader, text: str) -> Steps[str]:
     return ""
 
 
-def heads(tools: Tools) -> tuple[Row, ...]:
+def heads(tools: Tools) -> tuple[Lookahead, ...]:
     return (((OPEN,), GAP, ("[",), GAP, *object_head(tools)),)
 
 
-def functools_heads(tools: Tools) -> tuple[Row, ...]:
+def functools_heads(tools: Tools) -> tuple[Lookahead, ...]:
     return (((FUNCTOOLS,), GAP, *object_head(tools)),)
 
 
-def object_head(tools: Tools) -> Row:
+def object_head(tools: Tools) -> Lookahead:
     """The start of a call that is an object with its name first."""
     return (("{",), GAP, ('"name"', "'name'"), GAP, (":",), GAP, ('"', "'"), tuple(tools), ('"', "'"), GAP, (",", "}"))
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
     calls = repeated(lark.rule(named_object(lark, tools, "arguments", "")), '"," SPACE?', is_single=is_single)
-    return CallRules(OPEN, row("SPACE?", literal("["), calls, literal("]"), "SPACE?", literal(CLOSE)))
+    return CallRules(OPEN, concat("SPACE?", literal("["), calls, literal("]"), "SPACE?", literal(CLOSE)))
 
 
 def functools_rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
     calls = repeated(lark.rule(named_object(lark, tools, "arguments", "")), '"," SPACE?', is_single=is_single)
-    return CallRules(FUNCTOOLS, row(calls, literal("]")))
+    return CallRules(FUNCTOOLS, concat(calls, literal("]")))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 from pyspec.text.markup.json_text import NotJson, as_json, read_string, read_value, take
-from pyspec.text.markup.reader import FAR, HELD_CHARS, AnswerReader, Steps
+from pyspec.text.markup.reader import HELD_CHARS, NO_LIMIT, AnswerReader, Steps
 
 ARGUMENTS = ("arguments", "parameters")
 
@@ -32,7 +32,7 @@ class _Call:
             return
         if not isinstance(name, str) or not name or not self.is_tool(name):
             raise NotJson
-        self.has_begun, self.reader.room = True, FAR
+        self.has_begun, self.reader.room = True, NO_LIMIT
         self.held.clear()
         self.reader.begin_call(name)
         if self.arguments is not None:
@@ -51,7 +51,7 @@ def read_call(reader: AnswerReader, is_tool: Callable[[str], bool] = lambda name
         if call.has_begun:
             raise
     finally:
-        reader.room = FAR
+        reader.room = NO_LIMIT
     return None if call.has_begun else "".join(call.held)
 
 
@@ -88,11 +88,11 @@ def _object(call: _Call) -> Steps[None]:
 def _string(call: _Call) -> Steps[str]:
     text: list[str] = []
 
-    def give(piece: str) -> None:
+    def emit(piece: str) -> None:
         text.append(piece)
         call.hold(piece)
 
-    yield from read_string(call.reader, give)
+    yield from read_string(call.reader, emit)
     return str(json.loads("".join(text)))
 
 
@@ -104,11 +104,11 @@ def _arguments(call: _Call) -> Steps[None]:
         return
     taken: list[str] = []
 
-    def give(piece: str) -> None:
+    def emit(piece: str) -> None:
         taken.append(piece)
         call.hold(piece)
 
-    yield from read_value(reader, give)
+    yield from read_value(reader, emit)
     call.arguments = _as_object("".join(taken))
     if call.has_begun:
         reader.arguments(call.arguments)

@@ -5,9 +5,9 @@ V3 and R1 write a kind, the name and a fenced block of JSON. V3.1 writes the nam
 
 from __future__ import annotations
 
-from pyspec.text.markup.ahead import GAP, Row
+from pyspec.text.markup.ahead import GAP, Lookahead
 from pyspec.text.markup.between_marks import read_answer, read_section
-from pyspec.text.markup.call_grammar import CallRules, Lark, either, literal, repeated, row
+from pyspec.text.markup.call_grammar import CallRules, Lark, concat, either, literal, repeated
 from pyspec.text.markup.json_text import read_arguments
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 
@@ -53,7 +53,7 @@ def _arguments(reader: AnswerReader) -> Steps[None]:
     yield from read_arguments(reader)
 
 
-def heads(tools: Tools) -> tuple[Row, ...]:
+def heads(tools: Tools) -> tuple[Lookahead, ...]:
     names = (*tools, "function")
     return ((OPEN,), GAP, (CALL,), GAP, names, (SEP,)), ((CALL,), GAP, names, (SEP,))
 
@@ -63,8 +63,8 @@ def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
     options = []
     for name, schema in tools.items():
         arguments = lark.json(schema)
-        options.append(row(literal(name + SEP), arguments, literal(END_CALL)))
+        options.append(concat(literal(name + SEP), arguments, literal(END_CALL)))
         head, tail = f"function{SEP}{name}\n{FENCE}json\n", f"\n{FENCE}{END_CALL}"
-        options.append(row(literal(head), arguments, literal(tail)))
-    call = lark.rule(row(literal(CALL), either(options)))
-    return CallRules(OPEN, row(repeated(call, "SPACE?", is_single=is_single), literal(CLOSE)))
+        options.append(concat(literal(head), arguments, literal(tail)))
+    call = lark.rule(concat(literal(CALL), either(options)))
+    return CallRules(OPEN, concat(repeated(call, "SPACE?", is_single=is_single), literal(CLOSE)))

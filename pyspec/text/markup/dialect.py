@@ -18,7 +18,7 @@ from pyspec.text.markup import (
     llama3,
     qwen_xml,
 )
-from pyspec.text.markup.ahead import Row
+from pyspec.text.markup.ahead import Lookahead
 from pyspec.text.markup.call_grammar import CallRules, Lark, Schema
 from pyspec.text.markup.parts import AnswerParser, Content, Part
 from pyspec.text.markup.reader import AnswerReader, MarkupParser, Steps, Tools
@@ -54,7 +54,7 @@ class Dialect:
     name: str
     machine: AnswerMachine
     rules: MakeRules
-    heads: Callable[[Tools], tuple[Row, ...]]
+    heads: Callable[[Tools], tuple[Lookahead, ...]]
     marks: tuple[str, ...]
     signs: tuple[str, ...]
     lacks: tuple[str, ...] = ()
@@ -245,8 +245,8 @@ class AnswerMarkup:
     is_shown  reasoning stays in the content
     is_whole  with is_shown: the first mark, too, even if it is part of the prompt
     tools     the schema of each tool's arguments, by its name
-    is_bound  the answer is calls only
-    is_held   a grammar holds the calls to the tools' schemas
+    is_calls_only   the answer is calls only
+    is_constrained  a grammar holds the calls to the tools' schemas
     trigger   only an answer that begins with this has calls; "": calls may stand anywhere
     """
 
@@ -256,8 +256,8 @@ class AnswerMarkup:
     is_shown: bool = False
     is_whole: bool = False
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    is_bound: bool = False
-    is_held: bool = False
+    is_calls_only: bool = False
+    is_constrained: bool = False
     trigger: str = ""
 
     def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
@@ -280,13 +280,13 @@ class AnswerMarkup:
             is_calls = bool((yield from reader.look(self.trigger)))
             reader.content("" if is_calls or trims_start else spaces)
         machine = self.calls.machine if self.calls is not None and is_calls else _content
-        reader.marks = self.calls.marks if self.calls is not None and self.is_bound else ()
-        reader.is_held = self.is_held and not reader.stray
+        reader.marks = self.calls.marks if self.calls is not None and self.is_calls_only else ()
+        reader.is_constrained = self.is_constrained and not reader.stray
         yield from machine(reader, self.tools, trims_start=trims_start)
 
-    def _heads(self) -> tuple[Row, ...]:
+    def _heads(self) -> tuple[Lookahead, ...]:
         """Starts of calls that end the reasoning; none if a grammar allows no call there."""
-        if self.calls is None or not self.tools or self.is_bound or self.trigger:
+        if self.calls is None or not self.tools or self.is_calls_only or self.trigger:
             return ()
         return self.calls.heads(self.tools)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pyspec.text.markup.ahead import GAP, Row
+from pyspec.text.markup.ahead import GAP, Lookahead
 from pyspec.text.markup.between_marks import read_answer, read_section
-from pyspec.text.markup.call_grammar import ArgumentForm, CallRules, Lark, either, literal, repeated, row
+from pyspec.text.markup.call_grammar import ArgumentForm, CallRules, Lark, concat, either, literal, repeated
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
 from pyspec.text.markup.values import ValueMarks, read_bare_arguments
@@ -18,7 +18,7 @@ IS_TEXT, IS_JSON, BARE = '" string="true">', '" string="false">', '">'
 NAME_CHARS = 256
 MARKS = ValueMarks(
     end=END_PARAMETER.removesuffix("eter>"),
-    held_end=f"{END_PARAMETER}\n",
+    constrained_end=f"{END_PARAMETER}\n",
     key=PARAMETER,
     key_end=((IS_TEXT, IS_JSON, BARE),),
     arguments_end=(END_INVOKE,),
@@ -26,7 +26,7 @@ MARKS = ValueMarks(
     call=(OPEN, GAP, (INVOKE,)),
 )
 ARGUMENTS = ArgumentForm(
-    key=PARAMETER, key_end="", end=MARKS.held_end, any_name=r'/[^<>"\s]{1,64}/', text=IS_TEXT, json=IS_JSON
+    key=PARAMETER, key_end="", end=MARKS.constrained_end, any_name=r'/[^<>"\s]{1,64}/', text=IS_TEXT, json=IS_JSON
 )
 
 
@@ -51,7 +51,7 @@ def _key(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[ValueWriter |
     return arguments.value(name, is_text={IS_TEXT: True, IS_JSON: False}.get(kind)) if kind else None
 
 
-def heads(tools: Tools) -> tuple[Row, ...]:
+def heads(tools: Tools) -> tuple[Lookahead, ...]:
     return ((OPEN, GAP, (INVOKE,), tuple(tools), (BARE,)),)
 
 
@@ -59,6 +59,6 @@ def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
     options = []
     for name, schema in tools.items():
         head = literal(f"{INVOKE}{name}{BARE}\n")
-        options.append(row(head, ARGUMENTS.rules(lark, schema), literal(END_INVOKE)))
-    call = lark.rule(row("SPACE?", either(options)))
-    return CallRules(OPEN[0], row(repeated(call, "", is_single=is_single), "SPACE?", literal(CLOSE[0])))
+        options.append(concat(head, ARGUMENTS.rules(lark, schema), literal(END_INVOKE)))
+    call = lark.rule(concat("SPACE?", either(options)))
+    return CallRules(OPEN[0], concat(repeated(call, "", is_single=is_single), "SPACE?", literal(CLOSE[0])))

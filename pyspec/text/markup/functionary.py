@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pyspec.text.markup.ahead import GAP, Row
+from pyspec.text.markup.ahead import GAP, Lookahead
 from pyspec.text.markup.between_marks import read_answer
-from pyspec.text.markup.call_grammar import CallRules, Lark, either, literal, repeated, row
+from pyspec.text.markup.call_grammar import CallRules, Lark, concat, either, literal, repeated
 from pyspec.text.markup.json_text import read_arguments
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 
@@ -26,11 +26,11 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
     yield from read_answer(reader, (FUNCTION,), calls, trims_start=trims_start)
 
 
-def heads(tools: Tools) -> tuple[Row, ...]:
+def heads(tools: Tools) -> tuple[Lookahead, ...]:
     return (((FUNCTION,), tuple(tools), (">",), GAP, ("{",)),)
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    options = [row(literal(f"{name}>"), lark.json(schema), literal(CLOSE)) for name, schema in tools.items()]
+    options = [concat(literal(f"{name}>"), lark.json(schema), literal(CLOSE)) for name, schema in tools.items()]
     call = lark.rule(either(options))
-    return CallRules(FUNCTION, repeated(call, row("SPACE?", literal(FUNCTION)), is_single=is_single))
+    return CallRules(FUNCTION, repeated(call, concat("SPACE?", literal(FUNCTION)), is_single=is_single))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 
-from pyspec.text.markup.ahead import GAP, NAME, Row
+from pyspec.text.markup.ahead import GAP, NAME, Lookahead
 from pyspec.text.markup.between_marks import read_answer
-from pyspec.text.markup.call_grammar import ArgumentForm, CallRules, Lark, either, literal, repeated, row
+from pyspec.text.markup.call_grammar import ArgumentForm, CallRules, Lark, concat, either, literal, repeated
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
 from pyspec.text.markup.values import ValueMarks, read_bare_arguments
@@ -20,14 +20,14 @@ VALUE, END_VALUE = "<arg_value>", "</arg_value>"
 NAME_CHARS = 256
 MARKS = ValueMarks(
     end=END_VALUE.removesuffix(">"),
-    held_end=f"{END_VALUE}\n",
+    constrained_end=f"{END_VALUE}\n",
     key=KEY,
     key_end=((END_KEY,), GAP, (VALUE,)),
     arguments_end=(CLOSE,),
     call_end=(),
     call=((OPEN,), NAME, GAP, (KEY, CLOSE)),
 )
-ARGUMENTS = ArgumentForm(key=KEY, key_end=f"{END_KEY}\n{VALUE}", end=MARKS.held_end, any_name=r"/[^<>\s]{1,64}/")
+ARGUMENTS = ArgumentForm(key=KEY, key_end=f"{END_KEY}\n{VALUE}", end=MARKS.constrained_end, any_name=r"/[^<>\s]{1,64}/")
 
 _NAME = re.compile(r"[^<>{}\s]+")
 
@@ -55,11 +55,11 @@ def _key(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[ValueWriter |
     return arguments.value(name if name in arguments.names else name.strip())
 
 
-def heads(tools: Tools) -> tuple[Row, ...]:
+def heads(tools: Tools) -> tuple[Lookahead, ...]:
     return (((OPEN,), GAP, tuple(tools), GAP, (KEY, CLOSE)),)
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    options = [row(literal(f"{name}\n"), ARGUMENTS.rules(lark, schema)) for name, schema in tools.items()]
-    call = lark.rule(row("SPACE?", either(options), literal(CLOSE)))
-    return CallRules(OPEN, repeated(call, row("SPACE?", literal(OPEN)), is_single=is_single))
+    options = [concat(literal(f"{name}\n"), ARGUMENTS.rules(lark, schema)) for name, schema in tools.items()]
+    call = lark.rule(concat("SPACE?", either(options), literal(CLOSE)))
+    return CallRules(OPEN, repeated(call, concat("SPACE?", literal(OPEN)), is_single=is_single))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pyspec.text.markup.ahead import GAP, Row
+from pyspec.text.markup.ahead import GAP, Lookahead
 from pyspec.text.markup.between_marks import read_answer
-from pyspec.text.markup.call_grammar import CallRules, Lark, literal, named_object, repeated, row
+from pyspec.text.markup.call_grammar import CallRules, Lark, concat, literal, named_object, repeated
 from pyspec.text.markup.call_object import read_call
 from pyspec.text.markup.json_text import NotJson
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
@@ -31,13 +31,13 @@ def _call(reader: AnswerReader, mark: str) -> Steps[str]:
     return ""
 
 
-def heads(tools: Tools) -> tuple[Row, ...]:
+def heads(tools: Tools) -> tuple[Lookahead, ...]:
     name = (("{",), GAP, ('"name"', "'name'"), GAP, (":",), GAP, ('"', "'"), tuple(tools), ('"', "'"), GAP)
     before = (("{",), GAP, ('"arguments"', "'arguments'"), GAP, (":",))
-    opened: Row = ((OPEN,), GAP)
+    opened: Lookahead = ((OPEN,), GAP)
     return (*opened, *name, (",",), GAP, _KEYS), (*opened, *name, ("}",), GAP, (CLOSE,)), (*opened, *before)
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    call = lark.rule(row("SPACE?", named_object(lark, tools, "arguments", ""), "SPACE?", literal(CLOSE)))
-    return CallRules(OPEN, repeated(call, row("SPACE?", literal(OPEN)), is_single=is_single))
+    call = lark.rule(concat("SPACE?", named_object(lark, tools, "arguments", ""), "SPACE?", literal(CLOSE)))
+    return CallRules(OPEN, repeated(call, concat("SPACE?", literal(OPEN)), is_single=is_single))

@@ -44,7 +44,7 @@ def as_json(text: str) -> str | None:
     return "".join(taken) if reader.is_read else None
 
 
-def read_value(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
+def read_value(reader: AnswerReader, emit: Callable[[str], None]) -> Steps[None]:
     """Read one value, without spaces before it. Raises NotJson, also if the answer ends inside the value."""
     open_: list[str] = []  # closing brackets of the open lists and objects
     while True:
@@ -54,18 +54,18 @@ def read_value(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]
             if len(open_) == DEPTH:
                 raise NotJson
             reader.skip(1)
-            give(_begin(char))
+            emit(_begin(char))
             open_.append(_CLOSING[char])
             yield from reader.drop_spaces()
             if (yield from _need(reader)) != open_[-1]:
                 if char == "{":
-                    yield from _key(reader, give)
+                    yield from _key(reader, emit)
                 continue
         elif char in _PLAIN:
-            yield from read_string(reader, give)
+            yield from read_string(reader, emit)
         else:
-            yield from _word(reader, give)
-        if not (yield from _behind_value(reader, give, open_)):
+            yield from _word(reader, emit)
+        if not (yield from _behind_value(reader, emit, open_)):
             return
 
 
@@ -73,24 +73,24 @@ def _begin(char: str) -> str:
     return "[" if char == "(" else char
 
 
-def read_string(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
+def read_string(reader: AnswerReader, emit: Callable[[str], None]) -> Steps[None]:
     """Read a string with its quotes, single or double."""
     quote = yield from reader.peek()
     if quote not in _PLAIN:
         raise NotJson
     reader.skip(1)
-    give('"')
+    emit('"')
     while (char := (yield from _need(reader))) != quote:
         if char == "\\":
             reader.skip(1)
-            yield from _escape(reader, give)
+            yield from _escape(reader, emit)
         elif char < " " or char == '"':
             reader.skip(1)
-            give(json.dumps(char)[1:-1])
+            emit(json.dumps(char)[1:-1])
         else:
-            give((yield from reader.take_while(_PLAIN[quote])))
+            emit((yield from reader.take_while(_PLAIN[quote])))
     reader.skip(1)
-    give('"')
+    emit('"')
 
 
 def read_arguments(reader: AnswerReader) -> Steps[None]:
@@ -109,33 +109,33 @@ def take(reader: AnswerReader, char: str) -> Steps[None]:
     reader.skip(1)
 
 
-def _escape(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
+def _escape(reader: AnswerReader, emit: Callable[[str], None]) -> Steps[None]:
     kind = yield from _need(reader)
     if kind != "u":
         if kind in '"\\/bfnrt':
             reader.skip(1)
-            give("\\" + kind)
+            emit("\\" + kind)
         elif kind == "'":
             reader.skip(1)
-            give(kind)
+            emit(kind)
         else:
-            give("\\\\")  # a backslash that escapes nothing
+            emit("\\\\")  # a backslash that escapes nothing
         return
     reader.skip(1)
     digits = ""
     while len(digits) < 4 and (char := (yield from _need(reader))) in _HEX:
         digits += char
         reader.skip(1)
-    give(("\\u" if len(digits) == 4 else "\\\\u") + digits)
+    emit(("\\u" if len(digits) == 4 else "\\\\u") + digits)
 
 
-def _word(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
+def _word(reader: AnswerReader, emit: Callable[[str], None]) -> Steps[None]:
     """Read a number, true, false or null of at most WORD_CHARS. Another word is passed on, too, before NotJson."""
     word = ""
     while more := (yield from reader.take_while(_WORD, WORD_CHARS - len(word))):
         word += more
     mended = _mended(word)
-    give(word if mended is None else mended)
+    emit(word if mended is None else mended)
     if mended is None:
         raise NotJson
 
@@ -154,7 +154,7 @@ def _mended(word: str) -> str | None:
     return f"{sign}{(match['whole'] or '0').replace('_', '')}{part}{match['power'] or ''}"
 
 
-def _behind_value(reader: AnswerReader, give: Callable[[str], None], open_: list[str]) -> Steps[bool]:
+def _behind_value(reader: AnswerReader, emit: Callable[[str], None], open_: list[str]) -> Steps[bool]:
     """Read closing brackets and a comma. Returns whether another value follows."""
     while open_:
         yield from reader.drop_spaces()
@@ -162,27 +162,27 @@ def _behind_value(reader: AnswerReader, give: Callable[[str], None], open_: list
         if char == open_[-1]:
             reader.skip(1)
             open_.pop()
-            give("}" if char == "}" else "]")
+            emit("}" if char == "}" else "]")
         elif char == ",":
             reader.skip(1)
             yield from reader.drop_spaces()
             if (yield from _need(reader)) == open_[-1]:
                 continue  # the last comma has no value behind it
-            give(", ")
+            emit(", ")
             if open_[-1] == "}":
-                yield from _key(reader, give)
+                yield from _key(reader, emit)
             return True
         else:
             raise NotJson
     return False
 
 
-def _key(reader: AnswerReader, give: Callable[[str], None]) -> Steps[None]:
+def _key(reader: AnswerReader, emit: Callable[[str], None]) -> Steps[None]:
     yield from reader.drop_spaces()
-    yield from read_string(reader, give)
+    yield from read_string(reader, emit)
     yield from reader.drop_spaces()
     yield from take(reader, ":")
-    give(": ")
+    emit(": ")
 
 
 def _need(reader: AnswerReader) -> Steps[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from pyspec.text.markup.ahead import GAP, Row
+from pyspec.text.markup.ahead import GAP, Lookahead
 from pyspec.text.markup.between_marks import read_answer, read_section
-from pyspec.text.markup.call_grammar import CallRules, Lark, either, literal, repeated, row
+from pyspec.text.markup.call_grammar import CallRules, Lark, concat, either, literal, repeated
 from pyspec.text.markup.json_text import read_arguments
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 
@@ -44,15 +44,15 @@ def _named(id_: str, tools: Tools) -> str:
     return next((each for each in (name, bare) if each in tools), "") or (name if _WORD.fullmatch(name) else "")
 
 
-def heads(tools: Tools) -> tuple[Row, ...]:
+def heads(tools: Tools) -> tuple[Lookahead, ...]:
     names = (*tools, *(PREFIX + name for name in tools))
     return ((OPEN,), GAP, (CALL,), GAP, names), ((CALL,), GAP, names)
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
     options = [
-        row(literal(f"{PREFIX}{name}:"), "/[0-9]{1,4}/", literal(SEP), lark.json(schema))
+        concat(literal(f"{PREFIX}{name}:"), "/[0-9]{1,4}/", literal(SEP), lark.json(schema))
         for name, schema in tools.items()
     ]
-    call = lark.rule(row(literal(CALL), either(options), literal(END_CALL)))
-    return CallRules(OPEN, row(repeated(call, "SPACE?", is_single=is_single), literal(CLOSE)))
+    call = lark.rule(concat(literal(CALL), either(options), literal(END_CALL)))
+    return CallRules(OPEN, concat(repeated(call, "SPACE?", is_single=is_single), literal(CLOSE)))

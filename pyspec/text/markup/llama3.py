@@ -5,7 +5,7 @@ A bare object is a call only if it names an offered tool, because answers in JSO
 
 from __future__ import annotations
 
-from pyspec.text.markup.ahead import GAP, Row
+from pyspec.text.markup.ahead import GAP, Lookahead
 from pyspec.text.markup.call_grammar import CallRules, Lark, Schema, named_object
 from pyspec.text.markup.call_object import read_call
 from pyspec.text.markup.json_text import NotJson
@@ -61,7 +61,7 @@ def as_schema(tools: Tools) -> Schema:
     return {"anyOf": calls}
 
 
-def heads(tools: Tools) -> tuple[Row, ...]:
+def heads(tools: Tools) -> tuple[Lookahead, ...]:
     return (((TAG,), GAP, ("{",)),)
 
 

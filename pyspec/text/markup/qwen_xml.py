@@ -5,9 +5,9 @@ Values are plain text on lines of their own, without any escapes.
 
 from __future__ import annotations
 
-from pyspec.text.markup.ahead import GAP, Row
+from pyspec.text.markup.ahead import GAP, Lookahead
 from pyspec.text.markup.between_marks import read_answer
-from pyspec.text.markup.call_grammar import ArgumentForm, CallRules, Lark, either, literal, repeated, row
+from pyspec.text.markup.call_grammar import ArgumentForm, CallRules, Lark, concat, either, literal, repeated
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
 from pyspec.text.markup.values import ValueMarks, read_bare_arguments
@@ -18,14 +18,14 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 NAME_CHARS = 256
 MARKS = ValueMarks(
     end="</param",
-    held_end=f"\n{END_PARAMETER}\n",
+    constrained_end=f"\n{END_PARAMETER}\n",
     key=PARAMETER,
     key_end=((">",),),
     arguments_end=(END_FUNCTION,),
     call_end=(CLOSE,),
     call=((OPEN,), GAP, (FUNCTION,)),
 )
-ARGUMENTS = ArgumentForm(key=PARAMETER, key_end=">\n", end=MARKS.held_end, any_name=r"/[^<>\s]{1,64}/")
+ARGUMENTS = ArgumentForm(key=PARAMETER, key_end=">\n", end=MARKS.constrained_end, any_name=r"/[^<>\s]{1,64}/")
 
 
 def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
@@ -59,8 +59,8 @@ def _key(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[ValueWriter |
     return value
 
 
-def heads(tools: Tools) -> tuple[Row, ...]:
-    call: Row = ((FUNCTION,), tuple(tools), (">",))
+def heads(tools: Tools) -> tuple[Lookahead, ...]:
+    call: Lookahead = ((FUNCTION,), tuple(tools), (">",))
     return ((OPEN,), GAP, *call), (*call, GAP, (PARAMETER, END_FUNCTION))
 
 
@@ -68,6 +68,6 @@ def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
     options = []
     for name, schema in tools.items():
         head = literal(f"{FUNCTION}{name}>\n")
-        options.append(row(head, ARGUMENTS.rules(lark, schema), literal(END_FUNCTION)))
-    call = lark.rule(row("SPACE?", either(options), "SPACE?", literal(CLOSE)))
-    return CallRules(OPEN, repeated(call, row("SPACE?", literal(OPEN)), is_single=is_single))
+        options.append(concat(head, ARGUMENTS.rules(lark, schema), literal(END_FUNCTION)))
+    call = lark.rule(concat("SPACE?", either(options), "SPACE?", literal(CLOSE)))
+    return CallRules(OPEN, repeated(call, concat("SPACE?", literal(OPEN)), is_single=is_single))

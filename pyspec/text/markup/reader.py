@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, TypeVar
 
-from pyspec.text.markup.ahead import GAP, Row, comes
+from pyspec.text.markup.ahead import GAP, Lookahead, matches
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ Tools = Mapping[str, Mapping[str, Any]]
 """The JSON Schema of each tool's arguments, by the tool's name."""
 
 SPACES = " \t\r\n"
-FAR = 1 << 62
+NO_LIMIT = 1 << 62
 HELD_SPACES = 256  # at most this many spaces before a call belong to its markup
 HELD_CHARS = 1 << 16  # at most this much text is held back in case it is not a call
 
@@ -35,7 +35,7 @@ class AnswerReader:
     """The answer's text so far and its parts so far.
 
     marks  in an answer of calls only: a mark cut off by the token limit is not content
-    is_held  a grammar wrote the calls: a value ends only where the grammar ended it
+    is_constrained  a grammar wrote the calls: a value ends only where the grammar ended it
     stray  a redundant mark: the end of reasoning, behind a call that ended it already
     room  characters that may still be looked at one by one: a bound on the text that the caller holds back
     """
@@ -44,9 +44,9 @@ class AnswerReader:
         self._text, self._at = "", 0
         self.is_over = False
         self.marks: tuple[str, ...] = ()
-        self.is_held = False
+        self.is_constrained = False
         self.stray = ""
-        self.room = FAR
+        self.room = NO_LIMIT
         self.parts: list[Part] = []
         self._n_calls = 0
         self._new_id = new_id or _new_id
@@ -70,7 +70,7 @@ class AnswerReader:
         self._at += n
         self.room -= n
 
-    def take_while(self, allowed: re.Pattern[str], most: int = FAR) -> Steps[str]:
+    def take_while(self, allowed: re.Pattern[str], most: int = NO_LIMIT) -> Steps[str]:
         """The available characters that match `allowed`; "" if the next one does not."""
         if not (yield from self.peek()):
             return ""
@@ -108,10 +108,10 @@ class AnswerReader:
         while (char := (yield from self.peek())) and char not in ends:
             self.skip(1)
 
-    def rest(self, give: Callable[[str], None]) -> Steps[None]:
+    def rest(self, emit: Callable[[str], None]) -> Steps[None]:
         """Pass on all remaining text."""
         while (yield from self.peek()):
-            give(self._text[self._at :])
+            emit(self._text[self._at :])
             self._at = len(self._text)
 
     def look(self, *marks: str) -> Steps[str | None]:
@@ -127,9 +127,9 @@ class AnswerReader:
                 return ""
             yield
 
-    def sees(self, row: Row, *, cut_fits: bool = True) -> Steps[bool]:
-        """True if `row` follows; nothing is consumed. cut_fits: the answer may end inside it."""
-        while (found := comes(self._text, self._at, row, is_over=self.is_over, cut_fits=cut_fits)) is None:
+    def sees(self, lookahead: Lookahead, *, cut_fits: bool = True) -> Steps[bool]:
+        """True if `lookahead` follows; nothing is consumed. cut_fits: the answer may end inside it."""
+        while (found := matches(self._text, self._at, lookahead, is_over=self.is_over, cut_fits=cut_fits)) is None:
             yield
         return found
 
@@ -145,9 +145,9 @@ class AnswerReader:
         found = yield from self.until(marks, taken.append, most)
         return "".join(taken), found
 
-    def find(self, marks: tuple[str, ...], give: Callable[[str], None]) -> Steps[str]:
+    def find(self, marks: tuple[str, ...], emit: Callable[[str], None]) -> Steps[str]:
         """Pass on text up to the first of the marks, which is not consumed. "" at the answer's end."""
-        found = yield from self.until(marks, give)
+        found = yield from self.until(marks, emit)
         self._at -= len(found)
         return found
 
@@ -170,7 +170,7 @@ class AnswerReader:
         name, found = yield from self.take_until("\n", *ends, most=most)
         return (name, found) if found != "\n" else (name + found, "")
 
-    def until(self, marks: tuple[str, ...], give: Callable[[str], None], most: int = FAR) -> Steps[str]:
+    def until(self, marks: tuple[str, ...], emit: Callable[[str], None], most: int = NO_LIMIT) -> Steps[str]:
         """Pass on text up to the first of the marks, which is consumed and returned.
 
         "" if the answer ends before a mark, or after `most` characters.
@@ -180,13 +180,13 @@ class AnswerReader:
             match = pattern.search(self._text, self._at)
             if match and match.start() - self._at < most:
                 if match.start() > self._at:
-                    give(self._text[self._at : match.start()])
+                    emit(self._text[self._at : match.start()])
                 self._at = match.end()
                 return match.group()
             held = 0 if self.is_over else _overlap(self._text, self._at, marks, longest)
             n = min(len(self._text) - held - self._at, most)
             if n > 0:
-                give(self._text[self._at : self._at + n])
+                emit(self._text[self._at : self._at + n])
                 self._at += n
                 most -= n
             if most <= 0 or (self.is_over and self._at >= len(self._text)):
@@ -234,8 +234,8 @@ class AnswerReader:
 class Trimmed:
     """Passes on text without spaces at its beginning. Spaces at its end wait for more text, and `drop` discards them."""
 
-    def __init__(self, give: Callable[[str], None], *, trims_start: bool = True) -> None:
-        self._give, self._starts, self._held = give, trims_start, ""
+    def __init__(self, emit: Callable[[str], None], *, trims_start: bool = True) -> None:
+        self._emit, self._starts, self._held = emit, trims_start, ""
 
     def __call__(self, text: str) -> None:
         if self._starts:
@@ -245,12 +245,12 @@ class Trimmed:
         end = max(len(text.rstrip(SPACES)), len(text) - HELD_SPACES)
         self._held = text[end:]
         if end:
-            self._give(text[:end])
+            self._emit(text[:end])
 
     def flush(self) -> None:
         held, self._held = self._held, ""
         if held:
-            self._give(held)
+            self._emit(held)
 
     def drop(self) -> None:
         """Discard the spaces around a call: they belong to its markup."""

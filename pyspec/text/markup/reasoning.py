@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import Row
+from pyspec.text.markup.ahead import Lookahead
 from pyspec.text.markup.reader import AnswerReader, Steps, Trimmed
 
 
@@ -38,7 +38,7 @@ class ThoughtForm:
 
     is_open: bool
     is_shown: bool
-    heads: tuple[Row, ...] = ()
+    heads: tuple[Lookahead, ...] = ()
 
 
 def read_reasoning(reader: AnswerReader, marks: ThinkMarks, form: ThoughtForm) -> Steps[bool]:
@@ -52,7 +52,7 @@ def read_reasoning(reader: AnswerReader, marks: ThinkMarks, form: ThoughtForm) -
             reader.content(spaces + marks.start)
     out = Trimmed(reader.content, trims_start=False) if form.is_shown else Trimmed(reader.reasoning)
     thought = _Thought(out)
-    options = tuple(dict.fromkeys([marks.end, *(mark for row in form.heads for mark in row[0])]))
+    options = tuple(dict.fromkeys([marks.end, *(mark for lookahead in form.heads for mark in lookahead[0])]))
     while (mark := (yield from reader.find(options, thought))) not in ("", marks.end):
         if not thought.is_quote and (yield from _begins(reader, form.heads)):
             reader.stray = marks.end
@@ -66,9 +66,9 @@ def read_reasoning(reader: AnswerReader, marks: ThinkMarks, form: ThoughtForm) -
     return True
 
 
-def _begins(reader: AnswerReader, heads: tuple[Row, ...]) -> Steps[bool]:
-    for row in heads:
-        if (yield from reader.sees(row, cut_fits=False)):
+def _begins(reader: AnswerReader, heads: tuple[Lookahead, ...]) -> Steps[bool]:
+    for lookahead in heads:
+        if (yield from reader.sees(lookahead, cut_fits=False)):
             return True
     return False
 
@@ -76,12 +76,12 @@ def _begins(reader: AnswerReader, heads: tuple[Row, ...]) -> Steps[bool]:
 class _Thought:
     """Passes on reasoning, and knows whether the position is inside quotes or a fenced block."""
 
-    def __init__(self, give: Callable[[str], None]) -> None:
-        self._give = give
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit = emit
         self._last, self._n_ticks, self._is_fenced = "", 0, False
 
     def __call__(self, text: str) -> None:
-        self._give(text)
+        self._emit(text)
         self._last = text.rstrip(" ")[-1:] or self._last
         if "`" not in text and not self._n_ticks:
             return

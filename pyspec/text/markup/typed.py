@@ -60,13 +60,13 @@ class ArgumentWriter:
 class ValueWriter:
     """One value. Strings are written as they arrive, others when complete. is_quoted: the text is JSON, with quotes around strings."""
 
-    def __init__(self, give: Callable[[str], None], kinds: frozenset[str], *, is_quoted: bool = False) -> None:
-        self._give, self._kinds, self._is_quoted = give, kinds, is_quoted
+    def __init__(self, emit: Callable[[str], None], kinds: frozenset[str], *, is_quoted: bool = False) -> None:
+        self._emit, self._kinds, self._is_quoted = emit, kinds, is_quoted
         self._held: list[str] = []
         self._n_held = 0
         self._is_string = kinds == {"string"}
         if self._is_string:
-            give('"')
+            emit('"')
 
     def __call__(self, text: str) -> None:
         if not self._is_string:
@@ -77,24 +77,24 @@ class ValueWriter:
                 return
             self._is_string, text = True, "".join(self._held) + text[room:]  # too long for another type
             self._held.clear()
-            self._give('"')
+            self._emit('"')
         if text:
-            self._give(json.dumps(text, ensure_ascii=False)[1:-1])
+            self._emit(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def end(self) -> None:
         text = "".join(self._held)
         if self._is_quoted and text.strip()[:1] == '"' and _is_json(text):
-            self._give(text.strip())
+            self._emit(text.strip())
         else:
-            self._give('"' if self._is_string else typed(text, self._kinds))
+            self._emit('"' if self._is_string else typed(text, self._kinds))
 
 
 def typed(text: str, kinds: frozenset[str]) -> str:
     """The text as JSON of one of these types; as a string if no type fits, or if only string does."""
     bare = text.strip()
-    said = _as_json(bare, may_be_text="string" in kinds)
+    written = _as_json(bare, may_be_text="string" in kinds)
     try:
-        value = json.loads(said, parse_constant=_no_constant)
+        value = json.loads(written, parse_constant=_no_constant)
         json.dumps(value).encode()
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
@@ -104,7 +104,7 @@ def typed(text: str, kinds: frozenset[str]) -> str:
         return str(int(value))
     if kind == "string" or not fits:  # strings are written bare, so their quotes are part of the text
         return json.dumps(text, ensure_ascii=False)
-    return said
+    return written
 
 
 def _as_json(bare: str, *, may_be_text: bool) -> str:
@@ -135,18 +135,18 @@ def _types(schema: Any, root: Schema, hops: int) -> frozenset[str]:
         return ALL
     if schema.keys() & REFERENCES:
         return _types(followed(schema, root), root, hops - 1)
-    said = schema.get("type")
-    if isinstance(said, str):
-        return frozenset({said}) & ALL or ALL
-    if isinstance(said, list):
-        return frozenset(kind for kind in said if isinstance(kind, str)) & ALL or ALL
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return frozenset({kinds}) & ALL or ALL
+    if isinstance(kinds, list):
+        return frozenset(kind for kind in kinds if isinstance(kind, str)) & ALL or ALL
     if "const" in schema:
         return frozenset({_kind(schema["const"])})
     if isinstance(schema.get("enum"), list) and schema["enum"]:
         return frozenset(map(_kind, schema["enum"]))
-    for word in ("anyOf", "oneOf"):
-        if isinstance(schema.get(word), list) and schema[word]:
-            return frozenset().union(*(_types(each, root, hops - 1) for each in schema[word][:64]))
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(schema.get(keyword), list) and schema[keyword]:
+            return frozenset().union(*(_types(each, root, hops - 1) for each in schema[keyword][:64]))
     if isinstance(schema.get("allOf"), list):
         return ALL.intersection(*(_types(each, root, hops - 1) for each in schema["allOf"][:64])) or ALL
     return ALL

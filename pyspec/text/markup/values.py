@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import GAP, NAME, OVER, TAIL, Row, Step
+from pyspec.text.markup.ahead import GAP, NAME, OVER, TAIL, Lookahead, Step
 from pyspec.text.markup.reader import AnswerReader, Steps
 from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
 
@@ -23,7 +23,7 @@ class ValueMarks:
     """Marks around values.
 
     end       the start of the end mark, up to the part that models vary
-    held_end  the end of a value that a grammar wrote
+    constrained_end  the end of a value that a grammar wrote
     key       begins the next argument
     key_end   possible text behind its name
     arguments_end  marks that end all arguments
@@ -32,17 +32,17 @@ class ValueMarks:
     """
 
     end: str
-    held_end: str
+    constrained_end: str
     key: str
-    key_end: Row
+    key_end: Lookahead
     arguments_end: Step
     call_end: Step
-    call: Row
+    call: Lookahead
 
     @property
     def marks(self) -> tuple[str, ...]:
         others = dict.fromkeys((self.key, *self.arguments_end, *self.call_end, *self.call[0]))
-        on_line = ("\n" + self.end,) if self.held_end.startswith("\n") else ()
+        on_line = ("\n" + self.end,) if self.constrained_end.startswith("\n") else ()
         return (self.end, *on_line, *others, *("\n" + mark for mark in others))
 
     @property
@@ -71,22 +71,22 @@ def read_bare_arguments(
 
 
 def read_value(
-    reader: AnswerReader, marks: ValueMarks, give: Callable[[str], None], expected: Collection[str] | None
+    reader: AnswerReader, marks: ValueMarks, emit: Callable[[str], None], expected: Collection[str] | None
 ) -> Steps[bool]:
     """Pass on a value up to its end, which is consumed. Returns False if the answer ends first.
 
     expected  arguments that may come next; None: any
     """
-    if reader.is_held:
-        return bool((yield from reader.until((marks.held_end,), give)))
-    value, depth = _Value(give), 0
+    if reader.is_constrained:
+        return bool((yield from reader.until((marks.constrained_end,), emit)))
+    value, depth = _Value(emit), 0
     while mark := (yield from reader.find(marks.marks, value)):
         bare = mark.lstrip("\n")
         is_line = bare != mark or value.last == "\n"
-        lead: Row = () if bare == mark else (("\n",),)
+        lead: Lookahead = () if bare == mark else (("\n",),)
         if bare == marks.end:
-            row = (*lead, *_behind_end(marks, depth))
-            if (yield from reader.sees(row)):
+            lookahead = (*lead, *_behind_end(marks, depth))
+            if (yield from reader.sees(lookahead)):
                 yield from reader.take_mark("\n")
                 yield from _pass_tail(reader, marks)
                 return True
@@ -104,27 +104,29 @@ def read_value(
 class _Value:
     """Passes on a value. last: its last character."""
 
-    def __init__(self, give: Callable[[str], None]) -> None:
-        self._give, self.last = give, "\n"
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit, self.last = emit, "\n"
 
     def __call__(self, text: str) -> None:
-        self._give(text)
+        self._emit(text)
         self.last = text[-1:] or self.last
 
 
-def _behind_end(marks: ValueMarks, depth: int) -> Row:
+def _behind_end(marks: ValueMarks, depth: int) -> Lookahead:
     """An end mark and the text that confirms it. Behind the text of a whole call, only the answer's end confirms it."""
-    end: Row = ((marks.end,), TAIL, GAP)
+    end: Lookahead = ((marks.end,), TAIL, GAP)
     if not depth:
         return (*end, (marks.key, *marks.arguments_end, *marks.call_end))
-    closing: Row = (marks.arguments_end, GAP, marks.call_end, GAP) if marks.call_end else (marks.arguments_end, GAP)
+    closing: Lookahead = (
+        (marks.arguments_end, GAP, marks.call_end, GAP) if marks.call_end else (marks.arguments_end, GAP)
+    )
     return (*end, *closing, OVER)
 
 
-_NEVER: Row = ((),)
+_NEVER: Lookahead = ((),)
 
 
-def _without_end(marks: ValueMarks, mark: str, is_line: bool, last: str, expected: Collection[str] | None) -> Row:
+def _without_end(marks: ValueMarks, mark: str, is_line: bool, last: str, expected: Collection[str] | None) -> Lookahead:
     """The text that confirms that a value ended before this mark without its own end mark."""
     if mark == marks.key:
         if not is_line and (expected is None or not (last.isalnum() or last in CLOSING)):

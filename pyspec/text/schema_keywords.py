@@ -23,7 +23,7 @@ COUNTS = (
 )
 OF_ARRAYS = ("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "additionalItems")
 OF_OBJECTS = ("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties")
-NOTES = frozenset(
+ANNOTATIONS = frozenset(
     [
         "title",
         "description",
@@ -51,7 +51,7 @@ TYPES = frozenset({"array", "boolean", "null", "number", "object", "string"})
 JOINS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies"})
 
 
-def meant(node: dict[str, Any]) -> Any:
+def plain_schema(node: dict[str, Any]) -> Any:
     """A schema in plainer keywords of draft 2020-12. Its subschemas are plain already."""
     node.pop("$schema", None)  # llguidance would apply another draft's rules
     if _without_not(node) is False:
@@ -71,41 +71,41 @@ def meant(node: dict[str, Any]) -> Any:
     return node
 
 
-def says_nothing(schema: Any) -> bool:
+def allows_any(schema: Any) -> bool:
     """True if any value matches a schema."""
-    return schema is True or (isinstance(schema, Mapping) and not schema.keys() - NOTES)
+    return schema is True or (isinstance(schema, Mapping) and not schema.keys() - ANNOTATIONS)
 
 
-def types_said(node: Mapping[str, Any]) -> frozenset[str] | None:
+def named_types(node: Mapping[str, Any]) -> frozenset[str] | None:
     """The types that a schema names; None if it names none."""
-    said = node.get("type")
-    if isinstance(said, str):
-        return frozenset([said])
-    return frozenset(each for each in said if isinstance(each, str)) if isinstance(said, list) else None
+    types = node.get("type")
+    if isinstance(types, str):
+        return frozenset([types])
+    return frozenset(each for each in types if isinstance(each, str)) if isinstance(types, list) else None
 
 
 def _without_not(node: dict[str, Any]) -> bool:
     """Replace `not` by other keywords where possible. False: no value matches the schema."""
-    said = node.get("not", False)
-    if says_nothing(said):
+    negated = node.get("not", False)
+    if allows_any(negated):
         return False
-    own = set(said) - NOTES if isinstance(said, Mapping) else set()
-    words = types_said(said) if own == {"type"} else None
+    keywords = set(negated) - ANNOTATIONS if isinstance(negated, Mapping) else set()
+    types = named_types(negated) if keywords == {"type"} else None
     is_left = True
-    if said is False:
+    if negated is False:
         node.pop("not", None)
-    elif words is not None:
-        is_left = _without_types(node, words)
-    elif own == {"const"} or (own == {"enum"} and isinstance(said["enum"], list)):
-        is_left = _without_values(node, [said["const"]] if "const" in said else said["enum"])
-    elif own == {"pattern"} and isinstance(said["pattern"], str) and types_said(node) == {"string"}:
-        pattern = said["pattern"]
+    elif types is not None:
+        is_left = _without_types(node, types)
+    elif keywords == {"const"} or (keywords == {"enum"} and isinstance(negated["enum"], list)):
+        is_left = _without_values(node, [negated["const"]] if "const" in negated else negated["enum"])
+    elif keywords == {"pattern"} and isinstance(negated["pattern"], str) and named_types(node) == {"string"}:
+        pattern = negated["pattern"]
         _beginning_otherwise(node, pattern[1:] if pattern.startswith("^") else f"[\\s\\S]*{pattern}")
     return is_left
 
 
 def _without_types(node: dict[str, Any], out: frozenset[str]) -> bool:
-    types = types_said(node) or TYPES
+    types = named_types(node) or TYPES
     if "integer" in out - types and "number" in types and "number" not in out:
         return True  # no type covers the numbers that are not integers
     left = types - out - ({"integer"} if "number" in out else set())
@@ -122,7 +122,7 @@ def _without_values(node: dict[str, Any], out: list[Any]) -> bool:
         node.pop("not")
         node["enum"] = [each for each in listed if json.dumps(each, sort_keys=True) not in texts]
         return bool(node["enum"])
-    if types_said(node) == {"string"}:
+    if named_types(node) == {"string"}:
         texts = {each for each in out if isinstance(each, str)}
         _beginning_otherwise(node, f"(?:{'|'.join(map(_escaped, sorted(texts)))})$")
     return True
@@ -138,26 +138,26 @@ def _beginning_otherwise(node: dict[str, Any], pattern: str) -> None:
 
 def _counts(node: dict[str, Any]) -> dict[str, Any]:
     """Make whole floats integers: JSON Schema allows 4.0 as a count."""
-    for word in COUNTS:
-        if isinstance(value := node.get(word), float) and value.is_integer():
-            node[word] = int(value)
+    for keyword in COUNTS:
+        if isinstance(value := node.get(keyword), float) and value.is_integer():
+            node[keyword] = int(value)
     return node
 
 
 def _old_bounds(node: dict[str, Any]) -> dict[str, Any]:
     """Rewrite `exclusiveMinimum: true`, draft 4's modifier of `minimum`."""
-    for word, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if isinstance(node.get(word), bool) and (node.pop(word) and bound in node):
-            node[word] = node.pop(bound)
+    for keyword, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(node.get(keyword), bool) and (node.pop(keyword) and bound in node):
+            node[keyword] = node.pop(bound)
     return node
 
 
 def _of_other_types(node: dict[str, Any]) -> dict[str, Any]:
     """Drop keywords of arrays and objects from schemas of other types."""
-    types = types_said(node)
-    for kind, words in (("array", OF_ARRAYS), ("object", OF_OBJECTS)):
+    types = named_types(node)
+    for kind, keywords in (("array", OF_ARRAYS), ("object", OF_OBJECTS)):
         if types is not None and kind not in types:
-            node = {word: value for word, value in node.items() if word not in words}
+            node = {keyword: value for keyword, value in node.items() if keyword not in keywords}
     return node
 
 
@@ -166,11 +166,13 @@ def _conditions(node: dict[str, Any]) -> dict[str, Any]:
         node.pop("then", None)
         node.pop("else", None)
         return node
-    branches = {word: node[word] for word in ("then", "else") if word in node and not says_nothing(node[word])}
+    branches = {
+        keyword: node[keyword] for keyword in ("then", "else") if keyword in node and not allows_any(node[keyword])
+    }
     condition = node["if"]
-    if not branches or condition is False or says_nothing(condition):
-        for word in ("if", "then", "else"):
-            node.pop(word, None)
+    if not branches or condition is False or allows_any(condition):
+        for keyword in ("if", "then", "else"):
+            node.pop(keyword, None)
         kept = branches.get("else" if condition is False else "then")
         if kept is not None:
             node["allOf"] = [*node.get("allOf", ()), kept]
@@ -179,21 +181,21 @@ def _conditions(node: dict[str, Any]) -> dict[str, Any]:
 
 def _dependencies(node: dict[str, Any]) -> dict[str, Any]:
     """Make dependencies of a required property required."""
-    for word in ("dependentRequired", "dependentSchemas", "dependencies"):
-        if not isinstance(said := node.get(word), Mapping):
+    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        if not isinstance(dependencies := node.get(keyword), Mapping):
             continue
         needed = node.get("required", [])
         left = {}
-        for name, each in said.items():
+        for name, each in dependencies.items():
             if isinstance(each, list) and name in needed:
                 node["required"] = needed = [*needed, *(other for other in each if other not in needed)]
             elif isinstance(each, Mapping) and name in needed:
                 node["allOf"] = [*node.get("allOf", ()), each]
-            elif each != [] and not says_nothing(each):
+            elif each != [] and not allows_any(each):
                 left[name] = each
-        node[word] = left
+        node[keyword] = left
         if not left:
-            node.pop(word)
+            node.pop(keyword)
     return node
 
 
@@ -208,9 +210,9 @@ def _arrays(node: dict[str, Any]) -> dict[str, Any]:
     if not node.get("uniqueItems") or (isinstance(most, int) and most <= 1):
         node.pop("uniqueItems", None)
     if "contains" not in node or (node.get("minContains") == 0 and "maxContains" not in node):
-        for word in ("contains", "minContains", "maxContains"):
-            node.pop(word, None)
-    elif says_nothing(node["contains"]) and "maxContains" not in node:
+        for keyword in ("contains", "minContains", "maxContains"):
+            node.pop(keyword, None)
+    elif allows_any(node["contains"]) and "maxContains" not in node:
         least = max(node.pop("minContains", 1), node.get("minItems", 0))
         node["minItems"] = least
         node.pop("contains")
@@ -219,23 +221,23 @@ def _arrays(node: dict[str, Any]) -> dict[str, Any]:
 
 def _unevaluated(node: dict[str, Any]) -> dict[str, Any]:
     """Replace `unevaluated...` by the list's keyword, if no other keyword evaluates the same value."""
-    for word, same, evaluates in (
+    for keyword, same, evaluates in (
         ("unevaluatedProperties", "additionalProperties", JOINS),
         ("unevaluatedItems", "items", JOINS | {"contains"}),
     ):
-        if word in node and (same in node or says_nothing(node[word])):
-            said = node.pop(word)  # a value with a schema counts as evaluated
+        if keyword in node and (same in node or allows_any(node[keyword])):
+            value = node.pop(keyword)  # a value with a schema counts as evaluated
             if same == "additionalProperties":
-                node.setdefault(same, said)  # keeps an object open that says so
-        elif word in node and not node.keys() & evaluates:
-            node[same] = node.pop(word)
+                node.setdefault(same, value)  # keeps an object open that says so
+        elif keyword in node and not node.keys() & evaluates:
+            node[same] = node.pop(keyword)
     return node
 
 
 def _names(node: dict[str, Any]) -> dict[str, Any]:
     """Replace `propertyNames` by patterns with the same meaning."""
     names = node.get("propertyNames")
-    if names is None or says_nothing(names) or (isinstance(names, Mapping) and _is_any_text(names)):
+    if names is None or allows_any(names) or (isinstance(names, Mapping) and _is_any_text(names)):
         node.pop("propertyNames", None)
         return node
     listed, others = node.get("properties", {}), node.get("additionalProperties", True)
@@ -264,23 +266,25 @@ def _escaped(text: str) -> str:
 
 
 def _is_any_text(names: Mapping[str, Any]) -> bool:
-    own = names.keys() - NOTES
-    return own <= {"type", "minLength"} and "string" in (types_said(names) or {"string"}) and not names.get("minLength")
+    own = names.keys() - ANNOTATIONS
+    return (
+        own <= {"type", "minLength"} and "string" in (named_types(names) or {"string"}) and not names.get("minLength")
+    )
 
 
 def _words(names: Any) -> set[str] | None:
     if names is False:
         return set()
-    if not isinstance(names, Mapping) or names.keys() - NOTES - {"type", "enum", "const"}:
+    if not isinstance(names, Mapping) or names.keys() - ANNOTATIONS - {"type", "enum", "const"}:
         return None
-    said = [names["const"]] if "const" in names else names.get("enum")
-    return {each for each in said if isinstance(each, str)} if isinstance(said, list) else None
+    listed = [names["const"]] if "const" in names else names.get("enum")
+    return {each for each in listed if isinstance(each, str)} if isinstance(listed, list) else None
 
 
 def _pattern(names: Any) -> str | None:
-    if not isinstance(names, Mapping) or "string" not in (types_said(names) or {"string"}):
+    if not isinstance(names, Mapping) or "string" not in (named_types(names) or {"string"}):
         return None
-    own = names.keys() - NOTES - {"type"}
+    own = names.keys() - ANNOTATIONS - {"type"}
     if own == {"pattern"} and isinstance(names["pattern"], str):
         return str(names["pattern"])
     if own and own <= {"minLength", "maxLength"}:

@@ -24,7 +24,7 @@ class Tokens(Protocol):
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
 
 
-def held_calls(tokenizer: Tokens, markup: AnswerMarkup, *, is_single: bool) -> Grammar:
+def grammar_of_calls(tokenizer: Tokens, markup: AnswerMarkup, *, is_single: bool) -> Grammar:
     """The grammar that holds an answer to the tools' schemas. Reasoning is free, and so is text before optional calls.
 
     is_single  one call at most
@@ -33,20 +33,20 @@ def held_calls(tokenizer: Tokens, markup: AnswerMarkup, *, is_single: bool) -> G
     lark, think = Lark(control_tokens(tokenizer, markup.calls)), markup.think
     rules = markup.calls.rules(lark, markup.tools, is_single=is_single)
     after = think.end if think is not None and markup.is_open else ""
-    if not markup.is_bound:
+    if not markup.is_calls_only:
         source = lark.text_or_calls(rules)
     elif think is not None and not after:
         source = lark.calls(rules, thought=(think.start, think.end))
     else:
         source = lark.calls(rules)
-    return Grammar(kind="lark", source=source, after=after, lazy=bool(after) and not markup.is_bound)
+    return Grammar(kind="lark", source=source, after=after, lazy=bool(after) and not markup.is_calls_only)
 
 
-def control_tokens(tokenizer: Tokens, speaks: Dialect) -> dict[str, int]:
+def control_tokens(tokenizer: Tokens, dialect: Dialect) -> dict[str, int]:
     """The dialect's marks that are control tokens. Bare dialects have none: their free text ends at marks in text form."""
-    if speaks.is_bare:
+    if dialect.is_bare:
         return {}
-    found = {mark: tokenizer.encode(mark, add_special=False, parse_special=True) for mark in speaks.marks}
+    found = {mark: tokenizer.encode(mark, add_special=False, parse_special=True) for mark in dialect.marks}
     plain = {mark: tokenizer.encode(mark, add_special=False, parse_special=False) for mark in found}
     return {mark: ids[0] for mark, ids in found.items() if len(ids) == 1 and plain[mark] != ids}
 
