@@ -1,4 +1,4 @@
-"""Cases after public bug reports: their list (cases.toml), their inputs, and a GGUF file with other metadata."""
+"""Cases from public bug reports: their list (cases.toml), their inputs, and GGUF files with changed metadata."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 
 
 def read(name: str) -> Any:
-    """An input: JSON where its name says so, else text."""
+    """An input: JSON if its name ends so, else text."""
     text = (HERE / "inputs" / name).read_text(encoding="utf-8")
     return json.loads(text) if name.endswith(".json") else text
 
@@ -56,7 +56,7 @@ def _pair(key: str, kind: int, value: Any) -> bytes:
 
 
 def write_edited(source: Path, target: Path, edit: dict[str, Any]) -> None:
-    """Write a copy of a GGUF file with other metadata: `edit` has "drop", keys, and "set", [key, number of its type, value]."""
+    """Write a copy of a GGUF file with changed metadata: `edit` has "drop", keys, and "set", [key, number of its type, value]."""
     data = source.read_bytes()
     n_tensors, n_pairs = struct.unpack_from("<QQ", data, 8)
     new = {key: (kind, value) for key, kind, value in edit.get("set", ())}

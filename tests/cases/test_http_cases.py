@@ -1,4 +1,4 @@
-"""Requests over HTTP after public bug reports, each against `pyspec server` with the demo model. Cases that want the same server share it."""
+"""Requests over HTTP from public bug reports, sent to `pyspec server` with the demo model. Cases with the same settings share a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from case_files import DEMO, HERE, Case, cases_on, read, write_edited
 
 
 def wanted(case: Case) -> str:
-    """The server of a case: flags, template and metadata, as text."""
+    """A case's server: flags, template and metadata, as text."""
     asked = read(case["input"])
     return json.dumps([asked.get(name) for name in ("server", "template", "edit")])
 
@@ -74,7 +74,7 @@ def at(value: Any, path: str) -> Any:
 
 
 def wrong(client: httpx.Client, case: Case) -> str:
-    """What is wrong with the answer to the case's last step; empty if nothing is."""
+    """The flaw of the answer to the case's last step; "" if it has none."""
     for step in read(case["input"])["steps"]:
         status, answer = ask(client, step)
     expect = case["expect"]

@@ -1,4 +1,4 @@
-"""Chats into prompts, answers into calls, constraints, names of files and settings, after public bug reports."""
+"""Chats to prompts, answers to calls, constraints, names of files and settings, from public bug reports."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def trie() -> TokenTrie:
 
 
 def fits(grammar: Any, text: str) -> bool:
-    """Whether a compiled grammar takes a text, token by token, and lets it end there."""
+    """True if a compiled grammar accepts a text, token by token, and may end behind it."""
     matcher = trie().matcher(grammar)
     ids = trie().tokenizer.encode_inside(text)
     return (
@@ -112,7 +112,7 @@ def test_a_schema_holds(case: Case) -> None:
 
 
 @each("gbnf")
-def test_gbnf_means_what_it_means_in_llama_cpp(case: Case) -> None:
+def test_gbnf_means_the_same_in_llama_cpp(case: Case) -> None:
     holds(case, "gbnf", read(case["input"]))
 
 

@@ -1,6 +1,6 @@
-"""A plain recogniser of GBNF: all ways through the rules at once, character by character, as llama.cpp follows them. Slow and simple.
+"""A plain recogniser of GBNF: it follows all derivations at once, character by character, as llama.cpp does. Slow and simple.
 
-It reads what `pyspec.constrain.gbnf` parsed; tests/constrain/test_gbnf.py holds that parser itself to written texts.
+It reads the result of `pyspec.constrain.gbnf`; tests/constrain/test_gbnf.py tests that parser itself.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from pyspec.constrain.gbnf import parse
 from pyspec.text.expressions import Chars, Concat, Either, Ref, Repeat, Rules
 
 Way = tuple[object, ...]
-"""What has to come yet, the next first: nodes, and (node, least, most) of what is repeated."""
+"""Remaining nodes, the next first; (node, least, most) is a repetition."""
 
 
 MOST_WAYS = 3000
 
 
 class TooMany(Exception):
-    """Ways: the grammar is too ambiguous to be followed like this."""
+    """The grammar is too ambiguous for this recogniser."""
 
 
 def takes(source: str, text: str) -> bool:
-    """Whether all of a text fits. Raises TooMany."""
+    """True if the grammar matches all of a text. Raises TooMany."""
     rules = parse(source)
     ways = _ready([(Ref("root"),)], rules)
     for char in text:
@@ -36,7 +36,7 @@ def _has(node: object, char: str) -> bool:
 
 
 def _ready(ways: list[Way], rules: Rules) -> set[Way]:
-    """The ways that begin with a character, or are over."""
+    """The derivations that begin with a character, or are complete."""
     found: set[Way] = set()
     seen: set[Way] = set()
     todo = list(ways)
@@ -72,7 +72,7 @@ def _opened(node: object, rules: Rules) -> list[Way]:
 
 
 def grammar(rng: random.Random) -> str:
-    """A small grammar over few characters, so that its rules meet; none of them begins with itself."""
+    """A small grammar over few characters, so that its rules meet; no rule is left-recursive."""
     names = ["root", *rng.sample(["a", "A", "b-c", "B-C", "start", "R1", "item"], rng.randint(0, 4))]
     return "\n".join(f"{name} ::= {_either(rng, names, i, 3)}" for i, name in enumerate(names))
 
@@ -100,7 +100,7 @@ def _row(rng: random.Random, names: list[str], own: int, depth: int) -> str:
 
 
 def text(rng: random.Random, source: str) -> str:
-    """A text that fits, mostly: a way through the rules at random."""
+    """A text of a random derivation, which matches in most cases."""
     rules = parse(source)
     said = ""
     way: Way = (Ref("root"),)

@@ -1,4 +1,4 @@
-"""A vocabulary of the packaged model, and texts held against grammars token by token."""
+"""A vocabulary of the packaged model, and texts matched against grammars token by token."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def ids(text: str) -> list[int]:
 
 
 def allowed(constraint_: Constraint, drafts: list[int] | None = None) -> list[set[int]]:
-    """What each row may hold."""
+    """The mask of each row."""
     masks = fill([(constraint_, drafts or [])], trie())
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, : trie().n_vocab]
     return [set(np.flatnonzero(row).tolist()) for row in bits]
 
 
 def reads(source: str, text: str) -> bool:
-    """Whether a compiled grammar takes a text and may end behind it; no mask is made."""
+    """True if a compiled grammar accepts a text and may end behind it. No mask is computed."""
     matcher, tokens = trie().matcher(source), ids(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting() and not matcher.is_error()
 
 
 def fits(constraint_: Constraint, text: str) -> bool:
-    """Whether all of a text is allowed, and the end behind it."""
+    """True if a grammar allows all of a text and the end behind it."""
     tokens = ids(text)
     if constraint_.usable(tokens) != tokens:
         return False

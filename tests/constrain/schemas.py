@@ -1,4 +1,4 @@
-"""Random JSON Schemas of the kind that programs send: objects with required and optional fields, lists, enums, unions, bounds, references."""
+"""Random JSON Schemas as programs send them: objects with required and optional fields, lists, enums, unions, bounds, references."""
 
 from __future__ import annotations
 

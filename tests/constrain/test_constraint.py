@@ -1,4 +1,4 @@
-"""A constraint allows what its grammar allows, tells the same of drafts as of committed tokens, and knows when it is over."""
+"""A constraint allows exactly the texts of its grammar, gives drafts and committed tokens the same verdicts, and knows its end."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ws ::= | " " | "\n" [ \t]{0,20}
         ('{"a" 1}', False),
     ],
 )
-def test_a_grammar_in_the_words_of_llama_cpp_means_what_it_means_there(text: str, is_good: bool) -> None:
+def test_gbnf_has_the_meaning_of_llama_cpp(text: str, is_good: bool) -> None:
     assert fits(constraint("gbnf", GBNF), text) == is_good
 
 
@@ -93,7 +93,7 @@ def test_rows_behind_drafts_are_those_of_committed_tokens() -> None:
 )
 @pytest.mark.parametrize("after", ["", "so:"])
 def test_a_mask_allows_each_token_whose_text_fits_however_it_is_spelled(kind: str, source: str, after: str) -> None:
-    """So a choice that is checked alone is one that the mask has, and forced text can come in any tokens."""
+    """So a token allowed by a single check is also in the mask, and forced text may use any tokens."""
     c, rng = constraint(kind, source, after), random.Random(1)
     c.commit(ids("and so:") if after else [])
     for _ in range(12):
@@ -166,7 +166,7 @@ def test_free_text_is_free_up_to_its_end_and_constrained_behind_it() -> None:
     assert c.is_over
 
 
-def test_a_token_across_the_end_of_free_text_brings_only_what_the_grammar_allows() -> None:
+def test_a_token_across_the_end_of_free_text_adds_only_allowed_text() -> None:
     c = constraint("regex", "[a-c]+", after="}")
     across = {t for t, text in enumerate(trie().table.tokens) if b"}" in text and text[-1:] != b"}"}
     assert across, "the vocabulary has such tokens"
@@ -206,13 +206,13 @@ def test_drafts_in_free_text_end_before_its_border() -> None:
         ("lark", "start: missing", "missing"),
     ],
 )
-def test_what_is_no_grammar_is_refused_with_the_reason(kind: str, source: str, said: str) -> None:
+def test_an_invalid_grammar_is_refused_with_the_reason(kind: str, source: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         Constraint(trie(), compiled(kind, source))
 
 
 def test_a_dead_end_behind_drafts_breaks_nothing_before_it() -> None:
-    """The words lead to a rule that no text fits: whoever looks that far ahead must not end whoever does not go there."""
+    """A rule that no text matches lies ahead: reading that far must not fail a request that does not go there."""
     source = 'start: "go " ("on" | "deep" dead)\ndead: dead "x"'
     c = constraint("lark", source)
     deep = ids("go deep")

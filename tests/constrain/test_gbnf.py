@@ -1,4 +1,4 @@
-"""GBNF means here what it means in llama.cpp: all ways through the rules count, and not only those that take the most."""
+"""GBNF has llama.cpp's meaning: every derivation counts, not only the longest."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_spellings_that_llama_cpp_reads(source: str, good: str, bad: str) -> Non
         ("root ::= " + '"a"' + "+" * 50, "repetitions"),
     ],
 )
-def test_what_is_no_grammar_is_refused_with_the_line(source: str, said: str) -> None:
+def test_an_invalid_grammar_is_refused_with_the_line(source: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         Constraint(trie(), compiled("gbnf", source))
 
@@ -143,8 +143,8 @@ def test_any_other_token_is_none_that_ends_the_text() -> None:
     assert c.is_over
 
 
-def test_what_is_regular_is_one_expression_and_words_that_do_not_meet_stay_whole() -> None:
-    """That is what keeps masks cheap: a rule of single characters takes milliseconds of them."""
+def test_a_regular_part_is_one_expression_and_terminals_that_do_not_meet_stay_whole() -> None:
+    """Masks are cheap only with large terminals: a rule of single characters takes milliseconds."""
     regular = lark_of('root ::= "a" w b\nw ::= [a-z]* w2\nw2 ::= "x" w2 | "y"\nb ::= ("b" b)?')
     assert len([line for line in regular.split("\n") if line[:1] == "T"]) == 1
     json_like = lark_of('root ::= "{" text (":" root)? "}"\ntext ::= "\\"" [^"]* "\\"" ws\nws ::= [ \\n]*')

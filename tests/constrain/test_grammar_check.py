@@ -1,4 +1,4 @@
-"""Hostile grammars: each costs its sender a refusal, and neither the parent's time nor its memory."""
+"""A hostile grammar costs its sender a refusal, and the parent neither time nor memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_hostile_grammar_is_refused_soon(check: GrammarCheck, name: str) -> No
     assert check.compiled(Grammar(kind="json_schema", source=PERSON)).kind == "compiled", "others go on"
 
 
-def test_what_passed_is_what_the_engine_takes_and_is_asked_for_once(
+def test_a_grammar_is_compiled_once_and_the_engine_gets_the_result(
     check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar = Grammar(kind="json_schema", source=PERSON, after="</think>", lazy=True)
@@ -68,7 +68,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(
     assert check.compiled(Grammar(kind="regex", source="in time")).kind == "compiled"
 
 
-def test_what_is_kept_of_grammars_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_grammars_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_module, "KEPT_BYTES", 2000)
     check = GrammarCheck(trie().tokenizer, trie().n_vocab)
     for i in range(40):
@@ -77,7 +77,7 @@ def test_what_is_kept_of_grammars_has_a_limit(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_step_that_takes_too_much_ends_its_request_alone() -> None:
-    """A grammar can pass its check and explode later: a row without bits says so."""
+    """A grammar may pass its check and exceed its limits later; its row then has no bits."""
     hostile = constraint("lark", "start: A+\nA: /(x?){1,3000}y(.{1,3000}|z){1,200}!/")
     good = constraint("json_schema", PERSON)
     for _ in range(50):
@@ -97,7 +97,7 @@ def test_a_grammar_that_grows_over_its_limits_on_the_way_is_its_sender_s_doing()
     assert e.value.status == 400
 
 
-def test_a_compiler_that_gets_no_time_is_nobody_s_fault_and_not_remembered(
+def test_a_compiler_without_cpu_time_blames_no_grammar_and_is_not_cached(
     check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammar = Grammar(kind="regex", source="patience")

@@ -1,4 +1,4 @@
-"""Drafts that need no drafter: what texts under a grammar said before, and what the grammar leaves no choice about."""
+"""Drafts without a drafter: from earlier texts under the grammar, and from text that the grammar forces."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TEXT = '{"name": "Ann", "age": 7}'
 
 
 def read(book: Phrasebook, text: str = TEXT) -> None:
-    """Another request's text, from its begin to its end."""
+    """Another request's text, from start to end."""
     other = constraint("json_schema", PERSON)
     other.book = book
     other.commit(ids(text))
 
 
-def test_a_second_text_is_offered_what_the_first_one_said() -> None:
+def test_a_second_text_gets_drafts_from_the_first() -> None:
     book, c = Phrasebook(), constraint("json_schema", PERSON)
     c.book = book
     assert not c.offer(8).tokens, "white space may come first: nothing is forced, and nothing is known"
@@ -32,7 +32,7 @@ def test_a_second_text_is_offered_what_the_first_one_said() -> None:
     assert c.read == [], "an offer is looked at, not read"
 
 
-def test_what_was_said_is_not_offered_where_the_grammar_refuses_it() -> None:
+def test_earlier_text_is_no_draft_if_the_grammar_refuses_it() -> None:
     book, c = Phrasebook(), constraint("regex", "[ab]{9}")
     c.book = book
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_offers_that_are_wrong_lose_their_weight_and_win_it_back() -> None:
     assert offer.chances[0] > 0.9
 
 
-def test_only_what_was_drafted_and_reached_is_judged() -> None:
+def test_only_drafted_tokens_that_were_reached_are_judged() -> None:
     a, b, c = Estimate(), Estimate(), Estimate()
     offer = Offer()
     for each in (a, b, c):
@@ -86,7 +86,7 @@ def test_the_longest_past_that_was_seen_counts() -> None:
     assert book.next([8, 2])[0] in (3, 4) and book.next([]) is not None and book.next([77]) is None  # type: ignore[index]
 
 
-def test_a_book_forgets_what_was_not_asked_for_and_keeps_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_book_forgets_unused_contexts_and_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phrases, "MOST_PLACES", 50)
     book = Phrasebook()
     for i in range(2000):

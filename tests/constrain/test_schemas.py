@@ -1,4 +1,4 @@
-"""Whatever a schema's masks let through is JSON that the schema holds of: random walks over them, held against another implementation."""
+"""Random walks over a schema's masks give JSON that is valid for another implementation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLOSING = tuple(b'}]",')
 
 
 def walk(source: str, rng: random.Random, most: int = 600) -> str | None:
-    """Text of random allowed tokens, which ends; None for a schema that is refused. Closing tokens are likelier, so that it does."""
+    """Text of random allowed tokens up to its end; None for a refused schema. Closing tokens are likelier, so that it ends."""
     try:
         c = constraint("json_schema", source)
     except RequestError as e:
@@ -46,7 +46,7 @@ def walk(source: str, rng: random.Random, most: int = 600) -> str | None:
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 1 << 32))
-def test_what_the_masks_of_a_schema_let_through_is_held_by_it(seed: int) -> None:
+def test_texts_that_a_schema_s_masks_allow_are_valid(seed: int) -> None:
     rng = random.Random(seed)
     wanted = whole(rng)
     text = walk(json.dumps(wanted), rng)
@@ -55,7 +55,7 @@ def test_what_the_masks_of_a_schema_let_through_is_held_by_it(seed: int) -> None
 
 
 def unsaid(value: Any) -> Any:
-    """A schema whose objects do not say that they have no other properties than those they list."""
+    """A schema whose objects do not forbid other properties than the listed ones."""
     if isinstance(value, list):
         return [unsaid(each) for each in value]
     if not isinstance(value, dict):

@@ -1,5 +1,5 @@
-"""Schemas as pydantic, zod, OpenAPI's generators and .NET write them: what is taken is valid to another implementation, and what
-is valid is taken, as far as objects have no other properties than those they list.
+"""Schemas as pydantic, zod, OpenAPI's generators and .NET write them. Accepted values are valid for another implementation, and
+valid values are accepted if objects have only the listed properties.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def at_a(schema: Any, **words: Any) -> dict[str, Any]:
 CAT, DOG = thing(kind={"const": "cat"}, n=WHOLE), thing(kind={"enum": ["dog"]}, s=TEXT)
 STRICT = {"additionalProperties": False}
 X, Y = {"a": "x"}, {"a": "x", "z": 1}
-WRITTEN: dict[str, tuple[Any, list[Any], list[Any]]] = {  # schema, values that are taken, values that are not
-    # words that say nothing
+WRITTEN: dict[str, tuple[Any, list[Any], list[Any]]] = {  # schema, accepted values, refused values
+    # keywords without effect
     "zod record": ({"type": "object", "propertyNames": TEXT, "additionalProperties": WHOLE}, [{}, {"q": 1}], [{"q": "x"}]),
     "any names": (at_a(TEXT, propertyNames={"title": "K"}), [X], [Y, {}]),
     "names true": (at_a(TEXT, propertyNames=True), [X], [Y]),
@@ -55,7 +55,7 @@ WRITTEN: dict[str, tuple[Any, list[Any], list[Any]]] = {  # schema, values that 
     "unevaluated items": ({"type": "array", "prefixItems": [TEXT], "unevaluatedItems": False}, [["a"]], [["a", 1]]),
     "dynamic anchor": (at_a(TEXT, **{"$dynamicAnchor": "m"}), [X], [Y]),
     "notes": (at_a(TEXT | {"contentEncoding": "base64", "deprecated": False}, example=1, xml={}), [X], [Y]),
-    # names that can be kept
+    # names that are supported
     "dict of enum": ({"type": "object", "propertyNames": {"enum": ["red", "b.c"]}, "additionalProperties": WHOLE}, [{"b.c": 1, "red": 2}, {}], [{"bxc": 1}, {"red": ""}]),
     "dict of enum by reference": ({"type": "object", "propertyNames": {"$ref": "#/$defs/C"}, "additionalProperties": WHOLE, "$defs": {"C": {"enum": ["q"], "type": "string", "title": "C"}}}, [{"q": 1}], [{"r": 1}]),
     "names of a pattern": ({"type": "object", "propertyNames": {"pattern": "^[a-c]{2}$"}}, [{"ab": []}], [{"abc": 1}, {"d": 1}]),
@@ -63,7 +63,7 @@ WRITTEN: dict[str, tuple[Any, list[Any], list[Any]]] = {  # schema, values that 
     "a name": ({"type": "object", "propertyNames": {"const": "k"}}, [{"k": {}}, {}], [{"j": {}}]),
     "names and properties": ({"type": "object", "properties": {"p": TEXT}, "propertyNames": {"enum": ["p", "q"]}, "additionalProperties": WHOLE}, [{"p": "", "q": 1}], [{"p": 1}, {"q": ""}, {"r": 1}]),
     "no names": ({"type": "object", "propertyNames": False}, [{}], [{"a": 1}]),
-    # whole numbers with a point
+    # whole numbers written with a point
     "text of 2.0": ({"type": "string", "minLength": 2.0, "maxLength": 3.0}, ["ab", "abc"], ["a", "abcd"]),
     "items of 1.0": ({"type": "array", "items": WHOLE, "minItems": 1.0, "maxItems": 2.0}, [[1], [1, 2]], [[], [1, 2, 3]]),
     "bounds of 1.0": ({"type": "integer", "minimum": 1.0, "exclusiveMaximum": 4.0}, [1, 3], [0, 4]),
@@ -145,7 +145,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_is_taken_is_valid_and_what_is_valid_is_taken(name: str) -> None:
+def test_accepted_values_are_valid_and_valid_values_are_accepted(name: str) -> None:
     schema, good, bad = WRITTEN[name]
     source = compiled("json_schema", json.dumps(schema)).source
     for value in good:
@@ -171,7 +171,7 @@ def test_what_is_taken_is_valid_and_what_is_valid_is_taken(name: str) -> None:
 
 
 def _values(schema: Any, given: list[Any]) -> list[Any]:
-    """Others like these: parts taken out, put in and exchanged."""
+    """Mutants of these schemas: parts removed, inserted and exchanged."""
     rng, found = random.Random(json.dumps(schema)), []
     for _ in range(40):
         value = json.loads(json.dumps(rng.choice(given)))
@@ -194,7 +194,7 @@ def _values(schema: Any, given: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("schema", "said"), REFUSED)
-def test_what_can_not_be_kept_is_refused_with_the_reason(schema: Any, said: str) -> None:
+def test_an_unsupported_schema_is_refused_with_the_reason(schema: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         Constraint(trie(), compiled("json_schema", json.dumps(schema)))
 
@@ -216,7 +216,7 @@ AHEAD = [
 
 
 @pytest.mark.parametrize("pattern", AHEAD)
-def test_patterns_that_look_ahead_mean_what_they_mean_elsewhere(pattern: str) -> None:
+def test_patterns_with_look_ahead_have_their_usual_meaning(pattern: str) -> None:
     source = compiled("json_schema", json.dumps({"type": "string", "pattern": pattern})).source
     rng, n = random.Random(pattern), 0
     for _ in range(150):

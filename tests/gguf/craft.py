@@ -1,4 +1,4 @@
-"""GGUF bytes put together field by field, so that any field can be wrong."""
+"""GGUF bytes built field by field, so that any field can be wrong."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensor(name: str, ne: list[int], kind: int = 0, offset: int = 0, n_dims: int
 
 @dataclass
 class Craft:
-    """One file. Counts follow the lists unless set."""
+    """One file. Counts match the lists unless set."""
 
     keys: list[bytes] = field(default_factory=lambda: [key("general.architecture", STRING, string("llama"))])
     tensors: list[bytes] = field(default_factory=list)

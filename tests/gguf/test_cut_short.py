@@ -1,4 +1,4 @@
-"""A file that becomes shorter while it is read is an error with words. (Through a mapping it was SIGBUS, and no word.)"""
+"""A file that becomes shorter during a read is an error with a message. (Through a mapping it was SIGBUS, without one.)"""
 
 from __future__ import annotations
 

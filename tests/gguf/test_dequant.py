@@ -76,7 +76,7 @@ def test_file_types_are_those_of_the_gguf_package() -> None:
         ),
     ],
 )
-def test_file_types_are_told_in_llama_servers_words(number: int | None, words: str) -> None:
+def test_file_types_have_llama_servers_names(number: int | None, words: str) -> None:
     assert file_type_words(number) == words
 
 

@@ -1,4 +1,4 @@
-"""Each metadata field comes out with its type and in its range, or as one line that names it."""
+"""Each metadata field is read with its type and range, or is a one-line error that names it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HUGE = 2**64 - 1
 
 
 def h(**values: object) -> Fields:
-    """Fields of a llama; `__` stands for a dot."""
+    """Fields of a llama file; `__` stands for a dot."""
     return Fields({f"llama.{k.replace('__', '.')}": v for k, v in values.items()}, "f.gguf: ", "llama.")
 
 
@@ -139,7 +139,7 @@ def test_a_field_of_the_wrong_type_or_outside_its_range_is_one_line_that_names_i
     assert line.startswith("f.gguf: ") and "llama." in line and line.isprintable() and len(line) < 200
 
 
-def test_what_is_legal_comes_out_as_it_is_and_absent_fields_are_the_readers_to_decide() -> None:
+def test_legal_fields_are_returned_and_absent_ones_get_the_readers_default() -> None:
     some = np.array([0, 2, 2], "<u4")
     f = h(
         block_count=3,
@@ -202,7 +202,7 @@ def test_the_reader_chooses_the_error() -> None:
 
 
 @pytest.mark.parametrize("table", [GENERAL, HPARAMS], ids=["general", "hparams"])
-def test_every_range_has_both_ends_and_refuses_what_is_not_finite(table: dict[str, object]) -> None:
+def test_every_range_has_both_ends_and_refuses_infinity_and_nan(table: dict[str, object]) -> None:
     for name, legal in table.items():
         if isinstance(legal, Whole | Real):
             assert legal.low < legal.high, name

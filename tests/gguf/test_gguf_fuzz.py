@@ -39,7 +39,7 @@ INTERESTING = (0, 1, 31, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 32, (1 << 63
 
 @st.composite
 def mutations(draw: st.DrawFn) -> bytes:
-    """A valid file with a few bytes flipped, fields replaced, pieces cut out, doubled or cut off."""
+    """A valid file with some bytes flipped, fields replaced, or pieces removed, doubled or cut off."""
     data = bytearray(VALID)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, min(HEAD, max(len(data) - 9, 0))))
@@ -75,7 +75,7 @@ def use(path: Path) -> None:
 @given(content=mutations())
 def test_a_mutated_file_opens_or_raises_a_model_error(content: bytes, place: Path) -> None:
     place.write_bytes(content)
-    start = time.process_time()  # a busy machine does not decide
+    start = time.process_time()  # not wall time: the machine may be busy
     try:
         use(place)
     except ModelError as error:

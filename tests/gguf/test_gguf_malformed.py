@@ -1,4 +1,4 @@
-"""Every way a file can lie is one clear line that carries the numbers."""
+"""Every flaw of a file is a one-line error with the numbers."""
 
 from __future__ import annotations
 

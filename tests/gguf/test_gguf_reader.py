@@ -60,7 +60,7 @@ def test_a_written_file_reads_back(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["a.gguf"]
 
 
-def test_the_gguf_package_reads_what_the_writer_wrote(tmp_path: Path) -> None:
+def test_the_gguf_package_reads_written_files(tmp_path: Path) -> None:
     with written(tmp_path / "a.gguf") as file:
         theirs = gguf.GGUFReader(tmp_path / "a.gguf")
         assert theirs.get_field("a.text").contents() == "grüße"
@@ -157,7 +157,7 @@ def test_a_vocabulary_of_152k_tokens_opens_in_a_third_of_a_second_of_processor_t
     writer.add("tokenizer.ggml.merges", [f"tok{i:x} Ġx" for i in range(151_387)], ValueType.STRING)
     writer.write(lambda info: [])
     best = 9.0
-    for _ in range(3):  # the machine may be busy; the reader is not to blame for one slow run
+    for _ in range(3):  # one slow run may be the machine's fault
         start = time.process_time()
         with open_gguf(tmp_path / "vocab.gguf") as file:
             best = min(best, time.process_time() - start)

@@ -1,4 +1,4 @@
-"""What a file can have wrong is one line with the numbers, at load."""
+"""Each flaw of a vocabulary is a one-line error with numbers, raised at load."""
 
 import random
 import re
@@ -61,7 +61,7 @@ def test_a_merge_of_pieces_that_are_no_tokens_is_left_out():
 
 
 def test_a_token_as_long_as_a_book_is_refused_at_once():
-    """Looking for its joins would take time quadratic in its length."""
+    """A search for its joins would take time quadratic in its length."""
     meta = spm()
     tokens, types, scores = (list(meta[KEY + k]) for k in ("tokens", "token_type", "scores"))  # type: ignore[call-overload]
     meta |= {
@@ -87,7 +87,7 @@ def test_a_token_as_long_as_a_book_is_refused_at_once():
 )
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_token_that_is_too_long_for_grammars_is_never_their_choice(text, kind, ends):
-    """The library that walks the vocabulary has a limit of 1,024 bytes, and panics beyond."""
+    """llguidance limits tokens to 1,024 bytes, and panics beyond."""
     long = len(TOKENS)
     meta = GOOD | {
         KEY + "tokens": [*TOKENS, text],
@@ -104,7 +104,7 @@ def test_a_token_that_is_too_long_for_grammars_is_never_their_choice(text, kind,
 
 
 class PanicException(BaseException):
-    """As a library in Rust raises it."""
+    """Raised as by a Rust library."""
 
 
 def test_a_panic_of_a_library_is_an_error_of_ours(monkeypatch):
@@ -121,13 +121,13 @@ def test_a_panic_of_a_library_is_an_error_of_ours(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
-def test_what_stops_the_program_passes_the_border(error):
+def test_exceptions_that_stop_the_program_pass_the_border(error):
     with pytest.raises(error), border(BadTokenizer, "x"):
         raise error
 
 
 def with_tokens(meta, texts, kind):
-    """An SPM vocabulary with tokens more, all of one type."""
+    """An SPM vocabulary with more tokens, all of one type."""
     tokens, types, scores = (list(meta[KEY + k]) for k in ("tokens", "token_type", "scores"))
     return meta | {
         KEY + "tokens": [*tokens, *texts],
@@ -157,7 +157,7 @@ def test_a_few_hundred_nested_repeats_are_merged_as_ever():
 
 @pytest.mark.parametrize("kind", [UNKNOWN, CONTROL, USER_DEFINED])
 def test_a_token_that_is_matched_as_it_is_has_at_most_1024_characters(kind):
-    """Its halves are looked for in every chat: those of 100,000 characters took 10 GB."""
+    """Every chat searches for parts of it: with 100,000 characters they took 10 GB."""
     good = GOOD | {KEY + "tokens": [*TOKENS, "c" * 1024], KEY + "token_type": [1] * 257 + [kind]}
     assert Tokenizer.from_metadata(good).encode("c" * 1024) == [257]
     bad = good | {KEY + "tokens": [*TOKENS, "c" * 1025]}
@@ -166,7 +166,7 @@ def test_a_token_that_is_matched_as_it_is_has_at_most_1024_characters(kind):
 
 
 def test_halves_of_control_tokens_are_found_without_a_list_of_them():
-    """2,000 control tokens of 1,000 characters have halves of 2 GB."""
+    """2,000 control tokens of 1,000 characters have parts of 2 GB."""
     many = [f"<|{i:05}{'x' * 990}|>" for i in range(2000)]
     tokenizer = Tokenizer.from_metadata(bpe(control=many))
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""What a grammar of calls writes, the parser reads: the same names and the same values, wherever the text is cut."""
+"""The parser reads the calls that a grammar allows: the same names and values, for any split of the text."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _arguments(call: Call) -> str:
 
 
 def written(name: str, calls: list[Call]) -> str:
-    """Calls as a model writes them."""
+    """Calls in the form of a model."""
     first = calls[0]
     return {
         "qwen3_coder": lambda: qwen_xml.OPEN + f"\n{qwen_xml.OPEN}".join(map(_xml, calls)),
@@ -161,7 +161,7 @@ def test_calls_that_a_grammar_takes_are_read_as_they_were_meant(name: str) -> No
 
 @pytest.mark.parametrize("name", ALL)
 def test_free_calls_under_any_name_are_read_alike(name: str) -> None:
-    """Without a grammar, with values that do not speak of markup."""
+    """Without a grammar, with values that contain no markup."""
     rng, speaks = random.Random(7), dialects.dialect(name)
     plain = [text for text in TEXTS if "<" not in text and "[" not in text]
     for _ in range(100):

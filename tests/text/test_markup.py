@@ -1,4 +1,4 @@
-"""Answers with markup: the same parts wherever the text is cut, and valid JSON as arguments."""
+"""Answers with markup: the same parts for any split of the text, and valid JSON as arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BARS = "｜"
 
 
 def parse(markup: AnswerMarkup, pieces: Sequence[str]) -> list[Part]:
-    """The parts of an answer, neighbours of one kind joined."""
+    """The parts of an answer, with neighbours of one kind joined."""
     ids = (f"id{i}" for i in itertools.count())
     parser, joined = markup.parser(lambda: next(ids)), list[Part]()
     for part in [*(p for piece in pieces for p in parser.push(piece)), *parser.finish()]:
@@ -53,7 +53,7 @@ def markup(name: str, *, think: bool = False, is_open: bool = False, is_shown: b
 
 
 def is_of(markup: AnswerMarkup, name: str) -> bool:
-    """The generic dialect reads as another does."""
+    """The generic dialect parses as another one does."""
     return markup.calls is not None and markup.calls.machine is dialects.dialect(name).machine
 
 
@@ -481,7 +481,7 @@ HOSTILE = {
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("name", sorted({dialects.dialect(name).name for name in dialects.NAMES}))
-def test_hostile_answers_leave_little_behind_and_are_told_alike_however_they_are_cut(name: str) -> None:
+def test_hostile_answers_hold_little_back_and_have_the_same_parts_for_any_split(name: str) -> None:
     for what, text in HOSTILE.items():
         markup_ = markup(name, think=True)
         parser = markup_.parser()

@@ -1,4 +1,4 @@
-"""Templates by name render what llama.cpp's of that name do."""
+"""Templates by name render the same text as llama.cpp's templates with that name."""
 
 import click
 import pytest

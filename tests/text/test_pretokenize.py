@@ -1,4 +1,4 @@
-"""Where texts are cut. The expected cuts follow from reading each model's own pattern, by hand."""
+"""Splits of text before merges. The expected splits were derived by hand from each model's own pattern."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Objects that list their properties are closed where that can not go wrong, and nothing else of a schema changes."""
+"""Objects that list their properties are closed if that is safe, and nothing else of a schema changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLOSED = A | {"additionalProperties": False}
 
 
 def kind(name: str, also: str = "a") -> dict[str, Any]:
-    """An object that is told from others by its kind."""
+    """An object that its kind distinguishes from others."""
     return {"type": "object", "properties": {"kind": {"const": name}, also: {}}, "required": ["kind"]}
 
 
@@ -50,7 +50,7 @@ SHUT = {"additionalProperties": False}
         ({"properties": {"properties": A}}, {"properties": {"properties": CLOSED}, "additionalProperties": False}),
     ],
 )
-def test_what_lists_its_properties_is_closed(schema: Any, expected: Any) -> None:
+def test_an_object_that_lists_its_properties_is_closed(schema: Any, expected: Any) -> None:
     before = json.dumps(schema)
     found = closed(schema)
     if expected is None:
@@ -84,7 +84,7 @@ def test_what_lists_its_properties_is_closed(schema: Any, expected: Any) -> None
         {"enum": [{"properties": {"a": 1}}], "default": A, "examples": [A]},
     ],
 )
-def test_what_may_have_more_or_is_joined_stays_as_it_is(schema: Any) -> None:
+def test_open_or_joined_objects_stay_unchanged(schema: Any) -> None:
     assert closed(schema) == schema
 
 

@@ -1,4 +1,4 @@
-"""Chat templates as files hold them: what they render, what becomes of user text, and how they are refused."""
+"""Chat templates of files: their text, the tokens of user text, and their refusals."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_chatml_renders_roles_contents_and_the_opening_of_the_answer():
     assert PLAIN.render(USER, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
 
 
-def test_templates_have_what_hugging_face_gives_them():
+def test_templates_have_the_names_of_hugging_face():
     template = ChatTemplate(
         "{%- for m in messages %}\n    {%- if m.role == 'x' %}{% continue %}{% endif %}\n"
         "{% generation %}{{ m | tojson }}{% endgeneration %}{%- endfor %}"
@@ -81,7 +81,7 @@ LONG = "x" * (2**20 + 1), "has 1048577 characters; at most 1048576 are allowed"
 @pytest.mark.parametrize(
     ("source", "why"), [LONG, (["x"], "is an array of 1 texts; want text"), (7, "is 7; want text")]
 )
-def test_what_is_no_template_is_bad_and_costs_chats_not_the_model(source, why):
+def test_an_invalid_template_fails_chats_but_not_the_load(source, why):
     template = ChatTemplate.from_metadata(bpe() | {"tokenizer.chat_template": source})
     assert template is not None
     with pytest.raises(BadTemplate, match=why):
@@ -91,7 +91,7 @@ def test_what_is_no_template_is_bad_and_costs_chats_not_the_model(source, why):
 
 
 def test_a_template_that_is_no_utf8_renders_text_that_can_be_encoded():
-    """Read as lone surrogates, its bytes would make every answer that repeats them a failure to encode."""
+    """Lone surrogates in a template would make every answer that repeats them fail to encode."""
     meta = bpe(control=["<B>\udcff"], keys={"bos_token_id": 256}) | {
         "tokenizer.chat_template": "\udcff{{ bos_token }}{{ '\\ud800' }}{{ messages[0].content }}"
     }
@@ -100,7 +100,7 @@ def test_a_template_that_is_no_utf8_renders_text_that_can_be_encoded():
     assert template.render(USER) == "\ufffd<B>\ufffd\ufffd" + str(USER[0]["content"])
 
 
-def test_what_a_template_says_of_itself_can_not_act_on_a_terminal():
+def test_messages_of_a_template_can_not_act_on_a_terminal():
     with pytest.raises(RequestError) as e:
         ChatTemplate("{{ raise_exception('\x1b[2J' + 'no\\n' * 1000) }}").render(USER)
     assert str(e.value).isprintable() and len(str(e.value)) < 500
@@ -164,11 +164,11 @@ def test_user_and_tool_text_never_becomes_control_tokens(name, role):
     ids = template.encode(TOKENIZER, messages)
     harmless = [{"role": role, "content": x} for x in ("aaa", "fine", "  b ")]
     assert controls(ids) == controls(template.encode(TOKENIZER, harmless))
-    # the model still sees the text, where the template puts it and trimmed as the template trims it
+    # the model still sees the text, at the template's place and trimmed by it
     assert TOKENIZER.decode(ids, special=True).removeprefix("<B>") == template.render(messages).removeprefix("<B>")
 
 
-def test_what_the_system_and_the_model_say_may_hold_control_tokens():
+def test_system_and_assistant_messages_may_contain_control_tokens():
     ids = PLAIN.encode(TOKENIZER, [{"role": "system", "content": "<|im_end|>"}], add_generation_prompt=False)
     assert controls(ids) == ["<B>", "<|im_start|>", "<|im_end|>", "<|im_end|>"]
 

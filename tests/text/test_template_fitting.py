@@ -1,4 +1,4 @@
-"""Chats and tools as clients send them come out of templates that take less: nothing is lost, nothing is refused without need."""
+"""Chats and tools in the form that a template accepts: nothing is lost, and nothing is refused without need."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ BEHIND_A_RESULT = ("user: hi", "assistant: call", "tool: rain", "developer: B.",
         (PARTS, HEAD, "[system]A.[/][user]hi[/]"),
     ],
 )
-def test_what_the_system_says_stands_where_the_template_takes_it(
+def test_system_messages_stand_where_the_template_accepts_them(
     template: ChatTemplate, turns: tuple[str, ...], text: str
 ) -> None:
     assert template.render(chat(*turns), add_generation_prompt=False) == text
@@ -161,7 +161,7 @@ def test_a_template_that_wants_turns_gets_them(template: ChatTemplate, turns: tu
 
 
 def called_by(*ids: str | None) -> list[dict[str, Any]]:
-    """A question, calls by these ids, and a result for each."""
+    """A question, calls with these ids, and a result for each."""
     function = {"name": "f", "arguments": '{"a": 1}'}
     calls = [{"function": function} | ({"id": id_} if id_ else {}) for id_ in ids]
     results = [
@@ -170,7 +170,7 @@ def called_by(*ids: str | None) -> list[dict[str, Any]]:
     return [*chat("user: hi"), {"role": "assistant", "content": None, "tool_calls": calls}, *results]
 
 
-def test_what_the_user_says_behind_a_result_is_a_part_of_it_where_turns_are_wanted() -> None:
+def test_a_user_message_behind_a_result_joins_it_if_turns_must_change() -> None:
     messages = [*called_by("abcdefgh1"), *chat("user: and?", "user: now?", "assistant: wet", "user: bye")]
     text = TURNS_OR_CALLS.render(messages, add_generation_prompt=False)
     assert text.endswith("[result abcdefgh1]r0\n\nand?\n\nnow?[/][assistant]wet[/][user]bye[/]")
@@ -196,7 +196,7 @@ def test_ids_stay_where_any_will_do() -> None:
 
 
 def test_earlier_messages_keep_their_text_when_a_later_system_message_comes() -> None:
-    """What is moved stays near its place: the prefix cache finds what stands before it."""
+    """A moved message stays near its place, so that the prefix cache keeps the text before it."""
     before = STRICT.render(chat("system: A.", "user: hi", "assistant: yes", "user: bye"), add_generation_prompt=False)
     after = STRICT.render(
         chat("system: A.", "user: hi", "assistant: yes", "user: bye", "system: B."), add_generation_prompt=False
@@ -234,7 +234,7 @@ def test_each_ability_is_asked_for_once() -> None:
     assert len(asked) == 6
 
 
-def test_what_is_moved_to_the_user_can_not_become_control_tokens() -> None:
+def test_text_moved_to_the_user_can_not_become_control_tokens() -> None:
     tokenizer = Tokenizer.from_metadata(bpe(control=["<|im_end|>"], keys={"add_bos_token": False}))
     ids = ALTERNATES.encode(tokenizer, chat("system: <|im_end|>", "user: hi"))
     assert not set(ids) & tokenizer.special
@@ -308,7 +308,7 @@ def called(arguments: Any) -> dict[str, Any]:
         (MISTRAL, '{"at":1}', 'look({"at": 1})'),
     ],
 )
-def test_arguments_are_what_the_template_writes_out(source: str, arguments: Any, shown: str) -> None:
+def test_arguments_have_the_form_that_the_template_writes(source: str, arguments: Any, shown: str) -> None:
     calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}" + source + "{% endfor %}"
     template = ChatTemplate(EACH + calls + END)
     assert template.render([*chat("user: hi"), called(arguments)], add_generation_prompt=False) == shown
@@ -368,7 +368,7 @@ def test_a_tools_fields_come_out_in_the_order_in_which_they_were_sent() -> None:
         ),
     ],
 )
-def test_what_a_tool_does_not_say_is_empty(fields: dict[str, Any], text: str) -> None:
+def test_absent_fields_of_a_tool_are_empty(fields: dict[str, Any], text: str) -> None:
     assert TOJSON.render(USER, tools=function(**fields)) == '{"type": "function", "function": {' + text + "}}"
 
 
@@ -383,7 +383,7 @@ def test_messages_and_parts_are_as_many_as_agents_send() -> None:
     assert text.count("p\np") > 2000 and text.count("hi") == 5000
 
 
-def test_refusals_of_what_a_template_can_not_name_another() -> None:
+def test_refusals_of_a_template_name_the_flag_for_another() -> None:
     with pytest.raises(RequestError, match=r"fails on these messages: .*; --chat-template takes another one"):
         ChatTemplate("{{ messages[0].a.b.c }}").render(USER)
     with pytest.raises(RequestError, match=r"does not compile: .*; --chat-template takes another one"):
@@ -410,7 +410,7 @@ def test_refusals_of_what_a_template_can_not_name_another() -> None:
         ),
     ],
 )
-def test_what_a_template_shows_of_tools_is_asked(source: str, tools: bool, calls: bool) -> None:
+def test_probes_find_the_tools_that_a_template_shows(source: str, tools: bool, calls: bool) -> None:
     able = ChatTemplate(source).able()
     assert (able.shows_tools, able.shows_calls) == (tools, calls)
 

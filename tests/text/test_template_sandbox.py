@@ -139,7 +139,7 @@ def test_no_process_outlives_its_parent(end):
 
 
 def alive(pid: int) -> bool:
-    """Runs still; an orphan nobody has waited for is dead too."""
+    """Whether a process still runs. An orphan that was not waited for counts as dead."""
     try:
         with open(f"/proc/{pid}/stat") as f:
             return f.read().rpartition(")")[2].split()[0] != "Z"

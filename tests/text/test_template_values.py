@@ -1,4 +1,4 @@
-"""Tools, calls and a template's own values: shown as templates want them, and never as control tokens."""
+"""Tools, calls and a template's own values: in the template's form, and never as control tokens."""
 
 from __future__ import annotations
 

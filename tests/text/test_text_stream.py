@@ -1,4 +1,4 @@
-"""Text as tokens come in: the same for any grouping into rounds, nothing of a stop string, no half characters."""
+"""Text from committed tokens: the same for any grouping into rounds, nothing of a stop string, whole characters only."""
 
 import codecs
 
@@ -70,7 +70,7 @@ def test_of_several_stops_the_first_in_the_text_counts_and_of_those_the_longest(
 
 
 @pytest.mark.parametrize(("ids", "rest"), [(b"\xf0\x9f", "\ufffd"), (b"ab\xc3", "ab\ufffd"), (b"a", "a"), (b"x", "")])
-def test_the_end_releases_what_was_held(ids, rest):
+def test_the_end_releases_the_held_text(ids, rest):
     stream = TextStream(TOKENIZER, ["abcd"])
     stream.push(list(ids))
     assert stream.flush() == rest and stream.flush() == ""

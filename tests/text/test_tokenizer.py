@@ -1,4 +1,4 @@
-"""Ids and texts: equal to llama.cpp's values, and equal to the text they came from."""
+"""Ids and texts: ids equal llama.cpp's, and the ids of a text decode to it."""
 
 import json
 import random
@@ -102,8 +102,8 @@ def test_end_of_a_message_is_no_end_where_a_vocabulary_has_finer_ends(ends, goes
 
 
 @pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED, CONTROL])
-def test_end_texts_are_control_tokens_whatever_the_file_says(kind):
-    """As llama.cpp: these texts become control tokens, so they are never shown, and user text never becomes them."""
+def test_end_texts_are_control_tokens_with_any_type_in_the_file(kind):
+    """As in llama.cpp, these texts become control tokens: answers hide them, and user text never becomes them."""
     meta = bpe(control=["</s>", "<|fim_middle|>"])
     meta["tokenizer.ggml.token_type"] = [NORMAL] * 256 + [kind, kind]
     tokenizer = Tokenizer.from_metadata(meta)
@@ -157,7 +157,7 @@ def test_a_part_in_the_middle_of_a_text_gets_no_space_before_it():
 
 
 def test_ids_outside_the_vocabulary_have_no_text():
-    """An embedding may have more rows than there are tokens."""
+    """An embedding may have more rows than the vocabulary has tokens."""
     assert DEMO.token_bytes(DEMO.n_vocab) == b"" == DEMO.token_bytes(-1)
     assert DEMO.decode([DEMO.n_vocab + 5]) == ""
 
@@ -192,7 +192,7 @@ def test_empty_tokens_are_padding_that_no_text_becomes():
 
 
 def test_control_text_is_found_fast_in_any_text():
-    """A thousand control tokens and the worst text for comparing one after the other: still linear."""
+    """Linear time with a thousand control tokens and the worst text for comparing them one by one."""
     names = [f"<|reserved_special_token_{i}|>" for i in range(1000)]
     tokenizer = Tokenizer.from_metadata(bpe(control=names))
     tokenizer.has_special("")

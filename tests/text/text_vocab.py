@@ -8,7 +8,7 @@ from pyspec.text.tokenizer import Tokenizer
 from pyspec.text.vocab import BYTE, BYTE_CHARS, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 SPM = json.loads((Path(__file__).parent / "llama_cpp_spm.json").read_text())
-"""Ids by llama.cpp (vocab-only file of the same vocabulary) for three settings of the file."""
+"""llama.cpp's ids (vocab-only file of the same vocabulary) for three settings of the file."""
 
 SPM_FILES: dict[str, dict[str, object]] = {
     "default": {},
@@ -24,7 +24,7 @@ def bpe(
     user: Sequence[str] = (),
     keys: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
-    """Byte b is token b; then what ASCII words need with a merge each (left to right), then the matched tokens."""
+    """Byte b is token b; then the tokens and merges of some ASCII words (left to right), then the matched tokens."""
     tokens, merges = [BYTE_CHARS[b] for b in range(256)], []
     for word in words:
         spelt = "".join(BYTE_CHARS[b] for b in word.encode())
