@@ -36,19 +36,20 @@ def answer(table: TokenTable, tokenizer: LLTokenizer, grammar: Grammar) -> dict[
         return {"failed": f"the {grammar.kind} can not be used: {one_line(matcher.get_error())}"}
     if begin(tokenizer, matcher, grammar.begun) is None:
         begun = printable(grammar.begun, BEGUN_CHARS)
-        return {
-            "failed": f"the {grammar.kind} can not be kept: the answer has begun with {begun!r}, which it does not allow"
-        }
+        why = f"the answer has begun with {begun!r}, which it does not allow"
+        return {"failed": f"the {grammar.kind} can not be kept: {why}"}
     begins = matcher.is_stopped() or any(matcher.compute_bitmask())
     if matcher.is_error() or not begins:
         why = one_line(matcher.get_error().partition("<")[0]) if matcher.is_error() else ""
-        return {"failed": f"the {grammar.kind} can not be kept: no text fits it" + (why and f" ({why})")}
+        why = why and f" ({why})"
+        return {"failed": f"the {grammar.kind} can not be kept: no text fits it{why}"}
     return {"text": text}
 
 
 def _table(line: str) -> TokenTable:
     parts: dict[str, Any] = json.loads(line)
-    return TokenTable([base64.b64decode(t) for t in parts["tokens"]], parts["special"], parts["eog"])
+    tokens = [base64.b64decode(t) for t in parts["tokens"]]
+    return TokenTable(tokens, parts["special"], parts["eog"])
 
 
 def first_line(table: TokenTable) -> bytes:

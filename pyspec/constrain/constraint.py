@@ -16,12 +16,13 @@ from pyspec.constrain.trie import TokenTrie, begin
 from pyspec.errors import GrammarTooLarge, RequestError, SlotError
 from pyspec.request import Grammar
 
-CALM = (
-    32  # rounds without a refusal; a refusal costs a pipelined round, and pipelining saves a few percent of each round
-)
-SLOW_S = 0.03  # longest wait of a round for one grammar; slower requests take turns (engine/loop/grammar_turns.py)
-REFUSED = "satisfy the grammar"  # llguidance's text for a token that does not match; it has no error code
-T = TypeVar("Said")
+# rounds without a refusal; a refusal costs a pipelined round, and pipelining saves a few percent of each round
+CALM = 32
+# longest wait of a round for one grammar; slower requests take turns (engine/loop/grammar_turns.py)
+SLOW_S = 0.03
+# llguidance's text for a token that does not match; it has no error code
+REFUSED = "satisfy the grammar"
+T = TypeVar("T")
 Masks = NDArray[np.int32]
 """[row, word]: bit t % 32 of word t // 32 is set if the row may choose token t."""
 
@@ -134,7 +135,8 @@ class Constraint:
         before = [*behind, *found.tokens]
         text = self._forced_text(before)
         tokens = self.trie.tokenizer.encode_inside(text) if text else []
-        if tokens and len(self.usable([*before, *tokens, self.trie.table.eog[0]])) <= len(before) + len(tokens):
+        ended = [*before, *tokens, self.trie.table.eog[0]]
+        if tokens and len(self.usable(ended)) < len(ended):
             tokens = tokens[:-1]  # the last token may continue with later text
         spelled = Estimate() if self.book is None else self.book.spelled
         for token in tokens[: most - len(found.tokens)]:
@@ -144,7 +146,11 @@ class Constraint:
         if not self.trie.ends.isdisjoint(before):
             return ""
         matcher = self.matcher
-        text = self._after(before, lambda: b"" if matcher.is_stopped() else matcher.compute_ff_bytes())
+
+        def forced() -> bytes:
+            return b"" if matcher.is_stopped() else matcher.compute_ff_bytes()
+
+        text = self._after(before, forced)
         return (text or b"").decode("utf-8", "ignore")
 
     def allows(self, before: Sequence[int], token: int) -> bool:
@@ -293,11 +299,16 @@ def fill(spans: Sequence[tuple[Constraint, Sequence[int]]], trie: TokenTrie) -> 
             constraint.is_slow = time.perf_counter() - began >= SLOW_S
     for constraint, _, row in asked:
         if constraint.free is not None and constraint.free.lazy:
-            masks[row] |= ~trie.bits(trie.table.eog)  # text that may stay free may end, even if `after` seems to begin
+            # text that may stay free may end, even if `after` seems to begin
+            masks[row] |= ~trie.bits(trie.table.eog)
     return masks
 
 
-def _fill_together(asked: Sequence[tuple[Constraint, Sequence[int], int]], masks: Masks, trie: TokenTrie) -> None:
+def _fill_together(
+    asked: Sequence[tuple[Constraint, Sequence[int], int]],
+    masks: Masks,
+    trie: TokenTrie,
+) -> None:
     """Masks of several requests, each from its first row on, on several threads."""
     drafted = [(c.matcher, row, list(drafts)) for c, drafts, row in asked if drafts]
     plain = [(c.matcher, row) for c, drafts, row in asked if not drafts]
@@ -317,7 +328,8 @@ def _fill_apart(constraint: Constraint, drafts: Sequence[int], masks: Masks) -> 
         constraint.recover()
         if i:
             constraint.matcher.consume_tokens(list(drafts[:i]))
-        row = np.frombuffer(bytearray(constraint.matcher.compute_bitmask()), np.int32)[: masks.shape[1]]
+        mask = bytearray(constraint.matcher.compute_bitmask())
+        row = np.frombuffer(mask, np.int32)[: masks.shape[1]]
         if constraint.matcher.is_error():
             break
         masks[i] = row

@@ -23,14 +23,17 @@ def format_grammar(value: Any) -> Grammar | None:
         return None
     if kind == "json_object":
         schema = value.get("schema")
-        return JSON_OBJECT if schema is None or schema == {} else schema_grammar("response_format.schema", schema)
+        if schema is None or schema == {}:
+            return JSON_OBJECT
+        return schema_grammar("response_format.schema", schema)
     if kind == "json_schema":
         holder = value.get("json_schema", value)
         if not isinstance(holder, Mapping):
             raise RequestError("response_format.json_schema: want an object that holds the schema")
-        schema = holder.get("schema", {})
-        return schema_grammar("response_format.json_schema.schema", {} if schema is None else schema)
-    raise RequestError(f"response_format.type: {str(kind)[:40]!r} is none of text, json_object, json_schema")
+        schema = {} if holder.get("schema") is None else holder["schema"]
+        return schema_grammar("response_format.json_schema.schema", schema)
+    known = "text, json_object, json_schema"
+    raise RequestError(f"response_format.type: {str(kind)[:40]!r} is none of {known}")
 
 
 def schema_grammar(name: str, value: Any) -> Grammar:

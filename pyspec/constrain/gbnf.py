@@ -168,8 +168,8 @@ class _Parser:
 
     def _literal(self) -> Node:
         self.at += 1
-        codes = list(self._codes('"'))
-        return Concat(tuple(Chars(((code, code),)) for code in codes)) if len(codes) != 1 else Chars(((codes[0],) * 2,))
+        chars = tuple(Chars(((code, code),)) for code in self._codes('"'))
+        return chars[0] if len(chars) == 1 else Concat(chars)
 
     def _class(self) -> Node:
         self.at += 1

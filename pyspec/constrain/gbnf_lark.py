@@ -44,7 +44,8 @@ def lark_of(source: str, id_of: IdOf = lambda text: None, ends: Sequence[int] = 
     if "root" in regular:
         terminals: set[Node] = {rules["root"]}
     else:
-        rules = {name: node if name in regular else _grouped(node, regular) for name, node in rules.items()}
+        grouped = {name: _grouped(node, regular) for name, node in rules.items() if name not in regular}
+        rules = rules | grouped
         terminals = _terminals(rules, regular)
     return _Writer(rules, terminals, id_of, ends).text()
 
@@ -54,15 +55,25 @@ def _grouped(node: Node, regular: frozenset[str]) -> Node:
     if isinstance(node, Concat):
         return Concat(_joined(node.parts, regular, Concat))
     if isinstance(node, Either):
-        return Either(_joined(sorted(node.choices, key=lambda each: is_regular(each, regular)), regular, Either))
-    return Repeat(_grouped(node.node, regular), node.least, node.most) if isinstance(node, Repeat) else node
+        choices = sorted(node.choices, key=lambda each: is_regular(each, regular))
+        return Either(_joined(choices, regular, Either))
+    if isinstance(node, Repeat):
+        return Repeat(_grouped(node.node, regular), node.least, node.most)
+    return node
 
 
-def _joined(nodes: Sequence[Node], regular: frozenset[str], kind: type[Concat | Either]) -> tuple[Node, ...]:
+def _joined(
+    nodes: Sequence[Node],
+    regular: frozenset[str],
+    kind: type[Concat | Either],
+) -> tuple[Node, ...]:
     found: list[Node] = []
     for is_one, group in groupby(nodes, lambda each: is_regular(each, regular)):
         each = tuple(group)
-        found += [each[0] if len(each) == 1 else kind(each)] if is_one else [_grouped(e, regular) for e in each]
+        if is_one:
+            found.append(each[0] if len(each) == 1 else kind(each))
+        else:
+            found += [_grouped(e, regular) for e in each]
     return tuple(found)
 
 
@@ -80,7 +91,8 @@ def _terminals(rules: Rules, regular: frozenset[str]) -> set[Node]:
         if not met:
             return set(terminals)
         opened |= met
-    opened = {each for node in rules.values() for each in all_below(node) if not isinstance(each, Chars)}
+    nodes = (each for node in rules.values() for each in all_below(node))
+    opened = {each for each in nodes if not isinstance(each, Chars)}
     return set(_cut(rules, regular, opened, automata)[1])
 
 
@@ -97,7 +109,9 @@ def _cut(
             terminals[node] = None
         elif node not in opened and not is_nothing(node) and is_regular(node, regular):
             try:
-                terminals[node] = automata[node] = automata[node] if node in automata else automaton_of(node, rules)
+                if node not in automata:
+                    automata[node] = automaton_of(node, rules)
+                terminals[node] = automata[node]
             except TooLarge:
                 opened.add(node)
                 todo.append(node)
@@ -113,7 +127,13 @@ def _cut(
 class _Writer:
     """Writes the rules under new names, because lark tells terminals from rules by case."""
 
-    def __init__(self, rules: Rules, terminals: set[Node], id_of: IdOf, ends: Sequence[int]) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        terminals: set[Node],
+        id_of: IdOf,
+        ends: Sequence[int],
+    ) -> None:
         self._rules, self._terminals, self._id_of, self._ends = rules, terminals, id_of, ends
         self._empty = can_be_empty(rules, terminals)
         self._names: dict[Node | tuple[str, bool], str] = {}
@@ -129,9 +149,16 @@ class _Writer:
         return "\n".join(lines) + "\n"
 
     def _rule(self, name: str, in_terminal: bool) -> str:
-        return self._named((name, in_terminal), "R" if in_terminal else "r", self._rules[name], in_terminal)
+        letter = "R" if in_terminal else "r"
+        return self._named((name, in_terminal), letter, self._rules[name], in_terminal)
 
-    def _named(self, key: Node | tuple[str, bool], letter: str, node: Node, in_terminal: bool) -> str:
+    def _named(
+        self,
+        key: Node | tuple[str, bool],
+        letter: str,
+        node: Node,
+        in_terminal: bool,
+    ) -> str:
         """A node's name. Its rule is written later."""
         if key not in self._names:
             self._names[key] = f"{letter}{len(self._names)}"
@@ -156,12 +183,11 @@ class _Writer:
 
     def _concat(self, node: Concat, in_terminal: bool) -> str:
         found = []
-        for is_text, group in groupby(node.parts, lambda each: in_terminal and isinstance(each, Chars)):
-            each = list(group)
-            if is_text:
-                found.append("/" + "".join(_one_of(c) for c in each if isinstance(c, Chars)) + "/")
+        for kind, group in groupby(node.parts, type):
+            if in_terminal and kind is Chars:
+                found.append("/" + "".join(_one_of(c) for c in group if isinstance(c, Chars)) + "/")
             else:
-                found += [self._expression(e, in_terminal) for e in each]
+                found += [self._expression(each, in_terminal) for each in group]
         return "(" + " ".join(found) + ")" if len(found) > 1 else found[0] if found else '""'
 
     def _repeat(self, node: Repeat, in_terminal: bool) -> str:
@@ -177,10 +203,14 @@ class _Writer:
     def _token(self, node: Token) -> str:
         token = node.key if isinstance(node.key, int) else self._id_of(node.key)
         if token is None and not node.is_other and _SPECIAL.fullmatch(str(node.key)):
-            return str(node.key)  # llguidance knows control tokens by name, and reports an unknown one
+            # llguidance knows control tokens by name, and reports an unknown one
+            return str(node.key)
         if token is None:
             raise BadGBNF(f"it names the token {node.key}, which the vocabulary does not have as one")
-        return f"<[^{','.join(map(str, sorted({token, *self._ends})))}]>" if node.is_other else f"<[{token}]>"
+        if not node.is_other:
+            return f"<[{token}]>"
+        excluded = ",".join(map(str, sorted({token, *self._ends})))
+        return f"<[^{excluded}]>"
 
 
 _NOT_EMPTY = " & /(?s:.+)/"
@@ -193,7 +223,8 @@ def _one_of(node: Chars) -> str:
     """The characters in a regular expression."""
     if len(node.ranges) == 1 and node.ranges[0][0] == node.ranges[0][1]:
         return _code(node.ranges[0][0])
-    return "[" + "".join(_code(low) + (f"-{_code(high)}" if high > low else "") for low, high in node.ranges) + "]"
+    ranges = (_code(low) + (f"-{_code(high)}" if high > low else "") for low, high in node.ranges)
+    return f"[{''.join(ranges)}]"
 
 
 def _code(code: int) -> str:

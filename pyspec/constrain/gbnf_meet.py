@@ -66,7 +66,11 @@ def _meeting(a: Automaton, b: Automaton, count: Callable[[], None]) -> Meeting:
 class Meetings:
     """A grammar as a graph of terminals: the possible first ones, and the possible next ones of each. `terminals`: nodes of `rules`."""
 
-    def __init__(self, rules: Mapping[str, Node], terminals: Mapping[Node, Automaton | None]) -> None:
+    def __init__(
+        self,
+        rules: Mapping[str, Node],
+        terminals: Mapping[Node, Automaton | None],
+    ) -> None:
         """terminals: None for a token, which has no text."""
         self.rules, self.terminals = rules, terminals
         self.next: dict[Node, set[Node]] = {node: set() for node in terminals}
@@ -132,7 +136,8 @@ class Meetings:
             behind[node.name] |= follow
         elif isinstance(node, Repeat):
             if node.most != 0:
-                self._pass_on(node.node, follow | self._first_of(node) if node.most != 1 else follow, behind)
+                follow = follow if node.most == 1 else follow | self._first_of(node)
+                self._pass_on(node.node, follow, behind)
         elif isinstance(node, Either):
             for each in node.choices:
                 self._pass_on(each, follow, behind)
@@ -167,7 +172,8 @@ class Meetings:
                 if how.longer & follows[a]:
                     found.add(b)
             if is_same:
-                todo += [(c, d) for c in self.next[a] for d in self.next[b] if (id(c), id(d)) not in seen]
+                pairs_behind = ((c, d) for c in self.next[a] for d in self.next[b])
+                todo += [(c, d) for c, d in pairs_behind if (id(c), id(d)) not in seen]
             if len(todo) > MOST_STEPS:
                 raise TooLarge
         return found

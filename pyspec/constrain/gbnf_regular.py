@@ -25,9 +25,10 @@ def without_tails(rules: Rules) -> tuple[Rules, frozenset[str]]:
 
 def is_regular(node: Node, regular: Iterable[str]) -> bool:
     """True if a node consists of characters and regular rules only."""
-    return all(
-        each.name in regular if isinstance(each, Ref) else not isinstance(each, Token) for each in all_below(node)
-    )
+    parts = all_below(node)
+    if any(isinstance(each, Token) for each in parts):
+        return False
+    return all(each.name in regular for each in parts if isinstance(each, Ref))
 
 
 def can_be_empty(rules: Rules, nodes: Iterable[Node]) -> set[Node]:
@@ -52,7 +53,7 @@ def _is_empty(node: Node, empty: set[str]) -> bool:
 
 def _solved(group: set[str], rules: Rules, regular: set[str]) -> Rules | None:
     bodies = {name: rules[name] for name in group}
-    if not any(isinstance(each, Ref) and each.name in group for node in bodies.values() for each in all_below(node)):
+    if not any(_names(node, group) for node in bodies.values()):
         return {} if all(is_regular(node, regular) for node in bodies.values()) else None
     if len(group) > MOST_TOGETHER:
         return None
@@ -94,11 +95,11 @@ def _joined(all_parts: list[Parts | None]) -> Parts | None:
             return None
         for name, node in parts.items():
             found.setdefault(name, []).append(node)
-    return {name: nodes[0] if len(nodes) == 1 else Either(tuple(nodes)) for name, nodes in found.items()}
+    return {name: n[0] if len(n) == 1 else Either(tuple(n)) for name, n in found.items()}
 
 
 def _names(node: Node, group: set[str]) -> bool:
-    return any(isinstance(each, Ref) and each.name in group for each in all_below(node))
+    return not group.isdisjoint(_references(node))
 
 
 def _without_unknowns(equations: dict[str, Parts]) -> Rules | None:
@@ -109,12 +110,15 @@ def _without_unknowns(equations: dict[str, Parts]) -> Rules | None:
             _put_in(equations[name], before, equations[before])
         again = equations[name].pop(name, None)
         if again is not None:
-            equations[name] = {to: Concat((Repeat(again, 0, None), each)) for to, each in equations[name].items()}
+            loop = Repeat(again, 0, None)
+            equations[name] = {to: Concat((loop, each)) for to, each in equations[name].items()}
         done.append(name)
     for i, name in reversed(list(enumerate(done))):
         for before in done[:i]:
             _put_in(equations[before], name, equations[name])
-    return {name: parts[""] for name, parts in equations.items()} if all("" in p for p in equations.values()) else None
+    if not all("" in parts for parts in equations.values()):
+        return None
+    return {name: parts[""] for name, parts in equations.items()}
 
 
 def _put_in(parts: Parts, name: str, what: Parts) -> None:
@@ -125,9 +129,13 @@ def _put_in(parts: Parts, name: str, what: Parts) -> None:
             parts[to] = Either((parts[to], node)) if to in parts else node
 
 
+def _references(node: Node) -> list[str]:
+    return [each.name for each in all_below(node) if isinstance(each, Ref)]
+
+
 def _groups(rules: Mapping[str, Node]) -> Iterator[set[str]]:
     """Groups of mutually recursive rules, referenced groups first (Tarjan's algorithm, without recursion)."""
-    names = {name: [each.name for each in all_below(node) if isinstance(each, Ref)] for name, node in rules.items()}
+    names = {name: _references(node) for name, node in rules.items()}
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

@@ -50,12 +50,14 @@ class TokenIds(Protocol):
 
 def check_size(grammar: Grammar) -> None:
     """Raise RequestError if a grammar is empty or too long."""
-    if (n := len((grammar.source + grammar.calls + grammar.begun).encode("utf-8", "replace"))) > SOURCE_BYTES:
+    text = grammar.source + grammar.calls + grammar.begun
+    if (n := len(text.encode("utf-8", "replace"))) > SOURCE_BYTES:
         raise RequestError(f"the {grammar.kind} has {n} bytes; at most {SOURCE_BYTES} are taken")
     if not grammar.source.strip():
         raise RequestError(f"the {grammar.kind} is empty")
     if len(grammar.after) > 1000:
-        raise RequestError(f"a grammar waits for a text of {len(grammar.after)} characters; at most 1000 are taken")
+        n = len(grammar.after)
+        raise RequestError(f"a grammar waits for a text of {n} characters; at most 1000 are taken")
 
 
 def compile_text(grammar: Grammar, vocabulary: TokenIds | None = None) -> str:
@@ -63,13 +65,18 @@ def compile_text(grammar: Grammar, vocabulary: TokenIds | None = None) -> str:
     if grammar.kind == "compiled":
         return grammar.source
     try:
-        body = _gbnf(grammar.source, vocabulary) if grammar.kind == "gbnf" else _BODIES[grammar.kind](grammar.source)
+        if grammar.kind == "gbnf":
+            body = _gbnf(grammar.source, vocabulary)
+        else:
+            body = _BODIES[grammar.kind](grammar.source)
         first, *rest = body["grammars"]
     except RequestError:
         raise
     except Exception as e:  # noqa: BLE001 - the converter raises bare exceptions
         raise RequestError(f"the {grammar.kind} can not be read: {one_line(str(e))}") from None
-    top = _FREE % json.dumps(grammar.after, ensure_ascii=False) if grammar.after else "start: body\n"
+    top = "start: body\n"
+    if grammar.after:
+        top = _FREE % json.dumps(grammar.after, ensure_ascii=False)
     top += "body: @constrained | @calls\n" if grammar.calls else "body: @constrained\n"
     calls = [{"name": "calls", "lark_grammar": grammar.calls}] if grammar.calls else []
     parts = [{"lark_grammar": _OPTIONS + top}, {**first, "name": "constrained"}, *calls, *rest]
@@ -89,7 +96,8 @@ def _json_schema(source: str) -> dict[str, Any]:
             "a JSON Schema is an object or true" if schema is not False else "nothing fits the schema false"
         )
     options: Any = {"whitespace_pattern": SPACE, "lenient": False, "coerce_one_of": False}
-    body: dict[str, Any] = json.loads(LLMatcher.grammar_from_json_schema(closed(schema), overrides=options))
+    found = LLMatcher.grammar_from_json_schema(closed(schema), overrides=options)
+    body: dict[str, Any] = json.loads(found)
     return body
 
 
@@ -117,4 +125,5 @@ _BODIES: dict[str, Callable[[str], dict[str, Any]]] = {
 
 def choice_of(texts: Sequence[str]) -> str:
     """A lark grammar for one of several texts."""
-    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))
+    literals = [json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts)]
+    return "start: " + " | ".join(literals)

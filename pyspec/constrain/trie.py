@@ -17,7 +17,8 @@ from pyspec.text.rust import border
 from pyspec.text.tokenizer import Tokenizer
 
 MOST_THREADS = 8
-MOST_BYTES = 1023  # of a token: the depth of the library's tree, minus one mark before control tokens
+# of a token: the depth of the library's tree, minus one mark before control tokens
+MOST_BYTES = 1023
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class TokenTable:
         """The token with this text, preferably a control token."""
         wanted = text.encode()
         found = [token for token in self.special if self.tokens[token] == wanted]
-        return found[0] if found else next((i for i, each in enumerate(self.tokens) if each == wanted), None)
+        if found:
+            return found[0]
+        return next((i for i, each in enumerate(self.tokens) if each == wanted), None)
 
     def build(self, encode: Callable[[str], list[int]]) -> LLTokenizer:
         """`encode` gives the ids of text that follows other text."""
@@ -67,7 +70,9 @@ class _Wrapper:
     bos_token_id = None
 
     def __init__(self, table: TokenTable, encode: Callable[[str], list[int]]) -> None:
-        self.tokens, self.special_token_ids, self.eos_token_id = list(table.tokens), list(table.special), table.eog[0]
+        self.tokens = list(table.tokens)
+        self.special_token_ids = list(table.special)
+        self.eos_token_id = table.eog[0]
         self._encode = encode
 
     def __call__(self, text: str) -> list[int]:
@@ -116,5 +121,6 @@ class TokenTrie:
         """[n_word] int32: the mask of a row that may hold all tokens except these."""
         mask = np.full(self.n_word, -1, np.int32)
         ids = np.array(sorted(banned), np.int64)
-        np.bitwise_and.at(mask.view(np.uint32), ids >> 5, ~(np.uint32(1) << (ids & 31).astype(np.uint32)))
+        bits = np.uint32(1) << (ids & 31).astype(np.uint32)
+        np.bitwise_and.at(mask.view(np.uint32), ids >> 5, ~bits)
         return mask

@@ -24,6 +24,7 @@ from pyspec.text.template import ChatTemplate, normalise, template_defaults
 from pyspec.text.tokenizer import Tokenizer
 
 WORDS = ("auto", "none", "required")
+WANT_CHOICE = "want auto, none, required or the name of a tool"
 
 
 class ToolOptions(GenerateOptions, total=False):
@@ -97,7 +98,8 @@ class ChatResult(Result):
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
             for c in self.tool_calls
         ]
-        return {"role": "assistant", "content": self.content, **({"tool_calls": calls} if calls else {})}
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        return message | ({"tool_calls": calls} if calls else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,12 @@ class AnswerReading:
         if is_over:
             calls += self._ended()
         same = {f.name: getattr(event, f.name) for f in fields(event)}
-        return ChatDelta(**same, content="".join(content), reasoning="".join(reasoning), tool_calls=tuple(calls))
+        return ChatDelta(
+            **same,
+            content="".join(content),
+            reasoning="".join(reasoning),
+            tool_calls=tuple(calls),
+        )
 
     def _ended(self) -> list[ToolCall]:
         ended, self._open = self._open, None
@@ -225,21 +232,30 @@ class Chats:
         calls = call_plan(tools, choice, dialect, parallel=parallel)
         prompt = self._prompt(messages, tools, dialect, may_call=choice.wanted != "none")
         think = think_marks(self.source)
-        markup = AnswerMarkup(think=think, is_open=think is not None and ends_open(self.tokenizer, prompt, think))
+        is_open = think is not None and ends_open(self.tokenizer, prompt, think)
+        markup = AnswerMarkup(think=think, is_open=is_open)
         request, name = self._request(prompt, options)
-        plan = plan_answer(self.tokenizer, calls, markup, self.check, has_grammar=request.grammar is not None)
         grammar = request.grammar
+        has_grammar = grammar is not None
+        plan = plan_answer(self.tokenizer, calls, markup, self.check, has_grammar=has_grammar)
         if grammar is not None:
             grammar = text_grammar(name, grammar, self.check, free=plan.free, calls=plan.calls)
-        return ChatCall(replace(request, shown=plan.shown, grammar=plan.grammar or grammar), plan.markup)
+        request = replace(request, shown=plan.shown, grammar=plan.grammar or grammar)
+        return ChatCall(request, plan.markup)
 
     def _prompt(
         self, messages: Sequence[Message], tools: ToolList, dialect: Dialect, *, may_call: bool
     ) -> tuple[int, ...]:
         chat: Sequence[Message] = messages
-        if has_tools(messages, tools) and (dialect is GENERIC or (tools and recognised(self.source))):
+        is_generic = dialect is GENERIC
+        if has_tools(messages, tools) and (is_generic or (tools and recognised(self.source))):
             chat, tools = with_described(
-                self.template, self, normalise(messages), tools, may_call=may_call, knows_how=dialect is not GENERIC
+                self.template,
+                self,
+                normalise(messages),
+                tools,
+                may_call=may_call,
+                knows_how=not is_generic,
             )
         values = template_defaults(self.source)
         return tuple(self.template.encode(self.tokenizer, chat, tools=tools or None, kwargs=values))
@@ -248,7 +264,8 @@ class Chats:
         """The request without tools, its grammar not yet compiled, and the name of the option with that grammar."""
         rest = {name: value for name, value in options.items() if name not in OF_CHATS}
         request = request_of(prompt, rest, self.recommended)
-        given = next((name for name in GrammarOptions.__annotations__ if rest.get(name) is not None), "")
+        names = GrammarOptions.__annotations__
+        given = next((name for name in names if rest.get(name) is not None), "")
         asked = format_grammar(options.get("response_format"))
         if asked is None:
             return request, given
@@ -262,7 +279,8 @@ def dialect_of(source: str, options: Mapping[str, Any]) -> Dialect:
     name = options.get("tool_call_parser", "auto")
     found = dialect_for(source, name) if name == "auto" or name in NAMES else None
     if found is None:
-        raise RequestError(f"tool_call_parser is {shown(name)}; want auto or one of {', '.join(NAMES)}")
+        known = ", ".join(NAMES)
+        raise RequestError(f"tool_call_parser is {shown(name)}; want auto or one of {known}")
     return found
 
 
@@ -288,11 +306,14 @@ def _tool(tool: object, i: int) -> Tool:
         tool = {"type": "function", "function": tool}
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(tool, Mapping) or not isinstance(function, Mapping):
-        raise RequestError(f'tools[{i}] is {shown(tool)}; want {{"type": "function", "function": {{"name": ...}}}}')
+        form = '{"type": "function", "function": {"name": ...}}'
+        raise RequestError(f"tools[{i}] is {shown(tool)}; want {form}")
     name, strict = function.get("name"), function.get("strict")
     if not isinstance(name, str) or not 1 <= len(name) <= 256:
-        raise RequestError(f"tools[{i}].function.name is {shown(name)}; want text of 1 to 256 characters")
-    for key, kind, wanted in (("parameters", Mapping, "a JSON Schema, an object"), ("description", str, "text")):
+        flaw = f"is {shown(name)}; want text of 1 to 256 characters"
+        raise RequestError(f"tools[{i}].function.name {flaw}")
+    optional = (("parameters", Mapping, "a JSON Schema, an object"), ("description", str, "text"))
+    for key, kind, wanted in optional:
         if (value := function.get(key)) is not None and not isinstance(value, kind):
             raise RequestError(f"tools[{i}].function.{key} is {shown(value)}; want {wanted}")
     if strict is not None and not isinstance(strict, bool):
@@ -304,8 +325,8 @@ def choice_of(choice: object, tools: Sequence[Tool]) -> ToolChoice:
     """The permitted calls. A tool's name requires a call of that tool. Raises RequestError."""
     if isinstance(choice, str) and choice not in WORDS:
         if all(choice != tool["function"]["name"] for tool in tools):
-            raise RequestError(f"tool_choice is {shown(choice)}; want auto, none, required or the name of a tool")
+            raise RequestError(f"tool_choice is {shown(choice)}; {WANT_CHOICE}")
         return ToolChoice("required", (choice,), is_named=True)
     if choice is not None and not isinstance(choice, str | Mapping):
-        raise RequestError(f"tool_choice is {shown(choice)}; want auto, none, required or the name of a tool")
+        raise RequestError(f"tool_choice is {shown(choice)}; {WANT_CHOICE}")
     return tool_choice(choice)

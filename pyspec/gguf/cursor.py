@@ -42,14 +42,16 @@ class Cursor:
         end = self.at + n_bytes
         if end > self.size:
             what = _named(what, of)
-            raise self.bad(f"{what} needs {n_bytes} bytes at offset {self.at}, but {self.left} of {self.size} are left")
+            need = f"{what} needs {n_bytes} bytes at offset {self.at}"
+            raise self.bad(f"{need}, but {self.left} of {self.size} are left")
         if end > len(self.data):
             self._fill(end)
 
     def _fill(self, end: int) -> tuple[bytes, int]:
         """Read on, at least up to `end`. Returns `data` and its length."""
         have = len(self.data)
-        more = self.source.read(have, min(max(end - have, have, STEP), self.size - have))  # twice as much each time
+        # read twice as much each time
+        more = self.source.read(have, min(max(end - have, have, STEP), self.size - have))
         self.data = self.data + more if have else more
         return self.data, len(self.data)
 
@@ -59,8 +61,8 @@ class Cursor:
         if n > limit:
             raise self.bad(f"{_named(what, of)} is {n}, more than the {limit} allowed")
         if n * min_bytes > self.left:
-            what = _named(what, of)
-            raise self.bad(f"{what} is {n}, which needs at least {n * min_bytes} bytes; {self.left} are left")
+            need = f"{_named(what, of)} is {n}, which needs at least {n * min_bytes} bytes"
+            raise self.bad(f"{need}; {self.left} are left")
         return n
 
     def u32(self, what: str, *of: object) -> int:
@@ -98,7 +100,8 @@ class Cursor:
         """A string value. Bytes that are not UTF-8 become lone surrogates (surrogateescape), so that no byte is lost."""
         n = self.u64("length of " + what, *of)
         if n > MAX_STRING:
-            raise self.bad(f"{_named(what, of)} is {n} bytes long, more than the {MAX_STRING} allowed")
+            named = _named(what, of)
+            raise self.bad(f"{named} is {n} bytes long, more than the {MAX_STRING} allowed")
         return self.bytes(n, what, *of).decode("utf-8", "surrogateescape")
 
     def strings(self, n: int, what: str, *of: object) -> list[str]:
@@ -108,14 +111,15 @@ class Cursor:
         for index in range(n):
             if (stop := at + 8) > have:
                 if stop > end:
-                    what = _named(what, of)
-                    raise self.bad(f"{what}: string {index} of {n} starts at offset {at}, the file has {end} bytes")
+                    string = f"{_named(what, of)}: string {index} of {n}"
+                    raise self.bad(f"{string} starts at offset {at}, the file has {end} bytes")
                 data, have = self._fill(stop)
             (length,) = unpack(data, at)
             at, stop = stop, stop + length
             if stop > have or length > MAX_STRING:
                 if stop > end or length > MAX_STRING:
-                    raise self.bad(f"{_named(what, of)}: string {index} of {n} has {length} bytes; {end - at} are left")
+                    string = f"{_named(what, of)}: string {index} of {n}"
+                    raise self.bad(f"{string} has {length} bytes; {end - at} are left")
                 data, have = self._fill(stop)
             out.append(data[at:stop].decode("utf-8", "surrogateescape"))
             at = stop

@@ -23,7 +23,8 @@ T = TypeVar("T")
 L = TypeVar("L", Whole, Real, int)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-TOKEN_ID = Whole(-(2**31), 2**32 - 1)  # files write -1 for none; the reader checks ids against its vocabulary
+# files write -1 for none; the reader checks ids against its vocabulary
+TOKEN_ID = Whole(-(2**31), 2**32 - 1)
 SIZE, COUNT = Whole(1, 1 << 20), Whole(0, 1 << 16)
 INNER = Whole(0, 1 << 24)  # width of a feed-forward; 0: the block has no feed-forward
 FLAG = OneOf((True, False, 0, 1))
@@ -50,8 +51,9 @@ GENERAL: Mapping[str, Whole | Real | OneOf | int] = {  # for a text, the most ch
     **{
         f"tokenizer.ggml.{name}_token_id": TOKEN_ID
         for name in (
-            *("bos", "eos", "eot", "eom", "padding", "mask", "fim_pre", "fim_suf", "fim_mid", "fim_pad"),
-            *("fim_rep", "fim_sep", "prefix", "suffix", "middle"),
+            *("bos", "eos", "eot", "eom", "padding", "mask"),
+            *("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"),
+            *("prefix", "suffix", "middle"),
         )
     },
 }
@@ -155,9 +157,14 @@ class Fields:
     """
 
     def __init__(
-        self, metadata: Mapping[str, object], where: str = "", prefix: str = "", error: type[ModelError] = BadGGUF
+        self,
+        metadata: Mapping[str, object],
+        where: str = "",
+        prefix: str = "",
+        error: type[ModelError] = BadGGUF,
     ) -> None:
-        self.metadata, self.where, self.prefix, self.error = metadata, where, prefix, error
+        self.metadata = metadata
+        self.where, self.prefix, self.error = where, prefix, error
         self.known = HPARAMS if prefix else GENERAL
 
     def key(self, name: str) -> str:
@@ -170,6 +177,9 @@ class Fields:
     def bad(self, name: str, flaw: str) -> ModelError:
         return self.error(f"{self.where}{self.key(name)} {flaw}")
 
+    def _bad_entry(self, name: str, at: int, flaw: str) -> ModelError:
+        return self.error(f"{self.where}entry {at} of {self.key(name)} {flaw}")
+
     def _is_given(self, name: str, default: object) -> bool:
         if name in self:
             return True
@@ -181,9 +191,10 @@ class Fields:
         """The range passed for a read, else the table's range."""
         legal = self.known.get(name) if given is None else given
         if legal is None:
-            raise LookupError(f"pyspec has no range for {self.key(name)}; pass one of type {kind.__name__}")
+            raise LookupError(f"no range for {self.key(name)}; pass one of type {kind.__name__}")
         if not isinstance(legal, kind):
-            raise TypeError(f"the range of {self.key(name)} is of type {type(legal).__name__}, not {kind.__name__}")
+            found = type(legal).__name__
+            raise TypeError(f"range of {self.key(name)} is of type {found}, not {kind.__name__}")
         return legal
 
     def _scalar(self, name: str, legal: Whole | Real | OneOf) -> object:
@@ -197,7 +208,13 @@ class Fields:
     def integer(self, name: str, *, legal: Whole | None = None) -> int: ...
     @overload
     def integer(self, name: str, default: T, *, legal: Whole | None = None) -> int | T: ...
-    def integer(self, name: str, default: object = REQUIRED, *, legal: Whole | None = None) -> object:
+    def integer(
+        self,
+        name: str,
+        default: object = REQUIRED,
+        *,
+        legal: Whole | None = None,
+    ) -> object:
         legal = self._legal(name, legal, Whole)
         return self._scalar(name, legal) if self._is_given(name, default) else default
 
@@ -233,7 +250,13 @@ class Fields:
             raise self.bad(name, f"has {len(value)} characters; want at most {most}")
         return encodable(value)
 
-    def label(self, name: str, default: str | _Required = REQUIRED, *, most: int | None = None) -> str:
+    def label(
+        self,
+        name: str,
+        default: str | _Required = REQUIRED,
+        *,
+        most: int | None = None,
+    ) -> str:
         """Text for one line of a terminal: characters that can not be printed become U+FFFD."""
         text = self.text(name, default, most=most)
         assert isinstance(text, str)
@@ -246,7 +269,7 @@ class Fields:
         outside = (values < legal.low) | (values > legal.high)
         if outside.any():
             at = int(outside.argmax())
-            raise self.error(f"{self.where}entry {at} of {self.key(name)} {legal.flaw(int(values[at]))}")
+            raise self._bad_entry(name, at, legal.flaw(int(values[at])))
         return [int(x) for x in values]
 
     def one_or_more(self, name: str, *, legal: Whole | None = None) -> list[int]:
@@ -271,7 +294,7 @@ class Fields:
         outside = ~((values >= legal.low) & (values <= legal.high))  # true of NaN
         if outside.any():
             at = int(outside.argmax())
-            raise self.error(f"{self.where}entry {at} of {self.key(name)} {legal.flaw(float(values[at]))}")
+            raise self._bad_entry(name, at, legal.flaw(float(values[at])))
         return [float(x) for x in values]
 
     def flags(self, name: str, n: int, *, or_more: bool = False) -> list[bool]:
@@ -282,7 +305,7 @@ class Fields:
         wrong = (values != 0) & (values != 1)
         if wrong.any():
             at = int(wrong.argmax())
-            raise self.error(f"{self.where}entry {at} of {self.key(name)} is {int(values[at])}; want true or false")
+            raise self._bad_entry(name, at, f"is {int(values[at])}; want true or false")
         return [bool(x) for x in values[:n]]
 
     def _array(self, name: str, n: int | None, kinds: str, wanted: str) -> np.ndarray:
@@ -294,9 +317,10 @@ class Fields:
             and not isinstance(value, str)
             and len(value) != n
         ):
-            raise self.bad(name, f"has {len(value)} entries; want {n}")  # before a long list is converted
+            # checked before a long list is converted
+            raise self.bad(name, f"has {len(value)} entries; want {n}")
         array = np.asarray(value) if isinstance(value, list | tuple) else value
-        if not isinstance(array, np.ndarray) or array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or not _holds(array, kinds):
             raise self.bad(name, f"is {shown(_described(value))}; want an array of {wanted}")
         return array
 
@@ -307,6 +331,10 @@ class Fields:
         if not isinstance(value, list) or not all(type(x) is str for x in value):
             raise self.bad(name, f"is {shown(_described(value))}; want an array of texts")
         return value
+
+
+def _holds(array: np.ndarray, kinds: str) -> bool:
+    return not len(array) or array.dtype.kind in kinds
 
 
 def encodable(text: str) -> str:

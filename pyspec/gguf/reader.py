@@ -18,7 +18,8 @@ from pyspec.gguf.shard import Shard, TensorInfo, read_shard
 from pyspec.gguf.types import file_type_name
 from pyspec.ranges import quoted
 
-SAMPLES, SAMPLE = 64, 4096  # samples of a file's tensors, and bytes of each sample, in its fingerprint
+# samples of a file's tensors, and bytes of each sample, in its fingerprint
+SAMPLES, SAMPLE = 64, 4096
 _SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
@@ -55,10 +56,13 @@ def _split_paths(shard: Shard, n: int) -> list[Path]:
     match = _SPLIT_NAME.match(shard.path.name)
     if match is None or int(match["count"]) != n:
         want = f"NAME-00001-of-{n:05}.gguf"
-        raise BadGGUF(f"{shard.path}: one of {n} parts by its metadata, but not named like one ({want})")
-    paths = [shard.path.with_name(f"{match['stem']}-{i:05}-of-{n:05}.gguf") for i in range(1, n + 1)]
+        flaw = f"one of {n} parts by its metadata, but not named like one ({want})"
+        raise BadGGUF(f"{shard.path}: {flaw}")
+    names = [f"{match['stem']}-{i:05}-of-{n:05}.gguf" for i in range(1, n + 1)]
+    paths = [shard.path.with_name(name) for name in names]
     if missing := [p.name for p in paths if not os.path.exists(p)]:
-        raise ModelError(f"{len(missing)} of {n} parts of {shard.path} are missing: {', '.join(missing[:8])}")
+        listed = ", ".join(missing[:8])
+        raise ModelError(f"{len(missing)} of {n} parts of {shard.path} are missing: {listed}")
     return paths
 
 
@@ -68,19 +72,19 @@ def _check_split(shards: list[Shard]) -> None:
         for key, want in (("split.no", number), ("split.count", len(shards))):
             if (got := _fields(shard).integer(key)) != want:
                 raise BadGGUF(f"{shard.path}: {key} is {got}, its name says {want}")
-        if shard.version != shards[0].version:
-            raise BadGGUF(
-                f"{shard.path}: GGUF version {shard.version}, but {shards[0].path.name} has {shards[0].version}"
-            )
+        first = shards[0]
+        if shard.version != first.version:
+            other = f"{first.path.name} has {first.version}"
+            raise BadGGUF(f"{shard.path}: GGUF version {shard.version}, but {other}")
         for name in shard.tensors:
             if name in owner:
-                raise BadGGUF(f"{shard.path}: tensor {quoted(name)} is in {owner[name].name} as well")
+                other = owner[name].name
+                raise BadGGUF(f"{shard.path}: tensor {quoted(name)} is in {other} as well")
             owner[name] = shard.path
     total = _fields(shards[0]).integer("split.tensors.count", None)
     if total is not None and total != len(owner):
-        raise BadGGUF(
-            f"{shards[0].path}: split.tensors.count is {total}, the {len(shards)} parts have {len(owner)} tensors"
-        )
+        found = f"the {len(shards)} parts have {len(owner)} tensors"
+        raise BadGGUF(f"{shards[0].path}: split.tensors.count is {total}, {found}")
 
 
 class GGUFFile:
@@ -106,7 +110,10 @@ class GGUFFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -121,7 +128,8 @@ class GGUFFile:
     def read_into(self, name: str, out: np.ndarray, first: int = 0) -> None:
         """Fill `out` [n] uint8 with a tensor's bytes from byte `first` on. Several threads may read at once."""
         info = self._info(name)
-        assert out.dtype == np.uint8 and 0 <= first <= info.n_bytes - out.size, f"{name}: {first} + {out.size} bytes"
+        is_inside = 0 <= first <= info.n_bytes - out.size
+        assert out.dtype == np.uint8 and is_inside, f"{name}: {first} + {out.size} bytes"
         self._sources[info.shard].read_into(info.offset + first, out)
 
     def raw(self, name: str) -> np.ndarray:
@@ -158,7 +166,8 @@ class GGUFFile:
 
 def _numbered(shards: tuple[Shard, ...]) -> dict[str, TensorInfo]:
     """All tensors, each with the number of its part."""
-    return {k: replace(t, shard=i) if i else t for i, s in enumerate(shards) for k, t in s.tensors.items()}
+    entries = ((i, k, t) for i, shard in enumerate(shards) for k, t in shard.tensors.items())
+    return {k: replace(t, shard=i) if i else t for i, k, t in entries}
 
 
 def fingerprint(path: Path) -> str:
@@ -167,9 +176,10 @@ def fingerprint(path: Path) -> str:
     digest = blake2b(digest_size=16)
     with open_gguf(path) as file:
         paths = file.paths
-        starts = [
-            min((t.offset for t in file.tensors.values() if t.shard == i), default=0) for i in range(len(file.paths))
-        ]
+        starts = []
+        for i in range(len(paths)):
+            offsets = (t.offset for t in file.tensors.values() if t.shard == i)
+            starts.append(min(offsets, default=0))
     for part, start in zip(paths, starts, strict=True):
         size = part.stat().st_size
         digest.update(size.to_bytes(8, "little"))

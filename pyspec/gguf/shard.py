@@ -46,7 +46,8 @@ _FORMATS = {
 }
 SCALARS = {t: struct.Struct("<" + f) for t, f in _FORMATS.items()}
 DTYPES = {t: np.dtype("<" + f) for t, f in _FORMATS.items()}
-_ENTRIES = {n: struct.Struct(f"<{n}QIQ") for n in range(1, MAX_DIMS + 1)}  # an entry behind its n_dims, by n_dims
+# an entry behind its n_dims, by n_dims
+_ENTRIES = {n: struct.Struct(f"<{n}QIQ") for n in range(1, MAX_DIMS + 1)}
 _TYPES = {int(t): (t, t.block_size, t.type_size) for t in GGMLType}
 
 
@@ -123,7 +124,8 @@ def _read_version(cursor: Cursor) -> int:
         raise cursor.bad(f"starts with {magic!r}, not with b'GGUF'; it is no GGUF file")
     version = cursor.u32("the version")
     if version & 0xFFFF == 0 and version:
-        raise cursor.bad(f"version {version:#x} is that of a big-endian file; only little-endian files are read")
+        flaw = "is that of a big-endian file; only little-endian files are read"
+        raise cursor.bad(f"version {version:#x} {flaw}")
     if version not in (2, 3):
         raise cursor.bad(f"GGUF version {version} is not supported (2 and 3 are)")
     return version
@@ -144,7 +146,8 @@ def _value_type(cursor: Cursor, what: str, key: str) -> ValueType:
     try:
         return ValueType(number)
     except ValueError:
-        raise cursor.bad(f"{what.format(quoted(key))} is {number}; 0..{max(ValueType)} are known") from None
+        named = what.format(quoted(key))
+        raise cursor.bad(f"{named} is {number}; 0..{max(ValueType)} are known") from None
 
 
 def _read_value(cursor: Cursor, key: str) -> object:
@@ -160,7 +163,8 @@ def _read_value(cursor: Cursor, key: str) -> object:
 def _read_array(cursor: Cursor, key: str) -> object:
     kind = _value_type(cursor, "the element type of {}", key)
     if kind is ValueType.ARRAY:
-        raise cursor.bad(f"{quoted(key)} is an array of arrays (element type {kind}), which is not allowed")
+        flaw = f"is an array of arrays (element type {kind}), which is not allowed"
+        raise cursor.bad(f"{quoted(key)} {flaw}")
     size = 8 if kind is ValueType.STRING else DTYPES[kind].itemsize
     n = cursor.count(size, MAX_ELEMENTS, "the element count of {}", key)
     if kind is ValueType.STRING:
@@ -173,7 +177,8 @@ def _read_array(cursor: Cursor, key: str) -> object:
 
 
 def _alignment(cursor: Cursor, metadata: dict[str, object]) -> int:
-    value = Fields(metadata, f"{cursor.source.path}: ").integer("general.alignment", DEFAULT_ALIGNMENT)
+    fields = Fields(metadata, f"{cursor.source.path}: ")
+    value = fields.integer("general.alignment", DEFAULT_ALIGNMENT)
     if value & (value - 1):
         raise cursor.bad(f"general.alignment is {value}, not a power of two in 8..65536")
     return value
@@ -193,36 +198,43 @@ def _read_directory(cursor: Cursor, n_tensors: int) -> dict[str, TensorInfo]:
 def _read_info(cursor: Cursor, name: str) -> TensorInfo:
     n_dims = cursor.u32("the dimension count of {}", name)
     if not 1 <= n_dims <= MAX_DIMS:
-        raise cursor.bad(f"tensor {quoted(name)} has {n_dims} dimensions; 1..{MAX_DIMS} are allowed")
+        flaw = f"has {n_dims} dimensions; 1..{MAX_DIMS} are allowed"
+        raise cursor.bad(f"tensor {quoted(name)} {flaw}")
     *sizes, number, offset = cursor.numbers_of(_ENTRIES[n_dims], "the directory entry of {}", name)
     ne, offset = tuple(map(int, sizes)), int(offset)
     if 0 in ne:
         raise cursor.bad(f"tensor {quoted(name)} has a dimension of 0: {list(ne)}")
     if (n := math.prod(ne)) > MAX_WEIGHTS:
-        raise cursor.bad(f"tensor {quoted(name)} with dimensions {list(ne)} has {n} elements, more than {MAX_WEIGHTS}")
+        flaw = f"with dimensions {list(ne)} has {n} elements, more than {MAX_WEIGHTS}"
+        raise cursor.bad(f"tensor {quoted(name)} {flaw}")
     if number not in _TYPES:
         raise cursor.bad(f"tensor {quoted(name)} has type {number}, which is not known")
     kind, block_size, type_size = _TYPES[int(number)]
     if ne[0] % block_size:
-        raise cursor.bad(
-            f"tensor {quoted(name)}: a row of {ne[0]} is not a multiple of {kind.name}'s block of {block_size}"
-        )
+        flaw = f"a row of {ne[0]} is not a multiple of {kind.name}'s block of {block_size}"
+        raise cursor.bad(f"tensor {quoted(name)}: {flaw}")
     return TensorInfo(name, kind, ne[::-1], offset, n // block_size * type_size, 0)
 
 
-def _place(cursor: Cursor, entries: dict[str, TensorInfo], start: int, alignment: int) -> dict[str, TensorInfo]:
+def _place(
+    cursor: Cursor,
+    entries: dict[str, TensorInfo],
+    start: int,
+    alignment: int,
+) -> dict[str, TensorInfo]:
     """Check that the tensors lie in the file, aligned and apart, and make their offsets absolute."""
     for t in entries.values():
         if t.offset % alignment:
-            raise cursor.bad(
-                f"tensor {quoted(t.name)} has offset {t.offset}, not a multiple of the alignment {alignment}"
-            )
+            flaw = f"has offset {t.offset}, not a multiple of the alignment {alignment}"
+            raise cursor.bad(f"tensor {quoted(t.name)} {flaw}")
         if (end := start + t.offset + t.n_bytes) > cursor.size:
             why = f"tensor {quoted(t.name)} has {t.n_bytes} bytes at {start + t.offset}, up to {end}"
             raise cursor.bad(f"{why}; the file ends at {cursor.size}: is the download complete?")
     for a, b in pairwise(sorted(entries.values(), key=lambda t: t.offset)):
         if a.offset + a.n_bytes > b.offset:
-            raise cursor.bad(
-                f"tensor {quoted(b.name)} at offset {b.offset} overlaps {quoted(a.name)} ({a.offset} + {a.n_bytes} bytes)"
-            )
-    return {t.name: TensorInfo(t.name, t.type, t.shape, start + t.offset, t.n_bytes, 0) for t in entries.values()}
+            other = f"{quoted(a.name)} ({a.offset} + {a.n_bytes} bytes)"
+            raise cursor.bad(f"tensor {quoted(b.name)} at offset {b.offset} overlaps {other}")
+    placed = {}
+    for name, t in entries.items():
+        placed[name] = TensorInfo(name, t.type, t.shape, start + t.offset, t.n_bytes, 0)
+    return placed

@@ -203,4 +203,6 @@ def file_type_words(number: int | None) -> str:
     if name in ("F32", "MXFP4_MOE", "Q2_K"):
         return {"F32": "all F32", "MXFP4_MOE": "MXFP4 MoE", "Q2_K": "Q2_K - Medium"}[name]
     stem, _, size = name.rpartition("_")
-    return f"{stem} - {_SIZES_BY_LETTER[size]}" if re.fullmatch(r"Q\d_K", stem) else _BITS.get(name, name)
+    if re.fullmatch(r"Q\d_K", stem):
+        return f"{stem} - {_SIZES_BY_LETTER[size]}"
+    return _BITS.get(name, name)

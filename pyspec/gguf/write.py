@@ -52,7 +52,8 @@ class GGUFWriter:
             raise ModelError(f"metadata key {key!r} is added twice")
         self._keys.add(key)
         if isinstance(value, list | np.ndarray):
-            packed = struct.pack("<IIQ", ValueType.ARRAY, type, len(value)) + _packed_array(value, type)
+            head = struct.pack("<IIQ", ValueType.ARRAY, type, len(value))
+            packed = head + _packed_array(value, type)
         else:
             packed = struct.pack("<I", type) + _packed_scalar(value, type)
         self._metadata.append(_string(key) + packed)
@@ -62,9 +63,8 @@ class GGUFWriter:
         if name in self.tensors:
             raise ModelError(f"tensor {name!r} is added twice")
         if shape[-1] % type.block_size:
-            raise ModelError(
-                f"tensor {name!r}: rows of {shape[-1]} are not a multiple of {type.name}'s block {type.block_size}"
-            )
+            block = f"{type.name}'s block {type.block_size}"
+            raise ModelError(f"tensor {name!r}: rows of {shape[-1]} are not a multiple of {block}")
         n_bytes = math.prod(shape) // type.block_size * type.type_size
         info = TensorInfo(name, type, tuple(shape), self._end, n_bytes, 0)
         self.tensors[name] = info
@@ -88,7 +88,8 @@ class GGUFWriter:
                     self._fill(out, fill)
             os.replace(part, self.path)
         except OSError as error:
-            raise ModelError(f"cannot write {self.path}: {(error.strerror or str(error)).lower()}") from None
+            why = (error.strerror or str(error)).lower()
+            raise ModelError(f"cannot write {self.path}: {why}") from None
         finally:
             part.unlink(missing_ok=True)
 
@@ -103,13 +104,16 @@ class GGUFWriter:
                 for piece in fill(info):
                     if not len(piece):
                         continue
-                    view = memoryview(piece.data if isinstance(piece, np.ndarray) else piece).cast("B")
-                    written.append(pool.submit(_write_at, out.fileno(), view, start + info.offset + n))
+                    raw = piece.data if isinstance(piece, np.ndarray) else piece
+                    view = memoryview(raw).cast("B")
+                    at = start + info.offset + n
+                    written.append(pool.submit(_write_at, out.fileno(), view, at))
                     n += len(view)
                     if len(written) > 2 * N_WRITER:
                         written.popleft().result()
                 if n != info.n_bytes:
-                    raise ModelError(f"tensor {info.name!r} takes {info.n_bytes} bytes, {n} were given")
+                    given = f"{n} were given"
+                    raise ModelError(f"tensor {info.name!r} takes {info.n_bytes} bytes, {given}")
             for each in written:
                 each.result()
 
@@ -118,7 +122,8 @@ class GGUFWriter:
 
     def _header(self) -> bytes:
         head = b"GGUF" + struct.pack("<IQQ", 3, len(self.tensors), len(self._metadata))
-        return head + b"".join(self._metadata) + b"".join(_directory_entry(t) for t in self.tensors.values())
+        directory = (_directory_entry(t) for t in self.tensors.values())
+        return head + b"".join(self._metadata) + b"".join(directory)
 
 
 def _write_at(file: int, data: memoryview, offset: int) -> None:
@@ -129,7 +134,8 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
 
 def _directory_entry(info: TensorInfo) -> bytes:
     n = len(info.shape)
-    return _string(info.name) + struct.pack(f"<I{n}QIQ", n, *reversed(info.shape), info.type, info.offset)
+    place = struct.pack(f"<I{n}QIQ", n, *reversed(info.shape), info.type, info.offset)
+    return _string(info.name) + place
 
 
 def _string(text: str) -> bytes:
@@ -146,7 +152,10 @@ def _packed_scalar(value: Scalar, type: ValueType) -> bytes:
         raise ModelError(f"{value!r} does not fit {type.name}: {error}") from None
 
 
-def _packed_array(values: list[str] | list[int] | list[float] | list[bool] | np.ndarray, type: ValueType) -> bytes:
+def _packed_array(
+    values: list[str] | list[int] | list[float] | list[bool] | np.ndarray,
+    type: ValueType,
+) -> bytes:
     if type is ValueType.STRING:
         return b"".join(_string(str(v)) for v in values)
     return np.asarray(values).astype(DTYPES[type]).tobytes()

@@ -109,7 +109,8 @@ class Abilities:
     @cached_property
     def takes_user_behind_result(self) -> bool:
         """True if a user message may follow a tool's result."""
-        return bool(self._with_id(CALL_ID, {"role": "user", "content": WORD})) or not self._with_id(CALL_ID)
+        user = {"role": "user", "content": WORD}
+        return bool(self._with_id(CALL_ID, user)) or not self._with_id(CALL_ID)
 
     @cached_property
     def takes_long_ids(self) -> bool:
@@ -128,7 +129,9 @@ class Abilities:
 
     def _with_id(self, id_: str | None, *behind: dict[str, Any]) -> str:
         """A chat with a call and its result, both with this id or without one, then these messages."""
-        result = {"role": "tool", "name": FUNCTION, "content": RESULT} | ({"tool_call_id": id_} if id_ else {})
+        result = {"role": "tool", "name": FUNCTION, "content": RESULT}
+        if id_:
+            result["tool_call_id"] = id_
         return self._called({} if self.takes_objects else "{}", result, *behind, id_=id_)
 
     def _called(self, arguments: Any, *behind: dict[str, Any], id_: str | None = CALL_ID) -> str:
@@ -147,13 +150,17 @@ class Abilities:
         if roles not in self._shown:
             chat = [{"role": role, "content": f"{WORD}{i}x"} for i, role in enumerate(roles)]
             text = self._render(chat, None).lower()
-            self._shown[roles] = all(message["content"] in text for message in chat if message["role"] in HEAD)
+            self._shown[roles] = all(m["content"] in text for m in chat if m["role"] in HEAD)
         return self._shown[roles]
 
 
 def in_parts(chat: Chat) -> Chat:
     """The chat with its texts as lists of parts."""
-    return [m | {"content": [{"type": "text", "text": m["content"]}] if m["content"] else []} for m in chat]
+    return [m | {"content": _parts(m["content"])} for m in chat]
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}] if text else []
 
 
 def tool(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from pyspec.errors import RequestError
 from pyspec.request import Grammar
@@ -32,7 +34,8 @@ class AnswerPlan:
     @property
     def free(self) -> str:
         """The end of the part without a grammar: the end of the reasoning, if the answer begins within it."""
-        return self.markup.think.end if self.markup.think is not None and self.markup.is_open else ""
+        think = self.markup.think
+        return think.end if think is not None and self.markup.is_open else ""
 
 
 def plan_answer(
@@ -43,7 +46,8 @@ def plan_answer(
     markup       the answer's markup without its calls
     has_grammar  the text has a grammar of its own
     """
-    in_place = _in_place(tokenizer, calls) if has_grammar and calls.dialect and not calls.is_calls_only else []
+    may_replace = has_grammar and calls.dialect and not calls.is_calls_only
+    in_place = _in_place(tokenizer, calls) if may_replace else []
     markup = replace(
         markup,
         calls=calls.dialect,
@@ -64,11 +68,17 @@ def _in_place(tokenizer: Tokens, calls: CallPlan) -> list[tuple[str, str]]:
     """Calls with their first characters, held to the tools' schemas. If strictness is optional, the second entry allows any arguments."""
     assert calls.dialect is not None
     control = control_tokens(tokenizer, calls.dialect)
-    schemas = [calls.schemas] if calls.is_constrained else [calls.schemas, {name: {} for name in calls.schemas}]
-    return [calls.dialect.in_place(each, is_single=calls.is_single, control=control) for each in schemas]
+    in_place = partial(calls.dialect.in_place, is_single=calls.is_single, control=control)
+    any_arguments: dict[str, dict[str, Any]] = {name: {} for name in calls.schemas}
+    return [in_place(calls.schemas), *([] if calls.is_constrained else [in_place(any_arguments)])]
 
 
-def _call_grammar(tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, check: CheckGrammar) -> Grammar | None:
+def _call_grammar(
+    tokenizer: Tokens,
+    calls: CallPlan,
+    markup: AnswerMarkup,
+    check: CheckGrammar,
+) -> Grammar | None:
     """The grammar of the calls, or None if they are free. For a model that reads in its prompt how to call, all calls have a grammar:
     that of the schemas or, if those are not supported, that of the form alone."""
     if markup.calls is None or not (calls.is_constrained or markup.calls.is_prompted):

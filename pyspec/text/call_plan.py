@@ -49,7 +49,13 @@ class ToolChoice:
     is_named: bool = False
 
 
-def call_plan(tools: Sequence[Tool], choice: ToolChoice, dialect: Dialect | None, *, parallel: bool) -> CallPlan:
+def call_plan(
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    dialect: Dialect | None,
+    *,
+    parallel: bool,
+) -> CallPlan:
     """The permitted calls. Raises RequestError, and NotSupported if calls could not be parsed.
 
     dialect   how the model writes calls; None: calls are not parsed
@@ -78,7 +84,7 @@ def call_plan(tools: Sequence[Tool], choice: ToolChoice, dialect: Dialect | None
     is_strict = any(function.get("strict") for function in wanted.values())
     return CallPlan(
         dialect=dialect,
-        schemas={name: function.get("parameters") or NO_ARGUMENTS for name, function in wanted.items()},
+        schemas={name: f.get("parameters") or NO_ARGUMENTS for name, f in wanted.items()},
         is_calls_only=is_calls_only,
         is_constrained=is_calls_only or len(wanted) < len(named) or is_strict or not parallel,
         is_single=choice.is_named or not parallel,
@@ -106,24 +112,32 @@ def _allowed(choice: Any) -> ToolChoice:
         raise RequestError('tool_choice: the mode of allowed_tools is "auto" or "required"')
     if not isinstance(tools, list):
         raise RequestError("tool_choice: allowed_tools is an object with a mode and a list of tools")
-    own = own_tools(tools, "function")
-    return ToolChoice(mode or "auto", tuple(dict.fromkeys(_named(tool, "tool_choice.allowed_tools") for tool in own)))
+    names = [_named(tool, "tool_choice.allowed_tools") for tool in own_tools(tools, "function")]
+    return ToolChoice(mode or "auto", tuple(dict.fromkeys(names)))
 
 
 def _named(choice: Any, where: str) -> str:
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise RequestError(f'{where}: a word, or an object such as {{type: "function", function: {{name: "..."}}}}')
-    return str(function["name"])
+    is_function = isinstance(choice, Mapping) and choice.get("type") == "function"
+    function = choice.get("function") if is_function else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        form = '{type: "function", function: {name: "..."}}'
+        raise RequestError(f"{where}: a word, or an object such as {form}")
+    return name
 
 
 def _check_bare(function: Mapping[str, Any]) -> None:
     """Raise RequestError if a strict tool restricts a string in a way that bare text can not be held to."""
     properties = (function.get("parameters") or {}).get("properties")
-    for name, schema in (properties if function.get("strict") and isinstance(properties, Mapping) else {}).items():
-        limits = STRING_LIMITS & schema.keys() if isinstance(schema, Mapping) and "enum" not in schema else ()
+    if not function.get("strict") or not isinstance(properties, Mapping):
+        return
+    for name, schema in properties.items():
+        if not isinstance(schema, Mapping) or "enum" in schema:
+            continue
+        limits = STRING_LIMITS & schema.keys()
         if limits and schema.get("type", "string") == "string":
+            limit = f"{min(limits)} of argument {name[:80]!r}"
             raise RequestError(
-                f"tools: {function['name']} is strict, but {min(limits)} of argument {name[:80]!r} can not be kept: this model writes"
-                " strings as bare text"
+                f"tools: {function['name']} is strict, but {limit} can not be kept:"
+                " this model writes strings as bare text"
             )

@@ -42,7 +42,7 @@ class HasTokenizer(Protocol):
 
 def has_tools(messages: Sequence[Mapping[str, Any]], tools: ToolList) -> bool:
     """True if a chat has tools, calls or results."""
-    return bool(tools) or any(_calls_of(message) or message["role"] == "tool" for message in messages)
+    return bool(tools) or any(_calls_of(m) or m["role"] == "tool" for m in messages)
 
 
 def with_described(
@@ -68,7 +68,8 @@ def with_described(
     if not template.able(tools=shows_tools).shows_calls:
         chat = _in_turns(chat, owner)
     if tools and may_call:
-        chat = _instructed(chat, INSTRUCTIONS if shows_tools else f"{_listed(tools, owner)}\n\n{INSTRUCTIONS}")
+        described = "" if shows_tools else f"{_listed(tools, owner)}\n\n"
+        chat = _instructed(chat, described + INSTRUCTIONS)
     return chat, tools if shows_tools else []
 
 
@@ -86,7 +87,8 @@ def _in_turns(messages: Chat, owner: HasTokenizer) -> Chat:
         is_result = message["role"] == "tool"
         message = _result(message) if is_result else _called(message, owner)
         if is_answered and message["role"] == "user":
-            chat[-1] = chat[-1] | {"content": f"{chat[-1]['content']}\n{message.get('content') or ''}"}
+            last = chat[-1]
+            chat[-1] = last | {"content": f"{last['content']}\n{message.get('content') or ''}"}
         else:
             chat.append(message)
             is_answered = is_result
@@ -94,7 +96,7 @@ def _in_turns(messages: Chat, owner: HasTokenizer) -> Chat:
 
 
 def _result(message: Mapping[str, Any]) -> dict[str, Any]:
-    own = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id", "name")}
+    own = {k: v for k, v in message.items() if k not in ("tool_calls", "tool_call_id", "name")}
     return own | {
         "role": "user",
         "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>",
@@ -134,6 +136,11 @@ def _instructed(messages: Chat, text: str) -> Chat:
     return [messages[0] | {"content": f"{content}\n\n{text}" if content else text}, *messages[1:]]
 
 
+def _escaped(sign: re.Match[str]) -> str:
+    code = ord(sign.group())
+    return f"\\u{code:04x}" if code < 0x10000 else sign.group()
+
+
 def _json(value: Any, owner: HasTokenizer) -> str:
     """JSON in which no text is a control token's: text in a description must not become a control token."""
 
@@ -141,11 +148,8 @@ def _json(value: Any, owner: HasTokenizer) -> str:
 
     def escaped(found: re.Match[str]) -> str:
         text = found.group()
-        if tokenizer.encode(text, add_special=False) == tokenizer.encode(text, add_special=False, parse_special=False):
-            return text
-        return _SIGNS.sub(
-            lambda sign: f"\\u{ord(sign.group()):04x}" if ord(sign.group()) < 0x10000 else sign.group(), text
-        )
+        plain = tokenizer.encode(text, add_special=False, parse_special=False)
+        return text if tokenizer.encode(text, add_special=False) == plain else _SIGNS.sub(_escaped, text)
 
     try:
         return _TEXTS.sub(escaped, json.dumps(value, ensure_ascii=False))

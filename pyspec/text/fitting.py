@@ -35,7 +35,7 @@ def fitted(messages: Chat, able: Abilities) -> Chat:
     chat = [_without_empty(message) for message in messages]
     if any(message["role"] in HEAD for message in chat):
         chat = [_known(message, able) for message in chat]
-        n_head = next((i for i, message in enumerate(chat) if message["role"] not in HEAD), len(chat))
+        n_head = next((i for i, m in enumerate(chat) if m["role"] not in HEAD), len(chat))
         chat = _with_head(_head(chat[:n_head], able), _moved(chat[n_head:], able), able)
     chat = _with_ids(_in_turns(chat, able), able)
     return [
@@ -48,9 +48,10 @@ def fitted(messages: Chat, able: Abilities) -> Chat:
 
 def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:
     """Without fields that clients add although the answer had none."""
-    return {
-        key: value for key, value in message.items() if value is not None and not (key == "tool_calls" and not value)
-    }
+    fields = {key: value for key, value in message.items() if value is not None}
+    if not fields.get("tool_calls", True):
+        del fields["tool_calls"]
+    return fields
 
 
 def _known(message: dict[str, Any], able: Abilities) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def _head(messages: Chat, able: Abilities) -> Chat:
     joined: Chat = []
     for message in messages:
         if joined and (joined[-1]["role"] == message["role"] or not able.takes_both):
-            joined[-1] = joined[-1] | {"content": _blank_line(joined[-1]["content"], message["content"])}
+            joined[-1] = _behind(joined[-1], message["content"])
         else:
             joined.append(message)
     return joined
@@ -76,7 +77,8 @@ def _head(messages: Chat, able: Abilities) -> Chat:
 def _with_head(head: Chat, rest: Chat, able: Abilities) -> Chat:
     if not head or head[0]["role"] == "developer" or able.takes_system:
         is_alone = bool(head) and not any(message["role"] == "user" for message in rest)
-        return [*head, _user(""), *rest] if is_alone and not able.takes_alone(head[0]["role"]) else head + rest
+        needs_user = is_alone and not able.takes_alone(head[0]["role"])
+        return [*head, _user(""), *rest] if needs_user else head + rest
     text = _blank_line(*(message["content"] for message in head))
     if rest and rest[0]["role"] == "user":
         return [_before(text, rest[0]), *rest[1:]]
@@ -90,7 +92,7 @@ def _moved(messages: Chat, able: Abilities) -> Chat:
     for message in messages:
         if message["role"] in HEAD and not able.takes_late(message["role"]):
             if chat and chat[-1]["role"] in LISTENERS and not waiting:
-                chat[-1] = chat[-1] | {"content": _blank_line(chat[-1]["content"], message["content"])}
+                chat[-1] = _behind(chat[-1], message["content"])
             else:
                 waiting = _blank_line(waiting, message["content"])
             continue
@@ -108,11 +110,12 @@ def _in_turns(messages: Chat, able: Abilities) -> Chat:
     chat: Chat = []
     for message in messages:
         last, role = chat[-1] if chat else {"role": "system"}, message["role"]
-        is_again = role == last["role"] and role in ("user", "assistant") and not last.get("tool_calls")
-        if is_again and able.needs_turns:
-            chat[-1] = {**last, **message, "content": _blank_line(last["content"], message["content"])}
+        is_again = role == last["role"] and role in ("user", "assistant")
+        if is_again and not last.get("tool_calls") and able.needs_turns:
+            text = _blank_line(last["content"], message["content"])
+            chat[-1] = {**last, **message, "content": text}
         elif role == "user" and last["role"] == "tool" and not able.takes_user_behind_result:
-            chat[-1] = last | {"content": _blank_line(last["content"], message["content"])}
+            chat[-1] = _behind(last, message["content"])
         elif role == "assistant" and last["role"] in HEAD and able.needs_turns:
             chat += [_user(""), message]
         else:
@@ -122,11 +125,12 @@ def _in_turns(messages: Chat, able: Abilities) -> Chat:
 
 def _with_ids(messages: Chat, able: Abilities) -> Chat:
     """Give calls and their results ids of the form that the template wants."""
-    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-    ids = [call.get("id") for call in calls] + [m.get("tool_call_id") for m in messages if m["role"] == "tool"]
-    is_missing = not all(ids) and not able.takes_no_ids
-    is_other = any(id_ and not SHORT_ID.fullmatch(str(id_)) for id_ in ids) and not able.takes_long_ids
-    if not is_missing and not is_other:
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    ids = [call.get("id") for call in calls if isinstance(call, Mapping)]
+    ids += [message.get("tool_call_id") for message in messages if message["role"] == "tool"]
+    is_missing = not all(ids)
+    is_other = any(id_ and not SHORT_ID.fullmatch(str(id_)) for id_ in ids)
+    if not (is_missing and not able.takes_no_ids) and not (is_other and not able.takes_long_ids):
         return messages
     chat: Chat = []
     open_ids: list[str] = []  # calls still without a result
@@ -153,11 +157,17 @@ def _id_of(call: Any) -> str:
 
 def _short(id_: str) -> str:
     """A short id, always the same for the same id, so that the prefix cache still matches."""
-    return id_ if SHORT_ID.fullmatch(id_) else hashlib.sha256(id_.encode("utf-8", "replace")).hexdigest()[:9]
+    if SHORT_ID.fullmatch(id_):
+        return id_
+    return hashlib.sha256(id_.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _before(text: str, message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": _blank_line(text, message["content"])}
+
+
+def _behind(message: dict[str, Any], text: str) -> dict[str, Any]:
+    return message | {"content": _blank_line(message["content"], text)}
 
 
 def _user(text: str) -> dict[str, Any]:
@@ -176,8 +186,10 @@ def _call(call: Any, able: Abilities) -> Any:
     given = function.get("arguments")
     if able.takes_objects:
         arguments = _object(given, able)
+    elif isinstance(given, str):
+        arguments = given
     else:
-        arguments = given if isinstance(given, str) else json.dumps({} if given is None else given, ensure_ascii=False)
+        arguments = json.dumps({} if given is None else given, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -209,7 +221,8 @@ def _tool(tool: Mapping[str, Any], able: Abilities) -> dict[str, Any]:
     for key, value in function.items():
         if value is not None:
             whole[key] = value
-        if key == "name" and function.get("description") is None:  # after the name, as in the models' training data
+        # after the name, as in the models' training data
+        if key == "name" and function.get("description") is None:
             whole["description"] = ""
     parameters = whole.get("parameters") or NO_PARAMETERS
     if isinstance(parameters, Mapping) and "properties" not in parameters and able.needs_properties:

@@ -58,5 +58,6 @@ class Hidden:
         nonce = self._nonce.lower()
         if any(piece not in self.texts and nonce in piece.lower() for piece in pieces):
             raise RequestError(
-                "tools, tool calls or chat_template_kwargs contain the text of a control token, and the chat template changes it"
+                "tools, tool calls or chat_template_kwargs contain the text of a control token,"
+                " and the chat template changes it"
             )

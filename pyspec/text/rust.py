@@ -22,4 +22,5 @@ def border(error: type[PyspecError], what: str) -> Iterator[None]:
     except BaseException as e:
         if not isinstance(e, Exception) and type(e).__name__ != PANIC:
             raise
-        raise error(f"{what}: {printable(' '.join(str(e).split()), MESSAGE_CHARS) or type(e).__name__}") from None
+        message = printable(" ".join(str(e).split()), MESSAGE_CHARS)
+        raise error(f"{what}: {message or type(e).__name__}") from None

@@ -46,7 +46,10 @@ class Generation(jinja2.ext.Extension):
 def environment() -> ImmutableSandboxedEnvironment:
     """The environment that Hugging Face templates expect."""
     env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation], autoescape=False
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", Generation],
+        autoescape=False,
     )
     env.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     env.filters["tojson"] = _tojson
@@ -63,11 +66,21 @@ def _now(form: str) -> str:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     if isinstance(value, Iterator):  # the result of a filter such as map
         value = list(value)
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def render(template: jinja2.Template, values: Mapping[str, object]) -> dict[str, str]:
@@ -85,8 +98,12 @@ def render(template: jinja2.Template, values: Mapping[str, object]) -> dict[str,
         out.clear()
         return {"failed": f"needs more than {MEMORY_BYTES >> 20} MiB"}
     except Exception as e:  # noqa: BLE001 - any exception of a foreign program is its failure
-        return {"failed": f"fails on these messages: {' '.join(str(e).split())[:300] or type(e).__name__}"}
+        return {"failed": f"fails on these messages: {_one_line(e)}"}
     return {"text": "".join(out)}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
@@ -94,7 +111,7 @@ def answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
     try:
         template = environment().from_string(json.loads(next(lines)))
     except Exception as e:  # noqa: BLE001 - as above
-        yield {"failed": f"does not compile: {' '.join(str(e).split())[:300] or type(e).__name__}"}
+        yield {"failed": f"does not compile: {_one_line(e)}"}
         return
     yield {"text": ""}
     for line in lines:

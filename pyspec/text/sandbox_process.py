@@ -57,7 +57,8 @@ class SandboxProcess:
             if "failed" in started:
                 return started
             answer = self._exchange(line, seconds)
-            if "failed" in answer and self.process is was and was is not None and was.poll() is not None:
+            has_ended = was is not None and self.process is was and was.poll() is not None
+            if "failed" in answer and has_ended:
                 started = self._running(seconds)
                 answer = started if "failed" in started else self._exchange(line, seconds)
             return answer
@@ -73,13 +74,14 @@ class SandboxProcess:
             return {"text": ""}
         if self._end is not None:
             self._end()
-        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", self.module],  # -P: without modules of the working directory
+            # -P: without modules of the working directory
+            [sys.executable, "-P", "-m", self.module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             start_new_session=True,  # the parent handles Ctrl-C
         )
         self._end = weakref.finalize(self, _kill, self.process)
@@ -93,10 +95,12 @@ class SandboxProcess:
     def _exchange(self, line: bytes, seconds: float) -> dict[str, str]:
         """Write a line and read a line within the time, as the pipes allow. CPU time decides: on a busy machine a process that works
         gets more time, and one that does nothing does not."""
-        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
+        process = self.process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        out, inp = process.stdout.fileno(), process.stdin.fileno()
         used = self._cpu_s()
         last, began = used, used
-        deadline, out, inp = time.monotonic() + seconds, self.process.stdout.fileno(), self.process.stdin.fileno()
+        deadline = time.monotonic() + seconds
         answer = bytearray()
         os.set_blocking(inp, False)
         poller = select.poll()  # select() takes no descriptor above 1023
@@ -107,10 +111,11 @@ class SandboxProcess:
             left = deadline - time.monotonic()
             if left <= 0:
                 last, used = used, self._cpu_s()
+                too_slow = f"takes longer than {seconds:g} s"
                 if used - began >= SHARE * seconds:
-                    return self._lost(f"takes longer than {seconds:g} s")
+                    return self._lost(too_slow)
                 if used <= last:  # the question is not the reason that it waits
-                    return self._lost(f"takes longer than {seconds:g} s") | {STALLED: "its process gets no time"}
+                    return self._lost(too_slow) | {STALLED: "its process gets no time"}
                 deadline = time.monotonic() + seconds
                 continue
             if len(answer) > ANSWER_BYTES:

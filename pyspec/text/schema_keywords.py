@@ -81,7 +81,9 @@ def named_types(node: Mapping[str, Any]) -> frozenset[str] | None:
     types = node.get("type")
     if isinstance(types, str):
         return frozenset([types])
-    return frozenset(each for each in types if isinstance(each, str)) if isinstance(types, list) else None
+    if isinstance(types, list):
+        return frozenset(each for each in types if isinstance(each, str))
+    return None
 
 
 def _without_not(node: dict[str, Any]) -> bool:
@@ -97,11 +99,17 @@ def _without_not(node: dict[str, Any]) -> bool:
     elif types is not None:
         is_left = _without_types(node, types)
     elif keywords == {"const"} or (keywords == {"enum"} and isinstance(negated["enum"], list)):
-        is_left = _without_values(node, [negated["const"]] if "const" in negated else negated["enum"])
-    elif keywords == {"pattern"} and isinstance(negated["pattern"], str) and named_types(node) == {"string"}:
-        pattern = negated["pattern"]
-        _beginning_otherwise(node, pattern[1:] if pattern.startswith("^") else f"[\\s\\S]*{pattern}")
+        values = [negated["const"]] if "const" in negated else negated["enum"]
+        is_left = _without_values(node, values)
+    elif keywords == {"pattern"} and named_types(node) == {"string"}:
+        _without_pattern(node, negated["pattern"])
     return is_left
+
+
+def _without_pattern(node: dict[str, Any], pattern: Any) -> None:
+    if isinstance(pattern, str):
+        is_anchored = pattern.startswith("^")
+        _beginning_otherwise(node, pattern[1:] if is_anchored else f"[\\s\\S]*{pattern}")
 
 
 def _without_types(node: dict[str, Any], out: frozenset[str]) -> bool:
@@ -188,7 +196,8 @@ def _dependencies(node: dict[str, Any]) -> dict[str, Any]:
         left = {}
         for name, each in dependencies.items():
             if isinstance(each, list) and name in needed:
-                node["required"] = needed = [*needed, *(other for other in each if other not in needed)]
+                needed = [*needed, *(other for other in each if other not in needed)]
+                node["required"] = needed
             elif isinstance(each, Mapping) and name in needed:
                 node["allOf"] = [*node.get("allOf", ()), each]
             elif each != [] and not allows_any(each):
@@ -241,7 +250,8 @@ def _names(node: dict[str, Any]) -> dict[str, Any]:
         node.pop("propertyNames", None)
         return node
     listed, others = node.get("properties", {}), node.get("additionalProperties", True)
-    if node.keys() & (JOINS | {"patternProperties", "unevaluatedProperties"}) or not isinstance(listed, Mapping):
+    is_joined = node.keys() & (JOINS | {"patternProperties", "unevaluatedProperties"})
+    if is_joined or not isinstance(listed, Mapping):
         return node
     allowed = _words(names)
     pattern = _pattern(names)
@@ -267,9 +277,8 @@ def _escaped(text: str) -> str:
 
 def _is_any_text(names: Mapping[str, Any]) -> bool:
     own = names.keys() - ANNOTATIONS
-    return (
-        own <= {"type", "minLength"} and "string" in (named_types(names) or {"string"}) and not names.get("minLength")
-    )
+    takes_text = "string" in (named_types(names) or {"string"})
+    return own <= {"type", "minLength"} and takes_text and not names.get("minLength")
 
 
 def _words(names: Any) -> set[str] | None:

@@ -112,7 +112,8 @@ def _beginning(before: str, inner: str, *, is_wanted: bool) -> str:
 
 def _end(inner: str, *, is_wanted: bool) -> str:
     """A pattern of the texts that end in `inner` (or do not)."""
-    return f"(?:{inner})$" if is_wanted else _beginning("[\\s\\S]*", f"(?:{inner})$", is_wanted=False)
+    end = f"(?:{inner})$"
+    return end if is_wanted else _beginning("[\\s\\S]*", end, is_wanted=False)
 
 
 def _signs(text: str, at: int = 0) -> Iterator[tuple[int, str, int]]:
@@ -168,7 +169,8 @@ def _one_char(pattern: str, at: int) -> int:
     if sign == "\\":
         found = _CODE.match(pattern, at + 1)
         end = found.end() if found else at + 2
-        if pattern[at + 1 : at + 2] in ("b", "B", "p", "P", "k") or pattern[at + 1 : at + 2].isdigit():
+        kind = pattern[at + 1 : at + 2]
+        if kind in ("b", "B", "p", "P", "k") or kind.isdigit():
             return at
     return at if pattern[end : end + 1] in ("*", "+", "?", "{") and pattern[end : end + 1] else end
 
@@ -260,7 +262,7 @@ class _PatternReader:
     def _group(self) -> Node:
         found = _GROUP.match(self.text, self.at)
         self.depth += 1
-        if found is None or self.depth > MOST_DEEP or self.text[found.end() : found.end() + 1] == "?":
+        if found is None or self.depth > MOST_DEEP or self.text.startswith("?", found.end()):
             raise UnsupportedPattern
         self.at = found.end()
         node = self._either()
@@ -329,7 +331,8 @@ def _complement(node: Node) -> str:
         state = todo.pop()
         after = [place for each in state for place in automaton.behind.get(each, ())]
         for chars in alphabet:
-            to = frozenset(place for place in after if have_common(automaton.places[place], (chars,)))
+            places = automaton.places
+            to = frozenset(place for place in after if have_common(places[place], (chars,)))
             if to not in states:
                 if len(states) == MOST_STATES:
                     raise TooLarge
@@ -341,7 +344,8 @@ def _complement(node: Node) -> str:
         for state, number in states.items()
         if not (state & automaton.last or (automaton.can_be_empty and state == start))
     ]
-    return _expression({pair: _written(merged(chars)) for pair, chars in edges.items()}, len(states), accepts)
+    written = {pair: _written(merged(chars)) for pair, chars in edges.items()}
+    return _expression(written, len(states), accepts)
 
 
 def _alphabet(places: Sequence[Ranges]) -> list[tuple[int, int]]:

@@ -40,7 +40,10 @@ MOST_HOPS = 16
 _SAFE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def below(node: Mapping[str, Any], keywords: tuple[str, ...] = ONE + LISTS + NAMED + DEFINED) -> Iterator[Schema]:
+def below(
+    node: Mapping[str, Any],
+    keywords: tuple[str, ...] = ONE + LISTS + NAMED + DEFINED,
+) -> Iterator[Schema]:
     """The direct subschemas of a schema."""
     for keyword in keywords:
         value = node.get(keyword)
@@ -63,12 +66,16 @@ def mapped(node: Mapping[str, Any], change: Callable[[Schema], Schema]) -> dict[
             found[keyword] = [change(each) for each in node[keyword]]
     for keyword in NAMED:
         if isinstance(node.get(keyword), Mapping):
-            found[keyword] = {k: each if isinstance(each, list) else change(each) for k, each in node[keyword].items()}
+            below_it = node[keyword].items()
+            found[keyword] = {k: v if isinstance(v, list) else change(v) for k, v in below_it}
     return found
 
 
 def referred(
-    root: Schema, change: Callable[[dict[str, Any]], Schema] = lambda node: node, *, names_root: bool = False
+    root: Schema,
+    change: Callable[[dict[str, Any]], Schema] = lambda node: node,
+    *,
+    names_root: bool = False,
 ) -> Schema:
     """The schema with all references in one form. A reference to the root is "#", unless `names_root`. `change` changes each schema
     after its subschemas.
@@ -98,7 +105,12 @@ def followed(node: Schema, root: Schema) -> Schema:
 
 
 class _References:
-    def __init__(self, root: Mapping[str, Any], change: Callable[[dict[str, Any]], Schema], names_root: bool) -> None:
+    def __init__(
+        self,
+        root: Mapping[str, Any],
+        change: Callable[[dict[str, Any]], Schema],
+        names_root: bool,
+    ) -> None:
         self._root, self._change = root, change
         self._bases: dict[int, str] = {}  # base URI of each schema, by id()
         self._documents: dict[str, Schema] = {"": root}
@@ -138,11 +150,11 @@ class _References:
     def _copy(self, node: Schema) -> Schema:
         self._n_written += 1
         if self._n_written > MOST_NODES:
-            raise RequestError(f"the json_schema has more than {MOST_NODES} parts, those that it refers to included")
+            raise RequestError(f"the json_schema has more than {MOST_NODES} parts, including referenced ones")
         if not isinstance(node, Mapping):
             return node
         given, node = node, self._with_names(node)
-        found = mapped({keyword: value for keyword, value in node.items() if keyword not in PLACES}, self._copy)
+        found = mapped({k: v for k, v in node.items() if k not in PLACES}, self._copy)
         for keyword in REFERENCES:
             if isinstance(reference := found.pop(keyword, None), str):
                 place = self._name(self.target(given, keyword), reference)
@@ -178,7 +190,7 @@ class _References:
         reference, base = str(node[keyword]), self._bases.get(id(node), "")
         where, fragment = urldefrag(urljoin(base, reference) if base else reference)
         found = self._documents.get(where)
-        if found is not None and keyword == "$recursiveRef" and any(n != self._root for n in self._recursive()):
+        if keyword == "$recursiveRef" and any(n != self._root for n in self._recursive()):
             found = None
         if found is not None and fragment.startswith("/"):
             found = _at(found, fragment)

@@ -37,15 +37,20 @@ JOINED = frozenset(
 """Keywords that apply more than one schema to the same object."""
 RESTRICTING = frozenset(
     [
-        *("type", "enum", "const", "required", "properties", "minProperties", "maxProperties", *OPEN, *JOINED),
-        *("items", "prefixItems", "contains", "minContains", "maxContains", "minItems", "maxItems", "uniqueItems"),
-        *("unevaluatedItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "multipleOf"),
-        *("exclusiveMinimum", "exclusiveMaximum"),
+        *("type", "enum", "const", *OPEN, *JOINED),
+        *("required", "properties", "minProperties", "maxProperties"),
+        *("items", "prefixItems", "contains", "minContains", "maxContains"),
+        *("minItems", "maxItems", "uniqueItems", "unevaluatedItems"),
+        *("minLength", "maxLength", "pattern", "format"),
+        *("minimum", "maximum", "multipleOf", "exclusiveMinimum", "exclusiveMaximum"),
     ]
 )
 """Keywords that restrict a value."""
 FORMATS = frozenset(
-    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
+    [
+        *("date-time", "time", "date", "duration", "email", "hostname"),
+        *("ipv4", "ipv6", "uuid", "uri", "unknown"),
+    ]
 )
 """The formats that llguidance enforces; it refuses others."""
 TYPES = frozenset({"null", "boolean", "object", "array", "number", "string"})
@@ -57,7 +62,8 @@ def closed(schema: Any) -> Any:
     """The schema in llguidance's keywords. Objects that list their properties are closed. Raises RequestError for a reference that
     can not be resolved."""
     found = referred(schema, plain_schema)
-    schema = {"enum": []} if found is False and isinstance(schema, Mapping) else found  # matches nothing
+    # an empty enum matches nothing
+    schema = {"enum": []} if found is False and isinstance(schema, Mapping) else found
     walk = _Walk(schema)
     walk.look(schema, True)
     return walk.written(schema)
@@ -74,7 +80,9 @@ class _Walk:
         todo: list[tuple[Any, bool]] = [(top, may)]
         while todo:
             node, may = todo.pop()
-            if not isinstance(node, Mapping) or (id(node) in self._may and self._may[id(node)] <= may):
+            if not isinstance(node, Mapping):
+                continue
+            if id(node) in self._may and self._may[id(node)] <= may:
                 continue
             self._may[id(node)] = may
             todo += self._below(node, may)
@@ -94,8 +102,9 @@ class _Walk:
         found += [(each, may and own <= {"anyOf", "type"}) for each in _list(node.get("anyOf"))]
         joined = _list(node.get("allOf"))
         found += [(each, may and own == {"allOf"} and len(joined) == 1) for each in joined]
-        alone_in = may and own <= {"oneOf", "type"} and self._are_exclusive(node.get("oneOf"), _lists_all)
-        found += [(each, alone_in) for each in _list(node.get("oneOf"))]
+        choices = _list(node.get("oneOf"))
+        alone_in = may and own <= {"oneOf", "type"} and self._are_exclusive(choices, _lists_all)
+        found += [(each, alone_in) for each in choices]
         for name in ("patternProperties", "dependentSchemas", "dependencies"):
             found += [(each, False) for each in _values(node.get(name))]
         for name in (
@@ -112,7 +121,9 @@ class _Walk:
         return found
 
     def _target(self, reference: str) -> Any:
-        return self._root if reference == "#" else self._root["$defs"][reference.removeprefix("#/$defs/")]
+        if reference == "#":
+            return self._root
+        return self._root["$defs"][reference.removeprefix("#/$defs/")]
 
     def _are_exclusive(self, choices: Any, closes: Callable[[Any], bool]) -> bool:
         """True if no text matches two choices: they differ in types or values or in a required property, or each, when closed, lacks
@@ -123,31 +134,43 @@ class _Walk:
         forms = [self._forms(each, closes, MOST_DEEP) for each in listed]
         if sum(map(len, forms)) > 2 * MOST_CHOICES:
             return False
-        return all(a.excludes(b) for one, other in combinations(forms, 2) for a in one for b in other)
+        pairs = ((a, b) for one, other in combinations(forms, 2) for a in one for b in other)
+        return all(a.excludes(b) for a, b in pairs)
 
     def _forms(self, node: Any, closes: Callable[[Any], bool], depth: int) -> list[_Form]:
         """Alternative descriptions of the values that a schema allows."""
         if not isinstance(node, Mapping) or depth == 0:
             return [_Form(TYPES)] if node is not False else []
         if "$ref" in node:
-            return self._forms(self._target(node["$ref"]), closes, depth - 1)  # keywords beside it only narrow it
+            # keywords beside a reference only narrow it
+            return self._forms(self._target(node["$ref"]), closes, depth - 1)
         for keyword in ("anyOf", "oneOf", "allOf"):
             choices = _list(node.get(keyword))
-            if choices and not node.keys() & {"type", "enum", "const"} and (keyword != "allOf" or len(choices) == 1):
+            is_choice = choices and (keyword != "allOf" or len(choices) == 1)
+            if is_choice and not node.keys() & {"type", "enum", "const"}:
                 found: list[_Form] = []
                 for each in choices:
                     found += self._forms(each, closes, depth - 1)
                     if len(found) > MOST_CHOICES:
                         return [_Form(TYPES)]
                 return found
-        types = named_types(node)
-        types = TYPES if types is None else frozenset("number" if each == "integer" else each for each in types)
+        named = named_types(node)
+        types = TYPES if named is None else frozenset("number" if t == "integer" else t for t in named)
         listed, needed = node.get("properties"), node.get("required", [])
         if not isinstance(listed, Mapping) or not isinstance(needed, list):
             return [_Form(types, _constants(node))]
         known = {name: _constants(self._followed(each)) for name, each in listed.items()}
-        is_closed = closes(node) or (node.get("additionalProperties") is False and "patternProperties" not in node)
-        return [_Form(types, _constants(node), frozenset(listed), frozenset(map(str, needed)), known, is_closed)]
+        has_no_more = node.get("additionalProperties") is False and "patternProperties" not in node
+        return [
+            _Form(
+                types,
+                values=_constants(node),
+                listed=frozenset(listed),
+                needed=frozenset(map(str, needed)),
+                known=known,
+                is_closed=closes(node) or has_no_more,
+            )
+        ]
 
     def _followed(self, node: Any) -> Any:
         for _ in range(MOST_DEEP):
@@ -199,11 +222,11 @@ class _Form:
             return True
         if common != {"object"}:
             return False
-        if any(_differ(self.known.get(name), other.known.get(name)) for name in self.needed & other.needed):
+        shared = self.needed & other.needed
+        if any(_differ(self.known.get(name), other.known.get(name)) for name in shared):
             return True
-        return (
-            self.is_closed and other.is_closed and bool(other.needed - self.listed) and bool(self.needed - other.listed)
-        )
+        are_closed = self.is_closed and other.is_closed
+        return are_closed and not other.needed <= self.listed and not self.needed <= other.listed
 
 
 def _differ(a: frozenset[str] | None, b: frozenset[str] | None) -> bool:
@@ -223,16 +246,21 @@ def _text_of(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list | Mapping):
-        return "list" if isinstance(value, list) else "object"  # any two lists count as equal, and any two objects
+        # any two lists count as equal, and any two objects
+        return "list" if isinstance(value, list) else "object"
     return json.dumps(value)
 
 
 def _lists_all(node: Mapping[str, Any]) -> bool:
     """True if the listed properties alone can satisfy a schema."""
-    listed, needed, least = node.get("properties"), node.get("required", []), node.get("minProperties", 0)
+    listed = node.get("properties")
+    needed = node.get("required", [])
+    least = node.get("minProperties", 0)
     if not isinstance(listed, Mapping) or node.keys() & (OPEN | JOINED):
         return False
-    return isinstance(needed, list) and set(map(str, needed)) <= listed.keys() and least in range(len(listed) + 1)
+    if not isinstance(needed, list) or not set(map(str, needed)) <= listed.keys():
+        return False
+    return least in range(len(listed) + 1)
 
 
 def _values(value: Any) -> list[Any]:

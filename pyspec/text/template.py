@@ -8,6 +8,7 @@ import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from pyspec.errors import BadTemplate, RequestError, Unavailable
@@ -20,7 +21,9 @@ from pyspec.text.sandbox_process import STALLED, SandboxProcess
 from pyspec.text.tokenizer import Tokenizer
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """For files without a template."""
@@ -45,7 +48,7 @@ class _Renderer:
 
     def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
         self.source, self._tokens = source, {"bos_token": bos_token, "eos_token": eos_token}
-        self._box = SandboxProcess("pyspec.text.sandbox", lambda: json.dumps(source).encode() + b"\n")
+        self._box = SandboxProcess("pyspec.text.sandbox", partial(_line, source))
 
     @property
     def process(self) -> subprocess.Popen[bytes] | None:
@@ -70,7 +73,7 @@ class _Renderer:
         if tools:  # templates that iterate over tools=None fail
             values["tools"] = list(tools)
         try:
-            line = json.dumps(values).encode() + b"\n"
+            line = _line(values)
         except (TypeError, ValueError, RecursionError) as e:  # kwargs without a JSON form
             raise RequestError(f"the template's arguments can not be passed on: {e}") from e
         answer = self._box.ask(line, TIME_S)
@@ -78,7 +81,11 @@ class _Renderer:
             raise Unavailable(f"the chat template could not be asked: {answer[STALLED]}; try again")
         return answer
 
-    def probe(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, object]] | None) -> str:
+    def probe(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, object]] | None,
+    ) -> str:
         """The text of a chat; "" if the template refuses it or fails."""
         return self.ask(messages, tools, False).get("text", "")
 
@@ -108,10 +115,11 @@ def _content(i: int, content: object) -> str:
         raise RequestError(f"the content of message {i} is neither text nor a list of parts")
     texts = []
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if isinstance(part, Mapping) and kind == "text" else None
+        if not isinstance(text, str):
             raise RequestError(f"message {i} has a part of type {kind!r}; only text is supported")
-        texts.append(str(part["text"]))
+        texts.append(text)
     return "\n".join(texts)  # as llama.cpp joins them
 
 
@@ -129,8 +137,9 @@ class ChatTemplate:
         """broken: the reason that nothing can be rendered, if it is known already."""
         if len(source) > TEMPLATE_CHARS:
             broken = f"has {len(source)} characters; at most {TEMPLATE_CHARS} are allowed"
-        self.source, self.bos_token, self.eos_token, self.tool_use = source, bos_token, eos_token, tool_use
-        self.broken = broken
+        self.source = source
+        self.bos_token, self.eos_token = bos_token, eos_token
+        self.tool_use, self.broken = tool_use, broken
         self._renderer = _Renderer(source, bos_token, eos_token)
         self._able = Abilities(source, self._renderer.probe)
 
@@ -141,7 +150,8 @@ class ChatTemplate:
         key, own = "tokenizer.chat_template", ".tool_use"
         if key not in fields:
             return None
-        tokens = fields.strings("tokenizer.ggml.tokens") if "tokenizer.ggml.tokens" in fields else []
+        has_tokens = "tokenizer.ggml.tokens" in fields
+        tokens = fields.strings("tokenizer.ggml.tokens") if has_tokens else []
 
         def token(which: str) -> str:
             i = fields.integer(f"tokenizer.ggml.{which}_token_id", -1)
@@ -194,7 +204,10 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as e:
             raise RequestError(f"a message can not be passed to the chat template: {e}") from e
 
-    def _fitted_tools(self, tools: Sequence[Mapping[str, object]] | None) -> list[dict[str, Any]] | None:
+    def _fitted_tools(
+        self,
+        tools: Sequence[Mapping[str, object]] | None,
+    ) -> list[dict[str, Any]] | None:
         return fitted_tools(tools, self._able) if tools else None
 
     def _text(
@@ -217,7 +230,8 @@ class ChatTemplate:
             message = printable(answer["refused"], MESSAGE_CHARS)
             raise RequestError(f"the chat template refuses the messages: {message}; {ANOTHER}")
         if "failed" in answer:
-            raise RequestError(f"the chat template {printable(answer['failed'], MESSAGE_CHARS)}; {ANOTHER}")
+            why = printable(answer["failed"], MESSAGE_CHARS)
+            raise RequestError(f"the chat template {why}; {ANOTHER}")
         return encodable(answer["text"])  # a template can write half a surrogate pair
 
     def encode(
@@ -251,7 +265,8 @@ class ChatTemplate:
         hidden = Hidden(tokenizer)
         for message in clean:
             if message["role"] in TRUSTED:
-                message.update({key: hidden.hide(value) for key, value in message.items() if key not in OWN_FIELDS})
+                others = {k: v for k, v in message.items() if k not in OWN_FIELDS}
+                message.update({key: hidden.hide(value) for key, value in others.items()})
         shown = hidden.hide(shown) if shown else shown
         kwargs = hidden.hide(dict(kwargs)) if kwargs else kwargs
         nonce = secrets.token_hex(8)  # random, so that no content can contain a mark
@@ -269,7 +284,8 @@ class ChatTemplate:
             )
         hidden.check(pieces)
         plain = {mark: contents[i].strip() for mark, i in marks.items()} | hidden.texts
-        return tokenizer.encode_parts([(plain[p], False) if p in plain else (p, True) for p in pieces])
+        parts = [(plain[p], False) if p in plain else (p, True) for p in pieces]
+        return tokenizer.encode_parts(parts)
 
 
 def template_defaults(source: str) -> dict[str, object]:
@@ -286,7 +302,9 @@ def _dates(source: str) -> dict[str, object]:
 
 def _functions(source: str, tools: Sequence[Mapping[str, object]] | None) -> dict[str, object]:
     """Tools as the text that Firefunction's template adds to its own; empty for other templates."""
-    return {"functions": json.dumps(list(tools), indent=2) if tools else ""} if ADDED_FUNCTIONS.search(source) else {}
+    if not ADDED_FUNCTIONS.search(source):
+        return {}
+    return {"functions": json.dumps(list(tools), indent=2) if tools else ""}
 
 
 def _around(content: str, mark: str) -> str:
@@ -294,6 +312,10 @@ def _around(content: str, mark: str) -> str:
     text = content.strip()
     at = content.index(text)
     return content[:at] + mark + content[at + len(text) :]
+
+
+def _line(value: object) -> bytes:
+    return json.dumps(value).encode() + b"\n"
 
 
 def _json(value: object) -> str:

@@ -13,7 +13,8 @@ from pyspec.ranges import printable, quoted, shown
 UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
 MATCHED = (UNKNOWN, CONTROL, USER_DEFINED)  # matched in raw text, before any merge
 MOST_NUMBERED = 1 << 20  # tokens of a file without a vocabulary
-MATCHED_CHARS = 1024  # the matcher's time and memory grow with their length; real ones have some thirty characters
+# the matcher's time and memory grow with their length; real ones have some thirty characters
+MATCHED_CHARS = 1024
 SPACE = "\u2581"
 DEEPSEEK_BAR = "\uff5c"
 
@@ -29,13 +30,17 @@ _FIM = {
     "rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
     "sep": "<|file_sep|>",
 }
-_OLD_FIM = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}  # names of these ids in older files
+# names of these ids in older files
+_OLD_FIM = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 
 
 def _texts(table: str) -> frozenset[str]:
     """The words of a table. In words with BAR, BAR is DeepSeek's wide bar and _ the SentencePiece space."""
-    spelt = [w.replace("_", SPACE).replace("BAR", DEEPSEEK_BAR) if "BAR" in w else w for w in table.split()]
-    return frozenset(spelt)
+    return frozenset(map(_spelt, table.split()))
+
+
+def _spelt(word: str) -> str:
+    return word.replace("_", SPACE).replace("BAR", DEEPSEEK_BAR) if "BAR" in word else word
 
 
 EOG_TEXTS = _texts(_EOG)
@@ -106,7 +111,8 @@ def read_ids(fields: Fields, model: str, n: int) -> dict[str, int | None]:
     """
     usual = {"bos": 1, "eos": 2} if model == "llama" and n > 2 else {}
     out: dict[str, int | None] = {}
-    for name in ("bos", "eos", "eot", "eom", "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"):
+    fim = ("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
+    for name in ("bos", "eos", "eot", "eom", *fim):
         value = fields.integer(f"tokenizer.ggml.{name}_token_id", None)
         if value is None and name in _OLD_FIM:
             value = fields.integer(f"tokenizer.ggml.{_OLD_FIM[name]}_token_id", None)
@@ -118,8 +124,12 @@ def stray_ids(fields: Fields, n: int) -> list[str]:
     """A sentence about each special id outside the vocabulary. Files write -1, also as an unsigned 32-bit number, for no token."""
     names = sorted(name for name in fields.known if name.endswith("_token_id"))
     ids = {name: fields.integer(name, None) for name in names}
-    strays = {name: i for name, i in ids.items() if i is not None and not 0 <= i < n and i not in (-1, 2**32 - 1)}
-    return [f"{name} is {i}, and the vocabulary has {n} tokens: it is not used" for name, i in strays.items()]
+    none = (-1, 2**32 - 1)
+    return [
+        f"{name} is {i}, and the vocabulary has {n} tokens: it is not used"
+        for name, i in ids.items()
+        if i is not None and i not in none and not 0 <= i < n
+    ]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ Lookahead = tuple[Step, ...]
 
 GAP: Step = ("gap",)  # spaces and line ends, or nothing
 NAME: Step = ("name",)  # any name
-TAIL: Step = ("tail",)  # the rest of an end mark in any form: ">", "/>", "=name>", or up to the line's end
+# the rest of an end mark in any form: ">", "/>", "=name>", or up to the line's end
+TAIL: Step = ("tail",)
 OVER: Step = ("over",)  # the answer's end
 
 _KINDS = (GAP, NAME, TAIL, OVER)
@@ -23,13 +24,23 @@ _TAIL = re.compile(r"[^<\n]*")
 MOST_SPACES, MOST_NAME, MOST_TAIL = 64, 64, 64
 
 
-def matches(text: str, at: int, lookahead: Lookahead, *, is_over: bool, cut_fits: bool) -> bool | None:
+def matches(
+    text: str,
+    at: int,
+    lookahead: Lookahead,
+    *,
+    is_over: bool,
+    cut_fits: bool,
+) -> bool | None:
     """True if `lookahead` matches at `at`. None if that depends on text still to come."""
     places = {at}
     for step in lookahead:
         waits, reached = False, set[int]()
         for place in places:
-            found = _behind(text, place, step, is_over) if step in _KINDS else _behind_text(text, place, step)
+            if step in _KINDS:
+                found = _behind(text, place, step, is_over)
+            else:
+                found = _behind_text(text, place, step)
             waits = waits or None in found
             reached |= {each for each in found if each is not None}
         if waits and not is_over:
@@ -45,7 +56,8 @@ def matches(text: str, at: int, lookahead: Lookahead, *, is_over: bool, cut_fits
 def _behind_text(text: str, at: int, options: Iterable[str]) -> set[int | None]:
     """The ends of the texts that match; None among them if a text may be incomplete."""
     found: set[int | None] = {at + len(each) for each in options if text.startswith(each, at)}
-    if len(text) - at < 512 and any(each.startswith(text[at:]) and len(each) > len(text) - at for each in options):
+    n = len(text) - at
+    if n < 512 and any(each.startswith(text[at:]) and len(each) > n for each in options):
         found.add(None)
     return found
 

@@ -6,6 +6,7 @@ Used for chats over HTTP and from Python.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from pyspec.request import Grammar
@@ -39,15 +40,17 @@ def grammar_of_calls(tokenizer: Tokens, markup: AnswerMarkup, *, is_single: bool
         source = lark.calls(rules, thought=(think.start, think.end))
     else:
         source = lark.calls(rules)
-    return Grammar(kind="lark", source=source, after=after, lazy=bool(after) and not markup.is_calls_only)
+    is_lazy = bool(after) and not markup.is_calls_only
+    return Grammar(kind="lark", source=source, after=after, lazy=is_lazy)
 
 
 def control_tokens(tokenizer: Tokens, dialect: Dialect) -> dict[str, int]:
     """The dialect's marks that are control tokens. Bare dialects have none: their free text ends at marks in text form."""
     if dialect.is_bare:
         return {}
-    found = {mark: tokenizer.encode(mark, add_special=False, parse_special=True) for mark in dialect.marks}
-    plain = {mark: tokenizer.encode(mark, add_special=False, parse_special=False) for mark in found}
+    encode = partial(tokenizer.encode, add_special=False)
+    found = {mark: encode(mark, parse_special=True) for mark in dialect.marks}
+    plain = {mark: encode(mark, parse_special=False) for mark in found}
     return {mark: ids[0] for mark, ids in found.items() if len(ids) == 1 and plain[mark] != ids}
 
 

@@ -69,21 +69,21 @@ def _call(reader: AnswerReader, tools: Tools, text: str) -> Steps[str]:
 
 def heads(tools: Tools) -> tuple[Lookahead, ...]:
     names = tuple(tools)
-    return ((OPEN,), GAP, ("[",), GAP, *object_head(tools)), ((OPEN,), GAP, names, GAP, (ARGS, ID, "{"))
+    in_list = ((OPEN,), GAP, ("[",), GAP, *object_head(tools))
+    return in_list, ((OPEN,), GAP, names, GAP, (ARGS, ID, "{"))
 
 
 def list_rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
     own_id = concat(literal(', "id": "'), ID_IN_LARK, literal('"'))
-    call = lark.rule(named_object(lark, tools, "arguments", "", end=concat(f"({own_id})?", literal("}"))))
-    return CallRules(
-        OPEN, concat("SPACE?", literal("["), repeated(call, '"," SPACE?', is_single=is_single), literal("]"))
-    )
+    end = concat(f"({own_id})?", literal("}"))
+    call = lark.rule(named_object(lark, tools, "arguments", "", end=end))
+    calls = repeated(call, '"," SPACE?', is_single=is_single)
+    return CallRules(OPEN, concat("SPACE?", literal("["), calls, literal("]")))
 
 
 def args_rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
     own_id = concat(literal(ID), ID_IN_LARK)
-    options = [
-        concat(literal(name), f"({own_id})?", literal(ARGS), lark.json(schema)) for name, schema in tools.items()
-    ]
+    middle = concat(f"({own_id})?", literal(ARGS))
+    options = [concat(literal(name), middle, lark.json(tools[name])) for name in tools]
     call = lark.rule(either(options))
     return CallRules(OPEN, repeated(call, literal(OPEN), is_single=is_single))

@@ -74,23 +74,25 @@ class Lark:
         mark = re_escape(rules.trigger)
         self._rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/")
         free = self.text_before(rules.trigger)
-        token = (
-            f" | TEXT? {_token(self._control[rules.trigger])} {rules.rest}" if rules.trigger in self._control else ""
-        )
-        return self._all(f"TEXT | {free} {rules.rest}{token}")
+        choices = ["TEXT", f"{free} {rules.rest}"]
+        if rules.trigger in self._control:
+            choices.append(f"TEXT? {_token(self._control[rules.trigger])} {rules.rest}")
+        return self._all(" | ".join(choices))
 
     def _all(self, start: str) -> str:
         whole = [f"start: {start}", *self._rules]
-        return "\n".join(self._with_tokens(rule) for rule in whole) if self._control else "\n".join(whole)
+        return "\n".join(map(self._with_tokens, whole) if self._control else whole)
 
     def _with_tokens(self, rule: str) -> str:
         """A rule in which control tokens may replace their marks. JSON and terminals stay unchanged."""
-        marks = re.compile(
-            "(" + "|".join(re.escape(mark) for mark in sorted(self._control, key=len, reverse=True)) + ")"
-        )
+        longest_first = sorted(self._control, key=len, reverse=True)
+        marks = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
         def spelled(found: re.Match[str]) -> str:
-            if not found.group().startswith('"') or not marks.search(text := json.loads(found.group())):
+            if not found.group().startswith('"'):
+                return found.group()
+            text = json.loads(found.group())
+            if not marks.search(text):
                 return found.group()
             parts = (part for part in marks.split(text) if part)
             return f"({concat(*map(self._mark_or_token, parts))})"
@@ -98,7 +100,9 @@ class Lark:
         return _PIECES.sub(spelled, rule) if rule[:1].islower() and "%json" not in rule else rule
 
     def _mark_or_token(self, text: str) -> str:
-        return f"({_token(self._control[text])} | {literal(text)})" if text in self._control else literal(text)
+        if text not in self._control:
+            return literal(text)
+        return f"({_token(self._control[text])} | {literal(text)})"
 
 
 def _token(token: int) -> str:
@@ -129,7 +133,13 @@ def concat(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
 
-def named_object(lark: Lark, tools: Tools, key: str, begin: str = '{"name": ', end: str = '"}"') -> str:
+def named_object(
+    lark: Lark,
+    tools: Tools,
+    key: str,
+    begin: str = '{"name": ',
+    end: str = '"}"',
+) -> str:
     """A choice of the tools as {"name": ..., key: {...}}, without `begin` at the start. end: lark for the text behind the arguments."""
     options = []
     for name, schema in tools.items():
@@ -143,7 +153,7 @@ def properties_of(schema: Schema) -> list[tuple[str, Schema, bool]]:
     schema = referred(schema, names_root=True)
     properties = schema.get("properties")
     required = schema.get("required")
-    needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    needed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
     shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
     if not isinstance(properties, Mapping):
         return []
@@ -180,7 +190,8 @@ class ArgumentForm:
         text, json = (literal(mark) if mark else "" for mark in (self.text, self.json))
         if takes_any(schema):
             key_end = literal(self.key_end) if self.key_end else ""
-            return f"({concat(literal(self.key), self.any_name, key_end, text, lark.text_before(self.end))})*"
+            value = lark.text_before(self.end)
+            return f"({concat(literal(self.key), self.any_name, key_end, text, value)})*"
         out = []
         for name, own, is_needed in properties_of(schema):
             if words := words_of(own, self._can_be_bare):

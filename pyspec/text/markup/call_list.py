@@ -76,14 +76,21 @@ def functools_heads(tools: Tools) -> tuple[Lookahead, ...]:
 
 def object_head(tools: Tools) -> Lookahead:
     """The start of a call that is an object with its name first."""
-    return (("{",), GAP, ('"name"', "'name'"), GAP, (":",), GAP, ('"', "'"), tuple(tools), ('"', "'"), GAP, (",", "}"))
+    quote = ('"', "'")
+    key = (("{",), GAP, ('"name"', "'name'"), GAP, (":",), GAP)
+    return (*key, quote, tuple(tools), quote, GAP, (",", "}"))
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    calls = repeated(lark.rule(named_object(lark, tools, "arguments", "")), '"," SPACE?', is_single=is_single)
-    return CallRules(OPEN, concat("SPACE?", literal("["), calls, literal("]"), "SPACE?", literal(CLOSE)))
+    calls = _items(lark, tools, is_single=is_single)
+    rest = concat("SPACE?", literal("["), calls, literal("]"), "SPACE?", literal(CLOSE))
+    return CallRules(OPEN, rest)
 
 
 def functools_rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    calls = repeated(lark.rule(named_object(lark, tools, "arguments", "")), '"," SPACE?', is_single=is_single)
-    return CallRules(FUNCTOOLS, concat(calls, literal("]")))
+    return CallRules(FUNCTOOLS, concat(_items(lark, tools, is_single=is_single), literal("]")))
+
+
+def _items(lark: Lark, tools: Tools, *, is_single: bool) -> str:
+    call = lark.rule(named_object(lark, tools, "arguments", ""))
+    return repeated(call, '"," SPACE?', is_single=is_single)

@@ -63,7 +63,13 @@ class Dialect:
     is_prompted: bool = False
     new_id: Callable[[], str] | None = None
 
-    def in_place(self, tools: Tools, *, is_single: bool, control: Mapping[str, int]) -> tuple[str, str]:
+    def in_place(
+        self,
+        tools: Tools,
+        *,
+        is_single: bool,
+        control: Mapping[str, int],
+    ) -> tuple[str, str]:
         """Lark for calls that may replace another text, and their first characters. control: as in Lark."""
         lark = Lark(control)
         if self.as_schema is not None:
@@ -141,7 +147,8 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is 
         hermes.heads,
         (hermes.OPEN, hermes.CLOSE),
         (hermes.OPEN, hermes.CLOSE, "arguments"),
-        lacks=("<arg_key>", "minimax"),  # GLM's family and MiniMax use the same marks with another content
+        # GLM's family and MiniMax use the same marks with another content
+        lacks=("<arg_key>", "minimax"),
     ),
     Dialect(
         "functionary_v31",
@@ -171,7 +178,10 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is 
     ),
 )
 GENERIC = replace(
-    DIALECTS[[each.name for each in DIALECTS].index("hermes")], name="generic", signs=(), is_prompted=True
+    next(each for each in DIALECTS if each.name == "hermes"),
+    name="generic",
+    signs=(),
+    is_prompted=True,
 )
 """For templates without a known dialect: the prompt explains the syntax, which is that of Hermes."""
 
@@ -203,7 +213,8 @@ def dialect(name: str) -> Dialect:
 def recognised(template: str) -> Dialect | None:
     """The dialect that a chat template's text uses; None if none is recognised."""
     for each in DIALECTS:
-        if all(sign in template for sign in each.signs) and not any(sign in template for sign in each.lacks):
+        is_excluded = any(sign in template for sign in each.lacks)
+        if all(sign in template for sign in each.signs) and not is_excluded:
             return each
     return None
 
@@ -226,7 +237,10 @@ def dialect_reason(template: str, parser: str) -> str:
     if parser != "auto":
         return f"tool calls are written as {found.name}: --tool-call-parser {parser}"
     if found is GENERIC:
-        return "tool calls are written as generic: the chat template has no dialect that is known (--tool-call-parser names one)"
+        return (
+            "tool calls are written as generic: the chat template has no dialect that is known"
+            " (--tool-call-parser names one)"
+        )
     return f"tool calls are written as {found.name}: the chat template says so"
 
 

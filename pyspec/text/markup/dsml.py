@@ -26,7 +26,12 @@ MARKS = ValueMarks(
     call=(OPEN, GAP, (INVOKE,)),
 )
 ARGUMENTS = ArgumentForm(
-    key=PARAMETER, key_end="", end=MARKS.constrained_end, any_name=r'/[^<>"\s]{1,64}/', text=IS_TEXT, json=IS_JSON
+    key=PARAMETER,
+    key_end="",
+    end=MARKS.constrained_end,
+    any_name=r'/[^<>"\s]{1,64}/',
+    text=IS_TEXT,
+    json=IS_JSON,
 )
 
 
@@ -47,8 +52,11 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
 
 
 def _key(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[ValueWriter | None]:
-    name, kind = yield from reader.take_name(arguments.names, IS_TEXT, IS_JSON, BARE, most=NAME_CHARS)
-    return arguments.value(name, is_text={IS_TEXT: True, IS_JSON: False}.get(kind)) if kind else None
+    ends = (IS_TEXT, IS_JSON, BARE)
+    name, kind = yield from reader.take_name(arguments.names, *ends, most=NAME_CHARS)
+    if not kind:
+        return None
+    return arguments.value(name, is_text={IS_TEXT: True, IS_JSON: False}.get(kind))
 
 
 def heads(tools: Tools) -> tuple[Lookahead, ...]:
@@ -61,4 +69,5 @@ def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
         head = literal(f"{INVOKE}{name}{BARE}\n")
         options.append(concat(head, ARGUMENTS.rules(lark, schema), literal(END_INVOKE)))
     call = lark.rule(concat("SPACE?", either(options)))
-    return CallRules(OPEN[0], concat(repeated(call, "", is_single=is_single), "SPACE?", literal(CLOSE[0])))
+    calls = repeated(call, "", is_single=is_single)
+    return CallRules(OPEN[0], concat(calls, "SPACE?", literal(CLOSE[0])))

@@ -31,6 +31,7 @@ def heads(tools: Tools) -> tuple[Lookahead, ...]:
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    options = [concat(literal(f"{name}>"), lark.json(schema), literal(CLOSE)) for name, schema in tools.items()]
+    end, between = literal(CLOSE), concat("SPACE?", literal(FUNCTION))
+    options = [concat(literal(f"{name}>"), lark.json(tools[name]), end) for name in tools]
     call = lark.rule(either(options))
-    return CallRules(FUNCTION, repeated(call, concat("SPACE?", literal(FUNCTION)), is_single=is_single))
+    return CallRules(FUNCTION, repeated(call, between, is_single=is_single))

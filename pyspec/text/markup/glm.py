@@ -27,7 +27,12 @@ MARKS = ValueMarks(
     call_end=(),
     call=((OPEN,), NAME, GAP, (KEY, CLOSE)),
 )
-ARGUMENTS = ArgumentForm(key=KEY, key_end=f"{END_KEY}\n{VALUE}", end=MARKS.constrained_end, any_name=r"/[^<>\s]{1,64}/")
+ARGUMENTS = ArgumentForm(
+    key=KEY,
+    key_end=f"{END_KEY}\n{VALUE}",
+    end=MARKS.constrained_end,
+    any_name=r"/[^<>\s]{1,64}/",
+)
 
 _NAME = re.compile(r"[^<>{}\s]+")
 
@@ -60,6 +65,6 @@ def heads(tools: Tools) -> tuple[Lookahead, ...]:
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    options = [concat(literal(f"{name}\n"), ARGUMENTS.rules(lark, schema)) for name, schema in tools.items()]
+    options = [concat(literal(f"{name}\n"), ARGUMENTS.rules(lark, tools[name])) for name in tools]
     call = lark.rule(concat("SPACE?", either(options), literal(CLOSE)))
     return CallRules(OPEN, repeated(call, concat("SPACE?", literal(OPEN)), is_single=is_single))

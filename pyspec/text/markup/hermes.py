@@ -32,12 +32,17 @@ def _call(reader: AnswerReader, mark: str) -> Steps[str]:
 
 
 def heads(tools: Tools) -> tuple[Lookahead, ...]:
-    name = (("{",), GAP, ('"name"', "'name'"), GAP, (":",), GAP, ('"', "'"), tuple(tools), ('"', "'"), GAP)
-    before = (("{",), GAP, ('"arguments"', "'arguments'"), GAP, (":",))
-    opened: Lookahead = ((OPEN,), GAP)
-    return (*opened, *name, (",",), GAP, _KEYS), (*opened, *name, ("}",), GAP, (CLOSE,)), (*opened, *before)
+    quote = ('"', "'")
+    start: Lookahead = ((OPEN,), GAP, ("{",), GAP)
+    name = (*start, ('"name"', "'name'"), GAP, (":",), GAP, quote, tuple(tools), quote, GAP)
+    return (
+        (*name, (",",), GAP, _KEYS),
+        (*name, ("}",), GAP, (CLOSE,)),
+        (*start, ('"arguments"', "'arguments'"), GAP, (":",)),
+    )
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    call = lark.rule(concat("SPACE?", named_object(lark, tools, "arguments", ""), "SPACE?", literal(CLOSE)))
+    body = named_object(lark, tools, "arguments", "")
+    call = lark.rule(concat("SPACE?", body, "SPACE?", literal(CLOSE)))
     return CallRules(OPEN, repeated(call, concat("SPACE?", literal(OPEN)), is_single=is_single))

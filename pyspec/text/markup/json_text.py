@@ -20,7 +20,8 @@ _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x
 _WORD = re.compile(r"[-+._0-9A-Za-z]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _PYTHON_NUMBER = re.compile(
-    r"(?P<sign>[-+]?)(?P<whole>0|[1-9][0-9]*(?:_[0-9]+)*)?(?:\.(?P<part>[0-9]*))?(?P<power>[eE][-+]?[0-9]+)?"
+    r"(?P<sign>[-+]?)(?P<whole>0|[1-9][0-9]*(?:_[0-9]+)*)?"
+    r"(?:\.(?P<part>[0-9]*))?(?P<power>[eE][-+]?[0-9]+)?"
 )
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
@@ -154,7 +155,11 @@ def _mended(word: str) -> str | None:
     return f"{sign}{(match['whole'] or '0').replace('_', '')}{part}{match['power'] or ''}"
 
 
-def _behind_value(reader: AnswerReader, emit: Callable[[str], None], open_: list[str]) -> Steps[bool]:
+def _behind_value(
+    reader: AnswerReader,
+    emit: Callable[[str], None],
+    open_: list[str],
+) -> Steps[bool]:
     """Read closing brackets and a comma. Returns whether another value follows."""
     while open_:
         yield from reader.drop_spaces()

@@ -41,7 +41,9 @@ def _named(id_: str, tools: Tools) -> str:
     """The name in an id; "" if there is none."""
     bare = id_.strip().removeprefix(PREFIX)
     name = _NUMBER.sub("", bare)
-    return next((each for each in (name, bare) if each in tools), "") or (name if _WORD.fullmatch(name) else "")
+    if known := next((each for each in (name, bare) if each in tools), ""):
+        return known
+    return name if _WORD.fullmatch(name) else ""
 
 
 def heads(tools: Tools) -> tuple[Lookahead, ...]:

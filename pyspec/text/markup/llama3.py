@@ -52,7 +52,10 @@ def as_schema(tools: Tools) -> Schema:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"type": "object", **closed(schema)}},
+            "properties": {
+                "name": {"const": name},
+                "parameters": {"type": "object", **closed(schema)},
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }

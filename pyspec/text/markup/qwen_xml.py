@@ -25,7 +25,12 @@ MARKS = ValueMarks(
     call_end=(CLOSE,),
     call=((OPEN,), GAP, (FUNCTION,)),
 )
-ARGUMENTS = ArgumentForm(key=PARAMETER, key_end=">\n", end=MARKS.constrained_end, any_name=r"/[^<>\s]{1,64}/")
+ARGUMENTS = ArgumentForm(
+    key=PARAMETER,
+    key_end=">\n",
+    end=MARKS.constrained_end,
+    any_name=r"/[^<>\s]{1,64}/",
+)
 
 
 def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
@@ -37,7 +42,8 @@ def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[N
                 return text
             text += FUNCTION
         name, found = yield from reader.take_name(tools, ">", most=NAME_CHARS)
-        is_unknown = mark == FUNCTION and name not in tools  # some models leave out OPEN: only tools then
+        # some models leave out OPEN: only tools then
+        is_unknown = mark == FUNCTION and name not in tools
         if not name or not found or is_unknown:
             return text + name + found
         reader.begin_call(name)

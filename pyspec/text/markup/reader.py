@@ -80,7 +80,13 @@ class AnswerReader:
         self.skip(match.end() - self._at)
         return match.group()
 
-    def take_word(self, names: Iterable[str], behind: tuple[str, ...], other: re.Pattern[str], most: int) -> Steps[str]:
+    def take_word(
+        self,
+        names: Iterable[str],
+        behind: tuple[str, ...],
+        other: re.Pattern[str],
+        most: int,
+    ) -> Steps[str]:
         """Take the longest of `names` with one of `behind` after it, spaces between them allowed; else characters that match `other`."""
         for name in sorted(names, key=len, reverse=True):
             if (yield from self.sees(((name,), GAP, behind), cut_fits=False)):
@@ -129,9 +135,11 @@ class AnswerReader:
 
     def sees(self, lookahead: Lookahead, *, cut_fits: bool = True) -> Steps[bool]:
         """True if `lookahead` follows; nothing is consumed. cut_fits: the answer may end inside it."""
-        while (found := matches(self._text, self._at, lookahead, is_over=self.is_over, cut_fits=cut_fits)) is None:
+        while True:
+            found = matches(self._text, self._at, lookahead, is_over=self.is_over, cut_fits=cut_fits)
+            if found is not None:
+                return found
             yield
-        return found
 
     def take_mark(self, *marks: str) -> Steps[str]:
         """Take the next mark; "" if another text follows."""
@@ -170,7 +178,12 @@ class AnswerReader:
         name, found = yield from self.take_until("\n", *ends, most=most)
         return (name, found) if found != "\n" else (name + found, "")
 
-    def until(self, marks: tuple[str, ...], emit: Callable[[str], None], most: int = NO_LIMIT) -> Steps[str]:
+    def until(
+        self,
+        marks: tuple[str, ...],
+        emit: Callable[[str], None],
+        most: int = NO_LIMIT,
+    ) -> Steps[str]:
         """Pass on text up to the first of the marks, which is consumed and returned.
 
         "" if the answer ends before a mark, or after `most` characters.
@@ -260,7 +273,11 @@ class Trimmed:
 class MarkupParser:
     """Parses an answer: pushes text to a reader and resumes its machine."""
 
-    def __init__(self, machine: Callable[[AnswerReader], Steps[None]], new_id: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self,
+        machine: Callable[[AnswerReader], Steps[None]],
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
         self._reader = AnswerReader(new_id)
         self._steps: Steps[None] | None = machine(self._reader)
 

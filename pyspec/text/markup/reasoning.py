@@ -52,7 +52,8 @@ def read_reasoning(reader: AnswerReader, marks: ThinkMarks, form: ThoughtForm) -
             reader.content(spaces + marks.start)
     out = Trimmed(reader.content, trims_start=False) if form.is_shown else Trimmed(reader.reasoning)
     thought = _Thought(out)
-    options = tuple(dict.fromkeys([marks.end, *(mark for lookahead in form.heads for mark in lookahead[0])]))
+    starts = [mark for head in form.heads for mark in head[0]]
+    options = tuple(dict.fromkeys([marks.end, *starts]))
     while (mark := (yield from reader.find(options, thought))) not in ("", marks.end):
         if not thought.is_quote and (yield from _begins(reader, form.heads)):
             reader.stray = marks.end

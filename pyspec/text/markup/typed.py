@@ -45,7 +45,8 @@ class ArgumentWriter:
 
     def value(self, name: str, *, is_text: bool | None = None) -> ValueWriter:
         """The next argument. is_text: True or False if the markup marks it as a string or not; None: the schema decides."""
-        self._reader.arguments((", " if self._n else "") + json.dumps(name, ensure_ascii=False) + ": ")
+        comma = ", " if self._n else ""
+        self._reader.arguments(f"{comma}{json.dumps(name, ensure_ascii=False)}: ")
         self._n += 1
         self._written.add(name)
         if is_text is None:
@@ -60,7 +61,13 @@ class ArgumentWriter:
 class ValueWriter:
     """One value. Strings are written as they arrive, others when complete. is_quoted: the text is JSON, with quotes around strings."""
 
-    def __init__(self, emit: Callable[[str], None], kinds: frozenset[str], *, is_quoted: bool = False) -> None:
+    def __init__(
+        self,
+        emit: Callable[[str], None],
+        kinds: frozenset[str],
+        *,
+        is_quoted: bool = False,
+    ) -> None:
         self._emit, self._kinds, self._is_quoted = emit, kinds, is_quoted
         self._held: list[str] = []
         self._n_held = 0
@@ -75,7 +82,8 @@ class ValueWriter:
             self._n_held += len(text[:room])
             if len(text) <= room:
                 return
-            self._is_string, text = True, "".join(self._held) + text[room:]  # too long for another type
+            # too long for another type
+            self._is_string, text = True, "".join(self._held) + text[room:]
             self._held.clear()
             self._emit('"')
         if text:
@@ -102,7 +110,8 @@ def typed(text: str, kinds: frozenset[str]) -> str:
     fits = kind in kinds or (kind == "integer" and "number" in kinds)
     if isinstance(value, float) and "integer" in kinds and value.is_integer():
         return str(int(value))
-    if kind == "string" or not fits:  # strings are written bare, so their quotes are part of the text
+    # strings are written bare, so their quotes are part of the text
+    if kind == "string" or not fits:
         return json.dumps(text, ensure_ascii=False)
     return written
 
@@ -146,10 +155,14 @@ def _types(schema: Any, root: Schema, hops: int) -> frozenset[str]:
         return frozenset(map(_kind, schema["enum"]))
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list) and schema[keyword]:
-            return frozenset().union(*(_types(each, root, hops - 1) for each in schema[keyword][:64]))
+            return frozenset().union(*_types_of_all(schema[keyword], root, hops))
     if isinstance(schema.get("allOf"), list):
-        return ALL.intersection(*(_types(each, root, hops - 1) for each in schema["allOf"][:64])) or ALL
+        return ALL.intersection(*_types_of_all(schema["allOf"], root, hops)) or ALL
     return ALL
+
+
+def _types_of_all(schemas: list[Any], root: Schema, hops: int) -> list[frozenset[str]]:
+    return [_types(each, root, hops - 1) for each in schemas[:64]]
 
 
 def _kind(value: object) -> str:

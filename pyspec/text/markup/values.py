@@ -84,6 +84,7 @@ def read_value(
         bare = mark.lstrip("\n")
         is_line = bare != mark or value.last == "\n"
         lead: Lookahead = () if bare == mark else (("\n",),)
+        whole_call: Lookahead = (*lead, *marks.call)
         if bare == marks.end:
             lookahead = (*lead, *_behind_end(marks, depth))
             if (yield from reader.sees(lookahead)):
@@ -92,10 +93,12 @@ def read_value(
                 return True
         elif depth and bare in (marks.call_end or marks.arguments_end):
             depth -= 1
-        elif bare in marks.call[0] and (yield from reader.sees((*lead, *marks.call), cut_fits=False)):
+        elif bare in marks.call[0] and (yield from reader.sees(whole_call, cut_fits=False)):
             depth += 1
-        elif not depth and (yield from reader.sees((*lead, *_without_end(marks, bare, is_line, value.last, expected)))):
-            return True
+        elif not depth:
+            end = _without_end(marks, bare, is_line, value.last, expected)
+            if (yield from reader.sees((*lead, *end))):
+                return True
         reader.skip(len(mark))
         value(mark)
     return False
@@ -117,16 +120,22 @@ def _behind_end(marks: ValueMarks, depth: int) -> Lookahead:
     end: Lookahead = ((marks.end,), TAIL, GAP)
     if not depth:
         return (*end, (marks.key, *marks.arguments_end, *marks.call_end))
-    closing: Lookahead = (
-        (marks.arguments_end, GAP, marks.call_end, GAP) if marks.call_end else (marks.arguments_end, GAP)
-    )
+    closing: Lookahead = (marks.arguments_end, GAP)
+    if marks.call_end:
+        closing = (*closing, marks.call_end, GAP)
     return (*end, *closing, OVER)
 
 
 _NEVER: Lookahead = ((),)
 
 
-def _without_end(marks: ValueMarks, mark: str, is_line: bool, last: str, expected: Collection[str] | None) -> Lookahead:
+def _without_end(
+    marks: ValueMarks,
+    mark: str,
+    is_line: bool,
+    last: str,
+    expected: Collection[str] | None,
+) -> Lookahead:
     """The text that confirms that a value ended before this mark without its own end mark."""
     if mark == marks.key:
         if not is_line and (expected is None or not (last.isalnum() or last in CLOSING)):
@@ -134,7 +143,9 @@ def _without_end(marks: ValueMarks, mark: str, is_line: bool, last: str, expecte
         return ((mark,), NAME if expected is None else tuple(expected), *marks.key_end)
     if mark in marks.arguments_end and marks.call_end:
         behind = marks.behind_arguments
-        return ((mark,), GAP, behind) if is_line else ((mark,), GAP, marks.call_end, GAP, marks.call[0])
+        if is_line:
+            return ((mark,), GAP, behind)
+        return ((mark,), GAP, marks.call_end, GAP, marks.call[0])
     if mark in (*marks.call_end, *marks.arguments_end):
         return ((mark,), GAP, marks.call[0])
     return _NEVER
