@@ -62,11 +62,7 @@ def _grouped(node: Node, regular: frozenset[str]) -> Node:
     return node
 
 
-def _joined(
-    nodes: Sequence[Node],
-    regular: frozenset[str],
-    kind: type[Concat | Either],
-) -> tuple[Node, ...]:
+def _joined(nodes: Sequence[Node], regular: frozenset[str], kind: type[Concat | Either]) -> tuple[Node, ...]:
     found: list[Node] = []
     for is_one, group in groupby(nodes, lambda each: is_regular(each, regular)):
         each = tuple(group)
@@ -127,13 +123,7 @@ def _cut(
 class _Writer:
     """Writes the rules under new names, because lark tells terminals from rules by case."""
 
-    def __init__(
-        self,
-        rules: Rules,
-        terminals: set[Node],
-        id_of: IdOf,
-        ends: Sequence[int],
-    ) -> None:
+    def __init__(self, rules: Rules, terminals: set[Node], id_of: IdOf, ends: Sequence[int]) -> None:
         self._rules, self._terminals, self._id_of, self._ends = rules, terminals, id_of, ends
         self._empty = can_be_empty(rules, terminals)
         self._names: dict[Node | tuple[str, bool], str] = {}
@@ -152,13 +142,7 @@ class _Writer:
         letter = "R" if in_terminal else "r"
         return self._named((name, in_terminal), letter, self._rules[name], in_terminal)
 
-    def _named(
-        self,
-        key: Node | tuple[str, bool],
-        letter: str,
-        node: Node,
-        in_terminal: bool,
-    ) -> str:
+    def _named(self, key: Node | tuple[str, bool], letter: str, node: Node, in_terminal: bool) -> str:
         """A node's name. Its rule is written later."""
         if key not in self._names:
             self._names[key] = f"{letter}{len(self._names)}"

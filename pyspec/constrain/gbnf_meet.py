@@ -66,11 +66,7 @@ def _meeting(a: Automaton, b: Automaton, count: Callable[[], None]) -> Meeting:
 class Meetings:
     """A grammar as a graph of terminals: the possible first ones, and the possible next ones of each. `terminals`: nodes of `rules`."""
 
-    def __init__(
-        self,
-        rules: Mapping[str, Node],
-        terminals: Mapping[Node, Automaton | None],
-    ) -> None:
+    def __init__(self, rules: Mapping[str, Node], terminals: Mapping[Node, Automaton | None]) -> None:
         """terminals: None for a token, which has no text."""
         self.rules, self.terminals = rules, terminals
         self.next: dict[Node, set[Node]] = {node: set() for node in terminals}

@@ -208,13 +208,7 @@ class Fields:
     def integer(self, name: str, *, legal: Whole | None = None) -> int: ...
     @overload
     def integer(self, name: str, default: T, *, legal: Whole | None = None) -> int | T: ...
-    def integer(
-        self,
-        name: str,
-        default: object = REQUIRED,
-        *,
-        legal: Whole | None = None,
-    ) -> object:
+    def integer(self, name: str, default: object = REQUIRED, *, legal: Whole | None = None) -> object:
         legal = self._legal(name, legal, Whole)
         return self._scalar(name, legal) if self._is_given(name, default) else default
 
@@ -250,13 +244,7 @@ class Fields:
             raise self.bad(name, f"has {len(value)} characters; want at most {most}")
         return encodable(value)
 
-    def label(
-        self,
-        name: str,
-        default: str | _Required = REQUIRED,
-        *,
-        most: int | None = None,
-    ) -> str:
+    def label(self, name: str, default: str | _Required = REQUIRED, *, most: int | None = None) -> str:
         """Text for one line of a terminal: characters that can not be printed become U+FFFD."""
         text = self.text(name, default, most=most)
         assert isinstance(text, str)

@@ -40,10 +40,7 @@ MOST_HOPS = 16
 _SAFE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def below(
-    node: Mapping[str, Any],
-    keywords: tuple[str, ...] = ONE + LISTS + NAMED + DEFINED,
-) -> Iterator[Schema]:
+def below(node: Mapping[str, Any], keywords: tuple[str, ...] = ONE + LISTS + NAMED + DEFINED) -> Iterator[Schema]:
     """The direct subschemas of a schema."""
     for keyword in keywords:
         value = node.get(keyword)
@@ -105,12 +102,7 @@ def followed(node: Schema, root: Schema) -> Schema:
 
 
 class _References:
-    def __init__(
-        self,
-        root: Mapping[str, Any],
-        change: Callable[[dict[str, Any]], Schema],
-        names_root: bool,
-    ) -> None:
+    def __init__(self, root: Mapping[str, Any], change: Callable[[dict[str, Any]], Schema], names_root: bool) -> None:
         self._root, self._change = root, change
         self._bases: dict[int, str] = {}  # base URI of each schema, by id()
         self._documents: dict[str, Schema] = {"": root}

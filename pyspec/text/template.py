@@ -81,11 +81,7 @@ class _Renderer:
             raise Unavailable(f"the chat template could not be asked: {answer[STALLED]}; try again")
         return answer
 
-    def probe(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Mapping[str, object]] | None,
-    ) -> str:
+    def probe(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, object]] | None) -> str:
         """The text of a chat; "" if the template refuses it or fails."""
         return self.ask(messages, tools, False).get("text", "")
 
@@ -204,10 +200,7 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as e:
             raise RequestError(f"a message can not be passed to the chat template: {e}") from e
 
-    def _fitted_tools(
-        self,
-        tools: Sequence[Mapping[str, object]] | None,
-    ) -> list[dict[str, Any]] | None:
+    def _fitted_tools(self, tools: Sequence[Mapping[str, object]] | None) -> list[dict[str, Any]] | None:
         return fitted_tools(tools, self._able) if tools else None
 
     def _text(

@@ -85,12 +85,7 @@ class Tokenizer:
         self._hf(True, header.add_space_prefix)  # raises now if the file is wrong
 
     @classmethod
-    def from_metadata(
-        cls,
-        meta: Mapping[str, object],
-        *,
-        norm: Literal["none", "nfc"] = "none",
-    ) -> Tokenizer:
+    def from_metadata(cls, meta: Mapping[str, object], *, norm: Literal["none", "nfc"] = "none") -> Tokenizer:
         """Build from `tokenizer.ggml.*`. BadTokenizer names the field that is missing, unknown or inconsistent."""
         fields = Fields(meta, error=BadTokenizer)
         model = fields.label("tokenizer.ggml.model")
@@ -144,13 +139,7 @@ class Tokenizer:
                 self._built[key] = self._make(*key)
         return self._built[key]
 
-    def encode(
-        self,
-        text: str,
-        *,
-        add_special: bool = True,
-        parse_special: bool = True,
-    ) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Ids of `text`. `add_special` adds the begin and end ids that the file asks for."""
         _check_text(text)
         return self.encode_batch([text], add_special=add_special, parse_special=parse_special)[0]
@@ -179,12 +168,7 @@ class Tokenizer:
             ids += self._plain([text], parse, self.add_space_prefix)[0]
         return self._framed(ids)
 
-    def _plain(
-        self,
-        texts: Sequence[str],
-        parse_special: bool,
-        space_prefix: bool,
-    ) -> list[list[int]]:
+    def _plain(self, texts: Sequence[str], parse_special: bool, space_prefix: bool) -> list[list[int]]:
         clean = [t.encode("utf-8", "replace").decode() for t in texts]
         hf = self._hf(parse_special, space_prefix)
         with border(BadTokenizer, "the text can not be tokenised with this vocabulary"):
@@ -371,11 +355,7 @@ def _bpe(table: dict[str, int], fields: Fields, pre: PreTokenizer) -> HF:
     return hf
 
 
-def _joins(
-    table: Mapping[str, int],
-    types: Sequence[int],
-    scores: Sequence[float],
-) -> list[tuple[str, str]]:
+def _joins(table: Mapping[str, int], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Pairs of tokens whose join is a token, the join with the best score first.
 
     The search takes steps by the square of a token's length, and a vocabulary of "a", "aa", "aaa" and so on has as many pairs as
@@ -413,13 +393,7 @@ def _spm(table: dict[str, int], types: Sequence[int], fields: Fields, space_pref
     return hf
 
 
-def _with_added(
-    hf: HF,
-    table: Mapping[str, int],
-    types: Sequence[int],
-    norm: str,
-    parse_special: bool,
-) -> HF:
+def _with_added(hf: HF, table: Mapping[str, int], types: Sequence[int], norm: str, parse_special: bool) -> HF:
     """Add the tokens that are matched in raw text before any merge; control tokens only with `parse_special`."""
     if norm == "nfc":
         own = hf.normalizer

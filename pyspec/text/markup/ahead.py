@@ -24,14 +24,7 @@ _TAIL = re.compile(r"[^<\n]*")
 MOST_SPACES, MOST_NAME, MOST_TAIL = 64, 64, 64
 
 
-def matches(
-    text: str,
-    at: int,
-    lookahead: Lookahead,
-    *,
-    is_over: bool,
-    cut_fits: bool,
-) -> bool | None:
+def matches(text: str, at: int, lookahead: Lookahead, *, is_over: bool, cut_fits: bool) -> bool | None:
     """True if `lookahead` matches at `at`. None if that depends on text still to come."""
     places = {at}
     for step in lookahead:

@@ -133,13 +133,7 @@ def concat(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
 
-def named_object(
-    lark: Lark,
-    tools: Tools,
-    key: str,
-    begin: str = '{"name": ',
-    end: str = '"}"',
-) -> str:
+def named_object(lark: Lark, tools: Tools, key: str, begin: str = '{"name": ', end: str = '"}"') -> str:
     """A choice of the tools as {"name": ..., key: {...}}, without `begin` at the start. end: lark for the text behind the arguments."""
     options = []
     for name, schema in tools.items():

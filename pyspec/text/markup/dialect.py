@@ -63,13 +63,7 @@ class Dialect:
     is_prompted: bool = False
     new_id: Callable[[], str] | None = None
 
-    def in_place(
-        self,
-        tools: Tools,
-        *,
-        is_single: bool,
-        control: Mapping[str, int],
-    ) -> tuple[str, str]:
+    def in_place(self, tools: Tools, *, is_single: bool, control: Mapping[str, int]) -> tuple[str, str]:
         """Lark for calls that may replace another text, and their first characters. control: as in Lark."""
         lark = Lark(control)
         if self.as_schema is not None:

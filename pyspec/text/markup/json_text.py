@@ -155,11 +155,7 @@ def _mended(word: str) -> str | None:
     return f"{sign}{(match['whole'] or '0').replace('_', '')}{part}{match['power'] or ''}"
 
 
-def _behind_value(
-    reader: AnswerReader,
-    emit: Callable[[str], None],
-    open_: list[str],
-) -> Steps[bool]:
+def _behind_value(reader: AnswerReader, emit: Callable[[str], None], open_: list[str]) -> Steps[bool]:
     """Read closing brackets and a comma. Returns whether another value follows."""
     while open_:
         yield from reader.drop_spaces()

@@ -80,13 +80,7 @@ class AnswerReader:
         self.skip(match.end() - self._at)
         return match.group()
 
-    def take_word(
-        self,
-        names: Iterable[str],
-        behind: tuple[str, ...],
-        other: re.Pattern[str],
-        most: int,
-    ) -> Steps[str]:
+    def take_word(self, names: Iterable[str], behind: tuple[str, ...], other: re.Pattern[str], most: int) -> Steps[str]:
         """Take the longest of `names` with one of `behind` after it, spaces between them allowed; else characters that match `other`."""
         for name in sorted(names, key=len, reverse=True):
             if (yield from self.sees(((name,), GAP, behind), cut_fits=False)):
@@ -178,12 +172,7 @@ class AnswerReader:
         name, found = yield from self.take_until("\n", *ends, most=most)
         return (name, found) if found != "\n" else (name + found, "")
 
-    def until(
-        self,
-        marks: tuple[str, ...],
-        emit: Callable[[str], None],
-        most: int = NO_LIMIT,
-    ) -> Steps[str]:
+    def until(self, marks: tuple[str, ...], emit: Callable[[str], None], most: int = NO_LIMIT) -> Steps[str]:
         """Pass on text up to the first of the marks, which is consumed and returned.
 
         "" if the answer ends before a mark, or after `most` characters.
@@ -273,11 +262,7 @@ class Trimmed:
 class MarkupParser:
     """Parses an answer: pushes text to a reader and resumes its machine."""
 
-    def __init__(
-        self,
-        machine: Callable[[AnswerReader], Steps[None]],
-        new_id: Callable[[], str] | None = None,
-    ) -> None:
+    def __init__(self, machine: Callable[[AnswerReader], Steps[None]], new_id: Callable[[], str] | None = None) -> None:
         self._reader = AnswerReader(new_id)
         self._steps: Steps[None] | None = machine(self._reader)
 

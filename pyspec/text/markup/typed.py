@@ -61,13 +61,7 @@ class ArgumentWriter:
 class ValueWriter:
     """One value. Strings are written as they arrive, others when complete. is_quoted: the text is JSON, with quotes around strings."""
 
-    def __init__(
-        self,
-        emit: Callable[[str], None],
-        kinds: frozenset[str],
-        *,
-        is_quoted: bool = False,
-    ) -> None:
+    def __init__(self, emit: Callable[[str], None], kinds: frozenset[str], *, is_quoted: bool = False) -> None:
         self._emit, self._kinds, self._is_quoted = emit, kinds, is_quoted
         self._held: list[str] = []
         self._n_held = 0

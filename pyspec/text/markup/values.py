@@ -129,13 +129,7 @@ def _behind_end(marks: ValueMarks, depth: int) -> Lookahead:
 _NEVER: Lookahead = ((),)
 
 
-def _without_end(
-    marks: ValueMarks,
-    mark: str,
-    is_line: bool,
-    last: str,
-    expected: Collection[str] | None,
-) -> Lookahead:
+def _without_end(marks: ValueMarks, mark: str, is_line: bool, last: str, expected: Collection[str] | None) -> Lookahead:
     """The text that confirms that a value ended before this mark without its own end mark."""
     if mark == marks.key:
         if not is_line and (expected is None or not (last.isalnum() or last in CLOSING)):
