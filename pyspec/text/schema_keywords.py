@@ -11,39 +11,14 @@ from typing import Any
 
 from pyspec.text.schema_patterns import plain_patterns
 
-COUNTS = (
-    "minLength",
-    "maxLength",
-    "minItems",
-    "maxItems",
-    "minProperties",
-    "maxProperties",
-    "minContains",
-    "maxContains",
-)
+COUNTS = tuple(f"{end}{what}" for what in ("Length", "Items", "Properties", "Contains") for end in ("min", "max"))
 OF_ARRAYS = ("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "additionalItems")
 OF_OBJECTS = ("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties")
 ANNOTATIONS = frozenset(
     [
-        "title",
-        "description",
-        "default",
-        "example",
-        "examples",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "contentEncoding",
-        "contentMediaType",
-        "contentSchema",
-        "externalDocs",
-        "xml",
-        "$comment",
-        "$schema",
-        "$vocabulary",
-        "$id",
-        "$defs",
-        "definitions",
+        *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
+        *("contentEncoding", "contentMediaType", "contentSchema", "externalDocs", "xml"),
+        *("$comment", "$schema", "$vocabulary", "$id", "$defs", "definitions"),
     ]
 )
 """Keywords that do not restrict a value."""

@@ -15,18 +15,8 @@ from pyspec.errors import RequestError
 Schema = Any
 """A mapping, True or False."""
 ONE = (
-    "additionalItems",
-    "additionalProperties",
-    "contains",
-    "contentSchema",
-    "else",
-    "if",
-    "items",
-    "not",
-    "propertyNames",
-    "then",
-    "unevaluatedItems",
-    "unevaluatedProperties",
+    *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"),
+    *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
 )
 """Keywords with a schema as value."""
 LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")

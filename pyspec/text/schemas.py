@@ -21,17 +21,8 @@ OPEN = frozenset({"additionalProperties", "unevaluatedProperties", "patternPrope
 """Keywords about properties that are not listed."""
 JOINED = frozenset(
     [
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "not",
-        "if",
-        "then",
-        "else",
-        "dependentSchemas",
-        "dependentRequired",
-        "dependencies",
-        "$ref",
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref"),
+        *("dependentSchemas", "dependentRequired", "dependencies"),
     ]
 )
 """Keywords that apply more than one schema to the same object."""
@@ -53,6 +44,10 @@ FORMATS = frozenset(
     ]
 )
 """The formats that llguidance enforces; it refuses others."""
+NOT_ALONE = (
+    *("not", "if", "then", "else", "contains", "propertyNames"),
+    *("unevaluatedProperties", "unevaluatedItems"),
+)
 TYPES = frozenset({"null", "boolean", "object", "array", "number", "string"})
 MOST_CHOICES = 100  # choices of a oneOf to compare with each other
 MOST_DEEP = 8  # nested references and choices that a comparison follows
@@ -107,16 +102,7 @@ class _Walk:
         found += [(each, alone_in) for each in choices]
         for name in ("patternProperties", "dependentSchemas", "dependencies"):
             found += [(each, False) for each in _values(node.get(name))]
-        for name in (
-            "not",
-            "if",
-            "then",
-            "else",
-            "contains",
-            "propertyNames",
-            "unevaluatedProperties",
-            "unevaluatedItems",
-        ):
+        for name in NOT_ALONE:
             found.append((node.get(name), False))
         return found
 
