@@ -37,12 +37,12 @@ def answer(table: TokenTable, tokenizer: LLTokenizer, grammar: Grammar) -> dict[
     if begin(tokenizer, matcher, grammar.begun) is None:
         begun = printable(grammar.begun, BEGUN_CHARS)
         why = f"the answer has begun with {begun!r}, which it does not allow"
-        return {"failed": f"the {grammar.kind} can not be kept: {why}"}
+        return {"failed": f"the {grammar.kind} can not be enforced: {why}"}
     begins = matcher.is_stopped() or any(matcher.compute_bitmask())
     if matcher.is_error() or not begins:
         why = one_line(matcher.get_error().partition("<")[0]) if matcher.is_error() else ""
         why = why and f" ({why})"
-        return {"failed": f"the {grammar.kind} can not be kept: no text fits it{why}"}
+        return {"failed": f"the {grammar.kind} can not be enforced: no text matches it{why}"}
     return {"text": text}
 
 

@@ -48,7 +48,7 @@ class Constraint:
     def _begin(self, text: str) -> None:
         tokens = begin(self.trie.walked, self.matcher, text)
         if tokens is None:
-            raise RequestError("the answer that has begun does not fit its grammar")
+            raise RequestError("the begun answer does not match its grammar")
         self.read, self.is_over = tokens, self.matcher.is_stopped()
 
     @property
@@ -212,7 +212,7 @@ class Constraint:
         why = one_line(self.matcher.get_error())
         if not self.matcher.is_error() or REFUSED in self.matcher.get_error():
             return SlotError(f"the text can not follow its grammar any further: {why}")
-        return GrammarTooLarge(f"the grammar is too large to be followed: {why}")
+        return GrammarTooLarge(f"the grammar exceeds its limits: {why}")
 
 
 class FreeText:

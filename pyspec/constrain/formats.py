@@ -45,4 +45,4 @@ def schema_grammar(name: str, value: Any) -> Grammar:
     try:
         return Grammar(kind="json_schema", source=json.dumps(value))
     except (TypeError, ValueError, RecursionError) as e:
-        raise RequestError(f"{name} is no JSON: {e}") from None
+        raise RequestError(f"{name} is not JSON: {e}") from None

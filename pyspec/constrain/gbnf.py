@@ -48,11 +48,11 @@ def parse(source: str) -> Rules:
     """The rules by name. There is a rule "root", and every reference is defined. Raises BadGBNF."""
     rules = _Parser(source).rules()
     if "root" not in rules:
-        raise BadGBNF("it has no rule root")
+        raise BadGBNF("there is no rule root")
     for name, node in rules.items():
         for each in all_below(node):
             if isinstance(each, Ref) and each.name not in rules:
-                raise BadGBNF(f"the rule {name} names {each.name}, which is no rule of it")
+                raise BadGBNF(f"the rule {name} names {each.name}, which is not defined")
     return rules
 
 
@@ -204,7 +204,7 @@ class _Parser:
             raise self._flaw(f"{size} hexadecimal digits")
         code = int(digits, 16)
         if code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:
-            raise BadGBNF(f"it names \\{sign}{digits}, which is no character")
+            raise BadGBNF(f"it names \\{sign}{digits}, which is not a character")
         self.at += size
         return code
 

@@ -190,7 +190,7 @@ class _Writer:
             # llguidance knows control tokens by name, and reports an unknown one
             return str(node.key)
         if token is None:
-            raise BadGBNF(f"it names the token {node.key}, which the vocabulary does not have as one")
+            raise BadGBNF(f"it names the token {node.key}, which is not in the vocabulary")
         if not node.is_other:
             return f"<[{token}]>"
         excluded = ",".join(map(str, sorted({token, *self._ends})))

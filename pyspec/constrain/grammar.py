@@ -52,12 +52,12 @@ def check_size(grammar: Grammar) -> None:
     """Raise RequestError if a grammar is empty or too long."""
     text = grammar.source + grammar.calls + grammar.begun
     if (n := len(text.encode("utf-8", "replace"))) > SOURCE_BYTES:
-        raise RequestError(f"the {grammar.kind} has {n} bytes; at most {SOURCE_BYTES} are taken")
+        raise RequestError(f"the {grammar.kind} has {n} bytes; at most {SOURCE_BYTES} are allowed")
     if not grammar.source.strip():
         raise RequestError(f"the {grammar.kind} is empty")
     if len(grammar.after) > 1000:
         n = len(grammar.after)
-        raise RequestError(f"a grammar waits for a text of {n} characters; at most 1000 are taken")
+        raise RequestError(f"a grammar waits for a text of {n} characters; at most 1000 are allowed")
 
 
 def compile_text(grammar: Grammar, vocabulary: TokenIds | None = None) -> str:

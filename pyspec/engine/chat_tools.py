@@ -66,10 +66,10 @@ class ToolCall:
             found = json.loads(self.arguments or "{}")
         except ValueError as e:
             raise RequestError(
-                f"the arguments of {self.name} are no JSON ({e}): {shown(self.arguments, 200)}"
+                f"the arguments of {self.name} are not JSON ({e}): {shown(self.arguments, 200)}"
             ) from None
         if not isinstance(found, dict):
-            raise RequestError(f"the arguments of {self.name} are no object: {shown(self.arguments, 200)}")
+            raise RequestError(f"the arguments of {self.name} are not an object: {shown(self.arguments, 200)}")
         return found
 
 

@@ -121,7 +121,7 @@ def _parse(cursor: Cursor) -> Shard:
 
 def _read_version(cursor: Cursor) -> int:
     if (magic := cursor.bytes(4, "the magic")) != b"GGUF":
-        raise cursor.bad(f"starts with {magic!r}, not with b'GGUF'; it is no GGUF file")
+        raise cursor.bad(f"starts with {magic!r}, not with b'GGUF'; it is not a GGUF file")
     version = cursor.u32("the version")
     if version & 0xFFFF == 0 and version:
         flaw = "is that of a big-endian file; only little-endian files are read"

@@ -82,7 +82,7 @@ def _call_grammar(tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, chec
         return check(grammar_of_calls(tokenizer, markup, is_single=calls.is_single))
     except RequestError as e:
         if calls.is_constrained:
-            raise RequestError(f"tools: their schemas can not be kept: {e}") from None
+            raise RequestError(f"tools: their schemas can not be enforced: {e}") from None
     free = replace(markup, tools={name: {} for name in calls.schemas})
     return check(grammar_of_calls(tokenizer, free, is_single=calls.is_single))
 
@@ -108,5 +108,5 @@ def text_grammar(
         except RequestError as e:
             why = why or str(e)
     if calls:
-        raise RequestError(f"tools: their schemas can not be kept beside {name}: {why}")
+        raise RequestError(f"tools: their schemas can not be enforced beside {name}: {why}")
     return checked

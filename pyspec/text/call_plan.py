@@ -132,6 +132,6 @@ def _check_bare(function: Mapping[str, Any]) -> None:
         if limits and schema.get("type", "string") == "string":
             limit = f"{min(limits)} of argument {name[:80]!r}"
             raise RequestError(
-                f"tools: {function['name']} is strict, but {limit} can not be kept:"
+                f"tools: {function['name']} is strict, but {limit} can not be enforced:"
                 " this model writes strings as bare text"
             )

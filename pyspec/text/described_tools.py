@@ -154,4 +154,4 @@ def _json(value: Any, owner: HasTokenizer) -> str:
     try:
         return _TEXTS.sub(escaped, json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError) as e:
-        raise RequestError(f"tools and calls are shown as JSON, and one of them is none: {e}") from None
+        raise RequestError(f"a tool or a call has no JSON form: {e}") from None

@@ -78,7 +78,7 @@ class _Renderer:
             raise RequestError(f"the template's arguments can not be passed on: {e}") from e
         answer = self._box.ask(line, TIME_S)
         if STALLED in answer:
-            raise Unavailable(f"the chat template could not be asked: {answer[STALLED]}; try again")
+            raise Unavailable(f"the chat template could not be rendered: {answer[STALLED]}; try again")
         return answer
 
     def probe(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, object]] | None) -> str:

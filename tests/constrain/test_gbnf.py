@@ -94,8 +94,8 @@ def test_spellings_that_llama_cpp_reads(source: str, good: str, bad: str) -> Non
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ('root ::= "a" b', "names b, which is no rule"),
-        ('root ::= "a"\nb ::= c', "names c, which is no rule"),
+        ('root ::= "a" b', "names b, which is not defined"),
+        ('root ::= "a"\nb ::= c', "names c, which is not defined"),
         ('other ::= "a"', "no rule root"),
         ('root ::= "a', "line 1 ends where"),
         ('x ::= "b"\nroot ::= [a', "line 2 ends where ]"),

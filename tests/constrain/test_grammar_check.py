@@ -92,7 +92,7 @@ def test_a_step_that_takes_too_much_ends_its_request_alone() -> None:
 def test_a_grammar_that_grows_over_its_limits_on_the_way_is_its_sender_s_doing() -> None:
     wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(700)}}
     c = constraint("json_schema", json.dumps(wide))
-    with pytest.raises(GrammarTooLarge, match="too large to be followed") as e:
+    with pytest.raises(GrammarTooLarge, match="exceeds its limits") as e:
         c.commit(trie().tokenizer.encode_inside("{"))
     assert e.value.status == 400
 

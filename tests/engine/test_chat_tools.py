@@ -142,7 +142,7 @@ def test_arguments_that_were_cut_short_are_said_to_be() -> None:
     reading.delta(Delta("r", (1,), '<tool_call>\n{"name": "weather", "arguments": {"days": 3, "un'))
     rest = reading.rest("r")
     assert rest is not None
-    with pytest.raises(RequestError, match="the arguments of weather are no JSON"):
+    with pytest.raises(RequestError, match="the arguments of weather are not JSON"):
         rest.tool_calls[0].values()
 
 

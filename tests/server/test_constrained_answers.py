@@ -163,7 +163,7 @@ def test_programs_name_what_the_text_has_to_match(loaded: Engine) -> None:
     for options, said in (
         ({"choices": "yes"}, "choices is 'yes'"),
         ({"choices": []}, "choices is"),
-        ({"json_schema": {"a": object()}}, "json_schema is no JSON"),
+        ({"json_schema": {"a": object()}}, "json_schema is not JSON"),
         ({"regex": 3}, "regex is 3"),
         ({"regex": "a", "choices": ["b"]}, "regex and choices are given"),
     ):

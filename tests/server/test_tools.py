@@ -241,7 +241,7 @@ def test_tools_whose_schemas_can_not_be_kept_take_any_arguments_unless_they_must
     engine.script = Script(text="{}")
     ask(app, tools=[{"type": "function", "function": function}], response_format=FORM)
     said = ask(app, 400, tools=[{"type": "function", "function": {**function, "strict": True}}], response_format=FORM)
-    assert said["error"]["message"].startswith("tools: their schemas can not be kept beside response_format")
+    assert said["error"]["message"].startswith("tools: their schemas can not be enforced beside response_format")
 
 
 def test_schemas_that_can_not_be_kept_are_refused(app: App, engine: FakeEngine) -> None:
