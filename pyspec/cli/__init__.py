@@ -69,7 +69,8 @@ class Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         room = formatter.width - 6 - max(map(len, COMMANDS))
-        said = {name: click.Command(name, help=says).get_short_help_str(room) for name, (_, says) in COMMANDS.items()}
+        commands = {name: click.Command(name, help=line) for name, (_, line) in COMMANDS.items()}
+        said = {name: command.get_short_help_str(room) for name, command in commands.items()}
         with formatter.section("Commands"):
             formatter.write_dl(list(said.items()))
 
@@ -84,7 +85,10 @@ class Commands(click.Group):
             from difflib import get_close_matches
 
             near = get_close_matches(args[0], COMMANDS, 1)
-            raise click.UsageError(f"{e.message}{f' Did you mean {near[0]!r}?' if near else ''}", ctx) from e
+            raise click.UsageError(
+                f"{e.message}{f' Did you mean {near[0]!r}?' if near else ''}",
+                ctx,
+            ) from e
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         streams.fill_in()

@@ -60,7 +60,8 @@ class BenchFlags:
         from pyspec.bench.session import Plan
 
         pairs = [(p, n) for p in self.n_prompt or (0,) for n in self.n_gen or (DEFAULT_GEN,)]
-        pairs = [*(pairs if self.n_prompt or self.n_gen or not self.prompt_gen else ()), *self.prompt_gen]
+        has_own = self.n_prompt or self.n_gen or not self.prompt_gen
+        pairs = [*(pairs if has_own else ()), *self.prompt_gen]
         cases = [(d, p, n) for d in self.n_depth for p, n in pairs]
         return [
             Plan(
@@ -74,17 +75,20 @@ class BenchFlags:
                 bandwidth=self.bandwidth,
                 parts=self.parts,
                 golden=SOURCE if self.golden else "",
-                case=" ".join([*([f"d{d}"] if d else []), f"p{p}", f"n{n}", *([case] if case else [])])
-                if case or len(cases) > 1
-                else "",
+                case=_case_name(d, p, n, case) if case or len(cases) > 1 else "",
             )
             for d, p, n in cases
         ]
 
 
-def _whole(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:
+def _case_name(n_depth: int, n_prompt: int, n_gen: int, case: str) -> str:
+    return " ".join(filter(None, (f"d{n_depth}" if n_depth else "", f"p{n_prompt}", f"n{n_gen}", case)))
+
+
+def _thread_counts(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:
     """Numbers of threads; -1 becomes 0, torch's choice."""
-    return in_list(0, MAX_THREADS, "threads")(ctx, param, ["0" if text.strip() == "-1" else text for text in texts])
+    counts = ["0" if text.strip() == "-1" else text for text in texts]
+    return in_list(0, MAX_THREADS, "threads")(ctx, param, counts)
 
 
 BENCH_OPTIONS = [
@@ -104,30 +108,41 @@ BENCH_OPTIONS = [
         "-d", "--n-depth", multiple=True, default=("0",), callback=in_list(0, MAX_CTX, "tokens"), metavar="LIST",
         help="Tokens before the prompt; the prompt rate includes them.",
     ),
-    _what("-pg", "prompt_gen", multiple=True, callback=pairs, metavar="P,N", help="Prompt tokens and answer tokens as a pair."),
+    _what("-pg", "prompt_gen", multiple=True, callback=pairs, metavar="P,N",
+          help="Prompt tokens and answer tokens as a pair."),
     _what(
-        "-t", "--threads", multiple=True, default=("0",), callback=_whole, metavar="LIST",
+        "-t", "--threads", multiple=True, default=("0",), callback=_thread_counts, metavar="LIST",
         help="CPU threads; each number loads the model again. 0: torch's choice.",
     ),
-    _what("-r", "--repetitions", default=3, type=click.IntRange(1, 1000), help="Repetitions of each measurement."),
-    _what("--temp", "temperature", default=0.0, type=Number(0, 100), help="Temperature; 0 is greedy."),
-    _what("--random-prompts", is_flag=True, help="Random prompt ids, for random models (`pyspec synth`)."),
+    _what("-r", "--repetitions", default=3, type=click.IntRange(1, 1000),
+          help="Repetitions of each measurement."),
+    _what("--temp", "temperature", default=0.0, type=Number(0, 100),
+          help="Temperature; 0 is greedy."),
+    _what("--random-prompts", is_flag=True,
+          help="Random prompt ids, for random models (`pyspec synth`)."),
     _what("--ignore-eos", is_flag=True, help="Continue after an end-of-generation token."),
-    _what("--http", is_flag=True, help="Also measure through the HTTP server, streamed to another process."),
-    _what("--isolated", is_flag=True, help="Run the engine in its own process, as the server does."),
-    _what("--parts", is_flag=True, help="Also report a round's device time by part: linear, attention, state (GPU)."),
+    _what("--http", is_flag=True,
+          help="Also measure through the HTTP server, streamed to another process."),
+    _what("--isolated", is_flag=True,
+          help="Run the engine in its own process, as the server does."),
+    _what("--parts", is_flag=True,
+          help="Also report a round's device time by part: linear, attention, state (GPU)."),
     _what(
         "--golden", is_flag=True,
-        help="Simulate a public benchmark's acceptance, for MTP with --spec-draft-n-max 2, 3 or 5: 2.73, 3.39, 4.41 tokens a round.",
+        help="Simulate a public benchmark's acceptance (MTP, --spec-draft-n-max 2, 3 or 5).",
     ),
     _what(
         "--bandwidth", default=0.0, type=Number(0, 1e6), metavar="GB/S",
         help="Memory bandwidth, to report the share of it that is used.",
     ),
-    _report("-o", "--output", type=click.Choice(["md", "json", "csv", "jsonl"]), default="md", help="Output format on stdout."),
-    _report("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write a report with a picture."),
-    _report("--baseline", type=click.Path(path_type=Path, dir_okay=False), help="Compare with an -o json report."),
-    _report("--max-regress", default="3%", callback=percent, help="Exit status 1 if slower than the baseline by more than this."),
+    _report("-o", "--output", type=click.Choice(["md", "json", "csv", "jsonl"]), default="md",
+            help="Output format on stdout."),
+    _report("--html", type=click.Path(path_type=Path, dir_okay=False),
+            help="Also write a report with a picture."),
+    _report("--baseline", type=click.Path(path_type=Path, dir_okay=False),
+            help="Compare with an -o json report."),
+    _report("--max-regress", default="3%", callback=percent,
+            help="Exit status 1 if slower than the baseline by more than this."),
 ]  # fmt: skip
 
 
@@ -178,13 +193,15 @@ def _measured(engine: EngineChoice, flags: BenchFlags, case: str) -> list[Report
     plans = flags.plans(case)
     longest = max(plan.n_prompt + plan.n_predict for plan in plans) + SPARE
     if not engine.ctx and longest > LONG_CTX:
-        engine = replace(engine, ctx=longest)  # possibly more than the model's training length; a log line says so
+        # possibly more than the model's training length; a log line says so
+        engine = replace(engine, ctx=longest)
     n_slot = max(engine.np, *flags.streams)
     with (
         load_with_meter(engine, n_slot, isolated=flags.isolated) as loaded,
         _clients(loaded) if flags.http else nullcontext() as clients,
     ):
-        return [run_bench(loaded, plan, lambda line: click.echo(line, err=True), clients) for plan in plans]
+        log = partial(click.echo, err=True)
+        return [run_bench(loaded, plan, log, clients) for plan in plans]
 
 
 @contextmanager

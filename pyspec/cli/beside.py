@@ -24,13 +24,18 @@ def find_sidecar(name: str, file: str, target: str, spec_type: str) -> str:
 
     repo, quant = split_name(name)
     there = Repository.open(repo)
-    best, said = choose_sidecar(sidecars(there.names, there.choose(quant, file)[0], quant), Path(target), spec_type)
+    found = sidecars(there.names, there.choose(quant, file)[0], quant)
+    best, said = choose_sidecar(found, Path(target), spec_type)
     for sentence in said:
         log.info("%s", sentence)
     return "auto" if best is None else str(there.fetch(there.choose(file=best.file))[0])
 
 
-def choose_sidecar(found: Sequence[Sidecar], target: Path, spec_type: str) -> tuple[Sidecar | None, list[str]]:
+def choose_sidecar(
+    found: Sequence[Sidecar],
+    target: Path,
+    spec_type: str,
+) -> tuple[Sidecar | None, list[str]]:
     """The sidecar to draft with, and a sentence about each.
 
     spec_type  "auto", "none" or the requested drafter
@@ -48,7 +53,8 @@ def choose_sidecar(found: Sequence[Sidecar], target: Path, spec_type: str) -> tu
             why = "the target's file has the block in it"
         else:
             best, why = one, ""
-        said.append(f"{one.file}: not taken, {why}" if why else f"{one.file}: taken as {one.kind} drafter, {one.why}")
+        verdict = f"not taken, {why}" if why else f"taken as {one.kind} drafter, {one.why}"
+        said.append(f"{one.file}: {verdict}")
     return best, said
 
 

@@ -58,7 +58,11 @@ def template_values(ctx: click.Context, option: click.Parameter, value: str) -> 
     except ValueError as error:
         raise click.BadParameter(f"not JSON: {error}", ctx, option) from None
     if not isinstance(values, dict):
-        raise click.BadParameter('want a JSON object such as {"enable_thinking": false}', ctx, option)
+        raise click.BadParameter(
+            'want a JSON object such as {"enable_thinking": false}',
+            ctx,
+            option,
+        )
     return values
 
 
@@ -70,7 +74,7 @@ CHAT_OPTIONS = [
         default="",
         metavar="NAME|TEXT",
         callback=template_text,
-        help="Chat template instead of the model's: a name (chatml, llama3, gemma ...) or a template's text.",
+        help="Chat template instead of the model's: a name (chatml, llama3 ...) or its text.",
     ),
     _chats(
         "--chat-template-file",
@@ -79,13 +83,8 @@ CHAT_OPTIONS = [
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         help="File with a chat template, instead of the model's.",
     ),
-    _chats(
-        "--chat-template-kwargs",
-        default="",
-        metavar="JSON",
-        callback=template_values,
-        help="Default values for the chat template.",
-    ),
+    _chats("--chat-template-kwargs", default="", metavar="JSON", callback=template_values,
+           help="Default values for the chat template."),
     _chats(
         "--tool-call-parser",
         default="auto",
@@ -99,36 +98,20 @@ CHAT_OPTIONS = [
         type=click.Choice(["none", "auto", "deepseek", "deepseek-legacy"]),
         help="Field for thoughts: none leaves them in content; the others use reasoning_content.",
     ),
-    _chats(
-        "-rea",
-        "--reasoning",
-        default="auto",
-        type=ReasoningWord(),
-        help="Thinking: on, off, or auto for the chat template's default.",
-    ),
-    _chats(
-        "--reasoning-effort", default="default", metavar="LEVEL", help="Effort passed to the template: low, high ..."
-    ),
-    _chats(
-        "--reasoning-budget",
-        default=-1,
-        type=click.IntRange(-1, INT32),
-        help="Most thinking tokens of a request. -1: no limit.",
-    ),
-    _chats(
-        "--reasoning-budget-message",
-        default="",
-        metavar="TEXT",
-        help="Text inserted at the end of the reasoning budget.",
-    ),
-    _chats(
-        "--prefill-assistant/--no-prefill-assistant",
-        default=True,
-        help="Continue an assistant message at the end of a chat.",
-    ),
+    _chats("-rea", "--reasoning", default="auto", type=ReasoningWord(),
+           help="Thinking: on, off, or auto for the chat template's default."),
+    _chats("--reasoning-effort", default="default", metavar="LEVEL",
+           help="Effort passed to the template: low, high ..."),
+    _chats("--reasoning-budget", default=-1, type=click.IntRange(-1, INT32),
+           help="Most thinking tokens of a request. -1: no limit."),
+    _chats("--reasoning-budget-message", default="", metavar="TEXT",
+           help="Text inserted at the end of the reasoning budget."),
+    _chats("--prefill-assistant/--no-prefill-assistant", default=True,
+           help="Continue an assistant message at the end of a chat."),
     _chats("--spm-infill", is_flag=True, help="/infill: put the suffix before the prefix."),
-    _chats("--skip-chat-parsing/--no-skip-chat-parsing", default=False, help="Leave calls and thoughts in the text."),
-]
+    _chats("--skip-chat-parsing/--no-skip-chat-parsing", default=False,
+           help="Leave calls and thoughts in the text."),
+]  # fmt: skip
 
 
 def chat_options(function: F) -> F:
@@ -148,10 +131,14 @@ def _chat(values: dict[str, Any]) -> ChatOptions:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise click.BadParameter(f"{path} can not be read: {error}", param_hint="--chat-template-file") from None
+            raise click.BadParameter(
+                f"{path} can not be read: {error}",
+                param_hint="--chat-template-file",
+            ) from None
     effort = values.pop("reasoning_effort")
     if effort != "default":
-        values["chat_template_kwargs"] = {"reasoning_effort": effort} | values["chat_template_kwargs"]
+        own = values["chat_template_kwargs"]
+        values["chat_template_kwargs"] = {"reasoning_effort": effort} | own
     if values.pop("skip_chat_parsing"):
         values["tool_call_parser"] = values["reasoning_format"] = "none"
     names = (

@@ -74,7 +74,9 @@ def send_chat(port: int, chat: DemoChat, speculative: bool) -> None:
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         answer = connection.getresponse()
         if answer.status != 200:
-            raise HTTPException(f"status {answer.status}: {answer.read(300).decode('utf-8', 'replace')}")
+            raise HTTPException(
+                f"status {answer.status}: {answer.read(300).decode('utf-8', 'replace')}",
+            )
         for line in answer:
             if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
                 _take(chat, json.loads(line[6:]))
@@ -96,7 +98,8 @@ def _take(chat: DemoChat, event: dict) -> None:
         chat.n_predicted, chat.rate = timings["predicted_n"], timings["predicted_per_second"]
         chat.n_drafted = timings.get("draft_n", 0)
     if spec := event.get("metrics", {}).get("speculative_decoding"):
-        chat.mean_len, chat.acceptance = spec["mean_acceptance_length"], spec["draft_acceptance_rate"]
+        chat.mean_len = spec["mean_acceptance_length"]
+        chat.acceptance = spec["draft_acceptance_rate"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ class DemoBatch:
         """The first error, or ""."""
         for c in self.chats:
             if c.error or c.finish != "stop":
-                return f"{c.question!r}: {c.error or f'ended with {c.finish!r}, not with an end token'}"
+                why = c.error or f"ended with {c.finish!r}, not with an end token"
+                return f"{c.question!r}: {why}"
         return ""
 
 
@@ -141,7 +145,8 @@ def run_chats(
     for t in threads:
         t.join()
     # time of the slowest stream's own clock: drawing must not lengthen the measurement
-    batch = DemoBatch(chats, max(c.seconds for c in chats) if watch is not None else time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    batch = DemoBatch(chats, seconds if watch is None else max(c.seconds for c in chats))
     if watch is not None:
         watch(chats, True)
     if batch.error:

@@ -40,7 +40,8 @@ class ModelChoice:
         from pyspec.hub import split_name
 
         if bool(self.model) == bool(self.repo):
-            what = "-m and -hf exclude each other" if self.model else "no model given: want a GGUF file, a name, or -hf"
+            what = "no model given: want a GGUF file, a name, or -hf"
+            what = "-m and -hf exclude each other" if self.model else what
             raise ConfigError(f"{what}; `pyspec models` lists names")
         if self.file and not self.repo:
             raise ConfigError("-hff names a file of a repository: name the repository with -hf")
@@ -57,7 +58,8 @@ class ModelChoice:
 
         found = [lookup(named) for named in filter(None, (self.model, self.draft))]
         entries = [entry for entry in found if isinstance(entry, Entry)]
-        return not (self.repo or self.draft_repo) and all(e.target is not None and e.target.packaged for e in entries)
+        is_packaged = all(e.target is not None and e.target.packaged for e in entries)
+        return not (self.repo or self.draft_repo) and is_packaged
 
     def locate(self) -> None:
         """Find remote files in their repositories' lists, so that a missing network, name or quantisation is reported within a second and without
@@ -71,9 +73,15 @@ class ModelChoice:
         for name, is_drafter in ((self.repo, False), (self.draft_repo, True)):
             if name:
                 repo, quant = split_name(name)
-                Repository.open(repo).choose(quant, "" if is_drafter else self.file, drafter=is_drafter)
+                file = "" if is_drafter else self.file
+                Repository.open(repo).choose(quant, file, drafter=is_drafter)
 
-    def look_before(self, plan: Callable[[], tuple[Path, EngineSettings]], *, apart: bool = False) -> None:
+    def look_before(
+        self,
+        plan: Callable[[], tuple[Path, EngineSettings]],
+        *,
+        apart: bool = False,
+    ) -> None:
         """Refuse a remote model that does not run or fit here, by the heads of its files, before the download. Raises PyspecError.
 
         plan   the target's file and the settings of the load
@@ -82,7 +90,12 @@ class ModelChoice:
         if said := self.looked(plan, apart=apart):
             raise DoesNotFit(f"{said}. Nothing was downloaded; --no-look downloads it anyway")
 
-    def looked(self, plan: Callable[[], tuple[Path, EngineSettings]], *, apart: bool = False) -> str:
+    def looked(
+        self,
+        plan: Callable[[], tuple[Path, EngineSettings]],
+        *,
+        apart: bool = False,
+    ) -> str:
         """As `look_before`, but returns the reason if the model does not fit, without a full stop; "" if it fits."""
         self.check()
         if not self.look or self.is_here():
@@ -152,7 +165,8 @@ class EngineChoice:
         if self.choice.repo and draft == "auto":
             from pyspec.cli.beside import find_sidecar
 
-            draft = find_sidecar(self.choice.repo, self.choice.file, target, str(self.settings["spec_type"]))
+            spec_type = str(self.settings["spec_type"])
+            draft = find_sidecar(self.choice.repo, self.choice.file, target, spec_type)
         resolve(target)
         self.check(np)
         return target, draft, {"np": np or self.np, "ctx": self.ctx, **self.settings}

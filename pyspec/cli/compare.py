@@ -32,11 +32,17 @@ def percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.command("compare")
 @click.argument("before", metavar="A.json", type=REPORT)
 @click.argument("after", metavar="B.json", type=REPORT)
-@click.option("--max-regress", default="3%", callback=percent, help="Exit status 1 if a rate fell by more than this.")
+@click.option("--max-regress", default="3%", callback=percent, help="Exit status 1 if a rate fell by more.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @verbose_option
 @click.pass_context
-def compare(ctx: click.Context, before: Path, after: Path, max_regress: float, as_json: bool) -> None:
+def compare(
+    ctx: click.Context,
+    before: Path,
+    after: Path,
+    max_regress: float,
+    as_json: bool,
+) -> None:
     """Compare two reports of `pyspec bench -o json`: every rate of A with B's.
 
     Exit status 1 if a rate fell by more than --max-regress. Example: pyspec bench compare main.json mine.json --max-regress 3%
@@ -46,7 +52,8 @@ def compare(ctx: click.Context, before: Path, after: Path, max_regress: float, a
 
     found = compared(read_rates(before), read_rates(after))
     if as_json:
-        rows = [asdict(c) | {"change": c.change, "regression": c.change < -max_regress} for c in found]
+        regressions = [{"change": c.change, "regression": c.change < -max_regress} for c in found]
+        rows = [asdict(c) | more for c, more in zip(found, regressions, strict=True)]
         click.echo(json.dumps({"max_regress": max_regress, "changes": rows}, indent=1))
         ctx.exit(1 if any(row["regression"] for row in rows) else 0)
     if not holds(found, max_regress, err=False):

@@ -24,7 +24,8 @@ def compile_model(choice: ModelChoice, archs: str, as_json: bool) -> int:
 
     targets = _targets(archs)
     asks, began = _asks(choice), time.perf_counter()
-    programs = list(dict.fromkeys(p for target in targets for p in prepare.programs_of(asks, target)))
+    wanted = (p for target in targets for p in prepare.programs_of(asks, target))
+    programs = list(dict.fromkeys(wanted))
     with meter("compiling") as tell:
         found = prepare.compile_all(programs, lambda n, what: tell(n, len(programs), f"compiling: {what}"))
     failed = [(program, why) for program, why in found if isinstance(why, str)]

@@ -71,7 +71,8 @@ def _origin(ctx: click.Context, parameter: click.Parameter) -> str:
     from click.core import ParameterSource
 
     source = ctx.get_parameter_source(parameter.name or "")
-    return env_of(ctx, parameter) or ("command line" if source is ParameterSource.COMMANDLINE else "default")
+    other = "command line" if source is ParameterSource.COMMANDLINE else "default"
+    return env_of(ctx, parameter) or other
 
 
 def _shown(value: Any) -> str:

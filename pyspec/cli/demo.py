@@ -50,8 +50,8 @@ class Race:
 
 
 @click.command()
-@click.option("-np", "--parallel", "np", default=8, type=click.IntRange(1, 32), help="Slots and concurrent chats.")
-@click.option("-r", "--turns", default=5, type=click.IntRange(1, 20), help="Turns of the comparison.")
+@click.option("-np", "--parallel", "np", default=8, type=click.IntRange(1, 32), help="Slots, and chats at once.")
+@click.option("-r", "--turns", default=5, type=click.IntRange(1, 20), help="Repetitions.")
 @click.option("-t", "--threads", default=0, help="CPU threads. 0: torch's choice.")
 @click.option("-dev", "--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
 @verbose_option
@@ -66,9 +66,11 @@ def demo(ctx: click.Context, np: int, turns: int, threads: int, device: str) -> 
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
     began = time.perf_counter()
     questions = [QUESTIONS[i % len(QUESTIONS)] for i in range(np)]
-    with Engine.open("demo", "auto", {"np": np, "ctx": 512, "threads": threads, "device": device}) as engine:
+    settings = {"np": np, "ctx": 512, "threads": threads, "device": device}
+    with Engine.open("demo", "auto", settings) as engine:
         info = engine.info
-        click.echo(f"{info.model_name} on {info.device}, loaded in {time.perf_counter() - began:.1f} s")
+        load_s = time.perf_counter() - began
+        click.echo(f"{info.model_name} on {info.device}, loaded in {load_s:.1f} s")
         click.echo(f"{info.draft_note}; {info.n_slot} slots")
         with served(engine) as port:
             click.echo(f"serving on http://127.0.0.1:{port}/v1, {np} chats at once\n")
@@ -78,12 +80,14 @@ def demo(ctx: click.Context, np: int, turns: int, threads: int, device: str) -> 
             _show_chats(batch)
             races = _race(port, questions, turns, batch)
     _show_races(races, np)
-    click.echo(f"greedy answers with and without speculation: identical ({time.perf_counter() - began:.0f} s in all)")
+    all_s = time.perf_counter() - began
+    click.echo(f"greedy answers with and without speculation: identical ({all_s:.0f} s in all)")
 
 
 def _race(port: int, questions: Sequence[str], turns: int, first: DemoBatch) -> list[Race]:
     """Plain and speculative runs in turns, with all chats at once and with one. Raises PyspecError if a text differs."""
-    if not any(c.n_drafted for c in first.chats):  # a single chat may run plain if that is faster at the moment
+    # a single chat may run plain if that is faster at the moment
+    if not any(c.n_drafted for c in first.chats):
         raise PyspecError("speculation was on, but no chat drafted a single token")
     expected = {c.question: c.text for c in first.chats}
     races = []
@@ -101,10 +105,13 @@ def _race(port: int, questions: Sequence[str], turns: int, first: DemoBatch) -> 
 def _check_same(chats: Sequence[DemoChat], expected: dict[str, str], speculative: bool) -> None:
     for c in chats:
         if c.n_drafted and not speculative:
-            raise PyspecError(f"{c.question!r}: speculation was off, but {c.n_drafted} tokens were drafted")
+            raise PyspecError(
+                f"{c.question!r}: speculation was off, but {c.n_drafted} tokens were drafted",
+            )
         text = expected.setdefault(c.question, c.text)
         if c.text != text:
-            at = next((i for i, (a, b) in enumerate(zip(c.text, text, strict=False)) if a != b), len(text))
+            differing = (i for i, (a, b) in enumerate(zip(c.text, text, strict=False)) if a != b)
+            at = next(differing, len(text))
             mode = "speculative" if speculative else "plain"
             raise PyspecError(f"{c.question!r}: the {mode} answer differs from character {at} on")
 
@@ -166,4 +173,4 @@ def _show_races(races: Sequence[Race], np: int) -> None:
     show(t)
     for race in races:
         if median(race.ratios) <= 1:
-            click.echo(f"{race.title}: speculation was not faster here; something else may be using the machine")
+            click.echo(f"{race.title}: speculation was not faster here; the machine may be busy")

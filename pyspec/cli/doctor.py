@@ -29,15 +29,11 @@ def _remember(ctx: click.Context, option: click.Parameter, archs: str) -> None:
 
 @click.command()
 @model_options
-@click.option("-md", "--model-draft", default="", help="Drafter's GGUF file to load with the model.")
+@click.option("-md", "--model-draft", default="", help="Drafter's GGUF file.")
 @click.option("-dev", "--device", "device_name", default="auto", help="auto, cpu, cuda, cuda:1 ...")
-@click.option(
-    "--kernels", default="auto", metavar="TIER", help="As in `pyspec server`: cuda, triton, reference, op=tier,..."
-)
+@click.option("--kernels", default="auto", metavar="TIER", help="As in `pyspec server`.")
 @click.option("--recheck", is_flag=True, help="Discard stored results and check the kernels again.")
-@click.option(
-    "--compile", "compiles", is_flag=True, help="Compile all kernels of MODEL ahead of time, without a check."
-)
+@click.option("--compile", "compiles", is_flag=True, help="Only compile all kernels of MODEL.")
 @click.option(
     "--arch", default="", metavar="LIST", expose_value=False, callback=_remember,
     help="With --compile: target architectures, as sm_90,sm_120. Needs no GPU.",
@@ -162,7 +158,8 @@ def _why_not(device_type: str, found: list[Finding]) -> str:
         if torch.version.hip:
             return "no AMD GPU"
         return "no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
-    slow = [f for f in found if not f.own and f.refused]  # without those that have no kernel on any machine
+    # without those that have no kernel on any machine
+    slow = [f for f in found if not f.own and f.refused]
     if not slow:
         return ""
     first = slow[0]
@@ -179,8 +176,10 @@ def _wrong_on_cpu(found: list[Finding], *, was_asked: bool) -> str:
     if has_driver() and not (was_asked or torch.cuda.is_available() or torch.version.hip):
         if torch.version.cuda is None:
             packages = f"'torch>=2.11' {CUDA_PACKAGES}"
-            return f"there is an NVIDIA driver, but this torch was built for CPUs (pip uninstall torch, then pip install {packages})"
-        return f"there is an NVIDIA driver, but torch (CUDA {torch.version.cuda}) finds no GPU that it can use"
+            fix = f"pip uninstall torch, then pip install {packages}"
+            return f"there is an NVIDIA driver, but this torch was built for CPUs ({fix})"
+        built = torch.version.cuda
+        return f"there is an NVIDIA driver, but torch (CUDA {built}) finds no GPU that it can use"
     for finding in found:
         for refused in finding.refused:
             if refused.reason.startswith(FAILED):
@@ -194,14 +193,16 @@ def _verdict(device_type: str, why: str, wrong: str, found: list[Finding]) -> st
         return f"{VERDICT}: no: {why}" if why else f"{VERDICT}: yes"
     if wrong:
         return f"{ON_CPU}: no: {wrong}"
-    has_numba = not any(refused.reason.startswith(NUMBA) for finding in found for refused in finding.refused)
+    refusals = [refused for finding in found for refused in finding.refused]
+    has_numba = not any(refused.reason.startswith(NUMBA) for refused in refusals)
     faster = "" if has_numba else "; numba (pip install numba) makes recurrent models twice as fast"
     return f"{ON_CPU}: yes ({why}{faster})"
 
 
 def _link(link: dict[str, Any]) -> str:
     how = "directly" if link["is_direct"] else "through host memory"
-    return f"{link['first']} to {link['second']} {how}, {link['bytes_per_s'] / 1e9:,.0f} GB/s measured"
+    rate = f"{link['bytes_per_s'] / 1e9:,.0f} GB/s measured"
+    return f"{link['first']} to {link['second']} {how}, {rate}"
 
 
 def _lower(found: dict[str, Any] | None) -> str:
@@ -233,6 +234,7 @@ def _show(about: dict[str, Any]) -> None:
     t = table("op", "shape", "runs as", *(["a tier lower"] if has_cost else []), "refused")
     for f in about["ops"]:
         refused = "\n".join(f"{r['impl']}: {r['reason']}" for r in f["refused"]) or "-"
-        row(t, f["op"], f["shape"], f["choice"], *([_lower(f["lower"])] if has_cost else []), refused)
+        lower = [_lower(f["lower"])] if has_cost else []
+        row(t, f["op"], f["shape"], f["choice"], *lower, refused)
     show(t)
     click.echo(about["verdict"])

@@ -31,9 +31,7 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 
 @click.command(cls=FlagCommand)
 @engine_options
-@click.option(
-    "--vram", default="0", callback=_bytes, metavar="SIZE", help="Plan for a GPU with this much free memory, e.g. 24G."
-)
+@click.option("--vram", default="0", callback=_bytes, metavar="SIZE", help="Plan for this much GPU memory, e.g. 24G.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> None:
@@ -107,7 +105,8 @@ def _fewer(report: FitReport, best: Fit) -> str:
 def _flags(engine: EngineChoice, np: int, n_ctx: int) -> list[str]:
     """The flags for `pyspec server` or `run`, including those given to fit."""
     choice = engine.choice
-    words = [choice.model] if choice.model else ["-hf", choice.repo, *(["-hff", choice.file] if choice.file else [])]
+    file = ["-hff", choice.file] if choice.file else []
+    words = [choice.model] if choice.model else ["-hf", choice.repo, *file]
     words += ["-md", choice.draft] if choice.draft else []
     words += ["-hfd", choice.draft_repo] if choice.draft_repo else []
     return [*words, "-np", str(np), "-c", str(n_ctx), *_others(engine)]
@@ -135,7 +134,8 @@ def _show(report: FitReport, about: dict[str, Any]) -> None:
     from pyspec.engine.plan.memory_plan import NAMES, size
 
     d = report.description
-    where = f"a GPU with {size(report.free)} free" if d.assumed else f"{d.device}, {size(report.free)} free"
+    free = f"{size(report.free)} free"
+    where = f"a GPU with {free}" if d.assumed else f"{d.device}, {free}"
     if d.settings.tp > 1:
         where = f"{'each of ' if d.is_cuda else ''}{d.settings.tp} ranks; {where}"
     click.echo(f"{about['model']} on {where}; {size(report.usable)} may be used")
@@ -154,7 +154,8 @@ def _show(report: FitReport, about: dict[str, Any]) -> None:
         )
     t = table("slots", "tokens each", "bytes", right=("slots", "tokens each", "bytes"))
     for one in report.fits:
-        row(t, str(one.np), f"{one.n_ctx}" if one.n_ctx else "-", size(one.plan.total) if one.n_ctx else "does not fit")
+        fits = (f"{one.n_ctx}", size(one.plan.total)) if one.n_ctx else ("-", "does not fit")
+        row(t, str(one.np), *fits)
     show(t)
     if about["note"]:
         click.echo(about["note"])

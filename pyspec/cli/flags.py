@@ -23,7 +23,8 @@ OTHERS = "Other"  # group of options without one
 ATTACHED = re.compile(r"-[a-zA-Z]-?[0-9][0-9.]*")  # -t4
 OFF = ("", "0", "false", "off", "no")
 EMPTY = (None, "", (), False)  # defaults that help does not show
-OURS = ("PYSPEC_CACHE", "PYSPEC_SHARE_GPU", "PYSPEC_NAME", "PYSPEC_CHECK_KEY")  # read elsewhere, or in deploy/
+# read elsewhere, or in deploy/
+OURS = ("PYSPEC_CACHE", "PYSPEC_SHARE_GPU", "PYSPEC_NAME", "PYSPEC_CHECK_KEY")
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
@@ -56,7 +57,8 @@ def llama_flags() -> dict[str, LlamaFlag]:
         for group in found[fate]:
             more = {"why": group["why"], "harmless": tuple(group.get("harmless", ()))}
             for n_value, kind in enumerate(("switches", "values", "pairs")):
-                flags += [_flag(text, fate, n_value=n_value, **more) for text in group.get(kind, ())]
+                listed = group.get(kind, ())
+                flags += [_flag(text, fate, n_value=n_value, **more) for text in listed]
     return {name: flag for flag in flags for name in flag.names}
 
 
@@ -96,7 +98,8 @@ def variable_of(param: click.Parameter) -> str:
     """The environment variable that sets a parameter, "" if none does."""
     names = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
     off_by = param.off_by if isinstance(param, GroupedOption) else ()
-    return next((name for name in names if os.environ.get(name) or (name in off_by and name in os.environ)), "")
+    set_names = (n for n in names if os.environ.get(n) or (n in off_by and n in os.environ))
+    return next(set_names, "")
 
 
 def env_of(ctx: click.Context, param: click.Parameter) -> str:
@@ -120,7 +123,8 @@ class FlagCommand(click.Command):
     def _env_of(self, option: click.Option) -> Iterator[str]:
         """Variables of an option in order of precedence: pyspec's, then llama.cpp's, with NO_NAME before NAME."""
         own = _own_env(option)
-        llama = sorted({llama_flags()[name].env for name in option.opts if name in llama_flags()} - {""})
+        known = [name for name in option.opts if name in llama_flags()]
+        llama = sorted({llama_flags()[name].env for name in known} - {""})
         llama += [FORMER[name] for name in llama if name in FORMER]
         off: tuple[str, ...] = ()
         if isinstance(option, GroupedOption) and option.secondary_opts:
@@ -177,7 +181,9 @@ def negative_of(variable: str) -> str:
 def _negative(flag: LlamaFlag) -> LlamaFlag | None:
     """llama-server's flag with the opposite meaning, possibly the same one; None: there is none."""
     names = (f"--no-{name[2:]}" for name in flag.names if name.startswith("--"))
-    return next((llama_flags()[name] for name in names if name in llama_flags()), None) if flag.env else None
+    if not flag.env:
+        return None
+    return next((llama_flags()[name] for name in names if name in llama_flags()), None)
 
 
 @cache
@@ -235,11 +241,15 @@ def _near_names(name: str, prefix: str, known: Iterable[str]) -> list[str]:
     """Names without the prefix that may have been meant: those that start alike, else similar spellings."""
     word = name.removeprefix(prefix)
     others = sorted(other.removeprefix(prefix) for other in known if other.startswith(prefix))
-    return [o for o in others if len(word) > 2 and o.startswith(word)][:2] or get_close_matches(word, others, 1, 0.75)
+    begun = [o for o in others if len(word) > 2 and o.startswith(word)][:2]
+    return begun or get_close_matches(word, others, 1, 0.75)
 
 
 def _own_env(option: click.Option) -> list[str]:
-    said = option.envvar if isinstance(option.envvar, list | tuple) else [option.envvar] if option.envvar else []
+    if not option.envvar:
+        said: Sequence[str] = []
+    else:
+        said = [option.envvar] if isinstance(option.envvar, str) else option.envvar
     longest = [name for name in option.opts if name.startswith("--")][:1] or option.opts[:1]
     return [*(f"PYSPEC_{name.strip('-').replace('-', '_').upper()}" for name in longest), *said]
 
@@ -259,7 +269,8 @@ class _Reader:
     def check_environment(self) -> None:
         """Check the environment for ignored and refused flags. Raises UsageError."""
         for flag in dict.fromkeys(llama_flags().values()):
-            if (no := negative_of(flag.env)) in os.environ and (negative := _negative(flag)) is not None:
+            no, negative = negative_of(flag.env), _negative(flag)
+            if no in os.environ and negative is not None:
                 if negative.fate != "honoured":
                     self._judge(negative, no, [])
                 continue  # it takes precedence with any value
@@ -292,7 +303,8 @@ class _Reader:
     def _known(self, word: str) -> tuple[str, str, str]:
         """Name, "=" and value of a known flag; `_` in long names is read as `-`, as in llama.cpp."""
         name, given, value = word.partition("=")
-        plain = {"--usage": "--help"}.get(name, name.replace("_", "-") if name.startswith("--") else name)
+        dashed = name.replace("_", "-") if name.startswith("--") else name
+        plain = {"--usage": "--help"}.get(name, dashed)
         for spelling in dict.fromkeys((plain, name)):
             if spelling in self._own or spelling in llama_flags():
                 return spelling, given, value
@@ -319,7 +331,8 @@ class _Reader:
             raise self._unknown(name)
         if values is None:
             n = flag.n_value
-            if n == 1 and words and words[0].split("=")[0] in (self._own.keys() | llama_flags().keys()):
+            known = self._own.keys() | llama_flags().keys()
+            if n == 1 and words and words[0].split("=")[0] in known:
                 n = 0  # `-fa` was once a switch
             values = words[:n]
             del words[:n]
@@ -327,7 +340,8 @@ class _Reader:
 
     def _judge(self, flag: LlamaFlag, name: str, values: Sequence[str]) -> None:
         if flag.fate == "ignored":
-            self._ctx.meta.setdefault("pyspec.notes", []).append(f"{name} has no effect: {flag.why}")
+            notes = self._ctx.meta.setdefault("pyspec.notes", [])
+            notes.append(f"{name} has no effect: {flag.why}")
         elif not values or any(value not in flag.harmless for value in values):
             raise click.UsageError(flag.error(name), self._ctx)
 

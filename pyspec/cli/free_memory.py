@@ -30,7 +30,8 @@ def _of_gpu() -> FreeMemory | None:
         return None
     command = [tool, "--query-gpu=name,memory.free", "--format=csv,noheader,nounits", "--id=0"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
+        said = done.stdout
         name, free = said.strip().splitlines()[0].rsplit(",", 1)
         return FreeMemory(name.strip(), int(free) << 20)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):

@@ -47,7 +47,8 @@ def _show(about: dict) -> None:
         f"{totals['tensors']} tensors, {totals['parameters'] / 1e6:,.2f} M parameters, "
         f"{totals['tensor_bytes'] / 1e6:,.1f} MB of {totals['file_bytes'] / 1e6:,.1f} MB in {len(about['paths'])} file(s)"
     )
-    click.echo(", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in totals["bytes_by_type"].items()))
+    by_type = totals["bytes_by_type"].items()
+    click.echo(", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in by_type))
     meta = table("key", "value")
     for key, value in about["metadata"].items():
         row(meta, printable(key, WIDE), printable(json.dumps(value, ensure_ascii=False), WIDE))
@@ -55,5 +56,6 @@ def _show(about: dict) -> None:
     if "tensors" in about:
         rows = table("tensor", "type", "shape", "bytes", right=("bytes",))
         for t in about["tensors"]:
-            row(rows, printable(t["name"]), t["type"], " x ".join(map(str, t["shape"])), f"{t['bytes']:,}")
+            shape = " x ".join(map(str, t["shape"]))
+            row(rows, printable(t["name"]), t["type"], shape, f"{t['bytes']:,}")
         show(rows)

@@ -96,13 +96,19 @@ def _name_of(file: CachedFile) -> str:
         if entry.target is None or entry.target.repo != file.repo or not models_of([file.file]):
             continue
         quant = quant_of(file.file)
-        if entry.target.file == file.file or quant.lower() == entry.quant.removeprefix("UD-").lower():
+        own = entry.quant.removeprefix("UD-").lower()
+        if entry.target.file == file.file or quant.lower() == own:
             return entry.name
         return f"{entry.name}:{quant}" if quant else ""
     return ""
 
 
-def _pair(repository: CachedRepository, file: CachedFile, files: set[tuple[str, str]], named: str) -> str:
+def _pair(
+    repository: CachedRepository,
+    file: CachedFile,
+    files: set[tuple[str, str]],
+    named: str,
+) -> str:
     """The drafter on this machine that goes with a target: the catalogue's, else the sidecar that a load would take."""
     from pyspec.catalog import find
     from pyspec.hub import sidecars

@@ -47,7 +47,11 @@ def in_list(low: int, high: int, what: str) -> Callable[..., tuple[int, ...]]:
     return read
 
 
-def pairs(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
+def pairs(
+    ctx: click.Context,
+    param: click.Parameter,
+    texts: Sequence[str],
+) -> tuple[tuple[int, int], ...]:
     """Callback of -pg: prompt tokens and answer tokens, PROMPT,ANSWER."""
     found = []
     for text in texts:

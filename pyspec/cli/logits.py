@@ -20,12 +20,20 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
 @click.command()
 @model_options
 @click.option("--ids", required=True, callback=_ids, help="Token ids: 1,2,3.")
-@click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The .npz file to write.")
+@click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="File to write (.npz).")
 @click.option("--chunk", default=512, type=click.IntRange(1, MAX_ROWS), help="Tokens per forward.")
 @click.option("--kv-type", type=click.Choice(KV_TYPES), default="f32", help="Type of KV entries.")
 @click.option("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
-@click.option("--weights", type=click.Choice(WEIGHTS), default="auto", help="Keep weights packed or unpack them.")
-def logits(choice: ModelChoice, ids: list[int], out: Path, chunk: int, kv_type: str, device: str, weights: str) -> None:
+@click.option("--weights", type=click.Choice(WEIGHTS), default="auto", help="Packed or unpacked weights.")
+def logits(
+    choice: ModelChoice,
+    ids: list[int],
+    out: Path,
+    chunk: int,
+    kv_type: str,
+    device: str,
+    weights: str,
+) -> None:
     """Write the logits of given tokens to a file.
 
     OUT gets arrays `tokens` (int32) and `logits` (float32 [token, vocab])."""

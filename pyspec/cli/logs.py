@@ -45,7 +45,8 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        line = f"{clock} {record.levelname[0]} {record.name.removeprefix('pyspec.')}: {record.getMessage()}"
+        name = record.name.removeprefix("pyspec.")
+        line = f"{clock} {record.levelname[0]} {name}: {record.getMessage()}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

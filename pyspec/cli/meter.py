@@ -39,11 +39,13 @@ def load_meter() -> Iterator[None]:
     """Show the progress of a load."""
     from pyspec.progress import listening
 
-    with (
-        meter("loading") as report,
-        listening(lambda stage, part: report(int(1000 * part), 1000, f"loading: {stage}"), draws=sys.stderr.isatty()),
-    ):
-        yield
+    with meter("loading") as report:
+
+        def show(stage: str, part: float) -> None:
+            report(int(1000 * part), 1000, f"loading: {stage}")
+
+        with listening(show, draws=sys.stderr.isatty()):
+            yield
 
 
 @contextmanager

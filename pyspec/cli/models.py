@@ -44,7 +44,8 @@ def models(as_json: bool) -> None:
     entries, here, free = catalogue().values(), _here(), free_memory()
     found = {entry.name: list(_choices(entry, free, here)) for entry in entries}
     if as_json:
-        rows = [asdict(e) | {"runs": e.runs, "choices": [asdict(c) for c in found[e.name]]} for e in entries]
+        choices = {e.name: [asdict(c) for c in found[e.name]] for e in entries}
+        rows = [asdict(e) | {"runs": e.runs, "choices": choices[e.name]} for e in entries]
         click.echo(json.dumps(rows, indent=2))
         return
     from pyspec.cli.tables import row, show, table
@@ -52,12 +53,14 @@ def models(as_json: bool) -> None:
     t = table("name", "GB", "memory", "fits", "here", "drafter", "model", right=("GB", "memory"))
     for entry in entries:
         for i, one in enumerate(found[entry.name]):
-            about = ("", "") if i else (_drafters(entry), entry.title if entry.runs else f"{entry.title} (not run yet)")
-            row(t, one.name, _gb(one.bytes), _gib(one.memory), one.fits, "yes" if one.here else "-", *about)
+            title = entry.title if entry.runs else f"{entry.title} (not run yet)"
+            about = ("", "") if i else (_drafters(entry), title)
+            here_now = "yes" if one.here else "-"
+            row(t, one.name, _gb(one.bytes), _gib(one.memory), one.fits, here_now, *about)
     show(t)
-    where = (
-        f"{free.free / 2**30:.1f} GiB free on {free.where}" if free else "the free memory of this machine is unknown"
-    )
+    where = "the free memory of this machine is unknown"
+    if free:
+        where = f"{free.free / 2**30:.1f} GiB free on {free.where}"
     click.echo(f"sizes are approximate, `pyspec fit NAME` computes them exactly; {where}")
 
 
@@ -72,12 +75,16 @@ def _gib(n: int) -> str:
 def _choices(entry: Entry, free: FreeMemory | None, here: set[str]) -> Iterator[Listed]:
     """The names of an entry: its own, and those of other quantisations."""
     for need in entry.needs():
-        fits = "?" if free is None or not need.memory else "yes" if need.memory <= SHARE * free.free else "no"
-        yield Listed(need.name, need.bytes, need.memory, fits if entry.runs else "no", need.name in here)
+        fits = "?"
+        if free is not None and need.memory:
+            fits = "yes" if need.memory <= SHARE * free.free else "no"
+        fits = fits if entry.runs else "no"
+        yield Listed(need.name, need.bytes, need.memory, fits, need.name in here)
 
 
 def _drafters(entry: Entry) -> str:
-    return ", ".join([*([entry.draft.kind] if entry.draft else []), *(["mtp"] if entry.mtp else [])]) or "-"
+    kinds = [entry.draft.kind if entry.draft else "", "mtp" if entry.mtp else ""]
+    return ", ".join(filter(None, kinds)) or "-"
 
 
 def _here() -> set[str]:

@@ -68,7 +68,11 @@ def _spec_type(ctx: click.Context, param: click.Parameter, value: str) -> str:
     if value in SPEC_TYPES or is_spec_type(value):
         return SPEC_TYPES.get(value, value)
     known = ", ".join((*SPEC_TYPES, *added_drafters()))
-    raise click.BadParameter(f"'{value}' is not a drafter of this version; it has {known}", ctx, param)
+    raise click.BadParameter(
+        f"'{value}' is not a drafter of this version; it has {known}",
+        ctx,
+        param,
+    )
 
 
 def _split_mode(ctx: click.Context, param: click.Parameter, value: str) -> None:
@@ -120,7 +124,11 @@ def _take_token(ctx: click.Context, param: click.Parameter, value: str) -> None:
         os.environ["HF_TOKEN"] = value
 
 
-def _complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def _complete_model(
+    ctx: click.Context,
+    param: click.Parameter,
+    incomplete: str,
+) -> list[CompletionItem]:
     from click.shell_completion import CompletionItem
 
     from pyspec.catalog import catalogue
@@ -131,30 +139,19 @@ def _complete_model(ctx: click.Context, param: click.Parameter, incomplete: str)
 
 MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     click.argument("name", metavar="[MODEL]", required=False, default="", shell_complete=_complete_model),
-    _model(
-        "-m", "--model", default="", shell_complete=_complete_model, help="GGUF file, or a name from `pyspec models`."
-    ),
-    _model(
-        "-hf",
-        "-hfr",
-        "--hf-repo",
-        default="",
-        metavar="USER/REPO[:QUANT]",
-        help="Hugging Face repository to download from.",
-    ),
-    _model(
-        "-hff", "--hf-file", default="", help="File of that repository. Default: Q4_K_M, else Q8_0, else the first."
-    ),
-    _model(
-        "-hft", "--hf-token", expose_value=False, callback=_take_token, help="Hugging Face token. Default: HF_TOKEN."
-    ),
-    _model(
-        "--look/--no-look",
-        default=True,
-        help="Before a download, check by the file's head that the model runs and fits here.",
-    ),
-    _model("--offline", is_flag=True, expose_value=False, callback=_go_offline, help="Use downloaded files only."),
-]
+    _model("-m", "--model", default="", shell_complete=_complete_model,
+           help="GGUF file, or a name from `pyspec models`."),
+    _model("-hf", "-hfr", "--hf-repo", default="", metavar="USER/REPO[:QUANT]",
+           help="Hugging Face repository to download from."),
+    _model("-hff", "--hf-file", default="",
+           help="File of that repository. Default: Q4_K_M, else Q8_0, else the first."),
+    _model("-hft", "--hf-token", expose_value=False, callback=_take_token,
+           help="Hugging Face token. Default: HF_TOKEN."),
+    _model("--look/--no-look", default=True,
+           help="Before a download, check by the file's head that the model runs and fits here."),
+    _model("--offline", is_flag=True, expose_value=False, callback=_go_offline,
+           help="Use downloaded files only."),
+]  # fmt: skip
 
 THREADS = _device("-t", "--threads", default=0, help="CPU threads. 0 or -1: torch's choice.")
 ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
@@ -163,67 +160,75 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
         "-hfd", "-hfrd", "--spec-draft-hf", "--hf-repo-draft", "spec_draft_hf", default="",
         metavar="USER/REPO[:QUANT]", help="Hugging Face repository of the drafter.",
     ),
-    _slots("-np", "--parallel", "np", default=-1, type=click.IntRange(-1), help="Number of slots. -1: 4 in the server, else 1."),
-    _slots("-c", "--ctx-size", "ctx", default=0, help="Context size per request. 0: as much as fits, up to the model's length."),
-    _slots(
-        "--kv-unified-per-slot", default=0, type=click.IntRange(0, MAX_CTX),
-        help="As in llama-server: context size per request; -c is then the size of the pool.",
-    ),
+    _slots("-np", "--parallel", "np", default=-1, type=click.IntRange(-1),
+           help="Number of slots. -1: 4 in the server, else 1."),
+    _slots("-c", "--ctx-size", "ctx", default=0,
+           help="Context size per request. 0: as much as fits, up to the model's length."),
+    _slots("--kv-unified-per-slot", default=0, type=click.IntRange(0, MAX_CTX),
+           help="As in llama-server: context size per request; -c is then the size of the pool."),
     _slots("--kv-pool", default=0, help="KV cache size in tokens, for all slots. 0: -np times -c."),
     _slots("--page-size", default=32, type=click.Choice(PAGE_SIZES), help="Tokens per KV page."),
-    _slots("--cache-prompt/--no-cache-prompt", "prefix_cache", default=True, help="Reuse the KV cache of equal prompt prefixes."),
-    _slots("--cache-device", default=0, help="Device memory for recurrent checkpoints, in MiB. 0: one per slot."),
-    _slots("-cram", "--cache-ram", default=8192, help="Host memory for more checkpoints, in MiB. -1: no limit."),
-    _slots("--checkpoint-every", default=8192, help="Tokens between checkpoints in a long prompt. 0: none."),
-    _slots("-b", "--batch-size", "batch", default=0, help="Most rows per forward while only prompts run. 0: 2048, or -ub on a CPU."),
-    _slots("-ub", "--ubatch-size", "ubatch", default=512, help="Most rows per forward while slots decode."),
-    _slots(
-        "--prompt-weight", default=1.0, type=Number(0, 1000),
-        help="Time that a long prompt gets while slots decode, relative to one slot's. 0: no limit.",
-    ),
-    _slots("-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None, help="KV cache type [f16]."),
-    _slots("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None, help="KV cache type; must equal -ctk."),
+    _slots("--cache-prompt/--no-cache-prompt", "prefix_cache", default=True,
+           help="Reuse the KV cache of equal prompt prefixes."),
+    _slots("--cache-device", default=0,
+           help="Device memory for recurrent checkpoints, in MiB. 0: one per slot."),
+    _slots("-cram", "--cache-ram", default=8192,
+           help="Host memory for more checkpoints, in MiB. -1: no limit."),
+    _slots("--checkpoint-every", default=8192,
+           help="Tokens between checkpoints in a long prompt. 0: none."),
+    _slots("-b", "--batch-size", "batch", default=0,
+           help="Most rows per forward while only prompts run. 0: 2048, or -ub on a CPU."),
+    _slots("-ub", "--ubatch-size", "ubatch", default=512,
+           help="Most rows per forward while slots decode."),
+    _slots("--prompt-weight", default=1.0, type=Number(0, 1000),
+           help="Time of a long prompt while slots decode, relative to one slot's. 0: no limit."),
+    _slots("-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None,
+           help="KV cache type [f16]."),
+    _slots("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None,
+           help="KV cache type; must equal -ctk."),
     THREADS,
-    _device("-dev", "--device", default="auto", callback=_device_name, help="auto, cpu, cuda, cuda:1 ..."),
-    _device("-mg", "--main-gpu", default=0, type=click.IntRange(0, 999), help="Number of the GPU; -dev takes precedence."),
-    _device(
-        "--list-devices", is_flag=True, is_eager=True, expose_value=False, callback=_list_devices,
-        help="List the devices and exit.",
-    ),
-    _device("--tp", default=1, help="Tensor-parallel ranks, each with its own process and GPU. 0: all GPUs."),
+    _device("-dev", "--device", default="auto", callback=_device_name,
+            help="auto, cpu, cuda, cuda:1 ..."),
+    _device("-mg", "--main-gpu", default=0, type=click.IntRange(0, 999),
+            help="Number of the GPU; -dev takes precedence."),
+    _device("--list-devices", is_flag=True, is_eager=True, expose_value=False, callback=_list_devices,
+            help="List the devices and exit."),
+    _device("--tp", default=1,
+            help="Tensor-parallel ranks, each with its own process and GPU. 0: all GPUs."),
     _device(
         "-sm", "--split-mode", type=click.Choice(SPLITS), default="none", callback=_split_mode, expose_value=False,
         help="As in llama-server. tensor: --tp 0 unless --tp is given; the others have no effect.",
     ),
-    _device("--weights", type=click.Choice(WEIGHTS), default="auto", help="Keep weights packed or unpack them."),
-    _device("--warmup/--no-warmup", "warm_up", default=True, help="Warm up with a few rounds before the first request."),
-    _device(
-        "--plain-loop", is_flag=True, help="Run rounds one by one, without CUDA graphs: to check a text that looks wrong."
-    ),
-    _device("--exact", is_flag=True, help="Batch-invariant results: a row's bits do not depend on other rows. Slows prompts down."),
-    _device(
-        "--kernels", default="auto", metavar="TIER", help="Kernels to use: cuda, triton, reference, or op=tier,... for single ops."
-    ),
-    _draft("--spec-type", default="auto", callback=_spec_type, metavar="TYPE", help=f"One of {', '.join(SPEC_TYPES)}."),
-    _draft("--spec-draft-n-max", "n_draft_max", default=0, help="Most draft tokens per round. 0: the drafter's default."),
-    _draft(
-        "--spec-draft-p-min", "--draft-p-min", "draft_p_min", default=0.0, help="Stop a draft below this probability."
-    ),
-    _draft(
-        "--draft-head",
-        type=click.Choice(DRAFT_HEADS),
-        default="auto",
-        help="Output head for drafts: the target's, or a four-bit copy.",
-    ),
-    _draft("--spec-fixed", "n_draft_fixed", is_flag=True, help="Always draft the full length, even if slower."),
-    _draft("--spec-ngram-simple-size-n", "ngram_match", default=3, help="Tokens that an n-gram must match."),
-    _draft("--spec-synth-len", "synth_len", default=0.0, help="For tests: simulate acceptance, as mean tokens per round."),
+    _device("--weights", type=click.Choice(WEIGHTS), default="auto",
+            help="Keep weights packed or unpack them."),
+    _device("--warmup/--no-warmup", "warm_up", default=True,
+            help="Warm up with a few rounds before the first request."),
+    _device("--plain-loop", is_flag=True,
+            help="Run rounds one by one, without CUDA graphs: to check a text that looks wrong."),
+    _device("--exact", is_flag=True,
+            help="Batch-invariant: a row's bits do not depend on other rows. Slows prompts down."),
+    _device("--kernels", default="auto", metavar="TIER",
+            help="Kernels to use: cuda, triton, reference, or op=tier,... for single ops."),
+    _draft("--spec-type", default="auto", callback=_spec_type, metavar="TYPE",
+           help=f"One of {', '.join(SPEC_TYPES)}."),
+    _draft("--spec-draft-n-max", "n_draft_max", default=0,
+           help="Most draft tokens per round. 0: the drafter's default."),
+    _draft("--spec-draft-p-min", "--draft-p-min", "draft_p_min", default=0.0,
+           help="Stop a draft below this probability."),
+    _draft("--draft-head", type=click.Choice(DRAFT_HEADS), default="auto",
+           help="Output head for drafts: the target's, or a four-bit copy."),
+    _draft("--spec-fixed", "n_draft_fixed", is_flag=True,
+           help="Always draft the full length, even if slower."),
+    _draft("--spec-ngram-simple-size-n", "ngram_match", default=3,
+           help="Tokens that an n-gram must match."),
+    _draft("--spec-synth-len", "synth_len", default=0.0,
+           help="For tests: simulate acceptance, as mean tokens per round."),
     _draft(
         "--spec-synth-rates",
         "synth_rates",
         default="",
         metavar="P0,P1,...",
-        help="For tests: simulate acceptance, as the shares of rounds that accept at least 1, 2, ... drafts.",
+        help="For tests: simulate acceptance, as shares of rounds with 1, 2, ... or more drafts.",
     ),
 ]  # fmt: skip
 
@@ -299,7 +304,8 @@ def sampling_options(function: F) -> F:
 def _model_choice(values: dict[str, Any]) -> ModelChoice:
     name, model, repo = values.pop("name"), values.pop("model"), values.pop("hf_repo")
     if name or model:
-        model, repo = _unless_around("model", model, name), _unless_around("hf_repo", repo, name or model)
+        repo = _unless_around("hf_repo", repo, name or model)
+        model = _unless_around("model", model, name)
     if name and model:
         raise click.UsageError(f"two models: {name} and -m {model}")
     return ModelChoice(
@@ -314,7 +320,8 @@ def _model_choice(values: dict[str, Any]) -> ModelChoice:
 
 def _unless_around(parameter: str, value: str, typed: str) -> str:
     """A typed value; a value from the environment gives way to a typed one of `typed`."""
-    is_around = click.get_current_context().get_parameter_source(parameter) is ParameterSource.ENVIRONMENT
+    source = click.get_current_context().get_parameter_source(parameter)
+    is_around = source is ParameterSource.ENVIRONMENT
     return "" if typed and is_around else value
 
 

@@ -22,7 +22,7 @@ MOST_BYTES = 16 << 20
 
 @click.command()
 @click.argument("address", nargs=-1, metavar="[HOST:PORT]...")
-@click.option("--api-key", default="", envvar="LLAMA_API_KEY", help="API key of the servers, if needed.")
+@click.option("--api-key", default="", envvar="LLAMA_API_KEY", help="API key of the servers.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @verbose_option
 def ps(address: tuple[str, ...], api_key: str, as_json: bool) -> None:
@@ -48,7 +48,8 @@ def ps(address: tuple[str, ...], api_key: str, as_json: bool) -> None:
 
 def _with_name(about: dict[str, Any], one: Running) -> dict[str, Any]:
     """A server's report and its file's: while it loads, its only name is the typed one."""
-    return {"pid": one.pid, "up_s": round(time.time() - one.began), **about, "model": about["model"] or one.model}
+    up_s = round(time.time() - one.began)
+    return {"pid": one.pid, "up_s": up_s, **about, "model": about["model"] or one.model}
 
 
 def _url(address: str) -> str:
@@ -61,7 +62,8 @@ def query_server(url: str, api_key: str = "") -> dict[str, Any]:
     status, health = _get_json(url, "/health", api_key)
     if status == 0:
         return about | {"note": str(health)}
-    about["state"] = health.get("status", "ok") if status == 200 and isinstance(health, dict) else "loading"
+    is_ready = status == 200 and isinstance(health, dict)
+    about["state"] = health.get("status", "ok") if is_ready else "loading"
     if status != 200:
         about["progress"] = health.get("progress", {}) if isinstance(health, dict) else {}
         return about
@@ -101,9 +103,11 @@ def _show(found: list[dict[str, Any]]) -> None:
     t = table("url", "pid", "state", "model", "busy", "tokens", "drafts", right=("pid", "tokens"))
     for one in found:
         busy = [s for s in one["slots"] if s.get("is_processing")]
-        count = f"{len(busy)} of {len(one['slots'])}" if one["slots"] else f"? of {one.get('total_slots', '?')}"
+        n_slot = len(one["slots"]) or one.get("total_slots", "?")
+        count = f"{len(busy) if one['slots'] else '?'} of {n_slot}"
         tokens = sum(int(s.get("n_past") or 0) for s in busy)
-        row(t, one["url"], str(one.get("pid", "-")), _state(one), one["model"] or "-", count, str(tokens), _drafts(one))
+        pid, model = str(one.get("pid", "-")), one["model"] or "-"
+        row(t, one["url"], pid, _state(one), model, count, str(tokens), _drafts(one))
     show(t)
     for one in found:
         if one["note"]:
@@ -125,5 +129,6 @@ def _drafts(one: dict[str, Any]) -> str:
     said = []
     for draft in (s.get("draft") or {} for s in one["slots"] if s.get("is_processing")):
         n = draft.get("n_draft") or 0
-        said.append(f"{n} ({float(draft.get('acceptance') or 0):.0%})" if n else f"0: {draft.get('reason') or '?'}")
+        rate, why = float(draft.get("acceptance") or 0), draft.get("reason") or "?"
+        said.append(f"{n} ({rate:.0%})" if n else f"0: {why}")
     return ", ".join(said) or "on"

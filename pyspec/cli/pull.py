@@ -29,12 +29,18 @@ class Pulled:
 
 @click.command()
 @model_options
-@click.option("-hfd", "--spec-draft-hf", default="", metavar="USER/REPO[:QUANT]", help="Repository of another drafter.")
-@click.option("--spec-type", default="auto", metavar="TYPE", help="Drafter to download; none: the target alone.")
+@click.option("-hfd", "--spec-draft-hf", default="", metavar="USER/REPO[:QUANT]", help="A drafter's repository.")
+@click.option("--spec-type", default="auto", metavar="TYPE", help="Drafter to download, or none.")
 @click.option("--check", is_flag=True, help="Also check the hashes of files that are already here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def pull(ctx: click.Context, choice: ModelChoice, spec_type: str, check: bool, as_json: bool) -> None:
+def pull(
+    ctx: click.Context,
+    choice: ModelChoice,
+    spec_type: str,
+    check: bool,
+    as_json: bool,
+) -> None:
     """Download a model and its drafter.
 
     Resumes interrupted downloads and checks every file against the hub's SHA-256. Example: pyspec pull -hf user/repo:Q8_0
@@ -55,9 +61,12 @@ def pull(ctx: click.Context, choice: ModelChoice, spec_type: str, check: bool, a
     if choice.model:
         _entry(choice.model)
     with pull_lines():
-        if too_large := choice.looked(lambda: (resolve(choice.target())[0], EngineSettings(spec_type="none"))):
-            click.echo(f"too large for this machine: {too_large}", err=True)  # it may be for another machine
-        files = _of_catalogue(choice.model, wanted) if choice.model else _of_repository(choice, wanted)
+        alone = EngineSettings(spec_type="none")
+        if too_large := choice.looked(lambda: (resolve(choice.target())[0], alone)):
+            # it may be for another machine
+            click.echo(f"too large for this machine: {too_large}", err=True)
+        by_name = bool(choice.model)
+        files = _of_catalogue(choice.model, wanted) if by_name else _of_repository(choice, wanted)
         if choice.draft_repo:
             files += _drafter(choice.draft_repo)
         done = [_checked(role, paths, check) for role, paths in files]
@@ -68,7 +77,8 @@ def pull(ctx: click.Context, choice: ModelChoice, spec_type: str, check: bool, a
 
     t = table("what", "GB", "hash", "path", right=("GB",))
     for one in done:
-        row(t, one.role, f"{one.bytes / 1e9:.2f}", "right" if one.hashed else "not known", str(one.path))
+        hashed = "right" if one.hashed else "not known"
+        row(t, one.role, f"{one.bytes / 1e9:.2f}", hashed, str(one.path))
     show(t)
 
 
@@ -78,7 +88,9 @@ def _entry(name: str) -> Entry:
 
     entry = find(name)
     if entry is None:
-        raise ConfigError(f"'{name}' is not in the catalogue (`pyspec models` lists it); name a repository with -hf")
+        raise ConfigError(
+            f"'{name}' is not in the catalogue (`pyspec models` lists it); name a repository with -hf",
+        )
     entry.check()
     return entry
 
@@ -99,7 +111,9 @@ def _fetch_checked(source: Source) -> Path:
 
     path = source.fetch()
     if source.sha256 and (got := sha256_of(path)) != source.sha256:
-        raise DownloadError(f"{path} is not the catalogue's file: its SHA-256 is {got}, want {source.sha256}")
+        raise DownloadError(
+            f"{path} is not the catalogue's file: its SHA-256 is {got}, want {source.sha256}",
+        )
     return path
 
 

@@ -50,10 +50,14 @@ class RunFlags:
         """True for a chat: a terminal, and no prompt given. Raises UsageError for too many prompts."""
         given = [what for what in (self.prompt, self.message, self.file) if what is not None]
         if len(given) > 1 or (self.message is not None and self.chat is not None):
-            raise click.UsageError("-p, --chat, -f and a message after the model exclude each other")
+            raise click.UsageError(
+                "-p, --chat, -f and a message after the model exclude each other",
+            )
         is_talk = not given and sys.stdin.isatty()
         if is_talk and self.as_json:
-            raise click.UsageError("--json wants one message or prompt: after the model, -p, -f or stdin")
+            raise click.UsageError(
+                "--json wants one message or prompt: after the model, -p, -f or stdin",
+            )
         return is_talk
 
     @property
@@ -73,7 +77,9 @@ class RunFlags:
             return None
         text = click.open_file("-", encoding="utf-8").read()
         if not text.strip():
-            raise click.UsageError("nothing on stdin; give a message after the model, -p TEXT or -f FILE")
+            raise click.UsageError(
+                "nothing on stdin; give a message after the model, -p TEXT or -f FILE",
+            )
         return text
 
 
@@ -101,9 +107,9 @@ RUN_OPTIONS = [
     _say("--stop", multiple=True, help="Stop at this text; may be repeated."),
     _say(
         "-no-cnv", "--no-conversation", is_flag=True,
-        help="Continue piped text. Without this flag it is a message to answer, if the model has a chat template.",
+        help="Continue piped text, instead of answering it as a message.",
     ),
-    _say("--json", "as_json", is_flag=True, help="Print text, token ids, timings and acceptance as JSON."),
+    _say("--json", "as_json", is_flag=True, help="Print text, ids, timings and acceptance as JSON."),
 ]  # fmt: skip
 
 
@@ -113,7 +119,13 @@ RUN_OPTIONS = [
 @apply(RUN_OPTIONS)
 @gathered(RunFlags, "flags")
 @click.pass_context
-def run(ctx: click.Context, engine: EngineChoice, sampling: SamplingGiven, n_predict: int, flags: RunFlags) -> None:
+def run(
+    ctx: click.Context,
+    engine: EngineChoice,
+    sampling: SamplingGiven,
+    n_predict: int,
+    flags: RunFlags,
+) -> None:
     """Answer one prompt, or chat in the terminal.
 
     Answers one message (after the model, --chat, or piped in), continues a text (-p, -f), or chats if nothing is given on a terminal.
@@ -221,7 +233,8 @@ def summary(done: Done) -> str:
     parts = [f"{done.n_predicted} tokens", f"{t.predicted_per_second:.1f} tokens/s", done.finish]
     if t.draft_n:
         made_up = " (made up)" if t.synthetic else ""
-        parts.insert(2, f"{t.draft_n_accepted}/{t.draft_n} drafted accepted, {t.mean_len:.2f} tokens a round{made_up}")
+        drafted = f"{t.draft_n_accepted}/{t.draft_n} drafted accepted"
+        parts.insert(2, f"{drafted}, {t.mean_len:.2f} tokens a round{made_up}")
     return f"[{', '.join(parts)}]"
 
 
@@ -245,7 +258,11 @@ def talk(engine: Engine, ask: AnswerOptions, system: str) -> None:
             messages = _exchange(engine, ask, [*messages, {"role": "user", "content": message}])
 
 
-def _exchange(engine: Engine, ask: AnswerOptions, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _exchange(
+    engine: Engine,
+    ask: AnswerOptions,
+    messages: list[dict[str, str]],
+) -> list[dict[str, str]]:
     """One exchange; returns the conversation after it. A refused message or an interrupted answer is not kept."""
     try:
         message = print_answer(engine, _request(engine, ask, messages), as_json=False)

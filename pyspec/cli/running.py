@@ -32,7 +32,8 @@ def enter(url: str, model: str) -> Path | None:
     path = folder() / f"{os.getpid()}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.write_text(json.dumps(asdict(Running(os.getpid(), url, model, time.time()))), encoding="utf-8")
+        about = asdict(Running(os.getpid(), url, model, time.time()))
+        path.write_text(json.dumps(about), encoding="utf-8")
     except OSError:
         return None
     return path

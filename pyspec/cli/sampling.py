@@ -23,7 +23,11 @@ def _names(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     return None if value is None else tuple(name.strip() for name in value.split(";") if name.strip())
 
 
-def _letters(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+def _letters(
+    ctx: click.Context,
+    param: click.Parameter,
+    value: str | None,
+) -> tuple[str, ...] | None:
     if value is None:
         return None
     if unknown := sorted(set(value) - LETTERS.keys()):
@@ -32,7 +36,11 @@ def _letters(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     return tuple(LETTERS[letter] for letter in value)
 
 
-def _breakers(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
+def _breakers(
+    ctx: click.Context,
+    param: click.Parameter,
+    values: tuple[str, ...],
+) -> tuple[str, ...] | None:
     return () if "none" in values else values or None
 
 
@@ -60,77 +68,64 @@ def _sampling(*names: str, **more: Any) -> Callable[[F], F]:
 
 
 SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
-    _sampling("--temp", "--temperature", "temperature", default=None, type=float, help="Temperature; 0 is greedy."),
+    _sampling("--temp", "--temperature", "temperature", default=None, type=float,
+              help="Temperature; 0 is greedy."),
     _sampling("--top-k", default=None, type=int, help="Keep the k best tokens; 0 keeps all."),
-    _sampling(
-        "--top-p", default=None, type=float, help="Keep the best tokens up to this total probability; 1 keeps all."
-    ),
-    _sampling(
-        "--min-p", default=None, type=float, help="Drop tokens below this share of the best probability; 0 keeps all."
-    ),
-    _sampling(
-        "--typical", "--typical-p", "typical_p", default=None, type=float, help="Locally typical sampling; 1 keeps all."
-    ),
-    _sampling(
-        "--top-n-sigma",
-        "--top-nsigma",
-        "top_n_sigma",
-        default=None,
-        type=float,
-        help="Keep tokens within this many standard deviations of the best logit; -1 keeps all.",
-    ),
-    _sampling(
-        "--xtc-probability", default=None, type=float, help="XTC: probability of dropping the top tokens; 0 is off."
-    ),
-    _sampling(
-        "--xtc-threshold", default=None, type=float, help="XTC: drop tokens above this probability, except the last."
-    ),
-    _sampling("--repeat-last-n", default=None, type=int, help="Last tokens that penalties count; -1: all."),
+    _sampling("--top-p", default=None, type=float,
+              help="Keep the best tokens up to this total probability; 1 keeps all."),
+    _sampling("--min-p", default=None, type=float,
+              help="Drop tokens below this share of the best probability; 0 keeps all."),
+    _sampling("--typical", "--typical-p", "typical_p", default=None, type=float,
+              help="Locally typical sampling; 1 keeps all."),
+    _sampling("--top-n-sigma", "--top-nsigma", "top_n_sigma", default=None, type=float,
+              help="Keep logits within this many standard deviations of the best; -1 keeps all."),
+    _sampling("--xtc-probability", default=None, type=float,
+              help="XTC: probability of dropping the top tokens; 0 is off."),
+    _sampling("--xtc-threshold", default=None, type=float,
+              help="XTC: drop tokens above this probability, except the last."),
+    _sampling("--repeat-last-n", default=None, type=int,
+              help="Last tokens that penalties count; -1: all."),
     _sampling("--repeat-penalty", default=None, type=float, help="1 is off."),
     _sampling("--presence-penalty", default=None, type=float, help="0 is off."),
     _sampling("--frequency-penalty", default=None, type=float, help="0 is off."),
     _sampling("--dry-multiplier", default=None, type=float, help="DRY: strength; 0 is off."),
-    _sampling("--dry-base", default=None, type=float, help="DRY: growth of the penalty per repeated token."),
-    _sampling("--dry-allowed-length", default=None, type=int, help="DRY: longest repetition without a penalty."),
-    _sampling("--dry-penalty-last-n", default=None, type=int, help="DRY: last tokens to search; -1: all."),
+    _sampling("--dry-base", default=None, type=float,
+              help="DRY: growth of the penalty per repeated token."),
+    _sampling("--dry-allowed-length", default=None, type=int,
+              help="DRY: longest repetition without a penalty."),
+    _sampling("--dry-penalty-last-n", default=None, type=int,
+              help="DRY: last tokens to search; -1: all."),
     _sampling(
         "--dry-sequence-breaker",
         "dry_sequence_breakers",
         multiple=True,
         callback=_breakers,
-        help="DRY: text that ends a repetition, instead of llama.cpp's four; may be repeated; none: no such text.",
+        help="DRY: text that ends a repetition (instead of the defaults); may be repeated; or none.",
     ),
-    _sampling("--dynatemp-range", default=None, type=float, help="Range of the dynamic temperature; 0 is off."),
-    _sampling(
-        "--dynatemp-exp", "dynatemp_exponent", default=None, type=float, help="Exponent of the dynamic temperature."
-    ),
+    _sampling("--dynatemp-range", default=None, type=float,
+              help="Range of the dynamic temperature; 0 is off."),
+    _sampling("--dynatemp-exp", "dynatemp_exponent", default=None, type=float,
+              help="Exponent of the dynamic temperature."),
     _sampling("--mirostat", default=None, type=int, help="Mirostat version 1 or 2; 0 is off."),
-    _sampling("--mirostat-lr", "mirostat_eta", default=None, type=float, help="Mirostat: learning rate."),
-    _sampling("--mirostat-ent", "mirostat_tau", default=None, type=float, help="Mirostat: target entropy."),
-    _sampling("--adaptive-target", default=None, type=float, help="Adaptive-p: target probability; below 0: off."),
-    _sampling("--adaptive-decay", default=None, type=float, help="Adaptive-p: decay of its average."),
-    _sampling("--samplers", default=None, callback=_names, metavar="A;B;...", help="Samplers in order, by name."),
-    _sampling("--sampler-seq", "--sampling-seq", "sampler_letters", default=None, callback=_letters, help="By letter."),
-    _sampling(
-        "-l",
-        "--logit-bias",
-        multiple=True,
-        callback=_biases,
-        metavar="ID+BIAS",
-        help="Bias of a token, such as 15043+1; 2-inf bans it.",
-    ),
+    _sampling("--mirostat-lr", "mirostat_eta", default=None, type=float,
+              help="Mirostat: learning rate."),
+    _sampling("--mirostat-ent", "mirostat_tau", default=None, type=float,
+              help="Mirostat: target entropy."),
+    _sampling("--adaptive-target", default=None, type=float,
+              help="Adaptive-p: target probability; below 0: off."),
+    _sampling("--adaptive-decay", default=None, type=float,
+              help="Adaptive-p: decay of its average."),
+    _sampling("--samplers", default=None, callback=_names, metavar="A;B;...",
+              help="Samplers in order, by name."),
+    _sampling("--sampler-seq", "--sampling-seq", "sampler_letters", default=None, callback=_letters,
+              help="By letter."),
+    _sampling("-l", "--logit-bias", multiple=True, callback=_biases, metavar="ID+BIAS",
+              help="Bias of a token, such as 15043+1; 2-inf bans it."),
     _sampling("-s", "--seed", "seed", default=-1, help="Random seed; -1 draws a new one."),
     _sampling("--ignore-eos", is_flag=True, help="Continue after an end-of-generation token."),
-    _sampling(
-        "-n",
-        "--predict",
-        "--n-predict",
-        "n_predict",
-        default=-1,
-        type=click.IntRange(-1, INT32),
-        help="Most tokens to generate; -1: no limit.",
-    ),
-]
+    _sampling("-n", "--predict", "--n-predict", "n_predict", default=-1, type=click.IntRange(-1, INT32),
+              help="Most tokens to generate; -1: no limit."),
+]  # fmt: skip
 
 
 def sampling_of(values: dict[str, Any]) -> SamplingGiven:

@@ -29,12 +29,20 @@ CLOSE_S = 10.0  # for the running round
 DAY_S = 86400.0
 
 
-def patterns(ctx: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+def patterns(
+    ctx: click.Context,
+    option: click.Parameter,
+    texts: tuple[str, ...],
+) -> tuple[re.Pattern[str], ...]:
     """Regular expressions; a usage error for an invalid one."""
     try:
         return tuple(re.compile(text) for text in texts)
     except re.error as error:
-        raise click.BadParameter(f"{error.pattern!r} is not a regular expression: {error}", ctx, option) from None
+        raise click.BadParameter(
+            f"{error.pattern!r} is not a regular expression: {error}",
+            ctx,
+            option,
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +80,12 @@ class ServerFlags:
     log_file: str
     verbosity: int
 
-    def settings(self, sampling: SamplingGiven, n_predict: int, chat: dict[str, Any]) -> ServerSettings:
+    def settings(
+        self,
+        sampling: SamplingGiven,
+        n_predict: int,
+        chat: dict[str, Any],
+    ) -> ServerSettings:
         """The server's settings. Raises ConfigError."""
         from pyspec.server.settings import Limits, ServerSettings, keys_of
 
@@ -118,14 +131,16 @@ SERVER_OPTIONS = [
         "--host", multiple=True, callback=commas, metavar="ADDRESS",
         help="Address to listen on, or a path ending in .sock; may be repeated. [127.0.0.1]",
     ),
-    _listen("--port", default=8080, type=click.IntRange(0, 65535), help="Port; 0 picks a free one."),
+    _listen("--port", default=8080, type=click.IntRange(0, 65535),
+            help="Port; 0 picks a free one."),
     _listen("--reuse-port", is_flag=True, help="Let other servers listen on the same port."),
     _listen("--api-prefix", default="", metavar="/PREFIX", help="Prefix of all paths."),
     _listen(
         "--api-key", multiple=True, envvar="LLAMA_API_KEY", callback=commas, metavar="KEY,...",
         help="API keys; clients must send one of them. May be repeated.",
     ),
-    _listen("--api-key-file", default="", metavar="FILE", help="File of API keys, one per line; # starts a comment."),
+    _listen("--api-key-file", default="", metavar="FILE",
+            help="File of API keys, one per line; # starts a comment."),
     _listen("--insecure", is_flag=True, help="Allow listening beyond this machine without a key."),
     _listen("--ssl-key-file", default="", metavar="FILE", help="TLS: the private key, PEM."),
     _listen("--ssl-cert-file", default="", metavar="FILE", help="TLS: the certificate, PEM."),
@@ -133,35 +148,42 @@ SERVER_OPTIONS = [
         "--cors-origin", "--cors-origins", "cors_origin", multiple=True, callback=commas, metavar="ORIGIN,...",
         help="Origins allowed to call from a browser, besides this machine.",
     ),
-    _serve("-a", "--alias", multiple=True, callback=commas, metavar="NAME,...", help="The model's names in answers."),
-    _serve("--tags", multiple=True, callback=commas, metavar="TAG,...", help="Labels of the model in /v1/models."),
+    _serve("-a", "--alias", multiple=True, callback=commas, metavar="NAME,...",
+           help="The model's names in answers."),
+    _serve("--tags", multiple=True, callback=commas, metavar="TAG,...",
+           help="Labels of the model in /v1/models."),
     _serve("--metrics/--no-metrics", default=True, help="Serve /metrics."),
     _serve("--slots/--no-slots", default=True, help="Serve /slots."),
     _serve("--props/--no-props", default=True, help="Serve /props."),
-    _serve("--ui/--no-ui", "--webui/--no-webui", "ui", default=True, help="Serve the web page at /."),
+    _serve("--ui/--no-ui", "--webui/--no-webui", "ui", default=True,
+           help="Serve the web page at /."),
     _serve(
-        "--slot-save-path", default="", metavar="DIR", help="Directory for POST /slots/ID?action=save and restore."
+        "--slot-save-path", default="", metavar="DIR", help="Directory of saved slots (POST /slots/ID)."
     ),
     _serve(
         "--volatile-lines", multiple=True, metavar="REGEX", callback=patterns,
-        help="Move matching lines of system prompts behind the conversation, so that their changes do not invalidate the prefix cache.",
+        help="Move matching lines of system prompts behind the conversation, to keep the prefix cached.",
     ),
     _serve("--queue", default=0, help="Most waiting requests. 0: 4 per slot, at least 16."),
     _serve(
-        "--threads-http", default=-1, type=click.IntRange(-1, 256), help="Threads for tokenising and rendering. -1: 2."
+        "--threads-http", default=-1, type=click.IntRange(-1, 256), help="Text threads. -1: 2."
     ),
-    _serve("-to", "--timeout", default=3600.0, type=Number(1, 30 * DAY_S), help="Most seconds per request."),
+    _serve("-to", "--timeout", default=3600.0, type=Number(1, 30 * DAY_S),
+           help="Most seconds per request."),
     _serve(
         "--sse-ping-interval", default=30.0, type=Number(-1, DAY_S),
         help="Seconds of silence before a stream sends a comment. -1: never.",
     ),
-    _serve("--in-process", is_flag=True, help="Run the engine in this process; a failed engine is then not replaced."),
-    _serve("--hang-timeout", default=0.0, help="Replace the engine after a round of this many seconds. 0: chosen by its pace."),
+    _serve("--in-process", is_flag=True,
+           help="Run the engine in this process; a failed engine is then not replaced."),
+    _serve("--hang-timeout", default=0.0,
+           help="Replace the engine after a round of this many seconds. 0: chosen by its pace."),
     _serve(
         "--drain-timeout", default=30.0, type=Number(0, DAY_S),
         help="Seconds that running requests get at shutdown.",
     ),
-    _logs("--log-format", type=click.Choice(["text", "json"]), default="text", help="Format of log lines."),
+    _logs("--log-format", type=click.Choice(["text", "json"]), default="text",
+          help="Format of log lines."),
     _logs("--log-jsonl/--no-log-jsonl", default=False, help="The same as --log-format json."),
     _logs("--log-file", default="", metavar="FILE", help="Also log to this file."),
     _logs("--log-disable", is_flag=True, help="Log nothing."),
@@ -202,7 +224,8 @@ def server(
     set_up(verbosity, flags.form, flags.log_file)
     log_ignored()
     settings = replace(flags.settings(sampling, n_predict, chat.settings), verbose=verbosity >= 5)
-    engine = replace(engine, settings={**engine.settings, "queue": flags.queue, "hang_timeout": flags.hang_timeout})
+    own = {"queue": flags.queue, "hang_timeout": flags.hang_timeout}
+    engine = replace(engine, settings={**engine.settings, **own})
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     engine.check(n_slot)
     settings.check()
@@ -216,7 +239,8 @@ def server(
     def ready(loaded: EngineLike, urls: list[str]) -> None:
         name = settings.aliases[0] if settings.aliases else loaded.info.model_name
         entered.append(enter(urls[0], name))
-        fields = {"event": "ready", "url": urls[0], "urls": urls, "model": name, "slots": loaded.info.n_slot}
+        fields = {"event": "ready", "url": urls[0], "urls": urls, "model": name}
+        fields["slots"] = loaded.info.n_slot
         log.info("serving %s at %s", name, urls[0], extra={"fields": fields})
         if loaded.info.chat_template:
             log.info("%s", dialect_reason(loaded.info.chat_template, settings.tool_call_parser))

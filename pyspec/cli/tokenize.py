@@ -16,8 +16,8 @@ from pyspec.cli.options import ModelChoice, model_options
 @model_options
 @click.option("--text", default=None, help="Text to tokenize.")
 @click.option("-f", "--file", type=click.File("rb"), help="File with the text; - is stdin.")
-@click.option("--bos/--no-bos", default=True, help="Add the begin-of-text token if the model has one.")
-@click.option("--parse-special/--no-parse-special", default=True, help="Parse <|...|> as special tokens.")
+@click.option("--bos/--no-bos", default=True, help="Add the begin-of-text token, if any.")
+@click.option("--parse-special/--no-parse-special", default=True, help="Parse special tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print {tokens, pieces, n_tokens}.")
 def tokenize(
     choice: ModelChoice,
@@ -48,7 +48,8 @@ def tokenize(
     ids = tokenizer.encode(text, add_special=bos, parse_special=parse_special)
     pieces = [tokenizer.piece(i) for i in ids]
     if as_json:
-        click.echo(json.dumps({"tokens": list(ids), "pieces": pieces, "n_tokens": len(ids)}, ensure_ascii=False))
+        found = {"tokens": list(ids), "pieces": pieces, "n_tokens": len(ids)}
+        click.echo(json.dumps(found, ensure_ascii=False))
         return
     for i, piece in zip(ids, pieces, strict=True):
         click.echo(f"{i:>7}  {json.dumps(piece, ensure_ascii=False)}")

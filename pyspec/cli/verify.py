@@ -30,10 +30,8 @@ AUTO_SLOTS = 4
     type=click.Path(path_type=Path, dir_okay=False),
     help="Prompts, one per line. Default: 16 built-in ones.",
 )
-@click.option(
-    "--random-prompts", default=0, type=click.IntRange(0, 10_000), help="Number of additional prompts of random ids."
-)
-@click.option("-n", "--n-gen", default=128, type=click.IntRange(1, MAX_CTX), help="Most tokens of an answer.")
+@click.option("--random-prompts", default=0, type=click.IntRange(0, 10_000), help="Additional prompts of random ids.")
+@click.option("-n", "--n-gen", default=128, type=click.IntRange(1, MAX_CTX), help="Most answer tokens.")
 @click.option(
     "--tie",
     default=0.0,
@@ -88,7 +86,12 @@ def _lines(path: Path) -> list[str]:
     return lines
 
 
-def _prompts(engine: Engine, texts: list[str] | None, n_random: int, n_gen: int) -> list[tuple[int, ...]]:
+def _prompts(
+    engine: Engine,
+    texts: list[str] | None,
+    n_random: int,
+    n_gen: int,
+) -> list[tuple[int, ...]]:
     """Token ids of texts as messages, and random ids."""
     from pyspec.bench.prompts import demo_prompts, random_ids
 
@@ -96,7 +99,8 @@ def _prompts(engine: Engine, texts: list[str] | None, n_random: int, n_gen: int)
     prompts = [engine.encode([{"role": "user", "content": text}]) for text in texts]
     info, banned = engine.info, engine.tokenizer.special
     length = max(1, min(48, info.n_ctx - n_gen - 1))
-    return prompts + [tuple(random_ids(info.n_vocab, banned, length, seed)) for seed in range(n_random)]
+    random = [tuple(random_ids(info.n_vocab, banned, length, seed)) for seed in range(n_random)]
+    return prompts + random
 
 
 def describe_parting(p: Parting) -> str:

@@ -131,7 +131,8 @@ def _health(service: Service) -> Handler:
 def _ready(service: Service) -> Handler:
     async def ready(request: Request) -> Response:
         is_ready, view = views.ready_view(service, await service.in_thread(service.engine.metrics))
-        body = view if is_ready else view | error_body(Unavailable(f"the server is {view['status']}"))
+        failure = Unavailable(f"the server is {view['status']}")
+        body = view if is_ready else view | error_body(failure)
         return JSON(body, status_code=200 if is_ready else 503)
 
     return ready
@@ -168,7 +169,8 @@ def _slots(service: Service) -> Handler:
         if not service.settings.slots:
             raise SwitchedOff("/slots is switched off; start the server with --slots")
         rows = await service.in_thread(service.engine.slots)
-        if request.query_params.get("fail_on_no_slot") == "1" and all(row.is_processing for row in rows):
+        may_fail = request.query_params.get("fail_on_no_slot") == "1"
+        if may_fail and all(row.is_processing for row in rows):
             raise Unavailable(f"all {len(rows)} slots are busy")
         return JSON([views.slot_view(row, service.engine.info) for row in rows])
 
@@ -181,7 +183,8 @@ def _metrics(service: Service) -> Handler:
     async def metrics(request: Request) -> Response:
         if not service.settings.metrics:
             raise SwitchedOff("/metrics is switched off; start the server with --metrics")
-        body, content_type = await service.in_thread(exposition, collector, request.headers.get("accept", ""))
+        accept = request.headers.get("accept", "")
+        body, content_type = await service.in_thread(exposition, collector, accept)
         started = {"Process-Start-Time-Unix": str(int(service.started))}
         return Response(body, media_type=None, headers={"Content-Type": content_type, **started})
 
@@ -221,7 +224,8 @@ def _tokenize(service: Service, raw: bytes) -> object:
     )
     if not body.with_pieces:
         return {"tokens": ids}
-    return {"tokens": [{"id": token, "piece": _piece(tokenizer.token_bytes(token))} for token in ids]}
+    pieces = [{"id": token, "piece": _piece(tokenizer.token_bytes(token))} for token in ids]
+    return {"tokens": pieces}
 
 
 def _piece(raw: bytes) -> str | list[int]:

@@ -59,7 +59,8 @@ class Post:
         """Wake the announced inboxes, then run again after their readers, until no new inbox was announced."""
         if not self._full:
             self._is_awake = False
-            if not self._full:  # else an inbox was announced just before, and no other wake-up is pending
+            # else an inbox was announced just before, and no other wake-up is pending
+            if not self._full:
                 return
             self._is_awake = True
         while self._full:
@@ -70,7 +71,12 @@ class Post:
 class Inbox:
     """Events on their way to one coroutine. Any thread may call `put`; only the loop calls `take`; at most `limit` bytes wait."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int, post: Post | None = None) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        limit: int,
+        post: Post | None = None,
+    ) -> None:
         self.overflow = asyncio.Event()
         self._loop = loop
         self._post = post or Post(loop)
@@ -80,7 +86,8 @@ class Inbox:
         self._size = 0
         self._is_full = False
         self._is_announced = False
-        self._reader: asyncio.Future[bool] | None = None  # its result: True if events may be waiting
+        # its result: True if events may be waiting
+        self._reader: asyncio.Future[bool] | None = None
         self._deadline = 0.0
         self._alarm: asyncio.TimerHandle | None = None
 
@@ -142,7 +149,9 @@ class Inbox:
     def _empty(self) -> Batch:
         with self._lock:
             if self._is_full:
-                raise Unavailable(f"more than {self._limit} bytes waited to be read; the request was aborted")
+                raise Unavailable(
+                    f"more than {self._limit} bytes waited to be read; the request was aborted",
+                )
             batch, self._events = self._events, []
             self._size = 0
         return batch
@@ -160,7 +169,11 @@ class Submission:
     """
 
     def __init__(
-        self, engine: EngineLike, limit: int, post: Post | None = None, latencies: Latencies | None = None
+        self,
+        engine: EngineLike,
+        limit: int,
+        post: Post | None = None,
+        latencies: Latencies | None = None,
     ) -> None:
         self._engine = engine
         self._latencies = latencies or Latencies()
@@ -188,10 +201,12 @@ class Submission:
         """Submit as many requests as the engine accepts now; the rest wait until one of this submission ends."""
         while self._todo:
             i, request = self._todo[0]
-            if len(self._open) >= 2 * self._engine.info.n_slot:  # leave room in the queue for other clients
+            # leave room in the queue for other clients
+            if len(self._open) >= 2 * self._engine.info.n_slot:
                 return
             try:
-                self._ids[i] = self._engine.submit(request, partial(self._on_event, i, self._latencies.request()))
+                sink = partial(self._on_event, i, self._latencies.request())
+                self._ids[i] = self._engine.submit(request, sink)
             except QueueFull:
                 if self._open:
                     return
@@ -214,7 +229,8 @@ class Submission:
                 if isinstance(event, Done | Failed):
                     self._open.discard(choice)
                 if waiting is not None and _lost_its_place(event) and self._open:
-                    self._todo.append((choice, waiting))  # wait again, as if the queue had been full
+                    # wait again, as if the queue had been full
+                    self._todo.append((choice, waiting))
                 else:
                     batch.append((choice, event))
             try:

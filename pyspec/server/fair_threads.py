@@ -31,7 +31,8 @@ class FairThreads:
         try:
             await mine
         except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():  # the thread was assigned before the cancellation
+            # the thread was assigned before the cancellation
+            if mine.done() and not mine.cancelled():
                 self._next()
             else:
                 self._remove(client, mine)

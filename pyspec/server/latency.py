@@ -131,9 +131,11 @@ class Latencies:
         for name, (_, about) in HISTOGRAMS.items():
             for prefix in ("pyspec_", "vllm:"):
                 yield self.histograms[name].metric(prefix + name, about)
-        ended = CounterMetricFamily("vllm:request_success", "requests that ended well", labels=["finished_reason"])
+        about = "requests that ended well"
+        ended = CounterMetricFamily("vllm:request_success", about, labels=["finished_reason"])
         for reason, finishes in (("stop", ("eos", "stop")), ("length", ("length",))):
-            ended.add_metric([reason], sum(n for finish, n in self.finishes.items() if finish in finishes))
+            n_ended = sum(n for finish, n in self.finishes.items() if finish in finishes)
+            ended.add_metric([reason], n_ended)
         yield ended
 
 

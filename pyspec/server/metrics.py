@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -88,7 +89,10 @@ class EngineCollector(Collector):
     """Reads the engine once per scrape."""
 
     def __init__(
-        self, metrics: Callable[[], Metrics], slots: Callable[[], Sequence[SlotInfo]], latencies: Latencies
+        self,
+        metrics: Callable[[], Metrics],
+        slots: Callable[[], Sequence[SlotInfo]],
+        latencies: Latencies,
     ) -> None:
         self._metrics = metrics
         self._slots = slots
@@ -101,7 +105,7 @@ class EngineCollector(Collector):
                 yield CounterMetricFamily(name, about, value=float(getattr(m, attribute)))
         for attribute, *names, about in GAUGES:
             for name in _spellings(names):
-                yield GaugeMetricFamily(name, about, value=float(getattr(m, attribute)))
+                yield Gauge(name, about, value=float(getattr(m, attribute)))
         for attribute, *names, about in PER_POSITION:
             for name in _spellings(names):
                 yield _per_position(name, about, getattr(m, attribute))
@@ -114,19 +118,19 @@ class EngineCollector(Collector):
         prompt = m.prompt_tokens / m.prompt_seconds if m.prompt_seconds else 0.0
         predicted = m.predicted_tokens / m.predicted_seconds if m.predicted_seconds else 0.0
         busy = m.busy_slot_rounds / m.rounds if m.rounds else 0.0
-        yield GaugeMetricFamily("llamacpp:prompt_tokens_seconds", "prompt tokens per second since start", prompt)
-        yield GaugeMetricFamily("llamacpp:predicted_tokens_seconds", "tokens per second since start", predicted)
-        yield GaugeMetricFamily("llamacpp:n_busy_slots_per_decode", "busy slots per target forward", busy)
+        yield Gauge("llamacpp:prompt_tokens_seconds", "prompt tokens per second since start", prompt)
+        yield Gauge("llamacpp:predicted_tokens_seconds", "tokens per second since start", predicted)
+        yield Gauge("llamacpp:n_busy_slots_per_decode", "busy slots per target forward", busy)
         rate = m.accepted_tokens / m.draft_tokens if m.draft_tokens else 0.0
-        yield GaugeMetricFamily("pyspec_draft_acceptance_rate", "accepted / drafted tokens since start", rate)
+        yield Gauge("pyspec_draft_acceptance_rate", "accepted / drafted tokens since start", rate)
         hits = m.prompt_tokens_cached / m.prompt_tokens_seen if m.prompt_tokens_seen else 0.0
-        yield GaugeMetricFamily("pyspec_prefix_cache_hit_ratio", "cached / all prompt tokens since start", hits)
+        yield Gauge("pyspec_prefix_cache_hit_ratio", "cached / all prompt tokens since start", hits)
         usage = m.pages_used / m.pages_total if m.pages_total else 0.0
-        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "share of cache pages in use, 0..1", usage)
+        yield Gauge("vllm:kv_cache_usage_perc", "share of cache pages in use, 0..1", usage)
 
     def _per_slot(self) -> Iterator[Metric]:
-        n_draft = GaugeMetricFamily("pyspec_slot_n_draft", "draft length chosen for the last round", labels=["slot"])
-        acceptance = GaugeMetricFamily("pyspec_slot_acceptance", "moving acceptance rate", labels=["slot"])
+        n_draft = Gauge("pyspec_slot_n_draft", "draft length chosen for the last round", labels=["slot"])
+        acceptance = Gauge("pyspec_slot_acceptance", "moving acceptance rate", labels=["slot"])
         for slot in self._slots():
             n_draft.add_metric([str(slot.slot)], slot.n_draft)
             acceptance.add_metric([str(slot.slot)], slot.acceptance)

@@ -43,7 +43,9 @@ def owner_of(headers: Headers, settings: ServerSettings) -> str:
 def session_key(conversation: str, headers: Headers, settings: ServerSettings) -> SessionKey:
     """The key of a conversation's session. Raises RequestError if the id is too long."""
     if len(conversation) > MOST_ID:
-        raise RequestError(f"a conversation's id of {len(conversation)} characters; at most {MOST_ID} are taken")
+        raise RequestError(
+            f"a conversation's id of {len(conversation)} characters; at most {MOST_ID} are taken",
+        )
     return SessionKey(owner_of(headers, settings), conversation)
 
 
@@ -90,7 +92,9 @@ class StreamSession:
             else:
                 await self._news.wait()
         log.warning(
-            "a client reads a kept stream too slowly: byte %d is gone, %d is the first that is kept", at, self.dropped
+            "a client reads a kept stream too slowly: byte %d was dropped, the first kept one is %d",
+            at,
+            self.dropped,
         )
 
 
@@ -101,7 +105,12 @@ class StreamSessions:
         self._limits = settings.limits
         self._sessions: dict[SessionKey, StreamSession] = {}
 
-    def begin(self, key: SessionKey, source: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> StreamSession:
+    def begin(
+        self,
+        key: SessionKey,
+        source: AsyncGenerator[bytes, None],
+        on_end: Callable[[], None],
+    ) -> StreamSession:
         """Store a generation's stream; an earlier one of the same conversation ends. Raises QueueFull if too many are running."""
         self.stop(key)
         if len(self._sessions) >= self._limits.kept_streams:
@@ -113,7 +122,8 @@ class StreamSessions:
         session.pump = asyncio.create_task(_pump(session, source))
         loop, limit_s = asyncio.get_running_loop(), self._limits.kept_s
 
-        def over(task: asyncio.Task[None]) -> None:  # also runs for a task that was cancelled before it started
+        # also runs for a task that was cancelled before it started
+        def over(task: asyncio.Task[None]) -> None:
             on_end()
             session.finish()
             loop.call_later(limit_s, self._forget, key, session)
@@ -131,7 +141,9 @@ class StreamSessions:
         if session is None:
             raise NotFound("no stream of this conversation is kept, or not any more")
         if at < session.dropped:
-            raise RequestError(f"from: byte {at} is not kept any more; the first that is, is {session.dropped}")
+            raise RequestError(
+                f"from: byte {at} is not kept any more; the first that is, is {session.dropped}",
+            )
         return session
 
     def stop(self, key: SessionKey) -> None:
@@ -169,12 +181,19 @@ async def _pump(session: StreamSession, source: AsyncGenerator[bytes, None]) -> 
 class ReplayStream:
     """Server-sent events of a session from a byte on, until it ends or the client leaves. The generation does not end with the client."""
 
-    def __init__(self, session: StreamSession, at: int, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        session: StreamSession,
+        at: int,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self._session, self._at = session, at
-        self._headers = [*HEADERS, *((k.lower().encode(), v.encode()) for k, v in (headers or {}).items())]
+        more = ((k.lower().encode(), v.encode()) for k, v in (headers or {}).items())
+        self._headers = [*HEADERS, *more]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tasks = [asyncio.ensure_future(self._send_all(send)), asyncio.ensure_future(disconnected(receive))]
+        sending = asyncio.ensure_future(self._send_all(send))
+        tasks = [sending, asyncio.ensure_future(disconnected(receive))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0].done():

@@ -62,14 +62,20 @@ class Service:
         return len(self._submissions)
 
     async def text(
-        self, work: Callable[..., T], *args: Any, n_byte: int = 0, client: str = "", compiles: bool = False
+        self,
+        work: Callable[..., T],
+        *args: Any,
+        n_byte: int = 0,
+        client: str = "",
+        compiles: bool = False,
     ) -> T:
         """Run tokenising or rendering off the event loop. Large bodies and grammars have threads of their own, so small bodies never wait
         for them. Clients take turns. The threads start at the first call, because a mounted application gets no start-up event."""
         which = 2 if compiles else int(n_byte > LARGE_BODY)
         if (threads := self._text[which]) is None:
-            n, name = ((self.settings.text_threads, "pyspec-text"), (1, "pyspec-large"), (1, "pyspec-compile"))[which]
-            threads = self._text[which] = ThreadPoolExecutor(n, thread_name_prefix=name)
+            n_thread = (self.settings.text_threads, 1, 1)[which]
+            name = ("pyspec-text", "pyspec-large", "pyspec-compile")[which]
+            threads = self._text[which] = ThreadPoolExecutor(n_thread, thread_name_prefix=name)
         loop, turns = asyncio.get_running_loop(), self._text_threads()[which]
         await turns.take(client)
         began = time.monotonic()
@@ -118,8 +124,8 @@ class Service:
         The engine bounds its own queue; this bounds the requests that wait for tokenising. A client may hold at most three times the
         free places: three quarters if it is alone, and a new client always finds a place (dynamic thresholds, Choudhury and Hahne 1998).
         """
-        limit = 8 * self.engine.info.n_slot + 32
-        if self.n_inside >= limit or (client and self._inside[client] >= 3 * (limit - self.n_inside)):
+        n_free = 8 * self.engine.info.n_slot + 32 - self.n_inside
+        if n_free <= 0 or (client and self._inside[client] >= 3 * n_free):
             raise QueueFull(self.n_inside)
         self.n_inside += 1
         self._inside[client] += 1
@@ -134,7 +140,8 @@ class Service:
         """Submit the requests of `prepared`; the caller must call `end` afterwards. Raises RequestError, QueueFull, Unavailable."""
         group = f"{next(self._groups)}" if len(prepared.requests) > 1 else ""
         prepared = replace(
-            prepared, requests=tuple(replace(request, client=client, group=group) for request in prepared.requests)
+            prepared,
+            requests=tuple(replace(r, client=client, group=group) for r in prepared.requests),
         )
         # a complete answer is collected in memory anyway; only a stream waits for its reader
         submission = Submission(
@@ -149,7 +156,8 @@ class Service:
             await self._submit(submission, prepared)
         limit_s = self.settings.limits.total_s
         error = Unavailable(f"the request took longer than {limit_s:g} s")
-        self._submissions[submission] = asyncio.get_running_loop().call_later(limit_s, submission.abort, error)
+        loop = asyncio.get_running_loop()
+        self._submissions[submission] = loop.call_later(limit_s, submission.abort, error)
         return submission
 
     async def _submit(self, submission: Submission, prepared: PreparedBody) -> None:
@@ -159,7 +167,8 @@ class Service:
         )
         try:
             await asyncio.shield(submitting)
-        except asyncio.CancelledError:  # the client left; a started submission can only be ended when it is complete
+        # the client left; a started submission can only be ended when it is complete
+        except asyncio.CancelledError:
 
             def end(done: asyncio.Future[None]) -> None:
                 if not done.cancelled():
@@ -173,7 +182,8 @@ class Service:
         """The queues for small bodies, large bodies and grammars; new ones if the application moved to another loop."""
         loop = asyncio.get_running_loop()
         if self._turns is None or self._turns[0] is not loop:
-            self._turns = loop, (FairThreads(self.settings.text_threads), FairThreads(1), FairThreads(1))
+            n_thread = self.settings.text_threads
+            self._turns = loop, (FairThreads(n_thread), FairThreads(1), FairThreads(1))
         return self._turns[1]
 
     def _loop_post(self) -> Post:

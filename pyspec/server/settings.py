@@ -40,7 +40,8 @@ class Limits:
     most_top_logprobs: int = 1024  # allowed while an answer has at most `alternatives` in all
     alternatives: int = 1 << 18
     stream_buffer: int = 1 << 20  # unread events of a slow reader
-    stalled_s: float = 10.0  # a client that reads none of its waiting data for this long is disconnected
+    # a client that reads none of its waiting data for this long is disconnected
+    stalled_s: float = 10.0
     kept_bytes: int = 4 << 20  # of a resumable stream; the oldest bytes are dropped first
     kept_s: float = 300.0  # time that a resumable stream is kept after its end
     kept_streams: int = 64
@@ -63,7 +64,8 @@ class ServerSettings:
     insecure: bool = False  # listen beyond this machine without a key
     ssl_key_file: str = ""  # with ssl_cert_file: TLS
     ssl_cert_file: str = ""
-    aliases: tuple[str, ...] = ()  # the model's names in answers, the main one first; () takes the engine's
+    # the model's names in answers, the main one first; () takes the engine's
+    aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()  # labels of the model in /v1/models
     page: bool = True  # serve the page at /
     metrics: bool = True  # serve /metrics
@@ -75,8 +77,10 @@ class ServerSettings:
     sampling_given: frozenset[str] | None = None
     # fields of `sampling` that override the model file's recommendations; None: the fields that differ from llama.cpp's defaults
     max_tokens: int = -1  # -1: until the context is full
-    volatile_lines: tuple[re.Pattern[str], ...] = ()  # lines of system prompts that are moved behind the conversation
-    tool_call_parser: str = "auto"  # format of tool calls; auto: the template's; none: calls are not parsed
+    # lines of system prompts that are moved behind the conversation
+    volatile_lines: tuple[re.Pattern[str], ...] = ()
+    # format of tool calls; auto: the template's; none: calls are not parsed
+    tool_call_parser: str = "auto"
     reasoning_format: str = "auto"  # default if a body does not set it
     reasoning: str = "auto"  # on, off; auto: the template decides
     reasoning_budget: int = -1  # default limit of thinking tokens; -1: no limit
@@ -94,7 +98,8 @@ class ServerSettings:
         given = self.sampling_given
         if given is None:
             names = (f.name for f in fields(SamplingParams))
-            given = frozenset(name for name in names if getattr(self.sampling, name) != getattr(plain, name))
+            ours = self.sampling
+            given = frozenset(name for name in names if getattr(ours, name) != getattr(plain, name))
         return replace(self, sampling=SamplingGiven(self.sampling, given).over(recommended))
 
     def check(self) -> None:
@@ -109,7 +114,9 @@ class ServerSettings:
                 f"--api-prefix is {self.api_prefix!r}; want a path such as /llm, without a slash at its end"
             )
         if self.slot_save_path and not os.path.isdir(self.slot_save_path):
-            raise ConfigError(f"--slot-save-path {self.slot_save_path} is no directory; make it first")
+            raise ConfigError(
+                f"--slot-save-path {self.slot_save_path} is no directory; make it first",
+            )
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an api key is empty; remove it or give one")
         open_hosts = [host for host in self.hosts if not is_loopback(host)]
@@ -124,7 +131,8 @@ class ServerSettings:
         if not self.ssl_key_file:
             return
         try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.ssl_cert_file, self.ssl_key_file)
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(self.ssl_cert_file, self.ssl_key_file)
         except (OSError, ValueError) as e:
             files = f"--ssl-cert-file {self.ssl_cert_file} and --ssl-key-file {self.ssl_key_file}"
             raise ConfigError(f"{files} can not be used: {e}") from e

@@ -81,7 +81,11 @@ def failure(event: Event) -> PyspecError | None:
     return unfinished(event) if isinstance(event, Done) else None
 
 
-async def chunks(submission: Submission, prepared: PreparedBody, answer: Answer) -> AsyncGenerator[bytes, None]:
+async def chunks(
+    submission: Submission,
+    prepared: PreparedBody,
+    answer: Answer,
+) -> AsyncGenerator[bytes, None]:
     """The submission's events as bytes to send; events that arrive together form one piece. Errors become an event, too."""
     choices = [Choice() for _ in prepared.requests]
     async with contextlib.aclosing(submission.batches(prepared.ping_s)) as batches:
@@ -105,8 +109,11 @@ def _encode(i: int, event: Event, choice: Choice, prepared: PreparedBody, answer
         return answer.finish(i, choice)
     if isinstance(event, Started):
         progress = Progress(event.request, event.n_prompt, event.n_cached, event.n_cached, 0.0)
-        return answer.opening(i, choice) + (answer.progress(i, progress) if prepared.return_progress else b"")
-    if prepared.return_progress and isinstance(event, Progress) and event.n_processed > event.n_cached:
+        progress_event = answer.progress(i, progress) if prepared.return_progress else b""
+        return answer.opening(i, choice) + progress_event
+    if not prepared.return_progress or not isinstance(event, Progress):
+        return b""
+    if event.n_processed > event.n_cached:
         return answer.progress(i, event)
     return b""
 
@@ -132,7 +139,8 @@ class EventStream:
         self._is_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending, left = asyncio.ensure_future(self._send_all(send)), asyncio.ensure_future(disconnected(receive))
+        sending = asyncio.ensure_future(self._send_all(send))
+        left = asyncio.ensure_future(disconnected(receive))
         overflow = asyncio.ensure_future(self._submission.overflow.wait())
         try:
             await asyncio.wait({sending, left, overflow}, return_when=asyncio.FIRST_COMPLETED)
@@ -153,8 +161,9 @@ class EventStream:
         """Send the error event of an aborted answer. A slow client may still read it; a client that is gone is not waited for."""
         if not self._is_begun:
             await self._begin(send)
-        error = Unavailable("the answer was not read as fast as it was written; the request was aborted")
-        await send({"type": "http.response.body", "body": self._too_slow(error), "more_body": False})
+        error = Unavailable("the answer was read more slowly than written; the request was aborted")
+        body = self._too_slow(error)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _begin(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self._headers})

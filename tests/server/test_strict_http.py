@@ -252,7 +252,7 @@ def test_a_slow_reader_hears_why_its_answer_ends(serve: Serve, engine: FakeEngin
         answer = b""
         while b"0\r\n\r\n" not in answer[-64:]:
             answer += sock.recv(65536)
-    assert b"not read as fast as it was written" in answer and b"unavailable_error" in answer
+    assert b"read more slowly than written" in answer and b"unavailable_error" in answer
     quiet()
 
 

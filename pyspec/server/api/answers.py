@@ -32,7 +32,8 @@ class Choice:
     text: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of its tokens except the first
+    # of its tokens except the first
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_ranks: list[int] = field(default_factory=list)
     done: Done | None = None
 
@@ -90,7 +91,9 @@ def unfinished(done: Done) -> PyspecError | None:
     """The error behind a Done that is no answer. The client did not cancel, so the engine is stopping."""
     if done.finish == "cancelled":
         return Unavailable("the request was cancelled: the server is shutting down")
-    return PyspecError("generation failed; the server's log says why") if done.finish == "error" else None
+    if done.finish == "error":
+        return PyspecError("generation failed; the server's log says why")
+    return None
 
 
 def timings_dict(t: Timings) -> dict[str, Any]:
@@ -148,7 +151,8 @@ def speculation_dict(t: Timings) -> dict[str, Any] | None:
 def measured(t: Timings) -> dict[str, Any]:
     """`timings`, and `metrics` if tokens were drafted, of one answer."""
     spec = speculation_dict(t)
-    return {"timings": timings_dict(t)} | ({"metrics": {"speculative_decoding": spec}} if spec else {})
+    metrics = {"metrics": {"speculative_decoding": spec}} if spec else {}
+    return {"timings": timings_dict(t)} | metrics
 
 
 def usage_dict(choices: Sequence[Choice], n: int) -> dict[str, Any]:
@@ -172,14 +176,17 @@ def logprob_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> l
         text = raw.decode("utf-8", "replace")
         return {"id": token, "token": text, "bytes": list(raw), "logprob": max(logprob, LOGPROB_MIN)}
 
-    return [entry(e.token, e.logprob) | {"top_logprobs": [entry(*alt) for alt in e.top]} for e in entries]
+    alternatives = [[entry(*alt) for alt in e.top] for e in entries]
+    tokens = [entry(e.token, e.logprob) for e in entries]
+    return [token | {"top_logprobs": top} for token, top in zip(tokens, alternatives, strict=True)]
 
 
 def sampled_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> list[dict[str, Any]]:
     """Probabilities after the samplers (`post_sampling_probs`), in llama-server's form: `prob` and `top_probs`."""
 
     def entry(value: dict[str, Any]) -> dict[str, Any]:
-        return {"id": value["id"], "token": value["token"], "bytes": value["bytes"], "prob": math.exp(value["logprob"])}
+        kept = {key: value[key] for key in ("id", "token", "bytes")}
+        return kept | {"prob": math.exp(value["logprob"])}
 
     return [
         entry(value) | {"top_probs": [entry(alt) for alt in value["top_logprobs"]]}
@@ -187,7 +194,11 @@ def sampled_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> l
     ]
 
 
-def text_logprobs(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike, offset: int = 0) -> dict[str, Any]:
+def text_logprobs(
+    entries: Sequence[TokenLogprob],
+    tokenizer: TokenizerLike,
+    offset: int = 0,
+) -> dict[str, Any]:
     """`logprobs` of /v1/completions: llama-server's `content` and OpenAI's four parallel lists."""
     content = logprob_list(entries, tokenizer)
     offsets: list[int] = []
@@ -227,7 +238,11 @@ def progress_timings(event: Progress) -> dict[str, Any]:
     return timings_dict(Timings(cache_n=event.n_cached, prompt_n=n, prompt_ms=event.ms))
 
 
-def generation_settings(request: Request, of_body: Mapping[str, Any], eog_ids: Sequence[int]) -> dict[str, Any]:
+def generation_settings(
+    request: Request,
+    of_body: Mapping[str, Any],
+    eog_ids: Sequence[int],
+) -> dict[str, Any]:
     """The parsed request under llama-server's names. of_body: values that only the body has."""
     return settings_dict(request.params, eog_ids) | {
         "n_predict": request.max_tokens,
@@ -250,7 +265,14 @@ def generation_settings(request: Request, of_body: Mapping[str, Any], eog_ids: S
 
 
 def native_final(
-    index: int, choice: Choice, *, settings: dict[str, Any], model: str, prompt: str, content: str, tokens: list[int]
+    index: int,
+    choice: Choice,
+    *,
+    settings: dict[str, Any],
+    model: str,
+    prompt: str,
+    content: str,
+    tokens: list[int],
 ) -> dict[str, Any]:
     """The last, or only, object of `/completion`. `content` and `tokens` are empty at the end of a stream."""
     done = choice.done

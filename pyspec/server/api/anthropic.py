@@ -95,7 +95,8 @@ class MessagesBody(Body):
     tool_choice: ToolSelection | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # the beta's name of output_config.format, which older SDKs send
+    # the beta's name of output_config.format, which older SDKs send
+    output_format: OutputFormat | None = None
 
 
 def to_chat(sent: dict[str, Any], limits: Limits) -> dict[str, Any]:
@@ -165,7 +166,8 @@ def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
     content = block.get("content")
     if isinstance(content, list):
         parts = [(part, f"{where}.content.{i}") for i, part in enumerate(content)]
-        content = "".join(_text(part, at) for part, at in parts if not is_foreign_block(_kind(part, at)))
+        texts = (_text(part, at) for part, at in parts if not is_foreign_block(_kind(part, at)))
+        content = "".join(texts)
     if not (content is None or isinstance(content, str)):
         raise RequestError(f"{where}.content: a string or a list of text blocks")
     return {"role": "tool", "tool_call_id": call, "content": content or ""}
@@ -199,14 +201,17 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     given = block.get("input")
     if not (given is None or isinstance(given, dict)):
         raise RequestError(f"{where}.input: an object")
-    function = {"name": _string(block, "name", where), "arguments": json.dumps(given or {}, ensure_ascii=False)}
+    arguments = json.dumps(given or {}, ensure_ascii=False)
+    function = {"name": _string(block, "name", where), "arguments": arguments}
     return {"id": _string(block, "id", where), "type": "function", "function": function}
 
 
 def _kind(block: Any, where: str) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str):
-        raise RequestError(f'{where}.type: missing; a block is an object such as {{type: "text", text: "..."}}')
+        raise RequestError(
+            f'{where}.type: missing; a block is an object such as {{type: "text", text: "..."}}',
+        )
     return kind
 
 
@@ -229,7 +234,8 @@ def _string(block: dict[str, Any], name: str, where: str) -> str:
 
 def _tool(tool: MessagesTool) -> dict[str, Any]:
     """A tool in the form of chat completions, its fields in order."""
-    return {"type": "function", "function": {FUNCTION[key]: tool.sent[key] for key in tool.sent if key in FUNCTION}}
+    function = {FUNCTION[key]: tool.sent[key] for key in tool.sent if key in FUNCTION}
+    return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: ToolSelection) -> dict[str, Any]:
@@ -248,8 +254,10 @@ def _thinking(thinking: Thinking | None, sent: dict[str, Any]) -> dict[str, Any]
     if thinking is None:
         return {}
     said = sent.get("chat_template_kwargs")
-    thinks = {"enable_thinking": thinking.type != "disabled"} | (said if isinstance(said, dict) else {})
-    budget = {} if thinking.budget_tokens is None else {"reasoning_budget_tokens": thinking.budget_tokens}
+    thinks = {"enable_thinking": thinking.type != "disabled"}
+    thinks |= said if isinstance(said, dict) else {}
+    n_budget = thinking.budget_tokens
+    budget = {} if n_budget is None else {"reasoning_budget_tokens": n_budget}
     return {"chat_template_kwargs": thinks} | (budget if thinking.type == "enabled" else {})
 
 

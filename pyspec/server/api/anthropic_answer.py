@@ -28,7 +28,8 @@ def usage(n_prompt: int, n_cached: int, n_out: int, n_thinking: int = 0) -> dict
         "cache_read_input_tokens": n_cached,
         "output_tokens": n_out,
     }
-    return value | ({"output_tokens_details": {"thinking_tokens": n_thinking}} if n_thinking else {})
+    details = {"output_tokens_details": {"thinking_tokens": n_thinking}} if n_thinking else {}
+    return value | details
 
 
 class MessagesAnswer(PartedAnswer):
@@ -67,7 +68,8 @@ class MessagesAnswer(PartedAnswer):
         else:
             block = {"type": "text", "text": ""}
         self._blocks.append(block)
-        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
+        index = len(self._blocks) - 1
+        yield {"type": "content_block_start", "index": index, "content_block": dict(block)}
 
     def _more(self, part: Reasoning | Content | CallArguments) -> Iterator[Sent]:
         if isinstance(part, Reasoning):
@@ -97,7 +99,8 @@ class MessagesAnswer(PartedAnswer):
         yield {"type": "message_stop"}
 
     def _final(self, choice: Choice) -> Sent:
-        return self._head | {"content": self._blocks} | self._stop(choice) | {"usage": self._usage(choice)}
+        usage = {"usage": self._usage(choice)}
+        return self._head | {"content": self._blocks} | self._stop(choice) | usage
 
     def _stop(self, choice: Choice) -> dict[str, Any]:
         done = _done(choice)
@@ -110,7 +113,8 @@ class MessagesAnswer(PartedAnswer):
         done = _done(choice)
         value = usage(done.n_prompt, done.timings.cache_n, done.n_predicted, self._n_reasoning)
         broke = done.timings.cache_break_at
-        return value | ({"cache_break_at": broke} if broke >= 0 else {})  # not Anthropic's: this path has no timings
+        # not Anthropic's: this path has no timings
+        return value | ({"cache_break_at": broke} if broke >= 0 else {})
 
 
 def _done(choice: Choice) -> Done:

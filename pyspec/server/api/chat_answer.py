@@ -34,7 +34,8 @@ class MessageParts:
             elif isinstance(part, Reasoning):
                 self.reasoning.append(part.text)
             elif isinstance(part, CallBegin):
-                self.calls.append({"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+                function = {"name": part.name, "arguments": ""}
+                self.calls.append({"id": part.id, "type": "function", "function": function})
                 self.arguments.append([])
             else:
                 self.arguments[part.index].append(part.text)
@@ -43,7 +44,8 @@ class MessageParts:
         for call, pieces in zip(self.calls, self.arguments, strict=True):
             call["function"]["arguments"] = "".join(pieces)
         text = "".join(self.content)
-        value: dict[str, Any] = {"role": "assistant", "content": text if text or not self.calls else None}
+        content = text if text or not self.calls else None
+        value: dict[str, Any] = {"role": "assistant", "content": content}
         if self.reasoning:
             value["reasoning_content"] = "".join(self.reasoning)
         return value | ({"tool_calls": self.calls} if self.calls else {})
@@ -75,7 +77,8 @@ class ChatAnswer(OpenAIAnswer):
         return self._role(i) + super().progress(i, event)
 
     def finish(self, i: int, choice: Choice) -> bytes:
-        last = [self._chunk(f'"choices":[{delta}]') for delta in self._written(i, self._parts[i].parser.finish())]
+        rest = self._parts[i].parser.finish()
+        last = [self._chunk(f'"choices":[{delta}]') for delta in self._written(i, rest)]
         return self._role(i) + b"".join(last) + super().finish(i, choice)
 
     def _role(self, i: int) -> bytes:

@@ -29,7 +29,13 @@ class ChatPlan:
     begun: str = ""  # the given start of the answer, after its reasoning
 
 
-def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings, *, compiles: bool) -> ChatPlan:
+def plan_chat(
+    engine: EngineLike,
+    body: ChatBody,
+    settings: ServerSettings,
+    *,
+    compiles: bool,
+) -> ChatPlan:
     """Check a chat body and build its prompt. Raises RequestError, NotSupported, NotCompiled."""
     think = think_marks(engine.info.chat_template)
     calls = calls_of(body, dialect_for(engine.info.chat_template, settings.tool_call_parser))
@@ -39,7 +45,8 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings, *, c
         continued_part(body, settings) == "reasoning_content" or ends_open(engine.tokenizer, prompt, think)
     )
     is_shown = form == "none" or (form == "deepseek-legacy" and bool(body.stream))
-    markup = AnswerMarkup(think=think, is_open=is_open, is_shown=is_shown, is_whole=form == "deepseek-legacy")
+    is_whole = form == "deepseek-legacy"
+    markup = AnswerMarkup(think=think, is_open=is_open, is_shown=is_shown, is_whole=is_whole)
     keep = partial(compiled_grammar, engine, compiles=compiles)
     return ChatPlan(
         prompt=tuple(prompt),

@@ -19,11 +19,15 @@ def n_choices(body: Generate, info: EngineInfo) -> tuple[int, int]:
     n_run = body.best_of or n
     for name, value in (("n", n), ("best_of", n_run)):
         if value > info.n_slot:
-            raise RequestError(f"{name}: {value} choices, but there are {info.n_slot} slots (raise it with -np)")
+            raise RequestError(
+                f"{name}: {value} choices, but there are {info.n_slot} slots (raise it with -np)",
+            )
     if n_run < n:
         raise RequestError(f"best_of: {n_run} answers are fewer than the {n} to be shown (n)")
     if n_run > n and body.stream:
-        raise RequestError("best_of: the best answer is known only at the end, so it cannot be streamed")
+        raise RequestError(
+            "best_of: the best answer is known only at the end, so it cannot be streamed",
+        )
     if n_run > n and body.post_sampling_probs:
         raise RequestError(
             "best_of: answers are compared by the model's own probabilities; leave post_sampling_probs out"
@@ -37,7 +41,9 @@ def n_prompt_logprobs(body: Generate, limits: Limits) -> int | None:
     echoed = body.logprobs if isinstance(body, TextBody) and echoes else None
     wanted = [n for n in (body.prompt_logprobs, echoed) if n is not None]
     if (n_top := max(wanted, default=0)) > limits.top_logprobs:  # a prompt may be long
-        raise RequestError(f"prompt_logprobs: {n_top} alternatives; at most {limits.top_logprobs} are reported")
+        raise RequestError(
+            f"prompt_logprobs: {n_top} alternatives; at most {limits.top_logprobs} are reported",
+        )
     if wanted and body.stream:
         raise RequestError("prompt_logprobs, or echo with logprobs: ask for them without stream")
     return max(wanted, default=None)
@@ -87,7 +93,8 @@ def with_prompt(
         "token": tokenizer.token_bytes(first).decode("utf-8", "replace"),
         "bytes": list(tokenizer.token_bytes(first)),
     }
-    rows = [head | {"logprob": None, "top_logprobs": []}, *logprob_list(choice.prompt_logprobs, tokenizer)]
+    first_row = head | {"logprob": None, "top_logprobs": []}
+    rows = [first_row, *logprob_list(choice.prompt_logprobs, tokenizer)]
     for row in rows[1:]:
         row["top_logprobs"] = row["top_logprobs"][:n_top]
     offsets = [0]

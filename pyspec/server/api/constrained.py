@@ -33,7 +33,13 @@ def compiled_grammar(engine: EngineLike, grammar: Grammar, *, compiles: bool) ->
 
 
 def checked_grammar(
-    body: Generate, engine: EngineLike, free: str = "", calls: Sequence[str] = (), begun: str = "", *, compiles: bool
+    body: Generate,
+    engine: EngineLike,
+    free: str = "",
+    calls: Sequence[str] = (),
+    begun: str = "",
+    *,
+    compiles: bool,
 ) -> Grammar | None:
     """The compiled grammar of a body. Raises RequestError with the field's name. May take a while: not for an event loop.
 
@@ -44,14 +50,17 @@ def checked_grammar(
     if not found:
         return None
     if len(found) > 1:
-        raise RequestError(f"{found[1][0]}: {found[0][0]} is given, too; an answer keeps to one of them")
+        raise RequestError(
+            f"{found[1][0]}: {found[0][0]} is given, too; an answer keeps to one of them",
+        )
     keep = partial(compiled_grammar, engine, compiles=compiles)
     return text_grammar(*found[0], keep, free=free, calls=calls, begun=begun)
 
 
 def wanted(body: Generate) -> list[tuple[str, Grammar]]:
     """Each constraining field of the body with its grammar."""
-    found = [("response_format", format_grammar(body.response_format)), *_structured(body.structured_outputs)]
+    found = [("response_format", format_grammar(body.response_format))]
+    found += _structured(body.structured_outputs)
     if body.json_schema not in (None, ""):
         found.append(("json_schema", schema_grammar("json_schema", body.json_schema)))
     if body.guided_json not in (None, ""):
@@ -87,7 +96,9 @@ def _structured(value: dict[str, Any] | None) -> list[tuple[str, Grammar | None]
         elif key == "choice":
             found.append((name, _choice(name, said)))
         else:
-            raise RequestError(f"{name} is not supported; json, json_object, regex, choice and grammar are")
+            raise RequestError(
+                f"{name} is not supported; json, json_object, regex, choice and grammar are",
+            )
     return found
 
 
@@ -99,7 +110,8 @@ def _of_text(kind: GrammarKind, text: str) -> Grammar:
 
 
 def _choice(name: str, texts: Any) -> Grammar:
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts) or not texts:
+    is_list = isinstance(texts, list) and bool(texts)
+    if not is_list or not all(isinstance(text, str) and text for text in texts):
         raise RequestError(f"{name}: want a list of texts, none of them empty")
     if len(texts) > CHOICES:
         raise RequestError(f"{name}: {len(texts)} texts; at most {CHOICES} are taken")

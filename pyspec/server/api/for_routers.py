@@ -55,7 +55,8 @@ def _load_view(service: Service, metrics: Metrics) -> list[dict[str, Any]]:
     """One row: there is one queue of requests, even if several devices share the model."""
     n_token = sum(slot.n_past for slot in service.engine.slots() if slot.is_processing)
     n = metrics.requests_processing
-    row = {"dp_rank": 0, "num_reqs": n + metrics.requests_queued, "num_waiting_reqs": metrics.requests_queued}
+    n_waiting = metrics.requests_queued
+    row = {"dp_rank": 0, "num_reqs": n + n_waiting, "num_waiting_reqs": n_waiting}
     return [row | {"num_tokens": n_token}]
 
 

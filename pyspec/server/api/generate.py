@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -56,15 +57,23 @@ def _session_key(service: Service, request: Request) -> SessionKey | None:
     return session_key(conversation, request.headers, service.settings) if conversation else None
 
 
-async def _answer(service: Service, kind: Kind, raw: bytes, key: SessionKey | None, client: str) -> ASGIApp:
+async def _answer(
+    service: Service,
+    kind: Kind,
+    raw: bytes,
+    key: SessionKey | None,
+    client: str,
+) -> ASGIApp:
     prepared = await _prepared(service, kind, raw, client)
     submission = await service.start(prepared, client)
     answer = ANSWERS[prepared.kind](prepared, service.model, service.engine.tokenizer)
     if prepared.stream and key is not None:
-        return _resumable(service, submission, chunks(submission, prepared, answer), key, _headers(prepared))
+        source = chunks(submission, prepared, answer)
+        return _resumable(service, submission, source, key, _headers(prepared))
     if prepared.stream:
         source = chunks(submission, prepared, answer)
-        return EventStream(submission, source, lambda: service.end(submission), answer.error, _headers(prepared))
+        on_end = partial(service.end, submission)
+        return EventStream(submission, source, on_end, answer.error, _headers(prepared))
     return await _complete(service, submission, prepared, answer)
 
 
@@ -93,7 +102,12 @@ def _resumable(
     return ReplayStream(session, 0, headers)
 
 
-async def _complete(service: Service, submission: Submission, prepared: PreparedBody, answer: Answer) -> Response:
+async def _complete(
+    service: Service,
+    submission: Submission,
+    prepared: PreparedBody,
+    answer: Answer,
+) -> Response:
     try:
         choices = await gather(submission, prepared, service.settings.limits.total_s)
     finally:

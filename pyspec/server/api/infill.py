@@ -25,11 +25,14 @@ def infill_ids(
     names = (("prefix", fim.pre), ("suffix", fim.suf), ("middle", fim.mid))
     missing = [name for name, mark in names if mark is None]
     if missing or fim.pre is None or fim.suf is None or fim.mid is None:
-        raise NotSupported(f"Infill is not supported by this model: it has no token for {', '.join(missing)}")
+        raise NotSupported(
+            f"Infill is not supported by this model: it has no token for {', '.join(missing)}",
+        )
     prompt = _plain(tokenizer, body.prompt)
     before = mixed_ids(tokenizer, body.input_prefix, add_special=False, parse_special=False)
     behind = mixed_ids(tokenizer, body.input_suffix, add_special=False, parse_special=False)
-    room = max(0, n_ctx - max(0, n_answer) - 2)  # of the up to four added tokens, `window // 4 - 2` covers two
+    # of the up to four added tokens, `window // 4 - 2` covers two
+    room = max(0, n_ctx - max(0, n_answer) - 2)
     window = min(WINDOW, room)
     before = before[len(before) - min(len(before), 3 * (window // 4)) :]
     behind = behind[: max(0, window // 4 - 2 - len(prompt))]
@@ -47,7 +50,8 @@ def _extra(tokenizer: TokenizerLike, body: InfillBody) -> list[int]:
     fim = tokenizer.fim
     ids = [] if fim.rep is None else [fim.rep, *_plain(tokenizer, PROJECT)]
     for item in body.input_extra or ():
-        name = [] if fim.sep is None else [fim.sep, *_plain(tokenizer, f"{item.filename or 'tmp'}\n")]
+        mark = _plain(tokenizer, f"{item.filename or 'tmp'}\n")
+        name = [] if fim.sep is None else [fim.sep, *mark]
         ids += (name or _plain(tokenizer, SNIPPET)) + _plain(tokenizer, item.text)
     return ids if fim.sep is None else [*ids, fim.sep, *_plain(tokenizer, FILE)]
 

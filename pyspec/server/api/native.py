@@ -56,7 +56,8 @@ class NativeAnswer:
         return sse(value)
 
     def progress(self, i: int, event: Progress) -> bytes:
-        value = self._partial(i, Choice(n_prompt=event.n_prompt)) | {"prompt_progress": progress_dict(event)}
+        progress = {"prompt_progress": progress_dict(event)}
+        value = self._partial(i, Choice(n_prompt=event.n_prompt)) | progress
         if self._prepared.timings_per_token:
             value["timings"] = progress_timings(event)
         return sse(value)

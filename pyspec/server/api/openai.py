@@ -54,7 +54,8 @@ class OpenAIAnswer(ABC):
         }
         self._open = dumps(self._head | {"object": self.chunk_object})[:-1]
         self._held: dict[int, list[TokenLogprob]] = {i: [] for i in range(len(prepared.requests))}
-        self._pieces: dict[int, list[tuple[str, bool]]] = {i: [] for i in range(len(prepared.requests))}
+        choices = range(len(prepared.requests))
+        self._pieces: dict[int, list[tuple[str, bool]]] = {i: [] for i in choices}
         self._held_tokens: dict[int, list[int]] = {i: [] for i in range(len(prepared.requests))}
 
     def complete(self, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -86,14 +87,20 @@ class OpenAIAnswer(ABC):
         )
         return {"__verbose": final}
 
-    def _with_prompt(self, value: dict[str, Any], i: int, choices: Sequence[Choice]) -> dict[str, Any]:
+    def _with_prompt(
+        self,
+        value: dict[str, Any],
+        i: int,
+        choices: Sequence[Choice],
+    ) -> dict[str, Any]:
         """Choice i, with its prompt if the answer includes it."""
         return value
 
     def tail(self, choices: Sequence[Choice]) -> bytes:
         if not self._prepared.include_usage:
             return DONE
-        extra = {"choices": [], "usage": usage_dict(choices, self._prepared.n_run)} | self._figures(choices)
+        usage = usage_dict(choices, self._prepared.n_run)
+        extra = {"choices": [], "usage": usage} | self._figures(choices)
         return self._chunk(dumps(extra)[1:-1]) + DONE
 
     def error(self, error: PyspecError) -> bytes:
@@ -126,7 +133,8 @@ class OpenAIAnswer(ABC):
 
     def finish(self, i: int, choice: Choice) -> bytes:
         assert choice.done is not None
-        value = self._end_choice(i) | {"finish_reason": self._finish_reason(i, choice.done)} | self._take_pending(i)
+        reason = {"finish_reason": self._finish_reason(i, choice.done)}
+        value = self._end_choice(i) | reason | self._take_pending(i)
         extra: dict[str, Any] = {"choices": [value]}
         if not self._prepared.include_usage:  # else the usage chunk has them
             extra |= measured(choice.done.timings) | self._last_usage(choice)
@@ -139,7 +147,8 @@ class OpenAIAnswer(ABC):
         return {}
 
     def progress(self, i: int, event: Progress) -> bytes:
-        value = {"choices": [self._end_choice(i) | {"finish_reason": None}], "prompt_progress": progress_dict(event)}
+        choice = self._end_choice(i) | {"finish_reason": None}
+        value = {"choices": [choice], "prompt_progress": progress_dict(event)}
         if self._prepared.timings_per_token:
             value["timings"] = progress_timings(event)
         return self._chunk(dumps(value)[1:-1])
@@ -152,7 +161,12 @@ class OpenAIAnswer(ABC):
         done = choices[0].done
         return measured(done.timings) if len(choices) == 1 and done else {}
 
-    def _with_figures(self, value: dict[str, Any], choice: Choice, choices: Sequence[Choice]) -> dict[str, Any]:
+    def _with_figures(
+        self,
+        value: dict[str, Any],
+        choice: Choice,
+        choices: Sequence[Choice],
+    ) -> dict[str, Any]:
         if self._prepared.return_tokens:
             value["tokens"] = choice.tokens
         return value | measured(choice.done.timings) if len(choices) > 1 and choice.done else value
@@ -206,14 +220,20 @@ class TextAnswer(OpenAIAnswer):
         """llama-server sends usage with every stream of this path. With several choices, no single chunk covers all of them."""
         return {"usage": usage_dict([choice], 1)} if len(self._prepared.requests) == 1 else {}
 
-    def _with_prompt(self, value: dict[str, Any], i: int, choices: Sequence[Choice]) -> dict[str, Any]:
+    def _with_prompt(
+        self,
+        value: dict[str, Any],
+        i: int,
+        choices: Sequence[Choice],
+    ) -> dict[str, Any]:
         prepared, first = self._prepared, i // self._prepared.n_run * self._prepared.n_run
         n = prepared.requests[first].prompt_logprobs
         if prepared.echo:
             value["text"] = prepared.prompt_texts[i] + value["text"]
         if prepared.echo and prepared.logprobs and n is not None and (prompt := prepared.requests[first].prompt):
             n_top = prepared.requests[i].params.logprobs or 0
-            value["logprobs"] = with_prompt(value["logprobs"], choices[first], self._tokenizer, prompt[0], n_top)
+            own = value["logprobs"]
+            value["logprobs"] = with_prompt(own, choices[first], self._tokenizer, prompt[0], n_top)
         if prepared.tells_prompt:
             value["prompt_logprobs"] = prompt_logprobs(choices[first], self._tokenizer, n or 0)
         return value

@@ -123,7 +123,8 @@ def document() -> dict[str, Any]:
     schemas = {**defs["$defs"], "Error": ERROR_SCHEMA, "AnthropicError": ANTHROPIC_ERROR_SCHEMA}
     paths: dict[str, Any] = {}
     for path, (about, content_type, codes) in GETS.items():
-        paths[path] = {"get": _operation(about, content_type, {"type": ["object", "array", "string"]}, codes)}
+        shape = {"type": ["object", "array", "string"]}
+        paths[path] = {"get": _operation(about, content_type, shape, codes)}
     alive = {"200": {"description": "OK, without a text"}}
     alive["503"] = _operation("", "", {}, (503,))["responses"]["503"]
     paths["/ping"] = {
@@ -146,13 +147,18 @@ def document() -> dict[str, Any]:
                 }
             }
         schema = refs[(model, "validation")]
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        content = {"application/json": {"schema": schema}}
+        operation["requestBody"] = {"required": True, "content": content}
         if path in PARAMETERS:
             operation["parameters"] = PARAMETERS[path]
         paths[path] = {"post": operation}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "pyspec", "version": pyspec.__version__, "description": "Speculative decoding for GGUF."},
+        "info": {
+            "title": "pyspec",
+            "version": pyspec.__version__,
+            "description": "Speculative decoding for GGUF.",
+        },
         "paths": paths,
         "components": {
             "schemas": schemas,
@@ -163,10 +169,15 @@ def document() -> dict[str, Any]:
 
 
 def _operation(
-    about: str, content_type: str, schema: dict[str, Any], codes: tuple[int, ...], error_schema: str = "Error"
+    about: str,
+    content_type: str,
+    schema: dict[str, Any],
+    codes: tuple[int, ...],
+    error_schema: str = "Error",
 ) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error_schema}"}}}
-    responses: dict[str, Any] = {"200": {"description": "OK", "content": {content_type: {"schema": schema}}}}
+    content = {content_type: {"schema": schema}}
+    responses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
     for code in codes:
         responses[str(code)] = {"description": ERRORS[code], "content": error}
     return {"summary": about, "responses": responses}

@@ -18,7 +18,7 @@ _OLLAMA = "Ollama's interface is not served; /v1/chat/completions and /v1/comple
 _LORA = "LoRA adapters are out of scope; merge them into the model's file"
 _ROUTER = "one server has one model; start one for each and put a router before them"
 _JOBS = "files, batches and training are out of scope: requests are answered when they come"
-_THREADS = "the server keeps no conversations of this kind; /v1/responses and /v1/chat/completions take them whole"
+_THREADS = "conversations are not stored; send them whole to /v1/responses or /v1/chat/completions"
 
 NOT_HERE: dict[str, str] = {
     **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings", "/pooling", "/encode", "/api/embed"), _EMBEDDINGS),
@@ -33,8 +33,8 @@ NOT_HERE: dict[str, str] = {
     **dict.fromkeys(("/models/load", "/models/unload", "/models/sse"), _ROUTER),
     **dict.fromkeys(("/v1/files", "/v1/batches", "/v1/messages/batches", "/v1/fine_tuning/jobs"), _JOBS),
     **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/conversations"), _THREADS),
-    "/v1/chat/completions/control": "a running answer can not be steered; cancel it by closing its connection",
-    **dict.fromkeys(("/mcp", "/v1/mcp", "/cors-proxy"), "MCP is out of scope: a client asks its servers itself"),
+    "/v1/chat/completions/control": "a running answer cannot be changed; close its connection to cancel it",
+    **dict.fromkeys(("/mcp", "/v1/mcp", "/cors-proxy"), "MCP is out of scope: clients call MCP servers"),
     "/v1/responses/{response}": "responses are not kept; a conversation is sent whole as input",
     "/tools": "built-in tools are out of scope; a client's own are given in `tools`",
 }

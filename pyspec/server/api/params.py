@@ -60,7 +60,11 @@ OFF: dict[str, dict[str, Any]] = {
 """Values that switch a sampler off."""
 
 
-def sampling_params(body: Generate, tokenizer: TokenizerLike, settings: ServerSettings) -> SamplingParams:
+def sampling_params(
+    body: Generate,
+    tokenizer: TokenizerLike,
+    settings: ServerSettings,
+) -> SamplingParams:
     """The body's parameters over the server's defaults."""
     said = {name: getattr(body, name) for name in PLAIN_FIELDS if getattr(body, name) is not None}
     if said.get("top_k", 0) < 0:  # vLLM's spelling of "all"
@@ -69,7 +73,9 @@ def sampling_params(body: Generate, tokenizer: TokenizerLike, settings: ServerSe
         said[name] = float(said[name])
     if body.dry_sequence_breakers is not None:
         if len(body.dry_sequence_breakers) > settings.limits.breakers:
-            raise RequestError(f"dry_sequence_breakers: more than {settings.limits.breakers} of them")
+            raise RequestError(
+                f"dry_sequence_breakers: more than {settings.limits.breakers} of them",
+            )
         said["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
     if body.seed is not None:
         said["seed"] = seed_of(body.seed)
@@ -90,12 +96,14 @@ def chain_of(samplers: list[str] | str) -> dict[str, Any]:
     A repeated name counts at its first place. An order that changes nothing becomes the default, which runs on many rows at once.
     """
     names = [_named(name) for name in samplers]
-    order = tuple(dict.fromkeys(name for name in names if name != "adaptive_p"))  # adaptive_p picks, so it is last
+    # adaptive_p picks, so it is last
+    order = tuple(dict.fromkeys(name for name in names if name != "adaptive_p"))
     values: dict[str, Any] = {}
     for name, neutral in OFF.items():
         if name not in names:
             values |= neutral
-    return values | {"samplers": () if order == tuple(n for n in DEFAULT_SAMPLERS if n in order) else order}
+    is_default = order == tuple(n for n in DEFAULT_SAMPLERS if n in order)
+    return values | {"samplers": () if is_default else order}
 
 
 def _named(name: str) -> str:
@@ -136,20 +144,29 @@ def check_alternatives(name: str, count: int | None, body: Generate, limits: Lim
         most = min(limits.most_top_logprobs, max(most, limits.alternatives // max(1, n)))
     if count > most:
         length = "an answer without max_tokens" if n is None else f"{n} tokens"
-        raise RequestError(f"{name}: {count} alternatives; at most {most} are reported for each token of {length}")
+        raise RequestError(
+            f"{name}: {count} alternatives; at most {most} are reported for each token of {length}",
+        )
 
 
 def token_limit(body: Generate) -> int | None:
     """The body's limit of answer tokens; None: no limit given, or as many as fit."""
-    said = [n for n in (body.max_completion_tokens, body.max_tokens, body.n_predict) if n is not None]
+    limits = (body.max_completion_tokens, body.max_tokens, body.n_predict)
+    said = [n for n in limits if n is not None]
     return said[0] if said and said[0] >= 0 else None
 
 
-def bias_pairs(bias: Any, tokenizer: TokenizerLike, limits: Limits) -> tuple[tuple[int, float], ...]:
+def bias_pairs(
+    bias: Any,
+    tokenizer: TokenizerLike,
+    limits: Limits,
+) -> tuple[tuple[int, float], ...]:
     """(id, bias) pairs. A text's bias goes to each of its tokens, false bans a token, and repeated entries add up."""
     pairs = list(bias.items()) if isinstance(bias, dict) else [tuple(pair) for pair in bias]
     if len(pairs) > limits.logit_bias:
-        raise RequestError(f"logit_bias: {len(pairs)} entries; at most {limits.logit_bias} are taken")
+        raise RequestError(
+            f"logit_bias: {len(pairs)} entries; at most {limits.logit_bias} are taken",
+        )
     total: dict[int, float] = {}
     for token, value in pairs:
         amount = -math.inf if value is False else float(value)
@@ -177,9 +194,13 @@ def stop_strings(stop: Any, limits: Limits) -> tuple[str, ...]:
         raise RequestError(f"stop: {len(stops)} strings; at most {limits.stops} are taken")
     for text in stops:
         if len(text.encode()) > limits.stop_bytes:
-            raise RequestError(f"stop: a string of {len(text.encode())} bytes; at most {limits.stop_bytes} are taken")
+            raise RequestError(
+                f"stop: a string of {len(text.encode())} bytes; at most {limits.stop_bytes} are taken",
+            )
     if (n := sum(len(text.encode()) for text in stops)) > limits.all_stop_bytes:
-        raise RequestError(f"stop: {n} bytes in {len(stops)} strings; at most {limits.all_stop_bytes} are taken")
+        raise RequestError(
+            f"stop: {n} bytes in {len(stops)} strings; at most {limits.all_stop_bytes} are taken",
+        )
     return stops
 
 
@@ -194,7 +215,9 @@ def draft_limit(body: Generate, info: EngineInfo) -> int | None:
     if wanted is False or kind == "none":
         return 0
     if kind is not None and kind.removeprefix("draft-") not in (info.drafter, "auto"):
-        raise RequestError(f"speculative.type: {kind[:40]!r} is not loaded; this engine drafts with {info.drafter}")
+        raise RequestError(
+            f"speculative.type: {kind[:40]!r} is not loaded; this engine drafts with {info.drafter}",
+        )
     for limit in (body.spec_n_max, spec.get("n_max"), spec.get("k_max")):
         if limit is not None:
             return limit
@@ -206,7 +229,8 @@ def settings_dict(params: SamplingParams, eog_ids: Sequence[int] = ()) -> dict[s
 
     eog_ids  tokens that `ignore_eos` bans
     """
-    bias = dict(params.logit_bias) | (dict.fromkeys(eog_ids, -math.inf) if params.ignore_eos else {})
+    banned = dict.fromkeys(eog_ids, -math.inf) if params.ignore_eos else {}
+    bias = dict(params.logit_bias) | banned
     return {
         "seed": SEED_MAX if params.seed == -1 else params.seed,
         "temperature": params.temperature,

@@ -79,7 +79,8 @@ class PartedAnswer(ABC):
         self._texts.clear()
         self._open = None
         if kind is Reasoning:
-            self._n_reasoning += len(self._tokenizer.encode(text, add_special=False, parse_special=False))
+            ids = self._tokenizer.encode(text, add_special=False, parse_special=False)
+            self._n_reasoning += len(ids)
         yield from self._end(kind, text)
 
     def _bytes(self, events: Iterator[Sent], event: Delta | None = None) -> bytes:

@@ -70,7 +70,8 @@ class PreparedBody:
     echo: bool = False  # the answer starts with the prompt
     tells_prompt: bool = False  # the answer has vLLM's `prompt_logprobs`
     hides_logprobs: bool = False  # logprobs are only used to choose the best answer
-    markup: AnswerMarkup = field(default_factory=AnswerMarkup)  # parser of the answer; one per choice
+    # parser of the answer; one per choice
+    markup: AnswerMarkup = field(default_factory=AnswerMarkup)
 
     of_body: Mapping[str, Any] = field(
         default_factory=dict
@@ -95,14 +96,17 @@ def prepare(
     value, moved = _steady(kind, sent, settings)
     body = _checked(kind, _with_moved(value, moved))
     params = sampling_params(body, engine.tokenizer, settings)
-    plan = plan_chat(engine, body, settings, compiles=compiles) if isinstance(body, ChatBody) else None
+    plan = None
+    if isinstance(body, ChatBody):
+        plan = plan_chat(engine, body, settings, compiles=compiles)
     prompts = [list(plan.prompt)] if plan else _tokenise(body, engine, settings)
     n, n_run = n_choices(body, engine.info)
     hides_logprobs = n_run > n and params.logprobs is None
     if hides_logprobs:
         params = replace(params, logprobs=0)
     requests = tuple(_request(body, ids, params, i, engine.info, settings) for ids in prompts for i in range(n_run))
-    if (n_top := n_prompt_logprobs(body, settings.limits)) is not None:  # one choice computes them for all
+    # one choice computes them for all
+    if (n_top := n_prompt_logprobs(body, settings.limits)) is not None:
         requests = tuple(r if i % n_run else replace(r, prompt_logprobs=n_top) for i, r in enumerate(requests))
     if moved:
         others = _tokenise(_checked(kind, value), engine, settings)
@@ -142,7 +146,12 @@ def prepare(
     )
 
 
-def _of_body(body: Generate, info: EngineInfo, settings: ServerSettings, markup: AnswerMarkup) -> dict[str, Any]:
+def _of_body(
+    body: Generate,
+    info: EngineInfo,
+    settings: ServerSettings,
+    markup: AnswerMarkup,
+) -> dict[str, Any]:
     asked = body.reasoning_format if isinstance(body, ChatBody) else "none"
     return {
         "stream": bool(body.stream),
@@ -156,11 +165,16 @@ def _of_body(body: Generate, info: EngineInfo, settings: ServerSettings, markup:
 
 def count_tokens(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings) -> int:
     """Tokens of the prompt that a chat body renders to."""
-    body = _checked(kind, as_read(kind, parse_object(raw, settings.limits), settings), generates=False)
+    sent = as_read(kind, parse_object(raw, settings.limits), settings)
+    body = _checked(kind, sent, generates=False)
     return sum(len(ids) for ids in _tokenise(body, engine, settings))
 
 
-def _steady(kind: Kind, sent: dict[str, Any], settings: ServerSettings) -> tuple[dict[str, Any], list[str]]:
+def _steady(
+    kind: Kind,
+    sent: dict[str, Any],
+    settings: ServerSettings,
+) -> tuple[dict[str, Any], list[str]]:
     """A chat body converted to chat completions (others unchanged), and the lines that were moved out of its system prompt."""
     if kind in BODIES:
         return sent, []
@@ -168,7 +182,9 @@ def _steady(kind: Kind, sent: dict[str, Any], settings: ServerSettings) -> tuple
     if kind in TO_CHAT:
         value = TO_CHAT[kind](sent, settings.limits)
         if name := next((name for name in ("n", "n_cmpl", "best_of") if value.get(name, 1) != 1), ""):
-            raise RequestError(f"{name}: there is one answer on this path; /v1/chat/completions gives several")
+            raise RequestError(
+                f"{name}: there is one answer on this path; /v1/chat/completions gives several",
+            )
     elif "tools" in sent:
         value = sent | {"tools": own_tools(sent["tools"], "function")}
     if "messages" not in value:
@@ -188,7 +204,8 @@ def as_read(kind: Kind, sent: dict[str, Any], settings: ServerSettings) -> dict[
 
 def _n_common(a: Sequence[int], b: Sequence[int]) -> int:
     """Leading tokens that two prompts share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    differing = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differing, min(len(a), len(b)))
 
 
 def _checked(kind: Kind, value: dict[str, Any], *, generates: bool = True) -> Generate:
@@ -230,7 +247,8 @@ def _request(
 
 
 def _max_tokens(body: Generate, settings: ServerSettings) -> int:
-    said = [n for n in (body.max_completion_tokens, body.max_tokens, body.n_predict) if n is not None]
+    limits = (body.max_completion_tokens, body.max_tokens, body.n_predict)
+    said = [n for n in limits if n is not None]
     return said[0] if said else settings.max_tokens
 
 
@@ -246,12 +264,23 @@ def _tokenise(body: Generate, engine: EngineLike, settings: ServerSettings) -> l
     return [prompt_ids(engine.tokenizer, prompt) for prompt in prompts]
 
 
-def _gap_ids(gap: InfillBody, body: Generate, engine: EngineLike, settings: ServerSettings) -> list[int]:
+def _gap_ids(
+    gap: InfillBody,
+    body: Generate,
+    engine: EngineLike,
+    settings: ServerSettings,
+) -> list[int]:
     n_answer = _max_tokens(body, settings)
-    return infill_ids(engine.tokenizer, gap, engine.info.n_ctx, n_answer, suffix_first=settings.spm_infill)
+    n_ctx = engine.info.n_ctx
+    return infill_ids(engine.tokenizer, gap, n_ctx, n_answer, suffix_first=settings.spm_infill)
 
 
-def _before_suffix(body: TextBody, prompts: list[Any], engine: EngineLike, settings: ServerSettings) -> list[list[int]]:
+def _before_suffix(
+    body: TextBody,
+    prompts: list[Any],
+    engine: EngineLike,
+    settings: ServerSettings,
+) -> list[list[int]]:
     """`/v1/completions` with a suffix: each prompt is the text before a gap, the suffix is the text after it."""
     if body.echo:
         raise RequestError("suffix: not possible together with echo")
@@ -262,7 +291,11 @@ def _before_suffix(body: TextBody, prompts: list[Any], engine: EngineLike, setti
 
 
 def _texts(
-    body: Generate, tokenizer: TokenizerLike, prompts: list[list[int]], n: int, settings: ServerSettings
+    body: Generate,
+    tokenizer: TokenizerLike,
+    prompts: list[list[int]],
+    n: int,
+    settings: ServerSettings,
 ) -> tuple[str, ...]:
     """The prompt text of each choice if the answer includes it: as the model reads it, or as given if it is echoed."""
     if isinstance(body, TextBody) and body.echo:
@@ -272,7 +305,8 @@ def _texts(
             for p, ids in zip(given, prompts, strict=True)
         ]
     else:
-        wanted = isinstance(body, NativeBody) or (settings.verbose if body.verbose is None else body.verbose)
+        is_verbose = settings.verbose if body.verbose is None else body.verbose
+        wanted = isinstance(body, NativeBody) or is_verbose
         texts = [tokenizer.decode(ids, special=True) for ids in prompts] if wanted else []
     return tuple(text for text in texts for _ in range(n))
 

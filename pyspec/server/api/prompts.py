@@ -25,10 +25,13 @@ def split_prompts(prompt: Any, limits: Limits) -> list[Any]:
         return [prompt]
     if not prompt:
         raise RequestError("prompt: the list is empty")
-    many = any(isinstance(item, list | dict) for item in prompt) or all(isinstance(item, str) for item in prompt)
+    has_lists = any(isinstance(item, list | dict) for item in prompt)
+    many = has_lists or all(isinstance(item, str) for item in prompt)
     prompts = prompt if many else [prompt]
     if len(prompts) > limits.prompts:
-        raise RequestError(f"prompt: {len(prompts)} prompts in one request; at most {limits.prompts} are taken")
+        raise RequestError(
+            f"prompt: {len(prompts)} prompts in one request; at most {limits.prompts} are taken",
+        )
     return prompts
 
 
@@ -39,14 +42,21 @@ def prompt_ids(tokenizer: TokenizerLike, prompt: Any) -> list[int]:
     return mixed_ids(tokenizer, prompt, add_special=True, parse_special=True)
 
 
-def mixed_ids(tokenizer: TokenizerLike, content: Any, *, add_special: bool, parse_special: bool) -> list[int]:
+def mixed_ids(
+    tokenizer: TokenizerLike,
+    content: Any,
+    *,
+    add_special: bool,
+    parse_special: bool,
+) -> list[int]:
     """Ids of text, or of a list of ids and texts."""
     if isinstance(content, str):
         return list(tokenizer.encode(content, add_special=add_special, parse_special=parse_special))
     ids: list[int] = []
     for i, item in enumerate(content):
         if isinstance(item, str):
-            ids += tokenizer.encode(item, add_special=add_special and i == 0, parse_special=parse_special)
+            is_first = add_special and i == 0
+            ids += tokenizer.encode(item, add_special=is_first, parse_special=parse_special)
         else:
             ids.append(item)
     check_ids(ids, tokenizer.n_vocab)
@@ -78,7 +88,10 @@ class Rendering:
     def text(self) -> str:
         """The prompt's text."""
         text = self.template.render(
-            self.messages, tools=self.tools, add_generation_prompt=self.add_generation_prompt, kwargs=self.kwargs
+            self.messages,
+            tools=self.tools,
+            add_generation_prompt=self.add_generation_prompt,
+            kwargs=self.kwargs,
         )
         return text if self.continued is None else text + opening(text, self.continued, self.what)
 
@@ -130,7 +143,8 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
         messages.pop()
     tools: ToolList = [tool.sent for tool in body.tools or ()]
     is_generic = dialect_for(engine.info.chat_template, settings.tool_call_parser) is GENERIC
-    if has_tools(messages, tools) and (is_generic or (tools and recognised(engine.info.chat_template))):
+    is_known = tools and recognised(engine.info.chat_template)
+    if has_tools(messages, tools) and (is_generic or is_known):
         may_call = body.tool_choice != "none" and body.parse_tool_calls is not False
         messages, tools = with_described(template, engine, messages, tools, may_call=may_call, knows_how=not is_generic)
     return Rendering(
@@ -150,13 +164,19 @@ def continued_part(body: Chat, settings: ServerSettings) -> str:
     if not asked and not (settings.prefill_assistant and last.role == "assistant"):
         return ""
     if asked and body.add_generation_prompt:
-        raise RequestError("continue_final_message: it can not be true together with add_generation_prompt")
+        raise RequestError(
+            "continue_final_message: it can not be true together with add_generation_prompt",
+        )
     if last.role != "assistant":
         raise RequestError("continue_final_message: the last message is not the assistant's")
     if not asked and len(body.messages) > 1 and body.messages[-2].role == "assistant":
-        raise RequestError("messages: Cannot have 2 or more assistant messages at the end of the list.")
+        raise RequestError(
+            "messages: Cannot have 2 or more assistant messages at the end of the list.",
+        )
     if last.tool_calls:
-        raise RequestError("messages: an assistant message that contains tool calls can not be continued")
+        raise RequestError(
+            "messages: an assistant message that contains tool calls can not be continued",
+        )
     if isinstance(asked, str):
         return asked
     return "reasoning_content" if last.reasoning_content and not last.content else "content"
@@ -199,7 +219,9 @@ def chat_ids(engine: EngineLike, body: Chat, settings: ServerSettings) -> list[i
 
 def _check_sizes(body: Chat, limits: Limits) -> None:
     if len(body.messages) > limits.messages:
-        raise RequestError(f"messages: {len(body.messages)} of them; at most {limits.messages} are taken")
+        raise RequestError(
+            f"messages: {len(body.messages)} of them; at most {limits.messages} are taken",
+        )
     if body.tools and len(body.tools) > limits.tools:
         raise RequestError(f"tools: {len(body.tools)} of them; at most {limits.tools} are taken")
 
@@ -214,8 +236,11 @@ def _no_part(kind: str) -> str:
 
 def _plain(message: Message, i: int, between: str = "\n") -> dict[str, Any]:
     """The message for the template: its text parts joined by line ends, as in llama.cpp."""
-    if "content" not in message.model_fields_set and not (message.tool_calls or message.reasoning_content):
-        raise RequestError(f"messages.{i}: it has neither content nor tool_calls nor reasoning_content")
+    has_other_parts = message.tool_calls or message.reasoning_content
+    if "content" not in message.model_fields_set and not has_other_parts:
+        raise RequestError(
+            f"messages.{i}: it has neither content nor tool_calls nor reasoning_content",
+        )
     content = message.content
     if isinstance(content, list):
         for part in content:
@@ -224,7 +249,8 @@ def _plain(message: Message, i: int, between: str = "\n") -> dict[str, Any]:
         content = between.join(part["text"] for part in content)
     if content is None and not message.tool_calls:
         content = ""
-    calls = {"tool_calls": [_function(call.sent) for call in message.tool_calls]} if message.tool_calls else {}
+    called = [_function(call.sent) for call in message.tool_calls or ()]
+    calls = {"tool_calls": called} if called else {}
     return message.sent | {"content": content} | calls
 
 
@@ -233,5 +259,7 @@ def _function(call: dict[str, Any]) -> dict[str, Any]:
     custom = call.get("custom")
     if call.get("type") != "custom" or not isinstance(custom, dict):
         return call
-    function = {"name": str(custom.get("name", "")), "arguments": json.dumps({"input": custom.get("input", "")})}
-    return {key: value for key, value in call.items() if key != "custom"} | {"type": "function", "function": function}
+    arguments = json.dumps({"input": custom.get("input", "")})
+    function = {"name": str(custom.get("name", "")), "arguments": arguments}
+    others = {key: value for key, value in call.items() if key != "custom"}
+    return others | {"type": "function", "function": function}

@@ -100,7 +100,9 @@ def to_chat(sent: dict[str, Any], limits: Limits) -> dict[str, Any]:
         if sent.get(name):
             raise NotSupported(f"{name} is not supported: {why}")
     if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
-        raise NotSupported("top_logprobs are not supported on this path; /v1/chat/completions has them")
+        raise NotSupported(
+            "top_logprobs are not supported on this path; /v1/chat/completions has them",
+        )
     unused = HANDLED | IGNORED | STORED.keys()
     chat = {name: value for name, value in sent.items() if name not in unused}
     chat["messages"] = _messages(body, limits)
@@ -156,21 +158,24 @@ def _reasoning(messages: list[dict[str, Any]], item: dict[str, Any], where: str)
     parts = item.get("content") or []
     if not isinstance(parts, list):
         raise RequestError(f"{where}.content: a list of parts")
-    texts = [_text(part, f"{where}.content.{i}", ("reasoning_text", "text")) for i, part in enumerate(parts)]
+    kinds = ("reasoning_text", "text")
+    texts = [_text(part, f"{where}.content.{i}", kinds) for i, part in enumerate(parts)]
     if texts:
         said = _answering(messages, after=("",))
         said["reasoning_content"] = said.get("reasoning_content", "") + "".join(texts)
 
 
 def _call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
+    arguments = _string(item, "arguments", where)
+    function = {"name": _string(item, "name", where), "arguments": arguments}
     call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
     _answering(messages).setdefault("tool_calls", []).append(call)
 
 
 def _call_output(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
     text = "\n".join(_texts(item.get("output"), f"{where}.output"))
-    messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": text})
+    call = _string(item, "call_id", where)
+    messages.append({"role": "tool", "tool_call_id": call, "content": text})
 
 
 ITEMS: dict[str, Callable[[list[dict[str, Any]], dict[str, Any], str], None]] = {
@@ -181,7 +186,10 @@ ITEMS: dict[str, Callable[[list[dict[str, Any]], dict[str, Any], str], None]] = 
 }
 
 
-def _answering(messages: list[dict[str, Any]], after: tuple[str, ...] | None = None) -> dict[str, Any]:
+def _answering(
+    messages: list[dict[str, Any]],
+    after: tuple[str, ...] | None = None,
+) -> dict[str, Any]:
     """The assistant's message to add to, or a new one: thoughts, text and calls of one answer are separate items.
 
     `after` has the last message's contents for which the item still belongs to it.
@@ -223,7 +231,8 @@ def _string(value: dict[str, Any], name: str, where: str) -> str:
 
 
 def _tool(tool: ResponsesTool) -> dict[str, Any]:
-    return {"type": "function", "function": {key: tool.sent[key] for key in tool.sent if key in FUNCTION}}
+    function = {key: tool.sent[key] for key in tool.sent if key in FUNCTION}
+    return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
@@ -238,7 +247,9 @@ def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
         named = [tool if tool.get("type") != "function" else tool | {"function": tool} for tool in tools]
         return {"type": kind, kind: {"mode": choice.get("mode"), "tools": named}}
     if kind != "function":
-        raise NotSupported(f"tool_choice: tools of type {str(kind)[:40]!r} can not be called here; name a function")
+        raise NotSupported(
+            f"tool_choice: tools of type {str(kind)[:40]!r} can not be called here; name a function",
+        )
     return {"type": "function", "function": {"name": _string(choice, "name", "tool_choice")}}
 
 
@@ -251,5 +262,6 @@ def _format(text: TextConfig | None) -> dict[str, Any]:
         return {"response_format": {"type": "json_object"}}
     if wanted.schema_ is None:
         raise RequestError("text.format.schema: the JSON Schema is needed")
-    schema = {"name": wanted.name or "output", "schema": wanted.schema_, "strict": wanted.strict is not False}
+    is_strict = wanted.strict is not False
+    schema = {"name": wanted.name or "output", "schema": wanted.schema_, "strict": is_strict}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}

@@ -41,7 +41,8 @@ class ResponsesAnswer(PartedAnswer):
             for _ in self._end_block():
                 pass
             self._items[-1]["status"] = "incomplete"
-        failed = {"code": "server_error" if error.status >= 500 else error.kind, "message": str(error)}
+        code = "server_error" if error.status >= 500 else error.kind
+        failed = {"code": code, "message": str(error)}
         answer = self._answer | {"status": "failed", "error": failed, "output": self._items}
         return self._bytes(iter([{"type": "response.failed", "response": answer}]))
 
@@ -65,17 +66,22 @@ class ResponsesAnswer(PartedAnswer):
     def _begin(self, part: Part) -> Iterator[Sent]:
         name = secrets.token_hex(12)
         if isinstance(part, CallBegin):
-            item: dict[str, Any] = {"id": f"fc_{name}", "type": "function_call", "status": "in_progress"}
+            item: dict[str, Any] = {"id": f"fc_{name}", "type": "function_call"}
+            item |= {"status": "in_progress"}
             item |= {"arguments": "", "call_id": part.id, "name": part.name}
         elif isinstance(part, Reasoning):
-            item = {"id": f"rs_{name}", "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+            more: dict[str, Any] = {"status": "in_progress", "summary": [], "content": []}
+            item = {"id": f"rs_{name}", "type": "reasoning", **more}
         else:
-            item = {"id": f"msg_{name}", "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+            more = {"status": "in_progress", "role": "assistant", "content": []}
+            item = {"id": f"msg_{name}", "type": "message", **more}
         self._items.append(item)
-        yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": dict(item)}
+        index = len(self._items) - 1
+        yield {"type": "response.output_item.added", "output_index": index, "item": dict(item)}
         if not isinstance(part, CallBegin):
             part_0 = _content(type(part), "")
-            yield {"type": "response.content_part.added", **self._place, "content_index": 0, "part": part_0}
+            place = {**self._place, "content_index": 0}
+            yield {"type": "response.content_part.added", **place, "part": part_0}
 
     def _more(self, part: Reasoning | Content | CallArguments) -> Iterator[Sent]:
         if isinstance(part, CallArguments):
@@ -100,7 +106,8 @@ class ResponsesAnswer(PartedAnswer):
             yield done if kind is Reasoning else done | {"logprobs": []}
             part = item["content"][0]
             yield {"type": "response.content_part.done", **self._place, "content_index": 0, "part": part}
-        yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
+        index = len(self._items) - 1
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
 
     # -- the end -------------------------------------------------------------------------------------------------
 

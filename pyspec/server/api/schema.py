@@ -50,7 +50,9 @@ def _check_piece(value: Any) -> Any:
     """A prompt: text, ids, or a list that mixes both."""
     if isinstance(value, dict):
         if set(value) != {"prompt_string"} or not isinstance(value["prompt_string"], str):
-            raise _bad("a prompt object holds prompt_string and nothing else; images and audio are not supported")
+            raise _bad(
+                "a prompt object holds prompt_string and nothing else; images and audio are not supported",
+            )
     elif isinstance(value, list):
         value = [to_integer(item) for item in value]
         if not all(is_id(item) or isinstance(item, str) for item in value):
@@ -95,7 +97,9 @@ def _check_bias(value: Any) -> Any:
         if not ((is_id(token) and token >= 0) or isinstance(token, str)):
             raise _bad("a logit_bias token is an id or a string")
         if not (bias is False or (type(bias) in (int, float) and abs(bias) <= 1e6)):
-            raise _bad("a logit_bias value is a number between -1e6 and 1e6, or false to ban the token")
+            raise _bad(
+                "a logit_bias value is a number between -1e6 and 1e6, or false to ban the token",
+            )
     return value
 
 
@@ -121,7 +125,9 @@ def _check_content(value: Any) -> Any:
         raise _bad("content is a string, null or a list of parts")
     for part in value:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise _bad('a content part is an object with a type, such as {type: "text", text: "..."}')
+            raise _bad(
+                'a content part is an object with a type, such as {type: "text", text: "..."}',
+            )
         if part["type"] == "text" and not isinstance(part.get("text"), str):
             raise _bad("a text part needs its text")
     return value
@@ -143,7 +149,8 @@ Prompt = Annotated[
     WithJsonSchema({"anyOf": [_STR, _MIXED, {"type": "array", "items": {"anyOf": [_STR, _MIXED]}}]}),
 ]
 Mixed = Annotated[Any, AfterValidator(_check_mixed), WithJsonSchema({"anyOf": [_STR, _MIXED]})]
-Stop = Annotated[Any, AfterValidator(_check_stop), WithJsonSchema({"anyOf": [_STR, {"type": "array", "items": _STR}]})]
+_STOP_SCHEMA = WithJsonSchema({"anyOf": [_STR, {"type": "array", "items": _STR}]})
+Stop = Annotated[Any, AfterValidator(_check_stop), _STOP_SCHEMA]
 Bias = Annotated[
     Any,
     AfterValidator(_check_bias),
@@ -372,7 +379,8 @@ def tools_field(own: str) -> Any:
     """A list of tools. The published schema also allows types other than `own`, which are left out before validation."""
 
     def allow(schema: dict[str, Any]) -> None:
-        foreign = {"type": "object", "properties": {"type": {"type": "string", "not": {"const": own}}}}
+        other_type = {"type": "string", "not": {"const": own}}
+        foreign = {"type": "object", "properties": {"type": other_type}}
         tools = schema["anyOf"][0]
         tools["items"] = {"anyOf": [tools["items"], foreign | {"required": ["type"]}]}
 

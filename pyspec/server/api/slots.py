@@ -35,12 +35,16 @@ def slot_action(service: Service) -> Callable[[Request], Awaitable[Response]]:
 
     async def handle(request: Request) -> Response:
         if not service.settings.slot_save_path:
-            raise NotSupported("slots are not saved here; start the server with --slot-save-path DIRECTORY")
+            raise NotSupported(
+                "slots are not saved here; start the server with --slot-save-path DIRECTORY",
+            )
         slot, kind = request.path_params["slot"], request.query_params.get("action", "")
         if not re.fullmatch(r"[0-9]{1,9}", slot):
             raise RequestError(f"slot {slot[:40]!r} is no number")
         if kind not in ("save", "restore", "erase"):
-            raise RequestError(f"action is {kind[:40]!r}; want save, restore or erase, as in /slots/0?action=save")
+            raise RequestError(
+                f"action is {kind[:40]!r}; want save, restore or erase, as in /slots/0?action=save",
+            )
         with service.admitted(service.client_of(request)):
             raw = await read_body(request, service.settings.limits)
             name = "" if kind == "erase" else file_name(raw, service)

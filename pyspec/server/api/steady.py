@@ -43,7 +43,8 @@ def steady(messages: Any, volatile: Sequence[re.Pattern[str]]) -> tuple[Any, lis
         text = without_transport(text)
         return "\n".join(line for line in text.split("\n") if stays(line)) if patterns else text
 
-    return [_changed(message, change) if message.get("role") in SYSTEM else message for message in messages], moved
+    changed = [_changed(m, change) if m.get("role") in SYSTEM else m for m in messages]
+    return changed, moved
 
 
 def with_lines(messages: list[dict[str, Any]], lines: Sequence[str]) -> list[dict[str, Any]]:
@@ -58,7 +59,8 @@ def with_lines(messages: list[dict[str, Any]], lines: Sequence[str]) -> list[dic
 def _listener(messages: list[dict[str, Any]]) -> int | None:
     """Index of the last message that lines can be added to."""
     for i in reversed(range(len(messages))):
-        if messages[i].get("role") in ("user", "tool") and isinstance(messages[i].get("content"), str | list):
+        role, content = messages[i].get("role"), messages[i].get("content")
+        if role in ("user", "tool") and isinstance(content, str | list):
             return i
     return None
 

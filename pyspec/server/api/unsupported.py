@@ -52,7 +52,7 @@ WHY: dict[str, str] = {
     "image_data": "images are out of scope: pyspec reads and writes text",
     "audio": "audio is out of scope: pyspec reads and writes text",
     "web_search_options": "built-in tools are out of scope; a client's own are given in `tools`",
-    "mcp_servers": "MCP is out of scope: a client asks its servers itself, and gives their tools in `tools`",
+    "mcp_servers": "MCP is out of scope: clients call MCP servers, and pass their tools in `tools`",
 }
 """Alternatives to fields that clients often ask for."""
 
@@ -69,9 +69,8 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
     for name, is_neutral in NEUTRAL.items():
         value = body.get(name)
         if value is not None and not is_neutral(value):
-            raise NotSupported(
-                f"{name} is not supported: {WHY[name]}" if name in WHY else f"{name} is not supported; leave it out"
-            )
+            why = f": {WHY[name]}" if name in WHY else "; leave it out"
+            raise NotSupported(f"{name} is not supported{why}")
 
 
 def refuse_elsewhere(kind: str, body: dict[str, Any]) -> None:
@@ -79,6 +78,5 @@ def refuse_elsewhere(kind: str, body: dict[str, Any]) -> None:
     for name, (kinds, is_neutral) in ELSEWHERE.items():
         value = body.get(name)
         if value is not None and kind not in kinds and not is_neutral(value):
-            raise NotSupported(
-                f"{name} is not supported here: only /v1/{'completions' if kinds == ('text',) else 'completions and chats'} answer with it"
-            )
+            paths = "completions" if kinds == ("text",) else "completions and chats"
+            raise NotSupported(f"{name} is not supported here: only /v1/{paths} answer with it")

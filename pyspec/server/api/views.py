@@ -16,7 +16,8 @@ def draft_view(info: EngineInfo) -> dict[str, Any]:
     """The drafter and the planner's decisions about it."""
     return {
         "type": info.drafter,
-        "path": Path(info.draft_path).name if info.draft_path else "",  # no folders: this needs no API key
+        # no folders: this needs no API key
+        "path": Path(info.draft_path).name if info.draft_path else "",
         "n_max": info.n_draft_max,
         "note": info.draft_note,
         "synthetic_len": info.synthetic_len,
@@ -50,14 +51,17 @@ def model_view(service: Service) -> dict[str, Any]:
 def models_view(service: Service) -> dict[str, Any]:
     """`/v1/models`: OpenAI's list, and the list that clients of Ollama read."""
     details = {"format": "gguf", "family": service.engine.info.arch}
-    named = {"name": service.model, "model": service.model, "type": "model", "capabilities": ["completion"]}
-    return {"object": "list", "data": [model_view(service)], "models": [named | {"details": details}]}
+    named: dict[str, Any] = {"name": service.model, "model": service.model, "type": "model"}
+    named["capabilities"] = ["completion"]
+    models = [named | {"details": details}]
+    return {"object": "list", "data": [model_view(service)], "models": models}
 
 
 def props_view(service: Service) -> dict[str, Any]:
     """`/props`."""
     info, settings = service.engine.info, service.settings
-    params = settings_dict(settings.sampling) | {"n_predict": settings.max_tokens, "max_tokens": settings.max_tokens}
+    n_most = settings.max_tokens
+    params = settings_dict(settings.sampling) | {"n_predict": n_most, "max_tokens": n_most}
     return {
         "default_generation_settings": {"params": params, "n_ctx": info.n_ctx},
         "total_slots": info.n_slot,
@@ -109,7 +113,8 @@ def slot_view(slot: SlotInfo, info: EngineInfo) -> dict[str, Any]:
         },
     }
     if slot.params is not None:
-        view["params"] = settings_dict(slot.params, info.eog_ids) | {"speculative.types": info.drafter}
+        params = settings_dict(slot.params, info.eog_ids)
+        view["params"] = params | {"speculative.types": info.drafter}
     return view
 
 

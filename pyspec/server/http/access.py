@@ -37,7 +37,8 @@ class AccessLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                own = (b"x-request-id", request_id.encode())
+                message["headers"] = [*message.get("headers", ()), own]
             await send(message)
 
         try:
@@ -70,7 +71,8 @@ class AccessLog:
         if second != self._second:
             if self._n_left_out:
                 fields = {"event": "requests_left_out", "count": self._n_left_out}
-                log.info("%d more requests, not logged one by one", self._n_left_out, extra={"fields": fields})
+                extra = {"fields": fields}
+                log.info("%d more requests, not logged one by one", self._n_left_out, extra=extra)
             self._second, self._n_line, self._n_left_out = second, 0, 0
         self._n_line += 1
         self._n_left_out += self._n_line > MOST_LINES

@@ -16,7 +16,8 @@ from pyspec.ranges import shown
 from pyspec.server.http.envelope import Refused
 from pyspec.server.settings import Limits
 
-DROPPED = 16  # a too large body is read to its end before the answer, up to this multiple of the limit
+# a too large body is read to its end before the answer, up to this multiple of the limit
+DROPPED = 16
 CONTAINERS = 200_000  # objects and arrays in one body
 CLIENT_GONE = 499  # nginx's code; appears only in logs
 
@@ -41,7 +42,10 @@ class Reading:
         """Add received bytes. Raises Refused 429 if there is no room."""
         own = self._of_client[client] + n if client else 0
         if self.n_byte + n > self.most or own > self.most - self.most // 4:
-            raise Refused(429, f"bodies of {self.n_byte} bytes are on their way; try again in a second")
+            raise Refused(
+                429,
+                f"bodies of {self.n_byte} bytes are on their way; try again in a second",
+            )
         self.n_byte += n
         self._of_client[client] += n
 
@@ -53,7 +57,12 @@ class Reading:
             del self._of_client[client]
 
 
-async def read_body(request: Request, limits: Limits, reading: Reading | None = None, client: str = "") -> bytes:
+async def read_body(
+    request: Request,
+    limits: Limits,
+    reading: Reading | None = None,
+    client: str = "",
+) -> bytes:
     """The whole body. Raises Refused 413 beyond `limits.body`, 408 after `limits.body_read_s`, 400 if it is compressed; ClientGone.
 
     The rest of a too large body is read and dropped, up to a limit, because a client that is still sending does not read an answer.
@@ -93,15 +102,20 @@ async def read_body(request: Request, limits: Limits, reading: Reading | None = 
 def parse_object(raw: bytes, limits: Limits) -> dict[str, Any]:
     """A JSON object of finite numbers, valid text and bounded depth, or RequestError."""
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+        text = raw.decode("utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise RequestError(f"the body is nested deeper than {limits.json_depth} levels") from None
     except json.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON: {error.msg.lower()} at character {error.pos}") from None
+        raise RequestError(
+            f"the body is not JSON: {error.msg.lower()} at character {error.pos}",
+        ) from None
     except ValueError as error:  # NaN, infinity, or a number of thousands of digits
-        raise RequestError(f"the body holds a number that cannot be used: {str(error).lower()}") from None
+        raise RequestError(
+            f"the body holds a number that cannot be used: {str(error).lower()}",
+        ) from None
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, not {_kind(value)}")
     _check_tree(value, limits.json_depth, check_text=b"\\u" in raw)
@@ -150,4 +164,5 @@ def _check_text(texts: list[str]) -> None:
 
 
 def _kind(value: Any) -> str:
-    return {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

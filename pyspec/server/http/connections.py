@@ -33,7 +33,8 @@ BURSTS = 3  # bursts of accepted connections before the first of them is closed 
 PROBES_S = (0.0, 0.05, 0.5)  # after the client's end of input; then every PROBE_S
 PROBE_S = 2.0
 PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
-QUOTING = re.compile(r"(: | )bytearray\(.*", re.DOTALL)  # h11 repeats the received bytes in its messages
+# h11 repeats the received bytes in its messages
+QUOTING = re.compile(r"(: | )bytearray\(.*", re.DOTALL)
 LINGER_S = 1.0  # a refused client that is still sending gets this time to read the answer
 WRITE_BUFFER = 32 << 10
 """Unread bytes per connection before its writer has to wait; the system buffers as many again."""
@@ -74,7 +75,8 @@ class Connections:
             if not idle:
                 return False
             held = Counter(other.host for other in self.open)
-            max(idle, key=lambda other: held[other.host]).drop()  # the first one has been idle for longest
+            # the first one has been idle for longest
+            max(idle, key=lambda other: held[other.host]).drop()
         self.open[new] = None
         return True
 
@@ -121,7 +123,7 @@ class GuardedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn: a TCP server passes one
         super().connection_made(transport)
         if not self.guard.enter(self):
-            log.warning("%d connections are open and all are busy: a new one is closed", self.guard.most)
+            log.warning("%d connections are open and busy: closing a new one", self.guard.most)
             transport.abort()
             return
         _bound(transport)
@@ -177,7 +179,8 @@ class GuardedProtocol(H11Protocol):
         self._time_reading()
 
     def _time_reading(self) -> None:
-        self._stall_timer = self.loop.call_later(self.guard.limits.stalled_s, self._stalled, self._unread)
+        limit_s = self.guard.limits.stalled_s
+        self._stall_timer = self.loop.call_later(limit_s, self._stalled, self._unread)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -196,7 +199,7 @@ class GuardedProtocol(H11Protocol):
             self._time_reading()
             return
         limit_s = self.guard.limits.stalled_s
-        log.warning("a client has read nothing of its answer for %g s: its connection is closed", limit_s)
+        log.warning("closing a connection: its client has read nothing for %g s", limit_s)
         self.drop()
 
     # -- requests that are not answered -------------------------------------------------------------------------------
@@ -213,7 +216,8 @@ class GuardedProtocol(H11Protocol):
         flaw = self._strict.flaw
         status = flaw.error_status_hint if flaw is not None else 400
         why = QUOTING.sub("", str(flaw or msg))
-        self._answer_and_close(Refused(status if status in TYPES else 400, f"the request can not be read: {why}"))
+        status = status if status in TYPES else 400
+        self._answer_and_close(Refused(status, f"the request can not be read: {why}"))
 
     def _answer_and_close(self, refusal: Refused) -> None:
         """Write the answer, end the stream, and let the client finish: a client that is still sending would see a reset instead."""

@@ -32,9 +32,8 @@ class Cors:
             return
         own = self._headers_for(origin)
         if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-            await Response(headers=own | PREFLIGHT if "Access-Control-Allow-Origin" in own else own)(
-                scope, receive, send
-            )
+            answer = own | PREFLIGHT if "Access-Control-Allow-Origin" in own else own
+            await Response(headers=answer)(scope, receive, send)
             return
 
         async def with_headers(message: Message) -> None:
@@ -47,4 +46,8 @@ class Cors:
     def _headers_for(self, origin: str) -> dict[str, str]:
         if not self._is_known(origin):
             return {"Vary": "Origin"}
-        return {"Access-Control-Allow-Origin": origin, "Access-Control-Allow-Credentials": "true", "Vary": "Origin"}
+        return {
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Allow-Credentials": "true",
+            "Vary": "Origin",
+        }

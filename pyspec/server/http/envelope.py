@@ -36,7 +36,8 @@ TYPES = {
 }
 
 
-MOST_SHOWN, MOST_METHOD = 200, 20  # characters of a path and of a method that answers and logs repeat
+# characters of a path and of a method that answers and logs repeat
+MOST_SHOWN, MOST_METHOD = 200, 20
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -88,11 +89,16 @@ def error_body(error: PyspecError) -> dict[str, Any]:
 def anthropic_error(status: int, message: str) -> tuple[int, dict[str, Any]]:
     """Status and envelope of an error in Anthropic's form: temporary failures are 529."""
     status = 529 if status == 503 else status
-    inner = {"type": ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")}
+    other = "invalid_request_error" if status < 500 else "api_error"
+    inner = {"type": ANTHROPIC_TYPES.get(status, other)}
     return status, {"type": "error", "error": inner | {"message": message}}
 
 
-def error_response(path: str, error: PyspecError, headers: dict[str, str] | None = None) -> Response:
+def error_response(
+    path: str,
+    error: PyspecError,
+    headers: dict[str, str] | None = None,
+) -> Response:
     """An error in the form of the API that the path belongs to."""
     if path.endswith((ANTHROPIC_PATH, f"{ANTHROPIC_PATH}/count_tokens")):
         status, body = anthropic_error(error.status, str(error))
@@ -126,11 +132,14 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code
     path = printable(request.url.path, MOST_SHOWN)
-    what = {404: f"no such path: {path}", 405: f"{path} does not take {printable(request.method, MOST_METHOD)}"}
+    method = printable(request.method, MOST_METHOD)
+    what = {404: f"no such path: {path}", 405: f"{path} does not take {method}"}
     message = what.get(status, HTTPStatus(status).phrase.lower())
-    return error_response(request.url.path, _StatusError(status, message), dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    return error_response(request.url.path, _StatusError(status, message), headers)
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
     """Answer any other exception; the framework logs the traceback and re-raises."""
-    return error_response(request.url.path, _StatusError(500, "the server failed on this request; its log says why"))
+    failure = _StatusError(500, "the server failed on this request; its log says why")
+    return error_response(request.url.path, failure)

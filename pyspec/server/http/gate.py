@@ -28,7 +28,8 @@ class Gate:
         self._app = app
         # HTTP carries bytes: clients encode a non-ASCII key in UTF-8 or in Latin-1
         self._keys = [key.encode() for key in settings.api_keys]
-        self._keys += [key.encode("latin-1") for key in settings.api_keys if not key.isascii() and _is_latin(key)]
+        others = [key for key in settings.api_keys if not key.isascii() and _is_latin(key)]
+        self._keys += [key.encode("latin-1") for key in others]
         self._origins = frozenset(settings.cors_origins)
         self._is_local = all(map(is_loopback, settings.hosts))
         self._most_header = settings.limits.header
@@ -43,11 +44,14 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> Refused | None:
         headers = Headers(scope=scope)
-        if (n := sum(len(name) + len(value) + 4 for name, value in scope["headers"])) > self._most_header:
+        n = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if n > self._most_header:
             return Refused(431, f"the headers have {n} bytes; at most {self._most_header} are taken")
         origin = headers.get("origin")
-        if origin and scope["method"] not in ("GET", "HEAD", "OPTIONS") and not self._is_known(origin, headers):
-            return Refused(403, f"pages of {origin[:80]} may not use this server; allow them with --cors-origin")
+        is_write = scope["method"] not in ("GET", "HEAD", "OPTIONS")
+        if origin and is_write and not self._is_known(origin, headers):
+            why = f"pages of {origin[:80]} may not use this server; allow them with --cors-origin"
+            return Refused(403, why)
         if self._keys and scope["path"] not in PUBLIC and not self._has_key(headers):
             return Refused(401, "invalid api key; send it as Authorization: Bearer KEY")
         return None
@@ -73,8 +77,10 @@ def foreign_host(scope: Scope, settings: ServerSettings) -> Refused | None:
     With API keys the check is not needed, because such a page has none.
     """
     server = scope.get("server")
-    if settings.api_keys or not all(map(is_loopback, settings.hosts)) or server is None or server[1] is None:
-        return None  # no page comes over a unix socket; uvicorn before 0.35 gives no address for one
+    is_local = all(map(is_loopback, settings.hosts))
+    if settings.api_keys or not is_local or server is None or server[1] is None:
+        # no page comes over a unix socket; uvicorn before 0.35 gives no address for one
+        return None
     host = Headers(scope=scope).get("host", "")
     name = re.sub(r":\d+$", "", host).strip("[]")
     known = {origin.split("://", 1)[-1] for origin in settings.cors_origins}
@@ -90,7 +96,8 @@ def foreign_host(scope: Scope, settings: ServerSettings) -> Refused | None:
 def key_of(headers: Headers) -> bytes:
     """The API key of a request as bytes; empty if it has none."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    return (token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode("latin-1", "replace")
+    key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return key.encode("latin-1", "replace")
 
 
 def _is_latin(key: str) -> bool:

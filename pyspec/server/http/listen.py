@@ -30,7 +30,8 @@ def listen(settings: ServerSettings) -> list[socket.socket]:
                 bound.append(_unix(Path(host.removeprefix("unix:"))))
             else:
                 bound.append(_tcp(host, port, settings))
-                port = bound[-1].getsockname()[1]  # with port 0, the other hosts use the port that the first one got
+                # with port 0, the other hosts use the port that the first one got
+                port = bound[-1].getsockname()[1]
     except ConfigError:
         for sock in bound:
             sock.close()
@@ -58,13 +59,17 @@ def _unix(path: Path) -> socket.socket:
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
             if _answers(path):
-                raise ConfigError(f"cannot listen on {path}: another server does; choose another with --host")
+                raise ConfigError(
+                    f"cannot listen on {path}: another server does; choose another with --host",
+                )
             path.unlink()
         sock.bind(str(path))
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}; choose another with --host") from error
+        raise ConfigError(
+            f"cannot listen on {path}: {error.strerror or error}; choose another with --host",
+        ) from error
     except ConfigError:
         sock.close()
         raise
@@ -99,5 +104,6 @@ def url_of(sock: socket.socket, settings: ServerSettings) -> str:
 
 def _is(name: str, address: str) -> bool:
     with contextlib.suppress(OSError):
-        return any(found[4][0] == address for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+        infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        return any(found[4][0] == address for found in infos)
     return False

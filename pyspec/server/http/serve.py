@@ -71,7 +71,8 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             for sock in sockets or ():
-                sock.listen(BACKLOG)  # length of the system's queue; uvicorn has one number for that and for a burst
+                # length of the system's queue; uvicorn has one number for that and for a burst
+                sock.listen(BACKLOG)
             sys.setswitchinterval(min(SWITCH_S, self._switch_s))
             self._on_ready()
 
@@ -119,9 +120,8 @@ class Server(uvicorn.Server):
     def _log_draining(self) -> None:
         if self.door.service is not None:
             drain_s = self.door.service.settings.limits.drain_s
-            log.info(
-                "ending%s", self._running(f"; running requests: %d; they get {drain_s:g} s, or until a second signal")
-            )
+            more = self._running(f"; running requests: %d; they get {drain_s:g} s, or until a second signal")
+            log.info("ending%s", more)
 
     def _running(self, text: str) -> str:
         service = self.door.service
@@ -132,7 +132,8 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield  # a caller that runs this in a thread sets should_exit
             return
-        handled = [sig for sig in SIGNALS if sig != signal.SIGHUP or signal.getsignal(sig) != signal.SIG_IGN]  # nohup
+        is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup
+        handled = [sig for sig in SIGNALS if sig != signal.SIGHUP or not is_ignored]
         before = {sig: signal.signal(sig, self.handle_exit) for sig in handled}
         try:
             yield
@@ -141,7 +142,11 @@ class Server(uvicorn.Server):
                 signal.signal(sig, handler)
 
 
-def make_server(app: Starlette | None, settings: ServerSettings, on_ready: Callable[[], None] = lambda: None) -> Server:
+def make_server(
+    app: Starlette | None,
+    settings: ServerSettings,
+    on_ready: Callable[[], None] = lambda: None,
+) -> Server:
     """A configured server, not yet started; `server.run(sockets=[...])` serves until should_exit.
 
     app  None: set later, through the server's `door`
@@ -189,10 +194,12 @@ def run(
     """
     settings.check()
     with ExitStack() as held:
-        bound = [held.enter_context(sock) for sock in (listen(settings) if sockets is None else sockets)]
+        ready = listen(settings) if sockets is None else sockets
+        bound = [held.enter_context(sock) for sock in ready]
         held.callback(unlink, settings)
         urls = [url_of(sock, settings) for sock in bound]
-        log.info("listening on %s", ", ".join(urls), extra={"fields": {"event": "listening", "urls": urls}})
+        fields = {"event": "listening", "urls": urls}
+        log.info("listening on %s", ", ".join(urls), extra={"fields": fields})
         server = make_server(None, settings)
         loaded: list[EngineLike] = []
         failed: list[BaseException] = []

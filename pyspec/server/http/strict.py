@@ -57,7 +57,8 @@ def flaw_of(head: bytes, request: h11.Request) -> tuple[int, str] | None:
         return 400, "a header is folded over two lines; write it on one"
     if twice := next((name for name in ONCE if raw_names[name] > 1), None):
         return 400, f"the header {twice.decode()} is there twice"
-    if any(line.lower().startswith(b"content-length:") and b"," in line for line in lines):  # h11 reads "5, 5" as 5
+    # h11 reads "5, 5" as 5
+    if any(line.lower().startswith(b"content-length:") and b"," in line for line in lines):
         return 400, "the header content-length has more than one value"
     if names[b"transfer-encoding"] and names[b"content-length"]:
         return 400, "Content-Length and Transfer-Encoding contradict each other; send one of them"

@@ -63,7 +63,8 @@ def loading_page(loading: Mapping[str, object], status: int) -> Response:
     loading  "stage" and "fraction" of the current work; empty before the first report
     """
     stage, fraction = str(loading.get("stage", "")), loading.get("fraction")
-    said = f"{stage}: {100 * fraction:.0f} %" if isinstance(fraction, float | int) and stage else "It has just begun."
+    is_known = isinstance(fraction, float | int) and stage
+    said = f"{stage}: {100 * fraction:.0f} %" if is_known else "It has just begun."
     value = f' value="{fraction}"' if isinstance(fraction, float | int) else ""
     body = LOADING_PAGE.format(every=EVERY_S, style=LOADING_STYLE, stage=escape(said), value=value)
     headers = {
