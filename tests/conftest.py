@@ -1,7 +1,7 @@
-"""Tests import each other's helper modules by name; nothing else is shared but the seed, which cases are slow, and what ops run as.
+"""Tests import each other's helper modules by name; they share only the seed, the choice of slow cases, and the tier of kernels.
 
-PYSPEC_TEST_KERNELS=triton runs what leaves the choice of kernels open in that tier (make check-gpu KERNELS=triton). PYSPEC_TEST_TIMES=1
-writes a line when a test has ended, so that a run that is cut off shows what passed, and what it took.
+PYSPEC_TEST_KERNELS=triton uses that tier in tests that leave the kernels open (make check-gpu KERNELS=triton). PYSPEC_TEST_TIMES=1
+writes a line at each test's end, so that an interrupted run shows the passed tests and their times.
 """
 
 import os
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if os.environ.get("PYSPEC_TEST_TIMES") and (report.when == "call" or report.outcome != "passed"):
         line = f"{report.outcome} {report.nodeid.rpartition('::')[2]}: {report.duration:.1f} s\n"
-        os.write(2, f"\n{line}".encode())  # past whatever pytest keeps of it
+        os.write(2, f"\n{line}".encode())  # past pytest's capture
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def _same_numbers_every_time() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _kernels() -> Iterator[None]:
-    """What is "auto" elsewhere is what was asked for here."""
+    """The requested tier in place of "auto"."""
     if KERNELS == "auto":
         yield
         return

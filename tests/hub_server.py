@@ -1,4 +1,4 @@
-"""A hub of one repository on this machine: lists files, serves ranges, breaks off, and lies about contents when told to."""
+"""A hub of one repository on this machine: lists files, serves ranges, breaks off, and serves wrong contents on request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMIT = "0" * 39 + "1"
 
 @dataclass
 class FakeHub:
-    """What is served. `cut`: bytes after which the next answers break off; `lies`: files served with other bytes.
+    """The served files. `cut`: bytes after which the next answers break off; `lies`: files served with other bytes.
     `sizeless`: files whose size is not said before they come. `pace`: seconds between the pieces of a file, eight of them."""
 
     files: dict[str, bytes]

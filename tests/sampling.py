@@ -1,11 +1,11 @@
 """Which cases of a test run in `make test`, and which in `make test-all` alone.
 
-Many tests have more cases than are worth a run each time. What is left out is marked slow, never dropped:
+Many tests have more cases than are worth a run each time. The other cases are marked slow, never dropped:
 
 * `@pytest.mark.sampled` keeps few cases in which all pairs of values occur that occur in any: nearly all mistakes need no more
   than two things to meet. `@pytest.mark.sampled(1)` keeps every value once; `most=2` keeps two of these, where each takes long.
-* A parameter `arch` is sampled by NEIGHBOURS: what compiles for the oldest and for ours compiles for those that are like either.
-* `few(values, *kept)` keeps what is named.
+* A parameter `arch` is sampled by NEIGHBOURS: code that compiles for the oldest and for ours compiles for similar ones.
+* `few(values, *kept)` keeps the named values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 NEIGHBOURS = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_100a": "sm_90a", "sm_120f": "sm_90a"}
-"""What is left out, and what stands for it."""
+"""Omitted architectures, and those that stand for them."""
 Case = Mapping[str, Hashable]
 
 
@@ -33,9 +33,9 @@ def meetings(case: Case, strength: int) -> set[Hashable]:
 
 
 def cover(cases: Sequence[Case], strength: int, most: int | None = None) -> set[int]:
-    """Indices of few cases in which all meetings occur, or as many as in `most` cases can; the same for the same cases, whoever asks.
+    """Indices of few cases in which all pairs of values occur, or as many as `most` cases allow; the same for the same cases.
 
-    Among those with most of what is still to meet comes first whose values were chosen least.
+    Among the cases with most new pairs, the one with the least chosen values comes first.
     """
     left = [meetings(case, strength) for case in cases]
     chosen: set[int] = set()
@@ -50,7 +50,7 @@ def cover(cases: Sequence[Case], strength: int, most: int | None = None) -> set[
 
 
 def mark_slow(items: Iterable[pytest.Item]) -> None:
-    """Mark what `make test` leaves out."""
+    """Mark the cases that `make test` leaves out."""
     tests: dict[str, list[tuple[pytest.Function, pytest.Mark]]] = {}
     for item in items:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
@@ -72,7 +72,7 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
 def all_pairs(values: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashable]]:
     """Few cases, one value of each parameter, in which every two values of two parameters meet; the same for the same parameters.
 
-    One case after the other takes, parameter by parameter, what meets most that has not met yet; of equals what was taken least.
+    Each case takes, parameter by parameter, the value with most new pairs; among equals the least chosen one.
     """
     names = sorted(values, key=lambda name: (-len(values[name]), name))
     left = {frozenset(((a, x), (b, y))) for a, b in combinations(names, 2) for x in values[a] for y in values[b]}

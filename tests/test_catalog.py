@@ -1,4 +1,4 @@
-"""The catalogue: names become files, and what is wrong is said in one line."""
+"""The catalogue: names become files, and mistakes are reported in one line."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def stairs(rows: int) -> float:
 
 @dataclass
 class Machine:
-    """Decodes with a controller; a round takes what `cost` and `draft_cost` say, with noise on top."""
+    """Decodes with a controller; a round takes `cost` plus `draft_cost`, with noise."""
 
     cost: Cost
     draft_cost: float
@@ -284,7 +284,7 @@ GRAPHS |= {
 
 @dataclass(frozen=True)
 class Card:
-    """What a model's rounds take. graphs: ms of a verify by padded rows; draft: ms of one, of each pass where they are chained."""
+    """Times of a model's rounds. graphs: ms of a verify by padded rows; draft: ms of one, of each pass if they are chained."""
 
     graphs: dict[int, float]
     n_max: int = 15
@@ -317,7 +317,7 @@ def served(n_slot: int, chance: float, n_round: int, requests: bool = True, card
     rng, n_max, graphs = random.Random(3), card.n_max, card.graphs
     timer = Timer(lambda n_row: bucket_of(n_row) or bucket(n_row))
     controller = Controller(n_slot, n_max, chained=card.chained, verify_ms=timer)
-    for n in (0, n_max // 2, n_max):  # what the warm-up measures
+    for n in (0, n_max // 2, n_max):  # measured by the warm-up
         for _ in range(4):
             rows, live = n_slot * (n + 1), n_slot if n else 0
             controller.timed(rows, n_slot, graphs[bucket_of(rows)], live, n, card.draft_ms(n_slot, live, n))
@@ -385,7 +385,7 @@ def test_a_choice_of_no_drafts_stands_until_something_changes(monkeypatch: pytes
 
 
 def one_by_one(c: Controller, caps: list[tuple[int, int]]) -> list[int]:
-    """What `_best` means, written as it is told: the likeliest row up to a depth goes next, and the best ratio on the way wins."""
+    """The definition of `_best`, written plainly: the likeliest row up to a depth goes next, and the best ratio on the way wins."""
     busy, survive = len(caps), c.texts.survive([slot for slot, _ in caps])
     plain = busy / c.verify_ms(busy)
     survive[:, 0] += c._news(caps, plain)
@@ -434,7 +434,7 @@ def test_all_lengths_at_once_are_weighed_as_one_by_one(seed: int) -> None:
 
 
 def promised(c: Controller, caps: list[tuple[int, int]], picked: list[int]) -> float:
-    """Tokens a millisecond; who drafts is weighed, too, where drafts for more slots are dear."""
+    """Tokens per millisecond; drafting slots are weighed, too, if drafts for more slots are expensive."""
     survive = c.texts.survive([slot for slot, _ in caps])
     survive[:, 0] += c._news(caps, len(caps) / c.verify_ms(len(caps)))
     tokens, live = (
@@ -459,7 +459,7 @@ def test_offers_are_taken_where_they_promise_more_than_the_drafter() -> None:
 
 
 def test_an_offer_alone_costs_its_rows_and_no_draft() -> None:
-    """A drafter so dear that nobody would ask it: an offer's tokens are drafted all the same."""
+    """A drafter too expensive to be used: an offer's tokens are drafted all the same."""
     m = Machine(flat, 500.0, n_slot=2)
     m.run(300, [0.5] * 2)
     sure = [0.9**i for i in range(1, 5)]
@@ -499,7 +499,7 @@ def test_a_slot_without_drafts_says_why_where_others_draft() -> None:
 
 
 def test_a_text_that_is_not_known_is_asked_and_says_so() -> None:
-    """Two kinds of texts, half are easy: a slot that was wrong for long is asked again, more often than where nobody is ever right."""
+    """Two kinds of texts, half are easy: a slot that was wrong for long is tried again, more often than if all slots are always wrong."""
 
     def asked(easy: float) -> int:
         m = Machine(flat, 9.0, n_slot=1)

@@ -42,7 +42,7 @@ class Start:
         self.ms, self.tokens, self.n_round = 0.0, 0, 0
 
     def told(self, ms: float) -> float:
-        """What a clock says of something that takes `ms` on an idle machine."""
+        """A clock's reading for work that takes `ms` on an idle machine."""
         ms *= 1 + 0.1 * self.rng.expovariate(3)
         return ms * self.rng.uniform(3, 12) if self.noise and self.rng.random() < self.inflated else ms
 
@@ -77,7 +77,7 @@ class Start:
 
     @property
     def lost(self) -> float:
-        """Of the time of plain decoding, had every round taken what it takes on an idle machine."""
+        """Relative to the time of plain decoding on an idle machine."""
         return self.ms / (10 * self.tokens) - 1
 
 
@@ -99,7 +99,7 @@ def test_the_first_answers_of_a_fresh_engine_draft(inflated: float, quiet: int) 
 @pytest.mark.parametrize("draft_ms", [30.0, 60.0, 120.0])
 @pytest.mark.parametrize("inflated", [0.0, 0.5, 0.9])
 def test_drafts_that_are_truly_dear_stop(draft_ms: float, inflated: float) -> None:
-    """Half of the drafts are right, and each takes what 3 to 12 plain rounds take."""
+    """Half of the drafts are right, and each takes as long as 3 to 12 plain rounds."""
     for seed in range(30):
         start = Start(seed, inflated, draft_ms=draft_ms, acceptance=0.5)
         early, late = start.serve(25), start.serve(50)

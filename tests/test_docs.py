@@ -1,4 +1,4 @@
-"""What the documents say of the tree is true: files, links, commands, figures."""
+"""The documents' statements about the tree are true: files, links, commands, figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people import, and what a reader of the core meets, says what it is for."""
+"""The public API and the core have docstrings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _is_property(node: Named) -> bool:
 
 
 def _says_itself(node: Named) -> bool:
-    """A property of a line or two: what it gives is its name; and a signature of a function that is explained below it."""
+    """A property of a line or two is explained by its name; a function's overloads are explained by the last one."""
     if "overload" in {getattr(d, "id", "") for d in getattr(node, "decorator_list", ())}:
         return True
     return _is_property(node) and (node.end_lineno or node.lineno) - node.lineno <= 3
@@ -40,7 +40,7 @@ def _explained(owner: ast.AST) -> dict[str, bool]:
 
 @cache
 def _contracts() -> list[dict[str, bool]]:
-    """The protocols of these modules: what they explain need not be explained again where it is fulfilled."""
+    """The protocols of these modules: methods explained there need no docstring where they are implemented."""
     classes = [node for path in PUBLIC for node in _tree(path).body if isinstance(node, ast.ClassDef)]
     return [_explained(c) for c in classes if any(getattr(base, "id", "") == "Protocol" for base in c.bases)]
 

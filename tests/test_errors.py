@@ -1,4 +1,4 @@
-"""Errors are data: they cross processes and stay what they are."""
+"""Errors are data: they cross processes unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example runs as it stands. One engine serves them all: what it takes to load one is not what they show."""
+"""Every example runs unchanged. One engine serves them all, because they do not show the cost of a load."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def engine() -> Iterator[pyspec.Engine]:
 
 @pytest.fixture(autouse=True)
 def lent(engine: pyspec.Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
-    """Loads give the one engine, and what they were given is kept."""
+    """Loads return the one engine, and their parameters are recorded."""
     loads: list[tuple[Any, Any]] = []
 
     def load(*args: Any, **settings: Any) -> Lent:

@@ -218,7 +218,7 @@ def test_fit_fetches_no_more_than_heads(there: FakeHub, tmp_path: Path, monkeypa
     hub.from_hub(REPO)
     there.asked = []
     assert fit("-hf", REPO, "--spec-type", "none")["plan"]["weights"] == about["plan"]["weights"]
-    assert not [a for a in there.asked if a[0] == "GET"]  # what is here is read where it is
+    assert not [a for a in there.asked if a[0] == "GET"]  # local files are read in place
 
 
 def test_fit_needs_the_size_of_what_it_does_not_fetch(there: FakeHub, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""What is said about installing, and what `make` installs: our own distribution, and a torch that suits the machine."""
+"""The documented installation, and that of `make`: our own distribution, and a torch that suits the machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def distributions(line: str) -> list[str]:
-    """Names of what a `pip install` line takes from the index."""
+    """Names of the packages that a `pip install` line takes from the index."""
     words = [word.strip("'\"") for word in line.split()]
     after_option = {
         i + 1 for i, word in enumerate(words) if word in ("-c", "-r", "--constraint", "--requirement", "--index-url")
@@ -97,7 +97,7 @@ def test_a_driver_is_seen_by_what_the_kernel_shows_or_by_its_tool(tmp_path: Path
 
 
 class Machine:
-    """Runs nothing: notes what it is asked to run, and fails what begins with a word of `broken`."""
+    """Runs nothing: records the commands, and fails those that begin with a word of `broken`."""
 
     def __init__(self, *broken: str) -> None:
         self.broken, self.ran, self.said = broken, list[str](), list[str]()

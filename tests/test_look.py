@@ -1,4 +1,4 @@
-"""Look, then fetch: what does not run, does not fit or can not be reached is told before a download, with what to do instead."""
+"""Look, then fetch: a model that does not run or fit, or cannot be reached, is refused before a download, with an alternative."""
 # ruff: noqa: F811
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_a_model_that_no_machine_runs_is_refused_by_its_head(there: FakeHub, tmp
 
 
 def test_an_unknown_model_with_an_mtp_block_is_no_drafter(there: FakeHub, tmp_path: Path):
-    """GLM-4.5's and DeepSeek-V3's files have one: to be told that they are drafters leads nowhere."""
+    """GLM-4.5's and DeepSeek-V3's files have an MTP block: calling them drafters would mislead."""
     there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=True), b"glm4me")}
     done = call("fit", "-hf", REPO)
     assert done.exit_code == 3 and "m-Q8_0.gguf is a model of the architecture 'glm4me'" in done.stderr, done.output
@@ -314,7 +314,7 @@ def test_run_without_a_terminal_shows_lines(there: FakeHub, tmp_path: Path, monk
 
 
 def test_a_server_looks_in_a_process_of_its_own(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With what the environment says of the hub, which is all that another process knows."""
+    """With the hub's environment variables, which are all that another process knows."""
     there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9")}
     monkeypatch.setenv("HF_ENDPOINT", there.url)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -1,4 +1,4 @@
-"""What runs llama.cpp's server tests, over a source that has one of them: from any folder, and a mistake is one line."""
+"""The runner of llama.cpp's server tests, over a source with one test: works from any folder, and a mistake is one line."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_tests_that_do_not_run_are_told(called: Path, source: Path, monkeypatch:
 
 @pytest.mark.parametrize("target", ["peer", "sanitize", "check-gpu"])
 def test_a_target_that_wants_something_says_so_at_once(target: str, tmp_path: Path) -> None:
-    """In a folder without anything installed: nothing is before it has what it wants."""
+    """In a folder without installed packages: nothing happens before all requirements are there."""
     (tmp_path / "Makefile").write_bytes((ROOT / "Makefile").read_bytes())
     env = {"PATH": os.defpath, "HOME": str(tmp_path)}
     done = subprocess.run(

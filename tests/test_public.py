@@ -1,4 +1,4 @@
-"""What `import pyspec` offers, and what it costs."""
+"""The names that `import pyspec` offers, and its cost."""
 
 import subprocess
 import sys

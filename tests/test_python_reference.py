@@ -1,4 +1,4 @@
-"""docs/python.md is what the docstrings say, and these say all there is."""
+"""docs/python.md matches the docstrings and lists all of the API."""
 
 from __future__ import annotations
 

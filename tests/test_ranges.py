@@ -1,4 +1,4 @@
-"""What a request may hold: every field refuses what has no meaning, in one line that names field, value and range."""
+"""Legal values of a request: every field refuses meaningless values, in one line with field, value and range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the controller loses against an oracle that knows acceptance and costs: some cells of tools/regret.py."""
+"""The controller's loss against an oracle that knows acceptance and costs: some cells of tools/regret.py."""
 
 from __future__ import annotations
 

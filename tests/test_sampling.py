@@ -1,4 +1,4 @@
-"""What `make test` leaves out is marked slow, and what it keeps has every pair of values."""
+"""Cases that `make test` leaves out are marked slow, and the kept ones have every pair of values."""
 
 from __future__ import annotations
 

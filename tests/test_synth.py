@@ -147,7 +147,7 @@ def test_downs_of_experts_of_two_bits_are_finer_and_tables_name_experts_once(tmp
 def test_no_scale_stands_in_an_mtp_block_and_its_weights_have_their_size_all_the_same(
     model: str, quant: str, tmp_path: Path
 ) -> None:
-    """llama.cpp skips an MTP block that is not asked for, counts the scales in it as tensors that nobody took, and refuses the file."""
+    """llama.cpp skips an MTP block unless requested, counts its scales as unused tensors, and refuses the file."""
     dims = find(model, tiny=True)
     with open_gguf(synth.write(model, tmp_path / "m.gguf", quant=quant, tiny=True)) as file:
         inside = [name for name in file.tensors if name.startswith(f"blk.{dims.n_layer}.")]
@@ -161,7 +161,7 @@ def test_no_scale_stands_in_an_mtp_block_and_its_weights_have_their_size_all_the
 
 
 def test_the_real_nemotron_has_two_such_tensors() -> None:
-    """What llama.cpp missed: the products of 512 experts, of which it wanted the scales or nothing."""
+    """Missing in llama.cpp: the products of 512 experts, for which it required the scales or none."""
     dims = find("nemotron-3-super")
     specs = [s for s in layout.tensors(dims, Parts(mtp=True)) if s.name.startswith(f"blk.{dims.n_layer}.")]
     kinds = {s.name: synth._type_of(s, dims, "nvfp4_moe") for s in specs}
@@ -171,7 +171,7 @@ def test_the_real_nemotron_has_two_such_tensors() -> None:
 
 @pytest.mark.parametrize("name", [*synth.TINY, *synth.MODELS])
 def test_a_drafter_taps_no_last_layer(name: str) -> None:
-    """llama.cpp reads what a layer leaves as the next one's input, and behind the last there is none."""
+    """llama.cpp reads a layer's output as the next one's input, and after the last layer there is none."""
     dims = find(name, tiny=name in synth.TINY)
     taps = drafter_of(dims).taps
     assert taps and max(taps) < dims.n_layer - 1

@@ -1,4 +1,4 @@
-"""An engine that is a clock: rounds of fixed work and fixed waiting, so that what serving costs is all that varies."""
+"""An engine that is a clock: rounds of fixed work and fixed waiting, so that only the cost of serving varies."""
 
 from __future__ import annotations
 

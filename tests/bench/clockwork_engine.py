@@ -17,9 +17,9 @@ from pyspec.request import Event, Metrics, Request
 
 
 class ClockworkCore(Clockwork):
-    """What pyspec.engine.process.engine_main needs of a core; a round's events are handed over together, as a real one does it.
+    """The parts of a core that pyspec.engine.process.engine_main needs; a round's events are sent together, as by a real one.
 
-    Its metrics tell the medians of the turn so far: host_ms of work, sample_ms of handing over.
+    Its metrics are medians of the turn so far: host_ms of work, sample_ms of sending.
     """
 
     def __init__(self, hand_over: Callable) -> None:

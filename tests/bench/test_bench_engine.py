@@ -1,4 +1,4 @@
-"""The benchmark on the packaged pair: that it runs, says what it is, and fails on a regression."""
+"""The benchmark on the packaged pair: it runs, reports its setup, and fails on a regression."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns through HTTP: what the clients' record is judged by, and what serving may cost."""
+"""Turns through HTTP: evaluation of the clients' record, and the limit of serving's cost."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_round_wakes_the_server_once(monkeypatch: pytest.MonkeyPatch):
         real(self, inbox)
 
     def share() -> float:
-        """Of announcements that woke it: all of them if what is announced while it is awake woke it, too."""
+        """Share of announcements that woke the loop; 1 if announcements to an awake loop wake it, too."""
         wakes.clear()
         engine = Clockwork(8, host_ms=1.0, device_ms=5.0, is_deferring=True)
         with served(engine) as port, Clients(port) as clients:

@@ -1,4 +1,4 @@
-"""How a turn is measured, on scripted events: what counts for the rate and what does not."""
+"""Measurement of a turn, on scripted events: the rounds that count for the rate."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_kernels_name_tells_its_part(part: str, name: str):
 def test_parts_are_milliseconds_of_one_round():
     records = [
         (100.0, 30_100.0, "linear"),
-        (40_100.0, 40_200.0, "Memset (Device)"),  # listed before what began before it
+        (40_100.0, 40_200.0, "Memset (Device)"),  # listed before an earlier kernel
         (10_000.0, 40_100.0, "rows"),  # waited for the product, then ran 10 ms
         (41_000.0, 45_000.0, "gdn_rows"),
         (42_000.0, 44_000.0, "attend_split"),  # beside it all along

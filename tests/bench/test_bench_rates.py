@@ -73,7 +73,7 @@ class Staggered:
 
 
 def rates(engine: Staggered, n: int, n_predict: int, n_prompt: int) -> list[str]:
-    """What is said of two turns, plain and drafted."""
+    """The lines about two turns, plain and drafted."""
     engine.turn(n)
     lines: list[str] = []
     plan = Plan(streams=(n,), turns=2, n_prompt=n_prompt, n_predict=n_predict, random_prompts=True, warm_up=False)

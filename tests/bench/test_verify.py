@@ -1,4 +1,4 @@
-"""`pyspec verify`: equal texts are equal, near ties are told from bugs, and proving nothing is an error."""
+"""`pyspec verify`: equal texts are equal, near ties are distinguished from bugs, and proving nothing is an error."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Stopped(Exception):
 
 
 def flags(*args: str) -> BenchFlags:
-    """What the command would measure."""
+    """The parameters that the command would measure."""
     seen: list[BenchFlags] = []
 
     def measured(engine: EngineChoice, given: BenchFlags, case: str) -> list[Report]:

@@ -1,4 +1,4 @@
-"""The command line's border: help, exit codes, hints, and what it does not import."""
+"""The command line's border: help, exit statuses, hints, and modules that stay unloaded."""
 
 from __future__ import annotations
 

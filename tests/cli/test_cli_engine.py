@@ -254,7 +254,7 @@ DRAFTER = FIXTURES.parents[1] / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
         (4, ["demo", "-md", str(FIXTURES / "deepseek4_mtp.gguf")], "the drafter has 300 tokens, the target 4096"),
         (5, ["demo", "-np", "8", "-c", "16777216", "-dev", "cpu"], "this would fit: -c "),
         (6, ["demo", "-dev", "cuda:99"], "device 'cuda:99' can not be used"),
-        (6, ["demo", "-dev", "cuda:99"], "-dev"),  # what to type instead
+        (6, ["demo", "-dev", "cuda:99"], "-dev"),  # the suggested command
         (
             4,
             ["-m", str(FIXTURES / "qwen3.gguf"), "-md", str(FIXTURES / "qwen3_tied_q8_0.gguf")],

@@ -1,4 +1,4 @@
-"""`pyspec config` and `pyspec completion`: where values come from, what becomes of flags, what a shell completes."""
+"""`pyspec config` and `pyspec completion`: origins of values, support of flags, shell completion."""
 
 from __future__ import annotations
 

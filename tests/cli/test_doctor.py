@@ -1,4 +1,4 @@
-"""`pyspec doctor` on a machine without a GPU: it says so, and what runs instead."""
+"""`pyspec doctor` on a machine without a GPU: it reports the missing GPU and the implementations in use."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--log-format": ("", "json"),
     "--verbosity": ("", "0", "5"),
 }
-"""Flags that change what is loaded or served. "": not given; "on", "off": a switch."""
+"""Flags that change the load or the server. "": not given; "on", "off": a switch."""
 
 
 def words(case: dict[str, Any]) -> list[str]:
@@ -98,7 +98,7 @@ class Accepted(PyspecError):
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Path, EngineSettings]]]:
-    """What loads were asked for."""
+    """The parameters of loads."""
     found: list[tuple[Path, EngineSettings]] = []
 
     def accept(target: str, draft: str | None, values: dict[str, object], isolated: bool = False) -> None:

@@ -34,7 +34,7 @@ BASE = {
     "fit": ["demo"],
     "verify": ["demo"],
 }
-"""What each command needs besides, to run."""
+"""Other flags that each command needs to run."""
 NEVER = ("nan", "inf", "-inf", "1e99", "-99999999999", "99999999999999999999999", "", "x")  # no number means these
 PERHAPS = ("-5", "-1", "0", "1.5", "100000", "meta", "cuda:999999")
 ACCEPTED = 99
@@ -96,7 +96,7 @@ def call(command: str, option: click.Option, value: str) -> Result:
 
 
 def error_of(result: Result) -> str:
-    """The line that says what is wrong. No traceback came instead."""
+    """The line of the error. There was no traceback."""
     assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
     return result.stderr.rstrip("\n").rpartition("Error: ")[2]
 
@@ -163,7 +163,7 @@ def ends() -> Iterator[tuple[str, object] | ParameterSet]:
 @pytest.mark.sampled(most=6)
 @pytest.mark.parametrize(("name", "value"), ends())
 def test_the_ends_of_every_range_load_or_are_refused(name: str, value: object) -> None:
-    """A range is only right if what it allows does not end in a traceback later."""
+    """A range is right only if none of its values ends in a traceback later."""
     values = {"np": 2, "ctx": 64, "spec_type": "ngram", "warm_up": False, "device": "cpu", name: value}
     n_thread = torch.get_num_threads()
     try:

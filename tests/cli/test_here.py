@@ -1,4 +1,4 @@
-"""`pyspec list` and `pyspec ps`: what lies on this machine, and what runs on it."""
+"""`pyspec list` and `pyspec ps`: models on this machine, and running servers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ VALUES = ("3", "1")
 
 
 class Loaded(PyspecError):
-    """Raised where a load would begin, with what it was given."""
+    """Raised in place of a load, with its parameters."""
 
     exit_code = 99
 

@@ -47,7 +47,7 @@ def test_a_full_stderr_changes_no_exit_status(command: str) -> None:
 
 @pytest.mark.parametrize("closed", ["2", "1, 2", "0, 1, 2"])
 def test_what_takes_the_place_of_a_closed_stream_is_there_for_children_too(closed: str) -> None:
-    """A child without them has its next file or socket in their place, and what it logs goes there."""
+    """A child with closed streams would get its next file or socket in their place, and log into it."""
     code = f"""
         import os, subprocess, sys
         for fd in ({closed},):

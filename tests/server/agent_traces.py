@@ -1,6 +1,6 @@
 """Sequences of requests as coding agents send them: a long system prompt, twenty tools, and a history that grows by calls and results.
 
-They are our own, in the shape of what agents send on each interface. `scale` 1 has about 14,000 tokens before the first word of the user
+Own texts in the shape of agents' requests on each API. `scale` 1 has about 14,000 tokens before the first word of the user
 with the demo model's tokenizer; smaller ones keep the ratios.
 """
 
@@ -64,7 +64,7 @@ def functions(scale: float) -> list[dict[str, Any]]:
 
 
 def turns(scale: float, n: int) -> list[tuple[str, str, str]]:
-    """What the agent's model said, the file it asked for and what that file held, for each turn but the last."""
+    """The model's text, the requested file and its contents, for each turn but the last."""
     return [(prose(200 + i, int(90 * scale)), f"src/part_{i}.py", prose(300 + i, int(400 * scale))) for i in range(n)]
 
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, told what to do over WebDriver's HTTP protocol (W3C): just what the tests of the page need."""
+"""A headless Chromium, driven over WebDriver's HTTP protocol (W3C): only the parts that the tests of the page need."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Browser:
         self._ask("POST", "/url", {"url": url})
 
     def run(self, script: str) -> Any:
-        """What a script returns."""
+        """The value that a script returns."""
         return self._ask("POST", "/execute/sync", {"script": script, "args": []})
 
     def _find(self, selector: str) -> str:
@@ -100,7 +100,7 @@ class Browser:
         return self.run(f"return document.querySelector({json.dumps(selector)})?.textContent ?? ''")
 
     def complaints(self) -> list[str]:
-        """What the console has said since the last time: scripts that failed, what the policy forbade."""
+        """New console messages: failed scripts, and violations of the policy."""
         return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"})]
 
     def resize(self, width: int, height: int) -> None:
@@ -113,7 +113,7 @@ class Browser:
 
 
 def until(claim: Callable[[], Any], limit_s: float = 20.0) -> Any:
-    """Wait until it holds; what it then gave. The limit is for hangs."""
+    """Wait until the condition holds; returns its value. The limit is for hangs."""
     end = time.monotonic() + limit_s
     while not (value := claim()):
         assert time.monotonic() < end, "it did not happen in time"

@@ -62,7 +62,7 @@ class ByteTokenizer:
 
 
 class LineTemplate:
-    """`role: content` lines; refuses a role called "bad", as templates refuse what they do not know."""
+    """`role: content` lines; refuses a role called "bad", as templates refuse unknown roles."""
 
     def render(
         self,
@@ -104,7 +104,7 @@ class LineTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What the engine does with the requests that come next."""
+    """The engine's behaviour for the next requests."""
 
     text: str = "Hello, world"
     width: int = 3  # tokens a round commits
@@ -130,7 +130,7 @@ class Running:
 
 
 class FakeEngine:
-    """Answers every request with the script's text. Counts what it is told, so tests can look."""
+    """Answers every request with the script's text. Counts calls, so that tests can check them."""
 
     def __init__(self, n_slot: int = 4, n_ctx: int = 512, n_queue: int = 8) -> None:
         self.info = EngineInfo(

@@ -1,4 +1,4 @@
-"""A server on a real port, and waiting for what it does."""
+"""A server on a real port, and helpers that wait for its reactions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Coding agents' requests on the demo model, which is recurrent: from the second turn on the prompt comes from the prefix cache.
 
-A recurrent state can be gone on from only where one was kept, so this is the hard case: what holds here holds for attention alone.
+A recurrent state can be continued only from a checkpoint, so this is the hard case; attention alone is easier.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def counts(app: App, trace: str, scale: float, n: int) -> list[tuple[int, int]]:
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("trace", ["claude", pytest.param("codex", marks=pytest.mark.slow), "cline"])
 def test_what_the_last_prompt_had_comes_from_the_cache(engine: Templated, trace: str) -> None:
-    """All of it but what an end costs: a checkpoint lies on a page border, and 64 tokens from the next."""
+    """All tokens except the loss at the end: a checkpoint lies on a page border, and 64 tokens from the next."""
     app = App(create_app(engine, ServerSettings(volatile_lines=(DATE,))))
     found = counts(app, trace, 0.03, 3)
     for (n_before, _), (n_prompt, n_cached) in pairwise(found):

@@ -1,4 +1,4 @@
-"""The same chat by every interface becomes the same prompt, and what only a hosted service knows is left out of it."""
+"""The same chat on every API becomes the same prompt, without the parts that only a hosted service knows."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_content_parts_messages_and_tools_are_as_many_as_agents_send(app: App, e
     assert "p699" in prompt(app, engine, "/v1/responses", {"input": items})
 
 
-# -- what only a hosted service knows --------------------------------------------------------------------------------
+# -- parts of hosted services ----------------------------------------------------------------------------------------
 
 HI = [{"role": "user", "content": "hi"}]
 OPENAI_TOOLS: list[dict[str, Any]] = [
@@ -244,7 +244,7 @@ def test_items_of_hosted_tools_are_left_out(app: App, engine: FakeEngine, n: int
 
 
 def test_calls_of_custom_tools_in_a_history_are_shown_as_functions(app: App, engine: FakeEngine) -> None:
-    """OpenAI's SDK sends back what a hosted model called."""
+    """OpenAI's SDK sends back the calls of a hosted model."""
     call = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": 'a "b"'}}
     result = {"role": "tool", "tool_call_id": "c1", "content": "done"}
     body = {"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}, result]}

@@ -1,4 +1,4 @@
-"""Constraints over HTTP: each client's fields mean what they mean elsewhere, and what can not be kept is refused by name."""
+"""Constraints over HTTP: each client's fields have their usual meaning, and unsupported ones are refused by name."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def begun_with(text: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("text", ["{", '{"', '{"x', '{"x": t', '{\n  "x":', '{"x": false}', '{"x": fals'])
 def test_an_answer_that_has_begun_keeps_its_schema_as_a_whole(url: str, text: str) -> None:
-    """Wherever it stops, in the middle of what would be one token, too; and one that is whole is over."""
+    """The given start may end anywhere, even within a token; after a complete one the answer is empty."""
     asked = begun_with(text, response_format={"type": "json_schema", "json_schema": {"name": "m", "schema": FLAG}})
     choice = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).json()["choices"][0]
     assert choice["finish_reason"] == "stop"

@@ -21,7 +21,7 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/completion", "/v1/messages
 
 @dataclass(frozen=True)
 class Way:
-    """How an answer ends, and what each interface says of it: chat, completions, native with its word, messages with the string, responses."""
+    """How an answer ends, and its form on each API: chat, completions, native with its word, messages with the string, responses."""
 
     text: str
     chat: str
@@ -94,7 +94,7 @@ def streamed(app: App, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 def said(app: App, path: str, body: dict[str, Any], *, is_streamed: bool) -> Any:
-    """What an interface says of the end."""
+    """The ending as an API reports it."""
     events = streamed(app, path, body) if is_streamed else []
     whole = {} if is_streamed else app.post(path, body).json()
     if path == "/completion":

@@ -1,4 +1,4 @@
-"""One client must not hurt another: connections, headers, bodies, names and ends that nobody would think of."""
+"""One client must not hurt another: unexpected connections, headers, bodies, names and ends."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_the_last_quarter_of_the_room_for_bodies_is_not_one_client_s() -> None:
 
 
 def test_a_client_with_much_text_waits_for_its_own() -> None:
-    """Two threads, one client with twenty long pieces of work: who comes behind them goes first when a thread is free."""
+    """Two threads, one client with twenty long pieces of work: a second client goes first when a thread is free."""
 
     async def go() -> list[str]:
         turns, order = FairThreads(2), []

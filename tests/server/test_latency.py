@@ -1,4 +1,4 @@
-"""Histograms of waiting, and what routers ask a worker."""
+"""Histograms of waiting times, and the endpoints for routers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyspec.server.settings import ServerSettings
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that tests move forward."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""Where the server listens: several addresses, paths, a prefix, TLS; what is told of requests; what is bound before a load."""
+"""Listening: several addresses, paths, a prefix, TLS; the log of requests; sockets that are bound before a load."""
 
 from __future__ import annotations
 

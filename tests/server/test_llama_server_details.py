@@ -1,4 +1,4 @@
-"""Small things of llama-server that its clients rely on: what is accepted, and how it is shown."""
+"""Small details of llama-server that its clients rely on: accepted values, and their form in answers."""
 
 from __future__ import annotations
 

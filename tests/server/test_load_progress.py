@@ -1,4 +1,4 @@
-"""How far a load is: said by whoever loads, shown by /health, told in the log now and then."""
+"""Progress of a load: reported by the loader, shown by /health, logged from time to time."""
 
 from __future__ import annotations
 

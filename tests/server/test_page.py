@@ -174,7 +174,7 @@ def test_eight_busy_slots_are_shown_with_what_they_draft_and_why(browser: Browse
     assert browser.run("return document.querySelectorAll('#slots tr:first-child .positions i').length") == 3
     assert "67 %" in browser.text("#slots tr td:nth-child(6)")
     assert browser.text("#why") == "slots 6, 7: no drafts: drafts would cost more than they bring"
-    for width in (1200, 390):  # the last column is what speculation brings: nobody has to look for it
+    for width in (1200, 390):  # the last column, the gain from speculation, is visible without scrolling
         browser.resize(width, 900)
         until(lambda: browser.run("const t = document.querySelector('.scroll'); return t.scrollWidth <= t.clientWidth"))
     browser.resize(1200, 900)

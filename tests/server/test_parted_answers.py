@@ -50,7 +50,7 @@ def seen(finish: Finish = "eos", text: str = TEXT) -> Choice:
 
 
 def events(answer: PartedAnswer, pieces: Sequence[str], choice: Choice) -> Iterator[dict[str, Any]]:
-    """What a stream sends for a text in pieces."""
+    """The events of a stream for a text in pieces."""
     raw = [answer.opening(0, choice), *(answer.delta(0, choice, Delta("1", (), piece)) for piece in pieces)]
     for block in b"".join([*raw, answer.finish(0, choice)]).decode().strip().split("\n\n"):
         name, data = block.split("\n")
@@ -67,7 +67,7 @@ def cuts(text: str) -> Iterator[list[str]]:
 
 
 def nameless(value: Any) -> Any:
-    """Without what is drawn: ids, and when it was."""
+    """The answer without its random parts: ids and times."""
     if isinstance(value, dict):
         return {k: nameless(v) for k, v in value.items() if k not in ("id", "call_id", "created_at", "completed_at")}
     return [nameless(item) for item in value] if isinstance(value, list) else value

@@ -68,7 +68,7 @@ def test_an_engine_that_outlives_the_loop_is_not_disturbed() -> None:
 
 
 class Crowded:
-    """An engine that gives the second request's place to somebody else, once or always, and ends the others."""
+    """An engine that gives the second request's place to another client, once or always, and ends the others."""
 
     def __init__(self, *, is_relentless: bool) -> None:
         self.info, self.n, self.is_relentless = type("Info", (), {"n_slot": 4}), 0, is_relentless

@@ -1,4 +1,4 @@
-"""Prompts in answers: `echo`, `prompt_logprobs`, what evaluation programs send; and `best_of`."""
+"""Prompts in answers: `echo`, `prompt_logprobs`, requests of evaluation programs; and `best_of`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen35.gguf"
 
 
 class Served:
-    """The command's process, its URL and what it wrote. Its engine says letters, and suffers what is planted."""
+    """The command's process, its URL and its output. Its engine writes letters, with planted faults."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder = folder
@@ -149,7 +149,7 @@ def test_a_second_signal_ends_server_and_engine_at_once(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&- 2>&-", "</dev/null >/dev/full 2>/dev/full"])
 def test_a_server_runs_without_its_streams(tmp_path: Path, streams: str) -> None:
-    """Its engine's process, which is not told of them, too."""
+    """The same for its engine's process, which is started without that knowledge."""
     child = (sys.executable, str(ENGINE_TESTS / "fake_engine_main.py"), str(tmp_path))
     address = tmp_path / "a.sock"
     command = ["server", str(FIXTURE), "--host", str(address)]

@@ -238,7 +238,7 @@ def test_shutting_down_waits_then_ends_streams_with_an_error(serve: Serve, engin
 
 @contextlib.contextmanager
 def served_process(n_round: int, *, before: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that serves answers of `n_round` rounds of 20 ms, and its URL. before: what it runs first"""
+    """A process that serves answers of `n_round` rounds of 20 ms, and its URL. before: code to run first"""
     code = f"""
         {before}
         from server_fakes import FakeEngine, Script
@@ -264,7 +264,7 @@ def served_process(n_round: int, *, before: str = "") -> Iterator[tuple[subproce
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_the_process_cleanly_after_the_answer(sig: signal.Signals) -> None:
-    heard = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # whatever the tests run under
+    heard = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # independent of the tests' own environment
     with served_process(n_round=20, before=heard) as (process, url):
         with httpx.stream("POST", f"{url}/completion", json={"prompt": "x", "stream": True}, timeout=10) as response:
             chunks = response.iter_bytes()
@@ -309,7 +309,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
 
 
 def test_a_signal_writes_nothing_where_it_comes(caplog: pytest.LogCaptureFixture) -> None:
-    """It may come in the middle of a line of the log, and what goes wrong there would leave the server running."""
+    """A signal may interrupt a log write, and an error there would leave the server running."""
     settings = ServerSettings(port=0, limits=Limits(drain_s=0.2))
     fake = FakeEngine()
     server = make_server(create_app(fake, settings), settings)

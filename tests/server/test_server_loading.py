@@ -1,4 +1,4 @@
-"""The server before its model is there, and while its engine is replaced: what is told to whom."""
+"""The server before its model is loaded, and while its engine is replaced: the answers to clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is turned away, how, and that nothing a client sends makes the server fail."""
+"""Refusals and their form; no request makes the server fail."""
 
 from __future__ import annotations
 

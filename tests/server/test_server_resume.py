@@ -1,4 +1,4 @@
-"""Streams that outlive their connection: they go on, are read again from any byte, and belong to who began them."""
+"""Streams that outlive their connection: they continue, are readable again from any byte, and belong to their owner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def text_of(raw: bytes) -> str:
 
 
 def drop_in_the_middle(live: Live, engine: FakeEngine) -> bytes:
-    """A client that leaves after its first bytes. Returns what of the stream it has seen."""
+    """A client that leaves after its first bytes. Returns the received part of the stream."""
     body = json.dumps(BODY).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-Conversation-Id: {ID}\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", live.port)) as client:

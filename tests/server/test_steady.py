@@ -1,4 +1,4 @@
-"""What agents change in their system prompts: taken out, moved where the operator asks for it, and told."""
+"""Changing parts of agents' system prompts: removed, or moved on request, and reported."""
 
 from __future__ import annotations
 

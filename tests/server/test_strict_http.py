@@ -204,7 +204,7 @@ def test_what_is_right_is_served_as_before(live: Live) -> None:
     assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"200", b"404", b"200"] and b"Hello, world" in answer
 
 
-# -- readers who do not read ----------------------------------------------------------------------------------------
+# -- clients that do not read ----------------------------------------------------------------------------------------
 
 STREAM = json.dumps({"prompt": "hi", "stream": True}).encode()
 
@@ -214,7 +214,7 @@ def ask(sock: socket.socket) -> None:
 
 
 def deaf(live: Live) -> socket.socket:
-    """A client that asks and reads nothing, with little room for what it does not read."""
+    """A client that sends a request and reads nothing, with a small receive buffer."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.connect(("127.0.0.1", live.port))
@@ -225,7 +225,7 @@ def deaf(live: Live) -> socket.socket:
 def test_readers_who_do_not_read_lose_their_slots_to_one_who_does(
     serve: Serve, engine: FakeEngine, quiet: Callable[[], None]
 ) -> None:
-    """All from one address, more of them than there are slots; what they ask for is long."""
+    """More requests from one address than slots, with long answers."""
     engine.info = replace(engine.info, n_ctx=10_000_000)
     engine.script = Script(text="x" * 90_000, width=20, round_s=0.001)
     live = serve(Limits(stalled_s=0.05))
@@ -317,7 +317,7 @@ def test_who_reads_little_has_time_and_who_reads_nothing_has_not(reads: tuple[in
 
 
 def test_h11_still_reports_what_the_checks_rely_on() -> None:
-    """Bytes of the head are told from those behind it by what h11 has not read yet."""
+    """The head's bytes are separated from the following ones by h11's unread rest."""
     conn = h11.Connection(h11.SERVER)
     conn.receive_data(POST + HOST + b"Content-Length: 2\r\n\r\n{}rest")
     assert isinstance(conn.next_event(), h11.Request) and conn.trailing_data[0] == b"{}rest"

@@ -1,4 +1,4 @@
-"""Calls, reasoning budgets and other templates with a real model behind the server: whoever drafts, the answers are the same."""
+"""Calls, reasoning budgets and other templates with a real model behind the server: drafts do not change the answers."""
 
 from __future__ import annotations
 
