@@ -108,7 +108,7 @@ def _settings() -> str:
         f"| `{name}` | `{_cell(str(known[name].type))}` | `{_default(known[name])}` | `{flags.get(name, '')}` |"
         for name in ("np", "ctx", *LoadOptions.__annotations__)
     ]
-    head = "Each is a flag of `pyspec server`, too, whose help says what it does.\n"
+    head = "Each is also a flag of `pyspec server`, whose help describes it.\n"
     return "\n".join([head, "| setting | type | default | flag |", "| --- | --- | --- | --- |", *rows, ""])
 
 

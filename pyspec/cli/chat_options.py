@@ -32,7 +32,7 @@ class ReasoningWord(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if str(value).lower() not in WORDS:
-            self.fail(f"{value!r} is none of on, off and auto.", param, ctx)
+            self.fail(f"want on, off or auto, got {value!r}", param, ctx)
         return WORDS[str(value).lower()]
 
 

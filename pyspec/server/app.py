@@ -32,9 +32,8 @@ from pyspec.server.api.slots import slot_action
 from pyspec.server.api.unsupported import refuse_unsupported
 from pyspec.server.engine import EngineLike
 from pyspec.server.http.body import ClientGone, on_gone, parse_object
-from pyspec.server.http.cors import Cors
 from pyspec.server.http.envelope import JSON, error_body, on_bug, on_error, on_http_error
-from pyspec.server.http.gate import LOCAL_ORIGIN, Gate
+from pyspec.server.http.gate import LOCAL_ORIGIN, Cors, Gate
 from pyspec.server.metrics import EngineCollector, exposition
 from pyspec.server.page import page
 from pyspec.server.service import Service

@@ -122,7 +122,7 @@ class ServerSettings:
         open_hosts = [host for host in self.hosts if not is_loopback(host)]
         if open_hosts and not (self.api_keys or self.insecure):
             raise ConfigError(
-                f"host {open_hosts[0]} is open to the network; give --api-key, or --insecure to serve anyone"
+                f"host {open_hosts[0]} is open to the network; set --api-key, or --insecure to serve without one"
             )
 
     def _check_tls(self) -> None:

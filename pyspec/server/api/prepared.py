@@ -66,7 +66,7 @@ class PreparedBody:
     n_moved: int  # lines of the system prompt that were moved to the end
     return_pieces: bool = False  # chunks mark each token as drafted or not
     verbose: bool = False  # the answer includes the prompt and the settings
-    n_run: int = 1  # choices generated per prompt: `best_of`, of which the best `n` are returned
+    n_run: int = 1  # choices generated per prompt: `best_of`, and the best `n` are returned
     echo: bool = False  # the answer starts with the prompt
     tells_prompt: bool = False  # the answer has vLLM's `prompt_logprobs`
     hides_logprobs: bool = False  # logprobs are only used to choose the best answer
