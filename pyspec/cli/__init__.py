@@ -18,7 +18,7 @@ from pyspec.errors import PyspecError
 COMMANDS = {
     "server": ("pyspec.cli.server:server", "Serve a model over HTTP: the OpenAI API and llama-server's."),
     "run": ("pyspec.cli.run:run", "Answer one prompt, or chat in the terminal."),
-    "demo": ("pyspec.cli.demo:demo", "Show the packaged pair: eight chats, with and without speculation."),
+    "demo": ("pyspec.cli.demo:demo", "Show the packaged pair with and without speculation."),
     "bench": ("pyspec.cli.bench:bench", "Measure speed, plain and speculative in turns."),
     "models": ("pyspec.cli.models:models", "List the models that can be given by name."),
     "pull": ("pyspec.cli.pull:pull", "Download a model and its drafter."),
@@ -26,7 +26,7 @@ COMMANDS = {
     "ps": ("pyspec.cli.ps:ps", "Show running servers: model, slots, drafts."),
     "fit": (
         "pyspec.cli.fit:fit",
-        "Show the memory that a model needs, and the slots and contexts that fit.",
+        "Show a model's memory, and the slots and contexts that fit.",
     ),
     "verify": ("pyspec.cli.verify:verify", "Compare greedy texts with and without drafts, token by token."),
     "inspect": ("pyspec.cli.inspect:inspect", "Show metadata, tensors and sizes of a GGUF file."),
@@ -35,7 +35,7 @@ COMMANDS = {
     "synth": ("pyspec.cli.synth:synth", "Write a random model with real dimensions."),
     "doctor": (
         "pyspec.cli.doctor:doctor",
-        "Check the kernels on this machine; exit status 0 if all runs as it should, else 1.",
+        "Check the kernels on this machine.",
     ),
     "config": ("pyspec.cli.config:config", "Show settings and their origin, or llama-server's flags."),
     "completion": ("pyspec.cli.completion:completion", "Print a completion script for bash, zsh or fish."),

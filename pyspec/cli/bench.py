@@ -102,7 +102,7 @@ BENCH_OPTIONS = [
     ),
     _what(
         "-n", "--n-gen", multiple=True, callback=in_list(4, MAX_CTX, "tokens"), metavar="LIST",
-        help=f"Most tokens of an answer. Default {DEFAULT_GEN}.",
+        help=f"Maximum tokens of an answer. Default {DEFAULT_GEN}.",
     ),
     _what(
         "-d", "--n-depth", multiple=True, default=("0",), callback=in_list(0, MAX_CTX, "tokens"), metavar="LIST",

@@ -103,7 +103,7 @@ CHAT_OPTIONS = [
     _chats("--reasoning-effort", default="default", metavar="LEVEL",
            help="Effort passed to the template: low, high ..."),
     _chats("--reasoning-budget", default=-1, type=click.IntRange(-1, INT32),
-           help="Most thinking tokens of a request. -1: no limit."),
+           help="Maximum thinking tokens of a request. -1: no limit."),
     _chats("--reasoning-budget-message", default="", metavar="TEXT",
            help="Text inserted at the end of the reasoning budget."),
     _chats("--prefill-assistant/--no-prefill-assistant", default=True,

@@ -57,9 +57,9 @@ class Race:
 @verbose_option
 @click.pass_context
 def demo(ctx: click.Context, np: int, turns: int, threads: int, device: str) -> None:
-    """Show the packaged pair: eight chats, with and without speculation.
+    """Show the packaged pair with and without speculation.
 
-    Starts a server, streams the chats, compares greedy texts, and measures both alternately."""
+    Starts a server, streams eight chats at once, compares greedy texts, and measures both alternately."""
     from pyspec.cli.logs import set_up
     from pyspec.engine.api import Engine
 

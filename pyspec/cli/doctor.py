@@ -51,7 +51,9 @@ def doctor(
     cost: bool,
     as_json: bool,
 ) -> None:
-    """Check the kernels on this machine; exit status 0 if all run as they should, else 1.
+    """Check the kernels on this machine.
+
+    Exit status 0 if all run as they should, else 1.
 
     On a machine without a GPU, check the CPU and torch.
 

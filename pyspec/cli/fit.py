@@ -35,7 +35,7 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> None:
-    """Show the memory that a model needs, and the slots and contexts that fit.
+    """Show a model's memory, and the slots and contexts that fit.
 
     Computed from the file's head: no weights are loaded or downloaded. Exit status 5 if nothing fits.
 

@@ -85,9 +85,9 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
               help="XTC: drop tokens above this probability, except the last."),
     _sampling("--repeat-last-n", default=None, type=int,
               help="Last tokens that penalties count; -1: all."),
-    _sampling("--repeat-penalty", default=None, type=float, help="1 is off."),
-    _sampling("--presence-penalty", default=None, type=float, help="0 is off."),
-    _sampling("--frequency-penalty", default=None, type=float, help="0 is off."),
+    _sampling("--repeat-penalty", default=None, type=float, help="Divisor of repeated tokens; 1 is off."),
+    _sampling("--presence-penalty", default=None, type=float, help="Penalty once per used token; 0 is off."),
+    _sampling("--frequency-penalty", default=None, type=float, help="Penalty for each use; 0 is off."),
     _sampling("--dry-multiplier", default=None, type=float, help="DRY: strength; 0 is off."),
     _sampling("--dry-base", default=None, type=float,
               help="DRY: growth of the penalty per repeated token."),
@@ -118,13 +118,13 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
     _sampling("--samplers", default=None, callback=_names, metavar="A;B;...",
               help="Samplers in order, by name."),
     _sampling("--sampler-seq", "--sampling-seq", "sampler_letters", default=None, callback=_letters,
-              help="By letter."),
+              help="Samplers in order, by letter."),
     _sampling("-l", "--logit-bias", multiple=True, callback=_biases, metavar="ID+BIAS",
               help="Bias of a token, such as 15043+1; 2-inf bans it."),
     _sampling("-s", "--seed", "seed", default=-1, help="Random seed; -1 draws a new one."),
     _sampling("--ignore-eos", is_flag=True, help="Continue after an end-of-generation token."),
     _sampling("-n", "--predict", "--n-predict", "n_predict", default=-1, type=click.IntRange(-1, INT32),
-              help="Most tokens to generate; -1: no limit."),
+              help="Maximum tokens to generate; -1: no limit."),
 ]  # fmt: skip
 
 

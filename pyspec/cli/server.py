@@ -164,12 +164,12 @@ SERVER_OPTIONS = [
         "--volatile-lines", multiple=True, metavar="REGEX", callback=patterns,
         help="Move matching lines of system prompts behind the conversation, to keep the prefix cached.",
     ),
-    _serve("--queue", default=0, help="Most waiting requests. 0: 4 per slot, at least 16."),
+    _serve("--queue", default=0, help="Maximum waiting requests. 0: 4 per slot, at least 16."),
     _serve(
-        "--threads-http", default=-1, type=click.IntRange(-1, 256), help="Text threads. -1: 2."
+        "--threads-http", default=-1, type=click.IntRange(-1, 256), help="Threads for text. -1: 2."
     ),
     _serve("-to", "--timeout", default=3600.0, type=Number(1, 30 * DAY_S),
-           help="Most seconds per request."),
+           help="Maximum seconds per request."),
     _serve(
         "--sse-ping-interval", default=30.0, type=Number(-1, DAY_S),
         help="Seconds of silence before a stream sends a comment. -1: never.",
@@ -189,7 +189,7 @@ SERVER_OPTIONS = [
     _logs("--log-disable", is_flag=True, help="Log nothing."),
     _logs(
         "-lv", "--verbosity", "--log-verbosity", "verbosity", type=click.IntRange(0, 5), default=3,
-        help="0 silent, 2 warnings, 3 also a line per request, 5 everything.",
+        help="Log level: 0 silent, 2 warnings, 3 also a line per request, 5 everything.",
     ),
 ]  # fmt: skip
 
