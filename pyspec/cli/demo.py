@@ -50,7 +50,7 @@ class Race:
 
 
 @click.command()
-@click.option("-np", "--parallel", "np", default=8, type=click.IntRange(1, 32), help="Slots, and chats at once.")
+@click.option("-np", "--parallel", "np", default=8, type=click.IntRange(1, 32), help="Slots and chats.")
 @click.option("-r", "--turns", default=5, type=click.IntRange(1, 20), help="Repetitions.")
 @click.option("-t", "--threads", default=0, help="CPU threads. 0: torch's choice.")
 @click.option("-dev", "--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")

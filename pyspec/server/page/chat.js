@@ -1,4 +1,4 @@
-let running = null;  // {controller, chat} of the answer that is under way
+let running = null;  // {controller, chat} of the running answer
 
 function figures(t) {
   let text = t.predicted_n + ' tokens, ' + t.predicted_per_second.toFixed(1) + ' tokens/s';
@@ -16,7 +16,7 @@ function action(name, what, act) {
 }
 
 async function copy(text, button) {
-  try { await navigator.clipboard.writeText(text); } catch {  // not allowed, or not over a secure connection
+  try { await navigator.clipboard.writeText(text); } catch {  // forbidden, or an insecure connection
     const area = make('textarea', '', text);
     document.body.append(area);
     area.select();
@@ -26,7 +26,7 @@ async function copy(text, button) {
   button.textContent = 'Copied';
 }
 
-// What can be done with a turn: nothing while an answer is under way.
+// Buttons of a turn; none while an answer is running.
 function actions(turn) {
   const all = [action('Copy', 'Copy the text', button => copy(turn.content, button))];
   if (turn.role === 'user') all.push(action('Edit', 'Change the message and ask again from here', () => edit(turn)));
@@ -81,7 +81,7 @@ function drawAll() {
 }
 
 let isDue = false;
-function drawLast() {  // once a frame, however many events came
+function drawLast() {  // once per frame, for any number of events
   if (isDue) return;
   isDue = true;
   requestAnimationFrame(() => {
@@ -122,7 +122,7 @@ function ask(text) {
   return answer();
 }
 
-// Answers what was asked last.
+// Answers the last question.
 async function answer() {
   const own = chat, controller = new AbortController(), system = $('system').value.trim();
   const messages = own.turns.filter(turn => turn.content).map(({role, content}) => ({role, content}));

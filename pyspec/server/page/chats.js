@@ -1,4 +1,4 @@
-// Conversations, kept in this browser and nowhere else. One is {id, title, turns}; a turn is {role, content, reasoning, pieces, note}.
+// Conversations, stored only in this browser. One is {id, title, turns}; a turn is {role, content, reasoning, pieces, note}.
 
 const KEY = 'pyspec.chats', LAST = 'pyspec.last';
 let chats = [], chat = null;
@@ -12,7 +12,7 @@ function load() {
 
 function save() {
   const kept = chats.filter(c => c.turns.length);
-  for (;;) {  // the browser's room is limited: the oldest go first
+  for (;;) {  // the browser's storage is limited: the oldest are dropped first
     try { return localStorage.setItem(KEY, JSON.stringify(kept)); } catch { if (!kept.length) return; kept.pop(); }
   }
 }
@@ -23,7 +23,7 @@ function start() {
   list();
 }
 
-// The conversation that was open when the page was left, or a new one.
+// The last open conversation, or a new one.
 function resume() {
   const last = chats.find(c => c.id === recall(LAST));
   if (last) { chat = last; list(); } else start();

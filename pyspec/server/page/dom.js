@@ -1,6 +1,6 @@
 const $ = id => document.getElementById(id);
 
-// An element of a class with children: strings become text, never markup.
+// An element with a class and children: strings become text, never markup.
 function make(tag, kind, ...children) {
   const node = document.createElement(tag);
   if (kind) node.className = kind;

@@ -1,5 +1,5 @@
-// Markdown as models write it, to DOM nodes: headings, lists, quotes, tables, rules, code, emphasis, what is struck out, links. What is not closed yet counts as
-// text, so that an answer can be shown while it grows.
+// Markdown as models write it, to DOM nodes: headings, lists, quotes, tables, rules, code, emphasis, strikethrough, links. An unclosed
+// mark counts as text, so that a growing answer can be shown.
 
 const INLINE = /(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)|\*\*(?=\S)([\s\S]*?\S)\*\*|\*(?=[^\s*])([^*]*[^\s*])\*|\[([^\]\n]*)\]\((https?:\/\/[^\s)]+)\)|~~(?=\S)([\s\S]*?\S)~~/;
 
@@ -42,7 +42,7 @@ function tableOf(lines) {
   return make('table', '', row(lines[0], 'th'), ...lines.slice(2).map(line => row(line, 'td')));
 }
 
-// The lines from `i` on as long as they match.
+// The matching lines from `i` on.
 function take(lines, i, test) {
   let end = i;
   while (end < lines.length && test(lines[end], end)) end += 1;
@@ -52,7 +52,7 @@ function take(lines, i, test) {
 const LINE = /^ {0,3}([-*_])([ \t]*\1){2,}[ \t]*$/, UNDERLINE = /^ {0,3}(=+|-{2,})[ \t]*$/;
 const BULLET = /^(\s*)([-*+]|\d+[.)])\s+(.*)$/;
 
-// A list from line i on; deeper items make a list in the item before them. Returns the node and where it ends.
+// A list from line i on; deeper items form a list in the item before them. Returns the node and the next line.
 function listOf(lines, i) {
   const [, indent, mark] = BULLET.exec(lines[i]), list = make(/\d/.test(mark) ? 'ol' : 'ul', '');
   if (/\d/.test(mark)) list.start = parseInt(mark, 10);

@@ -1,4 +1,4 @@
-// What is sent with every question: a system prompt, and how tokens are chosen. Kept in this browser; what is left empty is the server's.
+// Settings sent with every question: a system prompt and sampling parameters. Stored in this browser; empty fields use the server's defaults.
 
 const SETTINGS = 'pyspec.settings', NUMBERS = ['temperature', 'top_k', 'top_p', 'min_p', 'repeat_penalty', 'max_tokens', 'seed'];
 
@@ -25,7 +25,7 @@ function loadSettings() {
   tellSettings();
 }
 
-// The server's own values, where a field is empty.
+// Show the server's defaults in empty fields.
 function showDefaults(params) {
   for (const name of NUMBERS) {
     const value = params?.[name];

@@ -1,4 +1,4 @@
-const seen = new Map();  // slot -> {request, n, at} of the last look, for its rate
+const seen = new Map();  // slot -> {request, n, at} of the last poll, for its rate
 
 function rate(slot, now) {
   const n = slot.next_token[0].n_decoded, last = seen.get(slot.id);
@@ -31,7 +31,7 @@ function row(slot, now) {
 }
 
 function why(slots) {
-  const groups = new Map();  // what is said of slots -> their numbers
+  const groups = new Map();  // message -> numbers of its slots
   for (const {id, state, draft} of slots) {
     if (state !== 'decode' || !draft.reason) continue;
     const said = draft.n_draft ? 'drafts: ' + draft.reason : 'no drafts: ' + draft.reason;
