@@ -318,7 +318,7 @@ def test_the_colours_of_drafts_have_a_key(browser: Browser, live: Live) -> None:
     seen = "const k = document.querySelector('#legend'); return k.offsetParent !== null && k.textContent"
     assert browser.run(seen) is False
     browser.click("#colour")
-    assert browser.run(seen) == "a draft that was right the model's own token"
+    assert browser.run(seen) == "accepted draft the model's own token"
     ask(browser)
     until(lambda: answered(browser))
     colour = "return getComputedStyle(document.querySelector('{}')).backgroundColor"
