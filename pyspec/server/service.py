@@ -47,7 +47,7 @@ class Service:
         self.is_draining = False
         self._submissions: dict[Submission, asyncio.TimerHandle] = {}
         self.n_inside = 0
-        self._inside: Counter[str] = Counter()  # jobs by client
+        self._inside: Counter[str] = Counter()  # requests by client
         self._text: list[ThreadPoolExecutor | None] = [
             None
         ] * 3  # for small bodies, for large ones, and to compile grammars
