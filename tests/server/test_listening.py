@@ -213,8 +213,8 @@ def test_a_flood_of_requests_is_counted_not_written(monkeypatch: pytest.MonkeyPa
     caplog.set_level(logging.INFO, "pyspec.access")
     logged = access.AccessLog(lambda *args: None)  # type: ignore[arg-type,return-value]
     for i in range(3 * access.MOST_LINES):
-        logged._tell({"path": f"/{i}", "method": "GET"}, 200, 1.0, "id")
+        logged._log({"path": f"/{i}", "method": "GET"}, 200, 1.0, "id")
     assert len(caplog.records) == access.MOST_LINES
     now[0] += 1
-    logged._tell({"path": "/x", "method": "GET"}, 200, 1.0, "id")
+    logged._log({"path": "/x", "method": "GET"}, 200, 1.0, "id")
     assert caplog.records[-2].fields == {"event": "requests_left_out", "count": 2 * access.MOST_LINES}  # type: ignore[attr-defined]
