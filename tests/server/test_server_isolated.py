@@ -27,7 +27,7 @@ class Served:
         self.folder = folder
         child = (sys.executable, str(ENGINE_TESTS / "fake_engine_main.py"), str(folder))
         command = ["server", str(FIXTURE), "--port", "0", "-np", "4", "--hang-timeout", "1", *flags]
-        code = f"from pyspec.engine.process import supervisor\nclient.COMMAND = {child!r}\nfrom pyspec.cli import main\nmain({command!r})"
+        code = f"from pyspec.engine.process import supervisor\nsupervisor.COMMAND = {child!r}\nfrom pyspec.cli import main\nmain({command!r})"
         self.process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
         self.url, self.is_up = "", threading.Event()
@@ -154,7 +154,7 @@ def test_a_server_runs_without_its_streams(tmp_path: Path, streams: str) -> None
     address = tmp_path / "a.sock"
     command = ["server", str(FIXTURE), "--host", str(address)]
     (tmp_path / "main.py").write_text(
-        f"from pyspec.engine.process import supervisor\nclient.COMMAND = {child!r}\nfrom pyspec.cli import main\nmain({command!r})"
+        f"from pyspec.engine.process import supervisor\nsupervisor.COMMAND = {child!r}\nfrom pyspec.cli import main\nmain({command!r})"
     )
     process = subprocess.Popen(f"exec {sys.executable} {tmp_path}/main.py {streams}", shell=True)
     try:
