@@ -16,7 +16,7 @@ from pyspec.cuda.op import Impl, Op
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-import bench_op  # noqa: E402  (tools/ is no package)
+import bench_op
 
 CPU = torch.device("cpu")
 

@@ -1,25 +1,35 @@
-"""Figures of a checkout's structure: how long the loop is, what is too wide or too branched, which class names are double.
+"""Figures of a checkout's structure, as a table: sizes by folder, the loop, wide and branched functions, long lines, dialect words.
 
     python tools/house.py            this checkout
-    python tools/house.py DIR ...    others beside it, one column each: a `git worktree` of an older commit, say
+    python tools/house.py DIR ...    others beside it, one column each, for example a `git worktree` of an older commit
+    python tools/house.py --trace    also the path of a load and of a round, traced over the demo model (house_trace.py)
 
-It reads the files under pyspec/ and runs nothing of them; complexity is counted by ruff, whatever `noqa` says.
+Without `--trace` it reads files and runs nothing. ruff counts complexity and ignores `noqa`. A code line is neither blank, a comment
+nor a docstring. Concepts are the rows of the glossary in docs/architecture.md. prose.py counts dialect words.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import io
 import json
+import os
+import re
 import subprocess
 import sys
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import prose
+
 MOST_PARAMETERS = 8
 MOST_COMPLEX = 14
+LONG = 100  # characters of a code line
+FOLDERS = ("pyspec", "tests", "tools", "examples")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -30,6 +40,7 @@ class File:
     path: str
     n_line: int
     tree: ast.Module
+    text: str
 
     def functions(self) -> Iterator[tuple[str, Function]]:
         """Every function and method with its dotted name, those inside others included."""
@@ -56,7 +67,7 @@ def read(root: Path) -> list[File]:
     files = []
     for path in sorted((root / "pyspec").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        files.append(File(path.relative_to(root).as_posix(), len(text.splitlines()), ast.parse(text)))
+        files.append(File(path.relative_to(root).as_posix(), len(text.splitlines()), ast.parse(text), text))
     return files
 
 
@@ -66,7 +77,7 @@ def n_lines(node: Function | ast.ClassDef) -> int:
 
 
 def n_parameters(function: Function) -> int:
-    """What a caller can give: `self` and `cls` do not count, `*args` and `**kwargs` do as one each."""
+    """Parameters without `self` and `cls`; `*args` and `**kwargs` count as one each."""
     a = function.args
     names = [arg.arg for arg in (*a.posonlyargs, *a.args)]
     n_self = 1 if names[:1] in (["self"], ["cls"]) else 0
@@ -115,7 +126,7 @@ def complex_functions(root: Path) -> list[str]:
 
 
 def public_names(files: Sequence[File]) -> tuple[int, int]:
-    """(with a docstring, all) of public classes, functions and methods; special methods and what lies in functions do not count."""
+    """(with a docstring, all) of public classes, functions and methods, without special methods and nested functions."""
     n_said = n_all = 0
     for file in files:
         nodes: list[Function | ast.ClassDef] = []
@@ -129,8 +140,71 @@ def public_names(files: Sequence[File]) -> tuple[int, int]:
     return n_said, n_all
 
 
+def code_lines(file: File) -> list[str]:
+    """The lines of a file that are code: docstrings, comments and blank lines are left out."""
+    docs = {
+        n
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for n in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = tokenize.generate_tokens(io.StringIO(file.text).readline)
+    numbers = {n for t in tokens if t.type not in skipped for n in range(t.start[0], t.end[0] + 1)}
+    lines = file.text.split("\n")
+    return [lines[n - 1] for n in sorted(numbers - docs)]
+
+
+def n_concepts(root: Path) -> int:
+    """Words of the glossary."""
+    text = (root / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Words\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if re.match(r"\| (?!---|word)", line)]
+    return sum(len(row.strip("| ").split(" | ")[0].split(", ")) for row in rows)
+
+
+def folder_rows(root: Path) -> dict[str, str]:
+    """Lines of Python by folder, those of the package by its own folders, and of other sources."""
+
+    def n_line(path: Path) -> int:
+        return len(path.read_text(encoding="utf-8", errors="replace").splitlines())
+
+    def total(folder: Path, *patterns: str) -> str:
+        found = [p for pattern in patterns for p in folder.rglob(pattern) if ".venv" not in p.parts]
+        return f"{sum(map(n_line, found)):,}"
+
+    rows = {f"lines of Python in {name}/": total(root / name, "*.py") for name in FOLDERS}
+    rows["lines of CUDA"] = total(root / "pyspec", "*.cu", "*.cuh")
+    rows["lines of docs/*.md and README, without the log"] = (
+        f"{sum(n_line(p) for p in [*(root / 'docs').glob('*.md'), root / 'README.md'] if p.name != 'log.md'):,}"
+    )
+    for folder in sorted((root / "pyspec").iterdir()):
+        if folder.is_dir() and any(folder.rglob("*.py")):
+            rows[f"lines of Python in pyspec/{folder.name}/"] = total(folder, "*.py")
+    return rows
+
+
+def prose_rows(root: Path) -> dict[str, str]:
+    """Dialect words of 1,000."""
+    names = ("pyspec", "docs", "README.md", "tests", "tools")
+    return {f"dialect words of 1,000, {name}": f"{prose.share(list(prose.lines_of(root, name))):.1f}" for name in names}
+
+
+def trace_rows(root: Path) -> dict[str, str]:
+    """The path of a load and of a round."""
+    command = [sys.executable, "-P", str(Path(__file__).with_name("house_trace.py")), str(root)]
+    out = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ""})
+    if out.returncode:
+        raise SystemExit(f"the trace failed in {root}: {out.stderr.strip()[-500:]}")
+    found = json.loads(out.stdout.splitlines()[-1])
+    return {
+        "files and climbs of load(path)": f"{found['files']}, {found['climbs']}",
+        "hops of a step to attention; most": f"{found['attend']}; {found['deepest']}",
+    }
+
+
 def figures(root: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """(figures by name, what stands behind those that are lists) of a checkout."""
+    """(figures by name, the names behind those that count a list) of a checkout."""
     files = read(root)
     every = [(file, name, node) for file in files for name, node in file.functions()]
     loops = [(file, cls) for file in files for cls in file.classes() if cls.name == "Loop"]
@@ -155,15 +229,25 @@ def figures(root: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
     row |= {name: str(len(found)) for name, found in lists.items()}
     n_said, n_all = public_names(files)
     row["public names with a docstring"] = f"{n_said} of {n_all} ({n_said / n_all:.0%})"
+    row["functions"] = f"{len(every):,}"
+    lines = [line for file in files for line in code_lines(file)]
+    row[f"code lines; above {LONG} characters"] = (
+        f"{len(lines):,}; {sum(len(x) > LONG for x in lines) / len(lines):.1%}"
+    )
+    row["concepts (words of the glossary)"] = str(n_concepts(root))
+    row |= prose_rows(root) | folder_rows(root)
     return row, lists
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="*", type=Path, default=[Path(__file__).resolve().parents[1]])
-    parser.add_argument("-v", "--verbose", action="store_true", help="name what was counted, too")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also list the names behind the numbers")
+    parser.add_argument("--trace", action="store_true")
     given = parser.parse_args()
     columns = [figures(root) for root in given.checkouts]
+    for root, (row, _) in zip(given.checkouts, columns, strict=True):
+        row |= trace_rows(root) if given.trace else {}
     names = list(dict.fromkeys(name for row, _ in columns for name in row))
     print("| | " + " | ".join(root.resolve().name for root in given.checkouts) + " |")
     print("| --- |" + " --- |" * len(columns))
