@@ -11,11 +11,12 @@ from __future__ import annotations
 import sys
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import gguf
 import numpy as np
-from fixture_models import VOCAB, add_tokenizer
+from fixture_models import VOCAB, add_tokenizer, save
 
 STREAMS, SINKHORN, FLOOR, EPS = 4, 20, 1e-6, 1e-6
 N_INDEX_HEAD, INDEX_DIM = 32, 32  # fewer heads give scores of zero, and ties
@@ -227,15 +228,10 @@ def _add_metadata(w: gguf.GGUFWriter, s: TinyStreams, n_mtp: int) -> None:
 
 def write(path: Path, shape: TinyStreams, tensors: Tensors, n_mtp: int) -> None:
     """A file of these tensors."""
-    writer = gguf.GGUFWriter(path, "deepseek4")
-    _add_metadata(writer, shape, n_mtp)
-    add_tokenizer(writer, "joyai-llm")
-    for name, value in tensors.items():
-        writer.add_tensor(name if name.endswith(".bias") else f"{name}.weight", value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    typed = ((name if name.endswith(".bias") else f"{name}.weight", value, None) for name, value in tensors.items())
+    save(
+        path, "deepseek4", typed, partial(_add_metadata, s=shape, n_mtp=n_mtp), partial(add_tokenizer, pre="joyai-llm")
+    )
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ chosen so that the logits have a standard deviation of 1 to 3 and the recurrent 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -172,85 +173,85 @@ MODELS = (
 )
 
 
-def _norm(rng: np.random.Generator, size: int) -> np.ndarray:
+def norm(rng: np.random.Generator, size: int) -> np.ndarray:
     return (1 + 0.2 * rng.standard_normal(size)).astype(np.float32)
 
 
-def _matrix(rng: np.random.Generator, rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
+def matrix(rng: np.random.Generator, rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
     return (gain / np.sqrt(columns) * rng.standard_normal((rows, columns))).astype(np.float32)
 
 
 def _attention(tiny: Tiny, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
     n, width, kv_width = tiny.hidden, tiny.heads * tiny.head_dim, tiny.kv_heads * tiny.head_dim
     gate = 2 if tiny.arch in HYBRID else 1
-    q, k, v = (_matrix(rng, rows, n, gain) for rows, gain in ((gate * width, 1.5), (kv_width, 1.5), (kv_width, 1.0)))
+    q, k, v = (matrix(rng, rows, n, gain) for rows, gain in ((gate * width, 1.5), (kv_width, 1.5), (kv_width, 1.0)))
     if tiny.fused_qkv:
         yield "attn_qkv.weight", np.concatenate([q, k, v])
     else:
         yield from (("attn_q.weight", q), ("attn_k.weight", k), ("attn_v.weight", v))
-    yield "attn_output.weight", _matrix(rng, n, width)
+    yield "attn_output.weight", matrix(rng, n, width)
     if tiny.arch != "llama":
-        yield "attn_q_norm.weight", _norm(rng, tiny.head_dim)
-        yield "attn_k_norm.weight", _norm(rng, tiny.head_dim)
+        yield "attn_q_norm.weight", norm(rng, tiny.head_dim)
+        yield "attn_k_norm.weight", norm(rng, tiny.head_dim)
 
 
 def _delta_net(tiny: Tiny, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
     n, inner = tiny.hidden, tiny.v_heads * tiny.state
     channels = 2 * tiny.k_heads * tiny.state + inner
-    yield "attn_qkv.weight", _matrix(rng, channels, n, 1.5)
-    yield "attn_gate.weight", _matrix(rng, inner, n, 1.5)
-    yield "ssm_alpha.weight", _matrix(rng, tiny.v_heads, n)
-    yield "ssm_beta.weight", _matrix(rng, tiny.v_heads, n)
+    yield "attn_qkv.weight", matrix(rng, channels, n, 1.5)
+    yield "attn_gate.weight", matrix(rng, inner, n, 1.5)
+    yield "ssm_alpha.weight", matrix(rng, tiny.v_heads, n)
+    yield "ssm_beta.weight", matrix(rng, tiny.v_heads, n)
     yield "ssm_conv1d.weight", (0.5 * rng.standard_normal((channels, 4))).astype(np.float32)
     yield "ssm_a", -rng.uniform(0.5, 4, tiny.v_heads).astype(np.float32)
     step = rng.uniform(0.01, 0.2, tiny.v_heads)
     yield "ssm_dt.bias", np.log(np.expm1(step)).astype(np.float32)
-    yield "ssm_norm.weight", _norm(rng, tiny.state)
-    yield "ssm_out.weight", _matrix(rng, n, inner)
+    yield "ssm_norm.weight", norm(rng, tiny.state)
+    yield "ssm_out.weight", matrix(rng, n, inner)
 
 
 def _stack(rng: np.random.Generator, experts: int, rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
-    return np.stack([_matrix(rng, rows, columns, gain) for _ in range(experts)])
+    return np.stack([matrix(rng, rows, columns, gain) for _ in range(experts)])
 
 
 def _feed(tiny: Tiny, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
     n, ffn, (experts, _) = tiny.hidden, tiny.ffn, tiny.experts
     if not experts:
-        yield "ffn_gate.weight", _matrix(rng, ffn, n, 1.5)
-        yield "ffn_up.weight", _matrix(rng, ffn, n, 1.5)
-        yield "ffn_down.weight", _matrix(rng, n, ffn)
+        yield "ffn_gate.weight", matrix(rng, ffn, n, 1.5)
+        yield "ffn_up.weight", matrix(rng, ffn, n, 1.5)
+        yield "ffn_down.weight", matrix(rng, n, ffn)
         return
-    yield "ffn_gate_inp.weight", _matrix(rng, experts, n, 2.0)
+    yield "ffn_gate_inp.weight", matrix(rng, experts, n, 2.0)
     gate, up = _stack(rng, experts, ffn, n, 1.5), _stack(rng, experts, ffn, n, 1.5)
     if tiny.fused_experts:
         yield "ffn_gate_up_exps.weight", np.concatenate([gate, up], 1)
     else:
         yield from (("ffn_gate_exps.weight", gate), ("ffn_up_exps.weight", up))
     yield "ffn_down_exps.weight", _stack(rng, experts, n, ffn, 2.0)
-    yield "ffn_gate_inp_shexp.weight", _matrix(rng, 1, n)[0]
-    yield "ffn_gate_shexp.weight", _matrix(rng, tiny.shared_ffn, n, 1.5)
-    yield "ffn_up_shexp.weight", _matrix(rng, tiny.shared_ffn, n, 1.5)
-    yield "ffn_down_shexp.weight", _matrix(rng, n, tiny.shared_ffn)
+    yield "ffn_gate_inp_shexp.weight", matrix(rng, 1, n)[0]
+    yield "ffn_gate_shexp.weight", matrix(rng, tiny.shared_ffn, n, 1.5)
+    yield "ffn_up_shexp.weight", matrix(rng, tiny.shared_ffn, n, 1.5)
+    yield "ffn_down_shexp.weight", matrix(rng, n, tiny.shared_ffn)
 
 
 def _block(tiny: Tiny, block: int, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
     n = tiny.hidden
-    yield "attn_norm.weight", _norm(rng, n)
+    yield "attn_norm.weight", norm(rng, n)
     yield from _delta_net(tiny, rng) if tiny.is_recurrent(block) else _attention(tiny, rng)
-    yield "post_attention_norm.weight" if tiny.arch in HYBRID else "ffn_norm.weight", _norm(rng, n)
+    yield "post_attention_norm.weight" if tiny.arch in HYBRID else "ffn_norm.weight", norm(rng, n)
     yield from _feed(tiny, rng)
     if block >= tiny.layers:
-        yield "nextn.eh_proj.weight", _matrix(rng, n, 2 * n)
+        yield "nextn.eh_proj.weight", matrix(rng, n, 2 * n)
         for name in ("enorm", "hnorm", "shared_head_norm"):
-            yield f"nextn.{name}.weight", _norm(rng, n)
+            yield f"nextn.{name}.weight", norm(rng, n)
 
 
 def weights(tiny: Tiny) -> Weights:
     """GGUF tensor name -> float32 array (out, in); the seed is a checksum of the name."""
     rng = np.random.default_rng(zlib.crc32(tiny.name.encode()))
-    found = {"token_embd.weight": _matrix(rng, VOCAB, tiny.hidden, 2.0), "output_norm.weight": _norm(rng, tiny.hidden)}
+    found = {"token_embd.weight": matrix(rng, VOCAB, tiny.hidden, 2.0), "output_norm.weight": norm(rng, tiny.hidden)}
     if not tiny.tied:
-        found["output.weight"] = _matrix(rng, VOCAB, tiny.hidden, 2.0)
+        found["output.weight"] = matrix(rng, VOCAB, tiny.hidden, 2.0)
     if tiny.rope_freqs:
         found["rope_freqs.weight"] = np.geomspace(1, 8, tiny.head_dim // 2).astype(np.float32)
     for block in range(tiny.blocks):
@@ -267,11 +268,15 @@ def type_of(tiny: Tiny, name: str, value: np.ndarray) -> gguf.GGMLQuantizationTy
     return Q4_0 if tiny.coarse_experts and name.endswith(("gate_exps.weight", "up_exps.weight")) else Q8_0
 
 
-def _add_metadata(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
-    writer.add_name(f"tiny {tiny.name}")
+def add_general(writer: gguf.GGUFWriter, name: str, quantised: bool) -> None:
+    writer.add_name(f"tiny {name}")
     writer.add_license("Apache-2.0")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if tiny.quantised else gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if quantised else gguf.LlamaFileType.ALL_F32)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _add_metadata(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
+    add_general(writer, tiny.name, tiny.quantised)
     writer.add_block_count(tiny.blocks)
     writer.add_context_length(1024)
     writer.add_embedding_length(tiny.hidden)
@@ -330,37 +335,45 @@ def add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
     writer.add_chat_template(TEMPLATE)
 
 
-def write(path: Path, tiny: Tiny) -> None:
-    """Write the model with its own types."""
-    writer = gguf.GGUFWriter(path, tiny.arch)
-    _add_metadata(writer, tiny)
-    add_tokenizer(writer, PRE[tiny.arch])
-    for name, value in weights(tiny).items():
-        if (kind := type_of(tiny, name, value)) is not None:
-            writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
-        else:
+Add = Callable[[gguf.GGUFWriter], None]
+Typed = Iterable[tuple[str, np.ndarray, gguf.GGMLQuantizationType | None]]
+
+
+def save(path: Path, arch: str, tensors: Typed, *add: Add) -> None:
+    """Write a file: `add` puts in its metadata; tensors without a type are stored as they are."""
+    writer = gguf.GGUFWriter(path, arch)
+    for each in add:
+        each(writer)
+    for name, value, kind in tensors:
+        if kind is None:
             writer.add_tensor(name, value)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write(path: Path, tiny: Tiny) -> None:
+    """Write the model with its own types."""
+    tensors = ((name, value, type_of(tiny, name, value)) for name, value in weights(tiny).items())
+    save(path, tiny.arch, tensors, partial(_add_metadata, tiny=tiny), partial(add_tokenizer, pre=PRE[tiny.arch]))
 
 
 def write_dequantised(source: Path, target: Path) -> None:
     """Copy a GGUF with every tensor as F32, so that llama.cpp does not quantise the activations."""
     reader = gguf.GGUFReader(source)
     arch = reader.get_field("general.architecture").contents()
-    writer = gguf.GGUFWriter(target, arch)
+    values = ((t.name, gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors)
+    tensors = ((name, np.ascontiguousarray(value, dtype=np.float32), None) for name, value in values)
+    save(target, arch, tensors, partial(_copy_metadata, reader=reader))
+
+
+def _copy_metadata(writer: gguf.GGUFWriter, reader: gguf.GGUFReader) -> None:
     for key, field in reader.fields.items():
         if key.startswith("GGUF.") or key == "general.architecture":
             continue
         kind = field.types[0]
         inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(key, field.contents(), kind, sub_type=inner)
-    for tensor in reader.tensors:
-        value = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, np.ascontiguousarray(value, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

@@ -1,29 +1,21 @@
-"""Make tiny random Nemotron-H files and what llama.cpp computes on them, into tests/fixtures.
+"""Tiny random Nemotron-H models for the tests, beside those of fixture_models.py: one file holds Q8_0.
 
-    python tools/fixture_nemotron.py path/to/oracle/python
-
-As make_fixtures.py, whose parts it uses: seeds come from the names, one file holds Q8_0. llama.cpp's MTP block ends in a
-LayerNorm, so that is what the mtp_* and chain_* arrays are of.
+llama.cpp's MTP block ends in a LayerNorm, so the mtp_* and chain_* arrays are those of a LayerNorm.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
-import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import gguf
 import numpy as np
-from fixture_models import MERGES, SPECIALS, TEMPLATE, VOCAB, Weights, _matrix, _norm, write_dequantised
-from make_fixtures import ROOT, Oracle, largest_difference, mean_divergence
+from fixture_models import VOCAB, Weights, add_general, add_tokenizer, matrix, norm, save
 
-TOKENS = 120
 Q8_0, Q5_0 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q5_0
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,46 +95,46 @@ MODELS = (
 
 def _attention(tiny: Tiny, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
     n, width, kv_width = tiny.hidden, tiny.heads * tiny.head_dim, tiny.kv_heads * tiny.head_dim
-    q, k, v = (_matrix(rng, rows, n, gain) for rows, gain in ((width, 1.5), (kv_width, 1.5), (kv_width, 1.0)))
+    q, k, v = (matrix(rng, rows, n, gain) for rows, gain in ((width, 1.5), (kv_width, 1.5), (kv_width, 1.0)))
     if tiny.fused_qkv:
         yield "attn_qkv.weight", np.concatenate([q, k, v])
     else:
         yield from (("attn_q.weight", q), ("attn_k.weight", k), ("attn_v.weight", v))
-    yield "attn_output.weight", _matrix(rng, n, width, 2.0)
+    yield "attn_output.weight", matrix(rng, n, width, 2.0)
 
 
 def _mamba(tiny: Tiny, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
     n, heads = tiny.hidden, tiny.mamba_heads
-    yield "ssm_in.weight", _matrix(rng, tiny.inner + tiny.channels + heads, n, 1.5)
+    yield "ssm_in.weight", matrix(rng, tiny.inner + tiny.channels + heads, n, 1.5)
     yield "ssm_conv1d.weight", (0.5 * rng.standard_normal((tiny.channels, 4))).astype(np.float32)
     yield "ssm_conv1d.bias", (0.3 * rng.standard_normal(tiny.channels)).astype(np.float32)
     yield "ssm_dt.bias", np.log(np.expm1(rng.uniform(0.01, 0.3, heads))).astype(np.float32)
     yield "ssm_a", -rng.uniform(0.5, 4, (heads, 1)).astype(np.float32)
     yield "ssm_d", rng.standard_normal((heads, 1)).astype(np.float32)
-    yield "ssm_norm.weight", _norm(rng, tiny.inner).reshape(tiny.groups, -1)
-    yield "ssm_out.weight", _matrix(rng, n, tiny.inner)
+    yield "ssm_norm.weight", norm(rng, tiny.inner).reshape(tiny.groups, -1)
+    yield "ssm_out.weight", matrix(rng, n, tiny.inner)
 
 
 def _feed(tiny: Tiny, rng: np.random.Generator, ffn: int) -> Iterator[tuple[str, np.ndarray]]:
     n, (experts, _) = tiny.hidden, tiny.experts
     if not experts:
-        yield from (("ffn_up.weight", _matrix(rng, ffn, n, 1.2)), ("ffn_down.weight", _matrix(rng, n, ffn)))
+        yield from (("ffn_up.weight", matrix(rng, ffn, n, 1.2)), ("ffn_down.weight", matrix(rng, n, ffn)))
         return
     wide = tiny.latent or n
-    yield "ffn_gate_inp.weight", _matrix(rng, experts, n, 2.0)
+    yield "ffn_gate_inp.weight", matrix(rng, experts, n, 2.0)
     yield "exp_probs_b.bias", (0.3 * rng.standard_normal(experts)).astype(np.float32)
     if tiny.latent:
-        yield "ffn_latent_down.weight", _matrix(rng, wide, n)
-        yield "ffn_latent_up.weight", _matrix(rng, n, wide)
-    yield "ffn_up_exps.weight", np.stack([_matrix(rng, ffn, wide, 1.2) for _ in range(experts)])
-    yield "ffn_down_exps.weight", np.stack([_matrix(rng, wide, ffn) for _ in range(experts)])
-    yield "ffn_up_shexp.weight", _matrix(rng, tiny.shared_ffn, n, 1.2)
-    yield "ffn_down_shexp.weight", _matrix(rng, n, tiny.shared_ffn)
+        yield "ffn_latent_down.weight", matrix(rng, wide, n)
+        yield "ffn_latent_up.weight", matrix(rng, n, wide)
+    yield "ffn_up_exps.weight", np.stack([matrix(rng, ffn, wide, 1.2) for _ in range(experts)])
+    yield "ffn_down_exps.weight", np.stack([matrix(rng, wide, ffn) for _ in range(experts)])
+    yield "ffn_up_shexp.weight", matrix(rng, tiny.shared_ffn, n, 1.2)
+    yield "ffn_down_shexp.weight", matrix(rng, n, tiny.shared_ffn)
 
 
 def _block(tiny: Tiny, i: int, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
     n, kind = tiny.hidden, tiny.blocks[i]
-    yield "attn_norm.weight", _norm(rng, n)
+    yield "attn_norm.weight", norm(rng, n)
     if kind in "*+":
         yield from _attention(tiny, rng)
     if kind == "M":
@@ -150,17 +142,17 @@ def _block(tiny: Tiny, i: int, rng: np.random.Generator) -> Iterator[tuple[str, 
     if kind in "E-+":
         yield from _feed(tiny, rng, tiny.widths[i])
     if kind == "+":
-        yield "post_attention_norm.weight", _norm(rng, n)
-        yield "nextn.eh_proj.weight", _matrix(rng, n, 2 * n)
+        yield "post_attention_norm.weight", norm(rng, n)
+        yield "nextn.eh_proj.weight", matrix(rng, n, 2 * n)
         for name in ("enorm", "hnorm", "shared_head_norm"):
-            yield f"nextn.{name}.weight", _norm(rng, n)
+            yield f"nextn.{name}.weight", norm(rng, n)
 
 
 def weights(tiny: Tiny) -> Weights:
     """GGUF tensor name -> float32 array; the seed is a checksum of the name."""
     rng = np.random.default_rng(zlib.crc32(tiny.name.encode()))
-    found = {"token_embd.weight": _matrix(rng, VOCAB, tiny.hidden, 2.0), "output_norm.weight": _norm(rng, tiny.hidden)}
-    found["output.weight"] = _matrix(rng, VOCAB, tiny.hidden, 2.0)
+    found = {"token_embd.weight": matrix(rng, VOCAB, tiny.hidden, 2.0), "output_norm.weight": norm(rng, tiny.hidden)}
+    found["output.weight"] = matrix(rng, VOCAB, tiny.hidden, 2.0)
     for i in range(len(tiny.blocks)):
         found.update({f"blk.{i}.{name}": value for name, value in _block(tiny, i, rng)})
     return found
@@ -174,117 +166,47 @@ def type_of(tiny: Tiny, name: str) -> gguf.GGMLQuantizationType | None:
     return Q5_0 if "exps" in name else Q8_0
 
 
-def _add_metadata(w: gguf.GGUFWriter, tiny: Tiny) -> None:
-    w.add_name(f"tiny {tiny.name}")
-    w.add_license("Apache-2.0")
-    w.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if tiny.quantised else gguf.LlamaFileType.ALL_F32)
-    w.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    w.add_block_count(len(tiny.blocks))
-    w.add_context_length(1024)
-    w.add_vocab_size(VOCAB)
-    w.add_embedding_length(tiny.hidden)
-    w.add_head_count(tiny.heads)
-    w.add_head_count_kv([tiny.kv_heads if kind in "*+" else 0 for kind in tiny.blocks])
-    w.add_feed_forward_length(tiny.widths)
-    w.add_key_length(tiny.head_dim)
-    w.add_value_length(tiny.head_dim)
-    w.add_layer_norm_eps(1e-5)
-    w.add_layer_norm_rms_eps(1e-5)
-    w.add_ssm_conv_kernel(4)
-    w.add_ssm_inner_size(tiny.inner)
-    w.add_ssm_state_size(tiny.state)
-    w.add_ssm_time_step_rank(tiny.mamba_heads)
-    w.add_ssm_group_count(tiny.groups)
-    w.add_rope_dimension_count(tiny.head_dim)  # there, and not to be used
-    w.add_rope_freq_base(10000.0)
+def _add_metadata(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
+    add_general(writer, tiny.name, tiny.quantised)
+    writer.add_block_count(len(tiny.blocks))
+    writer.add_context_length(1024)
+    writer.add_vocab_size(VOCAB)
+    writer.add_embedding_length(tiny.hidden)
+    writer.add_head_count(tiny.heads)
+    writer.add_head_count_kv([tiny.kv_heads if kind in "*+" else 0 for kind in tiny.blocks])
+    writer.add_feed_forward_length(tiny.widths)
+    writer.add_key_length(tiny.head_dim)
+    writer.add_value_length(tiny.head_dim)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_ssm_conv_kernel(4)
+    writer.add_ssm_inner_size(tiny.inner)
+    writer.add_ssm_state_size(tiny.state)
+    writer.add_ssm_time_step_rank(tiny.mamba_heads)
+    writer.add_ssm_group_count(tiny.groups)
+    writer.add_rope_dimension_count(tiny.head_dim)  # there, and not to be used
+    writer.add_rope_freq_base(10000.0)
     if tiny.experts[0]:
-        w.add_expert_count(tiny.experts[0])
+        writer.add_expert_count(tiny.experts[0])
         if tiny.differ:
-            w.add_array(f"{tiny.arch}.expert_used_count", tiny.used)
-            w.add_array(f"{tiny.arch}.expert_feed_forward_length", tiny.widths)
+            writer.add_array(f"{tiny.arch}.expert_used_count", tiny.used)
+            writer.add_array(f"{tiny.arch}.expert_feed_forward_length", tiny.widths)
         else:
-            w.add_expert_used_count(tiny.experts[1])
-            w.add_expert_feed_forward_length(tiny.ffn)
-        w.add_expert_shared_feed_forward_length(tiny.shared_ffn)
-        w.add_expert_shared_count(1)
-        w.add_expert_weights_norm(True)
-        w.add_expert_weights_scale(2.5)
-        w.add_expert_group_count(1)
-        w.add_expert_group_used_count(1)
+            writer.add_expert_used_count(tiny.experts[1])
+            writer.add_expert_feed_forward_length(tiny.ffn)
+        writer.add_expert_shared_feed_forward_length(tiny.shared_ffn)
+        writer.add_expert_shared_count(1)
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_weights_scale(2.5)
+        writer.add_expert_group_count(1)
+        writer.add_expert_group_used_count(1)
     if tiny.latent:
-        w.add_moe_latent_size(tiny.latent)
+        writer.add_moe_latent_size(tiny.latent)
     if tiny.mtp:
-        w.add_nextn_predict_layers(1)
-
-
-def _add_tokenizer(w: gguf.GGUFWriter) -> None:
-    merges = MERGES.split("|")
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    alphabet = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
-    tokens = alphabet + [m.replace(" ", "") for m in merges]
-    kinds = [gguf.TokenType.NORMAL] * len(tokens)
-    fillers = VOCAB - len(tokens) - len(SPECIALS)
-    tokens += [f"[PAD{i}]" for i in range(fillers)] + list(SPECIALS)
-    kinds += [gguf.TokenType.UNUSED] * fillers + list(SPECIALS.values())
-    w.add_tokenizer_model("gpt2")
-    w.add_tokenizer_pre("pixtral")
-    w.add_token_list(tokens)
-    w.add_token_types([int(kind) for kind in kinds])
-    w.add_token_merges(merges)
-    w.add_bos_token_id(tokens.index("<|endoftext|>"))
-    w.add_eos_token_id(tokens.index("<|im_end|>"))
-    w.add_pad_token_id(tokens.index("<|endoftext|>"))
-    w.add_add_bos_token(False)
-    w.add_chat_template(TEMPLATE)
+        writer.add_nextn_predict_layers(1)
 
 
 def write(path: Path, tiny: Tiny) -> None:
-    w = gguf.GGUFWriter(path, tiny.arch)
-    _add_metadata(w, tiny)
-    _add_tokenizer(w)
-    for name, value in weights(tiny).items():
-        kind = type_of(tiny, name)
-        if kind is None:
-            w.add_tensor(name, value)
-        else:
-            w.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
-
-
-def make(tiny: Tiny, oracle: Oracle, out: Path, scratch: Path) -> None:
-    path = out / f"{tiny.name}.gguf"
-    write(path, tiny)
-    tokens = np.random.default_rng(zlib.crc32(tiny.name.encode()) + 1).integers(0, VOCAB, TOKENS).astype(np.int32)
-    found = oracle.logits(path, [tokens])
-    single = oracle.logits(path, [tokens], "--chunk", "1")
-    log.info(
-        "%s: %d bytes, deviation %.2f, one by one %.1e", tiny.name, path.stat().st_size, found["logits_0"].std(),
-        largest_difference(found["logits_0"], single["logits_0"]),
-    )  # fmt: skip
-    if tiny.quantised:
-        copy = scratch / "dequantised.gguf"
-        write_dequantised(path, copy)
-        plain = oracle.logits(copy, [tokens])
-        log.info("  activations of 8 bits: %.2g nats", mean_divergence(plain["logits_0"], found["logits_0"]))
-        found = {f"quantised_{key}": value for key, value in found.items() if "logits" in key} | plain
-    arrays = {key.removesuffix("_0"): value for key, value in found.items()}
-    np.savez_compressed(out / f"{tiny.name}.npz", tokens=tokens, **arrays)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("oracle", help="Python interpreter that has llama_cpp")
-    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "fixtures")
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logging.getLogger("gguf").setLevel(logging.WARNING)
-    with tempfile.TemporaryDirectory() as folder:
-        for tiny in MODELS:
-            make(tiny, Oracle(arguments.oracle, Path(folder)), arguments.out, Path(folder))
-
-
-if __name__ == "__main__":
-    main()
+    """Write the model with its own types."""
+    tensors = ((name, value, type_of(tiny, name)) for name, value in weights(tiny).items())
+    save(path, tiny.arch, tensors, partial(_add_metadata, tiny=tiny), partial(add_tokenizer, pre="pixtral"))

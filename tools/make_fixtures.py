@@ -15,8 +15,10 @@ import tempfile
 import zlib
 from pathlib import Path
 
+import fixture_models
+import fixture_nemotron
 import numpy as np
-from fixture_models import MODELS, VOCAB, Tiny, weights, write, write_dequantised
+from fixture_models import VOCAB, Tiny, weights, write_dequantised
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -26,6 +28,7 @@ DEMO_TOKENS = 64
 DEMO_TOP = 32
 log = logging.getLogger(__name__)
 Arrays = dict[str, np.ndarray]
+AnyTiny = Tiny | fixture_nemotron.Tiny
 
 TEXTS = [
     "",
@@ -107,10 +110,13 @@ def check_hidden(tiny: Tiny, logits: np.ndarray, hidden: np.ndarray) -> None:
     assert largest_difference(hidden @ head.T, logits) < 1e-3, tiny.name
 
 
-def make_tiny(tiny: Tiny, oracle: Oracle, out: Path, scratch: Path) -> dict[str, float]:
+def make_tiny(tiny: AnyTiny, oracle: Oracle, out: Path, scratch: Path) -> dict[str, float]:
     """Write one model and its expected values; returns the figures for facts.json."""
     path = out / f"{tiny.name}.gguf"
-    write(path, tiny)
+    if isinstance(tiny, Tiny):
+        fixture_models.write(path, tiny)
+    else:
+        fixture_nemotron.write(path, tiny)
     tokens = np.random.default_rng(zlib.crc32(tiny.name.encode()) + 1).integers(0, VOCAB, TOKENS).astype(np.int32)
     found = oracle.logits(path, [tokens])
     half = oracle.logits(path, [tokens], "--kv", "f16")
@@ -130,7 +136,7 @@ def make_tiny(tiny: Tiny, oracle: Oracle, out: Path, scratch: Path) -> dict[str,
         facts["divergence_quantised_activations"] = mean_divergence(reference, other)
         facts["same_top_1"] = float((reference.argmax(-1) == other.argmax(-1)).mean())
         found = {f"quantised_{key}": value for key, value in found.items() if "logits" in key} | plain
-    else:
+    elif isinstance(tiny, Tiny):
         check_hidden(tiny, found["logits_0"], found["hidden_0"])
     arrays = {key.removesuffix("_0"): value for key, value in found.items()}
     np.savez_compressed(out / f"{tiny.name}.npz", tokens=tokens, **arrays)
@@ -215,7 +221,7 @@ def main() -> None:
             return
         known = arguments.out / "facts.json"
         facts = json.loads(known.read_text()) if arguments.only else {}
-        for tiny in MODELS:
+        for tiny in (*fixture_models.MODELS, *fixture_nemotron.MODELS):
             if arguments.only and tiny.name not in arguments.only:
                 continue
             facts[tiny.name] = make_tiny(tiny, oracle, arguments.out, scratch)
