@@ -68,17 +68,17 @@ sanitize:
 
 # MINUTES=N, here and in hostile: how long
 soak: $(VENV)/.installed-test
-	$(BIN)/python tools/soak.py --minutes $(or $(MINUTES),30) --np 8
-	$(BIN)/python tools/soak.py --minutes $(or $(MINUTES),30) --np 8 --isolated
+	$(BIN)/python tests/long_runs/soak.py --minutes $(or $(MINUTES),30) --np 8
+	$(BIN)/python tests/long_runs/soak.py --minutes $(or $(MINUTES),30) --np 8 --isolated
 
 # Files in which one field is wrong, as target and as drafter; SEED=N repeats a run
 fuzz: $(VENV)/.installed-test
-	$(BIN)/python tools/fuzz.py --number $(or $(NUMBER),3000) $(addprefix --seed ,$(SEED))
-	$(BIN)/python tools/fuzz_slots.py --number $(or $(NUMBER),1000) $(addprefix --seed ,$(SEED))
+	$(BIN)/python tests/long_runs/fuzz.py --number $(or $(NUMBER),3000) $(addprefix --seed ,$(SEED))
+	$(BIN)/python tests/long_runs/fuzz_slots.py --number $(or $(NUMBER),1000) $(addprefix --seed ,$(SEED))
 
 # Hostile clients against a server of the demo pair, and answers compared meanwhile
 hostile: $(VENV)/.installed-test
-	$(BIN)/python tools/hostile.py --minutes $(or $(MINUTES),5)
+	$(BIN)/python tests/long_runs/hostile.py --minutes $(or $(MINUTES),5)
 
 # The reliability scorecard, written to docs/scorecard.md
 scorecard: $(VENV)/.installed-test

@@ -1,4 +1,4 @@
-"""Some of the mutants of tools/fuzz.py: each loads and drafts, or is refused in one short line. `make fuzz` tries thousands."""
+"""Some of the mutants of tests/long_runs/fuzz.py: each loads and drafts, or is refused in one short line. `make fuzz` tries thousands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEED = 4
 
 
 def fuzzed(*args: str, tool: str = "fuzz.py") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / tool), "--seed", str(SEED), *args]
+    command = [sys.executable, str(ROOT / "tests" / "long_runs" / tool), "--seed", str(SEED), *args]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=env)
 

@@ -26,6 +26,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "long_runs"))
+
 from hostile import Server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -249,7 +252,7 @@ ROWS = (
     Row("R3", "the same text in any slot, beside any neighbours, cached or not", "100 %",
         (tests("tests/engine/test_prefix_reuse.py tests/engine/test_prompt_again.py tests/engine/test_short_among_long.py -m 'not slow'"),)),
     Row("R4", "soak: conversations, reuse, cancels", "no crash, no guard, no growth",
-        (told("python tools/soak.py --minutes 1 --np 8"),), "long contexts on a GPU: `python tools/soak.py --chats --device cuda --ctx 24576 --minutes 1440`"),
+        (told("python tests/long_runs/soak.py --minutes 1 --np 8"),), "long contexts on a GPU: `python tests/long_runs/soak.py --chats --device cuda --ctx 24576 --minutes 1440`"),
     Row("R5", "guards, faults and lost processes end one request", "all green", (tests("tests/engine/test_faults.py tests/engine/test_replaced.py tests/engine/test_bad_kernels.py -m 'not slow'"),),
         "real shapes: `make check-gpu`"),
     Row("R6", "a client that leaves frees its slot", "a round + 50 ms; seen in /slots: 99 of 100 within 0.5 s", (cancel_latency, tests("tests/server/test_server_live.py -k leav")),),
@@ -258,13 +261,13 @@ ROWS = (
     Row("R9", "interfaces", "clients of others work", (tests("tests/server/test_server_live.py tests/server/test_anthropic.py tests/server/test_responses.py -m 'not slow'"),),
         "llama.cpp's own server tests: `make peer LLAMA_CPP=PATH`; schemathesis: docs/serving.md"),
     Row("R10", "malformed input", "no status above 499, no hang, no crash",
-        (told("python tools/hostile.py --minutes 0.5 --timid --answer-s 90", "hostile requests"), told("python tools/fuzz.py --number 300 --seed 4", "findings"), told("python tools/fuzz_slots.py --number 200 --seed 4", "findings")),
+        (told("python tests/long_runs/hostile.py --minutes 0.5 --timid --answer-s 90", "hostile requests"), told("python tests/long_runs/fuzz.py --number 300 --seed 4", "findings"), told("python tests/long_runs/fuzz_slots.py --number 200 --seed 4", "findings")),
         "`make hostile MINUTES=60`, `make fuzz NUMBER=100000`"),
     Row("R11", "texts under grammars with drafts", "valid, and equal to those without", (tests("tests/constrain tests/engine/test_constrained_text.py -m 'not slow'"),), "every case: `make test-all`"),
     Row("R12", "drafting never loses", ">= 0.98 of plain, every cell", (tests("tests/test_control.py -m 'not slow'"),), "on the GPU: `python tools/bench_acceptance.py TARGET`"),
     Row("R13", "the memory plan", "< 2 % off, nothing allocated after warm-up", (tests("tests/engine/test_fit.py -m 'not slow'"),), "on a GPU: `pytest tests/engine/test_on_gpu.py`"),
     Row("R14", "restarts and restored slots", "go on identically",
-        (told("python tools/chaos.py demo --trials kill --streams 4 --predict 100 -- -np 4 -c 1024", "kill|restart"), tests("tests/engine/test_slot_files.py -m 'not slow'"))),
+        (told("python tests/long_runs/chaos.py demo --trials kill --streams 4 --predict 100 -- -np 4 -c 1024", "kill|restart"), tests("tests/engine/test_slot_files.py -m 'not slow'"))),
     Row("R15", "cold start", "help 150 ms beyond Python's start, vocabulary 0.5 s, header 0.3 s, port 1 s", (cold_start,)),
     Row("R16", "compute-sanitizer", "clean, every kernel", (), "on a GPU: `make sanitize`"),
     Row("R17", "the docs are true", "every table and command that can be checked", (tests("tests/test_docs.py -m 'not slow'"),)),

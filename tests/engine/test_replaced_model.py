@@ -25,7 +25,7 @@ from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, Samplin
 
 SETTINGS = EngineSettings(np=8, ctx=256, draft_path=DEMO_DRAFT, warm_up=False, device="cpu", kv_type="f32")
 HANG_S = 6.0  # of rounds that take milliseconds; this machine may have much else to do
-CHILD = ROOT / "tools" / "chaos_engine.py"
+CHILD = ROOT / "tests" / "long_runs" / "chaos_engine.py"
 
 
 def requests() -> list[Request]:

@@ -1,4 +1,4 @@
-"""A short soak: the tool's own checks over some random requests (`tools/soak.py --minutes 10` for the long one)."""
+"""A short soak: the tool's own checks over some random requests (`tests/long_runs/soak.py --minutes 10` for the long one)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine_rig import ROOT
 
 from pyspec.request import Request
 
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "tests" / "long_runs"))
 import soak
 import soak_memory
 from soak_memory import MIB, Reading, Watch

@@ -1,4 +1,4 @@
-"""A short soak of conversations over the prefix cache (`tools/soak.py --chats --minutes 20` for the long one)."""
+"""A short soak of conversations over the prefix cache (`tests/long_runs/soak.py --chats --minutes 20` for the long one)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from engine_rig import FIXTURES, ROOT
 
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "tests" / "long_runs"))
 import soak_chats
 from soak import Tally
 from soak_audit import audit

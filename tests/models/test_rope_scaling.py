@@ -19,7 +19,7 @@ from pyspec.models.rope import Rope, RopeSpec
 from pyspec.models.rope_scaling import RopeScaling, read_scaling
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "tests" / "fixtures" / "make"))
 from fixture_rope import CASES, YARN, keys_of  # noqa: E402
 
 DEMO_DRAFT = ROOT / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"

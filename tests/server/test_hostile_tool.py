@@ -41,7 +41,7 @@ finally:
 def test_hostile_clients_end_nothing_and_answers_beside_them_are_right() -> None:
     command = [
         sys.executable,
-        str(ROOT / "tools" / "hostile.py"),
+        str(ROOT / "tests" / "long_runs" / "hostile.py"),
         "--timid",
         "--minutes",
         "0.4",
@@ -61,6 +61,6 @@ def test_hostile_clients_end_nothing_and_answers_beside_them_are_right() -> None
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of file descriptors as Linux has them")
 def test_with_64_file_descriptors_a_server_stays_reachable_and_its_log_small() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", FEW, str(ROOT / "tools")]
+    command = [sys.executable, "-c", FEW, str(ROOT / "tests" / "long_runs")]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

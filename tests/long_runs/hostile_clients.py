@@ -1,4 +1,4 @@
-"""What tools/hostile.py sends: one function for each way in which a client can be a nuisance.
+"""What tests/long_runs/hostile.py sends: one function for each way in which a client can be a nuisance.
 
 Each takes a Client and gives the number of what it was answered with: a status, 0 where the connection was closed without an answer, or
 None where it did not wait for one.

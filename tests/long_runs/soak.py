@@ -1,6 +1,6 @@
 """Hours of traffic in minutes: random requests with random cancels, in-process and over HTTP, on the packaged demo pair.
 
-    python tools/soak.py --minutes 30 --np 8 [--isolated]
+    python tests/long_runs/soak.py --minutes 30 --np 8 [--isolated]
 
 A third of it are requests whose greedy text is known: each has to be what a single slot without a drafter gives. The rest is of all kinds
 (soak_mixed.py). Checked besides: no request fails, slots and pages are free at the end, and the engine's process grows by less than 5 %

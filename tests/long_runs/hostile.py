@@ -1,8 +1,8 @@
 """Many hostile clients at once against a server of the demo pair, and others who want their answers meanwhile.
 
-    python tools/hostile.py --minutes 5          (or: make hostile)
+    python tests/long_runs/hostile.py --minutes 5          (or: make hostile)
 
-The clients are those of tools/hostile_clients.py. Beside them patient ones ask for greedy texts that are known from an engine with one slot
+The clients are those of tests/long_runs/hostile_clients.py. Beside them patient ones ask for greedy texts that are known from an engine with one slot
 and without a drafter. Checked: every one of those answers is right and comes within --answer-s; no status above 499 (but 501 and 505 for what is no HTTP), no
 hostile client that hears nothing for two minutes, no traceback in the log, no process that ends or is replaced; and once all have left: slots free,
 and memory, file descriptors and threads as after the first minute of the same. Exit status 1 if anything is wrong.
@@ -29,7 +29,7 @@ import httpx
 from hostile_clients import ATTACKS, OFTEN, Client
 from soak import Known, known_texts
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NO_HTTP = (501, 505)  # what HTTP wants said of a transfer coding or a version that is not known
 N_ASKED = 24  # tokens of an answer that is compared
 SETTLE_S = 90.0  # for what hostile clients have left behind to end

@@ -1,7 +1,7 @@
 """Conversations that share and fork their beginnings, with drafts and cancels, over a prefix cache that is always too small.
 
-    python tools/soak.py --chats --minutes 20
-    python tools/soak.py --chats --minutes 5 --device cuda --ctx 24576 --ahead --model demo [--later]
+    python tests/long_runs/soak.py --chats --minutes 20
+    python tests/long_runs/soak.py --chats --minutes 5 --device cuda --ctx 24576 --ahead --model demo [--later]
 
 Checked: every text, cancelled ones included, is what one slot without drafter and without cache says; no request fails; every
 page and state is accounted for at the end, and holds what it should (soak_audit.py); memory does not grow. A GPU rounds rows to

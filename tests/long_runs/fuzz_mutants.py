@@ -1,4 +1,4 @@
-"""Mutants of GGUF files for tools/fuzz.py: a file as fields, and everything that can be wrong with each of them.
+"""Mutants of GGUF files for tests/long_runs/fuzz.py: a file as fields, and everything that can be wrong with each of them.
 
 `field_mutants` lists, for one file, every metadata field with every kind of wrong value, `tensor_mutants` every tensor of the
 directory with every kind of wrong entry, and tensors that files may have but this one does not. What is drawn at random is drawn from the

@@ -1,6 +1,6 @@
 """Kills, stops and poisons the engine process of a server under streams, and holds every text against an undisturbed run.
 
-`python tools/chaos.py MODEL --trials kill stop abort endless illegal kernel -- -md DRAFTER -np 8 -c 4096`
+`python tests/long_runs/chaos.py MODEL --trials kill stop abort endless illegal kernel -- -md DRAFTER -np 8 -c 4096`
 What follows `--` goes to `pyspec server`. Works with any model file, on CPUs and GPUs; exit status 1 if anything was lost.
 
 kill, stop       SIGKILL, SIGSTOP

@@ -1,6 +1,6 @@
 """Slot files in which one field of the head is wrong, signed anew as somebody would who wants harm: restoring refuses, or is right.
 
-    python tools/fuzz_slots.py --number 2000 --seed 1          (part of: make fuzz)
+    python tests/long_runs/fuzz_slots.py --number 2000 --seed 1          (part of: make fuzz)
 
 A slot of the demo pair, and one of a recurrent model with its MTP block, is saved. Every value of the file's head is replaced by every wrong
 one, every key and item left out or said twice; `--number` of all these are drawn, and as many files are cut, joined or damaged in
@@ -31,7 +31,7 @@ from pyspec.engine.api import Engine
 from pyspec.errors import BadSlotFile
 from pyspec.slots.slot_file import CHUNK, DIGEST, MAGIC, VERSION, _digest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAIRS = {"demo": ("demo", "auto"), "qwen35 with MTP": (str(ROOT / "tests" / "fixtures" / "qwen35.gguf"),) * 2}
 WRONG: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2, 7, 63, 65_535, 1 << 31, 1 << 32, 1 << 63, 1 << 64, 0.5, -0.0, 1e308, "", "x", "\x00", "\x1b[2J", "x" * 100_000,

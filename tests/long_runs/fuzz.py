@@ -1,9 +1,9 @@
 """Load files in which one field is wrong, as target and as drafter, and say what ended otherwise than it may.
 
-    python tools/fuzz.py --number 3000 --seed 1          (or: make fuzz)
+    python tests/long_runs/fuzz.py --number 3000 --seed 1          (or: make fuzz)
 
 Every metadata field and every tensor entry of the fixtures and of the demo pair is made wrong in every way that
-tools/fuzz_mutants.py knows; `--number` of all these mutants are drawn. A mutant is loaded in a child process with a limit of
+tests/long_runs/fuzz_mutants.py knows; `--number` of all these mutants are drawn. A mutant is loaded in a child process with a limit of
 memory and of processor time. It may load, and then has to draft, answer and describe itself; or loading fails with an error of
 pyspec's own, in one short line that a terminal can show. All else is a finding: a traceback, a long or wild line, a signal,
 too much memory, too much time. Exit status 1 if there are any; `--only N` runs mutant N of a seed alone and shows its traceback.
@@ -37,7 +37,7 @@ from pyspec import registry
 from pyspec.engine.api import Engine
 from pyspec.errors import PyspecError, RequestError, SlotError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FIXTURES, DEMO = ROOT / "tests" / "fixtures", ROOT / "pyspec" / "demo"
 LINE = 600  # characters of an error
 MEMORY = 2 << 30  # bytes of address space beyond what the child begins with
