@@ -1,4 +1,4 @@
-"""An engine process that suffers what it is told: pyspec.engine.process.engine_main over the real core. For tools/chaos.py and tests.
+"""An engine process that suffers what it is told: pyspec.engine.process.engine_main over the real core. For chaos.py and tests.
 
 `python chaos_engine.py FOLDER DESCRIPTOR`. FOLDER/pid names the process that runs. Files that plant something:
 round    before the next round, once: "abort", "endless" (Python), "illegal" or "kernel" (an illegal access or an endless
