@@ -24,6 +24,7 @@ from pyspec.draft.drafter import Drafter, DraftRequest
 from pyspec.engine.api import Engine
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.loop import Loop
+from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.result import RequestSet
 from pyspec.request import Grammar, Request, SamplingParams
@@ -81,8 +82,9 @@ Texts = dict[tuple[tuple[int, ...], str], Sequence[int]]
 
 
 PARTS = (
-    (Loop, "admit launch_next draft plan run refuse mask ask_masked choose commit"),
-    (Launched, "heard wait"),
+    (Loop, "admit launch_next draft plan run ask_masked commit"),
+    (PendingRound, "refuse find_spans choose"),
+    (Launched, "drafted_tokens wait"),
     (Speculator, "_collect_offers lengths _ask _fit has_offers"),
     (Job, "take"),
 )

@@ -22,7 +22,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "engine"))
 from engine_rig import Rig, rig
 
-from pyspec.engine.loop.lookahead import PendingRound
+from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.models.target import Out

@@ -21,8 +21,8 @@ from torch import Tensor
 from pyspec.constrain import constraint
 from pyspec.device.worker import Worker
 from pyspec.engine.loop.job import Job
-from pyspec.engine.loop.lookahead import PendingRound
 from pyspec.engine.loop.loop import Loop
+from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.errors import DeviceError, OutOfBounds
 from pyspec.models.target import Out

@@ -11,7 +11,7 @@ from engine_rig import FIXTURES
 from test_fly_ahead import flown  # noqa: F401 - a fixture
 
 from pyspec.device.worker import Launched, Worker
-from pyspec.engine.loop.lookahead import PendingRound
+from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.plan import describe
 from pyspec.slots.batch import Batch
 from pyspec.slots.round import LogitsNeed

@@ -13,8 +13,8 @@ from engine_rig import FIXTURES, GREEDY, Rig, fake_rig, rig, rig_for
 from known_texts import N_TEXT, continuation, known_texts, tiny
 
 from pyspec.engine.load.warmup import warm_up
-from pyspec.engine.loop.lookahead import PendingRound
 from pyspec.engine.loop.loop import Loop
+from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.speculator import AcceptanceWatch
 from pyspec.slots.arena import BUCKETS
 from pyspec.slots.round import Round

@@ -27,7 +27,7 @@ from pyspec.cuda.ops.linear.fit_q4 import fit_q4
 from pyspec.cuda.streamed_tiles import StreamedTiles
 from pyspec.draft import dflash
 from pyspec.engine.api import Engine, Result, collect
-from pyspec.engine.loop.lookahead import PendingRound
+from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.gguf import GGMLType
 from pyspec.logits import compute_logits
 from pyspec.models.coarse import rows_of

@@ -34,7 +34,7 @@ from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.cuda.ops.moe.ref import Routes
 from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.api import Engine, Result
-from pyspec.engine.loop.lookahead import PendingRound
+from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.errors import PyspecError
 from pyspec.models.blocks.moe import BoundExperts
 from pyspec.models.target import Out

@@ -12,7 +12,7 @@ from functools import partial
 
 from pyspec.device.worker import Worker
 from pyspec.engine.loop.job import End, Job, Taken, blamed
-from pyspec.engine.loop.lookahead import PendingRound
+from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.round import Work
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
@@ -52,12 +52,12 @@ class Committer:
 
     # -- a round -------------------------------------------------------------------------------------------------
 
-    def commit(self, flight: PendingRound, chosen: Sequence[Chosen | None], ahead: PendingRound | None) -> None:
+    def commit(self, pending: PendingRound, chosen: Sequence[Chosen | None], ahead: PendingRound | None) -> None:
         """Keep what was accepted; the drafter hears of it before the slots' tokens grow."""
         kept, ends = [], []
-        are_first = not any(w.job.is_decoding for w in flight.work)
-        for w, c in zip(flight.work, chosen, strict=True):
-            n, end = self._take(w, c) if self.still_running(flight, w) else (0, None)
+        are_first = not any(w.job.is_decoding for w in pending.work)
+        for w, c in zip(pending.work, chosen, strict=True):
+            n, end = self._take(w, c) if pending.still_running(w, self.jobs) else (0, None)
             kept.append(n)
             ends.append(end)
         if (
@@ -65,8 +65,8 @@ class Committer:
         ):  # nobody waits for the next round; copies of states and its launches take their time
             self.flush_deferred()
             self.on_first()
-        self.speculator.observe(flight.launched.batch, kept, flight.launched.out)
-        for i, (w, n, end) in enumerate(zip(flight.work, kept, ends, strict=True)):
+        self.speculator.observe(pending.launched.batch, kept, pending.launched.out)
+        for i, (w, n, end) in enumerate(zip(pending.work, kept, ends, strict=True)):
             if n == 0:
                 continue  # it is not on any more
             w.slot.tokens.extend(w.seq.tokens[:n])
@@ -79,9 +79,9 @@ class Committer:
                 self.finish(w.job, end)
             elif w.slot.n_past <= w.job.n_prefill:
                 self._after_chunk(w)
-                self._keep_start(flight, w)
+                self._keep_start(pending, w)
         if ahead is not None and ahead.launched.tokens is not None:
-            self.speculator.confirm_ahead(w.slot for w in ahead.work if self.still_running(ahead, w))
+            self.speculator.confirm_ahead(w.slot for w in ahead.work if ahead.still_running(w, self.jobs))
         if not self.defers:
             self.flush_deferred()
 
@@ -107,10 +107,6 @@ class Committer:
             job.anchor = c.tokens[-1]
         if not self.defers:
             self.flush_deferred()
-
-    def still_running(self, flight: PendingRound, w: Work) -> bool:
-        """Its request has not ended, nor taken another token, since it was launched."""
-        return self.jobs.get(w.slot.index) is w.job and w.slot.index not in flight.off
 
     def _take(self, w: Work, c: Chosen | None) -> tuple[int, End | None]:
         """Rows kept of a request's part, and how it ends if it does. Whatever goes wrong with its tokens is its own failure."""
@@ -176,7 +172,7 @@ class Committer:
         self.cache.file(slot, draft, self.worker.fold, whole=whole)
         return True
 
-    def _keep_start(self, flight: PendingRound, w: Work) -> None:
+    def _keep_start(self, pending: PendingRound, w: Work) -> None:
         """A short prompt is in, of which nothing else is filed that could be gone on from: keep its state, and what its last token gave."""
         job, slot = w.job, w.slot
         is_due = slot.n_past == job.n_prefill and self.worker.memory.needs_state and self._may_file(job, slot)
@@ -187,9 +183,9 @@ class Committer:
         draft = self.speculator.checkpoint(slot)
         if slot.index in self.speculator.lost_track:
             return
-        row = sum(each.seq.n_out for each in flight.work[: flight.work.index(w) + 1])
+        row = sum(each.seq.n_out for each in pending.work[: pending.work.index(w) + 1])
         self.worker.fold(slot)
-        job.start = self.cache.keep_start(slot, draft, flight.launched.out.logits[row - 1 : row])
+        job.start = self.cache.keep_start(slot, draft, pending.launched.out.logits[row - 1 : row])
 
     def _may_file(self, job: Job, slot: Slot) -> bool:
         lost = self.speculator.lost_track

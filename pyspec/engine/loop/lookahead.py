@@ -9,119 +9,17 @@ more record behind others (`waits` in engine/loop/round.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 
-from pyspec.constrain.constraint import Constraint
-from pyspec.cuda.faults import ALL_SLOTS, Fault
-from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, n_kept
-from pyspec.device.worker import Launched
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS
 from pyspec.draft.drafter import Drafter, LookaheadDrafter
 from pyspec.engine.loop.job import Job
+from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.round import Work, waits
-from pyspec.errors import SlotError
-from pyspec.sample.choose import Chosen, Span
 from pyspec.sample.sampler import SlotSampler
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.batch import Seq
 from pyspec.slots.round import Continuation
-
-
-@dataclass(slots=True)
-class PendingRound:
-    """A round that is under way.
-
-    began, drafted: when it began, and its drafts were there; sent: when the device was told; arrived: when its results were there;
-    since: what of it counts as its own begins there. In seconds of the loop's clock
-
-    Of one that goes on from the round before:
-    off     slots for which it ran with another token than the round before turned out to give
-
-    spans   rows behind which a token is chosen, as of when the round is waited for
-
-    refused rows of drafts that the device made and a grammar does not take, once they were looked at
-
-    next    how the round behind this one goes on from it, once that is launched
-    """
-
-    work: Sequence[Work]
-    launched: Launched
-    began: float
-    drafted: float
-    sent: float
-    is_behind: bool = False
-    off: set[int] = field(default_factory=set)
-    spans: Sequence[Span] = ()
-    refused: tuple[int, ...] | None = None
-    next: Continuation | None = None
-    arrived: float = 0.0
-    since: float = 0.0
-
-    @property
-    def batch_starts(self) -> Sequence[int]:
-        return self.launched.batch.starts
-
-    @property
-    def is_watched(self) -> bool:
-        """What tripped in the drafter before it was asked for: not where nobody drafted behind the round before."""
-        return not self.is_behind or self.launched.tokens is not None
-
-    def refuse(self, held: Iterable[tuple[int, Constraint]]) -> tuple[int, ...]:
-        """The rows whose drafts grammars do not take, of those that the device has made; they are nobody's tokens from here on. To be
-        asked when the round before is committed, and first of all. held: places in `work`, and their grammars"""
-        if self.refused is None:
-            own, starts, rows = self.launched.drafted_tokens(), self.batch_starts, []
-            if own is not None:
-                for i, constraint in held:
-                    drafts = own[starts[i] + 1 : starts[i + 1]].tolist()
-                    n = len(constraint.draftable(drafts))
-                    if n < len(drafts):
-                        rows.append(starts[i] + 1 + n)
-                if rows:
-                    own[rows] = NO_TOKEN
-            self.refused = tuple(rows)
-        return self.refused
-
-    def fill_tokens(self, ended: float) -> None:
-        """The round before is over since `ended`: positions and tokens of the rows are known."""
-        launched, work, drafted = self.launched, [], self.launched.drafted_tokens()
-        own = None if drafted is None else drafted.tolist()
-        for w, start in zip(self.work, launched.batch.starts, strict=False):
-            drafts = [] if own is None else own[start + 1 : start + w.seq.width]
-            seq = replace(w.seq, n_past=w.slot.n_past, tokens=[w.job.anchor or 0, *drafts])
-            work.append(replace(w, seq=seq, draft=drafts))
-        self.work, launched.batch = work, replace(launched.batch, seqs=[w.seq for w in work])
-        took = 1e-3 * launched.drafting[0].elapsed_time(launched.drafting[1]) if launched.drafting is not None else 0.0
-        self.began, self.drafted = ended, ended + took
-
-    def reconcile(self, chosen: Sequence[Chosen | None]) -> tuple[list[Chosen | None], set[int]]:
-        """What of a verdict stands where the next round is under way: so many rows as the device kept, for it has gone on from
-        them. And the slots for which it did not go on, or with another token than theirs: the best is an end, or banned, or none."""
-        best, starts, behind = self.launched.found, self.batch_starts, self.next
-        assert best is not None and behind is not None
-        found, out, off = list(map(int, best[0, : starts[-1]].tolist())), [], set()
-        for i, (w, c) in enumerate(zip(self.work, chosen, strict=True)):
-            own, ends = found[starts[i] : starts[i + 1]], frozenset() if behind.ends is None else behind.ends[i]
-            n = n_kept(w.draft, own, ends, None if behind.forced is None else behind.forced[i])
-            if c is not None and len(c.tokens) > n:
-                c = replace(c, tokens=c.tokens[:n], n_accepted=min(c.n_accepted, n - 1))
-            elif c is not None and c.error is None and len(c.tokens) < n:
-                c = Chosen([], 0, error=SlotError(f"the device kept {n} rows, of which {len(c.tokens)} are right"))
-            if c is None or c.tokens != [*w.draft[: n - 1], own[n - 1]] or own[n - 1] in ends:
-                off.add(w.slot.index)
-            out.append(c)
-        return out, off
-
-    def fail_slot(self, fault: Fault, chosen: Sequence[Chosen | None]) -> list[Chosen | None]:
-        """A guard tripped in this forward: the slot it names loses its round, or all do if it names none.
-
-        The forward ran, and every other slot's results are right: they are committed like those of any round.
-        """
-        guilty = fault.slot([w.seq.slot for w in self.work], self.batch_starts)
-        return [
-            Chosen([], 0, error=fault.error(w.seq.slot)) if guilty in (w.seq.slot, ALL_SLOTS) else c
-            for w, c in zip(self.work, chosen, strict=True)
-        ]
 
 
 class Lookahead:

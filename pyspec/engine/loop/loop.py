@@ -1,6 +1,6 @@
 """The loop: one round drafts, verifies, accepts and commits for every busy slot. Open this file first.
 
-`step_plain` is the whole trip, one part after the other; `step_ahead` is the same with two rounds in flight. Everything they
+`step_plain` is the whole trip, one part after the other; `step_ahead` is the same with two rounds in pending. Everything they
 call is one idea in a file of its own. It runs on one thread and knows no drafter or architecture by name. What fails ends the
 requests it can be blamed on; only a device's failure gets out.
 """
@@ -19,8 +19,8 @@ from pyspec.engine.loop.admission import Admission
 from pyspec.engine.loop.commit import Committer
 from pyspec.engine.loop.grammar_turns import Turns
 from pyspec.engine.loop.job import End, Job, blamed
-from pyspec.engine.loop.lookahead import Lookahead, PendingRound
-from pyspec.engine.loop.prompt_scores import send_scores
+from pyspec.engine.loop.lookahead import Lookahead
+from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.round import RowLimits, Work, logits_need, plan_work
 from pyspec.engine.loop.slot_image import SlotImager
 from pyspec.engine.loop.slot_task import SlotTask
@@ -110,32 +110,32 @@ class Loop:
         if not self.jobs:
             return
         began, drafts = self.clock(), self.draft()
-        flight = self.run(self.plan(drafts), began)
-        if flight is not None:
-            fault = self.wait(flight)
-            self.commit(flight, self.choose(flight), fault)
+        pending = self.run(self.plan(drafts), began)
+        if pending is not None:
+            fault = self.wait(pending)
+            self.commit(pending, self.choose(pending), fault)
 
     def step_ahead(self) -> None:
         """The same, but the next round is launched before this one is read, wherever that needs no result of it."""
-        flight = self.lookahead.take()
-        if flight is not None and self.needs_sync():
-            self.read(flight, None)
-            flight = None
-        if flight is None:
+        pending = self.lookahead.take()
+        if pending is not None and self.needs_sync():
+            self.read(pending, None)
+            pending = None
+        if pending is None:
             self.admit()
             if not self.jobs:
                 return
             began, drafts = self.clock(), self.draft()
-            flight = self.run(self.plan(drafts), began)
-        if flight is not None:
-            self.lookahead.under_way = self.launch_next(flight)
-            self.read(flight, self.lookahead.under_way)
+            pending = self.run(self.plan(drafts), began)
+        if pending is not None:
+            self.lookahead.under_way = self.launch_next(pending)
+            self.read(pending, self.lookahead.under_way)
 
-    def read(self, flight: PendingRound, ahead: PendingRound | None) -> None:
+    def read(self, pending: PendingRound, ahead: PendingRound | None) -> None:
         """Wait for a round, choose and commit. `ahead`: the next one, which is under way for the same slots."""
-        fault = self.wait(flight)
-        if any(self.committer.still_running(flight, w) for w in flight.work):  # else all ended with the round before
-            self.commit(flight, self.choose(flight), fault, ahead)
+        fault = self.wait(pending)
+        if pending.running(self.jobs):  # else all ended with the round before
+            self.commit(pending, self.choose(pending), fault, ahead)
 
     # -- its parts -----------------------------------------------------------------------------------------------
 
@@ -186,14 +186,14 @@ class Loop:
             return None
         return PendingRound(work, launched, began, drafted, sent=drafted)
 
-    def launch_next(self, flight: PendingRound) -> PendingRound | None:
+    def launch_next(self, pending: PendingRound) -> PendingRound | None:
         """Launch the round after this one before its results are read, if the same requests go on whatever it gives."""
-        work, ahead, speculator = flight.work, self.lookahead, self.speculator
+        work, ahead, speculator = pending.work, self.lookahead, self.speculator
         if len(work) + self.throttle.n_resting != len(self.jobs) or self.throttle.are_over or self.needs_sync():
             return None
         if self.turns.n_slow:  # whose turn is next shows when this round is over
             return None
-        if not all(self.committer.still_running(flight, w) and ahead.can_pipeline(w) for w in work):
+        if len(pending.running(self.jobs)) < len(work) or not all(map(ahead.can_pipeline, work)):
             return None
         if speculator.has_offers(w.job for w in work):
             return None
@@ -201,20 +201,20 @@ class Loop:
         n_drafts = [n for _, n in speculator.chosen]
         if any(n_drafts) and any(w.slot.index in speculator.lost_track for w in work):
             return None
-        planned = ahead.plan(work, n_drafts, speculator.drafter, self.refuse(flight))
+        planned = ahead.plan(work, n_drafts, speculator.drafter, pending.refuse(self.jobs))
         if planned is None:
             return None
-        seqs, flight.next = planned
+        seqs, pending.next = planned
         sent, n_fetched = self.clock(), len(self.worker.draft_faults.fetched)
         try:
-            round_ = plan_round(self.table, seqs, flight.next, reads=logits_need(work))
-            launched = self.worker.launch_behind(flight.launched, round_)
+            round_ = plan_round(self.table, seqs, pending.next, reads=logits_need(work))
+            launched = self.worker.launch_behind(pending.launched, round_)
         except SlotError:  # it is found again, and whose it is, when this round is over
             while len(self.worker.draft_faults.fetched) > n_fetched:
                 self.worker.draft_faults.fetched.pop()
             launched = None
         if launched is None:
-            flight.next = None
+            pending.next = None
             return None
         speculator.chosen = None
         then = [Work(w.job, w.slot, seq) for w, seq in zip(work, seqs, strict=True)]
@@ -229,119 +229,69 @@ class Loop:
             return True
         return self.admission.is_turn_over
 
-    def wait(self, flight: PendingRound) -> Fault | None:
+    def wait(self, pending: PendingRound) -> Fault | None:
         """For a forward, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
         self.committer.flush_deferred()
         with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
             self.on_wait()
-            if flight.is_behind:
-                self.refuse(flight)
-                flight.fill_tokens(self.ended)
-            self.mask(flight)
-        masked = self.ask_masked(flight)
-        while not flight.launched.is_over and not self._make_ready():  # behind all that somebody waits for
+            if pending.is_behind:
+                pending.refuse(self.jobs)
+                pending.fill_tokens(self.ended)
+            pending.find_spans()
+            if self.may_defer:  # masks of greedy rows wait until a token is refused
+                fill_all(s.mask for s in pending.spans if s.mask is not None and wants_mask(s))
+        masked = self.ask_masked(pending)
+        while not pending.launched.is_over and not self._make_ready():  # behind all that somebody waits for
             pass
         with self.worker.lock.released():
-            flight.launched.wait()
+            pending.launched.wait()
         if masked is not None:
             fill_masked(*masked)
         fault = self.worker.faults.take()
-        if flight.is_watched:
+        if pending.is_watched:
             self.speculator.take_faults()
-        flight.arrived, flight.since = self.clock(), flight.drafted
-        if flight.is_behind:
-            flight.since = max(flight.sent, self.landed) + flight.drafted - flight.began
-        self.landed = flight.arrived
-        self.throttle.landed(self.landed, flight.work)
+        pending.land(self.clock(), self.landed)
+        self.landed = pending.arrived
+        self.throttle.landed(self.landed, pending.work)
         return fault
 
     def _hand_out(self) -> None:
         with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
             self.on_wait()
 
-    def refuse(self, flight: PendingRound) -> tuple[int, ...]:
-        """The rows of drafts that grammars do not take, where the device drafted and nobody could look before."""
-        work, still_running = flight.work, self.committer.still_running
-        held = [
-            (i, w.job.constraint)
-            for i, w in enumerate(work)
-            if w.job.constraint is not None and still_running(flight, w)
-        ]
-        return flight.refuse((i, c) for i, c in held if c is not None)
-
-    def mask(self, flight: PendingRound) -> None:
-        """What the rows may choose: masks are filled while the device works, or for greedy choices not before one is refused."""
-        spans, at = [], 0
-        for w in flight.work:
-            at += w.seq.n_out
-            if n := w.n_choice:
-                held = w.job.constraint
-                mask = None if held is None else SpanMask(held, w.job.sampler.usable(w.draft))
-                spans.append(Span(w.job.sampler, at - n, n, w.draft, mask))
-        flight.spans = spans
-        if self.may_defer:
-            fill_all(s.mask for s in spans if s.mask is not None and wants_mask(s))
-
-    def ask_masked(self, flight: PendingRound) -> tuple[list[Span], Tensor] | None:
+    def ask_masked(self, pending: PendingRound) -> tuple[list[Span], Tensor] | None:
         """Have the device choose under masks, too, before anybody knows whether that is needed, where it was of late. Not behind a round
         that is launched already: that would have to be over first."""
-        if flight.next is not None or not self.may_defer:
+        if pending.next is not None or not self.may_defer:
             return None
-        spans, found = best_masked(flight.launched.out.logits, flight.spans)
-        return None if found is None else (spans, self.worker.bring(flight.launched, found))
+        spans, found = best_masked(pending.launched.out.logits, pending.spans)
+        return None if found is None else (spans, self.worker.bring(pending.launched, found))
 
-    def choose(self, flight: PendingRound) -> list[Chosen | None]:
+    def choose(self, pending: PendingRound) -> list[Chosen | None]:
         """The target's verdict on every sequence that has logits."""
-        at, flawed = 0, {}
-        for i, w in enumerate(flight.work):
-            at += w.seq.n_out
-            if w.n_scored and self.committer.still_running(flight, w):
-                flawed[i] = send_scores(w, flight.launched.out.logits[at - w.seq.n_out :])
-        verdicts = iter(self._verdicts(flight, flight.spans))
-        chosen = [next(verdicts) if w.n_choice else None for w in flight.work]
-        return [flawed.get(i) or c for i, c in enumerate(chosen)] if flawed else chosen
+        return pending.choose(self.jobs, self.lookahead.synth)
 
     def commit(
-        self, flight: PendingRound, chosen: list[Chosen | None], fault: Fault | None, ahead: PendingRound | None = None
+        self, pending: PendingRound, chosen: list[Chosen | None], fault: Fault | None, ahead: PendingRound | None = None
     ) -> None:
         """Make a verdict final, and tell the controller what the round took."""
         if ahead is not None:
-            chosen, ahead.off = flight.reconcile(chosen)
+            chosen, ahead.off = pending.reconcile(chosen)
         else:
-            flight.launched.copy_results(self.worker.needs, is_next_launched=False)
+            pending.launched.copy_results(self.worker.needs, is_next_launched=False)
         if fault is not None:
             self.stats.guard_trips += 1
-            chosen = flight.fail_slot(fault, chosen)
-        work, sampled = [w for w in flight.work if self.committer.still_running(flight, w)], self.clock()
-        self.committer.commit(flight, chosen, ahead)
-        self.ended, n_row = self.clock(), flight.launched.batch.n_row
-        self.stats.round(busy=len(work), times=(flight.began, flight.drafted, flight.arrived, sampled, self.ended))
+            chosen = pending.fail_slot(fault, chosen)
+        work, sampled = pending.running(self.jobs), self.clock()
+        self.committer.commit(pending, chosen, ahead)
+        self.ended, n_row = self.clock(), pending.launched.batch.n_row
+        self.stats.round(busy=len(work), times=(pending.began, pending.drafted, pending.arrived, sampled, self.ended))
         if any(w.is_prompt for w in work) or not all(w.job.is_decoding or w.slot.index not in self.jobs for w in work):
             return
         live = [len(w.draft) for w in work if w.draft and w.slot.index not in self.controller.offered]
-        until = self.ended if ahead is None else flight.arrived  # what comes after is hidden behind the next round
-        took, draft_ms = 1e3 * (until - flight.since), 1e3 * (flight.drafted - flight.began)
+        until = self.ended if ahead is None else pending.arrived  # what comes after is hidden behind the next round
+        took, draft_ms = 1e3 * (until - pending.since), 1e3 * (pending.drafted - pending.began)
         self.speculator.controller.timed(n_row, len(work), took, len(live), max(live, default=0), draft_ms)
-
-    def _verdicts(self, flight: PendingRound, spans: Sequence[Span]) -> list[Chosen]:
-        """All in one call; if that fails, one by one, so that it fails for whom it has to."""
-        logits, found, synth = flight.launched.out.logits, flight.launched.found, self.lookahead.synth
-        try:
-            return choose(logits, spans, synth=synth, best=found)
-        except Exception as e:
-            if is_device_error(e):
-                raise
-            log.exception("a round's tokens could not be chosen together")
-        verdicts = []
-        for span in spans:
-            try:
-                verdicts += choose(logits, [span], synth=synth, best=found)
-            except Exception as e:
-                if is_device_error(e):
-                    raise
-                error = blamed(e)
-                verdicts.append(Chosen([], 0, error=error if isinstance(error, SlotError) else SlotError(str(error))))
-        return verdicts
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -465,9 +415,9 @@ class Loop:
     def _survive(self, error: Exception) -> None:
         """A bug of ours, or no memory: nobody knows whose round failed, so all seated requests end with it, and others may come."""
         log.exception("a round failed; its requests end with it")
-        flight = self.lookahead.take()
-        if flight is not None:
-            flight.launched.abandon()
+        pending = self.lookahead.take()
+        if pending is not None:
+            pending.launched.abandon()
         self.worker.forget_round()
         slots = [job.slot for job in self.jobs.values() if job.slot is not None]
         if not slots:  # so it failed for what waits, and would for ever
@@ -486,9 +436,9 @@ class Loop:
 
     def abort(self, error: PyspecError) -> None:
         """The engine is going down: every request hears why."""
-        flight = self.lookahead.take()
-        if flight is not None:
-            flight.launched.abandon()
+        pending = self.lookahead.take()
+        if pending is not None:
+            pending.launched.abandon()
         self.committer.drop_all(error)
         self.speculator.lost_track.clear()
         self._turn_away(error)
