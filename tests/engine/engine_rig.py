@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+import torch
 from draft_fakes import N_VOCAB, FakeTarget
+from torch import Tensor
 
 from pyspec.config import EngineSettings
 from pyspec.constrain.constraint import Constraint
@@ -20,13 +23,16 @@ from pyspec.draft.drafter import Drafter
 from pyspec.engine.load.load import Loaded, load
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.loop import Loop
+from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.round import RowLimits
 from pyspec.engine.policy.controller import Controller
 from pyspec.errors import PyspecError
 from pyspec.gguf import open_gguf
+from pyspec.models.target import Out
 from pyspec.request import Delta, Done, EngineInfo, Event, Failed, Request, SamplingParams, Started, Timings
 from pyspec.sample.budget import BudgetRule
 from pyspec.sample.sampler import SlotSampler
+from pyspec.slots.batch import Batch
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.states import StateStore
 from pyspec.slots.table import SlotTable
@@ -84,6 +90,19 @@ class Heard:
         return self.done.timings
 
 
+_ON_RIG: list[Callable[[Rig], None]] = []
+
+
+@contextmanager
+def every_rig(do: Callable[[Rig], None]) -> Iterator[None]:
+    """Call `do` with each rig that is made meanwhile, also in other tests' functions."""
+    _ON_RIG.append(do)
+    try:
+        yield
+    finally:
+        _ON_RIG.remove(do)
+
+
 class Rig:
     """A loaded model with its loop."""
 
@@ -91,11 +110,45 @@ class Rig:
         self.loop, self.info, self.tokenizer = loaded.loop, loaded.info, loaded.tokenizer
         self._ids = itertools.count()
         self.trie, self.books = TokenTrie(self.tokenizer, self.info.n_vocab), Phrasebooks()
+        for do in _ON_RIG:
+            do(self)
 
     def use(self, drafter: Drafter) -> Rig:
         """Let `drafter` draft instead; the rig was made with room for its drafts."""
         self.loop.worker.use(drafter)
         return self
+
+    def run_ahead(self, *, defers: bool = False) -> None:
+        """Launch rounds before the last one is read, on a CPU, too. defers: and put off counts and events."""
+        self.loop.lookahead.on = True
+        self.loop.committer.defers = self.loop.committer.defers or defers
+
+    def overwrite_results(self) -> None:
+        """Have each forward write its results over those of the last one of its shape, as graphs do."""
+        worker = self.loop.worker
+        worker.run = overwriting(worker.run)  # type: ignore[method-assign]
+        worker.use(worker.drafter)
+
+    def watch_launches(self, found: list[PendingRound]) -> None:
+        """Add each round that is launched ahead."""
+        launch = self.loop.launch_next
+
+        def watch(pending: PendingRound) -> PendingRound | None:
+            ahead = launch(pending)
+            found.extend([ahead] if ahead is not None else [])
+            return ahead
+
+        self.loop.launch_next = watch  # type: ignore[method-assign]
+
+    def watch_reads(self, found: list[bool]) -> None:
+        """Add, for each round that is read, whether the next one was launched."""
+        read = self.loop.read
+
+        def watch(pending: PendingRound, ahead: PendingRound | None) -> None:
+            found.append(ahead is not None)
+            read(pending, ahead)
+
+        self.loop.read = watch  # type: ignore[method-assign]
 
     def submit(self, prompt: Sequence[int], n: int = 32, params: SamplingParams = GREEDY, **request: object) -> Heard:
         """`eog`: tokens that end the request, in place of the vocabulary's."""
@@ -145,6 +198,21 @@ class Rig:
         heard = self.submit(prompt, n, params, **request)
         self.run()
         return heard
+
+
+def overwriting(run: Callable[[Batch], Out]) -> Callable[[Batch], Out]:
+    """A forward whose results stand where the last ones of their shape stood."""
+    places: dict[tuple[int, ...], list[Tensor]] = {}
+
+    def forward(batch: Batch) -> Out:
+        out = run(batch)
+        found = [t for t in (out.logits, out.hidden, out.taps) if t is not None]
+        here = places.setdefault(tuple(n for t in found for n in t.shape), [torch.empty(t.shape) for t in found])
+        for place, t in zip(here, found, strict=True):
+            place.copy_(t)
+        return Out(here[0], here[1], here[2] if len(here) > 2 else None)
+
+    return forward
 
 
 def rig(path: Path, **settings: object) -> Rig:

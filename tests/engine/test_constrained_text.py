@@ -16,7 +16,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from draft_fakes import FAKES
-from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Heard, Rig, plain_rig, rig, rig_for
+from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Heard, Rig, every_rig, plain_rig, rig, rig_for
 from known_texts import demo_prompts, known_texts
 from schemas import whole
 
@@ -24,7 +24,6 @@ from pyspec.config import EngineSettings
 from pyspec.constrain import constraint
 from pyspec.engine.api import Engine, collect
 from pyspec.engine.loop.job import Job
-from pyspec.engine.loop.loop import Loop
 from pyspec.engine.process.supervisor import Supervisor
 from pyspec.errors import GrammarTooLarge, RequestError
 from pyspec.request import Grammar, Request, SamplingParams
@@ -76,15 +75,10 @@ def answers(r: Rig, prompts: list[tuple[int, ...]], params: SamplingParams, n: i
 
 
 @pytest.fixture
-def flown(monkeypatch: pytest.MonkeyPatch) -> None:
+def flown() -> Iterator[None]:
     """Loops fly ahead, and fill masks while they wait, on a CPU, too."""
-    init = Loop.__init__
-
-    def begin(self: Loop, *args: object, **settings: object) -> None:
-        init(self, *args, **settings)  # type: ignore[arg-type]
-        self.lookahead.on = self.committer.defers = True
-
-    monkeypatch.setattr(Loop, "__init__", begin)
+    with every_rig(lambda r: r.run_ahead(defers=True)):
+        yield
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -14,12 +14,10 @@ import test_prefix_reuse as reuse
 import test_same_text_models as same
 import torch
 from draft_fakes import Ahead, Fickle
-from engine_rig import FIXTURES, GREEDY, Heard, Rig, fake_rig, plain_rig, rig, rig_for
+from engine_rig import FIXTURES, GREEDY, Heard, Rig, every_rig, fake_rig, plain_rig, rig, rig_for
 from known_texts import N_TEXT, continuation, known_texts, tiny
-from torch import Tensor
 
 from pyspec.constrain import constraint
-from pyspec.device.worker import Worker
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.loop import Loop
 from pyspec.engine.loop.pending_round import PendingRound
@@ -33,41 +31,18 @@ from pyspec.slots.batch import Batch
 QWEN35, NEMOTRON = FIXTURES / "qwen35.gguf", FIXTURES / "nemotron_latent.gguf"
 
 
-def overwritten(run: Callable[[Worker, Batch], Out]) -> Callable[[Worker, Batch], Out]:
-    """As graphs do: results of so many rows stand where the last ones of so many stood."""
-    places: dict[tuple[int, ...], list[Tensor]] = {}
-
-    def forward(self: Worker, batch: Batch) -> Out:
-        out = run(self, batch)
-        found = [t for t in (out.logits, out.hidden, out.taps) if t is not None]
-        key = (id(self), *(n for t in found for n in t.shape))
-        here = places.setdefault(key, [torch.empty(t.shape) for t in found])
-        for place, t in zip(here, found, strict=True):
-            place.copy_(t)
-        return Out(here[0], here[1], here[2] if len(here) > 2 else None)
-
-    return forward
-
-
 @pytest.fixture
-def flown(monkeypatch: pytest.MonkeyPatch) -> list[PendingRound]:
-    """Every loop flies ahead, on a CPU, too; the flights that did."""
+def flown() -> Iterator[list[PendingRound]]:
+    """Every rig launches rounds ahead, on a CPU, too; the rounds that were."""
     flights: list[PendingRound] = []
-    monkeypatch.setattr(Worker, "run", overwritten(Worker.run))
-    init, fly = Loop.__init__, Loop.launch_next
 
-    def begin(self: Loop, *args: object, **settings: object) -> None:
-        init(self, *args, **settings)  # type: ignore[arg-type]
-        self.lookahead.on = True
+    def ahead(r: Rig) -> None:
+        r.run_ahead()
+        r.overwrite_results()
+        r.watch_launches(flights)
 
-    def watch(self: Loop, flight: PendingRound) -> PendingRound | None:
-        ahead = fly(self, flight)
-        flights.extend([ahead] if ahead is not None else [])
-        return ahead
-
-    monkeypatch.setattr(Loop, "__init__", begin)
-    monkeypatch.setattr(Loop, "launch_next", watch)
-    return flights
+    with every_rig(ahead):
+        yield flights
 
 
 @pytest.mark.sampled(1, most=1)

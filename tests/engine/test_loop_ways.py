@@ -9,12 +9,10 @@ from functools import partial
 
 import pytest
 from draft_fakes import Ahead, Oracle, text_after
-from engine_rig import FIXTURES, GREEDY, Rig, fake_rig, rig, rig_for
+from engine_rig import FIXTURES, GREEDY, Rig, every_rig, fake_rig, rig, rig_for
 from known_texts import N_TEXT, continuation, known_texts, tiny
 
 from pyspec.engine.load.warmup import warm_up
-from pyspec.engine.loop.loop import Loop
-from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.speculator import AcceptanceWatch
 from pyspec.slots.arena import BUCKETS
 from pyspec.slots.round import Round
@@ -23,22 +21,16 @@ QWEN35 = FIXTURES / "qwen35.gguf"
 
 
 @pytest.fixture
-def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Of each round that is read, whether the next one was under way; every loop may do that."""
+def rounds() -> Iterator[list[bool]]:
+    """Of each round that is read, whether the next one was under way; every rig may do that."""
     seen: list[bool] = []
-    init, read = Loop.__init__, Loop.read
 
-    def begin(self: Loop, *args: object, **settings: object) -> None:
-        init(self, *args, **settings)  # type: ignore[arg-type]
-        self.lookahead.on = True
+    def ahead(r: Rig) -> None:
+        r.run_ahead()
+        r.watch_reads(seen)
 
-    def watch(self: Loop, flight: PendingRound, ahead: PendingRound | None) -> None:
-        seen.append(ahead is not None)
-        read(self, flight, ahead)
-
-    monkeypatch.setattr(Loop, "__init__", begin)
-    monkeypatch.setattr(Loop, "read", watch)
-    yield seen
+    with every_rig(ahead):
+        yield seen
 
 
 def test_a_request_that_waits_for_pages_holds_nobody_up(rounds: list[bool]) -> None:

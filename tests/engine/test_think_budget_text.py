@@ -9,7 +9,6 @@ from draft_fakes import FAKES
 from engine_rig import FIXTURES, GREEDY, plain_rig, rig, rig_for
 from known_texts import known_texts
 
-from pyspec.engine.loop.loop import Loop
 from pyspec.request import SamplingParams, ThinkBudget
 
 QWEN35 = FIXTURES / "qwen35.gguf"
@@ -41,15 +40,9 @@ def test_a_text_with_a_budget_does_not_depend_on_drafts(
         want.append(heard.tokens)
         at = heard.tokens.index(FORCED[0], budget.n_tokens)
         assert tuple(heard.tokens[at : at + 3]) == FORCED and at <= budget.n_tokens + 3
-    if ahead:
-        init = Loop.__init__
-
-        def begin(self: Loop, *args: object, **settings: object) -> None:
-            init(self, *args, **settings)  # type: ignore[arg-type]
-            self.lookahead.on = self.committer.defers = True
-
-        monkeypatch.setattr(Loop, "__init__", begin)
     r = MAKERS[kind](4)
+    if ahead:
+        r.run_ahead(defers=True)
     found = [r.submit(prompt, 30, params, think_budget=budget) for budget in BUDGETS]
     r.run()
     assert [heard.tokens for heard in found] == want
