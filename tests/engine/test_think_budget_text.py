@@ -28,9 +28,7 @@ MAKERS = {
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, MIROSTAT], ids=["greedy", "sampled", "mirostat"])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_text_with_a_budget_does_not_depend_on_drafts(
-    kind: str, params: SamplingParams, ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_with_a_budget_does_not_depend_on_drafts(kind: str, params: SamplingParams, ahead: bool) -> None:
     prompt = next(iter(known_texts(QWEN35, 1)))
     plain = plain_rig(QWEN35)
     want = []

@@ -1,4 +1,4 @@
-"""Who sits where: waiting requests get their slots, with what the prefix cache has of their prompts."""
+"""Admission: waiting requests get slots, with the cached part of their prompts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pyspec.slots.table import Slot
 
 log = limited(__name__)
 
-MOST_SUSPENDED = 8  # times that a request makes room
+MOST_SUSPENDED = 8  # suspensions of one request
 PATIENCE_S = 5.0
-"""How long a short request waits before it has the slot of one that was given more than it asks for. Each makes one other wait, once, so what
-this costs is bounded by the number of requests."""
+"""Seconds that a short request waits before it takes the slot of one that has generated more than it asks for. It does so once, so
+the number of requests bounds the cost."""
 
 
 class Admission:
-    """Seats who waits. `jobs`: those that sit, by slot, in order of arrival."""
+    """Seats waiting requests. jobs: seated ones by slot, in order of arrival."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class Admission:
     ) -> None:
         self.queue, self.jobs, self.worker, self.speculator = queue, jobs, worker, speculator
         self.cache, self.stats, self.table = cache, stats, worker.table
-        self.synthetic = False  # acceptance is made up
-        self.clock: Callable[[], float] = time.perf_counter  # as the jobs' own
-        self.ready: list[tuple[Job, Tensor]] = []  # seated with all of their prompt, and its last token's logits
+        self.synthetic = False  # synthetic acceptance
+        self.clock: Callable[[], float] = time.perf_counter  # the clock of the jobs
+        self.ready: list[tuple[Job, Tensor]] = []  # seated with their whole prompt cached, and its last token's logits
 
     def update(self) -> None:
-        """Drop who was cancelled while it waited, and seat who can be."""
+        """Drop requests that were cancelled while waiting, and seat the next ones."""
         for gone in [job for job in self.queue.waiting() if job.cancelled]:
             self.queue.remove(gone)
             gone.done("cancelled")
@@ -55,7 +55,7 @@ class Admission:
             self._seat(job)
 
     def _seat(self, job: Job) -> None:
-        """Give a request its slot, with what is filed of its prompt. If that fails it is told so, and nobody else."""
+        """Give a request its slot, with the cached part of its prompt. A failure ends only this request."""
         slot = self.table.pick(job.request.slot)
         assert slot is not None, "the queue offered a job without an idle slot"
         try:
@@ -95,8 +95,10 @@ class Admission:
             job.sink(Started(job.id, slot.index, job.n_prompt, job.n_cached))
 
     def in_the_way(self) -> Job | None:
-        """Who makes room for a short request that waits and finds no slot: one whose long prompt is being read, else one that has had
-        its turn. None if there is none."""
+        """The job to suspend for a short request that waits while all slots are busy; None if there is none.
+
+        First choice is a long prompt that is still being read, then a job whose turn is over.
+        """
         short = self._short()
         if short is None:
             return None
@@ -106,20 +108,22 @@ class Admission:
 
     @property
     def is_turn_over(self) -> bool:
-        """Somebody who decodes makes room with the next round."""
+        """A decoding job will be suspended at the next round."""
         short = self._short()
         return short is not None and self._had_its_turn(short) is not None
 
     def _short(self) -> Job | None:
-        """The first in line where all slots are taken, if it is short and has had none yet."""
+        """The first waiting request, if all slots are busy and it is short and new."""
         if not len(self.queue) or not all(slot.busy for slot in self.table.slots) or not self.cache.on:
             return None
         short = next((job for job in self.queue.waiting() if job.wanted_slot < 0), None)
         return None if short is None or short.cost > SHORT or short.n_suspended else short
 
     def _had_its_turn(self, short: Job) -> Job | None:
-        """Who was given most since it was seated, if that is more than `short` asks for, which has waited for long (least attained service
-        first). So no text holds a slot for as long as it likes, whether it is read by its client or not."""
+        """The job that generated most since it was seated, if that exceeds the request of `short`, which has waited PATIENCE_S.
+
+        This is least attained service first: no text holds a slot without limit, read by its client or not.
+        """
         if self.clock() - short.started < PATIENCE_S:
             return None
         asked = short.cost + min(short.n_left, ANSWER)
@@ -127,17 +131,17 @@ class Admission:
         return max(found, key=lambda job: job.n_given, default=None)
 
     def _movable(self) -> list[Job]:
-        """Those that can go on from the cache, in any slot, without a word of theirs being another."""
+        """Jobs that can resume from the cache, in any slot, with the same text."""
         return [job for job in self.jobs.values() if self._may_wait(job)]
 
     def _may_wait(self, job: Job) -> bool:
         may = job.reuses and job.n_suspended < MOST_SUSPENDED and not job.cancelled
-        if job.is_decoding:  # time is part of what it asked for, or the slot is
+        if job.is_decoding:  # a time limit or a pinned slot is part of the request
             may = may and job.request.max_predict_ms <= 0 and job.wanted_slot < 0
         return may and job.slot is not None and job.slot.index not in self.speculator.lost_track
 
     def _log_break(self, job: Job, hit: Hit) -> None:
-        """What the request's text and the cache have in common, and how each goes on."""
+        """Log the common part of the request's text and the cache, and how each continues."""
         decode, at = job.stream.tokenizer.decode, hit.n_match
         log.debug(
             "request %s: %d of %d prompt tokens are in the cache and %d can be used; behind %r the prompt says %r, the cache %r",

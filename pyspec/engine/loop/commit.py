@@ -1,7 +1,7 @@
-"""Making a verdict final: tokens to requests and slots, what is filed for later prompts, how requests end, and who hears of it.
+"""Makes verdicts final: gives tokens to requests and slots, files pages for later prompts, and ends requests.
 
-Tokens and samplers' histories are committed at once: the next draft is judged by them. Counts and events may wait until the
-device is at work on the next round.
+Tokens and samplers' histories are committed at once, because the next draft is judged by them. Counts and events may wait until the
+device runs the next round.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ log = limited(__name__)
 
 
 class Committer:
-    """Commits rounds and ends requests. `jobs`: those that sit, by slot; a request that ends leaves it.
+    """Commits rounds and ends requests. jobs: seated ones by slot; a request that ends leaves it.
 
-    defers  counts and events wait for `flush_deferred`
-    on_first  hands out what was settled; called where a round gave nothing but first tokens
+    defers    put off counts and events until `flush_deferred`
+    on_first  delivers events; called after a round of first tokens
     """
 
     def __init__(
@@ -53,26 +53,24 @@ class Committer:
     # -- a round -------------------------------------------------------------------------------------------------
 
     def commit(self, pending: PendingRound, chosen: Sequence[Chosen | None], ahead: PendingRound | None) -> None:
-        """Keep what was accepted; the drafter hears of it before the slots' tokens grow."""
+        """Keep the accepted rows. The drafter observes them before the slots' tokens grow."""
         kept, ends = [], []
         are_first = not any(w.job.is_decoding for w in pending.work)
         for w, c in zip(pending.work, chosen, strict=True):
             n, end = self._take(w, c) if pending.still_running(w, self.jobs) else (0, None)
             kept.append(n)
             ends.append(end)
-        if (
-            are_first and self.later
-        ):  # nobody waits for the next round; copies of states and its launches take their time
+        if are_first and self.later:  # clients wait for these tokens, and not for state copies or the next launch
             self.flush_deferred()
             self.on_first()
         self.speculator.observe(pending.launched.batch, kept, pending.launched.out)
         for i, (w, n, end) in enumerate(zip(pending.work, kept, ends, strict=True)):
             if n == 0:
-                continue  # it is not on any more
+                continue  # its request has ended
             w.slot.tokens.extend(w.seq.tokens[:n])
             if ahead is None:
                 w.slot.n_fold = 0 if w.seq.keep else n + w.seq.n_fold * w.seq.late
-            else:  # what is ahead folds it, or leaves it where it is
+            else:  # the next round folds these records, or leaves them
                 behind = ahead.work[i].seq
                 w.slot.n_fold = behind.n_fold * behind.late
             if end is not None:
@@ -86,7 +84,7 @@ class Committer:
             self.flush_deferred()
 
     def start(self, job: Job, c: Chosen) -> None:
-        """The first token of a request whose prompt was there to its end."""
+        """Send the first token of a request whose whole prompt was cached."""
         if c.error is not None:
             self.finish(job, End("error", error=c.error))
             return
@@ -109,7 +107,7 @@ class Committer:
             self.flush_deferred()
 
     def _take(self, w: Work, c: Chosen | None) -> tuple[int, End | None]:
-        """Rows kept of a request's part, and how it ends if it does. Whatever goes wrong with its tokens is its own failure."""
+        """Rows kept of a request's part, and its end if it ends. An exception here fails only this request."""
         try:
             return self._hand_over(w, c)
         except Exception as e:
@@ -118,7 +116,7 @@ class Committer:
             return (w.seq.width if w.seq.keep else 1), End("error", error=blamed(e))
 
     def _hand_over(self, w: Work, c: Chosen | None) -> tuple[int, End | None]:
-        """Hand a request its tokens."""
+        """Give a request its tokens."""
         if not w.job.is_decoding:
             w.job.progress(w.slot.n_past + w.seq.width)
         if c is None:
@@ -131,8 +129,8 @@ class Committer:
         taken = w.job.take(c.tokens)
         w.job.sampler.commit(c.tokens[: taken.n_used])
         self.later.append(partial(self._report, w, c, taken, was_decoding))
-        # row 0 is the anchor, row i the draft i; the last token gets no row, drafted or not: what a request leaves does not
-        # depend on speculation
+        # Row 0 is the anchor, row i the draft i. The last token gets no row, drafted or not: the pages that a request
+        # leaves do not depend on speculation.
         kept = max(1, min(taken.n_used, 1 + c.n_accepted)) if was_decoding else w.seq.width
         if taken.finish is not None:
             return kept, End(taken.finish, taken.stop)
@@ -140,7 +138,7 @@ class Committer:
         return kept, None
 
     def _report(self, w: Work, c: Chosen, taken: Taken, was_decoding: bool) -> None:
-        """What nothing in the next round depends on: counts, and the Delta."""
+        """Count, and send the Delta. The next round needs none of it."""
         n_draft = len(w.draft)
         if was_decoding:
             w.job.count(n_draft, c.n_accepted)
@@ -149,7 +147,7 @@ class Committer:
         w.job.send_delta(taken, c.logprobs or (), n_draft, c.n_accepted)
 
     def flush_deferred(self) -> None:
-        """Do what was put off."""
+        """Run the deferred counts and events."""
         later, self.later = self.later, []
         for do in later:
             do()
@@ -157,13 +155,13 @@ class Committer:
     # -- filing --------------------------------------------------------------------------------------------------
 
     def _after_chunk(self, w: Work) -> None:
-        """A prompt chunk is in: leave it to others where a checkpoint is due, or where none is needed at the prompt's end."""
+        """File a prompt chunk where a checkpoint is due, or at the prompt's end if no state is needed."""
         at = w.slot.n_past
         if at in w.job.cuts or (at == w.job.n_prefill and not self.worker.memory.needs_state):
             self._file(w.job, w.slot)
 
     def _file(self, job: Job, slot: Slot, *, whole: bool = False) -> bool:
-        """File what the slot has committed, unless the request or the drafter's state forbids it. False: it did."""
+        """File the slot's committed tokens. Returns False if the request or the drafter's state forbids it."""
         if not self._may_file(job, slot):
             return False
         draft = self.speculator.checkpoint(slot)
@@ -173,7 +171,7 @@ class Committer:
         return True
 
     def _keep_start(self, pending: PendingRound, w: Work) -> None:
-        """A short prompt is in, of which nothing else is filed that could be gone on from: keep its state, and what its last token gave."""
+        """Keep the state and the last logits of a short prompt, if no other checkpoint of it is filed."""
         job, slot = w.job, w.slot
         is_due = slot.n_past == job.n_prefill and self.worker.memory.needs_state and self._may_file(job, slot)
         worth = worth_on(self.worker.device.type)
@@ -192,7 +190,7 @@ class Committer:
         return self.cache.on and job.request.cache_prompt and slot.index not in lost and slot.n_past > 0
 
     def suspend(self, job: Job) -> None:
-        """Take a request out of its slot before its end. What was read and said is in the cache: it goes on from there."""
+        """Take a request out of its slot before its end. The cache keeps its tokens, so it resumes from there."""
         self.flush_deferred()
         slot = job.slot
         assert slot is not None
@@ -205,7 +203,7 @@ class Committer:
     # -- the end of a request ------------------------------------------------------------------------------------
 
     def finish(self, job: Job, end: End) -> None:
-        """Give the slot back. What it committed stays in the cache, unless something went wrong."""
+        """Free the slot. The cache keeps its committed tokens, unless the request failed."""
         self.flush_deferred()
         slot = job.slot
         assert slot is not None
@@ -230,7 +228,7 @@ class Committer:
             self._start_drafts_anew()
 
     def _let_go_of_start(self, job: Job, slot: Slot | None) -> None:
-        """Its start is filed behind the pages of `slot`, if there is one, or gone."""
+        """File the job's start behind the pages of `slot`, or drop it if there is none."""
         start, job.start = job.start, None
         if not isinstance(start, Saved):
             return
@@ -240,7 +238,7 @@ class Committer:
             self.cache.drop_start(start)
 
     def _start_drafts_anew(self) -> None:
-        """Acceptance has collapsed: what drafts are made from, beside weights, is what slots and the cache hold of the drafter's."""
+        """Acceptance collapsed: drop the drafter state that slots and the cache hold."""
         log.warning(
             "the drafter was right for %.0f %% of its tokens and has been for %.0f %% in the last %d requests: what the cache holds"
             " of its state is dropped, and drafting starts anew",
@@ -250,9 +248,9 @@ class Committer:
         self.speculator.controller.forget_acceptance()
 
     def blame(self, error: SlotError) -> None:
-        """A forward refused its batch: end the request in the slot it names, or all if it names none.
+        """A forward rejected its batch: end the request in the slot that it names, or all requests if it names none.
 
-        The others lay out the same rows again, which is right because indices are checked before any state is written.
+        The others repeat the same rows. That is safe because indices are checked before any state is written.
         """
         self.stats.guard_trips += 1
         guilty = [self.jobs[error.slot]] if error.slot in self.jobs else list(self.jobs.values())
@@ -260,7 +258,7 @@ class Committer:
             self.finish(job, End("error", error=error))
 
     def drop_all(self, error: PyspecError) -> None:
-        """Every seated request hears `error`. Nothing is filed, and nothing asked of the drafter: it may be what broke."""
+        """Fail every seated request with `error`. File nothing and do not call the drafter: it may be the broken part."""
         self.flush_deferred()
         for job in list(self.jobs.values()):
             self._let_go_of_start(job, None)
@@ -274,7 +272,7 @@ class Committer:
 
 
 def _level(error: PyspecError) -> int:
-    """How loudly a request's failure is logged: a close is none, and what its own sender did is nobody's to mend here."""
+    """Log level of a request's failure: debug for a close, warning for a client's mistake, error for ours."""
     if isinstance(error, Unavailable):
         return logging.DEBUG
     return logging.WARNING if error.status < 500 else logging.ERROR

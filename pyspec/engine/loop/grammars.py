@@ -1,4 +1,4 @@
-"""Requests with a grammar on their way into the loop: it is compiled beside the engine's thread, so that nobody's round waits."""
+"""Compiles the grammars of requests on threads beside the engine's, before the loop gets them: no round waits for one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ N_THREAD = 2
 
 
 class Grammars:
-    """Gives jobs their constraints. `drafts`: and what texts before them said, to draft from."""
+    """Gives jobs their constraints. drafts: also phrasebooks of earlier texts, to draft from."""
 
     def __init__(self, tokenizer: Tokenizer, n_vocab: int, *, drafts: bool = False) -> None:
         self.trie = TokenTrie(tokenizer, n_vocab)
@@ -39,12 +39,14 @@ class Grammars:
         return ThreadPoolExecutor(N_THREAD, thread_name_prefix="pyspec-grammar")
 
     def warm(self) -> None:
-        """Build the trie now: with 150,000 tokens that holds the interpreter for half a second, which no round should wait for."""
-        with suppress(RequestError):  # a vocabulary without an end: each request with a grammar will hear of it
+        """Build the trie now: for 150,000 tokens it holds the interpreter for half a second."""
+        with suppress(
+            RequestError
+        ):  # a vocabulary without an end token: each request with a grammar fails with that reason
             _ = self.trie.walked
 
     def begin(self, job: Job, grammar: Grammar, done: Callable[[Job], None]) -> None:
-        """Compile a grammar that has been checked. `done` hears of it on a thread of ours, also if it failed (`Job.flaw`)."""
+        """Compile a checked grammar. `done` is called on a grammar thread, also after a failure (`Job.flaw`)."""
         self._under_way.add(job.id)
         self._threads.submit(self._compile, job, grammar, done)
 
@@ -63,7 +65,7 @@ class Grammars:
 
 
 def _check_begin(job: Job, constraint: Constraint) -> None:
-    """Raise NoTokenLeft if nothing can begin: the request bans all that its grammar allows first."""
+    """Raise NoTokenLeft if the request bans every token that its grammar allows first."""
     banned = job.sampler.banned_next()
     if not banned or constraint.is_over or constraint.free is not None:
         return

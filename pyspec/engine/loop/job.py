@@ -1,4 +1,4 @@
-"""One request on its way through the engine: what it asked for, how far it is, what it cost."""
+"""One request on its way through the engine: its settings, its progress, its cost."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from pyspec.text.stream import TextStream
 
 Sink = Callable[[Event], None]
 
-SCORED = 64  # rows of a prompt that are scored in one forward: each has logits over the whole vocabulary
+SCORED = 64  # rows of a prompt scored in one forward: each has logits over the whole vocabulary
 
 
 def at_least(rounds: Sequence[int]) -> list[int]:
-    """How many rounds had 1 or more of something, 2 or more, ..., if rounds[n] had exactly n."""
+    """Given rounds[n], the rounds with exactly n of something, return the rounds with at least 1, at least 2, ..."""
     return list(accumulate(reversed(rounds[1:])))[::-1]
 
 
 @dataclass
 class Job:
-    """Lives from submit to its last event. `slot` is None while it waits; `anchor` is None until its prompt is done.
+    """Lives from submit to its last event. `slot` is None while it waits; `anchor` is None until its prompt is read.
 
-    prefill     what goes through the model before its next token is chosen, and it decodes: the prompt, and what was generated behind it by
-                an earlier life, or before it was put off
+    prefill     tokens to read before it decodes: the prompt, and tokens that were generated before it was resumed or suspended
     constraint  its grammar, moved by committed tokens; None: any text
-    flaw        why it can not begin
-    start       what it had where its prompt ended, to be filed when it is over
+    flaw        the reason why it can not start
+    start       checkpoint at its prompt's end, filed when the request ends
     """
 
     id: str
@@ -50,9 +49,9 @@ class Job:
     cache_break_at: int = -1
     n_predicted: int = 0
     cancelled: bool = False
-    n_suspended: int = 0  # how often it made room for a short one
+    n_suspended: int = 0  # times it was taken out of its slot for a short request
     started: float = field(default_factory=time.perf_counter)
-    first: float = 0.0  # when the first token was there
+    first: float = 0.0  # when the first token was chosen
     last: float = 0.0
     n_rounds: int = 0
     used: list[int] = field(default_factory=list)  # rounds by n_draft
@@ -61,17 +60,17 @@ class Job:
     constraint: Constraint | None = None
     flaw: PyspecError | None = None
     start: object | None = None
-    n_at_seat: int = 0  # tokens it had when it was seated last
+    n_at_seat: int = 0  # n_predicted when it was seated last
 
     def __post_init__(self) -> None:
         resumed = self.request.resumed
         self.prefill, self.n_predicted = self.request.prompt, len(resumed)
-        self.resumed_stop = ""  # the stop string that stands in what was generated already
+        self.resumed_stop = ""  # the stop string in the resumed tokens, if any
         if resumed:
             self.prefill += resumed
             self.sampler.commit(resumed)
             self.resumed_stop = self.stream.push(resumed).stopped
-        self.n_begin = len(self.prefill)  # tokens before the first one of this life
+        self.n_begin = len(self.prefill)  # tokens before the first one that this job generates
         room, most = self.n_ctx - self.n_prompt, self.request.max_tokens
         self.n_most = room if most < 0 else min(room, most)  # tokens it may emit, by its own limit and by the context's
 
@@ -89,12 +88,12 @@ class Job:
 
     @property
     def waits(self) -> bool:
-        """For a slot, and it had none before."""
+        """It waits for its first slot."""
         return self.slot is None and not self.n_suspended and not self.cancelled
 
     @property
     def cost(self) -> int:
-        """Tokens that have to be read before its first one, as far as it is known before it is seated."""
+        """Tokens to read before its first one, if none are cached."""
         return len(self.prefill)
 
     @property
@@ -103,7 +102,7 @@ class Job:
 
     @property
     def reuses(self) -> bool:
-        """It may go on from what others left. Where its prompt is scored every row of that has to run."""
+        """It may start from cached pages. A scored prompt may not: every row of it has to run."""
         return self.request.cache_prompt and self.request.prompt_logprobs is None
 
     @property
@@ -116,7 +115,7 @@ class Job:
 
     @property
     def spent(self) -> Finish | None:
-        """How it ended before it began: what it resumes was all there is, and only its last event was lost."""
+        """Finish reason of a resumed request that has nothing left to generate."""
         is_over = self.constraint is not None and self.constraint.is_over
         return (
             "stop" if self.resumed_stop or is_over else "length" if self.request.resumed and self.n_left <= 0 else None
@@ -124,12 +123,12 @@ class Job:
 
     @property
     def goes_on(self) -> bool:
-        """Own tokens stand behind its prompt already."""
+        """It has generated tokens already, here or before it was resumed."""
         return self.n_prefill > self.n_prompt
 
     @property
     def n_given(self) -> int:
-        """Tokens it was given since it was seated."""
+        """Tokens it generated since it was seated."""
         return self.n_predicted - self.n_at_seat
 
     @property
@@ -143,7 +142,7 @@ class Job:
 
     @property
     def todo(self) -> tuple[int, int]:
-        """Tokens before the first own one that are left, and those up to the next checkpoint that is due (0: none is)."""
+        """Prompt tokens left to read, and tokens to the next checkpoint (0: none is due)."""
         assert self.slot is not None
         done = self.slot.n_past
         to_cut = next((cut - done for cut in self.cuts if cut > done), 0)
@@ -151,7 +150,7 @@ class Job:
 
     @property
     def n_to_score(self) -> int:
-        """Rows that are left of those whose logits tell how likely the prompt's own tokens are."""
+        """Prompt rows left whose logits are needed for prompt logprobs."""
         if self.request.prompt_logprobs is None or self.slot is None:
             return 0
         return max(0, self.n_prompt - 1 - self.slot.n_past)
@@ -166,42 +165,40 @@ class Job:
         return at_least(self.right)
 
     def begin(self, slot: Slot, cuts: tuple[int, ...]) -> None:
-        """It sits in `slot`, with what the cache had of its prompt; `cuts` are where checkpoints are taken."""
+        """Seat it in `slot`, which holds the cached part of its prompt. cuts: where checkpoints are due."""
         self.slot, self.cuts, self.n_at_seat = slot, cuts, self.n_predicted
-        if not self.n_suspended:  # else what the cache has of it is its own work
+        if not self.n_suspended:  # else the cache holds its own earlier rows
             self.started = time.perf_counter()
-            self.n_cached = min(
-                slot.n_past, self.n_prefill - 1
-            )  # others count the token behind which the first one is chosen
+            self.n_cached = min(slot.n_past, self.n_prefill - 1)  # the last token is not counted, as in other servers
 
     def put_off(self) -> None:
-        """It leaves its slot before its end, and waits for another one. What it has said is read again then, as far as the cache has lost it."""
+        """Leave the slot before the end, and wait for another one. Generated tokens become part of the prefill."""
         assert self.slot is not None
         if self.anchor is not None:
             self.prefill, self.anchor = (*self.slot.tokens, self.anchor), None
         self.slot, self.cuts, self.n_suspended = None, (), self.n_suspended + 1
 
     def constrain(self, constraint: Constraint) -> None:
-        """Keep to a grammar, behind what was generated already. Raises SlotError if that does not follow it."""
+        """Attach a grammar. Raises SlotError if the tokens generated so far do not follow it."""
         constraint.commit([t for t in self.request.resumed if t not in self.eog])
         self.constraint = constraint
 
     def progress(self, n_processed: int) -> None:
-        """Tell that the prompt is in up to `n_processed` tokens, unless the first token said so."""
+        """Send the prompt's progress, unless the first token was sent."""
         if self.first:
             return
         ms = 1e3 * (time.perf_counter() - self.started)
         self.sink(Progress(self.id, self.n_prompt, self.n_cached, min(n_processed, self.n_prompt), ms))
 
     def count(self, n_draft: int, n_accepted: int) -> None:
-        """Statistics of one decode round."""
+        """Count one decode round."""
         self.n_rounds += 1
         for rounds, n in ((self.used, n_draft), (self.right, n_accepted)):
             rounds.extend([0] * (n + 1 - len(rounds)))
             rounds[n] += 1
 
     def take(self, tokens: Sequence[int]) -> Taken:
-        """Let tokens of one round out, up to the one that ends the request. `send_delta` says so to the listener."""
+        """Take a round's tokens, up to the one that ends the request. `send_delta` sends them."""
         tokens = tokens[: self.n_left]
         self.last = time.perf_counter()
         if not self.first:
@@ -229,7 +226,7 @@ class Job:
         return Taken(content, text, n_used, finish, released.stopped)
 
     def send_delta(self, taken: Taken, logprobs: Sequence[TokenLogprob], n_draft: int, n_accepted: int) -> None:
-        """Send the Delta of what was taken in the last round."""
+        """Send the Delta of the tokens that were taken last."""
         if taken.content or taken.text:
             shown = tuple(logprobs[: len(taken.content)])
             timings = self.timings() if self.request.timings_per_token else None
@@ -240,7 +237,7 @@ class Job:
         return limit > 0 and 1e3 * (self.last - self.first) >= limit
 
     def timings(self) -> Timings:
-        """Of this life: what was resumed was another's work."""
+        """Timings of this job. Resumed tokens are not counted."""
         first, drafted, accepted = self.first or time.perf_counter(), self.drafted, self.accepted
         return Timings(
             cache_n=self.n_cached,
@@ -259,19 +256,19 @@ class Job:
         )
 
     def done(self, finish: Finish, stop: str = "") -> None:
-        """The last event of a request that did not fail."""
+        """Send the last event of a request that did not fail."""
         full = finish == "length" and self.n_prompt + self.n_predicted >= self.n_ctx
         slot, n_in_stop = -1 if self.slot is None else self.slot.index, self.stream.n_in_stop
         self.sink(Done(self.id, finish, self.n_prompt, self.n_predicted, self.timings(), stop, full, slot, n_in_stop))
 
     def failed(self, error: Failed) -> None:
-        """Its last event."""
+        """Send its last event."""
         self.sink(error)
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a round gives to the listener, how many of its tokens the request used, and whether it is over."""
+    """The content and text of a round, the tokens that the request used, and whether it is over."""
 
     content: Sequence[int]
     text: str
@@ -290,7 +287,7 @@ class End:
 
 
 def blamed(error: Exception) -> PyspecError:
-    """What the request that an exception is blamed on hears."""
+    """The error of a request that an exception is blamed on."""
     if isinstance(error, PyspecError):
         return error
     said = str(error).strip().splitlines()

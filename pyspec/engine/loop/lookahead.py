@@ -1,10 +1,10 @@
-"""Two rounds in flight: the next one is planned and launched before the one that is under way has been read.
+"""Two rounds in flight: the next round is planned and launched before the current one is read.
 
-Where nobody is cancelled, waits for a slot, or samples otherwise than by the largest logit, the device can tell by itself how far a
-verify is kept (op `ahead`), so that the next round starts behind it at once. Its rows are records, as those of drafts: should a
-request end with the round before, its rows of this one are never folded, and lie beyond what the slot committed. A single row
-of a request that can only end by a token is kept at once, if the device sees that the token before it is none of those, or left as one
-more record behind others (`waits` in engine/loop/round.py).
+The device can compute by itself how many rows of a verify are kept (op `ahead`) if no request is cancelled or waits for a slot, and
+all take the largest logit. The next round then starts right behind. Its rows are records, like rows of drafts: if a request ends
+with the round before, its rows of the next round are never folded and lie beyond its committed length. A single row is stored at
+once if only a token can end its request and the device sees that the token before is none of those. Otherwise it may stay a record
+behind others (`waits` in engine/loop/round.py).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pyspec.slots.round import Continuation
 
 
 class Lookahead:
-    """Says whether a round can go on from one that has not been read, and how. `on`: rounds are launched that way.
+    """Decides whether and how a round continues from one that is not read yet. on: rounds are launched ahead.
 
-    under_way   the round that was, if any: the next step reads it
-    n_late      Memory's
+    under_way   the round that was launched ahead, if any; the next step reads it
+    n_late      as in Memory
     """
 
     def __init__(self, on: bool, max_rows: int, synth: SynthAcceptance | None, n_late: int = 0) -> None:
@@ -34,12 +34,12 @@ class Lookahead:
         self.under_way: PendingRound | None = None
 
     def take(self) -> PendingRound | None:
-        """The round that is under way, which is the caller's from here on; None if there is none."""
+        """Hand over the round that was launched ahead; None if there is none."""
         taken, self.under_way = self.under_way, None
         return taken
 
     def can_pipeline(self, w: Work) -> bool:
-        """Whatever the verdict is, this request goes on behind it, unless it ends there; and the device can tell how far."""
+        """The request continues for every verdict, unless it ends, and the device can compute how far."""
         job, width = w.job, w.seq.width
         return (
             job.is_decoding
@@ -53,14 +53,14 @@ class Lookahead:
     def plan(
         self, work: Sequence[Work], n_drafts: Sequence[int], drafter: Drafter | None, refused: tuple[int, ...] = ()
     ) -> tuple[list[Seq], Continuation] | None:
-        """The rows of the round behind that of `work`, as if nothing of it were kept. None: the host has to be asked.
+        """Plan the next round's rows as if no row of this round were kept. None: the host has to read first.
 
-        refused  rows of `work` whose tokens are none
+        refused  rows of `work` whose drafts a grammar refuses
         """
         if (any(n_drafts) and not isinstance(drafter, LookaheadDrafter)) or sum(n_drafts) + len(work) > self.max_rows:
             return None
         if refused and self.synth is not None:
-            return None  # coins say what is right there
+            return None  # coins decide acceptance there
         lates = [n == 0 and self._waits(w) for w, n in zip(work, n_drafts, strict=True)]
         singles = [n == 0 and not late for n, late in zip(n_drafts, lates, strict=True)]
         keeps = [single and self._ends_by_token(w.job) for w, single in zip(work, singles, strict=True)]
@@ -76,20 +76,20 @@ class Lookahead:
         return seqs, Continuation(ends, forced, tuple(n_drafts) if any(n_drafts) else (), refused)
 
     def _waits(self, w: Work) -> bool:
-        """Its next row, if that is a single one: behind drafts nobody knows yet how many records there are."""
+        """The next row can be recorded late. Not behind drafts: the number of records is unknown."""
         return w.seq.width == 1 and waits(w.slot, w.slot.n_past + 1, _to_fold(w.seq), self.n_late)
 
     def _ends_by_token(self, job: Job) -> bool:
-        """As far as it is not known before: and the device knows by which. Under a grammar any token may be the last, or refused."""
+        """Only a token that the device knows can end the job. Under a grammar any token may be the last, or refused."""
         return job.constraint is None and self._knows_ends(job)
 
     def _knows_ends(self, job: Job) -> bool:
-        """No draft that it keeps ends it but those that the device knows: one that a grammar ends with is not drafted."""
+        """The device knows every token that can end the job. A draft never contains a token that ends its grammar."""
         request = job.request
         return not request.stop and request.max_predict_ms <= 0 and len(self._ends_of(job)) <= MAX_ENDS
 
     def _ends_of(self, job: Job) -> frozenset[int]:
-        """Behind these the host decides: the request may end, or take another token."""
+        """Tokens that the host must look at: the request may end, or take another token."""
         more = job.sampler.eog_ids if self.synth is not None else frozenset()
         return job.sampler.ends | job.sampler.bias_ids | more
 
@@ -100,12 +100,12 @@ class Lookahead:
 
 
 def _to_fold(seq: Seq) -> int:
-    """Records behind a row that is kept. Of a verify, the device multiplies by as many as it keeps."""
+    """Records behind one kept row. For a verify, the device multiplies by the number of rows that it keeps."""
     return 0 if seq.keep else 1 + seq.n_fold * seq.late
 
 
 def takes_the_best(sampler: SlotSampler) -> bool:
-    """True if the next token is that of the largest logit, unless that is banned: the device knows it before the host does."""
+    """True if the next token has the largest logit, unless it is banned: the device knows it before the host."""
     edits = sampler.edits_logits and not sampler.only_bans
     is_free = sampler.budget is None or sampler.budget.is_far
     return sampler.params.greedy and not edits and sampler.params.logprobs is None and is_free

@@ -1,8 +1,8 @@
 """The loop: one round drafts, verifies, accepts and commits for every busy slot. Open this file first.
 
-`step_plain` is the whole trip, one part after the other; `step_ahead` is the same with two rounds in pending. Everything they
-call is one idea in a file of its own. It runs on one thread and knows no drafter or architecture by name. What fails ends the
-requests it can be blamed on; only a device's failure gets out.
+`step_plain` runs the parts of a round one after the other. `step_ahead` runs the same parts with two rounds in flight. Each part
+is one idea in its own file. The loop runs on one thread and knows no drafter or architecture by name. A failure ends the
+requests that caused it; only a failure of the device is raised.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ log = limited(__name__)
 
 
 class Loop:
-    """Owns what runs: the worker, slots and queue, the speculator, statistics, and the jobs.
+    """Owns the worker, slots and queue, the speculator, statistics, and the jobs.
 
-    plain  one round after the other, without graphs: slow, and the first thing to try when a text looks wrong
-    clock  seconds; whatever is decided by time is decided by this one
+    plain  run rounds one after the other, without graphs: slow, and the first thing to try when a text looks wrong
+    clock  seconds; every decision by time uses it
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Loop:
         self.jobs: dict[int, Job] = {}  # by slot, in order of arrival
         self.stats = Stats(controller.n_max)
         self.speculator = Speculator(worker, controller, self.stats)
-        is_async = worker.device.type != "cpu" and not plain  # on a CPU a forward is over when it returns
+        is_async = worker.device.type != "cpu" and not plain  # a CPU's forward is over when the call returns
         shared = self.jobs, worker, self.speculator, cache, self.stats
         self.committer = Committer(*shared, defers=is_async)
         self.admission = Admission(self.queue, *shared)
@@ -80,19 +80,19 @@ class Loop:
         self.lookahead = Lookahead(is_async and worker.arena is not None, most, synth, worker.memory.n_late)
         self.throttle = PromptThrottle(prompt_weight, limits.prompts)
         self.turns = Turns(clock)
-        self.awake: list[Job] = []  # those of `jobs` that have a part in this round
-        self.slot_tasks: list[SlotTask] = []  # to slots, each once it is idle
+        self.awake: list[Job] = []  # jobs that take part in this round
+        self.slot_tasks: list[SlotTask] = []  # each runs once its slot is idle
         self.on_wait: Callable[[], None] = lambda: (
             None
-        )  # hands out events, while the device is at work or nobody waits for it
+        )  # deliver events; called while the GPU is busy, or when nothing waits for it
         self.committer.on_first = self._hand_out
-        self.raises_bugs = False  # what nobody can be blamed for gets out, too: whoever owns the process starts it anew
-        self.landed = self.ended = 0.0  # when the last forward's results were there, and when its round was over
+        self.raises_bugs = False  # re-raise unexpected exceptions so the supervisor restarts the process
+        self.landed = self.ended = 0.0  # when the last forward's results arrived, and when its round ended
 
     # -- the round -----------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One round for every busy slot."""
+        """Run one round for every busy slot."""
         with self.worker.lock:
             try:
                 if self.lookahead.on:
@@ -116,7 +116,7 @@ class Loop:
             self.commit(pending, self.choose(pending), fault)
 
     def step_ahead(self) -> None:
-        """The same, but the next round is launched before this one is read, wherever that needs no result of it."""
+        """The same, but launch the next round before reading this one, if it needs no result of this one."""
         pending = self.lookahead.take()
         if pending is not None and self.needs_sync():
             self.read(pending, None)
@@ -132,15 +132,15 @@ class Loop:
             self.read(pending, self.lookahead.under_way)
 
     def read(self, pending: PendingRound, ahead: PendingRound | None) -> None:
-        """Wait for a round, choose and commit. `ahead`: the next one, which is under way for the same slots."""
+        """Wait for a round, choose and commit. ahead: the next round, if it is launched already."""
         fault = self.wait(pending)
-        if pending.running(self.jobs):  # else all ended with the round before
+        if pending.running(self.jobs):  # else every request ended with the round before
             self.commit(pending, self.choose(pending), fault, ahead)
 
     # -- its parts -----------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Let go of who was cancelled, and seat who waits."""
+        """Drop cancelled requests, then admit waiting ones."""
         for job in [j for j in self.jobs.values() if j.cancelled]:
             self.committer.finish(job, End("cancelled"))
         if self.slot_tasks:
@@ -148,13 +148,13 @@ class Loop:
         self.admission.update()
         if (long := self.admission.in_the_way()) is not None:
             self.committer.suspend(long)
-            self.admission.update()  # the short one sits
+            self.admission.update()  # admits the short request
             self.queue.put_back(long)
         while self.admission.ready:
             self._start(*self.admission.ready.pop(0))
 
     def _start(self, job: Job, logits: Tensor) -> None:
-        """Choose a request's first token from what is kept of its prompt: there is nothing to run."""
+        """Choose a request's first token from logits that the cache kept. No forward runs."""
         mask = None if job.constraint is None else SpanMask(job.constraint, ())
         try:
             (chosen,) = choose(logits, [Span(job.sampler, 0, 1, (), mask)], synth=self.lookahead.synth)
@@ -166,16 +166,16 @@ class Loop:
         self.committer.start(job, chosen)
 
     def draft(self) -> dict[int, Sequence[int]]:
-        """Drafts by slot."""
+        """Draft, by slot."""
         self.awake = self.throttle.awake(self.turns.awake(self.jobs.values()))
         return self.speculator.draft([job for job in self.awake if job.is_decoding])
 
     def plan(self, drafts: dict[int, Sequence[int]]) -> list[Work]:
-        """The rows of this forward."""
+        """Plan the rows of this forward."""
         return plan_work(self.awake, drafts, self.limits, self.worker.memory.n_late)
 
     def run(self, work: Sequence[Work], began: float) -> PendingRound | None:
-        """Tell the device. None if it refused: whose fault that was has ended."""
+        """Launch the round. Returns None if it was rejected; the request at fault has ended."""
         drafted = self.clock()
         try:
             round_ = plan_round(self.table, [w.seq for w in work], reads=logits_need(work))
@@ -187,11 +187,11 @@ class Loop:
         return PendingRound(work, launched, began, drafted, sent=drafted)
 
     def launch_next(self, pending: PendingRound) -> PendingRound | None:
-        """Launch the round after this one before its results are read, if the same requests go on whatever it gives."""
+        """Launch the next round before this one is read, if the same requests continue with any result."""
         work, ahead, speculator = pending.work, self.lookahead, self.speculator
         if len(work) + self.throttle.n_resting != len(self.jobs) or self.throttle.are_over or self.needs_sync():
             return None
-        if self.turns.n_slow:  # whose turn is next shows when this round is over
+        if self.turns.n_slow:  # only the end of this round decides whose turn is next
             return None
         if len(pending.running(self.jobs)) < len(work) or not all(map(ahead.can_pipeline, work)):
             return None
@@ -209,7 +209,7 @@ class Loop:
         try:
             round_ = plan_round(self.table, seqs, pending.next, reads=logits_need(work))
             launched = self.worker.launch_behind(pending.launched, round_)
-        except SlotError:  # it is found again, and whose it is, when this round is over
+        except SlotError:  # this round's end raises it again and blames the right request
             while len(self.worker.draft_faults.fetched) > n_fetched:
                 self.worker.draft_faults.fetched.pop()
             launched = None
@@ -221,7 +221,7 @@ class Loop:
         return PendingRound(then, launched, began=0.0, drafted=0.0, sent=sent, is_behind=True)
 
     def needs_sync(self) -> bool:
-        """Somebody waits for what only happens between two rounds."""
+        """True if some pending work needs the previous round's results."""
         leaves = any(job.cancelled for job in (*self.jobs.values(), *self.queue.waiting()))
         if self.slot_tasks and any(not self.table.slots[t.slot].busy for t in self.slot_tasks):
             return True
@@ -230,7 +230,7 @@ class Loop:
         return self.admission.is_turn_over
 
     def wait(self, pending: PendingRound) -> Fault | None:
-        """For a forward, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
+        """Wait for the forward and return its fault record."""
         self.committer.flush_deferred()
         with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
             self.on_wait()
@@ -241,7 +241,7 @@ class Loop:
             if self.may_defer:  # masks of greedy rows wait until a token is refused
                 fill_all(s.mask for s in pending.spans if s.mask is not None and wants_mask(s))
         masked = self.ask_masked(pending)
-        while not pending.launched.is_over and not self._make_ready():  # behind all that somebody waits for
+        while not pending.launched.is_over and not self._make_ready():  # after everything that a client waits for
             pass
         with self.worker.lock.released():
             pending.launched.wait()
@@ -260,21 +260,23 @@ class Loop:
             self.on_wait()
 
     def ask_masked(self, pending: PendingRound) -> tuple[list[Span], Tensor] | None:
-        """Have the device choose under masks, too, before anybody knows whether that is needed, where it was of late. Not behind a round
-        that is launched already: that would have to be over first."""
+        """Also compute the masked argmax on the GPU if a mask was needed recently.
+
+        Skipped once the next round is launched, because the result would arrive after that round.
+        """
         if pending.next is not None or not self.may_defer:
             return None
         spans, found = best_masked(pending.launched.out.logits, pending.spans)
         return None if found is None else (spans, self.worker.bring(pending.launched, found))
 
     def choose(self, pending: PendingRound) -> list[Chosen | None]:
-        """The target's verdict on every sequence that has logits."""
+        """Return the target's verdict on every sequence that has logits."""
         return pending.choose(self.jobs, self.lookahead.synth)
 
     def commit(
         self, pending: PendingRound, chosen: list[Chosen | None], fault: Fault | None, ahead: PendingRound | None = None
     ) -> None:
-        """Make a verdict final, and tell the controller what the round took."""
+        """Make verdicts final, and report the round's time to the controller."""
         if ahead is not None:
             chosen, ahead.off = pending.reconcile(chosen)
         else:
@@ -289,7 +291,7 @@ class Loop:
         if any(w.is_prompt for w in work) or not all(w.job.is_decoding or w.slot.index not in self.jobs for w in work):
             return
         live = [len(w.draft) for w in work if w.draft and w.slot.index not in self.controller.offered]
-        until = self.ended if ahead is None else pending.arrived  # what comes after is hidden behind the next round
+        until = self.ended if ahead is None else pending.arrived  # the next round hides the rest
         took, draft_ms = 1e3 * (until - pending.since), 1e3 * (pending.drafted - pending.began)
         self.speculator.controller.timed(n_row, len(work), took, len(live), max(live, default=0), draft_ms)
 
@@ -313,7 +315,7 @@ class Loop:
 
     @property
     def may_defer(self) -> bool:
-        """Events of a round may be handed out while the device is at work on the next."""
+        """Events of a round may be delivered while the device runs the next one."""
         return self.committer.defers
 
     @property
@@ -345,7 +347,7 @@ class Loop:
 
     @property
     def next_rows(self) -> int:
-        """Rows of the next round, about."""
+        """Rows of the next round, estimated."""
         waiting = sum(job.n_prefill for job in self.queue.waiting())
         reading = (job for job in self.jobs.values() if not job.is_decoding and job.slot is not None)
         n = waiting + sum(job.n_prefill - job.slot.n_past for job in reading if job.slot is not None)
@@ -356,7 +358,7 @@ class Loop:
         self.queue.push(job)
 
     def reject(self, job: Job, error: PyspecError) -> None:
-        """End a job that is not queued."""
+        """Fail a job that is not queued."""
         job.sink(Failed(job.id, error))
         self.stats.failed += 1
 
@@ -374,7 +376,7 @@ class Loop:
         return metrics_of(self.stats, self.cache, processing=len(self.jobs), queued=queued)
 
     def imager(self) -> SlotImager:
-        """Takes images of what idle slots hold, on the engine's thread."""
+        """An imager of idle slots, for the engine's thread."""
         return SlotImager(self.worker, self.cache)
 
     def leave(self) -> None:
@@ -382,23 +384,23 @@ class Loop:
         self.worker.leave()
 
     def cancel(self, job: Job) -> None:
-        """End a job at the next round's start, wherever it is."""
+        """End a job at the next round's start."""
         job.cancelled = True
 
     def check(self) -> None:
-        """Everything that is always true between rounds. To be asked where nobody waits: it looks at every page."""
+        """Check the invariants that hold between rounds. It reads every page, so call it when no request waits."""
         with self.worker.lock:
             while not self._make_ready():
                 pass
         self.cache.check()
 
     def _make_ready(self) -> bool:
-        """A step towards room for the next request's state, where one is moved to the host for it; True: there is."""
+        """Move one piece of state to the host to make room for the next request. Returns True if there is room."""
         return self.worker.device.type == "cpu" or self.cache.make_ready()
 
     def _run_slot_tasks(self) -> None:
-        """Do what waits for slots that are idle, before somebody is seated there."""
-        tasks, self.slot_tasks = self.slot_tasks, []  # whatever fails is not tried again
+        """Run tasks of idle slots, before a request is admitted there."""
+        tasks, self.slot_tasks = self.slot_tasks, []  # a task that fails is not tried again
         for task in tasks:
             try:
                 if self.table.slots[task.slot].busy:
@@ -413,21 +415,21 @@ class Loop:
                     log.exception("a task of slot %d failed", task.slot)
 
     def _survive(self, error: Exception) -> None:
-        """A bug of ours, or no memory: nobody knows whose round failed, so all seated requests end with it, and others may come."""
+        """A bug, or no memory: the guilty request is unknown, so all seated requests end and new ones may come."""
         log.exception("a round failed; its requests end with it")
         pending = self.lookahead.take()
         if pending is not None:
             pending.launched.abandon()
         self.worker.forget_round()
         slots = [job.slot for job in self.jobs.values() if job.slot is not None]
-        if not slots:  # so it failed for what waits, and would for ever
+        if not slots:  # then a waiting request caused it, and would cause it again
             self._turn_away(blamed(error))
         self.committer.drop_all(blamed(error))
         self.admission.ready.clear()
         self.speculator.forget(slots)
 
     def _turn_away(self, error: PyspecError) -> None:
-        """Whatever waits for a slot hears `error`."""
+        """Fail everything that waits for a slot."""
         for job in self.queue.drain():
             self.reject(job, error)
         tasks, self.slot_tasks = self.slot_tasks, []
@@ -435,7 +437,7 @@ class Loop:
             task.failed(error)
 
     def abort(self, error: PyspecError) -> None:
-        """The engine is going down: every request hears why."""
+        """Fail every request: the engine is going down."""
         pending = self.lookahead.take()
         if pending is not None:
             pending.launched.abandon()

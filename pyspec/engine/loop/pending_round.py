@@ -1,4 +1,4 @@
-"""A round between its launch and its commit: its parts, what the device ran, and what is known of the results so far."""
+"""A round between its launch and its commit: its parts, what the device ran, and the results so far."""
 
 from __future__ import annotations
 

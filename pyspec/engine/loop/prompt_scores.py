@@ -1,4 +1,4 @@
-"""How likely a prompt's own tokens are: told chunk by chunk, as logits over the vocabulary are too many to keep."""
+"""Log probabilities of a prompt's own tokens, sent chunk by chunk: logits over the whole vocabulary are too large to keep."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from pyspec.sample.choose import Chosen, logprobs_of
 
 
 def send_scores(w: Work, logits: Tensor) -> Chosen | None:
-    """Tell the listener of one prompt's chunk. logits [row, vocab] begin with those of its rows. What is returned, if anything, is the
-    verdict of a chunk whose logits are none."""
+    """Send the scores of one prompt chunk. logits [row, vocab] begin with its rows.
+
+    Returns a failed verdict if the logits are invalid, else None.
+    """
     at = w.seq.n_past + 1
     tokens = w.job.prefill[at : at + w.n_scored]
     try:
@@ -28,7 +30,7 @@ def send_scores(w: Work, logits: Tensor) -> Chosen | None:
 
 
 def scores(logits: Tensor, tokens: Sequence[int], n_top: int) -> tuple[list[TokenLogprob], list[int]]:
-    """Given tokens under the logits [row, vocab] before them, and the rank of each: 1 is the likeliest."""
+    """Log probabilities of the tokens under the logits [row, vocab] before them, and each token's rank: 1 is the likeliest."""
     ids = torch.tensor(tokens, device=logits.device)[:, None]
     own, peaks = logits.gather(1, ids), logits.amax(-1)
     ranks = (logits > own).sum(-1) + 1

@@ -1,4 +1,4 @@
-"""Rounds that serve no request: a warm-up runs a loop through this, and leaves no trace in it."""
+"""Rounds without a user's request: a warm-up runs a loop through this, and leaves no trace in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Rehearsal:
     def running(self) -> Iterator[None]:
         """Log no line per request, and raise bugs: they fail the load instead of every later request.
 
-        Statistics and acceptance are as new behind it; measured times stay.
+        Statistics and acceptance are reset afterwards; measured times stay.
         """
         loop, commit_log = self.loop, logging.getLogger("pyspec.engine.loop.commit")
         level, raised = commit_log.level, loop.raises_bugs
@@ -61,7 +61,7 @@ class Rehearsal:
         n_draft_max: int | None = None,
         sink: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        """Queue a request of up to `n_tokens` tokens, of which nothing is cached."""
+        """Queue a request of up to `n_tokens` tokens; the cache is not used."""
         request = Request(
             prompt=tuple(prompt), params=params, max_tokens=n_tokens, cache_prompt=False, n_draft_max=n_draft_max
         )

@@ -1,6 +1,6 @@
-"""What each request sends through the target in a round, and how the rows of a forward are shared out.
+"""Plans a round: the rows of each request, and how requests share the rows of a forward.
 
-What the device is told of it is `slots.round.Round`, plain integers. Planning is arithmetic: no torch here and no clock.
+The device gets `slots.round.Round`, plain integers. Planning is arithmetic: no torch here and no clock.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pyspec.slots.batch import Seq
 from pyspec.slots.round import ALL, LogitsNeed
 from pyspec.slots.table import Slot
 
-OLDEST_SHARE = 4  # the prompt that was seated first gets this part of the rows for prompts
-PROMPT_SHARE = 8  # prompts get at least this part of a forward, however many rows the decoding slots take
-MOST_BANS = 64  # that go with a round: ends of a text are fewer
-LAST_SHARE = 4  # so much larger a forward may be that reads the last of all prompts: one without a graph takes the host as long for a few rows more
+OLDEST_SHARE = 4  # the oldest prompt gets this part of the prompt rows
+PROMPT_SHARE = 8  # prompts get at least this part of a forward
+MOST_BANS = 64  # a round carries no more banned tokens; a text has fewer ends
+LAST_SHARE = 4  # a forward may be larger by this part if it finishes all prompts: without a graph, a few more rows cost the host nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One request's part in a round: `seq` are its rows, of which all but the first are its `draft`.
+    """One request's part in a round. `seq` has its rows: the anchor or a prompt chunk, then its `draft`.
 
-    n_scored  so many of its first rows have logits for the sake of the prompt's own tokens
+    n_scored  leading rows whose logits are needed for prompt logprobs
     """
 
     job: Job
@@ -34,22 +34,21 @@ class Work:
 
     @property
     def n_choice(self) -> int:
-        """Rows, the last ones, behind which a token is chosen."""
+        """Trailing rows to sample a token from."""
         return self.seq.n_out if not self.n_scored else int(self.seq.n_past + self.seq.width == self.job.n_prefill)
 
     @property
     def reads_logits(self) -> bool:
-        """Whether anybody may look at more of its rows than their best tokens, those of `bans` apart: certainly not while the largest logit is chosen
-        as it is."""
+        """The host may read more of the rows than their best tokens outside `bans`. False only for plain greedy rows."""
         sampler = self.job.sampler
-        if not self.job.is_decoding:  # rows may be scored, and the last one's logits kept
+        if not self.job.is_decoding:  # rows may be scored, and the cache keeps the last one's logits
             return self.seq.n_out > 0
         is_plain = sampler.params.greedy and sampler.banned is not None and sampler.params.logprobs is None
         return not is_plain or self.job.constraint is not None
 
     @property
     def bans(self) -> frozenset[int]:
-        """Tokens that none of its rows may choose, where `reads_logits` says that this is all there is."""
+        """Tokens that its rows may not choose. Complete only where `reads_logits` is False."""
         return self.job.sampler.banned or frozenset()
 
     @property
@@ -58,7 +57,7 @@ class Work:
 
 
 def logits_need(work: Iterable[Work]) -> LogitsNeed:
-    """What is read of a round. Its rows have bans in common, and few, or the logits tell what is best of each."""
+    """The results of a round that the host reads: only best tokens if all rows share a few bans, else all logits."""
     choosing = [w for w in work if w.seq.n_out]
     kinds = {w.bans for w in choosing}
     bans = next(iter(kinds), frozenset())
@@ -69,7 +68,7 @@ def logits_need(work: Iterable[Work]) -> LogitsNeed:
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """Rows of a forward: `decoding` where somebody decodes, `prompts` where nobody does."""
+    """Row limits of a forward, with and without decoding slots."""
 
     decoding: int
     prompts: int
@@ -78,7 +77,7 @@ class RowLimits:
 def plan_work(
     jobs: Iterable[Job], drafts: Mapping[int, Sequence[int]], limits: RowLimits, n_late: int = 0
 ) -> list[Work]:
-    """[anchor, drafts...] of decoding slots, then prompt chunks in what room is left. drafts: by slot. n_late: Memory's"""
+    """Plan [anchor, drafts...] for decoding slots, then prompt chunks in the remaining rows. drafts: by slot. n_late: as in Memory"""
     jobs = list(jobs)
     work = [_verify(job, drafts, n_late) for job in jobs if job.is_decoding]
     prompts = [job for job in jobs if not job.is_decoding]
@@ -92,23 +91,25 @@ def plan_work(
 
 
 def _one_scored(chunks: list[Work]) -> list[Work]:
-    """All but those that are scored, behind the first of them: logits of so many rows there is room for."""
+    """Keep only the first scored chunk: memory holds the logits of one."""
     scored = [w for w in chunks if w.n_scored]
     return chunks if len(scored) < 2 else [w for w in chunks if not w.n_scored or w is scored[0]]
 
 
 def waits(slot: Slot, position: int, n_fold: int, n_late: int) -> bool:
-    """Whether a slot's single row at `position` is left to be folded later, behind `n_fold` others. Slots write their states in turn,
-    so that rounds take the same time."""
+    """Record the slot's single row at `position` behind `n_fold` others, and fold it later.
+
+    Slots write their states in turn, so that rounds take the same time.
+    """
     return n_fold < n_late and (position + slot.index) % (n_late + 1) > 0
 
 
 def _verify(job: Job, drafts: Mapping[int, Sequence[int]], n_late: int) -> Work:
     slot = job.slot
     assert slot is not None and job.anchor is not None
-    draft = job.sampler.usable(drafts.get(slot.index, ()))  # a wild id is never embedded
+    draft = job.sampler.usable(drafts.get(slot.index, ()))  # an invalid id is never embedded
     if job.constraint is not None and draft:
-        draft = job.constraint.draftable(draft)  # nor is a row spent on what its grammar refuses
+        draft = job.constraint.draftable(draft)  # a token that the grammar refuses gets no row
     tokens = [job.anchor, *draft]
     late = not draft and waits(slot, slot.n_past, slot.n_fold, n_late)
     keep = not draft and not late
@@ -129,7 +130,7 @@ def _chunk(job: Job, n: int) -> Work:
 def share_rows(n_free: int, todo: Sequence[tuple[int, int]]) -> list[int]:
     """Rows for each prompt in this forward. todo: (tokens left, tokens to the next cut; 0 if none), oldest first.
 
-    What has least left comes first, so that a short prompt does not wait for the end of a long one; a part is the oldest's in any case.
+    The prompt with the fewest tokens left goes first, so that short prompts do not wait for long ones. The oldest always gets a part.
     """
     given = [0] * len(todo)
     n_free = max(n_free, 0)

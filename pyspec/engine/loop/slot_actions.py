@@ -1,4 +1,4 @@
-"""Saving, restoring and erasing slots. Files are read and written on a thread of their own: no round waits for a disk."""
+"""Saving, restoring and erasing slots. A thread per action reads and writes the file: no round waits for a disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHAT = {
     "page_size": "page size (--page-size)",
     "layout": "layout of caches and states (--tp counts)",
 }
-"""What has to be the same where a slot is restored, and how people call it."""
+"""Properties that must match when a slot is restored, with their names for people."""
 
 
 class SlotActions:
@@ -37,7 +37,7 @@ class SlotActions:
         self._identity: dict[str, Any] | None = None
 
     def begin(self, action: SlotAction, on_answer: OnAnswer, add: Callable[[SlotTask], None]) -> None:
-        """Start; `on_answer` gets what came of it, once. `add` hands work to the engine's thread."""
+        """Start an action. `on_answer` gets its result once. `add` hands a task to the engine's thread."""
         on_answer = careful(on_answer)
         try:
             check_action(action, self.info.n_slot)
@@ -109,7 +109,7 @@ class SlotActions:
 
 
 def _aside(do: Callable[[], None], on_answer: OnAnswer) -> None:
-    """Run on a thread of its own; what fails is heard."""
+    """Run on a thread of its own; a failure is the answer."""
 
     def run() -> None:
         try:

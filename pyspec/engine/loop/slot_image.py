@@ -1,6 +1,6 @@
-"""What an idle slot holds, as plain host memory, and back: tokens, pages of target and drafter, checkpoints with the drafter's share.
+"""The content of an idle slot as host memory, and back: tokens, pages of target and drafter, checkpoints with the drafter's share.
 
-Sampling has nothing to be kept: it depends on logits, history, seed and position alone, and a request brings the history with it.
+Sampling state is not kept: sampling depends on logits, history, seed and position alone, and a request brings its history.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pyspec.slots.table import Slot
 
 @dataclass(frozen=True, slots=True)
 class StateHead:
-    """A checkpoint in an image. shapes: of its tensors. has_share: the drafter's share follows them. has_logits: then what its last token
-    gave, because a prompt ends there."""
+    """A checkpoint in an image. shapes: of its tensors. has_share: the drafter's share follows them. has_logits: the logits of its last
+    token follow, because a prompt ends there."""
 
     n_past: int
     has_share: bool
@@ -43,7 +43,7 @@ class StateHead:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What a slot held, in host memory. content: its tokens [n] int32, its pages of every plane, then each state's tensors and share."""
+    """A slot's content. content: its tokens [n] int32, its pages of every plane, then each state's tensors and share."""
 
     n_token: int
     states: tuple[StateHead, ...]
@@ -51,7 +51,7 @@ class Image:
 
 
 class SlotImager:
-    """Takes images of slots and puts them back. All but `sizes` and `decode` is done on the engine's thread, between rounds."""
+    """Takes images of slots and puts them back. All but `layout` and `decode` runs on the engine's thread, between rounds."""
 
     def __init__(self, worker: Worker, cache: PrefixCache) -> None:
         self.worker, self.cache, self.table = worker, cache, worker.table
@@ -59,7 +59,7 @@ class SlotImager:
     # -- how it is laid out ---------------------------------------------------------------------------------------
 
     def _drafts(self) -> list[Tensor]:
-        """What the drafter has in the pages, as [page, row, *dims]."""
+        """The drafter's pages, as [page, row, *dims]."""
         return planes_of(self.worker.draft_pools(), self.table.page_size)
 
     def _pages_like(self, n_page: int) -> list[Like]:
@@ -72,7 +72,7 @@ class SlotImager:
         return drafter if isinstance(drafter, PortableDrafter) else None
 
     def layout(self) -> dict[str, Any]:
-        """What has to be the same where an image is put back, beside the models: {what: value}."""
+        """Properties besides the models that must match when an image is put back: {name: value}."""
         share = self._drafter.share_shape if self._drafter is not None else ()
         planes = [(shape[1:], str(dtype)) for shape, dtype in self._pages_like(1)]
         states = [str(dtype) for _, dtype in self.worker.memory.state_like(1)]
@@ -97,7 +97,7 @@ class SlotImager:
     # -- taking ---------------------------------------------------------------------------------------------------
 
     def take(self, index: int) -> Image:
-        """What is there of the text that the slot's last request left. Copies to the host; nothing changes."""
+        """Copy the text that the slot's last request left to the host. Nothing changes."""
         if not self.cache.on:
             raise RequestError("slots hold nothing between requests: the prefix cache is off (--cache-prompt)")
         slot = self.table.slots[index]
@@ -142,7 +142,7 @@ class SlotImager:
         return head, [t.contiguous().view(-1).view(torch.uint8).numpy() for t in image.content]
 
     def decode(self, file: SlotFile, n_vocab: int, n_ctx: int) -> Image:
-        """The image in a file, every number of which is held against this engine before anything is allocated."""
+        """Read the image in a file. Every number is checked against this engine before anything is allocated."""
         n = file.head.get("tokens")
         if type(n) is not int or not 0 <= n <= min(n_ctx, self.table.n_row):
             raise file.bad(f"it says {str(n)[:40]} tokens; a slot holds {min(n_ctx, self.table.n_row)} (-c)")
@@ -187,11 +187,11 @@ class SlotImager:
     # -- putting back ---------------------------------------------------------------------------------------------
 
     def erase(self, index: int) -> int:
-        """Forget what requests in a slot have filed. Returns how many tokens it held."""
+        """Forget everything that requests in a slot have filed. Returns the number of tokens it held."""
         return self.table.erase(self.table.slots[index])
 
     def put(self, index: int, image: Image) -> None:
-        """File an image's content, as if a request in this slot had left it. RequestError if there is no room beside what runs."""
+        """File an image's content as if a request in this slot had left it. Raises RequestError if the pages do not suffice."""
         if not self.cache.on:
             raise RequestError("slots hold nothing between requests: the prefix cache is off (--cache-prompt)")
         slot = self.table.slots[index]
@@ -233,7 +233,7 @@ class SlotImager:
             if old.is_start or not head.has_logits:
                 states.touch(old)
                 return
-            states.drop(old)  # what comes has what its last token gave, too
+            states.drop(old)  # the new one also has the last token's logits
         logits = tensors.pop() if head.has_logits else None
         drafter, share = self._drafter, tensors.pop() if head.has_share else None
         draft = drafter.share_of(head.n_past, share) if drafter is not None and share is not None else None
@@ -250,5 +250,5 @@ def _n_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _aligned(piece: Bytes) -> Bytes:
-    """The same bytes where a tensor of any type may stand."""
+    """The same bytes, aligned for tensors of any type."""
     return piece if piece.ctypes.data % 16 == 0 else piece.copy()

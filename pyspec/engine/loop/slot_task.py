@@ -1,4 +1,4 @@
-"""Work on what a slot holds, which the loop does between two rounds, once the slot is idle."""
+"""Tasks on the content of a slot, run by the loop between two rounds, once the slot is idle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OnAnswer = Callable[[SlotAnswer], None]
 
 @dataclass(frozen=True)
 class SlotTask:
-    """`do` runs on the engine's thread while nothing is in flight that touches the slot; `failed` hears if it can not, or does not."""
+    """`do` runs on the engine's thread while no launched round touches the slot. `failed` is called if it raises, or never runs."""
 
     slot: int
     do: Callable[[], None]
@@ -24,7 +24,7 @@ class SlotTask:
 
 
 def careful(on_answer: OnAnswer) -> OnAnswer:
-    """A listener is the caller's code: whatever it raises must not end a round, or the thread that reads for all."""
+    """Wrap a caller's listener so that its exceptions end neither a round nor a reader thread."""
 
     def safe(answer: SlotAnswer) -> None:
         try:

@@ -1,7 +1,7 @@
-"""Speculation's side of the loop: how much each slot drafts, who proposes it, and what happens when a drafter fails.
+"""Speculation's side of the loop: draft lengths, drafts, and failures of a drafter.
 
-A drafter can cost drafts, never a text or a request. What it was not told of it has lost track of: such a slot is not asked
-again until its request ends, and leaves nothing for later requests to go on from.
+A drafter can cost drafts, but no text and no request. If it misses a slot's tokens, it has lost track of the slot: it drafts no
+more for that request, and the request leaves no drafter state in the cache.
 """
 
 from __future__ import annotations
@@ -28,22 +28,20 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LIKELY = 0.5  # that a token behind a refused one is reached and right: else it is not worth its row
+LIKELY = 0.5  # least chance of a token behind a refused one to be worth its row
 
 
 class Speculator:
-    """Asks the worker's drafter for what the controller wants, and keeps its failures away from the loop."""
+    """Asks the worker's drafter for the drafts that the controller chose, and keeps its failures from the loop."""
 
     def __init__(self, worker: Worker, controller: Controller, stats: Stats) -> None:
         self.worker, self.controller, self.stats = worker, controller, stats
-        self.lost_track: set[int] = set()  # slots whose drafter state is not to be trusted
-        self.chosen: list[tuple[int, int]] | None = None  # (slot, drafts) of the next round, if that is known already
+        self.lost_track: set[int] = set()  # slots whose drafter state is not trusted
+        self.chosen: list[tuple[int, int]] | None = None  # (slot, drafts) of the next round, if they are chosen already
         self.watch = AcceptanceWatch()
-        self.offers: dict[
-            int, Offer
-        ] = {}  # by slot, what a grammar and texts under it say: drafts that need no drafter
-        self.refused: dict[int, int] = {}  # by slot, at which token its grammar refused the drafter's draft
-        self.raises_bugs = False  # a drafter that fails otherwise than by a SlotError is not done without
+        self.offers: dict[int, Offer] = {}  # by slot, drafts that need no drafter, from its grammar and earlier texts
+        self.refused: dict[int, int] = {}  # by slot, the index of the drafted token that its grammar refused
+        self.raises_bugs = False  # raise unexpected exceptions of a drafter
 
     @property
     def drafter(self) -> Drafter | None:
@@ -56,21 +54,21 @@ class Speculator:
     # -- before a verify -----------------------------------------------------------------------------------------
 
     def lengths(self, jobs: Sequence[Job], taken: Sequence[int] = ()) -> list[tuple[int, int]]:
-        """(slot, drafts) of the next round. `taken`: of each, the most tokens that are under way, so that nobody can offer any."""
+        """Choose (slot, drafts) of the next round. taken: of each, most tokens in flight; no grammar offers drafts behind those."""
         under_way = taken or [0] * len(jobs)
         caps = [(j.slot.index, self.most(j, n)) for j, n in zip(jobs, under_way, strict=True) if j.slot is not None]
         offers = {} if taken else {slot: offer.survival for slot, offer in self.offers.items()}
         return [(slot, n) for (slot, _), n in zip(caps, self.controller.choose(caps, offers), strict=True)]
 
     def most(self, job: Job, taken: int) -> int:
-        """Most tokens worth drafting: the bonus token comes for free, so one less than the request may still emit."""
+        """Most tokens worth drafting: one less than the request may still emit, because the bonus token needs no draft."""
         asked, most = job.request.n_draft_max, self.needs.n_draft
         if job.slot is not None and job.slot.index in self.lost_track:
             return 0
         return max(0, min(most, job.n_left - taken - 1, most if asked is None else asked))
 
     def draft(self, jobs: Sequence[Job]) -> dict[int, Sequence[int]]:
-        """Drafts by slot for these decoding jobs. A failure costs this round's drafts, nothing else."""
+        """Draft for these decoding jobs, by slot. A failure costs only this round's drafts."""
         chosen, self.chosen = self.chosen, None
         held = [job for job in jobs if job.constraint is not None]
         self._collect_offers(held)
@@ -89,7 +87,7 @@ class Speculator:
         return found
 
     def _ask(self, jobs: Sequence[Job], chosen: Sequence[tuple[int, int]]) -> dict[int, Sequence[int]]:
-        """The drafter's, for those slots that it is to draft for."""
+        """Ask the drafter for the slots that need it."""
         drafter = self.drafter
         if drafter is None or not any(n for _, n in chosen):
             return {}
@@ -112,8 +110,7 @@ class Speculator:
                     self.offers[job.slot.index] = offer
 
     def has_offers(self, jobs: Iterable[Job]) -> bool:
-        """Whether a grammar would offer one of them likely tokens, behind what is committed, and more than the drafter promises. Or has:
-        the verdict on those comes first."""
+        """A grammar offers one of the jobs likely tokens, more than the drafter promises, or has offered some that are not verified yet."""
         if self.controller.offered:
             return True
         caps, offers = [], {}
@@ -126,7 +123,7 @@ class Speculator:
         return bool(offers and self.controller.preferred(caps, offers))
 
     def _fit(self, job: Job, n_chosen: Mapping[int, int], drafts: dict[int, Sequence[int]]) -> None:
-        """Where a grammar refuses a token of the drafter's, go on with what it offers there, if that is likely."""
+        """Replace the drafter's tokens behind the first one that the grammar refuses by the grammar's own offer, if it is likely."""
         slot, constraint = job.slot, job.constraint
         if slot is None or constraint is None or slot.index in self.controller.offered or not drafts.get(slot.index):
             return
@@ -141,17 +138,17 @@ class Speculator:
             ]
 
     def judge(self, slot: int, n_draft: int, n_accepted: int) -> None:
-        """The verdict on a slot's drafts, for whoever made them."""
+        """Report a slot's verdict to the source of its drafts."""
         if slot in self.controller.offered:
             self.offers[slot].judge(n_draft, n_accepted)
             return
         n = self.refused.pop(slot, None)
-        if n is not None:  # what a grammar refuses is wrong, and so is all behind it
+        if n is not None:  # the refused token is wrong, and so is every token behind it
             n_draft, n_accepted = n + 1, min(n, n_accepted)
         self.controller.record(slot, n_draft, n_accepted)
 
     def _attempt(self, what: str, do: Callable[[], T], slots: Sequence[Slot]) -> T | None:
-        """What the drafter returns; None if it fails. A SlotError leaves its state as it was; after anything else nobody knows."""
+        """Call the drafter; None if it fails. A SlotError leaves its state valid; any other exception makes it unknown."""
         try:
             return do()
         except SlotError as e:
@@ -167,7 +164,7 @@ class Speculator:
     # -- after a verify ------------------------------------------------------------------------------------------
 
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
-        """Tell the drafter what is kept, before the slots' tokens grow. If it fails, nobody knows whom it heard of."""
+        """Report accepted rows to the drafter, before the slots' tokens grow. If this fails, its state for these slots is unknown."""
         drafter = self.drafter
         known = [i for i, seq in enumerate(batch.seqs) if seq.slot not in self.lost_track and kept[i]]
         if drafter is None or not known:
@@ -180,13 +177,13 @@ class Speculator:
         )
 
     def confirm_ahead(self, slots: Iterable[Slot]) -> None:
-        """What was drafted ahead is for the tokens that these slots have now."""
+        """Confirm drafts that were made ahead: they continue the tokens that these slots have now."""
         drafter, known = self.drafter, [slot for slot in slots if slot.index not in self.lost_track]
         if isinstance(drafter, LookaheadDrafter) and known:
             self._or_lose_track(lambda: drafter.confirm_ahead(known), known)
 
     def take_faults(self) -> None:
-        """A guard that tripped while drafting: drafts may be wrong, which costs their rows and no text."""
+        """Report guards that tripped while drafting. Wrong drafts cost their rows, but no text."""
         fault = self.worker.draft_faults.take()
         if fault is not None:
             self.stats.guard_trips += 1
@@ -195,19 +192,19 @@ class Speculator:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def begin(self, slot: Slot, saved: object | None, *, grammar: str = "") -> None:
-        """A request sits in `slot`; `saved` is the drafter's share of what the cache gave it. grammar: that it keeps to."""
+        """Seat a request in `slot`. saved: the drafter's share of the cached prefix. grammar: its source."""
         drafter = self.drafter
         if drafter is not None:
             self._or_lose_track(lambda: drafter.begin(slot, saved), [slot])
         self.controller.begin(slot.index, grammar)
 
     def checkpoint(self, slot: Slot) -> object | None:
-        """The drafter's share of what is filed. The slot may have been lost track of when this returns."""
+        """The drafter's share of a checkpoint. The drafter may lose track of the slot here."""
         drafter = self.drafter
         return None if drafter is None else self._or_lose_track(lambda: drafter.checkpoint(slot), [slot])
 
     def end(self, slot: Slot) -> None:
-        """The slot's request is over."""
+        """End the slot's request."""
         drafter = self.drafter
         if drafter is not None and slot.index not in self.lost_track:
             self._or_lose_track(lambda: drafter.end(slot), [slot])
@@ -225,7 +222,7 @@ class Speculator:
         return None
 
     def lose_track(self, slots: Sequence[Slot], error: Exception) -> None:
-        """The drafter is not asked again for these slots' requests, and they leave nothing more."""
+        """Stop drafting for the requests in these slots; they leave no drafter state in the cache."""
         self.stats.guard_trips += 1
         log.warning("no more drafts for the requests in slots %s: %s", [slot.index for slot in slots], error)
         for slot in slots:
@@ -239,37 +236,37 @@ class Speculator:
                 log.debug("the drafter could not let go of slot %d: %s", slot.index, e)
 
     def forget(self, slots: Iterable[Slot]) -> None:
-        """Their requests are gone, and nobody knows what the drafter made of their last round."""
+        """End the requests of these slots after a failed round. The drafter's state for them is unknown."""
         for slot in slots:
             self.end(slot)
         self.lost_track.clear()
         self.chosen = None
 
     def has_collapsed(self, job: Job) -> bool:
-        """True once, when a drafter that was good has been bad for many requests, of which `job` is the last."""
+        """True once if a good drafter was bad for many requests, up to `job`."""
         return self.watch.add(sum(job.drafted), sum(job.accepted))
 
 
 class AcceptanceWatch:
-    """Sees the acceptance of a drafter that was good collapse, over requests: other engines know this and not why it happens."""
+    """Detects over many requests that a good drafter's acceptance collapsed. It does not find the reason."""
 
-    LEAST_DRAFTED = 8  # tokens a request must have drafted to count
+    LEAST_DRAFTED = 8  # drafted tokens of a request that counts
     MANY = 24  # requests
-    GOOD, COLLAPSED = 0.3, 0.25  # acceptance that was good; share of it that is left
+    GOOD, COLLAPSED = 0.3, 0.25  # acceptance that counts as good; share of it that counts as collapsed
 
     def __init__(self) -> None:
         self.was = self.now = 0.0
         self.recent: deque[float] = deque(maxlen=self.MANY)
 
     def add(self, n_drafted: int, n_accepted: int) -> bool:
-        """One request is over. True if the last MANY of them say that acceptance has collapsed, which is said once."""
+        """Add a finished request. Returns True once if the last MANY of them show a collapse."""
         if n_drafted < self.LEAST_DRAFTED:
             return False
-        if len(self.recent) == self.MANY:  # what leaves the window is what once was
+        if len(self.recent) == self.MANY:  # a request that leaves the window counts into the past mean
             self.was += (self.recent[0] - self.was) * (1 / self.MANY if self.was else 1.0)
         self.recent.append(n_accepted / n_drafted)
         self.now = sum(self.recent) / len(self.recent)
         if len(self.recent) < self.MANY or self.was < self.GOOD or self.now > self.COLLAPSED * self.was:
             return False
-        self.was = self.now  # told once: what it is from here on is what it was
+        self.was = self.now  # so that the collapse is reported once
         return True

@@ -1,4 +1,4 @@
-"""Counters of a running engine; what `/metrics` and the benchmarks read."""
+"""Counters of a running engine, for `/metrics` and the benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyspec.request import Metrics
 
 @dataclass
 class Stats:
-    """Written by the engine thread only; a reader may see a round half counted, never a wrong type."""
+    """Written by the engine's thread only. A reader may see a round counted in part, but never a wrong type."""
 
     n_max: int  # most drafted tokens
     prompt_tokens: int = 0
@@ -39,13 +39,13 @@ class Stats:
         self.used, self.right = [0] * (self.n_max + 1), [0] * (self.n_max + 1)
 
     def reset(self) -> None:
-        """As new."""
+        """Reset every counter."""
         fresh = Stats(self.n_max)
         for f in fields(self):
             setattr(self, f.name, getattr(fresh, f.name))
 
     def round(self, *, busy: int, times: tuple[float, float, float, float, float]) -> None:
-        """A round is over. times: when it began, drafted, verified, sampled and ended, in seconds."""
+        """Count a round. times: when it began, drafted, verified, sampled and ended, in seconds."""
         began, drafted, verified, sampled, ended = times
         self.rounds += 1
         self.busy_slot_rounds += busy
@@ -56,13 +56,13 @@ class Stats:
         self.last_step = time.monotonic()
 
     def verdict(self, n_draft: int, n_accepted: int) -> None:
-        """A slot's drafts were judged."""
+        """Count a slot's verdict."""
         self.drafts += n_draft > 0
         self.used[n_draft] += 1
         self.right[n_accepted] += 1
 
     def finished(self, job: Job, finish: str) -> None:
-        """A request is over, however it ended."""
+        """Count a request that ended in any way."""
         t = job.timings()
         self.done += finish not in ("cancelled", "error")
         self.cancelled += finish == "cancelled"
@@ -74,7 +74,7 @@ class Stats:
         self.n_tokens_max = max(self.n_tokens_max, job.n_prompt + job.n_predicted)
 
     def snapshot(self, *, processing: int, queued: int, pages_used: int, pages_total: int) -> Metrics:
-        """What has been counted, with the gauges that are given."""
+        """The counters, with the given gauges."""
         idle = processing == 0 and queued == 0
         drafted, accepted = at_least(self.used), at_least(self.right)
         return Metrics(
