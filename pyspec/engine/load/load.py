@@ -74,15 +74,17 @@ class Loaded:
     template: ChatTemplate | None
     info: EngineInfo
     ranks: Ranks | None = None
-    ways: Ways = field(default_factory=Ways)  # for whichever thread runs the loop
+    ways: Ways = field(default_factory=Ways)  # for the thread that runs the loop
 
 
 def load(path: Path, settings: EngineSettings) -> Loaded:
-    """A running loop over a model and its drafter. Every refusal is a PyspecError with the reason, before anything is allocated."""
+    """Load a model and its drafter into a loop. Every refusal is a PyspecError with its reason, before anything is allocated."""
     ways = Ways(settings.kernels, settings.exact, settings.threads or torch.get_num_threads())
     with ways.here():
         loaded = _load(path, settings)
-        return replace(loaded, ways=replace(ways, n_thread=torch.get_num_threads()))  # of several ranks each has fewer
+        return replace(
+            loaded, ways=replace(ways, n_thread=torch.get_num_threads())
+        )  # with several ranks each has fewer
 
 
 def _load(path: Path, settings: EngineSettings) -> Loaded:
@@ -94,13 +96,13 @@ def _load(path: Path, settings: EngineSettings) -> Loaded:
         log.info(
             "no kernels of a GPU here: on a CPU all ops run as torch, the recurrent ones compiled where numba is installed"
         )
-    context = context_of(d.device)  # held until kernels hold it
+    context = context_of(d.device)  # kept alive until kernels hold it
     with context.current():
         plan = plan_memory(d)
         if missing := missing_copy(d, plan):
             log.info("%s", missing)
         check_fit(here(d, plan), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
-        before = memory_snapshot(d.device) if d.is_cuda else None  # before children take any
+        before = memory_snapshot(d.device) if d.is_cuda else None  # before child processes allocate any
         ranks = Ranks(d.settings.tp) if d.settings.tp > 1 else None
         preparation = _prepare(d, plan)
         try:
@@ -114,10 +116,10 @@ def _load(path: Path, settings: EngineSettings) -> Loaded:
 
 
 def _prepare(d: Description, plan: MemoryPlan) -> Preparation | None:
-    """Have what the load will ask of ops compiled and checked beside it."""
+    """Start to compile and check the ops that the load will need."""
     try:
         return prepare.begin(asks_of(d), d.device, d.kv_dtype, plan.total) if d.is_cuda else None
-    except Exception:  # it saves time, no more
+    except Exception:  # it only saves time
         log.exception("kernels are not prepared ahead")
         return None
 
@@ -129,8 +131,8 @@ def build(
     preparation: Preparation | None = None,
     before: tuple[int, int, int] | None = None,
 ) -> Loaded:
-    """Allocate what was planned, bind target and drafter to it, and warm the loop up. preparation: goes on beside what is loaded, until all is known.
-    before: what was `taken` of the GPU's memory, to tell what the load took."""
+    """Allocate the planned memory, bind target and drafter, and warm up. preparation: runs beside the load until its results are needed.
+    before: the `memory_snapshot` from which the load's use is logged."""
     table = d.table()
     shared = None if ranks is None else begin_ranks(d, plan, ranks)
     memory = allocate(d.own.parts(), d.sizes, d.device)
@@ -160,13 +162,13 @@ def build(
     if preparation is not None:
         preparation.finish(late, log_use)
     else:
-        probe.close()  # the child that checked kernels, and its memory on the GPU
+        probe.close()  # ends the child that checks kernels, with its GPU memory
         log_use()
     return Loaded(loop, d.tokenizer, d.template, info_of(d, plan), ranks)
 
 
 def _log_use(device: torch.device, plan: MemoryPlan, before: tuple[int, int, int] | None) -> None:
-    """Once no child that checks kernels has any of the memory: four of them had 6.5 GiB."""
+    """Log the memory in use. Call it after children that check kernels have ended: four of them had 6.5 GiB."""
     if before is not None:
         log.info("memory in use: %s, planned %s", growth(before, device), size(plan.total))
 
@@ -196,7 +198,7 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
         drafter.use_graphs(partial(make_arena, d.draft_width))
     host_bytes = min(s.cache_ram << 20, free_bytes(torch.device("cpu")) // 2) if s.prefix_cache else 0
     states = StateStore(device_checkpoints(d), host_bytes, start_bytes(d))
-    # graphs pad their batches, so what takes the same time is a bucket of theirs
+    # graphs pad batches to a bucket, so all sizes of a bucket take the same time
     most = most_rows(s.np, d.width)
     timer = Timer() if arena is None else Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
     needs, fixed = d.draft.needs, s.n_draft_fixed
@@ -213,7 +215,7 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
 
 
 def _arena(target: Target, table: SlotTable, n_page: int, width: int) -> Arena | None:
-    """Static batches for CUDA graphs, where every op of the model can be captured."""
+    """Static batches for CUDA graphs, if every op of the model can be captured."""
     if target.device.type != "cuda" or not target.capturable:
         return None
     return Arena(len(table.slots), n_page, target.device, width)
@@ -221,7 +223,7 @@ def _arena(target: Target, table: SlotTable, n_page: int, width: int) -> Arena |
 
 @contextmanager
 def _timed(what: str, device: torch.device, release: bool = False) -> Iterator[None]:
-    """Says how long a part of loading took; `release`: what it allocated and freed is the device's again."""
+    """Log how long a part of the load took. release: return freed memory to the device."""
     began = time.perf_counter()
     progress.report(what)
     yield
@@ -236,7 +238,7 @@ def _timed(what: str, device: torch.device, release: bool = False) -> Iterator[N
 
 
 def _check_template(template: ChatTemplate | None) -> None:
-    """Start the template's sandbox now. A template that is broken costs the chats, not the model."""
+    """Start the template's sandbox now. A broken template costs the chats, not the model."""
     try:
         if template is not None:
             template.check()
@@ -245,7 +247,7 @@ def _check_template(template: ChatTemplate | None) -> None:
 
 
 def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
-    """What is loaded, for programs and people."""
+    """Describe the loaded model for programs and people."""
     fields, c, tokenizer = d.file.fields, d.config, d.tokenizer
     piece = lambda i: "" if i is None else tokenizer.piece(i)  # noqa: E731
     return EngineInfo(

@@ -1,7 +1,7 @@
-"""The other ranks from the first one's side: their processes, what they are told, and what happens when one of them is gone.
+"""The other ranks on the first rank's side: their processes, their commands, and the end of all if one is lost.
 
-The first rank is the engine's own process. One that ends, stops or says nothing takes all of them with it: none can go on alone,
-and whoever supervises the engine starts it anew.
+The first rank is the engine's own process. If a rank ends, stops or falls silent, all ranks end, because none can continue alone.
+A supervisor then starts the engine anew.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-P", "-m", "pyspec.engine.process.rank_main")
 LOAD_S = 1800.0
-STOPPED_S = 2.0  # silence of a process that somebody stopped
-SILENT_S = 20.0  # silence of one that runs: it has a thread that does nothing but speak
-BLIND_S = 8.0  # for the one that is gone to be found, once others have lost it: they do not know whom
+STOPPED_S = 2.0  # silence of a process that was stopped by a signal
+SILENT_S = 20.0  # silence of a running process: it has a thread that only sends heartbeats
+BLIND_S = 8.0  # seconds to find the rank that is gone after others report a loss: they do not know which
 TICK_S = 0.2
 END_S = 5.0
-OPERATION_S = 900.0  # a sum that takes so long is over; a supervisor is less patient (watchdog.py)
+OPERATION_S = 900.0  # longest sum; a supervisor is less patient (watchdog.py)
 
 
 class RankProcess:
@@ -77,7 +77,7 @@ class RankProcess:
         self._notify()
 
     def flaw(self, now: float) -> str:
-        """Why it can not be counted on; "" if it can."""
+        """Why the rank is given up; "" if it works."""
         if self.error is not None:
             return str(self.error)
         if self.is_over or self.process.poll() is not None:
@@ -88,16 +88,16 @@ class RankProcess:
                 return "its process ended"
             return f"its process ended: {f'signal {-code}, {signal.strsignal(-code)}' if code < 0 else f'exit status {code}'}"
         silent = now - self.received
-        limit = SILENT_S if self.has_spoken else JOIN_S  # on a busy machine imports take their time
+        limit = SILENT_S if self.has_spoken else JOIN_S  # imports take long on a busy machine
         if silent > limit or (silent > STOPPED_S and _is_stopped(self.process.pid)):
             return f"its process has said nothing for {silent:.1f} s"
         return ""
 
 
 class Ranks:
-    """All ranks but the first. Made and used by the engine's thread; `on_lost` is called on another one, once.
+    """All ranks but the first. Created and used by the engine's thread; `on_lost` is called once, on another thread.
 
-    log_level  of theirs; what they say comes out of our log
+    log_level  of the other ranks; their lines appear in this process's log
     """
 
     def __init__(self, n: int, *, command: Sequence[str] = COMMAND) -> None:
@@ -108,7 +108,7 @@ class Ranks:
 
     @property
     def store(self) -> str:
-        """The file where they meet."""
+        """The file through which the ranks meet."""
         return str(Path(self.folder) / "meet")
 
     @property
@@ -117,15 +117,15 @@ class Ranks:
 
     @property
     def error(self) -> PyspecError | None:
-        """Why they are over."""
+        """The reason why they ended."""
         return self._state.error
 
     def when_lost(self, do: Callable[[PyspecError], None]) -> None:
-        """Called with the reason as soon as one of them is gone, whatever this process is at."""
+        """Call `do` with the reason as soon as a rank is gone, on another thread."""
         self._state.on_lost = do
 
     def load(self, share: LoadShare, devices: Sequence[torch.device]) -> Collective:
-        """Have each load its share, and meet them. Raises what one of them refuses, or RankLost."""
+        """Load the shares on all ranks, and meet them. Raises a rank's refusal, or RankLost."""
         for p in self._state.processes:
             self._send(p, replace(share, index=p.index, device=str(devices[p.index])))
         self._state.wait_for("joins", JOIN_S)
@@ -136,13 +136,15 @@ class Ranks:
         return ranks
 
     def wait(self) -> None:
-        """Until all are loaded."""
+        """Wait until all have loaded."""
         self._state.wait_for("loaded", LOAD_S)
-        if self._state.collective() is None:  # NCCL may look there again; whoever is killed later can not clean up
+        if (
+            self._state.collective() is None
+        ):  # NCCL may still read the file; a rank that is killed later can not remove it
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def send(self, command: object) -> None:
-        """To every one of them."""
+        """Send a command to all."""
         for p in self._state.processes:
             self._send(p, command)
 
@@ -160,7 +162,7 @@ class Ranks:
 
 
 def begin_ranks(d: Description, plan: MemoryPlan, ranks: Ranks) -> Collective:
-    """Have the other ranks load their shares, and meet them."""
+    """Load the shares on the other ranks, and meet them."""
     s = d.settings
     if not d.is_cuda:
         threads = s.threads if s.threads > 0 else max(1, torch.get_num_threads() // s.tp)
@@ -186,7 +188,7 @@ def begin_ranks(d: Description, plan: MemoryPlan, ranks: Ranks) -> Collective:
 
 
 def lead_ranks(target: Target, memory: Memory, ranks: Ranks) -> Memory:
-    """Have what is done to the model and its memory be done on all ranks, once they are loaded. The memory to use from now on."""
+    """Once the ranks have loaded, mirror all operations on the model and its memory to them. Returns the memory to use from now on."""
     ranks.wait()
     assert target.ranks is not None
     leader = Leader(ranks.send, target.ranks)
@@ -195,15 +197,17 @@ def lead_ranks(target: Target, memory: Memory, ranks: Ranks) -> Memory:
 
 
 class _Watched:
-    """What threads know of the processes: no more than that, so that whoever drops the ranks ends them."""
+    """The part of Ranks that its threads hold, so that dropping Ranks ends the processes."""
 
     def __init__(self, n: int, command: Sequence[str]) -> None:
         self.changed = threading.Condition()
         self.error: PyspecError | None = None
         self.on_lost: Callable[[PyspecError], None] | None = None
         self.closing = False
-        self._blind_since: float | None = None  # since when ranks have lost another, and nobody is found
-        self.collective: Callable[[], Collective | None] = lambda: None  # where somebody has to end its waiting
+        self._blind_since: float | None = None  # when ranks reported a loss, while the lost one is not found
+        self.collective: Callable[[], Collective | None] = lambda: (
+            None
+        )  # set once a wait in a sum may have to be aborted
         self.processes: list[RankProcess] = []
         for i in range(1, n):
             self.processes.append(RankProcess(i, command, self._look_soon))
@@ -221,7 +225,7 @@ class _Watched:
                 self.changed.wait(TICK_S)
 
     def look(self) -> PyspecError | None:
-        """What became of them, and the end of all if one is gone."""
+        """Check all ranks, and end them if one is gone. Returns the reason."""
         now, hear = time.monotonic(), None
         with self.changed:
             if self.error is None and not self.closing and (found := self._found(now)) is not None:
@@ -233,14 +237,14 @@ class _Watched:
             self.changed.notify_all()
         if error is not None:
             self.kill()
-            if hear is not None:  # first: a process that another one takes over for does not come back from that
+            if hear is not None:  # first, because a process with a successor does not return from it
                 hear(error)
             if (ranks := self.collective()) is not None:
-                ranks.abort()  # nothing tells a GPU that nobody will answer; it may wait long for what the device is at
+                ranks.abort()  # a GPU does not notice the loss, and may wait long in a sum
         return error
 
     def _found(self, now: float) -> tuple[RankProcess, str] | None:
-        """Who can not be counted on, and why: first of all one that is gone by itself, for the others fail with it and are sooner to say so."""
+        """The rank to give up, and why. One that ended by itself comes first: the others fail because of it, and report sooner."""
         flaws = [(p, flaw) for p in self.processes if (flaw := p.flaw(now))]
         causes = [(p, flaw) for p, flaw in flaws if not isinstance(p.error, RankLost)]
         if causes or not flaws:
@@ -254,7 +258,7 @@ class _Watched:
         return self._blind_since is not None and not self.closing
 
     def lost(self) -> PyspecError:
-        """The reason, once it is known: whoever is cut off is told a little later why."""
+        """The reason, once it is known: a rank's failure shows before its cause."""
         return self._reason() or RankLost("another rank does not answer")
 
     def why(self) -> str:
@@ -269,7 +273,7 @@ class _Watched:
         return error
 
     def wait_for(self, state: str, limit_s: float) -> None:
-        """Until all have said so."""
+        """Wait until all are in this state."""
         order, until = ("starts", "joins", "loaded"), time.monotonic() + limit_s
         while any(order.index(p.state) < order.index(state) for p in self.processes):
             if (error := self.look()) is not None:
@@ -280,14 +284,14 @@ class _Watched:
                 self.changed.wait(TICK_S)
 
     def kill(self) -> None:
-        """End them, whatever they are at."""
+        """End them at once."""
         for p in self.processes:
             if p.process.poll() is None:
                 p.process.kill()
 
 
 def _refusal(process: RankProcess) -> PyspecError | None:
-    """What a rank refuses to load for, as the first one would say it."""
+    """A rank's reason not to load, worded as the first rank's."""
     return process.error if process.state != "loaded" else None
 
 
@@ -306,7 +310,7 @@ def _close(watched: _Watched, folder: str) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Somebody stopped it (SIGSTOP)."""
+    """The process was stopped by SIGSTOP."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False

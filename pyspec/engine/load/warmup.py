@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 BUDGET_S = 2.5
 N_PROMPT, N_ROUND, MOST_PROMPT_STEPS = 12, 4, 64
-SIZES, EVEN = (*BUCKETS, *WIDE), 256  # rows of graphs; beyond so many only the largest is timed
-PROBE_TOKENS = 48  # of text that a drafter is checked with
+SIZES, EVEN = (*BUCKETS, *WIDE), 256  # rows of graphs; beyond EVEN rows only the largest size is timed
+PROBE_TOKENS = 48  # of text for the check of a drafter
 PROBE_PROMPT = "Write a short story about a small dog who finds a key."
 
 
@@ -42,9 +42,10 @@ def _begin(rehearsal: Rehearsal, n_busy: int, n_tokens: int) -> None:
 
 
 def rehearsed(n_slot: int, n_max: int) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Of all slots, of one and of some numbers between: how many of them draft, and how many tokens each, in rounds of as many rows as
-    each graph holds. A number of slots goes on where the drafts of the last one ended; the size where they meet is timed with both, and
-    the difference is what a slot costs by itself. Most important first.
+    """The rounds to rehearse: for all slots, for one and for some numbers between, (drafting slots, tokens each) that fill each graph.
+
+    A number of slots continues where the drafts of the last one ended. The size where they meet is timed with both; the difference is the
+    cost of a slot. Most important first.
     """
     steps = [1]
     while steps[-1] < n_slot:
@@ -55,24 +56,24 @@ def rehearsed(n_slot: int, n_max: int) -> list[tuple[int, list[tuple[int, int]]]
 
 
 def _drafts(busy: int, end: int, n_max: int) -> list[tuple[int, int]]:
-    """From `busy` rows up to `end`, the largest first; beyond some hundred rows a round's time grows evenly, and the largest tells."""
+    """Drafts that give `busy` to `end` rows, the largest first. Beyond EVEN rows the time grows evenly, so the largest suffices."""
     most = busy * (n_max + 1)
     sizes = [(before, n) for before, n in zip((0, *SIZES), SIZES, strict=False) if busy < n and before < min(end, most)]
     sizes = [(max(before, busy), min(n, most)) for before, n in sizes if n <= EVEN or n == sizes[-1][1]]
-    # without drafts all slots may have fewer rows than their graph
+    # without drafts, all slots may have fewer rows than their graph
     sizes = [(before, n) for before, n in sizes if before < n]
     return [_shared(busy, n - busy, before - busy, n_max) for before, n in [*sizes[-1:], *sizes[:-1]]]
 
 
 def _shared(busy: int, most: int, beyond: int, n_max: int) -> tuple[int, int]:
-    """How many slots draft, and how many tokens each, so that all draft more than `beyond` tokens and `most` at most: as short drafts as do, else
-    those that come nearest."""
+    """The number of drafting slots and their tokens each, for more than `beyond` and at most `most` drafted tokens. Takes the shortest
+    drafts that fit, else the nearest."""
     ways = [(min(busy, most // each), each) for each in range(-(-most // busy), min(most, n_max) + 1)]
     return next((way for way in ways if way[0] * way[1] > beyond), max(ways, key=lambda way: way[0] * way[1]))
 
 
 def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> None:
-    """Rounds of all sizes that have graphs, as long as the time budget lasts.
+    """Run rounds of all sizes that have graphs, within the time budget.
 
     n_bytes  device memory of forwards and checkpoints, reserved before the first of them
     """
@@ -96,7 +97,7 @@ def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> 
 
 
 def greedy_text(rehearsal: Rehearsal, prompt: tuple[int, ...], n_tokens: int) -> list[int]:
-    """Prompt and up to `n_tokens` tokens of the target's own greedy text, undrafted; fewer when time runs out."""
+    """Prompt and up to `n_tokens` tokens of the target's own greedy text, undrafted; fewer if time runs out."""
     text = list(prompt)
 
     def take(event: Event) -> None:
@@ -113,7 +114,7 @@ def greedy_text(rehearsal: Rehearsal, prompt: tuple[int, ...], n_tokens: int) ->
 
 
 def check_drafter(loop: Loop, tokenizer: Tokenizer, template: ChatTemplate | None, n_overhang: int) -> None:
-    """Have a drafter that can look for mistakes of its file do so. Skipped where forwards are too slow for the budget."""
+    """Have a drafter check its own file, if it can. Skipped if forwards are too slow for the budget."""
     rehearsal, n_rows = Rehearsal(loop, tokenizer, n_overhang), PROBE_TOKENS + 64 + n_overhang
     takes_s = PROBE_TOKENS * rehearsal.round_ms / 1e3
     if not rehearsal.can_check_drafter or takes_s > BUDGET_S or rehearsal.n_row < n_rows:

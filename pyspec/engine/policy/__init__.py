@@ -1,1 +1,1 @@
-"""What the loop asks before it decides: lengths of drafts, costs, the order of requests, who makes room."""
+"""The policies that the loop consults: draft lengths, costs, the order of requests, evictions."""

@@ -1,14 +1,14 @@
-"""How many tokens to draft: the number that is expected to give the most tokens a second, measured as it runs.
+"""Chooses how many tokens to draft: the number with the most expected tokens per second, from running measurements.
 
-Two things are estimated: for each slot the chance that its first i drafts are right (`Acceptance`), and the time of a round by its
-rows and of a draft by its slots or, if it is a block, its rows (`Timer`). Each round rows are handed to the slots in the order of their
-chance to survive, up to each depth where drafting deeper costs passes or a longer block, and the best ratio of expected tokens to
-expected time wins; that may be no draft at all.
-A draft also tells what its text is like: where that is not known, and would be worth knowing, it counts as tokens, as long as such
-asking has not cost its share of the time. Where nobody has drafted for a while some slots do in any case, for what spoke against it
-may have been texts that are over, or times that the warm-up took on a busy machine.
+It estimates for each slot the chance that its first i drafts are right (`Acceptance`), and times (`Timer`): of a round by its rows, and of
+a draft by its slots, or by its rows if it is a block. Each round it gives rows to slots in the order of their chance to survive, up to each
+depth at which deeper drafts cost another pass or a longer block. The best ratio of expected tokens to expected time wins, which may be
+no draft at all.
+A draft also reveals the level of its text. If that is unknown and worth knowing, the draft is credited with tokens, within a budget of
+lost time. After many rounds without drafts some slots draft anyway, because the reasons against it may have gone: texts that ended, or
+times that the warm-up took on a busy machine.
 
-What is learned outlives the request that taught it: times, and how common which acceptance is, are the engine's.
+Times and the shares of acceptance levels belong to the engine and outlive requests.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pyspec.draft.blocks import depths, forward_rows
 from pyspec.engine.policy.acceptance import Acceptance, AcceptancePrior
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
 
-DECAY = 0.96  # of what /slots shows of a slot's drafts, per round
-MARGIN = 1.02  # a draft must promise this much more than none
-ASK_DRAFT = 2  # tokens of a draft that only asks
-TRY_FIRST, TRY_LAST = 6, 192  # rounds without drafts until some are tried, twice as many each time
-TRY_FREE = 64  # below so many a try need not have earned what it costs
-TRY_SLOTS = 8  # one of so many slots tries
-PLAIN_FIRST, PLAIN_LAST = 16, 384  # rounds until an undrafted one is timed again, twice as many each time
+DECAY = 0.96  # per round, of the draft counts in /slots
+MARGIN = 1.02  # a draft must promise this factor more than none
+ASK_DRAFT = 2  # tokens of a draft that only probes
+TRY_FIRST, TRY_LAST = 6, 192  # rounds without drafts until some slots try, doubled each time
+TRY_FREE = 64  # a shorter wait need not have earned the cost of the try
+TRY_SLOTS = 8  # one in this many slots tries
+PLAIN_FIRST, PLAIN_LAST = 16, 384  # rounds until an undrafted one is timed again, doubled each time
 DOUBT_EVERY = 512  # rounds
-RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the measured times could change it
-MOST_GRAMMARS = 64  # whose acceptance is known
-OFFERED = -1  # for a place in a draft
-DEAR_LIVE = 0.02  # of a round: where a draft for all slots takes so much more than for one, it is weighed who drafts
-HORIZON = 3.0  # rounds' worth of knowing a text: what a draft is credited with, as far as its text is not known
-ASK_FIRST, ASK_SHARE = 1.5, 0.006  # plain rounds, and share of the time: what asking and trying may lose
-ASK_GAIN = 0.1  # of what drafts are expected to gain: so much pays back what asking has lost
-FEW, DEAR_FIRST = 8, 1.5  # with so few verdicts in all, rounds that take so many plain ones are not drafted on trust
+RETHINK = 16  # rounds for which a choice of no drafts stands if only measured times could change it
+MOST_GRAMMARS = 64  # grammars whose acceptance is kept
+OFFERED = -1  # in place of a position in a draft
+DEAR_LIVE = 0.02  # share of a round: if drafting for all slots costs more over drafting for one, choose among slots
+HORIZON = 3.0  # rounds for which knowing a text counts, as credit of a draft of an unknown text
+ASK_FIRST, ASK_SHARE = 1.5, 0.006  # budget of lost time: plain rounds at first, then a share of the time
+ASK_GAIN = 0.1  # part of the drafts' expected gain that refills the budget
+FEW, DEAR_FIRST = 8, 1.5  # with fewer verdicts, no drafts in rounds that cost this many plain ones
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
@@ -49,7 +49,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True)
 class _Lane:
-    """One slot's last decision, and what became of its drafts."""
+    """One slot's last decision, and the outcome of its drafts."""
 
     n_draft: int = 0
     reason: str = "not started"
@@ -58,7 +58,7 @@ class _Lane:
 
 
 class _Rows(NamedTuple):
-    """Rows that may be drafted: whose, at which place of the draft (OFFERED: it needs no drafter), and how likely they are right."""
+    """Candidate rows: slot, position in the draft (OFFERED: needs no drafter), and chance to be right."""
 
     slot: NDArray[np.int64]
     place: NDArray[np.int64]
@@ -68,7 +68,7 @@ class _Rows(NamedTuple):
         return self._only(self.place < depth)
 
     def of_best(self, n: int, busy: int) -> _Rows:
-        """Of the n slots that gain most alone, of those that need a drafter."""
+        """Rows of the n slots with the largest gain, among those that need a drafter."""
         is_asked = self.place != OFFERED
         gains = np.bincount(self.slot[is_asked], self.gain[is_asked], minlength=busy)
         is_best = np.zeros(busy, bool)
@@ -79,8 +79,7 @@ class _Rows(NamedTuple):
         return self if mask.all() else _Rows(self.slot[mask], self.place[mask], self.gain[mask])
 
     def best(self, busy: int, verify: Floats, draft: Floats) -> _Way:
-        """How many of them give most tokens a millisecond. verify: by rows beyond the plain ones, from one on; draft: by slots that
-        draft, from none on."""
+        """Take the number of rows with most tokens per millisecond. verify: by extra rows, from one on; draft: by drafting slots, from none on."""
         if not len(self.slot):
             return _NO_WAY
         tokens, ms = busy + self.gain.cumsum(), verify[: len(self.slot)]
@@ -90,7 +89,7 @@ class _Rows(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """What could be drafted: expected tokens a millisecond and tokens, passes, and whose rows."""
+    """A candidate choice: expected tokens per millisecond, expected tokens, passes, and the slot of each row."""
 
     rate: float
     tokens: float
@@ -109,7 +108,7 @@ def _rate_of(way: _Way) -> float:
 class Controller:
     """Chooses n_draft per slot and round.
 
-    chained  drafting n tokens costs n passes; otherwise one pass, whatever n
+    chained  drafting n tokens costs n passes; otherwise one pass for any n
     block    rows of the drafter's trained block (`blocks`); 0: it drafts no blocks
     """
 
@@ -118,22 +117,24 @@ class Controller:
     chained: bool = False
     block: int = 0
     fixed: bool = False
-    force: tuple[int, int] | None = None  # warm-up says how many slots draft, and how many tokens each
+    force: tuple[int, int] | None = None  # (slots that draft, tokens each), set by the warm-up
     verify_ms: Timer = field(default_factory=Timer)
-    draft_ms: Timer = field(default_factory=Timer)  # by drafting slots, a pass if chained; by rows if they are blocks
+    draft_ms: Timer = field(default_factory=Timer)  # by drafting slots, a pass if chained; by rows for blocks
 
     def __post_init__(self) -> None:
         self.since_plain = self.n_round = 0
-        self.ms = self.asked_ms = 0.0  # of all rounds, and what was expected to be lost by asking and trying
+        self.ms = self.asked_ms = 0.0  # of all rounds, and expected to be lost by probing and trying
         self.plain_in = PLAIN_FIRST  # drafting rounds until an undrafted one
-        self._plain: tuple[int, list[tuple[int, int]], str] | None = None  # the round and caps of that choice, and why
+        self._plain: tuple[int, list[tuple[int, int]], str] | None = (
+            None  # round and caps of the last choice of no drafts, and its reason
+        )
         self.forget_acceptance()
 
     def forget_acceptance(self) -> None:
-        """As new, but the measured costs stay; at the end of a warm-up, those that can be believed."""
+        """Reset all but the measured times. At the end of a warm-up, keep only reliable times."""
         if self.force is not None:
             self._question()
-        self.silent, self.try_in = 0, TRY_FIRST  # rounds in which nobody drafted, and after how many somebody is to
+        self.silent, self.try_in = 0, TRY_FIRST  # rounds without drafts so far, and rounds until some slots try
         self.texts = Acceptance(self.n_slot, self.n_max)
         self.grammars: OrderedDict[str, AcceptancePrior] = OrderedDict()
         self.lanes = [_Lane() for _ in range(self.n_slot)]
@@ -146,7 +147,7 @@ class Controller:
         self.draft_ms.mark_unverified(slack)
 
     def begin(self, slot: int, grammar: str = "") -> None:
-        """A new request: little is known of what it accepts. AcceptancePrior under a grammar are known apart."""
+        """Start a request. Texts under a grammar have a prior of their own."""
         self.texts.begin(slot, self._of_grammar(grammar) if grammar else self.texts.free)
         self.lanes[slot] = _Lane()
         self._plain = None
@@ -160,10 +161,10 @@ class Controller:
         return self.grammars[grammar]
 
     def choose(self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]] = NO_OFFERS) -> list[int]:
-        """n_draft for each (slot, most it may draft) that decodes this round.
+        """Choose n_draft for each decoding slot of this round. caps: (slot, most tokens it may draft).
 
-        offers  of some slots, drafts that need no drafter: how likely each token is reached and right. `offered` are then the slots
-                whose drafts are these
+        offers  by slot, drafts that need no drafter: the chance of each token to be reached and right. `offered` is then the set of slots
+                that use their offer
         """
         caps = [(slot, min(cap, self.n_max)) for slot, cap in caps]
         self.offered = self.preferred(caps, offers) if offers and self.force is None else {}
@@ -198,7 +199,7 @@ class Controller:
     def preferred(
         self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]]
     ) -> dict[int, Sequence[float]]:
-        """The offers that promise more than the drafter does."""
+        """The offers that promise more than the drafter."""
         asked = [(slot, cap) for slot, cap in caps if cap and slot in offers]
         if not asked:
             return {}
@@ -210,7 +211,7 @@ class Controller:
         }
 
     def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
-        """What `_best` says; no drafts stand for a while, because weighing takes time that an undrafted round has not."""
+        """Choose by `_best`. A choice of no drafts stands for some rounds, because choosing takes time."""
         if (
             self._plain is not None
             and not self.offered
@@ -237,7 +238,7 @@ class Controller:
         return self.try_in < TRY_FREE or self._may_ask(self._verify_ms(busy, busy))
 
     def _tried(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
-        """AcceptancePrior may have changed, or times: some slots draft, others each time."""
+        """Have some slots draft, others each time: texts or times may have changed."""
         able = [i for i, (_, cap) in enumerate(caps) if cap]
         tried = picked.copy()
         for k in range(-(-len(able) // TRY_SLOTS)):
@@ -254,12 +255,12 @@ class Controller:
         return verify + float(self._draft_ms(len(picked), max(picked))[sum(n > 0 for n in picked)])
 
     def _draft_ms(self, busy: int, depth: int) -> Floats:
-        """[1 + busy]: milliseconds of a draft of up to `depth` tokens, by slots that draft."""
+        """[1 + busy]: milliseconds of a draft of up to `depth` tokens, by drafting slots."""
         sizes = forward_rows(self.block, busy, depth) if self.block else range(1, busy + 1)
         return np.append(0.0, self.draft_ms.of_all(sizes) * (depth if self.chained else 1))
 
     def _depths(self, busy: int) -> Sequence[int]:
-        """Where drafting deeper costs more: what else is drafted up to there is not drafted for."""
+        """Depths at which drafting deeper costs more."""
         if self.chained:
             return range(1, self.n_max + 1)
         return depths(self.block, busy, self.n_max) if self.block else (self.n_max,)
@@ -268,7 +269,7 @@ class Controller:
         return self.verify_ms(rows) + self.verify_ms.slot_ms * busy
 
     def _best(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
-        """Rows go to the slots in the order of their chance to survive; the best ratio on that way wins."""
+        """Give rows to slots in the order of their chance to survive, and take the best ratio."""
         busy = len(caps)
         plain_ms = self._verify_ms(busy, busy)
         if not any(cap for _, cap in caps):
@@ -277,7 +278,7 @@ class Controller:
         rows = self._rows(caps, news)
         verify = self.verify_ms.of_all(range(busy + 1, busy + 1 + len(rows.slot))) + self.verify_ms.slot_ms * busy
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_FIRST:
-            plain_ms = min(plain_ms, float(verify.min()))  # fewer rows do not take longer: that was noise
+            plain_ms = min(plain_ms, float(verify.min()))  # fewer rows never take longer, so this was noise
         plain = busy / plain_ms
         best = self._best_way(rows, busy, verify)
         if best.rate <= plain * MARGIN:
@@ -285,7 +286,7 @@ class Controller:
         picked = np.bincount(best.slot, minlength=busy).tolist()
         tokens = best.tokens - news[np.unique(best.slot)].sum()
         rate = best.rate * tokens / best.tokens
-        if rate <= plain:  # it only asks
+        if rate <= plain:  # it only probes
             picked = [min(n, ASK_DRAFT) for n in picked]
             self.asked_ms += self._costs(picked) - plain_ms
             return picked, f"asking what texts are like: some would give more than {1e3 * plain:.0f} tok/s"
@@ -295,7 +296,7 @@ class Controller:
         return picked, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
 
     def _news(self, caps: Sequence[tuple[int, int]], rate: float) -> Floats:
-        """What a draft tells of each slot's text, in tokens; nothing where asking has cost its share. rate: of plain decoding."""
+        """The information in each slot's draft, in tokens; zero if probing has spent its budget. rate: of plain decoding."""
         busy = len(caps)
         if not self._may_ask(busy / rate):
             return np.zeros(busy)
@@ -304,15 +305,11 @@ class Controller:
         ends = self._depths(busy)
         draft = each * np.array([self._draft_ms(busy, depth)[busy] for depth in (ends[:1] if self.chained else ends)])
         costs = (row + draft[0], 0.0) if self.chained else (row, draft.repeat(np.diff(ends, prepend=0)))
-        value_of_information = HORIZON * self.texts.value_of_information([slot for slot, _ in caps], *costs)
-        return (
-            np.where([slot in self.offered for slot, _ in caps], 0.0, value_of_information)
-            if self.offered
-            else value_of_information
-        )
+        value = HORIZON * self.texts.value_of_information([slot for slot, _ in caps], *costs)
+        return np.where([slot in self.offered for slot, _ in caps], 0.0, value) if self.offered else value
 
     def _rows(self, caps: Sequence[tuple[int, int]], news: Floats) -> _Rows:
-        """What may be drafted, likeliest first; of equal chances, slots in order. news: what a first draft tells of each slot, in tokens."""
+        """Candidate rows, likeliest first, ties by slot. news: the information in each slot's first draft, in tokens."""
         survive = self.texts.survive([slot for slot, _ in caps])
         survive[:, 0] += news
         asked = np.arange(self.n_max) < np.array([cap for _, cap in caps])[:, None]
@@ -329,10 +326,10 @@ class Controller:
         return _Rows(slot, place, gain[order])
 
     def _best_way(self, rows: _Rows, busy: int, verify: Floats) -> _Way:
-        """The best choice.
+        """The best choice over all depths and sets of slots.
 
-        A deeper draft takes one pass more, whoever asks for it, and a drafter takes longer for more slots: so each depth is weighed by
-        itself, and whether the likeliest slots alone should draft.
+        A deeper draft takes one more pass for all slots, and a drafter takes longer for more slots. So each depth is evaluated alone, and with
+        only the likeliest slots.
         """
         best, ms = _NO_WAY, np.zeros(2)
         for depth in self._depths(busy):
@@ -347,7 +344,7 @@ class Controller:
         return best
 
     def record(self, slot: int, n_draft: int, n_accepted: int) -> None:
-        """The verdict on one slot's draft."""
+        """Record the verdict on one slot's draft."""
         lane = self.lanes[slot]
         self.texts.add(slot, n_draft, n_accepted)
         if n_draft:
@@ -355,7 +352,7 @@ class Controller:
             lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted
 
     def timed(self, rows: int, busy: int, verify_ms: float, live: int, passes: int, draft_ms: float) -> None:
-        """What a round of only decoding slots took."""
+        """Record the times of a round with decoding slots only."""
         self.ms += verify_ms + draft_ms
         calm = self.verify_ms.add(rows, verify_ms, busy)
         if live:
@@ -367,6 +364,6 @@ class Controller:
             self._plain = None
 
     def acceptance(self, slot: int) -> float:
-        """Share of a slot's drafted tokens that were right lately; 0.0 if it drafted none."""
+        """Share of a slot's recent drafted tokens that were right; 0.0 if it drafted none."""
         lane = self.lanes[slot]
         return lane.kept / lane.drafted if lane.drafted else 0.0

@@ -1,4 +1,4 @@
-"""Who may wait for a slot: as many as there are places, and where there are none left clients share them."""
+"""Places to wait for a slot, and how clients share them when none is left."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol, TypeVar
 
 from pyspec.errors import QueueFull
 
-SHORT = 512  # a prompt of so many tokens is short: it finds room where longer ones do not any more
+SHORT = 512  # tokens of a short prompt, which has extra places
 
 
 class Waiter(Protocol):
-    """What the room looks at in a request."""
+    """A waiting request, as eviction sees it."""
 
     @property
     def client(self) -> str: ...
@@ -22,7 +22,7 @@ class Waiter(Protocol):
 
     @property
     def cost(self) -> int:
-        """Tokens that have to be read before its first one."""
+        """Tokens to read before its first one."""
         ...
 
 
@@ -30,12 +30,11 @@ W = TypeVar("W", bound=Waiter)
 
 
 def evict_for(item: Waiter, waiting: Sequence[W], limit: int) -> W | None:
-    """Whose place a request takes: None while there are some left. waiting: in the order in which they came.
+    """Return the waiting request to evict, or None if there is room. waiting: in order of arrival.
 
-    Of `limit` places anybody may have all while nobody else asks, and short prompts have half as many more. Where none is left the client
-    with the most gives up its newest one, if who asks would still have fewer (longest queue drop, McKenney 1991), so that any number
-    of clients that fill the room leave each newcomer the share that they have. Who is pinned to a slot waits beside the others,
-    in as many places, by the same rule.
+    One client may use all `limit` places while no other asks; short prompts have half as many more. When none is left, the client with the
+    most places gives up its newest one if the asking client would still have fewer (longest queue drop, McKenney 1991). So a newcomer
+    always gets its share. Requests pinned to a slot wait in a second set of places, by the same rule.
 
     Raises QueueFull.
     """

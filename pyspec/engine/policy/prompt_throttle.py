@@ -1,7 +1,7 @@
-"""What long prompts may take of the time of slots that decode. Arithmetic only: no torch, and no clock but the rounds that it is told of.
+"""Limits the time that long prompts take from decoding slots. Arithmetic only: no torch, and no clock of its own.
 
-A prompt's rows make a round longer, and everybody else waits for it. Of short prompts that is soon over. A long one rests behind each of its
-pieces, until the slots that decode had their share: by default a long prompt takes as much time as each of them, so one beside eight
+A prompt's rows make a round longer for every slot. A short prompt is over soon. A long one pauses after each of its chunks until
+the decoding slots have had their share. By default a long prompt takes as much time as each decoding slot, so one beside eight
 slows them by a ninth.
 """
 
@@ -12,12 +12,12 @@ from typing import Protocol, TypeVar
 
 from pyspec.slots.table import Slot
 
-LONG = 8192  # tokens to be read from which on a prompt is long
-NEWER = 0.25  # weight of the last round in what a round takes
+LONG = 8192  # uncached tokens of a long prompt
+NEWER = 0.25  # weight of the last round in the mean time of a round
 
 
 class PromptReader(Protocol):
-    """A request in a slot, as the loop's `Job` is one. n_prefill: tokens of its prompt; n_cached: of these, from the cache."""
+    """A request in a slot, such as the loop's `Job`. n_prefill: tokens to read; n_cached: of these, from the cache."""
 
     @property
     def n_prefill(self) -> int: ...
@@ -36,7 +36,7 @@ R = TypeVar("R", bound=PromptReader)
 
 
 class Part(Protocol):
-    """A request's part in a round, as the loop's `Work` is one."""
+    """A request's part in a round, such as the loop's `Work`."""
 
     @property
     def job(self) -> PromptReader: ...
@@ -46,22 +46,21 @@ class Part(Protocol):
 
 
 class PromptThrottle:
-    """weight: time that a long prompt may take, in that of a slot that decodes; 0: all that it can have.
-    n_free: rows of it that are read at once all the same.
+    """weight: time of a long prompt in units of a decoding slot's; 0: no limit. n_free: rows of it that are never delayed.
 
-    owed  milliseconds that are due to the slots that decode before the next piece
-    own   what such a round takes
+    owed  milliseconds due to the decoding slots before the next chunk
+    own   milliseconds of a round of theirs
     """
 
     def __init__(self, weight: float, n_free: int) -> None:
         self.weight, self.n_free = weight, n_free
         self.owed = self.own = 0.0
-        self.n_resting = 0  # prompts that were left out when the last round was planned
+        self.n_resting = 0  # prompts left out of the last plan
         self._landed = 0.0
-        self._follows = False  # somebody decoded in the round before, too: they waited for this one
+        self._follows = False  # the round before had decoding slots, too, so they waited for this one
 
     def awake(self, jobs: Iterable[R]) -> list[R]:
-        """Those that have a part in this round."""
+        """Jobs that take part in this round."""
         jobs = list(jobs)
         if self.owed <= 0 or not any(job.is_decoding for job in jobs):
             self.owed = 0.0
@@ -73,7 +72,7 @@ class PromptThrottle:
 
     @property
     def are_over(self) -> bool:
-        """Somebody rests, and has rested enough."""
+        """A paused prompt may run again."""
         return self.n_resting > 0 and self.owed <= 0
 
     def _is_long(self, job: PromptReader) -> bool:
@@ -82,7 +81,7 @@ class PromptThrottle:
         return job.slot.n_past - job.n_cached >= self.n_free
 
     def landed(self, at: float, work: Sequence[Part]) -> None:
-        """A round's results are there, at this time in seconds, and nothing of it is committed yet."""
+        """A round's results arrived at this time, in seconds. Call it before they are committed."""
         took, follows = 1e3 * (at - self._landed), self._follows
         n_prompt = sum(w.is_prompt for w in work)
         n_decoding = len(work) - n_prompt
@@ -97,4 +96,4 @@ class PromptThrottle:
         else:
             self.own += (took - self.own) * (NEWER if self.own else 1.0)
             self.owed -= took
-        self.owed = max(self.owed, -self.own)  # what was rested too long counts for the next time, a round of it
+        self.owed = max(self.owed, -self.own)  # credit for a pause that was too long, up to one round

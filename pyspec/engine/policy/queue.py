@@ -1,4 +1,4 @@
-"""The bounded queue, which is fair, and where prompts are cut for checkpoints. Arithmetic only: no torch here."""
+"""The fair, bounded queue, and the places where prompts are cut for checkpoints. Arithmetic only: no torch here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pyspec.slots.table import SlotTable
 
 
 class Waiting(Protocol):
-    """What admission looks at in a queued request."""
+    """A queued request, as admission sees it."""
 
     @property
     def n_rows(self) -> int:
@@ -33,7 +33,7 @@ class Waiting(Protocol):
 
     @property
     def cost(self) -> int:
-        """Tokens that have to be read before its first one."""
+        """Tokens to read before its first one."""
         ...
 
     @property
@@ -44,27 +44,27 @@ class Waiting(Protocol):
 
 W = TypeVar("W", bound=Waiting)
 
-ANSWER = 512  # tokens an answer counts at most: one without a limit hardly ever takes all that its context holds
-CUT_MIN = 64  # a prompt is cut for a checkpoint from this length on
-CUT_TAIL = 4  # at least so many tokens stand after the cut
-CUT_GAP = 64  # a checkpoint is worth its forward if it saves so many tokens
-GPU_WORTH = 512  # on a GPU a forward of few rows takes as long as one of hundreds, so a prompt that has no more to be read is not cut
+ANSWER = 512  # most tokens an answer counts: one without a limit rarely fills its context
+CUT_MIN = 64  # shortest prompt that is cut for a checkpoint
+CUT_TAIL = 4  # least tokens after the cut
+CUT_GAP = 64  # tokens that a checkpoint has to save to be worth its forward
+GPU_WORTH = 512  # uncached tokens of a prompt that is cut on a GPU, where a forward of few rows takes as long as one of hundreds
 
 
 @dataclass(slots=True)
 class _Place(Generic[W]):
-    """One that waits. `tag`: by which its client's requests are ordered."""
+    """A waiting request. tag: orders the requests of its client."""
 
     item: W
     tag: float
 
 
 class Queue(Generic[W]):
-    """Who is seated next. Clients take turns by the tokens they were given so far; a client's own requests by when they came and
-    how much they ask, to be read and to be said, so that a short one does not wait for many long ones, and a long one not for ever (fair
-    queueing by virtual finish times, Demers, Keshav and Shenker 1989). Requests that were asked together come one after the other.
+    """Orders waiting requests. Clients take turns by the tokens they were given so far. A client's own requests are ordered by arrival
+    and by their tokens to read and to generate: a short one does not wait for many long ones, and a long one does not starve (fair
+    queueing by virtual finish times, Demers, Keshav and Shenker 1989). Requests of one group follow each other.
 
-    Who is pinned to a slot waits for that beside the queue. limit: places, which is for whoever lets requests in (room.py).
+    A request pinned to a slot waits for it outside this order. limit: places, enforced by the caller (evict.py).
     """
 
     def __init__(self, limit: int) -> None:
@@ -72,26 +72,26 @@ class Queue(Generic[W]):
         self._places: list[_Place[W]] = []
         self._given: dict[
             str, float
-        ] = {}  # by client: tokens of those that were seated, and of the time it was not here
-        self._clock: dict[str, float] = {}  # by client: tokens it was given, for each of its requests that waited
-        self._groups: dict[tuple[str, str], float] = {}  # tag of the last one that came
+        ] = {}  # by client: tokens of its seated requests; after an absence, at least the minimum of the others
+        self._clock: dict[str, float] = {}  # by client: tokens it was given, per waiting request
+        self._groups: dict[tuple[str, str], float] = {}  # tag of the group's last request
         self._is_sorted = True
-        self._refused: tuple[object, ...] = ()  # the state of the table in which the first in line found no pages
+        self._refused: tuple[object, ...] = ()  # state of the table in which the first request found no pages
 
     def __len__(self) -> int:
         return len(self._places)
 
     def push(self, item: W) -> None:
-        """Line up."""
+        """Add a request."""
         self._add(item, self._tag(item))
 
     def put_back(self, item: W) -> None:
-        """Line up again, before all others of its client: it was seated, and made room."""
+        """Add a suspended request again, before all others of its client."""
         self._add(item, -1.0)
 
     def _tag(self, item: W) -> float:
         here = {p.item.client for p in self._places}
-        if item.client not in here:  # who was away has not saved up turns
+        if item.client not in here:  # a client that was idle starts at the current minimum, so it gains no credit
             least = min((self._given[client] for client in here), default=max(self._given.values(), default=0.0))
             self._given[item.client] = max(self._given.get(item.client, 0.0), least)
             self._forget(here | {item.client})
@@ -105,7 +105,7 @@ class Queue(Generic[W]):
         return tag
 
     def _forget(self, here: set[str]) -> None:
-        """What is known of clients that are not here any more: a newcomer could not be told from them."""
+        """Forget clients that have no waiting request."""
         for known in (self._given, self._clock):
             for client in known.keys() - here:
                 del known[client]
@@ -118,18 +118,18 @@ class Queue(Generic[W]):
         self._is_sorted = False
 
     def waiting(self) -> list[W]:
-        """Who waits, the first in line first."""
+        """Waiting requests in order."""
         if not self._is_sorted:  # equal tags stay in order of arrival
             self._places.sort(key=lambda p: (self._given[p.item.client], p.tag))
             self._is_sorted = True
         return [p.item for p in self._places]
 
     def remove(self, item: W) -> None:
-        """Take out one that waits."""
+        """Remove a waiting request."""
         self._places = [p for p in self._places if p.item is not item]
 
     def first(self, table: SlotTable) -> W | None:
-        """The next request, if it can be seated now. Cheap to ask again while nothing changes."""
+        """The next request, if it can be seated now. Cheap to call again while nothing changes."""
         if not self._places or all(slot.busy for slot in table.slots):
             return None
         for item in self.waiting():
@@ -151,7 +151,7 @@ class Queue(Generic[W]):
         return None
 
     def next(self, table: SlotTable) -> W | None:
-        """Take out the next request that can be seated now."""
+        """Remove and return the next request that can be seated now."""
         item = self.first(table)
         if item is not None:
             n = sum(p.item.client == item.client for p in self._places)
@@ -162,37 +162,37 @@ class Queue(Generic[W]):
         return item
 
     def drain(self) -> list[W]:
-        """Take out all."""
+        """Remove and return all requests."""
         items = self.waiting()
         self._places.clear()
         return items
 
 
 def _size(item: Waiting) -> int:
-    """How much a request asks, in tokens."""
+    """Tokens that a request asks for."""
     return max(item.cost, 1) + min(item.n_left, ANSWER)
 
 
 def worth_on(device: str) -> int:
-    """Tokens to be read from which on a prompt is cut, on a device of this type."""
+    """Least uncached tokens of a prompt that is cut, on a device of this type."""
     return GPU_WORTH if device == "cuda" else CUT_MIN
 
 
 def cut_of(n_prompt: int, page_size: int, worth: int = CUT_MIN) -> int:
-    """Where a prompt's prefill is cut so that a checkpoint can be taken: near its end, on a page border; 0: nowhere."""
+    """The cut near a prompt's end, on a page border, for a checkpoint; 0: none."""
     return 0 if n_prompt < worth else (n_prompt - CUT_TAIL) // page_size * page_size
 
 
 def cuts_of(
     n_prompt: int, page_size: int, n_cached: int, special: Set[int], every: int, worth: int = CUT_MIN
 ) -> tuple[int, ...]:
-    """Where a prompt's prefill is cut for checkpoints, in order: at `special` places, near its end, and every so often.
+    """Cuts of a prompt's prefill for checkpoints, in order: at `special` places, near its end, and at a regular distance.
 
-    All on page borders, behind what is cached, and CUT_GAP apart. Of special places that are too close the later one stays, and they go
-    before the end: the next prompt of a conversation may have another end, as agents put reminders there, and the state before those would
-    be a whole turn back; where the end is the same, no more than CUT_GAP tokens are read again.
+    All are on page borders, behind the cached part, and CUT_GAP apart. Of special places that are too close, the later one stays. Special
+    places win over the end: the next prompt of a conversation may have another end, because agents add reminders there, and the checkpoint
+    before would be a whole turn back. If the end is the same, at most CUT_GAP tokens are read again.
 
-    worth  a prompt that has fewer tokens than this to be read is not cut, if that is more than CUT_MIN
+    worth  least uncached tokens of a prompt that is cut, if above CUT_MIN
     """
     if worth > CUT_MIN and n_prompt - n_cached < worth:
         return ()

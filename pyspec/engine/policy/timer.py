@@ -1,4 +1,4 @@
-"""What rounds and drafts take, by their size: measured as it runs, on machines that are busy with other things, too."""
+"""Times of rounds and drafts by size, measured on machines that are busy with other work, too."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to believe them
-N_AGREE = 3  # samples that settle a size, if they agree:
-AGREE, SLACK = 1.5, 0.1  # most lie no more above the least, besides a share of a plain round
-LIKELY = 1.25  # of the straight line: a single sample above is thought to be a hiccup
+N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to trust them
+N_AGREE = 3  # samples that settle a size if they agree:
+AGREE, SLACK = 1.5, 0.1  # the median is at most this factor above the least, plus this share of a plain round
+LIKELY = 1.25  # a single sample above this factor of the straight line counts as noise
 
 
 def bucket(size: int) -> int:
-    """Sizes that are timed together: single ones below 64, then 32 per octave, named by their largest."""
+    """Sizes timed together: single ones below 64, then 32 per octave, named by their largest."""
     step = 1 << max(size.bit_length() - 6, 0)
     return -(-size // step) * step
 
 
 class Timer:
-    """Milliseconds by size: the least of the last samples. A busy machine only ever adds time.
+    """Milliseconds by size: the least of the last samples, because a busy machine only adds time.
 
-    A size is trusted from its second sample on, and needs a new one when not seen for long. Between trusted sizes costs
-    lie on a straight line, beyond them they are flat. Kernels have steps; the warm-up has timed every size of a graph.
+    A size is trusted from its second sample on, and needs a new sample if it is not used for long. Costs between trusted sizes are
+    interpolated, and constant beyond them. Kernels have steps; the warm-up has timed every size of a graph.
     """
 
     def __init__(self, bucket: Callable[[int], int] = bucket) -> None:
@@ -34,14 +34,14 @@ class Timer:
         self.slot_ms = 0.0
         self._by_busy: dict[int, dict[int, float]] | None = {}  # the warm-up's least times, by size and busy slots
         self.fresh: set[int] = set()
-        self.stale: set[int] = set()  # doubted: what they took stands until it is taken again
-        self.early: dict[int, float] = {}  # least times of the warm-up, as long as they may be proven wrong
+        self.stale: set[int] = set()  # expired: the old time is used until there is a new one
+        self.early: dict[int, float] = {}  # the warm-up's least times, until they are confirmed
         self._runs: dict[range | tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         self._sizes: list[int] = []  # trusted ones, ascending
         self._ms: list[float] = []
 
     def add(self, size: int, ms: float, busy: int = 0) -> bool:
-        """Returns False if it shows that the warm-up ran under noise: the time is far below all that were taken there."""
+        """Add a sample. Returns False if it shows that the warm-up was noisy: the time is far below all of the warm-up's."""
         size = self.bucket(size)
         self.samples.setdefault(size, deque(maxlen=N_SAMPLE)).append((ms, busy))
         if self._by_busy is not None:
@@ -56,16 +56,16 @@ class Timer:
         return 2 * (ms - self.slot_ms * busy) >= self.early.get(size, 0.0)
 
     def times(self, size: int) -> list[float]:
-        """The last samples of a bucket, without what the slots add."""
+        """The last samples of a bucket, without the time of the slots."""
         return [ms - self.slot_ms * busy for ms, busy in self.samples.get(size, ())]
 
     def agrees(self, size: int, slack: float, n: int = N_AGREE) -> bool:
-        """Most samples of a size lie near the least: no noise, or the same in all."""
+        """Most samples of a size are near the least."""
         times = sorted(self.times(self.bucket(size)))
         return len(times) >= n and times[len(times) // 2] <= AGREE * times[0] + slack
 
     def _share(self) -> float:
-        """What a slot adds, by sizes that the warm-up timed with several numbers of slots."""
+        """Time that a slot adds, from sizes that the warm-up timed with different numbers of slots."""
         up = across = 0.0
         for least in (self._by_busy or {}).values():
             few, many = min(least), max(least)
@@ -73,7 +73,7 @@ class Timer:
         return max(0.0, up / across) if across else 0.0
 
     def mark_unverified(self, slack: float) -> None:
-        """The warm-up is over: sizes whose samples are few or do not agree count as never tried."""
+        """End the warm-up: forget sizes with few samples or with samples that do not agree."""
         self.slot_ms, self._by_busy = self._share(), None
         self.early = {size: min(self.times(size)) - slack for size in self.samples}
         self.samples = {size: samples for size, samples in self.samples.items() if self.agrees(size, slack)}
@@ -81,7 +81,7 @@ class Timer:
         self._tabulate()
 
     def reset_warmup(self) -> None:
-        """What only the warm-up has timed counts as never tried."""
+        """Forget sizes that only the warm-up has timed."""
         self.slot_ms = 0.0
         for size in self.early.keys() - self.fresh:
             self.samples.pop(size, None)
@@ -93,7 +93,7 @@ class Timer:
         self._ms = [min(self.times(size)) for size in self._sizes]
 
     def knows(self, size: int) -> bool:
-        """Enough samples to go by."""
+        """Enough samples to trust."""
         return len(self.samples.get(self.bucket(size), ())) >= N_TRUST
 
     def n(self, size: int) -> int:
@@ -101,8 +101,10 @@ class Timer:
         return len(self.samples.get(self.bucket(size), ()))
 
     def expire(self) -> None:
-        """Sizes not seen since the last call want a new sample. Their last one stands until then: were the largest ones forgotten,
-        any number of rows would seem to take what those take that are in use."""
+        """Mark sizes that were not used since the last call as expired.
+
+        Their last sample stands until there is a new one: without it, the largest sizes in use would define the time of larger ones.
+        """
         self.stale |= {size for size in self.samples if self.knows(size)} - self.fresh
         for size in self.stale - self.fresh:
             samples = self.samples.get(size, deque[tuple[float, int]]())
@@ -127,7 +129,7 @@ class Timer:
         return least if least < LIKELY * line else line
 
     def of_all(self, sizes: range | tuple[int, ...]) -> NDArray[np.float64]:
-        """[size]: of each. Rounds ask for the same ones again and again."""
+        """[size]: the time of each size. The indices are cached, because rounds ask for the same sizes."""
         if sizes not in self._runs:
             self._runs[sizes] = np.unique([self.bucket(size) for size in sizes], return_inverse=True)
         buckets, which = self._runs[sizes]

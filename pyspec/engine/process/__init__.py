@@ -1,1 +1,1 @@
-"""The engine in a process of its own: the side of the program that uses it, and the side that computes."""
+"""The engine in a process of its own: the program's side, and the engine's side."""

@@ -1,7 +1,7 @@
-"""The engine's thread: submit, cancel and events around the loop; the same in a program's process and in one of its own.
+"""The engine's thread: submit, cancel and events around the loop, in the program's process or in one of its own.
 
-What comes in has been checked (validate.py). Events are handed over in batches, one for each round: to the listeners here,
-or as one message to the process that they live in (engine_main.py).
+Requests arrive validated (validate.py). Each round's events are delivered as one batch: to the listeners of this process, or as one
+message to the program's process (engine_main.py).
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ log = limited(__name__)
 Due = Sequence[tuple[Sink, Event]]
 """Events in order, each with the listener of its request."""
 
-REST_S = 1.0  # without work, after which what rounds have freed is given back to the system
-CLOSE_S = 30.0  # a round may take seconds; a device that hangs takes for ever
-_ENDING = threading.Event()  # the main thread is over; others may still be at work
+REST_S = 1.0  # idle seconds after which freed memory goes back to the system
+CLOSE_S = 30.0  # a round may take seconds; a hanging device never returns
+_ENDING = threading.Event()  # the main thread has ended; other threads may still run
 _RUNNING: weakref.WeakSet[EngineCore] = weakref.WeakSet()
-_LOADED_IN: list[int] = []  # the process that loaded the first one
+_LOADED_IN: list[int] = []  # the process that loaded the first engine
 
 
 class Pace:
-    """How long a round may take: as long as the longest so far, and more if it has more rows than any had."""
+    """Expected duration of a round: the longest so far, scaled up if the round has more rows than any before."""
 
     def __init__(self) -> None:
         self.longest, self.most_rows, self._rows = 0.0, 0, 1
 
     def begin(self, n_row: int) -> None:
-        """A round of so many rows begins."""
+        """A round of `n_row` rows starts."""
         self._rows = n_row
 
     def end(self, seconds: float) -> None:
-        """It took so long."""
+        """The round took this long."""
         self.longest, self.most_rows = max(self.longest, seconds), max(self.most_rows, self._rows)
 
     @property
     def expected(self) -> float:
-        """Seconds of the round under way; 0: nobody knows."""
+        """Seconds of the current round; 0: unknown."""
         return self.longest * max(1.0, self._rows / self.most_rows) if self.most_rows else 0.0
 
 
 class EngineCore:
-    """One loaded loop and the thread that runs it. Safe to call from any thread of the process it was made in.
+    """One loaded loop and the thread that runs it. Safe to call from any thread of its process.
 
-    hand_over  takes each round's events instead of the listeners that were submitted; called on the engine's thread
-    on_death   hears why the engine stops by itself, before anybody else does
+    hand_over  takes each round's events in place of the listeners; called on the engine's thread
+    on_death   called first with the reason if the engine stops by itself
     """
 
     def __init__(
@@ -82,13 +82,11 @@ class EngineCore:
     ) -> None:
         self.loop, self.tokenizer, self.template = loaded.loop, loaded.tokenizer, loaded.template
         self.info = replace(loaded.info, n_row=loaded.loop.n_row)
-        self.step_began = 0.0  # of the round that is under way; 0: none is
+        self.step_began = 0.0  # start of the current round; 0: none runs
         self.pace = Pace()
         self._deliver, self._on_death = hand_over or self._call_listeners, on_death
         self._is_remote = hand_over is not None
-        self.loop.raises_bugs = (
-            self._is_remote
-        )  # whoever hears of this process's end starts another, and nobody's request ends
+        self.loop.raises_bugs = self._is_remote  # the supervisor starts another process, and no request ends
         self._breakers = DryBreakers(self.tokenizer)
         self.grammars = Grammars(self.tokenizer, self.info.n_vocab, drafts=self.loop.n_draft_max > 0)
         self._ids = itertools.count(1)
@@ -97,14 +95,16 @@ class EngineCore:
         self._slot_tasks: list[SlotTask] = []
         self._actions = SlotActions(self.loop.imager(), self.info)
         self._jobs: dict[str, Job] = {}  # in order of arrival
-        self._ousted: dict[str, QueueFull] = {}  # who lost a place to another client's request, until it hears of it
+        self._ousted: dict[
+            str, QueueFull
+        ] = {}  # requests that lost their place to another client's, until their last event
         self._due: list[tuple[Sink, Event]] = []
         self._is_urgent = False
-        self._is_rested = True  # nothing has run since the system was given what had been freed
+        self._is_rested = True  # no round has run since freed memory went back to the system
         if self.loop.may_defer:
             self.loop.on_wait = self._hand_out
         self._error: PyspecError | None = None
-        self._lost: PyspecError | None = None  # a rank is gone, which is the engine's end
+        self._lost: PyspecError | None = None  # a rank is gone, so the engine ends
         self._ranks = loaded.ranks
         if loaded.ranks is not None:
             loaded.ranks.when_lost(self._lose_rank)
@@ -112,7 +112,7 @@ class EngineCore:
         self._pid = os.getpid()
         self._ways, has_begun = loaded.ways, threading.Event()
         self._thread = threading.Thread(target=self._run, args=(has_begun,), name="pyspec-engine", daemon=True)
-        with self._ways.here():  # how many threads torch has is told to all that begin meanwhile: this one must
+        with self._ways.here():  # torch's thread count applies to threads that start meanwhile, as this one must
             self._thread.start()
             has_begun.wait()
         _RUNNING.add(self)
@@ -126,7 +126,7 @@ class EngineCore:
         hand_over: Callable[[Due], None] | None = None,
         on_death: Callable[[PyspecError], None] | None = None,
     ) -> EngineCore:
-        """A core over a model from a file; kernels that failed in an engine before this one are left out."""
+        """Load a model from a file into a core. Kernels that failed in an earlier engine are left out."""
         _refuse_fork()
         EXAMINATION.demoted |= frozenset(settings.demoted)
         core = cls(load(path, settings), hand_over=hand_over, on_death=on_death)
@@ -137,9 +137,9 @@ class EngineCore:
     # -- from any thread -----------------------------------------------------------------------------------------
 
     def submit(self, request: Request, sink: Sink, *, name: str = "", seed: int | None = None) -> str:
-        """Queue a request that was checked, under a new name if it has none. `sink` must not block.
+        """Queue a validated request, under a new name if it has none. `sink` must not block.
 
-        seed  instead of the request's, which may say that one is to be drawn
+        seed  replaces the request's seed, which may ask for a random one
 
         Raises QueueFull if too many wait, Unavailable if the engine is down.
         """
@@ -152,7 +152,7 @@ class EngineCore:
         with self._wake:
             if self._error is not None or self._closing:
                 raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")
-            if not self._is_remote:  # else the supervisor knows who waits
+            if not self._is_remote:  # else the supervisor counts waiting requests
                 self._make_room(job)
             self._jobs[job.id] = job
             if request.grammar is not None:
@@ -163,7 +163,7 @@ class EngineCore:
         return job.id
 
     def _make_room(self, job: Job) -> None:
-        """A place to wait for a job, which may be another's. Raises QueueFull."""
+        """Make a place to wait for a job, perhaps by evicting another. Raises QueueFull."""
         waiting = [other for other in list(self._jobs.values()) if other.waits]
         other = evict_for(job, waiting, self.loop.queue_limit)
         if other is not None:
@@ -171,7 +171,7 @@ class EngineCore:
             self.loop.cancel(other)
 
     def _constrained(self, job: Job) -> None:
-        """A job has its grammar, or the reason why it has none."""
+        """Take in a job whose grammar is compiled, or failed to compile."""
         with self._wake:
             is_late = self._error is not None
             if not is_late:
@@ -192,7 +192,7 @@ class EngineCore:
                 self._wake.notify()
 
     def act_on_slot(self, action: SlotAction, on_answer: Callable[[SlotAnswer], None]) -> None:
-        """Save, restore or erase what a slot holds, once it is idle. `on_answer` is called once, on any thread."""
+        """Save, restore or erase a slot's content once it is idle. `on_answer` is called once, on any thread."""
         if os.getpid() != self._pid:
             on_answer(Unavailable(f"this engine runs in process {self._pid} and does not survive a fork"))
             return
@@ -215,7 +215,7 @@ class EngineCore:
         think = request.think_budget
         budget = None if think is None else BudgetRule(think, self.tokenizer.token_bytes)
 
-        is_first = [True]  # of its tokens: somebody has waited for that one longest
+        is_first = [True]  # the client has waited longest for the first token
 
         def deliver(event: Event) -> None:
             if isinstance(event, Done | Failed):
@@ -226,7 +226,7 @@ class EngineCore:
             self._is_urgent = self._is_urgent or not isinstance(event, Delta) or is_first[0]
             is_first[0] = is_first[0] and not isinstance(event, Delta)
             self._due.append((sink, event))
-            if self._is_remote and isinstance(event, Started):  # before the round that may end the process
+            if self._is_remote and isinstance(event, Started):  # before a round that may end the process
                 self._hand_out()
 
         return Job(
@@ -241,7 +241,7 @@ class EngineCore:
         )
 
     def _lose_rank(self, error: PyspecError) -> None:
-        """Called on a thread of the ranks'. Where another process takes over, this one goes now, whatever it is at."""
+        """Called on a thread of the ranks. If another process takes over, this one ends now."""
         if self._on_death is not None and not self._closing:
             self._on_death(error)
         with self._wake:
@@ -251,7 +251,7 @@ class EngineCore:
     # -- the engine's thread -------------------------------------------------------------------------------------
 
     def _run(self, has_begun: threading.Event) -> None:
-        """One round after another, asleep when there is nothing to do."""
+        """Run one round after another; sleep while there is no work."""
         self._ways.enter()
         has_begun.set()
         try:
@@ -260,8 +260,8 @@ class EngineCore:
             self._die(Unavailable("the engine was closed"))
         except PyspecError as e:
             self._die(e)
-        except BaseException as e:  # whatever it is, nobody above would hear of it
-            if _ENDING.is_set():  # thread pools that a round uses are gone already
+        except BaseException as e:  # no caller above would see it
+            if _ENDING.is_set():  # thread pools that a round uses have ended
                 self._die(Unavailable("the program is at its end"))
                 return
             log.exception("the engine stops")
@@ -278,10 +278,10 @@ class EngineCore:
         if self._is_urgent or not self.loop.may_defer or not self.loop.is_busy:
             self._hand_out()
         if self.loop.is_idle:
-            self.loop.check()  # after everybody has heard: it may look at every page
+            self.loop.check()  # after all events are delivered, because it may read every page
 
     def _next(self) -> bool:
-        """Wait for work and take it in. False: the engine was closed."""
+        """Wait for work and take it in. Returns False if the engine was closed."""
         with self._wake:
             has_news = self._is_rested or self._wake.wait_for(self._has_news, REST_S)
         if not has_news:
@@ -306,7 +306,7 @@ class EngineCore:
         return bool(self._inbox or self._slot_tasks or self._closing or self._lost or not self.loop.is_idle)
 
     def _take_in(self, job: Job) -> None:
-        """Let a job line up, unless it is over before it began. What goes wrong with it is its own failure."""
+        """Queue a job, unless it is over already. A failure here ends only this job."""
         try:
             if job.flaw is None and (finish := job.spent) is not None:
                 job.done(finish, job.resumed_stop)
@@ -320,16 +320,16 @@ class EngineCore:
         self.loop.reject(job, job.flaw)
 
     def _hand_out(self) -> None:
-        """Give listeners what rounds said. A listener wakes other threads, and these want the GIL: what is not urgent is
-        handed out while the device works on the next round, when nobody else needs it."""
+        """Deliver events to listeners. Listeners wake other threads, which want the GIL: events that are not urgent are delivered
+        while the device runs the next round."""
         self._is_urgent = False
         if self._due:
             due, self._due = self._due, []
             self._deliver(due)
 
     def _call_listeners(self, due: Due) -> None:
-        """A listener is the caller's code, an event loop that was closed, say: its failure ends its own request, whatever
-        it raises, SystemExit and GeneratorExit included."""
+        """Call listeners. They are the caller's code (of a closed event loop, say): any exception ends only the listener's request,
+        SystemExit and GeneratorExit included."""
         for sink, event in due:
             try:
                 sink(event)
@@ -349,7 +349,7 @@ class EngineCore:
             self.loop.submit(job)
         self.loop.abort(error)
         self._hand_out()
-        self.loop.on_wait = lambda: None  # else the loop would keep us, and we its memory
+        self.loop.on_wait = lambda: None  # breaks the cycle of loop and core, which would keep the loop's memory
 
     # -- for people and dashboards -------------------------------------------------------------------------------
 
@@ -373,10 +373,10 @@ class EngineCore:
     def close(self, limit_s: float = CLOSE_S) -> bool:
         """Stop the thread; running requests fail with Unavailable. Memory is freed with the last reference.
 
-        False: a round does not end, so the thread did not within `limit_s`, and goes with the process.
+        Returns False if a round did not end within `limit_s`; the thread ends with the process.
         """
         if os.getpid() != self._pid:
-            return True  # a fork has no such thread, and perhaps a lock that nobody will open
+            return True  # a fork has no such thread, and perhaps a lock that stays closed
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -393,7 +393,7 @@ class EngineCore:
 
 
 def _refuse_fork() -> None:
-    """Threads of torch do not survive a fork, and the first product of a forked child would wait for them for ever."""
+    """Refuse a fork of a process that has loaded an engine: torch's threads do not survive it, and its first product would hang."""
     here = os.getpid()
     if not _LOADED_IN:
         _LOADED_IN.append(here)
@@ -405,7 +405,7 @@ def _refuse_fork() -> None:
 
 
 def _begin_to_end() -> None:
-    """Pools that a round uses go next: what fails for it is nobody's bug."""
+    """Thread pools that a round uses end next. Let failures pass instead of blaming requests."""
     _ENDING.set()
     for core in list(_RUNNING):
         core.loop.raises_bugs = True
@@ -416,6 +416,6 @@ getattr(threading, "_register_atexit", atexit.register)(_begin_to_end)
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that is inside the device's library when the interpreter goes away takes the process down with it."""
+    """Close all engines: a thread inside the device's library would crash the process when the interpreter ends."""
     for core in list(_RUNNING):
         core.close()

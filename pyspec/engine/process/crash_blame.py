@@ -1,4 +1,4 @@
-"""Requests that may be what ends engines: they run one at a time until they are past it, so that a crash has one to blame."""
+"""Requests that may have crashed engines. They run one at a time, so that the next crash has one suspect."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from pyspec.engine.process.supervised_request import SupervisedRequest
 
-N_CRASH = 3  # a request that was there so many times fails
+N_CRASH = 3  # crashes after which a request fails
 
 
 class CrashBlame:
     """Changed under the supervisor's lock.
 
     trial  the suspect that runs
-    held   those whose turn has not come
+    held   suspects that wait for their turn
     """
 
     def __init__(self) -> None:
@@ -21,14 +21,14 @@ class CrashBlame:
         self.held: list[SupervisedRequest] = []
 
     def begin(self, records: Iterable[SupervisedRequest]) -> list[SupervisedRequest]:
-        """An engine begins: which of the requests it gets."""
+        """Select the requests that a new engine gets."""
         records = list(records)
         suspects = [r for r in records if len(r.crashes) >= N_CRASH - 1]
         self.trial, self.held = (suspects[0] if suspects else None), suspects[1:]
         return [r for r in records if r not in self.held]
 
     def acquit(self) -> SupervisedRequest | None:
-        """The one on trial got past where engines crashed, or has ended. Returns whose turn it is."""
+        """The suspect ran past the point of its crash, or has ended. Returns the next suspect."""
         if self.trial is not None:
             self.trial.crashes.clear()
         self.trial = self.held.pop(0) if self.held else None
@@ -36,7 +36,7 @@ class CrashBlame:
 
     @staticmethod
     def accuse(running: Iterable[SupervisedRequest], *, from_outside: bool) -> list[SupervisedRequest]:
-        """An engine crashed with these in its slots. Returns who is guilty."""
+        """Blame a crash on the requests in the engine's slots. Returns those with too many crashes."""
         guilty = []
         for record in running:
             record.blame(from_outside=from_outside)

@@ -1,7 +1,7 @@
-"""The engine process: loads what it is told, runs an EngineCore, and says what happens. It ends with its parent.
+"""The engine process: loads a model, runs an EngineCore, and sends events and heartbeats. It ends with its parent.
 
-Nothing is decided here. A failure of the device is told and ends the process; what was running is the supervisor's to go on
-with, in the next one.
+Nothing is decided here. A failure of the device is reported and ends the process; the supervisor continues the requests in the
+next process.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from pyspec.streams import fill_in
 if TYPE_CHECKING:
     from pyspec.engine.process.core import Due, EngineCore
 
-log = logging.getLogger("pyspec.engine.process.engine_main")  # which runs as the main module
+log = logging.getLogger("pyspec.engine.process.engine_main")  # this file runs as the main module
 
 BEAT_S = 0.2
-STAGE_S = 0.1  # between words on how far a load is
-SWITCH_S = 1e-4  # the engine's thread gets the GIL back so soon (see server/http/serve.py)
+STAGE_S = 0.1  # between messages about the load's progress
+SWITCH_S = 1e-4  # how soon the engine's thread gets the GIL back (see server/http/serve.py)
 FATAL = 70  # exit status after Fatal was sent
 PR_SET_PDEATHSIG = 1
 
 
 class EngineMain:
-    """The process's end of the link, and the core behind it."""
+    """The process's end of the link, and its core."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -68,10 +68,10 @@ class EngineMain:
         self._stage_due = 0.0
 
     def run(self) -> None:
-        """Until the parent is gone."""
+        """Run until the parent is gone."""
         began = time.perf_counter()
-        process.begin()  # which import what we import now
-        import pyspec.engine.process.core  # noqa: F401 - what a load needs of files is there when it is told what to load
+        process.begin()  # its processes import while this one does
+        import pyspec.engine.process.core  # noqa: F401 - imports that a load needs, before it is asked for
 
         message = self.link.receive()
         if not isinstance(message, Load):
@@ -92,12 +92,12 @@ class EngineMain:
                 self.core.act_on_slot(message.action, partial(self.acted, message.number))
 
     def load(self, message: Load) -> bool:
-        """Load what is asked for and say Ready, or why not; False: there is nothing to run."""
+        """Load a model and send Ready, or the reason for a failure. Returns False if nothing was loaded."""
         from pyspec.cuda.examine import EXAMINATION
         from pyspec.engine.process.core import EngineCore
 
         settings = message.settings
-        if message.examined:  # graphs launch all kernels at once
+        if message.examined:  # a graph launches all its kernels at once
             EXAMINATION.is_on, settings = True, replace(settings, plain_loop=True)
         threading.Thread(target=self.beat, name="pyspec-heartbeat", daemon=True).start()
         try:
@@ -116,31 +116,31 @@ class EngineMain:
         return True
 
     def send_stage(self, stage: str, fraction: float) -> None:
-        """Pass on how far the load is: at most ten times a second, and where a stage begins or ends."""
+        """Send the load's progress: at most ten times a second, and where a stage begins or ends."""
         now = time.monotonic()
         if fraction in (0.0, 1.0) or now >= self._stage_due:
             self._stage_due = now + STAGE_S
             self.link.send(LoadStage(stage, fraction))
 
     def submit(self, core: EngineCore, message: Submit) -> None:
-        """Queue a request; its refusal is its last event."""
+        """Queue a request; a refusal is its last event."""
         try:
             core.submit(message.request, _ignore, name=message.name, seed=message.seed)
         except PyspecError as e:
             self.link.send(Events([pack(Failed(message.name, e))]))
 
     def acted(self, number: int, answer: SlotAnswer) -> None:
-        """Something was done with a slot. Called on any thread."""
+        """Send the result of a slot action. Called on any thread."""
         with suppress(OSError):
             self.link.send(SlotActed(number, portable(answer) if isinstance(answer, PyspecError) else answer))
 
     def hand_over(self, due: Due) -> None:
-        """A round's events as one message. Called on the engine's thread."""
-        with suppress(OSError):  # nobody listens any more, and the main thread knows
+        """Send a round's events as one message. Called on the engine's thread."""
+        with suppress(OSError):  # the parent is gone, and the main thread sees that
             self.link.send(Events([pack(event) for _, event in due]))
 
     def die(self, error: PyspecError) -> None:
-        """On the engine's thread. The process goes before anything is told to listeners that another one will serve."""
+        """Called on the engine's thread. End the process before its listeners see the error, because the next process serves them."""
         from pyspec.cuda.examine import EXAMINATION
 
         with suppress(OSError):
@@ -149,7 +149,7 @@ class EngineMain:
         os._exit(FATAL)
 
     def beat(self) -> None:
-        """Say several times a second that the process lives, and how old the round under way is."""
+        """Send several heartbeats a second, with the age of the current round."""
         from pyspec.cuda.examine import EXAMINATION
 
         n = 0
@@ -161,7 +161,7 @@ class EngineMain:
                     continue
                 began = core.step_began
                 age = time.monotonic() - began if began else 0.0
-                # figures are for what is told after this process is gone: not needed at every beat
+                # metrics survive this process in the parent; not every beat needs them
                 metrics = core.metrics() if age or n % 5 == 0 else None
                 self.link.send(Heartbeat(age, core.pace.expected, metrics, EXAMINATION.under_way))
 
@@ -183,13 +183,13 @@ class _ToParent(logging.Handler):
 
 
 def log_to(link: Link, level: int) -> None:
-    """What this process logs goes to whoever started it."""
+    """Send this process's log lines to its parent."""
     logging.basicConfig(level=logging.WARNING, handlers=[_ToParent(link)], force=True)
     logging.getLogger("pyspec").setLevel(level)
 
 
 def die_with_parent(parent: int) -> None:
-    """The link's end says that the parent is gone, but only to a thread that gets to read it."""
+    """Have the kernel kill this process with its parent: a closed link alone is seen only by a thread that reads it."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -197,14 +197,16 @@ def die_with_parent(parent: int) -> None:
 
 
 def main(descriptor: int) -> None:
-    """The process: `descriptor` is its end of the link."""
+    """Run the process. `descriptor` is its end of the link."""
     parent = os.getppid()
     die_with_parent(parent)
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(sig, signal.SIG_IGN)  # a service manager tells every process; the parent decides when we go
-    fill_in()  # a daemon may have closed them
+        signal.signal(
+            sig, signal.SIG_IGN
+        )  # a service manager signals every process; the parent decides when this one ends
+    fill_in()  # a daemon may have closed the standard streams
     os.dup2(2, 1)
-    with suppress(ValueError, OSError):  # writing out all of a model's memory is a long pause
+    with suppress(ValueError, OSError):  # a core dump of a model's memory takes long
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable()
     sys.setswitchinterval(SWITCH_S)
@@ -212,7 +214,7 @@ def main(descriptor: int) -> None:
     child.run()
     child.is_over.set()
     logging.shutdown()
-    os._exit(0)  # whatever the device is at
+    os._exit(0)  # other threads may still run
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starting engine processes: with a spare that has imported what it needs, and without the kernels that failed before."""
+"""Starts engine processes: with a spare that has done its imports, and without kernels that failed before."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from pyspec.errors import DeviceError, NoDevice, PyspecError, RankLost
 
 log = logging.getLogger(__name__)
 
-LOAD_FACTOR, LOAD_S = 5.0, 300.0  # loading again hangs behind so many times the first load, and not before
-EXAMINE_S = 600.0  # two failures of the device within this time: the next engine is examined
+LOAD_FACTOR, LOAD_S = (
+    5.0,
+    300.0,
+)  # a later load hangs after this many times the first load, and at least this many seconds
+EXAMINE_S = 600.0  # two device failures within this time: the next engine is examined
 
 
 class Launcher:
-    """What one engine process leaves for the next. Used on one thread, which lives as long as they do.
+    """Starts engine processes and keeps what later ones need. Used on one thread, which outlives them.
 
     demoted      modules of ops whose implementations failed while they ran
-    is_examined  the process that was launched last runs every kernel alone
-    keeps_spare  None: decided when it is known where the engine runs
+    is_examined  the last process runs every kernel alone
+    keeps_spare  None: decided when the engine's device is known
     """
 
     def __init__(
@@ -44,14 +47,12 @@ class Launcher:
         self.keeps_spare: bool | None = None
         self.spare: EngineProcess | None = None
         self._new = lambda: EngineProcess(command, on_message, on_end)
-        self._failures: list[float] = []  # of the device
-        self._load_s = 0.0  # what the first load took
-        self._ctx = (
-            0  # what it found room for: requests go on in the next engine, though the memory of the last may be late
-        )
+        self._failures: list[float] = []  # times of device failures
+        self._load_s = 0.0  # seconds of the first load
+        self._ctx = 0  # context length of the first engine: a later one may see less free memory while the old one still frees its own
 
     def launch(self, news: threading.Condition, is_closing: Callable[[], bool]) -> EngineProcess | PyspecError:
-        """An engine that is loaded, or the reason why it can not be. `news` is notified when a process says something."""
+        """Start and load an engine; return it, or the reason for the failure. `news` is notified of each message."""
         self.is_examined = self._wants_examination()
         if self.is_examined:
             log.warning("the engine failed twice: for a while it is a slow one that finds out whether a kernel does it")
@@ -67,7 +68,7 @@ class Launcher:
                 if time.monotonic() - child.began > limit:
                     break
                 news.wait(TICK_S)
-        if isinstance(child.answer, Ready):  # looked at again: it may have been the last that the process said
+        if isinstance(child.answer, Ready):  # checked again: Ready may have been the process's last message
             self._load_s = self._load_s or time.monotonic() - child.began
             self._ctx = self._ctx or child.answer.info.n_ctx
             if self.keeps_spare is None:
@@ -82,12 +83,12 @@ class Launcher:
         else:
             error = DeviceError(f"the engine's process ended while it was loading: {how}")
             kernels = child.beat[0].kernels if child.beat is not None else ()
-        # whichever rank ended, nobody knows by what
+        # the failing kernel is unknown if a rank ended
         self.learn(kernels, of_device=isinstance(error, DeviceError) and not isinstance(error, RankLost | NoDevice))
         return error
 
     def learn(self, kernels: Sequence[str], *, of_device: bool) -> bool:
-        """An engine failed: do without the kernels that it names. False if that changes nothing."""
+        """Remember a failure, and demote the kernels that it names. Returns False if none is new."""
         if of_device:
             self._failures.append(time.monotonic())
         new = set(kernels) - self.demoted
@@ -98,13 +99,13 @@ class Launcher:
         return bool(new)
 
     def keep_spare(self) -> None:
-        """Importing takes seconds of a pause. Only beside a GPU: elsewhere what a spare takes is the memory of the model."""
+        """Start a spare process, because imports take seconds. Only beside a GPU: elsewhere a spare takes the model's memory."""
         if self.spare is None and self.keeps_spare:
             with suppress(OSError):
                 self.spare = self._new()
 
     def close(self) -> None:
-        """Let the spare go."""
+        """End the spare."""
         if self.spare is not None:
             self.spare.end()
 
@@ -116,7 +117,7 @@ class Launcher:
         return self._new()
 
     def _wants_examination(self) -> bool:
-        """Engines failed twice in a short time, maybe by the device, and nobody knows at what."""
+        """Two device failures in a short time, of unknown cause."""
         now = time.monotonic()
         self._failures = [at for at in self._failures if now - at < EXAMINE_S]
         if len(self._failures) < 2:

@@ -1,4 +1,4 @@
-"""What one engine after another has counted, as one."""
+"""Sums the counters of successive engines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ GAUGES = {
     "requests_processing", "requests_queued", "pages_used", "pages_total", "pages_cached", "states", "states_device_bytes",
     "states_host_bytes", "seconds_since_step",
 }  # fmt: skip
-"""Of Metrics: what is of the engine that runs now; all else is counted through."""
+"""Fields of Metrics that describe the current engine; all others are counters."""
 
 
 def metrics_sum(past: Metrics, now: Metrics) -> Metrics:
-    """What two engines counted together, and the second one's gauges."""
+    """The sum of two engines' counters, with the second one's gauges."""
     values: dict[str, Any] = {}
     for f in fields(Metrics):
         a, b = getattr(past, f.name), getattr(now, f.name)

@@ -1,4 +1,4 @@
-"""One engine process from the parent's side: starting it, what it says, what is said to it, and ending it."""
+"""One engine process from the parent's side: start it, exchange messages, end it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyspec.engine.messages import Fatal, Heartbeat, Link, LoadRefused, Ready, p
 log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-P", "-m", "pyspec.engine.process.engine_main")
-END_S = 5.0  # for a process that was killed; one that hangs in the driver may take longer, and nobody waits for it
+END_S = 5.0  # seconds to wait for a killed process; one that hangs in the driver may take longer
 
 
 Started = tuple["subprocess.Popen[bytes]", socket.socket]  # a process, and our end of its link
@@ -28,14 +28,16 @@ _ahead: list[tuple[tuple[str, ...], Started]] = []  # by their commands
 
 
 def start_ahead() -> None:
-    """Start a process for an engine that will be asked for soon: it imports what takes seconds, while whoever asks is not that far yet. For
-    a main thread, since it ends with the one that calls."""
+    """Start an engine process early, so that it imports while the program prepares.
+
+    Call it on the main thread: Linux ends a child with the thread that started it.
+    """
     with suppress(OSError):
         _ahead.append((COMMAND, _start(COMMAND)))
 
 
 def end_ahead() -> None:
-    """Let those go that nobody asked for."""
+    """End the early processes that were not used."""
     while _ahead:
         process, ours = _ahead.pop()[1]
         ours.close()
@@ -57,7 +59,7 @@ def _start(command: Sequence[str]) -> Started:
 
 
 def _started(command: Sequence[str]) -> Started:
-    """The one that was started ahead, if it is still there."""
+    """The process that was started early, if it still runs, else a new one."""
     while _ahead and _ahead[0][0] == tuple(command):
         process, ours = _ahead.pop()[1]
         if process.poll() is None:
@@ -67,19 +69,21 @@ def _started(command: Sequence[str]) -> Started:
 
 
 class EngineProcess:
-    """A child that was started and is not replaced yet.
+    """A running child.
 
-    heard     when its last message came
+    received  when its last message came
     beat      its last heartbeat, and when it came
     answer    to Load
-    fatal     what it said before it ended itself
+    fatal     its message before it ended itself
     """
 
     def __init__(
         self, command: Sequence[str], on_message: Callable[[object], None], on_end: Callable[[], None]
     ) -> None:
-        """`on_message` and `on_end` are called on a thread that reads; the process is started on the caller's, which has to
-        live as long: Linux ends a child with the thread that made it."""
+        """Start the process. `on_message` and `on_end` are called on a reader thread.
+
+        The calling thread has to live as long as the process: Linux ends a child with the thread that started it.
+        """
         self.process, ours = _started(command)
         self.link, self._on_message, self._on_end = Link(ours), on_message, on_end
         self.began = self.received = time.monotonic()
@@ -92,11 +96,11 @@ class EngineProcess:
         threading.Thread(target=self._write, name="pyspec-engine-writer", daemon=True).start()
 
     def send(self, message: object) -> None:
-        """Queue a message: whoever sends must not wait for a process that does not read."""
+        """Queue a message, so that the sender does not wait for a process that does not read."""
         self._outbox.put(message)
 
     def _write(self) -> None:
-        with suppress(OSError):  # it is gone: the reader tells
+        with suppress(OSError):  # the process is gone, and the reader reports it
             while (message := self._outbox.get()) is not None:
                 self.link.send(message)
 
@@ -118,30 +122,30 @@ class EngineProcess:
 
     @property
     def is_reader(self) -> bool:
-        """Whether this is the thread that reads what the process says."""
+        """This is the thread that reads the process's messages."""
         return threading.current_thread() is self._reader
 
     @property
     def is_stopped(self) -> bool:
-        """Somebody stopped it (SIGSTOP); tracing it is another state."""
+        """The process was stopped by SIGSTOP; tracing is another state."""
         with suppress(OSError):
             return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False
 
     @property
     def was_killed(self) -> bool:
-        """By a signal that no failure of its own raises."""
+        """It was ended by a signal that no failure of its own raises."""
         return self.process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
     def forgive(self, now: float) -> None:
-        """Its silence so far is not its own."""
+        """Do not count its silence so far."""
         self.received = now
         self.beat = None if self.beat is None else (self.beat[0], now)
 
     def end(self) -> str:
-        """End it whatever it does; returns how it ended. What it had said before is read to the end first."""
+        """End the process and return how it ended. Its last messages are read first."""
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(0 if self._reader.is_alive() else END_S)  # its own end tells more than being killed
+            self.process.wait(0 if self._reader.is_alive() else END_S)  # its own exit status says more than a kill
         was_gone = self.process.poll() is not None
         if not was_gone:
             self.process.kill()
@@ -161,6 +165,6 @@ class EngineProcess:
 
 
 def _search_path() -> str:
-    """Where the child finds what we find, pyspec first."""
+    """PYTHONPATH of the child: our search path, pyspec first."""
     ours = str(Path(__file__).parents[3])
     return os.pathsep.join(dict.fromkeys([ours, *(p for p in sys.path if p)]))

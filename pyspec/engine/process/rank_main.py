@@ -1,6 +1,6 @@
-"""A rank's process, of all but the first: it loads its share of the model, meets the others and does what it is told.
+"""The process of a rank other than the first: it loads its share of the model, joins the others and runs commands.
 
-It ends with the first rank, whatever it is at: a thread watches the link for its end. Nothing is decided here.
+It ends with the first rank: a thread watches the link. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ FAILED = 70  # exit status after ShareFailed was sent
 
 
 def sizes_of(s: EngineSettings, table: SlotTable, width: int, device: torch.device) -> CacheSizes:
-    """Of what this rank keeps: as the first one has it (`Description.sizes`)."""
+    """Sizes of this rank's memory, as on the first rank (`Description.sizes`)."""
     kv_dtype, n_late = KV_DTYPES[s.kv_type], late_rows(device)
     return CacheSizes(s.np, table.n_alloc_row, s.page_size, width=width, kv_dtype=kv_dtype, n_late=n_late)
 
 
 def load(share: LoadShare, link: Link) -> Follower:
-    """This rank's part of the model, with the others met."""
+    """Load this rank's part of the model, and join the others."""
     s, device = share.settings, torch.device(share.device)
     tiers.use(s.kernels)
     exact.use(s.exact)
@@ -84,7 +84,7 @@ def load(share: LoadShare, link: Link) -> Follower:
 
 
 def run(link: Link, descriptor: int) -> None:
-    """Load what the first message says, and obey the rest."""
+    """Load the share in the first message, and run the commands that follow."""
     share = link.receive()
     if not isinstance(share, LoadShare):
         return
@@ -114,7 +114,7 @@ def _fail(link: Link, error: PyspecError) -> None:
 
 
 def _beat(link: Link) -> None:
-    """Say that the process lives."""
+    """Send heartbeats."""
     with suppress(OSError):
         while True:
             link.send(ShareState("alive"))
@@ -130,10 +130,10 @@ def _end_with(descriptor: int) -> None:
 
 
 def main(descriptor: int) -> None:
-    """The process: `descriptor` is its end of the link."""
+    """Run the process. `descriptor` is its end of the link."""
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(sig, signal.SIG_IGN)  # the first rank decides when we go
-    fill_in()  # a daemon may have closed them
+        signal.signal(sig, signal.SIG_IGN)  # the first rank decides when this one ends
+    fill_in()  # a daemon may have closed the standard streams
     os.dup2(2, 1)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

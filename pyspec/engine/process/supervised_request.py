@@ -1,4 +1,4 @@
-"""A request as the supervisor knows it: what was delivered, so that another engine goes on behind it, and what it survived."""
+"""A request on the supervisor's side: its delivered tokens, with which another engine can continue it, and its crashes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from pyspec.text.tokenizer import Tokenizer
 
 Sink = Callable[[Event], None]
 
-WINDOW_S = 600.0  # crashes that are older are forgotten
-PROGRESS = 64  # tokens after which a crash is not the same one again: more than what rounds under way hide
+WINDOW_S = 600.0  # older crashes are forgotten
+PROGRESS = 64  # tokens after which a crash counts as a new one: more than rounds in flight can hide
 
 
 @dataclass
 class Attempt:
-    """What one engine did for a request that it did not finish: its own timings went with it."""
+    """Timings and counts of an engine that did not finish the request."""
 
-    began: float = 0.0  # when it was seated; 0: it never was
-    first: float = 0.0  # when its first and its last tokens came
+    began: float = 0.0  # when it was seated; 0: never
+    first: float = 0.0  # when its first and last tokens came
     last: float = 0.0
     used: list[int] = field(default_factory=list)  # rounds by n_draft
     right: list[int] = field(default_factory=list)  # rounds by n_accepted
 
     def count(self, event: Delta) -> None:
-        """A round's tokens came."""
+        """Count the tokens of a round."""
         self.last = time.perf_counter()
         if not self.first:
             self.first = self.last
-            return  # the token that the prompt's forward gave is no round
+            return  # the token of the prompt's forward is not a round
         for rounds, n in ((self.used, event.n_draft), (self.right, event.n_accepted)):
             rounds.extend([0] * (n + 1 - len(rounds)))
             rounds[n] += 1
@@ -43,34 +43,34 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Crash:
-    """An engine ended while this request ran: when, and how far the request was."""
+    """An engine ended while this request ran: when, and after how many tokens."""
 
     at: float
-    n_token: int  # that had been delivered
+    n_token: int  # delivered before
 
 
 class SupervisedRequest:
-    """One request from submit to its last event, through as many engines as it takes. Its sink hears a single story.
+    """One request from submit to its last event, across engines. Its sink sees one continuous story.
 
-    in_slot    it sits in a slot of the engine that runs now
-    has_begun  it has sat in one
+    in_slot    it sits in a slot of the current engine
+    has_begun  it was seated at least once
     """
 
     def __init__(self, name: str, request: Request, seed: int, sink: Sink) -> None:
         self.name, self.request, self.seed, self.sink = name, request, seed, sink
         self.cancelled = self.in_slot = self.has_begun = False
-        self.ousted: QueueFull | None = None  # it lost its place to another client's
+        self.ousted: QueueFull | None = None  # it lost its place to another client's request
         self.tokens: list[int] = []
         self.n_text = 0  # characters delivered
         self.crashes: list[Crash] = []
-        self._skip = 0  # characters that the engine will say again
+        self._skip = 0  # characters that the engine will send again
         self._n_progress = -1
-        self._n_scored = 0  # prompt tokens up to which log probabilities were told
+        self._n_scored = 0  # prompt tokens whose log probabilities were delivered
         self._n_cached = 0
-        self._lives: list[Attempt] = []  # that ended with their engine, and had generated something
+        self._lives: list[Attempt] = []  # engines that ended after they had generated tokens for it
         self._life = Attempt()
-        self._n_before = 0  # tokens of those lives
-        self._lost_ms = 0.0  # of generating, in those lives
+        self._n_before = 0  # tokens of those attempts
+        self._lost_ms = 0.0  # milliseconds of generating in those attempts
 
     @property
     def client(self) -> str:
@@ -82,13 +82,13 @@ class SupervisedRequest:
 
     @property
     def cost(self) -> int:
-        """Tokens that have to be read before its first one."""
+        """Tokens to read before its first one."""
         return len(self.request.prompt) + len(self.request.resumed)
 
-    # -- what is sent --------------------------------------------------------------------------------------------
+    # -- to the engine --------------------------------------------------------------------------------------------
 
     def submit(self) -> Submit:
-        """For the first engine, or for the next."""
+        """The message for the first engine, or for the next."""
         if not self.tokens:
             return Submit(self.name, self.request, self.seed)
         limit = self.request.max_predict_ms
@@ -96,10 +96,10 @@ class SupervisedRequest:
         resumed = (*self.request.resumed, *self.tokens)
         return Submit(self.name, replace(self.request, resumed=resumed, max_predict_ms=left), self.seed)
 
-    # -- what is heard -------------------------------------------------------------------------------------------
+    # -- from the engine ------------------------------------------------------------------------------------------
 
     def on_event(self, event: Event) -> Event | None:
-        """The event as the listener is to get it; None: it has been told."""
+        """The event for the listener; None if it was delivered before."""
         if isinstance(event, Delta):
             return self._delta(event)
         if isinstance(event, Done):
@@ -111,7 +111,7 @@ class SupervisedRequest:
         return self._prompt(event)
 
     def _scored(self, event: PromptLogprobs) -> PromptLogprobs | None:
-        """What of it was not told before: a second engine reads the prompt again, perhaps in other pieces."""
+        """The part that was not delivered before: a second engine reads the prompt again, perhaps in other chunks."""
         old = max(0, self._n_scored - event.first)
         self._n_scored = max(self._n_scored, event.first + len(event.entries))
         if old >= len(event.entries):
@@ -119,7 +119,7 @@ class SupervisedRequest:
         return replace(event, first=event.first + old, entries=event.entries[old:], ranks=event.ranks[old:])
 
     def _prompt(self, event: Started | Progress) -> Event | None:
-        """Of the prompt, each step is told once: a second engine begins it again, or finds it further on."""
+        """Deliver each step of the prompt once: a second engine starts it again, or further on."""
         if isinstance(event, Started):
             self.in_slot, self._life.began = True, time.perf_counter()
             if self.has_begun:
@@ -142,7 +142,7 @@ class SupervisedRequest:
         return replace(event, text=text, timings=timings) if event.tokens or text else None
 
     def timings(self, last: Timings) -> Timings:
-        """Of all lives: the prompt as it was read first, and generating from the first token to the last, the pause included."""
+        """Timings over all attempts: the first reading of the prompt, and generation from first to last token, pauses included."""
         if not self._lives:
             return last
         first, n_prompt = self._lives[0], len(self.request.prompt)
@@ -163,10 +163,10 @@ class SupervisedRequest:
             n_draft_used=used,
         )
 
-    # -- what happens to engines ---------------------------------------------------------------------------------
+    # -- engines that end ------------------------------------------------------------------------------------------
 
     def lose_engine(self, tokenizer: Tokenizer) -> None:
-        """The engine is gone; what it delivered is not said again."""
+        """The engine is gone. Do not deliver its text again."""
         self.in_slot = False
         life, self._life = self._life, Attempt()
         self._n_before = len(self.tokens)
@@ -174,7 +174,7 @@ class SupervisedRequest:
             self._lives.append(life)
             self._lost_ms += 1e3 * (life.last - life.first)
         if self.tokens:
-            # the next engine releases text as if it had generated these tokens; more may have been released with a last event
+            # The next engine releases text as if it had generated these tokens; the last event may have released more.
             def released_by(tokens: Sequence[int]) -> int:
                 stream = TextStream(tokenizer, self.request.stop, shown=self.request.shown)
                 return len(stream.push(tokens).text)
@@ -186,11 +186,11 @@ class SupervisedRequest:
     def blame(self, *, from_outside: bool) -> None:
         """An engine crashed with this request in a slot.
 
-        from_outside  somebody killed or stopped it: that is no request's doing unless it never gets anywhere
+        from_outside  the process was killed or stopped: blame the request only if it makes no progress
         """
         now, n = time.monotonic(), len(self.tokens)
         if self.crashes and n > self.crashes[-1].n_token + (0 if from_outside else PROGRESS):
-            self.crashes.clear()  # it got past where it was
+            self.crashes.clear()  # it ran past its last crash
         self.crashes = [c for c in self.crashes if now - c.at < WINDOW_S]
         self.crashes.append(Crash(now, n))
 
@@ -199,7 +199,7 @@ class SupervisedRequest:
         return not self.crashes or len(self.tokens) > self.crashes[-1].n_token + PROGRESS
 
     def cancelled_event(self) -> Done:
-        """The last event of a request that was cancelled while no engine knew of it."""
+        """The last event of a request that was cancelled while no engine had it."""
         n = len(self.request.resumed) + len(self.tokens)
         timings = self.timings(Timings(predicted_n=len(self.tokens) - self._n_before))
         return Done(self.name, "cancelled", len(self.request.prompt), n, timings)

@@ -1,7 +1,7 @@
-"""The supervisor: keeps an engine process running and hears it; one that dies or hangs is replaced, and requests go on.
+"""The supervisor keeps an engine process running: one that dies or hangs is replaced, and its requests continue.
 
-It knows of every request what was delivered (supervised_request.py). A new engine gets the same requests, each with its tokens so far, so
-clients see a pause. Nothing here knows torch: a program that only talks to an isolated engine stays small.
+It keeps the delivered tokens of every request (supervised_request.py). A new engine gets the same requests with their tokens so far,
+so clients see a pause. Nothing here imports torch: a program that uses an isolated engine stays small.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from pyspec.text.tokenizer import Tokenizer
 log = limited(__name__)
 
 BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)  # before each load after one that failed
-N_LOAD = 3  # failed first loads after which it is given up
-N_LOAD_AGAIN = 5  # failed loads after which nobody is kept waiting; memory of an engine that died may be late
-EXAMINED_S = 120.0  # an engine that is examined is slow: it is one for so long
-SPARE_AFTER_S = 5.0  # an engine has other things to do first
+N_LOAD = 3  # failed first loads after which the supervisor gives up
+N_LOAD_AGAIN = 5  # failed later loads after which requests fail; a dead engine may free its memory late
+EXAMINED_S = 120.0  # seconds of an examined engine, which is slow
+SPARE_AFTER_S = 5.0  # an engine has other work first
 LOOK_S = 1.0
 CLOSE_S = 5.0
 
 
 class Supervisor:
-    """A Core whose engine is another process. Safe to call from any thread."""
+    """A Core with its engine in another process. Safe to call from any thread."""
 
     def __init__(self, path: Path, settings: EngineSettings, *, command: Sequence[str] = ()) -> None:
         self.path, self.settings = path, settings
@@ -71,13 +71,13 @@ class Supervisor:
         self._records: dict[str, SupervisedRequest] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Condition()
-        self._child: EngineProcess | None = None  # the one that takes requests
+        self._child: EngineProcess | None = None  # takes requests
         self._suspects, self._watchdog = CrashBlame(), Watchdog(settings.hang_timeout)
         self._looked: dict[int, Looked | None] = {}
-        self._acts: dict[int, Callable[[SlotAnswer], None]] = {}  # who waits for the engine that takes requests
-        self._lost_at = 0.0  # when the last engine was
-        self._past = Metrics()  # what engines that are gone have counted
-        self._now = Metrics()  # what this one had when it last told
+        self._acts: dict[int, Callable[[SlotAnswer], None]] = {}  # listeners of slot actions, by message number
+        self._lost_at = 0.0  # when the last engine ended
+        self._past = Metrics()  # counters of earlier engines
+        self._now = Metrics()  # counters in the current engine's last message
         self._own_failed = self._own_cancelled = 0
         self._closing = False
         self._pid = os.getpid()
@@ -100,7 +100,7 @@ class Supervisor:
         return ChatTemplate.from_metadata(open_gguf(self.path).metadata)
 
     def wait(self) -> None:
-        """Until it is loaded. Raises what it can not be loaded for."""
+        """Wait until the engine is loaded. Raises the reason if it can not be."""
         with self._lock:
             while self._info is None and self._error is None:
                 self._lock.wait()
@@ -108,7 +108,7 @@ class Supervisor:
                 raise self._error
 
     def submit(self, request: Request, sink: Sink) -> str:
-        """See Engine.submit. While the engine is replaced requests are taken, and wait."""
+        """See Engine.submit. Requests that come while the engine is replaced wait."""
         if os.getpid() != self._pid:
             raise Unavailable(f"this engine belongs to process {self._pid}; load one in process {os.getpid()}")
         seed = resolve_seed(request.params.seed)
@@ -127,7 +127,7 @@ class Supervisor:
         return record.name
 
     def cancel(self, name: str) -> None:
-        """See Engine.cancel. Without an engine to ask, the request ends here."""
+        """See Engine.cancel. Without an engine, the request ends here."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -141,7 +141,7 @@ class Supervisor:
         self._drop_cancelled()
 
     def act_on_slot(self, action: SlotAction, on_answer: Callable[[SlotAnswer], None]) -> None:
-        """See Engine.act_on_slot. An engine that is replaced takes what its slots hold with it, and what was to be done with that."""
+        """See Engine.act_on_slot. Slot contents and pending actions are lost with their engine."""
         with self._lock:
             child, number = self._child, next(self._ids)
             if child is not None and os.getpid() == self._pid:
@@ -185,7 +185,7 @@ class Supervisor:
         )
 
     def close(self, limit_s: float = CLOSE_S) -> bool:
-        """End the process, whatever it is at; running requests fail with Unavailable."""
+        """End the process at once; running requests fail with Unavailable."""
         if os.getpid() != self._pid:
             return True
         with self._lock:
@@ -196,7 +196,7 @@ class Supervisor:
         return not self._thread.is_alive()
 
     def _look(self) -> Looked | None:
-        """What the engine says of itself now; None if it does not answer, or a listener asks, who is in the answer's way."""
+        """Ask the engine for its state. None if it does not answer, or if called by a listener, which would block the answer."""
         with self._lock:
             child, number = self._child, next(self._ids)
             if child is None or child.is_reader or time.monotonic() - child.received > LOOK_S:
@@ -206,7 +206,7 @@ class Supervisor:
             self._lock.wait_for(lambda: self._looked[number] or self._child is not child, LOOK_S)
             return self._looked.pop(number)
 
-    # -- what the engine says, on the thread that reads ------------------------------------------------------------
+    # -- messages, on the reader thread -----------------------------------------------------------------------------
 
     def _on_message(self, message: object) -> None:
         if isinstance(message, Events):
@@ -221,7 +221,7 @@ class Supervisor:
         elif isinstance(message, Looked):
             with self._lock:
                 self._now = message.metrics
-                if message.number in self._looked:  # else it comes too late for whoever asked
+                if message.number in self._looked:  # else the caller has stopped waiting
                     self._looked[message.number] = message
                 self._lock.notify_all()
         elif isinstance(message, SlotActed):
@@ -231,7 +231,7 @@ class Supervisor:
             self._gone()
 
     def _gone(self) -> None:
-        """Whoever waits for a process looks at it again."""
+        """Wake threads that wait for a process."""
         with self._lock:
             self._lock.notify_all()
 
@@ -248,7 +248,7 @@ class Supervisor:
                     self._child.send(then.submit())
 
     def _pass_on(self, record: SupervisedRequest, event: Event) -> None:
-        """A listener is the caller's code: its failure ends its own request, whatever it raises."""
+        """Call the listener. It is the caller's code: any exception ends only its request."""
         if isinstance(event, Done | Failed):
             self._records.pop(record.name, None)
         if record.ousted is not None and isinstance(event, Done) and event.finish == "cancelled":
@@ -260,7 +260,7 @@ class Supervisor:
             self.cancel(record.name)
 
     def _drop_cancelled(self) -> None:
-        """End those that no engine knows of."""
+        """End cancelled requests that no engine has."""
         with self._lock:
             held = self._suspects.held
             gone = [r for r in self._records.values() if r.cancelled and (self._child is None or r in held)]
@@ -279,13 +279,13 @@ class Supervisor:
     def _live(self) -> None:
         try:
             self._replace_engines()
-        except BaseException as e:  # nobody above would hear of it
+        except BaseException as e:  # no caller above would see it
             log.exception("the supervisor stops")
             self._error = PyspecError(f"the supervisor failed: {type(e).__name__}: {e}")
         self._stop()
 
     def _replace_engines(self) -> None:
-        """One engine after another, until it is closed or the first one can not be loaded."""
+        """Run one engine after another, until closed or until the first one can not be loaded."""
         n_failed = 0
         while not self._closing:
             self._pause(BACKOFF_S[min(n_failed, len(BACKOFF_S) - 1)])
@@ -304,7 +304,7 @@ class Supervisor:
             self._lock.wait_for(lambda: self._closing, seconds)
 
     def _survives(self, error: PyspecError, n_failed: int) -> bool:
-        """A load failed: try again, with patience. What the first load of all fails with is the caller's to mend."""
+        """A load failed. Returns True to try again; the first load's lasting errors are for the caller."""
         is_lasting = not isinstance(error, DeviceError) or isinstance(error, NoDevice)
         if self._info is None and (is_lasting or n_failed >= N_LOAD):
             self._error = error
@@ -318,7 +318,7 @@ class Supervisor:
         return True
 
     def _take_over(self, child: EngineProcess) -> None:
-        """Give a new engine what is to be done: suspects one at a time, so that a crash has one to blame."""
+        """Give the requests to a new engine, suspects one at a time."""
         self._drop_cancelled()
         with self._lock:
             assert isinstance(child.answer, Ready)
@@ -338,7 +338,7 @@ class Supervisor:
             log.warning(text, away_s, len(replayed), extra={"fields": fields})
 
     def _watch(self, child: EngineProcess) -> EngineEnd | None:
-        """Until the engine ends or hangs; None: it is to be closed."""
+        """Wait until the engine ends or hangs. Returns None if it is to be closed."""
         began = time.monotonic()
         while not self._closing:
             if child.fatal is not None or child.is_gone:
@@ -351,12 +351,12 @@ class Supervisor:
             if age > SPARE_AFTER_S:
                 self._launcher.keep_spare()
             with self._lock:
-                if child.fatal is None and not self._closing and not child.is_gone:  # else it was told before we wait
+                if child.fatal is None and not self._closing and not child.is_gone:  # else it ended before this wait
                     self._lock.wait(TICK_S)
         return None
 
     def _bury(self, child: EngineProcess, end: EngineEnd | None) -> None:
-        """The engine is gone: whose fault was it, and what is left to do."""
+        """Clean up after an engine that ended, and decide whose fault it was."""
         self._lost_at = time.monotonic()
         with self._lock:
             self._child = None
@@ -371,7 +371,7 @@ class Supervisor:
             return
         if not end.why and child.fatal is not None:
             error = child.fatal.error
-            of_device = not isinstance(error, RankLost)  # whichever ended, nobody knows that a kernel did it
+            of_device = not isinstance(error, RankLost)  # the rank that ended does not name a kernel
             end = EngineEnd(str(error), kernels=child.fatal.kernels, of_device=of_device)
         if not end.why:
             end = replace(end, why=f"its process ended: {how}", from_outside=child.was_killed)
@@ -380,7 +380,7 @@ class Supervisor:
         self._judge(end)
 
     def _judge(self, end: EngineEnd) -> None:
-        """Kernels that failed are not used again; requests that ran are suspects; nobody hears twice what was said."""
+        """Demote kernels that failed, and make running requests suspects."""
         is_mended = self._launcher.learn(end.kernels, of_device=end.of_device)
         records = list(self._records.values())
         running = [r for r in records if r.in_slot and not is_mended]
@@ -392,7 +392,7 @@ class Supervisor:
         self._drop_cancelled()
 
     def _stop(self) -> None:
-        """Nobody is served any more."""
+        """Fail every request: no engine runs any more."""
         self._launcher.close()
         with self._lock:
             self._state = "stopped"

@@ -1,4 +1,4 @@
-"""Whether an engine process is still at work: what may take how long, and how it ended if it is not."""
+"""Decides whether an engine process still works: time limits, and the reason if it does not."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from dataclasses import dataclass
 from pyspec.engine.messages import Heartbeat
 from pyspec.engine.process.process import EngineProcess
 
-STOPPED_S = 2.0  # silence of a process that somebody stopped
-HANG_FACTOR = 10.0  # a round hangs when it has taken so many times what it should, by those before it,
-HANG_S = {"cpu": (60.0, 600.0), "gpu": (5.0, 60.0)}  # but so many seconds at least; and while there was none to go by
-SILENT_S = 120.0  # without any word between rounds
-WINDOW_S = 600.0  # so long a false alarm makes more patient
-TICK_S = 0.05  # how often it is asked
-LATE_S = 1.0  # whoever asks so late did not run, and can say nothing about others
+STOPPED_S = 2.0  # silence of a process that was stopped by a signal
+HANG_FACTOR = 10.0  # a round hangs after this many times its expected duration,
+HANG_S = {
+    "cpu": (60.0, 600.0),
+    "gpu": (5.0, 60.0),
+}  # but after this many seconds at least: with and without an expectation
+SILENT_S = 120.0  # seconds without a message between rounds
+WINDOW_S = 600.0  # seconds for which a false alarm raises the limits
+TICK_S = 0.05  # interval of the checks
+LATE_S = 1.0  # a check that comes this late shows that this process did not run
 
 
 @dataclass(frozen=True)
 class EngineEnd:
-    """Why an engine process is not used any more. An empty `why`: by itself, and its exit status tells."""
+    """Why an engine process is not used any more. An empty `why`: its exit status says it."""
 
     why: str
-    from_outside: bool = False  # somebody killed or stopped it
+    from_outside: bool = False  # a signal from outside killed or stopped it
     kernels: tuple[str, ...] = ()  # modules of the op that failed
     of_device: bool = False
 
 
 class Watchdog:
-    """Looks at one engine process after another. Who was wrong about a round that hangs is more patient with the next."""
+    """Watches one engine process after another. After a false alarm it waits longer for the next round."""
 
     def __init__(self, hang_timeout: float) -> None:
         self._hang_timeout = hang_timeout
@@ -36,9 +39,9 @@ class Watchdog:
         self._asked = time.monotonic()
 
     def look(self, child: EngineProcess, device: str) -> EngineEnd | None:
-        """None: it is at work, or may be."""
+        """Returns why the process is given up; None while it works, or may work."""
         now = time.monotonic()
-        if now - self._asked > LATE_S:  # a machine that slept, say
+        if now - self._asked > LATE_S:  # the machine slept, for example
             child.forgive(now)
         self._asked = now
         silent = now - child.received
