@@ -1,4 +1,4 @@
-"""The engine for programs: load, generate, stream, chat. No torch: what runs the requests may be in another process."""
+"""The engine for programs: load, generate, stream, chat. No torch: requests may run in another process."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class Engine:
 
     def __init__(self, core: Core, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.core, self.tokenizer, self.info = core, tokenizer, core.info
-        finalize(self, end_aside, core).atexit = False  # cores have an end of their own there
+        finalize(self, end_aside, core).atexit = False  # at the program's end, cores close themselves
         self.template = self._chatml() if template is None else template
         self._incoming = Validator(self.info, tokenizer)
-        self._says: Callable[[], AbstractContextManager[None]] = nullcontext  # around what may raise
+        self._says: Callable[[], AbstractContextManager[None]] = nullcontext  # wraps calls that may raise
         self._doors: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
@@ -113,7 +113,7 @@ class Engine:
 
     @classmethod
     def from_settings(cls, path: Path, settings: EngineSettings, *, isolated: bool = False) -> Engine:
-        """`load` for a path and settings that have been made already."""
+        """`load` for a path and settings that exist already."""
         path, settings = Path(path_of("path", path, ConfigError)), settings_given(settings)
         if isolated:
             from pyspec.engine.process.supervisor import Supervisor
@@ -128,17 +128,17 @@ class Engine:
             return cls(supervisor, tokenizer, template)
         core = import_module("pyspec.engine.process.core").EngineCore.load(
             path, settings
-        )  # by name: torch comes with it
+        )  # imported by name, because torch comes with it
         return cls(core, core.tokenizer, core.template)
 
     def _chatml(self) -> ChatTemplate:
-        """What a file without a chat template gets, as llama-server has it."""
+        """The template of a file without one, as in llama-server."""
         log.warning("the file has no chat template: chats are written as ChatML; --chat-template takes another one")
         self.info = replace(self.info, chat_template=CHATML)
         return ChatTemplate(CHATML, self.info.bos_token, self.info.eos_token)
 
     def use_template(self, source: str) -> None:
-        """Take another chat template than the file's. Raises BadTemplate if it does not compile."""
+        """Replace the file's chat template. Raises BadTemplate if it does not compile."""
         if not isinstance(source, str):
             raise BadTemplate(f"source is {shown(source)}; want the text of a chat template")
         template = ChatTemplate(source, self.info.bos_token, self.info.eos_token)
@@ -159,12 +159,12 @@ class Engine:
         return self.core.submit(self._incoming.check(request), callable_of("sink", sink))
 
     def check_grammar(self, grammar: Grammar) -> Grammar:
-        """The grammar, compiled. Raises RequestError if it can not be kept. Takes a while if it is new."""
+        """Compile a grammar, which takes a while if it is new. Raises RequestError if it can not be compiled."""
         check_grammar(grammar)
         return self._incoming.grammars.compiled(grammar)
 
     def known_grammar(self, grammar: Grammar) -> Grammar | None:
-        """The same if it is known, at once; None if it has to be compiled. Raises RequestError."""
+        """The compiled grammar if it is known, without delay; None if it has to be compiled. Raises RequestError."""
         check_grammar(grammar)
         return self._incoming.grammars.known(grammar)
 
@@ -173,7 +173,7 @@ class Engine:
         self.core.cancel(id_of(request_id))
 
     def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
-        """Save, restore or erase what a slot holds, once it is idle. `hear` gets a report or the error, on any thread, and must not block."""
+        """Save, restore or erase a slot's content once it is idle. `hear` gets a report or the error, on any thread, and must not block."""
         check_action(action, self.info.n_slot)
         self.core.act_on_slot(action, callable_of("hear", hear))
 
@@ -186,7 +186,7 @@ class Engine:
         return self.core.metrics()
 
     def alive(self) -> bool:
-        """Whether requests are taken; they are while an isolated engine is replaced, and run when it is back."""
+        """True if requests are taken. While an isolated engine is replaced they are, and run when it is back."""
         return self.core.alive()
 
     def state(self) -> str:
@@ -195,13 +195,13 @@ class Engine:
 
     @property
     def loop(self) -> Any:
-        """The loop itself, for tests and measurements. Only an engine of this process has one to show."""
+        """The loop, for tests and measurements. Only an engine of this process has one."""
         return self.core.loop  # type: ignore[attr-defined]  # that of another process has none
 
     def close(self, limit_s: float | None = None) -> bool:
         """Stop; running requests fail with Unavailable. Memory is freed with the last reference.
 
-        False: what runs on the device does not end, and was left behind after `limit_s` (30 s if not said).
+        Returns False if the device's work did not end and was left behind after `limit_s` (default 30 s).
         """
         return self.core.close() if limit_s is None else self.core.close(limit_of(limit_s))
 
@@ -214,7 +214,7 @@ class Engine:
     # -- for programs: they wait for room in the queue -----------------------------------------------------------
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Text, token ids or chat messages to token ids, as a generation would read them. Raises RequestError, BadTemplate."""
+        """Convert text, token ids or chat messages to the token ids of a generation. Raises RequestError, BadTemplate."""
         if isinstance(prompt, Request):
             return prompt.prompt
         if isinstance(prompt, str):
@@ -230,7 +230,7 @@ class Engine:
         return ids_of(prompt)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of token ids; of control tokens, too, if `special`."""
+        """Convert token ids to text; include control tokens if `special`."""
         ids, n = ids_of(tokens, "tokens"), self.info.n_vocab
         if ids and not 0 <= min(ids) <= max(ids) < n:
             raise RequestError(f"tokens: {shown(next(t for t in ids if not 0 <= t < n))} is outside 0..{n - 1}")
@@ -240,9 +240,9 @@ class Engine:
     def request(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Request:
         """Build a Request without running it: `generate`, `stream` and the others take it in place of a prompt.
 
-        prompt   text; token ids; chat messages [{"role": ..., "content": ...}], which are written as the model's chat template has it
+        prompt   text; token ids; chat messages [{"role": ..., "content": ...}], which the model's chat template renders
 
-        Raises RequestError for what can never run, ConfigError for an option that there is not.
+        Raises RequestError if it can never run, ConfigError for an unknown option.
         """
         if isinstance(prompt, Request):
             if options:
@@ -259,18 +259,18 @@ class Engine:
 
     @with_options
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
-        """Run one prompt to its end, and return all of it: `.text`, `.tokens`, `.finish`, `.timings` and more (see pyspec.Result).
+        """Run one prompt to its end and return the whole result: `.text`, `.tokens`, `.finish`, `.timings` and more (see pyspec.Result).
 
-        prompt   text; token ids; chat messages; or what `request` made
+        prompt   text; token ids; chat messages; or a Request from `request`
 
-        Waits while the queue is full. Raises RequestError (what can never run), ConfigError (an option that there is not), Unavailable
-        (the engine is closed or gone), and what the generation fails with; all are pyspec.PyspecError.
+        Waits while the queue is full. Raises RequestError (it can never run), ConfigError (an unknown option), Unavailable (the engine is
+        closed or gone), and the generation's own error; all are pyspec.PyspecError.
         """
         return self.run(self.request(prompt, **options))
 
     @with_options
     def chat(self, messages: Sequence[Message], **options: Unpack[ToolOptions]) -> ChatResult:
-        """Answer a chat, and return all of the answer: `.content`, `.reasoning`, `.tool_calls`, and what `generate` returns.
+        """Answer a chat and return the whole answer: `.content`, `.reasoning`, `.tool_calls`, and the fields of `generate`'s result.
 
         messages   [{"role": "user", "content": "Hi"}, ...]; roles are system, user, assistant, tool
 
@@ -280,30 +280,31 @@ class Engine:
                 functions that the model may call, as OpenAI's clients write them:
                 {"type": "function", "function": {"name": "add", "description": "...", "parameters": {a JSON Schema}}}
             tool_choice: str | Mapping = "auto"
-                "auto": as the model likes; "none"; "required": at least one call; the name of the tool to be called; or OpenAI's object
+                "auto": the model decides; "none"; "required": at least one call; the name of a tool that must be called; or OpenAI's object
             parallel_tool_calls: bool = True
                 the answer may have more than one call
             tool_call_parser: str = "auto"
-                how the model writes calls, "hermes" for example; "auto": as its chat template does, and where that does not say, as the
-                prompt then tells it
+                the format of calls, "hermes" for example; "auto": the chat template's format, or, if it has none, the one that the
+                prompt then asks for
             response_format: Mapping | None = None
-                what the content is held to, as OpenAI's clients write it ({"type": "json_object"}, "json_schema"), in place of
-                `json_schema`; calls may stand in its place
+                constrains the content, as OpenAI's clients write it ({"type": "json_object"}, "json_schema"), in place of
+                `json_schema`; calls may replace the content
 
-        The prompt, what holds the answer, and how it is read are those of `/v1/chat/completions`. Each of `.tool_calls` has an `id`, a `name` and `arguments` (JSON text; `values()` reads it). To go on, append `.message` and
-        {"role": "tool", "tool_call_id": id, "content": what the tool said} to the messages.
+        Prompt, constraints and parsing are the same as for `/v1/chat/completions`. Each of `.tool_calls` has an `id`, a `name` and `arguments`
+        (JSON text; `values()` parses it). To continue, append `.message` and {"role": "tool", "tool_call_id": id, "content": the tool's result}
+        to the messages.
 
-        `.finish_reason` is "tool_calls" where it ended in them.
+        `.finish_reason` is "tool_calls" if the answer ends with calls.
 
-        Raises as `generate`.
+        Raises the same errors as `generate`.
         """
         return collected(list(self.chat_stream(messages, **options)))
 
     def chat_stream(
         self, messages: Sequence[Message], **options: Unpack[ToolOptions]
     ) -> Generator[ChatDelta | Done, None, None]:
-        """`chat`, as it comes: a ChatDelta for each round, with `.content`, `.reasoning`, and `.tool_calls` that are complete with it; Done at
-        the end, whose `.content` is empty. Closing the iterator ends the request. Options and errors as in `chat`."""
+        """Stream a `chat`: a ChatDelta for each round, with `.content`, `.reasoning`, and the `.tool_calls` that it completes; then Done, with
+        an empty `.content`. Closing the iterator ends the request. Options and errors as in `chat`."""
         call = self._chats.call(messages, options)
         events = self.run_stream(call.request)
         try:
@@ -317,19 +318,19 @@ class Engine:
 
     @with_options
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generator[Delta | Done, None, None]:
-        """`generate`, as it comes: a pyspec.Delta for each round, with `.text` and `.tokens`, and pyspec.Done at the end, whose `.text` is empty.
+        """Stream a `generate`: a pyspec.Delta for each round, with `.text` and `.tokens`, then pyspec.Done, with an empty `.text`.
 
             for delta in engine.stream("Once upon a time", max_tokens=40):
                 print(delta.text, end="", flush=True)
 
-        prompt   text; token ids; chat messages; or what `request` made
+        prompt   text; token ids; chat messages; or a Request from `request`
 
-        Closing the iterator, or leaving the loop, ends the request. Raises as `generate`.
+        Closing the iterator, or leaving the loop, ends the request. Raises the same errors as `generate`.
         """
         return self.run_stream(self.request(prompt, **options))
 
     def run(self, request: Request) -> Result:
-        """Run a request to its end. Raises what it fails with."""
+        """Run a request to its end. Raises the request's error."""
         return collect(self.run_stream(request))
 
     def run_stream(self, request: Request) -> Generator[Delta | Done, None, None]:
@@ -376,13 +377,13 @@ class Engine:
         return_exceptions: bool = False,
         **options: Unpack[GenerateOptions],
     ) -> list[Result] | list[Result | PyspecError]:
-        """Run several prompts side by side, all with the same options; results stand in the order of the prompts.
+        """Run several prompts side by side with the same options. Results are in the order of the prompts.
 
         At most np run at once; the others wait here, not in the queue. Options are those of `generate`.
 
-        prompts            a list of what `generate` takes
-        progress           called with (ended, all) whenever one ends
-        return_exceptions  the error of one that fails stands in its place; else it is raised, and the others end
+        prompts            a list of prompts as for `generate`
+        progress           called with (ended, all) after each end
+        return_exceptions  put a failed prompt's error in its place; else raise it, and end the others
         """
         requests: list[Request | PyspecError] = []
         on_end = None if progress is None else callable_of("progress", progress)
@@ -397,31 +398,31 @@ class Engine:
         return several.run(self._submit, self.cancel, self.info.n_slot)
 
     def _submit(self, request: Request, sink: Callable[[Event], None]) -> str:
-        """`submit` for a caller that waits for what `sink` gets."""
+        """`submit` for a caller that waits for `sink`'s events."""
         self._refuse_listener()
         with self._says():
             return self.submit(request, sink)
 
     def _refuse_listener(self) -> None:
-        """Who is told on the engine's thread would wait there for what that thread has to say."""
+        """Refuse a call from a listener: on the engine's thread it would wait for itself."""
         if self.core.in_listener():
             raise RequestError(
                 "a listener can not wait for its own engine, which waits for the listener: use `submit` there, or another thread"
             )
 
     def save_slot(self, slot: int, path: str | Path) -> SlotReport:
-        """Write what the slot's last request left to a file: tokens, keys and values, states, the drafter's. Waits while the slot is busy.
+        """Write the text that the slot's last request left to a file: tokens, keys and values, states, the drafter's. Waits while the slot is busy.
 
-        A request that begins with those tokens goes on from them. Raises RequestError, or PyspecError if it can not be written.
+        A request that begins with those tokens continues from them. Raises RequestError, or PyspecError if the file can not be written.
         """
         return self._act(SlotAction("save", slot, slot_path(path)))
 
     def restore_slot(self, slot: int, path: str | Path) -> SlotReport:
-        """Bring back what `save_slot` wrote, for this model and drafter, into any slot. Raises BadSlotFile, RequestError."""
+        """Restore a file of `save_slot` into any slot, for the same model and drafter. Raises BadSlotFile, RequestError."""
         return self._act(SlotAction("restore", slot, slot_path(path)))
 
     def erase_slot(self, slot: int) -> SlotReport:
-        """Forget what requests in this slot have left."""
+        """Forget the content that requests in this slot have left."""
         return self._act(SlotAction("erase", slot))
 
     def _act(self, action: SlotAction) -> SlotReport:
@@ -452,7 +453,7 @@ class Engine:
             self.cancel(name)
 
     async def _asubmit(self, request: Request, sink: Callable[[Event], None]) -> str:
-        """Submit, after those of this event loop that came before and wait for room in the queue."""
+        """Submit, after earlier calls of this event loop that wait for room in the queue."""
         async with self._doors.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             for seconds in patience():
                 try:

@@ -1,4 +1,4 @@
-"""What programs give to the methods of Engine beside requests, held against what they may be before it goes further. No torch."""
+"""Checks the arguments of Engine's methods other than requests. No torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pyspec.config import EngineSettings
 from pyspec.errors import ConfigError, PyspecError, RequestError
 from pyspec.ranges import Real, shown
 
-NAME_CHARS = 4096  # of a path, as Linux has it
+NAME_CHARS = 4096  # longest path on Linux
 LIMIT = Real(0, threading.TIMEOUT_MAX)
 
 
 def path_of(name: str, path: object, error: type[PyspecError]) -> str:
-    """A path as text. Raises `error` for what can be none."""
+    """A path as text. Raises `error` for anything else."""
     if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str):
         raise error(f"{name} is {shown(path)}; want the path of a file, as text or a Path")
     if not text or "\0" in text or len(text) > NAME_CHARS:
@@ -30,33 +30,33 @@ def path_of(name: str, path: object, error: type[PyspecError]) -> str:
 
 
 def slot_path(path: object) -> str:
-    """The whole path of a slot's file. Raises RequestError."""
+    """The absolute path of a slot's file. Raises RequestError."""
     return str(Path(path_of("path", path, RequestError)).absolute())
 
 
 def callable_of(name: str, given: object) -> Callable[..., Any]:
-    """Something that can be called. Raises RequestError."""
+    """A callable. Raises RequestError."""
     if not callable(given):
         raise RequestError(f"{name} is {shown(given)}; want a function")
     return given
 
 
 def id_of(request_id: object) -> str:
-    """The id of a request, as `submit` gave it. Raises RequestError."""
+    """The id of a request, as `submit` returned it. Raises RequestError."""
     if not isinstance(request_id, str):
         raise RequestError(f"request_id is {shown(request_id)}; want what `submit` gave back")
     return request_id
 
 
 def prompts_of(prompts: object) -> list[Any]:
-    """Several prompts. Raises RequestError: of one text each letter would be a prompt."""
+    """A list of prompts. Raises RequestError for one text, because each letter would be a prompt."""
     if isinstance(prompts, str | bytes | bytearray | Mapping) or not isinstance(prompts, Iterable):
         raise RequestError(f"prompts is {shown(prompts)}; want a list of prompts (`generate` takes one)")
     return list(prompts)
 
 
 def limit_of(limit_s: object) -> float:
-    """Seconds to wait at most. Raises ConfigError."""
+    """Most seconds to wait. Raises ConfigError."""
     if flaw := LIMIT.flaw(limit_s):
         raise ConfigError(f"limit_s {flaw}")
     return float(limit_s)  # type: ignore[arg-type]  # it is a number

@@ -1,4 +1,4 @@
-"""Work of an engine that no caller waits for: its end when the last reference goes, and events on their way to a coroutine."""
+"""Work of an engine without a waiting caller: closing it with the last reference, and passing events to a coroutine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 
 
 def end_aside(core: Core) -> None:
-    """Nobody has the engine any more. This may be said on any thread, even the core's own, in the middle of anything: nothing waits."""
+    """Close an engine after its last reference is gone. This may run on any thread, even the core's own, so nothing waits."""
     with suppress(RuntimeError):  # the program ends, and the core with it
         threading.Thread(target=_end, args=([core],), name="pyspec-end", daemon=True).start()
 
 
 def _end(held: list[Core]) -> None:
-    """Close a core, and let go of it. Errors of coroutines hold what they passed through in circles, so that the core's processes would be there
-    until Python looks for those: it looks now."""
+    """Close a core and release it. Errors of coroutines hold their frames in reference cycles, which would keep the core's processes:
+    collect them now."""
     held.pop().close()
     gc.collect()
 
@@ -31,7 +31,7 @@ def _end(held: list[Core]) -> None:
 def to_loop(
     loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event], cancel: Callable[[str], None]
 ) -> Callable[[Event], None]:
-    """A listener that puts events where a coroutine of `loop` waits for them. Once the loop is closed nobody does: the request ends."""
+    """A listener that puts events into a queue of `loop`. If the loop is closed, it ends the request."""
 
     def on_event(event: Event) -> None:
         try:

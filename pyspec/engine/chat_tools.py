@@ -218,7 +218,7 @@ class Chats:
     recommended: SamplingParams | None = None
 
     def call(self, messages: Sequence[Message], options: Mapping[str, Any]) -> ChatCall:
-        """The chat as a request. Raises RequestError, ConfigError, BadTemplate."""
+        """Make a request of a chat. Raises RequestError, ConfigError, BadTemplate."""
         try:
             return self._call(messages, options)
         except RecursionError:

@@ -1,8 +1,8 @@
-"""What supervisor and engine process say to each other: plain data over a pair of sockets, one write a message.
+"""Messages between supervisor and engine process: plain data over a pair of sockets, one write a message.
 
 A round's events are one message. They come many times a second for every stream, so they travel as bare tuples, which pickle
-many times faster than objects; everything else is rare. Both ends are processes of the same program and the pipe is
-inherited, so what is unpickled is our own.
+many times faster than objects; everything else is rare. Both ends are processes of one program and inherit the sockets, so
+unpickling reads only our own data.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pyspec.request import (
 
 _HEAD = struct.Struct("<I")
 _KINDS = {Started: "s", Progress: "p", Delta: "d", Done: "e", Failed: "f"}
-SEND_BYTES = 1 << 20  # what may be under way: a parent that is at work for a while must not stall a round
+SEND_BYTES = 1 << 20  # bytes in transit: a busy parent must not stall a round
 
 
 # -- to the engine -----------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ SEND_BYTES = 1 << 20  # what may be under way: a parent that is at work for a wh
 
 @dataclass(frozen=True)
 class Load:
-    """The first message. `examined`: run every kernel alone and wait for it, so that the one that fails is named."""
+    """The first message. examined: run every kernel alone and wait for it, so that a failure names it."""
 
     path: Path
     settings: EngineSettings
@@ -57,7 +57,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Submit:
-    """`seed` is one that was drawn for the request if it names none: a second life draws the same."""
+    """Queue a request. seed: drawn for a request without one, so that another engine draws the same."""
 
     name: str
     request: Request
@@ -80,7 +80,7 @@ class Look:
 
 @dataclass(frozen=True)
 class ActOnSlot:
-    """Asks for SlotActed. Files are read and written by the engine: what a slot holds does not travel."""
+    """Asks for SlotActed. The engine reads and writes the file: a slot's content does not travel."""
 
     number: int
     action: SlotAction
@@ -91,7 +91,7 @@ class ActOnSlot:
 
 @dataclass(frozen=True)
 class LogLine:
-    """A record of the engine's log, to be handled as the parent's own. `fields`: what a JSON line has besides."""
+    """A record of the engine's log, for the parent's logger. fields: extra ones of a JSON line."""
 
     name: str
     level: int
@@ -102,7 +102,7 @@ class LogLine:
 
 @dataclass(frozen=True)
 class LoadStage:
-    """How far the load is: the stage, and how much of it is done."""
+    """Progress of the load: the stage, and its finished part."""
 
     stage: str
     fraction: float
@@ -117,7 +117,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class LoadRefused:
-    """It can not be loaded. `kernels`: modules of the op that was at work, if this engine is examined."""
+    """The engine can not be loaded. kernels: modules of the running op, if this engine is examined."""
 
     error: PyspecError
     kernels: tuple[str, ...] = ()
@@ -125,19 +125,19 @@ class LoadRefused:
 
 @dataclass(frozen=True)
 class Events:
-    """All that a round said, packed."""
+    """All events of a round, packed."""
 
     packed: Sequence[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Sent several times a second, whatever the engine is at.
+    """Sent several times a second, also during a round.
 
-    step_age  seconds the round under way has taken; 0: none is
-    expected  seconds it may take, by the longest so far and its rows; 0: there has been none to tell
-    metrics   now and then: what has been counted goes with the process
-    kernels   modules of the op that is at work, if this engine is examined
+    step_age  seconds of the current round so far; 0: none runs
+    expected  seconds it may take, from the longest so far and its rows; 0: unknown
+    metrics   sometimes: counters survive the process in its parent
+    kernels   modules of the running op, if this engine is examined
     """
 
     step_age: float = 0.0
@@ -165,7 +165,7 @@ class SlotActed:
 
 @dataclass(frozen=True)
 class Fatal:
-    """The engine ends. `kernels`: modules of the op that failed, if it is known which one did."""
+    """The engine ends. kernels: modules of the op that failed, if it is known."""
 
     error: PyspecError
     kernels: tuple[str, ...] = ()
@@ -205,7 +205,7 @@ def pack(event: Event) -> tuple[Any, ...]:
 
 
 def unpack(packed: tuple[Any, ...]) -> Event:
-    """The event that `pack` made a tuple of."""
+    """The event of a tuple from `pack`."""
     kind, *values = packed
     if kind == "d":
         request, tokens, text, logprobs, n_draft, n_accepted, timings = values
@@ -232,10 +232,10 @@ def _timings(values: tuple[Any, ...]) -> Timings:
 
 
 def portable(error: PyspecError) -> PyspecError:
-    """The error, or one that says the same if it does not survive the journey."""
+    """The error, or a PyspecError with its text if it can not be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - an error of somebody's own drafter, say
+    except Exception:  # noqa: BLE001 - an error class of another package, for example
         return PyspecError(str(error))
     return error
 
@@ -245,10 +245,10 @@ def portable(error: PyspecError) -> PyspecError:
 
 @dataclass(frozen=True)
 class LoadShare:
-    """The first message to a rank: what to load, as plain data, and the file where all of them meet.
+    """The first message to a rank: the share to load, and the file through which all ranks meet.
 
-    n_page, width   of the slots' memory (Description); dense: the dtype that matrices are unpacked to, or "" for packed
-    n_bytes         what it will take, by the plan; n_attention: of that, for partial sums of attention
+    n_page, width   of the slots' memory (Description); dense: the dtype of unpacked matrices, or "" for packed ones
+    n_bytes         planned memory; n_attention: of that, for partial sums of attention
     n_arena_page    of one sequence in a graph; 0: no graphs
     """
 
@@ -269,14 +269,14 @@ class LoadShare:
 
 @dataclass(frozen=True)
 class ShareState:
-    """How far a rank is: "joins" before it meets the others, "loaded", then "alive" several times a second."""
+    """A rank's progress: "joins" before it meets the others, "loaded", then "alive" several times a second."""
 
     state: str
 
 
 @dataclass(frozen=True)
 class ShareFailed:
-    """It ends itself."""
+    """The rank ends itself."""
 
     error: PyspecError
 
@@ -285,7 +285,7 @@ class ShareFailed:
 
 
 class Link:
-    """One end. `send` from any thread; `receive` from one. A message is read whole or not at all."""
+    """One end of a link. Call `send` on any thread, `receive` on one. A message is read whole or not at all."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
@@ -294,7 +294,7 @@ class Link:
         self._lock = threading.Lock()
 
     def send(self, message: object) -> None:
-        """Raises OSError if the other side is gone."""
+        """Send a message. Raises OSError if the other side is gone."""
         body = pickle.dumps(message, protocol=5)
         with self._lock:
             self._end.sendall(_HEAD.pack(len(body)) + body)
@@ -312,12 +312,12 @@ class Link:
         return pickle.loads(body) if len(body) == n else None
 
     def close(self) -> None:
-        """Both sides read an end. Safe while another thread is in `receive`."""
+        """Close the link; both sides then read its end. Safe while another thread is in `receive`."""
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()  # the file in `receive` keeps the descriptor until it has read the end
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of one link: the second one is the engine process's."""
+    """Two ends of one link; the second one is for the engine process."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,6 +1,6 @@
-"""What each option of a generation means, for `help()` and for docs/python.md. Types and defaults are read where they are declared.
+"""The meaning of each option of a generation, for `help()` and docs/python.md. Types and defaults come from the declarations.
 
-`with_options` adds the list to a method's docstring, so that help(Engine.generate) says all there is to know.
+`with_options` adds the list to a method's docstring, so that help(Engine.generate) is complete.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Option:
 
 
 def options() -> Iterator[tuple[str, list[Option]]]:
-    """Groups of options with their titles, in the order in which help shows them."""
+    """Groups of options with their titles, in the order of help."""
     named = {name for names in GROUPS.values() for name in names}
     for title, names in GROUPS.items():
         yield title, [_option(name) for name in names]

@@ -1,7 +1,7 @@
-"""What programs may give to `Engine.load` and to a generation, as types, so that type checkers find what is misspelt or of a wrong kind.
+"""The arguments of `Engine.load` and of a generation as types, so that type checkers find misspelt names and wrong kinds.
 
-The fields are those of `EngineSettings`, `Request` and `SamplingParams`, where legal values and defaults stand
-(tests/engine/test_options.py holds the lists against each other).
+The fields are those of `EngineSettings`, `Request` and `SamplingParams`, which define legal values and defaults
+(tests/engine/test_options.py compares the lists).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pyspec.request import Grammar, Request, SamplingParams, check_request
 
 Message = Mapping[str, object]
 Prompt = str | Sequence[int] | Sequence[Message] | Request
-"""Text, token ids, chat messages, or a request that was made of one of them."""
+"""Text, token ids, chat messages, or a request made of one of them."""
 
 
 class LoadOptions(TypedDict, total=False):
-    """Further settings of an engine: the fields of EngineSettings that `Engine.load` has no parameter for."""
+    """Further settings of an engine: the fields of EngineSettings without a parameter of `Engine.load`."""
 
     kv_pool: int
     page_size: int
@@ -113,7 +113,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class GrammarOptions(TypedDict, total=False):
-    """What the text has to match; one of them.
+    """The text's constraint; one of them.
 
     json_schema  a JSON Schema, as an object or as JSON text; {} is any JSON
     grammar      in llama.cpp's GBNF, or in lark
@@ -127,7 +127,7 @@ class GrammarOptions(TypedDict, total=False):
 
 
 class GenerateOptions(SamplingOptions, RequestOptions, GrammarOptions, total=False):
-    """All that a generation takes. `params` are values for the sampling options that are not given; without them those count that the
+    """All options of a generation. `params` has values for sampling options that are not given; without it the defaults are those that the
     model's file recommends (`engine.info.sampling`)."""
 
     params: SamplingParams | None
@@ -136,7 +136,7 @@ class GenerateOptions(SamplingOptions, RequestOptions, GrammarOptions, total=Fal
 def request_of(
     prompt: tuple[int, ...], options: Mapping[str, object], recommended: SamplingParams | None = None
 ) -> Request:
-    """A request for these token ids with the values of GenerateOptions. Raises ConfigError, RequestError.
+    """Make a request of token ids and GenerateOptions. Raises ConfigError, RequestError.
 
     recommended  sampling of a request that gives no `params`
     """
@@ -162,7 +162,7 @@ def request_of(
 
 
 def grammar_of(options: Mapping[str, object]) -> Grammar | None:
-    """The one of GrammarOptions that is given. Raises ConfigError."""
+    """The given one of GrammarOptions. Raises ConfigError."""
     said = {name: options[name] for name in GrammarOptions.__annotations__ if options.get(name) is not None}
     if len(said) > 1:
         raise ConfigError(f"{' and '.join(said)} are given; a text keeps to one of them")
@@ -186,7 +186,7 @@ def grammar_of(options: Mapping[str, object]) -> Grammar | None:
 
 
 def ids_of(prompt: Iterable[object], name: str = "prompt") -> tuple[int, ...]:
-    """Token ids as plain numbers, whatever kind of whole numbers they are. Raises RequestError."""
+    """Token ids of any integer type as plain numbers. Raises RequestError."""
     if isinstance(prompt, str | bytes | bytearray | Mapping) or not hasattr(prompt, "__iter__"):
         wanted = "text, token ids or messages" if name == "prompt" else "token ids"
         raise RequestError(f"{name} is {shown(prompt)}; want {wanted}")
@@ -199,14 +199,14 @@ def ids_of(prompt: Iterable[object], name: str = "prompt") -> tuple[int, ...]:
 def _id_of(token: object, name: str) -> int:
     try:
         if not isinstance(token, bool):
-            return operator.index(token)  # type: ignore[arg-type]  # what has no index is told below
+            return operator.index(token)  # type: ignore[arg-type]  # reported below
     except TypeError:
         pass
     raise RequestError(f"{name} is {shown(token)}; want a token id")
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raise RequestError for what is no chat: as over HTTP, and a message needs its content."""
+    """Check chat messages as over HTTP; each message needs its content. Raises RequestError."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise RequestError(f"messages is {shown(messages)}; want a list of messages (`generate` takes text)")
     if not messages:
@@ -222,7 +222,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def settings_of(values: Mapping[str, object]) -> EngineSettings:
-    """Settings, checked by their names as arguments. Raises ConfigError."""
+    """Settings from arguments, checked by name. Raises ConfigError."""
     for rule in rules_of(EngineSettings):
         if rule.name in values and (flaw := replace(rule, title=rule.name).flaw(values[rule.name])):
             raise ConfigError(flaw)
@@ -233,12 +233,12 @@ FLAGS = {r.title: r.name for r in rules_of(EngineSettings) if r.title.startswith
     "-m": "target",
     "-md": "draft",
 }
-"""Flags that messages name, and the arguments that are the same."""
+"""Flags that messages name, and the equal arguments."""
 _FLAG = re.compile(r"(?<![\w-])(--?[a-z][\w-]*)(?: (\d[\d.]*\b|full|packed|none))?")
 
 
 def with_arguments(message: str) -> str:
-    """A message for the command line as a program's author reads it: "-np 4" is "np=4"."""
+    """Translate a command-line message for a program's author: "-np 4" becomes "np=4"."""
 
     def name(found: re.Match[str]) -> str:
         flag, value = found.groups()

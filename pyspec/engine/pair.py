@@ -1,4 +1,4 @@
-"""The files that a name, or a path and a drafter, stand for."""
+"""Finds the files of a name, or of a path and a drafter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyspec.registry import is_spec_type
 
 
 def pair_of(target: str, draft: str | None, values: Mapping[str, object]) -> tuple[Path, EngineSettings]:
-    """The target's file, and settings that name the drafter's, of what `Engine.load` is given."""
+    """The target's file, and settings with the drafter's file, from the arguments of `Engine.load`."""
     path, paired = resolve(target)
     values = dict(values)
     if draft is None or is_spec_type(draft):

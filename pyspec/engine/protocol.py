@@ -1,4 +1,4 @@
-"""What runs requests, as `Engine` knows it: a thread of this process, or a process of its own."""
+"""The interface of an engine that `Engine` uses: a thread of this process, or another process."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pyspec.request import EngineInfo, Event, Metrics, Request, SlotAction, Slot
 
 
 class Core(Protocol):
-    """What runs requests: core.EngineCore in this process, supervisor.Supervisor with one in a process of its own."""
+    """Runs requests: core.EngineCore in this process, supervisor.Supervisor with a core in another one."""
 
     @property
     def info(self) -> EngineInfo: ...
 
     def submit(self, request: Request, sink: Callable[[Event], None]) -> str:
-        """Queue a request that has been checked; `sink` gets its events. Returns its name."""
+        """Queue a validated request; `sink` gets its events. Returns its name."""
         ...
 
     def cancel(self, name: str) -> None:
-        """End a request at the next round; a name that is not known is ignored."""
+        """End a request at the next round; unknown names are ignored."""
         ...
 
     def act_on_slot(self, action: SlotAction, on_answer: Callable[[SlotAnswer], None]) -> None:
-        """Save, restore or erase what a slot holds. `on_answer` gets what came of it, once, on any thread, and must not block."""
+        """Save, restore or erase a slot's content. `on_answer` gets the result once, on any thread, and must not block."""
         ...
 
     def slots(self) -> list[SlotInfo]:
-        """What each slot is at."""
+        """One row per slot."""
         ...
 
     def metrics(self) -> Metrics:
@@ -35,11 +35,11 @@ class Core(Protocol):
         ...
 
     def in_listener(self) -> bool:
-        """Whether this is a thread on which listeners are told: one that waits here waits for itself."""
+        """True on a thread that calls listeners: a call that waits there would wait for itself."""
         ...
 
     def alive(self) -> bool:
-        """Whether requests are taken."""
+        """True if requests are taken."""
         ...
 
     def state(self) -> str:
@@ -47,5 +47,5 @@ class Core(Protocol):
         ...
 
     def close(self, limit_s: float = ...) -> bool:
-        """Stop; running requests fail with Unavailable. False: something would not end within `limit_s`."""
+        """Stop; running requests fail with Unavailable. Returns False if something did not end within `limit_s`."""
         ...

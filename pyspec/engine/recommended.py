@@ -1,6 +1,6 @@
-"""Sampling that a model's file recommends, `general.sampling.*`: it is what requests get that do not say, where no flag does.
+"""Sampling that a model's file recommends, `general.sampling.*`: the defaults of requests, below flags.
 
-It is advice, so what is damaged in it is told and left out: the model is what it is without.
+A damaged value is reported and ignored, because it is only advice.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ KEYS = {
 }
 """llama.cpp's keys, and our fields."""
 SEQUENCE = "sequence"
-DECIMALS = 6  # llama.cpp reads so many: 0.6 in 32 bits is 0.6 again
+DECIMALS = 6  # as llama.cpp reads them: 0.6 in 32 bits is 0.6 again
 MOST_NAMES = 256  # characters
 
 
 def recommended(fields: Fields) -> SamplingParams:
-    """llama.cpp's defaults with what the file says in their place. Warns of what it says that means nothing."""
+    """llama.cpp's defaults, overridden by the file's values. Warns of invalid ones."""
     found: dict[str, Any] = {}
     rules = {rule.name: rule for rule in rules_of(SamplingParams)}
     for key, name in KEYS.items():
@@ -61,7 +61,7 @@ def recommended(fields: Fields) -> SamplingParams:
 
 
 def _number(said: object, *, is_whole: bool) -> float | int | None:
-    """A number out of any of a file's types, text among them, as llama.cpp takes it; None: it is none."""
+    """Parse a number of any type, also text, as llama.cpp does; None if it is none."""
     try:
         number = float(said) if isinstance(said, int | float | str) and not isinstance(said, bool) else None
     except (ValueError, OverflowError):
@@ -72,7 +72,7 @@ def _number(said: object, *, is_whole: bool) -> float | int | None:
 
 
 def _order(fields: Fields) -> tuple[str, ...] | None:
-    """The samplers that run, in their order; None: as always."""
+    """The samplers in their order; None: the default."""
     said = fields.metadata.get(PREFIX + SEQUENCE)
     if said is None:
         return None

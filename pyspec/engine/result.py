@@ -1,4 +1,4 @@
-"""What a finished request was, and many of them side by side. No torch."""
+"""Results of finished requests, and many requests side by side. No torch."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from pyspec.request import (
 Submit = Callable[[Request, Callable[[Event], None]], str]
 Cancel = Callable[[str], None]
 Progress = Callable[[int, int], None]
-"""Called with requests that have ended, and all of them."""
+"""Called with the number of requests that have ended, and of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """A finished generation.
 
-    tokens    those that are in `text` as a whole: not an end-of-generation token, and none that the stop string has a part in, which
-              `n_predicted` counts and deltas hold
-    logprobs  of `tokens`, if they were asked for
+    tokens    tokens that are in `text` as a whole: no end-of-generation token and no token of the stop string; `n_predicted` and
+              deltas include those
+    logprobs  of `tokens`, if requested
     """
 
     text: str
@@ -50,12 +50,12 @@ class Result:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """`finish` in the words of OpenAI's clients: "stop", "length"; "tool_calls" where a chat's answer ended in calls."""
+        """`finish` in the words of OpenAI's clients: "stop", "length", or "tool_calls" if a chat's answer ended with calls."""
         return finish_reason(self.finish)
 
 
 def collect(events: Iterable[Delta | Done]) -> Result:
-    """Put a request's deltas together."""
+    """Join a request's deltas."""
     text: list[str] = []
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
@@ -91,7 +91,7 @@ def patience() -> Iterator[float]:
 
 
 def submit_when_free(submit: Submit, request: Request, sink: Callable[[Event], None]) -> str:
-    """`submit`, which waits while the queue is full."""
+    """Call `submit`; wait while the queue is full."""
     for seconds in patience():
         try:
             return submit(request, sink)
@@ -101,9 +101,9 @@ def submit_when_free(submit: Submit, request: Request, sink: Callable[[Event], N
 
 
 class RequestSet:
-    """Requests that run side by side, so many at once; the others wait here, not in the queue.
+    """Requests that run side by side, a limited number at once; the others wait here, not in the queue.
 
-    keep_going  what one fails with stands in its place; else it is raised, and ends the others
+    keep_going  put a failed request's error in its place; else raise it, and end the others
     """
 
     def __init__(self, requests: Sequence[Request | PyspecError], progress: Progress | None, keep_going: bool) -> None:
@@ -111,11 +111,11 @@ class RequestSet:
         self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         self._received: list[list[Delta | Done]] = [[] for _ in requests]
         self._failed: dict[int, PyspecError] = {}
-        self._names: dict[int, str] = {}  # of those that run
+        self._names: dict[int, str] = {}  # of running ones
         self._n_done = 0
 
     def run(self, submit: Submit, cancel: Cancel, n_at_once: int) -> list[Result | PyspecError]:
-        """Run them all. What they gave, in their order."""
+        """Run all requests. Returns their results in order."""
         todo = deque(range(len(self.requests)))
         try:
             while todo or self._names:
@@ -129,7 +129,7 @@ class RequestSet:
         return [self._failed[i] if i in self._failed else collect(own) for i, own in enumerate(self._received)]
 
     def _begin(self, i: int, submit: Submit) -> bool:
-        """False if the queue is full, and one of ours will end first."""
+        """Submit request `i`. Returns False if the queue is full and one of ours will end first."""
         request = self.requests[i]
         try:
             if isinstance(request, PyspecError):

@@ -1,4 +1,4 @@
-"""Requests held against the loaded model before they are queued: what can never run is refused at once. No torch."""
+"""Validates requests against the loaded model before they are queued: one that can never run is refused at once. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPENING_MIN = 64  # tokens of a system prompt that are worth a checkpoint
 
 
 class Validator:
-    """Checks and completes requests. A prompt may have 100,000 tokens and this runs where others wait: no Python loops over it."""
+    """Checks and completes requests. No Python loops over the prompt: it may have 100,000 tokens, and other requests wait meanwhile."""
 
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer) -> None:
         self.info, self.bos = info, tokenizer.bos_id
@@ -29,7 +29,7 @@ class Validator:
         self._opening[opening] = True
 
     def check(self, request: Request) -> Request:
-        """The request as it is run. Raises RequestError if it never can be."""
+        """Return the request as it will run. Raises RequestError if it never can."""
         check_request(request)
         prompt, resumed = tuple(request.prompt), tuple(request.resumed)
         if not prompt:
@@ -60,7 +60,7 @@ class Validator:
         )
 
     def _grammar(self, grammar: Grammar | None) -> Grammar | None:
-        """What has been checked is not checked again: this may run where others wait."""
+        """A checked grammar is not checked again, because other requests wait meanwhile."""
         return grammar if grammar is None or grammar.kind == "compiled" else self.grammars.compiled(grammar)
 
     def _ids(self, tokens: tuple[int, ...], what: str) -> Ids:
@@ -72,10 +72,10 @@ class Validator:
 
 
 def turns(prompt: Ids, opening: NDArray[np.bool_]) -> tuple[int, int]:
-    """Prompt tokens before the second turn of a chat and before the last user turn, 0 if it is none. opening[token]: it may begin a turn.
+    """Prompt tokens before the second turn of a chat and before the last user turn; 0 for none. opening[token]: it may begin a turn.
 
-    The last such token begins the answer that the prompt asks for. Where the same one stands at the prompt's beginning, all turns begin with
-    it; else each role has its own, and what comes first ends where the next one follows on so much text that it is worth a checkpoint.
+    The last opening token begins the answer. If the prompt starts with the same one, all turns do. Otherwise each role has its own
+    token, and the first turn ends at the next one that follows on enough text for a checkpoint.
     """
     at = np.flatnonzero(opening[prompt])
     if len(at) < 2:

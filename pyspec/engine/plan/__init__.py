@@ -1,1 +1,1 @@
-"""What a load will allocate and ask of kernels, worked out before a byte is read."""
+"""Plans a load before a byte is read: its memory, and the kernels it will need."""

@@ -1,4 +1,4 @@
-"""The copy of the target's head that drafts read: whether there is one, of which type, and making it."""
+"""The copy of the target's head for drafts: whether to make one, its type, and making it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ AUTO_HEAD = GGMLType.Q4_0
 
 @dataclass(frozen=True)
 class HeadCopy:
-    """The target's head, and the type of the copy that drafts read."""
+    """The target's head, and the type of its copy."""
 
     info: TensorInfo
     to: GGMLType
 
 
 def plan_head(target: GGUFFile, draft: DraftPlan, wanted: str, *, is_streamed: bool) -> HeadCopy | None:
-    """The copy of the head that drafts go through; None for the target's own.
+    """Plan the copy of the head that drafts go through; None to use the target's own.
 
-    "auto" makes one where kernels read a large head once a draft (a chain): a block's drafts go through it together, and what
-    that saves is no more than what is accepted less (docs/log.md).
+    "auto" makes one if kernels read a large head once per drafted token (a chain). The drafts of a block share one read: a copy saves no
+    more there than it costs in acceptance (docs/log.md).
 
-    is_streamed  kernels read the head as it is packed: a CPU would read as many bytes of a copy as before
+    is_streamed  kernels read the packed head: on a CPU a copy has as many bytes to read
     """
     if wanted == "full" or (wanted == "auto" and not draft.needs.chained):
         return None
@@ -49,7 +49,7 @@ def plan_head(target: GGUFFile, draft: DraftPlan, wanted: str, *, is_streamed: b
 
 
 def make_head(output: Matrix, head: HeadCopy, device: torch.device) -> Matrix | None:
-    """The copy of `output`, or None where no kernel takes it."""
+    """Make the copy of `output`; None if no kernel takes it."""
     copy, to = coarse.coarse(output, head.info, head.to, device), head.to.name
     if copy is None:
         log.warning("drafts read the target's head as it is: no kernel here takes a copy in %s", to)

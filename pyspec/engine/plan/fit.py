@@ -1,4 +1,4 @@
-"""What fits a machine: the memory plan for numbers of slots and contexts, without loading a weight."""
+"""Fits a model to a machine: the memory plan for numbers of slots and contexts, without loading a weight."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pyspec.engine.plan.memory_plan import AssumedGpu, MemoryPlan, checkpoint_by
 
 SLOTS = (1, 2, 4, 8, 16, 32)
 ENOUGH = 32768  # tokens of a request that are worth more than another slot
-FEW = 4096  # tokens of a request with fewer of which a slot is of little use
+FEW = 4096  # a slot with fewer tokens is of little use
 
 
 @dataclass(frozen=True)
 class Fit:
-    """So many slots, the most tokens each may hold, and what that takes. n_ctx 0: not even the smallest fits."""
+    """A number of slots, the most tokens of each, and their memory. n_ctx 0: not even the smallest context fits."""
 
     np: int
     n_ctx: int
@@ -28,9 +28,9 @@ class Fit:
 class FitReport:
     """A model on a machine.
 
-    asked       the plan for the slots and tokens that were asked for, or are the default
+    asked       the plan for the given, or default, slots and tokens
     kv_per_slot, state_per_slot, draft_per_slot, checkpoint   bytes of one slot: pages, recurrent state, the drafter's, and of one checkpoint
-    usable      bytes that a plan may have: free memory less a reserve for others
+    usable      bytes for a plan: free memory less a reserve for other processes
     fits        for several numbers of slots, the largest context
     """
 
@@ -45,10 +45,10 @@ class FitReport:
     fits: tuple[Fit, ...]
 
     def best(self, np: int = 0, n_ctx: int = 0) -> Fit | None:
-        """The most slots, up to `np`, that hold a request as it should be. None: nothing fits.
+        """The most slots, up to `np`, with enough tokens each. None: nothing fits.
 
         np     0: up to 8
-        n_ctx  tokens that each has to hold; 0: with `np` a few thousand, else what a long chat has
+        n_ctx  tokens of each slot; 0: a few thousand if `np` is given, else those of a long chat
         """
         able = [f for f in self.fits if f.n_ctx and f.np <= (np or 8)]
         enough = n_ctx or min(FEW if np else ENOUGH, self.description.config.n_ctx_train)
@@ -57,7 +57,7 @@ class FitReport:
 
 
 def fit(path: Path, settings: EngineSettings, vram: int = 0) -> FitReport:
-    """Plan a load of `path`; `vram`: bytes free on a GPU that is not here. Raises what describing a load raises."""
+    """Plan a load of `path`. vram: bytes free on an assumed GPU. Raises the errors of `describe`."""
     d = widened(describe(path, settings, AssumedGpu(vram) if vram else None))
     usable = usable_bytes(d)
     one, two = (plan_memory(resized(d, np, d.n_ctx)) for np in (1, 2))
@@ -76,7 +76,7 @@ def fit(path: Path, settings: EngineSettings, vram: int = 0) -> FitReport:
 
 
 def _largest(d: Description, np: int, usable: int) -> Fit:
-    """The largest context that fits with so many slots, at most what the model was trained for."""
+    """The largest context that fits with `np` slots, at most the model's training length."""
 
     def planned(n_ctx: int) -> MemoryPlan:
         return here(d, plan_memory(resized(d, np, n_ctx)))

@@ -1,7 +1,7 @@
-"""How many tokens a request may hold where nobody says it: as many as fit beside the model, up to the length it was trained for.
+"""The default length of a request: as many tokens as fit beside the model, up to its training length.
 
-Slots share the memory evenly, so that all of them may run at once with requests that name no end: what a request may come to hold is
-promised to it before it begins. Speed goes before length: copies that would be made beside START_CTX (describe.py) tokens a slot stay.
+Slots share the memory evenly, so that all of them may run requests without a limit at once: a request's pages are promised before it
+starts. Speed goes before length: copies that would be made beside START_CTX (describe.py) tokens a slot stay.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from pyspec.engine.plan.memory_plan import RESERVE, MemoryPlan, room_on
 
 log = logging.getLogger(__name__)
 
-STEP = 256  # tokens that contexts are rounded to
-LEAST = 1024  # tokens of a request below which a load is refused with what would fit, rather than begun
+STEP = 256  # contexts are rounded to multiples
+LEAST = 1024  # a load with shorter requests is refused, with a suggestion that fits
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a plan may take of a device.
+    """Memory of a device for a plan.
 
-    usable  bytes; slots  of these at most for what slots hold, where others need the memory, too
+    usable  bytes; slots  most of these for slots' content, if others need the memory, too
     """
 
     usable: int
     slots: int
 
     def holds(self, plan: MemoryPlan) -> bool:
-        """Whether a plan fits."""
+        """True if a plan fits."""
         return plan.total <= self.usable and plan.kv + plan.state + plan.draft_kv <= self.slots
 
 
 def here(d: Description, plan: MemoryPlan) -> MemoryPlan:
-    """What is taken of one device: GPUs have a rank each, a CPU has all of them."""
+    """The plan's memory on one device: GPUs have a rank each, a CPU has all ranks."""
     return plan if d.is_cuda else plan.together(d.settings.tp)
 
 
 def usable_bytes(d: Description) -> int:
-    """What a plan may have of the device: free memory less a reserve for others."""
+    """Bytes of the device for a plan: free memory less a reserve for other processes."""
     return int(room_on(d.device, d.assumed) * (1 - RESERVE))
 
 
 def most_tokens(planned: Callable[[int], MemoryPlan], most: int, fits: Callable[[MemoryPlan], bool]) -> int:
-    """The most tokens whose plan fits: `most`, or a multiple of STEP below; 0 if there is none."""
+    """The most tokens whose plan fits: `most`, or a multiple of STEP below; 0 if none fits."""
     if fits(planned(most)):
         return most
     low, high = 0, -(-most // STEP)  # in steps: `low` fits, `high` does not
@@ -57,21 +57,19 @@ def most_tokens(planned: Callable[[int], MemoryPlan], most: int, fits: Callable[
 
 
 def widened(d: Description) -> Description:
-    """The same with as many tokens a request as fit, where none were asked for; the load is refused as it is if that is hardly any."""
+    """Set the length of a request to the most tokens that fit, if none is given. A plan for very few tokens is left for the load to refuse."""
     s, trained = d.settings, d.config.n_ctx_train
     if s.ctx:
         return d
     most = min(trained, MAX_CTX if s.kv_pool else max(d.n_ctx, MAX_POOL // s.np))
-    if (
-        s.kv_pool
-    ):  # its pages are there however long a request is: nobody is promised more than a share, or START tokens
+    if s.kv_pool:  # a fixed pool of pages: promise each slot its share, or START tokens
         most = min(most, max(d.n_ctx, d.n_page // s.np * s.page_size - d.n_overhang))
     first, usable = here(d, plan_memory(d)), usable_bytes(d)
     short = Room(usable, usable)
     rest = usable - first.total + first.kv + first.state + first.draft_kv
     room = (
         short if d.is_cuda else Room(usable, rest // 2)
-    )  # programs beside us, and files that are read, use the same memory
+    )  # other programs, and files that are read, use the same memory
 
     def planned(n_ctx: int) -> MemoryPlan:
         return here(d, plan_memory(resized(d, s.np, n_ctx)))

@@ -1,4 +1,4 @@
-"""Before a download: what a load would refuse, said by the heads of files that are not here, and what would fit instead."""
+"""Checks a model before its download, from the heads of its files: a load's refusals, and alternatives that fit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pyspec.gguf import has_head
 from pyspec.hub import Repository, heads_only, models_of, quant_of, shards_of
 from pyspec.hub.names import SHARD
 
-MOST_TRIES = 3  # files whose heads are looked at for one that fits
+MOST_TRIES = 3  # files whose heads are read for one that fits
 
 
 def look(plan: Plan, named: Named) -> str:
-    """Refuse a model that is not here, from its file's head: UnknownArchitecture, PairError and whatever else a load would raise. If it does not
-    fit, that is returned, with what would. "" if it fits, or if all its files are here: the load is told the same.
+    """Raise for a model that a load would refuse (UnknownArchitecture, PairError and others). If it does not fit, return that with an alternative;
+    "" if it fits, or if all its files are local, because the load reports the same.
 
     plan  the target's file and the settings of the load; called with downloads reduced to heads
     """
@@ -46,7 +46,7 @@ def look(plan: Plan, named: Named) -> str:
 
 @contextmanager
 def _without(folder: str) -> Iterator[None]:
-    """Errors name files as their repository does, not by the folder that their heads are in."""
+    """Errors name files as their repository does, without the folder of their heads."""
     try:
         yield
     except PyspecError as e:
@@ -55,13 +55,13 @@ def _without(folder: str) -> Iterator[None]:
 
 
 def instead(report: FitReport, named: Named) -> str:
-    """What would fit, in one sentence: fewer slots or tokens, another quantisation in the same repository, a smaller model of the catalogue."""
+    """One sentence with alternatives: fewer slots or tokens, another quantisation of the repository, a smaller model of the catalogue."""
     if (best := report.best()) is not None:
         return f"This fits: -np {best.np} -c {best.n_ctx}"
     try:
         if (other := smaller_quant(report, named)) is not None:
             return f"This fits, from the same repository: {other}"
-    except PyspecError:  # the repository is told no more, and the catalogue is here
+    except PyspecError:  # the repository is not available, but the catalogue is
         pass
     if (model := smaller_model(report.usable)) is not None:
         return f"No quantisation of it fits here; this model does: {model} (`pyspec models`)"
@@ -69,7 +69,7 @@ def instead(report: FitReport, named: Named) -> str:
 
 
 def smaller_quant(report: FitReport, named: Named) -> str | None:
-    """What to type for the largest other file of the repository that fits, found by its head. Raises PyspecError."""
+    """The argument for the largest other file of the repository that fits by its head. Raises PyspecError."""
     if not named.repository:
         return None
     there = Repository.open(named.repository)
@@ -86,7 +86,7 @@ def smaller_quant(report: FitReport, named: Named) -> str | None:
             continue
         try:
             other = fit(there.fetch(shards_of(name, there.names))[0], d.settings, report.free if d.assumed else 0)
-        except PyspecError:  # of types, say, that are not read
+        except PyspecError:  # of unsupported types, for example
             continue
         if (best := other.best()) is not None:
             more = "" if other.asked.total <= other.usable else f" -np {best.np} -c {best.n_ctx}"
@@ -95,7 +95,7 @@ def smaller_quant(report: FitReport, named: Named) -> str | None:
 
 
 def _models(sizes: dict[str, int]) -> Iterator[tuple[str, int]]:
-    """(file, bytes with all shards) of a repository's models, the largest first."""
+    """(file, bytes of all shards) of a repository's models, the largest first."""
     models = models_of(list(sizes))
     whole = {
         name: sum(sizes[shard] for shard in shards_of(name, models))
@@ -106,7 +106,7 @@ def _models(sizes: dict[str, int]) -> Iterator[tuple[str, int]]:
 
 
 def smaller_model(usable: int) -> str | None:
-    """The largest model of the catalogue that fits by what is known of it, with its quantisation; None if only the demo does."""
+    """The largest model of the catalogue that fits by its known size, with its quantisation; None if only the demo does."""
     able = [
         (entry.params, need.bytes, need.name)
         for entry in catalogue().values()

@@ -1,4 +1,4 @@
-"""The look at a file's head in a process of its own: a server stays without torch, and takes no memory of a GPU that its engine has planned for."""
+"""Checks a model's head in another process: a server stays without torch, and takes no GPU memory that its engine has planned for."""
 
 from __future__ import annotations
 
@@ -26,37 +26,39 @@ Plan = Callable[[], tuple[Path, EngineSettings]]
 
 @dataclass(frozen=True)
 class Named:
-    """How the model was named: of the catalogue (`model`, a quantisation may follow a colon), or in a repository (`repo`, likewise)."""
+    """A model's name: of the catalogue (`model`, perhaps with a colon and a quantisation), or of a repository (`repo`, likewise)."""
 
     model: str = ""
     repo: str = ""
 
     @property
     def repository(self) -> str:
-        """Where its file is; "" if that is here."""
+        """Its repository; "" for a local file."""
         entry = find(self.model) if self.model else None
         if entry is not None and entry.target is not None:
             return entry.target.repo
         return split_name(self.repo)[0] if self.repo else ""
 
     def with_quant(self, quant: str) -> str:
-        """What to type for another quantisation."""
+        """The argument for another quantisation."""
         return f"{self.model.partition(':')[0]}:{quant}" if self.model else f"-hf {self.repository}:{quant}"
 
 
 def looked(plan: Plan, named: Named, *, apart: bool) -> str:
-    """What `engine.look.look` says of a model, in a process of its own if `apart`; `plan` can be pickled then. Raises what it raises."""
+    """Call `engine.plan.look.look`, in another process if `apart`; `plan` must be picklable then. Raises the same errors."""
     if apart:
         return _asked(pickle.dumps((plan, named)))
     return _looked(plan, named)
 
 
 def _looked(plan: Plan, named: Named) -> str:
-    return str(import_module("pyspec.engine.plan.look").look(plan, named))  # by name: torch comes with it
+    return str(
+        import_module("pyspec.engine.plan.look").look(plan, named)
+    )  # imported by name, because torch comes with it
 
 
 def look_at_name(model: str, plan: Plan, *, apart: bool) -> None:
-    """For programs: refuse a name of the catalogue that does not run or fit here, before it is downloaded. Files go through. Raises PyspecError."""
+    """For programs: refuse a name of the catalogue that does not run or fit here, before its download. Paths pass. Raises PyspecError."""
     entry = lookup(model)
     if isinstance(entry, Entry) and entry.target is not None and entry.target.repo:
         entry.target.locate()
@@ -70,7 +72,7 @@ def _asked(question: bytes) -> str:
     done = subprocess.run(COMMAND, input=question, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
     try:
         found = pickle.loads(done.stdout)
-    except (EOFError, pickle.UnpicklingError):  # it was killed: the load will say what is wrong
+    except (EOFError, pickle.UnpicklingError):  # the process was killed: the load will report the problem
         log.warning("the look at the file's head ended with status %d", done.returncode)
         return ""
     if isinstance(found, PyspecError):
@@ -79,10 +81,10 @@ def _asked(question: bytes) -> str:
 
 
 def main() -> None:
-    """Read a plan and a name from stdin, write what is found to stdout."""
+    """Read a plan and a name from stdin, write the result to stdout."""
     plan, named = pickle.load(sys.stdin.buffer)
     out = sys.stdout.buffer
-    sys.stdout = sys.stderr  # for what others print
+    sys.stdout = sys.stderr  # other code may print
     try:
         found: str | PyspecError = _looked(plan, named)
     except PyspecError as e:

@@ -1,4 +1,4 @@
-"""The memory plan: what a load will take, shown before it happens and refused if the machine has less."""
+"""The memory plan: the memory of a load, shown before it happens and refused if the machine has less."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from pyspec.slots.parts import CacheSizes, LayerParts
 
 log = logging.getLogger(__name__)
 
-RESERVE = 0.04  # share of free memory left to everybody else
-CUDA_BYTES = 600 << 20  # of a process on a GPU before it holds anything: context, libraries, kernels
-PIECE_BYTES = 1 << 20  # torch has pieces of 2 MiB and more from the driver: lost of each, in the mean
-GRAPH_LOSS = 1.5  # of what a forward takes in a graph: results stay in the midst of it
-LIBRARY_BYTES = 860 << 20  # of NCCL, on each rank: what it keeps for its channels
+RESERVE = 0.04  # share of free memory left to other processes
+CUDA_BYTES = 600 << 20  # of a process on a GPU before it allocates anything: context, libraries, kernels
+PIECE_BYTES = 1 << 20  # mean loss per driver allocation: torch makes those in pieces of 2 MiB and more
+GRAPH_LOSS = 1.5  # factor on a forward's memory in a graph: results lie in its midst
+LIBRARY_BYTES = 860 << 20  # of NCCL's channels, on each rank
 
 
 def rank_bytes(n: int) -> int:
-    """More workspace, of each of `n` ranks on GPUs: what the library keeps, and what others send sums to (ops/peer_sum)."""
+    """Additional workspace of each of `n` ranks on GPUs: the library's, and buffers for sums from others (ops/peer_sum)."""
     return LIBRARY_BYTES + n * (17 << 20)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by purpose; NAMES has all of them, in the order in which people read them."""
+    """Bytes by purpose; NAMES has all purposes in display order."""
 
     weights: int
     kv: int  # parts that have pages
@@ -40,7 +40,7 @@ class MemoryPlan:
     draft_kv: int = 0
     draft_head: int = 0  # a coarse copy of the head, for drafts
     wide: int = 0  # f16 copies for wide batches
-    activations: int = 0  # what forwards take and give back
+    activations: int = 0  # temporary memory of forwards
     workspace: int = 0  # results that graphs keep, the GPU's own
 
     @property
@@ -49,17 +49,17 @@ class MemoryPlan:
 
     @property
     def of_others(self) -> MemoryPlan:
-        """Of any rank but the first, which has the drafter."""
+        """The plan of any rank but the first, which has the drafter."""
         return replace(self, draft_weights=0, draft_kv=0, draft_head=0)
 
     def together(self, n: int) -> MemoryPlan:
-        """Of all `n` ranks."""
+        """The plan of all `n` ranks together."""
         other = self.of_others
         return replace(self, **{x: getattr(self, x) + (n - 1) * getattr(other, x) for x in NAMES})
 
     @property
     def by_purpose(self) -> tuple[tuple[str, int], ...]:
-        """(purpose, bytes) of what takes any."""
+        """(purpose, bytes) of the purposes that need memory."""
         return tuple((name, n) for purpose, name in NAMES.items() if (n := getattr(self, purpose)))
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class AssumedGpu:
-    """A GPU that is not here, for a plan on paper: memory that is free on it, and what its kernels would be built for."""
+    """An assumed GPU, for a plan on paper: its free memory, and the architecture of its kernels."""
 
     free: int
     arch: str = "sm_90a"
@@ -98,7 +98,7 @@ def size(n: float) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on the device."""
+    """Memory that can still be allocated on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
@@ -121,23 +121,23 @@ def memory_bytes(layers: Sequence[LayerParts], sizes: CacheSizes) -> tuple[int, 
 
 
 def checkpoint_bytes(layers: Sequence[LayerParts], sizes: CacheSizes) -> int:
-    """Bytes of one checkpoint of a slot, at most; `memory_bytes` counts one for every slot."""
+    """Most bytes of one checkpoint of a slot; `memory_bytes` counts one for every slot."""
     return sum(part.saved_bytes(sizes) for layer in layers for part in layer.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardSizes:
-    """What the memory of forwards depends on.
+    """The sizes that determine the memory of forwards.
 
     n_row       rows of the largest forward: gate and up in f32, their product in f16, a few rows of the residual stream
-    graph_rows  rows of all graphs together: their logits, hidden states and taps stay at fixed places
+    graph_rows  rows of all graphs together: their logits, hidden states and taps have fixed places
     graph_most  rows of the largest of them
     prompt_rows  the same of graphs of prompts, which have logits of one row
-    large_rows  rows of the largest verify or draft that no graph holds: its logits are taken and given back
-    n_column    columns of logits that this rank makes; of one rank all
-    shared_rows rows of which several ranks bring their logits together at most: as they come, and side by side
+    large_rows  rows of the largest verify or draft outside graphs: its logits are temporary
+    n_column    columns of this rank's logits; of one rank all
+    shared_rows most rows whose logits several ranks gather: as received, and side by side
     n_hidden    width of the hidden states that graphs keep
-    n_held      rows whose taps a drafter keeps for later; they are gathered once more when their time comes
+    n_held      rows whose taps a drafter keeps for later; they are gathered once more when it reads them
     key_bytes   keys and values of one layer and slot: a prompt's attention gathers them from their pages, as f16
     """
 
@@ -158,38 +158,38 @@ class ForwardSizes:
 
 
 def workspace_bytes(s: ForwardSizes, *, cuda: bool) -> tuple[int, int]:
-    """(activations, workspace): what forwards need besides weights and slots."""
+    """(activations, workspace): memory of forwards besides weights and slots."""
     row = row_bytes(s.n_ff, s.n_embd)
     activations = s.n_row * (row + s.n_tap * s.n_embd * 4)
     activations += (s.large_rows + 2 * s.shared_rows) * 4 * s.n_vocab
     results = s.graph_rows * 4 * s.n_column + (s.graph_rows + s.prompt_rows) * 4 * (s.n_hidden + s.n_tap * s.n_embd)
-    # and what they take meanwhile, apart from what others do
+    # and the temporary memory of each graph, apart from the others'
     results += int(GRAPH_LOSS * (s.graph_most + (PROMPTS[-1] if s.prompt_rows else 0)) * row)
     held = 2 * s.n_held * s.n_tap * s.n_embd * 4
     return activations + held + (s.key_bytes if cuda else 0), results + (CUDA_BYTES if cuda else 0)
 
 
 def used_bytes(device: torch.device) -> int:
-    """Memory that is taken on a GPU, by whomever."""
+    """Memory in use on a GPU, by all processes."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
 
 def memory_snapshot(device: torch.device) -> tuple[int, int, int]:
-    """Bytes of a GPU that are taken: by whomever, by this process's allocator, by its tensors."""
+    """Bytes in use on a GPU: by all processes, by this process's allocator, by its tensors."""
     return used_bytes(device), torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
 
 
 def growth(before: tuple[int, int, int], device: torch.device) -> str:
-    """What has been taken since, and by whom."""
+    """The memory taken since, by owner."""
     used, kept, held = (now - then for now, then in zip(memory_snapshot(device), before, strict=True))
     return f"{size(used)} (tensors {size(held)}, kept for tensors {size(kept - held)}, others {size(used - kept)})"
 
 
 def pick_dense(file: GGUFFile, device: torch.device, wanted: str) -> torch.dtype | None:
-    """The dtype matrices are unpacked to, or None to keep them packed.
+    """The dtype that matrices are unpacked to, or None to keep them packed.
 
-    CPUs have no product with packed blocks, so unpacked wins wherever it fits. GPUs keep them packed for the kernels.
+    CPUs have no product with packed blocks, so unpacked wins if it fits. GPUs keep them packed for the kernels.
     """
     if wanted == "packed" or (wanted == "auto" and device.type == "cuda"):
         return None
@@ -201,14 +201,14 @@ def pick_dense(file: GGUFFile, device: torch.device, wanted: str) -> torch.dtype
 
 
 def room_on(device: torch.device, assumed: AssumedGpu | None) -> int:
-    """Memory that can be taken on the device, or on the one that is assumed."""
+    """Memory that can be allocated on the device, or on the assumed one."""
     return free_bytes(device) if assumed is None else assumed.free
 
 
 def with_copies(
     plan: MemoryPlan, n_bytes: int, device: torch.device, wanted: str, assumed: AssumedGpu | None = None
 ) -> MemoryPlan:
-    """The plan with f16 copies for wide batches, where a GPU has memory to spare and nobody asked for `packed`."""
+    """Add f16 copies for wide batches, if a GPU has memory to spare and `packed` is not set."""
     if device.type != "cuda" or wanted != "auto" or plan.total + n_bytes > 0.85 * room_on(device, assumed):
         return plan
     return replace(plan, wide=n_bytes)
@@ -217,7 +217,7 @@ def with_copies(
 def with_head(
     plan: MemoryPlan, n_bytes: int, device: torch.device, wanted: str, assumed: AssumedGpu | None = None
 ) -> MemoryPlan:
-    """The plan with a coarse copy of the head, unless nobody asked for it and there is no memory for it."""
+    """Add a coarse copy of the head, if memory suffices or it was asked for."""
     more = replace(plan, draft_head=n_bytes)
     if wanted == "auto" and more.total > room_on(device, assumed) * (1 - RESERVE):
         return plan
@@ -225,7 +225,7 @@ def with_head(
 
 
 def check_fit(plan: MemoryPlan, device: torch.device, *, n_slot: int, n_ctx: int, packed: bool) -> None:
-    """Refuse a plan that is larger than the device, and say which flags would make it fit."""
+    """Refuse a plan that is larger than the device, and name the flags that would make it fit."""
     free = free_bytes(device)
     log.info("memory plan: %s; %s free on %s", plan, size(free), device)
     if plan.total <= free * (1 - RESERVE):
