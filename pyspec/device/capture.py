@@ -1,4 +1,4 @@
-"""Before the first round: capture the graphs of every batch size, and own the memory that forwards will ask for."""
+"""Before the first round: capture the graphs of every batch size, and reserve the memory of forwards."""
 
 from __future__ import annotations
 
@@ -14,51 +14,53 @@ from pyspec.slots.batch import Seq, lay_out
 
 log = logging.getLogger(__name__)
 
-N_SMALL = 32  # pieces of half a megabyte, for tensors below that
+N_SMALL = 32  # pieces of half a megabyte, for smaller tensors
 
 
 def hold(device: torch.device, n_bytes: int) -> None:
-    """Have the GPU's allocator own so many bytes in one piece, free for whoever asks, and a few small pieces.
+    """Reserve `n_bytes` in one piece of the GPU allocator's memory, and a few small pieces.
 
-    Forwards of prompts allocate as they are cut, each time a little differently; from one large piece they all get what
-    they need, without it the allocator would sooner or later go back to the driver for a size it has not kept.
+    Forwards of prompts allocate differently for each chunk. One large piece serves them all; without it the allocator would at times have
+    to ask the driver for a size that it has not kept.
     """
     if device.type != "cuda":
         return
-    torch.cuda.empty_cache()  # pieces of other sizes, of forwards before
+    torch.cuda.empty_cache()  # frees pieces of other sizes, from earlier forwards
     try:
         pieces = [torch.empty(512 << 10, dtype=torch.uint8, device=device) for _ in range(N_SMALL)]
         pieces.append(torch.empty(n_bytes, dtype=torch.uint8, device=device))
         del pieces
-    except torch.OutOfMemoryError:  # of a card that is shared, say: then they are had when they are needed
+    except torch.OutOfMemoryError:  # a shared card, for example: forwards then allocate as they run
         log.info("the GPU has no %.2f GiB in one piece", n_bytes / (1 << 30))
 
 
 def _capture_prompts(worker: Worker, arena: Arena, most: int) -> None:
-    """Of prompts that stand alone: a thousand launches one by one take the host longer than some devices need for them. They are captured with
-    all rows that they have room for, since the host's numbers stay as they are in a graph; `most`: rows of the longest."""
+    """Capture graphs of single prompts: launching a thousand kernels one by one takes the host longer than some devices need to run them.
+
+    Each is captured at its full number of rows, because a graph keeps the host's numbers. most: rows of the longest.
+    """
     try:
         for n_row in (rows for rows in reversed(PROMPTS) if rows <= most):
             arena.prompts.add(n_row)
             for _ in range(2):
                 seq = Seq(0, 0, [0] * n_row, keep=True, n_out=1)
                 worker.forward(lay_out(worker.table, [seq], worker.device, arena=arena))
-    except Exception:  # another library's attention may not be one that a graph holds: prompts are slower, no more
+    except Exception:  # another library's attention may not support graphs; prompts are then only slower
         log.exception("prompts run without graphs")
         arena.prompts.clear()
 
 
 @torch.inference_mode()
 def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0, n_beside: int = 0) -> None:
-    """Capture the graphs of every batch size now. Forwards on empty slots change nothing that anybody reads.
+    """Capture the graphs of every batch size. These forwards run on empty slots, and their results are not used.
 
-    Those of most rows come first (cuda/graph.py). A graph is captured at the second call, and its kernels are picked for the widths it is captured with: rows are
-    shared out evenly. `n_prompt_row`: rows of the largest forward of prompts; n_beside: of one in which somebody decodes; n_bytes: see `hold`.
+    The largest come first (cuda/graph.py). A graph is captured at the second call, and kernels are chosen for the captured widths: rows are
+    split evenly. n_prompt_row: rows of the largest forward of prompts; n_beside: of one with decoding slots; n_bytes: see `hold`.
     """
     table, needs, device = worker.table, worker.needs, worker.device
     slots, width = table.slots, max(needs.n_draft + 1, needs.overhang)
     if worker.arena is None or table.n_page < len(slots) * table.pages_for(width):
-        return  # no graphs, or a pool too small to try them all: they are captured as they come
+        return  # no graphs, or too few pages to try them all: they are captured at their first use
     shapes = sorted(
         graph_shapes(len(slots), needs.n_draft + 1, singles=needs.late, most=worker.arena.n_row), reverse=True
     )
@@ -73,14 +75,14 @@ def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0, n_beside: int =
     if worker.target.captures_prompts and device.type == "cuda":
         _capture_prompts(worker, worker.arena, min(n_prompt_row, table.n_row // len(slots)))
     worker.forward.seal()
-    # prompts: what they need is allocated, and libraries have loaded what they multiply with, before the first user comes
+    # Run prompts once: their memory is allocated, and libraries are loaded, before the first request.
     hold(device, n_bytes)
     n_row = min(n_prompt_row, table.n_row // len(slots))
     while n_row > BUCKETS[-1]:
         worker.forward(lay_out(table, [Seq(0, 0, [0] * n_row, keep=True, n_out=1)], device))
         n_row //= 2
     n_row = min(n_beside - 1, table.n_row // len(slots))
-    if len(slots) > 1 and n_row > BUCKETS[-1]:  # beside who decodes, a prompt goes other ways
+    if len(slots) > 1 and n_row > BUCKETS[-1]:  # beside a decoding slot, a prompt takes other kernels
         seqs = [Seq(0, 0, [0] * n_row, keep=True, n_out=1), Seq(1, 0, [0], n_out=1)]
         for _ in range(2):
             worker.forward(lay_out(table, seqs, device))

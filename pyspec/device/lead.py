@@ -1,9 +1,8 @@
-"""How the first rank has the others do what it does: each thing that a device is told is also told to them, as plain integers.
+"""The first rank leads the others: it mirrors each command to its device to them, as plain integers.
 
-A rank runs its share of the model and keeps its share of the slots' memory, and decides nothing: which rows run, in which pages they
-stand and what is kept comes from the first one, in the order in which that does it itself. What the ranks' tensors have to
-do with each other is in the model (cuda/collective.py). Drafters run on the first rank alone; but for the head of a block's drafts, which
-all ranks read, each its own part.
+A rank runs its share of the model, keeps its share of the slots' memory, and decides nothing. Rows, pages and checkpoints come from the
+first rank, in its order. The exchange of tensors is part of the model (cuda/collective.py). Drafters run on the first rank alone, except
+for the head of a block's drafts: each rank reads its part of it.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from pyspec.slots.round import ALL, LogitsNeed, Round
 from pyspec.slots.states import to_host
 from pyspec.slots.table import Slot, SlotTable
 
-# -- what ranks are told -----------------------------------------------------------------------------------------
+# -- commands ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,8 @@ class RunForward:
     """A forward over these rows, in these pages.
 
     in_arena  a graph may hold it
-    is_moved  the first rank's device has moved the rows on since they were laid out: they come from its memory
-    reads     whether all ranks' logits are brought together; else the first one knows each row's best token and no more
+    is_moved  the first rank's device has moved the rows since they were laid out: receive them from its memory
+    reads     gather the logits of all ranks; else the first rank gets each row's best token only
     """
 
     seqs: tuple[Seq, ...]
@@ -59,19 +58,19 @@ class RunForward:
 
 @dataclass(frozen=True, slots=True)
 class HeadBest:
-    """The best tokens of so many rows, which the first one has, by what each rank has of the head."""
+    """Find the best tokens of `n_row` rows of the first rank, with each rank's part of the head."""
 
     n_row: int
 
 
 @dataclass(frozen=True, slots=True)
 class SealGraphs:
-    """No more are captured."""
+    """Capture no more graphs."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoldSlot:
-    """So many recorded rows go into the slot's state."""
+    """Fold `n_fold` recorded rows into the slot's state."""
 
     slot: int
     n_fold: int
@@ -79,14 +78,14 @@ class FoldSlot:
 
 @dataclass(frozen=True, slots=True)
 class ResetSlot:
-    """A new sequence."""
+    """Start a new sequence in a slot."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPage:
-    """Page `old` of all that has pages to page `new`."""
+    """Copy page `old` of every paged part to page `new`."""
 
     new: int
     old: int
@@ -94,7 +93,7 @@ class CopyPage:
 
 @dataclass(frozen=True, slots=True)
 class KeepState:
-    """A checkpoint of a slot, to be known by its number."""
+    """Take a checkpoint of a slot under this number."""
 
     number: int
     slot: int
@@ -103,7 +102,7 @@ class KeepState:
 
 @dataclass(frozen=True, slots=True)
 class RestoreState:
-    """That checkpoint, into any slot."""
+    """Restore this checkpoint into a slot."""
 
     number: int
     slot: int
@@ -111,28 +110,28 @@ class RestoreState:
 
 @dataclass(frozen=True, slots=True)
 class ReadPages:
-    """What all ranks have in these pages goes to the first one."""
+    """Send these pages to the first rank."""
 
     pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WritePages:
-    """What the first one has of all ranks' goes into these pages."""
+    """Receive these pages from the first rank."""
 
     pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadState:
-    """That checkpoint goes to the first one."""
+    """Send this checkpoint to the first rank."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class MakeState:
-    """A checkpoint that the first one has of all ranks, to be known by its number."""
+    """Receive a checkpoint from the first rank under this number."""
 
     number: int
     n_past: int
@@ -140,7 +139,7 @@ class MakeState:
 
 @dataclass(frozen=True, slots=True)
 class DropStates:
-    """Nobody needs these checkpoints any more."""
+    """Forget these checkpoints."""
 
     numbers: tuple[int, ...]
 
@@ -155,7 +154,7 @@ Send = Callable[[Command], None]
 
 
 class KeptElsewhere:
-    """The other ranks' part of a checkpoint: it goes there when it goes here."""
+    """The other ranks' part of a checkpoint, freed together with the first rank's."""
 
     __slots__ = ("__weakref__", "number")
 
@@ -164,26 +163,26 @@ class KeptElsewhere:
 
 
 class Leader:
-    """Implements `Lead`, and hands on what else ranks have to hear.
+    """Implements `Lead`, and sends commands to the other ranks.
 
-    moved   where the next forward's batch lies, if only our device knows its rows
+    moved   memory of the next forward's batch, if only the device knows its rows
     """
 
     def __init__(self, send: Send, ranks: Collective) -> None:
         self._send, self.ranks = send, ranks
         self.moved: Tensor | None = None
-        self._dropped: deque[int] = deque()  # on whatever thread a checkpoint goes
+        self._dropped: deque[int] = deque()  # filled on the thread that frees a checkpoint
         self._n_kept = 0
-        self._is_running = False  # a forward of which the others know
+        self._is_running = False  # a forward that the others run, too
 
     def send(self, command: Command) -> None:
-        """To all other ranks, in order."""
+        """Send a command to all other ranks, in order."""
         if self._dropped:
             self._send(DropStates(tuple(self._dropped.popleft() for _ in range(len(self._dropped)))))
         self._send(command)
 
     def keep(self) -> KeptElsewhere:
-        """A number for a checkpoint that the others are told to take."""
+        """A number for a checkpoint that the others will take."""
         self._n_kept += 1
         kept = KeptElsewhere(self._n_kept)
         weakref.finalize(kept, self._dropped.append, kept.number).atexit = False
@@ -191,7 +190,7 @@ class Leader:
 
     @contextmanager
     def together(self, command: Command) -> Iterator[None]:
-        """Have the others do what we do meanwhile: what fails here is the end of all of them, since nothing but our part in it lets them go on."""
+        """Have the others run a command beside the body. An exception in the body ends all ranks, because they wait for its part."""
         self.send(command)
         try:
             yield
@@ -208,7 +207,7 @@ class Leader:
         taps: Sequence[int],
         reads: LogitsNeed = ALL,
     ) -> Out:
-        """On every rank. Logits are brought together behind what `run` does, in which a graph may hold the rest."""
+        """Run a forward on every rank. Logits are gathered after `run`, which a graph may hold."""
         if self._is_running:
             return run(batch, taps)
         is_moved, in_arena = self.moved is not None, batch.bucket is not None
@@ -223,7 +222,7 @@ class Leader:
                 self._is_running = False
 
     def best(self, head: Gathered, rows: Tensor) -> Tensor:
-        """[row] int64: the best token of each of our rows [row, n_embd] f32, found by all ranks: drafters' rows are there on this one alone."""
+        """[row] int64: the best token of each row [row, n_embd] f32 of a drafter, found by all ranks. Only this rank has the rows."""
         assert rows.dtype == torch.float32
         rows = rows.contiguous()
         with self.together(HeadBest(len(rows))):
@@ -232,7 +231,7 @@ class Leader:
 
 
 class TpMemory(Memory):
-    """The first rank's memory: what is done to it is done to the others' as well."""
+    """The first rank's memory. It mirrors its methods to the other ranks."""
 
     is_whole = False
 
@@ -246,7 +245,7 @@ class TpMemory(Memory):
         super().reset(slot)
 
     def checkpoint(self, slot: int, n_past: int) -> Checkpoint:
-        """On every rank; ours knows of the others'."""
+        """On every rank; the result refers to the others' parts."""
         kept = self.leader.keep()
         self.leader.send(KeepState(kept.number, slot, n_past))
         saved = super().checkpoint(slot, n_past)
@@ -300,7 +299,7 @@ class TpMemory(Memory):
 
 
 class TpGraphs(Graphed[Out]):
-    """The first rank's forwards, in graphs or not: the others hear of each before it begins, and have graphs of their own."""
+    """The first rank's forwards, with or without graphs. The others learn of each before it starts, and have graphs of their own."""
 
     def __init__(self, worker: Worker, leader: Leader) -> None:
         super().__init__(worker.run, by_single=worker.needs.late)
@@ -320,7 +319,7 @@ class TpWorker(Worker):
     """The first rank's worker."""
 
     def launch_behind(self, before: Launched, round_: Round) -> Launched | None:
-        """Where the batch lies in the arena: what our device makes of it goes to the others from there."""
+        """Launch a round whose batch is in the arena, from which the others receive the rows that the device fills in."""
         assert isinstance(self.memory, TpMemory)
         n_page, widths = max(map(len, round_.pages), default=0), [seq.width for seq in round_.seqs]
         if self.arena is None or self.arena.bucket(widths) is None or n_page > self.arena.n_page:
@@ -333,22 +332,22 @@ class TpWorker(Worker):
             leader.moved = None
 
     def results(self, batch: Batch, reads: LogitsNeed) -> Out:
-        """Without the logits, where nobody reads them."""
+        """Results without logits, if the host does not read them."""
         assert isinstance(self.forward, TpGraphs)
         return self.forward(batch, reads)
 
     def keeps_logits(self, reads: LogitsNeed) -> bool:
-        """What was brought together has a place of its own."""
+        """Gathered logits have a place of their own."""
         return False
 
     def use(self, drafter: Drafter | None) -> None:
-        """Forwards go through the leader."""
+        """Route forwards through the leader."""
         super().use(drafter)
         assert isinstance(self.memory, TpMemory)
         self.forward = TpGraphs(self, self.memory.leader)
 
     def leave(self) -> None:
-        """Let go of the other ranks; nothing is run after that. Graphs go first, for the sums in them."""
+        """Let go of the other ranks; nothing runs after that. Graphs go first, because they contain sums."""
         assert self.target.ranks is not None and isinstance(self.forward, TpGraphs)
         self.forward.forget()
         self.target.ranks.leave()
@@ -364,20 +363,20 @@ class TpWorker(Worker):
 
 
 class Follower:
-    """Any other rank: it does what it is told, in order.
+    """Any other rank: it runs commands in order.
 
-    table  for the arithmetic of pages alone: who sits where is known to the first rank
-    arena  where batches lie that the first rank has in its own: they are padded alike, in a graph or not
+    table  for the arithmetic of pages only: the first rank knows the slots' requests
+    arena  place of batches that the first rank has in its arena: they are padded alike, in a graph or not
     """
 
     def __init__(self, target: Target, memory: Memory, table: SlotTable, arena: Arena | None = None) -> None:
         self.target, self.memory, self.table, self.arena = target, memory, table, arena
-        self._graphs: dict[tuple[int, ...], Graphed[Out]] = {}  # by what they tap
+        self._graphs: dict[tuple[int, ...], Graphed[Out]] = {}  # by their taps
         self._kept: dict[int, Checkpoint] = {}
 
     @torch.inference_mode()
     def obey(self, command: Command) -> None:
-        """Do one thing."""
+        """Run one command."""
         if isinstance(command, RunForward):
             self._forward(command)
         elif isinstance(command, HeadBest):
@@ -428,7 +427,7 @@ class Follower:
     def _of_states(self, command: OfStates) -> None:
         ranks = self.target.ranks
         assert ranks is not None
-        if isinstance(command, KeepState):  # on the host: the first rank counts those of its device alone
+        if isinstance(command, KeepState):  # on the host: the first rank's budget counts its own device only
             self._kept[command.number] = to_host(self.memory.checkpoint(command.slot, command.n_past))
         elif isinstance(command, RestoreState):
             self.memory.restore(command.slot, self._kept[command.number])

@@ -1,6 +1,6 @@
-"""What the ranks keep of a slot, brought together on the first of them and dealt out again (images of slots: engine/loop/slot_image.py).
+"""Gathers a slot's memory of all ranks on the first one, and distributes it again (images of slots: engine/loop/slot_image.py).
 
-Every rank runs the same function at the same time. Ranks have tensors of the same shapes, since they have as many heads each.
+Every rank runs the same function at the same time. All ranks have tensors of the same shapes, because they have equally many heads.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pyspec.slots.memory import Memory, planes_of
 
 
 def gather_pages(memory: Memory, ranks: Collective, page_size: int, pages: Sequence[int]) -> Iterator[Sequence[Tensor]]:
-    """Of each plane these pages [page, row, *dims], of every rank."""
+    """Yield, for each plane, these pages [page, row, *dims] of every rank."""
     for plane in planes_of(memory.paged, page_size):
         yield ranks.gather(plane[torch.tensor(pages, dtype=torch.int64, device=plane.device)])
 
 
 def gather_state(ranks: Collective, tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Each tensor of a checkpoint, of every rank."""
+    """Yield each tensor of a checkpoint, of every rank."""
     for t in tensors:
         yield ranks.gather(t.to(ranks.device))
 
@@ -29,14 +29,14 @@ def gather_state(ranks: Collective, tensors: Sequence[Tensor]) -> Iterator[Seque
 def deal_pages(
     memory: Memory, ranks: Collective, page_size: int, pages: Sequence[int], content: Iterator[Tensor] | None
 ) -> None:
-    """What `gather_pages` gave, on the host, into these pages of every rank. content: on the first one alone."""
+    """Write the result of `gather_pages`, in host memory, into these pages of every rank. content: on the first rank only."""
     for plane in planes_of(memory.paged, page_size):
         at = torch.tensor(pages, dtype=torch.int64, device=plane.device)
         plane.index_copy_(0, at, ranks.deal(content, plane.new_empty(len(pages), *plane.shape[1:])))
 
 
 def deal_state(memory: Memory, ranks: Collective, n_past: int, content: Iterator[Tensor] | None) -> list[Tensor]:
-    """What `gather_state` gave of a checkpoint at `n_past` tokens, as this rank has it. content: on the first one alone."""
+    """This rank's part of a checkpoint at `n_past` tokens from `gather_state`. content: on the first rank only."""
     return [
         ranks.deal(content, torch.empty_like(t, memory_format=torch.contiguous_format))
         for t in memory.saved_like(n_past)

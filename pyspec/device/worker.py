@@ -1,6 +1,6 @@
-"""The worker: all that one device does for a round. It runs what it is told and decides nothing.
+"""The worker runs the rounds of one device and decides nothing.
 
-It owns the target with its memory, the drafter, and the graphs of their forwards. Results have places of their own until the
+It owns the target with its memory, the drafter, and the graphs of their forwards. Results are copied to places of their own until the
 host reads them, so that the next round may be launched meanwhile.
 """
 
@@ -36,12 +36,12 @@ NO_NEEDS = Needs(0)
 
 @dataclass(slots=True)
 class Launched:
-    """A forward that is under way.
+    """A launched forward.
 
-    best      `Out.best` on the host once `done` says so; None on devices that give none
-    tokens    of its rows, on the host once they are `heard`, if the device drafted them; None otherwise
-    drafting  from when to when the device did so
-    keeps_logits  somebody may look at its logits when the next forward has been launched, which overwrites them
+    best      `Out.best` on the host, valid after `done`; None on devices without it
+    tokens    tokens of its rows, if the device drafted them, valid after `drafted_tokens`; else None
+    drafting  events at start and end of drafting
+    keeps_logits  the host may read its logits after the next forward was launched, which overwrites them
     """
 
     batch: Batch
@@ -54,33 +54,33 @@ class Launched:
 
     @property
     def found(self) -> Tensor | None:
-        """`Out.best`, where the host reads it soonest."""
+        """`Out.best` in the place that the host can read first."""
         return self.out.best if self.best is None else self.best
 
     def drafted_tokens(self) -> Tensor | None:
-        """[row] int64: `tokens`, as soon as the device has drafted them, while it is at work on the rest. To be written, too."""
+        """[row] int64: `tokens`, once the device has drafted them; the forward may still run. Callers may write to it."""
         if self.drafting is not None:
             self.drafting[1].synchronize()
         return None if self.tokens is None else self.tokens.view(torch.int64)
 
     @property
     def is_over(self) -> bool:
-        """The device is done with it."""
+        """The device has finished it."""
         return self.done is None or self.done.query()
 
     def wait(self) -> None:
-        """Until the device is done with it."""
+        """Wait until the device has finished it."""
         if self.done is not None:
             self.done.synchronize()
 
     def abandon(self) -> None:
-        """Nobody will read it; but what it uses may be freed next, so it has to be over, or the device to be lost."""
+        """Wait for a forward whose results are not read, because its memory may be freed next. Ignores errors of the device."""
         with suppress(RuntimeError):
             self.wait()
 
     def copy_results(self, needs: Needs, *, is_next_launched: bool) -> None:
-        """Copies of what the next forward overwrites: the hidden states that a drafter keeps, and where that forward is launched
-        before this one is read, the taps it hears of and what tells the best logit but the banned ones."""
+        """Copy results that the next forward overwrites: hidden states for the drafter, and, if that forward is launched before this one is read,
+        taps for the drafter and logits that the host may read."""
         n, out = self.batch.n_row, self.out
         if needs.hidden:
             out = replace(out, hidden=copied(out.hidden[:n]))
@@ -93,13 +93,13 @@ class Launched:
 
 
 class Worker:
-    """One device's model and slots. Its methods are called by one thread, which holds `lock` while it tells the device things."""
+    """One device's model and slots. One thread calls its methods, and holds `lock` while it launches work."""
 
     def __init__(
         self, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None, arena: Arena | None
     ) -> None:
         self.target, self.memory, self.table, self.device = target, memory, table, target.device
-        self.arena = arena  # where graphs find their batches; None: no graphs
+        self.arena = arena  # batches of graphs; None: no graphs
         self.lock = gpu_lock(self.device)
         self.faults, self.draft_faults = Reader(self.device), Reader(self.device)
         n_slot, self.drafter = len(table.slots), drafter
@@ -108,12 +108,12 @@ class Worker:
             Pinned(),
             Pinned(),
             Pinned(),
-        )  # what rounds read, and the tokens they ran with
-        self._ends: tuple[tuple[frozenset[int], ...], Tensor] = ((), torch.empty(0))  # and as the device has them
+        )  # results of rounds, and their tokens
+        self._ends: tuple[tuple[frozenset[int], ...], Tensor] = ((), torch.empty(0))  # the same on the device
         self.use(drafter)
 
     def use(self, drafter: Drafter | None) -> None:
-        """Let `drafter` draft; graphs of forwards with another one are forgotten."""
+        """Set the drafter; graphs of forwards with another one are dropped."""
         self.drafter = drafter
         self.forward = Graphed(self.run, by_single=self.needs.late)
         if self.arena is not None:
@@ -126,13 +126,13 @@ class Worker:
     # -- rounds --------------------------------------------------------------------------------------------------
 
     def launch(self, round_: Round) -> Launched:
-        """Tell the device of a round whose tokens are known."""
+        """Launch a round with known tokens."""
         batch = self._lay_out(round_)
         self.watch_drafter()
         return self._send(batch, round_.reads)
 
     def launch_behind(self, before: Launched, round_: Round) -> Launched | None:
-        """The same for one that goes on from `before`, whatever that keeps. None: the drafter has to be asked by the host."""
+        """Launch a round that continues `before`, however many rows that keeps. Returns None if the drafter needs the host."""
         behind = round_.behind
         assert behind is not None
         if before.out.best is None:
@@ -158,7 +158,7 @@ class Worker:
         return launched
 
     def _crossed(self, batch: Batch, refused: tuple[int, ...]) -> Batch:
-        """With tokens in these rows that no row's best one is. In a copy: others read the batch's own as ids."""
+        """A copy of the batch with an impossible token in these rows. The batch's own tokens serve as ids elsewhere."""
         if not refused:
             return batch
         rows = _sent(torch.tensor(refused, dtype=torch.int64), self.device)
@@ -174,22 +174,22 @@ class Worker:
         return Launched(batch, out, best, stamp(self.device), keeps_logits=self.keeps_logits(reads))
 
     def results(self, batch: Batch, reads: LogitsNeed) -> Out:
-        """Of a forward. Logits that nobody reads may be left out where they take more than what is there anyhow."""
+        """Run a forward; may skip the logits if they are not needed."""
         return self.forward(batch)
 
     def keeps_logits(self, reads: LogitsNeed) -> bool:
-        """Whether the logits of `results` may be read, and lie where the next ones will. Here they tell the best token, too, where the largest is
-        banned."""
+        """True if the host may read logits of `results` that the next forward overwrites. If the largest one is banned, they also give the best
+        token."""
         return reads.logits or bool(reads.bans)
 
     def bring(self, launched: Launched, found: Tensor) -> Tensor:
-        """[2, row] f64 on the host once `launched` has been waited for: what the device finds in its results besides."""
+        """[2, row] f64 on the host, valid once `launched` is over: an additional result of its rows."""
         here = self._found.copy(found)
         launched.done = stamp(self.device)
         return here
 
     def run(self, batch: Batch) -> Out:
-        """All device work of a verify that does not depend on what is accepted. A graph may hold it."""
+        """All device work of a verify that does not depend on the acceptance. A graph may hold it."""
         self.faults.clear()
         out = self.target.forward(batch, self.needs.taps)
         if self.drafter is not None:
@@ -198,51 +198,51 @@ class Worker:
         return out if has_best else replace(out, best=top(out.logits))
 
     def watch_drafter(self) -> None:
-        """What tripped so far was the drafter's; what trips in the forward, which begins by clearing the record, is not."""
+        """Read the fault record for the drafter: the forward clears it first, and its own faults come later."""
         if self.drafter is not None:
             self.draft_faults.fetch()
 
     def forget_round(self) -> None:
-        """What guards said of rounds that nobody will read."""
+        """Clear fault records of rounds that are not read."""
         for reader in (self.faults, self.draft_faults):
             reader.fetched.clear()
             reader.clear()
 
     def _upload_ends(self, ends: tuple[frozenset[int], ...]) -> Tensor:
-        """[seq, MAX_ENDS]; they stay the same for many rounds."""
+        """[seq, MAX_ENDS] on the device; the same for many rounds."""
         if self._ends[0] != ends:
             rows = [[*own, *[NO_TOKEN] * (MAX_ENDS - len(own))] for own in map(sorted, ends)]
             self._ends = ends, _sent(torch.tensor(rows, dtype=torch.int32), self.device)
         return self._ends[1]
 
     def leave(self) -> None:
-        """Nothing is run after that: the first of several ranks lets go of the others."""
+        """Let go of other ranks. Nothing runs after that."""
 
-    # -- what slots keep -----------------------------------------------------------------------------------------
+    # -- slots' memory ------------------------------------------------------------------------------------------
 
     def fold(self, slot: Slot) -> None:
-        """Fold what is pending, so that the slot's state stands at its committed length."""
+        """Fold pending records, so that the slot's state is at its committed length."""
         for layer in self.memory.states.values():
             flush(layer, slot.index, slot.n_fold)
         slot.n_fold = 0
 
     def pools(self) -> list[PartMemory]:
-        """Everything that has pages: the target's layers and the drafter's."""
+        """All paged memory: the target's layers and the drafter's."""
         return [*self.memory.paged, *self.draft_pools()]
 
     def draft_pools(self) -> Sequence[PartMemory]:
-        """What the drafter has in the pages."""
+        """The drafter's paged memory."""
         return self.drafter.pools() if isinstance(self.drafter, PagedDrafter) else ()
 
 
 class Pinned:
-    """Host memory for what forwards send: two places in turn, for the one that is read and the one under way."""
+    """Host memory for results: two places in turn, for the round that is read and the one in flight."""
 
     def __init__(self) -> None:
         self.places, self.at = [torch.empty(0, dtype=torch.float64) for _ in range(2)], 0
 
     def copy(self, x: Tensor) -> Tensor:
-        """Start the copy of a tensor of 64-bit numbers; what comes is float64 in any case, to be viewed as what it was."""
+        """Start the copy of a tensor of 64-bit numbers. The result is float64; view it as the original dtype."""
         x = x.view(torch.float64)
         self.at = 1 - self.at
         if self.places[self.at].numel() < x.numel():
@@ -253,7 +253,7 @@ class Pinned:
 
 
 def stamp(device: torch.device) -> torch.cuda.Event | None:
-    """When the device has come this far."""
+    """Record a CUDA event."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)
@@ -262,12 +262,12 @@ def stamp(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """On its way, without waiting for the device."""
+    """Copy to the device without waiting for it."""
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def is_device_error(error: BaseException) -> bool:
-    """True if the device itself is lost to this process: no later call can succeed. Out of memory is not that."""
+    """True if the device is lost to this process: no later call can succeed. Running out of memory is not such an error."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     if isinstance(error, DeviceError) or type(error).__name__ in ("AcceleratorError", "CUDAError"):
@@ -276,10 +276,9 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def failure_of(error: BaseException, doing: str = "") -> PyspecError:
-    """What an error that we did not raise on purpose means for those that own the process: the device failed, memory did not suffice, or the
-    mistake is ours.
+    """Classify an unexpected exception for the owner of the process: the device failed, memory did not suffice, or we have a bug.
 
-    doing  what failed, as "loading failed"
+    doing  the failed step, such as "loading failed"
     """
     lines = str(error).strip().splitlines()
     what = f"{doing}: {type(error).__name__}" if doing else type(error).__name__

@@ -1,8 +1,8 @@
-"""Batches at fixed addresses: what a CUDA graph captured can be replayed for other slots, positions and pages.
+"""Batches at fixed addresses, so that a captured CUDA graph can be replayed for other slots, positions and pages.
 
-An arena is one block of device memory with a place for every field of a Batch, at its largest. A layout is written into
-pinned host memory and copied over in one transfer; rows and sequences up to the bucket are padded: padded rows write their
-K and V to the table's null row, belong to no sequence (row_seq -1) and give results nobody reads.
+An arena is one block of device memory with a place for every field of a Batch at its largest size. A layout is written into pinned host
+memory and copied in one transfer. Rows and sequences are padded up to the bucket: padded rows write their K and V to the table's null
+row, belong to no sequence (row_seq -1), and their results are ignored.
 """
 
 from __future__ import annotations
@@ -16,12 +16,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)  # from 64 on as `linear_tall` has builds for
-WIDE = (192, 256, 384, 512, 768, 1024)  # besides, where verifies or drafts of all slots may have so many rows
-PROMPTS = (256, 320, 384, 448, 512)  # of a prompt that stands alone: finer, for its rows are most of its time
-LEAST_PROMPT = 192  # rows of one: with fewer the library's attention does not take it, graph or not
-SEQUENCES = (8, 32)  # of a graph, besides as many as its rows and slots allow: what no sequence needs is not launched
-N_STAGE = 3  # host copies: the one being written is never the one in flight
+BUCKETS = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+    24,
+    32,
+    48,
+    64,
+    80,
+    96,
+    112,
+    128,
+)  # from 64 on, the sizes of `linear_tall`'s builds
+WIDE = (192, 256, 384, 512, 768, 1024)  # additional sizes for verifies or drafts of all slots
+PROMPTS = (256, 320, 384, 448, 512)  # of a single prompt: finer, because rows are most of its time
+LEAST_PROMPT = 192  # fewest rows of a prompt: below, the library's attention is not used, with or without a graph
+SEQUENCES = (
+    8,
+    32,
+)  # places of a graph, besides the most its rows and slots allow: fewer places mean fewer launched blocks
+N_STAGE = 3  # host copies: the one being written is never in flight
 ROW64 = ("tokens", "positions", "kv_rows", "hi", "lo", "out_rows")
 SEQ32 = ("seq_slot", "seq_fold", "seq_keep", "seq_start")
 
@@ -32,12 +52,12 @@ def bucket_of(n_row: int, most: int = BUCKETS[-1]) -> int | None:
 
 
 def most_rows(n_slot: int, width: int) -> int:
-    """Rows of the largest graph, where each of so many slots has up to `width`."""
+    """Rows of the largest graph for `n_slot` slots with up to `width` rows each."""
     return bucket_of(max(BUCKETS[-1], min(n_slot * width, WIDE[-1])), WIDE[-1]) or WIDE[-1]
 
 
 def places_of(n_slot: int, bucket: int) -> tuple[int, ...]:
-    """For how many sequences a batch of `bucket` rows may have places, fewest first: kernels run for all places of a graph."""
+    """Possible numbers of sequences in a batch of `bucket` rows, fewest first: a graph's kernels run for all its places."""
     most = min(n_slot, bucket)
     return (*(n for n in SEQUENCES if n < most), most)
 
@@ -45,7 +65,7 @@ def places_of(n_slot: int, bucket: int) -> tuple[int, ...]:
 def graph_shapes(
     n_slot: int, width: int, *, least: int = 1, singles: bool = False, most: int = BUCKETS[-1]
 ) -> list[tuple[int, int]]:
-    """(rows, sequences) of one batch for each graph that batches of so many slots find.
+    """(rows, sequences) of one batch for each graph that batches of `n_slot` slots use.
 
     least, width  fewest and most rows of a sequence
     singles       batches of one row a sequence have graphs of their own, so the others have two rows somewhere
@@ -84,7 +104,7 @@ class Layout:
     pages: Sequence[NDArray[np.int64]]
 
     def page_row(self, seq: int, out: NDArray[np.int64]) -> None:
-        """The pages of a sequence, padded with its first."""
+        """Write the pages of a sequence, padded with its first."""
         pages = self.pages[seq]
         out[: len(pages)] = pages
         out[len(pages) :] = pages[0] if len(pages) else 0
@@ -92,7 +112,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Where fields of one type lie in an arena."""
+    """Place of the fields of one type in an arena."""
 
     at: int  # bytes
     kind: torch.dtype
@@ -107,7 +127,7 @@ class _Block:
 
 
 class _Stage:
-    """One host copy, and the event that says it has been read."""
+    """One host copy, with the event after its transfer."""
 
     def __init__(self, blocks: dict[str, _Block], n_byte: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
@@ -116,7 +136,7 @@ class _Stage:
         views = {name: block.of(self.memory).numpy() for name, block in blocks.items()}
         self.rows, self.row_seq, self.seqs = views["rows"], views["row_seq"], views["seqs"]
         self.page_table = views["page_table"]
-        self.pages: list[object] = [None] * len(self.page_table)  # what each row of it was written from
+        self.pages: list[object] = [None] * len(self.page_table)  # source of each row
 
     def write(self, layout: Layout, null_row: int) -> None:
         n_row, n_seq = len(layout.row_seq), len(layout.pages)
@@ -138,9 +158,9 @@ class _Stage:
 class Arena:
     """Static memory for the layouts of one caller (verify, draft, ...).
 
-    width    rows of a sequence at most, in batches of more rows than max(BUCKETS)
+    width    most rows of a sequence, in batches of more rows than max(BUCKETS)
     n_row    rows of the largest batch of verifies or drafts
-    prompts  rows of those of PROMPTS that somebody has captured a graph for: others run as they are
+    prompts  those of PROMPTS with a captured graph; other prompts run without
     """
 
     def __init__(self, n_seq: int, n_page: int, device: torch.device, width: int = 1) -> None:
@@ -151,7 +171,7 @@ class Arena:
         rows = _Block(0, torch.int64, (len(ROW64), n_row))
         seqs = _Block(rows.end, torch.int32, (len(SEQ32), n_start))
         row_seq = _Block(seqs.end, torch.int32, (n_row,))
-        page_table = _Block(row_seq.end, torch.int64, (n_seq, n_page))  # last: only what sequences use is copied
+        page_table = _Block(row_seq.end, torch.int64, (n_seq, n_page))  # last, because only its used part is copied
         blocks = {"rows": rows, "seqs": seqs, "row_seq": row_seq, "page_table": page_table}
         self.memory = torch.zeros(page_table.end, dtype=torch.uint8, device=device)
         self._pages_at = page_table.at
@@ -163,26 +183,26 @@ class Arena:
         }
         self._prompts = {rows: self._cut(blocks, rows, 1) for rows in PROMPTS}
         for fields in self._prompts.values():
-            fields["out_rows"] = fields["out_rows"][:1]  # all logits of so many rows would be most of their memory
+            fields["out_rows"] = fields["out_rows"][:1]  # logits of all these rows would be most of their memory
         self._stages = [_Stage(blocks, page_table.end, device) for _ in range(N_STAGE)]
         self._next = 0
 
     def bucket(self, widths: Sequence[int]) -> int | None:
-        """Of a batch whose sequences have so many rows; None: it does not fit. Many rows are those of verifies and drafts alone, for
-        a prompt's are multiplied otherwise where there are many."""
+        """The bucket of a batch with these widths; None if it does not fit. Large buckets are for verifies and drafts only, because products of
+        many prompt rows use other kernels."""
         n_row = sum(widths)
         if len(widths) > self.n_seq or (n_row > BUCKETS[-1] and max(widths) > self.width):
             return None
         return bucket_of(n_row, self.n_row)
 
     def prompt_bucket(self, n_row: int) -> int | None:
-        """Of a prompt that stands alone; None: there is no graph for it."""
+        """The bucket of a single prompt; None: there is no graph for it."""
         if n_row < LEAST_PROMPT:
             return None
         return min((rows for rows in self.prompts if n_row <= rows), default=None)
 
     def _cut(self, blocks: dict[str, _Block], bucket: int, places: int) -> dict[str, Tensor]:
-        """The fields of a batch of `bucket` rows with places for so many sequences."""
+        """The fields of a batch of `bucket` rows with `places` places for sequences."""
         whole = {name: block.of(self.memory) for name, block in blocks.items()}
         out = {name: line[:bucket] for name, line in zip(ROW64, whole["rows"], strict=True)}
         out |= {name: line[:places] for name, line in zip(SEQ32, whole["seqs"], strict=True)}

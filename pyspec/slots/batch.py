@@ -1,7 +1,7 @@
-"""The layout of one forward: which rows belong to which slot, and where their keys and values go.
+"""The layout of one forward: the rows of each slot, and the places of their keys and values.
 
-There is one builder, `lay_out`, for target and drafters, for prompt chunks and verifies, with graphs and without: what
-was captured and what runs can not drift apart.
+`lay_out` is the only builder, for target and drafters, prompt chunks and verifies, with graphs and without, so that captured and
+direct forwards can not differ.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ KEEP, LATE = 1, 3  # in seq_keep: see Seq, and seq.cuh
 class Seq:
     """One slot's rows in a forward.
 
-    n_past  tokens of the slot before these rows; the first row stands at this position
-    keep    every row is known to be kept (prompt chunk, undrafted token): recurrent state is stored after them.
+    n_past  tokens of the slot before these rows; the first row has this position
+    keep    every row is final (prompt chunk, undrafted token): recurrent state is stored after them.
             Otherwise the rows are recorded and the state stays before them (deferred commit)
-    n_out   logits are wanted for this many trailing rows
+    n_out   trailing rows that need logits
     n_fold  recorded rows of the slot to fold into its state before these rows
-    late    the rows are kept, but nothing is stored: they are recorded behind the n_fold ones, and the next forward folds all of them.
-            A state is read in every forward; so it need not be written in each
-    slack   the rows may be moved on by so many positions before they run (cuda.kernels.ahead): pages are held for that
+    late    the rows are final, but the state is not stored: they are recorded behind the n_fold ones, and the next forward folds all of
+            them. Every forward reads the state, but not every forward has to write it
+    slack   the rows may move on by this many positions before they run (op `ahead`): pages are held for that
     """
 
     slot: int
@@ -61,7 +61,7 @@ class Batch:
     kv_rows     [row]        int64  where the row's K and V are written
     page_table  [seq, page]  int64  pages of each sequence, padded with its first page
     lo, hi      [row]        int64  the row attends to positions lo <= p < hi
-    out_rows    [out]        int64  rows whose logits are wanted
+    out_rows    [out]        int64  rows that need logits
 
     For kernels, which see no host lists:
     seq_slot    [seq]        int32  slot of each sequence
@@ -86,14 +86,12 @@ class Batch:
     seq_keep: Tensor
     row_seq: Tensor
     page_size: int
-    max_hi: Sequence[int]  # per sequence, on the host: none of its rows sees farther
-    causal: bool  # rows see what stands before them and themselves
+    max_hi: Sequence[int]  # per sequence, on the host: upper bound of its rows' `hi`
+    causal: bool  # rows see earlier rows and themselves
     bucket: int | None = None  # rows with padding, if the fields lie in an arena
     pages: Sequence[NDArray[np.int64]] = ()  # per sequence, on the host: as in page_table
-    prompt: bool = (
-        False  # in an arena, the whole of one prompt that stands alone: how many rows it has is the device's to know
-    )
-    single: bool = False  # the forward has one row a sequence, so nobody's draft; `seqs` may be those of some only
+    prompt: bool = False  # in an arena, one whole prompt alone: only the device knows its number of rows
+    single: bool = False  # the forward has one row a sequence, so no drafts; `seqs` may have only some of its sequences
 
     @property
     def n_row(self) -> int:
@@ -101,7 +99,7 @@ class Batch:
 
     @property
     def n_place(self) -> int:
-        """Sequences with padding: kernels run for so many."""
+        """Sequences with padding: kernels run for all of them."""
         return self.seq_slot.shape[0]
 
 
@@ -116,9 +114,9 @@ def lay_out(
 ) -> Batch:
     """Build the batch for `seqs`; grows the slots' pages and checks every index on the host.
 
-    `pages`: those of each sequence, if whoever planned the rows holds them already (`SlotTable.reach`).
-    `see_block`: rows see all rows of their own sequence, later ones too (a drafter's fill-in block); otherwise causal.
-    `arena`: put it there, padded to a bucket, if it fits; `Batch.bucket` tells.
+    pages: those of each sequence, if they are held already (`SlotTable.reach`).
+    see_block: rows see all rows of their own sequence, later ones too (a drafter's fill-in block); otherwise causal.
+    arena: put it there, padded to a bucket, if it fits; see `Batch.bucket`.
     """
     starts = [0]
     for seq in seqs:
@@ -146,7 +144,7 @@ def lay_out(
 
 
 def _is_prompt(seqs: Sequence[Seq]) -> bool:
-    """One sequence from its first token on, all of it kept, of which the last row is wanted."""
+    """One whole prompt from its first token on that needs the last row's logits."""
     return len(seqs) == 1 and seqs[0].keep and not seqs[0].n_past and not seqs[0].n_fold and seqs[0].n_out == 1
 
 
@@ -158,7 +156,7 @@ def _write(
     pages: Sequence[NDArray[np.int64]],
     see_block: bool,
 ) -> tuple[Layout, int]:
-    """The layout, and how many of its rows give logits."""
+    """The layout, and its number of rows with logits."""
     slots, folds, keeps = [q.slot for q in seqs], [q.n_fold for q in seqs], [LATE if q.late else q.keep for q in seqs]
     per_seq = np.array([[*slots, 0], [*folds, 0], [*keeps, 0], starts], dtype=np.int32)
     widths = np.array([q.width for q in seqs], dtype=np.int64)

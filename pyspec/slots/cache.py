@@ -1,8 +1,8 @@
-"""The prefix cache: what requests leave in pages and states, and what a new one takes from it.
+"""The prefix cache: pages and states that requests leave, and that later ones reuse.
 
-`find` says how much of a prompt is there, `seat` gives it to a slot, `keep` files what a slot has. Everything a prefix needs
-comes and goes together: pages of the target and of the drafter stand at the same numbers, and what the target has beside its pages
-(recurrent state, rings) and the drafter's share are one State at one exact number of tokens.
+`find` looks up a prompt, `seat` gives the found part to a slot, `file` files a slot's content. All parts of a prefix stay together: pages
+of target and drafter have the same numbers, and the target's memory outside pages (recurrent state, rings) and the drafter's share are one
+State at one exact number of tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pyspec.slots.table import Slot, SlotTable
 
 
 class PrefixCache:
-    """`every`: tokens between the checkpoints of a long prompt, 0 for none between."""
+    """every: tokens between the checkpoints of a long prompt, 0 for none between."""
 
     def __init__(
         self, table: SlotTable, memory: Memory, states: StateStore, *, on: bool = True, every: int = 0
@@ -31,13 +31,13 @@ class PrefixCache:
         self._checked = 0  # table.n_change at the last check
 
     def find(self, prompt: Sequence[int]) -> Hit:
-        """The longest filed text that begins as `prompt` does; NO_HIT while the cache is off."""
+        """The longest filed prefix of `prompt`; NO_HIT while the cache is off."""
         return self.table.find(prompt) if self.on else NO_HIT
 
     def seat(
         self, slot: Slot, n_rows: int, prompt: Sequence[int], hit: Hit, paged: Iterable[PartMemory]
     ) -> Saved | None:
-        """Seat a request with what `hit` has of its prompt; `paged` are all that have pages. Returns what was kept there."""
+        """Seat a request with the part of its prompt in `hit`. paged: all paged memory. Returns the state that was kept there."""
         saved = hit.state.content if hit.state is not None else None
         if hit.state is not None:
             self.states.touch(hit.state)
@@ -53,16 +53,16 @@ class PrefixCache:
         return None
 
     def file(self, slot: Slot, draft: object | None, fold: Callable[[Slot], None], *, whole: bool = False) -> None:
-        """File what the slot has committed, and its state there.
+        """File the slot's committed tokens, and its state there.
 
-        draft  the drafter's share at this length; its rows of all committed tokens stand in the pages
+        draft  the drafter's share at this length; its rows of all committed tokens are in the pages
         fold   brings the slot's recurrent state to its committed length
-        whole  the last page, too, though it is not full: the request is over
+        whole  also file the last page, though it is not full: the request has ended
         """
         node = self.table.file(slot, whole=whole)
         if node is None or not (self.memory.needs_state or draft is not None):
             return
-        if (old := node.states.get(slot.n_past)) is not None:  # another request came by here
+        if (old := node.states.get(slot.n_past)) is not None:  # another request left one here
             self.states.touch(old)
             return
         fold(slot)
@@ -72,11 +72,14 @@ class PrefixCache:
         self.states.add(node, slot.n_past, saved)
 
     def make_ready(self) -> bool:
-        """A step towards room for the next state before it is wanted: moving one to the host takes as long as a prompt. True: it is there."""
+        """Move a part of an old state to the host. Returns True if there is room for the next state.
+
+        Call it in advance, because making room takes as long as a prompt.
+        """
         return self.states.prepare(self._state_bytes)
 
     def keep_start(self, slot: Slot, draft: object | None, logits: Tensor) -> Saved | None:
-        """What a slot has where its prompt ends, for its request to hold until `file_start`; None if there is no room.
+        """Copy the slot's state at its prompt's end, held by its request until `file_start`; None if there is no room.
 
         logits  [1, vocab]  of the prompt's last token; copied
         """
@@ -86,23 +89,23 @@ class PrefixCache:
         return Saved(self.memory.checkpoint(slot.index, slot.n_past), draft, logits.clone())
 
     def drop_start(self, saved: Saved) -> None:
-        """It will not be filed."""
+        """Free a start that will not be filed."""
         self.states.give_back(saved.n_bytes)
 
     def file_start(self, slot: Slot, saved: Saved) -> None:
-        """File a start at its place in the pages that its slot has filed."""
+        """File a start at its place in the slot's filed pages."""
         at = saved.checkpoint.n_past
         node = next((node for node in slot.nodes if node.start < at <= node.end), None)
         if node is not None and at not in node.states:
             self.states.add_start(node, at, saved)
-        else:  # another request came by here
+        else:  # another request left one here
             self.drop_start(saved)
 
     def check(self, *, now: bool = False) -> None:
-        """Everything that is always true between rounds.
+        """Check the invariants that hold between rounds.
 
-        It looks at every page, so it waits until as many have changed hands since the last time: what it costs is in proportion
-        to what was done, however many pages there are. `now` does not wait.
+        It reads every page, so it waits until as many pages have changed hands since the last time: its cost is in proportion to the work
+        done. `now` does not wait.
         """
         if not now and self.table.n_change - self._checked < self.table.n_page:
             return

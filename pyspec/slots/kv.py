@@ -1,11 +1,11 @@
-"""Keys and values of attention layers, and the types they are kept in.
+"""Keys and values of attention layers, and their types.
 
-A type is known by the dtype of its codes. f32, f16, bf16 and f8_e4m3 (float8_e4m3fn, saturating) stand for themselves.
-q8_0 (int8) has an f16 scale for every 32 dims of a head, as in llama.cpp; codes and scales lie in planes of their own, so
-that kernels can load both in whole words.
+A type is identified by the dtype of its codes. f32, f16, bf16 and f8_e4m3 (float8_e4m3fn, saturating) are their own codes. q8_0 (int8)
+has an f16 scale for every 32 dims of a head, as in llama.cpp; codes and scales are separate planes, so that kernels can load both in
+whole words.
 
-What is written is rounded once, to nearest even, by operations that every device rounds alike and from that row alone:
-drafts, neighbours and the way a prompt was cut leave the bits of a row as they are.
+A value is rounded once, to nearest even, by operations that every device rounds alike, from its row alone: drafts, neighbours and the
+chunks of a prompt do not change the bits of a row.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ KV_DTYPES = {
 """By the names of config.KV_TYPES."""
 
 BLOCK = 32  # dims that share a scale
-MAX_SCALE = 515.5  # 127 of it are still finite in f16, which kernels compute with
+MAX_SCALE = 515.5  # 127 times this is finite in f16, which kernels compute with
 MAX_F8 = 448.0
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """What -ctk calls a type."""
+    """The -ctk name of a type."""
     return next((name for name, known in KV_DTYPES.items() if known is dtype), str(dtype))
 
 
 def row_bytes(n_head: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one row's keys and values. ModelError if heads of this width can not be kept in this type."""
+    """Bytes of one row's keys and values. Raises ModelError if the type does not support heads of this width."""
     if dtype is not torch.int8:
         return 2 * n_head * head_dim * dtype.itemsize
     if head_dim % BLOCK:
@@ -50,7 +50,7 @@ def row_bytes(n_head: int, head_dim: int, dtype: torch.dtype) -> int:
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., dim] -> codes [..., dim] int8 and scales [..., dim / 32] f16.
 
-    The scale is rounded before the codes are made, so that they fit what is read back. A NaN makes the scale of its block NaN.
+    The scale is rounded before the codes are made, so that they match it when read. A NaN makes the scale of its block NaN.
     """
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     scale = (blocks.abs().amax(-1) * (1 / 127)).clamp(max=MAX_SCALE).half()
@@ -65,7 +65,7 @@ def dequantized(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def raw(plane: Tensor) -> Tensor:
-    """The same memory in a dtype that all of torch's copies take."""
+    """The same memory in a dtype that all of torch's copies support."""
     return plane.view(torch.uint8) if plane.dtype is torch.float8_e4m3fn else plane
 
 
@@ -80,7 +80,7 @@ class KVPool:
     k, v              [row, head, dim]       codes  row = page * page_size + offset
     k_scale, v_scale  [row, head, dim / 32]  f16    of q8_0, else None
 
-    `tokens_per_row`: a row stands for so many tokens, see `rows_of`. `keys_only`: v is k.
+    tokens_per_row: tokens of a row, see `rows_of`. keys_only: v is k.
     """
 
     paged: ClassVar[bool] = True
@@ -107,22 +107,22 @@ class KVPool:
 
     @property
     def planes(self) -> list[Tensor]:
-        """Everything that is kept, by rows."""
+        """All tensors, by rows."""
         planes = (self.k, self.k_scale) if self.keys_only else (self.k, self.v, self.k_scale, self.v_scale)
         return [t for t in planes if t is not None]
 
     @property
     def read_planes(self) -> list[Tensor]:
-        """Keys, values and their scales as kernels name them that read both: where keys are the values, too, they come twice."""
+        """Keys, values and their scales in the order of kernels that read both: keys appear twice if they are the values."""
         return [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
 
     def tensors(self) -> list[Tensor]:
         return self.planes
 
     def rows_of(self, token_rows: Tensor, page_size: int) -> Tensor:
-        """Rows here of the tokens that make them, which are the last of their `tokens_per_row`.
+        """Rows of this pool for the tokens that make them: the last of each `tokens_per_row`.
 
-        token_rows [n] int64 are the tokens' rows where every token has one: page * page_size + offset.
+        token_rows [n] int64 are the tokens' rows at one row a token: page * page_size + offset.
         """
         page, offset = token_rows // page_size, token_rows % page_size
         return page * rows_per_page(page_size, self.tokens_per_row) + offset // self.tokens_per_row
@@ -136,11 +136,11 @@ class KVPool:
         return ()
 
     def own(self, slot: int) -> tuple[Tensor, ...]:
-        """Nothing is seen behind a slot's length."""
+        """Nothing to reset: no row beyond a slot's length is read."""
         return ()
 
     def write(self, rows: Tensor, k: Tensor, v: Tensor | None) -> None:
-        """k, v [row, head, dim] go to pool rows `rows` [row]."""
+        """Write k, v [row, head, dim] to pool rows `rows` [row]."""
         for plane, scales, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
             if x is None:
                 continue

@@ -1,6 +1,6 @@
-"""The memory that slots keep between rounds: the parts of all layers (parts.py), and checkpoints of them.
+"""The memory that slots keep between rounds: the parts of all layers (parts.py), and their checkpoints.
 
-Everything is allocated once, at load. A page is written only by the slot that holds it, anything else only by its slot.
+Everything is allocated once, at load. A page is written only by the slot that holds it, other memory only by its slot.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from pyspec.slots.mapped import empty_like
 from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory
 from pyspec.slots.recurrent import StateLayer
 
-Like = tuple[tuple[int, ...], torch.dtype]  # of a tensor
+Like = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 KV, STATE = "kv", "state"  # names of the parts that attention and recurrences read
 
 
 @dataclass(slots=True)
 class Checkpoint:
-    """What a slot needs beside its pages to go on from exactly `n_past` committed tokens. Immutable once taken."""
+    """A slot's memory outside pages at exactly `n_past` committed tokens. Immutable once taken."""
 
     n_past: int
     tensors: list[Tensor]  # in the order of Memory.parts
-    elsewhere: object = None  # the same of other ranks
+    elsewhere: object = None  # the other ranks' part
 
 
 class Memory:
     """All per-slot memory of one model: the parts of its layers, by name.
 
-    kv, states  the parts KV and STATE by layer: what attention and recurrences look up in every round
-    is_whole: there is no rank that keeps another part of it.
-    n_late: rows of a slot that may wait in records; 0 if no layer has any
+    kv, states  the parts KV and STATE by layer, which attention and recurrences look up in every round
+    is_whole  no other rank keeps a part of it
+    n_late    rows of a slot that may wait in records; 0 if no layer has any
     """
 
     is_whole: ClassVar[bool] = True
@@ -54,51 +54,51 @@ class Memory:
 
     @property
     def paged(self) -> list[PartMemory]:
-        """Everything that has pages."""
+        """All paged memory."""
         return [part for part in self.parts if part.paged]
 
     @property
     def needs_state(self) -> bool:
-        """Pages alone are not enough to go on from a prefix: it takes a checkpoint."""
+        """A prefix needs a checkpoint besides its pages."""
         return not all(part.paged for part in self.parts)
 
     def reset(self, slot: int) -> None:
-        """A new sequence. Two launches a layer were a millisecond before a prompt's first token: on a GPU they are few for all."""
+        """Start a new sequence. On a GPU, few launches serve all layers: two a layer cost a millisecond before a prompt's first token."""
         live = [t for part in self.parts for t in part.own(slot)]
         for at in _by_dtype(live):
             torch._foreach_zero_([live[i] for i in at])
 
     def saved_like(self, n_past: int) -> list[Tensor]:
-        """Tensors of the shapes and types that a checkpoint at `n_past` tokens has; what stands in them is somebody's."""
+        """Tensors with the shapes and types of a checkpoint at `n_past` tokens; their content belongs to slots."""
         return self._saved(0, n_past)
 
     def _saved(self, slot: int, n_past: int) -> list[Tensor]:
         return [t for part in self.parts for t in part.saved(slot, n_past)]
 
     def checkpoint(self, slot: int, n_past: int) -> Checkpoint:
-        """Copy a slot's state, which must have nothing left to fold: an allocation a dtype, and on a GPU few launches."""
+        """Copy a slot's state, which must have nothing left to fold: one allocation per dtype, and on a GPU few launches."""
         return Checkpoint(n_past, _copies(self._saved(slot, n_past)))
 
     def restore(self, slot: int, saved: Checkpoint) -> None:
-        """Bring back what a checkpoint holds, into any slot."""
+        """Restore a checkpoint into any slot."""
         _copy(self._saved(slot, saved.n_past), saved.tensors, non_blocking=True)
 
-    # What a slot holds as an image has it (engine/loop/slot_image.py): on the host, and of several ranks each tensor of all of them.
+    # The parts of a slot's image (engine/loop/slot_image.py), on the host; with several ranks, each tensor of every rank.
 
     def pages_like(self, page_size: int, n_page: int) -> list[Like]:
-        """What `read_pages` gives of so many."""
+        """Shapes and types of `read_pages` for `n_page` pages."""
         return [((n_page, *plane.shape[1:]), plane.dtype) for plane in planes_of(self.paged, page_size)]
 
     def state_like(self, n_past: int) -> list[Like]:
-        """What `read_state` gives of a checkpoint at `n_past` tokens."""
+        """Shapes and types of `read_state` for a checkpoint at `n_past` tokens."""
         return [(tuple(t.shape), t.dtype) for t in self.saved_like(n_past)]
 
     def read_pages(self, page_size: int, pages: Sequence[int]) -> list[Tensor]:
-        """These pages of everything that has any."""
+        """These pages of all paged memory."""
         return read_planes(planes_of(self.paged, page_size), pages)
 
     def write_pages(self, page_size: int, pages: Sequence[int], content: Iterator[Tensor]) -> None:
-        """What `read_pages` gave, into these pages."""
+        """Write the result of `read_pages` into these pages."""
         write_planes(planes_of(self.paged, page_size), pages, content)
 
     def read_state(self, saved: Checkpoint) -> list[Tensor]:
@@ -106,27 +106,27 @@ class Memory:
         return [t.cpu() for t in saved.tensors]
 
     def make_state(self, n_past: int, content: Iterator[Tensor]) -> Checkpoint:
-        """The checkpoint whose tensors `read_state` gave."""
+        """A checkpoint of the tensors from `read_state`."""
         like = self.saved_like(n_past)
         return Checkpoint(n_past, _copies([next(content) for _ in like], like))
 
     def copy_page(self, parts: Sequence[PartMemory], page_size: int, new: int, old: int) -> None:
-        """Page `old` to page `new` of every one of `parts`: all of ours that have pages, and those of whoever shares their numbers."""
+        """Copy page `old` to page `new` of `parts`: our paged memory and any that shares its page numbers."""
         copy_page(parts, page_size, new, old)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of what has pages."""
+        """Bytes of paged memory."""
         return _n_bytes(part for part in self.parts if part.paged)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what is the slots' own."""
+        """Bytes of other memory."""
         return _n_bytes(part for part in self.parts if not part.paged)
 
 
 def allocate(layers: Sequence[LayerParts], sizes: CacheSizes, device: torch.device) -> Memory:
-    """All slot memory of a model, zeroed: what has pages lies together, then what is the slots' own."""
+    """Allocate all slot memory of a model, zeroed: first paged memory, then the slots' own."""
     made: list[dict[str, PartMemory]] = [{} for _ in layers]
     for paged in (True, False):
         for layer, memory in zip(layers, made, strict=True):
@@ -135,14 +135,14 @@ def allocate(layers: Sequence[LayerParts], sizes: CacheSizes, device: torch.devi
 
 
 def copy_page(parts: Iterable[PartMemory], page_size: int, new: int, old: int) -> None:
-    """Page `old` of every part to its page `new`, bit by bit."""
+    """Copy page `old` of every part to page `new`, bit by bit."""
     live = list(parts)
     to, of = ([raw(t) for part in live for t in part.page(page, page_size)] for page in (new, old))
     _copy(to, of)
 
 
 def planes_of(parts: Iterable[PartMemory], page_size: int) -> list[Tensor]:
-    """Everything of these parts that has pages, as [page, row, *dims]."""
+    """All paged memory of these parts, as [page, row, *dims]."""
     return [
         raw(plane).unflatten(0, (-1, one.shape[0]))
         for part in parts
@@ -151,13 +151,13 @@ def planes_of(parts: Iterable[PartMemory], page_size: int) -> list[Tensor]:
 
 
 def read_planes(planes: Iterable[Tensor], pages: Sequence[int]) -> list[Tensor]:
-    """These pages of each, on the host."""
+    """These pages of each plane, on the host."""
     at = torch.tensor(pages, dtype=torch.int64)
     return [plane[at.to(plane.device)].cpu() for plane in planes]
 
 
 def write_planes(planes: Iterable[Tensor], pages: Sequence[int], content: Iterator[Tensor]) -> None:
-    """What `read_planes` gave, into these pages."""
+    """Write the result of `read_planes` into these pages."""
     at = torch.tensor(pages, dtype=torch.int64)
     for plane in planes:
         plane.index_copy_(0, at.to(plane.device), next(content).to(plane.device))
@@ -168,7 +168,7 @@ def _n_bytes(parts: Iterable[PartMemory]) -> int:
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Which of them are of one dtype."""
+    """Indices of the tensors, grouped by dtype."""
     found: dict[torch.dtype, list[int]] = {}
     for i, t in enumerate(tensors):
         found.setdefault(t.dtype, []).append(i)
@@ -176,7 +176,7 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _copies(content: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """Copies of `content` with the types of `like` and where that is: an allocation a dtype."""
+    """Copies of `content` with the types and device of `like`: one allocation per dtype."""
     live = content if like is None else like
     copies = list(live)
     for at in _by_dtype(live):
@@ -188,6 +188,6 @@ def _copies(content: Sequence[Tensor], like: Sequence[Tensor] | None = None) -> 
 
 
 def _copy(to: Sequence[Tensor], of: Sequence[Tensor], *, non_blocking: bool = False) -> None:
-    """Tensors of one dtype go together: on a GPU few launches for all."""
+    """Copy tensors of one dtype together: on a GPU with few launches."""
     for at in _by_dtype(of):
         torch._foreach_copy_([to[i] for i in at], [of[i] for i in at], non_blocking=non_blocking)

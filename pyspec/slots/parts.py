@@ -1,7 +1,7 @@
-"""What a layer keeps for its slots: parts that an architecture declares and a load sizes, plans and allocates.
+"""The memory that a layer keeps for its slots, in parts: declared by an architecture; sized, planned and allocated by a load.
 
-Three kinds. Rows of a `Paged` part stand in the pages of the slots' texts and go where those go. A `Ring` holds the last rows of
-each slot, as many as a window sees and a verify may take back. `Recurrent` state is one value, committed by folding.
+There are three kinds. Rows of a `Paged` part are stored in the pages of the slots' texts. A `Ring` holds the last rows of each slot: those
+of a window, and those that a verify may take back. `Recurrent` state is one value, committed by folding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pyspec.slots.ring import RingRows
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """What a load decides for all parts alike.
+    """Sizes that a load sets for all parts.
 
     n_row     tokens that all pages hold, the null page's included (`SlotTable.n_alloc_row`)
     width     rows of a slot's largest verify
@@ -38,44 +38,47 @@ class CacheSizes:
 
     @property
     def n_record(self) -> int:
-        """Rows that a slot's records have room for."""
+        """Rows of a slot's records."""
         return max(self.width, self.n_late)
 
 
 class PartMemory(Protocol):
-    """The memory of one part, for every slot. It hands out views: `Memory` copies those of all layers in few launches."""
+    """The memory of one part, for every slot. It returns views, so that `Memory` can copy those of all layers in few launches."""
 
     paged: ClassVar[bool]
 
     def tensors(self) -> Sequence[Tensor]:
-        """Everything that is allocated."""
+        """All allocated tensors."""
         ...
 
     def page(self, page: int, page_size: int) -> Sequence[Tensor]:
-        """What stands in a page; nothing if the part is a slot's own."""
+        """The content of a page; empty if the part is not paged."""
         ...
 
     def saved(self, slot: int, n_past: int) -> Sequence[Tensor]:
-        """What a slot needs beside its pages to go on from `n_past` tokens: a checkpoint copies it, a restore brings it back."""
+        """A slot's memory outside pages at `n_past` tokens: checkpoints copy it, restores write it."""
         ...
 
     def own(self, slot: int) -> Sequence[Tensor]:
-        """What a new sequence of the slot finds zero, each in one piece: nothing of the last one is left."""
+        """The memory that a new sequence of the slot needs zeroed, each tensor in one piece."""
         ...
 
 
 class CachePart(Protocol):
-    """The declaration of one part. `paged`: it grows with the context, and a shorter text needs nothing beside its pages;
-    otherwise it is a slot's own, and what it was at an earlier token is known from a checkpoint only."""
+    """The declaration of one part.
+
+    paged: it grows with the context, and a shorter text needs nothing beside its pages. Otherwise it is a slot's own, and only a checkpoint
+    has its value at an earlier token.
+    """
 
     paged: ClassVar[bool]
 
     def n_bytes(self, sizes: CacheSizes) -> int:
-        """Bytes that `allocate` takes. ModelError if the part can not be kept in these types."""
+        """Bytes of `allocate`. Raises ModelError if these types are not supported."""
         ...
 
     def saved_bytes(self, sizes: CacheSizes) -> int:
-        """Bytes of one slot's checkpoint, at most."""
+        """Most bytes of one slot's checkpoint."""
         ...
 
     def allocate(self, sizes: CacheSizes, device: torch.device) -> PartMemory:
@@ -91,9 +94,9 @@ LayerParts = Mapping[str, CachePart]
 class Paged:
     """Keys and values of attention, one row for every `tokens_per_row` tokens of a page.
 
-    A row that stands for several tokens is made by the last of them and stands in that one's page. So a page is whole without
-    its successors, whatever its size; a page in which no row is made has an unused one.
-    `keys_only`: the keys are the values, too.
+    The last of these tokens makes the row, in its own page. So a page is complete without its successors, at any size; a page with no
+    such token has an unused row.
+    keys_only: the keys are the values, too.
     """
 
     n_head: int
@@ -118,12 +121,12 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The last rows of each slot: `window` that the next token may see, and those of a verify.
+    """The last rows of each slot: the `window` that the next token may see, and those of a verify.
 
-    rows   dimensions of what a row holds, by name
-    dtype  None: that of keys and values, or f16 where those have scales
-    slack  how many tokens of a slot may be taken back: all drafts of a verify, and a round that was launched behind it. With so many
-           rows beside the window none that is still to be seen is overwritten by a draft, and taking drafts back is lowering the length.
+    rows   dimensions of a row, by name
+    dtype  None: that of keys and values, or f16 if those have scales
+    slack  tokens of a slot that may be taken back: all drafts of a verify, and a round that was launched behind it. With this many
+           rows beyond the window, no draft overwrites a visible row, and taking drafts back only lowers the length
     """
 
     window: int
@@ -133,7 +136,7 @@ class Ring:
 
     @staticmethod
     def slack(width: int) -> int:
-        """Rows beyond the window: as many as two verifies of `width` rows, one of them launched behind the other, may take back."""
+        """Rows beyond the window: those that two verifies of `width` rows may take back, one launched behind the other."""
         return 2 * width
 
     def _dtype(self, s: CacheSizes) -> torch.dtype:
@@ -156,7 +159,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """A state in f32 with the window of its convolution and what a verify records of its rows."""
+    """A state in f32, the window of its convolution, and a verify's records of its rows."""
 
     shape: RecurrentShape
     paged: ClassVar[bool] = False

@@ -1,9 +1,8 @@
-"""The prefix tree: which pages hold which tokens, for everybody who begins with them. No torch here: it is arithmetic.
+"""The prefix tree: pages by the tokens that they hold, shared by all texts that begin with them. No torch here: it is arithmetic.
 
-A node is one filed page behind its parent's. Its tokens fill the page, or fewer do and nothing follows it. A filed page is
-immutable: a slot that goes on from whole pages reads them where they are, one that goes on from the middle of a page copies
-that page. Pages that no slot holds are given back, the longest unused first and children before their parents, when
-somebody needs them.
+A node is one filed page behind its parent's. Its tokens fill the page, or fewer do and nothing follows it. A filed page is immutable: a
+slot that continues after whole pages reads them in place; a slot that continues within a page copies it. When pages are needed, those
+that no slot holds are evicted, least recently used first, and children before parents.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-OTHER = 16  # tokens that are shown of a text that goes on otherwise
+OTHER = 16  # tokens that are shown of a diverging text
 
 
 @dataclass(eq=False, slots=True)
 class State:
-    """What a request needs beside the pages to go on from exactly `n_past` tokens. It hangs at the node of the last one.
+    """A request's memory outside pages at exactly `n_past` tokens. It is attached to the node of the last one.
 
-    is_start  the last token's logits are in it: a prompt of exactly these tokens needs no forward
+    is_start  it has the last token's logits: a prompt of exactly these tokens needs no forward
     """
 
     node: Node
@@ -36,7 +35,7 @@ class State:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One filed page. `by` is the slot and generation that filed it, `refs` the number of slots that hold it now."""
+    """One filed page. by: slot and generation that filed it; refs: slots that hold it now."""
 
     page: int
     tokens: tuple[int, ...]
@@ -55,14 +54,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What the tree has of a prompt.
+    """The part of a prompt in the tree.
 
     n        tokens that need no computing
-    n_match  tokens whose pages are filed; more than n where the state at that place is missing
+    n_match  tokens whose pages are filed; more than n if the state there is missing
     nodes    whole pages to share
     tail     page to copy for the tokens behind them
-    state    what was kept at exactly n tokens
-    other    what is filed behind the match instead of the prompt's next tokens, the first few of it; (): nothing is
+    state    kept at exactly n tokens
+    other    first filed tokens behind the match that differ from the prompt's next ones; () if none follow
     """
 
     n: int = 0
@@ -77,14 +76,14 @@ NO_HIT = Hit()
 
 
 def _behind(last: Node, n: int) -> tuple[int, ...]:
-    """The first tokens that are filed behind the first `n` of this page, or behind all of it where n is 0; of several the latest."""
+    """The first tokens filed behind the first `n` of this page, or behind the whole page if n is 0; of several texts, the latest."""
     if n:
         return last.tokens[n : n + OTHER]
     return next(reversed(last.children.values()))[-1].tokens[:OTHER] if last.children else ()
 
 
 class PrefixTree:
-    """Filed pages by content. `give` takes back the page of a node that goes, `lose` hears of every state that goes."""
+    """Filed pages by content. give: called with the page of a removed node; lose: called with each removed state."""
 
     def __init__(self, page_size: int, give: Callable[[int], None]) -> None:
         self.page_size, self.give = page_size, give
@@ -92,17 +91,15 @@ class PrefixTree:
         self.root = Node(-1, (), 0, None)
         self.n_node = self.n_held = 0  # filed pages, and those that slots hold
         self._clock = 0
-        self._idle: list[
-            tuple[int, int, Node]
-        ] = []  # heap of what may go next; entries that are out of date are skipped
+        self._idle: list[tuple[int, int, Node]] = []  # heap of candidates for eviction; outdated entries are skipped
 
     @property
     def n_idle(self) -> int:
-        """Filed pages that no slot holds: all of them can be given back."""
+        """Filed pages that no slot holds, all of which can be evicted."""
         return self.n_node - self.n_held
 
     def nodes(self, first: Node | None = None) -> Iterator[Node]:
-        """`first` (or all) and what follows, parents before their children."""
+        """Yield `first` (or all nodes) and its descendants, parents before children."""
         todo = [first or self.root]
         while todo:
             node = todo.pop()
@@ -113,9 +110,9 @@ class PrefixTree:
     # -- finding -------------------------------------------------------------------------------------------------
 
     def find(self, prompt: Sequence[int], needs_state: bool) -> Hit:
-        """The longest prefix of `prompt`, without its last token unless what that gave is kept, that can be gone on from.
+        """The longest usable prefix of `prompt`. Its last token is excluded, unless its logits are kept.
 
-        With `needs_state` that is only where a state was kept; otherwise anywhere.
+        With `needs_state` a prefix is usable only at a state; otherwise anywhere.
         """
         whole, partial = self._match(prompt, len(prompt) - 1)
         best = max(partial, key=lambda x: x[1], default=(self.root, 0))
@@ -140,7 +137,7 @@ class PrefixTree:
         return Hit(state.n_past, n_match, tuple(whole[:n_whole]), state.node if rest else None, state, other)
 
     def _start(self, prompt: Sequence[int]) -> Hit | None:
-        """All of a prompt, if what its last token gave is kept."""
+        """The whole prompt, if the logits of its last token are kept."""
         n, (whole, partial) = len(prompt), self._match(prompt, len(prompt))
         n_whole, rest = divmod(n, self.page_size)
         if len(whole) != n_whole:
@@ -150,7 +147,7 @@ class PrefixTree:
         return None if found is None else Hit(n, n, tuple(whole), found.node if rest else None, found)
 
     def _match(self, tokens: Sequence[int], n: int) -> tuple[list[Node], list[tuple[Node, int]]]:
-        """Nodes whose whole pages are the beginning of tokens[:n]; what follows in part, with how many tokens."""
+        """Nodes whose whole pages begin tokens[:n], and nodes that match in part, with their number of tokens."""
         node, at = self.root, 0
         whole: list[Node] = []
         while at < n:
@@ -164,7 +161,7 @@ class PrefixTree:
         return whole, []
 
     def path(self, tokens: Sequence[int]) -> tuple[list[Node], int]:
-        """The nodes that hold the beginning of `tokens`, and how many of these are there."""
+        """The nodes that hold the beginning of `tokens`, and the number of tokens found."""
         whole, partial = self._match(tokens, len(tokens))
         last, n = max(partial, key=lambda x: x[1], default=(self.root, 0))
         return [*whole, last] if n else whole, len(whole) * self.page_size + n
@@ -184,7 +181,7 @@ class PrefixTree:
             self.touch(node)
 
     def touch(self, node: Node) -> None:
-        """It was of use now."""
+        """Mark as used now."""
         self._clock += 1
         node.used = self._clock
         self._offer(node)
@@ -200,9 +197,9 @@ class PrefixTree:
     # -- filing and giving back ----------------------------------------------------------------------------------
 
     def add(self, parent: Node, tokens: tuple[int, ...], page: int, by: tuple[int, int]) -> Node:
-        """File `page` behind `parent`. If its content is filed already, that node is returned and the page is still free.
+        """File `page` behind `parent`. If its content is filed already, return that node; the page stays free.
 
-        Short pages that `tokens` begins with are taken in: their states move to the new node.
+        Shorter pages that `tokens` begins with are merged: their states move to the new node.
         """
         near = parent.children.setdefault(tokens[0], [])
         for child in near:
@@ -221,12 +218,12 @@ class PrefixTree:
         return node
 
     def remove(self, node: Node) -> None:
-        """Give a page back with the states at it. Nobody holds it and nothing follows it."""
+        """Remove a node with its page and states. No slot holds it, and it has no children."""
         parent = node.parent
         assert parent is not None and not node.refs and not node.children, "a page in use is given back"
         for state in node.states.values():
             self.lose(state)
-        node.states = {}  # they know their node: together they would stay, megabytes each, until the collector of cycles comes by
+        node.states = {}  # states refer to their node: the cycle would keep megabytes until the garbage collector runs
         near = parent.children[node.tokens[0]]
         near.remove(node)
         if not near:
@@ -237,7 +234,7 @@ class PrefixTree:
         self._offer(parent)
 
     def evict(self) -> bool:
-        """Give back the page that was of no use for longest. False if there is none."""
+        """Remove the least recently used idle page. Returns False if there is none."""
         while self._idle:
             used, _, node = heapq.heappop(self._idle)
             if not node.refs and not node.children and node.parent is not None and node.used == used:
@@ -246,13 +243,13 @@ class PrefixTree:
         return False
 
     def prune(self, node: Node) -> None:
-        """Give back a node and what follows it, except what is held."""
+        """Remove a node and its descendants, except held ones."""
         for each in reversed(list(self.nodes(node))):  # children before their parents
             if each is not self.root and not each.refs and not each.children:
                 self.remove(each)
 
     def check(self) -> None:
-        """Everything that is always true of the tree by itself."""
+        """Check the tree's own invariants."""
         n_node = n_held = 0
         for node in self.nodes():
             n_node, n_held = n_node + 1, n_held + (node.refs > 0)

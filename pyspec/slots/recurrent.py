@@ -1,4 +1,4 @@
-"""Recurrent state of every slot, with the records that a verify leaves to be folded in. A state row is written only by its slot."""
+"""Recurrent state of every slot, with the records of rows that are not folded yet. A state row is written only by its slot."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-LATE_ROWS = 3  # of a slot that are recorded before its state is written again; more cost as much in folding as they spare (docs/log.md)
+LATE_ROWS = 3  # single rows recorded before a slot's state is written again; more cost as much in folding as they save (docs/log.md)
 
 
 def late_rows(device: torch.device) -> int:
-    """Single rows of a slot that may wait in its records while it decodes. On a CPU folding them again costs more than a write."""
+    """Single rows of a slot that may wait in records while it decodes. On a CPU, folding them again costs more than a write."""
     return LATE_ROWS if device.type == "cuda" else 0
 
 
 class RecurrentShape(Protocol):
-    """What one recurrent layer keeps for a slot, whatever its recurrence."""
+    """The shape of a recurrent layer's memory for a slot, of any recurrence."""
 
     def share(self, n: int) -> Self:
-        """What each of `n` ranks keeps, if they divide the heads."""
+        """The shape on each of `n` ranks that divide the heads."""
         ...
 
     @property
@@ -41,7 +41,7 @@ class RecurrentShape(Protocol):
 
     @property
     def records(self) -> Mapping[str, tuple[int, ...]]:
-        """Dimensions of what a verify records of each row, by name: enough to fold the row later."""
+        """Dimensions of a row's records, by name: enough to fold the row later."""
         ...
 
 
@@ -51,15 +51,15 @@ class StateLayer:
     state  [slot, *shape.state]         f32  after the committed, folded tokens
     conv   [slot, taps - 1 + width, ch] f32  rows 0..taps-2: the last raw inputs before the fold point; then the raw inputs
                                              of the slot's last verify
-    NAME   [slot, width, *dims]         f32  for each of shape.records: records of the last verify, or of rows that came since the
-                                             state was written (Seq.late)
+    NAME   [slot, width, *dims]         f32  for each of shape.records: records of the last verify, or of rows since the state was
+                                             written (Seq.late)
 
-    A verify only writes records. The next forward of the slot folds the accepted ones into `state`, in order, and shifts
-    `conv` by as many: rolling back is folding fewer, so it copies nothing (spec: deferred commit). Single rows of which every one is
-    kept wait there, too, for a state is as large as all that is read of it, and need not be written for each.
+    A verify only writes records. The next forward of the slot folds the accepted ones into `state`, in order, and shifts `conv` by as
+    many: rolling back means folding fewer, without a copy (deferred commit). Single rows that are final may wait there, too, because
+    writing the state costs as much as all other memory of a row.
 
-    Records are attributes by the names that the shape gives them: the kernels of a recurrence know their own, nobody knows all,
-    and a launch, once per layer and round, looks them up as fast as the state.
+    Records are attributes with the names of the shape. A recurrence's kernels know their own names, and an attribute is as fast to look up
+    as the state, once per layer and round.
     """
 
     paged: ClassVar[bool] = False
@@ -73,7 +73,9 @@ class StateLayer:
     def __init__(self, shape: RecurrentShape, n_slot: int, width: int, device: torch.device) -> None:
         zeros = partial(torch.zeros, dtype=torch.float32, device=device)
         self.shape, self.width = shape, width
-        self.fold: Callable[[StateLayer, int, int], None] | None = None  # (this, slot, n): what its kernels fold with
+        self.fold: Callable[[StateLayer, int, int], None] | None = (
+            None  # (this, slot, n): folds with the layer's kernels
+        )
         self.state = zeros((n_slot, *shape.state))
         self.conv = zeros((n_slot, shape.n_conv - 1 + width, shape.n_channel))
         for name, dims in shape.records.items():
@@ -91,9 +93,9 @@ class StateLayer:
         return ()
 
     def saved(self, slot: int, n_past: int) -> tuple[Tensor, ...]:
-        """State and window, which stand at `n_past` tokens when nothing is left to fold."""
+        """State and window at `n_past` tokens, if nothing is left to fold."""
         return self.state[slot], self.conv[slot, : self.shape.n_conv - 1]
 
     def own(self, slot: int) -> tuple[Tensor, ...]:
-        """State and window. Records are dead without a fold count."""
+        """State and window. Without a fold count, records are unused."""
         return self.state[slot], self.conv[slot]

@@ -1,4 +1,4 @@
-"""The last rows of each slot, in rings: what a sliding window sees, and what is summed up to a row of several tokens."""
+"""The last rows of each slot, in rings: the rows of a sliding window, and rows that are summed up to one of several tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class RingRows:
     """Rows of one layer for every slot; the token at position p has row p % n_row of its slot's ring.
 
     rows    by name: [slot, n_row, *dims]
-    window  rows before and with itself that a token may see
-    slack   n_row - window: so many rows may be written behind the committed ones and then not be accepted. The next token
-            still finds its whole window, and what was refused is overwritten before it is seen: nothing is copied.
+    window  rows that a token may see, its own included
+    slack   n_row - window: rows that may be written behind the committed ones and then refused. The next token still finds its
+            whole window, and refused rows are overwritten before they are read: nothing is copied
     """
 
     paged: ClassVar[bool] = False
@@ -37,7 +37,7 @@ class RingRows:
         }
 
     def _at(self, slot: int, first: int, end: int) -> Tensor:
-        """The rows of positions `first` to `end` - 1, which are not more than the ring has."""
+        """The rows of positions `first` to `end` - 1, at most as many as the ring has."""
         plane = next(iter(self.rows.values()))
         if not 0 <= slot < len(plane):
             raise OutOfBounds("ring slot", slot, len(plane), slot)
@@ -46,7 +46,7 @@ class RingRows:
         return torch.arange(first, end, device=plane.device) % self.n_row
 
     def write(self, slot: int, n_past: int, rows: Mapping[str, Tensor]) -> None:
-        """The rows [n, *dims] of `n` tokens from position `n_past` on. Of more than the ring holds the last ones stay."""
+        """Write the rows [n, *dims] of `n` tokens from position `n_past` on. If there are more than the ring holds, the last ones stay."""
         for name, new in rows.items():
             end = n_past + len(new)
             kept = new[-self.n_row :]
@@ -54,7 +54,7 @@ class RingRows:
             self.rows[name][slot].index_copy_(0, at, kept)
 
     def read(self, slot: int, first: int, end: int) -> dict[str, Tensor]:
-        """The rows of positions `first` to `end` - 1 in order, of which the ring holds at most its own number."""
+        """The rows of positions `first` to `end` - 1 in order, at most the ring's number."""
         at = self._at(slot, first, end)
         return {name: plane[slot][at] for name, plane in self.rows.items()}
 
@@ -65,7 +65,7 @@ class RingRows:
         return ()
 
     def saved(self, slot: int, n_past: int) -> list[Tensor]:
-        """The window behind which the token at `n_past` comes: of every plane one run of rows, or two around the ring's end."""
+        """The window before the token at `n_past`: of every plane one run of rows, or two around the ring's end."""
         first = max(n_past - self.window, 0)
         start, n = first % self.n_row, n_past - first
         head = min(n, self.n_row - start)

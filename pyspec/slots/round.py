@@ -1,6 +1,6 @@
-"""A round as data: what a device is told of one forward, in plain integers that could be sent to another process.
+"""A round as data: one forward in plain integers, which could be sent to another process.
 
-Every page is held and every index checked when it is planned, before anything is told to a device.
+Planning holds every page and checks every index, before the device gets a command.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pyspec.slots.table import SlotTable
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """How a round goes on from the one before, of which nobody has read the results.
+    """How a round continues the one before, whose results are not read yet.
 
-    ends    per sequence, tokens behind which the device stops, for the host decides there; None: no row depends on it
-    forced  per sequence, drafts of the round before that count as right (synthetic acceptance); None: those that are
-    n_draft drafts made on the device for each sequence before it runs; empty: none
-    refused rows of the round before whose tokens count as wrong, whatever is best: a grammar does not take them
+    ends    per sequence, tokens at which the device stops, because the host decides there; None: no row depends on it
+    forced  per sequence, drafts of the round before that count as right (synthetic acceptance); None: compare them
+    n_draft drafts that the device makes for each sequence before it runs; empty: none
+    refused rows of the round before whose drafts count as wrong: a grammar refuses them
     """
 
     ends: tuple[frozenset[int], ...] | None = None
@@ -33,10 +33,10 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class LogitsNeed:
-    """What of a round's results somebody may look at besides each row's best token.
+    """Which results of the round the host will read, besides each row's best token.
 
-    logits  any of them
-    bans    without them: tokens that no row may choose, so that the best one is the best of the others
+    logits  all of them
+    bans    without logits: tokens that are excluded from the best ones
     """
 
     logits: bool = True
@@ -48,12 +48,12 @@ ALL = LogitsNeed()
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a device runs, in plain integers.
+    """A device's forward, in plain integers.
 
-    seqs    the rows of each slot, in order. Behind another round they stand as if nothing of that had been kept, with no tokens
+    seqs    the rows of each slot, in order. In a continuation, without tokens, and as if no row of the round before were kept
     pages   [seq] of int64 [page]: the pages of each slot
     behind  None: positions and tokens are those of `seqs`
-    reads   what is wanted of its results
+    reads   results that the host will read
     """
 
     seqs: tuple[Seq, ...]
@@ -69,7 +69,7 @@ class Round:
 def plan_round(
     table: SlotTable, seqs: Iterable[Seq], behind: Continuation | None = None, *, reads: LogitsNeed = ALL
 ) -> Round:
-    """Hold pages for every row. Raises OutOfBounds, which names the slot, before anything is told to a device."""
+    """Hold pages for every row. Raises OutOfBounds, which names the slot, before the device gets a command."""
     seqs = tuple(seqs)
     pages = tuple(table.reach(table.slots[q.slot], q.n_past, q.n_past + q.width + q.slack) for q in seqs)
     return Round(seqs, pages, behind, reads)

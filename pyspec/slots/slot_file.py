@@ -1,14 +1,14 @@
-"""The file that a slot is saved in: a head that says what follows, then that, in pieces with a digest each. No torch here.
+"""The file of a saved slot: a head, then the content in pieces, each with a digest. No torch here.
 
     magic      8 bytes, "PYSPSLOT"
     version    u32, little-endian like all numbers
     n_head     u32   bytes of the head
-    head             a JSON object: whose bytes these are and how many of what
+    head             a JSON object: the model, and the sizes of the content
     digest     16    of all of the above
-    then, again and again up to the end: CHUNK bytes of content (the last time fewer), and their digest
+    then, repeated up to the end: CHUNK bytes of content (fewer the last time), and their digest
 
-A digest is keyed with that of the head and with its place, so pieces of one file do not pass in another, nor elsewhere. Nothing is
-allocated before the file is known to be exactly as long as its head makes it.
+A digest is keyed with that of the head and with its place, so a piece is not valid in another file or place. Nothing is allocated
+before the file has exactly the length that its head implies.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from pyspec.errors import BadSlotFile, StorageFull
 from pyspec.ranges import printable
 
 MAGIC, VERSION = b"PYSPSLOT", 1
-MAX_LISTED = 300  # characters of a reason: some of it is what the file says
-CHUNK = 1 << 20  # bytes of content between digests: what is damaged is known as closely
+MAX_LISTED = 300  # characters of a reason, which quotes the file
+CHUNK = 1 << 20  # bytes of content between digests: damage is located this closely
 MAX_HEAD = 16 << 20
 DIGEST = 16
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -52,9 +52,9 @@ def file_bytes(n_head: int, n_content: int) -> int:
 
 
 def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes]) -> int:
-    """Write a file, which is there whole or not at all. Returns its bytes.
+    """Write a file atomically. Returns its bytes.
 
-    Raises BadSlotFile for a place where none can be, StorageFull where the disk takes no more.
+    Raises BadSlotFile if it can not be created there, StorageFull if the disk is full.
     """
     written = path.with_name(f".{path.name[:200]}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
@@ -63,7 +63,7 @@ def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes]) -> int:
             _write(f, head, pieces)
             n = f.tell()
         os.replace(written, path)
-    except (OSError, ValueError) as e:  # of a name with a NUL in it
+    except (OSError, ValueError) as e:  # a name with a NUL in it
         with suppress(OSError, ValueError):
             written.unlink()
         said, number = (e.strerror or type(e).__name__, e.errno) if isinstance(e, OSError) else (str(e), None)
@@ -73,7 +73,7 @@ def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes]) -> int:
 
 
 def _check_place(path: Path) -> None:
-    """A folder, a pipe or a device is not written over: moving a file to its name would take it away."""
+    """Refuse a folder, a pipe or a device: moving a file to its name would replace it."""
     with suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
@@ -103,7 +103,7 @@ def _write(f: BinaryIO, head: dict[str, Any], pieces: Sequence[Bytes]) -> None:
 
 
 class SlotFile:
-    """An opened file whose head has been checked. A context manager. Every failure is a BadSlotFile that names the place."""
+    """An opened file with a valid head. A context manager. Every failure is a BadSlotFile that names the path."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
@@ -111,7 +111,7 @@ class SlotFile:
             self._file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)), "rb")
         except OSError as e:
             raise self.bad(e.strerror or type(e).__name__) from None
-        except ValueError as e:  # of a name with a NUL in it
+        except ValueError as e:  # a name with a NUL in it
             raise self.bad(str(e)) from None
         try:
             status = os.fstat(self._file.fileno())
@@ -170,7 +170,7 @@ class SlotFile:
         return head
 
     def read(self, sizes: Sequence[int]) -> list[Bytes]:
-        """All pieces, of so many bytes each: that they are what the file has is checked before memory is taken."""
+        """All pieces, of these sizes in bytes. They are compared with the file's length before memory is allocated."""
         n = sum(sizes)
         if (want := file_bytes(self._n_head, n)) != self.size:
             raise self.bad(f"it has {self.size} bytes; what its head says takes {want}")

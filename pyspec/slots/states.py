@@ -1,7 +1,6 @@
-"""States kept at places of the prefix tree: recurrent layers and a drafter's share, on the device, then in host memory.
+"""States at places of the prefix tree: recurrent layers and a drafter's share, on the device, then in host memory.
 
-What was of no use for longest moves from the device to the host and from there to nowhere. A state is copied into a slot,
-never lent: it stays what it was.
+The least recently used state moves from the device to the host, and is then dropped. Slots get copies, so a state never changes.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ PIECE = 64 << 20  # bytes of host memory that are locked at once
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The content of a State: the target's checkpoint and what the drafter gave with it.
+    """The content of a State: the target's checkpoint and the drafter's share.
 
-    logits  [1, vocab]  of the last token, where a prompt ended with it
+    logits  [1, vocab]  of the last token, if a prompt ends with it
     """
 
     checkpoint: Checkpoint
@@ -47,7 +46,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def to_host(x: Any, ready: Sequence[Tensor] = ()) -> Any:
-    """The same structure with its tensors in host memory, pinned so that the way back is fast. ready: such memory, as `pieces_of` says"""
+    """The same structure with its tensors in host memory, pinned for a fast way back. ready: such memory, of the sizes from `pieces_of`"""
     here: dict[int, Tensor] = {}
     for i, group in enumerate(_groups(_away(x))):
         sizes, n_bytes = [t.numel() for t in group], _n_bytes(group)
@@ -58,12 +57,12 @@ def to_host(x: Any, ready: Sequence[Tensor] = ()) -> Any:
 
 
 def pieces_of(x: Any) -> list[int]:
-    """Bytes of each piece of host memory that `to_host` takes."""
+    """Bytes of each piece of host memory for `to_host`."""
     return [_n_bytes(group) for group in _groups(_away(x))]
 
 
 def page_locked(n_bytes: int) -> Tensor:
-    """[n_bytes] uint8. Takes the system about a third of a millisecond a megabyte, unless such a piece was given back before."""
+    """[n_bytes] uint8. Locking takes the system about a third of a millisecond a megabyte, unless a freed piece is reused."""
     return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
 
 
@@ -76,7 +75,7 @@ def _n_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Those of one type that share a piece of host memory: page-locking takes its time for each piece, and rounds large ones up."""
+    """Groups of tensors of one type that share a piece of host memory: page-locking has a cost per piece, and rounds large ones up."""
     groups: list[list[Tensor]] = []
     for t in tensors:
         size, last = t.numel() * t.element_size(), groups[-1] if groups else []
@@ -89,7 +88,7 @@ def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _with(x: Any, places: Mapping[int, Tensor]) -> Any:
-    """The same structure with other tensors, by the ids of those in it."""
+    """The same structure with tensors replaced, by id."""
     if isinstance(x, Tensor):
         return places.get(id(x), x)
     if is_dataclass(x) and not isinstance(x, type):
@@ -98,30 +97,30 @@ def _with(x: Any, places: Mapping[int, Tensor]) -> Any:
 
 
 class StateStore:
-    """Every State there is, within two budgets in bytes; each a queue from the longest unused to the latest.
+    """All States, within two budgets in bytes, each a queue from least to most recently used.
 
-    Starts, the states where short prompts end, have a third one, on the device: each request leaves one, and none is missed for long.
+    Starts, the states at the ends of short prompts, have a third budget on the device: each request leaves one, and losing one costs little.
     """
 
     def __init__(self, device_bytes: int, host_bytes: int, start_bytes: int = 0) -> None:
         self.limits = (device_bytes, host_bytes)
         self.tiers: tuple[OrderedDict[State, int], OrderedDict[State, int]] = (OrderedDict(), OrderedDict())
         self.n_bytes = [0, 0]
-        self.ready: list[Tensor] = []  # host memory for the state that moves there next
+        self.ready: list[Tensor] = []  # host memory for the next state that moves there
         self.starts: OrderedDict[State, int] = OrderedDict()
-        self.start_limit, self.n_start_bytes = start_bytes, 0  # those of requests that are under way count, too
+        self.start_limit, self.n_start_bytes = start_bytes, 0  # includes those of running requests
 
     def __len__(self) -> int:
         return sum(map(len, self.tiers))
 
     def room(self, n_bytes: int) -> None:
-        """Move states to the host until so many bytes are left on the device."""
+        """Move states to the host until `n_bytes` are free on the device."""
         while (state := self._too_many(n_bytes)) is not None:
             self.lose(state)
             self._to_host(state)
 
     def prepare(self, n_bytes: int) -> bool:
-        """A step towards that much room, of no more than a piece of host memory; True: there is room, or none is to be had."""
+        """Move towards that much room, by at most one piece of host memory. Returns True if there is room, or none can be made."""
         state = self._too_many(n_bytes)
         if state is None:
             return True
@@ -135,12 +134,12 @@ class StateStore:
         return self._too_many(n_bytes) is None
 
     def _too_many(self, n_bytes: int) -> State | None:
-        """The state that has to leave the device so that so many bytes are free there."""
+        """The state that has to leave the device for `n_bytes`."""
         device = self.tiers[0]
         return next(iter(device)) if device and self.n_bytes[0] + n_bytes > self.limits[0] else None
 
     def reserve(self, n_bytes: int) -> bool:
-        """Room for a start, which belongs to a request until that is over: starts put none but each other out."""
+        """Reserve room for a start of a running request. Starts evict only each other."""
         while self.starts and self.n_start_bytes + n_bytes > self.start_limit:
             self.drop(next(iter(self.starts)))
         if self.n_start_bytes + n_bytes > self.start_limit:
@@ -149,7 +148,7 @@ class StateStore:
         return True
 
     def give_back(self, n_bytes: int) -> None:
-        """What was reserved is not needed."""
+        """Return a reservation."""
         self.n_start_bytes -= n_bytes
 
     def add_start(self, node: Node, n_past: int, saved: Saved) -> None:
@@ -159,7 +158,7 @@ class StateStore:
         self.starts[state] = saved.n_bytes
 
     def add(self, node: Node, n_past: int, saved: Saved) -> None:
-        """Keep what was saved at exactly `n_past` tokens, whose last one is on the node's page."""
+        """Keep a state at exactly `n_past` tokens, the last of which is on the node's page."""
         assert n_past not in node.states and node.start < n_past <= node.end
         state = node.states[n_past] = State(node, n_past, saved)
         self.room(saved.n_bytes)
@@ -186,7 +185,7 @@ class StateStore:
         self._put(1, state, n_bytes)
 
     def touch(self, state: State) -> None:
-        """It was of use now."""
+        """Mark as used now."""
         for tier in self.tiers:
             if state in tier:
                 tier.move_to_end(state)
@@ -194,18 +193,18 @@ class StateStore:
             self.starts.move_to_end(state)
 
     def drop(self, state: State) -> None:
-        """Forget a state; its page stays."""
+        """Drop a state; its page stays."""
         self.lose(state)
         del state.node.states[state.n_past]
 
     def lose(self, state: State) -> None:
-        """Count a state no more: its page is gone."""
+        """Stop counting a state whose page is gone."""
         self.n_start_bytes -= self.starts.pop(state, 0)
         for i, tier in enumerate(self.tiers):
             self.n_bytes[i] -= tier.pop(state, 0)
 
     def check(self, held: set[State]) -> None:
-        """`held` are the states of the tree."""
+        """Check the counts. held: the states of the tree."""
         assert (
             held == {*self.tiers[0], *self.tiers[1], *self.starts} and not self.tiers[0].keys() & self.tiers[1].keys()
         )

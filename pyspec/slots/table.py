@@ -1,8 +1,8 @@
-"""Slots and KV pages: who sits where, and which pages hold whose tokens. No torch here: it is arithmetic.
+"""Slots and KV pages: requests by slot, and texts by page. No torch here: it is arithmetic.
 
-All index arithmetic on pages happens in this file. A slot reads the first pages of its text where the prefix tree has them,
-together with every other slot whose text begins with them, and holds pages of its own for the rest. What a request leaves
-is filed in the tree; its pages are taken back when a slot needs them.
+All index arithmetic on pages is in this file. A slot reads the first pages of its text in the prefix tree, shared with all slots whose
+text begins with them, and holds pages of its own for the rest. A request's pages are filed in the tree at its end, and evicted when a
+slot needs them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from pyspec.slots.prefix import NO_HIT, Hit, Node, PrefixTree
 class Slot:
     """One lane of the batch.
 
-    `tokens` are the committed ones: their K and V stand in `pages`, at position = index. The first pages are those of
-    `nodes`, which are filed and immutable. `left` is the text that the last request has filed: what an idle slot is said to hold. `n_fold` counts the recorded rows that are committed but not yet
-    folded into its recurrent state; `generation` grows with every request, and whoever keeps state per slot tags it with
-    that number.
+    tokens      committed: their K and V are in `pages`, at position = index
+    nodes       the first pages, which are filed and immutable
+    left        the text that the last request filed: the content of an idle slot
+    n_fold      recorded rows that are committed but not folded into the recurrent state yet
+    generation  grows with every request; per-slot state elsewhere is tagged with it
     """
 
     index: int
@@ -55,8 +56,8 @@ class SlotTable:
         self.slots = [Slot(i) for i in range(n_slot)]
         self._free = list(range(n_page - 1, -1, -1))
         self.tree = PrefixTree(page_size, self._free.append)
-        self.n_change = 0  # pages that slots have let go, and requests
-        self.needs_state = False  # a prefix can be gone on from only where a state was kept (recurrent layers)
+        self.n_change = 0  # pages that slots have released, and requests
+        self.needs_state = False  # a prefix can be continued only at a kept state (recurrent layers)
         self._clock = 0
 
     @property
@@ -65,7 +66,7 @@ class SlotTable:
 
     @property
     def null_row(self) -> int:
-        """A row behind all pages that no slot owns: where padding writes. Pools have it, see `n_alloc_row`."""
+        """A row behind all pages that no slot owns, for the writes of padding. Pools have it, see `n_alloc_row`."""
         return self.n_row
 
     @property
@@ -75,7 +76,7 @@ class SlotTable:
 
     @property
     def n_page_used(self) -> int:
-        """Pages that slots hold. Those that are filed only are as good as free."""
+        """Pages that slots hold. Pages that are only filed count as free."""
         return self.n_page - len(self._free) - self.tree.n_idle
 
     @property
@@ -84,7 +85,7 @@ class SlotTable:
         return self.tree.n_node
 
     def pages_for(self, n_tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """Pages that hold `n_tokens` tokens."""
         return -(-n_tokens // self.page_size)
 
     @property
@@ -95,7 +96,7 @@ class SlotTable:
     def can_admit(self, n_tokens: int, prompt: Sequence[int] = ()) -> bool:
         """True if a request of at most `n_tokens` rows can run to its end beside the busy ones.
 
-        `prompt` is given if it may share pages with them.
+        prompt: given if it may share pages with them.
         """
         if all(s.busy for s in self.slots):
             return False
@@ -103,11 +104,11 @@ class SlotTable:
         return over <= 0 or (len(prompt) > 0 and over <= sum(node.refs > 0 for node in self.find(prompt).nodes))
 
     def find(self, prompt: Sequence[int]) -> Hit:
-        """What is there of a prompt."""
+        """The part of a prompt in the tree."""
         return self.tree.find(prompt, self.needs_state)
 
     def pick(self, wanted: int = -1) -> Slot | None:
-        """The idle slot that was not used for longest. `wanted` names a slot; None if that one (or every one) is busy."""
+        """The least recently used idle slot. wanted: a slot's index; None if that one (or every one) is busy."""
         if wanted >= len(self.slots):
             raise RequestError(f"slot {wanted} does not exist; slots are 0..{len(self.slots) - 1} (-np)")
         idle = [s for s in self.slots if not s.busy and wanted in (-1, s.index)]
@@ -116,9 +117,9 @@ class SlotTable:
     def acquire(
         self, slot: Slot, n_tokens: int, prompt: Sequence[int] = (), hit: Hit = NO_HIT
     ) -> tuple[int, int] | None:
-        """Seat a request of at most `n_tokens` rows in `slot`, with what `hit` has of its prompt.
+        """Seat a request of at most `n_tokens` rows in `slot`, with the part of its prompt in `hit`.
 
-        The caller asked `can_admit` before. Returns (from, to) if a page has to be copied before anything else runs.
+        Call `can_admit` first. Returns (from, to) if a page has to be copied before any forward.
         """
         assert not slot.busy
         self.drop(slot)
@@ -135,14 +136,13 @@ class SlotTable:
             return None
         self.tree.touch(hit.tail)
         slot.pages.append(self._take())
-        # if nothing else was left, it is the page itself that was taken: it holds what a copy would
+        # If no other page was free, the tail itself was evicted: it has the content already.
         return None if slot.pages[-1] == hit.tail.page else (hit.tail.page, slot.pages[-1])
 
     def file(self, slot: Slot, *, whole: bool = False) -> Node | None:
-        """File the pages of the slot's committed tokens that are full. What is filed already is shared from now on.
+        """File the full pages of the slot's committed tokens. A page that is filed already is shared from now on.
 
-        `whole`: the page that is not full, too; the slot must be released next. Returns the node that holds the slot's last
-        token, if that is filed.
+        whole: also the page that is not full; release the slot next. Returns the node of the slot's last token, if that is filed.
         """
         size, by = self.page_size, (slot.index, slot.generation)
         for i in range(len(slot.nodes), self.pages_for(slot.n_past) if whole else slot.n_past // size):
@@ -158,7 +158,7 @@ class SlotTable:
         return slot.nodes[-1] if slot.nodes and slot.n_past <= slot.nodes[-1].end else None
 
     def release(self, slot: Slot, *, trusted: bool = True) -> None:
-        """End the slot's request. What it filed stays; if it is not `trusted`, that goes as well."""
+        """End the slot's request. Its filed pages stay; if it is not `trusted`, they are removed."""
         assert slot.busy
         by = (slot.index, slot.generation)
         first = next((node for node in slot.nodes if node.by == by), None)
@@ -168,7 +168,7 @@ class SlotTable:
             self.tree.prune(first)
 
     def drop(self, slot: Slot) -> None:
-        """Take everything from a slot."""
+        """Release all pages of a slot."""
         self.n_change += 1 + len(slot.pages)
         self._free.extend(reversed(slot.pages[len(slot.nodes) :]))
         self.tree.let_go(slot.nodes)
@@ -178,7 +178,7 @@ class SlotTable:
         slot.n_fold, slot.page_ids = 0, None
 
     def erase(self, slot: Slot) -> int:
-        """Forget what requests in this slot have filed, but what others hold or have left. Returns how many tokens the slot held."""
+        """Forget filed pages of requests in this slot, except those that other slots hold or have left. Returns the number of tokens it held."""
         nodes, n = self.tree.path(slot.left)
         mine = {*nodes, *(node for node in self.tree.nodes() if node.by[0] == slot.index)}
         for other in self.slots:
@@ -195,7 +195,7 @@ class SlotTable:
         self.tree.prune(self.tree.root)
 
     def grow(self, slot: Slot, n_tokens: int) -> None:
-        """Hold pages for `n_tokens` positions. Filed pages that nobody holds are taken when none is free."""
+        """Hold pages for `n_tokens` positions, evicting idle filed pages if none is free."""
         need = self.pages_for(n_tokens) - len(slot.pages)
         if need <= 0:
             return
@@ -207,7 +207,7 @@ class SlotTable:
     def reach(self, slot: Slot, first: int, end: int) -> NDArray[np.int64]:
         """Hold pages for positions `first` to `end` - 1. Returns all pages of the slot.
 
-        It is the same array as long as they are the same pages, and never written to.
+        The same array is returned while the pages are the same; it is never written to.
         """
         if first < 0:
             raise OutOfBounds(f"slot {slot.index} position", first, len(slot.pages) * self.page_size, slot.index)
@@ -227,7 +227,7 @@ class SlotTable:
         return np.concatenate(pages)[first + page] * self.page_size + offset
 
     def _take(self) -> int:
-        """A free page, or the filed one that was of no use for longest."""
+        """A free page, or the least recently used filed one."""
         if not self._free:
             self.tree.evict()
         return self._free.pop()
@@ -250,7 +250,7 @@ class SlotTable:
         return [pages[p // size] * size + p % size for p in range(first, first + n)]
 
     def check(self) -> None:
-        """Every page is in one place, and every count is right. It takes as long as there are pages: see `PrefixCache.check`."""
+        """Check that every page is in one place, and every count is right. It takes time in proportion to all pages: see `PrefixCache.check`."""
         filed = [node.page for node in self.tree.nodes()]
         own = [p for s in self.slots for p in s.pages[len(s.nodes) :]]
         assert sorted(self._free + filed + own) == list(range(self.n_page)), "a page is lost or held twice"
