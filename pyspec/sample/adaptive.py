@@ -1,4 +1,4 @@
-"""What mirostat and adaptive-p make of a row's probabilities; what they remember is in `feedback`."""
+"""The probability transforms of mirostat and adaptive-p; their memory is in `feedback`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from pyspec.request import SamplingParams
 from pyspec.sample.feedback import Feedback
 
-N_ESTIMATE = 100  # best tokens that mirostat 1 estimates the distribution's exponent from
+N_ESTIMATE = 100  # best tokens from which mirostat 1 estimates the distribution's exponent
 PEAK, SHARPNESS, INV_WIDTH = 5.0, 10.0, 1.0 / 0.3  # of adaptive-p's transform
 
 
 def n_within_mirostat(probs: Tensor, mu: float, version: int, n_vocab: int) -> int:
-    """How many of the best tokens mirostat keeps (arXiv:2007.14966; version 2 cuts by surprise alone).
+    """The number of best tokens that mirostat keeps (arXiv:2007.14966; version 2 cuts by surprise alone).
 
     probs  [n] f64  in descending order
     """

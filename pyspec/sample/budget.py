@@ -1,7 +1,7 @@
-"""A budget of reasoning tokens: behind so many of them, forced tokens end the reasoning, whatever the logits say.
+"""A budget of reasoning tokens: once it is spent, forced tokens end the reasoning, for any logits.
 
-What is forced at a position depends on the tokens before it alone, so it is the same with and without drafts: the rule goes over the
-committed tokens once, and over drafts as often as they are looked at. Marks are found in bytes, however they are spelled.
+The forced token at a position depends on the tokens before it alone, so it is the same with and without drafts: committed tokens are
+read once, drafts at each look. Marks are found in bytes, in any spelling.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Literal
 from pyspec.request import ThinkBudget
 
 FAR = 512
-"""So many tokens before the budget ends nothing can be forced in the rounds that are under way."""
+"""Tokens before the budget's end at which no token is forced in rounds in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Where a request stands behind its tokens so far.
+    """A request's state behind its tokens so far.
 
-    phase     before reasoning, in it, where tokens are forced, behind it
+    phase     before reasoning, in it, forcing tokens, or behind it
     n         tokens of reasoning
-    n_forced  forced tokens that have come
+    n_forced  forced tokens so far
     tail      the last bytes: a mark may have begun in them
     n_missing bytes that the last character still needs
     """
@@ -35,7 +35,7 @@ class Thought:
 
 
 class BudgetRule:
-    """The rule for one request. `token_bytes`: control tokens as their text."""
+    """The rule for one request. token_bytes: with control tokens as their text."""
 
     def __init__(self, budget: ThinkBudget, token_bytes: Callable[[int], bytes]) -> None:
         self.budget, self._bytes = budget, token_bytes
@@ -49,13 +49,13 @@ class BudgetRule:
         return now.phase == "over" or (now.phase != "forced" and self.budget.n_tokens - now.n > FAR)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Tokens that are final. Those of the prompt are not among them."""
+        """Add committed tokens, without the prompt's."""
         if self.now.phase != "over":
             for token in tokens:
                 self.now = self._after(self.now, token)
 
     def forced(self, drafts: Sequence[int]) -> tuple[int, int] | None:
-        """The first row of a span whose token is forced, and that token."""
+        """The first row of a span with a forced token, and that token."""
         at = self.now
         for i in range(len(drafts) + 1):
             if at.phase == "forced":
@@ -86,14 +86,14 @@ class BudgetRule:
         )
 
     def _due(self, at: Thought) -> Thought:
-        """The budget is spent, and no character would be cut in two: that takes three tokens more at most."""
+        """The budget is spent, and the text ends at a whole character: at most three more tokens complete one."""
         n_more = at.n - self.budget.n_tokens
         is_due = at.phase == "thinking" and (n_more >= 3 or (n_more >= 0 and not at.n_missing))
         return replace(at, phase="forced") if is_due and self.budget.forced else at
 
 
 def _missing(raw: bytes, n: int) -> int:
-    """Bytes that the last character needs still, behind `raw`, if it needed `n` before."""
+    """Bytes that the last character needs after `raw`, if it needed `n` before."""
     for byte in raw:
         if byte & 0xC0 == 0x80:
             n = max(0, n - 1)

@@ -1,11 +1,11 @@
 """The cuts and the draw, on many rows at once, each row with its own settings.
 
-A row is represented by its candidates: `ids` ascending and their `logits`. Order and meaning are llama.cpp's: top-k,
-typical, top-p, min-p, temperature, draw. Where we differ:
+A row is represented by its candidates: `ids` ascending and their `logits`. Order and meaning are llama.cpp's: top-k, typical, top-p, min-p,
+temperature, draw. Differences:
 
 * Equal logits: the lower id counts as the better one, everywhere (llama.cpp leaves it to the sort).
 * Probabilities are integers in units of 2**-44 of the row's largest, so sums do not depend on how a device orders them
-  and a row's choice does not depend on its neighbours. What is less likely than 2**-44 of the best is never drawn.
+  and a row's choice does not depend on its neighbours. Tokens less likely than 2**-44 of the best are never drawn.
 * Typical: a candidate with probability 0 has infinite score instead of NaN.
 * The draw inverts the cumulative distribution in id order with a number hashed from seed and position.
 * temperature <= 0 is the argmax before the cuts; llama.cpp's typical could cut it away.
@@ -78,7 +78,7 @@ def best(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best candidates of each row and some more, without a full sort.
 
     ids      [row, n]  int64  ascending
-    values   [row, n]  f32    what is larger than the least of these is complete; the least itself may be tied outside
+    values   [row, n]  f32    complete above the least of them; the least may have ties outside
     """
     values, ids = logits.topk(min(k + _N_SPARE, logits.shape[1]))
     ids, order = ids.sort(-1)
@@ -102,10 +102,10 @@ def mass(logits: Tensor) -> Tensor:
 
 
 def pick(logits: Tensor, settings: Settings, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Cut and draw. A row without a finite maximum gives a column that means nothing.
+    """Cut and draw. A row without a finite maximum gives a meaningless column.
 
     logits  [row, n]  f32    candidates in ascending order of id
-    total   [row, 1]  int64  mass of the whole row, if the candidates are not all of it and top-p needs to know
+    total   [row, 1]  int64  mass of the whole row, if the candidates are only a part of it and top-p needs it
     return  [row]     int64  the chosen candidate's column
             [row]     bool   a survivor equals the least candidate: wrong if there are more candidates elsewhere
     """
@@ -115,7 +115,7 @@ def pick(logits: Tensor, settings: Settings, total: Tensor | None = None) -> tup
     below = _weights(scaled, keep).cumsum(-1)
     target = torch.minimum((settings.noise * below[:, -1:]).long(), below[:, -1:] - 1)
     column = torch.searchsorted(below, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
-    least = logits.amin(-1, keepdim=True)  # if that is banned, so is all that is elsewhere
+    least = logits.amin(-1, keepdim=True)  # if it is banned, so are all tokens elsewhere
     return column, (keep & (logits == least) & (least > -math.inf)).any(-1)
 
 
@@ -144,7 +144,7 @@ def _weights(scaled: Tensor, keep: Tensor) -> Tensor:
 
 
 def _typical(scaled: Tensor, keep: Tensor, settings: Settings) -> Tensor:
-    """Keep what is closest to the expected surprise until typical_p of the mass is there (arXiv:2202.00666)."""
+    """Keep the tokens closest to the expected surprise until they have typical_p of the mass (arXiv:2202.00666)."""
     weights = _weights(scaled, keep)
     logp = scaled - weights.sum(-1, keepdim=True).double().div(_UNIT).log()
     terms = torch.where(weights > 0, logp.exp() * logp, 0.0)

@@ -1,9 +1,9 @@
 """One call per round: from the verified rows of every slot to the tokens each slot keeps.
 
-Sample-and-compare: every row's token is chosen as plain decoding would choose it, and drafts count only as long as they
-equal those choices. As choices depend on (logits, history, seed, position) alone, the text is the same whatever was
-drafted. All slots share one pass per kind of work and one copy to the host. A second copy happens for logprobs, or if the
-candidates looked at do not decide a row: over 32 ties at the edge of top-k, over 1024 tokens inside top-p or min-p.
+Sample-and-compare: every row's token is chosen as in plain decoding, and drafts count while they equal those choices. Choices depend on
+(logits, history, seed, position) alone, so the text is the same with any drafts. All slots share one pass per kind of work and one copy to
+the host. A second copy is needed for logprobs, or if the candidates do not decide a row: over 32 ties at the edge of top-k, over 1024 tokens
+inside top-p or min-p.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pyspec.sample.mask import SpanMask
 from pyspec.sample.sampler import SlotSampler
 from pyspec.sample.synth import SynthAcceptance
 
-_MAX_NARROW = 1024  # so many candidates are found without sorting the vocabulary
+_MAX_NARROW = 1024  # candidates that are found without sorting the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """The verified rows of one slot: row first_row + i follows the committed tokens and drafts[:i].
 
-    mask  what its grammar lets them choose
+    mask  the tokens that its grammar allows
     """
 
     sampler: SlotSampler
@@ -44,9 +44,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What a slot gains: accepted drafts and one token of the target's, which is missing after an accepted end token.
+    """A slot's gain: accepted drafts and one token of the target's, which is missing after an accepted end token.
 
-    With `error` set there are no tokens; the other slots of the round are not concerned.
+    With `error` set there are no tokens; other slots of the round are not affected.
     """
 
     tokens: list[int]
@@ -57,10 +57,10 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A span with what is derived from it once per round."""
+    """A span with values derived from it once per round."""
 
     span: Span
-    drafts: list[int]  # up to the first that is no token id
+    drafts: list[int]  # up to the first invalid token id
 
     @property
     def n_row(self) -> int:
@@ -68,7 +68,7 @@ class _Work:
 
     @property
     def checks(self) -> bool:
-        """Its grammar is asked about what was chosen, and makes a mask if that is refused. Else the mask comes first."""
+        """Its grammar checks the choices, and a mask is made if it refuses one. Else the mask comes first."""
         return self.kind == "greedy"
 
     @property
@@ -82,7 +82,7 @@ class _Work:
 
 
 def _sampling_kind(params: SamplingParams) -> str:
-    """narrow: top-k leaves few. short: other cuts that follow the order will, most likely. full: anything may be drawn."""
+    """narrow: top-k leaves few. short: other cuts by order probably leave few. full: any token may be drawn."""
     if 0 < params.top_k <= _MAX_NARROW:
         return "narrow"
     cuts = params.top_p < 1 or params.min_p > 0
@@ -91,7 +91,7 @@ def _sampling_kind(params: SamplingParams) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Picks:
-    """One entry per row: the chosen token, the row's largest logit, and whether the choice has to be made again."""
+    """One entry per row: the chosen token, the row's largest logit, and whether the choice is unsure and has to be repeated."""
 
     tokens: Tensor  # int64
     peaks: Tensor  # f32
@@ -108,10 +108,10 @@ def choose(
 ) -> list[Chosen]:
     """Decide every slot's round. `logits` is not changed, nothing is committed.
 
-    logits  [row, vocab]  f32  rows no span names are ignored
+    logits  [row, vocab]  f32  rows outside all spans are ignored
     best    top(logits), if it is known, on the host or not: greedy rounds then read nothing else
 
-    A row with NaN, +inf or nothing above -inf is an error of its span if acceptance reaches it.
+    A row with NaN, +inf or only -inf fails its span if acceptance reaches it.
     """
     if not spans:
         return []
@@ -133,7 +133,7 @@ def _prepare(span: Span, n_row: int, n_vocab: int) -> _Work:
 
 
 def _greedy(logits: Tensor, work: list[_Work], best: Tensor) -> list[tuple[list[int], list[float]]] | None:
-    """The verdict of a round of greedy spans, from the largest logits alone; None if it takes more than that."""
+    """The verdict of a round of greedy spans from the largest logits alone; None if that does not suffice."""
     if any(w.kind != "greedy" for w in work):
         return None
     tokens, peaks = best.tolist()
@@ -141,7 +141,7 @@ def _greedy(logits: Tensor, work: list[_Work], best: Tensor) -> list[tuple[list[
     for w in work:
         rows, banned = slice(w.span.first_row, w.span.first_row + w.n_row), w.span.sampler.bias_ids
         found, values = list(map(int, tokens[rows])), peaks[rows]
-        if banned and not banned.isdisjoint(found):  # bans only lower logits: they matter where they hit the best one
+        if banned and not banned.isdisjoint(found):  # bans only lower logits, so they matter only for the best token
             picks = _pick("greedy", _rows(logits, [w]), [w])
             found, values = picks.tokens.tolist(), picks.peaks.tolist()
         out.append((found, values))
@@ -151,7 +151,7 @@ def _greedy(logits: Tensor, work: list[_Work], best: Tensor) -> list[tuple[list[
 def _mend(
     logits: Tensor, work: list[_Work], picks: list[tuple[list[int], list[float]]], synth: SynthAcceptance | None
 ) -> list[tuple[list[int], list[float]]]:
-    """Choose again, under their masks, for greedy spans that would keep what their grammar refuses."""
+    """Choose again, under their masks, for greedy spans with a choice that their grammar refuses."""
     wrong = []
     for i, w in enumerate(work):
         if w.span.mask is not None and w.checks:
@@ -181,20 +181,20 @@ def _masked(logits: Tensor, work: list[_Work]) -> Tensor:
 
 
 def best_masked(logits: Tensor, spans: Sequence[Span]) -> tuple[list[Span], Tensor | None]:
-    """Those of `spans` whose choices a grammar refuses of late, and the best tokens of their rows under their masks: for the device, before
-    anybody has seen what is best without. `fill_masked` once the host can read it."""
+    """The spans whose grammars refused choices recently, and the best tokens of their rows under their masks, computed on the device before the
+    unmasked ones are read. Call `fill_masked` once the host can read them."""
     found = [_prepare(s, *logits.shape) for s in spans if wants_mask(s)]
     found = [w for w in found if w.checks]
     return [w.span for w in found], (_masked(logits, found) if found else None)
 
 
 def wants_mask(span: Span) -> bool:
-    """Its mask will be asked for, most likely."""
+    """Its mask will probably be needed."""
     return span.mask is not None and not (_Work(span, []).checks and span.mask.constraint.is_calm)
 
 
 def fill_masked(spans: Sequence[Span], found: Tensor) -> None:
-    """[2, row] f64: what `best_masked` gave for these."""
+    """Fill in the result [2, row] f64 of `best_masked` for these spans."""
     (tokens, peaks), row = found.tolist(), 0
     for span in spans:
         assert span.mask is not None
@@ -204,7 +204,7 @@ def fill_masked(spans: Sequence[Span], found: Tensor) -> None:
 
 
 def _is_refused(work: _Work, mask: SpanMask, tokens: list[int], peaks: list[float]) -> bool:
-    """Drafts are usable: what has to be looked at is the first choice that is another, unless its row is an error anyhow."""
+    """The grammar refuses a choice. Drafts are usable, so only the first choice that differs is checked, unless its row is an error."""
     n = next((i for i, draft in enumerate(work.drafts) if draft != tokens[i]), len(work.drafts))
     return math.isfinite(peaks[n]) and not mask.allows(n, tokens[n])
 
@@ -238,7 +238,7 @@ def _pick_all(logits: Tensor, work: list[_Work]) -> list[tuple[list[int], list[f
 
 
 def _stepwise(logits: Tensor, work: _Work) -> tuple[list[int], list[float]]:
-    """Chosen tokens and largest logits of a span that is chosen row by row. The sampler hears what its next commit leaves."""
+    """Chosen tokens and largest logits of a span that is chosen row by row. The sampler keeps the feedback for its next commit."""
     sampler, n_row = work.span.sampler, work.n_row
     edits_ = sampler.edits(work.drafts)
     rows = _take(logits, [work.span.first_row + i for i in range(n_row)]).clone()
@@ -253,7 +253,7 @@ def _stepwise(logits: Tensor, work: _Work) -> tuple[list[int], list[float]]:
 
 
 def _rows(logits: Tensor, work: list[_Work], *, is_masked: bool = False) -> Tensor:
-    """The group's rows one after the other; a copy if they must be edited or are scattered. is_masked: greedy ones, too."""
+    """The group's rows one after the other; a copy if they must be edited or are scattered. is_masked: mask greedy ones, too."""
     out = _take(logits, [w.span.first_row + i for w in work for i in range(w.n_row)])
     changes, masked = [], []
     row = 0
@@ -279,7 +279,7 @@ def _take(logits: Tensor, rows: list[int]) -> Tensor:
 
 
 def _pick(kind: str, logits: Tensor, work: list[_Work]) -> _Picks:
-    """Choose from rows that are edited already. "narrow" and "short" may come back unsure."""
+    """Choose from edited rows. "narrow" and "short" may come back unsure."""
     if kind in ("greedy", "edited"):
         tokens = argmax(logits)
         peaks = logits.gather(1, tokens[:, None]).squeeze(1)
@@ -299,7 +299,7 @@ def _pick(kind: str, logits: Tensor, work: list[_Work]) -> _Picks:
 
 
 def _forced(work: _Work, tokens: list[int], peaks: list[float]) -> tuple[_Work, list[int], list[float]]:
-    """A span up to the first row whose token is forced, and that token in it."""
+    """A span up to the first row with a forced token, and that token in it."""
     budget = work.span.sampler.budget
     found = None if budget is None else budget.forced(work.drafts)
     if found is None:
@@ -338,7 +338,7 @@ def _bad_row(position: int, peak: float, *, is_masked: bool) -> SlotError:
 
 
 def _with_logprobs(logits: Tensor, spans: Sequence[Span], chosen: list[Chosen]) -> list[Chosen]:
-    """Add the log probabilities of the kept tokens under the target's own distribution, for the slots that want them."""
+    """Add the log probabilities of the kept tokens under the target's own distribution, for the slots that ask for them."""
     after = [_after_sampling(spans[i].sampler, c) for i, c in enumerate(chosen)]
     chosen = [c if found is None else replace(c, logprobs=found) for c, found in zip(chosen, after, strict=True)]
     wanted = [
@@ -359,7 +359,7 @@ def _with_logprobs(logits: Tensor, spans: Sequence[Span], chosen: list[Chosen]) 
 
 
 def _after_sampling(sampler: SlotSampler, chosen: Chosen) -> list[TokenLogprob] | None:
-    """What was drawn from, where that was asked for; the argmax alone is all there is to draw for a greedy choice."""
+    """The distribution that was drawn from, if requested; for a greedy choice only the argmax."""
     if not sampler.params.post_sampling or sampler.params.logprobs is None or chosen.error is not None:
         return None
     if sampler.params.is_stepwise:
@@ -368,7 +368,7 @@ def _after_sampling(sampler: SlotSampler, chosen: Chosen) -> list[TokenLogprob] 
 
 
 def logprobs_of(logits: Tensor, tokens: list[int], n_top: int) -> list[TokenLogprob]:
-    """How likely given tokens are, one for each row, and the `n_top` best ones in its place."""
+    """Log probabilities of given tokens, one per row, and the `n_top` best ones of the row."""
     norm = logits.logsumexp(-1, keepdim=True)
     own = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None]) - norm
     if n_top == 0:

@@ -1,8 +1,7 @@
-"""DRY: a penalty on the token that would continue a repetition, growing with the length of what is repeated.
+"""DRY: a penalty on the token that would continue a repetition, growing with its length.
 
-Source: the "don't repeat yourself" sampler as llama.cpp has it. Differences, neither visible in practice: a repeated
-stretch is measured up to `_MAX_MATCH` tokens, and lengths come from a filter over earlier occurrences of the last token
-instead of the Z algorithm (same lengths).
+Source: llama.cpp's "don't repeat yourself" sampler. Differences, neither visible in practice: a repetition is measured up to `_MAX_MATCH`
+tokens, and lengths come from a filter over earlier occurrences of the last token instead of the Z algorithm (same lengths).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from pyspec.request import SamplingParams
 
-_MAX_MATCH = 1024  # tokens of repetition that are told apart; bounds the work on degenerate texts
+_MAX_MATCH = 1024  # longest measured repetition; bounds the work on degenerate texts
 _MAX_BREAKER_BYTES = 40  # llama.cpp's limits
 _MAX_BREAKER_TAIL = 20
 _FLOAT_MAX_LOG = 88.7228391  # ln of the largest f32
@@ -25,7 +24,7 @@ Tails = tuple[tuple[int, ...], ...]
 
 
 class Vocabulary(Protocol):
-    """What sequence breakers need from a tokenizer."""
+    """The parts of a tokenizer that sequence breakers need."""
 
     @property
     def n_vocab(self) -> int: ...
@@ -90,7 +89,7 @@ class Dry:
         return p.dry_multiplier != 0.0 and p.dry_base >= 1.0 and p.dry_penalty_last_n != 0
 
     def penalties(self, history: NDArray[np.int64]) -> dict[int, float]:
-        """What to take off the logit of each token that would extend a repetition in `history`.
+        """The penalty of each token that would extend a repetition in `history`.
 
         history  [n]  int64  every token before the one to choose, oldest first
         """
@@ -129,7 +128,7 @@ class Dry:
 
 
 def _repeats(recent: NDArray[np.int64], limit: int, least: int) -> list[tuple[int, int]]:
-    """(shift, length): how much of the newest text also stands `shift` tokens earlier, if at least `least`.
+    """(shift, length): length of the newest text that also occurs `shift` tokens earlier, if at least `least`.
 
     recent  [n]  int64  newest first. Lengths stop at `limit`.
     """

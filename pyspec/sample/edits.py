@@ -14,7 +14,7 @@ from pyspec.sample.sampler import Edits
 
 
 def apply(logits: Tensor, edits: Sequence[tuple[int, SamplingParams, Edits]]) -> None:
-    """Change `logits` in place. Each entry says at which row its span begins.
+    """Change `logits` in place. Each entry has the first row of its span.
 
     logits  [row, vocab]  f32  read and written
     """
@@ -24,7 +24,7 @@ def apply(logits: Tensor, edits: Sequence[tuple[int, SamplingParams, Edits]]) ->
 
 
 def bias(logits: Tensor, edits: Sequence[tuple[int, SamplingParams, Edits]]) -> None:
-    """Of `apply` what does not depend on the history's tokens: biases and bans."""
+    """The part of `apply` that does not depend on the history's tokens: biases and bans."""
     _add(logits, [(first, e.bias[0], e.bias[1], e.bias[2]) for first, _, e in edits])
     _add(logits, [(first, e.bans[0], e.bans[1], e.bans[2]) for first, _, e in edits])
 

@@ -1,4 +1,4 @@
-"""Masks of verified rows: which tokens a grammar lets each row choose, filled for all requests at once, applied to all rows at once."""
+"""Masks of verified rows: the tokens that a grammar allows each row, filled for all requests at once, applied to all rows at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pyspec.constrain.constraint import Constraint, Masks, fill
 class SpanMask:
     """The rows of one slot: the next one and those behind its drafts, which are usable.
 
-    rows    None until somebody asks for them: greedy choices are checked alone, and most need no mask
-    choice  of each row the best token under its mask and its logit, where the device has found them already
+    rows    None until needed: greedy choices are checked alone, and most need no mask
+    choice  per row the best token under its mask and its logit, if the device has found them already
     """
 
     __slots__ = ("choice", "constraint", "drafts", "rows")
@@ -26,14 +26,14 @@ class SpanMask:
         self.choice: tuple[list[int], list[float]] | None = None
 
     def allows(self, row: int, token: int) -> bool:
-        """Whether the mask of a row has a token."""
+        """The mask of a row allows a token."""
         if self.rows is not None:
             return bool(self.rows[row, token >> 5] >> (token & 31) & 1)
         return self.constraint.allows(self.drafts[:row], token)
 
 
 def fill_all(masks: Iterable[SpanMask]) -> None:
-    """Fill those that are not yet, in one call."""
+    """Fill masks that are not filled yet, in one call."""
     empty = [mask for mask in masks if mask.rows is None]
     if not empty:
         return
@@ -44,7 +44,7 @@ def fill_all(masks: Iterable[SpanMask]) -> None:
 
 
 def apply(logits: Tensor, spans: Sequence[tuple[int, SpanMask]]) -> None:
-    """-inf for every token that is refused. `spans`: the first row of each, and its mask.
+    """Set refused tokens to -inf. spans: the first row of each, and its mask.
 
     logits  [row, vocab]  f32  read and written
     """

@@ -1,8 +1,8 @@
-"""Random numbers that are a pure function of (seed, position), so a draw does not know how it was scheduled.
+"""Random numbers that are a pure function of (seed, position), so a draw does not depend on its scheduling.
 
-A generator with state would have to be rolled back with every refused draft, and two runs with other draft lengths would
-part ways. Here the number of a token is hashed from the request's seed and the token's absolute position: SplitMix64
-(Steele, Lea, Flood 2014), with the seed's own hash as the start of the stream and the position as its counter.
+A generator with state would have to be rolled back with every refused draft, and two runs with other draft lengths would differ. Here the
+number of a token is hashed from the request's seed and the token's absolute position: SplitMix64 (Steele, Lea, Flood 2014), with the
+seed's own hash as the start of the stream and the position as its counter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 DRAW = 0x6472617700000000  # stream of the sampler's draws
-XTC = 0x7874630000000000  # stream of that sampler's coins
+XTC = 0x7874630000000000  # stream of XTC's coins
 COIN = 0x636F696E00000000  # stream of synthetic acceptance
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1

@@ -1,4 +1,4 @@
-"""What sampling remembers of one request: its settings, its committed tokens, and what they do to the next logits."""
+"""The sampling state of one request: its settings, its committed tokens, and their effect on the next logits."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Edits:
 
     bans     no token before a certain length: -inf
     bias     added first; -inf bans
-    counts   how often the token stands in the penalty window of its row, > 0
-    dry      taken off last
+    counts   occurrences of the token in the penalty window of its row, > 0
+    dry      subtracted last
     """
 
     bans: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
@@ -50,12 +50,12 @@ class Edits:
 class SlotSampler:
     """One request's sampler. It holds committed tokens only, so nothing is ever rolled back.
 
-    Drafts are looked at, not kept: row i of a span is conditioned on the history and the drafts before it.
+    Drafts are read, not kept: row i of a span is conditioned on the history and the drafts before it.
 
     ends          tokens that end the request
     edits_logits  some logit may change before the cuts
-    only_bans     all that may change is that some logits fall (a ban on end tokens, negative biases)
-    banned        tokens that are never chosen, where no other logit ever changes; None: others may
+    only_bans     logits only fall (a ban on end tokens, negative biases)
+    banned        tokens that are never chosen, if no other logit ever changes; None: others may
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SlotSampler:
         self.bans = (
             np.array(sorted(t for t in self.eog_ids if 0 <= t < n_vocab), np.int64) if params.min_tokens else _NO_IDS
         )
-        self.n_banned = len(prompt) + params.min_tokens  # tokens, before which `bans` may not come
+        self.n_banned = len(prompt) + params.min_tokens  # number of tokens until which `bans` apply
         self.bias_ids = frozenset((*self.bias[0].tolist(), *self.bans.tolist()))
         self.penalises = params.repeat_last_n != 0 and (
             params.repeat_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
@@ -91,17 +91,19 @@ class SlotSampler:
             assert breakers is not None, "DRY with sequence breakers needs the tokenizer's DryBreakers"
             self.dry = Dry(params, breakers.heads(params))
         self.edits_logits = bool(self.bias_ids) or self.penalises or self.dry.active
-        is_fixed = not self.penalises and not self.dry.active  # of no token does the history say anything
+        is_fixed = not self.penalises and not self.dry.active  # no edit depends on the history
         self.only_bans = is_fixed and bool((self.bias[1] <= 0).all())
         are_bans = is_fixed and not len(self.bans) and bool((self.bias[1] == -np.inf).all())
         self.banned = frozenset(self.bias[0].tolist()) if are_bans else None
-        self.fingerprint = zlib.crc32(np.asarray(prompt, dtype=np.int64).tobytes())  # tells requests apart, repeatably
+        self.fingerprint = zlib.crc32(
+            np.asarray(prompt, dtype=np.int64).tobytes()
+        )  # identifies the request, repeatably
         self.feedback = Feedback.first(params)
-        self.ahead = SpanChoice()  # what was chosen and has not been committed
+        self.ahead = SpanChoice()  # chosen but not committed
         self.n_history = 0
         self._tokens = np.zeros(len(prompt) + 256, dtype=np.int64)
         self._counts: dict[int, int] = {}
-        self.budget: BudgetRule | None = None  # what is in the prompt is no thought of this request
+        self.budget: BudgetRule | None = None  # the prompt is not part of this request's reasoning
         self.commit(prompt)
         self.budget = budget
 
@@ -111,7 +113,7 @@ class SlotSampler:
         return self._tokens[: self.n_history].tolist()
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Append tokens that are final: the prompt, then what each round kept after the caller's cut."""
+        """Append final tokens: the prompt, then each round's kept tokens."""
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.n_vocab):  # a prompt may be long: no loop over it
             bad = next(token for token in tokens if not 0 <= token < self.n_vocab)
             raise OutOfBounds("committed token", bad, self.n_vocab)
@@ -127,12 +129,12 @@ class SlotSampler:
             self.ahead = SpanChoice()
 
     def banned_next(self) -> list[int]:
-        """Tokens that the next one can not be, whatever the target says."""
+        """Tokens that the next one can not be, for any logits."""
         banned = self.bias[0][self.bias[1] == -np.inf].tolist()
         return [*banned, *(self.bans.tolist() if self.n_history < self.n_banned else ())]
 
     def usable(self, drafts: Sequence[int]) -> list[int]:
-        """The drafts before the first one that is no token id; nothing after it can be accepted."""
+        """The drafts before the first invalid token id; no token after it can be accepted."""
         if drafts and (min(drafts) < 0 or max(drafts) >= self.n_vocab):
             drafts = drafts[: next(i for i, token in enumerate(drafts) if not 0 <= token < self.n_vocab)]
         return list(drafts)

@@ -1,8 +1,8 @@
 """The samplers in any order, and those that look beyond the row: one row at a time, step by step.
 
-What is drawn for a row depends on its logits, the history, the seed, the position, and for mirostat and adaptive-p on what was
-chosen before. So it is the same with and without drafts. Names and meaning are llama.cpp's; the cuts are those of `chain`, so that a chain in
-its own order chooses here what it chooses there. Differences from llama.cpp: those of `chain`, and a sampler counts once however often it is named.
+A row's draw depends on its logits, the history, the seed, the position, and for mirostat and adaptive-p on earlier choices. So it is the same
+with and without drafts. Names and meaning are llama.cpp's; the cuts are those of `chain`, so a chain in its own order chooses the same token
+here and there. Differences from llama.cpp: those of `chain`, and a sampler that is named several times counts once.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from pyspec.sample.feedback import Feedback, SpanChoice
 from pyspec.sample.sampler import Edits, SlotSampler
 
 _OFF = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, temperature=1.0)
-_ON_HOST = 4096  # candidates: of so few a step costs less here than launching it there
+_ON_HOST = 4096  # candidates: with fewer, a step costs less here than launching it there
 
 
 @dataclass(slots=True)
 class Candidates:
-    """What is left of a row: ids ascending and their logits, which temperature divides when they are looked at."""
+    """The remaining candidates of a row: ids ascending and their logits, which temperature divides when they are read."""
 
     ids: Tensor  # [n] int64
     logits: Tensor  # [n] f32, f64 behind adaptive-p
     temperature: float = 1.0
 
     def take(self, which: Tensor) -> None:
-        """Go on with some of them: a mask, or columns in ascending order."""
+        """Keep some of them: a mask, or columns in ascending order."""
         self.ids, self.logits = self.ids[which], self.logits[which]
         if len(self.ids) <= _ON_HOST:
             self.ids, self.logits = self.ids.cpu(), self.logits.cpu()
@@ -48,7 +48,7 @@ class Candidates:
         return ((self.logits - self.logits.amax()).double() / self.temperature).softmax(-1)
 
     def draw(self, u: float) -> int:
-        """The column that a number in [0, 1) points at, in order of id."""
+        """The column for a number in [0, 1), in order of id."""
         off = replace(_OFF, temperature=self.temperature)
         settings = chain.Settings.stack([off], [u], len(self.ids), self.logits.device)
         return int(chain.pick(self.logits[None], settings)[0])
@@ -56,7 +56,7 @@ class Candidates:
 
 @dataclass(slots=True)
 class RowInputs:
-    """What a row is chosen with, beside its logits. `counts` and `dry`: (ids, values) of the two penalties."""
+    """The inputs of a row's choice besides its logits. counts and dry: (ids, values) of the two penalties."""
 
     params: SamplingParams
     draw: float
@@ -70,7 +70,7 @@ def choose_span(rows: Tensor, sampler: SlotSampler, drafts: Sequence[int], edits
     """Choose for the rows of one slot, each as if the drafts before it were committed, until one is refused.
 
     rows      [row, vocab] f32  biased
-    n_finite  rows before the first that nothing can be chosen from
+    n_finite  rows before the first that has no finite maximum
     """
     params, out = sampler.params, SpanChoice()
     draws, coins = sampler.noise(len(drafts) + 1).tolist(), sampler.coins(len(drafts) + 1).tolist()
@@ -88,7 +88,7 @@ def choose_span(rows: Tensor, sampler: SlotSampler, drafts: Sequence[int], edits
 
 
 def choose_row(logits: Tensor, row: RowInputs) -> tuple[int, Feedback, Candidates]:
-    """The token of one row, what adaptive samplers remember behind it, and what it was drawn from. logits: [vocab] f32"""
+    """The token of one row, the feedback behind it, and the candidates it was drawn from. logits: [vocab] f32"""
     params, left = row.params, Candidates(torch.arange(len(logits), device=logits.device), logits)
     if params.mirostat:
         return _mirostat(left, row)
@@ -149,7 +149,7 @@ def _min_p(left: Candidates, row: RowInputs) -> None:
 
 
 def _top_n_sigma(left: Candidates, row: RowInputs) -> None:
-    """Ban what is more than n standard deviations below the best (arXiv:2411.07641). What is banned still counts as a candidate, as in
+    """Ban tokens more than n standard deviations below the best (arXiv:2411.07641). Banned tokens still count as candidates, as in
     llama.cpp."""
     if row.params.top_n_sigma <= 0 or len(left.ids) < 2:
         return
@@ -159,7 +159,7 @@ def _top_n_sigma(left: Candidates, row: RowInputs) -> None:
 
 
 def _xtc(left: Candidates, row: RowInputs) -> None:
-    """Drop all of the tokens above the threshold but the least likely one, with a probability."""
+    """With a probability, drop all tokens above the threshold but the least likely one."""
     params = row.params
     if (
         params.xtc_probability <= 0
@@ -207,7 +207,7 @@ def _dry(left: Candidates, row: RowInputs) -> None:
 
 
 def _columns(left: Candidates, ids: NDArray[np.int64], values: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
-    """Where these ids stand among the candidates that are left, and the values of those that do."""
+    """The columns of these ids among the remaining candidates, and the values of those that remain."""
     device = left.ids.device
     wanted, numbers = torch.from_numpy(ids).to(device), torch.from_numpy(values).to(device)
     at = torch.searchsorted(left.ids, wanted).clamp(max=len(left.ids) - 1)
@@ -229,7 +229,7 @@ STEPS: dict[str, Callable[[Candidates, RowInputs], None]] = {
 
 
 def _reported(left: Candidates, token: int, n: int) -> TokenLogprob:
-    """Log probabilities of what was drawn from: the chosen token's and the n best that may be drawn."""
+    """Log probabilities of the distribution that was drawn from: the chosen token's and the n best ones."""
     probs = left.probs()
     best = probs.sort(descending=True, stable=True).indices[:n]
     top = [(int(left.ids[i]), math.log(p)) for i in best.tolist() if (p := float(probs[i])) > 0]

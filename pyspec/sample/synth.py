@@ -1,4 +1,4 @@
-"""Synthetic acceptance: drafts are kept by coin, to measure speed at a chosen acceptance. The text means nothing."""
+"""Synthetic acceptance: coins decide about drafts, to measure speed at a chosen acceptance. The text is meaningless."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _RUN, _MAX_RUNS = 1024, 256
 class SynthAcceptance:
     """Accepts each drafted token with a probability of its place, given that those before it were accepted.
 
-    As llama.cpp's --spec-synth-len (one probability for all: `p` solves p + p**2 + .. + p**n_draft_max = mean_len - 1) and --spec-synth-rates (of
-    each place, how often it and all before it are accepted). A drafted end-of-generation token is never accepted, and after the accepted drafts the
-    target's own choice for that row is emitted. Coins depend on (seed, request, position) only.
+    As llama.cpp's --spec-synth-len (one probability for all: `p` solves p + p**2 + .. + p**n_draft_max = mean_len - 1) and --spec-synth-rates (per
+    place, the share in which it and all before it are accepted). A drafted end-of-generation token is never accepted, and after the accepted
+    drafts comes the target's own choice for that row. Coins depend on (seed, request, position) only.
     """
 
     def __init__(self, chances: Sequence[float], seed: int = 0) -> None:
@@ -43,7 +43,7 @@ class SynthAcceptance:
         )
 
     def n_accepted(self, request: int, position: int, n_draft: int) -> int:
-        """How many of `n_draft` drafts are kept. `position` is that of the first; `request` tells requests apart."""
+        """The number of `n_draft` drafts that are kept. position: of the first; request: a number that identifies the request."""
         for n in range(n_draft):
             run, at = divmod(position + n, _RUN)
             if self._run(request, run)[at] >= self.chances[n]:
@@ -51,7 +51,7 @@ class SynthAcceptance:
         return n_draft
 
     def _run(self, request: int, run: int) -> list[float]:
-        """Coins of many positions at once: thrown one by one they would take longer than what is measured with them."""
+        """Coins of many positions at once: one by one they would take longer than the round that is measured."""
         found = self._coins.get((request, run))
         if found is None:
             if len(self._coins) >= _MAX_RUNS:
