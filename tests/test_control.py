@@ -506,7 +506,7 @@ def test_a_text_that_is_not_known_is_asked_and_says_so() -> None:
         n = 0
         for k in range(1200):
             m.round([easy if k // 60 % 2 else 0.05])
-            n += m.controller.lanes[0].reason.startswith("asking what texts are like") and m.picks[-1][0] <= ASK_DRAFT
+            n += m.controller.lanes[0].reason.startswith("probing texts") and m.picks[-1][0] <= ASK_DRAFT
         return n
 
     assert asked(0.95) > asked(0.05)

@@ -44,7 +44,7 @@ def callable_of(name: str, given: object) -> Callable[..., Any]:
 def id_of(request_id: object) -> str:
     """The id of a request, as `submit` returned it. Raises RequestError."""
     if not isinstance(request_id, str):
-        raise RequestError(f"request_id is {shown(request_id)}; want what `submit` gave back")
+        raise RequestError(f"request_id is {shown(request_id)}; want an id that `submit` returned")
     return request_id
 
 

@@ -66,7 +66,7 @@ def read_rates(text: str) -> list[float]:
     try:
         rates = [float(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--spec-synth-rates {text!r} holds what is no number") from None
+        raise ConfigError(f"--spec-synth-rates {text!r} has a part that is no number") from None
     if any(not 0.0 <= rate <= before for rate, before in zip(rates, [1.0, *rates], strict=False)):
         raise ConfigError(f"--spec-synth-rates {text!r}: want shares from 0 to 1, none larger than the one before")
     return rates

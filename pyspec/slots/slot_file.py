@@ -78,7 +78,7 @@ def _check_place(path: Path) -> None:
         mode = os.lstat(path).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
             raise BadSlotFile(
-                f"slot file {printable(path.name, MAX_LISTED)} can not be written: it is there and no regular file"
+                f"slot file {printable(path.name, MAX_LISTED)} can not be written: it exists and is no regular file"
             )
 
 
@@ -173,7 +173,7 @@ class SlotFile:
         """All pieces, of these sizes in bytes. They are compared with the file's length before memory is allocated."""
         n = sum(sizes)
         if (want := file_bytes(self._n_head, n)) != self.size:
-            raise self.bad(f"it has {self.size} bytes; what its head says takes {want}")
+            raise self.bad(f"it has {self.size} bytes; its head implies {want}")
         content = np.empty(n, np.uint8)
         for place, at in enumerate(range(0, n, CHUNK)):
             end, offset = min(at + CHUNK, n), self._file.tell()

@@ -45,13 +45,13 @@ def test_every_slot_has_as_much_as_fits(model: Path, caplog: pytest.LogCaptureFi
     usable = 80 * GIB * (1 - RESERVE)
     assert describe.plan_memory(wide).total <= usable
     if np == 1:
-        assert wide.n_ctx == TRAINED and "what the model was trained for, for the 1 slot" in caplog.text
+        assert wide.n_ctx == TRAINED and "as the model was trained, for the 1 slot" in caplog.text
     else:
         assert 8192 < wide.n_ctx < TRAINED and wide.n_ctx % STEP == 0
         more, first = describe.plan_memory(describe.resized(d, np, wide.n_ctx + STEP)), describe.plan_memory(d)
         assert more.total > usable or more.draft_head < first.draft_head, "there is room for more"
         assert (
-            f"-c {wide.n_ctx}: as many tokens a request as what is free has room for, for each of the {np} slots"
+            f"-c {wide.n_ctx}: tokens a request, as the free memory allows, for each of the {np} slots"
             in caplog.text
         )
     assert wide.n_page >= np * wide.n_ctx // 32, "all of them may hold so much at once"

@@ -301,6 +301,6 @@ def test_a_rank_has_time_to_start_and_is_late_once_it_has_spoken() -> None:
     rank = RankProcess.__new__(RankProcess)
     rank.error, rank.is_over, rank.received, rank.has_spoken = None, False, 0.0, False
     rank.process = SimpleNamespace(poll=lambda: None, pid=os.getpid())  # type: ignore[assignment]
-    assert rank.flaw(60.0) == "" and "said nothing for 130.0 s" in rank.flaw(130.0)
+    assert rank.flaw(60.0) == "" and "silent for 130.0 s" in rank.flaw(130.0)
     rank.has_spoken = True
-    assert rank.flaw(15.0) == "" and "said nothing for 25.0 s" in rank.flaw(25.0)
+    assert rank.flaw(15.0) == "" and "silent for 25.0 s" in rank.flaw(25.0)

@@ -90,7 +90,7 @@ class RankProcess:
         silent = now - self.received
         limit = SILENT_S if self.has_spoken else JOIN_S  # imports take long on a busy machine
         if silent > limit or (silent > STOPPED_S and _is_stopped(self.process.pid)):
-            return f"its process has said nothing for {silent:.1f} s"
+            return f"its process has been silent for {silent:.1f} s"
         return ""
 
 

@@ -144,7 +144,7 @@ class Admission:
         """Log the common part of the request's text and the cache, and how each continues."""
         decode, at = job.stream.tokenizer.decode, hit.n_match
         log.debug(
-            "request %s: %d of %d prompt tokens are in the cache and %d can be used; behind %r the prompt says %r, the cache %r",
+            "request %s: %d of %d prompt tokens are in the cache and %d can be used; after %r the prompt has %r, the cache %r",
             *(job.id, at, job.n_prompt, hit.n),
             *(
                 decode(ids, special=True)

@@ -240,8 +240,8 @@ class Committer:
     def _start_drafts_anew(self) -> None:
         """Acceptance collapsed: drop the drafter state that slots and the cache hold."""
         log.warning(
-            "the drafter was right for %.0f %% of its tokens and has been for %.0f %% in the last %d requests: what the cache holds"
-            " of its state is dropped, and drafting starts anew",
+            "the drafter's acceptance fell from %.0f %% to %.0f %% in the last %d requests: its state in the cache is dropped,"
+            " and drafting starts anew",
             *(100 * self.speculator.watch.was, 100 * self.speculator.watch.now, self.speculator.watch.MANY),
         )
         self.worker.table.clear()

@@ -101,7 +101,7 @@ class SlotActions:
     def _compare(self, file: SlotFile) -> None:
         of = file.head.get("of")
         if not isinstance(of, dict):
-            raise file.bad("it does not say which model it is of")
+            raise file.bad("it does not name its model")
         for name, here in self.identity().items():
             there = of.get(name)
             if there != here:

@@ -145,7 +145,7 @@ class SlotImager:
         """Read the image in a file. Every number is checked against this engine before anything is allocated."""
         n = file.head.get("tokens")
         if type(n) is not int or not 0 <= n <= min(n_ctx, self.table.n_row):
-            raise file.bad(f"it says {str(n)[:40]} tokens; a slot holds {min(n_ctx, self.table.n_row)} (-c)")
+            raise file.bad(f"it has {str(n)[:40]} tokens by its head; a slot holds {min(n_ctx, self.table.n_row)} (-c)")
         states = self._state_heads(file, n)
         like = self._like(n, states)
         pieces = file.read([prod(shape) * dtype.itemsize for shape, dtype in like])

@@ -30,6 +30,6 @@ def careful(on_answer: OnAnswer) -> OnAnswer:
         try:
             on_answer(answer)
         except BaseException:
-            log.exception("whoever asked for a slot's file could not be told")
+            log.exception("the listener of a slot action failed")
 
     return safe

@@ -83,8 +83,8 @@ def widened(d: Description) -> Description:
     if n < min(LEAST, most):
         return d
     why = (
-        "what the model was trained for" if n == trained else "what is free has room for" if n < most else "-np leaves"
+        "as the model was trained" if n == trained else "as the free memory allows" if n < most else "as -np leaves"
     )
     each = "each of the" if s.np > 1 else "the"
-    log.info("-c %d: as many tokens a request as %s, for %s %d slot%s", n, why, each, s.np, "s" * (s.np > 1))
+    log.info("-c %d: tokens a request, %s, for %s %d slot%s", n, why, each, s.np, "s" * (s.np > 1))
     return resized(d, s.np, n)

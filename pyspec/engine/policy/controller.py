@@ -273,7 +273,7 @@ class Controller:
         busy = len(caps)
         plain_ms = self._verify_ms(busy, busy)
         if not any(cap for _, cap in caps):
-            return [0] * busy, "plain: nobody may draft"
+            return [0] * busy, "plain: no slot may draft"
         news = self._news(caps, busy / plain_ms)
         rows = self._rows(caps, news)
         verify = self.verify_ms.of_all(range(busy + 1, busy + 1 + len(rows.slot))) + self.verify_ms.slot_ms * busy
@@ -289,7 +289,7 @@ class Controller:
         if rate <= plain:  # it only probes
             picked = [min(n, ASK_DRAFT) for n in picked]
             self.asked_ms += self._costs(picked) - plain_ms
-            return picked, f"asking what texts are like: some would give more than {1e3 * plain:.0f} tok/s"
+            return picked, f"probing texts: some would give more than {1e3 * plain:.0f} tok/s"
         if self.texts.n_verdict < FEW and self._costs(picked) > DEAR_FIRST * plain_ms:
             picked = [min(n, ASK_DRAFT) for n in picked]
         self.asked_ms = max(0.0, self.asked_ms - ASK_GAIN * tokens * (1 / plain - 1 / rate))

@@ -399,7 +399,7 @@ def _refuse_fork() -> None:
         _LOADED_IN.append(here)
     elif _LOADED_IN[0] != here:
         raise Unavailable(
-            f"an engine was loaded in process {_LOADED_IN[0]}, and what it runs on does not survive a fork: "
+            f"an engine was loaded in process {_LOADED_IN[0]}, and its threads and device do not survive a fork: "
             f"in process {here} load one with isolated=True, or start that with spawn"
         )
 

@@ -334,7 +334,7 @@ class Supervisor:
         if was != "loading":
             away_s = time.monotonic() - self._lost_at
             fields = {"event": "engine_back", "seconds": round(away_s, 1), "requests": len(replayed)}
-            text = "the engine is back after %.1f s; %d requests go on"
+            text = "the engine is back after %.1f s; %d requests continue"
             log.warning(text, away_s, len(replayed), extra={"fields": fields})
 
     def _watch(self, child: EngineProcess) -> EngineEnd | None:
@@ -365,7 +365,7 @@ class Supervisor:
         how = child.end()
         acts, self._acts = self._acts, {}
         for on_answer in acts.values():
-            on_answer(Unavailable("the engine was replaced, and what its slots held is lost"))
+            on_answer(Unavailable("the engine was replaced, and its slots' content is lost"))
         self._past, self._now = metrics_sum(self._past, self._now), Metrics()
         if end is None:
             return

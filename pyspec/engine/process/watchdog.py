@@ -49,7 +49,7 @@ class Watchdog:
             return EngineEnd(f"its process has been stopped for {silent:.1f} s", from_outside=True)
         beat, at = child.beat or (Heartbeat(), child.received)
         if not beat.step_age:
-            return EngineEnd(f"it has said nothing for {silent:.0f} s") if silent > SILENT_S else None
+            return EngineEnd(f"it has been silent for {silent:.0f} s") if silent > SILENT_S else None
         age, limit = beat.step_age + now - at, self._limit(beat, device)
         if age <= limit:
             return None
