@@ -104,11 +104,10 @@ class Worker:
         self.faults, self.draft_faults = Reader(self.device), Reader(self.device)
         n_slot, self.drafter = len(table.slots), drafter
         self.ahead = ahead.bind(AheadSpec(self.device, n_seq=n_slot, n_row=n_slot * (self.needs.n_draft + 1)))
-        self._best, self._found, self._tokens = (
-            Pinned(),
-            Pinned(),
-            Pinned(),
-        )  # results of rounds, and their tokens
+        # results of rounds, and their tokens
+        self._best = Pinned()
+        self._found = Pinned()
+        self._tokens = Pinned()
         self._ends: tuple[tuple[frozenset[int], ...], Tensor] = ((), torch.empty(0))  # the same on the device
         self.use(drafter)
 

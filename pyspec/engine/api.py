@@ -126,9 +126,8 @@ class Engine:
                 supervisor.close()
                 raise
             return cls(supervisor, tokenizer, template)
-        core = import_module("pyspec.engine.process.core").EngineCore.load(
-            path, settings
-        )  # imported by name, because torch comes with it
+        # imported by name, because torch comes with it
+        core = import_module("pyspec.engine.process.core").EngineCore.load(path, settings)
         return cls(core, core.tokenizer, core.template)
 
     def _chatml(self) -> ChatTemplate:

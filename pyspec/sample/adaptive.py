@@ -35,9 +35,8 @@ def n_within_mirostat(probs: Tensor, mu: float, version: int, n_vocab: int) -> i
         k = ((excess * 2.0**mu) / (1.0 - n_vocab**-excess)) ** (1.0 / s)
     except (ZeroDivisionError, OverflowError):
         return 1
-    if isinstance(k, complex) or not math.isfinite(
-        k
-    ):  # nothing fits; llama.cpp's cast to an integer gives 1 there, too
+    # nothing fits; llama.cpp's cast to an integer gives 1 there, too
+    if isinstance(k, complex) or not math.isfinite(k):
         return 1
     return max(1, min(int(k), len(probs)))
 

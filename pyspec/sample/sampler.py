@@ -95,9 +95,8 @@ class SlotSampler:
         self.only_bans = is_fixed and bool((self.bias[1] <= 0).all())
         are_bans = is_fixed and not len(self.bans) and bool((self.bias[1] == -np.inf).all())
         self.banned = frozenset(self.bias[0].tolist()) if are_bans else None
-        self.fingerprint = zlib.crc32(
-            np.asarray(prompt, dtype=np.int64).tobytes()
-        )  # identifies the request, repeatably
+        # identifies the request, repeatably
+        self.fingerprint = zlib.crc32(np.asarray(prompt, dtype=np.int64).tobytes())
         self.feedback = Feedback.first(params)
         self.ahead = SpanChoice()  # chosen but not committed
         self.n_history = 0

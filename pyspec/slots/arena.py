@@ -16,31 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-BUCKETS = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    16,
-    24,
-    32,
-    48,
-    64,
-    80,
-    96,
-    112,
-    128,
-)  # from 64 on, the sizes of `linear_tall`'s builds
+# from 64 on, the sizes of `linear_tall`'s builds
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 WIDE = (192, 256, 384, 512, 768, 1024)  # additional sizes for verifies or drafts of all slots
 PROMPTS = (256, 320, 384, 448, 512)  # of a single prompt: finer, because rows are most of its time
 LEAST_PROMPT = 192  # fewest rows of a prompt: below, the library's attention is not used, with or without a graph
-SEQUENCES = (
-    8,
-    32,
-)  # places of a graph, besides the most its rows and slots allow: fewer places mean fewer launched blocks
+# places of a graph, besides the most its rows and slots allow: fewer places mean fewer launched blocks
+SEQUENCES = (8, 32)
 N_STAGE = 3  # host copies: the one being written is never in flight
 ROW64 = ("tokens", "positions", "kv_rows", "hi", "lo", "out_rows")
 SEQ32 = ("seq_slot", "seq_fold", "seq_keep", "seq_start")

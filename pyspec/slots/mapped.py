@@ -22,9 +22,8 @@ def mapped(n_bytes: int) -> Tensor:
     if n_bytes < LEAST or len(_PIECES) >= MOST:
         return torch.zeros(n_bytes, dtype=torch.uint8)
     try:
-        piece = mmap.mmap(
-            -1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )  # shared ones would stay with a forked child
+        # shared ones would stay with a forked child
+        piece = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:  # the system has no more mappings; use the C library's memory
         return torch.zeros(n_bytes, dtype=torch.uint8)
     _PIECES.add(piece)

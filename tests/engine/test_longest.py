@@ -51,8 +51,7 @@ def test_every_slot_has_as_much_as_fits(model: Path, caplog: pytest.LogCaptureFi
         more, first = describe.plan_memory(describe.resized(d, np, wide.n_ctx + STEP)), describe.plan_memory(d)
         assert more.total > usable or more.draft_head < first.draft_head, "there is room for more"
         assert (
-            f"-c {wide.n_ctx}: tokens a request, as the free memory allows, for each of the {np} slots"
-            in caplog.text
+            f"-c {wide.n_ctx}: tokens a request, as the free memory allows, for each of the {np} slots" in caplog.text
         )
     assert wide.n_page >= np * wide.n_ctx // 32, "all of them may hold so much at once"
 

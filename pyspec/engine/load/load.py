@@ -82,9 +82,8 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     ways = Ways(settings.kernels, settings.exact, settings.threads or torch.get_num_threads())
     with ways.here():
         loaded = _load(path, settings)
-        return replace(
-            loaded, ways=replace(ways, n_thread=torch.get_num_threads())
-        )  # with several ranks each has fewer
+        # with several ranks each has fewer
+        return replace(loaded, ways=replace(ways, n_thread=torch.get_num_threads()))
 
 
 def _load(path: Path, settings: EngineSettings) -> Loaded:

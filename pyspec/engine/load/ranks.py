@@ -138,9 +138,8 @@ class Ranks:
     def wait(self) -> None:
         """Wait until all have loaded."""
         self._state.wait_for("loaded", LOAD_S)
-        if (
-            self._state.collective() is None
-        ):  # NCCL may still read the file; a rank that is killed later can not remove it
+        # NCCL may still read the file; a rank that is killed later can not remove it
+        if self._state.collective() is None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def send(self, command: object) -> None:
@@ -205,9 +204,8 @@ class _Watched:
         self.on_lost: Callable[[PyspecError], None] | None = None
         self.closing = False
         self._blind_since: float | None = None  # when ranks reported a loss, while the lost one is not found
-        self.collective: Callable[[], Collective | None] = lambda: (
-            None
-        )  # set once a wait in a sum may have to be aborted
+        # set once a wait in a sum may have to be aborted
+        self.collective: Callable[[], Collective | None] = lambda: None
         self.processes: list[RankProcess] = []
         for i in range(1, n):
             self.processes.append(RankProcess(i, command, self._look_soon))

@@ -40,9 +40,8 @@ class Grammars:
 
     def warm(self) -> None:
         """Build the trie now: for 150,000 tokens it holds the interpreter for half a second."""
-        with suppress(
-            RequestError
-        ):  # a vocabulary without an end token: each request with a grammar fails with that reason
+        # a vocabulary without an end token: each request with a grammar fails with that reason
+        with suppress(RequestError):
             _ = self.trie.walked
 
     def begin(self, job: Job, grammar: Grammar, done: Callable[[Job], None]) -> None:

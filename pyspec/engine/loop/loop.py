@@ -82,9 +82,8 @@ class Loop:
         self.turns = Turns(clock)
         self.awake: list[Job] = []  # jobs that take part in this round
         self.slot_tasks: list[SlotTask] = []  # each runs once its slot is idle
-        self.on_wait: Callable[[], None] = lambda: (
-            None
-        )  # deliver events; called while the GPU is busy, or when nothing waits for it
+        # deliver events; called while the GPU is busy, or when nothing waits for it
+        self.on_wait: Callable[[], None] = lambda: None
         self.committer.on_first = self._hand_out
         self.raises_bugs = False  # re-raise unexpected exceptions so the supervisor restarts the process
         self.landed = self.ended = 0.0  # when the last forward's results arrived, and when its round ended

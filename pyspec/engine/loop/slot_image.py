@@ -165,12 +165,13 @@ class SlotImager:
         heads = []
         for i, row in enumerate(rows):
             match row:
+                # a bool is no number; older files end with the shapes
                 case [int(n_past), bool(has_share), list(shapes), *more] if (
                     type(n_past) is int
                     and before < n_past <= n_token
                     and all(type(x) is bool for x in more)
                     and len(more) < 2
-                ):  # a bool is no number; older files end with the shapes
+                ):
                     want = [list(shape) for shape, _ in memory.state_like(n_past)]
                     if shapes != want or (has_share and self._drafter is None):
                         raise file.bad(f"state {i}, at {n_past} tokens, is laid out otherwise than here")

@@ -67,9 +67,8 @@ def widened(d: Description) -> Description:
     first, usable = here(d, plan_memory(d)), usable_bytes(d)
     short = Room(usable, usable)
     rest = usable - first.total + first.kv + first.state + first.draft_kv
-    room = (
-        short if d.is_cuda else Room(usable, rest // 2)
-    )  # other programs, and files that are read, use the same memory
+    # other programs, and files that are read, use the same memory
+    room = short if d.is_cuda else Room(usable, rest // 2)
 
     def planned(n_ctx: int) -> MemoryPlan:
         return here(d, plan_memory(resized(d, s.np, n_ctx)))
@@ -82,9 +81,7 @@ def widened(d: Description) -> Description:
         n = d.n_ctx if short.holds(first) else most_tokens(planned, min(most, d.n_ctx), short.holds)
     if n < min(LEAST, most):
         return d
-    why = (
-        "as the model was trained" if n == trained else "as the free memory allows" if n < most else "as -np leaves"
-    )
+    why = "as the model was trained" if n == trained else "as the free memory allows" if n < most else "as -np leaves"
     each = "each of the" if s.np > 1 else "the"
     log.info("-c %d: tokens a request, %s, for %s %d slot%s", n, why, each, s.np, "s" * (s.np > 1))
     return resized(d, s.np, n)

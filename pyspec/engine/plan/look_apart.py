@@ -52,9 +52,8 @@ def looked(plan: Plan, named: Named, *, apart: bool) -> str:
 
 
 def _looked(plan: Plan, named: Named) -> str:
-    return str(
-        import_module("pyspec.engine.plan.look").look(plan, named)
-    )  # imported by name, because torch comes with it
+    # imported by name, because torch comes with it
+    return str(import_module("pyspec.engine.plan.look").look(plan, named))
 
 
 def look_at_name(model: str, plan: Plan, *, apart: bool) -> None:

@@ -78,10 +78,8 @@ class Acceptance:
 
     def __init__(self, n_slot: int, n_max: int) -> None:
         self.n_slot, self.n_max = n_slot, n_max
-        self.free, self.held = (
-            AcceptancePrior(n_max),
-            AcceptancePrior(n_max),
-        )  # without a grammar, and under any grammar
+        self.free = AcceptancePrior(n_max)  # without a grammar
+        self.held = AcceptancePrior(n_max)  # under any grammar
         self.texts = [self.free] * n_slot
         self.beliefs: Floats = np.tile(self.free.common, (n_slot, 1))
         self.pending: dict[int, tuple[int, int, int]] = {}

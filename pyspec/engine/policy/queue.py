@@ -70,9 +70,8 @@ class Queue(Generic[W]):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._places: list[_Place[W]] = []
-        self._given: dict[
-            str, float
-        ] = {}  # by client: tokens of its seated requests; after an absence, at least the minimum of the others
+        # by client: tokens of its seated requests; after an absence, at least the minimum of the others
+        self._given: dict[str, float] = {}
         self._clock: dict[str, float] = {}  # by client: tokens it was given, per waiting request
         self._groups: dict[tuple[str, str], float] = {}  # tag of the group's last request
         self._is_sorted = True

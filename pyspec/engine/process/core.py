@@ -95,9 +95,8 @@ class EngineCore:
         self._slot_tasks: list[SlotTask] = []
         self._actions = SlotActions(self.loop.imager(), self.info)
         self._jobs: dict[str, Job] = {}  # in order of arrival
-        self._ousted: dict[
-            str, QueueFull
-        ] = {}  # requests that lost their place to another client's, until their last event
+        # requests that lost their place to another client's, until their last event
+        self._ousted: dict[str, QueueFull] = {}
         self._due: list[tuple[Sink, Event]] = []
         self._is_urgent = False
         self._is_rested = True  # no round has run since freed memory went back to the system

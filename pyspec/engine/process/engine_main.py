@@ -201,9 +201,8 @@ def main(descriptor: int) -> None:
     parent = os.getppid()
     die_with_parent(parent)
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(
-            sig, signal.SIG_IGN
-        )  # a service manager signals every process; the parent decides when this one ends
+        # a service manager signals every process; the parent decides when this one ends
+        signal.signal(sig, signal.SIG_IGN)
     fill_in()  # a daemon may have closed the standard streams
     os.dup2(2, 1)
     with suppress(ValueError, OSError):  # a core dump of a model's memory takes long

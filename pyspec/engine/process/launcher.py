@@ -18,10 +18,8 @@ from pyspec.errors import DeviceError, NoDevice, PyspecError, RankLost
 
 log = logging.getLogger(__name__)
 
-LOAD_FACTOR, LOAD_S = (
-    5.0,
-    300.0,
-)  # a later load hangs after this many times the first load, and at least this many seconds
+# a later load hangs after this many times the first load, and at least this many seconds
+LOAD_FACTOR, LOAD_S = 5.0, 300.0
 EXAMINE_S = 600.0  # two device failures within this time: the next engine is examined
 
 

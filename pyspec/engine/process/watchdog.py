@@ -9,11 +9,9 @@ from pyspec.engine.messages import Heartbeat
 from pyspec.engine.process.process import EngineProcess
 
 STOPPED_S = 2.0  # silence of a process that was stopped by a signal
-HANG_FACTOR = 10.0  # a round hangs after this many times its expected duration,
-HANG_S = {
-    "cpu": (60.0, 600.0),
-    "gpu": (5.0, 60.0),
-}  # but after this many seconds at least: with and without an expectation
+HANG_FACTOR = 10.0  # a round hangs after this many times its expected duration
+# and after at least this many seconds, with and without an expectation
+HANG_S = {"cpu": (60.0, 600.0), "gpu": (5.0, 60.0)}
 SILENT_S = 120.0  # seconds without a message between rounds
 WINDOW_S = 600.0  # seconds for which a false alarm raises the limits
 TICK_S = 0.05  # interval of the checks
