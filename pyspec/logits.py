@@ -10,7 +10,7 @@ import numpy as np
 from pyspec.config import EngineSettings
 from pyspec.engine.load.load import load
 from pyspec.errors import ConfigError, RequestError
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 
 
 def compute_logits(
@@ -54,7 +54,7 @@ def compute_logits(
     rows = np.empty((n, n_vocab), np.float32)
     for start in range(0, n, chunk):
         tokens = list(ids[start : start + chunk])
-        seq = Seq(slot.index, start, tokens, keep=True, n_out=len(tokens))
+        seq = Seq(slot.index, start, tokens, mode=SeqMode.KEEP, n_out=len(tokens))
         batch = lay_out(loop.table, [seq], loop.target.device)
         with loop.worker.lock:
             rows[start : start + len(tokens)] = loop.target.forward(batch).logits.float().cpu().numpy()

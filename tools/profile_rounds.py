@@ -38,7 +38,7 @@ from pyspec.gguf import open_gguf
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.weight_bytes import repacked_bytes
 from pyspec.models.weights import HEADS
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.memory import Memory
 from pyspec.slots.round import LogitsNeed
 from pyspec.synth import find, write
@@ -73,11 +73,21 @@ class Case:
         """Different tokens everywhere, or all rows would take the same experts. n_late: rows of a slot that wait before it writes its state."""
         tokens = torch.randint(n_vocab, (self.n_seq, self.width), generator=torch.Generator().manual_seed(0)).tolist()
         if self.kind == "prompt":
-            return [Seq(0, self.n_past, tokens[0], keep=True)]
+            return [Seq(0, self.n_past, tokens[0], mode=SeqMode.KEEP)]
         n_fold = (self.width + 2) // 2 if self.width < 8 else 6
         if self.width == 1:
             turns = [i % (n_late + 1) for i in range(self.n_seq)]
-            return [Seq(i, self.n_past, tokens[i], t == n_late, 1, t, late=t < n_late) for i, t in enumerate(turns)]
+            return [
+                Seq(
+                    i,
+                    self.n_past,
+                    tokens[i],
+                    SeqMode.LATE if t < n_late else SeqMode.KEEP if t == n_late else SeqMode.VERIFY,
+                    1,
+                    t,
+                )
+                for i, t in enumerate(turns)
+            ]
         return [Seq(i, self.n_past, row, n_out=self.width, n_fold=n_fold) for i, row in enumerate(tokens)]
 
 

@@ -10,7 +10,7 @@ from pyspec import progress
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import GraphedDrafter
 from pyspec.slots.arena import BUCKETS, PROMPTS, Arena, graph_shapes
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def _capture_prompts(worker: Worker, arena: Arena, most: int) -> None:
         for n_row in (rows for rows in reversed(PROMPTS) if rows <= most):
             arena.prompts.add(n_row)
             for _ in range(2):
-                seq = Seq(0, 0, [0] * n_row, keep=True, n_out=1)
+                seq = Seq(0, 0, [0] * n_row, mode=SeqMode.KEEP, n_out=1)
                 worker.forward(lay_out(worker.table, [seq], worker.device, arena=arena))
     except Exception:  # another library's attention may not support graphs; prompts are then only slower
         log.exception("prompts run without graphs")
@@ -79,11 +79,11 @@ def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0, n_beside: int =
     hold(device, n_bytes)
     n_row = min(n_prompt_row, table.n_row // len(slots))
     while n_row > BUCKETS[-1]:
-        worker.forward(lay_out(table, [Seq(0, 0, [0] * n_row, keep=True, n_out=1)], device))
+        worker.forward(lay_out(table, [Seq(0, 0, [0] * n_row, mode=SeqMode.KEEP, n_out=1)], device))
         n_row //= 2
     n_row = min(n_beside - 1, table.n_row // len(slots))
     if len(slots) > 1 and n_row > BUCKETS[-1]:  # beside a decoding slot, a prompt takes other kernels
-        seqs = [Seq(0, 0, [0] * n_row, keep=True, n_out=1), Seq(1, 0, [0], n_out=1)]
+        seqs = [Seq(0, 0, [0] * n_row, mode=SeqMode.KEEP, n_out=1), Seq(1, 0, [0], n_out=1)]
         for _ in range(2):
             worker.forward(lay_out(table, seqs, device))
     worker.memory.reset(0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pyspec.models.target import Target
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.prefix import common_prefix
 from pyspec.slots.table import Slot, SlotTable
 
@@ -50,7 +50,7 @@ def run_by_shift(
         return {}
     shifts = [s for s in SHIFTS if all(0 <= t + s < target.n_layer for t in taps)]
     wanted = sorted({t + s for s in shifts for t in taps})
-    batch = lay_out(table, [Seq(slot.index, 0, tokens, keep=True)], target.device)
+    batch = lay_out(table, [Seq(slot.index, 0, tokens, mode=SeqMode.KEEP)], target.device)
     out = target.forward(batch, wanted).taps
     assert out is not None
     layers = dict(zip(wanted, out.split(target.n_embd, -1), strict=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,17 @@ from pyspec.errors import OutOfBounds
 from pyspec.slots.arena import ROW64, SEQ32, Arena, Layout
 from pyspec.slots.table import SlotTable
 
-KEEP, LATE = 1, 3  # in seq_keep: see Seq, and seq.cuh
+
+class SeqMode(IntEnum):
+    """What becomes of a sequence's rows. Kernels get the number in seq_keep (seq.cuh)."""
+
+    VERIFY = 0
+    """Rows may be refused: they are recorded, and the state stays before them (deferred commit)."""
+    KEEP = 1
+    """Every row is final (prompt chunk, undrafted token): recurrent state is stored after them."""
+    LATE = 3
+    """Every row is final, but the state is not stored: they are recorded behind the n_fold ones, and the next forward folds all of
+    them. Every forward reads the state, but not every forward has to write it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +38,37 @@ class Seq:
     """One slot's rows in a forward.
 
     n_past  tokens of the slot before these rows; the first row has this position
-    keep    every row is final (prompt chunk, undrafted token): recurrent state is stored after them.
-            Otherwise the rows are recorded and the state stays before them (deferred commit)
+    mode    what becomes of the rows
     n_out   trailing rows that need logits
     n_fold  recorded rows of the slot to fold into its state before these rows
-    late    the rows are final, but the state is not stored: they are recorded behind the n_fold ones, and the next forward folds all of
-            them. Every forward reads the state, but not every forward has to write it
     slack   the rows may move on by this many positions before they run (op `ahead`): pages are held for that
     """
 
     slot: int
     n_past: int
     tokens: Sequence[int]
-    keep: bool = False
+    mode: SeqMode = SeqMode.VERIFY
     n_out: int = 0
     n_fold: int = 0
     slack: int = 0
-    late: bool = False
 
     @property
     def width(self) -> int:
         return len(self.tokens)
+
+    @property
+    def keep(self) -> bool:
+        return self.mode is SeqMode.KEEP
+
+    @property
+    def late(self) -> bool:
+        return self.mode is SeqMode.LATE
+
+    def n_recorded(self, n_kept: int) -> int:
+        """Records of the slot that wait to be folded behind `n_kept` of these rows."""
+        if self.keep:
+            return 0
+        return n_kept + self.n_fold if self.late else n_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +88,7 @@ class Batch:
     seq_slot    [seq]        int32  slot of each sequence
     seq_start   [seq + 1]    int32  as `starts`
     seq_fold    [seq]        int32  n_fold
-    seq_keep    [seq]        int32  KEEP, LATE or 0
+    seq_keep    [seq]        int32  SeqMode
     row_seq     [row]        int32  sequence of each row
     """
 
@@ -157,7 +178,7 @@ def _write(
     see_block: bool,
 ) -> tuple[Layout, int]:
     """The layout, and its number of rows with logits."""
-    slots, folds, keeps = [q.slot for q in seqs], [q.n_fold for q in seqs], [LATE if q.late else q.keep for q in seqs]
+    slots, folds, keeps = [q.slot for q in seqs], [q.n_fold for q in seqs], [q.mode for q in seqs]
     per_seq = np.array([[*slots, 0], [*folds, 0], [*keeps, 0], starts], dtype=np.int32)
     widths = np.array([q.width for q in seqs], dtype=np.int64)
     before = [q.n_past - start for q, start in zip(seqs, starts, strict=False)]

@@ -25,7 +25,7 @@ class CacheSizes:
 
     n_row     tokens that all pages hold, the null page's included (`SlotTable.n_alloc_row`)
     width     rows of a slot's largest verify
-    n_late    rows of a slot that may wait in the records of recurrent layers (Seq.late)
+    n_late    rows of a slot that may wait in the records of recurrent layers (SeqMode.LATE)
     kv_dtype  of the entries of paged parts
     """
 

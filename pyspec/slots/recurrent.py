@@ -52,7 +52,7 @@ class StateLayer:
     conv   [slot, taps - 1 + width, ch] f32  rows 0..taps-2: the last raw inputs before the fold point; then the raw inputs
                                              of the slot's last verify
     NAME   [slot, width, *dims]         f32  for each of shape.records: records of the last verify, or of rows since the state was
-                                             written (Seq.late)
+                                             written (SeqMode.LATE)
 
     A verify only writes records. The next forward of the slot folds the accepted ones into `state`, in order, and shifts `conv` by as
     many: rolling back means folding fewer, without a copy (deferred commit). Single rows that are final may wait there, too, because

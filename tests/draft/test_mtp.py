@@ -15,7 +15,7 @@ from known_texts import continuation, known_texts
 
 from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftRequest
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 
 CPU = torch.device("cpu")
 MODELS = ["qwen35", "qwen35_q8_0", "qwen35_full_heads_q8_0"]
@@ -31,7 +31,7 @@ def load(name: str, n_slot: int = 1) -> tuple[Bench, Chain]:
 
 def one_shot(bench: Bench, drafter: Chain, slot: int, tokens: list[int]) -> torch.Tensor:
     """All rows of the block at once, with the target's hidden states; returns its post-norm output."""
-    hidden = bench.forward(Seq(slot, 0, tokens, keep=True)).hidden
+    hidden = bench.forward(Seq(slot, 0, tokens, mode=SeqMode.KEEP)).hidden
     before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
     return drafter.block.forward(lay_out(bench.table, [Seq(slot, 0, tokens)], CPU), before)
 

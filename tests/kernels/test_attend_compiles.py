@@ -10,7 +10,7 @@ from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import prompt as attend_prompt
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.slots.arena import bucket_of
-from pyspec.slots.batch import Seq
+from pyspec.slots.batch import Seq, SeqMode
 
 pytest.importorskip("cuda.core")
 
@@ -89,7 +89,10 @@ def test_what_is_planned_for_partial_sums_is_enough_for_every_batch(heads: tuple
         most = 0
         for i in range(3000):
             kept = [rng.random() < rng.choice((0.1, 0.9)) for _ in range(n_seq)]
-            seqs = [Seq(s, 0, [0] * (rng.randint(1, 400) if keep else width), keep=keep) for s, keep in enumerate(kept)]
+            seqs = [
+                Seq(s, 0, [0] * (rng.randint(1, 400) if keep else width), mode=SeqMode.KEEP if keep else SeqMode.VERIFY)
+                for s, keep in enumerate(kept)
+            ]
             ends = [rng.choice((n_key, rng.randint(q.width, n_key))) for q in seqs]
             own = [(q.width, end) for q, end in zip(seqs, ends, strict=True) if not attend_prompt.is_long(q, end)]
             shape = attend_cuda.shape_for(

@@ -17,7 +17,7 @@ from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
 from pyspec.cuda.ops.attend.prompt import attend_prompt as op
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.slots.arena import LEAST_PROMPT, Arena
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.kv import KVPool
 from pyspec.slots.table import SlotTable
 
@@ -69,7 +69,7 @@ def test_rows_equal_the_reference_whoever_runs_them(seqs: list[tuple[int, int]],
 def test_pieces_of_prompts_behind_many_keys_are_the_librarys(
     n_past: int, width: int, keep: bool, is_long: bool
 ) -> None:
-    seq = Seq(0, n_past, [0] * width, keep=keep)
+    seq = Seq(0, n_past, [0] * width, mode=SeqMode.KEEP if keep else SeqMode.VERIFY)
     assert attend_prompt.is_long(seq, n_past + width) == is_long
 
 
@@ -169,7 +169,7 @@ def test_pieces_get_smaller_as_keys_get_more_and_are_kept_for_all_layers() -> No
     n_past = 20 * SPLIT
     made, own = make(Case(*HEADS, torch.float16, [(n_past, 100)], scale=0.125), CPU), Counted()
     attend, plain = attend_prompt.in_pieces(own), made.plain
-    batch = replace(plain, seqs=[replace(seq, keep=True) for seq in plain.seqs])
+    batch = replace(plain, seqs=[replace(seq, mode=SeqMode.KEEP) for seq in plain.seqs])
     first = attend(made.q, made.pool, batch, 0)
     assert own.widths == [FEW] * 6 + [4]
     pieces = attend_prompt._pieces(CPU).of(batch, 0)
@@ -191,9 +191,9 @@ def test_a_prompt_replayed_in_a_graph_sees_its_own_keys_alone(dtype: torch.dtype
     table, arena, n = SlotTable(2, 8, 64), Arena(2, 4, CPU), MANY + 7
     assert LEAST_PROMPT == MANY, "who runs a sequence depends on its own rows and keys alone"
     arena.prompts.add(256)
-    captured = lay_out(table, [Seq(1, 0, [0] * 256, keep=True, n_out=1)], CPU, arena=arena)
-    lay_out(table, [Seq(1, 0, [0] * n, keep=True, n_out=1)], CPU, arena=arena)
-    plain = lay_out(table, [Seq(1, 0, [0] * n, keep=True, n_out=1)], CPU)
+    captured = lay_out(table, [Seq(1, 0, [0] * 256, mode=SeqMode.KEEP, n_out=1)], CPU, arena=arena)
+    lay_out(table, [Seq(1, 0, [0] * n, mode=SeqMode.KEEP, n_out=1)], CPU, arena=arena)
+    plain = lay_out(table, [Seq(1, 0, [0] * n, mode=SeqMode.KEEP, n_out=1)], CPU)
     pool, gen = KVPool(table.n_alloc_row, *HEADS[1:], dtype, CPU), torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(256, heads, HEADS[2], generator=gen) for heads in (HEADS[0], HEADS[1], HEADS[1]))
     for plane in pool.planes:
@@ -210,7 +210,7 @@ def test_keys_in_pages_that_follow_each_other_are_not_copied(follow: bool) -> No
     table, n = SlotTable(2, 8, 64), 150
     lay_out(table, [Seq(0, 0, [0] * 64)], CPU)
     lay_out(table, [Seq(1, 0, [0] * 64)], CPU)
-    batch = lay_out(table, [Seq(1 if follow else 0, 0, [0] * n, keep=True)], CPU)
+    batch = lay_out(table, [Seq(1 if follow else 0, 0, [0] * n, mode=SeqMode.KEEP)], CPU)
     pool = KVPool(table.n_alloc_row, *HEADS[1:], torch.float16, CPU)
     for plane in pool.planes:
         plane.copy_(torch.randn(plane.shape))

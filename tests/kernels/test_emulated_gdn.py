@@ -19,7 +19,7 @@ from pyspec.cuda.ops.rows.cuda import Into, Rows, RowsLaunch
 from pyspec.cuda.ops.rows.ref import HeadNorm
 from pyspec.errors import OutOfBounds
 from pyspec.slots.arena import Arena
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -33,7 +33,7 @@ def shape_of(n_k: int, n_v: int) -> GdnShape:
 
 
 def seq(slot: int, n: int, keep: bool = False, fold: int = 0, late: bool = False) -> Seq:
-    return Seq(slot, 0, [0] * n, keep, 0, fold, late=late)
+    return Seq(slot, 0, [0] * n, SeqMode.LATE if late else SeqMode.KEEP if keep else SeqMode.VERIFY, 0, fold)
 
 
 def laid(seqs: list[Seq]) -> Batch:
@@ -316,9 +316,9 @@ def test_a_prompt_replayed_in_a_graph_has_the_bits_that_it_has_without(n: int) -
     w, one, two, arena = weights(shape, gen), layer_of(shape), layer_of(shape), Arena(N_SLOT, 8, CPU)
     rows = inputs(256, shape, gen)
     arena.prompts.add(256)
-    captured = lay_out(table, [Seq(2, 0, [0] * 256, keep=True, n_out=1)], CPU, arena=arena)
+    captured = lay_out(table, [Seq(2, 0, [0] * 256, mode=SeqMode.KEEP, n_out=1)], CPU, arena=arena)
     assert captured.prompt and captured.n_place == 1 and captured.out_rows.tolist() == [255]
-    replayed = lay_out(table, [Seq(2, 0, [0] * n, keep=True, n_out=1)], CPU, arena=arena)
+    replayed = lay_out(table, [Seq(2, 0, [0] * n, mode=SeqMode.KEEP, n_out=1)], CPU, arena=arena)
     assert replayed.prompt and replayed.seq_start.data_ptr() == captured.seq_start.data_ptr()
     with emulated_gpu():
         run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2)

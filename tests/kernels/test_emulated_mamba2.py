@@ -17,7 +17,7 @@ from pyspec.cuda.ops.mamba2.ref import Mamba2, Mamba2Spec, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.errors import OutOfBounds
 from pyspec.slots.arena import Arena
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -72,7 +72,20 @@ def test_a_state_is_bit_equal_however_its_tokens_came(columns: int) -> None:
         )
         for width, keep in cuts:
             waits = keep is None
-            batch = lay_out(table, [Seq(1, at, [0] * width, bool(keep), 0, fold, late=waits)], CPU)
+            batch = lay_out(
+                table,
+                [
+                    Seq(
+                        1,
+                        at,
+                        [0] * width,
+                        SeqMode.LATE if waits else SeqMode.KEEP if bool(keep) else SeqMode.VERIFY,
+                        0,
+                        fold,
+                    )
+                ],
+                CPU,
+            )
             outs.append(launch(m[at : at + width], dt[at : at + width], p, layer, batch))
             at, fold = at + width, 0 if keep else width + fold * waits
         assert not layer.state[[0, 2]].any() and not layer.conv[[0, 2]].any()
@@ -88,9 +101,9 @@ def test_verifies_of_more_than_a_stretch_of_rows_fold_alike(beside: int) -> None
     p, spec = make_params(SHAPE, torch.Generator().manual_seed(1), CPU), Mamba2Spec(CPU, SHAPE)
     layers = [StateLayer(SHAPE, 2, 150, CPU) for _ in range(2)]
     for seqs in (
-        [Seq(0, 0, [0] * 139)] + [Seq(1, 0, [0] * beside, True)] * bool(beside),
-        [Seq(0, 131, [0] * 66, False, 0, 131)],
-        [Seq(0, 190, [0] * 3, True, 0, 59)],
+        [Seq(0, 0, [0] * 139)] + [Seq(1, 0, [0] * beside, SeqMode.KEEP)] * bool(beside),
+        [Seq(0, 131, [0] * 66, SeqMode.VERIFY, 0, 131)],
+        [Seq(0, 190, [0] * 3, SeqMode.KEEP, 0, 59)],
     ):
         m, dt = rows_of(sum(s.width for s in seqs), SHAPE)
         got, want = (
@@ -117,7 +130,12 @@ def test_folding_alone_gives_the_bits_of_folding_before_rows(fold: int) -> None:
     alone(layers[0], 1, fold)
     alone(layers[0], 2, 0)
     outs = [
-        run(*rows_of(2, SHAPE, 3), p, layer, lay_out(SlotTable(3, 64, 16), [Seq(1, fold, [0] * 2, True, 0, n)], CPU))
+        run(
+            *rows_of(2, SHAPE, 3),
+            p,
+            layer,
+            lay_out(SlotTable(3, 64, 16), [Seq(1, fold, [0] * 2, SeqMode.KEEP, 0, n)], CPU),
+        )
         for layer, n in zip(layers, (0, fold), strict=True)
     ]
     assert torch.equal(*outs) and torch.equal(*(layer.state for layer in layers))
@@ -136,7 +154,10 @@ def filled_arena(seqs: list[Seq], n_seq: int) -> Batch:
 
 def test_a_padded_batch_touches_nothing_but_its_slots() -> None:
     """As graphs see it: 7 rows in a bucket of 8, four places for two sequences. State of others is NaN and stays."""
-    p, seqs = make_params(SHAPE, torch.Generator().manual_seed(1), CPU), [Seq(3, 0, [0] * 4), Seq(1, 0, [0] * 3, True)]
+    p, seqs = (
+        make_params(SHAPE, torch.Generator().manual_seed(1), CPU),
+        [Seq(3, 0, [0] * 4), Seq(1, 0, [0] * 3, SeqMode.KEEP)],
+    )
     (m, dt), layer, want = rows_of(8, SHAPE), StateLayer(SHAPE, 4, 6, CPU), StateLayer(SHAPE, 4, 6, CPU)
     for t in layer.tensors():
         t[[0, 2]] = float("nan")
@@ -170,7 +191,7 @@ def test_s3_a_wild_index_is_reported_and_its_sequence_writes_nothing(
     for t in layer.tensors():
         t.normal_(generator=torch.Generator().manual_seed(2))
     before = [t.clone() for t in layer.tensors()]
-    batch = lay_out(SlotTable(4, 64, 16), [Seq(0, 0, [0] * 3), Seq(2, 0, [0] * 2, False, 0, 1)], CPU)
+    batch = lay_out(SlotTable(4, 64, 16), [Seq(0, 0, [0] * 3), Seq(2, 0, [0] * 2, SeqMode.VERIFY, 0, 1)], CPU)
     getattr(batch, field)[0] = value
     out = bound(SHAPE)(m, dt, p, layer, batch)
     slot, index, limit = says

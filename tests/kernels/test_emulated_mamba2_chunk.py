@@ -16,7 +16,7 @@ from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -26,7 +26,7 @@ SHAPE = Mamba2Shape(4, 64, 1, 128, 4)
 
 
 def seq(slot: int, n: int, keep: bool = False, fold: int = 0) -> Seq:
-    return Seq(slot, 0, [0] * n, keep, 0, fold)
+    return Seq(slot, 0, [0] * n, SeqMode.KEEP if keep else SeqMode.VERIFY, 0, fold)
 
 
 def laid(seqs: list[Seq]) -> Batch:

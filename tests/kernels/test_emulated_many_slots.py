@@ -48,7 +48,7 @@ from pyspec.cuda.ops.rope_kv.ref import bind as rope_kv_reference
 from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm
 from pyspec.gguf import GGMLType
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.kv import KVPool
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
@@ -72,7 +72,16 @@ def off(got: Tensor, want: Tensor) -> float:
 def verify(width: int, folds: bool) -> Batch:
     """Of every slot in any order, with what was kept of the verify before: one row to all."""
     order = torch.randperm(N_SLOT, generator=torch.Generator().manual_seed(width)).tolist()
-    seqs = [Seq(slot, 0, [0] * width, width == 1, n_fold=slot % width + 1 if folds else 0) for slot in order]
+    seqs = [
+        Seq(
+            slot,
+            0,
+            [0] * width,
+            SeqMode.KEEP if width == 1 else SeqMode.VERIFY,
+            n_fold=slot % width + 1 if folds else 0,
+        )
+        for slot in order
+    ]
     return lay_out(SlotTable(N_SLOT, 8 * N_SLOT, 64), seqs, CPU)
 
 

@@ -17,7 +17,7 @@ from pyspec.cuda.streamed import Streamed
 from pyspec.engine.load.load import Loaded, load
 from pyspec.gguf import GGMLType
 from pyspec.models.weights import Dense
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.synth import write
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -85,7 +85,9 @@ def rows_of(loaded: Loaded, ids: Sequence[int], widths: Sequence[int], n_beside:
     past = 0
     for width in widths:
         seqs = [
-            Seq(slot.index, past, [(t + 7 * i) % 1000 for t in ids[past : past + width]], keep=True, n_out=width)
+            Seq(
+                slot.index, past, [(t + 7 * i) % 1000 for t in ids[past : past + width]], mode=SeqMode.KEEP, n_out=width
+            )
             for i, slot in enumerate(slots)
         ]
         with loop.worker.lock, torch.inference_mode():

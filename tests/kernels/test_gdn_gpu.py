@@ -16,7 +16,7 @@ from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.rows.cuda import Into, Rows, RowsLaunch
 from pyspec.cuda.ops.rows.ref import HeadNorm
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -29,7 +29,7 @@ def shape_of(n_k: int, n_v: int) -> GdnShape:
 
 
 def seq(slot: int, n: int, keep: bool = False, fold: int = 0) -> Seq:
-    return Seq(slot, 0, [0] * n, keep, 0, fold)
+    return Seq(slot, 0, [0] * n, SeqMode.KEEP if keep else SeqMode.VERIFY, 0, fold)
 
 
 def laid(seqs: list[Seq], device: torch.device) -> Batch:

@@ -13,7 +13,7 @@ from pyspec.cuda.ops.mamba2 import numba as mamba2_numba
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -35,7 +35,7 @@ def run(bind: Callable[..., mamba2_ref.Mamba2], shape: Mamba2Shape, cuts: tuple[
     m, dt = rows_of(sum(width for width, _ in cuts), shape)
     table, at, fold, outs = SlotTable(2, 16, 16), 0, 0, []
     for width, keep in cuts:
-        batch = lay_out(table, [Seq(1, at, [0] * width, keep, 0, fold)], CPU)
+        batch = lay_out(table, [Seq(1, at, [0] * width, SeqMode.KEEP if keep else SeqMode.VERIFY, 0, fold)], CPU)
         outs.append(launch(m[at : at + width], dt[at : at + width], p, layer, batch))
         at, fold = at + width, 0 if keep else width
     mamba2_ref.flush(layer, 1, fold)
@@ -98,7 +98,7 @@ def test_extreme_steps_forget_all_or_nothing_and_never_give_nan(name: str, keep:
     m, dt = rows_of(40, shape)
     dt = dt.clone()
     dt[:] = raw
-    out = launch(m, dt, p, layer, lay_out(table, [Seq(0, 0, [0] * 40, keep)], CPU))
+    out = launch(m, dt, p, layer, lay_out(table, [Seq(0, 0, [0] * 40, SeqMode.KEEP if keep else SeqMode.VERIFY)], CPU))
     mamba2_ref.flush(layer, 0, 0 if keep else 40)
     assert out.isfinite().all() and layer.state.isfinite().all()
     if raw < 0:
@@ -106,7 +106,9 @@ def test_extreme_steps_forget_all_or_nothing_and_never_give_nan(name: str, keep:
     else:
         spoilt, want = StateLayer(shape, 1, 40, CPU), layer.state.clone()
         spoilt.state.fill_(1e6)
-        launch(m, dt, replace(p, a=p.a.clamp(max=-5.0)), spoilt, lay_out(table, [Seq(0, 0, [0] * 40, True)], CPU))
+        launch(
+            m, dt, replace(p, a=p.a.clamp(max=-5.0)), spoilt, lay_out(table, [Seq(0, 0, [0] * 40, SeqMode.KEEP)], CPU)
+        )
         assert spoilt.state.abs().max() < 10 * want.abs().max() + 1e3 * raw
 
 
@@ -125,7 +127,7 @@ def test_one_token_that_forgets_all_does_not_blur_the_decays_after_it() -> None:
             0,
         )
         for n in cuts:
-            launch(m[at : at + n], dt[at : at + n], p, layer, lay_out(table, [Seq(0, at, [0] * n, True)], CPU))
+            launch(m[at : at + n], dt[at : at + n], p, layer, lay_out(table, [Seq(0, at, [0] * n, SeqMode.KEEP)], CPU))
             at += n
         results.append(layer.state)
     assert (results[0] - results[1]).norm() < 1e-5 * results[1].norm()

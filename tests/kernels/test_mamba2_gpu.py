@@ -15,7 +15,7 @@ from pyspec.cuda.ops.mamba2.op import mamba2
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.slots.arena import Arena
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -60,10 +60,14 @@ def run_way(way: str, columns: int, neighbours: bool) -> tuple[Tensor, Tensor]:
     (m, dt), (more_m, more_dt), p = rows_of(40, SMALL), rows_of(7, SMALL, 5), params(SMALL)
     outs, at, fold = [], 0, 0
     for n, keep in WAYS[way]:
-        seqs, first, part = [Seq(1, 0, [0] * n, keep, 0, fold)], 0, slice(at, at + n)
+        seqs, first, part = (
+            [Seq(1, 0, [0] * n, SeqMode.KEEP if keep else SeqMode.VERIFY, 0, fold)],
+            0,
+            slice(at, at + n),
+        )
         rows = m[part], dt[part]
         if neighbours:
-            seqs, first = [Seq(2, 0, [0] * 2), *seqs, Seq(0, 0, [0] * 5, True)], 2
+            seqs, first = [Seq(2, 0, [0] * 2), *seqs, Seq(0, 0, [0] * 5, SeqMode.KEEP)], 2
             rows = tuple(torch.cat([x[:2], y, x[2:]]) for x, y in zip((more_m, more_dt), rows, strict=True))
         outs.append(run(*rows, p, layer, lay_out(SlotTable(3, 64, 64), seqs, GPU))[first : first + n])
         at, fold = at + n, 0 if keep else n
@@ -87,7 +91,11 @@ def test_a_thousand_rounds_without_waiting_give_what_waiting_rounds_give() -> No
         run, layer = mamba2_cuda.bind(Mamba2Spec(GPU, NANO)), StateLayer(NANO, 2, 4, GPU)
         (m, dt), p, table = rows_of(8, NANO), params(NANO), SlotTable(2, 64, 64)
         batches = [
-            lay_out(table, [Seq(0, 0, [0] * 4, False, 0, fold), Seq(1, 0, [0] * 4, False, 0, 3 - fold)], GPU)
+            lay_out(
+                table,
+                [Seq(0, 0, [0] * 4, SeqMode.VERIFY, 0, fold), Seq(1, 0, [0] * 4, SeqMode.VERIFY, 0, 3 - fold)],
+                GPU,
+            )
             for fold in range(4)
         ]
         out = torch.zeros(8, NANO.n_head, NANO.head_dim, device=GPU)
@@ -105,9 +113,9 @@ def test_a_graph_serves_other_slots_and_widths() -> None:
     arena, (m, dt) = Arena(4, 8, GPU), rows_of(8, SMALL)
     graph, out = torch.cuda.CUDAGraph(), torch.empty(0)
     for i, seqs in enumerate((
-        [Seq(0, 0, [0] * 8, True)],
-        [Seq(3, 0, [0] * 5), Seq(1, 0, [0] * 3, True)],
-        [Seq(1, 0, [0] * 2), Seq(0, 0, [0]), Seq(3, 0, [0] * 4, False, 0, 4)],
+        [Seq(0, 0, [0] * 8, SeqMode.KEEP)],
+        [Seq(3, 0, [0] * 5), Seq(1, 0, [0] * 3, SeqMode.KEEP)],
+        [Seq(1, 0, [0] * 2), Seq(0, 0, [0]), Seq(3, 0, [0] * 4, SeqMode.VERIFY, 0, 4)],
     )):  # fmt: skip
         batch = lay_out(SlotTable(4, 64, 64), seqs, GPU, arena=arena)
         if i == 0:
@@ -145,9 +153,9 @@ def hostile(kind: str, m: Tensor, dt: Tensor, p: Params) -> tuple[Tensor, Tensor
 
 
 PROMPTS = [
-    [Seq(0, 0, [0] * 129, True), Seq(2, 0, [0] * 5), Seq(1, 0, [0] * 128, True)],
-    [Seq(2, 0, [0] * 300, True, 0, 4), Seq(1, 0, [0] * 3), Seq(0, 0, [0] * 191, True)],
-    [Seq(1, 0, [0] * 577, True, 0, 2)],
+    [Seq(0, 0, [0] * 129, SeqMode.KEEP), Seq(2, 0, [0] * 5), Seq(1, 0, [0] * 128, SeqMode.KEEP)],
+    [Seq(2, 0, [0] * 300, SeqMode.KEEP, 0, 4), Seq(1, 0, [0] * 3), Seq(0, 0, [0] * 191, SeqMode.KEEP)],
+    [Seq(1, 0, [0] * 577, SeqMode.KEEP, 0, 2)],
 ]
 
 
@@ -189,14 +197,14 @@ def test_a_chunked_prompt_does_not_depend_on_its_neighbours_to_the_bit(shape: Ma
     p, rows, run, found = params(shape), rows_of(900, shape), mamba2_cuda.bind(Mamba2Spec(GPU, shape)), []
     for before, after in (
         ([], []),
-        ([Seq(0, 0, [0] * 150, True), Seq(3, 0, [0] * 4)], [Seq(2, 0, [0] * 130, True)]),
-        ([Seq(3, 0, [0] * 6)], [Seq(0, 0, [0] * 2, True)]),
+        ([Seq(0, 0, [0] * 150, SeqMode.KEEP), Seq(3, 0, [0] * 4)], [Seq(2, 0, [0] * 130, SeqMode.KEEP)]),
+        ([Seq(3, 0, [0] * 6)], [Seq(0, 0, [0] * 2, SeqMode.KEEP)]),
         ([], []),
     ):
         layer, first = StateLayer(shape, 4, 6, GPU), sum(s.width for s in before)
         for t in layer.tensors():
             t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(9)))
-        seqs = [*before, Seq(1, 0, [0] * 400, True, 0, 3), *after]
+        seqs = [*before, Seq(1, 0, [0] * 400, SeqMode.KEEP, 0, 3), *after]
         m, dt = (torch.cat([x[400 : 400 + first], x[:400], x[700:]])[: sum(s.width for s in seqs)] for x in rows)
         got = run(m, dt, p, layer, lay_out(SlotTable(4, 64, 64), seqs, GPU))
         found.append((got[first : first + 400], layer.state[1], layer.conv[1, :3]))
@@ -209,8 +217,8 @@ def test_a_hundred_prompts_without_waiting_give_what_waiting_ones_give() -> None
     for waits in (True, False):
         run, layer = mamba2_cuda.bind(Mamba2Spec(GPU, SMALL)), StateLayer(SMALL, 2, 4, GPU)
         (m, dt), p, table = rows_of(263, SMALL), params(SMALL), SlotTable(2, 64, 64)
-        prompts = [lay_out(table, [Seq(0, 0, [0] * 259, True, 0, 3), Seq(1, 0, [0] * 4)], GPU),
-                   lay_out(table, [Seq(0, 0, [0] * 4), Seq(1, 0, [0] * 259, True, 0, 2)], GPU)]  # fmt: skip
+        prompts = [lay_out(table, [Seq(0, 0, [0] * 259, SeqMode.KEEP, 0, 3), Seq(1, 0, [0] * 4)], GPU),
+                   lay_out(table, [Seq(0, 0, [0] * 4), Seq(1, 0, [0] * 259, SeqMode.KEEP, 0, 2)], GPU)]  # fmt: skip
         out = torch.zeros(263, SMALL.n_head, SMALL.head_dim, device=GPU)
         for i in range(100):
             out += run(m, dt, p, layer, prompts[i % 2])
@@ -228,6 +236,6 @@ def test_offsets_beyond_two_billion_elements() -> None:
     layer, p, (m, dt) = StateLayer(SUPER, n_slot, 2, GPU), params(SUPER), rows_of(3, SUPER)
     small = StateLayer(SUPER, 1, 2, GPU)
     run, table = mamba2_cuda.bind(Mamba2Spec(GPU, SUPER)), SlotTable(n_slot, 2 * n_slot, 64)
-    got = run(m, dt, p, layer, lay_out(table, [Seq(n_slot - 1, 0, [0] * 3, True)], GPU))
-    want = run(m, dt, p, small, lay_out(SlotTable(1, 2, 64), [Seq(0, 0, [0] * 3, True)], GPU))
+    got = run(m, dt, p, layer, lay_out(table, [Seq(n_slot - 1, 0, [0] * 3, SeqMode.KEEP)], GPU))
+    want = run(m, dt, p, small, lay_out(SlotTable(1, 2, 64), [Seq(0, 0, [0] * 3, SeqMode.KEEP)], GPU))
     assert torch.equal(got, want) and torch.equal(layer.state[-1], small.state[0]) and not layer.state[:-1].any()

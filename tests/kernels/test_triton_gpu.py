@@ -24,7 +24,7 @@ from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe import triton as moe_triton
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec
 from pyspec.gguf import GGMLType
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -139,7 +139,7 @@ def test_states_and_outputs_have_the_same_bits_however_tokens_came(name: str) ->
     for plan in ([(1, True)] * n, [(n, True)], [(8, False)] * 5, [(17, True), (5, False), (7, False), (11, True)]):
         layer, table, at, n_fold, out = StateLayer(shape, 2, 8, GPU), SlotTable(2, 32, 16), 0, 0, []
         for width, keep in plan:
-            batch = lay_out(table, [Seq(1, at, [0] * width, keep, 0, n_fold)], GPU)
+            batch = lay_out(table, [Seq(1, at, [0] * width, SeqMode.KEEP if keep else SeqMode.VERIFY, 0, n_fold)], GPU)
             out.append(run(layer, batch, slice(at, at + width)))
             at, n_fold = at + width, 0 if keep else width
         fold(layer, 1, n_fold)
@@ -155,7 +155,7 @@ def test_a_captured_graph_runs_other_sequences_of_the_same_count(name: str) -> N
         lay_out(SlotTable(4, 32, 16), seqs, GPU)
         for seqs in (
             [Seq(0, 0, [0] * 5), Seq(2, 0, [0] * 3)],
-            [Seq(3, 9, [0] * 2, False, 0, 4), Seq(0, 9, [0] * 6, False, 0, 2)],
+            [Seq(3, 9, [0] * 2, SeqMode.VERIFY, 0, 4), Seq(0, 9, [0] * 6, SeqMode.VERIFY, 0, 2)],
         )
     ]
     names = ("seq_slot", "seq_start", "seq_fold", "seq_keep")

@@ -17,7 +17,7 @@ from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.recurrent.ref import LATE_ROUNDS
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -58,10 +58,14 @@ def test_rounds_that_fold_join_and_leave_are_the_references(name: str) -> None:
     shape = SPECS[name].shape
     layers, tables = [StateLayer(shape, 3, 4, CPU) for _ in "ab"], [SlotTable(3, 32, 16) for _ in "ab"]
     for seqs in (
-        [Seq(0, 0, [0] * 3, True), Seq(2, 0, [0], True)],
+        [Seq(0, 0, [0] * 3, SeqMode.KEEP), Seq(2, 0, [0], SeqMode.KEEP)],
         [Seq(0, 3, [0] * 4), Seq(2, 1, [0] * 2)],
-        [Seq(2, 2, [0], False, 0, 1), Seq(0, 6, [0] * 2, False, 0, 3), Seq(1, 0, [0] * 5, True)],
-        [Seq(0, 8, [0], True, 0, 0), Seq(2, 3, [0], True)],
+        [
+            Seq(2, 2, [0], SeqMode.VERIFY, 0, 1),
+            Seq(0, 6, [0] * 2, SeqMode.VERIFY, 0, 3),
+            Seq(1, 0, [0] * 5, SeqMode.KEEP),
+        ],
+        [Seq(0, 8, [0], SeqMode.KEEP, 0, 0), Seq(2, 3, [0], SeqMode.KEEP)],
         *LATE_ROUNDS,
         [Seq(1, 5, [0] * 2)],
     ):
@@ -93,7 +97,20 @@ def test_state_and_outputs_have_the_same_bits_however_tokens_came(name: str) -> 
         at, n_fold, out = 0, 0, []
         for width, keep in plan:
             waits = keep is None
-            batch = lay_out(table, [Seq(1, at, [0] * width, bool(keep), 0, n_fold, late=waits)], CPU)
+            batch = lay_out(
+                table,
+                [
+                    Seq(
+                        1,
+                        at,
+                        [0] * width,
+                        SeqMode.LATE if waits else SeqMode.KEEP if bool(keep) else SeqMode.VERIFY,
+                        0,
+                        n_fold,
+                    )
+                ],
+                CPU,
+            )
             out.append(own(layer, batch, slice(at, at + width)))
             at, n_fold = at + width, 0 if keep else width + n_fold * waits
         fold(layer, 1, n_fold)
@@ -107,7 +124,7 @@ def test_state_and_outputs_have_the_same_bits_however_tokens_came(name: str) -> 
 def test_a_bad_index_is_reported_and_its_sequence_is_skipped(name: str, field: str, value: int) -> None:
     own, _, _ = runs(name, 2)
     layer, table = StateLayer(SPECS[name].shape, 3, 4, CPU), SlotTable(3, 32, 16)
-    batch = lay_out(table, [Seq(0, 0, [0], True), Seq(1, 0, [0], True)], CPU)
+    batch = lay_out(table, [Seq(0, 0, [0], SeqMode.KEEP), Seq(1, 0, [0], SeqMode.KEEP)], CPU)
     getattr(batch, field)[0 if field != "seq_start" else 2] = value
     own(layer, batch, slice(0, 2))
     fault = faults.record(CPU)

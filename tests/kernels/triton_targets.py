@@ -44,7 +44,7 @@ from pyspec.cuda.ops.rows import op as rows_op
 from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 from pyspec.gguf import GGMLType
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.kv import KV_DTYPES, KVPool
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
@@ -122,7 +122,10 @@ def _attend(case: attend_cases.Case) -> None:
 def gdn() -> Iterator[Callable[[], object]]:
     def run() -> None:
         shape, n = GdnShape(16, 48, 128, 4, (2 * 16 + 48) * 128), 140
-        layer, batch = StateLayer(shape, 2, 6, CPU), lay_out(SlotTable(2, 16, 16), [Seq(0, 0, [0] * n, True)], CPU)
+        layer, batch = (
+            StateLayer(shape, 2, 6, CPU),
+            lay_out(SlotTable(2, 16, 16), [Seq(0, 0, [0] * n, SeqMode.KEEP)], CPU),
+        )
         gates = torch.zeros(n, 48)
         weights = torch.zeros(48), torch.zeros(48), torch.zeros(shape.n_channel, 4)
         launch = gdn_triton.bind(GdnSpec(CPU, shape, 1e-6))
@@ -134,7 +137,10 @@ def gdn() -> Iterator[Callable[[], object]]:
 def mamba2() -> Iterator[Callable[[], object]]:
     def run() -> None:
         shape = Mamba2Shape(n_head=128, head_dim=64, n_group=8, n_state=128, n_conv=4)
-        layer, batch = StateLayer(shape, 2, 6, CPU), lay_out(SlotTable(2, 16, 16), [Seq(0, 0, [0] * 140, True)], CPU)
+        layer, batch = (
+            StateLayer(shape, 2, 6, CPU),
+            lay_out(SlotTable(2, 16, 16), [Seq(0, 0, [0] * 140, SeqMode.KEEP)], CPU),
+        )
         p = make_params(shape, torch.Generator().manual_seed(0), CPU)
         m, dt = torch.zeros(140, shape.n_channel), torch.zeros(140, 128)
         mamba2_triton.bind(Mamba2Spec(CPU, shape))(m, dt, p, layer, batch)

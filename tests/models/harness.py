@@ -15,7 +15,7 @@ from pyspec.models import read_config
 from pyspec.models.target import Out
 from pyspec.models.wants import check_tensors
 from pyspec.models.weights import Weights
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes
 from pyspec.slots.table import SlotTable
@@ -57,7 +57,14 @@ class Bench:
 
     def seq(self, slot: int, tokens: list[int], *, keep: bool = True, n_out: int | None = None) -> Seq:
         s = self.table.slots[slot]
-        return Seq(slot, s.n_past, tokens, keep, len(tokens) if n_out is None else n_out, s.n_fold)
+        return Seq(
+            slot,
+            s.n_past,
+            tokens,
+            SeqMode.KEEP if keep else SeqMode.VERIFY,
+            len(tokens) if n_out is None else n_out,
+            s.n_fold,
+        )
 
     def forward(self, *seqs: Seq, taps: tuple[int, ...] = ()) -> Out:
         return self.target.forward(lay_out(self.table, seqs, DEVICE), taps)

@@ -20,7 +20,7 @@ from pyspec.errors import BadTensors, ModelError, OutOfBounds, PairError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.deepseek4 import StreamExperts
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.parts import Ring
 
 MODELS = ["deepseek4", "deepseek4_pro"]
@@ -109,7 +109,9 @@ def test_the_mtp_block_gives_the_reference_logits_and_goes_on_from_itself(name: 
         assert np.abs(block.head(own)[::3].cpu().numpy() - data["mtp_logits"]).max() < ATOL
         token, state = int(data["first"]), hidden[-1:]
         for i, want in enumerate(data["chain"]):
-            state = block.forward(lay_out(bench.table, [Seq(0, len(tokens) + i, [token], True, 1, 0)], DEVICE), state)
+            state = block.forward(
+                lay_out(bench.table, [Seq(0, len(tokens) + i, [token], SeqMode.KEEP, 1, 0)], DEVICE), state
+            )
             logits = block.head(state)[0].cpu()
             assert np.abs(logits.numpy() - want).max() < ATOL
             token = int(logits.argmax())

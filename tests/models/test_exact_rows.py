@@ -12,7 +12,7 @@ from torch import Tensor
 from pyspec.config import EngineSettings
 from pyspec.cuda import exact
 from pyspec.engine.load.load import Loaded, load
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.synth import write
 
 N = 139
@@ -41,12 +41,19 @@ def logits_of(loaded: Loaded, ids: Sequence[int], widths: Sequence[int], beside:
     for round_, width in enumerate(widths):
         is_verify = 1 < width <= 8
         seqs = [
-            Seq(slots[i + 1].index, 0, [(3 * t + i) % 200 for t in range(n)], keep=True, n_out=n)
+            Seq(slots[i + 1].index, 0, [(3 * t + i) % 200 for t in range(n)], mode=SeqMode.KEEP, n_out=n)
             for i, n in enumerate(beside)
             if round_ == 0
         ]
         seqs.append(
-            Seq(slots[0].index, past, list(ids[past : past + width]), keep=not is_verify, n_out=width, n_fold=n_fold)
+            Seq(
+                slots[0].index,
+                past,
+                list(ids[past : past + width]),
+                mode=SeqMode.KEEP if not is_verify else SeqMode.VERIFY,
+                n_out=width,
+                n_fold=n_fold,
+            )
         )
         with loop.worker.lock, torch.inference_mode():
             batch = lay_out(loop.table, seqs, torch.device("cpu"))

@@ -21,7 +21,7 @@ from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftRequest
 from pyspec.errors import OutOfBounds
 from pyspec.models.mtp_block import MtpBlock
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 
 WITH_MTP = ["nemotron_moe", "nemotron_latent", "nemotron_latent_q8_0"]
 MODELS = ["nemotron_dense", "nemotron_differ", *WITH_MTP]
@@ -149,7 +149,7 @@ def test_s3_a_wild_fold_count_names_its_slot_and_writes_nothing(n_fold: int) -> 
     bench.feed(1, data["tokens"][:8].tolist())
     bench.forward(bench.seq(1, data["tokens"][8:14].tolist(), keep=False))
     before = [t.clone() for layer in bench.memory.states.values() for t in layer.tensors()]
-    error, own = refused(bench, bench.seq(0, [5]), Seq(1, 8, [1, 2], False, 2, n_fold))
+    error, own = refused(bench, bench.seq(0, [5]), Seq(1, 8, [1, 2], SeqMode.VERIFY, 2, n_fold))
     assert error.slot == 1
     after = [t for layer in bench.memory.states.values() for t in layer.tensors()]
     assert all(torch.equal(a[own], b[own]) for a, b in zip(before, after, strict=True))

@@ -31,7 +31,7 @@ def test_state_is_bit_equal_whether_tokens_came_singly_or_in_a_verify() -> None:
     """The recurrence takes tokens in one order; only matrix products may round by the number of rows."""
     from pyspec.cuda.ops.gdn import ref as gdn_ref
     from pyspec.cuda.ops.gdn.shape import GdnShape
-    from pyspec.slots.batch import Seq, lay_out
+    from pyspec.slots.batch import Seq, SeqMode, lay_out
     from pyspec.slots.recurrent import StateLayer
     from pyspec.slots.table import SlotTable
 
@@ -49,7 +49,7 @@ def test_state_is_bit_equal_whether_tokens_came_singly_or_in_a_verify() -> None:
         at, fold, rows = 0, 0, []
         for w in widths:
             part = slice(at, at + w)
-            batch = lay_out(table, [Seq(0, at, [0] * w, False, 0, fold)], cpu)
+            batch = lay_out(table, [Seq(0, at, [0] * w, SeqMode.VERIFY, 0, fold)], cpu)
             rows.append(run(m[part], alpha[part], beta[part], a, dt_bias, conv_w, layer, batch))
             at, fold = at + w, w
         gdn_ref.flush(layer, 0, fold)

@@ -16,7 +16,7 @@ from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.cuts import check_ranks
 from pyspec.models.weights import Weights, cuts_of
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes
 from pyspec.slots.table import SlotTable
@@ -60,11 +60,11 @@ class RankBench:
         prompt = [torch.randint(min(300, self.target.n_vocab), (40,), generator=gen).tolist() for _ in range(2)]
         found = []
         plan = [
-            [Seq(0, 0, prompt[0][:30], True, 30)],
-            [Seq(0, 30, prompt[0][30:], True, 1), Seq(1, 0, prompt[1][:7], True, 7)],
-            [Seq(0, 40, prompt[1][:6], False, 6), Seq(1, 7, prompt[1][7:8], True, 1)],
-            [Seq(0, 43, prompt[1][8:10], False, 2, 3), Seq(1, 8, prompt[1][8:30], True, 0)],
-            [Seq(0, 45, prompt[1][8:9], True, 1, 2), Seq(1, 30, prompt[1][30:31], True, 1)],
+            [Seq(0, 0, prompt[0][:30], SeqMode.KEEP, 30)],
+            [Seq(0, 30, prompt[0][30:], SeqMode.KEEP, 1), Seq(1, 0, prompt[1][:7], SeqMode.KEEP, 7)],
+            [Seq(0, 40, prompt[1][:6], SeqMode.VERIFY, 6), Seq(1, 7, prompt[1][7:8], SeqMode.KEEP, 1)],
+            [Seq(0, 43, prompt[1][8:10], SeqMode.VERIFY, 2, 3), Seq(1, 8, prompt[1][8:30], SeqMode.KEEP, 0)],
+            [Seq(0, 45, prompt[1][8:9], SeqMode.KEEP, 1, 2), Seq(1, 30, prompt[1][30:31], SeqMode.KEEP, 1)],
         ]
         for seqs in plan:
             found.append(self.target.forward(lay_out(self.table, seqs, CPU)).logits.clone())

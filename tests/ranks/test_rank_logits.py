@@ -25,7 +25,7 @@ from pyspec.models.target import Out
 from pyspec.request import Delta, Grammar, PromptLogprobs, SamplingParams, TokenLogprob
 from pyspec.sample.choose import Span, choose
 from pyspec.sample.sampler import SlotSampler
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.round import LogitsNeed
 
 N = 24
@@ -264,7 +264,7 @@ def test_a_forward_that_nobody_plans_has_its_logits() -> None:
         loop = r.loop
         slot = loop.table.slots[0]
         loop.table.acquire(slot, 8)
-        out = loop.target.forward(lay_out(loop.table, [Seq(0, 0, [1, 2, 3], True, 2)], CPU))
+        out = loop.target.forward(lay_out(loop.table, [Seq(0, 0, [1, 2, 3], SeqMode.KEEP, 2)], CPU))
         assert out.logits.shape == (2, loop.target.n_vocab) and out.head is None and out.best is not None
         assert torch.equal(bits(out.best), bits(TorchBest().pairs(out.logits)))
         loop.table.release(slot)

@@ -5,7 +5,7 @@ import torch
 from harness import FIXTURES, Bench
 
 from pyspec.slots.arena import BUCKETS, ROW64, SEQ32, WIDE, Arena, bucket_of, most_rows
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.table import SlotTable
 
 CPU = torch.device("cpu")
@@ -40,7 +40,10 @@ def test_an_arena_holds_the_plain_layout_and_harmless_padding(widths: tuple[int,
     plain_table, table = seated(12), seated(12)
     arena, places = Arena(12, 8, CPU), {1: 1, 3: 8, 2: 8, 8: 8, 11: 12}[len(widths)]
     for first in (0, 9):  # the second layout overwrites the first
-        seqs = [Seq(i, first + i, list(range(w)), i % 2 == 0, 1, 1) for i, w in enumerate(widths)]
+        seqs = [
+            Seq(i, first + i, list(range(w)), SeqMode.KEEP if i % 2 == 0 else SeqMode.VERIFY, 1, 1)
+            for i, w in enumerate(widths)
+        ]
         plain, ours = lay_out(plain_table, seqs, CPU), lay_out(table, seqs, CPU, arena=arena)
         n, bucket = sum(widths), bucket_of(sum(widths))
         assert ours.bucket == bucket and ours.n_row == n
@@ -81,7 +84,7 @@ def test_a_prompt_that_stands_alone_finds_a_graph_that_is_there() -> None:
     table, arena = SlotTable(3, 32, 64), Arena(3, 16, CPU)
 
     def bucket(n: int, *more: Seq, **how: object) -> int | None:
-        seq = Seq(0, **({"n_past": 0, "tokens": [1] * n, "keep": True, "n_out": 1} | how))  # type: ignore[arg-type]
+        seq = Seq(0, **({"n_past": 0, "tokens": [1] * n, "mode": SeqMode.KEEP, "n_out": 1} | how))  # type: ignore[arg-type]
         batch = lay_out(table, [seq, *more], CPU, arena=arena)
         assert batch.prompt == (batch.bucket is not None)
         return batch.bucket
@@ -89,9 +92,9 @@ def test_a_prompt_that_stands_alone_finds_a_graph_that_is_there() -> None:
     assert bucket(300) is None, "nobody has captured it"
     arena.prompts |= {256, 320}
     assert [bucket(n) for n in (191, 192, 256, 257, 320, 321)] == [None, 256, 256, 320, 320, None]
-    assert bucket(300, Seq(1, 0, [1], keep=True, n_out=1)) is None
-    for how in ({"n_past": 5}, {"keep": False}, {"n_out": 0}, {"n_out": 300}):
+    assert bucket(300, Seq(1, 0, [1], mode=SeqMode.KEEP, n_out=1)) is None
+    for how in ({"n_past": 5}, {"mode": SeqMode.VERIFY}, {"n_out": 0}, {"n_out": 300}):
         assert bucket(300, **how) is None
-    batch = lay_out(table, [Seq(2, 0, [1] * 300, keep=True, n_out=1)], CPU, arena=arena)
+    batch = lay_out(table, [Seq(2, 0, [1] * 300, mode=SeqMode.KEEP, n_out=1)], CPU, arena=arena)
     assert len(batch.tokens) == 320 and batch.row_seq.tolist() == [0] * 300 + [-1] * 20
     assert batch.out_rows.tolist() == [299] and batch.n_place == 1 and batch.n_row == 300

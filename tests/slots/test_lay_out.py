@@ -9,7 +9,7 @@ import torch
 
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.errors import OutOfBounds
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.memory import Memory
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
@@ -35,7 +35,7 @@ def test_every_row_knows_its_token_place_and_range(see_block: bool) -> None:
         Seq(3, 33, [7], n_out=1),
         Seq(0, 0, list(range(20))),
         Seq(1, 15, [4, 5, 6], n_out=3),
-        Seq(2, 16, [8], keep=True),
+        Seq(2, 16, [8], mode=SeqMode.KEEP),
     ]
     batch = lay_out(table, seqs, CPU, see_block=see_block)
     assert list(batch.starts) == [0, 1, 21, 24, 25] and batch.n_row == 25

@@ -69,10 +69,9 @@ class Committer:
                 continue  # its request has ended
             w.slot.tokens.extend(w.seq.tokens[:n])
             if ahead is None:
-                w.slot.n_fold = 0 if w.seq.keep else n + w.seq.n_fold * w.seq.late
+                w.slot.n_fold = w.seq.n_recorded(n)
             else:  # the next round folds these records, or leaves them
-                behind = ahead.work[i].seq
-                w.slot.n_fold = behind.n_fold * behind.late
+                w.slot.n_fold = ahead.work[i].seq.n_recorded(0)
             if end is not None:
                 self.finish(w.job, end)
             elif w.slot.n_past <= w.job.n_prefill:

@@ -18,7 +18,7 @@ from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.round import Work, waits
 from pyspec.sample.sampler import SlotSampler
 from pyspec.sample.synth import SynthAcceptance
-from pyspec.slots.batch import Seq
+from pyspec.slots.batch import Seq, SeqMode
 from pyspec.slots.round import Continuation
 
 
@@ -61,23 +61,23 @@ class Lookahead:
             return None
         if refused and self.synth is not None:
             return None  # coins decide acceptance there
-        lates = [n == 0 and self._waits(w) for w, n in zip(work, n_drafts, strict=True)]
-        singles = [n == 0 and not late for n, late in zip(n_drafts, lates, strict=True)]
-        keeps = [single and self._ends_by_token(w.job) for w, single in zip(work, singles, strict=True)]
+        modes = [SeqMode.VERIFY if n else self._single_mode(w) for w, n in zip(work, n_drafts, strict=True)]
         ends, forced = None, None
-        if any(keeps) or any(w.seq.width > 1 for w in work):
+        if SeqMode.KEEP in modes or any(w.seq.width > 1 for w in work):
             ends = tuple(e if len(e := self._ends_of(w.job)) <= MAX_ENDS else frozenset() for w in work)
             if self.synth is not None:
                 forced = tuple(self._coins(self.synth, w) for w in work)
         seqs = [
-            Seq(w.slot.index, w.slot.n_past, [0] * (1 + n), keep, 1 + n, _to_fold(w.seq), w.seq.width, late)
-            for w, n, keep, late in zip(work, n_drafts, keeps, lates, strict=True)
+            Seq(w.slot.index, w.slot.n_past, [0] * (1 + n), mode, 1 + n, w.seq.n_recorded(1), w.seq.width)
+            for w, n, mode in zip(work, n_drafts, modes, strict=True)
         ]
         return seqs, Continuation(ends, forced, tuple(n_drafts) if any(n_drafts) else (), refused)
 
-    def _waits(self, w: Work) -> bool:
-        """The next row can be recorded late. Not behind drafts: the number of records is unknown."""
-        return w.seq.width == 1 and waits(w.slot, w.slot.n_past + 1, _to_fold(w.seq), self.n_late)
+    def _single_mode(self, w: Work) -> SeqMode:
+        """The mode of a request's next single row. Behind drafts it is never late: the number of records is unknown."""
+        if w.seq.width == 1 and waits(w.slot, w.slot.n_past + 1, w.seq.n_recorded(1), self.n_late):
+            return SeqMode.LATE
+        return SeqMode.KEEP if self._ends_by_token(w.job) else SeqMode.VERIFY
 
     def _ends_by_token(self, job: Job) -> bool:
         """Only a token that the device knows can end the job. Under a grammar any token may be the last, or refused."""
@@ -97,11 +97,6 @@ class Lookahead:
     def _coins(synth: SynthAcceptance, w: Work) -> int:
         sampler = w.job.sampler
         return synth.n_accepted(sampler.fingerprint, sampler.n_history, w.seq.width - 1)
-
-
-def _to_fold(seq: Seq) -> int:
-    """Records behind one kept row. For a verify, the device multiplies by the number of rows that it keeps."""
-    return 0 if seq.keep else 1 + seq.n_fold * seq.late
 
 
 def takes_the_best(sampler: SlotSampler) -> bool:

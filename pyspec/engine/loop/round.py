@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyspec.engine.loop.job import Job
-from pyspec.slots.batch import Seq
+from pyspec.slots.batch import Seq, SeqMode
 from pyspec.slots.round import ALL, LogitsNeed
 from pyspec.slots.table import Slot
 
@@ -111,9 +111,10 @@ def _verify(job: Job, drafts: Mapping[int, Sequence[int]], n_late: int) -> Work:
     if job.constraint is not None and draft:
         draft = job.constraint.draftable(draft)  # a token that the grammar refuses gets no row
     tokens = [job.anchor, *draft]
-    late = not draft and waits(slot, slot.n_past, slot.n_fold, n_late)
-    keep = not draft and not late
-    seq = Seq(slot.index, slot.n_past, tokens, keep, len(tokens), slot.n_fold, late=late)
+    mode = SeqMode.VERIFY
+    if not draft:
+        mode = SeqMode.LATE if waits(slot, slot.n_past, slot.n_fold, n_late) else SeqMode.KEEP
+    seq = Seq(slot.index, slot.n_past, tokens, mode, len(tokens), slot.n_fold)
     return Work(job, slot, seq, draft)
 
 
@@ -123,7 +124,7 @@ def _chunk(job: Job, n: int) -> Work:
     end = slot.n_past + n
     n_scored = min(n, job.n_to_score)
     n_out = n if n_scored else int(end == job.n_prefill)
-    seq = Seq(slot.index, slot.n_past, job.prefill[slot.n_past : end], True, n_out, slot.n_fold)
+    seq = Seq(slot.index, slot.n_past, job.prefill[slot.n_past : end], SeqMode.KEEP, n_out, slot.n_fold)
     return Work(job, slot, seq, n_scored=n_scored)
 
 

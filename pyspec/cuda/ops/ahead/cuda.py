@@ -13,7 +13,7 @@ from pyspec.cuda.faults import record
 from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin
 from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, Ahead, AheadSpec, Kept
 from pyspec.slots.arena import Arena
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.table import SlotTable
 
 THREADS = 128
@@ -164,10 +164,19 @@ def _run(op: Ahead, widths: Sequence[int], device: torch.device, state: Tensor) 
         kept = op.accept(best, batch, *beside)
         out += [kept.n.clone(), kept.tokens.clone(), kept.last.clone(), kept.goes.clone()]
     drafts = torch.arange(n * 64, device=device).view(64, n).T
+    modes = SeqMode.VERIFY, SeqMode.KEEP, SeqMode.LATE
     whole = [out]
     for widths_then, others, see_block in (([1 + w % 5 for w in widths], drafts, False), ([6] * n, None, True)):
         seqs = [
-            Seq(q.slot, q.n_past, [9] * w, i % 3 == 1, n_out=w, n_fold=i % 2, slack=q.width, late=i % 3 == 2)
+            Seq(
+                q.slot,
+                q.n_past,
+                [9] * w,
+                SeqMode.KEEP if modes[i % 3] else SeqMode.VERIFY,
+                n_out=w,
+                n_fold=i % 2,
+                slack=q.width,
+            )
             for i, (q, w) in enumerate(zip(batch.seqs, widths_then, strict=True))
         ]
         moved = op.move(lay_out(table, seqs, device, arena=arena, see_block=see_block), kept, others)

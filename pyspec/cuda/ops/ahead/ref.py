@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.op import Guard
-from pyspec.slots.batch import KEEP, LATE, Batch
+from pyspec.slots.batch import Batch, SeqMode
 
 GUARD = Guard(10)
 
@@ -116,7 +116,7 @@ class TorchAhead:
         self._shift(batch, kept.n[seq].long())
         batch.seq_fold[:n_seq] *= kept.n[:n_seq]
         keep = batch.seq_keep[:n_seq]
-        keep.copy_(torch.where(keep == KEEP, kept.goes[:n_seq], keep))
+        keep.copy_(torch.where(keep == SeqMode.KEEP, kept.goes[:n_seq], keep))
         place = torch.arange(n_row, device=seq.device) - batch.seq_start[seq].long()
         first = kept.tokens[kept.last[seq]]
         others = batch.tokens[:n_row] if drafts is None else drafts[seq, (place - 1).clamp(0, drafts.shape[1] - 1)]
@@ -155,9 +155,8 @@ def described(batch: Batch) -> Batch:
     seqs, max_hi = [], []
     for q, first, end, fold, keep in zip(batch.seqs, batch.starts, batch.starts[1:], folds, keeps, strict=False):
         own = tokens[first:end]
-        seqs.append(
-            replace(q, n_past=positions[first], tokens=own, keep=keep == KEEP, n_fold=fold, slack=0, late=keep == LATE)
-        )
+        mode = SeqMode(keep) if keep in (SeqMode.KEEP, SeqMode.LATE) else SeqMode.VERIFY
+        seqs.append(replace(q, n_past=positions[first], tokens=own, mode=mode, n_fold=fold, slack=0))
         max_hi.append(max(hi[first:end]))
     return replace(batch, seqs=seqs, max_hi=max_hi)
 

@@ -40,7 +40,7 @@ from pyspec.cuda.ops.recurrent.ref import (
     softplus,
     step_through,
 )
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -181,13 +181,17 @@ def check(
     a, dt_bias = a.to(spec.device), dt_bias.to(spec.device)
     conv_w = torch.randn(shape.n_channel, shape.n_conv, generator=gen).to(spec.device)
     for seqs in (
-        [Seq(0, 0, [0] * 5, True), Seq(2, 0, [0], True)],
+        [Seq(0, 0, [0] * 5, SeqMode.KEEP), Seq(2, 0, [0], SeqMode.KEEP)],
         [Seq(0, 5, [0] * 6), Seq(2, 1, [0] * 3)],
-        [Seq(2, 4, [0], False, 0, 3), Seq(0, 8, [0] * 2, False, 0, 3), Seq(1, 0, [0] * 4, True)],
-        [Seq(0, 10, [0], True, 0, 1), Seq(2, 5, [0] * 4, True, 0, 1)],
+        [
+            Seq(2, 4, [0], SeqMode.VERIFY, 0, 3),
+            Seq(0, 8, [0] * 2, SeqMode.VERIFY, 0, 3),
+            Seq(1, 0, [0] * 4, SeqMode.KEEP),
+        ],
+        [Seq(0, 10, [0], SeqMode.KEEP, 0, 1), Seq(2, 5, [0] * 4, SeqMode.KEEP, 0, 1)],
         *LATE_ROUNDS,
-        [Seq(1, 4, [0] * 3), Seq(0, 11, [0] * 130, True)],
-        [Seq(1, 7, [0] * 65, True, 0, 2), Seq(2, 9, [0] * 64, True), Seq(0, 141, [0] * 2)],
+        [Seq(1, 4, [0] * 3), Seq(0, 11, [0] * 130, SeqMode.KEEP)],
+        [Seq(1, 7, [0] * 65, SeqMode.KEEP, 0, 2), Seq(2, 9, [0] * 64, SeqMode.KEEP), Seq(0, 141, [0] * 2)],
     ):
         n = sum(s.width for s in seqs)
         sizes = (n, shape.n_channel), (n, shape.n_v_head), (n, shape.n_v_head)

@@ -42,7 +42,7 @@ from pyspec.cuda.ops.recurrent.ref import (
     softplus,
     step_through,
 )
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -213,13 +213,17 @@ def check(launch: Mamba2, reference: Mamba2, spec: Mamba2Spec) -> str | None:
     layers = [StateLayer(shape, 3, 6, spec.device) for _ in range(2)]
     p = make_params(shape, gen, spec.device)
     for seqs in (
-        [Seq(0, 0, [0] * 5, True), Seq(2, 0, [0], True)],
+        [Seq(0, 0, [0] * 5, SeqMode.KEEP), Seq(2, 0, [0], SeqMode.KEEP)],
         [Seq(0, 5, [0] * 6), Seq(2, 1, [0] * 3)],
-        [Seq(2, 4, [0], False, 0, 3), Seq(0, 8, [0] * 2, False, 0, 3), Seq(1, 0, [0] * 4, True)],
-        [Seq(0, 10, [0], True, 0, 1), Seq(2, 5, [0] * 4, True, 0, 1)],
+        [
+            Seq(2, 4, [0], SeqMode.VERIFY, 0, 3),
+            Seq(0, 8, [0] * 2, SeqMode.VERIFY, 0, 3),
+            Seq(1, 0, [0] * 4, SeqMode.KEEP),
+        ],
+        [Seq(0, 10, [0], SeqMode.KEEP, 0, 1), Seq(2, 5, [0] * 4, SeqMode.KEEP, 0, 1)],
         *LATE_ROUNDS,
-        [Seq(1, 4, [0] * 3), Seq(0, 11, [0] * 130, True)],
-        [Seq(1, 7, [0] * 135, True, 0, 2), Seq(2, 9, [0] * 65, True), Seq(0, 141, [0] * 2)],
+        [Seq(1, 4, [0] * 3), Seq(0, 11, [0] * 130, SeqMode.KEEP)],
+        [Seq(1, 7, [0] * 135, SeqMode.KEEP, 0, 2), Seq(2, 9, [0] * 65, SeqMode.KEEP), Seq(0, 141, [0] * 2)],
     ):
         n = sum(s.width for s in seqs)
         wide = torch.randn(n, shape.n_channel + shape.n_head, generator=gen).to(spec.device)
