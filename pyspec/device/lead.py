@@ -370,7 +370,10 @@ class Follower:
     """
 
     def __init__(self, target: Target, memory: Memory, table: SlotTable, arena: Arena | None = None) -> None:
-        self.target, self.memory, self.table, self.arena = target, memory, table, arena
+        self.target = target
+        self.memory = memory
+        self.table = table
+        self.arena = arena
         self._graphs: dict[tuple[int, ...], Graphed[Out]] = {}  # by their taps
         self._kept: dict[int, Checkpoint] = {}
 

@@ -98,7 +98,10 @@ class Worker:
     def __init__(
         self, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None, arena: Arena | None
     ) -> None:
-        self.target, self.memory, self.table, self.device = target, memory, table, target.device
+        self.target = target
+        self.memory = memory
+        self.table = table
+        self.device = target.device
         self.arena = arena  # batches of graphs; None: no graphs
         self.lock = gpu_lock(self.device)
         self.faults, self.draft_faults = Reader(self.device), Reader(self.device)

@@ -107,7 +107,9 @@ class RequestSet:
     """
 
     def __init__(self, requests: Sequence[Request | PyspecError], progress: Progress | None, keep_going: bool) -> None:
-        self.requests, self.progress, self.keep_going = requests, progress, keep_going
+        self.requests = requests
+        self.progress = progress
+        self.keep_going = keep_going
         self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         self._received: list[list[Delta | Done]] = [[] for _ in requests]
         self._failed: dict[int, PyspecError] = {}

@@ -116,7 +116,9 @@ class _Stage:
         self.memory = torch.zeros(n_byte, dtype=torch.uint8, pin_memory=cuda)
         self.event = torch.cuda.Event() if cuda else None
         views = {name: block.of(self.memory).numpy() for name, block in blocks.items()}
-        self.rows, self.row_seq, self.seqs = views["rows"], views["row_seq"], views["seqs"]
+        self.rows = views["rows"]
+        self.row_seq = views["row_seq"]
+        self.seqs = views["seqs"]
         self.page_table = views["page_table"]
         self.pages: list[object] = [None] * len(self.page_table)  # source of each row
 
@@ -146,7 +148,10 @@ class Arena:
     """
 
     def __init__(self, n_seq: int, n_page: int, device: torch.device, width: int = 1) -> None:
-        self.n_seq, self.n_page, self.width, self.n_row = n_seq, n_page, width, most_rows(n_seq, width)
+        self.n_seq = n_seq
+        self.n_page = n_page
+        self.width = width
+        self.n_row = most_rows(n_seq, width)
         self.prompts: set[int] = set()
         n_row = max(self.n_row, PROMPTS[-1])
         n_start = -(-(n_seq + 1) // 4) * 4  # lines of 16 bytes

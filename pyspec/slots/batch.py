@@ -178,7 +178,9 @@ def _write(
     see_block: bool,
 ) -> tuple[Layout, int]:
     """The layout, and its number of rows with logits."""
-    slots, folds, keeps = [q.slot for q in seqs], [q.n_fold for q in seqs], [q.mode for q in seqs]
+    slots = [q.slot for q in seqs]
+    folds = [q.n_fold for q in seqs]
+    keeps = [q.mode for q in seqs]
     per_seq = np.array([[*slots, 0], [*folds, 0], [*keeps, 0], starts], dtype=np.int32)
     widths = np.array([q.width for q in seqs], dtype=np.int64)
     before = [q.n_past - start for q, start in zip(seqs, starts, strict=False)]

@@ -24,7 +24,11 @@ class PrefixCache:
     def __init__(
         self, table: SlotTable, memory: Memory, states: StateStore, *, on: bool = True, every: int = 0
     ) -> None:
-        self.table, self.memory, self.states, self.on, self.every = table, memory, states, on, every
+        self.table = table
+        self.memory = memory
+        self.states = states
+        self.on = on
+        self.every = every
         table.needs_state = memory.needs_state
         table.tree.lose = states.lose
         self._state_bytes = 0  # of one checkpoint, once it is known

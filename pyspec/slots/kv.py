@@ -96,7 +96,10 @@ class KVPool:
         tokens_per_row: int = 1,
         keys_only: bool = False,
     ) -> None:
-        self.dtype, self.head_dim, self.tokens_per_row, self.keys_only = dtype, head_dim, tokens_per_row, keys_only
+        self.dtype = dtype
+        self.head_dim = head_dim
+        self.tokens_per_row = tokens_per_row
+        self.keys_only = keys_only
         self.k = torch.zeros(n_row, n_head, head_dim, dtype=dtype, device=device)
         self.v = self.k if keys_only else torch.zeros_like(self.k)
         self.k_scale = self.v_scale = None

@@ -40,7 +40,10 @@ class Admission:
         cache: PrefixCache,
         stats: Stats,
     ) -> None:
-        self.queue, self.jobs, self.worker, self.speculator = queue, jobs, worker, speculator
+        self.queue = queue
+        self.jobs = jobs
+        self.worker = worker
+        self.speculator = speculator
         self.cache, self.stats, self.table = cache, stats, worker.table
         self.synthetic = False  # synthetic acceptance
         self.clock: Callable[[], float] = time.perf_counter  # the clock of the jobs

@@ -45,7 +45,11 @@ class Committer:
         *,
         defers: bool,
     ) -> None:
-        self.jobs, self.worker, self.speculator, self.cache, self.stats = jobs, worker, speculator, cache, stats
+        self.jobs = jobs
+        self.worker = worker
+        self.speculator = speculator
+        self.cache = cache
+        self.stats = stats
         self.defers = defers
         self.later: list[Callable[[], None]] = []
         self.on_first: Callable[[], None] = lambda: None

@@ -216,7 +216,9 @@ class Job:
         if is_over:
             finish, n_used, end = "stop", len(content), None
         if released.stopped:
-            finish, n_used, content = "stop", released.n_tokens_used, content[: released.n_tokens_used]
+            finish = "stop"
+            n_used = released.n_tokens_used
+            content = content[: released.n_tokens_used]
         elif end is not None:
             finish = "eos"
         self.n_predicted += n_used
@@ -238,7 +240,9 @@ class Job:
 
     def timings(self) -> Timings:
         """Timings of this job. Resumed tokens are not counted."""
-        first, drafted, accepted = self.first or time.perf_counter(), self.drafted, self.accepted
+        first = self.first or time.perf_counter()
+        drafted = self.drafted
+        accepted = self.accepted
         return Timings(
             cache_n=self.n_cached,
             prompt_n=self.n_begin - self.n_cached,

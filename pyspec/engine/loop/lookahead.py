@@ -30,7 +30,10 @@ class Lookahead:
     """
 
     def __init__(self, on: bool, max_rows: int, synth: SynthAcceptance | None, n_late: int = 0) -> None:
-        self.on, self.max_rows, self.synth, self.n_late = on, max_rows, synth, n_late
+        self.on = on
+        self.max_rows = max_rows
+        self.synth = synth
+        self.n_late = n_late
         self.under_way: PendingRound | None = None
 
     def take(self) -> PendingRound | None:

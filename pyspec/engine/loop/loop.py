@@ -65,7 +65,10 @@ class Loop:
         prompt_weight: float = 1.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.worker, self.cache, self.limits, self.clock = worker, cache, limits, clock
+        self.worker = worker
+        self.cache = cache
+        self.limits = limits
+        self.clock = clock
         self.table = worker.table
         self.queue: Queue[Job] = Queue(queue_limit)
         self.jobs: dict[int, Job] = {}  # by slot, in order of arrival

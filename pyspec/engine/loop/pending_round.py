@@ -72,7 +72,9 @@ class PendingRound:
         Call it first, once the round before is committed: grammars stand at its tokens then.
         """
         if self.refused is None:
-            own, starts, rows = self.launched.drafted_tokens(), self.batch_starts, []
+            own = self.launched.drafted_tokens()
+            starts = self.batch_starts
+            rows = []
             if own is not None:
                 for i, w in enumerate(self.work):
                     constraint = w.job.constraint

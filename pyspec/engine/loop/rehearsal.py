@@ -24,7 +24,9 @@ class Rehearsal:
 
     def __init__(self, loop: Loop, tokenizer: Tokenizer, n_overhang: int) -> None:
         self.loop, self.tokenizer, self.n_overhang = loop, tokenizer, n_overhang
-        self.n_slot, self.n_row, self.n_draft = loop.n_slot, loop.n_row, loop.controller.n_max
+        self.n_slot = loop.n_slot
+        self.n_row = loop.n_row
+        self.n_draft = loop.controller.n_max
         self.n_vocab = loop.target.n_vocab
 
     @contextmanager

@@ -34,7 +34,9 @@ class AcceptancePrior:
         prior = AT_FIRST if common is None else common
         self.prior: Floats = prior / prior.sum() * PRIOR_COMMON
         self.weights = np.zeros(len(LEVELS))
-        self.right, self.meant, self.seen = np.zeros(n_max), np.zeros(n_max), np.zeros(n_max)
+        self.right = np.zeros(n_max)
+        self.meant = np.zeros(n_max)
+        self.seen = np.zeros(n_max)
         self.alike = np.zeros(len(LEVELS))  # log-likelihood of each level if all texts have the same
         self.n_max = n_max
         self.tabulate()

@@ -316,7 +316,9 @@ class Controller:
         needs_drafter = np.ones(len(caps), bool)
         for i in [i for i, (slot, _) in enumerate(caps) if slot in self.offered] if self.offered else ():
             offer = self.offered[caps[i][0]]
-            survive[i, : len(offer)], asked[i, len(offer) :], needs_drafter[i] = offer, False, False
+            survive[i, : len(offer)] = offer
+            asked[i, len(offer) :] = False
+            needs_drafter[i] = False
         slot, place = asked.nonzero()
         gain = survive[asked]
         order = (-gain).argsort(kind="stable")

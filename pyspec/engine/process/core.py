@@ -80,7 +80,9 @@ class EngineCore:
         hand_over: Callable[[Due], None] | None = None,
         on_death: Callable[[PyspecError], None] | None = None,
     ) -> None:
-        self.loop, self.tokenizer, self.template = loaded.loop, loaded.tokenizer, loaded.template
+        self.loop = loaded.loop
+        self.tokenizer = loaded.tokenizer
+        self.template = loaded.template
         self.info = replace(loaded.info, n_row=loaded.loop.n_row)
         self.step_began = 0.0  # start of the current round; 0: none runs
         self.pace = Pace()
