@@ -30,7 +30,7 @@ def next_of(tokens: Sequence[int]) -> int:
 
 
 def text_after(prompt: Sequence[int], n: int) -> list[int]:
-    """The FakeTarget's text with ignore_eos: end tokens are banned, and all others than the best are equal: 0 wins."""
+    """The FakeTarget's text with ignore_eos: end tokens are banned and all others are equal, so 0 wins."""
     tokens = list(prompt)
     for _ in range(n):
         token = next_of(tokens)
@@ -39,7 +39,7 @@ def text_after(prompt: Sequence[int], n: int) -> list[int]:
 
 
 def ending_text_after(prompt: Sequence[int], n: int) -> list[int]:
-    """The same with end tokens, and what would follow them."""
+    """The same with end tokens, and the tokens that would follow them."""
     tokens = list(prompt)
     for _ in range(n):
         tokens.append(next_of(tokens))
@@ -47,9 +47,9 @@ def ending_text_after(prompt: Sequence[int], n: int) -> list[int]:
 
 
 class FakeTarget:
-    """Implements `Target`. It keeps token ids where a model keeps keys, and reads them back through the page table.
+    """Implements `Target`. It stores token ids in place of keys, and reads them back through the page table.
 
-    One page, row, range or position out of place and its text differs from `text_after`.
+    Its text differs from `text_after` if a single page, row, range or position is wrong.
     """
 
     n_vocab, n_embd, n_layer = N_VOCAB, 8, 1
@@ -82,7 +82,7 @@ class FakeTarget:
     def _logits(seen: Tensor) -> Tensor:
         out = torch.zeros(N_VOCAB)
         if torch.isnan(seen).any():
-            return out.fill_(float("nan"))  # it read a row nobody wrote
+            return out.fill_(float("nan"))  # it read a row that was never written
         out[next_of([int(t) for t in seen.tolist()])] = 9.0
         return out
 
@@ -95,11 +95,11 @@ class FakeTarget:
 
 @dataclass
 class FakeDrafter:
-    """Base of the fakes: keeps count of begin and end, and checks that it is told of every committed token."""
+    """Base of the fakes: counts begin and end, and checks that it observes every committed token."""
 
     n_draft: int = 5
     name: str = "fake"
-    open: dict[int, int] = field(default_factory=dict)  # slot: tokens it has heard of
+    open: dict[int, int] = field(default_factory=dict)  # slot: tokens it has observed
 
     def __post_init__(self) -> None:
         self.needs = Needs(self.n_draft)
@@ -123,7 +123,7 @@ class FakeDrafter:
         return [self.guess(ask) for ask in asks]
 
     def guess(self, ask: DraftRequest) -> list[int]:
-        return []  # nothing comes to its mind
+        return []  # no drafts
 
     def checkpoint(self, slot: Slot) -> object | None:
         return None
@@ -152,7 +152,7 @@ class Liar(Oracle):
 
 @dataclass
 class Wild(Oracle):
-    """Right until it proposes what is no token."""
+    """Right until it proposes an invalid token."""
 
     wild: tuple[int, ...] = (-1, N_VOCAB, 2**31, -(2**63), 2**64)
     n_round: int = 0
@@ -176,9 +176,9 @@ class Fickle(Oracle):
 
 @dataclass
 class Ahead(Fickle):
-    """As Fickle, on the device, behind what a verify keeps of it; one of the slots in seven has to be asked by the host.
+    """As Fickle, but on the device, behind the rows that a verify keeps; one of seven slots needs the host.
 
-    n_ahead: drafts made ahead, and how many of them `confirm_ahead` said were for the right text
+    n_ahead: drafts made ahead, and those that `confirm_ahead` confirmed for the right text
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by slot, for which the last drafts were

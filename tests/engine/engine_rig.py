@@ -47,7 +47,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass
 class Heard:
-    """What one request was told."""
+    """The events of one request."""
 
     request: Request
     job: Job
@@ -119,7 +119,7 @@ class Rig:
         return self
 
     def run_ahead(self, *, defers: bool = False) -> None:
-        """Launch rounds before the last one is read, on a CPU, too. defers: and put off counts and events."""
+        """Launch rounds before the last one is read, on a CPU, too. defers: also put off counts and events."""
         self.loop.lookahead.on = True
         self.loop.committer.defers = self.loop.committer.defers or defers
 
@@ -187,7 +187,7 @@ class Rig:
         raise AssertionError(f"still busy after {limit} rounds")
 
     def filed(self, tokens: Sequence[int]) -> list[int]:
-        """Rows of the KV pools where the prefix cache has these tokens, as far as it has them."""
+        """Rows of the KV pools in which the prefix cache has the beginning of these tokens."""
         table = self.loop.table
         whole, partial = table.tree._match(tokens, len(tokens))
         node, n = max(partial, key=lambda x: x[1], default=(table.tree.root, 0))
@@ -216,13 +216,13 @@ def overwriting(run: Callable[[Batch], Out]) -> Callable[[Batch], Out]:
 
 
 def rig(path: Path, **settings: object) -> Rig:
-    """Load a model. f32 caches and no warm-up, so that a text depends on nothing but the weights."""
+    """Load a model, with f32 caches and without warm-up, so that a text depends on the weights only."""
     values: dict[str, object] = {"np": 1, "ctx": 256, "kv_type": "f32", "warm_up": False, "device": "cpu"}
     return Rig(load(path, EngineSettings(**(values | settings))))  # type: ignore[arg-type]
 
 
 def plain_rig(path: Path, **settings: object) -> Rig:
-    """One slot, no drafter: what every text is compared with."""
+    """One slot, no drafter: the reference of every text."""
     return rig(path, spec_type="none", **settings)
 
 

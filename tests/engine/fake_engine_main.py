@@ -1,10 +1,10 @@
-"""An engine process without a model: pyspec.engine.process.engine_main over a core that knows what it will say. Starts in a moment.
+"""An engine process without a model: pyspec.engine.process.engine_main over a core with a known text. Starts in a moment.
 
-`python fake_engine_main.py FOLDER DESCRIPTOR`. Files in FOLDER are what it is to suffer:
+`python fake_engine_main.py FOLDER DESCRIPTOR`. Files in FOLDER plan its failures:
 load      at every load: "exit N", "refuse TEXT", "none TEXT", "sleep S"; "bug", "memory", "gone" (the device), each with its TEXT
-room      tokens a request may hold where no number is given
+room      tokens a request may hold if no number is given
 round     in the next round, once: "abort", "endless", "fatal TEXT", "kernel MODULE"
-poison    "TOKEN N": abort when a request with that token in its prompt has said N tokens
+poison    "TOKEN N": abort when a request with that token in its prompt has generated N tokens
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ N_CTX, N_VOCAB = 4096, 300
 
 
 def token_at(prompt: tuple[int, ...], position: int, seed: int) -> int:
-    """Whatever has been said, this comes at a position: letters, mostly."""
+    """The token at a position, for any tokens before: letters, mostly."""
     return 33 + (sum(prompt) * 7 + ((position + 1) * 2654435761 >> 9) + seed) % 60
 
 

@@ -16,7 +16,7 @@ from pyspec import synth
 from pyspec.request import Delta
 
 N_TEXT = 30
-MARGIN = 2e-3  # least distance to the second best token: what batch shapes round differently stays far below
+MARGIN = 2e-3  # least distance to the second best token: rounding by batch shapes stays far below
 
 
 @cache
@@ -29,7 +29,7 @@ def tiny(kind: str, *, drafter: bool = False, fork: bool = False, sidecar: bool 
 
 @cache
 def known_texts(path: Path, n: int = 9) -> dict[tuple[int, ...], list[int]]:
-    """`n` prompts of many lengths with what plain single-slot decoding says after them, without near ties."""
+    """`n` prompts of many lengths with their texts by plain single-slot decoding, without near ties."""
     rig = plain_rig(path)
     texts: dict[tuple[int, ...], list[int]] = {}
     rng = random.Random(0)
@@ -43,7 +43,7 @@ def known_texts(path: Path, n: int = 9) -> dict[tuple[int, ...], list[int]]:
 
 
 def continuation(path: Path, tokens: Sequence[int], n: int) -> list[int]:
-    """What follows `tokens` in one of the known texts; nothing if it is none of them."""
+    """The tokens after `tokens` in one of the known texts; empty if it is none of them."""
     for prompt, text in known_texts(path).items():
         whole = [*prompt, *text]
         if len(tokens) >= len(prompt) and list(tokens) == whole[: len(tokens)]:
@@ -53,7 +53,7 @@ def continuation(path: Path, tokens: Sequence[int], n: int) -> list[int]:
 
 @cache
 def demo_prompts() -> list[tuple[tuple[int, ...], list[int]]]:
-    """Prompts of the packaged pair with the answers it was made to give, without near ties."""
+    """Prompts of the packaged pair with the answers it was trained for, without near ties."""
     lines = (ROOT / "pyspec" / "demo" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     sure = [r for r in rows if r["min_logit_margin"] >= 0.1 and r["stop"] == "eos"]

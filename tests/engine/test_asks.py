@@ -1,4 +1,4 @@
-"""What a load will ask of ops is known from its description: on a CPU all but packed products, and rows for them."""
+"""The ops of a load are known from its description: on a CPU all but packed products, and rows for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEMO = Path(pyspec.__file__).parent / "demo"
 MODELS = ["llama", "qwen3", "qwen35_q8_0", "qwen35_full_heads_q8_0", "qwen35moe", "qwen35moe_fused_tied"]
 MODELS += ["qwen35moe_mixed_q8_0", "nemotron_moe", "nemotron_latent_q8_0", "nemotron_dense", "nemotron_differ"]
 MODELS += ["qwen2", "qwen3moe", "gemma3"]
-LATER = {"ahead", "best"}  # asked by the worker and by samplers, whatever the model is
+LATER = {"ahead", "best"}  # requested by the worker and by samplers, for every model
 
 
 def settings(**more: object) -> EngineSettings:

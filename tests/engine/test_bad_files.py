@@ -1,4 +1,4 @@
-"""What is wrong in a file costs what depends on it, or the load; never what a server does later."""
+"""A fault in a file costs the features that depend on it, or the load; never a running server."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ QWEN35 = FIXTURES / "qwen35.gguf"
 def test_bad_kernels_are_refused_and_the_text_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    texts = list(known_texts(QWEN35).items())[:2]  # made with what runs everywhere else
+    texts = list(known_texts(QWEN35).items())[:2]  # made without the planted kernels
     own = probe.Prober({"start": 60.0, "binding": 20.0, "check": 5.0})
     monkeypatch.setattr(probe, "prober", lambda: own)
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Where a prompt leaves the prefix cache is told, and only then: `timings.cache_break_at`."""
+"""The place where a prompt leaves the prefix cache is reported, and only then: `timings.cache_break_at`."""
 
 from __future__ import annotations
 

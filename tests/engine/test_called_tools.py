@@ -1,4 +1,4 @@
-"""Calls that are held to their tools' schemas, in every dialect: what a model says under the grammar parses, and fits."""
+"""Calls constrained by their tools' schemas, in every dialect: text under the grammar parses, and fits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def auto(spoken: Dialect) -> str:
 
 
 def takes(source: str, text: str, after: str = "") -> bool:
-    """Whether a grammar takes all of a text, and its end there."""
+    """Whether a grammar accepts all of a text, and an end there."""
     matcher = LLMatcher(BYTES, compile_text(Grammar(kind="lark", source=source, after=after)))
     assert not matcher.is_error(), matcher.get_error()
     tokens = [*text.encode(), 256]
@@ -88,7 +88,7 @@ def test_a_grammar_takes_calls_as_the_dialect_writes_them_and_nothing_else(name:
 
 @pytest.mark.parametrize("name", sorted(WRITTEN))
 def test_calls_may_stand_in_place_of_a_text_that_is_held_to_a_schema(name: str) -> None:
-    """One or the other, and each as it has to be: also behind reasoning."""
+    """Either the call or the text, each valid: also behind reasoning."""
     spoken = dialect(name)
     calls, trigger = spoken.in_place(TOOLS, is_single=False, control={})
     schema = json.dumps({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})

@@ -55,9 +55,9 @@ def test_capturing_leaves_no_trace(tmp_path, kind) -> None:
     ("n_slot", "width"), [(1, 16), (2, 2), (3, 16), (5, 8), (8, 16), (13, 2), (32, 4), (33, 16), (64, 4), (100, 1)]
 )
 def test_every_batch_a_round_can_have_finds_its_graph(n_slot: int, width: int, singles: bool) -> None:
-    """Of every size in rows and in places for sequences one, and none that no round finds."""
+    """Each size in rows and in places for sequences has one graph, and every graph is used by a round."""
     if singles and width == 1:
-        return  # who never drafts has one kind
+        return  # without drafts there is one kind
     most = most_rows(n_slot, width)
     shapes = graph_shapes(n_slot, width, singles=singles, most=most)
     assert all(n_seq <= min(n_slot, n_row) and -(-n_row // n_seq) <= width for n_row, n_seq in shapes)
@@ -133,7 +133,7 @@ def test_partial_sums_of_attention_are_planned_for_target_and_drafter_and_taken(
 
 @pytest.mark.parametrize(("n_key", "n_row"), [(2048, 1), (2048, 8), (131_072, 8)])
 def test_partial_sums_in_triton_are_planned_and_never_more(n_key: int, n_row: int, monkeypatch) -> None:
-    """Of rounds of all slots; prompts and longer contexts run so many tiles at a time. Where Triton was chosen, or is asked for."""
+    """In rounds of all slots; prompts and longer contexts run in several steps. If Triton was chosen, or is requested."""
     spec, n_seq = AttendSpec(torch.device("cuda", 0), 24, 4, 256, 1.0), 8
     monkeypatch.setattr(attend_triton, "limits", lambda spec: None)
     own = next(impl for impl in attend.impls if impl.name == "triton")

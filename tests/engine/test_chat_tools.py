@@ -1,4 +1,4 @@
-"""Chats with tools from Python: what is called, what is told while it comes, and what is refused."""
+"""Chats with tools from Python: calls, streamed parts, and refusals."""
 
 from __future__ import annotations
 

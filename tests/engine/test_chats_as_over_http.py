@@ -1,4 +1,4 @@
-"""The same chat by HTTP and from Python: the same prompt, held to the same grammar, read as the same answer."""
+"""The same chat by HTTP and from Python: the same prompt and grammar, and the same parsed answer."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def spoken(request: pytest.FixtureRequest, engine: Engine) -> Engine:
 
 @pytest.fixture
 def seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """What the engine is asked for."""
+    """The requests that the engine gets."""
     found: list[Request] = []
     submit = engine.submit
 
@@ -143,7 +143,7 @@ def from_python(engine: Engine, body: dict[str, Any]) -> ChatResult:
 
 
 def both(engine: Engine, body: dict[str, Any]) -> ChatResult:
-    """The answer by Python, which is the same over HTTP."""
+    """The answer by Python, equal to the one over HTTP."""
     response = App(create_app(engine, ServerSettings())).post("/v1/chat/completions", body)
     assert response.status_code == 200, response.text
     choice = response.json()["choices"][0]

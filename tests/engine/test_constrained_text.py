@@ -1,4 +1,4 @@
-"""A text under a grammar is the same whoever drafts, in however many slots, beside whatever neighbours; and the grammar holds."""
+"""A text under a grammar is the same with any drafter, number of slots and neighbours; and it matches the grammar."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def plain_answers(path: Path, prompts: tuple[tuple[int, ...], ...], params: Samp
 
 
 def parsed(heard: Heard) -> None:
-    """What ended by itself keeps its grammar."""
+    """A text that ended by itself matches its grammar."""
     if (
         heard.finish in ("eos", "stop")
         and heard.request.grammar is not None
@@ -150,7 +150,7 @@ def test_who_flies_ahead_beside_a_grammar_says_the_same(
 @pytest.mark.parametrize("np", [1, 4, 8])
 def test_the_packaged_pair_flies_ahead_under_grammars(np: int, flown: None, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt for prompt, _ in demo_prompts()[:2]]
-    monkeypatch.setattr(constraint, "CALM", 10**6)  # nobody under a grammar
+    monkeypatch.setattr(constraint, "CALM", 10**6)  # for every request
     want = answers(rig(DEMO, np=1, ctx=512, spec_type="none"), prompts, ENDING)
     monkeypatch.setattr(constraint, "CALM", 0)
     r = rig(DEMO, np=np, ctx=512, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True)
@@ -160,7 +160,7 @@ def test_the_packaged_pair_flies_ahead_under_grammars(np: int, flown: None, monk
     for a, b in zip(want, found, strict=True):
         assert (b.tokens, b.finish, b.text) == (a.tokens, a.finish, a.text)
         parsed(b)
-    if np < 8:  # all twelve at once: nobody sits down in the middle, and there is hardly a round that flies
+    if np < 8:  # all twelve at once: no request is seated in the middle, and hardly a round is launched ahead
         assert any(f.refused for f in flights if f is not None), "drafts of the device that a grammar does not take"
 
 
@@ -188,7 +188,7 @@ def test_forced_text_is_drafted_where_the_drafter_knows_nothing(small: Rig) -> N
 
 
 def test_a_drafter_hears_that_a_grammar_refuses_its_drafts() -> None:
-    """Else it would be asked for ever: a draft of which nothing is left looks as if there had been none."""
+    """Else it would be asked for ever: an empty draft looks as if there had been none."""
     r = plain_rig(QWEN35)
     brace = r.tokenizer.encode_inside("}")[0]
     r = rig_for(QWEN35, FAKES["liar"](5, text=lambda tokens, n: [brace - 1] * n), np=1)
@@ -206,7 +206,7 @@ def test_a_schema_is_drafted_from_what_texts_under_it_said(small: Rig) -> None:
 
 
 def test_a_text_that_ends_where_no_end_is_allowed_ends_with_drafts_as_without(small: Rig) -> None:
-    """The last token is nobody's draft: behind it nothing may follow, and with `ignore_eos` not even an end."""
+    """The last token is no draft: nothing may follow it, and with `ignore_eos` not even an end."""
     source = "[a-c]{4}(ok|no)"
     want = under(plain_rig(QWEN35), "regex", source, GREEDY)
     for _ in range(4):
@@ -324,7 +324,7 @@ def test_a_grammar_that_grows_too_large_ends_its_request_and_is_no_error_of_the_
 
 @pytest.mark.parametrize("model", [DEMO, QWEN35], ids=["demo", "recurrent"])
 def test_so_does_one_whose_prompt_was_there_to_its_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first token is chosen from what is kept, in no round: what goes wrong there is its own, too."""
+    """Its first token is chosen from the cached logits, without a round: a failure there is its own, too."""
     wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(700)}}
     r, prompt = rig(model, spec_type="none"), (3, 4, 5, 6)
     r.loop.raises_bugs = True  # as in a process of its own, where a bug ends the engine

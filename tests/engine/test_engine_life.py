@@ -1,4 +1,4 @@
-"""The engine's thread: its last words reach everybody, whatever ends it, and nobody's mistake ends it."""
+"""The engine's thread: every client gets a last event after any end, and no caller's mistake ends it."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_an_engine_in_a_fork_says_that_it_is_not_there(engine: Engine) -> None:
     assert engine.generate([1, 2], params=GREEDY, max_tokens=2).n_predicted == 2
     reader, writer = os.pipe()
     child = os.fork()
-    if child == 0:  # whatever happens, this process must not go on with the tests
+    if child == 0:  # this process must not continue with the tests
         said = b"nothing"
         try:
             engine.generate([1, 2], params=GREEDY, max_tokens=2)
@@ -373,7 +373,7 @@ def test_memory_of_a_closed_engine_goes_away() -> None:
     engine.close()
     del engine
 
-    def is_gone() -> bool:  # a thread that ends the engine, which closes what was left open, has it a moment longer
+    def is_gone() -> bool:  # the ending thread, which closes leftovers, may run a moment longer
         gc.collect()
         return state() is None
 
@@ -381,7 +381,7 @@ def test_memory_of_a_closed_engine_goes_away() -> None:
 
 
 def test_long_prompts_of_one_client_end_no_engine() -> None:
-    """They once were let in by one rule and refused by another, on the engine's own thread."""
+    """They once were admitted by one rule and refused by another, on the engine's own thread."""
     with start(queue=4, np=1, ctx=1024) as engine:
         ears = []
         with pytest.raises(QueueFull):
@@ -400,7 +400,7 @@ def test_clients_that_fill_the_queue_leave_a_newcomer_a_place(isolated: bool) ->
         name = engine.submit(replace(LONG, max_tokens=4000, client="busy"), seated)
         wait_for(lambda: seated.last is not None)
         bad, good = [Ear() for _ in range(12)], Ear()
-        for i, ear in enumerate(bad):  # short ones have half as many places more
+        for i, ear in enumerate(bad):  # short ones have half as many extra places
             engine.submit(replace(SHORT, client=f"bad {i % 4}"), ear)
         with pytest.raises(QueueFull):
             engine.submit(replace(SHORT, client="bad 0"), Ear())

@@ -1,4 +1,4 @@
-"""What an engine does for a program that goes about it wrongly: an error at once, no traceback, nothing left behind."""
+"""The engine's answers to a program's mistakes: an error at once, no traceback, nothing left behind."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ def test_a_listener_of_a_slot_may_raise_what_it_likes(engine: Engine) -> None:
         assert engine.generate("Once", **SHORT).n_predicted == 3
 
 
-# -- what fails in the loop is taken out of it -----------------------------------------------------------------------
+# -- failures in the loop -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("slot", [1.5, -7, 99, "x", None, 2**70])
 def test_a_visit_that_can_not_be_made_is_made_once(here: Engine, slot: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Past all that checks arguments."""
+    """Called below the checks of arguments."""
     from pyspec.engine.loop.slot_task import SlotTask
 
     failed: queue.SimpleQueue[PyspecError] = queue.SimpleQueue()
@@ -159,7 +159,7 @@ def test_what_admission_fails_for_is_turned_away_and_not_tried_for_ever(
 
 
 def _children() -> set[int]:
-    """Processes that this one started and that have not ended: engines, and those in which templates render."""
+    """Living processes that this one started: engines, and template renderers."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -186,7 +186,7 @@ def test_an_engine_that_nobody_has_any_more_ends(isolated: bool) -> None:
 
 @pytest.mark.parametrize("isolated", [False, True], ids=["in-process", "isolated"])
 def test_an_engine_ends_with_its_processes_though_a_coroutine_was_left(isolated: bool) -> None:
-    """Python would find what coroutines leave in circles at some later time: what ends the engine looks for it."""
+    """Python would collect the coroutines' cycles later: closing the engine collects them at once."""
     children = _children()
     engine = load(isolated=isolated)
 
@@ -256,9 +256,7 @@ def test_a_loop_that_was_closed_without_a_word_ends_its_requests(
     with caplog.at_level(logging.WARNING):
         assert wait_for(lambda: not any(s.is_processing for s in here.slots()))
         assert here.generate("Once", **SHORT).n_predicted == 3
-    assert not [
-        r for r in caplog.records if r.name.startswith("pyspec")
-    ]  # asyncio has a word on loops that are closed so
+    assert not [r for r in caplog.records if r.name.startswith("pyspec")]  # asyncio warns of loops that are closed so
 
 
 # -- a fork ----------------------------------------------------------------------------------------------------------
@@ -343,7 +341,7 @@ def test_a_template_is_text(here: Engine) -> None:
 
 
 def test_a_log_that_repeats_itself_is_cut_short(here: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever has set logging up: a program that has not gets no disk full of tracebacks."""
+    """Without a logging set-up: a program gets no disk full of tracebacks."""
     ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def sink(event: Event) -> None:

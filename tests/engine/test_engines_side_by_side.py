@@ -1,4 +1,4 @@
-"""Two engines in one process: each computes as it would alone, whichever was loaded first."""
+"""Two engines in one process: each computes as it would alone, in both orders of loading."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def loaded(options: LoadOptions) -> Engine:
 
 
 def bits(engine: Engine) -> Bits:
-    """Log probabilities of a prompt that is long enough for other ways than single rows, and of a few tokens behind it."""
+    """Log probabilities of a prompt that is long enough for kernels of many rows, and of a few tokens behind it."""
     result = engine.generate(PROMPT, max_tokens=6, temperature=0.0, logprobs=5)
     return [(p.logprob, *(x for _, x in p.top)) for p in result.logprobs]
 
@@ -63,7 +63,7 @@ def test_two_engines_of_one_process_have_each_their_own_ways(pair: str) -> None:
 
 
 def test_rows_of_an_exact_engine_have_the_same_bits_in_every_run_and_company() -> None:
-    """With drafts, whose number follows the clock, and neighbours whose rows stand before or behind."""
+    """With drafts, whose number depends on the clock, and neighbours whose rows come before or after."""
     with Engine.load("demo", np=3, ctx=512, warm_up=False, prefix_cache=False, exact=True, threads=2) as engine:
 
         def run(*beside: str) -> Bits:

@@ -1,4 +1,4 @@
-"""A kernel's guard that trips ends the request it concerns; a drafter that loses track costs drafts. The rest go on."""
+"""A kernel's guard that trips ends its request; a drafter that loses track costs drafts. Other requests continue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GUARDS = {op.name: op.guard for op in registry.guarded().values()}
 
 
 def trip(op: str, place: int, index: int = 99, limit: int = 12) -> None:
-    """What a kernel's guard does: the first one writes."""
+    """The effect of a kernel's guard: the first one writes."""
     record = faults.record(CPU)
     if not record[0]:
         record.copy_(torch.tensor([1, GUARDS[op].number, place, index, limit], dtype=torch.int32))
@@ -36,7 +36,7 @@ def untripped() -> None:
 
 
 def tripping(r: Rig, op: str, slot: int, after: int) -> None:
-    """In forward number `after` of the slot, once: a guard trips, and what it guarded is spoilt."""
+    """In forward number `after` of the slot, once: trip a guard, and spoil the guarded values."""
     forward, n = r.loop.target.forward, 0
 
     def bad(batch: Batch, taps: Sequence[int] = ()) -> Out:
@@ -59,7 +59,7 @@ def tripping(r: Rig, op: str, slot: int, after: int) -> None:
 
 
 @pytest.mark.sampled(1, most=1)
-@pytest.mark.parametrize("op", [op for op in GUARDS if op != "norms"])  # which does not know whose a row is
+@pytest.mark.parametrize("op", [op for op in GUARDS if op != "norms"])  # which does not know the slot of a row
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 @pytest.mark.parametrize("after", [1, 5])
 def test_a_tripped_guard_ends_the_request_it_names(kind: str, op: str, after: int) -> None:

@@ -19,7 +19,7 @@ DRAFT_MS, VERIFY_MS, ROW_MS = 12.0, 10.0, 1.0
 
 
 class Machine:
-    """A clock that goes on by what work costs, times what other work on the machine makes of it."""
+    """A clock that advances by the cost of the work, times the slowdown by other work on the machine."""
 
     def __init__(self, slows: Callable[[str], float], draft_ms: float = DRAFT_MS) -> None:
         self.now, self.slows, self.draft_ms = 0.0, slows, draft_ms
@@ -47,7 +47,7 @@ def engine_on(machine: Machine) -> Rig:
 
 
 def drafted(r: Rig, n_answer: int) -> list[int]:
-    """Drafted tokens of each answer, asked for one after the other, as a person with curl does."""
+    """Drafted tokens of each answer, requested one after the other, as a person with curl does."""
     found = []
     for i in range(n_answer):
         heard = r.generate([i, 2, 3], N_TOKENS, GREEDY)
@@ -57,7 +57,7 @@ def drafted(r: Rig, n_answer: int) -> list[int]:
 
 
 def test_a_warm_up_that_timed_drafts_under_noise_silences_no_answer() -> None:
-    """124 to 174 ms instead of 12, as it was seen: answers of 30 tokens were over before the first probe, seven in a row."""
+    """Measured: 124 to 174 ms instead of 12. Answers of 30 tokens were over before the first probe, seven in a row."""
     rng = random.Random(1)
     machine = Machine(lambda what: rng.uniform(10, 14) if what == "draft" else 1.0)
     r = engine_on(machine)
@@ -76,7 +76,7 @@ def test_first_answers_on_a_machine_that_stays_busy_draft(seed: int) -> None:
 
 
 def test_drafts_that_are_truly_dear_are_given_up() -> None:
-    """Forty plain rounds each: they are timed again a few times, and no more."""
+    """Forty plain rounds each: they are timed again a few times only."""
     r = engine_on(Machine(lambda what: 1.0, draft_ms=440.0))
     warm_up(r.loop, r.tokenizer, r.info.n_overhang, 0)
     assert sum(drafted(r, 40)) <= 40, "of 1,200 tokens"

@@ -1,4 +1,4 @@
-"""What fits is what a load would plan: the same sums, the largest contexts, and flags that a load takes."""
+"""The report on fitting matches a load's plan: the same sums, the largest contexts, and valid flags."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_plan_is_that_of_a_load(model: Path):
 
 def test_contexts_are_the_largest_that_fit(model: Path):
     settings = EngineSettings(np=3)
-    free = int(609 * MIB / 0.96)  # above what a process on a GPU takes, so little that slots crowd each other
+    free = int(609 * MIB / 0.96)  # above the memory of a GPU process, but so little that slots crowd each other
     report = fit(model, settings, free)
     found = {one.np: one.n_ctx for one in report.fits}
     assert sorted(found) == [1, 2, 3, 4, 8, 16, 32] and list(found.values()) == sorted(found.values(), reverse=True)
@@ -81,7 +81,7 @@ def test_an_amount_of_memory_that_is_none_is_refused(vram: str):
 
 
 def heads_only(self: GGUFWriter, fill: object) -> None:
-    """Write a file as long as it is, with a hole where its weights are."""
+    """Write a file of full length, with a hole in place of its weights."""
     header = self._header()
     with self.path.open("wb") as file:
         file.write(header)
@@ -89,7 +89,7 @@ def heads_only(self: GGUFWriter, fill: object) -> None:
 
 
 def test_two_gpus_hold_what_one_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """DeepSeek-V4-Flash in MXFP4: heads, experts and the head's tokens are divided, the rest each rank has whole."""
+    """DeepSeek-V4-Flash in MXFP4: heads, experts and the head's tokens are divided, each rank has the rest whole."""
     monkeypatch.setattr(GGUFWriter, "write", heads_only)
     target = write("deepseek-v4-flash", tmp_path / "t.gguf", quant="mxfp4")
     one, two, eight = (
@@ -108,12 +108,12 @@ def test_two_gpus_hold_what_one_does_not(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_plan_on_paper_is_what_an_h200_had_in_use(
     drafter: bool, gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Qwen3.6-27B in Q8_0 with its MTP block, or DFlash, at -np 8 -c 2560: docs/log.md has what loads on the GPU itself took."""
+    """Qwen3.6-27B in Q8_0 with its MTP block, or DFlash, at -np 8 -c 2560: docs/log.md has the measurements on the GPU."""
     monkeypatch.setattr(GGUFWriter, "write", heads_only)
     target = write("qwen3.6-27b", tmp_path / "t.gguf")
     draft = write("qwen3.6-27b", tmp_path / "d.gguf", drafter=True) if drafter else None
     d = describe.describe(target, EngineSettings(np=8, ctx=2560, draft_path=draft), AssumedGpu(139 * GIB))
-    starts, total = describe.start_bytes(d), describe.plan_memory(d).total  # what came later: starts,
+    starts, total = describe.start_bytes(d), describe.plan_memory(d).total  # added later: starts,
     monkeypatch.setattr(describe, "PROMPTS", ())
     prompts = total - describe.plan_memory(d).total  # graphs of prompts,
     with_more = describe.plan_memory(d).total
@@ -137,7 +137,7 @@ def test_a_plan_on_paper_is_what_an_h200_had_in_use(
 def test_a_plan_of_many_slots_is_what_an_h100_had_in_use(
     np: int, ctx: int, kind: str, n_draft: int, mib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Qwen3.6-27B in Q8_0, as `tools/memory_use.py` showed it: weights, slots, and what graphs of all batch sizes keep and take."""
+    """Qwen3.6-27B in Q8_0, measured by `tools/memory_use.py`: weights, slots, and memory of graphs of all batch sizes."""
     monkeypatch.setattr(GGUFWriter, "write", heads_only)
     target = write("qwen3.6-27b", tmp_path / "t.gguf")
     draft = write("qwen3.6-27b", tmp_path / "d.gguf", drafter=True) if kind == "dflash" else None

@@ -1,4 +1,4 @@
-"""Rounds launched before the round before them is over: the same texts, and what requests leave is the same."""
+"""Rounds launched before the round before them is over: the same texts, and requests leave the same pages and states."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_same_text_with_staggered_joins(kind: str, np: int, flown: list[PendingR
 
 
 def rounds_told(r: Rig, monkeypatch: pytest.MonkeyPatch, n: int) -> tuple[list[float], float]:
-    """Milliseconds of each round of one request's decoding as the controller hears of them, and how long they took. The clock
-    goes on by a second whenever somebody looks."""
+    """Milliseconds of each round of one request's decoding as reported to the controller, and their sum by the clock. The clock
+    advances by a second at each look."""
     looks, told = count(), []
     r.loop.clock = lambda: float(next(looks))
     heard = r.submit([5, 6, 7, 8], n)
@@ -71,7 +71,7 @@ def rounds_told(r: Rig, monkeypatch: pytest.MonkeyPatch, n: int) -> tuple[list[f
 
 
 def test_the_controller_hears_of_all_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, a round is over when its tokens are committed."""
+    """In plain steps a round is over when its tokens are committed."""
     told, took = rounds_told(plain_rig(QWEN35), monkeypatch, 12)
     assert len(told) == 11 and len(set(told)) == 1
     assert sum(told) == took - 11e3, "all but the second before each begins"
@@ -80,7 +80,7 @@ def test_the_controller_hears_of_all_time_once(monkeypatch: pytest.MonkeyPatch) 
 def test_the_controller_hears_of_a_rounds_end_when_the_next_one_flies(
     monkeypatch: pytest.MonkeyPatch, flown: list[PendingRound]
 ) -> None:
-    """From one landing to the next: what the host does behind it is hidden. Only the last round's own is not."""
+    """From one landing to the next: work of the host after it is hidden. Only the last round's own is not."""
     told, took = rounds_told(plain_rig(QWEN35), monkeypatch, 12)
     assert len(flown) == 10 and len(set(told[1:-1])) == 1
     assert sum(told) == took - 1e3, "all but the second before the first one begins"
@@ -93,7 +93,7 @@ HYBRIDS = {"gdn": QWEN35, "mamba2": NEMOTRON, "attention": FIXTURES / "llama.ggu
 @pytest.mark.parametrize("path", HYBRIDS.values(), ids=HYBRIDS)
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
 def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[PendingRound]) -> None:
-    """Any number of rows is kept, of every slot another, and the next round was launched behind them."""
+    """Each slot keeps another number of rows, and the next round was launched behind them."""
     r = rig_for(path, drafter := Ahead(5, text=partial(continuation, path)), np=np, ubatch=40)
     texts = known_texts(path)
     heard = []
@@ -112,7 +112,7 @@ def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[Pend
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown: list[PendingRound]) -> None:
-    """Alone or among accepted drafts, and the round behind it is under way: the state that is left stands at the end."""
+    """Alone or among accepted drafts, while the next round is in flight: the state stands at the end."""
     for (prompt, text), at in zip(known_texts(path).items(), (1, 4, 7, 11, 2, 19, 23, 5, 28), strict=True):
         end = text[at]
         at = text.index(end)
@@ -135,7 +135,7 @@ def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown:
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 def test_banned_tokens_among_drafts_leave_the_text_as_it_is(path: Path, flown: list[PendingRound]) -> None:
-    """The device stops at them; the host goes on with another, of which the rounds that flew know nothing."""
+    """The device stops at them; the host continues with another token, unknown to the rounds launched ahead."""
     prompts = list(known_texts(path))[:4]
     free = list(known_texts(path).values())[:4]
     bans = tuple((t, -torch.inf) for t in {free[0][5], free[1][11], free[2][20], free[3][3]})
@@ -145,7 +145,7 @@ def test_banned_tokens_among_drafts_leave_the_text_as_it_is(path: Path, flown: l
     want = {p: cold.generate(p, 30, params).tokens for p in prompts}
 
     def text(tokens: Sequence[int], n: int) -> list[int]:
-        """What follows with the bans, or without."""
+        """The next tokens with the bans, or without."""
         for prompt, own in want.items():
             whole = [*prompt, *own]
             if list(tokens) == whole[: len(tokens)]:
@@ -162,7 +162,7 @@ def test_banned_tokens_among_drafts_leave_the_text_as_it_is(path: Path, flown: l
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 def test_synthetic_acceptance_is_the_same_ahead(kind: str, flown: list[PendingRound]) -> None:
-    """Coins decide on the device as they do on the host: the same tokens, of which the drafts are most."""
+    """Coins decide on the device as on the host: the same tokens, most of them drafted."""
     found = []
     for may in (False, True):
         _, r = same.MAKERS[kind](np=2, synth_len=2.5)
@@ -171,14 +171,14 @@ def test_synthetic_acceptance_is_the_same_ahead(kind: str, flown: list[PendingRo
         r.run()
         found.append([h.tokens for h in heard])
         assert sum(h.timings.draft_n_accepted for h in heard) > 40
-    # near their end requests draft less where the round before is not read yet
+    # near their end, requests draft less if the round before is not read yet
     assert [tokens[:28] for tokens in found[0]] == [tokens[:28] for tokens in found[1]] and len(flown) > 15
 
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["mtp", "dflash", "fickle-hybrid"])
 def test_a_drafter_hears_of_rounds_that_were_ahead(kind: str, flown: list[PendingRound]) -> None:
-    """Silent for a while, by the request; then the same slots draft, from a context that has these rounds."""
+    """Without drafts for a while, by the request; then the same slots draft, from a context with these rounds."""
     path, r = same.MAKERS[kind](np=2)
     texts = list(known_texts(path).items())
     for turn in range(2):
@@ -195,11 +195,11 @@ def test_a_drafter_hears_of_rounds_that_were_ahead(kind: str, flown: list[Pendin
 def test_drafts_are_those_of_rounds_that_wait(
     kind: str, turns: bool, flown: list[PendingRound], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the drafter heard of rounds ahead is theirs, though the next forward wrote over it, and what it made ahead is what
-    it would have made."""
+    """The drafter keeps its observations of rounds ahead, though the next forward overwrote them, and its drafts ahead are the same
+    as its others."""
 
     def pick(self: Speculator, jobs: Sequence[Job], taken: Sequence[int] = ()) -> list[tuple[int, int]]:
-        """By turns: silent for six tokens, and so on."""
+        """By turns: no drafts for six tokens, then drafts."""
         out = []
         for job, n in zip(jobs, taken or [0] * len(jobs), strict=True):
             wants = 3 if not turns or (job.n_predicted + n) // 6 % 2 else 0
@@ -234,7 +234,7 @@ def test_drafts_are_those_of_rounds_that_wait(
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 def test_what_a_request_leaves_is_gone_on_from(path: Path, flown: list[PendingRound]) -> None:
-    """It ends in a round that the next was launched behind: its state and pages stand where its text ends."""
+    """It ends in a round behind which the next was launched: its state and pages stand at the end of its text."""
     cold = plain_rig(path, np=1)
     cold.loop.lookahead.on = False
     warm = rig(path, spec_type="none", np=2, ctx=512)
@@ -295,7 +295,7 @@ def test_only_plain_greedy_rounds_fly_ahead(flown: list[PendingRound]) -> None:
 
 
 def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[PendingRound]) -> None:
-    """The device went on with it before the host could say no."""
+    """The device continued with it before the host could refuse it."""
     cold = plain_rig(QWEN35, np=1)
     cold.loop.lookahead.on = False
     prompts = [[1, 2, 3], [4, 5, 6], [9, 9, 1]]
@@ -317,7 +317,7 @@ def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[Pending
 def test_texts_under_grammars_fly_ahead(
     path: Path, drafts: str, flown: list[PendingRound], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a grammar refuses sends its own request back, what ends one ends it, and the neighbours fly on."""
+    """A refused token sends only its own request back, an end ends its own, and the neighbours run ahead."""
     monkeypatch.setattr(constraint, "CALM", 2)
     any_text = Grammar(kind="regex", source="(?s:.*)")
     cold = plain_rig(path, np=1)
@@ -359,7 +359,7 @@ def test_texts_under_grammars_fly_ahead(
 def test_a_token_that_is_best_in_spite_of_its_bias_is_gone_on_from(
     path: Path, drafts: bool, flown: list[PendingRound]
 ) -> None:
-    """The device stops at it, as it knows no logit but the best: the host goes on by itself, from the state that is there."""
+    """The device stops at it, because it knows only the best logit: the host continues alone, from the state at that token."""
     for prompt, text in list(known_texts(path).items())[:3]:
         bias = tuple((t, -1e-4) for t in sorted({*text[4:20:3]}))
         params = SamplingParams(temperature=0.0, ignore_eos=True, logit_bias=bias)
@@ -385,10 +385,10 @@ def test_a_request_that_waits_is_seated_at_once(flown: list[PendingRound]) -> No
 
 
 def test_a_bad_row_ends_its_own_request(flown: list[PendingRound]) -> None:
-    """NaN in the logits of one slot, in a round that the next was launched behind."""
+    """NaN in the logits of one slot, in a round behind which the next was launched."""
     r = rig(QWEN35, spec_type="none", np=2)
     want = plain_rig(QWEN35).generate([4, 5, 6], 40).tokens
-    bad, good = r.submit([1, 2, 3], 20), r.submit([4, 5, 6], 40)  # who asks for less has the first slot
+    bad, good = r.submit([1, 2, 3], 20), r.submit([4, 5, 6], 40)  # the shorter request has the first slot
     for _ in range(4):
         r.loop.step()
     forward = r.loop.target.forward
@@ -438,7 +438,7 @@ def test_an_engine_that_goes_down_in_flight_tells_everybody(flown: list[PendingR
 
 
 def test_the_last_tokens_are_not_flown_past(flown: list[PendingRound]) -> None:
-    """A request that ends by its length is known to end: nothing is launched for it that nobody reads."""
+    """A request that ends by its length is known to end: no unread round is launched for it."""
     heard: Heard = plain_rig(QWEN35, np=1).generate([1, 2, 3], 12)
     assert len(heard.tokens) == 12
     assert len(flown) == 10, "the prompt gives the first token, and the round after it is not ahead"
@@ -454,7 +454,7 @@ def test_a_tiny_dflash_pair_in_an_engine(flown: list[PendingRound]) -> None:
 
 @pytest.mark.slow
 def test_slots_hold_no_page_beyond_their_reservation(flown: list[PendingRound]) -> None:
-    """Passes and verifies ahead are laid out behind all that may be kept: to the last row, and not past it."""
+    """Passes and verifies ahead are laid out behind all rows that may be kept: up to the last row, and not beyond."""
     texts = known_texts(QWEN35)
     for n in range(12, N_TEXT):
         r = rig(QWEN35, spec_type="mtp", n_draft_max=8, n_draft_fixed=True, np=2, page_size=16)

@@ -1,4 +1,4 @@
-"""Two engines of one process: what each launches lies in one piece, and neither waits for the other's listeners."""
+"""Two engines of one process: the launches of each stay together, and neither waits for the other's listeners."""
 
 from __future__ import annotations
 
@@ -101,4 +101,4 @@ def test_a_lock_is_the_devices_and_is_held_again_after_a_pause() -> None:
         order.append("mine again")
     assert order == ["mine", "other", "mine again"]
     with gpu_lock(torch.device("cpu")), gpu_lock(torch.device("cpu")).released():
-        pass  # nobody waits for anybody
+        pass  # no thread waits

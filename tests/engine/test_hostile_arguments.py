@@ -1,4 +1,4 @@
-"""Whatever a program gives to a public method, it hears a PyspecError or gets an answer, and the engine serves on."""
+"""For any argument of a public method, a program gets a PyspecError or an answer, and the engine serves on."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _ignore(*_: object) -> None:
 
 
 class Unwritable:
-    """A class of the caller's that does not write itself."""
+    """An object with a broken repr."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no")
 
 
 def nested(kind: type[list[Any]] | type[dict[str, Any]]) -> Any:
-    """Deeper than Python writes."""
+    """Nested deeper than repr supports."""
     value: Any = kind()
     for _ in range(5000):
         value = [value] if kind is list else {"a": value}
@@ -134,7 +134,7 @@ CALLS: dict[str, Call] = {
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in-process", "isolated"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """In a folder of its own, for some values are names of files that can be written."""
+    """In a folder of its own, because some values are names of writable files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("slots"))
         with Engine.load("demo", np=2, ctx=256, warm_up=False, threads=1, isolated=request.param) as engine:
@@ -142,14 +142,14 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def heard(call: Call, engine: Engine, value: Any) -> BaseException | None:
-    """What a call raises; TimeoutError if it does not end."""
+    """The exception of a call; TimeoutError if it does not end."""
     found: list[BaseException | None] = []
 
     def run() -> None:
         try:
             call(engine, value)
             found.append(None)
-        except BaseException as e:  # noqa: BLE001 - whatever it is, it is judged
+        except BaseException as e:  # noqa: BLE001 - any exception is judged
             found.append(e)
 
     thread = threading.Thread(target=run, daemon=True)

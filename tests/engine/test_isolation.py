@@ -1,4 +1,4 @@
-"""What belongs to one slot never reaches another: NaN in idle slots, failures of one request."""
+"""One slot's data never reaches another: NaN in idle slots, failures of one request."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_nan_in_idle_slots_and_free_pages_stays_there(kind: str) -> None:
     heard = [r.submit(p, N_TEXT, slot=s) for (p, _), s in zip(texts, (1, 2), strict=True)]
     while not r.loop.is_idle:
         r.loop.step()
-        poison(r, [s.index for s in r.loop.table.slots if s.busy])  # what they gave back, too
+        poison(r, [s.index for s in r.loop.table.slots if s.busy])  # their freed pages, too
         assert untouched(r, [0, 3])
     for h, (_, text) in zip(heard, texts, strict=True):
         assert h.tokens == text

@@ -37,7 +37,7 @@ PATHS = {"mtp": QWEN35, "mtp-demo": DEMO, "dflash-demo": DEMO}
 
 @cache
 def texts(path: Path, kv_type: str) -> dict[tuple[int, ...], list[int]]:
-    """Prompts with what plain decoding in one slot says after them, without near ties."""
+    """Prompts with their texts by plain decoding in one slot, without near ties."""
     r, rng = plain_rig(path, kv_type=kv_type), random.Random(0)
     out: dict[tuple[int, ...], list[int]] = {}
     asked = iter([p for p, _ in demo_prompts()])
@@ -73,7 +73,7 @@ def test_speculation_leaves_the_text_as_it_is(kind: str, kv_type: str, np: int) 
 
 @pytest.mark.slow
 def test_few_bits_change_logits_by_little() -> None:
-    """And do change them: a cache that kept f32 would pass all other tests."""
+    """And do change them: a cache that stored f32 would pass all other tests."""
     prompt, answer = demo_prompts()[0]
     ids = [*prompt, *answer]
     rows = {t: torch.as_tensor(compute_logits(DEMO, ids, kv_type=t, device="cpu")) for t in ("f32", "f16", *TYPES)}
@@ -92,7 +92,7 @@ def test_what_the_prefix_cache_gives_back_is_what_was_computed(kind: str, kv_typ
     r.generate(prompt, N_TEXT)
     turn = [*prompt, *text, 5, 6, 7]
     want = cold.generate(turn, 20, cache_prompt=False)
-    for _ in range(2):  # from the end of the first request, then from what this one left
+    for _ in range(2):  # from the end of the first request, then from the end of this one
         warm = r.generate(turn, 20)
         assert warm.timings.cache_n > 0
         assert warm.tokens == want.tokens

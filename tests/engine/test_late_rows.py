@@ -1,4 +1,4 @@
-"""Rows that wait as records while their slot's state stays as it was written: the same texts, and what requests leave is the same."""
+"""Rows recorded late, while their slot's state is not written: the same texts, and requests leave the same states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ N_LATE = 3
 
 @pytest.fixture(autouse=True)
 def waited(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """Rows wait on a CPU, too; how many did, by how many others there were."""
+    """Record rows late on a CPU, too. Counts them by the number of records before."""
     found: Counter[int] = Counter()
     monkeypatch.setattr(describe, "late_rows", lambda _device: N_LATE)
     send = Worker._send
@@ -51,7 +51,7 @@ def test_same_text_of_rounds_ahead(np: int, flown: list[PendingRound], waited: C
 @pytest.mark.slow
 @HYBRIDS
 def test_requests_that_end_leave_their_state(path: object, flown: list[PendingRound], waited: Counter[int]) -> None:  # noqa: F811
-    """By a token that the device knows, and by one that only the host does."""
+    """By a token that the device knows, and by one that only the host knows."""
     ahead.test_what_an_end_token_ends_is_gone_on_from(path, False, flown)  # type: ignore[arg-type]
     ahead.test_what_a_request_leaves_is_gone_on_from(path, flown)  # type: ignore[arg-type]
     assert set(waited) == {0, 1, 2}
@@ -76,6 +76,6 @@ def test_drafts_come_and_go(
     monkeypatch: pytest.MonkeyPatch,
     waited: Counter[int],
 ) -> None:
-    """Continuation rows that wait a verify folds them, and rows behind it wait for nobody knows how many are kept."""
+    """A verify behind late rows folds them; rows behind a verify are not late, because its number of kept rows is unknown."""
     ahead.test_drafts_are_those_of_rounds_that_wait(kind, True, flown, monkeypatch)
     assert waited

@@ -1,4 +1,4 @@
-"""Where no context is given a request holds as much as fits: planned here for GPUs and a CPU that are not there."""
+"""Without a given context, a request holds as much as fits: planned here for assumed GPUs and a CPU."""
 
 from __future__ import annotations
 

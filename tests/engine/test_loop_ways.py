@@ -1,4 +1,4 @@
-"""The two ways round the loop: what switches rounds in flight off and on, and rounds of many slots."""
+"""The two steps of the loop: reasons to switch rounds in flight off and on, and rounds of many slots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QWEN35 = FIXTURES / "qwen35.gguf"
 
 @pytest.fixture
 def rounds() -> Iterator[list[bool]]:
-    """Of each round that is read, whether the next one was under way; every rig may do that."""
+    """Of each round that is read, whether the next one was in flight; every rig runs ahead."""
     seen: list[bool] = []
 
     def ahead(r: Rig) -> None:
@@ -34,7 +34,7 @@ def rounds() -> Iterator[list[bool]]:
 
 
 def test_a_request_that_waits_for_pages_holds_nobody_up(rounds: list[bool]) -> None:
-    """A slot is idle, but not the pages for who waits: rounds go on in flight, until there are."""
+    """A slot is idle, but its pages do not suffice for the waiting request: rounds stay in flight."""
     r = rig(QWEN35, spec_type="none", np=2, page_size=16, kv_pool=160)
     first = r.submit([1, 2, 3], 100)
     for _ in range(4):
@@ -64,7 +64,7 @@ def test_a_request_pinned_to_a_busy_slot_holds_nobody_up(rounds: list[bool]) -> 
 
 
 def test_asking_again_who_can_be_seated_looks_at_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of 100,000 tokens that waits for pages is not searched for in every round."""
+    """A prompt of 100,000 tokens that waits for pages is not looked up in every round."""
     r = rig(QWEN35, spec_type="none", np=2, page_size=16, kv_pool=160)
     r.submit([1, 2, 3], 100)
     r.loop.step()
@@ -109,7 +109,7 @@ def test_the_plain_loop_gives_the_same_text_and_never_looks_ahead(kind: str) -> 
 
 
 def test_a_round_is_plain_integers(monkeypatch: pytest.MonkeyPatch, rounds: list[bool]) -> None:
-    """It can be sent to another process and means the same there: nothing of it refers to what lives here."""
+    """It could be sent to another process: nothing in it refers to objects of this one."""
     told: list[Round] = []
     r = rig_for(QWEN35, Ahead(5, text=partial(continuation, QWEN35)), np=3)
     for name in ("launch", "launch_behind"):
@@ -169,7 +169,7 @@ def test_requests_that_hardly_drafted_say_nothing_of_acceptance() -> None:
 
 
 def test_a_collapse_drops_what_the_cache_holds_and_drafting_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    """The drafter is right for long, then wrong for long, because of what it keeps; then it starts anew."""
+    """The drafter is right for long, then wrong for long, because of its stored state; then it starts anew."""
     drafter = Oracle(5)
     r: Rig = fake_rig(1, drafter)
     for i in range(60):
@@ -188,7 +188,7 @@ def test_a_collapse_drops_what_the_cache_holds_and_drafting_goes_on(caplog: pyte
 
 @pytest.mark.parametrize("part", ["forward", "draft", "observe"])
 def test_a_model_that_can_not_run_a_round_does_not_load(part: str) -> None:
-    """While requests run a bug ends the round's; in the warm-up it would have been every request's, one after the other."""
+    """While requests run, a bug ends the round's; without a check in the warm-up, it would end every request."""
     r = fake_rig(2, drafter := Oracle(5))
     setattr(r.loop.target if part == "forward" else drafter, part, lambda *a: [][7])
     with pytest.raises(IndexError):

@@ -1,4 +1,4 @@
-"""Nemotron-H says what plain single-slot decoding says, whatever its MTP block drafts and whoever sits beside."""
+"""Nemotron-H gives the text of plain single-slot decoding, with any drafts of its MTP block and any neighbours."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from pyspec.request import Delta, Done, Event, Failed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-KERNELS = os.environ.get("PYSPEC_TEST_KERNELS", "auto")  # in a process of its own, which knows nothing of conftest.py
+KERNELS = os.environ.get("PYSPEC_TEST_KERNELS", "auto")  # in a process of its own, without conftest.py
 QUESTIONS = [
     "Write a short story about a dog.",
     "What is a river?",
@@ -58,13 +58,13 @@ def answers(engine: Engine, n: int = len(QUESTIONS), **options: object) -> list[
 
 
 def together(engine: Engine, n: int, **options: object) -> list[Result]:
-    """`answers` of requests that all come in one round: with whom a prompt shares a forward decides its last bits."""
+    """`answers` of requests that all come in one round: a prompt's neighbours in its forward decide its last bits."""
     requests = [
         engine.request([{"role": "user", "content": q}], max_tokens=160, temperature=0.0, **options)
         for q in QUESTIONS[:n]
     ]
     events: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in requests]
-    with engine.core._wake:  # the engine's thread looks at what came when this is over
+    with engine.core._wake:  # the engine's thread takes the requests after this block
         for request, to in zip(requests, events, strict=True):
             engine.submit(request, to.put)
     return [collect([e for e in iter_until_done(to) if isinstance(e, Delta | Done)]) for to in events]
@@ -109,7 +109,7 @@ def test_the_text_is_that_of_plain_decoding_in_one_slot(draft: str | None, np: i
 
 @pytest.mark.parametrize("np", [1, 4])
 def test_context_that_is_made_later_is_as_good(np: int, expected: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight silent rounds, eight with drafts, over again: equal texts, drafts nearly so (rows may round otherwise)."""
+    """Eight rounds without drafts, eight with, repeatedly: equal texts, drafts nearly so (rows may round otherwise)."""
     shares = []
     for late in (True, False):
         if not late:
@@ -129,7 +129,7 @@ def test_context_that_is_made_later_is_as_good(np: int, expected: list, monkeypa
 
 @pytest.mark.parametrize("n_draft", [1, 2, 5, 9, 15])
 def test_every_width_leaves_the_text(n_draft: int, expected: list) -> None:
-    """Up to 16 rows a slot, which the pair's own blocks of 8 do not reach."""
+    """Up to 16 rows a slot, more than the pair's own blocks of 8."""
     with load("ngram", 4, n_draft_max=n_draft, n_draft_fixed=True, ngram_match=1) as engine:
         found = answers(engine)
         assert [r.tokens for r in found] == expected
@@ -138,7 +138,7 @@ def test_every_width_leaves_the_text(n_draft: int, expected: list) -> None:
 
 @pytest.mark.parametrize("draft", [None, "auto", "mtp"])
 def test_rounds_launched_ahead_leave_the_text(draft: str | None, expected: list) -> None:
-    """Requests with and without drafts, beside each other and after each other, and second turns that go on from what they leave."""
+    """Requests with and without drafts, beside each other and after each other, and second turns that reuse their pages."""
     with load(draft, 4, n_draft_fixed=True) as engine, load(None, 1, prefix_cache=False) as cold:
         assert engine.loop.lookahead.on
         cold.loop.lookahead.on = False
@@ -181,7 +181,7 @@ def test_two_runs_have_the_same_bits_and_neighbours_do_not_matter() -> None:
 
 
 def test_two_engines_of_one_process_do_not_disturb_each_other(expected: list) -> None:
-    """Kernels share what they write between launches: prompts of one came between another's, and its text was wrong."""
+    """Kernels keep scratch data between launches: prompts of one engine came between another's, and its text was wrong."""
     with load("mtp", 4) as a, load(None, 2, prefix_cache=False) as b, ThreadPoolExecutor(2) as threads:
         runs = [threads.submit(lambda e=e: [answers(e) for _ in range(3)]) for e in (a, b)]
         for run in runs:
@@ -191,8 +191,8 @@ def test_two_engines_of_one_process_do_not_disturb_each_other(expected: list) ->
 @pytest.mark.parametrize("draft", [None, "auto", "mtp"])
 @pytest.mark.parametrize("n", [192, 300, 512])
 def test_a_prompt_in_a_graph_is_the_prompt_without(n: int, draft: str | None) -> None:
-    """Of long and short ones in turns, so that something of another prompt stands behind its rows. As many are drafted in each run:
-    rounds of other widths are nearly the same, not the same bits."""
+    """Long and short ones in turns, so that rows of another prompt stand behind. Each run drafts the same number of tokens: rounds of
+    other widths are nearly the same, not the same bits."""
     with load(draft, 2, prefix_cache=False, n_draft_fixed=True) as engine:
         graphs, vocab = engine.loop.worker.arena.prompts, engine.info.n_vocab
         captured = set(graphs)
@@ -231,7 +231,7 @@ def test_a_second_turn_from_the_cache_says_what_a_cold_engine_says(draft: str | 
 
 
 def wait_for_checks() -> None:
-    """Until no child checks kernels any more: what it has of the GPU's memory goes with it."""
+    """Wait until no child checks kernels, because it has GPU memory."""
     for thread in threading.enumerate():
         if thread.name == "pyspec-checks-end":
             thread.join(120)
@@ -239,7 +239,7 @@ def wait_for_checks() -> None:
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_nothing_is_allocated_after_warm_up(prefix_cache: bool) -> None:
-    """Of the device as a whole in one of some tries at least: another process may take or give back some meanwhile, we would each time."""
+    """Of the device as a whole, in at least one of several tries: another process may allocate or free some meanwhile."""
     with load("auto", 8, prefix_cache=prefix_cache) as engine:
         wait_for_checks()
         before, free = torch.cuda.memory_reserved(), list[int]()
@@ -248,7 +248,7 @@ def test_nothing_is_allocated_after_warm_up(prefix_cache: bool) -> None:
             assert torch.cuda.memory_reserved() == before, f"{torch.cuda.memory_reserved() - before} more than before"
             torch.cuda.synchronize()
             free.append(torch.cuda.mem_get_info()[0])
-            # the first time libraries take some for products that no forward had before
+            # libraries allocate some at the first product of a new kind
             if len(free) > 3 and free[-1] == free[-2] == free[-3]:
                 return
         pytest.fail(f"free memory goes on changing, bytes: {[b - a for a, b in itertools.pairwise(free)]}")

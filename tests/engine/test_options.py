@@ -1,4 +1,4 @@
-"""What programs may give: the lists of typed options are those of the dataclasses, wrong ones are found by type checkers and at run time."""
+"""Options of programs: the typed lists match the dataclasses, and type checkers and run time find wrong ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pyspec.request import Request, SamplingParams
 OURS = {"prompt", "params", "n_before_turn", "n_system", "n_stable", "timings_per_token", "resumed", "shown", "grammar"} | {
     "client", "group", "think_budget", "prompt_logprobs",
 }  # fmt: skip
-"""Fields of Request that the engine, the server or another option fills in; who wants them builds the Request."""
+"""Fields of Request that the engine, the server or another option fills in; build a Request to set them."""
 
 
 def test_load_options_are_the_settings_that_load_has_no_parameter_for():

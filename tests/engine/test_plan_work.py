@@ -1,4 +1,4 @@
-"""How the rows of a forward are shared between slots that decode and prompts that are read."""
+"""How decoding slots and prompts share the rows of a forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pyspec.engine.loop.round import RowLimits, plan_work
 
 
 def busy(n_prompt: list[int], n_decoding: int = 2) -> Rig:
-    """So many slots decode, and these prompts have just been seated."""
+    """`n_decoding` slots decode, and these prompts were just seated."""
     r = fake_rig(n_decoding + len(n_prompt), ctx=4096)
     for i in range(n_decoding):
         r.submit([i + 1, 2, 3], 100)

@@ -1,6 +1,6 @@
-"""The prefix cache under speculation: P1-P8 of what a correct design must guarantee, on models of every kind.
+"""The prefix cache under speculation: the guarantees P1-P8 of a correct design, on models of every kind.
 
-The text is that of a cold start, the hit is as long with drafts as without, and what was filed never changes.
+The text is that of a cold start, hits are as long with drafts as without, and filed pages never change.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def nothing_filed_changes(r: Rig) -> Iterator[None]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ubatch", [9, 512])
 def test_two_slots_go_on_from_one_place_and_part_and_a_third_finds_it_as_it_was(kind: str, ubatch: int) -> None:
-    """P2, with the middle of a page among what they share."""
+    """P2, with the middle of a page in their common part."""
     r = make(kind, np=3, ubatch=ubatch)
     first = ids(1, 70)
     text = [*first, *r.generate(first, 20).tokens]
@@ -217,7 +217,7 @@ class Random(Fickle):
 @pytest.mark.parametrize("drafter", ["oracle", "random", "mtp"])
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 7])
 def test_a_state_is_of_committed_tokens_only(drafter: str, rounds: int) -> None:
-    """P6: all accepted, all refused, some; at the end, or cancelled in the middle with records not folded yet."""
+    """P6: all accepted, all refused, some; at the end, or cancelled in the middle with unfolded records."""
     path = QWEN35
     prompt, text = next((p, t) for p, t in known_texts(path).items() if len(p) > 60)
     r = rig(path, spec_type="mtp", n_draft_max=5, n_draft_fixed=True, page_size=16)
@@ -267,7 +267,7 @@ def test_the_drafter_s_rows_come_with_the_pages(kind: str) -> None:
 
 @pytest.mark.parametrize("n_draft", [0, 1, 5])
 def test_an_end_token_inside_an_accepted_draft_gets_no_row(n_draft: int) -> None:
-    """What is left to go on from is the same as without drafts."""
+    """The request leaves the same pages as without drafts."""
     drafter = Oracle(n_draft, text=ending_text_after) if n_draft else None
     ended = 0
     for seed in range(400):
@@ -290,7 +290,7 @@ def test_an_end_token_inside_an_accepted_draft_gets_no_row(n_draft: int) -> None
 @pytest.mark.parametrize("pool", [0, 13])
 @pytest.mark.parametrize("device_states", [0, 1, 3])
 def test_small_budgets_cost_hits_and_nothing_else(kind: str, pool: int, device_states: int) -> None:
-    """P7: pages and states are given up before a request waits for ever or fails; from the host they come back the same."""
+    """P7: pages and states are evicted before a request waits for ever or fails; from the host they come back the same."""
     r = make(kind, np=3, kv_pool=pool * 16, ctx=160, ubatch=33)
     states = r.loop.cache.states
     one = sum(4 * (s.state[0].numel() + 3 * s.shape.n_channel) for s in r.loop.memory.states.values())
@@ -362,7 +362,7 @@ def test_prompts_that_come_together_share_what_is_filed_by_then() -> None:
 
 
 def test_a_failed_request_leaves_nothing_but_what_others_read() -> None:
-    """Its prompt was long enough to be filed in part before it failed; a request that came meanwhile goes on from that."""
+    """Its prompt was long enough to be filed in part before it failed; a request that came meanwhile continues from that."""
     r = fake_rig(2, None, ubatch=64)
     prompt = ids(1, 130)
     bad = r.submit(prompt, 40)
@@ -405,7 +405,7 @@ def test_the_end_of_the_context_leaves_a_place_to_go_on_from() -> None:
 @pytest.mark.parametrize("np", [1, 2, 5])
 @pytest.mark.parametrize("drafter", [Oracle, Liar, Fickle])
 def test_any_traffic_with_the_cache_gives_each_its_own_text(np: int, drafter: type[Oracle]) -> None:
-    """On the target that tells misplaced rows at once: families of prompts, cancels, few pages."""
+    """On the target that reveals misplaced rows at once: families of prompts, cancels, few pages."""
     r = fake_rig(np, drafter(4), ctx=128, n_page=11 if np > 1 else 9, ubatch=29)
     rng = random.Random(np)
     heard: list[Heard] = []

@@ -1,4 +1,4 @@
-"""A request that goes on from what a slot holds says what it would have said anyway, and drafts as well."""
+"""A request that continues from cached pages has the same text, and as many drafts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_second_turn_goes_on_from_the_first(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [20, 64, 69, 100])
 def test_a_prompt_that_comes_again_is_taken_from_the_cache_and_has_the_same_text(kind: str, n: int) -> None:
-    """Recurrent state goes back to the checkpoint near the prompt's end; of short prompts the end itself is kept, and what it gave."""
+    """Recurrent state is restored from the checkpoint near the prompt's end; of short prompts the end itself is kept, with its logits."""
     r = make(kind, page_size=16)
     prompt = random_ids(3, n)
     first = r.generate(prompt, 12)
@@ -78,7 +78,7 @@ def test_a_prompt_that_comes_again_is_taken_from_the_cache_and_has_the_same_text
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ubatch", [7, 512])
 def test_prompts_with_a_common_part_keep_their_text_whichever_came_before(kind: str, ubatch: int) -> None:
-    """P1: A, B, A and prompts that share a part of either, in chunks that divide nothing."""
+    """P1: A, B, A and prompts that share a part of either, in chunks of odd sizes."""
     r, cold = make(kind, ubatch=ubatch, page_size=16), plain_rig(path_of(kind))
     a, b = random_ids(4, 90), random_ids(5, 110)
     for prompt in (a, b, a, a[:70] + b[:40], a, b[:81] + a[:8], b, a[:50], a[:82]):
@@ -87,7 +87,7 @@ def test_prompts_with_a_common_part_keep_their_text_whichever_came_before(kind: 
 
 
 def test_a_state_dies_with_its_page() -> None:
-    """A's states must not serve B, whose pages came after A's were taken away.
+    """A's states must not serve B, whose pages came after A's were evicted.
 
     6 pages of 16. A has 70 + 2 tokens, states at 64 and 71. A request of 90 tokens takes A's pages. B has 20 + 55. C repeats
     68 of B's tokens, so only A's state of 64 would stand below it.
@@ -138,7 +138,7 @@ def test_acceptance_after_reuse_is_that_of_a_cold_start(kind: str) -> None:
         cached, warm = chances(r, prompt, 50)
         assert (none, cached > 60) == (0, True)
         assert warm == cold
-    r.generate(prompts[0], 1)  # no draft is made: what the checkpoint lacks must be caught up on later
+    r.generate(prompts[0], 1)  # no draft is made: the drafter has to catch up later on rows that the checkpoint lacks
     other = rig(DEMO, ctx=512, n_draft_fixed=True, page_size=16, **settings)
     assert chances(r, prompts[0], 50)[1] == chances(other, prompts[0], 50)[1]
 
@@ -165,7 +165,7 @@ def test_mtp_rows_not_yet_computed_are_computed_before_their_page_is_filed() -> 
 
 
 def watch(r: Rig, seen: list[list[torch.Tensor]]) -> None:
-    """Collect what the MTP block gives out, per forward."""
+    """Collect the MTP block's outputs, per forward."""
     drafter = r.loop.drafter
     assert isinstance(drafter, Chain)
     drafter.most_waiting = 1000
@@ -180,7 +180,7 @@ def watch(r: Rig, seen: list[list[torch.Tensor]]) -> None:
 
 
 def test_reuse_after_pages_were_taken_away() -> None:
-    """Few pages: what is not there any more is computed again, and requests wait instead of failing."""
+    """Few pages: evicted prefixes are computed again, and requests wait instead of failing."""
     r = fake_rig(3, Oracle(5), ctx=96, n_page=8)
     prompts = [random_ids(i, 40 + i) for i in range(4)]
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The Python interface at work: many requests, some of which fail; a queue that others fill; asyncio."""
+"""The Python interface at work: many requests, some of which fail; a full queue; asyncio."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_asyncio_requests_wait_for_room_in_the_queue(engine: Engine) -> None:
     async def ask() -> list[Result]:
         return await asyncio.gather(*(engine.agenerate([i], params=GREEDY, max_tokens=3) for i in range(12)))
 
-    for _ in range(2):  # a second event loop has a door of its own
+    for _ in range(2):  # a second event loop has its own queue
         assert [r.n_predicted for r in asyncio.run(ask())] == [3] * 12
     with pytest.raises(QueueFull):  # submit itself does not wait
         for _ in range(9):

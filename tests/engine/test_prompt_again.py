@@ -1,4 +1,4 @@
-"""A short prompt that comes again needs no forward: what its last token gave is kept, and its text is what it was."""
+"""A short prompt that comes again needs no forward: its last logits are kept, and its text is the same."""
 
 from __future__ import annotations
 

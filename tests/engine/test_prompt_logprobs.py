@@ -1,4 +1,4 @@
-"""How likely the prompt's own tokens are: the same as in one forward, however the prompt is cut and whoever drafts beside it."""
+"""Log probabilities of the prompt's own tokens: the same as in one forward, for any chunks and any drafts beside it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = random.Random(3).choices(range(256), k=150)
 
 
 def told(heard: Heard) -> list[TokenLogprob]:
-    """Entries of all prompt tokens but the first; each is told once and in order."""
+    """Entries of all prompt tokens but the first; each is sent once and in order."""
     entries: list[TokenLogprob] = []
     for e in heard.events:
         if isinstance(e, PromptLogprobs):

@@ -1,4 +1,4 @@
-"""A long prompt takes from slots that decode as much time as one of them has, by a clock that goes on by what rounds cost."""
+"""A long prompt takes as much time from decoding slots as one of them has, by a clock that advances by the cost of rounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Machine:
-    """A loop whose clock stands still but for forwards. When each round landed, how many of its rows were a prompt's, and who decoded in it."""
+    """A loop whose clock advances in forwards only. Each round: when it landed, its prompt rows, and its decoding slots."""
 
     def __init__(self, n_slot: int, weight: float, cost: float = ROW_MS) -> None:
         self.rig: Rig = fake_rig(n_slot, ctx=8192, ubatch=UB)
@@ -41,7 +41,7 @@ class Machine:
         loop.worker.launch = timed  # type: ignore[method-assign,assignment]
 
     def decode(self, n: int) -> list[Heard]:
-        """So many streams that do not end by themselves, past their prompts."""
+        """`n` streams without an end, past their prompts."""
         found = [self.rig.submit([5 + i, 6, 7], 6000) for i in range(n)]
         for _ in range(10):
             self.rig.loop.step()
@@ -64,7 +64,7 @@ def prompt(n: int) -> Sequence[int]:
 
 
 def slowdown(rounds: Sequence[tuple[float, int, int]]) -> float:
-    """Of the slots that decode, while the long part of a prompt is read: one minus their rate over what it would be."""
+    """Slowdown of the decoding slots while the long part of a prompt is read: one minus their rate over their rate alone."""
     read = 0
     behind = []
     for at, n_prompt, _ in rounds:

@@ -1,4 +1,4 @@
-"""What a round puts off until the device is at work on the next: listeners hear the same, in the same order."""
+"""Events that a round defers until the device runs the next: listeners get the same ones, in the same order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def loop_of(*, defers: bool) -> Rig:
 
 
 def told(events: list[Event]) -> list[object]:
-    """Events without what a clock says."""
+    """Events without clock values."""
     out: list[object] = []
     for e in events:
         plain = isinstance(e, Delta)

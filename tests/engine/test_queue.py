@@ -130,7 +130,7 @@ def test_rows_are_shared_shortest_first_and_never_beyond_a_cut(n_free: int, todo
 
 
 def seated(queue: Queue[Item], n: int) -> list[Item]:
-    """Whom an empty slot takes, one after the other."""
+    """The requests that an empty slot takes, one after the other."""
     out = []
     for _ in range(n):
         item = queue.next(SlotTable(1, 64, 16))
@@ -151,7 +151,7 @@ def test_a_short_prompt_does_not_wait_for_a_hundred_long_ones() -> None:
 
 @pytest.mark.parametrize(("asked", "others"), [(7, 1531), (31, 100_000), (1, 513)])
 def test_a_short_answer_does_not_wait_for_forty_long_ones(asked: int, others: int) -> None:
-    """As where one address has forty streams that nobody reads, and asks for a few tokens beside them."""
+    """As if one address had forty unread streams, and asked for a few tokens beside them."""
     queue, table = Queue[Item](128), SlotTable(1, 4, 16)
     for _ in range(40):
         queue.push(Item(cost=19, n_left=others))
@@ -219,7 +219,7 @@ def test_a_body_of_many_prompts_goes_behind_another_of_one() -> None:
 
 
 def fill(waiting: list[Item], item: Item, limit: int) -> Item | None:
-    """Let one in; who made room is gone."""
+    """Admit one; the evicted one is removed."""
     gone = evict_for(item, waiting, limit)
     if gone is not None:
         waiting[:] = [other for other in waiting if other is not gone]
@@ -248,12 +248,12 @@ def test_who_has_most_gives_up_its_newest_to_one_who_has_fewer() -> None:
     assert fill(waiting, Item(client="c"), 8) is newest
     assert sorted(w.client for w in waiting) == [*"aaaabbbc"]
     with pytest.raises(QueueFull):
-        evict_for(Item(client="b"), waiting, 8)  # 4 and 4 would only turn who has more
+        evict_for(Item(client="b"), waiting, 8)  # 4 and 4 would only swap the largest client
 
 
 @pytest.mark.parametrize("n_hostile", [1, 2, 4, 7])
 def test_however_many_addresses_keep_the_queue_full_a_newcomer_has_a_share(n_hostile: int) -> None:
-    """All ask again at once, whenever they are refused or lose a place."""
+    """All ask again at once, after every refusal and eviction."""
     limit, waiting, refused = 16, [], 0
     for i in range(400):
         clients = [f"bad {(i + j) % n_hostile}" for j in range(n_hostile)]

@@ -1,4 +1,4 @@
-"""A model of experts says what plain single-slot decoding says, whatever its MTP block drafts and whoever sits beside."""
+"""A model of experts gives the text of plain single-slot decoding, with any drafts of its MTP block and any neighbours."""
 
 from __future__ import annotations
 

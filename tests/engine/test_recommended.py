@@ -1,4 +1,4 @@
-"""Sampling that a file recommends: the default where neither flags nor requests say otherwise, and harmless where it is damaged."""
+"""Sampling that a file recommends: the default without flags and options of requests, and harmless if it is damaged."""
 
 from __future__ import annotations
 

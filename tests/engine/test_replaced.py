@@ -1,4 +1,4 @@
-"""An engine process that dies, hangs or can not be loaded: what its requests, and who waits for them, hear of it."""
+"""An engine process that dies, hangs or can not be loaded: the events of its requests, and of waiting ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PARAMS = SamplingParams(seed=5)
 
 
 class Plants:
-    """What the next engines are to suffer (see fake_engine_main.py)."""
+    """Planned failures of the next engines (see fake_engine_main.py)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,7 +80,7 @@ def _without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Ear:
-    """One request's listener. It holds what is told against what has to be."""
+    """One request's listener. It checks each event against the expected text."""
 
     def __init__(self, engine: Engine, prompt: Sequence[int] = (1, 2), n: int = 200, **values: object) -> None:
         self.request = Request(**{"prompt": tuple(prompt), "params": PARAMS, "max_tokens": n} | values)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ class Ear:
         return self.events[-1]
 
     def check(self) -> Done:
-        """It ended well, and was told every token once."""
+        """It ended well, and every token was delivered once."""
         done = self.wait()
         assert isinstance(done, Done), done
         n = self.request.max_tokens
@@ -265,7 +265,7 @@ def test_a_first_load_that_fails_is_told_to_whoever_waits(plants: Plants, load: 
 
 
 def test_the_next_engine_holds_what_the_first_one_had_room_for(plants: Plants) -> None:
-    """The memory of an engine that died may not all be back: requests that were promised more than fits now would be refused."""
+    """The memory of a dead engine may return late: requests that hold more than fits now would be refused."""
     plants.plant(room="3333")
     with start(plants) as (engine, supervisor):
         assert engine.info.n_ctx == 3333
@@ -366,7 +366,7 @@ time.sleep(60)
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             return True
-        return state == "Z"  # nobody may be there to bury it
+        return state == "Z"  # no process may be left to reap it
 
     wait_for(is_gone)
 
@@ -472,7 +472,7 @@ def record(**values: object) -> SupervisedRequest:
 
 
 def test_text_that_was_released_with_a_lost_end_is_not_told_twice() -> None:
-    """The last Delta of a life may have flushed what a stop string could have begun in; its Done did not come through."""
+    """The last Delta of a lost engine may have flushed a possible beginning of a stop string; its Done did not arrive."""
     from engine_rig import fixture_tokenizer
 
     tokenizer = fixture_tokenizer()

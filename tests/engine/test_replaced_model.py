@@ -24,7 +24,7 @@ from pyspec.engine.process.supervisor import Supervisor
 from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SamplingParams
 
 SETTINGS = EngineSettings(np=8, ctx=256, draft_path=DEMO_DRAFT, warm_up=False, device="cpu", kv_type="f32")
-HANG_S = 6.0  # of rounds that take milliseconds; this machine may have much else to do
+HANG_S = 6.0  # of rounds that take milliseconds, on a machine with other work
 CHILD = ROOT / "tests" / "long_runs" / "chaos_engine.py"
 
 
@@ -74,8 +74,8 @@ class Stream:
 
 
 def in_their_middle(engine: Engine) -> tuple[list[Stream], Metrics]:
-    """Streams of which all have begun and none has ended, and what was counted before. On a busy machine the first may end before the last begins; then they
-    are asked again, and begin together, for their prompts are cached."""
+    """Streams that have all begun and not ended, and the counts before. On a busy machine the first may end before the last begins; then they
+    are submitted again, and begin together, because their prompts are cached."""
     for _ in range(6):
         before = engine.metrics()
         streams = [Stream(engine, r) for r in requests()]

@@ -1,4 +1,4 @@
-"""A request that resumes what another engine generated says what that engine would have said next, and nothing twice."""
+"""A request that resumes another engine's tokens continues with that engine's text, and repeats nothing."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ SAMPLED = SamplingParams(seed=5, temperature=0.7)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """A fresh engine has nothing in its prefix cache: what is filed by the first life must not be what saves the second."""
+    """A fresh engine has an empty prefix cache: pages of the first run must not help the second."""
     with Engine.load(DEMO, DEMO_DRAFT, np=2, ctx=512, warm_up=False, kv_type="f32", prefix_cache=False) as e:
         yield e
 
 
 def request(i: int, **values: object) -> Request:
-    """For the packaged pair: what it answers at length."""
+    """A prompt of the packaged pair with a long answer."""
     prompt, _ = sorted(demo_prompts(), key=lambda row: len(row[1]))[-1 - i]
     return Request(**({"prompt": prompt, "params": GREEDY, "max_tokens": 40} | values))  # type: ignore[arg-type]
 
 
 def text_of(engine: Engine, tokens: Sequence[int], stop: Sequence[str] = ()) -> str:
-    """What a listener has read when these tokens have been delivered."""
+    """The text of a listener after these tokens."""
     return TextStream(engine.tokenizer, stop).push(tokens).text
 
 
 def delivered(engine: Engine, r: Request) -> tuple[Result, tuple[int, ...]]:
-    """An answer, and all its tokens: a result has none of those that a stop string has a part in."""
+    """An answer, and all its tokens: a result lacks those of the stop string."""
     events = list(engine.stream(r))
     return collect(events), tuple(t for event in events if isinstance(event, Delta) for t in event.tokens)
 
 
 def check(engine: Engine, whole: Result, r: Request, n: int, said: Sequence[int] = ()) -> Result:
-    """Go on behind the first `n` tokens of a whole answer; `said`: all of them, where a stop string ended it."""
+    """Resume after the first `n` tokens of a whole answer; `said`: all of them, if a stop string ended it."""
     tokens = tuple(said or whole.tokens)
     rest, behind = delivered(engine, replace(r, resumed=tokens[:n]))
     assert (*tokens[:n], *behind) == tokens
@@ -98,7 +98,7 @@ def test_a_stop_string_may_begin_in_what_is_resumed(engine: Engine) -> None:
         before, at, after = (text_of(engine, tokens[:k]) for k in (n - 1, n, n + 1))
         stop = after[len(before) + (len(at) > len(before) + 1) : len(at) + 1]
         if plain.text.find(stop) != len(before) + (len(at) > len(before) + 1):
-            continue  # it stands somewhere before, too
+            continue  # it occurs before, too
         r = request(0, stop=(stop,))
         whole, said = delivered(engine, r)
         assert whole.finish == "stop" and len(said) == n + 1
@@ -109,7 +109,7 @@ def test_a_stop_string_may_begin_in_what_is_resumed(engine: Engine) -> None:
 
 @pytest.mark.parametrize("how", ["stop", "length"])
 def test_a_request_that_had_said_everything_ends_at_once(engine: Engine, how: str) -> None:
-    """Its last tokens came through, its last event did not."""
+    """Its last tokens arrived, its last event did not."""
     plain = engine.run(request(0))
     stop = (plain.text[12:16],) if how == "stop" else ()
     r = request(0, stop=stop, max_tokens=20)

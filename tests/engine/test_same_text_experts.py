@@ -1,4 +1,4 @@
-"""Mamba-2 with experts, and Gated DeltaNet with experts: the text of plain single-slot decoding, whatever their MTP blocks draft."""
+"""Mamba-2 with experts, and Gated DeltaNet with experts: the text of plain single-slot decoding, with any drafts of their MTP blocks."""
 
 from __future__ import annotations
 

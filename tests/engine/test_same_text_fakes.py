@@ -1,4 +1,4 @@
-"""Speculation changes how fast the text comes, never the text: drafters of every character, a target whose text is known."""
+"""Speculation changes the speed of a text, never the text: drafters of every kind, and a target with a known text."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_an_end_token_inside_a_draft_ends_the_text(kind: str) -> None:
         p, i = ending_prompt(at)
         h = rig.generate(p, 60, SamplingParams(temperature=0.0))
         assert h.finish == "eos" and h.tokens == ending_text_after(p, i) and h.done.n_predicted == i + 1
-        assert_own_text(rig.generate(p, 30), 30)  # with ignore_eos it goes on
+        assert_own_text(rig.generate(p, 30), 30)  # with ignore_eos it continues
 
 
 @pytest.mark.parametrize("kind", ["none", "oracle", "fickle"])
@@ -157,7 +157,7 @@ def test_a_time_limit_ends_a_request() -> None:
 
 @pytest.mark.parametrize("kind", ["oracle", "liar", "fickle", "broken", "ngram"])
 def test_a_slot_used_again_is_as_good_as_new(kind: str) -> None:
-    """Cancelled in the queue, in its prompt, between draft and verdict: what follows has its own text."""
+    """Cancelled in the queue, in its prompt, between draft and verdict: the next request has its own text."""
     rig = make(kind, 1, ubatch=16)
     for when in range(8):
         h, waiting = rig.submit(prompt(20, 40), 50), rig.submit(prompt(21, 40), 50)
@@ -198,7 +198,7 @@ ACTION = st.tuples(st.sampled_from(["submit", "submit", "submit", "step", "step"
 def test_any_order_of_joins_and_cancels(
     kind: str, np: int, page_size: int, pool: int, ubatch: int, actions: list[tuple[str, int]]
 ) -> None:
-    """Few pages, few slots, shared prefixes: everybody gets exactly his own text."""
+    """Few pages, few slots, shared prefixes: every request gets exactly its own text."""
     rig = make(kind, np, page_size=page_size, n_page=pool, ubatch=ubatch, ctx=96)
     heard: list[Heard] = []
     for what, x in actions:

@@ -1,4 +1,4 @@
-"""Slots saved to files and restored: the same text as if nothing had happened, and files that are wrong are refused."""
+"""Slots saved to files and restored: the same text as without, and damaged files are refused."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_restored_slot_goes_on_as_it_would_have(kind: str, tmp_path: Path) -> 
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_whose_slot_was_restored_is_not_read_again(kind: str, tmp_path: Path) -> None:
-    """The same prompt, and another answer to it, as where nothing was saved: after a restart, too, and twice."""
+    """The same prompt, and another answer to it, as if nothing had been saved: after a restart, too, and twice."""
     prompt, file = PROMPT[:61], tmp_path / "a.slot"
     warm = replace(GREEDY, temperature=0.75, seed=11)
     with load(kind) as e:
@@ -179,7 +179,7 @@ def test_a_busy_slot_is_waited_for(engine: Engine, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["folder", "full folder", "pipe", "socket", "long name", "file as a folder"])
 def test_a_slot_is_not_saved_over_what_is_no_file(engine: Engine, tmp_path: Path, what: str) -> None:
-    """The sender's fault, with a sentence, and what was there stays."""
+    """The sender's fault, with a sentence; the existing file stays."""
     engine.generate(PROMPT, params=GREEDY, max_tokens=3, slot=0)
     path = tmp_path / "there"
     if "folder" in what and "file" not in what:
@@ -254,7 +254,7 @@ def test_every_flipped_byte_is_refused_with_its_place(engine: Engine, saved: Pat
 
 
 def signed(data: bytes, head: bytes) -> bytes:
-    """The file with another head, whose digests are right: what somebody who wants harm would write."""
+    """The file with another head and right digests, as an attacker would write it."""
     from pyspec.slots.slot_file import CHUNK, DIGEST, _digest
 
     (n,) = struct.unpack_from("<I", data, 12)
@@ -266,7 +266,7 @@ def signed(data: bytes, head: bytes) -> bytes:
 
 
 def test_files_that_are_signed_and_wrong_never_crash(engine: Engine, saved: Path) -> None:
-    """Heads of every shape, files of every length: refused, or restored as what they are."""
+    """Heads of every shape, files of every length: refused, or restored as valid."""
     data, rng = saved.read_bytes(), random.Random(2)
     (n,) = struct.unpack_from("<I", data, 12)
     head = data[16 : 16 + n]

@@ -1,4 +1,4 @@
-"""Requests whose grammars take long to look at take turns, so that a round waits for one of them at most, and nobody's text changes."""
+"""Requests with slow grammars take turns, so that a round waits for one of them at most, and no text changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LETTERS = Grammar(kind="regex", source="[a-z ]{3,200}")
 
 
 class Clock:
-    """Goes on by what looks at grammars cost, and with each question."""
+    """Advances by the cost of grammar look-ups, and with each reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,7 +47,7 @@ def test_a_round_waits_for_one_slow_grammar_at_most_and_texts_stay(
     monkeypatch.setattr(Constraint, "commit", slow)
     held = [r.submit([30 + i, 31], 9, GREEDY, grammar=LETTERS) for i in range(MANY)]
     plain = r.submit([20, 21, 22], 60)
-    r.loop.step()  # nobody knows yet
+    r.loop.step()  # its speed is not known yet
     r.loop.step()
     most, rounds = 0, 0
     while not plain.over:
@@ -63,7 +63,7 @@ def test_a_round_waits_for_one_slow_grammar_at_most_and_texts_stay(
 
 def test_slow_ones_among_themselves_take_turns_without_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     r = rig(FIXTURES / "llama.gguf", np=3, ctx=100, page_size=16, spec_type="none")
-    r.loop.turns.clock = lambda: 0.0  # so that no rest would end
+    r.loop.turns.clock = lambda: 0.0  # so that no pause would end
     commit = Constraint.commit
 
     def slow(self: Constraint, tokens: Sequence[int]) -> int:

@@ -69,14 +69,14 @@ def test_growth_is_judged_behind_the_first_minutes(mib: list[int], flaw: str) ->
 
 
 class Loop:
-    """What knows itself, and some megabytes: nobody has it, and it is there until the collector of cycles comes by."""
+    """A reference cycle with some megabytes: unused, but alive until the garbage collector runs."""
 
     def __init__(self) -> None:
         self.me, self.held = self, bytearray(b"x" * (60 << 20))
 
 
 def test_memory_that_waits_for_the_collector_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The soak collected and trimmed before it looked once, and saw nothing of states that were evicted."""
+    """The soak once collected and trimmed before it measured, and missed evicted states."""
     monkeypatch.setattr(soak, "accounted", lambda engine: 0)
     gc.collect()
     gc.disable()

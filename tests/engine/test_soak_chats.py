@@ -64,7 +64,7 @@ def test_only_a_tie_of_experts_on_the_way_excuses_a_wrong_text() -> None:
 
 
 def test_an_end_that_is_banned_makes_no_near_tie_of_the_others_clear() -> None:
-    """Tokens 5 and 6 are as good as each other, behind end token 9, which neither may say."""
+    """Tokens 5 and 6 are as good as each other, behind end token 9, which is banned for both."""
 
     def of(*top: tuple[int, float]) -> object:
         return SimpleNamespace(tokens=(5,), logprobs=[SimpleNamespace(top=top)])

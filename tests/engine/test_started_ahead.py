@@ -1,4 +1,4 @@
-"""A process that was started before anybody asked is the one that is taken; who was not asked for goes."""
+"""A process that was started early is the one that is used; an unused one is ended."""
 
 import sys
 

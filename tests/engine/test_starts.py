@@ -1,4 +1,4 @@
-"""An engine starts with any number of slots: what is computed from slots and drafts is run for all of them, forwards being fakes."""
+"""An engine starts with any number of slots: all values computed from slots and drafts are checked, with fake forwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS = ("none", "mtp", "dflash", "ngram")
 BLOCK = 16  # rows of the blocks
 
 
-# -- what a warm-up runs ---------------------------------------------------------------------------------------------
+# -- rounds of a warm-up -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_max", [0, 1, 2, 3, 5, 7, 8, 13, 15, 16, 64])
@@ -43,18 +43,18 @@ def test_a_warm_up_has_rounds_for_every_number_of_slots(n_max: int) -> None:
             assert 1 <= busy <= n_slot and drafts[0] == (0, 0)
             for live, each in drafts[1:]:
                 assert 1 <= live <= busy and 1 <= each <= n_max, (n_slot, busy, drafts)
-        # whatever graphs rounds of all slots find, one round of the warm-up is of that size
+        # for each graph that rounds of all slots use, one round of the warm-up has that size
         rows = {bucket_of(busy + live * each, WIDE[-1]) for busy, drafts in plan for live, each in drafts}
         least, most = bucket_of(n_slot, WIDE[-1]), n_slot * (n_max + 1)
         wanted = {n for n in BUCKETS if least is not None and least <= n < min(most, EVEN)}
         assert wanted <= rows, f"-np {n_slot}, {n_max} drafts: no round of {sorted(wanted - rows)} rows"
 
 
-# -- what a start captures -------------------------------------------------------------------------------------------
+# -- captures of a start -----------------------------------------------------------------------------------------------
 
 
 class Recorder:
-    """In place of graphs: it hears of batches, and looks at them."""
+    """In place of graphs: records and checks batches."""
 
     by_single = False
 
@@ -78,7 +78,7 @@ def needs_of(kind: str, np: int, n_draft: int) -> Needs:
 
 
 def drafter_of(kind: str, needs: Needs, table: SlotTable) -> object:
-    """What captures graphs of a drafter, without its network."""
+    """A drafter that captures graphs, without its network."""
     np = len(table.slots)
     if kind == "mtp":
         chain = object.__new__(Chain)
@@ -210,7 +210,7 @@ def test_plans_of_every_number_of_slots(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 def test_batches_of_prompts_share_rows_at_odd_sizes() -> None:
-    """-b and -ub smaller than the slots, or odd: every round has rows for who decodes, and prompts end."""
+    """-b and -ub smaller than the slots, or odd: every round has rows for decoding slots, and prompts end."""
     for np, ubatch in ((7, 1), (7, 5), (3, 31), (10, 33)):
         r = fake_rig(np, ctx=211, ubatch=ubatch)
         heard = [r.submit([3 + i] * (17 + 5 * i), 5) for i in range(np + 2)]

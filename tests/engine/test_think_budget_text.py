@@ -1,4 +1,4 @@
-"""Reasoning that is cut by its budget: the same text whoever drafts, and the forced tokens where they belong."""
+"""Reasoning cut by its budget: the same text with any drafter, and the forced tokens in their place."""
 
 from __future__ import annotations
 

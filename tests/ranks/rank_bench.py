@@ -28,7 +28,7 @@ LIMIT_S = 60.0
 
 
 def together(n: int, do: Callable[[Collective], T]) -> list[T]:
-    """What `do` returns on each of `n` ranks."""
+    """The results of `do` on each of `n` ranks."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(n) as pool:
         store, found = str(Path(folder) / "ranks"), []
         for i in range(n):
@@ -55,7 +55,7 @@ class RankBench:
             self.table.acquire(slot, 256)
 
     def forwards(self) -> list[Tensor]:
-        """Logits of prompts of two slots in chunks, a verify of which some rows are kept, and what follows it."""
+        """Logits of prompts of two slots in chunks, of a verify with some kept rows, and of the rows after it."""
         gen = torch.Generator().manual_seed(5)
         prompt = [torch.randint(min(300, self.target.n_vocab), (40,), generator=gen).tolist() for _ in range(2)]
         found = []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def lives(pid: int) -> bool:
-    """Whether it runs; one that ended and that nobody has asked about does not."""
+    """Whether it runs; a process that ended but was not reaped does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""Engines whose other ranks are threads of this process: everything but the processes is the real thing."""
+"""Engines with threads of this process as their other ranks: all but the processes is real."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pyspec.slots.arena import Arena
 
 
 class NoLink:
-    """A rank that is a thread says nothing."""
+    """A rank that is a thread sends no messages."""
 
     def send(self, message: object) -> None:
         pickle.dumps(message)
@@ -75,7 +75,7 @@ class ThreadRanks:
             inbox.put(message)
 
     def settle(self) -> None:
-        """Until they have done all that they were told."""
+        """Wait until they have run all their commands."""
         while not self.failures and any(inbox.unfinished_tasks for inbox in self._inboxes):
             time.sleep(0.001)
 
@@ -83,7 +83,7 @@ class ThreadRanks:
         pass
 
     def close(self) -> None:
-        """Let them do what they were told, and end them."""
+        """Let them run their commands, and end them."""
         for inbox in self._inboxes:
             inbox.put(b"")
         for thread in self._threads:

@@ -1,4 +1,4 @@
-"""What each rank has of a file: the plan against the manifests, shares against whole tensors, and what is refused."""
+"""Each rank's share of a file: the plan against the manifests, shares against whole tensors, and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyspec.models.cuts import Cut, Units, check_ranks, share_of
 from pyspec.models.weights import cuts_of
 
 DEMO = Path(__file__).parents[2] / "pyspec" / "demo" / "pyspec-demo.gguf"
-DIVIDED = {  # a file and the ranks that it is for
+DIVIDED = {  # a file and its numbers of ranks
     "llama": 4,
     "llama_freqs_tied": 4,
     "llama_q8_0": 2,
@@ -141,7 +141,7 @@ def test_ranks_that_share_a_key_head_have_a_copy_each() -> None:
 
 
 def test_one_rank_has_every_tensor_whatever_its_blocks() -> None:
-    """Heads of 16 in blocks of 32 and 256: nothing is cut where one rank has what lies on both sides."""
+    """Heads of 16 in blocks of 32 and 256: nothing is cut if one rank has both sides."""
     heads, n_byte = Units(16, "key heads"), 8 * 768 // 256 * 144
     info = TensorInfo("blk.0.ssm_out.weight", GGMLType.Q4_K, (8, 768), 0, n_byte, 0)
     cut = Cut(1, (heads, heads, heads))

@@ -1,4 +1,4 @@
-"""Drafts of blocks over several ranks: the head is read by all of them, each its own part, and the first one has no copy of the whole."""
+"""Drafts of blocks over several ranks: each reads its part of the head, and the first one has no copy of the whole."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLAIN = replace(GREEDY, ignore_eos=False)
 
 
 class Drafts:
-    """What a drafter proposes, and what the other ranks are told of it."""
+    """A drafter's proposals, and the commands about them to other ranks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[list[int]] = []
@@ -62,7 +62,7 @@ class Drafts:
         monkeypatch.setattr(Follower, "obey", listen)
 
     def of(self, r: RankRig, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]], list[int]]:
-        """Texts, drafts, and rows that other ranks were told of."""
+        """Texts, drafts, and rows in commands to other ranks."""
         self.found, self.told = [], []
         heard = [r.submit(prompt, N, PLAIN) for prompt in prompts]
         r.run()
@@ -76,7 +76,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
 
 
 def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was: the first rank reads a whole head of its own."""
+    """As before: the first rank reads a whole head of its own."""
     for module in (describing, loading):
         monkeypatch.setattr(module, "heads_together", lambda d: False)
 

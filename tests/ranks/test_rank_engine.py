@@ -1,4 +1,4 @@
-"""Engines over several ranks: texts with every drafter, and what the other ranks keep, against one rank alone."""
+"""Engines over several ranks: texts with every drafter, and the memory of the other ranks, against one rank alone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def shared() -> Iterator[RankRig]:
 
 
 def texts(r: Rig, n_prompt: int) -> int:
-    """All at once, held against what the model was made to answer. Returns how many drafted tokens were right."""
+    """All at once, compared with the trained answers. Returns how many drafted tokens were right."""
     prompts = demo_prompts()[:n_prompt]
     heard = [r.submit(prompt, N) for prompt, _ in prompts]
     r.run()
@@ -78,7 +78,7 @@ def test_other_ranks_go_on_from_what_is_cached(shared: RankRig) -> None:
 
 
 def test_ranks_have_the_first_ones_pages_and_states(shared: RankRig) -> None:
-    """What all ranks keep is the model's: heads of the others stand where the first one's do."""
+    """Together, the ranks have the model's memory: heads of the others stand where the first rank's do."""
     shared.generate(demo_prompts()[0][0], N)
     shared.ranks.settle()
     own, other = shared.loop.memory, shared.ranks.followers[1].memory
@@ -104,14 +104,14 @@ def test_states_that_go_here_go_there(shared: RankRig) -> None:
         states.drop(state)
     del held, state
     gc.collect()
-    shared.generate(demo_prompts()[5][0], 3)  # whatever is told next says that they went
+    shared.generate(demo_prompts()[5][0], 3)  # the next command reports that they went
     shared.ranks.settle()
     alive = {s.content.checkpoint.elsewhere.number for tier in (*states.tiers, states.starts) for s in tier}
     assert follower._kept.keys() == alive and not alive & numbers
 
 
 def test_an_image_holds_what_all_ranks_have(shared: RankRig) -> None:
-    """Pages and states of both, the drafter's beside them: put back where they are not known, the same text follows and nothing is read again."""
+    """Pages and states of both, the drafter's beside them: put back into an empty cache, the same text follows without reading again."""
     loop, (prompt, text) = shared.loop, demo_prompts()[4]
     heard = shared.generate(prompt, N)
     imager, slot = SlotImager(loop.worker, loop.cache), loop.table.slots[heard.job.slot.index]
@@ -143,7 +143,7 @@ def test_an_image_that_fails_on_the_first_rank_is_the_end_of_all(shared: RankRig
 
 
 def test_graphs_go_before_the_others_are_let_go(shared: RankRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL waits for graphs that hold a sum: a program that had any did not end."""
+    """NCCL waits for graphs with a sum: a program with such graphs did not end."""
     worker, left = shared.loop.worker, list[int]()
     assert isinstance(worker, TpWorker) and isinstance(worker.forward, TpGraphs)
     graphs = worker.forward._graphs
@@ -151,7 +151,7 @@ def test_graphs_go_before_the_others_are_let_go(shared: RankRig, monkeypatch: py
     monkeypatch.setattr(type(worker.target.ranks), "leave", lambda self: left.append(len(graphs)))
     worker.leave()
     assert left == [0]
-    texts(shared, 1)  # on a CPU there are none, and all goes on
+    texts(shared, 1)  # on a CPU there are none, and everything continues
 
 
 def test_what_does_not_divide_is_refused_before_anything_is_loaded() -> None:
@@ -164,7 +164,7 @@ def test_what_does_not_divide_is_refused_before_anything_is_loaded() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_rounds_ahead_have_the_first_ranks_rows_on_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they stand is found by its device: the others get what that has made of the batch."""
+    """Their positions are found by the first rank's device: the others get the batch from it."""
     moved: list[bool] = []
     obey = Follower.obey
 
@@ -272,7 +272,7 @@ def test_text_of_every_architecture_is_that_of_one_rank(name: str, n: int, spec:
 
 
 def test_the_one_that_is_gone_is_named_and_not_those_that_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are sooner to say so on a busy machine: one that aborts writes down where it was first."""
+    """The ranks that lost it report sooner on a busy machine: a rank that aborts writes down where it was first."""
 
     class Process(SimpleNamespace):
         def flaw(self, now: float) -> str:
@@ -297,7 +297,7 @@ def test_the_one_that_is_gone_is_named_and_not_those_that_lost_it(monkeypatch: p
 
 
 def test_a_rank_has_time_to_start_and_is_late_once_it_has_spoken() -> None:
-    """Imports take their time on a busy machine; afterwards a thread does nothing but speak."""
+    """Imports take long on a busy machine; afterwards a thread only sends heartbeats."""
     rank = RankProcess.__new__(RankProcess)
     rank.error, rank.is_over, rank.received, rank.has_spoken = None, False, 0.0, False
     rank.process = SimpleNamespace(poll=lambda: None, pid=os.getpid())  # type: ignore[assignment]

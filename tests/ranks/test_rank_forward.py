@@ -105,9 +105,7 @@ def test_columns_of_unequal_ranks_stand_side_by_side() -> None:
 
 def test_ranks_that_lose_one_say_so() -> None:
     def leave(ranks: Collective) -> str:
-        ranks.sum(
-            torch.ones(4, device=CPU)
-        )  # both have met: who goes before is missed while they meet, with other words
+        ranks.sum(torch.ones(4, device=CPU))  # both have met: a rank that leaves earlier is reported with other words
         if ranks.rank.index == 1:
             ranks.abort()
             return ""

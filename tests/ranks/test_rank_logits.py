@@ -1,4 +1,4 @@
-"""Logits of several ranks: each finds the best of its own columns, and all columns come together only where somebody reads them."""
+"""Logits of several ranks: each finds the best of its own columns, and all columns are gathered only if they are read."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ ASKED: dict[str, tuple[SamplingParams, Grammar | None]] = {
 
 
 def bits(pairs: Tensor) -> Tensor:
-    """Values that are no number have any bits."""
+    """NaNs may have any bits."""
     return pairs.masked_fill(pairs.isnan(), 0.5).view(torch.int64)
 
 
 def at_borders(n_vocab: int, borders: tuple[int, ...]) -> Tensor:
-    """Rows in which what counts stands on both sides of a border of ranks."""
+    """Rows whose decisive values stand on both sides of a border of ranks."""
     rows = []
     for border in borders:
         for left, right in ((9.0, 9.0), (torch.nan, torch.nan), (torch.inf, torch.nan), (9.0, torch.nan), (0.0, -0.0)):
@@ -95,7 +95,7 @@ def test_who_reads_what_was_left_out_fails() -> None:
 
 
 class Watch:
-    """What the other ranks are told of forwards, and how often logits come together on the first one."""
+    """The forwards in commands to other ranks, and the number of gathered logits on the first one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[RunForward] = []
@@ -115,7 +115,7 @@ class Watch:
         monkeypatch.setattr(Gathered, "together", count)
 
     def take(self, r: RankRig) -> tuple[list[RunForward], int]:
-        """Since it was asked last."""
+        """Since the last call."""
         r.ranks.settle()
         found, self.told, self.n_gathered = (self.told, self.n_gathered), [], 0
         return found
@@ -151,7 +151,7 @@ def test_greedy_rounds_bring_no_logits_together(drafter: dict[str, object], padd
 def test_bans_that_rows_have_in_common_bring_no_logits_together(
     drafter: dict[str, object], padded: bool, watched: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of tokens that would be the best: each text goes on with the best of the others, as one rank's does."""
+    """Bans of the best tokens: each text continues with the best of the others, as on one rank."""
     prompts = demo_prompts()[:3]
     bans = {token for _, text in prompts for token in text[2:8:3]}
     banned = replace(PLAIN, logit_bias=tuple((token, -math.inf) for token in sorted(bans)))
@@ -194,7 +194,7 @@ def mixed(r: Rig) -> list[Heard]:
 
 
 def likeliest(heard: list[Heard]) -> list[object]:
-    """Tokens that listeners were told beside the chosen ones. How likely they are hangs a little on how many rows a round has."""
+    """Tokens that were reported beside the chosen ones. Their probabilities depend a little on the rows of a round."""
     entries = [[x for e in h.events if isinstance(e, Delta | PromptLogprobs) for x in listed(e)] for h in heard]
     return [[(x.token, [token for token, _ in x.top]) for x in own] for own in entries]
 
@@ -247,7 +247,7 @@ def test_four_ranks_say_the_same_with_and_without(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_plan_that_is_wrong_of_who_reads_ends_who_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never other numbers in their place."""
+    """It fails, and gives no wrong numbers."""
     with RankRig(DEMO, 2, np=2, **MTP) as r:
         prompt = demo_prompts()[0][0]
         first, other = r.submit(prompt, N, SamplingParams(temperature=0.9)), r.submit(prompt, 4, PLAIN)

@@ -1,4 +1,4 @@
-"""A rank that is killed at any point of a round: why the engine ends is said at once, whatever its own thread and device are at."""
+"""A rank that is killed at any point of a round: the engine's end is reported at once, also while its thread and device wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyspec.engine.process.core import EngineCore
 from pyspec.errors import PyspecError, RankLost
 from pyspec.request import Delta, Event, Request
 
-SOON_S = 30.0  # seconds, on a machine that has much else to do
+SOON_S = 30.0  # seconds, on a machine with other work
 SLEEPS = "import time; time.sleep(600)"
 
 DIES = '''
@@ -52,13 +52,13 @@ PHASES = [
     ("RunForward", 7),
     ("sum", 5),  # in a forward, while the first rank waits in the same sum
     ("sum", 68),
-    ("stacked", 9),  # where columns come together behind a forward
-    ("KeepState", 1),  # between rounds: the next sum is where the others hear of it
+    ("stacked", 9),  # where columns are gathered behind a forward
+    ("KeepState", 1),  # between rounds: the others notice it at the next sum
 ]
 
 
 class Dying:
-    """A core of which one rank is killed on the way, in place of a supervised process: what it says at its end is kept."""
+    """A core with one rank that is killed, in place of a supervised process: it keeps the reason of its end."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, where: str, at: int) -> None:
         command = (sys.executable, "-c", DIES, where, str(at))
@@ -99,7 +99,7 @@ def test_a_rank_killed_in_any_phase_of_a_round_is_the_reason(
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    """Others of three that do nothing."""
+    """Two more ranks that do nothing."""
     ranks = Ranks(3, command=(sys.executable, "-c", SLEEPS))
     yield ranks
     ranks._state.kill()
@@ -109,7 +109,7 @@ def ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("hears", ["the ranks' thread", "the engine's thread"])
 def test_a_device_that_does_not_let_go_keeps_nobody_from_hearing_why(ranks: Ranks, victim: int, hears: str) -> None:
-    """A GPU that waits for an answer may keep whoever tries to end that. The engine's end is told before."""
+    """A GPU that waits for an answer may block the call that aborts it. The engine's end is reported before."""
     heard: list[PyspecError] = []
     told, released, asks = threading.Event(), threading.Event(), threading.Event()
 
@@ -120,7 +120,7 @@ def test_a_device_that_does_not_let_go_keeps_nobody_from_hearing_why(ranks: Rank
     device = SimpleNamespace(abort=lambda: released.wait(SOON_S))
     ranks._state.collective = lambda: device  # type: ignore[assignment,return-value]
     ranks.when_lost(hear)
-    if hears == "the engine's thread":  # it is the first that sees it: a sum has failed, and it asks why
+    if hears == "the engine's thread":  # it sees the failed sum first, and asks for the reason
         ranks._state.closing = True
         time.sleep(0.5)  # the other one has gone
         ranks._state.closing = False

@@ -1,4 +1,4 @@
-"""Ranks as processes: engines that lose one, and processes that are gone when they should be."""
+"""Ranks as processes: engines that lose one, and processes that end in time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pyspec.errors import DeviceError, RankLost, Unavailable
 from pyspec.request import Delta, Done, Event, Failed, Request
 
 N = 12
-SOON_S = 15.0  # seconds, on a machine that has much else to do
+SOON_S = 15.0  # seconds, on a machine with other work
 SETTINGS = {"np": 2, "ctx": 256, "device": "cpu", "kv_type": "f32", "warm_up": False, "threads": 1}
 LLAMA = FIXTURES / "llama.gguf"
 
@@ -59,7 +59,7 @@ class Asked:
 
 @pytest.fixture
 def core() -> Iterator[EngineCore]:
-    """Four ranks of a model that needs nothing."""
+    """Four ranks of a tiny model."""
     core = EngineCore.load(LLAMA, EngineSettings(tp=4, **SETTINGS))
     yield core
     core.close()

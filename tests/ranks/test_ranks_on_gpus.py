@@ -33,7 +33,7 @@ DEMOTED = "pyspec.cuda.ops.peer_sum.cuda"
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
-    """What an engine leaves out is left out for the rest of its process."""
+    """Restore the list of left-out kernels, which lasts for the process."""
     before = EXAMINATION.demoted
     yield
     EXAMINATION.demoted = before
@@ -72,7 +72,7 @@ def first_tokens(path: Path, tp: int) -> list[dict[int, float]]:
 
 
 def test_deepseek4_over_two_gpus_is_that_of_one(tmp_path: Path) -> None:
-    """Layers that kernels take, experts in MXFP4: the same probabilities, up to what other sums round."""
+    """Layers that kernels support, experts in MXFP4: the same probabilities, up to rounding of other sums."""
     dims = replace(
         MODELS["deepseek-v4-flash"], n_layer=4, ratios=(0, 4, 128, 4), n_embd=1024, n_ff=512, n_head=16, groups=4, q_rank=256, out_rank=256,
         n_expert=8, n_used=2, n_hash=1,
@@ -99,7 +99,7 @@ def test_a_lost_rank_costs_a_pause() -> None:
 
 
 def test_a_program_over_two_gpus_ends() -> None:
-    """NCCL's own end waits for graphs, which are there as long as the program is: it waited for 15 minutes."""
+    """NCCL's own end waits for graphs, which live as long as the program: it waited for 15 minutes."""
     command = [sys.executable, "-m", "pyspec", "bench", "-m", "demo", "--tp", "2", "-npl", "1", "-n", "24", "-r", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Which way a sum of ranks goes, without any: what the library and the others would give is made up."""
+"""The way that a sum of ranks takes, without other ranks: the library's results and the others' are made up."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def edited(
 
 
 def dry_lengths(history: Sequence[int], params: SamplingParams) -> dict[int, int]:
-    """For each token that once followed what the text ends with: the length of that repeated ending."""
+    """For each token that once followed the text's ending: the length of that repeated ending."""
     if params.dry_multiplier == 0 or params.dry_penalty_last_n == 0:
         return {}
     last_n = params.dry_penalty_last_n

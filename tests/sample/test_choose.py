@@ -1,4 +1,4 @@
-"""choose(): the rules of acceptance, whatever the settings, the neighbours and the drafts."""
+"""choose(): the rules of acceptance, with any settings, neighbours and drafts."""
 
 import math
 
@@ -80,7 +80,7 @@ tokens = st.integers(0, N_VOCAB - 1)
 )
 def test_speculation_gives_the_tokens_plain_decoding_gives(values, params, other, prompt, drafts, agree):
     rows = torch.tensor(values)
-    if agree:  # drafts that are right, so that long runs are accepted too
+    if agree:  # right drafts, so that long runs are accepted too
         drafts = one_by_one(rows, params, prompt, _clairvoyant(rows, params, prompt))[:3]
     who, neighbour = SlotSampler(params, N_VOCAB, EOG, prompt), SlotSampler(other, N_VOCAB, EOG, prompt)
     batch = torch.cat([rows.flip(0), rows])

@@ -1,9 +1,9 @@
-"""Against values that llama.cpp's own samplers gave (llama-cpp-python 0.3.36, llama_sampler_apply), kept in llama_cpp.json.
+"""Against values of llama.cpp's own samplers (llama-cpp-python 0.3.36, llama_sampler_apply), kept in llama_cpp.json.
 
-`logits` are the input rows; row 3 has three equal best ones, left out where a cut falls between them: llama.cpp keeps
-whichever its sort put first, we keep the lower ids. `cuts`: tokens and probabilities after top-k, typical, top-p, min-p, temperature.
-`penalties`: logits after the penalties sampler. `dry`: what DRY took off, with the vocabulary of the tests' small
-llama model (`words`, latin-1) and its tokenisation of breaker endings (`encoded`).
+`logits` are the input rows; row 3 has three equal best ones, left out where a cut falls between them: llama.cpp keeps the one that its sort
+put first, we keep the lower ids. `cuts`: tokens and probabilities after top-k, typical, top-p, min-p, temperature. `penalties`: logits
+after the penalties sampler. `dry`: DRY's penalties, with the vocabulary of the tests' small llama model (`words`, latin-1) and its
+tokenisation of breaker endings (`encoded`).
 """
 
 import json

@@ -1,7 +1,7 @@
 """Samplers in any order, and those that look beyond the row: llama.cpp's values, the fast chain's choices, the same text with drafts.
 
-llama_cpp_steps.json holds what llama.cpp's own samplers gave (llama_sampler_apply of October 2026): `steps` one sampler on one row, `runs` those
-that remember, on rows one after the other with the tokens they chose.
+llama_cpp_steps.json has results of llama.cpp's own samplers (llama_sampler_apply of October 2026): `steps` one sampler on one row, `runs` those
+with a memory, on successive rows with their chosen tokens.
 """
 
 import json
@@ -47,7 +47,7 @@ def test_a_step_leaves_the_probabilities_llama_cpp_leaves(case):
 
 @pytest.mark.parametrize("run", KNOWN["runs"], ids=lambda r: "-".join(map(str, r["params"].values())))
 def test_what_adaptive_samplers_remember_is_llama_cpp_s(run):
-    """A number that draws llama.cpp's token is looked for, so that what is remembered is of the same tokens."""
+    """Finds a number that draws llama.cpp's token, so that the memory is of the same tokens."""
     params = SamplingParams(**(OFF | run["params"]))
     feedback = Feedback.first(params)
     for row, token, probs in zip(run["rows"], run["chosen"], run["probs"], strict=True):
@@ -114,7 +114,7 @@ def model(history: list[int]) -> list[float]:
 
 
 def text(params: SamplingParams, drafting: str, n: int = 24) -> tuple[list[int], list]:
-    """Tokens and what was reported with them; drafts are right about half of the time, and of another length each round."""
+    """Tokens and their reports; drafts are right about half of the time, and of another length each round."""
     sampler, told, tokens, dice = SlotSampler(params, 24, (7,), (1, 4)), [], [1, 4], random.Random(params.seed)
     while len(tokens) < n + 2 and 7 not in tokens[2:]:
         n_draft = 0 if drafting == "none" else dice.randrange(5)

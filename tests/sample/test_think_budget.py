@@ -1,4 +1,4 @@
-"""A budget of reasoning: what it forces, at which position, however marks are spelled and whatever was drafted."""
+"""A budget of reasoning: its forced tokens and their positions, for any spelling of the marks and any drafts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rule(n: int, *, is_open: bool = True, forced: tuple[int, ...] = (4, 2)) -> B
 
 
 def text_of(budget: BudgetRule, wanted: list[int]) -> list[int]:
-    """What a request says that would choose `wanted`."""
+    """The text of a request that would choose `wanted`."""
     out = []
     for token in wanted:
         found = budget.forced(())

@@ -80,7 +80,7 @@ def test_a_model_gives_the_same_rows_from_an_arena() -> None:
 
 
 def test_a_prompt_that_stands_alone_finds_a_graph_that_is_there() -> None:
-    """And nobody else: not one behind tokens, beside others, with all of its logits, or longer than the longest."""
+    """Only such a prompt: not one behind tokens, beside others, with all of its logits, or longer than the longest."""
     table, arena = SlotTable(3, 32, 64), Arena(3, 16, CPU)
 
     def bucket(n: int, *more: Seq, **how: object) -> int | None:

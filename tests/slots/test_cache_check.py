@@ -1,4 +1,4 @@
-"""The check between rounds costs what was done, not what is there, and still finds whatever it found."""
+"""The check between rounds costs in proportion to the work done, not to all pages, and still finds every fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE = 4
 
 
 class Served:
-    """Requests one after another over a cache without a model; counts how often all pages are looked at."""
+    """Requests one after another over a cache without a model; counts full looks at all pages."""
 
     def __init__(self, n_page: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.table = SlotTable(2, n_page, SIZE)

@@ -1,4 +1,4 @@
-"""Types of keys and values: what is kept, by plain formulas, and what that takes."""
+"""Types of keys and values: their values by plain formulas, and their bytes."""
 
 import pytest
 import torch

@@ -100,7 +100,7 @@ def test_a_restored_checkpoint_is_the_state_that_was_saved() -> None:
         memory.restore(slot, saved)
         for layer, (state, conv) in zip(memory.states.values(), want, strict=True):
             assert torch.equal(layer.state[slot], state) and torch.equal(layer.conv[slot, :3], conv)
-            layer.state[slot].add_(1)  # the slot goes on; the saved state does not
+            layer.state[slot].add_(1)  # the slot continues; the saved state does not change
     assert saved.n_past == 17
     assert all(torch.equal(x.state[[0]], o) for x, o in zip(memory.states.values(), others, strict=True))
 

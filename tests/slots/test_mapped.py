@@ -1,4 +1,4 @@
-"""What is kept between requests is the system's again when it goes: no cycle holds it, and the C library keeps nothing of it."""
+"""Memory kept between requests returns to the system when it is freed: no cycle holds it, and the C library keeps none of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def resident() -> int:
 
 
 def _longer(table: SlotTable, store: StateStore, node: Node) -> None:
-    """A text that goes on behind the short page takes it in, and is evicted."""
+    """A text that continues behind the short page takes it in, and is evicted."""
     table.tree.add(table.tree.root, (*node.tokens, 99), table._free.pop(), (0, 2))
     assert table.tree.evict()
 

@@ -1,4 +1,4 @@
-"""Parts: what a layer keeps for its slots has the bytes that are declared, and goes through verifies, checkpoints and pages whole."""
+"""Parts: a layer's memory for its slots has the declared bytes, and survives verifies, checkpoints and pages."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_keys_that_are_values_are_kept_once() -> None:
 
 @pytest.mark.parametrize(("page_size", "ratio"), [(16, 4), (16, 16), (16, 128), (64, 128), (16, 3), (16, 24), (8, 1)])
 def test_rows_of_several_tokens_go_where_the_last_of_them_goes(page_size: int, ratio: int) -> None:
-    """Whatever the sizes: no two rows of the pool share a place, and a page has all rows whose tokens end on it."""
+    """For all sizes: no two rows of the pool share a place, and a page has all rows whose tokens end on it."""
     table, n = SlotTable(2, 40, page_size), 20 * page_size - 5
     random.Random(3).shuffle(table._free)
     part = Paged(1, 8, tokens_per_row=ratio)
@@ -103,7 +103,7 @@ def test_rows_of_several_tokens_go_where_the_last_of_them_goes(page_size: int, r
 
 
 def test_a_page_is_copied_in_every_part_that_has_pages() -> None:
-    """A request that goes on from the middle of a page finds rows of one token, of four, and a ring as they were."""
+    """A request that continues in the middle of a page finds rows of one token, of four, and a ring as they were."""
     gen = torch.Generator().manual_seed(0)
     table = SlotTable(2, 6, 16)
     s = CacheSizes(2, table.n_alloc_row, 16, 4, torch.bfloat16)
@@ -140,13 +140,13 @@ def test_a_page_is_copied_in_every_part_that_has_pages() -> None:
 
 
 def tagged(positions: list[int], draft: int = 0) -> dict[str, Tensor]:
-    """Rows that tell their token: position, and whether a draft wrote them that was refused."""
+    """Rows with a tag: position, and whether a refused draft wrote them."""
     rows = torch.tensor(positions).view(-1, 1) + draft / 2
     return {"v": rows.expand(-1, 6), "score": -rows.expand(-1, 6)}
 
 
 def window_of(ring: RingRows, slot: int, n_past: int) -> list[float]:
-    """What the token at `n_past` sees before itself and at its place."""
+    """The window of the token at `n_past`."""
     rows = ring.read(slot, max(n_past + 1 - ring.window, 0), n_past + 1)
     assert torch.equal(rows["score"], -rows["v"])
     return rows["v"][:, 0].tolist()
@@ -154,7 +154,7 @@ def window_of(ring: RingRows, slot: int, n_past: int) -> list[float]:
 
 @pytest.mark.parametrize("width", [1, 2, 5, 16])
 def test_taking_drafts_back_is_lowering_the_length(width: int) -> None:
-    """Prompts in chunks, then verifies of any width of which any number is kept: every token sees its own window, always."""
+    """Prompts in chunks, then verifies of any width with any number of kept rows: every token always sees its own window."""
     rng, slot = random.Random(width), 1
     ring = PARTIAL.allocate(sizes(width=width), CPU)
     assert ring.n_row == 8 + 2 * width

@@ -1,4 +1,4 @@
-"""Pages, slots and the prefix tree under any sequence of calls, against a model that remembers what each row holds."""
+"""Pages, slots and the prefix tree under any sequence of calls, against a model of each row's content."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pyspec.slots.prefix import NO_HIT, State, common_prefix
 from pyspec.slots.table import Slot, SlotTable
 
 N_SLOT, N_PAGE, SIZE = 3, 8, 16
-Row = tuple[int, ...]  # all tokens up to a position: what a row's K and V depend on
+Row = tuple[int, ...]  # all tokens up to a position, on which a row's K and V depend
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Calls as the loop makes them, with texts over two tokens that begin alike again and again.
+    """Calls as the loop makes them, with texts over two tokens that often begin alike.
 
-    `written` is the pool: the text that each row was computed from. `kept` says what each state was made of.
+    `written` is the pool: the text that each row was computed from. `kept` has the text of each state.
     """
 
     needs_state = False
@@ -217,7 +217,7 @@ def test_what_was_used_again_stays_longer() -> None:
 
 
 def test_the_last_page_there_is_is_taken_over_instead_of_copied() -> None:
-    """Two pages; 20 tokens are filed, and a request of 32 rows goes on from them: there is no third page to copy to."""
+    """Two pages; 20 tokens are filed, and a request of 32 rows continues from them: there is no third page to copy to."""
     table = SlotTable(1, 2, 16)
     filled(table, 0, [1] * 20)
     hit = table.find([1] * 25)

@@ -1,4 +1,4 @@
-"""Checkpoints within two budgets: the longest unused moves to the host, then goes; what is counted is what there is."""
+"""Checkpoints within two budgets: the least recently used moves to the host, then goes; the counts match the states."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_room_is_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(moved, before, strict=True))
     assert store.prepare(SIZE) and len(locked) == 2
     assert not store.prepare(2 * SIZE) and len(locked) == 3
-    store.room(2 * SIZE)  # somebody needs it now: what is ready is used
+    store.room(2 * SIZE)  # needed now: the prepared memory is used
     assert len(locked) == 4 and store.n_bytes == [SIZE, 2 * SIZE]
     check(table, store)
 
@@ -142,7 +142,7 @@ def test_any_order_of_calls_keeps_the_counts() -> None:
 
 
 def test_states_go_to_few_pieces_of_host_memory() -> None:
-    """Of one type each, in the order in which they stand; a tensor that is larger than a piece has its own."""
+    """Of one type each, in their order; a tensor that is larger than a piece has its own."""
     small, large = torch.zeros(1000), torch.zeros(states.PIECE // 4 + 1, device="meta")
     half = torch.zeros(8, dtype=torch.float16)
     tensors = [small, small.clone(), half, half.clone(), large, small.clone()]
