@@ -197,8 +197,8 @@ class Leader:
         except DeviceError:
             raise
         except Exception as e:
-            what = type(command).__name__
-            raise DeviceError(f"{what} failed on the first rank, and the others wait in it: {e}") from e
+            name = type(command).__name__
+            raise DeviceError(f"{name} failed on the first rank, and the others wait in it: {e}") from e
 
     def forward(
         self,

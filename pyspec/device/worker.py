@@ -283,10 +283,10 @@ def failure_of(error: BaseException, doing: str = "") -> PyspecError:
     doing  the failed step, such as "loading failed"
     """
     lines = str(error).strip().splitlines()
-    what = f"{doing}: {type(error).__name__}" if doing else type(error).__name__
-    said = f"{what}: {lines[0][:300] if lines else 'no reason given'}"
+    step = f"{doing}: {type(error).__name__}" if doing else type(error).__name__
+    message = f"{step}: {lines[0][:300] if lines else 'no reason given'}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return DoesNotFit(f"{said}; fewer slots (-np) or shorter contexts (-c) take less")
+        return DoesNotFit(f"{message}; fewer slots (-np) or shorter contexts (-c) take less")
     if is_device_error(error):
-        return DeviceError(said)
-    return EngineBug(f"{said} (a bug in pyspec: please report it with the log)")
+        return DeviceError(message)
+    return EngineBug(f"{message} (a bug in pyspec: please report it with the log)")

@@ -163,10 +163,10 @@ def request_of(
 
 def grammar_of(options: Mapping[str, object]) -> Grammar | None:
     """The given one of GrammarOptions. Raises ConfigError."""
-    said = {name: options[name] for name in GrammarOptions.__annotations__ if options.get(name) is not None}
-    if len(said) > 1:
-        raise ConfigError(f"{' and '.join(said)} are given; a text keeps to one of them")
-    for name, value in said.items():
+    constraints = {name: options[name] for name in GrammarOptions.__annotations__ if options.get(name) is not None}
+    if len(constraints) > 1:
+        raise ConfigError(f"{' and '.join(constraints)} are given; a text keeps to one of them")
+    for name, value in constraints.items():
         if name == "json_schema" and isinstance(value, Mapping | bool):
             try:
                 return Grammar(kind="json_schema", source=json.dumps(value))

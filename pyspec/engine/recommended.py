@@ -42,14 +42,14 @@ def recommended(fields: Fields) -> SamplingParams:
     found: dict[str, Any] = {}
     rules = {rule.name: rule for rule in rules_of(SamplingParams)}
     for key, name in KEYS.items():
-        said = fields.metadata.get(PREFIX + key)
-        if said is None:
+        given = fields.metadata.get(PREFIX + key)
+        if given is None:
             continue
-        value = _number(said, is_whole=isinstance(getattr(SamplingParams(), name), int))
+        value = _number(given, is_whole=isinstance(getattr(SamplingParams(), name), int))
         if name in ("temperature", "top_k") and value is not None:
             value = max(value, 0 * value)  # below 0: greedy, and all
         rule = replace(rules[name], title=PREFIX + key)
-        if flaw := rule.flaw(said if value is None else value):
+        if flaw := rule.flaw(given if value is None else value):
             log.warning("%s%s; it is not used", fields.where, flaw)
         else:
             found[name] = value
@@ -60,10 +60,10 @@ def recommended(fields: Fields) -> SamplingParams:
     return replace(SamplingParams(), **found)
 
 
-def _number(said: object, *, is_whole: bool) -> float | int | None:
+def _number(given: object, *, is_whole: bool) -> float | int | None:
     """Parse a number of any type, also text, as llama.cpp does; None if it is none."""
     try:
-        number = float(said) if isinstance(said, int | float | str) and not isinstance(said, bool) else None
+        number = float(given) if isinstance(given, int | float | str) and not isinstance(given, bool) else None
     except (ValueError, OverflowError):
         number = None
     if number is None or not isfinite(number):
@@ -73,13 +73,13 @@ def _number(said: object, *, is_whole: bool) -> float | int | None:
 
 def _order(fields: Fields) -> tuple[str, ...] | None:
     """The samplers in their order; None: the default."""
-    said = fields.metadata.get(PREFIX + SEQUENCE)
-    if said is None:
+    given = fields.metadata.get(PREFIX + SEQUENCE)
+    if given is None:
         return None
-    words = said.split(";") if isinstance(said, str) and len(said) <= MOST_NAMES else []
+    words = given.split(";") if isinstance(given, str) and len(given) <= MOST_NAMES else []
     names = {word: sampler_of(word.strip()) for word in words if word.strip()}
     unknown = [word for word, name in names.items() if not name]
     if unknown or not names:
-        log.warning("%s%s%s names no sampler in %s", fields.where, PREFIX, SEQUENCE, shown(said))
+        log.warning("%s%s%s names no sampler in %s", fields.where, PREFIX, SEQUENCE, shown(given))
     order = tuple(dict.fromkeys(name for name in names.values() if name))
     return None if not order or order == DEFAULT_SAMPLERS else order

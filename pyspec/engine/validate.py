@@ -63,11 +63,11 @@ class Validator:
         """A checked grammar is not checked again, because other requests wait meanwhile."""
         return grammar if grammar is None or grammar.kind == "compiled" else self.grammars.compiled(grammar)
 
-    def _ids(self, tokens: tuple[int, ...], what: str) -> Ids:
+    def _ids(self, tokens: tuple[int, ...], name: str) -> Ids:
         n_vocab = self.info.n_vocab
         if tokens and not (min(tokens) >= 0 and max(tokens) < n_vocab):
             bad = next(t for t in tokens if not 0 <= t < n_vocab)
-            raise RequestError(f"{what} token {bad} is outside 0..{n_vocab - 1}")
+            raise RequestError(f"{name} token {bad} is outside 0..{n_vocab - 1}")
         return np.array(tokens, dtype=np.int64)
 
 

@@ -66,9 +66,9 @@ def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes]) -> int:
     except (OSError, ValueError) as e:  # a name with a NUL in it
         with suppress(OSError, ValueError):
             written.unlink()
-        said, number = (e.strerror or type(e).__name__, e.errno) if isinstance(e, OSError) else (str(e), None)
+        reason, number = (e.strerror or type(e).__name__, e.errno) if isinstance(e, OSError) else (str(e), None)
         kind = StorageFull if number in NO_ROOM else BadSlotFile
-        raise kind(f"slot file {printable(path.name, MAX_LISTED)} can not be written: {said}") from None
+        raise kind(f"slot file {printable(path.name, MAX_LISTED)} can not be written: {reason}") from None
     return n
 
 
@@ -135,16 +135,16 @@ class SlotFile:
         """The error to raise."""
         return BadSlotFile(f"slot file {self.name}: {printable(why, MAX_LISTED)}")
 
-    def _take(self, n: int, what: str) -> bytes:
+    def _take(self, n: int, part: str) -> bytes:
         at = self._file.tell()
         if n > self.size - at:
-            raise self.bad(f"{what} needs {n} bytes at offset {at}, but {self.size - at} of {self.size} are left")
+            raise self.bad(f"{part} needs {n} bytes at offset {at}, but {self.size - at} of {self.size} are left")
         try:
             data = self._file.read(n)
         except OSError as e:
-            raise self.bad(f"{what} can not be read: {e.strerror}") from None
+            raise self.bad(f"{part} can not be read: {e.strerror}") from None
         if len(data) != n:
-            raise self.bad(f"it became shorter while it was read: {what} ends at offset {at + len(data)}")
+            raise self.bad(f"it became shorter while it was read: {part} ends at offset {at + len(data)}")
         return data
 
     def _read_head(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class NoLink:
 
 
 class ThreadRanks:
-    """As `Ranks`. followers: what the threads run."""
+    """As `Ranks`. followers: run by the threads."""
 
     def __init__(self, n: int, n_arena_page: int = 0) -> None:
         self.n, self.n_arena_page, self.followers, self.failures = n, n_arena_page, {}, []
@@ -60,7 +60,7 @@ class ThreadRanks:
             while message := inbox.get():
                 follower.obey(pickle.loads(message))
                 inbox.task_done()
-        except Exception as e:  # noqa: BLE001 - whatever it is, the test fails with it
+        except Exception as e:  # noqa: BLE001 - the test fails with any exception
             self.failures.append(e)
             self._loaded.release()
 

@@ -221,19 +221,19 @@ def _arena(target: Target, table: SlotTable, n_page: int, width: int) -> Arena |
 
 
 @contextmanager
-def _timed(what: str, device: torch.device, release: bool = False) -> Iterator[None]:
+def _timed(stage: str, device: torch.device, release: bool = False) -> Iterator[None]:
     """Log how long a part of the load took. release: return freed memory to the device."""
     began = time.perf_counter()
-    progress.report(what)
+    progress.report(stage)
     yield
-    progress.report(what, 1.0)
+    progress.report(stage, 1.0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         if release:
             temporary.release(device)
     seconds = time.perf_counter() - began
-    fields = {"event": "loaded", "stage": what, "seconds": round(seconds, 2)}
-    log.info("%s: %.1f s", what, seconds, extra={"fields": fields})
+    fields = {"event": "loaded", "stage": stage, "seconds": round(seconds, 2)}
+    log.info("%s: %.1f s", stage, seconds, extra={"fields": fields})
 
 
 def _check_template(template: ChatTemplate | None) -> None:

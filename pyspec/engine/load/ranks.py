@@ -224,19 +224,19 @@ class _Watched:
 
     def look(self) -> PyspecError | None:
         """Check all ranks, and end them if one is gone. Returns the reason."""
-        now, hear = time.monotonic(), None
+        now, call = time.monotonic(), None
         with self.changed:
             if self.error is None and not self.closing and (found := self._found(now)) is not None:
                 p, flaw = found
                 self.error = _refusal(p) or RankLost(f"rank {p.index} of {len(self.processes) + 1}: {flaw}")
-                hear = self.on_lost
+                call = self.on_lost
                 log.error("%s", self.error)
             error = self.error
             self.changed.notify_all()
         if error is not None:
             self.kill()
-            if hear is not None:  # first, because a process with a successor does not return from it
-                hear(error)
+            if call is not None:  # first, because a process with a successor does not return from it
+                call(error)
             if (ranks := self.collective()) is not None:
                 ranks.abort()  # a GPU does not notice the loss, and may wait long in a sum
         return error

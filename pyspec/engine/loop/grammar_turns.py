@@ -34,8 +34,8 @@ class Turns:
         self._look(jobs)
         if not self._slow:
             return jobs
-        rests = len(self._slow) < len(jobs) and self.clock() < self._due
-        turn = "" if rests else next(iter(self._slow))
+        pauses = len(self._slow) < len(jobs) and self.clock() < self._due
+        turn = "" if pauses else next(iter(self._slow))
         return [job for job in jobs if job.id == turn or job.id not in self._slow]
 
     def _look(self, jobs: list[Job]) -> None:

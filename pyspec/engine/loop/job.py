@@ -294,5 +294,5 @@ def blamed(error: Exception) -> PyspecError:
     """The error of a request that an exception is blamed on."""
     if isinstance(error, PyspecError):
         return error
-    said = str(error).strip().splitlines()
-    return SlotError(f"this request failed: {type(error).__name__}" + (f": {said[0][:200]}" if said else ""))
+    lines = str(error).strip().splitlines()
+    return SlotError(f"this request failed: {type(error).__name__}" + (f": {lines[0][:200]}" if lines else ""))

@@ -18,7 +18,7 @@ from pyspec.slots.slot_file import SlotFile, write
 
 log = limited(__name__)
 
-WHAT = {
+PROPERTIES = {
     "model": "model",
     "drafter": "drafter",
     "draft_model": "draft model",
@@ -105,7 +105,9 @@ class SlotActions:
         for name, here in self.identity().items():
             there = of.get(name)
             if there != here:
-                raise file.bad(f"it was saved with another {WHAT[name]}: {str(there)[:64]!r}, here it is {here!r}")
+                raise file.bad(
+                    f"it was saved with another {PROPERTIES[name]}: {str(there)[:64]!r}, here it is {here!r}"
+                )
 
 
 def _aside(do: Callable[[], None], on_answer: OnAnswer) -> None:

@@ -147,17 +147,17 @@ class Speculator:
             n_draft, n_accepted = n + 1, min(n, n_accepted)
         self.controller.record(slot, n_draft, n_accepted)
 
-    def _attempt(self, what: str, do: Callable[[], T], slots: Sequence[Slot]) -> T | None:
+    def _attempt(self, outcome: str, do: Callable[[], T], slots: Sequence[Slot]) -> T | None:
         """Call the drafter; None if it fails. A SlotError leaves its state valid; any other exception makes it unknown."""
         try:
             return do()
         except SlotError as e:
             self.stats.guard_trips += 1
-            log.warning("%s: %s", what, e)
+            log.warning("%s: %s", outcome, e)
         except Exception as e:
             if is_device_error(e) or self.raises_bugs:
                 raise
-            log.exception("%s: the drafter failed", what)
+            log.exception("%s: the drafter failed", outcome)
             self.lose_track(slots, e)
         return None
 

@@ -61,8 +61,8 @@ def look_at_name(model: str, plan: Plan, *, apart: bool) -> None:
     entry = lookup(model)
     if isinstance(entry, Entry) and entry.target is not None and entry.target.repo:
         entry.target.locate()
-        if said := looked(plan, Named(model), apart=apart):
-            raise DoesNotFit(f"{said}. Nothing was downloaded; `pyspec pull {model}` does it all the same")
+        if advice := looked(plan, Named(model), apart=apart):
+            raise DoesNotFit(f"{advice}. Nothing was downloaded; `pyspec pull {model}` does it all the same")
 
 
 def _asked(question: bytes) -> str:

@@ -56,15 +56,15 @@ class AcceptancePrior:
         np.multiply.accumulate(self.chance, axis=1, out=self.survive[:, 1:])
 
     def learn(
-        self, was: Floats, now: Floats, said: Floats, n_draft: NDArray[np.int64], n_right: NDArray[np.int64]
+        self, was: Floats, now: Floats, likelihood: Floats, n_draft: NDArray[np.int64], n_right: NDArray[np.int64]
     ) -> None:
-        """Learn from verdicts. was, now: [verdict, level] beliefs before and after; said: likelihood of each verdict by level."""
+        """Learn from verdicts. was, now: [verdict, level] beliefs before and after; likelihood: of each verdict, by level."""
         keep = FORGET ** len(was)
         place = np.arange(self.n_max)
         judged = (place <= n_right[:, None]) & (place < n_draft[:, None])
         reached = was @ self.survive[:, :-1]
         meant = (was @ (self.survive[:, :-1] * LEVELS[:, None])) / reached
-        self.alike = keep * self.alike + np.log(said).sum(axis=0)
+        self.alike = keep * self.alike + np.log(likelihood).sum(axis=0)
         self.weights = keep * self.weights + INDEPENDENT * now.sum(axis=0)
         self.right = keep * self.right + (place < n_right[:, None]).sum(axis=0)
         self.meant = keep * self.meant + np.where(judged, meant, 0.0).sum(axis=0)
@@ -125,12 +125,12 @@ class Acceptance:
     ) -> None:
         was = self.beliefs[slots]
         wrong = np.where(n_right < n_draft, 1 - texts.chance[:, np.minimum(n_right, self.n_max - 1)], 1.0)
-        said = (texts.survive[:, n_right] * wrong).T
-        now = was * said
+        likelihood = (texts.survive[:, n_right] * wrong).T
+        now = was * likelihood
         now /= now.sum(axis=1, keepdims=True)
         before, others = texts.common, (len(was) - 1) / len(was)
         for each in (texts,) if texts is self.free else (texts, self.held):
-            each.learn(was, now, said, n_draft, n_right)
+            each.learn(was, now, likelihood, n_draft, n_right)
         now *= (texts.common / before) ** others  # apply what the other slots showed, too
         self.beliefs[slots] = now / now.sum(axis=1, keepdims=True)
         self._age(texts, slots)
