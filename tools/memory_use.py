@@ -92,7 +92,7 @@ class Stages:
         if fraction == 1.0 or (stage == "graphs" and fraction == 0.0):
             self.lines.append((f"{stage} {'done' if fraction else 'begin'}", memory_snapshot(self.device)))
 
-    def tell(self, device: torch.device, plan: MemoryPlan, before: tuple[int, int, int] | None) -> None:
+    def log_use(self, device: torch.device, plan: MemoryPlan, before: tuple[int, int, int] | None) -> None:
         """In place of the line that a load logs at its end."""
         self.plan, self.before = plan, before or (0, 0, 0)
         self.lines.append(("loaded", memory_snapshot(device)))
@@ -152,7 +152,7 @@ def main() -> int:
         settings |= {"synth_len": 2.5, "n_draft_max": args.n_draft, "n_draft_fixed": True}
     torch.cuda.memory._record_memory_history("state", context="alloc", stacks="python")
     stages = Stages(device)
-    loading._log_use = stages.tell
+    loading._log_use = stages.log_use
     with progress.listening(stages.hear), Engine.open(str(args.model), draft, settings) as engine:
         if not stages.settled.wait(SETTLED_S):
             print("kernels are still being checked: what these children have is counted as others")

@@ -69,7 +69,7 @@ class ThreadRanks:
             assert self._loaded.acquire(timeout=60)
         assert not self.failures, self.failures
 
-    def tell(self, command: object) -> None:
+    def send(self, command: object) -> None:
         message = pickle.dumps(command)
         for inbox in self._inboxes:
             inbox.put(message)
