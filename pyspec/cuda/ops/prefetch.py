@@ -1,4 +1,4 @@
-"""What a kernel is told of the product that reads its result, for it to fetch the weights to L2 meanwhile (prefetch.cuh)."""
+"""Arguments by which a kernel fetches the weights of the next product to L2 (prefetch.cuh)."""
 
 from __future__ import annotations
 

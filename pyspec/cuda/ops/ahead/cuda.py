@@ -1,4 +1,4 @@
-"""`ahead` on NVIDIA GPUs: a launch for what of a verify is accepted, and one for each layout that is moved behind it (ahead.cu)."""
+"""`ahead` on NVIDIA GPUs: one launch finds the accepted rows of a verify, and one moves each layout behind them (ahead.cu)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class AheadLaunch:
         self.acceptor, self.mover = _kernels(spec.device)
 
     def _make(self, n_seq: int, n_row: int) -> None:
-        """Places for what `accept` finds of so many sequences and rows."""
+        """Buffers for the results of `accept` for so many sequences and rows."""
         self.n = torch.ones(n_seq, dtype=torch.int32, device=self.device)
         self.goes = torch.ones(n_seq, dtype=torch.int32, device=self.device)
         self.last = torch.zeros(n_seq, dtype=torch.int64, device=self.device)
@@ -57,7 +57,7 @@ class AheadLaunch:
         n_seq, n_row = len(batch.seqs), batch.n_row
         if n_seq > len(self.n) or n_row > len(
             self.tokens
-        ):  # more than was planned: what a graph holds is none of these
+        ):  # more than was planned: graphs do not hold these buffers
             self._make(max(n_seq, len(self.n)), max(n_row, len(self.tokens)))
         assert best.dtype == torch.float64
         assert ends is None or (ends.dtype == torch.int32 and ends.shape == (n_seq, MAX_ENDS) and ends.is_contiguous())
@@ -105,7 +105,7 @@ def programs(spec: AheadSpec, target: GpuKind) -> list[Program]:
 
 
 def bind(spec: AheadSpec) -> AheadLaunch:
-    """With places of its own for what is kept: two engines may share a stream."""
+    """Bind with result buffers of its own, because two engines may share a stream."""
     return AheadLaunch(spec)
 
 

@@ -1,4 +1,4 @@
-"""`ahead`: what a round is made of that is launched before the host has read the one before."""
+"""`ahead`: inputs of a round that is launched before the host has read the previous one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a round is made of that is launched before the host has read the one before: the meaning, in plain torch.
+"""Reference of `ahead` in plain torch: inputs of a round that is launched before the host has read the previous one.
 
 A verify keeps its first row and one more for each draft that is its row's best token, up to the first that may end the request
-or is banned: there the host decides, and what was launched behind it goes for nothing. `accept` finds how many those are,
-`move` puts a layout that was made as if none had been kept behind them.
+or is banned. There the host decides, and the slot's rows of the next round are discarded. `accept` counts the kept rows; `move` moves
+a layout, which was made as if none had been kept, behind them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class AheadSpec:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a verify keeps, in its own order of sequences and rows. It holds until the next `accept`.
+    """The kept rows of a verify, in its own order of sequences and rows. Valid until the next `accept`.
 
     n       [seq]  int32  rows
-    tokens  [row]  int64  what follows each row; behind the kept ones that means nothing, but is a token
+    tokens  [row]  int64  the token after each row; a valid but meaningless token after rows that are not kept
     last    [seq]  int64  the last row that is kept
-    goes    [seq]  int32  1, or 0 if what follows that row is one of the ends
+    goes    [seq]  int32  1, or 0 if the token after that row is one of the ends
     """
 
     n: Tensor
@@ -54,19 +54,19 @@ class Kept:
 
 
 class Ahead(Protocol):
-    """What the op binds."""
+    """The launch that the op binds."""
 
     def accept(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
         """How far the verify that ran `batch` is kept.
 
         best    [2, row] f64    each row's best token and its value; every row of the batch has logits
-        ends    [seq, MAX_ENDS] int32  tokens that are never gone on from, NO_TOKEN where there are fewer; none if not given
+        ends    [seq, MAX_ENDS] int32  tokens at which a sequence stops, padded with NO_TOKEN; none if not given
         forced  [seq] int32     drafts that count as right, whatever is best (synthetic acceptance)
         """
         ...
 
     def move(self, batch: Batch, kept: Kept, drafts: Tensor | None = None) -> Batch:
-        """Put the rows of `batch` behind those that are kept: positions, places of keys and values, what they see.
+        """Move the rows of `batch` behind the kept ones: positions, rows of keys and values, the range of keys they see.
 
         In place, but for the host's description where the host can read it. The batch has the sequences of the verify, laid out
         from its first positions with pages for all that may be kept; an `n_fold` of 1 becomes the number of kept rows (behind one row it stays as it is),
@@ -132,7 +132,7 @@ class TorchAhead:
         return described(batch)
 
     def _shift(self, batch: Batch, by: Tensor | int) -> None:
-        """by: of each row that is somebody's, or of all. Padding stays where it is: a graph may find rows there when it is replayed."""
+        """by: one number for all rows, or one for each row of a sequence. Padding rows stay, because a replayed graph may find rows there."""
         size, positions = batch.page_size, batch.positions
         is_row = batch.row_seq >= 0
         seq = batch.row_seq.long().clamp(min=0)

@@ -11,7 +11,7 @@ from pyspec.cuda.ops.ahead.ref import GUARD, MAX_ENDS, AheadSpec, Kept
 from pyspec.slots.batch import Batch
 
 ROWS = 128  # of a program that moves
-ACCEPTED = 32  # rows of a step of what accepts
+ACCEPTED = 32  # rows of a step of `accept`
 
 
 def limits(spec: AheadSpec) -> str | None:
@@ -26,7 +26,7 @@ class AheadTriton:
         self._make(spec.n_seq, spec.n_row)
 
     def _make(self, n_seq: int, n_row: int) -> None:
-        """Places for what `accept` finds of so many sequences and rows."""
+        """Buffers for the results of `accept` for so many sequences and rows."""
         self.n = torch.ones(n_seq, dtype=torch.int32, device=self.device)
         self.goes = torch.ones(n_seq, dtype=torch.int32, device=self.device)
         self.last = torch.zeros(n_seq, dtype=torch.int64, device=self.device)
@@ -95,5 +95,5 @@ class AheadTriton:
 
 
 def bind(spec: AheadSpec) -> AheadTriton:
-    """With places of its own for what is kept: two engines may share a stream."""
+    """Bind with result buffers of its own, because two engines may share a stream."""
     return AheadTriton(spec)

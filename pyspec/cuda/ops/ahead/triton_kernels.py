@@ -52,7 +52,7 @@ def ahead_move(
     seq_step, draft_step, n_draft, n_row, n_seq, n_next, n_page,
     PAGE: tl.constexpr, MOVES: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_DRAFTS: tl.constexpr, ROWS: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows / ROWS). MOVES: rows go on by n [seq], or by 1 without HAS_KEPT; else they get what follows the verify's, one for one."""
+    """Grid (rows / ROWS). MOVES: rows move by n [seq], or by 1 without HAS_KEPT; else each gets the token after the verify's row."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     s = tl.load(row_seq + row, mask=row < n_row, other=-1)
     is_row = (s >= 0) & (s < n_seq)

@@ -20,7 +20,7 @@ def limits(spec: AnglesSpec) -> str | None:
 
 
 def inverse_of(factor: float) -> np.float32:
-    """What positions are multiplied with: torch divides a GPU's tensor by a number in that way."""
+    """The factor of positions: torch divides a GPU tensor by a number by multiplying with it."""
     return np.float32(1.0) / np.float32(factor)
 
 
@@ -60,7 +60,7 @@ def frequencies(n: int, device: torch.device) -> Tensor:
 
 
 def hostile(n_row: int, gen: torch.Generator) -> Tensor:
-    """[n_row] int64: small positions, long contexts, and what has another way to be brought into one turn."""
+    """[n_row] int64: small positions, long contexts, and values with another reduction to one period."""
     ends = torch.tensor([0, 1, 2, 7, 105_614, 105_616, 131_071, 262_143, (1 << 24) + 1, (1 << 31) + 7])
     return torch.cat([ends, torch.randint(0, 1 << 18, (n_row,), generator=gen)])[:n_row]
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AnglesSpec:
-    """Any number of rows and angles: all ropes of a process share what is bound."""
+    """For any number of rows and angles, so all ropes of a process share one launch."""
 
     device: torch.device
 
 
 class Angles(Protocol):
-    """What the op binds."""
+    """The launch that the op binds."""
 
     def __call__(self, positions: Tensor, freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         """cos, sin [row, 1, n] f32 of position / factor * freq. positions [row] int64, freq [n] f32."""

@@ -17,7 +17,7 @@ from pyspec.slots.kv import KVPool
 class Case:
     """seqs: (n_past, width) each. `block`: rows see all rows of their sequence. pad: (rows, sequences) of padding.
 
-    spare: pool pages that nobody owns; they and all rows beyond a sequence's end hold NaN.
+    spare: pool pages without an owner; they and all rows beyond a sequence's end hold NaN.
     """
 
     n_head: int

@@ -146,7 +146,7 @@ class Kernels:
     shape: AttendBuild
 
     def merge(self, n_part: int, dim: int) -> tuple[jit.Kernel, int]:
-        """What puts the partials of so many rows and heads together, and how many dims each warp has: all give the same bits."""
+        """The kernel that merges the partials of so many rows and heads, and the dims of each of its warps. All kernels give the same bits."""
         if n_part * -(-dim // 32) <= WIDE_WARPS:
             return self.merge_thin, 32
         return (self.merge_wide if n_part * -(-dim // 128) > WIDE_WARPS else self.merge_long), 128
@@ -183,8 +183,8 @@ def _plain(device: torch.device, dim: int, kv: torch.dtype, has_sinks: bool) -> 
 
 
 class Workspace:
-    """Partial sums, shared by all layers of a device. Outgrown buffers stay: captured graphs may hold them. An engine takes
-    what it will need before (`workspace_bytes`)."""
+    """Partial sums, shared by all layers of a device. Outgrown buffers stay, because captured graphs may hold them. An engine reserves
+    `workspace_bytes` before."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -225,8 +225,8 @@ def n_float(spec: AttendSpec, columns: int) -> int:
 
 
 def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
-    """What batches of an engine need: a sequence has at most `n_key` keys, and `n_row` rows, or those of a prompt that
-    attend_prompt leaves here."""
+    """Bytes for the batches of an engine. A sequence has at most `n_key` keys, and at most `n_row` rows or those of a prompt that
+    attend_prompt leaves to this kernel."""
     if not torch.cuda.is_available() or limits(spec) is not None:
         return 0
     arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
@@ -255,7 +255,7 @@ def most_floats(spec: AttendSpec, n_seq: int, n_key: int, n_row: int, arch: str,
 
 
 def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:
-    """What only our own code can get wrong: dtypes, shapes, layout."""
+    """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
     assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
     assert pool.k.shape == pool.v.shape and pool.k.shape[1:] == (spec.n_kv_head, spec.head_dim)
     assert all(plane.is_contiguous() for plane in pool.planes) and pool.dtype is spec.kv
@@ -270,7 +270,7 @@ def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: At
 class AttendLaunch:
     """The kernels of one spec; called as attend_ref's. `shape` fixes the build."""
 
-    fetches = True  # what `after` names, see fuse.py
+    fetches = True  # fetches the weights that `after` names, see fuse.py
 
     def __init__(self, spec: AttendSpec, shape: AttendBuild | None) -> None:
         self.spec, self.shape, self.builds = spec, shape, dict[int, Kernels]()  # by the tiles of a block's columns
@@ -326,7 +326,7 @@ class AttendLaunch:
         return out
 
     def _build(self, batch: Batch, group: int) -> Kernels:
-        """What the widest sequence and the pool's type decide."""
+        """The build for the widest sequence and the pool's type."""
         widest, spec = max((seq.width for seq in batch.seqs), default=1), self.spec
         n_tile = n_tile_for(max(1, widest) * group)
         if n_tile not in self.builds:

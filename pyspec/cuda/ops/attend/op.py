@@ -14,7 +14,7 @@ from pyspec.cuda.ops.attend.ref import Attend
 
 
 def check(launch: Attend, reference: Attend, spec: attend_ref.AttendSpec) -> str | None:
-    """Ragged batches of the model's own heads, with padding and NaN wherever nobody may look."""
+    """Ragged batches of the model's own heads, with padding and NaN wherever the op must not read."""
     heads = (spec.n_head, spec.n_kv_head, spec.head_dim)
     for case in (
         Case(*heads, spec.kv, [(0, 1), (299, 5), (1023, 2)], 32, pad=(3, 1), scale=spec.scale, sinks=spec.has_sinks),

@@ -1,5 +1,5 @@
-"""What `attend` needs of a device's memory beside its tensors, for a planner: to be known before a load, and taken at its end; and what
-it has to have seen before the first prompt."""
+"""Workspace of `attend` for a planner, which needs it before a load and reserves it at the end; and the checks that wait until after
+the load."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pyspec.cuda.ops.attend.ref import AttendSpec
 
 
 def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
-    """Of partial sums, which all layers of a device share: see attend_cuda. 0 where no kernel needs any."""
+    """Bytes of partial sums, which all layers of a device share: see attend_cuda. 0 if no kernel needs any."""
     if _runs_as(spec) == "triton":
         return attend_triton.workspace_bytes(spec, n_seq, n_key, n_row)
     return attend_cuda.workspace_bytes(spec, n_seq, n_key, n_row)
 
 
 def _runs_as(spec: AttendSpec) -> str:
-    """What is decided for such heads, or else what limits leave."""
+    """The implementation decided for such heads, or else the first within its limits."""
     for known, impl in attend.decided.items():
         if replace(known, scale=spec.scale, has_sinks=spec.has_sinks) == spec:
             return impl.name
@@ -40,13 +40,13 @@ def bytes_on(arch: str, n_sm: int, spec: AttendSpec, n_seq: int, n_key: int, n_r
 
 
 def reserve(device: torch.device, n_bytes: int) -> None:
-    """Take so many now, so that contexts may grow later without a request to the driver in the midst of a round."""
+    """Reserve the bytes now, so that contexts grow later without a driver call in the middle of a round."""
     if n_bytes:
         attend_cuda.workspace(device).take(n_bytes // 4)
 
 
 def late(device: torch.device) -> list[tuple[Op[AttendSpec, Run], AttendSpec]]:
-    """What the layers that are bound may ask of ops later on, and nobody waits for: somebody has to find it out, and then ask them."""
+    """Ops of the bound layers whose check is deferred until after the load. The caller checks and then decides them."""
     if device.type != "cuda" or EXACT.is_on:
         return []
     bound = [spec for spec, impl in attend_prompt.decided.items() if impl is not attend_prompt.reference]
@@ -54,7 +54,7 @@ def late(device: torch.device) -> list[tuple[Op[AttendSpec, Run], AttendSpec]]:
 
 
 def warm(device: torch.device, n_key: int) -> None:
-    """Of what is known to be right already. n_key: of a slot, at most."""
+    """Warm the deferred ops whose verdict is known. n_key: of a slot, at most."""
     for op, spec in late(device):
         if spec in op.decided and op.runs_as("cudnn", spec):
             prompt_blocks.warm(by_cudnn(spec), spec, n_key)

@@ -5,7 +5,7 @@ cores' peak and a copy of the keys costs little. Which of the two a sequence tak
 its bits do not depend on its neighbours.
 
     q     [row, head, dim]  f32
-    k, v  [key, kv, dim]    f16 or bf16, whatever the pool's type; the rows are those of the last keys
+    k, v  [key, kv, dim]    f16 or bf16 for any type of the pool; the rows are those of the last keys
     out   [row, head, dim]  f32
 """
 
@@ -46,7 +46,7 @@ def reference(spec: AttendSpec) -> Run:
 
 
 def by_torch(spec: AttendSpec) -> Run:
-    """Flash attention as torch has it, asked for by its own name: what chooses between libraries takes longer than it on short prompts,
+    """torch's flash attention, called by its own name: torch's choice between libraries takes longer than the kernel on short prompts,
     and the mask's module imports all of torch's compiler, a second or more (docs/log.md). Its mask is that of the last rows."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention
 
@@ -123,8 +123,8 @@ attend_blocks: Op[AttendSpec, Run] = Op(  # the same behind many keys; without i
 
 
 def prompts(spec: AttendSpec) -> Run:
-    """The library, and what is faster behind many keys once that is known to be right. It takes seconds to find out, for cuDNN is loaded for it,
-    so neither a load nor a round waits: until then the library takes these, too."""
+    """The library, and cuDNN behind many keys, where it is faster, once its check has passed. The check takes seconds because it loads cuDNN,
+    so neither a load nor a round waits for it: until then the library takes these prompts, too."""
     short, blocks = attend_prompt.bind(spec), by_cudnn(spec)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -261,8 +261,8 @@ def beside(own: Attend, prompt: Run) -> Attend:
 
 
 def own_keys(pool: KVPool, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Keys and values of a prompt that stands alone, padded as a graph has it: no row sees what stands behind it, but what is masked must still
-    be a number, so the first token's stand there."""
+    """Keys and values of a prompt that runs alone, padded to the rows of its graph. Masked values must be numbers, so the padding repeats the
+    first token's."""
     rows = torch.where(batch.row_seq >= 0, batch.kv_rows, batch.kv_rows[0])
     return pool.read(rows, _half(pool))
 
@@ -272,8 +272,7 @@ def _half(pool: KVPool) -> torch.dtype:
 
 
 def keys_of(pool: KVPool, batch: Batch, i: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a sequence in a type that the library takes: where they lie one after the other, as in pages that were taken
-    together, they are not copied."""
+    """Keys and values of a sequence in a type that the library takes. They are not copied if its pages follow each other in the pool."""
     half = _half(pool)
     n, size, at = batch.max_hi[i], batch.page_size, _run_of(batch, i)
     if at is None or pool.dtype is not half:

@@ -28,7 +28,7 @@ OwnPart = Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def cut(n_past: int) -> list[tuple[int, int]]:
-    """(first, end) of the blocks that so many keys hold, the largest first; what is left has less than the smallest."""
+    """(first, end) of the blocks in `n_past` keys, the largest first; fewer keys than the smallest block are left."""
     found, first = [], 0
     for size in BLOCKS:
         while n_past - first >= size:
@@ -84,7 +84,7 @@ def block_part(spec: AttendSpec) -> Part:
 
 
 def by_blocks(spec: AttendSpec, without: Run, own: OwnPart, block: Part) -> Run:
-    """without: takes what is not worth it."""
+    """without: takes the prompts for which blocks are not worth it."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not takes(len(q), len(k)):
@@ -106,8 +106,8 @@ def by_blocks(spec: AttendSpec, without: Run, own: OwnPart, block: Part) -> Run:
 
 
 def warm(run: Run, spec: AttendSpec, n_key: int) -> None:
-    """Have the library loaded, a second's work, before somebody waits for it, where a slot may hold a block. Plans are a thread's own: they are
-    made as they are needed, 40 ms each."""
+    """Load the library, which takes a second, before the first prompt, if a slot may hold a block. Plans belong to a thread and are made on
+    demand, 40 ms each."""
     if n_key >= BLOCKS[-1] + LEAST:
         half = torch.bfloat16 if spec.kv is torch.bfloat16 else torch.float16
         keys = torch.zeros(BLOCKS[-1] + LEAST, spec.n_kv_head, spec.head_dim, dtype=half, device=spec.device)

@@ -56,7 +56,7 @@ def bind(spec: AttendSpec) -> Attend:
     group = spec.n_head // spec.n_kv_head
 
     def alone(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """One row q [head, dim] with the keys and values [key, kv, dim] that it sees, whatever is asked beside it."""
+        """One row q [head, dim] with the keys and values [key, kv, dim] that it sees, independent of other rows."""
         kt, vt = k.permute(1, 2, 0), v.transpose(0, 1)
         scores = q.view(spec.n_kv_head, group, -1) @ kt * spec.scale
         if sinks is not None:

@@ -77,7 +77,7 @@ def tiles_for(spec: AttendSpec, columns: int, *, large: bool) -> AttendTiles:
 
 
 def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
-    """What batches of an engine need: a sequence has at most `n_key` keys, and `n_row` rows. Prompts of more rows run in as much."""
+    """Bytes for the batches of an engine: a sequence has at most `n_key` keys, and `n_row` rows. Prompts of more rows run in the same space."""
     rows = max(n_seq * n_row, MANY) * (spec.n_head // spec.n_kv_head)
     n_tile = [rows // c + n_seq for c in fitting(spec)]
     sizes = [tile_floats(spec, c, n_splits(n_key)) for c in fitting(spec)]
@@ -206,14 +206,14 @@ class AttendTriton:
 
 
 def planes_of(pool: KVPool) -> tuple[Tensor, ...]:
-    """Keys, values and their scales; bytes of what torch has no Triton type for everywhere."""
+    """Keys, values and their scales; as bytes where Triton does not have torch's type on all devices."""
     codes = [t.view(torch.uint8) if t.dtype is torch.float8_e4m3fn else t for t in (pool.k, pool.v)]
     scales = [t for t in (pool.k_scale, pool.v_scale) if t is not None] or codes
     return *codes, *scales
 
 
 def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:
-    """What only our own code can get wrong: dtypes, shapes, layout."""
+    """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
     assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
     assert pool.k.shape == pool.v.shape and pool.k.shape[1:] == (spec.n_kv_head, spec.head_dim)
     assert all(plane.is_contiguous() for plane in pool.planes) and pool.dtype is spec.kv

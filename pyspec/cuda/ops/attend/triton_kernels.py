@@ -1,8 +1,8 @@
-"""The kernels of `attend` in Triton. Imported where they are launched only (triton.py says what they do together).
+"""The Triton kernels of `attend`. Only a launch imports them; triton.py describes how they work together.
 
-Scores stand on their side, [key, column], a column being a row and head of a KV head's group: tensor cores see keys as their rows
-whatever the number of columns, so a column has the same bits in any company. Keys are cut at absolute positions: SHORT keys
-(LONG, of a sequence of more than FAR_KEYS) leave one partial sum, and those of a row are put together in order.
+Scores are transposed, [key, column]; a column is a row and head of a KV head's group. Keys are the rows of the tensor cores' products
+for any number of columns, so a column's bits do not depend on the others. Keys are cut at absolute positions: SHORT keys (LONG in a
+sequence of more than FAR_KEYS) give one partial sum, and those of a row are added in order.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def attend_split(
         tl.store(ml + item * (2 * COLS) + c, most)
         tl.store(ml + item * (2 * COLS) + COLS + c, sums)
     high, low = tl.max(worst, 0), tl.min(worst, 0)
-    if to_key > n_split * split:  # rows of a sequence see far beyond what its last one sees
+    if to_key > n_split * split:  # a row of a sequence sees far beyond the keys of its last row
         report(fault, OP, s, to_key // split, n_split)
     if (high != 0) | (low != 0):
         index = tl.where((high > 0x7FFFFFFF) | (high == 0), -1, high)
@@ -162,7 +162,7 @@ def attend_merge(
     d = tl.program_id(2) * PIECE + tl.arange(0, PIECE)
     to = out + (row.to(tl.int64) * (N_KV * GROUP) + head) * DIM + d
     s = tl.load(row_seq + row)
-    if (s < 0) | (s >= n_seq):  # whichever tiles these are
+    if (s < 0) | (s >= n_seq):  # padding tiles
         tl.store(to, tl.zeros([PIECE], dtype=tl.float32), mask=d < DIM)
         return
     every, starts, widths, before, _ = sequences(seq_start, n_seq, GROUP, COLS, N_SEQ)
@@ -205,4 +205,4 @@ HALVES = {
     torch.int8: tl.float16,
     torch.float8_e4m3fn: tl.float16,
 }
-"""What tensor cores multiply, by the pool's type."""
+"""Operand type of tensor cores, by the pool's type."""

@@ -1,6 +1,6 @@
 """`best` on NVIDIA GPUs: one launch (best.cu). Rows are cut into parts, as many as keep all multiprocessors at work.
 
-What parts find, and tickets, lie in one buffer of a device: all launches must be on one stream.
+The parts' results and tickets lie in one buffer of a device, so all launches must be on one stream.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ def hostile(n_row: int, n_vocab: int, gen: torch.Generator) -> Tensor:
             row.fill_(-torch.inf)
         elif kind == 2:  # equal ones in all parts
             row.copy_(torch.randint(0, 2, (n_vocab,), generator=gen).float())
-        elif kind == 3:  # the largest number that is one, before what is none
+        elif kind == 3:  # the largest number, inf, before NaN
             row[n_vocab // 3], row[middle], row[last] = torch.inf, torch.nan, torch.nan
         elif kind == 4:  # zeros of both signs
             row.copy_(torch.where(row > 0, 0.0, -0.0))
         elif kind == 5:
             row[last] = 9.0
-        elif kind == 6:  # what is none with a sign is no less
+        elif kind == 6:  # NaN with a sign is no less
             row.fill_(-torch.nan)
             row[0] = torch.inf if i % 24 < 12 else torch.nan
         elif kind == 7:
@@ -132,7 +132,7 @@ def hostile(n_row: int, n_vocab: int, gen: torch.Generator) -> Tensor:
 
 
 def _cases(sizes: Sequence[tuple[int, int]], device: torch.device) -> Iterator[Tensor]:
-    """Rows that begin anywhere: the first of what was made is left out."""
+    """Rows at any alignment: leave out the first numbers made."""
     gen = torch.Generator().manual_seed(0)
     for n_row, n_vocab in sizes:
         for skip in (0, 1) if n_row == 1 else (1,):
@@ -145,7 +145,7 @@ def _bits(pairs: Tensor) -> Tensor:
 
 
 def check(launch: Best, reference: Best, spec: BestSpec, sizes: Sequence[tuple[int, int]] = SIZES) -> str | None:
-    """Ties far from each other, zeros of both signs, rows of -inf, of what is no number, of one column, of odd length."""
+    """Ties far from each other, zeros of both signs, rows of -inf, of NaN, of one column, of odd length."""
     for logits in _cases(sizes, spec.device):
         where = f"of {logits.shape[0]} rows of {logits.shape[1]} logits"
         tokens, pairs = launch.tokens(logits), launch.pairs(logits)

@@ -1,7 +1,7 @@
 """The best token of each row: the meaning, in plain torch.
 
 The largest logit counts, the lowest column of equal ones (both zeros are equal), and a NaN counts as larger than all else,
-the first one of several. Its value is the logit itself, whatever it is.
+the first one of several. Its value is the logit itself, NaN included.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _BLOCK = 128  # divides the usual vocabulary sizes
 
 @dataclass(frozen=True, slots=True)
 class BestSpec:
-    """Any number of rows, and of columns: drafters and targets of all vocabularies share what is bound."""
+    """For any number of rows and columns, so drafters and targets of all vocabularies share one launch."""
 
     device: torch.device
 
 
 class Best(Protocol):
-    """What the op binds. logits [row, n_vocab] f32, with one column at least."""
+    """The launch that the op binds. logits [row, n_vocab] f32, with one column at least."""
 
     def tokens(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """[row] int64, contiguous; in `out` if it is given."""

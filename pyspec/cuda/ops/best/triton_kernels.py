@@ -1,7 +1,7 @@
 """The kernels of `best` in Triton. Imported where they are launched only.
 
-A logit and its column are one whole number of 64 bits that is larger for what counts more: the logit's bits in the order of numbers,
-above what is left to the last column.
+A logit and its column are one 64-bit integer that orders candidates: the logit's bits, in the order of numbers, above the distance to
+the last column.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pyspec.slots.ring import RingRows
 NAMES = (VALUES, SCORES)
 OFF = 3e-5  # of a row's size: other orders of sums
 ROUNDED = {torch.float32: 0.0, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float8_e4m3fn: 2.0**-3}
-"""Of a value: what is rounded once may come out one step aside."""
+"""Relative error of a value: one rounding may differ by one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def difference(given: Given, compress: Compress, reference: Compress, spec: Comp
 
 def check(compress: Compress, reference: Compress, spec: CompressSpec) -> str | None:
     """Blocks that end with the batch's first and last tokens, that have several pages or share one; rings that wrap; late positions; and
-    the same bits whichever way a prompt was cut."""
+    the same bits for every cut of a prompt."""
     r = spec.ratio
     seqs = [(0, 1), (r - 1, 1), (r - 2, 5), (2 * r + 1, 17), (0, 3 * r + 2), (5 * r - 1, 2), (7 * r, 9)]
     cases = [

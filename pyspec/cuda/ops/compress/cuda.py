@@ -1,4 +1,4 @@
-"""`compress` on NVIDIA GPUs: compress.cu. One launch makes rows and keeps what tokens gave, if they are few; a second keeps those of more.
+"""`compress` on NVIDIA GPUs: compress.cu. One launch makes rows and, of few tokens, keeps their values; for more tokens a second one keeps them.
 
 Positions, lengths and pages are read on the device: a captured graph serves any batch of as many rows and sequences.
 """
@@ -85,7 +85,7 @@ class CompressLaunch:
         self.threads, self.fault = n_group(spec) * spec.dim // 4, faults.record(spec.device)
 
     def with_beside(self, beside: CompressLaunch) -> BothLaunch | None:
-        """What makes `beside`'s rows of the same tokens in the same launch; None where the two differ in more than their width."""
+        """A launch that also makes `beside`'s rows of the same tokens; None if the two differ in more than their width."""
         is_like = replace(self.spec, dim=beside.spec.dim) == beside.spec
         return BothLaunch(self, beside) if is_like else None
 
@@ -134,7 +134,7 @@ class CompressLaunch:
             self._keep((values, scores, places), ring, batch)
 
     def _keep(self, given: tuple[Tensor, Tensor, Tensor], ring: RingRows, batch: Batch) -> None:
-        """What tokens gave, of sequences of more rows than are kept at once."""
+        """Keep the tokens' values, for sequences of more rows than the first launch keeps."""
         values, scores, places = given
         planes, steps = [ring.rows[VALUES], ring.rows[SCORES]], [np.int64(x.stride(0)) for x in (values, scores)]
         slots = [np.int32(n) for n in (planes[0].shape[0], ring.n_row, ring.slack + 1, len(values))]
@@ -156,7 +156,7 @@ class CompressLaunch:
         pool: KVPool,
         batch: Batch,
     ) -> None:
-        """What only our own code can get wrong: dtypes, shapes, layout."""
+        """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
         (values, scores, places), spec, n = given, self.spec, len(given[0])
         assert places.shape == (spec.ratio, self.width) and places.is_contiguous() and places.dtype == torch.float32
         assert values.dtype == scores.dtype == norm.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Compressed rows: one for every `ratio` tokens, summed up from what each token gives. The meaning, in plain torch.
+"""Reference of `compress` in plain torch: one row for every `ratio` tokens, a weighted sum of the tokens' values.
 
     values, scores  [row, (1 + overlaps) * dim]  f32  of the batch's tokens
     places          [ratio, (1 + overlaps) * dim] f32 the scores' bias, by a token's place in its block
@@ -7,7 +7,7 @@
 
 A block's row is a sum of values, each channel weighed by a softmax over its tokens' scores, then normed and roped at the block's first
 position. With `overlaps` a token gives two halves: the first counts in the row of the block behind its own, the second in that of its
-own. A row is made when its block's last token runs; what a refused draft made is made again by the token that takes its place.
+own. A row is made when its block's last token runs. If that was a rejected draft, the token that replaces it makes the row again.
 """
 
 from __future__ import annotations

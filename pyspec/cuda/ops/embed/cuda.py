@@ -97,7 +97,7 @@ def any_bytes(type: GGMLType, n_in: int, n_token: int, gen: torch.Generator) -> 
 
 
 def bits(x: Tensor) -> Tensor:
-    """Equal for the same values, of zeros for the same signs, and for what is no number."""
+    """Equal values, the same signs of zeros, and NaN at the same places."""
     return x.masked_fill(x.isnan(), 0.5).view(torch.int32)
 
 

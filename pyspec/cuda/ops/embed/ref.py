@@ -18,7 +18,7 @@ GUARD = Guard(8, FaultPlace.ROW)
 
 @dataclass(frozen=True, slots=True)
 class EmbedSpec:
-    """An embedding of n_in columns in the file's type, whatever its number of tokens."""
+    """An embedding of n_in columns in the file's type, for any number of tokens."""
 
     device: torch.device
     type: GGMLType
@@ -26,7 +26,7 @@ class EmbedSpec:
 
 
 class Embed(Protocol):
-    """What the op binds. raw [token, bytes of a row] uint8 as in the file, tokens [row] int64."""
+    """The launch that the op binds. raw [token, bytes of a row] uint8 as in the file, tokens [row] int64."""
 
     def rows(self, raw: Tensor, tokens: Tensor) -> Tensor:
         """[row, n_in] f32."""
@@ -35,7 +35,7 @@ class Embed(Protocol):
     def rows_and_angles(
         self, raw: Tensor, tokens: Tensor, positions: Tensor, freq: Tensor, factor: float
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The same, and what `angles` gives."""
+        """The same, and the results of `angles`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Launches of gdn_chunk.cu: `gdn` over long kept sequences, 64 rows at a time. Part of gdn_cuda, which decides who is long."""
+"""Launches of gdn_chunk.cu: `gdn` over long kept sequences, 64 rows at a time. Part of gdn_cuda, which decides which are long."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ be replayed for any batch of as many sequences and rows; sequences without rows 
 
 A state does not depend on how its tokens came, to the bit, as long as they came as verifies or as kept rows of fewer than
 CHUNKED. Longer kept sequences are summed in chunks of 64 rows: within 3e-5 of the sequential state (outputs
-within 1e-3, their last products are one pass of f16), the same whatever the neighbours, rounded otherwise for another cut.
+within 1e-3, their last products are one pass of f16). These do not depend on the neighbours, but another cut rounds otherwise.
 
 Where rows are few, outputs go into the next product's rows right away (`GdnLaunch.prepared`), to the bits that rows_cuda gives.
 """
@@ -106,7 +106,7 @@ def _kernels(device: torch.device, shape: GdnShape, columns: int) -> tuple[jit.K
 
 
 def _check(rows: Sequence[Tensor], shape: GdnShape) -> None:
-    """What only our own code can get wrong: dtypes, shapes, alignment."""
+    """Assert dtypes, shapes and alignment, which only our own code can get wrong."""
     m, alpha, beta = rows
     assert m.dtype == alpha.dtype == beta.dtype == torch.float32, "gdn takes float32"
     assert all(t.stride(1) == 1 for t in rows) and alpha.stride(0) == beta.stride(0), "gdn takes rows of one stride"
@@ -116,7 +116,7 @@ def _check(rows: Sequence[Tensor], shape: GdnShape) -> None:
 
 
 def _check_kept(weights: Sequence[Tensor], layer: StateLayer, device: torch.device, shape: GdnShape) -> None:
-    """The same of what a layer has for good."""
+    """The same for the layer's own tensors."""
     whole = (*weights, *layer.tensors())
     assert all(t.dtype == torch.float32 and t.device == device for t in whole), "gdn takes float32"
     assert all(t.is_contiguous() for t in whole), "gdn takes contiguous tensors, or rows that are slices of wider rows"
@@ -125,7 +125,7 @@ def _check_kept(weights: Sequence[Tensor], layer: StateLayer, device: torch.devi
     assert [tuple(t.shape) for t in weights] == [(shape.n_v_head,)] * 2 + [(shape.n_channel, TAPS)]
 
 
-Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateLayer, Batch]  # what a call is given
+Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateLayer, Batch]  # arguments of a call
 
 
 class GdnLaunch:
@@ -163,8 +163,8 @@ class GdnLaunch:
     def prepared(self, *given: *Given, into: Into) -> Rows:
         """into.rows(o, into.prep) of the outputs o of a call, without a launch of its own where there are clusters, no chunks and not many states.
 
-        Which way it goes does not depend on what a batch in a graph holds, and changes no bit. Rows of no sequence hold
-        what was there before.
+        The path does not depend on the contents of a batch in a graph, and changes no bit. Rows without a sequence keep
+        their old contents.
         """
         *tensors, layer, batch = given
         many = batch.seq_slot.shape[0] * self.shape.n_v_head > MOST_PREPARED
@@ -283,7 +283,7 @@ def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:
 
 
 def check(launch: Gdn, reference: Gdn, spec: GdnSpec) -> str | None:
-    """gdn_ref's, the same rounds as if they had many sequences, and once more for what `prepared` puts into blocks, and for the blocks' sums."""
+    """gdn_ref's check, the same rounds as if they had many sequences, and both again for the blocks of `prepared`, and for the blocks' sums."""
     why = gdn_ref.check(launch, reference, spec)
     if why is not None or not isinstance(launch, GdnLaunch):
         return why

@@ -1,4 +1,4 @@
-"""What a Gated DeltaNet layer keeps for a slot."""
+"""State of a Gated DeltaNet layer for a slot."""
 
 from __future__ import annotations
 

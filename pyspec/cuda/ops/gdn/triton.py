@@ -120,7 +120,7 @@ class GdnTriton:
 
 
 def _check(rows: tuple[Tensor, ...], weights: tuple[Tensor, ...], layer: StateLayer, spec: GdnSpec) -> None:
-    """What only our own code can get wrong: dtypes, shapes, layout."""
+    """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
     (m, alpha, beta), shape, whole = rows, spec.shape, (*weights, *layer.tensors())
     assert all(t.dtype == torch.float32 and t.device == m.device for t in (*rows, *whole)), "gdn takes float32"
     assert all(t.is_contiguous() for t in whole), "gdn takes contiguous tensors, or rows that are slices of wider rows"

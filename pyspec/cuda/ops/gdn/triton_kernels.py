@@ -22,7 +22,7 @@ from pyspec.cuda.ops.recurrent.triton_kernels import (
 )
 from pyspec.cuda.tri_guards import kernel
 
-# What rows and records have beside each other: [sequences * width + rows, ...]; records of sequence s from s * width on.
+# Buffers of rows and records: [sequences * width + rows, ...]; records of sequence s from s * width on.
 
 
 @kernel
@@ -85,7 +85,7 @@ def gdn_conv(
             moved = moved_window(window, fold, rows, m_stride, n, kept, 2 * KD + own, CHANNELS)
             tl.debug_barrier()
             put_window(window, moved, 2 * KD + own, first, CHANNELS)
-        # who only folds gives no weights
+        # a program that only folds gets no weights
         slope, bias = tl.load(a + head, mask=n > 0, other=0.0), tl.load(dt_bias + head, mask=n > 0, other=0.0)
         for t0 in range(z * ROWS, n, tl.num_programs(2) * ROWS):
             t = t0 + tl.arange(0, ROWS)
@@ -132,7 +132,7 @@ def gdn_rows(
     slot, start, n, fold, kept, first = read_seq(
         seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP
     )
-    if s == n_seq - 1:  # rows behind the last sequence's are nobody's, and read all the same
+    if s == n_seq - 1:  # rows behind the last sequence belong to none, but are read all the same
         for row in range(tl.maximum(tl.load(seq_start + n_seq), 0), n_row):
             tl.store(out + (row.to(tl.int64) * N_V + h) * DIM + column, tl.zeros([COLUMNS], dtype=tl.float32))
     if n + fold == 0:

@@ -16,7 +16,7 @@ from pyspec.slots.kv import KVPool, rows_per_page
 from pyspec.slots.table import SlotTable
 
 NEAR = {torch.float16: 2.0**-13, torch.bfloat16: 2.0**-10}
-"""Of the products' sizes: scores this close may change places, since queries are rounded. A quarter of what could be."""
+"""Relative to the products' sizes: scores this close may change places, because queries are rounded. A quarter of the largest possible error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Placed:
 
 
 def place(case: Ragged, device: torch.device, seed: int = 0) -> Placed:
-    """The batch over pages in an order of their own, of which nobody owns some."""
+    """The batch over pages in an order of their own, some without an owner."""
     gen, size, n_slot = torch.Generator().manual_seed(seed), case.page_size, len(case.seqs) + 2
     counts = [-(-(past + width) // size) for past, width in case.seqs]
     n_page = sum(counts) + 3
@@ -52,7 +52,7 @@ def place(case: Ragged, device: torch.device, seed: int = 0) -> Placed:
 
 
 def padded(batch: Batch, n_row: int, n_seq: int) -> Batch:
-    """With rows and sequences of padding as an arena has them, but for positions and pages, which nobody may use."""
+    """With rows and sequences of padding as in an arena, but with positions and pages that must not be used."""
 
     def more(t: Tensor, n: int, value: int) -> Tensor:
         return torch.cat([t, t.new_full((n, *t.shape[1:]), value)])
@@ -90,7 +90,7 @@ def only(batch: Batch, seq: int, first: int, n: int) -> tuple[slice, Batch]:
 
 
 def pool_for(placed: Placed, ratio: int, dim: int, kv: torch.dtype, device: torch.device) -> KVPool:
-    """Compressed rows, NaN where nobody may look."""
+    """Compressed rows, NaN where the op must not read."""
     n_row = placed.n_page * rows_per_page(placed.plain.page_size, ratio)
     pool = KVPool(n_row, 1, dim, kv, device, tokens_per_row=ratio, keys_only=True)
     spoil(pool)
@@ -139,7 +139,7 @@ def make(case: Ragged, spec: IndexSpec, seed: int = 0, *, whole: bool = False) -
 
 
 def fault_of(got: Tensor, asked: Asked, spec: IndexSpec) -> str | None:
-    """What is wrong with a choice: not ascending, not of as many as are seen, or a row that is passed over for a worse one."""
+    """The error in a choice: rows not ascending, too few or too many, or a worse row chosen over a better one."""
     batch, ratio = asked.placed.plain, spec.ratio
     if bool((got[batch.n_row :] != -1).any()):
         return "a padded row chose something"
@@ -170,7 +170,7 @@ def fault_of(got: Tensor, asked: Asked, spec: IndexSpec) -> str | None:
 
 
 def check(launch: IndexRows, reference: IndexRows, spec: IndexSpec) -> str | None:
-    """Ragged widths and lengths around what may be chosen; exact scores with many ties, to the row; others with a margin; rows alone."""
+    """Ragged widths and lengths around the number chosen; exact scores with many ties, to the row; others with a margin; rows alone."""
     full = spec.ratio * spec.top_k
     seqs = [
         (full - 9, 17),

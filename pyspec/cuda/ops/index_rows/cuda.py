@@ -90,7 +90,7 @@ def rows_at_once(spec: IndexSpec, n_row: int, n_key: int) -> int:
 
 
 def scratch_bytes(spec: IndexSpec, n_row: int, n_token: int) -> int:
-    """What a call takes beside its result, for `n_row` rows of contexts up to `n_token`."""
+    """Scratch bytes of a call, for `n_row` rows of contexts up to `n_token`."""
     n_key = max(1, n_token // spec.ratio)
     return rows_at_once(spec, n_row, n_key) * (record_bytes(spec) + 4 * n_key)
 
@@ -110,7 +110,7 @@ def _kernels(device: torch.device, spec: IndexSpec, scorer: Scorer) -> dict[str,
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Rows that begin at 16 bytes; they may lie apart, but what is in one may not."""
+    """Rows that begin at 16 bytes. There may be gaps between rows, but not within one."""
     whole = x[0].is_contiguous() if len(x) else True
     return x if whole and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
 
@@ -134,7 +134,7 @@ class IndexLaunch:
         if not n_row:
             return out
         n_token = n_col * batch.page_size
-        if batch.bucket is None and batch.max_hi:  # no graph, so what the host knows may size it
+        if batch.bucket is None and batch.max_hi:  # no graph, so the host's lengths may size it
             n_token = min(n_token, max(batch.max_hi))
         n_key = max(1, n_token // self.spec.ratio)
         per = rows_at_once(self.spec, n_row, n_key)
@@ -178,7 +178,7 @@ class IndexLaunch:
         choose.launch((n,), CHOOSERS, args, room, overlap=self.overlap)
 
     def _check(self, q: Tensor, w: Tensor, freq: Tensor, pool: KVPool, batch: Batch) -> None:
-        """What only our own code can get wrong: dtypes, shapes, layout."""
+        """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
         spec, n = self.spec, q.shape[0]
         assert q.dtype == w.dtype == torch.float32 and freq.dtype == torch.float64
         assert freq.shape == (spec.n_rot // 2,) and freq.is_contiguous()

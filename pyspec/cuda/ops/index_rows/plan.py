@@ -1,4 +1,4 @@
-"""What `index_rows` takes of a device's memory while it runs, for a planner: to be known before a load."""
+"""Scratch memory of `index_rows`, for a planner before a load."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which compressed rows a token attends to: a small network scores them all, the best are taken. The meaning, in plain torch.
 
     q       [row, head, dim]   f32    their last dims are turned here
-    w       [row, head]        f32    what each head's score counts; a factor that all of a row share changes no choice
+    w       [row, head]        f32    weight of each head's score; a factor shared by all heads of a row changes no choice
     freq    [n_rot / 2]        f64    angles of one position
     pool    the indexer's own compressed rows, keys only
     out     [row, top_k]       int32  ascending; -1 behind the last one

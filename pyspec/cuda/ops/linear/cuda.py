@@ -87,7 +87,7 @@ def n_stages(type: GGMLType, shape: Tiling, capability: tuple[int, int]) -> int:
 
 
 def window(rows: int) -> tuple[int, int]:
-    """Stages on their way to a CTA at most: before its predecessor is over, and after. What others read queues behind them."""
+    """Most stages in flight to a CTA: before its predecessor is over, and after. Other kernels' reads queue behind them."""
     return (2, 3) if rows <= FEW else (3, 4)
 
 
@@ -145,7 +145,7 @@ def stem(capability: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What a product does besides: see LinearSpec. part_tiles: tiles of 256 rows of each part, 0 where there is one."""
+    """Options of a build: see LinearSpec. part_tiles: tiles of 256 rows of each part, 0 for a single part."""
 
     epilogue: Epilogue
     limit: float = 0.0
@@ -244,7 +244,7 @@ class LinearLaunch:
             self.multiply(rows, packed, out[part], None if residual is None else residual[part])
 
     def has_late(self, n_row: int) -> bool:
-        """Whether `multiply` may be `late` with so many rows: where somebody has room beside it (docs/log.md)."""
+        """Whether `multiply` may be `late` with so many rows: another kernel fits beside it (docs/log.md)."""
         return 0 < n_row <= LATE_ROWS and LATE_ROWS in self.steps and self.rows.overlap
 
     def multiply(
@@ -319,8 +319,8 @@ def check(
 
 
 def _below_limit(packed: Packed, limit: float) -> float:
-    """How large rows are to be for most products to lie below the limit, and some above it. Were most of them above, what is off would be what the
-    few others are off by, in units that are no larger than the limit."""
+    """Size of rows for which most products lie below the limit, and some above it. If most lay above, the error would be that of the few others,
+    in units no larger than the limit."""
     return limit / 2 / float(unpack(packed).square().sum(-1).mean().sqrt())
 
 

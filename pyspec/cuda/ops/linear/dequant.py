@@ -1,4 +1,4 @@
-"""Dequantisation in plain torch, on any device: what every faster kernel must equal.
+"""Dequantisation in plain torch, on any device: the reference of every faster kernel.
 
 In float32 the results equal the gguf package's bit for bit, so the order of the multiplications and subtractions below is part of
 the contract. Field offsets come from the ctypes layouts of `pyspec.gguf.blocks`. Each decoder maps [n, type_size] uint8 blocks to
@@ -158,7 +158,7 @@ def _signed_points(raw: Tensor, layout: type[BlockLayout], codes: Tensor, words:
     codes  float32, the lattice points: n * 256 numbers in the weights' order
     words  [n, 8, 4] uint8, signs and scale of 32 weights, a little-endian word
     """
-    word = words.contiguous().view(torch.int32)  # [n, 8, 1]; what comes down with its sign is cut off below
+    word = words.contiguous().view(torch.int32)  # [n, 8, 1]; sign bits shifted in are masked below
     picked = word >> _shifts(raw.device, 4, 7).view(4).int() & 127
     signs = grids.signs(raw.device).index_select(0, picked.flatten()).view(-1, 8, 4, 8)
     scale = _half(raw, layout, "d") * (0.5 + (word >> 28 & 15).flatten(1)) * of_scale

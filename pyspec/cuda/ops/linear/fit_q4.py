@@ -1,6 +1,6 @@
 """Weights to Q4_0 or IQ4_NL with the scale that fits each block best, in plain torch on any device.
 
-`dequant_ref.quantize` writes what the gguf package writes: one division per block. Here a few scales compete for a block's least
+`dequant_ref.quantize` rounds as the gguf package does: one division per block. Here a few scales compete for a block's least
 squared error: 5 % less error for normal weights, 3 % for the demo's head, and more candidates gain nothing.
 """
 
@@ -60,7 +60,7 @@ def fit_q4(x: Tensor, type: GGMLType) -> Tensor:
         best = (blocks * tried).sum(1, keepdim=True) / tried.square().sum(1, keepdim=True)  # for these codes
         best = best.half().float()
         error = (blocks - best * tried).square_().sum(1, keepdim=True)
-        better = error < least  # never true for what is not a number
+        better = error < least  # never true for NaN
         least, scale = torch.where(better, error, least), torch.where(better, best, scale)
         codes = torch.where(better, q.to(torch.uint8), codes)
     low, high = codes.view(-1, 2, BLOCK // 2).unbind(1)

@@ -1,4 +1,4 @@
-"""What the codes of IQ2_XXS and IQ3_XXS stand for: points of a lattice, and signs of eight weights in seven bits.
+"""Values of the codes of IQ2_XXS and IQ3_XXS: points of a lattice, and signs of eight weights in seven bits.
 
 The format fixes which 256 points are used, a list without a shorter rule. They lie here as numbers of one field a weight, the
 first weight's lowest, one number after the other with the highest bits first, in base 85.

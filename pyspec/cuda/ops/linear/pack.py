@@ -29,7 +29,7 @@ from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType
 
 TILE = 16  # 16-row groups of a tile
-MXFP4_LARGEST = 127 + 7  # code of the scale 2^7: what linear_wgmma's f16 weights can hold, and far beyond any model's
+MXFP4_LARGEST = 127 + 7  # code of the scale 2^7: the largest that linear_wgmma's f16 weights can hold, far beyond any model's
 _SLICE = 1 << 26  # weights repacked at once: bounds the temporaries to about 0.5 GB
 
 
@@ -44,7 +44,7 @@ class Format:
     decode  records -> weights [group, 2, 8, chunk, block, 32] f32
     minima  weights are scale * code - minimum: the kernels need sums of the rows, too
     scaled  a second scale for each row
-    split   the file's rows [row, block, type_size] -> the rows that are encoded, and what each is multiplied with
+    split   the file's rows [row, block, type_size] -> the rows that are encoded, and the factor of each
     """
 
     code: int
@@ -76,7 +76,7 @@ def n_groups(n_out: int) -> int:
 
 
 def packed_bytes(type: GGMLType, n_out: int, n_in: int) -> int:
-    """What `repack` will allocate."""
+    """Bytes that `repack` allocates."""
     return _record_bytes(type, n_out, n_in) + (4 * _scale_rows(n_out) if FORMATS[type].scaled else 0)
 
 
@@ -102,7 +102,7 @@ def repack(
     """The file's bytes of a matrix [n_out, n_in] repacked, on raw's device.
 
     raw     [n_bytes] uint8  in any shape, contiguous
-    scales  [n_out] f32      what each row is multiplied with, for types that have a second scale; None: ones
+    scales  [n_out] f32      the factor of each row, for types that have a second scale; None: ones
     out     [packed_bytes] uint8  where it goes; None: to memory of its own
     Errors: ModelError for other types, for bytes that do not fit, and for scales out of range.
     """
@@ -146,7 +146,7 @@ def _behind(packed: Packed) -> Tensor:
 def unpack(packed: Packed, first: int = 0, end: int | None = None) -> Tensor:
     """[n_out, n_in] float32, equal to the file's dequantised weights, times the row's second scale, bit for bit.
 
-    Of rows [first, end) only, for what would not fit at once; `first` is a multiple of a tile's rows.
+    Of rows [first, end) only, for matrices that would not fit at once; `first` is a multiple of a tile's rows.
     """
     assert first % (TILE * 16) == 0
     end = packed.n_out if end is None else min(end, packed.n_out)
@@ -392,12 +392,12 @@ def _decode_q3_k(records: Tensor) -> Tensor:
 
 
 def lattice(points: Tensor, grid: Tensor, words: Tensor, plus: int) -> tuple[Tensor, Tensor]:
-    """Codes of what lattice points stand for, and the scales, odd numbers.
+    """Codes of the values of lattice points, and the scales, odd numbers.
 
     points  [..., 8, n] uint8   of 32 weights each
     grid    [256, 32 / n] uint8 levels of a point
     words   [..., 8, 4] uint8   signs and scales
-    plus    what a minus adds to a level
+    plus    the amount that a minus adds to a level
     """
     levels = grid[points.int()].flatten(-2)
     word = words.contiguous().view(torch.int32)

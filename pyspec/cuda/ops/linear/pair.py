@@ -113,7 +113,7 @@ class PairLaunch:
     def __call__(
         self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None, overlap: bool, late: bool = False
     ) -> None:
-        """late: what is launched next begins when all before this product is over, and may use that without a wait."""
+        """late: the next launch begins when all launches before this product are over, and may use their results without a wait."""
         tensors = (packed.data, rows.blocks, rows.sums, rows.powers, out if residual is None else residual, out)
         args: tuple[Arg, ...] = (*tensors, np.int32(rows.n_row), *self.sizes, np.int32(late))
         self.kernel.launch(self.grid, 32 * (4 * WAYS_M + COPIERS + 1), args, self.n_bytes, overlap=overlap)

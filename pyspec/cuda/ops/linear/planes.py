@@ -21,7 +21,7 @@ _SIGNS = (15, 12, 14, 13)  # where the sign of each pair lies in its half of a w
 
 
 def by_lane(codes: Tensor) -> Tensor:
-    """[group, 2, 8, chunk, block, 32] -> lanes: what each lane multiplies."""
+    """[group, 2, 8, chunk, block, 32] -> lanes: the operands of each lane."""
     x = codes.unflatten(-1, (2, 4, 4)).permute(0, 3, 4, 2, 6, 1, 5, 7)
     return x.reshape(*x.shape[:3], 32, 2, 8)
 

@@ -5,7 +5,7 @@
     residual  [row, n_out]    f32          added when the epilogue is RESIDUAL
     out       [row, n_out]    f32          written
 
-`rounded` tells what linear_cuda computes exactly: rows rounded to f16 over a power of two of their own, weights as they are,
+`rounded` models the arithmetic of linear_cuda: rows rounded to f16 over a power of two of their own, weights as they are,
 float32 sums. That is 2^-11 of a value at most, 2e-4 of an output in relative L2 norm (measured); llama.cpp's int8
 activations, one scale for 32, are at 5e-3.
 """
@@ -35,7 +35,7 @@ GATES = ("silu",)  # activations of gates that a gated product has; others take 
 
 
 class Epilogue(IntEnum):
-    """What happens to a product before it is written; the values are linear.cu's."""
+    """Operation on a product before it is written; the values are linear.cu's."""
 
     PLAIN = 0
     RESIDUAL = 1
@@ -44,11 +44,11 @@ class Epilogue(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """A matrix of n_in columns; n_out counts what is written for a row, half of the matrix's rows when gated.
+    """A matrix of n_in columns; n_out counts the numbers written for a row, half of the matrix's rows when gated.
 
-    limit  where gates (from above) and ups (from both sides) are cut; 0: nowhere
-    hands  > 0: what comes out goes, over this power of two, where the next product reads its rows; of launchers that can, never of the op
-    parts  the matrix is so many, one after the other, each for its part of a row's parts * n_in columns
+    limit  bound of gates (from above) and ups (from both sides); 0: none
+    hands  > 0: the product is written, over this power of two, into the next product's rows; for launchers that can, never for the op
+    parts  the matrix consists of so many, one after the other, each for its part of a row's parts * n_in columns
     """
 
     device: torch.device

@@ -1,7 +1,7 @@
 """How codes of a tile become f16, four bytes at a time: a few instructions of PTX, for Triton finds none that work on several codes at once.
 
 Where there is no PTX (an AMD GPU, the interpreter) kernels decode one by one; both give the same numbers: codes as they are, as whole numbers
-of f16's smallest, 2^-24, which costs one instruction for two. What they lie above what they stand for (`TiledFormat.bias`) is taken off sums of
+of f16's smallest, 2^-24, which costs one instruction for two. The offset of codes from their values (`TiledFormat.bias`) is taken off sums of
 rows. Outputs come first: f16 of four bytes in two registers. Of nibbles alone these are the low ones and then the high ones; else
 all four quarters of a chunk, whose bytes are two words of nibbles or one of two bits each, then upper bits, then by how much those
 of this chunk are shifted.
@@ -16,7 +16,7 @@ from pyspec.cuda.ops.linear.tiles import BIAS, TiledFormat
 
 
 def unit(form: TiledFormat) -> float:
-    """What sums of decoded codes are still to be multiplied with, a power of two: floats are left where their bits are."""
+    """The power of two that sums of decoded codes are still to be multiplied with, because floats keep the places of their bits."""
     return (2.0**15 if form.table == E2M1 else 2.0**24) * (2.0**7 if form.scale == "e4m3" else 1.0) * form.factor
 
 

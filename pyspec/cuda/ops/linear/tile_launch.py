@@ -1,4 +1,4 @@
-"""What launchers of kernels over tiles (triton_tiles.py) have in common: constants of a build, and the planes of a matrix."""
+"""Shared by launchers of kernels over tiles (triton_tiles.py): constants of a build, and the planes of a matrix."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def value_of(table: tuple[int, ...]) -> int:
 
 @per_device
 def table_of(device: torch.device, type: GGMLType) -> Tensor:
-    """What codes are looked up as, as tile_codes.py has it."""
+    """The table that codes are looked up in, by its number in tile_codes.py."""
     form = FORMATS[type]
     return torch.tensor(form.table or (0,), dtype=torch.int16, device=device).add_(form.bias).view(torch.float16)
 

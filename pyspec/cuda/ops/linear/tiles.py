@@ -1,10 +1,10 @@
 """Quantised matrices as the Triton kernel streams them: tiles of 64 rows and 64 columns, repacked once at load from the file's blocks.
 
-A tile lies together, so that any way of reading it is one stretch: codes [tile, chunk, piece, 64 rows, bytes], where a piece is what the
+A tile is contiguous, so that any way of reading it is one stretch: codes [tile, chunk, piece, 64 rows, bytes], where a piece is the part that the
 kernel loads at once (so a warp's load is one stretch, too, and not every other 16 or 32 bytes), and of each row and chunk the scales
 in one number. A group is as many columns as share a scale. Rows and columns are padded to whole tiles with zeros. Codes are whole: eight, four
 or two bits and, of types that have more, one or two upper bits in a plane of their own; no weight is rounded. Tiles take as many bytes as the
-records of the CUDA kernels (pack.py, where their sizes over the file's blocks are), which is what a memory plan counts.
+records of the CUDA kernels (pack.py, where their sizes over the file's blocks are), so a memory plan counts those.
 
 Sixteen columns are a quarter of a chunk. Of `bits` in a byte the lowest are those of the first columns: of four bits byte b of 32 has columns b
 and b + 32; of two, byte b of 16 has one column of each quarter, as have upper bits in twos. Single upper bits lie for two chunks in one
@@ -29,7 +29,7 @@ from pyspec.gguf.blocks import BlockLayout
 
 ROWS = COLUMNS = 64  # of a tile
 QUARTER = 16  # columns
-BIAS = 128  # codes of eight bits, and what is looked up, lie this much higher than what they stand for
+BIAS = 128  # codes of eight bits, and values from a table, are this much higher than the weights
 _SLICE = 1 << 26  # weights repacked at once: bounds the temporaries to about 0.5 GB
 
 
@@ -39,7 +39,7 @@ class Codes:
 
     values  [row, n_in] uint8             codes
     scales  [row, group] f16 or uint8     of a group; times `supers`, where there are any
-    minima  [row, group] or None          what is taken off, likewise
+    minima  [row, group] or None          subtracted, likewise
     supers  [row, n] f16 or None          of several groups; and those of the minima
     """
 
@@ -57,9 +57,9 @@ class TiledFormat:
     bits     8, 4 or 2, and `high` more: 0, 1 or 2
     group    columns that share a scale
     offset   taken off a code
-    table    what codes stand for, in place of themselves
+    table    values of the codes; empty: the codes themselves
     width    bits of a scale: 16 are f16, fewer a whole number
-    scale    "", or what a scale is a code for: "e4m3", "e8m0"
+    scale    "", or the type that a scale is a code of: "e4m3", "e8m0"
     less     taken off a scale
     span     groups that share a super-scale; 0: none
     factor   of all scales, a power of two
@@ -93,7 +93,7 @@ class TiledFormat:
 
     @property
     def bias(self) -> int:
-        """What codes, or what is looked up for them, lie above what they stand for. Floats of four bits lie where their bits are."""
+        """Offset of codes, or of their values in a table, above the weights. Floats of four bits keep the places of their bits."""
         return 0 if self.table == E2M1 else BIAS if self.table or self.bits == 8 else self.offset
 
 
@@ -105,7 +105,7 @@ class TiledMatrix:
     high    [tile, step, 64, 16] uint8 or None
     scales  [tile, chunk, 64] int16, int32 or int64: those of a row's groups, the first lowest; then its minima
     supers  [tile, span, 64] int16 or, with those of minima above, int32; or None: f16
-    row_scales  [n_out] f32 or None: what each row's products are multiplied with
+    row_scales  [n_out] f32 or None: the factor of each row's products
     """
 
     type: GGMLType

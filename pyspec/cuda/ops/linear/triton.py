@@ -1,7 +1,7 @@
 """`linear` in Triton: rows in f16 over a power of two times whole codes on tensor cores, each group's sum times its scale (triton_tiles.py).
 
 Weights lie in tiles of their own (tiles.py). A matrix of few tiles is split along its columns, so that all multiprocessors read; the splits
-depend on the matrix and the GPU only and are summed in their order by whoever is last, so a row's bits do not depend on the other rows.
+depend on the matrix and the GPU only, and the last program sums them in their order, so a row's bits do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Ends = tuple[Tensor | None, Tensor | None, Tensor | None]
 HOME = "pyspec.cuda.ops.linear.op:linear"
 
 CHOICES = ((1, 16), (2, 12), (1, 12))
-"""Warps that few rows are multiplied by, and programs of a multiprocessor, about, that a matrix is split for; the first if nobody has measured."""
-SAME = 1e-4  # of a result: what sums in another order may differ by
-WORTH = 0.97  # of the first one's time: what another choice is taken for
+"""Warps of a program for few rows, and programs of a multiprocessor, roughly, that a matrix is split for; the first if nothing was measured."""
+SAME = 1e-4  # relative difference that another order of sums may give
+WORTH = 0.97  # another choice must take less than this share of the first one's time
 TUNED_ROWS, TUNED_BYTES = (
     8192,
     200 << 20,
@@ -62,7 +62,7 @@ def limits(spec: LinearSpec) -> str | None:
 
 @per_device
 def tickets_of(device: torch.device) -> Tensor:
-    """Who comes last: how many programs have brought their share of a tile, 0 between launches."""
+    """Tickets that find the last program: the number of programs that have brought their share of a tile, 0 between launches."""
     return torch.zeros(MAX_TICKETS, dtype=torch.int32, device=device)
 
 
@@ -73,7 +73,7 @@ def steps_of(n_tile: int, n_step: int, least: int, programs: int, n_sm: int) -> 
     around = [per for per in range(least, n_step + 1) if fewest <= n_tile * -(-n_step // per) <= most]
 
     def last(per: int) -> float:
-        """Steps that the busiest multiprocessor makes, and a part of one each for what a program costs beside them."""
+        """Steps of the busiest multiprocessor, and a part of a step for the fixed cost of each program."""
         lengths = [min(per, n_step - first) for first in range(0, n_step, per)]
         loads: list[float] = [0] * n_sm
         for i, length in enumerate(length for length in lengths for _ in range(n_tile)):
@@ -140,7 +140,7 @@ def _fastest(launches: Sequence[Callable[[], object]]) -> float:
 
 
 class LinearTriton:
-    """Multiplies rows with one matrix of `spec`. choice: one of CHOICES; None: what was found to be fastest here."""
+    """Multiplies rows with one matrix of `spec`. choice: one of CHOICES; None: the fastest on this machine."""
 
     def __init__(self, spec: LinearSpec, choice: tuple[int, int] | None = None) -> None:
         self.warps, programs = choice or _kept(_small(spec))
@@ -206,7 +206,7 @@ class LinearTriton:
             tri.launch(kernels.finish, grid, (part, *given, out, n_row, n_wide), self._ending(ends), 4)
 
     def compile_ahead(self, matrix: TiledMatrix, most: int) -> None:
-        """What rounds of up to `most` rows are likely to launch is compiled beside whatever else a load does."""
+        """Compile in other threads, while a load goes on, the builds that rounds of up to `most` rows are likely to launch."""
         some = torch.empty(4, dtype=torch.float32, device=self.spec.device)
         end = some if self.spec.epilogue is Epilogue.RESIDUAL else None  # others' rows come from a norm, without powers
         for n_row in (n for n in BLOCKS if n <= block_of(most)[0]):
@@ -229,7 +229,7 @@ class LinearTriton:
     def _product(
         self, x: Tensor, matrix: TiledMatrix, part: Tensor, ends: Ends, out: Tensor, n_row: int
     ) -> tri.TriLaunch:
-        """What is launched for so many rows. ends: powers, row scales, residual."""
+        """The launch for so many rows. ends: powers, row scales, residual."""
         from pyspec.cuda.ops.linear import triton_kernels as kernels
 
         block, warps = block_of(n_row)
@@ -243,7 +243,7 @@ class LinearTriton:
         )
 
     def rows(self, x: Tensor, prep: Prep | None) -> tuple[Tensor, Tensor | None]:
-        """Prepared and rounded, with what `rows` runs as here."""
+        """Prepared and rounded, by the implementation of `rows` on this machine."""
         kind, dim = (PrepKind.PLAIN, 0) if prep is None else (prep.kind, prep.dim)
         return rows.bind(RowsSpec(self.spec.device, self.spec.n_in, kind, dim))(x, prep)
 

@@ -14,7 +14,7 @@ RESIDUAL, GATED = tl.constexpr(1), tl.constexpr(2)  # ref.Epilogue
 
 @triton.jit
 def summed(part, split_step, at, is_out, SPLITS: tl.constexpr):
-    """The splits' sums in their order, whoever wrote them."""
+    """The splits' sums in their order."""
     y = tl.load(part + at, mask=is_out, other=0.0, cache_modifier=".cg")
     for split in tl.static_range(1, SPLITS):
         y += tl.load(part + split * split_step + at, mask=is_out, other=0.0, cache_modifier=".cg")
@@ -26,7 +26,7 @@ def ended(
     part, powers, row_scales, residual, out, row, column, n_row, n_wide,
     N_OUT: tl.constexpr, SPLITS: tl.constexpr, EPILOGUE: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """What is left to do for rows [n] and columns [m]: the splits' sums, times the row's power and the weights' row scale."""
+    """Finish rows [n] and columns [m]: the splits' sums, times the row's power and the weights' row scale."""
     is_out = (row[:, None] < n_row) & (column[None, :] < N_OUT)
     at = row[:, None].to(tl.int64) * n_wide + column[None, :]
     split_step = n_row.to(tl.int64) * n_wide
@@ -64,7 +64,7 @@ def product(
 ):  # fmt: skip
     """Grid (tiles, splits, blocks of BN rows): sums over PER steps of STEP chunks of 64 columns -> part [split, row, tile * 64].
 
-    FUSED: whoever is the last of a tile, or of one of gates and that of its ups, does what is left (`ended`); tickets are 0 before and after.
+    FUSED: the last program of a tile, or of a tile of gates and that of its ups, finishes it (`ended`); tickets are 0 before and after.
     """
     tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.program_id(2) * BN + tl.arange(0, BN)

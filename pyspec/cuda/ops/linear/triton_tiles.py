@@ -1,8 +1,8 @@
 """Sums over tiles of packed weights in Triton, for `linear` and for experts. Imported by kernels only: it needs Triton.
 
 Weights are the first operand of the tensor cores, 64 of them as their rows, and rows of a batch are columns: few waste little. Each group's
-products are summed in f16 operands times whole codes, then multiplied with the group's scale, so no weight is rounded. Codes lie above what they
-stand for; that times the sum of a row's columns is where a group's sum begins. A build for more columns adds
+products are summed in f16 operands times whole codes, then multiplied with the group's scale, so no weight is rounded. Codes have an offset from
+their values; the offset times the sum of a row's columns is the start of a group's sum. A build for more columns adds
 in the same order: a row's bits do not depend on the others, nor on how many they are. That takes two warps at most: four of one GPU
 would multiply by another instruction.
 """
@@ -12,10 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NUMBER, E4M3, E8M0 = (tl.constexpr(i) for i in range(3))  # what a scale is: tile_launch.SCALES
+NUMBER, E4M3, E8M0 = (tl.constexpr(i) for i in range(3))  # types of a scale: tile_launch.SCALES
 MORE_ASM = tl.constexpr("prmt.b32 $0, $3, 0, 0x4140; mov.b32 $1, $0;")
 LESS_ASM = tl.constexpr("prmt.b32 $0, $3, 0, 0x4140; or.b32 $0, $0, 0x80008000; mov.b32 $1, $0;")
-LOOKED_UP, E2M1 = tl.constexpr(1), tl.constexpr(2)  # what a code stands for: tile_launch.value_of
+LOOKED_UP, E2M1 = tl.constexpr(1), tl.constexpr(2)  # kinds of a code's value: tile_launch.value_of
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def number(packed, NTH: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, L
     """Field NTH of a row's scales as f32; of e4m3 over 2^7."""
     if WIDTH == 16:
         found = (packed >> (16 * NTH)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:  # not behind a return: what follows one is looked at all the same, and complained of
+    else:  # not behind a return: Triton compiles the code after one, too, and rejects it
         code = (packed.to(tl.int32) >> (WIDTH * NTH)) & ((1 << WIDTH) - 1)
         if KIND == E4M3:
             found = (code << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -158,7 +158,7 @@ def grouped(
     acc, sums, ones, packed, NTH: tl.constexpr, by, less,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, LESS: tl.constexpr, SPAN: tl.constexpr, MINIMA: tl.constexpr,
 ):  # fmt: skip
-    """acc + sums * scale - ones * minimum, of group NTH. ones: sums of its columns, over 2^24; by, less: what scale and minimum are times."""
+    """acc + sums * scale - ones * minimum, of group NTH. ones: sums of its columns, over 2^24; by, less: factors of scale and minimum."""
     scale = number(packed, NTH, WIDTH, SCALE, LESS)
     if SPAN > 0:
         scale = scale * by
@@ -178,7 +178,7 @@ def chunk_sums(
     BIAS: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, LESS: tl.constexpr, SPAN: tl.constexpr,
     MINIMA: tl.constexpr, ASM: tl.constexpr, AT_ONCE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """acc [64 weights' rows, rows] f32 and what 64 columns of a tile add, over what tile_codes.unit says. HALF: chunk % 2, where upper bits of two chunks lie together."""
+    """acc [64 weights' rows, rows] f32 plus the products of 64 columns of a tile, over tile_codes.unit. HALF: chunk % 2, where upper bits of two chunks lie together."""
     out, k, none = tl.arange(0, 64), tl.arange(0, 32), tl.zeros(acc.shape, tl.float32)
     here = tile * N_CHUNK + chunk
     packed = tl.load(scales + here * 64 + out)

@@ -128,7 +128,7 @@ def _kernel(device: torch.device, spec: LinearSpec, pad: int, patience: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Workspace:
-    """Shares of cut tiles, two a CTA; how many arrived at each tile; what each CTA was told. The last two return to zero."""
+    """Shares of cut tiles, two a CTA; the count of arrivals at each tile; the flag of each CTA. The last two return to zero."""
 
     partial: Tensor
     counts: Tensor

@@ -1,4 +1,4 @@
-"""Launches of mamba2_chunk.cu: `mamba2` over long kept sequences, in chunks. Part of mamba2_cuda, which decides who is long."""
+"""Launches of mamba2_chunk.cu: `mamba2` over long kept sequences, in chunks. Part of mamba2_cuda, which decides which are long."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def group_shared(s: Mamba2Shape, chunk: int) -> int:
 
 
 def record_bytes(s: Mamba2Shape, chunk: int) -> int:
-    """What mamba2_chunk_group leaves for a chunk: B in two parts, C, products of pairs in blocks of 16 up to the diagonal."""
+    """Bytes that mamba2_chunk_group writes for a chunk: B in two parts, C, products of pairs in blocks of 16 up to the diagonal."""
     return 3 * chunk * 2 * s.n_state + chunk * (chunk + 16)
 
 
@@ -75,7 +75,7 @@ class Mamba2Chunks:
     def prepare(
         self, inputs: Sequence[jit.Arg], p: Params, conv: Tensor, batch: ChunkedBatch, *, overlap: bool
     ) -> tuple[Tensor, ...]:
-        """What heads of a group share, and their scalars; `inputs` are m and dt. Returns what `run` takes."""
+        """Compute the shared values of a group's heads, and their scalars; `inputs` are m and dt. Returns the argument of `run`."""
         s, m, n_chunk = self.shape, inputs[0], batch.n_chunk
         assert isinstance(m, Tensor)
         records = torch.empty(n_chunk * s.n_group * record_bytes(s, self.chunk), dtype=torch.uint8, device=m.device)

@@ -5,7 +5,7 @@ device, so a captured graph may be replayed for any batch of as many sequences a
 
 A state does not depend on how its tokens came, to the bit, as long as they came as verifies or as kept rows of fewer than
 CHUNKED. Longer kept sequences are summed in chunks: within 3e-5 of the sequential state (outputs within 1e-3, their last
-products are one pass of f16), the same whatever the neighbours, rounded otherwise for another cut.
+products are one pass of f16). These do not depend on the neighbours, but another cut rounds otherwise.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _kernels(device: torch.device, shape: Mamba2Shape, columns: int) -> tuple[ji
 
 
 def _check(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, s: Mamba2Shape) -> None:
-    """What only our own code can get wrong: dtypes, shapes, alignment."""
+    """Assert dtypes, shapes and alignment, which only our own code can get wrong."""
     weights = (p.a, p.dt_bias, p.d, p.conv_w, p.conv_b)
     whole = (*weights, *layer.tensors())
     assert all(t.dtype == torch.float32 and t.device == m.device for t in (m, dt, *whole)), "mamba2 takes float32"
@@ -109,7 +109,7 @@ def _check(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, s: Mamba2Shape) 
 class Mamba2Launch:
     """The kernels of one spec; called as mamba2_ref's."""
 
-    fetches = True  # what `after` names, see fuse.py
+    fetches = True  # fetches the weights that `after` names, see fuse.py
 
     def __init__(self, spec: Mamba2Spec, columns: int | None, chunked: int) -> None:
         assert chunked >= TAPS, "a chunked sequence is longer than the window it leaves"

@@ -113,7 +113,7 @@ def chunked(state: Tensor, rows: MambaRows) -> Tensor:
     """
     n_head, dim, _ = state.shape
     n_group = rows.b.shape[1]
-    whole = state.view(n_group, -1, state.shape[2])  # what shares B and C is multiplied with them at once
+    whole = state.view(n_group, -1, state.shape[2])  # heads that share B and C are multiplied with them at once
     out = []
     for i in range(0, rows.x.shape[0], CHUNK):
         x = (rows.dt[i : i + CHUNK, :, None] * rows.x[i : i + CHUNK]).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""What a Mamba-2 layer keeps for a slot."""
+"""State of a Mamba-2 layer for a slot."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Mamba2Triton:
 
 
 def _check(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, s: Mamba2Shape) -> None:
-    """What only our own code can get wrong: dtypes, shapes, layout."""
+    """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
     weights = (p.a, p.dt_bias, p.d, p.conv_w, p.conv_b)
     whole = (*weights, *layer.tensors())
     assert all(t.dtype == torch.float32 and t.device == m.device for t in (m, dt, *whole)), "mamba2 takes float32"

@@ -22,7 +22,7 @@ from pyspec.cuda.ops.recurrent.triton_kernels import (
 )
 from pyspec.cuda.tri_guards import kernel
 
-# What rows and records have beside each other: [sequences * width + rows, ...]; records of sequence s from s * width on.
+# Buffers of rows and records: [sequences * width + rows, ...]; records of sequence s from s * width on.
 
 
 @kernel
@@ -51,7 +51,7 @@ def mamba2_conv(
             copied(rec_e, e, slot_row, old_row, fold, head, is_head, HEADS, ROWS)
             copied(rec_t, t, slot_row, old_row, fold, head, is_head, HEADS, ROWS)
             tl.debug_barrier()  # everything old is read
-        is_known = is_head & (n > 0)  # who only folds gives no weights
+        is_known = is_head & (n > 0)  # a program that only folds gets no weights
         slope, bias = tl.load(a + head, mask=is_known, other=0.0), tl.load(dt_bias + head, mask=is_known, other=0.0)
         for t0 in range(z * ROWS, n, step):
             r = t0 + tl.arange(0, ROWS)
@@ -126,7 +126,7 @@ def mamba2_rows(
     slot, start, n, fold, kept, first = read_seq(
         seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP
     )
-    if s == n_seq - 1:  # rows behind the last sequence's are nobody's, and read all the same
+    if s == n_seq - 1:  # rows behind the last sequence belong to none, but are read all the same
         for row in range(tl.maximum(tl.load(seq_start + n_seq), 0), n_row):
             tl.store(out + (row.to(tl.int64) * HEADS + h) * DIM + i, tl.zeros([PART], dtype=tl.float32))
     if n + fold == 0:

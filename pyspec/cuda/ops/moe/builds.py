@@ -17,7 +17,7 @@ from pyspec.gguf import GGMLType
 FEW_PAIRS, MANY_PAIRS = 8, 32
 GROUPS = 4  # of 16 weight rows in a CTA
 BUILDS = ((FEW_PAIRS, False), (FEW_PAIRS, True), (MANY_PAIRS, True))  # pairs of an item, LISTED
-ADDING = BUILDS[0]  # the one of downs that may add what experts gave
+ADDING = BUILDS[0]  # the build of downs that may sum the experts' outputs
 NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
 ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
 STAGE = 10 << 10  # bytes of weights in a stage: fewer barriers, and still several stages
@@ -40,7 +40,7 @@ IN_PARTS = frozenset((GGMLType.IQ2_XXS, GGMLType.Q2_K))  # types whose columns a
 PARTS_REGISTERS = INTEGER_REGISTERS | {BUILDS[1]: (80,)}
 PARTS, SPLIT_RESIDENT = 2, 3  # which in one build have warps of their own; CTAs of that one on a multiprocessor
 SPLIT_WAVES = 2  # of them, up to which it is the fastest: two rows of DeepSeek-V4-Flash (docs/log.md)
-LAST = 0.45  # of what runs at once: fewer take as long
+LAST = 0.45  # of a full wave: fewer CTAs take as long
 
 
 def planes_of(type: GGMLType | None, inner: bool) -> int:
@@ -70,8 +70,8 @@ def stage_bytes(type: GGMLType, pairs: int, inner: bool = False) -> int:
 
 
 def residents(type: GGMLType, pairs: int, listed: bool, inner: bool) -> tuple[int, ...]:
-    """CTAs that a multiprocessor should hold: what registers allow (moe.cu takes one less where its compiler needs more of them). A build
-    for each; which one runs, `n_resident` says."""
+    """CTAs that a multiprocessor should hold, as registers allow (moe.cu takes one less where its compiler needs more of them). There is a
+    build for each, and `n_resident` chooses."""
     of = PARTS_REGISTERS if type in IN_PARTS else INTEGER_REGISTERS
     registers = of[pairs, listed] if planes_of(type, inner) else (REGISTERS[pairs],)
     return tuple(65536 // (n * 32 * GROUPS) for n in registers)
@@ -88,7 +88,7 @@ def splits(type: GGMLType, pairs: int, listed: bool, inner: bool) -> bool:
 
 
 def n_stages(type: GGMLType, pairs: int, capability: tuple[int, int], inner: bool = False) -> int:
-    """At most 8, what `residents` have room for; but LEAST_STAGES or at least 2 wherever one CTA has, 0 elsewhere."""
+    """At most 8, as many as fit beside `residents`; but LEAST_STAGES, or at least 2, if they fit one CTA; else 0."""
     size, most = stage_bytes(type, pairs, inner), n_shared(capability)
     if planes_of(type, inner):
         return INTEGER_STAGES

@@ -1,14 +1,13 @@
 """`moe` on NVIDIA GPUs: one launch for all gates and ups, one for all downs (moe.cu).
 
-Rows get lists of theirs by expert before, in a launch of their own (moe_pairs.cu); the fewest find each other. What experts gave is
-summed by the launch that prepares rows for the next product (`shares`); or by one of its own, of the fewest rows by who comes
-last: launches are most of their time, tickets would be most of others'. A shared expert goes in the same
-launches, cut into pieces of the others' width: of all rows, and first, because what it reads is known before rows
-have chosen.
+A launch of its own lists rows by expert before (moe_pairs.cu); the fewest rows need no lists. The launch that prepares rows for the
+next product sums the experts' outputs (`shares`), or a launch of its own, or, of the fewest rows, the last CTA of the downs: launches
+are most of their time, and tickets would be most of the time of more rows. A shared expert runs in the same launches, cut into pieces
+of the others' width: for all rows, and first, because its input is known before rows have chosen.
 
-Types of INTEGER (moe_builds.py) multiply rows of whole numbers, which whoever prepares them puts into planes (rows.cu's LAYOUT 3).
+Types of INTEGER (moe_builds.py) multiply rows of whole numbers, which the launch that prepares them puts into planes (rows.cu's LAYOUT 3).
 
-Nothing of what rows chose reaches the host: grids are as large as the number of rows can make them, and CTAs without work
+The rows' choices never reach the host: grids are as large as the number of rows can make them, and CTAs without work
 end at once. So graphs may hold it, and prompts take the same way, MAX_ROWS rows at a time, or LONG_ROWS where an expert would have few of
 those (`rows_at_once`). Buffers are shared by the layers of
 a device: all launches must be on one stream.
@@ -68,7 +67,7 @@ from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType
 
 MAX_ROWS, LONG_ROWS, MAX_EXPERT, MAX_USED = 512, 2048, 1024, 32
-FEWEST = 2  # rows up to which who comes last sums what experts gave, and pairs find each other
+FEWEST = 2  # rows up to which the last CTA sums the experts' outputs, and no lists are made
 INTEGER_FEWEST = 3  # rows up to which they do where rows are whole numbers
 FEW = 32  # rows up to which an item has FEW_PAIRS at most: experts rarely get more; beyond it has MANY_PAIRS
 SPARSE = 0.5  # of an item's FEW_PAIRS: more rows have such items, too, while an expert gets no more in the mean
@@ -225,8 +224,7 @@ def _rows(device: torch.device, n_in: int, most: int, layout: int) -> RowsLaunch
 
 @dataclass(frozen=True, slots=True)
 class _Between:
-    """Activations on their way from the gates and ups to the downs, as moe.cu has them: [pair][block], or in planes. What lies past
-    n_ff stays zero."""
+    """Activations between the gates and ups and the downs, in moe.cu's layout: [pair][block], or in planes. Columns past n_ff stay zero."""
 
     blocks: Tensor
     sums: Tensor
@@ -286,7 +284,7 @@ class _Product:
     def __call__(
         self, t: _Taken, x: tuple[Tensor, ...], step: int, y: Shares, h: _Between, out: Tensor | None, overlap: bool
     ) -> None:
-        """x: blocks, sums and powers of what is multiplied, `step` of its layout. Writes y (downs) or h (gates and ups), and in out
+        """x: blocks, sums and powers of the input rows, `step` of their layout. Writes y (downs) or h (gates and ups), and in out
         the sums of y."""
         own = self.steps[t.pairs, t.listed] if out is None or self.adding is None else self.adding
         s, more, (n_row, n_used) = self.stack, self.shared, t.ids.shape
@@ -329,7 +327,7 @@ class Experts:
         self.h = _between(spec.device, spec.n_ff, self.most * (spec.n_used + spec.pieces), spec.down)
 
     def prepare(self, x: Tensor, norm: Norm | None = None) -> Rows | None:
-        """Rows ready to be multiplied, before it is known by what: the launch between a choice and its products is spared.
+        """Rows ready to be multiplied, before their experts are chosen: this saves the launch between a choice and its products.
 
         None for more than go at once. They hold until rows of this width are prepared again.
         """
@@ -361,7 +359,7 @@ class Experts:
     def shares(
         self, rows: Rows, ids: Tensor, weights: Tensor, added: Added = NOTHING, out: Tensor | None = None
     ) -> Shares:
-        """The products alone, of `most` rows at most: who reads them next sums them. Of FEWEST rows they may be summed in `out`."""
+        """The products alone, of `most` rows at most: their next reader sums them. Of FEWEST rows they may be summed in `out`."""
         ids, weights = ids.contiguous(), weights.contiguous()
         (n_row, n_used), pieces = ids.shape, self.spec.pieces
         assert ids.dtype == torch.int32 and (n_row, n_used) == weights.shape == (rows.n_row, self.spec.n_used)
@@ -437,8 +435,8 @@ def check(
     """Rows that spread over experts, and rows that all take the same; a few experts, since more only lie farther.
 
     Rows are f16 already, so that no rounding of theirs takes part. Random weights with minima have a mean: where a row's
-    columns add up to about zero, so do its outputs, and rounding it alone moved them by 9e-3 of what was left. What remains,
-    the rounding of what experts multiply inside, moves no row by more than 5e-4.
+    columns add up to about zero, so do its outputs, and rounding it alone moved them by 9e-3 of the rest. The remaining rounding, of
+    the activations, moves no row by more than 5e-4.
     """
     gen = torch.Generator().manual_seed(0)
     n_expert = spec.n_used + 3
@@ -469,7 +467,7 @@ def _far(spec: MoeSpec, stacks: Stacks, gen: torch.Generator) -> float:
 def _check_around(
     own: ExpertsRun, pieces: int, x: Tensor, ids: Tensor, weights: Tensor, gen: torch.Generator
 ) -> str | None:
-    """What rows meet before and after the products: the norm, a residual, a shared expert."""
+    """Check the operations before and after the products: the norm, a residual, a shared expert."""
     residual, shared = (torch.randn(x.shape, generator=gen).to(x.device) for _ in "rs")
     gate, norm = (
         torch.rand(len(x), 1, generator=gen).to(x.device),

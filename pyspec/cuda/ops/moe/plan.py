@@ -1,4 +1,4 @@
-"""What `moe` keeps of a device's memory, for a planner: to be known before a load."""
+"""Buffers that `moe` keeps, for a planner before a load."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """A feed-forward of experts: the meaning, in plain torch.
 
 Routing: each row, normed, scores all experts and takes the `n_used` best, of equal ones the lower index. Then every expert runs once,
-over the rows that took it, and each row adds what its experts give in the order of its choice, best first: a row's sums do
-not depend on what other rows chose. A shared expert, if it is one of the op's, runs for all rows and is added after those.
+over the rows that took it, and each row adds its experts' outputs in the order of its choice, best first: a row's sums do
+not depend on the choices of other rows. A shared expert, if it is one of the op's, runs for all rows and is added after those.
 
     x        [row, n_in]    f32    normed, or as they are with the norm given
     ids      [row, n_used]  int32  the experts of a row, best first
-    weights  [row, n_used]  f32    what each is multiplied with
-    out      [row, n_in]    f32    sum of weight * down(act(...)), and what is added to it
+    weights  [row, n_used]  f32    the factor of each
+    out      [row, n_in]    f32    sum of weight * down(act(...)), plus the addends
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.gguf import GGMLType
 
-LEAST_SUM = 6.103515625e-5  # what the weights of a row are at least divided by, 2^-14 as in llama.cpp
+LEAST_SUM = 6.103515625e-5  # least divisor of a row's weights, 2^-14 as in llama.cpp
 
 Act = Literal["swiglu", "relu2"]
 Router = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -69,7 +69,7 @@ Route = Callable[Concatenate[Tensor, Tensor, Tensor, ...], Routes]
 
 
 def probabilities(logits: Tensor, router: Router) -> Tensor:
-    """What experts count, before they are chosen."""
+    """Weights of all experts, before the choice."""
     if router == "softmax":
         return logits.softmax(-1)
     return logits.sigmoid() if router == "sigmoid" else F.softplus(logits).sqrt()
@@ -130,7 +130,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """What all experts of a layer are made of; no gate for relu2. shared: one more, of `pieces` times their width."""
+    """Matrices of all experts of a layer; no gate for relu2. shared: one more expert, of `pieces` times their width."""
 
     gate: Stack | None
     up: Stack
@@ -147,7 +147,7 @@ class MoeSpec:
     """Experts n_in -> n_ff -> n_in of which a row uses n_used. Types are None where matrices are unpacked.
 
     pieces    there is a shared expert of the same types, as wide as that many others; 0 for none
-    n_expert  for limits alone: what is right for some is right for any number an implementation takes
+    n_expert  for limits alone: a check of a few experts holds for any number that an implementation takes
     limit     gates are cut at this before silu, ups at plus and minus this; 0: they are not
     """
 
@@ -166,7 +166,7 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What is added to a row's sum: shared [row, n_in] times gate [row, 1], then residual [row, n_in].
+    """Addends of a row's sum: shared [row, n_in] times gate [row, 1], then residual [row, n_in].
 
     Where the shared expert is the op's, only its gate is given; without one it counts as it is.
     """
@@ -186,7 +186,7 @@ NOTHING = Added()
 
 
 class ExpertsRun(Protocol):
-    """Rows x [row, n_in], normed on the way if a norm is given -> out. ready: what an implementation made of x and norm before."""
+    """Rows x [row, n_in], normed first if a norm is given -> out. ready: rows that an implementation made of x and norm before."""
 
     def __call__(
         self,
@@ -199,7 +199,7 @@ class ExpertsRun(Protocol):
     ) -> Tensor: ...
 
 
-Moe = Callable[[Stacks], ExpertsRun]  # what the op binds: experts are loaded once
+Moe = Callable[[Stacks], ExpertsRun]  # the launch that the op binds: experts are loaded once
 
 
 def activate(gate: Tensor | None, up: Tensor, limit: float = 0.0) -> Tensor:

@@ -1,7 +1,7 @@
 """`moe` in Triton: the products of `linear` for pairs of a row and an expert (triton_kernels.py).
 
-Five launches behind the rows': pairs by expert; gates and ups; what is between; downs; the sum of what a row's experts gave. The fewest rows need
-no lists. Nothing of what rows chose reaches the host: grids are as large as the number of rows can make them, and programs without work end at
+Five launches after that of the rows: pairs by expert; gates and ups; the activation; downs; the sum of a row's experts. The fewest rows need
+no lists. The rows' choices never reach the host: grids are as large as the number of rows can make them, and programs without work end at
 once, so graphs may hold it. A shared expert is cut into pieces of the others' width, which every row takes. Of few rows columns are split over
 programs, of many a program makes all splits itself and adds them in the same order: a row's bits do not depend on its company.
 """
@@ -83,7 +83,7 @@ def tiled(sources: Sequence[Sequence[Stack]], device: torch.device) -> TiledMatr
 
 
 def factors(stacks: Sequence[Stacks], name: str, device: torch.device) -> Tensor:
-    """[expert] f32: what a matrix of each is multiplied with."""
+    """[expert] f32: the factor of each one's matrix."""
     out = []
     for s in stacks:
         stack = getattr(s, name)

@@ -107,7 +107,7 @@ def products(
 ):  # fmt: skip
     """Grid (tiles, items, splits): sums over PER steps of STEP chunks of 64 columns -> part [split, pair, tile * 64].
 
-    TURNS  splits that one program makes one after the other and adds in their order, as who reads several does
+    TURNS  splits that one program makes one after the other and adds in their order, as a reader of several does
     INNER  x has the batch's rows; else a row a pair, of which each 64 columns are over a power [pair, chunk] of their own
     """
     n_tile, split = tl.num_programs(0), tl.program_id(2)
@@ -154,7 +154,7 @@ def between(
     GATED: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (pairs, stretches of BLOCKS * 64 columns): the splits' sums, activated -> h [pair, WIDE] f16, of 64 columns over a power of
-    two each. part: gates and, WIDE behind them, ups, or ups alone. factors [expert, 2]: what gates and ups are multiplied with."""
+    two each. part: gates and, WIDE behind them, ups, or ups alone. factors [expert, 2]: of gates and ups."""
     pair, block = tl.program_id(0), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     n_routed, n_pair = n_row * N_USED, n_row * (N_USED + PIECES)
     row, expert = pair // N_USED, tl.load(ids + pair, mask=pair < n_routed, other=0)
@@ -200,7 +200,7 @@ def combine(
     N_OUT: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, N_EXPERT: tl.constexpr, N_USED: tl.constexpr, PIECES: tl.constexpr,
     SCALED: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, stretches of 512 columns): what a row's experts gave times its weights, in order of choice; the shared expert; the rest."""
+    """Grid (rows, stretches of 512 columns): outputs of a row's experts times its weights, in order of choice; the shared expert; the rest."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * 512 + tl.arange(0, 512)
     is_column = column < N_OUT
     step = n_row.to(tl.int64) * ((N_USED + PIECES) * WIDE)

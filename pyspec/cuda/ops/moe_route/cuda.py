@@ -1,6 +1,6 @@
-"""`moe_route` on NVIDIA GPUs: moe_route.cu's two kernels. Sums are those of a row alone, whatever runs beside it.
+"""`moe_route` on NVIDIA GPUs: moe_route.cu's two kernels. A row's sums do not depend on the rows beside it.
 
-Scores and what experts multiply are made of the same rows, so the first kernel may norm and round them for the experts, too
+Scores and the experts' input are made of the same rows, so the first kernel may norm and round them for the experts, too
 (`RouteLaunch.__call__`'s `into`): a launch less before every choice.
 """
 
@@ -196,7 +196,7 @@ def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:
     return None
 
 
-Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # what a call is given
+Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # arguments of a call
 
 
 def _check_rows(launch: RouteLaunch, alone: Routes, given: Given, norm: Tensor) -> str | None:

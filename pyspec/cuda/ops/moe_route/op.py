@@ -1,4 +1,4 @@
-"""`moe_route`: which experts a row takes, and what each counts."""
+"""`moe_route`: the experts of a row, and the weight of each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`moe_route` in Triton: scores in f32 by splits of the columns, then each row's choice (triton_kernels.py).
 
-Splits depend on the number of columns only and a program has sixteen rows whatever their number, so a row's choice does not depend on its company.
-The norm's factor is a row's own: scores are multiplied with it when they are summed.
+Splits depend on the number of columns only, and a program always has sixteen rows, so a row's choice does not depend on other rows.
+The norm's factor belongs to a row: scores are multiplied with it when they are summed.
 """
 
 from __future__ import annotations

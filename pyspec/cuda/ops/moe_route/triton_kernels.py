@@ -52,7 +52,7 @@ def choose(
     N_IN: tl.constexpr, N_EXPERT: tl.constexpr, WIDE: tl.constexpr, N_USED: tl.constexpr, USED: tl.constexpr, SPLITS: tl.constexpr,
     ROUTER: tl.constexpr, RENORM: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, GIVEN: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): the N_USED best of N_EXPERT, of equal ones the lower. probabilities [row, N_EXPERT]: what experts count."""
+    """Grid (rows): the N_USED best of N_EXPERT, of equal ones the lower. probabilities [row, N_EXPERT]: weights of experts."""
     row, expert, place = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE), tl.arange(0, USED)
     n_score: tl.constexpr = N_EXPERT + GATED
     is_one = expert < N_EXPERT

@@ -1,4 +1,4 @@
-"""`norms` on NVIDIA GPUs: one launch (norms.cu), whatever is asked for: a CTA for every row that is written."""
+"""`norms` on NVIDIA GPUs: always one launch (norms.cu), a CTA for every row written."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class NormsLaunch:
         n_first: int,
         n_second: int,
     ) -> None:
-        """Rows of the first input, then of the second; `step` is what rows of both outputs lie apart."""
+        """Rows of the first input, then of the second; `step` is the distance of rows in both outputs."""
         for x, weight in (first[:2], second[:2]):
             if isinstance(x, Tensor) and isinstance(weight, Tensor):
                 assert x.dtype == weight.dtype == torch.float32 and weight.shape == x.shape[1:] == (self.n,)

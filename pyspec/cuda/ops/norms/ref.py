@@ -1,4 +1,4 @@
-"""Norms of rows that stay f32, in plain torch: what a forward ends with, and what a drafter begins with.
+"""Reference of `norms` in plain torch: norms of rows that stay f32, at the end of a forward and the start of a drafter.
 
 Norms of rows that go into a product are prepared with them (rows_ref.py).
 """
@@ -28,7 +28,7 @@ class NormsSpec:
 
 
 class Norms(Protocol):
-    """What the op binds. Rows x [row, n] f32, a weight [n] f32; a norm depends on its row alone, to the bit."""
+    """The launch that the op binds. Rows x [row, n] f32, a weight [n] f32; a norm's bits depend on its row alone."""
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """[row, n] f32."""

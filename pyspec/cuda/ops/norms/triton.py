@@ -1,4 +1,4 @@
-"""`norms` in Triton: one launch, whatever is asked for: a program for every row that is written (triton_kernels.py)."""
+"""`norms` in Triton: always one launch, a program for every row written (triton_kernels.py)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class NormsTriton:
         step: int,
         n_second: int,
     ) -> None:
-        """Rows of the first input, then of the second; `step` is what rows of both outputs lie apart."""
+        """Rows of the first input, then of the second; `step` is the distance of rows in both outputs."""
         from pyspec.cuda.ops.norms import triton_kernels as kernels
 
         for x, weight in (first[:2], second[:2]):

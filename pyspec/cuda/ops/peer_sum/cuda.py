@@ -1,7 +1,7 @@
 """The sum of ranks on NVIDIA GPUs that reach each other's memory: one launch (peer_sum.cu), where NCCL has two and a sum.
 
-It is checked when the ranks meet, by all of them together, against what NCCL gathers; where it can not be had, is late or gives other
-bits, all of them go on with NCCL. Memory that others reach comes from the driver: torch's is cut out of larger pieces.
+When the ranks meet, all of them check it together against tensors that NCCL gathers. If it is not available, late or gives other bits,
+all of them go on with NCCL. Memory that peers reach comes from the driver, because torch cuts its tensors out of larger pieces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pyspec.errors import DeviceError
 
 THREADS, CHUNK, BLOCKS, MOST_RANKS = 256, 1024, 256, 8
 PLACE = 8192  # numbers of a block, so that a sum takes up to 8 MiB, and 16 MiB of memory a rank
-NOTHING = 0x80000000  # where nobody has sent anything (peers.cuh)
+NOTHING = 0x80000000  # no rank has written here yet (peers.cuh)
 HANDLE = 64  # bytes of the driver's name of some memory, for other processes
 LIMIT = 400_000  # times that a thread of a check looks around: seconds
 SIGNATURE = "pp" + "p" * MOST_RANKS + "piiii"
@@ -76,16 +76,16 @@ class PeerSum:
         self.buffers = [*buffers, *[buffers[0]] * (MOST_RANKS - len(buffers))]
 
     def takes(self, x: Tensor) -> bool:
-        """Whether it sums tensors of this kind: small ones, for a large one is better shared than sent to everybody."""
+        """Whether it sums tensors like this: small ones, because it sends the whole tensor to every rank."""
         aligned = x.is_contiguous() and x.data_ptr() % 16 == 0 and x.numel() % 4 == 0
         return x.dtype == torch.float32 and aligned and 0 < x.numel() <= self.layout.most
 
     def release(self) -> None:
-        """A rank is lost: whatever waits on this device waits no more. Called on any thread; what comes of a sum is nobody's."""
+        """A rank is lost: end the waits on this device. May be called on any thread; results of sums are garbage from then on."""
         from cuda.bindings import driver
 
         over = int(self.buffers[self.rank]) + self.layout.n_bytes - 4
-        stream = torch.cuda.Stream(self.late.device)  # the other one is behind what waits
+        stream = torch.cuda.Stream(self.late.device)  # the other stream is behind the waiting kernel
         with torch.cuda.device(self.late.device):
             driver.cuMemsetD32Async(over, 1, 1, stream.cuda_stream)
 
@@ -99,7 +99,7 @@ class PeerSum:
         return out
 
     def steps(self) -> Iterator[int]:
-        """What launches do, one after the other: all that they have to."""
+        """Run the launches one after the other."""
         if self.meet is None:
             yield SEND | SUM
             return
@@ -111,14 +111,14 @@ class PeerSum:
 def make(
     rank: int, n: int, device: torch.device, gather: Gather, meet: Meet | None = None
 ) -> tuple[PeerSum | None, str]:
-    """The sum, or why there is none. Called by all ranks together; what it says is the same on each of them. meet: see PeerSum."""
+    """The sum, or the reason why there is none. All ranks call it together and get the same answer. meet: see PeerSum."""
     own: Any = None
     handle, why = torch.zeros(HANDLE, dtype=torch.uint8, device=device), _missing(n, device)
     if not why:
         try:
             own = _allocate(Places(n), device)
             handle = torch.tensor(list(_handle_of(own)), dtype=torch.uint8, device=device)
-        except Exception as e:  # noqa: BLE001 - whatever it is, there is NCCL
+        except Exception as e:  # noqa: BLE001 - on any error there is NCCL
             why = f"no memory that others reach: {e}"
     handles = [h.clone() for h in gather(handle)]
     if why := agreed(why, device, gather):
@@ -133,7 +133,7 @@ def make(
         weakref.finalize(launch, _free, own).atexit = False
     except Exception as e:  # noqa: BLE001
         why = f"the others' memory is not reached: {e}"
-    why = agreed(why, device, gather)  # nobody begins before all can
+    why = agreed(why, device, gather)  # no rank begins before all can
     if why or launch is None:
         return None, why
     why = check(launch, gather)
@@ -141,13 +141,13 @@ def make(
 
 
 def check(launch: PeerSum, gather: Gather) -> str:
-    """What is wrong with sums of several sizes, several times in a row, against those of what `gather` brings; "" if nothing is.
-    The ranks agree on it after each, for none may go on alone."""
+    """The first error in sums of several sizes, several times in a row, against sums of gathered tensors; "" if there is none.
+    The ranks agree after each sum, because none may go on alone."""
     gen = torch.Generator().manual_seed(launch.rank)
     for n in (4, CHUNK, 5120, 3 * CHUNK + 8, 17 * 5120, launch.layout.most):
         for _ in range(3):
             x = (torch.randn(n, generator=gen) * 100).to(launch.late.device)
-            x[::3] = -0.0  # what stands for nothing
+            x[::3] = -0.0  # the neutral element
             found, parts = launch(x, LIMIT), gather(x)
             want = parts[0]
             for part in parts[1:]:
@@ -169,7 +169,7 @@ def _missing(n: int, device: torch.device) -> str:
 
 
 def agreed(why: str, device: torch.device, gather: Gather) -> str:
-    """What the first rank that has something against it says."""
+    """The objection of the first rank that has one."""
     text = torch.zeros(200, dtype=torch.uint8)
     said = why.encode()[:200]
     text[: len(said)] = torch.tensor(list(said), dtype=torch.uint8)
@@ -211,7 +211,7 @@ def _free(place: Any) -> None:
 
 
 def _done(result: tuple[Any, ...]) -> Any:
-    """What a call of the driver gives; DeviceError with its name if it failed."""
+    """The result of a driver call; DeviceError with its name if it failed."""
     if result[0].value:
         raise DeviceError(result[0].name)
     return result[1] if len(result) > 1 else None

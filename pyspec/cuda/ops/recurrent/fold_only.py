@@ -1,4 +1,4 @@
-"""Folding a slot's records without new rows, with the kernels that fold before rows: what both recurrences share."""
+"""Fold a slot's records without new rows, with the kernels that fold before rows. Both recurrences share this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launchers of recurrent layers share: how a state is cut into blocks, who is chunked, the metadata of a batch.
+"""Shared by the launchers of recurrent layers: the cut of a state into blocks, the chunked sequences, the metadata of a batch.
 
 Both have a kernel for the convolution and the gates (conv), and one that folds records and runs rows over the state (rows). A lane
 of the latter holds a few of the state's columns; of how many, the result has the same bits.
@@ -38,8 +38,8 @@ def waves(n_state_row: int, columns: int, arch: str, n_multiprocessor: int) -> f
 
 
 def chunked_of(batch: Batch, chunked: int) -> list[Seq]:
-    """Sequences that are chunked: only of batches that run as they are, for a graph's are replayed for others; but those of prompts are
-    all chunked, and captured with as many rows as they may have."""
+    """Sequences that are chunked. Batches in a graph have none, because it is replayed for others; but graphs of prompts chunk all their
+    sequences, and are captured with the most rows they may have."""
     return (
         []
         if batch.bucket is not None and not batch.prompt

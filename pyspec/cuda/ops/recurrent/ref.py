@@ -1,4 +1,4 @@
-"""What recurrent layers with deferred commit have in common: bounds, the convolution with its window, ragged batches."""
+"""Shared by recurrent layers with deferred commit: bounds, the convolution with its window, ragged batches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def pad(rows: Sequence[Tensor], width: int, fill: float = 0.0) -> Tensor:
-    """Ragged [n_i, ...] to [seq, width, ...], filled with what leaves a state as it is."""
+    """Ragged [n_i, ...] to [seq, width, ...]; `fill` is a value that leaves a state unchanged."""
     out = rows[0].new_full((len(rows), width, *rows[0].shape[1:]), fill)
     for i, r in enumerate(rows):
         out[i, : r.shape[0]] = r
@@ -59,8 +59,8 @@ def pad(rows: Sequence[Tensor], width: int, fill: float = 0.0) -> Tensor:
 
 
 def kept_records(layer: StateLayer, batch: Batch, slots: Tensor, fills: Sequence[float]) -> list[Tensor]:
-    """Of each of the layer's records [seq, deep, ...] the rows to be folded, else what leaves a state as it is; none if there are
-    none. Records that are not folded may hold anything, NaN included: they are masked, not multiplied."""
+    """For each of the layer's records [seq, deep, ...] the rows to be folded, padded with `fills`, which leave a state unchanged; [] if there
+    are no rows. Records that are not folded may hold anything, NaN included: they are masked, not multiplied."""
     deep = max(seq.n_fold for seq in batch.seqs)
     if deep == 0:
         return []
@@ -116,7 +116,7 @@ def convolve(m: Tensor, w: Tensor, layer: StateLayer, batch: Batch, taps: int, b
     """Shift windows by the fold, convolve, silu; store windows (keep) or raw rows (verify).
 
     A row's bits do not depend on the rows beside it if there are a multiple of 32 channels, as models have: on CPUs
-    torch's silu rounds what is left over otherwise.
+    torch's silu rounds the remainder otherwise.
     """
     out = torch.empty_like(m)
     for s, seq in enumerate(batch.seqs):

@@ -1,4 +1,4 @@
-"""What the Triton launchers of recurrent layers share."""
+"""Shared by the Triton launchers of recurrent layers."""
 
 from __future__ import annotations
 

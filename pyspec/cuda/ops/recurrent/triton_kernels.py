@@ -1,4 +1,4 @@
-"""What the Triton kernels of recurrent layers share: the metadata of a batch, the convolution with its window."""
+"""Shared by the Triton kernels of recurrent layers: the metadata of a batch, the convolution with its window."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_seq(seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, f
 @triton.jit
 def softplus(x):
     e = tl.exp(tl.minimum(x, 20.0))
-    u = 1.0 + e  # log(1 + e), and what was rounded away in the sum
+    u = 1.0 + e  # log(1 + e), corrected for the rounding of the sum
     return tl.where(x > 20.0, x, tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0))))
 
 

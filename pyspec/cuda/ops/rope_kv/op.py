@@ -13,11 +13,11 @@ from pyspec.slots.kv import BLOCK, KV_DTYPES, KVPool, name_of
 
 N_POOL = 40  # rows of the pool that is checked with
 OFF = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.int8: 5e-2, torch.float8_e4m3fn: 0.13}
-"""What rounding to the next value makes of a value; q8_0's step is a 127th of the largest of its block."""
+"""Relative error of rounding to the next value; q8_0's step is a 127th of the largest of its block."""
 
 
 def check(launch: RopeKv, reference: RopeKv, spec: RopeKvSpec) -> str | None:
-    """Strided rows into scattered pool rows, in every KV dtype; rows that nobody names must stay as they are."""
+    """Strided rows into scattered pool rows, in every KV dtype; all other pool rows must stay unchanged."""
     gen, n_row = torch.Generator().manual_seed(0), 5
     n = spec.n_q * spec.dim * (2 if spec.gated else 1) + 2 * spec.n_kv * spec.dim
     y = torch.randn(n_row, n + 4, generator=gen).to(spec.device)[:, :n]

@@ -9,7 +9,7 @@ from pyspec.cuda.tri_guards import kernel, report
 
 Q8_0, F8 = tl.constexpr(3), tl.constexpr(4)  # KIND of cuda.py's KINDS: the others are plain numbers
 MAX_SCALE, MAX_F8 = tl.constexpr(515.5), tl.constexpr(448.0)
-ROUND = tl.constexpr(12582912.0)  # what is added to it loses its fraction, to nearest even
+ROUND = tl.constexpr(12582912.0)  # adding it rounds a number to the nearest integer, ties to even
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def rope_kv(
     N_Q: tl.constexpr, N_KV: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
     STEP: tl.constexpr, HAS_NORM: tl.constexpr, KIND: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, heads of q, k and v). n_slot: rows of the pool; STEP: what heads of q lie apart; BLOCKS of 32 dims, and more."""
+    """Grid (rows, heads of q, k and v). n_slot: rows of the pool; STEP: distance of q's heads; BLOCKS of 32 dims, and more."""
     row, unit = tl.program_id(0), tl.program_id(1)
     block = tl.arange(0, BLOCKS)
     d = block[:, None] * 32 + tl.arange(0, 32)[None, :]

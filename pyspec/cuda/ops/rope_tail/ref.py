@@ -31,7 +31,7 @@ class RopeTailSpec:
 
 
 class RopeTail(Protocol):
-    """What the op binds."""
+    """The launch that the op binds."""
 
     def __call__(
         self, x: Tensor, positions: Tensor, freq: Tensor, weight: Tensor | None = None, sign: float = 1.0

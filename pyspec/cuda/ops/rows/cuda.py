@@ -1,7 +1,7 @@
 """Rows for products on NVIDIA GPUs, prepared and rounded in one launch (rows.cu). The meaning is rows_ref.py's.
 
-Buffers are made at bind and shared by the matrices of a device: all launches must be on one stream, and what a launch
-returns holds until the next one of the same size.
+Buffers are made at bind and shared by the matrices of a device: all launches must be on one stream, and a result is valid
+until the next launch of the same size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def limits(spec: RowsSpec) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows ready to be multiplied, padded to `pad`, in a layout of rows.cu. What rows of the pad hold means nothing."""
+    """Rows ready to be multiplied, padded to `pad`, in a layout of rows.cu. Padding rows hold garbage."""
 
     blocks: Tensor
     sums: Tensor
@@ -55,7 +55,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What a row's experts gave, and what their sum is added to: rows that are not made yet. See expert_sums.cuh.
+    """Outputs of a row's experts, not summed yet, and the tensors that their sum is added to. See expert_sums.cuh.
 
     y [row * n_used, n] f32, weights [row, n_used] f32, shared [n_piece * row, n] f32, gate [row, 1] f32, residual [row, n] f32
     """
@@ -152,7 +152,7 @@ def row_bytes(n_in: int, layout: int = BLOCKED) -> int:
 
 
 class RowsLaunch:
-    """Rows in blocks, for our own products. Owns what it returns until the next call."""
+    """Rows in blocks, for our own products. A result is valid until the next call."""
 
     def __init__(self, device: torch.device, n_in: int, pads: tuple[int, ...], layout: int = BLOCKED) -> None:
         self.n_in, self.pads, n_block = n_in, pads, -(-n_in // 256) * 8
@@ -189,7 +189,7 @@ class RowsLaunch:
         self._held = x, prep, rows
 
     def held(self, x: Tensor, prep: Prep | None) -> Rows | None:
-        """The rows of just this x and prep, if they are there already. Once: who asks reads them next."""
+        """The rows already made of this x and prep, if any. They are handed out once, to the next reader."""
         held = self._held
         if held is None or held[0] is not x or held[1] is not prep:
             return None
@@ -198,7 +198,7 @@ class RowsLaunch:
 
 
 def values_of(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
-    """What rows in blocks stand for: (values [row, n_in], their sums over each 32 columns [row, n_in / 32]), f32."""
+    """Values of rows in blocks: (values [row, n_in], their sums over each 32 columns [row, n_in / 32]), f32."""
     if rows.layout == PLANES:
         return _values_of_planes(rows, n_in)
     n_block, power = -(-n_in // 256) * 8, rows.powers[: rows.n_row, None]
@@ -238,7 +238,7 @@ class Place:
 
 
 class WideRows:
-    """Rows as they are, for a library's product of many rows; `finish` scales what comes back."""
+    """Row-major rows for a library's product of many rows; `finish` scales the product."""
 
     def __init__(self, device: torch.device, n_in: int) -> None:
         self.n_in, self.prepare = n_in, _Prepare(device, n_in, ROW_MAJOR)

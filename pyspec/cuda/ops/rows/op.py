@@ -63,7 +63,7 @@ def make(spec: RowsSpec, n_row: int, gen: torch.Generator) -> tuple[Tensor, Prep
 
 
 def check(launch: Launch, reference: Launch, spec: RowsSpec) -> str | None:
-    """Values after scaling back: rounding to f16 moves each by 2^-11 of itself, or of what is nearly zero in its row."""
+    """Values after scaling back: rounding to f16 moves each by 2^-11 of itself, or by the smallest step of its row near zero."""
     gen = torch.Generator().manual_seed(0)
     for n_row in (1, 5):
         x, prep = make(spec, n_row, gen)

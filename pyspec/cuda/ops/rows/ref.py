@@ -1,6 +1,6 @@
-"""What happens to rows on their way into a product: the meaning, in plain torch.
+"""Reference of `rows` in plain torch: the preparation of rows for a product.
 
-A `Prep` is callable: prep(x) [row, n_in] f32 is what the matrix is multiplied with. Kernels do the same while they round the rows
+A `Prep` is callable: prep(x) [row, n_in] f32 is multiplied with the matrix. Kernels do the same while they round the rows
 to f16 (rows_cuda.py), so a model hands the preparation to the product instead of running it.
 """
 

@@ -28,7 +28,7 @@ def warps_for(wide: int) -> int:
 
 
 class RowsTriton:
-    """The kernel for rows of n_in columns, whatever their preparation."""
+    """The kernel for rows of n_in columns, for any preparation."""
 
     def __init__(self, spec: RowsSpec) -> None:
         self.n_in, self.none = spec.n_in, torch.empty(4, dtype=torch.float32, device=spec.device)

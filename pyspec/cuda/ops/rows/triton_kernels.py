@@ -13,7 +13,7 @@ NORM, HEADS, GATE, GLU, GROUPS, RELU2 = (tl.constexpr(i) for i in range(1, 7))  
 
 @triton.jit
 def power_of(x):
-    """The power of two that brings the largest of x into [1, 2); 1 for zeros, and for what is smaller than a normal number."""
+    """The power of two that brings the largest of x into [1, 2); 1 for zeros and subnormal numbers."""
     largest = tl.max(tl.abs(x), 0)
     bits = largest.to(tl.int32, bitcast=True) & 0x7F800000
     return tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))

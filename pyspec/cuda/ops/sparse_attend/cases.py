@@ -19,7 +19,7 @@ from pyspec.slots.ring import RingRows
 
 @dataclass(frozen=True, slots=True)
 class Windowed:
-    """Inputs of `sparse_attend`. NaN in queries of padded rows, in ring rows that hold none of the window, and in pool rows that nobody sees."""
+    """Inputs of `sparse_attend`. NaN in queries of padded rows, in ring rows outside the window, and in pool rows that no row sees."""
 
     placed: Placed
     q: Tensor
@@ -80,7 +80,7 @@ def make(case: Ragged, spec: SparseSpec, top_k: int = 0, seed: int = 0, slack: i
 
 
 def ring_fault(ring: RingRows, kept: RingRows) -> str | None:
-    """How a ring differs from the reference's by more than what is rounded once may."""
+    """The difference of a ring from the reference's, if it is more than one rounding."""
     own, other = (x.rows[ROWS].float() for x in (ring, kept))
     if not torch.equal(own.isnan(), other.isnan()):
         return "other rows of the ring are written than by the reference"

@@ -117,7 +117,7 @@ def _two_tiles(spec: SparseSpec, arch: str, unit: int) -> SparseBuild | None:
 
 
 def long_build(spec: SparseSpec, arch: str) -> SparseBuild:
-    """For rows that are one part each: what has most heads."""
+    """The build for rows of one part each: the one with most heads."""
     return builds(spec, arch)[-1]
 
 
@@ -134,7 +134,7 @@ def rows_at_once(spec: SparseSpec, n_row: int, max_part: int) -> int:
 
 
 def scratch_bytes(spec: SparseSpec, n_row: int, n_token: int) -> int:
-    """What a call takes beside its result, for `n_row` rows of contexts up to `n_token`, whatever is chosen of them."""
+    """Scratch bytes of a call, for `n_row` rows of contexts up to `n_token` and any choice of rows."""
     n_list = n_token // spec.ratio if spec.ratio else 0
     max_part = min(n_tiles(spec, 64, n_list), MAX_PART)
     return 4 * rows_at_once(spec, n_row, max_part) * max_part * spec.n_head * (spec.dim + 2)
@@ -189,8 +189,8 @@ class SparseLaunch:
         return self._own(n_row) if 0 < n_row <= BESIDE_ROWS else None
 
     def keys_beside(self, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor) -> None:
-        """The batch's keys ahead of the call with just this kv, beside a product that is `late`; of what was launched behind that one nothing
-        may be under way but what runs beside it, too."""
+        """Make the batch's keys ahead of the call with the same kv, beside a product that is `late`. Of the launches behind that product, only
+        those that also run beside it may be under way."""
         self._keys(kv, tail, batch, own, beside=True)
         self._held = kv, own
 
@@ -221,7 +221,7 @@ class SparseLaunch:
         return out
 
     def prepared(self, given: Given, batch: Batch, into: Place) -> Rows:
-        """into.rows(o) of the outputs o of a call, over into.power, without a launch of its own. given: what a call is given before the batch."""
+        """into.rows(o) of the outputs o of a call, over into.power, without a launch of its own. given: the arguments of a call before the batch."""
         rows = into.rows.room(len(given[0]))
         assert into.rows.n_in == self.spec.n_head * self.spec.dim and rows.layout == BLOCKED
         to: list[Arg] = [np.int64(0), self.fault, rows.blocks, rows.sums, rows.powers]
@@ -229,7 +229,7 @@ class SparseLaunch:
         return rows
 
     def _run(self, given: Given, batch: Batch, to: list[Arg], into: Place | None) -> None:
-        """to: results as rows or as blocks, the other is nobody's, with faults between."""
+        """to: output as rows or as blocks (the other pointer is unused), with the fault record between."""
         q, kv, tail, ring, pool, chosen, sinks = given
         spec, i32, none, overlap = self.spec, np.int32, np.int64(0), self.overlap
         held, self._held = self._held, None
@@ -277,9 +277,9 @@ class SparseLaunch:
             kernels["sparse_ring"].launch((n_row,), 64, args, overlap=overlap)
 
     def _parts(self, batch: Batch, ratio: int, top_k: int, is_chosen: bool) -> tuple[int, int]:
-        """Parts that a row has at most, and what it has if its context is not long."""
+        """Parts of a row at most, and the number for a short context."""
         keys, n_token = self.builds[0].unit, batch.page_table.shape[1] * batch.page_size
-        if batch.bucket is None and batch.max_hi:  # no graph, so what the host knows may size it
+        if batch.bucket is None and batch.max_hi:  # no graph, so the host's lengths may size it
             n_token = min(n_token, max(batch.max_hi))
         n_list = n_token // ratio if ratio else 0
         n_list = min(n_list, top_k) if is_chosen else n_list
@@ -295,7 +295,7 @@ class SparseLaunch:
         chosen: Tensor | None,
         batch: Batch,
     ) -> None:
-        """What only our own code can get wrong: dtypes, shapes, layout."""
+        """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
         (q, kv, sinks), spec, n = given, self.spec, len(given[0])
         assert q.dtype == kv.dtype == sinks.dtype == torch.float32 and sinks.shape == (spec.n_head,)
         assert q.shape[1:] == (spec.n_head, spec.dim) and kv.shape == (n, spec.dim)

@@ -1,4 +1,4 @@
-"""What `sparse_attend` takes of a device's memory while it runs, for a planner: to be known before a load."""
+"""Scratch memory of `sparse_attend`, for a planner before a load."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class SparseSpec:
 
 @dataclass(frozen=True, slots=True)
 class KeyTail:
-    """What makes keys of products: `norm` [dim] f32, and `freq` [n_rot / 2] f64, angles of one position."""
+    """Weights that turn a product's rows into keys: `norm` [dim] f32, and `freq` [n_rot / 2] f64, angles of one position."""
 
     norm: Tensor
     freq: Tensor
@@ -100,7 +100,7 @@ def bind(spec: SparseSpec) -> SparseAttend:
                     ]  # -1: the last column
                 keys, seen = torch.cat((keys, rows)), torch.cat((seen, taken), 1)
             ring.write(seq.slot, n_past, {ROWS: kv[here]})
-            if EXACT.is_on and q.device.type == "cpu":  # each row alone, with what it sees
+            if EXACT.is_on and q.device.type == "cpu":  # each row alone, with the keys it sees
                 each = zip(q[here], seen, strict=True)
                 out[here] = torch.stack([_weighed(one, keys[sees], sinks, scale) for one, sees in each])
                 continue

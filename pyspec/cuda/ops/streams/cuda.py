@@ -20,7 +20,7 @@ THREADS, READING = 128, 256  # of a CTA: of streams_parts; of the others. A quad
 READERS, ASKING = 512, 64  # of streams_read_rows; CTAs that ask for the next product's weights
 SLOTS = 32  # of a part
 PER_MULTIPROCESSOR = 2  # CTAs of streams_parts that rows are spread over: each reads its share of fn
-SUMMED = 4  # rows up to which that launch sums what experts gave, too: each of four streams does so
+SUMMED = 4  # rows up to which that launch also sums the experts' outputs, once for each of four streams
 FEW = 32  # rows up to which merging and the next products are one launch: it reads the streams four times
 OFF = 1e-4  # of coefficients and, relative to its size, of a row: other orders of sums
 
@@ -64,7 +64,7 @@ class StreamsLaunch:
     reads_into = True  # where `into` says, see fuse.py
 
     def sums_of(self, n_row: int) -> bool:
-        """Whether `merge_split` of so many rows takes what experts gave as it is, too."""
+        """Whether `merge_split` of so many rows also takes the experts' outputs unsummed."""
         return 0 < n_row <= SUMMED
 
     def __init__(self, spec: StreamsSpec) -> None:
@@ -74,7 +74,7 @@ class StreamsLaunch:
         self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
     def split(self, x: Tensor, mix: StreamMix, into: Place | None = None) -> Reading:
-        """into: where the part's product reads what it reads of the streams, normed: then that is put there, too."""
+        """into: the rows of the part's product; then the reading is also normed and written there."""
         x = x.contiguous()
         return self._split(x, mix, self._parts(self.kernels, x, mix), into)
 
@@ -115,7 +115,7 @@ class StreamsLaunch:
         return args[-1], self._split(args[-1], mix, parts, into)
 
     def _merged(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> tuple[tuple[Tensor, ...], int]:
-        """What a launch that merges is given, the new streams last; and how many rows there are."""
+        """Arguments of a launch that merges, the new streams last; and the number of rows."""
         y, x, post, comb = (t.contiguous() for t in (y, x, post, comb))
         n_row = self._rows(x)
         assert (
@@ -233,7 +233,7 @@ def check(launch: Streams, reference: Streams, spec: StreamsSpec) -> str | None:
 
 
 def _check_sums(launch: Streams, x: Tensor, given: Reading, mix: StreamMix) -> str | None:
-    """What experts gave, with and without what else is added, comes back as its sum does, to the bit."""
+    """Unsummed outputs of experts, with and without a further addend, give the same bits as their sum."""
     if not isinstance(launch, StreamsLaunch) or not launch.sums_of(len(x)):
         return None
     n_row, n, gen = len(x), launch.spec.n, torch.Generator().manual_seed(2)
@@ -252,7 +252,7 @@ def _check_sums(launch: Streams, x: Tensor, given: Reading, mix: StreamMix) -> s
 
 
 def _check_rows(launch: Streams, y: Tensor, x: Tensor, given: Reading, mix: StreamMix) -> str | None:
-    """Rows that are normed on the way are those that rows.cu makes of what is read, to the bit."""
+    """Rows normed by this launch have the bits that rows.cu gives for the reading."""
     if not isinstance(launch, StreamsLaunch):
         return None
     n, n_row, gen = launch.spec.n, len(x), torch.Generator().manual_seed(1)

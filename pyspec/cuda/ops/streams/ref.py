@@ -5,8 +5,8 @@
     scale   [3] or [1]              f32  of the coefficients that read, write and mix
     base    [m]                     f32
 
-`split` gives the one row that a part of the block reads, and how what it makes goes back: each stream gets `post` of it, and `comb` of
-all streams as they were, a matrix whose rows and columns sum to one (Sinkhorn). All in f32: a coefficient that is off is off in every
+`split` gives the one row that a part of the block reads, and the coefficients for its output: each stream gets `post` of the output, and
+`comb` of all old streams, a matrix whose rows and columns sum to one (Sinkhorn). All in f32: a coefficient that is off is off in every
 layer behind it.
 """
 
@@ -25,7 +25,7 @@ from pyspec.cuda.exact import by_row, linear
 
 @dataclass(frozen=True, slots=True)
 class StreamsSpec:
-    """eps: of the weightless norm; floor: what coefficients are kept above; n_iter: steps that make `comb` doubly stochastic."""
+    """eps: of the weightless norm; floor: lower bound of coefficients; n_iter: steps that make `comb` doubly stochastic."""
 
     device: torch.device
     n_stream: int
@@ -44,22 +44,22 @@ class StreamMix:
     base: Tensor
 
 
-Reading = tuple[Tensor, Tensor, Tensor]  # what a part reads, post, comb
+Reading = tuple[Tensor, Tensor, Tensor]  # the row of a part, post, comb
 
 
 class Streams(Protocol):
-    """What the op binds."""
+    """The launch that the op binds."""
 
     def split(self, x: Tensor, mix: StreamMix) -> Reading:
-        """x -> what the part reads [row, n], post [row, stream], comb [row, from, to]."""
+        """x -> rows of the part [row, n], post [row, stream], comb [row, from, to]."""
         ...
 
     def merge(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        """What the part made of its row, y [row, n], back into the streams x."""
+        """Put the part's output y [row, n] back into the streams x."""
         ...
 
     def merge_split(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix) -> tuple[Tensor, Reading]:
-        """`merge`, and `split` of what came of it for the next part."""
+        """`merge`, and `split` of the result for the next part."""
         ...
 
     def head(self, x: Tensor, mix: StreamMix) -> Tensor:
@@ -91,7 +91,7 @@ class TorchStreams:
         return read, post, comb
 
     def _weights(self, mix: StreamMix, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What coefficients [row, ...] say of reading [row, stream], writing, and mixing [row, stream, stream]."""
+        """Weights from coefficients [row, ...]: for reading [row, stream], writing, and mixing [row, stream, stream]."""
         n, floor, scale, base = self.spec.n_stream, self.spec.floor, mix.scale, mix.base
         pre = torch.sigmoid(m[:, :n] * scale[0] + base[:n]) + floor
         post = 2 * torch.sigmoid(m[:, n : 2 * n] * scale[1] + base[n : 2 * n])
