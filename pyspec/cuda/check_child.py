@@ -72,7 +72,7 @@ def examine(op: Op[Any, Any], impl: Impl[Any, Any], spec: Any, tell: Callable[[s
     device = device_of(spec)
     context = context_of(device)  # held, because kernels write into its fault record, which is read here
     try:
-        with context.current():  # all that a check does besides launching goes by the thread's device
+        with context.current():  # checks allocate and copy on the thread's device
             tell("binding")
             if device.type == "cuda":
                 torch.zeros(1, device=device)  # makes the driver's context that kernels are loaded into

@@ -48,7 +48,7 @@ class Rank:
 
 
 def sums_by(device: torch.device) -> str:
-    """How ranks on such devices sum, for people."""
+    """How ranks on such devices sum, for messages."""
     if device.type != "cuda":
         return "gloo, gathered and summed in the order of ranks"
     import torch.distributed as dist
@@ -105,7 +105,7 @@ class Collective:
             return self.peers(x)
         if self._is_gpu and self.capturable and x.numel() * x.element_size() > SMALL:
             x = x.contiguous()
-            # of two numbers there is one sum; of more the library's order hangs on where they stand
+            # two numbers have one sum; for more, the library's order depends on their place in the tensor
             if EXACT.is_on and self.rank.n > 2:
                 pieces = x.view(-1).split(SMALL // x.element_size())
                 return torch.cat([self._in_order(piece) for piece in pieces]).view(x.shape)

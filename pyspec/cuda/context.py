@@ -87,7 +87,7 @@ class DeviceContext:
         return found  # type: ignore[return-value]  # of this key `make` gave it
 
     def stream(self) -> Any:
-        """torch's stream of this thread and device as cuda.core wants it; wrapped once, because wrapping costs microseconds."""
+        """This thread's torch stream on the device, as an object of cuda.core; wrapped once, because wrapping takes microseconds."""
         handle = _current(self.device.index)
         found = self._streams.get(handle)
         if found is None:

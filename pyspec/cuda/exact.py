@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PASS = 64  # rows that a library gets at once
+PASS = 64  # rows per call of a library
 
 
 class Exactness(threading.local):
@@ -43,12 +43,12 @@ def within(is_on: bool) -> Iterator[None]:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T of torch, [row, n_in] -> [row, n_out]; in passes where that was asked for."""
+    """x W^T by torch, [row, n_in] -> [row, n_out]; in passes in exact mode."""
     return in_passes(x, lambda part: F.linear(part, weight)) if EXACT.is_on else F.linear(x, weight)
 
 
 def by_row(run: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tuple[Tensor, ...]:
-    """run(*rows), each row [1, ...] of all alone on CPUs where that was asked for: small sums of a library follow the number of rows, too."""
+    """run(*rows); on CPUs in exact mode one row [1, ...] at a time, because small sums of a library depend on the number of rows, too."""
     if not EXACT.is_on or rows[0].device.type != "cpu" or len(rows[0]) <= 1:
         return run(*rows)
     each = [run(*one) for one in zip(*(t.split(1) for t in rows), strict=True)]
@@ -56,7 +56,7 @@ def by_row(run: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tuple[Tenso
 
 
 def in_passes(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """run(x) of a library, whose kernel is chosen by the number of rows, and with it the order of its sums."""
+    """run(x) in passes of PASS rows: a library chooses its kernel, and so the order of its sums, by the number of rows."""
     if not len(x):
         return run(x)
     assert x.dim() == 2

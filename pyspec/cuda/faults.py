@@ -54,7 +54,7 @@ def record(device: torch.device) -> Tensor:
 
 
 def fault_of(number: int, place: int, index: int, limit: int) -> Fault:
-    """A record in words."""
+    """The fault of a record."""
     op = registry.guarded().get(number)
     if op is None or op.guard is None:
         return Fault(f"number {number}", place, index, limit)
@@ -65,14 +65,14 @@ class Reader:
     """Reads a device's record without waiting for the device: call `fetch` on the stream, sync, then `take`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.context = context_of(device)  # of which there is one record for all
+        self.context = context_of(device)  # it owns the record, which all share
         with torch.inference_mode(False):
             self.record = record(device)
             self.hosts = [torch.zeros(N_FIELD, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
         self.fetched: deque[Tensor] = deque()
 
     def fetch(self) -> None:
-        """Start the copy, behind the work that is under way. Two may be, before the first is taken."""
+        """Enqueue the copy on the stream. At most two may be pending."""
         assert len(self.fetched) < len(self.hosts), "a third copy would go where the first is read"
         host = self.hosts[0]
         self.hosts.reverse()
@@ -80,7 +80,7 @@ class Reader:
         self.fetched.append(host)
 
     def clear(self) -> None:
-        """From here on on the stream, nothing has tripped."""
+        """Reset the record, in stream order."""
         self.record.zero_()
 
     def take(self) -> Fault | None:

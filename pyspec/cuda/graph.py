@@ -32,7 +32,7 @@ class GraphPool:
         self.handle: Any = None  # torch has no public name for its type
 
     def taken(self) -> Any:
-        """For torch; made when it is first asked for."""
+        """torch's handle, made on first use."""
         if self.handle is None:
             self.handle = torch.cuda.graph_pool_handle()
         return self.handle

@@ -84,10 +84,10 @@ class Op(Generic[Spec, Launch]):
     check        returns a sentence when an implementation differs from the reference: check(launch, reference_launch, spec)
     home         "module:name" where a child process finds this op; empty: pyspec.cuda.ops.<name>.op:<name>
     guard        number and meaning of its fault records, if its kernels have guards
-    shapes       specs that models have, for `pyspec doctor`; an op without any is a part of another one, and not listed
+    shapes       specs of usual models, for `pyspec doctor`; an op without any is a part of another op and not listed
     more_shapes  further specs that a package's cubins are compiled for
     named        the op whose name selects this one, too, in `--kernels`
-    decided      the implementation chosen for each spec so far, by the tiers this thread wants: a forward may ask again
+    decided      the implementation chosen for each spec so far under this thread's tiers
     """
 
     name: str
@@ -155,7 +155,7 @@ class Op(Generic[Spec, Launch]):
     def has_own(self, spec: Spec, checked_as: Spec | None = None) -> bool:
         """Whether `spec` runs as more than the reference.
 
-        checked_as: a smaller spec whose check speaks for it; of `spec` itself only the limits are asked then.
+        checked_as: a smaller spec that is checked in its place; then only the limits of `spec` are asked.
         """
         impl = self.chosen(spec if checked_as is None else checked_as)
         return impl is not self.reference and impl.limits(spec) is None

@@ -221,7 +221,7 @@ def programs_of(asks: Iterable[Ask], target: GpuKind, kv: torch.dtype = torch.fl
 def compile_all(programs: Sequence[Program], tell: Callable[[int, str], None]) -> list[tuple[Program, Compiled | str]]:
     """Compile on all cores, into the cache. Each program with its code, or the reason why it has none.
 
-    tell  is called with the number of programs done, and the name of the last
+    tell  callback with the number of programs done and the name of the last
     """
     done = count(1)
 

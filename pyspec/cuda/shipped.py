@@ -48,7 +48,7 @@ def find(stem: str, arch: str, macros: tuple[tuple[str, str], ...], source: str)
 
 
 def identity(arch: str) -> str:
-    """Of the archive for an architecture, "" if there is none or it is not for this driver: a verdict holds for the cubins it was made with."""
+    """Digest of the archive for an architecture, as a part of a verdict's key; "" if there is none or the driver does not take it."""
     archive = _archive(FOLDER / f"{arch}.zip")
     return archive.digest if archive is not None and _is_for(archive.nvrtc, _driver_major()) else ""
 

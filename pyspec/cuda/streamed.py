@@ -30,7 +30,7 @@ from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm, Prep, PrepKind, RowsSp
 log = logging.getLogger(__name__)
 
 GLU = Glu()
-PLACE_ROWS = 32  # up to here it beats a launch of their own that rows are prepared by what makes them (docs/log.md)
+PLACE_ROWS = 32  # up to here the kernel before prepares rows faster than a launch of their own (docs/log.md)
 FEW_ROWS = linear_wgmma.FEW  # up to here `linear` is as fast as `linear_tall` where that runs (docs/log.md)
 COPY_ROWS = 48  # and up to here faster than a library with a copy
 TOP = 15  # f16's exponent of values near the bound: values of 2^-25 of it keep all their bits
@@ -58,7 +58,9 @@ class Streamed:
         self.few_rows = 0 if EXACT.is_on and self.tall is not None else FEW_ROWS
         self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
         self.wide_turned = None if wide is None else wide.T
-        self.whole: dict[RowsSpec, Callable[[Tensor, Prep], Tensor] | None] = {}  # launches that prepare rows that stay f32
+        self.whole: dict[
+            RowsSpec, Callable[[Tensor, Prep], Tensor] | None
+        ] = {}  # launches that prepare rows that stay f32
         self.max_rows = COPY_ROWS if self.tall is None else self.tall.max_rows  # without the copy
 
     def __call__(
@@ -98,7 +100,7 @@ class Streamed:
         return activate(gate, up, self.limit)
 
     def place(self, n_row: int, prep: HeadNorm) -> Into | None:
-        """Where the kernel before may put so many rows prepared, for a call with them; None: this product prepares them."""
+        """Buffer where the kernel before may write `n_row` prepared rows, as an argument of a call; None: this product prepares them."""
         to = self._rows(n_row, prep.kind, prep.dim)
         return None if to is None else Into(to, prep, self.packed.data)
 
@@ -127,7 +129,7 @@ class Streamed:
         return self._launch(n_row, adds=False).rows
 
     def has_late(self, n_row: int) -> bool:
-        """Whether the launch behind a product of so many rows may begin when all before it is over, and use that without a wait."""
+        """Whether the launch after a product of `n_row` rows may begin at the end of all launches before it, and use their results without a wait."""
         return n_row <= self.few_rows and self.plain.has_late(n_row)
 
     def _ready(self, x: Rows, residual: Tensor | None, late: bool = False) -> Tensor:
@@ -184,8 +186,8 @@ class StreamedParts:
         return out
 
     def place(self, n_row: int, power: float) -> Place | None:
-        """Where the kernel before may put so many rows, over `power`; None: this product prepares them, over a power of each row's own. The smallest
-        numbers are rounded otherwise then, so with `--exact` it prepares any number."""
+        """Buffer where the kernel before may write `n_row` rows over `power`; None: this product prepares them, each over a power of its own. The two
+        round the smallest numbers differently, so in exact mode the product always prepares them."""
         takes = 0 < n_row <= self.max_rows and not EXACT.is_on
         return Place(self.product.rows, self.packed.data, power) if takes else None
 
@@ -261,6 +263,6 @@ def in_parts(whole: Streamed, parts: int) -> StreamedParts | None:
 
 
 def _tall(spec: LinearSpec) -> WgmmaLaunch | None:
-    """The product of many rows without a copy of the weight, where there is a kernel for it."""
+    """The product of many rows without a copy of the weight, if there is a kernel for it."""
     small = replace(spec, n_out=PROBE_ROWS)  # the check runs on this, because it unpacks the matrix
     return linear_wgmma.bind(spec) if linear_tall.has_own(spec, checked_as=small) else None

@@ -29,7 +29,7 @@ Reader = tuple[Streamed, Norm]
 
 
 class SumRows:
-    """The sum of all ranks' x [row, n] f32, and beside it the rows that `product` reads of it behind `norm`: of up to `most` rows."""
+    """The sum of all ranks' x [row, n] f32, and the rows that `product` reads of it after `norm`, of up to `most` rows."""
 
     def __init__(self, ranks: Collective, peers: PeerSum, reader: Reader, most: int) -> None:
         self.ranks, self.peers, (self.product, self.norm), self.most = ranks, peers, reader, most

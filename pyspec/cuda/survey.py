@@ -70,7 +70,7 @@ def findings(asks: Iterable[Ask]) -> list[Finding]:
 
 
 def shape_of(spec: Any) -> str:
-    """A spec in words, without its device."""
+    """A spec as text, without its device."""
     parts = []
     for field in dataclasses.fields(spec):
         if not field.repr:  # sizes of one engine, for which nothing is chosen

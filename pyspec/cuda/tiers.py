@@ -15,7 +15,7 @@ from pyspec.cuda.examine import EXAMINATION, TIERS
 from pyspec.cuda.op import Op
 from pyspec.errors import ConfigError
 
-SAID = 3  # ops that one warning names
+MAX_LISTED = 3  # ops in one warning
 
 
 def use(text: str) -> None:
@@ -35,13 +35,13 @@ def within(text: str) -> Iterator[None]:
 
 
 def unmet(device: torch.device) -> str:
-    """The wishes that are not met, in words; "" if there are none. Call it once everything is bound."""
+    """The wishes of `--kernels` that are not met, as a message; "" if there are none. Call it once everything is bound."""
     asked = [name for name, tier in EXAMINATION.tiers.items() if tier in TIERS]
     if device.type != "cuda" and not tri.interprets():
         return "these kernels run on GPUs only, and this runs on the CPU, as without them" if asked else ""
     found = [line for op in registry.ops() if (line := _unmet(op))]
-    more = f"; and {len(found) - SAID} more" if len(found) > SAID else ""
-    return "; ".join(found[:SAID]) + more
+    more = f"; and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
+    return "; ".join(found[:MAX_LISTED]) + more
 
 
 def _unmet(op: Op[Any, Any]) -> str:

@@ -1,8 +1,8 @@
 """Triton as the tier between our CUDA kernels and the torch reference: whether it runs here, and how its kernels are launched.
 
-Triton comes with torch on Linux and needs nothing of CUDA's Python packages. Nothing here imports it before a kernel is bound:
-kernels of an op lie in its `triton_kernels.py`, which only launches import. On a CPU they run in Triton's interpreter, for tests:
-where TRITON_INTERPRET is 1 from the start of the process on.
+Triton comes with torch on Linux and needs none of CUDA's Python packages. Nothing here imports it before a kernel is bound: an op's
+kernels stand in its `triton_kernels.py`, which only launches import. For tests they run on a CPU in Triton's interpreter, if
+TRITON_INTERPRET is 1 from the start of the process.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def n_multiprocessor(device: torch.device) -> int:
 
 
 class TriLaunch(NamedTuple):
-    """A launch that is asked for: `kernel` [a function of Triton's] over `grid`.
+    """A launch: `kernel` (a Triton function) over `grid`.
 
     args       all that is no constant, in the kernel's order; those that `tri_guards.VARYING` names may vary without a new build
     constants  the rest, which stand behind them in the kernel
@@ -104,7 +104,7 @@ def launch(
 
 
 def _launch(ask: TriLaunch) -> None:
-    """Through Triton once for each build, which takes it 50 us; the build that was found then is launched as it is."""
+    """Launch through Triton once for each build, which takes 50 us; later launches use the build found then."""
     kernel, grid, args, constants, warps = ask
     if not ask.is_compiled:
         kernel[tuple(grid)](*args, **constants, num_warps=warps)

@@ -25,8 +25,8 @@ def unusable() -> str | None:
 
 
 def version() -> str | None:
-    """Of the package that would be imported, "" if it does not say; None if there is none. Read from its source: its distribution has
-    another name with each build of torch."""
+    """Version of the package that would be imported; "" if it has none; None without a package. It is read from the source, because the
+    distribution has another name with each build of torch."""
     found = importlib.util.find_spec("triton")
     if found is None:
         return None

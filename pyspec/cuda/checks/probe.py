@@ -100,7 +100,7 @@ class Prober:
             return Verdict(f"could not be checked: {sentence(e)}", lasting=False)
         with self._lock:
             why = ""
-            for _ in range(2):  # a child may leave, idle, just as it is asked
+            for _ in range(2):  # an idle child may exit just before the request
                 child = self._child = self._child or process.take()
                 child.send(request)
                 found, why = self._listen(child)
@@ -123,7 +123,7 @@ class Prober:
                 why = child.last_words()
                 if at == "start":
                     return None, why
-                killed = child.process.returncode == -signal.SIGKILL  # by a person, or for want of memory
+                killed = child.process.returncode == -signal.SIGKILL  # by a user or the kernel's out-of-memory killer
                 return Verdict(f"its {at} ended the process: {why}", lasting=not killed), ""
             answer = json.loads(line)
             if "at" in answer:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 TAIL = 200  # characters of the child's last words
 MOST = 4  # that check at once
-GPUS = Path("/dev/nvidiactl"), Path("/dev/kfd")  # one of them is there where there is a GPU: NVIDIA's, AMD's
+GPUS = Path("/dev/nvidiactl"), Path("/dev/kfd")  # one exists if there is a GPU: NVIDIA's, AMD's
 
 
 _ready: list[Checker] = []
@@ -30,7 +30,7 @@ _taking = threading.Lock()
 
 
 def begin() -> None:
-    """Start children now if this is a first start: there is a GPU, and nothing is known of any kernel yet."""
+    """Start children now on a first start: there is a GPU, and no verdict is kept yet."""
     if not any(path.exists() for path in GPUS) or any((cache_root() / "verdicts").glob("*.json")):
         return
     with _taking:

@@ -55,9 +55,7 @@ class AheadLaunch:
 
     def accept(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
         n_seq, n_row = len(batch.seqs), batch.n_row
-        if n_seq > len(self.n) or n_row > len(
-            self.tokens
-        ):  # more than was planned: graphs do not hold these buffers
+        if n_seq > len(self.n) or n_row > len(self.tokens):  # more than was planned: graphs do not hold these buffers
             self._make(max(n_seq, len(self.n)), max(n_row, len(self.tokens)))
         assert best.dtype == torch.float64
         assert ends is None or (ends.dtype == torch.int32 and ends.shape == (n_seq, MAX_ENDS) and ends.is_contiguous())

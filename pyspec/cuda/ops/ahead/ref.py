@@ -21,15 +21,15 @@ from pyspec.slots.batch import Batch, SeqMode
 GUARD = Guard(10)
 
 MAX_ENDS = 16  # tokens of a sequence at which the host decides
-NO_TOKEN = -1  # fills rows of fewer
+NO_TOKEN = -1  # padding of `ends`
 
 
 @dataclass(frozen=True, slots=True)
 class AheadSpec:
     """Any number of rows and sequences.
 
-    n_seq, n_row  of a verify at most, as far as the caller has planned: `accept` has places for so many from the start on, and
-                  takes more memory in the midst of a round for more
+    n_seq, n_row  most sequences and rows of a verify that the caller plans: `accept` has buffers for them from the start, and
+                  allocates in the middle of a round for more
     """
 
     device: torch.device
@@ -61,7 +61,7 @@ class Ahead(Protocol):
 
         best    [2, row] f64    each row's best token and its value; every row of the batch has logits
         ends    [seq, MAX_ENDS] int32  tokens at which a sequence stops, padded with NO_TOKEN; none if not given
-        forced  [seq] int32     drafts that count as right, whatever is best (synthetic acceptance)
+        forced  [seq] int32     drafts that count as right in any case (synthetic acceptance)
         """
         ...
 
@@ -69,7 +69,7 @@ class Ahead(Protocol):
         """Move the rows of `batch` behind the kept ones: positions, rows of keys and values, the range of keys they see.
 
         In place, but for the host's description where the host can read it. The batch has the sequences of the verify, laid out
-        from its first positions with pages for all that may be kept; an `n_fold` of 1 becomes the number of kept rows (behind one row it stays as it is),
+        from its first positions with pages for all that may be kept; an `n_fold` of 1 becomes the number of kept rows (after a single row it stays),
         `keep` is taken back where an end follows them. Each sequence's first row gets the token that follows them, the others their
         drafts, if there are any [seq, n] int64.
         """

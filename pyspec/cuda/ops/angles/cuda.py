@@ -12,7 +12,7 @@ from pyspec.cuda.ops.angles.ref import Angles, AnglesSpec
 
 THREADS = 128
 MAX_ROWS = 1 << 30
-OFF = 2.0**-22  # of sums of full precision: as far as two libraries may be apart
+OFF = 2.0**-22  # difference that two libraries may have at full precision
 
 
 def limits(spec: AnglesSpec) -> str | None:

@@ -148,7 +148,7 @@ def _batch(case: Case, pages: list[list[int]], device: torch.device) -> Batch:
 
 
 def padded(batch: Batch, n_row: int, n_seq: int) -> Batch:
-    """The batch with rows and sequences of padding, whose metadata must not be used for anything."""
+    """The batch with rows and sequences of padding, whose metadata must not be used."""
 
     def more(t: Tensor, n: int, value: int) -> Tensor:
         return torch.cat([t, t.new_full((n, *t.shape[1:]), value)])

@@ -152,8 +152,8 @@ def takes_prompts(spec: AttendSpec) -> bool:
 
 
 def is_long(seq: Seq, n_key: int) -> bool:
-    """True for the library's: many rows, which a graph never holds of one sequence, or a piece of a prompt behind so many keys
-    that our own kernel's partial sums would take more memory than is planned for them."""
+    """Whether the library takes the sequence: it has many rows, which a graph never holds of one sequence, or it is a piece of a prompt
+    after many keys, for which our own kernel's partial sums would take more memory than planned."""
     return seq.width >= MANY or (seq.keep and seq.width > FEW and seq.width * -(-n_key // SPLIT) > MANY)
 
 

@@ -24,7 +24,7 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 Part = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """q [1, head, row, dim], k and v [1, kv, key, dim] of one type -> out as q, and the natural logarithm of each row's sum [head, row] f32."""
 OwnPart = Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""The same for the first of so many rows, of which each sees all keys up to its own, the last row all."""
+"""The same for the first n rows; each row sees the keys up to its own, and the last row all."""
 
 
 def cut(n_past: int) -> list[tuple[int, int]]:
@@ -55,7 +55,7 @@ def limits(spec: AttendSpec) -> str | None:
 
 
 def own_part(spec: AttendSpec) -> OwnPart:
-    """cuDNN where there are as many keys as rows, for there its mask is the same from either corner."""
+    """cuDNN for as many keys as rows, because then its mask is the same from either corner."""
 
     def run(q: Tensor, n: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if k.shape[2] == n:

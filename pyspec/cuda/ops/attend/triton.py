@@ -90,7 +90,7 @@ def tile_floats(spec: AttendSpec, columns: int, n_split: int) -> int:
 
 
 def at_once(size: int, room: int = MOST_FLOATS) -> int:
-    """Tiles of a launch at most, each of so many floats. room: for how many floats there is memory already."""
+    """Most tiles of a launch, each of `size` floats. room: floats that are already allocated."""
     return max(1, min(max(room, FEWEST_FLOATS), MOST_FLOATS) // size)
 
 
@@ -115,9 +115,7 @@ class AttendTriton:
         self.spec, self.tiles, self.group = spec, tiles, spec.n_head // spec.n_kv_head
         self.spaces, self.fault = workspace(spec.device), faults.record(spec.device)
         self.scale = spec.scale * math.log2(math.e)
-        self.built = set[
-            tuple[int, int]
-        ]()  # page sizes and sequences of which there is a build for every number of columns
+        self.built = set[tuple[int, int]]()  # page sizes and sequences that have a build for every number of columns
         self.native = tri.has_f8(spec.device)
         self.large, self.n_sm = tri.has_large_shared(spec.device), tri.n_multiprocessor(spec.device)
 

@@ -103,7 +103,7 @@ def attend_split(
         q + (row.to(tl.int64) * (N_KV * GROUP) + head)[None, :] * DIM + d[:, None], mask=wanted, other=0.0
     ).to(HALF)
     pages = page_table + s.to(tl.int64) * n_col
-    worst = tl.zeros([KEYS], dtype=tl.int64)  # a page that is none
+    worst = tl.zeros([KEYS], dtype=tl.int64)  # a page that does not exist
     split = split_of(hi, start, width, n_key, SHORT, LONG, FAR_KEYS)
     to_split = tl.minimum((to_key + split - 1) // split, n_split)
     for j in range(from_key // split + tl.program_id(2), to_split, n_prog):

@@ -75,7 +75,7 @@ def _kernels(device: torch.device, spec: CompressSpec) -> dict[str, Kernel]:
 
 
 class CompressLaunch:
-    """Called as the reference is. beside: beside the product that was launched last, `late`, and of which it reads nothing."""
+    """Same call as the reference. beside: run beside the last launched product, which is `late` and whose results it does not read."""
 
     runs_beside = True
 

@@ -96,7 +96,7 @@ def columns_for(shape: GdnShape, n_seq: int, arch: str, n_multiprocessor: int, *
 
 @per_device
 def _kernels(device: torch.device, shape: GdnShape, columns: int) -> tuple[jit.Kernel, ...]:
-    """gdn_conv, gdn_conv_many, gdn_rows and, where there are clusters, gdn_rows_into."""
+    """gdn_conv, gdn_conv_many, gdn_rows and, on GPUs with clusters, gdn_rows_into."""
     capability = torch.cuda.get_device_capability(device)
     arch = jit.arch_of(capability)
     code = jit.compile_cubin("gdn", arch, defines(shape, arch, columns))
@@ -161,7 +161,7 @@ class GdnLaunch:
         return out
 
     def prepared(self, *given: *Given, into: Into) -> Rows:
-        """into.rows(o, into.prep) of the outputs o of a call, without a launch of its own where there are clusters, no chunks and not many states.
+        """into.rows(o, into.prep) of the outputs o of a call; without a launch of its own if there are clusters, no chunks and few states.
 
         The path does not depend on the contents of a batch in a graph, and changes no bit. Rows without a sequence keep
         their old contents.

@@ -70,7 +70,7 @@ def l2norm(x: Tensor, eps: float) -> Tensor:
 def step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, q: Tensor | None = None) -> Tensor | None:
     """One token for many sequences, in place: state [n, dim, dim], k v q [n, dim], g beta [n].
 
-    A row with g = 0 and beta = 0 leaves its state as it is, bit for bit.
+    A row with g = 0 and beta = 0 leaves its state unchanged, bit for bit.
     """
     state.mul_(g.exp()[:, None, None])
     d = beta[:, None] * (v - torch.bmm(state, k[:, :, None])[:, :, 0])

@@ -120,7 +120,7 @@ class Asked:
 
 
 def make(case: Ragged, spec: IndexSpec, seed: int = 0, *, whole: bool = False) -> Asked:
-    """`whole`: scores are exact, for nothing turns, and many are equal."""
+    """`whole`: scores are exact, because there is no rope, and many are equal."""
     gen, placed = torch.Generator().manual_seed(seed), place(case, spec.device, seed)
     pool = pool_for(placed, spec.ratio, spec.dim, spec.kv, spec.device)
     fill(pool, placed.plain, gen, whole=whole)

@@ -2,8 +2,8 @@
 Products are those of warpgroups where they are and take the shape, else those of warps.
 
 All lengths, positions and pages are read on the device: a captured graph serves any batch of as many rows, sequences and page columns.
-Queries are rounded to the pool's type, so scores that are nearly equal may change places; a row's choice hangs on its own scores only.
-A score that is no number comes last and is reported.
+Queries are rounded to the pool's type, so scores that are nearly equal may change places; a row's choice depends on its own scores only.
+A NaN score comes last and is reported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_SEQ, PACKERS, CHOOSERS, HELD = 128, 128, 1024, 16 * 1024  # as in index_rows
 PADS = 8, 16, 32, 48, 64  # heads that products of warpgroups take
 RING = 4  # rows of queries in shared memory for them
 MOST_SHARED = 99 * 1024
-ALONE = 116 * 1024  # bytes of shared memory of which a multiprocessor of 9.0 has room for one CTA's
+ALONE = 116 * 1024  # bytes of shared memory with which only one CTA fits a multiprocessor of 9.0
 MOST_SCORES = 1 << 25  # of one launch: 128 rows at a context of 1M tokens
 FORMS = {
     "index_rows_pack": "ppppppp" + "p" + "ll" + "iiiiiii",
@@ -65,7 +65,7 @@ class Scorer:
 
 
 def record_bytes(spec: IndexSpec) -> int:
-    """RECORD in index_rows.cu at most: a row's queries and weights, with heads in so many as a product takes."""
+    """Largest RECORD in index_rows.cu: a row's queries and weights, with heads padded to those of a product."""
     n_head = next((pad for pad in PADS if pad >= spec.n_head), -(-spec.n_head // 8) * 8)
     return n_head * (2 * spec.dim + 4)
 
@@ -85,7 +85,7 @@ def shared_bytes(spec: IndexSpec) -> int:
 
 
 def rows_at_once(spec: IndexSpec, n_row: int, n_key: int) -> int:
-    """Rows of one launch, each of which has `n_key` scores at most."""
+    """Rows of one launch, with at most `n_key` scores each."""
     return max(1, min(n_row, MOST_SCORES // max(n_key, 1)))
 
 

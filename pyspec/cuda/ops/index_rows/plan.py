@@ -7,5 +7,5 @@ from pyspec.cuda.ops.index_rows.ref import IndexSpec
 
 
 def scratch_bytes(spec: IndexSpec, n_row: int, n_token: int) -> int:
-    """Of scores, for `n_row` rows of contexts up to `n_token`."""
+    """Bytes of scores, for `n_row` rows of contexts up to `n_token`."""
     return index_cuda.scratch_bytes(spec, n_row, n_token)

@@ -41,7 +41,7 @@ from pyspec.gguf import GGMLType
 MAX_ROWS, MAX_TICKETS = 128, 1 << 16
 FEW_UNITS, NEARLY_ALL = 5, 0.95  # of a CTA; of the multiprocessors
 HANDED_ROWS = 32  # rows up to which a product writes the next one's rows
-LATE_ROWS = 8  # rows up to which a product leaves room beside it: the least that kernels are made for
+LATE_ROWS = 8  # rows up to which a product leaves room for other kernels: the smallest build
 FEW = 16  # rows up to which memory is all that bounds a product
 HALVES = (GGMLType.F16, GGMLType.BF16)
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KiB a block may have
@@ -126,8 +126,8 @@ def _parts_limits(spec: LinearSpec) -> str | None:
 
 
 def n_cta(n_unit: int, n_sm: int) -> int:
-    """CTAs that share a matrix of so many tiles times chunks: one a multiprocessor, or a few less where all then have the same FEW_UNITS or
-    fewer. It takes as long, and they cut fewer tiles (docs/log.md)."""
+    """CTAs that share a matrix of `n_unit` tiles times chunks: one a multiprocessor, or a few less if all then have the same number of units, up
+    to FEW_UNITS. That takes as long and cuts fewer tiles (docs/log.md)."""
     per = -(-n_unit // n_sm)
     fewer = n_unit // per
     is_even = n_unit % per == 0 and per <= FEW_UNITS and fewer >= NEARLY_ALL * n_sm

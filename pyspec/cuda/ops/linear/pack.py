@@ -29,7 +29,9 @@ from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType
 
 TILE = 16  # 16-row groups of a tile
-MXFP4_LARGEST = 127 + 7  # code of the scale 2^7: the largest that linear_wgmma's f16 weights can hold, far beyond any model's
+MXFP4_LARGEST = (
+    127 + 7
+)  # code of the scale 2^7: the largest that linear_wgmma's f16 weights can hold, far beyond any model's
 _SLICE = 1 << 26  # weights repacked at once: bounds the temporaries to about 0.5 GB
 
 
@@ -103,7 +105,7 @@ def repack(
 
     raw     [n_bytes] uint8  in any shape, contiguous
     scales  [n_out] f32      the factor of each row, for types that have a second scale; None: ones
-    out     [packed_bytes] uint8  where it goes; None: to memory of its own
+    out     [packed_bytes] uint8  the destination; None: new memory
     Errors: ModelError for other types, for bytes that do not fit, and for scales out of range.
     """
     n_out, n_in = shape

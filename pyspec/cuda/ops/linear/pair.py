@@ -21,7 +21,7 @@ COPIERS, LANES = 2, 2  # warps that fetch weights, and lanes of each that do
 ROW_LANES = 4  # lanes of a warp that fetch rows
 FETCHERS = COPIERS * LANES
 MAX_SLOTS = 48
-EARLY, STEADY = 35_000, 52_000  # bytes of weights on their way to a CTA, before its predecessor is over and after
+EARLY, STEADY = 35_000, 52_000  # bytes of weights in flight to a CTA, before and after the end of its predecessor
 # Of a matrix: larger ones stream better in whole tiles (linear_sm90.cu), whose end is a smaller part (docs/log.md).
 MOST_BYTES = 30_000_000
 LEAST_SHARED = 200 * 1024  # with less, slots are too few

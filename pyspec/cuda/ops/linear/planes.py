@@ -55,7 +55,7 @@ def nibbles_out(plane: Tensor, order: tuple[int, ...] = SPREAD) -> Tensor:
 
 
 def e2m1_in(lanes: Tensor) -> Tensor:
-    """Four-bit floats, as high in a word as f16 wants them: pair 0 in place, pair 1 three bits lower."""
+    """Four-bit floats at f16's place in a word: pair 0 in place, pair 1 three bits lower."""
     halves = torch.zeros((*lanes.shape[:-1], 2), dtype=torch.int16, device=lanes.device)
     for k in range(8):
         code = lanes[..., k].short()

@@ -1,4 +1,4 @@
-"""How codes of a tile become f16, four bytes at a time: a few instructions of PTX, for Triton finds none that work on several codes at once.
+"""Codes of a tile to f16, four bytes at a time: a few instructions of PTX, because Triton finds none that work on several codes at once.
 
 Where there is no PTX (an AMD GPU, the interpreter) kernels decode one by one; both give the same numbers: codes as they are, as whole numbers
 of f16's smallest, 2^-24, which costs one instruction for two. The offset of codes from their values (`TiledFormat.bias`) is taken off sums of

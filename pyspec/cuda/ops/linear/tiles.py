@@ -38,7 +38,7 @@ class Codes:
     """A matrix in parts, each in the order of columns.
 
     values  [row, n_in] uint8             codes
-    scales  [row, group] f16 or uint8     of a group; times `supers`, where there are any
+    scales  [row, group] f16 or uint8     of a group; times `supers`, if there are any
     minima  [row, group] or None          subtracted, likewise
     supers  [row, n] f16 or None          of several groups; and those of the minima
     """
@@ -80,7 +80,7 @@ class TiledFormat:
 
     @property
     def step(self) -> int:
-        """Chunks that lie together, of which there are whole ones: upper bits of two share bytes."""
+        """Chunks that are stored together, because upper bits of two share bytes."""
         return 2 if self.high == 1 else 1
 
     @property

@@ -45,7 +45,7 @@ STRETCH = 512
 STAGES = 3
 MAX_TICKETS = 1 << 16
 MOST_ROWS = max(BLOCKS)
-MOST_SUMS = 1 << 25  # of partial sums that one launch writes: more rows run so many at a time
+MOST_SUMS = 1 << 25  # partial sums that one launch writes; more rows run in several launches
 
 
 def limits(spec: LinearSpec) -> str | None:
@@ -68,7 +68,7 @@ def tickets_of(device: torch.device) -> Tensor:
 
 @cache
 def steps_of(n_tile: int, n_step: int, least: int, programs: int, n_sm: int) -> int:
-    """How many steps a program makes, so that a multiprocessor has about so many programs and none has much more to do than others."""
+    """Steps of a program, so that a multiprocessor has about `programs` of them and none has much more work than others."""
     most, fewest = MOST * programs * n_sm, FEWEST * programs * n_sm
     around = [per for per in range(least, n_step + 1) if fewest <= n_tile * -(-n_step // per) <= most]
 
@@ -150,7 +150,7 @@ class LinearTriton:
         per = steps_of(self.n_tile, n_step, -(-LEAST // form.step), programs, tri.n_multiprocessor(spec.device))
         self.n_split = -(-n_step // per)
         is_gated = spec.epilogue is Epilogue.GATED
-        self.n_unit = self.n_tile // 2 if is_gated else self.n_tile  # of which one is the last
+        self.n_unit = self.n_tile // 2 if is_gated else self.n_tile  # units of work, each with a last program
         self.fuses = not is_gated or spec.n_out % ROWS == 0
         self.tickets = tickets_of(spec.device)
         self.constants = constants(spec.device, spec.type, spec.n_in) | {
@@ -159,7 +159,7 @@ class LinearTriton:
         }
 
     def pack(self, raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor | None = None) -> TiledMatrix:
-        """Rows of the file as the CUDA kernel wants them, gates and ups interleaved, as `__call__` wants them: gates before ups."""
+        """The file's rows from the CUDA kernel's order, gates and ups interleaved, to that of `__call__`, gates before ups."""
         raw = raw.reshape(shape[0], -1)
         if self.spec.epilogue is Epilogue.GATED:
             raw = raw.unflatten(0, (-1, 2, 8)).transpose(0, 1).flatten(0, 2)

@@ -1,4 +1,4 @@
-"""Sums over tiles of packed weights in Triton, for `linear` and for experts. Imported by kernels only: it needs Triton.
+"""Sums over tiles of packed weights in Triton, for `linear` and for experts. Only kernels import it, because it needs Triton.
 
 Weights are the first operand of the tensor cores, 64 of them as their rows, and rows of a batch are columns: few waste little. Each group's
 products are summed in f16 operands times whole codes, then multiplied with the group's scale, so no weight is rounded. Codes have an offset from

@@ -100,7 +100,7 @@ def prepare(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch, s
 def step(state: Tensor, x: Tensor, b: Tensor, decay: Tensor, dt: Tensor, c: Tensor | None = None) -> Tensor | None:
     """One token for many heads, in place: state [n, head_dim, state], x [n, head_dim], b c [n, state], decay dt [n].
 
-    A row with decay 1 and dt 0 leaves its state as it is.
+    A row with decay 1 and dt 0 leaves its state unchanged.
     """
     state.mul_(decay[:, None, None]).addcmul_((dt[:, None] * x)[:, :, None], b[:, None, :])
     return None if c is None else torch.bmm(state, c[:, :, None])[:, :, 0]

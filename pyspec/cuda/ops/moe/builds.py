@@ -49,7 +49,7 @@ def planes_of(type: GGMLType | None, inner: bool) -> int:
 
 
 def most_pairs(type: GGMLType, pairs: int, inner: bool) -> int:
-    """Of an item of a build with so many."""
+    """Most pairs of an item in a build for `pairs`."""
     return INTEGER_FEW if planes_of(type, inner) and pairs == FEW_PAIRS else pairs
 
 
@@ -61,7 +61,7 @@ def stage_chunks(type: GGMLType, pairs: int, inner: bool) -> int:
 
 
 def stage_bytes(type: GGMLType, pairs: int, inner: bool = False) -> int:
-    """Weights and rows; downs have a power of two for each block of a row beside it, minima a sum. Of planes rows alone."""
+    """Bytes of weights and rows; downs add a power of two for each block of a row, minima a sum. With planes, rows alone."""
     n_chunk, n_block, kind = stage_chunks(type, pairs, inner), CHUNKS[type], planes_of(type, inner)
     if kind:
         return most_pairs(type, pairs, inner) * (n_chunk * n_block // 2 * (HALVED_UNIT if kind == 2 else UNIT) + 16)
@@ -78,12 +78,12 @@ def residents(type: GGMLType, pairs: int, listed: bool, inner: bool) -> tuple[in
 
 
 def in_parts(type: GGMLType, inner: bool) -> bool:
-    """Whether columns are summed in two parts: in all builds, or bits would hang on which one runs."""
+    """Whether columns are summed in two parts: in all builds, because otherwise bits would depend on the build."""
     return type in IN_PARTS and planes_of(type, inner) > 0
 
 
 def splits(type: GGMLType, pairs: int, listed: bool, inner: bool) -> bool:
-    """Whether there is a build whose parts of columns have warps of their own, for when its CTAs are few."""
+    """Whether there is a build with separate warps for the parts of columns, used when CTAs are few."""
     return (pairs, listed) == BUILDS[0] and in_parts(type, inner)
 
 
@@ -98,10 +98,10 @@ def n_stages(type: GGMLType, pairs: int, capability: tuple[int, int], inner: boo
 
 
 def n_resident(n_job: float, choices: Sequence[int], n_multiprocessor: int) -> int:
-    """CTAs that a multiprocessor is to hold, for so many of equal work.
+    """CTAs that a multiprocessor should hold, for `n_job` jobs of equal work.
 
-    The last ones are alone, and take as long as all that run at once: best there are none, or many. Where all run at once, fewer have
-    more registers; else more of them hide more.
+    The last wave takes as long as a full one, so it is best empty or nearly full. If all CTAs run at once, fewer have more registers;
+    else more of them hide more latency.
     """
 
     def waste(k: int) -> tuple[float, int]:
@@ -112,7 +112,7 @@ def n_resident(n_job: float, choices: Sequence[int], n_multiprocessor: int) -> i
 
 
 def n_taken(n_expert: int, n_used: int, n_row: int) -> float:
-    """Experts that some of the rows take, if all are as likely."""
+    """Expected number of experts taken by any row, if all are equally likely."""
     return n_expert * (1 - (1 - n_used / n_expert) ** n_row)
 
 

@@ -76,7 +76,7 @@ MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as we
 
 
 def rows_at_once(n_used: int, n_expert: int) -> int:
-    """Rows of one launch. Weights are read and their codes unpacked once for MANY_PAIRS of an expert: it should have about so many."""
+    """Rows of one launch. Weights are read and unpacked once for MANY_PAIRS of an expert, so an expert should have about that many."""
     return LONG_ROWS if 2 * MAX_ROWS * n_used < MANY_PAIRS * n_expert else MAX_ROWS
 
 
@@ -145,7 +145,7 @@ def pack(*stacks: Stack) -> PackedStack:
 
 
 def cut(shared: Stacks, pieces: int) -> Stacks:
-    """A shared expert as so many experts, whose outputs add up to its."""
+    """A shared expert cut into pieces, whose outputs add up to its own."""
 
     def rows(s: Stack) -> Stack:
         return Stack(s.data.reshape(pieces, -1), s.type, s.n_out // pieces, s.n_in, scale(s))
@@ -246,7 +246,7 @@ def _tickets(device: torch.device, n: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Which rows took which experts; order and items are lists, of the fewest rows there are none."""
+    """The experts of the rows; order and items are lists, which the fewest rows do not have."""
 
     ids: Tensor
     order: Tensor

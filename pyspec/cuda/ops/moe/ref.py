@@ -144,7 +144,7 @@ class Stacks:
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """Experts n_in -> n_ff -> n_in of which a row uses n_used. Types are None where matrices are unpacked.
+    """Experts n_in -> n_ff -> n_in; a row uses n_used of them. Types are None if matrices are unpacked.
 
     pieces    there is a shared expert of the same types, as wide as that many others; 0 for none
     n_expert  for limits alone: a check of a few experts holds for any number that an implementation takes
@@ -168,7 +168,7 @@ class MoeSpec:
 class Added:
     """Addends of a row's sum: shared [row, n_in] times gate [row, 1], then residual [row, n_in].
 
-    Where the shared expert is the op's, only its gate is given; without one it counts as it is.
+    If the op runs the shared expert, only its gate is given; without a gate its weight is 1.
     """
 
     residual: Tensor | None = None

@@ -94,7 +94,7 @@ def factors(stacks: Sequence[Stacks], name: str, device: torch.device) -> Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """Which rows take which experts: `ids`, and lists of pairs by expert where there are any."""
+    """The experts of the rows: `ids`, and lists of pairs by expert if there are any."""
 
     ids: Tensor
     order: Tensor

@@ -18,7 +18,7 @@ NONE = tl.constexpr(1 << 30)  # an expert that none is
 
 @triton.jit
 def expert_of(ids, pair, is_pair, N_EXPERT: tl.constexpr):
-    """As the CUDA kernels, clamped; NONE where there is no pair."""
+    """As in the CUDA kernels, clamped; NONE without a pair."""
     id = tl.load(ids + pair, mask=is_pair, other=0)
     return tl.where(is_pair, tl.minimum(tl.maximum(id, 0), N_EXPERT - 1), NONE)
 
@@ -108,7 +108,7 @@ def products(
     """Grid (tiles, items, splits): sums over PER steps of STEP chunks of 64 columns -> part [split, pair, tile * 64].
 
     TURNS  splits that one program makes one after the other and adds in their order, as a reader of several does
-    INNER  x has the batch's rows; else a row a pair, of which each 64 columns are over a power [pair, chunk] of their own
+    INNER  x has the batch's rows; else a row for each pair, each 64 columns over a power [pair, chunk] of their own
     """
     n_tile, split = tl.num_programs(0), tl.program_id(2)
     expert, n, pair = item_of(

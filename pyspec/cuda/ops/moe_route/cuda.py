@@ -200,7 +200,7 @@ Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # arguments
 
 
 def _check_rows(launch: RouteLaunch, alone: Routes, given: Given, norm: Tensor) -> str | None:
-    """Rows that are normed on the way, in both layouts that experts read, and the choices beside them."""
+    """Check rows that are normed by the launch, in both layouts that experts read, and the choices."""
     x, spec = given[0], launch.spec
     n_row = len(x)
     want = F.rms_norm(x.cpu(), norm.shape, norm, spec.eps)

@@ -23,7 +23,7 @@ from pyspec.errors import DeviceError
 THREADS, CHUNK, BLOCKS, MOST_RANKS = 256, 1024, 256, 8
 PLACE = 8192  # numbers of a block, so that a sum takes up to 8 MiB, and 16 MiB of memory a rank
 NOTHING = 0x80000000  # no rank has written here yet (peers.cuh)
-HANDLE = 64  # bytes of the driver's name of some memory, for other processes
+HANDLE = 64  # bytes of the driver's handle of memory, for other processes
 LIMIT = 400_000  # times that a thread of a check looks around: seconds
 SIGNATURE = "pp" + "p" * MOST_RANKS + "piiii"
 SEND, SUM = 1, 2  # steps of peer_sum.cu
@@ -48,7 +48,7 @@ class Places:
 
     @property
     def n_number(self) -> int:
-        """All of them: of every block, for even and odd calls, of every rank."""
+        """Flags of every block and rank, for even and odd calls."""
         return self.blocks * 2 * self.n * self.place
 
     @property

@@ -22,7 +22,7 @@ from pyspec.slots.recurrent import StateLayer
 TAPS, LANES, THREADS, CONV_THREADS = 4, 8, 128, 128
 SPAN = 64  # rows of one block of conv
 COLUMNS = (2, 4)  # of a lane; one was never faster on an H200
-CHUNKED = BUCKETS[-1] + 1  # rows from which a kept sequence is chunked: a graph never has so many of one
+CHUNKED = BUCKETS[-1] + 1  # rows from which a kept sequence is chunked: more than a graph has
 NEVER = 2**31 - 1
 
 
@@ -33,7 +33,7 @@ def blocks_for(arch: str, columns: int) -> int:
 
 
 def waves(n_state_row: int, columns: int, arch: str, n_multiprocessor: int) -> float:
-    """Of blocks of rows that run at once, for so many rows of states."""
+    """Waves of blocks of the rows kernel, for `n_state_row` rows of states."""
     return n_state_row * LANES // (THREADS * columns) / (blocks_for(arch, columns) * n_multiprocessor)
 
 

@@ -115,7 +115,7 @@ def advance(
 def convolve(m: Tensor, w: Tensor, layer: StateLayer, batch: Batch, taps: int, bias: Tensor | None = None) -> Tensor:
     """Shift windows by the fold, convolve, silu; store windows (keep) or raw rows (verify).
 
-    A row's bits do not depend on the rows beside it if there are a multiple of 32 channels, as models have: on CPUs
+    A row's bits do not depend on other rows if the channels are a multiple of 32, as in models: on CPUs
     torch's silu rounds the remainder otherwise.
     """
     out = torch.empty_like(m)

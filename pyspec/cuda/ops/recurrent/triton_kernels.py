@@ -84,7 +84,7 @@ def convolved(rows, stride, t, n, w0, w1, w2, conv_w, channel, y):
 
 @triton.jit
 def moved_window(conv, fold, rows, stride, n, kept, channel, N_CHANNEL: tl.constexpr):
-    """[4, channel]: the window behind the fold, of kept rows behind them; the fourth means nothing."""
+    """[4, channel]: the window after the fold, or after the rows if they are kept; the fourth is garbage."""
     i = tl.arange(0, 4)
     at = tl.where(kept, n, 0) + i  # of window and rows, one after the other
     is_old = (at < 3) & (i < 3)
@@ -98,7 +98,7 @@ def moved_window(conv, fold, rows, stride, n, kept, channel, N_CHANNEL: tl.const
 
 @triton.jit
 def put_window(conv, window, channel, first, N_CHANNEL: tl.constexpr):
-    """Not where rows are recorded behind others, for those are not passed over."""
+    """Store the window, unless rows are recorded behind others, because the window must not move past those."""
     i = tl.arange(0, 4)
     tl.store(conv + i[:, None] * N_CHANNEL + channel[None, :], window, mask=(i < 3)[:, None] & (first == 0))
 

@@ -1,4 +1,4 @@
-"""`rope_tail`: heads whose last dims are turned, normed before that if asked for."""
+"""`rope_tail`: rope on the last dims of heads, after an optional norm."""
 
 from __future__ import annotations
 

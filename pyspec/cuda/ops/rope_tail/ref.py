@@ -1,4 +1,4 @@
-"""Heads of rows whose last dims are turned, normed before that if asked for. The meaning, in plain torch.
+"""Reference of `rope_tail` in plain torch: rope on the last dims of heads, after an optional norm.
 
     x          [row, head, dim]  f32
     positions  [row]             int64

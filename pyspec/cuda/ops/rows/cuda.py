@@ -91,7 +91,7 @@ def _finish_kernel(device: torch.device) -> Kernel:
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether kernels read it as it is, four values at once."""
+    """Whether kernels can read it four values at once."""
     steps = x.stride()
     return steps[-1] == 1 and all(n % 4 == 0 for n in steps[:-1]) and x.data_ptr() % 16 == 0
 
@@ -180,7 +180,7 @@ class RowsLaunch:
         return rows
 
     def room(self, n_row: int) -> Rows:
-        """Where so many rows go, for a kernel that writes them as rows.cu does."""
+        """Buffer for `n_row` rows, for a kernel that writes them as rows.cu does."""
         pad, self._held = next(p for p in self.pads if n_row <= p), None
         return Rows(self.blocks, self.sums, self.powers, n_row, pad, self.prepare.layout)
 
@@ -229,7 +229,7 @@ class Into:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The same for rows as they are, or normed, which are divided by `power`: one that serves all of them is known."""
+    """The same for plain or normed rows, which are divided by `power`, one that serves all of them."""
 
     rows: RowsLaunch
     weights: Tensor

@@ -27,7 +27,7 @@ class PrepKind(IntEnum):
 
 
 def norm_power(weight: Tensor) -> float:
-    """The power of two that normed rows are divided by in f16; to be found at load, for it waits for the device.
+    """The power of two that normed rows are divided by in f16. Call it at load, because it waits for the device.
 
     Normed values are at most sqrt(columns) times a weight, so one power serves all rows, and it is 1 for weights of usual size.
     """
@@ -52,12 +52,12 @@ HEAD_POWER = 16.0
 
 
 def head_power(weight: Tensor) -> float:
-    """A HeadNorm's power of two for its weights; to be found at load, for it waits for the device.
+    """A HeadNorm's power of two for its weights. Call it at load, because it waits for the device.
 
     Not each row's own, since a head's columns would have to wait for those of all others to know it. Normed values
     are at most sqrt(dim) times a weight. silu(gate) has no bound, but f16 over 16 holds 1e6: with weights about 1 and
     heads of 128, gates of 9e4, where they are sums of products of normed rows, below 100. Small values keep f16's
-    2^-11 of themselves down to 1e-3, and are off by 5e-7 below: nothing beside the rest of their row.
+    2^-11 of themselves down to 1e-3, and are off by 5e-7 below, which is negligible in their row.
     """
     largest = float(weight.abs().amax())
     usual = 2.0**-6 <= largest <= 2.0**4 or not 0.0 < largest < float("inf")

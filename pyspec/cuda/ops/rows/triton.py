@@ -9,7 +9,7 @@ from pyspec.cuda import tri
 from pyspec.cuda.ops.rows.ref import GroupNorm, HeadGate, HeadNorm, Norm, Prep, PrepKind, RowsSpec
 
 MAX_COLUMNS = 32768
-BY_PARTS = (PrepKind.HEADS, PrepKind.GROUPS)  # whose power is known before any row is
+BY_PARTS = (PrepKind.HEADS, PrepKind.GROUPS)  # kinds whose power does not depend on the rows
 
 
 def limits(spec: RowsSpec) -> str | None:

@@ -45,7 +45,7 @@ def copied(ring: RingRows) -> RingRows:
 
 
 def make(case: Ragged, spec: SparseSpec, top_k: int = 0, seed: int = 0, slack: int = 34) -> Windowed:
-    """`top_k` > 0: so many of the compressed rows are chosen, at random."""
+    """`top_k` > 0: that many of the compressed rows are chosen, at random."""
     gen, placed = torch.Generator().manual_seed(seed), place(case, spec.device, seed)
     batch, n = placed.plain, placed.plain.n_row
     ring = RingRows({ROWS: (spec.dim,)}, placed.n_slot, spec.window, slack, spec.kv, spec.device)
@@ -143,7 +143,7 @@ def check(attend: SparseAttend, reference: SparseAttend, spec: SparseSpec) -> st
             return why
     if top_k and (why := difference(make(cases[0], spec, 8, 7), attend, reference, spec)) is not None:
         return why
-    if spec.ratio:  # all that are seen, so many that a part has several tiles
+    if spec.ratio:  # all visible rows, enough for several tiles in a part
         long = Ragged([(2300 * spec.ratio, 2), (3, 1), (40 * spec.ratio, 1)], 64)
         return difference(make(long, spec, 0, 8), attend, reference, spec)
     return None

@@ -28,8 +28,8 @@ from pyspec.slots.ring import RingRows
 
 OP_ID = GUARD.number
 MAX_ROW, MAX_PART = 256, 16  # rows of a launch, parts of a row: as in sparse_attend.cu
-SPLIT = 128  # rows up to which each is split by its keys alone; of more it is one part,
-LONG_ROW = 1024  # and so many go at once
+SPLIT = 128  # rows up to which each is split by its keys alone; with more rows each is one part
+LONG_ROW = 1024  # rows of a launch then
 ANY = 1 << 30  # rows
 MOST_FLOATS = 34 << 20  # of the parts of one launch: LONG_ROW of 64 heads
 MAX_WINDOW = 1024
@@ -93,7 +93,7 @@ class SparseBuild:
 
 
 def builds(spec: SparseSpec, arch: str) -> list[SparseBuild]:
-    """By the heads of a CTA, the fewest first. All have units of as many keys, so that a row's bits do not hang on which one runs."""
+    """Builds by the heads of a CTA, the fewest first. All have units of as many keys, so a row's bits do not depend on the build."""
     room = room_of(arch)
     keys = 128 if room > 200 * 1024 else 64
     found, dim = [], spec.dim
@@ -127,7 +127,7 @@ def n_tiles(spec: SparseSpec, keys: int, n_list: int) -> int:
 
 
 def rows_at_once(spec: SparseSpec, n_row: int, max_part: int) -> int:
-    """Rows of one launch, each of which has `max_part` parts at most."""
+    """Rows of one launch, with at most `max_part` parts each."""
     return max(
         1, min(n_row, LONG_ROW if n_row > SPLIT else MAX_ROW, MOST_FLOATS // (max_part * spec.n_head * (spec.dim + 2)))
     )
@@ -169,7 +169,7 @@ def _waves(build: SparseBuild, n_part: int, n_head: int, n_sm: int) -> float:
 class SparseLaunch:
     """Called as the reference is.
 
-    exact_rows  up to so many a row's bits hang on nothing but its keys
+    exact_rows  rows up to which a row's bits depend on its keys only
     """
 
     def __init__(self, spec: SparseSpec, build: SparseBuild | None = None) -> None:
@@ -198,7 +198,7 @@ class SparseLaunch:
         return torch.empty(n_row, self.spec.dim, dtype=self.spec.kv, device=self.spec.device)
 
     def _keys(self, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor, beside: bool) -> None:
-        kv, build = aligned(kv), self.builds[0]  # of which they do not hang
+        kv, build = aligned(kv), self.builds[0]  # any build: keys do not depend on it
         args: list[Arg] = [kv, tail.norm, tail.freq, batch.positions, batch.row_seq, own, np.int64(kv.stride(0))]
         args += [np.int32(beside), self.eps]
         self.kernels[build]["sparse_keys"].launch((len(kv),), 128, args, overlap=self.overlap)

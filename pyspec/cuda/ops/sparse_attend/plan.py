@@ -7,5 +7,5 @@ from pyspec.cuda.ops.sparse_attend.ref import SparseSpec
 
 
 def scratch_bytes(spec: SparseSpec, n_row: int, n_token: int) -> int:
-    """Of parts of rows, for `n_row` rows of contexts up to `n_token`."""
+    """Bytes of parts of rows, for `n_row` rows of contexts up to `n_token`."""
     return sparse_cuda.scratch_bytes(spec, n_row, n_token)
