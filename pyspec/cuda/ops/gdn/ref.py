@@ -19,7 +19,7 @@ Source: arXiv:2412.06464; memory layout of llama.cpp's qwen35.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,18 +27,15 @@ from torch import Tensor
 
 from pyspec.cuda.op import FaultPlace, Guard
 from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.cuda.ops.recurrent import ref as recurrent
 from pyspec.cuda.ops.recurrent.ref import (
+    CHUNK,
     LATE_ROUNDS,
-    advance,
+    Recurrence,
     check_seqs,
     convolve,
-    has_records,
-    kept_records,
-    pad,
-    record,
-    shift_window,
+    run_rows,
     softplus,
-    step_through,
 )
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
@@ -47,8 +44,6 @@ from pyspec.slots.table import SlotTable
 GUARD = Guard(3, FaultPlace.SLOT)
 
 Gdn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateLayer, Batch], Tensor]
-CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form
-CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +99,14 @@ def _spread(k: Tensor, n_v_head: int) -> Tensor:
     return k.repeat(*([1] * (k.dim() - 2)), n_v_head // k.shape[-2], 1)
 
 
+def recurrence_of(n_v_head: int) -> Recurrence:
+    return Recurrence(step, lambda k: _spread(k, n_v_head), 0, (0.0, 0.0, 0.0, 0.0))
+
+
 def bind(spec: GdnSpec) -> Gdn:
     shape = spec.shape
     kd, n_v, dim, taps = shape.n_k_head * shape.dim, shape.n_v_head, shape.dim, shape.n_conv
-    scale = dim**-0.5
+    scale, recurrence = dim**-0.5, recurrence_of(n_v)
 
     def gdn(
         m: Tensor,
@@ -125,37 +124,19 @@ def bind(spec: GdnSpec) -> Gdn:
         q, k, v = c.split([kd, kd, n_v * dim], -1)
         q, k = (l2norm(t.unflatten(-1, (-1, dim)), spec.eps) for t in (q, k))
         v = v.unflatten(-1, (-1, dim))
-        out = torch.empty_like(v)
-        slots = torch.tensor([seq.slot for seq in batch.seqs], device=m.device)
-        state = layer.state[slots]
-        if records := kept_records(layer, batch, slots, (0.0, 0.0, 0.0, 0.0)):
-            step_through(state, (_spread(records[0], n_v), *records[1:]), step)
-        record(layer, batch, (k, v, g, beta))
-
-        def short(part: Tensor, spans: Sequence[slice], width: int) -> Tensor:
-            qs, ks, vs, gs, bs = (pad([x[span] for span in spans], width) for x in (q, k, v, g, beta))
-            y = step_through(part, (_spread(ks, n_v), vs, gs, bs, _spread(qs, n_v)), step)
-            return torch.stack(y, 1).view(len(spans), n_v, width, dim).transpose(1, 2)  # type: ignore[arg-type]  # with a query every step gives outputs
 
         def long(own: Tensor, span: slice) -> Tensor:
             qs, ks = (_spread(x[span], n_v).transpose(0, 1) for x in (q, k))
             vs, gs, bs = (x[span].transpose(0, 1) for x in (v, g, beta))
             return chunked(own, qs, ks, vs, gs, bs).transpose(0, 1)
 
-        advance(layer, batch, state, out, short, long, CHUNKED)
-        return out * scale
+        return run_rows(recurrence, layer, batch, (k, v, g, beta), q, long) * scale
 
     return gdn
 
 
 def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
-    """Fold a slot's recorded rows now, so that its state stands at its committed length (checkpoints)."""
-    if not has_records(layer, slot, n_fold):
-        return
-    k = _spread(layer.k[slot, :n_fold], layer.v.shape[2])
-    for t in range(n_fold):
-        step(layer.state[slot], k[t], layer.v[slot, t], layer.g[slot, t], layer.beta[slot, t])
-    shift_window(layer, slot, n_fold)
+    recurrent.flush(recurrence_of(layer.v.shape[2]), layer, slot, n_fold)
 
 
 def _parted(got: Tensor, want: Tensor, rounded: bool) -> str | None:

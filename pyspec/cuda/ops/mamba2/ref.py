@@ -20,7 +20,7 @@ Source: arXiv:2405.21060; memory layout of llama.cpp's nemotron_h.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Concatenate
 
@@ -29,18 +29,15 @@ from torch import Tensor
 
 from pyspec.cuda.op import FaultPlace, Guard
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.recurrent import ref as recurrent
 from pyspec.cuda.ops.recurrent.ref import (
+    CHUNK,
     LATE_ROUNDS,
-    advance,
+    Recurrence,
     check_seqs,
     convolve,
-    has_records,
-    kept_records,
-    pad,
-    record,
-    shift_window,
+    run_rows,
     softplus,
-    step_through,
 )
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
@@ -62,8 +59,6 @@ class Params:
 
 Mamba2 = Callable[Concatenate[Tensor, Tensor, Params, StateLayer, Batch, ...], Tensor]
 """mamba2(m, dt, params, layer, batch) -> out; one that fetches ahead takes `after`, too (fuse.py)"""
-CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form
-CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,44 +131,28 @@ def spread(b: Tensor, n_head: int) -> Tensor:
     return b.repeat_interleave(n_head // b.shape[-2], -2)
 
 
+def recurrence_of(n_head: int) -> Recurrence:
+    return Recurrence(step, lambda b: spread(b, n_head), 1, (0.0, 0.0, 1.0, 0.0))
+
+
 def bind(spec: Mamba2Spec) -> Mamba2:
-    shape = spec.shape
-    n_head, dim = shape.n_head, shape.head_dim
+    shape, recurrence = spec.shape, recurrence_of(spec.shape.n_head)
 
     def mamba2(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch) -> Tensor:
         check_seqs(batch, layer)
         rows = prepare(m, dt, p, layer, batch, shape)
-        out = torch.empty_like(rows.x, memory_format=torch.contiguous_format)
-        slots = torch.tensor([seq.slot for seq in batch.seqs], device=m.device)
-        state = layer.state[slots]
-        if records := kept_records(layer, batch, slots, (0.0, 0.0, 1.0, 0.0)):
-            step_through(state, (records[0], spread(records[1], n_head), *records[2:]), step)
-        decay = rows.decay
-        record(layer, batch, (rows.x, rows.b, decay, rows.dt))
-
-        def short(part: Tensor, spans: Sequence[slice], width: int) -> Tensor:
-            x, b, c, t = (pad([r[span] for span in spans], width) for r in (rows.x, rows.b, rows.c, rows.dt))
-            e = pad([decay[span] for span in spans], width, 1.0)
-            y = step_through(part, (x, spread(b, n_head), e, t, spread(c, n_head)), step)
-            return torch.stack(y, 1).view(len(spans), n_head, width, dim).transpose(1, 2)  # type: ignore[arg-type]  # with a query every step gives outputs
 
         def long(own: Tensor, span: slice) -> Tensor:
             return chunked(own, MambaRows(*(getattr(rows, name)[span] for name in MambaRows.__slots__))).transpose(0, 1)
 
-        advance(layer, batch, state, out, short, long, CHUNKED)
+        out = run_rows(recurrence, layer, batch, (rows.x, rows.b, rows.decay, rows.dt), rows.c, long)
         return out.addcmul_(rows.x, p.d[:, None])
 
     return mamba2
 
 
 def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
-    """Fold a slot's recorded rows now, so that its state stands at its committed length (checkpoints)."""
-    if not has_records(layer, slot, n_fold):
-        return
-    b = spread(layer.b[slot, :n_fold], layer.x.shape[2])
-    for t in range(n_fold):
-        step(layer.state[slot], layer.x[slot, t], b[t], layer.decay[slot, t], layer.dt[slot, t])
-    shift_window(layer, slot, n_fold)
+    recurrent.flush(recurrence_of(layer.x.shape[2]), layer, slot, n_fold)
 
 
 def make_params(shape: Mamba2Shape, gen: torch.Generator, device: torch.device) -> Params:

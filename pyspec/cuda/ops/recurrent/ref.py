@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,8 @@ from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Batch, Seq, SeqMode
 from pyspec.slots.recurrent import StateLayer
 
+CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form
+CHUNK = 64
 LATE_ROUNDS = (  # of a check: rows that wait as records, which then a row, a verify or a kept row folds; slots 0 and 2 have none before
     [Seq(0, 20, [0], mode=SeqMode.LATE), Seq(2, 20, [0], mode=SeqMode.LATE)],
     [Seq(0, 21, [0], n_fold=1, mode=SeqMode.LATE), Seq(2, 21, [0] * 2, n_fold=1)],
@@ -110,6 +113,65 @@ def advance(
     for s in set(range(len(spans))) - set(few):
         out[spans[s]] = long(state[s], spans[s])
         layer.state[batch.seqs[s].slot] = state[s]
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """The parts in which two recurrences differ.
+
+    step    see Step; `state, *rows of a record, query`
+    widen   rows of key heads or groups [..., shared head, dim] to all heads
+    shared  the record that is widened; so is the query
+    fills   of each record, a value that leaves a state unchanged
+    """
+
+    step: Step
+    widen: Callable[[Tensor], Tensor]
+    shared: int
+    fills: Sequence[float]
+
+    def widened(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        return [self.widen(r) if i == self.shared else r for i, r in enumerate(rows)]
+
+
+def run_rows(
+    r: Recurrence,
+    layer: StateLayer,
+    batch: Batch,
+    rows: Sequence[Tensor],
+    query: Tensor,
+    long: Callable[[Tensor, slice], Tensor],
+) -> Tensor:
+    """Fold, then run a batch's rows, in the order of the records [row, head, ...], with `query` -> out [row, head, dim].
+
+    long(state, span)  runs a long kept sequence, see `advance`
+    """
+    slots = torch.tensor([seq.slot for seq in batch.seqs], device=query.device)
+    state = layer.state[slots]
+    n_head, dim = state.shape[1:3]
+    out = query.new_empty(query.shape[0], n_head, dim)
+    if records := kept_records(layer, batch, slots, r.fills):
+        step_through(state, r.widened(records), r.step)
+    record(layer, batch, rows)
+
+    def short(part: Tensor, spans: Sequence[slice], width: int) -> Tensor:
+        padded = [pad([x[span] for span in spans], width, fill) for x, fill in zip(rows, r.fills, strict=True)]
+        asked = r.widen(pad([query[span] for span in spans], width))
+        y = step_through(part, (*r.widened(padded), asked), r.step)
+        return torch.stack(y, 1).view(len(spans), n_head, width, dim).transpose(1, 2)  # type: ignore[arg-type]  # with a query every step gives outputs
+
+    advance(layer, batch, state, out, short, long, CHUNKED)
+    return out
+
+
+def flush(r: Recurrence, layer: StateLayer, slot: int, n_fold: int) -> None:
+    """Fold a slot's recorded rows now, so that its state stands at its committed length (checkpoints)."""
+    if not has_records(layer, slot, n_fold):
+        return
+    rows = r.widened([record[slot, :n_fold] for record in layer.records()])
+    for t in range(n_fold):
+        r.step(layer.state[slot], *(x[t] for x in rows))
+    shift_window(layer, slot, n_fold)
 
 
 def convolve(m: Tensor, w: Tensor, layer: StateLayer, batch: Batch, taps: int, bias: Tensor | None = None) -> Tensor:
