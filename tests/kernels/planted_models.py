@@ -28,7 +28,7 @@ LIMITS_S = {"start": 120.0, "binding": 120.0, "check": 20.0}
 FIRST_CHECK_S, CHECK_S = (
     60.0,
     6.0,
-)  # until everything is compiled and libraries are loaded; then it is what a hang costs
+)  # until everything is compiled and libraries are loaded; after that, the cost of a hang
 SPARE = 2  # children that wait for the next one to be killed: each takes seconds to begin
 PROMPT = "the quick brown fox jumps over"
 SETTINGS = {"np": 2, "ctx": 256, "warm_up": False, "kv_type": "f16"}
@@ -41,7 +41,7 @@ MODELS = {
 
 
 def forget(name: str = "") -> None:
-    """What is known of an op, or of all of them: it is checked again."""
+    """Forget the verdicts of an op, or of all ops, so that they are checked again."""
     for op in registry.ops():
         if name in ("", op.name):
             op.decided.clear()
@@ -50,7 +50,7 @@ def forget(name: str = "") -> None:
 
 
 def forget_kept(name: str) -> None:
-    """What is kept of an op: what was found of one bad kind would be believed of the next, for they are of one module."""
+    """Delete the kept verdicts of an op: those on one planted fault would hold for the next, because both are of one module."""
     for path in verdicts.folder().glob("*.json"):
         if json.loads(path.read_text())["key"]["op"] == name:
             path.unlink()
@@ -84,7 +84,7 @@ def text(path: Path, kernels: str = "auto") -> list[int]:
 
 
 class Heard(logging.Handler):
-    """What was said."""
+    """The messages logged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Heard(logging.Handler):
 
 
 def complaint(path: Path, name: str, kind: str, want: list[int]) -> str:
-    """What is not as it should be with one planted; "" if all is."""
+    """The error with one planted fault; "" if there is none."""
     heard, log = Heard(), logging.getLogger("pyspec")
     log.addHandler(heard)
     level = log.level

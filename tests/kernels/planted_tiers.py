@@ -72,14 +72,14 @@ def hang(found: Any) -> Any:
 
 
 class PlantedLaunch:
-    """What the reference binds, and `then` with what each call gives, or with what it wrote: `linear` is given where to."""
+    """The reference's launch; `then` gets the result of each call, or the tensor it wrote to, which `linear` is given."""
 
     def __init__(self, right: Any, then: Callable[[Any], Any]) -> None:
         self.right, self.then = right, then
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         found = self.right(*args, **named)
-        if isinstance(found, torch.Tensor) and not found.numel():  # keys alone: what it gives lies in the pool
+        if isinstance(found, torch.Tensor) and not found.numel():  # keys alone: the result lies in the pool
             for plane in next(arg for arg in args if isinstance(arg, KVPool)).planes:
                 plane.copy_(self.then(plane.float()))
         if found is None:

@@ -1,4 +1,4 @@
-"""What a verify keeps, and layouts moved behind it, in plain torch, against loops; and the check, which tells wrong from right."""
+"""The kept rows of a verify, and layouts moved behind them, in plain torch, against loops; and the check, which rejects wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""attend.cu for every architecture, and what its launcher says it can not do. Needs a compiler, no GPU."""
+"""attend.cu for every architecture, and its launcher's refusals. Needs a compiler, no GPU."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Prompts take the library's attention, sequence by sequence; what stands beside them takes ours."""
+"""Prompts take the library's attention, sequence by sequence; the other sequences of the batch take ours."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_the_library_is_loaded_where_a_slot_may_hold_a_block() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
 def test_a_prompt_replayed_in_a_graph_sees_its_own_keys_alone(dtype: torch.dtype) -> None:
-    """What stands behind its rows in its pages, and in the row that padding is written to, is no number here."""
+    """Rows after its own in its pages, and the row that padding is written to, are NaN here."""
     table, arena, n = SlotTable(2, 8, 64), Arena(2, 4, CPU), MANY + 7
     assert LEAST_PROMPT == MANY, "who runs a sequence depends on its own rows and keys alone"
     arena.prompts.add(256)

@@ -1,4 +1,4 @@
-"""The best token in plain torch, against a loop over the logits; and the check, which tells wrong ones from right ones."""
+"""The best token in plain torch, against a loop over the logits; and the check, which rejects wrong ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_tokens_go_where_they_are_wanted() -> None:
 
 
 class Wrong(TorchBest):
-    """Finds another token where `differs` says so; tells other values if it is none."""
+    """Tokens are those of `argmax`; values are multiplied with `sign`."""
 
     def __init__(self, argmax: Callable[[Tensor], Tensor], sign: float = 1.0) -> None:
         self.argmax, self.sign = argmax, sign

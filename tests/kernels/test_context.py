@@ -1,4 +1,4 @@
-"""One context a device: launches go to it whatever the thread's device is, and its memory goes with who holds it."""
+"""One context a device: launches go to it on any current device, and its memory is freed with its last holder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyspec.engine.load.load import load as loading
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 ROOT = Path(pyspec.cuda.__file__).parent
-# what @cache may keep in pyspec.cuda: names, numbers, sources, compiled code, a pool of threads
+# functions of pyspec.cuda with @cache: they keep names, numbers, sources, compiled code, a pool of threads
 KEPT = {
     "prober",
     "digest",

@@ -1,4 +1,4 @@
-"""What a step down costs is measured on the calls of an op's own check, of the tier that would be next."""
+"""The price of a step down is measured on the calls of an op's own check, for the tier that would be next."""
 
 from __future__ import annotations
 

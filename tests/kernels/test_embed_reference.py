@@ -1,4 +1,4 @@
-"""`embed` and `angles` in plain torch, and their checks, which tell wrong ones from right ones."""
+"""`embed` and `angles` in plain torch, and their checks, which reject wrong ones."""
 
 from __future__ import annotations
 

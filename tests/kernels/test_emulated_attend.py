@@ -149,7 +149,7 @@ def test_other_architectures_builds_give_the_same_rows(arch: tuple[int, int], na
 def test_a_page_that_does_not_exist_is_reported_and_other_rows_are_right(name: str, bad: int) -> None:
     case = CASES[name]
     made = make(case, CPU)
-    for plane in made.pool.planes:  # the page that is read instead may be nobody's
+    for plane in made.pool.planes:  # the page that is read instead may have no owner
         if plane.dtype is not torch.int8:
             plane[plane.isnan()] = 0
     n = made.plain.n_row

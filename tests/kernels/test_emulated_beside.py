@@ -1,6 +1,6 @@
-"""What runs beside a product gives what it gives behind it: DeepSeek-V4's compressors and new keys.
+"""DeepSeek-V4's compressors and new keys give the same results beside a product as after it.
 
-The emulator runs launches one after the other. So it shows bits, not who waits for whom: that takes a card.
+The emulator runs launches one after the other. So it shows bits, not waits: those take a card.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_keys_that_were_made_ahead_are_those_of_the_call(ratio: int, top_k: int)
         for build, kernels in attend.kernels.items():
             attend.kernels[build] = {name: Heard(kernel, name, launched) for name, kernel in kernels.items()}
         attend.keys_beside(made.kv, made.tail, batch, own)
-        for _ in "ab":  # what was made ahead is for one call
+        for _ in "ab":  # rows made ahead serve one call
             ring = sparse_cases.copied(made.ring)
             got = attend(made.q, made.kv, made.tail, ring, made.pool, made.chosen, made.sinks, batch)
             assert torch.equal(got, want) and torch.equal(
@@ -136,7 +136,7 @@ class Attends:
 
 
 def test_who_has_no_launch_for_it_is_asked_for_nothing() -> None:
-    """Attention, compressors and products of other tiers, more rows, and what would have to be copied first."""
+    """Attention, compressors and products of other tiers, more rows, and inputs that would have to be copied first."""
     product, rows = object.__new__(Streamed), torch.empty(2, 96)
     product.has_late = lambda n_row: n_row <= 8  # type: ignore[method-assign]
     compressor = object.__new__(compress_cuda.CompressLaunch)

@@ -1,4 +1,4 @@
-"""The kernel of `best` run thread by thread on the CPU: whichever part comes last, the first of the largest is found."""
+"""The kernel of `best` run thread by thread on the CPU: it finds the first of the largest in any order of its parts."""
 
 from __future__ import annotations
 

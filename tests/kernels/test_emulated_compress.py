@@ -40,7 +40,7 @@ def test_rows_and_rings_are_the_references(spec: CompressSpec, seed: int) -> Non
 
 
 def both(main: CompressSpec, case: Ragged, slack: int, seed: int) -> None:
-    """Two compressors of the same tokens in one launch leave what they leave one after the other, to the bit."""
+    """Two compressors of the same tokens write the same bits in one launch as one after the other."""
     beside = replace(main, dim=32)
     one, other = (make(case, spec, seed + i, slack) for i, spec in enumerate((main, beside)))
     first, second = compress_cuda.bind(main), compress_cuda.bind(beside)

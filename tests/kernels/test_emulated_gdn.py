@@ -58,7 +58,7 @@ def weights(shape: GdnShape, gen: torch.Generator) -> list[Tensor]:
 
 
 def layer_of(shape: GdnShape, doubled: bool = False) -> StateLayer:
-    """A new layer; records nobody wrote hold NaN where the kernels run."""
+    """A new layer; for the kernels, unwritten records hold NaN."""
     layer = StateLayer(shape, N_SLOT, WIDTH, CPU)
     for name in ("state", "conv", "k", "v", "g", "beta"):
         t = getattr(layer, name)
@@ -182,7 +182,7 @@ WAYS = {
 
 
 def run_way(widths: list[int], accepts: list[int], columns: int, neighbours: bool, seed: int) -> tuple[Tensor, Tensor]:
-    """Slot 1's 15 tokens in verifies, what is left kept; rows that are not accepted hold noise. Its state and outputs."""
+    """Slot 1's 15 tokens in verifies, the rest kept; rows that are not accepted hold noise. Its state and outputs."""
     shape, gen, n_text = shape_of(1, 2), torch.Generator().manual_seed(2), 15
     w, text = weights(shape, gen), inputs(n_text, shape, gen)
     layer, outs, done, fold = StateLayer(shape, N_SLOT, WIDTH, CPU), [], 0, 0
@@ -263,7 +263,7 @@ def test_padding_and_idle_slots_are_not_touched() -> None:
     def more(x: Tensor, value: int) -> Tensor:
         return torch.cat([x, x.new_full((2,), value)])
 
-    batch = dataclasses.replace(  # two sequences of no rows, and three rows of nobody
+    batch = dataclasses.replace(  # two sequences without rows, and three rows without a sequence
         batch,
         seq_slot=more(batch.seq_slot, 10**9),
         seq_start=more(batch.seq_start, 6),
@@ -400,7 +400,7 @@ def test_without_clusters_with_chunks_and_of_many_states_rows_are_prepared_alone
 
 
 def test_rows_of_nobody_and_of_a_bad_sequence_keep_what_was_there() -> None:
-    """Of a graph's bucket not all rows have a sequence; a product may read theirs, and what it makes of them is not used."""
+    """Some rows of a graph's bucket have no sequence; a product may read them, and its results are not used."""
     shape, gen = shape_of(1, 2), torch.Generator().manual_seed(13)
     w, x, prep = weights(shape, gen), inputs(12, shape, gen), norm_of(shape, 12, gen)
     batch = laid([seq(1, 4), seq(2, 3, True), seq(0, 2)])

@@ -138,7 +138,7 @@ def test_a_score_that_is_no_number_is_reported_and_comes_last() -> None:
 @pytest.mark.parametrize("bad", [-1, 1000, 1 << 40])
 def test_a_page_or_position_out_of_bounds_is_reported_and_other_sequences_are_right(bad: int) -> None:
     asked = make(Ragged([(90, 3), (100, 2), (70, 1)]), SPEC, whole=True)
-    asked.pool.k.nan_to_num_(0.0)  # the page that is read instead may be nobody's
+    asked.pool.k.nan_to_num_(0.0)  # the page that is read instead may have no owner
     right, batch = (
         index_ref.bind(SPEC)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain),
         asked.placed.batch,

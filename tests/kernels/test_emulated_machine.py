@@ -80,7 +80,7 @@ def test_a_barrier_that_is_missing_shows_in_some_order() -> None:
       __shared__ float a[64];
       a[threadIdx.x] = threadIdx.x;
       x[threadIdx.x] = a[(threadIdx.x + 32) % 64];"""
-    assert run(body)[0].isnan().any()  # whoever is first reads what nobody wrote
+    assert run(body)[0].isnan().any()  # the first thread reads unwritten memory
 
 
 def test_threads_that_have_returned_are_not_waited_for() -> None:
@@ -259,7 +259,7 @@ __device__ void send(unsigned to, float x, unsigned barrier, unsigned peer) {
 
 
 def clustered(meets: str = "arrive(); meet();", waits: str = "wait(address(&barrier), 0);") -> EmulatedKernel:
-    """Clusters of 3 blocks along x; each sends its number to all, which write what came."""
+    """Clusters of 3 blocks along x; each sends its number to all, which write the numbers they got."""
     return emulate_text(f"""{CLUSTER}
       extern "C" __global__ void __cluster_dims__(3, 1, 1) __launch_bounds__(64) f(float* x) {{
         __shared__ float came[3];

@@ -28,7 +28,7 @@ SHAPES = [SHAPE, Mamba2Shape(8, 32, 4, 32, 4), Mamba2Shape(4, 128, 4, 96, 4)]
 
 @pytest.fixture(autouse=True, params=[0, 1])
 def _gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In two orders of threads and blocks. What is not written holds NaN."""
+    """In two orders of threads and blocks. Unwritten memory holds NaN."""
     torch.set_num_threads(1)
     with emulated_gpu(seed=request.param):
         faults.record(CPU).zero_()

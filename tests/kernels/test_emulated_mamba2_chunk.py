@@ -41,7 +41,7 @@ def rows_of(n: int, shape: Mamba2Shape, gen: torch.Generator) -> tuple[Tensor, T
 
 
 def layer_of(shape: Mamba2Shape, doubled: bool = False) -> StateLayer:
-    """A new layer; records nobody wrote hold NaN where the kernels run."""
+    """A new layer; for the kernels, unwritten records hold NaN."""
     layer = StateLayer(shape, N_SLOT, WIDTH, CPU)
     for name in ("state", "conv", *shape.records):
         t = getattr(layer, name)

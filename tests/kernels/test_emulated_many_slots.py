@@ -70,7 +70,7 @@ def off(got: Tensor, want: Tensor) -> float:
 
 
 def verify(width: int, folds: bool) -> Batch:
-    """Of every slot in any order, with what was kept of the verify before: one row to all."""
+    """Rows of every slot in any order, after a verify of which one row up to all were kept."""
     order = torch.randperm(N_SLOT, generator=torch.Generator().manual_seed(width)).tolist()
     seqs = [
         Seq(

@@ -419,8 +419,8 @@ SHAPES = {
 def test_sums_are_exact_and_a_row_has_the_same_bits_alone_and_among_others(
     name: str, capability: tuple[int, int]
 ) -> None:
-    """Few rows and many are different builds. Columns that are no multiple of what warps share, lower last tiles, and an
-    expert that one row alone took."""
+    """Few rows and many are different builds. Columns that are no multiple of the warps' share, lower last tiles, and an
+    expert that a single row took."""
     spec = SHAPES[name]
     stacks = packed(spec, 5)
     x = torch.randn(41, spec.n_in, generator=torch.Generator().manual_seed(2)).half().float()

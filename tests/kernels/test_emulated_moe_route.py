@@ -80,7 +80,7 @@ def test_choices_are_the_references_whatever_the_logits_are_like(router: str, bi
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_given_experts_are_weighed_and_not_chosen(router: str) -> None:
-    """The worst ones, one that is named twice, logits far from zero; what names no expert is brought into range."""
+    """The worst ones, one that is named twice, logits far from zero; a number that names no expert is brought into range."""
     logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(3)) * torch.tensor([[1.0], [30], [300], [0]])
     given = logits.argsort(-1)[:, :3].int().contiguous()
     given[1] = 5
@@ -180,7 +180,7 @@ def test_all_rows_and_scores_have_a_cta() -> None:
                 assert g.scoring * (g.threads // group) * 2 >= n_expert + 1 and (g.preparing > 0) == prepares
                 assert (g.ctas[1] - 1) * g.per_cta < n_row <= g.ctas[1] * g.per_cta
                 assert not prepares or g.preparing * g.ctas[1] * (g.threads // group) >= n_row
-                if n_row <= 32 and n_in < 4096:  # what decoding has: nobody waits for a multiprocessor
+                if n_row <= 32 and n_in < 4096:  # sizes of decoding: no CTA waits for a multiprocessor
                     assert g.ctas[0] * g.ctas[1] <= 132 * (512 // g.threads)
     wide = RouteSpec(CPU, 4096, 512, 2, gated=True)  # a line less would be half of them: some may wait
     assert moe_route_cuda.grid_of(wide, 24, 132, True).ctas[1] == moe_route_cuda.grid_of(wide, 24, 132).ctas[1] == 2

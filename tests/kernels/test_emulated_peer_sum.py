@@ -55,7 +55,7 @@ def test_all_ranks_have_the_sum_in_the_order_of_ranks(n_rank: int, seed: int, mo
     scale = torch.logspace(8, -8, n_rank)[:, None]
     for n in (4, CHUNK, BLOCKS * CHUNK, CHUNK + 12, 8, 2 * BLOCKS * CHUNK, (BLOCKS + 1) * CHUNK + 4, 2 * CHUNK):
         x = torch.randn(n_rank, n, generator=gen) * scale  # blocks come and go between calls
-        x[:, ::3] = -0.0  # what stands for nothing
+        x[:, ::3] = -0.0  # the neutral element
         out, late = run(x, places)
         want = x[0].clone()
         for part in x[1:]:
@@ -65,7 +65,7 @@ def test_all_ranks_have_the_sum_in_the_order_of_ranks(n_rank: int, seed: int, mo
 
 @needs_compiler
 def test_what_the_others_sent_before_is_there() -> None:
-    """A rank that comes last waits for nobody; one that nobody answers gives up, where it may."""
+    """A rank that comes last does not wait; one that gets no answer gives up, if it may."""
     places, x = buffers(2), torch.randn(2, 8)
     assert run(x[:1], places, first=0, limit=20)[1] == 1
     out, late = run(x[1:], places, first=1, limit=20)
@@ -104,7 +104,7 @@ def test_launches_that_take_turns_meet_between() -> None:
 def test_a_rank_that_is_told_that_another_is_lost_waits_for_nobody() -> None:
     places = buffers(2)
     places[0].view(torch.int32)[layout(2).n_bytes // 4 - 1] = 1
-    for _ in range(3):  # and so does what a graph holds behind it
+    for _ in range(3):  # and so do later launches of a graph
         assert run(torch.randn(1, 3 * CHUNK), places)[1] == 0, "it ends, without a limit"
 
 
@@ -122,7 +122,7 @@ def test_it_compiles_for_every_architecture(arch: str) -> None:
 
 
 def test_ranks_go_on_without_it_where_one_can_not_have_it() -> None:
-    """What one rank says is what all hear, and the library sums."""
+    """All ranks receive the objection of one, and the library sums."""
     said = ["", "no memory"]
     texts: list[Tensor] = []
     for text in said:

@@ -122,7 +122,7 @@ def test_rows_for_warpgroup_products_stand_where_the_torch_function_puts_them(
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("n_in", [32, 384, 2688])
 def test_what_is_below_zero_is_dropped_and_the_rest_squared(n_in: int, seed: int) -> None:
-    """Rows of all layouts, strided; one has nothing above zero, one holds what is no number, one of each is -0."""
+    """Rows of all layouts, strided; one has nothing above zero, one holds NaN, one number of each is -0."""
     x = (torch.randn(9, n_in + 8) * torch.logspace(-9, 9, 9)[:, None])[:, :-8]
     x[2], x[3, 5], x[4, ::2] = -x[2].abs(), torch.nan, -0.0
     want = RELU2(x).double()
@@ -231,7 +231,7 @@ def test_rope_kv_equals_the_reference(
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", KV_DTYPES.values())
 def test_keys_and_values_are_rounded_as_on_the_cpu_bit_by_bit(dtype: torch.dtype) -> None:
-    """What stands in a cache decides texts: of all sizes, ties between two values, and what no number is."""
+    """The cache's values decide texts: numbers of all sizes, ties between two values, and NaN."""
     spec, n = RopeKvSpec(CPU, 0, 2, 64, 0, True, False, False, 1e-6), 60
     gen = torch.Generator().manual_seed(5)
     y = torch.randn(n, 256, generator=gen) * torch.logspace(-12, 8, n)[:, None]
@@ -251,7 +251,7 @@ def test_keys_and_values_are_rounded_as_on_the_cpu_bit_by_bit(dtype: torch.dtype
 
 
 def rope_kv_into(rows: list[int]) -> tuple[KVPool, Tensor, list[int]]:
-    """A pool of 16 rows after keys and values went to `rows`; what was written for queries; the fault record."""
+    """A pool of 16 rows after keys and values went to `rows`; the queries; the fault record."""
     spec, n = RopeKvSpec(CPU, 2, 1, 64, 64, True, False, False, 1e-6), len(rows)
     pool = KVPool(16, 1, 64, torch.float16, CPU)
     angles = (torch.ones(n, 1, 32), torch.zeros(n, 1, 32))

@@ -128,7 +128,7 @@ def test_rows_are_moved_on_the_device_without_the_host_knowing() -> None:
 @pytest.mark.parametrize("bad", [-2, 1000, 1 << 30])
 def test_what_is_out_of_bounds_is_reported_and_other_sequences_are_right(name: str, bad: int) -> None:
     made = make(Ragged([(90, 3), (100, 2), (70, 1)]), CSA, 6)
-    for plane in (made.pool.k, made.ring.rows[ROWS]):  # what is read instead may be nobody's
+    for plane in (made.pool.k, made.ring.rows[ROWS]):  # the row that is read instead may have no owner
         plane.nan_to_num_(0.0)
     want, _ = made.run(sparse_ref.bind(CSA), made.placed.plain)
     b = made.placed.batch

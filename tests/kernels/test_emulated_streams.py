@@ -20,7 +20,7 @@ SPEC = StreamsSpec(CPU, 4, 64, 20, 1e-6, 1e-6)
 @pytest.mark.sampled(1, most=2)
 @pytest.mark.parametrize(("n", "n_iter", "seed"), [(64, 20, 0), (4, 1, 1), (132, 2, 2), (1100, 3, 3)])
 def test_streams_are_the_references(n: int, n_iter: int, seed: int) -> None:
-    """The op's own check; columns that end within a warp, within a part, and beyond what one CTA writes."""
+    """The op's own check; columns that end within a warp, within a part, and beyond the columns of one CTA."""
     spec = replace(SPEC, n=n, n_iter=n_iter)
     with emulated_gpu(seed=seed):
         assert streams_cuda.check(streams_cuda.bind(spec), TorchStreams(spec), spec) is None

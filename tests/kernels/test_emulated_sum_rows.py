@@ -89,7 +89,7 @@ def kernels() -> Iterator[None]:
 
 
 def made(ranks: Ranks, n_in: int, most: Callable[[int], int] = lambda rank: 9) -> list[tuple[Any, Any]]:
-    """Of each rank: itself, and what it has for a reader; beside one that nobody reads."""
+    """Each rank, and its launch for a reader; with a sum that has no reader."""
     weight = 1 + 0.1 * torch.randn(n_in, generator=torch.Generator().manual_seed(9))
 
     def load(rank: int) -> tuple[Any, Any]:
@@ -164,7 +164,7 @@ def test_rows_that_others_overwrote_are_not_held() -> None:
         launch, x, norm = RowsLaunch(CPU, 384, (8,)), torch.randn(2, 384), Norm(torch.ones(384), 1e-6)
         launch.hold(x, norm, launch(x, norm))
         assert launch.held(x.clone(), norm) is None and launch.held(x, None) is None
-        launch(x, norm)  # and who prepares rows there
+        launch(x, norm)  # and this prepares rows there
         assert launch.held(x, norm) is None
 
 

@@ -68,7 +68,7 @@ def test_products_equal_float64(type: GGMLType) -> None:
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("type", [GGMLType.Q8_0, GGMLType.NVFP4])
 def test_tiles_of_an_odd_number_leave_one_cta_nothing(type: GGMLType) -> None:
-    """Three tiles by clusters of two: one multiplies what lies in its memory, reads no scales behind the matrix and writes nothing."""
+    """Three tiles by clusters of two: one CTA multiplies the contents of its memory, reads no scales behind the matrix and writes nothing."""
     spec = LinearSpec(CPU, type, 530, 256)
     packed, x = matrix(spec), torch.randn(33, 256)
     for n_cta in (2, 6):
@@ -123,7 +123,7 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float) -> None
     ("n_out", "n_in", "n_cta"), [(24, 640, 8), (530, 256, 4), (530, 256, 9), (264, 512, 14), (264, 512, 4)]
 )
 def test_bits_do_not_depend_on_who_arrives_when(n_out: int, n_in: int, n_cta: int) -> None:
-    """Everybody waits and sums a part; nobody waits and the last sums all; one CTA after another; some patience."""
+    """All CTAs wait and sum a part; none waits and the last sums all; one CTA after another; some patience."""
     spec = LinearSpec(CPU, GGMLType.Q8_0, n_out, n_in)
     packed, x, found = matrix(spec), torch.randn(33, n_in), []
     for seed, (patience, resident) in enumerate(

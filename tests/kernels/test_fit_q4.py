@@ -1,4 +1,4 @@
-"""Four-bit copies: the file's layout, never a worse fit than one division per block, and nothing but zeros for what is no number."""
+"""Four-bit copies: the file's layout, never a worse fit than one division per block, and zeros for NaN."""
 
 from __future__ import annotations
 

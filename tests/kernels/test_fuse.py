@@ -1,4 +1,4 @@
-"""Fusion is asked of what launches say they can do: with it neighbours work together, without it each does its own part."""
+"""Fusion depends on the abilities that launches declare: with them neighbours work together, without them each does its own part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUTES = Routes(torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2), None)
 
 
 class Product(Streamed):
-    """A streamed product that tells what it was called with; `few`: it takes rows that others prepared."""
+    """A streamed product that records its arguments; `few`: it takes rows that others prepared."""
 
     def __init__(self, few: bool) -> None:
         self.few, self.heard = few, []
@@ -111,7 +111,7 @@ def test_rows_of_experts_are_ready_before_the_choice() -> None:
 
 
 def test_more_rows_than_experts_take_come_in_parts_where_the_router_prepares_them() -> None:
-    """Whatever else prepares rows sums their squares in another order: a row's bits would hang on how many there are."""
+    """Any other launch that prepares rows sums their squares in another order: a row's bits would depend on the number of rows."""
     route, experts = SimpleNamespace(writes_rows=True), Experts(most=3)
     assert fuse.at_once(route, experts, 7, NORM, NORM) == [slice(0, 3), slice(3, 6), slice(6, 7)]
     for parts in (

@@ -13,7 +13,7 @@ SPEC = gdn_ref.GdnSpec(torch.device("cpu"), GdnShape(2, 6, 32, 4, 10 * 32), 1e-6
 
 
 def checked(change: Callable[[Tensor, int], Tensor]) -> str | None:
-    """What the check says of the reference with `change(outputs, rows of the longest sequence)`."""
+    """The check's answer on the reference with `change(outputs, rows of the longest sequence)`."""
     reference = gdn_ref.bind(SPEC)
 
     def launch(*args: object) -> Tensor:

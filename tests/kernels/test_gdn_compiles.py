@@ -1,4 +1,4 @@
-"""gdn.cu for every architecture, and what its launcher says it can not do. Needs a compiler, no GPU."""
+"""gdn.cu for every architecture, and its launcher's refusals. Needs a compiler, no GPU."""
 
 from dataclasses import replace
 

@@ -33,7 +33,7 @@ def seq(slot: int, n: int, keep: bool = False, fold: int = 0) -> Seq:
 
 
 def laid(seqs: list[Seq], device: torch.device) -> Batch:
-    """Only what gdn reads: positions and pages start anew in every forward."""
+    """Only the metadata that gdn reads: positions and pages start anew in every forward."""
     return lay_out(SlotTable(N_SLOT, 64, 64), seqs, device)
 
 
@@ -70,7 +70,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def poisoned_blocks() -> None:
-    """What the allocator hands out next holds NaN."""
+    """The allocator's next tensors hold NaN."""
     torch.full((1 << 22,), float("nan"), device=GPU)
 
 
@@ -91,7 +91,7 @@ def test_ragged_rounds_follow_the_reference(heads: tuple[int, int], columns: int
     w = weights(shape, gen)
     mine, theirs = StateLayer(shape, N_SLOT, WIDTH, GPU), doubled(StateLayer(shape, N_SLOT, WIDTH, CPU))
     for t in (mine.k, mine.v, mine.g, mine.beta, mine.conv[:, 3:]):
-        t.fill_(float("nan"))  # records nobody wrote
+        t.fill_(float("nan"))  # unwritten records
     run, reference = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), columns=columns), gdn_ref.bind(GdnSpec(CPU, shape, EPS))
     for seqs in ROUNDS:
         rows = inputs(sum(s.width for s in seqs), shape, gen)
@@ -236,7 +236,7 @@ def run_way(way: str, columns: int, neighbours: bool) -> tuple[Tensor, Tensor]:
     run, layer = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), columns=columns), StateLayer(shape, N_SLOT, WIDTH, GPU)
     outs, done, fold = [], 0, 0
     for width, accepted in [*(WAYS[way] or []), (0, 0)]:
-        last = width == 0  # what is left is kept, so that nothing stays to be folded
+        last = width == 0  # the rest is kept, so that no fold is left
         n, taken = (31 - done, 31 - done) if last else (width, accepted)
         noise = [x.to(GPU) for x in inputs(n, shape, gen)]
         rows = [torch.cat([x[done : done + taken], y[taken:]]) for x, y in zip(text, noise, strict=True)]
@@ -282,7 +282,7 @@ def test_padding_and_idle_slots_are_not_touched() -> None:
         t[0], t[3] = float("nan"), float("nan")
     rows = [x.to(GPU) for x in inputs(9, shape, gen)]
     seqs = [seq(1, 4), seq(2, 2, True)]
-    got = run(*rows, *w, layer, padded(laid(seqs, GPU), 2))  # three rows belong to nobody
+    got = run(*rows, *w, layer, padded(laid(seqs, GPU), 2))  # three rows have no sequence
     assert got[:6].isfinite().all() and not got[6:].any()
     for t in layer.tensors():
         assert t[0].isnan().all() and t[3].isnan().all()
@@ -386,7 +386,7 @@ def test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(heads:
 
 
 def test_a_captured_graph_prepares_rows_of_other_sequences_of_the_same_count() -> None:
-    """Some rows belong to nobody: they keep what was there. 200 replays: whoever comes first, the bits are the same."""
+    """Rows without a sequence keep their contents. 200 replays: the bits are the same in any order of blocks."""
     shape, gen = shape_of(16, 48), torch.Generator().manual_seed(12)
     w = [x.to(GPU) for x in weights(shape, gen)]
     eager, graphed = StateLayer(shape, N_SLOT, WIDTH, GPU), StateLayer(shape, N_SLOT, WIDTH, GPU)

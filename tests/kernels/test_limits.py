@@ -1,4 +1,4 @@
-"""What a kernel can not do is said before it is used, and not found out in a round."""
+"""Limits of a kernel are known before it is used, and not found in a round."""
 
 from __future__ import annotations
 

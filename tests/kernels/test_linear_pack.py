@@ -1,4 +1,4 @@
-"""Repacking loses nothing: what comes back equals the file's weights bit for bit."""
+"""Repacking loses nothing: unpacked weights equal the file's bit for bit."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_second_scales_multiply_their_rows() -> None:
 
 
 def test_bfloat16_keeps_its_bits_over_the_power_of_two_of_its_row() -> None:
-    """Rows of any size, weights down to 2^-32 of the largest; what is smaller still is off by nothing that counts."""
+    """Rows of any size, weights down to 2^-32 of the largest; the error of smaller ones is negligible."""
     sizes = torch.tensor([1e-30, 1e-20, 1e-6, 1.0, 3e4, 1e30, 3e38, 0.0])[:, None]
     raw = quantize(
         sizes * torch.cat((torch.ones(8, 1), (0.5 + torch.rand(8, 63) / 2) * 2.0 ** -torch.arange(63)), 1),

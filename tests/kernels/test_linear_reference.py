@@ -1,4 +1,4 @@
-"""The meaning of `linear`, on the CPU: epilogues, rounding, and what the kernel refuses."""
+"""The reference of `linear`, on the CPU: epilogues, rounding, and the kernel's refusals."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_shapes_for_more_rows_follow_each_other_up_to_the_limit() -> None:
 
 @pytest.mark.parametrize("n_in", [4096, 7168])
 def test_the_check_of_cut_activations_takes_f16_weights_and_sees_a_limit_that_is_none(n_in: int) -> None:
-    """Products that are cut are right whatever they are: were most of them, the rounding of the others would count for more than it is."""
+    """Clamped products are always right: if most were clamped, the rounding of the others would seem larger than it is."""
     spec = LinearSpec(CPU, GGMLType.Q8_0, 272, n_in, Epilogue.GATED, 10.0)
 
     def wgmma(limit: float) -> linear_ref.Linear:

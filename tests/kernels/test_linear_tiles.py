@@ -26,7 +26,7 @@ def test_tiles_hold_the_files_weights_to_the_bit(type: GGMLType, n_out: int) -> 
 
 @pytest.mark.parametrize("type", FORMATS, ids=lambda t: t.name)
 def test_tiles_take_what_a_memory_plan_counts(type: GGMLType) -> None:
-    """That is what the CUDA kernels' records take."""
+    """As many as the CUDA kernels' records take."""
     raw = random_weights(type, 256, 512, torch.Generator().manual_seed(0))
     assert tile(raw, type, (256, 512), torch.ones(256) if type is GGMLType.NVFP4 else None).n_bytes == packed_bytes(
         type, 256, 512

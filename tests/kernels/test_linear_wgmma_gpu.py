@@ -82,7 +82,7 @@ def test_a_row_has_the_same_bits_whatever_runs_beside_it(type: GGMLType) -> None
 
 @pytest.mark.parametrize(("n_out", "n_in"), [(300, 6144), (5120, 6144), (34816, 512), (16480, 1024)])
 def test_bits_do_not_depend_on_who_arrives_when(n_out: int, n_in: int) -> None:
-    """Without patience nobody waits and the last to arrive sums a tile; with it everybody sums a part."""
+    """Without patience no CTA waits and the last to arrive sums a tile; with it each sums a part."""
     packed, spec = matrix(GGMLType.Q8_0, n_out, n_in), LinearSpec(CUDA, GGMLType.Q8_0, n_out, n_in)
     x = torch.randn(128, n_in, device=CUDA)
     want = product(spec, packed, x)

@@ -1,4 +1,4 @@
-"""What is listed ahead is what launchers compile, for every kind of GPU there are kernels for."""
+"""The programs listed ahead are those that launchers compile, for every kind of GPU there are kernels for."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def on_gpu(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def compiled_by(op: Op, impl: object, spec: object, capability: tuple[int, int]) -> set[Program]:
-    """What binding compiles, on a GPU that is none."""
+    """The programs that binding compiles, on a fake GPU."""
     found: set[Program] = set()
 
     def record(stem: str, arch: str, defines: Mapping[str, int | str] | None = None, **_: object) -> _Recorded:

@@ -1,4 +1,4 @@
-"""`mamba2`: what tokens do to a state does not depend on how they came; extremes; its self-check. Needs no GPU."""
+"""`mamba2`: a state does not depend on how its tokens came; extremes; its self-check. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(bind: Callable[..., mamba2_ref.Mamba2], shape: Mamba2Shape, cuts: tuple[
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", BINDS)
 def test_a_state_is_bit_equal_however_its_tokens_came(name: str, shape: Mamba2Shape) -> None:
-    """The last piece is kept, so that no fold of the reference comes after what numba did."""
+    """The last piece is kept, so that no fold of the reference follows numba's."""
     first, *others = (
         run(BINDS[name], shape, (*((w, keep) for w in widths), (1, True)))
         for widths, keep in (((12,), False), ((1,) * 12, False), ((5, 1, 6), False), ((2, 8, 2), False), ((1,) * 12, True))
@@ -137,7 +137,7 @@ def test_one_token_that_forgets_all_does_not_blur_the_decays_after_it() -> None:
 
 
 def checked(change: Callable[[Tensor, StateLayer], None]) -> str | None:
-    """What the check says of the reference with `change(outputs, layer)`."""
+    """The check's answer on the reference with `change(outputs, layer)`."""
     spec = Mamba2Spec(CPU, SHAPES[0])
     reference = mamba2_ref.bind(spec)
 

@@ -1,4 +1,4 @@
-"""mamba2.cu for every architecture, and what its launcher says it can not do. Needs a compiler, no GPU."""
+"""mamba2.cu for every architecture, and its launcher's refusals. Needs a compiler, no GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_kernels_of_prompts_compile_without_spills_and_fit_their_multiprocessors
         assert mamba2_chunk.shared_for(shape, chunk, rows) <= mamba2_chunk.shared_limit(arch)
         assert (
             2 * (group + 1024) <= mamba2_chunk.shared_limit(arch) + 1024
-        )  # two blocks, and what the driver takes of each
+        )  # two blocks, and the driver's share of each
         assert found["mamba2_chunk_state"].registers * 4 * rows <= 65536
         assert found["mamba2_chunk_group"].registers * mamba2_chunk.GROUP_THREADS * 2 <= 65536
 

@@ -85,7 +85,7 @@ def test_states_and_outputs_do_not_depend_on_how_tokens_came_nor_on_neighbours_t
 
 
 def test_a_thousand_rounds_without_waiting_give_what_waiting_rounds_give() -> None:
-    """Errors of kernels that overlap show only where nobody waits in between."""
+    """Errors of kernels that overlap show only without a wait in between."""
     results = []
     for waits in (True, False):
         run, layer = mamba2_cuda.bind(Mamba2Spec(GPU, NANO)), StateLayer(NANO, 2, 4, GPU)

@@ -1,4 +1,4 @@
-"""Experts on a GPU: right for every type that their files have, and a row's bits are its own, whatever runs beside it."""
+"""Experts on a GPU: right for every type that their files have, and a row's bits do not depend on the rows beside it."""
 
 from __future__ import annotations
 

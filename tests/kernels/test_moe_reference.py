@@ -103,7 +103,7 @@ def test_rows_get_the_sum_of_their_experts(act: str, n_row: int, n_expert: int, 
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    """Alone, among others, and among others who all take the same expert."""
+    """Alone, among others, and among others that all take the same expert."""
     s = stacks(8, 16, 24)
     run = moe.bind(MoeSpec(CPU, 3, 16, 24, "swiglu", None, None))(s)
     x, (ids, weights) = torch.randn(12, 16), choose(torch.randn(12, 8), RouteSpec(CPU, 16, 8, 3), None)
@@ -117,7 +117,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_sums_are_made_in_the_order_of_choice() -> None:
-    """Large terms that cancel leave what order they came in: 1e8 - 1e8 + 1 is 1, 1e8 + 1 - 1e8 is not."""
+    """Large terms that cancel show the order of a sum: 1e8 - 1e8 + 1 is 1, 1e8 + 1 - 1e8 is not."""
     y = torch.tensor([[[1e8], [-1e8], [1.0]], [[1e8], [1.0], [-1e8]]])
     assert moe_ref.combine(y, torch.ones(2, 3)).tolist() == [[1.0], [0.0]]
 

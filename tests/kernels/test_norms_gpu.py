@@ -28,7 +28,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_others() -> None:
 
 
 def test_graphs_replay_it_on_new_rows_and_launches_behind_each_other_wait() -> None:
-    """A chain of launches that start early, each on what the one before wrote."""
+    """A chain of launches that start early, each on the output of the one before."""
     own, gen = norms_cuda.bind(NormsSpec(CUDA, 5120, 1e-6)), torch.Generator().manual_seed(3)
     x, rows = torch.zeros(5, 5120, device=CUDA), torch.zeros(2, dtype=torch.int64, device=CUDA)
     weight = (0.5 + torch.rand(5120, generator=gen)).to(CUDA)

@@ -1,4 +1,4 @@
-"""Norms in plain torch against their formulas in float64; and the check, which tells wrong ones from right ones."""
+"""Norms in plain torch against their formulas in float64; and the check, which rejects wrong ones."""
 
 from __future__ import annotations
 

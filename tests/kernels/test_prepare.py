@@ -1,4 +1,4 @@
-"""Compiling and checking ahead: what fails is told as ever, what is asked meanwhile waits for its own answer."""
+"""Compiling and checking ahead: failures are reported as without it, and an op that is bound meanwhile waits for its own verdict."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prober]:
 
 
 class _Answers(Prober):
-    """Stands for children: says what a test wants, and what it was asked."""
+    """Stands for children: gives a test's verdicts and records the requests."""
 
     def __init__(self, found: dict[str, Verdict]) -> None:
         super().__init__({"start": 1.0, "binding": 1.0, "check": 1.0})
@@ -121,7 +121,7 @@ def test_a_program_that_does_not_compile_hinders_nobody(answers: _Answers, caplo
 
 
 def test_closing_waits_for_nothing_that_has_not_begun(answers: _Answers) -> None:
-    """Who waited for it has it checked as if nothing had been prepared."""
+    """A waiting caller has it checked as if nothing had been prepared."""
     preparation = Preparation([Wanted(candidate("right"), []), Wanted(candidate("wrong"), [])], 1, 1)
     last = list(probe.promised.values())[-1]
     heard: list[str | None] = []
@@ -136,7 +136,7 @@ def test_closing_waits_for_nothing_that_has_not_begun(answers: _Answers) -> None
 
 
 def test_a_load_goes_on_without_what_nobody_waits_for(answers: _Answers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is decided where it is asked for later, by whoever found it out, and not before."""
+    """It is decided when it is asked for later, from the kept verdict, and not before."""
     right = next(i for i in probe_fakes.twice.impls if i.name == "right")
     op = replace(probe_fakes.twice, impls=[replace(right, native=True)], verdicts={}, _decided={})
     monkeypatch.setattr(prepare, "_first", lambda op, spec: op.impls[0])

@@ -1,4 +1,4 @@
-"""Implementations are checked in a child: what is wrong, crashes or hangs there is refused here, and remembered."""
+"""Implementations are checked in a child: one that is wrong, crashes or hangs there is refused here, and the verdict is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tools/sanitize.py` runs, and on a GPU its models run with our kernels: a sanitizer learns nothing of what is refused."""
+"""`tools/sanitize.py` runs, and on a GPU its models run with our kernels: a sanitizer says nothing about refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--kernels` asks for is what ops run as, or a sentence says why not."""
+"""Ops run in the tiers that `--kernels` asks for, or a message says why not."""
 
 from __future__ import annotations
 

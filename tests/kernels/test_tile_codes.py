@@ -1,4 +1,4 @@
-"""Texts of NVIDIA's assembler that decode codes of tiles, run by a few lines of Python: what they give is what the codes stand for."""
+"""Texts of NVIDIA's assembler that decode codes of tiles, run by a few lines of Python: they give the values of the codes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(text: str, n_out: int, *given: Tensor) -> Tensor:
 
 
 def meaning(form: TiledFormat, code: Tensor) -> Tensor:
-    """What a code is decoded to."""
+    """The decoded number of a code."""
     if form.table == E2M1:
         return torch.tensor(form.table, dtype=torch.float32)[code] * 2.0**-15
     whole = torch.tensor(form.table)[code] + form.bias if form.table else code

@@ -1,4 +1,4 @@
-"""Launches of Triton's kernels: through Triton once for each build, then the build itself; and who may run any. Needs no Triton."""
+"""Launches of Triton's kernels: through Triton once for each build, then the build itself; and the machines that may run any. Needs no Triton."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
 def test_some_tiles_at_a_time_are_all_of_them_to_the_bit(
     bucket: int | None, n_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where partial sums of all would take more memory than there is; rows of no sequence are zeros whichever tiles run."""
+    """Partial sums of all tiles would take more memory than there is; rows without a sequence are zeros in any pass."""
     case = Case(12, 2, 64, torch.float16, [(300, 5), (0, 3), (40, 2)], pad=(3, 1), sinks=True)
     made = make(case, CPU)
     batch = replace(made.batch, bucket=bucket and len(made.q))

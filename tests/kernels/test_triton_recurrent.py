@@ -30,7 +30,7 @@ Run = Callable[[StateLayer, Batch, slice], Tensor]
 
 
 def runs(name: str, n: int) -> tuple[Run, Run, Callable[[StateLayer, int, int], None]]:
-    """(the kernels, the reference) over rows of one text of n tokens; what the kernels fold with."""
+    """(the kernels, the reference) over rows of one text of n tokens; the kernels' fold."""
     gen = torch.Generator().manual_seed(7)
     shape = SPECS[name].shape
     m = torch.randn(n, shape.n_channel, generator=gen)

@@ -43,7 +43,7 @@ def test_heads_are_normed_turned_and_kept_as_the_reference_does(spec: RopeKvSpec
 
 @pytest.mark.parametrize("kv", KV_DTYPES.values(), ids=str)
 def test_what_is_kept_has_the_bits_of_the_pools_own_rounding(kv: torch.dtype) -> None:
-    """Zeros, ends of the range, beyond it, halves between two values, and what is no number."""
+    """Zeros, ends of the range, beyond it, halves between two values, and NaN."""
     spec = RopeKvSpec(CPU, 0, 1, 64, 0, neox=True, gated=False, has_norm=False, eps=1e-6)
     gen = torch.Generator().manual_seed(0)
     y = torch.randn(6, 128, generator=gen) * torch.logspace(-6, 3, 6)[:, None]

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarn
 
 
 def text(path: Path, spec_type: str) -> tuple[list[int], set[str]]:
-    """Tokens of a greedy answer, and what ran in Triton."""
+    """Tokens of a greedy answer, and the ops that ran in Triton."""
     for op in registry.ops():
         op.decided.clear()
         op.verdicts.clear()

@@ -1,4 +1,4 @@
-"""An op whose CUDA kernels are wrong, crash or hang runs in Triton, says why, and gives what the reference gives."""
+"""An op whose CUDA kernels are wrong, crash or hang runs in Triton, says why, and gives the reference's results."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
 Imported while tests are collected, for Triton's own functions are interpreted only if it is first imported so. Afterwards nothing
 else of the process notices: ops choose as they would without. Kernels are interpreted where there is no GPU only.
 
-What a kernel reads or writes has to lie in a tensor that its launch was given (in the part that was given, where that is a view): as compute-sanitizer's
-memcheck has it, but from one tensor to the next one, too.
+A kernel may read and write only the tensors of its launch (of a view, only its part), as in compute-sanitizer's memcheck, which however misses
+an access from one tensor into the next.
 
-What the interpreter lacks (Triton 3.6): f32 becomes bf16 by cutting, products of bf16 are those of its bits, and a number of one
-element is no index for numpy from 2.4 on. Triton 3.9 wants masks of bool, where a comparison of numbers is none.
+The interpreter's faults (Triton 3.6): f32 becomes bf16 by cutting, products of bf16 are those of its bits, and a number of one
+element is no index for numpy from 2.4 on. Triton 3.9 needs masks of bool, and a comparison of numbers is none.
 """
 
 from __future__ import annotations

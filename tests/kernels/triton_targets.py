@@ -1,4 +1,4 @@
-"""Compiles what launchers launch, for GPUs that are not here: `python triton_targets.py OP...` in a process of its own.
+"""Compiles the launches of launchers, for GPUs that are not here: `python triton_targets.py OP...` in a process of its own.
 
 Not in the interpreter's process: there the same functions are no kernels. A launcher is given tensors of the CPU; instead of running
 its kernels `tri.launch` compiles them for every target. Prints a line for each; exits with 1 if one does not compile, or does not fit.
@@ -83,7 +83,7 @@ def target_of(name: int | str) -> GPUTarget:
 
 
 def compiled(name, kernel, args, constants, warps) -> str:
-    """What came of it in words; RuntimeError if it takes more shared memory than there is."""
+    """The result as text; RuntimeError if it takes more shared memory than there is."""
     signature, attributes = {}, {}
     given = iter(args)
     for i, parameter in enumerate(kernel.arg_names):

@@ -22,7 +22,7 @@ def emulated_gpu(
 ) -> Iterator[None]:
     """Launchers that are bound inside run emulated, on tensors of the CPU.
 
-    What torch.empty gives holds NaN. The CPU has a context of its own inside: what launchers keep there is forgotten after.
+    Tensors of torch.empty hold NaN. Inside, the CPU has a context of its own, which is dropped at the end.
     """
 
     def compile_cubin(stem: str, arch: str, defines: Mapping[str, int | str] | None = None, **_: object) -> Emulated:

@@ -1,9 +1,9 @@
 """Kernels on the CPU, thread by thread: the interface of pyspec.cuda.jit's Compiled and Kernel, for torch's CPU tensors.
 
-`emulate(stem, defines)` compiles jit.source(stem) with g++ against device.h. A launch copies what its tensors span between
-pages that nobody may touch, runs all blocks in an order drawn from the seed, and copies back. EmulationError says what a
-GPU would not: accesses outside of the tensors, deadlocks, warps that diverge where they must meet, shared memory outside
-of what was asked for, more threads than the launch bounds. Shared memory nobody wrote holds NaN.
+`emulate(stem, defines)` compiles jit.source(stem) with g++ against device.h. A launch copies its tensors between protected
+pages, runs all blocks in an order drawn from the seed, and copies back. EmulationError reports errors that a GPU would not:
+accesses outside of the tensors, deadlocks, warps that diverge where they must meet, shared memory outside of the requested
+size, more threads than the launch bounds. Unwritten shared memory holds NaN.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ needs_compiler = pytest.mark.skipif(
 
 
 class EmulationError(AssertionError):
-    """A kernel did what it must not."""
+    """A kernel broke a rule of the device."""
 
 
 @dataclass(slots=True)
 class Order:
-    """Who runs when: the seed, how many launches there were, and blocks that are resident at once (0: drawn, up to 4)."""
+    """The schedule: the seed, the number of launches so far, and blocks resident at once (0: drawn, up to 4)."""
 
     seed: int = 0
     n_launch: int = 0

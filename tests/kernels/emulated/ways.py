@@ -16,7 +16,7 @@ WAYS = {"linear": (8, 0), "linear_sm90": (9, 0), "linear_pair": (9, 0)}
 
 @contextmanager
 def machine_of(way: str, **settings: int) -> Iterator[None]:
-    """`emulated_gpu(**settings)` on which LinearLaunch takes `way`, whatever the matrix."""
+    """`emulated_gpu(**settings)` on which LinearLaunch takes `way` for any matrix."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_pair, "MOST_BYTES", 1 << 40 if way == "linear_pair" else 0)
         with emulated_gpu(WAYS[way], **settings):
