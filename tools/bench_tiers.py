@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from pyspec.bench.session import Plan, bench
-from pyspec.cuda import registry, survey, tiers
-from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda import kernel_context, registry, survey, tiers
+from pyspec.cuda.kernel_context import KernelContext
 from pyspec.engine.api import Engine
 from pyspec.synth import find, write
 
@@ -58,11 +58,12 @@ def measured(
     spec_len: float = 0.0,
     kernels: str = "auto",
 ) -> Rounds:
-    EXAMINATION.demoted = frozenset()
+    demoted = lower(op, tier) if op else ()
+    kernel_context.use(KernelContext(demoted=frozenset(demoted)))  # the engine's, to read its decisions
     tiers.use(kernels)
     for each in registry.ops():
         each.decided.clear()
-    settings: dict[str, object] = {**HOW, "np": max(streams), "demoted": lower(op, tier) if op else ()}
+    settings: dict[str, object] = {**HOW, "np": max(streams), "demoted": demoted}
     settings["kernels"] = kernels
     if spec_len:
         settings |= {"synth_len": spec_len, "n_draft_fixed": True, "n_draft_max": 3}

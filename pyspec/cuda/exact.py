@@ -6,21 +6,30 @@ launches are bound to one kernel for any number of rows, and libraries get a fix
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda import kernel_context
+from pyspec.cuda.kernel_context import current
+
 PASS = 64  # rows per call of a library
 
 
-class Exactness(threading.local):
-    """`is_on`, of this thread: where a model is bound, and where it runs. Engines of one process may differ."""
+class Exactness:
+    """`is_on`: the mode of this thread's context, for binding a model and running it."""
 
-    is_on = False
+    @property
+    def is_on(self) -> bool:
+        return current().is_exact
+
+    @is_on.setter
+    def is_on(self, is_on: bool) -> None:
+        kernel_context.use(replace(current(), is_exact=is_on))
 
 
 EXACT = Exactness()

@@ -18,8 +18,8 @@ import torch
 
 from pyspec.cuda.checks import probe
 from pyspec.cuda.checks.verdicts import Candidate
-from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.jit import GpuKind, Program
+from pyspec.cuda.kernel_context import KernelContext, current, within
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Op(Generic[Spec, Launch]):
     shapes       specs of usual models, for `pyspec doctor`; an op without any is a part of another op and not listed
     more_shapes  further specs that a package's cubins are compiled for
     named        the op whose name selects this one, too, in `--kernels`
-    decided      the implementation chosen for each spec so far under this thread's tiers
+    decided      the implementation chosen for each spec so far under this thread's context
     """
 
     name: str
@@ -101,11 +101,11 @@ class Op(Generic[Spec, Launch]):
     named: str = ""
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
-    _decided: dict[frozenset[tuple[str, str]], dict[Spec, Impl[Spec, Launch]]] = field(default_factory=dict)
+    _decided: dict[KernelContext, dict[Spec, Impl[Spec, Launch]]] = field(default_factory=dict)
 
     @property
     def decided(self) -> dict[Spec, Impl[Spec, Launch]]:
-        return self._decided.setdefault(frozenset(EXAMINATION.tiers.items()), {})
+        return self._decided.setdefault(current(), {})
 
     def __post_init__(self) -> None:
         self.home = self.home or f"pyspec.cuda.ops.{self.name}.op:{self.name}"
@@ -118,9 +118,9 @@ class Op(Generic[Spec, Launch]):
         """Why `impl` can not run `spec`, without a check."""
         if (why := impl.limits(spec)) is not None or (why := _outside(impl, spec)) is not None:
             return why
-        if (why := EXAMINATION.left_out(self.name, impl.name, self.named)) is not None:
+        if (why := current().left_out(self.name, impl.name, self.named)) is not None:
             return why
-        if impl.bind.__module__ in EXAMINATION.demoted:
+        if impl.bind.__module__ in current().demoted:
             return "it failed while it ran, and is not used again before the next start"
         return None
 
@@ -179,15 +179,19 @@ class Op(Generic[Spec, Launch]):
             log.log(logging.INFO if is_news else logging.DEBUG, "%s", text)
         return chosen
 
-    def bind(self, spec: Spec) -> Launch:
-        """Choose now; the returned callable only runs. An implementation that passed its check but fails to bind is refused, too."""
-        while (impl := self.chosen(spec)) is not self.reference:
-            try:
-                return impl.bind(spec)
-            except Exception as e:  # noqa: BLE001 - as in a check
-                self.verdicts[impl.name, spec] = f"can not be bound: {probe.sentence(e)}"
-                del self.decided[spec]
-        return impl.bind(spec)
+    def bind(self, spec: Spec, context: KernelContext | None = None) -> Launch:
+        """Choose now; the returned callable only runs. An implementation that passed its check but fails to bind is refused, too.
+
+        context  None: that of this thread
+        """
+        with within(context or current()):
+            while (impl := self.chosen(spec)) is not self.reference:
+                try:
+                    return impl.bind(spec)
+                except Exception as e:  # noqa: BLE001 - as in a check
+                    self.verdicts[impl.name, spec] = f"can not be bound: {probe.sentence(e)}"
+                    del self.decided[spec]
+            return impl.bind(spec)
 
     def choices(self, spec: Spec) -> Iterable[tuple[str, str | None]]:
         """(implementation, why it is refused or None) in order of preference, for `pyspec doctor`."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pyspec.cuda import jit, tri
+from pyspec.cuda import jit, kernel_context, tri
 from pyspec.cuda.cache import n_cores
 from pyspec.cuda.checks import probe, verdicts
 from pyspec.cuda.checks.probe import Prober
@@ -27,6 +27,7 @@ from pyspec.cuda.checks.process import MOST
 from pyspec.cuda.checks.verdicts import Candidate, Verdict
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.jit import Compiled, GpuKind, Program
+from pyspec.cuda.kernel_context import KernelContext, current
 from pyspec.cuda.op import Impl, Op, device_of
 from pyspec.errors import ConfigError, DeviceError
 from pyspec.ranges import quoted
@@ -112,11 +113,11 @@ class Preparation:
     def finish(self, late: Sequence[Ask], then: Callable[[], None] = lambda: None) -> None:
         """Close in another thread once all verdicts are known, and decide `late`. Then end the children, which frees their GPU memory, and
         call `then`."""
-        args = (late, then, EXAMINATION.tiers)
+        args = (late, then, current())
         threading.Thread(target=self._finish, args=args, name="pyspec-checks-end", daemon=True).start()
 
-    def _finish(self, late: Sequence[Ask], then: Callable[[], None], wanted: dict[str, str]) -> None:
-        EXAMINATION.tiers = wanted
+    def _finish(self, late: Sequence[Ask], then: Callable[[], None], context: KernelContext) -> None:
+        kernel_context.use(context)
         for op, spec in late:
             op.chosen(spec)
         self._checkers.shutdown(wait=True)

@@ -206,4 +206,5 @@ def test_a_fault_names_its_slot() -> None:
         ("attend", 0, 4), ("attend", 2, 7), ("attend", 3, -1), ("attend", -1, -1),
         ("rope_kv", 0, 4), ("rope_kv", 2, 4), ("rope_kv", 3, 2), ("rope_kv", 8, 7), ("rope_kv", 9, -1), ("number 9", 1, 2),
     ):  # fmt: skip
-        assert faults.Fault(op, place, 1, 1).slot(slots, starts) == slot, (op, place)
+        names = GUARDS[op].place if op in GUARDS else FaultPlace.SEQUENCE
+        assert faults.Fault(op, place, 1, 1, names).slot(slots, starts) == slot, (op, place)

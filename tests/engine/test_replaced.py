@@ -426,8 +426,8 @@ def test_a_kernel_under_examination_is_known_by_the_module_that_launched_it() ->
     assert examination.under_way[0] == "pyspec.cuda.ops.linear.pair", "the one that failed"
 
 
-def test_an_implementation_that_failed_while_it_ran_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyspec.cuda.examine import EXAMINATION
+def test_an_implementation_that_failed_while_it_ran_is_done_without() -> None:
+    from pyspec.cuda.kernel_context import KernelContext, within
     from pyspec.cuda.op import Impl, Op
 
     def bind(spec: str) -> Callable[[], str]:
@@ -435,8 +435,10 @@ def test_an_implementation_that_failed_while_it_ran_is_done_without(monkeypatch:
 
     op = Op("planted", Impl("torch", lambda spec: lambda: "reference"), [Impl("fast", bind)])
     assert op.bind("a")() == "fast"
-    monkeypatch.setattr(EXAMINATION, "demoted", frozenset({__name__}))
-    assert op.bind("b")() == "reference" and "failed while it ran" in str(op.refusal(op.impls[0], "b"))
+    demoted = KernelContext(demoted=frozenset({__name__}))
+    assert op.bind("a", demoted)() == "reference" and op.bind("a")() == "fast", "another engine of the process keeps it"
+    with within(demoted):
+        assert op.bind("b")() == "reference" and "failed while it ran" in str(op.refusal(op.impls[0], "b"))
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------

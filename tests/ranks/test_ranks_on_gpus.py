@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ import torch
 from rank_pids import children
 
 from pyspec.cuda.collective import may_share_gpu
-from pyspec.cuda.examine import EXAMINATION
 from pyspec.engine.api import Engine
 from pyspec.synth import write
 from pyspec.synth.dims import MODELS
@@ -29,14 +27,6 @@ N_GPU = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif((1 if may_share_gpu() else 2) > N_GPU, reason="needs two GPUs, or PYSPEC_SHARE_GPU=1")
 QUESTIONS = ["Write a short story about a dog.", "What is a river?", "Count from one to ten.", "Why is the sky blue?"]
 DEMOTED = "pyspec.cuda.ops.peer_sum.cuda"
-
-
-@pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
-    """Restore the list of left-out kernels, which lasts for the process."""
-    before = EXAMINATION.demoted
-    yield
-    EXAMINATION.demoted = before
 
 
 def texts(draft: str | None, tp: int, **options: object) -> list[tuple[int, ...]]:

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from pyspec.config import EngineSettings
-from pyspec.cuda.examine import EXAMINATION
 from pyspec.device.worker import failure_of
 from pyspec.engine.load.load import Loaded, load
 from pyspec.engine.loop.grammars import Grammars
@@ -129,7 +128,6 @@ class EngineCore:
     ) -> EngineCore:
         """Load a model from a file into a core. Kernels that failed in an earlier engine are left out."""
         _refuse_fork()
-        EXAMINATION.demoted |= frozenset(settings.demoted)
         core = cls(load(path, settings), hand_over=hand_over, on_death=on_death)
         if settings.warm_up:
             core.grammars.warm()

@@ -20,11 +20,10 @@ from contextlib import suppress
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import exact, prepare, tiers
+from pyspec.cuda import prepare, tiers
 from pyspec.cuda.checks import probe
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of, gpu_lock
-from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.device.lead import Follower
 from pyspec.device.worker import failure_of
@@ -59,9 +58,7 @@ def sizes_of(s: EngineSettings, table: SlotTable, width: int, device: torch.devi
 def load(share: LoadShare, link: Link) -> Follower:
     """Load this rank's part of the model, and join the others."""
     s, device = share.settings, torch.device(share.device)
-    tiers.use(s.kernels)
-    exact.use(s.exact)
-    EXAMINATION.demoted |= frozenset(s.demoted)
+    tiers.Ways(s.kernels, s.exact, demoted=frozenset(s.demoted)).enter()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if (free := free_bytes(device)) * (1 - RESERVE) < share.n_bytes:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
+from pyspec.cuda.kernel_context import current
 from pyspec.errors import DeviceError
 
 THREADS, CHUNK, BLOCKS, MOST_RANKS = 256, 1024, 256, 8
@@ -161,7 +161,7 @@ def check(launch: PeerSum, gather: Gather) -> str:
 
 
 def _missing(n: int, device: torch.device) -> str:
-    if __name__ in EXAMINATION.demoted:
+    if __name__ in current().demoted:
         return "it is left out"
     if n > MOST_RANKS:
         return f"it is for {MOST_RANKS} ranks at most"
