@@ -114,7 +114,7 @@ class Collective:
         return self._in_order(x)
 
     def _in_order(self, x: Tensor) -> Tensor:
-        """x of the first rank, and those of the others in their order."""
+        """The sum of all ranks' x, in the order of the ranks."""
         parts = self._all(x)
         total = parts[0]
         for part in parts[1:]:
@@ -145,7 +145,7 @@ class Collective:
         return [part.view(x.dtype).view(x.shape) for part in self._all(x.contiguous().view(-1).view(torch.uint8))]
 
     def deal(self, parts: Iterator[Tensor] | None, own: Tensor) -> Tensor:
-        """The next of the first rank's `parts` to this rank, one for each in their order, into `own`, which is contiguous. parts: None elsewhere."""
+        """Scatter: the first rank sends one of `parts` to each rank in order, into the contiguous `own`. parts: None on the other ranks."""
         place = own.view(-1).view(torch.uint8) if own.numel() else own.new_empty(0, dtype=torch.uint8)
         whole = torch.empty(self.rank.n, len(place), dtype=torch.uint8, device=own.device if self.capturable else "cpu")
         if parts is not None:
@@ -191,7 +191,7 @@ class Collective:
         self._distrusted, self.peers = self.peers, None
 
     def leave(self) -> None:
-        """Let go of the others, in bounded time. No graph that holds a sum may be left: NCCL waits for those."""
+        """Leave the group, in bounded time. Free all graphs that hold a sum before, because NCCL waits for those."""
         if self._leaving is not None:
             # otherwise NCCL's watchdog reports work that it has not seen finish as an error
             time.sleep(WATCHDOG_S)
@@ -207,9 +207,9 @@ class Collective:
 
 
 class _Leaving:
-    """How a process group of NCCL is left: in bounded time. Its own end waits for graphs that hold its work, and those may stay to the end of
-    the program, as objects of it: it waited for 15 minutes there. A daemon thread that has begun long before can still be used then, and it
-    keeps the group of a program that ends without having left it: nothing is waited for so.
+    """Leaves a process group of NCCL in bounded time. The group's own end waits for graphs that hold its work, which may live until the program
+    ends: it waited for 15 minutes there. A daemon thread that was started long before can still run then. It also keeps the group of a program
+    that ends without leaving it, so that nothing waits.
     """
 
     def __init__(self, group: Any) -> None:

@@ -1,8 +1,8 @@
 """CUDA graphs over batches in an arena: a whole forward for the price of one launch.
 
 A graph is captured per bucket of rows and of sequences, from the second call on: the first runs eagerly, because a forward changes state and must
-run exactly once per round, and because libraries set themselves up on first use. Capturing runs nothing. After warm-up no
-more are captured: a capture takes memory, and as long as many rounds.
+run exactly once per round, and because libraries set themselves up on first use. Capturing runs nothing. Nothing is captured
+after warm-up, because a capture takes memory and the time of many rounds.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class GraphPool:
 
 
 class Graphed(Generic[Out]):
-    """`fn(batch)` replayed for batches that lie in an arena; others, and devices without graphs, run as they are.
+    """`fn(batch)`, replayed for batches in an arena; other batches, and devices without graphs, run kernel by kernel.
 
     The result of a replay is overwritten by the next one of the same bucket.
 
-    by_single: `fn` does something else for batches of one row a sequence, which have graphs of their own
-    pool: where others take their memory, too
+    by_single: `fn` differs for batches of one row a sequence, which have graphs of their own
+    pool: memory shared with other graphs
     """
 
     def __init__(self, fn: Callable[[Batch], Out], *, by_single: bool = False, pool: GraphPool | None = None) -> None:
@@ -67,7 +67,7 @@ class Graphed(Generic[Out]):
         return out
 
     def seal(self) -> None:
-        """Capture no more: batches for which there is no graph run as they are."""
+        """Capture no more: batches without a graph run kernel by kernel."""
         self._sealed = True
 
     def forget(self) -> None:
@@ -86,7 +86,7 @@ class Graphed(Generic[Out]):
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Graphs of an engine that is gone are freed when the collector finds them: in a capture that is an error, and its end."""
+    """Keep the garbage collector off: freeing graphs of an engine that has ended would fail a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

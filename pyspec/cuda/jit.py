@@ -40,7 +40,7 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\s*$', re.MULTILINE)
 Scalar = np.int32 | np.int64 | np.float32 | np.uint32
 SCALARS = frozenset({np.int32, np.int64, np.float32, np.uint32})
 Arg = torch.Tensor | Scalar
-MOST_CONFIGS = 1024  # of a kernel that are kept: one for each number of rows
+MOST_CONFIGS = 1024  # cached per kernel: one for each number of rows
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -55,7 +55,7 @@ def is_installed() -> bool:
     """Whether cuda-core is installed, which compiles and launches kernels."""
     try:
         return importlib.util.find_spec("cuda.core") is not None
-    except ModuleNotFoundError:  # not even the package that it would be a part of
+    except ModuleNotFoundError:  # its parent package is missing, too
         return False
 
 
@@ -113,7 +113,7 @@ class Compiled:
     resources: Mapping[str, Resources]  # empty when the cubin came from the cache
 
     def kernel(self, symbol: str, signature: str) -> Kernel:
-        """Load an entry point for the thread's device (`context.per_device` sees to that being the right one).
+        """Load an entry point for the thread's device (`context.per_device` makes it the right one).
 
         `signature` has one letter per argument: p pointer, i int32, l int64, u uint32, f float32. The driver's parameter sizes
         are compared with it here, because a launch checks nothing.
@@ -121,7 +121,7 @@ class Compiled:
         from cuda.core import Device
 
         context = context_of(torch.device("cuda"))
-        Device(context.device.index).set_current()  # torch makes a context no sooner than it needs one
+        Device(context.device.index).set_current()  # torch makes its context late
         kernel = self.code.get_kernel(symbol)
         sizes = [info.size for info in kernel.arguments_info]
         want = [{"p": 8, "l": 8, "i": 4, "u": 4, "f": 4}[c] for c in signature]
@@ -195,7 +195,7 @@ def compiled(program: Program) -> Compiled:
 def _compile(program: Program, *, use_cache: bool) -> Compiled:
     if use_cache and (ready := shipped.find(*program, source(program.stem))) is not None:
         return Compiled(program.stem, program.arch, ready, {})
-    with _importing:  # of two threads that import it at once, one finds it half there
+    with _importing:  # two threads that import it at once may see it half imported
         from cuda.core import Program as Source
         from cuda.core.utils import FileStreamProgramCache
 

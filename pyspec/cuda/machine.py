@@ -113,7 +113,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class PeerLink:
-    """From one GPU to another: whether it reads the other's memory by itself, and how fast a copy is."""
+    """From one GPU to another: whether it can read the other's memory, and the speed of a copy."""
 
     first: str
     second: str

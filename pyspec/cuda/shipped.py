@@ -120,7 +120,7 @@ def _is_for(nvrtc: str, driver: int) -> bool:
 
 @cache
 def _driver_major() -> int:
-    """Of the CUDA version that the driver speaks; 0 without one."""
+    """Major version of the driver's CUDA; 0 without a driver."""
     try:
         from cuda.bindings import driver
 

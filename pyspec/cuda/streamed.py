@@ -1,7 +1,7 @@
 """A matrix as kernels stream it: rows are prepared and rounded, then multiplied with the packed weights, in one call.
 
-Which launch takes how many rows is decided here: few rows go to `linear`, more to `linear_tall` or to the library over a copy in
-f16; and a product may take rows that the kernel before it has prepared (fuse.py).
+The number of rows decides the launch: few rows go to `linear`, more to `linear_tall` or to the library over a copy in f16. A product
+may take rows that the kernel before it has prepared (fuse.py).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 GLU = Glu()
 PLACE_ROWS = 32  # up to here the kernel before prepares rows faster than a launch of their own (docs/log.md)
-FEW_ROWS = linear_wgmma.FEW  # up to here `linear` is as fast as `linear_tall` where that runs (docs/log.md)
-COPY_ROWS = 48  # and up to here faster than a library with a copy
+FEW_ROWS = linear_wgmma.FEW  # up to here `linear` is as fast as `linear_tall` (docs/log.md)
+COPY_ROWS = 48  # up to here it is faster than a library with a copy
 TOP = 15  # f16's exponent of values near the bound: values of 2^-25 of it keep all their bits
-COARSE = 4  # steps of powers, for each is a build of its own
+COARSE = 4  # step of powers, because each power needs a build
 
 
 class Streamed:
@@ -110,7 +110,7 @@ class Streamed:
         return None if to is None else Place(to, self.packed.data, norm.power, norm)
 
     def sums_of(self, n_row: int) -> RowsLaunch | None:
-        """A launch that sums so many rows and prepares them; None: this product takes summed rows."""
+        """A launch that sums `n_row` rows and prepares them; None: this product takes summed rows."""
         return self._rows(n_row, PrepKind.PLAIN, 0) if self.packed.n_in <= MAX_SUMMED else None
 
     def _rows(self, n_row: int, kind: PrepKind, dim: int) -> RowsLaunch | None:
@@ -119,13 +119,13 @@ class Streamed:
         return self.plain.rows if is_few and rows.runs_as("cuda", spec) else None
 
     def most_ready(self, norm: Norm) -> int:
-        """Up to how many rows one launch reads all of a call that norms them."""
+        """Rows up to which one launch takes a call that norms them."""
         runs = rows.runs_as("cuda", RowsSpec(self.device, self.packed.n_in, norm.kind, norm.dim))
         most = self.plain.max_rows if self.tall is None else self.tall.max_rows
         return 0 if not runs else most if self.wide is None else min(most, self.max_rows)
 
     def reads(self, n_row: int) -> RowsLaunch:
-        """Where that one reads them."""
+        """The launch of rows whose buffer a product of `n_row` rows reads."""
         return self._launch(n_row, adds=False).rows
 
     def has_late(self, n_row: int) -> bool:
@@ -149,7 +149,7 @@ class Streamed:
         return (x, prep) if rows.runs_as("cuda", spec) else (self._prepared(x, prep, spec), None)
 
     def _prepared(self, x: Tensor, prep: Prep, spec: RowsSpec) -> Tensor:
-        """In one launch, where an implementation has it."""
+        """In one launch, if an implementation has one."""
         if spec not in self.whole:
             self.whole[spec] = getattr(rows.bind(spec), "full", None)
         whole = self.whole[spec]
@@ -179,7 +179,7 @@ class StreamedParts:
         self.max_rows = self.product.max_rows
 
     def __call__(self, x: Tensor | Rows) -> Tensor:
-        """x [row, part * n_in] f32, or such rows prepared -> [row, n_out]"""
+        """x [row, part * n_in] f32, or the same rows prepared -> [row, n_out]"""
         rows = x if isinstance(x, Rows) else self.product.rows(x)
         out = torch.empty(rows.n_row, self.packed.n_out, dtype=torch.float32, device=self.device)
         self.product.multiply(rows, self.packed, out)
@@ -193,7 +193,7 @@ class StreamedParts:
 
 
 class Handing:
-    """A product of few rows that writes the rows of the next one, over a power of two that serves all it can give."""
+    """A product of few rows that writes the rows of the next one, over a power of two that bounds all its results."""
 
     def __init__(self, packed: Packed, spec: LinearSpec, into: RowsLaunch) -> None:
         self.packed, self.product, self.into = packed, linear_cuda.bind(spec), into
@@ -207,7 +207,7 @@ class Handing:
         return self.product.hand(rows, self.packed, self.into)
 
     def gives_what(self, product: LinearLaunch) -> bool:
-        """Whether the rows that it writes are those of `product`, which the op has checked, to the bit of f16."""
+        """Whether the rows that it writes have the f16 bits of `product`, which the op has checked."""
         spec, gen = self.product.spec, torch.Generator().manual_seed(0)
         for n_row in (1, 3, 9, 17, 32):
             if n_row > self.product.max_rows:
@@ -255,7 +255,7 @@ _HANDS: dict[LinearSpec, bool] = {}  # whether products of a spec were found to 
 
 
 def in_parts(whole: Streamed, parts: int) -> StreamedParts | None:
-    """The same weights as `parts` matrices, each for its part of the input; None where no kernel takes them so."""
+    """The same weights as `parts` matrices, each for its part of the input; None if no kernel takes them so."""
     spec = LinearSpec(whole.device, whole.packed.type, whole.packed.n_out, whole.packed.n_in, parts=parts)
     small = replace(spec, n_out=parts * TILE * 16)  # the check runs on this, because it unpacks the matrix
     has_own = linear_cuda.limits(spec) is None and linear.runs_as("cuda", small)

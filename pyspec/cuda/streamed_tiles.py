@@ -28,7 +28,7 @@ FEW_ROWS = 24  # up to here a product is bound by its weights' bytes; the copy h
 
 @per_device
 def sums_in_f32(device: torch.device) -> bool:
-    """Whether the library gives sums of f16 in f32, for which it was made on NVIDIA GPUs: asked of others once."""
+    """Whether the library sums f16 products in f32. It does on NVIDIA GPUs; others are tried once."""
     if torch.version.hip is None:
         return True
     some = torch.ones(16, 16, dtype=torch.float16, device=device)
@@ -40,7 +40,7 @@ def sums_in_f32(device: torch.device) -> bool:
 
 
 class StreamedTiles:
-    """A weight in tiles; of a gated one gates stand before ups. wide [out, in] f16: a copy for many rows, or None. limit: see Streamed."""
+    """A weight in tiles; in a gated one the gates come before the ups. wide [out, in] f16: a copy for many rows, or None. limit: see Streamed."""
 
     def __init__(
         self, matrix: TiledMatrix, device: torch.device, gated: bool, wide: Tensor | None, limit: float = 0.0

@@ -1,4 +1,4 @@
-"""Sums of ranks that a product reads next: the launch that sums them norms and rounds them, too (rows.cu, RANKS), for a launch less each.
+"""Sums of ranks that a product reads next: the launch that sums them also norms and rounds them (rows.cu, RANKS), which saves a launch.
 
 All ranks must do alike, because each waits for the others' part. They agree on it, and on the number of rows, when a model is bound. They
 compare a launch to the bit with a sum and a launch that prepares its rows; if any bit differs, all of them sum by NCCL.
@@ -24,7 +24,7 @@ from pyspec.cuda.streamed import Streamed
 log = logging.getLogger(__name__)
 
 SIGNATURE = ROWS_ARGS + "p" * (1 + MOST_RANKS) + "piii"
-CHECKED = 1, 3, 17, 32, 33, 64, 128  # rows; and as many as go at most
+CHECKED = 1, 3, 17, 32, 33, 64, 128  # rows, and the most of them
 Reader = tuple[Streamed, Norm]
 
 
@@ -107,7 +107,7 @@ def sums_into(ranks: Collective, readers: Sequence[Reader | None]) -> list[SumRo
     kinds = {(s.product.packed.type, s.product.packed.n_in, s.most): s for s in made if s is not None}
     for one in kinds.values():
         if why := agreed(one.flaw(), device, ranks.gather):
-            # a launch that gave up, or went astray, may have left numbers behind that a later sum would take for its own
+            # a launch that gave up or failed may have left numbers that a later sum would take for its own
             log.warning("sums of ranks prepare no rows, and NCCL takes them: %s", why)
             ranks.distrust_peers()
             return nothing

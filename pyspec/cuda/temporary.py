@@ -2,8 +2,7 @@
 
 torch's allocator cuts small tensors out of larger pieces that have been freed, and can not give back a piece while any part of it is
 in use. A file's bytes and the intermediate layouts are as large as the weights themselves. If weights were cut out of their pieces,
-gigabytes would be lost between. So the short-lived tensors have a pool of their own, which goes as
-a whole.
+gigabytes would be lost between. So the short-lived tensors have a pool of their own, which is freed as a whole.
 """
 
 from __future__ import annotations

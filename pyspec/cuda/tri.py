@@ -25,10 +25,10 @@ from pyspec.cuda.examine import EXAMINATION
 log = logging.getLogger(__name__)
 
 LEAST = (8, 0)  # compute capability
-LARGE_SHARED = ((8, 0), (9, 0), (10, 0))  # whose multiprocessors give a program more than 100 KB of shared memory
+LARGE_SHARED = ((8, 0), (9, 0), (10, 0))  # capabilities whose multiprocessors give a program more than 100 KB of shared memory
 AHEAD_S = 120.0  # to wait for a build begun ahead; after that the caller compiles it
 MOST_COMPILERS = 8  # threads: Triton's Python part runs one after the other
-INTERPRETED = 2  # multiprocessors that a CPU counts as
+INTERPRETED = 2  # multiprocessors that a CPU stands for
 
 
 def interprets() -> bool:
@@ -61,7 +61,7 @@ def has_f8(device: torch.device) -> bool:
 
 
 def has_ptx(device: torch.device) -> bool:
-    """Whether kernels may have texts of NVIDIA's assembler in them."""
+    """Whether kernels may use NVIDIA's inline assembler."""
     return device.type == "cuda" and torch.version.hip is None
 
 
@@ -72,8 +72,8 @@ def n_multiprocessor(device: torch.device) -> int:
 class TriLaunch(NamedTuple):
     """A launch: `kernel` (a Triton function) over `grid`.
 
-    args       all that is no constant, in the kernel's order; those that `tri_guards.VARYING` names may vary without a new build
-    constants  the rest, which stand behind them in the kernel
+    args       arguments that are no constants, in the kernel's order; those named in `tri_guards.VARYING` may vary without a new build
+    constants  the rest, which come after them in the kernel
     """
 
     kernel: Any
@@ -175,7 +175,7 @@ _kinds: dict[Any, tuple[list[bool], list[str]]] = {}
 
 
 def _kinds_of(kernel: Any) -> tuple[list[bool], list[str]]:
-    """(of each argument, whether its value makes no other build; names of constants), in the kernel's order."""
+    """(for each argument, whether its value never needs another build; names of constants), in the kernel's order."""
     if kernel not in _kinds:
         varies = [p.do_not_specialize for p in kernel.params if not p.is_constexpr]
         _kinds[kernel] = varies, [p.name for p in kernel.params if p.is_constexpr]

@@ -63,6 +63,6 @@ def cache_folder() -> Path:
 
 
 def _scheme() -> str:
-    """Debian's own has a folder of its own, where no headers are."""
+    """The sysconfig scheme of Python's headers. Debian's own scheme may name a folder without any."""
     own = sysconfig.get_default_scheme()
     return "posix_prefix" if own == "posix_local" else own
