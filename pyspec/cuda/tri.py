@@ -25,7 +25,11 @@ from pyspec.cuda.examine import EXAMINATION
 log = logging.getLogger(__name__)
 
 LEAST = (8, 0)  # compute capability
-LARGE_SHARED = ((8, 0), (9, 0), (10, 0))  # capabilities whose multiprocessors give a program more than 100 KB of shared memory
+LARGE_SHARED = (
+    (8, 0),
+    (9, 0),
+    (10, 0),
+)  # capabilities whose multiprocessors give a program more than 100 KB of shared memory
 AHEAD_S = 120.0  # to wait for a build begun ahead; after that the caller compiles it
 MOST_COMPILERS = 8  # threads: Triton's Python part runs one after the other
 INTERPRETED = 2  # multiprocessors that a CPU stands for

@@ -1,4 +1,4 @@
-"""cos and sin of every row's rope angles: the meaning, in plain torch."""
+"""cos and sin of every row's rope angles. Reference in plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values, ragged, with a key range per row: the meaning, in plain torch.
+"""Attention over paged keys and values, ragged, with a key range per row. Reference in plain torch.
 
     q           [row, head, dim]      float    after rope
     pool        keys and values [pool row, kv, dim] of any type; the rows of this batch are already written

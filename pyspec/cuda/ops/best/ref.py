@@ -1,4 +1,4 @@
-"""The best token of each row: the meaning, in plain torch.
+"""The best token of each row. Reference in plain torch.
 
 The largest logit counts, the lowest column of equal ones (both zeros are equal), and a NaN counts as larger than all else,
 the first one of several. Its value is the logit itself, NaN included.

@@ -3,11 +3,11 @@
 Same contract as gdn_ref, with its own order of sums. All lengths and counts are read on the device, so a captured graph may
 be replayed for any batch of as many sequences and rows; sequences without rows touch nothing.
 
-A state does not depend on how its tokens came, to the bit, as long as they came as verifies or as kept rows of fewer than
-CHUNKED. Longer kept sequences are summed in chunks of 64 rows: within 3e-5 of the sequential state (outputs
-within 1e-3, their last products are one pass of f16). These do not depend on the neighbours, but another cut rounds otherwise.
+The bits of a state do not depend on the split of its tokens into verifies and kept rows, as long as a piece has fewer than CHUNKED
+rows. Longer kept sequences are summed in chunks of 64 rows: within 3e-5 of the sequential state (outputs within 1e-3, because their
+last products are one pass of f16). These do not depend on the neighbours, but another cut rounds otherwise.
 
-Where rows are few, outputs go into the next product's rows right away (`GdnLaunch.prepared`), to the bits that rows_cuda gives.
+If rows are few, outputs go directly into the next product's rows (`GdnLaunch.prepared`), with the bits of rows_cuda.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 DIM = 128
-MANY, MANY_ROWS = 24, 4  # sequences from which a warp's convolution is enough for each, if none has more rows
-# States (value heads of all sequences) up to which a launch less is worth its registers (docs/log.md)
+MANY, MANY_ROWS = 24, 4  # sequences from which one warp convolves each, and the most rows of one
+# States (value heads of all sequences) up to which saving a launch is worth its registers (docs/log.md)
 MOST_PREPARED = 1536
-FEW_ROWS = 2  # in the mean, where some may have more: a graph has places for sequences that have none, and one warp takes 2 us a row
+FEW_ROWS = 2  # mean rows, if some may have more: a graph has empty sequences, too, and one warp takes 2 us a row
 CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
 OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
@@ -78,15 +78,15 @@ def limits(spec: GdnSpec) -> str | None:
 
 
 def defines(shape: GdnShape, arch: str, columns: int) -> dict[str, int | str]:
-    """Macros of gdn.cu for one way to share out columns: 2 or 4 to a lane; the result has the same bits."""
+    """Macros of gdn.cu for 2 or 4 columns a lane; both give the same bits."""
     blocks = blocks_for(arch, columns)
     alone = blocks + (arch == "sm_90a" and columns == 2)  # of gdn_rows: Hopper's registers hold one more
     return {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "COLS": columns, "BLOCKS": blocks, "ALONE": alone}
 
 
 def columns_for(shape: GdnShape, n_seq: int, arch: str, n_multiprocessor: int, *, prepares: bool = False) -> int:
-    """Four where that makes one wave of blocks out of two; else two, which keeps more warps in flight. Of gdn_rows_into, whose
-    blocks come and go by clusters, four also where the last wave is fuller so (docs/log.md)."""
+    """Four if that makes one wave of blocks out of two; else two, which keeps more warps in flight. For gdn_rows_into, whose
+    blocks run by clusters, four also if that fills the last wave better (docs/log.md)."""
 
     two, four = (waves(shape.n_v_head * n_seq * DIM, columns, arch, n_multiprocessor) for columns in COLUMNS)
     if prepares and two > 2 and four / math.ceil(four) > two / math.ceil(two):
@@ -142,7 +142,7 @@ class GdnLaunch:
         self.kernels = {c: _kernels(spec.device, spec.shape, c) for c in ways}
         self.fault = faults.record(spec.device)
         self.chunks = gdn_chunk.kernels(spec.device, spec.shape)
-        self.seen: tuple[Tensor, StateLayer] | None = None  # of the layer that it was called for last
+        self.seen: tuple[Tensor, StateLayer] | None = None  # of the layer called last
 
     def __call__(
         self,
@@ -232,7 +232,7 @@ class GdnLaunch:
 
 
 def _place(into: Into, n_row: int, n_in: int) -> list[jit.Arg]:
-    """Arguments of gdn_rows_into behind those of gdn_rows."""
+    """Further arguments of gdn_rows_into, after those of gdn_rows."""
     prep, rows = into.prep, into.rows.room(n_row)
     gate = aligned(prep.gate)
     assert (into.rows.n_in, into.rows.prepare.layout, prep.dim) == (n_in, BLOCKED, DIM) and gate.shape == (n_row, n_in)

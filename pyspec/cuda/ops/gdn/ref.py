@@ -1,4 +1,4 @@
-"""Gated DeltaNet with deferred commit: fold, verify, prefill. The meaning, in plain torch.
+"""Gated DeltaNet with deferred commit: fold, verify, prefill. Reference in plain torch.
 
     m            [row, channel]      f32  raw inputs of the convolution: q, k (k_head * dim each), v (v_head * dim, tiled)
     alpha, beta  [row, v_head]       f32  raw gates; like m, slices of wider rows
@@ -54,7 +54,7 @@ class GdnSpec:
 
 
 def gates(alpha: Tensor, beta: Tensor, a: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Log decay and write strength of every row and value head. The sigmoid is spelt out for the reason of softplus."""
+    """Log decay and write strength of every row and value head. The sigmoid is spelt out, as is softplus."""
     return a * softplus(alpha + dt_bias), 1 / (1 + (-beta).exp())
 
 
@@ -151,7 +151,7 @@ def _parted(got: Tensor, want: Tensor, rounded: bool) -> str | None:
 def check(
     launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec: GdnSpec, rounded: bool = False
 ) -> str | None:
-    """Ragged rounds on both; a sentence if outputs or states part.
+    """Compare ragged rounds; a sentence if outputs or states differ.
 
     `rounded`: all outputs are of f16; else only the last products of prompts may be, which no state sees.
     """

@@ -1,4 +1,4 @@
-"""Which compressed rows a token attends to: a small network scores them all, the best are taken. The meaning, in plain torch.
+"""The compressed rows that a token attends to: a small network scores all rows, and the best are taken. Reference in plain torch.
 
     q       [row, head, dim]   f32    their last dims are turned here
     w       [row, head]        f32    weight of each head's score; a factor shared by all heads of a row changes no choice

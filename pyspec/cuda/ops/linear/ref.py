@@ -1,4 +1,4 @@
-"""Product with a packed matrix: the meaning, in plain torch.
+"""Product with a packed matrix. Reference in plain torch.
 
     x         [row, n_in]     f32 or bf16  1..n rows
     packed    linear_pack.Packed           of n_out rows; 2 n_out, gates and ups interleaved, when gated

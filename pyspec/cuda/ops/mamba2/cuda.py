@@ -3,8 +3,8 @@
 Same contract as mamba2_ref, with its own order of sums over the state's columns. All lengths and counts are read on the
 device, so a captured graph may be replayed for any batch of as many sequences and rows; sequences without rows touch nothing.
 
-A state does not depend on how its tokens came, to the bit, as long as they came as verifies or as kept rows of fewer than
-CHUNKED. Longer kept sequences are summed in chunks: within 3e-5 of the sequential state (outputs within 1e-3, their last
+The bits of a state do not depend on the split of its tokens into verifies and kept rows, as long as a piece has fewer than CHUNKED
+rows. Longer kept sequences are summed in chunks: within 3e-5 of the sequential state (outputs within 1e-3, because their last
 products are one pass of f16). These do not depend on the neighbours, but another cut rounds otherwise.
 """
 
@@ -72,13 +72,13 @@ def columns_of(shape: Mamba2Shape) -> Sequence[int]:
 
 
 def defines(s: Mamba2Shape, arch: str, columns: int) -> dict[str, int | str]:
-    """Macros of mamba2.cu for one way to share out the state; the result has the same bits."""
+    """Macros of mamba2.cu for `columns` a lane; all give the same bits."""
     sizes: dict[str, int | str] = {"HEADS": s.n_head, "DIM": s.head_dim, "GROUPS": s.n_group, "N_STATE": s.n_state}
     return sizes | {"COLS": columns, "BLOCKS": blocks_for(arch, columns)}
 
 
 def columns_for(s: Mamba2Shape, n_seq: int, arch: str, n_multiprocessor: int) -> int:
-    """Four where that makes one wave of blocks out of two; else two, which keeps more warps in flight."""
+    """Four if that makes one wave of blocks out of two; else two, which keeps more warps in flight."""
     choices, n = columns_of(s), s.n_head * n_seq * s.head_dim
     two, four = (waves(n, columns, arch, n_multiprocessor) for columns in COLUMNS)
     return 4 if 4 in choices and four <= 1 < two else choices[0]

@@ -1,4 +1,4 @@
-"""Mamba-2 with deferred commit: fold, verify, prefill. The meaning, in plain torch.
+"""Mamba-2 with deferred commit: fold, verify, prefill. Reference in plain torch.
 
     m            [row, channel]           f32  raw inputs of the convolution: x (head * head_dim), B, C (group * state each)
     dt           [row, head]              f32  raw steps; like m, slices of wider rows

@@ -5,12 +5,11 @@ next product sums the experts' outputs (`shares`), or a launch of its own, or, o
 are most of their time, and tickets would be most of the time of more rows. A shared expert runs in the same launches, cut into pieces
 of the others' width: for all rows, and first, because its input is known before rows have chosen.
 
-Types of INTEGER (moe_builds.py) multiply rows of whole numbers, which the launch that prepares them puts into planes (rows.cu's LAYOUT 3).
+Types of INTEGER (moe_builds.py) multiply integer rows in planes (rows.cu's LAYOUT 3), written by the launch that prepares them.
 
 The rows' choices never reach the host: grids are as large as the number of rows can make them, and CTAs without work
-end at once. So graphs may hold it, and prompts take the same way, MAX_ROWS rows at a time, or LONG_ROWS where an expert would have few of
-those (`rows_at_once`). Buffers are shared by the layers of
-a device: all launches must be on one stream.
+end at once. So it can be captured, and prompts run in the same way, MAX_ROWS rows at a time, or LONG_ROWS if an expert would have few of
+those (`rows_at_once`). Layers of a device share buffers, so all launches must be on one stream.
 """
 
 from __future__ import annotations

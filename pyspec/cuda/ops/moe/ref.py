@@ -1,4 +1,4 @@
-"""A feed-forward of experts: the meaning, in plain torch.
+"""A feed-forward of experts. Reference in plain torch.
 
 Routing: each row, normed, scores all experts and takes the `n_used` best, of equal ones the lower index. Then every expert runs once,
 over the rows that took it, and each row adds its experts' outputs in the order of its choice, best first: a row's sums do

@@ -1,7 +1,7 @@
 """Shared by the launchers of recurrent layers: the cut of a state into blocks, the chunked sequences, the metadata of a batch.
 
 Both have a kernel for the convolution and the gates (conv), and one that folds records and runs rows over the state (rows). A lane
-of the latter holds a few of the state's columns; of how many, the result has the same bits.
+of the latter holds a few of the state's columns; their number changes no bit.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pyspec.slots.recurrent import StateLayer
 
 CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form
 CHUNK = 64
-LATE_ROUNDS = (  # of a check: rows that wait as records, which then a row, a verify or a kept row folds; slots 0 and 2 have none before
+LATE_ROUNDS = (  # rounds of a check: rows wait as records, then a row, a verify or a kept row folds them; slots 0 and 2 have none before
     [Seq(0, 20, [0], mode=SeqMode.LATE), Seq(2, 20, [0], mode=SeqMode.LATE)],
     [Seq(0, 21, [0], n_fold=1, mode=SeqMode.LATE), Seq(2, 21, [0] * 2, n_fold=1)],
     [Seq(0, 22, [0], n_fold=2, mode=SeqMode.LATE), Seq(2, 23, [0], n_fold=2, mode=SeqMode.LATE)],
@@ -25,7 +25,7 @@ LATE_ROUNDS = (  # of a check: rows that wait as records, which then a row, a ve
 
 
 def check_seqs(batch: Batch, layer: StateLayer) -> None:
-    """Every index the op will use, on the host, before anything is written."""
+    """Check every index of the op on the host, before anything is written."""
     n_slot = layer.state.shape[0]
     for seq in batch.seqs:
         if not 0 <= seq.slot < n_slot:
@@ -37,7 +37,7 @@ def check_seqs(batch: Batch, layer: StateLayer) -> None:
 
 
 def first_record(seq: Seq) -> int:
-    """Where the records of its rows begin, if it has any."""
+    """Index of the first record of its rows."""
     return seq.n_fold if seq.late else 0
 
 
@@ -49,7 +49,7 @@ def has_records(layer: StateLayer, slot: int, n_fold: int) -> bool:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """Spelt out, because torch's own gives the last rows of a tensor other bits than the rest on CPUs."""
+    """Spelt out, because on CPUs torch's own rounds the last rows of a tensor differently."""
     return torch.where(x > 20, x, x.clamp(max=20).exp().log1p())
 
 

@@ -1,4 +1,4 @@
-"""Rows for products on NVIDIA GPUs, prepared and rounded in one launch (rows.cu). The meaning is rows_ref.py's.
+"""Rows for products on NVIDIA GPUs, prepared and rounded in one launch (rows.cu). Same contract as rows_ref.
 
 Buffers are made at bind and shared by the matrices of a device: all launches must be on one stream, and a result is valid
 until the next launch of the same size.

@@ -1,4 +1,4 @@
-"""`rows` in Triton: one launch (triton_kernels.py), to f16 over a power of two or, `full`, as they are. The meaning is rows_ref.py's."""
+"""`rows` in Triton: one launch (triton_kernels.py), to f16 over a power of two or, with `full`, to f32. Same contract as rows_ref."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over a window of raw rows and over compressed ones, keys that are values, too. The meaning, in plain torch.
+"""Attention over a window of raw rows and over compressed ones, with keys that are values, too. Reference in plain torch.
 
     q       [row, head, dim]  f32    as a product gives it: heads are normed without a weight, and their last dims are turned
     kv      [row, dim]        f32    the batch's own keys, normed with a weight and turned alike

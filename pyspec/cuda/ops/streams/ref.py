@@ -1,4 +1,4 @@
-"""Hyper-connections: several residual streams, mixed around every part of a block. The meaning, in plain torch (arXiv:2409.19606, mHC).
+"""Hyper-connections: several residual streams, mixed around every part of a block. Reference in plain torch (arXiv:2409.19606, mHC).
 
     x       [row, stream, n]        f32  the streams
     fn      [m, stream * n]         f32  one row for each coefficient: m = (2 + stream) * stream, or `stream` for the head
