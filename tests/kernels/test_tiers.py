@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from threading import Thread
 
 import pytest
 import torch
 
 from pyspec.config import EngineSettings
 from pyspec.cuda import registry, tiers
-from pyspec.cuda.kernel_context import current
+from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import KernelContext, current, within
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.gdn.op import gdn
 from pyspec.cuda.ops.gdn.ref import GdnSpec
@@ -48,6 +50,27 @@ def test_an_op_runs_as_it_is_asked_to(text: str, linear: str, attend: str) -> No
     tiers.use(text)
     assert fake("linear").chosen("x").name == fake("linear_tall", "linear").chosen("x").name == linear
     assert fake("attend").chosen("x").name == attend
+
+
+def test_a_context_is_a_thread_s_own_or_handed_to_bind() -> None:
+    """Engines of one process do not change each other's kernels, in any order of loading."""
+    found: list[tuple[str, bool]] = []
+
+    def bind_as(name: str) -> Callable[[str], None]:
+        return lambda spec: found.append((name, EXACT.is_on))
+
+    op = Op("linear", Impl("torch", bind_as("torch")), [Impl("cuda", bind_as("cuda"))])
+    other = KernelContext(tiers=(("linear", "reference"),), is_exact=True)
+    for context in (None, other, KernelContext(demoted=frozenset({__name__})), None):
+        op.bind("x", context)
+    assert found == [("cuda", False), ("torch", True), ("torch", False), ("cuda", False)]
+    seen: list[KernelContext] = []
+    with within(other):
+        thread = Thread(target=lambda: seen.append(current()))
+        thread.start()
+        thread.join()
+        assert current() == other
+    assert seen == [KernelContext()]
 
 
 def test_what_is_left_out_says_who_wanted_that(caplog: pytest.LogCaptureFixture) -> None:

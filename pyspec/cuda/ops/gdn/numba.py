@@ -15,7 +15,7 @@ from torch import Tensor
 from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.recurrent import ref as recurrent_ref
-from pyspec.cuda.ops.recurrent.heads import missing, run_heads
+from pyspec.cuda.ops.recurrent.heads import Shared, missing, run_heads
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -62,6 +62,7 @@ def _compiled() -> Callable[..., None]:
 def bind(spec: gdn_ref.GdnSpec) -> gdn_ref.Gdn:
     run_head, reference, shape = _compiled(), gdn_ref.bind(spec), spec.shape
     kd, n_v, n_k, dim = shape.n_k_head * shape.dim, shape.n_v_head, shape.n_k_head, shape.dim
+    shared = Shared(0, lambda h: h % n_k)
 
     def gdn(
         m: Tensor,
@@ -81,7 +82,6 @@ def bind(spec: gdn_ref.GdnSpec) -> gdn_ref.Gdn:
         q, k, v = c.split([kd, kd, n_v * dim], -1)
         q, k = (gdn_ref.l2norm(t.unflatten(-1, (n_k, dim)), spec.eps) for t in (q, k))
         v = v.unflatten(-1, (n_v, dim))
-        y = run_heads(run_head, layer, batch, (k, v, g, beta), q, shared=0, shared_of=lambda h: h % n_k)
-        return y * dim**-0.5
+        return run_heads(run_head, layer, batch, (k, v, g, beta), q, shared) * dim**-0.5
 
     return gdn

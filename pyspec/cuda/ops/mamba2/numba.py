@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2.ref import Mamba2, Mamba2Spec, Params
-from pyspec.cuda.ops.recurrent.heads import missing, run_heads
+from pyspec.cuda.ops.recurrent.heads import Shared, missing, run_heads
 from pyspec.cuda.ops.recurrent.ref import check_seqs
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
@@ -55,12 +55,13 @@ def _compiled() -> Callable[..., None]:
 def bind(spec: Mamba2Spec) -> Mamba2:
     run_head, shape = _compiled(), spec.shape
     each = shape.n_head // shape.n_group
+    shared = Shared(1, lambda h: h // each)
 
     def mamba2(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch) -> Tensor:
         check_seqs(batch, layer)
         rows = mamba2_ref.prepare(m, dt, p, layer, batch, shape)
         own = (rows.x, rows.b, rows.decay, rows.dt)
-        y = run_heads(run_head, layer, batch, own, rows.c, shared=1, shared_of=lambda h: h // each)
+        y = run_heads(run_head, layer, batch, own, rows.c, shared)
         return y.addcmul(rows.x, p.d[:, None])
 
     return mamba2

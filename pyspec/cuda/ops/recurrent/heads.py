@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +18,14 @@ from pyspec.slots.recurrent import StateLayer
 
 Head = Callable[..., None]
 """head(state, *four rows as in a record [n, ...], query [n, dim], out [n, dim]), in place; query and out are empty to fold only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Heads share one record, and the query: `of(head)` is their index there."""
+
+    record: int
+    of: Callable[[int], int]
 
 
 def missing(device: torch.device) -> str | None:
@@ -34,14 +43,9 @@ def run_heads(
     batch: Batch,
     rows: Sequence[Tensor],
     query: Tensor,
-    *,
-    shared: int,
-    shared_of: Callable[[int], int],
+    shared: Shared,
 ) -> Tensor:
-    """Fold, then run a batch's rows, in the order of the records [row, head, ...], with `query` -> out [row, head, dim].
-
-    shared     the record that heads share, by `shared_of` a head; they share the query, too
-    """
+    """Fold, then run a batch's rows, in the order of the records [row, head, ...], with `query` -> out [row, head, dim]."""
     # [head, row, ...] so that a head's rows are contiguous: numba vectorises contiguous rows only
     *new, asked = (t.transpose(0, 1).contiguous().numpy() for t in (*rows, query))
     n_head, dim, width = layer.state.shape[1:]
@@ -51,8 +55,8 @@ def run_heads(
 
     def one(s: int, h: int) -> None:
         seq, at = batch.seqs[s], slice(batch.starts[s], batch.starts[s + 1])
-        slot, fold, group = seq.slot, seq.n_fold, shared_of(h)
-        of = [group if i == shared else h for i in range(len(new))]
+        slot, fold, group = seq.slot, seq.n_fold, shared.of(h)
+        of = [group if i == shared.record else h for i in range(len(new))]
         state = states[slot, h].copy() if seq.late else states[slot, h]
         if fold:
             kept = (np.ascontiguousarray(r[slot, :fold, i]) for r, i in zip(old, of, strict=True))
