@@ -1,9 +1,9 @@
 """`attend` for NVIDIA GPUs: tensor cores and split keys, a plain kernel for f32 pools and odd head sizes.
 
 Same contract as attend_ref; q and the weights are rounded to bf16 for bf16 pools, otherwise to f16 (so are the values of
-q8_0), so a row errs by 1e-3 of its norm, and by 9e-3 with bf16. All lengths, ranges and pages are read on the device: a captured graph may be replayed for any batch of
-as many rows, sequences and page columns. A row's bits depend on its own keys only. Rows with row_seq -1 come
-out as zeros. A value that is NaN reaches every row of its sequence in the same tile, as in the reference.
+q8_0), so a row errs by 1e-3 of its norm, and by 9e-3 with bf16. All lengths, ranges and pages are read on the device, so a captured
+graph may be replayed for any batch of as many rows, sequences and page columns. A row's bits depend on its own keys only. Rows with
+row_seq -1 become zeros. A NaN value reaches every row of its sequence in the same tile, as in the reference.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Kernels:
 
 
 def _letters(kv: torch.dtype, has_sinks: bool) -> tuple[str, str]:
-    """Of the pool's planes and of the sinks, in a kernel's arguments."""
+    """Signature letters of the pool's planes and of the sinks."""
     return "pppp" if kv is SCALED else "pp", "p" if has_sinks else ""
 
 
@@ -193,7 +193,7 @@ class Workspace:
 
     @property
     def room(self) -> int:
-        """Floats that `take` gives without taking more of the device's memory."""
+        """Floats that `take` gives without an allocation."""
         return self.buffers[-1].numel() if self.buffers else 0
 
     def take(self, n_float: int) -> Tensor:
@@ -208,7 +208,7 @@ def workspace(device: torch.device) -> Workspace:
 
 
 def n_items(spec: AttendSpec, columns: int, grid: int, seqs: Iterable[tuple[int, int]]) -> int:
-    """Items of a batch at most, `seqs` being (tiles, keys): all splits, or as many ranges as are used instead of splits."""
+    """Most items of a batch, `seqs` being (tiles, keys): all splits, or the ranges used instead of splits."""
     sizes = [(spec.n_kv_head * tiles, n_key) for tiles, n_key in seqs]
     splits, ranges = (sum(n * -(-n_key // size) for n, n_key in sizes) for size in (SPLIT, spec.head_dim))
     return max(splits, min(ranges, most_ranges(spec, grid)))
@@ -220,7 +220,7 @@ def most_ranges(spec: AttendSpec, grid: int) -> int:
 
 
 def n_float(spec: AttendSpec, columns: int) -> int:
-    """Of an item, in the workspace."""
+    """Floats of an item in the workspace."""
     return columns * (spec.head_dim + 2)
 
 
@@ -235,14 +235,14 @@ def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int
 
 
 def bytes_on(arch: str, n_sm: int, spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
-    """The same on a GPU of `n_sm` multiprocessors whose kernel takes this."""
+    """The same on a GPU of `n_sm` multiprocessors."""
     if spec.kv is torch.float32 or spec.head_dim not in DIMS:  # the plain kernel's
         return 0
     return 4 * most_floats(spec, n_seq, n_key, n_row, arch, n_sm)
 
 
 def most_floats(spec: AttendSpec, n_seq: int, n_key: int, n_row: int, arch: str, n_sm: int) -> int:
-    """The same in numbers, on a GPU of `n_sm` multiprocessors."""
+    """The same in floats, on a GPU of `n_sm` multiprocessors."""
     group, n_split = spec.n_head // spec.n_kv_head, -(-n_key // SPLIT)
     rows = max(max(n_row, FEW) * n_split, MANY)  # times splits
     most = 0

@@ -95,7 +95,7 @@ def at_once(size: int, room: int = MOST_FLOATS) -> int:
 
 
 def seqs_of(n_seq: int) -> int:
-    """How many sequences a build looks through that runs with `n_seq`."""
+    """Sequences that the build for `n_seq` looks through."""
     return next((n for n in SEQS if n_seq <= n), 1 << (n_seq - 1).bit_length())
 
 
@@ -130,7 +130,7 @@ class AttendTriton:
         kind = batch.page_size, seqs_of(batch.page_table.shape[0])
         if (
             self.spec.device.type == "cuda" and kind not in self.built and not self.is_capturing()
-        ):  # now, not in the midst of a round that is wider
+        ):  # now, not in the middle of a wider round
             self.built.add(kind)
             for columns in fitting(self.spec):
                 self._run(tiles_for(self.spec, columns, large=self.large), q, pool, batch, window, sinks, out)

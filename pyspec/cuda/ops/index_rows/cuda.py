@@ -1,5 +1,5 @@
 """`index_rows` on NVIDIA GPUs: index_rows.cu. Rows of queries become operands, tensor cores score every key, a radix select chooses.
-Products are those of warpgroups where they are and take the shape, else those of warps.
+Warpgroups multiply if the GPU has them and they take the shape, else warps.
 
 All lengths, positions and pages are read on the device: a captured graph serves any batch of as many rows, sequences and page columns.
 Queries are rounded to the pool's type, so scores that are nearly equal may change places; a row's choice depends on its own scores only.
@@ -116,7 +116,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 class IndexLaunch:
-    """Called as the reference is."""
+    """Same call as the reference."""
 
     def __init__(self, spec: IndexSpec) -> None:
         capability = torch.cuda.get_device_capability(spec.device)
@@ -173,7 +173,7 @@ class IndexLaunch:
                 sizes = map(i32, (n, n_row, first_seq, min(MAX_SEQ, n_seq - first_seq), n_key))
                 score.launch(ctas, scorer.threads, [*args, *sizes], scorer.shared_bytes, overlap=self.overlap)
         choose, args = self.kernels["index_rows_choose"], [scores, *layout, rows, out, self.fault, *places, i32(n_key)]
-        # two rows on a multiprocessor would take twice as long: where others are free each gets one of its own
+        # two rows on a multiprocessor would take twice as long, so each gets one of its own if there are free ones
         room = ALONE if 1 < n <= self.n_alone else 4 * min(HELD, n_key)
         choose.launch((n,), CHOOSERS, args, room, overlap=self.overlap)
 

@@ -1,9 +1,9 @@
 """`linear` on NVIDIA GPUs: rows to f16 blocks (rows_cuda.py), then one pass over the weights (linear.cu).
 
-A product's order of summation depends on the matrix and the device only, so a row's bits do not depend on the other rows; but on
-how many there are where pairs of CTAs take some numbers and others not (linear_pair.py), which none do with `--exact`.
-More than 128 rows run in passes. Buffers are made at bind and shared by matrices of one device: all launches must be on one
-stream, and the rows `RowsLaunch` returns hold until its next call.
+A product's order of summation depends on the matrix and the device only, so a row's bits do not depend on the other rows. They depend
+on the number of rows if pairs of CTAs take some numbers and not others (linear/pair.py); exact mode uses no pairs. More than 128
+rows run in passes. Buffers are made at bind and shared by matrices of one device, so all launches must be on one stream. Results of
+`RowsLaunch` are valid until its next call.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def n_tiles(spec: LinearSpec) -> int:
 
 
 def stem(capability: tuple[int, int]) -> str:
-    """linear_sm90.cu where the copy engine is."""
+    """linear_sm90.cu on GPUs with a copy engine."""
     return "linear_sm90" if capability >= (9, 0) else "linear"
 
 
@@ -230,7 +230,7 @@ class LinearLaunch:
         self.partial, self.tickets = _workspace(spec.device, n_sm)
         self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
         shared = n_shared(torch.cuda.get_device_capability(spec.device))
-        self.pairs = {  # which have another order of sums, and can not have all rows
+        self.pairs = {  # pairs sum in another order and can not take every number of rows
             pad: linear_pair.PairLaunch(spec, pad, n_sm, shared)
             for pad in (() if EXACT.is_on else self.steps)
             if spec.parts == 1 and linear_pair.takes(spec, pad, shared)
@@ -299,7 +299,7 @@ def check(
     spec: LinearSpec,
     n_rows: Sequence[int] = (1, 9, 33, 100),
 ) -> str | None:
-    """Ragged row counts on both; a sentence if the outputs part."""
+    """Compare ragged row counts; a sentence if outputs differ."""
     gen, pack = torch.Generator().manual_seed(0), getattr(launch, "pack", None)
     raw, scales = random_rows(spec.type, spec.n_weight_row, spec.n_in, gen, spec.device)
     packed = own = repack(raw, spec.type, (spec.n_weight_row, spec.n_in), scales)
@@ -372,6 +372,6 @@ def random_weights(type: GGMLType, n_out: int, n_in: int, gen: torch.Generator) 
 
 
 def _half_floats(type: GGMLType) -> list[int]:
-    """Where in a block they are."""
+    """Their offsets in a block."""
     fields = [getattr(type.layout, name, None) for name in ("d", "dmin", "m")]
     return [field.offset for field in fields if field is not None and field.size == 2]

@@ -25,7 +25,7 @@ from pyspec.cuda import exact
 from pyspec.cuda.ops.linear.pack import Packed, unpack
 from pyspec.gguf import GGMLType
 
-PROBE_ROWS = 272  # of the matrix that a kernel is checked with, which speaks for all of as many columns
+PROBE_ROWS = 272  # rows of the matrix in a check, which holds for all matrices with as many columns
 
 USUAL_TYPES = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
 """Of the weights of most files: `pyspec doctor` shows ops that read weights for these."""

@@ -36,9 +36,9 @@ WORTH = 0.97  # another choice must take less than this share of the first one's
 TUNED_ROWS, TUNED_BYTES = (
     8192,
     200 << 20,
-)  # of matrices that are measured: one after the other, they are more than a cache holds
-FEWEST, MOST = 0.7, 1.1  # programs of those wanted, where that makes them even
-BESIDE = 0.25  # steps that a program's begin and end cost others
+)  # of the measured matrices, which together exceed a cache
+FEWEST, MOST = 0.7, 1.1  # share of the wanted programs that is accepted if it makes them even
+BESIDE = 0.25  # fixed cost of a program, in steps
 FEW = 8  # rows of the smallest block
 LEAST = 4  # chunks of a split
 STRETCH = 512
@@ -80,13 +80,13 @@ def steps_of(n_tile: int, n_step: int, least: int, programs: int, n_sm: int) -> 
             loads[i % n_sm] += length + BESIDE
         return max(loads)
 
-    if not around:  # no number of programs is near enough: as many as are not too many
+    if not around:  # no number of programs is near enough: take the most allowed
         return next((per for per in range(least, n_step) if n_tile * -(-n_step // per) <= most), n_step)
     return min(around, key=lambda per: (last(per), -per))
 
 
 def _small(spec: LinearSpec) -> LinearSpec:
-    """Whose verdict speaks for all matrices of as many columns."""
+    """The spec that is checked for all matrices with as many columns."""
     return LinearSpec(spec.device, spec.type, PROBE_ROWS, spec.n_in)
 
 
@@ -121,7 +121,7 @@ def tune(spec: LinearSpec) -> str:
 
 
 def _fastest(launches: Sequence[Callable[[], object]]) -> float:
-    """Milliseconds of all of them once, in the best of some rounds: in a graph, or the host's time would be measured."""
+    """Milliseconds of running all once, the best of some rounds; in a graph, to leave out the host's time."""
     for launch in launches:  # the first one compiles
         launch()
     graph = torch.cuda.CUDAGraph()
@@ -191,7 +191,7 @@ class LinearTriton:
 
     @property
     def at_once(self) -> int:
-        """Rows of a launch at most: whole blocks, whose partial sums take no more memory than is planned for forwards anyway."""
+        """Most rows of a launch: whole blocks, whose partial sums fit the memory planned for forwards."""
         blocks = MOST_SUMS // (self.n_split * self.n_tile * ROWS * MOST_ROWS)
         return max(1, blocks) * MOST_ROWS
 

@@ -97,12 +97,12 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def aligned(gate: Tensor) -> Tensor:
-    """As the kernel reads it; a part of an oddly wide product has to be copied."""
+    """As the kernel reads it: a part of a product of odd width is copied."""
     return gate if is_aligned(gate) else gate.clone(memory_format=torch.contiguous_format)
 
 
 def groups_of(n_in: int, dim: int, n_row: int) -> tuple[tuple[int, int], int]:
-    """Grid and threads where a CTA has a group of a row: rows.cu's kThreads."""
+    """Grid and threads if a CTA has a group of a row: rows.cu's kThreads."""
     return (n_row, n_in // dim), min(dim // 4, THREADS)
 
 
@@ -147,7 +147,7 @@ class _Prepare:
 
 
 def row_bytes(n_in: int, layout: int = BLOCKED) -> int:
-    """Of a row of n_in columns, padded to whole chunks of 256."""
+    """Bytes of a row of n_in columns, padded to whole chunks of 256."""
     return -(-n_in // 256) * (4 * UNIT if layout == PLANES else 512)
 
 
@@ -185,7 +185,7 @@ class RowsLaunch:
         return Rows(self.blocks, self.sums, self.powers, n_row, pad, self.prepare.layout)
 
     def hold(self, x: Tensor, prep: Prep, rows: Rows) -> None:
-        """`rows`, which were put into `room` last, are x with `prep`: until others are put there."""
+        """Note that `rows`, written last into `room`, are x with `prep`, until others are written there."""
         self._held = x, prep, rows
 
     def held(self, x: Tensor, prep: Prep | None) -> Rows | None:
@@ -220,7 +220,7 @@ def _values_of_planes(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Into:
-    """Rows that the kernel before a product prepares itself, `prep` applied, where the product reads them, with `weights`."""
+    """Buffer of a product's rows for the kernel before it, which applies `prep` and writes them. weights: the product's."""
 
     rows: RowsLaunch
     prep: HeadNorm

@@ -1,5 +1,5 @@
-"""`streams` on NVIDIA GPUs: streams.cu. Two launches read from the streams (products by columns, then all the rest), one writes; of
-few rows the one that writes makes the next products, too."""
+"""`streams` on NVIDIA GPUs: streams.cu. Two launches read the streams (products by columns, then all the rest), one writes them; with
+few rows the writing launch also makes the next products."""
 
 from __future__ import annotations
 
