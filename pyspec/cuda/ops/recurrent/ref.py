@@ -14,8 +14,6 @@ from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Batch, Seq, SeqMode
 from pyspec.slots.recurrent import StateLayer
 
-CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form
-CHUNK = 64
 LATE_ROUNDS = (  # rounds of a check: rows wait as records, then a row, a verify or a kept row folds them; slots 0 and 2 have none before
     [Seq(0, 20, [0], mode=SeqMode.LATE), Seq(2, 20, [0], mode=SeqMode.LATE)],
     [Seq(0, 21, [0], n_fold=1, mode=SeqMode.LATE), Seq(2, 21, [0] * 2, n_fold=1)],
@@ -72,6 +70,8 @@ def kept_records(layer: StateLayer, batch: Batch, slots: Tensor, fills: Sequence
     return [torch.where(live.view(*live.shape, *[1] * (r.dim() - 2)), r, f) for r, f in zip(rows, fills, strict=True)]
 
 
+CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form
+CHUNK = 64
 Step = Callable[
     ..., Tensor | None
 ]  # step(states [n, ...], *rows [n, ...]) -> the rows' outputs: one token for many, in place
