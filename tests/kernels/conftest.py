@@ -1,12 +1,20 @@
-"""Tests of kernels that launch them are collected only where there is a GPU, so none is reported as skipped."""
+"""Tests of an op stand in its folder; those of several ops, and of what all share, here.
 
+Tests that launch kernels are collected only on a machine with a GPU, so none is reported as skipped.
+"""
+
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from pyspec.cuda.context import context_of
 
+sys.path += sorted(
+    {str(path.parent) for path in Path(__file__).parent.glob("*/test_*.py")}
+)  # tests of mutants import others
 collect_ignore_glob = [] if torch.cuda.is_available() else ["*_gpu.py"]
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import test_emulated_attend as attend
-import test_emulated_best as best
-import test_emulated_gdn as gdn
-import test_emulated_index_rows as index_rows
-import test_emulated_linear as linear
-import test_emulated_mamba2_chunk as mamba2_chunk
-import test_emulated_norms as norms
-import test_emulated_rows as rows
-import test_emulated_wgmma as wgmma
+import test_attend_emulated as attend
+import test_best_emulated as best
+import test_gdn_emulated as gdn
+import test_index_rows_emulated as index_rows
+import test_linear_emulated as linear
+import test_mamba2_chunk_emulated as mamba2_chunk
+import test_norms_emulated as norms
+import test_rows_emulated as rows
+import test_wgmma_emulated as wgmma
 from emulated.machine import needs_compiler
 
 from pyspec.cuda import jit

@@ -23,7 +23,7 @@ TYPES = (
     GGMLType.Q4_0,
     GGMLType.Q4_K,
     GGMLType.Q6_K,
-)  # all ways scales lie; test_linear_emulated has the rest
+)  # all ways scales lie; test_packed_emulated has the rest
 
 
 @pytest.fixture(autouse=True)
