@@ -9,7 +9,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -104,8 +104,13 @@ class Tokenizer:
                 byte_value(text)
         table = _table(tokens)
 
+        @cache
+        def merging() -> models.BPE:
+            """Built once, because 262,144 tokens take seconds. All variants share it."""
+            return _bpe(table, fields, PRE[pre]) if model == "gpt2" else _spm(table, types, fields)
+
         def make(parse_special: bool, space_prefix: bool) -> HF:
-            hf = _bpe(table, fields, PRE[pre]) if model == "gpt2" else _spm(table, types, fields, space_prefix)
+            hf = _byte_level(merging(), PRE[pre]) if model == "gpt2" else _with_spaces(merging(), space_prefix)
             return _with_added(hf, table, types, norm, parse_special)
 
         header = VocabHeader(
@@ -344,9 +349,12 @@ def _merges(fields: Fields, table: Mapping[str, int]) -> list[tuple[str, str]]:
     return merges
 
 
-def _bpe(table: dict[str, int], fields: Fields, pre: PreTokenizer) -> HF:
+def _bpe(table: dict[str, int], fields: Fields, pre: PreTokenizer) -> models.BPE:
     merges = _merges(fields, table)
-    model = models.BPE(vocab=table, merges=merges, ignore_merges=pre.ignore_merges, fuse_unk=False)
+    return models.BPE(vocab=table, merges=merges, ignore_merges=pre.ignore_merges, fuse_unk=False)
+
+
+def _byte_level(model: models.BPE, pre: PreTokenizer) -> HF:
     hf = HF(model)
     hf.pre_tokenizer = pre_tokenizers.Sequence(
         [*pre.cuts(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -361,33 +369,38 @@ def _joins(table: Mapping[str, int], types: Sequence[int], scores: Sequence[floa
     The search takes steps by the square of a token's length, and a vocabulary of "a", "aa", "aaa" and so on has as many pairs as
     steps, each with two texts. Both have a limit, far above real vocabularies.
     """
-    joins, n_step, n_char = [], 0, 0
-    for text, i in table.items():
+    joins: list[tuple[str, str]] = []
+    n_step = n_char = 0
+    names = [text for text, i in table.items() if types[i] in (NORMAL, USER_DEFINED, UNUSED)]
+    names.sort(key=lambda text: -scores[table[text]])
+    for text in names:
+        i = table[text]
         if len(text) > SPM_CHARS and types[i] == NORMAL:
             raise BadTokenizer(f"SPM token {i} has {len(text)} characters; at most {SPM_CHARS} are supported")
-        if types[i] not in (NORMAL, USER_DEFINED, UNUSED):
-            continue
         n_step += min(len(text), SPM_CHARS) ** 2
         for cut in range(1, min(len(text), SPM_CHARS)):
-            if text[:cut] in table and text[cut:] in table:
-                joins.append((-scores[i], i, text[:cut], text[cut:]))
+            if (left := text[:cut]) in table and (right := text[cut:]) in table:
+                joins.append((left, right))
                 n_char += len(text)
         if n_step > SPM_STEPS or n_char > SPM_JOINED:
             raise BadTokenizer(
                 f"the SPM vocabulary has too many long tokens that are joins of others: more than {len(joins)} joins up to token {i}"
             )
-    joins.sort(key=lambda j: (j[0], j[1]))
-    return [(left, right) for _, _, left, right in joins]
+    return joins
 
 
-def _spm(table: dict[str, int], types: Sequence[int], fields: Fields, space_prefix: bool) -> HF:
+def _spm(table: dict[str, int], types: Sequence[int], fields: Fields) -> models.BPE:
     """SentencePiece as BPE: of all neighbours whose join is a token, the join with the best score merges first.
 
     Needs every character of a longer token to be a token, which SentencePiece guarantees.
     """
     merges = _joins(table, types, read_scores(fields, len(table)))
     unk = next((t for t, i in table.items() if types[i] == UNKNOWN), None)
-    hf = HF(models.BPE(vocab=table, merges=merges, unk_token=unk, fuse_unk=False, byte_fallback=True))
+    return models.BPE(vocab=table, merges=merges, unk_token=unk, fuse_unk=False, byte_fallback=True)
+
+
+def _with_spaces(model: models.BPE, space_prefix: bool) -> HF:
+    hf = HF(model)
     prefix: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if space_prefix else []
     hf.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
     return hf
