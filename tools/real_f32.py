@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter, dequantize
 
 ALL_F32 = 0
-"""What `general.file_type` says of such a file."""
+"""`general.file_type` of such a file."""
 
 
 def write_f32(model: Path, out: Path) -> None:

@@ -40,7 +40,7 @@ WAYS = (("np 1", 1, 0), ("np 1, drafts", 1, None), ("np 3", 3, 0), ("np 3, draft
 
 @dataclass
 class Row:
-    """What is found of one prompt."""
+    """The findings of one prompt."""
 
     case: Case
     has_ids: bool

@@ -63,7 +63,7 @@ class Oracle:
 
     def answer(self, ids: list[int]) -> dict[str, Any]:
         """The greedy tokens behind a prompt, with the log probability of each and of the second best, and the best of the first positions."""
-        told = self.ask(
+        found = self.ask(
             "/completion",
             prompt=ids,
             n_predict=N_TOKEN,
@@ -73,11 +73,11 @@ class Oracle:
             cache_prompt=False,
             return_tokens=True,
         )
-        steps = told["completion_probabilities"]
+        steps = found["completion_probabilities"]
         tops = [[[best["id"], round(best["logprob"], 5)] for best in step["top_logprobs"]] for step in steps]
         return {
             "tokens": [step["id"] for step in steps],
-            "ended": told["stop_type"] == "eos",
+            "ended": found["stop_type"] == "eos",
             "logprobs": [round(step["logprob"], 5) for step in steps],
             "second": [top[1][1] for top in tops],
             "top": tops[:N_TOP_POSITION],
