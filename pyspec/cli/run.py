@@ -48,7 +48,7 @@ class RunFlags:
 
     def is_talk(self) -> bool:
         """True for a chat: a terminal, and no prompt given. Raises UsageError for too many prompts."""
-        given = [what for what in (self.prompt, self.message, self.file) if what is not None]
+        given = [what for what in (self.prompt, self.chat_message, self.file) if what is not None]
         if len(given) > 1 or (self.message is not None and self.chat is not None):
             raise click.UsageError(
                 "-p, --chat, -f and a message after the model exclude each other",
@@ -61,19 +61,19 @@ class RunFlags:
         return is_talk
 
     @property
-    def message(self) -> str | None:
+    def chat_message(self) -> str | None:
         """The message of a chat."""
         return self.message if self.chat is None else self.chat
 
     def text(self) -> str | None:
         """The text to continue; None for a chat or piped input."""
-        if self.prompt is not None or self.message is not None or self.file is None:
+        if self.prompt is not None or self.chat_message is not None or self.file is None:
             return self.prompt
         return self.file.read()
 
     def piped(self) -> str | None:
         """Text from stdin if no prompt is given otherwise. Raises UsageError if it is empty."""
-        if any(what is not None for what in (self.prompt, self.message, self.file)):
+        if any(what is not None for what in (self.prompt, self.chat_message, self.file)):
             return None
         text = click.open_file("-", encoding="utf-8").read()
         if not text.strip():
@@ -146,7 +146,7 @@ def run(
             return
         if piped is not None and (flags.no_conversation or not has_chat(loaded)):
             text = piped
-        message = flags.message if piped is None else piped.strip()
+        message = flags.chat_message if piped is None else piped.strip()
         messages = [*_system(flags.system), {"role": "user", "content": message or ""}]
         request = _request(loaded, ask, messages if text is None else text)
         print_answer(loaded, request, flags.as_json)

@@ -239,8 +239,8 @@ def server(
     def ready(loaded: EngineLike, urls: list[str]) -> None:
         name = settings.aliases[0] if settings.aliases else loaded.info.model_name
         entered.append(enter(urls[0], name))
-        fields = {"event": "ready", "url": urls[0], "urls": urls, "model": name}
-        fields["slots"] = loaded.info.n_slot
+        n_slot = loaded.info.n_slot
+        fields = {"event": "ready", "url": urls[0], "urls": urls, "model": name, "slots": n_slot}
         log.info("serving %s at %s", name, urls[0], extra={"fields": fields})
         if loaded.info.chat_template:
             log.info("%s", dialect_reason(loaded.info.chat_template, settings.tool_call_parser))

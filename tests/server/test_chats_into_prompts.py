@@ -273,9 +273,9 @@ def test_each_kind_that_is_left_out_is_told_once(
             app.post("/v1/responses", {"input": "hi", "tools": [{"type": "odd_search"}, {"type": "odd_shell"}]})
             app.post("/v1/responses", {"input": [*HI, {"type": "odd_call", "id": "x"}]})
         for i in range(2 * left_out.MOST_LOGGED):
-            app.post("/v1/responses", {"input": "hi", "tools": [{"type": f"kind{i}"}]}) if i < 3 else left_out.log_left_out(
-                "x", f"{i}"
-            )
+            app.post(
+                "/v1/responses", {"input": "hi", "tools": [{"type": f"kind{i}"}]}
+            ) if i < 3 else left_out.log_left_out("x", f"{i}")
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == left_out.MOST_LOGGED and sum("'odd_search'" in line for line in told) == 1
     assert sum("'odd_shell'" in line for line in told) == sum("'odd_call'" in line for line in told) == 1

@@ -113,9 +113,11 @@ class Experts:
             return
         names = [at.name(f"ffn_{x}_exps.weight") for x in ("gate", "up", "down", "gate_up")]
         scaled = any(scale_of(name) in at.file.tensors for name in names)
-        types = (up.type, down.type) if on.dense is None else (None, None)
+        of_up, of_down = (up.type, down.type) if on.dense is None else (None, None)
         width = self.latent or at.n_embd
-        spec = MoeSpec(on.device, self.n_used, width, self.n_ff, self.act, *types, scaled, n_expert=self.n_expert)
+        spec = MoeSpec(
+            on.device, self.n_used, width, self.n_ff, self.act, of_up, of_down, scaled, n_expert=self.n_expert
+        )
         yield moe, replace(spec, pieces=self._pieces(at, up, down) if on.streams else 0)
         if self.n_ff_shared and self.act == "relu2" and on.streams:
             yield rows, RowsSpec(on.device, self.n_ff_shared, PrepKind.RELU2)

@@ -63,10 +63,10 @@ def loading_page(loading: Mapping[str, object], status: int) -> Response:
     loading  "stage" and "fraction" of the current work; empty before the first report
     """
     stage, fraction = str(loading.get("stage", "")), loading.get("fraction")
-    is_known = isinstance(fraction, float | int) and stage
-    said = f"{stage}: {100 * fraction:.0f} %" if is_known else "It has just begun."
-    value = f' value="{fraction}"' if isinstance(fraction, float | int) else ""
-    body = LOADING_PAGE.format(every=EVERY_S, style=LOADING_STYLE, stage=escape(said), value=value)
+    known = fraction if isinstance(fraction, float | int) else None
+    text = f"{stage}: {100 * known:.0f} %" if stage and known is not None else "It has just begun."
+    value = "" if known is None else f' value="{known}"'
+    body = LOADING_PAGE.format(every=EVERY_S, style=LOADING_STYLE, stage=escape(text), value=value)
     headers = {
         "Content-Security-Policy": (
             f"default-src 'none'; style-src {_hash(LOADING_STYLE)}; frame-ancestors 'none'; base-uri 'none'"
