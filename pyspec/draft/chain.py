@@ -80,8 +80,13 @@ class Chain:
     """Implements `Drafter`."""
 
     def __init__(self, block: MtpNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float) -> None:
-        self.name, self.needs, self.most_waiting = plan.kind, plan.needs, plan.n_waiting
-        self.block, self.table, self.device, self.p_min = block, table, device, p_min
+        self.name = plan.kind
+        self.needs = plan.needs
+        self.most_waiting = plan.n_waiting
+        self.block = block
+        self.table = table
+        self.device = device
+        self.p_min = p_min
         self.best, self.ahead = best.bind(BestSpec(self.device)), ahead.bind(AheadSpec(self.device))
         self.states: list[Pending | None] = [None] * len(table.slots)
         self.arenas: list[Arena | None] = [None] * 3  # of the first pass, of the chained ones, of rows that are late
@@ -167,7 +172,9 @@ class Chain:
         for r in live:  # the anchor's row is exact, too: its token is final, its hidden state was the target's
             state = self._state(r.slot)
             state.n_row, state.hidden = r.slot.n_past + 1, state.hidden[-1:]
-        n, most, done = len(live), max(r.n_draft for r in live), 1
+        n = len(live)
+        most = max(r.n_draft for r in live)
+        done = 1
         copied(self.tokens[:n], self.steps[0, :n])
         sure = [self.probs[:n] >= self.p_min] if self.p_min > 0 else []
         rest = self._chained([r.slot for r in live], most) if most > 1 else None

@@ -73,7 +73,9 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     check_pair(c, file, target.config)
     check_tensors(file, wants := drafter_tensors(c, file, target.config.n_embd), c.alias)
     check_read(file, (*wants, D2T), len(c.windows), c.alias)
-    n, most, n_held = settings.n_draft_max, c.block - 1, held_rows(settings.np)
+    n = settings.n_draft_max
+    most = c.block - 1
+    n_held = held_rows(settings.np)
     has_head = "output.weight" in file.tensors
     return DraftPlan(
         kind="dflash",
@@ -133,7 +135,9 @@ class DFlashNet:
         head: Matrix | None = None,
         find_best: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.c, self.memory, self.n_feature = c, memory, len(c.taps) * target.n_embd
+        self.c = c
+        self.memory = memory
+        self.n_feature = len(c.taps) * target.n_embd
         self.ropes, n_layer = Ropes(w), len(c.blocks)
         self.blocks = [
             spec.bind(Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_dtype, self.ropes))
@@ -184,7 +188,11 @@ class DFlash:
     name = "dflash"
 
     def __init__(self, net: DFlashNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float) -> None:
-        self.net, self.needs, self.table, self.device, self.p_min = net, plan.needs, table, device, p_min
+        self.net = net
+        self.needs = plan.needs
+        self.table = table
+        self.device = device
+        self.p_min = p_min
         self.ahead = ahead.bind(AheadSpec(device))
         n_slot = len(table.slots)
         self.held = torch.zeros(plan.n_held, net.n_feature, device=device)  # taps of rounds without drafts

@@ -115,7 +115,9 @@ def read_config(file: GGUFFile) -> DFlashConfig:
     if file.architecture not in ARCHS:
         raise PairError(f"a DFlash drafter is of architecture dflash; this file is {file.architecture}")
     _refuse_relatives(file)
-    h, is_fork, n_layer = file.hparams, file.architecture == FORK, block_count(file)
+    h = file.hparams
+    is_fork = file.architecture == FORK
+    n_layer = block_count(file)
     attention = attention_shape(file, h.integer("attention.head_count"), h.integer("attention.head_count_kv"))
     n_rot = h.integer("rope.dimension_count", attention.head_dim)
     check_rope(n_rot, attention.head_dim)

@@ -27,7 +27,10 @@ class BoundModel(ABC):
         self, config: ModelConfig, weights: Weights, memory: Memory, factor: float = 1.0, cap: float = 0.0
     ) -> None:
         self.config: ModelConfig = config
-        self.memory, self.device, self.ranks, self.cap = memory, weights.device, weights.ranks, cap
+        self.memory = memory
+        self.device = weights.device
+        self.ranks = weights.ranks
+        self.cap = cap
         self.lead: Lead | None = None
         self.embedding = weights.embedding(EMBEDDING, factor)
 

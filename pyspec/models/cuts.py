@@ -66,7 +66,9 @@ class Cut:
 
     def pieces(self, size: int, rank: Rank) -> list[tuple[int, int]]:
         """(first, end) along an axis of `size` places: a rank's pieces, in order. Adjoining pieces are one, because blocks may lie across."""
-        total, at, found = sum(u.n * u.size for u in self.units), 0, [(0, 0)]
+        total = sum(u.n * u.size for u in self.units)
+        at = 0
+        found = [(0, 0)]
         for u in self.units:
             first, end = u.of(rank)
             here = [(at + i * u.size) * size for i in (first, end)]

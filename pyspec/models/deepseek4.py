@@ -82,7 +82,10 @@ class WindowAttention:
     """The layer's mixer: a row read from the streams [row, n_embd] f32, not normed yet, to the row that goes back to them."""
 
     def __init__(self, c: Deepseek4Config, w: Weights, p: str, ratio: int, kv: torch.dtype) -> None:
-        self.c, self.ratio, a, x = c, ratio, c.heads, c.indexer
+        self.c = c
+        self.ratio = ratio
+        a = c.heads
+        x = c.indexer
         self.norm, self.q_norm = (
             Norm(w.vector(f"{p}.attn_norm.weight"), c.eps),
             Norm(w.vector(f"{p}.attn_q_a_norm.weight"), c.eps),

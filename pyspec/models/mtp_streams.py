@@ -141,7 +141,10 @@ class StreamsMtpBlock:
         c = target.config
         c = replace(c, limits=limits_of(weights.file, c.n_layer + 1))
         p, own = f"blk.{c.n_layer}", f"blk.{c.n_layer}.nextn"
-        self.config, self.memory, self.layer, self.n_hidden = c, memory, c.n_layer, c.n_hidden
+        self.config = c
+        self.memory = memory
+        self.layer = c.n_layer
+        self.n_hidden = c.n_hidden
         self.block = StreamBlock(c, weights, c.n_layer, PagedWindow(c, weights, p, memory.kv_dtype))
         self.eh = weights.matrix(f"{own}.eh_proj.weight")
         self.enorm, self.hnorm = weights.vector(f"{own}.enorm.weight"), weights.vector(f"{own}.hnorm.weight")

@@ -222,7 +222,11 @@ class Weights:
         ranks: Collective | None = None,
         cuts: Mapping[str, Cut] | None = None,
     ) -> None:
-        self.file, self.device, self.dense, self.alias, self.wide = file, device, dense, alias or {}, wide
+        self.file = file
+        self.device = device
+        self.dense = dense
+        self.alias = alias or {}
+        self.wide = wide
         self.ranks, self.cuts = ranks, (cuts or {}) if ranks is not None else {}
         self._shares: dict[str, Share] = {}
         self.context = context_of(device)  # the device's work while the file is loaded
@@ -341,7 +345,9 @@ class Weights:
     ) -> Matrix:
         """tier: the implementation of the product; None: that of `linear` as a whole."""
         infos = [self._info(n) for n in names]
-        n_out, n_in, kind = sum(i.shape[0] for i in infos), infos[0].shape[1], infos[0].type
+        n_out = sum(i.shape[0] for i in infos)
+        n_in = infos[0].shape[1]
+        kind = infos[0].type
         if gated and infos[0].shape[0] % 8:
             return Joined([self._stream([n], False) for n in names], gated=True)
         is_wide = has_copy and self.wide and kind not in PLAIN and names[0] not in HEADS

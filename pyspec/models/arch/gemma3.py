@@ -21,7 +21,9 @@ PATTERN, NEAR_BASE = 6, 10_000.0  # where a file does not say: each sixth block 
 
 
 def read(file: GGUFFile) -> ModelSpec:
-    h, shape, n_block = file.hparams, read_attention(file), block_count(file)
+    h = file.hparams
+    shape = read_attention(file)
+    n_block = block_count(file)
     n_embd, n_ff = h.integer("embedding_length"), h.integer("feed_forward_length")
     if n_block == BLOCKS_27B:
         shape = replace(shape, scale=(n_embd / shape.n_head) ** -0.5)

@@ -136,7 +136,9 @@ class BoundAttention:
 
     def __init__(self, spec: Attention, at: Binding) -> None:
         w = at.weights
-        self.spec, self.shape, self.layer = spec, spec.shape, at.layer
+        self.spec = spec
+        self.shape = spec.shape
+        self.layer = at.layer
         self.norm, self.rope = at.bound_norm(), at.ropes.place(spec.rope)
         names = [at.name("attn_qkv.weight")]
         if not w.has(names[0]):

@@ -68,7 +68,9 @@ class BoundDeltaNet:
 
     def __init__(self, shape: GdnShape, at: Binding) -> None:
         w = at.weights
-        self.eps, self.layer, self.norm = at.eps, at.layer, at.bound_norm()
+        self.eps = at.eps
+        self.layer = at.layer
+        self.norm = at.bound_norm()
         parts = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
         self.proj = w.matrix(*(at.name(f"{part}.weight") for part in parts))
         self.out = w.summed(at.name("ssm_out.weight"))

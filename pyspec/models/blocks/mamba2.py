@@ -35,8 +35,12 @@ class Mamba2:
         s, n = self.shape, at.n_embd
         inner, heads = s.n_head * s.head_dim, (s.n_head, 1)
         groups = partial(Units, s.n_group, "groups of Mamba-2 heads")
-        x, bc, dt = groups(size=inner // s.n_group), groups(size=s.n_state), groups(size=s.n_head // s.n_group)
-        by_channel, by_head, by_group = Cut(0, (x, bc, bc)), Cut(0, (dt,)), Cut(0, (x,))
+        x = groups(size=inner // s.n_group)
+        bc = groups(size=s.n_state)
+        dt = groups(size=s.n_head // s.n_group)
+        by_channel = Cut(0, (x, bc, bc))
+        by_head = Cut(0, (dt,))
+        by_group = Cut(0, (x,))
         return {
             at.name("ssm_in.weight"): Want((inner + s.n_channel + s.n_head, n), cut=Cut(0, (x, x, bc, bc, dt))),
             at.name("ssm_conv1d.weight"): Want((s.n_channel, s.n_conv), cut=by_channel),
@@ -73,7 +77,10 @@ class BoundMamba2:
 
     def __init__(self, shape: Mamba2Shape, at: Binding) -> None:
         w = at.weights
-        self.shape, self.eps, self.layer, self.norm = shape, at.eps, at.layer, at.bound_norm()
+        self.shape = shape
+        self.eps = at.eps
+        self.layer = at.layer
+        self.norm = at.bound_norm()
         self.proj = w.matrix(at.name("ssm_in.weight"))
         self.out = w.summed(at.name("ssm_out.weight"))
         self.reads, self.gives = (self.proj, self.norm), sum_of(self.out)

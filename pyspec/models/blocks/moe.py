@@ -205,7 +205,9 @@ class BoundExperts:
     fold = None
 
     def __init__(self, shape: Experts, at: Binding) -> None:
-        w, p, self.shape = at.weights, at.prefix, shape
+        w = at.weights
+        p = at.prefix
+        self.shape = shape
         self.leads = w.ranks is None or w.ranks.rank.leads
         self.into: Callable[[Tensor], Tensor] = _same if w.ranks is None else w.ranks.sum
         self.gives, self.reads = None if w.ranks is None else self, None  # its router reads the stream itself
