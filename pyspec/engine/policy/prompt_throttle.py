@@ -35,7 +35,7 @@ class PromptReader(Protocol):
 R = TypeVar("R", bound=PromptReader)
 
 
-class Part(Protocol):
+class RoundPart(Protocol):
     """A request's part in a round, such as the loop's `Work`."""
 
     @property
@@ -80,7 +80,7 @@ class PromptThrottle:
             return False
         return job.slot.n_past - job.n_cached >= self.n_free
 
-    def landed(self, at: float, work: Sequence[Part]) -> None:
+    def landed(self, at: float, work: Sequence[RoundPart]) -> None:
         """A round's results arrived at this time, in seconds. Call it before they are committed."""
         took, follows = 1e3 * (at - self._landed), self._follows
         n_prompt = sum(w.is_prompt for w in work)
