@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import gpu_lock
-from pyspec.cuda.copies import copied
 from pyspec.cuda.faults import Reader
 from pyspec.cuda.fold import flush
-from pyspec.cuda.graph import Graphed
+from pyspec.cuda.graph import Graphed, copied
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, AheadSpec
 from pyspec.draft.drafter import Drafter, LookaheadDrafter, Needs, PagedDrafter

@@ -14,8 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pyspec.cuda.copies import copied
-from pyspec.cuda.graph import Graphed, GraphPool
+from pyspec.cuda.graph import Graphed, GraphPool, copied
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
 from pyspec.cuda.ops.best.op import best

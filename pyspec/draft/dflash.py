@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from pyspec.config import EngineSettings
-from pyspec.cuda.copies import copied
-from pyspec.cuda.graph import Graphed
+from pyspec.cuda.graph import Graphed, copied
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
 from pyspec.cuda.ops.best.op import best

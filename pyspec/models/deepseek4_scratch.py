@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from pyspec.cuda.ops.index_rows import plan as index_plan
+from pyspec.cuda.ops.index_rows import op as index_op
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
-from pyspec.cuda.ops.moe import plan as moe_plan
-from pyspec.cuda.ops.sparse_attend import plan as sparse_plan
+from pyspec.cuda.ops.moe import op as moe_op
+from pyspec.cuda.ops.sparse_attend import op as sparse_op
 from pyspec.cuda.ops.sparse_attend.ref import SparseSpec
 from pyspec.models.deepseek4_config import CSA, Deepseek4Config
 
@@ -20,6 +20,6 @@ def scratch_bytes(c: Deepseek4Config, n_row: int, n_token: int, kv: torch.dtype,
     if device.type != "cuda":
         return rows
     specs = [SparseSpec(device, a.n_head, a.head_dim, c.window, ratio, kv, c.n_rot, c.eps) for ratio in set(c.ratios)]
-    index = index_plan.scratch_bytes(IndexSpec(device, x.n_head, x.dim, x.top_k, CSA, kv, c.n_rot), n_row, n_token)
-    rows += moe_plan.buffer_bytes(c.moe.n_used, c.moe.n_expert, c.n_embd, c.moe.n_ff)
-    return rows + max(index, *(sparse_plan.scratch_bytes(spec, n_row, n_token) for spec in specs))
+    index = index_op.scratch_bytes(IndexSpec(device, x.n_head, x.dim, x.top_k, CSA, kv, c.n_rot), n_row, n_token)
+    rows += moe_op.buffer_bytes(c.moe.n_used, c.moe.n_expert, c.n_embd, c.moe.n_ff)
+    return rows + max(index, *(sparse_op.scratch_bytes(spec, n_row, n_token) for spec in specs))

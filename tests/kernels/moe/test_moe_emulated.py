@@ -20,7 +20,7 @@ from pyspec.cuda.ops.linear.ref import rounded
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe.cuda import random_stacks
-from pyspec.cuda.ops.moe.plan import buffer_bytes
+from pyspec.cuda.ops.moe.op import buffer_bytes
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec, Stack, Stacks, activate, combine
 from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.cuda.ops.rows.ref import Norm

@@ -23,3 +23,8 @@ index_rows: Op[index_ref.IndexSpec, index_ref.IndexRows] = Op(
     guard=index_ref.GUARD,
     shapes=shapes,
 )
+
+
+def scratch_bytes(spec: index_ref.IndexSpec, n_row: int, n_token: int) -> int:
+    """Memory of scores while it runs, for `n_row` rows of contexts up to `n_token`: a planner counts it before a load."""
+    return index_cuda.scratch_bytes(spec, n_row, n_token)

@@ -32,3 +32,9 @@ moe: Op[moe_ref.MoeSpec, moe_ref.Moe] = Op(
     moe_cuda.check,
     shapes=shapes,
 )
+
+
+def buffer_bytes(n_used: int, n_expert: int, n_in: int, n_ff: int) -> int:
+    """Memory of rows for the gates and ups, and for the downs, of the largest types: a planner counts it before a load."""
+    of_inner, of_row = (-(-n // 256) * (4 * moe_builds.HALVED_UNIT + 64) for n in (n_ff, n_in))
+    return moe_cuda.rows_at_once(n_used, n_expert) * (n_used * of_inner + of_row)

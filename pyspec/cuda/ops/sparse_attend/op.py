@@ -23,3 +23,8 @@ sparse_attend: Op[sparse_ref.SparseSpec, sparse_ref.SparseAttend] = Op(
     guard=sparse_ref.GUARD,
     shapes=shapes,
 )
+
+
+def scratch_bytes(spec: sparse_ref.SparseSpec, n_row: int, n_token: int) -> int:
+    """Memory of parts of rows while it runs, for `n_row` rows of contexts up to `n_token`: a planner counts it before a load."""
+    return sparse_cuda.scratch_bytes(spec, n_row, n_token)
