@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from pyspec.bench.verify import Verification, verify
 from pyspec.cli import main
-from pyspec.cli.verify import sentence
+from pyspec.cli.verify import describe_parting
 from pyspec.engine.api import Engine, Result
 from pyspec.errors import ConfigError
 
@@ -55,7 +55,7 @@ def test_a_wrong_token_is_a_bug_with_its_place(engine: Engine, monkeypatch: pyte
     assert (bug.prompt, bug.token, bug.plain, bug.spec, bug.verdict) == (1, 9, want[9], wrong, "bug")
     assert bug.margin > found.tie and bug.logits[0] == 0.0
     assert found.n_compared == 2 * N + 9
-    assert "margin" in sentence(bug) and sentence(bug).endswith("bug")
+    assert "margin" in describe_parting(bug) and describe_parting(bug).endswith("bug")
 
 
 def test_a_text_that_ends_too_soon_is_a_bug(engine: Engine, monkeypatch: pytest.MonkeyPatch):

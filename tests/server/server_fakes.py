@@ -12,7 +12,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from pyspec.constrain.grammar import compile_text, said
+from pyspec.constrain.grammar import compile_text, one_line
 from pyspec.errors import PromptTooLong, PyspecError, QueueFull, RequestError, Unavailable
 from pyspec.request import (
     Delta,
@@ -189,7 +189,7 @@ class FakeEngine:
         """Real grammars are compiled; none of them holds the script to anything."""
         source = compile_text(grammar)
         if flaw := LLMatcher.validate_grammar(source):
-            raise RequestError(f"the {grammar.kind} can not be used: {said(flaw)}")
+            raise RequestError(f"the {grammar.kind} can not be used: {one_line(flaw)}")
         return replace(grammar, kind="compiled", source=source)
 
     def known_grammar(self, grammar: Grammar) -> Grammar | None:
