@@ -73,7 +73,7 @@ def heads(tools: Tools) -> tuple[Lookahead, ...]:
     return in_list, ((OPEN,), GAP, names, GAP, (ARGS, ID, "{"))
 
 
-def list_rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
     own_id = concat(literal(', "id": "'), ID_IN_LARK, literal('"'))
     end = concat(f"({own_id})?", literal("}"))
     call = lark.rule(named_object(lark, tools, "arguments", "", end=end))

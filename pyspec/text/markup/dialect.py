@@ -72,104 +72,57 @@ class Dialect:
         return lark.calls(rules), rules.trigger
 
 
+class DialectModule(Protocol):
+    """A module with the syntax of one dialect."""
+
+    @property
+    def machine(self) -> AnswerMachine: ...
+    @property
+    def rules(self) -> MakeRules: ...
+    @property
+    def heads(self) -> Callable[[Tools], tuple[Lookahead, ...]]: ...
+
+
+def _of(name: str, module: DialectModule, marks: tuple[str, ...], signs: tuple[str, ...], **options: Any) -> Dialect:
+    return Dialect(name, module.machine, module.rules, module.heads, marks, signs, **options)
+
+
+_DEEPSEEK = (deepseek.OPEN, deepseek.CLOSE, deepseek.CALL, deepseek.SEP, deepseek.END_CALL)
+_KIMI = (kimi.OPEN, kimi.CLOSE, kimi.CALL, kimi.SEP, kimi.END_CALL)
+_GLM = (glm.OPEN, glm.CLOSE, glm.KEY, glm.END_KEY, glm.VALUE, glm.END_VALUE)
+_QWEN = (qwen_xml.OPEN, qwen_xml.FUNCTION, qwen_xml.PARAMETER)
+_HERMES = (hermes.OPEN, hermes.CLOSE)
+_FUNCTIONARY = (functionary.FUNCTION, functionary.CLOSE)
+_LLAMA3 = ("<|start_header_id|>", '"parameters"')
+_MISTRAL = _of("mistral", brackets, (brackets.OPEN,), (brackets.OPEN,), new_id=brackets.new_id)
+
 DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is used
-    Dialect("deepseek_v32", dsml.machine, dsml.rules, dsml.heads, (dsml.WORD,), (dsml.WORD,), is_bare=True),
-    Dialect(
-        "deepseek_v3",
-        deepseek.machine,
-        deepseek.rules,
-        deepseek.heads,
-        (deepseek.OPEN, deepseek.CLOSE, deepseek.CALL, deepseek.SEP, deepseek.END_CALL),
-        (deepseek.OPEN,),
+    _of("deepseek_v32", dsml, (dsml.WORD,), (dsml.WORD,), is_bare=True),
+    _of("deepseek_v3", deepseek, _DEEPSEEK, (deepseek.OPEN,)),
+    _of("kimi_k2", kimi, _KIMI, (kimi.CALL, kimi.SEP)),
+    _of("glm45", glm, _GLM, (glm.OPEN, glm.KEY, glm.VALUE), is_bare=True),
+    _of("qwen3_coder", qwen_xml, (qwen_xml.OPEN, qwen_xml.CLOSE), _QWEN, is_bare=True),
+    replace(
+        _MISTRAL,
+        name="mistral_args",
+        rules=brackets.args_rules,
+        marks=(brackets.OPEN, brackets.ID, brackets.ARGS),
+        signs=(brackets.OPEN, brackets.ARGS),
     ),
-    Dialect(
-        "kimi_k2",
-        kimi.machine,
-        kimi.rules,
-        kimi.heads,
-        (kimi.OPEN, kimi.CLOSE, kimi.CALL, kimi.SEP, kimi.END_CALL),
-        (kimi.CALL, kimi.SEP),
-    ),
-    Dialect(
-        "glm45",
-        glm.machine,
-        glm.rules,
-        glm.heads,
-        (glm.OPEN, glm.CLOSE, glm.KEY, glm.END_KEY, glm.VALUE, glm.END_VALUE),
-        (glm.OPEN, glm.KEY, glm.VALUE),
-        is_bare=True,
-    ),
-    Dialect(
-        "qwen3_coder",
-        qwen_xml.machine,
-        qwen_xml.rules,
-        qwen_xml.heads,
-        (qwen_xml.OPEN, qwen_xml.CLOSE),
-        (qwen_xml.OPEN, qwen_xml.FUNCTION, qwen_xml.PARAMETER),
-        is_bare=True,
-    ),
-    Dialect(
-        "mistral_args",
-        brackets.machine,
-        brackets.args_rules,
-        brackets.heads,
-        (brackets.OPEN, brackets.ID, brackets.ARGS),
-        (brackets.OPEN, brackets.ARGS),
-        new_id=brackets.new_id,
-    ),
-    Dialect(
-        "mistral",
-        brackets.machine,
-        brackets.list_rules,
-        brackets.heads,
-        (brackets.OPEN,),
-        (brackets.OPEN,),
-        new_id=brackets.new_id,
-    ),
-    Dialect(
-        "nemotron_v2",
-        call_list.machine,
-        call_list.rules,
-        call_list.heads,
-        (call_list.OPEN, call_list.CLOSE),
-        (call_list.OPEN,),
-    ),
-    Dialect(
-        "hermes",
-        hermes.machine,
-        hermes.rules,
-        hermes.heads,
-        (hermes.OPEN, hermes.CLOSE),
-        (hermes.OPEN, hermes.CLOSE, "arguments"),
-        # GLM's family and MiniMax use the same marks with another content
-        lacks=("<arg_key>", "minimax"),
-    ),
-    Dialect(
-        "functionary_v31",
-        functionary.machine,
-        functionary.rules,
-        functionary.heads,
-        (functionary.FUNCTION,),
-        (functionary.FUNCTION, functionary.CLOSE),
-        lacks=("<parameter=",),
-    ),
+    _MISTRAL,
+    _of("nemotron_v2", call_list, (call_list.OPEN, call_list.CLOSE), (call_list.OPEN,)),
+    # GLM's family and MiniMax use the same marks with another content
+    _of("hermes", hermes, _HERMES, (*_HERMES, "arguments"), lacks=("<arg_key>", "minimax")),
+    _of("functionary_v31", functionary, _FUNCTIONARY[:1], _FUNCTIONARY, lacks=("<parameter=",)),
     Dialect(
         "firefunction_v2",
         call_list.functools,
         call_list.functools_rules,
         call_list.functools_heads,
-        (),
-        (call_list.FUNCTOOLS,),
+        marks=(),
+        signs=(call_list.FUNCTOOLS,),
     ),
-    Dialect(
-        "llama3_json",
-        llama3.machine,
-        llama3.rules,
-        llama3.heads,
-        (llama3.TAG,),
-        ("<|start_header_id|>", '"parameters"'),
-        as_schema=llama3.as_schema,
-    ),
+    _of("llama3_json", llama3, (llama3.TAG,), _LLAMA3, as_schema=llama3.as_schema),
 )
 GENERIC = replace(
     next(each for each in DIALECTS if each.name == "hermes"),
