@@ -5,7 +5,7 @@ range, so a reader only checks how fields go together. The reader gives a defaul
 Writers differ in the widths of numbers, so every width is accepted. Nothing else is converted, except an integer where a number
 is wanted, and 0 or 1 where a bool is.
 
-A drafter or an architecture of another package reads its own keys with a range of its own: `legal=Whole(2, 64)`, `most=64`.
+A drafter or an architecture of another package reads its own keys with a range of its own: `legal=Whole(2, 64)`, `max_chars=64`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIZE, COUNT = Whole(1, 1 << 20), Whole(0, 1 << 16)
 INNER = Whole(0, 1 << 24)  # width of a feed-forward; 0: the block has no feed-forward
 FLAG = OneOf((True, False, 0, 1))
 
-GENERAL: Mapping[str, Whole | Real | OneOf | int] = {  # for a text, the most characters it may have
+GENERAL: Mapping[str, Whole | Real | OneOf | int] = {  # for a text, its maximal length
     "general.alignment": Whole(8, 65_536),
     "general.architecture": 64,
     "general.name": 1_000,
@@ -152,8 +152,8 @@ class Fields:
     prefix  precedes every name; "" reads whole names, those of GENERAL
     error   the class raised for a field of a wrong type or value
 
-    A name in GENERAL or HPARAMS has a range there. A reader of any other name passes the range: `legal` for numbers, `most`
-    (characters) for text. A range that is passed goes before the table's. Without any range a read raises LookupError.
+    A name in GENERAL or HPARAMS has a range there. A reader of any other name passes the range: `legal` for numbers,
+    `max_chars` for text. A range that is passed goes before the table's. Without any range a read raises LookupError.
     """
 
     def __init__(
@@ -229,24 +229,24 @@ class Fields:
         return bool(self._scalar(name, FLAG)) if self._is_given(name, default) else default
 
     @overload
-    def text(self, name: str, *, most: int | None = None) -> str: ...
+    def text(self, name: str, *, max_chars: int | None = None) -> str: ...
     @overload
-    def text(self, name: str, default: T, *, most: int | None = None) -> str | T: ...
-    def text(self, name: str, default: object = REQUIRED, *, most: int | None = None) -> object:
+    def text(self, name: str, default: T, *, max_chars: int | None = None) -> str | T: ...
+    def text(self, name: str, default: object = REQUIRED, *, max_chars: int | None = None) -> object:
         """Text that can be encoded: bytes that are not UTF-8 become U+FFFD."""
-        most = self._legal(name, most, int)
+        max_chars = self._legal(name, max_chars, int)
         if not self._is_given(name, default):
             return default
         value = self.metadata[self.key(name)]
         if not isinstance(value, str):
             raise self.bad(name, f"is {shown(_described(value))}; want text")
-        if len(value) > most:
-            raise self.bad(name, f"has {len(value)} characters; want at most {most}")
+        if len(value) > max_chars:
+            raise self.bad(name, f"has {len(value)} characters; want at most {max_chars}")
         return encodable(value)
 
-    def label(self, name: str, default: str | _Required = REQUIRED, *, most: int | None = None) -> str:
+    def label(self, name: str, default: str | _Required = REQUIRED, *, max_chars: int | None = None) -> str:
         """Text for one line of a terminal: characters that can not be printed become U+FFFD."""
-        text = self.text(name, default, most=most)
+        text = self.text(name, default, max_chars=max_chars)
         assert isinstance(text, str)
         return printable(text)
 

@@ -104,8 +104,12 @@ LIES: dict[str, tuple[Fields, Read, str]] = {
     "own integer: a float": (h(own__depth=2.0), lambda f: f.integer("own.depth", 1, legal=Whole(1, 8)), "is 2.0; want"),
     "own integer: absent": (h(), lambda f: f.integer("own.depth", legal=Whole(1, 8)), "has no llama.own.depth"),
     "own number: NaN": (h(own__decay=math.nan), lambda f: f.number("own.decay", legal=Real(0, 1)), "own.decay is nan"),
-    "own text: long": (h(own__kind="x" * 9), lambda f: f.text("own.kind", most=8), "has 9 characters; want at most 8"),
-    "own label: a number": (h(own__kind=1), lambda f: f.label("own.kind", "", most=8), "own.kind is 1; want text"),
+    "own text: long": (
+        h(own__kind="x" * 9),
+        lambda f: f.text("own.kind", max_chars=8),
+        "has 9 characters; want at most 8",
+    ),
+    "own label: a number": (h(own__kind=1), lambda f: f.label("own.kind", "", max_chars=8), "own.kind is 1; want text"),
     "own integers: another count": (
         h(own__orders=np.ones(3, "<i4")),
         lambda f: f.integers("own.orders", 2, legal=Whole(1, 8)),
@@ -162,7 +166,7 @@ def test_fields_that_pyspec_does_not_know_are_read_with_a_range_of_the_readers()
     f = h(own__depth=3, own__decay=1, own__kind="a\udcff", own__orders=np.array([1, 2], "<u2"), own__on=1)
     assert f.integer("own.depth", legal=Whole(1, 8)) == 3 and f.integer("own.width", None, legal=Whole(1, 8)) is None
     assert f.number("own.decay", legal=Real(0, 1)) == 1.0 and f.flag("own.on", False) and not f.flag("own.off", False)
-    assert f.text("own.kind", most=8) == f.label("own.kind", most=8) == "a\ufffd"
+    assert f.text("own.kind", max_chars=8) == f.label("own.kind", max_chars=8) == "a\ufffd"
     assert f.integers("own.orders", 2, legal=Whole(1, 8)) == f.each("own.orders", 2, legal=Whole(1, 8)) == [1, 2]
     assert f.one_or_more("own.depth", legal=Whole(1, 8)) == [3]
     whole = Fields({"own.depth": 3})
