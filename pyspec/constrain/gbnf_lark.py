@@ -121,7 +121,7 @@ def _cut(
 
 
 class _Writer:
-    """Writes the rules under new names, because lark tells terminals from rules by case."""
+    """Writes the rules under new names, because lark distinguishes terminals and rules by case."""
 
     def __init__(self, rules: Rules, terminals: set[Node], id_of: IdOf, ends: Sequence[int]) -> None:
         self._rules, self._terminals, self._id_of, self._ends = rules, terminals, id_of, ends
