@@ -1,8 +1,9 @@
 """Names of drafters and architectures, with the module of each. A new one needs only a line here.
 
 Names and modules are strings, so that the command line, the settings and the catalogue can read them without torch; a module is
-imported when needed. Drafters of other packages are entry points of the group `pyspec.drafters`; their value is a module as in
-`pyspec.draft.drafter.DrafterModule` (`examples/own_drafter`).
+imported when needed. Other packages add drafters as entry points of the group `pyspec.drafters`, whose value is a module as in
+`pyspec.draft.drafter.DrafterModule` (`examples/own_drafter`), and architectures as entry points of `pyspec.architectures`, whose
+name is that of the GGUF file and whose value is a module with `read(file) -> ModelConfig`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FAMILIES = (
 )
 """The same architectures by model names, for messages."""
 NEXT_STEP = 'llama-server runs most others; docs/architecture.md, "Adding things", describes how to add one'
-GROUP = "pyspec.drafters"
+GROUP, ARCHITECTURE_GROUP = "pyspec.drafters", "pyspec.architectures"
 RESERVED = ("auto", "none")  # other values of --spec-type: chosen at load, and no drafter
 
 
@@ -39,12 +40,21 @@ def not_run(what: str, arch: str) -> str:
     return f"{what} is a model of the architecture {arch!r}, which pyspec does not run. It runs {FAMILIES}. {NEXT_STEP}"
 
 
-def added_drafters() -> dict[str, str]:
-    """Name and module of other packages' drafters; pyspec's own names take precedence."""
+def _entry_points(group: str) -> dict[str, str]:
     from importlib.metadata import entry_points  # its import takes longer than the whole help
 
+    return {e.name: e.value for e in entry_points(group=group)}
+
+
+def added_drafters() -> dict[str, str]:
+    """Name and module of other packages' drafters; pyspec's own names take precedence."""
     taken = {*DRAFTERS, *RESERVED}
-    return {e.name: e.value for e in entry_points(group=GROUP) if e.name not in taken}
+    return {name: module for name, module in _entry_points(GROUP).items() if name not in taken}
+
+
+def architecture_module(arch: str) -> str | None:
+    """The module of an architecture; None if it is unknown. Other packages are searched only for a name that is not pyspec's."""
+    return ARCHITECTURES.get(arch) or _entry_points(ARCHITECTURE_GROUP).get(arch)
 
 
 def drafters() -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""Architectures. To add one: a module with `read(file) -> ModelConfig`, and a line in `pyspec.registry.ARCHITECTURES`."""
+"""Architectures. To add one: a module with `read(file) -> ModelConfig`, and a line in `pyspec.registry.ARCHITECTURES`.
+
+Another package adds one with an entry point (`pyspec.registry`).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,19 @@ from importlib import import_module
 from pyspec.errors import UnknownArchitecture
 from pyspec.gguf import GGUFFile
 from pyspec.models.target import ModelConfig
-from pyspec.registry import ARCHITECTURES, not_run
+from pyspec.registry import ARCHITECTURES, architecture_module, not_run
 
 
 def read_config(file: GGUFFile) -> ModelConfig:
-    """The model's configuration; UnknownArchitecture if there is no module for it."""
+    """The model's configuration; UnknownArchitecture if there is no module for it, or another package's module is broken."""
     arch = file.architecture
-    if arch not in ARCHITECTURES:
+    name = architecture_module(arch)
+    if name is None:
         raise UnknownArchitecture(not_run(file.path.name, arch))
-    return import_module(ARCHITECTURES[arch]).read(file)
+    try:
+        module = import_module(name)
+    except Exception as e:
+        if arch in ARCHITECTURES:
+            raise
+        raise UnknownArchitecture(f"architecture {arch!r}: importing {name} gave {type(e).__name__}: {e}") from e
+    return module.read(file)

@@ -40,7 +40,7 @@ from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weight_bytes, wide_bytes
 from pyspec.models.weights import HEAD, cuts_of
 from pyspec.ranges import quoted
-from pyspec.registry import ARCHITECTURES, drafters
+from pyspec.registry import architecture_module, drafters
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_rows
 from pyspec.slots.kv import KV_DTYPES
@@ -174,9 +174,8 @@ def check_is_target(file: GGUFFile, path: Path) -> None:
     """Raise ModelError with the right command if the file is a drafter, or a part of another kind, and no model."""
     kind = draft.recognised(file)
     has_trunk = any(name.startswith("blk.0.") for name in file.tensors)
-    is_own = (
-        kind != "mtp" and file.architecture not in ARCHITECTURES
-    )  # an MTP block behind a trunk is part of a model, known or not
+    # an MTP block behind a trunk is part of a model, known or not
+    is_own = kind != "mtp" and architecture_module(file.architecture) is None
     if kind and (is_own or not has_trunk):
         raise ModelError(f"{path.name} is a drafter ({kind}), no model that answers; type -m TARGET.gguf -md {path}")
     if (what := PARTS_OF_MODELS.get(file.architecture)) is not None:
