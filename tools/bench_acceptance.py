@@ -1,14 +1,14 @@
-"""Does speculation ever lose? One load, then plain and speculative decoding in turns at several made-up acceptances.
+"""Compare speculative with plain decoding at several made-up acceptances, after one load.
 
 `python tools/bench_acceptance.py MODEL [--draft mtp] [--lens 1 1.2 1.6 2.2] [--streams 1 8] [-n 192] [--least 0.98]`
 
-The controller chooses, as in service. What it learned of acceptance is forgotten before each, so every line begins as after
-a load; measured times stay. Exit code 1 if a line falls below `--least` of plain decoding.
+The controller chooses, as in service. Its knowledge of acceptance is reset before each line, so every line begins as after a load.
+Measured times stay. Exit code 1 if a line falls below `--least` of plain decoding.
 
-Sixteen to sixty-four streams in about a minute: `--streams 64 32 16 --slots 64 -c 1024 -p 64 -n 256 --lens 1.2`. With short prompts few
-rounds pass before all streams decode, and only from there on a rate counts.
+Sixteen to sixty-four streams in about a minute: `--streams 64 32 16 --slots 64 -c 1024 -p 64 -n 256 --lens 1.2`. With short prompts
+few rounds pass before all streams decode, and a rate counts only from there on.
 
-`--costs`: also what rounds and drafts of every length take, at each number of streams: the tables of `tools/regret.py`.
+`--costs` adds the time of rounds and drafts of every length, at each number of streams: the tables of `tools/regret.py`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from pyspec.sample.synth import SynthAcceptance
 N_TIMED = 40  # rounds of each kind
 Took = tuple[
     int, int, float, int, int, float
-]  # what `Controller.timed` is told: rows, busy slots, ms, slots that drafted, passes, ms of drafting
+]  # arguments of `Controller.timed`: rows, busy slots, ms, slots that drafted, passes, ms of drafting
 
 
 @contextmanager
 def told(engine: Engine) -> Iterator[list[Took]]:
-    """What the controller is told of rounds meanwhile."""
+    """Record the timings that the controller receives meanwhile."""
     controller, found = engine.loop.controller, []
     inner = controller.timed
 
@@ -53,7 +53,7 @@ def told(engine: Engine) -> Iterator[list[Took]]:
 
 
 def print_trace(engine: Engine, found: list[Took], n: int) -> None:
-    """Rounds of n streams in order, as runs of the same number of rows, and what the controller thinks that sizes take."""
+    """Rounds of n streams in order, as runs of the same number of rows, and the controller's times of sizes."""
     runs: list[tuple[int, list[float]]] = []
     for rows, _, ms, _, _, draft in found:
         if not runs or runs[-1][0] != rows:
@@ -64,7 +64,7 @@ def print_trace(engine: Engine, found: list[Took], n: int) -> None:
 
 
 def print_known(engine: Engine) -> None:
-    """What the controller thinks that sizes take."""
+    """Print the controller's times of sizes."""
     c = engine.loop.controller
     known = {
         size: f"{min(c.verify_ms.times(size)):.2f} ({len(c.verify_ms.times(size))})"

@@ -1,10 +1,11 @@
-"""What a grammar costs: the packaged pair, free, under a grammar that allows all, and under JSON Schemas; plain, with drafts, and with an oracle's.
+"""Measure the cost of a grammar: the packaged pair, free, under a grammar that allows everything, and under JSON Schemas.
 
     python tools/bench_constrained.py [--streams 8] [--tokens 80] [--turns 3] [--sampled] [--only records] [--profile]
 
-Tokens a second of all streams: of CPU time where the device is one (others on the machine do not count); the prompts are those with the longest answers. What an engine knows of texts
-under a grammar it has from one round of other prompts, and forgets what a turn adds. A text under a schema is another text, which drafters may know less of: the oracle drafts the tokens that will come, at the price of
-the drafter that it stands in for, so that what is left between it and free text is the engine's own.
+Each runs plain, with drafts, and with an oracle's drafts. Rates are tokens a second of all streams, of CPU time if the device is a CPU
+(other processes do not count). The prompts are those with the longest answers. The engine learns texts under a grammar from one round of
+other prompts, and forgets the additions of each turn. A text under a schema is another text, which a drafter may know less of. The
+oracle drafts the coming tokens at the cost of the drafter that it replaces, so the rest of the gap to free text is the engine's own.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ GRAMMARS: dict[str, Grammar | None] = {
     },
 }
 PROMPTS = Path(__file__).parents[1] / "pyspec" / "demo" / "prompts.jsonl"
-WAYS = ("drafts", "plain", "oracle")  # what drafts are made from must not have seen the text before
+WAYS = ("drafts", "plain", "oracle")  # drafts first: their source must not have seen the text
 NAMES = ["Lena", "Omar", "Ada", "Tom", "Zoe", "Ravi", "Mia", "Ben", "Pia", "Lucy", "Amir", "Victor"]
-N_AFTER = 3  # requests of a stream, one after the other: where all begin and end together, who is faster waits
+N_AFTER = 3  # requests of a stream, one after the other, so that fast streams do not wait for slow ones
 Texts = dict[tuple[tuple[int, ...], str], Sequence[int]]
 
 
@@ -109,7 +110,7 @@ class Sum:
 
 
 class Oracle:
-    """In a drafter's place: what it drafts, it takes from texts that are known, and all else is the drafter's own work. Off, it is the drafter."""
+    """Replaces a drafter: it drafts from known texts and does the drafter's other work unchanged. Off, it is the drafter."""
 
     def __init__(self, loop: Loop, drafter: Drafter) -> None:
         self.loop, self.ask, self.texts, self.is_on = loop, drafter.draft, Texts(), False
@@ -158,7 +159,7 @@ class Clock:
 
 
 def csv_prompts(engine: Engine, n: int) -> list[tuple[int, ...]]:
-    """What the model answers with JSON by itself: "asked for" is that text without a schema, "asked JSON" with the one it has."""
+    """Prompts that the model answers with JSON by itself: "asked for" without a schema, "asked JSON" with its own schema."""
     found = []
     for i in range(n):
         rows = "\n".join(f"{NAMES[(5 * i + j) % len(NAMES)]},{20 + (7 * i + 5 * j) % 60}" for j in range(5))
@@ -175,7 +176,7 @@ def said(request: Request) -> str:
 
 
 def run(engine: Engine, requests: list[Request], found: Sum, clock: Clock | None = None) -> Texts:
-    """Count what one turn takes. Returns its texts."""
+    """Time one turn and return its texts."""
     now = time.process_time if engine.loop.worker.device.type == "cpu" else time.perf_counter
     if clock is not None:
         clock.__dict__.update(seconds=found.parts, n_ahead=0, n_off=0)

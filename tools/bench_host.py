@@ -1,10 +1,10 @@
-"""What Python takes of a round: the real loop, drafters and layouts over forwards that return prepared results at once.
+"""Measure Python's share of a round: the real loop, drafters and layouts over forwards that return prepared results at once.
 
     python tools/bench_host.py --slots 1 8 [--cold 64]
 
 Microseconds a round, the best of several runs, one thread: "sample" and "host" as the engine counts them, and everything before the
-launch. "ahead": plain rounds, each launched before the one before it is read. "quiet": DFlash, in rounds in which the controller
-chooses not to draft. `--cold`: megabytes of other memory touched while the device would be at work, as other processes do.
+launch. "ahead": plain rounds, each launched before the previous one is read. "quiet": DFlash, in rounds in which the controller
+chooses not to draft. `--cold`: megabytes of other memory touched while a device would work, as other processes do.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def answer_at_once(r: Rig, kind: str) -> None:
     if kind in ("dflash", "quiet"):
         drafter.block = lambda batch: (tokens[: batch.bucket], None)
         drafter.inject = lambda batch: None
-    if kind == "quiet":  # drafts are far too dear, and nobody tries whether they still are
+    if kind == "quiet":  # drafts are far too expensive, and the controller does not try again
         for busy in range(1, len(loop.table.slots) + 1):
             for _ in range(2):
                 loop.controller.draft_ms.add(busy, 50.0)
@@ -136,7 +136,7 @@ def run(kind: str, n_slot: int, folder: Path, cold: int, n_round: int = 200, rep
 
 
 def choosing(n_slot: int, n_max: int = 15, repeats: int = 1000) -> str:
-    """What the controller takes of a round in which it may draft."""
+    """Time the controller in a round in which it may draft."""
     c = Controller(n_slot, n_max, verify_ms=Timer(lambda n_row: bucket_of(n_row) or bucket(n_row)))
     for rows in (n_slot, 16, 32, 64, 96, 128) * 2:
         c.verify_ms.add(rows, 10 + 0.05 * rows)

@@ -1,15 +1,15 @@
-"""What clients see of `pyspec server` on this machine: its start, first tokens, prompts alone, requests that join, streams beside a long prompt.
+"""Measure `pyspec server` on this machine as clients see it.
 
     python tools/bench_http.py MODEL.gguf PART... [--options] -- [options of pyspec server]
 
-    start   seconds until the server is ready, and until the first answer. Printed in any case; PYSPEC_CACHE=/tmp/empty for a bare machine
+    start   seconds until the server is ready, and until the first answer; always printed. PYSPEC_CACHE=/tmp/empty for a bare machine
     first   milliseconds to the first token of a prompt of 300 on an idle server, without and with cache_prompt
     prompts tokens a second of prompts alone (--read 32000 130000)
-    joins   streams that ask one request after the other, all at once at first (--streams 8 32 --each 1 3): tokens over wall clock, over what
-            as many streams make in lockstep without prompts
-    beside  eight streams while a long prompt is read (--long 130000), for --seconds at most, over what they make alone
+    joins   streams of requests one after the other, all at once at first (--streams 8 32 --each 1 3): tokens over the wall clock,
+            and as a share of as many streams in lockstep without prompts
+    beside  eight streams beside the reading of a long prompt (--long 130000), for --seconds at most, as a share of their rate alone
 
-Prompts are random ids, answers end by their length alone. Nothing else may ask the server meanwhile.
+Prompts are random ids, and answers end by length. The server must have no other clients meanwhile.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Stream:
         return 1e3 * (self.came[0] - self.asked)
 
     def close(self) -> None:
-        """Leave, whatever is still to come."""
+        """Leave, although more is to come."""
         if (sock := self._connection.sock) is not None:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

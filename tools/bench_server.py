@@ -1,7 +1,7 @@
-"""What HTTP costs an engine's thread: a made-up one in process and through the server, in turns. No GPU, no model.
+"""Measure the cost of HTTP for an engine's thread: a made-up engine in process and through the server, in turns. No GPU, no model.
 
-A round is some milliseconds of work on the GIL, then some of waiting as for a device, then one Delta a stream. With `--isolated`
-the engine that is served is in a process of its own, and what is compared with is still the one of this process.
+A round is some milliseconds of work on the GIL, then a wait as for a device, then one Delta a stream. With `--isolated` the served
+engine has its own process; the compared one stays in this process.
 `python tools/bench_server.py --host-ms 2 --device-ms 10 --streams 1 8 32 --isolated`
 """
 
@@ -36,7 +36,7 @@ def server_cpu() -> float:
 
 
 def compare(engine: Clockwork, through: Served, clients: Clients, n_stream: int, n_round: int, turns: int) -> str:
-    """What HTTP does to the two parts of a round in which the engine needs the GIL, and the server's CPU a chunk.
+    """The effect of HTTP on the two parts of a round in which the engine needs the GIL, and the server's CPU a chunk.
 
     Medians over rounds, then over turns: the rate is left to `pyspec bench --http`, because a shared machine's sleep is
     no clock.

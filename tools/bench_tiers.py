@@ -1,12 +1,13 @@
-"""What a round costs when one op runs a tier lower: op by op, in Triton and as the torch reference, the rest as it is.
+"""Measure a round with one op a tier lower: op by op, in Triton and as the torch reference, the other ops unchanged.
 
     python tools/bench_tiers.py qwen3.6-27b --quant q8_0 --layers 16 [--ops gdn attend ...] [--tiers triton torch] [--spec-len 3]
     ... --kernels triton --ops none    the whole model in Triton, and no op beside it
 
-The model is synthetic and has its first N layers only, so that it loads in seconds. A round of all layers is that of two depths,
-drawn on: what differs between N and N / 2 layers is N / 2 layers'. An op costs what its layers cost more than in the full round; ops that run
-once a round (the head's) count once. Rounds with drafts want more tokens: 0.00 ms says that no round had all streams in it. Ops whose tier is refused are shown with the reason. Prints a table in markdown: milliseconds
-of a round at each number of streams, and the share of the full rate that is left, for the layers that ran and for all.
+The model is synthetic and has only its first N layers, so that it loads in seconds. A round of all layers is extrapolated from two
+depths: the difference between N and N / 2 layers is the time of N / 2 layers. An op costs the extra time of its layers; ops that run
+once a round (the head's) count once. Rounds with drafts need more tokens: 0.00 ms means that no round had all streams in it. A refused
+tier is shown with its reason. Prints a table in Markdown: milliseconds of a round at each number of streams, and the remaining share of
+the full rate, for the layers that ran and for all.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ HOW = {"ctx": 2560, "kv_type": "f16"}
 
 @dataclass(frozen=True)
 class Rounds:
-    """Milliseconds of a round by the number of streams, and what the op ran as; `error` instead of both. plain: without drafts, where `ms` is with."""
+    """Milliseconds of a round by the number of streams, and the op's tier; `error` instead of both. plain: without drafts, if `ms` is with."""
 
     ms: dict[int, float]
     ran: str = ""

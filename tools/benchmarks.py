@@ -1,7 +1,7 @@
 """docs/benchmarks.md and docs/rates.svg out of docs/benchmarks.toml, where the figures stand.
 
 python tools/benchmarks.py            write both
-python tools/benchmarks.py --check    say whether they are what the figures give; exit status 1 if not
+python tools/benchmarks.py --check    compare both with the figures; exit status 1 if they differ
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ text{{font:13px system-ui,sans-serif;fill:#1f2328}}.title{{font-size:15px;font-w
 
 
 def made() -> dict[Path, str]:
-    """What both files have to hold."""
+    """The text of both files."""
     data = tomllib.loads((DOCS / "benchmarks.toml").read_text(encoding="utf-8"))
     return {DOCS / "benchmarks.md": page(data), DOCS / "rates.svg": plot(curves(data))}
 

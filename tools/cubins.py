@@ -1,4 +1,4 @@
-"""Compile kernels of known models into the package, so that a wheel has them: what a first start then compiles is nothing.
+"""Compile kernels of known models into the package, so that a first start from its wheel compiles nothing.
 
     python tools/cubins.py [--arch sm_80,sm_86,sm_89,sm_90,sm_100,sm_120] [--models qwen3.6-27b:q8_0,...]
 

@@ -20,7 +20,7 @@ from shutil import which
 
 LEAST = (2, 11)  # as pyproject.toml has it
 WANTED = f"torch>={LEAST[0]}.{LEAST[1]}"
-TESTED = "torch==2.13.0"  # what the tests run with
+TESTED = "torch==2.13.0"  # the version of the tests
 DRIVER_FILES = (
     "/proc/driver/nvidia/version",
     "/sys/module/nvidia/version",
@@ -42,7 +42,7 @@ def is_new_enough(found: str) -> bool:
 
 
 def has_driver(root: Path = Path("/"), find: Callable[[str], str | None] = which) -> bool:
-    """Whether this machine has an NVIDIA driver: by what the kernel shows, or by its tool."""
+    """Whether this machine has an NVIDIA driver, by the kernel's files or by its tool."""
     return any((root / name.lstrip("/")).exists() for name in DRIVER_FILES) or find("nvidia-smi") is not None
 
 

@@ -1,11 +1,11 @@
-"""What a load takes of a GPU's memory beside what was planned, item by item.
+"""Compare a load's use of GPU memory with its plan, item by item.
 
     python tools/memory_use.py T.gguf -np 64 -c 1024 --draft mtp
     python tools/memory_use.py T.gguf -np 64 -c 1024 --draft D.gguf --streams 64
 
-Tables, in MiB: the plan by purpose; what is taken at the end of each stage (tensors, what torch's allocator keeps for them, others: the
-context, libraries, graphs); what the allocator has in each pool, a pool for each kind of graphs; tensors by the place in pyspec that made
-them, largest first. --streams N: what N requests at once add to that, which should be nothing. T and D as `pyspec synth` makes them.
+Tables, in MiB: the plan by purpose; the use at the end of each stage (tensors; memory that torch's allocator keeps for them; others: the
+context, libraries, graphs); the allocator's pools, one for each kind of graphs; tensors by the place in pyspec that made them, largest
+first. --streams N: the additional use of N requests at once, which should be nothing. `pyspec synth` makes T and D.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIB = 1 << 20
 N_LINE = 40
 SETTLED_S = 240.0  # children that check kernels have memory, too: they are waited for
 Segment = Mapping[str, Any]
-"""What `torch.cuda.memory_snapshot` says of one piece that the driver gave."""
+"""`torch.cuda.memory_snapshot`'s entry for one piece of the driver's memory."""
 
 
 def site_of(frames: Iterable[Mapping[str, Any]]) -> str:
@@ -46,7 +46,7 @@ def site_of(frames: Iterable[Mapping[str, Any]]) -> str:
 
 
 def by_site(segments: Iterable[Segment]) -> dict[str, tuple[int, int]]:
-    """Bytes and number of the blocks in use, by who made them."""
+    """Bytes and number of the blocks in use, by their maker."""
     total: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for segment in segments:
         for block in segment["blocks"]:
@@ -57,7 +57,7 @@ def by_site(segments: Iterable[Segment]) -> dict[str, tuple[int, int]]:
 
 
 def by_pool(segments: Iterable[Segment]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Bytes that the allocator has, and those in use, by pool; (0, 0) is what belongs to no graph."""
+    """Bytes that the allocator has, and those in use, by pool; (0, 0) is the pool without graphs."""
     total: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
     for segment in segments:
         sums = total[tuple(segment.get("segment_pool_id", (0, 0)))]
@@ -80,7 +80,7 @@ def pools_of(engine: Engine) -> dict[tuple[int, int], str]:
 
 
 class Stages:
-    """What is taken at the end of each stage of a load, and when nothing more is at work on it."""
+    """The use at the end of each stage of a load, and after its last work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.settled = device, threading.Event()
@@ -127,7 +127,7 @@ def show(engine: Engine, stages: Stages, n_line: int) -> None:
 
 
 def run(engine: Engine, n: int, device: torch.device) -> None:
-    """What rounds of `n` requests add."""
+    """Print the additional use of rounds of `n` requests."""
     before = memory_snapshot(device)
     prompts = make_prompts(engine, n, 64, True)
     engine.generate_many(prompts, params=SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=96)

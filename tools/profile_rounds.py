@@ -1,18 +1,18 @@
-"""Where the time of forwards goes on a GPU, kernel by kernel, and what memory and arithmetic would allow.
+"""Show the time of forwards on a GPU, kernel by kernel, and its floors by memory and arithmetic.
 
     python tools/profile_rounds.py qwen3.6-27b --layers 8 -np 64 --cases plain:16 verify:64x4 prompt:2048@32768 rounds:32
-    ... --tp 2                                       two ranks; what is shown is the first one's, floors are of its share
+    ... --tp 2                                       two ranks; times and floors are those of the first one
     ... --draft mtp|FILE --spec-len 3 --n-draft 3    with a drafter: `rounds` draft
     ... --set pyspec.cuda.streamed:FEW_ROWS=16       another number in a module; --exact: as the engine's
 
 plain:N[@P]      N streams with a row each, behind P keys
 verify:NxW[@P]   N streams with W rows each; needs a drafter that drafts W - 1
 prompt:W[@P]     W rows of one prompt, behind P keys
-rounds:N         whole rounds of the engine, N streams, drafts included: what they cost more than their verify is the drafter's
+rounds:N         whole rounds of the engine, N streams, drafts included: the time beyond their verify is the drafter's
 
-The model is synthetic and has its first N layers only; a path to a file is taken as it is. What the head and the embedding take counts once, the
-rest is drawn on to all layers. A kernel counts from when all that began before it had ended (bench/parts.py). Floors: bytes over 4.3 TB/s,
-operations over 790 TFLOP/s. `wall` is without a profiler, `idle` what the device waited for the host in it.
+The model is synthetic and has only its first N layers; a file is taken as it is. Head and embedding count once, and the rest is extrapolated to
+all layers. A kernel counts from the end of all kernels that began before it (bench/parts.py). Floors: bytes over 4.3 TB/s,
+operations over 790 TFLOP/s. `wall` is without a profiler, `idle` the device's wait for the host in it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Floors:
-    """What a forward has to read and to compute, of the layers that are there and of the rest."""
+    """Bytes and operations of a forward, for the present layers and for the others."""
 
     tensors: dict[str, Any]  # of the file
     n_used: int

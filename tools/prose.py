@@ -26,7 +26,7 @@ WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 QUOTED = re.compile(r"`[^`]*`|\"[^\"]*\"")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LEFT_OUT = {"docs/log.md"}
-"""The log keeps what was written on its day."""
+"""The log keeps the words of its day."""
 
 
 @dataclass(frozen=True)

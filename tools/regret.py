@@ -1,23 +1,23 @@
-"""What the controller loses against an oracle that knows acceptance and costs. Simulated: nothing is loaded and no GPU is needed.
+"""Simulate the controller against an oracle that knows acceptance and costs. Nothing is loaded and no GPU is needed.
 
 python tools/regret.py [--cards 27b-mtp ...] [--texts code ...] [--streams 1 8 64] [--rounds 1500] [--seeds 2] [--most 0.03] [--bound]
 
 The real `Controller` and `Timer` decide for requests that join and leave, over made-up texts whose acceptance changes in the middle of a
-request, on a card whose rounds take what was measured (docs/log.md, docs/benchmarks.md; what lies between was drawn straight). The
-oracle decides for the same requests with the same coins.
+request, on a card with measured round times (docs/log.md, docs/benchmarks.md; linear between the measurements). The oracle decides for the
+same requests with the same coins.
 
-* The oracle knows: each slot's chance at each drafted position, for the tokens that come next; what a round of so many rows and
-  slots takes in the mean, and a draft of so many slots and passes. It picks each round's lengths for the most expected tokens a
-  millisecond of that round: for every depth and every number of slots that draft, rows in the order of their chance to survive.
+* The oracle knows each slot's chance at each drafted position, for the coming tokens, and the mean time of a round by rows and slots and
+  of a draft by slots and passes. It picks each round's lengths for the most expected tokens a millisecond of that round: for every depth and
+  every number of drafting slots, rows in the order of their chance to survive.
 * It does not know how a coin will fall, nor the noise, and does not plan beyond its round.
-* The controller knows what the engine tells it: verdicts one round late (rounds are launched ahead), times with noise, none of rounds
-  in which somebody joins. It starts as after a load: with the warm-up's rounds of one and of all slots.
+* The controller knows the engine's reports: verdicts one round late (rounds are launched ahead), times with noise, none of rounds in which a
+  request joins. It starts as after a load, with the warm-up's rounds of one and of all slots.
 
-* --bound: another that knows costs and how texts are made, but has to learn of each text by reading it (`Seer`): what learning costs
-  at the least.
+* --bound adds a decider that knows costs and the making of texts, but has to learn each text by reading it (`Seer`): the least cost of
+  learning.
 
-Regret: 1 - tokens a millisecond of the controller over the oracle's, each round's tokens as its drafts' chances promise. "of plain": the controller's over those of no drafts at all.
-Exit code 1 if a cell's regret is above --most, or less than 0.98 of plain.
+Regret: 1 - tokens a millisecond of the controller over the oracle's, with each round's tokens as its drafts' chances promise. "of plain": the
+controller's rate over the rate without drafts. Exit code 1 if a cell's regret is above --most, or less than 0.98 of plain.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ SIZES = (*BUCKETS, *WIDE)
 
 @dataclass(frozen=True)
 class Card:
-    """What a model's rounds take on one H200, in milliseconds.
+    """Times of a model's rounds on one H200, in milliseconds.
 
     verify   by rows, of a graph's bucket or as they are; between them a straight line
     state    of each busy slot: its recurrent state is read and written
     draft    by slots that draft, of each pass if chained; by rows of the forward if it drafts blocks
     waking   more for a draft behind 16 rounds or more without one: the drafter catches up. One that chains does so slot by slot; one
-             that drafts blocks only where nobody drafted, for a verify of drafts hands it all slots' rows
+             that drafts blocks only after a round without drafts, because a verify of drafts hands it all slots' rows
     """
 
     verify: dict[int, float]
@@ -71,8 +71,8 @@ class Card:
         return np.where(np.asarray(live) > 0, ms, 0.0)
 
 
-DENSE = {  # 27B; 16 to 256 rows measured by `tools/bench_acceptance.py --costs` on 2026-11-24; 80, 112 and 128 are 64 rows and what
-    # the products of 64 layers take more (161, 212 and 229 us a layer with 64, 112 and 128 rows; 80 between them)
+DENSE = {  # 27B; 16 to 256 rows measured by `tools/bench_acceptance.py --costs` on 2026-11-24; 80, 112 and 128 are 64 rows plus
+    # the additional time of 64 layers' products (161, 212 and 229 us a layer with 64, 112 and 128 rows; 80 between them)
     1: 8.4, 2: 8.4, 3: 8.45, 4: 8.5, 6: 8.6, 8: 8.7, 12: 9.0, 16: 9.3, 24: 9.9, 32: 10.5, 48: 13.5, 64: 12.2, 80: 13.3, 96: 14.5,
     112: 15.5, 128: 16.6, 192: 26.1, 256: 28.8, 512: 55.0, 1024: 105.0,
 }  # fmt: skip
@@ -109,7 +109,7 @@ TEXTS = {  # kinds of segments of a text, and how often
 }
 
 
-# -- what is decoded -----------------------------------------------------------------------------------------------
+# -- the decoded texts ---------------------------------------------------------------------------------------------
 
 
 class Text:
@@ -148,7 +148,7 @@ class Text:
 
 @dataclass
 class Seat:
-    """A slot and who sits there."""
+    """A slot and its request."""
 
     text: Text
     at: int = 0
@@ -161,7 +161,7 @@ Picker = Callable[
 ]  # (slot, most drafts) of busy ones and chances to lengths
 
 
-# -- who decides ---------------------------------------------------------------------------------------------------
+# -- the deciders --------------------------------------------------------------------------------------------------
 
 
 def oracle(card: Card) -> Picker:
@@ -174,8 +174,8 @@ def oracle(card: Card) -> Picker:
 
 
 class Seer:
-    """Who knows costs, how texts are made, and of each token that has come whether a draft of it would have been right: more than
-    any controller is told. What it loses is what it costs at the least not to know a text before it is read.
+    """Knows costs, the making of texts, and for each past token whether a draft of it would have been right: more than any controller
+    receives. Its loss is the least cost of not knowing a text before it is read.
 
     A state: kind of segment, its tokens so far, how this request differs.
     """
@@ -264,7 +264,7 @@ def graph_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 @dataclass
 class Served:
-    """Rounds of one card under one who decides."""
+    """Rounds of one card under one decider."""
 
     card: Card
     kind: str
@@ -312,7 +312,7 @@ class Served:
         return ms[0], live, passes, ms[1]
 
     def seat(self, n: int) -> bool:
-        """Requests join free slots, up to n; True if any did. The k-th request of a slot is the same whoever decides."""
+        """Requests join free slots, up to n; True if any did. The k-th request of a slot is the same for every decider."""
         joined = False
         for slot in range(self.n_slot):
             if len(self.seats) >= n:

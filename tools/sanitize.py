@@ -7,8 +7,8 @@ Prompts of different lengths join and leave, drafts are refused from the first t
 slot goes on from the cache: everything a busy server does, on weights of a few megabytes whose shapes our kernels take.
 The first run compiles them; without a sanitizer that is quicker. `--device cpu` tries the tool itself.
 
-initcheck wants `--weights packed`: with f16 copies of weights the library multiplies more than 128 rows, and what its
-kernels store through the copy engine initcheck does not see, so that every reader of a product counts as one of
+initcheck needs `--weights packed`. With f16 copies of weights the library multiplies more than 128 rows. initcheck does not see
+the stores of its kernels through the copy engine, so it counts every reader of such a product as a reader of
 uninitialised memory (docs/log.md, 2026-11-22).
 """
 
@@ -28,7 +28,7 @@ from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.engine.api import Engine
 from pyspec.synth.dims import Dims, NemotronHMoe, Qwen35, find, widened
 
-MODELS = (  # architecture, drafter, mean tokens of a round; 0: what the model keeps, which is next to nothing
+MODELS = (  # architecture, drafter, mean tokens of a round; 0: the model's own acceptance, next to nothing
     ("qwen35", "mtp", 0.0),
     ("qwen35", "dflash", 3.0),
     ("qwen35moe", "mtp", 2.0),
@@ -114,7 +114,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.no_pairs:
         linear_pair.MOST_BYTES = -1
-    torch.zeros(1, device=args.device)  # a sanitizer gives up on who does not come to the GPU within seconds
+    torch.zeros(1, device=args.device)  # a sanitizer gives up on a process that does not use the GPU within seconds
     with tempfile.TemporaryDirectory() as folder:
         for quant in args.quants:
             for model, draft, mean in MODELS:

@@ -1,9 +1,9 @@
-"""The reliability scorecard: what pyspec promises, each promise measured here or named with the command that measures it.
+"""The reliability scorecard: pyspec's promises, each measured here or named with the command that measures it.
 
     python tools/scorecard.py              (or: make scorecard)      docs/scorecard.md is written anew
     python tools/scorecard.py R7 R15       these rows anew, in the page that there is
 
-A row is as good as the worst of its commands. What needs a GPU, hours or other people's files is not run here: its command stands in the table.
+A row is as good as the worst of its commands. Measurements that need a GPU, hours or foreign files are not run here. Their commands are in the table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_toke
 
 @dataclass(frozen=True)
 class Found:
-    """What a row has come to. `ok` None: it was not run."""
+    """The result of a row. `ok` None: it was not run."""
 
     ok: bool | None
     text: str
@@ -50,8 +50,16 @@ Check = Callable[[], Found]
 
 
 @dataclass(frozen=True)
+class Entry:
+    """A row of the page's table, and its findings."""
+
+    row: str
+    found: list[str]
+
+
+@dataclass(frozen=True)
 class Row:
-    """One promise. `elsewhere`: what has to be run on another machine, or for longer, to know the rest of it."""
+    """One promise. `elsewhere`: the commands to run on another machine, or for longer, for the rest of it."""
 
     number: str
     measure: str
@@ -74,7 +82,7 @@ def run(command: str) -> tuple[int, str]:
 
 
 def told(command: str, pattern: str = "") -> Check:
-    """A command that says by its exit status whether all is well, and in the last line that fits what was found."""
+    """A command whose exit status is the verdict, and whose last fitting line is the finding."""
 
     def check() -> Found:
         status, output = run(command)
@@ -95,7 +103,7 @@ def shown(command: str) -> str:
     return command.replace(TESTS, "pytest")
 
 
-# -- what is measured here ------------------------------------------------------------------------------------------------------------
+# -- measured here -------------------------------------------------------------------------------------------------------------------
 
 
 def cancel_latency() -> Found:
@@ -149,7 +157,7 @@ def progress() -> Found:
 
 
 def overload() -> Found:
-    """Fifty times as many clients as slots, who come again at once."""
+    """Fifty times as many clients as slots, which retry at once."""
     server, statuses, waits = Server(["-np", "4"]), Counter(), []
     seconds, end = 20.0, 0.0
     body = {"messages": [{"role": "user", "content": "Say a word."}], "max_tokens": 4}
@@ -289,38 +297,45 @@ def measured(row: Row) -> list[Found]:
     return found
 
 
-def line(row: Row, ones: Sequence[Found]) -> str:
-    """A row of the page. What holds here, and may not elsewhere, says so."""
+def entry(row: Row, ones: Sequence[Found]) -> Entry:
+    """A row of the page and its findings. A verdict that may differ elsewhere is marked so."""
     ran = [one.ok for one in ones if one.ok is not None]
     verdict = "not run here" if not ran else "FAILS" if not all(ran) else "holds here" if row.elsewhere else "holds"
-    found = "<br>".join(one.text.replace("|", "/") for one in ones)
-    return f"| {row.number} | {row.measure} | {row.target} | {verdict} | {found} |"
+    return Entry(f"| {row.number} | {row.measure} | {row.target} | {verdict} |", [one.text for one in ones])
 
 
-def page(lines: dict[str, str]) -> str:
-    """All of it, of the rows' lines."""
+def page(entries: dict[str, Entry]) -> str:
+    """The table, and below it the findings by row."""
     when, python = datetime.now(UTC).strftime("%Y-%m-%d"), platform.python_version()
     head = (
         "# Reliability scorecard\n\n"
-        f"Written by `make scorecard` on {when}: {os.cpu_count()} cores, no GPU, Python {python}. A row holds if all that was run here does; what needs a GPU, hours or\n"
-        "files of others is not run here, and its command stands in its row.\n\n"
-        "| | what | target | verdict | found |\n| --- | --- | --- | --- | --- |\n"
+        f"Written by `make scorecard` on {when}: {os.cpu_count()} cores, no GPU, Python {python}. A row holds if all of its\n"
+        "commands here do. Rows that need a GPU, hours or foreign files name their command.\n\n"
+        "| | promise | target | verdict |\n| --- | --- | --- | --- |\n"
     )
-    return head + "\n".join(lines[row.number] for row in ROWS) + "\n"
+    chosen = [(row.number, entries[row.number]) for row in ROWS]
+    findings = "".join(f"\n### {number}\n\n" + "".join(f"* {x}\n" for x in each.found) for number, each in chosen)
+    return head + "".join(f"{each.row}\n" for _, each in chosen) + "\n## Findings\n" + findings
 
 
-def before() -> dict[str, str]:
-    """The rows that the page has."""
-    rows = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
-    return {row.split("|")[1].strip(): row for row in rows if row.startswith("| R")}
+def before() -> dict[str, Entry]:
+    """The entries of the page as it is."""
+    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    table, _, findings = text.partition("\n## Findings\n")
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| R")}
+    found: dict[str, list[str]] = {number: [] for number in rows}
+    for part in findings.split("\n### ")[1:]:
+        number, _, lines = part.partition("\n")
+        found[number.strip()] = [line[2:] for line in lines.splitlines() if line.startswith("* ")]
+    return {number: Entry(line, found[number]) for number, line in rows.items()}
 
 
 def main() -> int:
     chosen = [row for row in ROWS if not sys.argv[1:] or row.number in sys.argv[1:]]
     found = {row.number: measured(row) for row in chosen}
-    lines = before() | {row.number: line(row, found[row.number]) for row in chosen}
-    if len(lines) == len(ROWS):
-        PAGE.write_text(page(lines), encoding="utf-8")
+    entries = before() | {row.number: entry(row, found[row.number]) for row in chosen}
+    if len(entries) == len(ROWS):
+        PAGE.write_text(page(entries), encoding="utf-8")
         print(f"written: {PAGE.relative_to(ROOT)}")
     return 1 if any(one.ok is False for ones in found.values() for one in ones) else 0
 

@@ -1,4 +1,4 @@
-"""What shorter DFlash blocks lose: the demo pair over its 88 prompts, three tokens drafted each time, of whole blocks and of four rows.
+"""Measure the loss by shorter DFlash blocks: the demo pair over its 88 prompts, three tokens drafted, from whole blocks and from four rows.
 
 python tools/short_blocks.py    (a minute on a CPU; prints drafts that were right, all drafts, and their ratio)
 """

@@ -1,4 +1,4 @@
-"""What a coarse head costs in drafts: the demo's 88 prompts with the target's own head and with copies of it.
+"""Measure the drafts lost by a coarse head: the demo's 88 prompts with the target's own head and with copies of it.
 
     python tools/demo/draft_heads.py mtp dflash [--temperature 0.7 --seed 7]
 
