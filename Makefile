@@ -1,9 +1,9 @@
 # Two commands do everything on a machine with Python 3.11+ and make:  make demo  and  make test
-# `make test` samples what has many cases (tests/sampling.py), `make test-all` runs all of them.
+# `make test` samples tests with many cases (tests/sampling.py), `make test-all` runs all cases.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Words for pip that name the torch to install: make demo TORCH='torch==2.12.0'. Empty: tools/install_torch.py chooses.
+# The torch to install, in pip's words: make demo TORCH='torch==2.12.0'. Empty: tools/install_torch.py chooses.
 TORCH ?=
 
 .PHONY: wheel peer demo real test test-lowest test-all lint check check-slow check-triton check-gpu sanitize soak fuzz hostile scorecard fix clean
@@ -24,8 +24,8 @@ lint: $(VENV)/.installed-test
 check: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-# The lowest versions that pyproject.toml promises, in a second environment. Where the index has no torch 2.11 for CPUs, pip takes that
-# with CUDA, which is gigabytes; LOWEST names another file of constraints.
+# The lowest versions that pyproject.toml promises, in a second environment. If the index has no torch 2.11 for CPUs, pip takes the CUDA
+# build of several gigabytes. LOWEST names another file of constraints.
 LOWEST ?= constraints-lowest.txt
 test-lowest: .venv-lowest/.installed
 	.venv-lowest/bin/python -m pytest -n 2 -p no:cacheprovider tests/test_public.py tests/cli tests/server tests/sample tests/text tests/slots \
@@ -39,7 +39,7 @@ test-lowest: .venv-lowest/.installed
 check-slow: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
-# Triton's kernels in its interpreter, and compiled for GPUs that are not here. Its wheel has 200 MB, so nothing else installs it.
+# Triton's kernels in its interpreter, and compiled for GPUs of other machines. Its wheel has 200 MB, so no other target installs it.
 check-triton: $(VENV)/.installed-triton
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels/test_triton_*.py tests/kernels/*/test_*_triton.py
 
@@ -59,24 +59,24 @@ check-gpu:
 SANITIZER ?= compute-sanitizer
 sanitize:
 	@command -v $(SANITIZER) >/dev/null || { echo "make sanitize wants a GPU and compute-sanitizer: name it with SANITIZER=.../compute-sanitizer"; exit 2; }
-	$(PYTHON) tools/sanitize.py  # compiles, which no sanitizer needs to see
+	$(PYTHON) tools/sanitize.py  # compiles first, without the sanitizer
 	for tool in "memcheck auto" "racecheck auto" "initcheck packed"; do \
 	  set -- $$tool; \
 	  $(SANITIZER) --tool $$1 --report-api-errors no --error-exitcode 1 --target-processes application-only \
 	    $(PYTHON) tools/sanitize.py --weights $$2 || exit 1; \
 	done
 
-# MINUTES=N, here and in hostile: how long
+# MINUTES=N sets the time, here and in hostile
 soak: $(VENV)/.installed-test
 	$(BIN)/python tests/long_runs/soak.py --minutes $(or $(MINUTES),30) --np 8
 	$(BIN)/python tests/long_runs/soak.py --minutes $(or $(MINUTES),30) --np 8 --isolated
 
-# Files in which one field is wrong, as target and as drafter; SEED=N repeats a run
+# Files with one wrong field, as target and as drafter; SEED=N repeats a run
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python tests/long_runs/fuzz.py --number $(or $(NUMBER),3000) $(addprefix --seed ,$(SEED))
 	$(BIN)/python tests/long_runs/fuzz_slots.py --number $(or $(NUMBER),1000) $(addprefix --seed ,$(SEED))
 
-# Hostile clients against a server of the demo pair, and answers compared meanwhile
+# Hostile clients against a server of the demo pair, while other answers are compared
 hostile: $(VENV)/.installed-test
 	$(BIN)/python tests/long_runs/hostile.py --minutes $(or $(MINUTES),5)
 
@@ -88,8 +88,8 @@ real: $(VENV)/.installed
 scorecard: $(VENV)/.installed-test
 	$(BIN)/python tools/scorecard.py
 
-# A wheel with cubins, for machines whose first start shall compile nothing: make wheel ARCHS=sm_90 MODELS=qwen3.6-27b:q8_0
-# Without ARCHS and MODELS those that tools/cubins.py names: all kinds of GPU there are kernels for, which takes a while.
+# A wheel with cubins, so that a first start compiles nothing: make wheel ARCHS=sm_90 MODELS=qwen3.6-27b:q8_0
+# Without ARCHS and MODELS it uses the lists of tools/cubins.py: all GPUs with kernels, which takes a while.
 wheel: $(VENV)/.installed-test
 	$(BIN)/python tools/cubins.py $(addprefix --arch ,$(ARCHS)) $(addprefix --models ,$(MODELS))
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
@@ -102,7 +102,7 @@ fix: $(VENV)/.installed-test
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# First torch, so that what comes behind it finds one that fits. An older tree was installed as `pyspec`, which is another project's name.
+# torch first, so that later installs find a fitting one. An older tree was installed as `pyspec`, which is another project's name.
 $(VENV)/.torch: tools/install_torch.py | $(VENV)/bin/python
 	TORCH='$(TORCH)' $(BIN)/python tools/install_torch.py
 	touch $@

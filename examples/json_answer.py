@@ -1,4 +1,4 @@
-"""An answer that keeps to a JSON Schema, to the letter: it parses, whatever the model would rather say."""
+"""An answer that follows a JSON Schema to the letter, so it always parses."""
 
 import json
 

@@ -3,7 +3,7 @@
 import pyspec
 
 with pyspec.Engine.load("demo") as engine:
-    # Each delta is what one round committed: with drafts that are several tokens. The last event is a pyspec.Done.
+    # Each delta has the tokens that one round committed: with drafts, several. The last event is a pyspec.Done.
     for delta in engine.stream("Once upon a time", max_tokens=60, seed=1):
         print(delta.text, end="", flush=True)
     print()

@@ -1,4 +1,4 @@
-"""An agent: the model calls a function, reads what the function says, and answers."""
+"""An agent: the model calls a function, reads its result, and answers."""
 
 import pyspec
 

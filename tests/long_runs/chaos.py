@@ -1,13 +1,13 @@
 """Kills, stops and poisons the engine process of a server under streams, and holds every text against an undisturbed run.
 
 `python tests/long_runs/chaos.py MODEL --trials kill stop abort endless illegal kernel -- -md DRAFTER -np 8 -c 4096`
-What follows `--` goes to `pyspec server`. Works with any model file, on CPUs and GPUs; exit status 1 if anything was lost.
+Arguments behind `--` go to `pyspec server`. Any model file works, on CPUs and GPUs. Exit status 1 if anything was lost.
 
 kill, stop       SIGKILL, SIGSTOP
 abort, endless   the process aborts, or a round never ends
 illegal, kernel  an illegal access, and a kernel that never ends, on the GPU
 poison           a request that aborts the engine whenever it has generated some tokens: it alone fails
-broken:MODULE    what this module launches fails, e.g. broken:pyspec.cuda.ops.best.cuda: it is found and done without
+broken:MODULE    launches of this module fail, e.g. broken:pyspec.cuda.ops.best.cuda: the module is found and left out
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Stream:
     final: dict[str, object] = field(default_factory=dict)
 
     def read(self, port: int) -> None:
-        """To its end; what goes wrong is kept."""
+        """Run to the end and keep the faults."""
         connection = HTTPConnection("127.0.0.1", port, timeout=900)
         try:
             connection.request("POST", "/completion", json.dumps(self.body), {"Content-Type": "application/json"})
@@ -175,7 +175,7 @@ def run(server: Server, asked: Sequence[dict[str, object]], strike: str = "", af
 
 
 def trial(server: Server, undisturbed: Sequence[Stream], asked: Sequence[dict], strike: str, after: float) -> bool:
-    """Strike once; print what came of it. True if nothing was lost."""
+    """Strike once and print the outcome. True if nothing was lost."""
     before = server.counted("engine_restarts")
     streams = run(server, asked, strike, after)
     flaws = [f"stream {s.number}: {flaw}" for s, u in zip(streams, undisturbed, strict=True) if (flaw := s.differs(u))]
@@ -231,7 +231,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pyspec-chaos-") as name:
         server = Server(Path(name), [args.model, *sys.argv[at + 1 :]])
         try:
-            run(server, asked)  # what is loaded when it is first used
+            run(server, asked)  # loaded at the first use
             began = time.perf_counter()
             undisturbed, draw = run(server, asked), random.Random(args.seed)
             took = time.perf_counter() - began

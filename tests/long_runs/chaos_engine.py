@@ -1,10 +1,10 @@
-"""An engine process that suffers what it is told: pyspec.engine.process.engine_main over the real core. For chaos.py and tests.
+"""An engine process with planted faults: pyspec.engine.process.engine_main over the real core. For chaos.py and tests.
 
 `python chaos_engine.py FOLDER DESCRIPTOR`. FOLDER/pid names the process that runs. Files that plant something:
 round    before the next round, once: "abort", "endless" (Python), "illegal" or "kernel" (an illegal access or an endless
          kernel on a GPU; a segmentation fault or an endless loop without one)
 poison   "TOKEN N": abort before a round with a request that has the token in its prompt and has generated N tokens
-broken   "MODULE": whatever this module of an op launches is followed by an illegal access, while it is used at all
+broken   "MODULE": an illegal access follows each launch of this module of an op
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ extern "C" __global__ void endless(volatile int* p) { while (p[0] == 0) {} }
 
 
 class Plants:
-    """The files of a folder, and what they do."""
+    """The files of a folder, and their effects."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ class Plants:
 
 
 def bad_kernel(symbol: str, device: Any) -> None:
-    """Launch it where the round's kernels go, or do on the CPU what it would do."""
+    """Launch it among the round's kernels, or do the same on the CPU."""
     if device.type == "cuda":
         launcher(symbol, device)()
     elif symbol == "illegal":

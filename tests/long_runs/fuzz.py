@@ -1,4 +1,4 @@
-"""Load files in which one field is wrong, as target and as drafter, and say what ended otherwise than it may.
+"""Load files in which one field is wrong, as target and as drafter, and report every wrong end.
 
     python tests/long_runs/fuzz.py --number 3000 --seed 1          (or: make fuzz)
 
@@ -40,7 +40,7 @@ from pyspec.errors import PyspecError, RequestError, SlotError
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES, DEMO = ROOT / "tests" / "fixtures", ROOT / "pyspec" / "demo"
 LINE = 600  # characters of an error
-MEMORY = 2 << 30  # bytes of address space beyond what the child begins with
+MEMORY = 2 << 30  # bytes of address space beyond the child's first
 CHILD = 64  # mutants a child judges before it makes room for a fresh one
 CPU_S = 10  # of processor time for one mutant
 SILENT_S = 300  # for a child that sleeps for ever
@@ -94,7 +94,7 @@ def cases(seed: int, number: int) -> tuple[list[Case], dict[Base, Parsed]]:
 
 
 def ask(engine: Engine) -> None:
-    """What a server would do with a loaded model. A request may be refused, or end because its logits are NaN; the engine lives."""
+    """Use a loaded model as a server would. A request may be refused, or end because its logits are NaN; the engine must live."""
     json.dumps(asdict(engine.info), ensure_ascii=False).encode()
     tokenizer = engine.tokenizer
     ids = tokenizer.encode("Hello <s> world")
@@ -118,7 +118,7 @@ class Unfit(Exception):
 
 
 def load(case: Case, path: Path, warm_up: bool) -> None:
-    """Load the mutant as what it is, and ask a little of it."""
+    """Load the mutant by its kind, and generate a little."""
     base = case.base
     target, drafter = (base.other, path) if base.is_drafter else (path, base.other)
     settings = {"ctx": 128, "device": "cpu", "n_draft_fixed": True, "warm_up": warm_up}
@@ -142,7 +142,7 @@ def verdict(case: Case, path: Path, warm_up: bool) -> tuple[str, str]:
         return "refused", f"{type(e).__name__}: {line}"
     except MemoryError:
         return "FOUND", "MemoryError"
-    except Exception as e:  # noqa: BLE001 - a finding, whatever it is
+    except Exception as e:  # noqa: BLE001 - any error is a finding
         frames = traceback.extract_tb(e.__traceback__)
         where = next((f for f in reversed(frames) if "pyspec" in f.filename), frames[-1])
         return "FOUND", f"{type(e).__name__} in {Path(where.filename).name}:{where.name}: {str(e)[:120]!r}"
@@ -150,14 +150,14 @@ def verdict(case: Case, path: Path, warm_up: bool) -> tuple[str, str]:
 
 
 def _limit(unlimited: bool = False) -> None:
-    """Bound what this process may take from now on beyond what it has."""
+    """Bound the additional memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = resource.RLIM_INFINITY if unlimited else pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
 def _allow(seconds: float) -> None:
-    """Processor time for what comes now, of all threads; SIGXCPU ends the process after it."""
+    """Bound the processor time of all threads from now on; SIGXCPU ends the process after it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds) + 1, resource.RLIM_INFINITY))
 

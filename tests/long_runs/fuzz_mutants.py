@@ -1,8 +1,8 @@
 """Mutants of GGUF files for tests/long_runs/fuzz.py: a file as fields, and everything that can be wrong with each of them.
 
 `field_mutants` lists, for one file, every metadata field with every kind of wrong value, `tensor_mutants` every tensor of the
-directory with every kind of wrong entry, and tensors that files may have but this one does not. What is drawn at random is drawn from the
-generator that is given, so a seed names a mutant for good.
+directory with every kind of wrong entry, and tensors that files may have but this one does not. All random values come from the
+given generator, so a seed names a mutant for good.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ Named = tuple[str, Change]
 
 
 def field_mutants(file: Parsed) -> Iterator[Named]:
-    """(what is wrong, how to make it so) for every metadata field, those that are absent included."""
+    """(fault, how to make it) for every metadata field, absent ones included."""
     for i, f in enumerate(file.fields):
         for name, change in _field_changes(f):
             yield f"{f.key.decode()}: {name}", _on_field(i, change)

@@ -1,4 +1,4 @@
-"""Slot files in which one field of the head is wrong, signed anew as somebody would who wants harm: restoring refuses, or is right.
+"""Restore slot files with one wrong field in the head and a valid signature, as an attacker would write: each is refused, or right.
 
     python tests/long_runs/fuzz_slots.py --number 2000 --seed 1          (part of: make fuzz)
 
@@ -56,7 +56,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(head: dict[str, Any], path: tuple[Any, ...], rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """The head with one thing wrong, and what."""
+    """The fault, and the head with it."""
     head = copy.deepcopy(head)
     inside: Any = head
     for step in path[:-1]:
@@ -95,7 +95,7 @@ def parted(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def mutant(data: bytes, i: int, seed: int) -> tuple[str, bytes]:
-    """File number `i` of a seed, and what is wrong with it. Every second has a wrong head; the others a wrong content or length."""
+    """The fault of file number `i` of a seed, and the file. Every second has a wrong head; the others a wrong content or length."""
     rng, (head, content) = random.Random(f"{seed} {i}"), parted(data)
     if i % 2 == 0:
         every = list(places(head))
@@ -123,14 +123,14 @@ def said(engine: Engine) -> tuple[int, ...]:
 
 
 def verdict(engine: Engine, path: Path, want: tuple[int, ...]) -> tuple[str, str]:
-    """What becomes of one file."""
+    """The verdict of one file."""
     try:
         engine.restore_slot(0, path)
     except BadSlotFile as e:
         line = str(e)
         ok = 0 < len(line) <= LINE and line.isprintable()
         return ("refused" if ok else "FOUND"), line[:200]
-    except Exception as e:  # noqa: BLE001 - a finding, whatever it is
+    except Exception as e:  # noqa: BLE001 - any error is a finding
         return "FOUND", f"{type(e).__name__}: {str(e)[:200]}"
     try:
         engine.loop.cache.check(now=True)
@@ -158,7 +158,7 @@ def child(pair: str, folder: Path, first: int, last: int, seed: int, out: int) -
 
 
 def judged(pair: str, folder: Path, number: int, seed: int) -> Iterator[tuple[int, str, str, str]]:
-    """(number, what is wrong, verdict, why) of every file, by children that are replaced when one dies."""
+    """(number, fault, verdict, reason) of every file, by children that are replaced when one dies."""
     done = 0
     while done < number:
         read, write = os.pipe()
@@ -192,7 +192,7 @@ def save(pair: str, folder: Path) -> None:
                 if engine.save_slot(0, path).n_tokens < len(PROMPT):
                     raise SystemExit("the slot does not hold what was said")
             os._exit(0)
-        except BaseException as e:  # noqa: BLE001 - said here: nobody else hears it
+        except BaseException as e:  # noqa: BLE001 - printed here, because no caller receives it
             print(f"{type(e).__name__}: {e}", flush=True)
         finally:
             os._exit(1)

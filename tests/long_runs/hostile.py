@@ -1,11 +1,11 @@
-"""Many hostile clients at once against a server of the demo pair, and others who want their answers meanwhile.
+"""Many hostile clients at once against a server of the demo pair, beside patient clients that want their answers.
 
     python tests/long_runs/hostile.py --minutes 5          (or: make hostile)
 
-The clients are those of tests/long_runs/hostile_clients.py. Beside them patient ones ask for greedy texts that are known from an engine with one slot
-and without a drafter. Checked: every one of those answers is right and comes within --answer-s; no status above 499 (but 501 and 505 for what is no HTTP), no
-hostile client that hears nothing for two minutes, no traceback in the log, no process that ends or is replaced; and once all have left: slots free,
-and memory, file descriptors and threads as after the first minute of the same. Exit status 1 if anything is wrong.
+The clients are those of tests/long_runs/hostile_clients.py. Patient ones ask for greedy texts that are known from an engine with one slot and
+without a drafter. Checked: each of those answers is right and comes within --answer-s; no status above 499 (except 501 and 505 for
+requests that are not HTTP); no hostile client without an answer for two minutes; no traceback in the log; no process that ends or is replaced;
+and after all have left: free slots, and memory, file descriptors and threads as after the first minute. Exit status 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hostile_clients import ATTACKS, OFTEN, Client
 from soak import Known, known_texts
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_HTTP = (501, 505)  # what HTTP wants said of a transfer coding or a version that is not known
+NO_HTTP = (501, 505)  # HTTP's answers to an unknown transfer coding or version
 N_ASKED = 24  # tokens of an answer that is compared
-SETTLE_S = 90.0  # for what hostile clients have left behind to end
+SETTLE_S = 90.0  # for the remains of hostile clients to end
 GROWTH = 256 << 20  # bytes of resident memory that may come and stay after the first part: a body of 8 MB takes as much
 
 
 class Server:
-    """`pyspec server demo` in a process of its own, and what can be seen of it from outside."""
+    """`pyspec server demo` in its own process, as seen from outside."""
 
     def __init__(self, args: Sequence[str], preexec: str = "") -> None:
         command = [sys.executable, "-m", "pyspec", "server", "demo", "--port", "0", "--log-format", "json", *args]
@@ -90,7 +90,7 @@ class Server:
         return mine
 
     def held(self) -> Held:
-        """What all of its processes hold now."""
+        """The resources of all its processes now."""
         held = Held()
         for pid in self.pids():
             try:
@@ -105,7 +105,7 @@ class Server:
         return held
 
     def settled(self) -> str:
-        """Wait until nothing runs, waits or is connected any more; what is still there, if it does not end."""
+        """Wait until nothing runs, waits or is connected; return the remains if it does not end."""
         end, left = time.monotonic() + SETTLE_S, ""
         while time.monotonic() < end:
             try:
@@ -138,14 +138,14 @@ class Held:
 
 @dataclass
 class Tally:
-    """What happened, from all threads."""
+    """The events of all threads."""
 
     statuses: dict[str, Counter[str]] = field(
         default_factory=lambda: {attack.__name__: Counter() for attack in ATTACKS}
     )
     wrong: list[str] = field(default_factory=list)
     answers_s: list[float] = field(default_factory=list)
-    n_refused: int = 0  # times that a patient client was told to come again
+    n_refused: int = 0  # patient clients' retries
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, attack: str, status: str) -> None:
@@ -248,7 +248,7 @@ def assault(
 
 
 def judge(server: Server, first: Held, last: Held, tally: Tally) -> None:
-    """What is wrong with the server after all of it."""
+    """The server's faults at the end."""
     if last.rss > first.rss + GROWTH:
         tally.fail(f"memory has grown from {first.rss >> 20} to {last.rss >> 20} MiB")
     if last.fds > first.fds + 8 or last.threads > first.threads + 8:
@@ -261,7 +261,7 @@ def judge(server: Server, first: Held, last: Held, tally: Tally) -> None:
 
 
 def hostile(options: argparse.Namespace) -> Tally:
-    """All of it: a first part, after which is counted what the server holds, and the rest."""
+    """Run a first part, count the server's resources, and run the rest."""
     known, tally = known_texts(24), Tally()
     server = Server(["-np", str(options.np), "--cache-ram", "32", *options.server])  # a cache that grows is no leak
     try:

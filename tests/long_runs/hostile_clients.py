@@ -1,7 +1,6 @@
-"""What tests/long_runs/hostile.py sends: one function for each way in which a client can be a nuisance.
+"""The attacks of tests/long_runs/hostile.py: one function for each way of being a nuisance.
 
-Each takes a Client and gives the number of what it was answered with: a status, 0 where the connection was closed without an answer, or
-None where it did not wait for one.
+Each takes a Client and returns the answer's status, 0 if the connection was closed without an answer, or None if it did not wait for one.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ KWARGS: tuple[Any, ...] = (
 
 @dataclass
 class Client:
-    """One who asks, from an address of its own."""
+    """A client with its own address."""
 
     port: int
     rng: random.Random
@@ -177,7 +176,7 @@ def nested(client: Client) -> int:
 
 
 def garbage(client: Client) -> int:
-    """What is no HTTP, or HTTP that two readers could read in two ways."""
+    """Send bytes that are not HTTP, or HTTP that two readers could read in two ways."""
     rng, body = client.rng, b'{"prompt": "x"}'
     kinds = (
         rng.randbytes(rng.randint(1, 3000)),
@@ -355,4 +354,4 @@ ATTACKS: tuple[Callable[[Client], int | None], ...] = (
     hostile_schema, templates, retry,
 )  # fmt: skip
 OFTEN = (malformed, wrong_fields, cancel, garbage, odd_key, wrong_host)
-"""Those that cost nobody much: drawn three times as often."""
+"""Cheap attacks, drawn three times as often."""

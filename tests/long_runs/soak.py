@@ -2,8 +2,8 @@
 
     python tests/long_runs/soak.py --minutes 30 --np 8 [--isolated]
 
-A third of it are requests whose greedy text is known: each has to be what a single slot without a drafter gives. The rest is of all kinds
-(soak_mixed.py). Checked besides: no request fails, slots and pages are free at the end, and the engine's process grows by less than 5 %
+A third of it are requests with known greedy texts: each has to equal the text of a single slot without a drafter. The rest is of all kinds
+(soak_mixed.py). Also checked: no request fails, slots and pages are free at the end, and the engine's process grows by less than 5 %
 after the first five minutes, checkpoints included (soak_memory.py: a line a minute). Exit status 1 if anything is wrong.
 """
 
@@ -36,7 +36,7 @@ from pyspec.server.settings import ServerSettings
 
 N_TEXT = 64  # tokens known of each text
 CANCELLED = 0.2  # share of requests
-MIXED = 0.67  # share of what has no known text
+MIXED = 0.67  # share of requests without a known text
 WARM_S = 300.0  # of the beginning: caches fill, threads get their arenas
 TIMEOUT_S = 600.0
 GREEDY = SamplingParams(temperature=0.0)
@@ -88,7 +88,7 @@ def random_request(rng: random.Random, known: Known) -> Request:
 
 
 def verdict(request: Request, known: Known, text: str, finish: str) -> str | None:
-    """What is wrong with a finished text."""
+    """The fault of a finished text."""
     if not request.params.greedy:
         return None
     if request.max_tokens >= N_TEXT or (known.ended and request.max_tokens > len(known.tokens)):
@@ -165,8 +165,8 @@ def over_http(client: httpx.Client, rng: random.Random, known: Known, tally: Tal
 
 
 def not_cached(engine: Engine) -> int:
-    """Bytes of this process in memory, without those of kept states, which have budgets. Nothing is collected or trimmed for it: what
-    only waits for that is memory that the system does not have."""
+    """Resident bytes of this process without those of kept states, which have budgets. Nothing is collected or trimmed for it, because
+    memory that waits for that is missing to the system."""
     return resident(os.getpid()) - accounted(engine)
 
 
@@ -228,7 +228,7 @@ class Span:
         return (time.monotonic() - self.began) / self.seconds
 
     def wait(self, share: float, threads: list[threading.Thread]) -> None:
-        """Until so much is over, or nobody is at work any more."""
+        """Wait until this share is over, or no thread is at work."""
         while self.share < share and any(t.is_alive() for t in threads):
             time.sleep(0.01)
 
@@ -263,7 +263,7 @@ def wait_idle(engine: Engine) -> bool:
 
 
 def inspect_counts(engine: Engine, tally: Tally) -> None:
-    """After the last request, by what an engine says of itself."""
+    """Inspect an engine's own counts after the last request."""
     if not wait_idle(engine):
         tally.fail("a slot is still busy after the last request")
     m = engine.metrics()
@@ -274,7 +274,7 @@ def inspect_counts(engine: Engine, tally: Tally) -> None:
 
 
 def inspect_idle(engine: Engine, tally: Tally) -> None:
-    """The same, by what is there: every page accounted for, and free once the caches are dropped."""
+    """Inspect its content: every page is accounted for, and free once the caches are dropped."""
     inspect_counts(engine, tally)
     table, cache = engine.loop.table, engine.loop.cache
     cache.check(now=True)
@@ -288,7 +288,7 @@ def inspect_idle(engine: Engine, tally: Tally) -> None:
 
 
 def grown(readings: Sequence[int]) -> str:
-    """What is wrong with bytes in memory early and late, of a run that is too short for a reading a minute."""
+    """The fault of resident bytes early and late, in a run too short for a reading a minute."""
     early, late = readings
     more = late - early
     return f"memory grew by {more >> 20} MiB from {early >> 20} MiB" if more > max(ENOUGH * early, SLACK) else ""

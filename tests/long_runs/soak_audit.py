@@ -1,6 +1,6 @@
-"""What a prefix cache has kept, compared with what another engine makes of the same tokens: keys, values, recurrent states.
+"""Compare the content of a prefix cache with another engine's for the same tokens: keys, values, recurrent states.
 
-A wrong text tells that something was wrong before it; this tells what, and finds it where the model is too sure of itself to show it.
+A wrong text shows a fault somewhere before it. This finds the fault, also where the model is too sure of itself to show it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ASKED = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass
 class Audit:
-    """wrong: tokens up to the first place that is off, and what is."""
+    """wrong: tokens up to the first wrong place, and the fault."""
 
     wrong: list[tuple[list[int], str]]
     n_row: int = 0
@@ -74,7 +74,7 @@ def audit(engine: Engine, other: Engine) -> Audit:
         for what, x, y in [*_rows(engine, other, own, way, at), *_states(node, way[-1], len(text))]:
             off = _off(x, y)
             found.worst = max(found.worst, float(off.max())) if len(off) else found.worst
-            bad = [i for i, o in enumerate(off.tolist()) if not o <= most]  # nor is what is no number
+            bad = [i for i, o in enumerate(off.tolist()) if not o <= most]  # catches NaN
             places = at if what.startswith("layer") else [len(text)]
             if bad and (place := places[bad[0] % len(places)]) <= first:
                 first = place

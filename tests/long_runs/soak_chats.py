@@ -3,11 +3,10 @@
     python tests/long_runs/soak.py --chats --minutes 20
     python tests/long_runs/soak.py --chats --minutes 5 --device cuda --ctx 24576 --ahead --model demo [--later]
 
-Checked: every text, cancelled ones included, is what one slot without drafter and without cache says; no request fails; every
-page and state is accounted for at the end, and holds what it should (soak_audit.py); memory does not grow. A GPU rounds rows to
-f16 and sums them in an order that depends on how a prompt was cut: there only tokens count that are clearly better than the next
-one that may be said, and texts of models with experts, whose choice such a difference may tip, are counted where they part, not
-judged.
+Checked: every text, cancelled ones included, equals the text of one slot without drafter and cache; no request fails; every page and
+state is accounted for at the end and has the right content (soak_audit.py); memory does not grow. A GPU rounds rows to f16 and sums
+them in an order that depends on the cut of a prompt. There only tokens count that are clearly better than the next allowed one. Such a
+difference may change the choice of experts, so texts of models with experts are counted where they part, not judged.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from pyspec.request import Delta, Request, SamplingParams
 from pyspec.slots.batch import Batch
 
 N_CHAT, CTX = 8, 768  # tokens a conversation may have; of a longer one all pieces are longer
-AGAIN, CANCELLED, FORKED = 0.8, 0.2, 0.15  # shares: go on from what was said; are left early; go on from its middle
+AGAIN, CANCELLED, FORKED = 0.8, 0.2, 0.15  # shares: continue a text; are left early; continue from its middle
 TIE = {
     "cpu": 2e-3,
     "cuda": 0.1,
@@ -55,7 +54,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=N_TOP)
 
 @dataclass(frozen=True)
 class Words:
-    """What users say: random tokens, or pieces of the demo's questions and answers, of which its model is sure."""
+    """The users' texts: random tokens, or pieces of the demo's questions and answers, of which its model is sure."""
 
     lines: Sequence[Sequence[int]] = ()
     scale: int = 1  # of all lengths
@@ -68,7 +67,7 @@ class Words:
         return text[:n] or [rng.randrange(250) for _ in range(n)]
 
     def openings(self, rng: random.Random) -> list[list[int]]:
-        """What several conversations begin with."""
+        """The beginnings that several conversations share."""
         return [self.some(rng, n * self.scale) for n in (20, 75, 130, 200)]
 
 
@@ -146,15 +145,15 @@ class Choices:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A text that parts from what it should be: right up to `until`."""
+    """A text that leaves the right one: right up to `until`."""
 
     until: list[int]
     what: str
 
 
 def verdict(prompt: list[int], tokens: list[int], want: Result, tie: float, banned: frozenset[int]) -> Wrong | None:
-    """What is wrong with `tokens` after `prompt`; near ties end the comparison. An end token is banned, so however far it is
-    ahead, the choice is among the others."""
+    """The fault of `tokens` after `prompt`; near ties end the comparison. An end token is banned, so the choice is among the others,
+    even if it leads."""
     for i, (a, b) in enumerate(zip(tokens, want.tokens, strict=False)):
         if a != b:
             best, second = [p for token, p in want.logprobs[i].top if token not in banned][:2]
@@ -166,7 +165,7 @@ def verdict(prompt: list[int], tokens: list[int], want: Result, tie: float, bann
 
 
 class Beside:
-    """Texts are compared as they come, with what another engine says first, which also is what drafts are taken from."""
+    """Compares texts as they come with another engine's, which also gives the drafts."""
 
     def __init__(self, cold: Engine, prompter: Prompter) -> None:
         self.cold, self.prompter, self.doubts = cold, prompter, list[Wrong]()
@@ -203,7 +202,7 @@ class Later:
         self.said.append((request, tokens))
 
     def doubts(self, engine: Engine, cold: Engine) -> list[Wrong]:
-        """What is wrong, and what each engine says to the same prompt when it is asked once more, alone."""
+        """Faults, and each engine's text for the same prompt when it runs once more, alone."""
         found, tie, banned = [], TIE[cold.loop.target.device.type], cold.tokenizer.eog
         for request, tokens in self.said:
             if len(found) >= MOST_DOUBTS:
@@ -220,7 +219,7 @@ class Later:
 def chat(
     engine: Engine, seed: int, span: Span, tally: Tally, ahead: bool, words: Words, checks: Beside | Later
 ) -> None:
-    """One user after another. What is wrong is in doubt until `judge` looked at the choices of experts on the way."""
+    """Run one user after another. A fault is in doubt until `judge` has looked at the choices of experts."""
     rng, common = random.Random(seed), words.openings(random.Random(0))
     text: list[int] = []
     while not tally.wrong and checks.goes_on() and span.take():
@@ -230,7 +229,7 @@ def chat(
             text = text[: rng.randint(1, len(text))]
         prompt = [*text, *words.some(rng, rng.randint(1, 40 * words.scale))]
         n_draft, leave, stay = rng.randint(1, 3), rng.random() < CANCELLED, rng.randint(0, 12)
-        n_draft *= not ahead or int(9 * span.share) % 3 == 0  # nobody drafts for a while
+        n_draft *= not ahead or int(9 * span.share) % 3 == 0  # no slot drafts for a while
         request = Request(prompt=tuple(prompt), params=GREEDY, max_tokens=rng.randint(1, 60), n_draft_max=n_draft)
         tokens: list[int] = []
         try:
@@ -293,7 +292,7 @@ def soak_chats(
 ) -> tuple[bool, str]:
     """Run it; (all well, summary line). Without a model it is a tiny random one with Gated DeltaNet and MTP.
 
-    later: texts are compared when all are said, by an engine that is loaded then. n_request: so many, whatever they take.
+    later: compare texts at the end, by an engine that is loaded then. n_request: this number of requests, without a time limit.
     """
     tally, words = Tally(), Words(demo_lines() if model == "demo" else (), ctx // CTX, ctx)
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""What a process has of memory while a soak goes on, as the system counts it: nothing is collected and nothing trimmed before it is read.
+"""Read the resident memory of a process during a soak, as the system counts it. Nothing is collected or trimmed before a reading.
 
-Checkpoints have budgets, and are counted by the engine; what grows beside them is a leak, wherever it is: objects in cycles, a heap
-that the C library keeps, caches without a bound.
+Checkpoints have budgets, and the engine counts them. Any other growth is a leak: objects in cycles, a heap that the C library keeps,
+caches without a bound.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Watch:
     engine: Engine
     pid: int
     every_s: float
-    warm_s: float  # of the beginning: what comes then is no growth
+    warm_s: float  # of the beginning: growth in it does not count
     readings: list[Reading] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
 

@@ -41,7 +41,7 @@ ENDS = ("eos", "stop", "length")
 
 @dataclass
 class Tally:
-    """What happened, from all threads."""
+    """The events of all threads."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Seat:
-    """What one client has: the engine, a connection to its server, a folder for slots' files, its dice."""
+    """One client's things: the engine, a connection to its server, a folder for slots' files, its dice."""
 
     engine: Engine
     client: httpx.Client
@@ -68,7 +68,7 @@ class Seat:
 
 
 def said(rng: random.Random, most: int = 40) -> str:
-    """What a user says."""
+    """A user's text."""
     return " ".join(rng.choice(WORDS) for _ in range(rng.randint(3, most)))
 
 
@@ -80,7 +80,7 @@ def schema(rng: random.Random) -> dict[str, object]:
 
 
 def conversation(seat: Seat) -> None:
-    """A chat of a few turns, each of which begins with all that was said, and often with what other chats begin with."""
+    """A chat of a few turns. Each begins with the whole chat so far, and often with the beginning of other chats."""
     rng, messages = seat.rng, list[dict[str, str]]()
     if rng.random() < 0.5:
         messages.append({"role": "system", "content": f"You are helper {rng.randrange(3)}. " + " ".join(WORDS * 4)})
@@ -125,7 +125,7 @@ def held(seat: Seat) -> None:
 
 
 def slots(seat: Seat) -> None:
-    """What a slot holds goes to a file, and comes back into another one or is erased."""
+    """Save a slot's content to a file, restore it into another slot, or erase it."""
     rng, n = seat.rng, seat.engine.info.n_slot
     path = seat.folder / f"slot-{rng.randrange(6)}"
     what = rng.randrange(3)
@@ -163,7 +163,7 @@ def over_http(seat: Seat) -> None:
 
 
 def looked(seat: Seat) -> None:
-    """What dashboards ask for."""
+    """Ask for a dashboard's pages."""
     for path in ("/slots", "/metrics", "/health", "/props"):
         if seat.client.get(path).status_code not in (200, 501):
             seat.tally.fail(f"{path} is not there")
@@ -176,7 +176,7 @@ KINDS: tuple[tuple[Callable[[Seat], None], int], ...] = (
 
 
 def mixed(seat: Seat) -> None:
-    """Something of any kind. What fails is told."""
+    """Run traffic of a random kind and report failures."""
     kinds, weights = zip(*KINDS, strict=True)
     (kind,) = seat.rng.choices(kinds, weights)
     try:
