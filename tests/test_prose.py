@@ -22,7 +22,8 @@ def parts() -> dict[str, list[str]]:
     """Files and folders that have a limit of their own. docs/log is left out: it keeps the words of its day."""
     documents = ["README.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
     folders = [f"pyspec/{path.name}" for path in (ROOT / "pyspec").iterdir() if any(path.glob("*.py"))]
-    found = {name: [name] for name in [*documents, *folders] if name not in prose.LEFT_OUT}
+    whole = ["tools", "tests", "examples"]
+    found = {name: [name] for name in [*documents, *folders, *whole] if name not in prose.LEFT_OUT}
     return found | {MODULES: [f"pyspec/{path.name}" for path in (ROOT / "pyspec").glob("*.py")]}
 
 
