@@ -63,9 +63,10 @@ def loading_page(loading: Mapping[str, object], status: int) -> Response:
     loading  "stage" and "fraction" of the current work; empty before the first report
     """
     stage, fraction = str(loading.get("stage", "")), loading.get("fraction")
-    known = fraction if isinstance(fraction, float | int) else None
-    text = f"{stage}: {100 * known:.0f} %" if stage and known is not None else "It has just begun."
-    value = "" if known is None else f' value="{known}"'
+    text, value = "It has just begun.", ""
+    if isinstance(fraction, float | int):
+        text = f"{stage}: {100 * fraction:.0f} %" if stage else text
+        value = f' value="{fraction}"'
     body = LOADING_PAGE.format(every=EVERY_S, style=LOADING_STYLE, stage=escape(text), value=value)
     headers = {
         "Content-Security-Policy": (
