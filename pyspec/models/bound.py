@@ -1,4 +1,4 @@
-"""A model bound to its memory, whatever its residual stream is: embedding, trunk, head."""
+"""A model bound to its memory, of any residual stream: embedding, trunk, head."""
 
 from __future__ import annotations
 

@@ -181,10 +181,8 @@ def test_a_final_soft_cap_bends_the_logits(tmp_path: Path) -> None:
 
 def test_the_largest_size_scales_scores_by_its_width(tmp_path: Path) -> None:
     """By the number of blocks alone: of this file's keys the others stay."""
-    with open_gguf(GEMMA) as file:
-        one = read_config(file)
-        file.metadata["gemma3.block_count"] = 62
-        other = read_config(file)
+    one = spec_of(GEMMA)
+    other = spec_of(rewrite(GEMMA, tmp_path / "m.gguf", change={"gemma3.block_count": 62}))
     assert one.attention[0].scale is None and other.attention[0].scale == (32 / 3) ** -0.5
     assert replace(other.attention[0], scale=None) == one.attention[0]
 

@@ -1,7 +1,7 @@
 """The ops that a load will bind, read from its description: kernels are compiled and checked before layers wait for them.
 
 A fold over the target's blocks and the drafter's, in the order in which a load comes to them. An op that is missing here is compiled and
-checked when it is bound; one too many costs a check in a child. `tests/engine/test_asks.py` holds the list against what loads bind.
+checked when it is bound; one too many costs a check in a child. `tests/engine/test_asks.py` holds the list against the ops of loads.
 """
 
 from __future__ import annotations
