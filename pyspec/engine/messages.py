@@ -7,9 +7,11 @@ unpickling reads only our own data.
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -321,3 +323,9 @@ class Link:
 def pair() -> tuple[socket.socket, socket.socket]:
     """Two ends of one link; the second one is for the engine process."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a child process of this program: it imports from our search path, pyspec first."""
+    ours = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([ours, *(p for p in sys.path if p)]))}

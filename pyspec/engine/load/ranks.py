@@ -7,7 +7,6 @@ A supervisor then starts the engine anew.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,7 @@ import torch
 
 from pyspec.cuda.collective import JOIN_S, Collective, Rank
 from pyspec.device.lead import Leader, TpMemory
-from pyspec.engine.messages import Link, LoadShare, LogLine, ShareFailed, ShareState, pair
+from pyspec.engine.messages import Link, LoadShare, LogLine, ShareFailed, ShareState, child_environment, pair
 from pyspec.engine.plan.describe import Description, arena_pages, attention_bytes, rank_devices
 from pyspec.engine.plan.memory_plan import MemoryPlan
 from pyspec.errors import PyspecError, RankLost
@@ -58,7 +57,7 @@ class RankProcess:
                 [*command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": _search_path()},
+                env=child_environment(),
                 start_new_session=True,
             )
         threading.Thread(target=self._read, name=f"pyspec-rank-{index}", daemon=True).start()
@@ -312,8 +311,3 @@ def _is_stopped(pid: int) -> bool:
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
-
-
-def _search_path() -> str:
-    ours = str(Path(__file__).parents[2])
-    return os.pathsep.join(dict.fromkeys([ours, *(p for p in sys.path if p)]))

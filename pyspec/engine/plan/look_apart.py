@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from pyspec.catalog import Entry, find, lookup
 from pyspec.config import EngineSettings
+from pyspec.engine.messages import child_environment
 from pyspec.errors import DoesNotFit, PyspecError
 from pyspec.hub import split_name
 
@@ -66,9 +66,7 @@ def look_at_name(model: str, plan: Plan, *, apart: bool) -> None:
 
 
 def _asked(question: bytes) -> str:
-    package = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
-    done = subprocess.run(COMMAND, input=question, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
+    done = subprocess.run(COMMAND, input=question, stdout=subprocess.PIPE, env=child_environment())
     try:
         found = pickle.loads(done.stdout)
     except (EOFError, pickle.UnpicklingError):  # the process was killed: the load will report the problem

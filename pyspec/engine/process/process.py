@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import signal
 import socket
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pyspec.engine.messages import Fatal, Heartbeat, Link, LoadRefused, Ready, pair
+from pyspec.engine.messages import Fatal, Heartbeat, Link, LoadRefused, Ready, child_environment, pair
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ def _start(command: Sequence[str]) -> Started:
             [*command, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            env={**os.environ, "PYTHONPATH": _search_path()},
+            env=child_environment(),
             start_new_session=True,  # Ctrl-C is for the parent, which lets running requests finish
         )
     return process, ours
@@ -162,9 +161,3 @@ class EngineProcess:
         if not was_gone:
             return "it was killed"
         return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit status {code}"
-
-
-def _search_path() -> str:
-    """PYTHONPATH of the child: our search path, pyspec first."""
-    ours = str(Path(__file__).parents[3])
-    return os.pathsep.join(dict.fromkeys([ours, *(p for p in sys.path if p)]))
