@@ -180,7 +180,7 @@ def _write(
     """The layout, and its number of rows with logits."""
     slots = [q.slot for q in seqs]
     folds = [q.n_fold for q in seqs]
-    keeps = [q.mode for q in seqs]
+    keeps = [int(q.mode) for q in seqs]  # numpy converts plain integers faster
     per_seq = np.array([[*slots, 0], [*folds, 0], [*keeps, 0], starts], dtype=np.int32)
     widths = np.array([q.width for q in seqs], dtype=np.int64)
     before = [q.n_past - start for q, start in zip(seqs, starts, strict=False)]

@@ -15,6 +15,7 @@ from known_texts import N_TEXT, continuation, known_texts, tiny
 from pyspec.engine.load.warmup import warm_up
 from pyspec.engine.loop.speculator import AcceptanceWatch
 from pyspec.slots.arena import BUCKETS
+from pyspec.slots.batch import SeqMode
 from pyspec.slots.round import Round
 
 QWEN35 = FIXTURES / "qwen35.gguf"
@@ -123,7 +124,7 @@ def test_a_round_is_plain_integers(monkeypatch: pytest.MonkeyPatch, rounds: list
         again = pickle.loads(pickle.dumps(round_))
         assert again == round_ and [list(p) for p in again.pages] == [list(p) for p in round_.pages]
         assert all(isinstance(token, int) for seq in round_.seqs for token in seq.tokens)
-        assert {type(v) for seq in round_.seqs for v in dataclasses.astuple(seq)} <= {int, bool, list, tuple}
+        assert {type(v) for seq in round_.seqs for v in dataclasses.astuple(seq)} <= {int, SeqMode, list, tuple}
 
 
 def test_a_request_whose_sampler_breaks_ends_alone() -> None:
