@@ -24,7 +24,7 @@ from pyspec import progress
 from pyspec.bench.prompts import make_prompts
 from pyspec.cuda.graph import Graphed
 from pyspec.engine.api import Engine
-from pyspec.engine.load.load import load as loading
+from pyspec.engine.load import load as loading
 from pyspec.engine.plan.memory_plan import MemoryPlan, memory_snapshot
 from pyspec.request import SamplingParams
 

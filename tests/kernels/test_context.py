@@ -22,7 +22,7 @@ from pyspec.cuda import check_child, context, faults, jit
 from pyspec.cuda.checks import verdicts
 from pyspec.cuda.context import context_of, gpu_lock, per_device
 from pyspec.cuda.machine import Machine
-from pyspec.engine.load.load import load as loading
+from pyspec.engine.load import load as loading
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 ROOT = Path(pyspec.cuda.__file__).parent

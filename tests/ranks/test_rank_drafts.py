@@ -19,7 +19,7 @@ from pyspec.cuda.collective import Collective
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.device.lead import Command, Follower, HeadBest, Leader
 from pyspec.draft.dflash import DFlash
-from pyspec.engine.load.load import load as loading
+from pyspec.engine.load import load as loading
 from pyspec.engine.plan import describe as describing
 from pyspec.engine.plan.describe import describe, plan_memory
 from pyspec.errors import DeviceError, RankLost
