@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyspec.cuda.collective import Collective
 from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, Routes
-from pyspec.cuda.ops.rows.cuda import Place, Rows, Shares, is_aligned
+from pyspec.cuda.ops.rows.cuda import RowBuffer, Rows, Shares, is_aligned
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec
 from pyspec.cuda.ops.sparse_attend.ref import KeyTail
@@ -65,7 +65,7 @@ class Folds(Protocol):
 
 @runtime_checkable
 class Prepares(Protocol):
-    """`prepared` runs as a call does, and puts its output where the next product reads it (`Into` or `Place`)."""
+    """`prepared` runs as a call does, and puts its output where the next product reads it (`GatedRowBuffer` or `RowBuffer`)."""
 
     @property
     def prepared(self) -> Callable[..., Any]: ...
@@ -77,10 +77,10 @@ class ReadsInto(Protocol):
 
     reads_into: bool
 
-    def split(self, x: Tensor, mix: StreamMix, into: Place) -> Reading: ...
+    def split(self, x: Tensor, mix: StreamMix, into: RowBuffer) -> Reading: ...
 
     def merge_split(
-        self, y: Tensor | Shares, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix, into: Place | None
+        self, y: Tensor | Shares, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix, into: RowBuffer | None
     ) -> tuple[Tensor, Reading]: ...
 
 
@@ -186,14 +186,14 @@ def then(
     return product(launch(*given).flatten(1), prep, residual=residual)
 
 
-def place_for(launch: object, product: Product | None, n_row: int, norm: Norm) -> Place | None:
+def place_for(launch: object, product: Product | None, n_row: int, norm: Norm) -> RowBuffer | None:
     """Where `launch` may put its `n_row` rows, normed, for `product` to read; None: the product prepares them."""
     if not isinstance(launch, ReadsInto) or not isinstance(product, Streamed):
         return None
     return product.normed(n_row, norm)
 
 
-def product_of(product: Product, x: Tensor, norm: Norm, place: Place | None) -> Tensor:
+def product_of(product: Product, x: Tensor, norm: Norm, place: RowBuffer | None) -> Tensor:
     """product(norm(x)), of rows that lie in `place` already if that is not None."""
     if place is None or not isinstance(product, Streamed):
         return product(x, norm)
@@ -217,7 +217,7 @@ def handing(first: Product | StreamedParts | None, next: Product | None, bound: 
 
 
 def one_after_other(
-    first: Product, next: Product, hands: Handing | None, x: Tensor, norm: Norm, place: Place | None
+    first: Product, next: Product, hands: Handing | None, x: Tensor, norm: Norm, place: RowBuffer | None
 ) -> Tensor:
     """next(first(norm(x))), of rows that lie in `place` already if that is not None."""
     ready = None if hands is None else hands(x, norm) if place is None else hands(place.rows.room(len(x)))
@@ -244,7 +244,7 @@ def attended(
     return product(launch(*given, batch).flatten(1))
 
 
-def reading(launch: Streams, x: Tensor, mix: StreamMix, place: Place | None) -> Reading:
+def reading(launch: Streams, x: Tensor, mix: StreamMix, place: RowBuffer | None) -> Reading:
     """launch.split of streams x; place: from `place_for`, where the row goes normed, too."""
     return launch.split(x, mix) if place is None else cast(ReadsInto, launch).split(x, mix, into=place)
 
@@ -255,7 +255,7 @@ def merged(
     x: Tensor,
     beside: tuple[Tensor, Tensor],
     mix: StreamMix,
-    place: Place | None,
+    place: RowBuffer | None,
 ) -> tuple[Tensor, Reading]:
     """launch.merge_split of streams x: y goes back into them, or the shares that sum to it (`experts_into`); place as for a reading."""
     if place is None and isinstance(y, Tensor):

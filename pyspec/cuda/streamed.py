@@ -23,7 +23,7 @@ from pyspec.cuda.ops.linear.pack import FORMATS, TILE, Packed
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.cuda.ops.moe.ref import activate
-from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Place, Rows, RowsLaunch, WideRows, values_of
+from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, GatedRowBuffer, RowBuffer, Rows, RowsLaunch, WideRows, values_of
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm, Prep, PrepKind, RowsSpec, of_rows
 
@@ -99,15 +99,15 @@ class Streamed:
         gate, up = y.chunk(2, -1)
         return activate(gate, up, self.limit)
 
-    def place(self, n_row: int, prep: HeadNorm) -> Into | None:
+    def place(self, n_row: int, prep: HeadNorm) -> GatedRowBuffer | None:
         """Buffer where the kernel before may write `n_row` prepared rows, as an argument of a call; None: this product prepares them."""
         to = self._rows(n_row, prep.kind, prep.dim)
-        return None if to is None else Into(to, prep, self.packed.data)
+        return None if to is None else GatedRowBuffer(to, prep, self.packed.data)
 
-    def normed(self, n_row: int, norm: Norm) -> Place | None:
+    def normed(self, n_row: int, norm: Norm) -> RowBuffer | None:
         """The same for rows that are normed."""
         to = self._rows(n_row, norm.kind, norm.dim)
-        return None if to is None else Place(to, self.packed.data, norm.power, norm)
+        return None if to is None else RowBuffer(to, self.packed.data, norm.power, norm)
 
     def sums_of(self, n_row: int) -> RowsLaunch | None:
         """A launch that sums `n_row` rows and prepares them; None: this product takes summed rows."""
@@ -185,11 +185,11 @@ class StreamedParts:
         self.product.multiply(rows, self.packed, out)
         return out
 
-    def place(self, n_row: int, power: float) -> Place | None:
+    def place(self, n_row: int, power: float) -> RowBuffer | None:
         """Buffer where the kernel before may write `n_row` rows over `power`; None: this product prepares them, each over a power of its own. The two
         round the smallest numbers differently, so in exact mode the product always prepares them."""
         takes = 0 < n_row <= self.max_rows and not EXACT.is_on
-        return Place(self.product.rows, self.packed.data, power) if takes else None
+        return RowBuffer(self.product.rows, self.packed.data, power) if takes else None
 
 
 class Handing:

@@ -153,4 +153,4 @@ def test_our_kernels_say_what_models_rest_their_speed_on() -> None:
     assert attend_cuda.AttendLaunch.fetches and mamba2_cuda.Mamba2Launch.fetches
     assert callable(gdn_cuda.GdnLaunch.prepared) and moe_route_cuda.RouteLaunch.writes_rows
     assert callable(gdn_cuda.GdnLaunch.folder) and callable(mamba2_cuda.Mamba2Launch.folder)
-    assert all(callable(getattr(moe_cuda.Experts, name)) for name in ("room", "prepare", "shares"))
+    assert all(callable(getattr(moe_cuda.ExpertsLaunch, name)) for name in ("room", "prepare", "shares"))

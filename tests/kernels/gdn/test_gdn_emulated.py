@@ -15,7 +15,7 @@ from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
-from pyspec.cuda.ops.rows.cuda import Into, Rows, RowsLaunch
+from pyspec.cuda.ops.rows.cuda import GatedRowBuffer, Rows, RowsLaunch
 from pyspec.cuda.ops.rows.ref import HeadNorm
 from pyspec.errors import OutOfBounds
 from pyspec.slots.arena import Arena
@@ -367,7 +367,7 @@ def test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(
         for seqs in PREPARED:
             n = sum(s.width for s in seqs)
             x, prep = inputs(n, shape, gen), norm_of(shape, n, gen)
-            got = run.prepared(*x, *w, one, laid(seqs), into=Into(mine, prep))
+            got = run.prepared(*x, *w, one, laid(seqs), into=GatedRowBuffer(mine, prep))
             want = theirs(run(*x, *w, two, laid(seqs)).flatten(1), prep)
             assert same(got, want)
             for a, b in zip(one.tensors(), two.tensors(), strict=True):
@@ -393,7 +393,7 @@ def test_without_clusters_with_chunks_and_of_many_states_rows_are_prepared_alone
         places = gdn_cuda._place
         called: list[int] = []
         monkeypatch.setattr(gdn_cuda, "_place", lambda *given: (called.append(1), places(*given))[1])
-        got = run.prepared(*x, *w, layer_of(shape), laid(seqs), into=Into(rows_of(shape, 7.0), prep))
+        got = run.prepared(*x, *w, layer_of(shape), laid(seqs), into=GatedRowBuffer(rows_of(shape, 7.0), prep))
         assert bool(called) == (most == 4)
         want = rows_of(shape, 7.0)(run(*x, *w, layer_of(shape), laid(seqs)).flatten(1), prep)
     assert same(got, want)
@@ -414,7 +414,9 @@ def test_rows_of_nobody_and_of_a_bad_sequence_keep_what_was_there() -> None:
     )
     with emulated_gpu():
         run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2)
-        got = run.prepared(*x, *w, StateLayer(shape, N_SLOT, WIDTH, CPU), batch, into=Into(rows_of(shape, 7.0), prep))
+        got = run.prepared(
+            *x, *w, StateLayer(shape, N_SLOT, WIDTH, CPU), batch, into=GatedRowBuffer(rows_of(shape, 7.0), prep)
+        )
         assert faults.record(CPU).tolist() == [1, 3, N_SLOT, N_SLOT, N_SLOT]
     blocks, sums = got.blocks[: 8 * 16 * 32].view(8, 16, 32), got.sums[: 8 * 16].view(8, 16)
     nobodys = [4, 5, 6, *range(9, 16)]
@@ -427,7 +429,7 @@ def test_the_check_sees_rows_that_are_prepared_wrongly(monkeypatch: pytest.Monke
     with emulated_gpu():
         launch, right = gdn_cuda.bind(spec), gdn_cuda.GdnLaunch.prepared
 
-        def wrong(self: gdn_cuda.GdnLaunch, *args: object, into: Into) -> Rows:
+        def wrong(self: gdn_cuda.GdnLaunch, *args: object, into: GatedRowBuffer) -> Rows:
             rows = right(self, *args, into=into)  # type: ignore[call-arg, arg-type]
             rows.sums[0] += 1
             return rows

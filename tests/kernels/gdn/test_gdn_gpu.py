@@ -14,7 +14,7 @@ from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
-from pyspec.cuda.ops.rows.cuda import Into, Rows, RowsLaunch
+from pyspec.cuda.ops.rows.cuda import GatedRowBuffer, Rows, RowsLaunch
 from pyspec.cuda.ops.rows.ref import HeadNorm
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
@@ -378,7 +378,7 @@ def test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(heads:
         n = sum(s.width for s in seqs)
         x, prep = wide(*inputs(n, shape, gen)), norm_of(shape, n, gen)
         poisoned_blocks()
-        got = run.prepared(*x, *w, one, laid(seqs, GPU), into=Into(mine, prep))
+        got = run.prepared(*x, *w, one, laid(seqs, GPU), into=GatedRowBuffer(mine, prep))
         want = theirs(run(*x, *w, two, laid(seqs, GPU)).flatten(1), prep)
         assert same(got, want)
         assert all(torch.equal(a, b) for a, b in zip(one.tensors(), two.tensors(), strict=True))
@@ -396,11 +396,11 @@ def test_a_captured_graph_prepares_rows_of_other_sequences_of_the_same_count() -
         norm_of(shape, 12, gen),
         laid([seq(0, 6), seq(1, 6)], GPU),
     )
-    run.prepared(*x, *w, StateLayer(shape, N_SLOT, WIDTH, GPU), batch, into=Into(mine, prep))
+    run.prepared(*x, *w, StateLayer(shape, N_SLOT, WIDTH, GPU), batch, into=GatedRowBuffer(mine, prep))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run.prepared(*x, *w, graphed, batch, into=Into(mine, prep))
+        got = run.prepared(*x, *w, graphed, batch, into=GatedRowBuffer(mine, prep))
     widths = [(4, 6), (5, 2), (1, 1), (6, 6)]
     for i in range(200):
         seqs = [seq(i % 2, widths[i % 4][0]), seq(2 + i % 2, widths[i % 4][1])]

@@ -46,7 +46,7 @@ from pyspec.cuda.ops.recurrent.launch import (
     waves,
 )
 from pyspec.cuda.ops.recurrent.ref import has_records
-from pyspec.cuda.ops.rows.cuda import BLOCKED, Into, Rows, RowsLaunch, aligned, values_of
+from pyspec.cuda.ops.rows.cuda import BLOCKED, GatedRowBuffer, Rows, RowsLaunch, aligned, values_of
 from pyspec.cuda.ops.rows.cuda import program as rows_program
 from pyspec.cuda.ops.rows.ref import HeadNorm, PrepKind
 from pyspec.slots.batch import Batch
@@ -160,7 +160,7 @@ class GdnLaunch:
             self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, batch, out)
         return out
 
-    def prepared(self, *given: *Given, into: Into) -> Rows:
+    def prepared(self, *given: *Given, into: GatedRowBuffer) -> Rows:
         """into.rows(o, into.prep) of the outputs o of a call; without a launch of its own if there are clusters, no chunks and few states.
 
         The path does not depend on the contents of a batch in a graph, and changes no bit. Rows without a sequence keep
@@ -183,7 +183,7 @@ class GdnLaunch:
         weights: tuple[Tensor, Tensor, Tensor],
         layer: StateLayer,
         batch: Batch,
-        out: Tensor | Into,
+        out: Tensor | GatedRowBuffer,
     ) -> None:
         (m, alpha, beta), (a, dt_bias, conv_w), shape = raw, weights, self.shape
         _check(raw, shape)
@@ -231,7 +231,7 @@ class GdnLaunch:
             self.chunks.run(qk, here, layer.state, out, chunked, overlap=overlaps)
 
 
-def _place(into: Into, n_row: int, n_in: int) -> list[jit.Arg]:
+def _place(into: GatedRowBuffer, n_row: int, n_in: int) -> list[jit.Arg]:
     """Further arguments of gdn_rows_into, after those of gdn_rows."""
     prep, rows = into.prep, into.rows.room(n_row)
     gate = aligned(prep.gate)
@@ -301,7 +301,7 @@ def check(launch: Gdn, reference: Gdn, spec: GdnSpec) -> str | None:
     prepared: Callable[..., Rows] = launch.prepared
 
     def got(*args: Any) -> Tensor:
-        return torch.cat(values_of(prepared(*args, into=Into(rows, prep_of(args[0]))), n_in), 1)
+        return torch.cat(values_of(prepared(*args, into=GatedRowBuffer(rows, prep_of(args[0]))), n_in), 1)
 
     def want(*args: Any) -> Tensor:
         x = prep_of(args[0])(reference(*args).flatten(1))

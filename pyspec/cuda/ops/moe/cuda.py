@@ -305,7 +305,7 @@ class _Product:
         own.launch((n_column, n_shared + t.n_item), n_job, self.n_multiprocessor, args, overlap)
 
 
-class Experts:
+class ExpertsLaunch:
     """The experts of one layer, ready to run. See moe_ref for the tensors."""
 
     def __init__(self, spec: MoeSpec, stacks: Stacks) -> None:
@@ -406,7 +406,7 @@ def bind(spec: MoeSpec) -> Callable[[Stacks], ExpertsRun]:
         _step(spec.device, spec.down, n, NONE, None, listed)
     _step(spec.device, spec.down, ADDING[0], NONE, None, ADDING[1], True)
     _pair_kernels(spec.device)
-    return lambda stacks: Experts(spec, stacks)
+    return lambda stacks: ExpertsLaunch(spec, stacks)
 
 
 def random_stacks(spec: MoeSpec, n_expert: int, gen: torch.Generator) -> Stacks:
@@ -480,7 +480,7 @@ def _check_around(
         plain, got = own(x, ids, weights), own(x, ids, weights, None, Added(residual, shared, gate))
     if not torch.allclose(got, residual + (plain + shared * gate), rtol=1e-5, atol=1e-5 * float(plain.abs().amax())):
         return "a residual or a shared expert is not added as the reference does"
-    if isinstance(own, Experts) and len(x) <= own.x_rows.pads[-1]:
+    if isinstance(own, ExpertsLaunch) and len(x) <= own.x_rows.pads[-1]:
         rows = RowsLaunch(x.device, x.shape[1], own.x_rows.pads)  # not theirs: as the product behind reads them
         want = rows(own(x, ids, weights, None, Added(residual))).blocks.clone()
         if not torch.equal(rows.summed(own.shares(own.x_rows(x), ids, weights, Added(residual))).blocks, want):

@@ -219,7 +219,7 @@ def _values_of_planes(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Into:
+class GatedRowBuffer:
     """Buffer of a product's rows for the kernel before it, which applies `prep` and writes them. weights: the product's."""
 
     rows: RowsLaunch
@@ -228,7 +228,7 @@ class Into:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowBuffer:
     """The same for plain or normed rows, which are divided by `power`, one that serves all of them."""
 
     rows: RowsLaunch

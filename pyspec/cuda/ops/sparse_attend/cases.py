@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyspec.cuda.ops.attend.cases import TOLERANCE, worst
 from pyspec.cuda.ops.index_rows.cases import Placed, Ragged, fill, only, place, pool_for
-from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, Place, RowsLaunch, values_of
+from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, RowBuffer, RowsLaunch, values_of
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseAttend, SparseSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -120,7 +120,7 @@ def _prepared_fault(made: Windowed, attend: Any, got: Tensor, kept: RingRows) ->
     launch = RowsLaunch(got.device, n_in, (-(-n // 8) * 8,))
     launch.powers.fill_(torch.nan)
     given = made.q, made.kv, made.tail, ring, made.pool, made.chosen, made.sinks
-    rows = attend.prepared(given, made.placed.batch, Place(launch, launch.blocks, power))
+    rows = attend.prepared(given, made.placed.batch, RowBuffer(launch, launch.blocks, power))
     values, sums = values_of(rows, n_in)
     if not torch.equal(values, (got.flatten(1) / power).half().float() * power):
         return "rows that are written for a product are not those of a call, rounded"

@@ -20,7 +20,7 @@ from pyspec.cuda.exact import EXACT
 from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.attend.cuda import room_of
 from pyspec.cuda.ops.index_rows.cuda import KINDS, aligned
-from pyspec.cuda.ops.rows.cuda import BLOCKED, Place, Rows
+from pyspec.cuda.ops.rows.cuda import BLOCKED, RowBuffer, Rows
 from pyspec.cuda.ops.sparse_attend.ref import GUARD, ROWS, KeyTail, SparseSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool, rows_per_page
@@ -220,7 +220,7 @@ class SparseLaunch:
         self._run((q, kv, tail, ring, pool, chosen, sinks), batch, to, None)
         return out
 
-    def prepared(self, given: Given, batch: Batch, into: Place) -> Rows:
+    def prepared(self, given: Given, batch: Batch, into: RowBuffer) -> Rows:
         """into.rows(o) of the outputs o of a call, over into.power, without a launch of its own. given: the arguments of a call before the batch."""
         rows = into.rows.room(len(given[0]))
         assert into.rows.n_in == self.spec.n_head * self.spec.dim and rows.layout == BLOCKED
@@ -228,7 +228,7 @@ class SparseLaunch:
         self._run(given, batch, to, into)
         return rows
 
-    def _run(self, given: Given, batch: Batch, to: list[Arg], into: Place | None) -> None:
+    def _run(self, given: Given, batch: Batch, to: list[Arg], into: RowBuffer | None) -> None:
         """to: output as rows or as blocks (the other pointer is unused), with the fault record between."""
         q, kv, tail, ring, pool, chosen, sinks = given
         spec, i32, none, overlap = self.spec, np.int32, np.int64(0), self.overlap

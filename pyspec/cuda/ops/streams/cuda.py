@@ -11,7 +11,7 @@ from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin
 from pyspec.cuda.ops.moe.ref import Added, combine
 from pyspec.cuda.ops.prefetch import ARGS, MAX_ROWS, prefetch_args
-from pyspec.cuda.ops.rows.cuda import BLOCKED, Place, RowsLaunch, Shares
+from pyspec.cuda.ops.rows.cuda import BLOCKED, RowBuffer, RowsLaunch, Shares
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams, StreamsSpec
 
@@ -73,12 +73,12 @@ class StreamsLaunch:
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
-    def split(self, x: Tensor, mix: StreamMix, into: Place | None = None) -> Reading:
+    def split(self, x: Tensor, mix: StreamMix, into: RowBuffer | None = None) -> Reading:
         """into: the rows of the part's product; then the reading is also normed and written there."""
         x = x.contiguous()
         return self._split(x, mix, self._parts(self.kernels, x, mix), into)
 
-    def _split(self, x: Tensor, mix: StreamMix, parts: Tensor, into: Place | None) -> Reading:
+    def _split(self, x: Tensor, mix: StreamMix, parts: Tensor, into: RowBuffer | None) -> Reading:
         post, comb = self._room(x, N_STREAM), self._room(x, N_STREAM, N_STREAM)
         if into is not None and len(x):
             return self._read_rows(x, mix, parts, (post, comb), into), post, comb
@@ -95,7 +95,7 @@ class StreamsLaunch:
         return args[-1]
 
     def merge_split(
-        self, y: Tensor | Shares, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix, into: Place | None = None
+        self, y: Tensor | Shares, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix, into: RowBuffer | None = None
     ) -> tuple[Tensor, Reading]:
         if not isinstance(y, Shares) and not 0 < x.shape[0] <= FEW:
             x = self.merge(y, x, post, comb)
@@ -160,7 +160,9 @@ class StreamsLaunch:
             kernels["streams_read"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
         return y
 
-    def _read_rows(self, x: Tensor, mix: StreamMix, parts: Tensor, to: tuple[Tensor, Tensor], into: Place) -> Tensor:
+    def _read_rows(
+        self, x: Tensor, mix: StreamMix, parts: Tensor, to: tuple[Tensor, Tensor], into: RowBuffer
+    ) -> Tensor:
         """`_read`, and its rows where `into` says."""
         n_row, y, norm = self._rows(x), self._room(x, self.spec.n), into.norm
         rows = into.rows.room(n_row)
@@ -259,7 +261,7 @@ def _check_rows(launch: Streams, y: Tensor, x: Tensor, given: Reading, mix: Stre
     norm = Norm((0.5 + torch.rand(n, generator=gen)).to(x.device), 1e-5)
     own, other = (RowsLaunch(x.device, n, (8, 128)) for _ in "oo")
     merged, reading = launch.merge_split(y, x, *given[1:], mix)
-    again, got = launch.merge_split(y, x, *given[1:], mix, Place(own, own.blocks, 2.0, norm))
+    again, got = launch.merge_split(y, x, *given[1:], mix, RowBuffer(own, own.blocks, 2.0, norm))
     if not all(map(torch.equal, (again, *got), (merged, *reading))):
         return "what is read has other bits where it is normed on the way"
     norm.power = 2.0
