@@ -55,6 +55,7 @@ class Recorded:
 
 
 def read(folder: Path = FOLDER) -> Recorded:
+    """Prompts and answers. Raises FileNotFoundError."""
     prompts = {p["name"]: p for p in json.loads((folder / "prompts.json").read_text(encoding="utf-8"))}
     found = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
     cases = []
