@@ -156,7 +156,7 @@ class WindowAttention:
         given = self.rows.given(products[0], ring, pool), self.indexed.given(products[1], own, index)
         self.both(*given, self.rows.freq, batch, **beside)
 
-    def place(self, streams: Streams, n_row: int) -> fuse.Place | None:
+    def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
         """Where `streams` may put the row that the layer reads."""
         return fuse.place_for(streams, self.first, n_row, self.norm)
 
@@ -165,7 +165,7 @@ class WindowAttention:
         ready = None if self.hands is None else self.hands(o.flatten(1))
         return self.out_b(self.out_a(o.flatten(1)) if ready is None else ready)
 
-    def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch, place: fuse.Place | None = None) -> Tensor:
+    def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch, place: fuse.RowBuffer | None = None) -> Tensor:
         """place: where y lies ready for the first product, if it does."""
         parts = memory.layers[layer]
         qr, kv, *rest = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
@@ -216,12 +216,12 @@ class StreamExperts:
             self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
         self.hands = fuse.handing(self.gate_up, self.down, own * own)  # silu of a cut value is no larger
 
-    def place(self, streams: Streams, n_row: int) -> fuse.Place | None:
+    def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
         """Where `streams` may put the row that the shared expert reads."""
         return fuse.place_for(streams, self.gate_up, n_row, self.norm)
 
     def __call__(
-        self, y: Tensor, given: Tensor | None, place: fuse.Place | None = None, streams: Streams | None = None
+        self, y: Tensor, given: Tensor | None, place: fuse.RowBuffer | None = None, streams: Streams | None = None
     ) -> Tensor | fuse.Shares:
         """given: experts of the rows' tokens by the table. place: where y lies ready for the shared expert, if it does. streams: the op that
         merges the result with the next reading, if one does; of one rank it may also sum the experts' outputs."""
