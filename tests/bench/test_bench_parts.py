@@ -57,7 +57,7 @@ def test_parts_are_milliseconds_of_one_round():
         "  5000.0 us a round,   0.5 of 10000.0,   0.0 idle before: rows after linear",
     ]
     assert [line for line in lines if " 400.0 idle" in line] == [line for line in lines if ": gdn_rows after" in line]
-    assert lines[-1] == "   400.0 us a round in which the device did nothing" and len(lines) == 6
+    assert lines[-1] == "   400.0 us a round idle" and len(lines) == 6
     assert add_up([], 0) == {"linear": 0.0, "attention": 0.0, "state": 0.0, "other": 0.0}
 
 

@@ -107,7 +107,7 @@ def test_where_there_is_no_room_for_longer_answers_it_says_so(n_predict: int) ->
         assert (
             "no rate (" in line
             and "of 32 streams had begun when the first one ended" in line
-            and "(-c, --kv-pool)" in line
+            and "a larger -c or --kv-pool" in line
         )
     waits = Staggered(joins=3.0, width=5, n_ctx=4001, n_side=19)
     for line in rates(waits, 32, n_predict, 16):

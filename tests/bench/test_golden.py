@@ -32,7 +32,7 @@ def test_drafts_are_as_many_as_there_and_kept_as_often(n: int) -> None:
     ("settings", "match"),
     [
         ({"n_draft_max": 4}, r"2 \(2.73 tokens a round\), 3 \(3.39 .*\), 5 \(4.41 .*\); got 4"),
-        ({"n_draft_max": 0}, "given is none"),
+        ({"n_draft_max": 0}, "got none"),
         ({"n_draft_max": 3, "synth_len": 2.0}, "leave out --spec-synth-len"),
         ({"n_draft_max": 3, "synth_rates": "0.9,0.8,0.7"}, "leave out"),
         ({"n_draft_max": 3, "spec_type": "dflash"}, "is for MTP drafts; --spec-type is dflash"),

@@ -86,7 +86,7 @@ def test_proving_nothing_is_an_error(engine: Engine):
         verify(engine, [[1, 2]], 1)
     with (
         Engine.load(FIXTURE, None, ctx=64, warm_up=False) as plain,
-        pytest.raises(ConfigError, match="there is no drafter"),
+        pytest.raises(ConfigError, match="no drafter, so there is nothing to verify"),
     ):
         verify(plain, [[1, 2]], 4)
 

@@ -99,7 +99,7 @@ def test_key_and_value_types_must_agree():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["run", "-p", "x"], "which model"),
+        (["run", "-p", "x"], "no model given"),
         (["run", "demo", "-m", "demo", "-p", "x"], "two models"),
         (["run", "demo", "-hf", "a/b", "-p", "x"], "exclude each other"),
         (["run", "demo", "-hff", "a.gguf", "-p", "x"], "name the repository with -hf"),
