@@ -72,7 +72,7 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
               help="Temperature; 0 is greedy."),
     _sampling("--top-k", default=None, type=int, help="Keep the k best tokens; 0 keeps all."),
     _sampling("--top-p", default=None, type=float,
-              help="Keep the best tokens up to this total probability; 1 keeps all."),
+              help="Keep the best tokens up to this sum; 1 keeps all."),
     _sampling("--min-p", default=None, type=float,
               help="Drop tokens below this share of the best probability; 0 keeps all."),
     _sampling("--typical", "--typical-p", "typical_p", default=None, type=float,

@@ -134,7 +134,7 @@ def test_ps_shows_slots_drafts_and_reasons(server: str):
 
 def test_ps_says_when_a_key_is_missing_and_when_nobody_answers(server: str):
     done = call("ps", server)
-    assert done.exit_code == 0 and "? of 3" in done.stdout and "wants a key: --api-key" in done.stderr
+    assert done.exit_code == 0 and "? of 3" in done.stdout and "needs a key: --api-key" in done.stderr
     done = call("ps", "127.0.0.1:9", "--json")
     (one,) = json.loads(done.stdout)
     assert done.exit_code == 1 and one["state"] == "no answer" and "refused" in one["note"]
@@ -174,10 +174,10 @@ def test_a_server_is_in_the_list_before_it_loads(tmp_path: Path, monkeypatch: py
 
 
 def test_the_room_here_is_the_gpus_or_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from pyspec.cli import room
+    from pyspec.cli import free_memory
 
     tool = tmp_path / "nvidia-smi"
-    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(free_memory, "MEMINFO", tmp_path / "meminfo")
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   2048 kB\n")
     for said, wanted in (
         ("NVIDIA H100 80GB, HBM3, 81079", ("NVIDIA H100 80GB, HBM3", 81079 << 20)),
@@ -186,12 +186,12 @@ def test_the_room_here_is_the_gpus_or_the_machines(tmp_path: Path, monkeypatch: 
     ):
         tool.write_text(f"#!/bin/sh\necho '{said}'\n")
         tool.chmod(0o755)
-        monkeypatch.setattr(room, "which", lambda name: str(tool))
-        found = room.room()
+        monkeypatch.setattr(free_memory, "which", lambda name: str(tool))
+        found = free_memory.free_memory()
         assert found is not None and (found.where, found.free) == wanted
-    monkeypatch.setattr(room, "which", lambda name: None)
+    monkeypatch.setattr(free_memory, "which", lambda name: None)
     (tmp_path / "meminfo").unlink()
-    assert room.room() is None
+    assert free_memory.free_memory() is None
 
 
 def test_models_tells_sizes_and_what_fits_and_what_is_here(cache: Path, monkeypatch: pytest.MonkeyPatch):
@@ -219,7 +219,7 @@ def test_bench_names_the_command_that_compares():
 def test_ps_of_what_is_no_pyspec(server: str):
     Fake.answers = {"/health": (200, b"hello")}
     done = call("ps", server)
-    assert done.exit_code == 1 and "something else than JSON" in done.stderr
+    assert done.exit_code == 1 and "the answer is not JSON" in done.stderr
 
 
 def test_servers_are_found_by_their_files_and_dead_ones_are_cleared(
