@@ -16,7 +16,7 @@ from sampling import all_pairs
 from pyspec.cli import main
 from pyspec.config import EngineSettings
 from pyspec.device.capture import capture
-from pyspec.engine.load.load import load
+from pyspec.engine.load.load import info_of
 from pyspec.engine.load.warmup import rehearsed
 from pyspec.engine.pair import pair_of
 from pyspec.engine.plan import describe
@@ -135,7 +135,7 @@ def start(d: Description) -> None:
     assert table.n_row >= d.n_overhang + 2
     rehearsed(d.settings.np, d.draft.n_draft)
     describe.synth_of(d.settings, d.draft.n_draft)
-    load.info_of(d, plan)
+    info_of(d, plan)
     worker = SimpleNamespace(
         table=table,
         needs=d.draft.needs,

@@ -279,7 +279,7 @@ def test_variables_of_others_are_none_of_our_business(name: str):
 
 def test_what_is_refused_as_a_flag_is_refused_as_its_variable():
     result = call(LLAMA_ARG_NO_JINJA="0")
-    assert result.exit_code == 2 and "LLAMA_ARG_NO_JINJA: templates are Jinja" in result.stderr
+    assert result.exit_code == 2 and "LLAMA_ARG_NO_JINJA: templates are always Jinja" in result.stderr
     assert call("--yarn-ext-factor", "-1.0", "--rope-freq-base", "0").exit_code == Loaded.exit_code
     assert "rope scaling is read from the model's file" in call("--rope-scaling", "yarn").stderr
 
