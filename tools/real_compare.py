@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "real"
+ANSWERS = FOLDER / "answers.json"
 Scores = Sequence[Mapping[int, float]]
 """By position, log probabilities of the likeliest tokens, and of the one that follows."""
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from real_compare import Answer, Case, Recorded, Scores, distance, is_tie, parting, read, spread
+from real_compare import ANSWERS, Answer, Case, Recorded, Scores, distance, is_tie, parting, read, spread
 from real_fetch import GEMMA, FetchError, cache_folder, fetch
 
 import pyspec
@@ -187,6 +187,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a file in place of the fetched one")
     arguments = parser.parse_args()
+    if not ANSWERS.is_file():
+        print(f"make real: {ANSWERS} is missing; tools/record_real.py writes it", file=sys.stderr)
+        return 2
     try:
         model = arguments.model or fetch(GEMMA, cache_folder())
     except FetchError as e:
