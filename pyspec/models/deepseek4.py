@@ -165,7 +165,9 @@ class WindowAttention:
         ready = None if self.hands is None else self.hands(o.flatten(1))
         return self.out_b(self.out_a(o.flatten(1)) if ready is None else ready)
 
-    def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch, place: fuse.RowBuffer | None = None) -> Tensor:
+    def __call__(
+        self, y: Tensor, memory: Memory, layer: int, batch: Batch, place: fuse.RowBuffer | None = None
+    ) -> Tensor:
         """place: where y lies ready for the first product, if it does."""
         parts = memory.layers[layer]
         qr, kv, *rest = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)

@@ -123,7 +123,9 @@ class PagedWindow(WindowAttention):
         self.normed_tail, self.tail = (rope_tail.bind(spec) for spec in tails)
         self.paged = attend.bind(AttendSpec(w.device, a.n_head, 1, a.head_dim, a.head_dim**-0.5, kv, has_sinks=True))
 
-    def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch, place: fuse.RowBuffer | None = None) -> Tensor:
+    def __call__(
+        self, y: Tensor, memory: Memory, layer: int, batch: Batch, place: fuse.RowBuffer | None = None
+    ) -> Tensor:
         pool, at = memory.kv[layer], batch.positions
         qr, kv = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
         q = self.normed_tail(self.queries(qr)[0], at, self.freq)
