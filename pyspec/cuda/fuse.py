@@ -9,7 +9,8 @@ for this rank's own part, which reads the rows. Sums behind it may prepare the r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVarTuple, cast, runtime_checkable
+from functools import cache
+from typing import Any, Protocol, TypeGuard, TypeVar, TypeVarTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from pyspec.slots.recurrent import StateLayer
 
 Product = Callable[..., Tensor]  # as models.weights.Matrix
 Fold = Callable[[StateLayer, int, int], None]
+Ability = TypeVar("Ability")
 Given = TypeVarTuple("Given")  # arguments of a call
 
 
@@ -41,7 +43,6 @@ class ProductInParts(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-@runtime_checkable
 class RankSum(Protocol):
     """A product that ranks sum. own: this rank's part."""
 
@@ -49,21 +50,18 @@ class RankSum(Protocol):
     def own(self) -> object: ...
 
 
-@runtime_checkable
 class Fetches(Protocol):
     """Calls take `after`: packed weights of the next product, which are on their way to L2 meanwhile."""
 
     fetches: bool
 
 
-@runtime_checkable
 class Folds(Protocol):
     """`folder` makes a call that folds a slot's records without rows, to the bits of the launch's own calls."""
 
     def folder(self) -> Fold: ...
 
 
-@runtime_checkable
 class Prepares(Protocol):
     """`prepared` runs as a call does, and puts its output where the next product reads it (`GatedRowBuffer` or `RowBuffer`)."""
 
@@ -71,7 +69,6 @@ class Prepares(Protocol):
     def prepared(self) -> Callable[..., Any]: ...
 
 
-@runtime_checkable
 class ReadsInto(Protocol):
     """Calls of streams take `into`: the rows that they give are also normed and put where the next product reads them."""
 
@@ -84,21 +81,18 @@ class ReadsInto(Protocol):
     ) -> tuple[Tensor, Reading]: ...
 
 
-@runtime_checkable
 class SumsShares(Protocol):
     """Streams that take `n_row` rows back as the outputs of single experts, not summed, if `sums_of` is true."""
 
     def sums_of(self, n_row: int) -> bool: ...
 
 
-@runtime_checkable
 class WritesRows(Protocol):
     """Calls of a router take `into` and `power`: it norms its own input for another reader, too."""
 
     writes_rows: bool
 
 
-@runtime_checkable
 class Readies(Protocol):
     """Experts whose rows are ready before the choice: in `room`, which a router fills, or by `prepare`. None: too many rows."""
 
@@ -107,7 +101,6 @@ class Readies(Protocol):
     def prepare(self, x: Tensor, prep: Prep | None) -> object: ...
 
 
-@runtime_checkable
 class TakesSome(Protocol):
     """Experts that take at most `most` rows at once."""
 
@@ -115,7 +108,6 @@ class TakesSome(Protocol):
     def most(self) -> int: ...
 
 
-@runtime_checkable
 class GivesShares(Protocol):
     """Experts whose products the next launch may sum."""
 
@@ -123,7 +115,6 @@ class GivesShares(Protocol):
     def shares(self) -> Callable[..., Shares]: ...
 
 
-@runtime_checkable
 class KeysBeside(Protocol):
     """Attention whose new keys are made beside a product of few rows, of which they read nothing."""
 
@@ -132,7 +123,6 @@ class KeysBeside(Protocol):
     def keys_beside(self, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor) -> None: ...
 
 
-@runtime_checkable
 class JoinsBeside(Protocol):
     """A compressor that may run in one launch with another one of its class."""
 
@@ -140,29 +130,40 @@ class JoinsBeside(Protocol):
     def with_beside(self) -> Callable[[Any], Callable[..., None] | None]: ...
 
 
-@runtime_checkable
 class RunsBeside(Protocol):
     """A compressor that may run beside a product of few rows, of which it reads nothing."""
 
     runs_beside: bool
 
 
+def has(launch: object, ability: type[Ability]) -> TypeGuard[Ability]:
+    """True if `launch` has every member of the protocol `ability`. Forwards ask this for each layer, and `isinstance` of a protocol takes
+    a hundred times as long."""
+    return all(hasattr(launch, name) for name in _members(ability))
+
+
+@cache
+def _members(ability: type) -> tuple[str, ...]:
+    declared = {**vars(ability).get("__annotations__", {}), **vars(ability)}
+    return tuple(name for name in declared if not name.startswith("_"))
+
+
 def _own(product: Any) -> Any:
     """This rank's part of a product."""
-    return product.own if isinstance(product, RankSum) else product
+    return product.own if has(product, RankSum) else product
 
 
 def read_next(launch: object, product: Product) -> dict[str, Tensor]:
     """Further arguments of `launch`, whose output `product` reads: the product's weights, if the launch fetches them ahead."""
     own = _own(product)
-    if isinstance(launch, Fetches) and isinstance(own, Streamed):
+    if has(launch, Fetches) and isinstance(own, Streamed):
         return {"after": own.packed.data}
     return {}
 
 
 def folder(launch: object) -> Fold | None:
     """The call that folds the states of `launch`; None where the reference's way will do."""
-    return launch.folder() if isinstance(launch, Folds) else None
+    return launch.folder() if has(launch, Folds) else None
 
 
 def unfinished(product: Product, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
@@ -179,7 +180,7 @@ def then(
 ) -> Tensor:
     """residual + product(prep(launch(*given))). Of few rows the launch writes the rows that the product reads."""
     own = _own(product)
-    if isinstance(launch, Prepares) and isinstance(own, Streamed):
+    if has(launch, Prepares) and isinstance(own, Streamed):
         into = own.place(len(given[0]), prep)
         if into is not None:
             return product(launch.prepared(*given, into=into), residual=residual)
@@ -188,7 +189,7 @@ def then(
 
 def place_for(launch: object, product: Product | None, n_row: int, norm: Norm) -> RowBuffer | None:
     """Where `launch` may put its `n_row` rows, normed, for `product` to read; None: the product prepares them."""
-    if not isinstance(launch, ReadsInto) or not isinstance(product, Streamed):
+    if not has(launch, ReadsInto) or not isinstance(product, Streamed):
         return None
     return product.normed(n_row, norm)
 
@@ -202,7 +203,7 @@ def product_of(product: Product, x: Tensor, norm: Norm, place: RowBuffer | None)
 
 def both(main: object, beside: object) -> Callable[..., None] | None:
     """Two compressors of the same tokens in one launch; None where they run one after the other."""
-    if isinstance(main, JoinsBeside) and type(main) is type(beside):
+    if has(main, JoinsBeside) and type(main) is type(beside):
         return main.with_beside(beside)
     return None
 
@@ -235,7 +236,7 @@ def attended(
     """product(launch(*given, batch)), or the rows that it hands on. If rows are few, and the launch can, it writes the product's rows, over
     `power`."""
     few = product.few
-    if isinstance(launch, Prepares) and isinstance(few, StreamedParts):
+    if has(launch, Prepares) and isinstance(few, StreamedParts):
         into = few.place(len(given[0]), power)
         if into is not None:
             rows = launch.prepared(given, batch, into)
@@ -274,9 +275,9 @@ def keys_room(
     before the product was launched, and are not over before the product is (overlap.cuh).
     """
     n_row = len(given[0])
-    if not isinstance(attend, KeysBeside) or not isinstance(product, Streamed) or not product.has_late(n_row):
+    if not has(attend, KeysBeside) or not isinstance(product, Streamed) or not product.has_late(n_row):
         return None
-    may = all(map(is_aligned, given)) and all(isinstance(c, RunsBeside) for c in compressors)
+    may = all(map(is_aligned, given)) and all(has(c, RunsBeside) for c in compressors)
     return attend.take_keys(n_row) if may else None
 
 
@@ -324,9 +325,9 @@ def before_choice(
 
     Rows need no choice to be prepared: by the router, where it norms the same rows (`prep` is its `norm`), else by a launch before.
     """
-    if not isinstance(experts, Readies):
+    if not has(experts, Readies):
         return None, {}
-    if prep is norm and isinstance(route, WritesRows) and (into := experts.room(len(x))) is not None:
+    if prep is norm and has(route, WritesRows) and (into := experts.room(len(x))) is not None:
         return into, {"into": into, "power": norm.power}
     return experts.prepare(x, prep), {}
 
@@ -336,7 +337,7 @@ def at_once(route: object, experts: object, n_row: int, prep: Prep | None, norm:
     there are more than experts take at once: another launch sums their squares in another order, and a row's bits must not depend on the
     number of rows."""
     step = max(n_row, 1)
-    if prep is norm and isinstance(route, WritesRows) and isinstance(experts, TakesSome):
+    if prep is norm and has(route, WritesRows) and has(experts, TakesSome):
         step = experts.most or step
     return [slice(first, min(first + step, n_row)) for first in range(0, max(n_row, 1), step)]
 
@@ -359,7 +360,7 @@ def experts_into(
 ) -> Tensor | Shares:
     """experts(x) + added; or, of few rows, each expert's share, which `streams` sums on its way (`merged`)."""
     able = isinstance(ready, Rows) and added.gate is None
-    if able and isinstance(experts, GivesShares) and isinstance(streams, SumsShares) and streams.sums_of(len(x)):
+    if able and has(experts, GivesShares) and has(streams, SumsShares) and streams.sums_of(len(x)):
         return experts.shares(ready, routes.ids, routes.weights, added)
     return experts(x, routes.ids, routes.weights, prep, added, ready)
 
@@ -368,7 +369,7 @@ def experts_then(
     experts: ExpertsRun, x: Tensor, routes: Routes, ready: object, product: Product, residual: Tensor | None
 ) -> Tensor:
     """residual + product(experts(x)). Of few rows the launch that prepares the product's rows makes the sums, too."""
-    if isinstance(product, Streamed) and isinstance(experts, GivesShares) and ready is not None:
+    if isinstance(product, Streamed) and has(experts, GivesShares) and ready is not None:
         sums = product.sums_of(len(x))
         if sums is not None:
             return product(sums.summed(experts.shares(ready, routes.ids, routes.weights)), residual=residual)
