@@ -143,7 +143,7 @@ def has(launch: object, ability: type[Ability]) -> TypeGuard[Ability]:
 
 
 @cache
-def _members(ability: type) -> tuple[str, ...]:
+def _members(ability: Any) -> tuple[str, ...]:
     declared = {**vars(ability).get("__annotations__", {}), **vars(ability)}
     return tuple(name for name in declared if not name.startswith("_"))
 
