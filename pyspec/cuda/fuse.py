@@ -139,7 +139,8 @@ class RunsBeside(Protocol):
 def has(launch: object, ability: type[Ability]) -> TypeGuard[Ability]:
     """True if `launch` has every member of the protocol `ability`. Forwards ask this for each layer, and `isinstance` of a protocol takes
     a hundred times as long."""
-    return all(hasattr(launch, name) for name in _members(ability))
+    names = _members(ability)  # type: ignore[arg-type]  # mypy takes protocols for unhashable
+    return all(hasattr(launch, name) for name in names)
 
 
 @cache
