@@ -134,6 +134,8 @@ class Attends:
     def take_keys(self, n_row: int) -> Tensor:
         return torch.empty(n_row)
 
+    def keys_beside(self, *_: Any) -> None: ...
+
 
 def test_who_has_no_launch_for_it_is_asked_for_nothing() -> None:
     """Attention, compressors and products of other tiers, more rows, and inputs that would have to be copied first."""
