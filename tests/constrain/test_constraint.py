@@ -202,7 +202,7 @@ def test_drafts_in_free_text_end_before_its_border() -> None:
         ("regex", "(", "can not be used"),
         ("gbnf", "root = 1", "can not be read"),
         ("gbnf", 'other ::= "a"', "root"),
-        ("gbnf", 'root ::= "\\ud800"', "no character"),
+        ("gbnf", 'root ::= "\\ud800"', "not a character"),
         ("lark", "start: missing", "missing"),
     ],
 )
