@@ -211,7 +211,7 @@ def test_a_failing_download_is_one_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("pyspec.hub.fetch.unreachable", lambda url: "")
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
-    with pytest.raises(DownloadError, match=r"^user/repo can not be had: first line$"):
+    with pytest.raises(DownloadError, match=r"^user/repo cannot be read: first line$"):
         hub.from_hub("user/repo")
 
 

@@ -171,7 +171,7 @@ def grammar_of(options: Mapping[str, object]) -> Grammar | None:
             try:
                 return Grammar(kind="json_schema", source=json.dumps(value))
             except (TypeError, ValueError, RecursionError) as e:
-                raise ConfigError(f"json_schema is no JSON: {e}") from None
+                raise ConfigError(f"json_schema is not JSON: {e}") from None
         if name == "choices":
             if isinstance(value, str) or not isinstance(value, Sequence) or not value or not all(value):
                 raise ConfigError(f"choices is {shown(value)}; want a list of texts, none of them empty")
