@@ -78,7 +78,7 @@ def test_a_file_that_rots_in_the_cache_is_found(there: FakeHub):
 
 
 def test_a_repository_that_is_not_there_is_one_line(there: FakeHub):
-    with pytest.raises(DownloadError, match=r"other/repo can not be had: [^\n]*404[^\n]*$"):
+    with pytest.raises(DownloadError, match=r"other/repo cannot be read: [^\n]*404[^\n]*$"):
         hub.from_hub("other/repo")
 
 

@@ -89,7 +89,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets how many MiB are free."""
 
     def have(mib: int) -> None:
-        for module in ("memory_plan", "load"):
+        for module in ("plan.memory_plan", "load.load"):
             monkeypatch.setattr(f"pyspec.engine.{module}.free_bytes", lambda device: mib << 20)
 
     return have

@@ -50,6 +50,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
 
 
 def mtp_of(c: ModelConfig) -> MtpSpec:
+    """The MTP block of an architecture. Raises PairError if it has none."""
     if c.mtp is None:
         raise PairError(f"{c.arch} has no MTP block that pyspec can run")
     return c.mtp

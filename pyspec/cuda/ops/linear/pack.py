@@ -29,9 +29,7 @@ from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType
 
 TILE = 16  # 16-row groups of a tile
-MXFP4_LARGEST = (
-    127 + 7
-)  # code of the scale 2^7: the largest that linear_wgmma's f16 weights can hold, far beyond any model's
+MXFP4_LARGEST = 127 + 7  # code of the scale 2^7, the largest of linear_wgmma's f16 weights; no model comes near it
 _SLICE = 1 << 26  # weights repacked at once: bounds the temporaries to about 0.5 GB
 
 
