@@ -42,6 +42,7 @@ KEPT = {
     "_version_in",
     "_kept",
     "steps_of",
+    "_members",
 }
 
 
