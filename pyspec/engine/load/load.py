@@ -79,7 +79,7 @@ class Loaded:
 
 def load(path: Path, settings: EngineSettings) -> Loaded:
     """Load a model and its drafter into a loop. Every refusal is a PyspecError with its reason, before anything is allocated."""
-    n_thread = settings.threads or torch.get_num_threads()
+    n_thread = settings.threads if settings.threads > 0 else torch.get_num_threads()
     ways = Ways(settings.kernels, settings.exact, n_thread, frozenset(settings.demoted))
     with ways.here():
         loaded = _load(path, settings)
