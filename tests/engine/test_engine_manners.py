@@ -158,6 +158,15 @@ def test_what_admission_fails_for_is_turned_away_and_not_tried_for_ever(
 # -- nothing is left behind ------------------------------------------------------------------------------------------
 
 
+def _names(pids: set[int]) -> list[str]:
+    """Command lines of processes, for a failure's message."""
+    found = []
+    for pid in pids:
+        with suppress(OSError):
+            found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return found
+
+
 def _children() -> set[int]:
     """Living processes that this one started: engines, and template renderers."""
     found = set()
@@ -181,7 +190,7 @@ def test_an_engine_that_nobody_has_any_more_ends(isolated: bool) -> None:
     del engine, stream
     gc.collect()
     assert wait_for(lambda: not any(t.is_alive() for t in new)), [t.name for t in new if t.is_alive()]
-    assert wait_for(lambda: _children() <= children)
+    assert wait_for(lambda: _children() <= children), _names(_children() - children)
 
 
 @pytest.mark.parametrize("isolated", [False, True], ids=["in-process", "isolated"])
@@ -200,7 +209,7 @@ def test_an_engine_ends_with_its_processes_though_a_coroutine_was_left(isolated:
         asyncio.run(leave(engine))
         assert _children() - children
         del engine
-        assert wait_for(lambda: _children() <= children)
+        assert wait_for(lambda: _children() <= children), _names(_children() - children)
     finally:
         gc.enable()
 
