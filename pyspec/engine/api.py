@@ -64,8 +64,9 @@ class Engine:
 
     def __init__(self, core: Core, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.core, self.tokenizer, self.info = core, tokenizer, core.info
-        finalize(self, end_aside, core).atexit = False  # at the program's end, cores close themselves
         self.template = self._chatml() if template is None else template
+        self._templates = [self.template]  # all that it had; their processes end with it
+        finalize(self, end_aside, core, self._templates).atexit = False  # at the program's end, cores close themselves
         self._incoming = Validator(self.info, tokenizer)
         self._says: Callable[[], AbstractContextManager[None]] = nullcontext  # wraps calls that may raise
         self._doors: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
@@ -147,6 +148,7 @@ class Engine:
             self.close()
             raise
         self.template, self.info = template, replace(self.info, chat_template=source)
+        self._templates.append(template)
 
     # -- submit, cancel, events: all that the server uses --------------------------------------------------------
 

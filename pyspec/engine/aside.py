@@ -11,20 +11,24 @@ from contextlib import suppress
 
 from pyspec.engine.protocol import Core
 from pyspec.request import Event
+from pyspec.text.template import ChatTemplate
 
 log = logging.getLogger(__name__)
 
 
-def end_aside(core: Core) -> None:
-    """Close an engine after its last reference is gone. This may run on any thread, even the core's own, so nothing waits."""
+def end_aside(core: Core, templates: list[ChatTemplate]) -> None:
+    """Close an engine and its templates' processes after its last reference is gone. This may run on any thread, even the core's own, so
+    nothing waits."""
     with suppress(RuntimeError):  # the program ends, and the core with it
-        threading.Thread(target=_end, args=([core],), name="pyspec-end", daemon=True).start()
+        threading.Thread(target=_end, args=([core], templates), name="pyspec-end", daemon=True).start()
 
 
-def _end(held: list[Core]) -> None:
-    """Close a core and release it. Errors of coroutines hold their frames in reference cycles, which would keep the core's processes:
+def _end(held: list[Core], templates: list[ChatTemplate]) -> None:
+    """Close a core and release it. Errors of coroutines hold their frames in reference cycles, which would keep the core's memory:
     collect them now."""
     held.pop().close()
+    for template in templates:
+        template.close()
     gc.collect()
 
 

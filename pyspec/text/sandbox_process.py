@@ -68,6 +68,12 @@ class SandboxProcess:
         with self.lock:
             return self._running(seconds)
 
+    def close(self) -> None:
+        """End the process. A later question starts another one."""
+        with self.lock:
+            if self._end is not None:
+                self._end()
+
     def _running(self, seconds: float) -> dict[str, str]:
         # poll() also finds that, after a fork, the process is the parent's child
         if self.process is not None and self.process.poll() is None:

@@ -89,6 +89,9 @@ class _Renderer:
         """Compile the template in the sandbox. Returns the sandbox's answer."""
         return self._box.check(TIME_S)
 
+    def close(self) -> None:
+        self._box.close()
+
 
 def normalise(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as templates expect them, with content as text. RequestError for unsupported shapes and sizes."""
@@ -173,6 +176,12 @@ class ChatTemplate:
             raise BadTemplate(f"the chat template {printable(answer['failed'], MESSAGE_CHARS)}")
         if self.tool_use is not None:
             self.tool_use.check()
+
+    def close(self) -> None:
+        """End the sandboxes. A later chat starts them again."""
+        self._renderer.close()
+        if self.tool_use is not None:
+            self.tool_use.close()
 
     def render(
         self,

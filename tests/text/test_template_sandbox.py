@@ -62,6 +62,18 @@ def test_a_template_works_again_after_its_process_was_killed(monkeypatch):
         assert template.render(USER) == "x"
 
 
+def test_a_closed_template_has_no_process_and_renders_again():
+    template = ChatTemplate(CHATML)
+    text = template.render([{"role": "user", "content": "Hi"}])
+    process = template._renderer.process
+    assert process is not None and process.poll() is None
+    template.close()
+    assert process.poll() is not None
+    template.close()
+    assert template.render([{"role": "user", "content": "Hi"}]) == text
+    assert template._renderer.process is not process
+
+
 def test_attributes_of_python_are_out_of_reach():
     for source in (
         "{{ messages.__class__ }}",
