@@ -148,9 +148,10 @@ class Op(Generic[Spec, Launch]):
 
     def chosen(self, spec: Spec) -> Impl[Spec, Launch]:
         """The implementation `spec` runs with. Falling back is logged once per reason."""
-        if spec not in self.decided:
-            self.decided[spec] = self._choose(spec)
-        return self.decided[spec]
+        decided = self.decided
+        if (impl := decided.get(spec)) is None:
+            impl = decided[spec] = self._choose(spec)
+        return impl
 
     def has_own(self, spec: Spec, checked_as: Spec | None = None) -> bool:
         """Whether `spec` runs as more than the reference.

@@ -65,7 +65,7 @@ class Engine:
     def __init__(self, core: Core, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.core, self.tokenizer, self.info = core, tokenizer, core.info
         self.template = self._chatml() if template is None else template
-        self._templates = [self.template]  # all that it had; their processes end with it
+        self._templates = [self.template]  # the current one; its processes end with the engine
         finalize(self, end_aside, core, self._templates).atexit = False  # at the program's end, cores close themselves
         self._incoming = Validator(self.info, tokenizer)
         self._says: Callable[[], AbstractContextManager[None]] = nullcontext  # wraps calls that may raise
@@ -148,7 +148,7 @@ class Engine:
             self.close()
             raise
         self.template, self.info = template, replace(self.info, chat_template=source)
-        self._templates.append(template)
+        self._templates[:] = [template]
 
     # -- submit, cancel, events: all that the server uses --------------------------------------------------------
 

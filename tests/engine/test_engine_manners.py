@@ -214,6 +214,16 @@ def test_an_engine_ends_with_its_processes_though_a_coroutine_was_left(isolated:
         gc.enable()
 
 
+def test_a_replaced_template_leaves_no_process() -> None:
+    children = _children()
+    with load(isolated=False) as engine:
+        engine.use_template("{{ messages[0].content }}")
+        n_child = len(_children() - children)
+        for i in range(3):
+            engine.use_template(f"{i} {{{{ messages[0].content }}}}")
+        assert wait_for(lambda: len(_children() - children) <= n_child), _names(_children() - children)
+
+
 def test_a_program_that_only_has_a_stream_still_has_its_engine() -> None:
     stream = load().stream("Once upon a time", max_tokens=6, temperature=0.0, ignore_eos=True)
     gc.collect()
