@@ -213,9 +213,8 @@ class DFlash:
             for _ in range(2):
                 self.block(lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena))
         self.block.seal()
-        for n_draft in sorted(
-            {1, self.needs.n_draft // 2 or 1, self.needs.n_draft}
-        ):  # for libraries, which prepare themselves once
+        # for libraries, which prepare themselves once
+        for n_draft in sorted({1, self.needs.n_draft // 2 or 1, self.needs.n_draft}):
             self._tokens(torch.zeros(n_slot * self.net.c.block, self.net.c.n_embd, device=self.device), n_slot, n_draft)
         for n_row, n_seq in sorted(graph_shapes(n_slot, BUCKETS[-1]), reverse=True) if self.needs.late else ():
             shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]

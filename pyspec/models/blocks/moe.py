@@ -212,9 +212,8 @@ class BoundExperts:
         self.into: Callable[[Tensor], Tensor] = _same if w.ranks is None else w.ranks.sum
         self.gives, self.reads = None if w.ranks is None else self, None  # its router reads the stream itself
         self.norm = at.bound_norm()
-        self.router = w.vector(
-            f"{p}.ffn_gate_inp.weight"
-        )  # f32 for every type of file: a near tie decides which experts run
+        # f32 for every type of file: a near tie decides which experts run
+        self.router = w.vector(f"{p}.ffn_gate_inp.weight")
         if shape.shared_gate:
             gate = w.vector(f"{p}.ffn_gate_inp_shexp.weight").view(1, -1)
             self.router = torch.cat((self.router, gate))

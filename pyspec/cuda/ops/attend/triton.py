@@ -128,9 +128,8 @@ class AttendTriton:
             self._run(self.tiles, q, pool, batch, window, sinks, out)
             return out
         kind = batch.page_size, seqs_of(batch.page_table.shape[0])
-        if (
-            self.spec.device.type == "cuda" and kind not in self.built and not self.is_capturing()
-        ):  # now, not in the middle of a wider round
+        is_new = self.spec.device.type == "cuda" and kind not in self.built
+        if is_new and not self.is_capturing():  # now, not in the middle of a wider round
             self.built.add(kind)
             for columns in fitting(self.spec):
                 self._run(tiles_for(self.spec, columns, large=self.large), q, pool, batch, window, sinks, out)
