@@ -53,7 +53,7 @@ def test_a_record_is_read_with_the_wait_that_is_there_anyway() -> None:
     reader.fetch()
     assert time.perf_counter() - began < 0.01, "fetching does not wait"
     stream.synchronize()
-    assert reader.take() == faults.Fault("gdn", 2, 9, 4)
+    assert reader.take() == faults.Fault("gdn", 2, 9, 4, faults.FaultPlace.SLOT)
     assert faults.read(GPU) is None, "taking clears"
 
 

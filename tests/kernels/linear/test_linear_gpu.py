@@ -184,4 +184,5 @@ def test_a_captured_product_replays_with_new_rows() -> None:
 
 def test_the_op_takes_the_kernel_after_checking_it() -> None:
     spec = LinearSpec(CUDA, GGMLType.Q8_0, 96, 1024)
-    assert dict(linear.choices(spec)) == {"cuda": None, "torch": None}
+    names = dict(linear.choices(spec))  # triton stands between them where it is installed
+    assert names["cuda"] is None and names["torch"] is None and next(iter(names)) == "cuda"
