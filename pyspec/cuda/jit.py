@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from pyspec import progress
+from pyspec.cache import cache_root
 from pyspec.cuda import shipped
-from pyspec.cuda.cache import cache_root
 from pyspec.cuda.context import DeviceContext, context_of
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.machine import CUDA_PACKAGES

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from pyspec.cache import n_cores
 from pyspec.cuda import jit, kernel_context, tri
-from pyspec.cuda.cache import n_cores
 from pyspec.cuda.checks import probe, verdicts
 from pyspec.cuda.checks.probe import Prober
 from pyspec.cuda.checks.process import MOST

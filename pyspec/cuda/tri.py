@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyspec.cache import n_cores
 from pyspec.cuda import tri_install
-from pyspec.cuda.cache import n_cores
 from pyspec.cuda.examine import EXAMINATION
 
 log = logging.getLogger(__name__)

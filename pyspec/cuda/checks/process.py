@@ -16,7 +16,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from pyspec.cuda.cache import cache_root, n_cores
+from pyspec.cache import cache_root, n_cores
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,144 @@
+"""Compile the C++ kernels to one shared library per instruction set.
+
+    python -m pyspec.cpu.build            this machine's, into the cache
+    python -m pyspec.cpu.build FOLDER     all of this architecture, for a wheel
+
+A package may bring libraries (`built/`); without them an engine's load compiles once, in about half a minute, if there is a C++ compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+from pyspec.cache import cache_root
+
+SOURCES = Path(__file__).with_name("native")
+BUILT = Path(__file__).with_name("built")
+OPTIONS = (
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-Wno-psabi",
+    "-pthread",
+)
+X86 = {  # best first: the flags of /proc/cpuinfo that each needs
+    "avx512": (
+        "-march=x86-64-v4 -mavx512vnni",
+        {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"},
+    ),
+    "avx2": ("-march=x86-64-v3", {"avx2", "fma", "f16c", "bmi2"}),
+    "plain": ("", set()),
+}
+LIMIT_S = 300
+
+
+class CannotBuild(Exception):
+    """The reason, in one sentence."""
+
+
+@cache
+def isas() -> tuple[str, ...]:
+    """The instruction sets that this machine runs, best first."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ("plain",)  # the compiler's own vectors: NEON on arm64
+    have = _cpu_flags()
+    return tuple(name for name, (_, wants) in X86.items() if wants <= have)
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+def compiler() -> str | None:
+    """$CXX, or the first of the usual names that is on the path."""
+    named = os.environ.get("CXX", "")
+    return shutil.which(named) if named else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+@cache
+def _digest() -> str:
+    text = hashlib.sha256("\0".join((*OPTIONS, *(flags for flags, _ in X86.values()))).encode())
+    for path in sorted(SOURCES.iterdir()):
+        text.update(path.name.encode() + path.read_bytes())
+    return text.hexdigest()[:16]
+
+
+def file_name(isa: str) -> str:
+    return f"libpyspec-{platform.machine().lower()}-{isa}-{_digest()}.so"
+
+
+def find(isa: str) -> Path | None:
+    """A library of today's sources, of the package or of the cache."""
+    places = (BUILT / file_name(isa), cache_root() / "cpu" / file_name(isa))
+    return next((path for path in places if path.is_file()), None)
+
+
+def build(isa: str, folder: Path | None = None, extra: tuple[str, ...] = ()) -> Path:
+    """The library's path. Raises CannotBuild. extra: options behind the usual ones, such as sanitizers."""
+    cxx = compiler()
+    if cxx is None:
+        raise CannotBuild("there is no C++ compiler (c++, g++ or clang++)")
+    folder = folder or cache_root() / "cpu"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = _compile(cxx, isa, Path(scratch), extra)
+            return made.replace(folder / file_name(isa))
+    except OSError as e:
+        raise CannotBuild(f"{folder}: {e.strerror or e}") from e
+
+
+def _compile(cxx: str, isa: str, scratch: Path, extra: tuple[str, ...]) -> Path:
+    flags = (*X86[isa][0].split(), *OPTIONS, *extra)
+    sources = sorted(SOURCES.glob("*.cpp"))
+
+    def one(source: Path) -> Path:
+        to = scratch / f"{source.stem}.o"
+        _call([cxx, *flags, "-c", str(source), "-o", str(to)])
+        return to
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        objects = list(pool.map(one, sources))
+    made = scratch / "library.so"
+    _call([cxx, *flags, "-shared", *map(str, objects), "-o", str(made)])
+    return made
+
+
+def _call(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise CannotBuild(f"{command[0]} took more than {LIMIT_S} s") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise CannotBuild(f"{command[0]} failed: {next((x for x in lines if 'error' in x), (lines or ['?'])[-1])}")
+
+
+def main() -> None:
+    wanted = (tuple(X86) if platform.machine() == "x86_64" else ("plain",)) if len(sys.argv) > 1 else isas()[:1]
+    for isa in wanted:
+        if len(sys.argv) > 1 or find(isa) is None:
+            print(build(isa, Path(sys.argv[1]) if len(sys.argv) > 1 else None))  # noqa: T201
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except CannotBuild as e:
+        sys.exit(f"the CPU kernels cannot be built: {e}; everything runs without them, slower")

@@ -1,0 +1,111 @@
+"""Calls of the C++ kernels. A call runs at once, or is put on the tape of this thread's recording.
+
+A kernel takes one block of arguments, eight bytes each: addresses and whole numbers ("q"), and f64 numbers ("d"). `Kernel("name", "qqd")`
+packs them; native/NAME.cpp reads them as a struct in the same order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import struct
+import threading
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyspec.cpu.build import CannotBuild, build, find, isas
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def library() -> ctypes.CDLL | str:
+    """The library for this CPU, compiled if it has to be; or the reason why there is none."""
+    isa = isas()[0]
+    path = find(isa)
+    try:
+        if path is None:
+            log.info("compiling the CPU kernels (%s), once", isa)
+            path = build(isa)
+        return _opened(str(path))
+    except (CannotBuild, OSError) as e:
+        log.warning("CPU kernels cannot be built: %s; torch runs in their place, several times slower", e)
+        return f"cannot be built: {e}"
+
+
+def _opened(path: str) -> ctypes.CDLL:
+    lib = ctypes.CDLL(path)
+    lib.pyspec_run.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64]
+    lib.pyspec_replay.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    lib.pyspec_run.restype = lib.pyspec_replay.restype = None
+    lib.pyspec_isa.restype = ctypes.c_char_p
+    return lib
+
+
+def missing(_: object = None) -> str | None:
+    """Why there are no CPU kernels; None if there are. Usable as `limits` of an implementation."""
+    found = library()
+    return found if isinstance(found, str) else None
+
+
+class Tape:
+    """Calls in order, with the memory that they use. `replay` runs them again over the same memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, bytes]] = []
+        self.kept: list[object] = []
+        self._steps: Any = None
+
+    def replay(self) -> None:
+        lib = library()
+        assert isinstance(lib, ctypes.CDLL), "a tape has calls of its kernels"
+        if self._steps is None:
+            flat = [
+                x
+                for kernel, args in self.calls
+                for x in (kernel, ctypes.cast(ctypes.c_char_p(args), ctypes.c_void_p).value)
+            ]
+            self._steps = (ctypes.c_void_p * len(flat))(*flat)
+        lib.pyspec_replay(self._steps, len(self.calls), torch.get_num_threads())
+
+
+class _Here(threading.local):
+    tape: Tape | None = None
+
+
+here = _Here()
+
+
+class Kernel:
+    """A kernel of the library: kernel(*args) in the order of `args`, tensors by their address (None: 0)."""
+
+    def __init__(self, name: str, args: str) -> None:
+        self.name, self.layout = name, struct.Struct("<" + args)
+
+    @cached_property
+    def address(self) -> int:
+        lib = library()
+        assert isinstance(lib, ctypes.CDLL), f"{self.name}: {lib}"
+        self._run = lib.pyspec_run
+        found = ctypes.cast(getattr(lib, self.name), ctypes.c_void_p).value
+        assert found is not None
+        return found
+
+    def __call__(self, *args: Tensor | float | None) -> None:
+        address = self.address
+        packed = self.layout.pack(*[a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in args])
+        if here.tape is not None:
+            here.tape.calls.append((address, packed))
+            here.tape.kept.append(args)
+        self._run(address, packed, torch.get_num_threads())
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """New memory for a kernel's output, which the recording keeps."""
+    made = torch.empty(shape, dtype=dtype)
+    if here.tape is not None:
+        here.tape.kept.append(made)
+    return made

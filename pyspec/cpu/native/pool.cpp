@@ -1,0 +1,106 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+namespace pyspec {
+
+thread_local int n_thread = 1;
+
+namespace {
+
+constexpr int SPINS = 4000;  // about 40 us: a pause between two loops of one forward, not one between two forwards
+constexpr int N_MOST = 256;
+constexpr uint64_t OPEN = 1, INSIDE = 2;  // low half of `door`: open or not, and the workers inside; high half: the loop's number
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+struct Pool {
+  std::atomic<uint64_t> door{0};
+  std::atomic<uint32_t> number{0};  // workers sleep on it
+  std::atomic<int64_t> next{0};
+  std::atomic<int> seats{0};
+  Chunk fn = nullptr;
+  void *context = nullptr;
+  int64_t n_chunk = 0;
+  std::atomic_flag taken = ATOMIC_FLAG_INIT;  // a loop inside a loop finds it taken, too
+  int n_worker = 0;
+
+  void run() {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_chunk;) fn(context, i);
+  }
+
+  void work() {
+    uint32_t seen = 0;
+    while (true) {
+      uint32_t now;
+      int spins = 0;
+      while ((now = number.load(std::memory_order_acquire)) == seen) {
+        if (++spins < SPINS) pause();
+        else number.wait(seen, std::memory_order_acquire);
+      }
+      seen = now;
+      uint64_t state = door.load(std::memory_order_acquire);
+      bool inside = false;
+      while ((state & OPEN) && !(inside = door.compare_exchange_weak(state, state + INSIDE, std::memory_order_acq_rel))) {}
+      if (!inside) continue;
+      seen = uint32_t(state >> 32);
+      if (seats.fetch_sub(1, std::memory_order_relaxed) > 0) run();
+      door.fetch_sub(INSIDE, std::memory_order_release);
+    }
+  }
+
+  void grow(int n) {
+    for (n = n < N_MOST ? n : N_MOST; n_worker < n; n_worker++) std::thread([this] { work(); }).detach();
+  }
+};
+
+// Never destroyed: workers outlive the interpreter's end. A forked child has no workers, so it gets a pool of its own.
+std::atomic<Pool *> the_pool{nullptr};
+std::once_flag once;
+
+Pool *pool() {
+  std::call_once(once, [] {
+    the_pool = new Pool;
+    pthread_atfork(nullptr, nullptr, [] { the_pool = new Pool; });
+  });
+  return the_pool.load(std::memory_order_acquire);
+}
+
+}  // namespace
+
+void share(int64_t n_chunk, Chunk fn, void *context) {
+  Pool *p = n_thread > 1 && n_chunk > 1 ? pool() : nullptr;
+  if (p == nullptr || p->taken.test_and_set(std::memory_order_acquire)) {
+    for (int64_t i = 0; i < n_chunk; i++) fn(context, i);
+    return;
+  }
+  const int helpers = int(n_chunk - 1 < n_thread - 1 ? n_chunk - 1 : n_thread - 1);
+  p->grow(n_thread - 1);
+  p->fn = fn, p->context = context, p->n_chunk = n_chunk;
+  p->next.store(0, std::memory_order_relaxed);
+  p->seats.store(helpers, std::memory_order_relaxed);
+  const uint32_t number = p->number.load(std::memory_order_relaxed) + 1;
+  p->door.store(uint64_t(number) << 32 | OPEN, std::memory_order_release);
+  p->number.store(number, std::memory_order_release);
+  p->number.notify_all();
+  p->run();
+  p->door.fetch_and(~OPEN, std::memory_order_acq_rel);
+  for (int spins = 0; (p->door.load(std::memory_order_acquire) & 0xffffffffu) != 0;) {
+    if (++spins < SPINS) pause();
+    else sched_yield();
+  }
+  p->taken.clear(std::memory_order_release);
+}
+
+}  // namespace pyspec
