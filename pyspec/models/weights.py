@@ -27,6 +27,7 @@ from pyspec.cuda.ops.linear.tiles import TiledMatrix, tile
 from pyspec.cuda.ops.moe.ref import Stack, activate
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Glu, Norm, Prep, PrepKind, RowsSpec
+from pyspec.cuda.packed_cpu import CpuGates, CpuMatrix, runs_packed
 from pyspec.cuda.streamed import Streamed, in_parts
 from pyspec.cuda.streamed_tiles import StreamedTiles, sums_in_f32
 from pyspec.cuda.temporary import temporary
@@ -299,6 +300,8 @@ class Weights:
     def gated(self, gate: str, up: str, limit: float = 0.0, act: GateAct = "silu") -> Matrix:
         """act(gate x) * up x, as one product where that has `act`. A limit other than 0 cuts silu's gates there, and the ups at plus and
         minus it."""
+        if self._on_cpu((gate, up)):
+            return self._packed((gate, up), CpuGates(act == "gelu", limit))
         if act not in GATES:
             return GeluGates(self.matrix(gate, up))
         if not limit:
@@ -315,6 +318,8 @@ class Weights:
     def _load(self, names: Sequence[str], gated: bool) -> Matrix:
         if self.dense is not None:
             return Dense(self._dense(names, self.dense), gated)
+        if self._on_cpu(names):
+            return self._packed(names, CpuGates() if gated else None)
         if self.device.type != "cuda":
             return Unpacked([(self._raw(n), self._info(n), self._scale(n)) for n in names], gated)
         runs = groupby(names, key=lambda n: (self._streams(n), self._info(n).type if self._streams(n) else None))
@@ -323,6 +328,15 @@ class Weights:
             kernel, all_names = groups[0]
             return self._stream(all_names, gated) if kernel else self._exact(all_names, gated)
         return Joined([self._stream(n, False) if kernel else self._exact(n, False) for kernel, n in groups], gated)
+
+    def _on_cpu(self, names: Sequence[str]) -> bool:
+        """Whether C++ kernels multiply with these tensors as they are."""
+        return self.dense is None and self.device.type == "cpu" and all(runs_packed(self._info(n).type) for n in names)
+
+    def _packed(self, names: Sequence[str], after: CpuGates | None) -> CpuMatrix:
+        infos = [self._info(n) for n in names]
+        raws = [self._raw(n).view(i.shape[0], -1) for n, i in zip(names, infos, strict=True)]
+        return CpuMatrix([(raw, i.type, self._scale(n)) for raw, i, n in zip(raws, infos, names, strict=True)], after)
 
     def _streams(self, name: str) -> bool:
         """Whether the kernel takes this tensor; asked of a small matrix, since the check would unpack a large one.

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from pyspec.cuda.packed_cpu import runs_packed
 from pyspec.errors import DoesNotFit
 from pyspec.gguf import GGUFFile
 from pyspec.models.weight_bytes import row_bytes, weight_bytes
+from pyspec.models.weights import GROUPED
 from pyspec.slots.arena import PROMPTS
 from pyspec.slots.parts import CacheSizes, LayerParts
 
@@ -189,15 +191,22 @@ def growth(before: tuple[int, int, int], device: torch.device) -> str:
 def pick_dense(file: GGUFFile, device: torch.device, wanted: str) -> torch.dtype | None:
     """The dtype that matrices are unpacked to, or None to keep them packed.
 
-    CPUs have no product with packed blocks, so unpacked wins if it fits. GPUs keep them packed for the kernels.
+    Kernels multiply with packed matrices. A CPU without kernels for all of a file's, experts among them, unpacks them if they fit.
     """
-    if wanted == "packed" or (wanted == "auto" and device.type == "cuda"):
+    if wanted == "packed" or (wanted == "auto" and (device.type == "cuda" or _runs_packed(file, device))):
         return None
     exact = device.type == "cpu" or all(t.type.name == "F32" for t in file.tensors.values() if len(t.shape) > 1)
     dense = torch.float32 if exact else torch.bfloat16
     if wanted == "dense" or weight_bytes(file, dense) < 0.6 * free_bytes(device):
         return dense
     return None
+
+
+def _runs_packed(file: GGUFFile, device: torch.device) -> bool:
+    """Whether a CPU's kernels multiply with every matrix of the file."""
+    big = [t for t in file.tensors.values() if len(t.shape) > 1]
+    has_own = all(len(t.shape) == 2 and not t.name.endswith(GROUPED) for t in big)
+    return device.type == "cpu" and has_own and all(map(runs_packed, {t.type for t in big}))
 
 
 def room_on(device: torch.device, assumed: AssumedGpu | None) -> int:

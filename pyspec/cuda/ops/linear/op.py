@@ -1,4 +1,4 @@
-"""`linear`: few rows times a packed quantised matrix; `linear_tall`: more than about thirty."""
+"""`linear`: few rows times a packed quantised matrix; `linear_tall`: more than about thirty; `linear_cpu`: any number, on a CPU."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from functools import partial
 import torch
 
 from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.linear import cpu as linear_on_cpu
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import ref as linear_ref
 from pyspec.cuda.ops.linear import triton as linear_triton
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 from pyspec.cuda.ops.linear.pack import FORMATS
 from pyspec.cuda.ops.linear.ref import USUAL_TYPES, Epilogue
+from pyspec.gguf import GGMLType
 
 
 def shapes(device: torch.device) -> list[linear_ref.LinearSpec]:
@@ -47,4 +49,21 @@ linear_tall: Op[linear_ref.LinearSpec, linear_ref.Linear] = Op(
     more_shapes=every_type,
 )
 
-OPS = (linear, linear_tall)
+
+def cpu_types(device: torch.device) -> list[linear_on_cpu.CpuLinearSpec]:
+    """The usual types of files that CPUs run."""
+    names = ("F32", "F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "MXFP4") if device.type == "cpu" else ()
+    return [linear_on_cpu.CpuLinearSpec(device, GGMLType[name]) for name in names]
+
+
+linear_cpu: Op[linear_on_cpu.CpuLinearSpec, linear_on_cpu.Product] = Op(
+    "linear_cpu",
+    Impl("torch", linear_on_cpu.reference),
+    [Impl("cpu", linear_on_cpu.bind, linear_on_cpu.limits, capturable=True)],
+    linear_on_cpu.check,
+    home="pyspec.cuda.ops.linear.op:linear_cpu",
+    named="linear",
+    shapes=cpu_types,
+)
+
+OPS = (linear, linear_tall, linear_cpu)

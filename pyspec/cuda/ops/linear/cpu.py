@@ -1,0 +1,206 @@
+"""`linear_cpu`: rows times packed matrices on a CPU, from the bytes of the file (pyspec/cpu/native/linear.cpp).
+
+Rows become 16-bit whole numbers, 256 values sharing an f32 scale: within 2^-16 of the largest of them. Products with the weights' whole
+numbers are exact, and sums are f32. A result's bits depend on its row and the matrix alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyspec.cpu import kernels
+from pyspec.cpu.kernels import Kernel, empty
+from pyspec.cuda.ops.linear import grids
+from pyspec.cuda.ops.linear.dequant import dequantize, quantize
+from pyspec.cuda.ops.rows.ref import GroupNorm, HeadGate, HeadNorm, Norm, Prep
+from pyspec.gguf import GGMLType
+
+CHUNK, N_SUM = 256, 24
+PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+TYPES = frozenset(PLAIN) | {
+    GGMLType[name]
+    for name in [
+        "Q8_0",
+        "Q4_0",
+        "Q4_1",
+        "Q5_0",
+        "Q5_1",
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "IQ2_XXS",
+        "IQ3_XXS",
+        "IQ4_NL",
+        "IQ4_XS",
+        "MXFP4",
+        "NVFP4",
+    ]
+}
+TOLERANCE = 1e-4  # of the product's size
+
+_PRODUCT = Kernel("pyspec_product", "qqqqqqqqqqqqqqqd")
+_PREPARE = Kernel("pyspec_prepare", "qqqqqqqqqqqqqqd")
+_GATES = Kernel("pyspec_gates", "qqqqqqd")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLinearSpec:
+    """Matrices of a type, of any size."""
+
+    device: torch.device
+    type: GGMLType
+
+
+@dataclass(frozen=True, slots=True)
+class CpuRows:
+    """Rows for products. x [row, n_in] f32, contiguous; q, scales, sums: product.h's `Rows`, or None."""
+
+    x: Tensor
+    q: Tensor | None
+    scales: Tensor | None
+    sums: Tensor | None
+
+
+Product = Callable[[CpuRows, Tensor, Tensor, float, Tensor | None], None]
+"""product(rows, raw, out, scale, residual): raw [n_out, bytes of a row] uint8 as in the file; out and residual [row, n_out] f32, their
+rows strided. Writes rows times the matrix, times `scale`, plus the residual."""
+
+
+def prepared(x: Tensor, prep: Prep | None, *, whole: bool) -> CpuRows:
+    """Rows x [row, columns] f32 prepared for products. whole: as whole numbers, too, for packed types."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    n, kind = x.shape[0], 0 if prep is None else int(prep.kind)
+    n_in = x.shape[1] // (2 if kind == 4 else 1)
+    copies = kind != 0 or x.stride(0) != n_in
+    out = empty(n, n_in) if copies else None
+    q = scales = sums = None
+    if whole:
+        n_chunk = -(-n_in // CHUNK)
+        q = empty(n, n_chunk * CHUNK, dtype=torch.int16)
+        scales, sums = empty(n, n_chunk), empty(n, n_chunk * N_SUM)
+    weight = prep.weight if isinstance(prep, Norm | HeadNorm | GroupNorm) else None
+    eps = prep.eps if isinstance(prep, Norm | HeadNorm | GroupNorm) else 0.0
+    gate = prep.gate if isinstance(prep, HeadNorm | HeadGate | GroupNorm) else None
+    if gate is not None and gate.stride(-1) != 1:
+        gate = gate.contiguous()
+    strides = (0, 0) if gate is None else (gate.stride(0), gate.stride(1))
+    dim = 0 if prep is None else prep.dim
+    if copies or whole:
+        _PREPARE(x, out, q, scales, sums, weight, gate, kind, n, n_in, x.stride(0), *strides, dim, eps)
+    return CpuRows(x if out is None else out, q, scales, sums)
+
+
+def gates(both: Tensor, residual: Tensor | None, *, gelu: bool, limit: float) -> Tensor:
+    """act(gate) * up + residual. both [row, 2 n] f32, contiguous: gates, then ups -> [row, n]"""
+    n, width = both.shape[0], both.shape[1] // 2
+    out = empty(n, width)
+    _GATES(both, None if residual is None else residual.contiguous(), out, n, width, int(gelu), limit)
+    return out
+
+
+def bind(spec: CpuLinearSpec) -> Product:
+    number, is_plain, table = int(spec.type), spec.type in PLAIN, _table(spec.type)
+
+    def product(rows: CpuRows, raw: Tensor, out: Tensor, scale: float, residual: Tensor | None) -> None:
+        n, n_in, n_out = rows.x.shape[0], rows.x.shape[1], raw.shape[0]
+        given = (None, None, None) if is_plain else (rows.q, rows.scales, rows.sums)
+        strides = out.stride(0), 0 if residual is None else residual.stride(0)
+        _PRODUCT(raw, rows.x, *given, out, residual, None, table, number, n, n_in, n_out, *strides, scale)
+
+    return product
+
+
+def _table(type: GGMLType) -> Tensor | None:
+    """The lattice of a type that has one, as bytes."""
+    cpu = torch.device("cpu")
+    if type is GGMLType.IQ2_XXS:
+        return grids.iq2_xxs(cpu).to(torch.uint8).contiguous()
+    return grids.iq3_xxs(cpu).to(torch.uint8).contiguous() if type is GGMLType.IQ3_XXS else None
+
+
+def limits(spec: CpuLinearSpec) -> str | None:
+    if spec.device.type != "cpu":
+        return "runs on CPUs only"
+    if spec.type not in TYPES:
+        return f"no product for {spec.type.name}"
+    return kernels.missing()
+
+
+def reference(spec: CpuLinearSpec) -> Product:
+    """In plain torch: unpacks the matrix at each use."""
+
+    def product(rows: CpuRows, raw: Tensor, out: Tensor, scale: float, residual: Tensor | None) -> None:
+        weight = dequantize(raw.reshape(-1), spec.type, (raw.shape[0], rows.x.shape[1])) * scale
+        y = F.linear(rows.x, weight)
+        out.copy_(y if residual is None else y + residual)
+
+    return product
+
+
+def check(own: Product, other: Product, spec: CpuLinearSpec) -> str | None:
+    """Both of some rows, few and many, and of a matrix whose sizes divide by nothing."""
+    generator = torch.Generator().manual_seed(11)
+    n_in = 256 * 2 if spec.type.block_size == 256 else 256 + 64
+    raw = sample(spec.type, 21, n_in, generator)
+    for n in (1, 3, 19):
+        rows = prepared(torch.randn(n, n_in, generator=generator), None, whole=spec.type not in PLAIN)
+        residual, ys = torch.randn(n, 21, generator=generator), []
+        for launch in (own, other):
+            ys.append(torch.full((n, 21), torch.nan))
+            launch(rows, raw, ys[-1], 0.5, residual)
+        off = float((ys[0] - ys[1]).norm() / ys[1].norm())
+        if not off < TOLERANCE:
+            return f"{n} rows of {spec.type.name} differ by {off:.1e} from the reference"
+    return None
+
+
+def sample(type: GGMLType, n_out: int, n_in: int, generator: torch.Generator) -> Tensor:
+    """[n_out, bytes of a row] uint8: a matrix of the type whose numbers are of usual size."""
+    x = torch.randn(n_out, n_in, generator=generator)
+    if type is GGMLType.F32:
+        return x.view(torch.uint8)
+    if type is GGMLType.F16:
+        return x.half().view(torch.uint8)
+    if type in (GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q4_0):
+        return quantize(x, type).view(n_out, -1)
+    raw = torch.randint(
+        0, 256, (n_out, n_in // type.block_size * type.type_size), dtype=torch.uint8, generator=generator
+    )
+    return _with_scales(raw, type)
+
+
+def _with_scales(raw: Tensor, type: GGMLType) -> Tensor:
+    """Random bytes whose f16 and 8-bit scales are numbers between a hundredth and one."""
+    blocks = raw.view(raw.shape[0], -1, type.type_size)
+    if type is GGMLType.MXFP4:
+        blocks[..., 0] = 120 + blocks[..., 0] % 8
+    elif type is GGMLType.NVFP4:
+        blocks[..., :4] &= 0x3F
+    else:
+        for at in _HALVES[type]:
+            blocks[..., at + 1] = (blocks[..., at + 1] & 3) | 0x1C
+    return raw
+
+
+_HALVES = {
+    GGMLType.Q4_1: (0, 2),
+    GGMLType.Q5_0: (0,),
+    GGMLType.Q5_1: (0, 2),
+    GGMLType.Q2_K: (80, 82),
+    GGMLType.Q3_K: (108,),
+    GGMLType.Q4_K: (0, 2),
+    GGMLType.Q5_K: (0, 2),
+    GGMLType.Q6_K: (208,),
+    GGMLType.IQ2_XXS: (0,),
+    GGMLType.IQ3_XXS: (0,),
+    GGMLType.IQ4_NL: (0,),
+    GGMLType.IQ4_XS: (0,),
+}
+"""Offsets of a block's f16 fields."""
