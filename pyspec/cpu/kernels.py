@@ -1,4 +1,4 @@
-"""Calls of the C++ kernels. A call runs at once, or is put on the tape of this thread's recording.
+"""Calls of the C++ kernels. A call runs at once, or is only put on the tape of this thread's recording.
 
 A kernel takes one block of arguments, eight bytes each: addresses and whole numbers ("q"), and f64 numbers ("d"). `Kernel("name", "qqd")`
 packs them; native/NAME.cpp reads them as a struct in the same order.
@@ -11,7 +11,7 @@ import logging
 import struct
 import threading
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,24 +51,44 @@ def missing(_: object = None) -> str | None:
     return found if isinstance(found, str) else None
 
 
-class Tape:
-    """Calls in order, with the memory that they use. `replay` runs them again over the same memory."""
+class Memory(Protocol):
+    """Where a recording takes memory from."""
 
-    def __init__(self) -> None:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+
+    def owns(self, x: Tensor) -> bool: ...
+
+
+class Tape:
+    """Calls in order. `replay` runs them again over the same memory, with the arguments of the recording.
+
+    kept  tensors that the calls read and that are not of the pool: weights, fields of the batch, states
+    """
+
+    def __init__(self, pool: Memory) -> None:
+        self.pool = pool
         self.calls: list[tuple[int, bytes]] = []
-        self.kept: list[object] = []
+        self.kept: dict[int, Tensor] = {}
         self._steps: Any = None
+
+    def add(self, kernel: int, packed: bytes, args: tuple[object, ...]) -> None:
+        self.calls.append((kernel, packed))
+        for x in args:
+            if isinstance(x, Tensor) and not self.pool.owns(x):
+                self.kept[x.data_ptr()] = x
+
+    def seal(self) -> None:
+        """Make the list that the library walks."""
+        flat = [
+            x
+            for kernel, packed in self.calls
+            for x in (kernel, ctypes.cast(ctypes.c_char_p(packed), ctypes.c_void_p).value)
+        ]
+        self._steps = (ctypes.c_void_p * len(flat))(*flat)
 
     def replay(self) -> None:
         lib = library()
         assert isinstance(lib, ctypes.CDLL), "a tape has calls of its kernels"
-        if self._steps is None:
-            flat = [
-                x
-                for kernel, args in self.calls
-                for x in (kernel, ctypes.cast(ctypes.c_char_p(args), ctypes.c_void_p).value)
-            ]
-            self._steps = (ctypes.c_void_p * len(flat))(*flat)
         lib.pyspec_replay(self._steps, len(self.calls), torch.get_num_threads())
 
 
@@ -98,14 +118,11 @@ class Kernel:
         address = self.address
         packed = self.layout.pack(*[a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in args])
         if here.tape is not None:
-            here.tape.calls.append((address, packed))
-            here.tape.kept.append(args)
+            here.tape.add(address, packed, args)
+            return
         self._run(address, packed, torch.get_num_threads())
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """New memory for a kernel's output, which the recording keeps."""
-    made = torch.empty(shape, dtype=dtype)
-    if here.tape is not None:
-        here.tape.kept.append(made)
-    return made
+    """New memory for a kernel's output, from the pool of a recording where one runs."""
+    return torch.empty(shape, dtype=dtype) if here.tape is None else here.tape.pool.empty(shape, dtype)

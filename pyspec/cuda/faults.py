@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyspec.cpu.kernels import here
 from pyspec.cuda import registry
 from pyspec.cuda.context import context_of, per_device
 from pyspec.cuda.op import FaultPlace
@@ -81,7 +82,8 @@ class Reader:
 
     def clear(self) -> None:
         """Reset the record, in stream order."""
-        self.record.zero_()
+        if here.tape is None:  # a CPU's kernels have no guards
+            self.record.zero_()
 
     def take(self) -> Fault | None:
         """Result of the oldest `fetch` that was not taken; its copy must be done. Clears the record if a guard had tripped."""

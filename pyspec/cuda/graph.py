@@ -8,6 +8,7 @@ after warm-up, because a capture takes memory and the time of many rounds.
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -15,7 +16,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from pyspec.cpu.tape import CannotRecord, Recorded, TapeMemory
 from pyspec.slots.batch import Batch
+
+log = logging.getLogger(__name__)
+
+N_TAPE = 64  # recorded forwards that are kept
 
 Out = TypeVar("Out")
 Key = tuple[
@@ -53,10 +59,14 @@ class Graphed(Generic[Out]):
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Out]] = {}
         self._seen: set[Key] = set()
         self._sealed = False
+        self._tapes: dict[tuple[int, int, int, bool], Recorded[Out]] = {}
+        self._memory, self._cannot = TapeMemory(), ""
 
     def __call__(self, batch: Batch) -> Out:
-        if batch.bucket is None or batch.tokens.device.type != "cuda":
+        if batch.bucket is None:
             return self.fn(batch)
+        if batch.tokens.device.type != "cuda":
+            return self._taped(batch)
         key = batch.bucket, batch.n_place, self.by_single and batch.single, batch.prompt
         if key not in self._graphs:
             if self._sealed or key not in self._seen:
@@ -67,6 +77,24 @@ class Graphed(Generic[Out]):
         graph.replay()
         return out
 
+    def _taped(self, batch: Batch) -> Out:
+        """On a CPU: a tape for each shape, recorded at its first use. Recording runs nothing."""
+        if self._cannot:
+            return self.fn(batch)
+        key = batch.n_row, batch.n_place, len(batch.out_rows), self.by_single and batch.single
+        recorded = self._tapes.pop(key, None)
+        if recorded is None:
+            try:
+                recorded = Recorded(lambda: self.fn(batch), self._memory)
+            except CannotRecord as e:
+                self._cannot = str(e)
+                log.info("forwards run call by call, because %s is not a kernel", e)
+                return self.fn(batch)
+        self._tapes[key] = recorded  # the newest last
+        if len(self._tapes) > N_TAPE:
+            del self._tapes[next(iter(self._tapes))]
+        return recorded.replay()
+
     def seal(self) -> None:
         """Capture no more: batches without a graph run kernel by kernel."""
         self._sealed = True
@@ -75,6 +103,7 @@ class Graphed(Generic[Out]):
         """Free the graphs and their memory; nothing is captured after this."""
         self._sealed = True
         self._graphs.clear()
+        self._tapes.clear()
 
     def _capture(self, key: Key, batch: Batch) -> None:
         graph = torch.cuda.CUDAGraph()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pyspec.config import EngineSettings
+from pyspec.cpu.tensors import next_positions, picked
 from pyspec.cuda.graph import Graphed, copied
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
@@ -166,7 +167,9 @@ class DFlashNet:
         """The block rows of `batch` (laid out with see_block) -> [row, n_embd] after the final norm."""
         x, angles = self.embed(batch.tokens), self.ropes.angles(batch.positions)
         whole = Pass(angles, self.memory, batch)
-        causal = replace(whole, batch=replace(batch, hi=batch.positions + 1))
+        causal = (
+            replace(whole, batch=replace(batch, hi=next_positions(batch.positions))) if any(self.c.causal) else whole
+        )
         for block, is_causal in zip(self.blocks, self.c.causal, strict=True):
             x = block(x, causal if is_causal else whole)
         return self.norms(x, self.norm)
@@ -288,7 +291,7 @@ class DFlash:
 
     def _inject(self, batch: Batch) -> None:
         """Context rows from held taps; padding reads those of some row and writes to the null row."""
-        self.net.inject(self.held[batch.tokens], batch.kv_rows, batch.positions)
+        self.net.inject(picked(self.held, batch.tokens), batch.kv_rows, batch.positions)
 
     def _forget(self, slot: Slot) -> None:
         """Drop the slot's held taps: their context will not be read."""

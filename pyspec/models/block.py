@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from pyspec.cpu.tensors import add
 from pyspec.cuda import fuse
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
@@ -93,7 +94,7 @@ class Step:
     def __call__(self, x: Tensor, run: Pass) -> Tensor:
         if self.post is None:
             return self.part(x, x, run)
-        return x + self.norms(self.part(x, None, run), self.post)
+        return add(x, self.norms(self.part(x, None, run), self.post))
 
 
 class Block:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyspec.cpu import tensors
 from pyspec.models.target import Lead, ModelConfig, Out, capped, out_of
 from pyspec.models.weights import EMBEDDING, Matrix, Weights
 from pyspec.slots.batch import Batch
@@ -65,4 +66,4 @@ class BoundModel(ABC):
     def run(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
         """A forward of this rank; `forward` has the others run theirs."""
         hidden, wanted, tapped = self.trunk(batch, taps)
-        return out_of(self.output, wanted, hidden, torch.cat(tapped, -1) if taps else None, self.cap)
+        return out_of(self.output, wanted, hidden, tensors.side_by_side(tapped) if taps else None, self.cap)

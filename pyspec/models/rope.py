@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyspec.cpu.tensors import scaled
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.models.rope_scaling import NOT_STRETCHED, RopeScaling
@@ -65,10 +66,10 @@ class Rope:
         return rows, self._lengthened(angles)
 
     def _lengthened(self, angles: Angles) -> Angles:
-        if self.length != 1.0:
-            for each in angles:
-                each.mul_(self.length)
-        return angles
+        if self.length == 1.0:
+            return angles
+        cos, sin = (scaled(each.flatten(1), self.length).unsqueeze(1) for each in angles)
+        return cos, sin
 
 
 class Ropes:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pyspec.cpu import tensors
 from pyspec.cuda.collective import Collective
 from pyspec.gguf import GGUFFile
 from pyspec.models.gathered import Gathered, shared
@@ -50,7 +51,7 @@ class Out:
 
 def capped(logits: Tensor, cap: float) -> Tensor:
     """c tanh(logits / c), unless c is 0."""
-    return (logits / cap).tanh_().mul_(cap) if cap else logits
+    return tensors.capped(logits, cap)
 
 
 def out_of(output: Matrix, wanted: Tensor, hidden: Tensor, taps: Tensor | None, cap: float = 0.0) -> Out:

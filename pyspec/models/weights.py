@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec import progress
+from pyspec.cpu.tensors import scaled
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of
 from pyspec.cuda.exact import EXACT, in_passes
@@ -202,7 +203,7 @@ class Embedding:
         return self._scaled(rows), angles
 
     def _scaled(self, rows: Tensor) -> Tensor:
-        return rows if self.scale == 1.0 else rows * self.scale
+        return scaled(rows, self.scale)
 
 
 class Weights:

@@ -111,9 +111,11 @@ class _Block:
 class _Stage:
     """One host copy, with the event after its transfer."""
 
-    def __init__(self, blocks: dict[str, _Block], n_byte: int, device: torch.device) -> None:
+    def __init__(
+        self, blocks: dict[str, _Block], n_byte: int, device: torch.device, memory: Tensor | None = None
+    ) -> None:
         cuda = device.type == "cuda"
-        self.memory = torch.zeros(n_byte, dtype=torch.uint8, pin_memory=cuda)
+        self.memory = torch.zeros(n_byte, dtype=torch.uint8, pin_memory=cuda) if memory is None else memory
         self.event = torch.cuda.Event() if cuda else None
         views = {name: block.of(self.memory).numpy() for name, block in blocks.items()}
         self.rows = views["rows"]
@@ -145,7 +147,10 @@ class Arena:
     width    most rows of a sequence, in batches of more rows than max(BUCKETS)
     n_row    rows of the largest batch of verifies or drafts
     prompts  those of PROMPTS with a captured graph; other prompts run without
+    pads     batches are padded to buckets, whose graphs are captured before the first request
     """
+
+    pads = True
 
     def __init__(self, n_seq: int, n_page: int, device: torch.device, width: int = 1) -> None:
         self.n_seq = n_seq
@@ -171,8 +176,12 @@ class Arena:
         self._prompts = {rows: self._cut(blocks, rows, 1) for rows in PROMPTS}
         for fields in self._prompts.values():
             fields["out_rows"] = fields["out_rows"][:1]  # logits of all these rows would be most of their memory
-        self._stages = [_Stage(blocks, page_table.end, device) for _ in range(N_STAGE)]
+        self._blocks = blocks
+        self._stages = self._staged(blocks, page_table.end)
         self._next = 0
+
+    def _staged(self, blocks: dict[str, _Block], n_byte: int) -> list[_Stage]:
+        return [_Stage(blocks, n_byte, self.memory.device) for _ in range(N_STAGE)]
 
     def bucket(self, widths: Sequence[int]) -> int | None:
         """The bucket of a batch with these widths; None if it does not fit. Large buckets are for verifies and drafts only, because products of
@@ -196,8 +205,13 @@ class Arena:
         out["seq_start"] = whole["seqs"][SEQ32.index("seq_start"), : places + 1]
         return out | {"page_table": whole["page_table"][:places], "row_seq": whole["row_seq"][:bucket]}
 
-    def fill(self, layout: Layout, bucket: int, null_row: int, *, prompt: bool = False) -> dict[str, Tensor]:
-        """Write a layout, padded to `bucket` rows, and start its copy. Returns the fields cut to the bucket and to the fewest places."""
+    def fill(
+        self, layout: Layout, bucket: int, null_row: int, *, n_out: int = 0, prompt: bool = False
+    ) -> dict[str, Tensor]:
+        """Write a layout, padded to `bucket` rows, and start its copy. Returns the fields cut to the bucket and to the fewest places.
+
+        n_out: rows with logits; a graph has those of all its rows.
+        """
         n_seq = len(layout.pages)
         places = next((n for n in places_of(self.n_seq, bucket) if n >= n_seq), self.n_seq)
         used = self._pages_at + 8 * n_seq * self.n_page
@@ -210,3 +224,41 @@ class Arena:
         if stage.event is not None:
             stage.event.record()
         return self._prompts[bucket] if prompt else self._fields[bucket, places]
+
+
+TAPED = 64  # most rows of a recorded forward; of more, the time between calls is a small part
+
+
+class HostArena(Arena):
+    """An arena that the CPU reads itself, for recorded forwards (pyspec.cpu.tape).
+
+    A batch keeps its own rows, sequences and outputs: recording takes no longer than running, and a row of padding would cost as much as
+    another. No batch is in flight while the next one is written.
+    """
+
+    pads = False
+
+    def __init__(self, n_seq: int, n_page: int) -> None:
+        super().__init__(n_seq, n_page, torch.device("cpu"))
+        self.n_row = TAPED
+        self._cuts: dict[tuple[int, int, int], dict[str, Tensor]] = {}
+
+    def _staged(self, blocks: dict[str, _Block], n_byte: int) -> list[_Stage]:
+        return [_Stage(blocks, n_byte, self.memory.device, self.memory)]
+
+    def bucket(self, widths: Sequence[int]) -> int | None:
+        n_row = sum(widths)
+        return n_row if n_row <= TAPED and len(widths) <= self.n_seq else None
+
+    def prompt_bucket(self, n_row: int) -> int | None:
+        return None
+
+    def fill(
+        self, layout: Layout, bucket: int, null_row: int, *, n_out: int = 0, prompt: bool = False
+    ) -> dict[str, Tensor]:
+        key = bucket, len(layout.pages), n_out
+        if key not in self._cuts:
+            fields = self._cut(self._blocks, bucket, len(layout.pages))
+            self._cuts[key] = fields | {"out_rows": fields["out_rows"][:n_out]}
+        self._stages[0].write(layout, null_row)
+        return self._cuts[key]

@@ -154,7 +154,7 @@ def lay_out(
     if arena is not None and prompt:
         bucket = arena.prompt_bucket(starts[-1])
     if arena is not None and bucket is not None and max(map(len, pages), default=0) <= arena.n_page:
-        fields = arena.fill(layout, bucket, table.null_row, prompt=prompt)
+        fields = arena.fill(layout, bucket, table.null_row, n_out=n_out, prompt=prompt)
     else:
         bucket, fields = None, _fresh(layout, n_out, device)
     causal, size, single = not see_block, table.page_size, starts[-1] == len(seqs)

@@ -54,7 +54,7 @@ from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import read_rates
-from pyspec.slots.arena import Arena, bucket_of, most_rows
+from pyspec.slots.arena import Arena, HostArena, bucket_of, most_rows
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.memory import Memory, allocate
 from pyspec.slots.states import StateStore
@@ -200,7 +200,7 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
     states = StateStore(device_checkpoints(d), host_bytes, start_bytes(d))
     # graphs pad batches to a bucket, so all sizes of a bucket take the same time
     most = most_rows(s.np, d.width)
-    timer = Timer() if arena is None else Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
+    timer = Timer() if arena is None or not arena.pads else Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
     needs, fixed = d.draft.needs, s.n_draft_fixed
     return Loop(
         (Worker if memory.is_whole else TpWorker)(target, memory, table, drafter, arena),
@@ -215,8 +215,12 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
 
 
 def _arena(target: Target, table: SlotTable, n_page: int, width: int) -> Arena | None:
-    """Static batches for CUDA graphs, if every op of the model can be captured."""
-    if target.device.type != "cuda" or not target.capturable:
+    """Static batches for CUDA graphs and recorded forwards, if every op of the model can be captured."""
+    if not target.capturable:
+        return None
+    if target.device.type == "cpu":
+        return HostArena(len(table.slots), n_page)
+    if target.device.type != "cuda":
         return None
     return Arena(len(table.slots), n_page, target.device, width)
 

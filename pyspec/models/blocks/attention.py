@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyspec.cpu.tensors import add
 from pyspec.cuda import fuse
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
@@ -169,14 +170,14 @@ class BoundAttention:
         pool = run.memory.kv[self.layer]
         y = self.qkv(x, self.norm)
         if self.bias is not None:
-            y = y + self.bias
+            y = add(y, self.bias)
         q = self.rope_kv(y, self.q_norm, self.k_norm, run.angles[self.rope], pool, batch.kv_rows)
         o = self.attend(q, pool, batch, self.spec.window, self.sinks, **self.read_next).view(n, -1)
         gate = None
         if s.gated:
             gate = HeadGate(y[:, : 2 * s.n_head * s.head_dim].view(n, s.n_head, -1)[..., s.head_dim :])
         y = self.out(o, gate, residual=residual)
-        return y if self.out_bias is None else y + self.out_bias
+        return y if self.out_bias is None else add(y, self.out_bias)
 
 
 def _bias(w: Weights, prefix: str) -> Tensor | None:

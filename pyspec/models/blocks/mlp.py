@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from pyspec.cpu.tensors import add
 from pyspec.cuda import fuse
 from pyspec.cuda.ops.linear.ref import GATES
 from pyspec.cuda.ops.rows.op import rows
@@ -95,6 +96,6 @@ class BoundRelu2:
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
         y = self.up(x, self.norm)
-        y = y if self.up_bias is None else y + self.up_bias
+        y = y if self.up_bias is None else add(y, self.up_bias)
         y = self.down(y, RELU2, residual=residual)
-        return y if self.down_bias is None else y + self.down_bias
+        return y if self.down_bias is None else add(y, self.down_bias)

@@ -1,0 +1,64 @@
+// What is left between kernels: sums, scaling, copies and picked rows, of f32 rows with strides.
+#include "pool.h"
+#include "prep.h"
+
+using namespace pyspec;
+
+namespace {
+
+struct AddArgs {
+  const float *x, *y;
+  float *out;
+  int64_t n_row, n, x_stride, y_stride;  // y_stride 0: the same values for every row
+  double cap;                            // cap * tanh(x / cap) of the sum; 0: the sum itself
+};
+
+struct CopyArgs {
+  const float *x;
+  float *out;
+  const int64_t *rows;  // of x, or null for all in order
+  int64_t n_row, n, x_stride, out_stride, n_x;
+  double factor;
+};
+
+struct NextArgs {
+  const int64_t *x;
+  int64_t *out;
+  int64_t n;
+};
+
+inline f8 tanh(f8 x) {
+  const f8 e = exp(all(2.0f) * min(max(x, all(-20.0f)), all(20.0f)));
+  return (e - all(1.0f)) / (e + all(1.0f));
+}
+
+}  // namespace
+
+extern "C" void pyspec_add(const AddArgs *p) {
+  each_range(p->n_row, 1 + 4096 / (p->n + 1), [&](int64_t a, int64_t b) {
+    for (int64_t r = a; r < b; r++) {
+      const float *x = p->x + r * p->x_stride, *y = p->y ? p->y + r * p->y_stride : nullptr;
+      by_eights(p->n, [&](int64_t i, auto get, auto put) {
+        f8 s = y ? get(x + i) + get(y + i) : get(x + i);
+        if (p->cap != 0) s = tanh(s / all(float(p->cap))) * all(float(p->cap));
+        put(p->out + r * p->n + i, s);
+      });
+    }
+  });
+}
+
+extern "C" void pyspec_copy(const CopyArgs *p) {
+  each_range(p->n_row, 1 + 4096 / (p->n + 1), [&](int64_t a, int64_t b) {
+    for (int64_t r = a; r < b; r++) {
+      int64_t from = p->rows ? p->rows[r] : r;
+      if (from < 0 || from >= p->n_x) from = 0;
+      by_eights(p->n, [&](int64_t i, auto get, auto put) {
+        put(p->out + r * p->out_stride + i, get(p->x + from * p->x_stride + i) * all(float(p->factor)));
+      });
+    }
+  });
+}
+
+extern "C" void pyspec_next_positions(const NextArgs *p) {
+  for (int64_t i = 0; i < p->n; i++) p->out[i] = p->x[i] + 1;
+}

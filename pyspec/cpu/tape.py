@@ -1,0 +1,100 @@
+"""Recordings: the calls of a forward, replayed as one native call over the same memory.
+
+While a recording runs, `kernels.empty` takes memory from a pool that is the recording's own. Memory that the forward lets go of serves its
+later calls again, as it will in each replay. A forward can be recorded if nothing but kernels computes: a torch operation that reads or
+writes values would not be replayed, so it ends the recording.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyspec.cpu.kernels import Tape, here
+
+Out = TypeVar("Out")
+LINE = 64  # bytes that pieces are aligned to
+BLOCK = 1 << 20  # bytes of a block at least
+_MAKE_MEMORY = ("aten::empty", "aten::detach", "aten::alias", "aten::lift_fresh")
+
+
+class CannotRecord(Exception):
+    """A torch operation computes in the forward; its name."""
+
+
+class TapeMemory:
+    """Memory of recordings that never run at the same time. Results that are still referenced keep theirs."""
+
+    def __init__(self) -> None:
+        self.blocks: list[np.ndarray] = []
+        self.free: dict[int, list[np.ndarray]] = {}  # pieces by size
+        self._left = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = -(-max(prod(shape) * dtype.itemsize, 1) // LINE) * LINE
+        found = self.free.get(size)
+        piece = found.pop() if found else self._cut(size)
+        handed = piece[:]  # torch keeps this view as long as it keeps the memory
+        weakref.finalize(handed, self.free.setdefault(size, []).append, piece).atexit = False
+        return torch.from_numpy(handed)[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def _cut(self, size: int) -> np.ndarray:
+        if size > self._left:
+            whole = np.empty(max(size, BLOCK) + LINE, np.uint8)
+            at = -whole.ctypes.data % LINE
+            self.blocks.append(whole[at : at + max(size, BLOCK)])
+            self._left = self.blocks[-1].nbytes
+        block = self.blocks[-1]
+        at = block.nbytes - self._left
+        self._left -= size
+        return block[at : at + size]
+
+    def owns(self, x: Tensor) -> bool:
+        at = x.data_ptr()
+        return any(b.ctypes.data <= at < b.ctypes.data + b.nbytes for b in self.blocks)
+
+
+class _OnlyKernels(TorchDispatchMode):
+    """Lets views and new memory pass, and nothing that computes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not func.name().startswith(_MAKE_MEMORY):
+            raise CannotRecord(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _recording(tape: Tape) -> Iterator[None]:
+    here.tape = tape
+    try:
+        with _OnlyKernels():
+            yield
+    finally:
+        here.tape = None
+
+
+class Recorded(Generic[Out]):
+    """A forward's tape and its result, which every replay overwrites."""
+
+    def __init__(self, fn: Callable[[], Out], pool: TapeMemory) -> None:
+        """Record fn, whose kernels do not run. Raises CannotRecord."""
+        self.tape = Tape(pool)
+        with _recording(self.tape):
+            self.out = fn()
+        self.tape.seal()
+
+    def replay(self) -> Out:
+        self.tape.replay()
+        return self.out

@@ -1,0 +1,72 @@
+"""The few operations between kernels, which a recording needs as kernels; elsewhere they are torch's. f32 rows, values contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyspec.cpu.kernels import Kernel, empty, here
+
+_ADD = Kernel("pyspec_add", "qqqqqqqd")
+_COPY = Kernel("pyspec_copy", "qqqqqqqqd")
+_NEXT = Kernel("pyspec_next_positions", "qqq")
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """x [row, n] + y [row, n] or [n]"""
+    if here.tape is None:
+        return x + y
+    out = empty(*x.shape)
+    _ADD(x, y, out, x.shape[0], x.shape[1], x.stride(0), 0 if y.dim() == 1 else y.stride(0), 0.0)
+    return out
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap) of x [row, n]; x itself for a cap of 0"""
+    if not cap:
+        return x
+    if here.tape is None:
+        return (x / cap).tanh_().mul_(cap)
+    out = empty(*x.shape)
+    _ADD(x, None, out, x.shape[0], x.shape[1], x.stride(0), 0, cap)
+    return out
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """x [row, n] * factor; x itself for a factor of 1"""
+    if factor == 1.0:
+        return x
+    return x * factor if here.tape is None else _copied(x, None, factor)
+
+
+def picked(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows]: rows [out] int64"""
+    return x[rows] if here.tape is None else _copied(x, rows, 1.0)
+
+
+def next_positions(positions: Tensor) -> Tensor:
+    """positions [row] int64 + 1"""
+    if here.tape is None:
+        return positions + 1
+    out = empty(len(positions), dtype=torch.int64)
+    _NEXT(positions, out, len(positions))
+    return out
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Parts [row, n] next to each other."""
+    if here.tape is None:
+        return torch.cat(list(parts), -1)
+    out = empty(parts[0].shape[0], sum(part.shape[1] for part in parts))
+    for part, to in zip(parts, out.split([part.shape[1] for part in parts], 1), strict=True):
+        _COPY(part, to, None, *part.shape, part.stride(0), to.stride(0), part.shape[0], 1.0)
+    return out
+
+
+def _copied(x: Tensor, rows: Tensor | None, factor: float) -> Tensor:
+    n = x.shape[0] if rows is None else len(rows)
+    out = empty(n, x.shape[1])
+    _COPY(x, out, rows, n, x.shape[1], x.stride(0), x.shape[1], x.shape[0], factor)
+    return out
