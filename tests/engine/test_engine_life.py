@@ -411,3 +411,18 @@ def test_clients_that_fill_the_queue_leave_a_newcomer_a_place(isolated: bool) ->
         engine.cancel(name)
         wait_for(lambda: good.over and all(ear.over for ear in bad))
         assert isinstance(good.last, Done) and all(isinstance(ear.last, Done) for ear in bad[:11])
+
+
+def test_an_engine_without_rest_gives_freed_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[str] = []
+    monkeypatch.setattr("pyspec.engine.process.core.TRIM_S", 0.0)
+    monkeypatch.setattr("pyspec.engine.process.core.REST_S", 1e6)
+    monkeypatch.setattr(
+        "pyspec.engine.process.core.give_back_memory", lambda: trimmed.append(threading.current_thread().name)
+    )
+    with start() as engine:
+        engine.run(SHORT)
+        deadline = time.monotonic() + 60
+        while not trimmed and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert set(trimmed) == {"pyspec-trim"}, "beside the rounds, not between them"

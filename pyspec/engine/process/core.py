@@ -39,6 +39,7 @@ Due = Sequence[tuple[Sink, Event]]
 """Events in order, each with the listener of its request."""
 
 REST_S = 1.0  # idle seconds after which freed memory goes back to the system
+TRIM_S = 60.0  # seconds of rounds without rest after which it goes back meanwhile: the C library keeps ten MiB of each minute
 CLOSE_S = 30.0  # a round may take seconds; a hanging device never returns
 _ENDING = threading.Event()  # the main thread has ended; other threads may still run
 _RUNNING: weakref.WeakSet[EngineCore] = weakref.WeakSet()
@@ -101,6 +102,7 @@ class EngineCore:
         self._due: list[tuple[Sink, Event]] = []
         self._is_urgent = False
         self._is_rested = True  # no round has run since freed memory went back to the system
+        self._trimmed = time.monotonic()
         if self.loop.may_defer:
             self.loop.on_wait = self._hand_out
         self._error: PyspecError | None = None
@@ -276,8 +278,15 @@ class EngineCore:
         self.step_began, self._is_rested = 0.0, False
         if self._is_urgent or not self.loop.may_defer or not self.loop.is_busy:
             self._hand_out()
+        self._trim(time.monotonic())
         if self.loop.is_idle:
             self.loop.check()  # after all events are delivered, because it may read every page
+
+    def _trim(self, now: float) -> None:
+        """Give freed memory back beside the rounds, if they have run for long without rest."""
+        if now - self._trimmed > TRIM_S:
+            self._trimmed = now
+            threading.Thread(target=give_back_memory, name="pyspec-trim", daemon=True).start()
 
     def _next(self) -> bool:
         """Wait for work and take it in. Returns False if the engine was closed."""
@@ -285,7 +294,7 @@ class EngineCore:
             has_news = self._is_rested or self._wake.wait_for(self._has_news, REST_S)
         if not has_news:
             give_back_memory()
-            self._is_rested = True
+            self._is_rested, self._trimmed = True, time.monotonic()
         with self._wake:
             self._wake.wait_for(self._has_news)
             if self._closing:
