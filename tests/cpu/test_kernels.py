@@ -1,0 +1,167 @@
+"""Calls of C++ kernels, their tapes, and the pool of threads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pyspec.cpu import build, kernels, tensors
+from pyspec.cpu.kernels import Kernel, empty
+from pyspec.cpu.tape import CannotRecord, Recorded, TapeMemory
+
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
+AXPY = Kernel("pyspec_axpy", "qqqd")
+
+
+def axpy(x: Tensor, y: Tensor, a: float = 1.0) -> Tensor:
+    AXPY(x, y, x.numel(), a)
+    return y
+
+
+@pytest.fixture(params=[1, 2, 5])
+def n_thread(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("n", [1, 7, 64, 100_003])
+def test_a_kernel_reaches_every_value_once(n: int, n_thread: int) -> None:
+    x, y = torch.randn(n), torch.zeros(n)
+    for _ in range(20):
+        axpy(x, y.zero_(), 2.0)
+        assert torch.equal(y, 2 * x)
+
+
+def test_several_threads_call_at_once() -> None:
+    """The pool serves one of them; the others run their loops alone."""
+    x, wrong = torch.randn(20_000), []
+
+    def call() -> None:
+        torch.set_num_threads(4)
+        y = torch.zeros_like(x)
+        for _ in range(300):
+            axpy(x, y.zero_())
+            if not torch.equal(x, y):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_a_forked_child_has_threads_of_its_own(n_thread: int) -> None:
+    """numpy fills and compares: torch's own threads do not survive a fork."""
+    x, y = np.arange(50_000, dtype=np.float32), np.zeros(50_000, np.float32)
+    given = torch.from_numpy(x), torch.from_numpy(y)
+    axpy(*given)
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        y[:] = 0
+        axpy(*given)
+        os._exit(int(not np.array_equal(x, y)))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_recording_runs_nothing_and_a_replay_reads_memory_anew() -> None:
+    x, y = torch.ones(10), torch.zeros(10)
+    recorded = Recorded(lambda: axpy(x, y), TapeMemory())
+    assert not y.any()
+    for i in range(3):
+        assert torch.equal(recorded.replay(), torch.full((10,), float(i + 1)))
+    x.fill_(5.0)
+    assert torch.equal(recorded.replay(), torch.full((10,), 8.0))
+
+
+def test_memory_of_a_recording_is_used_again_and_results_keep_theirs() -> None:
+    x, memory = torch.arange(1000.0), TapeMemory()
+
+    def chain() -> Tensor:
+        y = tensors.add(x[None], x[None])
+        for _ in range(500):
+            y = tensors.add(y, x[None])
+        return y
+
+    first = Recorded(chain, memory)
+    second = Recorded(chain, memory)
+    assert memory.n_bytes < 3 << 20, "500 rows of 4 kB would take more"
+    a, b = first.replay(), second.replay()
+    assert a.data_ptr() != b.data_ptr() and torch.equal(a, 502 * x[None]) and torch.equal(b, a)
+    del first, second, a, b
+    taken = memory.n_bytes
+    for _ in range(20):
+        Recorded(chain, memory)
+    assert memory.n_bytes == taken, "a tape that is dropped leaves its memory to the next"
+
+
+def test_results_outlive_other_recordings_over_the_same_memory() -> None:
+    memory, x = TapeMemory(), torch.arange(100.0)[None]
+    kept = Recorded(lambda: tensors.scaled(x, 3.0), memory)
+    out = kept.replay()
+    for factor in range(5, 9):
+        Recorded(lambda f=float(factor): tensors.scaled(x, f), memory).replay()
+    assert torch.equal(out, 3 * x)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [lambda x: x + 1, lambda x: x.zero_(), lambda x: float(x.sum()), lambda x: x.clone()],
+)
+def test_what_a_replay_would_not_repeat_cannot_be_recorded(compute: object) -> None:
+    x = torch.ones(4)
+    with pytest.raises(CannotRecord, match="aten::"):
+        Recorded(lambda: compute(x), TapeMemory())  # type: ignore[operator]
+    assert kernels.here.tape is None, "the recording is over"
+    assert torch.equal(axpy(x, torch.zeros(4)), torch.ones(4)), "and calls run again"
+
+
+def test_views_may_be_recorded() -> None:
+    x = torch.arange(24.0).view(2, 12)
+
+    def run() -> Tensor:
+        left, right = x.split([4, 8], 1)
+        return tensors.side_by_side([right.unflatten(1, (2, 4)).flatten(1)[:, 2:6], left, empty(2, 8)[:, :1]])
+
+    assert torch.equal(Recorded(run, TapeMemory()).replay()[:, :8], torch.cat([x[:, 6:10], x[:, :4]], 1))
+
+
+@pytest.mark.parametrize("n", [1, 9, 70])
+def test_operations_between_kernels_are_torchs(n: int) -> None:
+    x, y, bias = torch.randn(n, 21) * 9, torch.randn(n, 40)[:, 3:24], torch.randn(21)
+    rows = torch.randint(0, n, (13,))
+    for call in (
+        lambda: tensors.add(x, y),
+        lambda: tensors.add(x, bias),
+        lambda: tensors.scaled(y, 0.3),
+        lambda: tensors.picked(y, rows),
+        lambda: tensors.side_by_side([x, y, x]),
+        lambda: tensors.capped(x, 5.0),
+        lambda: tensors.next_positions(rows),
+    ):
+        want = call()
+        assert torch.allclose(Recorded(call, TapeMemory()).replay(), want, atol=2e-6, rtol=2e-6)
+
+
+def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with pytest.raises(build.CannotBuild, match="no C\\+\\+ compiler"):
+        build.build("plain")
+
+
+def test_a_compilers_error_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    with pytest.raises(build.CannotBuild, match=r"failed: .*no-such-option"):
+        build.build("plain", extra=("--no-such-option",))
