@@ -36,11 +36,11 @@ inline float largest(f8 x) {
   return m;
 }
 
-// e^x to about 2 units of the last place; 0 below -87.3, and no overflow above 88.7.
+// e^x to about 2 units of the last place; 0 below -87.3, no overflow above 88.7; NaN stays NaN.
 inline f8 exp(f8 x) {
   const f8 low = all(-87.33654f), high = all(88.72283f);
   const i8 gone = x < low;
-  x = min(max(x, low), high);
+  x = min(high, max(low, x));  // the second operand of two is taken where one is NaN
   const f8 scaled = fma(x, all(1.44269504f), all(0.5f));
   i8 n = to_int(scaled);
   n -= (to_float(n) > scaled) & 1;  // floor
