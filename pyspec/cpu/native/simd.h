@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
