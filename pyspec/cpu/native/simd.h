@@ -98,9 +98,10 @@ inline f8 halves(const uint16_t *p) {
 #endif
 }
 inline f8 bf16s(const uint16_t *p) {
-  i8 x;
-  for (int i = 0; i < 8; i++) x[i] = int32_t(uint32_t(p[i]) << 16);
-  return as_float(x);
+  typedef uint16_t h8 __attribute__((vector_size(16)));
+  h8 x;
+  std::memcpy(&x, p, 16);
+  return as_float(__builtin_convertvector(x, i8) << 16);
 }
 
 }  // namespace pyspec

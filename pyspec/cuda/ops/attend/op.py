@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.attend import cpu as attend_cpu
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend import triton as attend_triton
@@ -43,6 +44,7 @@ attend: Op[attend_ref.AttendSpec, Attend] = Op(
     [
         Impl("cuda", attend_cuda.bind, attend_cuda.limits, capturable=True, programs=attend_cuda.programs),
         Impl("triton", attend_triton.bind, attend_triton.limits, capturable=True),
+        Impl("cpu", attend_cpu.bind, attend_cpu.limits, capturable=True),
     ],
     check,
     guard=attend_ref.GUARD,

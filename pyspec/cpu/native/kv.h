@@ -1,0 +1,132 @@
+// Rows of keys and values in the types of a pool (slots/kv.py): to f32, exact, and from f32, rounded once to nearest even.
+#pragma once
+#include "simd.h"
+
+namespace pyspec {
+
+enum KvKind : int64_t { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2, KV_Q8_0 = 3, KV_F8 = 4 };
+
+struct Half { uint16_t bits; };
+struct Bf16 { uint16_t bits; };
+
+inline f8 fetch(const float *p) { return load(p); }
+inline f8 fetch(const Half *p) { return halves(reinterpret_cast<const uint16_t *>(p)); }
+inline f8 fetch(const Bf16 *p) { return bf16s(reinterpret_cast<const uint16_t *>(p)); }
+
+inline int64_t kv_bytes(int64_t kind) { return kind == KV_F32 ? 4 : kind <= KV_BF16 ? 2 : 1; }
+
+inline i8 bytes(const uint8_t *p) {
+  typedef uint8_t b8 __attribute__((vector_size(8)));
+  b8 x;
+  std::memcpy(&x, p, 8);
+  return __builtin_convertvector(x, i8);
+}
+
+// e4m3: 1.m 2^(e - 7), m 2^-9 where e is 0, NaN where all of e and m are ones.
+inline f8 from_f8(i8 x) {
+  const i8 size = x & 0x7f;
+  const f8 normal = as_float((size << 20) + (120 << 23)), small = to_float(size) * all(1.0f / 512);
+  f8 y = size < 8 ? small : normal;
+  y = size == 0x7f ? all(__builtin_nanf("")) : y;
+  return as_float(bits(y) | ((x & 0x80) << 24));
+}
+
+inline uint8_t to_f8(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  const uint8_t sign = uint8_t(u >> 24 & 0x80);
+  u &= 0x7fffffff;
+  if (u > 0x7f800000) return sign | 0x7f;
+  if (u >= 0x43e00000) return sign | 0x7e;  // 448 and above
+  if (u >= 0x3c800000) return sign | uint8_t((u - 0x3c000000 + 0x7ffff + (u >> 20 & 1)) >> 20);  // 2^-6 and above
+  float size;
+  std::memcpy(&size, &u, 4);
+  size += 16384.0f;  // its last place is 2^-9
+  std::memcpy(&u, &size, 4);
+  return sign | uint8_t(u - 0x46800000);
+}
+
+inline uint16_t to_bf16(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  if ((u & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+  return uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+inline uint16_t to_half(float x) {
+#if defined(__F16C__)
+  return uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  const uint16_t sign = uint16_t(u >> 16 & 0x8000);
+  u &= 0x7fffffff;
+  if (u > 0x7f800000) return sign | 0x7e00;
+  if (u >= 0x477ff000) return sign | 0x7c00;  // 65520 and above
+  if (u >= 0x38800000) return sign | uint16_t((u - 0x38000000 + 0xfff + (u >> 13 & 1)) >> 13);  // 2^-14 and above
+  float size;
+  std::memcpy(&size, &u, 4);
+  size += 0.5f;  // its last place is 2^-24
+  std::memcpy(&u, &size, 4);
+  return sign | uint16_t(u - 0x3f000000);
+#endif
+}
+
+inline float from_half(uint16_t h) { return half_to_float(h); }
+
+// One head's row to f32, with zeros up to a multiple of eight columns. scale: of q8_0, one for every 32 columns.
+inline void unpack_row(int64_t kind, const void *codes, const uint16_t *scale, float *out, int64_t dim) {
+  const auto *bytes1 = static_cast<const uint8_t *>(codes);
+  const auto *words = static_cast<const uint16_t *>(codes);
+  const auto eight = [&](int64_t d) {
+    switch (kind) {
+      case KV_F32: return load(static_cast<const float *>(codes) + d);
+      case KV_F16: return halves(words + d);
+      case KV_BF16: return bf16s(words + d);
+      case KV_F8: return from_f8(bytes(bytes1 + d));
+      default: return to_float((bytes(bytes1 + d) ^ 0x80) - 0x80) * all(from_half(scale[d / 32]));
+    }
+  };
+  int64_t d = 0;
+  for (; d + 8 <= dim; d += 8) store(out + d, eight(d));
+  if (d < dim) {
+    uint8_t rest[32] = {0};
+    const int64_t size = kv_bytes(kind);
+    std::memcpy(rest, bytes1 + d * size, size_t((dim - d) * size));
+    unpack_row(kind, rest, nullptr, out + d, 8);  // q8_0 has no rest
+  }
+}
+
+// q8_0 as slots/kv.py: the scale is rounded before the codes are made.
+inline void pack_q8_0(const float *x, int8_t *codes, uint16_t *scale, int64_t dim) {
+  for (int64_t b = 0; b < dim; b += 32) {
+    float most = 0.0f;
+    for (int i = 0; i < 32; i++) {
+      const float size = __builtin_fabsf(x[b + i]);
+      most = size > most || size != size ? size : most;  // NaN stays
+      if (most != most) break;
+    }
+    const float wide = most * (1.0f / 127);
+    const uint16_t half = to_half(wide > 515.5f ? 515.5f : wide);
+    const float s = from_half(half), inverse = 1.0f / s;
+    scale[b / 32] = half;
+    for (int i = 0; i < 32; i++) {
+      const float q = __builtin_rintf(x[b + i] * inverse);
+      codes[b + i] = s > 0.0f ? int8_t(q < -127.0f ? -127.0f : q > 127.0f ? 127.0f : q) : int8_t(0);
+    }
+  }
+}
+
+inline void pack_row(int64_t kind, const float *x, void *codes, uint16_t *scale, int64_t dim) {
+  auto *bytes1 = static_cast<uint8_t *>(codes);
+  auto *words = static_cast<uint16_t *>(codes);
+  switch (kind) {
+    case KV_F32: std::memcpy(codes, x, size_t(dim) * 4); break;
+    case KV_F16: for (int64_t d = 0; d < dim; d++) words[d] = to_half(x[d]); break;
+    case KV_BF16: for (int64_t d = 0; d < dim; d++) words[d] = to_bf16(x[d]); break;
+    case KV_F8: for (int64_t d = 0; d < dim; d++) bytes1[d] = to_f8(x[d]); break;
+    default: pack_q8_0(x, static_cast<int8_t *>(codes), scale, dim);
+  }
+}
+
+}  // namespace pyspec

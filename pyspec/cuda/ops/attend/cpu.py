@@ -1,0 +1,58 @@
+"""`attend` on CPUs: one call (cpu/native/attend.cpp). It reads pages in the pool's type, and a KV head's keys once for all of its query heads.
+
+Keys are summed in segments at absolute positions, so a row has the same bits beside any rows and on any number of threads. Rows without a
+sequence or without keys are zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyspec.cpu.kernels import Kernel, empty, missing
+from pyspec.cuda.ops.attend.ref import Attend, AttendSpec
+from pyspec.slots.batch import Batch
+from pyspec.slots.kv import KVPool
+
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
+"""By kv.h's KvKind."""
+
+run = Kernel("pyspec_attend", "5q" + "4q" + "q" + "2q" + "10q" + "d")
+
+
+def limits(spec: AttendSpec) -> str | None:
+    if spec.device.type != "cpu":
+        return "runs on CPUs only"
+    if spec.n_head % spec.n_kv_head:
+        return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
+    if spec.kv not in KINDS:
+        return f"keys and values are {spec.kv}"
+    return missing()
+
+
+def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:
+    """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
+    assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
+    assert pool.k.shape == pool.v.shape and pool.k.shape[1:] == (spec.n_kv_head, spec.head_dim)
+    assert all(plane.is_contiguous() for plane in pool.planes) and pool.dtype is spec.kv
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous() and len(sinks) == spec.n_head)
+    assert pool.k.shape[0] % batch.page_size == 0 and batch.row_seq.dtype == torch.int32
+    for t in (batch.page_table, batch.positions, batch.lo, batch.hi):
+        assert t.dtype == torch.int64 and t.is_contiguous()
+    assert all(len(t) == q.shape[0] for t in (batch.positions, batch.lo, batch.hi, batch.row_seq))
+
+
+def bind(spec: AttendSpec) -> Attend:
+    kind, heads = KINDS[spec.kv], (spec.n_head, spec.n_kv_head, spec.head_dim)
+
+    def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+        _check(q, pool, batch, sinks, spec)
+        out = empty(*q.shape)
+        planes = (pool.k, pool.v, pool.k_scale, pool.v_scale)
+        rows = (batch.page_table, batch.positions, batch.lo, batch.hi, batch.row_seq)
+        size = batch.page_size
+        sizes = (q.shape[0], *batch.page_table.shape, size, pool.k.shape[0] // size)
+        run(q, *planes, *rows, sinks, out, *sizes, *heads, window, kind, spec.scale)
+        return out
+
+    return attend
