@@ -72,7 +72,15 @@ inline uint16_t to_half(float x) {
 #endif
 }
 
-inline float from_half(uint16_t h) { return half_to_float(h); }
+inline void to_halves(const float *x, uint16_t *out, int64_t n) {
+  int64_t i = 0;
+#if defined(__F16C__)
+  for (; i + 8 <= n; i += 8) {
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(out + i), _mm256_cvtps_ph(__m256(load(x + i)), _MM_FROUND_TO_NEAREST_INT));
+  }
+#endif
+  for (; i < n; i++) out[i] = to_half(x[i]);
+}
 
 // One head's row to f32, with zeros up to a multiple of eight columns. scale: of q8_0, one for every 32 columns.
 inline void unpack_row(int64_t kind, const void *codes, const uint16_t *scale, float *out, int64_t dim) {
@@ -84,7 +92,7 @@ inline void unpack_row(int64_t kind, const void *codes, const uint16_t *scale, f
       case KV_F16: return halves(words + d);
       case KV_BF16: return bf16s(words + d);
       case KV_F8: return from_f8(bytes(bytes1 + d));
-      default: return to_float((bytes(bytes1 + d) ^ 0x80) - 0x80) * all(from_half(scale[d / 32]));
+      default: return to_float((bytes(bytes1 + d) ^ 0x80) - 0x80) * all(half_to_float(scale[d / 32]));
     }
   };
   int64_t d = 0;
@@ -108,7 +116,7 @@ inline void pack_q8_0(const float *x, int8_t *codes, uint16_t *scale, int64_t di
     }
     const float wide = most * (1.0f / 127);
     const uint16_t half = to_half(wide > 515.5f ? 515.5f : wide);
-    const float s = from_half(half), inverse = 1.0f / s;
+    const float s = half_to_float(half), inverse = 1.0f / s;
     scale[b / 32] = half;
     for (int i = 0; i < 32; i++) {
       const float q = __builtin_rintf(x[b + i] * inverse);
@@ -122,7 +130,7 @@ inline void pack_row(int64_t kind, const float *x, void *codes, uint16_t *scale,
   auto *words = static_cast<uint16_t *>(codes);
   switch (kind) {
     case KV_F32: std::memcpy(codes, x, size_t(dim) * 4); break;
-    case KV_F16: for (int64_t d = 0; d < dim; d++) words[d] = to_half(x[d]); break;
+    case KV_F16: to_halves(x, words, dim); break;
     case KV_BF16: for (int64_t d = 0; d < dim; d++) words[d] = to_bf16(x[d]); break;
     case KV_F8: for (int64_t d = 0; d < dim; d++) bytes1[d] = to_f8(x[d]); break;
     default: pack_q8_0(x, static_cast<int8_t *>(codes), scale, dim);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.embed import cpu as embed_cpu
 from pyspec.cuda.ops.embed import cuda as embed_cuda
 from pyspec.cuda.ops.embed import ref as embed_ref
 from pyspec.cuda.ops.linear.ref import USUAL_TYPES
@@ -18,7 +19,10 @@ def shapes(device: torch.device) -> list[embed_ref.EmbedSpec]:
 embed: Op[embed_ref.EmbedSpec, embed_ref.Embed] = Op(
     "embed",
     Impl("torch", embed_ref.bind, capturable=True),
-    [Impl("cuda", embed_cuda.bind, embed_cuda.limits, capturable=True, programs=embed_cuda.programs)],
+    [
+        Impl("cuda", embed_cuda.bind, embed_cuda.limits, capturable=True, programs=embed_cuda.programs),
+        Impl("cpu", embed_cpu.bind, embed_cpu.limits, capturable=True),
+    ],
     embed_cuda.check,
     guard=embed_ref.GUARD,
     shapes=shapes,

@@ -106,7 +106,7 @@ def gates(both: Tensor, residual: Tensor | None, *, gelu: bool, limit: float) ->
 
 
 def bind(spec: CpuLinearSpec) -> Product:
-    number, is_plain, table = int(spec.type), spec.type in PLAIN, _table(spec.type)
+    number, is_plain, table = int(spec.type), spec.type in PLAIN, table_of(spec.type)
 
     def product(rows: CpuRows, raw: Tensor, out: Tensor, scale: float, residual: Tensor | None) -> None:
         n, n_in, n_out = rows.x.shape[0], rows.x.shape[1], raw.shape[0]
@@ -117,7 +117,7 @@ def bind(spec: CpuLinearSpec) -> Product:
     return product
 
 
-def _table(type: GGMLType) -> Tensor | None:
+def table_of(type: GGMLType) -> Tensor | None:
     """The lattice of a type that has one, as bytes."""
     cpu = torch.device("cpu")
     if type is GGMLType.IQ2_XXS:

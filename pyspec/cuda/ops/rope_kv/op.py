@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.rope_kv import cpu as rope_kv_cpu
 from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
 from pyspec.cuda.ops.rope_kv import ref as rope_kv_ref
 from pyspec.cuda.ops.rope_kv import triton as rope_kv_triton
@@ -61,6 +62,7 @@ rope_kv: Op[RopeKvSpec, RopeKv] = Op(
     [
         Impl("cuda", rope_kv_cuda.bind, rope_kv_cuda.limits, capturable=True, programs=rope_kv_cuda.programs),
         Impl("triton", rope_kv_triton.bind, rope_kv_triton.limits, capturable=True),
+        Impl("cpu", rope_kv_cpu.bind, rope_kv_cpu.limits, capturable=True),
     ],
     check,
     guard=rope_kv_ref.GUARD,

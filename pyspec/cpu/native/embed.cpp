@@ -1,0 +1,101 @@
+// Rows of the embedding by token, unpacked, and cos and sin of positions: cuda/ops/embed/ref.py and cuda/ops/angles/ref.py define them.
+// A value is exact times its scale, and one sum is rounded, so results equal the reference's but for the sign of zeros.
+#include <cmath>
+
+#include "pool.h"
+#include "unpack.h"
+
+using namespace pyspec;
+
+namespace {
+
+struct AnglesArgs {
+  const int64_t *positions;
+  const float *freq;
+  float *cos, *sin;
+  int64_t n_row, n;
+  double factor;
+};
+
+struct EmbedArgs {
+  const uint8_t *raw;
+  const void *table;  // the lattice of a type that has one
+  const int64_t *tokens;
+  float *out;
+  int64_t type, n_token, row_bytes, n_row, n_in;
+};
+
+void turn(const AnglesArgs &p, int64_t row) {
+  const float factor = float(p.factor), at = float(p.positions[row]), position = factor == 1.0f ? at : at / factor;
+  for (int64_t i = 0; i < p.n; i++) {
+    const float theta = position * p.freq[i];
+    p.cos[row * p.n + i] = std::cos(theta);
+    p.sin[row * p.n + i] = std::sin(theta);
+  }
+}
+
+template <typename T>
+void packed_row(const uint8_t *row, int64_t n_in, const void *table, float *out) {
+  int16_t w[CHUNK];
+  float d[CHUNK / T::GROUP + 1], m[17];
+  for (int64_t i = 0; i < n_in; i += CHUNK, row += CHUNK / T::BLOCK * T::BYTES) {
+    const int n = n_in - i < CHUNK ? int(n_in - i) : CHUNK;
+    T::unpack(row, n, table, w, d, m);
+    for (int k = 0; k < n; k++) out[i + k] = T::MINS ? float(w[k]) * d[k / T::GROUP] + m[k * T::MINS / CHUNK] : float(w[k]) * d[k / T::GROUP];
+  }
+}
+
+void plain_row(int64_t type, const uint8_t *row, int64_t n_in, float *out) {
+  if (type == 0) {
+    std::memcpy(out, row, size_t(n_in) * 4);
+    return;
+  }
+  for (int64_t i = 0; i < n_in; i++) {
+    uint16_t x;
+    std::memcpy(&x, row + 2 * i, 2);
+    const uint32_t wide = uint32_t(x) << 16;
+    if (type == 1) out[i] = half_to_float(x);
+    else std::memcpy(out + i, &wide, 4);
+  }
+}
+
+void row_of(const EmbedArgs &p, const uint8_t *row, float *out) {
+  switch (p.type) {  // ggml's numbers
+    case 2: return packed_row<Q4_0>(row, p.n_in, p.table, out);
+    case 3: return packed_row<Q4_1>(row, p.n_in, p.table, out);
+    case 6: return packed_row<Q5_0>(row, p.n_in, p.table, out);
+    case 7: return packed_row<Q5_1>(row, p.n_in, p.table, out);
+    case 8: return packed_row<Q8_0>(row, p.n_in, p.table, out);
+    case 10: return packed_row<Q2_K>(row, p.n_in, p.table, out);
+    case 11: return packed_row<Q3_K>(row, p.n_in, p.table, out);
+    case 12: return packed_row<Q4_K>(row, p.n_in, p.table, out);
+    case 13: return packed_row<Q5_K>(row, p.n_in, p.table, out);
+    case 14: return packed_row<Q6_K>(row, p.n_in, p.table, out);
+    case 16: return packed_row<IQ2_XXS>(row, p.n_in, p.table, out);
+    case 18: return packed_row<IQ3_XXS>(row, p.n_in, p.table, out);
+    case 20: return packed_row<IQ4_NL>(row, p.n_in, p.table, out);
+    case 23: return packed_row<IQ4_XS>(row, p.n_in, p.table, out);
+    case 39: return packed_row<MXFP4>(row, p.n_in, p.table, out);
+    case 40: return packed_row<NVFP4>(row, p.n_in, p.table, out);
+    default: return plain_row(p.type, row, p.n_in, out);
+  }
+}
+
+}  // namespace
+
+extern "C" void pyspec_angles(const AnglesArgs *p) {
+  each_range(p->n_row, 1 + 512 / (p->n + 1), [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) turn(*p, row);
+  });
+}
+
+extern "C" void pyspec_embed(const EmbedArgs *p) {
+  each_range(p->n_row, 1 + 8192 / (p->n_in + 1), [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) {
+      const int64_t token = p->tokens[row];
+      float *out = p->out + row * p->n_in;
+      if (token >= 0 && token < p->n_token) row_of(*p, p->raw + token * p->row_bytes, out);
+      else for (int64_t i = 0; i < p->n_in; i++) out[i] = __builtin_nanf("");  // the host checks tokens before
+    }
+  });
+}

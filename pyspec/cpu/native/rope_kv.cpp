@@ -1,0 +1,70 @@
+// Head norms, rope, and keys and values into their pages: cuda/ops/rope_kv/ref.py defines it.
+#include "kv.h"
+#include "pool.h"
+#include "prep.h"
+
+using namespace pyspec;
+
+namespace {
+
+constexpr int64_t MOST = 1024;  // columns of a head
+
+struct Args {
+  const float *y, *q_norm, *k_norm, *cos, *sin;
+  const int64_t *rows;
+  float *q;
+  char *k, *v;
+  uint16_t *k_scale, *v_scale;
+  int64_t n_row, stride, n_pool, n_q, n_kv, dim, n_rot, neox, step, kind;
+  double eps;
+};
+
+// Turn pairs (d, d + half) or (2 d, 2 d + 1) of a head.
+void turn(float *x, const float *cos, const float *sin, int64_t half, bool neox) {
+  if (!neox) {
+    for (int64_t d = 0; d < half; d++) {
+      const float a = x[2 * d], b = x[2 * d + 1];
+      x[2 * d] = a * cos[d] - b * sin[d];
+      x[2 * d + 1] = a * sin[d] + b * cos[d];
+    }
+    return;
+  }
+  by_eights(half, [&](int64_t d, auto get, auto put) {
+    const f8 a = get(x + d), b = get(x + half + d), c = get(cos + d), s = get(sin + d);
+    put(x + d, fma(a, c, -(b * s)));
+    put(x + half + d, fma(b, c, a * s));
+  });
+}
+
+void head(const Args &p, int64_t row, const float *x, const float *norm, float *out) {
+  if (norm) rms_norm(x, out, p.dim, norm, float(p.eps));
+  else std::memcpy(out, x, size_t(p.dim) * 4);
+  const int64_t half = p.n_rot / 2;
+  turn(out, p.cos + row * half, p.sin + row * half, half, p.neox);
+}
+
+void put(const Args &p, char *plane, uint16_t *scale, int64_t to, int64_t h, const float *x) {
+  const int64_t at = to * p.n_kv + h;
+  pack_row(p.kind, x, plane + at * p.dim * kv_bytes(p.kind), scale ? scale + at * (p.dim / 32) : nullptr, p.dim);
+}
+
+// Unit u of a row: a head of q, of k or of v.
+void unit(const Args &p, int64_t row, int64_t u) {
+  const float *y = p.y + row * p.stride, *keys = y + p.n_q * p.step, *values = keys + p.n_kv * p.dim;
+  if (u < p.n_q) return head(p, row, y + u * p.step, p.q_norm, p.q + (row * p.n_q + u) * p.dim);
+  const int64_t h = (u - p.n_q) % p.n_kv, to = p.rows[row];
+  if (to < 0 || to >= p.n_pool) return;  // the host checks rows before
+  if (u >= p.n_q + p.n_kv) return put(p, p.v, p.v_scale, to, h, values + h * p.dim);
+  float x[MOST];
+  head(p, row, keys + h * p.dim, p.k_norm, x);
+  put(p, p.k, p.k_scale, to, h, x);
+}
+
+}  // namespace
+
+extern "C" void pyspec_rope_kv(const Args *p) {
+  const int64_t n_unit = p->n_q + 2 * p->n_kv;
+  each_range(p->n_row * n_unit, 1 + 8192 / p->dim, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) unit(*p, i / n_unit, i % n_unit);
+  });
+}

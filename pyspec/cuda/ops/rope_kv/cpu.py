@@ -1,0 +1,48 @@
+"""`rope_kv` on CPUs (cpu/native/rope_kv.cpp): one pass over the products, heads of all rows shared by the threads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyspec.cpu.kernels import Kernel, empty, missing
+from pyspec.cuda.ops.attend.cpu import KINDS
+from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKv, RopeKvSpec
+from pyspec.slots.kv import BLOCK, KVPool
+
+MAX_DIM = 1024
+_RUN = Kernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "10q" + "d")
+
+
+def limits(spec: RopeKvSpec) -> str | None:
+    if spec.device.type != "cpu":
+        return "runs on CPUs only"
+    if spec.dim > MAX_DIM:
+        return f"heads are {spec.dim} wide; the kernel takes up to {MAX_DIM}"
+    if spec.n_rot > spec.dim or spec.n_rot % 2:
+        return f"{spec.n_rot} of {spec.dim} dimensions turn; the kernel takes even numbers up to all"
+    return missing()
+
+
+def bind(spec: RopeKvSpec) -> RopeKv:
+    step = spec.dim * (2 if spec.gated else 1)
+    n_column = spec.n_q * step + 2 * spec.n_kv * spec.dim
+    sizes = (spec.n_q, spec.n_kv, spec.dim, spec.n_rot, int(spec.neox), step)
+
+    def rope_kv(
+        y: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: Angles, pool: KVPool, rows: Tensor
+    ) -> Tensor:
+        n, (cos, sin) = y.shape[0], angles
+        y = y if y.stride(1) == 1 else y.contiguous()
+        assert y.dtype == torch.float32 and y.shape[1] == n_column
+        assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
+        assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
+        assert all(plane.is_contiguous() for plane in pool.planes)
+        assert pool.k.shape[1:] == (spec.n_kv, spec.dim) and (pool.dtype is not torch.int8 or spec.dim % BLOCK == 0)
+        q = empty(n, spec.n_q, spec.dim)
+        planes = (pool.k, pool.v, pool.k_scale, pool.v_scale)
+        counts = n, y.stride(0), pool.k.shape[0]
+        _RUN(y, q_norm, k_norm, cos, sin, rows, q, *planes, *counts, *sizes, KINDS[pool.dtype], spec.eps)
+        return q
+
+    return rope_kv
