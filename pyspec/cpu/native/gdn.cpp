@@ -1,0 +1,170 @@
+// Gated DeltaNet with deferred commit (cuda/ops/gdn/ref.py): two loops for each piece of the batch.
+//
+// prepare   a key head, or a value head, of a sequence: convolution, l2 norm, gates; windows and records. A head's tokens, records first,
+//           end in one run of memory.
+// advance   PART rows of the state of a value head: S <- e S + d k^T, d = b (v - e S k). They lie in L1 while all tokens run.
+//
+// Both products of the state with a token's key and query are summed while the token before it is added, so each token reads and writes
+// the state once: o = e (S q) + d (k q), with the S before the token. Tokens always come one by one, in one order of sums: no bit depends
+// on the cut of a text into forwards, verifies and folds, and none on neighbours.
+#include <cmath>
+
+#include "recurrent.h"
+
+using namespace pyspec;
+
+namespace {
+
+constexpr int64_t R = 4, PART = 32;  // rows of a step: what 16 registers hold; rows of a job
+
+struct Args {
+  ConvArgs conv;
+  BatchArgs batch;
+  const float *alpha, *beta, *a, *dt_bias;  // [row, ...], [value head]
+  int64_t alpha_stride, beta_stride;
+  float *state, *k, *v, *g, *b;  // of all slots
+  float *out;                    // [row, value head, dim]
+  int64_t n_key, n_value, dim;
+  double eps;
+};
+
+// Tokens of a piece: q k [key head, token, dim], v [value head, token, dim]; e b [value head, token]; kq [key head, token].
+struct Tokens {
+  float *q, *k, *v, *e, *b, *kq;
+  Tokens(const Args &p, int64_t n) {
+    const int64_t kd = p.n_key * n * p.dim, vd = p.n_value * n * p.dim, nv = p.n_value * n;
+    q = scratch(2 * kd + vd + 2 * nv + p.n_key * n);
+    k = q + kd, v = k + kd, e = v + vd, b = e + nv, kq = b + nv;
+  }
+};
+
+float dot(const float *x, const float *y, int64_t n) {
+  f8 s = all(0.0f);
+  for (int64_t j = 0; j < n; j += 8) s = fma(load(x + j), load(y + j), s);
+  return sum(s);
+}
+
+float normed(float *x, int64_t n, float eps) {
+  const float by = 1.0f / std::sqrt(dot(x, x, n) + eps);
+  for (int64_t j = 0; j < n; j += 8) store(x + j, load(x + j) * all(by));
+  return by;
+}
+
+void prepare_key(const Args &p, const Tokens &to, const Seq &q, int64_t n_token, int64_t head) {
+  const int64_t dim = p.dim, at = head * n_token, rows = at + q.at + q.fold;
+  convolve(p.conv, p.batch.width, q, head * dim, dim, to.q + rows * dim);
+  convolve(p.conv, p.batch.width, q, (p.n_key + head) * dim, dim, to.k + rows * dim);
+  for (int64_t t = rows; t < rows + q.n; t++) {
+    normed(to.q + t * dim, dim, float(p.eps));
+    normed(to.k + t * dim, dim, float(p.eps));
+    to.kq[t] = dot(to.k + t * dim, to.q + t * dim, dim);
+  }
+  join_records(p.k, p.batch.width, p.n_key, q, head, dim, to.k + at * dim);
+}
+
+void prepare_value(const Args &p, const Tokens &to, const Seq &q, int64_t n_token, int64_t head) {
+  const int64_t dim = p.dim, at = head * n_token, rows = at + q.at + q.fold, width = p.batch.width;
+  convolve(p.conv, width, q, (2 * p.n_key + head) * dim, dim, to.v + rows * dim);
+  join_records(p.v, width, p.n_value, q, head, dim, to.v + at * dim);
+  for (int64_t t = 0; t < q.n; t++) {
+    const int64_t row = q.start + q.row + t;
+    to.e[rows + t] = p.a[head] * softplus(p.alpha[row * p.alpha_stride + head] + p.dt_bias[head]);
+    to.b[rows + t] = 1.0f / (1.0f + std::exp(-p.beta[row * p.beta_stride + head]));
+  }
+  join_records(p.g, width, p.n_value, q, head, 1, to.e + at);
+  join_records(p.b, width, p.n_value, q, head, 1, to.b + at);
+  for (int64_t t = at + q.at; t < rows + q.n; t++) to.e[t] = std::exp(to.e[t]);
+}
+
+// Sums of a part's rows with the next token's key and query, and what the token adds to each row.
+struct Sums {
+  float k[PART], q[PART], d[PART];
+  void put(int64_t row, f8 found) {
+    const float *x = reinterpret_cast<const float *>(&found);
+    std::memcpy(k + row, x, 4 * R), std::memcpy(q + row, x + R, 4 * R);
+  }
+};
+
+// Sums of R rows with a key (lanes 0 to 3) and a query (4 to 7).
+f8 products(const float *rows, int64_t dim, const float *k, const float *q) {
+  f8 s[2 * R] = {};
+  for (int64_t j = 0; j < dim; j += 8) {
+    const f8 kj = load(k + j), qj = load(q + j);
+    for (int64_t r = 0; r < R; r++) {
+      const f8 x = load(rows + r * dim + j);
+      s[r] = fma(x, kj, s[r]), s[R + r] = fma(x, qj, s[R + r]);
+    }
+  }
+  return sums(s);
+}
+
+// to = e from + d k^T, and its `products` with the next token's key and query.
+f8 add_token(const float *from, float *to, int64_t dim, float e, const float *d, const float *k, const float *next_k, const float *next_q) {
+  f8 s[2 * R] = {};
+  const f8 by = all(e), add[R] = {all(d[0]), all(d[1]), all(d[2]), all(d[3])};
+  for (int64_t j = 0; j < dim; j += 8) {
+    const f8 kj = load(k + j), nk = load(next_k + j), nq = load(next_q + j);
+    for (int64_t r = 0; r < R; r++) {
+      const f8 x = fma(add[r], kj, by * load(from + r * dim + j));
+      store(to + r * dim + j, x);
+      s[r] = fma(x, nk, s[r]), s[R + r] = fma(x, nq, s[R + r]);
+    }
+  }
+  return sums(s);
+}
+
+void add_last(const float *from, float *to, int64_t dim, float e, const float *d, const float *k) {
+  for (int64_t r = 0; r < R; r++)
+    for (int64_t j = 0; j < dim; j += 8) store(to + r * dim + j, fma(all(d[r]), load(k + j), all(e) * load(from + r * dim + j)));
+}
+
+void advance(const Args &p, const Tokens &of, const Seq &q, int64_t n_token, int64_t head, int64_t first) {
+  const int64_t dim = p.dim, n = q.n_token(), n_row = std::min(PART, dim - first);
+  const int64_t at = head * n_token + q.at, key_at = head % p.n_key * n_token + q.at;
+  const float *k = of.k + key_at * dim, *query = of.q + key_at * dim, *v = of.v + at * dim + first;
+  const float *e = of.e + at, *b = of.b + at, *kq = of.kq + key_at, scale = 1.0f / std::sqrt(float(dim));
+  float *state = p.state + ((q.slot * p.n_value + head) * dim + first) * dim;
+  float own[PART * WIDEST];  // of rows that are recorded: the stored state stays before them
+  Sums s;
+  const float *from = state;
+  for (int64_t i = 0; i < n_row; i += R) s.put(i, products(from + i * dim, dim, k, q.fold > 0 ? k : query));
+  for (int64_t t = 0; t < n; t++) {
+    const bool is_row = t >= q.fold, is_last = t + 1 == n;
+    float *to = q.keeps() || (q.mode == VERIFY && !is_row) ? state : own;
+    float *out = p.out + ((q.start + q.row + t - q.fold) * p.n_value + head) * dim + first;
+    const float *next_k = k + (t + 1) * dim, *next_q = t + 1 < q.fold ? next_k : query + (t + 1) * dim;
+    for (int64_t i = 0; i < n_row; i += 8) {
+      const f8 d = all(b[t]) * fma(all(-e[t]), load(s.k + i), load(v + t * dim + i));
+      store(s.d + i, d);
+      if (is_row) store(out + i, fma(all(e[t]), load(s.q + i), d * all(kq[t])) * all(scale));
+    }
+    if (!is_last) {
+      for (int64_t i = 0; i < n_row; i += R)
+        s.put(i, add_token(from + i * dim, to + i * dim, dim, e[t], s.d + i, k + t * dim, next_k, next_q));
+    } else if (to == state) {
+      for (int64_t i = 0; i < n_row; i += R) add_last(from + i * dim, to + i * dim, dim, e[t], s.d + i, k + t * dim);
+    }
+    from = to;
+  }
+}
+
+}  // namespace
+
+extern "C" void pyspec_gdn(const Args *args) {
+  const Args &p = *args;
+  for (Pieces pieces(p.batch); pieces.next();) {
+    const std::vector<Seq> &seqs = pieces.seqs;
+    const int64_t n = pieces.n_token, n_head = p.n_key + p.n_value, n_part = (p.dim + PART - 1) / PART;
+    const Tokens tokens(p, n);
+    each(int64_t(seqs.size()) * n_head, [&](int64_t i) {
+      const int64_t head = i % n_head;
+      if (head < p.n_key) prepare_key(p, tokens, seqs[i / n_head], n, head);
+      else prepare_value(p, tokens, seqs[i / n_head], n, head - p.n_key);
+    });
+    const int64_t n_job = p.n_value * n_part;
+    each(int64_t(seqs.size()) * n_job, [&](int64_t i) {
+      advance(p, tokens, seqs[i / n_job], n, i % n_job / n_part, i % n_part * PART);
+    });
+  }
+  if (p.batch.n_row > 0) clear_rest(p.batch, p.out, p.n_value * p.dim);
+}

@@ -1,0 +1,85 @@
+"""`gdn` for CPUs in C++ (pyspec/cpu/native/gdn.cpp): a part of a head's state stays in L1 while all tokens run over it.
+
+Same contract as gdn_ref. Tokens always come one by one, prompts too, so the bits of a row depend neither on the cut of its
+text into forwards nor on neighbours. The chunked form would not be faster: it has as many products per token of a head of
+128 (82,000 to 65,000), and one pass over the state a token is all that the plain form needs.
+
+Bound by: products, 4 of 8 lanes for each 8 values of the state and token (about 2 us a head of 128 and token on a core);
+the memory of the states where tokens are single.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyspec.cpu.kernels import Kernel, empty
+from pyspec.cuda.ops.gdn import ref as gdn_ref
+from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.recurrent import cpu as recurrent
+from pyspec.cuda.ops.recurrent.ref import check_seqs, has_records
+from pyspec.slots.batch import Batch
+from pyspec.slots.recurrent import StateLayer
+
+GDN = Kernel("pyspec_gdn", recurrent.CONV + recurrent.BATCH + "qqqqqq" + "qqqqqq" + "qqq" + "d")
+
+
+def limits(spec: GdnSpec) -> str | None:
+    shape = spec.shape
+    if shape.n_v_head % shape.n_k_head:
+        return f"{shape.n_v_head} value heads are no multiple of {shape.n_k_head} key heads"
+    return recurrent.missing(spec.device, [shape.dim], shape.n_conv)
+
+
+class GdnLaunch:
+    """Called as gdn_ref's."""
+
+    def __init__(self, spec: GdnSpec) -> None:
+        self.spec, self.taps = spec, recurrent.Taps()
+        shape = spec.shape
+        self.sizes = shape.n_k_head, shape.n_v_head, shape.dim, spec.eps
+
+    def __call__(
+        self,
+        m: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        a: Tensor,
+        dt_bias: Tensor,
+        conv_w: Tensor,
+        layer: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
+        check_seqs(batch, layer)
+        assert m.dtype == alpha.dtype == beta.dtype == torch.float32, "gdn takes float32"
+        assert alpha.stride(1) == beta.stride(1) == 1 and a.is_contiguous() and dt_bias.is_contiguous()
+        n_row, shape = len(m), self.spec.shape
+        out = empty(n_row, shape.n_v_head, shape.dim)
+        conv = recurrent.conv_args(m, self.taps(conv_w), None, layer)
+        gates = alpha, beta, a, dt_bias, alpha.stride(0), beta.stride(0)
+        GDN(
+            *conv, *recurrent.batch_args(batch, layer, n_row, gdn_ref.GUARD), *gates, *_kept(layer), out, *self.sizes
+        )
+        return out
+
+    def folder(self) -> Callable[[StateLayer, int, int], None]:
+        """Like gdn_ref.flush, to the bits of this launch."""
+
+        def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
+            if has_records(layer, slot, n_fold):
+                shape = self.spec.shape
+                conv = [None, 0, None, None, layer.conv, shape.n_conv, shape.n_channel]
+                batch = recurrent.fold_args(layer, slot, n_fold, gdn_ref.GUARD)
+                GDN(*conv, *batch, *[None] * 6, *_kept(layer), None, *self.sizes)
+
+        return fold
+
+
+def _kept(layer: StateLayer) -> tuple[Tensor, ...]:
+    return layer.state, layer.k, layer.v, layer.g, layer.beta
+
+
+def bind(spec: GdnSpec) -> GdnLaunch:
+    return GdnLaunch(spec)
