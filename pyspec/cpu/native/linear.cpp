@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "plain.h"
 #include "pool.h"
 #include "product.h"
 
@@ -22,29 +23,59 @@ struct ProductArgs {
   double scale;
 };
 
-constexpr int64_t ROWS = 64;   // of a block: their 256 values lie in L1 and L2 while weights pass
-constexpr int64_t PANEL = 16;  // rows of the matrix that are unpacked at a time for many rows
+constexpr int64_t ROWS = 128;  // of a block: their 256 values lie in L2 while weights pass
+constexpr int64_t TILE = 6;    // rows whose sums stay in registers
+constexpr int64_t FEW = 8;     // rows that one pass over a panel multiplies
+constexpr int64_t PANELS = 8;  // of a task: as often is a block's chunk read from L2
 
-struct Out {
-  const ProductArgs *p;
-  void operator()(int64_t row, int64_t o, f8 acc) const {
-    float y = sum(acc) * float(p->scale);
-    if (p->bias) y += p->bias[o];
-    if (p->residual) y += p->residual[row * p->residual_stride + o];
-    p->y[row * p->stride + o] = y;
+float result(const ProductArgs &p, int64_t row, int64_t o, float y) {
+  y *= float(p.scale);
+  if (p.bias) y += p.bias[o];
+  if (p.residual) y += p.residual[row * p.residual_stride + o];
+  return y;
+}
+
+// Eight outputs of a row, or those of them that there are
+void put(const ProductArgs &p, int64_t row, int64_t o, f8 y) {
+  float *to = p.y + row * p.stride + o;
+  if (o + LANES > p.n_out) {
+    for (int l = 0; o + l < p.n_out; l++) to[l] = result(p, row, o + l, y[l]);
+    return;
   }
-};
+  y *= all(float(p.scale));
+  if (p.bias) y += load(p.bias + o);
+  if (p.residual) y += load(p.residual + row * p.residual_stride + o);
+  store(to, y);
+}
+
+// Rows o to o + 7 of the matrix; the last stands in for those behind it
+Eight eight(const uint8_t *weights, int64_t n_byte, int64_t o, int64_t n_out) {
+  Eight b;
+  for (int l = 0; l < LANES; l++) b.row[l] = weights + std::min(o + l, n_out - 1) * n_byte;
+  return b;
+}
+
+template <typename T>
+NEVER void fill(const Eight &b, int64_t n_in, int64_t chunk, const void *table, Panel &panel) {
+  Eight here = b;
+  here.forward(chunk * (CHUNK / T::BLOCK) * T::BYTES);
+  const int64_t left = n_in - chunk * CHUNK;
+  if (T::BLOCK == CHUNK || left >= CHUNK) return T::fill(here, CHUNK, table, panel);
+  std::memset(&panel, 0, sizeof panel);
+  T::fill(here, int(left), table, panel);
+}
 
 template <typename T, int R>
 void few(const ProductArgs &p, const Rows &rows, int64_t n_byte, int64_t first, int64_t o) {
-  Unpacked<T> weights;
+  Panel panel;
   f8 acc[R];
   for (int r = 0; r < R; r++) acc[r] = all(0.0f);
+  const Eight b = eight(p.weights, n_byte, o, p.n_out);
   for (int64_t c = 0; c < rows.n_chunk; c++) {
-    weights.read(p.weights + o * n_byte, c, p.n_in, p.table);
-    multiply<T, 1, R>(&weights, rows, first, c, acc, R);
+    fill<T>(b, p.n_in, c, p.table, panel);
+    multiply<ShapeOf<T>, R>(panel, rows, first, c, acc);
   }
-  for (int r = 0; r < R; r++) Out{&p}(first + r, o, acc[r]);
+  for (int r = 0; r < R; r++) put(p, first + r, o, acc[r]);
 }
 
 template <typename T>
@@ -61,43 +92,51 @@ void some(const ProductArgs &p, const Rows &rows, int64_t n_byte, int64_t first,
   }
 }
 
-// PANEL rows of the matrix with a block of rows
+using Pair = f8[2];
+
+template <typename S>
+void wide_rows(const Wide &wide, const Rows &rows, int64_t first, int64_t n, int64_t c, Pair *acc) {
+  int64_t r = 0;
+  for (; r + TILE <= n; r += TILE) multiply_wide<S, TILE>(wide, rows, first + r, c, acc + r);
+  if (r + 3 <= n) multiply_wide<S, 3>(wide, rows, first + r, c, acc + r), r += 3;
+  if (r + 2 <= n) multiply_wide<S, 2>(wide, rows, first + r, c, acc + r), r += 2;
+  if (r < n) multiply_wide<S, 1>(wide, rows, first + r, c, acc + r);
+}
+
+// Outputs first_o to last_o of a block of rows
 template <typename T>
-void many(const ProductArgs &p, const Rows &rows, int64_t n_byte, int64_t first, int64_t n, int64_t o, int64_t n_o) {
-  static thread_local std::vector<Unpacked<T>> panel(PANEL);
-  static thread_local std::vector<f8> acc(ROWS *PANEL);
-  std::fill(acc.begin(), acc.end(), all(0.0f));
-  for (int64_t c = 0; c < rows.n_chunk; c++) {
-    for (int64_t k = 0; k < n_o; k++) panel[k].read(p.weights + (o + k) * n_byte, c, p.n_in, p.table);
-    for (int64_t k = 0; k < n_o; k += 4) {
-      int64_t r = 0;
-      if (k + 4 <= n_o) {
-        for (; r + 2 <= n; r += 2) multiply<T, 4, 2>(&panel[k], rows, first + r, c, &acc[k * ROWS + r], ROWS);
-        for (; r < n; r++) multiply<T, 4, 1>(&panel[k], rows, first + r, c, &acc[k * ROWS + r], ROWS);
-      } else {
-        for (int64_t j = k; j < n_o; j++)
-          for (r = 0; r < n; r++) multiply<T, 1, 1>(&panel[j], rows, first + r, c, &acc[j * ROWS + r], ROWS);
+void many(const ProductArgs &p, const Rows &rows, int64_t n_byte, int64_t first, int64_t n, int64_t first_o, int64_t last_o) {
+  Panel panel;
+  Wide wide;
+  static thread_local std::vector<f8> memory(PANELS *ROWS);
+  Pair *acc = reinterpret_cast<Pair *>(memory.data());
+  std::fill(memory.begin(), memory.end(), all(0.0f));
+  for (int64_t c = 0; c < rows.n_chunk; c++)
+    for (int64_t o = first_o, k = 0; o < last_o; o += 2 * LANES, k++) {
+      for (int side = 0; side < 2; side++) {
+        fill<T>(eight(p.weights, n_byte, o + side * LANES, p.n_out), p.n_in, c, p.table, panel);
+        widen_panel<ShapeOf<T>>(panel, side, wide);
       }
+      wide_rows<ShapeOf<T>>(wide, rows, first, n, c, acc + k * ROWS);
     }
-  }
   for (int64_t r = 0; r < n; r++)
-    for (int64_t k = 0; k < n_o; k++) Out{&p}(first + r, o + k, acc[k * ROWS + r]);
+    for (int64_t o = first_o, k = 0; o < last_o; o += LANES, k++) put(p, first + r, o, acc[k / 2 * ROWS + r][k % 2]);
 }
 
 template <typename T>
 void packed(const ProductArgs &p) {
   const Rows rows{p.x, p.q, p.scales, p.sums, p.n_in, (p.n_in + CHUNK - 1) / CHUNK};
-  const int64_t n_byte = p.n_in / T::BLOCK * T::BYTES;
-  if (p.n_row <= 8) {
-    each_range(p.n_out, 16, [&](int64_t a, int64_t b) {
-      for (int64_t o = a; o < b; o++) some<T>(p, rows, n_byte, 0, p.n_row, o);
+  const int64_t n_byte = p.n_in / T::BLOCK * T::BYTES, n_panel = (p.n_out + LANES - 1) / LANES;
+  if (p.n_row <= FEW) {
+    each_range(n_panel, 2, [&](int64_t a, int64_t b) {
+      for (int64_t k = a; k < b; k++) some<T>(p, rows, n_byte, 0, p.n_row, k * LANES);
     });
     return;
   }
-  const int64_t panels = (p.n_out + PANEL - 1) / PANEL;
-  each(panels, [&](int64_t k) {
-    const int64_t o = k * PANEL, n_o = std::min(PANEL, p.n_out - o);
-    for (int64_t r = 0; r < p.n_row; r += ROWS) many<T>(p, rows, n_byte, r, std::min(ROWS, p.n_row - r), o, n_o);
+  const int64_t fair = n_panel / (8 * n_thread) / 2 * 2, size = std::clamp<int64_t>(fair, 2, PANELS);
+  each((n_panel + size - 1) / size, [&](int64_t k) {
+    const int64_t a = k * size * LANES, b = std::min(a + size * LANES, p.n_out);
+    for (int64_t r = 0; r < p.n_row; r += ROWS) many<T>(p, rows, n_byte, r, std::min(ROWS, p.n_row - r), a, b);
   });
 }
 
@@ -106,7 +145,7 @@ void plain_tile(const ProductArgs &p, const Rows &rows, int64_t n_byte, int64_t 
   f8 acc[O][R];
   multiply_plain<T, O, R>(p.weights + o * n_byte, n_byte, rows, r, acc);
   for (int i = 0; i < O; i++)
-    for (int k = 0; k < R; k++) Out{&p}(r + k, o + i, acc[i][k]);
+    for (int k = 0; k < R; k++) p.y[(r + k) * p.stride + o + i] = result(p, r + k, o + i, sum(acc[i][k]));
 }
 
 template <typename T, int O>
@@ -148,16 +187,18 @@ struct UnpackArgs {
 template <typename T>
 void unpacked(const UnpackArgs &p) {
   const int64_t n_byte = p.n_in / T::BLOCK * T::BYTES;
-  each_range(p.n_row, 4, [&](int64_t a, int64_t b) {
-    Unpacked<T> u;
-    for (int64_t o = a; o < b; o++)
+  each_range((p.n_row + LANES - 1) / LANES, 1, [&](int64_t a, int64_t b) {
+    Panel panel;
+    for (int64_t o = a * LANES; o < b * LANES; o += LANES)
       for (int64_t c = 0; c * CHUNK < p.n_in; c++) {
-        u.read(p.weights + o * n_byte, c, p.n_in, p.table);
-        for (int64_t i = 0; i < std::min<int64_t>(CHUNK, p.n_in - c * CHUNK); i++) {
-          float y = float(u.w[i]) * u.d[i / T::GROUP];
-          if (T::MINS) y += u.m[i * T::MINS / CHUNK];
-          p.out[o * p.n_in + c * CHUNK + i] = y;
-        }
+        fill<T>(eight(p.weights, n_byte, o, p.n_row), p.n_in, c, p.table, panel);
+        for (int64_t l = 0; l < LANES && o + l < p.n_row; l++)
+          for (int64_t i = 0; i < std::min<int64_t>(CHUNK, p.n_in - c * CHUNK); i++) {
+            const uint8_t byte = panel.w[i / 4][4 * l + i % 4];
+            float y = (T::SIGNED ? float(int8_t(byte)) : float(byte)) * panel.d[i / T::GROUP][l];
+            if (T::MINS) y += panel.m[i * T::MINS / CHUNK][l];
+            p.out[(o + l) * p.n_in + c * CHUNK + i] = y;
+          }
       }
   });
 }

@@ -1,0 +1,123 @@
+// Eight rows of a packed matrix side by side: lane l of a vector belongs to row l, so no sum is ever taken across lanes.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "simd.h"
+
+namespace pyspec {
+
+constexpr int CHUNK = 256;  // weights of a row that are unpacked at a time
+constexpr int LANES = 8;
+
+typedef uint8_t b32 __attribute__((vector_size(32)));   // eight rows x four bytes
+typedef int16_t s16 __attribute__((vector_size(32)));   // eight rows x a pair
+typedef uint32_t u8v __attribute__((vector_size(32)));  // eight rows x a word
+
+#define ALWAYS inline __attribute__((always_inline))
+#define ALWAYS_LAMBDA __attribute__((always_inline))
+#define NEVER __attribute__((noinline))
+#define PRAGMA(x) _Pragma(#x)
+#if defined(__AVX2__)
+#define UNROLL(n) PRAGMA(GCC unroll n)
+#else
+#define UNROLL(n)
+#endif
+
+ALWAYS b32 every(int x) { return b32{} + uint8_t(x); }
+
+// 256 weights of eight rows as bytes: weights 4k to 4k + 3 in w[k]; scales of their groups and offsets
+struct Panel {
+  b32 w[CHUNK / 4];
+  f8 d[16], m[16];
+};
+
+template <int N>
+ALWAYS b32 right(b32 x) {  // unsigned shift of bytes
+#if defined(__AVX2__)
+  return b32(_mm256_and_si256(_mm256_srli_epi16(__m256i(x), N), _mm256_set1_epi8(char(0xff >> N))));
+#else
+  return x >> N;
+#endif
+}
+template <int N>
+ALWAYS b32 left(b32 x) {
+#if defined(__AVX2__)
+  return b32(_mm256_and_si256(_mm256_slli_epi16(__m256i(x), N), _mm256_set1_epi8(char(0xff << N))));
+#else
+  return x << N;
+#endif
+}
+ALWAYS b32 low_nibbles(b32 x) { return x & every(15); }
+ALWAYS b32 high_nibbles(b32 x) { return right<4>(x); }
+
+// values[x] of each byte below 16
+ALWAYS b32 look_up(const int8_t *values, b32 x) {
+#if defined(__AVX2__)
+  const __m128i t = _mm_load_si128(reinterpret_cast<const __m128i *>(values));
+  return b32(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(t), __m256i(x)));
+#else
+  b32 y;
+  for (int i = 0; i < 32; i++) y[i] = uint8_t(values[x[i]]);
+  return y;
+#endif
+}
+
+// Addresses in eight rows, as far as the block at hand
+struct Eight {
+  const uint8_t *row[LANES];
+
+  ALWAYS void forward(int64_t n) {
+    for (int l = 0; l < LANES; l++) row[l] += n;
+  }
+
+  // Bytes at to at + 15 of each row: four to a vector
+  ALWAYS void sixteen(int64_t at, b32 *out) const {
+#if defined(__AVX2__)
+    __m256i x[4];
+UNROLL(4)
+    for (int l = 0; l < 4; l++)
+      x[l] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(row[l] + at))),
+                                     _mm_loadu_si128(reinterpret_cast<const __m128i *>(row[l + 4] + at)), 1);
+    const __m256i a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpackhi_epi32(x[0], x[1]);
+    const __m256i c = _mm256_unpacklo_epi32(x[2], x[3]), d = _mm256_unpackhi_epi32(x[2], x[3]);
+    out[0] = b32(_mm256_unpacklo_epi64(a, c)), out[1] = b32(_mm256_unpackhi_epi64(a, c));
+    out[2] = b32(_mm256_unpacklo_epi64(b, d)), out[3] = b32(_mm256_unpackhi_epi64(b, d));
+#else
+    for (int k = 0; k < 4; k++) out[k] = b32(word(at + 4 * k));
+#endif
+  }
+  ALWAYS u8v word(int64_t at) const {
+    u8v x;
+    for (int l = 0; l < LANES; l++) {
+      uint32_t one;
+      std::memcpy(&one, row[l] + at, 4);
+      x[l] = one;
+    }
+    return x;
+  }
+  ALWAYS i8 byte(int64_t at) const {
+    i8 x;
+    for (int l = 0; l < LANES; l++) x[l] = row[l][at];
+    return x;
+  }
+  ALWAYS f8 half(int64_t at) const {
+    uint16_t x[LANES];
+    for (int l = 0; l < LANES; l++) std::memcpy(x + l, row[l] + at, 2);
+#if defined(__F16C__)
+    const __m128i y = _mm_setr_epi16(short(x[0]), short(x[1]), short(x[2]), short(x[3]), short(x[4]), short(x[5]), short(x[6]), short(x[7]));
+    return f8(_mm256_cvtph_ps(y));
+#else
+    return halves(x);
+#endif
+  }
+};
+
+// Byte k of each lane's word as f32
+template <bool SIGNED>
+ALWAYS f8 byte_of(u8v x, int k) {
+  if (SIGNED) return to_float(i8(x << (24 - 8 * k)) >> 24);
+  return to_float(i8(x >> (8 * k) & 255));
+}
+
+}  // namespace pyspec
