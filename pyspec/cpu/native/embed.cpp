@@ -1,9 +1,11 @@
 // Rows of the embedding by token, unpacked, and cos and sin of positions: cuda/ops/embed/ref.py and cuda/ops/angles/ref.py define them.
 // A value is exact times its scale, and one sum is rounded, so results equal the reference's but for the sign of zeros.
 #include <cmath>
+#include <cstring>
 
 #include "pool.h"
-#include "unpack.h"
+#include "simd.h"
+#include "unpacked.h"
 
 using namespace pyspec;
 
@@ -34,17 +36,6 @@ void turn(const AnglesArgs &p, int64_t row) {
   }
 }
 
-template <typename T>
-void packed_row(const uint8_t *row, int64_t n_in, const void *table, float *out) {
-  int16_t w[CHUNK];
-  float d[CHUNK / T::GROUP + 1], m[17];
-  for (int64_t i = 0; i < n_in; i += CHUNK, row += CHUNK / T::BLOCK * T::BYTES) {
-    const int n = n_in - i < CHUNK ? int(n_in - i) : CHUNK;
-    T::unpack(row, n, table, w, d, m);
-    for (int k = 0; k < n; k++) out[i + k] = T::MINS ? float(w[k]) * d[k / T::GROUP] + m[k * T::MINS / CHUNK] : float(w[k]) * d[k / T::GROUP];
-  }
-}
-
 void plain_row(int64_t type, const uint8_t *row, int64_t n_in, float *out) {
   if (type == 0) {
     std::memcpy(out, row, size_t(n_in) * 4);
@@ -60,25 +51,9 @@ void plain_row(int64_t type, const uint8_t *row, int64_t n_in, float *out) {
 }
 
 void row_of(const EmbedArgs &p, const uint8_t *row, float *out) {
-  switch (p.type) {  // ggml's numbers
-    case 2: return packed_row<Q4_0>(row, p.n_in, p.table, out);
-    case 3: return packed_row<Q4_1>(row, p.n_in, p.table, out);
-    case 6: return packed_row<Q5_0>(row, p.n_in, p.table, out);
-    case 7: return packed_row<Q5_1>(row, p.n_in, p.table, out);
-    case 8: return packed_row<Q8_0>(row, p.n_in, p.table, out);
-    case 10: return packed_row<Q2_K>(row, p.n_in, p.table, out);
-    case 11: return packed_row<Q3_K>(row, p.n_in, p.table, out);
-    case 12: return packed_row<Q4_K>(row, p.n_in, p.table, out);
-    case 13: return packed_row<Q5_K>(row, p.n_in, p.table, out);
-    case 14: return packed_row<Q6_K>(row, p.n_in, p.table, out);
-    case 16: return packed_row<IQ2_XXS>(row, p.n_in, p.table, out);
-    case 18: return packed_row<IQ3_XXS>(row, p.n_in, p.table, out);
-    case 20: return packed_row<IQ4_NL>(row, p.n_in, p.table, out);
-    case 23: return packed_row<IQ4_XS>(row, p.n_in, p.table, out);
-    case 39: return packed_row<MXFP4>(row, p.n_in, p.table, out);
-    case 40: return packed_row<NVFP4>(row, p.n_in, p.table, out);
-    default: return plain_row(p.type, row, p.n_in, out);
-  }
+  if (p.type == 0 || p.type == 1 || p.type == 30) return plain_row(p.type, row, p.n_in, out);  // ggml's F32, F16, BF16
+  const UnpackArgs one{row, out, p.table, p.type, 1, p.n_in};
+  pyspec_unpack(&one);
 }
 
 }  // namespace

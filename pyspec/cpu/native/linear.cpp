@@ -4,6 +4,7 @@
 
 #include "plain.h"
 #include "pool.h"
+#include "unpacked.h"
 #include "product.h"
 
 using namespace pyspec;
@@ -175,13 +176,6 @@ struct RowsArgs {
   int16_t *q;
   float *scales, *sums;
   int64_t n_row, n_in, stride;
-};
-
-struct UnpackArgs {
-  const uint8_t *weights;
-  float *out;
-  const void *table;
-  int64_t type, n_row, n_in;
 };
 
 template <typename T>
