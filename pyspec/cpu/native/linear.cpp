@@ -221,6 +221,7 @@ void unpacked(const UnpackArgs &p) {
 }  // namespace
 
 extern "C" void pyspec_product(const ProductArgs *p) {
+  if (p->n_row == 0) return;
   switch (p->type) {
     case 0: plain<F32>(*p); break;
     case 1: plain<F16>(*p); break;
