@@ -65,8 +65,14 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def _copied(x: Tensor, rows: Tensor | None, factor: float) -> Tensor:
+def copied(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """x [row, n] in new memory, or in `out`, while recording."""
+    return _copied(x, None, 1.0, out)
+
+
+def _copied(x: Tensor, rows: Tensor | None, factor: float, out: Tensor | None = None) -> Tensor:
     n = x.shape[0] if rows is None else len(rows)
-    out = empty(n, x.shape[1])
-    _COPY(x, out, rows, n, x.shape[1], x.stride(0), x.shape[1], x.shape[0], factor)
+    out = empty(n, x.shape[1]) if out is None else out
+    assert out.dtype == x.dtype == torch.float32 and out.shape == (n, x.shape[1])
+    _COPY(x, out, rows, n, x.shape[1], x.stride(0), out.stride(0), x.shape[0], factor)
     return out

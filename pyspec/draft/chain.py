@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pyspec.cpu.tensors import picked
 from pyspec.cuda.graph import Graphed, GraphPool, copied
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
@@ -228,7 +229,7 @@ class Chain:
     def _start(self, batch: Batch) -> None:
         """The first pass: exact rows up to the anchor's, `self.hidden` given by the host."""
         hidden = self.block.forward(batch, self.hidden[: batch.tokens.shape[0]])
-        self._pick(hidden[batch.out_rows[: batch.n_place]])
+        self._pick(picked(hidden, batch.out_rows[: batch.n_place]))
 
     def _compute(self, batch: Batch) -> None:
         """Exact rows from which nothing is drafted, `self.hidden` given by the host."""

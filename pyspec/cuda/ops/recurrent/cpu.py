@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pyspec.cpu.kernels import missing as no_kernels
 from pyspec.cuda import faults
-from pyspec.cuda.ops.recurrent.fold_only import fold_batch
 from pyspec.cuda.op import Guard
+from pyspec.cuda.ops.recurrent.fold_only import fold_batch
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
