@@ -15,6 +15,7 @@ namespace {
 constexpr int64_t SEGMENT = 256;  // keys
 constexpr int64_t STEP = 32;      // keys that are unpacked at once
 constexpr int64_t MOST = 32;      // queries of a pass
+constexpr int64_t FEW = 8;        // queries that read keys and values in the pool's type
 constexpr float NONE = -__builtin_inff();
 
 struct Args {
@@ -65,17 +66,18 @@ Range range_of(const Args &a, int64_t row) {
 
 // Each thread's own memory, in the sizes of the largest heads so far.
 struct Scratch {
-  float *q, *scores, *rows, *zeros, *segment, *total;
+  float *q, *scores, *rows, *zeros, *nans, *segment, *total;
   Scratch(const Args &a) {
     static thread_local std::vector<float> kept;
-    const int64_t width = width_of(a), sizes[] = {MOST * width, MOST * SEGMENT, STEP * width, width, floats_of(a), floats_of(a)};
-    float **const parts[] = {&q, &scores, &rows, &zeros, &segment, &total};
+    const int64_t width = width_of(a), sizes[] = {MOST * width, MOST * SEGMENT, STEP * width, width, width, floats_of(a), floats_of(a)};
+    float **const parts[] = {&q, &scores, &rows, &zeros, &nans, &segment, &total};
     int64_t n = 0;
     for (int64_t size : sizes) n += size;
     if (int64_t(kept.size()) < n) kept.resize(size_t(n));
     float *at = kept.data();
-    for (int i = 0; i < 6; i++) *parts[i] = at, at += sizes[i];
-    for (int64_t d = 0; d < width; d++) zeros[d] = 0.0f;
+    for (int i = 0; i < 7; i++) *parts[i] = at, at += sizes[i];
+    std::memset(zeros, 0, size_t(width) * 4);
+    std::memset(nans, 0xff, size_t(width) * 4);  // NaN in every type
   }
 };
 
@@ -90,44 +92,54 @@ void take_queries(const Pass &p, float *q) {
   }
 }
 
-// Index of a key's row of codes in the pool, in heads; -1 if its page does not exist.
-int64_t place_of(const Pass &p, int64_t key) {
+// at(j, index) for the keys begin + j that are in `keys`; index: of the key's head in the pool, -1 if its page does not exist.
+template <typename F>
+void each_key(const Pass &p, int64_t begin, Range keys, F &&at) {
   const Args &a = p.a;
-  const int64_t page = a.page_table[p.block.seq * a.n_col + key / a.page_size];
-  if (page < 0 || page >= a.n_page) return -1;
-  return (page * a.page_size + key % a.page_size) * a.n_kv + p.kv;
+  const int64_t *pages = a.page_table + p.block.seq * a.n_col, first = keys.lo > begin ? keys.lo : begin;
+  int64_t col = first / a.page_size, offset = first % a.page_size;
+  for (int64_t key = first; key < keys.hi && key < begin + STEP; key++) {
+    const int64_t page = pages[col];
+    at(key - begin, page < 0 || page >= a.n_page ? -1 : (page * a.page_size + offset) * a.n_kv + p.kv);
+    if (++offset == a.page_size) offset = 0, col++;
+  }
 }
 
-// Unpack the keys (or values) begin..begin+STEP-1; those outside of `keys` are zeros, those without a page NaN.
-void unpack(const Pass &p, const char *plane, const uint16_t *scale, int64_t begin, Range keys, Scratch &s, const float **rows) {
+// Rows of the keys (or values) begin..begin+STEP-1: zeros outside of `keys`, NaN where there is no page.
+// T is the pool's own type, and rows are in their pages,
+template <typename T>
+void take_rows(const Pass &p, const char *plane, const uint16_t *, int64_t begin, Range keys, Scratch &s, const T **rows) {
+  for (int64_t j = 0; j < STEP; j++) rows[j] = reinterpret_cast<const T *>(s.zeros);
+  each_key(p, begin, keys, [&](int64_t j, int64_t at) {
+    rows[j] = at < 0 ? reinterpret_cast<const T *>(s.nans) : reinterpret_cast<const T *>(plane) + at * p.a.dim;
+  });
+}
+
+// or rows are unpacked to f32.
+template <>
+void take_rows(const Pass &p, const char *plane, const uint16_t *scale, int64_t begin, Range keys, Scratch &s, const float **rows) {
   const Args &a = p.a;
-  const int64_t width = width_of(a), size = kv_bytes(a.kind) * a.dim;
-  for (int64_t j = 0; j < STEP; j++) {
-    rows[j] = s.zeros;
-    if (begin + j < keys.lo || begin + j >= keys.hi) continue;
-    const int64_t at = place_of(p, begin + j);
-    float *own = s.rows + j * width;
-    rows[j] = own;
-    if (at < 0) {
-      for (int64_t d = 0; d < width; d++) own[d] = __builtin_nanf("");
-    } else if (a.kind == KV_F32 && a.dim == width) {
-      rows[j] = reinterpret_cast<const float *>(plane + at * size);
-    } else {
-      unpack_row(a.kind, plane + at * size, scale ? scale + at * (a.dim / 32) : nullptr, own, a.dim);
-    }
-  }
+  const int64_t size = kv_bytes(a.kind) * a.dim;
+  const bool here = a.kind == KV_F32 && a.dim == width_of(a);
+  for (int64_t j = 0; j < STEP; j++) rows[j] = s.zeros;
+  each_key(p, begin, keys, [&](int64_t j, int64_t at) {
+    float *own = s.rows + j * width_of(a);
+    rows[j] = at < 0 ? s.nans : here ? reinterpret_cast<const float *>(plane + at * size) : own;
+    if (at >= 0 && !here) unpack_row(a.kind, plane + at * size, scale ? scale + at * (a.dim / 32) : nullptr, own, a.dim);
+  });
 }
 
 Range both(Range a, Range b) { return {a.lo > b.lo ? a.lo : b.lo, a.hi < b.hi ? a.hi : b.hi}; }
 bool empty(Range r) { return r.lo >= r.hi; }
 
-template <int NQ>
-void score_step(const float *q, const float *const *keys, int64_t width, int64_t n_key, float *scores) {
+template <int NQ, typename T>
+void score_step(const float *q, const T *const *keys, int64_t width, int64_t n_key, float *scores) {
   for (int64_t j = 0; j < n_key; j += 8 / NQ) score<NQ>(q, keys + j, width, scores + j, SEGMENT);
 }
 
 // Scores of all queries with the keys of a step; where it needs none, they stay as they are.
-void score_all(const Pass &p, const Range *ranges, const Scratch &s, const float *const *keys, int64_t begin, int64_t at) {
+template <typename T>
+void score_all(const Pass &p, const Range *ranges, const Scratch &s, const T *const *keys, int64_t begin, int64_t at) {
   const int64_t width = width_of(p.a), n = p.n_query();
   for (int64_t i = 0; i < n;) {
     const int64_t many = n - i >= 4 ? 4 : n - i >= 2 ? 2 : 1;
@@ -163,8 +175,8 @@ void soften(float *scores, int64_t first, int64_t last, float &most, float &tota
   total = sum(s);
 }
 
-template <int NQ>
-void weigh_rows(const float *weights, const float *const *values, Range keys, const Range *own, float *acc, int64_t width) {
+template <int NQ, typename T>
+void weigh_rows(const float *weights, const T *const *values, Range keys, const Range *own, float *acc, int64_t width) {
   Range shared = own[0];
   for (int i = 1; i < NQ; i++) shared = both(shared, own[i]);
   shared = both(shared, keys);
@@ -181,7 +193,8 @@ void weigh_rows(const float *weights, const float *const *values, Range keys, co
 }
 
 // Add the values of a step, `at` keys behind the segment's first, to all queries that see them.
-void weigh_step(const Pass &p, const Range *ranges, const Scratch &s, const float *const *values, int64_t begin, int64_t at,
+template <typename T>
+void weigh_step(const Pass &p, const Range *ranges, const Scratch &s, const T *const *values, int64_t begin, int64_t at,
                 float *acc) {
   const int64_t width = width_of(p.a), n = p.n_query();
   const Range keys = {0, STEP};
@@ -201,8 +214,9 @@ void weigh_step(const Pass &p, const Range *ranges, const Scratch &s, const floa
   }
 }
 
-// The sums of one segment. Queries without a key there keep a sum of 0.
-void run_segment(const Pass &p, int64_t segment, Scratch &s, Sums to) {
+// The sums of one segment, reading rows as T. Queries without a key there keep a sum of 0.
+template <typename T>
+void run_segment_of(const Pass &p, int64_t segment, Scratch &s, Sums to) {
   const Args &a = p.a;
   const int64_t width = width_of(a), begin = segment * SEGMENT;
   Range ranges[MOST], any = {begin + SEGMENT, begin};
@@ -211,10 +225,10 @@ void run_segment(const Pass &p, int64_t segment, Scratch &s, Sums to) {
     if (empty(ranges[r])) ranges[r] = {begin, begin};
     else any = {any.lo < ranges[r].lo ? any.lo : ranges[r].lo, any.hi > ranges[r].hi ? any.hi : ranges[r].hi};
   }
-  const float *rows[STEP];
+  const T *rows[STEP];
   const int64_t from = any.lo / STEP * STEP;
   for (int64_t key = from; key < any.hi; key += STEP) {
-    unpack(p, a.k, a.k_scale, key, any, s, rows);
+    take_rows<T>(p, a.k, a.k_scale, key, any, s, rows);
     score_all(p, ranges, s, rows, key, key - begin);
   }
   for (int64_t i = 0; i < p.n_query(); i++) {
@@ -224,9 +238,17 @@ void run_segment(const Pass &p, int64_t segment, Scratch &s, Sums to) {
   }
   for (int64_t i = 0; i < p.n_query() * width; i++) to.acc[i] = 0.0f;
   for (int64_t key = from; key < any.hi; key += STEP) {
-    unpack(p, a.v, a.v_scale, key, any, s, rows);
+    take_rows<T>(p, a.v, a.v_scale, key, any, s, rows);
     weigh_step(p, ranges, s, rows, key, key - begin, to.acc);
   }
+}
+
+// Many queries share rows that are unpacked once.
+void run_segment(const Pass &p, int64_t segment, Scratch &s, Sums to) {
+  const bool few = p.n_query() <= FEW && p.a.dim == width_of(p.a);
+  if (few && p.a.kind == KV_F16) return run_segment_of<Half>(p, segment, s, to);
+  if (few && p.a.kind == KV_BF16) return run_segment_of<Bf16>(p, segment, s, to);
+  run_segment_of<float>(p, segment, s, to);
 }
 
 float exp1(float x) { return exp(all(x))[0]; }

@@ -16,19 +16,40 @@ inline f8 fetch(const Bf16 *p) { return bf16s(reinterpret_cast<const uint16_t *>
 inline int64_t kv_bytes(int64_t kind) { return kind == KV_F32 ? 4 : kind <= KV_BF16 ? 2 : 1; }
 
 inline i8 bytes(const uint8_t *p) {
+#if defined(__AVX2__)
+  return i8(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
+#else
   typedef uint8_t b8 __attribute__((vector_size(8)));
   b8 x;
   std::memcpy(&x, p, 8);
   return __builtin_convertvector(x, i8);
+#endif
+}
+
+inline i8 signed_bytes(const uint8_t *p) {
+#if defined(__AVX2__)
+  return i8(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
+#else
+  return (bytes(p) ^ 0x80) - 0x80;
+#endif
 }
 
 // e4m3: 1.m 2^(e - 7), m 2^-9 where e is 0, NaN where all of e and m are ones.
-inline f8 from_f8(i8 x) {
+inline f8 from_f8(const uint8_t *p) {
+#if defined(__F16C__) && defined(__AVX2__)
+  const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+  const __m128i sign = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x80)), 8);
+  const __m128i size = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x7f)), 7);
+  const f8 y = f8(_mm256_cvtph_ps(_mm_or_si128(sign, size))) * all(256.0f);  // f16 of another bias: all ones would be 480
+  return as_float(bits(y) | ((bits(y) & 0x7fffffff) == 0x43f00000));
+#else
+  const i8 x = bytes(p);
   const i8 size = x & 0x7f;
   const f8 normal = as_float((size << 20) + (120 << 23)), small = to_float(size) * all(1.0f / 512);
   f8 y = size < 8 ? small : normal;
   y = size == 0x7f ? all(__builtin_nanf("")) : y;
   return as_float(bits(y) | ((x & 0x80) << 24));
+#endif
 }
 
 inline uint8_t to_f8(float x) {
@@ -82,26 +103,35 @@ inline void to_halves(const float *x, uint16_t *out, int64_t n) {
   for (; i < n; i++) out[i] = to_half(x[i]);
 }
 
+template <KvKind K>
+inline f8 eight(const void *codes, const uint16_t *scale, int64_t d) {
+  if constexpr (K == KV_F32) return load(static_cast<const float *>(codes) + d);
+  if constexpr (K == KV_F16) return halves(static_cast<const uint16_t *>(codes) + d);
+  if constexpr (K == KV_BF16) return bf16s(static_cast<const uint16_t *>(codes) + d);
+  if constexpr (K == KV_F8) return from_f8(static_cast<const uint8_t *>(codes) + d);
+  return to_float(signed_bytes(static_cast<const uint8_t *>(codes) + d)) * all(half_to_float(scale[d / 32]));
+}
+
+template <KvKind K>
+inline void unpack_as(const void *codes, const uint16_t *scale, float *out, int64_t dim) {
+  int64_t d = 0;
+  for (; d + 8 <= dim; d += 8) store(out + d, eight<K>(codes, scale, d));
+  if (d < dim) {  // q8_0 has no tail
+    uint8_t rest[32] = {0};
+    const int64_t size = kv_bytes(K);
+    std::memcpy(rest, static_cast<const uint8_t *>(codes) + d * size, size_t((dim - d) * size));
+    store(out + d, eight<K>(rest, scale, 0));
+  }
+}
+
 // One head's row to f32, with zeros up to a multiple of eight columns. scale: of q8_0, one for every 32 columns.
 inline void unpack_row(int64_t kind, const void *codes, const uint16_t *scale, float *out, int64_t dim) {
-  const auto *bytes1 = static_cast<const uint8_t *>(codes);
-  const auto *words = static_cast<const uint16_t *>(codes);
-  const auto eight = [&](int64_t d) {
-    switch (kind) {
-      case KV_F32: return load(static_cast<const float *>(codes) + d);
-      case KV_F16: return halves(words + d);
-      case KV_BF16: return bf16s(words + d);
-      case KV_F8: return from_f8(bytes(bytes1 + d));
-      default: return to_float((bytes(bytes1 + d) ^ 0x80) - 0x80) * all(half_to_float(scale[d / 32]));
-    }
-  };
-  int64_t d = 0;
-  for (; d + 8 <= dim; d += 8) store(out + d, eight(d));
-  if (d < dim) {
-    uint8_t rest[32] = {0};
-    const int64_t size = kv_bytes(kind);
-    std::memcpy(rest, bytes1 + d * size, size_t((dim - d) * size));
-    unpack_row(kind, rest, nullptr, out + d, 8);  // q8_0 has no rest
+  switch (kind) {
+    case KV_F32: return unpack_as<KV_F32>(codes, scale, out, dim);
+    case KV_F16: return unpack_as<KV_F16>(codes, scale, out, dim);
+    case KV_BF16: return unpack_as<KV_BF16>(codes, scale, out, dim);
+    case KV_F8: return unpack_as<KV_F8>(codes, scale, out, dim);
+    default: return unpack_as<KV_Q8_0>(codes, scale, out, dim);
   }
 }
 
