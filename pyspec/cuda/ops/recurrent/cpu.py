@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,14 +33,14 @@ def missing(device: torch.device, widths: Sequence[int], taps: int) -> str | Non
 
 
 class Taps:
-    """A convolution's weights [channel, taps] as [taps, channel], turned at the first call."""
+    """A convolution's weights [channel, taps] as [taps, channel], turned at the first call, by numpy, because a recording refuses torch."""
 
     def __init__(self) -> None:
         self.seen: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, w: Tensor) -> Tensor:
         if self.seen is None or self.seen[0] is not w:
-            self.seen = w, w.T.contiguous()
+            self.seen = w, torch.from_numpy(np.ascontiguousarray(w.T.numpy()))
         return self.seen[1]
 
 
