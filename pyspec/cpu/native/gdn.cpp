@@ -131,7 +131,7 @@ void advance(const Args &p, const Tokens &of, const Seq &q, int64_t n_token, int
   for (int64_t t = 0; t < n; t++) {
     const bool is_row = t >= q.fold, is_last = t + 1 == n;
     float *to = q.keeps() || (q.mode == VERIFY && !is_row) ? state : own;
-    float *out = p.out + ((q.start + q.row + t - q.fold) * p.n_value + head) * dim + first;
+    float *out = is_row ? p.out + ((q.start + q.row + t - q.fold) * p.n_value + head) * dim + first : nullptr;
     const float *next_k = k + (t + 1) * dim, *next_q = t + 1 < q.fold ? next_k : query + (t + 1) * dim;
     for (int64_t i = 0; i < n_row; i += 8) {
       const f8 d = all(b[t]) * fma(all(-e[t]), load(s.k + i), load(v + t * dim + i));

@@ -85,7 +85,7 @@ void advance(const Args &p, const Tokens &of, const Seq &q, int64_t n_token, int
   for (int64_t t = 0; t < q.n_token(); t++) {
     const bool is_row = t >= q.fold;
     float *to = q.keeps() || (q.mode == VERIFY && !is_row) ? state : own;
-    float *out = p.out + ((q.start + q.row + t - q.fold) * p.n_head + head) * p.dim + first;
+    float *out = is_row ? p.out + ((q.start + q.row + t - q.fold) * p.n_head + head) * p.dim + first : nullptr;
     for (int64_t i = 0; i < n_block; i++) {
       const float *xi = x + t * p.dim + i * R;
       float add[R];
