@@ -63,47 +63,46 @@ ALWAYS b32 look_up(const int8_t *values, b32 x) {
 #endif
 }
 
-// Addresses in eight rows, as far as the block at hand
+// Eight rows that lie `stride` bytes apart, from the block at hand
 struct Eight {
-  const uint8_t *row[LANES];
+  const uint8_t *at;
+  int64_t stride;
 
-  ALWAYS void forward(int64_t n) {
-    for (int l = 0; l < LANES; l++) row[l] += n;
-  }
+  ALWAYS const uint8_t *row(int l, int64_t offset) const { return at + l * stride + offset; }
 
-  // Bytes at to at + 15 of each row: four to a vector
-  ALWAYS void sixteen(int64_t at, b32 *out) const {
+  // Bytes from to from + 15 of each row: four to a vector
+  ALWAYS void sixteen(int64_t from, b32 *out) const {
 #if defined(__AVX2__)
     __m256i x[4];
 UNROLL(4)
     for (int l = 0; l < 4; l++)
-      x[l] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(row[l] + at))),
-                                     _mm_loadu_si128(reinterpret_cast<const __m128i *>(row[l + 4] + at)), 1);
+      x[l] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(row(l, from)))),
+                                     _mm_loadu_si128(reinterpret_cast<const __m128i *>(row(l + 4, from))), 1);
     const __m256i a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpackhi_epi32(x[0], x[1]);
     const __m256i c = _mm256_unpacklo_epi32(x[2], x[3]), d = _mm256_unpackhi_epi32(x[2], x[3]);
     out[0] = b32(_mm256_unpacklo_epi64(a, c)), out[1] = b32(_mm256_unpackhi_epi64(a, c));
     out[2] = b32(_mm256_unpacklo_epi64(b, d)), out[3] = b32(_mm256_unpackhi_epi64(b, d));
 #else
-    for (int k = 0; k < 4; k++) out[k] = b32(word(at + 4 * k));
+    for (int k = 0; k < 4; k++) out[k] = b32(word(from + 4 * k));
 #endif
   }
-  ALWAYS u8v word(int64_t at) const {
+  ALWAYS u8v word(int64_t from) const {
     u8v x;
     for (int l = 0; l < LANES; l++) {
       uint32_t one;
-      std::memcpy(&one, row[l] + at, 4);
+      std::memcpy(&one, row(l, from), 4);
       x[l] = one;
     }
     return x;
   }
-  ALWAYS i8 byte(int64_t at) const {
+  ALWAYS i8 byte(int64_t from) const {
     i8 x;
-    for (int l = 0; l < LANES; l++) x[l] = row[l][at];
+    for (int l = 0; l < LANES; l++) x[l] = *row(l, from);
     return x;
   }
-  ALWAYS f8 half(int64_t at) const {
+  ALWAYS f8 half(int64_t from) const {
     uint16_t x[LANES];
-    for (int l = 0; l < LANES; l++) std::memcpy(x + l, row[l] + at, 2);
+    for (int l = 0; l < LANES; l++) std::memcpy(x + l, row(l, from), 2);
 #if defined(__F16C__)
     const __m128i y = _mm_setr_epi16(short(x[0]), short(x[1]), short(x[2]), short(x[3]), short(x[4]), short(x[5]), short(x[6]), short(x[7]));
     return f8(_mm256_cvtph_ps(y));

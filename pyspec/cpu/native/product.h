@@ -9,6 +9,14 @@
 
 namespace pyspec {
 
+// Keeps a value in its register: left alone, the compiler puts off all sums of a loop and spills the products, and loads bytes twice.
+template <typename V>
+ALWAYS void hold(V &x) {
+#if defined(__AVX2__)
+  asm("" : "+x"(x));
+#endif
+}
+
 // Bytes 0 and 2, 1 and 3 of each word as pairs of 16 bits
 template <bool SIGNED>
 ALWAYS void widen(b32 x, i8 &even, i8 &odd) {
@@ -57,11 +65,12 @@ UNROLL(8)
 UNROLL(8)
     for (int k = 0; k < WORDS; k++) {
       i8 even, odd;
-      widen<S::SIGNED>(p.w[g * WORDS + k], even, odd);
+      b32 bytes = p.w[g * WORDS + k];
+      hold(bytes), widen<S::SIGNED>(bytes, even, odd);
 UNROLL(8)
-      for (int r = 0; r < R; r++) sum[r] = dot(sum[r], even, x[r][2 * (g * WORDS + k)]);
+      for (int r = 0; r < R; r++) sum[r] = dot(sum[r], even, x[r][2 * (g * WORDS + k)]), hold(sum[r]);
 UNROLL(8)
-      for (int r = 0; r < R; r++) sum[r] = dot(sum[r], odd, x[r][2 * (g * WORDS + k) + 1]);
+      for (int r = 0; r < R; r++) sum[r] = dot(sum[r], odd, x[r][2 * (g * WORDS + k) + 1]), hold(sum[r]);
     }
 UNROLL(8)
     for (int r = 0; r < R; r++) total[r] = fma(to_float(sum[r]), p.d[g], total[r]);
@@ -105,7 +114,7 @@ UNROLL(2)
 UNROLL(8)
       for (int r = 0; r < R; r++) {
         const int32_t pair = x[r][g * PAIRS + k];
-        sum[r][0] = dot(sum[r][0], a, pair), sum[r][1] = dot(sum[r][1], b, pair);
+        sum[r][0] = dot(sum[r][0], a, pair), sum[r][1] = dot(sum[r][1], b, pair), hold(sum[r][0]), hold(sum[r][1]);
       }
     }
 UNROLL(8)

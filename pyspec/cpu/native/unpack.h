@@ -19,7 +19,7 @@ struct Q8_0 {
   static constexpr int BLOCK = 32, BYTES = 34, GROUP = 32, MINS = 0;
   static constexpr bool SIGNED = true;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
-    for (int g = 0; g < n / 32; g++, b.forward(BYTES)) {
+    for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       p.d[g] = b.half(0);
       b.sixteen(2, p.w + 8 * g), b.sixteen(18, p.w + 8 * g + 4);
     }
@@ -28,7 +28,7 @@ struct Q8_0 {
 
 // 16 bytes of nibbles at `at`: the low ones to w[0..3], the high ones to w[4..7]
 template <typename F>
-ALWAYS void nibbles(const Eight &b, int64_t at, b32 *w, F &&value) {
+ALWAYS void nibbles(Eight b, int64_t at, b32 *w, F &&value) {
   b32 x[4];
   b.sixteen(at, x);
 UNROLL(4)
@@ -40,7 +40,7 @@ struct Q4_0 {
   static constexpr int BLOCK = 32, BYTES = 18, GROUP = 32, MINS = 0;
   static constexpr bool SIGNED = true;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
-    for (int g = 0; g < n / 32; g++, b.forward(BYTES)) {
+    for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       p.d[g] = b.half(0);
       nibbles(b, 2, p.w + 8 * g, [](b32 x) ALWAYS_LAMBDA { return x - every(8); });
     }
@@ -51,7 +51,7 @@ struct Q4_1 {
   static constexpr int BLOCK = 32, BYTES = 20, GROUP = 32, MINS = 8;
   static constexpr bool SIGNED = false;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
-    for (int g = 0; g < n / 32; g++, b.forward(BYTES)) {
+    for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       p.d[g] = b.half(0), p.m[g] = b.half(2);
       nibbles(b, 4, p.w + 8 * g, as_is);
     }
@@ -71,7 +71,7 @@ struct Q5_0 {
   static constexpr int BLOCK = 32, BYTES = 22, GROUP = 32, MINS = 0;
   static constexpr bool SIGNED = true;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
-    for (int g = 0; g < n / 32; g++, b.forward(BYTES)) {
+    for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       p.d[g] = b.half(0);
       nibbles(b, 6, p.w + 8 * g, as_is), fifth_bits(b.word(2), 16, p.w + 8 * g);
     }
@@ -82,7 +82,7 @@ struct Q5_1 {
   static constexpr int BLOCK = 32, BYTES = 24, GROUP = 32, MINS = 8;
   static constexpr bool SIGNED = false;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
-    for (int g = 0; g < n / 32; g++, b.forward(BYTES)) {
+    for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       p.d[g] = b.half(0), p.m[g] = b.half(2);
       nibbles(b, 8, p.w + 8 * g, as_is), fifth_bits(b.word(4), 0, p.w + 8 * g);
     }
@@ -102,7 +102,7 @@ UNROLL(8)
 struct Q2_K {
   static constexpr int BLOCK = 256, BYTES = 84, GROUP = 16, MINS = 16;
   static constexpr bool SIGNED = false;
-  static ALWAYS void fill(const Eight &b, int, const void *, Panel &p) {
+  static ALWAYS void fill(Eight b, int, const void *, Panel &p) {
     const f8 d = b.half(80), low = -b.half(82);
     b32 s[4], x[8];
     b.sixteen(0, s);
@@ -120,7 +120,7 @@ struct Q2_K {
 struct Q3_K {
   static constexpr int BLOCK = 256, BYTES = 110, GROUP = 16, MINS = 0;
   static constexpr bool SIGNED = true;
-  static ALWAYS void fill(const Eight &b, int, const void *, Panel &p) {
+  static ALWAYS void fill(Eight b, int, const void *, Panel &p) {
     const f8 d = b.half(108);
     const u8v low[2] = {b.word(96), b.word(100)}, high = b.word(104);
 UNROLL(4)
@@ -153,7 +153,7 @@ UNROLL(8)
 struct Q4_K {
   static constexpr int BLOCK = 256, BYTES = 144, GROUP = 32, MINS = 8;
   static constexpr bool SIGNED = false;
-  static ALWAYS void fill(const Eight &b, int, const void *, Panel &p) {
+  static ALWAYS void fill(Eight b, int, const void *, Panel &p) {
     b32 head[4];
     b.sixteen(0, head);
     six_bits(head, b.half(0), -b.half(2), p);
@@ -169,7 +169,7 @@ UNROLL(8)
 struct Q5_K {
   static constexpr int BLOCK = 256, BYTES = 176, GROUP = 32, MINS = 8;
   static constexpr bool SIGNED = false;
-  static ALWAYS void fill(const Eight &b, int, const void *, Panel &p) {
+  static ALWAYS void fill(Eight b, int, const void *, Panel &p) {
     b32 head[4], h[8];
     b.sixteen(0, head);
     six_bits(head, b.half(0), -b.half(2), p);
@@ -190,20 +190,19 @@ UNROLL(8)
 struct Q6_K {
   static constexpr int BLOCK = 256, BYTES = 210, GROUP = 16, MINS = 0;
   static constexpr bool SIGNED = true;
-  static ALWAYS void fill(const Eight &b, int, const void *, Panel &p) {
+  static ALWAYS void fill(Eight b, int, const void *, Panel &p) {
     const f8 d = b.half(208);
-    b32 s[4], x[8], y[8], h[8];
+    const b32 top = every(48), o = every(32);
+    b32 s[4];
     b.sixteen(192, s);
-UNROLL(16)
+    UNROLL(16)
     for (int i = 0; i < 16; i++) p.d[i] = d * byte_of<true>(u8v(s[i / 4]), i % 4);
-    for (int half = 0; half < 2; half++) {
-      b32 *w = p.w + 32 * half;
-      const b32 top = every(48), o = every(32);
-      b.sixteen(64 * half, x), b.sixteen(64 * half + 16, x + 4);
-      b.sixteen(64 * half + 32, y), b.sixteen(64 * half + 48, y + 4);
-      b.sixteen(128 + 32 * half, h), b.sixteen(144 + 32 * half, h + 4);
-UNROLL(8)
-      for (int j = 0; j < 8; j++) {
+    for (int i = 0; i < 4; i++) {
+      const int half = i / 2, k = i % 2;
+      b32 *w = p.w + 32 * half + 4 * k, x[4], y[4], h[4];
+      b.sixteen(64 * half + 16 * k, x), b.sixteen(64 * half + 32 + 16 * k, y), b.sixteen(128 + 32 * half + 16 * k, h);
+      UNROLL(4)
+      for (int j = 0; j < 4; j++) {
         // a shift of 16-bit words is enough: what crosses bytes is masked out
         w[j] = (low_nibbles(x[j]) | (b32(s16(h[j]) << 4) & top)) - o;
         w[8 + j] = (low_nibbles(y[j]) | (b32(s16(h[j]) << 2) & top)) - o;
@@ -218,7 +217,7 @@ struct IQ4_NL {
   static constexpr int BLOCK = 32, BYTES = 18, GROUP = 32, MINS = 0;
   static constexpr bool SIGNED = true;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
-    for (int g = 0; g < n / 32; g++, b.forward(BYTES)) {
+    for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       p.d[g] = b.half(0);
       nibbles(b, 2, p.w + 8 * g, [](b32 x) ALWAYS_LAMBDA { return look_up(IQ4_VALUES, x); });
     }
@@ -228,7 +227,7 @@ struct IQ4_NL {
 struct IQ4_XS {
   static constexpr int BLOCK = 256, BYTES = 136, GROUP = 32, MINS = 0;
   static constexpr bool SIGNED = true;
-  static ALWAYS void fill(const Eight &b, int, const void *, Panel &p) {
+  static ALWAYS void fill(Eight b, int, const void *, Panel &p) {
     const f8 d = b.half(0);
     const u8v high = b.word(0) >> 16, low = b.word(4);
     for (int i = 0; i < 8; i++) {
@@ -243,7 +242,7 @@ struct MXFP4 {
   static constexpr int BLOCK = 32, BYTES = 17, GROUP = 32, MINS = 0;
   static constexpr bool SIGNED = true;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
-    for (int g = 0; g < n / 32; g++, b.forward(BYTES)) {
+    for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       const i8 code = b.byte(0);
       const i8 least = (code == 1) ? i8{} + 0x00400000 : i8{} + 0x00200000;  // half of 2^(code - 127), below the normal numbers
       p.d[g] = as_float(code < 2 ? least : (code - 1) << 23);
@@ -264,10 +263,10 @@ struct NVFP4 {
   static constexpr int BLOCK = 64, BYTES = 36, GROUP = 16, MINS = 0;
   static constexpr bool SIGNED = true;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
-    for (int i = 0; i < n / 64; i++, b.forward(BYTES))
+    for (int i = 0; i < n / 64; i++, b.at += BYTES)
       for (int k = 0; k < 4; k++) p.d[4 * i + k] = half_ue4m3(b.byte(k));
-    b.forward(-int64_t(n / 64) * BYTES);
-    for (int i = 0; i < n / 64; i++, b.forward(BYTES))
+    b.at -= n / 64 * BYTES;
+    for (int i = 0; i < n / 64; i++, b.at += BYTES)
       for (int k = 0; k < 2; k++) {
         b32 x[4];
         b.sixteen(4 + 16 * k, x);
@@ -293,8 +292,7 @@ ALWAYS uint64_t with_signs(uint64_t points, uint32_t code) {
 struct Transposed {
   alignas(32) uint64_t w[LANES][CHUNK / 8];
   void to(b32 *out) const {
-    Eight b;
-    for (int l = 0; l < LANES; l++) b.row[l] = reinterpret_cast<const uint8_t *>(w[l]);
+    const Eight b{reinterpret_cast<const uint8_t *>(w), CHUNK};
     for (int i = 0; i < CHUNK / 16; i++) b.sixteen(16 * i, out + 4 * i);
   }
 };
@@ -302,7 +300,7 @@ struct Transposed {
 struct IQ2_XXS {  // table: [256][8] bytes
   static constexpr int BLOCK = 256, BYTES = 66, GROUP = 32, MINS = 0;
   static constexpr bool SIGNED = true;
-  static void fill(const Eight &b, int, const void *table, Panel &p) {
+  static void fill(Eight b, int, const void *table, Panel &p) {
     const f8 d = b.half(0) * all(0.125f);
     Transposed t;
     for (int i = 0; i < 8; i++) {
@@ -311,7 +309,7 @@ struct IQ2_XXS {  // table: [256][8] bytes
       for (int l = 0; l < LANES; l++)
         for (int k = 0; k < 4; k++) {
           uint64_t points;
-          std::memcpy(&points, static_cast<const uint8_t *>(table) + 8 * b.row[l][2 + 8 * i + k], 8);
+          std::memcpy(&points, static_cast<const uint8_t *>(table) + 8 * *b.row(l, 2 + 8 * i + k), 8);
           t.w[l][4 * i + k] = with_signs(points, word[l] >> 7 * k);
         }
     }
@@ -322,7 +320,7 @@ struct IQ2_XXS {  // table: [256][8] bytes
 struct IQ3_XXS {  // table: [256][4] bytes
   static constexpr int BLOCK = 256, BYTES = 98, GROUP = 32, MINS = 0;
   static constexpr bool SIGNED = true;
-  static void fill(const Eight &b, int, const void *table, Panel &p) {
+  static void fill(Eight b, int, const void *table, Panel &p) {
     const f8 d = b.half(0) * all(0.25f);
     Transposed t;
     for (int i = 0; i < 8; i++) {
@@ -330,7 +328,7 @@ struct IQ3_XXS {  // table: [256][4] bytes
       p.d[i] = d * to_float(i8(word >> 28) * 2 + 1);
       for (int l = 0; l < LANES; l++)
         for (int k = 0; k < 4; k++) {
-          const uint8_t *q = b.row[l] + 2 + 8 * i + 2 * k;
+          const uint8_t *q = b.row(l, 2 + 8 * i + 2 * k);
           uint32_t two[2];
           std::memcpy(two, static_cast<const uint8_t *>(table) + 4 * q[0], 4);
           std::memcpy(two + 1, static_cast<const uint8_t *>(table) + 4 * q[1], 4);

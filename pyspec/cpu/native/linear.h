@@ -1,0 +1,47 @@
+// What the products of packed and of plain weights share: the arguments, and how a result is written.
+#pragma once
+#include <algorithm>
+
+#include "rows.h"
+
+namespace pyspec {
+
+// One product: y[r, o] = rows[r] . weights[o] * scale (+ bias[o]) (+ residual[r, o])
+struct ProductArgs {
+  const uint8_t *weights;
+  const float *x;
+  const int16_t *q;
+  const float *scales, *sums;
+  float *y;
+  const float *residual, *bias;
+  const void *table;
+  int64_t type, n_row, n_in, n_out, stride, residual_stride;  // strides of y and residual, in values
+  double scale;
+};
+
+void product_plain(const ProductArgs &p);  // weights f32, f16 or bf16
+
+inline float result(const ProductArgs &p, int64_t row, int64_t o, float y) {
+  y *= float(p.scale);
+  if (p.bias) y += p.bias[o];
+  if (p.residual) y += p.residual[row * p.residual_stride + o];
+  return y;
+}
+
+// Where the panel of output o starts: the last one reaches back, and gives some outputs twice.
+inline int64_t panel_start(int64_t o, int64_t n_out) { return std::max<int64_t>(0, std::min<int64_t>(o, n_out - LANES)); }
+
+// Outputs o to o + 7 of a row, or those of them that there are
+inline void put(const ProductArgs &p, int64_t row, int64_t o, f8 y) {
+  float *to = p.y + row * p.stride + o;
+  if (o + LANES > p.n_out) {
+    for (int64_t k = o; k < p.n_out; k++) to[k - o] = result(p, row, k, y[k - panel_start(o, p.n_out)]);
+    return;
+  }
+  y *= all(float(p.scale));
+  if (p.bias) y += load(p.bias + o);
+  if (p.residual) y += load(p.residual + row * p.residual_stride + o);
+  store(to, y);
+}
+
+}  // namespace pyspec
