@@ -122,7 +122,9 @@ def survives_what_is_not_there() -> str | None:
 def values_of_all_kinds(n_row: int, n: int, gen: torch.Generator) -> Tensor:
     """[n_row, n] f32: all sizes, ties of rounding, infinite ones and NaN."""
     x = torch.randn(n_row, n, generator=gen) * torch.logspace(-12, 6, n_row)[:, None]
-    some = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 448.0, 464.0, 65519.0, 65520.0, 2.0**-10, 2.0**-25])
+    some = torch.tensor(
+        [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 448.0, 464.0, 65519.0, 65520.0, 2.0**-10, 2.0**-25]
+    )
     x[-1, : len(some)] = some
     ties = torch.randint(-(1 << 13), 1 << 13, (n,), generator=gen)
     x[-2], x[-3] = ties / 512.0, ties * 2.0**-19

@@ -14,7 +14,6 @@ from pyspec.request import Request
 
 sys.path.insert(0, str(ROOT / "tests" / "long_runs"))
 import soak
-import soak_memory
 from soak_memory import MIB, Reading, Watch
 
 
@@ -104,3 +103,20 @@ def test_an_idle_engine_with_a_lost_page_is_seen() -> None:
         engine.loop.table.slots[0].reserved = 3
         soak.inspect_idle(engine, tally)
     assert "3 pages reserved" in tally.wrong[0]
+
+
+def test_memory_is_judged_by_what_is_not_accounted_and_by_the_end() -> None:
+    def flaw(*readings: tuple[int, int]) -> str:
+        watch = soak_memory.Watch(None, 0, 1.0, warm_s=60)  # type: ignore[arg-type]
+        mib = soak_memory.MIB
+        watch.readings = [soak_memory.Reading(60 * i, r * mib, a * mib, 0) for i, (r, a) in enumerate(readings)]
+        return watch.flaw()
+
+    start = [(500, 0), (1000, 400)]
+    assert not flaw(*start, *[(1040, 420)] * 6)
+    assert not flaw(*start, (1200, 600), *[(1000, 400)] * 5), "checkpoints came and went"
+    assert "beside checkpoints grew by 60 MiB" in flaw(*start, (1060, 400), *[(1000, 400)] * 5), (
+        "for a moment is enough"
+    )
+    assert flaw(*start, *[(1100, 500)] * 5).startswith("memory grew by 100 MiB (10.0%) from 1000 MiB after 1 minutes")
+    assert not flaw((500, 0)), "nothing is said of a run that was never warm"

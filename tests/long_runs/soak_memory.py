@@ -17,6 +17,7 @@ from pyspec.errors import PyspecError
 
 MIB = 1 << 20
 ENOUGH = 0.05  # share of the memory after the first minutes that may come to it later
+LAST = 5  # readings at the end
 SLACK = 48 * MIB  # of short runs, in which threads still get their arenas
 
 
@@ -42,6 +43,11 @@ class Reading:
     resident: int
     accounted: int
     requests: int
+
+    @property
+    def beside(self) -> int:
+        """Bytes that are not accounted."""
+        return self.resident - self.accounted
 
     def __str__(self) -> str:
         return f"{self.seconds / 60:7.1f} {self.resident / MIB:9.0f} {self.accounted / MIB:10.0f} {self.requests:9d}"
@@ -78,12 +84,19 @@ class Watch:
         self._over.set()
 
     def flaw(self) -> str:
-        """How much it has grown by since it was warm, if that is too much; "" if not."""
+        """How much it has grown by since it was warm, if that is too much; "" if not.
+
+        Two limits: what is not accounted may at no time be so much more, and at the end neither may all of it. Checkpoints alone may
+        come and go within their budget.
+        """
         warm = [r for r in self.readings if r.seconds >= self.warm_s]
         if len(warm) < 2:
             return ""
-        first, last = warm[0].resident, max(r.resident for r in warm[1:])
-        share = (last - first) / first
-        if share <= ENOUGH:
-            return ""
-        return f"memory grew by {(last - first) / MIB:.0f} MiB ({share:.1%}) from {first / MIB:.0f} MiB after {self.warm_s / 60:.0f} minutes"
+        first, end = warm[0], warm[1:][-LAST:]
+        beside = max(r.beside for r in warm[1:]) - first.beside
+        grown = sum(r.resident for r in end) // len(end) - first.resident
+        for what, n in (("memory beside checkpoints", beside), ("memory", grown)):
+            if n > ENOUGH * first.resident:
+                share, after = n / first.resident, self.warm_s / 60
+                return f"{what} grew by {n / MIB:.0f} MiB ({share:.1%}) from {first.resident / MIB:.0f} MiB after {after:.0f} minutes"
+        return ""
