@@ -107,9 +107,9 @@ def test_an_idle_engine_with_a_lost_page_is_seen() -> None:
 
 def test_memory_is_judged_by_what_is_not_accounted_and_by_the_end() -> None:
     def flaw(*readings: tuple[int, int]) -> str:
-        watch = soak_memory.Watch(None, 0, 1.0, warm_s=60)  # type: ignore[arg-type]
-        mib = soak_memory.MIB
-        watch.readings = [soak_memory.Reading(60 * i, r * mib, a * mib, 0) for i, (r, a) in enumerate(readings)]
+        watch = Watch(None, 0, 1.0, warm_s=60)  # type: ignore[arg-type]
+
+        watch.readings = [Reading(60 * i, r * MIB, a * MIB, 0) for i, (r, a) in enumerate(readings)]
         return watch.flaw()
 
     start = [(500, 0), (1000, 400)]
