@@ -1,11 +1,13 @@
-"""Work of an engine without a waiting caller: closing it with the last reference, and passing events to a coroutine."""
+"""Work of an engine without a waiting caller: threads that the program waits for at its end, closing an engine with its last reference,
+and passing events to a coroutine."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
-import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -13,14 +15,35 @@ from pyspec.engine.protocol import Core
 from pyspec.request import Event
 from pyspec.text.template import ChatTemplate
 
-log = logging.getLogger(__name__)
+LIMIT_S = 60.0  # of a close: twice 30 s for an engine in a process of its own
+
+
+class AsideThread(threading.Thread):
+    """A thread that may free tensors, so the program waits for it before the interpreter ends.
+
+    Freeing can release the GIL: mapped memory goes back to the system, weak references call Python. An ending interpreter stops a thread
+    that asks for the GIL again. Inside a destructor of C++ that aborts the process, with "terminate called without an active exception".
+    """
+
+    def __init__(self, do: Callable[[], None], name: str) -> None:
+        super().__init__(target=do, name=name, daemon=True)
+
+
+@atexit.register
+def _wait() -> None:
+    """Wait for all of them, within a limit that holds for a device that hangs."""
+    limit = time.monotonic() + LIMIT_S
+    for thread in threading.enumerate():
+        if isinstance(thread, AsideThread):
+            thread.join(max(0.0, limit - time.monotonic()))
 
 
 def end_aside(core: Core, templates: list[ChatTemplate]) -> None:
     """Close an engine and its templates' processes after its last reference is gone. This may run on any thread, even the core's own, so
     nothing waits."""
+    held = [core]
     with suppress(RuntimeError):  # the program ends, and the core with it
-        threading.Thread(target=_end, args=([core], templates), name="pyspec-end", daemon=True).start()
+        AsideThread(lambda: _end(held, templates), "pyspec-end").start()
 
 
 def _end(held: list[Core], templates: list[ChatTemplate]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pyspec.engine.aside import AsideThread
 from pyspec.engine.loop.slot_image import Image, SlotImager
 from pyspec.engine.loop.slot_task import OnAnswer, SlotTask, careful
 from pyspec.errors import PyspecError, RequestError
@@ -122,7 +122,7 @@ def _aside(do: Callable[[], None], on_answer: OnAnswer) -> None:
             log.exception("a slot's file failed")
             on_answer(PyspecError(f"the slot's file failed: {type(e).__name__}: {str(e)[:200]}"))
 
-    threading.Thread(target=run, name="pyspec-slot-file", daemon=True).start()
+    AsideThread(run, "pyspec-slot-file").start()
 
 
 def _since(began: float) -> float:
