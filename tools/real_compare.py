@@ -1,4 +1,8 @@
-"""Compares answers with those that llama.cpp gave (tests/real/answers.json): token ids, log probabilities, greedy texts."""
+"""Compares answers with recorded ones (tests/real): token ids, log probabilities, greedy texts.
+
+answers.json  of llama.cpp (record_real.py)
+exact.json    of the model's formulas in F64 (real_exact.py)
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "real"
-ANSWERS = FOLDER / "answers.json"
+ANSWERS, EXACT = FOLDER / "answers.json", FOLDER / "exact.json"
+N_TOKEN = 32  # of an answer
+N_TOP, N_TOP_POSITION = 10, 8  # likeliest tokens that are recorded, at so many first positions
 Scores = Sequence[Mapping[int, float]]
 """By position, log probabilities of the likeliest tokens, and of the one that follows."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy text as llama.cpp continued a prompt.
+    """A greedy text that continues a prompt.
 
     ended     an end-of-generation token follows; `tokens` do not hold it
     logprobs  of each token
@@ -36,19 +42,25 @@ class Answer:
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt with its ids, and two answers: with the file's weights, and with the same weights as F32."""
+    """A prompt with its ids, and three answers.
+
+    exact      of the formulas in F64
+    f32        of llama.cpp with the same weights as F32
+    quantised  of llama.cpp with the file as it is, so with activations of 8 bits
+    """
 
     name: str
     text: str
     parse_special: bool
     ids: tuple[int, ...]
-    quantised: Answer
+    exact: Answer
     f32: Answer
+    quantised: Answer
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Answers of one program. strings: texts with their ids, every other one with control tokens parsed."""
+    """The records. program: gave the ids and two of the answers. strings: texts with their ids, every other one with control tokens parsed."""
 
     program: str
     strings: tuple[tuple[str, tuple[int, ...]], ...]
@@ -59,18 +71,19 @@ def read(folder: Path = FOLDER) -> Recorded:
     """Prompts and answers. Raises FileNotFoundError."""
     prompts = {p["name"]: p for p in json.loads((folder / "prompts.json").read_text(encoding="utf-8"))}
     found = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
+    exact = json.loads((folder / "exact.json").read_text(encoding="utf-8"))
     cases = []
     for row in found["prompts"]:
         prompt = prompts[row["name"]]
         parse = prompt.get("parse_special", True)
-        answers = (_answer(row["quantised"]), _answer(row["f32"]))
+        answers = [_answer(of) for of in (exact[row["name"]], row["f32"], row["quantised"])]
         cases.append(Case(row["name"], prompt["text"], parse, tuple(row["ids"]), *answers))
     strings = tuple((text, tuple(ids)) for text, ids in found["strings"])
     return Recorded(found["program"], strings, tuple(cases))
 
 
 def _answer(row: Mapping[str, list]) -> Answer:
-    """llama.cpp lists the end token, too, as the last one."""
+    """The end token is recorded, too, as the last one."""
     n = len(row["tokens"]) - bool(row["ended"])
     top = tuple(tuple((token, value) for token, value in position) for position in row["top"][:n])
     return Answer(
@@ -86,29 +99,51 @@ def parting(recorded: Answer, tokens: Sequence[int]) -> int | None:
     return None if len(tokens) == len(recorded.tokens) else len(recorded.tokens)
 
 
-def is_tie(recorded: Answer, position: int, bound: float) -> bool:
-    """Whether rounding may swap the two best tokens there: each of their log probabilities may be off by the bound."""
-    return position < len(recorded.tokens) and recorded.gap(position) <= 2 * bound
+def is_tie(recorded: Answer, position: int, logprob: float, bound: float) -> bool:
+    """Whether rounding may have swapped the two best tokens there: both are nearer to each other than the bound, and the other text's token,
+    whose log probability is given, is the second best one by its value.
+    """
+    if position >= len(recorded.tokens):
+        return False
+    return recorded.gap(position) < bound and abs(logprob - recorded.second[position]) <= bound
 
 
-def distance(recorded: Answer, scores: Scores) -> float:
-    """The largest difference between recorded log probabilities and those along the same tokens.
+@dataclass(frozen=True)
+class Difference:
+    """A log probability of a token, recorded and found."""
+
+    position: int
+    token: int
+    recorded: float
+    found: float
+
+    @property
+    def size(self) -> float:
+        return abs(self.recorded - self.found)
+
+
+def farthest(recorded: Answer, tokens: Sequence[int], scores: Scores) -> Difference:
+    """The largest difference of log probabilities at the positions in front of which both texts are equal.
 
     A recorded token that is not among the likeliest here is as likely as the last of them, at most.
     """
-    worst = 0.0
-    for position, (token, logprob) in enumerate(zip(recorded.tokens, recorded.logprobs, strict=True)):
-        here = scores[position]
+    at = parting(recorded, tokens)
+    n = len(recorded.tokens) if at is None else at + 1
+    found = []
+    for position, (here, token, logprob) in enumerate(
+        zip(scores[:n], recorded.tokens, recorded.logprobs, strict=False)
+    ):
+        top = recorded.top[position] if position < len(recorded.top) else ()
         least = min(here.values())
-        worst = max(worst, abs(here[token] - logprob))
-        for other, value in recorded.top[position] if position < len(recorded.top) else ():
-            worst = max(worst, abs(here[other] - value) if other in here else value - least)
-    return worst
+        for other, value in ((token, logprob), *top):
+            found.append(Difference(position, other, value, here.get(other, min(value, least))))
+    return max(found, key=lambda difference: difference.size, default=Difference(0, recorded.tokens[0], 0.0, 0.0))
 
 
-def spread(case: Case) -> float:
-    """How far apart the two records of llama.cpp are, where their texts are equal: by its own rounding of inputs to 8 bits."""
-    equal = parting(case.f32, case.quantised.tokens)
-    n = len(case.f32.tokens) if equal is None else min(equal, len(case.f32.tokens))
-    pairs = zip(case.f32.logprobs[:n], case.quantised.logprobs[:n], strict=True)
-    return max((abs(one - other) for one, other in pairs), default=0.0)
+def scores_of(recorded: Answer) -> Scores:
+    """The log probabilities that an answer holds."""
+    n_top = len(recorded.top)
+    return [
+        dict(recorded.top[i] if i < n_top else ()) | {token: logprob}
+        for i, (token, logprob) in enumerate(zip(recorded.tokens, recorded.logprobs, strict=True))
+    ]

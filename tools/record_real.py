@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import xllamacpp
+from real_compare import FOLDER, N_TOKEN, N_TOP, N_TOP_POSITION
 
-FOLDER = Path(__file__).resolve().parents[1] / "tests" / "real"
-N_TOKEN = 32  # of an answer
-N_TOP, N_TOP_POSITION = 10, 8  # likeliest tokens that are kept, at so many first positions
 N_CONTEXT = 2048
 N_STRING = 240
 SEED = 36
