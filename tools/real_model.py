@@ -4,12 +4,11 @@
     python tools/real_model.py --model FILE.gguf     takes this file
 
 For each prompt of tests/real it compares token ids, greedy texts (with and without drafts from n-grams, one prompt at a time and three), and
-the log probabilities along the text. Exit status 1 if anything differs, 2 if the model can not be had.
+the log probabilities along the text. Exit status 1 if anything differs, 2 if the model can not be had or run.
 
 Three answers are recorded. The formulas in F64 (tools/real_exact.py) are what pyspec has to meet. llama.cpp with the same weights as F32
-(tools/record_real.py) is another program, up to 0.0098 away from the formulas: its GELU is a table of F16 (about half of that; a cache in F16
-explains nothing of the rest). llama.cpp with the file as it is rounds
-the inputs of its products to 8 bits; the distance to that is shown, and nothing follows from it.
+(tools/record_real.py) is up to 0.0098 away from the formulas. Its GELU is a table of F16, which explains about half of that. llama.cpp with
+the file as it is rounds the inputs of its products to 8 bits. The distance to that is shown, and nothing follows from it.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from real_compare import (
 from real_fetch import GEMMA, FetchError, cache_folder, fetch
 
 import pyspec
+from pyspec.errors import PyspecError
 from pyspec.request import Request, SamplingParams
 
 BOUND_EXACT = 0.001
@@ -197,10 +197,10 @@ def main() -> int:
             return 2
     try:
         model = arguments.model or fetch(GEMMA, cache_folder())
-    except FetchError as e:
+        return 1 if compare(model, read()) else 0
+    except (FetchError, PyspecError) as e:
         print(f"make real: {e}", file=sys.stderr)
         return 2
-    return 1 if compare(model, read()) else 0
 
 
 if __name__ == "__main__":

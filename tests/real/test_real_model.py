@@ -258,3 +258,12 @@ def test_the_end_token_is_not_part_of_an_answer(tmp_path: Path) -> None:
     (tmp_path / "exact.json").write_text(json.dumps({"a": row}))
     answer = real_compare.read(tmp_path).cases[0].f32
     assert answer.tokens == (5,) and answer.ended and answer.logprobs == (-0.1,) and answer.top == (((5, -0.1),),)
+
+
+def test_a_model_that_is_not_there_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["real_model.py", "--model", str(tmp_path / "none.gguf")])
+    assert real_model.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("make real: ") and "none.gguf" in said and len(said.splitlines()) == 1
