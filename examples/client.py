@@ -5,9 +5,8 @@ import sys
 from openai import OpenAI
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8080"
-client = OpenAI(
-    base_url=f"{url}/v1", api_key="none"
-)  # a key is only needed where the server was started with --api-key
+# A key is only needed where the server was started with --api-key
+client = OpenAI(base_url=f"{url}/v1", api_key="none")
 messages = [{"role": "user", "content": "What is 3 x 4?"}]
 
 # The whole answer at once.

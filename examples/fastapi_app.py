@@ -11,9 +11,8 @@ import pyspec
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    with pyspec.Engine.load(
-        "demo", np=4, isolated=True
-    ) as engine:  # in a process of its own, which is replaced if it fails
+    # The engine has its own process, which is replaced if it fails
+    with pyspec.Engine.load("demo", np=4, isolated=True) as engine:
         app.state.engine = engine
         yield
 

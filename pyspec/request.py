@@ -58,12 +58,10 @@ class SamplingParams:
     logprobs: Count | None = None  # None: none; n: of the chosen token and the n best
     ignore_eos: bool = False
     min_tokens: Count = 0  # no end-of-generation token or stop string before this many tokens
-    samplers: Annotated[
-        tuple[str, ...], Many(OneOf((*DEFAULT_SAMPLERS, "adaptive_p")))
-    ] = ()  # in order, by name; each at most once
-    top_n_sigma: Annotated[
-        float, Real(-1, 100, "0 and below: off")
-    ] = -1.0  # keeps tokens within this many standard deviations of the best logit
+    # In order, by name; each at most once
+    samplers: Annotated[tuple[str, ...], Many(OneOf((*DEFAULT_SAMPLERS, "adaptive_p")))] = ()
+    # Keeps tokens within this many standard deviations of the best logit
+    top_n_sigma: Annotated[float, Real(-1, 100, "0 and below: off")] = -1.0
     xtc_probability: Share = 0.0  # probability of dropping all but the last of the tokens above the threshold; 0 off
     xtc_threshold: Share = 0.1  # above 0.5: off
     dynatemp_range: Annotated[float, Real(0, 100)] = (

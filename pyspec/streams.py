@@ -25,9 +25,8 @@ class Lossy(io.FileIO):
         rest = memoryview(data).cast("B")
         n = rest.nbytes
         try:
-            while (
-                rest and (taken := super().write(rest)) is not None
-            ):  # None: the reader is slow, and the stream is non-blocking
+            # None: the reader is slow, and the stream is non-blocking
+            while rest and (taken := super().write(rest)) is not None:
                 rest = rest[taken:]
         except OSError as e:
             if e.errno not in LOST:

@@ -274,12 +274,8 @@ def test_a_machine_that_became_slower_is_noticed() -> None:
 
 
 GRAPHS = {1: 9.7, 2: 9.8, 3: 9.8, 4: 9.9, 6: 10.1, 8: 10.8, 12: 11.0, 16: 11.3, 24: 13.0, 32: 14.6, 48: 17.0, 64: 17.5}
-GRAPHS |= {
-    80: 18.2,
-    96: 19.0,
-    112: 19.9,
-    128: 20.8,
-}  # ms of a 27B verify by padded rows: 1, 8, 16, 32, 128 measured (docs/log.md), the rest between
+# Milliseconds of a 27B verify by padded rows: 1, 8, 16, 32, 128 measured (docs/log.md), the rest between
+GRAPHS |= {80: 18.2, 96: 19.0, 112: 19.9, 128: 20.8}
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,8 @@ def test_real_models_have_the_published_tensor_and_parameter_counts() -> None:
         assert n_params(name, mtp) - n_params(name, Parts()) == pytest.approx(block, abs=0.005)
     assert count("nemotron-3-super", sidecar) == 21
     for name, trunk, block in (("deepseek-v4-flash", 284.33, 6.61), ("deepseek-v4-pro", 1573, 25.84)):
-        flash, ends = (
-            find(name),
-            2 * find(name).n_vocab * find(name).n_embd / 1e9,
-        )  # which the block's file has once more
+        # The block's file has the embedding once more
+        flash, ends = find(name), 2 * find(name).n_vocab * find(name).n_embd / 1e9
         assert isinstance(flash, Deepseek4Dims)
         assert n_params(name, Parts()) == pytest.approx(trunk, rel=1e-3)
         assert n_params(name, sidecar) - ends == pytest.approx(block, abs=0.01)

@@ -30,9 +30,8 @@ from pyspec.cli.logs import set_up
 from pyspec.sample.synth import SynthAcceptance
 
 N_TIMED = 40  # rounds of each kind
-Took = tuple[
-    int, int, float, int, int, float
-]  # arguments of `Controller.timed`: rows, busy slots, ms, slots that drafted, passes, ms of drafting
+# Arguments of `Controller.timed`: rows, busy slots, ms, slots that drafted, passes, ms of drafting
+Took = tuple[int, int, float, int, int, float]
 
 
 @contextmanager

@@ -21,11 +21,12 @@ from shutil import which
 LEAST = (2, 11)  # as pyproject.toml has it
 WANTED = f"torch>={LEAST[0]}.{LEAST[1]}"
 TESTED = "torch==2.13.0"  # the version of the tests
+# The last is WSL's
 DRIVER_FILES = (
     "/proc/driver/nvidia/version",
     "/sys/module/nvidia/version",
     "/usr/lib/wsl/lib/libcuda.so.1",
-)  # the last is WSL's
+)
 UV = "uv>=0.7"
 NO_CPU_BUILD = (
     f"no CPU build: PyTorch's index can not be reached. Taking {TESTED} from pip's own; if that is the build with CUDA, it downloads 3 GB "

@@ -122,10 +122,11 @@ class Floors:
         kv_bytes = sum(pool.k[0].numel() * pool.k.element_size() * 2 for pool in self.memory.kv.values())
         pairs = case.n_row * (case.n_past + (case.width + 1) / 2)
         parts["attention"] = 1e6 * max(keys * kv_bytes / BYTES, pairs * self._attend_ops(n_layer) / OPS)
+        # A rank's states are its share already
         parts["linear"], parts["attention"] = (
             parts["linear"] / self.tp,
             parts["attention"] / self.tp,
-        )  # states are a share's
+        )
         return parts, head * 1e6 / self.tp
 
     def _attend_ops(self, n_layer: int) -> float:

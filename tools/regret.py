@@ -156,9 +156,8 @@ class Seat:
     silent: int = 0
 
 
-Picker = Callable[
-    [Sequence[tuple[int, int]], Floats], list[int]
-]  # (slot, most drafts) of busy ones and chances to lengths
+# (slot, most drafts) of busy ones and chances to lengths
+Picker = Callable[[Sequence[tuple[int, int]], Floats], list[int]]
 
 
 # -- the deciders --------------------------------------------------------------------------------------------------

@@ -109,9 +109,8 @@ class Commands(click.Group):
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
         except OSError as e:
-            if (
-                not streams.is_lost(e) or e.errno == errno.EPIPE
-            ):  # the reader of a pipe has closed it: click ends silently
+            # If the reader of a pipe has closed it, click ends silently
+            if not streams.is_lost(e) or e.errno == errno.EPIPE:
                 raise
             streams.flush()
             click.echo(f"Error: cannot write to stdout: {(e.strerror or str(e)).lower()}", err=True)

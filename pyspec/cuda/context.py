@@ -63,9 +63,8 @@ class DeviceContext:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.temporary = threading.local()  # a pool of memory for each thread (temporary.py)
-        self.lock = GpuLock(
-            threading.RLock() if self.is_gpu else nullcontext(), self.current
-        )  # a CPU's kernels share nothing
+        # A CPU's kernels share nothing
+        self.lock = GpuLock(threading.RLock() if self.is_gpu else nullcontext(), self.current)
         self._made: dict[Hashable, object] = {}
         self._streams: dict[int, object] = {}
 

@@ -26,9 +26,8 @@ log = logging.getLogger(__name__)
 N_TAPE = 64  # recorded forwards that are kept
 
 Out = TypeVar("Out")
-Key = tuple[
-    int, int, bool, bool
-]  # rows and sequences with padding, whether no sequence has two rows, whether it is a prompt
+# Rows and sequences with padding, whether no sequence has two rows, whether it is a prompt
+Key = tuple[int, int, bool, bool]
 
 
 class GraphPool:

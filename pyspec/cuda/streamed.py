@@ -58,9 +58,8 @@ class Streamed:
         self.few_rows = 0 if EXACT.is_on and self.tall is not None else FEW_ROWS
         self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
         self.wide_turned = None if wide is None else wide.T
-        self.whole: dict[
-            RowsSpec, Callable[[Tensor, Prep], Tensor] | None
-        ] = {}  # launches that prepare rows that stay f32
+        # Launches that prepare rows that stay f32
+        self.whole: dict[RowsSpec, Callable[[Tensor, Prep], Tensor] | None] = {}
         self.max_rows = COPY_ROWS if self.tall is None else self.tall.max_rows  # without the copy
 
     def __call__(
@@ -224,9 +223,8 @@ class Handing:
 
 def handing(first: Streamed | StreamedParts, next: Streamed, bound: float) -> Handing | None:
     """bound: of the magnitudes that `first` gives. None where no kernel does it."""
-    if (
-        EXACT.is_on
-    ):  # rows over a bound round otherwise than those over their own largest, which more than PLACE_ROWS have
+    # Rows over a bound round otherwise than those over their own largest, which more than PLACE_ROWS have
+    if EXACT.is_on:
         return None
     of = first.plain if isinstance(first, Streamed) else first.product
     n, pads = of.spec.n_out, [[pad for pad in launch.rows.pads if pad <= PLACE_ROWS] for launch in (of, next.plain)]

@@ -54,9 +54,8 @@ class StreamedTiles:
         )
         self.plain = linear_triton.bind(spec)
         self.added = self.plain if gated else linear_triton.bind(replace(spec, epilogue=Epilogue.RESIDUAL))
-        likely = (
-            self.added if matrix.n_out < matrix.n_in else self.plain
-        )  # a product that narrows adds to the residual stream
+        # A product that narrows adds to the residual stream
+        likely = self.added if matrix.n_out < matrix.n_in else self.plain
         likely.compile_ahead(matrix, MANY_ROWS if self.wide is None else FEW_ROWS)
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:

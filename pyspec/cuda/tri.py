@@ -25,11 +25,8 @@ from pyspec.cuda.examine import EXAMINATION
 log = logging.getLogger(__name__)
 
 LEAST = (8, 0)  # compute capability
-LARGE_SHARED = (
-    (8, 0),
-    (9, 0),
-    (10, 0),
-)  # capabilities whose multiprocessors give a program more than 100 KB of shared memory
+# Capabilities whose multiprocessors give a program more than 100 KB of shared memory
+LARGE_SHARED = ((8, 0), (9, 0), (10, 0))
 AHEAD_S = 120.0  # to wait for a build begun ahead; after that the caller compiles it
 MOST_COMPILERS = 8  # threads: Triton's Python part runs one after the other
 INTERPRETED = 2  # multiprocessors that a CPU stands for
@@ -126,9 +123,8 @@ def _launch(ask: TriLaunch) -> None:
         return
     first, second, third = (*grid, 1, 1)[:3]
     stream, values = torch.cuda.current_stream(device).cuda_stream, [constants[name] for name in _constants_of(kernel)]
-    build.run(
-        first, second, third, stream, build.function, build.packed_metadata, None, None, None, *args, *values
-    )  # as CompiledKernel.__getitem__ does
+    # As CompiledKernel.__getitem__ does
+    build.run(first, second, third, stream, build.function, build.packed_metadata, None, None, None, *args, *values)
 
 
 @contextmanager

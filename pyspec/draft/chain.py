@@ -97,9 +97,8 @@ class Chain:
         self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
         self.probs = torch.ones(n_row, device=self.device)
         self.hidden = torch.zeros(n_row, block.n_hidden, device=self.device)
-        self.steps = torch.zeros(
-            plan.n_draft, len(table.slots), dtype=torch.int64, device=self.device
-        )  # tokens by pass
+        # Tokens by pass
+        self.steps = torch.zeros(plan.n_draft, len(table.slots), dtype=torch.int64, device=self.device)
 
     @property
     def _width(self) -> int:

@@ -23,10 +23,8 @@ from pyspec.ranges import quoted
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import LayerParts, Paged, Ring
 
-CSA, HCA = (
-    4,
-    128,
-)  # tokens of a compressed row: overlapping blocks, of which an indexer chooses, or plain ones, of which all count
+# Tokens of a compressed row. An indexer chooses among the overlapping blocks of CSA; all plain blocks of HCA count.
+CSA, HCA = 4, 128
 SQRT_SOFTPLUS = 4  # expert_gating_func
 WINDOW, ROWS, PARTIAL, INDEX, INDEX_PARTIAL = "window", "rows", "partial", "index", "index_partial"  # names of parts
 

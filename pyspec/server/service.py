@@ -48,9 +48,8 @@ class Service:
         self._submissions: dict[Submission, asyncio.TimerHandle] = {}
         self.n_inside = 0
         self._inside: Counter[str] = Counter()  # requests by client
-        self._text: list[ThreadPoolExecutor | None] = [
-            None
-        ] * 3  # for small bodies, for large ones, and to compile grammars
+        # Threads for small bodies, for large ones, and to compile grammars
+        self._text: list[ThreadPoolExecutor | None] = [None] * 3
         self.reading = Reading(self.settings.limits.reading)
         self._groups = count()
         self._post: tuple[asyncio.AbstractEventLoop, Post] | None = None

@@ -115,9 +115,8 @@ class Pool:
         if kind in _PLAIN:
             self._scales = rng.standard_normal(n_block, dtype=np.float32)
         elif kind not in _CENTRE:
-            self._scales *= rng.choice(
-                np.array([-1, 1], np.float32), n_block
-            )  # codes are not centred; this centres their values
+            # Codes are not centred; this centres their values
+            self._scales *= rng.choice(np.array([-1, 1], np.float32), n_block)
         self._blocks = rng.integers(0, 256, (n_block, kind.type_size), dtype=np.uint8)
         _tidy(self._blocks, kind, layout, rng)
         self._cache: OrderedDict[float, np.ndarray] = OrderedDict()

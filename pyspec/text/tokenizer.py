@@ -42,10 +42,8 @@ from pyspec.text.vocab import (
 PIECE_CHARS = 1 << 16  # characters to tokenise at once
 PIECE_TAIL = 1 << 10  # characters at the end of a piece whose words may continue in the next one
 SPM_CHARS = 4096  # of a token
-SPM_STEPS, SPM_JOINED = (
-    1 << 29,
-    1 << 25,
-)  # a vocabulary of 256,000 tokens takes 3e7 steps and has joins of 6e6 characters
+# A vocabulary of 256,000 tokens takes 3e7 steps and has joins of 6e6 characters
+SPM_STEPS, SPM_JOINED = 1 << 29, 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

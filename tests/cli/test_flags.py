@@ -56,9 +56,8 @@ def options() -> Iterator[tuple[str, click.Option]]:
 
 
 OPTIONS = [
-    pytest.param(
-        c, p, id=f"{c} {p.opts[-1]}", marks=[pytest.mark.slow] * (c == "doctor")
-    )  # which looks at the machine each time
+    # `doctor` looks at the machine each time
+    pytest.param(c, p, id=f"{c} {p.opts[-1]}", marks=[pytest.mark.slow] * (c == "doctor"))
     for c, p in options()
 ]
 NUMBERS = [

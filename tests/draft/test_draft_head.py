@@ -97,9 +97,8 @@ def test_the_plan_counts_the_copy(draft: Path | None, on_gpu: None) -> None:
     assert full.draft_head == 0 and "draft head" not in str(full)
     assert more.draft_head == packed_bytes(Q4_0, n_out, n_in) and more.total == full.total + more.draft_head
     assert "draft head" in str(more)
-    assert planned(DEMO, GPU, draft).draft_head == (
-        more.draft_head if draft is None else 0
-    )  # DFlash has one pass a block
+    # DFlash has one pass a block
+    assert planned(DEMO, GPU, draft).draft_head == (more.draft_head if draft is None else 0)
     asked = planned(DEMO, CPU, draft, draft_head="q4_0")
     assert asked.draft_head == 4 * n_out * n_in and planned(DEMO, CPU, draft).draft_head == 0
 

@@ -105,11 +105,8 @@ def test_a_cpu_leaves_half_of_its_memory_to_others(model: Path, monkeypatch: pyt
         (["--tp", "2", "--vram", "24G"], ["--tp", "2"], 4),
         (["-np", "7", "-ub", "333", "--no-cache-prompt", "--vram", "48G"], ["-ub", "333", "--no-cache-prompt"], 7),
         (["-np", "5", "-c", "3333", "--vram", "40G"], ["-np", "5", "-c", "3333"], 5),
-        (
-            ["-np", "33", "--page-size", "64", "--vram", "40G"],
-            ["--page-size", "64"],
-            8,
-        ),  # more of them hold a few hundred each
+        # More of them hold a few hundred each
+        (["-np", "33", "--page-size", "64", "--vram", "40G"], ["--page-size", "64"], 8),
     ],
 )
 def test_what_fit_advises_is_what_was_planned(model: Path, flags: list[str], has: list[str], n: int) -> None:

@@ -79,9 +79,8 @@ def hurried(r: Rig) -> Rig:
 
 
 @pytest.mark.parametrize("spec", ["none", "ngram"])
-@pytest.mark.parametrize(
-    "kind", ["llama", "hybrid", pytest.param("deepseek4", marks=pytest.mark.slow)]
-)  # without a state beside the pages, and with one
+# Without a state beside the pages, and with one
+@pytest.mark.parametrize("kind", ["llama", "hybrid", pytest.param("deepseek4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_text_that_was_given_more_than_a_short_one_asks_for_makes_room_and_does_not_change(
     kind: str, spec: str, temperature: float

@@ -12,9 +12,8 @@ import torch
 
 from pyspec.cuda.context import context_of
 
-sys.path += sorted(
-    {str(path.parent) for path in Path(__file__).parent.glob("*/test_*.py")}
-)  # tests of mutants import others
+# Tests of mutants import others
+sys.path += sorted({str(path.parent) for path in Path(__file__).parent.glob("*/test_*.py")})
 collect_ignore_glob = [] if torch.cuda.is_available() else ["*_gpu.py"]
 
 

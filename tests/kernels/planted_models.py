@@ -25,10 +25,8 @@ from pyspec.engine.api import Engine
 
 WHY = {"wrong": "differ|other|not|as the reference", "crashing": "ended the process", "hanging": "took more than"}
 LIMITS_S = {"start": 120.0, "binding": 120.0, "check": 20.0}
-FIRST_CHECK_S, CHECK_S = (
-    60.0,
-    6.0,
-)  # until everything is compiled and libraries are loaded; after that, the cost of a hang
+# Until everything is compiled and libraries are loaded; after that, the cost of a hang
+FIRST_CHECK_S, CHECK_S = 60.0, 6.0
 SPARE = 2  # children that wait for the next one to be killed: each takes seconds to begin
 PROMPT = "the quick brown fox jumps over"
 SETTINGS = {"np": 2, "ctx": 256, "warm_up": False, "kv_type": "f16"}

@@ -106,11 +106,8 @@ def rows_of(loaded: Loaded, ids: Sequence[int], widths: Sequence[int], n_beside:
         ("qwen3.6-27b", "q8_0", 8),
         ("qwen3.6-35b-a3b", "q4_k", 8),
         ("nemotron-3-nano", "q8_0", 8),
-        (
-            "deepseek-v4-flash",
-            "iq2_xxs_moe",
-            4,
-        ),  # window alone, compressed by 4 and by 128; experts by table and by score
+        # Window alone, compressed by 4 and by 128; experts by table and by score
+        ("deepseek-v4-flash", "iq2_xxs_moe", 4),
     ],
 )
 def test_a_prompt_has_the_same_logits_however_it_comes(tmp_path: Path, model: str, quant: str, n_layer: int) -> None:

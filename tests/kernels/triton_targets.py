@@ -50,17 +50,8 @@ from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 CPU = torch.device("cpu")
-SHARED = {
-    80: 163,
-    86: 99,
-    89: 99,
-    90: 227,
-    100: 227,
-    120: 99,
-    121: 99,
-    "gfx942": 64,
-    "gfx1100": 64,
-}  # KB a program may have
+# KB a program may have
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99, "gfx942": 64, "gfx1100": 64}
 """By target: NVIDIA's compute capabilities, AMD's names."""
 LARGE = (80, 90, 100)
 TYPES = {

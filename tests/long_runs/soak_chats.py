@@ -42,10 +42,8 @@ from pyspec.slots.batch import Batch
 
 N_CHAT, CTX = 8, 768  # tokens a conversation may have; of a longer one all pieces are longer
 AGAIN, CANCELLED, FORKED = 0.8, 0.2, 0.15  # shares: continue a text; are left early; continue from its middle
-TIE = {
-    "cpu": 2e-3,
-    "cuda": 0.1,
-}  # a token that is no better than the next one by more may fall either way in another batch
+# A token that is no better than the next one by more may fall either way in another batch
+TIE = {"cpu": 2e-3, "cuda": 0.1}
 MOST_DOUBTS = 20
 CLOSE = 5e-6  # so may a choice of experts: scores differ by up to 3e-6 with the cut of a prompt
 N_TOP = 8  # logits known of a place: the two best that may be said are among them, as end tokens are few

@@ -125,9 +125,8 @@ def test_what_the_block_s_file_has_as_the_target_is_loaded_once() -> None:
 
 
 def test_a_ring_without_slack_is_refused_before_a_row_is_lost() -> None:
-    ring = Ring(8, {"rows": (2,)}).allocate(
-        sizes_of(width=4), DEVICE
-    )  # 8 and twice 4: a row further back than that is overwritten
+    # 8 and twice 4: a row further back than that is overwritten
+    ring = Ring(8, {"rows": (2,)}).allocate(sizes_of(width=4), DEVICE)
     rows = torch.arange(40.0, device=DEVICE).view(20, 2)
     ring.write(0, 0, {"rows": rows})
     assert torch.equal(ring.read(0, 4, 20)["rows"], rows[4:])

@@ -53,9 +53,8 @@ def test_prefill_in_any_chunks_gives_llama_cpp_logits(name: str, chunk: int, den
     data = expected(name)
     tokens, bench = data["tokens"].tolist(), bench_of(name, dense=dense)
     got = torch.cat([bench.feed(0, tokens[i : i + chunk]) for i in range(0, len(tokens), chunk)])
-    turned = (
-        0.6 if name == "nemotron_latent_q8_0" else 0.1
-    )  # one choice at its 12th token turns, and the states remember
+    # One choice at its 12th token turns, and the states remember
+    turned = 0.6 if name == "nemotron_latent_q8_0" else 0.1
     assert near(got, torch.from_numpy(data["logits"]), dense, ATOL, turned)
 
 

@@ -240,9 +240,8 @@ def test_thinking_effort_and_format_are_those_of_chat_completions() -> None:
     schema = {"type": "object"}
     asked = chat(output_config={"format": {"type": "json_schema", "schema": schema}})
     assert asked["response_format"]["json_schema"]["schema"] == schema
-    asked = chat(
-        output_config={"effort": "low"}, output_format={"type": "json_schema", "schema": schema}
-    )  # its name in the beta
+    # Its name in the beta
+    asked = chat(output_config={"effort": "low"}, output_format={"type": "json_schema", "schema": schema})
     assert asked["response_format"]["json_schema"]["schema"] == schema and "output_format" not in asked
 
 

@@ -184,9 +184,8 @@ def test_a_method_of_thousands_of_letters_is_not_repeated(live: Live, caplog: py
     caplog.set_level(logging.INFO, "pyspec")
     response = httpx.request("A" * 5000, f"{live.url}/health")
     assert response.status_code == 405 and len(response.content) < 500
-    wait_for(
-        lambda: any(record.name == "pyspec.access" for record in caplog.records), timeout_s=20
-    )  # written behind the answer
+    # The server writes it behind the answer
+    wait_for(lambda: any(record.name == "pyspec.access" for record in caplog.records), timeout_s=20)
     assert all(len(record.getMessage()) < 300 for record in caplog.records if record.name == "pyspec.access")
 
 

@@ -26,12 +26,8 @@ from pyspec.cuda.machine import machine
 
 log = logging.getLogger(__name__)
 
-OURS = (
-    "pyspec.cuda.ops",
-    "pyspec.cuda.jit",
-    "pyspec.cuda.tri",
-    "pyspec.slots",
-)  # sources that count if an implementation imports them
+# Sources that count if an implementation imports them
+OURS = ("pyspec.cuda.ops", "pyspec.cuda.jit", "pyspec.cuda.tri", "pyspec.slots")
 Key = dict[str, str]
 
 

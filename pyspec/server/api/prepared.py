@@ -33,11 +33,8 @@ from pyspec.text.markup.dialect import AnswerMarkup
 log = logging.getLogger(__name__)
 
 Kind = Literal["chat", "text", "native", "infill", "messages", "responses"]
-BODIES: dict[Kind, type[Generate]] = {
-    "text": TextBody,
-    "native": NativeBody,
-    "infill": InfillBody,
-}  # all others are chats
+# All other kinds are chats
+BODIES: dict[Kind, type[Generate]] = {"text": TextBody, "native": NativeBody, "infill": InfillBody}
 TO_CHAT: dict[Kind, Callable[[dict[str, Any], Limits], dict[str, Any]]] = {
     "messages": anthropic.to_chat,
     "responses": responses.to_chat,
@@ -73,9 +70,8 @@ class PreparedBody:
     # parser of the answer; one per choice
     markup: AnswerMarkup = field(default_factory=AnswerMarkup)
 
-    of_body: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # values of `generation_settings` that the body has and a request does not
+    # Values of `generation_settings` that the body has and a request does not
+    of_body: Mapping[str, Any] = field(default_factory=dict)
     eog_ids: tuple[int, ...] = ()
     response_fields: tuple[str, ...] = ()  # native only: fields of the last object; (): all
 

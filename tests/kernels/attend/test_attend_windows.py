@@ -31,10 +31,11 @@ class Planned:
         return self.run(q, pool, batch, window, sinks)
 
 
+# Without either the library attends
 @pytest.mark.parametrize(
     ("window", "sinks"),
     [(window, sinks) for window in (0, 1, 8, 100, 1000) for sinks in (False, True) if window or sinks],
-)  # without either the library attends
+)
 @pytest.mark.parametrize(
     "seqs",
     [[(0, 193)], [(0, 511), (70, 1)], [(333, 257), (5, 3), (0, 401)], [(4 * SPLIT - 3, 197)]],

@@ -109,9 +109,8 @@ def test_what_is_out_of_bounds_is_reported_and_other_sequences_are_right(name: s
     want, kept = made.run(compress_ref.bind(CSA), (slice(None), made.placed.plain))
     b = made.placed.batch
     positions, slots, rows = b.positions.clone(), b.seq_slot.clone(), b.kv_rows.clone()
-    {"position": positions[4:5], "slot": slots[1:2], "row": rows[3:4]}[name].fill_(
-        bad
-    )  # row 3 ends a block, row 4 none
+    # Row 3 ends a block, row 4 none
+    {"position": positions[4:5], "slot": slots[1:2], "row": rows[3:4]}[name].fill_(bad)
     with emulated_gpu(seed=5):
         wrong = replace(b, positions=positions, seq_slot=slots, kv_rows=rows)
         ring, pool = made.run(compress_cuda.bind(CSA), (slice(None), wrong))

@@ -82,9 +82,8 @@ def _run(*command: str, text: str | None = None) -> str:
 def _machine() -> ctypes.CDLL:
     """The machine itself, which all kernels share."""
     out = _folder() / "libmachine.so"
-    both = "".join(
-        f'#include "{HERE / name}.cpp"\n' for name in ("machine", "launch", "units")
-    )  # in one: half the time
+    # One file takes half the time
+    both = "".join(f'#include "{HERE / name}.cpp"\n' for name in ("machine", "launch", "units"))
     _run("-shared", "-O2", *FLAGS, "-x", "c++", "-", "-o", str(out), text=both)
     library = ctypes.CDLL(str(out), ctypes.RTLD_GLOBAL)
     library.emulator_guard.restype = ctypes.c_void_p

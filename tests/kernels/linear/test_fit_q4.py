@@ -28,9 +28,8 @@ def test_what_four_bits_can_hold_comes_back(type: GGMLType) -> None:
     gen = torch.Generator().manual_seed(3)
     raw = torch.randint(0, 256, (40, 3, 18), generator=gen, dtype=torch.uint8)
     raw[..., :2] = torch.tensor([0.25], dtype=torch.float16).view(torch.uint8)
-    raw[..., 2:4] = torch.tensor(
-        [0x08, 0xF0], dtype=torch.uint8
-    )  # code 0 is among them, the largest there is, and others
+    # Code 0 is among them, the largest there is, and others
+    raw[..., 2:4] = torch.tensor([0x08, 0xF0], dtype=torch.uint8)
     raw[7] = 0
     x = dequantize(raw, type, (40, 96))
     x[7] = 0.0

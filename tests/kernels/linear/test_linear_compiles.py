@@ -54,9 +54,8 @@ def test_pairs_compile_without_spills_and_leave_room_for_their_barriers(arch: st
         for epilogue in Epilogue if type is GGMLType.Q8_0 else (Epilogue.RESIDUAL,):
             macros = linear_pair.defines(type, pad, epilogue)
             found = compile_cubin("linear_pair", arch, macros, use_cache=False).resources["linear_pair"]
-            most = (
-                120 if type is GGMLType.Q2_K else 24 if arch == "sm_100a" else 0
-            )  # its minima take registers; experts have it
+            # Its minima take registers; experts have it
+            most = 120 if type is GGMLType.Q2_K else 24 if arch == "sm_100a" else 0
             assert found.spill_bytes <= (most if pad == 48 else 0)
             assert found.shared_bytes <= 2048
 

@@ -23,12 +23,8 @@ from pyspec.gguf import GGMLType
 
 pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 SEEDS = (0, 1)
-TYPES = (
-    GGMLType.Q8_0,
-    GGMLType.Q4_0,
-    GGMLType.Q4_K,
-    GGMLType.Q6_K,
-)  # all ways scales lie; test_packed_emulated has the rest
+# All ways scales lie; test_packed_emulated has the rest
+TYPES = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
 
 
 @pytest.fixture(autouse=True)

@@ -104,9 +104,8 @@ def test_a_row_has_the_same_bits_whatever_runs_beside_it(type: GGMLType, monkeyp
         assert torch.equal(product(spec, packed, x[:n_row]), alone[:n_row])
         assert torch.equal(product(spec, packed, x[:n_row].flip(0)).flip(0), alone[:n_row])
     at_once = linear_cuda.bind(spec).max_rows
-    others = [
-        n for n in (*N_ROWS, 200) if n % at_once == 0 or n % at_once > by_pairs
-    ]  # whose last pass is none of theirs
+    # Their last pass is none of theirs
+    others = [n for n in (*N_ROWS, 200) if n % at_once == 0 or n % at_once > by_pairs]
     more = [product(spec, packed, x[:n_row]) for n_row in others if n_row > by_pairs]
     monkeypatch.setattr(linear_pair, "MOST_BYTES", 0)
     alone = torch.cat([product(spec, packed, row[None]) for row in x])
@@ -145,9 +144,8 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float) -> None
     for n_out, n_in, type in ((1096, 1024, GGMLType.Q8_0), (96, 5120, GGMLType.Q8_0), (1096, 1024, GGMLType.NVFP4)):
         spec = LinearSpec(CUDA, type, n_out, n_in, epilogue, limit)
         packed = matrix(type, spec.n_weight_row, n_in)
-        within = (
-            2e-2 if limit and type is GGMLType.NVFP4 else 1e-3
-        )  # its sums are in the hundreds: where they are near 0 rounding is all
+        # Its sums are in the hundreds: where they are near 0 rounding is all
+        within = 2e-2 if limit and type is GGMLType.NVFP4 else 1e-3
         for n_row in (1, 12, 128):
             x = torch.randn(n_row, n_in, device=CUDA) / 16
             residual = torch.randn(n_row, n_out, device=CUDA) if epilogue is Epilogue.RESIDUAL else None

@@ -18,12 +18,8 @@ from pyspec.gguf import GGMLType
 
 pytestmark = needs_compiler
 SEEDS, ALL_PADS = (0, 1), linear_wgmma.PADS
-TYPES = (
-    GGMLType.Q8_0,
-    GGMLType.Q4_0,
-    GGMLType.Q4_K,
-    GGMLType.Q6_K,
-)  # all ways scales lie; test_packed_emulated has the rest
+# All ways scales lie; test_packed_emulated has the rest
+TYPES = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
 
 
 @pytest.fixture(autouse=True)

@@ -43,9 +43,8 @@ def test_kernels_of_prompts_compile_without_spills_and_fit_their_multiprocessors
         assert all(r.spill_bytes == 0 for r in found.values()), found
         group = mamba2_chunk.group_shared(shape, chunk) + found["mamba2_chunk_group"].shared_bytes
         assert mamba2_chunk.shared_for(shape, chunk, rows) <= mamba2_chunk.shared_limit(arch)
-        assert (
-            2 * (group + 1024) <= mamba2_chunk.shared_limit(arch) + 1024
-        )  # two blocks, and the driver's share of each
+        # Two blocks, and the driver's share of each
+        assert 2 * (group + 1024) <= mamba2_chunk.shared_limit(arch) + 1024
         assert found["mamba2_chunk_state"].registers * 4 * rows <= 65536
         assert found["mamba2_chunk_group"].registers * mamba2_chunk.GROUP_THREADS * 2 <= 65536
 

@@ -403,9 +403,8 @@ def test_the_check_refuses_mistakes_and_not_rounding(mistake: Callable[[Stacks, 
 
 SHAPES = {
     "halves": MoeSpec(CPU, 3, 160, 96, "swiglu", Q8_0, Q8_0, pieces=2),  # 2.5 and 1.5 chunks; 10 and 12 groups of rows
-    "long": MoeSpec(
-        CPU, 2, 1056, 32, "relu2", Q8_0, Q8_0
-    ),  # round the ring, ending in its first stage; 2 groups, and 66
+    # Round the ring, ending in its first stage; 2 groups, and 66
+    "long": MoeSpec(CPU, 2, 1056, 32, "relu2", Q8_0, Q8_0),
     "records": MoeSpec(CPU, 2, 768, 256, "swiglu", Q4_K, Q4_K, pieces=1),
     "scaled": MoeSpec(CPU, 2, 320, 192, "relu2", GGMLType.NVFP4, GGMLType.NVFP4, scaled=True, pieces=1),
     "parts": MoeSpec(CPU, 2, 1280, 256, "swiglu", GGMLType.IQ2_XXS, GGMLType.Q2_K),  # 5 chunks, and one

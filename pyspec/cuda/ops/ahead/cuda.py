@@ -18,10 +18,8 @@ from pyspec.slots.table import SlotTable
 
 THREADS = 128
 WIDTHS = ((1,), (4,), (2, 1, 5), (17, 3, 1, 16, 40))  # of the check's sequences
-MANY = (
-    (3, 5) * 20,
-    (17,) * 64,
-)  # the same: more rows than a graph has, and a sequence for every slot of a large server
+# More rows than a graph has, and a sequence for every slot of a large server
+MANY = ((3, 5) * 20, (17,) * 64)
 NULL = np.int64(0)
 
 

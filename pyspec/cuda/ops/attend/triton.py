@@ -27,10 +27,8 @@ MOST_SUMS = 64 * 256  # of a tile: columns times dims, which registers hold
 PER_SM = 4  # programs of a multiprocessor that a launch has about
 SEQS = (16, 128)  # sequences that a build looks through
 PIECE = 128  # dims of a program of the merge
-FEWEST_FLOATS, MOST_FLOATS = (
-    1 << 22,
-    1 << 26,
-)  # of partial sums, unless one tile has more: many rows of many keys run some tiles at a time
+# Floats of partial sums, unless one tile has more: many rows of many keys run some tiles at a time
+FEWEST_FLOATS, MOST_FLOATS = 1 << 22, 1 << 26
 
 
 def limits(spec: AttendSpec) -> str | None:

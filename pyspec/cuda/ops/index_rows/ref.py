@@ -45,9 +45,8 @@ IndexRows = Callable[[Tensor, Tensor, Tensor, KVPool, Batch], Tensor]
 def block_rows(pool: KVPool, batch: Batch, seq: int, n_block: int) -> Tensor:
     """Rows in the pool of a sequence's first blocks. [n_block] int64"""
     size, ratio = batch.page_size, pool.tokens_per_row
-    lasts = (
-        ratio * torch.arange(1, n_block + 1, device=batch.page_table.device) - 1
-    )  # positions of the tokens that made them
+    # The positions of the tokens that made the blocks
+    lasts = ratio * torch.arange(1, n_block + 1, device=batch.page_table.device) - 1
     return pool.rows_of(batch.page_table[seq][lasts // size] * size + lasts % size, size)
 
 

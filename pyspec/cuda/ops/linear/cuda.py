@@ -344,9 +344,8 @@ def random_packed(type: GGMLType, n_out: int, n_in: int, device: torch.device) -
     n_record, n_half = n_groups(n_out) * n_chunks(type, n_in), len(_half_floats(type))
     records = torch.randint(0, 256, (n_record, RECORDS[type]), dtype=torch.uint8, device=device)
     n_block = CHUNKS[type] * 32 // type.block_size
-    at = (
-        0 if type in HALVES else -(n_half * 32 * n_block or RECORDS[type] - 256 * CHUNKS[type])
-    )  # all behind E2M1 codes
+    # All behind E2M1 codes
+    at = 0 if type in HALVES else -(n_half * 32 * n_block or RECORDS[type] - 256 * CHUNKS[type])
     if type in (GGMLType.Q4_K, GGMLType.Q5_K):  # before them scales and minima of each row and block, of six bits
         records[:, at - 32 * CHUNKS[type] : at] &= 0x3F
     floats = records[:, at:]

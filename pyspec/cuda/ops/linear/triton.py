@@ -33,10 +33,8 @@ CHOICES = ((1, 16), (2, 12), (1, 12))
 """Warps of a program for few rows, and programs of a multiprocessor, roughly, that a matrix is split for; the first if nothing was measured."""
 SAME = 1e-4  # relative difference that another order of sums may give
 WORTH = 0.97  # another choice must take less than this share of the first one's time
-TUNED_ROWS, TUNED_BYTES = (
-    8192,
-    200 << 20,
-)  # of the measured matrices, which together exceed a cache
+# Rows and bytes of the measured matrices, which together exceed a cache
+TUNED_ROWS, TUNED_BYTES = 8192, 200 << 20
 FEWEST, MOST = 0.7, 1.1  # share of the wanted programs that is accepted if it makes them even
 BESIDE = 0.25  # fixed cost of a program, in steps
 FEW = 8  # rows of the smallest block

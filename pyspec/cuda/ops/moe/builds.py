@@ -23,9 +23,8 @@ ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
 STAGE = 10 << 10  # bytes of weights in a stage: fewer barriers, and still several stages
 REGISTERS = {FEW_PAIRS: 80, MANY_PAIRS: 160}  # of a thread, at most
 LEAST_STAGES = 2  # rather than as many CTAs as registers allow
-INTEGER = frozenset(
-    (GGMLType.Q4_K, GGMLType.IQ2_XXS)
-)  # types that multiply rows of whole numbers, in two planes: four pairs a tile
+# Types that multiply rows of whole numbers, in two planes: four pairs a tile
+INTEGER = frozenset((GGMLType.Q4_K, GGMLType.IQ2_XXS))
 HALVED = frozenset((GGMLType.Q2_K,))  # those whose downs do, with sums of 16 columns
 HALVED_UNIT = 160  # bytes of 64 columns of such a row
 INTEGER_FEW = 4  # of FEW_PAIRS

@@ -72,9 +72,8 @@ def kept_records(layer: StateLayer, batch: Batch, slots: Tensor, fills: Sequence
 
 CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form
 CHUNK = 64
-Step = Callable[
-    ..., Tensor | None
-]  # step(states [n, ...], *rows [n, ...]) -> the rows' outputs: one token for many, in place
+# step(states [n, ...], *rows [n, ...]) -> the rows' outputs: one token for many, in place
+Step = Callable[..., Tensor | None]
 
 
 def step_through(state: Tensor, rows: Sequence[Tensor], step: Step) -> list[Tensor | None]:

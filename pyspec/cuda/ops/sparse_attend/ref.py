@@ -95,9 +95,8 @@ def bind(spec: SparseSpec) -> SparseAttend:
                 taken = block < (at + 1) // spec.ratio
                 if chosen is not None:
                     mark = torch.zeros(seq.width, n_block + 1, dtype=torch.bool, device=q.device)
-                    taken = mark.scatter_(1, chosen[here].long() % (n_block + 1), True)[
-                        :, :n_block
-                    ]  # -1: the last column
+                    # -1 marks the last column, which is left out
+                    taken = mark.scatter_(1, chosen[here].long() % (n_block + 1), True)[:, :n_block]
                 keys, seen = torch.cat((keys, rows)), torch.cat((seen, taken), 1)
             ring.write(seq.slot, n_past, {ROWS: kv[here]})
             if EXACT.is_on and q.device.type == "cpu":  # each row alone, with the keys it sees
