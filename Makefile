@@ -22,7 +22,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 check: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 -m "not slow"
 
 # The lowest versions that pyproject.toml promises, in a second environment. If the index has no torch 2.11 for CPUs, pip takes the CUDA
 # build of several gigabytes. LOWEST names another file of constraints.
@@ -37,7 +37,7 @@ test-lowest: .venv-lowest/.installed
 	touch $@
 
 check-slow: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 -m slow
 
 # Triton's kernels in its interpreter, and compiled for GPUs of other machines. Its wheel has 200 MB, so no other target installs it.
 check-triton: $(VENV)/.installed-triton
@@ -125,7 +125,7 @@ $(VENV)/.installed-triton: $(VENV)/.installed-test
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-peer build dist *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-peer .emulated build dist *.egg-info
 
 # llama.cpp's own server tests against pyspec: make peer LLAMA_CPP=path/to/llama.cpp
 ifneq ($(filter peer,$(MAKECMDGOALS)),)

@@ -8,6 +8,9 @@ name is that of the GGUF file and whose value is a module with `read(file) -> Mo
 
 from __future__ import annotations
 
+import sys
+from functools import cache
+
 DRAFTERS = {
     "dflash": "pyspec.draft.dflash",
     "mtp": "pyspec.draft.mtp",
@@ -41,6 +44,13 @@ def not_run(what: str, arch: str) -> str:
 
 
 def _entry_points(group: str) -> dict[str, str]:
+    """Name and module of the entry points of other packages."""
+    return _found(group, tuple(sys.path))
+
+
+@cache
+def _found(group: str, path: tuple[str, ...]) -> dict[str, str]:
+    """Searched once for a `sys.path`: a search reads every installed package, and a plan asks hundreds of times."""
     from importlib.metadata import entry_points  # its import takes longer than the whole help
 
     return {e.name: e.value for e in entry_points(group=group)}

@@ -40,6 +40,7 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "glm45", "llama3_json"])
 @pytest.mark.parametrize("tools", [TOOLS, [WEATHER, CLOCK["function"]]], ids=["as sent to OpenAI", "functions alone"])
 def test_a_named_tool_is_called_with_arguments_that_fit(engine: Engine, parser: str, tools: list[Any]) -> None:

@@ -114,8 +114,9 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(params=sorted(TEMPLATES))
+@pytest.fixture(params=sorted(TEMPLATES), scope="module")
 def spoken(request: pytest.FixtureRequest, engine: Engine) -> Engine:
+    """All tests of a template come in a row: each template has its own process, which takes longer than a chat."""
     engine.use_template(TEMPLATES[request.param])
     return engine
 
@@ -155,6 +156,7 @@ def both(engine: Engine, body: dict[str, Any]) -> ChatResult:
     return answer
 
 
+@pytest.mark.sampled(most=30)
 @pytest.mark.parametrize("name", CHATS)
 def test_a_chat_is_the_same_by_both_ways(spoken: Engine, seen: list[Request], name: str) -> None:
     both(spoken, body_of(name))
@@ -163,17 +165,18 @@ def test_a_chat_is_the_same_by_both_ways(spoken: Engine, seen: list[Request], na
     assert by_python.grammar == over_http.grammar and by_python.shown == over_http.shown
 
 
+@pytest.mark.parametrize("spoken", ["no dialect"], indirect=True)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_http_refuses_is_refused_with_the_same_words(engine: Engine, name: str) -> None:
-    engine.use_template(TEMPLATES["no dialect"])
+def test_what_http_refuses_is_refused_with_the_same_words(spoken: Engine, name: str) -> None:
     body = body_of(name)
-    response = App(create_app(engine, ServerSettings())).post("/v1/chat/completions", body)
+    response = App(create_app(spoken, ServerSettings())).post("/v1/chat/completions", body)
     assert response.status_code == 400
     with pytest.raises(PyspecError) as e:
-        from_python(engine, body)
+        from_python(spoken, body)
     assert str(e.value) == response.json()["error"]["message"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spoken", ["mistral list", "no dialect", "no system role"], indirect=True)
 @pytest.mark.parametrize("name", ["named", "one that is required"])
 def test_a_call_that_ended_the_answer_is_why_it_ended(spoken: Engine, name: str) -> None:
@@ -184,9 +187,9 @@ def test_a_call_that_ended_the_answer_is_why_it_ended(spoken: Engine, name: str)
     assert cut.finish_reason == "length"
 
 
-def test_a_format_holds_the_text_beside_tools(engine: Engine) -> None:
-    engine.use_template(TEMPLATES["mistral list"])
-    answer = both(engine, body_of("a format beside strict tools") | {"max_tokens": 200})
+@pytest.mark.parametrize("spoken", ["mistral list"], indirect=True)
+def test_a_format_holds_the_text_beside_tools(spoken: Engine) -> None:
+    answer = both(spoken, body_of("a format beside strict tools") | {"max_tokens": 200})
     assert answer.tool_calls or json.loads(answer.content).keys() == {"ok"}
 
 

@@ -310,6 +310,7 @@ def test_several_prompts_are_a_list(here: Engine) -> None:
     assert [r.n_predicted for r in here.generate_many(iter(["Once", "Twice"]), **SHORT)] == [3, 3]  # type: ignore[call-overload]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop", ["e", "the", " a", "time", "\n", "er "])
 def test_tokens_of_a_result_are_those_of_its_text(engine: Engine, stop: str) -> None:
     free = engine.generate("Once upon a time", max_tokens=40, temperature=0.0, logprobs=0)

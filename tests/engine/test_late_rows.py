@@ -57,6 +57,7 @@ def test_requests_that_end_leave_their_state(path: object, flown: list[PendingRo
     assert set(waited) == {0, 1, 2}
 
 
+@pytest.mark.sampled(most=1)
 @HYBRIDS
 def test_a_token_that_the_host_refuses_leaves_the_records_before_it(path: object, flown: list[PendingRound]) -> None:  # noqa: F811
     ahead.test_banned_tokens_among_drafts_leave_the_text_as_it_is(path, flown)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from click.testing import CliRunner
 from test_fit import heads_only
 
+from pyspec import registry
 from pyspec.cli import main
 from pyspec.config import EngineSettings
 from pyspec.engine.plan import describe, longest, memory_plan
@@ -54,6 +56,23 @@ def test_every_slot_has_as_much_as_fits(model: Path, caplog: pytest.LogCaptureFi
             f"-c {wide.n_ctx}: tokens a request, as the free memory allows, for each of the {np} slots" in caplog.text
         )
     assert wide.n_page >= np * wide.n_ctx // 32, "all of them may hold so much at once"
+
+
+def test_a_plan_goes_through_the_names_of_the_tensors_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pyspec fit` makes hundreds of plans."""
+    d, calls, unread = described(model, np=1), [], describe._unread
+    monkeypatch.setattr(describe, "_unread", lambda d: calls.append(d) or unread(d))
+    describe.plan_memory(d)
+    assert len(calls) == 1
+
+
+def test_installed_packages_are_searched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are again for another `sys.path`: tests/draft/test_own_drafter.py."""
+    searches: list[str] = []
+    monkeypatch.setattr(metadata, "entry_points", lambda group: searches.append(group) or ())
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [registry.drafters() for _ in range(3)] == [dict(registry.DRAFTERS)] * 3
+    assert searches == [registry.GROUP]
 
 
 def test_what_is_given_stays(model: Path) -> None:

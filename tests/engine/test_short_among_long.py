@@ -78,6 +78,7 @@ def hurried(r: Rig) -> Rig:
     return r
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spec", ["none", "ngram"])
 # Without a state beside the pages, and with one
 @pytest.mark.parametrize("kind", ["llama", "hybrid", pytest.param("deepseek4", marks=pytest.mark.slow)])

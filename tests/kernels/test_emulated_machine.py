@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from emulated import machine
 from emulated.machine import EmulatedKernel, EmulationError, emulate_text, needs_compiler, order
 from emulated.translate import split, translated
 from torch import Tensor
@@ -42,6 +45,27 @@ def _every_order(request: pytest.FixtureRequest) -> None:
 def test_threads_of_all_blocks_run() -> None:
     _, y = run("y[blockIdx.x * blockDim.x + threadIdx.x] = blockIdx.x * 1000 + threadIdx.x;", 320, grid=5)
     assert y.tolist() == [1000 * b + t for b in range(5) for t in range(64)]
+
+
+def test_a_library_is_kept_for_later_runs_and_another_text_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_folder", lambda: tmp_path)
+    compiled: list[Path] = []
+
+    def kept(text: str) -> Path:
+        def build(path: Path) -> None:
+            compiled.append(path)
+            path.write_text(text)
+
+        return machine._library("kept", text, build)
+
+    one = kept("one")
+    assert kept("one") == one and len(compiled) == 1
+    other = kept("other")
+    assert other != one and len(compiled) == 2 and one.read_text() == "one"
+    monkeypatch.setattr(machine, "_compiler", lambda: "another compiler")
+    assert kept("one") != one and len(compiled) == 3 and len(list(tmp_path.iterdir())) == 3
 
 
 def test_shuffles_votes_and_reductions_are_those_of_a_warp() -> None:

@@ -147,6 +147,7 @@ def test_a_second_signal_ends_server_and_engine_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&- 2>&-", "</dev/null >/dev/full 2>/dev/full"])
 def test_a_server_runs_without_its_streams(tmp_path: Path, streams: str) -> None:
     """The same for its engine's process, which is started without that knowledge."""

@@ -337,13 +337,13 @@ def plan_memory(d: Description) -> MemoryPlan:
     shares = shares_of(d.file, d.config.tensors(d.file), s.tp)
     draft_kv = sum(memory_bytes(d.draft.layers, d.sizes))
     own_file = None if d.draft.file is d.file else d.draft.file  # of a drafter that is not in the target's
-    read = [t for name, t in shares.items() if name not in _unread(d)] + list(
-        own_file.tensors.values() if own_file else ()
-    )
+    unread = _unread(d)
+    read = [t for name, t in shares.items() if name not in unread]
+    read += own_file.tensors.values() if own_file else ()
     activations, workspace = _workspace(d)
     workspace += rank_bytes(s.tp) if d.is_cuda and s.tp > 1 else 0
     plan = MemoryPlan(
-        weights=weight_bytes(d.file, d.dense, d.is_cuda, _unread(d), shares) + _tied_share(d),
+        weights=weight_bytes(d.file, d.dense, d.is_cuda, unread, shares) + _tied_share(d),
         kv=kv,
         state=state - s.np * checkpoint_bytes(own, d.sizes) + device_checkpoints(d) + start_bytes(d),
         draft_weights=0 if own_file is None else weight_bytes(own_file, d.dense, d.is_cuda, d.draft.shared),
@@ -373,8 +373,8 @@ def _unread(d: Description) -> frozenset[str]:
     """Tensors behind the trunk, which a drafter has where it drafts from them; else they are not read."""
     if d.draft.file is d.file:
         return frozenset()
-    behind = re.compile(r"blk\.(\d+)\.")
-    return frozenset(name for name in d.file.tensors if (m := behind.match(name)) and int(m[1]) >= d.config.n_layer)
+    behind, n_layer = re.compile(r"blk\.(\d+)\."), d.config.n_layer
+    return frozenset(name for name in d.file.tensors if (m := behind.match(name)) and int(m[1]) >= n_layer)
 
 
 def _tied_share(d: Description) -> int:

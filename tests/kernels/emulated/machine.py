@@ -17,7 +17,8 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,8 @@ HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX", "g++")
 FLAGS = ("-std=c++17", "-fPIC", "-w", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
 KERNEL_FLAGS = ("-O1", "-g1", "-fno-exceptions", "-fno-rtti", "-fno-gnu-unique", "-fno-asynchronous-unwind-tables")
+LIBRARY = ("-shared", *FLAGS, *KERNEL_FLAGS, "-Wl,-Bsymbolic")
+KEPT_S = 14 * 86400.0
 CTYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "u": ctypes.c_uint32, "f": ctypes.c_float}
 
 needs_compiler = pytest.mark.skipif(
@@ -65,10 +68,45 @@ _COMPILING = threading.Lock()
 
 @cache
 def _folder() -> Path:
-    """Of this process; nothing is kept."""
-    folder = tempfile.mkdtemp(prefix="emulated-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+    """Where compiled kernels are kept for later runs: `.emulated` of this checkout, without those that no run has used for two weeks.
+
+    A folder of this process, if the checkout can not be written.
+    """
+    folder = HERE.parents[2] / ".emulated"
+    try:
+        folder.mkdir(exist_ok=True)
+        for path in folder.glob("*.so"):
+            if time.time() - path.stat().st_mtime > KEPT_S:
+                path.unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        own = tempfile.mkdtemp(prefix="emulated-")
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        return Path(own)
+
+
+@cache
+def _compiler() -> str:
+    """All that changes a kernel's code beside its text: the compiler and this processor, as macros show them; the emulator's files."""
+    macros = _run("-march=native", "-dM", "-E", "-x", "c++", "-", text="")
+    return macros + "".join(
+        path.read_text() for path in sorted(HERE.glob("*.*")) if path.suffix in (".h", ".cpp", ".py")
+    )
+
+
+def _library(name: str, key: object, build: Callable[[Path], None]) -> Path:
+    """The library of this name and key: an earlier run's, or one that `build` writes to the given path."""
+    digest = hashlib.sha256(repr((key, _compiler())).encode()).hexdigest()[:24]
+    library = _folder() / f"{name}-{digest}.so"
+    if library.exists():
+        os.utime(library)
+        return library
+    with tempfile.TemporaryDirectory(dir=_folder(), prefix="new-") as own:
+        built = Path(own) / library.name
+        build(built)
+        os.replace(built, library)  # whole, or not there: other workers look, too
+    return library
 
 
 def _run(*command: str, text: str | None = None) -> str:
@@ -81,10 +119,10 @@ def _run(*command: str, text: str | None = None) -> str:
 @cache
 def _machine() -> ctypes.CDLL:
     """The machine itself, which all kernels share."""
-    out = _folder() / "libmachine.so"
     # One file takes half the time
     both = "".join(f'#include "{HERE / name}.cpp"\n' for name in ("machine", "launch", "units"))
-    _run("-shared", "-O2", *FLAGS, "-x", "c++", "-", "-o", str(out), text=both)
+    command = ("-shared", "-O2", *FLAGS, "-x", "c++", "-")
+    out = _library("libmachine", command, lambda path: _run(*command, "-o", str(path), text=both))
     library = ctypes.CDLL(str(out), ctypes.RTLD_GLOBAL)
     library.emulator_guard.restype = ctypes.c_void_p
     library.emulator_guard.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -132,12 +170,15 @@ def emulate_text(text: str, defines: Mapping[str, int | str] | None = None) -> E
 def _compiled(stem: str, defines: tuple[tuple[str, str], ...], arch: str, text: str) -> Emulated:
     capability = int("".join(c for c in arch if c.isdigit())) * 10
     macros = [f"-D{k}={v}" for k, v in defines]
-    name = f"{stem}-{hashlib.sha256(repr((text, defines, arch)).encode()).hexdigest()[:12]}"
-    plain = _run("-E", "-x", "c++", *macros, f"-D__CUDA_ARCH__={capability}", "-", text=text)
-    source, library = _folder() / f"{name}.cpp", _folder() / f"{name}.so"
-    source.write_text(f'#include "{HERE / "device.h"}"\n#line 1 "{stem}.cu"\n{translated(plain)}')
     machine = _machine()._name
-    _run("-shared", *FLAGS, *KERNEL_FLAGS, "-Wl,-Bsymbolic", str(source), machine, "-o", str(library))
+
+    def build(library: Path) -> None:
+        plain = _run("-E", "-x", "c++", *macros, f"-D__CUDA_ARCH__={capability}", "-", text=text)
+        source = library.with_suffix(".cpp")
+        source.write_text(f'#include "{HERE / "device.h"}"\n#line 1 "{stem}.cu"\n{translated(plain)}')
+        _run(*LIBRARY, str(source), machine, "-o", str(library))
+
+    library = _library(stem, (text, macros, capability, LIBRARY, machine), build)
     return Emulated(stem, arch, ctypes.CDLL(str(library)), text.splitlines())
 
 
