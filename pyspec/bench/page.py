@@ -4,37 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from importlib.resources import files
 
 from pyspec.bench.parts import DEVICE_PARTS
 from pyspec.bench.picture import picture
 from pyspec.bench.report import MADE_UP, device_cells, http_cells, verdict
 from pyspec.bench.result import Report
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1f2933; --paper: #ffffff; --line: #d9dee3; --warning: #fff3cd; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e7eb; --paper: #15191e; --line: #3b4754; --warning: #4a3b00; }
-}
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 800px; margin: 2em auto; padding: 0 1em; }
-table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; display: block; overflow-x: auto; }
-td, th { padding: 2px 10px; text-align: right; border-bottom: 1px solid var(--line); }
-td:first-child, th:first-child { text-align: left; }
-svg { max-width: 100%; height: auto; }
-.verdict { font-size: 1.15em; font-weight: 600; }
-.warning { background: var(--warning); padding: 6px 10px; }
-"""
+STYLE = "\n" + (files("pyspec") / "bench" / "page.css").read_text(encoding="utf-8")
 WHISKERS = (
-    "Bars are medians of {turns}; the line on a bar runs from the slowest turn to the fastest. Plain and speculative turns alternate, and a "
-    "ratio compares neighbouring turns: x2 is twice as fast."
+    "Bars are medians of {turns}; the line on a bar runs from the slowest turn to the fastest. "
+    "Plain and speculative turns alternate, and a ratio compares neighbouring turns: x2 is twice as fast."
 )
 
 
 def as_html(report: Report) -> str:
     """A page that is also well-formed XML."""
     title = f"pyspec bench: {report.about['model']}"
-    warning = f'<p class="warning">{MADE_UP}: speed only; the text is not the model\'s</p>' if report.synthetic else ""
+    made_up = f"{MADE_UP}: speed only; the text is not the model's"
+    warning = f'<p class="warning">{made_up}</p>' if report.synthetic else ""
     about = _table(("", ""), [(str(k), str(v)) for k, v in report.about.items()])
-    head = ("streams", "prompt tok/s", "plain tok/s", "spec tok/s", "ratio", "tokens a round", "accepted")
+    rates = ("prompt tok/s", "plain tok/s", "spec tok/s")
+    head = ("streams", *rates, "ratio", "tokens a round", "accepted")
     rows = [
         (
             r.label,
@@ -54,11 +45,13 @@ def as_html(report: Report) -> str:
     device_head = ("streams", "kind", *(f"{part} ms" for part in DEVICE_PARTS))
     if device:
         more += f"<h2>Device time of a round</h2>\n{_table(device_head, device)}\n"
+    named, whiskers = escape(title), escape(WHISKERS.format(turns=_turns(report)))
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}</title>'
-        f"<style>{STYLE}</style></head>\n<body><h1>{escape(title)}</h1>{warning}\n"
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{named}</title>'
+        f"<style>{STYLE}</style></head>\n<body><h1>{named}</h1>{warning}\n"
         f'<p class="verdict">{escape(verdict(report))}</p>\n'
-        f"{picture(report)}\n<p>{escape(WHISKERS.format(turns=_turns(report)))}</p>\n{_table(head, rows)}\n{more}<h2>Setup</h2>\n{about}</body></html>\n"
+        f"{picture(report)}\n<p>{whiskers}</p>\n{_table(head, rows)}\n"
+        f"{more}<h2>Setup</h2>\n{about}</body></html>\n"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tomllib
 from collections.abc import Collection, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -14,59 +15,15 @@ from pyspec.errors import ConfigError
 if TYPE_CHECKING:
     from pyspec.engine.api import Engine
 
-PROMPTS: dict[str, tuple[str, ...]] = {
-    "code": (
-        "Write a Python function that merges two sorted lists without using sort, with a docstring and three asserts.",
-        "Write a C function that reverses a singly linked list in place, and explain each line in a comment.",
-        "Write a SQL query for the three best-selling products of each month, given orders(id, product, day, amount).",
-    ),
-    "edit": (
-        "Rewrite this as a numbered list, one sentence each, changing no word: Heat the oven. Mix flour and salt. "
-        "Rub in the butter. Add cold water. Roll out the dough. Bake for forty minutes. Let it cool on a rack.",
-        "Add type hints to this code and return all of it: def total(rows, tax):\n    s = 0\n    for r in rows:\n"
-        "        s += r['price'] * r['count']\n    return round(s * (1 + tax), 2)",
-    ),
-    "math": (
-        "A tank holds 840 litres. One pipe fills it in 7 hours, another empties it in 12. Both are open. Show every "
-        "step to the time it takes to fill.",
-        "Prove that the sum of the first n odd numbers is n squared, by induction.",
-    ),
-    "reasoning": (
-        "Four friends finished a race. Ana was faster than Ben, Cem was not last, Dora was directly behind Ana. Which "
-        "orders are possible? Go through the cases.",
-        "A shop opens at nine, each customer takes eleven minutes, and six people are waiting. Who is served after ten? "
-        "Reason step by step.",
-    ),
-    "writing": (
-        "Write a story of about three hundred words about a lighthouse keeper who finds a letter addressed to the sea.",
-        "Write a polite letter to a neighbour about a tree whose branches hang over the fence.",
-    ),
-    "knowledge": (
-        "Explain to a student how a refrigerator moves heat from cold to warm, and where the energy goes.",
-        "Describe how a bill becomes a law in a parliament with two chambers, in general terms.",
-    ),
-    "data": (
-        "Turn this into JSON with one object per person: Mara, 34, Lyon, baker; Otis, 29, Ghent, welder; Pia, 41, "
-        "Turin, nurse; Ravi, 37, Leeds, driver; Sol, 25, Porto, cook.",
-        "Make a markdown table of the planets with their order from the sun, type, and number of known moons (about).",
-    ),
-    "translation": (
-        "Translate into French, then into German, sentence by sentence: The ferry leaves at six. Bring a warm coat. "
-        "The crossing takes two hours. There is tea on board.",
-    ),
-}
-"""Category to prompts. Written for this benchmark."""
-
-PASSAGE = (
-    "The valley lay between two ridges, and the road followed the river because there was no other way through. In "
-    "spring the water rose to the third step of the mill and the miller moved his sacks upstairs without hurry, as his "
-    "father had done. People came down on market days with cheese, wool and news, and went home with salt, nails and "
-    "more news than they had brought. Nobody thought of the valley as small, since few had seen its other end. "
-)
+_TEXTS = tomllib.loads((files("pyspec") / "bench" / "prompts.toml").read_text(encoding="utf-8"))
+PROMPTS: dict[str, list[str]] = _TEXTS["prompts"]
+"""Category to prompts."""
+PASSAGE: str = _TEXTS["passage"]
 """Text that makes prompts longer."""
 
 LONGEST_DEMO = 16  # the demo prompts with the longest answers
 DEMO = "pyspec-demo.gguf"
+Prompt = tuple[int, ...]
 
 
 def categories() -> list[tuple[str, str]]:
@@ -82,7 +39,8 @@ def demo_prompts() -> list[str]:
     single = [r for r in rows if len(r["messages"]) == 1 and r["sensible"]]
     single.sort(key=lambda r: -len(r["answer_ids"]))
     longest = single[:LONGEST_DEMO]
-    random.Random(0).shuffle(longest)  # otherwise a few streams would get only stories, which are hard to draft
+    # Otherwise a few streams would get only stories, which are hard to draft
+    random.Random(0).shuffle(longest)
     return [r["messages"][0]["content"] for r in longest]
 
 
@@ -105,7 +63,7 @@ def lengthen(ids: Sequence[int], passage: Sequence[int], n: int) -> list[int]:
     return (list(passage) * (missing // len(passage) + 1))[:missing] + list(ids)
 
 
-def make_prompts(engine: Engine, count: int, n_prompt: int, is_random: bool) -> list[tuple[int, ...]]:
+def make_prompts(engine: Engine, count: int, n_prompt: int, is_random: bool) -> list[Prompt]:
     """`count` prompts of token ids, with at least `n_prompt` tokens (0: the length of the question).
 
     Random ids are for random models (`pyspec synth`); they are `n_prompt`, at least 16, tokens long.
@@ -118,8 +76,8 @@ def make_prompts(engine: Engine, count: int, n_prompt: int, is_random: bool) -> 
     else:
         texts = demo_prompts() if Path(info.model_path).name == DEMO else [p for _, p in categories()]
         passage = engine.encode(PASSAGE)
-        asked = [engine.encode([{"role": "user", "content": texts[i % len(texts)]}]) for i in range(count)]
-        made = [lengthen(ids, passage, n_prompt) for ids in asked]
+        chats = [[{"role": "user", "content": texts[i % len(texts)]}] for i in range(count)]
+        made = [lengthen(engine.encode(chat), passage, n_prompt) for chat in chats]
     longest = max(map(len, made))
     if longest >= info.n_ctx:
         raise ConfigError(f"prompts of {longest} tokens do not fit -c {info.n_ctx}; make -p smaller or -c larger")

@@ -17,69 +17,90 @@ from prometheus_client.registry import Collector
 from pyspec.request import Metrics, SlotInfo
 from pyspec.server.latency import Latencies
 
-# (attribute of Metrics, native name, llama-server's, vLLM's, description); "" for a name that the other server does not have
-COUNTERS = (
-    ("prompt_tokens", "prompt_tokens", "prompt_tokens", "prompt_tokens", "prompt tokens processed"),
-    (
-        "prompt_tokens_cached",
-        "prompt_tokens_cached",
-        "prompt_tokens_cached",
-        "prefix_cache_hits",
-        "prompt tokens taken from the cache",
-    ),
-    ("prompt_tokens_seen", "prompt_tokens_seen", "", "prefix_cache_queries", "prompt tokens processed or cached"),
-    ("prompt_seconds", "prompt_seconds", "prompt_seconds", "", "seconds spent on prompts"),
-    ("predicted_tokens", "predicted_tokens", "tokens_predicted", "generation_tokens", "tokens generated"),
-    ("predicted_seconds", "predicted_seconds", "tokens_predicted_seconds", "", "seconds spent generating"),
-    ("rounds", "rounds", "n_decode", "", "target forwards"),
-    ("requests_done", "requests_done", "", "", "requests that ended well"),
-    ("requests_cancelled", "requests_cancelled", "", "", "requests cancelled"),
-    ("requests_failed", "requests_failed", "", "", "requests that failed"),
-    ("drafts", "drafts", "spec_decode_num_drafts", "spec_decode_num_drafts", "drafts verified"),
-    (
-        "draft_tokens",
-        "draft_tokens",
-        "spec_decode_num_draft_tokens",
-        "spec_decode_num_draft_tokens",
-        "drafted tokens verified",
-    ),
-    (
-        "accepted_tokens",
-        "accepted_tokens",
-        "spec_decode_num_accepted_tokens",
-        "spec_decode_num_accepted_tokens",
-        "drafted tokens accepted",
-    ),
-    ("guard_trips", "guard_trips", "", "", "indices a kernel refused"),
-    ("restarts", "engine_restarts", "", "", "times the engine's process was replaced"),
-    ("tokens_replayed", "tokens_replayed", "", "", "tokens that went through the model again after that"),
-    ("draft_ms", "draft_milliseconds", "", "", "milliseconds spent drafting"),
-    ("verify_ms", "verify_milliseconds", "", "", "milliseconds spent verifying"),
-    ("sample_ms", "sample_milliseconds", "", "", "milliseconds spent sampling"),
-    ("host_ms", "host_milliseconds", "", "", "milliseconds spent between launches"),
-)
-GAUGES = (
-    ("requests_processing", "requests_processing", "requests_processing", "num_requests_running", "requests in slots"),
-    ("requests_queued", "requests_queued", "requests_deferred", "num_requests_waiting", "requests that wait"),
-    ("n_tokens_max", "n_tokens_max", "n_tokens_max", "", "largest context seen"),
-    ("pages_used", "pages_used", "", "", "cache pages in use"),
-    ("pages_total", "pages_total", "", "", "cache pages there are"),
-    ("pages_cached", "pages_cached", "", "", "cache pages filed for later requests"),
-    ("states", "checkpoints", "", "", "recurrent checkpoints kept"),
-    ("states_device_bytes", "checkpoint_device_bytes", "", "", "bytes of checkpoints on the device"),
-    ("states_host_bytes", "checkpoint_host_bytes", "", "", "bytes of checkpoints in host memory"),
-    ("seconds_since_step", "step_age_seconds", "", "", "age of the last round while busy"),
-)
-PER_POSITION = (
-    ("drafted_per_pos", "draft_tokens_per_pos", "", "", "drafted tokens verified, by position in the draft"),
-    (
-        "accepted_per_pos",
-        "accepted_tokens_per_pos",
-        "spec_decode_num_accepted_tokens_per_pos",
-        "spec_decode_num_accepted_tokens_per_pos",
-        "drafted tokens accepted, by position in the draft",
-    ),
-)
+# Description by attribute of Metrics
+COUNTERS = {
+    "prompt_tokens": "prompt tokens processed",
+    "prompt_tokens_cached": "prompt tokens taken from the cache",
+    "prompt_tokens_seen": "prompt tokens processed or cached",
+    "prompt_seconds": "seconds spent on prompts",
+    "predicted_tokens": "tokens generated",
+    "predicted_seconds": "seconds spent generating",
+    "rounds": "target forwards",
+    "requests_done": "requests that ended well",
+    "requests_cancelled": "requests cancelled",
+    "requests_failed": "requests that failed",
+    "drafts": "drafts verified",
+    "draft_tokens": "drafted tokens verified",
+    "accepted_tokens": "drafted tokens accepted",
+    "guard_trips": "indices a kernel refused",
+    "restarts": "times the engine's process was replaced",
+    "tokens_replayed": "tokens that went through the model again after that",
+    "draft_ms": "milliseconds spent drafting",
+    "verify_ms": "milliseconds spent verifying",
+    "sample_ms": "milliseconds spent sampling",
+    "host_ms": "milliseconds spent between launches",
+}
+GAUGES = {
+    "requests_processing": "requests in slots",
+    "requests_queued": "requests that wait",
+    "n_tokens_max": "largest context seen",
+    "pages_used": "cache pages in use",
+    "pages_total": "cache pages there are",
+    "pages_cached": "cache pages filed for later requests",
+    "states": "recurrent checkpoints kept",
+    "states_device_bytes": "bytes of checkpoints on the device",
+    "states_host_bytes": "bytes of checkpoints in host memory",
+    "seconds_since_step": "age of the last round while busy",
+}
+PER_POSITION = {
+    "drafted_per_pos": "drafted tokens verified, by position in the draft",
+    "accepted_per_pos": "drafted tokens accepted, by position in the draft",
+}
+# By prefix: names that are not those of the attributes. A native name is the attribute's unless it is here;
+# a figure has a name of another server only if it is here.
+NATIVE = "pyspec_"
+NAMES: dict[str, dict[str, str]] = {
+    NATIVE: {
+        "restarts": "engine_restarts",
+        "draft_ms": "draft_milliseconds",
+        "verify_ms": "verify_milliseconds",
+        "sample_ms": "sample_milliseconds",
+        "host_ms": "host_milliseconds",
+        "states": "checkpoints",
+        "states_device_bytes": "checkpoint_device_bytes",
+        "states_host_bytes": "checkpoint_host_bytes",
+        "seconds_since_step": "step_age_seconds",
+        "drafted_per_pos": "draft_tokens_per_pos",
+        "accepted_per_pos": "accepted_tokens_per_pos",
+    },
+    "llamacpp:": {
+        "prompt_tokens": "prompt_tokens",
+        "prompt_tokens_cached": "prompt_tokens_cached",
+        "prompt_seconds": "prompt_seconds",
+        "predicted_tokens": "tokens_predicted",
+        "predicted_seconds": "tokens_predicted_seconds",
+        "rounds": "n_decode",
+        "drafts": "spec_decode_num_drafts",
+        "draft_tokens": "spec_decode_num_draft_tokens",
+        "accepted_tokens": "spec_decode_num_accepted_tokens",
+        "requests_processing": "requests_processing",
+        "requests_queued": "requests_deferred",
+        "n_tokens_max": "n_tokens_max",
+        "accepted_per_pos": "spec_decode_num_accepted_tokens_per_pos",
+    },
+    "vllm:": {
+        "prompt_tokens": "prompt_tokens",
+        "prompt_tokens_cached": "prefix_cache_hits",
+        "prompt_tokens_seen": "prefix_cache_queries",
+        "predicted_tokens": "generation_tokens",
+        "drafts": "spec_decode_num_drafts",
+        "draft_tokens": "spec_decode_num_draft_tokens",
+        "accepted_tokens": "spec_decode_num_accepted_tokens",
+        "requests_processing": "num_requests_running",
+        "requests_queued": "num_requests_waiting",
+        "accepted_per_pos": "spec_decode_num_accepted_tokens_per_pos",
+    },
+}
 
 PEAK = b"# TYPE llamacpp:n_tokens_max %s\n"
 """llama-server exports it as a counter because it never falls."""
@@ -100,14 +121,14 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         m = self._metrics()
-        for attribute, *names, about in COUNTERS:
-            for name in _spellings(names):
+        for attribute, about in COUNTERS.items():
+            for name in _spellings(attribute):
                 yield CounterMetricFamily(name, about, value=float(getattr(m, attribute)))
-        for attribute, *names, about in GAUGES:
-            for name in _spellings(names):
+        for attribute, about in GAUGES.items():
+            for name in _spellings(attribute):
                 yield Gauge(name, about, value=float(getattr(m, attribute)))
-        for attribute, *names, about in PER_POSITION:
-            for name in _spellings(names):
+        for attribute, about in PER_POSITION.items():
+            for name in _spellings(attribute):
                 yield _per_position(name, about, getattr(m, attribute))
         yield from self._ratios(m)
         yield from self._per_slot()
@@ -118,7 +139,8 @@ class EngineCollector(Collector):
         prompt = m.prompt_tokens / m.prompt_seconds if m.prompt_seconds else 0.0
         predicted = m.predicted_tokens / m.predicted_seconds if m.predicted_seconds else 0.0
         busy = m.busy_slot_rounds / m.rounds if m.rounds else 0.0
-        yield Gauge("llamacpp:prompt_tokens_seconds", "prompt tokens per second since start", prompt)
+        about = "prompt tokens per second since start"
+        yield Gauge("llamacpp:prompt_tokens_seconds", about, prompt)
         yield Gauge("llamacpp:predicted_tokens_seconds", "tokens per second since start", predicted)
         yield Gauge("llamacpp:n_busy_slots_per_decode", "busy slots per target forward", busy)
         rate = m.accepted_tokens / m.draft_tokens if m.draft_tokens else 0.0
@@ -129,7 +151,8 @@ class EngineCollector(Collector):
         yield Gauge("vllm:kv_cache_usage_perc", "share of cache pages in use, 0..1", usage)
 
     def _per_slot(self) -> Iterator[Metric]:
-        n_draft = Gauge("pyspec_slot_n_draft", "draft length chosen for the last round", labels=["slot"])
+        about = "draft length chosen for the last round"
+        n_draft = Gauge("pyspec_slot_n_draft", about, labels=["slot"])
         acceptance = Gauge("pyspec_slot_acceptance", "moving acceptance rate", labels=["slot"])
         for slot in self._slots():
             n_draft.add_metric([str(slot.slot)], slot.n_draft)
@@ -138,10 +161,10 @@ class EngineCollector(Collector):
         yield acceptance
 
 
-def _spellings(names: Sequence[str]) -> Iterator[str]:
-    for prefix, name in zip(("pyspec_", "llamacpp:", "vllm:"), names, strict=True):
-        if name:
-            yield prefix + name
+def _spellings(attribute: str) -> Iterator[str]:
+    for prefix, names in NAMES.items():
+        if attribute in names or prefix == NATIVE:
+            yield prefix + names.get(attribute, attribute)
 
 
 def _per_position(name: str, about: str, counts: Iterable[int]) -> Metric:
