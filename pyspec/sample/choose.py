@@ -89,6 +89,10 @@ def _sampling_kind(params: SamplingParams) -> str:
     return "short" if params.top_k <= 0 and params.typical_p >= 1 and cuts else "full"
 
 
+Picked = tuple[list[int], list[float]]
+"""Tokens chosen for the rows of a span, and the largest logit of each row."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Picks:
     """One entry per row: the chosen token, the row's largest logit, and whether the choice is unsure and has to be repeated."""
@@ -132,7 +136,7 @@ def _prepare(span: Span, n_row: int, n_vocab: int) -> _Work:
     return _Work(span, span.sampler.usable(span.drafts))
 
 
-def _greedy(logits: Tensor, work: list[_Work], best: Tensor) -> list[tuple[list[int], list[float]]] | None:
+def _greedy(logits: Tensor, work: list[_Work], best: Tensor) -> list[Picked] | None:
     """The verdict of a round of greedy spans from the largest logits alone; None if that does not suffice."""
     if any(w.kind != "greedy" for w in work):
         return None
@@ -141,16 +145,15 @@ def _greedy(logits: Tensor, work: list[_Work], best: Tensor) -> list[tuple[list[
     for w in work:
         rows, banned = slice(w.span.first_row, w.span.first_row + w.n_row), w.span.sampler.bias_ids
         found, values = list(map(int, tokens[rows])), peaks[rows]
-        if banned and not banned.isdisjoint(found):  # bans only lower logits, so they matter only for the best token
+        # Bans only lower logits, so they matter only for the best token
+        if banned and not banned.isdisjoint(found):
             picks = _pick("greedy", _rows(logits, [w]), [w])
             found, values = picks.tokens.tolist(), picks.peaks.tolist()
         out.append((found, values))
     return out
 
 
-def _mend(
-    logits: Tensor, work: list[_Work], picks: list[tuple[list[int], list[float]]], synth: SynthAcceptance | None
-) -> list[tuple[list[int], list[float]]]:
+def _mend(logits: Tensor, work: list[_Work], picks: list[Picked], synth: SynthAcceptance | None) -> list[Picked]:
     """Choose again, under their masks, for greedy spans with a choice that their grammar refuses."""
     wrong = []
     for i, w in enumerate(work):
@@ -170,7 +173,7 @@ def _mend(
     return out
 
 
-def _choice(work: _Work) -> tuple[list[int], list[float]] | None:
+def _choice(work: _Work) -> Picked | None:
     return None if work.span.mask is None else work.span.mask.choice
 
 
@@ -209,7 +212,7 @@ def _is_refused(work: _Work, mask: SpanMask, tokens: list[int], peaks: list[floa
     return math.isfinite(peaks[n]) and not mask.allows(n, tokens[n])
 
 
-def _pick_all(logits: Tensor, work: list[_Work]) -> list[tuple[list[int], list[float]]]:
+def _pick_all(logits: Tensor, work: list[_Work]) -> list[Picked]:
     """Chosen token and largest logit of every row, per span."""
     groups: dict[str, list[int]] = {}
     for i, w in enumerate(work):
@@ -217,11 +220,13 @@ def _pick_all(logits: Tensor, work: list[_Work]) -> list[tuple[list[int], list[f
     stepwise = groups.pop("stepwise", [])
     if not groups:
         return [_stepwise(logits, w) for w in work]
-    batches = {kind: _rows(logits, [work[i] for i in members]) for kind, members in groups.items()}
-    found = [_pick(kind, batches[kind], [work[i] for i in members]) for kind, members in groups.items()]
-    packed = torch.cat([torch.stack([p.tokens.double(), p.peaks.double(), p.unsure.double()]) for p in found], dim=1)
+    parts = {kind: [work[i] for i in members] for kind, members in groups.items()}
+    batches = {kind: _rows(logits, part) for kind, part in parts.items()}
+    found = [_pick(kind, batches[kind], part) for kind, part in parts.items()]
+    columns = [(p.tokens.double(), p.peaks.double(), p.unsure.double()) for p in found]
+    packed = torch.cat([torch.stack(three) for three in columns], dim=1)
     tokens, peaks, unsure = packed.tolist()  # ids are exact in f64
-    out: list[tuple[list[int], list[float]]] = [([], [])] * len(work)
+    out: list[Picked] = [([], [])] * len(work)
     row = 0
     for kind, members in groups.items():
         first = row
@@ -229,7 +234,8 @@ def _pick_all(logits: Tensor, work: list[_Work]) -> list[tuple[list[int], list[f
             end = row + work[i].n_row
             found_tokens = [int(token) for token in tokens[row:end]]
             if any(unsure[row:end]):
-                found_tokens = _pick("full", batches[kind][row - first : end - first], [work[i]]).tokens.tolist()
+                own = batches[kind][row - first : end - first]
+                found_tokens = _pick("full", own, [work[i]]).tokens.tolist()
             out[i] = found_tokens, peaks[row:end]
             row = end
     for i in stepwise:
@@ -237,7 +243,7 @@ def _pick_all(logits: Tensor, work: list[_Work]) -> list[tuple[list[int], list[f
     return out
 
 
-def _stepwise(logits: Tensor, work: _Work) -> tuple[list[int], list[float]]:
+def _stepwise(logits: Tensor, work: _Work) -> Picked:
     """Chosen tokens and largest logits of a span that is chosen row by row. The sampler keeps the feedback for its next commit."""
     sampler, n_row = work.span.sampler, work.n_row
     edits_ = sampler.edits(work.drafts)
@@ -249,7 +255,8 @@ def _stepwise(logits: Tensor, work: _Work) -> tuple[list[int], list[float]]:
     n_finite = next((i for i, peak in enumerate(peaks) if not math.isfinite(peak)), n_row)
     choice = stepwise.choose_span(rows, sampler, work.drafts, edits_, n_finite)
     sampler.ahead = choice
-    return choice.tokens + [choice.tokens[-1] if choice.tokens else 0] * (n_row - len(choice.tokens)), peaks
+    last = choice.tokens[-1] if choice.tokens else 0
+    return choice.tokens + [last] * (n_row - len(choice.tokens)), peaks
 
 
 def _rows(logits: Tensor, work: list[_Work], *, is_masked: bool = False) -> Tensor:
@@ -322,25 +329,28 @@ def _accept(work: _Work, tokens: list[int], peaks: list[float], synth: SynthAcce
         kept = [*drafts[:n], tokens[n]]
     if not all(map(math.isfinite, peaks[: len(kept)])):
         i = next(i for i, peak in enumerate(peaks) if not math.isfinite(peak))
-        return Chosen([], 0, error=_bad_row(sampler.n_history + i, peaks[i], is_masked=work.span.mask is not None))
+        is_masked = work.span.mask is not None
+        return Chosen([], 0, error=_bad_row(sampler.n_history + i, peaks[i], is_masked=is_masked))
     return Chosen(kept, n)
 
 
 def _bad_row(position: int, peak: float, *, is_masked: bool) -> SlotError:
     if peak == -math.inf and is_masked:
         return NoTokenLeft(
-            f"the grammar came to a dead end at position {position}: no token is left that it allows (and logit_bias, ignore_eos and"
-            " min_tokens do not ban)"
+            f"the grammar came to a dead end at position {position}: no token is left that it allows"
+            " (and logit_bias, ignore_eos and min_tokens do not ban)"
         )
     if peak == -math.inf:
         return NoTokenLeft(f"no token is left at position {position}: every logit is -inf (see logit_bias)")
-    return SlotError(f"the target's logits at position {position} hold {'NaN' if math.isnan(peak) else '+inf'}")
+    found = "NaN" if math.isnan(peak) else "+inf"
+    return SlotError(f"the target's logits at position {position} hold {found}")
 
 
 def _with_logprobs(logits: Tensor, spans: Sequence[Span], chosen: list[Chosen]) -> list[Chosen]:
     """Add the log probabilities of the kept tokens under the target's own distribution, for the slots that ask for them."""
     after = [_after_sampling(spans[i].sampler, c) for i, c in enumerate(chosen)]
-    chosen = [c if found is None else replace(c, logprobs=found) for c, found in zip(chosen, after, strict=True)]
+    pairs = zip(chosen, after, strict=True)
+    chosen = [c if found is None else replace(c, logprobs=found) for c, found in pairs]
     wanted = [
         (i, n)
         for i, c in enumerate(chosen)

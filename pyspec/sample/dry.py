@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pyspec.request import SamplingParams
+from pyspec.sample.noise import Ints
 
 _MAX_MATCH = 1024  # longest measured repetition; bounds the work on degenerate texts
 _MAX_BREAKER_BYTES = 40  # llama.cpp's limits
@@ -88,7 +88,7 @@ class Dry:
         p = self.params
         return p.dry_multiplier != 0.0 and p.dry_base >= 1.0 and p.dry_penalty_last_n != 0
 
-    def penalties(self, history: NDArray[np.int64]) -> dict[int, float]:
+    def penalties(self, history: Ints) -> dict[int, float]:
         """The penalty of each token that would extend a repetition in `history`.
 
         history  [n]  int64  every token before the one to choose, oldest first
@@ -106,7 +106,7 @@ class Dry:
             token: self._penalty(n - allowed) for token, n in longest.items() if () not in self.heads.get(token, ())
         }
 
-    def _limit(self, recent: NDArray[np.int64]) -> int:
+    def _limit(self, recent: Ints) -> int:
         """Longest suffix that counts: the tokens after the latest complete breaker."""
         if not self.heads:
             return len(recent)
@@ -127,7 +127,7 @@ class Dry:
         return multiplier * base ** (min(exponent, most) if most > 0 else exponent)
 
 
-def _repeats(recent: NDArray[np.int64], limit: int, least: int) -> list[tuple[int, int]]:
+def _repeats(recent: Ints, limit: int, least: int) -> list[tuple[int, int]]:
     """(shift, length): length of the newest text that also occurs `shift` tokens earlier, if at least `least`.
 
     recent  [n]  int64  newest first. Lengths stop at `limit`.

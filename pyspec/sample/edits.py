@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pyspec.request import SamplingParams
+from pyspec.sample.noise import Floats, Ints
 from pyspec.sample.sampler import Edits
 
 
@@ -29,7 +29,7 @@ def bias(logits: Tensor, edits: Sequence[tuple[int, SamplingParams, Edits]]) -> 
     _add(logits, [(first, e.bans[0], e.bans[1], e.bans[2]) for first, _, e in edits])
 
 
-def _add(logits: Tensor, parts: list[tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]]) -> None:
+def _add(logits: Tensor, parts: list[tuple[int, Ints, Ints, Floats]]) -> None:
     if not any(len(ids) for _, _, ids, _ in parts):
         return
     at = _flat(logits, [(first, rows, ids) for first, rows, ids, _ in parts])
@@ -54,7 +54,7 @@ def _penalise(logits: Tensor, edits: Sequence[tuple[int, SamplingParams, Edits]]
     flat[at] = torch.where(old <= 0, old * scale, old / scale) - offset
 
 
-def _flat(logits: Tensor, parts: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]) -> Tensor:
+def _flat(logits: Tensor, parts: list[tuple[int, Ints, Ints]]) -> Tensor:
     n_vocab = logits.shape[1]
     return torch.from_numpy(np.concatenate([(first + rows) * n_vocab + ids for first, rows, ids in parts])).to(
         logits.device

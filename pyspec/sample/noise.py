@@ -12,6 +12,8 @@ import secrets
 import numpy as np
 from numpy.typing import NDArray
 
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
 DRAW = 0x6472617700000000  # stream of the sampler's draws
 XTC = 0x7874630000000000  # stream of XTC's coins
 COIN = 0x636F696E00000000  # stream of synthetic acceptance
@@ -30,7 +32,7 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def uniform(seed: int, positions: NDArray[np.int64], stream: int = DRAW) -> NDArray[np.float64]:
+def uniform(seed: int, positions: Ints, stream: int = DRAW) -> NDArray[np.float64]:
     """One number in [0, 1) per position, a multiple of 2**-53, the same on every machine.
 
     positions  [n]  int64  absolute positions, >= 0

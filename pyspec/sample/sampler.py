@@ -15,7 +15,7 @@ from pyspec.request import SamplingParams
 from pyspec.sample.budget import BudgetRule
 from pyspec.sample.dry import Dry, DryBreakers
 from pyspec.sample.feedback import Feedback, SpanChoice
-from pyspec.sample.noise import XTC, resolve_seed, uniform
+from pyspec.sample.noise import XTC, Floats, Ints, resolve_seed, uniform
 
 _NO_IDS = np.zeros(0, dtype=np.int64)
 _FINITE = (
@@ -41,10 +41,10 @@ class Edits:
     dry      subtracted last
     """
 
-    bans: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
-    bias: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
-    counts: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
-    dry: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
+    bans: tuple[Ints, Ints, Floats]
+    bias: tuple[Ints, Ints, Floats]
+    counts: tuple[Ints, Ints, Ints]
+    dry: tuple[Ints, Ints, Floats]
 
 
 class SlotSampler:
@@ -78,9 +78,8 @@ class SlotSampler:
         self.eog_ids = frozenset(eog_ids)
         self.ends = frozenset() if params.ignore_eos else self.eog_ids
         self.bias = _bias(params, n_vocab, self.eog_ids)
-        self.bans = (
-            np.array(sorted(t for t in self.eog_ids if 0 <= t < n_vocab), np.int64) if params.min_tokens else _NO_IDS
-        )
+        ends = sorted(t for t in self.eog_ids if 0 <= t < n_vocab)
+        self.bans = np.array(ends, np.int64) if params.min_tokens else _NO_IDS
         self.n_banned = len(prompt) + params.min_tokens  # number of tokens until which `bans` apply
         self.bias_ids = frozenset((*self.bias[0].tolist(), *self.bans.tolist()))
         self.penalises = params.repeat_last_n != 0 and (
@@ -113,7 +112,8 @@ class SlotSampler:
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Append final tokens: the prompt, then each round's kept tokens."""
-        if tokens and not (min(tokens) >= 0 and max(tokens) < self.n_vocab):  # a prompt may be long: no loop over it
+        # A prompt may be long: no loop over it
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self.n_vocab):
             bad = next(token for token in tokens if not 0 <= token < self.n_vocab)
             raise OutOfBounds("committed token", bad, self.n_vocab)
         old, self.n_history = self.n_history, self.n_history + len(tokens)
@@ -135,7 +135,8 @@ class SlotSampler:
     def usable(self, drafts: Sequence[int]) -> list[int]:
         """The drafts before the first invalid token id; no token after it can be accepted."""
         if drafts and (min(drafts) < 0 or max(drafts) >= self.n_vocab):
-            drafts = drafts[: next(i for i, token in enumerate(drafts) if not 0 <= token < self.n_vocab)]
+            bad = (i for i, token in enumerate(drafts) if not 0 <= token < self.n_vocab)
+            drafts = drafts[: next(bad)]
         return list(drafts)
 
     def noise(self, n_row: int) -> NDArray[np.float64]:
@@ -153,10 +154,11 @@ class SlotSampler:
         rows = np.repeat(np.arange(n_row), len(ids))
         bias = (rows, np.tile(ids, n_row), np.tile(values, n_row))
         self._reserve(self.n_history + len(drafts))
-        self._tokens[self.n_history : self.n_history + len(drafts)] = drafts  # scratch beyond the end
+        # Scratch beyond the end
+        self._tokens[self.n_history : self.n_history + len(drafts)] = drafts
         return Edits(self._row_bans(n_row), bias, self._row_counts(drafts), self._row_dry(n_row))
 
-    def _row_bans(self, n_row: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    def _row_bans(self, n_row: int) -> tuple[Ints, Ints, Floats]:
         n = min(n_row, max(0, self.n_banned - self.n_history)) if len(self.bans) else 0
         rows = np.repeat(np.arange(n), len(self.bans))
         return rows, np.tile(self.bans, n), np.full(len(rows), -math.inf, np.float32)
@@ -168,7 +170,7 @@ class SlotSampler:
     def _count(self, old: int) -> None:
         """Move the penalty window from the first `old` tokens to all of them."""
         last_n = self.params.repeat_last_n
-        begin, was = (0, 0) if last_n < 0 else (max(0, self.n_history - last_n), max(0, old - last_n))
+        begin, was = [0 if last_n < 0 else max(0, end - last_n) for end in (self.n_history, old)]
         for token in self._tokens[max(old, begin) : self.n_history].tolist():
             self._counts[token] = self._counts.get(token, 0) + 1
         for token in self._tokens[was : min(begin, old)].tolist():
@@ -176,7 +178,7 @@ class SlotSampler:
             if not self._counts[token]:
                 del self._counts[token]
 
-    def _row_counts(self, drafts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _row_counts(self, drafts: Sequence[int]) -> tuple[Ints, Ints, Ints]:
         if not self.penalises:
             return _NO_IDS, _NO_IDS, _NO_IDS
         column = {token: i for i, token in enumerate(dict.fromkeys((*self._counts, *drafts)))}
@@ -191,7 +193,7 @@ class SlotSampler:
         rows, columns = np.nonzero(counts)
         return rows, ids[columns], counts[rows, columns]
 
-    def _row_dry(self, n_row: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    def _row_dry(self, n_row: int) -> tuple[Ints, Ints, Floats]:
         if not self.dry.active:
             return _NO_IDS, _NO_IDS, _NO_IDS.astype(np.float32)
         found = [self.dry.penalties(self._tokens[: self.n_history + i]) for i in range(n_row)]
@@ -212,14 +214,13 @@ def _check(params: SamplingParams) -> None:
         raise RequestError(f"logprobs is {params.logprobs}; it must be 0 or more")
 
 
-def _bias(
-    params: SamplingParams, n_vocab: int, eog_ids: frozenset[int]
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def _bias(params: SamplingParams, n_vocab: int, eog_ids: frozenset[int]) -> tuple[Ints, Floats]:
     """Logit bias and the ban on end-of-generation tokens as one list with unique ids."""
     total: dict[int, float] = {}
     for token, value in params.logit_bias:
         if not 0 <= token < n_vocab:
-            raise RequestError(f"logit_bias names token {token}; the vocabulary has ids 0..{n_vocab - 1}")
+            ids = f"0..{n_vocab - 1}"
+            raise RequestError(f"logit_bias names token {token}; the vocabulary has ids {ids}")
         if math.isnan(value) or value == math.inf:
             raise RequestError(f"logit_bias of token {token} is {value}; it must be a finite number or -inf")
         total[token] = total.get(token, 0.0) + value

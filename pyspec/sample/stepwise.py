@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pyspec.request import DEFAULT_SAMPLERS, SamplingParams, TokenLogprob
 from pyspec.sample import chain
 from pyspec.sample.adaptive import adapted, n_within_mirostat
 from pyspec.sample.feedback import Feedback, SpanChoice
+from pyspec.sample.noise import Floats, Ints
 from pyspec.sample.sampler import Edits, SlotSampler
 
 _OFF = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, temperature=1.0)
@@ -61,8 +61,8 @@ class RowInputs:
     params: SamplingParams
     draw: float
     coin: float
-    counts: tuple[NDArray[np.int64], NDArray[np.int64]]
-    dry: tuple[NDArray[np.int64], NDArray[np.float32]]
+    counts: tuple[Ints, Ints]
+    dry: tuple[Ints, Floats]
     feedback: Feedback
 
 
@@ -206,7 +206,7 @@ def _dry(left: Candidates, row: RowInputs) -> None:
         left.logits = left.logits.index_copy(0, at, left.logits[at] - penalty.to(left.logits.dtype))
 
 
-def _columns(left: Candidates, ids: NDArray[np.int64], values: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
+def _columns(left: Candidates, ids: Ints, values: Floats) -> tuple[Tensor, Tensor]:
     """The columns of these ids among the remaining candidates, and the values of those that remain."""
     device = left.ids.device
     wanted, numbers = torch.from_numpy(ids).to(device), torch.from_numpy(values).to(device)

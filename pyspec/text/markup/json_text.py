@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from contextlib import suppress
 
-from pyspec.text.markup.reader import AnswerReader, Steps
+from pyspec.text.markup.reader import AnswerReader, Emit, Steps
 
 DEPTH = 64  # of nested lists and objects
 WORD_CHARS = 512  # of a number
@@ -45,7 +44,7 @@ def as_json(text: str) -> str | None:
     return "".join(taken) if reader.is_read else None
 
 
-def read_value(reader: AnswerReader, emit: Callable[[str], None]) -> Steps[None]:
+def read_value(reader: AnswerReader, emit: Emit) -> Steps[None]:
     """Read one value, without spaces before it. Raises NotJson, also if the answer ends inside the value."""
     open_: list[str] = []  # closing brackets of the open lists and objects
     while True:
@@ -74,7 +73,7 @@ def _begin(char: str) -> str:
     return "[" if char == "(" else char
 
 
-def read_string(reader: AnswerReader, emit: Callable[[str], None]) -> Steps[None]:
+def read_string(reader: AnswerReader, emit: Emit) -> Steps[None]:
     """Read a string with its quotes, single or double."""
     quote = yield from reader.peek()
     if quote not in _PLAIN:
@@ -110,7 +109,7 @@ def take(reader: AnswerReader, char: str) -> Steps[None]:
     reader.skip(1)
 
 
-def _escape(reader: AnswerReader, emit: Callable[[str], None]) -> Steps[None]:
+def _escape(reader: AnswerReader, emit: Emit) -> Steps[None]:
     kind = yield from _need(reader)
     if kind != "u":
         if kind in '"\\/bfnrt':
@@ -130,7 +129,7 @@ def _escape(reader: AnswerReader, emit: Callable[[str], None]) -> Steps[None]:
     emit(("\\u" if len(digits) == 4 else "\\\\u") + digits)
 
 
-def _word(reader: AnswerReader, emit: Callable[[str], None]) -> Steps[None]:
+def _word(reader: AnswerReader, emit: Emit) -> Steps[None]:
     """Read a number, true, false or null of at most WORD_CHARS. Another word is passed on, too, before NotJson."""
     word = ""
     while more := (yield from reader.take_while(_WORD, WORD_CHARS - len(word))):
@@ -155,7 +154,7 @@ def _mended(word: str) -> str | None:
     return f"{sign}{(match['whole'] or '0').replace('_', '')}{part}{match['power'] or ''}"
 
 
-def _behind_value(reader: AnswerReader, emit: Callable[[str], None], open_: list[str]) -> Steps[bool]:
+def _behind_value(reader: AnswerReader, emit: Emit, open_: list[str]) -> Steps[bool]:
     """Read closing brackets and a comma. Returns whether another value follows."""
     while open_:
         yield from reader.drop_spaces()
@@ -178,7 +177,7 @@ def _behind_value(reader: AnswerReader, emit: Callable[[str], None], open_: list
     return False
 
 
-def _key(reader: AnswerReader, emit: Callable[[str], None]) -> Steps[None]:
+def _key(reader: AnswerReader, emit: Emit) -> Steps[None]:
     yield from reader.drop_spaces()
     yield from read_string(reader, emit)
     yield from reader.drop_spaces()

@@ -20,6 +20,8 @@ from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Re
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
+Emit = Callable[[str], None]
+"""Takes text as it is read."""
 """A machine, or a step of one: it yields while it waits and returns its result."""
 
 Tools = Mapping[str, Mapping[str, Any]]
@@ -108,7 +110,7 @@ class AnswerReader:
         while (char := (yield from self.peek())) and char not in ends:
             self.skip(1)
 
-    def rest(self, emit: Callable[[str], None]) -> Steps[None]:
+    def rest(self, emit: Emit) -> Steps[None]:
         """Pass on all remaining text."""
         while (yield from self.peek()):
             emit(self._text[self._at :])
@@ -147,7 +149,7 @@ class AnswerReader:
         found = yield from self.until(marks, taken.append, most)
         return "".join(taken), found
 
-    def find(self, marks: tuple[str, ...], emit: Callable[[str], None]) -> Steps[str]:
+    def find(self, marks: tuple[str, ...], emit: Emit) -> Steps[str]:
         """Pass on text up to the first of the marks, which is not consumed. "" at the answer's end."""
         found = yield from self.until(marks, emit)
         self._at -= len(found)
@@ -172,7 +174,7 @@ class AnswerReader:
         name, found = yield from self.take_until("\n", *ends, most=most)
         return (name, found) if found != "\n" else (name + found, "")
 
-    def until(self, marks: tuple[str, ...], emit: Callable[[str], None], most: int = NO_LIMIT) -> Steps[str]:
+    def until(self, marks: tuple[str, ...], emit: Emit, most: int = NO_LIMIT) -> Steps[str]:
         """Pass on text up to the first of the marks, which is consumed and returned.
 
         "" if the answer ends before a mark, or after `most` characters.
@@ -236,7 +238,7 @@ class AnswerReader:
 class Trimmed:
     """Passes on text without spaces at its beginning. Spaces at its end wait for more text, and `drop` discards them."""
 
-    def __init__(self, emit: Callable[[str], None], *, trims_start: bool = True) -> None:
+    def __init__(self, emit: Emit, *, trims_start: bool = True) -> None:
         self._emit, self._starts, self._held = emit, trims_start, ""
 
     def __call__(self, text: str) -> None:

@@ -6,11 +6,10 @@ fenced block, or one that no call of an offered tool follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyspec.text.markup.ahead import Lookahead
-from pyspec.text.markup.reader import AnswerReader, Steps, Trimmed
+from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Trimmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def _begins(reader: AnswerReader, heads: tuple[Lookahead, ...]) -> Steps[bool]:
 class _Thought:
     """Passes on reasoning, and knows whether the position is inside quotes or a fenced block."""
 
-    def __init__(self, emit: Callable[[str], None]) -> None:
+    def __init__(self, emit: Emit) -> None:
         self._emit = emit
         self._last, self._n_ticks, self._is_fenced = "", 0, False
 

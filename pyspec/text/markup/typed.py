@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pyspec.text.markup.json_text import as_json
-from pyspec.text.markup.reader import HELD_CHARS, AnswerReader
+from pyspec.text.markup.reader import HELD_CHARS, AnswerReader, Emit
 from pyspec.text.schema_refs import MOST_HOPS, REFERENCES, followed
 
 Schema = Mapping[str, Any]
@@ -61,7 +61,7 @@ class ArgumentWriter:
 class ValueWriter:
     """One value. Strings are written as they arrive, others when complete. is_quoted: the text is JSON, with quotes around strings."""
 
-    def __init__(self, emit: Callable[[str], None], kinds: frozenset[str], *, is_quoted: bool = False) -> None:
+    def __init__(self, emit: Emit, kinds: frozenset[str], *, is_quoted: bool = False) -> None:
         self._emit, self._kinds, self._is_quoted = emit, kinds, is_quoted
         self._held: list[str] = []
         self._n_held = 0

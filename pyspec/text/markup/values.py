@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from pyspec.text.markup.ahead import GAP, NAME, OVER, TAIL, Lookahead, Step
-from pyspec.text.markup.reader import AnswerReader, Steps
+from pyspec.text.markup.reader import AnswerReader, Emit, Steps
 from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
 
 CLOSING = frozenset(".)]}>")  # last characters of a value before another argument on the same line
@@ -70,9 +70,7 @@ def read_bare_arguments(
         arguments.end()
 
 
-def read_value(
-    reader: AnswerReader, marks: ValueMarks, emit: Callable[[str], None], expected: Collection[str] | None
-) -> Steps[bool]:
+def read_value(reader: AnswerReader, marks: ValueMarks, emit: Emit, expected: Collection[str] | None) -> Steps[bool]:
     """Pass on a value up to its end, which is consumed. Returns False if the answer ends first.
 
     expected  arguments that may come next; None: any
@@ -107,7 +105,7 @@ def read_value(
 class _Value:
     """Passes on a value. last: its last character."""
 
-    def __init__(self, emit: Callable[[str], None]) -> None:
+    def __init__(self, emit: Emit) -> None:
         self._emit, self.last = emit, "\n"
 
     def __call__(self, text: str) -> None:
