@@ -53,23 +53,30 @@ def _style() -> str:
     def colours(of: dict[str, str]) -> str:
         return "svg{" + "".join(f"--{name}:{colour};" for name, colour in of.items()) + "}"
 
-    fills = "".join(f".{name}{{fill:var(--{name})}}" for name in LIGHT if name not in ("ink", "grid"))
+    filled = [name for name in LIGHT if name not in ("ink", "grid")]
+    fills = "".join(f".{name}{{fill:var(--{name})}}" for name in filled)
     lines = "text{fill:var(--ink)}.axis{stroke:var(--ink)}.grid{stroke:var(--grid)}"
     return f"{colours(LIGHT)}@media (prefers-color-scheme:dark){{{colours(DARK)}}}{lines}{fills}"
 
 
 def _text(at: Element, x: float, y: float, text: str, anchor: str = "start", **style: str) -> None:
-    SubElement(at, "text", {"x": f"{x:.1f}", "y": f"{y:.1f}", "text-anchor": anchor, **style}).text = text
+    place = {"x": f"{x:.1f}", "y": f"{y:.1f}", "text-anchor": anchor}
+    SubElement(at, "text", place | style).text = text
 
 
 def _bar(at: Element, x: float, y: float, w: float, h: float, kind: str, tip: str) -> None:
-    box = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{max(w, 0):.1f}", "height": f"{max(h, 0):.1f}", "class": kind}
-    SubElement(SubElement(at, "rect", box), "title").text = tip
+    box = {"x": x, "y": y, "width": max(w, 0), "height": max(h, 0)}
+    rect = SubElement(at, "rect", _places(box) | {"class": kind})
+    SubElement(rect, "title").text = tip
 
 
 def _line(at: Element, x1: float, y1: float, x2: float, y2: float, kind: str, width: float = 1) -> None:
     ends = {"x1": x1, "y1": y1, "x2": x2, "y2": y2}
-    SubElement(at, "line", {k: f"{v:.1f}" for k, v in ends.items()} | {"class": kind, "stroke-width": str(width)})
+    SubElement(at, "line", _places(ends) | {"class": kind, "stroke-width": str(width)})
+
+
+def _places(of: dict[str, float]) -> dict[str, str]:
+    return {name: f"{value:.1f}" for name, value in of.items()}
 
 
 def nice_step(top: float, n: int = 5) -> float:
@@ -184,10 +191,12 @@ def _lengths(at: Element, report: Report) -> int:
     across = max(r.all_rounds for r in rows)
     for r, colour in zip(rows, colours, strict=True):
         wide = (WIDTH - LEFT - RIGHT) * r.all_rounds / across / len(r.lengths)
-        points = [(LEFT + wide * (i + 0.5), TOP + PLOT * (1 - n / top)) for i, n in enumerate(r.lengths)]
+        heights = [TOP + PLOT * (1 - n / top) for n in r.lengths]
+        points = [(LEFT + wide * (i + 0.5), y) for i, y in enumerate(heights)]
         line = {"class": colour, "style": f"fill:none;stroke:var(--{colour});stroke-width:1.5"}
         line["points"] = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        SubElement(SubElement(at, "polyline", line), "title").text = f"np {r.label}: {r.all_rounds} rounds"
+        drawn = SubElement(at, "polyline", line)
+        SubElement(drawn, "title").text = f"np {r.label}: {r.all_rounds} rounds"
     _text(at, LEFT, TOP + PLOT + 18, "first round")
     _text(at, WIDTH - RIGHT, TOP + PLOT + 18, f"round {across}", "end")
     return TOP + PLOT + 44 + down
@@ -204,8 +213,9 @@ def _acceptance(at: Element, report: Report) -> int:
         for k, r in enumerate(rows):
             if pos < len(r.per_pos):
                 share = r.per_pos[pos]
-                x = LEFT + slot * (pos + 0.1) + bar * k
-                _bar(at, x, TOP + PLOT * (1 - share), bar - 1, PLOT * share, colours[k], f"np {r.label}: {share:.1%}")
+                x, high = LEFT + slot * (pos + 0.1) + bar * k, PLOT * share
+                tip = f"np {r.label}: {share:.1%}"
+                _bar(at, x, TOP + PLOT * (1 - share), bar - 1, high, colours[k], tip)
         _text(at, LEFT + slot * (pos + 0.5), TOP + PLOT + 18, str(pos + 1), "middle")
     return TOP + PLOT + 44 + down
 
@@ -214,8 +224,8 @@ def _times(at: Element, report: Report) -> int:
     """Horizontal stacks: milliseconds that a stream waits for a token, by part of the round."""
     bars = [b for r in report.rows for b in _token_bars(r)]
     top = max((whole for _, whole, _ in bars), default=0.0) or 1.0
-    title = "milliseconds a stream waits for a token: a round's parts, shared by the tokens it gives"
-    _title(at, title)
+    shared = "a round's parts, shared by the tokens it gives"
+    _title(at, f"milliseconds a stream waits for a token: {shared}")
     _legend(at, [(part, part) for part in PART_KINDS], 44)
     height, first = 20, TOP + 22
     left = max(LEFT + 54, 12 + max((_wide(name) for name, _, _ in bars), default=0.0))

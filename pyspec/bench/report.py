@@ -25,17 +25,13 @@ def verdict(report: Report) -> str:
 
     faster, slower = [r for r in rows if r.ratio_low > 1], [r for r in rows if r.ratio_high < 1]
     neither = [r for r in rows if r not in faster and r not in slower]
-    kinds = [
-        ("faster", [_at(r, f"x{r.ratio:.2f}") for r in faster]),
-        ("slower", [_at(r, f"x{r.ratio:.2f}") for r in slower]),
-        ("neither for certain", [_at(r, f"turns from x{r.ratio_low:.2f} to x{r.ratio_high:.2f}") for r in neither]),
-    ]
-    found = {"faster": faster, "slower": slower, "neither for certain": neither}
-    said = [
-        f"{kind} at {_listed(places)}" if len(places) <= MOST_NAMED else f"{kind} in {_counted(found[kind], len(rows))}"
-        for kind, places in kinds
-        if places
-    ]
+    kinds = {"faster": faster, "slower": slower, "neither for certain": neither}
+    said = []
+    for kind, found in kinds.items():
+        if 0 < len(found) <= MOST_NAMED:
+            said.append(f"{kind} at {_listed([_at(r, r in neither) for r in found])}")
+        elif found:
+            said.append(f"{kind} in {_counted(found, len(rows))}")
     return f"Speculation is {'; '.join(said)}."
 
 
@@ -46,8 +42,10 @@ def _counted(rows: Sequence[Row], n: int) -> str:
     return f"{of} (x{ratios[0]:.2f} to x{ratios[-1]:.2f})"
 
 
-def _at(row: Row, figure: str) -> str:
+def _at(row: Row, has_range: bool) -> str:
     case = f" of {row.case}" if row.case else ""
+    turns = f"turns from x{row.ratio_low:.2f} to x{row.ratio_high:.2f}"
+    figure = turns if has_range else f"x{row.ratio:.2f}"
     return f"{row.np} stream{'s' if row.np > 1 else ''}{case} ({figure})"
 
 
@@ -62,7 +60,8 @@ def as_markdown(report: Report) -> str:
     head = [f"{about['model']}, {about['device']}, drafter {about['drafter']}, {about['date']}"]
     if report.synthetic:
         head.append(f"**{MADE_UP}**: speed only; the text is not the model's{_as_golden(report)}")
-    rates = ["np", "prompt tok/s", "plain tok/s", "per stream", "spec tok/s", "per stream", "ratio", "lowest..highest"]
+    kinds = ["prompt tok/s", "plain tok/s", "per stream", "spec tok/s", "per stream"]
+    rates = ["np", *kinds, "ratio", "lowest..highest"]
     tables = [_table(rates, [_rate_cells(r) for r in report.rows])]
     if any(r.plain_http for r in report.rows):
         through = ["np", "kind", "in process tok/s", "HTTP tok/s", "share", "lowest..highest"]
@@ -88,8 +87,8 @@ def _rate_cells(r: Row) -> list[str]:
     if not r.spec:
         return [r.label, f"{r.prompt:.0f}", plain, f"{r.plain / r.np:.1f}", "-", "-", "-", "-"]
     spread = f"{r.ratio_low:.2f}..{r.ratio_high:.2f} ({r.turns})"
-    streams = f"{r.plain / r.np:.1f}", f"{r.spec / r.np:.1f}"
-    return [r.label, f"{r.prompt:.0f}", plain, streams[0], spec, streams[1], f"x{r.ratio:.2f}", spread]
+    rates = [plain, f"{r.plain / r.np:.1f}", spec, f"{r.spec / r.np:.1f}"]
+    return [r.label, f"{r.prompt:.0f}", *rates, f"x{r.ratio:.2f}", spread]
 
 
 def http_cells(r: Row) -> list[list[str]]:
@@ -98,17 +97,18 @@ def http_cells(r: Row) -> list[list[str]]:
         ("plain", r.plain, r.plain_http, r.plain_http_share, r.plain_http_low, r.plain_http_high),
         ("spec", r.spec, r.spec_http, r.spec_http_share, r.spec_http_low, r.spec_http_high),
     ]
-    return [
-        [r.label, kind, f"{direct:.1f}", f"{http:.1f}", f"{share:.3f}", f"{low:.3f}..{high:.3f} ({r.turns})"]
-        for kind, direct, http, share, low, high in kinds
-        if http
-    ]
+    cells = []
+    for kind, direct, http, share, low, high in kinds:
+        if http:
+            spread = f"{low:.3f}..{high:.3f} ({r.turns})"
+            cells.append([r.label, kind, f"{direct:.1f}", f"{http:.1f}", f"{share:.3f}", spread])
+    return cells
 
 
 def device_cells(r: Row) -> list[list[str]]:
     """Device time of a round by kind of kernel."""
-    kinds = [("plain", r.plain_parts), ("spec", r.spec_parts)]
-    return [[r.label, kind, *(f"{parts[p]:.2f}" for p in DEVICE_PARTS)] for kind, parts in kinds if parts]
+    kinds = [(kind, parts) for kind, parts in (("plain", r.plain_parts), ("spec", r.spec_parts)) if parts]
+    return [[r.label, kind, *(f"{parts[p]:.2f}" for p in DEVICE_PARTS)] for kind, parts in kinds]
 
 
 def _part_cells(r: Row) -> list[list[str]]:
@@ -119,16 +119,18 @@ def _part_cells(r: Row) -> list[list[str]]:
         kinds.append(("spec", r.spec_round_ms, r.spec_ms, r.spec_floor))
     if r.spec_http:
         kinds.append(("spec HTTP", r.spec_http_round_ms, r.spec_http_ms, 0.0))
-    return [
-        [r.label, kind, f"{whole:.2f}", *(f"{v:.2f}" for v in ms.values()), f"{floor:.0%}" if floor else "-"]
-        for kind, whole, ms, floor in kinds
-    ]
+    cells = []
+    for kind, whole, ms, floor in kinds:
+        times = [f"{v:.2f}" for v in (whole, *ms.values())]
+        cells.append([r.label, kind, *times, f"{floor:.0%}" if floor else "-"])
+    return cells
 
 
 def _draft_cells(r: Row) -> list[str]:
     by_pos = " ".join(f"{p:.2f}" for p in r.per_pos)
     used = " ".join(f"{i}:{share:.0%}" for i, share in enumerate(r.n_draft) if share >= 0.005)
-    return [r.label, f"{r.mean_len:.2f}", f"{r.acceptance:.0%}", by_pos or "-", used or "-", _over_rounds(r) or "-"]
+    shown = [text or "-" for text in (by_pos, used, _over_rounds(r))]
+    return [r.label, f"{r.mean_len:.2f}", f"{r.acceptance:.0%}", *shown]
 
 
 def _over_rounds(r: Row) -> str:

@@ -110,9 +110,11 @@ def joined(reports: Sequence[Report]) -> Report:
     about: dict[str, object] = {}
     for name in dict.fromkeys(name for report in reports for name in report.about):
         values = list(dict.fromkeys(report.about.get(name) for report in reports))
-        about[name] = values[0] if len(values) == 1 or name == "date" else ", ".join(map(str, values))
+        is_one = len(values) == 1 or name == "date"
+        about[name] = values[0] if is_one else ", ".join(map(str, values))
     rows = tuple(row for report in reports for row in report.rows)
-    return Report(about=about, rows=rows, runs=tuple(run for report in reports for run in report.runs))
+    runs = tuple(run for report in reports for run in report.runs)
+    return Report(about=about, rows=rows, runs=runs)
 
 
 def _row(every: Sequence[Run], floor_ms: float) -> Row:
@@ -120,9 +122,11 @@ def _row(every: Sequence[Run], floor_ms: float) -> Row:
     plain, spec = [[r for r in runs if r.mode == mode] for mode in ("plain", "spec")]
     drafted, accepted = _totals([r.drafted for r in spec]), _totals([r.accepted for r in spec])
     n_draft = _totals([r.n_draft for r in spec])
-    ratios = [s.rate / p.rate for p, s in zip(plain, spec, strict=False) if p.rate > 0 and s.rate > 0]
-    plain_rates, spec_rates = [[r.rate for r in kind if r.rate > 0] for kind in (plain, spec)]  # 0: not measured
-    plain_round, spec_round = _middle([r.round_ms for r in plain]), _middle([r.round_ms for r in spec])
+    pairs = [(p.rate, s.rate) for p, s in zip(plain, spec, strict=False)]
+    ratios = [s / p for p, s in pairs if p > 0 and s > 0]
+    # A rate of 0 was not measured
+    plain_rates, spec_rates = [[r.rate for r in kind if r.rate > 0] for kind in (plain, spec)]
+    plain_round, spec_round = [_middle([r.round_ms for r in kind]) for kind in (plain, spec)]
     return Row(
         np=runs[0].np,
         case=runs[0].case,
@@ -160,7 +164,8 @@ def _http(runs: Sequence[Run], mode: Mode) -> dict[str, Any]:
     """The fields of Row about HTTP turns of one mode."""
     through = [r for r in runs if (r.via, r.mode) == ("http", mode)]
     direct = {r.turn: r.rate for r in runs if (r.via, r.mode) == ("engine", mode)}
-    shares = [r.rate / direct[r.turn] for r in through if r.rate > 0 and direct.get(r.turn, 0.0) > 0]
+    measured = [r for r in through if r.rate > 0 and direct.get(r.turn, 0.0) > 0]
+    shares = [r.rate / direct[r.turn] for r in measured]
     figures = {
         "": _middle([r.rate for r in through if r.rate > 0]),
         "_share": _middle(shares),
@@ -207,34 +212,38 @@ class Change:
 
 COMPARED = ("prompt", "plain", "spec", "plain_http", "spec_http")
 """Fields of Row that are rates: higher is better."""
+Rates = dict[int | str, dict[str, float]]
+"""Rates by name, by number of streams."""
 
 
-def read_rates(path: Path) -> dict[int | str, dict[str, float]]:
+def read_rates(path: Path) -> Rates:
     """Rates by number of streams of a report written with -o json. Raises ConfigError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
             raise ConfigError(f"{path}: schema {data['schema']}; this version reads {SCHEMA}")
         return {
-            _key(int(row["np"]), str(row.get("case", ""))): {name: float(row.get(name, 0.0)) for name in COMPARED}
+            _key(int(row["np"]), str(row.get("case", ""))): {x: float(row.get(x, 0.0)) for x in COMPARED}
             for row in data["rows"]
         }
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror or e}") from e
     except (ValueError, KeyError, TypeError) as e:
-        raise ConfigError(f"{path} is not a report of `pyspec bench -o json`: {type(e).__name__}: {e}") from e
+        why = f"{type(e).__name__}: {e}"
+        raise ConfigError(f"{path} is not a report of `pyspec bench -o json`: {why}") from e
 
 
 def _key(np: int, case: str) -> int | str:
     return f"{np} {case}" if case else np
 
 
-def changes(rows: Sequence[Row], baseline: dict[int | str, dict[str, float]]) -> list[Change]:
+def changes(rows: Sequence[Row], baseline: Rates) -> list[Change]:
     """Every rate of the baseline for this run's numbers of streams, in its order: see `compare`."""
-    return compare(baseline, {_key(row.np, row.case): {name: getattr(row, name) for name in COMPARED} for row in rows})
+    now = {_key(r.np, r.case): {name: getattr(r, name) for name in COMPARED} for r in rows}
+    return compare(baseline, now)
 
 
-def compare(before: dict[int | str, dict[str, float]], after: dict[int | str, dict[str, float]]) -> list[Change]:
+def compare(before: Rates, after: Rates) -> list[Change]:
     """Every rate measured before, at the numbers of streams that both have, in the order of the later report.
 
     Raises ConfigError if there are none, or if one was not measured now: both would otherwise look like a pass.
@@ -244,11 +253,10 @@ def compare(before: dict[int | str, dict[str, float]], after: dict[int | str, di
         known = {name: rate for name, rate in before.get(np, {}).items() if rate > 0}
         for name in known:
             if now[name] <= 0:
-                raise ConfigError(
-                    f"np {np}: {name} was not measured; is the drafter or --http missing, or -n too small?"
-                )
+                why = "is the drafter or --http missing, or -n too small?"
+                raise ConfigError(f"np {np}: {name} was not measured; {why}")
         found += [Change(np, name, known[name], now[name]) for name in known]
     if not found:
-        ours = ", ".join(map(str, after)) or "none"
-        raise ConfigError(f"the baseline has streams {', '.join(map(str, before)) or 'none'}, this run {ours}")
+        theirs, ours = [", ".join(map(str, rates)) or "none" for rates in (before, after)]
+        raise ConfigError(f"the baseline has streams {theirs}, this run {ours}")
     return found

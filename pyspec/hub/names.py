@@ -50,17 +50,19 @@ def choose(
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{repo} has no file {file}{hint}")
         return shards_of(file, ggufs)
-    models = [n for n in ggufs if DRAFTERS_ALONE.search(n.lower()) and not _is_part(n)] if drafter else []
-    models = models or models_of(names)
+    drafters = [n for n in ggufs if DRAFTERS_ALONE.search(n.lower()) and not _is_part(n)]
+    models = (drafters if drafter else []) or models_of(names)
     if not models:
-        others = f": {', '.join(ggufs[:4])} go beside one (-hff takes a file by its name)" if ggufs else ""
+        beside = "go beside one (-hff takes a file by its name)"
+        others = f": {', '.join(ggufs[:4])} {beside}" if ggufs else ""
         raise ConfigError(f"{repo} has no GGUF model among its {len(names)} files{others}")
     found: list[str] = []
     for wanted in (quant,) if quant else DEFAULT_QUANTS:
         fits = re.compile(rf"(?:^|[-._/]){re.escape(wanted)}(?=[-./]|$)", re.IGNORECASE)
         found = found or [n for n in models if fits.search(n)]
     if not found and quant:
-        raise ConfigError(f"{repo} has no {quant} file; it has {', '.join(models[:12])}{' ...' if models[12:] else ''}")
+        more = " ..." if models[12:] else ""
+        raise ConfigError(f"{repo} has no {quant} file; it has {', '.join(models[:12])}{more}")
     return shards_of((found or models)[0], models)
 
 
@@ -69,7 +71,8 @@ def models_of(names: Sequence[str]) -> list[str]:
 
     If all names mention an importance matrix, the models were quantised with one.
     """
-    whole = [n for n in _ggufs(names) if not PROJECTORS.search(n.lower()) and not DRAFTERS_ALONE.search(n.lower())]
+    others = (PROJECTORS, DRAFTERS_ALONE)
+    whole = [n for n in _ggufs(names) if not any(other.search(n.lower()) for other in others)]
     return [n for n in whole if not _is_part(n)] or [n for n in whole if quant_of(n)]
 
 
@@ -95,7 +98,8 @@ def shards_of(name: str, names: Sequence[str]) -> list[str]:
     every = [f"{stem}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)]
     missing = [n for n in every if n not in names]
     if missing:
-        raise ConfigError(f"{name} has {count} parts and {len(missing)} are missing: {', '.join(missing[:4])}")
+        first = ", ".join(missing[:4])
+        raise ConfigError(f"{name} has {count} parts and {len(missing)} are missing: {first}")
     return every
 
 
@@ -117,8 +121,9 @@ def sidecars(names: Sequence[str], target: str, quant: str = "") -> list[Sidecar
     wanted = quant_of(quant) or quant_of(target)
     found = []
     for kind in KINDS:
-        beside = [n for n in names if n.lower().endswith(".gguf") and _begins_with(n, (f"{kind}-",))]
-        ranked = sorted((n for n in beside if _is_around(n, target)), key=lambda n: _distance(n, wanted))
+        beside = [n for n in names if n.lower().endswith(".gguf") and kind_of(n) == kind]
+        around = [n for n in beside if _is_around(n, target)]
+        ranked = sorted(around, key=lambda n: _distance(n, wanted))
         if ranked:
             found.append(Sidecar(kind, ranked[0], _why(ranked[0], wanted, len(ranked))))
     return found
@@ -128,9 +133,9 @@ def _why(name: str, wanted: str, n_choice: int) -> str:
     own, among = quant_of(name), f" of {n_choice} there" if n_choice > 1 else ""
     if own and own.lower() == wanted.lower():
         return f"{own} as the target"
-    return (
-        f"the nearest to {wanted}{among}" if wanted and own else f"the first{among}" if among else "the only one there"
-    )
+    if wanted and own:
+        return f"the nearest to {wanted}{among}"
+    return f"the first{among}" if among else "the only one there"
 
 
 def quant_of(name: str) -> str:
@@ -152,7 +157,8 @@ def _is_around(name: str, target: str) -> bool:
 def _distance(name: str, wanted: str) -> tuple[int, bool, int, str]:
     """Sort key: smaller is preferred."""
     own = quant_of(name)
-    return -len(PurePosixPath(name).parts), own.lower() != wanted.lower(), abs(_bits(own) - _bits(wanted)), name
+    n_part, bits = len(PurePosixPath(name).parts), abs(_bits(own) - _bits(wanted))
+    return -n_part, own.lower() != wanted.lower(), bits, name
 
 
 def kind_of(name: str) -> str:

@@ -71,7 +71,8 @@ class Tokenizer:
         header: VocabHeader,
         ids: Mapping[str, int | None],
     ) -> None:
-        self.model, self.pre, self.add_bos, self.add_eos = header.model, header.pre, header.add_bos, header.add_eos
+        self.model, self.pre = header.model, header.pre
+        self.add_bos, self.add_eos = header.add_bos, header.add_eos
         self.add_space_prefix = header.add_space_prefix
         self.n_vocab = len(tokens)
         self._tokens, self._types, self._make = tokens, types, make
@@ -94,7 +95,8 @@ class Tokenizer:
             raise BadTokenizer(f"tokenizer model {quoted(model)} is unknown; known: gpt2, llama, none")
         if model == "gpt2" and pre not in PRE:
             known = ", ".join(KINDS)
-            raise BadTokenizer(f"pre-tokenizer {quoted(pre)} is unknown; known: {known}, and other names of these")
+            rest = f"known: {known}, and other names of these"
+            raise BadTokenizer(f"pre-tokenizer {quoted(pre)} is unknown; {rest}")
         tokens = read_tokens(fields)
         types = read_types(fields, tokens)
         for text, kind in zip(tokens, types, strict=True):
@@ -108,15 +110,17 @@ class Tokenizer:
             return _bpe(table, fields, PRE[pre]) if model == "gpt2" else _spm(table, types, fields)
 
         def make(parse_special: bool, space_prefix: bool) -> HF:
-            hf = _byte_level(merging(), PRE[pre]) if model == "gpt2" else _with_spaces(merging(), space_prefix)
+            bpe = merging()
+            hf = _byte_level(bpe, PRE[pre]) if model == "gpt2" else _with_spaces(bpe, space_prefix)
             return _with_added(hf, table, types, norm, parse_special)
 
+        is_spm = model == "llama"
         header = VocabHeader(
             model=model,
             pre=pre,
-            add_bos=fields.flag("tokenizer.ggml.add_bos_token", model == "llama" or PRE[pre].add_bos),
+            add_bos=fields.flag("tokenizer.ggml.add_bos_token", is_spm or PRE[pre].add_bos),
             add_eos=fields.flag("tokenizer.ggml.add_eos_token", False),
-            add_space_prefix=fields.flag("tokenizer.ggml.add_space_prefix", True) and model == "llama",
+            add_space_prefix=fields.flag("tokenizer.ggml.add_space_prefix", True) and is_spm,
         )
         return cls(tokens, types, make, header, read_ids(fields, model, len(tokens)))
 
@@ -125,14 +129,15 @@ class Tokenizer:
         """For a file that has only the size of its vocabulary: token 7 is written [7]. Other text has no tokens."""
         n = number_of_tokens(fields)
         tokens = [f"[{i}]" for i in range(n)]
+        table = {text: i for i, text in enumerate(tokens)}
 
         def make(parse_special: bool, space_prefix: bool) -> HF:
-            hf = HF(models.WordLevel({text: i for i, text in enumerate(tokens)}, unk_token=tokens[0]))
+            hf = HF(models.WordLevel(table, unk_token=tokens[0]))
             hf.pre_tokenizer = pre_tokenizers.Split(Regex(r"\[\d+\]"), "removed", invert=True)
             return hf
 
-        header = VocabHeader(model="none", pre="", add_bos=False, add_eos=False, add_space_prefix=False)
-        return cls(tokens, [NORMAL] * n, make, header, read_ids(fields, "none", n))
+        plain = VocabHeader(model="none", pre="", add_bos=False, add_eos=False, add_space_prefix=False)
+        return cls(tokens, [NORMAL] * n, make, plain, read_ids(fields, "none", n))
 
     def _hf(self, parse_special: bool, space_prefix: bool) -> HF:
         """Built on first use, because a large vocabulary takes a quarter of a second."""
@@ -233,7 +238,8 @@ class Tokenizer:
             return []
         longest = max(map(len, heads), default=0)
         first, last = spans[0][0] if spans else len(text), spans[-1][1] if spans else 0
-        front = next((n for n in range(min(longest, first), 1, -1) if _begins(tails, text[n - 1 :: -1])), 0)
+        lengths = range(min(longest, first), 1, -1)
+        front = next((n for n in lengths if _begins(tails, text[n - 1 :: -1])), 0)
         behind = min(longest, len(text) - max(last, front))
         back = next((n for n in range(behind, 1, -1) if _begins(heads, text[-n:])), 0)
         if front:
@@ -244,8 +250,9 @@ class Tokenizer:
         """True if `text` could be one part of a control token's text, next to the other part."""
         text, (heads, tails) = text.strip(), self._halves
         longest = min(max(map(len, heads), default=0), len(text))
-        # of any two parts, at least one has two characters or more
-        return any(_begins(heads, text[-n:]) or _begins(tails, text[n - 1 :: -1]) for n in range(2, longest + 1))
+        # Of any two parts, at least one has two characters or more
+        lengths = range(2, longest + 1)
+        return any(_begins(heads, text[-n:]) or _begins(tails, text[n - 1 :: -1]) for n in lengths)
 
     @cached_property
     def _halves(self) -> tuple[list[str], list[str]]:
@@ -306,8 +313,8 @@ def _begin_of(hf: HF, text: str, at: int) -> tuple[list[int], int]:
     while at + size < len(text):
         piece = hf.encode_batch([text[at : at + size]], add_special_tokens=False)[0]
         words, spans = piece.word_ids, piece.offsets
-        n = len(words) - 1
-        while n > 0 and (spans[n][0] > size - PIECE_TAIL or words[n] == words[n - 1] or words[n] is None):
+        n, most = len(words) - 1, size - PIECE_TAIL
+        while n > 0 and (spans[n][0] > most or words[n] in (words[n - 1], None)):
             n -= 1  # a word at the end of the piece may continue behind it
         if n > 0:
             return piece.ids[:n], at + spans[n][0]
@@ -374,7 +381,8 @@ def _joins(table: Mapping[str, int], types: Sequence[int], scores: Sequence[floa
     for text in names:
         i = table[text]
         if len(text) > SPM_CHARS and types[i] == NORMAL:
-            raise BadTokenizer(f"SPM token {i} has {len(text)} characters; at most {SPM_CHARS} are supported")
+            most = f"at most {SPM_CHARS} are supported"
+            raise BadTokenizer(f"SPM token {i} has {len(text)} characters; {most}")
         n_step += min(len(text), SPM_CHARS) ** 2
         for cut in range(1, min(len(text), SPM_CHARS)):
             if (left := text[:cut]) in table and (right := text[cut:]) in table:
@@ -382,7 +390,8 @@ def _joins(table: Mapping[str, int], types: Sequence[int], scores: Sequence[floa
                 n_char += len(text)
         if n_step > SPM_STEPS or n_char > SPM_JOINED:
             raise BadTokenizer(
-                f"the SPM vocabulary has too many long tokens that are joins of others: more than {len(joins)} joins up to token {i}"
+                "the SPM vocabulary has too many long tokens that are joins of others: "
+                f"more than {len(joins)} joins up to token {i}"
             )
     return joins
 
@@ -408,9 +417,9 @@ def _with_added(hf: HF, table: Mapping[str, int], types: Sequence[int], norm: st
     """Add the tokens that are matched in raw text before any merge; control tokens only with `parse_special`."""
     if norm == "nfc":
         own = hf.normalizer
-        hf.normalizer = normalizers.Sequence([normalizers.NFC(), *([own] if own is not None else [])])
+        rest = [own] if own is not None else []
+        hf.normalizer = normalizers.Sequence([normalizers.NFC(), *rest])
     wanted = {USER_DEFINED: False} | ({CONTROL: True, UNKNOWN: True} if parse_special else {})
-    hf.add_tokens(
-        [AddedToken(t, special=wanted[types[i]], normalized=False) for t, i in table.items() if types[i] in wanted]
-    )
+    found = [(t, wanted[types[i]]) for t, i in table.items() if types[i] in wanted]
+    hf.add_tokens([AddedToken(t, special=special, normalized=False) for t, special in found])
     return hf
