@@ -27,7 +27,8 @@ def read(port: int, body: dict[str, Any], start: threading.Event, reads: list[tu
         connection.request("POST", PATH, json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
         if answer.status != 200:
-            raise HTTPException(f"status {answer.status}: {answer.read(300).decode('utf-8', 'replace')}")
+            text = answer.read(300).decode("utf-8", "replace")
+            raise HTTPException(f"status {answer.status}: {text}")
         while data := answer.read1(1 << 16):
             reads.append((time.perf_counter(), data))
     except (OSError, HTTPException) as e:
@@ -59,7 +60,8 @@ def turn(port: int, bodies: list[dict[str, Any]]) -> dict[str, Any]:
     """Run all streams concurrently, once."""
     start = threading.Event()
     reads: list[list[tuple[float, bytes]]] = [[] for _ in bodies]
-    threads = [threading.Thread(target=read, args=(port, b, start, r)) for b, r in zip(bodies, reads, strict=True)]
+    streams = zip(bodies, reads, strict=True)
+    threads = [threading.Thread(target=read, args=(port, b, start, r)) for b, r in streams]
     for t in threads:
         t.start()
     began = time.perf_counter()

@@ -17,7 +17,7 @@ SOURCE = "Qwen3.5, MTP, thinking"
 def golden(settings: Mapping[str, object]) -> dict[str, object]:
     """The settings with a fixed number of drafts and that benchmark's acceptance. Raises ConfigError for conflicting settings."""
     n = settings.get("n_draft_max", 0)
-    lengths = ", ".join(f"{drafted} ({length:g} tokens a round)" for drafted, length in GOLDEN.items())
+    lengths = ", ".join(f"{name} ({length:g} tokens a round)" for name, length in GOLDEN.items())
     if n not in GOLDEN:
         given = f"{n}" if n else "none"
         raise ConfigError(f"--golden needs --spec-draft-n-max {lengths}; got {given}")

@@ -133,7 +133,8 @@ class Watch:
             else:
                 self.error = self.error or event.error
             if self.closed is None:
-                self.closed, self.n_begun = (len(self.rounds) - 1, self.metrics()), len(self.started)
+                self.closed = (len(self.rounds) - 1, self.metrics())
+                self.n_begun = len(self.started)
             self.n_over += 1
             if self.n_over == self.n_stream:
                 self.over.set()
@@ -157,20 +158,23 @@ class Watch:
         if self.opened is None or self.closed is None or self.closed[0] <= self.opened[0]:
             return 0, 0.0
         start, end = self.opened[0], self.closed[0]
-        return sum(r.n for r in self.rounds[start:end]), self.rounds[end - 1].ended - self.rounds[start - 1].ended
+        seconds = self.rounds[end - 1].ended - self.rounds[start - 1].ended
+        return sum(r.n for r in self.rounds[start:end]), seconds
 
     @property
     def thinned(self) -> str:
         """The reason why no round had all streams."""
         n = self.done[0].n_predicted if self.done else 0
-        return f"{self.n_begun} of {self.n_stream} streams had begun when the first one ended, after {n} tokens"
+        begun = f"{self.n_begun} of {self.n_stream} streams had begun"
+        return f"{begun} when the first one ended, after {n} tokens"
 
     @property
     def lengths(self) -> tuple[float, ...]:
         """Mean drafts of a stream per round over the turn, as at most MOST_POINTS averages of equally many rounds."""
         every = -(-len(self.rounds) // MOST_POINTS)
         runs = [self.rounds[i : i + every] for i in range(0, len(self.rounds), every)]
-        return tuple(sum(r.n_draft for r in run) / max(sum(len(r.streams) for r in run), 1) for run in runs)
+        streams = [max(sum(len(r.streams) for r in run), 1) for run in runs]
+        return tuple(sum(r.n_draft for r in run) / n for run, n in zip(runs, streams, strict=True))
 
 
 Submit = Callable[[Request, Callable[[Event], None]], str]
@@ -197,12 +201,15 @@ def measure(
     if watch.error is not None:
         raise watch.error
     run = summarise(watch, how, sum(map(len, prompts)))
-    return run if how.mode == "plain" else replace(run, lengths=watch.lengths, all_rounds=len(watch.rounds))
+    if how.mode == "plain":
+        return run
+    return replace(run, lengths=watch.lengths, all_rounds=len(watch.rounds))
 
 
 def submit_all(submit: Submit, prompts: Sequence[tuple[int, ...]], how: Turn, watch: Watch) -> Iterator[str]:
     """Submit a turn's requests one after the other with `watch` as listener; yields their ids."""
-    params = SamplingParams(temperature=how.temperature, seed=how.turn + 1, ignore_eos=how.ignore_eos)
+    seed, temperature = how.turn + 1, how.temperature
+    params = SamplingParams(temperature=temperature, seed=seed, ignore_eos=how.ignore_eos)
     for i, prompt in enumerate(prompts):
         request = Request(
             prompt=prompt,

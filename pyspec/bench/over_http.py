@@ -22,7 +22,7 @@ from pyspec.bench.measure import Run, Turn, Watch, summarise
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Done, Finish, Metrics, Timings
 
-SAMPLE_S = 0.05  # between samples of the engine's counters; each takes the GIL for some microseconds
+SAMPLE_S = 0.05  # between samples of the engine's counters; each takes the GIL for microseconds
 COUNTED = ("rounds", "draft_ms", "verify_ms", "sample_ms", "host_ms")
 
 
@@ -88,7 +88,8 @@ class Samples:
         i = min(max(bisect(self.times, now), 1), len(self.times) - 1)
         (t0, t1), (a, b) = self.times[i - 1 : i + 1], self.values[i - 1 : i + 1]
         share = min(max((now - t0) / (t1 - t0), 0.0), 1.0) if t1 > t0 else 1.0
-        between = {name: getattr(a, name) + share * (getattr(b, name) - getattr(a, name)) for name in COUNTED}
+        ends = [(name, getattr(a, name), getattr(b, name)) for name in COUNTED]
+        between = {name: first + share * (last - first) for name, first, last in ends}
         return replace(b, **{**between, "rounds": round(between["rounds"])})
 
 
@@ -139,7 +140,8 @@ def replay(answer: dict[str, Any], samples: Samples) -> Watch:
         if n:
             sinks[i](Delta("", (0,) * n, ""))
         elif "error" in streams[i]["last"]:
-            watch.error = watch.error or PyspecError(f"stream {i}: {streams[i]['last']['error']['message']}")
+            why = streams[i]["last"]["error"]["message"]
+            watch.error = watch.error or PyspecError(f"stream {i}: {why}")
             sinks[i](_done({}))
         else:
             sinks[i](_done(streams[i]["last"]))
@@ -155,4 +157,5 @@ def _done(final: dict[str, Any]) -> Done:
     timings = Timings(**known)
     timings = replace(timings, n_rounds=sum(timings.n_draft_used))
     finish: Finish = {"eos": "eos", "word": "stop"}.get(final.get("stop_type", ""), "length")  # type: ignore[assignment]
-    return Done("", finish, final.get("tokens_evaluated", 0), final.get("tokens_predicted", 0), timings)
+    n_prompt, n_predicted = final.get("tokens_evaluated", 0), final.get("tokens_predicted", 0)
+    return Done("", finish, n_prompt, n_predicted, timings)

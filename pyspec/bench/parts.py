@@ -63,7 +63,8 @@ def add_up(records: Iterable[Record], rounds: int) -> dict[str, float]:
 def by_kernel(records: Iterable[Record], rounds: int) -> list[str]:
     """A line for each pair of a kernel and its predecessor, which distinguishes a model's products; most time first. The last line is
     the idle time."""
-    times, waits = defaultdict[tuple[str, str], list[float]](list), defaultdict[tuple[str, str], float](float)
+    times = defaultdict[tuple[str, str], list[float]](list)
+    waits = defaultdict[tuple[str, str], float](float)
     before = ""
     for kernel, us, idle in own_times(records):
         times[kernel, before].append(us)

@@ -183,7 +183,8 @@ def _coloured(at: Element, rows: Sequence[Row], title: str) -> tuple[Element, li
 def _lengths(at: Element, report: Report) -> int:
     """The controller's draft lengths, round by round."""
     rows = [r for r in report.rows if r.lengths]
-    at, colours, down = _coloured(at, rows, "drafts of a stream's round, over the rounds of the first turn")
+    title = "drafts of a stream's round, over the rounds of the first turn"
+    at, colours, down = _coloured(at, rows, title)
     most = max(*(len(r.n_draft) - 1 for r in rows), *(max(r.lengths) for r in rows), 1)
     step = nice_step(most)
     top = step * ceil(most / step)
@@ -204,7 +205,8 @@ def _lengths(at: Element, report: Report) -> int:
 
 def _acceptance(at: Element, report: Report) -> int:
     rows = [r for r in report.rows if r.per_pos]
-    at, colours, down = _coloured(at, rows, "share of drafted tokens accepted, by position in the draft")
+    title = "share of drafted tokens accepted, by position in the draft"
+    at, colours, down = _coloured(at, rows, title)
     _axis(at, 1.0, 0.25)
     n_pos = max(len(r.per_pos) for r in rows)
     slot = (WIDTH - LEFT - RIGHT) / n_pos

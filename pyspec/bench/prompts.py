@@ -74,11 +74,13 @@ def make_prompts(engine: Engine, count: int, n_prompt: int, is_random: bool) -> 
         n = n_prompt or 16
         made = [random_ids(info.n_vocab, info.eog_ids, n, seed) for seed in range(count)]
     else:
-        texts = demo_prompts() if Path(info.model_path).name == DEMO else [p for _, p in categories()]
+        is_demo = Path(info.model_path).name == DEMO
+        texts = demo_prompts() if is_demo else [p for _, p in categories()]
         passage = engine.encode(PASSAGE)
         chats = [[{"role": "user", "content": texts[i % len(texts)]}] for i in range(count)]
         made = [lengthen(engine.encode(chat), passage, n_prompt) for chat in chats]
     longest = max(map(len, made))
     if longest >= info.n_ctx:
-        raise ConfigError(f"prompts of {longest} tokens do not fit -c {info.n_ctx}; make -p smaller or -c larger")
+        advice = "make -p smaller or -c larger"
+        raise ConfigError(f"prompts of {longest} tokens do not fit -c {info.n_ctx}; {advice}")
     return [tuple(ids) for ids in made]

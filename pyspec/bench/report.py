@@ -107,8 +107,8 @@ def http_cells(r: Row) -> list[list[str]]:
 
 def device_cells(r: Row) -> list[list[str]]:
     """Device time of a round by kind of kernel."""
-    kinds = [(kind, parts) for kind, parts in (("plain", r.plain_parts), ("spec", r.spec_parts)) if parts]
-    return [[r.label, kind, *(f"{parts[p]:.2f}" for p in DEVICE_PARTS)] for kind, parts in kinds]
+    kinds = {"plain": r.plain_parts, "spec": r.spec_parts}
+    return [[r.label, kind, *(f"{parts[p]:.2f}" for p in DEVICE_PARTS)] for kind, parts in kinds.items() if parts]
 
 
 def _part_cells(r: Row) -> list[list[str]]:
@@ -137,12 +137,14 @@ def _over_rounds(r: Row) -> str:
     """Drafted lengths from the first round to the last, as bars from none to the maximum."""
     most, n = max(len(r.n_draft) - 1, 1), len(r.lengths)
     shown = [r.lengths[i * n // LETTERS] for i in range(LETTERS)] if n > LETTERS else r.lengths
-    return "".join(HEIGHTS[min(round(length / most * (len(HEIGHTS) - 1)), len(HEIGHTS) - 1)] for length in shown)
+    top = len(HEIGHTS) - 1
+    return "".join(HEIGHTS[min(round(length / most * top), top)] for length in shown)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
-    lines = [" | ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in [head, *rows]]
+    padded = [[cell.rjust(w) for cell, w in zip(line, widths, strict=True)] for line in [head, *rows]]
+    lines = [" | ".join(cells) for cells in padded]
     rule = " | ".join("-" * (w - 1) + ":" for w in widths)
     return "\n".join(f"| {line} |" for line in [lines[0], rule, *lines[1:]])
 
@@ -159,7 +161,8 @@ def as_csv(report: Report) -> str:
 
 def _flat(report: Report, row: Row) -> dict[str, object]:
     names = ("model", "device", "drafter", "date")
-    flat: dict[str, object] = {name: report.about[name] for name in names} | {"synthetic": report.synthetic}
+    flat: dict[str, object] = {name: report.about[name] for name in names}
+    flat["synthetic"] = report.synthetic
     for name, value in asdict(row).items():
         if isinstance(value, dict):
             known = DEVICE_PARTS if name.endswith("_parts") else PARTS

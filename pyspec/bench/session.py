@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 WARM_UP = 16  # tokens of each stream before its rates count
-PROFILED = 512  # tokens that each stream may generate while kernels are profiled; it is cancelled earlier
+PROFILED = 512  # most tokens of a stream while kernels are profiled; it is cancelled earlier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,8 @@ def bench(
     text.
     """
     modes: tuple[Mode, ...] = ("plain", "spec") if engine.info.drafter != "none" else ("plain",)
-    prompts = make_prompts(engine, max(plan.streams) * plan.turns, plan.n_prompt, plan.random_prompts)
+    count = max(plan.streams) * plan.turns
+    prompts = make_prompts(engine, count, plan.n_prompt, plan.random_prompts)
     runs: list[Run] = []
     for n in plan.streams:
         for mode in modes if plan.warm_up else ():
@@ -66,11 +67,13 @@ def bench(
                     engine, clients, plan, asked, mode, turn, plan.n_predict, most=room(engine.info, asked)
                 ):
                     runs.append(replace(run, case=plan.case))
-                    report(f"{f'{plan.case} ' if plan.case else ''}np {n} {mode} turn {turn + 1}{run.result_text}")
+                    case = f"{plan.case} " if plan.case else ""
+                    report(f"{case}np {n} {mode} turn {turn + 1}{run.result_text}")
     rows = summarise_turns(runs, n_bytes=engine.info.n_bytes, bandwidth=plan.bandwidth)
     if plan.parts:
         rows = _with_parts(engine, plan, rows, modes, prompts, report)
-    facts = setup_of(engine, plan) | ({"http": "loopback, clients in one process of their own"} if clients else {})
+    http = {"http": "loopback, clients in one process of their own"} if clients else {}
+    facts = setup_of(engine, plan) | http
     return Report(about=facts, rows=rows, runs=tuple(runs))
 
 
@@ -93,7 +96,8 @@ def _with_parts(
             how = Turn(mode=mode, turn=0, n_predict=PROFILED, ignore_eos=True, temperature=plan.temperature)
             found[f"{mode}_parts"] = watch_rounds(engine, prompts[: row.np], how)
             if not found[f"{mode}_parts"]:
-                report(f"--parts: np {row.np} {mode}: the streams ended before enough rounds had passed")
+                why = "the streams ended before enough rounds had passed"
+                report(f"--parts: np {row.np} {mode}: {why}")
         split.append(replace(row, **found))
     return tuple(split)
 
@@ -116,7 +120,8 @@ def _turns(
         ignore_eos=plan.ignore_eos or plan.random_prompts,
         temperature=plan.temperature,
     )
-    yield with_rate(partial(measure, engine.submit, engine.cancel, engine.metrics, prompts), how, most)
+    measured = partial(measure, engine.submit, engine.cancel, engine.metrics, prompts)
+    yield with_rate(measured, how, most)
     if clients is not None:
         yield with_rate(partial(measure_http, clients, engine.metrics, prompts), how, most)
 

@@ -78,7 +78,8 @@ def verify(
     tie  logits closer than this are a tie; 0: the device's default. Raises ConfigError if nothing is drafted, because that would prove nothing.
     """
     if engine.info.drafter == "none":
-        raise ConfigError("no drafter, so there is nothing to verify (give one with -md, or --spec-type)")
+        advice = "give one with -md, or --spec-type"
+        raise ConfigError(f"no drafter, so there is nothing to verify ({advice})")
     tie = tie or TIE[engine.info.device.partition(":")[0]]
     n = len(prompts)
 
@@ -94,7 +95,8 @@ def verify(
     spec, plain = answers(None, 0), answers(0, n)
     drafted = sum(r.timings.draft_n for r in spec)
     if not drafted:
-        raise ConfigError(f"nothing was drafted in {n} answers, which proves nothing (--spec-fixed drafts always)")
+        advice = "--spec-fixed drafts always"
+        raise ConfigError(f"nothing was drafted in {n} answers, which proves nothing ({advice})")
     partings, n_compared = [], 0
     for i, (a, b) in enumerate(zip(plain, spec, strict=True)):
         at = _parting(a, b)

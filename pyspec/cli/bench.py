@@ -82,7 +82,8 @@ class BenchFlags:
 
 
 def _case_name(n_depth: int, n_prompt: int, n_gen: int, case: str) -> str:
-    return " ".join(filter(None, (f"d{n_depth}" if n_depth else "", f"p{n_prompt}", f"n{n_gen}", case)))
+    depth = f"d{n_depth}" if n_depth else ""
+    return " ".join(filter(None, (depth, f"p{n_prompt}", f"n{n_gen}", case)))
 
 
 def _thread_counts(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:

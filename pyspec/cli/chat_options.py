@@ -14,7 +14,8 @@ from pyspec.cli.options import F, apply, folding
 from pyspec.ranges import INT32
 from pyspec.text.markup.dialect import NAMES
 
-WORDS = {"on": "on", "true": "on", "1": "on", "off": "off", "false": "off", "0": "off", "auto": "auto"}
+ON, OFF = dict.fromkeys(("on", "true", "1"), "on"), dict.fromkeys(("off", "false", "0"), "off")
+WORDS = ON | OFF | {"auto": "auto"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,8 @@ def template_text(ctx: click.Context, option: click.Parameter, value: str) -> st
         return NAMED[value]
     if value and "{{" not in value and "{%" not in value:
         raise click.BadParameter(
-            f"{value[:40]!r} is neither a template's text nor one of {', '.join(NAMED)}; --chat-template-file takes a file",
+            f"{value[:40]!r} is neither a template's text nor one of {', '.join(NAMED)}; "
+            "--chat-template-file takes a file",
             ctx,
             option,
         )

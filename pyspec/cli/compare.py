@@ -67,5 +67,6 @@ def holds(found: Sequence[Change], max_regress: float, *, err: bool = True) -> b
         is_worse = c.change < -max_regress
         good = good and not is_worse
         verdict = f"  REGRESSION beyond {max_regress:.1%}" if is_worse else ""
-        click.echo(f"np {c.np} {c.what}: {c.before:.1f} -> {c.after:.1f} ({c.change:+.1%}){verdict}", err=err)
+        rates = f"{c.before:.1f} -> {c.after:.1f} ({c.change:+.1%})"
+        click.echo(f"np {c.np} {c.what}: {rates}{verdict}", err=err)
     return good

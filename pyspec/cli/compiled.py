@@ -27,7 +27,8 @@ def compile_model(choice: ModelChoice, archs: str, as_json: bool) -> int:
     wanted = (p for target in targets for p in prepare.programs_of(asks, target))
     programs = list(dict.fromkeys(wanted))
     with meter("compiling") as tell:
-        found = prepare.compile_all(programs, lambda n, what: tell(n, len(programs), f"compiling: {what}"))
+        n_all = len(programs)
+        found = prepare.compile_all(programs, lambda n, what: tell(n, n_all, f"compiling: {what}"))
     failed = [(program, why) for program, why in found if isinstance(why, str)]
     about: dict[str, Any] = {
         "archs": sorted({program.arch for program in programs}),

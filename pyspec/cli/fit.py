@@ -141,7 +141,8 @@ def _show(report: FitReport, about: dict[str, Any]) -> None:
     click.echo(f"{about['model']} on {where}; {size(report.usable)} may be used")
     click.echo(about["draft_note"] or "no drafter")
     t = table("what", "bytes", "per slot", right=("bytes", "per slot"))
-    each = {"kv": report.kv_per_slot, "state": report.state_per_slot, "draft_kv": report.draft_per_slot}
+    kv, state, draft_kv = report.kv_per_slot, report.state_per_slot, report.draft_per_slot
+    each = {"kv": kv, "state": state, "draft_kv": draft_kv}
     for purpose, title in NAMES.items():
         if n := getattr(report.asked, purpose):
             row(t, title, size(n), size(each[purpose]) if each.get(purpose) else "")

@@ -264,7 +264,8 @@ class _Reader:
         self._ctx = ctx
         options = [p for p in command.get_params(ctx) if isinstance(p, click.Option)]
         self._own = {name: p for p in options for name in (*p.opts, *p.secondary_opts)}
-        self._shown = [name for p in options if not p.hidden for name in (*p.opts, *p.secondary_opts)]
+        shown = [p for p in options if not p.hidden]
+        self._shown = [name for p in shown for name in (*p.opts, *p.secondary_opts)]
 
     def check_environment(self) -> None:
         """Check the environment for ignored and refused flags. Raises UsageError."""

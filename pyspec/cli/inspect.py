@@ -45,7 +45,8 @@ def _show(about: dict) -> None:
     click.echo(f"{Path(about['path']).name}: GGUF v{about['version']}, {about['architecture']}")
     click.echo(
         f"{totals['tensors']} tensors, {totals['parameters'] / 1e6:,.2f} M parameters, "
-        f"{totals['tensor_bytes'] / 1e6:,.1f} MB of {totals['file_bytes'] / 1e6:,.1f} MB in {len(about['paths'])} file(s)"
+        f"{totals['tensor_bytes'] / 1e6:,.1f} MB of {totals['file_bytes'] / 1e6:,.1f} MB "
+        f"in {len(about['paths'])} file(s)"
     )
     by_type = totals["bytes_by_type"].items()
     click.echo(", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in by_type))

@@ -95,7 +95,8 @@ def _device_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     names = [name.strip() for name in value.split(",")]
     if len(names) > 1:
         raise click.BadParameter(
-            f"a model runs on one device, or on the first {len(names)} GPUs with --tp {len(names)}; name one of {value!r}",
+            f"a model runs on one device, or on the first {len(names)} GPUs with --tp {len(names)}; "
+            f"name one of {value!r}",
             ctx,
             param,
         )

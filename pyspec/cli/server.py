@@ -278,7 +278,8 @@ def _end(served: Served) -> None:
 def banner(info: EngineInfo, urls: list[str]) -> list[str]:
     """A few lines about the model and the server, printed when requests are accepted."""
     lines = [
-        f"model    {info.model_name} ({info.arch}, {info.n_params / 1e9:.3g} B parameters, {info.n_bytes / 1e9:.3g} GB)",
+        f"model    {info.model_name} ({info.arch}, {info.n_params / 1e9:.3g} B parameters, "
+        f"{info.n_bytes / 1e9:.3g} GB)",
         f"device   {info.device}",
         f"draft    {info.draft_note}",
         f"slots    {info.n_slot}, {info.n_ctx} tokens each",

@@ -108,8 +108,9 @@ def describe_parting(p: Parting) -> str:
     plain, spec = (f"{x:+.5f}" if x is not None else "far below" for x in p.logits)
     margin = f"{p.margin:.2g}" if math.isfinite(p.margin) else "large"
     return (
-        f"prompt {p.prompt}, token {p.token} after {p.before!r}: plain {p.plain} {p.plain_text!r} (logit {plain}), "
-        f"speculative {p.spec} {p.spec_text!r} ({spec}) against the best; margin {margin}: {p.verdict}"
+        f"prompt {p.prompt}, token {p.token} after {p.before!r}: "
+        f"plain {p.plain} {p.plain_text!r} (logit {plain}), speculative {p.spec} {p.spec_text!r} ({spec}) "
+        f"against the best; margin {margin}: {p.verdict}"
     )
 
 
@@ -117,8 +118,9 @@ def _summary(v: Verification) -> str:
     ties = len(v.partings) - len(v.bugs)
     share = v.accepted / max(v.n_compared, 1)
     return (
-        f"{v.n_prompt} prompts, {v.n_compared} tokens compared, {v.accepted} of {v.drafted} drafted tokens accepted "
-        f"({share:.0%} of the text): {v.n_equal} equal, {ties} near ties (margin below {v.tie:g}), {len(v.bugs)} bugs"
+        f"{v.n_prompt} prompts, {v.n_compared} tokens compared, "
+        f"{v.accepted} of {v.drafted} drafted tokens accepted ({share:.0%} of the text): "
+        f"{v.n_equal} equal, {ties} near ties (margin below {v.tie:g}), {len(v.bugs)} bugs"
     )
 
 

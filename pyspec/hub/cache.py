@@ -45,13 +45,15 @@ def _files(repo: str, folder: Path) -> Iterator[CachedFile]:
     snapshot = _snapshot(folder)
     if snapshot is None:
         return
-    sizes = {p.relative_to(snapshot).as_posix(): _n_bytes(p) for p in sorted(snapshot.rglob("*.gguf"))}
+    paths = sorted(snapshot.rglob("*.gguf"))
+    sizes = {p.relative_to(snapshot).as_posix(): _n_bytes(p) for p in paths}
     for name in sizes:
         shard = SHARD.match(name)
         if shard is None:
             yield CachedFile(repo, name, snapshot / name, sizes[name])
         elif shard[2] == "00001":
-            n_bytes = sum(n for other, n in sizes.items() if (m := SHARD.match(other)) and m[1] == shard[1])
+            shards = [other for other in sizes if (m := SHARD.match(other)) and m[1] == shard[1]]
+            n_bytes = sum(sizes[other] for other in shards)
             yield CachedFile(repo, name, snapshot / name, n_bytes)
 
 

@@ -34,7 +34,8 @@ HASHED_BYTES = 16 << 20  # per read
 WITHOUT = "give a file (-m FILE), --offline for downloaded models, or try `pyspec server demo`, which needs no network"
 
 T = TypeVar("T")
-_said: set[str] = set()  # repositories already reported as taken from the cache: a start asks several times
+# Repositories already reported as taken from the cache: a start asks several times
+_said: set[str] = set()
 
 
 @dataclass
@@ -67,7 +68,8 @@ class Repository:
             found = cls._cached(name)
             if found is None:
                 raise DownloadError(
-                    f"{name} is not in the local cache, and HF_HUB_OFFLINE forbids downloading it; `pyspec list` shows the cached models"
+                    f"{name} is not in the local cache, and HF_HUB_OFFLINE forbids downloading it; "
+                    "`pyspec list` shows the cached models"
                 )
             return found
         if why := unreachable(constants.ENDPOINT):
@@ -147,7 +149,8 @@ def fetch_file(repo: str, name: str) -> Path:
         heads.fetched.append(name)
         return _head(repo, name, heads)
     about = _query(repo, lambda: get_hf_file_metadata(hf_hub_url(repo, name)))
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model") / "blobs"
+    name = repo_folder_name(repo_id=repo, repo_type="model")
+    folder = Path(constants.HF_HUB_CACHE) / name / "blobs"
     blob = folder / str(about.etag)
     is_there, is_hash = blob.exists(), SHA256.fullmatch(str(about.etag)) is not None
     if not is_there and is_hash and about.size:
@@ -187,7 +190,8 @@ def _head(repo: str, name: str, heads: Heads) -> Path:
     def part(start: int, end: int) -> bytes:
         request = Request(about.location, headers=headers | {"Range": f"bytes={start}-{end - 1}"})
         with urlopen(request, timeout=60) as answer:
-            if start and answer.status != 206:  # the server does not support ranges and starts from the beginning
+            # The server may not support ranges and start from the beginning
+            if start and answer.status != 206:
                 answer.read(start)
             return answer.read(end - start)
 
@@ -224,7 +228,8 @@ def check_hash(path: Path) -> bool:
 
 def sha256_of(path: Path) -> str:
     """A file's SHA-256 in hexadecimal digits."""
-    whole, done, digest, piece = max(path.stat().st_size, 1), 0, hashlib.sha256(), bytearray(HASHED_BYTES)
+    whole, done = max(path.stat().st_size, 1), 0
+    digest, piece = hashlib.sha256(), bytearray(HASHED_BYTES)
     with path.open("rb", buffering=0) as file:
         while n := file.readinto(piece):
             digest.update(memoryview(piece)[:n])
@@ -291,7 +296,8 @@ def _check_disk(name: str, part: Path, n_bytes: int) -> None:
     free = shutil.disk_usage(part.parent).free
     if n_bytes > free:
         raise DownloadError(
-            f"{name} needs {_size(n_bytes)} of disk in {part.parent}, and {_size(free)} are free; HF_HOME names another folder"
+            f"{name} needs {_size(n_bytes)} of disk in {part.parent}, and {_size(free)} are free; "
+            "HF_HOME names another folder"
         )
 
 
@@ -334,4 +340,5 @@ def _query(repo: str, ask: Callable[[], T]) -> T:
         return ask()
     except kinds as e:
         lines = str(e).strip().splitlines()
-        raise DownloadError(f"{repo} cannot be read: {lines[0] if lines else type(e).__name__}") from e
+        why = lines[0] if lines else type(e).__name__
+        raise DownloadError(f"{repo} cannot be read: {why}") from e

@@ -42,14 +42,16 @@ def _why_silent(url: str, patience_s: float) -> str:
             said = e.strerror if isinstance(e, OSError) else None
             found.append(f"{host} is not found: {(said or str(e)).lower()}")
 
-    thread = threading.Thread(target=resolve, name="pyspec-network", daemon=True)  # a resolver may take any time
+    # A resolver may take any time
+    thread = threading.Thread(target=resolve, name="pyspec-network", daemon=True)
     thread.start()
     thread.join(patience_s)
     if named.is_set() and not found:
         thread.join(patience_s)
     if found:
         return found[0]
-    return f"{host} {'does not answer' if named.is_set() else 'is not found'} within {patience_s:g} s"
+    what = "does not answer" if named.is_set() else "is not found"
+    return f"{host} {what} within {patience_s:g} s"
 
 
 def _door(url: str) -> tuple[str, int]:
@@ -65,7 +67,8 @@ def _refusal(host: str, addresses: list[tuple[object, ...]], patience_s: float) 
     why = f"{host} has no address"
     for address in addresses[:4]:
         try:
-            socket.create_connection((str(address[0]), int(str(address[1]))), timeout=patience_s).close()
+            host, port = str(address[0]), int(str(address[1]))
+            socket.create_connection((host, port), timeout=patience_s).close()
         except TimeoutError:
             return f"{host} does not answer"
         except OSError as e:

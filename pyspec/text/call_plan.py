@@ -105,7 +105,8 @@ def _allowed(choice: Any) -> ToolChoice:
     if mode not in ("auto", "required", None):
         raise RequestError('tool_choice: the mode of allowed_tools is "auto" or "required"')
     if not isinstance(tools, list):
-        raise RequestError("tool_choice: allowed_tools is an object with a mode and a list of tools")
+        want = "an object with a mode and a list of tools"
+        raise RequestError(f"tool_choice: allowed_tools is {want}")
     names = [_named(tool, "tool_choice.allowed_tools") for tool in own_tools(tools, "function")]
     return ToolChoice(mode or "auto", tuple(dict.fromkeys(names)))
 

@@ -19,8 +19,10 @@ from pyspec.text.markup.hermes import CLOSE, OPEN
 ToolList = list[Mapping[str, Any]]
 
 INSTRUCTIONS = (
-    f'To call a tool, write a block like this, and nothing behind it:\n{OPEN}\n{{"name": "NAME", "arguments": {{"KEY": "VALUE"}}}}\n{CLOSE}\n'
-    "To call several, write one block for each. What they return comes in the next message. Where no tool is needed, answer in plain text."
+    "To call a tool, write a block like this, and nothing behind it:\n"
+    f'{OPEN}\n{{"name": "NAME", "arguments": {{"KEY": "VALUE"}}}}\n{CLOSE}\n'
+    "To call several, write one block for each. What they return comes in the next message. "
+    "Where no tool is needed, answer in plain text."
 )
 
 _TEXTS = re.compile(r'"(?:[^"\\]|\\.)*"')

@@ -132,7 +132,8 @@ class _References:
     def _copy(self, node: Schema) -> Schema:
         self._n_written += 1
         if self._n_written > MOST_NODES:
-            raise RequestError(f"the json_schema has more than {MOST_NODES} parts, including referenced ones")
+            most = f"{MOST_NODES} parts, including referenced ones"
+            raise RequestError(f"the json_schema has more than {most}")
         if not isinstance(node, Mapping):
             return node
         given, node = node, self._with_names(node)

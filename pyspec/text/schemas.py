@@ -141,7 +141,8 @@ class _Walk:
                         return [_Form(TYPES)]
                 return found
         named = named_types(node)
-        types = TYPES if named is None else frozenset("number" if t == "integer" else t for t in named)
+        wide = ["number" if t == "integer" else t for t in named or ()]
+        types = TYPES if named is None else frozenset(wide)
         listed, needed = node.get("properties"), node.get("required", [])
         if not isinstance(listed, Mapping) or not isinstance(needed, list):
             return [_Form(types, _constants(node))]

@@ -70,7 +70,8 @@ def read_tokens(fields: Fields) -> list[str]:
         table = {t: i for i, t in enumerate(tokens)}
         first = next(i for i, t in enumerate(tokens) if table[t] != i)
         text = quoted(tokens[first])
-        raise BadTokenizer(f"tokens {first} and {table[tokens[first]]} of {len(tokens)} are both {text}")
+        both = f"tokens {first} and {table[tokens[first]]} of {len(tokens)}"
+        raise BadTokenizer(f"{both} are both {text}")
     return tokens
 
 
@@ -80,7 +81,8 @@ def number_of_tokens(fields: Fields) -> int:
     n = fields.metadata.get(f"{arch}.vocab_size")
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_NUMBERED:
         raise BadTokenizer(
-            f"the file has no vocabulary, and {printable(str(arch))}.vocab_size is {shown(n)}; want 1 to {MOST_NUMBERED}"
+            f"the file has no vocabulary, and {printable(str(arch))}.vocab_size is {shown(n)}; "
+            f"want 1 to {MOST_NUMBERED}"
         )
     return n
 
@@ -94,7 +96,8 @@ def read_types(fields: Fields, tokens: Sequence[str]) -> list[int]:
             kinds[i] = CONTROL
         if kinds[i] in MATCHED and len(text) > MATCHED_CHARS:
             raise BadTokenizer(
-                f"token {i} is matched in the text as it is and has {len(text)} characters; at most {MATCHED_CHARS} are supported"
+                f"token {i} is matched in the text as it is and has {len(text)} characters; "
+                f"at most {MATCHED_CHARS} are supported"
             )
     return kinds
 
