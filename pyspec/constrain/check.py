@@ -51,7 +51,8 @@ class GrammarCheck:
     def _ask(self, grammar: Grammar) -> Grammar | str:
         answer = self._box.ask(question(grammar), TIME_S)
         if STALLED in answer:  # not the grammar's fault, so the result is not kept
-            raise Unavailable(f"the {grammar.kind} could not be compiled: {answer[STALLED]}; try again")
+            why = answer[STALLED]
+            raise Unavailable(f"the {grammar.kind} could not be compiled: {why}; try again")
         if "failed" in answer:
             why = answer["failed"]
             found: Grammar | str = why if why.startswith("the ") else f"the {grammar.kind} {why}"

@@ -44,7 +44,8 @@ def lark_of(source: str, id_of: IdOf = lambda text: None, ends: Sequence[int] = 
     if "root" in regular:
         terminals: set[Node] = {rules["root"]}
     else:
-        grouped = {name: _grouped(node, regular) for name, node in rules.items() if name not in regular}
+        others = {name: node for name, node in rules.items() if name not in regular}
+        grouped = {name: _grouped(node, regular) for name, node in others.items()}
         rules = rules | grouped
         terminals = _terminals(rules, regular)
     return _Writer(rules, terminals, id_of, ends).text()
@@ -160,7 +161,8 @@ class _Writer:
         if isinstance(node, Ref):
             return self._rule(node.name, in_terminal)
         if isinstance(node, Either):
-            return "(" + " | ".join(self._expression(each, in_terminal) for each in node.choices) + ")"
+            choices = [self._expression(each, in_terminal) for each in node.choices]
+            return "(" + " | ".join(choices) + ")"
         if isinstance(node, Repeat):
             return self._repeat(node, in_terminal)
         return self._concat(node, in_terminal)

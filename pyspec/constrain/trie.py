@@ -16,6 +16,7 @@ from pyspec.errors import RequestError
 from pyspec.text.rust import border
 from pyspec.text.tokenizer import Tokenizer
 
+NO_GRAMMARS = "grammars are not supported: the model's vocabulary"
 MOST_THREADS = 8
 # of a token: the depth of the library's tree, minus one mark before control tokens
 MOST_BYTES = 1023
@@ -35,7 +36,7 @@ class TokenTable:
         tokens of more than MOST_BYTES, which count as empty."""
         eog = sorted(t for t in tokenizer.eog if t < n_vocab)
         if not eog:
-            raise RequestError("grammars are not supported: the model's vocabulary has no token that ends a generation")
+            raise RequestError(f"{NO_GRAMMARS} has no token that ends a generation")
         special = sorted(t for t in tokenizer.special | tokenizer.eog if t < n_vocab)
         tokens = (tokenizer.token_bytes(t) for t in range(n_vocab))
         return cls([t if len(t) <= MOST_BYTES else b"" for t in tokens], special, eog)
@@ -50,7 +51,7 @@ class TokenTable:
 
     def build(self, encode: Callable[[str], list[int]]) -> LLTokenizer:
         """`encode` gives the ids of text that follows other text."""
-        with border(RequestError, "grammars are not supported: the model's vocabulary can not be walked"):
+        with border(RequestError, f"{NO_GRAMMARS} can not be walked"):
             return LLTokenizer(_Wrapper(self, encode), eos_token=list(self.eog))  # type: ignore[arg-type]  # its stub names a class of its own
 
 

@@ -76,11 +76,13 @@ class BudgetRule:
         text = at.tail + raw
         if mark not in text:
             tail = text[-(len(mark) - 1) :] if len(mark) > 1 else b""
-            at = replace(at, n=at.n + (at.phase == "thinking"), tail=tail, n_missing=_missing(raw, at.n_missing))
+            n, n_missing = at.n + (at.phase == "thinking"), _missing(raw, at.n_missing)
+            at = replace(at, n=n, tail=tail, n_missing=n_missing)
             return self._due(at)
         if at.phase == "thinking":
             return Thought("over")
-        behind = text[text.index(mark) + len(mark) :]  # reasoning that came with the mark's last token
+        # Reasoning that came with the mark's last token
+        behind = text[text.index(mark) + len(mark) :]
         return (
             Thought("over") if self._end in behind else self._due(Thought("thinking", tail=behind[-len(self._end) :]))
         )

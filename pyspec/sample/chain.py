@@ -58,7 +58,8 @@ class Settings:
             ],
             dtype=torch.float64,
         ).to(device)
-        k, typical, top_p, min_p, keep, temperature, noise_col = (table[:, i : i + 1] for i in range(7))
+        columns = (table[:, i : i + 1] for i in range(7))
+        k, typical, top_p, min_p, keep, temperature, noise_col = columns
         in_order = [0 < p.top_k < n_vocab or p.typical_p < 1 or p.top_p < 1 or p.min_keep > 1 for p in params]
         return cls(
             top_k=k.long(),
@@ -109,7 +110,8 @@ def pick(logits: Tensor, settings: Settings, total: Tensor | None = None) -> tup
     return  [row]     int64  the chosen candidate's column
             [row]     bool   a survivor equals the least candidate: wrong if there are more candidates elsewhere
     """
-    keep = survivors(logits, settings, total) if settings.cuts else torch.ones_like(logits, dtype=torch.bool)
+    every = torch.ones_like(logits, dtype=torch.bool)
+    keep = survivors(logits, settings, total) if settings.cuts else every
     top = logits.masked_fill(~keep, -math.inf).amax(-1, keepdim=True)
     scaled = (logits - top).double() / settings.temperature
     below = _weights(scaled, keep).cumsum(-1)
@@ -155,7 +157,8 @@ def _typical(scaled: Tensor, keep: Tensor, settings: Settings) -> Tensor:
     ranked = weights.gather(1, order)
     before = ranked.cumsum(-1) - ranked
     place = torch.arange(scaled.shape[1], device=scaled.device)
-    chosen = (before <= settings.typical_p * weights.sum(-1, keepdim=True)) | (place < settings.min_keep)
+    mass = settings.typical_p * weights.sum(-1, keepdim=True)
+    chosen = (before <= mass) | (place < settings.min_keep)
     chosen[:, 0] = True
     chosen = torch.zeros_like(keep).scatter_(1, order, chosen) | (settings.typical_p >= 1)
     return keep & chosen

@@ -341,7 +341,8 @@ def _bad_row(position: int, peak: float, *, is_masked: bool) -> SlotError:
             " (and logit_bias, ignore_eos and min_tokens do not ban)"
         )
     if peak == -math.inf:
-        return NoTokenLeft(f"no token is left at position {position}: every logit is -inf (see logit_bias)")
+        why = "every logit is -inf (see logit_bias)"
+        return NoTokenLeft(f"no token is left at position {position}: {why}")
     found = "NaN" if math.isnan(peak) else "+inf"
     return SlotError(f"the target's logits at position {position} hold {found}")
 
@@ -370,11 +371,13 @@ def _with_logprobs(logits: Tensor, spans: Sequence[Span], chosen: list[Chosen]) 
 
 def _after_sampling(sampler: SlotSampler, chosen: Chosen) -> list[TokenLogprob] | None:
     """The distribution that was drawn from, if requested; for a greedy choice only the argmax."""
-    if not sampler.params.post_sampling or sampler.params.logprobs is None or chosen.error is not None:
+    params = sampler.params
+    if not params.post_sampling or params.logprobs is None or chosen.error is not None:
         return None
-    if sampler.params.is_stepwise:
+    if params.is_stepwise:
         return sampler.ahead.logprobs[: len(chosen.tokens)]
-    return [TokenLogprob(token, 0.0, ((token, 0.0),)[: sampler.params.logprobs]) for token in chosen.tokens]
+    n = params.logprobs
+    return [TokenLogprob(token, 0.0, ((token, 0.0),)[:n]) for token in chosen.tokens]
 
 
 def logprobs_of(logits: Tensor, tokens: list[int], n_top: int) -> list[TokenLogprob]:
@@ -382,7 +385,8 @@ def logprobs_of(logits: Tensor, tokens: list[int], n_top: int) -> list[TokenLogp
     norm = logits.logsumexp(-1, keepdim=True)
     own = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None]) - norm
     if n_top == 0:
-        return [TokenLogprob(token, value) for token, value in zip(tokens, own.squeeze(1).tolist(), strict=True)]
+        pairs = zip(tokens, own.squeeze(1).tolist(), strict=True)
+        return [TokenLogprob(token, value) for token, value in pairs]
     ids, values = chain.ranked(logits, min(n_top, logits.shape[1]))
     table = torch.cat([own.double(), (values - norm).double(), ids.double()], dim=1).tolist()
     n = ids.shape[1]

@@ -59,9 +59,11 @@ class DryBreakers:
     def _find(self, text: str) -> dict[int, Tails]:
         breaker = text.encode()[:_MAX_BREAKER_BYTES]
         if not self._words:
-            self._words = [self._vocabulary.token_bytes(token) for token in range(self._vocabulary.n_vocab)]
+            n_vocab = self._vocabulary.n_vocab
+            self._words = [self._vocabulary.token_bytes(token) for token in range(n_vocab)]
         first = breaker[:1]
-        found = ((token, self._tails_of(word, breaker)) for token, word in enumerate(self._words) if first in word)
+        words = ((token, word) for token, word in enumerate(self._words) if first in word)
+        found = ((token, self._tails_of(word, breaker)) for token, word in words)
         return {token: tails for token, tails in found if tails}
 
     def _tails_of(self, word: bytes, breaker: bytes) -> Tails:
@@ -122,7 +124,8 @@ class Dry:
         return len(recent)
 
     def _penalty(self, exponent: int) -> float:
-        base, multiplier = float(np.float32(self.params.dry_base)), float(np.float32(self.params.dry_multiplier))
+        base = float(np.float32(self.params.dry_base))
+        multiplier = float(np.float32(self.params.dry_multiplier))
         most = int(_FLOAT_MAX_LOG / math.log(base)) if base > 1.000001 else 0
         return multiplier * base ** (min(exponent, most) if most > 0 else exponent)
 

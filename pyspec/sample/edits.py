@@ -48,7 +48,8 @@ def _penalise(logits: Tensor, edits: Sequence[tuple[int, SamplingParams, Edits]]
     factor = np.repeat(np.array([p.repeat_penalty for _, p, _ in edits], np.float32), sizes)
     frequency = np.repeat(np.array([p.frequency_penalty for _, p, _ in edits], np.float32), sizes)
     presence = np.repeat(np.array([p.presence_penalty for _, p, _ in edits], np.float32), sizes)
-    scale, offset = torch.from_numpy(np.stack([factor, counts * frequency + presence])).to(logits.device)
+    both = np.stack([factor, counts * frequency + presence])
+    scale, offset = torch.from_numpy(both).to(logits.device)
     flat = logits.view(-1)
     old = flat[at]
     flat[at] = torch.where(old <= 0, old * scale, old / scale) - offset

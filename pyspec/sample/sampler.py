@@ -87,7 +87,7 @@ class SlotSampler:
         )
         self.dry = Dry(params, {})
         if self.dry.active and params.dry_sequence_breakers:
-            assert breakers is not None, "DRY with sequence breakers needs the tokenizer's DryBreakers"
+            assert breakers is not None, "sequence breakers need the tokenizer's DryBreakers"
             self.dry = Dry(params, breakers.heads(params))
         self.edits_logits = bool(self.bias_ids) or self.penalises or self.dry.active
         is_fixed = not self.penalises and not self.dry.active  # no edit depends on the history
@@ -209,7 +209,8 @@ def _check(params: SamplingParams) -> None:
         if not math.isfinite(value):
             raise RequestError(f"{name} is {value}; it must be a finite number")
     if params.repeat_penalty <= 0:
-        raise RequestError(f"repeat_penalty is {params.repeat_penalty}; it must be above 0 (1 turns it off)")
+        want = "it must be above 0 (1 turns it off)"
+        raise RequestError(f"repeat_penalty is {params.repeat_penalty}; {want}")
     if params.logprobs is not None and params.logprobs < 0:
         raise RequestError(f"logprobs is {params.logprobs}; it must be 0 or more")
 
@@ -222,7 +223,8 @@ def _bias(params: SamplingParams, n_vocab: int, eog_ids: frozenset[int]) -> tupl
             ids = f"0..{n_vocab - 1}"
             raise RequestError(f"logit_bias names token {token}; the vocabulary has ids {ids}")
         if math.isnan(value) or value == math.inf:
-            raise RequestError(f"logit_bias of token {token} is {value}; it must be a finite number or -inf")
+            want = "it must be a finite number or -inf"
+            raise RequestError(f"logit_bias of token {token} is {value}; {want}")
         total[token] = total.get(token, 0.0) + value
     if params.ignore_eos:
         total.update((token, -math.inf) for token in eog_ids if 0 <= token < n_vocab)

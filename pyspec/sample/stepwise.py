@@ -76,8 +76,10 @@ def choose_span(rows: Tensor, sampler: SlotSampler, drafts: Sequence[int], edits
     draws, coins = sampler.noise(len(drafts) + 1).tolist(), sampler.coins(len(drafts) + 1).tolist()
     feedback = sampler.feedback
     for i in range(n_finite):
-        counts, dry = ((ids[at == i], values[at == i]) for at, ids, values in (edits.counts, edits.dry))
-        token, feedback, left = choose_row(rows[i], RowInputs(params, draws[i], coins[i], counts, dry, feedback))
+        both = (edits.counts, edits.dry)
+        counts, dry = ((ids[at == i], values[at == i]) for at, ids, values in both)
+        row = RowInputs(params, draws[i], coins[i], counts, dry, feedback)
+        token, feedback, left = choose_row(rows[i], row)
         out.tokens.append(token)
         out.feedback.append(feedback)
         if params.post_sampling and params.logprobs is not None:
@@ -100,7 +102,8 @@ def choose_row(logits: Tensor, row: RowInputs) -> tuple[int, Feedback, Candidate
     before = left.probs()
     left.logits, left.temperature = adapted(before, row.feedback, params), 1.0
     column = left.draw(row.draw)
-    return int(left.ids[column]), row.feedback.after_probability(float(before[column]), params), left
+    feedback = row.feedback.after_probability(float(before[column]), params)
+    return int(left.ids[column]), feedback, left
 
 
 def _mirostat(left: Candidates, row: RowInputs) -> tuple[int, Feedback, Candidates]:
@@ -110,7 +113,8 @@ def _mirostat(left: Candidates, row: RowInputs) -> tuple[int, Feedback, Candidat
     n = n_within_mirostat(left.probs()[order], row.feedback.mu, row.params.mirostat, n_vocab)
     left.take(order[:n].sort().values)
     column = left.draw(row.draw)
-    return int(left.ids[column]), row.feedback.after_surprise(float(left.probs()[column]), row.params), left
+    feedback = row.feedback.after_surprise(float(left.probs()[column]), row.params)
+    return int(left.ids[column]), feedback, left
 
 
 # -- the steps ---------------------------------------------------------------------------------------------------
@@ -180,7 +184,8 @@ def _temperature(left: Candidates, row: RowInputs) -> None:
         if len(left.ids) < 2:
             return
         probs = left.probs()
-        entropy = -torch.where(probs > 0, probs * probs.log(), 0.0).sum().item() / math.log(len(probs))
+        surprise = torch.where(probs > 0, probs * probs.log(), 0.0)
+        entropy = -surprise.sum().item() / math.log(len(probs))
         low, high = max(0.0, value - params.dynatemp_range), value + params.dynatemp_range
         value = low + (high - low) * max(entropy, 0.0) ** params.dynatemp_exponent
     if value <= 0:

@@ -28,7 +28,8 @@ class SynthAcceptance:
     def of_length(cls, mean_len: float, n_draft_max: int, seed: int = 0) -> SynthAcceptance:
         """One chance for all places."""
         if not 1.0 <= mean_len <= n_draft_max + 1:
-            raise ConfigError(f"--spec-synth-len {mean_len:g} is outside 1..{n_draft_max + 1} (n_draft_max + 1)")
+            span = f"1..{n_draft_max + 1} (n_draft_max + 1)"
+            raise ConfigError(f"--spec-synth-len {mean_len:g} is outside {span}")
         return cls([_solve(mean_len - 1.0, n_draft_max)] * n_draft_max, seed)
 
     @classmethod
@@ -36,7 +37,8 @@ class SynthAcceptance:
         """rates: P0,P1,... for each place."""
         rates = read_rates(text)
         if len(rates) < n_draft_max:
-            raise ConfigError(f"--spec-synth-rates has {len(rates)} values; {n_draft_max} tokens are drafted at most")
+            most = f"{n_draft_max} tokens are drafted at most"
+            raise ConfigError(f"--spec-synth-rates has {len(rates)} values; {most}")
         before = [1.0, *rates]
         return cls(
             [rate / all_before if all_before else 0.0 for rate, all_before in zip(rates, before, strict=False)], seed
@@ -68,7 +70,8 @@ def read_rates(text: str) -> list[float]:
     except ValueError:
         raise ConfigError(f"--spec-synth-rates {text!r} has a part that is no number") from None
     if any(not 0.0 <= rate <= before for rate, before in zip(rates, [1.0, *rates], strict=False)):
-        raise ConfigError(f"--spec-synth-rates {text!r}: want shares from 0 to 1, none larger than the one before")
+        want = "want shares from 0 to 1, none larger than the one before"
+        raise ConfigError(f"--spec-synth-rates {text!r}: {want}")
     return rates
 
 

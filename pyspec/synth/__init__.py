@@ -137,7 +137,8 @@ def write(
     recipe = Recipe(**options)
     dims, quant = _resolve(entry, recipe), recipe.quant
     if recipe.sidecar and not (dims.mtp and recipe.mtp):
-        raise ConfigError(f"{dims.name} ({dims.arch}) has no MTP block for a sidecar file, or mtp is False")
+        why = "has no MTP block for a sidecar file, or mtp is False"
+        raise ConfigError(f"{dims.name} ({dims.arch}) {why}")
     parts = layout.parts_of(dims, mtp=recipe.mtp, sidecar=recipe.sidecar)
     writer = GGUFWriter(out_path, layout.file_arch(dims))
     _add_metadata(writer, dims, parts, quant)
@@ -151,7 +152,8 @@ def write(
         writer.add_tensor_info(name, kinds[name], spec.shape)
         # llama.cpp skips an MTP block unless it is requested, and then refuses the block's scales
         if kinds[name] is GGMLType.NVFP4 and name not in unscaled:
-            writer.add_tensor_info(name.removesuffix(".weight") + ".scale", GGMLType.F32, _scales(spec))
+            scale = name.removesuffix(".weight") + ".scale"
+            writer.add_tensor_info(scale, GGMLType.F32, _scales(spec))
     filler = Filler(recipe.seed, largest, unscaled)
     writer.write(None if recipe.hollow else _fill(writer, specs, filler, progress))
     if progress is not None:

@@ -305,7 +305,8 @@ _REAL: tuple[Dims, ...] = (
         eps=1e-5,
     ),
 )
-_ALIKE = {"Qwen3.5-27B": "Qwen3.6-27B", "Qwen3.5-35B-A3B": "Qwen3.6-35B-A3B"}  # equal shapes, other weights
+# Equal shapes, other weights
+_ALIKE = {"Qwen3.5-27B": "Qwen3.6-27B", "Qwen3.5-35B-A3B": "Qwen3.6-35B-A3B"}
 MODELS: dict[str, Dims] = {d.name.lower(): d for d in _REAL}
 MODELS |= {name.lower(): replace(MODELS[like.lower()], name=name) for name, like in _ALIKE.items()}
 NONE_NEEDED = {"demo": "its file is in the package, and small: `pyspec run demo`"}
@@ -423,22 +424,29 @@ def find(name: str, *, tiny: bool = False) -> Dims:
 def shortened(dims: Dims, n_layer: int) -> Dims:
     """The first layers of a model, for its kernels in a file that is quick to write and load. Errors: ConfigError."""
     if not 0 < n_layer <= dims.n_layer:
-        raise ConfigError(f"{dims.name} has {dims.n_layer} layers; want 1 to {dims.n_layer} of them, got {n_layer}")
+        n = dims.n_layer
+        raise ConfigError(f"{dims.name} has {n} layers; want 1 to {n} of them, got {n_layer}")
     short = replace(dims, n_layer=n_layer, name=f"{dims.name}, {n_layer} layers")
     if isinstance(short, Deepseek4Dims):
         return replace(short, ratios=short.ratios[:n_layer])
-    return replace(short, pattern=short.pattern[:n_layer]) if isinstance(short, NemotronH) else short
+    if isinstance(short, NemotronH):
+        return replace(short, pattern=short.pattern[:n_layer])
+    return short
 
 
 def widened(dims: Dims) -> Dims:
     """Tiny dimensions whose rows are multiples of 256, for the K types."""
     wide = replace(dims, n_embd=256, n_ff=256, head_dim=64, name=f"{dims.name}-wide")
-    if isinstance(wide, Deepseek4Dims):  # 4 heads in 2 groups would give a group of 128 columns, which is too few
+    # 4 heads in 2 groups would give a group of 128 columns, which is too few
+    if isinstance(wide, Deepseek4Dims):
         return replace(wide, head_dim=128, q_rank=256, out_rank=128)
-    wide = replace(wide, n_ff_shared=256, n_expert=4, n_used=2) if isinstance(wide, Qwen35Moe | NemotronHMoe) else wide
+    if isinstance(wide, Qwen35Moe | NemotronHMoe):
+        wide = replace(wide, n_ff_shared=256, n_expert=4, n_used=2)
     wide = replace(wide, latent=256) if isinstance(wide, NemotronHMoe) else wide
     wide = replace(wide, mamba_dim=64) if isinstance(wide, NemotronH) else wide
-    return replace(wide, state=64, n_rot=16, sections=(3, 3, 2, 0)) if isinstance(wide, Qwen35) else wide
+    if isinstance(wide, Qwen35):
+        return replace(wide, state=64, n_rot=16, sections=(3, 3, 2, 0))
+    return wide
 
 
 def drafter_of(target: Dims, *, fork: bool = False) -> DFlashDims:

@@ -21,7 +21,8 @@ from pyspec.synth.layout import Spec
 
 EXACT = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q4_0})
 EXACT_LIMIT = 1 << 22  # weights; larger tensors come from the pool
-POOL_BYTES = 64 << 20  # even with 256-weight blocks, more blocks than the largest vocabulary has rows
+# Even with 256-weight blocks, more blocks than the largest vocabulary has rows
+POOL_BYTES = 64 << 20
 MAX_SCALED = 4  # scaled copies of a pool kept in memory
 _SAMPLE = 4096  # blocks used to measure the spread
 
@@ -48,7 +49,8 @@ def values(spec: Spec, seed: int) -> np.ndarray:
             found = 0.3 * rng.standard_normal(spec.shape)
         case "ids":
             n, most = spec.shape[1], int(spec.gain)
-            drawn = rng.random((spec.shape[0], most), dtype=np.float32).argpartition(min(n, most - 1), 1)
+            numbers = rng.random((spec.shape[0], most), dtype=np.float32)
+            drawn = numbers.argpartition(min(n, most - 1), 1)
             return drawn[:, :n].astype(np.int32)
         case "decay":
             found = -rng.uniform(1, 16, spec.shape)
@@ -129,7 +131,8 @@ class Pool:
         else:
             while len(self._cache) >= MAX_SCALED:
                 self._cache.popitem(last=False)
-            self._cache[std] = self._with_scales(self._blocks, self._scales, std / self.unit).reshape(-1)
+            scaled = self._with_scales(self._blocks, self._scales, std / self.unit)
+            self._cache[std] = scaled.reshape(-1)
         return self._cache[std]
 
     def _measure(self) -> float:
@@ -181,11 +184,13 @@ def _tidy(blocks: np.ndarray, kind: GGMLType, layout: type[BlockLayout], rng: np
         low = rng.integers(8, 16, (n, 16), dtype=np.uint8)
         blocks[:, :16] = low | (low << 4)
     elif kind in (GGMLType.IQ2_XXS, GGMLType.IQ3_XXS):
-        at, step = (9, 8) if kind is GGMLType.IQ2_XXS else (69, 4)  # the byte with the scale of 32 weights
+        # The byte with the scale of 32 weights
+        at, step = (9, 8) if kind is GGMLType.IQ2_XXS else (69, 4)
         blocks[:, at::step] |= 0x80
     elif kind in (GGMLType.Q4_K, GGMLType.Q5_K):
         at = layout.scales.offset  # pyright: ignore[reportAttributeAccessIssue]
-        six = rng.integers(0, 256, (n, 4), dtype=np.uint8) | 0xA0  # both 6-bit numbers in it are at least 32
+        # Both 6-bit numbers in a byte are at least 32
+        six = rng.integers(0, 256, (n, 4), dtype=np.uint8) | 0xA0
         low = rng.integers(0, 16, (n, 4), dtype=np.uint8)
         blocks[:, at : at + 12] = np.concatenate((six, six, low | (low << 4)), 1)
 

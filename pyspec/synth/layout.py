@@ -104,7 +104,8 @@ def _qwen35moe_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
 
 def _nemotron_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
     assert isinstance(dims, NemotronH)
-    a, blocks, per_block = dims.arch, dims.pattern + "+" * parts.mtp, (".feed_forward_length", ".head_count_kv")
+    a, blocks = dims.arch, dims.pattern + "+" * parts.mtp
+    per_block = (".feed_forward_length", ".head_count_kv")
     yield from (key for key in _common(dims, len(blocks)) if not key[0].endswith(per_block))
     yield f"{a}.attention.head_count_kv", [dims.n_head_kv if b in "*+" else 0 for b in blocks], U32
     yield f"{a}.feed_forward_length", [dims.n_ff if b in "-E+" else 0 for b in blocks], U32
@@ -132,7 +133,8 @@ def _nemotron_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
 def _deepseek4_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
     assert isinstance(dims, Deepseek4Dims)
     a, n_block = dims.arch, dims.n_layer + parts.mtp
-    yield from (key for key in _common(dims, n_block) if not key[0].endswith(".feed_forward_length"))
+    other = ".feed_forward_length"
+    yield from (key for key in _common(dims, n_block) if not key[0].endswith(other))
     if parts.mtp:
         yield f"{a}.nextn_predict_layers", 1, U32
     whole = {
@@ -350,7 +352,8 @@ def _deepseek4_attention(dims: Deepseek4Dims, p: str, ratio: int) -> Iterator[Sp
     yield Spec(f"{p}.attn_q_b.weight", (inner, dims.q_rank), "matrix", POINTED)
     yield Spec(f"{p}.attn_kv.weight", (dims.head_dim, n), "matrix", POINTED)
     yield Spec(f"{p}.attn_kv_a_norm.weight", (dims.head_dim,), "norm", POINTED)
-    yield Spec(f"{p}.attn_output_a.weight", (dims.groups * dims.out_rank, inner // dims.groups), "matrix")
+    shape = (dims.groups * dims.out_rank, inner // dims.groups)
+    yield Spec(f"{p}.attn_output_a.weight", shape, "matrix")
     yield Spec(f"{p}.attn_output_b.weight", (n, dims.groups * dims.out_rank), "matrix")
     if ratio:
         yield from _compressor(dims, f"{p}.attn_compressor", dims.head_dim, ratio)
@@ -395,7 +398,8 @@ def _deepseek4_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
 def _dflash_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
     assert isinstance(dims, DFlashDims)
     n = dims.n_embd
-    yield Spec("dflash_fc.weight" if dims.fork else "fc.weight", (n, len(dims.taps) * dims.n_target_embd), "matrix")
+    name = "dflash_fc.weight" if dims.fork else "fc.weight"
+    yield Spec(name, (n, len(dims.taps) * dims.n_target_embd), "matrix")
     yield Spec("dflash_hidden_norm.weight" if dims.fork else "enc.output_norm.weight", (n,), "norm")
     yield Spec("output_norm.weight", (n,), "norm")
     for p in (f"blk.{i}" for i in range(dims.n_layer)):

@@ -151,7 +151,8 @@ def _json(value: Any, owner: HasTokenizer) -> str:
     def escaped(found: re.Match[str]) -> str:
         text = found.group()
         plain = tokenizer.encode(text, add_special=False, parse_special=False)
-        return text if tokenizer.encode(text, add_special=False) == plain else _SIGNS.sub(_escaped, text)
+        is_plain = tokenizer.encode(text, add_special=False) == plain
+        return text if is_plain else _SIGNS.sub(_escaped, text)
 
     try:
         return _TEXTS.sub(escaped, json.dumps(value, ensure_ascii=False))

@@ -11,7 +11,8 @@ from typing import Any
 
 from pyspec.text.schema_patterns import plain_patterns
 
-COUNTS = tuple(f"{end}{what}" for what in ("Length", "Items", "Properties", "Contains") for end in ("min", "max"))
+_COUNTED = ("Length", "Items", "Properties", "Contains")
+COUNTS = tuple(f"{end}{what}" for what in _COUNTED for end in ("min", "max"))
 OF_ARRAYS = ("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "additionalItems")
 OF_OBJECTS = ("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties")
 ANNOTATIONS = frozenset(

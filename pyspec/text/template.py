@@ -78,7 +78,8 @@ class _Renderer:
             raise RequestError(f"the template's arguments can not be passed on: {e}") from e
         answer = self._box.ask(line, TIME_S)
         if STALLED in answer:
-            raise Unavailable(f"the chat template could not be rendered: {answer[STALLED]}; try again")
+            why = answer[STALLED]
+            raise Unavailable(f"the chat template could not be rendered: {why}; try again")
         return answer
 
     def probe(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, object]] | None) -> str:
@@ -335,6 +336,7 @@ def _forged(tokenizer: Tokenizer, i: int, message: Message) -> bool:
         return False
     rest = {key: value for key, value in message.items() if key != "content"}
     if tokenizer.has_special(_json(rest)):
-        raise RequestError(f"a field of message {i} contains the text of a control token; only its content may")
+        what = "contains the text of a control token; only its content may"
+        raise RequestError(f"a field of message {i} {what}")
     content = str(message["content"])
     return tokenizer.has_special(content) or tokenizer.borders_special(content)

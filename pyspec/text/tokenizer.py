@@ -92,7 +92,8 @@ class Tokenizer:
         if model == "none":
             return cls.of_numbers(fields)
         if model not in ("gpt2", "llama"):
-            raise BadTokenizer(f"tokenizer model {quoted(model)} is unknown; known: gpt2, llama, none")
+            known = "gpt2, llama, none"
+            raise BadTokenizer(f"tokenizer model {quoted(model)} is unknown; known: {known}")
         if model == "gpt2" and pre not in PRE:
             known = ", ".join(KINDS)
             rest = f"known: {known}, and other names of these"
@@ -272,7 +273,8 @@ class Tokenizer:
 
     @cached_property
     def _bytes(self) -> list[bytes]:
-        return [token_bytes(t, k, self.model) for t, k in zip(self._tokens, self._types, strict=True)]
+        pairs = zip(self._tokens, self._types, strict=True)
+        return [token_bytes(token, kind, self.model) for token, kind in pairs]
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token; of a control token its text, of a padding row of the embedding none."""

@@ -12,22 +12,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pyspec.errors import NotSupported, RequestError
-from pyspec.server.api.left_out import is_foreign_block
+from pyspec.server.api.left_out import is_foreign_block, words
 from pyspec.server.api.schema import WHOLE, AsSent, Body, Count, tools_field, validate
 from pyspec.server.api.steady import without_transport
 from pyspec.server.settings import Limits
 from pyspec.text.left_out import own_tools
 
 MAX_TOKENS = 4096  # default, as in llama-server; Anthropic's own API requires it
-HANDLED = frozenset(
-    {"system", "messages", "tools", "tool_choice", "stop_sequences", "max_tokens", "thinking", "output_config"}
-    | {"output_format"}
+HANDLED = words("system messages tools tool_choice stop_sequences max_tokens thinking output_config output_format")
+IGNORED = words(
+    "anthropic_beta betas cache_control context_management diagnostics inference_geo metadata service_tier speed"
 )
-IGNORED = frozenset(
-    {"anthropic_beta", "betas", "cache_control", "context_management", "diagnostics", "inference_geo", "metadata"}
-    | {"service_tier", "speed"}
-)
-FUNCTION = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
+FUNCTION = {name: name for name in ("name", "description", "strict")} | {"input_schema": "parameters"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]

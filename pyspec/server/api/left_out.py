@@ -9,14 +9,18 @@ from typing import Any
 
 from pyspec.text.left_out import log_left_out
 
-ITEMS = frozenset(
-    {"item_reference", "compaction", "compaction_summary", "compaction_trigger", "context_compaction"}
-    | {"additional_tools", "ghost_snapshot", "tool_search_output", "program", "program_output"}
+
+def words(text: str) -> frozenset[str]:
+    """The names of kinds or fields in a text."""
+    return frozenset(text.split())
+
+
+ITEMS = words(
+    "item_reference compaction compaction_summary compaction_trigger context_compaction"
+    " additional_tools ghost_snapshot tool_search_output program program_output"
 )
 ITEM_ENDS = ("_call", "_call_output")
-BLOCKS = frozenset(
-    {"server_tool_use", "mcp_tool_use", "tool_reference", "container_upload", "compaction", "redacted_thinking"}
-)
+BLOCKS = words("server_tool_use mcp_tool_use tool_reference container_upload compaction redacted_thinking")
 BLOCK_END = "_tool_result"
 
 

@@ -43,7 +43,8 @@ PLAIN_FIELDS = (
     "adaptive_decay",
 )
 # JSON has 1 for 1.0
-FLOATS = frozenset(name for name in PLAIN_FIELDS if isinstance(getattr(SamplingParams(), name), float))
+_DEFAULTS = SamplingParams()
+FLOATS = frozenset(name for name in PLAIN_FIELDS if isinstance(getattr(_DEFAULTS, name), float))
 OFF: dict[str, dict[str, Any]] = {
     "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
     "dry": {"dry_multiplier": 0.0},

@@ -100,10 +100,13 @@ def prepare(
     hides_logprobs = n_run > n and params.logprobs is None
     if hides_logprobs:
         params = replace(params, logprobs=0)
-    requests = tuple(_request(body, ids, params, i, engine.info, settings) for ids in prompts for i in range(n_run))
-    # one choice computes them for all
+    runs = [(ids, i) for ids in prompts for i in range(n_run)]
+    requests = tuple(_request(body, ids, params, i, engine.info, settings) for ids, i in runs)
+    # One choice computes them for all
     if (n_top := n_prompt_logprobs(body, settings.limits)) is not None:
-        requests = tuple(r if i % n_run else replace(r, prompt_logprobs=n_top) for i, r in enumerate(requests))
+        requests = tuple(
+            r if i else replace(r, prompt_logprobs=n_top) for r, (_, i) in zip(requests, runs, strict=True)
+        )
     if moved:
         others = _tokenise(_checked(kind, value), engine, settings)
         requests = tuple(replace(r, n_stable=_n_common(r.prompt, others[0])) for r in requests)

@@ -12,17 +12,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pyspec.errors import NotSupported, RequestError
-from pyspec.server.api.left_out import is_foreign_item
+from pyspec.server.api.left_out import is_foreign_item, words
 from pyspec.server.api.schema import AsSent, Body, Count, tools_field, validate
 from pyspec.server.settings import Limits
 from pyspec.text.left_out import own_tools
 
-HANDLED = frozenset(
-    {"input", "instructions", "tools", "tool_choice", "max_output_tokens", "reasoning", "text", "top_logprobs"}
-)
-IGNORED = frozenset(
-    {"client_metadata", "include", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options"}
-    | {"prompt_cache_retention", "safety_identifier", "service_tier", "store", "truncation", "user"}
+HANDLED = words("input instructions tools tool_choice max_output_tokens reasoning text top_logprobs")
+IGNORED = words(
+    "client_metadata include max_tool_calls metadata prompt_cache_key prompt_cache_options"
+    " prompt_cache_retention safety_identifier service_tier store truncation user"
 )
 STORED = {
     "previous_response_id": "nothing is stored here: send the whole conversation as input",
@@ -31,9 +29,9 @@ STORED = {
     "background": "nothing is stored here, so an answer can not be fetched later: leave it out",
 }
 FUNCTION = frozenset({"name", "description", "parameters", "strict"})
-REPEATED = frozenset(
-    {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature", "text"}
-    | {"tool_choice", "tools", "top_p", "truncation", "user"}
+REPEATED = words(
+    "instructions max_output_tokens metadata parallel_tool_calls reasoning temperature text"
+    " tool_choice tools top_p truncation user"
 )
 
 
@@ -244,7 +242,7 @@ def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
         tools = choice.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise RequestError("tool_choice.tools: a list of objects with a type and a name")
-        named = [tool if tool.get("type") != "function" else tool | {"function": tool} for tool in tools]
+        named = [tool | {"function": tool} if tool.get("type") == "function" else tool for tool in tools]
         return {"type": kind, kind: {"mode": choice.get("mode"), "tools": named}}
     if kind != "function":
         raise NotSupported(

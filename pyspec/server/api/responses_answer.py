@@ -28,9 +28,8 @@ class ResponsesAnswer(PartedAnswer):
         self._answer = _answer(prepared, model)
 
     def opening(self, i: int, choice: Choice) -> bytes:
-        return self._bytes(
-            {"type": f"response.{name}", "response": self._answer} for name in ("created", "in_progress")
-        )
+        names = ("created", "in_progress")
+        return self._bytes({"type": f"response.{name}", "response": self._answer} for name in names)
 
     def progress(self, i: int, event: Progress) -> bytes:
         sent: Sent = {"type": "response.in_progress", "response": self._answer}
@@ -84,12 +83,13 @@ class ResponsesAnswer(PartedAnswer):
             yield {"type": "response.content_part.added", **place, "part": part_0}
 
     def _more(self, part: Reasoning | Content | CallArguments) -> Iterator[Sent]:
+        place, delta = self._place, {"delta": part.text}
         if isinstance(part, CallArguments):
-            yield {"type": "response.function_call_arguments.delta", **self._place, "delta": part.text}
+            yield {"type": "response.function_call_arguments.delta", **place, **delta}
         elif isinstance(part, Reasoning):
-            yield {"type": "response.reasoning_text.delta", **self._place, "content_index": 0, "delta": part.text}
+            yield {"type": "response.reasoning_text.delta", **place, "content_index": 0, **delta}
         else:
-            sent: Sent = {"type": "response.output_text.delta", **self._place, "content_index": 0, "delta": part.text}
+            sent: Sent = {"type": "response.output_text.delta", **place, "content_index": 0, **delta}
             yield sent | {"logprobs": []}
 
     def _end(self, kind: type[Part], text: str) -> Iterator[Sent]:
@@ -97,15 +97,16 @@ class ResponsesAnswer(PartedAnswer):
         item["status"] = "completed"
         if kind is CallBegin:
             item["arguments"] = text
-            done: Sent = {"type": "response.function_call_arguments.done", **self._place, "name": item["name"]}
+            kind_of_event = "response.function_call_arguments.done"
+            done: Sent = {"type": kind_of_event, **self._place, "name": item["name"]}
             yield done | {"arguments": text}
         else:
             name = "reasoning_text" if kind is Reasoning else "output_text"
             item["content"] = [_content(kind, text)]
-            done = {"type": f"response.{name}.done", **self._place, "content_index": 0, "text": text}
+            place = {**self._place, "content_index": 0}
+            done = {"type": f"response.{name}.done", **place, "text": text}
             yield done if kind is Reasoning else done | {"logprobs": []}
-            part = item["content"][0]
-            yield {"type": "response.content_part.done", **self._place, "content_index": 0, "part": part}
+            yield {"type": "response.content_part.done", **place, "part": item["content"][0]}
         index = len(self._items) - 1
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
 
@@ -114,14 +115,18 @@ class ResponsesAnswer(PartedAnswer):
     def _last_events(self, choice: Choice) -> Iterator[Sent]:
         final = self._final(choice)
         timings = final.pop("timings", None)
-        yield {"type": f"response.{final['status']}", "response": final} | ({"timings": timings} if timings else {})
+        more = {"timings": timings} if timings else {}
+        yield {"type": f"response.{final['status']}", "response": final} | more
 
     def _final(self, choice: Choice) -> Sent:
         done = choice.done
         assert done is not None
         usage = {
             "input_tokens": done.n_prompt,
-            "input_tokens_details": {"cached_tokens": done.timings.cache_n, "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": done.timings.cache_n,
+                "cache_write_tokens": 0,
+            },
             "output_tokens": done.n_predicted,
             "output_tokens_details": {"reasoning_tokens": self._n_reasoning},
             "total_tokens": done.n_prompt + done.n_predicted,

@@ -61,7 +61,8 @@ def file_name(raw: bytes, service: Service) -> str:
     name = validate(SlotFileBody, parse_object(raw, service.settings.limits)).filename
     if not name or len(name.encode()) > MOST_BYTES or FORBIDDEN.search(name):
         raise RequestError(
-            f'filename: {name[:40]!r} is not a plain file name: 1 to {MOST_BYTES} bytes, no path, nothing of \\/:*?"<>|, no dot in front'
+            f"filename: {name[:40]!r} is not a plain file name: 1 to {MOST_BYTES} bytes, no path, "
+            'nothing of \\/:*?"<>|, no dot in front'
         )
     return name
 

@@ -52,7 +52,9 @@ def with_lines(messages: list[dict[str, Any]], lines: Sequence[str]) -> list[dic
     at = _listener(messages)
     assert at is not None
     content, more = messages[at]["content"], "\n".join(lines)
-    longer = f"{content}\n\n{more}" if isinstance(content, str) else [*content, {"type": "text", "text": f"\n{more}"}]
+    is_text = isinstance(content, str)
+    part = {"type": "text", "text": f"\n{more}"}
+    longer = f"{content}\n\n{more}" if is_text else [*content, part]
     return [*messages[:at], messages[at] | {"content": longer}, *messages[at + 1 :]]
 
 

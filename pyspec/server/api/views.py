@@ -128,7 +128,8 @@ def ready_view(service: Service, metrics: Metrics) -> tuple[bool, dict[str, Any]
     """`/ready`: True if new work would be served at once, and the figures behind it."""
     is_stalled = metrics.seconds_since_step > service.settings.limits.stall_s
     state = service.engine.state() if service.engine.alive() else "not alive"
-    reason = "draining" if service.is_draining else state if state != "ok" else "stalled" if is_stalled else ""
+    late = "stalled" if is_stalled else ""
+    reason = "draining" if service.is_draining else state if state != "ok" else late
     return not reason, {
         "status": reason or "ready",
         "step_age_s": metrics.seconds_since_step,

@@ -53,7 +53,8 @@ class Gate:
         headers = Headers(scope=scope)
         n = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if n > self._most_header:
-            return Refused(431, f"the headers have {n} bytes; at most {self._most_header} are taken")
+            most = self._most_header
+            return Refused(431, f"the headers have {n} bytes; at most {most} are taken")
         origin = headers.get("origin")
         is_write = scope["method"] not in ("GET", "HEAD", "OPTIONS")
         if origin and is_write and not self._is_known(origin, headers):
@@ -133,7 +134,8 @@ def foreign_host(scope: Scope, settings: ServerSettings) -> Refused | None:
         return None
     return Refused(
         403,
-        f"this server is for its own machine, which is not called {name[:80]}: give --api-key to serve it under a name, or"
+        f"this server is for its own machine, which is not called {name[:80]}: "
+        "give --api-key to serve it under a name, or"
         " allow the name with --cors-origin",
     )
 

@@ -120,7 +120,8 @@ class Server(uvicorn.Server):
     def _log_draining(self) -> None:
         if self.door.service is not None:
             drain_s = self.door.service.settings.limits.drain_s
-            more = self._running(f"; running requests: %d; they get {drain_s:g} s, or until a second signal")
+            until = f"they get {drain_s:g} s, or until a second signal"
+            more = self._running(f"; running requests: %d; {until}")
             log.info("ending%s", more)
 
     def _running(self, text: str) -> str:

@@ -31,8 +31,8 @@ PAGE = _read("page.html").replace("/* style */", STYLE).replace("/* script */", 
 
 HEADERS = {
     "Content-Security-Policy": (
-        f"default-src 'none'; script-src {_hash(SCRIPT)}; style-src {_hash(STYLE)}; connect-src 'self'; "
-        "form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; script-src {_hash(SCRIPT)}; style-src {_hash(STYLE)}; "
+        "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -41,7 +41,8 @@ HEADERS = {
 
 EVERY_S = 2
 LOADING_STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:32rem;margin:20vh auto;padding:0 1rem;color-scheme:light dark}"
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:32rem;margin:20vh auto;"
+    "padding:0 1rem;color-scheme:light dark}"
     "progress{width:100%}"
 )
 LOADING_PAGE = """<!doctype html>

@@ -147,7 +147,8 @@ def properties_of(schema: Schema) -> list[tuple[str, Schema, bool]]:
     schema = referred(schema, names_root=True)
     properties = schema.get("properties")
     required = schema.get("required")
-    needed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    listed = required if isinstance(required, list) else []
+    needed = [name for name in listed if isinstance(name, str)]
     shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
     if not isinstance(properties, Mapping):
         return []
