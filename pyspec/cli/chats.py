@@ -135,7 +135,8 @@ def run_chats(
     Raises PyspecError if any of them failed.
     """
     chats = [DemoChat(q) for q in questions]
-    threads = [threading.Thread(target=send_chat, args=(port, c, speculative), daemon=True) for c in chats]
+    each = [(port, chat, speculative) for chat in chats]
+    threads = [threading.Thread(target=send_chat, args=args, daemon=True) for args in each]
     began = time.perf_counter()
     for t in threads:
         t.start()

@@ -40,7 +40,8 @@ def logits(
     from pyspec.catalog import resolve
     from pyspec.config import EngineSettings
 
-    settings = EngineSettings(ctx=len(ids), kv_type=kv_type, device=device, weights=weights, spec_type="none")
+    n_ctx = len(ids)
+    settings = EngineSettings(ctx=n_ctx, kv_type=kv_type, device=device, weights=weights, spec_type="none")
     choice.look_before(lambda: (resolve(choice.target())[0], settings))
     from pyspec.logits import compute_logits, save_logits
 

@@ -20,7 +20,8 @@ BIAS = re.compile(r"(\d+)([+-](?:inf|[0-9.]+(?:e[+-]?\d+)?))", re.IGNORECASE)
 
 
 def _names(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    return None if value is None else tuple(name.strip() for name in value.split(";") if name.strip())
+    names = [name.strip() for name in (value or "").split(";")]
+    return None if value is None else tuple(filter(None, names))
 
 
 def _letters(

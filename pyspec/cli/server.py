@@ -113,7 +113,11 @@ class ServerFlags:
             sampling=sampling.params,
             sampling_given=sampling.names,
             max_tokens=n_predict,
-            limits=Limits(drain_s=self.drain_timeout, total_s=self.timeout, ping_s=ping if ping > 0 else DAY_S),
+            limits=Limits(
+                drain_s=self.drain_timeout,
+                total_s=self.timeout,
+                ping_s=ping if ping > 0 else DAY_S,
+            ),
         )
 
     @property

@@ -70,7 +70,11 @@ def create_app(engine: EngineLike, settings: ServerSettings) -> Starlette:
 
 def _cors(settings: ServerSettings) -> Middleware:
     origins = frozenset(settings.cors_origins)
-    return Middleware(Cors, is_known=lambda origin: bool({"*", origin} & origins or re.fullmatch(LOCAL_ORIGIN, origin)))
+
+    def is_known(origin: str) -> bool:
+        return bool({"*", origin} & origins or re.fullmatch(LOCAL_ORIGIN, origin))
+
+    return Middleware(Cors, is_known=is_known)
 
 
 def _routes(service: Service) -> list[BaseRoute]:

@@ -352,8 +352,8 @@ _TINY: _Sizes = {
     "n_ctx": 1024,
     "rope_base": 1e5,
 }
-_TINY_HYBRID: _HybridSizes = {"n_k_head": 2, "n_v_head": 4, "state": 16, "n_rot": 8, "sections": (2, 1, 1, 0)}
-_TINY_MAMBA: _MambaSizes = {"vocab": "pixtral", "mamba_heads": 4, "mamba_dim": 16, "groups": 2, "state": 16}
+_TINY_HYBRID = _HybridSizes(n_k_head=2, n_v_head=4, state=16, n_rot=8, sections=(2, 1, 1, 0))
+_TINY_MAMBA = _MambaSizes(vocab="pixtral", mamba_heads=4, mamba_dim=16, groups=2, state=16)
 TINY: dict[str, Dims] = {
     "llama": Llama(name="tiny-llama", n_layer=2, vocab="llama-bpe", **_TINY),
     "llama-spm": Llama(name="tiny-llama-spm", n_layer=2, vocab="spm", **_TINY),
@@ -488,5 +488,6 @@ def _taps(n_layer: int, n: int) -> tuple[int, ...]:
 
 def mask_id(target: Dims) -> int:
     """The token in positions that drafters fill: a reserved id of the vocabulary."""
-    by_kind = {"joyai-llm": 128_815, "qwen35": 248_070, "qwen2": 151_669, "llama-bpe": 128_002, "pixtral": 14}
+    by_kind = {"joyai-llm": 128_815, "qwen35": 248_070, "qwen2": 151_669}
+    by_kind |= {"llama-bpe": 128_002, "pixtral": 14}
     return by_kind[target.vocab] if target.n_vocab > 1000 else target.n_vocab - 1

@@ -27,7 +27,8 @@ MAX_SCALED = 4  # scaled copies of a pool kept in memory
 _SAMPLE = 4096  # blocks used to measure the spread
 
 # value = d * code + m with codes 0..n: this m (in units of d, and of -dmin for the K types) makes the mean zero
-_CENTRE = {GGMLType.Q4_1: 7.5, GGMLType.Q5_1: 15.5, GGMLType.Q2_K: 1.5, GGMLType.Q4_K: 7.5, GGMLType.Q5_K: 15.5}
+_CENTRE = {GGMLType.Q4_1: 7.5, GGMLType.Q4_K: 7.5, GGMLType.Q2_K: 1.5}
+_CENTRE |= dict.fromkeys((GGMLType.Q5_1, GGMLType.Q5_K), 15.5)
 _PLAIN = {GGMLType.F32: torch.float32, GGMLType.F16: torch.float16, GGMLType.BF16: torch.bfloat16}
 
 

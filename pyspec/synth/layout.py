@@ -408,7 +408,9 @@ def _dflash_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
         yield from _feed_forward(dims, p, "post_attention_norm" if dims.fork else "ffn_norm")
 
 
-ARCHITECTURES: dict[str, tuple[Callable[[Dims, Parts], Iterator[Key]], Callable[[Dims, Parts], Iterator[Spec]]]] = {
+Keys = Callable[[Dims, Parts], Iterator[Key]]
+Specs = Callable[[Dims, Parts], Iterator[Spec]]
+ARCHITECTURES: dict[str, tuple[Keys, Specs]] = {
     "llama": (_plain_metadata, _plain_tensors),
     "qwen3": (_plain_metadata, _plain_tensors),
     "qwen35": (_qwen35_metadata, _qwen35_tensors),

@@ -13,8 +13,14 @@ from pyspec.text.schema_patterns import plain_patterns
 
 _COUNTED = ("Length", "Items", "Properties", "Contains")
 COUNTS = tuple(f"{end}{what}" for what in _COUNTED for end in ("min", "max"))
-OF_ARRAYS = ("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "additionalItems")
-OF_OBJECTS = ("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties")
+OF_ARRAYS = (
+    *("uniqueItems", "contains", "minContains", "maxContains"),
+    *("unevaluatedItems", "additionalItems"),
+)
+OF_OBJECTS = (
+    *("propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
+    "unevaluatedProperties",
+)
 ANNOTATIONS = frozenset(
     [
         *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
@@ -24,7 +30,8 @@ ANNOTATIONS = frozenset(
 )
 """Keywords that do not restrict a value."""
 TYPES = frozenset({"array", "boolean", "null", "number", "object", "string"})
-JOINS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies"})
+_CONDITIONS = ("if", "then", "else", "dependentSchemas", "dependencies")
+JOINS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", *_CONDITIONS})
 
 
 def plain_schema(node: dict[str, Any]) -> Any:

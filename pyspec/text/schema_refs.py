@@ -79,7 +79,7 @@ def followed(node: Schema, root: Schema) -> Schema:
     references = _References(root, lambda node: node, False)
     for _ in range(MOST_HOPS):
         keyword = next(
-            (keyword for keyword in REFERENCES if isinstance(node, Mapping) and isinstance(node.get(keyword), str)),
+            (word for word in REFERENCES if isinstance(node, Mapping) and isinstance(node.get(word), str)),
             None,
         )
         if keyword is None:

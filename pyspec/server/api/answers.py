@@ -174,7 +174,8 @@ def logprob_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> l
     def entry(token: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(token)
         text = raw.decode("utf-8", "replace")
-        return {"id": token, "token": text, "bytes": list(raw), "logprob": max(logprob, LOGPROB_MIN)}
+        value = max(logprob, LOGPROB_MIN)
+        return {"id": token, "token": text, "bytes": list(raw), "logprob": value}
 
     alternatives = [[entry(*alt) for alt in e.top] for e in entries]
     tokens = [entry(e.token, e.logprob) for e in entries]

@@ -23,7 +23,8 @@ HANDLED = words("system messages tools tool_choice stop_sequences max_tokens thi
 IGNORED = words(
     "anthropic_beta betas cache_control context_management diagnostics inference_geo metadata service_tier speed"
 )
-FUNCTION = {name: name for name in ("name", "description", "strict")} | {"input_schema": "parameters"}
+FUNCTION = {"name": "name", "description": "description", "input_schema": "parameters"}
+FUNCTION |= {"strict": "strict"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]

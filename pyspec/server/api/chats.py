@@ -89,4 +89,5 @@ def _budget(
         *(tokenizer.encode(message, add_special=False, parse_special=False) if message else ()),
         *tokenizer.encode(think.end, add_special=False, parse_special=True),
     ]
-    return ThinkBudget(n_tokens=n_tokens, start=think.start, end=think.end, is_open=is_open, forced=tuple(forced))
+    start, end = think.start, think.end
+    return ThinkBudget(n_tokens=n_tokens, start=start, end=end, is_open=is_open, forced=tuple(forced))

@@ -83,7 +83,8 @@ def _structured(value: dict[str, Any] | None) -> list[tuple[str, Grammar | None]
     found: list[tuple[str, Grammar | None]] = []
     for key, said in (value or {}).items():
         name = f"structured_outputs.{key[:40]}"
-        if said is None or said is False or key in ("disable_any_whitespace", "whitespace_pattern", "backend"):
+        is_known = key in ("disable_any_whitespace", "whitespace_pattern", "backend")
+        if said is None or said is False or is_known:
             continue
         if key == "json":
             found.append((name, schema_grammar(name, said)))

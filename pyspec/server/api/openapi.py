@@ -39,7 +39,12 @@ POSTS: dict[str, tuple[type[BaseModel], str, tuple[str, ...]]] = {
 }
 PARAMETERS = {
     "/slots/{slot}": [
-        {"name": "slot", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 0}},
+        {
+            "name": "slot",
+            "in": "path",
+            "required": True,
+            "schema": {"type": "integer", "minimum": 0},
+        },
         {
             "name": "action",
             "in": "query",
@@ -127,15 +132,15 @@ def document() -> dict[str, Any]:
         paths[path] = {"get": _operation(about, content_type, shape, codes)}
     alive = {"200": {"description": "OK, without a text"}}
     alive["503"] = _operation("", "", {}, (503,))["responses"]["503"]
-    paths["/ping"] = {
-        method: {"summary": "Is the engine alive (vLLM)", "responses": alive} for method in ("get", "post")
-    }
+    ping = {"summary": "Is the engine alive (vLLM)", "responses": alive}
+    paths["/ping"] = {"get": ping, "post": ping}
+    json_type = "application/json"
     for path, (model, about, fields) in POSTS.items():
         shape = {"type": ["object", "array"], "required": list(fields)}
         if model is MessagesBody:
-            operation = _operation(about, "application/json", shape, ANTHROPIC_ERRORS, "AnthropicError")
+            operation = _operation(about, json_type, shape, ANTHROPIC_ERRORS, "AnthropicError")
         else:
-            operation = _operation(about, "application/json", shape, BODY_ERRORS)
+            operation = _operation(about, json_type, shape, BODY_ERRORS)
         if path in GENERATE:
             events = "Server-sent events, with stream: true"
             operation["responses"]["200"]["content"]["text/event-stream"] = {

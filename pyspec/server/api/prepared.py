@@ -105,7 +105,7 @@ def prepare(
     # One choice computes them for all
     if (n_top := n_prompt_logprobs(body, settings.limits)) is not None:
         requests = tuple(
-            r if i else replace(r, prompt_logprobs=n_top) for r, (_, i) in zip(requests, runs, strict=True)
+            replace(r, prompt_logprobs=n_top) if i == 0 else r for r, (_, i) in zip(requests, runs, strict=True)
         )
     if moved:
         others = _tokenise(_checked(kind, value), engine, settings)
@@ -180,7 +180,8 @@ def _steady(
     value = sent
     if kind in TO_CHAT:
         value = TO_CHAT[kind](sent, settings.limits)
-        if name := next((name for name in ("n", "n_cmpl", "best_of") if value.get(name, 1) != 1), ""):
+        many = (name for name in ("n", "n_cmpl", "best_of") if value.get(name, 1) != 1)
+        if name := next(many, ""):
             raise RequestError(
                 f"{name}: there is one answer on this path; /v1/chat/completions gives several",
             )
@@ -285,7 +286,8 @@ def _before_suffix(
         raise RequestError("suffix: not possible together with echo")
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise RequestError("suffix: it needs a prompt that is text or a list of texts")
-    gaps = [validate(InfillBody, {"input_prefix": prompt, "input_suffix": body.suffix}) for prompt in prompts]
+    ends = [{"input_prefix": prompt, "input_suffix": body.suffix} for prompt in prompts]
+    gaps = [validate(InfillBody, each) for each in ends]
     return [_gap_ids(gap, body, engine, settings) for gap in gaps]
 
 

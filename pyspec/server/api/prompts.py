@@ -146,7 +146,8 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
     is_known = tools and recognised(engine.info.chat_template)
     if has_tools(messages, tools) and (is_generic or is_known):
         may_call = body.tool_choice != "none" and body.parse_tool_calls is not False
-        messages, tools = with_described(template, engine, messages, tools, may_call=may_call, knows_how=not is_generic)
+        knows_how = not is_generic
+        messages, tools = with_described(template, engine, messages, tools, may_call=may_call, knows_how=knows_how)
     return Rendering(
         template,
         messages=messages,

@@ -242,7 +242,7 @@ def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
         tools = choice.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise RequestError("tool_choice.tools: a list of objects with a type and a name")
-        named = [tool | {"function": tool} if tool.get("type") == "function" else tool for tool in tools]
+        named = [{**t, "function": t} if t.get("type") == "function" else t for t in tools]
         return {"type": kind, kind: {"mode": choice.get("mode"), "tools": named}}
     if kind != "function":
         raise NotSupported(

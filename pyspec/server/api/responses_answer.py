@@ -89,8 +89,8 @@ class ResponsesAnswer(PartedAnswer):
         elif isinstance(part, Reasoning):
             yield {"type": "response.reasoning_text.delta", **place, "content_index": 0, **delta}
         else:
-            sent: Sent = {"type": "response.output_text.delta", **place, "content_index": 0, **delta}
-            yield sent | {"logprobs": []}
+            sent: Sent = {"type": "response.output_text.delta", **place, "content_index": 0}
+            yield sent | delta | {"logprobs": []}
 
     def _end(self, kind: type[Part], text: str) -> Iterator[Sent]:
         item = self._items[-1]

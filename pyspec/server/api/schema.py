@@ -86,7 +86,7 @@ def _check_bias(value: Any) -> Any:
     if isinstance(value, dict):
         pairs = [list(pair) for pair in value.items()]
     elif isinstance(value, list):
-        value = [[to_integer(pair[0]), *pair[1:]] if isinstance(pair, list) and pair else pair for pair in value]
+        value = [[to_integer(x[0]), *x[1:]] if isinstance(x, list) and x else x for x in value]
         pairs = value
     else:
         raise _bad("logit_bias is an object or a list of [token, bias] pairs")

@@ -14,7 +14,7 @@ _EMPTY: tuple[Any, ...] = ("", [], {}, False, 0)
 
 
 def _is(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value == neutral and type(value) is type(neutral) for neutral in values)
+    return lambda value: any(value == x and type(value) is type(x) for x in values)
 
 
 def _empty(value: Any) -> bool:

@@ -224,7 +224,8 @@ class GuardedProtocol(H11Protocol):
         body = dumps(error_body(refusal)).encode()
         phrase = HTTPStatus(refusal.status).phrase
         head = (
-            f"HTTP/1.1 {refusal.status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            f"HTTP/1.1 {refusal.status} {phrase}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
             "Connection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
