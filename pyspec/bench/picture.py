@@ -66,16 +66,16 @@ def _text(at: Element, x: float, y: float, text: str, anchor: str = "start", **s
 
 def _bar(at: Element, x: float, y: float, w: float, h: float, kind: str, tip: str) -> None:
     box = {"x": x, "y": y, "width": max(w, 0), "height": max(h, 0)}
-    rect = SubElement(at, "rect", _places(box) | {"class": kind})
+    rect = SubElement(at, "rect", _rounded(box) | {"class": kind})
     SubElement(rect, "title").text = tip
 
 
 def _line(at: Element, x1: float, y1: float, x2: float, y2: float, kind: str, width: float = 1) -> None:
     ends = {"x1": x1, "y1": y1, "x2": x2, "y2": y2}
-    SubElement(at, "line", _places(ends) | {"class": kind, "stroke-width": str(width)})
+    SubElement(at, "line", _rounded(ends) | {"class": kind, "stroke-width": str(width)})
 
 
-def _places(of: dict[str, float]) -> dict[str, str]:
+def _rounded(of: dict[str, float]) -> dict[str, str]:
     return {name: f"{value:.1f}" for name, value in of.items()}
 
 

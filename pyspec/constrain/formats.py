@@ -17,8 +17,8 @@ def format_grammar(value: Any) -> Grammar | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        kind = type(value).__name__
-        raise RequestError(f"response_format: want an object with a type, not {kind}")
+        found = type(value).__name__
+        raise RequestError(f"response_format: want an object with a type, not {found}")
     kind = value.get("type")
     if kind == "text":
         return None
