@@ -149,8 +149,8 @@ def fetch_file(repo: str, name: str) -> Path:
         heads.fetched.append(name)
         return _head(repo, name, heads)
     about = _query(repo, lambda: get_hf_file_metadata(hf_hub_url(repo, name)))
-    name = repo_folder_name(repo_id=repo, repo_type="model")
-    folder = Path(constants.HF_HUB_CACHE) / name / "blobs"
+    home = repo_folder_name(repo_id=repo, repo_type="model")
+    folder = Path(constants.HF_HUB_CACHE) / home / "blobs"
     blob = folder / str(about.etag)
     is_there, is_hash = blob.exists(), SHA256.fullmatch(str(about.etag)) is not None
     if not is_there and is_hash and about.size:

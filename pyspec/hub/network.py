@@ -67,8 +67,8 @@ def _refusal(host: str, addresses: list[tuple[object, ...]], patience_s: float) 
     why = f"{host} has no address"
     for address in addresses[:4]:
         try:
-            host, port = str(address[0]), int(str(address[1]))
-            socket.create_connection((host, port), timeout=patience_s).close()
+            number, port = str(address[0]), int(str(address[1]))
+            socket.create_connection((number, port), timeout=patience_s).close()
         except TimeoutError:
             return f"{host} does not answer"
         except OSError as e:
