@@ -110,8 +110,10 @@ def pick(logits: Tensor, settings: Settings, total: Tensor | None = None) -> tup
     return  [row]     int64  the chosen candidate's column
             [row]     bool   a survivor equals the least candidate: wrong if there are more candidates elsewhere
     """
-    every = torch.ones_like(logits, dtype=torch.bool)
-    keep = survivors(logits, settings, total) if settings.cuts else every
+    if settings.cuts:
+        keep = survivors(logits, settings, total)
+    else:
+        keep = torch.ones_like(logits, dtype=torch.bool)
     top = logits.masked_fill(~keep, -math.inf).amax(-1, keepdim=True)
     scaled = (logits - top).double() / settings.temperature
     below = _weights(scaled, keep).cumsum(-1)
