@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 def compile_model(choice: ModelChoice, archs: str, as_json: bool) -> int:
     """Exit status 0 if everything compiles."""
-    from pyspec.cuda import prepare
-    from pyspec.cuda.checks import verdicts
+    from pyspec.cuda import prepare, verdicts
 
     targets = _targets(archs)
     asks, began = _asks(choice), time.perf_counter()

@@ -87,8 +87,7 @@ def diagnose(
 
     import torch
 
-    from pyspec.cuda import survey, tiers, tri, tri_install
-    from pyspec.cuda.checks import probe, verdicts
+    from pyspec.cuda import checker, survey, tiers, tri, tri_install, verdicts
     from pyspec.cuda.collective import sums_by
     from pyspec.cuda.machine import bandwidth, machine, memory_bytes, peer_links
     from pyspec.engine.plan.describe import pick_device
@@ -110,7 +109,7 @@ def diagnose(
 
         for about, lower in zip(ops, step_downs(asks), strict=True):
             about["lower"] = None if lower is None else asdict(lower)
-    probe.close()
+    checker.close()
     why = _why_not(device.type, found)
     wrong = why if device.type == "cuda" else _wrong_on_cpu(found, was_asked=device_name == "cpu")
     return {

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pyspec.cache import cache_root
+
 
 @dataclass(frozen=True)
 class Running:
@@ -23,8 +25,7 @@ class Running:
 
 def folder() -> Path:
     """The folder of these files, readable by this user only."""
-    root = os.environ.get("PYSPEC_CACHE") or Path.home() / ".cache" / "pyspec"
-    return Path(root) / "running"
+    return cache_root() / "running"
 
 
 def enter(url: str, model: str) -> Path | None:

@@ -1,6 +1,6 @@
 """The child in which implementations are checked: it binds one, compares it with the reference, and reports each stage.
 
-probe.py starts it (`python -m pyspec.cuda.check_child`), asks on its stdin and reads its stdout, a line each.
+checker.py starts it (`python -m pyspec.cuda.check_child`), asks on its stdin and reads its stdout, a line each.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import IO, Any
 import torch
 
 from pyspec.cuda import faults, registry, tri
-from pyspec.cuda.checks.probe import LIMITS_S, sentence
-from pyspec.cuda.checks.verdicts import Verdict
+from pyspec.cuda.checker import LIMITS_S, Verdict, sentence
 from pyspec.cuda.context import context_of
 from pyspec.cuda.op import Impl, Op, device_of
 

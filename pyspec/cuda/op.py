@@ -2,7 +2,7 @@
 
 An implementation states its limits as data: a range of compute capabilities, and `limits(spec)`, which returns the reason for a
 refusal. It looks only at the spec (shapes, dtypes, device), so a planner can call it before anything is allocated. Within the limits
-the op's check compares the implementation with the reference, on a GPU in a child process (checks/probe.py). If it differs, fails,
+the op's check compares the implementation with the reference, on a GPU in a child process (checker.py). If it differs, fails,
 crashes or hangs, it is refused and the next one is tried.
 """
 
@@ -16,10 +16,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from pyspec.cuda.checks import probe
-from pyspec.cuda.checks.verdicts import Candidate
+from pyspec.cuda import verdicts
+from pyspec.cuda.checker import sentence
 from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.kernel_context import KernelContext, current, within
+from pyspec.cuda.verdicts import Candidate
 
 log = logging.getLogger(__name__)
 
@@ -140,11 +141,11 @@ class Op(Generic[Spec, Launch]):
         if self.check is None:
             return None
         if impl.native or device_of(spec).type == "cuda":
-            return probe.verdict(self.candidate(impl, spec))
+            return verdicts.refusal(self.candidate(impl, spec))
         try:
             return self.check(impl.bind(spec), self.reference.bind(spec), spec)
         except Exception as e:  # noqa: BLE001 - any error of a foreign compiler means "do not use it"
-            return f"failed its check: {probe.sentence(e)}"
+            return f"failed its check: {sentence(e)}"
 
     def chosen(self, spec: Spec) -> Impl[Spec, Launch]:
         """The implementation `spec` runs with. Falling back is logged once per reason."""
@@ -190,7 +191,7 @@ class Op(Generic[Spec, Launch]):
                 try:
                     return impl.bind(spec)
                 except Exception as e:  # noqa: BLE001 - as in a check
-                    self.verdicts[impl.name, spec] = f"can not be bound: {probe.sentence(e)}"
+                    self.verdicts[impl.name, spec] = f"can not be bound: {sentence(e)}"
                     del self.decided[spec]
             return impl.bind(spec)
 

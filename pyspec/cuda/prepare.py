@@ -1,7 +1,7 @@
 """Compile and check ahead: while a load reads files and weights, all cores work on the kernels that it will bind.
 
 Threads of this process compile programs into the cache that every process reads (NVRTC releases the GIL and works on many programs at
-once). Then children check the kernels (checks/probe.py). An op that is bound meanwhile waits for its own verdict only.
+once). Then children check the kernels (checker.py). An op that is bound meanwhile waits for its own verdict only.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from typing import Any
 import torch
 
 from pyspec.cache import n_cores
-from pyspec.cuda import jit, kernel_context, tri
-from pyspec.cuda.checks import probe, verdicts
-from pyspec.cuda.checks.probe import Prober
-from pyspec.cuda.checks.process import MOST
-from pyspec.cuda.checks.verdicts import Candidate, Verdict
+from pyspec.cuda import checker, jit, kernel_context, tri, verdicts
+from pyspec.cuda.checker import MOST, Checker, Verdict, sentence
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.jit import Compiled, GpuKind, Program
 from pyspec.cuda.kernel_context import KernelContext, current
 from pyspec.cuda.op import Impl, Op, device_of
+from pyspec.cuda.verdicts import Candidate
 from pyspec.errors import ConfigError, DeviceError
 from pyspec.ranges import quoted
 
@@ -79,16 +77,16 @@ class Preparation:
         self._compilers = ThreadPoolExecutor(max(1, n_thread), "pyspec-compile")
         self._checkers = ThreadPoolExecutor(max(1, n_child), "pyspec-checks")
         self._compiling: dict[Program, Future[object]] = {}
-        self._probers: queue.SimpleQueue[Prober] = queue.SimpleQueue()
-        self._extra = [Prober(probe.LIMITS_S) for _ in range(n_child - 1)]
+        self._idle: queue.SimpleQueue[Checker] = queue.SimpleQueue()
+        self._extra = [Checker(checker.LIMITS_S) for _ in range(n_child - 1)]
         self._names: list[str] = []
         self._leaving: list[threading.Thread] = []
         keys = [verdicts.key_of(w.candidate) for w in wanted]
         unknown = [verdicts.load(key) is None for key in keys]
-        for one in [probe.prober(), *self._extra]:
-            self._probers.put(one)
+        for one in [checker.shared(), *self._extra]:
+            self._idle.put(one)
         if any(unknown):
-            for one in [probe.prober(), *self._extra][: sum(unknown)]:
+            for one in [checker.shared(), *self._extra][: sum(unknown)]:
                 one.start()
         for w in wanted:
             for program in w.programs:
@@ -98,17 +96,17 @@ class Preparation:
             if is_new:
                 name = verdicts.name_of(key)
                 self._names.append(name)
-                probe.promised[name] = self._checkers.submit(self._check, w, key)
+                verdicts.promised[name] = self._checkers.submit(self._check, w, key)
 
     def _check(self, w: Wanted, key: verdicts.Key) -> Verdict:
         wait([self._compiling[program] for program in w.programs])
-        by = self._probers.get()
+        by = self._idle.get()
         try:
-            return probe.examined(w.candidate, key, by)
+            return verdicts.checked(w.candidate, key, by)
         except Exception as e:  # noqa: BLE001 - `bind` asks again and reports it
-            return Verdict(f"could not be checked: {probe.sentence(e)}", lasting=False)
+            return Verdict(f"could not be checked: {sentence(e)}", lasting=False)
         finally:
-            self._probers.put(by)
+            self._idle.put(by)
 
     def finish(self, late: Sequence[Ask], then: Callable[[], None] = lambda: None) -> None:
         """Close in another thread once all verdicts are known, and decide `late`. Then end the children, which frees their GPU memory, and
@@ -122,7 +120,7 @@ class Preparation:
             op.chosen(spec)
         self._checkers.shutdown(wait=True)
         self.close()
-        probe.close()
+        checker.close()
         for thread in self._leaving:
             thread.join()
         then()
@@ -138,7 +136,7 @@ class Preparation:
             self._leaving.append(threading.Thread(target=one.close, name="pyspec-checks-end", daemon=True))
             self._leaving[-1].start()
         for name in self._names:
-            probe.promised.pop(name, None)
+            verdicts.promised.pop(name, None)
         n = sum(f.done() for f in self._compiling.values())
         log.info(
             "kernels prepared ahead: %d of %d programs, %d checks, %.1f s",
@@ -162,7 +160,7 @@ def settle(asks: Iterable[Ask]) -> None:
     """Decide all asks except those under way."""
     for op, spec in asks:
         impl = _first(op, spec)
-        if impl is None or not probe.is_awaited(op.candidate(impl, spec)):
+        if impl is None or not verdicts.is_awaited(op.candidate(impl, spec)):
             op.chosen(spec)
 
 

@@ -2,7 +2,7 @@
 
 An archive is a zip in `cubins/`. The name of an entry is a hash of the cubin's inputs: the source with its includes, the target, the
 macros and the options. So a cubin of another source is never found. The zip's comment names the compiler, which is part of a verdict's
-key (checks/verdicts.py).
+key (verdicts.py).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pyspec.cuda.checks.probe import sentence
+from pyspec.cuda.checker import sentence
 from pyspec.cuda.context import per_device
 from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.linear import triton as linear_triton

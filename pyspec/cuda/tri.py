@@ -136,7 +136,7 @@ def building() -> Iterator[None]:
 
 
 class Hears:
-    """`at` is called with the stage of a check, a name of probe.LIMITS_S. Set in processes that check kernels."""
+    """`at` is called with the stage of a check, a name of checker.LIMITS_S. Set in processes that check kernels."""
 
     def __init__(self) -> None:
         self.at: Callable[[str], None] = lambda stage: None

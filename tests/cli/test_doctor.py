@@ -13,8 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from pyspec.cli import doctor, main
-from pyspec.cuda import jit, machine, prepare, registry, survey, tri, tri_install
-from pyspec.cuda.checks import verdicts
+from pyspec.cuda import jit, machine, prepare, registry, survey, tri, tri_install, verdicts
 from pyspec.cuda.survey import Finding, RefusedImpl
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen35.gguf"

@@ -10,7 +10,7 @@ import pytest
 from engine_rig import FIXTURES, rig
 from known_texts import N_TEXT, known_texts
 
-from pyspec.cuda.checks import probe, verdicts
+from pyspec.cuda import checker, verdicts
 from pyspec.models.blocks import gdn as gdn_block
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
@@ -24,8 +24,8 @@ def test_bad_kernels_are_refused_and_the_text_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     texts = list(known_texts(QWEN35).items())[:2]  # made without the planted kernels
-    own = probe.Prober({"start": 60.0, "binding": 20.0, "check": 5.0})
-    monkeypatch.setattr(probe, "prober", lambda: own)
+    own = checker.Checker({"start": 60.0, "binding": 20.0, "check": 5.0})
+    monkeypatch.setattr(checker, "shared", lambda: own)
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(gdn_block, "gdn", planted)
     with caplog.at_level(logging.INFO, "pyspec.cuda.op"):

@@ -18,9 +18,8 @@ from typing import Any
 
 import planted_tiers
 
-from pyspec.cuda import registry, tiers
-from pyspec.cuda.checks import probe, process, verdicts
-from pyspec.cuda.checks.probe import Prober
+from pyspec.cuda import checker, registry, tiers, verdicts
+from pyspec.cuda.checker import Checker
 from pyspec.engine.api import Engine
 
 WHY = {"wrong": "differ|other|not|as the reference", "crashing": "ended the process", "hanging": "took more than"}
@@ -71,8 +70,8 @@ def planted(name: str, kind: str) -> Iterator[Any]:
 
 
 def have_spares() -> None:
-    with process._taking:
-        process._ready += [process.Checker() for _ in range(SPARE - len(process._ready))]
+    with checker._taking:
+        checker._ready += [checker.Child() for _ in range(SPARE - len(checker._ready))]
 
 
 def text(path: Path, kernels: str = "auto") -> list[int]:
@@ -133,17 +132,17 @@ def main(seconds: float, asked: Sequence[str]) -> int:
                 bad += _planted_one(path, name, kinds)
                 print(f"-- {time.monotonic() - began:.0f} s of {seconds:.0f}", flush=True)
     print(f"no time for {', '.join(left)}" if left else "all of them", flush=True)
-    probe.close()
+    checker.close()
     return int(bad > 0)
 
 
 def _planted_one(path: Path, name: str, kinds: Sequence[str]) -> int:
     """How many of an op were not as they should, a line each."""
     began, bad = time.monotonic(), 0
-    probe.LIMITS_S["check"] = FIRST_CHECK_S
+    checker.LIMITS_S["check"] = FIRST_CHECK_S
     want = text(path, f"{name}=triton")
     tiers.use("auto")
-    probe.LIMITS_S["check"] = CHECK_S
+    checker.LIMITS_S["check"] = CHECK_S
     print(f"{name} in Triton: {time.monotonic() - began:.1f} s", flush=True)
     for kind in kinds:
         began = time.monotonic()
@@ -154,10 +153,10 @@ def _planted_one(path: Path, name: str, kinds: Sequence[str]) -> int:
     return bad
 
 
-def own_prober() -> Prober:
-    return Prober(LIMITS_S)
+def own_checker() -> Checker:
+    return Checker(LIMITS_S)
 
 
 if __name__ == "__main__":
-    probe.LIMITS_S.update(LIMITS_S)
+    checker.LIMITS_S.update(LIMITS_S)
     sys.exit(main(float(sys.argv[1]) if len(sys.argv) > 1 else 600.0, sys.argv[2:]))

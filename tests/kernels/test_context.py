@@ -18,8 +18,7 @@ from torch import Tensor
 
 import pyspec.cuda
 from pyspec.config import EngineSettings
-from pyspec.cuda import check_child, context, faults, jit
-from pyspec.cuda.checks import verdicts
+from pyspec.cuda import check_child, context, faults, jit, verdicts
 from pyspec.cuda.context import context_of, gpu_lock, per_device
 from pyspec.cuda.machine import Machine
 from pyspec.engine.load import load as loading
@@ -28,7 +27,7 @@ CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device(
 ROOT = Path(pyspec.cuda.__file__).parent
 # functions of pyspec.cuda with @cache: they keep names, numbers, sources, compiled code, a pool of threads
 KEPT = {
-    "prober",
+    "shared",
     "digest",
     "stems",
     "source",
@@ -199,7 +198,7 @@ def test_devices_of_one_kind_share_verdicts_and_are_bound_apart(gpus: Gpus, monk
     op = replace(op, impls=[impl], verdicts={}, _decided={})
     assert verdicts.key_of(op.candidate(impl, Spec(FIRST))) == verdicts.key_of(op.candidate(impl, Spec(SECOND)))
     assert verdicts.key_of(op.candidate(impl, Spec(FIRST))) != verdicts.key_of(op.candidate(impl, Spec(SECOND, 4)))
-    monkeypatch.setattr("pyspec.cuda.checks.probe.verdict", lambda candidate: None)
+    monkeypatch.setattr("pyspec.cuda.verdicts.refusal", lambda candidate: None)
     for device in (FIRST, SECOND):
         op.bind(Spec(device))
     assert seen == [FIRST, SECOND]

@@ -15,10 +15,8 @@ import pytest
 import torch
 from probe_fakes import Launch, TwiceSpec
 
-from pyspec.cuda import jit, prepare
-from pyspec.cuda.checks import probe, process, verdicts
-from pyspec.cuda.checks.probe import Prober
-from pyspec.cuda.checks.verdicts import Verdict
+from pyspec.cuda import checker, jit, prepare, verdicts
+from pyspec.cuda.checker import Checker, Verdict
 from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.op import Op
 from pyspec.cuda.ops.angles.op import angles
@@ -39,17 +37,17 @@ def candidate(name: str) -> verdicts.Candidate:
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prober]:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checker]:
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(jit, "_kept", {})
-    prober = Prober({"start": 60.0, "binding": 20.0, "check": 5.0})
-    monkeypatch.setattr(probe, "prober", lambda: prober)
-    yield prober
-    prober.close()
-    assert not probe.promised
+    own = Checker({"start": 60.0, "binding": 20.0, "check": 5.0})
+    monkeypatch.setattr(checker, "shared", lambda: own)
+    yield own
+    own.close()
+    assert not verdicts.promised
 
 
-class _Answers(Prober):
+class _Answers(Checker):
     """Stands for children: gives a test's verdicts and records the requests."""
 
     def __init__(self, found: dict[str, Verdict]) -> None:
@@ -72,7 +70,7 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Answers:
     )
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(jit, "_kept", {})
-    monkeypatch.setattr(probe, "prober", lambda: made)
+    monkeypatch.setattr(checker, "shared", lambda: made)
     return made
 
 
@@ -80,7 +78,7 @@ def test_who_asks_meanwhile_waits_for_its_own_answer(answers: _Answers) -> None:
     names = ["right", "wrong"]
     preparation = Preparation([Wanted(candidate(n), [GOOD]) for n in names], 2, 1)
     heard: dict[str, str | None] = {}
-    asking = [threading.Thread(target=lambda n=n: heard.update({n: probe.verdict(candidate(n))})) for n in names]
+    asking = [threading.Thread(target=lambda n=n: heard.update({n: verdicts.refusal(candidate(n))})) for n in names]
     for thread in asking:
         thread.start()
     answers.go.set()
@@ -89,24 +87,24 @@ def test_who_asks_meanwhile_waits_for_its_own_answer(answers: _Answers) -> None:
     assert heard == {"right": None, "wrong": "it is wrong"}
     assert answers.asked == names, "each once, in the order in which they were wanted"
     preparation.close()
-    assert not probe.promised
-    assert probe.verdict(candidate("wrong")) == "it is wrong" and answers.asked == names, "it is kept"
+    assert not verdicts.promised
+    assert verdicts.refusal(candidate("wrong")) == "it is wrong" and answers.asked == names, "it is kept"
 
 
 def test_what_may_be_different_the_next_time_is_asked_again(answers: _Answers) -> None:
     answers.go.set()
     preparation = Preparation([Wanted(candidate("full"), [])], 1, 1)
-    promise = next(iter(probe.promised.values()))
+    promise = next(iter(verdicts.promised.values()))
     assert promise.result(20).refusal == "no memory"
     answers.found["full"] = Verdict(None)
-    assert probe.verdict(candidate("full")) is None and answers.asked == ["full"] * 2
+    assert verdicts.refusal(candidate("full")) is None and answers.asked == ["full"] * 2
     preparation.close()
 
 
 def test_what_is_known_is_not_checked_again(answers: _Answers) -> None:
     verdicts.save(verdicts.key_of(candidate("right")), None)
     preparation = Preparation([Wanted(candidate("right"), [GOOD])], 1, 1)
-    assert not probe.promised and not answers.asked
+    assert not verdicts.promised and not answers.asked
     preparation.close()
 
 
@@ -114,8 +112,8 @@ def test_a_program_that_does_not_compile_hinders_nobody(answers: _Answers, caplo
     answers.go.set()
     both = [Wanted(candidate("wrong"), [BROKEN, GOOD]), Wanted(candidate("right"), [GOOD])]
     preparation = Preparation(both, 2, 1)
-    assert probe.verdict(candidate("right")) is None
-    assert probe.verdict(candidate("wrong")) == "it is wrong", "what its check says, and no other word"
+    assert verdicts.refusal(candidate("right")) is None
+    assert verdicts.refusal(candidate("wrong")) == "it is wrong", "what its check says, and no other word"
     preparation.close()
     assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
 
@@ -123,13 +121,13 @@ def test_a_program_that_does_not_compile_hinders_nobody(answers: _Answers, caplo
 def test_closing_waits_for_nothing_that_has_not_begun(answers: _Answers) -> None:
     """A waiting caller has it checked as if nothing had been prepared."""
     preparation = Preparation([Wanted(candidate("right"), []), Wanted(candidate("wrong"), [])], 1, 1)
-    last = list(probe.promised.values())[-1]
+    last = list(verdicts.promised.values())[-1]
     heard: list[str | None] = []
-    waiting = threading.Thread(target=lambda: heard.append(probe.verdict(candidate("wrong"))))
+    waiting = threading.Thread(target=lambda: heard.append(verdicts.refusal(candidate("wrong"))))
     waiting.start()
     preparation.close()
     preparation.close()
-    assert last.cancelled() and not probe.promised
+    assert last.cancelled() and not verdicts.promised
     answers.go.set()
     waiting.join(20)
     assert heard == ["it is wrong"]
@@ -141,17 +139,17 @@ def test_a_load_goes_on_without_what_nobody_waits_for(answers: _Answers, monkeyp
     op = replace(probe_fakes.twice, impls=[replace(right, native=True)], verdicts={}, _decided={})
     monkeypatch.setattr(prepare, "_first", lambda op, spec: op.impls[0])
     closed, told, left = threading.Event(), threading.Event(), threading.Event()
-    monkeypatch.setattr(probe, "close", closed.set)
-    monkeypatch.setattr(Prober, "close", lambda self: left.wait(20))  # of the second child, whose end takes a while
+    monkeypatch.setattr(checker, "close", closed.set)
+    monkeypatch.setattr(Checker, "close", lambda self: left.wait(20))  # of the second child, whose end takes a while
     preparation = Preparation([Wanted(op.candidate(op.impls[0], SPEC), [])], 1, 2)
     prepare.settle([(op, SPEC)])
     preparation.finish([(op, SPEC)], told.set)
-    assert SPEC not in op.decided and not closed.is_set() and probe.promised
+    assert SPEC not in op.decided and not closed.is_set() and verdicts.promised
     answers.go.set()
     assert closed.wait(20) and not told.wait(0.1), "memory is not looked at while a child has some of it"
     left.set()
     assert told.wait(20)
-    assert op.decided[SPEC].name == "right" and not probe.promised and answers.asked == ["right"]
+    assert op.decided[SPEC].name == "right" and not verdicts.promised and answers.asked == ["right"]
     again = replace(op, verdicts={}, _decided={})
     prepare.settle([(again, SPEC)])
     assert again.decided[SPEC].name == "right" and answers.asked == ["right"], "it is kept"
@@ -171,7 +169,7 @@ def test_checks_run_ahead_wherever_either_tier_may(
     if no_cuda:
         monkeypatch.setitem(sys.modules, "cuda.core", None)
     monkeypatch.setattr(Preparation, "_check", lambda self, w, key: Verdict(None))
-    monkeypatch.setattr(Prober, "start", lambda self: None)
+    monkeypatch.setattr(Checker, "start", lambda self: None)
     begun = prepare.begin([], GPU, torch.float16, 1 << 30)
     assert (begun is None) == bool(no_cuda and no_triton)
     if begun is not None:
@@ -180,10 +178,10 @@ def test_checks_run_ahead_wherever_either_tier_may(
 
 
 @pytest.mark.slow
-def test_several_children_check_at_once(own: Prober) -> None:
+def test_several_children_check_at_once(own: Checker) -> None:
     found = [Wanted(candidate(n), []) for n in ("right", "wrong", "raising", "exiting", "aborting")]
     preparation = Preparation(found, 1, 2)
-    reasons = {w.candidate.impl: probe.verdict(w.candidate) for w in found}
+    reasons = {w.candidate.impl: verdicts.refusal(w.candidate) for w in found}
     preparation.close()
     assert reasons["right"] is None and reasons["wrong"] == "its doubles are no doubles"
     assert reasons["raising"] == "failed its check: ValueError: the compiler says no"
@@ -262,7 +260,7 @@ def test_others_are_refused(name: str) -> None:
 
 def test_children_are_as_many_as_there_is_room_for() -> None:
     gib = 1 << 30
-    assert prepare.n_children(100 * gib, 30 * gib, 16) == process.MOST
+    assert prepare.n_children(100 * gib, 30 * gib, 16) == checker.MOST
     assert prepare.n_children(40 * gib, 33 * gib, 16) == 2
     assert prepare.n_children(34 * gib, 33 * gib, 16) == prepare.n_children(30 * gib, 33 * gib, 16) == 1
     assert prepare.n_children(100 * gib, 0, 2) == 1
@@ -279,27 +277,27 @@ def test_a_first_start_begins_with_children(gpu: str, tmp_path: Path, monkeypatc
             self.ended = True
 
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(process, "Checker", Fake)
-    monkeypatch.setattr(process, "n_cores", lambda: 5)
-    monkeypatch.setattr(process, "GPUS", (tmp_path / "nvidiactl", tmp_path / "kfd"))
-    process.begin()
-    assert not process._ready, "no GPU"
+    monkeypatch.setattr(checker, "Child", Fake)
+    monkeypatch.setattr(checker, "n_cores", lambda: 5)
+    monkeypatch.setattr(checker, "GPUS", (tmp_path / "nvidiactl", tmp_path / "kfd"))
+    checker.begin()
+    assert not checker._ready, "no GPU"
     (tmp_path / gpu).touch()
-    process.begin()
-    process.begin()
-    first, second = process._ready
-    assert process.take() is first
+    checker.begin()
+    checker.begin()
+    first, second = checker._ready
+    assert checker.take() is first
     second.status = 0  # it left
-    third = process.take()
-    assert third not in (first, second) and second.ended and not process._ready
+    third = checker.take()
+    assert third not in (first, second) and second.ended and not checker._ready
     verdicts.save(verdicts.key_of(candidate("right")), None)
-    process.begin()
-    assert not process._ready, "something is known already"
-    process._ready.append(first)
-    process.let_go()
-    assert first.ended and not process._ready
+    checker.begin()
+    assert not checker._ready, "something is known already"
+    checker._ready.append(first)
+    checker.close()
+    assert first.ended and not checker._ready
 
 
 def test_children_can_be_started_before_torch_is_imported() -> None:
-    code = "import sys; from pyspec.cuda.checks import process; sys.exit('torch' in sys.modules)"
+    code = "import sys; from pyspec.cuda import checker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

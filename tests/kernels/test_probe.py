@@ -16,9 +16,8 @@ import pytest
 import torch
 from probe_fakes import Launch, TwiceSpec, planted
 
-from pyspec.cuda import check_child
-from pyspec.cuda.checks import probe, verdicts
-from pyspec.cuda.checks.probe import Prober
+from pyspec.cuda import check_child, checker, verdicts
+from pyspec.cuda.checker import Checker
 from pyspec.cuda.op import Impl, Op
 
 SPEC = TwiceSpec(torch.device("cpu"), 4)
@@ -29,16 +28,16 @@ LIMITS_S = {"start": 60.0, "binding": 20.0, "check": 2.0}
 def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """An empty cache, a short patience, and the process ids of all children that were started."""
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
-    own = Prober(LIMITS_S)
-    monkeypatch.setattr(probe, "prober", lambda: own)
+    own = Checker(LIMITS_S)
+    monkeypatch.setattr(checker, "shared", lambda: own)
     pids: list[int] = []
-    start = probe._Child.__init__
+    start = checker.Child.__init__
 
-    def counted(self: probe._Child) -> None:
+    def counted(self: checker.Child) -> None:
         start(self)
         pids.append(self.process.pid)
 
-    monkeypatch.setattr(probe._Child, "__init__", counted)
+    monkeypatch.setattr(checker.Child, "__init__", counted)
     yield pids
     own.close()
 
@@ -69,14 +68,14 @@ def test_every_bad_implementation_is_refused_with_its_reason(children: list[int]
 def test_a_verdict_is_asked_for_once(children: list[int]) -> None:
     op = planted(probe_fakes.wrong, probe_fakes.raising, probe_fakes.right, name="twice")
     fresh(op).chosen(SPEC)
-    probe.close()
+    checker.close()
     assert fresh(op).chosen(SPEC).name == "right" and len(children) == 1
     other = replace(SPEC, n=5)
     assert fresh(op).chosen(other).name == "right" and len(children) == 2, "another shape is another verdict"
 
 
 def test_what_a_child_measures_is_in_its_verdict_and_harms_nothing_where_it_fails() -> None:
-    def tuned(impl: Impl[TwiceSpec, Launch]) -> verdicts.Verdict:
+    def tuned(impl: Impl[TwiceSpec, Launch]) -> checker.Verdict:
         return check_child.examine(planted(impl.bind, name="twice"), impl, SPEC, lambda at: None)
 
     assert tuned(Impl("right", probe_fakes.right, tune=lambda spec: f"{spec.n} of it")).choice == f"{SPEC.n} of it"
@@ -88,14 +87,14 @@ def test_what_a_child_measures_is_in_its_verdict_and_harms_nothing_where_it_fail
 def test_a_choice_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     verdicts.save({"op": "x"}, None, "2 12")
-    assert verdicts.load({"op": "x"}) == verdicts.Verdict(None, choice="2 12")
+    assert verdicts.load({"op": "x"}) == checker.Verdict(None, choice="2 12")
 
 
 @pytest.mark.slow
 def test_a_lack_of_memory_is_not_remembered(children: list[int]) -> None:
     op = planted(probe_fakes.full, name="twice")
     fresh(op).chosen(SPEC)
-    probe.close()
+    checker.close()
     assert fresh(op).chosen(SPEC).name == "torch" and len(children) == 2
 
 
@@ -131,7 +130,7 @@ def test_other_sources_or_another_machine_are_other_verdicts(
     import planted_kernel
 
     def choose() -> str:
-        probe.close()
+        checker.close()
         verdicts.digest.cache_clear()
         return fresh(planted_kernel.op).chosen(SPEC).name
 
@@ -151,7 +150,7 @@ def test_a_broken_cache_costs_a_check_and_nothing_else(children: list[int], tmp_
     op = planted(probe_fakes.right, name="twice")
     key = verdicts.key_of(op.candidate(op.impls[0], SPEC))
     assert fresh(op).chosen(SPEC).name == "right"
-    probe.close()
+    checker.close()
     (file,) = verdicts.folder().iterdir()
     whole = json.loads(file.read_text())
     lies = {"key": {**key, "driver": "old"}, "refusal": "no"}
@@ -159,7 +158,7 @@ def test_a_broken_cache_costs_a_check_and_nothing_else(children: list[int], tmp_
         file.write_text(text)
         assert verdicts.load(key) is None, text
     assert fresh(op).chosen(SPEC).name == "right" and len(children) == 2
-    assert verdicts.load(key) == verdicts.Verdict(None)
+    assert verdicts.load(key) == checker.Verdict(None)
     verdicts.forget_all()
     verdicts.forget_all()
     assert verdicts.load(key) is None

@@ -9,8 +9,7 @@ import pytest
 import torch
 from planted_cuda import VectorSpec, planted
 
-from pyspec.cuda import faults
-from pyspec.cuda.checks import probe, verdicts
+from pyspec.cuda import checker, faults, verdicts
 from pyspec.cuda.machine import bandwidth, machine
 
 GPU = torch.device("cuda", 0)
@@ -18,8 +17,8 @@ SPEC = VectorSpec(GPU, 1000)
 
 
 def test_bad_cuda_kernels_are_refused_and_the_context_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = probe.Prober({"start": 60.0, "binding": 30.0, "check": 4.0})
-    monkeypatch.setattr(probe, "prober", lambda: own)
+    own = checker.Checker({"start": 60.0, "binding": 30.0, "check": 4.0})
+    monkeypatch.setattr(checker, "shared", lambda: own)
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     x = torch.arange(1000.0, device=GPU)
     reasons = dict(planted.choices(SPEC))

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyspec.cuda import jit, shipped
-from pyspec.cuda.checks import verdicts
-from pyspec.cuda.checks.verdicts import Candidate
+from pyspec.cuda import jit, shipped, verdicts
 from pyspec.cuda.jit import GpuKind, Program
+from pyspec.cuda.verdicts import Candidate
 from pyspec.errors import DeviceError
 
 ANGLES = GpuKind((9, 0)).program("angles")

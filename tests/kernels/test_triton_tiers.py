@@ -11,8 +11,8 @@ import planted_tiers
 import pytest
 import triton_interpreter  # noqa: F401
 
-from pyspec.cuda.checks import probe
-from pyspec.cuda.checks.probe import Prober
+from pyspec.cuda import checker
+from pyspec.cuda.checker import Checker
 
 WHY = {"wrong": "differ|other|not", "crashing": "ended the process", "hanging": "took more than"}
 LIMITS_S = {"start": 120.0, "binding": 60.0, "check": 10.0}
@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarni
 
 
 @pytest.fixture(scope="module")
-def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prober]:
-    own = Prober(LIMITS_S)
+def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checker]:
+    own = Checker(LIMITS_S)
     yield own
     own.close()
 
@@ -31,14 +31,14 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prober]:
 def test_the_next_tier_is_taken_with_the_reason_and_is_right(
     name: str,
     kind: str,
-    children: Prober,
+    children: Checker,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(probe, "prober", lambda: children)
+    monkeypatch.setattr(checker, "shared", lambda: children)
     op, spec = getattr(planted_tiers, f"{name}_{kind}"), planted_tiers.SPECS[name]
     op = replace(op, verdicts={}, said=set(), _decided={})
     with caplog.at_level(logging.INFO):

@@ -14,8 +14,7 @@ import torch
 
 from pyspec import draft, progress
 from pyspec.config import EngineSettings
-from pyspec.cuda import prepare, temporary, tiers
-from pyspec.cuda.checks import probe
+from pyspec.cuda import checker, prepare, temporary, tiers
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.prepare import Preparation
@@ -162,7 +161,7 @@ def build(
     if preparation is not None:
         preparation.finish(late, log_use)
     else:
-        probe.close()  # ends the child that checks kernels, with its GPU memory
+        checker.close()  # ends the child that checks kernels, with its GPU memory
         log_use()
     return Loaded(loop, d.tokenizer, d.template, info_of(d, plan), ranks)
 

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pyspec import progress
-from pyspec.cuda.checks import process
+from pyspec.cuda import checker
 from pyspec.engine.messages import (
     ActOnSlot,
     Cancel,
@@ -70,7 +70,7 @@ class EngineMain:
     def run(self) -> None:
         """Run until the parent is gone."""
         began = time.perf_counter()
-        process.begin()  # its processes import while this one does
+        checker.begin()  # its processes import while this one does
         import pyspec.engine.process.core  # noqa: F401 - imports that a load needs, before it is asked for
 
         message = self.link.receive()

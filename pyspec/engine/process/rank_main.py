@@ -20,8 +20,7 @@ from contextlib import suppress
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import prepare, tiers
-from pyspec.cuda.checks import probe
+from pyspec.cuda import checker, prepare, tiers
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
@@ -75,7 +74,7 @@ def load(share: LoadShare, link: Link) -> Follower:
     target = config.build(Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts), memory)
     attend_plan.reserve(device, share.n_attention)
     prepare.settle(attend_plan.late(device))
-    probe.close()
+    checker.close()
     arena = Arena(s.np, share.n_arena_page, device, share.width) if share.n_arena_page else None
     return Follower(target, memory, table, arena)
 

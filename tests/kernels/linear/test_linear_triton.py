@@ -11,7 +11,7 @@ import torch
 import triton_interpreter  # noqa: F401
 from sampling import few
 
-from pyspec.cuda.checks import verdicts
+from pyspec.cuda import verdicts
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import ref as linear_ref
 from pyspec.cuda.ops.linear import triton as linear_triton

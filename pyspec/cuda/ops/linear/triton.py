@@ -14,9 +14,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from pyspec.cuda import tri
-from pyspec.cuda.checks import verdicts
-from pyspec.cuda.checks.verdicts import Candidate
+from pyspec.cuda import tri, verdicts
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.linear import tile_codes, tiles
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
@@ -24,6 +22,7 @@ from pyspec.cuda.ops.linear.tile_launch import BLOCKS, block_of, constants, noth
 from pyspec.cuda.ops.linear.tiles import FORMATS, ROWS, TiledMatrix
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Prep, PrepKind, RowsSpec
+from pyspec.cuda.verdicts import Candidate
 from pyspec.gguf import GGMLType
 
 Ends = tuple[Tensor | None, Tensor | None, Tensor | None]

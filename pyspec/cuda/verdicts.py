@@ -1,4 +1,4 @@
-"""Verdicts on implementations, kept on disk, so that each is checked once on a machine.
+"""Verdicts on implementations: asked of a child (checker.py) once on a machine, and kept on disk.
 
 A verdict holds for one op, implementation and spec, on one kind of GPU with one driver and compiler, and for the sources it
 was made with. Each is a file of its own, written whole or not at all; one that can not be read is as good as none.
@@ -7,6 +7,7 @@ was made with. Each is a file of its own, written whole or not at all; one that 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -14,6 +15,8 @@ import logging
 import os
 import re
 import tempfile
+import time
+from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +24,8 @@ from typing import Any
 
 import torch
 
-from pyspec.cuda import jit, shipped, tri_install
+from pyspec.cuda import checker, jit, shipped, tri_install
+from pyspec.cuda.checker import Checker, Verdict
 from pyspec.cuda.machine import machine
 
 log = logging.getLogger(__name__)
@@ -46,13 +50,37 @@ class Candidate:
     spec: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """`refusal` is None for an implementation that may be used. `lasting`: the next check would find the same. `choice`: result of `tune`."""
+promised: dict[str, Future[Verdict]] = {}
+"""Verdicts under way (prepare.py), by `name_of`."""
 
-    refusal: str | None
-    lasting: bool = True
-    choice: str = ""
+
+def refusal(candidate: Candidate) -> str | None:
+    """Why the candidate must not be used for its spec: the verdict kept on this machine, or a child's."""
+    key = key_of(candidate)
+    if (promise := promised.get(name_of(key))) is not None:
+        with contextlib.suppress(CancelledError):  # the preparation was closed
+            if (found := promise.result()).lasting:
+                return found.refusal
+    return checked(candidate, key, checker.shared()).refusal
+
+
+def is_awaited(candidate: Candidate) -> bool:
+    """Whether its verdict is under way, so that a caller would wait."""
+    promise = promised.get(name_of(key_of(candidate)))
+    return promise is not None and not promise.done()
+
+
+def checked(candidate: Candidate, key: Key, by: Checker) -> Verdict:
+    """The kept verdict, or that of a child of `by`, which is kept then."""
+    if (kept := load(key)) is not None:
+        return kept
+    began = time.perf_counter()
+    found = by.check(candidate.home, candidate.impl, candidate.spec)
+    took = time.perf_counter() - began
+    log.info("checked %s %s in %.1f s: %s", candidate.op, candidate.impl, took, found.refusal or "right")
+    if found.lasting:
+        save(key, found.refusal, found.choice)
+    return found
 
 
 def folder() -> Path:
