@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from sampling import mark_slow  # noqa: E402
 
-from pyspec.cuda import tiers  # noqa: E402
+from pyspec.cuda import kernel_context, registry  # noqa: E402
+from pyspec.cuda.kernel_context import KernelContext  # noqa: E402
 
 KERNELS = os.environ.get("PYSPEC_TEST_KERNELS", "auto")
 
@@ -41,14 +42,22 @@ def _same_numbers_every_time() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _kernels_as_before() -> Iterator[None]:
+    """A test may set this thread's context; the next has its own again."""
+    before = kernel_context.current()
+    yield
+    kernel_context.use(before)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _kernels() -> Iterator[None]:
     """The requested tier in place of "auto"."""
     if KERNELS == "auto":
         yield
         return
-    use = tiers.use
-    tiers.use = lambda text: use(KERNELS if text == "auto" else text)
-    tiers.use("auto")
+    tiers_of = registry.tiers_of
+    registry.tiers_of = lambda text: tiers_of(KERNELS if text == "auto" else text)
+    kernel_context.use(KernelContext(tiers_of(KERNELS)))
     yield
-    tiers.use = use
+    registry.tiers_of = tiers_of

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from pyspec.bench.session import Plan, bench
-from pyspec.cuda import kernel_context, registry, survey, tiers
+from pyspec.cuda import kernel_context, registry, survey
 from pyspec.cuda.kernel_context import KernelContext
 from pyspec.engine.api import Engine
 from pyspec.synth import find, write
@@ -60,8 +60,9 @@ def measured(
     kernels: str = "auto",
 ) -> Rounds:
     demoted = lower(op, tier) if op else ()
-    kernel_context.use(KernelContext(demoted=frozenset(demoted)))  # the engine's, to read its decisions
-    tiers.use(kernels)
+    kernel_context.use(
+        KernelContext(registry.tiers_of(kernels), demoted=frozenset(demoted))
+    )  # the engine's, to read its decisions
     for each in registry.ops():
         each.decided.clear()
     settings: dict[str, object] = {**HOW, "np": max(streams), "demoted": demoted}

@@ -11,7 +11,7 @@ import argparse
 
 import torch
 
-from pyspec.cuda import exact
+from pyspec.cuda.kernel_context import KernelContext, use
 from pyspec.cuda.ops.linear.cuda import random_matrix
 from pyspec.cuda.ops.linear.pack import CHUNKS, unpack
 from pyspec.cuda.streamed import Streamed
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=300)
     parser.add_argument("--exact", action="store_true")
     args = parser.parse_args()
-    exact.use(args.exact)
+    use(KernelContext(is_exact=args.exact))
     for type in (GGMLType[name] for name in args.types.split(",")):
         for n_out, n_in in MATRICES:
             gen = torch.Generator().manual_seed(0)

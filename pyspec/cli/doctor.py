@@ -87,8 +87,9 @@ def diagnose(
 
     import torch
 
-    from pyspec.cuda import checker, survey, tiers, tri, tri_install, verdicts
+    from pyspec.cuda import checker, kernel_context, registry, survey, tri, tri_install, verdicts
     from pyspec.cuda.collective import sums_by
+    from pyspec.cuda.kernel_context import KernelContext
     from pyspec.cuda.machine import bandwidth, machine, memory_bytes, peer_links
     from pyspec.engine.plan.describe import pick_device
 
@@ -100,7 +101,7 @@ def diagnose(
         _load(choice, str(device), kernels)
         asks = survey.asked()
     else:
-        tiers.use(kernels)
+        kernel_context.use(KernelContext(registry.tiers_of(kernels)))
         asks = survey.standard(device)
     found = survey.findings(asks)
     ops = [asdict(f) for f in found]
@@ -133,7 +134,8 @@ def _load(choice: ModelChoice, device: str, kernels: str) -> None:
 
     from pyspec.catalog import resolve
     from pyspec.config import EngineSettings
-    from pyspec.cuda import registry, tiers
+    from pyspec.cuda import kernel_context, registry
+    from pyspec.cuda.kernel_context import KernelContext
     from pyspec.engine.load.load import load
 
     def plan() -> tuple[Path, EngineSettings]:
@@ -143,7 +145,7 @@ def _load(choice: ModelChoice, device: str, kernels: str) -> None:
         return path, settings
 
     choice.look_before(plan)
-    tiers.use(kernels)
+    kernel_context.use(KernelContext(registry.tiers_of(kernels)))
     for op in registry.ops():
         op.decided.clear()
     load(*plan())

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import current
 from pyspec.errors import RankLost
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Collective:
         if self._is_gpu and self.capturable and x.numel() * x.element_size() > SMALL:
             x = x.contiguous()
             # two numbers have one sum; for more, the library's order depends on their place in the tensor
-            if EXACT.is_on and self.rank.n > 2:
+            if current().is_exact and self.rank.n > 2:
                 pieces = x.view(-1).split(SMALL // x.element_size())
                 return torch.cat([self._in_order(piece) for piece in pieces]).view(x.shape)
             self._wait(lambda: self._group.allreduce([x]))

@@ -6,59 +6,25 @@ launches are bound to one kernel for any number of rows, and libraries get a fix
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda import kernel_context
 from pyspec.cuda.kernel_context import current
 
 PASS = 64  # rows per call of a library
 
 
-class Exactness:
-    """`is_on`: the mode of this thread's context, for binding a model and running it."""
-
-    @property
-    def is_on(self) -> bool:
-        return current().is_exact
-
-    @is_on.setter
-    def is_on(self, is_on: bool) -> None:
-        kernel_context.use(replace(current(), is_exact=is_on))
-
-
-EXACT = Exactness()
-
-
-def use(is_on: bool) -> None:
-    """Set the mode of this thread."""
-    EXACT.is_on = is_on
-
-
-@contextmanager
-def within(is_on: bool) -> Iterator[None]:
-    """Set the mode of this thread within a block."""
-    before = EXACT.is_on
-    use(is_on)
-    try:
-        yield
-    finally:
-        use(before)
-
-
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T by torch, [row, n_in] -> [row, n_out]; in passes in exact mode."""
-    return in_passes(x, lambda part: F.linear(part, weight)) if EXACT.is_on else F.linear(x, weight)
+    return in_passes(x, lambda part: F.linear(part, weight)) if current().is_exact else F.linear(x, weight)
 
 
 def by_row(run: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tuple[Tensor, ...]:
     """run(*rows); on CPUs in exact mode one row [1, ...] at a time, because small sums of a library depend on the number of rows, too."""
-    if not EXACT.is_on or rows[0].device.type != "cpu" or len(rows[0]) <= 1:
+    if not current().is_exact or rows[0].device.type != "cpu" or len(rows[0]) <= 1:
         return run(*rows)
     each = [run(*one) for one in zip(*(t.split(1) for t in rows), strict=True)]
     return tuple(torch.cat(parts) for parts in zip(*each, strict=True))

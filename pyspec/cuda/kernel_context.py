@@ -8,7 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 TIERS = {"cuda": ("cuda", "wgmma"), "triton": ("triton",)}
 """Implementations of a tier, by name. The others belong to no tier; only `reference` excludes them."""
@@ -16,14 +18,16 @@ TIERS = {"cuda": ("cuda", "wgmma"), "triton": ("triton",)}
 
 @dataclass(frozen=True, slots=True)
 class KernelContext:
-    """tiers     (op, tier) pairs of `--kernels`; the op "" stands for all that are not named
+    """tiers     (op, tier) pairs of `--kernels` (registry.tiers_of); the op "" stands for all that are not named
     is_exact  batch-invariant mode (exact.py)
     demoted   modules whose implementations failed while they ran, and are not used
+    n_thread  of torch; 0: its default. No choice depends on it
     """
 
     tiers: tuple[tuple[str, str], ...] = ()
     is_exact: bool = False
     demoted: frozenset[str] = frozenset()
+    n_thread: int = field(default=0, compare=False)
 
     def wanted(self, op: str, named: str = "") -> str:
         """The tier that `--kernels` gives an op, by its own name or by `named`; or auto."""
@@ -54,14 +58,18 @@ def current() -> KernelContext:
 def use(context: KernelContext) -> None:
     """Set this thread's."""
     _HERE.context = context
+    if context.n_thread:
+        torch.set_num_threads(context.n_thread)
 
 
 @contextmanager
 def within(context: KernelContext) -> Iterator[None]:
     """Set this thread's within a block."""
-    before = _HERE.context
-    _HERE.context = context
+    before, n_thread = _HERE.context, torch.get_num_threads()
+    use(context)
     try:
         yield
     finally:
         _HERE.context = before
+        if context.n_thread:
+            torch.set_num_threads(n_thread)

@@ -186,14 +186,16 @@ class Op(Generic[Spec, Launch]):
 
         context  None: that of this thread
         """
-        with within(context or current()):
-            while (impl := self.chosen(spec)) is not self.reference:
-                try:
-                    return impl.bind(spec)
-                except Exception as e:  # noqa: BLE001 - as in a check
-                    self.verdicts[impl.name, spec] = f"can not be bound: {sentence(e)}"
-                    del self.decided[spec]
-            return impl.bind(spec)
+        if context is not None:
+            with within(context):
+                return self.bind(spec)
+        while (impl := self.chosen(spec)) is not self.reference:
+            try:
+                return impl.bind(spec)
+            except Exception as e:  # noqa: BLE001 - as in a check
+                self.verdicts[impl.name, spec] = f"can not be bound: {sentence(e)}"
+                del self.decided[spec]
+        return impl.bind(spec)
 
     def choices(self, spec: Spec) -> Iterable[tuple[str, str | None]]:
         """(implementation, why it is refused or None) in order of preference, for `pyspec doctor`."""

@@ -111,7 +111,7 @@ class Preparation:
     def finish(self, late: Sequence[Ask], then: Callable[[], None] = lambda: None) -> None:
         """Close in another thread once all verdicts are known, and decide `late`. Then end the children, which frees their GPU memory, and
         call `then`."""
-        args = (late, then, current())
+        args = (late, then, replace(current(), n_thread=0))
         threading.Thread(target=self._finish, args=args, name="pyspec-checks-end", daemon=True).start()
 
     def _finish(self, late: Sequence[Ask], then: Callable[[], None], context: KernelContext) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 from pyspec.cuda.ops.linear.cuda import LinearLaunch
@@ -48,14 +48,14 @@ class Streamed:
     def __init__(
         self, packed: Packed, device: torch.device, gated: bool, wide: Tensor | None, limit: float = 0.0
     ) -> None:
-        wide = None if EXACT.is_on else wide
+        wide = None if current().is_exact else wide
         self.packed, self.device, self.gated, self.wide, self.limit = packed, device, gated, wide, limit
         n_out = packed.n_out // 2 if gated else packed.n_out
         spec = LinearSpec(device, packed.type, n_out, packed.n_in, Epilogue.GATED if gated else Epilogue.PLAIN, limit)
         adding = spec if gated else replace(spec, epilogue=Epilogue.RESIDUAL)
         self.n_out, self.plain, self.added = n_out, linear_cuda.bind(spec), linear_cuda.bind(adding)
         self.tall, self.tall_added = _tall(spec), _tall(adding)
-        self.few_rows = 0 if EXACT.is_on and self.tall is not None else FEW_ROWS
+        self.few_rows = 0 if current().is_exact and self.tall is not None else FEW_ROWS
         self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
         self.wide_turned = None if wide is None else wide.T
         # Launches that prepare rows that stay f32
@@ -187,7 +187,7 @@ class StreamedParts:
     def place(self, n_row: int, power: float) -> RowBuffer | None:
         """Buffer where the kernel before may write `n_row` rows over `power`; None: this product prepares them, each over a power of its own. The two
         round the smallest numbers differently, so in exact mode the product always prepares them."""
-        takes = 0 < n_row <= self.max_rows and not EXACT.is_on
+        takes = 0 < n_row <= self.max_rows and not current().is_exact
         return RowBuffer(self.product.rows, self.packed.data, power) if takes else None
 
 
@@ -224,7 +224,7 @@ class Handing:
 def handing(first: Streamed | StreamedParts, next: Streamed, bound: float) -> Handing | None:
     """bound: of the magnitudes that `first` gives. None where no kernel does it."""
     # Rows over a bound round otherwise than those over their own largest, which more than PLACE_ROWS have
-    if EXACT.is_on:
+    if current().is_exact:
         return None
     of = first.plain if isinstance(first, Streamed) else first.product
     n, pads = of.spec.n_out, [[pad for pad in launch.rows.pads if pad <= PLACE_ROWS] for launch in (of, next.plain)]

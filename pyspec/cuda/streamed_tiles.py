@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyspec.cuda.checker import sentence
 from pyspec.cuda.context import per_device
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.linear import triton as linear_triton
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix
@@ -45,7 +45,7 @@ class StreamedTiles:
     def __init__(
         self, matrix: TiledMatrix, device: torch.device, gated: bool, wide: Tensor | None, limit: float = 0.0
     ) -> None:
-        if EXACT.is_on or (wide is not None and not sums_in_f32(device)):
+        if current().is_exact or (wide is not None and not sums_in_f32(device)):
             wide = None
         self.matrix, self.gated, self.wide, self.limit = matrix, gated, wide, limit
         self.n_out = matrix.n_out // 2 if gated else matrix.n_out

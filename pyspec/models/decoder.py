@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from pyspec.cuda import fuse
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.models.bound import BoundModel
@@ -49,7 +49,7 @@ class Decoder(BoundModel):
     @property
     def captures_prompts(self) -> bool:
         """True if one may hold that of a prompt that stands alone."""
-        return self.ranks is None and not EXACT.is_on and all(block.captures_prompts for block in self.blocks)
+        return self.ranks is None and not current().is_exact and all(block.captures_prompts for block in self.blocks)
 
     def trunk(self, batch: Batch, taps: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
         x, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pyspec.cuda.exact import EXACT, in_passes
+from pyspec.cuda.exact import in_passes
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.streamed import StreamedParts
 
 
@@ -41,12 +42,12 @@ class Grouped:
         if isinstance(self.few, StreamedParts):
             if len(x) <= self.few.max_rows:
                 return self.few(x)
-            if EXACT.is_on:  # the same order of sums, with any rows beside
+            if current().is_exact:  # the same order of sums, with any rows beside
                 return torch.cat([self.few(part) for part in x.split(self.few.max_rows)])
-        elif self.few is not None and (EXACT.is_on or len(x) * n_group <= self.FEW):
+        elif self.few is not None and (current().is_exact or len(x) * n_group <= self.FEW):
             y = self.few(x.reshape(-1, n_in)).view(-1, n_group, n_group, n_out)
             return y.diagonal(dim1=1, dim2=2).transpose(1, 2).flatten(1)
-        return in_passes(x, partial(self._all, weight)) if EXACT.is_on else self._all(weight, x)
+        return in_passes(x, partial(self._all, weight)) if current().is_exact else self._all(weight, x)
 
     @staticmethod
     def _all(weight: Tensor, x: Tensor) -> Tensor:

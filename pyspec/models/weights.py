@@ -17,7 +17,8 @@ from pyspec import progress
 from pyspec.cpu.tensors import scaled
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of
-from pyspec.cuda.exact import EXACT, in_passes
+from pyspec.cuda.exact import in_passes
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.linear.dequant import dequantize
@@ -90,7 +91,7 @@ class Dense:
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
         own = prep if isinstance(prep, Norm) else None  # of rows alone, so that it may go with each pass
         x = x if prep is None or own is not None else prep(x)
-        y = in_passes(x, partial(self._product, own)) if EXACT.is_on else self._product(own, x)
+        y = in_passes(x, partial(self._product, own)) if current().is_exact else self._product(own, x)
         return _finish(y, self.gated, residual)
 
     def _product(self, prep: Norm | None, x: Tensor) -> Tensor:
@@ -122,7 +123,7 @@ class Unpacked:
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
         x, product = x if prep is None else prep(x), partial(F.linear, weight=self.whole())
-        y = in_passes(x, product) if EXACT.is_on else product(x)
+        y = in_passes(x, product) if current().is_exact else product(x)
         return _finish(y, self.gated, residual)
 
 
@@ -133,7 +134,7 @@ class Joined:
         self.matrices, self.gated = matrices, gated
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        own = prep if EXACT.is_on else None  # torch's norms sum otherwise where rows are many
+        own = prep if current().is_exact else None  # torch's norms sum otherwise where rows are many
         x = x if prep is None or own is not None else prep(x)
         return _finish(torch.cat([m(x, own) for m in self.matrices], -1), self.gated, residual)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pyspec.cuda.exact import EXACT
 from pyspec.cuda.kernel_context import current
 from pyspec.engine.api import Engine
 from pyspec.engine.options import LoadOptions
@@ -57,7 +56,9 @@ def test_two_engines_of_one_process_have_each_their_own_ways(pair: str) -> None:
     with loaded(first) as one, loaded(second) as other:
         found = [bits(one), bits(other), bits(one)]
     assert found == [want[0], want[1], want[0]]
-    assert (torch.get_num_threads(), EXACT.is_on, current().tiers) == (n_thread, False, ()), "the program has them, too"
+    assert (torch.get_num_threads(), current().is_exact, current().tiers) == (n_thread, False, ()), (
+        "the program has them, too"
+    )
 
 
 def test_rows_of_an_exact_engine_have_the_same_bits_in_every_run_and_company() -> None:

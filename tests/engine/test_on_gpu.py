@@ -287,9 +287,10 @@ with Engine.load("demo", "mtp", np=4, ctx=1024, device="cuda", **options) as e:
             text.append(r.tokens)
             n += r.timings.n_rounds
     if "triton" in sys.argv[1]:
-        from pyspec.cuda import tiers
+        from pyspec.cuda import registry
+        from pyspec.cuda.kernel_context import KernelContext, use
         from pyspec.cuda.ops.linear.op import linear
-        tiers.use(sys.argv[1])  # what is decided is decided for these
+        use(KernelContext(registry.tiers_of(sys.argv[1])))  # what is decided is decided for these
         assert {impl.name for impl in linear.decided.values()} == {"triton"}, linear.decided
     print(hash(tuple(text)), len(text))
 """

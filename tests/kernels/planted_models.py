@@ -18,8 +18,9 @@ from typing import Any
 
 import planted_tiers
 
-from pyspec.cuda import checker, registry, tiers, verdicts
+from pyspec.cuda import checker, kernel_context, registry, verdicts
 from pyspec.cuda.checker import Checker
+from pyspec.cuda.kernel_context import KernelContext
 from pyspec.engine.api import Engine
 
 WHY = {"wrong": "differ|other|not|as the reference", "crashing": "ended the process", "hanging": "took more than"}
@@ -141,7 +142,7 @@ def _planted_one(path: Path, name: str, kinds: Sequence[str]) -> int:
     began, bad = time.monotonic(), 0
     checker.LIMITS_S["check"] = FIRST_CHECK_S
     want = text(path, f"{name}=triton")
-    tiers.use("auto")
+    kernel_context.use(KernelContext())
     checker.LIMITS_S["check"] = CHECK_S
     print(f"{name} in Triton: {time.monotonic() - began:.1f} s", flush=True)
     for kind in kinds:

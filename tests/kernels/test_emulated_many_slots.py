@@ -13,7 +13,7 @@ from emulated.machine import needs_compiler
 from torch import Tensor
 
 from pyspec.cuda import faults, streamed
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import KernelContext, use
 from pyspec.cuda.ops.angles import cuda as angles_cuda
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
@@ -179,7 +179,7 @@ def test_with_exact_a_row_has_the_same_bits_among_any_number(tall: bool, monkeyp
     x, residual, gate = drawn(300, 128), drawn(300, 72, seed=1), drawn(300, 160, seed=2)[:, 32:]
     with emulated_gpu(n_multiprocessor=3):
         usual = streamed.Streamed(packed, CPU, False, torch.empty(72, 128, dtype=torch.float16))
-        monkeypatch.setattr(EXACT, "is_on", True)
+        use(KernelContext(is_exact=True))
         exact = streamed.Streamed(packed, CPU, False, torch.empty(72, 128, dtype=torch.float16))
         assert usual.plain.pairs and not exact.plain.pairs and exact.wide is None
         assert (exact.place(1, HeadNorm(gate[0, :64], 1e-6, gate)) is None) == tall

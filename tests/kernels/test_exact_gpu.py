@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyspec.config import EngineSettings
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import KernelContext, within
 from pyspec.cuda.ops.linear.cuda import random_matrix
 from pyspec.cuda.ops.rows.ref import HeadGate, HeadNorm, Norm, Prep
 from pyspec.cuda.streamed import Streamed
@@ -27,9 +27,8 @@ N_ROWS = (1, 17, 48, 49, 64, 128, 300)
 
 @pytest.fixture(autouse=True)
 def _exact() -> Iterator[None]:
-    EXACT.is_on = True
-    yield
-    EXACT.is_on = False
+    with within(KernelContext(is_exact=True)):
+        yield
 
 
 def preparations(kind: str, n_in: int, n_row: int, gen: torch.Generator) -> Prep | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pyspec.cuda.ops
-from pyspec.cuda import faults, jit, prepare, registry, survey, tiers
+from pyspec.cuda import faults, jit, prepare, registry, survey
 from pyspec.cuda.jit import GpuKind
 from pyspec.cuda.op import FaultPlace, Op
 from pyspec.errors import ConfigError
@@ -75,7 +75,7 @@ def test_every_op_is_listed_and_found_where_it_says() -> None:
 def test_adding_an_op_is_adding_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else names it: it is surveyed, selected, compiled ahead, checked in a child and named in a fault."""
     with pytest.raises(ConfigError, match="there is no op toy"):
-        tiers.wanted_of("toy=reference")
+        registry.tiers_of("toy=reference")
     (tmp_path / "toy").mkdir()
     (tmp_path / "toy" / "__init__.py").touch()
     (tmp_path / "toy" / "op.py").write_text(TOY)
@@ -83,7 +83,7 @@ def test_adding_an_op_is_adding_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
     toy, spec = next((op, spec) for op, spec in survey.standard(CPU) if op.name == "toy")
     assert survey.findings([(toy, spec)]) == [survey.Finding("toy", "n 4", "cuda", True, ())]
     assert (toy, spec) in survey.asked()
-    assert tiers.wanted_of("toy=reference") == {"toy": "reference"}
+    assert registry.tiers_of("toy=reference") == (("toy", "reference"),)
     found = faults.fault_of(99, 1, 7, 4)
     assert (found.op, found.names) == ("toy", FaultPlace.ROW)
     assert str(found.error(0)) == "kernel toy, slot 0: index 7 is outside 0..3"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Thread
 
 import pytest
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import registry, tiers
-from pyspec.cuda.exact import EXACT
-from pyspec.cuda.kernel_context import KernelContext, current, within
+from pyspec.cuda import registry
+from pyspec.cuda.kernel_context import KernelContext, current, use, within
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.gdn.op import gdn
 from pyspec.cuda.ops.gdn.ref import GdnSpec
@@ -22,10 +21,9 @@ from pyspec.errors import ConfigError
 SPEC = GdnSpec(torch.device("cpu"), GdnShape(1, 2, 128, 4, 512), 1e-6)
 
 
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    yield
-    tiers.use("auto")
+def ask_for(text: str) -> None:
+    """As `--kernels`, for this thread."""
+    use(KernelContext(registry.tiers_of(text)))
 
 
 def fake(name: str, named: str = "") -> Op[str, object]:
@@ -47,7 +45,7 @@ def fake(name: str, named: str = "") -> Op[str, object]:
     ],
 )
 def test_an_op_runs_as_it_is_asked_to(text: str, linear: str, attend: str) -> None:
-    tiers.use(text)
+    ask_for(text)
     assert fake("linear").chosen("x").name == fake("linear_tall", "linear").chosen("x").name == linear
     assert fake("attend").chosen("x").name == attend
 
@@ -57,7 +55,7 @@ def test_a_context_is_a_thread_s_own_or_handed_to_bind() -> None:
     found: list[tuple[str, bool]] = []
 
     def bind_as(name: str) -> Callable[[str], None]:
-        return lambda spec: found.append((name, EXACT.is_on))
+        return lambda spec: found.append((name, current().is_exact))
 
     op = Op("linear", Impl("torch", bind_as("torch")), [Impl("cuda", bind_as("cuda"))])
     other = KernelContext(tiers=(("linear", "reference"),), is_exact=True)
@@ -74,11 +72,11 @@ def test_a_context_is_a_thread_s_own_or_handed_to_bind() -> None:
 
 
 def test_what_is_left_out_says_who_wanted_that(caplog: pytest.LogCaptureFixture) -> None:
-    tiers.use("triton")
+    ask_for("triton")
     with caplog.at_level("INFO", "pyspec"):
         op = fake("linear")
         assert dict(op.choices("x"))["cuda"] == "--kernels wants triton"
-    tiers.use("cuda")
+    ask_for("cuda")
     assert dict(op.choices("x"))["triton"] == "--kernels wants cuda"
     assert op.refusal(op.impls[2], "x") is None, "what is of no tier stays but for the reference"
 
@@ -99,9 +97,9 @@ def test_what_only_says_that_this_is_a_cpu_is_no_line_of_the_log(caplog: pytest.
 
 def test_ops_that_had_decided_decide_again() -> None:
     before = gdn.chosen(SPEC).name
-    tiers.use("gdn=reference")
+    ask_for("gdn=reference")
     assert gdn.chosen(SPEC) is gdn.reference
-    tiers.use("auto")
+    ask_for("auto")
     assert gdn.chosen(SPEC).name == before
 
 
@@ -116,9 +114,11 @@ def test_an_op_that_does_not_exist_is_refused_with_the_nearest_one() -> None:
         "which ops there are is known where they are"
     )
     with pytest.raises(ConfigError, match="no op liner; did you mean linear"):
-        tiers.use("liner=triton")
+        ask_for("liner=triton")
     assert current().tiers == ()
-    assert set(tiers.wanted_of(",".join(f"{name}=triton" for name in registry.names()))) == set(registry.names())
+    assert set(dict(registry.tiers_of(",".join(f"{name}=triton" for name in registry.names())))) == set(
+        registry.names()
+    )
 
 
 def test_what_was_wanted_and_is_not_to_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,11 +139,11 @@ def test_what_was_wanted_and_is_not_to_be_had_is_said(monkeypatch: pytest.Monkey
         ("reference", ""),
         ("auto", ""),
     ):
-        tiers.use(text)
+        ask_for(text)
         for op in ops:
             op.chosen("x")
-        assert tiers.unmet(gpu) == said, text
-        assert ("GPUs only" in tiers.unmet(torch.device("cpu"))) == (text not in ("auto", "reference"))
+        assert registry.unmet(gpu) == said, text
+        assert ("GPUs only" in registry.unmet(torch.device("cpu"))) == (text not in ("auto", "reference"))
 
 
 @pytest.mark.slow

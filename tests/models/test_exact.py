@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import exact
-from pyspec.cuda.exact import EXACT, PASS, in_passes
+from pyspec.cuda.exact import PASS, in_passes
+from pyspec.cuda.kernel_context import KernelContext, use
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.engine.plan import describe as describing
 from pyspec.engine.plan import memory_plan
@@ -33,8 +33,8 @@ def test_a_library_always_gets_as_many_rows() -> None:
 
 
 @pytest.fixture
-def _on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EXACT, "is_on", True)
+def _on() -> None:
+    use(KernelContext(is_exact=True))
 
 
 @pytest.mark.usefixtures("_on")
@@ -51,9 +51,7 @@ def test_products_of_a_library_have_the_same_bits_among_any_number(n: int) -> No
 def test_it_is_said_before_a_model_is_bound_and_its_plan_has_no_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EXACT, "is_on", False)
-    exact.use(True)
-    assert EXACT.is_on
+    use(KernelContext(is_exact=True))
     path = write("qwen35", tmp_path / "t.gguf", quant="q8_0", tiny=True)
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 8 << 30)
     monkeypatch.setattr(describing, "pick_device", lambda wanted: torch.device("cuda"))

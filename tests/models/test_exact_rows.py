@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import exact
+from pyspec.cuda.kernel_context import KernelContext, within
 from pyspec.engine.load.load import Loaded, load
 from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.synth import write
@@ -24,7 +24,7 @@ def _exact() -> Iterator[None]:
     """Threads are part of it: what several of them divide they must divide by rows."""
     n = torch.get_num_threads()
     torch.set_num_threads(2)
-    with exact.within(True):
+    with within(KernelContext(is_exact=True)):
         yield
     torch.set_num_threads(n)
 

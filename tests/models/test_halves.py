@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyspec import synth
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import KernelContext, use
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.gguf import open_gguf
 from pyspec.models import weights
@@ -32,10 +32,8 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
-def test_products_keep_eleven_bits_of_rows_of_any_size(
-    normed: bool, exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(EXACT, "is_on", exact)
+def test_products_keep_eleven_bits_of_rows_of_any_size(normed: bool, exact: bool) -> None:
+    use(KernelContext(is_exact=exact))
     weight, x = drawn(48, 96, seed=0).half(), drawn(7, 96, seed=1) * torch.logspace(-6, 6, 7)[:, None]
     norm = Norm(0.5 + drawn(96, seed=2).abs(), 1e-6) if normed else None
     residual = drawn(7, 48, seed=3)

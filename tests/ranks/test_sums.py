@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.collective import SMALL, Collective, Rank
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import KernelContext, use
 
 
 class Alone(Collective):
@@ -41,9 +41,9 @@ class Alone(Collective):
     ],
 )
 def test_the_library_sums_what_is_large_but_for_exact_sums_of_more_than_two(
-    n: int, exact: bool, many: bool, ways: list[str], monkeypatch: pytest.MonkeyPatch
+    n: int, exact: bool, many: bool, ways: list[str]
 ) -> None:
-    monkeypatch.setattr(EXACT, "is_on", exact)
+    use(KernelContext(is_exact=exact))
     ranks, x = Alone(n), torch.arange(2 * SMALL // 4 + 24 if many else 24).float().view(-1, 8)
     want = x * sum(10**i for i in range(n))
     assert torch.equal(ranks.sum(x.clone()), want)

@@ -14,11 +14,11 @@ import torch
 
 from pyspec import draft, progress
 from pyspec.config import EngineSettings
-from pyspec.cuda import checker, prepare, temporary, tiers
+from pyspec.cuda import checker, prepare, registry, temporary
 from pyspec.cuda.context import context_of, gpu_lock
+from pyspec.cuda.kernel_context import KernelContext, within
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.prepare import Preparation
-from pyspec.cuda.tiers import Ways
 from pyspec.device.lead import TpMemory, TpWorker
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
@@ -73,17 +73,17 @@ class Loaded:
     template: ChatTemplate | None
     info: EngineInfo
     ranks: Ranks | None = None
-    ways: Ways = field(default_factory=Ways)  # for the thread that runs the loop
+    kernels: KernelContext = field(default_factory=KernelContext)  # for the thread that runs the loop
 
 
 def load(path: Path, settings: EngineSettings) -> Loaded:
     """Load a model and its drafter into a loop. Every refusal is a PyspecError with its reason, before anything is allocated."""
     n_thread = settings.threads if settings.threads > 0 else torch.get_num_threads()
-    ways = Ways(settings.kernels, settings.exact, n_thread, frozenset(settings.demoted))
-    with ways.here():
+    kernels = KernelContext(registry.tiers_of(settings.kernels), settings.exact, frozenset(settings.demoted), n_thread)
+    with within(kernels):
         loaded = _load(path, settings)
         # with several ranks each has fewer
-        return replace(loaded, ways=replace(ways, n_thread=torch.get_num_threads()))
+        return replace(loaded, kernels=replace(kernels, n_thread=torch.get_num_threads()))
 
 
 def _load(path: Path, settings: EngineSettings) -> Loaded:
@@ -155,7 +155,7 @@ def build(
             warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d) + start_bytes(d))
             if d.settings.check_tap_shift:
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
-    if missing := tiers.unmet(d.device):
+    if missing := registry.unmet(d.device):
         log.warning("--kernels %s: %s", d.settings.kernels, missing)
     log_use = partial(_log_use, d.device, plan, before)
     if preparation is not None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pyspec.config import EngineSettings
+from pyspec.cuda import kernel_context
 from pyspec.device.worker import failure_of
 from pyspec.engine.load.load import Loaded, load
 from pyspec.engine.loop.grammars import Grammars
@@ -112,9 +113,11 @@ class EngineCore:
             loaded.ranks.when_lost(self._lose_rank)
         self._closing = False
         self._pid = os.getpid()
-        self._ways, has_begun = loaded.ways, threading.Event()
+        self._kernels, has_begun = loaded.kernels, threading.Event()
         self._thread = threading.Thread(target=self._run, args=(has_begun,), name="pyspec-engine", daemon=True)
-        with self._ways.here():  # torch's thread count applies to threads that start meanwhile, as this one must
+        with kernel_context.within(
+            self._kernels
+        ):  # torch's thread count applies to threads that start meanwhile, as this one must
             self._thread.start()
             has_begun.wait()
         _RUNNING.add(self)
@@ -253,7 +256,7 @@ class EngineCore:
 
     def _run(self, has_begun: threading.Event) -> None:
         """Run one round after another; sleep while there is no work."""
-        self._ways.enter()
+        kernel_context.use(self._kernels)
         has_begun.set()
         try:
             while self._next():

@@ -20,9 +20,10 @@ from contextlib import suppress
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import checker, prepare, tiers
+from pyspec.cuda import checker, kernel_context, prepare, registry
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of, gpu_lock
+from pyspec.cuda.kernel_context import KernelContext
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.device.lead import Follower
 from pyspec.device.worker import failure_of
@@ -57,7 +58,7 @@ def sizes_of(s: EngineSettings, table: SlotTable, width: int, device: torch.devi
 def load(share: LoadShare, link: Link) -> Follower:
     """Load this rank's part of the model, and join the others."""
     s, device = share.settings, torch.device(share.device)
-    tiers.Ways(s.kernels, s.exact, demoted=frozenset(s.demoted)).enter()
+    kernel_context.use(KernelContext(registry.tiers_of(s.kernels), s.exact, frozenset(s.demoted)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if (free := free_bytes(device)) * (1 - RESERVE) < share.n_bytes:

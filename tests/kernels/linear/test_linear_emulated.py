@@ -12,6 +12,7 @@ from emulated.ways import WAYS, machine_of
 from torch import Tensor
 
 from pyspec.cuda import streamed
+from pyspec.cuda.kernel_context import KernelContext, use
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear import ref as linear_ref
@@ -218,7 +219,7 @@ def test_what_is_bounded_is_handed_on_where_it_does_not_write_what_it_reads(monk
         same = streamed.StreamedParts(packed(768, 256), CPU, 3)  # its rows and the next one's lie in one place
         assert streamed.handing(same, behind, 1000.0) is None
         assert same.place(3, 8.0) is not None and streamed.handing(first, behind, bound) is not None
-        monkeypatch.setattr(streamed.EXACT, "is_on", True)
+        use(KernelContext(is_exact=True))
         assert same.place(3, 8.0) is None and streamed.handing(first, behind, bound) is None, (
             "small numbers round otherwise"
         )

@@ -10,8 +10,8 @@ from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
 
 from pyspec.cuda import faults
-from pyspec.cuda.exact import EXACT
 from pyspec.cuda.jit import ARCHS, compile_cubin
+from pyspec.cuda.kernel_context import KernelContext, use
 from pyspec.cuda.ops.attend.cases import TOLERANCE, worst
 from pyspec.cuda.ops.index_rows.cases import Ragged, place
 from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
@@ -96,15 +96,13 @@ def test_more_rows_than_a_launch_takes_are_the_references(monkeypatch: pytest.Mo
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("seqs", [[(20, 140), (300, 1)], [(900, 2), (3, 290)]])
-def test_with_exact_rows_have_the_same_bits_in_any_number(
-    seqs: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_exact_rows_have_the_same_bits_in_any_number(seqs: list[tuple[int, int]]) -> None:
     """A prompt's rows are each one part else, summed in another order than those of few."""
     made = make(Ragged(seqs, 32, (5, 1)), CSA, 6)
     n = sum(width for _, width in seqs)
     with emulated_gpu(seed=6):
         usual = sparse_cuda.bind(CSA)
-        monkeypatch.setattr(EXACT, "is_on", True)
+        use(KernelContext(is_exact=True))
         exact = sparse_cuda.bind(CSA)
         assert usual.exact_rows < n <= exact.exact_rows
         assert difference(made, exact, sparse_ref.bind(CSA), CSA) is None  # each sequence's first row alone, to the bit

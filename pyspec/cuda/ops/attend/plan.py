@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.op import Op
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import prompt_blocks
@@ -47,7 +47,7 @@ def reserve(device: torch.device, n_bytes: int) -> None:
 
 def late(device: torch.device) -> list[tuple[Op[AttendSpec, Run], AttendSpec]]:
     """Ops of the bound layers whose check is deferred until after the load. The caller checks and then decides them."""
-    if device.type != "cuda" or EXACT.is_on:
+    if device.type != "cuda" or current().is_exact:
         return []
     bound = [spec for spec, impl in attend_prompt.decided.items() if impl is not attend_prompt.reference]
     return [(attend_blocks, spec) for spec in bound if spec.device == device]

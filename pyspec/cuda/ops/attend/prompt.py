@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.attend import prompt_blocks
 from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
@@ -146,7 +146,7 @@ def with_prompts(own: Attend, spec: AttendSpec) -> Attend:
 
 def takes_prompts(spec: AttendSpec) -> bool:
     """Whether the library attends for prompts of such heads, windows apart."""
-    if EXACT.is_on or spec.device.type != "cuda" or spec.has_sinks:
+    if current().is_exact or spec.device.type != "cuda" or spec.has_sinks:
         return False
     return attend_prompt.chosen(spec) is not attend_prompt.reference
 
@@ -205,7 +205,7 @@ _pieces = per_device(_Pieces)
 
 def piece_rows(n_key: int, window: int, page_size: int) -> int:
     """Rows of a piece whose partial sums have room, of a sequence of `n_key` keys."""
-    if window and not EXACT.is_on:
+    if window and not current().is_exact:
         n_key = min(n_key, window + page_size + MANY)  # what such a piece sees, from the first of its pages on
     return max(FEW, MANY // -(-n_key // SPLIT))
 
@@ -215,7 +215,7 @@ def piece(batch: Batch, i: int, first: int, n: int, window: int = 0) -> Batch:
     where keys are summed from the first one on as they are for few rows."""
     seq, start = batch.seqs[i], batch.starts[i] + first
     rows, device, at = slice(start, start + n), batch.positions.device, seq.n_past + first
-    hidden = max(0, at - window + 1) // batch.page_size if window and not EXACT.is_on else 0  # pages
+    hidden = max(0, at - window + 1) // batch.page_size if window and not current().is_exact else 0  # pages
     past = hidden * batch.page_size
     own = replace(seq, n_past=at - past, tokens=seq.tokens[first : first + n], n_out=0)
     return replace(

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.op import Guard
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -72,7 +72,7 @@ def bind(spec: AttendSpec) -> Attend:
             rows = slice(batch.starts[s], batch.starts[s + 1])
             keys = key_rows(batch, s)
             k, v = pool.read(keys, q.dtype)
-            if EXACT.is_on and q.device.type == "cpu":
+            if current().is_exact and q.device.type == "cpu":
                 out[rows] = torch.cat(
                     [
                         alone(q[r], k[lo[r] : batch.hi[r]], v[lo[r] : batch.hi[r]], sinks)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pyspec.cuda import faults, jit
 from pyspec.cuda.context import per_device
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.gdn import chunk as gdn_chunk
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.ref import Gdn, GdnSpec
@@ -253,7 +253,7 @@ def programs(spec: GdnSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
 def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -> GdnLaunch:
     """For measurements, `columns` fixes how many columns a lane holds (else the number of sequences decides) and `chunked`
     from how many rows a kept sequence is chunked."""
-    return GdnLaunch(spec, columns, NEVER if EXACT.is_on else chunked)
+    return GdnLaunch(spec, columns, NEVER if current().is_exact else chunked)
 
 
 def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:

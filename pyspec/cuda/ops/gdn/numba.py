@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from torch import Tensor
 
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.recurrent import ref as recurrent_ref
 from pyspec.cuda.ops.recurrent.heads import Shared, missing, run_heads
@@ -74,7 +74,7 @@ def bind(spec: gdn_ref.GdnSpec) -> gdn_ref.Gdn:
         layer: StateLayer,
         batch: Batch,
     ) -> Tensor:
-        if not EXACT.is_on and any(s.keep and s.width >= recurrent_ref.CHUNKED for s in batch.seqs):
+        if not current().is_exact and any(s.keep and s.width >= recurrent_ref.CHUNKED for s in batch.seqs):
             return reference(m, alpha, beta, a, dt_bias, conv_w, layer, batch)
         recurrent_ref.check_seqs(batch, layer)
         g, beta = gdn_ref.gates(alpha, beta, a, dt_bias)

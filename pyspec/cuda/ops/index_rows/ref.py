@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.op import Guard
 from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch
@@ -68,7 +68,7 @@ def bind(spec: IndexSpec) -> IndexRows:
                 continue
             keys = pool.read(block_rows(pool, batch, s, n_block), torch.float32)[0][:, 0]
             own = rope_tail(q[here], batch.positions[here], freq)
-            if EXACT.is_on and q.device.type == "cpu":  # each row alone, with the blocks that it sees
+            if current().is_exact and q.device.type == "cpu":  # each row alone, with the blocks that it sees
                 each = [
                     scored(row, weights, keys[:n]) for row, weights, n in zip(own, w[here], seen.tolist(), strict=True)
                 ]

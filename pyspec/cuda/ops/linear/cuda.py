@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.exact import EXACT
 from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear.dequant import quantize
 from pyspec.cuda.ops.linear.pack import (
@@ -232,7 +232,7 @@ class LinearLaunch:
         shared = n_shared(torch.cuda.get_device_capability(spec.device))
         self.pairs = {  # pairs sum in another order and can not take every number of rows
             pad: linear_pair.PairLaunch(spec, pad, n_sm, shared)
-            for pad in (() if EXACT.is_on else self.steps)
+            for pad in (() if current().is_exact else self.steps)
             if spec.parts == 1 and linear_pair.takes(spec, pad, shared)
         }
 

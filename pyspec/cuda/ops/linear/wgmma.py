@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.exact import EXACT
 from pyspec.cuda.jit import HOPPER, GpuKind, Kernel, Program, compile_cubin
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS, TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsLaunch
@@ -193,4 +193,4 @@ def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:
 
 
 def bind(spec: LinearSpec) -> WgmmaLaunch:
-    return WgmmaLaunch(spec, least=0 if EXACT.is_on else FEW)
+    return WgmmaLaunch(spec, least=0 if current().is_exact else FEW)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyspec.cuda import faults, jit
 from pyspec.cuda.context import per_device
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.mamba2 import chunk as mamba2_chunk
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
@@ -177,7 +177,7 @@ def programs(spec: Mamba2Spec, target: jit.GpuKind) -> Iterable[jit.Program]:
 def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED) -> Mamba2Launch:
     """For measurements, `columns` fixes how many rows of the state a lane holds (else the number of sequences decides) and
     `chunked` from how many rows a kept sequence is chunked."""
-    return Mamba2Launch(spec, columns, NEVER if EXACT.is_on else chunked)
+    return Mamba2Launch(spec, columns, NEVER if current().is_exact else chunked)
 
 
 def folder(spec: Mamba2Spec) -> Callable[[StateLayer, int, int], None]:

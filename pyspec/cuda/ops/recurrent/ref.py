@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import current
 from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Batch, Seq, SeqMode
 from pyspec.slots.recurrent import StateLayer
@@ -98,7 +98,7 @@ def advance(
     long(state, span)            over one, [row, head, dim]
     """
     spans = [slice(batch.starts[s], batch.starts[s + 1]) for s in range(len(batch.seqs))]
-    few = [s for s, seq in enumerate(batch.seqs) if EXACT.is_on or not (seq.keep and seq.width >= chunked)]
+    few = [s for s, seq in enumerate(batch.seqs) if current().is_exact or not (seq.keep and seq.width >= chunked)]
     for s, seq in enumerate(batch.seqs):
         if not seq.keep and not seq.late:  # the state of a verify is stored as it stands before its rows
             layer.state[seq.slot] = state[s]

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
-from pyspec.cuda.exact import EXACT
 from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin, missing
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.attend.cuda import room_of
 from pyspec.cuda.ops.index_rows.cuda import KINDS, aligned
 from pyspec.cuda.ops.rows.cuda import BLOCKED, RowBuffer, Rows
@@ -175,7 +175,7 @@ class SparseLaunch:
     def __init__(self, spec: SparseSpec, build: SparseBuild | None = None) -> None:
         capability = torch.cuda.get_device_capability(spec.device)
         self.spec, self.overlap = spec, capability >= (9, 0)
-        self.exact_rows = ANY if EXACT.is_on else SPLIT
+        self.exact_rows = ANY if current().is_exact else SPLIT
         self.builds = [build] if build is not None else builds(spec, arch_of(capability))
         self.long = build or long_build(spec, arch_of(capability))
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.exact import EXACT
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.op import Guard
 from pyspec.cuda.ops.index_rows.ref import block_rows
 from pyspec.cuda.ops.rope_tail.ref import rope_tail
@@ -99,7 +99,7 @@ def bind(spec: SparseSpec) -> SparseAttend:
                     taken = mark.scatter_(1, chosen[here].long() % (n_block + 1), True)[:, :n_block]
                 keys, seen = torch.cat((keys, rows)), torch.cat((seen, taken), 1)
             ring.write(seq.slot, n_past, {ROWS: kv[here]})
-            if EXACT.is_on and q.device.type == "cpu":  # each row alone, with the keys it sees
+            if current().is_exact and q.device.type == "cpu":  # each row alone, with the keys it sees
                 each = zip(q[here], seen, strict=True)
                 out[here] = torch.stack([_weighed(one, keys[sees], sinks, scale) for one, sees in each])
                 continue
