@@ -1,4 +1,4 @@
-"""Where findings about this machine's kernels are kept, and how many cores there are. No torch."""
+"""Where findings about this machine are kept (kernels, verdicts, running servers), and how many cores there are. No torch."""
 
 from __future__ import annotations
 
