@@ -16,7 +16,7 @@ from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
-from pyspec.cuda.ops.recurrent.ref import LATE_ROUNDS
+from pyspec.cuda.ops.recurrent.check import LATE_ROUNDS
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable

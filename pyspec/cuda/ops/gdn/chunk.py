@@ -12,7 +12,7 @@ from torch import Tensor
 from pyspec.cuda import jit
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.gdn.shape import GdnShape
-from pyspec.cuda.ops.recurrent.launch import ChunkedBatch
+from pyspec.cuda.ops.recurrent.launch import Division
 
 DIM, CHUNK, VALUES, THREADS = 128, 64, 64, 128  # VALUES of a block of gdn_chunk_state
 RECORD = 3 * 2 * CHUNK * CHUNK + 2 * 4 * CHUNK  # bytes gdn_chunk_solve leaves for a chunk and value head
@@ -48,7 +48,7 @@ class GdnChunks:
         records: Sequence[Tensor],
         old: Sequence[Tensor],
         rows: Sequence[Tensor],
-        batch: ChunkedBatch,
+        batch: Division,
         eps: np.float32,
     ) -> Tensor:
         """The convolution; rows are v, g, b. Returns the f16 queries and keys (high halves, low halves)."""
@@ -56,7 +56,9 @@ class GdnChunks:
         n_row = v.numel() // (self.shape.n_v_head * DIM)
         qk = torch.empty(3, n_row, self.shape.n_k_head * DIM, dtype=torch.float16, device=v.device)
         grid = (2 * self.shape.n_k_head + self.shape.n_v_head, batch.n_chunk)
-        self.conv.launch(grid, THREADS, [*inputs, conv, g, beta, e, b, *qk, *rows, *batch.counts, eps, batch.fault])
+        self.conv.launch(
+            grid, THREADS, [*inputs, conv, g, beta, e, b, *qk, *rows, *batch.chunk_counts, eps, batch.fault]
+        )
         return qk
 
     def run(
@@ -65,7 +67,7 @@ class GdnChunks:
         rows: Sequence[Tensor],
         state: Tensor,
         out: Tensor,
-        batch: ChunkedBatch,
+        batch: Division,
         *,
         overlap: tuple[bool, bool],
     ) -> None:
@@ -73,9 +75,9 @@ class GdnChunks:
         v, g, b = rows
         n_v, n_chunk = self.shape.n_v_head, batch.n_chunk
         solved = torch.empty(n_chunk * n_v * RECORD, dtype=torch.uint8, device=v.device)
-        args = [*qk, g, b, solved, *batch.counts, batch.fault]
+        args = [*qk, g, b, solved, *batch.chunk_counts, batch.fault]
         self.solve.launch((n_v, n_chunk), THREADS, args, 3 * KEYS, overlap=overlap[0])
-        args = [state, *qk, v, solved, out, *batch.counts, np.int32(n_chunk), batch.fault]
+        args = [state, *qk, v, solved, out, *batch.chunk_counts, np.int32(n_chunk), batch.fault]
         self.state.launch((n_v, DIM // VALUES, batch.n_seq), THREADS, args, self.shared, overlap=overlap[1])
 
 

@@ -33,19 +33,21 @@ from pyspec.cuda.ops.recurrent.launch import (
     CHUNKED,
     COLUMNS,
     CONV_THREADS,
-    LANES,
     NEVER,
     TAPS,
     THREADS,
-    ChunkedBatch,
+    Fold,
+    Meta,
     blocks_for,
     chunked_of,
+    conv_args,
     counts_of,
-    counts_of_fold,
+    divided,
+    folding,
+    rows_grid,
     stretches,
     waves,
 )
-from pyspec.cuda.ops.recurrent.ref import has_records
 from pyspec.cuda.ops.rows.cuda import BLOCKED, GatedRowBuffer, Rows, RowsLaunch, aligned, values_of
 from pyspec.cuda.ops.rows.cuda import program as rows_program
 from pyspec.cuda.ops.rows.ref import HeadNorm, PrepKind
@@ -174,7 +176,7 @@ class GdnLaunch:
         self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, batch, into)
         return into.rows.room(m.shape[0])
 
-    def folder(self) -> Callable[[StateLayer, int, int], None]:
+    def folder(self) -> Fold:
         return folder(self.spec)
 
     def _run(
@@ -190,45 +192,51 @@ class GdnLaunch:
         if self.seen is None or self.seen[0] is not conv_w or self.seen[1] is not layer:
             _check_kept(weights, layer, m.device, shape)
             self.seen = conv_w, layer
-        kd, vd, n_v = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head
-        n_row, n_seq, long = m.shape[0], batch.seq_slot.shape[0], chunked_of(batch, self.chunked)
-        n_chunk = sum(-(-s.width // gdn_chunk.CHUNK) for s in long)
-        only_long = bool(long) and len(long) == len(batch.seqs)
-        n_old = n_seq * layer.width
-        sizes = [n_old * kd, n_old * vd, n_row * kd, n_row * kd, n_row * vd]
-        sizes += [n_row * n_v, n_row * n_v, n_row * shape.n_k_head, n_old * n_v, n_old * n_v]
-        fold_k, fold_v, q, k, v, e, b, kq, fold_e, fold_b = m.new_empty(sum(sizes)).split(sizes)
-        counts = counts_of(batch, layer, n_row, self.chunked if long else NEVER)
-        prepares = not isinstance(out, Tensor)
-        cols = self.columns or columns_for(shape, n_seq, self.arch, self.n_sm, prepares=prepares)
+        n_row, n_v = m.shape[0], shape.n_v_head
+        own = divided(batch, layer, n_row, self.chunked, gdn_chunk.CHUNK, self.fault)
+        cols = self.columns or columns_for(shape, own.n_seq, self.arch, self.n_sm, prepares=not isinstance(out, Tensor))
         conv, many, rows, *rows_into = self.kernels[cols]
-        fault = self.fault
-        old = [fold_k, fold_v, fold_e, fold_b]
-        records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]
+        old, new = buffers(m, shape, own.n_seq * layer.width, n_row)
         gates: list[jit.Arg] = [alpha, beta, np.int64(alpha.stride(0)), a, dt_bias]
         inputs: list[jit.Arg] = [m, np.int64(m.stride(0)), *gates, conv_w]
-        if not only_long:
-            grid = (shape.n_k_head + n_v, n_seq, stretches(n_row, n_seq, layer.width))
-            args = [*inputs, *records, *old, q, k, v, e, b, kq, *counts, self.eps, fault]
+        if not own.only_long:
+            grid = (shape.n_k_head + n_v, own.n_seq, stretches(n_row, own.n_seq, layer.width))
+            args = conv_args(inputs, layer, old, new, own.counts, self.eps, self.fault)
             few = self.many[1] if layer.width <= self.many[1] else FEW_ROWS
-            if not long and n_seq >= self.many[0] and n_row <= few * n_seq:
-                grid = (grid[0], -(-n_seq // (CONV_THREADS // 32)), 1)
-                many.launch(grid, CONV_THREADS, [*args, np.int32(n_seq)], overlap=self.overlap)
+            if not own.n_long and own.n_seq >= self.many[0] and n_row <= few * own.n_seq:
+                grid = (grid[0], -(-own.n_seq // (CONV_THREADS // 32)), 1)
+                many.launch(grid, CONV_THREADS, [*args, np.int32(own.n_seq)], overlap=self.overlap)
             else:
                 conv.launch(grid, CONV_THREADS, args, overlap=self.overlap)
-        if long:
-            chunked, here = ChunkedBatch([*counts, np.int32(n_seq)], n_seq, len(long), n_chunk, fault), (v, e, b)
-            qk = self.chunks.prepare(inputs, records, old, here, chunked, self.eps)
-        runs_rows = not only_long or any(s.n_fold for s in long)
-        if runs_rows:
-            to: list[jit.Arg] = [out] if isinstance(out, Tensor) else _place(out, n_row, vd)
+        if own.n_long:
+            here = new[2], new[3], new[4]  # v, e, b
+            qk = self.chunks.prepare(inputs, [layer.conv, *layer.records()], old, here, own, self.eps)
+        if own.runs_rows:
+            to: list[jit.Arg] = [out] if isinstance(out, Tensor) else _place(out, n_row, n_v * DIM)
             kernel = rows if isinstance(out, Tensor) else rows_into[0]
-            args = [layer.state, layer.k, layer.v, *old, q, k, v, e, kq, b, *counts, fault, *to]
-            kernel.launch((n_v, DIM * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=self.overlap)
-        if long:
+            args = [*rows_args(layer, old, new, own.counts, self.fault), *to]
+            kernel.launch(rows_grid(n_v, DIM, cols, own.n_seq), THREADS, args, overlap=self.overlap)
+        if own.n_long:
             assert isinstance(out, Tensor)
-            overlaps = self.overlap and not runs_rows, self.overlap
-            self.chunks.run(qk, here, layer.state, out, chunked, overlap=overlaps)
+            overlaps = self.overlap and not own.runs_rows, self.overlap
+            self.chunks.run(qk, here, layer.state, out, own, overlap=overlaps)
+
+
+def buffers(m: Tensor, shape: GdnShape, n_old: int, n_row: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Room for conv's results: of records that are folded (k, v, e, b), and of rows (q, k, v, e, b, kq)."""
+    kd, vd, n_k, n_v = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_k_head, shape.n_v_head
+    sizes = [n_old * kd, n_old * vd, n_row * kd, n_row * kd, n_row * vd]
+    sizes += [n_row * n_v, n_row * n_v, n_row * n_k, n_old * n_v, n_old * n_v]
+    fold_k, fold_v, q, k, v, e, b, kq, fold_e, fold_b = m.new_empty(sum(sizes)).split(sizes)
+    return (fold_k, fold_v, fold_e, fold_b), (q, k, v, e, b, kq)
+
+
+def rows_args(
+    layer: StateLayer, old: Sequence[Tensor], new: Sequence[Tensor], counts: Sequence[jit.Arg], fault: Tensor
+) -> list[jit.Arg]:
+    """Of gdn_rows, up to its output."""
+    q, k, v, e, b, kq = new
+    return [layer.state, layer.k, layer.v, *old, q, k, v, e, kq, b, *counts, fault]
 
 
 def _place(into: GatedRowBuffer, n_row: int, n_in: int) -> list[jit.Arg]:
@@ -256,30 +264,22 @@ def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -
     return GdnLaunch(spec, columns, NEVER if current().is_exact else chunked)
 
 
-def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:
-    """Like gdn_ref.flush, with the kernels that fold before rows, so to the same bits."""
+def folder(spec: GdnSpec) -> Fold:
+    """The call that folds records without rows."""
     shape, device = spec.shape, spec.device
     overlap = torch.cuda.get_device_capability(device) >= (9, 0)
     conv, _, rows, *_ = _kernels(device, shape, COLUMNS[0])
-    kd, vd, n_v = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head
     unread, fault = torch.zeros(shape.n_channel * TAPS, device=device), faults.record(device)
+    inputs = [unread, np.int64(0), unread, unread, np.int64(0), unread, unread, unread]
 
-    def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
-        if not has_records(layer, slot, n_fold):
-            return
-        old = list(
-            unread.new_empty(layer.width * (kd + vd + 2 * n_v)).split([layer.width * n for n in (kd, vd, n_v, n_v)])
-        )
-        counts = counts_of_fold(device, layer, slot, n_fold)
-        none: list[jit.Arg] = [unread] * 6
-        inputs = [unread, np.int64(0), unread, unread, np.int64(0), unread, unread, unread]
-        records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]
-        args = [*inputs, *records, *old, *none, *counts, np.float32(spec.eps), fault]
-        conv.launch((shape.n_k_head + n_v, 1, 1), CONV_THREADS, args)
-        args = [layer.state, layer.k, layer.v, *old, *none, *counts, fault, unread]
-        rows.launch((n_v, DIM * LANES // (THREADS * COLUMNS[0]), 1), THREADS, args, overlap=overlap)
+    def run(layer: StateLayer, meta: Meta) -> None:
+        (old, _), new, counts = buffers(unread, shape, layer.width, 0), [unread] * 6, counts_of(meta, layer)
+        args = conv_args(inputs, layer, old, new, counts, np.float32(spec.eps), fault)
+        conv.launch((shape.n_k_head + shape.n_v_head, 1, 1), CONV_THREADS, args)
+        args = [*rows_args(layer, old, new, counts, fault), unread]
+        rows.launch(rows_grid(shape.n_v_head, DIM, COLUMNS[0], 1), THREADS, args, overlap=overlap)
 
-    return fold
+    return folding(run)
 
 
 def check(launch: Gdn, reference: Gdn, spec: GdnSpec) -> str | None:

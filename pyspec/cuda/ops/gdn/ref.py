@@ -28,18 +28,17 @@ from torch import Tensor
 from pyspec.cuda.op import FaultPlace, Guard
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.recurrent import ref as recurrent
+from pyspec.cuda.ops.recurrent.check import layers_of, prompts, run_rounds
 from pyspec.cuda.ops.recurrent.ref import (
     CHUNK,
-    LATE_ROUNDS,
     Recurrence,
     check_seqs,
     convolve,
     run_rows,
     softplus,
 )
-from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
+from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
-from pyspec.slots.table import SlotTable
 
 GUARD = Guard(3, FaultPlace.SLOT)
 
@@ -156,32 +155,19 @@ def check(
     `rounded`: all outputs are of f16; else only the last products of prompts may be, which no state sees.
     """
     gen, shape = torch.Generator().manual_seed(0), spec.shape
-    tables = [SlotTable(3, 32, 16) for _ in range(2)]
-    layers = [StateLayer(shape, 3, 6, spec.device) for _ in range(2)]
+    layers = layers_of(shape, spec.device)
     a, dt_bias = -torch.rand(shape.n_v_head, generator=gen), torch.randn(shape.n_v_head, generator=gen)
     a, dt_bias = a.to(spec.device), dt_bias.to(spec.device)
     conv_w = torch.randn(shape.n_channel, shape.n_conv, generator=gen).to(spec.device)
-    for seqs in (
-        [Seq(0, 0, [0] * 5, SeqMode.KEEP), Seq(2, 0, [0], SeqMode.KEEP)],
-        [Seq(0, 5, [0] * 6), Seq(2, 1, [0] * 3)],
-        [
-            Seq(2, 4, [0], SeqMode.VERIFY, 0, 3),
-            Seq(0, 8, [0] * 2, SeqMode.VERIFY, 0, 3),
-            Seq(1, 0, [0] * 4, SeqMode.KEEP),
-        ],
-        [Seq(0, 10, [0], SeqMode.KEEP, 0, 1), Seq(2, 5, [0] * 4, SeqMode.KEEP, 0, 1)],
-        *LATE_ROUNDS,
-        [Seq(1, 4, [0] * 3), Seq(0, 11, [0] * 130, SeqMode.KEEP)],
-        [Seq(1, 7, [0] * 65, SeqMode.KEEP, 0, 2), Seq(2, 9, [0] * 64, SeqMode.KEEP), Seq(0, 141, [0] * 2)],
-    ):
-        n = sum(s.width for s in seqs)
+
+    def drawn(n: int) -> list[Tensor]:
         sizes = (n, shape.n_channel), (n, shape.n_v_head), (n, shape.n_v_head)
-        m, alpha, beta = (4 * torch.rand(s, generator=gen).to(spec.device) - 2 for s in sizes)
-        got, want = (
-            run(m, alpha, beta, a, dt_bias, conv_w, layer, lay_out(table, seqs, spec.device))
-            for run, layer, table in zip((launch, reference), layers, tables, strict=True)
-        )
-        if why := _parted(got, want, rounded or any(s.width > 6 for s in seqs)):
-            return why
+        return [*(4 * torch.rand(s, generator=gen).to(spec.device) - 2 for s in sizes), a, dt_bias, conv_w]
+
+    def parted(got: Tensor, want: Tensor, batch: Batch) -> str | None:
+        return _parted(got, want, rounded or any(s.width > 6 for s in batch.seqs))
+
+    if why := run_rounds((launch, reference), layers, prompts(65, 64), drawn, parted):
+        return why
     off = max(float((a - b).abs().max()) for a, b in zip(layers[0].tensors(), layers[1].tensors(), strict=True))
     return None if off < 1e-4 else f"states differ from the reference by {off:.2g}"

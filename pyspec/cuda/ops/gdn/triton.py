@@ -7,19 +7,17 @@ tokens came, to the bit: one by one, as verifies, or as prompts however they wer
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.gdn.ref import GUARD, GdnSpec
-from pyspec.cuda.ops.recurrent.ref import has_records
-from pyspec.cuda.ops.recurrent.tri_launch import ROWS, TAPS, meta_of, meta_of_fold, stretches
+from pyspec.cuda.ops.recurrent.launch import TAPS, Fold, Meta, folding, meta_of, stretches
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 OP_ID = GUARD.number
+ROWS = 16  # of a step of the convolution
 COLUMNS, WARPS = 16, 2  # of a program of gdn_rows
 
 
@@ -61,23 +59,16 @@ class GdnTriton:
             self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, meta_of(batch), out)
         return out
 
-    def folder(self) -> Callable[[StateLayer, int, int], None]:
-        """Like gdn_ref.flush, with the kernels that fold before rows, so to the same bits."""
-
-        def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
-            if has_records(layer, slot, n_fold):
-                none = self.unread[:0, None]
-                meta = meta_of_fold(layer, slot, n_fold)
-                self._run((none, none, none), (self.unread,) * 3, layer, meta, self.unread)
-
-        return fold
+    def folder(self) -> Fold:
+        none, unread = self.unread[:0, None], self.unread
+        return folding(lambda layer, meta: self._run((none, none, none), (unread,) * 3, layer, meta, unread))
 
     def _run(
         self,
         rows: tuple[Tensor, Tensor, Tensor],
         weights: tuple[Tensor, Tensor, Tensor],
         layer: StateLayer,
-        meta: tuple[Tensor, ...],
+        meta: Meta,
         out: Tensor,
     ) -> None:
         from pyspec.cuda.ops.gdn import triton_kernels as kernels

@@ -13,7 +13,7 @@ from pyspec.cuda import jit
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.mamba2.ref import Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
-from pyspec.cuda.ops.recurrent.launch import ChunkedBatch
+from pyspec.cuda.ops.recurrent.launch import Division
 from pyspec.slots.recurrent import StateLayer
 
 TAPS, GROUP_THREADS, SCALARS = 4, 256, 6
@@ -73,14 +73,14 @@ class Mamba2Chunks:
     n_multiprocessor: int
 
     def prepare(
-        self, inputs: Sequence[jit.Arg], p: Params, conv: Tensor, batch: ChunkedBatch, *, overlap: bool
+        self, inputs: Sequence[jit.Arg], p: Params, conv: Tensor, batch: Division, *, overlap: bool
     ) -> tuple[Tensor, ...]:
         """Compute the shared values of a group's heads, and their scalars; `inputs` are m and dt. Returns the argument of `run`."""
         s, m, n_chunk = self.shape, inputs[0], batch.n_chunk
         assert isinstance(m, Tensor)
         records = torch.empty(n_chunk * s.n_group * record_bytes(s, self.chunk), dtype=torch.uint8, device=m.device)
         made = records, m.new_empty(n_chunk * s.n_head * SCALARS * self.chunk)
-        args = [*inputs, p.a, p.dt_bias, p.conv_w, p.conv_b, conv, *made, *batch.counts, batch.fault]
+        args = [*inputs, p.a, p.dt_bias, p.conv_w, p.conv_b, conv, *made, *batch.chunk_counts, batch.fault]
         self.group.launch((s.n_group, n_chunk), GROUP_THREADS, args, group_shared(s, self.chunk), overlap=overlap)
         return made
 
@@ -91,14 +91,14 @@ class Mamba2Chunks:
         p: Params,
         layer: StateLayer,
         out: Tensor,
-        batch: ChunkedBatch,
+        batch: Division,
         *,
         overlap: bool,
     ) -> None:
         """The states, and the results of the sequences that are chunked."""
         s = self.shape
         args: list[jit.Arg] = [layer.state, p.d, *inputs[:2], p.conv_w, p.conv_b, layer.conv, *made, out]
-        args += [*batch.counts, np.int32(batch.n_chunk), batch.fault]
+        args += [*batch.chunk_counts, np.int32(batch.n_chunk), batch.fault]
         rows = max(self.states)
         if len(self.states) > 1 and narrow(s, batch.n_long, self.n_multiprocessor):
             rows = min(self.states)

@@ -10,7 +10,7 @@ products are one pass of f16). These do not depend on the neighbours, but anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -32,15 +32,17 @@ from pyspec.cuda.ops.recurrent.launch import (
     NEVER,
     TAPS,
     THREADS,
-    ChunkedBatch,
+    Fold,
+    Meta,
     blocks_for,
-    chunked_of,
+    conv_args,
     counts_of,
-    counts_of_fold,
+    divided,
+    folding,
+    rows_grid,
     stretches,
     waves,
 )
-from pyspec.cuda.ops.recurrent.ref import has_records
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -121,47 +123,56 @@ class Mamba2Launch:
         self.kernels = {c: _kernels(spec.device, spec.shape, c) for c in ways}
         self.chunks, self.fault = mamba2_chunk.kernels(spec.device, spec.shape), faults.record(spec.device)
 
-    def folder(self) -> Callable[[StateLayer, int, int], None]:
+    def folder(self) -> Fold:
         return folder(self.spec)
 
     def __call__(
         self, m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch, after: Tensor | None = None
     ) -> Tensor:
         """`after`: the weights of the product that reads the result."""
-        s = self.spec.shape
+        s, n_row = self.spec.shape, m.shape[0]
         _check(m, dt, p, layer, s)
-        n_row, n_seq = m.shape[0], batch.seq_slot.shape[0]
         out = m.new_empty(n_row, s.n_head, s.head_dim)
         if not n_row:
             return out
-        long = chunked_of(batch, self.chunked)
-        n_chunk = sum(-(-q.width // self.chunks.chunk) for q in long)
-        only_long = bool(long) and len(long) == len(batch.seqs)
-        n_old, n_new = (0, 0) if only_long else (n_seq * layer.width, n_row)
-        inner, wide = s.n_head * s.head_dim, s.n_group * s.n_state
-        sizes = [n_old * inner, n_old * wide, n_new * inner, n_new * wide, n_new * wide]
-        sizes += [n_old * s.n_head, n_old * s.n_head, n_new * s.n_head, n_new * s.n_head]
-        fold_x, fold_b, x, b, c, fold_e, fold_t, e, t = m.new_empty(sum(sizes)).split(sizes)
-        counts = counts_of(batch, layer, n_row, self.chunked if long else NEVER)
-        old, records = [fold_x, fold_b, fold_e, fold_t], [layer.x, layer.b, layer.decay, layer.dt]
+        own = divided(batch, layer, n_row, self.chunked, self.chunks.chunk, self.fault)
+        old, new = buffers(m, s, *((0, 0) if own.only_long else (own.n_seq * layer.width, n_row)))
+        cols = self.columns or columns_for(s, own.n_seq, self.arch, self.n_sm)
+        (conv, rows), overlap = self.kernels[cols], self.overlap
         inputs: list[jit.Arg] = [m, np.int64(m.stride(0)), dt, np.int64(dt.stride(0))]
-        cols = self.columns or columns_for(s, n_seq, self.arch, self.n_sm)
-        (conv, rows), overlap, fault = self.kernels[cols], self.overlap, self.fault
-        if not only_long:
-            weights, new = [p.a, p.dt_bias, p.conv_w, p.conv_b], [x, b, c, e, t]
-            args = [*inputs, *weights, layer.conv, *records, *old, *new, *counts, fault]
-            grid = (s.n_channel // CHANNELS, n_seq, stretches(n_row, n_seq, layer.width))
+        if not own.only_long:
+            grid = (s.n_channel // CHANNELS, own.n_seq, stretches(n_row, own.n_seq, layer.width))
+            args = conv_args([*inputs, p.a, p.dt_bias, p.conv_w, p.conv_b], layer, old, new, own.counts, self.fault)
             conv.launch(grid, CONV_THREADS, args, overlap=overlap)
-        if long:
-            chunked = ChunkedBatch([*counts, np.int32(n_seq)], n_seq, len(long), n_chunk, fault)
-            made = self.chunks.prepare(inputs, p, layer.conv, chunked, overlap=overlap)
-        runs_rows = not only_long or any(q.n_fold for q in long)
-        if runs_rows:
-            args = [layer.state, p.d, *records, *old, x, b, c, e, t, out, *counts, fault, *prefetch_args(after, n_row)]
-            rows.launch((s.n_head, s.head_dim * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
-        if long:
-            self.chunks.run(made, inputs, p, layer, out, chunked, overlap=overlap)
+        if own.n_long:
+            made = self.chunks.prepare(inputs, p, layer.conv, own, overlap=overlap)
+        if own.runs_rows:
+            args = [*rows_args(layer, p.d, old, new, out, own.counts), self.fault, *prefetch_args(after, n_row)]
+            rows.launch(rows_grid(s.n_head, s.head_dim, cols, own.n_seq), THREADS, args, overlap=overlap)
+        if own.n_long:
+            self.chunks.run(made, inputs, p, layer, out, own, overlap=overlap)
         return out
+
+
+def buffers(m: Tensor, s: Mamba2Shape, n_old: int, n_row: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Room for conv's results: of records that are folded (x, b, e, t), and of rows (x, b, c, e, t)."""
+    inner, wide = s.n_head * s.head_dim, s.n_group * s.n_state
+    sizes = [n_old * inner, n_old * wide, n_row * inner, n_row * wide, n_row * wide]
+    sizes += [n_old * s.n_head, n_old * s.n_head, n_row * s.n_head, n_row * s.n_head]
+    fold_x, fold_b, x, b, c, fold_e, fold_t, e, t = m.new_empty(sum(sizes)).split(sizes)
+    return (fold_x, fold_b, fold_e, fold_t), (x, b, c, e, t)
+
+
+def rows_args(
+    layer: StateLayer,
+    d: Tensor,
+    old: Sequence[Tensor],
+    new: Sequence[Tensor],
+    out: Tensor,
+    counts: Sequence[jit.Arg],
+) -> list[jit.Arg]:
+    """Of mamba2_rows, up to the record of faults."""
+    return [layer.state, d, *layer.records(), *old, *new, out, *counts]
 
 
 def programs(spec: Mamba2Spec, target: jit.GpuKind) -> Iterable[jit.Program]:
@@ -180,23 +191,19 @@ def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED
     return Mamba2Launch(spec, columns, NEVER if current().is_exact else chunked)
 
 
-def folder(spec: Mamba2Spec) -> Callable[[StateLayer, int, int], None]:
-    """Like mamba2_ref.flush, with the kernels that fold before rows, so to the same bits."""
-    s, device = spec.shape, spec.device
-    capability, columns = torch.cuda.get_device_capability(device), columns_of(s)[0]
+def folder(spec: Mamba2Spec) -> Fold:
+    """The call that folds records without rows."""
+    s, device, columns = spec.shape, spec.device, columns_of(spec.shape)[0]
+    overlap = torch.cuda.get_device_capability(device) >= (9, 0)
     conv, rows = _kernels(device, s, columns)
-    overlap, fault, unread = capability >= (9, 0), faults.record(device), torch.zeros(s.n_channel * TAPS, device=device)
+    unread, fault = torch.zeros(s.n_channel * TAPS, device=device), faults.record(device)
+    inputs: list[jit.Arg] = [unread, np.int64(0), unread, np.int64(0), *[unread] * 4]
+    old, new = [unread] * 4, [unread] * 5
 
-    def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
-        if not has_records(layer, slot, n_fold):
-            return
-        counts = counts_of_fold(device, layer, slot, n_fold)
-        none: list[jit.Arg] = [unread] * 9  # fold buffers and rows
-        records = [layer.x, layer.b, layer.decay, layer.dt]
-        inputs: list[jit.Arg] = [unread, np.int64(0), unread, np.int64(0), *[unread] * 4]
-        args: list[jit.Arg] = [*inputs, layer.conv, *records, *none, *counts, fault]
-        conv.launch((s.n_channel // CHANNELS, 1, 1), CONV_THREADS, args)
-        args = [layer.state, unread, *records, *none, unread, *counts, fault, *NOTHING]
-        rows.launch((s.n_head, s.head_dim * LANES // (THREADS * columns), 1), THREADS, args, overlap=overlap)
+    def run(layer: StateLayer, meta: Meta) -> None:
+        counts = counts_of(meta, layer)
+        conv.launch((s.n_channel // CHANNELS, 1, 1), CONV_THREADS, conv_args(inputs, layer, old, new, counts, fault))
+        args = [*rows_args(layer, unread, old, new, unread, counts), fault, *NOTHING]
+        rows.launch(rows_grid(s.n_head, s.head_dim, columns, 1), THREADS, args, overlap=overlap)
 
-    return fold
+    return folding(run)

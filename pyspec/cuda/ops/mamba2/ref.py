@@ -30,18 +30,17 @@ from torch import Tensor
 from pyspec.cuda.op import FaultPlace, Guard
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.recurrent import ref as recurrent
+from pyspec.cuda.ops.recurrent.check import layers_of, prompts, run_rounds
 from pyspec.cuda.ops.recurrent.ref import (
     CHUNK,
-    LATE_ROUNDS,
     Recurrence,
     check_seqs,
     convolve,
     run_rows,
     softplus,
 )
-from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
+from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
-from pyspec.slots.table import SlotTable
 
 GUARD = Guard(7, FaultPlace.SLOT)
 
@@ -188,32 +187,16 @@ def _parted(got: Tensor, want: Tensor, batch: Batch) -> str | None:
 def check(launch: Mamba2, reference: Mamba2, spec: Mamba2Spec) -> str | None:
     """Ragged rounds on both, with steps from next to nothing to 50; a sentence if outputs or states part."""
     gen, shape = torch.Generator().manual_seed(0), spec.shape
-    tables = [SlotTable(3, 32, 16) for _ in range(2)]
-    layers = [StateLayer(shape, 3, 6, spec.device) for _ in range(2)]
-    p = make_params(shape, gen, spec.device)
-    for seqs in (
-        [Seq(0, 0, [0] * 5, SeqMode.KEEP), Seq(2, 0, [0], SeqMode.KEEP)],
-        [Seq(0, 5, [0] * 6), Seq(2, 1, [0] * 3)],
-        [
-            Seq(2, 4, [0], SeqMode.VERIFY, 0, 3),
-            Seq(0, 8, [0] * 2, SeqMode.VERIFY, 0, 3),
-            Seq(1, 0, [0] * 4, SeqMode.KEEP),
-        ],
-        [Seq(0, 10, [0], SeqMode.KEEP, 0, 1), Seq(2, 5, [0] * 4, SeqMode.KEEP, 0, 1)],
-        *LATE_ROUNDS,
-        [Seq(1, 4, [0] * 3), Seq(0, 11, [0] * 130, SeqMode.KEEP)],
-        [Seq(1, 7, [0] * 135, SeqMode.KEEP, 0, 2), Seq(2, 9, [0] * 65, SeqMode.KEEP), Seq(0, 141, [0] * 2)],
-    ):
-        n = sum(s.width for s in seqs)
+    layers, p = layers_of(shape, spec.device), make_params(shape, gen, spec.device)
+
+    def drawn(n: int) -> tuple[Tensor, Tensor, Params]:
         wide = torch.randn(n, shape.n_channel + shape.n_head, generator=gen).to(spec.device)
         m, dt = wide.split([shape.n_channel, shape.n_head], -1)
         dt[0], dt[-1] = 50.0, -50.0
-        batches = [lay_out(table, seqs, spec.device) for table in tables]
-        got, want = (
-            run(m, dt, p, layer, batch) for run, layer, batch in zip((launch, reference), layers, batches, strict=True)
-        )
-        if why := _parted(got, want, batches[0]):
-            return why
+        return m, dt, p
+
+    if why := run_rounds((launch, reference), layers, prompts(135, 65), drawn, _parted):
+        return why
     for got, want in zip(layers[0].tensors(), layers[1].tensors(), strict=True):
         if not torch.allclose(got, want, rtol=1e-4, atol=1e-4 * float(want.std())):
             return f"states differ from the reference by {(got - want).abs().max():.2g}"

@@ -8,7 +8,6 @@ not depend on how its tokens came, to the bit: one by one, as verifies, or as pr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,12 +15,12 @@ from torch import Tensor
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.mamba2.ref import GUARD, Mamba2Spec, Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
-from pyspec.cuda.ops.recurrent.ref import has_records
-from pyspec.cuda.ops.recurrent.tri_launch import ROWS, TAPS, meta_of, meta_of_fold, stretches
+from pyspec.cuda.ops.recurrent.launch import TAPS, Fold, Meta, folding, meta_of, stretches
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 OP_ID = GUARD.number
+ROWS = 16  # of a step of the convolution
 PART, WARPS = 8, 1  # of a program of mamba2_rows
 CHANNELS = 128  # of a program of mamba2_conv, at most
 
@@ -61,15 +60,9 @@ class Mamba2Triton:
             self._run(m, dt, p, layer, meta_of(batch), out)
         return out
 
-    def folder(self) -> Callable[[StateLayer, int, int], None]:
-        """Like mamba2_ref.flush, with the kernels that fold before rows, so to the same bits."""
-
-        def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
-            if has_records(layer, slot, n_fold):
-                none = self.unread[:0, None]
-                self._run(none, none, self.no_params, layer, meta_of_fold(layer, slot, n_fold), self.unread)
-
-        return fold
+    def folder(self) -> Fold:
+        none, unread = self.unread[:0, None], self.unread
+        return folding(lambda layer, meta: self._run(none, none, self.no_params, layer, meta, unread))
 
     def _run(
         self,
@@ -77,7 +70,7 @@ class Mamba2Triton:
         dt: Tensor,
         p: Params,
         layer: StateLayer,
-        meta: tuple[Tensor, ...],
+        meta: Meta,
         out: Tensor,
     ) -> None:
         from pyspec.cuda.ops.mamba2 import triton_kernels as kernels

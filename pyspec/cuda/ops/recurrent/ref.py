@@ -11,15 +11,8 @@ from torch import Tensor
 
 from pyspec.cuda.kernel_context import current
 from pyspec.errors import OutOfBounds
-from pyspec.slots.batch import Batch, Seq, SeqMode
+from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.recurrent import StateLayer
-
-LATE_ROUNDS = (  # rounds of a check: rows wait as records, then a row, a verify or a kept row folds them; slots 0 and 2 have none before
-    [Seq(0, 20, [0], mode=SeqMode.LATE), Seq(2, 20, [0], mode=SeqMode.LATE)],
-    [Seq(0, 21, [0], n_fold=1, mode=SeqMode.LATE), Seq(2, 21, [0] * 2, n_fold=1)],
-    [Seq(0, 22, [0], n_fold=2, mode=SeqMode.LATE), Seq(2, 23, [0], n_fold=2, mode=SeqMode.LATE)],
-    [Seq(0, 23, [0], SeqMode.KEEP, n_fold=3), Seq(2, 24, [0] * 3, n_fold=3)],
-)
 
 
 def check_seqs(batch: Batch, layer: StateLayer) -> None:
