@@ -162,9 +162,9 @@ def read_next(launch: object, product: Product) -> dict[str, Tensor]:
     return {}
 
 
-def folder(launch: object) -> Fold | None:
-    """The call that folds the states of `launch`; None where the reference's way will do."""
-    return launch.folder() if has(launch, Folds) else None
+def folder(launch: object, reference: Fold) -> Fold:
+    """The call that folds the states of `launch`: its own, or the reference's."""
+    return launch.folder() if has(launch, Folds) else reference
 
 
 def unfinished(product: Product, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:

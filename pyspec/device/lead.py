@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
-from pyspec.cuda.fold import flush
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.ahead.ref import described
 from pyspec.device import shares
@@ -389,7 +388,7 @@ class Follower:
                 graphs.seal()
         elif isinstance(command, FoldSlot):
             for layer in self.memory.states.values():
-                flush(layer, command.slot, command.n_fold)
+                layer.fold(layer, command.slot, command.n_fold)
         elif isinstance(command, OfPages):
             self._of_pages(command)
         else:

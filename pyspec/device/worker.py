@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pyspec.cuda.context import gpu_lock
 from pyspec.cuda.faults import Reader
-from pyspec.cuda.fold import flush
 from pyspec.cuda.graph import Graphed, copied
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, AheadSpec
@@ -224,7 +223,7 @@ class Worker:
     def fold(self, slot: Slot) -> None:
         """Fold pending records, so that the slot's state is at its committed length."""
         for layer in self.memory.states.values():
-            flush(layer, slot.index, slot.n_fold)
+            layer.fold(layer, slot.index, slot.n_fold)
         slot.n_fold = 0
 
     def pools(self) -> list[PartMemory]:

@@ -106,9 +106,9 @@ class Block:
         self.captures_prompts = self.capturable and all(part.captures_prompts for part in self.parts)
 
     @property
-    def fold(self) -> fuse.Fold | None:
-        """Folds the records of its state, if a kernel brings its own way."""
-        return next((part.fold for part in self.parts if part.fold is not None), None)
+    def fold(self) -> fuse.Fold:
+        """Folds the records of its state, if it has one."""
+        return next(part.fold for part in self.parts if part.fold is not None)
 
     def __call__(self, x: Tensor, run: Pass) -> Tensor:
         """The residual stream x [row, n_embd] f32 behind the block."""

@@ -157,7 +157,7 @@ class BoundPart(Protocol):
     captures_prompts  and one of a prompt that stands alone, too
     reads             the product that reads the stream, and the norm before it, if it begins with these
     gives             the sum of ranks that it ends with, if it does
-    fold              folds a slot's records, if it has a recurrence whose kernel brings its own way
+    fold              folds a slot's records, if it has a recurrence
     """
 
     @property

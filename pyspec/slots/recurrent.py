@@ -73,9 +73,7 @@ class StateLayer:
     def __init__(self, shape: RecurrentShape, n_slot: int, width: int, device: torch.device) -> None:
         zeros = partial(torch.zeros, dtype=torch.float32, device=device)
         self.shape, self.width = shape, width
-        self.fold: Callable[[StateLayer, int, int], None] | None = (
-            None  # (this, slot, n): folds with the layer's kernels
-        )
+        self.fold: Callable[[StateLayer, int, int], None] = _unbound  # (this, slot, n): with the layer's kernels
         self.state = zeros((n_slot, *shape.state))
         self.conv = zeros((n_slot, shape.n_conv - 1 + width, shape.n_channel))
         for name, dims in shape.records.items():
@@ -99,3 +97,7 @@ class StateLayer:
     def own(self, slot: int) -> tuple[Tensor, ...]:
         """State and window. Without a fold count, records are unused."""
         return self.state[slot], self.conv[slot]
+
+
+def _unbound(layer: StateLayer, slot: int, n_fold: int) -> None:
+    raise AssertionError("no layer of a model is bound to this state")

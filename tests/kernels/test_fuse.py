@@ -144,8 +144,9 @@ def test_sums_of_experts_are_made_by_who_reads_them_where_it_can(few: bool) -> N
 
 
 def test_states_are_folded_by_whose_launch_can() -> None:
-    assert fuse.folder(lambda x: x) is None
-    assert fuse.folder(SimpleNamespace(folder=lambda: "own")) == "own"  # type: ignore[arg-type]
+    reference = lambda layer, slot, n_fold: None  # noqa: E731
+    assert fuse.folder(lambda x: x, reference) is reference
+    assert fuse.folder(SimpleNamespace(folder=lambda: "own"), reference) == "own"
 
 
 def test_our_kernels_say_what_models_rest_their_speed_on() -> None:

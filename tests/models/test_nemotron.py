@@ -14,7 +14,6 @@ import torch
 from harness import DEVICE, FIXTURES, Bench, near
 
 from pyspec.cuda import faults
-from pyspec.cuda.fold import flush
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft.chain import Chain
@@ -225,7 +224,7 @@ def test_a_checkpoint_taken_after_a_fold_serves_two_slots() -> None:
     bench.forward(seq)
     bench.commit(seq, 3)
     for layer in bench.memory.states.values():
-        flush(layer, 0, 3)
+        layer.fold(layer, 0, 3)
     bench.table.slots[0].n_fold = 0
     saved = bench.memory.checkpoint(0, 35)
     for slot in (1, 2, 1):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyspec.cuda import fuse
 from pyspec.cuda.ops.gdn.op import gdn
-from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.gdn.ref import GdnSpec, flush
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadNorm, PrepKind, RowsSpec, head_power
@@ -82,7 +82,7 @@ class BoundDeltaNet:
         spec = GdnSpec(w.device, shape, at.eps)
         self.gdn, self.capturable = gdn.bind(spec), gdn.chosen(spec).capturable
         self.captures_prompts = gdn.runs_as("cuda", spec)
-        self.fold = fuse.folder(self.gdn)
+        self.fold = fuse.folder(self.gdn, flush)
         self.split = [shape.n_channel, shape.n_v_head * shape.dim, shape.n_v_head, shape.n_v_head]
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyspec.cuda import fuse
 from pyspec.cuda.ops.mamba2.op import mamba2
-from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
+from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params, flush
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import GroupNorm, PrepKind, RowsSpec, norm_power
@@ -91,7 +91,7 @@ class BoundMamba2:
         self.group_power = norm_power(self.group_norm)
         spec = Mamba2Spec(w.device, shape)
         self.mamba2, self.capturable = mamba2.bind(spec), mamba2.chosen(spec).capturable
-        self.fold, self.read_next = fuse.folder(self.mamba2), fuse.read_next(self.mamba2, self.out)
+        self.fold, self.read_next = fuse.folder(self.mamba2, flush), fuse.read_next(self.mamba2, self.out)
         self.split = [shape.n_head * shape.head_dim, shape.n_channel, shape.n_head]
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
