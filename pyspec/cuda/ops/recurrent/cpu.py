@@ -11,7 +11,7 @@ from torch import Tensor
 from pyspec.cpu.kernels import missing as no_kernels
 from pyspec.cuda import faults
 from pyspec.cuda.op import Guard
-from pyspec.cuda.ops.recurrent.fold_only import fold_batch
+from pyspec.cuda.ops.recurrent.launch import meta_of, meta_of_fold
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -51,12 +51,12 @@ def conv_args(m: Tensor, w: Tensor, bias: Tensor | None, layer: StateLayer) -> l
 
 
 def batch_args(batch: Batch, layer: StateLayer, n_row: int, guard: Guard) -> list[Arg]:
-    return _batch_args((batch.seq_slot, batch.seq_start, batch.seq_fold, batch.seq_keep), layer, n_row, guard)
+    return _batch_args(meta_of(batch), layer, n_row, guard)
 
 
 def fold_args(layer: StateLayer, slot: int, n_fold: int, guard: Guard) -> list[Arg]:
     """A batch that only folds `n_fold` records of a slot."""
-    return _batch_args(fold_batch(layer.state.device, slot, n_fold), layer, 0, guard)
+    return _batch_args(meta_of_fold(layer.state.device, slot, n_fold), layer, 0, guard)
 
 
 def _batch_args(seqs: Sequence[Tensor], layer: StateLayer, n_row: int, guard: Guard) -> list[Arg]:

@@ -37,7 +37,7 @@ def meta_of(batch: Batch) -> Meta:
 
 
 @per_device
-def _meta_of_fold(device: torch.device, slot: int, n_fold: int) -> Meta:
+def meta_of_fold(device: torch.device, slot: int, n_fold: int) -> Meta:
     """Of one sequence without rows."""
     values = torch.tensor([slot, 0, 0, n_fold, FOLD_ONLY], dtype=torch.int32, device=device)
     return values.split([1, 2, 1, 1])
@@ -48,7 +48,7 @@ def folding(run: Callable[[StateLayer, Meta], None]) -> Fold:
 
     def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
         if has_records(layer, slot, n_fold):
-            run(layer, _meta_of_fold(layer.state.device, slot, n_fold))
+            run(layer, meta_of_fold(layer.state.device, slot, n_fold))
 
     return fold
 
