@@ -11,17 +11,16 @@ import click
 
 from pyspec.cli.meter import meter
 from pyspec.cli.options import ModelChoice
-from pyspec.errors import DeviceError
 
 if TYPE_CHECKING:
-    from pyspec.cuda.prepare import Ask, GpuKind
+    from pyspec.cuda.op import Ask
 
 
 def compile_model(choice: ModelChoice, archs: str, as_json: bool) -> int:
     """Exit status 0 if everything compiles."""
     from pyspec.cuda import prepare, verdicts
 
-    targets = _targets(archs)
+    targets = prepare.targets_of(archs)
     asks, began = _asks(choice), time.perf_counter()
     wanted = (p for target in targets for p in prepare.programs_of(asks, target))
     programs = list(dict.fromkeys(wanted))
@@ -46,22 +45,6 @@ def compile_model(choice: ModelChoice, archs: str, as_json: bool) -> int:
         for why in about["failed"]:
             click.echo(why)
     return 1 if failed else 0
-
-
-def _targets(archs: str) -> list[GpuKind]:
-    """The named architectures, or this machine's GPU."""
-    import torch
-
-    from pyspec.cuda import prepare
-    from pyspec.cuda.machine import CUDA_PACKAGES
-
-    if not prepare.can_compile():
-        raise DeviceError(f"cuda-core is not installed (pip install {CUDA_PACKAGES})")
-    if archs:
-        return [prepare.target_named(name) for name in archs.split(",")]
-    if not torch.cuda.is_available():
-        raise DeviceError("no NVIDIA GPU here; name architectures (--arch sm_90,sm_120)")
-    return [prepare.target_of(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
 
 
 def _asks(choice: ModelChoice) -> list[Ask]:

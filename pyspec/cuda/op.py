@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -29,6 +29,8 @@ NOT_HERE = ("runs on NVIDIA GPUs only", "runs on GPUs only")  # refusals that sa
 Spec = TypeVar("Spec")
 Launch = TypeVar("Launch")  # the result of `bind`: a function, or an object with several
 Capability = tuple[int, int]
+Ask = tuple["Op[Any, Any]", Any]
+"""An op, and a spec that it is bound with."""
 
 
 def _no_limits(spec: object) -> str | None:

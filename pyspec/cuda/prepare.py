@@ -25,14 +25,14 @@ from pyspec.cuda.checker import MOST, Checker, Verdict, sentence
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.jit import Compiled, GpuKind, Program
 from pyspec.cuda.kernel_context import KernelContext, current
-from pyspec.cuda.op import Impl, Op, device_of
+from pyspec.cuda.machine import CUDA_PACKAGES
+from pyspec.cuda.op import Ask, Impl, Op, device_of
 from pyspec.cuda.verdicts import Candidate
 from pyspec.errors import ConfigError, DeviceError
 from pyspec.ranges import quoted
 
 log = logging.getLogger(__name__)
 
-Ask = tuple[Op[Any, Any], Any]
 KNOWN = (8, 0), (12, 1)  # compute capabilities that there are kernels for, the first and the last
 CHILD_BYTES = 3 << 30  # GPU memory that a child may take: context, libraries, the tensors it compares
 
@@ -181,9 +181,15 @@ def begin(asks: Sequence[Ask], device: torch.device, kv: torch.dtype, planned: i
 # -- for GPUs that need not be here -----------------------------------------------------------------------------------
 
 
-def can_compile() -> bool:
-    """Whether there is a compiler here, with or without a GPU."""
-    return jit.is_installed()
+def targets_of(archs: str) -> list[GpuKind]:
+    """The named targets, as in "sm_90,sm_120", or this machine's GPUs. DeviceError without a compiler, or without either."""
+    if not jit.is_installed():
+        raise DeviceError(f"cuda-core is not installed (pip install {CUDA_PACKAGES})")
+    if archs:
+        return [target_named(name) for name in archs.split(",")]
+    if not torch.cuda.is_available():
+        raise DeviceError("no NVIDIA GPU here; name architectures (--arch sm_90,sm_120)")
+    return [target_of(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
 
 
 def target_named(name: str) -> GpuKind:

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import registry
-from pyspec.cuda.op import Impl, Op, device_of
+from pyspec.cuda.op import Ask, Impl, Op, device_of
 from pyspec.slots.kv import name_of
 
 REPEATS = 5
 SHORTEST_S = 2e-4  # of one timing
 UNTIMED = ("pack",)  # called by a load, not by rounds
-Ask = tuple[Op[Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)

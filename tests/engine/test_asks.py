@@ -13,6 +13,7 @@ import pyspec
 from pyspec.config import EngineSettings
 from pyspec.cuda import registry, survey
 from pyspec.cuda.jit import GpuKind
+from pyspec.cuda.op import Ask
 from pyspec.cuda.ops.linear.ref import Epilogue
 from pyspec.cuda.ops.rows.ref import PrepKind
 from pyspec.cuda.prepare import wanted_of
@@ -34,7 +35,7 @@ def settings(**more: object) -> EngineSettings:
     return EngineSettings(np=2, ctx=64, device="cpu", check_tap_shift=False, **more)  # type: ignore[arg-type]
 
 
-def names(asks: list[survey.Ask]) -> set[str]:
+def names(asks: list[Ask]) -> set[str]:
     return {f"{op.name}: {spec}" for op, spec in asks if op.name not in LATER}
 
 
