@@ -154,7 +154,7 @@ class EngineChoice:
     def plan(self, np: int = 0) -> tuple[Path, EngineSettings]:
         """The target's file and the settings of `load`. Raises PyspecError."""
         found = self._looked_up(np)
-        from pyspec.engine.pair import pair_of
+        from pyspec.engine.arguments import pair_of
 
         return pair_of(*found)
 

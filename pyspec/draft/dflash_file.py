@@ -17,8 +17,7 @@ from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.part import AttentionShape, Place
 from pyspec.models.read import attention_shape, block_count, check_rope
-from pyspec.models.rope import RopeSpec
-from pyspec.models.rope_scaling import read_scaling
+from pyspec.models.rope import RopeSpec, read_scaling
 from pyspec.models.target import ModelConfig
 from pyspec.models.wants import Want
 from pyspec.models.weights import Weights

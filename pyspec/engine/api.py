@@ -15,7 +15,16 @@ from typing import Any, Literal, Unpack, cast, overload
 from weakref import WeakKeyDictionary, finalize
 
 from pyspec.config import EngineSettings
-from pyspec.engine.arguments import callable_of, id_of, limit_of, path_of, prompts_of, settings_given, slot_path
+from pyspec.engine.arguments import (
+    callable_of,
+    id_of,
+    limit_of,
+    pair_of,
+    path_of,
+    prompts_of,
+    settings_given,
+    slot_path,
+)
 from pyspec.engine.aside import end_aside, to_loop
 from pyspec.engine.chat_tools import ChatDelta, ChatResult, Chats, ToolOptions, collected
 from pyspec.engine.option_texts import with_options
@@ -31,7 +40,6 @@ from pyspec.engine.options import (
     request_of,
     settings_of,
 )
-from pyspec.engine.pair import pair_of
 from pyspec.engine.plan.look_apart import look_at_name
 from pyspec.engine.protocol import Core
 from pyspec.engine.result import Progress, RequestSet, Result, collect, patience, submit_when_free

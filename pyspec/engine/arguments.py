@@ -1,4 +1,4 @@
-"""Checks the arguments of Engine's methods other than requests. No torch."""
+"""Arguments of Engine's methods other than requests: checks, and the files and settings that a load's mean. No torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pyspec.config import EngineSettings
+from pyspec.catalog import paired_kind, resolve
+from pyspec.config import EngineSettings, settings_from
 from pyspec.errors import ConfigError, PyspecError, RequestError
 from pyspec.ranges import Real, shown
+from pyspec.registry import is_spec_type
 
 NAME_CHARS = 4096  # longest path on Linux
 LIMIT = Real(0, threading.TIMEOUT_MAX)
@@ -67,3 +69,16 @@ def settings_given(settings: object) -> EngineSettings:
     if not isinstance(settings, EngineSettings):
         raise ConfigError(f"settings is {shown(settings)}; want a pyspec.config.EngineSettings")
     return settings
+
+
+def pair_of(target: str, draft: str | None, values: Mapping[str, object]) -> tuple[Path, EngineSettings]:
+    """The target's file, and settings with the drafter's file, from the arguments of `Engine.load`."""
+    path, paired = resolve(target)
+    values = dict(values)
+    if draft is None or is_spec_type(draft):
+        values |= {} if draft == "auto" else {"spec_type": draft or "none"}
+    else:
+        values["draft_path"] = Path(draft)
+    if paired is not None and values.get("spec_type", "auto") in ("auto", paired_kind(target)):
+        values.setdefault("draft_path", paired)
+    return path, settings_from(values)

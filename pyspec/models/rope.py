@@ -1,7 +1,17 @@
-"""Rotary embedding as a value of each attention, and its angles, made once a forward for each distinct value."""
+"""Rotary embedding as a value of each attention, and its angles, made once a forward for each distinct value.
+
+A file may stretch it beyond the context that its model was trained on: evenly (linear), or by YaRN.
+
+YaRN (arXiv:2309.00071) leaves frequencies that turn often within the old context as they are, divides those that hardly turn by the
+factor, and mixes those between; queries and keys become a little longer. Keys and defaults are those of llama.cpp for these
+architectures: a factor without a type is linear, and `rope.scale_linear` is the factor's old name. Converters write more keys than
+llama.cpp reads: these change no text.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +20,82 @@ from torch import Tensor
 from pyspec.cpu.tensors import scaled
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
-from pyspec.models.rope_scaling import NOT_STRETCHED, RopeScaling
+from pyspec.errors import ModelError
+from pyspec.gguf import GGUFFile
 from pyspec.models.wants import Want
 from pyspec.models.weights import Embedding, Weights
+from pyspec.ranges import quoted
+
+log = logging.getLogger(__name__)
+
+KINDS = ("none", "linear", "yarn")
+BETA_FAST, BETA_SLOW = 32.0, 1.0
+UNREAD = {
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "rope.scaling.yarn_attn_factor": (1.0, -1.0),
+    "rope.scaling.yarn_beta_fast": (BETA_FAST,),
+    "rope.scaling.yarn_beta_slow": (BETA_SLOW,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+"""Keys that llama.cpp reads of other architectures only, and the values that would change nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rope is stretched.
+
+    factor      divides positions
+    is_yarn     fast frequencies stay as they were; otherwise all are divided
+    n_ctx_orig  tokens of the context that the model was trained on
+    length      multiplies cos and sin
+    """
+
+    factor: float = 1.0
+    is_yarn: bool = False
+    n_ctx_orig: int = 1
+    length: float = 1.0
+
+    def kept(self, n_rot: int, base: float, device: torch.device) -> Tensor:
+        """Share of each frequency that is left alone. [n_rot / 2] f32"""
+        low, high = (self._dimension(turns, n_rot, base) for turns in (BETA_FAST, BETA_SLOW))
+        low, high = max(0.0, math.floor(low)), min(n_rot - 1.0, math.ceil(high))
+        d = torch.arange(n_rot // 2, dtype=torch.float32, device=device)
+        return 1 - ((d - low) / max(0.001, high - low)).clamp(0, 1)
+
+    def _dimension(self, turns: float, n_rot: int, base: float) -> float:
+        """The frequency, as a dimension, that makes `turns` turns within the old context."""
+        if base <= 1.0:
+            return 0.0  # all turn alike
+        return n_rot * math.log(self.n_ctx_orig / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+
+NOT_STRETCHED = RopeScaling()
+
+
+def read_scaling(file: GGUFFile) -> RopeScaling:
+    """The scaling of a file. ModelError for an unknown kind, BadGGUF for values out of range."""
+    h = file.hparams
+    kind = h.label("rope.scaling.type", "linear")
+    if kind not in KINDS:
+        raise ModelError(f"rope scaling {quoted(kind)} is not supported ({', '.join(KINDS)} are)")
+    factor = h.number("rope.scaling.factor", h.number("rope.scale_linear", 0.0)) or 1.0
+    is_yarn = kind == "yarn"
+    if is_yarn:
+        _tell_unread(file)
+    return RopeScaling(
+        factor=1.0 if kind == "none" else factor,
+        is_yarn=is_yarn,
+        n_ctx_orig=h.integer("rope.scaling.original_context_length", h.integer("context_length")),
+        length=h.number("rope.scaling.attn_factor", 1.0) * (1.0 + 0.1 * math.log(max(1.0, factor)) if is_yarn else 1.0),
+    )
+
+
+def _tell_unread(file: GGUFFile) -> None:
+    h = file.hparams
+    for name, plain in UNREAD.items():
+        if (value := h.number(name, plain[0])) not in plain:
+            log.warning("%s %g is not used, as llama.cpp does not for this architecture", h.key(name), value)
+
 
 DIVISORS = "rope_freqs.weight"  # llama 3's
 

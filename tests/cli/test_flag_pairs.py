@@ -16,9 +16,9 @@ from sampling import all_pairs
 from pyspec.cli import main
 from pyspec.config import EngineSettings
 from pyspec.device.capture import capture
+from pyspec.engine.arguments import pair_of
 from pyspec.engine.load.load import info_of
 from pyspec.engine.load.warmup import rehearsed
-from pyspec.engine.pair import pair_of
 from pyspec.engine.plan import describe
 from pyspec.engine.plan.describe import Description
 from pyspec.engine.plan.longest import widened

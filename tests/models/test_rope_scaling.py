@@ -15,8 +15,7 @@ from pyspec.draft.dflash_file import read_config as read_drafter
 from pyspec.errors import BadGGUF, ModelError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
-from pyspec.models.rope import Rope, RopeSpec
-from pyspec.models.rope_scaling import RopeScaling, read_scaling
+from pyspec.models.rope import Rope, RopeScaling, RopeSpec, read_scaling
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "fixtures" / "make"))

@@ -12,7 +12,7 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.read import block_count, read_attention, read_rope, read_windows, vocab_size
-from pyspec.models.rope_scaling import NOT_STRETCHED
+from pyspec.models.rope import NOT_STRETCHED
 from pyspec.models.spec import ModelSpec
 from pyspec.ranges import Real
 
