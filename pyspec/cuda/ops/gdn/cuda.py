@@ -36,9 +36,12 @@ from pyspec.cuda.ops.recurrent.launch import (
     NEVER,
     TAPS,
     THREADS,
+    UNIT,
     Fold,
     Meta,
     blocks_for,
+    check_kept,
+    check_rows,
     chunked_of,
     conv_args,
     counts_of,
@@ -107,26 +110,6 @@ def _kernels(device: torch.device, shape: GdnShape, columns: int) -> tuple[jit.K
     return *convs, code.kernel("gdn_rows", ROWS_ARGS + OUT_ARGS), *into
 
 
-def _check(rows: Sequence[Tensor], shape: GdnShape) -> None:
-    """Assert dtypes, shapes and alignment, which only our own code can get wrong."""
-    m, alpha, beta = rows
-    assert m.dtype == alpha.dtype == beta.dtype == torch.float32, "gdn takes float32"
-    assert all(t.stride(1) == 1 for t in rows) and alpha.stride(0) == beta.stride(0), "gdn takes rows of one stride"
-    assert m.stride(0) % 4 == 0, "rows of m must start at multiples of 16 bytes"
-    assert m.data_ptr() % 16 == 0, "gdn takes tensors that start at multiples of 16 bytes"
-    assert m.shape[1] == shape.n_channel and alpha.shape == beta.shape == (m.shape[0], shape.n_v_head)
-
-
-def _check_kept(weights: Sequence[Tensor], layer: StateLayer, device: torch.device, shape: GdnShape) -> None:
-    """The same for the layer's own tensors."""
-    whole = (*weights, *layer.tensors())
-    assert all(t.dtype == torch.float32 and t.device == device for t in whole), "gdn takes float32"
-    assert all(t.is_contiguous() for t in whole), "gdn takes contiguous tensors, or rows that are slices of wider rows"
-    assert all(t.data_ptr() % 16 == 0 for t in whole), "gdn takes tensors that start at multiples of 16 bytes"
-    assert shape.n_channel == DIM * (2 * shape.n_k_head + shape.n_v_head)
-    assert [tuple(t.shape) for t in weights] == [(shape.n_v_head,)] * 2 + [(shape.n_channel, TAPS)]
-
-
 Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateLayer, Batch]  # arguments of a call
 
 
@@ -188,11 +171,13 @@ class GdnLaunch:
         out: Tensor | GatedRowBuffer,
     ) -> None:
         (m, alpha, beta), (a, dt_bias, conv_w), shape = raw, weights, self.shape
-        _check(raw, shape)
-        if self.seen is None or self.seen[0] is not conv_w or self.seen[1] is not layer:
-            _check_kept(weights, layer, m.device, shape)
-            self.seen = conv_w, layer
         n_row, n_v = m.shape[0], shape.n_v_head
+        check_rows("gdn", raw, layer, UNIT)
+        assert alpha.stride(0) == beta.stride(0), "gdn takes gates of one stride"
+        if self.seen is None or self.seen[0] is not conv_w or self.seen[1] is not layer:
+            check_kept("gdn", weights, 2, layer, UNIT)
+            assert shape.n_channel == DIM * (2 * shape.n_k_head + n_v)
+            self.seen = conv_w, layer
         own = divided(batch, layer, n_row, self.chunked, gdn_chunk.CHUNK, self.fault)
         cols = self.columns or columns_for(shape, own.n_seq, self.arch, self.n_sm, prepares=not isinstance(out, Tensor))
         conv, many, rows, *rows_into = self.kernels[cols]

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.gdn.ref import GUARD, GdnSpec
-from pyspec.cuda.ops.recurrent.launch import TAPS, Fold, Meta, folding, meta_of, stretches
+from pyspec.cuda.ops.recurrent.launch import (
+    TAPS,
+    Fold,
+    Meta,
+    check_kept,
+    check_rows,
+    folding,
+    meta_of,
+    stretches,
+)
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -55,7 +64,9 @@ class GdnTriton:
         shape = self.spec.shape
         out = m.new_empty(m.shape[0], shape.n_v_head, shape.dim)
         if m.shape[0]:
-            _check((m, alpha, beta), (a, dt_bias, conv_w), layer, self.spec)
+            check_rows("gdn", (m, alpha, beta), layer)
+            check_kept("gdn", (a, dt_bias, conv_w), 2, layer)
+            assert alpha.stride(0) == beta.stride(0), "gdn takes gates of one stride"
             self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, meta_of(batch), out)
         return out
 
@@ -108,16 +119,6 @@ class GdnTriton:
             {**heads, "COLUMNS": self.columns},
             self.warps,
         )
-
-
-def _check(rows: tuple[Tensor, ...], weights: tuple[Tensor, ...], layer: StateLayer, spec: GdnSpec) -> None:
-    """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
-    (m, alpha, beta), shape, whole = rows, spec.shape, (*weights, *layer.tensors())
-    assert all(t.dtype == torch.float32 and t.device == m.device for t in (*rows, *whole)), "gdn takes float32"
-    assert all(t.is_contiguous() for t in whole), "gdn takes contiguous tensors, or rows that are slices of wider rows"
-    assert all(t.stride(1) == 1 for t in rows) and alpha.stride(0) == beta.stride(0), "gdn takes rows of one stride"
-    assert m.shape[1] == shape.n_channel and alpha.shape == beta.shape == (m.shape[0], shape.n_v_head)
-    assert [tuple(t.shape) for t in weights] == [(shape.n_v_head,)] * 2 + [(shape.n_channel, TAPS)]
 
 
 def bind(spec: GdnSpec, *, columns: int = COLUMNS, warps: int = WARPS) -> GdnTriton:

@@ -32,9 +32,12 @@ from pyspec.cuda.ops.recurrent.launch import (
     NEVER,
     TAPS,
     THREADS,
+    UNIT,
     Fold,
     Meta,
     blocks_for,
+    check_kept,
+    check_rows,
     conv_args,
     counts_of,
     divided,
@@ -93,21 +96,6 @@ def _kernels(device: torch.device, shape: Mamba2Shape, columns: int) -> tuple[ji
     return code.kernel("mamba2_conv", CONV_ARGS), code.kernel("mamba2_rows", ROWS_ARGS)
 
 
-def _check(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, s: Mamba2Shape) -> None:
-    """Assert dtypes, shapes and alignment, which only our own code can get wrong."""
-    weights = (p.a, p.dt_bias, p.d, p.conv_w, p.conv_b)
-    whole = (*weights, *layer.tensors())
-    assert all(t.dtype == torch.float32 and t.device == m.device for t in (m, dt, *whole)), "mamba2 takes float32"
-    assert all(t.is_contiguous() for t in whole), (
-        "mamba2 takes contiguous tensors, or rows that are slices of wider rows"
-    )
-    assert m.stride(1) == dt.stride(1) == 1 and m.stride(0) % 4 == 0, "rows of m must start at multiples of 16 bytes"
-    assert all(t.data_ptr() % 16 == 0 for t in (m, *whole)), "mamba2 takes tensors that start at multiples of 16 bytes"
-    assert m.shape[1] == s.n_channel and dt.shape == (m.shape[0], s.n_head)
-    sizes = [(s.n_head,)] * 3 + [(s.n_channel, TAPS), (s.n_channel,)]
-    assert [tuple(t.shape) for t in weights] == sizes
-
-
 class Mamba2Launch:
     """The kernels of one spec; called as mamba2_ref's."""
 
@@ -131,7 +119,8 @@ class Mamba2Launch:
     ) -> Tensor:
         """`after`: the weights of the product that reads the result."""
         s, n_row = self.spec.shape, m.shape[0]
-        _check(m, dt, p, layer, s)
+        check_rows("mamba2", (m, dt), layer, UNIT)
+        check_kept("mamba2", p.tensors, 3, layer, UNIT)
         out = m.new_empty(n_row, s.n_head, s.head_dim)
         if not n_row:
             return out

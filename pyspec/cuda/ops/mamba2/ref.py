@@ -55,6 +55,10 @@ class Params:
     conv_w: Tensor
     conv_b: Tensor
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.a, self.dt_bias, self.d, self.conv_w, self.conv_b
+
 
 Mamba2 = Callable[Concatenate[Tensor, Tensor, Params, StateLayer, Batch, ...], Tensor]
 """mamba2(m, dt, params, layer, batch) -> out; one that fetches ahead takes `after`, too (fuse.py)"""

@@ -15,7 +15,16 @@ from torch import Tensor
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.mamba2.ref import GUARD, Mamba2Spec, Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
-from pyspec.cuda.ops.recurrent.launch import TAPS, Fold, Meta, folding, meta_of, stretches
+from pyspec.cuda.ops.recurrent.launch import (
+    TAPS,
+    Fold,
+    Meta,
+    check_kept,
+    check_rows,
+    folding,
+    meta_of,
+    stretches,
+)
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -56,7 +65,8 @@ class Mamba2Triton:
         s = self.spec.shape
         out = m.new_empty(m.shape[0], s.n_head, s.head_dim)
         if m.shape[0]:
-            _check(m, dt, p, layer, s)
+            check_rows("mamba2", (m, dt), layer)
+            check_kept("mamba2", p.tensors, 3, layer)
             self._run(m, dt, p, layer, meta_of(batch), out)
         return out
 
@@ -111,17 +121,6 @@ class Mamba2Triton:
             },
             self.warps,
         )
-
-
-def _check(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, s: Mamba2Shape) -> None:
-    """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
-    weights = (p.a, p.dt_bias, p.d, p.conv_w, p.conv_b)
-    whole = (*weights, *layer.tensors())
-    assert all(t.dtype == torch.float32 and t.device == m.device for t in (m, dt, *whole)), "mamba2 takes float32"
-    assert all(t.is_contiguous() for t in whole), "mamba2 takes contiguous tensors, or slices of wider rows"
-    assert m.stride(1) == dt.stride(1) == 1 and m.shape[1] == s.n_channel and dt.shape == (m.shape[0], s.n_head)
-    sizes = [(s.n_head,)] * 3 + [(s.n_channel, TAPS), (s.n_channel,)]
-    assert [tuple(t.shape) for t in weights] == sizes
 
 
 def bind(spec: Mamba2Spec, *, part: int = PART, warps: int = WARPS) -> Mamba2Triton:

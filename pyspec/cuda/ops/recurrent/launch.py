@@ -26,6 +26,7 @@ COLUMNS = (2, 4)  # of a lane; one was never faster on an H200
 CHUNKED = BUCKETS[-1] + 1  # rows from which a kept sequence is chunked: more than a graph has
 NEVER = 2**31 - 1
 FOLD_ONLY = 2  # in seq_keep: see seq.cuh
+UNIT = 4  # values that CUDA kernels read at once
 
 Meta = Sequence[Tensor]
 """(slot, start, fold, keep) of the sequences of a batch, int32: seq.cuh's Meta."""
@@ -56,6 +57,30 @@ def folding(run: Callable[[StateLayer, Meta], None]) -> Fold:
 def counts_of(meta: Meta, layer: StateLayer, n_row: int = 0, chunked: int = NEVER) -> list[jit.Arg]:
     """Arguments of a batch for CUDA kernels; as it stands, of one that only folds."""
     return [*meta, *map(np.int32, (layer.state.shape[0], layer.width, n_row, chunked))]
+
+
+def check_rows(op: str, rows: Sequence[Tensor], layer: StateLayer, unit: int = 1) -> None:
+    """Assert dtypes, shapes and alignment of m [row, channel] and of gates [row, head], which only our own code can get wrong.
+
+    unit  values; rows of m begin at multiples of it
+    """
+    m, *gates = rows
+    assert all(t.dtype == torch.float32 and t.device == layer.state.device for t in rows), f"{op} takes float32"
+    assert all(t.stride(1) == 1 for t in rows), f"{op} takes rows in one piece"
+    assert m.stride(0) % unit == 0 and m.data_ptr() % (4 * unit) == 0, f"rows of {op} start at {4 * unit} bytes"
+    assert m.shape[1] == layer.shape.n_channel and all(t.shape == (len(m), layer.state.shape[1]) for t in gates)
+
+
+def check_kept(op: str, weights: Sequence[Tensor], n_vector: int, layer: StateLayer, unit: int = 1) -> None:
+    """The same for the layer's own tensors: `n_vector` weights of the heads, the convolution's weights, and its bias if it has one."""
+    whole, n_channel = (*weights, *layer.tensors()), layer.shape.n_channel
+    assert all(t.dtype == torch.float32 and t.device == layer.state.device for t in whole), f"{op} takes float32"
+    assert all(t.is_contiguous() for t in whole), (
+        f"{op} takes contiguous tensors, or rows that are slices of wider rows"
+    )
+    assert all(t.data_ptr() % (4 * unit) == 0 for t in whole), f"tensors of {op} start at {4 * unit} bytes"
+    sizes = [(layer.state.shape[1],)] * n_vector + [(n_channel, TAPS), (n_channel,)]
+    assert [tuple(t.shape) for t in weights] == sizes[: len(weights)]
 
 
 def conv_args(
