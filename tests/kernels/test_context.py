@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from probe_fakes import planted, right
+from checker_fakes import planted, right
 from torch import Tensor
 
 import pyspec.cuda

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import probe_fakes
+import checker_fakes
 import pytest
 import torch
-from probe_fakes import Launch, TwiceSpec
+from checker_fakes import Launch, TwiceSpec
 
 from pyspec.cuda import checker, jit, prepare, verdicts
 from pyspec.cuda.checker import Checker, Verdict
@@ -32,7 +32,7 @@ BROKEN = Program("angles", "sm_90a", (("float", "no_such_type"),))
 
 
 def candidate(name: str) -> verdicts.Candidate:
-    op: Op[TwiceSpec, Launch] = probe_fakes.twice
+    op: Op[TwiceSpec, Launch] = checker_fakes.twice
     return op.candidate(next(i for i in op.impls if i.name == name), SPEC)
 
 
@@ -135,8 +135,8 @@ def test_closing_waits_for_nothing_that_has_not_begun(answers: _Answers) -> None
 
 def test_a_load_goes_on_without_what_nobody_waits_for(answers: _Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is decided when it is asked for later, from the kept verdict, and not before."""
-    right = next(i for i in probe_fakes.twice.impls if i.name == "right")
-    op = replace(probe_fakes.twice, impls=[replace(right, native=True)], verdicts={}, _decided={})
+    right = next(i for i in checker_fakes.twice.impls if i.name == "right")
+    op = replace(checker_fakes.twice, impls=[replace(right, native=True)], verdicts={}, _decided={})
     monkeypatch.setattr(prepare, "_first", lambda op, spec: op.impls[0])
     closed, told, left = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(checker, "close", closed.set)

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import probe_fakes
+import checker_fakes
 import pytest
 import torch
-from probe_fakes import Launch, TwiceSpec, planted
+from checker_fakes import Launch, TwiceSpec, planted
 
 from pyspec.cuda import check_child, checker, verdicts
 from pyspec.cuda.checker import Checker
@@ -49,7 +49,7 @@ def fresh(op: Op[TwiceSpec, Launch]) -> Op[TwiceSpec, Launch]:
 
 @pytest.mark.slow
 def test_every_bad_implementation_is_refused_with_its_reason(children: list[int]) -> None:
-    op = fresh(probe_fakes.twice)
+    op = fresh(checker_fakes.twice)
     reasons = dict(op.choices(SPEC))
     assert reasons["wrong"] == "its doubles are no doubles"
     assert reasons["raising"] == "failed its check: ValueError: the compiler says no"
@@ -61,12 +61,12 @@ def test_every_bad_implementation_is_refused_with_its_reason(children: list[int]
     assert reasons["right"] is None and reasons["torch"] is None
     assert op.chosen(SPEC).name == "right"
     assert len(children) == 4, "one child serves until it dies: three deaths"
-    assert fresh(probe_fakes.only_bad).chosen(SPEC).name == "torch"
+    assert fresh(checker_fakes.only_bad).chosen(SPEC).name == "torch"
 
 
 @pytest.mark.slow
 def test_a_verdict_is_asked_for_once(children: list[int]) -> None:
-    op = planted(probe_fakes.wrong, probe_fakes.raising, probe_fakes.right, name="twice")
+    op = planted(checker_fakes.wrong, checker_fakes.raising, checker_fakes.right, name="twice")
     fresh(op).chosen(SPEC)
     checker.close()
     assert fresh(op).chosen(SPEC).name == "right" and len(children) == 1
@@ -78,10 +78,10 @@ def test_what_a_child_measures_is_in_its_verdict_and_harms_nothing_where_it_fail
     def tuned(impl: Impl[TwiceSpec, Launch]) -> checker.Verdict:
         return check_child.examine(planted(impl.bind, name="twice"), impl, SPEC, lambda at: None)
 
-    assert tuned(Impl("right", probe_fakes.right, tune=lambda spec: f"{spec.n} of it")).choice == f"{SPEC.n} of it"
-    failing = tuned(Impl("right", probe_fakes.right, tune=probe_fakes.raising))  # type: ignore[arg-type]
+    assert tuned(Impl("right", checker_fakes.right, tune=lambda spec: f"{spec.n} of it")).choice == f"{SPEC.n} of it"
+    failing = tuned(Impl("right", checker_fakes.right, tune=checker_fakes.raising))  # type: ignore[arg-type]
     assert (failing.refusal, failing.choice) == (None, "")
-    assert tuned(Impl("wrong", probe_fakes.wrong, tune=lambda spec: "some")).choice == ""
+    assert tuned(Impl("wrong", checker_fakes.wrong, tune=lambda spec: "some")).choice == ""
 
 
 def test_a_choice_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,27 +92,27 @@ def test_a_choice_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_a_lack_of_memory_is_not_remembered(children: list[int]) -> None:
-    op = planted(probe_fakes.full, name="twice")
+    op = planted(checker_fakes.full, name="twice")
     fresh(op).chosen(SPEC)
     checker.close()
     assert fresh(op).chosen(SPEC).name == "torch" and len(children) == 2
 
 
-@pytest.mark.parametrize("impl", probe_fakes.unlucky.impls, ids=lambda impl: impl.name)
+@pytest.mark.parametrize("impl", checker_fakes.unlucky.impls, ids=lambda impl: impl.name)
 def test_what_a_machine_lacked_is_not_remembered(impl: Impl[TwiceSpec]) -> None:
     """No right to write, a compiler that was killed or does not build, no memory: it may be otherwise the next time."""
-    found = check_child.examine(probe_fakes.unlucky, impl, SPEC, lambda at: None)
+    found = check_child.examine(checker_fakes.unlucky, impl, SPEC, lambda at: None)
     assert found.refusal is not None and found.refusal.startswith("failed its check: ") and not found.lasting
 
 
 def test_what_a_compiler_says_of_a_kernel_is_remembered() -> None:
-    impl = next(i for i in probe_fakes.twice.impls if i.name == "raising")
-    assert check_child.examine(probe_fakes.twice, impl, SPEC, lambda at: None).lasting
+    impl = next(i for i in checker_fakes.twice.impls if i.name == "raising")
+    assert check_child.examine(checker_fakes.twice, impl, SPEC, lambda at: None).lasting
 
 
 @pytest.mark.slow
 def test_a_compiler_may_take_longer_than_a_kernel(children: list[int]) -> None:
-    reasons = dict(fresh(probe_fakes.compiled).choices(SPEC))
+    reasons = dict(fresh(checker_fakes.compiled).choices(SPEC))
     assert reasons["slow_to_compile"] is None, "3 s of compiling, where a check has 2"
     assert reasons["hanging_behind_a_compiler"] == "its check took more than 2 s"
 
@@ -123,8 +123,8 @@ def test_other_sources_or_another_machine_are_other_verdicts(
 ) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # a source may change twice in a second here
     module = tmp_path / "planted_kernel.py"
-    text = "import probe_fakes\ndef kernel(spec):\n    return lambda x: x * 2\n"
-    text += "op = probe_fakes.planted(kernel, name='op')\nop.home = 'planted_kernel:op'\n"
+    text = "import checker_fakes\ndef kernel(spec):\n    return lambda x: x * 2\n"
+    text += "op = checker_fakes.planted(kernel, name='op')\nop.home = 'planted_kernel:op'\n"
     module.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     import planted_kernel
@@ -147,7 +147,7 @@ def test_other_sources_or_another_machine_are_other_verdicts(
 
 @pytest.mark.slow
 def test_a_broken_cache_costs_a_check_and_nothing_else(children: list[int], tmp_path: Path) -> None:
-    op = planted(probe_fakes.right, name="twice")
+    op = planted(checker_fakes.right, name="twice")
     key = verdicts.key_of(op.candidate(op.impls[0], SPEC))
     assert fresh(op).chosen(SPEC).name == "right"
     checker.close()
@@ -167,11 +167,11 @@ def test_a_broken_cache_costs_a_check_and_nothing_else(children: list[int], tmp_
 @pytest.mark.slow
 def test_a_cache_that_can_not_be_written_is_no_error(children: list[int], tmp_path: Path) -> None:
     (tmp_path / "verdicts").write_text("a file where the folder should be")
-    assert fresh(planted(probe_fakes.right, name="twice")).chosen(SPEC).name == "right"
+    assert fresh(planted(checker_fakes.right, name="twice")).chosen(SPEC).name == "right"
 
 
 def test_processes_that_save_at_once_leave_one_whole_file(children: list[int]) -> None:
-    op = fresh(probe_fakes.twice)
+    op = fresh(checker_fakes.twice)
     key = verdicts.key_of(op.candidate(op.impls[0], SPEC))
     threads = [threading.Thread(target=verdicts.save, args=(key, f"reason {i}" * 1000)) for i in range(8)]
     for t in threads:
@@ -185,7 +185,7 @@ def test_processes_that_save_at_once_leave_one_whole_file(children: list[int]) -
 
 @pytest.mark.slow
 def test_what_a_child_can_not_find_is_refused_for_now(children: list[int]) -> None:
-    op = planted(probe_fakes.right, name="nowhere")
+    op = planted(checker_fakes.right, name="nowhere")
     assert "could not be checked" in (fresh(op).refusal(op.impls[0], SPEC) or "")
     assert not verdicts.folder().exists()
     here = TwiceSpec(torch.device("cpu"), lambda: 4)  # type: ignore[arg-type]
@@ -194,16 +194,16 @@ def test_what_a_child_can_not_find_is_refused_for_now(children: list[int]) -> No
 
 @pytest.mark.slow
 def test_a_child_that_left_is_replaced(children: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    op = planted(probe_fakes.right, name="twice")
+    op = planted(checker_fakes.right, name="twice")
     assert fresh(op).chosen(SPEC).name == "right"
     os.kill(children[0], 9)
     assert fresh(op).chosen(replace(SPEC, n=7)).name == "right" and len(children) == 2
 
 
 def test_what_fails_only_here_is_refused_too(children: list[int]) -> None:
-    op = planted(probe_fakes.right, name="twice")
+    op = planted(checker_fakes.right, name="twice")
 
-    def fails(spec: TwiceSpec) -> probe_fakes.Launch:
+    def fails(spec: TwiceSpec) -> checker_fakes.Launch:
         raise RuntimeError("no room")
 
     here = replace(op, impls=[replace(op.impls[0], bind=fails)], verdicts={("right", SPEC): None}, _decided={})
@@ -213,8 +213,8 @@ def test_what_fails_only_here_is_refused_too(children: list[int]) -> None:
 
 
 def test_without_a_gpu_what_is_not_native_is_checked_here(children: list[int]) -> None:
-    impls = [replace(impl, native=False) for impl in probe_fakes.only_bad.impls[:2]]
-    op = replace(probe_fakes.only_bad, impls=impls, verdicts={}, _decided={})
+    impls = [replace(impl, native=False) for impl in checker_fakes.only_bad.impls[:2]]
+    op = replace(checker_fakes.only_bad, impls=impls, verdicts={}, _decided={})
     assert [why for _, why in op.choices(SPEC)] == [
         "its doubles are no doubles",
         "failed its check: ValueError: the compiler says no",
