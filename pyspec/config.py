@@ -80,6 +80,8 @@ class EngineSettings:
     tp: Annotated[int, "--tp", Whole(0, MAX_RANKS, "0: every GPU")] = 1
     # processes that share the model, each with its own GPU if there are any
     kv_type: Annotated[str, "-ctk", OneOf(KV_TYPES)] = "f16"
+    # of keys, and of values unless kv_type_v names theirs
+    kv_type_v: Annotated[str, "-ctv", OneOf(KV_TYPES)] | None = None
     weights: Annotated[str, "--weights", OneOf(WEIGHTS)] = "auto"
     threads: Annotated[int, "-t", Whole(-1, MAX_THREADS, "0, -1: as torch chooses")] = 0
     queue: Annotated[int, "--queue", Whole(0, 1_000_000, "0: automatic")] = 0

@@ -19,6 +19,7 @@ def compute_logits(
     *,
     chunk: int = 512,
     kv_type: str = "f32",
+    kv_type_v: str | None = None,
     device: str = "auto",
     weights: str = "auto",
 ) -> np.ndarray:
@@ -35,6 +36,7 @@ def compute_logits(
         batch=chunk,
         ubatch=chunk,
         kv_type=kv_type,
+        kv_type_v=kv_type_v,
         device=device,
         weights=weights,
         spec_type="none",

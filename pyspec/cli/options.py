@@ -184,9 +184,9 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _slots("--prompt-weight", default=1.0, type=Number(0, 1000),
            help="Time of a long prompt while slots decode, relative to one slot's. 0: no limit."),
     _slots("-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None,
-           help="KV cache type [f16]."),
+           help="Type of keys [that of values, else f16]."),
     _slots("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None,
-           help="KV cache type; must equal -ctk."),
+           help="Type of values [that of keys]."),
     THREADS,
     _device("-dev", "--device", default="auto", callback=_device_name,
             help="auto, cpu, cuda, cuda:1 ..."),
@@ -343,7 +343,5 @@ def _engine_choice(values: dict[str, Any]) -> EngineChoice:
     if of_slot:
         settings["kv_pool"], ctx = settings["kv_pool"] or ctx, of_slot
     k, v = values.pop("cache_type_k"), values.pop("cache_type_v")
-    if k and v and k != v:
-        raise click.UsageError(f"-ctk {k} and -ctv {v} must be the same type")
-    settings["kv_type"] = k or v or "f16"
+    settings["kv_type"], settings["kv_type_v"] = k or v or "f16", v
     return EngineChoice(choice=choice, np=values.pop("np"), ctx=ctx, settings=settings)

@@ -147,12 +147,10 @@ class GpuKind:
     """A target for programs. The GPU need not be here.
 
     n_multiprocessor  0 if it is not known
-    kv                type of keys and values, for specs that do not name it
     """
 
     capability: tuple[int, int]
     n_multiprocessor: int = 0
-    kv: torch.dtype = torch.float16
 
     @property
     def arch(self) -> str:

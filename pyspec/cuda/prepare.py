@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -50,9 +50,8 @@ class Wanted:
     programs: list[Program]
 
 
-def wanted_of(asks: Iterable[Ask], target: GpuKind, kv: torch.dtype) -> list[Wanted]:
+def wanted_of(asks: Iterable[Ask], target: GpuKind) -> list[Wanted]:
     """For each ask the first implementation within its limits, if a child has to check it."""
-    target = replace(target, kv=kv)
     return [
         Wanted(op.candidate(impl, spec), impl.programs_for(spec, target))
         for op, spec in asks
@@ -169,11 +168,11 @@ def n_children(free: int, planned: int, cores: int) -> int:
     return max(1, min(MOST, cores // 2, (free - planned) // CHILD_BYTES))
 
 
-def begin(asks: Sequence[Ask], device: torch.device, kv: torch.dtype, planned: int) -> Preparation | None:
+def begin(asks: Sequence[Ask], device: torch.device, planned: int) -> Preparation | None:
     """Start, if kernels of ours run on `device`, in either tier. planned: bytes of its memory that the load will take."""
     if EXAMINATION.is_on or (jit.missing(device) is not None and tri.missing(device) is not None):
         return None
-    wanted = wanted_of(asks, target_of(device), kv)
+    wanted = wanted_of(asks, target_of(device))
     cores, free = n_cores(), torch.cuda.mem_get_info(device)[0]
     return Preparation(wanted, cores, n_children(free, planned, cores))
 
@@ -216,10 +215,10 @@ def as_if(target: GpuKind) -> Iterator[None]:
         torch.cuda.get_device_capability = was
 
 
-def programs_of(asks: Iterable[Ask], target: GpuKind, kv: torch.dtype = torch.float16) -> list[Program]:
+def programs_of(asks: Iterable[Ask], target: GpuKind) -> list[Program]:
     """Everything that is compiled for these asks on such a GPU, each once."""
     with as_if(target):
-        found = [program for w in wanted_of(asks, target, kv) for program in w.programs]
+        found = [program for w in wanted_of(asks, target) for program in w.programs]
     return list(dict.fromkeys(found))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyspec.cuda import registry
 from pyspec.cuda.op import Ask, Impl, Op, device_of
-from pyspec.slots.kv import name_of
+from pyspec.slots.kv import KvFormat, name_of
 
 REPEATS = 5
 SHORTEST_S = 2e-4  # of one timing
@@ -77,6 +77,8 @@ def shape_of(spec: Any) -> str:
         value = getattr(spec, field.name)
         if isinstance(value, Enum):
             parts.append(value.name)
+        elif isinstance(value, KvFormat):
+            parts.append(f"{field.name} {value.name}")
         elif dataclasses.is_dataclass(value):
             parts.append(shape_of(value))
         elif isinstance(value, bool):

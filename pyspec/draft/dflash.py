@@ -140,7 +140,7 @@ class DFlashNet:
         self.n_feature = len(c.taps) * target.n_embd
         self.ropes, n_layer = Ropes(w), len(c.blocks)
         self.blocks = [
-            spec.bind(Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_dtype, self.ropes))
+            spec.bind(Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_format, self.ropes))
             for i, spec in enumerate(c.blocks)
         ]
         self.attention: list[BoundAttention] = [

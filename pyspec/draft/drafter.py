@@ -23,7 +23,7 @@ from pyspec.models.wants import Want
 from pyspec.models.weights import Matrix
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KV_DTYPES
+from pyspec.slots.kv import KvFormat
 from pyspec.slots.memory import Memory, allocate
 from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory
 from pyspec.slots.table import Slot, SlotTable
@@ -136,8 +136,8 @@ class DraftOptions:
     best: Callable[[Tensor], Tensor] | None = None
 
     @property
-    def kv_dtype(self) -> torch.dtype:
-        return KV_DTYPES[self.settings.kv_type]
+    def kv(self) -> KvFormat:
+        return KvFormat.named(self.settings.kv_type, self.settings.kv_type_v)
 
 
 class DrafterModule(Protocol):
@@ -168,7 +168,7 @@ def refuse_file(kind: str, file: GGUFFile | None) -> None:
 def own_memory(plan: DraftPlan, table: SlotTable, options: DraftOptions, device: torch.device) -> Memory:
     """Memory of the drafter's layers; pages have the target's numbers."""
     n_slot, width = len(table.slots), plan.n_draft + 1
-    sizes = CacheSizes(n_slot, table.n_alloc_row, table.page_size, width, kv_dtype=options.kv_dtype)
+    sizes = CacheSizes(n_slot, table.n_alloc_row, table.page_size, width, kv=options.kv)
     return allocate(plan.layers, sizes, device)
 
 

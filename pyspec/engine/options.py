@@ -51,6 +51,7 @@ class LoadOptions(TypedDict, total=False):
     device: str
     tp: int
     kv_type: str
+    kv_type_v: str | None
     weights: str
     threads: int
     queue: int

@@ -25,7 +25,7 @@ class Decoder(BoundModel):
 
     def __init__(self, config: ModelSpec, weights: Weights, memory: Memory) -> None:
         super().__init__(config, weights, memory, config.embed_factor, config.final_cap)
-        own, kv = config.share(weights.n_rank), memory.kv_dtype
+        own, kv = config.share(weights.n_rank), memory.kv_format
         self.ropes = Ropes(weights)
         self.blocks = [
             block.bind(Binding(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes))

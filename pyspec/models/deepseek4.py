@@ -310,7 +310,7 @@ class Deepseek4(BoundModel):
         super().__init__(config, weights, memory)
         own, self.n_stream = config.share(weights.n_rank), config.streams.n
         self.blocks = [
-            StreamBlock(own, weights, i, WindowAttention(own, weights, f"blk.{i}", ratio, memory.kv_dtype))
+            StreamBlock(own, weights, i, WindowAttention(own, weights, f"blk.{i}", ratio, memory.kv_format.k))
             for i, ratio in enumerate(config.ratios[: config.n_layer])
         ]
         tables = [block.feed.table for block in self.blocks if block.feed.table is not None]  # of the first blocks

@@ -98,7 +98,7 @@ class MtpBlock:
         p, eps = spec.prefix, spec.eps
         self.memory, self.n_hidden = memory, spec.n_embd
         self.ropes = Ropes(weights, target.ropes)
-        at = Binding(weights, p, spec.n_layer, "", spec.n_embd, eps, memory.kv_dtype, self.ropes)
+        at = Binding(weights, p, spec.n_layer, "", spec.n_embd, eps, memory.kv_format, self.ropes)
         self.block = spec.block.bind(at)
         self.eh: Matrix = weights.matrix(f"{p}.nextn.eh_proj.weight")
         self.enorm, self.hnorm = weights.vector(f"{p}.nextn.enorm.weight"), weights.vector(f"{p}.nextn.hnorm.weight")

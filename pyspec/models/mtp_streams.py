@@ -31,6 +31,7 @@ from pyspec.models.target import Out, Target
 from pyspec.models.wants import Want
 from pyspec.models.weights import EMBEDDING, HEAD, Embedding, Matrix, Weights
 from pyspec.slots.batch import Batch
+from pyspec.slots.kv import KvFormat
 from pyspec.slots.memory import KV, Memory
 from pyspec.slots.parts import LayerParts, Paged
 
@@ -121,7 +122,9 @@ class PagedWindow(WindowAttention):
         a = c.heads
         tails = [RopeTailSpec(w.device, a.head_dim, c.n_rot, normed, c.eps) for normed in (True, False)]
         self.normed_tail, self.tail = (rope_tail.bind(spec) for spec in tails)
-        self.paged = attend.bind(AttendSpec(w.device, a.n_head, 1, a.head_dim, a.head_dim**-0.5, kv, has_sinks=True))
+        self.paged = attend.bind(
+            AttendSpec(w.device, a.n_head, 1, a.head_dim, a.head_dim**-0.5, KvFormat.both(kv), has_sinks=True)
+        )
 
     def __call__(
         self, y: Tensor, memory: Memory, layer: int, batch: Batch, place: fuse.RowBuffer | None = None
@@ -147,7 +150,7 @@ class StreamsMtpBlock:
         self.memory = memory
         self.layer = c.n_layer
         self.n_hidden = c.n_hidden
-        self.block = StreamBlock(c, weights, c.n_layer, PagedWindow(c, weights, p, memory.kv_dtype))
+        self.block = StreamBlock(c, weights, c.n_layer, PagedWindow(c, weights, p, memory.kv_format.k))
         self.eh = weights.matrix(f"{own}.eh_proj.weight")
         self.enorm, self.hnorm = weights.vector(f"{own}.enorm.weight"), weights.vector(f"{own}.hnorm.weight")
         self.norms = norms.bind(NormsSpec(weights.device, c.n_embd, c.eps))

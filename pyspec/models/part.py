@@ -21,6 +21,7 @@ from pyspec.models.rope import Angles, Ropes
 from pyspec.models.wants import Want
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
+from pyspec.slots.kv import KvFormat
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import LayerParts
 
@@ -67,12 +68,12 @@ class Place:
 class LoadTypes:
     """Choices of a load that kernels depend on.
 
-    kv     dtype of keys and values
+    kv     types of keys and values
     dense  dtype that matrices are unpacked to; None: they stay packed
     """
 
     device: torch.device
-    kv: torch.dtype
+    kv: KvFormat
     dense: torch.dtype | None
 
     @property
@@ -91,7 +92,7 @@ class Binding:
 
     layer  the number of its memory
     norm   GGUF name of the norm before it, without prefix and ending
-    kv     dtype of keys and values
+    kv     types of keys and values
     """
 
     weights: Weights
@@ -100,7 +101,7 @@ class Binding:
     norm: str
     n_embd: int
     eps: float
-    kv: torch.dtype
+    kv: KvFormat
     ropes: Ropes
 
     def name(self, tensor: str) -> str:

@@ -1,4 +1,4 @@
-"""Keys and values of attention layers, and their types.
+"""Keys and values of attention layers, and their types, which may differ (`KvFormat`).
 
 A type is identified by the dtype of its codes. f32, f16, bf16 and f8_e4m3 (float8_e4m3fn, saturating) are their own codes. q8_0 (int8)
 has an f16 scale for every 32 dims of a head, as in llama.cpp; codes and scales are separate planes, so that kernels can load both in
@@ -10,6 +10,7 @@ chunks of a prompt do not change the bits of a row.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -36,15 +37,74 @@ def name_of(dtype: torch.dtype) -> str:
     return next((name for name, known in KV_DTYPES.items() if known is dtype), str(dtype))
 
 
-def row_bytes(n_head: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one row's keys and values. Raises ModelError if the type does not support heads of this width."""
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """Types of keys and of values, each one of KV_DTYPES."""
+
+    k: torch.dtype
+    v: torch.dtype
+
+    @classmethod
+    def both(cls, dtype: torch.dtype) -> KvFormat:
+        """One type for keys and values."""
+        return cls(dtype, dtype)
+
+    @classmethod
+    def named(cls, k: str, v: str | None = None) -> KvFormat:
+        """By the names of -ctk and -ctv. v: None is the type of keys."""
+        return cls(KV_DTYPES[k], KV_DTYPES[v or k])
+
+    @property
+    def name(self) -> str:
+        """As -ctk names it; "f16/q8_0" if values have another type than keys."""
+        return name_of(self.k) if self.is_one else f"{name_of(self.k)}/{name_of(self.v)}"
+
+    @property
+    def is_one(self) -> bool:
+        """Keys and values have one type."""
+        return self.k is self.v
+
+    @property
+    def half(self) -> torch.dtype:
+        """The 16-bit type that holds both for libraries: bf16 if one of them is, because f16 lacks its range."""
+        return torch.bfloat16 if torch.bfloat16 in (self.k, self.v) else torch.float16
+
+    @property
+    def has_f32(self) -> bool:
+        return torch.float32 in (self.k, self.v)
+
+
+F16 = KvFormat.both(torch.float16)
+"""The format unless settings name another."""
+
+
+def one_type(kv: KvFormat, op: str) -> str | None:
+    """The refusal of kernels that read keys and values of one type. op: what they do."""
+    return None if kv.is_one else f"keys are {name_of(kv.k)}, values {name_of(kv.v)}; the kernel {op} one type"
+
+
+def row_bytes(n_head: int, head_dim: int, kv: KvFormat) -> int:
+    """Bytes of one row's keys and values. Raises ModelError if a type does not support heads of this width."""
+    return sum(_plane_bytes(n_head, head_dim, *of) for of in ((kv.k, "-ctk"), (kv.v, "-ctv")))
+
+
+def key_bytes(n_head: int, head_dim: int, kv: KvFormat) -> int:
+    """The same of keys that are the values, too. Raises ModelError also if values have another type."""
+    if not kv.is_one:
+        raise ModelError(
+            f"keys of this model are its values, so they have one type: -ctk {name_of(kv.k)} and -ctv {name_of(kv.v)} differ"
+        )
+    return _plane_bytes(n_head, head_dim, kv.k, "-ctk")
+
+
+def _plane_bytes(n_head: int, head_dim: int, dtype: torch.dtype, flag: str) -> int:
     if dtype is not torch.int8:
-        return 2 * n_head * head_dim * dtype.itemsize
+        return n_head * head_dim * dtype.itemsize
     if head_dim % BLOCK:
         raise ModelError(
-            f"keys and values of type q8_0 come in blocks of {BLOCK} dims; the heads are {head_dim} wide: -ctk f16 does"
+            f"keys and values of type q8_0 come in blocks of {BLOCK} dims; the heads are {head_dim} wide: {flag} f16 does"
         )
-    return 2 * n_head * (head_dim + head_dim // BLOCK * 2)
+    return n_head * (head_dim + head_dim // BLOCK * 2)
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +140,7 @@ class KVPool:
     k, v              [row, head, dim]       codes  row = page * page_size + offset
     k_scale, v_scale  [row, head, dim / 32]  f16    of q8_0, else None
 
-    tokens_per_row: tokens of a row, see `rows_of`. keys_only: v is k.
+    tokens_per_row: tokens of a row, see `rows_of`. keys_only: v is k, so both have one type.
     """
 
     paged: ClassVar[bool] = True
@@ -90,23 +150,20 @@ class KVPool:
         n_row: int,
         n_head: int,
         head_dim: int,
-        dtype: torch.dtype,
+        kv: KvFormat,
         device: torch.device,
         *,
         tokens_per_row: int = 1,
         keys_only: bool = False,
     ) -> None:
-        self.dtype = dtype
+        assert kv.is_one or not keys_only, "keys that are values have one type"
+        self.kv = kv
         self.head_dim = head_dim
         self.tokens_per_row = tokens_per_row
         self.keys_only = keys_only
-        self.k = torch.zeros(n_row, n_head, head_dim, dtype=dtype, device=device)
-        self.v = self.k if keys_only else torch.zeros_like(self.k)
-        self.k_scale = self.v_scale = None
-        if dtype is torch.int8:
-            assert head_dim % BLOCK == 0, f"{head_dim} dims are no whole blocks of {BLOCK}"
-            self.k_scale = torch.zeros(n_row, n_head, head_dim // BLOCK, dtype=torch.float16, device=device)
-            self.v_scale = self.k_scale if keys_only else torch.zeros_like(self.k_scale)
+        shape = n_row, n_head, head_dim
+        self.k, self.k_scale = _planes(shape, kv.k, device)
+        self.v, self.v_scale = (self.k, self.k_scale) if keys_only else _planes(shape, kv.v, device)
 
     @property
     def planes(self) -> list[Tensor]:
@@ -150,13 +207,25 @@ class KVPool:
             if scales is not None:
                 x, scale = quantized(x)
                 scales.index_copy_(0, rows, scale)
-            elif self.dtype is torch.float8_e4m3fn:
+            elif plane.dtype is torch.float8_e4m3fn:
                 x = x.float().clamp(-MAX_F8, MAX_F8)
-            raw(plane).index_copy_(0, rows, raw(x.to(self.dtype)))
+            raw(plane).index_copy_(0, rows, raw(x.to(plane.dtype)))
 
     def read(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [row, head, dim] of pool rows `rows` [row]."""
-        k, v = (raw(plane)[rows].view(self.dtype) for plane in (self.k, self.v))
-        if self.k_scale is None or self.v_scale is None:
-            return k.to(dtype), v.to(dtype)
-        return dequantized(k, self.k_scale[rows], dtype), dequantized(v, self.v_scale[rows], dtype)
+        return _read(self.k, self.k_scale, rows, dtype), _read(self.v, self.v_scale, rows, dtype)
+
+
+def _planes(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Codes [row, head, dim] and the scales that their type has, zeroed."""
+    codes = torch.zeros(shape, dtype=dtype, device=device)
+    if dtype is not torch.int8:
+        return codes, None
+    n_row, n_head, dim = shape
+    assert dim % BLOCK == 0, f"{dim} dims are no whole blocks of {BLOCK}"
+    return codes, torch.zeros(n_row, n_head, dim // BLOCK, dtype=torch.float16, device=device)
+
+
+def _read(codes: Tensor, scale: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    found = raw(codes)[rows].view(codes.dtype)
+    return found.to(dtype) if scale is None else dequantized(found, scale[rows], dtype)

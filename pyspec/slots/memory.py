@@ -12,7 +12,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from pyspec.slots.kv import KVPool, raw
+from pyspec.slots.kv import F16, KvFormat, KVPool, raw
 from pyspec.slots.mapped import empty_like
 from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory
 from pyspec.slots.recurrent import StateLayer
@@ -48,9 +48,9 @@ class Memory:
         self.n_late = n_late if self.states else 0
 
     @property
-    def kv_dtype(self) -> torch.dtype:
-        """The type of keys and values, the same in all layers; f16 if no layer has any."""
-        return next((part.dtype for part in self.parts if isinstance(part, KVPool)), torch.float16)
+    def kv_format(self) -> KvFormat:
+        """The types of keys and values, the same in all layers; f16 if no layer has any."""
+        return next((part.kv for part in self.parts if isinstance(part, KVPool)), F16)
 
     @property
     def paged(self) -> list[PartMemory]:

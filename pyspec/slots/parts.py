@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from pyspec.slots.kv import KVPool, row_bytes, rows_per_page
+from pyspec.slots.kv import KvFormat, KVPool, key_bytes, row_bytes, rows_per_page
 from pyspec.slots.recurrent import RecurrentShape, StateLayer
 from pyspec.slots.ring import RingRows
 
@@ -26,14 +26,14 @@ class CacheSizes:
     n_row     tokens that all pages hold, the null page's included (`SlotTable.n_alloc_row`)
     width     rows of a slot's largest verify
     n_late    rows of a slot that may wait in the records of recurrent layers (SeqMode.LATE)
-    kv_dtype  of the entries of paged parts
+    kv       types of keys and values, the entries of paged parts
     """
 
     n_slot: int
     n_row: int
     page_size: int
     width: int
-    kv_dtype: torch.dtype
+    kv: KvFormat
     n_late: int = 0
 
     @property
@@ -109,14 +109,15 @@ class Paged:
         return s.n_row // s.page_size * rows_per_page(s.page_size, self.tokens_per_row)
 
     def n_bytes(self, s: CacheSizes) -> int:
-        return self._n_row(s) * row_bytes(self.n_head, self.head_dim, s.kv_dtype) // (1 + self.keys_only)
+        of_row = key_bytes if self.keys_only else row_bytes
+        return self._n_row(s) * of_row(self.n_head, self.head_dim, s.kv)
 
     def saved_bytes(self, s: CacheSizes) -> int:
         return 0
 
     def allocate(self, s: CacheSizes, device: torch.device) -> KVPool:
         n, ratio, alone = self._n_row(s), self.tokens_per_row, self.keys_only
-        return KVPool(n, self.n_head, self.head_dim, s.kv_dtype, device, tokens_per_row=ratio, keys_only=alone)
+        return KVPool(n, self.n_head, self.head_dim, s.kv, device, tokens_per_row=ratio, keys_only=alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class Ring:
     """The last rows of each slot: the `window` that the next token may see, and those of a verify.
 
     rows   dimensions of a row, by name
-    dtype  None: that of keys and values, or f16 if those have scales
+    dtype  None: that of keys, or f16 if those have scales
     slack  tokens of a slot that may be taken back: all drafts of a verify, and a round that was launched behind it. With this many
            rows beyond the window, no draft overwrites a visible row, and taking drafts back only lowers the length
     """
@@ -142,7 +143,7 @@ class Ring:
     def _dtype(self, s: CacheSizes) -> torch.dtype:
         if self.dtype is not None:
             return self.dtype
-        return s.kv_dtype if s.kv_dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float16
+        return s.kv.k if s.kv.k in (torch.float32, torch.float16, torch.bfloat16) else torch.float16
 
     def _row_bytes(self, s: CacheSizes) -> int:
         return sum(map(prod, self.rows.values())) * self._dtype(s).itemsize

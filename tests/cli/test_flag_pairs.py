@@ -25,7 +25,6 @@ from pyspec.engine.plan.longest import widened
 from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.errors import PyspecError
 from pyspec.slots.arena import Arena
-from pyspec.slots.kv import KV_DTYPES
 
 DEMO = Path(__file__).parents[2] / "pyspec" / "demo"
 ACCEPTED = 99
@@ -51,6 +50,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--checkpoint-every": ("", "0", "61"),
     "--prompt-weight": ("", "0", "2.5"),
     "-ctk": ("", "f32", "q8_0", "bf16"),
+    "-ctv": ("", "f32", "f8_e4m3"),
     "-t": ("", "-1", "3"),
     "-dev": ("", "cpu"),
     "--tp": ("", "2"),
@@ -130,7 +130,7 @@ class Lays:
 def start(d: Description) -> None:
     """All that a load computes from its settings before and after weights are there."""
     plan = describe.plan_memory(d)
-    assert plan.total > 0 and KV_DTYPES[d.settings.kv_type]
+    assert plan.total > 0 and d.kv.name
     table = d.table()
     assert table.n_row >= d.n_overhang + 2
     rehearsed(d.settings.np, d.draft.n_draft)

@@ -15,7 +15,7 @@ from pyspec.draft.drafter import DraftRequest, Needs
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KVPool
+from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.memory import Memory
 from pyspec.slots.table import Slot, SlotTable
 
@@ -57,7 +57,7 @@ class FakeTarget:
     captures_prompts = False
 
     def __init__(self, table: SlotTable) -> None:
-        self.pool = KVPool(table.n_row, 1, 1, torch.float32, self.device)
+        self.pool = KVPool(table.n_row, 1, 1, KvFormat.both(torch.float32), self.device)
         self.pool.k.fill_(float("nan"))
         self.memory = Memory([{"kv": self.pool}], 1)
         self.widths: list[list[int]] = []

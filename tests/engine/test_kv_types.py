@@ -25,6 +25,8 @@ from pyspec.request import Delta
 
 QWEN35 = FIXTURES / "qwen35.gguf"  # heads of 32
 TYPES = ("q8_0", "f8_e4m3")
+PAIRS = (("q8_0", "f16"), ("f16", "f8_e4m3"))  # keys, values
+FORMATS = [*((t, None) for t in TYPES), *PAIRS]
 N_TEXT, MARGIN = 30, 0.02
 
 MAKERS: dict[str, Callable[..., Rig]] = {
@@ -36,9 +38,9 @@ PATHS = {"mtp": QWEN35, "mtp-demo": DEMO, "dflash-demo": DEMO}
 
 
 @cache
-def texts(path: Path, kv_type: str) -> dict[tuple[int, ...], list[int]]:
+def texts(path: Path, kv_type: str, kv_type_v: str | None) -> dict[tuple[int, ...], list[int]]:
     """Prompts with their texts by plain decoding in one slot, without near ties."""
-    r, rng = plain_rig(path, kv_type=kv_type), random.Random(0)
+    r, rng = plain_rig(path, kv_type=kv_type, kv_type_v=kv_type_v), random.Random(0)
     out: dict[tuple[int, ...], list[int]] = {}
     asked = iter([p for p, _ in demo_prompts()])
     while len(out) < 6:
@@ -53,11 +55,11 @@ def texts(path: Path, kv_type: str) -> dict[tuple[int, ...], list[int]]:
 @pytest.mark.slow
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("np", [1, 4])
-@pytest.mark.parametrize("kv_type", TYPES)
+@pytest.mark.parametrize(("kv_type", "kv_type_v"), FORMATS)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_speculation_leaves_the_text_as_it_is(kind: str, kv_type: str, np: int) -> None:
-    r = MAKERS[kind](np=np, ubatch=40, kv_type=kv_type)
-    want = texts(PATHS[kind], kv_type)
+def test_speculation_leaves_the_text_as_it_is(kind: str, kv_type: str, kv_type_v: str | None, np: int) -> None:
+    r = MAKERS[kind](np=np, ubatch=40, kv_type=kv_type, kv_type_v=kv_type_v)
+    want = texts(PATHS[kind], kv_type, kv_type_v)
     heard = []
     for prompt in want:
         heard.append(r.submit(prompt, N_TEXT))
@@ -83,12 +85,33 @@ def test_few_bits_change_logits_by_little() -> None:
         assert rows[t][len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
+@pytest.mark.parametrize(("k", "v"), [("q8_0", "f16"), ("f16", "q8_0"), ("f8_e4m3", "f32"), ("bf16", "f8_e4m3")])
+def test_keys_and_values_are_off_by_what_their_types_are_off(k: str, v: str) -> None:
+    """A pair is near the sum of what each type does on its own side, and a type on the wrong side shows."""
+    ids = random.Random(3).choices(range(256), k=40)
+
+    def off(**types: str) -> torch.Tensor:
+        return torch.as_tensor(compute_logits(QWEN35, ids, device="cpu", **types)) - right
+
+    right = torch.as_tensor(compute_logits(QWEN35, ids, kv_type="f32", device="cpu"))
+    pair, keys, values = (off(kv_type=a, kv_type_v=b) for a, b in ((k, v), (k, "f32"), ("f32", v)))
+    assert pair.norm() > 0
+    assert (pair - keys - values).norm() < 0.1 * max(keys.norm(), values.norm())
+    whole = max(off(kv_type=t).norm() for t in (k, v))
+    assert pair.norm() < 1.2 * whole
+
+
+def test_a_model_whose_keys_are_its_values_refuses_two_types() -> None:
+    with pytest.raises(ModelError, match=r"keys of this model are its values.*-ctk f16 and -ctv q8_0 differ"):
+        plain_rig(FIXTURES / "deepseek4.gguf", kv_type="f16", kv_type_v="q8_0")
+
+
 @pytest.mark.sampled(1, most=1)
-@pytest.mark.parametrize("kv_type", TYPES)
+@pytest.mark.parametrize(("kv_type", "kv_type_v"), FORMATS)
 @pytest.mark.parametrize("kind", ["mtp", "mtp-demo", "dflash-demo"])
-def test_what_the_prefix_cache_gives_back_is_what_was_computed(kind: str, kv_type: str) -> None:
-    r, cold = (MAKERS[kind](np=2, page_size=16, kv_type=kv_type) for _ in range(2))
-    (prompt, text), *_ = texts(PATHS[kind], kv_type).items()
+def test_what_the_prefix_cache_gives_back_is_what_was_computed(kind: str, kv_type: str, kv_type_v: str | None) -> None:
+    r, cold = (MAKERS[kind](np=2, page_size=16, kv_type=kv_type, kv_type_v=kv_type_v) for _ in range(2))
+    (prompt, text), *_ = texts(PATHS[kind], kv_type, kv_type_v).items()
     r.generate(prompt, N_TEXT)
     turn = [*prompt, *text, 5, 6, 7]
     want = cold.generate(turn, 20, cache_prompt=False)
@@ -112,12 +135,19 @@ def test_a_page_that_is_gone_on_from_is_copied_with_its_scales() -> None:
 
 
 @pytest.mark.sampled(most=3)
-@pytest.mark.parametrize("kv_type", ["f16", *TYPES])
+@pytest.mark.parametrize(("kv_type", "kv_type_v"), [("f16", None), *FORMATS])
 @pytest.mark.parametrize("kind", ["mtp", "dflash-demo"])
-def test_the_memory_plan_has_the_bytes_that_are_taken(kind: str, kv_type: str) -> None:
-    r = MAKERS[kind](np=3, kv_type=kv_type)
+def test_the_memory_plan_has_the_bytes_that_are_taken(kind: str, kv_type: str, kv_type_v: str | None) -> None:
+    r = MAKERS[kind](np=3, kv_type=kv_type, kv_type_v=kv_type_v)
     draft = DEMO_DRAFT if kind == "dflash-demo" else None
-    settings = EngineSettings(np=3, ctx=256, kv_type=kv_type, n_draft_max=4 if kind == "mtp" else 5, draft_path=draft)
+    settings = EngineSettings(
+        np=3,
+        ctx=256,
+        kv_type=kv_type,
+        kv_type_v=kv_type_v,
+        n_draft_max=4 if kind == "mtp" else 5,
+        draft_path=draft,
+    )
     plan = plan_memory(replace(describe(PATHS[kind], settings), n_page=r.loop.table.n_page))
     drafter = r.loop.drafter
     assert drafter is not None

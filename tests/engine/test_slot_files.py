@@ -30,6 +30,7 @@ KINDS = {
     "llama without drafts": (LLAMA, {"spec_type": "none"}),
     "llama with n-grams, f8_e4m3": (LLAMA, {"spec_type": "ngram", "ngram_match": 1, "kv_type": "f8_e4m3"}),
     "qwen35 with mtp": (QWEN35, {"spec_type": "mtp"}),
+    "qwen35 with mtp, q8_0 and f16": (QWEN35, {"spec_type": "mtp", "kv_type": "q8_0", "kv_type_v": "f16"}),
     "qwen35 with dflash": ("tiny", {}),
     "nemotron with mtp": (NEMOTRON, {"spec_type": "mtp"}),
     "deepseek4 with mtp": (DEEPSEEK4, {"draft_path": FIXTURES / "deepseek4_mtp.gguf", "n_draft_max": 2}),
@@ -235,6 +236,27 @@ def test_what_can_not_be_is_refused_with_the_reason(engine: Engine, saved: Path,
         other.restore_slot(0, saved)
     with load("qwen35 with mtp", prefix_cache=False) as other, pytest.raises(RequestError, match="--cache-prompt"):
         other.save_slot(0, tmp_path / "y")
+
+
+def test_a_file_goes_back_to_the_types_of_keys_and_values_that_it_has(tmp_path: Path) -> None:
+    """Of one type both the file says what it said before there were two."""
+    file, one = tmp_path / "a.slot", tmp_path / "b.slot"
+    with load("qwen35 with mtp, q8_0 and f16") as e:
+        e.generate(PROMPT, params=GREEDY, max_tokens=4, slot=0)
+        e.save_slot(0, file)
+        assert SlotActions(e.loop.imager(), e.info).identity()["kv_type"] == "q8_0/f16"
+    for types in ({"kv_type": "f16", "kv_type_v": "q8_0"}, {"kv_type": "q8_0"}, {"kv_type": "f16"}):
+        with (
+            load("qwen35 with mtp", **types) as e,
+            pytest.raises(BadSlotFile, match=r"another type of keys and val.*ctv"),
+        ):
+            e.restore_slot(0, file)
+    with load("qwen35 with mtp", kv_type="f16", kv_type_v="f16") as e:
+        e.generate(PROMPT, params=GREEDY, max_tokens=4, slot=0)
+        e.save_slot(0, one)
+    with load("qwen35 with mtp", kv_type="f16") as e:
+        assert e.restore_slot(0, one).n_tokens == len(PROMPT) + 3
+        assert SlotActions(e.loop.imager(), e.info).identity()["kv_type"] == "f16"
 
 
 def test_every_flipped_byte_is_refused_with_its_place(engine: Engine, saved: Path) -> None:

@@ -49,7 +49,7 @@ from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm
 from pyspec.gguf import GGMLType
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
-from pyspec.slots.kv import KVPool
+from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -249,10 +249,12 @@ def test_a_forwards_first_and_last_launches(n_row: int) -> None:
 
 @pytest.mark.parametrize("n_row", ROWS)
 def test_keys_and_values_of_many_rows(n_row: int) -> None:
-    spec = RopeKvSpec(CPU, 2, 1, 32, 16, neox=True, gated=True, has_norm=True, eps=1e-6)
+    spec = RopeKvSpec(
+        CPU, 2, 1, 32, 16, neox=True, gated=True, has_norm=True, eps=1e-6, kv=KvFormat.both(torch.float32)
+    )
     y, norm, rows = drawn(n_row, 2 * 64 + 2 * 32), 1 + 0.1 * drawn(32), torch.randperm(n_row)
     angles = [t[:, None] for t in (drawn(n_row, 8, seed=1).cos(), drawn(n_row, 8, seed=1).sin())]
-    pools = [KVPool(n_row, 1, 32, torch.float32, CPU) for _ in "ab"]
+    pools = [KVPool(n_row, 1, 32, spec.kv, CPU) for _ in "ab"]
     with emulated_gpu():
         own = rope_kv_cuda.bind(spec)(y, norm, norm, angles, pools[0], rows)
         want = rope_kv_reference(spec)(y, norm, norm, angles, pools[1], rows)

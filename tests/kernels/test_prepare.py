@@ -164,13 +164,13 @@ def test_checks_run_ahead_wherever_either_tier_may(
     monkeypatch.setattr(jit, "missing", lambda device: no_cuda)
     monkeypatch.setattr(prepare.tri, "missing", lambda device: no_triton)
     monkeypatch.setattr(prepare, "target_of", lambda device: GpuKind((9, 0)))
-    monkeypatch.setattr(prepare, "wanted_of", lambda asks, target, kv: [Wanted(candidate("right"), [])])
+    monkeypatch.setattr(prepare, "wanted_of", lambda asks, target: [Wanted(candidate("right"), [])])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 << 30, 80 << 30))
     if no_cuda:
         monkeypatch.setitem(sys.modules, "cuda.core", None)
     monkeypatch.setattr(Preparation, "_check", lambda self, w, key: Verdict(None))
     monkeypatch.setattr(Checker, "start", lambda self: None)
-    begun = prepare.begin([], GPU, torch.float16, 1 << 30)
+    begun = prepare.begin([], GPU, 1 << 30)
     assert (begun is None) == bool(no_cuda and no_triton)
     if begun is not None:
         assert begun._names

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import triton
@@ -45,7 +46,7 @@ from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 from pyspec.gguf import GGMLType
 from pyspec.slots.batch import Seq, SeqMode, lay_out
-from pyspec.slots.kv import KV_DTYPES, KVPool
+from pyspec.slots.kv import KV_DTYPES, KvFormat, KVPool
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -102,6 +103,7 @@ def attend() -> Iterator[Callable[[], object]]:
             for width in (1, 4, 17):
                 case = attend_cases.Case(*heads, kv, [(300, width)], 64, sinks=heads[2] == 64)
                 yield lambda case=case: _attend(case)
+    yield from (lambda case=case: _attend(case) for case in attend_cases.MIXED.values())
     yield lambda: _attend(attend_cases.Case(64, 1, 512, torch.float16, [(40, 2)], 32, sinks=True, keys_only=True))
 
 
@@ -145,14 +147,15 @@ def rope_kv() -> Iterator[Callable[[], object]]:
         RopeKvSpec(CPU, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5),
         RopeKvSpec(CPU, 0, 8, 96, 96, neox=False, gated=False, has_norm=True, eps=1e-5),
     ):
-        for kv in KV_DTYPES.values():
-            yield lambda spec=spec, kv=kv: _rope_kv(spec, kv)
+        for kv in [*map(KvFormat.both, KV_DTYPES.values()), KvFormat(torch.float16, torch.int8)]:
+            own = replace(spec, kv=kv)
+            yield lambda own=own: _rope_kv(own)
 
 
-def _rope_kv(spec: RopeKvSpec, kv: torch.dtype) -> None:
+def _rope_kv(spec: RopeKvSpec) -> None:
     n = spec.n_q * spec.dim * (2 if spec.gated else 1) + 2 * spec.n_kv * spec.dim
     norm, angle = torch.ones(spec.dim) if spec.has_norm else None, torch.zeros(2, 1, spec.n_rot // 2)
-    pool = KVPool(32, spec.n_kv, spec.dim, kv, CPU)
+    pool = KVPool(32, spec.n_kv, spec.dim, spec.kv, CPU)
     rope_kv_triton.bind(spec)(
         torch.zeros(2, n), norm if spec.n_q else None, norm, (angle, angle), pool, torch.arange(2)
     )

@@ -16,6 +16,7 @@ from pyspec.models.target import Out
 from pyspec.models.wants import check_tensors
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Seq, SeqMode, lay_out
+from pyspec.slots.kv import KvFormat
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes
 from pyspec.slots.table import SlotTable
@@ -42,7 +43,9 @@ class Bench:
         check_tensors(self.file, config.tensors(self.file))
         self.table = SlotTable(n_slot, n_slot * n_ctx // 16, 16)
         self.memory = allocate(
-            config.parts(), CacheSizes(n_slot, self.table.n_alloc_row, self.table.page_size, width, kv), DEVICE
+            config.parts(),
+            CacheSizes(n_slot, self.table.n_alloc_row, self.table.page_size, width, KvFormat.both(kv)),
+            DEVICE,
         )
         self.target = config.build(Weights(self.file, DEVICE, dense), self.memory)
         for slot in self.table.slots:

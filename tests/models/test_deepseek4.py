@@ -21,6 +21,7 @@ from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.deepseek4 import StreamExperts
 from pyspec.slots.batch import Seq, SeqMode, lay_out
+from pyspec.slots.kv import KvFormat
 from pyspec.slots.parts import Ring
 
 MODELS = ["deepseek4", "deepseek4_pro"]
@@ -137,7 +138,7 @@ def test_a_ring_without_slack_is_refused_before_a_row_is_lost() -> None:
 def sizes_of(width: int) -> object:
     from pyspec.slots.parts import CacheSizes
 
-    return CacheSizes(1, 64, 16, width, torch.float32)
+    return CacheSizes(1, 64, 16, width, KvFormat.both(torch.float32))
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

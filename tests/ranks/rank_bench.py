@@ -17,6 +17,7 @@ from pyspec.models import read_config
 from pyspec.models.cuts import check_ranks
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.batch import Seq, SeqMode, lay_out
+from pyspec.slots.kv import KvFormat
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes
 from pyspec.slots.table import SlotTable
@@ -47,7 +48,7 @@ class RankBench:
         check_ranks(self.file, cuts, n)
         self.own = config.share(n)
         self.table = SlotTable(2, 32, 16)
-        sizes = CacheSizes(2, self.table.n_alloc_row, self.table.page_size, 9, torch.float32)
+        sizes = CacheSizes(2, self.table.n_alloc_row, self.table.page_size, 9, KvFormat.both(torch.float32))
         self.memory = allocate(self.own.parts(), sizes, CPU)
         self.weights = Weights(self.file, CPU, dense, ranks=ranks, cuts=cuts)
         self.target = config.build(self.weights, self.memory)

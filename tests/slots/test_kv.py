@@ -1,5 +1,7 @@
 """Types of keys and values: their values by plain formulas, and their bytes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from pyspec.config import KV_TYPES
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.engine.plan.memory_plan import checkpoint_bytes, memory_bytes
 from pyspec.errors import ModelError
-from pyspec.slots.kv import KV_DTYPES, KVPool, dequantized, quantized, row_bytes
+from pyspec.slots.kv import F16, KV_DTYPES, KvFormat, KVPool, dequantized, quantized, row_bytes
 from pyspec.slots.memory import allocate, copy_page
 from pyspec.slots.parts import CacheSizes, Paged, Recurrent
 
@@ -55,7 +57,7 @@ def test_q8_0_of_extreme_blocks() -> None:
 
 
 def test_f8_saturates_and_rounds_to_even() -> None:
-    pool = KVPool(2, 1, 8, F8, CPU)
+    pool = KVPool(2, 1, 8, KvFormat.both(F8), CPU)
     x = torch.tensor([1e9, -torch.inf, 17.0, 19.0, 2**-10, 3 * 2**-10, 0.3, torch.nan])
     pool.write(torch.tensor([1]), x.view(1, 1, 8), -x.view(1, 1, 8))
     k, v = (t.flatten() for t in pool.read(torch.tensor([1]), torch.float32))
@@ -65,13 +67,13 @@ def test_f8_saturates_and_rounds_to_even() -> None:
 
 @pytest.mark.parametrize("dtype", KV_DTYPES.values())
 def test_rows_are_written_and_copied_alone(dtype: torch.dtype) -> None:
-    gen, pool = torch.Generator().manual_seed(1), KVPool(12, 2, 32, dtype, CPU)
+    gen, pool = torch.Generator().manual_seed(1), KVPool(12, 2, 32, KvFormat.both(dtype), CPU)
     k, v = (torch.randn(5, 2, 32, generator=gen) for _ in "kv")
     rows = torch.tensor([9, 1, 4, 0, 7])
     pool.write(rows, k, v)
     got = pool.read(rows, torch.float32)
     for i in range(5):  # bits do not depend on what else was written
-        alone = KVPool(1, 2, 32, dtype, CPU)
+        alone = KVPool(1, 2, 32, KvFormat.both(dtype), CPU)
         alone.write(torch.tensor([0]), k[i : i + 1], v[i : i + 1])
         one = alone.read(torch.tensor([0]), torch.float32)
         assert all(torch.equal(a[i], b[0]) for a, b in zip(got, one, strict=True))
@@ -86,18 +88,50 @@ def test_rows_are_written_and_copied_alone(dtype: torch.dtype) -> None:
     ("dtype", "want"), [(torch.float16, 4096), (torch.int8, 2176), (F8, 2048), (torch.float32, 8192)]
 )
 def test_the_plan_counts_every_byte(dtype: torch.dtype, want: int) -> None:
-    assert row_bytes(4, 256, dtype) == want, "K and V of 4 heads of 256"
+    assert row_bytes(4, 256, KvFormat.both(dtype)) == want, "K and V of 4 heads of 256"
     state = GdnShape(n_k_head=2, n_v_head=2, dim=16, n_conv=4, n_channel=96)
     layers = [{"kv": Paged(2, 64)}, {"state": Recurrent(state)}, {"kv": Paged(1, 96)}, {}]
-    sizes = CacheSizes(n_slot=2, n_row=48, page_size=16, width=3, kv_dtype=dtype)
+    sizes = CacheSizes(n_slot=2, n_row=48, page_size=16, width=3, kv=KvFormat.both(dtype))
     memory = allocate(layers, sizes, CPU)
     one = checkpoint_bytes(layers, sizes)
     assert memory_bytes(layers, sizes) == (memory.kv_bytes, memory.state_bytes + 2 * one)
     assert one == sum(t.numel() * t.element_size() for t in memory.checkpoint(0, 5).tensors)
-    assert memory.kv_dtype is dtype and sorted(memory.kv) == [0, 2] and sorted(memory.states) == [1]
+    assert memory.kv_format == sizes.kv and sorted(memory.kv) == [0, 2] and sorted(memory.states) == [1]
 
 
 def test_heads_that_are_no_whole_blocks_are_refused_with_their_width() -> None:
     with pytest.raises(ModelError, match="blocks of 32 dims; the heads are 80 wide"):
-        row_bytes(2, 80, torch.int8)
-    assert row_bytes(2, 80, F8) == 320
+        row_bytes(2, 80, KvFormat.both(torch.int8))
+    assert row_bytes(2, 80, KvFormat.both(F8)) == 320
+
+
+def test_keys_and_values_of_different_types_are_kept_apart() -> None:
+    gen, kv = torch.Generator().manual_seed(2), KvFormat.named("q8_0", "f16")
+    pool, alone = KVPool(4, 2, 32, kv, CPU), [KVPool(4, 2, 32, KvFormat.both(dtype), CPU) for dtype in (kv.k, kv.v)]
+    k, v = (torch.randn(3, 2, 32, generator=gen) for _ in "kv")
+    rows = torch.tensor([2, 0, 3])
+    for each in (pool, *alone):
+        each.write(rows, k, v)
+    got, of_k, of_v = (each.read(rows, torch.float32) for each in (pool, *alone))
+    assert torch.equal(got[0], of_k[0]) and torch.equal(got[1], of_v[1])
+    assert len(pool.planes) == 3 and pool.k_scale is not None and pool.v_scale is None
+    assert sum(t[0].nbytes for t in pool.planes) == row_bytes(2, 32, kv) == 2 * 34 + 2 * 64
+
+
+def test_a_format_is_named_as_its_flags() -> None:
+    assert KvFormat.named("f16") == KvFormat.both(torch.float16) and KvFormat.named("f16").name == "f16"
+    mixed = KvFormat.named("bf16", "q8_0")
+    assert mixed.name == "bf16/q8_0" and not mixed.is_one
+    assert mixed.half is torch.bfloat16 and KvFormat.named("q8_0", "f8_e4m3").half is torch.float16
+
+
+def test_of_different_types_the_one_that_does_not_fit_is_refused_by_its_flag() -> None:
+    with pytest.raises(ModelError, match="the heads are 80 wide: -ctv f16 does"):
+        row_bytes(2, 80, KvFormat.named("f16", "q8_0"))
+
+
+def test_keys_that_are_the_values_have_one_type() -> None:
+    sizes = CacheSizes(n_slot=1, n_row=32, page_size=16, width=1, kv=KvFormat.named("f16", "bf16"))
+    with pytest.raises(ModelError, match=r"keys of this model are its values.*: -ctk f16 and -ctv bf16 differ"):
+        Paged(1, 64, keys_only=True).n_bytes(sizes)
+    assert Paged(1, 64, keys_only=True).n_bytes(replace(sizes, kv=F16)) == 32 * 128

@@ -13,7 +13,7 @@ from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.engine.plan.memory_plan import checkpoint_bytes, memory_bytes
 from pyspec.errors import OutOfBounds
 from pyspec.slots.cache import PrefixCache
-from pyspec.slots.kv import KV_DTYPES, KVPool
+from pyspec.slots.kv import KV_DTYPES, KvFormat, KVPool
 from pyspec.slots.memory import Memory, allocate
 from pyspec.slots.parts import CachePart, CacheSizes, Paged, Recurrent, Ring
 from pyspec.slots.ring import RingRows
@@ -38,7 +38,7 @@ PARTS: dict[str, CachePart] = {
 
 
 def sizes(dtype: torch.dtype = torch.float32, *, n_slot: int = 3, n_row: int = 80, width: int = 5) -> CacheSizes:
-    return CacheSizes(n_slot, n_row, page_size=16, width=width, kv_dtype=dtype)
+    return CacheSizes(n_slot, n_row, page_size=16, width=width, kv=KvFormat.both(dtype))
 
 
 def n_bytes(tensors: list[Tensor]) -> int:
@@ -84,7 +84,7 @@ def test_rows_of_several_tokens_go_where_the_last_of_them_goes(page_size: int, r
     table, n = SlotTable(2, 40, page_size), 20 * page_size - 5
     random.Random(3).shuffle(table._free)
     part = Paged(1, 8, tokens_per_row=ratio)
-    pool = part.allocate(CacheSizes(2, table.n_alloc_row, page_size, 1, torch.float32), CPU)
+    pool = part.allocate(CacheSizes(2, table.n_alloc_row, page_size, 1, KvFormat.both(torch.float32)), CPU)
     seen = set()
     for slot in table.slots:
         table.acquire(slot, n)
@@ -106,7 +106,7 @@ def test_a_page_is_copied_in_every_part_that_has_pages() -> None:
     """A request that continues in the middle of a page finds rows of one token, of four, and a ring as they were."""
     gen = torch.Generator().manual_seed(0)
     table = SlotTable(2, 6, 16)
-    s = CacheSizes(2, table.n_alloc_row, 16, 4, torch.bfloat16)
+    s = CacheSizes(2, table.n_alloc_row, 16, 4, KvFormat.both(torch.bfloat16))
     memory = allocate([{"kv": Paged(1, 8)}, {"rows": Paged(1, 8, tokens_per_row=4), "window": WINDOW}], s, CPU)
     cache = PrefixCache(table, memory, StateStore(1 << 20, 0))
     assert table.needs_state, "a ring is not known from its pages"
@@ -286,5 +286,9 @@ def test_recurrent_layers_have_the_records_of_their_own_shape_alone() -> None:
 
 def test_a_pool_of_a_whole_model_is_found_by_its_layer() -> None:
     memory = allocate([{"state": GDN}, {"kv": Paged(2, 8)}, {}], sizes(), CPU)
-    assert isinstance(memory.kv[1], KVPool) and list(memory.states) == [0] and memory.kv_dtype is torch.float32
+    assert (
+        isinstance(memory.kv[1], KVPool)
+        and list(memory.states) == [0]
+        and memory.kv_format == KvFormat.both(torch.float32)
+    )
     assert memory.kv[1].k.numel() == 80 * 2 * 8

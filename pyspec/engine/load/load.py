@@ -117,7 +117,7 @@ def _load(path: Path, settings: EngineSettings) -> Loaded:
 def _prepare(d: Description, plan: MemoryPlan) -> Preparation | None:
     """Start to compile and check the ops that the load will need."""
     try:
-        return prepare.begin(asks_of(d), d.device, d.kv_dtype, plan.total) if d.is_cuda else None
+        return prepare.begin(asks_of(d), d.device, plan.total) if d.is_cuda else None
     except Exception:  # it only saves time
         log.exception("kernels are not prepared ahead")
         return None

@@ -22,7 +22,7 @@ PROPERTIES = {
     "model": "model",
     "drafter": "drafter",
     "draft_model": "draft model",
-    "kv_type": "type of keys and values (-ctk)",
+    "kv_type": "type of keys and values (-ctk, -ctv)",
     "page_size": "page size (--page-size)",
     "layout": "layout of caches and states (--tp counts)",
 }

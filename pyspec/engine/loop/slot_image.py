@@ -18,7 +18,6 @@ from pyspec.device.worker import Worker
 from pyspec.draft.drafter import PortableDrafter
 from pyspec.errors import BadSlotFile, RequestError
 from pyspec.slots.cache import PrefixCache
-from pyspec.slots.kv import name_of
 from pyspec.slots.memory import Like, planes_of, read_planes, write_planes
 from pyspec.slots.prefix import State
 from pyspec.slots.slot_file import Bytes, SlotFile
@@ -77,7 +76,7 @@ class SlotImager:
         planes = [(shape[1:], str(dtype)) for shape, dtype in self._pages_like(1)]
         states = [str(dtype) for _, dtype in self.worker.memory.state_like(1)]
         return {
-            "kv_type": name_of(self.worker.memory.kv_dtype),
+            "kv_type": self.worker.memory.kv_format.name,
             "page_size": self.table.page_size,
             "layout": blake2b(repr((planes, states, share)).encode(), digest_size=8).hexdigest(),
         }

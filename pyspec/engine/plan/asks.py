@@ -38,7 +38,7 @@ ORDER = {
 
 def asks_of(d: Description) -> list[Request]:
     """(op, spec), each once."""
-    on = LoadTypes(d.device, d.kv_dtype, d.dense)
+    on = LoadTypes(d.device, d.kv, d.dense)
     found = [*_embedding(d), *_products(d, on), *d.own.requests(d.file, on)]
     found += [*_head_copy(d), *d.draft.requests(on)]
     found += [(best, BestSpec(d.device)), (ahead, AheadSpec(d.device))]

@@ -43,7 +43,7 @@ from pyspec.ranges import quoted
 from pyspec.registry import architecture_module, drafters
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_rows
-from pyspec.slots.kv import KV_DTYPES
+from pyspec.slots.kv import KvFormat
 from pyspec.slots.parts import CacheSizes
 from pyspec.slots.recurrent import late_rows
 from pyspec.slots.table import SlotTable
@@ -90,8 +90,8 @@ class Description:
         return self.device.type == "cuda"
 
     @property
-    def kv_dtype(self) -> torch.dtype:
-        return KV_DTYPES[self.settings.kv_type]
+    def kv(self) -> KvFormat:
+        return KvFormat.named(self.settings.kv_type, self.settings.kv_type_v)
 
     @property
     def width(self) -> int:
@@ -123,7 +123,7 @@ class Description:
         """Sizes of the memory of the target's layers."""
         s = self.settings
         n_row, n_late = self.table().n_alloc_row, late_rows(self.device)
-        return CacheSizes(s.np, n_row, s.page_size, width=self.width, kv_dtype=self.kv_dtype, n_late=n_late)
+        return CacheSizes(s.np, n_row, s.page_size, width=self.width, kv=self.kv, n_late=n_late)
 
     def table(self) -> SlotTable:
         """The slots, all of them empty."""
@@ -425,7 +425,7 @@ def _workspace(d: Description) -> tuple[int, int]:
     s, c = d.settings, d.own
     most = most_rows(s.np, d.width)
     graphs = graph_shapes(s.np, d.width, singles=d.draft.needs.late, most=most) if d.is_cuda else []
-    key_size = 8 if s.kv_type in ("q8_0", "f8_e4m3") else 4
+    key_size = sum(4 if dtype.itemsize == 1 else 2 for dtype in (d.kv.k, d.kv.v))  # of a key's dim and its value's
     rows, blocks = s.np * d.width, s.np * d.draft.needs.overhang  # of a verify of all slots, of a draft of blocks
     in_graphs = d.draft.needs.chained and blocks <= BUCKETS[-1]
     large = max(rows if rows > most else 0, 0 if in_graphs else blocks)
@@ -458,9 +458,7 @@ def _prompt_rows(d: Description) -> int:
 def _scratch(d: Description) -> int:
     """Bytes of an architecture's mixers while a forward runs."""
     n_row, most = d.settings.np * d.width, most_rows(d.settings.np, d.width)
-    return d.own.scratch_bytes(
-        max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv_dtype, d.device
-    )
+    return d.own.scratch_bytes(max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv.k, d.device)
 
 
 def attention_bytes(d: Description) -> int:
@@ -469,7 +467,7 @@ def attention_bytes(d: Description) -> int:
     n_row, most = s.np * d.draft_width, most_rows(s.np, d.draft_width)
     widest = max(d.n_overhang, -(-(bucket_of(n_row, most) or n_row) // s.np))  # with a graph's padding
     shapes = dict.fromkeys((*d.own.attention, *d.draft.attention))
-    specs = [AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, 1.0, d.kv_dtype) for a in shapes]
+    specs = [AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, 1.0, d.kv) for a in shapes]
     if d.assumed is not None:
         return max(
             (attend_plan.bytes_on(d.assumed.arch, d.assumed.n_sm, x, s.np, n_key, widest) for x in specs), default=0

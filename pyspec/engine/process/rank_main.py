@@ -36,7 +36,7 @@ from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.arena import Arena
-from pyspec.slots.kv import KV_DTYPES
+from pyspec.slots.kv import KvFormat
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes
 from pyspec.slots.recurrent import late_rows
@@ -51,8 +51,8 @@ FAILED = 70  # exit status after ShareFailed was sent
 
 def sizes_of(s: EngineSettings, table: SlotTable, width: int, device: torch.device) -> CacheSizes:
     """Sizes of this rank's memory, as on the first rank (`Description.sizes`)."""
-    kv_dtype, n_late = KV_DTYPES[s.kv_type], late_rows(device)
-    return CacheSizes(s.np, table.n_alloc_row, s.page_size, width=width, kv_dtype=kv_dtype, n_late=n_late)
+    kv, n_late = KvFormat.named(s.kv_type, s.kv_type_v), late_rows(device)
+    return CacheSizes(s.np, table.n_alloc_row, s.page_size, width=width, kv=kv, n_late=n_late)
 
 
 def load(share: LoadShare, link: Link) -> Follower:

@@ -24,7 +24,7 @@ from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, 
 from pyspec.models.rope import Angles, RopeSpec
 from pyspec.models.wants import Want
 from pyspec.models.weights import Matrix, Weights, sum_of
-from pyspec.slots.kv import KVPool
+from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.memory import KV
 from pyspec.slots.parts import LayerParts, Paged
 
@@ -99,7 +99,7 @@ class Attention:
         if on.is_cuda and not has_sinks:
             yield attend_prompt, spec
             yield attend_blocks, spec
-        turned = self.rope_spec(on.device, at.eps, has_norm=at.has("attn_k_norm.weight"))
+        turned = self.rope_spec(on.device, at.eps, on.kv, has_norm=at.has("attn_k_norm.weight"))
         yield rope_kv, turned
         yield rope_kv, _keys_alone(turned)
         if on.streams and s.gated:
@@ -107,14 +107,14 @@ class Attention:
         if on.streams:
             yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
 
-    def attend_spec(self, device: torch.device, kv: torch.dtype, *, has_sinks: bool) -> AttendSpec:
+    def attend_spec(self, device: torch.device, kv: KvFormat, *, has_sinks: bool) -> AttendSpec:
         s = self.shape
         scale = s.head_dim**-0.5 if s.scale is None else s.scale
         return AttendSpec(device, s.n_head, s.n_kv_head, s.head_dim, scale, kv, has_sinks)
 
-    def rope_spec(self, device: torch.device, eps: float, *, has_norm: bool) -> RopeKvSpec:
+    def rope_spec(self, device: torch.device, eps: float, kv: KvFormat, *, has_norm: bool) -> RopeKvSpec:
         s, r = self.shape, self.rope
-        return RopeKvSpec(device, s.n_head, s.n_kv_head, s.head_dim, r.n_rot, r.neox, s.gated, has_norm, eps)
+        return RopeKvSpec(device, s.n_head, s.n_kv_head, s.head_dim, r.n_rot, r.neox, s.gated, has_norm, eps, kv)
 
     def bind(self, at: Binding) -> BoundAttention:
         return BoundAttention(self, at)
@@ -131,7 +131,7 @@ def _keys_alone(spec: RopeKvSpec) -> RopeKvSpec:
 
 
 class BoundAttention:
-    """Attention over pages whose entries are of the load's type."""
+    """Attention over pages whose entries are of the load's types."""
 
     fold = None
 
@@ -155,7 +155,7 @@ class BoundAttention:
         attends = spec.attend_spec(w.device, at.kv, has_sinks=self.sinks is not None)
         own = attend.bind(attends)
         self.attend, self.read_next = with_prompts(own, attends), fuse.read_next(own, self.out)
-        roped = spec.rope_spec(w.device, at.eps, has_norm=self.k_norm is not None)
+        roped = spec.rope_spec(w.device, at.eps, at.kv, has_norm=self.k_norm is not None)
         self.rope_kv, self.store = rope_kv.bind(roped), rope_kv.bind(_keys_alone(roped))
         self.capturable = attend.chosen(attends).capturable and rope_kv.chosen(roped).capturable
         self.captures_prompts = self.capturable and spec.captures_prompts and takes_prompts(attends)

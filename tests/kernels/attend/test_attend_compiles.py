@@ -11,6 +11,7 @@ from pyspec.cuda.ops.attend import prompt as attend_prompt
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.slots.arena import bucket_of
 from pyspec.slots.batch import Seq, SeqMode
+from pyspec.slots.kv import KvFormat
 
 pytest.importorskip("cuda.core")
 
@@ -73,6 +74,8 @@ def test_unsupported_shapes_are_refused_with_their_numbers(monkeypatch: pytest.M
     gpu = torch.device("cuda")
     assert attend_cuda.limits(AttendSpec(gpu, 24, 4, 256, 1.0)) is None
     assert "heads are 80 wide" in (attend_cuda.limits(AttendSpec(gpu, 8, 2, 80, 1.0)) or "")
+    mixed = AttendSpec(gpu, 8, 2, 64, 1.0, KvFormat.named("f16", "q8_0"))
+    assert attend_cuda.limits(mixed) == "keys are f16, values q8_0; the kernel reads one type"
     assert "7 heads are no multiple of 2" in (attend_cuda.limits(AttendSpec(gpu, 7, 2, 64, 1.0)) or "")
 
 

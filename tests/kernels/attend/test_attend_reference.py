@@ -7,17 +7,18 @@ import torch
 
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend.cases import Case, make, spec_of
-from pyspec.slots.kv import KV_DTYPES
+from pyspec.slots.kv import KV_DTYPES, KvFormat
 
 CPU = torch.device("cpu")
 SEQS = [(0, 3), (40, 1), (21, 9)]
+PAIRS = [KvFormat.named(k, v) for k, v in (("f16", "q8_0"), ("q8_0", "f16"), ("f8_e4m3", "bf16"), ("f32", "f8_e4m3"))]
 
 
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("window", "block"), [(0, False), (7, False), (0, True), (16, True)])
-@pytest.mark.parametrize("dtype", KV_DTYPES.values())
-def test_rows_are_weighted_means_of_what_they_see(dtype: torch.dtype, window: int, block: bool, sinks: bool) -> None:
-    case = Case(6, 2, 64, dtype, SEQS, 16, window, block, sinks=sinks)
+@pytest.mark.parametrize("kv", [*map(KvFormat.both, KV_DTYPES.values()), *PAIRS], ids=lambda kv: kv.name)
+def test_rows_are_weighted_means_of_what_they_see(kv: KvFormat, window: int, block: bool, sinks: bool) -> None:
+    case = Case(6, 2, 64, kv.k, SEQS, 16, window, block, sinks=sinks, v_dtype=kv.v)
     made = make(case, CPU)
     b, spec = made.plain, spec_of(case, CPU)
     got = attend_ref.bind(spec)(made.q, made.pool, b, window, made.sinks)

@@ -12,7 +12,7 @@ from pyspec.cuda import faults
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend import triton as attend_triton
-from pyspec.cuda.ops.attend.cases import CASES, TOLERANCE, Case, Made, make, only, spec_of, worst
+from pyspec.cuda.ops.attend.cases import CASES, MIXED, Case, Made, make, only, spec_of, worst
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -37,13 +37,18 @@ def compare(case: Case) -> None:
     n = made.plain.n_row
     want = attend_ref.bind(spec_of(case, CPU))(made.q[:n].double(), made.pool, made.plain, case.window, made.sinks)
     out = run(case, made)
-    assert worst(out[:n], want) < TOLERANCE[case.dtype]
+    assert worst(out[:n], want) < case.tolerance
     assert not out[n:].any()
     assert faults.record(CPU).tolist() == [0] * 5
 
 
 def test_a_row_and_a_first_token_are_the_references() -> None:
     compare(Case(4, 2, 64, torch.float16, [(37, 1), (0, 3)], pad=(2, 1), sinks=True))
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_keys_and_values_may_have_different_types(name: str) -> None:
+    compare(MIXED[name])
 
 
 @pytest.mark.slow
@@ -99,7 +104,7 @@ def test_a_replay_serves_batches_of_other_lengths_in_the_same_grid() -> None:
         out = run(case, made, None, replace(made.batch, hi=hi, positions=positions, bucket=8))
         now = replace(made.plain, hi=hi, positions=positions)
         want = attend_ref.bind(spec_of(case, CPU))(made.q.double(), made.pool, now, 0)
-        assert worst(out, want) < TOLERANCE[case.dtype], shift
+        assert worst(out, want) < case.tolerance, shift
 
 
 @pytest.mark.parametrize("page", [1 << 33, -5, 1000])

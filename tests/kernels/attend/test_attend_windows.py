@@ -45,7 +45,7 @@ def test_odd_numbers_of_rows_stay_in_the_planned_workspace(
     seqs: list[tuple[int, int]], window: int, sinks: bool
 ) -> None:
     case = Case(*HEADS, torch.float16, seqs, window=window, scale=0.125, sinks=sinks)
-    made, spec = make(case, CPU), AttendSpec(CPU, *HEADS, 0.125, torch.float16, sinks)
+    made, spec = make(case, CPU), AttendSpec(CPU, *HEADS, 0.125, has_sinks=sinks)
     own = Planned(spec)
 
     def library(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def test_odd_numbers_of_rows_stay_in_the_planned_workspace(
 def test_pieces_read_the_pages_of_their_window_only() -> None:
     """So they need not get smaller as the context grows."""
     made = make(Case(*HEADS, torch.float16, [(6 * SPLIT, 400)], window=128, scale=0.125), CPU)
-    own = Planned(AttendSpec(CPU, *HEADS, 0.125, torch.float16))
+    own = Planned(AttendSpec(CPU, *HEADS, 0.125))
     attend_prompt.in_pieces(own)(made.q, made.pool, made.plain, 128)
     assert [n for n, _ in own.pieces] == [MANY, MANY, 16]
     assert max(n_key for _, n_key in own.pieces) < 128 + made.plain.page_size + MANY

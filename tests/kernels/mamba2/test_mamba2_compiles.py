@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sampling import few
@@ -13,6 +15,7 @@ from pyspec.cuda.ops.mamba2.ref import Mamba2Spec
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+from pyspec.slots.kv import KvFormat
 
 pytest.importorskip("cuda.core")
 SUPER, NANO, PUZZLE = (Mamba2Shape(h, 64, 8, n, 4) for h, n in ((128, 128), (64, 128), (128, 96)))
@@ -95,6 +98,7 @@ def test_a_lane_takes_four_columns_where_that_saves_a_wave() -> None:
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_heads_that_do_not_turn_compile(arch: str) -> None:
     spec = RopeKvSpec(torch.device("cuda"), 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5)
-    for kind in range(3):
-        found = jit.compile_cubin("rope_kv", arch, rope_kv_cuda.defines(spec, kind), use_cache=False).resources
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        macros = rope_kv_cuda.defines(replace(spec, kv=KvFormat.both(dtype)))
+        found = jit.compile_cubin("rope_kv", arch, macros, use_cache=False).resources
         assert found["rope_kv"].spill_bytes == 0

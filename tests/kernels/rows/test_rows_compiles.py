@@ -9,6 +9,7 @@ from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
+from pyspec.slots.kv import KvFormat
 
 CPU = torch.device("cpu")
 
@@ -27,9 +28,9 @@ def test_rows_compile_everywhere(arch: str) -> None:
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rope_kv_compiles_everywhere(arch: str) -> None:
-    for kind in KINDS.values():
-        spec = RopeKvSpec(CPU, 24, 4, 256, 64, True, True, True, 1e-6)
-        found = compile_cubin("rope_kv", arch, rope_kv_cuda.defines(spec, kind), use_cache=False)
+    for dtype in KINDS:
+        spec = RopeKvSpec(CPU, 24, 4, 256, 64, True, True, True, 1e-6, KvFormat.both(dtype))
+        found = compile_cubin("rope_kv", arch, rope_kv_cuda.defines(spec), use_cache=False)
         assert found.resources["rope_kv"].spill_bytes == 0
 
 

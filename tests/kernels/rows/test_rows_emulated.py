@@ -25,7 +25,7 @@ from pyspec.cuda.ops.rows.ref import (
     head_power,
     norm_power,
 )
-from pyspec.slots.kv import KV_DTYPES, KVPool
+from pyspec.slots.kv import KV_DTYPES, KvFormat, KVPool
 
 pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 SEEDS = (0, 1)
@@ -223,16 +223,17 @@ def test_the_finish_of_wide_rows_scales_and_adds(n: int) -> None:
 def test_rope_kv_equals_the_reference(
     n_q: int, n_kv: int, dim: int, n_rot: int, neox: bool, gated: bool, norm: bool, seed: int
 ) -> None:
-    spec = RopeKvSpec(CPU, n_q, n_kv, dim, n_rot, neox, gated, norm, 1e-6)
-    with emulated_gpu(seed=seed):
-        assert check_rope_kv(rope_kv_cuda.bind(spec), rope_kv_reference(spec), spec) is None
+    for dtype in KV_DTYPES.values():
+        spec = RopeKvSpec(CPU, n_q, n_kv, dim, n_rot, neox, gated, norm, 1e-6, KvFormat.both(dtype))
+        with emulated_gpu(seed=seed):
+            assert check_rope_kv(rope_kv_cuda.bind(spec), rope_kv_reference(spec), spec) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", KV_DTYPES.values())
 def test_keys_and_values_are_rounded_as_on_the_cpu_bit_by_bit(dtype: torch.dtype) -> None:
     """The cache's values decide texts: numbers of all sizes, ties between two values, and NaN."""
-    spec, n = RopeKvSpec(CPU, 0, 2, 64, 0, True, False, False, 1e-6), 60
+    spec, n = RopeKvSpec(CPU, 0, 2, 64, 0, True, False, False, 1e-6, KvFormat.both(dtype)), 60
     gen = torch.Generator().manual_seed(5)
     y = torch.randn(n, 256, generator=gen) * torch.logspace(-12, 8, n)[:, None]
     y[3] = (torch.arange(256) - 128) / 2  # a tie in every second code
@@ -240,7 +241,7 @@ def test_keys_and_values_are_rounded_as_on_the_cpu_bit_by_bit(dtype: torch.dtype
     y[5] = torch.arange(256) * 2.0
     y[6] = 0.0
     y[7, ::7], y[8, 1::9], y[9, 2::9] = torch.nan, torch.inf, -torch.inf
-    want, got = (KVPool(n, 2, 64, dtype, CPU) for _ in range(2))
+    want, got = (KVPool(n, 2, 64, spec.kv, CPU) for _ in range(2))
     want.write(torch.arange(n), y[:, :128].view(n, 2, 64), y[:, 128:].view(n, 2, 64))
     angles = (torch.ones(n, 1, 0), torch.zeros(n, 1, 0))
     with emulated_gpu():
@@ -253,7 +254,7 @@ def test_keys_and_values_are_rounded_as_on_the_cpu_bit_by_bit(dtype: torch.dtype
 def rope_kv_into(rows: list[int]) -> tuple[KVPool, Tensor, list[int]]:
     """A pool of 16 rows after keys and values went to `rows`; the queries; the fault record."""
     spec, n = RopeKvSpec(CPU, 2, 1, 64, 64, True, False, False, 1e-6), len(rows)
-    pool = KVPool(16, 1, 64, torch.float16, CPU)
+    pool = KVPool(16, 1, 64, spec.kv, CPU)
     angles = (torch.ones(n, 1, 32), torch.zeros(n, 1, 32))
     with emulated_gpu():
         q = rope_kv_cuda.bind(spec)(torch.randn(n, 256), None, None, angles, pool, torch.tensor(rows))

@@ -16,7 +16,7 @@ from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows import op as rows_op
 from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
-from pyspec.slots.kv import KV_DTYPES, KVPool
+from pyspec.slots.kv import KV_DTYPES, KvFormat, KVPool
 
 CPU = torch.device("cpu")
 GATED = RopeKvSpec(CPU, 4, 2, 64, 32, neox=True, gated=True, has_norm=True, eps=1e-6)
@@ -38,13 +38,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
     ids=str,
 )
 def test_heads_are_normed_turned_and_kept_as_the_reference_does(spec: RopeKvSpec) -> None:
-    assert rope_kv_op.check(rope_kv_triton.bind(spec), rope_kv_ref.bind(spec), spec) is None
+    mixed = KvFormat(torch.float16, torch.int8), KvFormat(torch.float8_e4m3fn, torch.bfloat16)
+    for kv in (*map(KvFormat.both, KV_DTYPES.values()), *mixed):
+        own = replace(spec, kv=kv)
+        assert rope_kv_op.check(rope_kv_triton.bind(own), rope_kv_ref.bind(own), own) is None
 
 
-@pytest.mark.parametrize("kv", KV_DTYPES.values(), ids=str)
-def test_what_is_kept_has_the_bits_of_the_pools_own_rounding(kv: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "kv", [*map(KvFormat.both, KV_DTYPES.values()), KvFormat(torch.int8, torch.float16)], ids=lambda kv: kv.name
+)
+def test_what_is_kept_has_the_bits_of_the_pools_own_rounding(kv: KvFormat) -> None:
     """Zeros, ends of the range, beyond it, halves between two values, and NaN."""
-    spec = RopeKvSpec(CPU, 0, 1, 64, 0, neox=True, gated=False, has_norm=False, eps=1e-6)
+    spec = RopeKvSpec(CPU, 0, 1, 64, 0, neox=True, gated=False, has_norm=False, eps=1e-6, kv=kv)
     gen = torch.Generator().manual_seed(0)
     y = torch.randn(6, 128, generator=gen) * torch.logspace(-6, 3, 6)[:, None]
     y[0, :40] = 0.0
@@ -63,7 +68,7 @@ def test_what_is_kept_has_the_bits_of_the_pools_own_rounding(kv: torch.dtype) ->
 @pytest.mark.parametrize("row", [-1, 1 << 40, 40])
 def test_a_row_out_of_the_pool_is_reported_and_nothing_is_written_for_it(row: int) -> None:
     spec = replace(GATED, n_q=0, n_kv=1, gated=False)
-    pool, angle, norm = KVPool(40, 1, 64, torch.float16, CPU), torch.zeros(2, 1, 16), torch.ones(64)
+    pool, angle, norm = KVPool(40, 1, 64, spec.kv, CPU), torch.zeros(2, 1, 16), torch.ones(64)
     rope_kv_triton.bind(spec)(torch.ones(2, 128), None, norm, (angle, angle), pool, torch.tensor([row, 3]))
     fault = faults.record(CPU)
     tripped = fault.tolist()

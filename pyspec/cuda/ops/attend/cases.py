@@ -10,12 +10,13 @@ from torch import Tensor
 
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.slots.batch import Batch, Seq
-from pyspec.slots.kv import KVPool
+from pyspec.slots.kv import KvFormat, KVPool
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """seqs: (n_past, width) each. `block`: rows see all rows of their sequence. pad: (rows, sequences) of padding.
+    dtype: of keys, and of values unless v_dtype is given.
 
     spare: pool pages without an owner; they and all rows beyond a sequence's end hold NaN.
     """
@@ -33,6 +34,15 @@ class Case:
     scale: float = 0.0  # 0: 1 / sqrt(dim)
     sinks: bool = False
     keys_only: bool = False
+    v_dtype: torch.dtype | None = None
+
+    @property
+    def kv(self) -> KvFormat:
+        return KvFormat(self.dtype, self.v_dtype or self.dtype)
+
+    @property
+    def tolerance(self) -> float:
+        return max(TOLERANCE[self.kv.k], TOLERANCE[self.kv.v])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,14 @@ CASES: dict[str, Case] = {
     "keys alone": Case(64, 1, 512, torch.float16, [(0, 3), (300, 4), (127, 9)], 32, 128, sinks=True, keys_only=True),
     "keys alone of 128": Case(16, 1, 128, torch.int8, [(0, 3), (300, 4), (127, 9)], 32, keys_only=True),
 }
+MIXED: dict[str, Case] = {
+    "f16 and q8_0": Case(8, 2, 64, torch.float16, [(70, 3), (300, 1)], 16, pad=(3, 1), v_dtype=torch.int8),
+    "q8_0 and f16": Case(6, 2, 96, torch.int8, [(100, 3), (33, 1)], 16, 50, sinks=True, v_dtype=torch.float16),
+    "f32 and bf16": Case(8, 2, 64, torch.float32, [(40, 5), (0, 1)], 16, pad=(1, 1), v_dtype=torch.bfloat16),
+    "bf16 and f32": Case(4, 4, 32, torch.bfloat16, [(270, 2)], 32, v_dtype=torch.float32),
+    "f8 and bf16": Case(8, 2, 128, torch.float8_e4m3fn, [(65, 4)], 16, 0, True, v_dtype=torch.bfloat16),
+}
+"""Keys and values of different types, which not every implementation takes."""
 TOLERANCE = {
     torch.float32: 2e-6,
     torch.float16: 2e-3,
@@ -87,7 +105,7 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Made:
     counts = [-(-(past + width) // size) for past, width in case.seqs]
     n_page = sum(counts) + case.spare
     pages = torch.randperm(n_page, generator=gen)[: sum(counts)].split(counts)
-    pool = KVPool(n_page * size, case.n_kv, case.dim, case.dtype, device, keys_only=case.keys_only)
+    pool = KVPool(n_page * size, case.n_kv, case.dim, case.kv, device, keys_only=case.keys_only)
     spoil(pool)
     for (past, width), own in zip(case.seqs, pages, strict=True):
         rows = (own[:, None] * size + torch.arange(size)).view(-1)[: past + width].to(device)
@@ -101,7 +119,7 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Made:
 
 def spec_of(case: Case, device: torch.device) -> AttendSpec:
     scale = case.scale or case.dim**-0.5
-    return AttendSpec(device, case.n_head, case.n_kv, case.dim, scale, case.dtype, case.sinks)
+    return AttendSpec(device, case.n_head, case.n_kv, case.dim, scale, case.kv, case.sinks)
 
 
 def spoil(pool: KVPool) -> None:

@@ -22,7 +22,7 @@ from pyspec.cuda.ops.attend.ref import GUARD, AttendSpec
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
 from pyspec.cuda.ops.prefetch import prefetch_args
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KVPool
+from pyspec.slots.kv import KVPool, one_type
 
 OP_ID = GUARD.number
 DIMS = (64, 128, 256)
@@ -44,8 +44,10 @@ def limits(spec: AttendSpec) -> str | None:
         return why
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
-    if spec.kv not in KINDS:
-        return f"keys and values are {spec.kv}"
+    if (why := one_type(spec.kv, "reads")) is not None:
+        return why
+    if spec.kv.k not in KINDS:
+        return f"keys and values are {spec.kv.name}"
     if spec.head_dim % 32 or spec.head_dim > 512:
         return f"heads are {spec.head_dim} wide; the kernel takes multiples of 32 up to 512"
     return None
@@ -236,7 +238,7 @@ def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int
 
 def bytes_on(arch: str, n_sm: int, spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
     """The same on a GPU of `n_sm` multiprocessors."""
-    if spec.kv is torch.float32 or spec.head_dim not in DIMS:  # the plain kernel's
+    if spec.kv.k is torch.float32 or spec.head_dim not in DIMS:  # the plain kernel's
         return 0
     return 4 * most_floats(spec, n_seq, n_key, n_row, arch, n_sm)
 
@@ -247,7 +249,7 @@ def most_floats(spec: AttendSpec, n_seq: int, n_key: int, n_row: int, arch: str,
     rows = max(max(n_row, FEW) * n_split, MANY)  # times splits
     most = 0
     for n_tile in N_TILES:
-        shape = shape_for(spec.head_dim, n_tile, spec.kv, arch, spec.has_sinks)
+        shape = shape_for(spec.head_dim, n_tile, spec.kv.k, arch, spec.has_sinks)
         splits = n_seq * spec.n_kv_head * (rows * group // shape.columns + n_split)
         ranges = min(splits * SPLIT // spec.head_dim, most_ranges(spec, n_sm * shape.resident))
         most = max(most, max(splits, ranges) * n_float(spec, shape.columns))
@@ -258,7 +260,7 @@ def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: At
     """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
     assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
     assert pool.k.shape == pool.v.shape and pool.k.shape[1:] == (spec.n_kv_head, spec.head_dim)
-    assert all(plane.is_contiguous() for plane in pool.planes) and pool.dtype is spec.kv
+    assert all(plane.is_contiguous() for plane in pool.planes) and pool.kv == spec.kv
     assert (sinks is not None) == spec.has_sinks
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (spec.n_head,))
     assert batch.page_size % 16 == 0 and pool.k.shape[0] % batch.page_size == 0
@@ -296,7 +298,7 @@ class AttendLaunch:
         n_row, (n_seq, n_col) = q.shape[0], batch.page_table.shape
         if not n_row:
             return torch.empty_like(q)
-        if spec.kv is torch.float32 or spec.head_dim not in DIMS or n_seq > MAX_SEQ:
+        if spec.kv.k is torch.float32 or spec.head_dim not in DIMS or n_seq > MAX_SEQ:
             return self._plain(q, pool, batch, window, sink)
         group = spec.n_head // spec.n_kv_head
         kernels = self._build(batch, group)
@@ -330,7 +332,7 @@ class AttendLaunch:
         widest, spec = max((seq.width for seq in batch.seqs), default=1), self.spec
         n_tile = n_tile_for(max(1, widest) * group)
         if n_tile not in self.builds:
-            shape = self.shape or shape_for(spec.head_dim, n_tile, spec.kv, self.arch, spec.has_sinks)
+            shape = self.shape or shape_for(spec.head_dim, n_tile, spec.kv.k, self.arch, spec.has_sinks)
             self.builds[n_tile] = _kernels(spec.device, shape)
         return self.builds[n_tile]
 
@@ -340,17 +342,17 @@ class AttendLaunch:
         rows = [batch.page_table, batch.positions, batch.lo, batch.hi, batch.row_seq, *sinks, out, self.fault]
         sizes = [n_col, batch.page_size, pool.k.shape[0] // batch.page_size, window]
         counts = [i32(n_seq), *self.heads, *map(i32, sizes)]
-        kernel = _plain(spec.device, spec.head_dim, spec.kv, spec.has_sinks)
+        kernel = _plain(spec.device, spec.head_dim, spec.kv.k, spec.has_sinks)
         kernel.launch((q.shape[0], spec.n_head), 128, [q, *pool.read_planes, *rows, *counts, self.scale])
         return out
 
 
 def programs(spec: AttendSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
-    if spec.kv is torch.float32 or spec.head_dim not in DIMS:
-        yield target.program("attend_plain", plain_defines(spec.head_dim, spec.kv, spec.has_sinks))
+    if spec.kv.k is torch.float32 or spec.head_dim not in DIMS:
+        yield target.program("attend_plain", plain_defines(spec.head_dim, spec.kv.k, spec.has_sinks))
         return
     for n_tile in N_TILES:
-        shape = shape_for(spec.head_dim, n_tile, spec.kv, target.arch, spec.has_sinks)
+        shape = shape_for(spec.head_dim, n_tile, spec.kv.k, target.arch, spec.has_sinks)
         yield target.program("attend", shape.defines())
 
 

@@ -5,7 +5,7 @@ cores' peak and a copy of the keys costs little. Which of the two a sequence tak
 its bits do not depend on its neighbours.
 
     q     [row, head, dim]  f32
-    k, v  [key, kv, dim]    f16 or bf16 for any type of the pool; the rows are those of the last keys
+    k, v  [key, kv, dim]    f16 or bf16, both the same, for any types of the pool; the rows are those of the last keys
     out   [row, head, dim]  f32
 """
 
@@ -25,7 +25,7 @@ from pyspec.cuda.ops.attend import prompt_blocks
 from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
 from pyspec.cuda.ops.attend.ref import Attend, AttendSpec, key_rows
 from pyspec.slots.batch import Batch, Seq
-from pyspec.slots.kv import KVPool
+from pyspec.slots.kv import KvFormat, KVPool
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
@@ -244,7 +244,7 @@ def beside(own: Attend, prompt: Run) -> Attend:
         if window or sinks is not None:
             return cut(q, pool, batch, window, sinks, **more)
         takes = batch.causal and batch.bucket is None
-        long = _long(batch) if takes and pool.dtype is not torch.float32 else []
+        long = _long(batch) if takes and not pool.kv.has_f32 else []
         if not long:
             return own(q, pool, batch, window, sinks, **more)
         if len(batch.seqs) == 1:
@@ -264,18 +264,14 @@ def own_keys(pool: KVPool, batch: Batch) -> tuple[Tensor, Tensor]:
     """Keys and values of a prompt that runs alone, padded to the rows of its graph. Masked values must be numbers, so the padding repeats the
     first token's."""
     rows = torch.where(batch.row_seq >= 0, batch.kv_rows, batch.kv_rows[0])
-    return pool.read(rows, _half(pool))
-
-
-def _half(pool: KVPool) -> torch.dtype:
-    return torch.bfloat16 if pool.dtype is torch.bfloat16 else torch.float16  # as in attend.cu
+    return pool.read(rows, pool.kv.half)
 
 
 def keys_of(pool: KVPool, batch: Batch, i: int) -> tuple[Tensor, Tensor]:
     """Keys and values of a sequence in a type that the library takes. They are not copied if its pages follow each other in the pool."""
-    half = _half(pool)
+    half = pool.kv.half
     n, size, at = batch.max_hi[i], batch.page_size, _run_of(batch, i)
-    if at is None or pool.dtype is not half:
+    if at is None or pool.kv != KvFormat.both(half):
         return pool.read(key_rows(batch, i), half)
     rows = slice(at * size, at * size + n)
     return pool.k[rows], pool.v[rows]

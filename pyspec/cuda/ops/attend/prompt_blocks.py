@@ -109,6 +109,6 @@ def warm(run: Run, spec: AttendSpec, n_key: int) -> None:
     """Load the library, which takes a second, before the first prompt, if a slot may hold a block. Plans belong to a thread and are made on
     demand, 40 ms each."""
     if n_key >= BLOCKS[-1] + LEAST:
-        half = torch.bfloat16 if spec.kv is torch.bfloat16 else torch.float16
-        keys = torch.zeros(BLOCKS[-1] + LEAST, spec.n_kv_head, spec.head_dim, dtype=half, device=spec.device)
+        shape = BLOCKS[-1] + LEAST, spec.n_kv_head, spec.head_dim
+        keys = torch.zeros(shape, dtype=spec.kv.half, device=spec.device)
         run(torch.zeros(LEAST, spec.n_head, spec.head_dim, device=spec.device), keys, keys)

@@ -1,7 +1,7 @@
 """Attention over paged keys and values, ragged, with a key range per row. Reference in plain torch.
 
     q           [row, head, dim]      float    after rope
-    pool        keys and values [pool row, kv, dim] of any type; the rows of this batch are already written
+    pool        keys and values [pool row, kv, dim] of any types; the rows of this batch are already written
     batch       page table, lo and hi per row (see slots.batch)
     sinks       [head]                f32      or None
     out         [row, head, dim]      q's dtype
@@ -24,7 +24,7 @@ from torch import Tensor
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.op import Guard
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KVPool
+from pyspec.slots.kv import F16, KvFormat, KVPool
 
 GUARD = Guard(4)
 
@@ -34,14 +34,14 @@ Attend = Callable[Concatenate[Tensor, KVPool, Batch, ...], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttendSpec:
-    """`kv` is the pool's dtype (slots.kv); with `has_sinks` every call has them."""
+    """`kv` is the pool's format (slots.kv); with `has_sinks` every call has them."""
 
     device: torch.device
     n_head: int
     n_kv_head: int
     head_dim: int
     scale: float
-    kv: torch.dtype = torch.float16
+    kv: KvFormat = F16
     has_sinks: bool = False
 
 

@@ -1,7 +1,7 @@
 """`attend` in Triton: the keys of a sequence in splits, in as many programs as fill a GPU, and their sums in order (triton_kernels.py).
 
-Same contract as attend_ref, same rounding as attend_cuda: q, weights and the values of q8_0 to f16, of bf16 pools to bf16. All
-lengths, ranges and pages are read on the device, so a captured graph may be replayed for any batch of as many rows, sequences
+Same contract as attend_ref, same rounding as attend_cuda: q, weights and the values of q8_0 to f16, of bf16 pools to bf16. Keys
+and values may have different types: q is rounded as keys are, weights as values are. All lengths, ranges and pages are read on the device, so a captured graph may be replayed for any batch of as many rows, sequences
 and page columns. A row's bits depend on its own keys only. Rows with row_seq -1 come out as zeros.
 """
 
@@ -36,8 +36,8 @@ def limits(spec: AttendSpec) -> str | None:
         return why
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
-    if spec.kv not in KINDS:
-        return f"keys and values are {spec.kv}"
+    if not {spec.kv.k, spec.kv.v} <= KINDS.keys():
+        return f"keys and values are {spec.kv.name}"
     if spec.head_dim % 16 or spec.head_dim > 512:
         return f"heads are {spec.head_dim} wide; the kernel takes multiples of 16 up to 512"
     return None
@@ -67,7 +67,7 @@ def fitting(spec: AttendSpec) -> Sequence[int]:
 
 def tiles_for(spec: AttendSpec, columns: int, *, large: bool) -> AttendTiles:
     """large: a multiprocessor has more than 200 KB of shared memory."""
-    if spec.kv is torch.float32:
+    if spec.kv.has_f32:
         return AttendTiles(min(columns, 16), 16, 1, 4)
     keys = 64 if large or spec.head_dim <= 128 else 32
     stages = 3 if spec.head_dim <= 128 else 2 if spec.head_dim <= 256 else 1
@@ -178,8 +178,8 @@ class AttendTriton:
         }
         planes, layout = planes_of(pool), (batch.page_table, *seen, batch.seq_start)
         build = {"WIDE": wide, "KEYS": tiles.keys, "STAGES": tiles.stages, "PAGE": batch.page_size, "OP": OP_ID}
-        kind = {"KIND": KINDS[spec.kv], "HALF": kernels.HALVES[spec.kv], "EXACT": spec.kv is torch.float32}
-        kind["NATIVE"] = self.native
+        kind = {"K_KIND": KINDS[spec.kv.k], "V_KIND": KINDS[spec.kv.v], "NATIVE": self.native}
+        kind |= {"K_HALF": kernels.HALVES[spec.kv.k], "V_HALF": kernels.HALVES[spec.kv.v]}
         piece, sink = min(PIECE, wide), q if sinks is None else sinks
         for first in range(0, n_tile, n_once):
             n = min(n_once, n_tile - first)
@@ -203,7 +203,7 @@ class AttendTriton:
 def planes_of(pool: KVPool) -> tuple[Tensor, ...]:
     """Keys, values and their scales; as bytes where Triton does not have torch's type on all devices."""
     codes = [t.view(torch.uint8) if t.dtype is torch.float8_e4m3fn else t for t in (pool.k, pool.v)]
-    scales = [t for t in (pool.k_scale, pool.v_scale) if t is not None] or codes
+    scales = (own if scale is None else scale for own, scale in zip(codes, (pool.k_scale, pool.v_scale), strict=True))
     return *codes, *scales
 
 
@@ -211,7 +211,7 @@ def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: At
     """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
     assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
     assert pool.k.shape == pool.v.shape and pool.k.shape[1:] == (spec.n_kv_head, spec.head_dim)
-    assert all(plane.is_contiguous() for plane in pool.planes) and pool.dtype is spec.kv
+    assert all(plane.is_contiguous() for plane in pool.planes) and pool.kv == spec.kv
     assert (sinks is not None) == spec.has_sinks
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (spec.n_head,))
     assert pool.k.shape[0] % batch.page_size == 0

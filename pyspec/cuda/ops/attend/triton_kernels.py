@@ -15,7 +15,11 @@ from pyspec.cuda.tri_guards import kernel, report
 
 FAR = tl.constexpr(1 << 30)
 LOG2E = tl.constexpr(1.4426950408889634)
-Q8_0, F8 = tl.constexpr(3), tl.constexpr(4)  # KIND of cuda.py's KINDS: the others are plain numbers
+F32, Q8_0, F8 = (
+    tl.constexpr(0),
+    tl.constexpr(3),
+    tl.constexpr(4),
+)  # KIND of cuda.py's KINDS: the others are plain numbers
 
 
 @triton.jit
@@ -78,7 +82,7 @@ def attend_split(
     q, k, v, k_scale, v_scale, page_table, positions, lo, hi, seq_start, part, ml, fault,
     n_seq, n_col, n_page, n_key, n_split, n_prog, first_tile, window, scale,
     PAGE: tl.constexpr, N_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
-    SHORT: tl.constexpr, LONG: tl.constexpr, FAR_KEYS: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, NATIVE: tl.constexpr, EXACT: tl.constexpr, N_SEQ: tl.constexpr, STAGES: tl.constexpr, OP: tl.constexpr,
+    SHORT: tl.constexpr, LONG: tl.constexpr, FAR_KEYS: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr, NATIVE: tl.constexpr, N_SEQ: tl.constexpr, STAGES: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles from the first one on, KV heads, programs): a tile's partial sums of every n_prog-th split.
 
@@ -101,7 +105,7 @@ def attend_split(
     wanted = is_column[None, :] & (d < DIM)[:, None]
     queries = tl.load(
         q + (row.to(tl.int64) * (N_KV * GROUP) + head)[None, :] * DIM + d[:, None], mask=wanted, other=0.0
-    ).to(HALF)
+    ).to(K_HALF)
     pages = page_table + s.to(tl.int64) * n_col
     worst = tl.zeros([KEYS], dtype=tl.int64)  # a page that does not exist
     split = split_of(hi, start, width, n_key, SHORT, LONG, FAR_KEYS)
@@ -119,8 +123,8 @@ def attend_split(
             worst = tl.where(is_page, worst, page)
             place = (tl.where(is_page, page, 0) * PAGE + key % PAGE) * N_KV + h
             here = is_key[:, None] & (d < DIM)[None, :]
-            keys = values(k, k_scale, place, N_KV, d, here, DIM, KIND, HALF, NATIVE)
-            if EXACT:
+            keys = values(k, k_scale, place, N_KV, d, here, DIM, K_KIND, K_HALF, NATIVE)
+            if K_KIND == F32:
                 scores = tl.dot(keys, queries, input_precision="ieee")
             else:
                 scores = tl.dot(keys, queries)
@@ -131,12 +135,12 @@ def attend_split(
             weights = tl.exp2(scores - base[None, :])
             less = tl.exp2(most - base)
             sums = sums * less + tl.sum(weights, 0)
-            vals = values(v, v_scale, place, N_KV, d, here, DIM, KIND, HALF, NATIVE)
+            vals = values(v, v_scale, place, N_KV, d, here, DIM, V_KIND, V_HALF, NATIVE)
             acc = acc * less[None, :]
-            if EXACT:
+            if V_KIND == F32:
                 acc = tl.dot(tl.trans(vals), weights, acc, input_precision="ieee")
             else:
-                acc = tl.dot(tl.trans(vals), weights.to(HALF), acc)
+                acc = tl.dot(tl.trans(vals), weights.to(V_HALF), acc)
             most = top
         item = (own * N_KV + h).to(tl.int64) * n_split + j
         tl.store(part + (item * COLS + c)[None, :] * DIM + d[:, None], acc, mask=wanted)
@@ -205,4 +209,4 @@ HALVES = {
     torch.int8: tl.float16,
     torch.float8_e4m3fn: tl.float16,
 }
-"""Operand type of tensor cores, by the pool's type."""
+"""Operand type of tensor cores, by the type of keys or values."""

@@ -42,7 +42,7 @@ class Given:
             ring.rows[name].copy_(self.ring.rows[name])
         old = self.pool
         ratio, device = old.tokens_per_row, old.k.device
-        pool = KVPool(len(old.k), 1, old.head_dim, old.dtype, device, tokens_per_row=ratio, keys_only=True)
+        pool = KVPool(len(old.k), 1, old.head_dim, old.kv, device, tokens_per_row=ratio, keys_only=True)
         pool.k.copy_(old.k)
         return ring, pool
 

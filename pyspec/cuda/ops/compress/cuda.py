@@ -165,7 +165,7 @@ class CompressLaunch:
         for plane in (ring.rows[VALUES], ring.rows[SCORES]):
             assert plane.dtype == torch.float32 and plane.is_contiguous() and plane.shape[2:] == (self.width,)
         assert ring.window >= (1 + spec.overlaps) * spec.ratio
-        assert pool.k.shape[1:] == (1, spec.dim) and pool.dtype is spec.kv and pool.k.is_contiguous()
+        assert pool.k.shape[1:] == (1, spec.dim) and pool.k.dtype is spec.kv and pool.k.is_contiguous()
         assert pool.tokens_per_row == spec.ratio
         assert len(batch.positions) == len(batch.kv_rows) == len(batch.row_seq) == n
 

@@ -183,7 +183,7 @@ class IndexLaunch:
         assert q.dtype == w.dtype == torch.float32 and freq.dtype == torch.float64
         assert freq.shape == (spec.n_rot // 2,) and freq.is_contiguous()
         assert q.shape[1:] == (spec.n_head, spec.dim) and w.shape == (n, spec.n_head)
-        assert pool.k.shape[1:] == (1, spec.dim) and pool.dtype is spec.kv and pool.k.is_contiguous()
+        assert pool.k.shape[1:] == (1, spec.dim) and pool.k.dtype is spec.kv and pool.k.is_contiguous()
         assert pool.tokens_per_row == spec.ratio
         assert all(t.dtype == torch.int64 and t.is_contiguous() for t in (batch.page_table, batch.positions))
         assert len(batch.positions) == len(batch.row_seq) == n

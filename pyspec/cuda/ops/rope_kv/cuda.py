@@ -8,9 +8,9 @@ from torch import Tensor
 
 from pyspec.cuda import faults, jit
 from pyspec.cuda.context import per_device
-from pyspec.cuda.ops.attend.cuda import KINDS
+from pyspec.cuda.ops.attend.cuda import KINDS, SCALED
 from pyspec.cuda.ops.rope_kv.ref import GUARD, Angles, RopeKv, RopeKvSpec
-from pyspec.slots.kv import KVPool
+from pyspec.slots.kv import KVPool, one_type
 
 OP_ID = GUARD.number
 WARPS = 4
@@ -20,6 +20,8 @@ ARGS = "pl" + "ppf" + "pp" + "p" + "p{planes}" + "iii" + "p"
 def limits(spec: RopeKvSpec) -> str | None:
     if (why := jit.missing(spec.device)) is not None:
         return why
+    if (why := one_type(spec.kv, "writes")) is not None:
+        return why
     if spec.dim % 32 or spec.dim > 512:
         return f"heads are {spec.dim} wide; the kernel takes multiples of 32 up to 512"
     if spec.n_rot > spec.dim or spec.n_rot % 2:
@@ -27,29 +29,29 @@ def limits(spec: RopeKvSpec) -> str | None:
     return None
 
 
-def defines(spec: RopeKvSpec, kind: int) -> dict[str, int | str]:
-    """Macros of rope_kv.cu for a pool of KV kind `kind`."""
+def defines(spec: RopeKvSpec) -> dict[str, int | str]:
+    """Macros of rope_kv.cu."""
     return {
         "DIM": spec.dim,
         "N_ROT": spec.n_rot,
         "NEOX": int(spec.neox),
         "HAS_NORM": int(spec.has_norm),
         "Q_STEP": spec.dim * (2 if spec.gated else 1),
-        "KV_KIND": kind,
+        "KV_KIND": KINDS[spec.kv.k],
         "OP_ID": OP_ID,
     }
 
 
 @per_device
-def _kernel(device: torch.device, spec: RopeKvSpec, kind: int) -> jit.Kernel:
+def _kernel(device: torch.device, spec: RopeKvSpec) -> jit.Kernel:
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
-    return jit.compile_cubin("rope_kv", arch, defines(spec, kind)).kernel(
-        "rope_kv", ARGS.format(planes="pppp" if kind == KINDS[torch.int8] else "pp")
+    return jit.compile_cubin("rope_kv", arch, defines(spec)).kernel(
+        "rope_kv", ARGS.format(planes="pppp" if spec.kv.k is SCALED else "pp")
     )
 
 
 def programs(spec: RopeKvSpec, target: jit.GpuKind) -> list[jit.Program]:
-    return [target.program("rope_kv", defines(spec, KINDS[target.kv]))]
+    return [target.program("rope_kv", defines(spec))]
 
 
 def bind(spec: RopeKvSpec) -> RopeKv:
@@ -57,7 +59,7 @@ def bind(spec: RopeKvSpec) -> RopeKv:
     fault = faults.record(spec.device)
     none = torch.zeros(4, device=spec.device)
     step = spec.dim * (2 if spec.gated else 1)
-    kernels: dict[torch.dtype, jit.Kernel] = {}  # by the pool's type
+    kernel = _kernel(spec.device, spec)
     n_column, n_unit = spec.n_q * step + 2 * spec.n_kv * spec.dim, spec.n_q + 2 * spec.n_kv
 
     def rope_kv(
@@ -69,14 +71,12 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
         assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
         assert pool.k.is_contiguous() and pool.v.is_contiguous() and pool.k.shape[1:] == (spec.n_kv, spec.dim)
-        assert (k_norm is not None) == spec.has_norm
+        assert (k_norm is not None) == spec.has_norm and pool.kv == spec.kv
         q = torch.empty(n, spec.n_q, spec.dim, dtype=torch.float32, device=y.device)
         norms = (none if q_norm is None else q_norm, none if k_norm is None else k_norm, np.float32(spec.eps))
         counts = (np.int32(spec.n_q), np.int32(spec.n_kv), np.int32(pool.k.shape[0]))
         args: tuple[jit.Arg, ...] = (y, np.int64(y.stride(0)), *norms, cos, sin, rows, q, *pool.planes, *counts, fault)
-        if pool.dtype not in kernels:
-            kernels[pool.dtype] = _kernel(spec.device, spec, KINDS[pool.dtype])
-        kernels[pool.dtype].launch((n, -(-n_unit // WARPS)), 32 * WARPS, args, overlap=overlap)
+        kernel.launch((n, -(-n_unit // WARPS)), 32 * WARPS, args, overlap=overlap)
         return q
 
     return rope_kv

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.op import FaultPlace, Guard
-from pyspec.slots.kv import KVPool
+from pyspec.slots.kv import F16, KvFormat, KVPool
 
 GUARD = Guard(5, FaultPlace.ROW)
 
@@ -25,7 +25,7 @@ Angles = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RopeKvSpec:
-    """n_q may be 0: keys and values alone. neox: pairs (d, d + n_rot/2), otherwise (2d, 2d + 1)."""
+    """n_q may be 0: keys and values alone. neox: pairs (d, d + n_rot/2), otherwise (2d, 2d + 1). kv: the pool's format."""
 
     device: torch.device
     n_q: int
@@ -36,6 +36,7 @@ class RopeKvSpec:
     gated: bool
     has_norm: bool
     eps: float
+    kv: KvFormat = F16
 
 
 RopeKv = Callable[[Tensor, Tensor | None, Tensor | None, Angles, KVPool, Tensor], Tensor]

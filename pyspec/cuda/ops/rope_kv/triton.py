@@ -37,6 +37,8 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         "NEOX": spec.neox,
         "STEP": step,
         "HAS_NORM": spec.has_norm,
+        "K_KIND": KINDS[spec.kv.k],
+        "V_KIND": KINDS[spec.kv.v],
         "OP": OP_ID,
     }
 
@@ -50,7 +52,7 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
         assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
         assert pool.k.is_contiguous() and pool.v.is_contiguous() and pool.k.shape[1:] == (spec.n_kv, spec.dim)
-        assert (k_norm is not None) == spec.has_norm
+        assert (k_norm is not None) == spec.has_norm and pool.kv == spec.kv
         q = torch.empty(n, spec.n_q, spec.dim, dtype=torch.float32, device=y.device)
         if not n:
             return q
@@ -59,7 +61,7 @@ def bind(spec: RopeKvSpec) -> RopeKv:
             kernels.rope_kv,
             (n, n_unit),
             (y, *norms, cos, sin, rows, q, *planes_of(pool), fault, y.stride(0), pool.k.shape[0], spec.eps),
-            {**constants, "KIND": KINDS[pool.dtype]},
+            constants,
             1,
         )
         return q

@@ -57,7 +57,7 @@ def rope_kv(
     y, q_norm, k_norm, cos, sin, rows, q, k, v, k_scale, v_scale, fault,
     y_stride, n_slot, eps,
     N_Q: tl.constexpr, N_KV: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
-    STEP: tl.constexpr, HAS_NORM: tl.constexpr, KIND: tl.constexpr, OP: tl.constexpr,
+    STEP: tl.constexpr, HAS_NORM: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, heads of q, k and v). n_slot: rows of the pool; STEP: distance of q's heads; BLOCKS of 32 dims, and more."""
     row, unit = tl.program_id(0), tl.program_id(1)
@@ -93,6 +93,6 @@ def rope_kv(
         if (to < 0) | (to >= n_slot):  # nothing is written: another row's keys would be spoilt
             report(fault, OP, row, tl.where((to < 0) | (to > 0x7FFFFFFF), -1, to).to(tl.int32), n_slot)
         elif is_v:
-            put(x, v, v_scale, to * N_KV + unit - N_Q - N_KV, d, block, DIM, KIND)
+            put(x, v, v_scale, to * N_KV + unit - N_Q - N_KV, d, block, DIM, V_KIND)
         else:
-            put(x, k, k_scale, to * N_KV + unit - N_Q, d, block, DIM, KIND)
+            put(x, k, k_scale, to * N_KV + unit - N_Q, d, block, DIM, K_KIND)

@@ -304,7 +304,7 @@ class SparseLaunch:
         assert rows.dtype is spec.kv and rows.is_contiguous() and rows.shape[2:] == (spec.dim,)
         assert (pool is None) == (spec.ratio == 0)
         if pool is not None:
-            assert pool.k.shape[1:] == (1, spec.dim) and pool.dtype is spec.kv and pool.k.is_contiguous()
+            assert pool.k.shape[1:] == (1, spec.dim) and pool.k.dtype is spec.kv and pool.k.is_contiguous()
             assert pool.tokens_per_row == spec.ratio
         if chosen is not None:
             assert chosen.dtype == torch.int32 and chosen.is_contiguous() and chosen.shape[0] == n
