@@ -29,6 +29,7 @@ from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.result import RequestSet
 from pyspec.request import Grammar, Request, SamplingParams
+from pyspec.slots.drafts import Drafts
 
 RECORD = {
     "name": {"type": "string"},
@@ -116,9 +117,9 @@ class Oracle:
         self.loop, self.ask, self.texts, self.is_on = loop, drafter.draft, Texts(), False
         self.ask_ahead = getattr(drafter, "draft_ahead", None)
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+    def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Drafts]:
         found = self.ask(requests)
-        return [self._truth(r) for r in requests] if self.is_on else found
+        return [Drafts(self._truth(r)) for r in requests] if self.is_on else found
 
     def draft_ahead(self, *asked: Any) -> Any:
         """The device knows no text that will come: with the oracle no round is launched ahead."""

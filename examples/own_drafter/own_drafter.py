@@ -13,6 +13,7 @@ from pyspec.draft.drafter import DraftOptions, DraftPlan, DraftRequest, Needs, T
 from pyspec.gguf import GGUFFile
 from pyspec.models.target import Out, Target
 from pyspec.slots.batch import Batch
+from pyspec.slots.drafts import Drafts
 from pyspec.slots.table import Slot, SlotTable
 
 
@@ -38,8 +39,8 @@ class Bigrams:
     def begin(self, slot: Slot, saved: object | None) -> None:
         self.n_read[slot.index] = 0
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        return [self.continued(r.slot, r.anchor, r.n_draft) for r in requests]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Drafts]:
+        return [Drafts(self.continued(r.slot, r.anchor, r.n_draft)) for r in requests]
 
     def continued(self, slot: Slot, anchor: int, n: int) -> list[int]:
         tokens, first = [*slot.tokens, anchor], self.n_read[slot.index]

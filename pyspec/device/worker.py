@@ -38,6 +38,7 @@ class Launched:
 
     best      `Out.best` on the host, valid after `done`; None on devices without it
     tokens    tokens of its rows, if the device drafted them, valid after `drafted_tokens`; else None
+    q         of those drafts, as in DraftsAhead
     drafting  events at start and end of drafting
     keeps_logits  the host may read its logits after the next forward was launched, which overwrites them
     """
@@ -47,6 +48,7 @@ class Launched:
     best: Tensor | None
     done: torch.cuda.Event | None
     tokens: Tensor | None = None
+    q: Tensor | None = None
     drafting: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     keeps_logits: bool = True
 
@@ -147,14 +149,15 @@ class Worker:
             drafts = self.drafter.draft_ahead(before.batch, before.out, kept, max(behind.n_draft))
             if drafts is None:
                 return None
-        batch = self.ahead.move(self._lay_out(round_), kept, drafts)
+        batch = self.ahead.move(self._lay_out(round_), kept, None if drafts is None else drafts.tokens)
         tokens = None if drafts is None else self._tokens.copy(batch.tokens[: batch.n_row])
         drafted = None if began is None else stamp(self.device)
         if drafts is not None:
             self.watch_drafter()
         before.copy_results(self.needs, is_next_launched=True)
         launched = self._send(batch, round_.reads)
-        launched.tokens, launched.drafting = tokens, None if began is None or drafted is None else (began, drafted)
+        launched.tokens, launched.q = tokens, None if drafts is None else drafts.q
+        launched.drafting = None if began is None or drafted is None else (began, drafted)
         return launched
 
     def _crossed(self, batch: Batch, refused: tuple[int, ...]) -> Batch:

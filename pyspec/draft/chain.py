@@ -18,13 +18,12 @@ from pyspec.cpu.tensors import picked
 from pyspec.cuda.graph import Graphed, GraphPool, copied
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
-from pyspec.cuda.ops.best.op import best
-from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.draft.drafter import DraftPlan, DraftRequest
 from pyspec.models.target import ModelConfig, MtpNet, Out
 from pyspec.models.weight_bytes import row_bytes
 from pyspec.slots.arena import BUCKETS, Arena, graph_shapes, most_rows
 from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.drafts import Drafts, DraftsAhead
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.table import Slot, SlotTable
 
@@ -87,7 +86,7 @@ class Chain:
         self.table = table
         self.device = device
         self.p_min = p_min
-        self.best, self.ahead = best.bind(BestSpec(self.device)), ahead.bind(AheadSpec(self.device))
+        self.ahead = ahead.bind(AheadSpec(self.device))
         self.states: list[Pending | None] = [None] * len(table.slots)
         self.arenas: list[Arena | None] = [None] * 3  # of the first pass, of the chained ones, of rows that are late
         pool = GraphPool()  # all of them leave their results in the tensors below
@@ -151,12 +150,12 @@ class Chain:
             state.n_row, state.hidden = state.n_row + seq.width, state.hidden[-1:].clone()
 
     @torch.inference_mode()
-    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Drafts]:
         live = [r for r in requests if r.n_draft > 0]
         drafts: dict[int, list[int]] = {r.slot.index: [] for r in requests}
         if live:
             self._chain(live, drafts)
-        return [drafts[r.slot.index] for r in requests]
+        return [Drafts(drafts[r.slot.index]) for r in requests]
 
     def _chain(self, live: list[DraftRequest], drafts: dict[int, list[int]]) -> None:
         """All slots draft as far as the one that asked for most; nothing is read back before the end, or before p_min."""
@@ -201,7 +200,7 @@ class Chain:
         copied(self.tokens[: len(batch.seqs)], self.steps[done, : len(batch.seqs)])
 
     @torch.inference_mode()
-    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:
         """The first pass has all rows of the verify, each with the token behind it; rows behind the kept ones are scratch."""
         slots = [self.table.slots[seq.slot] for seq in batch.seqs]
         if self.p_min > 0 or any(self._state(slot).n_row != slot.n_past + 1 for slot in slots):
@@ -218,7 +217,7 @@ class Chain:
             rest = self.ahead.move(self._chained(slots, n_draft, [seq.width for seq in batch.seqs]), kept)
         for done in range(1, n_draft):
             self._pass(rest, done)
-        return self.steps[:n_draft, : len(slots)].T
+        return DraftsAhead(self.steps[:n_draft, : len(slots)].T)
 
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
@@ -240,9 +239,8 @@ class Chain:
         self._pick(self.block.forward(replace(batch, tokens=self.tokens[:n]), self.hidden[:n]))
 
     def _pick(self, hidden: Tensor) -> None:
-        logits = self.block.head(hidden)
         n = hidden.shape[0]
-        self.best.tokens(logits, out=self.tokens[:n])
+        logits = self.block.propose(hidden, self.tokens[:n])
         copied(hidden, self.hidden[:n])
         if self.p_min > 0:
             self.probs[:n] = logits.softmax(-1).amax(-1)

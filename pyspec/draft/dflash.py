@@ -23,8 +23,6 @@ from pyspec.cpu.tensors import next_positions, picked
 from pyspec.cuda.graph import Graphed, copied
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
-from pyspec.cuda.ops.best.op import best
-from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft import tap_shift
@@ -42,6 +40,7 @@ from pyspec.draft.drafter import (
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
 from pyspec.models.blocks.attention import BoundAttention
+from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import Binding, LoadTypes, Pass, Request
 from pyspec.models.rope import Ropes
 from pyspec.models.target import Out, Target
@@ -50,6 +49,7 @@ from pyspec.models.weight_bytes import row_bytes
 from pyspec.models.weights import Matrix, Weights
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
 from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.drafts import NO_DRAFTS, Drafts, DraftsAhead
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.table import Slot, SlotTable
@@ -153,8 +153,7 @@ class DFlashNet:
         self.embed = w.embedding("token_embd.weight") if w.has("token_embd.weight") else target.embed
         has_head = w.has("output.weight")
         self.head = w.matrix("output.weight") if has_head else head or target.head
-        self.find_best, self.best = None if has_head else find_best, best.bind(BestSpec(w.device))
-        self.to_target = read_d2t(w, target.n_vocab)
+        self.find_best, self.best = None if has_head else find_best, BestDrafts(w.device, read_d2t(w, target.n_vocab))
 
     def inject(self, taps: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Context keys and values of committed tokens: taps [row, T * n_target], pool rows [row], positions [row]."""
@@ -177,11 +176,9 @@ class DFlashNet:
     def tokens(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """The target's tokens that rows of `forward` stand for, and the logits if they are here."""
         if self.find_best is not None:
-            tokens, logits = self.find_best(rows), None
-        else:
-            logits = self.head(rows)
-            tokens = self.best.tokens(logits)
-        return (tokens if self.to_target is None else self.to_target[tokens]), logits
+            return self.best.mapped(self.find_best(rows)), None
+        logits = self.head(rows)
+        return self.best(logits), logits
 
 
 class DFlash:
@@ -300,10 +297,10 @@ class DFlash:
             self.n_held = 0
 
     @torch.inference_mode()
-    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Drafts]:
         live = [r for r in requests if r.n_draft > 0]
         if not live:
-            return [[] for _ in requests]
+            return [NO_DRAFTS for _ in requests]
         for r in live:
             assert self.n_context[r.slot.index] == r.slot.n_past, f"slot {r.slot.index} drafts blind"
         self.catch_up()
@@ -316,8 +313,8 @@ class DFlash:
         for i, r in enumerate(live):
             first = i * most
             n = next((at for at in range(r.n_draft) if not sure[first + at]), r.n_draft)
-            drafts[r.slot.index] = flat[first : first + n]
-        return [drafts.get(r.slot.index, []) for r in requests]
+            drafts[r.slot.index] = Drafts(flat[first : first + n])
+        return [drafts.get(r.slot.index, NO_DRAFTS) for r in requests]
 
     def _lay_out(self, slots: Sequence[Slot], anchors: Sequence[int], n_draft: int, slack: Sequence[int] = ()) -> Batch:
         masks = [self.net.c.mask_id] * (block_rows(self.net.c.block, len(slots), n_draft) - 1)
@@ -328,7 +325,7 @@ class DFlash:
         return lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena)
 
     @torch.inference_mode()
-    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:
         slots = [self.table.slots[seq.slot] for seq in batch.seqs]
         # a batch of one row a sequence has left its taps for later
         has_context = all(self.n_context[slot.index] == slot.n_past for slot in slots)
@@ -336,7 +333,7 @@ class DFlash:
             return None
         blocks = self._lay_out(slots, [0] * len(slots), n_draft, [seq.width for seq in batch.seqs])
         tokens, _ = self._tokens(self.block(self.ahead.move(blocks, kept)), len(slots), n_draft)
-        return tokens.view(len(slots), n_draft)
+        return DraftsAhead(tokens.view(len(slots), n_draft))
 
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         pass  # `observe` makes the context

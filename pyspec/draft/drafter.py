@@ -23,6 +23,7 @@ from pyspec.models.wants import Want
 from pyspec.models.weights import Matrix
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch
+from pyspec.slots.drafts import Drafts, DraftsAhead
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.memory import Memory, allocate
 from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory
@@ -86,6 +87,7 @@ class DraftPlan:
     no_copy    why its drafts can not read a copy of the target's head in fewer bits; "": they can
     shared     tensors of its file that it takes from the target, where they are the same
     best_only  of the target's head it wants the best tokens and no more: several ranks find them together
+    maps_tokens  it maps the vocabulary of its file to the target's, so the two may differ
     remark     the end of the line that names it
     """
 
@@ -102,6 +104,7 @@ class DraftPlan:
     no_copy: str = ""
     shared: tuple[str, ...] = ()
     best_only: bool = False
+    maps_tokens: bool = False
     remark: str = ""
 
     @property
@@ -211,8 +214,8 @@ class Drafter(Protocol):
         """
         ...
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Proposals per request, each at most its n_draft long; shorter and empty ones are allowed."""
+    def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Drafts]:
+        """Proposals per request, each at most its n_draft long; shorter and empty ones are allowed. Their tokens are the target's."""
         ...
 
     def checkpoint(self, slot: Slot) -> object | None:
@@ -258,9 +261,8 @@ class PortableDrafter(Protocol):
 class LookaheadDrafter(Protocol):
     """A drafter that can go on from the rows that the device keeps of a verify, before the host has read them."""
 
-    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
-        """Drafts [seq, n_draft] int64, on the device, for every sequence of the verify that ran `batch`, behind the rows that are
-        `kept` of it. None if it can not: the host asks for drafts when it has read the verify.
+    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:
+        """Drafts on the device for every sequence of the verify that ran `batch`, behind the rows that are `kept` of it. None if it can not: the host asks for drafts when it has read the verify.
 
         Each slot stands where the verify began. Nothing it knows of a slot changes before `confirm_ahead`: these drafts may turn out to
         be for tokens that the slot never has.

@@ -14,6 +14,7 @@ from pyspec.draft.drafter import DraftOptions, DraftPlan, DraftRequest, Needs, T
 from pyspec.gguf import GGUFFile
 from pyspec.models.target import Out, Target
 from pyspec.slots.batch import Batch
+from pyspec.slots.drafts import NO_DRAFTS, Drafts
 from pyspec.slots.table import Slot, SlotTable
 
 LOOK_BACK = 64  # tokens compared when occurrences compete
@@ -61,8 +62,8 @@ class NGram:
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         pass  # it reads the slot's tokens when asked
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        return [self._propose(request) if request.n_draft > 0 else [] for request in requests]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Drafts]:
+        return [Drafts(self._propose(request)) if request.n_draft > 0 else NO_DRAFTS for request in requests]
 
     def _propose(self, request: DraftRequest) -> list[int]:
         tokens, m = [*request.slot.tokens, request.anchor], self.n_match

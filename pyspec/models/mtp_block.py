@@ -13,6 +13,7 @@ from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec
+from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.rope import Ropes
 from pyspec.models.target import Out, Target
@@ -109,6 +110,7 @@ class MtpBlock:
         self.embedding: Embedding = weights.embedding(own) if weights.has(own) else target.embedding
         own = f"{p}.nextn.shared_head_head.weight"
         self.head = weights.matrix(own) if weights.has(own) else head or target.head
+        self.best = BestDrafts(weights.device)
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         """hidden [row, n_embd] f32: h_{p-1} of each row. Returns the post-norm output [row, n_embd]."""
@@ -116,6 +118,12 @@ class MtpBlock:
         x = self.eh(self.norms.paired(e, self.enorm, hidden, self.hnorm))
         x = self.block(x, Pass(angles, self.memory, batch))
         return self.last_norm(x, self.norm)
+
+    def propose(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """The block's vocabulary is the target's."""
+        logits = self.head(hidden)
+        self.best(logits, out)
+        return logits
 
     def states_of(self, out: Out) -> Tensor:
         """The block reads the target's hidden states as they are."""

@@ -26,6 +26,7 @@ from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.deepseek4 import StreamBlock, StreamHead, WindowAttention
 from pyspec.models.deepseek4_config import Deepseek4Config, limits_of, mix_tensors
+from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import AttentionShape, LoadTypes, Request
 from pyspec.models.target import Out, Target
 from pyspec.models.wants import Want
@@ -160,6 +161,7 @@ class StreamsMtpBlock:
         self.embedding = weights.embedding(names[0]) if names else target.embedding
         names = [name for name in (f"{own}.shared_head_head.weight", HEAD) if weights.has(name) and name not in skips]
         self.output = weights.matrix(names[0]) if names else head or target.head
+        self.best = BestDrafts(weights.device)
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         """hidden [row, n_hidden] f32: the streams of each row's last position. Returns those of its own."""
@@ -171,6 +173,12 @@ class StreamsMtpBlock:
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.output(self.last(hidden.view(len(hidden), self.config.streams.n, -1)))
+
+    def propose(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """The block's vocabulary is the target's."""
+        logits = self.head(hidden)
+        self.best(logits, out)
+        return logits
 
     def states_of(self, out: Out) -> Tensor:
         """The block reads the target's streams as they are."""

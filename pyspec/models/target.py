@@ -73,8 +73,11 @@ class MtpNet(Protocol):
         """hidden [row, n_hidden] f32: h_{p-1} of each row -> that of each row's own position, the same shape."""
         ...
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Hidden states that `forward` made -> logits [row, vocab] over the target's tokens."""
+    def propose(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """The best next token of each hidden state that `forward` made, into `out` [row] int64: ids of the target's vocabulary.
+
+        Returns the logits [row, n] that they are the best of, in the block's own vocabulary.
+        """
         ...
 
     def states_of(self, out: Out) -> Tensor:

@@ -1,7 +1,8 @@
 """One call per round: from the verified rows of every slot to the tokens each slot keeps.
 
 Sample-and-compare: every row's token is chosen as in plain decoding, and drafts count while they equal those choices. Choices depend on
-(logits, history, seed, position) alone, so the text is the same with any drafts. All slots share one pass per kind of work and one copy to
+(logits, history, seed, position) alone, so the text is the same with any drafts. That includes drawn ones: this rule does not look at
+their probabilities (`Drafts.q`). All slots share one pass per kind of work and one copy to
 the host. A second copy is needed for logprobs, or if the candidates do not decide a row: over 32 ties at the edge of top-k, over 1024 tokens
 inside top-p or min-p.
 """
@@ -24,6 +25,7 @@ from pyspec.sample import mask as masks
 from pyspec.sample.mask import SpanMask
 from pyspec.sample.sampler import SlotSampler
 from pyspec.sample.synth import SynthAcceptance
+from pyspec.slots.drafts import NO_DRAFTS, Drafts
 
 _MAX_NARROW = 1024  # candidates that are found without sorting the vocabulary
 
@@ -37,8 +39,8 @@ class Span:
 
     sampler: SlotSampler
     first_row: int
-    width: int  # len(drafts) + 1
-    drafts: Sequence[int] = ()
+    width: int  # drafted tokens and one
+    drafts: Drafts = NO_DRAFTS
     mask: SpanMask | None = None
 
 
@@ -130,10 +132,10 @@ def choose(
 
 
 def _prepare(span: Span, n_row: int, n_vocab: int) -> _Work:
-    assert span.width == len(span.drafts) + 1, "a span's width is its drafts and one"
+    assert span.width == len(span.drafts.tokens) + 1, "a span's width is its drafts and one"
     assert 0 <= span.first_row <= n_row - span.width, "a span's rows are rows of the batch"
     assert span.sampler.n_vocab == n_vocab, "a sampler is made for the target's vocabulary"
-    return _Work(span, span.sampler.usable(span.drafts))
+    return _Work(span, span.sampler.usable(span.drafts.tokens))
 
 
 def _greedy(logits: Tensor, work: list[_Work], best: Tensor) -> list[Picked] | None:

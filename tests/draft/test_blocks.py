@@ -58,7 +58,8 @@ def drafts_of(draft: Path, n_draft: int, ran: list[int]) -> list[list[int]]:
         bench.commit(seq, length)
     inner = drafter.block
     drafter.block = lambda batch: (ran.append(batch.n_row), inner(batch))[1]  # type: ignore[assignment, func-returns-value]
-    return drafter.draft([DraftRequest(slot, 10 + slot.index, n_draft) for slot in bench.table.slots])
+    found = drafter.draft([DraftRequest(slot, 10 + slot.index, n_draft) for slot in bench.table.slots])
+    return [list(drafts.tokens) for drafts in found]
 
 
 @pytest.mark.parametrize("n_draft", [1, 3, 4, 7])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 
+import mapped_mtp
 import pytest
 import torch
 from engine_rig import DEMO, Rig, rig
@@ -11,7 +13,9 @@ from known_texts import demo_prompts
 from torch import Tensor
 
 from pyspec import registry
+from pyspec.engine.loop import pending_round
 from pyspec.models.target import Out
+from pyspec.sample.choose import Chosen, Span, choose
 from pyspec.slots.batch import Batch
 
 
@@ -54,3 +58,37 @@ def test_a_second_chained_head_drafts_what_mtp_drafts_from_the_same_states(
     assert all(sum(accepted) > n // 2 > 0 for n, accepted in found["mtp"][:2]), (
         "drafts of states that are gone would be refused"
     )
+
+
+@pytest.mark.sampled(1, most=1)
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("p_min", [0.0, 0.3])
+def test_a_block_with_a_vocabulary_of_its_own_drafts_tokens_of_the_target(
+    p_min: float, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of the target's tokens in another order: what MTP drafts. A third of them: no other token, and the same text."""
+    monkeypatch.setitem(registry.DRAFTERS, "mapped", "mapped_mtp")
+    found, known = {}, demo_prompts()[:2]
+    for kind, every in (("mtp", 1), ("mapped", 1), ("mapped", 3)):
+        monkeypatch.setattr(mapped_mtp, "EVERY", every)
+        r = rig(DEMO, np=2, spec_type=kind, n_draft_max=3, n_draft_fixed=True, draft_p_min=p_min)
+        r.loop.lookahead.on = is_ahead
+        drafted = watch_drafts(r, monkeypatch)
+        heard = [r.submit(prompt, len(answer)) for prompt, answer in known]
+        r.run()
+        assert [h.tokens for h in heard] == [answer for _, answer in known]
+        assert drafted and all(token % every == 0 for token in drafted)
+        found[kind, every] = [(h.timings.draft_n, h.timings.accepted_per_pos) for h in heard]
+    assert found["mapped", 1] == found["mtp", 1] != found["mapped", 3]
+
+
+def watch_drafts(r: Rig, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every token that is drafted from now on, by the host or ahead."""
+    found: list[int] = []
+
+    def seen(logits: Tensor, spans: Sequence[Span], **more: object) -> list[Chosen]:
+        found.extend(token for span in spans for token in span.drafts.tokens)
+        return choose(logits, spans, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pending_round, "choose", seen)
+    return found

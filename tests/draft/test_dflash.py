@@ -208,12 +208,12 @@ def test_slots_draft_the_same_together_as_alone(files: tuple[Path, Path]) -> Non
     for i, n in enumerate((40, 3, 17, 64)):
         feed(bench, drafter, i, TOKENS[i : i + n])
     slots = bench.table.slots
-    alone = [drafter.draft([DraftRequest(slots[i], 10 + i, 7)])[0] for i in range(4)]
+    alone = [drafter.draft([DraftRequest(slots[i], 10 + i, 7)])[0].tokens for i in range(4)]
     assert all(len(d) == 7 for d in alone)
     for ks in ((7, 7, 7, 7), (0, 7, 1, 3), (5, 0, 0, 2), (0, 0, 0, 0)):
         for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
             drafts = drafter.draft([DraftRequest(slots[i], 10 + i, ks[i]) for i in order])
-            assert drafts == [alone[i][: ks[i]] for i in order]
+            assert [d.tokens for d in drafts] == [alone[i][: ks[i]] for i in order]
 
 
 class Rounds:
@@ -246,7 +246,8 @@ class Rounds:
         anchors = {i: rng.randrange(256) for i in sorted(self.busy)}
         wants = {i: rng.choice((0, 1, 3, 7)) if rng.random() < mood else 0 for i in anchors if slots[i].n_past}
         asks = [DraftRequest(slots[i], anchors[i], n) for i, n in wants.items()]
-        drafts = dict(zip(wants, self.drafter.draft(asks), strict=True)) if any(wants.values()) else {}
+        found = zip(wants, self.drafter.draft(asks), strict=True) if any(wants.values()) else ()
+        drafts = {i: list(draft.tokens) for i, draft in found}
         self.drafts += drafts.values()
         seqs, kept = [], []
         for i in anchors:
@@ -439,9 +440,9 @@ def test_uncertain_drafts_are_cut(files: tuple[Path, Path]) -> None:
     bench, drafter = load(*files)
     feed(bench, drafter, 0, TOKENS[:40])
     sure = block_logits(bench, drafter, 0, 7).softmax(-1).amax(-1)[1:]
-    whole = drafter.draft([DraftRequest(bench.table.slots[0], 7, 7)])[0]
+    whole = drafter.draft([DraftRequest(bench.table.slots[0], 7, 7)])[0].tokens
     drafter.p_min = float(sure.sort().values[3])
-    cut = drafter.draft([DraftRequest(bench.table.slots[0], 7, 7)])[0]
+    cut = drafter.draft([DraftRequest(bench.table.slots[0], 7, 7)])[0].tokens
     assert cut == whole[: int((sure < drafter.p_min).nonzero()[0])]
 
 

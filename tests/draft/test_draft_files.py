@@ -32,7 +32,7 @@ def test_a_head_of_few_tokens_drafts_those_of_the_target_that_its_d2t_names(tmp_
     done = r.generate([1, 2, 3, 4], 40)
     assert done.tokens == plain_rig(tiny("qwen35")).generate([1, 2, 3, 4], 40).tokens
     assert done.timings.draft_n > 0
-    d2t = r.loop.drafter.net.to_target  # type: ignore[union-attr]
+    d2t = r.loop.drafter.net.best.to_target  # type: ignore[union-attr]
     assert d2t.tolist() == list(range(7, 327, 10))[:32]
 
 

@@ -16,6 +16,7 @@ from known_texts import continuation, known_texts
 from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftRequest
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
+from pyspec.slots.drafts import Drafts
 
 CPU = torch.device("cpu")
 MODELS = ["qwen35", "qwen35_q8_0", "qwen35_full_heads_q8_0"]
@@ -68,7 +69,7 @@ def test_chained_steps_are_llama_cpps(name: str, chunk: int) -> None:
         return out
 
     drafter.block.forward = watch  # type: ignore[method-assign]
-    assert drafter.draft([DraftRequest(slot, chain[0], 4)])[0][:3] == chain[1:]
+    assert drafter.draft([DraftRequest(slot, chain[0], 4)])[0].tokens[:3] == chain[1:]
     assert (torch.stack(states) - torch.from_numpy(data["chain_hidden"])).abs().max() < 1e-3
     logits = drafter.block.head(torch.stack(states))
     assert (logits - torch.from_numpy(data["chain_logits"])).abs().max() < 1e-3
@@ -219,7 +220,7 @@ def test_accepted_chains_keep_the_pairing() -> None:
     watcher = r.loop.drafter
     assert isinstance(watcher, Chain)
     oracle = Fickle(5, text=partial(continuation, QWEN35))
-    watcher.draft = lambda asks: [oracle.guess(ask)[: ask.n_draft] for ask in asks]  # type: ignore[method-assign]
+    watcher.draft = lambda asks: [Drafts(oracle.guess(ask)[: ask.n_draft]) for ask in asks]  # type: ignore[method-assign]
     watcher.most_waiting = 4
     prompt, text = list(known_texts(QWEN35).items())[2]
     h = r.generate(prompt, 30)

@@ -8,13 +8,14 @@ import pytest
 
 from pyspec.draft.drafter import DraftRequest
 from pyspec.draft.ngram import NGram
+from pyspec.slots.drafts import Drafts
 from pyspec.slots.table import Slot
 
 
 def propose(tokens: list[int], n: int = 8, n_match: int = 3) -> list[int]:
     drafter, slot = NGram(1, 8, n_match), Slot(0, tokens=tokens[:-1])
     drafter.begin(slot, None)
-    return drafter.draft([DraftRequest(slot, tokens[-1], n)])[0]
+    return list(drafter.draft([DraftRequest(slot, tokens[-1], n)])[0].tokens)
 
 
 def test_ngrams_propose_what_followed_before() -> None:
@@ -42,15 +43,15 @@ def test_growing_text_gives_the_drafts_of_a_fresh_index(n_match: int) -> None:
     drafter.begin(slot, None)
     for _ in range(60):
         slot.tokens = tokens[:-1]
-        assert drafter.draft([DraftRequest(slot, tokens[-1], 8)]) == [propose(tokens, n_match=n_match)]
+        assert drafter.draft([DraftRequest(slot, tokens[-1], 8)]) == [Drafts(propose(tokens, n_match=n_match))]
         tokens += rng.choices([1, 2], k=rng.randint(1, 4))
 
 
 def test_a_new_request_does_not_see_the_old_text() -> None:
     drafter, slot = NGram(1, 8, 2), Slot(0, tokens=[1, 2, 3, 1, 2])
     drafter.begin(slot, None)
-    assert drafter.draft([DraftRequest(slot, 3, 4)]) == [[1, 2, 3]]
+    assert drafter.draft([DraftRequest(slot, 3, 4)]) == [Drafts([1, 2, 3])]
     drafter.end(slot)
     slot.tokens, slot.generation = [4, 1, 2], 1
     drafter.begin(slot, None)
-    assert drafter.draft([DraftRequest(slot, 3, 4)]) == [[]]
+    assert drafter.draft([DraftRequest(slot, 3, 4)]) == [Drafts([])]

@@ -147,9 +147,11 @@ def plan(file, target, settings):
 """
 
 
-def own_file(path: Path, depth: object, orders: list[int]) -> Path:
+def own_file(path: Path, depth: object, orders: list[int], vocabulary: tuple[str, ...] = ()) -> Path:
     """A file of a drafter of another package: an architecture and keys that pyspec does not know."""
     writer = GGUFWriter(path, "table")
+    if vocabulary:
+        writer.add("tokenizer.ggml.tokens", list(vocabulary), ValueType.STRING)
     writer.add("table.depth", depth, ValueType.FLOAT32 if isinstance(depth, float) else ValueType.UINT32)
     writer.add("table.orders", orders, ValueType.INT32)
     writer.write(lambda tensor: [])
@@ -180,6 +182,47 @@ def test_a_key_of_its_own_outside_its_range_is_refused_by_name(
     path = own_file(own / "table.gguf", depth, orders)
     with pytest.raises(BadGGUF, match=re.escape(flaw)):
         rig(DEMO, spec_type="table", draft_path=path)
+
+
+MAPS = """
+from table import plan as base, recognises
+from own_drafter import Bigrams
+from dataclasses import replace
+from pyspec.slots.drafts import Drafts
+
+def plan(file, target, settings):
+    return replace(base(file, target, settings), kind="mapping", maps_tokens=True)
+
+def load(plan, target, table, options):
+    return Mapping(plan, target.n_vocab)
+
+class Mapping(Bigrams):
+    def __init__(self, plan, n_vocab):
+        super().__init__(plan)
+        self.n_own = n_vocab // 2  # it knows the even tokens, the last one first
+
+    def own(self, token):
+        return self.n_own - 1 - token // 2
+
+    def continued(self, slot, anchor, n):
+        found = super().continued(slot, anchor, n)
+        known = [self.own(t) for t in found[: next((i for i, t in enumerate(found) if t % 2), len(found))]]
+        return [2 * (self.n_own - 1 - t) for t in known]
+"""
+
+
+def test_a_drafter_with_a_vocabulary_of_its_own_maps_it(own: Path) -> None:
+    """Its file has other tokens than the target, which is refused unless its plan says that it maps them."""
+    module(own, "table", READS_ITS_FILE)
+    module(own, "mapping", MAPS)
+    path = own_file(own / "table.gguf", 3, [1, 2], vocabulary=("a", "b"))
+    with pytest.raises(PairError, match=r"the drafter has 2 tokens, the target .*: they do not share a vocabulary"):
+        rig(DEMO, spec_type="table", draft_path=path)
+    known = demo_prompts()[:2] * 2
+    r = rig(DEMO, spec_type="mapping", draft_path=path, n_draft_fixed=True)
+    heard = [r.generate(prompt, len(answer)) for prompt, answer in known]
+    assert [h.tokens for h in heard] == [answer for _, answer in known]
+    assert sum(h.timings.draft_n_accepted for h in heard) > 0
 
 
 def test_a_name_that_is_taken_stays_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from pyspec.draft.drafter import DraftRequest, Needs
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
+from pyspec.slots.drafts import Drafts, DraftsAhead
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.memory import Memory
 from pyspec.slots.table import Slot, SlotTable
@@ -117,10 +118,10 @@ class FakeDrafter:
             assert self.open[seq.slot] == seq.n_past, f"slot {seq.slot}: heard {self.open[seq.slot]}, at {seq.n_past}"
             self.open[seq.slot] += n
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[Drafts]:
         for ask in asks:
             assert self.open[ask.slot.index] == ask.slot.n_past
-        return [self.guess(ask) for ask in asks]
+        return [Drafts(self.guess(ask)) for ask in asks]
 
     def guess(self, ask: DraftRequest) -> list[int]:
         return []  # no drafts
@@ -186,7 +187,7 @@ class Ahead(Fickle):
     n_ahead: int = 0
     right: int = 0
 
-    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:
         if self.rng.randrange(7) == 0:
             return None
         n, tokens, drafts = kept.n.tolist(), batch.tokens.tolist(), []
@@ -198,7 +199,7 @@ class Ahead(Fickle):
             right = self.text(own, n_draft)[: self.rng.randint(0, n_draft)]
             drafts.append([*right, *self.rng.choices(range(N_VOCAB), k=n_draft)][:n_draft])
             self.n_ahead += 1
-        return torch.tensor(drafts)
+        return DraftsAhead(torch.tensor(drafts))
 
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
@@ -217,7 +218,7 @@ class Broken(Fickle):
 
     n_round: int = 0
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[Drafts]:
         self.n_round += 1
         if self.n_round % 3 == 0:
             raise SlotError("the drafter has a bad day")

@@ -18,6 +18,7 @@ from pyspec.engine.loop.round import RowLimits
 from pyspec.errors import OutOfBounds, SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
+from pyspec.slots.drafts import Drafts
 
 CPU = torch.device("cpu")
 GUARDS = {op.name: op.guard for op in registry.guarded().values()}
@@ -120,7 +121,7 @@ def test_a_guard_that_trips_while_drafting_costs_no_request(kind: str) -> None:
     assert drafter is not None
     draft = drafter.draft
 
-    def bad(asks: Sequence[DraftRequest]) -> list[list[int]]:
+    def bad(asks: Sequence[DraftRequest]) -> Sequence[Drafts]:
         trip("attend", 0)
         return draft(asks)
 

@@ -13,6 +13,7 @@ from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.load.warmup import warm_up
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
+from pyspec.slots.drafts import Drafts
 
 N_DRAFT, N_SLOT, N_TOKENS = 5, 2, 30
 DRAFT_MS, VERIFY_MS, ROW_MS = 12.0, 10.0, 1.0
@@ -38,7 +39,7 @@ def engine_on(machine: Machine) -> Rig:
         machine.spend("verify", VERIFY_MS + ROW_MS * batch.n_row)
         return forward(batch, taps)
 
-    def timed_draft(asks: Sequence[DraftRequest]) -> list[list[int]]:
+    def timed_draft(asks: Sequence[DraftRequest]) -> list[Drafts]:
         machine.spend("draft", machine.draft_ms)
         return draft(asks)
 

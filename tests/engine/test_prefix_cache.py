@@ -24,6 +24,7 @@ from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import PagedDrafter
 from pyspec.engine.validate import turns
 from pyspec.errors import SlotError
+from pyspec.slots.drafts import Drafts
 from pyspec.slots.states import Saved
 
 QWEN35 = FIXTURES / "qwen35.gguf"
@@ -226,7 +227,7 @@ def test_a_state_is_of_committed_tokens_only(drafter: str, rounds: int) -> None:
     if drafter != "mtp":
         kind = {"oracle": Oracle, "random": Random}[drafter]
         fake = kind(5, text=lambda tokens, n: continuation(path, tokens, n))
-        mtp.draft = lambda asks: [fake.guess(ask)[: ask.n_draft] for ask in asks]  # type: ignore[method-assign]
+        mtp.draft = lambda asks: [Drafts(fake.guess(ask)) for ask in asks]  # type: ignore[method-assign]
     h = r.submit(prompt, N_TEXT)
     for _ in range(rounds):
         r.loop.step()

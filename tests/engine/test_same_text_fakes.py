@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
-from draft_fakes import EOG, FAKES, N_VOCAB, Liar, Oracle, ending_text_after, text_after
-from engine_rig import Heard, Rig, fake_rig, fixture_tokenizer
+import torch
+from draft_fakes import EOG, FAKES, N_VOCAB, Ahead, Liar, Oracle, ending_text_after, text_after
+from engine_rig import GREEDY, Heard, Rig, fake_rig, fixture_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from pyspec.cuda.ops.ahead.ref import Kept
+from pyspec.draft.drafter import DraftRequest
 from pyspec.draft.ngram import NGram
+from pyspec.engine.loop import pending_round
+from pyspec.models.target import Out
 from pyspec.request import SamplingParams
+from pyspec.sample.choose import Chosen, Span, choose
+from pyspec.slots.batch import Batch
+from pyspec.slots.drafts import Drafts, DraftsAhead
 
 KINDS = [*FAKES, "ngram", "none"]
 
@@ -232,3 +243,62 @@ def test_wild_ids_are_neither_embedded_nor_counted() -> None:
     assert_own_text(h, 50)
     assert all(0 <= t < N_VOCAB for t in seen)
     assert h.timings.draft_n == h.timings.draft_n_accepted, "what was right before the wild id counts, nothing else"
+
+
+@dataclass
+class Drawn(Ahead):
+    """Says how its tokens were drawn, on the host and ahead: row i of q is 1 at the token before it in the draft, and 0.5 at its own."""
+
+    def draft(self, asks: Sequence[DraftRequest]) -> list[Drafts]:
+        return [Drafts(d.tokens, q_of(d.tokens)) for d in super().draft(asks)]
+
+    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:
+        found = super().draft_ahead(batch, out, kept, n_draft)
+        return found and DraftsAhead(found.tokens, torch.stack([q_of(row) for row in found.tokens.tolist()]))
+
+
+def q_of(tokens: Sequence[int]) -> Tensor:
+    q = torch.zeros(len(tokens), N_VOCAB)
+    q[range(len(tokens)), list(tokens)] = 0.5
+    q[range(1, len(tokens)), list(tokens[:-1])] = 1.0
+    return q
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.8, seed=3, ignore_eos=True)])
+def test_probabilities_of_drawn_drafts_come_with_their_tokens_and_change_no_text(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, rig, plain = [], fake_rig(3, drafter := Drawn(5)), fake_rig(3, None)
+
+    def checked(logits: Tensor, spans: Sequence[Span], **more: object) -> list[Chosen]:
+        for span in spans:
+            tokens, q = span.drafts.tokens, span.drafts.q
+            if tokens:
+                assert q is not None and torch.equal(q, q_of(tokens))
+                seen.append(len(tokens))
+        return choose(logits, spans, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pending_round, "choose", checked)
+    heard = [rig.submit(prompt(i, 9), 50, params) for i in range(3)]
+    rig.run()
+    monkeypatch.undo()
+    assert [h.tokens for h in heard] == [plain.generate(prompt(i, 9), 50, params).tokens for i in range(3)]
+    assert len(seen) > 10 and (params is not GREEDY or drafter.right > 0)
+
+
+def test_a_draft_that_a_grammar_cuts_goes_on_with_tokens_that_were_not_drawn() -> None:
+    drafts = Drafts([4, 5, 6], q_of([4, 5, 6])).first(2).then([7, 8])
+    assert drafts.tokens == [4, 5, 7, 8] and drafts.q is not None and torch.equal(drafts.q, q_of([4, 5, 6])[:2])
+    assert Drafts([4, 5]).first(1).then([9]) == Drafts([4, 9])
+
+
+def test_a_drafter_that_returns_something_else_costs_its_drafts_and_no_text() -> None:
+    """Lists, as the contract once had them; too few; none."""
+    for wrong in ([[1, 2, 3]] * 2, [Drafts([1])], None, [Drafts(3), Drafts()]):  # type: ignore[arg-type]
+        rig = fake_rig(2, drafter := Oracle(5))
+        drafter.draft = lambda asks, wrong=wrong: wrong  # type: ignore[method-assign, misc]
+        heard = [rig.submit(prompt(i, 9), 20) for i in range(2)]
+        rig.run()
+        for h in heard:
+            assert_own_text(h, 20)
+        assert rig.loop.stats.guard_trips == 1, wrong

@@ -39,6 +39,7 @@ from pyspec.models.blocks.moe import BoundExperts
 from pyspec.models.target import Out
 from pyspec.request import Delta, Request, SamplingParams
 from pyspec.slots.batch import Batch
+from pyspec.slots.drafts import Drafts, DraftsAhead
 
 N_CHAT, CTX = 8, 768  # tokens a conversation may have; of a longer one all pieces are longer
 AGAIN, CANCELLED, FORKED = 0.8, 0.2, 0.15  # shares: continue a text; are left early; continue from its middle
@@ -84,10 +85,10 @@ class Prompter:
         self.loop, self.own_ahead = engine.loop, drafter.draft_ahead  # type: ignore[attr-defined]
         drafter.draft, drafter.draft_ahead = self.draft, self.draft_ahead  # type: ignore[attr-defined, method-assign]
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
-        return [self.mixed(ask, draft) for ask, draft in zip(asks, self.own(asks), strict=True)]
+    def draft(self, asks: Sequence[DraftRequest]) -> list[Drafts]:
+        return [Drafts(self.mixed(ask, list(draft.tokens))) for ask, draft in zip(asks, self.own(asks), strict=True)]
 
-    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:
         """The same behind rows that are kept; on a CPU they can be read."""
         drafts = self.own_ahead(batch, out, kept, n_draft)
         if drafts is None:
@@ -99,8 +100,8 @@ class Prompter:
                 *tokens[first : first + n[s]],
                 int(kept.tokens[kept.last[s]]),
             ]
-            mixed.append(self.right_for_a_while(text, drafts[s].tolist()))
-        return torch.tensor(mixed, device=drafts.device)
+            mixed.append(self.right_for_a_while(text, drafts.tokens[s].tolist()))
+        return DraftsAhead(torch.tensor(mixed, device=drafts.tokens.device))
 
     def mixed(self, ask: DraftRequest, draft: list[int]) -> list[int]:
         return self.right_for_a_while([*ask.slot.tokens, ask.anchor], draft)

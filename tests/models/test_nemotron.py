@@ -290,7 +290,7 @@ def test_chained_mtp_steps_are_llama_cpps(name: str) -> None:
         return out
 
     drafter.block.forward = watch  # type: ignore[method-assign]
-    assert drafter.draft([DraftRequest(slot, chain[0], 4)])[0][:3] == chain[1:]
+    assert drafter.draft([DraftRequest(slot, chain[0], 4)])[0].tokens[:3] == chain[1:]
     assert (torch.stack(states).cpu() - torch.from_numpy(data["chain_hidden"])).abs().max() < 5 * ATOL
 
 

@@ -1,4 +1,4 @@
-"""Drafts of blocks over several ranks: each reads its part of the head, and the first one has no copy of the whole."""
+"""Proposals of blocks over several ranks: each reads its part of the head, and the first one has no copy of the whole."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from pyspec.errors import DeviceError, RankLost
 from pyspec.models.gathered import Gathered
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
+from pyspec.slots.drafts import DraftsAhead
 from pyspec.synth import dims
 
 N = 24
@@ -33,7 +34,7 @@ DFLASH: dict[str, object] = {"draft_path": DEMO_DRAFT, "n_draft_fixed": True}
 PLAIN = replace(GREEDY, ignore_eos=False)
 
 
-class Drafts:
+class Proposals:
     """A drafter's proposals, and the commands about them to other ranks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,10 +49,10 @@ class Drafts:
             self.found.append(tokens.tolist())
             return tokens, probs
 
-        def count(drafter: DFlash, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
-            tokens = ahead(drafter, batch, out, kept, n_draft)
-            self.n_ahead += tokens is not None
-            return tokens
+        def count(drafter: DFlash, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:
+            drafts = ahead(drafter, batch, out, kept, n_draft)
+            self.n_ahead += drafts is not None
+            return drafts
 
         def listen(follower: Follower, command: Command) -> None:
             self.told += [command] if isinstance(command, HeadBest) else []
@@ -71,8 +72,8 @@ class Drafts:
 
 
 @pytest.fixture
-def drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
-    return Drafts(monkeypatch)
+def drafts(monkeypatch: pytest.MonkeyPatch) -> Proposals:
+    return Proposals(monkeypatch)
 
 
 def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +84,7 @@ def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("padded", [False, True], ids=["one by one", "ahead"])
 def test_ranks_draft_what_the_first_one_drafted_alone(
-    padded: bool, drafts: Drafts, monkeypatch: pytest.MonkeyPatch
+    padded: bool, drafts: Proposals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [prompt for prompt, _ in demo_prompts()]
     with RankRig(DEMO, 2, np=4, padded=padded, **DFLASH) as r:
@@ -98,7 +99,7 @@ def test_ranks_draft_what_the_first_one_drafted_alone(
 
 @pytest.mark.slow
 def test_four_ranks_draft_what_the_first_one_drafted_alone(
-    tmp_path: Path, drafts: Drafts, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, drafts: Proposals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = replace(dims.TINY["qwen35"], n_k_head=4, n_v_head=8)
     path = synth.write(tiny, tmp_path / "t.gguf", quant="f32")
@@ -113,7 +114,7 @@ def test_four_ranks_draft_what_the_first_one_drafted_alone(
         assert drafts.of(r, prompts) == (texts, found, [])
 
 
-def test_drafts_that_are_cut_by_their_probabilities_read_a_whole_head(drafts: Drafts) -> None:
+def test_drafts_that_are_cut_by_their_probabilities_read_a_whole_head(drafts: Proposals) -> None:
     with RankRig(DEMO, 2, np=2, draft_p_min=0.3, **DFLASH) as r:
         texts, found, rows = drafts.of(r, [prompt for prompt, _ in demo_prompts()[:2]])
         assert texts == [text[:N] for _, text in demo_prompts()[:2]] and found and not rows

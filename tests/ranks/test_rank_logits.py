@@ -26,6 +26,7 @@ from pyspec.request import Delta, Grammar, PromptLogprobs, SamplingParams, Token
 from pyspec.sample.choose import Span, choose
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.batch import Seq, SeqMode, lay_out
+from pyspec.slots.drafts import Drafts
 from pyspec.slots.round import LogitsNeed
 
 N = 24
@@ -86,10 +87,10 @@ def test_who_reads_what_was_left_out_fails() -> None:
 
     for out in together(2, left_out):
         assert out.logits.shape == (4, 5) and out.logits.dtype == torch.float32 and out.head is None
-        greedy = Span(SlotSampler(replace(PLAIN), 5, (), (1,)), 0, 4, (1, 2, 3))
+        greedy = Span(SlotSampler(replace(PLAIN), 5, (), (1,)), 0, 4, Drafts((1, 2, 3)))
         assert choose(out.logits, [greedy], best=out.best)[0].error is None
         for params in (SamplingParams(temperature=1.0), replace(PLAIN, logprobs=2)):
-            span = Span(SlotSampler(params, 5, (), (1,)), 0, 4, (1, 2, 3))
+            span = Span(SlotSampler(params, 5, (), (1,)), 0, 4, Drafts((1, 2, 3)))
             with pytest.raises(NotImplementedError, match="meta"):
                 choose(out.logits, [span], best=out.best)
 

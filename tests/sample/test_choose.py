@@ -13,6 +13,7 @@ from pyspec.request import SamplingParams
 from pyspec.sample.choose import Chosen, Span, choose, top
 from pyspec.sample.noise import resolve_seed
 from pyspec.sample.sampler import SlotSampler
+from pyspec.slots.drafts import Drafts
 
 N_VOCAB = 13
 EOG = (3,)
@@ -31,7 +32,7 @@ def rows_for(best: list[int], n_vocab: int = N_VOCAB) -> torch.Tensor:
 
 
 def one(logits: torch.Tensor, who: SlotSampler, drafts=()) -> Chosen:
-    return choose(logits, [Span(who, 0, len(drafts) + 1, drafts)])[0]
+    return choose(logits, [Span(who, 0, len(drafts) + 1, Drafts(drafts))])[0]
 
 
 def one_by_one(rows: torch.Tensor, params: SamplingParams, prompt: list[int], drafts: list[int]) -> list[int]:
@@ -84,7 +85,7 @@ def test_speculation_gives_the_tokens_plain_decoding_gives(values, params, other
         drafts = one_by_one(rows, params, prompt, _clairvoyant(rows, params, prompt))[:3]
     who, neighbour = SlotSampler(params, N_VOCAB, EOG, prompt), SlotSampler(other, N_VOCAB, EOG, prompt)
     batch = torch.cat([rows.flip(0), rows])
-    found = choose(batch, [Span(neighbour, 0, 4, [1, 2, 3]), Span(who, 4, len(drafts) + 1, drafts)])[1]
+    found = choose(batch, [Span(neighbour, 0, 4, Drafts([1, 2, 3])), Span(who, 4, len(drafts) + 1, Drafts(drafts))])[1]
     expected = one_by_one(rows, params, prompt, drafts)
     assert found.error is None
     assert found.tokens == expected
@@ -164,7 +165,7 @@ def test_a_broken_row_is_an_error_of_its_slot_only(value, changes):
     logits = rows_for([5, 6, 7, 8]) * 9
     logits[1, 11] = value
     good, bad = sampler(**changes), sampler(**changes)
-    spans = [Span(good, 0, 1), Span(bad, 1, 1), Span(good, 2, 2, [7])]
+    spans = [Span(good, 0, 1), Span(bad, 1, 1), Span(good, 2, 2, Drafts([7]))]
     found = choose(logits, spans)
     assert [c.tokens for c in found] == [[5], [], [7, 8]]
     assert [c.error is None for c in found] == [True, False, True]
@@ -193,7 +194,9 @@ def test_the_largest_logits_alone_give_the_same_greedy_verdicts():
     everything = tuple((token, -math.inf) for token in range(N_VOCAB))
     best = logits.argmax(-1).tolist()
     changes = [{}, {"ignore_eos": True}, {"logit_bias": ((best[4], -9.0), (best[5], -0.5))}, {"logit_bias": everything}]
-    spans = [Span(sampler(temperature=0.0, **c), 3 * i, 3, best[3 * i : 3 * i + 2]) for i, c in enumerate(changes)]
+    spans = [
+        Span(sampler(temperature=0.0, **c), 3 * i, 3, Drafts(best[3 * i : 3 * i + 2])) for i, c in enumerate(changes)
+    ]
     spans += [Span(sampler(temperature=0.0), 12, 1), Span(sampler(temperature=0.0), 13, 1)]
     for few in (spans, [*spans, Span(sampler(temperature=1.0, seed=3), 0, 1)]):
         for a, b in zip(choose(logits, few), choose(logits, few, best=top(logits)), strict=True):
@@ -212,7 +215,7 @@ def test_logprobs_are_the_targets_own_for_accepted_drafts_too():
     best = logits.argmax(-1).tolist()
     who = sampler(temperature=0, logprobs=4, logit_bias=((best[0], 0.3),), repeat_penalty=1.01)
     other = sampler(temperature=0)
-    found, plain = choose(logits, [Span(who, 0, 3, best[:2]), Span(other, 0, 1)])
+    found, plain = choose(logits, [Span(who, 0, 3, Drafts(best[:2])), Span(other, 0, 1)])
     assert plain.logprobs is None
     exact = logits.log_softmax(-1)
     assert found.tokens == best and len(found.logprobs) == 3

@@ -18,6 +18,7 @@ from pyspec.request import SamplingParams
 from pyspec.sample.choose import Span, choose
 from pyspec.sample.noise import uniform
 from pyspec.sample.sampler import SlotSampler
+from pyspec.slots.drafts import Drafts
 
 N_VOCAB, N_TOKENS, N_RUNS = 12, 3, 1200
 EOG = (11,)
@@ -95,7 +96,7 @@ def continuations(params: SamplingParams, kind: str, first_seed: int) -> tuple[l
             history = (*PROMPT, *texts[run])
             n_draft = 0 if kind == "none" else (run + len(texts[run])) % 4
             drafts = draft(kind, history, n_draft, first_seed + run)
-            spans.append(Span(samplers[run], len(rows), n_draft + 1, drafts))
+            spans.append(Span(samplers[run], len(rows), n_draft + 1, Drafts(drafts)))
             rows += [model((*history, *drafts[:i])[-2:]) for i in range(n_draft + 1)]
         for run, chosen in zip(busy, choose(torch.tensor(rows), spans), strict=True):
             samplers[run].commit(chosen.tokens)

@@ -10,6 +10,7 @@ from pyspec.sample.choose import Span, choose
 from pyspec.sample.noise import COIN, uniform
 from pyspec.sample.sampler import SlotSampler
 from pyspec.sample.synth import SynthAcceptance
+from pyspec.slots.drafts import Drafts
 
 
 def test_noise_depends_on_seed_and_position_alone():
@@ -70,10 +71,14 @@ def test_synthetic_acceptance_ignores_the_target_until_its_own_token(temperature
     logits[:, 7] = 50.0
     who = SlotSampler(SamplingParams(temperature=temperature), 12, (3,), [1])
     always, never = SynthAcceptance.of_length(4.0, 3), SynthAcceptance.of_length(1.0, 3)
-    assert choose(logits, [Span(who, 0, 4, [1, 2, 4])], always)[0].tokens == [1, 2, 4, 7]
-    assert choose(logits, [Span(who, 0, 4, [7, 7, 7])], never)[0].tokens == [7]
-    assert choose(logits, [Span(who, 0, 4, [1, 3, 4])], always)[0].tokens == [1, 7], "a drafted end token is refused"
-    assert choose(logits, [Span(who, 0, 4, [1, 99, 4])], always)[0].tokens == [1, 7], "and so is no token at all"
+    assert choose(logits, [Span(who, 0, 4, Drafts([1, 2, 4]))], always)[0].tokens == [1, 2, 4, 7]
+    assert choose(logits, [Span(who, 0, 4, Drafts([7, 7, 7]))], never)[0].tokens == [7]
+    assert choose(logits, [Span(who, 0, 4, Drafts([1, 3, 4]))], always)[0].tokens == [1, 7], (
+        "a drafted end token is refused"
+    )
+    assert choose(logits, [Span(who, 0, 4, Drafts([1, 99, 4]))], always)[0].tokens == [1, 7], (
+        "and so is no token at all"
+    )
 
 
 def test_synthetic_acceptance_repeats():

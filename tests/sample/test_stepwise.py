@@ -18,6 +18,7 @@ from pyspec.sample.choose import Span, choose
 from pyspec.sample.feedback import Feedback
 from pyspec.sample.sampler import SlotSampler
 from pyspec.sample.stepwise import RowInputs, choose_row
+from pyspec.slots.drafts import Drafts
 
 KNOWN = json.loads((Path(__file__).parent / "llama_cpp_steps.json").read_text())
 ROWS = [torch.tensor(row) for row in KNOWN["rows"]]
@@ -72,7 +73,7 @@ FAST = [
 
 def spans(params: SamplingParams, drafts: list[list[int]]) -> list[Span]:
     samplers = [SlotSampler(params, 96, (95,), (1, 2, 3, 1, 2, 3, 1)) for _ in drafts]
-    return [Span(s, 4 * i, len(d) + 1, d) for i, (s, d) in enumerate(zip(samplers, drafts, strict=True))]
+    return [Span(s, 4 * i, len(d) + 1, Drafts(d)) for i, (s, d) in enumerate(zip(samplers, drafts, strict=True))]
 
 
 @pytest.mark.sampled(most=3)
@@ -123,7 +124,7 @@ def text(params: SamplingParams, drafting: str, n: int = 24) -> tuple[list[int],
             row = model([*tokens, *drafts])
             drafts.append(dice.choice([max(range(24), key=row.__getitem__), dice.randrange(24)]))
         rows = torch.tensor([model([*tokens, *drafts[:i]]) for i in range(n_draft + 1)])
-        (chosen,) = choose(rows, [Span(sampler, 0, n_draft + 1, drafts)])
+        (chosen,) = choose(rows, [Span(sampler, 0, n_draft + 1, Drafts(drafts))])
         assert chosen.error is None
         kept = chosen.tokens[: max(1, dice.randrange(6))]  # a caller may cut
         sampler.commit(kept)

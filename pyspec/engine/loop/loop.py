@@ -39,6 +39,7 @@ from pyspec.sample.mask import SpanMask, fill_all
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import BUCKETS
 from pyspec.slots.cache import PrefixCache
+from pyspec.slots.drafts import Drafts
 from pyspec.slots.memory import Memory
 from pyspec.slots.round import plan_round
 
@@ -159,7 +160,7 @@ class Loop:
         """Choose a request's first token from logits that the cache kept. No forward runs."""
         mask = None if job.constraint is None else SpanMask(job.constraint, ())
         try:
-            (chosen,) = choose(logits, [Span(job.sampler, 0, 1, (), mask)], synth=self.lookahead.synth)
+            (chosen,) = choose(logits, [Span(job.sampler, 0, 1, mask=mask)], synth=self.lookahead.synth)
         except Exception as e:
             if is_device_error(e):
                 raise
@@ -167,12 +168,12 @@ class Loop:
             chosen = Chosen([], 0, error=SlotError(str(blamed(e))))
         self.committer.start(job, chosen)
 
-    def draft(self) -> dict[int, Sequence[int]]:
+    def draft(self) -> dict[int, Drafts]:
         """Draft, by slot."""
         self.awake = self.throttle.awake(self.turns.awake(self.jobs.values()))
         return self.speculator.draft([job for job in self.awake if job.is_decoding])
 
-    def plan(self, drafts: dict[int, Sequence[int]]) -> list[Work]:
+    def plan(self, drafts: dict[int, Drafts]) -> list[Work]:
         """Plan the rows of this forward."""
         return plan_work(self.awake, drafts, self.limits, self.worker.memory.n_late)
 

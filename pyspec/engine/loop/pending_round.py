@@ -16,6 +16,7 @@ from pyspec.repeats import limited
 from pyspec.sample.choose import Chosen, Span, choose
 from pyspec.sample.mask import SpanMask
 from pyspec.sample.synth import SynthAcceptance
+from pyspec.slots.drafts import Drafts
 from pyspec.slots.round import Continuation
 
 log = limited(__name__)
@@ -93,10 +94,11 @@ class PendingRound:
         """Fill in positions and tokens of the rows: the round before was committed at `ended`."""
         launched, work, drafted = self.launched, [], self.launched.drafted_tokens()
         own = None if drafted is None else drafted.tolist()
-        for w, start in zip(self.work, launched.batch.starts, strict=False):
-            drafts = [] if own is None else own[start + 1 : start + w.seq.width]
-            seq = replace(w.seq, n_past=w.slot.n_past, tokens=[w.job.anchor or 0, *drafts])
-            work.append(replace(w, seq=seq, draft=drafts))
+        for i, (w, start) in enumerate(zip(self.work, launched.batch.starts, strict=False)):
+            tokens = [] if own is None else own[start + 1 : start + w.seq.width]
+            seq = replace(w.seq, n_past=w.slot.n_past, tokens=[w.job.anchor or 0, *tokens])
+            drafts = Drafts(tokens, None if launched.q is None else launched.q[i, : len(tokens)])
+            work.append(replace(w, seq=seq, drafts=drafts))
         self.work, launched.batch = work, replace(launched.batch, seqs=[w.seq for w in work])
         took = 0.0
         if launched.drafting is not None:
@@ -111,7 +113,7 @@ class PendingRound:
             if n := w.n_choice:
                 held = w.job.constraint
                 mask = None if held is None else SpanMask(held, w.job.sampler.usable(w.draft))
-                spans.append(Span(w.job.sampler, at - n, n, w.draft, mask))
+                spans.append(Span(w.job.sampler, at - n, n, w.drafts, mask))
         self.spans = spans
 
     def land(self, now: float, landed: float) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pyspec.engine.loop.job import Job
 from pyspec.slots.batch import Seq, SeqMode
+from pyspec.slots.drafts import NO_DRAFTS, Drafts
 from pyspec.slots.round import ALL, LogitsNeed
 from pyspec.slots.table import Slot
 
@@ -21,7 +22,7 @@ LAST_SHARE = 4  # a forward may be larger by this part if it finishes all prompt
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One request's part in a round. `seq` has its rows: the anchor or a prompt chunk, then its `draft`.
+    """One request's part in a round. `seq` has its rows: the anchor or a prompt chunk, then its drafts.
 
     n_scored  leading rows whose logits are needed for prompt logprobs
     """
@@ -29,8 +30,13 @@ class Work:
     job: Job
     slot: Slot
     seq: Seq
-    draft: Sequence[int] = ()
+    drafts: Drafts = NO_DRAFTS
     n_scored: int = 0
+
+    @property
+    def draft(self) -> Sequence[int]:
+        """The drafted tokens."""
+        return self.drafts.tokens
 
     @property
     def n_choice(self) -> int:
@@ -74,9 +80,7 @@ class RowLimits:
     prompts: int
 
 
-def plan_work(
-    jobs: Iterable[Job], drafts: Mapping[int, Sequence[int]], limits: RowLimits, n_late: int = 0
-) -> list[Work]:
+def plan_work(jobs: Iterable[Job], drafts: Mapping[int, Drafts], limits: RowLimits, n_late: int = 0) -> list[Work]:
     """Plan [anchor, drafts...] for decoding slots, then prompt chunks in the remaining rows. drafts: by slot. n_late: as in Memory"""
     jobs = list(jobs)
     work = [_verify(job, drafts, n_late) for job in jobs if job.is_decoding]
@@ -104,10 +108,11 @@ def waits(slot: Slot, position: int, n_fold: int, n_late: int) -> bool:
     return n_fold < n_late and (position + slot.index) % (n_late + 1) > 0
 
 
-def _verify(job: Job, drafts: Mapping[int, Sequence[int]], n_late: int) -> Work:
+def _verify(job: Job, drafts: Mapping[int, Drafts], n_late: int) -> Work:
     slot = job.slot
     assert slot is not None and job.anchor is not None
-    draft = job.sampler.usable(drafts.get(slot.index, ()))  # an invalid id is never embedded
+    own = drafts.get(slot.index, NO_DRAFTS)
+    draft = job.sampler.usable(own.tokens)  # an invalid id is never embedded
     if job.constraint is not None and draft:
         draft = job.constraint.draftable(draft)  # a token that the grammar refuses gets no row
     tokens = [job.anchor, *draft]
@@ -115,7 +120,7 @@ def _verify(job: Job, drafts: Mapping[int, Sequence[int]], n_late: int) -> Work:
     if not draft:
         mode = SeqMode.LATE if waits(slot, slot.n_past, slot.n_fold, n_late) else SeqMode.KEEP
     seq = Seq(slot.index, slot.n_past, tokens, mode, len(tokens), slot.n_fold)
-    return Work(job, slot, seq, draft)
+    return Work(job, slot, seq, own.first(len(draft)))
 
 
 def _chunk(job: Job, n: int) -> Work:

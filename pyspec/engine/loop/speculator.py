@@ -22,6 +22,7 @@ from pyspec.engine.policy.controller import Controller
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
+from pyspec.slots.drafts import Drafts
 from pyspec.slots.table import Slot
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Speculator:
             return 0
         return max(0, min(most, job.n_left - taken - 1, most if asked is None else asked))
 
-    def draft(self, jobs: Sequence[Job]) -> dict[int, Sequence[int]]:
+    def draft(self, jobs: Sequence[Job]) -> dict[int, Drafts]:
         """Draft for these decoding jobs, by slot. A failure costs only this round's drafts."""
         chosen, self.chosen = self.chosen, None
         held = [job for job in jobs if job.constraint is not None]
@@ -78,15 +79,13 @@ class Speculator:
             or [slot for slot, _ in chosen] != [job.slot.index for job in jobs if job.slot is not None]
         ):
             chosen = self.lengths(jobs)
-        found: dict[int, Sequence[int]] = {
-            slot: self.offers[slot].tokens[:n] for slot, n in chosen if slot in self.controller.offered
-        }
+        found = {slot: Drafts(self.offers[slot].tokens[:n]) for slot, n in chosen if slot in self.controller.offered}
         found |= self._ask(jobs, [(slot, 0 if slot in found else n) for slot, n in chosen])
         for job in held:
             self._fit(job, dict(chosen), found)
         return found
 
-    def _ask(self, jobs: Sequence[Job], chosen: Sequence[tuple[int, int]]) -> dict[int, Sequence[int]]:
+    def _ask(self, jobs: Sequence[Job], chosen: Sequence[tuple[int, int]]) -> dict[int, Drafts]:
         """Ask the drafter for the slots that need it."""
         drafter = self.drafter
         if drafter is None or not any(n for _, n in chosen):
@@ -96,9 +95,12 @@ class Speculator:
             for job, (slot, n) in zip(jobs, chosen, strict=True)
             if job.slot is not None and job.anchor is not None and slot not in self.lost_track
         ]
-        found = self._attempt("no drafts this round", lambda: drafter.draft(asks), [ask.slot for ask in asks])
-        drafts = zip(asks, found or [], strict=bool(found))
-        return {ask.slot.index: draft[: ask.n_draft] for ask, draft in drafts if ask.n_draft}
+
+        def by_slot() -> dict[int, Drafts]:
+            found = zip(asks, drafter.draft(asks), strict=True)
+            return {ask.slot.index: drafts.first(ask.n_draft) for ask, drafts in found if ask.n_draft}
+
+        return self._attempt("no drafts this round", by_slot, [ask.slot for ask in asks]) or {}
 
     def _collect_offers(self, jobs: Sequence[Job]) -> None:
         self.offers.clear()
@@ -122,20 +124,19 @@ class Speculator:
                     offers[job.slot.index] = offer.survival
         return bool(offers and self.controller.preferred(caps, offers))
 
-    def _fit(self, job: Job, n_chosen: Mapping[int, int], drafts: dict[int, Sequence[int]]) -> None:
+    def _fit(self, job: Job, n_chosen: Mapping[int, int], found: dict[int, Drafts]) -> None:
         """Replace the drafter's tokens behind the first one that the grammar refuses by the grammar's own offer, if it is likely."""
         slot, constraint = job.slot, job.constraint
-        if slot is None or constraint is None or slot.index in self.controller.offered or not drafts.get(slot.index):
+        if slot is None or constraint is None or slot.index in self.controller.offered or slot.index not in found:
             return
-        draft = job.sampler.usable(drafts[slot.index])
+        drafts = found[slot.index]
+        draft = job.sampler.usable(drafts.tokens)
         usable = constraint.usable(draft)
         if len(usable) < len(draft):
             self.refused[slot.index] = len(usable)
             offer = constraint.offer(n_chosen[slot.index] - len(usable), usable)
-            drafts[slot.index] = [
-                *usable,
-                *(t for t, p in zip(offer.tokens, offer.survival, strict=True) if p >= LIKELY),
-            ]
+            likely = (t for t, p in zip(offer.tokens, offer.survival, strict=True) if p >= LIKELY)
+            found[slot.index] = drafts.first(len(usable)).then(likely)
 
     def judge(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """Report a slot's verdict to the source of its drafts."""

@@ -147,9 +147,9 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
         rank_devices(device, settings.tp)
     tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
     _warn_of_vocabulary(file, tokenizer)
-    if draft_file is not None:
-        check_vocabulary(file, draft_file)
     plan = plan_draft(draft_file, TargetFile(file, config), settings)
+    if draft_file is not None and not plan.maps_tokens:
+        check_vocabulary(file, draft_file)
     synth_of(settings, plan.n_draft)  # rates that do not go with the drafter are refused before weights are read
     n_ctx = max_context(settings, config)
     dense = pick_dense(file, device, settings.weights)

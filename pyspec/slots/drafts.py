@@ -1,0 +1,45 @@
+"""Drafts as a drafter gives them to a round, and as they go on to the target's verdict.
+
+Tokens are ids of the target's vocabulary. A drafter with a vocabulary of its own maps them, and `q`, before they leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Drafts of one slot in a round.
+
+    tokens  ids of the target's vocabulary, on the host
+    q       [n, n_vocab] f32 probabilities that the first n tokens were drawn by, on the drafter's device and never
+            overwritten; tokens behind them were not drawn. None: each token is the drafter's most likely one
+    """
+
+    tokens: Sequence[int] = ()
+    q: Tensor | None = None
+
+    def first(self, n: int) -> Drafts:
+        """The first n tokens."""
+        return Drafts(self.tokens[:n], None if self.q is None else self.q[:n])
+
+    def then(self, tokens: Iterable[int]) -> Drafts:
+        """These, and behind them tokens that were not drawn."""
+        return Drafts([*self.tokens, *tokens], self.q)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftsAhead:
+    """Drafts for every sequence of a verify, on the device: tokens [seq, n_draft] int64, q [seq, n_draft, n_vocab] f32 as in Drafts."""
+
+    tokens: Tensor
+    q: Tensor | None = None
+
+
+NO_DRAFTS = Drafts()
