@@ -119,7 +119,7 @@ class Floors:
         written = 1 / (self.memory.n_late + 1) if case.width == 1 else 1.0
         parts["state"] = case.n_seq * states * 4 * (1 + written) / BYTES * 1e6
         keys = case.n_seq * (case.n_past + case.width)
-        kv_bytes = sum(pool.k[0].numel() * pool.k.element_size() * 2 for pool in self.memory.kv.values())
+        kv_bytes = sum(plane[0].nbytes for pool in self.memory.kv.values() for plane in pool.planes)
         pairs = case.n_row * (case.n_past + (case.width + 1) / 2)
         parts["attention"] = 1e6 * max(keys * kv_bytes / BYTES, pairs * self._attend_ops(n_layer) / OPS)
         # A rank's states are its share already

@@ -39,7 +39,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """Types of keys and of values, each one of KV_DTYPES."""
+    """A KV format: the types of keys and of values, each one of KV_DTYPES."""
 
     k: torch.dtype
     v: torch.dtype

@@ -14,7 +14,7 @@ from pyspec.cuda import faults, registry, survey, tri
 from pyspec.cuda.ops.ahead import cuda as ahead_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend import triton as attend_triton
-from pyspec.cuda.ops.attend.cases import CASES, TOLERANCE, Case, make, only, spec_of, worst
+from pyspec.cuda.ops.attend.cases import CASES, MIXED, TOLERANCE, Case, make, only, spec_of, worst
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
@@ -25,6 +25,7 @@ from pyspec.cuda.ops.moe import triton as moe_triton
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec
 from pyspec.gguf import GGMLType
 from pyspec.slots.batch import Seq, SeqMode, lay_out
+from pyspec.slots.kv import KvFormat
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -54,14 +55,14 @@ def test_an_op_in_a_models_shape_passes_the_check_it_is_chosen_by(op: Any, spec:
     assert faults.record(GPU).tolist() == [0] * 5
 
 
-@pytest.mark.parametrize("name", [*CASES, "far"])
+@pytest.mark.parametrize("name", [*CASES, *MIXED, "far"])
 def test_rows_are_the_references_and_have_the_same_bits_alone(name: str) -> None:
-    case = CASES.get(name, FAR)
+    case = {**CASES, **MIXED}.get(name, FAR)
     made = make(case, GPU)
     n, attend = made.plain.n_row, attend_triton.bind(spec_of(case, GPU))
     want = attend_ref.bind(spec_of(case, GPU))(made.q[:n].double(), made.pool, made.plain, case.window, made.sinks)
     out = attend(made.q, made.pool, made.batch, case.window, made.sinks)
-    assert worst(out[:n], want) < TOLERANCE[case.dtype]
+    assert worst(out[:n], want) < case.tolerance
     assert not out[n:].any() and faults.record(GPU).tolist() == [0] * 5
     for i, (past, width) in enumerate(case.seqs):
         start = made.plain.starts[i]
@@ -70,6 +71,16 @@ def test_rows_are_the_references_and_have_the_same_bits_alone(name: str) -> None
         for row in {0, width - 1} if past + width <= attend_triton.FAR or past > attend_triton.FAR else set[int]():
             q, batch = only(made, i, row, 1)
             assert torch.equal(out[start + row], attend(q, made.pool, batch, case.window, made.sinks)[0]), (i, row)
+
+
+def test_keys_and_values_of_two_types_are_kept_and_read_in_triton() -> None:
+    """Our own kernels take one type; the next tier is chosen, and passes its checks."""
+    for k, v in (("q8_0", "f16"), ("bf16", "f8_e4m3")):
+        kv = KvFormat.named(k, v)
+        for op, spec in survey.standard(GPU):
+            if op.name in ("attend", "rope_kv") and spec.kv.k is torch.float16:
+                assert op.chosen(replace(spec, kv=kv)).name == "triton"
+    assert faults.record(GPU).tolist() == [0] * 5
 
 
 def test_a_captured_graph_serves_batches_of_other_lengths() -> None:

@@ -31,7 +31,7 @@ from pyspec.engine.plan.memory_plan import (
     with_head,
     workspace_bytes,
 )
-from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice, PairError
+from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice, PairError, PyspecError
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import coarse, read_config
 from pyspec.models.cuts import check_ranks
@@ -147,9 +147,7 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
         rank_devices(device, settings.tp)
     tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
     _warn_of_vocabulary(file, tokenizer)
-    plan = plan_draft(draft_file, TargetFile(file, config), settings)
-    if draft_file is not None and not plan.maps_tokens:
-        check_vocabulary(file, draft_file)
+    plan = _checked_draft(draft_file, TargetFile(file, config), settings)
     synth_of(settings, plan.n_draft)  # rates that do not go with the drafter are refused before weights are read
     n_ctx = max_context(settings, config)
     dense = pick_dense(file, device, settings.weights)
@@ -168,6 +166,19 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
         head=plan_head(file, plan, settings.draft_head, is_streamed=device.type == "cuda" and dense is None),
         assumed=assumed,
     )
+
+
+def _checked_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
+    """The drafter's plan. A file of another vocabulary is refused first, unless the plan maps it."""
+    try:
+        plan = plan_draft(file, target, settings)
+    except PyspecError:
+        if file is not None:
+            check_vocabulary(target.file, file)
+        raise
+    if file is not None and not plan.maps_tokens:
+        check_vocabulary(target.file, file)
+    return plan
 
 
 def check_is_target(file: GGUFFile, path: Path) -> None:
