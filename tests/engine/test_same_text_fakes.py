@@ -279,7 +279,7 @@ def test_probabilities_of_drawn_drafts_come_with_their_tokens_and_change_no_text
         return choose(logits, spans, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(pending_round, "choose", checked)
-    rig.loop.lookahead.on = True
+    rig.run_ahead()
     heard = [rig.submit(prompt(i, 9), 50, params) for i in range(3)]
     rig.run()
     monkeypatch.undo()
