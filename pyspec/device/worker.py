@@ -149,7 +149,8 @@ class Worker:
             drafts = self.drafter.draft_ahead(before.batch, before.out, kept, max(behind.n_draft))
             if drafts is None:
                 return None
-        batch = self.ahead.move(self._lay_out(round_), kept, None if drafts is None else drafts.tokens)
+        own = None if drafts is None else drafts.tokens
+        batch = self.ahead.move(self._lay_out(round_), kept, own)
         tokens = None if drafts is None else self._tokens.copy(batch.tokens[: batch.n_row])
         drafted = None if began is None else stamp(self.device)
         if drafts is not None:

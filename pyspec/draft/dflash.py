@@ -153,7 +153,8 @@ class DFlashNet:
         self.embed = w.embedding("token_embd.weight") if w.has("token_embd.weight") else target.embed
         has_head = w.has("output.weight")
         self.head = w.matrix("output.weight") if has_head else head or target.head
-        self.find_best, self.best = None if has_head else find_best, BestDrafts(w.device, read_d2t(w, target.n_vocab))
+        self.find_best = None if has_head else find_best
+        self.best = BestDrafts(w.device, read_d2t(w, target.n_vocab))
 
     def inject(self, taps: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Context keys and values of committed tokens: taps [row, T * n_target], pool rows [row], positions [row]."""

@@ -79,8 +79,10 @@ F16 = KvFormat.both(torch.float16)
 
 
 def one_type(kv: KvFormat, op: str) -> str | None:
-    """The refusal of kernels that read keys and values of one type. op: what they do."""
-    return None if kv.is_one else f"keys are {name_of(kv.k)}, values {name_of(kv.v)}; the kernel {op} one type"
+    """The refusal of kernels that take keys and values of one type. op: "reads" or "writes"."""
+    if kv.is_one:
+        return None
+    return f"keys are {name_of(kv.k)}, values {name_of(kv.v)}; the kernel {op} one type"
 
 
 def row_bytes(n_head: int, head_dim: int, kv: KvFormat) -> int:
@@ -92,7 +94,8 @@ def key_bytes(n_head: int, head_dim: int, kv: KvFormat) -> int:
     """The same of keys that are the values, too. Raises ModelError also if values have another type."""
     if not kv.is_one:
         raise ModelError(
-            f"keys of this model are its values, so they have one type: -ctk {name_of(kv.k)} and -ctv {name_of(kv.v)} differ"
+            "keys of this model are its values, so they have one type: "
+            f"-ctk {name_of(kv.k)} and -ctv {name_of(kv.v)} differ"
         )
     return _plane_bytes(n_head, head_dim, kv.k, "-ctk")
 
@@ -102,7 +105,8 @@ def _plane_bytes(n_head: int, head_dim: int, dtype: torch.dtype, flag: str) -> i
         return n_head * head_dim * dtype.itemsize
     if head_dim % BLOCK:
         raise ModelError(
-            f"keys and values of type q8_0 come in blocks of {BLOCK} dims; the heads are {head_dim} wide: {flag} f16 does"
+            f"keys and values of type q8_0 come in blocks of {BLOCK} dims; "
+            f"the heads are {head_dim} wide: {flag} f16 does"
         )
     return n_head * (head_dim + head_dim // BLOCK * 2)
 

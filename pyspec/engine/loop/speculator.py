@@ -79,7 +79,8 @@ class Speculator:
             or [slot for slot, _ in chosen] != [job.slot.index for job in jobs if job.slot is not None]
         ):
             chosen = self.lengths(jobs)
-        found = {slot: Drafts(self.offers[slot].tokens[:n]) for slot, n in chosen if slot in self.controller.offered}
+        offered = self.controller.offered
+        found = {slot: Drafts(self.offers[slot].tokens[:n]) for slot, n in chosen if slot in offered}
         found |= self._ask(jobs, [(slot, 0 if slot in found else n) for slot, n in chosen])
         for job in held:
             self._fit(job, dict(chosen), found)

@@ -436,7 +436,8 @@ def _workspace(d: Description) -> tuple[int, int]:
     s, c = d.settings, d.own
     most = most_rows(s.np, d.width)
     graphs = graph_shapes(s.np, d.width, singles=d.draft.needs.late, most=most) if d.is_cuda else []
-    key_size = sum(4 if dtype.itemsize == 1 else 2 for dtype in (d.kv.k, d.kv.v))  # of a key's dim and its value's
+    # of a dim of a key and of its value, as libraries take them
+    key_size = sum(4 if dtype.itemsize == 1 else 2 for dtype in (d.kv.k, d.kv.v))
     rows, blocks = s.np * d.width, s.np * d.draft.needs.overhang  # of a verify of all slots, of a draft of blocks
     in_graphs = d.draft.needs.chained and blocks <= BUCKETS[-1]
     large = max(rows if rows > most else 0, 0 if in_graphs else blocks)

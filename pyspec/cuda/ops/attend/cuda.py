@@ -349,7 +349,8 @@ class AttendLaunch:
 
 def programs(spec: AttendSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
     if spec.kv.k is torch.float32 or spec.head_dim not in DIMS:
-        yield target.program("attend_plain", plain_defines(spec.head_dim, spec.kv.k, spec.has_sinks))
+        macros = plain_defines(spec.head_dim, spec.kv.k, spec.has_sinks)
+        yield target.program("attend_plain", macros)
         return
     for n_tile in N_TILES:
         shape = shape_for(spec.head_dim, n_tile, spec.kv.k, target.arch, spec.has_sinks)

@@ -1,8 +1,9 @@
 """`attend` in Triton: the keys of a sequence in splits, in as many programs as fill a GPU, and their sums in order (triton_kernels.py).
 
-Same contract as attend_ref, same rounding as attend_cuda: q, weights and the values of q8_0 to f16, of bf16 pools to bf16. Keys
-and values may have different types: q is rounded as keys are, weights as values are. All lengths, ranges and pages are read on the device, so a captured graph may be replayed for any batch of as many rows, sequences
-and page columns. A row's bits depend on its own keys only. Rows with row_seq -1 come out as zeros.
+Same contract as attend_ref, same rounding as attend_cuda: q, weights and the values of q8_0 to f16, of bf16 pools to
+bf16. Keys and values may have different types: q is rounded as keys are, weights as values are. All lengths, ranges and
+pages are read on the device, so a captured graph may be replayed for any batch of as many rows, sequences and page
+columns. A row's bits depend on its own keys only. Rows with row_seq -1 come out as zeros.
 """
 
 from __future__ import annotations
@@ -203,8 +204,8 @@ class AttendTriton:
 def planes_of(pool: KVPool) -> tuple[Tensor, ...]:
     """Keys, values and their scales; as bytes where Triton does not have torch's type on all devices."""
     codes = [t.view(torch.uint8) if t.dtype is torch.float8_e4m3fn else t for t in (pool.k, pool.v)]
-    scales = (own if scale is None else scale for own, scale in zip(codes, (pool.k_scale, pool.v_scale), strict=True))
-    return *codes, *scales
+    scales = zip(codes, (pool.k_scale, pool.v_scale), strict=True)
+    return *codes, *(own if scale is None else scale for own, scale in scales)
 
 
 def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:
