@@ -149,15 +149,15 @@ class Worker:
             drafts = self.drafter.draft_ahead(before.batch, before.out, kept, max(behind.n_draft))
             if drafts is None:
                 return None
-        own = None if drafts is None else drafts.tokens
+        own, q = (None, None) if drafts is None else (drafts.tokens, drafts.q)
         batch = self.ahead.move(self._lay_out(round_), kept, own)
-        tokens = None if drafts is None else self._tokens.copy(batch.tokens[: batch.n_row])
+        tokens = None if own is None else self._tokens.copy(batch.tokens[: batch.n_row])
         drafted = None if began is None else stamp(self.device)
-        if drafts is not None:
+        if own is not None:
             self.watch_drafter()
         before.copy_results(self.needs, is_next_launched=True)
         launched = self._send(batch, round_.reads)
-        launched.tokens, launched.q = tokens, None if drafts is None else drafts.q
+        launched.tokens, launched.q = tokens, q
         launched.drafting = None if began is None or drafted is None else (began, drafted)
         return launched
 
