@@ -12,7 +12,7 @@ from torch import Tensor
 from pyspec.cpu.kernels import Kernel, empty, missing
 from pyspec.cuda.ops.attend.ref import Attend, AttendSpec
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KVPool
+from pyspec.slots.kv import KVPool, one_type
 
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 """By kv.h's KvKind."""
@@ -25,8 +25,10 @@ def limits(spec: AttendSpec) -> str | None:
         return "runs on CPUs only"
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
-    if spec.kv not in KINDS:
-        return f"keys and values are {spec.kv}"
+    if (why := one_type(spec.kv, "reads")) is not None:
+        return why
+    if spec.kv.k not in KINDS:
+        return f"keys and values are {spec.kv.name}"
     return missing()
 
 
@@ -34,7 +36,7 @@ def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: At
     """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
     assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
     assert pool.k.shape == pool.v.shape and pool.k.shape[1:] == (spec.n_kv_head, spec.head_dim)
-    assert all(plane.is_contiguous() for plane in pool.planes) and pool.dtype is spec.kv
+    assert all(plane.is_contiguous() for plane in pool.planes) and pool.kv == spec.kv
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous() and len(sinks) == spec.n_head)
     assert pool.k.shape[0] % batch.page_size == 0 and batch.row_seq.dtype == torch.int32
     for t in (batch.page_table, batch.positions, batch.lo, batch.hi):
@@ -43,7 +45,7 @@ def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: At
 
 
 def bind(spec: AttendSpec) -> Attend:
-    kind, heads = KINDS[spec.kv], (spec.n_head, spec.n_kv_head, spec.head_dim)
+    kind, heads = KINDS[spec.kv.k], (spec.n_head, spec.n_kv_head, spec.head_dim)
 
     def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         _check(q, pool, batch, sinks, spec)

@@ -8,7 +8,7 @@ from torch import Tensor
 from pyspec.cpu.kernels import Kernel, empty, missing
 from pyspec.cuda.ops.attend.cpu import KINDS
 from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKv, RopeKvSpec
-from pyspec.slots.kv import BLOCK, KVPool
+from pyspec.slots.kv import KVPool, one_type
 
 MAX_DIM = 1024
 _RUN = Kernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "10q" + "d")
@@ -17,6 +17,8 @@ _RUN = Kernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "10q" + "d")
 def limits(spec: RopeKvSpec) -> str | None:
     if spec.device.type != "cpu":
         return "runs on CPUs only"
+    if (why := one_type(spec.kv, "writes")) is not None:
+        return why
     if spec.dim > MAX_DIM:
         return f"heads are {spec.dim} wide; the kernel takes up to {MAX_DIM}"
     if spec.n_rot > spec.dim or spec.n_rot % 2:
@@ -38,11 +40,11 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
         assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
         assert all(plane.is_contiguous() for plane in pool.planes)
-        assert pool.k.shape[1:] == (spec.n_kv, spec.dim) and (pool.dtype is not torch.int8 or spec.dim % BLOCK == 0)
+        assert pool.k.shape[1:] == (spec.n_kv, spec.dim) and pool.kv == spec.kv
         q = empty(n, spec.n_q, spec.dim)
         planes = (pool.k, pool.v, pool.k_scale, pool.v_scale)
         counts = n, y.stride(0), pool.k.shape[0]
-        _RUN(y, q_norm, k_norm, cos, sin, rows, q, *planes, *counts, *sizes, KINDS[pool.dtype], spec.eps)
+        _RUN(y, q_norm, k_norm, cos, sin, rows, q, *planes, *counts, *sizes, KINDS[spec.kv.k], spec.eps)
         return q
 
     return rope_kv
