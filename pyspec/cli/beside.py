@@ -59,11 +59,8 @@ def choose_sidecar(
 
 
 def has_mtp(path: Path) -> bool:
-    """True if a model's file has an MTP block. Raises ModelError.
-
-    The tensors decide, as in `pyspec.draft.mtp.recognises`: files whose block was removed often keep the metadata key.
-    """
+    """True if a model's file has an MTP block. Raises ModelError."""
     from pyspec.gguf import open_gguf
 
     with open_gguf(path) as file:
-        return any(name.endswith(".nextn.eh_proj.weight") for name in file.tensors)
+        return file.has_mtp

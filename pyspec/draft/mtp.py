@@ -23,7 +23,7 @@ N_DRAFT = 3  # tokens a round, unless a number is asked for
 
 def recognises(file: GGUFFile) -> bool:
     """True if the file carries the block itself; the metadata key alone proves nothing."""
-    return any(name.endswith(".nextn.eh_proj.weight") for name in file.tensors)
+    return file.has_mtp
 
 
 def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:

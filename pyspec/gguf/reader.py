@@ -149,6 +149,11 @@ class GGUFFile:
         return self.fields.label("general.architecture")
 
     @property
+    def has_mtp(self) -> bool:
+        """True if an MTP block is in the file. Files whose block was removed often keep its metadata key, so the tensors decide."""
+        return any(name.endswith(".nextn.eh_proj.weight") for name in self.tensors)
+
+    @property
     def hparams(self) -> Fields:
         """The fields whose names begin with the architecture."""
         return Fields(self.metadata, f"{self.path}: ", f"{self.architecture}.")

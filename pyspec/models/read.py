@@ -97,8 +97,7 @@ def trunk_layers(file: GGUFFile) -> tuple[int, int]:
     if n_nextn >= n_block:
         a = file.hparams.prefix
         raise ModelError(f"{n_nextn} MTP blocks among {n_block} blocks ({a}nextn_predict_layers, block_count)")
-    has_mtp = any(name.endswith(".nextn.eh_proj.weight") for name in file.tensors)
-    if n_nextn and not has_mtp and f"blk.{n_block - 1}.attn_norm.weight" in file.tensors:
+    if n_nextn and not file.has_mtp and f"blk.{n_block - 1}.attn_norm.weight" in file.tensors:
         return n_block, 0
     return n_block - n_nextn, n_nextn
 
