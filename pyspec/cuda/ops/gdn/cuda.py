@@ -255,7 +255,7 @@ def folder(spec: GdnSpec) -> Fold:
     overlap = torch.cuda.get_device_capability(device) >= (9, 0)
     conv, _, rows, *_ = _kernels(device, shape, COLUMNS[0])
     unread, fault = torch.zeros(shape.n_channel * TAPS, device=device), faults.record(device)
-    inputs = [unread, np.int64(0), unread, unread, np.int64(0), unread, unread, unread]
+    inputs: list[jit.Arg] = [unread, np.int64(0), unread, unread, np.int64(0), unread, unread, unread]
 
     def run(layer: StateLayer, meta: Meta) -> None:
         (old, _), new, counts = buffers(unread, shape, layer.width, 0), [unread] * 6, counts_of(meta, layer)
