@@ -78,6 +78,7 @@ def replace_forward(engine: Engine, what: Callable[[], None]) -> None:
         what()
         return forward(batch, taps)
 
+    engine.loop.worker.arena = None  # no recordings, so every forward calls `wrapped`
     engine.loop.target.forward = wrapped  # type: ignore[method-assign]
 
 

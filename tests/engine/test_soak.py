@@ -56,8 +56,14 @@ def test_the_soak_sees_memory_that_is_never_given_back(monkeypatch: pytest.Monke
     ("mib", "flaw"),
     [
         ([900, 1200, 1300, 1310, 1290, 1360], ""),  # 4.6 % behind the second minute
-        ([900, 1200, 1300, 1310, 1290, 1370], "memory beside checkpoints grew by 70 MiB (5.4%) from 1300 MiB after 2 minutes"),
-        ([900, 1200, 1300, 1400, 1300, 1300], "memory beside checkpoints grew by 100 MiB (7.7%) from 1300 MiB after 2 minutes"),
+        (
+            [900, 1200, 1300, 1310, 1290, 1370],
+            "memory beside checkpoints grew by 70 MiB (5.4%) from 1300 MiB after 2 minutes",
+        ),
+        (
+            [900, 1200, 1300, 1400, 1300, 1300],
+            "memory beside checkpoints grew by 100 MiB (7.7%) from 1300 MiB after 2 minutes",
+        ),
         ([900, 1200, 1300], ""),
     ],
 )

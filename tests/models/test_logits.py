@@ -55,10 +55,8 @@ def test_verify_of_any_width_gives_the_same_logits(name: str, width: int) -> Non
 def test_packed_weights_give_the_logits_of_unpacked_ones(name: str) -> None:
     tokens, want, _ = expected(name)
     got = Bench(FIXTURES / f"{name}.gguf", dense=None).feed(0, tokens)
-    if DEVICE.type == "cpu":
-        assert (got - want).abs().max() < ATOL
-    else:  # the kernel rounds rows to f16, which these tiny models amplify: 8-bit rows are at up to 2e-2
-        assert divergence(got, want) < 1e-3
+    # Kernels round rows, to f16 on a GPU and to 16-bit whole numbers on a CPU, which these tiny models amplify: 8-bit rows are at up to 2e-2
+    assert divergence(got, want) < (1e-5 if DEVICE.type == "cpu" else 1e-3)
 
 
 @pytest.mark.parametrize("name", [m for m in MODELS if m.endswith("q8_0")])

@@ -19,7 +19,8 @@ from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
-from pyspec.cuda.ops.linear.op import linear, linear_tall
+from pyspec.cuda.ops.linear.cpu import CpuLinearSpec
+from pyspec.cuda.ops.linear.op import linear, linear_cpu, linear_tall
 from pyspec.cuda.ops.linear.pack import FORMATS
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.engine.plan.describe import Description, describe
@@ -59,6 +60,10 @@ def _embedding(d: Description) -> Iterator[Request]:
 
 def _products(d: Description, on: LoadTypes) -> Iterator[Request]:
     """Of the target's matrices, then of those of a drafter's own file."""
+    if not on.is_cuda and d.dense is None:
+        files = [d.file] if d.draft.file is None else [d.file, d.draft.file]
+        types = {t.type for file in files for t in file.tensors.values() if len(t.shape) > 1}
+        yield from ((linear_cpu, CpuLinearSpec(d.device, type)) for type in types)
     if not on.streams:
         return
     wants = {**d.draft.wants, **d.config.tensors(d.file)}
