@@ -11,12 +11,11 @@ using namespace pyspec;
 
 namespace {
 
-
-constexpr int64_t ROWS = 128;  // of a block: their 256 values lie in L2 while weights pass
-constexpr int64_t TILE = 6;    // rows whose sums stay in registers
-constexpr int64_t FEW = 8;     // rows that one pass over a panel multiplies
-constexpr int64_t IN_L2 = 128 << 10;  // values
-constexpr int64_t PANELS = 8;  // of a task: as often is a block's chunk read from L2
+constexpr int64_t ROWS = 128;         // of a block: their 256 values lie in L2 while weights pass
+constexpr int64_t TILE = 6;           // rows whose sums stay in registers
+constexpr int64_t FEW = 8;            // rows that one pass over a panel multiplies
+constexpr int64_t IN_L2 = 128 << 10;  // values of rows
+constexpr int64_t PANELS = 8;         // of a task: as often is a block's chunk read from L2
 
 // The bytes of a matrix, eight rows of which can be read wherever a panel starts
 struct Matrix {
@@ -25,7 +24,8 @@ struct Matrix {
   std::vector<uint8_t> padded;  // a matrix of fewer than eight rows, with the last one repeated
 
   Matrix(const uint8_t *from, int64_t n_byte, int64_t n_out) : weights(from), n_byte(n_byte), n_out(n_out) {
-    if (n_out >= LANES) return;
+    if (n_out == 1) this->n_byte = 0;  // the same row in every lane
+    if (n_out == 1 || n_out >= LANES) return;
     padded.resize(size_t(n_byte * LANES));
     for (int64_t l = 0; l < LANES; l++) std::memcpy(&padded[size_t(l * n_byte)], from + std::min(l, n_out - 1) * n_byte, size_t(n_byte));
     weights = padded.data();
