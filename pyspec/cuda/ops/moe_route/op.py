@@ -6,6 +6,7 @@ import torch
 
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.moe import ref as moe_ref
+from pyspec.cuda.ops.moe_route import cpu as moe_route_cpu
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.moe_route import triton as moe_route_triton
 
@@ -24,6 +25,7 @@ moe_route: Op[moe_ref.RouteSpec, moe_ref.Route] = Op(
     [
         Impl("cuda", moe_route_cuda.bind, moe_route_cuda.limits, capturable=True, programs=moe_route_cuda.programs),
         Impl("triton", moe_route_triton.bind, moe_route_triton.limits, capturable=True),
+        Impl("cpu", moe_route_cpu.bind, moe_route_cpu.limits, capturable=True),
     ],
     moe_route_cuda.check,
     shapes=shapes,
