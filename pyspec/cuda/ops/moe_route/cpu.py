@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cpu.kernels import Kernel, empty, missing
-from pyspec.cuda.ops.moe.ref import Route, Router, RouteSpec, Routes
+from pyspec.cuda.ops.moe.ref import Route, Router, Routes, RouteSpec
 
 MOST = 1024  # experts, as in the kernel
 ROUTE = Kernel("pyspec_moe_route", "qq" + "qqqq" + "qqq" + "qqqqqq" + "dd")
