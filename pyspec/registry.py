@@ -26,7 +26,7 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
     "qwen35moe": "pyspec.models.arch.qwen35moe",
     "nemotron_h": "pyspec.models.arch.nemotron",
     "nemotron_h_moe": "pyspec.models.arch.nemotron",
-    "deepseek4": "pyspec.models.deepseek4",
+    "deepseek4": "pyspec.models.arch.deepseek4",
 }
 FAMILIES = (
     "Llama (llama), Gemma 3 (gemma3), Qwen2 and Qwen2.5 (qwen2), Qwen3 (qwen3, qwen3moe), Qwen3.5 to 3.8 (qwen35, "

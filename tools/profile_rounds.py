@@ -298,10 +298,7 @@ def main() -> int:
         with Engine.open(str(path), draft, settings) as engine, open_gguf(path) as file:
             config = engine.core.loop.target.config  # type: ignore[attr-defined]
             there = config.n_layer
-            # of blocks of several kinds, or of one kind
-            parts = (
-                [spec for block in config.blocks for spec in block.specs] if hasattr(config, "blocks") else [config.moe]
-            )
+            parts = [spec for block in config.blocks for spec in block.specs]
             n_used = max((part.n_used for part in parts if isinstance(part, Experts)), default=0)
             floors = Floors(file.tensors, n_used, engine.core.loop.memory, args.tp)  # type: ignore[attr-defined]
             for case in cases:

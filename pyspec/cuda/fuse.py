@@ -306,6 +306,8 @@ def link(ranks: Collective, pairs: Sequence[tuple[GivesSum | None, FirstRead | N
         (read[0], read[1]) if gives is not None and read is not None and isinstance(read[0], Streamed) else None
         for gives, read in pairs
     ]
+    if not any(readers):
+        return
     for (gives, _), into in zip(pairs, sums_into(ranks, readers), strict=True):
         if gives is not None and into is not None:
             gives.into = into

@@ -1,4 +1,4 @@
-"""A block: parts in order. Each reads the normed residual stream and adds its output to the stream."""
+"""A block: parts in order. Each reads the normed residual stream and adds its output to the stream, or stands between several streams."""
 
 from __future__ import annotations
 
@@ -11,18 +11,57 @@ from pyspec.cpu.tensors import add
 from pyspec.cuda import fuse
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.models.part import AttentionShape, Binding, BoundPart, LoadTypes, PartSpec, Pass, Place, Request
+from pyspec.cuda.ops.streams.ref import StreamMix, Streams
+from pyspec.models.part import (
+    AttentionShape,
+    Binding,
+    BoundPart,
+    ForwardSize,
+    LoadTypes,
+    PartSpec,
+    Pass,
+    Place,
+    Request,
+    WorksForStreams,
+)
 from pyspec.models.wants import Want
+from pyspec.models.weights import Weights
 from pyspec.slots.parts import LayerParts
 
 
 @dataclass(frozen=True, slots=True)
+class Mix:
+    """The coefficients of a part among `n` streams: its share of each as it reads them, and the way that they go on (op `streams`). name: as a norm's."""
+
+    name: str
+    n: int
+
+    def tensors(self, at: Place) -> dict[str, Want]:
+        return mix_tensors(at.name(self.name), self.n * at.n_embd, (2 + self.n) * self.n, 3)
+
+
+def mix_tensors(name: str, n_in: int, n_out: int, n_scale: int) -> dict[str, Want]:
+    """Wanted tensors of `n_out` coefficients."""
+    shapes = {"fn": (n_out, n_in), "base": (n_out,), "scale": (n_scale,)}
+    return {f"{name}_{x}.weight": Want(shape) for x, shape in shapes.items()}
+
+
+def mix_of(w: Weights, name: str) -> StreamMix:
+    """The coefficients of that name."""
+    return StreamMix(*(w.vector(f"{name}_{x}.weight") for x in ("fn", "scale", "base")))
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """x + spec(norm(x)), or x + post(spec(norm(x))). norm, post: GGUF names without prefix and ending; post "": none."""
+    """x + spec(norm(x)), or x + post(spec(norm(x))). norm, post: GGUF names without prefix and ending; post "": none.
+
+    mix  for a model of several streams
+    """
 
     norm: str
     spec: PartSpec
     post: str = ""
+    mix: Mix | None = None
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -54,11 +93,16 @@ class BlockSpec:
         for part in self.parts:
             wants |= {at.name(f"{norm}.weight"): Want((at.n_embd,)) for norm in part.norms}
             wants |= part.spec.tensors(at)
+            wants |= {} if part.mix is None else part.mix.tensors(at)
         return wants
 
     def memory(self) -> LayerParts:
         """Its memory for the slots."""
         return {name: kept for spec in self.specs for name, kept in spec.memory().items()}
+
+    def scratch_bytes(self, size: ForwardSize) -> int:
+        """Bytes that it takes while it runs, beyond those that every model takes."""
+        return sum(spec.scratch(size) for spec in self.specs if spec.scratch is not None)
 
     def share(self, n: int) -> BlockSpec:
         """The block of each of `n` ranks."""
@@ -77,10 +121,15 @@ class BlockSpec:
 
 
 class Step:
-    """A bound part, and the way of its output back to the stream: its last product adds the stream, or a norm comes first."""
+    """A bound part, and the way of its output back to the stream: its last product adds the stream, or a norm comes first.
+
+    mix  its coefficients among several streams, which the residual reads and merges (`residual.py`)
+    """
 
     def __init__(self, part: Part, at: Binding) -> None:
         self.part: BoundPart = part.spec.bind(at)
+        self.mix = None if part.mix is None else mix_of(at.weights, at.name(part.mix.name))
+        self.fused = self.part if isinstance(self.part, WorksForStreams) and not part.post else None
         self.post: Tensor | None = None
         if part.post:
             self.post = at.weights.vector(at.name(f"{part.post}.weight"))
@@ -89,12 +138,31 @@ class Step:
     @property
     def gives(self) -> fuse.GivesSum | None:
         """A sum of ranks that is the stream itself."""
-        return self.part.gives if self.post is None else None
+        return self.part.gives if self.post is None and self.mix is None else None
 
     def __call__(self, x: Tensor, run: Pass) -> Tensor:
-        if self.post is None:
-            return self.part(x, x, run)
-        return add(x, self.norms(self.part(x, None, run), self.post))
+        """One stream behind the part."""
+        return self.part(x, x, run) if self.post is None else add(x, self._alone(x, run))
+
+    @property
+    def mixed(self) -> StreamMix:
+        """`mix` in a model of several streams."""
+        assert self.mix is not None, "a part between streams has coefficients"
+        return self.mix
+
+    def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
+        """As `WorksForStreams`; every part may stand between streams."""
+        return None if self.fused is None else self.fused.place(streams, n_row)
+
+    def between(
+        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
+    ) -> Tensor | fuse.Shares:
+        """As `WorksForStreams`."""
+        return self._alone(y, run) if self.fused is None else self.fused.between(y, run, place, streams)
+
+    def _alone(self, y: Tensor, run: Pass) -> Tensor:
+        y = self.part(y, None, run)
+        return y if self.post is None else self.norms(y, self.post)
 
 
 class Block:

@@ -1,63 +1,82 @@
-"""A decoder of one residual stream: runs the blocks of a `ModelSpec`."""
+"""A model bound to its memory: runs embedding, blocks and head of a `ModelSpec`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
+from pyspec.cpu import tensors
 from pyspec.cuda import fuse
 from pyspec.cuda.kernel_context import current
-from pyspec.cuda.ops.norms.op import norms
-from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.models.bound import BoundModel
 from pyspec.models.part import Binding, Pass
 from pyspec.models.rope import Ropes
 from pyspec.models.spec import ModelSpec
-from pyspec.models.weights import Weights
+from pyspec.models.tables import Tables
+from pyspec.models.target import Lead, Out, capped, out_of
+from pyspec.models.weights import EMBEDDING, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 
 
-class Decoder(BoundModel):
-    """The model bound to its memory. Implements `Target`."""
+class Decoder:
+    """Implements `Target`. Tensors are bound in the order of the file."""
 
     def __init__(self, config: ModelSpec, weights: Weights, memory: Memory) -> None:
-        super().__init__(config, weights, memory, config.embed_factor, config.final_cap)
         own, kv = config.share(weights.n_rank), memory.kv_format
-        self.ropes = Ropes(weights)
+        self.config, self.memory, self.device, self.ranks = config, memory, weights.device, weights.ranks
+        self.n_vocab, self.n_embd, self.n_layer = config.n_vocab, config.n_embd, config.n_layer
+        self.lead: Lead | None = None
+        self.embedding = weights.embedding(EMBEDDING, config.embed_factor)
+        self.ropes, self.tables = Ropes(weights), Tables()
         self.blocks = [
-            block.bind(Binding(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes))
+            block.bind(Binding(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes, self.tables))
             for i, block in enumerate(own.blocks)
         ]
+        self.tables.close()
         if self.ranks is not None:
             steps = [step for block in self.blocks for step in block.steps]
             fuse.link(self.ranks, [(last.gives, next.part.reads) for last, next in pairwise(steps)])
         for i, state in memory.states.items():
             state.fold = self.blocks[i].fold
         self.norm = weights.vector("output_norm.weight")
-        self.norms = norms.bind(NormsSpec(weights.device, config.n_embd, config.eps))
+        self.residual = config.residual.bind(weights, config.n_embd, config.eps, self.norm)
         self.output = weights.head()
 
     @property
     def capturable(self) -> bool:
         """True if a CUDA graph may hold a forward."""
         may = self.ranks is None or self.ranks.capturable
-        return may and all(block.capturable for block in self.blocks)
+        return may and self.residual.capturable and all(block.capturable for block in self.blocks)
 
     @property
     def captures_prompts(self) -> bool:
         """True if one may hold that of a prompt that stands alone."""
         return self.ranks is None and not current().is_exact and all(block.captures_prompts for block in self.blocks)
 
-    def trunk(self, batch: Batch, taps: Sequence[int]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return capped(self.output(hidden), self.config.final_cap)
+
+    def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
+        if self.lead is not None:
+            return self.lead.forward(self.run, batch, taps)
+        return self.run(batch, taps).whole()
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
+        """A forward of this rank; `forward` has the others run theirs."""
         x, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
-        given = Pass(angles, self.memory, batch)
+        x = self.residual.begin(x)
+        given = Pass(angles, self.memory, batch, self.tables.rows(batch.tokens))
         tapped: dict[int, Tensor] = {}
-        for i, block in enumerate(self.blocks):
-            x = block(x, given)
+        for i, x in enumerate(self.residual.through(x, self.blocks, given)):  # noqa: B020 - one name: old rows go
             if i in taps:
-                tapped[i] = x
-        hidden, wanted = self.norms.picked(x, self.norm, batch.out_rows)
-        return hidden, wanted, [tapped[i] for i in taps]
+                tapped[i] = self.residual.tapped(x)
+        hidden, wanted = self.residual.end(x, batch.out_rows)
+        beside = tensors.side_by_side([tapped[i] for i in taps]) if taps else None
+        return out_of(self.output, wanted, hidden, beside, self.config.final_cap)

@@ -1,4 +1,8 @@
-"""The MTP block of a decoder of one residual stream: a block like the trunk's, over the target's embedding and head."""
+"""The MTP block behind a model's trunk: a block like the trunk's, over the target's embedding and head.
+
+It pairs a token with the hidden state of the position before it, and chaining feeds its own. In a model of several streams that state is
+all of them, as the trunk left them behind its last block.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 from torch import Tensor
 
-from pyspec.cuda.ops.norms.op import norms
-from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec
 from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, Request
+from pyspec.models.residual import Residual
 from pyspec.models.rope import Ropes
 from pyspec.models.target import Out, Target
 from pyspec.models.wants import Want
-from pyspec.models.weights import Embedding, Matrix, Weights
+from pyspec.models.weights import EMBEDDING, HEAD, Embedding, Matrix, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import LayerParts
+
+PIECE = 1 << 26  # bytes compared at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,7 @@ class MtpOfBlock:
     """The block behind a trunk of `n_layer` blocks, as data. Implements `MtpSpec`."""
 
     block: BlockSpec
+    residual: Residual
     n_layer: int
     n_vocab: int
     n_embd: int
@@ -42,23 +49,40 @@ class MtpOfBlock:
     def prefix(self) -> str:
         return f"blk.{self.n_layer}"
 
+    @property
+    def stands_alone(self) -> bool:
+        """True if the block has tensors that have the names of the trunk's. Such a block has a file of its own, in which the model's names
+        mean the block's own tensors, embedding and head, too."""
+        return bool(self.residual.tensors(self.n_embd))
+
     def tensors(self, file: GGUFFile, target: GGUFFile) -> dict[str, Want]:
         p, n = self.prefix, self.n_embd
+        of_vocab = Want((self.n_vocab, n), optional=True)
+        own = self.residual.tensors(n)
+        if own and file is target:
+            raise PairError(
+                "the MTP block stands in the target's file, where the mixers of its head have no place beside the trunk's"
+                f" ({next(iter(own))}): give the block's own file with -md, or --spec-type none"
+            )
+        if own:
+            own |= {EMBEDDING: of_vocab, HEAD: of_vocab}
         return {
             **self.block.tensors(self._place(file)),
+            **own,
             f"{p}.nextn.eh_proj.weight": Want((n, 2 * n)),
             f"{p}.nextn.enorm.weight": Want((n,)),
             f"{p}.nextn.hnorm.weight": Want((n,)),
             f"{p}.nextn.shared_head_norm.weight": Want((n,), optional=True),
-            f"{p}.nextn.embed_tokens.weight": Want((self.n_vocab, n), optional=True),
-            f"{p}.nextn.shared_head_head.weight": Want((self.n_vocab, n), optional=True),
+            f"{p}.nextn.embed_tokens.weight": of_vocab,
+            f"{p}.nextn.shared_head_head.weight": of_vocab,
         }
 
     def layers(self) -> tuple[LayerParts, ...]:
         return (*[{}] * self.n_layer, self.block.memory())
 
     def shared(self, file: GGUFFile, target: GGUFFile) -> tuple[str, ...]:
-        return ()
+        names = (EMBEDDING, HEAD) if self.stands_alone else ()
+        return tuple(name for name in names if _is_same(file, target, name))
 
     def requests(self, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
         return self.block.requests(self._place(file), on)
@@ -68,10 +92,28 @@ class MtpOfBlock:
     ) -> MtpBlock:
         if not isinstance(target, DecoderParts):
             raise PairError("this target does not give what its MTP block shares with it")
-        return MtpBlock(self, weights, memory, target, head)
+        return MtpBlock(self, weights, memory, target, head, skips)
+
+    def own(self, weights: Weights, nextn: str, whole: str, skips: tuple[str, ...]) -> str | None:
+        """The name of the block's own tensor in place of the target's `whole`, if the file has one."""
+        names = [f"{self.prefix}.nextn.{nextn}.weight", *([whole] if self.stands_alone else [])]
+        return next((name for name in names if weights.has(name) and name not in skips), None)
 
     def _place(self, file: GGUFFile) -> Place:
         return Place(file, self.prefix, self.n_embd, self.eps)
+
+
+def _is_same(a: GGUFFile, b: GGUFFile, name: str) -> bool:
+    x, y = a.tensors.get(name), b.tensors.get(name)
+    if x is None or y is None or (x.type, x.shape) != (y.type, y.shape):
+        return False
+    for at in range(0, x.n_bytes, PIECE):
+        one, other = (np.empty(min(PIECE, x.n_bytes - at), np.uint8) for _ in range(2))
+        a.read_into(name, one, at)
+        b.read_into(name, other, at)
+        if not np.array_equal(one, other):
+            return False
+    return True
 
 
 @runtime_checkable
@@ -83,7 +125,7 @@ class DecoderParts(Protocol):
     norm: Tensor
 
     def head(self, hidden: Tensor) -> Tensor:
-        """hidden [row, n_embd] to logits [row, n_vocab]."""
+        """Normed rows [row, n_embd] to logits [row, n_vocab]."""
         ...
 
 
@@ -94,30 +136,38 @@ class MtpBlock:
     """
 
     def __init__(
-        self, spec: MtpOfBlock, weights: Weights, memory: Memory, target: DecoderParts, head: Matrix | None
+        self,
+        spec: MtpOfBlock,
+        weights: Weights,
+        memory: Memory,
+        target: DecoderParts,
+        head: Matrix | None,
+        skips: tuple[str, ...] = (),
     ) -> None:
-        p, eps = spec.prefix, spec.eps
-        self.memory, self.n_hidden = memory, spec.n_embd
+        p, n, eps = spec.prefix, spec.n_embd, spec.eps
+        self.memory, self.n_hidden = memory, spec.residual.n * n
         self.ropes = Ropes(weights, target.ropes)
-        at = Binding(weights, p, spec.n_layer, "", spec.n_embd, eps, memory.kv_format, self.ropes)
-        self.block = spec.block.bind(at)
+        self.block = spec.block.bind(Binding(weights, p, spec.n_layer, "", n, eps, memory.kv_format, self.ropes))
         self.eh: Matrix = weights.matrix(f"{p}.nextn.eh_proj.weight")
         self.enorm, self.hnorm = weights.vector(f"{p}.nextn.enorm.weight"), weights.vector(f"{p}.nextn.hnorm.weight")
         norm = weights.optional(f"{p}.nextn.shared_head_norm.weight")
-        self.norm = target.norm if norm is None else norm
-        self.norms = self.last_norm = norms.bind(NormsSpec(weights.device, spec.n_embd, eps))
-        own = f"{p}.nextn.embed_tokens.weight"
-        self.embedding: Embedding = weights.embedding(own) if weights.has(own) else target.embedding
-        own = f"{p}.nextn.shared_head_head.weight"
-        self.head = weights.matrix(own) if weights.has(own) else head or target.head
+        self.residual = spec.residual.bind(weights, n, eps, target.norm if norm is None else norm)
+        own = spec.own(weights, "embed_tokens", EMBEDDING, skips)
+        self.embedding: Embedding = target.embedding if own is None else weights.embedding(own)
+        own = spec.own(weights, "shared_head_head", HEAD, skips)
+        self.output = (head or target.head) if own is None else weights.matrix(own)
         self.best = BestDrafts(weights.device)
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """hidden [row, n_embd] f32: h_{p-1} of each row. Returns the post-norm output [row, n_embd]."""
+        """hidden [row, n_hidden] f32: that of each row's last position. Returns those of its own."""
         e, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
-        x = self.eh(self.norms.paired(e, self.enorm, hidden, self.hnorm))
-        x = self.block(x, Pass(angles, self.memory, batch))
-        return self.last_norm(x, self.norm)
+        x = self.residual.paired(self.eh, (e, self.enorm), (hidden, self.hnorm))
+        (x,) = self.residual.through(x, [self.block], Pass(angles, self.memory, batch))
+        return self.residual.state(x)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [row, vocab] of hidden states that `forward` made."""
+        return self.output(self.residual.headed(hidden))
 
     def propose(self, hidden: Tensor, out: Tensor) -> Tensor:
         """The block's vocabulary is the target's."""

@@ -6,9 +6,9 @@ kernels that binding will ask for, and the bound part. Plans and drafters are fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ from torch import Tensor
 from pyspec.cuda import fuse
 from pyspec.cuda.op import Op
 from pyspec.cuda.ops.rows.ref import Norm
+from pyspec.cuda.ops.streams.ref import Streams
 from pyspec.gguf import GGUFFile
 from pyspec.models.rope import Angles, Ropes
+from pyspec.models.tables import Tables
 from pyspec.models.wants import Want
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
@@ -93,6 +95,7 @@ class Binding:
     layer  the number of its memory
     norm   GGUF name of the norm before it, without prefix and ending
     kv     types of keys and values
+    tables  of a model whose forward looks them up
     """
 
     weights: Weights
@@ -103,6 +106,7 @@ class Binding:
     eps: float
     kv: KvFormat
     ropes: Ropes
+    tables: Tables = field(default_factory=Tables)
 
     def name(self, tensor: str) -> str:
         return f"{self.prefix}.{tensor}"
@@ -113,11 +117,25 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Arguments of every part of a forward, besides the residual stream. angles: of the model's ropes, by their places."""
+    """Arguments of every part of a forward, besides the residual stream. angles: of the model's ropes, by their places; rows: of its
+    tables, likewise."""
 
     angles: tuple[Angles, ...]
     memory: Memory
     batch: Batch
+    rows: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardSize:
+    """The largest forward of a load, for its memory plan. n_token: tokens of a context at most."""
+
+    device: torch.device
+    kv: torch.dtype
+    n_row: int
+    n_token: int
+    n_embd: int
+    eps: float
 
 
 class PartSpec(Protocol):
@@ -125,12 +143,15 @@ class PartSpec(Protocol):
 
     captures_prompts  a CUDA graph may hold it in the forward of a prompt that stands alone
     attends           shape of its attention, whose partial sums need room; None: it has none
+    scratch           bytes that it takes while it runs, beyond those that every model takes; None: none
     """
 
     @property
     def captures_prompts(self) -> bool: ...
     @property
     def attends(self) -> AttentionShape | None: ...
+    @property
+    def scratch(self) -> Callable[[ForwardSize], int] | None: ...
 
     def tensors(self, at: Place) -> dict[str, Want]:
         """The tensors it needs, without its norms."""
@@ -174,4 +195,20 @@ class BoundPart(Protocol):
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
         """The residual stream x [row, n_embd] f32 -> residual + part(norm(x)); without a residual part(norm(x)) alone."""
+        ...
+
+
+@runtime_checkable
+class WorksForStreams(Protocol):
+    """A bound part that finds its rows ready where the op `streams` put them, and may leave its sums to that op."""
+
+    def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
+        """Where `streams` may put the rows that the part reads, normed; None: the part prepares them."""
+        ...
+
+    def between(
+        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
+    ) -> Tensor | fuse.Shares:
+        """part(norm(y)) of rows y [row, n_embd] f32. place: where they lie ready, if they do. streams: the op that merges the result with
+        the next reading, if one does; it may sum the outputs of experts."""
         ...

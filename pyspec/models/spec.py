@@ -13,7 +13,8 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec
 from pyspec.models.cuts import Cut, Units
 from pyspec.models.mtp_block import MtpOfBlock
-from pyspec.models.part import AttentionShape, LoadTypes, Place, Request
+from pyspec.models.part import AttentionShape, ForwardSize, LoadTypes, Place, Request
+from pyspec.models.residual import Residual
 from pyspec.models.target import MtpSpec, Target
 from pyspec.models.wants import Want
 from pyspec.models.weights import EMBEDDING, HEAD, Weights
@@ -23,12 +24,14 @@ from pyspec.slots.parts import LayerParts
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder of one residual stream, read from a file and checked. Implements `ModelConfig`.
+    """A decoder read from a file and checked. Implements `ModelConfig`.
 
     n_nextn      MTP blocks that the metadata announces
     n_ff         inner values of a row; with experts, those of all that it uses
     blocks       of the trunk
     mtp_block    the block behind the trunk, where the architecture has one
+    residual     one stream or several
+    ties_head    a file without a head has the embedding for it
     embed_factor  the embedding's rows are multiplied with it
     final_cap    c: logits are c tanh(logits / c); 0: as they are
     """
@@ -42,6 +45,8 @@ class ModelSpec:
     eps: float
     blocks: tuple[BlockSpec, ...]
     mtp_block: BlockSpec | None = None
+    residual: Residual = Residual()  # noqa: RUF009 - frozen
+    ties_head: bool = True
     embed_factor: float = 1.0
     final_cap: float = 0.0
 
@@ -53,7 +58,7 @@ class ModelSpec:
     @property
     def n_hidden(self) -> int:
         """Width of the hidden states that an MTP block reads."""
-        return self.n_embd
+        return self.residual.n * self.n_embd
 
     @property
     def attention(self) -> tuple[AttentionShape, ...]:
@@ -68,11 +73,9 @@ class ModelSpec:
     @property
     def mtp(self) -> MtpSpec | None:
         """The MTP block with its projections and norms; None: the architecture has none."""
-        return (
-            None
-            if self.mtp_block is None
-            else MtpOfBlock(self.mtp_block, self.n_layer, self.n_vocab, self.n_embd, self.eps)
-        )
+        if self.mtp_block is None:
+            return None
+        return MtpOfBlock(self.mtp_block, self.residual, self.n_layer, self.n_vocab, self.n_embd, self.eps)
 
     def place(self, file: GGUFFile, i: int) -> Place:
         """Of block `i`."""
@@ -83,7 +86,10 @@ class ModelSpec:
         wants = {
             EMBEDDING: Want((self.n_vocab, self.n_embd)),
             "output_norm.weight": Want((self.n_embd,)),
-            HEAD: head_tensor(self.n_vocab, self.n_embd, optional=True),
+            HEAD: Want(
+                (self.n_vocab, self.n_embd), self.ties_head, cut=Cut(0, (Units(self.n_vocab, "tokens", uneven=True),))
+            ),
+            **self.residual.tensors(self.n_embd),
         }
         for i, block in enumerate(self.blocks):
             wants |= block.tensors(self.place(file, i))
@@ -106,16 +112,13 @@ class ModelSpec:
         yield norms, NormsSpec(on.device, self.n_embd, self.eps)
 
     def scratch_bytes(self, n_row: int, n_token: int, kv: torch.dtype, device: torch.device) -> int:
-        """None beyond those that every model takes."""
-        return 0
+        """Those of the largest block and of the streams, beyond those that every model takes."""
+        size = ForwardSize(device, kv, n_row, n_token, self.n_embd, self.eps)
+        of_blocks = max((block.scratch_bytes(size) for block in self.blocks), default=0)
+        return of_blocks + n_row * self.residual.row_bytes(self.n_embd)
 
     def build(self, weights: Weights, memory: Memory) -> Target:
         """The model, bound to its memory."""
         from pyspec.models.decoder import Decoder  # which needs the specification
 
         return Decoder(self, weights, memory)
-
-
-def head_tensor(n_vocab: int, n_embd: int, *, optional: bool = False) -> Want:
-    """The wanted head; optional: a file without one ties it to the embedding."""
-    return Want((n_vocab, n_embd), optional, cut=Cut(0, (Units(n_vocab, "tokens", uneven=True),)))

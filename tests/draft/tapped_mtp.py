@@ -26,7 +26,7 @@ class TappedBlock(MtpBlock):
 
     def states_of(self, out: Out) -> Tensor:
         assert out.taps is not None
-        return self.norms(out.taps, self.final)
+        return self.residual.norms(out.taps, self.final)
 
 
 def recognises(file: GGUFFile) -> bool:

@@ -90,7 +90,7 @@ def expected() -> list[tuple[int, ...]]:
 def test_a_coarse_head_for_drafts_leaves_the_text(draft: str, head: str, expected: list) -> None:
     with load(draft, 4, draft_head=head) as engine:
         drafter, target = engine.loop.drafter, engine.loop.target
-        own = drafter.block.head if draft == "mtp" else drafter.net.head
+        own = drafter.block.output if draft == "mtp" else drafter.net.head
         assert [r.tokens for r in answers(engine)] == expected
         if head != "full":
             type = GGMLType[head.upper()]

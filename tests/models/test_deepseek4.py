@@ -19,7 +19,7 @@ from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.errors import BadTensors, ModelError, OutOfBounds, PairError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
-from pyspec.models.deepseek4 import StreamExperts
+from pyspec.models.blocks.stream_experts import BoundStreamExperts
 from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.parts import Ring
@@ -206,8 +206,8 @@ def test_an_mtp_block_of_another_model_is_refused() -> None:
 
 def test_experts_that_take_rows_in_parts_leave_no_part_for_streams_to_sum() -> None:
     """The last one may be as few rows as streams take: what it gave could not be joined with the others."""
-    feed, norm = StreamExperts.__new__(StreamExperts), Norm(torch.ones(4), 1e-5)
-    feed.ranks = feed.gate_up = feed.down = feed.hands = None
+    feed, norm = BoundStreamExperts.__new__(BoundStreamExperts), Norm(torch.ones(4), 1e-5)
+    feed.ranks = feed.gate_up = feed.down = feed.hands = feed.named = None
     feed.norm, feed.route, feed.experts = norm, SimpleNamespace(writes_rows=True), SimpleNamespace(most=4)  # type: ignore[assignment]
     told: list[tuple[int, object]] = []
 
@@ -217,6 +217,6 @@ def test_experts_that_take_rows_in_parts_leave_no_part_for_streams_to_sum() -> N
 
     feed._chosen = chosen  # type: ignore[method-assign, assignment]
     for n_row in (9, 3):
-        made = feed(torch.zeros(n_row, 4), None, streams="streams")  # type: ignore[arg-type]
+        made = feed.between(torch.zeros(n_row, 4), None, None, "streams")  # type: ignore[arg-type]
         assert len(made) == n_row  # type: ignore[arg-type]
     assert told == [(4, None), (4, None), (1, None), (3, "streams")]

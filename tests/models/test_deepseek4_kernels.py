@@ -18,7 +18,7 @@ from pyspec.cuda.ops.index_rows import cuda as index_cuda
 from pyspec.cuda.ops.index_rows.op import index_rows
 from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
-from pyspec.models.deepseek4 import WindowAttention
+from pyspec.models.blocks.sparse_attention import BoundSparse
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import itertools
@@ -77,7 +77,7 @@ def test_keys_and_compressors_give_the_same_bits_ahead_of_queries(monkeypatch: p
     """As beside a product of few rows: here it is the reference's, which can not be `late`."""
     tokens = [(7 * i * i + 3 * i) % 300 for i in range(160)]
     cuts, taken = [0, 100, 101, 105, 113, 120, 121, 132, 140, 148], []
-    queries, room = WindowAttention.queries, fuse.keys_room
+    queries, room = BoundSparse.queries, fuse.keys_room
 
     def run() -> torch.Tensor:
         bench, out = Bench(FIXTURES / "deepseek4.gguf", n_slot=1, n_ctx=400, kv=torch.float16), []
@@ -97,6 +97,6 @@ def test_keys_and_compressors_give_the_same_bits_ahead_of_queries(monkeypatch: p
     with kernels():
         want = run()
         monkeypatch.setattr(fuse, "keys_room", take)
-        monkeypatch.setattr(WindowAttention, "queries", lambda self, qr, late: queries(self, qr))
+        monkeypatch.setattr(BoundSparse, "queries", lambda self, qr, late: queries(self, qr))
         assert torch.equal(run(), want)
     assert 0 < sum(t is not None for t in taken) < len(taken)

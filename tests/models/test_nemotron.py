@@ -250,7 +250,7 @@ def mtp_of(name: str, *, layer_norm: bool = True) -> tuple[Bench, Chain]:
     drafter = bench.drafter("mtp", n_draft=4)
     assert isinstance(drafter, Chain) and isinstance(drafter.block, MtpBlock)
     if layer_norm:
-        drafter.block.last_norm = norms.bind(
+        drafter.block.residual.last_norm = norms.bind(
             NormsSpec(DEVICE, bench.target.config.n_embd, bench.target.config.eps, layer=True)
         )
     return bench, drafter
@@ -301,7 +301,9 @@ def test_without_a_word_the_block_ends_in_rmsnorm() -> None:
     for layer_norm in (True, False):
         bench, drafter = mtp_of("nemotron_moe", layer_norm=layer_norm)
         batch = lay_out(bench.table, [Seq(0, 0, data["tokens"].tolist())], DEVICE)
-        rows.append(drafter.block.forward(batch, torch.from_numpy(data["hidden"]).to(DEVICE)) / drafter.block.norm)
+        rows.append(
+            drafter.block.forward(batch, torch.from_numpy(data["hidden"]).to(DEVICE)) / drafter.block.residual.norm
+        )
     centred = rows[1] - rows[1].mean(-1, keepdim=True)
     assert torch.allclose(torch.nn.functional.layer_norm(centred, centred.shape[-1:]), rows[0], atol=1e-3)
     assert (rows[1].square().mean(-1) - 1).abs().max() < 1e-2 and rows[1].mean(-1).abs().max() > 0.05

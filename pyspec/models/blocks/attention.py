@@ -45,6 +45,7 @@ class Attention:
     window: int = 0
     qk_norm: bool = False
     biased: bool = False
+    scratch = None
 
     @property
     def captures_prompts(self) -> bool:

@@ -27,7 +27,7 @@ class DeltaNet:
 
     shape: GdnShape
     captures_prompts = True
-    attends = None
+    attends = scratch = None
 
     def tensors(self, at: Place) -> dict[str, Want]:
         s, n = self.shape, at.n_embd

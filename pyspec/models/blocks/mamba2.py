@@ -28,7 +28,7 @@ class Mamba2:
 
     shape: Mamba2Shape
     captures_prompts = False  # its chunks have not run with room for more of them than there are
-    attends = None
+    attends = scratch = None
 
     def tensors(self, at: Place) -> dict[str, Want]:
         """`ssm_a` holds -exp(A_log) already."""

@@ -33,7 +33,7 @@ class Mlp:
     n_ff: int
     act: Act = "silu"
     captures_prompts = True
-    attends = None
+    attends = scratch = None
 
     def tensors(self, at: Place) -> dict[str, Want]:
         n, f, inner = at.n_embd, self.n_ff, (Units(self.n_ff, "inner values"),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, TensorInfo
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
+from pyspec.models.part import Binding, BoundPart, ForwardSize, LoadTypes, Pass, Place, Request
 from pyspec.models.wants import Want, scale_of
 from pyspec.models.weights import Matrix, Weights
 from pyspec.slots.parts import LayerParts
@@ -98,7 +99,10 @@ class Experts:
     def memory(self) -> LayerParts:
         return {}
 
-    def share(self, n: int) -> Experts:
+    def scratch(self, size: ForwardSize) -> int:
+        return 0
+
+    def share(self, n: int) -> Self:
         """All experts, and of each one as many columns."""
         return replace(self, n_ff=self.n_ff // n, n_ff_shared=self.n_ff_shared // n)
 
@@ -152,7 +156,7 @@ class Experts:
         fits = all(t is not None and t.type is wanted[x] for x, t in own.items())
         return self.n_ff_shared // self.n_ff if fits else 0
 
-    def bind(self, at: Binding) -> BoundExperts:
+    def bind(self, at: Binding) -> BoundPart:
         return BoundExperts(self, at)
 
 
