@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t ROWS = 128;         // of a block: their 256 values lie in L2 while weights pass
 constexpr int64_t TILE = 6;           // rows whose sums stay in registers
-constexpr int64_t FEW = 8;            // rows that one pass over a panel multiplies
+constexpr int64_t FEW = 7;            // rows that one pass over a panel multiplies
 constexpr int64_t IN_L2 = 128 << 10;  // values of rows
 constexpr int64_t PANELS = 8;         // of a task: as often is a block's chunk read from L2
 
@@ -73,8 +73,7 @@ void some(const ProductArgs &p, const Rows &rows, const Matrix &matrix, int64_t 
     case 4: return few<T, 4>(p, rows, matrix, first, o);
     case 5: return few<T, 5>(p, rows, matrix, first, o);
     case 6: return few<T, 6>(p, rows, matrix, first, o);
-    case 7: return few<T, 7>(p, rows, matrix, first, o);
-    default: return few<T, 8>(p, rows, matrix, first, o);
+    default: return few<T, 7>(p, rows, matrix, first, o);
   }
 }
 

@@ -98,10 +98,14 @@ inline f8 halves(const uint16_t *p) {
 #endif
 }
 inline f8 bf16s(const uint16_t *p) {
+#if defined(__AVX2__)
+  return f8(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))), 16));
+#else
   typedef uint16_t h8 __attribute__((vector_size(16)));
   h8 x;
   std::memcpy(&x, p, 16);
   return as_float(__builtin_convertvector(x, i8) << 16);
+#endif
 }
 
 }  // namespace pyspec
