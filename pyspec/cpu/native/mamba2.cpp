@@ -13,7 +13,7 @@ using namespace pyspec;
 
 namespace {
 
-constexpr int64_t R = 4, PART = 32;  // rows of a step; rows of a job
+constexpr int64_t R = 8, PART = 32;  // rows of a step; rows of a job
 
 struct Args {
   ConvArgs conv;
@@ -60,9 +60,9 @@ void prepare_group(const Args &p, const Tokens &to, const Seq &q, int64_t n_toke
 // R rows: to = e from + x b^T; their sums with c, if there is one.
 template <bool READS>
 f8 add_token(const float *from, float *to, int64_t n, float e, const float *x, const float *b, const float *c) {
-  f8 s[2 * R] = {};
+  f8 s[R] = {}, add[R];
   const f8 by = all(e);
-  const f8 add[R] = {all(x[0]), all(x[1]), all(x[2]), all(x[3])};
+  for (int64_t r = 0; r < R; r++) add[r] = all(x[r]);
   for (int64_t j = 0; j < n; j += 8) {
     const f8 bj = load(b + j), cj = READS ? load(c + j) : bj;
     for (int64_t r = 0; r < R; r++) {
@@ -89,14 +89,14 @@ void advance(const Args &p, const Tokens &of, const Seq &q, int64_t n_token, int
     for (int64_t i = 0; i < n_block; i++) {
       const float *xi = x + t * p.dim + i * R;
       float add[R];
-      for (int64_t r = 0; r < R; r++) add[r] = dt[t] * xi[r];
+      store(add, all(dt[t]) * load(xi));
       const float *old = from + i * R * n;
       if (!is_row) {
         add_token<false>(old, to + i * R * n, n, e[t], add, b + t * n, nullptr);
         continue;
       }
       const f8 y = add_token<true>(old, to + i * R * n, n, e[t], add, b + t * n, c + t * n);
-      for (int64_t r = 0; r < R; r++) out[i * R + r] = y[r] + p.d[head] * xi[r];
+      store(out + i * R, fma(all(p.d[head]), load(xi), y));
     }
     from = to;
   }
