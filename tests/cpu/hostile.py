@@ -26,7 +26,7 @@ from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
-from pyspec.slots.kv import KV_DTYPES, KVPool
+from pyspec.slots.kv import KV_DTYPES, KvFormat, KVPool
 
 CPU = torch.device("cpu")
 OFF = 1e-5  # of a row's norm: f32, whatever the pool's type
@@ -41,6 +41,8 @@ ATTEND = CASES | {
     "group 16, a prompt": Case(32, 2, 64, F16, [(0, 130)], 32),
     "one head a group, a prompt": Case(2, 2, 128, F32, [(600, 117), (0, 5)], 64, pad=(3, 1)),
     "more heads than a pass": Case(72, 1, 64, F16, [(270, 3), (5, 1)], 16, sinks=True),
+    "f16 and q8_0": Case(8, 2, 64, F16, [(300, 3), (20, 40)], pad=(1, 1), v_dtype=Q8),
+    "bf16 and f16": Case(4, 2, 64, BF16, [(300, 1)], v_dtype=F16),
     "q8_0, a prompt behind a window": Case(4, 2, 64, Q8, [(1000, 100)], 16, 128),
     **{f"{n} rows": Case(4, 2, 64, F16, [(n, n), (2 * n + 250, n)], 16, pad=(1, 0)) for n in range(1, 18)},
 }
@@ -137,9 +139,10 @@ def rounds_as_the_pool(dtype: torch.dtype, dim: int) -> str | None:
     y, none = values_of_all_kinds(n_row, 2 * n_kv * dim, gen), torch.zeros(n_row, 1, 0)
     if dtype is Q8:  # a block that is not finite has no codes
         y[-1] = y[-1].clamp(-1e5, 1e5).nan_to_num()
-    pools = [KVPool(64, n_kv, dim, dtype, CPU) for _ in range(2)]
+    kv = KvFormat.both(dtype)
+    pools = [KVPool(64, n_kv, dim, kv, CPU) for _ in range(2)]
     rows = torch.randperm(64, generator=gen)[:n_row]
-    spec = RopeKvSpec(CPU, 0, n_kv, dim, 0, neox=True, gated=False, has_norm=False, eps=1e-6)
+    spec = RopeKvSpec(CPU, 0, n_kv, dim, 0, neox=True, gated=False, has_norm=False, eps=1e-6, kv=kv)
     for run, pool in zip((cpu_of(rope_kv, spec), rope_kv.reference.bind(spec)), pools, strict=True):
         run(y, None, None, (none, none), pool, rows)
     for a, b in zip(pools[0].planes, pools[1].planes, strict=True):
@@ -162,6 +165,8 @@ def small_rigs() -> Iterator[tuple[str, Rig]]:
         for neox in (True, False):
             spec = RopeKvSpec(CPU, n_q, n_kv, dim, n_rot, neox, gated=i % 2 == 0, has_norm=i != 3, eps=1e-6)
             yield f"rope_kv {n_q} {n_kv} {dim} {n_rot} {neox}", partial(checks, rope_kv, spec)
+    mixed = RopeKvSpec(CPU, 4, 2, 64, 64, neox=True, gated=False, has_norm=True, eps=1e-6, kv=KvFormat(F16, Q8))
+    yield "rope_kv f16/q8_0", partial(checks, rope_kv, mixed)
     for name, dtype in KV_DTYPES.items():
         for dim in (64, 96) if dtype is Q8 else (64, 11):
             yield f"rope_kv rounds {name} {dim}", partial(rounds_as_the_pool, dtype, dim)

@@ -26,7 +26,7 @@ struct Args {
   const int32_t *row_seq;
   const float *sinks;
   float *out;
-  int64_t n_row, n_seq, n_col, page_size, n_page, n_head, n_kv, dim, window, kind;
+  int64_t n_row, n_seq, n_col, page_size, n_page, n_head, n_kv, dim, window, k_kind, v_kind;
   double scale;
 };
 
@@ -108,7 +108,7 @@ void each_key(const Pass &p, int64_t begin, Range keys, F &&at) {
 // Rows of the keys (or values) begin..begin+STEP-1: zeros outside of `keys`, NaN where there is no page.
 // T is the pool's own type, and rows are in their pages,
 template <typename T>
-void take_rows(const Pass &p, const char *plane, const uint16_t *, int64_t begin, Range keys, Scratch &s, const T **rows) {
+void take_rows(const Pass &p, int64_t, const char *plane, const uint16_t *, int64_t begin, Range keys, Scratch &s, const T **rows) {
   for (int64_t j = 0; j < STEP; j++) rows[j] = reinterpret_cast<const T *>(s.zeros);
   each_key(p, begin, keys, [&](int64_t j, int64_t at) {
     rows[j] = at < 0 ? reinterpret_cast<const T *>(s.nans) : reinterpret_cast<const T *>(plane) + at * p.a.dim;
@@ -117,15 +117,16 @@ void take_rows(const Pass &p, const char *plane, const uint16_t *, int64_t begin
 
 // or rows are unpacked to f32.
 template <>
-void take_rows(const Pass &p, const char *plane, const uint16_t *scale, int64_t begin, Range keys, Scratch &s, const float **rows) {
+void take_rows(const Pass &p, int64_t kind, const char *plane, const uint16_t *scale, int64_t begin, Range keys, Scratch &s,
+               const float **rows) {
   const Args &a = p.a;
-  const int64_t size = kv_bytes(a.kind) * a.dim;
-  const bool here = a.kind == KV_F32 && a.dim == width_of(a);
+  const int64_t size = kv_bytes(kind) * a.dim;
+  const bool here = kind == KV_F32 && a.dim == width_of(a);
   for (int64_t j = 0; j < STEP; j++) rows[j] = s.zeros;
   each_key(p, begin, keys, [&](int64_t j, int64_t at) {
     float *own = s.rows + j * width_of(a);
     rows[j] = at < 0 ? s.nans : here ? reinterpret_cast<const float *>(plane + at * size) : own;
-    if (at >= 0 && !here) unpack_row(a.kind, plane + at * size, scale ? scale + at * (a.dim / 32) : nullptr, own, a.dim);
+    if (at >= 0 && !here) unpack_row(kind, plane + at * size, scale ? scale + at * (a.dim / 32) : nullptr, own, a.dim);
   });
 }
 
@@ -228,7 +229,7 @@ void run_segment_of(const Pass &p, int64_t segment, Scratch &s, Sums to) {
   const T *rows[STEP];
   const int64_t from = any.lo / STEP * STEP;
   for (int64_t key = from; key < any.hi; key += STEP) {
-    take_rows<T>(p, a.k, a.k_scale, key, any, s, rows);
+    take_rows<T>(p, a.k_kind, a.k, a.k_scale, key, any, s, rows);
     score_all(p, ranges, s, rows, key, key - begin);
   }
   for (int64_t i = 0; i < p.n_query(); i++) {
@@ -238,16 +239,16 @@ void run_segment_of(const Pass &p, int64_t segment, Scratch &s, Sums to) {
   }
   for (int64_t i = 0; i < p.n_query() * width; i++) to.acc[i] = 0.0f;
   for (int64_t key = from; key < any.hi; key += STEP) {
-    take_rows<T>(p, a.v, a.v_scale, key, any, s, rows);
+    take_rows<T>(p, a.v_kind, a.v, a.v_scale, key, any, s, rows);
     weigh_step(p, ranges, s, rows, key, key - begin, to.acc);
   }
 }
 
 // Many queries share rows that are unpacked once.
 void run_segment(const Pass &p, int64_t segment, Scratch &s, Sums to) {
-  const bool few = p.n_query() <= FEW && p.a.dim == width_of(p.a);
-  if (few && p.a.kind == KV_F16) return run_segment_of<Half>(p, segment, s, to);
-  if (few && p.a.kind == KV_BF16) return run_segment_of<Bf16>(p, segment, s, to);
+  const bool few = p.n_query() <= FEW && p.a.dim == width_of(p.a) && p.a.k_kind == p.a.v_kind;
+  if (few && p.a.k_kind == KV_F16) return run_segment_of<Half>(p, segment, s, to);
+  if (few && p.a.k_kind == KV_BF16) return run_segment_of<Bf16>(p, segment, s, to);
   run_segment_of<float>(p, segment, s, to);
 }
 

@@ -15,7 +15,7 @@ struct Args {
   float *q;
   char *k, *v;
   uint16_t *k_scale, *v_scale;
-  int64_t n_row, stride, n_pool, n_q, n_kv, dim, n_rot, neox, step, kind;
+  int64_t n_row, stride, n_pool, n_q, n_kv, dim, n_rot, neox, step, k_kind, v_kind;
   double eps;
 };
 
@@ -43,9 +43,9 @@ void head(const Args &p, int64_t row, const float *x, const float *norm, float *
   turn(out, p.cos + row * half, p.sin + row * half, half, p.neox);
 }
 
-void put(const Args &p, char *plane, uint16_t *scale, int64_t to, int64_t h, const float *x) {
+void put(const Args &p, int64_t kind, char *plane, uint16_t *scale, int64_t to, int64_t h, const float *x) {
   const int64_t at = to * p.n_kv + h;
-  pack_row(p.kind, x, plane + at * p.dim * kv_bytes(p.kind), scale ? scale + at * (p.dim / 32) : nullptr, p.dim);
+  pack_row(kind, x, plane + at * p.dim * kv_bytes(kind), scale ? scale + at * (p.dim / 32) : nullptr, p.dim);
 }
 
 // Unit u of a row: a head of q, of k or of v.
@@ -54,10 +54,10 @@ void unit(const Args &p, int64_t row, int64_t u) {
   if (u < p.n_q) return head(p, row, y + u * p.step, p.q_norm, p.q + (row * p.n_q + u) * p.dim);
   const int64_t h = (u - p.n_q) % p.n_kv, to = p.rows[row];
   if (to < 0 || to >= p.n_pool) return;  // the host checks rows before
-  if (u >= p.n_q + p.n_kv) return put(p, p.v, p.v_scale, to, h, values + h * p.dim);
+  if (u >= p.n_q + p.n_kv) return put(p, p.v_kind, p.v, p.v_scale, to, h, values + h * p.dim);
   float x[MOST];
   head(p, row, keys + h * p.dim, p.k_norm, x);
-  put(p, p.k, p.k_scale, to, h, x);
+  put(p, p.k_kind, p.k, p.k_scale, to, h, x);
 }
 
 }  // namespace

@@ -12,12 +12,12 @@ from torch import Tensor
 from pyspec.cpu.kernels import Kernel, empty, missing
 from pyspec.cuda.ops.attend.ref import Attend, AttendSpec
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KVPool, one_type
+from pyspec.slots.kv import KVPool
 
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 """By kv.h's KvKind."""
 
-run = Kernel("pyspec_attend", "5q" + "4q" + "q" + "2q" + "10q" + "d")
+run = Kernel("pyspec_attend", "5q" + "4q" + "q" + "2q" + "11q" + "d")
 
 
 def limits(spec: AttendSpec) -> str | None:
@@ -25,9 +25,7 @@ def limits(spec: AttendSpec) -> str | None:
         return "runs on CPUs only"
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
-    if (why := one_type(spec.kv, "reads")) is not None:
-        return why
-    if spec.kv.k not in KINDS:
+    if not {spec.kv.k, spec.kv.v} <= KINDS.keys():
         return f"keys and values are {spec.kv.name}"
     return missing()
 
@@ -45,7 +43,7 @@ def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: At
 
 
 def bind(spec: AttendSpec) -> Attend:
-    kind, heads = KINDS[spec.kv.k], (spec.n_head, spec.n_kv_head, spec.head_dim)
+    kinds, heads = (KINDS[spec.kv.k], KINDS[spec.kv.v]), (spec.n_head, spec.n_kv_head, spec.head_dim)
 
     def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         _check(q, pool, batch, sinks, spec)
@@ -54,7 +52,7 @@ def bind(spec: AttendSpec) -> Attend:
         rows = (batch.page_table, batch.positions, batch.lo, batch.hi, batch.row_seq)
         size = batch.page_size
         sizes = (q.shape[0], *batch.page_table.shape, size, pool.k.shape[0] // size)
-        run(q, *planes, *rows, sinks, out, *sizes, *heads, window, kind, spec.scale)
+        run(q, *planes, *rows, sinks, out, *sizes, *heads, window, *kinds, spec.scale)
         return out
 
     return attend

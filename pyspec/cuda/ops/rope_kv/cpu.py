@@ -8,17 +8,15 @@ from torch import Tensor
 from pyspec.cpu.kernels import Kernel, empty, missing
 from pyspec.cuda.ops.attend.cpu import KINDS
 from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKv, RopeKvSpec
-from pyspec.slots.kv import KVPool, one_type
+from pyspec.slots.kv import KVPool
 
 MAX_DIM = 1024
-_RUN = Kernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "10q" + "d")
+_RUN = Kernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "11q" + "d")
 
 
 def limits(spec: RopeKvSpec) -> str | None:
     if spec.device.type != "cpu":
         return "runs on CPUs only"
-    if (why := one_type(spec.kv, "writes")) is not None:
-        return why
     if spec.dim > MAX_DIM:
         return f"heads are {spec.dim} wide; the kernel takes up to {MAX_DIM}"
     if spec.n_rot > spec.dim or spec.n_rot % 2:
@@ -30,6 +28,7 @@ def bind(spec: RopeKvSpec) -> RopeKv:
     step = spec.dim * (2 if spec.gated else 1)
     n_column = spec.n_q * step + 2 * spec.n_kv * spec.dim
     sizes = (spec.n_q, spec.n_kv, spec.dim, spec.n_rot, int(spec.neox), step)
+    kinds = KINDS[spec.kv.k], KINDS[spec.kv.v]
 
     def rope_kv(
         y: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: Angles, pool: KVPool, rows: Tensor
@@ -44,7 +43,7 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         q = empty(n, spec.n_q, spec.dim)
         planes = (pool.k, pool.v, pool.k_scale, pool.v_scale)
         counts = n, y.stride(0), pool.k.shape[0]
-        _RUN(y, q_norm, k_norm, cos, sin, rows, q, *planes, *counts, *sizes, KINDS[spec.kv.k], spec.eps)
+        _RUN(y, q_norm, k_norm, cos, sin, rows, q, *planes, *counts, *sizes, *kinds, spec.eps)
         return q
 
     return rope_kv
