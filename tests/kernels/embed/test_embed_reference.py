@@ -25,14 +25,14 @@ CPU = torch.device("cpu")
 def test_rows_are_those_of_the_whole_matrix(type: GGMLType) -> None:
     spec, gen = EmbedSpec(CPU, type, 512), torch.Generator().manual_seed(int(type))
     raw, tokens = embed_cuda.any_bytes(type, 512, 9, gen), torch.tensor([8, 0, 3, 3])
-    own = embed.bind(spec)
+    own = embed.reference.bind(spec)
     assert isinstance(own, TorchEmbed) and embed.chosen(spec).capturable
     want = dequantize(raw, type, (9, 512))[tokens]
     assert torch.equal(embed_cuda.bits(own.rows(raw, tokens)), embed_cuda.bits(want))
     positions, freq = torch.arange(4), angles_cuda.frequencies(5, CPU)
     x, both = own.rows_and_angles(raw, tokens, positions, freq, 1.0)
     assert torch.equal(embed_cuda.bits(x), embed_cuda.bits(want))
-    assert all(torch.equal(a, b) for a, b in zip(both, angles.bind(AnglesSpec(CPU))(positions, freq, 1.0), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(both, torch_angles(positions, freq, 1.0), strict=True))
 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])
