@@ -23,7 +23,7 @@ def by_formula(x: Tensor, weight: Tensor, spec: NormsSpec) -> Tensor:
 @pytest.mark.parametrize("layer", [False, True])
 def test_norms_are_what_their_formulas_say(layer: bool) -> None:
     spec, gen = NormsSpec(CPU, 96, 1e-6, layer), torch.Generator().manual_seed(1)
-    own = norms.bind(spec)
+    own = norms.reference.bind(spec)
     assert isinstance(own, TorchNorms) and norms.chosen(spec).capturable
     a, b = (norms_cuda.rows_of(6, 96, gen) for _ in range(2))
     weights = torch.rand(2, 96, generator=gen)
