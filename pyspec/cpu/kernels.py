@@ -1,6 +1,6 @@
 """Calls of the C++ kernels. A call runs at once, or is only put on the tape of this thread's recording.
 
-A kernel takes one block of arguments, eight bytes each: addresses and whole numbers ("q"), and f64 numbers ("d"). `Kernel("name", "qqd")`
+A kernel takes one block of arguments, eight bytes each: addresses and whole numbers ("q"), and f64 numbers ("d"). `CpuKernel("name", "qqd")`
 packs them; native/NAME.cpp reads them as a struct in the same order.
 """
 
@@ -51,7 +51,7 @@ def missing(_: object = None) -> str | None:
     return found if isinstance(found, str) else None
 
 
-class Memory(Protocol):
+class GivesMemory(Protocol):
     """Where a recording takes memory from."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
@@ -65,7 +65,7 @@ class Tape:
     kept  tensors that the calls read and that are not of the pool: weights, fields of the batch, states
     """
 
-    def __init__(self, pool: Memory) -> None:
+    def __init__(self, pool: GivesMemory) -> None:
         self.pool = pool
         self.calls: list[tuple[int, bytes]] = []
         self.kept: dict[int, Tensor] = {}
@@ -92,14 +92,14 @@ class Tape:
         lib.pyspec_replay(self._steps, len(self.calls), torch.get_num_threads())
 
 
-class _Here(threading.local):
+class _Recording(threading.local):
     tape: Tape | None = None
 
 
-here = _Here()
+here = _Recording()
 
 
-class Kernel:
+class CpuKernel:
     """A kernel of the library: kernel(*args) in the order of `args`, tensors by their address (None: 0)."""
 
     def __init__(self, name: str, args: str) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import Kernel, empty, here
+from pyspec.cpu.kernels import CpuKernel, empty, here
 
-_ADD = Kernel("pyspec_add", "qqqqqqqd")
-_COPY = Kernel("pyspec_copy", "qqqqqqqqd")
-_NEXT = Kernel("pyspec_next_positions", "qqq")
+_ADD = CpuKernel("pyspec_add", "qqqqqqqd")
+_COPY = CpuKernel("pyspec_copy", "qqqqqqqqd")
+_NEXT = CpuKernel("pyspec_next_positions", "qqq")
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:

@@ -247,15 +247,18 @@ class HostArena(Arena):
         return [_Stage(blocks, n_byte, self.memory.device, self.memory)]
 
     def bucket(self, widths: Sequence[int]) -> int | None:
+        """The batch's own number of rows; None if they are too many to be recorded."""
         n_row = sum(widths)
         return n_row if n_row <= TAPED and len(widths) <= self.n_seq else None
 
     def prompt_bucket(self, n_row: int) -> int | None:
+        """None: prompts are batches like others."""
         return None
 
     def fill(
         self, layout: Layout, bucket: int, null_row: int, *, n_out: int = 0, prompt: bool = False
     ) -> dict[str, Tensor]:
+        """Write a layout. Returns the fields cut to its rows, sequences and outputs."""
         key = bucket, len(layout.pages), n_out
         if key not in self._cuts:
             fields = self._cut(self._blocks, bucket, len(layout.pages))

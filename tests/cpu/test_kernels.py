@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from pyspec.cpu import build, kernels, tensors
-from pyspec.cpu.kernels import Kernel, empty
+from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cpu.tape import CannotRecord, Recorded, TapeMemory
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
-AXPY = Kernel("pyspec_axpy", "qqqd")
+AXPY = CpuKernel("pyspec_axpy", "qqqd")
 
 
 def axpy(x: Tensor, y: Tensor, a: float = 1.0) -> Tensor:

@@ -3,11 +3,11 @@ launched ahead, so the rest is the reference."""
 
 from __future__ import annotations
 
-from pyspec.cpu.kernels import Kernel, here, missing
+from pyspec.cpu.kernels import CpuKernel, here, missing
 from pyspec.cuda.ops.ahead.ref import AheadSpec, TorchAhead, described
 from pyspec.slots.batch import Batch
 
-_STEP = Kernel("pyspec_ahead_step", "8q")
+_STEP = CpuKernel("pyspec_ahead_step", "8q")
 
 
 def limits(spec: AheadSpec) -> str | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import Kernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty, missing
 from pyspec.cuda.ops.angles.ref import Angles, AnglesSpec
 
-_RUN = Kernel("pyspec_angles", "6qd")
+_RUN = CpuKernel("pyspec_angles", "6qd")
 
 
 def limits(spec: AnglesSpec) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import Kernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty, missing
 from pyspec.cuda.ops.attend.ref import Attend, AttendSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -17,7 +17,7 @@ from pyspec.slots.kv import KVPool
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 """By kv.h's KvKind."""
 
-run = Kernel("pyspec_attend", "5q" + "4q" + "q" + "2q" + "11q" + "d")
+run = CpuKernel("pyspec_attend", "5q" + "4q" + "q" + "2q" + "11q" + "d")
 
 
 def limits(spec: AttendSpec) -> str | None:

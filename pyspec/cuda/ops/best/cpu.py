@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import Kernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty, missing
 from pyspec.cuda.ops.best.ref import Best, BestSpec
 
-_RUN = Kernel("pyspec_best", "6q")
+_RUN = CpuKernel("pyspec_best", "6q")
 
 
 def limits(spec: BestSpec) -> str | None:

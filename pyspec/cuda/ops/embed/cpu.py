@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import Kernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty, missing
 from pyspec.cuda.ops.angles.cpu import angles
 from pyspec.cuda.ops.embed.ref import Embed, EmbedSpec
 from pyspec.cuda.ops.linear.cpu import TYPES, table_of
 
-_RUN = Kernel("pyspec_embed", "9q")
+_RUN = CpuKernel("pyspec_embed", "9q")
 
 
 def limits(spec: EmbedSpec) -> str | None:

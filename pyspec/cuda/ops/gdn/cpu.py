@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import Kernel, empty
+from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.recurrent import cpu as recurrent
@@ -23,7 +23,7 @@ from pyspec.cuda.ops.recurrent.ref import check_seqs, has_records
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
-GDN = Kernel("pyspec_gdn", recurrent.CONV + recurrent.BATCH + "qqqqqq" + "qqqqqq" + "qqq" + "d")
+GDN = CpuKernel("pyspec_gdn", recurrent.CONV + recurrent.BATCH + "qqqqqq" + "qqqqqq" + "qqq" + "d")
 
 
 def limits(spec: GdnSpec) -> str | None:
@@ -33,7 +33,7 @@ def limits(spec: GdnSpec) -> str | None:
     return recurrent.missing(spec.device, [shape.dim], shape.n_conv)
 
 
-class GdnLaunch:
+class CpuGdn:
     """Called as gdn_ref's."""
 
     def __init__(self, spec: GdnSpec) -> None:
@@ -79,5 +79,5 @@ def _kept(layer: StateLayer) -> tuple[Tensor, ...]:
     return layer.state, layer.k, layer.v, layer.g, layer.beta
 
 
-def bind(spec: GdnSpec) -> GdnLaunch:
-    return GdnLaunch(spec)
+def bind(spec: GdnSpec) -> CpuGdn:
+    return CpuGdn(spec)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cpu import kernels
-from pyspec.cpu.kernels import Kernel, empty
+from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.linear import grids
 from pyspec.cuda.ops.linear.dequant import dequantize, quantize
 from pyspec.cuda.ops.rows.ref import GroupNorm, HeadGate, HeadNorm, Norm, Prep
@@ -45,9 +45,9 @@ TYPES = frozenset(PLAIN) | {
 }
 TOLERANCE = 1e-4  # of the product's size
 
-_PRODUCT = Kernel("pyspec_product", "qqqqqqqqqqqqqqqd")
-_PREPARE = Kernel("pyspec_prepare", "qqqqqqqqqqqqqqd")
-_GATES = Kernel("pyspec_gates", "qqqqqqd")
+_PRODUCT = CpuKernel("pyspec_product", "qqqqqqqqqqqqqqqd")
+_PREPARE = CpuKernel("pyspec_prepare", "qqqqqqqqqqqqqqd")
+_GATES = CpuKernel("pyspec_gates", "qqqqqqd")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import Kernel, empty
+from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
 from pyspec.cuda.ops.recurrent import cpu as recurrent
@@ -21,14 +21,14 @@ from pyspec.cuda.ops.recurrent.ref import check_seqs, has_records
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
-MAMBA2 = Kernel("pyspec_mamba2", recurrent.CONV + recurrent.BATCH + "qq" + "qqq" + "qqqqq" + "q" + "qqqq")
+MAMBA2 = CpuKernel("pyspec_mamba2", recurrent.CONV + recurrent.BATCH + "qq" + "qqq" + "qqqqq" + "q" + "qqqq")
 
 
 def limits(spec: Mamba2Spec) -> str | None:
     return recurrent.missing(spec.device, [spec.shape.head_dim, spec.shape.n_state], spec.shape.n_conv)
 
 
-class Mamba2Launch:
+class CpuMamba2:
     """Called as mamba2_ref's."""
 
     def __init__(self, spec: Mamba2Spec) -> None:
@@ -66,5 +66,5 @@ def _kept(layer: StateLayer) -> tuple[Tensor, ...]:
     return layer.state, layer.x, layer.b, layer.decay, layer.dt
 
 
-def bind(spec: Mamba2Spec) -> Mamba2Launch:
-    return Mamba2Launch(spec)
+def bind(spec: Mamba2Spec) -> CpuMamba2:
+    return CpuMamba2(spec)

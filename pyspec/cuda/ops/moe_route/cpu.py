@@ -10,11 +10,11 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import Kernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty, missing
 from pyspec.cuda.ops.moe.ref import Route, Router, Routes, RouteSpec
 
 MOST = 1024  # experts, as in the kernel
-ROUTE = Kernel("pyspec_moe_route", "qq" + "qqqq" + "qqq" + "qqqqqq" + "dd")
+ROUTE = CpuKernel("pyspec_moe_route", "qq" + "qqqq" + "qqq" + "qqqqqq" + "dd")
 ROUTERS = get_args(Router)  # in the kernel's order
 
 

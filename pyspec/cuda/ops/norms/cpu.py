@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pyspec.cpu.kernels import Kernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty, missing
 from pyspec.cuda.ops.norms.ref import Norms, NormsSpec
 
-_RUN = Kernel("pyspec_norms", "10qd")
+_RUN = CpuKernel("pyspec_norms", "10qd")
 
 
 def limits(spec: NormsSpec) -> str | None:

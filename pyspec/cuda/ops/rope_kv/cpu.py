@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import Kernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty, missing
 from pyspec.cuda.ops.attend.cpu import KINDS
 from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKv, RopeKvSpec
 from pyspec.slots.kv import KVPool
 
 MAX_DIM = 1024
-_RUN = Kernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "11q" + "d")
+_RUN = CpuKernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "11q" + "d")
 
 
 def limits(spec: RopeKvSpec) -> str | None:
