@@ -82,7 +82,7 @@ class Reader:
 
     def clear(self) -> None:
         """Reset the record, in stream order."""
-        if here.tape is None:  # a CPU's kernels have no guards
+        if here.tape is None:  # a replay is preceded by a call of its own
             self.record.zero_()
 
     def take(self) -> Fault | None:

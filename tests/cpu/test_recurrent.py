@@ -112,6 +112,21 @@ def test_bits_do_not_depend_on_the_cut_of_a_text(rig: Rig) -> None:
 
 
 @each_op
+@pytest.mark.parametrize("before", range(247, 259))
+def test_a_sequence_behind_a_nearly_full_piece_is_as_alone(rig: Rig, before: int) -> None:
+    """Its own first rows look back at the slot's window, wherever the kernel's pieces end."""
+    launch, seqs = (
+        rig.cpu.bind(rig.spec),
+        [Seq(0, 0, [0] * before, KEEP), Seq(1, 0, [0] * 9, KEEP, 0, 2), Seq(2, 0, [0], KEEP)],
+    )
+    whole, layer, alone = rig.inputs(before + 10), rig.layer(8), rig.layer(8)
+    out = launch(*whole, layer, batch_of(seqs))
+    for seq, at in zip(seqs, (0, before, before + 9), strict=True):
+        assert torch.equal(launch(*rig.part(whole, at, seq.width), alone, batch_of([seq])), out[at : at + seq.width])
+    assert all(map(torch.equal, layer.tensors(), alone.tensors()))
+
+
+@each_op
 def test_bits_depend_neither_on_neighbours_nor_on_threads(rig: Rig) -> None:
     launch = rig.cpu.bind(rig.spec)
     seqs = [

@@ -19,6 +19,8 @@ from pyspec.constrain.grammar import compile_text
 from pyspec.constrain.phrases import Phrasebooks
 from pyspec.constrain.trie import TokenTrie
 from pyspec.device.worker import Worker
+from pyspec.draft.chain import Chain
+from pyspec.draft.dflash import DFlash
 from pyspec.draft.drafter import Drafter
 from pyspec.engine.load.load import Loaded, load
 from pyspec.engine.loop.job import Job
@@ -116,6 +118,16 @@ class Rig:
     def use(self, drafter: Drafter) -> Rig:
         """Let `drafter` draft instead; the rig was made with room for its drafts."""
         self.loop.worker.use(drafter)
+        return self
+
+    def call_by_call(self) -> Rig:
+        """Record no forward, so that every forward calls functions that a test has replaced."""
+        self.loop.worker.arena = None
+        drafter = self.loop.drafter
+        if isinstance(drafter, Chain):
+            drafter.arenas = [None] * len(drafter.arenas)
+        elif isinstance(drafter, DFlash):
+            drafter.arena = None
         return self
 
     def run_ahead(self, *, defers: bool = False) -> None:

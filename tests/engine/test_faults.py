@@ -38,6 +38,7 @@ def untripped() -> None:
 
 def tripping(r: Rig, op: str, slot: int, after: int) -> None:
     """In forward number `after` of the slot, once: trip a guard, and spoil the guarded values."""
+    r.call_by_call()
     forward, n = r.loop.target.forward, 0
 
     def bad(batch: Batch, taps: Sequence[int] = ()) -> Out:
@@ -99,6 +100,7 @@ def test_a_guard_that_names_nobody_ends_the_round_s_requests(op: str) -> None:
     path, r = speculating("mtp", 2)
     prompt, text = next(iter(known_texts(path).items()))
     heard = [r.submit(prompt, N_TEXT) for _ in range(2)]
+    r.call_by_call()
     forward = r.loop.target.forward
 
     def bad(batch: Batch, taps: Sequence[int] = ()) -> Out:

@@ -33,6 +33,7 @@ def engine_on(machine: Machine) -> Rig:
     r = fake_rig(N_SLOT, drafter := Oracle(N_DRAFT))
     r.loop.controller.fixed = False
     r.loop.clock = lambda: machine.now
+    r.call_by_call()
     forward, draft = r.loop.target.forward, drafter.draft
 
     def timed_forward(batch: Batch, taps: Sequence[int] = ()) -> Out:

@@ -391,6 +391,7 @@ def test_a_bad_row_ends_its_own_request(flown: list[PendingRound]) -> None:
     bad, good = r.submit([1, 2, 3], 20), r.submit([4, 5, 6], 40)  # the shorter request has the first slot
     for _ in range(4):
         r.loop.step()
+    r.call_by_call()
     forward = r.loop.target.forward
 
     def poisoned(batch: object, taps: object = ()) -> object:

@@ -89,6 +89,7 @@ def test_a_poisoned_slot_is_as_good_as_new(kind: str) -> None:
 
 def failing(r: Rig, slot: int, after: int, break_it: str) -> None:
     """From forward number `after` on, once: the slot's logits become NaN, or the forward refuses the slot."""
+    r.call_by_call()
     forward, n = r.loop.target.forward, 0
 
     def bad(batch: Batch, taps: tuple[int, ...] = ()) -> Out:
@@ -134,6 +135,7 @@ def test_a_failure_of_no_named_slot_ends_all_requests_and_the_engine_lives_on() 
     path, r = speculating("mtp", 2)
     prompt, text = next(iter(known_texts(path).items()))
     heard = [r.submit(prompt, N_TEXT) for _ in range(2)]
+    r.call_by_call()
     forward = r.loop.target.forward
 
     def bad(batch: Batch, taps: tuple[int, ...] = ()) -> Out:
@@ -151,6 +153,7 @@ def test_a_failing_drafter_costs_drafts_and_nothing_else() -> None:
     texts = list(known_texts(path).items())[:2]
     drafter = r.loop.drafter
     assert isinstance(drafter, Chain)
+    r.call_by_call()
     forward, n = drafter.block.forward, 0
 
     def bad(batch: Batch, hidden: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,7 @@ def test_two_that_are_scored_at_once_take_turns_and_nothing_need_be_generated() 
 
 def test_logits_that_are_none_end_the_request_they_belong_to() -> None:
     r = rig(QWEN35, np=2, page_size=16)
+    r.call_by_call()
     forward = r.loop.target.forward
 
     def spoilt(batch: object, taps: object = ()) -> Out:

@@ -232,6 +232,7 @@ def test_any_order_of_joins_and_cancels(
 def test_wild_ids_are_neither_embedded_nor_counted() -> None:
     rig = make("wild", 1)
     seen: list[int] = []
+    rig.call_by_call()
     forward = rig.loop.target.forward
 
     def watch(batch, taps=()):  # type: ignore[no-untyped-def]

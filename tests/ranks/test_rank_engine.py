@@ -184,7 +184,7 @@ def test_every_gpu_there_is_means_one_rank_on_a_cpu() -> None:
 
 
 def test_the_plan_of_ranks_adds_up_to_the_models() -> None:
-    one, two = (describe(DEMO, EngineSettings(tp=n, device="cpu", spec_type="none")) for n in (1, 2))
+    one, two = (describe(DEMO, EngineSettings(tp=n, device="cpu", spec_type="none", weights="dense")) for n in (1, 2))
     a, b = plan_memory(one), plan_memory(two)
     assert 2 * b.kv == 2 * a.kv, "one key head: each rank has a copy"
     logits = 4 * one.config.n_vocab  # kept where a short prompt ends; the plan counts them for every rank

@@ -78,8 +78,11 @@ def test_sums_of_ranks_are_normed_whole_before_they_go_back_to_the_stream(tmp_pa
 
 @pytest.mark.parametrize("name", ["llama_q8_0", pytest.param("demo", marks=pytest.mark.slow)])
 def test_packed_blocks_give_the_same_as_unpacked_ones(name: str) -> None:
+    """But for the rounding of rows to 16-bit whole numbers."""
     wide, packed = by_ranks(name, 2), by_ranks(name, 2, packed=True)
-    assert all(torch.equal(a, b) for a, b in zip(wide[0], packed[0], strict=True))
+    for a, b in zip(wide[0], packed[0], strict=True):
+        p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+        assert (p.exp() * (p - q)).sum(-1).max() < 1e-5
 
 
 def test_a_sum_is_taken_in_the_order_of_ranks_wherever_a_row_stands() -> None:

@@ -76,10 +76,10 @@ class Pieces {
       if (!read_seq(b_, s_, q)) continue;
       if (row_ > 0) q.fold = 0;
       const int64_t room = PIECE - n_token - q.fold, left = q.n - row_;
-      if (n_token > 0 && room < (q.mode == KEEP ? 1 : left)) return true;
+      if (n_token > 0 && room < (q.mode == KEEP ? std::min(left, TAPS_MOST) : left)) return true;
       q.row = row_;
       q.at = n_token;
-      q.n = q.mode == KEEP ? std::min(left, std::max<int64_t>(room, 1)) : left;
+      q.n = q.mode == KEEP ? std::min(left, std::max(room, TAPS_MOST)) : left;  // the next part looks back at no window
       q.ends = q.n == left;
       seqs.push_back(q);
       n_token += q.n_token();
