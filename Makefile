@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # The torch to install, in pip's words: make demo TORCH='torch==2.12.0'. Empty: tools/install_torch.py chooses.
 TORCH ?=
 
-.PHONY: wheel peer demo real test test-lowest test-all lint check check-slow check-triton check-gpu sanitize soak fuzz hostile scorecard fix clean
+.PHONY: wheel peer demo real test test-lowest test-all lint check check-slow check-triton check-gpu sanitize sanitize-cpu soak fuzz hostile scorecard fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyspec demo
@@ -89,10 +89,15 @@ real: $(VENV)/.installed
 scorecard: $(VENV)/.installed-test
 	$(BIN)/python tools/scorecard.py
 
-# A wheel with cubins, so that a first start compiles nothing: make wheel ARCHS=sm_90 MODELS=qwen3.6-27b:q8_0
+# The kernels of CPUs under AddressSanitizer and UBSan
+sanitize-cpu: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -p no:cacheprovider tests/cpu -k sanitized -m slow
+
+# A wheel with cubins and CPU kernels, so that a first start compiles nothing: make wheel ARCHS=sm_90 MODELS=qwen3.6-27b:q8_0
 # Without ARCHS and MODELS it uses the lists of tools/cubins.py: all GPUs with kernels, which takes a while.
 wheel: $(VENV)/.installed-test
 	$(BIN)/python tools/cubins.py $(addprefix --arch ,$(ARCHS)) $(addprefix --models ,$(MODELS))
+	$(BIN)/python -m pyspec.cpu.build pyspec/cpu/built
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	ls -l pyspec/cuda/cubins dist/*.whl
 
@@ -114,10 +119,12 @@ $(VENV)/.own-name: | $(VENV)/bin/python
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch $(VENV)/.own-name
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[cpu]'
+	-$(BIN)/python -m pyspec.cpu.build
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt $(VENV)/.torch $(VENV)/.own-name
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[cpu,cuda,test]'
+	-$(BIN)/python -m pyspec.cpu.build
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-triton: $(VENV)/.installed-test

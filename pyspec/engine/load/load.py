@@ -14,6 +14,7 @@ import torch
 
 from pyspec import draft, progress
 from pyspec.config import EngineSettings
+from pyspec.cpu.kernels import missing as missing_on_cpu
 from pyspec.cuda import checker, prepare, registry, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.kernel_context import KernelContext, within
@@ -92,9 +93,8 @@ def _load(path: Path, settings: EngineSettings) -> Loaded:
     _check_template(d.template)
     log.info("description: %.1f s", time.perf_counter() - began)
     if not d.is_cuda:
-        log.info(
-            "no kernels of a GPU here: on a CPU all ops run as torch, the recurrent ones compiled where numba is installed"
-        )
+        why = "C++ kernels" if (missing := missing_on_cpu()) is None else f"torch, slowly: kernels {missing}"
+        log.info("on a CPU ops run as %s", why)
     context = context_of(d.device)  # kept alive until kernels hold it
     with context.current():
         plan = plan_memory(d)
