@@ -2,6 +2,7 @@
 
     python tools/bench_cpu.py MODEL.gguf --peer PYTHON                   PYTHON has xllamacpp (llama.cpp as a wheel)
     ... --draft mtp|dflash|FILE                                          pyspec drafts, too; llama.cpp decodes plainly
+    ... -t 16 --peer-threads 8 16                                        numbers of threads that llama.cpp runs with
     ... -t 2 --streams 1 8 --prompts 256 512 --turns 3 -n 64
 
 Both run as servers and get the same requests: random tokens, greedy, no end. A row is the best of the turns, in tokens a second by the
@@ -114,7 +115,7 @@ def sides_of(options: argparse.Namespace, stack: ExitStack) -> list[Side]:
         chosen = ["--spec-type", options.draft] if options.draft in ("mtp", "ngram") else ["-md", options.draft]
         ways[f"pyspec, {Path(options.draft).name}"] = [*own, *chosen]
     if options.peer:
-        for n in range(1, options.threads + 1):
+        for n in options.peer_threads or range(1, options.threads + 1):
             ways[f"llama.cpp, -t {n}"] = [options.peer, "-c", PEER, options.model, str(n_slot), str(n_ctx), str(n)]
     sides = []
     for i, (name, command) in enumerate(ways.items()):
@@ -133,6 +134,7 @@ def main() -> None:
     parser.add_argument("--draft", default="")
     parser.add_argument("--peer", default="", help="a Python that has xllamacpp")
     parser.add_argument("-t", "--threads", type=int, default=2)
+    parser.add_argument("--peer-threads", type=int, nargs="+", default=[], help="llama.cpp's; 1 to -t if not given")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompts", type=int, nargs="+", default=[256, 512])
     parser.add_argument("-n", type=int, default=64)
