@@ -1,6 +1,6 @@
 """Compile the C++ kernels to one shared library per instruction set.
 
-    python -m pyspec.cpu.build            this machine's, into the cache
+    python -m pyspec.cpu.build            this machine's, into the package (`make demo` does it)
     python -m pyspec.cpu.build FOLDER     all of this architecture, for a wheel
 
 A package may bring libraries (`built/`); without them an engine's load compiles once, in about half a minute, if there is a C++ compiler.
@@ -15,7 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -42,6 +44,7 @@ X86 = {  # best first: the flags of /proc/cpuinfo that each needs
     "plain": ("", set()),
 }
 LIMIT_S = 300
+KEPT_DAYS = 14  # of libraries of other sources
 
 
 class CannotBuild(Exception):
@@ -99,6 +102,7 @@ def build(isa: str, folder: Path | None = None, extra: tuple[str, ...] = ()) -> 
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = _compile(cxx, isa, Path(scratch), extra)
+            drop_old(folder, isa, KEPT_DAYS)
             return made.replace(folder / file_name(isa))
     except OSError as e:
         raise CannotBuild(f"{folder}: {e.strerror or e}") from e
@@ -130,11 +134,22 @@ def _call(command: list[str]) -> None:
         raise CannotBuild(f"{command[0]} failed: {next((x for x in lines if 'error' in x), (lines or ['?'])[-1])}")
 
 
+def drop_old(folder: Path, isa: str, days: float) -> None:
+    """Delete libraries of other sources in a folder that are older than that."""
+    for path in folder.glob(f"libpyspec-{platform.machine().lower()}-{isa}-*.so"):
+        with suppress(OSError):
+            if path.name != file_name(isa) and time.time() - path.stat().st_mtime > days * 86400:
+                path.unlink()
+
+
 def main() -> None:
-    wanted = (tuple(X86) if platform.machine() == "x86_64" else ("plain",)) if len(sys.argv) > 1 else isas()[:1]
-    for isa in wanted:
-        if len(sys.argv) > 1 or find(isa) is None:
-            print(build(isa, Path(sys.argv[1]) if len(sys.argv) > 1 else None))  # noqa: T201
+    """Build where they are missing, and say where they are."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else BUILT
+    every = tuple(X86) if platform.machine() == "x86_64" else ("plain",)
+    for isa in every if len(sys.argv) > 1 else isas()[:1]:
+        if not (folder / file_name(isa)).is_file():
+            drop_old(folder, isa, 0)
+            print(build(isa, folder))  # noqa: T201
 
 
 if __name__ == "__main__":

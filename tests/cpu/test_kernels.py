@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -165,3 +166,15 @@ def test_a_compilers_error_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: o
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     with pytest.raises(build.CannotBuild, match=r"failed: .*no-such-option"):
         build.build("plain", extra=("--no-such-option",))
+
+
+def test_libraries_of_other_sources_go_when_they_are_old(tmp_path: Path) -> None:
+    name = build.file_name("plain")
+    other = name.rsplit("-", 1)[0] + "-0123456789abcdef.so"
+    for each in (name, other, "libpyspec-elsewhere-plain-1.so"):
+        (tmp_path / each).touch()
+    build.drop_old(tmp_path, "plain", 1)
+    assert len(list(tmp_path.iterdir())) == 3, "they are new"
+    os.utime(tmp_path / other, (0, 0))
+    build.drop_old(tmp_path, "plain", 1)
+    assert {p.name for p in tmp_path.iterdir()} == {name, "libpyspec-elsewhere-plain-1.so"}
