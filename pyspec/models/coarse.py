@@ -13,6 +13,7 @@ from pyspec.cuda.ops.linear.fit_q4 import BLOCK, fit_q4
 from pyspec.cuda.ops.linear.pack import FORMATS, TILE, Packed, packed_bytes, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import tile, untiled
+from pyspec.cuda.packed_cpu import CpuMatrix, runs_packed
 from pyspec.cuda.streamed import Streamed
 from pyspec.cuda.streamed_tiles import StreamedTiles
 from pyspec.cuda.temporary import temporary
@@ -44,7 +45,7 @@ def is_worth(info: TensorInfo) -> bool:
 
 
 def coarse_bytes(info: TensorInfo, to: GGMLType, device: torch.device) -> int:
-    """Bytes that `coarse` will allocate: packed for the kernel of a GPU, f32 on a CPU, which has no product with packed blocks."""
+    """Bytes that `coarse` will allocate: packed for the kernel of a GPU; at most f32 on a CPU."""
     n_out, n_in = info.shape
     return packed_bytes(to, n_out, n_in) if device.type == "cuda" else 4 * n_out * n_in
 
@@ -53,6 +54,9 @@ def coarse(matrix: Matrix, info: TensorInfo, to: GGMLType, device: torch.device)
     """The copy of `matrix`, which is the tensor `info`; None where a GPU's kernel does not take it."""
     n_out, n_in = info.shape
     step = max(1, PIECE // n_in // TILE_ROWS) * TILE_ROWS
+    if isinstance(matrix, CpuMatrix) and runs_packed(to):
+        pieces = [rows_of(matrix, first, min(first + step, n_out)) for first in range(0, n_out, step)]
+        return CpuMatrix([(torch.cat([fit_q4(rows, to).view(len(rows), -1) for rows in pieces]), to, 1.0)])
     if device.type != "cuda":
         weight = torch.empty(n_out, n_in)
         for first in range(0, n_out, step):
@@ -91,7 +95,11 @@ def rows_of(matrix: Matrix, first: int, end: int) -> Tensor:
         return untiled(matrix.matrix, first, end)
     if isinstance(matrix, Dense):
         return matrix.weight[first:end].float()
-    assert isinstance(matrix, Unpacked) and len(matrix.parts) == 1, "a head is one matrix"
+    assert isinstance(matrix, CpuMatrix | Unpacked) and len(matrix.parts) == 1, "a head is one matrix"
+    if isinstance(matrix, CpuMatrix):
+        own, kind, factor = matrix.parts[0]
+        n_in = own.shape[1] // kind.type_size * kind.block_size
+        return dequantize(own[first:end].reshape(-1), kind, (end - first, n_in)) * factor
     raw, info, scale = matrix.parts[0]
     rows = raw.view(info.shape[0], -1)[first:end]
     return dequantize(rows, info.type, (end - first, info.shape[1])) * scale

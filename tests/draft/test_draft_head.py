@@ -16,6 +16,7 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.ops.linear.dequant import dequantize, quantize
 from pyspec.cuda.ops.linear.fit_q4 import fit_q4
 from pyspec.cuda.ops.linear.pack import Packed, packed_bytes, repack, unpack
+from pyspec.cuda.packed_cpu import CpuMatrix
 from pyspec.cuda.streamed import Streamed
 from pyspec.engine.plan import describe
 from pyspec.engine.plan import memory_plan as plan
@@ -177,8 +178,8 @@ def test_the_text_is_that_of_plain_decoding(kind: str, weights: str, head: str) 
     draft = {"draft_path": DEMO_DRAFT} if kind == "dflash" else {"spec_type": "mtp"}
     r = rig(DEMO, draft_head=head, weights=weights, n_draft_fixed=True, **draft)
     drafter = r.loop.drafter
-    net = drafter.block if kind == "mtp" else drafter.net  # type: ignore[union-attr]
-    assert isinstance(net.head, Dense) and net.head is not r.loop.target.output  # type: ignore[attr-defined]
+    own = drafter.block.output if kind == "mtp" else drafter.net.head  # type: ignore[union-attr]
+    assert isinstance(own, Dense if weights == "dense" else CpuMatrix) and own is not r.loop.target.output  # type: ignore[attr-defined]
     got = r.generate(PROMPT, 40)
     assert got.tokens == want.tokens
     assert got.timings.draft_n_accepted > 0
