@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 @cache
-def library() -> ctypes.CDLL | str:
+def compiled() -> ctypes.CDLL | str:
     """The library for this CPU, compiled if it has to be; or the reason why there is none."""
     isa = isas()[0]
     path = find(isa)
@@ -47,7 +47,7 @@ def _opened(path: str) -> ctypes.CDLL:
 
 def missing(_: object = None) -> str | None:
     """Why there are no CPU kernels; None if there are. Usable as `limits` of an implementation."""
-    found = library()
+    found = compiled()
     return found if isinstance(found, str) else None
 
 
@@ -87,7 +87,7 @@ class Tape:
         self._steps = (ctypes.c_void_p * len(flat))(*flat)
 
     def replay(self) -> None:
-        lib = library()
+        lib = compiled()
         assert isinstance(lib, ctypes.CDLL), "a tape has calls of its kernels"
         lib.pyspec_replay(self._steps, len(self.calls), torch.get_num_threads())
 
@@ -107,7 +107,7 @@ class CpuKernel:
 
     @cached_property
     def address(self) -> int:
-        lib = library()
+        lib = compiled()
         assert isinstance(lib, ctypes.CDLL), f"{self.name}: {lib}"
         self._run = lib.pyspec_run
         found = ctypes.cast(getattr(lib, self.name), ctypes.c_void_p).value

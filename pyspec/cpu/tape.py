@@ -31,12 +31,19 @@ class CannotRecord(Exception):
 
 
 class TapeMemory:
-    """Memory of recordings that never run at the same time. Results that are still referenced keep theirs."""
+    """Memory of recordings that never run at the same time: each begins at its start, so all take as much as the largest.
+
+    A replay overwrites the results of every other recording, and of itself.
+    """
 
     def __init__(self) -> None:
         self.blocks: list[np.ndarray] = []
-        self.free: dict[int, list[np.ndarray]] = {}  # pieces by size
-        self._left = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Before a recording."""
+        self._free: dict[int, list[np.ndarray]] = {}  # pieces that it has let go of, by size
+        self._block, self._at = 0, 0
 
     @property
     def n_bytes(self) -> int:
@@ -44,22 +51,22 @@ class TapeMemory:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = -(-max(prod(shape) * dtype.itemsize, 1) // LINE) * LINE
-        found = self.free.get(size)
+        found = self._free.setdefault(size, [])
         piece = found.pop() if found else self._cut(size)
         handed = piece[:]  # torch keeps this view as long as it keeps the memory
-        weakref.finalize(handed, self.free.setdefault(size, []).append, piece).atexit = False
+        weakref.finalize(handed, found.append, piece).atexit = False
         return torch.from_numpy(handed)[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def _cut(self, size: int) -> np.ndarray:
-        if size > self._left:
+        """The next piece; what is left of a block that is too small stays unused."""
+        while self._block < len(self.blocks) and self._at + size > self.blocks[self._block].nbytes:
+            self._block, self._at = self._block + 1, 0
+        if self._block == len(self.blocks):
             whole = np.empty(max(size, BLOCK) + LINE, np.uint8)
             at = -whole.ctypes.data % LINE
             self.blocks.append(whole[at : at + max(size, BLOCK)])
-            self._left = self.blocks[-1].nbytes
-        block = self.blocks[-1]
-        at = block.nbytes - self._left
-        self._left -= size
-        return block[at : at + size]
+        self._at += size
+        return self.blocks[self._block][self._at - size : self._at]
 
     def owns(self, x: Tensor) -> bool:
         at = x.data_ptr()
@@ -86,10 +93,11 @@ def _recording(tape: Tape) -> Iterator[None]:
 
 
 class Recorded(Generic[Out]):
-    """A forward's tape and its result, which every replay overwrites."""
+    """A forward's tape and its result, which every replay over the same memory overwrites."""
 
     def __init__(self, fn: Callable[[], Out], pool: TapeMemory) -> None:
         """Record fn, whose kernels do not run. Raises CannotRecord."""
+        pool.begin()
         self.tape = Tape(pool)
         with _recording(self.tape):
             self.out = fn()

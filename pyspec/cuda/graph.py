@@ -49,7 +49,7 @@ class GraphPool:
 class Graphed(Generic[Out]):
     """`fn(batch)`, replayed for batches in an arena; other batches, and devices without graphs, run kernel by kernel.
 
-    The result of a replay is overwritten by the next one of the same bucket.
+    The result of a replay is overwritten by the next one of the same bucket, on a CPU by the next one of any.
 
     by_single: `fn` differs for batches of one row a sequence, which have graphs of their own
     pool: memory shared with other graphs

@@ -226,6 +226,7 @@ class Arena:
         return self._prompts[bucket] if prompt else self._fields[bucket, places]
 
 
+MOST_CUTS = 512  # views of a batch's fields that are kept, by its shape
 TAPED = 64  # most rows of a recorded forward; of more, the time between calls is a small part
 
 
@@ -261,6 +262,8 @@ class HostArena(Arena):
         """Write a layout. Returns the fields cut to its rows, sequences and outputs."""
         key = bucket, len(layout.pages), n_out
         if key not in self._cuts:
+            if len(self._cuts) >= MOST_CUTS:
+                self._cuts.clear()
             fields = self._cut(self._blocks, bucket, len(layout.pages))
             self._cuts[key] = fields | {"out_rows": fields["out_rows"][:n_out]}
         self._stages[0].write(layout, null_row)

@@ -37,7 +37,7 @@ def main(way: str, folder: str) -> int:
     build.LIMIT_S = 900  # sanitized products take long
     isa, extra = ("plain", ()) if way == "plain" else (build.isas()[0], SANITIZERS)
     opened = kernels._opened(str(build.build(isa, Path(folder), extra)))
-    kernels.library = lambda: opened  # type: ignore[assignment]
+    kernels.compiled = lambda: opened  # type: ignore[assignment]
     assert opened.pyspec_isa().decode() == isa
     torch.set_num_threads(2)
     faults = [f"{name}: {why}" for name, rig in rigs() if (why := rig()) is not None]

@@ -150,7 +150,7 @@ def using(library: Any) -> Iterator[None]:
             kernel.__dict__.pop("address", None)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "library", lambda: library)
+        patch.setattr(kernels, "compiled", lambda: library)
         forget()
         yield
     forget()

@@ -10,8 +10,6 @@ the memory of the states where tokens are single.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,8 @@ from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.recurrent import cpu as recurrent
-from pyspec.cuda.ops.recurrent.ref import check_seqs, has_records
+from pyspec.cuda.ops.recurrent.launch import Fold
+from pyspec.cuda.ops.recurrent.ref import check_seqs
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -62,17 +61,9 @@ class CpuGdn:
         GDN(*conv, *recurrent.batch_args(batch, layer, n_row, gdn_ref.GUARD), *gates, *_kept(layer), out, *self.sizes)
         return out
 
-    def folder(self) -> Callable[[StateLayer, int, int], None]:
+    def folder(self) -> Fold:
         """Like gdn_ref.flush, to the bits of this launch."""
-
-        def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
-            if has_records(layer, slot, n_fold):
-                shape = self.spec.shape
-                conv = [None, 0, None, None, layer.conv, shape.n_conv, shape.n_channel]
-                batch = recurrent.fold_args(layer, slot, n_fold, gdn_ref.GUARD)
-                GDN(*conv, *batch, *[None] * 6, *_kept(layer), None, *self.sizes)
-
-        return fold
+        return recurrent.folder(GDN, gdn_ref.GUARD, 6, _kept, self.sizes)
 
 
 def _kept(layer: StateLayer) -> tuple[Tensor, ...]:

@@ -8,8 +8,6 @@ Bound by: products, 3 of 8 lanes for each 8 values of the state and token; the m
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,8 @@ from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
 from pyspec.cuda.ops.recurrent import cpu as recurrent
-from pyspec.cuda.ops.recurrent.ref import check_seqs, has_records
+from pyspec.cuda.ops.recurrent.launch import Fold
+from pyspec.cuda.ops.recurrent.ref import check_seqs
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -49,17 +48,9 @@ class CpuMamba2:
         )
         return out
 
-    def folder(self) -> Callable[[StateLayer, int, int], None]:
+    def folder(self) -> Fold:
         """Like mamba2_ref.flush, to the bits of this launch."""
-
-        def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
-            if has_records(layer, slot, n_fold):
-                shape = self.spec.shape
-                conv = [None, 0, None, None, layer.conv, shape.n_conv, shape.n_channel]
-                batch = recurrent.fold_args(layer, slot, n_fold, mamba2_ref.GUARD)
-                MAMBA2(*conv, *batch, *[None] * 5, *_kept(layer), None, *self.sizes)
-
-        return fold
+        return recurrent.folder(MAMBA2, mamba2_ref.GUARD, 5, _kept, self.sizes)
 
 
 def _kept(layer: StateLayer) -> tuple[Tensor, ...]:

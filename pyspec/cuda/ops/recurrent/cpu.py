@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyspec.cpu.kernels import CpuKernel
 from pyspec.cpu.kernels import missing as no_kernels
 from pyspec.cuda import faults
 from pyspec.cuda.op import Guard
-from pyspec.cuda.ops.recurrent.launch import meta_of, meta_of_fold
+from pyspec.cuda.ops.recurrent.launch import Fold, Meta, folding, meta_of
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -19,6 +20,7 @@ WIDEST, TAPS_MOST = 512, 8  # as in native/recurrent.h
 CONV, BATCH = "qqqqqqq", "qqqqq" + "qqqqq"
 
 Arg = Tensor | int | None
+Kept = Callable[[StateLayer], tuple[Tensor, ...]]  # state and records in the order of the kernel
 
 
 def missing(device: torch.device, widths: Sequence[int], taps: int) -> str | None:
@@ -54,9 +56,14 @@ def batch_args(batch: Batch, layer: StateLayer, n_row: int, guard: Guard) -> lis
     return _batch_args(meta_of(batch), layer, n_row, guard)
 
 
-def fold_args(layer: StateLayer, slot: int, n_fold: int, guard: Guard) -> list[Arg]:
-    """A batch that only folds `n_fold` records of a slot."""
-    return _batch_args(meta_of_fold(layer.state.device, slot, n_fold), layer, 0, guard)
+def folder(kernel: CpuKernel, guard: Guard, n_gate: int, kept: Kept, sizes: Sequence[float]) -> Fold:
+    """The call that folds a slot's records with the kernel that runs rows: a batch of one sequence without any. n_gate: arguments of rows."""
+
+    def run(layer: StateLayer, meta: Meta) -> None:
+        conv = [None, 0, None, None, layer.conv, layer.shape.n_conv, layer.shape.n_channel]
+        kernel(*conv, *_batch_args(meta, layer, 0, guard), *[None] * n_gate, *kept(layer), None, *sizes)
+
+    return folding(run)
 
 
 def _batch_args(seqs: Sequence[Tensor], layer: StateLayer, n_row: int, guard: Guard) -> list[Arg]:
