@@ -44,16 +44,17 @@ check-triton: $(VENV)/.installed-triton
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels/test_triton_*.py tests/kernels/*/test_*_triton.py
 
 # On a machine with a GPU, whose Python (with a CUDA torch) has pyspec[cuda,test] installed: make check-gpu PYTHON=python3
-# KERNELS=triton: models and engines in that tier.
+# KERNELS=triton: models and engines in that tier. WORKERS=N: processes that share the GPU.
 KERNELS ?= auto
+WORKERS ?= 4
 check-gpu: export PYSPEC_TEST_KERNELS = $(KERNELS)
 check-gpu:
 	@$(PYTHON) -c "import torch; exit(not torch.cuda.is_available())" 2>/dev/null || \
 	  { echo "make check-gpu wants a GPU and a Python whose torch finds it, with what this repository needs: PYTHON=python3"; exit 2; }
 	$(PYTHON) -m pyspec doctor --kernels $(KERNELS)
-	$(PYTHON) -m pytest -n 4 -p no:benchmark tests/kernels/test_*_gpu.py tests/kernels/*/test_*_gpu.py
-	PYSPEC_TEST_DEVICE=cuda $(PYTHON) -m pytest -n 4 -p no:benchmark tests/models
-	$(PYTHON) -m pytest -p no:benchmark tests/engine/test_on_gpu.py
+	$(PYTHON) -m pytest -n $(WORKERS) -p no:benchmark tests/kernels/test_*_gpu.py tests/kernels/*/test_*_gpu.py
+	PYSPEC_TEST_DEVICE=cuda $(PYTHON) -m pytest -n $(WORKERS) -p no:benchmark tests/models
+	$(PYTHON) -m pytest -n 4 -p no:benchmark tests/engine/test_on_gpu.py
 
 # As check-gpu, with compute-sanitizer on the path or named: make sanitize PYTHON=python3 SANITIZER=.../compute-sanitizer
 SANITIZER ?= compute-sanitizer
