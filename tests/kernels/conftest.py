@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pyspec.cuda import faults
 from pyspec.cuda.context import context_of
 
 # Tests of mutants import others
@@ -23,3 +24,11 @@ def _held() -> Iterator[None]:
     held = context_of(torch.device("cuda", 0)) if torch.cuda.is_available() else None
     yield
     del held
+
+
+@pytest.fixture(autouse=True)
+def _own_faults() -> Iterator[None]:
+    """A test that provokes faults leaves none to the next test of its process, in whatever order they run."""
+    yield
+    if torch.cuda.is_available():
+        faults.read(torch.device("cuda", 0))
