@@ -33,7 +33,7 @@ test-lowest: .venv-lowest/.installed
 
 .venv-lowest/.installed: pyproject.toml $(LOWEST)
 	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/python -m pip install --quiet --constraint $(LOWEST) --editable '.[test]'
+	.venv-lowest/bin/python -m pip install --quiet --constraint $(LOWEST) --editable '.[cpu,cuda,test]'
 	touch $@
 
 check-slow: $(VENV)/.installed-test
