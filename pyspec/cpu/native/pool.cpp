@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <chrono>
 #include <mutex>
 #include <thread>
 
@@ -15,7 +16,14 @@ namespace {
 
 constexpr int SPINS = 4000;  // about 40 us: a pause between two loops of one forward, not one between two forwards
 constexpr int N_MOST = 256;
+// A worker that a neighbour's thread displaced keeps the caller waiting for a time slice. Loops run with one thread less for a while
+// then: a time that doubles while it happens again, and is the shortest one after a quiet second.
+constexpr int64_t LATE_NS = 100'000, SHORTEST_NS = 10'000'000, LONGEST_NS = 320'000'000, QUIET_NS = 1'000'000'000;
 constexpr uint64_t OPEN = 1, INSIDE = 2;  // low half of `door`: open or not, and the workers inside; high half: the loop's number
+
+inline int64_t now_ns() {
+  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -35,6 +43,18 @@ struct Pool {
   int64_t n_chunk = 0;
   std::atomic_flag taken = ATOMIC_FLAG_INIT;  // a loop inside a loop finds it taken, too
   int n_worker = 0;
+  // Written by the thread that has `taken`: threads that loops do without, until when, and for how long the next time
+  int spared = 0;
+  int64_t spared_until = 0, spare_for = SHORTEST_NS;
+
+  // The caller's part of a loop took from `began` to `ended`, and it waited for others until now. A wait much longer than its own part
+  // means that a worker lost its core.
+  void judge(int64_t began, int64_t ended) {
+    const int64_t now = now_ns();
+    if (now - ended <= LATE_NS + 2 * (ended - began)) return;
+    spare_for = now - spared_until > QUIET_NS ? SHORTEST_NS : (spare_for * 2 < LONGEST_NS ? spare_for * 2 : LONGEST_NS);
+    spared_until = now + spare_for, spared++;
+  }
 
   void run() {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_chunk;) fn(context, i);
@@ -85,7 +105,15 @@ void share(int64_t n_chunk, Chunk fn, void *context) {
     for (int64_t i = 0; i < n_chunk; i++) fn(context, i);
     return;
   }
-  const int helpers = int(n_chunk - 1 < n_thread - 1 ? n_chunk - 1 : n_thread - 1);
+  const int64_t began = now_ns();
+  if (began > p->spared_until) p->spared = 0;
+  const int most = n_thread - 1 - p->spared;
+  const int helpers = int(n_chunk - 1 < most ? n_chunk - 1 : most);
+  if (helpers < 1) {
+    for (int64_t i = 0; i < n_chunk; i++) fn(context, i);
+    p->taken.clear(std::memory_order_release);
+    return;
+  }
   p->grow(n_thread - 1);
   p->fn = fn, p->context = context, p->n_chunk = n_chunk;
   p->next.store(0, std::memory_order_relaxed);
@@ -95,11 +123,13 @@ void share(int64_t n_chunk, Chunk fn, void *context) {
   p->number.store(number, std::memory_order_release);
   p->number.notify_all();
   p->run();
+  const int64_t ended = now_ns();
   p->door.fetch_and(~OPEN, std::memory_order_acq_rel);
   for (int spins = 0; (p->door.load(std::memory_order_acquire) & 0xffffffffu) != 0;) {
     if (++spins < SPINS) pause();
     else sched_yield();
   }
+  p->judge(began, ended);
   p->taken.clear(std::memory_order_release);
 }
 
