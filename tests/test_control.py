@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyspec.draft.blocks import block_rows
+from pyspec.draft.blocks import BlockLength
 from pyspec.engine.load.warmup import rehearsed
 from pyspec.engine.policy.controller import ASK_DRAFT, DOUBT_EVERY, MARGIN, RETHINK, Controller
 from pyspec.engine.policy.timer import Timer, bucket
@@ -404,22 +404,28 @@ def drafting(c: Controller, live: int, depth: int) -> float:
         return 0.0
     if c.chained:
         return depth * c.draft_ms(live)
-    return c.draft_ms(live * block_rows(c.block, live, depth) if c.block else live)
+    return c.draft_ms(live * c.block.rows(live, depth) if c.block else live)
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_all_lengths_at_once_are_weighed_as_one_by_one(seed: int) -> None:
     draw = random.Random(seed)
     n, n_max = draw.choice([1, 2, 8, 12]), draw.choice([3, 15])
-    how = draw.choice([{"chained": True}, {}, {"block": n_max + 1}, {"block": 32}])
+    how = draw.choice(
+        [
+            {"chained": True},
+            {},
+            {"block": BlockLength(n_max + 1)},
+            {"block": BlockLength(32)},
+            {"block": BlockLength(16, 8)},
+        ]
+    )
     c = Controller(n, n_max, **how)
     for _ in range(draw.randint(2, 60)):
         size = draw.choice([1, 2, 4, 8, 16, 24, 32, 64, 128, n])
         c.verify_ms.add(size, 8 + size * draw.choice([0.01, 0.1, 0.2]) + draw.random())
         size = draw.randint(1, n)
-        c.draft_ms.add(
-            size * block_rows(c.block, size, draw.randint(1, n_max)) if c.block else size, 0.2 + draw.random()
-        )
+        c.draft_ms.add(size * c.block.rows(size, draw.randint(1, n_max)) if c.block else size, 0.2 + draw.random())
     for _ in range(draw.randint(0, 40)):
         n_draft = draw.randint(1, n_max)
         c.record(draw.randrange(n), n_draft, draw.randint(0, n_draft))

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pyspec.draft.blocks import block_rows
+from pyspec.draft.blocks import BlockLength
 from pyspec.engine.load.warmup import N_ROUND, rehearsed
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.timer import Timer, bucket
@@ -58,7 +58,7 @@ class Card:
     n_max: int
     chained: bool = True
     waking: float = 0.5
-    block: int = 0
+    block: BlockLength | None = None
 
     def verify_ms(self, rows: int | NDArray[np.int64], busy: int) -> Floats:
         return np.interp(rows, list(self.verify), list(self.verify.values())) + self.state * busy
@@ -66,7 +66,7 @@ class Card:
     def draft_ms(self, live: int | NDArray[np.int64], passes: int) -> Floats:
         size = np.asarray(live)
         if self.block:
-            size = size * np.array([block_rows(self.block, int(n), passes) for n in size.flat]).reshape(size.shape)
+            size = size * np.array([self.block.rows(int(n), passes) for n in size.flat]).reshape(size.shape)
         ms = np.interp(size, list(self.draft), list(self.draft.values())) * (passes if self.chained else 1)
         return np.where(np.asarray(live) > 0, ms, 0.0)
 
@@ -79,7 +79,7 @@ DENSE = {  # 27B; 16 to 256 rows measured by `tools/bench_acceptance.py --costs`
 CARDS = {
     "27b-mtp": Card(DENSE, 0.08, {1: 0.39, 8: 0.42, 16: 0.5, 32: 0.61, 64: 0.9}, 3),
     "27b-dflash": Card(  # drafts of whole blocks as a warm-up and requests timed them on 2026-11-24
-        DENSE, 0.08, {16: 0.98, 128: 1.94, 256: 1.95, 512: 3.5, 1024: 6.7}, 15, chained=False, waking=2.0, block=16
+        DENSE, 0.08, {16: 0.98, 128: 1.94, 256: 1.95, 512: 3.5, 1024: 6.7}, 15, chained=False, waking=2.0, block=BlockLength(16)
     ),
     "122b-mtp": Card(
         {1: 3.2, 2: 3.8, 3: 4.3, 4: 5.0, 6: 6.1, 8: 6.9, 12: 8.9, 16: 10.4, 24: 12.0, 32: 15.8, 48: 18.0, 64: 20.0, 96: 23.0, 128: 26.0,

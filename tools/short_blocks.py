@@ -9,7 +9,7 @@ import json
 from importlib.resources import files
 
 from pyspec import Engine
-from pyspec.draft import blocks
+from pyspec.draft import dflash
 
 
 def kept(prompts: list[tuple[int, ...]]) -> tuple[int, int]:
@@ -24,8 +24,8 @@ def kept(prompts: list[tuple[int, ...]]) -> tuple[int, int]:
 def main() -> None:
     lines = (files("pyspec") / "demo" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [tuple(json.loads(line)["prompt_ids"]) for line in lines]
-    for name, few_rows in (("whole", blocks.FEW_ROWS), ("of four rows", 0)):
-        blocks.FEW_ROWS = few_rows
+    for name, few_rows in (("whole", 128), ("of four rows", 0)):
+        dflash.FEW_ROWS_CPU = few_rows
         right, n = kept(prompts)
         print(f"{name}: {right} of {n}, {right / n:.4f}", flush=True)
 

@@ -26,7 +26,7 @@ from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft import tap_shift
-from pyspec.draft.blocks import block_rows
+from pyspec.draft.blocks import FEW_ROWS, FEW_ROWS_CPU, BlockLength
 from pyspec.draft.dflash_file import ARCHS, D2T, DFlashConfig, check_pair, drafter_tensors, read_config, read_d2t
 from pyspec.draft.drafter import (
     OWN_HEAD,
@@ -75,18 +75,19 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     check_read(file, (*wants, D2T), len(c.windows), c.alias)
     n = settings.n_draft_max
     most = c.block - 1
+    block = BlockLength(c.block, FEW_ROWS_CPU if target.device.type == "cpu" else FEW_ROWS)
     n_held = held_rows(settings.np)
     has_head = "output.weight" in file.tensors
     return DraftPlan(
         kind="dflash",
-        needs=Needs(min(n or most, most), c.taps, overhang=c.block, block=c.block, late=n_held > 0),
+        needs=Needs(min(n or most, most), c.taps, overhang=c.block, block=block, late=n_held > 0),
         file=file,
         layers=tuple(block.memory() for block in c.blocks),
         attention=(c.attention,),
         wants=wants,
         requests=partial(requests, c, file),
         n_held=n_held,
-        graph_bytes=_graph_bytes(c, settings.np, min(n or most, most), n_held),
+        graph_bytes=_graph_bytes(c, block, settings.np, min(n or most, most), n_held),
         no_copy=OWN_HEAD if has_head else "",
         best_only=not has_head and settings.draft_p_min <= 0,
         remark=f", n_draft {n} lowered to {most} (block {c.block})" if n > most else "",
@@ -100,20 +101,20 @@ def requests(c: DFlashConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request
     yield norms, NormsSpec(on.device, c.n_embd, c.eps)
 
 
-def block_shapes(n_slot: int, trained: int, n_draft: int, most: int) -> dict[tuple[int, int], tuple[int, int]]:
+def block_shapes(n_slot: int, block: BlockLength, n_draft: int, most: int) -> dict[tuple[int, int], tuple[int, int]]:
     """By rows and places of a graph: (slots, rows of each) of one draft that finds it. n_draft: of the longest; most: rows of the largest graph."""
     found = {}
     for n in range(1, n_slot + 1):
-        for rows in {block_rows(trained, n, length) for length in range(1, n_draft + 1)}:
+        for rows in {block.rows(n, length) for length in range(1, n_draft + 1)}:
             if (bucket := bucket_of(n * rows, most)) is not None:
                 places = next((places for places in places_of(n_slot, bucket) if places >= n), n_slot)
                 found[bucket, places] = n, rows
     return found
 
 
-def _graph_bytes(c: DFlashConfig, n_slot: int, n_draft: int, n_held: int) -> int:
+def _graph_bytes(c: DFlashConfig, block: BlockLength, n_slot: int, n_draft: int, n_held: int) -> int:
     """Of the graphs of blocks, which keep their rows, and of the graphs that make context of held taps."""
-    shapes = block_shapes(n_slot, c.block, n_draft, most_rows(n_slot, max(n_draft + 1, c.block)))
+    shapes = block_shapes(n_slot, block, n_draft, most_rows(n_slot, max(n_draft + 1, c.block)))
     kept = 4 * c.n_embd * sum(bucket for bucket, _ in shapes)
     row = row_bytes(c.n_ff, c.n_embd)
     taken_in = n_held * (4 * len(c.taps) * c.n_embd + row)
@@ -203,6 +204,11 @@ class DFlash:
         self.n_context = [0] * n_slot  # tokens of the slot that have context rows, or taps in `held`
         self.generation = [-1] * n_slot
 
+    @property
+    def length(self) -> BlockLength:
+        assert self.needs.block is not None
+        return self.needs.block
+
     def use_graphs(self, make_arena: Callable[[], Arena]) -> None:
         self.arena = make_arena()
 
@@ -228,11 +234,11 @@ class DFlash:
 
     def _shapes(self) -> list[tuple[int, int]]:
         """(slots, rows of each) of drafts: one for every graph, and all slots' longest, which may be too many rows for one."""
-        n_slot, trained = len(self.table.slots), self.net.c.block
+        n_slot = len(self.table.slots)
         most = BUCKETS[-1] if self.arena is None else self.arena.n_row
-        found = block_shapes(n_slot, trained, self.needs.n_draft, most)
+        found = block_shapes(n_slot, self.length, self.needs.n_draft, most)
         shapes = [found[key] for key in sorted(found, reverse=True)]
-        return [*shapes, (n_slot, block_rows(trained, n_slot, self.needs.n_draft))]
+        return [*shapes, (n_slot, self.length.rows(n_slot, self.needs.n_draft))]
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         self._forget(slot)
@@ -318,7 +324,7 @@ class DFlash:
         return [drafts.get(r.slot.index, NO_DRAFTS) for r in requests]
 
     def _lay_out(self, slots: Sequence[Slot], anchors: Sequence[int], n_draft: int, slack: Sequence[int] = ()) -> Batch:
-        masks = [self.net.c.mask_id] * (block_rows(self.net.c.block, len(slots), n_draft) - 1)
+        masks = [self.net.c.mask_id] * (self.length.rows(len(slots), n_draft) - 1)
         seqs = [
             Seq(slot.index, slot.n_past, [anchor, *masks], slack=more)
             for slot, anchor, more in zip(slots, anchors, slack or [0] * len(slots), strict=True)
@@ -341,7 +347,7 @@ class DFlash:
 
     def _tokens(self, block: Tensor, n_seq: int, n_draft: int) -> tuple[Tensor, Tensor | None]:
         """[seq * n_draft]: the best tokens of so many rows of each block, and their probabilities if drafts are cut by them."""
-        n_row = block_rows(self.net.c.block, n_seq, n_draft)
+        n_row = self.length.rows(n_seq, n_draft)
         rows = block[: n_seq * n_row].view(n_seq, n_row, -1)
         rows = rows[:, 1 : 1 + n_draft]  # row 0 is the anchor, whose output means nothing
         tokens, logits = self.net.tokens(rows.reshape(n_seq * n_draft, -1))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.ops.ahead.ref import Kept
+from pyspec.draft.blocks import BlockLength
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
 from pyspec.models.part import AttentionShape, LoadTypes, Request
@@ -42,7 +43,7 @@ class Needs:
     taps      target layers whose outputs it reads after each forward
     overhang  KV rows beyond the committed tokens it writes while drafting
     chained   the cost of a draft grows with its length (MTP); otherwise it is paid once (DFlash block)
-    block     rows of the block that it was trained with, for which `blocks` has the cost; 0: its drafts are not blocks
+    block     how long its blocks are; None: its drafts are not blocks
     late      `absorb` leaves batches of one row a sequence for later
     hidden    `observe` reads the target's hidden states, and may keep them
     observes_taps  `observe` reads the taps of every forward; with `late` it does of those it left for later
@@ -52,7 +53,7 @@ class Needs:
     taps: tuple[int, ...] = ()
     overhang: int = 0
     chained: bool = False
-    block: int = 0
+    block: BlockLength | None = None
     late: bool = False
     hidden: bool = False
     observes_taps: bool = False
@@ -60,10 +61,11 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class TargetFile:
-    """The target as a drafter sees it before anything is loaded."""
+    """The target as a drafter sees it before anything is loaded. device: the one that both will run on."""
 
     file: GGUFFile
     config: ModelConfig
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 def _no_requests(on: LoadTypes) -> Iterable[Request]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,35 +11,37 @@ from harness import DEVICE, Bench
 from known_texts import demo_prompts, tiny
 
 from pyspec import synth
-from pyspec.draft import blocks
-from pyspec.draft.blocks import FEW_ROWS, LEAST, block_rows, depths, forward_rows
+from pyspec.draft import dflash
+from pyspec.draft.blocks import FEW_ROWS, FEW_ROWS_CPU, LEAST, BlockLength
 from pyspec.draft.dflash import DFlash
 from pyspec.draft.drafter import DraftRequest
 from pyspec.slots.arena import bucket_of, places_of
 from pyspec.slots.batch import lay_out
 
-
-@pytest.fixture(autouse=True)
-def _own_sizes() -> Iterator[None]:
-    """What is remembered of sizes is not handed on: tests here change what it is made of."""
-    yield
-    forward_rows.cache_clear()
-    depths.cache_clear()
+FEW = "FEW_ROWS_CPU" if DEVICE.type == "cpu" else "FEW_ROWS"
 
 
+@pytest.mark.parametrize("few_rows", [FEW_ROWS, FEW_ROWS_CPU])
 @pytest.mark.parametrize("trained", [2, 7, 8, 10, 16])
-def test_a_block_holds_its_draft_and_is_the_trained_one_where_that_is_cheap(trained: int) -> None:
+def test_a_block_holds_its_draft_and_is_the_trained_one_where_that_is_cheap(trained: int, few_rows: int) -> None:
+    block = BlockLength(trained, few_rows)
     for n_slot in (1, 4, 8, 9, 16, 17, 64):
         for n_draft in range(1, trained):
-            rows = block_rows(trained, n_slot, n_draft)
+            rows = block.rows(n_slot, n_draft)
             assert n_draft < rows <= trained
-            assert rows == trained or (n_slot * trained > FEW_ROWS and rows >= LEAST)
-        whole = depths(trained, n_slot, trained - 1)
+            assert rows == trained or (n_slot * trained > few_rows and rows >= LEAST)
+        whole = block.depths(n_slot, trained - 1)
         assert whole[-1] == trained - 1 and list(whole) == sorted(set(whole))
-        lengths = [block_rows(trained, n_slot, n) for n in range(1, trained)]
+        lengths = [block.rows(n_slot, n) for n in range(1, trained)]
         assert len(set(lengths)) == len(whole) and [lengths[n - 1] for n in whole] == sorted(set(lengths))
-        assert forward_rows(trained, n_slot, 1)[-1] == n_slot * block_rows(trained, n_slot, 1)
-    assert depths(16, 32, 15) == (3, 7, 15) and depths(16, 32, 5) == (3, 5) and depths(16, 8, 15) == (15,)
+        assert block.forward_rows(n_slot, 1)[-1] == n_slot * block.rows(n_slot, 1)
+
+
+def test_depths_are_where_blocks_become_longer() -> None:
+    block = BlockLength(16)
+    assert block.depths(32, 15) == (3, 7, 15) and block.depths(32, 5) == (3, 5) and block.depths(8, 15) == (15,)
+    assert BlockLength(16, FEW_ROWS_CPU).depths(1, 15) == (3, 7, 15)
+    assert BlockLength(8, FEW_ROWS_CPU).depths(1, 7) == (7,)
 
 
 def drafts_of(draft: Path, n_draft: int, ran: list[int]) -> list[list[int]]:
@@ -70,8 +71,9 @@ def test_a_short_block_of_causal_layers_drafts_what_the_whole_one_does(
     dims = replace(dims, window=24, sliding=(True,) * len(dims.sliding))
     draft = synth.write(dims, tmp_path / "d.gguf", quant="f32", tiny=True, drafter=True)
     ran: list[int] = []
+    monkeypatch.setattr(dflash, FEW, 128)
     whole = drafts_of(draft, n_draft, ran)
-    monkeypatch.setattr(blocks, "FEW_ROWS", 0)
+    monkeypatch.setattr(dflash, FEW, 0)
     assert drafts_of(draft, n_draft, ran) == whole and all(len(d) == n_draft for d in whole)
     assert ran[1] == 3 * max(LEAST, 1 << n_draft.bit_length()) <= ran[0]
 
@@ -83,8 +85,8 @@ def test_texts_are_the_same_and_drafts_nearly_as_good(monkeypatch: pytest.Monkey
     plain = rig(DEMO)
     texts = [plain.generate(prompt, 60, params).tokens for prompt in prompts]
     kept = []
-    for few_rows in (FEW_ROWS, 0):
-        monkeypatch.setattr(blocks, "FEW_ROWS", few_rows)
+    for few_rows in (128, 0):
+        monkeypatch.setattr(dflash, FEW, few_rows)
         r = rig(DEMO, draft_path=DEMO_DRAFT, n_draft_max=3, n_draft_fixed=True)
         results = [r.generate(prompt, 60, params) for prompt in prompts]
         assert [result.tokens for result in results] == texts
@@ -98,7 +100,6 @@ def test_every_draft_has_a_graph(n_slot: int, files: Path) -> None:
     bench = Bench(tiny("qwen35"), n_slot=n_slot)
     drafter = bench.drafter("dflash", files, n_draft=7)
     assert isinstance(drafter, DFlash)
-    trained = drafter.net.c.block
 
     def graph(n: int, rows: int) -> tuple[int | None, int]:
         bucket = bucket_of(n * rows)
@@ -106,7 +107,7 @@ def test_every_draft_has_a_graph(n_slot: int, files: Path) -> None:
 
     shapes = drafter._shapes()
     captured = {graph(*shape) for shape in shapes[:-1]}
-    needed = {graph(n, block_rows(trained, n, k)) for n in range(1, n_slot + 1) for k in range(1, 8)}
+    needed = {graph(n, drafter.length.rows(n, k)) for n in range(1, n_slot + 1) for k in range(1, 8)}
     assert {key for key in needed if key[0] is not None} == captured and len(captured) == len(shapes) - 1
 
 

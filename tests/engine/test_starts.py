@@ -13,6 +13,7 @@ from engine_rig import DEMO, DEMO_DRAFT, Rig, fake_rig, rig
 
 from pyspec.config import EngineSettings
 from pyspec.device.capture import capture
+from pyspec.draft.blocks import BlockLength
 from pyspec.draft.chain import Chain, most_waiting
 from pyspec.draft.dflash import DFlash, held_rows
 from pyspec.draft.drafter import Needs
@@ -73,7 +74,7 @@ def needs_of(kind: str, np: int, n_draft: int) -> Needs:
     if kind == "mtp":
         return Needs(n_draft, overhang=n_draft + 1, chained=True, hidden=True)
     if kind == "dflash":
-        return Needs(min(n_draft, BLOCK - 1), (0,), overhang=BLOCK, block=BLOCK, late=held_rows(np) > 0)
+        return Needs(min(n_draft, BLOCK - 1), (0,), overhang=BLOCK, block=BlockLength(BLOCK), late=held_rows(np) > 0)
     return Needs(n_draft if kind == "ngram" else 0)
 
 

@@ -55,7 +55,7 @@ class Bench:
         """A drafter of this target, from its own file or another one."""
         settings = EngineSettings(np=len(self.table.slots), kv_type="f32", n_draft_max=n_draft)
         module, file = draft.find(kind), None if path is None else open_gguf(path)
-        plan = module.plan(file, TargetFile(self.file, self.target.config), settings)
+        plan = module.plan(file, TargetFile(self.file, self.target.config, DEVICE), settings)
         return module.load(plan, self.target, self.table, DraftOptions(settings=settings, dense=torch.float32))
 
     def seq(self, slot: int, tokens: list[int], *, keep: bool = True, n_out: int | None = None) -> Seq:

@@ -147,7 +147,7 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
         rank_devices(device, settings.tp)
     tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
     _warn_of_vocabulary(file, tokenizer)
-    plan = _checked_draft(draft_file, TargetFile(file, config), settings)
+    plan = _checked_draft(draft_file, TargetFile(file, config, device), settings)
     synth_of(settings, plan.n_draft)  # rates that do not go with the drafter are refused before weights are read
     n_ctx = max_context(settings, config)
     dense = pick_dense(file, device, settings.weights)
@@ -197,7 +197,7 @@ def resized(d: Description, np: int, n_ctx: int) -> Description:
     """The same with another number of slots, and of tokens that one request may hold."""
     settings = replace(d.settings, np=np, ctx=n_ctx)
     given = None if d.draft.file is d.file else d.draft.file
-    draft = plan_draft(given, TargetFile(d.file, d.config), settings)
+    draft = plan_draft(given, TargetFile(d.file, d.config, d.device), settings)
     n_page = pages_of(settings, n_ctx, overhang_of(draft))
     return replace(d, settings=settings, draft=draft, n_ctx=n_ctx, n_page=n_page)
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pyspec.draft.blocks import depths, forward_rows
+from pyspec.draft.blocks import BlockLength
 from pyspec.engine.policy.acceptance import Acceptance, AcceptancePrior
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
 
@@ -109,13 +109,13 @@ class Controller:
     """Chooses n_draft per slot and round.
 
     chained  drafting n tokens costs n passes; otherwise one pass for any n
-    block    rows of the drafter's trained block (`blocks`); 0: it drafts no blocks
+    block    how long the drafter's blocks are; None: it drafts no blocks
     """
 
     n_slot: int
     n_max: int
     chained: bool = False
-    block: int = 0
+    block: BlockLength | None = None
     fixed: bool = False
     force: tuple[int, int] | None = None  # (slots that draft, tokens each), set by the warm-up
     verify_ms: Timer = field(default_factory=Timer)
@@ -256,14 +256,14 @@ class Controller:
 
     def _draft_ms(self, busy: int, depth: int) -> Floats:
         """[1 + busy]: milliseconds of a draft of up to `depth` tokens, by drafting slots."""
-        sizes = forward_rows(self.block, busy, depth) if self.block else range(1, busy + 1)
+        sizes = self.block.forward_rows(busy, depth) if self.block else range(1, busy + 1)
         return np.append(0.0, self.draft_ms.of_all(sizes) * (depth if self.chained else 1))
 
     def _depths(self, busy: int) -> Sequence[int]:
         """Depths at which drafting deeper costs more."""
         if self.chained:
             return range(1, self.n_max + 1)
-        return depths(self.block, busy, self.n_max) if self.block else (self.n_max,)
+        return self.block.depths(busy, self.n_max) if self.block else (self.n_max,)
 
     def _verify_ms(self, rows: int, busy: int) -> float:
         return self.verify_ms(rows) + self.verify_ms.slot_ms * busy
@@ -358,7 +358,7 @@ class Controller:
         self.ms += verify_ms + draft_ms
         calm = self.verify_ms.add(rows, verify_ms, busy)
         if live:
-            size = forward_rows(self.block, live, passes)[-1] if self.block else live
+            size = self.block.forward_rows(live, passes)[-1] if self.block else live
             calm = self.draft_ms.add(size, draft_ms / (max(passes, 1) if self.chained else 1)) and calm
         if not calm:
             self.verify_ms.reset_warmup()
