@@ -41,7 +41,7 @@ check-slow: $(VENV)/.installed-test
 
 # Triton's kernels in its interpreter, and compiled for GPUs of other machines. Its wheel has 200 MB, so no other target installs it.
 check-triton: $(VENV)/.installed-triton
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels/test_triton_*.py tests/kernels/*/test_*_triton.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(filter-out %_gpu.py,$(wildcard tests/kernels/test_triton_*.py tests/kernels/*/test_*_triton.py))
 
 # On a machine with a GPU, whose Python (with a CUDA torch) has pyspec[cuda,test] installed: make check-gpu PYTHON=python3
 # KERNELS=triton: models and engines in that tier. WORKERS=N: processes that share the GPU.

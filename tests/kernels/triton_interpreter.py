@@ -67,7 +67,7 @@ def _cast_impl(self, src, dst_type):
 def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     if a.dtype.scalar == tl.bfloat16:
         return interpreter.TensorHandle(np.matmul(_wide(a), _wide(b)) + d.data, d.dtype.scalar)
-    if a.dtype.scalar == tl.float16:  # numpy's order of additions hangs on the shape, a GPU's does not
+    if a.dtype.scalar in (tl.float16, tl.float32):  # numpy's order of additions hangs on the shape, a GPU's does not
         exact = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + d.data
         return interpreter.TensorHandle(exact.astype(np.float32), d.dtype.scalar)
     return _dot(self, a, b, d, input_precision, max_num_imprecise_acc)
