@@ -76,6 +76,11 @@ class TapeMemory:
 class _OnlyKernels(TorchDispatchMode):
     """Lets views and new memory pass, and nothing that computes."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, because torch then imports its compiler at the first call: 800 modules, a second and 90 MiB."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view and not func.name().startswith(_MAKE_MEMORY):
             raise CannotRecord(func.name())
