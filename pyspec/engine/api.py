@@ -130,6 +130,8 @@ class Engine:
             supervisor = Supervisor(path, settings)
             try:
                 tokenizer, template = supervisor.tokenizer, supervisor.template  # while the other process loads
+                if template is not None:
+                    template.warm()
                 supervisor.wait()
             except BaseException:
                 supervisor.close()

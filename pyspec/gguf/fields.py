@@ -258,7 +258,8 @@ class Fields:
         if outside.any():
             at = int(outside.argmax())
             raise self._bad_entry(name, at, legal.flaw(int(values[at])))
-        return [int(x) for x in values]
+        whole: list[int] = values.tolist()
+        return whole
 
     def one_or_more(self, name: str, *, legal: Whole | None = None) -> list[int]:
         """One integer, or an array of integers. The file must have it."""
@@ -283,7 +284,8 @@ class Fields:
         if outside.any():
             at = int(outside.argmax())
             raise self._bad_entry(name, at, legal.flaw(float(values[at])))
-        return [float(x) for x in values]
+        real: list[float] = values.astype(np.float64).tolist()
+        return real
 
     def flags(self, name: str, n: int, *, or_more: bool = False) -> list[bool]:
         """An array of `n` bools, or of 0 and 1. With `or_more` the entries beyond `n` are not used. The file must have it."""

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyspec.slots.mapped import mapped
+
 PIECE = 64 << 20  # bytes under way at once
 SMALL = 1 << 20  # below, one plain copy is as fast
 N_BUFFER = 3
@@ -30,9 +32,9 @@ class Upload:
     def __call__(self, n_bytes: int, read: Read) -> Tensor:
         """[n] uint8 on the device; ordered with the work on its current stream."""
         if n_bytes <= self.small or not self.is_cuda:
-            whole = np.empty(n_bytes, np.uint8)
-            read(whole, 0)
-            return torch.from_numpy(whole).to(self.device)
+            whole = mapped(n_bytes, huge=True)
+            read(whole.numpy(), 0)
+            return whole.to(self.device)
         out = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
         self.pieces(read, out)
         return out

@@ -234,6 +234,7 @@ class Weights:
         self._shares: dict[str, Share] = {}
         self.context = context_of(device)  # the device's work while the file is loaded
         self._shared: dict[tuple[str, ...], Matrix] = {}
+        self._tables: dict[str, Tensor] = {}
         self._upload = Upload(device)
         self._n_byte, self._n_read = max(sum(t.n_bytes for t in file.tensors.values()), 1), 0
 
@@ -267,7 +268,11 @@ class Weights:
         self._n_read = min(self._n_read + n_byte, self._n_byte)  # a tied head is read twice
         if share is not None:
             return self._upload(n_byte, partial(share.read_into, self.file))
-        return self._upload(n_byte, partial(self.file.read_into, own))
+        if self.device.type != "cpu" or own not in HEADS:
+            return self._upload(n_byte, partial(self.file.read_into, own))
+        if own not in self._tables:  # on a CPU the embedding and a tied head read the same bytes
+            self._tables[own] = self._upload(n_byte, partial(self.file.read_into, own))
+        return self._tables[own]
 
     def _scale(self, name: str) -> float:
         """NVFP4's second-level scale, a sidecar tensor that multiplies the product."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pyspec.errors import ModelError
+from pyspec.slots.mapped import zeros
 
 KV_DTYPES = {
     "f16": torch.float16,
@@ -222,12 +223,12 @@ class KVPool:
 
 def _planes(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Codes [row, head, dim] and the scales that their type has, zeroed."""
-    codes = torch.zeros(shape, dtype=dtype, device=device)
+    codes = zeros(shape, dtype, device)
     if dtype is not torch.int8:
         return codes, None
     n_row, n_head, dim = shape
     assert dim % BLOCK == 0, f"{dim} dims are no whole blocks of {BLOCK}"
-    return codes, torch.zeros(n_row, n_head, dim // BLOCK, dtype=torch.float16, device=device)
+    return codes, zeros((n_row, n_head, dim // BLOCK), torch.float16, device)
 
 
 def _read(codes: Tensor, scale: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
+from pyspec.slots.mapped import zeros
+
 LATE_ROWS = 3  # single rows recorded before a slot's state is written again; more cost as much in folding as they save (docs/log.md)
 
 
@@ -71,14 +73,14 @@ class StateLayer:
             ...
 
     def __init__(self, shape: RecurrentShape, n_slot: int, width: int, device: torch.device) -> None:
-        zeros = partial(torch.zeros, dtype=torch.float32, device=device)
+        made = partial(zeros, dtype=torch.float32, device=device)
         self.shape, self.width = shape, width
         self.fold: Callable[[StateLayer, int, int], None] = _unbound  # (this, slot, n): with the layer's kernels
-        self.state = zeros((n_slot, *shape.state))
-        self.conv = zeros((n_slot, shape.n_conv - 1 + width, shape.n_channel))
+        self.state = made((n_slot, *shape.state))
+        self.conv = made((n_slot, shape.n_conv - 1 + width, shape.n_channel))
         for name, dims in shape.records.items():
             assert not hasattr(self, name), f"a record can not be called {name}: every layer has that"
-            setattr(self, name, zeros((n_slot, width, *dims)))
+            setattr(self, name, made((n_slot, width, *dims)))
 
     def records(self) -> tuple[Tensor, ...]:
         """Inputs of rows that are not folded yet, in the order of the shape."""

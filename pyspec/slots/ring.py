@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyspec.errors import OutOfBounds
+from pyspec.slots.mapped import zeros
 
 
 class RingRows:
@@ -33,7 +34,7 @@ class RingRows:
     ) -> None:
         self.window, self.slack, self.n_row = window, slack, window + slack
         self.rows = {
-            name: torch.zeros(n_slot, self.n_row, *dim, dtype=dtype, device=device) for name, dim in dims.items()
+            name: zeros((n_slot, self.n_row, *dim), dtype, device) for name, dim in dims.items()
         }
 
     def _at(self, slot: int, first: int, end: int) -> Tensor:

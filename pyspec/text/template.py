@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 import subprocess
@@ -19,6 +20,8 @@ from pyspec.text.fitting import fitted, fitted_tools
 from pyspec.text.hidden import Hidden
 from pyspec.text.sandbox_process import STALLED, SandboxProcess
 from pyspec.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 CHATML = (
     "{% for m in messages %}"
@@ -177,6 +180,13 @@ class ChatTemplate:
             raise BadTemplate(f"the chat template {printable(answer['failed'], MESSAGE_CHARS)}")
         if self.tool_use is not None:
             self.tool_use.check()
+
+    def warm(self) -> None:
+        """Start the sandbox now. A broken template costs the chats, not the model."""
+        try:
+            self.check()
+        except BadTemplate as e:
+            log.warning("%s; chats will be refused", e)
 
     def close(self) -> None:
         """End the sandboxes. A later chat starts them again."""

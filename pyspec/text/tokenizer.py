@@ -81,11 +81,23 @@ class Tokenizer:
         self.fim = fim_marks(tokens, ids)
         self.special = frozenset(i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN))
         self._built: dict[tuple[bool, bool], HF] = {}
-        self._hf(True, header.add_space_prefix)  # raises now if the file is wrong
+        self._known: dict[int, bytes] = {}
 
     @classmethod
-    def from_metadata(cls, meta: Mapping[str, object], *, norm: Literal["none", "nfc"] = "none") -> Tokenizer:
-        """Build from `tokenizer.ggml.*`. BadTokenizer names the field that is missing, unknown or inconsistent."""
+    def from_metadata(
+        cls, meta: Mapping[str, object], *, norm: Literal["none", "nfc"] = "none", later: bool = False
+    ) -> Tokenizer:
+        """Build from `tokenizer.ggml.*`. BadTokenizer names the field that is missing, unknown or inconsistent.
+
+        later  build the part that encodes at the first text, for a process that may get none and whose files another one checks
+        """
+        made = cls._of(meta, norm)
+        if not later:
+            made._hf(True, made.add_space_prefix)  # raises now if the file is wrong
+        return made
+
+    @classmethod
+    def _of(cls, meta: Mapping[str, object], norm: Literal["none", "nfc"]) -> Tokenizer:
         fields = Fields(meta, error=BadTokenizer)
         model = fields.label("tokenizer.ggml.model")
         pre = fields.label("tokenizer.ggml.pre", "") or (DEFAULT if model == "gpt2" else "")
@@ -103,15 +115,18 @@ class Tokenizer:
         for text, kind in zip(tokens, types, strict=True):
             if kind == BYTE:
                 byte_value(text)
-        table = _table(tokens)
+        unread = [fields]
 
         @cache
-        def merging() -> models.BPE:
+        def merging() -> tuple[models.BPE, dict[str, int]]:
             """Built once, because 262,144 tokens take seconds. All variants share it."""
-            return _bpe(table, fields, PRE[pre]) if model == "gpt2" else _spm(table, types, fields)
+            table = _table(tokens)
+            bpe = _bpe(table, unread[0], PRE[pre]) if model == "gpt2" else _spm(table, types, unread[0])
+            unread.clear()  # 250,000 merges
+            return bpe, table
 
         def make(parse_special: bool, space_prefix: bool) -> HF:
-            bpe = merging()
+            bpe, table = merging()
             hf = _byte_level(bpe, PRE[pre]) if model == "gpt2" else _with_spaces(bpe, space_prefix)
             return _with_added(hf, table, types, norm, parse_special)
 
@@ -271,14 +286,14 @@ class Tokenizer:
             )
             return hf
 
-    @cached_property
-    def _bytes(self) -> list[bytes]:
-        pairs = zip(self._tokens, self._types, strict=True)
-        return [token_bytes(token, kind, self.model) for token, kind in pairs]
-
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token; of a control token its text, of a padding row of the embedding none."""
-        return self._bytes[token] if 0 <= token < self.n_vocab else b""
+        found = self._known.get(token)
+        if found is None:
+            if not 0 <= token < self.n_vocab:
+                return b""
+            found = self._known[token] = token_bytes(self._tokens[token], self._types[token], self.model)
+        return found
 
     def piece(self, token: int) -> str:
         """The text of one token, with U+FFFD for bytes that are not UTF-8 on their own."""

@@ -91,10 +91,10 @@ def read_types(fields: Fields, tokens: Sequence[str]) -> list[int]:
     """The type of each token: one of the constants above."""
     name, n = "tokenizer.ggml.token_type", len(tokens)
     kinds = fields.integers(name, n) if name in fields else [NORMAL] * n
+    for i in [i for i, text in enumerate(tokens) if text in CONTROL_TEXTS]:
+        kinds[i] = CONTROL
     for i, text in enumerate(tokens):
-        if text in CONTROL_TEXTS:
-            kinds[i] = CONTROL
-        if kinds[i] in MATCHED and len(text) > MATCHED_CHARS:
+        if len(text) > MATCHED_CHARS and kinds[i] in MATCHED:
             raise BadTokenizer(
                 f"token {i} is matched in the text as it is and has {len(text)} characters; "
                 f"at most {MATCHED_CHARS} are supported"
@@ -149,11 +149,10 @@ class FimMarks:
 def fim_marks(tokens: Sequence[str], ids: Mapping[str, int | None]) -> FimMarks:
     """The file's ids, else the first token with a known text."""
     found = {name: ids.get(f"fim_{name}") for name in FIM_TEXTS}
-    for i, text in enumerate(tokens):
-        if text in CONTROL_TEXTS:
-            for name, texts in FIM_TEXTS.items():
-                if found[name] is None and text in texts:
-                    found[name] = i
+    for i in [i for i, text in enumerate(tokens) if text in CONTROL_TEXTS]:
+        for name, texts in FIM_TEXTS.items():
+            if found[name] is None and tokens[i] in texts:
+                found[name] = i
     return FimMarks(**found)
 
 

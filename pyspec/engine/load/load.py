@@ -47,7 +47,6 @@ from pyspec.engine.plan.memory_plan import MemoryPlan, check_fit, free_bytes, gr
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.engine.recommended import recommended
-from pyspec.errors import BadTemplate
 from pyspec.gguf.types import file_type_words
 from pyspec.models.gathered import Gathered
 from pyspec.models.target import Target
@@ -77,20 +76,24 @@ class Loaded:
     kernels: KernelContext = field(default_factory=KernelContext)  # for the thread that runs the loop
 
 
-def load(path: Path, settings: EngineSettings) -> Loaded:
-    """Load a model and its drafter into a loop. Every refusal is a PyspecError with its reason, before anything is allocated."""
+def load(path: Path, settings: EngineSettings, *, is_isolated: bool = False) -> Loaded:
+    """Load a model and its drafter into a loop. Every refusal is a PyspecError with its reason, before anything is allocated.
+
+    is_isolated  as of `describe`
+    """
     n_thread = settings.threads if settings.threads > 0 else torch.get_num_threads()
     kernels = KernelContext(registry.tiers_of(settings.kernels), settings.exact, frozenset(settings.demoted), n_thread)
     with within(kernels):
-        loaded = _load(path, settings)
+        loaded = _load(path, settings, is_isolated)
         # with several ranks each has fewer
         return replace(loaded, kernels=replace(kernels, n_thread=torch.get_num_threads()))
 
 
-def _load(path: Path, settings: EngineSettings) -> Loaded:
+def _load(path: Path, settings: EngineSettings, is_isolated: bool) -> Loaded:
     began = time.perf_counter()
-    d = widened(describe(path, settings))
-    _check_template(d.template)
+    d = widened(describe(path, settings, is_isolated=is_isolated))
+    if d.template is not None and not is_isolated:
+        d.template.warm()
     log.info("description: %.1f s", time.perf_counter() - began)
     if not d.is_cuda:
         why = "C++ kernels" if (missing := missing_on_cpu()) is None else f"torch, slowly: kernels {missing}"
@@ -238,15 +241,6 @@ def _timed(stage: str, device: torch.device, release: bool = False) -> Iterator[
     seconds = time.perf_counter() - began
     fields = {"event": "loaded", "stage": stage, "seconds": round(seconds, 2)}
     log.info("%s: %.1f s", stage, seconds, extra={"fields": fields})
-
-
-def _check_template(template: ChatTemplate | None) -> None:
-    """Start the template's sandbox now. A broken template costs the chats, not the model."""
-    try:
-        if template is not None:
-            template.check()
-    except BadTemplate as e:
-        log.warning("%s; chats will be refused", e)
 
 
 def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:

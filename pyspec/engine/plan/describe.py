@@ -130,8 +130,13 @@ class Description:
         return SlotTable(self.settings.np, self.n_page, self.settings.page_size)
 
 
-def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = None) -> Description:
-    """Open, check, decide. Every refusal is a PyspecError with the reason."""
+def describe(
+    path: Path, settings: EngineSettings, assumed: AssumedGpu | None = None, *, is_isolated: bool = False
+) -> Description:
+    """Open, check, decide. Every refusal is a PyspecError with the reason.
+
+    is_isolated  the program's process builds the tokenizer, too, and refuses a vocabulary that can not be used
+    """
     device = torch.device("cuda") if assumed is not None else pick_device(settings.device)
     file = open_gguf(path)
     draft_file = open_gguf(settings.draft_path) if settings.draft_path is not None else None
@@ -145,7 +150,8 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
     check_ranks(file, cuts_of(wants), settings.tp)
     if assumed is None:
         rank_devices(device, settings.tp)
-    tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
+    tokenizer = Tokenizer.from_metadata(file.metadata, later=is_isolated)
+    template = ChatTemplate.from_metadata(file.metadata)
     _warn_of_vocabulary(file, tokenizer)
     plan = _checked_draft(draft_file, TargetFile(file, config, device), settings)
     synth_of(settings, plan.n_draft)  # rates that do not go with the drafter are refused before weights are read

@@ -133,7 +133,7 @@ class EngineCore:
     ) -> EngineCore:
         """Load a model from a file into a core. Kernels that failed in an earlier engine are left out."""
         _refuse_fork()
-        core = cls(load(path, settings), hand_over=hand_over, on_death=on_death)
+        core = cls(load(path, settings, is_isolated=hand_over is not None), hand_over=hand_over, on_death=on_death)
         if settings.warm_up:
             core.grammars.warm()
         return core

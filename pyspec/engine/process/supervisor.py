@@ -92,12 +92,18 @@ class Supervisor:
         return self._info
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_metadata(open_gguf(self.path).metadata)
+    def _texts(self) -> tuple[Tokenizer, ChatTemplate | None]:
+        """From one read of the file."""
+        with open_gguf(self.path) as file:
+            return Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
 
-    @cached_property
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._texts[0]
+
+    @property
     def template(self) -> ChatTemplate | None:
-        return ChatTemplate.from_metadata(open_gguf(self.path).metadata)
+        return self._texts[1]
 
     def wait(self) -> None:
         """Wait until the engine is loaded. Raises the reason if it can not be."""
