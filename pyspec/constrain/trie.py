@@ -38,8 +38,8 @@ class TokenTable:
         if not eog:
             raise RequestError(f"{NO_GRAMMARS} has no token that ends a generation")
         special = sorted(t for t in tokenizer.special | tokenizer.eog if t < n_vocab)
-        tokens = (tokenizer.token_bytes(t) for t in range(n_vocab))
-        return cls([t if len(t) <= MOST_BYTES else b"" for t in tokens], special, eog)
+        tokens = [t if len(t) <= MOST_BYTES else b"" for t in tokenizer.bytes_of_first(n_vocab)]
+        return cls(tokens, special, eog)
 
     def id_of(self, text: str) -> int | None:
         """The token with this text, preferably a control token."""

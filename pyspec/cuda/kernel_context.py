@@ -22,12 +22,14 @@ class KernelContext:
     is_exact  batch-invariant mode (exact.py)
     demoted   modules whose implementations failed while they ran, and are not used
     n_thread  of torch; 0: its default. No choice depends on it
+    keeps_checks  C++ kernels that passed their check in an earlier process are not checked again (kept_checks.py)
     """
 
     tiers: tuple[tuple[str, str], ...] = ()
     is_exact: bool = False
     demoted: frozenset[str] = frozenset()
     n_thread: int = field(default=0, compare=False)
+    keeps_checks: bool = field(default=False, compare=False)
 
     def wanted(self, op: str, named: str = "") -> str:
         """The tier that `--kernels` gives an op, by its own name or by `named`; or auto."""

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from pyspec.cuda import verdicts
+from pyspec.cuda import kept_checks, verdicts
 from pyspec.cuda.checker import sentence
 from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.kernel_context import KernelContext, current, within
@@ -144,10 +144,16 @@ class Op(Generic[Spec, Launch]):
             return None
         if impl.native or device_of(spec).type == "cuda":
             return verdicts.refusal(self.candidate(impl, spec))
+        keeps = current().keeps_checks and impl.name == "cpu"
+        if keeps and kept_checks.has_passed(self.home, impl.name, spec):
+            return None
         try:
-            return self.check(impl.bind(spec), self.reference.bind(spec), spec)
+            found = self.check(impl.bind(spec), self.reference.bind(spec), spec)
         except Exception as e:  # noqa: BLE001 - any error of a foreign compiler means "do not use it"
             return f"failed its check: {sentence(e)}"
+        if keeps and found is None:
+            kept_checks.keep(self.home, impl.name, spec)
+        return found
 
     def chosen(self, spec: Spec) -> Impl[Spec, Launch]:
         """The implementation `spec` runs with. Falling back is logged once per reason."""

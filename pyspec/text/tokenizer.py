@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import islice, repeat
 from typing import Literal
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -294,6 +295,12 @@ class Tokenizer:
                 return b""
             found = self._known[token] = token_bytes(self._tokens[token], self._types[token], self.model)
         return found
+
+    def bytes_of_first(self, n: int) -> Iterator[bytes]:
+        """`token_bytes` of ids 0 to n - 1, of which none is kept."""
+        pairs = islice(zip(self._tokens, self._types, strict=True), n)
+        yield from (token_bytes(token, kind, self.model) for token, kind in pairs)
+        yield from repeat(b"", n - self.n_vocab)
 
     def piece(self, token: int) -> str:
         """The text of one token, with U+FFFD for bytes that are not UTF-8 on their own."""

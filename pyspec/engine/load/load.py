@@ -63,6 +63,10 @@ from pyspec.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+WARM_BYTES = 64 << 20
+"""Weights of a model whose rounds a CPU tries before the first request, some 30 of them. A larger one would read gigabytes for that: its
+rounds are timed as they serve, and nothing waits to be compiled."""
+
 
 @dataclass
 class Loaded:
@@ -79,10 +83,11 @@ class Loaded:
 def load(path: Path, settings: EngineSettings, *, is_isolated: bool = False) -> Loaded:
     """Load a model and its drafter into a loop. Every refusal is a PyspecError with its reason, before anything is allocated.
 
-    is_isolated  as of `describe`
+    is_isolated  as of `describe`; and kernels that passed their check in an earlier process are not checked again
     """
     n_thread = settings.threads if settings.threads > 0 else torch.get_num_threads()
-    kernels = KernelContext(registry.tiers_of(settings.kernels), settings.exact, frozenset(settings.demoted), n_thread)
+    tiers = registry.tiers_of(settings.kernels)
+    kernels = KernelContext(tiers, settings.exact, frozenset(settings.demoted), n_thread, keeps_checks=is_isolated)
     with within(kernels):
         loaded = _load(path, settings, is_isolated)
         # with several ranks each has fewer
@@ -155,7 +160,8 @@ def build(
         with _timed("graphs and warm-up", d.device), gpu_lock(d.device):
             with torch.inference_mode():
                 attend_plan.warm(d.device, d.n_ctx)
-            warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d) + start_bytes(d))
+            if d.is_cuda or plan.weights <= WARM_BYTES:
+                warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d) + start_bytes(d))
             if d.settings.check_tap_shift:
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
     if missing := registry.unmet(d.device):

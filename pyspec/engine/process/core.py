@@ -103,6 +103,7 @@ class EngineCore:
         self._due: list[tuple[Sink, Event]] = []
         self._is_urgent = False
         self._is_rested = True  # no round has run since freed memory went back to the system
+        self._puts_off = False  # the grammars' preparation
         self._trimmed = time.monotonic()
         if self.loop.may_defer:
             self.loop.on_wait = self._hand_out
@@ -135,8 +136,17 @@ class EngineCore:
         _refuse_fork()
         core = cls(load(path, settings, is_isolated=hand_over is not None), hand_over=hand_over, on_death=on_death)
         if settings.warm_up:
-            core.grammars.warm()
+            core.warm_grammars()
         return core
+
+    def warm_grammars(self) -> None:
+        """Prepare for grammars: now, or on a CPU, where that would be a third of the load, at the first rest."""
+        if self.info.device != "cpu":
+            self.grammars.warm()
+            return
+        with self._wake:
+            self._puts_off, self._is_rested = True, False
+            self._wake.notify()
 
     # -- from any thread -----------------------------------------------------------------------------------------
 
@@ -293,13 +303,9 @@ class EngineCore:
 
     def _next(self) -> bool:
         """Wait for work and take it in. Returns False if the engine was closed."""
+        while not self._waited():
+            self._rest()
         with self._wake:
-            has_news = self._is_rested or self._wake.wait_for(self._has_news, REST_S)
-        if not has_news:
-            give_back_memory()
-            self._is_rested, self._trimmed = True, time.monotonic()
-        with self._wake:
-            self._wake.wait_for(self._has_news)
             if self._closing:
                 return False
             inbox, self._inbox = self._inbox, []
@@ -307,6 +313,20 @@ class EngineCore:
                 self._take_in(job)
             self._pass_slot_tasks()
         return True
+
+    def _waited(self) -> bool:
+        """Wait for work; False after REST_S without any, if that is news."""
+        with self._wake:
+            if self._is_rested:
+                self._wake.wait_for(lambda: self._has_news() or not self._is_rested)
+            return self._wake.wait_for(self._has_news, REST_S)
+
+    def _rest(self) -> None:
+        if self._puts_off:
+            self._puts_off = False
+            threading.Thread(target=self.grammars.warm, name="pyspec-warm", daemon=True).start()
+        give_back_memory()
+        self._is_rested, self._trimmed = True, time.monotonic()
 
     def _pass_slot_tasks(self) -> None:
         tasks, self._slot_tasks = self._slot_tasks, []
