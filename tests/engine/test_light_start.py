@@ -1,0 +1,151 @@
+"""What a start on a CPU leaves out: modules, copies and rounds that the first token does not need."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_rig import DEMO
+
+from pyspec import Engine, synth
+from pyspec.cuda import kept_checks
+from pyspec.cuda.kernel_context import KernelContext, within
+from pyspec.cuda.op import Impl, Op
+from pyspec.engine.load import load as loading
+from pyspec.engine.loop.grammars import Grammars
+from pyspec.engine.process import core
+from pyspec.gguf import open_gguf
+from pyspec.models.weights import EMBEDDING, Weights
+from pyspec.synth.dims import find
+from pyspec.text.tokenizer import Tokenizer
+
+ANSWER = """
+import json, sys
+from pyspec import Engine
+with Engine.load("demo", None, np=1, ctx=256, device="cpu") as engine:
+    engine.generate("Once upon a time", max_tokens=8)
+print(json.dumps(sorted(sys.modules)))
+"""
+HEAVY = {
+    "torch._dynamo",
+    "torch._inductor",
+    "sympy",
+    "numba",
+    "triton",
+    "jinja2",
+    "pydantic",
+    "starlette",
+    "huggingface_hub",
+}
+
+
+def test_an_engine_on_a_cpu_answers_without_heavy_modules() -> None:
+    """The first recording had imported torch's compiler: 800 modules, a second and 70 MiB."""
+    made = subprocess.run([sys.executable, "-c", ANSWER], capture_output=True, text=True, check=True)
+    assert not HEAVY & set(json.loads(made.stdout.splitlines()[-1]))
+
+
+def test_rounds_are_tried_before_the_first_request_for_small_models_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[object] = []
+    monkeypatch.setattr(loading, "warm_up", lambda *args: tried.append(args))
+    Engine.load("demo", None, np=1, ctx=256, device="cpu").close()
+    assert len(tried) == 1
+    monkeypatch.setattr(loading, "WARM_BYTES", 1 << 20)
+    Engine.load("demo", None, np=1, ctx=256, device="cpu").close()
+    assert len(tried) == 1
+
+
+def test_grammars_are_prepared_at_the_first_rest_and_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "REST_S", 0.01)
+    prepared, warm = threading.Event(), Grammars.warm
+    by: list[threading.Thread] = []
+
+    def noted(grammars: Grammars) -> None:
+        by.append(threading.current_thread())
+        warm(grammars)
+        prepared.set()
+
+    monkeypatch.setattr(Grammars, "warm", noted)
+    with Engine.load("demo", None, np=1, ctx=256, device="cpu") as engine:
+        assert prepared.wait(60) and len(by) == 1
+        assert by[0] is not threading.current_thread() and by[0].name == "pyspec-warm"
+        assert len(engine.generate("Once", max_tokens=4).tokens) == 4
+
+
+def test_a_tied_head_and_the_embedding_are_read_once(tmp_path: Path) -> None:
+    dims = replace(find("qwen3", tiny=True), tied=True)
+    path = synth.write(dims, tmp_path / "tied.gguf", quant="q8_0")
+    with open_gguf(path) as file:
+        assert "output.weight" not in file.tensors
+        weights = Weights(file, torch.device("cpu"), None)
+        assert weights.packed(EMBEDDING)[0].data_ptr() == weights.head().parts[0][0].data_ptr()  # type: ignore[attr-defined]
+
+
+def test_an_encoder_that_is_built_later_gives_the_same_ids() -> None:
+    with open_gguf(DEMO) as file:
+        now, later = Tokenizer.from_metadata(file.metadata), Tokenizer.from_metadata(file.metadata, later=True)
+    assert now._built and not later._built
+    assert later.piece(70) == now.piece(70) and later.eog == now.eog and not later._built
+    assert later.encode("Once upon a time") == now.encode("Once upon a time")
+    assert list(later.bytes_of_first(later.n_vocab + 2)) == [now.token_bytes(i) for i in range(now.n_vocab + 2)]
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(kept_checks.verdicts, "folder", lambda: tmp_path)
+    monkeypatch.setattr(kept_checks, "SOURCES", ("cpu",))
+    forget()
+    return tmp_path / kept_checks.NAME
+
+
+def forget() -> None:
+    """As a new process."""
+    kept_checks._passed.cache_clear()
+    kept_checks._about.cache_clear()
+
+
+def op_of(checked: list[int], flaw: str | None = None) -> Op[int, int]:
+    def check(launch: int, reference: int, spec: int) -> str | None:
+        checked.append(spec)
+        return flaw
+
+    own = Impl[int, int]("cpu", bind=lambda spec: spec)
+    return Op("made_up", Impl[int, int]("torch", bind=lambda spec: spec), [own], check=check)
+
+
+def test_a_check_that_passed_is_not_repeated_by_the_next_process(kept: Path) -> None:
+    checked: list[int] = []
+    for spec in (1, 1, 2):
+        forget()
+        with within(KernelContext(keeps_checks=True)):
+            assert op_of(checked).chosen(spec).name == "cpu"
+    assert checked == [1, 2]
+    with within(KernelContext()):  # a program's own engines check each time
+        op_of(checked).chosen(1)
+    assert checked == [1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"about": "other sources", "passed": ["pyspec.cuda.ops.made_up.op:made_up cpu 1"]}']
+)
+def test_a_check_is_repeated_for_other_sources_and_after_a_broken_file(kept: Path, content: str) -> None:
+    kept.write_text(content)
+    checked: list[int] = []
+    with within(KernelContext(keeps_checks=True)):
+        op_of(checked).chosen(1)
+    assert checked == [1]
+
+
+def test_a_check_that_failed_is_repeated(kept: Path) -> None:
+    checked: list[int] = []
+    for _ in range(2):
+        forget()
+        with within(KernelContext(keeps_checks=True)):
+            assert op_of(checked, flaw="it differs").chosen(1).name == "torch"
+    assert checked == [1, 1] and not kept.exists()
