@@ -1,4 +1,4 @@
-"""A matrix on a CPU that stays packed: rows are prepared and multiplied with the bytes of the file by C++ kernels."""
+"""Matrices on a CPU that stay packed: rows are prepared and multiplied with the bytes of the file by C++ kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from pyspec.cpu.kernels import empty
 from pyspec.cuda.ops.linear.cpu import PLAIN, CpuLinearSpec, gates, prepared
 from pyspec.cuda.ops.linear.op import linear_cpu
+from pyspec.cuda.ops.moe.op import moe
+from pyspec.cuda.ops.moe.ref import MoeSpec
 from pyspec.cuda.ops.rows.ref import Prep
 from pyspec.gguf import GGMLType
 
@@ -28,6 +30,11 @@ class CpuGates:
 def runs_packed(type: GGMLType) -> bool:
     """True if kernels multiply with matrices of this type."""
     return linear_cpu.runs_as("cpu", CpuLinearSpec(CPU, type))
+
+
+def runs_experts(type: GGMLType) -> bool:
+    """True if kernels run experts with matrices of this type."""
+    return moe.runs_as("cpu", MoeSpec(CPU, 1, type.block_size, type.block_size, "swiglu", type, type))
 
 
 class CpuMatrix:
@@ -48,3 +55,27 @@ class CpuMatrix:
         for product, (raw, _, factor), out, own in zip(self.products, self.parts, outs, added, strict=True):
             product(rows, raw, out, factor, own)
         return y if self.after is None else gates(y, residual, gelu=self.after.gelu, limit=self.after.limit)
+
+
+class CpuGroups:
+    """Matrices [n_out, n_in] that lie one after the other, each for its part of the input: [row, group * n_in] -> [row, group * n_out].
+
+    Its uses are those of models.grouped.Grouped. raw: bytes [group * n_out, bytes of a row]
+    """
+
+    few = None
+
+    def __init__(self, raw: Tensor, type: GGMLType, factor: float, n_group: int) -> None:
+        self.raws, self.factor, self.whole = raw.chunk(n_group), factor, type not in PLAIN
+        self.product = linear_cpu.bind(CpuLinearSpec(CPU, type))
+
+    def reach(self) -> float:
+        """No bound of its outputs: nothing on a CPU hands them on."""
+        return 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        n_group = len(self.raws)
+        y = empty(len(x), n_group * len(self.raws[0]))
+        for raw, part, out in zip(self.raws, x.chunk(n_group, 1), y.chunk(n_group, 1), strict=True):
+            self.product(prepared(part, None, whole=self.whole), raw, out, self.factor, None)
+        return y

@@ -29,7 +29,7 @@ from pyspec.cuda.ops.linear.tiles import TiledMatrix, tile
 from pyspec.cuda.ops.moe.ref import Stack, activate
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Glu, Norm, Prep, PrepKind, RowsSpec
-from pyspec.cuda.packed_cpu import CpuGates, CpuMatrix, runs_packed
+from pyspec.cuda.packed_cpu import CpuGates, CpuGroups, CpuMatrix, runs_packed
 from pyspec.cuda.streamed import Streamed, in_parts
 from pyspec.cuda.streamed_tiles import StreamedTiles, sums_in_f32
 from pyspec.cuda.temporary import temporary
@@ -466,9 +466,11 @@ class Weights:
             raise BadTensors(f"{name}: a table of I32 is wanted, the file has {info.type.name}")
         return self._raw(name).view(torch.int32).view(info.shape).clone()
 
-    def grouped(self, name: str, n_group: int) -> Grouped:
+    def grouped(self, name: str, n_group: int) -> Grouped | CpuGroups:
         """A matrix whose rows are `n_group` matrices one after the other, each for a part of the input."""
         info = self._info(name)
+        if self._on_cpu((name,)):
+            return CpuGroups(*self.packed(name), n_group)
         if self.dense is None and self.device.type != "cuda":
             packed = Unpacked([(self._raw(name), info, self._scale(name))])
             return Grouped(lambda: packed.whole().unflatten(0, (n_group, -1)))

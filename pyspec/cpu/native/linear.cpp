@@ -118,21 +118,30 @@ void many(const ProductArgs &p, const Rows &rows, const Matrix &matrix, int64_t 
 }
 
 template <typename T>
+void part_of(const ProductArgs &p, const Rows &rows, const Part &part) {
+  const Matrix matrix(p.weights, p.n_in / T::BLOCK * T::BYTES, p.n_out);
+  const int64_t last = part.first + part.n;
+  if (part.n <= FEW) {
+    for (int64_t o = part.first_o; o < part.last_o; o += LANES) some<T>(p, rows, matrix, part.first, part.n, o);
+    return;
+  }
+  for (int64_t o = part.first_o; o < part.last_o; o += PANELS * LANES)
+    for (int64_t r = part.first; r < last; r += ROWS)
+      many<T>(p, rows, matrix, r, std::min(ROWS, last - r), o, std::min(o + PANELS * LANES, part.last_o));
+}
+
+template <typename T>
 void packed(const ProductArgs &p) {
   const Rows rows{p.x, p.q, p.scales, p.sums, p.n_in, (p.n_in + CHUNK - 1) / CHUNK};
-  const Matrix matrix(p.weights, p.n_in / T::BLOCK * T::BYTES, p.n_out);
   const int64_t n_panel = (p.n_out + LANES - 1) / LANES;
   if (p.n_row <= FEW) {
-    each_range(n_panel, 2, [&](int64_t a, int64_t b) {
-      for (int64_t k = a; k < b; k++) some<T>(p, rows, matrix, 0, p.n_row, k * LANES);
-    });
+    each_range(n_panel, 2, [&](int64_t a, int64_t b) { part_of<T>(p, rows, {0, p.n_row, a * LANES, std::min(b * LANES, p.n_out)}); });
     return;
   }
   // Many panels to a task if rows do not fit in L2, because each panel reads all of them
   const int64_t fair = n_panel / (8 * n_thread) / 2 * 2, most = p.n_row * p.n_in > IN_L2 ? PANELS : 2, size = std::clamp<int64_t>(fair, 2, most);
   each((n_panel + size - 1) / size, [&](int64_t k) {
-    const int64_t a = k * size * LANES, b = std::min(a + size * LANES, p.n_out);
-    for (int64_t r = 0; r < p.n_row; r += ROWS) many<T>(p, rows, matrix, r, std::min(ROWS, p.n_row - r), a, b);
+    part_of<T>(p, rows, {0, p.n_row, k * size * LANES, std::min((k + 1) * size * LANES, p.n_out)});
   });
 }
 
@@ -188,12 +197,13 @@ void unpacked(const UnpackArgs &p) {
 
 extern "C" void pyspec_product(const ProductArgs *p) {
   if (p->n_row == 0) return;
-  switch (p->type) {
-    case 0:
-    case 1:
-    case 30: product_plain(*p); break;
-    default: FOR_TYPE(p->type, packed, *p)
-  }
+  if (is_plain(p->type)) return product_plain(*p);
+  FOR_TYPE(p->type, packed, *p)
+}
+
+void pyspec::product_part(const ProductArgs &p, const Rows &rows, const Part &part) {
+  if (is_plain(p.type)) return product_plain_part(p, rows, part);
+  FOR_TYPE(p.type, part_of, p, rows, part)
 }
 
 // Rows [n_row, n_in] f32 as whole numbers

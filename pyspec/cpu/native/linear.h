@@ -19,7 +19,15 @@ struct ProductArgs {
   double scale;
 };
 
+// Outputs first_o to last_o, first_o a multiple of eight, of rows first to first + n of a product, on this thread. The rows of `p` are not read.
+struct Part {
+  int64_t first, n, first_o, last_o;
+};
+void product_part(const ProductArgs &p, const Rows &rows, const Part &part);
+
+inline bool is_plain(int64_t type) { return type == 0 || type == 1 || type == 30; }
 void product_plain(const ProductArgs &p);  // weights f32, f16 or bf16
+void product_plain_part(const ProductArgs &p, const Rows &rows, const Part &part);
 
 inline float result(const ProductArgs &p, int64_t row, int64_t o, float y) {
   y *= float(p.scale);

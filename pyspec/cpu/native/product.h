@@ -76,7 +76,7 @@ UNROLL(8)
     for (int r = 0; r < R; r++) total[r] = fma(to_float(sum[r]), p.d[g], total[r]);
   }
   for (int r = 0; r < R; r++) {
-    const int64_t at = (first + r) * rows.n_chunk + chunk;
+    const int64_t at = rows.of(first + r) * rows.n_chunk + chunk;
     const float *sums = rows.sums + at * N_SUM + (S::MINS == 16 ? 8 : 0);
 UNROLL(16)
     for (int g = 0; g < S::MINS; g++) total[r] = fma(p.m[g], all(sums[g]), total[r]);
@@ -122,7 +122,7 @@ UNROLL(8)
       for (int side = 0; side < 2; side++) total[r][side] = fma(to_float(sum[r][side]), p.d[g][side], total[r][side]);
   }
   for (int r = 0; r < R; r++) {
-    const int64_t at = (first + r) * rows.n_chunk + chunk;
+    const int64_t at = rows.of(first + r) * rows.n_chunk + chunk;
     const float *sums = rows.sums + at * N_SUM + (S::MINS == 16 ? 8 : 0);
     const f8 scale = all(rows.scale[at]);
     f8 a = total[r][0], b = total[r][1];

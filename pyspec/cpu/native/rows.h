@@ -16,10 +16,13 @@ struct Rows {
   const float *scale;  // [row, n_chunk]
   const float *sums;   // [row, n_chunk, N_SUM], of q
   int64_t n_in, n_chunk;
+  const int32_t *place = nullptr;  // row r of a product is row place[r] here; null: row r
 
+  ALWAYS int64_t of(int64_t row) const { return place == nullptr ? row : place[row]; }
+  const float *values(int64_t row) const { return x + of(row) * n_in; }
   // Number p of a row's chunk is the pair p
   const int32_t *pairs(int64_t row, int64_t chunk) const {
-    return reinterpret_cast<const int32_t *>(q + (row * n_chunk + chunk) * CHUNK);
+    return reinterpret_cast<const int32_t *>(q + (of(row) * n_chunk + chunk) * CHUNK);
   }
 };
 

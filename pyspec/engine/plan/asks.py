@@ -27,7 +27,7 @@ from pyspec.engine.plan.describe import Description, describe
 from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.gguf import GGUFFile, TensorInfo
 from pyspec.models.part import LoadTypes, Request
-from pyspec.models.wants import Want, scale_of
+from pyspec.models.wants import WHOLE, Want, scale_of
 from pyspec.models.weights import EMBEDDING, PLAIN
 
 ORDER = {
@@ -62,7 +62,7 @@ def _products(d: Description, on: LoadTypes) -> Iterator[Request]:
     """Of the target's matrices, then of those of a drafter's own file."""
     if not on.is_cuda and d.dense is None:
         files = [d.file] if d.draft.file is None else [d.file, d.draft.file]
-        types = {t.type for file in files for t in file.tensors.values() if len(t.shape) > 1}
+        types = {t.type for file in files for t in file.tensors.values() if len(t.shape) == 2 and t.type not in WHOLE}
         yield from ((linear_cpu, CpuLinearSpec(d.device, type)) for type in types)
     if not on.streams:
         return

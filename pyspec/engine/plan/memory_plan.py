@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from pyspec.cuda.packed_cpu import runs_packed
+from pyspec.cuda.packed_cpu import runs_experts, runs_packed
 from pyspec.errors import DoesNotFit
 from pyspec.gguf import GGUFFile
 from pyspec.models.weight_bytes import row_bytes, weight_bytes
-from pyspec.models.weights import GROUPED
+from pyspec.models.wants import WHOLE
 from pyspec.slots.arena import PROMPTS
 from pyspec.slots.parts import CacheSizes, LayerParts
 
@@ -203,10 +203,10 @@ def pick_dense(file: GGUFFile, device: torch.device, wanted: str) -> torch.dtype
 
 
 def _runs_packed(file: GGUFFile, device: torch.device) -> bool:
-    """Whether a CPU's kernels multiply with every matrix of the file."""
-    big = [t for t in file.tensors.values() if len(t.shape) > 1]
-    has_own = all(len(t.shape) == 2 and not t.name.endswith(GROUPED) for t in big)
-    return device.type == "cpu" and has_own and all(map(runs_packed, {t.type for t in big}))
+    """Whether a CPU's kernels multiply with every matrix of the file, those of experts among them."""
+    big = [t for t in file.tensors.values() if len(t.shape) > 1 and t.type not in WHOLE]
+    types, of_experts = ({t.type for t in big if (len(t.shape) == 3) is is_stack} for is_stack in (False, True))
+    return device.type == "cpu" and all(map(runs_packed, types)) and all(map(runs_experts, of_experts))
 
 
 def room_on(device: torch.device, assumed: AssumedGpu | None) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import fuse
+from pyspec.cuda.ops.moe import cpu as moe_cpu
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe.ref import Act, Added, MoeSpec, Router, RouteSpec, Stack, Stacks
 from pyspec.cuda.ops.moe_route.op import moe_route
@@ -100,7 +101,9 @@ class Experts:
         return {}
 
     def scratch(self, size: ForwardSize) -> int:
-        return 0
+        """Values between the loops of a CPU's kernel."""
+        width = self.latent or size.n_embd
+        return moe_cpu.buffer_bytes(size.n_row, self.n_used, width, self.n_ff) if size.device.type == "cpu" else 0
 
     def share(self, n: int) -> Self:
         """All experts, and of each one as many columns."""
@@ -118,10 +121,11 @@ class Experts:
         names = [at.name(f"ffn_{x}_exps.weight") for x in ("gate", "up", "down", "gate_up")]
         scaled = any(scale_of(name) in at.file.tensors for name in names)
         of_up, of_down = (up.type, down.type) if on.dense is None else (None, None)
-        width = self.latent or at.n_embd
+        gate, width = at.file.tensors.get(names[0], up), self.latent or at.n_embd
         spec = MoeSpec(
             on.device, self.n_used, width, self.n_ff, self.act, of_up, of_down, scaled, n_expert=self.n_expert
         )
+        spec = replace(spec, gate=None if on.dense is not None or gate.type is up.type else gate.type)
         yield moe, replace(spec, pieces=self._pieces(at, up, down) if on.streams else 0)
         if self.n_ff_shared and self.act == "relu2" and on.streams:
             yield rows, RowsSpec(on.device, self.n_ff_shared, PrepKind.RELU2)
@@ -241,12 +245,10 @@ class BoundExperts:
         self.prep = self.norm if fuse.norms_on_the_way(w.device, self.router.shape[1]) else None
 
     def _spec(self, device: torch.device, stacks: Stacks) -> MoeSpec:
-        s = self.shape
+        s, up, down = self.shape, stacks.up.type, stacks.down
         scaled = any(x is not None and x.scale is not None for x in (stacks.gate, stacks.up, stacks.down))
-        up = stacks.up.type if stacks.gate is None or stacks.gate.type is stacks.up.type else None
-        return MoeSpec(
-            device, s.n_used, stacks.down.n_out, s.n_ff, s.act, up, stacks.down.type, scaled, n_expert=s.n_expert
-        )
+        spec = MoeSpec(device, s.n_used, down.n_out, s.n_ff, s.act, up, down.type, scaled, n_expert=s.n_expert)
+        return replace(spec, gate=stacks.other_gate)
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
         return self.into(self._run(x, residual if self.leads else None))

@@ -43,8 +43,9 @@ class StreamExperts(Experts):
 
     def scratch(self, size: ForwardSize) -> int:
         """Buffers of rows for experts."""
-        is_cuda = size.device.type == "cuda"
-        return moe_op.buffer_bytes(self.n_used, self.n_expert, size.n_embd, self.n_ff) if is_cuda else 0
+        if size.device.type != "cuda":
+            return Experts.scratch(self, size)
+        return moe_op.buffer_bytes(self.n_used, self.n_expert, size.n_embd, self.n_ff)
 
     def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
         """None: the ops are compiled and checked when they are bound."""
@@ -80,9 +81,9 @@ class BoundStreamExperts:
     def _bind_experts(self, at: Binding, s: StreamExperts, limit: float) -> bool:
         """True if a CUDA graph may hold them. The file's bytes go with the end of the call."""
         device, stacks = at.weights.device, stacks_of(at.weights, at.prefix, s.act)
-        up = stacks.up.type if stacks.gate is not None and stacks.gate.type is stacks.up.type else None
-        n, down = at.n_embd, stacks.down.type
+        n, up, down = at.n_embd, stacks.up.type, stacks.down.type
         run = MoeSpec(device, s.n_used, n, s.n_ff, s.act, up, down, n_expert=s.n_expert, limit=limit)
+        run = replace(run, gate=stacks.other_gate)
         self.experts = moe.bind(run)(stacks)
         return moe.chosen(run).capturable
 

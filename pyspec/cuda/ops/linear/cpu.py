@@ -177,7 +177,7 @@ def sample(type: GGMLType, n_out: int, n_in: int, generator: torch.Generator) ->
 
 
 def _with_scales(raw: Tensor, type: GGMLType) -> Tensor:
-    """Random bytes whose f16 and 8-bit scales are numbers between a hundredth and one."""
+    """Random bytes whose f16 and 8-bit scales are numbers of any sign, of sizes between a hundredth and one."""
     blocks = raw.view(raw.shape[0], -1, type.type_size)
     if type is GGMLType.MXFP4:
         blocks[..., 0] = 120 + blocks[..., 0] % 8
@@ -185,7 +185,7 @@ def _with_scales(raw: Tensor, type: GGMLType) -> Tensor:
         blocks[..., :4] &= 0x3F
     else:
         for at in _HALVES[type]:
-            blocks[..., at + 1] = (blocks[..., at + 1] & 3) | 0x1C
+            blocks[..., at + 1] = (blocks[..., at + 1] & 0x83) | 0x1C
     return raw
 
 

@@ -141,11 +141,17 @@ class Stacks:
     def n_expert(self) -> int:
         return self.up.data.shape[0]
 
+    @property
+    def other_gate(self) -> GGMLType | None:
+        """`MoeSpec.gate`"""
+        return None if self.gate is None or self.gate.type is self.up.type else self.gate.type
+
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
     """Experts n_in -> n_ff -> n_in; a row uses n_used of them. Types are None if matrices are unpacked.
 
+    gate      type of gates where ups have another; else None
     pieces    there is a shared expert of the same types, as wide as that many others; 0 for none
     n_expert  for limits alone: a check of a few experts holds for any number that an implementation takes
     limit     gates are cut at this before silu, ups at plus and minus this; 0: they are not
@@ -156,12 +162,13 @@ class MoeSpec:
     n_in: int
     n_ff: int
     act: Act
-    up: GGMLType | None  # of gates, too
+    up: GGMLType | None
     down: GGMLType | None
     scaled: bool = False
     pieces: int = 0
     n_expert: int = field(default=0, repr=False)
     limit: float = 0.0
+    gate: GGMLType | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +230,8 @@ def bind(spec: MoeSpec) -> Moe:
     """Experts that no row took are neither unpacked nor read. Looks at `ids` on the host: no graph may hold it."""
 
     def load(stacks: Stacks) -> ExpertsRun:
-        assert (stacks.gate is None) == (spec.act == "relu2") and stacks.down.n_out == spec.n_in
+        assert (stacks.gate is None) == (spec.act == "relu2")
+        n_in = stacks.down.n_out
         assert (stacks.shared is None) == (spec.pieces == 0)
 
         def expert(of: Stacks, e: int, x: Tensor) -> Tensor:
@@ -243,7 +251,7 @@ def bind(spec: MoeSpec) -> Moe:
             chosen = ids.flatten().long()
             order = chosen.sort(dim=0, stable=True).indices
             counts = chosen.bincount(minlength=stacks.n_expert).tolist()
-            y = torch.empty(n_row * n_used, spec.n_in, dtype=torch.float32, device=x.device)
+            y = torch.empty(n_row * n_used, n_in, dtype=torch.float32, device=x.device)
             at = 0
             for e, n in enumerate(counts):
                 if n:
@@ -254,7 +262,7 @@ def bind(spec: MoeSpec) -> Moe:
                 assert added.shared is None
                 gate = weights.new_ones(n_row, 1) if added.gate is None else added.gate
                 added = Added(added.residual, expert(stacks.shared, 0, x), gate)
-            return combine(y.view(n_row, n_used, spec.n_in), weights, added)
+            return combine(y.view(n_row, n_used, n_in), weights, added)
 
         return moe
 
