@@ -175,7 +175,7 @@ def test_packed_experts_equal_unpacked_ones_and_only_those_in_use_are_unpacked(
     seen: list[int] = []
     matrix = Stack.matrix
     monkeypatch.setattr(Stack, "matrix", lambda self, e: (seen.append(e), matrix(self, e))[1])
-    got = moe.bind(MoeSpec(CPU, 2, n, f, "swiglu", type, type))(p)(x, ids, weights)
+    got = moe_ref.bind(MoeSpec(CPU, 2, n, f, "swiglu", type, type))(p)(x, ids, weights)
     assert sorted(seen) == [1, 1, 1, 3, 3, 3, 7, 7, 7]
     assert torch.equal(got, moe.bind(MoeSpec(CPU, 2, n, f, "swiglu", None, None))(q)(x, ids, weights))
 
