@@ -22,10 +22,14 @@ from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.linear.cpu import TYPES
+from pyspec.cuda.ops.moe import cpu as moe_cpu
+from pyspec.cuda.ops.moe.op import moe
+from pyspec.cuda.ops.moe.ref import Added, MoeSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+from pyspec.gguf import GGMLType as G
 from pyspec.slots.kv import KV_DTYPES, KvFormat, KVPool
 
 CPU = torch.device("cpu")
@@ -158,6 +162,38 @@ def checks(op: Op[Any, Any], spec: Any) -> str | None:
     return op.check(cpu_of(op, spec), op.reference.bind(spec), spec)
 
 
+EXPERTS = {
+    "odd and plain": MoeSpec(CPU, 3, 37, 19, "swiglu", G.F32, G.F16),
+    "narrower than a panel": MoeSpec(CPU, 2, 5, 3, "relu2", G.BF16, G.BF16),
+    "plain downs": MoeSpec(CPU, 2, 96, 13, "swiglu", G.Q8_0, G.F32),
+    "a row of blocks and a rest": MoeSpec(CPU, 3, 288, 96, "swiglu", G.Q5_1, G.Q4_1, limit=2.0),
+    "gates of another type": MoeSpec(CPU, 2, 256, 256, "swiglu", G.Q3_K, G.IQ4_XS, gate=G.Q2_K),
+    "scaled": MoeSpec(CPU, 4, 64, 64, "relu2", G.NVFP4, G.NVFP4, scaled=True),
+}
+
+
+def routes_experts(spec: MoeSpec, n_row: int) -> str | None:
+    """Half of the rows take the same experts, the last expert gets none, ids lie outside, and a row is NaN. Rows and addends are strided."""
+    gen, n_expert = torch.Generator().manual_seed(n_row), 7
+    made = moe_cpu.stacks_for(spec, n_expert, spec.n_in, spec.n_ff, gen)
+    wide = torch.randn(n_row, 3 * spec.n_in + 1, generator=gen)
+    x, shared, residual = (wide[:, i * spec.n_in : (i + 1) * spec.n_in] for i in range(3))
+    x[n_row // 2] = torch.nan
+    ids = torch.rand(n_row, n_expert - 1, generator=gen).argsort(-1)[:, : spec.n_used].int().contiguous()
+    ids[n_row // 2 :] = ids[-1].clone()
+    hostile = ids.clone()
+    hostile[ids == 0] = -(1 << 31)
+    weights, gate = torch.rand(n_row, spec.n_used, generator=gen), torch.rand(n_row, 1, generator=gen)
+    added = Added(residual, shared, gate)
+    got = cpu_of(moe, spec)(made)(x, hostile, weights, None, added)
+    want = moe.reference.bind(spec)(made)(x, ids, weights, None, added)
+    good = torch.arange(n_row) != n_row // 2
+    if not got[~good].isnan().all():
+        return "the row of NaN is a number"
+    off = float((got[good] - want[good]).norm() / want[good].norm()) if n_row > 1 else 0.0
+    return None if off < 1e-3 else f"outputs differ from the reference by {off:.2g}"
+
+
 def small_rigs() -> Iterator[tuple[str, Rig]]:
     """All but attention."""
     heads = [(24, 4, 256, 64), (3, 3, 20, 6), (0, 2, 80, 80), (8, 2, 128, 0), (1, 1, 9, 4)]
@@ -177,6 +213,9 @@ def small_rigs() -> Iterator[tuple[str, Rig]]:
         for layer in (False, True):
             if n > 1 or not layer:
                 yield f"norms {n} {layer}", partial(checks, norms, NormsSpec(CPU, n, 1e-6, layer))
+    for name, experts in EXPERTS.items():
+        for n_row in (1, 2, 9, 70):
+            yield f"moe {name}, {n_row} rows", partial(routes_experts, experts, n_row)
     yield "angles", partial(checks, angles, angles.shapes(CPU)[0])
     yield "best", partial(checks, best, best.shapes(CPU)[0])
 

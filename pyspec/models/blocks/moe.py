@@ -242,7 +242,8 @@ class BoundExperts:
         beside = self.shared is not None and self.shared.n_beside > 0
         self.latent_down: Matrix | None = w.matrix(f"{p}.{LATENT}") if shape.latent and not beside else None
         self.latent_up: Matrix | None = w.matrix(f"{p}.ffn_latent_up.weight") if shape.latent else None
-        self.prep = self.norm if fuse.norms_on_the_way(w.device, self.router.shape[1]) else None
+        norms_itself = moe.runs_as("cpu", spec) or fuse.norms_on_the_way(w.device, self.router.shape[1])
+        self.prep = self.norm if norms_itself else None
 
     def _spec(self, device: torch.device, stacks: Stacks) -> MoeSpec:
         s, up, down = self.shape, stacks.up.type, stacks.down

@@ -92,7 +92,7 @@ def test_a_row_has_the_same_bits_beside_any_others_and_with_any_threads(name: st
     made, n_row = stacks(spec), 70
     run, x = cpu.bind(spec)(made), size_of(made) * torch.randn(n_row, spec.n_in)
     ids, weights = routed(spec, n_row)
-    ids[40:] = ids[40]  # some experts get many rows, and more rows than others
+    ids[40:] = ids[40].clone()  # some experts get many rows, and more rows than others
     whole = run(x, ids, weights)
     assert close(whole, moe_ref.bind(spec)(made)(x, ids, weights))
     for n_thread in (1, 2, 5):
@@ -129,7 +129,7 @@ def test_rows_that_are_not_finite_spoil_no_others(name: str) -> None:
     made, n_row = stacks(spec), 24
     run, x = cpu.bind(spec)(made), size_of(made) * torch.randn(n_row, spec.n_in)
     ids, weights = routed(spec, n_row)
-    ids[:] = ids[0]
+    ids[:] = ids[0].clone()
     want = run(x, ids, weights)
     bad = torch.tensor([2, 7, 23])
     x[2], x[7, 3], x[23] = torch.nan, torch.inf, torch.nan
