@@ -33,8 +33,9 @@ def runs_packed(type: GGMLType) -> bool:
 
 
 def runs_experts(type: GGMLType) -> bool:
-    """True if kernels run experts with matrices of this type."""
-    return moe.runs_as("cpu", MoeSpec(CPU, 1, type.block_size, type.block_size, "swiglu", type, type))
+    """True if kernels run experts with matrices of this type. The op does not count it as a choice: no layer has the sizes of the question."""
+    own = next(impl for impl in moe.impls if impl.name == "cpu")
+    return moe.refusal(own, MoeSpec(CPU, 1, type.block_size, type.block_size, "swiglu", type, type)) is None
 
 
 class CpuMatrix:

@@ -12,8 +12,8 @@ import torch
 from pyspec.cuda.packed_cpu import runs_experts, runs_packed
 from pyspec.errors import DoesNotFit
 from pyspec.gguf import GGUFFile
-from pyspec.models.weight_bytes import row_bytes, weight_bytes
 from pyspec.models.wants import WHOLE
+from pyspec.models.weight_bytes import row_bytes, weight_bytes
 from pyspec.slots.arena import PROMPTS
 from pyspec.slots.parts import CacheSizes, LayerParts
 

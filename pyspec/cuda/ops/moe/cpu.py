@@ -126,7 +126,9 @@ def check(
         ids = torch.rand(n_row, n_expert, generator=generator).argsort(-1)[:, :n_used].int()
         ids = ids[:1].expand(n_row, -1).contiguous() if of_same else ids.contiguous()
         weights, gate = torch.rand(n_row, n_used, generator=generator), torch.rand(n_row, 1, generator=generator)
-        added = Added(torch.randn(n_row, n_in, generator=generator), torch.randn(n_row, n_in, generator=generator), gate)
+        added = Added(
+            torch.randn(n_row, n_in, generator=generator), torch.randn(n_row, n_in, generator=generator), gate
+        )
         norm = Norm(0.5 + torch.rand(n_in, generator=generator), 1e-6) if of_same and not spec.limit else None
         for around in (NOTHING, added):
             got, want = (run(x, ids, weights, norm, around) for run in (own, other))
