@@ -58,12 +58,20 @@ struct Q4_1 {
   }
 };
 
-// w[k] plus 16 where bit 4k + i of the word is set, and less `offset`
-ALWAYS void fifth_bits(u8v word, int offset, b32 *w) {
+// w[k] of nibbles: plus 16 where bit 4k + i of the word is set, or less 16 where it is not
+template <bool LESS>
+ALWAYS void fifth_bits(u8v word, b32 *w) {
 UNROLL(8)
   for (int k = 0; k < 8; k++) {
+#if defined(__AVX2__)
+    const b32 from = b32(_mm256_set1_epi32((k / 2) * 0x01010101)) | b32(_mm256_set_epi64x(0x0c0c0c0c08080808, 0x0404040400000000, 0x0c0c0c0c08080808, 0x0404040400000000));
+    const b32 bit = b32(_mm256_set1_epi32(int(k % 2 ? 0x80402010 : 0x08040201)));
+    const b32 there = b32((b32(_mm256_shuffle_epi8(__m256i(word), __m256i(from))) & bit) == bit);
+    w[k] |= LESS ? ~there & every(0xf0) : there & every(16);
+#else
     const u8v spread = (word >> (4 * k) & 15u) * 0x00204081u & 0x01010101u;
-    w[k] = (w[k] | b32(spread << 4)) - every(offset);
+    w[k] = (w[k] | b32(spread << 4)) - every(LESS ? 16 : 0);
+#endif
   }
 }
 
@@ -73,7 +81,7 @@ struct Q5_0 {
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
     for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       p.d[g] = b.half(0);
-      nibbles(b, 6, p.w + 8 * g, as_is), fifth_bits(b.word(2), 16, p.w + 8 * g);
+      nibbles(b, 6, p.w + 8 * g, as_is), fifth_bits<true>(b.word(2), p.w + 8 * g);
     }
   }
 };
@@ -84,7 +92,7 @@ struct Q5_1 {
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
     for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       p.d[g] = b.half(0), p.m[g] = b.half(2);
-      nibbles(b, 8, p.w + 8 * g, as_is), fifth_bits(b.word(4), 0, p.w + 8 * g);
+      nibbles(b, 8, p.w + 8 * g, as_is), fifth_bits<false>(b.word(4), p.w + 8 * g);
     }
   }
 };
