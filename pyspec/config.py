@@ -16,6 +16,7 @@ from pyspec.registry import RESERVED, drafters, is_spec_type
 
 KV_TYPES = ("f16", "bf16", "f32", "q8_0", "f8_e4m3")
 WEIGHTS = ("auto", "dense", "packed")
+CPU_ACTIVATIONS = ("q16", "q8")
 DRAFT_HEADS = ("auto", "full", "q4_0", "iq4_nl")
 PAGE_SIZES = (16, 32, 64)
 _TIER = "(auto|cuda|triton|reference)"
@@ -83,6 +84,8 @@ class EngineSettings:
     # of keys, and of values unless kv_type_v names theirs
     kv_type_v: Annotated[str, "-ctv", OneOf(KV_TYPES)] | None = None
     weights: Annotated[str, "--weights", OneOf(WEIGHTS)] = "auto"
+    cpu_activations: Annotated[str, "--cpu-activations", OneOf(CPU_ACTIVATIONS)] = "q16"
+    # on CPUs: rows that packed matrices multiply, as whole numbers of 16 or 8 bits
     threads: Annotated[int, "-t", Whole(-1, MAX_THREADS, "0, -1: as torch chooses")] = 0
     queue: Annotated[int, "--queue", Whole(0, 1_000_000, "0: automatic")] = 0
     # requests that may wait; 0: max(16, 4 * np)

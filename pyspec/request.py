@@ -473,4 +473,5 @@ class EngineInfo:
     n_overhang: int = 0  # KV rows a request needs beyond its tokens
     n_row: int = 0  # KV rows of all slots together; 0: as many as the slots can use
     memory: tuple[tuple[str, int], ...] = ()  # the memory plan: bytes by purpose
+    cpu_activations: str = ""  # "q16" or "q8"; "" on GPUs
     sampling: SamplingParams = field(default_factory=SamplingParams)  # defaults of requests: the file's recommendations

@@ -143,6 +143,7 @@ def setup_of(engine: Engine, plan: Plan) -> dict[str, object]:
         "parameters": info.n_params,
         "bytes": info.n_bytes,
         "device": torch.cuda.get_device_name(info.device) if info.device.startswith("cuda") else info.device,
+        **({"cpu activations": info.cpu_activations} if info.cpu_activations == "q8" else {}),
         "drafter": info.drafter,
         "draft": info.draft_note,
         "slots": info.n_slot,

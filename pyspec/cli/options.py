@@ -16,7 +16,7 @@ from pyspec.cli import verbose_option
 from pyspec.cli.choice import EngineChoice, ModelChoice
 from pyspec.cli.flags import grouped
 from pyspec.cli.sampling import SAMPLING_OPTIONS, sampling_of
-from pyspec.config import DRAFT_HEADS, KV_TYPES, MAX_CTX, MAX_MIB, PAGE_SIZES, WEIGHTS
+from pyspec.config import CPU_ACTIVATIONS, DRAFT_HEADS, KV_TYPES, MAX_CTX, MAX_MIB, PAGE_SIZES, WEIGHTS
 from pyspec.registry import DRAFTERS, RESERVED, added_drafters, is_spec_type
 
 if TYPE_CHECKING:
@@ -202,6 +202,8 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     _device("--weights", type=click.Choice(WEIGHTS), default="auto",
             help="Keep weights packed or unpack them."),
+    _device("--cpu-activations", type=click.Choice(CPU_ACTIVATIONS), default="q16",
+            help="On CPUs: bits of the rows that packed matrices multiply. q8 is faster and less exact."),
     _device("--warmup/--no-warmup", "warm_up", default=True,
             help="Warm up with a few rounds before the first request."),
     _device("--plain-loop", is_flag=True,
@@ -247,6 +249,7 @@ SETTINGS = (
     "device",
     "tp",
     "weights",
+    "cpu_activations",
     "spec_type",
     "n_draft_max",
     "draft_p_min",

@@ -23,6 +23,7 @@ class KernelContext:
     demoted   modules whose implementations failed while they ran, and are not used
     n_thread  of torch; 0: its default. No choice depends on it
     keeps_checks  C++ kernels that passed their check in an earlier process are not checked again (kept_checks.py)
+    cpu_rows  of products on a CPU (`--cpu-activations`): q16 or q8
     """
 
     tiers: tuple[tuple[str, str], ...] = ()
@@ -30,6 +31,7 @@ class KernelContext:
     demoted: frozenset[str] = frozenset()
     n_thread: int = field(default=0, compare=False)
     keeps_checks: bool = field(default=False, compare=False)
+    cpu_rows: str = "q16"
 
     def wanted(self, op: str, named: str = "") -> str:
         """The tier that `--kernels` gives an op, by its own name or by `named`; or auto."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pyspec.cpu.kernels import empty
-from pyspec.cuda.ops.linear.cpu import PLAIN, CpuLinearSpec, gates, prepared
+from pyspec.cuda.kernel_context import current
+from pyspec.cuda.ops.linear.cpu import PLAIN, CpuLinearSpec, gates, has_eight, prepared
 from pyspec.cuda.ops.linear.op import linear_cpu
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe.ref import MoeSpec
@@ -38,18 +39,29 @@ def runs_experts(type: GGMLType) -> bool:
     return moe.refusal(own, MoeSpec(CPU, 1, type.block_size, type.block_size, "swiglu", type, type)) is None
 
 
+def spec_of(type: GGMLType) -> CpuLinearSpec:
+    """The product with matrices of this type under this thread's settings."""
+    if current().cpu_rows == "q8" and has_eight(type):
+        eight = CpuLinearSpec(CPU, type, 8)
+        if linear_cpu.runs_as("cpu", eight):
+            return eight
+    return CpuLinearSpec(CPU, type)
+
+
 class CpuMatrix:
     """Matrices of one input, their outputs side by side. parts: (bytes [n_out, bytes of a row], type, factor)."""
 
     def __init__(self, parts: Sequence[tuple[Tensor, GGMLType, float]], after: CpuGates | None = None) -> None:
         self.parts, self.after = list(parts), after
-        self.products = [linear_cpu.bind(CpuLinearSpec(CPU, type)) for _, type, _ in parts]
+        specs = [spec_of(type) for _, type, _ in parts]
+        self.products = [linear_cpu.bind(spec) for spec in specs]
         self.widths = [raw.shape[0] for raw, _, _ in parts]
         self.n_out = sum(self.widths)
-        self.whole = any(type not in PLAIN for _, type, _ in parts)
+        self.whole = any(spec.type not in PLAIN and spec.bits == 16 for spec in specs)
+        self.eight = any(spec.bits == 8 for spec in specs)
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        rows = prepared(x, prep, whole=self.whole)
+        rows = prepared(x, prep, whole=self.whole, eight=self.eight)
         y = empty(x.shape[0], self.n_out)
         added = [None] * len(self.parts) if residual is None or self.after else residual.split(self.widths, 1)
         outs = y.split(self.widths, 1) if len(self.parts) > 1 else [y]

@@ -53,6 +53,7 @@ class LoadOptions(TypedDict, total=False):
     kv_type: str
     kv_type_v: str | None
     weights: str
+    cpu_activations: str
     threads: int
     queue: int
     seed: int

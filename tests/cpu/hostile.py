@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from eight_rig import eight_rigs
 from torch import Tensor
 
 from pyspec.cuda.op import Op
@@ -222,6 +223,7 @@ def small_rigs() -> Iterator[tuple[str, Rig]]:
 
 def rigs() -> Iterator[tuple[str, Rig]]:
     yield from small_rigs()
+    yield from eight_rigs()
     yield "what is not there", survives_what_is_not_there
     for name, case in ATTEND.items():
         yield f"attend {name}", partial(attends, case)

@@ -1,4 +1,5 @@
-// Rows for products: prepared as cuda/ops/rows/ref.py defines it, and as 16-bit whole numbers. And gates behind products.
+// Rows for products: prepared as cuda/ops/rows/ref.py defines it, and as whole numbers of 16 or 8 bits. And gates behind products.
+#include "eight.h"
 #include "pool.h"
 #include "prep.h"
 #include "product.h"
@@ -14,6 +15,7 @@ struct PrepareArgs {
   float *out;  // [n_row, n_in]; may be null for PLAIN
   int16_t *q;  // whole numbers, or null
   float *scales, *sums;
+  Row8 *eight;  // [n_chunk, n_row], or null
   const float *weight, *gate;
   int64_t kind, n_row, n_in, stride, gate_stride, gate_step, dim;
   double eps;
@@ -47,11 +49,12 @@ extern "C" void pyspec_prepare(const PrepareArgs *p) {
     for (int64_t r = a; r < b; r++) {
       const float *x = p->x + r * p->stride;
       if (p->out) prepare(*p, x, p->gate ? p->gate + r * p->gate_stride : nullptr, p->out + r * p->n_in);
-      if (!p->q) continue;
       const float *from = p->out ? p->out + r * p->n_in : x;
-      for (int64_t c = 0; c < n_chunk; c++) {
+      for (int64_t c = 0; c < n_chunk && (p->q || p->eight); c++) {
         const int64_t at = r * n_chunk + c, left = p->n_in - c * CHUNK;
-        quantise(from + c * CHUNK, int(left < CHUNK ? left : CHUNK), p->q + at * CHUNK, p->scales + at, p->sums + at * N_SUM);
+        const int n = int(left < CHUNK ? left : CHUNK);
+        if (p->q) quantise(from + c * CHUNK, n, p->q + at * CHUNK, p->scales + at, p->sums + at * N_SUM);
+        if (p->eight) quantise_eight(from + c * CHUNK, n, p->eight[c * p->n_row + r]);
       }
     }
   });

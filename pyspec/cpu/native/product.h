@@ -49,7 +49,7 @@ struct Shape {
   static constexpr bool SIGNED = SIGNED_;
 };
 template <typename T>
-using ShapeOf = Shape<T::GROUP, T::MINS, T::SIGNED>;
+using ShapeOf = Shape<T::GROUP, T::MINS, (T::LEAST < 0)>;
 
 // acc[r] += panel . row r
 template <typename S, int R>

@@ -4,7 +4,7 @@
 //   BLOCK   weights of one block of the file, BYTES its bytes
 //   GROUP   weights that share an f32 scale: 16 or 32
 //   MINS    offsets of 256 weights: 0, 8 (of 32 weights each) or 16
-//   SIGNED  whether the bytes are int8 or uint8
+//   LEAST   the least of its bytes and MOST the largest: int8 if LEAST < 0, else uint8
 //   fill(rows, n, table, panel)   n weights of each row, a multiple of BLOCK, n <= 256:
 //           weight i of row l is byte i * d[i / GROUP][l] + m[i * MINS / 256][l]. What lies behind the n-th weight is not written.
 #pragma once
@@ -17,7 +17,7 @@ alignas(16) inline constexpr int8_t E2M1_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 
 
 struct Q8_0 {
   static constexpr int BLOCK = 32, BYTES = 34, GROUP = 32, MINS = 0;
-  static constexpr bool SIGNED = true;
+  static constexpr int LEAST = -128, MOST = 127;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
     for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       p.d[g] = b.half(0);
@@ -38,7 +38,7 @@ ALWAYS b32 as_is(b32 x) { return x; }
 
 struct Q4_0 {
   static constexpr int BLOCK = 32, BYTES = 18, GROUP = 32, MINS = 0;
-  static constexpr bool SIGNED = true;
+  static constexpr int LEAST = -8, MOST = 7;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
     for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       p.d[g] = b.half(0);
@@ -49,7 +49,7 @@ struct Q4_0 {
 
 struct Q4_1 {
   static constexpr int BLOCK = 32, BYTES = 20, GROUP = 32, MINS = 8;
-  static constexpr bool SIGNED = false;
+  static constexpr int LEAST = 0, MOST = 15;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
     for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       p.d[g] = b.half(0), p.m[g] = b.half(2);
@@ -77,7 +77,7 @@ UNROLL(8)
 
 struct Q5_0 {
   static constexpr int BLOCK = 32, BYTES = 22, GROUP = 32, MINS = 0;
-  static constexpr bool SIGNED = true;
+  static constexpr int LEAST = -16, MOST = 15;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
     for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       p.d[g] = b.half(0);
@@ -88,7 +88,7 @@ struct Q5_0 {
 
 struct Q5_1 {
   static constexpr int BLOCK = 32, BYTES = 24, GROUP = 32, MINS = 8;
-  static constexpr bool SIGNED = false;
+  static constexpr int LEAST = 0, MOST = 31;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
     for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       p.d[g] = b.half(0), p.m[g] = b.half(2);
@@ -109,7 +109,7 @@ UNROLL(8)
 
 struct Q2_K {
   static constexpr int BLOCK = 256, BYTES = 84, GROUP = 16, MINS = 16;
-  static constexpr bool SIGNED = false;
+  static constexpr int LEAST = 0, MOST = 3;
   static ALWAYS void fill(Eight b, int, const void *, Panel &p) {
     const f8 d = b.half(80), low = -b.half(82);
     b32 s[4], x[8];
@@ -127,7 +127,7 @@ struct Q2_K {
 
 struct Q3_K {
   static constexpr int BLOCK = 256, BYTES = 110, GROUP = 16, MINS = 0;
-  static constexpr bool SIGNED = true;
+  static constexpr int LEAST = -4, MOST = 3;
   static ALWAYS void fill(Eight b, int, const void *, Panel &p) {
     const f8 d = b.half(108);
     const u8v low[2] = {b.word(96), b.word(100)}, high = b.word(104);
@@ -160,7 +160,7 @@ UNROLL(8)
 
 struct Q4_K {
   static constexpr int BLOCK = 256, BYTES = 144, GROUP = 32, MINS = 8;
-  static constexpr bool SIGNED = false;
+  static constexpr int LEAST = 0, MOST = 15;
   static ALWAYS void fill(Eight b, int, const void *, Panel &p) {
     b32 head[4];
     b.sixteen(0, head);
@@ -176,7 +176,7 @@ UNROLL(8)
 
 struct Q5_K {
   static constexpr int BLOCK = 256, BYTES = 176, GROUP = 32, MINS = 8;
-  static constexpr bool SIGNED = false;
+  static constexpr int LEAST = 0, MOST = 31;
   static ALWAYS void fill(Eight b, int, const void *, Panel &p) {
     b32 head[4], h[8];
     b.sixteen(0, head);
@@ -197,7 +197,7 @@ UNROLL(8)
 
 struct Q6_K {
   static constexpr int BLOCK = 256, BYTES = 210, GROUP = 16, MINS = 0;
-  static constexpr bool SIGNED = true;
+  static constexpr int LEAST = -32, MOST = 31;
   static ALWAYS void fill(Eight b, int, const void *, Panel &p) {
     const f8 d = b.half(208);
     const b32 top = every(48), o = every(32);
@@ -223,7 +223,7 @@ struct Q6_K {
 
 struct IQ4_NL {
   static constexpr int BLOCK = 32, BYTES = 18, GROUP = 32, MINS = 0;
-  static constexpr bool SIGNED = true;
+  static constexpr int LEAST = -127, MOST = 113;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
     for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       p.d[g] = b.half(0);
@@ -234,7 +234,7 @@ struct IQ4_NL {
 
 struct IQ4_XS {
   static constexpr int BLOCK = 256, BYTES = 136, GROUP = 32, MINS = 0;
-  static constexpr bool SIGNED = true;
+  static constexpr int LEAST = -127, MOST = 113;
   static ALWAYS void fill(Eight b, int, const void *, Panel &p) {
     const f8 d = b.half(0);
     const u8v high = b.word(0) >> 16, low = b.word(4);
@@ -248,7 +248,7 @@ struct IQ4_XS {
 
 struct MXFP4 {
   static constexpr int BLOCK = 32, BYTES = 17, GROUP = 32, MINS = 0;
-  static constexpr bool SIGNED = true;
+  static constexpr int LEAST = -12, MOST = 12;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
     for (int g = 0; g < n / 32; g++, b.at += BYTES) {
       const i8 code = b.byte(0);
@@ -269,7 +269,7 @@ ALWAYS f8 half_ue4m3(i8 code) {
 
 struct NVFP4 {
   static constexpr int BLOCK = 64, BYTES = 36, GROUP = 16, MINS = 0;
-  static constexpr bool SIGNED = true;
+  static constexpr int LEAST = -12, MOST = 12;
   static ALWAYS void fill(Eight b, int n, const void *, Panel &p) {
     for (int i = 0; i < n / 64; i++, b.at += BYTES)
       for (int k = 0; k < 4; k++) p.d[4 * i + k] = half_ue4m3(b.byte(k));
@@ -307,7 +307,7 @@ struct Transposed {
 
 struct IQ2_XXS {  // table: [256][8] bytes
   static constexpr int BLOCK = 256, BYTES = 66, GROUP = 32, MINS = 0;
-  static constexpr bool SIGNED = true;
+  static constexpr int LEAST = -43, MOST = 43;
   static void fill(Eight b, int, const void *table, Panel &p) {
     const f8 d = b.half(0) * all(0.125f);
     Transposed t;
@@ -327,7 +327,7 @@ struct IQ2_XXS {  // table: [256][8] bytes
 
 struct IQ3_XXS {  // table: [256][4] bytes
   static constexpr int BLOCK = 256, BYTES = 98, GROUP = 32, MINS = 0;
-  static constexpr bool SIGNED = true;
+  static constexpr int LEAST = -62, MOST = 62;
   static void fill(Eight b, int, const void *table, Panel &p) {
     const f8 d = b.half(0) * all(0.25f);
     Transposed t;

@@ -86,8 +86,8 @@ def load(path: Path, settings: EngineSettings, *, is_isolated: bool = False) -> 
     is_isolated  as of `describe`; and kernels that passed their check in an earlier process are not checked again
     """
     n_thread = settings.threads if settings.threads > 0 else torch.get_num_threads()
-    tiers = registry.tiers_of(settings.kernels)
-    kernels = KernelContext(tiers, settings.exact, frozenset(settings.demoted), n_thread, keeps_checks=is_isolated)
+    tiers, demoted = registry.tiers_of(settings.kernels), frozenset(settings.demoted)
+    kernels = KernelContext(tiers, settings.exact, demoted, n_thread, is_isolated, settings.cpu_activations)
     with within(kernels):
         loaded = _load(path, settings, is_isolated)
         # with several ranks each has fewer
@@ -266,6 +266,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         n_bytes=sum(t.n_bytes for t in d.file.tensors.values()),
         file_type=file_type_words(fields.integer("general.file_type", None)),
         device=str(d.device),
+        cpu_activations="" if d.is_cuda else d.settings.cpu_activations,
         drafter=d.draft.kind,
         draft_path=str(d.settings.draft_path or ""),
         n_draft_max=d.draft.n_draft,

@@ -19,7 +19,7 @@ from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
-from pyspec.cuda.ops.linear.cpu import CpuLinearSpec
+from pyspec.cuda.ops.linear.cpu import CpuLinearSpec, has_eight
 from pyspec.cuda.ops.linear.op import linear, linear_cpu, linear_tall
 from pyspec.cuda.ops.linear.pack import FORMATS
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
@@ -64,6 +64,8 @@ def _products(d: Description, on: LoadTypes) -> Iterator[Request]:
         files = [d.file] if d.draft.file is None else [d.file, d.draft.file]
         types = {t.type for file in files for t in file.tensors.values() if len(t.shape) == 2 and t.type not in WHOLE}
         yield from ((linear_cpu, CpuLinearSpec(d.device, type)) for type in types)
+        if d.settings.cpu_activations == "q8":
+            yield from ((linear_cpu, CpuLinearSpec(d.device, type, 8)) for type in types if has_eight(type))
     if not on.streams:
         return
     wants = {**d.draft.wants, **d.config.tensors(d.file)}

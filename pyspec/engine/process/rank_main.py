@@ -58,7 +58,8 @@ def sizes_of(s: EngineSettings, table: SlotTable, width: int, device: torch.devi
 def load(share: LoadShare, link: Link) -> Follower:
     """Load this rank's part of the model, and join the others."""
     s, device = share.settings, torch.device(share.device)
-    kernel_context.use(KernelContext(registry.tiers_of(s.kernels), s.exact, frozenset(s.demoted)))
+    tiers, demoted = registry.tiers_of(s.kernels), frozenset(s.demoted)
+    kernel_context.use(KernelContext(tiers, s.exact, demoted, cpu_rows=s.cpu_activations))
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if (free := free_bytes(device)) * (1 - RESERVE) < share.n_bytes:

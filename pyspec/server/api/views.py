@@ -80,6 +80,7 @@ def props_view(service: Service) -> dict[str, Any]:
         "is_sleeping": False,
         "arch": info.arch,
         "device": info.device,
+        **({"cpu_activations": info.cpu_activations} if info.cpu_activations else {}),
         "draft": draft_view(info),
         "memory_plan": dict(info.memory),
     }

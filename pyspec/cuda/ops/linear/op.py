@@ -53,7 +53,9 @@ linear_tall: Op[linear_ref.LinearSpec, linear_ref.Linear] = Op(
 def cpu_types(device: torch.device) -> list[linear_on_cpu.CpuLinearSpec]:
     """The usual types of files that CPUs run."""
     names = ("F32", "F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "MXFP4") if device.type == "cpu" else ()
-    return [linear_on_cpu.CpuLinearSpec(device, GGMLType[name]) for name in names]
+    types = [GGMLType[name] for name in names]
+    eight = [linear_on_cpu.CpuLinearSpec(device, type, 8) for type in types if linear_on_cpu.has_eight(type)]
+    return [linear_on_cpu.CpuLinearSpec(device, type) for type in types] + eight
 
 
 linear_cpu: Op[linear_on_cpu.CpuLinearSpec, linear_on_cpu.Product] = Op(
