@@ -22,6 +22,7 @@ def compute_logits(
     kv_type_v: str | None = None,
     device: str = "auto",
     weights: str = "auto",
+    cpu_activations: str = "q16",
 ) -> np.ndarray:
     """[token, vocab] float32: row i is the model's prediction after tokens 0..i.
 
@@ -39,6 +40,7 @@ def compute_logits(
         kv_type_v=kv_type_v,
         device=device,
         weights=weights,
+        cpu_activations=cpu_activations,
         spec_type="none",
         warm_up=False,
     )

@@ -13,7 +13,11 @@ using namespace pyspec;
 namespace {
 
 constexpr int64_t ROWS = 128;         // of a block: their 256 values lie in L2 while weights pass
-constexpr int64_t TILE = 6;           // rows whose sums stay in registers
+#if defined(__AVX512VNNI__)
+constexpr int64_t TILE = 12;  // rows whose sums stay in registers
+#else
+constexpr int64_t TILE = 6;
+#endif
 constexpr int64_t FEW = 7;            // rows that one pass over a panel multiplies
 constexpr int64_t IN_L2 = 128 << 10;  // values of rows
 constexpr int64_t PANELS = 8;         // of a task: as often is a block's chunk read from L2
@@ -53,14 +57,7 @@ void wide_rows(const Wide &wide, const Rows &rows, int64_t first, int64_t n, int
   const int64_t n_tile = (n + TILE - 1) / TILE;
   for (int64_t i = 0; i < n_tile; i++) {
     const int64_t a = n * i / n_tile, size = n * (i + 1) / n_tile - a, r = first + a;
-    switch (size) {
-      case 1: multiply_wide<S, 1>(wide, rows, r, c, acc + a); break;
-      case 2: multiply_wide<S, 2>(wide, rows, r, c, acc + a); break;
-      case 3: multiply_wide<S, 3>(wide, rows, r, c, acc + a); break;
-      case 4: multiply_wide<S, 4>(wide, rows, r, c, acc + a); break;
-      case 5: multiply_wide<S, 5>(wide, rows, r, c, acc + a); break;
-      default: multiply_wide<S, 6>(wide, rows, r, c, acc + a);
-    }
+    with_constant<TILE>(size, [&](auto r_) ALWAYS_LAMBDA { multiply_wide<S, decltype(r_)::value>(wide, rows, r, c, acc + a); });
   }
 }
 

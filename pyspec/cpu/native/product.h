@@ -4,10 +4,21 @@
 //   chunk = group[0] * d[0], then fma of group[g] * d[g] in order, then of the row's sums[k] * m[k]
 //   total = fma(chunk, the row's scale, total)
 #pragma once
+#include <type_traits>
+
 #include "rows.h"
 #include "unpack.h"
 
 namespace pyspec {
+
+// f of n as a constant, 1 to MOST
+template <int MOST, typename F>
+ALWAYS void with_constant(int64_t n, F &&f) {
+  if constexpr (MOST > 1) {
+    if (n < MOST) return with_constant<MOST - 1>(n, f);
+  }
+  f(std::integral_constant<int, MOST>{});
+}
 
 // Keeps a value in its register: left alone, the compiler puts off all sums of a loop and spills the products, and loads bytes twice.
 template <typename V>
@@ -98,6 +109,38 @@ NEVER void widen_panel(const Panel &p, int side, Wide &wide) {
 }
 
 // acc[r] += both panels . row r
+#if defined(__AVX512VNNI__)
+// Both panels in one vector: the same sums in the same order
+template <typename S, int R>
+NEVER void multiply_wide(const Wide &p, const Rows &rows, int64_t first, int64_t chunk, f8 (*acc)[2]) {
+  constexpr int PAIRS = S::GROUP / 2;
+  const auto both = [](const f8 *of) ALWAYS_LAMBDA { return _mm512_loadu_ps(of); };
+  const int32_t *x[R];
+  __m512 total[R];
+  for (int r = 0; r < R; r++) x[r] = rows.pairs(first + r, chunk), total[r] = _mm512_setzero_ps();
+  for (int g = 0; g < CHUNK / S::GROUP; g++) {
+    __m512i sum[R];
+UNROLL(16)
+    for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_si512();
+UNROLL(2)
+    for (int k = 0; k < PAIRS; k++) {
+      const __m512i w = _mm512_loadu_si512(p.w[g * PAIRS + k]);
+UNROLL(16)
+      for (int r = 0; r < R; r++) sum[r] = _mm512_dpwssd_epi32(sum[r], w, _mm512_set1_epi32(x[r][g * PAIRS + k]));
+    }
+UNROLL(16)
+    for (int r = 0; r < R; r++) total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), both(p.d[g]), total[r]);
+  }
+  for (int r = 0; r < R; r++) {
+    const int64_t at = (first + r) * rows.n_chunk + chunk;
+    const float *sums = rows.sums + at * N_SUM + (S::MINS == 16 ? 8 : 0);
+UNROLL(16)
+    for (int g = 0; g < S::MINS; g++) total[r] = _mm512_fmadd_ps(both(p.m[g]), _mm512_set1_ps(sums[g]), total[r]);
+    float *to = reinterpret_cast<float *>(acc[r]);
+    _mm512_storeu_ps(to, _mm512_fmadd_ps(total[r], _mm512_set1_ps(rows.scale[at]), _mm512_loadu_ps(to)));
+  }
+}
+#else
 template <typename S, int R>
 NEVER void multiply_wide(const Wide &p, const Rows &rows, int64_t first, int64_t chunk, f8 (*acc)[2]) {
   constexpr int PAIRS = S::GROUP / 2;
@@ -131,5 +174,6 @@ UNROLL(16)
     acc[r][0] = fma(a, scale, acc[r][0]), acc[r][1] = fma(b, scale, acc[r][1]);
   }
 }
+#endif
 
 }  // namespace pyspec
