@@ -15,6 +15,7 @@ DRAFTERS = {
     "dflash": "pyspec.draft.dflash",
     "mtp": "pyspec.draft.mtp",
     "ngram": "pyspec.draft.ngram",
+    "draft": "pyspec.draft.draft_model",
 }
 ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfig`
     "gemma3": "pyspec.models.arch.gemma3",

@@ -38,7 +38,7 @@ class Number(click.FloatRange):
         return number
 
 
-LLAMA_CPP = {"ngram": "ngram-simple"}  # drafters that are not spelled draft-NAME
+LLAMA_CPP = {"ngram": "ngram-simple", "draft": "draft-simple"}  # drafters that are not spelled draft-NAME
 SPEC_TYPES = {name: name for name in (*RESERVED, *DRAFTERS)} | {
     LLAMA_CPP.get(name, f"draft-{name}"): name for name in DRAFTERS
 }

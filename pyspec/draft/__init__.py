@@ -8,10 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pyspec.errors import ConfigError
-from pyspec.registry import DRAFTERS, added_drafters, drafters
+from pyspec.registry import DRAFTERS, added_drafters, architecture_module, drafters
 
 if TYPE_CHECKING:
-    from pyspec.draft.drafter import DrafterModule
+    from pyspec.draft.drafter import DrafterModule, TargetFile
     from pyspec.gguf import GGUFFile
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,23 @@ def find(kind: str) -> DrafterModule:
 def recognised(file: GGUFFile) -> str | None:
     """Name of the drafter that recognises this file; ours are asked first. None: no drafter does."""
     return _first(DRAFTERS, file) or _first(added_drafters(), file)
+
+
+def given(file: GGUFFile, target: TargetFile) -> str | None:
+    """Name of the drafter for a file that was given beside a target. A whole model is a draft model, with an MTP block or not, unless its
+    trunk is the target's: then it was given for that block. None: no drafter is for the file."""
+    kind = recognised(file)
+    if kind not in (None, "mtp") or not is_model(file):
+        return kind
+    h, c = file.hparams, target.config
+    n_layer = h.integer("block_count") - h.integer("nextn_predict_layers", 0)
+    has_trunk = (file.architecture, n_layer, h.integer("embedding_length")) == (c.arch, c.n_layer, c.n_embd)
+    return kind if kind and has_trunk else "draft"
+
+
+def is_model(file: GGUFFile) -> bool:
+    """The file has a trunk that pyspec runs."""
+    return architecture_module(file.architecture) is not None and any(n.startswith("blk.0.") for n in file.tensors)
 
 
 def _first(kinds: Iterable[str], file: GGUFFile) -> str | None:

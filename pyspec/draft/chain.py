@@ -3,7 +3,8 @@
 Row p of the block pairs token x_p with the hidden state h_{p-1} and predicts x_{p+1}; row 0 pairs with zeros. The target's hidden
 states are exact; behind them the block goes on from its own. Rows of committed tokens are computed once, from the target's
 states, in the first pass of the next draft, together with the row of the anchor; the chained rows after it are scratch and are
-overwritten. The chain knows a block by `models.target.MtpNet` only. Source: llama.cpp draft-mtp (positions), vLLM (schedule).
+overwritten. A block that reads tokens alone (a draft model) has states of width 0, and its chained rows stay where the target took
+their tokens. The chain knows a block by `models.target.MtpNet` only. Source: llama.cpp draft-mtp (positions), vLLM (schedule).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pyspec.slots.arena import BUCKETS, Arena, graph_shapes, most_rows
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.drafts import Drafts, DraftsAhead
 from pyspec.slots.parts import PartMemory
+from pyspec.slots.prefix import common_prefix
 from pyspec.slots.table import Slot, SlotTable
 
 MOST_WAITING = 16  # rows of a silent slot that wait at most: each costs the more the fewer of them are computed at once
@@ -48,13 +50,15 @@ class Pending:
     Between a draft and the forward that verifies it the anchor's row is exact already: n_row is n_past + 1, and `hidden`
     still holds h of n_past-1, for the case that this forward fails and the draft has to be made again.
 
-    Rounds without drafts only note the places of their rows; `hidden` brings them together.
+    Rounds without drafts only note the places of their rows; `hidden` brings them together. guess: tokens of the chained rows from n_row
+    on, if they stay where they are right.
     """
 
-    __slots__ = ("_pieces", "generation", "n_hidden", "n_row")
+    __slots__ = ("_pieces", "generation", "guess", "n_hidden", "n_row")
 
     def __init__(self, generation: int, n_row: int, hidden: Tensor) -> None:
         self.generation, self.n_row, self.hidden = generation, n_row, hidden
+        self.guess: Sequence[int] = ()
 
     @property
     def hidden(self) -> Tensor:
@@ -125,7 +129,10 @@ class Chain:
         for s, seq in enumerate(batch.seqs):
             state = self._state(self.table.slots[seq.slot])
             # right after a draft nothing is pending: the one row there is was that of the anchor, which is exact
-            state.add(hidden, batch.starts[s], batch.starts[s] + kept[s], after=state.n_row <= seq.n_past)
+            is_pending = state.n_row <= seq.n_past
+            n_right = 0 if is_pending else common_prefix(state.guess, seq.tokens[1 : kept[s]])
+            state.n_row, state.guess = state.n_row + n_right, ()
+            state.add(hidden, batch.starts[s] + n_right, batch.starts[s] + kept[s], after=is_pending)
             heard.append((state, seq, kept[s]))
         if not any(state.n_hidden > self.most_waiting for state, _, _ in heard):
             return
@@ -139,15 +146,21 @@ class Chain:
 
     def _bring_up(self, late: Sequence[tuple[Pending, Seq]]) -> None:
         """Compute the rows of committed tokens that wait: all but the newest hidden state of each have theirs."""
-        rows = lay_out(self.table, [seq for _, seq in late], self.device, arena=self.arenas[2])
-        hidden = [state.hidden[:-1] for state, _ in late]
-        if rows.bucket is None:
-            self.block.forward(rows, torch.cat(hidden))
-        else:
-            torch.cat(hidden, out=self.hidden[: rows.n_row])
-            self._late(rows)
+        if wanted := [(state, cut) for state, seq in late if (cut := self._within(seq)).width]:
+            rows = lay_out(self.table, [seq for _, seq in wanted], self.device, arena=self.arenas[2])
+            hidden = [state.hidden[: seq.width] for state, seq in wanted]
+            if rows.bucket is None:
+                self.block.forward(rows, torch.cat(hidden))
+            else:
+                torch.cat(hidden, out=self.hidden[: rows.n_row])
+                self._late(rows)
         for state, seq in late:
             state.n_row, state.hidden = state.n_row + seq.width, state.hidden[-1:].clone()
+
+    def _within(self, seq: Seq) -> Seq:
+        """Its rows in the part of a context behind which drafts are made: no draft sees those beyond."""
+        most = self.needs.n_ctx
+        return replace(seq, tokens=seq.tokens[: max(0, most - seq.n_past)]) if most else seq
 
     @torch.inference_mode()
     def draft(self, requests: Sequence[DraftRequest]) -> list[Drafts]:
@@ -186,6 +199,8 @@ class Chain:
         steps = self.steps[:done].tolist()
         for i, (r, length) in enumerate(zip(live, lengths, strict=True)):
             drafts[r.slot.index] = [step[i] for step in steps[: min(length, r.n_draft)]]
+            if not self.block.n_hidden:  # of the last draft there is no row
+                self._state(r.slot).guess = [step[i] for step in steps[:-1]]
 
     def _chained(self, slots: Sequence[Slot], n: int, widths: Sequence[int] = ()) -> Batch:
         """The layout of the passes after the first, which move it on: `n` drafts behind each slot's tokens. Their own tokens are
@@ -222,7 +237,7 @@ class Chain:
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             state = self._state(slot)
-            state.n_row, state.hidden = slot.n_past + 1, state.hidden[-1:]
+            state.n_row, state.hidden, state.guess = slot.n_past + 1, state.hidden[-1:], ()
 
     def _start(self, batch: Batch) -> None:
         """The first pass: exact rows up to the anchor's, `self.hidden` given by the host."""
@@ -241,7 +256,8 @@ class Chain:
     def _pick(self, hidden: Tensor) -> None:
         n = hidden.shape[0]
         logits = self.block.propose(hidden, self.tokens[:n])
-        copied(hidden, self.hidden[:n])
+        if self.block.n_hidden:
+            copied(hidden, self.hidden[:n])
         if self.p_min > 0:
             self.probs[:n] = logits.softmax(-1).amax(-1)
 

@@ -47,6 +47,7 @@ class Needs:
     late      `absorb` leaves batches of one row a sequence for later
     hidden    `observe` reads the target's hidden states, and may keep them
     observes_taps  `observe` reads the taps of every forward; with `late` it does of those it left for later
+    n_ctx     tokens of a context, of which it drafts the last ones and none beyond; 0: of any context
     """
 
     n_draft: int
@@ -57,6 +58,7 @@ class Needs:
     late: bool = False
     hidden: bool = False
     observes_taps: bool = False
+    n_ctx: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,10 @@ class TargetFile:
 
 def _no_requests(on: LoadTypes) -> Iterable[Request]:
     return ()
+
+
+def _fits() -> None:
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +96,7 @@ class DraftPlan:
     shared     tensors of its file that it takes from the target, where they are the same
     best_only  of the target's head it wants the best tokens and no more: several ranks find them together
     maps_tokens  it maps the vocabulary of its file to the target's, so the two may differ
+    check      refuses what a plan does not look at, because that takes long: called once for a load
     remark     the end of the line that names it
     """
 
@@ -107,6 +114,7 @@ class DraftPlan:
     shared: tuple[str, ...] = ()
     best_only: bool = False
     maps_tokens: bool = False
+    check: Callable[[], object] = _fits
     remark: str = ""
 
     @property

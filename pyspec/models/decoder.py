@@ -68,6 +68,19 @@ class Decoder:
         return self.run(batch, taps).whole()
 
     @torch.inference_mode()
+    def states(self, batch: Batch) -> Tensor:
+        """Hidden states [row, n_hidden] f32 of every row, as of an MTP block: for a drafter, which asks for few logits."""
+        x, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
+        given = Pass(angles, self.memory, batch, self.tables.rows(batch.tokens))
+        for x in self.residual.through(self.residual.begin(x), self.blocks, given):  # noqa: B020 - as below
+            pass
+        return self.residual.state(x)
+
+    def of_states(self, hidden: Tensor) -> Tensor:
+        """Logits [row, n_vocab] of the result of `states`."""
+        return self.head(self.residual.headed(hidden))
+
+    @torch.inference_mode()
     def run(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
         """A forward of this rank; `forward` has the others run theirs."""
         x, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)

@@ -64,13 +64,16 @@ def out_of(output: Matrix, wanted: Tensor, hidden: Tensor, taps: Tensor | None, 
 
 
 class MtpNet(Protocol):
-    """One step of a chain, over keys and values of its own. `n_hidden`: width of the hidden states it takes and makes."""
+    """One step of a chain, over keys and values of its own.
+
+    n_hidden  width of the hidden states that it takes; 0: it takes none, and reads tokens alone
+    """
 
     n_hidden: int
     memory: Memory
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """hidden [row, n_hidden] f32: h_{p-1} of each row -> that of each row's own position, the same shape."""
+        """hidden [row, n_hidden] f32: h_{p-1} of each row -> that of each row's own position, the same shape if it takes any."""
         ...
 
     def propose(self, hidden: Tensor, out: Tensor) -> Tensor:

@@ -66,6 +66,8 @@ class Speculator:
         asked, most = job.request.n_draft_max, self.needs.n_draft
         if job.slot is not None and job.slot.index in self.lost_track:
             return 0
+        if job.slot is not None and self.needs.n_ctx:
+            most = max(0, min(most, self.needs.n_ctx - job.slot.n_past - taken))
         return max(0, min(most, job.n_left - taken - 1, most if asked is None else asked))
 
     def draft(self, jobs: Sequence[Job]) -> dict[int, Drafts]:

@@ -40,7 +40,7 @@ from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weight_bytes, wide_bytes
 from pyspec.models.weights import HEAD, cuts_of
 from pyspec.ranges import quoted
-from pyspec.registry import architecture_module, drafters
+from pyspec.registry import FAMILIES, architecture_module, drafters
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_rows
 from pyspec.slots.kv import KvFormat
@@ -184,6 +184,7 @@ def _checked_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSe
         raise
     if file is not None and not plan.maps_tokens:
         check_vocabulary(target.file, file)
+    plan.check()
     return plan
 
 
@@ -281,12 +282,12 @@ def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettin
     """Which drafter runs, and how. One that was given is a request: if it can not run, loading fails with the reason."""
     kind: str | None = settings.spec_type
     if kind == "auto":
-        kind = draft.recognised(target.file if file is None else file)
+        kind = draft.recognised(target.file) if file is None else draft.given(file, target)
         if kind is None and file is not None:
             known = ", ".join(drafters())
             raise PairError(
-                f"the draft file ({file.architecture}) is for none of the drafters there are: {known}. A small model of the same "
-                "family does not draft here yet, as it does in llama-server (-md); --spec-type ngram needs no file"
+                f"the draft file ({file.architecture}) is for none of the drafters there are ({known}), and no model that pyspec "
+                f"runs: {FAMILIES}. --spec-type ngram needs no file"
             )
     if kind is None or kind == "none":
         refuse_file("none", file)
@@ -461,7 +462,9 @@ def _workspace(d: Description) -> tuple[int, int]:
         shared_rows=(bucket_of(rows, most) or rows) if s.tp > 1 else 0,
         n_tap=len(d.draft.needs.taps),
         n_held=d.draft.n_held,
-        key_bytes=key_size * d.n_ctx * max((a.n_kv_head * a.head_dim for a in c.attention), default=0),
+        key_bytes=key_size
+        * d.n_ctx
+        * max((a.n_kv_head * a.head_dim for a in (*c.attention, *d.draft.attention)), default=0),
     )
     return workspace_bytes(sizes, cuda=d.is_cuda)
 

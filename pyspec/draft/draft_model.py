@@ -1,0 +1,146 @@
+"""A draft model: a small model of its own that reads the text and chains its best tokens, as llama.cpp's `-md` means it.
+
+Any architecture whose layers keep all they know in pages: its rows have the numbers of the target's, so a prefix of the cache, a page
+that is copied, a slot's file and refused drafts need nothing more. `chain.py` calls it for every drafted token and has it catch up on
+tokens that it did not draft. Its vocabulary is the target's, or is mapped to it (`token_map.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pyspec.config import EngineSettings
+from pyspec.cuda.ops.embed.op import embed
+from pyspec.cuda.ops.embed.ref import EmbedSpec
+from pyspec.draft.chain import Chain, graph_bytes, most_waiting
+from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, Needs, TargetFile, own_memory
+from pyspec.draft.token_map import TokenMap, read_map
+from pyspec.errors import ConfigError, PairError
+from pyspec.gguf import GGUFFile
+from pyspec.models import read_config
+from pyspec.models.decoder import Decoder
+from pyspec.models.own_vocabulary import BestDrafts
+from pyspec.models.part import LoadTypes, Request
+from pyspec.models.target import ModelConfig, Out, Target
+from pyspec.models.wants import check_read, check_tensors
+from pyspec.models.weights import EMBEDDING, Weights
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import Memory
+from pyspec.slots.table import SlotTable
+
+KIND = "draft"
+N_DRAFT = 4  # tokens a round, unless a number is asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan(DraftPlan):
+    """tokens: reads the partners of the target's tokens; PairError where too few have one."""
+
+    tokens: Callable[[], TokenMap]
+
+
+def recognises(file: GGUFFile) -> bool:
+    return False  # every model could; it is one that was given for a drafter (`pyspec.draft.given`)
+
+
+def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
+    if file is None:
+        raise ConfigError(f"--spec-type {KIND} needs a draft model (-md)")
+    c = read_config(file)
+    wants = c.tensors(file)
+    check_tensors(file, wants)
+    check_read(file, wants, c.n_layer)
+    _check_memory(c)
+    n_draft, n_waiting = settings.n_draft_max or N_DRAFT, most_waiting(settings.np)
+    tokens = partial(read_map, target.file, target.config.n_vocab, file, c.n_vocab)
+    is_shorter = c.n_ctx_train < target.config.n_ctx_train
+    return ModelPlan(
+        kind=KIND,
+        needs=Needs(n_draft, overhang=n_draft + 1, chained=True, n_ctx=c.n_ctx_train),
+        file=file,
+        layers=tuple(c.parts()),
+        attention=c.attention,
+        wants={
+            name: replace(want, cut=None) for name, want in wants.items()
+        },  # it is whole on the first of several ranks
+        requests=partial(_requests, c, file),
+        n_waiting=n_waiting,
+        graph_bytes=graph_bytes(settings.np, max(n_draft + 1, n_waiting), c, settings.draft_p_min),
+        no_copy=OWN_HEAD,
+        maps_tokens=True,
+        check=tokens,
+        tokens=tokens,
+        remark=f", by the model {file.path.name}"
+        + (f", in the first {c.n_ctx_train} tokens of a context (its trained length)" if is_shorter else ""),
+    )
+
+
+def _check_memory(c: ModelConfig) -> None:
+    """Refuse a model whose layers keep more than pages: refused drafts would have to be taken back from that."""
+    if not all(part.paged for layer in c.parts() for part in layer.values()):
+        raise PairError(
+            f"{c.arch} has layers with a state that refused drafts can not be taken back from when it drafts: "
+            "give a draft model with attention alone"
+        )
+
+
+def _requests(c: ModelConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+    """The ops that the model's layers ask for, and its embedding's."""
+    yield embed, EmbedSpec(on.device, file.tensors[EMBEDDING].type, c.n_embd)
+    yield from c.requests(file, on)
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A model as a chain's block. It takes no hidden states. Implements `MtpNet`.
+
+    n_common  columns of its logits that it may propose; the rest stand for no token of the target
+    """
+
+    model: Decoder
+    best: BestDrafts
+    n_common: int
+    n_hidden = 0
+
+    @property
+    def memory(self) -> Memory:
+        return self.model.memory
+
+    def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
+        return self.model.states(batch)
+
+    def propose(self, hidden: Tensor, out: Tensor) -> Tensor:
+        logits = self.model.of_states(hidden)[:, : self.n_common]
+        self.best(logits, out)
+        return logits
+
+    def states_of(self, out: Out) -> Tensor:
+        return out.hidden.new_empty(out.hidden.shape[0], 0)
+
+
+def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
+    assert isinstance(plan, ModelPlan) and plan.file is not None
+    c, device = read_config(plan.file), target.device
+    weights = Weights(plan.file, device, options.dense, wide=options.wide)
+    model = c.build(weights, own_memory(plan, table, options, device))
+    if not isinstance(model, Decoder):
+        raise PairError(f"{c.arch} is run by a model of another package, which does not draft")
+    block = bound(model, plan.tokens(), target.n_vocab)
+    return Chain(block, plan, table, device, options.settings.draft_p_min)
+
+
+def bound(model: Decoder, tokens: TokenMap, n_target: int) -> DraftModel:
+    """The model as a block that reads and proposes tokens of a target with `n_target` of them."""
+    if tokens.to_own is not None:  # rows of its embedding in the order of the target's ids
+        embedding = model.embedding
+        embedding.raw = embedding.raw[torch.tensor(tokens.to_own, device=model.device)]
+    if tokens.to_target is None:
+        return DraftModel(model, BestDrafts(model.device), min(model.n_vocab, n_target))
+    return DraftModel(
+        model, BestDrafts(model.device, torch.tensor(tokens.to_target, device=model.device)), model.n_vocab
+    )
