@@ -156,7 +156,7 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
 
 THREADS = _device("-t", "--threads", default=0, help="CPU threads. 0 or -1: torch's choice.")
 ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
-    _model("-md", "--model-draft", "--spec-draft-model", default="", help="Drafter's GGUF file."),
+    _model("-md", "--model-draft", "--spec-draft-model", default="", help="GGUF file of a drafter, or of a small model that drafts."),
     _model(
         "-hfd", "-hfrd", "--spec-draft-hf", "--hf-repo-draft", "spec_draft_hf", default="",
         metavar="USER/REPO[:QUANT]", help="Hugging Face repository of the drafter.",

@@ -30,7 +30,6 @@ from pyspec.models.target import ModelConfig, Out, Target
 from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weights import EMBEDDING, Weights
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import Memory
 from pyspec.slots.table import SlotTable
 
 KIND = "draft"
@@ -95,21 +94,15 @@ def _requests(c: ModelConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request
     yield from c.requests(file, on)
 
 
-@dataclass(frozen=True)
 class DraftModel:
     """A model as a chain's block. It takes no hidden states. Implements `MtpNet`.
 
     n_common  columns of its logits that it may propose; the rest stand for no token of the target
     """
 
-    model: Decoder
-    best: BestDrafts
-    n_common: int
-    n_hidden = 0
-
-    @property
-    def memory(self) -> Memory:
-        return self.model.memory
+    def __init__(self, model: Decoder, best: BestDrafts, n_common: int) -> None:
+        self.model, self.memory, self.n_hidden = model, model.memory, 0
+        self.best, self.n_common = best, n_common
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         return self.model.states(batch)

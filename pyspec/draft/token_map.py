@@ -13,14 +13,16 @@ from dataclasses import dataclass
 
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
-from pyspec.text.vocab import CONTROL, eog_ids, read_ids, read_tokens, read_types, token_bytes
+from pyspec.text.vocab import CONTROL, UNUSED, eog_ids, read_ids, read_tokens, read_types, token_bytes
 
 LEAST_SHARE = 0.5  # of the target's tokens whose text the draft model has, to be worth a draft
 FIRST = 5  # ids below are special ones that may differ, as in llama.cpp
 MOST_MORE = 128  # tokens that one of two equal vocabularies may have more
 
+APART = (CONTROL, UNUSED)  # types of tokens that stand for no bytes of a text
+
 Key = tuple[bool, bytes]
-"""Whether a token is a special one, and its bytes."""
+"""Whether a token stands apart from text, and the bytes of its text or name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,15 @@ class Vocabulary:
         fields = file.fields
         model, tokens = fields.label("tokenizer.ggml.model"), read_tokens(fields)
         kinds = read_types(fields, tokens)
-        keys = [(kind == CONTROL, token_bytes(t, kind, model)) for t, kind in zip(tokens, kinds, strict=True)]
+        keys = [
+            (True, text.encode("utf-8", "surrogateescape")) if kind in APART else (False, token_bytes(text, kind, model))
+            for text, kind in zip(tokens, kinds, strict=True)
+        ]
         return cls(n, tokens, keys, eog_ids(tokens, read_ids(fields, model, len(tokens))))
 
     def ids(self) -> dict[Key, int]:
-        """The first token of each meaning; unused ones have none."""
-        return {key: i for i, key in reversed([*enumerate(self.keys)]) if key[1]}
+        """The first token of each meaning."""
+        return {key: i for i, key in reversed([*enumerate(self.keys)])}
 
 
 def read_map(target: GGUFFile, n_target: int, own: GGUFFile, n_own: int) -> TokenMap:
@@ -77,7 +82,8 @@ def read_map(target: GGUFFile, n_target: int, own: GGUFFile, n_own: int) -> Toke
 def mapped(target: Vocabulary, own: Vocabulary) -> TokenMap:
     """The partners of any two vocabularies. Raises PairError where too few have the same text."""
     of_own, of_target = own.ids(), target.ids()
-    n_same, n_all = sum(key in of_own for key in target.keys if key[1]), sum(1 for key in target.keys if key[1])
+    texts = [key for key in target.keys if not key[0]]
+    n_same, n_all = sum(key in of_own for key in texts), len(texts)
     if n_same < LEAST_SHARE * n_all:
         raise PairError(
             f"the draft model knows {n_same} of the target's {n_all} tokens ({n_same / max(n_all, 1):.0%}), and "

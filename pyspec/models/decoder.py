@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -72,9 +73,8 @@ class Decoder:
         """Hidden states [row, n_hidden] f32 of every row, as of an MTP block: for a drafter, which asks for few logits."""
         x, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
         given = Pass(angles, self.memory, batch, self.tables.rows(batch.tokens))
-        for x in self.residual.through(self.residual.begin(x), self.blocks, given):  # noqa: B020 - as below
-            pass
-        return self.residual.state(x)
+        behind = self.residual.through(self.residual.begin(x), self.blocks, given)
+        return self.residual.state(deque(behind, maxlen=1).pop())
 
     def of_states(self, hidden: Tensor) -> Tensor:
         """Logits [row, n_vocab] of the result of `states`."""
