@@ -105,14 +105,17 @@ class DraftModel:
         self.best, self.n_common = best, n_common
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """The model's own hidden states of every row, [row, n] f32."""
         return self.model.states(batch)
 
     def propose(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """The target's tokens for the best logits, and these."""
         logits = self.model.of_states(hidden)[:, : self.n_common]
         self.best(logits, out)
         return logits
 
     def states_of(self, out: Out) -> Tensor:
+        """Nothing of each row: the model reads tokens."""
         return out.hidden.new_empty(out.hidden.shape[0], 0)
 
 

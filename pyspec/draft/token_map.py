@@ -38,7 +38,7 @@ class TokenMap:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class TokenTexts:
     """A file's tokens by their meaning. n: rows of its embedding, some of which may have no token."""
 
     n: int
@@ -47,12 +47,15 @@ class Vocabulary:
     ends: frozenset[int]
 
     @classmethod
-    def of(cls, file: GGUFFile, n: int) -> Vocabulary:
+    def of(cls, file: GGUFFile, n: int) -> TokenTexts:
+        """Those of a file. BadTokenizer if its fields are wrong."""
         fields = file.fields
         model, tokens = fields.label("tokenizer.ggml.model"), read_tokens(fields)
         kinds = read_types(fields, tokens)
         keys = [
-            (True, text.encode("utf-8", "surrogateescape")) if kind in APART else (False, token_bytes(text, kind, model))
+            (True, text.encode("utf-8", "surrogateescape"))
+            if kind in APART
+            else (False, token_bytes(text, kind, model))
             for text, kind in zip(tokens, kinds, strict=True)
         ]
         return cls(n, tokens, keys, eog_ids(tokens, read_ids(fields, model, len(tokens))))
@@ -76,10 +79,10 @@ def read_map(target: GGUFFile, n_target: int, own: GGUFFile, n_own: int) -> Toke
     if a[FIRST:n_both] == b[FIRST:n_both] and abs(len(a) - len(b)) <= MOST_MORE and names[0] == names[1]:
         more = n_target - n_own  # the target's rows that stand for no text
         return TokenMap([*range(n_own), *[0] * more] if more > 0 else None)
-    return mapped(Vocabulary.of(target, n_target), Vocabulary.of(own, n_own))
+    return mapped(TokenTexts.of(target, n_target), TokenTexts.of(own, n_own))
 
 
-def mapped(target: Vocabulary, own: Vocabulary) -> TokenMap:
+def mapped(target: TokenTexts, own: TokenTexts) -> TokenMap:
     """The partners of any two vocabularies. Raises PairError where too few have the same text."""
     of_own, of_target = own.ids(), target.ids()
     texts = [key for key in target.keys if not key[0]]
@@ -95,7 +98,7 @@ def mapped(target: Vocabulary, own: Vocabulary) -> TokenMap:
 
 
 def _partners(
-    of: Vocabulary, ids: Mapping[Key, int], ends: frozenset[int], part: Callable[[bytes, int], bytes]
+    of: TokenTexts, ids: Mapping[Key, int], ends: frozenset[int], part: Callable[[bytes, int], bytes]
 ) -> list[int]:
     """For each token the other's of the same meaning, else a stand-in: an end for an end, else that of the longest part."""
     end = min(ends, default=0)
