@@ -4,7 +4,8 @@ Row p of the block pairs token x_p with the hidden state h_{p-1} and predicts x_
 states are exact; behind them the block goes on from its own. Rows of committed tokens are computed once, from the target's
 states, in the first pass of the next draft, together with the row of the anchor; the chained rows after it are scratch and are
 overwritten. A block that reads tokens alone (a draft model) has states of width 0, and its chained rows stay where the target took
-their tokens. The chain knows a block by `models.target.MtpNet` only. Source: llama.cpp draft-mtp (positions), vLLM (schedule).
+their tokens. If it has recurrent layers, its chained rows are records (SeqMode.LATE): those of accepted drafts are folded before the
+next exact rows, those of refused ones never. The chain knows a block by `models.target.MtpNet` only. Source: llama.cpp draft-mtp (positions), vLLM (schedule).
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from pyspec.draft.drafter import DraftPlan, DraftRequest
 from pyspec.models.target import ModelConfig, MtpNet, Out
 from pyspec.models.weight_bytes import row_bytes
 from pyspec.slots.arena import BUCKETS, Arena, graph_shapes, most_rows
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.drafts import Drafts, DraftsAhead
+from pyspec.slots.memory import Checkpoint
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.prefix import common_prefix
 from pyspec.slots.table import Slot, SlotTable
 
 MOST_WAITING = 16  # rows of a silent slot that wait at most: each costs the more the fewer of them are computed at once
+PIECE = 512  # rows of a slot that are caught up on at once
 LEAST_WAITING = 8  # with so many slots that no graph holds more of each
 
 
@@ -50,15 +53,19 @@ class Pending:
     Between a draft and the forward that verifies it the anchor's row is exact already: n_row is n_past + 1, and `hidden`
     still holds h of n_past-1, for the case that this forward fails and the draft has to be made again.
 
-    Rounds without drafts only note the places of their rows; `hidden` brings them together. guess: tokens of the chained rows from n_row
-    on, if they stay where they are right.
+    Rounds without drafts only note the places of their rows; `hidden` brings them together.
+
+    guess   tokens of the chained rows from n_row on, if they stay where they are right
+    n_fold  last exact rows that recurrent layers have as records
+    begun   length of the slot in the last `draft_ahead`
     """
 
-    __slots__ = ("_pieces", "generation", "guess", "n_hidden", "n_row")
+    __slots__ = ("_pieces", "begun", "generation", "guess", "n_fold", "n_hidden", "n_row")
 
     def __init__(self, generation: int, n_row: int, hidden: Tensor) -> None:
         self.generation, self.n_row, self.hidden = generation, n_row, hidden
         self.guess: Sequence[int] = ()
+        self.n_fold = self.begun = 0
 
     @property
     def hidden(self) -> Tensor:
@@ -91,6 +98,10 @@ class Chain:
         self.device = device
         self.p_min = p_min
         self.ahead = ahead.bind(AheadSpec(self.device))
+        self.memory = block.memory
+        self.is_recurrent = bool(self.memory.states)
+        # of exact rows, of chained ones
+        self.modes = (SeqMode.KEEP, SeqMode.LATE) if self.is_recurrent else (SeqMode.VERIFY, SeqMode.VERIFY)
         self.states: list[Pending | None] = [None] * len(table.slots)
         self.arenas: list[Arena | None] = [None] * 3  # of the first pass, of the chained ones, of rows that are late
         pool = GraphPool()  # all of them leave their results in the tensors below
@@ -111,9 +122,21 @@ class Chain:
     def begin(self, slot: Slot, saved: object | None) -> None:
         if isinstance(saved, Pending):
             self.states[slot.index] = Pending(slot.generation, saved.n_row, saved.hidden)
+        elif self.is_recurrent:
+            self._begin_state(slot, saved)
         else:  # cold start, or no hidden state at the reuse boundary: zeros cost one weaker row, never the text
             hidden = torch.zeros(1, self.block.n_hidden, device=self.device)
             self.states[slot.index] = Pending(slot.generation, slot.n_past, hidden)
+
+    def _begin_state(self, slot: Slot, saved: object | None) -> None:
+        """Recurrent layers begin with a checkpoint of these tokens, or read them again."""
+        n_row, i = 0, slot.index
+        if isinstance(saved, Checkpoint):
+            self.memory.restore(i, saved)
+            n_row = saved.n_past
+        else:
+            self.memory.reset(i)
+        self.states[i] = Pending(slot.generation, n_row, torch.zeros(slot.n_past - n_row + 1, 0, device=self.device))
 
     def _state(self, slot: Slot) -> Pending:
         state = self.states[slot.index]
@@ -131,7 +154,7 @@ class Chain:
             # right after a draft nothing is pending: the one row there is was that of the anchor, which is exact
             is_pending = state.n_row <= seq.n_past
             n_right = 0 if is_pending else common_prefix(state.guess, seq.tokens[1 : kept[s]])
-            state.n_row, state.guess = state.n_row + n_right, ()
+            state.n_row, state.n_fold, state.guess = state.n_row + n_right, state.n_fold + n_right, ()
             state.add(hidden, batch.starts[s] + n_right, batch.starts[s] + kept[s], after=is_pending)
             heard.append((state, seq, kept[s]))
         if not any(state.n_hidden > self.most_waiting for state, _, _ in heard):
@@ -146,16 +169,28 @@ class Chain:
 
     def _bring_up(self, late: Sequence[tuple[Pending, Seq]]) -> None:
         """Compute the rows of committed tokens that wait: all but the newest hidden state of each have theirs."""
+        while late:
+            self._compute_rows([(state, replace(seq, tokens=seq.tokens[:PIECE])) for state, seq in late])
+            late = [
+                (state, replace(seq, n_past=seq.n_past + PIECE, tokens=seq.tokens[PIECE:]))
+                for state, seq in late
+                if seq.width > PIECE
+            ]
+
+    def _compute_rows(self, late: Sequence[tuple[Pending, Seq]]) -> None:
         if wanted := [(state, cut) for state, seq in late if (cut := self._within(seq)).width]:
-            rows = lay_out(self.table, [seq for _, seq in wanted], self.device, arena=self.arenas[2])
+            seqs = [replace(seq, mode=self.modes[0], n_fold=state.n_fold) for state, seq in wanted]
+            rows = lay_out(self.table, seqs, self.device, arena=self.arenas[2])
             hidden = [state.hidden[: seq.width] for state, seq in wanted]
             if rows.bucket is None:
                 self.block.forward(rows, torch.cat(hidden))
             else:
                 torch.cat(hidden, out=self.hidden[: rows.n_row])
                 self._late(rows)
+            for state, _ in wanted:
+                state.n_fold = 0
         for state, seq in late:
-            state.n_row, state.hidden = state.n_row + seq.width, state.hidden[-1:].clone()
+            state.n_row, state.hidden = state.n_row + seq.width, state.hidden[seq.width :].clone()
 
     def _within(self, seq: Seq) -> Seq:
         """Its rows in the part of a context behind which drafts are made: no draft sees those beyond."""
@@ -164,25 +199,35 @@ class Chain:
 
     @torch.inference_mode()
     def draft(self, requests: Sequence[DraftRequest]) -> list[Drafts]:
-        live = [r for r in requests if r.n_draft > 0]
         drafts: dict[int, list[int]] = {r.slot.index: [] for r in requests}
+        live = [r for r in requests if r.n_draft > 0 and not self._has_drafted(r, drafts)]
         if live:
             self._chain(live, drafts)
         return [Drafts(drafts[r.slot.index]) for r in requests]
 
+    def _has_drafted(self, r: DraftRequest, drafts: dict[int, list[int]]) -> bool:
+        """Recurrent layers have the anchor's row already, because its draft was never verified: give what is left of that draft."""
+        state = self._state(r.slot)
+        if not self.is_recurrent or state.n_row <= r.slot.n_past:
+            return False
+        drafts[r.slot.index] = [*state.guess[: r.n_draft]]
+        return True
+
     def _chain(self, live: list[DraftRequest], drafts: dict[int, list[int]]) -> None:
         """All slots draft as far as the one that asked for most; nothing is read back before the end, or before p_min."""
+        self._bring_up([late for r in live if (late := self._too_late(r.slot)) is not None])
         seqs = []
         for r in live:
             slot, state = r.slot, self._state(r.slot)
             state.n_row = min(state.n_row, slot.n_past)  # drafted before, but never verified: the anchor's row again
-            seqs.append(Seq(slot.index, state.n_row, [*slot.tokens[state.n_row :], r.anchor], n_out=1))
+            rows = [*slot.tokens[state.n_row :], r.anchor]
+            seqs.append(Seq(slot.index, state.n_row, rows, self.modes[0], n_out=1, n_fold=state.n_fold))
         n_row = sum(seq.width for seq in seqs)
         torch.cat([self._state(r.slot).hidden for r in live], out=self.hidden[:n_row])
         self._first(lay_out(self.table, seqs, self.device, arena=self.arenas[0]))
         for r in live:  # the anchor's row is exact, too: its token is final, its hidden state was the target's
             state = self._state(r.slot)
-            state.n_row, state.hidden = r.slot.n_past + 1, state.hidden[-1:]
+            state.n_row, state.hidden, state.guess, state.n_fold = r.slot.n_past + 1, state.hidden[-1:], (), 0
         n = len(live)
         most = max(r.n_draft for r in live)
         done = 1
@@ -202,17 +247,31 @@ class Chain:
             if not self.block.n_hidden:  # of the last draft there is no row
                 self._state(r.slot).guess = [step[i] for step in steps[:-1]]
 
+    def _too_late(self, slot: Slot) -> tuple[Pending, Seq] | None:
+        """A slot's rows that are too many for a first pass: all of a prefix whose state was not kept."""
+        state = self._state(slot)
+        if state.n_hidden <= self.most_waiting + 1:
+            return None
+        return state, Seq(slot.index, state.n_row, slot.tokens[state.n_row :])
+
     def _chained(self, slots: Sequence[Slot], n: int, widths: Sequence[int] = ()) -> Batch:
         """The layout of the passes after the first, which move it on: `n` drafts behind each slot's tokens. Their own tokens are
         on the device. widths: of a verify behind whose kept rows it will be moved."""
         slack = [n - 1 + width for width in widths or [0] * len(slots)]
-        seqs = [Seq(slot.index, slot.n_past, [0], n_out=1, slack=more) for slot, more in zip(slots, slack, strict=True)]
+        n_fold = int(self.is_recurrent and bool(widths))  # the number of kept rows, once it is moved
+        seqs = [
+            Seq(slot.index, slot.n_past, [0], self.modes[1], 1, n_fold, more)
+            for slot, more in zip(slots, slack, strict=True)
+        ]
         return lay_out(self.table, seqs, self.device, arena=self.arenas[1])
 
     def _pass(self, batch: Batch, done: int) -> None:
         """Draft number `done`, after those before."""
+        n = len(batch.seqs)
         self._next(batch)
-        copied(self.tokens[: len(batch.seqs)], self.steps[done, : len(batch.seqs)])
+        copied(self.tokens[:n], self.steps[done, :n])
+        if self.is_recurrent:
+            batch.seq_fold[:n] += 1  # its rows are records, which the next pass folds
 
     @torch.inference_mode()
     def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:
@@ -222,7 +281,13 @@ class Chain:
             return None
         if batch.n_row > len(self.hidden):  # a verify of so many rows has no place here
             return None
-        seqs = [Seq(q.slot, slot.n_past + 1, [0] * q.width, n_out=1) for q, slot in zip(batch.seqs, slots, strict=True)]
+        states = [self._state(slot) for slot in slots]
+        seqs = [
+            Seq(slot.index, slot.n_past + 1, [0] * q.width, n_out=1, n_fold=state.n_fold)
+            for q, slot, state in zip(batch.seqs, slots, states, strict=True)
+        ]
+        for slot, state in zip(slots, states, strict=True):  # these are committed rows, whatever is kept
+            state.n_fold, state.begun = 0, slot.n_past
         first = lay_out(self.table, seqs, self.device, arena=self.arenas[0])
         self.ahead.follow(first, kept)
         copied(self.block.states_of(out)[: batch.n_row], self.hidden[: batch.n_row])
@@ -238,6 +303,7 @@ class Chain:
         for slot in slots:
             state = self._state(slot)
             state.n_row, state.hidden, state.guess = slot.n_past + 1, state.hidden[-1:], ()
+            state.n_fold = slot.n_past - state.begun if self.is_recurrent else 0
 
     def _start(self, batch: Batch) -> None:
         """The first pass: exact rows up to the anchor's, `self.hidden` given by the host."""
@@ -279,11 +345,12 @@ class Chain:
             n_seq * self.table.pages_for(-(-n_row // n_seq)) for n_row, n_seq in [*first, *late]
         ):
             return  # too few pages to try them all: they are captured as they come
-        ways = zip((self._first, self._next, self._late), (first, following, late), self.arenas, (1, 1, 0), strict=True)
-        for graphed, shapes, arena, n_out in ways:
+        modes = (self.modes[0], self.modes[1], self.modes[0])
+        passes = zip((self._first, self._next, self._late), (first, following, late), modes, strict=True)
+        for (graphed, shapes, mode), arena, n_out in zip(passes, self.arenas, (1, 1, 0), strict=True):
             for n_row, n_seq in sorted(shapes, reverse=True):
                 shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
-                seqs = [Seq(i, 0, [0] * n, n_out=n_out) for i, n in enumerate(shares)]
+                seqs = [Seq(i, 0, [0] * n, mode, n_out) for i, n in enumerate(shares)]
                 for _ in range(2):
                     graphed(lay_out(self.table, seqs, self.device, arena=arena))
         for graphed in (self._first, self._next, self._late):
@@ -292,25 +359,45 @@ class Chain:
     @torch.inference_mode()
     def checkpoint(self, slot: Slot) -> object | None:
         state = self._state(slot)
+        if self.is_recurrent and state.n_row > slot.n_past:
+            return None  # the anchor is in the state already, which would have to be read again
         n_row = min(state.n_row, slot.n_past)  # a row beyond is the anchor's, which is not committed yet
         if tokens := slot.tokens[n_row:]:
             self._bring_up([(state, Seq(slot.index, n_row, tokens))])
         state.n_row, state.hidden = slot.n_past, state.hidden[-1:].clone()
-        return Pending(state.generation, state.n_row, state.hidden)
+        if self.is_recurrent:
+            return self._kept_state(slot, state)
+        # where no hidden state is read the pages have all there is
+        return Pending(state.generation, state.n_row, state.hidden) if self.block.n_hidden else None
+
+    def _kept_state(self, slot: Slot, state: Pending) -> Checkpoint:
+        for layer in self.memory.states.values():
+            layer.fold(layer, slot.index, state.n_fold)
+        state.n_fold = 0
+        return self.memory.checkpoint(slot.index, slot.n_past)
 
     @property
     def share_shape(self) -> tuple[int, ...]:
+        if self.is_recurrent:
+            return (sum(t.numel() for t in self.memory.saved_like(1)),)
         return 1, self.block.n_hidden
 
     def share_tensor(self, saved: object) -> Tensor:
+        if isinstance(saved, Checkpoint):
+            return torch.cat([t.flatten() for t in saved.tensors])
         assert isinstance(saved, Pending)
         return saved.hidden
 
     def share_of(self, n_past: int, packed: Tensor) -> object:
-        return Pending(-1, n_past, packed.to(self.device))
+        packed = packed.to(self.device)
+        if not self.is_recurrent:
+            return Pending(-1, n_past, packed)
+        like = self.memory.saved_like(n_past)
+        parts = packed.split([t.numel() for t in like])
+        return Checkpoint(n_past, [part.view(t.shape) for part, t in zip(parts, like, strict=True)])
 
     def pools(self) -> Iterable[PartMemory]:
-        return self.block.memory.paged
+        return self.memory.paged
 
     def end(self, slot: Slot) -> None:
         self.states[slot.index] = None

@@ -1,8 +1,9 @@
 """A draft model: a small model of its own that reads the text and chains its best tokens, as llama.cpp's `-md` means it.
 
-Any architecture whose layers keep all they know in pages: its rows have the numbers of the target's, so a prefix of the cache, a page
-that is copied, a slot's file and refused drafts need nothing more. `chain.py` calls it for every drafted token and has it catch up on
-tokens that it did not draft. Its vocabulary is the target's, or is mapped to it (`token_map.py`).
+Any architecture with attention over pages, with or without recurrent layers. Its pages have the numbers of the target's, so a prefix of
+the cache, a page that is copied, a slot's file and refused drafts need nothing more; recurrent layers add a checkpoint of their state.
+`chain.py` calls it for every drafted token and has it catch up on tokens that it did not draft. Its vocabulary is the target's, or is
+mapped to it (`token_map.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pyspec.models.target import ModelConfig, Out, Target
 from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weights import EMBEDDING, Weights
 from pyspec.slots.batch import Batch
+from pyspec.slots.parts import Recurrent
 from pyspec.slots.table import SlotTable
 
 KIND = "draft"
@@ -69,6 +71,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         },  # it is whole on the first of several ranks
         requests=partial(_requests, c, file),
         n_waiting=n_waiting,
+        n_late=2 * (n_draft + 1),  # a verify's rows, and as many chained ones behind them
         graph_bytes=graph_bytes(settings.np, max(n_draft + 1, n_waiting), c, settings.draft_p_min),
         no_copy=OWN_HEAD,
         maps_tokens=True,
@@ -80,12 +83,9 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
 
 
 def _check_memory(c: ModelConfig) -> None:
-    """Refuse a model whose layers keep more than pages: refused drafts would have to be taken back from that."""
-    if not all(part.paged for layer in c.parts() for part in layer.values()):
-        raise PairError(
-            f"{c.arch} has layers with a state that refused drafts can not be taken back from when it drafts: "
-            "give a draft model with attention alone"
-        )
+    """Refuse a model whose layers keep the last rows of a slot only: a chain would overwrite those of the text."""
+    if not all(part.paged or isinstance(part, Recurrent) for layer in c.parts() for part in layer.values()):
+        raise PairError(f"{c.arch} keeps rows that refused drafts would overwrite: it can not be the draft model")
 
 
 def _requests(c: ModelConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:

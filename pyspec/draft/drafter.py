@@ -91,6 +91,7 @@ class DraftPlan:
     requests   ops that its load asks for, products apart, so that they are compiled and checked in time
     n_held     rows of taps that it keeps for later, all slots together
     n_waiting  rows of one slot that it leaves for later at most, and then computes at once
+    n_late     rows of a slot that may wait in records of its recurrent layers, if it has any
     graph_bytes  of its graphs, if it has any: results and temporary memory
     no_copy    why its drafts can not read a copy of the target's head in fewer bits; "": they can
     shared     tensors of its file that it takes from the target, where they are the same
@@ -109,6 +110,7 @@ class DraftPlan:
     requests: Callable[[LoadTypes], Iterable[Request]] = _no_requests
     n_held: int = 0
     n_waiting: int = 0
+    n_late: int = 0
     graph_bytes: int = 0
     no_copy: str = ""
     shared: tuple[str, ...] = ()
@@ -181,7 +183,7 @@ def refuse_file(kind: str, file: GGUFFile | None) -> None:
 def own_memory(plan: DraftPlan, table: SlotTable, options: DraftOptions, device: torch.device) -> Memory:
     """Memory of the drafter's layers; pages have the target's numbers."""
     n_slot, width = len(table.slots), plan.n_draft + 1
-    sizes = CacheSizes(n_slot, table.n_alloc_row, table.page_size, width, kv=options.kv)
+    sizes = CacheSizes(n_slot, table.n_alloc_row, table.page_size, width, kv=options.kv, n_late=plan.n_late)
     return allocate(plan.layers, sizes, device)
 
 

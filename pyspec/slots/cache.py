@@ -14,7 +14,7 @@ from torch import Tensor
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.prefix import NO_HIT, Hit
-from pyspec.slots.states import Saved, StateStore
+from pyspec.slots.states import Saved, StateStore, bytes_of
 from pyspec.slots.table import Slot, SlotTable
 
 
@@ -87,7 +87,7 @@ class PrefixCache:
 
         logits  [1, vocab]  of the prompt's last token; copied
         """
-        n_bytes = sum(t.numel() * t.element_size() for t in (*self.memory.saved_like(slot.n_past), logits))
+        n_bytes = bytes_of((self.memory.saved_like(slot.n_past), draft, logits))
         if not self.states.reserve(n_bytes):
             return None
         return Saved(self.memory.checkpoint(slot.index, slot.n_past), draft, logits.clone())

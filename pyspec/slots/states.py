@@ -32,8 +32,12 @@ class Saved:
 
     @property
     def n_bytes(self) -> int:
-        kept = _tensors(self.checkpoint) + ([] if self.logits is None else [self.logits])
-        return _n_bytes(kept)
+        return bytes_of((self.checkpoint, self.draft, self.logits))
+
+
+def bytes_of(x: Any) -> int:
+    """Bytes of the tensors in a structure of dataclasses, lists and tuples."""
+    return _n_bytes(_tensors(x))
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -125,7 +129,8 @@ class StateStore:
         if state is None:
             return True
         assert isinstance(state.content, Saved)
-        pieces = pieces_of(state.content.checkpoint) if state.content.n_bytes <= self.limits[1] else []
+        saved = state.content
+        pieces = pieces_of((saved.checkpoint, saved.draft)) if state.content.n_bytes <= self.limits[1] else []
         if len(self.ready) < len(pieces):
             self.ready.append(page_locked(pieces[len(self.ready)]))
             return False
@@ -181,7 +186,8 @@ class StateStore:
             del state.node.states[state.n_past]
             return
         ready, self.ready = self.ready, []
-        state.content = replace(saved, checkpoint=to_host(saved.checkpoint, ready))
+        checkpoint, share = to_host((saved.checkpoint, saved.draft), ready)
+        state.content = replace(saved, checkpoint=checkpoint, draft=share)
         self._put(1, state, n_bytes)
 
     def touch(self, state: State) -> None:

@@ -24,7 +24,7 @@ from pyspec.errors import BadTensors, ConfigError, PairError, UnknownArchitectur
 from pyspec.gguf import open_gguf
 from pyspec.request import SamplingParams
 
-LLAMA, QWEN3, GEMMA3 = (FIXTURES / f"{name}.gguf" for name in ("llama", "qwen3", "gemma3"))
+LLAMA, QWEN3, GEMMA3, QWEN35 = (FIXTURES / f"{name}.gguf" for name in ("llama", "qwen3", "gemma3", "qwen35"))
 TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 TABLES = ("token_embd.weight", "output.weight")
 
@@ -80,7 +80,8 @@ def n_rounds(n: int, n_draft: int) -> int:
 
 # -- the text ---------------------------------------------------------------------------------------------------------
 
-PAIRS = {"llama": LLAMA, "qwen3": QWEN3, "gemma3": GEMMA3}
+PAIRS = {"llama": LLAMA, "qwen3": QWEN3, "gemma3": GEMMA3, "qwen35": QWEN35}
+BOTH = pytest.mark.parametrize("path", [LLAMA, QWEN35], ids=["pages", "state"])
 
 
 @pytest.mark.sampled(2, most=2)
@@ -97,7 +98,7 @@ def test_the_text_is_the_targets_with_staggered_joins(name: str, np: int) -> Non
 
 @pytest.mark.sampled(2, most=2)
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", [*PAIRS, "qwen2", "qwen3moe"])
+@pytest.mark.parametrize("name", [*PAIRS, "qwen2", "qwen3moe", "qwen35moe", "nemotron_dense"])
 def test_a_model_that_is_the_target_drafts_its_whole_text(name: str, np: int) -> None:
     path = FIXTURES / f"{name}.gguf"
     texts = free_texts(path)
@@ -110,9 +111,10 @@ def test_a_model_that_is_the_target_drafts_its_whole_text(name: str, np: int) ->
 
 @pytest.mark.parametrize("n_draft", [1, 2, 7])
 @pytest.mark.parametrize("is_ahead", [False, True])
-def test_it_does_in_rounds_that_are_launched_ahead(is_ahead: bool, n_draft: int) -> None:
-    texts = free_texts(LLAMA)
-    r = drafted(LLAMA, LLAMA, np=3, n_draft_max=n_draft)
+@BOTH
+def test_it_does_in_rounds_that_are_launched_ahead(path: Path, is_ahead: bool, n_draft: int) -> None:
+    texts = free_texts(path)
+    r = drafted(path, path, np=3, n_draft_max=n_draft)
     r.overwrite_results()
     if is_ahead:
         r.run_ahead(defers=True)
@@ -123,10 +125,11 @@ def test_it_does_in_rounds_that_are_launched_ahead(is_ahead: bool, n_draft: int)
 
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("waiting", [2, 16])
-def test_after_rounds_without_drafts_it_has_read_what_it_missed(is_ahead: bool, waiting: int) -> None:
+@BOTH
+def test_after_rounds_without_drafts_it_has_read_what_it_missed(path: Path, is_ahead: bool, waiting: int) -> None:
     """Five rounds without drafts, then two with: every draft is right, so its rows are those of the text."""
-    texts, rounds = free_texts(LLAMA), count()
-    r = drafted(LLAMA, LLAMA, np=2, n_draft_max=3)
+    texts, rounds = free_texts(path), count()
+    r = drafted(path, path, np=2, n_draft_max=3)
     assert isinstance(r.loop.drafter, Chain)
     r.loop.drafter.most_waiting = waiting
     r.loop.lookahead.on = is_ahead
@@ -139,9 +142,10 @@ def test_after_rounds_without_drafts_it_has_read_what_it_missed(is_ahead: bool, 
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
-def test_where_only_some_slots_draft_the_others_keep_up(is_ahead: bool) -> None:
-    texts, rounds = free_texts(LLAMA), count()
-    r = drafted(LLAMA, LLAMA, np=3, n_draft_max=3)
+@BOTH
+def test_where_only_some_slots_draft_the_others_keep_up(path: Path, is_ahead: bool) -> None:
+    texts, rounds = free_texts(path), count()
+    r = drafted(path, path, np=3, n_draft_max=3)
     r.loop.lookahead.on = is_ahead
     r.loop.controller.choose = lambda caps, _offers=(): [  # type: ignore[method-assign]
         min(cap, (n + slot) % 4) for n in (next(rounds),) for slot, cap in caps
@@ -166,16 +170,17 @@ def test_recorded_passes_draft_what_calls_draft() -> None:
     assert found[0] == found[1]
 
 
-def test_a_draft_ends_below_a_probability() -> None:
-    texts = free_texts(LLAMA)
-    sure, all_of_them = (joined(drafted(LLAMA, LLAMA, np=2, draft_p_min=p), [*texts]) for p in (0.05, 0.0))
+@BOTH
+def test_a_draft_ends_below_a_probability(path: Path) -> None:
+    texts = free_texts(path)
+    sure, all_of_them = (joined(drafted(path, path, np=2, draft_p_min=p), [*texts]) for p in (0.05, 0.0))
     assert [h.tokens for h in sure] == list(texts.values())
     assert 0 < sum(h.timings.draft_n for h in sure) < sum(h.timings.draft_n for h in all_of_them)
     assert all(h.timings.draft_n == h.timings.draft_n_accepted for h in sure)
 
 
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen35"])
 def test_cancels_at_any_moment_leave_the_others_their_text(name: str) -> None:
     path = PAIRS[name]
     r, texts = drafted(path, near(path), np=3, ubatch=24), list(free_texts(path).items())
@@ -191,18 +196,20 @@ def test_cancels_at_any_moment_leave_the_others_their_text(name: str) -> None:
         assert all(h.finish == "cancelled" for h in gone)
 
 
-def test_sampled_text_is_that_without_drafts() -> None:
+@BOTH
+def test_sampled_text_is_that_without_drafts(path: Path) -> None:
     warm = SamplingParams(temperature=0.9, seed=7, ignore_eos=True)
-    prompts = list(free_texts(LLAMA))[:3]
-    one, two = drafted(LLAMA, near(LLAMA)), plain_rig(LLAMA)
+    prompts = list(free_texts(path))[:3]
+    one, two = drafted(path, near(path)), plain_rig(path)
     for prompt in prompts:
         assert one.generate(prompt, 40, warm).tokens == two.generate(prompt, 40, warm).tokens
 
 
-def test_a_round_that_fails_is_drafted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH
+def test_a_round_that_fails_is_drafted_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of its drafts stand there, and none of them was verified."""
-    prompt, text = next(iter(free_texts(LLAMA).items()))
-    r = drafted(LLAMA, LLAMA)
+    prompt, text = next(iter(free_texts(path).items()))
+    r = drafted(path, path)
     h = r.submit(prompt, N_TEXT)
     for _ in range(3):
         r.loop.step()
@@ -216,7 +223,7 @@ def test_a_round_that_fails_is_drafted_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("path", [LLAMA, GEMMA3], ids=["llama", "gemma3"])
+@pytest.mark.parametrize("path", [LLAMA, GEMMA3, QWEN35], ids=["llama", "gemma3", "qwen35"])
 def test_a_prefix_of_the_cache_has_the_draft_models_rows(path: Path) -> None:
     r = drafted(path, path, page_size=16)
     prompt = max(free_texts(path), key=len)
@@ -227,24 +234,26 @@ def test_a_prefix_of_the_cache_has_the_draft_models_rows(path: Path) -> None:
         assert again.timings.draft_n == again.timings.draft_n_accepted > 0
 
 
-def test_rows_that_wait_are_computed_before_their_page_is_filed() -> None:
-    r = drafted(LLAMA, LLAMA, page_size=16, np=2)
+@BOTH
+def test_rows_that_wait_are_computed_before_their_page_is_filed(path: Path) -> None:
+    r = drafted(path, path, page_size=16, np=2)
     assert isinstance(r.loop.drafter, Chain)
     r.loop.drafter.most_waiting = 1000
-    prompt = max(free_texts(LLAMA), key=len)
+    prompt = max(free_texts(path), key=len)
     r.generate(prompt, 20, n_draft_max=0)
     again = r.generate(prompt, 30)
     assert again.timings.cache_n >= 96 and again.timings.draft_n == again.timings.draft_n_accepted > 0
 
 
-def test_a_slots_file_brings_the_draft_models_rows_back(tmp_path: Path) -> None:
+@BOTH
+def test_a_slots_file_brings_the_draft_models_rows_back(path: Path, tmp_path: Path) -> None:
     options = {"np": 2, "ctx": 256, "kv_type": "f32", "page_size": 16, "warm_up": False, "device": "cpu"}
     options |= {"spec_type": "draft", "n_draft_fixed": True}
-    prompt = max(free_texts(LLAMA), key=len)
-    with Engine.open(str(LLAMA), str(LLAMA), options) as e:
+    prompt = max(free_texts(path), key=len)
+    with Engine.open(str(path), str(path), options) as e:
         first = e.generate(prompt, params=GREEDY, max_tokens=20)
         e.save_slot(0, tmp_path / "a.slot")
-    with Engine.open(str(LLAMA), str(LLAMA), options) as e:
+    with Engine.open(str(path), str(path), options) as e:
         e.restore_slot(1, tmp_path / "a.slot")
         again = e.generate([*prompt, *first.tokens, 3, 4], params=GREEDY, max_tokens=30)
         assert again.timings.cache_n > 100
@@ -349,7 +358,7 @@ def test_what_can_not_draft_is_refused_with_one_sentence(tmp_path: Path) -> None
         rig(LLAMA, draft_path=tmp_path / "a.gguf")
     with pytest.raises(BadTensors, match=r"blk\.0\.attn_q\.weight: missing"):
         drafted(LLAMA, rewrite(LLAMA, tmp_path / "b.gguf", drop=lambda name: name == "blk.0.attn_q.weight"))
-    with pytest.raises(PairError, match="deepseek4 has layers with a state"):
+    with pytest.raises(PairError, match="deepseek4 keeps rows that refused drafts would overwrite"):
         drafted(FIXTURES / "deepseek4.gguf", FIXTURES / "deepseek4.gguf")
 
 

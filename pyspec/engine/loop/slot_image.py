@@ -21,7 +21,7 @@ from pyspec.slots.cache import PrefixCache
 from pyspec.slots.memory import Like, planes_of, read_planes, write_planes
 from pyspec.slots.prefix import State
 from pyspec.slots.slot_file import Bytes, SlotFile
-from pyspec.slots.states import Saved
+from pyspec.slots.states import Saved, bytes_of
 from pyspec.slots.table import Slot
 
 
@@ -237,16 +237,12 @@ class SlotImager:
         logits = tensors.pop() if head.has_logits else None
         drafter, share = self._drafter, tensors.pop() if head.has_share else None
         draft = drafter.share_of(head.n_past, share) if drafter is not None and share is not None else None
-        if logits is not None and states.reserve(_n_bytes([*self.cache.memory.saved_like(head.n_past), logits])):
+        if logits is not None and states.reserve(bytes_of((self.cache.memory.saved_like(head.n_past), draft, logits))):
             state = self.worker.memory.make_state(head.n_past, iter(tensors))
             states.add_start(node, head.n_past, Saved(state, draft, logits.to(self.worker.device)))
             return
-        states.room(_n_bytes(tensors))
+        states.room(bytes_of((tensors, draft)))
         states.add(node, head.n_past, Saved(self.worker.memory.make_state(head.n_past, iter(tensors)), draft))
-
-
-def _n_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _aligned(piece: Bytes) -> Bytes:

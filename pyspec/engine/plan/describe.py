@@ -44,7 +44,7 @@ from pyspec.registry import FAMILIES, architecture_module, drafters
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_rows
 from pyspec.slots.kv import KvFormat
-from pyspec.slots.parts import CacheSizes
+from pyspec.slots.parts import CacheSizes, Recurrent
 from pyspec.slots.recurrent import late_rows
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
@@ -124,6 +124,11 @@ class Description:
         s = self.settings
         n_row, n_late = self.table().n_alloc_row, late_rows(self.device)
         return CacheSizes(s.np, n_row, s.page_size, width=self.width, kv=self.kv, n_late=n_late)
+
+    @property
+    def draft_sizes(self) -> CacheSizes:
+        """Sizes of the memory of the drafter's layers."""
+        return replace(self.sizes, n_late=self.draft.n_late)
 
     def table(self) -> SlotTable:
         """The slots, all of them empty."""
@@ -353,7 +358,7 @@ def plan_memory(d: Description) -> MemoryPlan:
     own = d.own.parts()
     kv, state = memory_bytes(own, d.sizes)
     shares = shares_of(d.file, d.config.tensors(d.file), s.tp)
-    draft_kv = sum(memory_bytes(d.draft.layers, d.sizes))
+    draft_kv = sum(memory_bytes(d.draft.layers, d.draft_sizes)) - s.np * _share_bytes(d)
     own_file = None if d.draft.file is d.file else d.draft.file  # of a drafter that is not in the target's
     unread = _unread(d)
     read = [t for name, t in shares.items() if name not in unread]
@@ -427,7 +432,13 @@ def device_checkpoints(d: Description) -> int:
     """Bytes of recurrent checkpoints that may stand on the device."""
     if not d.settings.prefix_cache:
         return 0
-    return d.settings.cache_device << 20 or d.settings.np * checkpoint_bytes(d.own.parts(), d.sizes)
+    return d.settings.cache_device << 20 or d.settings.np * (checkpoint_bytes(d.own.parts(), d.sizes) + _share_bytes(d))
+
+
+def _share_bytes(d: Description) -> int:
+    """Bytes of the drafter's share of a checkpoint: the state of its recurrent layers."""
+    parts = [part for layer in d.draft.layers for part in layer.values() if isinstance(part, Recurrent)]
+    return sum(part.saved_bytes(d.draft_sizes) for part in parts)
 
 
 def start_bytes(d: Description) -> int:
@@ -435,7 +446,7 @@ def start_bytes(d: Description) -> int:
     own = checkpoint_bytes(d.own.parts(), d.sizes)
     if not d.settings.prefix_cache or not own:
         return 0
-    return min(MOST_STARTS, max(1, d.settings.np // 4)) * (own + 4 * d.own.n_vocab)
+    return min(MOST_STARTS, max(1, d.settings.np // 4)) * (own + _share_bytes(d) + 4 * d.own.n_vocab)
 
 
 def _workspace(d: Description) -> tuple[int, int]:
