@@ -87,7 +87,14 @@ class Pending:
 
 
 class Chain:
-    """Implements `Drafter`."""
+    """Implements `Drafter`.
+
+    is_recurrent  its block has recurrent layers
+    modes         of exact rows, of chained ones
+    """
+
+    is_recurrent = False
+    modes = (SeqMode.VERIFY, SeqMode.VERIFY)
 
     def __init__(self, block: MtpNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float) -> None:
         self.name = plan.kind
@@ -99,9 +106,8 @@ class Chain:
         self.p_min = p_min
         self.ahead = ahead.bind(AheadSpec(self.device))
         self.memory = block.memory
-        self.is_recurrent = bool(self.memory.states)
-        # of exact rows, of chained ones
-        self.modes = (SeqMode.KEEP, SeqMode.LATE) if self.is_recurrent else (SeqMode.VERIFY, SeqMode.VERIFY)
+        if self.memory.states:
+            self.is_recurrent, self.modes = True, (SeqMode.KEEP, SeqMode.LATE)
         self.states: list[Pending | None] = [None] * len(table.slots)
         self.arenas: list[Arena | None] = [None] * 3  # of the first pass, of the chained ones, of rows that are late
         pool = GraphPool()  # all of them leave their results in the tensors below

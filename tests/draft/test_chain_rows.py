@@ -20,7 +20,7 @@ def test_a_verify_of_more_rows_is_not_drafted_behind_unread(width: int, monkeypa
     chain.hidden = torch.zeros(9, 4)
     for slot in table.slots:
         table.acquire(slot, 40)
-    monkeypatch.setattr(chain, "_state", lambda slot: SimpleNamespace(n_row=slot.n_past + 1), raising=False)
+    monkeypatch.setattr(chain, "_state", lambda slot: SimpleNamespace(n_row=slot.n_past + 1, n_fold=0), raising=False)
     batch = lay_out(table, [Seq(i, 0, [1] * width, n_out=width) for i in range(3)], chain.device)
 
     def follow(*_: object) -> None:

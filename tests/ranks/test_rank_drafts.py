@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_rig import DEMO, DEMO_DRAFT, GREEDY, rig
-from known_texts import demo_prompts
+from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, plain_rig, rig
+from known_texts import demo_prompts, known_texts
 from rank_threads import RankRig
 from torch import Tensor
 
@@ -128,6 +128,23 @@ def test_a_whole_head_is_planned_where_it_is_read() -> None:
 
     assert bytes_of(1) == bytes_of(2) == 0
     assert bytes_of(2, draft_p_min=0.3) == bytes_of(2, draft_path=None, spec_type="mtp") > 0
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("name", ["llama", "qwen35"])
+def test_a_draft_model_runs_whole_on_the_first_rank(name: str, padded: bool) -> None:
+    """The target itself drafts, so every draft is right."""
+    path, prompts = FIXTURES / f"{name}.gguf", list(known_texts(FIXTURES / f"{name}.gguf"))[:5]
+    alone, greedy = plain_rig(path), replace(GREEDY, ignore_eos=False)
+    texts = [alone.generate(prompt, N, greedy).tokens for prompt in prompts]
+    settings: dict[str, object] = {"draft_path": path, "spec_type": "draft", "n_draft_fixed": True, "n_draft_max": 3}
+    with RankRig(path, 2, np=3, padded=padded, **settings) as r:
+        heard = [r.submit(prompt, N, greedy) for prompt in prompts]
+        r.run()
+        r.ranks.settle()
+        assert [h.tokens for h in heard] == texts
+        assert all(h.timings.draft_n == h.timings.draft_n_accepted for h in heard if h.finish == "length")
+        assert sum(h.timings.draft_n for h in heard) > 30
 
 
 @pytest.mark.parametrize("n", [1, 2])
