@@ -15,6 +15,7 @@ DRAFTERS = {
     "dflash": "pyspec.draft.dflash",
     "mtp": "pyspec.draft.mtp",
     "ngram": "pyspec.draft.ngram",
+    "eagle3": "pyspec.draft.eagle3",
     "draft": "pyspec.draft.draft_model",
 }
 ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfig`

@@ -186,7 +186,7 @@ class Chain:
     def _compute_rows(self, late: Sequence[tuple[Pending, Seq]]) -> None:
         if wanted := [(state, cut) for state, seq in late if (cut := self._within(seq)).width]:
             seqs = [replace(seq, mode=self.modes[0], n_fold=state.n_fold) for state, seq in wanted]
-            rows = lay_out(self.table, seqs, self.device, arena=self.arenas[2])
+            rows = self._lay_out(seqs, self.arenas[2])
             hidden = [state.hidden[: seq.width] for state, seq in wanted]
             if rows.bucket is None:
                 self.block.forward(rows, torch.cat(hidden))
@@ -197,6 +197,9 @@ class Chain:
                 state.n_fold = 0
         for state, seq in late:
             state.n_row, state.hidden = state.n_row + seq.width, state.hidden[seq.width :].clone()
+
+    def _lay_out(self, seqs: Sequence[Seq], arena: Arena | None) -> Batch:
+        return lay_out(self.table, seqs, self.device, arena=arena, first_key=self.block.first_key)
 
     def _within(self, seq: Seq) -> Seq:
         """Its rows in the part of a context behind which drafts are made: no draft sees those beyond."""
@@ -230,7 +233,7 @@ class Chain:
             seqs.append(Seq(slot.index, state.n_row, rows, self.modes[0], n_out=1, n_fold=state.n_fold))
         n_row = sum(seq.width for seq in seqs)
         torch.cat([self._state(r.slot).hidden for r in live], out=self.hidden[:n_row])
-        self._first(lay_out(self.table, seqs, self.device, arena=self.arenas[0]))
+        self._first(self._lay_out(seqs, self.arenas[0]))
         for r in live:  # the anchor's row is exact, too: its token is final, its hidden state was the target's
             state = self._state(r.slot)
             state.n_row, state.hidden, state.guess, state.n_fold = r.slot.n_past + 1, state.hidden[-1:], (), 0
@@ -269,7 +272,7 @@ class Chain:
             Seq(slot.index, slot.n_past, [0], self.modes[1], 1, n_fold, more)
             for slot, more in zip(slots, slack, strict=True)
         ]
-        return lay_out(self.table, seqs, self.device, arena=self.arenas[1])
+        return self._lay_out(seqs, self.arenas[1])
 
     def _pass(self, batch: Batch, done: int) -> None:
         """Draft number `done`, after those before."""
@@ -294,7 +297,7 @@ class Chain:
         ]
         for slot, state in zip(slots, states, strict=True):  # these are committed rows, whatever is kept
             state.n_fold, state.begun = 0, slot.n_past
-        first = lay_out(self.table, seqs, self.device, arena=self.arenas[0])
+        first = self._lay_out(seqs, self.arenas[0])
         self.ahead.follow(first, kept)
         copied(self.block.states_of(out)[: batch.n_row], self.hidden[: batch.n_row])
         self._first(first)
@@ -358,7 +361,7 @@ class Chain:
                 shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
                 seqs = [Seq(i, 0, [0] * n, mode, n_out) for i, n in enumerate(shares)]
                 for _ in range(2):
-                    graphed(lay_out(self.table, seqs, self.device, arena=arena))
+                    graphed(self._lay_out(seqs, arena))
         for graphed in (self._first, self._next, self._late):
             graphed.seal()
 

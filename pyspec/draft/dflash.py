@@ -27,7 +27,7 @@ from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft import tap_shift
 from pyspec.draft.blocks import FEW_ROWS, FEW_ROWS_CPU, BlockLength
-from pyspec.draft.dflash_file import ARCHS, D2T, DFlashConfig, check_pair, drafter_tensors, read_config, read_d2t
+from pyspec.draft.dflash_file import ARCHS, DFlashConfig, check_pair, drafter_tensors, read_config
 from pyspec.draft.drafter import (
     OWN_HEAD,
     DraftOptions,
@@ -40,7 +40,7 @@ from pyspec.draft.drafter import (
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
 from pyspec.models.blocks.attention import BoundAttention
-from pyspec.models.own_vocabulary import BestDrafts
+from pyspec.models.own_vocabulary import D2T, BestDrafts, read_d2t
 from pyspec.models.part import Binding, LoadTypes, Pass, Request
 from pyspec.models.rope import Ropes
 from pyspec.models.target import Out, Target

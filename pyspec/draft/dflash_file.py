@@ -8,33 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from pyspec.errors import ModelError, PairError
-from pyspec.gguf import GGMLType, GGUFFile
+from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
+from pyspec.models.own_vocabulary import check_own
 from pyspec.models.part import AttentionShape, Place
 from pyspec.models.read import attention_shape, block_count, check_rope
 from pyspec.models.rope import RopeSpec, read_scaling
 from pyspec.models.target import ModelConfig
 from pyspec.models.wants import Want
-from pyspec.models.weights import Weights
 
 FORK = "dflash-draft"
 ARCHS = ("dflash", FORK)
-D2T = "d2t"  # of a head with fewer tokens than the target: which of the target's each is
-PLAIN_NUMBERS = (
-    GGMLType.F32,
-    GGMLType.F16,
-    GGMLType.BF16,
-    GGMLType.F64,
-    GGMLType.I8,
-    GGMLType.I16,
-    GGMLType.I32,
-    GGMLType.I64,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,33 +160,4 @@ def check_pair(c: DFlashConfig, file: GGUFFile, target: ModelConfig) -> None:
         )
     if not 0 <= c.mask_id < target.n_vocab:
         raise PairError(f"the drafter's mask token is {c.mask_id}; the target has {target.n_vocab} tokens")
-    _check_own(file, target)
-
-
-def _check_own(file: GGUFFile, target: ModelConfig) -> None:
-    """An embedding or a head of the drafter's own reads and gives the target's tokens."""
-    embedding, head, d2t = (file.tensors.get(name) for name in ("token_embd.weight", "output.weight", D2T))
-    if embedding is not None and embedding.shape[0] < target.n_vocab:
-        raise PairError(f"the drafter embeds {embedding.shape[0]} tokens; the target has {target.n_vocab}")
-    n_head = target.n_vocab if head is None else head.shape[0]
-    if d2t is None and n_head > target.n_vocab:
-        raise PairError(
-            f"the drafter's head gives {n_head} tokens; the target has {target.n_vocab}, and there is no {D2T}"
-        )
-    if d2t is not None and (d2t.shape != (n_head,) or d2t.type not in PLAIN_NUMBERS):
-        raise PairError(
-            f"the drafter's {D2T} is {list(d2t.shape)} of type {d2t.type.name}; "
-            f"want plain numbers, one for each of its head's {n_head} tokens"
-        )
-
-
-def read_d2t(w: Weights, n_vocab: int) -> Tensor | None:
-    """[token of the drafter's head] int64: the target's token it stands for; None if both are the same."""
-    if not w.has(D2T):
-        return None
-    ids = w.vector(D2T)
-    if not bool(((ids >= 0) & (ids < n_vocab)).all()):  # NaN is neither
-        raise PairError(
-            f"the drafter's {D2T} goes from {ids.min():g} to {ids.max():g}; the target has tokens 0..{n_vocab - 1}"
-        )
-    return ids.long()
+    check_own(file, target.n_vocab)

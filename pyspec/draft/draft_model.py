@@ -101,7 +101,7 @@ class DraftModel:
     """
 
     def __init__(self, model: Decoder, best: BestDrafts, n_common: int) -> None:
-        self.model, self.memory, self.n_hidden = model, model.memory, 0
+        self.model, self.memory, self.n_hidden, self.first_key = model, model.memory, 0, 0
         self.best, self.n_common = best, n_common
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:

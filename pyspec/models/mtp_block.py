@@ -135,6 +135,8 @@ class MtpBlock:
     Its last norm is RMSNorm for every architecture. llama.cpp has LayerNorm there for nemotron_h_moe; other runtimes do not.
     """
 
+    first_key = 0
+
     def __init__(
         self,
         spec: MtpOfBlock,

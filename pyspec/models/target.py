@@ -66,10 +66,12 @@ def out_of(output: Matrix, wanted: Tensor, hidden: Tensor, taps: Tensor | None, 
 class MtpNet(Protocol):
     """One step of a chain, over keys and values of its own.
 
-    n_hidden  width of the hidden states that it takes; 0: it takes none, and reads tokens alone
+    n_hidden   width of the hidden states that it takes; 0: it takes none, and reads tokens alone
+    first_key  position of the first row that others see: 1 where row 0, which has no hidden state, is no context
     """
 
     n_hidden: int
+    first_key: int
     memory: Memory
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:

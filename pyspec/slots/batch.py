@@ -132,9 +132,11 @@ def lay_out(
     see_block: bool = False,
     arena: Arena | None = None,
     pages: Sequence[NDArray[np.int64]] | None = None,
+    first_key: int = 0,
 ) -> Batch:
     """Build the batch for `seqs`; grows the slots' pages and checks every index on the host.
 
+    first_key: rows see no position below it, besides their own.
     pages: those of each sequence, if they are held already (`SlotTable.reach`).
     see_block: rows see all rows of their own sequence, later ones too (a drafter's fill-in block); otherwise causal.
     arena: put it there, padded to a bucket, if it fits; see `Batch.bucket`.
@@ -149,6 +151,8 @@ def lay_out(
         pages = [table.reach(table.slots[q.slot], q.n_past, q.n_past + q.width + q.slack) for q in seqs]
     ends = [seq.n_past + seq.width for seq in seqs]
     layout, n_out = _write(table, seqs, starts, ends, pages, see_block)
+    if first_key:
+        layout.rows[ROW64.index("lo")] = np.minimum(layout.rows[ROW64.index("positions")], first_key)
     bucket = None if arena is None else arena.bucket([seq.width for seq in seqs])
     prompt = bucket is None and arena is not None and not see_block and _is_prompt(seqs)
     if arena is not None and prompt:

@@ -11,6 +11,7 @@ from tempfile import mkdtemp
 
 import numpy as np
 import pytest
+import torch
 from engine_rig import FIXTURES, GREEDY, Heard, Rig, plain_rig, rig
 from known_texts import N_TEXT, known_texts, tiny
 from rewrite import rewrite
@@ -23,6 +24,7 @@ from pyspec.engine.plan.fit import fit
 from pyspec.errors import BadTensors, ConfigError, PairError, UnknownArchitecture
 from pyspec.gguf import open_gguf
 from pyspec.request import SamplingParams
+from pyspec.slots.arena import Arena
 
 LLAMA, QWEN3, GEMMA3, QWEN35 = (FIXTURES / f"{name}.gguf" for name in ("llama", "qwen3", "gemma3", "qwen35"))
 TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
@@ -168,6 +170,21 @@ def test_recorded_passes_draft_what_calls_draft() -> None:
         ways = (drafter._first, drafter._next, drafter._late)
         assert not any(way._cannot for way in ways) and bool(drafter._next._tapes) is is_recorded
     assert found[0] == found[1]
+
+
+@BOTH
+def test_passes_that_are_padded_as_for_graphs_draft_the_same(path: Path) -> None:
+    """Padding has no slot, no record and no place in the text's pages."""
+    texts = free_texts(path)
+    r = drafted(path, path, np=5)
+    drafter, table = r.loop.drafter, r.loop.table
+    assert isinstance(drafter, Chain)
+    r.loop.worker.arena = Arena(5, table.n_page, torch.device("cpu"), 5)
+    drafter.use_graphs(lambda: Arena(5, table.n_page, torch.device("cpu"), 16))
+    r.loop.lookahead.on = True
+    heard = joined(r, [*texts])
+    assert [h.tokens for h in heard] == list(texts.values())
+    assert all(h.timings.draft_n == h.timings.draft_n_accepted > 0 for h in heard)
 
 
 @BOTH

@@ -1,0 +1,203 @@
+"""EAGLE-3 drafter: one layer over three taps of the target, chained (`chain.py`), with a vocabulary of its own.
+
+The taps of a token become its state g. A row pairs a token with the g of the position before it, drafts by its own output, and chains
+that. The row of a text's first token has no g and is seen by no other (`first_key`); rope turns every row one position farther than
+the training did, which changes no score. Source: arXiv:2503.01840; llama.cpp `eagle3` (layout, tap numbers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from pyspec.config import EngineSettings
+from pyspec.cuda.ops.embed.op import embed
+from pyspec.cuda.ops.embed.ref import EmbedSpec
+from pyspec.cuda.ops.norms.op import norms
+from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.draft.chain import Chain, graph_bytes, most_waiting
+from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, Needs, TargetFile, own_memory
+from pyspec.errors import ConfigError, PairError
+from pyspec.gguf import GGUFFile
+from pyspec.gguf.fields import SIZE
+from pyspec.models.blocks.attention import Attention
+from pyspec.models.blocks.mlp import Mlp
+from pyspec.models.decoder import Decoder
+from pyspec.models.own_vocabulary import D2T, BestDrafts, check_own, read_d2t
+from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
+from pyspec.models.read import read_attention, read_rope
+from pyspec.models.rope import Ropes
+from pyspec.models.target import ModelConfig, Out, Target
+from pyspec.models.wants import Want, check_read, check_tensors
+from pyspec.models.weights import EMBEDDING, HEAD, Embedding, Matrix, Weights
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import Memory
+from pyspec.slots.table import SlotTable
+
+N_DRAFT = 3  # tokens a round, unless a number is asked for
+N_TAP = 3
+PREFIX = "blk.0"
+ALIAS = {"rope_freqs.weight": f"{PREFIX}.rope_freqs.weight"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig:
+    """taps: 0-based target layers whose outputs are read. adds_normed: the layer's attention is added to the normed g; normed_taps: taps are
+    normed before they become g."""
+
+    n_embd: int
+    eps: float
+    taps: tuple[int, ...]
+    attention: Attention
+    mlp: Mlp
+    adds_normed: bool
+    normed_taps: bool
+
+    def place(self, file: GGUFFile) -> Place:
+        return Place(file, PREFIX, self.n_embd, self.eps)
+
+
+def recognises(file: GGUFFile) -> bool:
+    return file.architecture == "eagle3"
+
+
+def read_eagle(file: GGUFFile) -> EagleConfig:
+    """The drafter's configuration. Its tap numbers mean the inputs of layers."""
+    h, shape = file.hparams, read_attention(file)
+    if (n := h.integer("block_count")) != 1:
+        raise PairError(f"the EAGLE-3 drafter has {n} layers; one is supported")
+    return EagleConfig(
+        n_embd=h.integer("embedding_length"),
+        eps=h.number("attention.layer_norm_rms_epsilon"),
+        taps=tuple(t - 1 for t in h.integers("target_layers", N_TAP)),
+        attention=Attention(shape, read_rope(file, shape, neox=False)),
+        mlp=Mlp(h.integer("feed_forward_length")),
+        adds_normed=h.flag("norm_before_residual", False),
+        normed_taps=h.flag("norm_before_fc", False),
+    )
+
+
+def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
+    if file is None:
+        raise ConfigError("--spec-type eagle3 needs a draft file (-md)")
+    if not recognises(file):
+        raise PairError(f"an EAGLE-3 drafter is of architecture eagle3; this file is {file.architecture}")
+    c = read_eagle(file)
+    _check_pair(c, file, target.config)
+    wants = _tensors(c, file, target.config.n_embd)
+    check_tensors(file, wants, ALIAS)
+    check_read(file, (*wants, D2T), 1, ALIAS)
+    n_draft, n_waiting = settings.n_draft_max or N_DRAFT, most_waiting(settings.np)
+    return DraftPlan(
+        kind="eagle3",
+        needs=Needs(n_draft, c.taps, overhang=n_draft + 1, chained=True, observes_taps=True),
+        file=file,
+        layers=(c.attention.memory(),),
+        attention=(c.attention.shape,),
+        wants=wants,
+        requests=partial(_requests, c, file),
+        n_waiting=n_waiting,
+        graph_bytes=graph_bytes(settings.np, max(n_draft + 1, n_waiting), target.config, settings.draft_p_min),
+        no_copy=OWN_HEAD if HEAD in file.tensors else "",
+    )
+
+
+def _check_pair(c: EagleConfig, file: GGUFFile, target: ModelConfig) -> None:
+    """Refuse a drafter that was made for another target, with the numbers that differ."""
+    n_target, n = file.hparams.integer("target_hidden_size", target.n_embd, legal=SIZE), target.n_layer
+    if n_target != target.n_embd:
+        raise PairError(f"the drafter reads layers of width {n_target}; the target's have {target.n_embd}")
+    if any(not 0 <= t < n - 1 for t in c.taps):
+        raise PairError(
+            f"the drafter taps the inputs of layers {[t + 1 for t in c.taps]}; inputs of layers 1..{n - 1} of the target can be read"
+        )
+    shares = [name for name in (EMBEDDING, HEAD) if name not in file.tensors]
+    if shares and c.n_embd != target.n_embd:
+        raise PairError(f"the drafter has width {c.n_embd}, the target {target.n_embd}: it can not share {shares[0]}")
+    check_own(file, target.n_vocab)
+
+
+def _tensors(c: EagleConfig, file: GGUFFile, n_target: int) -> dict[str, Want]:
+    """The manifest. The attention's products read two rows side by side."""
+    at, n, s = c.place(file), c.n_embd, c.attention.shape
+    wants = {
+        name: Want(want.shape, want.optional) for name, want in (c.attention.tensors(at) | c.mlp.tensors(at)).items()
+    }
+    rows = {"q": s.n_head * s.head_dim, "k": s.n_kv_head * s.head_dim, "v": s.n_kv_head * s.head_dim}
+    wants |= {at.name(f"attn_{x}.weight"): Want((m, 2 * n)) for x, m in rows.items()}
+    wants |= {at.name(f"{x}.weight"): Want((n,)) for x in ("attn_norm", "attn_norm_2", "ffn_norm")}
+    wants |= {"fc.weight": Want((n, N_TAP * n_target)), "output_norm.weight": Want((n,))}
+    if c.normed_taps:
+        wants["enc.output_norm.weight"] = Want((N_TAP * n_target,))
+    wants |= {name: Want((file.tensors[name].shape[0], n)) for name in (EMBEDDING, HEAD) if name in file.tensors}
+    return wants
+
+
+def _requests(c: EagleConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+    """The ops that the layer asks for; its products are those of its file."""
+    if EMBEDDING in file.tensors:
+        yield embed, EmbedSpec(on.device, file.tensors[EMBEDDING].type, c.n_embd)
+    yield from c.attention.requests(c.place(file), on)
+    yield from c.mlp.requests(c.place(file), on)
+    yield norms, NormsSpec(on.device, c.n_embd, c.eps)
+    if c.normed_taps:
+        yield norms, NormsSpec(on.device, file.tensors["fc.weight"].shape[1], c.eps)
+
+
+class EagleBlock:
+    """The layer bound to its memory; `head` stands for the target's if it is given. Implements `MtpNet`."""
+
+    first_key = 1
+
+    def __init__(self, c: EagleConfig, w: Weights, memory: Memory, target: Target, head: Matrix | None) -> None:
+        self.c, self.memory, self.n_hidden = c, memory, c.n_embd
+        self.ropes = Ropes(w)
+        at = partial(Binding, w, PREFIX, 0, n_embd=c.n_embd, eps=c.eps, kv=memory.kv_format, ropes=self.ropes)
+        self.attention, self.mlp = c.attention.bind(at(norm="attn_norm")), c.mlp.bind(at(norm="ffn_norm"))
+        self.of_token, self.of_state = (w.vector(f"{PREFIX}.{x}.weight") for x in ("attn_norm", "attn_norm_2"))
+        self.fc, self.norm = w.matrix("fc.weight"), w.vector("output_norm.weight")
+        self.norms = norms.bind(NormsSpec(w.device, c.n_embd, c.eps))
+        self.of_taps = w.vector("enc.output_norm.weight") if c.normed_taps else None
+        if self.of_taps is not None:
+            self.norms_taps = norms.bind(NormsSpec(w.device, len(self.of_taps), c.eps))
+        self.embedding = w.embedding(EMBEDDING) if w.has(EMBEDDING) else _embedding_of(target)
+        self.output = w.matrix(HEAD) if w.has(HEAD) else head or target.head
+        self.best = BestDrafts(w.device, read_d2t(w, target.n_vocab))
+
+    def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """hidden [row, n_embd] f32: g of the position before each row. Returns what stands for that of each row's own."""
+        e, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
+        run, a = Pass(angles, self.memory, batch), self.attention
+        y = a.qkv(self.norms.paired(e, self.of_token, hidden, self.of_state))
+        q = a.rope_kv(y, None, None, angles[a.rope], self.memory.kv[0], batch.kv_rows)
+        o = a.attend(q, self.memory.kv[0], batch, 0, None).view(len(y), -1)
+        x = a.out(o, residual=self.norms(hidden, self.of_state) if self.c.adds_normed else hidden)
+        return self.mlp(x, x, run)
+
+    def propose(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """The target's tokens for the best logits, and these, of the drafter's own tokens."""
+        logits = self.output(self.norms(hidden, self.norm))
+        self.best(logits, out)
+        return logits
+
+    def states_of(self, out: Out) -> Tensor:
+        """g of every row."""
+        assert out.taps is not None
+        return self.fc(out.taps if self.of_taps is None else self.norms_taps(out.taps, self.of_taps))
+
+
+def _embedding_of(target: Target) -> Embedding:
+    if not isinstance(target, Decoder):
+        raise PairError("this target does not give the embedding that its drafter shares")
+    return target.embedding
+
+
+def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
+    assert plan.file is not None
+    weights = Weights(plan.file, target.device, options.dense, ALIAS, wide=options.wide)
+    memory = own_memory(plan, table, options, target.device)
+    block = EagleBlock(read_eagle(plan.file), weights, memory, target, options.head)
+    return Chain(block, plan, table, target.device, options.settings.draft_p_min)

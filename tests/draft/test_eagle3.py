@@ -1,0 +1,269 @@
+"""EAGLE-3: the layer's numbers are llama.cpp's, drafts are those of a reference over the text's own taps, and the text is the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import count
+from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from engine_rig import FIXTURES, Rig, plain_rig, rig
+from known_texts import N_TEXT, known_texts, tiny
+from rewrite import rewrite
+
+from pyspec.draft.chain import Chain
+from pyspec.draft.drafter import DraftRequest
+from pyspec.draft.eagle3 import EagleBlock, read_eagle
+from pyspec.errors import ConfigError, PairError
+from pyspec.gguf import open_gguf
+from pyspec.models.target import Out
+from pyspec.models.weights import Weights
+from pyspec.slots.batch import Seq, SeqMode, lay_out
+from pyspec.slots.drafts import Drafts
+from pyspec.slots.kv import KvFormat
+from pyspec.slots.memory import allocate
+from pyspec.slots.parts import CacheSizes
+from pyspec.slots.table import SlotTable
+
+EAGLE = FIXTURES / "eagle3.gguf"
+
+
+def test_rows_and_taps_give_the_numbers_of_llama_cpp() -> None:
+    """Row 0 has no state and is no context: others see what they see in llama.cpp, which has no such row."""
+    want, file = np.load(FIXTURES / "eagle3.npz"), open_gguf(EAGLE)
+    c, device, table = read_eagle(file), torch.device("cpu"), SlotTable(1, 4, 16)
+    memory = allocate(
+        [c.attention.memory()], CacheSizes(1, table.n_alloc_row, 16, 1, KvFormat.named("f32", None)), device
+    )
+    target = SimpleNamespace(n_vocab=len(file.fields.strings("tokenizer.ggml.tokens")))
+    block = EagleBlock(c, Weights(file, device, torch.float32), memory, target, None)  # type: ignore[arg-type]
+    g = block.states_of(Out(torch.empty(0), torch.empty(0), torch.from_numpy(want["features"])))
+    assert np.abs(g.numpy() - want["g"]).max() < 1e-4
+    table.acquire(table.slots[0], 40)
+    tokens = want["tokens"].tolist()
+    batch = lay_out(table, [Seq(0, 0, tokens)], device, first_key=block.first_key)
+    states = block.forward(batch, torch.cat([torch.full((1, c.n_embd), 3.0), g]))[1:]
+    assert np.abs(states.numpy() - want["states"]).max() < 1e-4
+    found = torch.zeros(len(states), dtype=torch.int64)
+    logits = block.propose(states, found)
+    assert np.abs(logits.numpy() - want["logits"]).max() < 1e-3
+    assert found.tolist() == want["d2t"][want["logits"].argmax(-1)].tolist()
+
+
+# -- a drafter for a target of the tests ------------------------------------------------------------------------------
+
+TARGETS = ("qwen3", "qwen35")
+LAYERS = [2, 1, 2]  # whose inputs it reads
+
+
+@cache
+def eagle(kind: str, *, own: bool) -> Path:
+    """A random drafter. own: with an embedding and a smaller head of its own, and the norms that are optional."""
+    path, rng = tiny(kind), np.random.default_rng(5)
+    file = open_gguf(path)
+    n_vocab, n_target = file.tensors["token_embd.weight"].shape
+    n, heads, dim, n_ff = (48, 3, 16, 40) if own else (n_target, 2, 32, 56)
+    random = lambda *shape: (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype("<f4")  # noqa: E731
+    norm = lambda m: (1 + 0.1 * rng.standard_normal(m)).astype("<f4")  # noqa: E731
+    tensors = {"fc.weight": random(n, 3 * n_target), "output_norm.weight": norm(n)}
+    shapes = {"q": (heads * dim, 2 * n), "k": (dim, 2 * n), "v": (dim, 2 * n), "output": (n, heads * dim)}
+    tensors |= {f"blk.0.attn_{x}.weight": random(*shape) for x, shape in shapes.items()}
+    tensors |= {f"blk.0.{x}.weight": norm(n) for x in ("attn_norm", "attn_norm_2", "ffn_norm")}
+    tensors |= {f"blk.0.ffn_{x}.weight": random(n_ff, n) for x in ("gate", "up")} | {
+        "blk.0.ffn_down.weight": random(n, n_ff)
+    }
+    if own:
+        d2t = np.sort(rng.choice(n_vocab, 200, replace=False)).astype("<f4")
+        tensors |= {"token_embd.weight": random(n_vocab, n) * np.sqrt(n), "output.weight": random(200, n), "d2t": d2t}
+        tensors["enc.output_norm.weight"] = norm(3 * n_target)
+    keys = {
+        "block_count": 1, "embedding_length": n, "feed_forward_length": n_ff, "attention.head_count": heads,
+        "attention.head_count_kv": 1, "attention.key_length": dim, "attention.value_length": dim,
+        "target_layers": LAYERS, "target_hidden_size": n_target, "norm_before_fc": own, "norm_before_residual": not own,
+        "rope.dimension_count": dim, "rope.freq_base": 1e4, "attention.layer_norm_rms_epsilon": 1e-6,
+    }  # fmt: skip
+    return rewrite(
+        path,
+        Path(mkdtemp(prefix="pyspec-eagle-")) / "eagle3.gguf",
+        arch="eagle3",
+        drop=lambda name: True,
+        add=tensors,
+        change={f"eagle3.{key}": value for key, value in keys.items()},
+    )
+
+
+def drafted(kind: str, *, own: bool, **settings: object) -> Rig:
+    return rig(tiny(kind), **({"draft_path": eagle(kind, own=own), "n_draft_fixed": True} | settings))
+
+
+class Reference:
+    """The drafter in numpy, over the taps of a target that reads whole texts."""
+
+    def __init__(self, kind: str, *, own: bool) -> None:
+        self.file, target = open_gguf(eagle(kind, own=own)), open_gguf(tiny(kind))
+        self.h, self.own = self.file.hparams, own
+        shared = target if not own else self.file
+        self.embedding = self._w(shared, "token_embd.weight")
+        self.head = self._w(shared, "output.weight" if "output.weight" in shared.tensors else "token_embd.weight")
+        self.d2t = self._w(self.file, "d2t").astype(int) if own else np.arange(len(self.head))
+        self.target = plain_rig(tiny(kind)).loop.target
+
+    @staticmethod
+    def _w(file: object, name: str) -> np.ndarray:
+        info = file.tensors[name]  # type: ignore[attr-defined]
+        return file.raw(name).view("<f4").reshape(info.shape).astype(np.float64)  # type: ignore[attr-defined]
+
+    def w(self, name: str) -> np.ndarray:
+        return self._w(self.file, f"{name}.weight")
+
+    @staticmethod
+    def rms(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
+
+    def states(self, tokens: Sequence[int]) -> np.ndarray:
+        """g of every token."""
+        table = SlotTable(1, 64, 16)
+        table.acquire(table.slots[0], 200)
+        self.target.memory.reset(0)
+        out = self.target.forward(
+            lay_out(table, [Seq(0, 0, tokens, SeqMode.KEEP)], torch.device("cpu")), [t - 1 for t in LAYERS]
+        )
+        assert out.taps is not None
+        taps = out.taps.numpy().astype(np.float64)
+        return (self.rms(taps, self.w("enc.output_norm")) if self.own else taps) @ self.w("fc").T
+
+    def turned(self, x: np.ndarray) -> np.ndarray:
+        """Pairs of neighbours by the row's place."""
+        dim = x.shape[-1]
+        angles = np.arange(len(x))[:, None, None] * 1e4 ** (-np.arange(0, dim, 2) / dim)
+        a, b, out = x[..., ::2], x[..., 1::2], np.empty_like(x)
+        out[..., ::2], out[..., 1::2] = a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)
+        return out
+
+    def last(self, tokens: Sequence[int], g: np.ndarray) -> tuple[np.ndarray, int]:
+        """State and best token behind rows (tokens[i], g[i])."""
+        dim = self.h.integer("attention.key_length")
+        e, m = (
+            self.rms(self.embedding[list(tokens)], self.w("blk.0.attn_norm")),
+            self.rms(g, self.w("blk.0.attn_norm_2")),
+        )
+        u = np.concatenate([e, m], -1)
+        q, k, v = ((u @ self.w(f"blk.0.attn_{x}").T).reshape(len(u), -1, dim) for x in "qkv")
+        q, k = self.turned(q)[-1], self.turned(k)[:, 0]
+        s = np.exp(q @ k.T / np.sqrt(dim))
+        o = (s / s.sum(-1, keepdims=True) @ v[:, 0]).reshape(-1) @ self.w("blk.0.attn_output").T
+        x = o + (g[-1] if self.own else m[-1])
+        n = self.rms(x, self.w("blk.0.ffn_norm"))
+        gate = n @ self.w("blk.0.ffn_gate").T
+        x = x + (gate / (1 + np.exp(-gate)) * (n @ self.w("blk.0.ffn_up").T)) @ self.w("blk.0.ffn_down").T
+        return x, int(self.d2t[(self.head @ self.rms(x, self.w("output_norm"))).argmax()])
+
+    def draft(self, tokens: Sequence[int], states: np.ndarray, n: int) -> list[int]:
+        """Drafts behind `tokens`, the last of which is the anchor."""
+        ids, g = list(tokens[1:]), list(states[: len(tokens) - 1])
+        for _ in range(n):
+            state, token = self.last(ids, np.array(g))
+            ids, g = [*ids, token], [*g, state]
+        return ids[len(tokens) - 1 :]
+
+
+def watch(r: Rig) -> list[tuple[list[int], list[int]]]:
+    """(tokens with the anchor, drafts) of each draft that the host asks for."""
+    seen: list[tuple[list[int], list[int]]] = []
+    drafter = r.loop.drafter
+    assert isinstance(drafter, Chain)
+    draft = drafter.draft
+
+    def watched(requests: Sequence[DraftRequest]) -> list[Drafts]:
+        found = draft(requests)
+        seen.extend(([*q.slot.tokens, q.anchor], [*d.tokens]) for q, d in zip(requests, found, strict=True) if d.tokens)
+        return found
+
+    drafter.draft = watched  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_drafts_are_those_of_the_reference(kind: str, own: bool) -> None:
+    """After prompts, accepted and refused drafts, and rounds without any."""
+    texts, rounds, reference = list(known_texts(tiny(kind)).items())[:4], count(), Reference(kind, own=own)
+    r = drafted(kind, own=own, np=2)
+    seen = watch(r)
+    r.loop.controller.choose = lambda caps, _offers=(): [  # type: ignore[method-assign]
+        cap * (n % 4 < 3) for n in (next(rounds),) for _, cap in caps
+    ]
+    heard = [r.submit(prompt, N_TEXT) for prompt, _ in texts]
+    r.run()
+    assert r.info.drafter == "eagle3" and [h.tokens for h in heard] == [text for _, text in texts]
+    wholes = [[*prompt, *text] for prompt, text in texts]
+    states = [reference.states(whole) for whole in wholes]
+    assert len(seen) > 40
+    for tokens, drafts in seen:
+        at = next(i for i, whole in enumerate(wholes) if whole[: len(tokens)] == tokens)
+        assert drafts == reference.draft(tokens, states[at], len(drafts)), f"behind {len(tokens)} tokens"
+
+
+@pytest.mark.sampled(1, most=1)
+@pytest.mark.parametrize("np", [1, 2, 4, 8])
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_the_text_is_the_targets_with_staggered_joins(kind: str, is_ahead: bool, np: int) -> None:
+    texts, r = known_texts(tiny(kind)), drafted(kind, own=True, np=np, ubatch=40)
+    r.loop.lookahead.on = is_ahead
+    heard = []
+    for prompt in texts:
+        heard.append(r.submit(prompt, N_TEXT))
+        r.loop.step()
+        r.loop.step()
+    r.run()
+    assert [h.tokens for h in heard] == list(texts.values())
+    assert sum(h.timings.draft_n for h in heard) > 100
+
+
+def test_passes_are_recorded() -> None:
+    r = drafted("qwen3", own=False)
+    prompt, text = next(iter(known_texts(tiny("qwen3")).items()))
+    assert r.generate(prompt, N_TEXT).tokens == text
+    assert isinstance(r.loop.drafter, Chain) and not r.loop.drafter._next._cannot and r.loop.drafter._next._tapes
+
+
+def test_a_prefix_of_the_cache_is_drafted_from_as_a_text_that_was_read() -> None:
+    reference, prompt = Reference("qwen3", own=True), max(known_texts(tiny("qwen3")), key=len)
+    r = drafted("qwen3", own=True, page_size=16)
+    r.generate(prompt, 12)
+    seen = watch(r)
+    h = r.generate(prompt, 20)
+    assert h.timings.cache_n >= 96
+    states = reference.states([*prompt, *h.tokens])
+    assert seen and all(drafts == reference.draft(tokens, states, len(drafts)) for tokens, drafts in seen)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"target_hidden_size": 32}, "reads layers of width 32; the target's have 64"),
+        ({"target_layers": [1, 2, 3]}, r"taps the inputs of layers \[1, 2, 3\]; inputs of layers 1\.\.2"),
+        ({"target_layers": [0, 1, 2]}, r"taps the inputs of layers \[0, 1, 2\]"),
+        ({"block_count": 2}, "has 2 layers; one is supported"),
+    ],
+)
+def test_a_drafter_for_another_target_is_refused_with_the_numbers(
+    change: dict[str, object], text: str, tmp_path: Path
+) -> None:
+    own = eagle("qwen3", own=True)
+    other = rewrite(own, tmp_path / "e.gguf", change={f"eagle3.{key}": value for key, value in change.items()})
+    with pytest.raises(PairError, match=text):
+        rig(tiny("qwen3"), draft_path=other)
+
+
+def test_the_file_has_to_be_one() -> None:
+    with pytest.raises(ConfigError, match="--spec-type eagle3 needs a draft file"):
+        rig(tiny("qwen3"), spec_type="eagle3")
+    with pytest.raises(PairError, match="is of architecture eagle3; this file is qwen3"):
+        rig(tiny("qwen3"), spec_type="eagle3", draft_path=tiny("qwen3"))
