@@ -151,14 +151,23 @@ def test_one_sidecar_is_taken_and_each_has_its_reason(tmp_path: Path):
     assert said == [
         "dflash-m-Q8_0.gguf: taken as dflash drafter, Q8_0 as the target",
         "mtp-m-Q8_0.gguf: not taken, dflash goes first; --spec-type mtp takes this one",
-        "eagle3-m.gguf: not taken, this version has no eagle3",
+        "eagle3-m.gguf: not taken, dflash goes first; --spec-type eagle3 takes this one",
     ]
+    assert choose_sidecar(hub.sidecars(["m-Q8_0.gguf", "dspark-m.gguf"], "m-Q8_0.gguf"), plain, "auto") == (
+        None,
+        ["dspark-m.gguf: not taken, this version has no dspark"],
+    )
     best, said = choose_sidecar(found, plain, "mtp")
     assert best is not None and best.kind == "mtp" and "not taken, --spec-type is mtp" in said[0]
     assert choose_sidecar(found, plain, "none")[0] is None
     own = synth.write("qwen35", tmp_path / "o.gguf", tiny=True)
     best, said = choose_sidecar(found[1:], own, "auto")
     assert best is None and "the target's file has the block in it" in said[0]
+    assert said[1] == (
+        "eagle3-m.gguf: not taken, the block in the target's file goes first; --spec-type eagle3 takes this one"
+    )
+    best, _ = choose_sidecar(found[1:], own, "eagle3")
+    assert best is not None and best.kind == "eagle3"
 
 
 @pytest.mark.parametrize("n_block", [4, 5], ids=["block not counted", "block counted"])

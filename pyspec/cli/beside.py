@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+BEHIND_MTP = ("dspark", "eagle3")  # kinds that give way to MTP
+
 
 def find_sidecar(name: str, file: str, target: str, spec_type: str) -> str:
     """Path of the drafter beside the -hf target, downloaded if necessary; "auto" if none is taken.
@@ -51,6 +53,8 @@ def choose_sidecar(
             why = f"{best.kind} goes first; --spec-type {one.kind} takes this one"
         elif one.kind == "mtp" and has_mtp(target):
             why = "the target's file has the block in it"
+        elif spec_type == "auto" and one.kind in BEHIND_MTP and has_mtp(target):
+            why = f"the block in the target's file goes first; --spec-type {one.kind} takes this one"
         else:
             best, why = one, ""
         verdict = f"not taken, {why}" if why else f"taken as {one.kind} drafter, {one.why}"

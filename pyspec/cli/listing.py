@@ -111,6 +111,7 @@ def _pair(
 ) -> str:
     """The drafter on this machine that goes with a target: the catalogue's, else the sidecar that a load would take."""
     from pyspec.catalog import find
+    from pyspec.cli.beside import BEHIND_MTP
     from pyspec.hub import sidecars
     from pyspec.registry import drafters
 
@@ -120,7 +121,8 @@ def _pair(
         return source.file if (source.repo, source.file) in files else ""
     beside = sidecars([f.file for f in repository.files], file.file)
     known = [s for s in beside if s.kind in drafters()]
-    return next((s.file for s in known if s.kind != "mtp" or not _has_own_block(file.path)), "")
+    give_way = ("mtp", *BEHIND_MTP)  # to a block in the target's file
+    return next((s.file for s in known if s.kind not in give_way or not _has_own_block(file.path)), "")
 
 
 def _has_own_block(path: Path) -> bool:

@@ -58,6 +58,9 @@ def test_so_do_drafters() -> None:
     path = FIXTURES / "qwen35.gguf"
     s = settings(spec_type="mtp")
     assert loaded_asks(path, s) == names(asks_of(describe(path, s)))
+    for name in ("llama", "gemma3", "qwen35_q8_0"):
+        s = settings(draft_path=FIXTURES / f"{name}.gguf", spec_type="draft")
+        assert loaded_asks(FIXTURES / "qwen3.gguf", s) == names(asks_of(describe(FIXTURES / "qwen3.gguf", s)))
 
 
 def on_gpu(name: str, **more: object) -> Description:

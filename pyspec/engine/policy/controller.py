@@ -188,7 +188,7 @@ class Controller:
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = n, why
             if not cap:
-                lane.reason = "none: switched off for the request, or it is at its last token"
+                lane.reason = "none: switched off for the request, at its last token, or past the drafter's length"
             elif not n and any(picked):
                 lane.reason = f"none: drafts of other slots are likelier to be right; {why}"
         self.since_plain = self.since_plain + 1 if any(picked) else 0
