@@ -18,6 +18,8 @@ DRAFTERS = {
     "eagle3": "pyspec.draft.eagle3",
     "draft": "pyspec.draft.draft_model",
 }
+LLAMA_CPP = {"ngram": "ngram-simple", "draft": "draft-simple"}
+"""Drafters that llama.cpp does not spell draft-NAME."""
 ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfig`
     "gemma3": "pyspec.models.arch.gemma3",
     "llama": "pyspec.models.arch.llama",
@@ -72,6 +74,11 @@ def architecture_module(arch: str) -> str | None:
 def drafters() -> dict[str, str]:
     """Name and module of every drafter, pyspec's own first."""
     return DRAFTERS | added_drafters()
+
+
+def spelt_here(kind: str) -> str:
+    """The name of a drafter that may be spelt as llama.cpp does."""
+    return next((own for own, theirs in LLAMA_CPP.items() if theirs == kind), kind.removeprefix("draft-"))
 
 
 def is_spec_type(name: str) -> bool:

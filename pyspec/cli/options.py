@@ -17,7 +17,7 @@ from pyspec.cli.choice import EngineChoice, ModelChoice
 from pyspec.cli.flags import grouped
 from pyspec.cli.sampling import SAMPLING_OPTIONS, sampling_of
 from pyspec.config import CPU_ACTIVATIONS, DRAFT_HEADS, KV_TYPES, MAX_CTX, MAX_MIB, PAGE_SIZES, WEIGHTS
-from pyspec.registry import DRAFTERS, RESERVED, added_drafters, is_spec_type
+from pyspec.registry import DRAFTERS, LLAMA_CPP, RESERVED, added_drafters, is_spec_type
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -38,7 +38,6 @@ class Number(click.FloatRange):
         return number
 
 
-LLAMA_CPP = {"ngram": "ngram-simple", "draft": "draft-simple"}  # drafters that are not spelled draft-NAME
 SPEC_TYPES = {name: name for name in (*RESERVED, *DRAFTERS)} | {
     LLAMA_CPP.get(name, f"draft-{name}"): name for name in DRAFTERS
 }

@@ -70,6 +70,7 @@ def test_without_drafting_no_draft_figures_are_given(app: App, engine: FakeEngin
         ({"speculative": {"type": "none"}}, 0),
         ({"speculative.n_max": 2}, 2),
         ({"speculative.type": "draft-ngram", "speculative.n_max": 0}, 0),
+        ({"speculative.type": "ngram-simple", "speculative.n_max": 3}, 3),
     ],
 )
 def test_a_request_can_set_its_draft_length(

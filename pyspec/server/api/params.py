@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from pyspec.errors import RequestError
+from pyspec.registry import spelt_here
 from pyspec.request import DEFAULT_SAMPLERS, EngineInfo, SamplingParams
 from pyspec.samplers import sampler_of
 from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, TextBody
@@ -214,7 +215,7 @@ def draft_limit(body: Generate, info: EngineInfo) -> int | None:
     kind = body.spec_type or spec.get("type")
     if wanted is False or kind == "none":
         return 0
-    if kind is not None and kind.removeprefix("draft-") not in (info.drafter, "auto"):
+    if kind is not None and spelt_here(kind) not in (info.drafter, "auto"):
         raise RequestError(
             f"speculative.type: {kind[:40]!r} is not loaded; this engine drafts with {info.drafter}",
         )
