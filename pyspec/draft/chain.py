@@ -91,9 +91,10 @@ class Chain:
 
     is_recurrent  its block has recurrent layers
     modes         of exact rows, of chained ones
+    first_key     as of its block
     """
 
-    is_recurrent = False
+    is_recurrent, first_key = False, 0
     modes = (SeqMode.VERIFY, SeqMode.VERIFY)
 
     def __init__(self, block: MtpNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float) -> None:
@@ -105,7 +106,7 @@ class Chain:
         self.device = device
         self.p_min = p_min
         self.ahead = ahead.bind(AheadSpec(self.device))
-        self.memory = block.memory
+        self.memory, self.first_key = block.memory, block.first_key
         if self.memory.states:
             self.is_recurrent, self.modes = True, (SeqMode.KEEP, SeqMode.LATE)
         self.states: list[Pending | None] = [None] * len(table.slots)
@@ -199,7 +200,7 @@ class Chain:
             state.n_row, state.hidden = state.n_row + seq.width, state.hidden[seq.width :].clone()
 
     def _lay_out(self, seqs: Sequence[Seq], arena: Arena | None) -> Batch:
-        return lay_out(self.table, seqs, self.device, arena=arena, first_key=self.block.first_key)
+        return lay_out(self.table, seqs, self.device, arena=arena, first_key=self.first_key)
 
     def _within(self, seq: Seq) -> Seq:
         """Its rows in the part of a context behind which drafts are made: no draft sees those beyond."""

@@ -57,6 +57,7 @@ class EagleConfig:
     normed_taps: bool
 
     def place(self, file: GGUFFile) -> Place:
+        """Of its layer."""
         return Place(file, PREFIX, self.n_embd, self.eps)
 
 

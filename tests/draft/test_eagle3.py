@@ -236,11 +236,11 @@ def test_passes_are_recorded() -> None:
 def test_a_prefix_of_the_cache_is_drafted_from_as_a_text_that_was_read() -> None:
     reference, prompt = Reference("qwen3", own=True), max(known_texts(tiny("qwen3")), key=len)
     r = drafted("qwen3", own=True, page_size=16)
-    r.generate(prompt, 12)
-    seen = watch(r)
-    h = r.generate(prompt, 20)
-    assert h.timings.cache_n >= 96
-    states = reference.states([*prompt, *h.tokens])
+    first = r.generate(prompt, 12)
+    seen, turn = watch(r), [*prompt, *first.tokens, 3, 4, 5]
+    h = r.generate(turn, 20)
+    assert h.timings.cache_n == len(prompt) + 11
+    states = reference.states([*turn, *h.tokens])
     assert seen and all(drafts == reference.draft(tokens, states, len(drafts)) for tokens, drafts in seen)
 
 

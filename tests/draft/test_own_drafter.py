@@ -100,15 +100,14 @@ def test_a_file_that_was_given_for_a_drafter_without_weights_is_refused(own: Pat
 
 
 def test_an_unknown_name_is_refused_with_all_there_are(own: Path) -> None:
-    with pytest.raises(ConfigError, match="--spec-type is 'owm'; want one of auto, none, dflash, mtp, ngram, own"):
+    with pytest.raises(ConfigError, match=r"--spec-type is 'owm'; want one of auto, none, .*, ngram, .*, own"):
         EngineSettings(spec_type="owm")
 
 
 def test_an_installed_drafter_recognises_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "def recognises(file): return file.architecture == 'llama'\nplan = load = print\n"
     module(tmp_path, "for_llama", text)
-    with pytest.raises(PairError, match=r"\(llama\) is for none of the drafters there are: dflash, mtp, ngram\. "):
-        rig(FIXTURES / "qwen3.gguf", draft_path=FIXTURES / "llama.gguf")
+    assert draft.recognised(open_gguf(FIXTURES / "llama.gguf")) is None
     monkeypatch.syspath_prepend(tmp_path)
     assert draft.recognised(open_gguf(FIXTURES / "llama.gguf")) == "for_llama"
     assert draft.recognised(open_gguf(FIXTURES / "qwen35.gguf")) == "mtp", "ours are asked first"
