@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pyspec.errors import ConfigError
 from pyspec.ranges import INT32, SWITCH, Many, Of, OneOf, Real, Text, Whole, check, shown
-from pyspec.registry import RESERVED, drafters, is_spec_type
+from pyspec.registry import RESERVED, SUFFIX, drafters, is_spec_type, split_spec_type
 
 KV_TYPES = ("f16", "bf16", "f32", "q8_0", "f8_e4m3")
 WEIGHTS = ("auto", "dense", "packed")
@@ -33,12 +33,12 @@ RATES = r"(|[0-9.]{1,20}(,[0-9.]{1,20}){0,63})"
 
 @dataclass(frozen=True)
 class SpecType:
-    """The name of a known drafter."""
+    """The name of a known drafter, with ",suffix" or without."""
 
     def flaw(self, value: object) -> str:
         if isinstance(value, str) and is_spec_type(value):
             return ""
-        return f"is {shown(value)}; want one of {', '.join((*RESERVED, *drafters()))}"
+        return f"is {shown(value)}; want one of {', '.join((*RESERVED, *drafters(), SUFFIX))}, or one with ',{SUFFIX}' behind it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,14 @@ class EngineSettings:
     draft_head: Annotated[str, "--draft-head", OneOf(DRAFT_HEADS)] = "auto"
     # output head of drafts: the target's, or a four-bit copy
     ngram_match: Annotated[int, "--spec-ngram-simple-size-n", Whole(1, 32)] = 3
+    suffix_n_max: Annotated[int, "--spec-suffix-n-max", Whole(1, 64)] = 15
+    # tokens of a suffix draft
+    suffix_min_prob: Annotated[float, "--spec-suffix-min-token-prob", Real(0.01, 1)] = 0.1
+    # a suffix draft ends where the product of its probabilities is lower
+    suffix_cache: Annotated[int, "--spec-suffix-cache", Whole(0, MAX_MIB, "0: none")] = 64
+    # MiB of host memory for finished answers, which suffix drafts continue
+    suffix_share: Annotated[bool, "--spec-suffix-share", SWITCH] = False
+    # suffix drafts of a client come from other clients' answers, too
     synth_len: Annotated[float, "--spec-synth-len", Real(1, 65, also=(0,))] = 0.0
     # > 0: simulate acceptance, mean tokens per round
     synth_rates: Annotated[str, "--spec-synth-rates", Text(RATES, "shares as 0.9,0.7,...")] = ""
@@ -113,6 +121,16 @@ class EngineSettings:
             raise ConfigError(
                 f"-np {self.np} times -c {self.ctx} is {self.np * self.ctx} tokens; want at most {MAX_POOL} (--kv-pool shares fewer)"
             )
+
+    @property
+    def drafter(self) -> str:
+        """The drafter in `spec_type`."""
+        return split_spec_type(self.spec_type)[0]
+
+    @property
+    def n_suffix(self) -> int:
+        """Tokens of the longest suffix draft; 0: there are none."""
+        return self.suffix_n_max if split_spec_type(self.spec_type)[1] else 0
 
     @property
     def queue_limit(self) -> int:

@@ -40,6 +40,7 @@ FAMILIES = (
 NEXT_STEP = 'llama-server runs most others; docs/architecture.md, "Adding things", describes how to add one'
 GROUP, ARCHITECTURE_GROUP = "pyspec.drafters", "pyspec.architectures"
 RESERVED = ("auto", "none")  # other values of --spec-type: chosen at load, and no drafter
+SUFFIX = "suffix"  # drafts from the text itself and from finished answers: alone, or beside a drafter as "NAME,suffix"
 
 
 def not_run(what: str, arch: str) -> str:
@@ -62,7 +63,7 @@ def _found(group: str, path: tuple[str, ...]) -> dict[str, str]:
 
 def added_drafters() -> dict[str, str]:
     """Name and module of other packages' drafters; pyspec's own names take precedence."""
-    taken = {*DRAFTERS, *RESERVED}
+    taken = {*DRAFTERS, *RESERVED, SUFFIX}
     return {name: module for name, module in _entry_points(GROUP).items() if name not in taken}
 
 
@@ -83,4 +84,12 @@ def spelt_here(kind: str) -> str:
 
 def is_spec_type(name: str) -> bool:
     """True for a valid `--spec-type`. Other packages are searched only for a name that is not pyspec's."""
+    name, _ = split_spec_type(name)
     return name in RESERVED or name in DRAFTERS or name in added_drafters()
+
+
+def split_spec_type(name: str) -> tuple[str, bool]:
+    """The drafter of a `--spec-type`, and whether suffix drafts go beside it: "suffix" is ("none", True), as "none,suffix" is."""
+    if name == SUFFIX:
+        return "none", True
+    return name.removesuffix(f",{SUFFIX}"), name.endswith(f",{SUFFIX}")

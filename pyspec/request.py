@@ -230,6 +230,8 @@ class Timings:
     drafted_per_pos: tuple[int, ...] = ()  # number of times that draft position i was verified
     accepted_per_pos: tuple[int, ...] = ()  # number of times that it was accepted
     n_draft_used: tuple[int, ...] = ()  # histogram: rounds that ran with n_draft = index
+    suffix_n: int = 0  # of draft_n, tokens of suffix drafts
+    suffix_n_accepted: int = 0
     synthetic: bool = False  # acceptance was simulated (--spec-synth-len)
     cache_break_at: int = -1  # first prompt token at which the nearest cached text differs or ends; -1: none
 
@@ -424,6 +426,10 @@ class Metrics:
     accepted_tokens: int = 0
     drafted_per_pos: tuple[int, ...] = ()
     accepted_per_pos: tuple[int, ...] = ()
+    suffix_drafts: int = 0  # of the drafts, those by suffixes
+    suffix_draft_tokens: int = 0
+    suffix_accepted_tokens: int = 0
+    suffix_bytes: int = 0  # host memory of their texts and finished answers, estimated
     pages_used: int = 0
     pages_total: int = 0
     pages_cached: int = 0  # kept for later requests, in use or not
@@ -461,7 +467,7 @@ class EngineInfo:
     n_bytes: int
     file_type: str  # llama-server's name of it: "Q8_0", "Q4_K - Medium"; "" if the file has none
     device: str
-    drafter: str  # "none", "dflash", "mtp", "ngram"
+    drafter: str  # "none", "dflash", "mtp", "ngram", "suffix"
     draft_path: str = ""
     n_draft_max: int = 0
     draft_note: str = ""  # one line: the planner's decision and its reason

@@ -164,8 +164,9 @@ class EngineChoice:
         target, draft = self.choice.target(), self.choice.drafter()
         if self.choice.repo and draft == "auto":
             from pyspec.cli.beside import find_sidecar
+            from pyspec.registry import split_spec_type
 
-            spec_type = str(self.settings["spec_type"])
+            spec_type, _ = split_spec_type(str(self.settings["spec_type"]))
             draft = find_sidecar(self.choice.repo, self.choice.file, target, spec_type)
         resolve(target)
         self.check(np)

@@ -17,7 +17,7 @@ from pyspec.cli.choice import EngineChoice, ModelChoice
 from pyspec.cli.flags import grouped
 from pyspec.cli.sampling import SAMPLING_OPTIONS, sampling_of
 from pyspec.config import CPU_ACTIVATIONS, DRAFT_HEADS, KV_TYPES, MAX_CTX, MAX_MIB, PAGE_SIZES, WEIGHTS
-from pyspec.registry import DRAFTERS, LLAMA_CPP, RESERVED, added_drafters, is_spec_type
+from pyspec.registry import DRAFTERS, LLAMA_CPP, RESERVED, SUFFIX, added_drafters, is_spec_type, split_spec_type
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -44,6 +44,12 @@ SPEC_TYPES = {name: name for name in (*RESERVED, *DRAFTERS)} | {
 """pyspec's spellings and llama.cpp's."""
 
 
+def spec_type_of(value: str) -> str:
+    """pyspec's spelling of a `--spec-type`, which may be no valid one."""
+    name, has_suffixes = split_spec_type(value)
+    return value if value == SUFFIX else SPEC_TYPES.get(name, name) + (f",{SUFFIX}" if has_suffixes else "")
+
+
 def apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:
     """One decorator of several, in the order of help."""
 
@@ -64,9 +70,9 @@ def log_ignored() -> None:
 
 
 def _spec_type(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    if value in SPEC_TYPES or is_spec_type(value):
-        return SPEC_TYPES.get(value, value)
-    known = ", ".join((*SPEC_TYPES, *added_drafters()))
+    if is_spec_type(spec_type_of(value)):
+        return spec_type_of(value)
+    known = ", ".join((*SPEC_TYPES, *added_drafters(), SUFFIX))
     raise click.BadParameter(
         f"'{value}' is not a drafter of this version; it has {known}",
         ctx,
@@ -212,7 +218,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _device("--kernels", default="auto", metavar="TIER",
             help="Kernels to use: cuda, triton, reference, or op=tier,... for single ops."),
     _draft("--spec-type", default="auto", callback=_spec_type, metavar="TYPE",
-           help=f"One of {', '.join(SPEC_TYPES)}."),
+           help=f"One of {', '.join(SPEC_TYPES)}, {SUFFIX}, or one with ,{SUFFIX} behind it."),
     _draft("--spec-draft-n-max", "n_draft_max", default=0,
            help="Maximum draft tokens per round. 0: the drafter's default."),
     _draft("--spec-draft-p-min", "--draft-p-min", "draft_p_min", default=0.0,
@@ -223,6 +229,14 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
            help="Always draft the full length, even if slower."),
     _draft("--spec-ngram-simple-size-n", "ngram_match", default=3,
            help="Tokens that an n-gram must match."),
+    _draft("--spec-suffix-n-max", "suffix_n_max", default=15,
+           help="Maximum tokens of a suffix draft."),
+    _draft("--spec-suffix-min-token-prob", "suffix_min_prob", default=0.1,
+           help="End a suffix draft where the product of its probabilities is lower."),
+    _draft("--spec-suffix-cache", "suffix_cache", default=64,
+           help="MiB of host memory for finished answers that suffix drafts continue. 0: none."),
+    _draft("--spec-suffix-share", "suffix_share", is_flag=True,
+           help="Let suffix drafts of a client come from other clients' answers."),
     _draft("--spec-synth-len", "synth_len", default=0.0,
            help="For tests: simulate acceptance, as mean tokens per round."),
     _draft(
@@ -255,6 +269,10 @@ SETTINGS = (
     "draft_head",
     "n_draft_fixed",
     "ngram_match",
+    "suffix_n_max",
+    "suffix_min_prob",
+    "suffix_cache",
+    "suffix_share",
     "synth_len",
     "synth_rates",
     "warm_up",

@@ -47,13 +47,13 @@ def pull(
     """
     from pyspec.catalog import resolve
     from pyspec.cli.logs import set_up
-    from pyspec.cli.options import SPEC_TYPES
+    from pyspec.cli.options import SPEC_TYPES, spec_type_of
     from pyspec.config import EngineSettings
     from pyspec.errors import ConfigError
-    from pyspec.registry import is_spec_type
+    from pyspec.registry import is_spec_type, split_spec_type
 
     set_up(4 if ctx.meta.get("pyspec.verbose") else 3)
-    wanted = SPEC_TYPES.get(spec_type, spec_type)
+    wanted, _ = split_spec_type(spec_type_of(spec_type))
     if not is_spec_type(wanted):
         raise ConfigError(f"--spec-type is '{spec_type}'; want one of {', '.join(SPEC_TYPES)}")
     if bool(choice.model) == bool(choice.repo):

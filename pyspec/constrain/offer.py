@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from operator import mul
+from typing import ClassVar
 
 from pyspec.constrain.phrases import Estimate
 
@@ -21,6 +22,7 @@ class Offer:
     expected   the same before the correction by `estimates`, which learn the outcome
     """
 
+    source: ClassVar[str] = "grammar"
     tokens: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
     expected: list[float] = field(default_factory=list)

@@ -96,7 +96,13 @@ class Worker:
     """One device's model and slots. One thread calls its methods, and holds `lock` while it launches work."""
 
     def __init__(
-        self, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None, arena: Arena | None
+        self,
+        target: Target,
+        memory: Memory,
+        table: SlotTable,
+        drafter: Drafter | None,
+        arena: Arena | None,
+        n_suffix: int = 0,
     ) -> None:
         self.target = target
         self.memory = memory
@@ -105,8 +111,8 @@ class Worker:
         self.arena = arena  # batches of graphs; None: no graphs
         self.lock = gpu_lock(self.device)
         self.faults, self.draft_faults = Reader(self.device), Reader(self.device)
-        n_slot, self.drafter = len(table.slots), drafter
-        self.ahead = ahead.bind(AheadSpec(self.device, n_seq=n_slot, n_row=n_slot * (self.needs.n_draft + 1)))
+        n_slot, self.drafter, self.n_suffix = len(table.slots), drafter, n_suffix
+        self.ahead = ahead.bind(AheadSpec(self.device, n_seq=n_slot, n_row=n_slot * (self.n_draft + 1)))
         # results of rounds, and their tokens
         self._best = Pinned()
         self._found = Pinned()
@@ -124,6 +130,11 @@ class Worker:
     @property
     def needs(self) -> Needs:
         return self.drafter.needs if self.drafter is not None else NO_NEEDS
+
+    @property
+    def n_draft(self) -> int:
+        """Tokens of the longest draft, by the drafter or by suffixes."""
+        return max(self.needs.n_draft, self.n_suffix)
 
     # -- rounds --------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from pyspec.models.part import AttentionShape, LoadTypes, Request
 from pyspec.models.target import ModelConfig, Out, Target
 from pyspec.models.wants import Want
 from pyspec.models.weights import Matrix
+from pyspec.registry import SUFFIX
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch
 from pyspec.slots.drafts import Drafts, DraftsAhead
@@ -99,6 +100,7 @@ class DraftPlan:
     maps_tokens  it maps the vocabulary of its file to the target's, so the two may differ
     check      refuses what a plan does not look at, because that takes long: called once for a load
     remark     the end of the line that names it
+    n_suffix   tokens of the longest suffix draft (`suffix_drafts`), which goes beside it; 0: there are none
     """
 
     kind: str
@@ -118,20 +120,27 @@ class DraftPlan:
     maps_tokens: bool = False
     check: Callable[[], object] = _fits
     remark: str = ""
+    n_suffix: int = 0
 
     @property
     def n_draft(self) -> int:
-        return self.needs.n_draft
+        """Tokens of the longest draft, by the drafter or by suffixes."""
+        return max(self.needs.n_draft, self.n_suffix)
 
     @property
     def note(self) -> str:
         """One line that names the drafter."""
         if self.kind == "none":
             return "speculation: off (no drafter)"
-        return f"speculation: {self.kind}, up to {self.n_draft} tokens a round{self.remark}"
+        suffixes = f"up to {self.n_suffix} tokens a round"
+        if self.kind == SUFFIX:
+            return f"speculation: {SUFFIX}, {suffixes}"
+        own = f"speculation: {self.kind}, up to {self.needs.n_draft} tokens a round{self.remark}"
+        return f"{own}; {SUFFIX}, {suffixes}" if self.n_suffix else own
 
 
 NO_DRAFTER = DraftPlan(kind="none", needs=Needs(0), no_copy="nothing drafts")
+ONLY_SUFFIXES = DraftPlan(kind=SUFFIX, needs=Needs(0), no_copy="suffix drafts need no head")
 
 
 @dataclass(frozen=True, kw_only=True)

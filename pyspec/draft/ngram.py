@@ -31,7 +31,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> NGram:
-    return NGram(len(table.slots), plan.n_draft, options.settings.ngram_match)
+    return NGram(len(table.slots), plan.needs.n_draft, options.settings.ngram_match)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from pyspec.catalog import paired_kind, resolve
 from pyspec.config import EngineSettings, settings_from
 from pyspec.errors import ConfigError, PyspecError, RequestError
 from pyspec.ranges import Real, shown
-from pyspec.registry import is_spec_type
+from pyspec.registry import is_spec_type, split_spec_type
 
 NAME_CHARS = 4096  # longest path on Linux
 LIMIT = Real(0, threading.TIMEOUT_MAX)
@@ -71,6 +71,12 @@ def settings_given(settings: object) -> EngineSettings:
     return settings
 
 
+def _drafter(values: Mapping[str, object]) -> object:
+    """The drafter in `spec_type`, which is not checked yet."""
+    wanted = values.get("spec_type", "auto")
+    return split_spec_type(wanted)[0] if isinstance(wanted, str) else wanted
+
+
 def pair_of(target: str, draft: str | None, values: Mapping[str, object]) -> tuple[Path, EngineSettings]:
     """The target's file, and settings with the drafter's file, from the arguments of `Engine.load`."""
     path, paired = resolve(target)
@@ -79,6 +85,6 @@ def pair_of(target: str, draft: str | None, values: Mapping[str, object]) -> tup
         values |= {} if draft == "auto" else {"spec_type": draft or "none"}
     else:
         values["draft_path"] = Path(draft)
-    if paired is not None and values.get("spec_type", "auto") in ("auto", paired_kind(target)):
+    if paired is not None and _drafter(values) in ("auto", paired_kind(target)):
         values.setdefault("draft_path", paired)
     return path, settings_from(values)

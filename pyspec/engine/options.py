@@ -46,6 +46,10 @@ class LoadOptions(TypedDict, total=False):
     draft_p_min: float
     draft_head: str
     ngram_match: int
+    suffix_n_max: int
+    suffix_min_prob: float
+    suffix_cache: int
+    suffix_share: bool
     synth_len: float
     synth_rates: str
     device: str

@@ -32,6 +32,9 @@ COUNTERS = {
     "drafts": "drafts verified",
     "draft_tokens": "drafted tokens verified",
     "accepted_tokens": "drafted tokens accepted",
+    "suffix_drafts": "suffix drafts verified",
+    "suffix_draft_tokens": "tokens of suffix drafts verified",
+    "suffix_accepted_tokens": "tokens of suffix drafts accepted",
     "guard_trips": "indices a kernel refused",
     "restarts": "times the engine's process was replaced",
     "tokens_replayed": "tokens that went through the model again after that",
@@ -50,6 +53,7 @@ GAUGES = {
     "states": "recurrent checkpoints kept",
     "states_device_bytes": "bytes of checkpoints on the device",
     "states_host_bytes": "bytes of checkpoints in host memory",
+    "suffix_bytes": "bytes of texts and answers for suffix drafts",
     "seconds_since_step": "age of the last round while busy",
 }
 PER_POSITION = {

@@ -20,18 +20,20 @@ class Drafts:
     tokens  ids of the target's vocabulary, on the host
     q       [n, n_vocab] f32 probabilities that the first n tokens were drawn by, on the drafter's device and never
             overwritten; tokens behind them were not drawn. None: each token is the drafter's most likely one
+    source  "" for the drafter, "grammar" or "suffix"
     """
 
     tokens: Sequence[int] = ()
     q: Tensor | None = None
+    source: str = ""
 
     def first(self, n: int) -> Drafts:
         """The first n tokens."""
-        return Drafts(self.tokens[:n], None if self.q is None else self.q[:n])
+        return Drafts(self.tokens[:n], None if self.q is None else self.q[:n], self.source)
 
     def then(self, tokens: Iterable[int]) -> Drafts:
         """These, and behind them tokens that were not drawn."""
-        return Drafts([*self.tokens, *tokens], self.q)
+        return Drafts([*self.tokens, *tokens], self.q, self.source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from pyspec.cuda.prepare import Preparation
 from pyspec.device.lead import TpMemory, TpWorker
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
+from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.load.ranks import Ranks, begin_ranks, lead_ranks
 from pyspec.engine.load.warmup import check_drafter, warm_up
 from pyspec.engine.loop.loop import Loop
@@ -51,6 +52,7 @@ from pyspec.gguf.types import file_type_words
 from pyspec.models.gathered import Gathered
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
+from pyspec.registry import SUFFIX
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import read_rates
 from pyspec.slots.arena import Arena, HostArena, bucket_of, most_rows
@@ -182,7 +184,7 @@ def _log_use(device: torch.device, plan: MemoryPlan, before: tuple[int, int, int
 
 
 def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotTable) -> Drafter | None:
-    if d.draft.kind == "none":
+    if d.draft.kind in ("none", SUFFIX):
         return None
     output = target.output if d.settings.tp == 1 and d.head is not None else None
     if head_for_drafts(d):
@@ -211,15 +213,29 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
     timer = Timer() if arena is None or not arena.pads else Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
     needs, fixed = d.draft.needs, s.n_draft_fixed
     return Loop(
-        (Worker if memory.is_whole else TpWorker)(target, memory, table, drafter, arena),
-        Controller(s.np, n_draft, chained=needs.chained, block=needs.block, fixed=fixed, verify_ms=timer),
+        (Worker if memory.is_whole else TpWorker)(target, memory, table, drafter, arena, d.draft.n_suffix),
+        Controller(
+            *(s.np, n_draft),
+            n_own=needs.n_draft,
+            chained=needs.chained,
+            block=needs.block,
+            fixed=fixed,
+            verify_ms=timer,
+        ),
         PrefixCache(table, memory, states, on=s.prefix_cache, every=s.checkpoint_every),
         RowLimits(decoding=s.ubatch, prompts=d.batch),
         s.queue_limit,
         synth=synth_of(s, n_draft),
         plain=s.plain_loop,
         prompt_weight=s.prompt_weight,
+        suffixes=_suffixes(s),
     )
+
+
+def _suffixes(s: EngineSettings) -> SuffixDrafts | None:
+    if not s.n_suffix:
+        return None
+    return SuffixDrafts(s.n_suffix, least=s.suffix_min_prob, answer_bytes=s.suffix_cache << 20, shared=s.suffix_share)
 
 
 def _arena(target: Target, table: SlotTable, n_page: int, width: int) -> Arena | None:

@@ -144,8 +144,8 @@ class Committer:
         """Count, and send the Delta. The next round needs none of it."""
         n_draft = len(w.draft)
         if was_decoding:
-            w.job.count(n_draft, c.n_accepted)
-            self.stats.verdict(n_draft, c.n_accepted)
+            w.job.count(n_draft, c.n_accepted, w.drafts.source)
+            self.stats.verdict(n_draft, c.n_accepted, w.drafts.source)
         self.stats.predicted_tokens += taken.n_used
         w.job.send_delta(taken, c.logprobs or (), n_draft, c.n_accepted)
 

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from pyspec.constrain.constraint import Constraint
 from pyspec.errors import PyspecError, SlotError
+from pyspec.registry import SUFFIX
 from pyspec.request import Delta, Done, Event, Failed, Finish, Progress, Request, Timings, TokenLogprob
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.table import Slot
@@ -56,6 +57,8 @@ class Job:
     n_rounds: int = 0
     used: list[int] = field(default_factory=list)  # rounds by n_draft
     right: list[int] = field(default_factory=list)  # rounds by n_accepted
+    suffix_n: int = 0  # tokens of suffix drafts
+    suffix_n_accepted: int = 0
     synthetic: bool = False
     constraint: Constraint | None = None
     flaw: PyspecError | None = None
@@ -190,9 +193,12 @@ class Job:
         ms = 1e3 * (time.perf_counter() - self.started)
         self.sink(Progress(self.id, self.n_prompt, self.n_cached, min(n_processed, self.n_prompt), ms))
 
-    def count(self, n_draft: int, n_accepted: int) -> None:
-        """Count one decode round."""
+    def count(self, n_draft: int, n_accepted: int, source: str = "") -> None:
+        """Count one decode round. source: of its draft, as in `Drafts`."""
         self.n_rounds += 1
+        if source == SUFFIX:
+            self.suffix_n += n_draft
+            self.suffix_n_accepted += n_accepted
         for rounds, n in ((self.used, n_draft), (self.right, n_accepted)):
             rounds.extend([0] * (n + 1 - len(rounds)))
             rounds[n] += 1
@@ -255,6 +261,8 @@ class Job:
             drafted_per_pos=tuple(drafted),
             accepted_per_pos=tuple(accepted),
             n_draft_used=tuple(self.used),
+            suffix_n=self.suffix_n,
+            suffix_n_accepted=self.suffix_n_accepted,
             synthetic=self.synthetic,
             cache_break_at=self.cache_break_at,
         )

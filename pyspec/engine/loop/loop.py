@@ -15,6 +15,7 @@ from torch import Tensor
 from pyspec.cuda.faults import Fault
 from pyspec.device.worker import Worker, is_device_error
 from pyspec.draft.drafter import Drafter
+from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.loop.admission import Admission
 from pyspec.engine.loop.commit import Committer
 from pyspec.engine.loop.grammar_turns import Turns
@@ -64,6 +65,7 @@ class Loop:
         synth: SynthAcceptance | None = None,
         plain: bool = False,
         prompt_weight: float = 1.0,
+        suffixes: SuffixDrafts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.worker = worker
@@ -74,7 +76,7 @@ class Loop:
         self.queue: Queue[Job] = Queue(queue_limit)
         self.jobs: dict[int, Job] = {}  # by slot, in order of arrival
         self.stats = Stats(controller.n_max)
-        self.speculator = Speculator(worker, controller, self.stats)
+        self.speculator = Speculator(worker, controller, self.stats, suffixes)
         is_async = worker.device.type != "cpu" and not plain  # a CPU's forward is over when the call returns
         shared = self.jobs, worker, self.speculator, cache, self.stats
         self.committer = Committer(*shared, defers=is_async)
@@ -341,7 +343,7 @@ class Loop:
     @property
     def n_draft_max(self) -> int:
         """The longest draft; 0: no drafter."""
-        return self.speculator.needs.n_draft
+        return self.worker.n_draft
 
     @property
     def queue_limit(self) -> int:
@@ -376,7 +378,8 @@ class Loop:
     def metrics(self, n_unqueued: int = 0) -> Metrics:
         """Counters and gauges. n_unqueued: requests that wait outside the queue. Safe to call from any thread."""
         queued = len(self.queue) + n_unqueued
-        return metrics_of(self.stats, self.cache, processing=len(self.jobs), queued=queued)
+        suffix_bytes = self.speculator.suffix_bytes
+        return metrics_of(self.stats, self.cache, processing=len(self.jobs), queued=queued, suffix_bytes=suffix_bytes)
 
     def imager(self) -> SlotImager:
         """An imager of idle slots, for the engine's thread."""

@@ -9,38 +9,45 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pyspec.constrain.offer import Offer
 from pyspec.cuda.faults import ALL_SLOTS
 from pyspec.device.worker import Worker, is_device_error
 from pyspec.draft.drafter import Drafter, DraftRequest, LookaheadDrafter, Needs
+from pyspec.draft.suffix_drafts import NO_DRAFT as NO_SUFFIX_DRAFT
+from pyspec.draft.suffix_drafts import SuffixDraft, SuffixDrafts
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.policy.controller import Controller
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
-from pyspec.slots.drafts import Drafts
+from pyspec.slots.drafts import NO_DRAFTS, Drafts
 from pyspec.slots.table import Slot
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+WORTH_READING = 1.1  # factor of a round's tokens that an offer must promise, if the next round waits for it
 LIKELY = 0.5  # least chance of a token behind a refused one to be worth its row
 
 
 class Speculator:
     """Asks the worker's drafter for the drafts that the controller chose, and keeps its failures from the loop."""
 
-    def __init__(self, worker: Worker, controller: Controller, stats: Stats) -> None:
+    def __init__(
+        self, worker: Worker, controller: Controller, stats: Stats, suffixes: SuffixDrafts | None = None
+    ) -> None:
         self.worker, self.controller, self.stats = worker, controller, stats
+        self.suffixes = suffixes  # None: off, or it failed
+        self.patience = Patience()
         self.lost_track: set[int] = set()  # slots whose drafter state is not trusted
         self.chosen: list[tuple[int, int]] | None = None  # (slot, drafts) of the next round, if they are chosen already
         self.watch = AcceptanceWatch()
-        self.offers: dict[int, Offer] = {}  # by slot, drafts that need no drafter, from its grammar and earlier texts
+        self.offers: dict[int, Offer | SuffixDraft] = {}  # by slot, drafts that need no drafter
         self.refused: dict[int, int] = {}  # by slot, the index of the drafted token that its grammar refused
         self.raises_bugs = False  # raise unexpected exceptions of a drafter
 
@@ -62,19 +69,24 @@ class Speculator:
         return [(slot, n) for (slot, _), n in zip(caps, self.controller.choose(caps, offers), strict=True)]
 
     def most(self, job: Job, taken: int) -> int:
-        """Most tokens worth drafting: one less than the request may still emit, because the bonus token needs no draft."""
-        asked, most = job.request.n_draft_max, self.needs.n_draft
+        """Most tokens that the drafter may draft."""
         if job.slot is not None and job.slot.index in self.lost_track:
             return 0
+        n_most = self.needs.n_draft if self.controller.force is None else self.controller.n_max
         if job.slot is not None and self.needs.n_ctx:
-            most = max(0, min(most, self.needs.n_ctx - job.slot.n_past - taken))
+            n_most = max(0, min(n_most, self.needs.n_ctx - job.slot.n_past - taken))
+        return min(n_most, self._most_offered(job, taken))
+
+    def _most_offered(self, job: Job, taken: int = 0) -> int:
+        """Most tokens worth drafting: one less than the request may still emit, because the bonus token needs no draft."""
+        asked, most = job.request.n_draft_max, self.controller.n_max
         return max(0, min(most, job.n_left - taken - 1, most if asked is None else asked))
 
     def draft(self, jobs: Sequence[Job]) -> dict[int, Drafts]:
         """Draft for these decoding jobs, by slot. A failure costs only this round's drafts."""
         chosen, self.chosen = self.chosen, None
         held = [job for job in jobs if job.constraint is not None]
-        self._collect_offers(held)
+        self._collect_offers(jobs)
         if (
             chosen is None
             or self.offers
@@ -82,10 +94,16 @@ class Speculator:
         ):
             chosen = self.lengths(jobs)
         offered = self.controller.offered
-        found = {slot: Drafts(self.offers[slot].tokens[:n]) for slot, n in chosen if slot in offered}
+        self.patience.count(bool(offered), any(n for slot, n in chosen if slot in offered))
+        found = {slot: _drafts_of(self.offers[slot], n) for slot, n in chosen if slot in offered}
         found |= self._ask(jobs, [(slot, 0 if slot in found else n) for slot, n in chosen])
         for job in held:
             self._fit(job, dict(chosen), found)
+        if self.controller.force is not None:  # a warm-up times rows, whatever their tokens
+            found = {
+                slot: found.get(slot, NO_DRAFTS).then([0] * (n - len(found.get(slot, NO_DRAFTS).tokens)))
+                for slot, n in chosen
+            }
         return found
 
     def _ask(self, jobs: Sequence[Job], chosen: Sequence[tuple[int, int]]) -> dict[int, Drafts]:
@@ -94,7 +112,7 @@ class Speculator:
         if drafter is None or not any(n for _, n in chosen):
             return {}
         asks = [
-            DraftRequest(job.slot, job.anchor, n)
+            DraftRequest(job.slot, job.anchor, min(n, self.needs.n_draft))
             for job, (slot, n) in zip(jobs, chosen, strict=True)
             if job.slot is not None and job.anchor is not None and slot not in self.lost_track
         ]
@@ -105,14 +123,40 @@ class Speculator:
 
         return self._attempt("no drafts this round", by_slot, [ask.slot for ask in asks]) or {}
 
-    def _collect_offers(self, jobs: Sequence[Job]) -> None:
-        self.offers.clear()
+    def _collect_offers(self, jobs: Iterable[Job]) -> None:
         self.refused.clear()
-        for job in jobs:
-            if job.slot is not None and job.constraint is not None and (most := self.most(job, 0)):
-                offer = job.constraint.offer(most)
-                if offer.tokens:
-                    self.offers[job.slot.index] = offer
+        found = ((job.slot.index, self._offer(job)) for job in jobs if job.slot is not None)
+        self.offers = {slot: offer for slot, offer in found if offer.tokens}
+
+    def _offer(self, job: Job) -> Offer | SuffixDraft:
+        """What the request's grammar or an earlier text offers, whichever promises more."""
+        most, constraint = self._most_offered(job), job.constraint
+        if not most:
+            return NO_SUFFIX_DRAFT
+        offer = self._suffix_draft(job, most)
+        if constraint is None:
+            return offer
+        if offer.tokens:
+            offer = offer.first(len(constraint.usable(offer.tokens)))
+        held = constraint.offer(most)
+        return held if sum(held.survival) >= sum(offer.survival) else offer
+
+    def _suffix_draft(self, job: Job, most: int) -> SuffixDraft:
+        suffixes, slot, anchor = self.suffixes, job.slot, job.anchor
+        if suffixes is None or slot is None or anchor is None or self.controller.force is not None:
+            return NO_SUFFIX_DRAFT
+        return self._or_no_suffixes(lambda: suffixes.draft(slot, anchor, most)) or NO_SUFFIX_DRAFT
+
+    def _or_no_suffixes(self, do: Callable[[], T]) -> T | None:
+        """If suffix drafts fail, they end: they are worth no request."""
+        try:
+            return do()
+        except Exception:
+            if self.raises_bugs:
+                raise
+            log.exception("no more suffix drafts: they failed")
+            self.suffixes = None
+        return None
 
     def has_offers(self, jobs: Iterable[Job]) -> bool:
         """A grammar offers one of the jobs likely tokens, more than the drafter promises, or has offered some that are not verified yet."""
@@ -120,12 +164,14 @@ class Speculator:
             return True
         caps, offers = [], {}
         for job in jobs:
-            if job.constraint is not None and job.slot is not None and (most := self.most(job, 0)):
-                offer = job.constraint.offer(most)
+            if job.slot is not None and (job.constraint is not None or self.suffixes is not None):
+                offer = self._offer(job)
                 if offer.chance_of_first >= LIKELY:
-                    caps.append((job.slot.index, most))
+                    caps.append((job.slot.index, self.most(job, 0)))
                     offers[job.slot.index] = offer.survival
-        return bool(offers and self.controller.preferred(caps, offers))
+        if not offers or not self.controller.preferred(caps, offers, 1.0 if self.suffixes is None else WORTH_READING):
+            return False
+        return self.patience.is_left
 
     def _fit(self, job: Job, n_chosen: Mapping[int, int], found: dict[int, Drafts]) -> None:
         """Replace the drafter's tokens behind the first one that the grammar refuses by the grammar's own offer, if it is likely."""
@@ -169,7 +215,9 @@ class Speculator:
 
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         """Report accepted rows to the drafter, before the slots' tokens grow. If this fails, its state for these slots is unknown."""
-        drafter = self.drafter
+        drafter, suffixes = self.drafter, self.suffixes
+        if suffixes is not None:
+            self._or_no_suffixes(lambda: suffixes.advance(batch.n_row))
         known = [i for i, seq in enumerate(batch.seqs) if seq.slot not in self.lost_track and kept[i]]
         if drafter is None or not known:
             return
@@ -195,9 +243,11 @@ class Speculator:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def begin(self, slot: Slot, saved: object | None, *, grammar: str = "") -> None:
-        """Seat a request in `slot`. saved: the drafter's share of the cached prefix. grammar: its source."""
-        drafter = self.drafter
+    def begin(self, slot: Slot, saved: object | None, *, grammar: str = "", text: TextToDraft | None = None) -> None:
+        """Seat a request in `slot`. saved: the drafter's share of the cached prefix. grammar: its source. text: for suffix drafts."""
+        drafter, suffixes = self.drafter, self.suffixes
+        if suffixes is not None and text is not None:
+            self._or_no_suffixes(lambda: suffixes.begin(slot, text.tokens, text.client, keeps=text.keeps))
         if drafter is not None:
             self._or_lose_track(lambda: drafter.begin(slot, saved), [slot])
         self.controller.begin(slot.index, grammar)
@@ -209,7 +259,9 @@ class Speculator:
 
     def end(self, slot: Slot) -> None:
         """End the slot's request."""
-        drafter = self.drafter
+        drafter, suffixes = self.drafter, self.suffixes
+        if suffixes is not None:
+            self._or_no_suffixes(lambda: suffixes.end(slot))
         if drafter is not None and slot.index not in self.lost_track:
             self._or_lose_track(lambda: drafter.end(slot), [slot])
         self.lost_track.discard(slot.index)
@@ -246,9 +298,55 @@ class Speculator:
         self.lost_track.clear()
         self.chosen = None
 
+    def forget_learned(self) -> None:
+        """Forget what suffix drafts learned from a warm-up."""
+        if self.suffixes is not None:
+            self.suffixes.forget_learned()
+
+    @property
+    def suffix_bytes(self) -> int:
+        """Host memory of suffix drafts, estimated. Safe to call from any thread."""
+        return 0 if self.suffixes is None else self.suffixes.n_bytes
+
     def has_collapsed(self, job: Job) -> bool:
         """True once if a good drafter was bad for many requests, up to `job`."""
         return self.watch.add(sum(job.drafted), sum(job.accepted))
+
+
+def _drafts_of(offer: Offer | SuffixDraft, n: int) -> Drafts:
+    return Drafts(offer.tokens[:n], source=offer.source)
+
+
+@dataclass(frozen=True, slots=True)
+class TextToDraft:
+    """A request's text for suffix drafts: its tokens so far, its client, and whether its answer may serve later requests."""
+
+    tokens: Sequence[int]
+    client: str
+    keeps: bool
+
+
+class Patience:
+    """Whether a likely offer is worth reading a round before the next is launched. Not where the controller declines them."""
+
+    MOST = 64  # chances to launch ahead that are taken between two tries
+
+    def __init__(self) -> None:
+        self.n_pause = self.n_left = 0
+
+    def count(self, is_preferred: bool, is_taken: bool) -> None:
+        """Count a round whose drafts are chosen: an offer promised more than the drafter, and the controller took some of it."""
+        if is_taken:
+            self.n_pause = self.n_left = 0
+        elif is_preferred:
+            self.n_pause = min(max(1, 2 * self.n_pause), self.MOST)
+            self.n_left = self.n_pause
+
+    @property
+    def is_left(self) -> bool:
+        """True now; False counts as one of the pause."""
+        self.n_left -= self.n_left > 0
+        return self.n_left == 0
 
 
 class AcceptanceWatch:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field, fields
 
 from pyspec.engine.loop.job import Job, at_least
+from pyspec.registry import SUFFIX
 from pyspec.request import Metrics
 
 
@@ -26,6 +27,9 @@ class Stats:
     busy_slot_rounds: int = 0
     n_tokens_max: int = 0
     drafts: int = 0
+    suffix_drafts: int = 0
+    suffix_draft_tokens: int = 0
+    suffix_accepted_tokens: int = 0
     guard_trips: int = 0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
@@ -55,9 +59,13 @@ class Stats:
         self.host_ms += 1e3 * (ended - sampled)
         self.last_step = time.monotonic()
 
-    def verdict(self, n_draft: int, n_accepted: int) -> None:
-        """Count a slot's verdict."""
+    def verdict(self, n_draft: int, n_accepted: int, source: str = "") -> None:
+        """Count a slot's verdict. source: of its draft, as in `Drafts`."""
         self.drafts += n_draft > 0
+        if source == SUFFIX and n_draft:
+            self.suffix_drafts += 1
+            self.suffix_draft_tokens += n_draft
+            self.suffix_accepted_tokens += n_accepted
         self.used[n_draft] += 1
         self.right[n_accepted] += 1
 
@@ -96,6 +104,9 @@ class Stats:
             accepted_tokens=sum(accepted),
             drafted_per_pos=tuple(drafted),
             accepted_per_pos=tuple(accepted),
+            suffix_drafts=self.suffix_drafts,
+            suffix_draft_tokens=self.suffix_draft_tokens,
+            suffix_accepted_tokens=self.suffix_accepted_tokens,
             pages_used=pages_used,
             pages_total=pages_total,
             draft_ms=self.draft_ms,

@@ -49,7 +49,7 @@ def _slot_row(slot: Slot, job: Job | None, controller: Controller, n_ctx: int) -
     )
 
 
-def metrics_of(stats: Stats, cache: PrefixCache, *, processing: int, queued: int) -> Metrics:
+def metrics_of(stats: Stats, cache: PrefixCache, *, processing: int, queued: int, suffix_bytes: int = 0) -> Metrics:
     """The counters, with the gauges of pages, cache and queue."""
     table, states = cache.table, cache.states
     on_device, on_host = states.n_bytes
@@ -62,4 +62,5 @@ def metrics_of(stats: Stats, cache: PrefixCache, *, processing: int, queued: int
         states=len(states),
         states_device_bytes=on_device,
         states_host_bytes=on_host,
+        suffix_bytes=suffix_bytes,
     )

@@ -15,7 +15,7 @@ from pyspec.cuda.collective import may_share_gpu
 from pyspec.cuda.machine import CUDA_PACKAGES, has_driver
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
-from pyspec.draft.drafter import NO_DRAFTER, OWN_HEAD, DraftPlan, TargetFile, refuse_file
+from pyspec.draft.drafter import NO_DRAFTER, ONLY_SUFFIXES, OWN_HEAD, DraftPlan, TargetFile, refuse_file
 from pyspec.engine.plan.draft_head import HeadCopy, plan_head
 from pyspec.engine.plan.memory_plan import (
     PIECE_BYTES,
@@ -284,8 +284,17 @@ def _warn_of_vocabulary(file: GGUFFile, tokenizer: Tokenizer) -> None:
 
 
 def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
+    """What drafts: the drafter's plan, with suffix drafts beside it if they are on."""
+    plan = _plan_drafter(file, target, settings)
+    if settings.n_suffix:
+        plan = ONLY_SUFFIXES if plan.kind == "none" else plan
+        plan = replace(plan, n_suffix=settings.n_suffix)
+    return plan
+
+
+def _plan_drafter(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
     """Which drafter runs, and how. One that was given is a request: if it can not run, loading fails with the reason."""
-    kind: str | None = settings.spec_type
+    kind: str | None = settings.drafter
     if kind == "auto":
         kind = draft.recognised(target.file) if file is None else draft.given(file, target)
         if kind is None and file is not None:

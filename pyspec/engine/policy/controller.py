@@ -41,6 +41,8 @@ HORIZON = 3.0  # rounds for which knowing a text counts, as credit of a draft of
 ASK_FIRST, ASK_SHARE = 1.5, 0.006  # budget of lost time: plain rounds at first, then a share of the time
 ASK_GAIN = 0.1  # part of the drafts' expected gain that refills the budget
 FEW, DEAR_FIRST = 8, 1.5  # with fewer verdicts, no drafts in rounds that cost this many plain ones
+NO_CAP = "none: switched off for the request, at its last token, or past the drafter's length"
+NO_OFFER = "none: the last tokens stand nowhere before, or drafts are switched off for the request"
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
@@ -108,12 +110,15 @@ def _rate_of(way: _Way) -> float:
 class Controller:
     """Chooses n_draft per slot and round.
 
+    n_max    tokens of the longest draft of any source
+    n_own    tokens of the drafter's longest; -1: n_max
     chained  drafting n tokens costs n passes; otherwise one pass for any n
     block    how long the drafter's blocks are; None: it drafts no blocks
     """
 
     n_slot: int
     n_max: int
+    n_own: int = -1
     chained: bool = False
     block: BlockLength | None = None
     fixed: bool = False
@@ -122,6 +127,7 @@ class Controller:
     draft_ms: Timer = field(default_factory=Timer)  # by drafting slots, a pass if chained; by rows for blocks
 
     def __post_init__(self) -> None:
+        self.n_own = self.n_max if self.n_own < 0 else self.n_own
         self.since_plain = self.n_round = 0
         self.ms = self.asked_ms = 0.0  # of all rounds, and expected to be lost by probing and trying
         self.plain_in = PLAIN_FIRST  # drafting rounds until an undrafted one
@@ -135,7 +141,7 @@ class Controller:
         if self.force is not None:
             self._question()
         self.silent, self.try_in = 0, TRY_FIRST  # rounds without drafts so far, and rounds until some slots try
-        self.texts = Acceptance(self.n_slot, self.n_max)
+        self.texts = Acceptance(self.n_slot, self.n_own)
         self.grammars: OrderedDict[str, AcceptancePrior] = OrderedDict()
         self.lanes = [_Lane() for _ in range(self.n_slot)]
         self.force = self._plain = None
@@ -161,13 +167,16 @@ class Controller:
         return self.grammars[grammar]
 
     def choose(self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]] = NO_OFFERS) -> list[int]:
-        """Choose n_draft for each decoding slot of this round. caps: (slot, most tokens it may draft).
+        """Choose n_draft for each decoding slot of this round. caps: (slot, most tokens that the drafter may draft).
 
         offers  by slot, drafts that need no drafter: the chance of each token to be reached and right. `offered` is then the set of slots
                 that use their offer
         """
-        caps = [(slot, min(cap, self.n_max)) for slot, cap in caps]
+        n_most = self.n_own if self.force is None else self.n_max
+        caps = [(slot, min(cap, n_most)) for slot, cap in caps]
         self.offered = self.preferred(caps, offers) if offers and self.force is None else {}
+        if self.offered:
+            caps = [(slot, len(self.offered.get(slot, range(cap)))) for slot, cap in caps]
         self.n_round += 1
         if self.n_round % DOUBT_EVERY == 0:
             self.verify_ms.expire()
@@ -176,19 +185,19 @@ class Controller:
             live, n = self.force
             picked, why = [min(cap, n) if i < live else 0 for i, (_, cap) in enumerate(caps)], "warm-up"
         elif self.fixed or self.n_max == 0:
-            picked = [min(cap, len(self.offered.get(slot, range(cap)))) for slot, cap in caps]
+            picked = [cap for _, cap in caps]
             why = "fixed" if self.fixed else "no drafter"
         elif self._plain_is_stale(len(caps)):
             picked, why = [0] * len(caps), "measuring an undrafted round"
         else:
             picked, why = self._weigh(caps)
-            if self.silent >= self.try_in and self._may_try(len(caps)):
+            if self.n_own and self.silent >= self.try_in and self._may_try(len(caps)):
                 picked, why = self._tried(caps, picked), f"trying again after {self.silent} rounds without; {why}"
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = n, why
             if not cap:
-                lane.reason = "none: switched off for the request, at its last token, or past the drafter's length"
+                lane.reason = NO_CAP if self.n_own else NO_OFFER
             elif not n and any(picked):
                 lane.reason = f"none: drafts of other slots are likelier to be right; {why}"
         self.since_plain = self.since_plain + 1 if any(picked) else 0
@@ -197,17 +206,17 @@ class Controller:
         return picked
 
     def preferred(
-        self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]]
+        self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]], gain: float = 1.0
     ) -> dict[int, Sequence[float]]:
-        """The offers that promise more than the drafter."""
-        asked = [(slot, cap) for slot, cap in caps if cap and slot in offers]
+        """The offers that promise more than the drafter. gain: factor of the tokens of a round that they promise at least."""
+        asked = [(slot, cap) for slot, cap in caps if slot in offers]
         if not asked:
             return {}
         survive = self.texts.survive([slot for slot, _ in asked])
         return {
-            slot: offers[slot][:cap]
+            slot: offers[slot]
             for (slot, cap), own in zip(asked, survive, strict=True)
-            if sum(offers[slot][:cap]) >= own[:cap].sum()
+            if 1 + sum(offers[slot]) >= gain * (1 + own[:cap].sum())
         }
 
     def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
@@ -240,19 +249,20 @@ class Controller:
     def _tried(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
         """Have some slots draft, others each time: texts or times may have changed."""
         able = [i for i, (_, cap) in enumerate(caps) if cap]
-        tried = picked.copy()
+        tried, before = picked.copy(), self._costs(caps, picked)
         for k in range(-(-len(able) // TRY_SLOTS)):
             i = able[(self.n_round + k) % len(able)]
             tried[i] = min(caps[i][1], 1 if self.chained else ASK_DRAFT)
             self.offered.pop(caps[i][0], None)
-        self.asked_ms += self._costs(tried) - self._costs(picked)
+        self.asked_ms += self._costs(caps, tried) - before
         self.try_in = min(2 * self.try_in, TRY_LAST)
         return tried
 
-    def _costs(self, picked: Sequence[int]) -> float:
+    def _costs(self, caps: Sequence[tuple[int, int]], picked: Sequence[int]) -> float:
         """Milliseconds of a round."""
         verify = self._verify_ms(len(picked) + sum(picked), len(picked))
-        return verify + float(self._draft_ms(len(picked), max(picked))[sum(n > 0 for n in picked)])
+        asked = [n for (slot, _), n in zip(caps, picked, strict=True) if n and slot not in self.offered]
+        return verify + float(self._draft_ms(len(picked), max(asked))[len(asked)] if asked else 0.0)
 
     def _draft_ms(self, busy: int, depth: int) -> Floats:
         """[1 + busy]: milliseconds of a draft of up to `depth` tokens, by drafting slots."""
@@ -262,8 +272,8 @@ class Controller:
     def _depths(self, busy: int) -> Sequence[int]:
         """Depths at which drafting deeper costs more."""
         if self.chained:
-            return range(1, self.n_max + 1)
-        return self.block.depths(busy, self.n_max) if self.block else (self.n_max,)
+            return range(1, self.n_own + 1)
+        return self.block.depths(busy, self.n_own) if self.block and self.n_own else (self.n_own,)
 
     def _verify_ms(self, rows: int, busy: int) -> float:
         return self.verify_ms(rows) + self.verify_ms.slot_ms * busy
@@ -288,20 +298,22 @@ class Controller:
         rate = best.rate * tokens / best.tokens
         if rate <= plain:  # it only probes
             picked = [min(n, ASK_DRAFT) for n in picked]
-            self.asked_ms += self._costs(picked) - plain_ms
+            self.asked_ms += self._costs(caps, picked) - plain_ms
             return picked, f"probing texts: some would give more than {1e3 * plain:.0f} tok/s"
-        if self.texts.n_verdict < FEW and self._costs(picked) > DEAR_FIRST * plain_ms:
-            picked = [min(n, ASK_DRAFT) for n in picked]
+        if self.texts.n_verdict < FEW and self._costs(caps, picked) > DEAR_FIRST * plain_ms:
+            picked = [
+                n if slot in self.offered else min(n, ASK_DRAFT) for (slot, _), n in zip(caps, picked, strict=True)
+            ]
         self.asked_ms = max(0.0, self.asked_ms - ASK_GAIN * tokens * (1 / plain - 1 / rate))
         return picked, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
 
     def _news(self, caps: Sequence[tuple[int, int]], rate: float) -> Floats:
         """The information in each slot's draft, in tokens; zero if probing has spent its budget. rate: of plain decoding."""
         busy = len(caps)
-        if not self._may_ask(busy / rate):
+        if not self.n_own or not self._may_ask(busy / rate):
             return np.zeros(busy)
         each = rate / busy
-        row = each * (self.verify_ms(busy * (1 + self.n_max)) - self.verify_ms(busy)) / self.n_max
+        row = each * (self.verify_ms(busy * (1 + self.n_own)) - self.verify_ms(busy)) / self.n_own
         ends = self._depths(busy)
         draft = each * np.array([self._draft_ms(busy, depth)[busy] for depth in (ends[:1] if self.chained else ends)])
         costs = (row + draft[0], 0.0) if self.chained else (row, draft.repeat(np.diff(ends, prepend=0)))
@@ -311,13 +323,14 @@ class Controller:
     def _rows(self, caps: Sequence[tuple[int, int]], news: Floats) -> _Rows:
         """Candidate rows, likeliest first, ties by slot. news: the information in each slot's first draft, in tokens."""
         survive = self.texts.survive([slot for slot, _ in caps])
-        survive[:, 0] += news
-        asked = np.arange(self.n_max) < np.array([cap for _, cap in caps])[:, None]
+        survive[:, :1] += news[:, None]
+        if self.offered:  # they may be longer than the drafter's
+            survive = np.pad(survive, ((0, 0), (0, self.n_max - self.n_own)))
+        asked = np.arange(survive.shape[1]) < np.array([cap for _, cap in caps])[:, None]
         needs_drafter = np.ones(len(caps), bool)
         for i in [i for i, (slot, _) in enumerate(caps) if slot in self.offered] if self.offered else ():
             offer = self.offered[caps[i][0]]
             survive[i, : len(offer)] = offer
-            asked[i, len(offer) :] = False
             needs_drafter[i] = False
         slot, place = asked.nonzero()
         gain = survive[asked]
@@ -357,7 +370,8 @@ class Controller:
         """Record the times of a round with decoding slots only."""
         self.ms += verify_ms + draft_ms
         calm = self.verify_ms.add(rows, verify_ms, busy)
-        if live:
+        if live and self.n_own:
+            passes = min(passes, self.n_own)  # a warm-up pads drafts
             size = self.block.forward_rows(live, passes)[-1] if self.block else live
             calm = self.draft_ms.add(size, draft_ms / (max(passes, 1) if self.chained else 1)) and calm
         if not calm:

@@ -118,6 +118,8 @@ def timings_dict(t: Timings) -> dict[str, Any]:
             "drafted_per_pos": list(t.drafted_per_pos),
             "accepted_per_pos": list(t.accepted_per_pos),
         }
+    if t.suffix_n:
+        value |= {"suffix_n": t.suffix_n, "suffix_n_accepted": t.suffix_n_accepted}
     if t.synthetic:
         value["synthetic"] = True
     if t.cache_break_at >= 0:

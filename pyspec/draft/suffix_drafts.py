@@ -1,0 +1,265 @@
+"""Suffix drafts: what followed the longest suffix of a text where it stood before, in the text itself or in finished answers.
+
+Needs no model, and goes beside any drafter (`--spec-type dflash,suffix`). The draft follows the likeliest branch while the product of
+its chances stays above a bound (SuffixDecoding: Oliaro et al., 2024). Chances are learned from what comes (`suffix_chances`), so they
+can be compared with a drafter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import ClassVar
+
+from pyspec.draft.suffix_answers import Answers
+from pyspec.draft.suffix_automaton import Follower, SuffixAutomaton
+from pyspec.draft.suffix_chances import MOST_CHANCE, SuffixChances, TextFactor
+from pyspec.registry import SUFFIX
+from pyspec.slots.table import Slot
+
+LEAST_MATCH = 2  # tokens
+MOST_TEXT = 1 << 18  # tokens of a text; drafts of a longer one come from finished answers only
+PER_ROUND = 256  # tokens of prompts and finished answers that a round enters, beside as many as it has rows
+MOST_PER_ROUND = 2048
+LATE = 64  # tokens that a draft enters itself; more wait for `advance`
+BEFORE = 64  # tokens of a text looked up in automata that are new to it
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixDraft:
+    """Tokens that followed before, and the chance of each if all before it are right."""
+
+    tokens: list[int]
+    chances: list[float]
+    source: ClassVar[str] = SUFFIX
+
+    @property
+    def chance_of_first(self) -> float:
+        return self.chances[0] if self.chances else 0.0
+
+    @property
+    def survival(self) -> list[float]:
+        """For each token, the probability that it and all tokens before it are right."""
+        return list(accumulate(self.chances, mul))
+
+    def first(self, n: int) -> SuffixDraft:
+        """The first n tokens."""
+        return SuffixDraft(self.tokens[:n], self.chances[:n])
+
+    def judge(self, n_draft: int, n_accepted: int) -> None:
+        """Nothing to learn: the tokens that come are the verdict."""
+
+
+NO_DRAFT = SuffixDraft([], [])
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a text stands in finished answers: the state of its longest suffix there."""
+
+    automaton: SuffixAutomaton
+    state: int = 0
+    length: int = 0
+
+    @classmethod
+    def of_text(cls, automaton: SuffixAutomaton) -> _Place:
+        """The place of the automaton's own text."""
+        return cls(automaton, automaton.match, automaton.length[automaton.match])
+
+    def step(self, token: int) -> None:
+        self.state, self.length = self.automaton.step(self.state, self.length, token)
+
+    def likeliest(self) -> Follower | None:
+        """The likeliest next token. Goes to a shorter suffix if nothing follows this one; None if that is too short."""
+        automaton = self.automaton
+        while self.length >= LEAST_MATCH:
+            follower = automaton.likeliest(self.state)
+            if follower is not None:
+                return follower
+            self.state = automaton.link[self.state]
+            self.length = automaton.length[self.state]
+        return None
+
+
+@dataclass(slots=True)
+class _Text:
+    """One slot's text.
+
+    entered  tokens in its automaton, from the first on
+    n_begin  tokens before the first one of the answer
+    places   in finished answers, behind the first `n_followed` tokens
+    keeps    its answer may be kept for later ones
+    """
+
+    client: str
+    automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    entered: list[int] = field(default_factory=list)
+    prompt: Sequence[int] = ()
+    slot: Slot | None = None
+    keeps: bool = False
+    places: list[_Place] = field(default_factory=list)
+    n_followed: int = 0
+    own: TextFactor = field(default_factory=TextFactor)
+    others: TextFactor = field(default_factory=TextFactor)
+
+    @property
+    def n_begin(self) -> int:
+        return len(self.prompt)
+
+
+class SuffixDrafts:
+    """One text for each slot, and finished answers. Called on the engine's thread.
+
+    n_draft      most tokens of a draft
+    least        a draft ends where the product of its chances would be less
+    answer_bytes host memory of finished answers
+    shared       clients' answers serve all clients
+    """
+
+    def __init__(self, n_draft: int, *, least: float = 0.1, answer_bytes: int = 0, shared: bool = False) -> None:
+        self.n_draft, self.least = n_draft, least
+        self.answers = Answers(answer_bytes, shared=shared)
+        self.texts: dict[int, _Text] = {}
+        self.forget_learned()
+
+    def forget_learned(self) -> None:
+        """Forget chances, texts and answers: they were of a warm-up."""
+        self.of_text, self.of_answers = SuffixChances(), SuffixChances()
+        self.texts.clear()
+        self.answers.clear()
+
+    @property
+    def n_bytes(self) -> int:
+        """Host memory, estimated from counts. Safe to call from any thread."""
+        return sum(text.automaton.n_bytes for text in list(self.texts.values())) + self.answers.n_bytes
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def begin(self, slot: Slot, prompt: Sequence[int], client: str = "", *, keeps: bool = False) -> None:
+        """A request starts in `slot`. prompt: every token before its answer. keeps: its answer may serve the client's later ones."""
+        text = self.texts.get(slot.index)
+        n = 0 if text is None else len(text.entered)
+        if text is None or text.client != client or n > len(prompt) or text.entered != list(prompt[:n]):
+            text = self.texts[slot.index] = _Text(client)
+        text.prompt, text.slot, text.keeps = prompt, slot, keeps
+        text.own, text.others, text.places = TextFactor(), TextFactor(), []
+
+    def end(self, slot: Slot) -> None:
+        """The request is over. Its text stays for a next one that continues it."""
+        text = self.texts.get(slot.index)
+        if text is None or text.slot is None:
+            return
+        if text.keeps:
+            self.answers.add(text.client, tuple(slot.tokens[text.n_begin :]))
+        text.slot, text.prompt, text.places = None, (), []
+
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    def advance(self, n_row: int) -> None:
+        """Enter some tokens of prompts and finished answers, shortest rest first. n_row: rows of the round, whose time they take a part of."""
+        left = min(PER_ROUND + n_row, MOST_PER_ROUND)
+        behind = [text for text in self.texts.values() if text.slot is not None and self._rest(text)]
+        for text in sorted(behind, key=self._rest):
+            if left <= 0:
+                return
+            n = len(text.entered)
+            piece = text.prompt[n : n + left]
+            self._enter(text, piece)
+            left -= len(piece)
+        self.answers.read(left)
+
+    @staticmethod
+    def _rest(text: _Text) -> int:
+        """Tokens of the prompt that are not entered yet."""
+        return min(text.n_begin, MOST_TEXT) - len(text.entered)
+
+    @staticmethod
+    def _enter(text: _Text, tokens: Sequence[int]) -> None:
+        text.automaton.extend(tokens)
+        text.entered.extend(tokens)
+
+    def draft(self, slot: Slot, anchor: int, most: int) -> SuffixDraft:
+        """The likeliest tokens behind `anchor`, the slot's last chosen token; empty if nothing stands there before."""
+        text = self.texts.get(slot.index)
+        if text is None or text.slot is not slot or most <= 0:
+            return NO_DRAFT
+        most = min(most, self.n_draft)
+        found = self._of_answers(text, anchor, most)
+        if self._catch_up(text, anchor):
+            match = _Place.of_text(text.automaton)
+            own = self._follow(match, most, self.of_text, text.own)
+            found = max(found, own, key=lambda each: sum(each.survival))
+        return found
+
+    def _catch_up(self, text: _Text, anchor: int) -> bool:
+        """Enter the answer's new tokens, and learn from them. False if the prompt is not entered yet, or the text is too long."""
+        assert text.slot is not None
+        if 0 < self._rest(text) <= LATE:
+            self._enter(text, text.prompt[len(text.entered) :])
+        n, automaton = len(text.entered), text.automaton
+        if n < text.n_begin or text.slot.n_past >= MOST_TEXT:
+            return False
+        for token in _since(text.slot, n, anchor):
+            if n > text.n_begin:
+                _learn(_Place.of_text(automaton), token, self.of_text, text.own)
+            automaton.extend((token,))
+            text.entered.append(token)
+            n += 1
+        return True
+
+    def _of_answers(self, text: _Text, anchor: int, most: int) -> SuffixDraft:
+        """The same from finished answers."""
+        assert text.slot is not None
+        automata = self.answers.automata(text.client)
+        if not automata:
+            return NO_DRAFT
+        if len(automata) != len(text.places) or any(
+            a is not place.automaton for a, place in zip(automata, text.places, strict=True)
+        ):
+            text.places, text.n_followed = [_Place(each) for each in automata], max(0, text.slot.n_past - BEFORE)
+        for token in _since(text.slot, text.n_followed, anchor):
+            if text.n_followed > text.n_begin:
+                _learn(max(text.places, key=_length), token, self.of_answers, text.others)
+            for place in text.places:
+                place.step(token)
+            text.n_followed += 1
+        return self._follow(max(text.places, key=_length), most, self.of_answers, text.others)
+
+    def _follow(self, place: _Place, most: int, chances: SuffixChances, text: TextFactor) -> SuffixDraft:
+        """The likeliest branch behind a place."""
+        tokens: list[int] = []
+        found: list[float] = []
+        survives, factor = 1.0, text.factor
+        while len(tokens) < most:
+            follower = place.likeliest()
+            if follower is None:
+                break
+            chance = min(MOST_CHANCE, chances.of(place.length, follower) * factor)
+            survives *= chance
+            if survives < self.least:
+                break
+            tokens.append(follower.token)
+            found.append(chance)
+            place = _Place(place.automaton, follower.state, place.length + 1)
+        return SuffixDraft(tokens, found)
+
+
+def _since(slot: Slot, n: int, anchor: int) -> Sequence[int]:
+    """The slot's chosen tokens from the n-th on."""
+    return [*slot.tokens[n:], anchor] if n <= slot.n_past else ()
+
+
+def _length(place: _Place) -> int:
+    return place.length
+
+
+def _learn(place: _Place, token: int, chances: SuffixChances, text: TextFactor) -> None:
+    """Compare the token that came with the one that would have been drafted."""
+    follower = place.likeliest()
+    if follower is None:
+        return
+    came = follower.token == token
+    text.add(chances.of(place.length, follower), came)
+    chances.add(place.length, follower, came)
