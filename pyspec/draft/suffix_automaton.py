@@ -17,7 +17,7 @@ COUNTED = 16  # states of a token, the longest first, whose places are counted
 STATE_BYTES, FORK_BYTES, BRANCH_BYTES = 27, 250, 72  # of a state, of the dict of a fork, and of each of its followers
 
 
-class Follower(NamedTuple):
+class Branch(NamedTuple):
     """The likeliest token behind a substring, the state behind it, and its places among those of all followers."""
 
     token: int
@@ -143,12 +143,12 @@ class SuffixAutomaton:
             state = link[state]
         return new
 
-    def likeliest(self, state: int) -> Follower | None:
+    def likeliest(self, state: int) -> Branch | None:
         """The follower with most places, of equals the latest; None if there is none, or there are too many."""
         only = self._only[state]
         if only >= 0:
             n = self.places[self._to[state]]
-            return Follower(only, self._to[state], n, n)
+            return Branch(only, self._to[state], n, n)
         followers = self._forks[state] if only == FORK else {}
         if not 0 < len(followers) <= MOST_FOLLOWERS:
             return None
@@ -159,7 +159,7 @@ class SuffixAutomaton:
             n_all += n
             if best < 0 or (n, at[behind]) > (places[best], at[best]):
                 likeliest, best = token, behind
-        return Follower(likeliest, best, places[best], n_all)
+        return Branch(likeliest, best, places[best], n_all)
 
     def step(self, state: int, n: int, token: int) -> tuple[int, int]:
         """Follow a text from outside. state, n: of its longest suffix that stands here. Returns those behind `token`."""

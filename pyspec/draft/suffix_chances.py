@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from pyspec.draft.suffix_automaton import Follower
+from pyspec.draft.suffix_automaton import Branch
 
 LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # longest match of each group; longer ones are a group
 SHARES = (0.5, 0.75, 0.9, 0.999)  # of a follower that is not the only one
@@ -25,7 +25,7 @@ TRUST, TEXT_PRIOR = 0.9, 2.0  # of one text: weight of older verdicts, and token
 LEAST_FACTOR, MOST_FACTOR = 0.1, 1.3
 
 
-def _group(length: int, follower: Follower) -> tuple[int, int]:
+def _group(length: int, follower: Branch) -> tuple[int, int]:
     if follower.n < follower.n_all:
         share = bisect_left(SHARES, follower.n / follower.n_all)
     else:
@@ -41,12 +41,12 @@ class SuffixChances:
         self.seen = [[0.0] * N_SHARE for _ in range(len(LENGTHS) + 1)]
         self.guess = [[_guess(length, share) for share in range(N_SHARE)] for length in (*LENGTHS, 2 * LENGTHS[-1])]
 
-    def of(self, length: int, follower: Follower) -> float:
+    def of(self, length: int, follower: Branch) -> float:
         """The chance that `follower` comes behind a match of `length` tokens."""
         i, j = _group(length, follower)
         return (self.came[i][j] + PRIOR * self.guess[i][j]) / (self.seen[i][j] + PRIOR)
 
-    def add(self, length: int, follower: Follower, came: bool) -> None:
+    def add(self, length: int, follower: Branch, came: bool) -> None:
         """Learn from a token that came."""
         i, j = _group(length, follower)
         self.came[i][j] += came

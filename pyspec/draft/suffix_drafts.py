@@ -14,7 +14,7 @@ from operator import mul
 from typing import ClassVar
 
 from pyspec.draft.suffix_answers import Answers
-from pyspec.draft.suffix_automaton import Follower, SuffixAutomaton
+from pyspec.draft.suffix_automaton import Branch, SuffixAutomaton
 from pyspec.draft.suffix_chances import MOST_CHANCE, SuffixChances, TextFactor
 from pyspec.registry import SUFFIX
 from pyspec.slots.table import Slot
@@ -56,7 +56,7 @@ NO_DRAFT = SuffixDraft([], [])
 
 
 @dataclass(slots=True)
-class _Place:
+class _Match:
     """Where a text stands in finished answers: the state of its longest suffix there."""
 
     automaton: SuffixAutomaton
@@ -64,14 +64,14 @@ class _Place:
     length: int = 0
 
     @classmethod
-    def of_text(cls, automaton: SuffixAutomaton) -> _Place:
+    def of_text(cls, automaton: SuffixAutomaton) -> _Match:
         """The place of the automaton's own text."""
         return cls(automaton, automaton.match, automaton.length[automaton.match])
 
     def step(self, token: int) -> None:
         self.state, self.length = self.automaton.step(self.state, self.length, token)
 
-    def likeliest(self) -> Follower | None:
+    def likeliest(self) -> Branch | None:
         """The likeliest next token. Goes to a shorter suffix if nothing follows this one; None if that is too short."""
         automaton = self.automaton
         while self.length >= LEAST_MATCH:
@@ -99,7 +99,7 @@ class _Text:
     prompt: Sequence[int] = ()
     slot: Slot | None = None
     keeps: bool = False
-    places: list[_Place] = field(default_factory=list)
+    places: list[_Match] = field(default_factory=list)
     n_followed: int = 0
     own: TextFactor = field(default_factory=TextFactor)
     others: TextFactor = field(default_factory=TextFactor)
@@ -188,7 +188,7 @@ class SuffixDrafts:
         most = min(most, self.n_draft)
         found = self._of_answers(text, anchor, most)
         if self._catch_up(text, anchor):
-            match = _Place.of_text(text.automaton)
+            match = _Match.of_text(text.automaton)
             own = self._follow(match, most, self.of_text, text.own)
             found = max(found, own, key=lambda each: sum(each.survival))
         return found
@@ -203,7 +203,7 @@ class SuffixDrafts:
             return False
         for token in _since(text.slot, n, anchor):
             if n > text.n_begin:
-                _learn(_Place.of_text(automaton), token, self.of_text, text.own)
+                _learn(_Match.of_text(automaton), token, self.of_text, text.own)
             automaton.extend((token,))
             text.entered.append(token)
             n += 1
@@ -218,7 +218,7 @@ class SuffixDrafts:
         if len(automata) != len(text.places) or any(
             a is not place.automaton for a, place in zip(automata, text.places, strict=True)
         ):
-            text.places, text.n_followed = [_Place(each) for each in automata], max(0, text.slot.n_past - BEFORE)
+            text.places, text.n_followed = [_Match(each) for each in automata], max(0, text.slot.n_past - BEFORE)
         for token in _since(text.slot, text.n_followed, anchor):
             if text.n_followed > text.n_begin:
                 _learn(max(text.places, key=_length), token, self.of_answers, text.others)
@@ -227,7 +227,7 @@ class SuffixDrafts:
             text.n_followed += 1
         return self._follow(max(text.places, key=_length), most, self.of_answers, text.others)
 
-    def _follow(self, place: _Place, most: int, chances: SuffixChances, text: TextFactor) -> SuffixDraft:
+    def _follow(self, place: _Match, most: int, chances: SuffixChances, text: TextFactor) -> SuffixDraft:
         """The likeliest branch behind a place."""
         tokens: list[int] = []
         found: list[float] = []
@@ -242,7 +242,7 @@ class SuffixDrafts:
                 break
             tokens.append(follower.token)
             found.append(chance)
-            place = _Place(place.automaton, follower.state, place.length + 1)
+            place = _Match(place.automaton, follower.state, place.length + 1)
         return SuffixDraft(tokens, found)
 
 
@@ -251,11 +251,11 @@ def _since(slot: Slot, n: int, anchor: int) -> Sequence[int]:
     return [*slot.tokens[n:], anchor] if n <= slot.n_past else ()
 
 
-def _length(place: _Place) -> int:
+def _length(place: _Match) -> int:
     return place.length
 
 
-def _learn(place: _Place, token: int, chances: SuffixChances, text: TextFactor) -> None:
+def _learn(place: _Match, token: int, chances: SuffixChances, text: TextFactor) -> None:
     """Compare the token that came with the one that would have been drafted."""
     follower = place.likeliest()
     if follower is None:

@@ -31,6 +31,13 @@ MAKERS: dict[str, Callable[..., tuple[Path, Rig]]] = {
     "mtp": lambda **s: (QWEN35, fixed(QWEN35, spec_type="mtp", n_draft_max=4, **s)),
     "ngram": lambda **s: (QWEN35, fixed(QWEN35, spec_type="ngram", ngram_match=1, **s)),
     "dflash": lambda **s: (tiny("qwen35"), fixed(tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), **s)),
+    "suffix": lambda **s: (QWEN35, fixed(QWEN35, spec_type="suffix", suffix_n_max=6, **s)),
+    "mtp-suffix": lambda **s: (QWEN35, fixed(QWEN35, spec_type="mtp,suffix", n_draft_max=2, suffix_n_max=6, **s)),
+    "dflash-suffix": lambda **s: (
+        tiny("qwen35"),
+        fixed(tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), spec_type="dflash,suffix", **s),
+    ),
+    "suffix-gemma3": lambda **s: (GEMMA3, fixed(GEMMA3, spec_type="suffix", **s)),
     "dflash-fork": lambda **s: (
         tiny("qwen3"),
         fixed(tiny("qwen3"), draft_path=tiny("qwen3", drafter=True, fork=True), **s),
@@ -67,6 +74,7 @@ MAKERS: dict[str, Callable[..., tuple[Path, Rig]]] = {
 
 CASES = [
     *((kind, np) for kind in ("mtp", "dflash", "ngram", "liar-hybrid", "fickle-hybrid") for np in (1, 2, 4, 8)),
+    *((kind, np) for kind in ("suffix", "mtp-suffix", "dflash-suffix", "suffix-gemma3") for np in (1, 2, 5, 8, 10)),
     *((f"mtp{n}-deepseek4", np) for n in range(1, 6) for np in (1, 2, 4, 8)),
     *((kind, 3) for kind in ("liar-deepseek4", "fickle-deepseek4")),
     *((f"ngram-{name}", np) for name in ADDED for np in (1, 2, 4)),
@@ -99,7 +107,7 @@ def test_same_text_with_staggered_joins(kind: str, np: int) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("mtp", "dflash", "fickle-hybrid", "liar-hybrid"),
+        *("mtp", "dflash", "fickle-hybrid", "liar-hybrid", "mtp-suffix"),
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mtp3-deepseek4", "fickle-deepseek4")),
     ],
 )
@@ -138,7 +146,7 @@ SAMPLED = SamplingParams(
 
 
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("kind", ["mtp", "dflash", "ngram", "fickle-llama"])
+@pytest.mark.parametrize("kind", ["mtp", "dflash", "ngram", "fickle-llama", "dflash-suffix"])
 def test_a_seed_gives_its_text_in_any_slot_beside_any_neighbours(kind: str) -> None:
     path, r = MAKERS[kind](np=4)
     prompt = list(known_texts(path))[1]

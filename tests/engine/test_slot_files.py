@@ -32,6 +32,8 @@ KINDS = {
     "qwen35 with mtp": (QWEN35, {"spec_type": "mtp"}),
     "qwen35 with mtp, q8_0 and f16": (QWEN35, {"spec_type": "mtp", "kv_type": "q8_0", "kv_type_v": "f16"}),
     "qwen35 with dflash": ("tiny", {}),
+    "qwen35 with suffixes": (QWEN35, {"spec_type": "suffix"}),
+    "qwen35 with mtp and suffixes": (QWEN35, {"spec_type": "mtp,suffix"}),
     "nemotron with mtp": (NEMOTRON, {"spec_type": "mtp"}),
     "deepseek4 with mtp": (DEEPSEEK4, {"draft_path": FIXTURES / "deepseek4_mtp.gguf", "n_draft_max": 2}),
     "qwen35 with mtp over two ranks": (QWEN35, {"spec_type": "mtp", "tp": 2, "threads": 1}),

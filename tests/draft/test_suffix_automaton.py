@@ -1,0 +1,175 @@
+"""The suffix automaton beside a search through the whole text."""
+
+from __future__ import annotations
+
+import random
+import sys
+import tracemalloc
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyspec.draft.suffix_automaton import COUNTED, MOST_FOLLOWERS, SuffixAutomaton
+
+Texts = list[list[int]]
+
+
+def of(*texts: list[int]) -> SuffixAutomaton:
+    automaton = SuffixAutomaton()
+    for text in texts:
+        automaton.begin()
+        automaton.extend(text)
+    return automaton
+
+
+def count(texts: Texts, part: list[int]) -> int:
+    """Places of `part` in all texts."""
+    n = len(part)
+    return sum(text[i : i + n] == part for text in texts for i in range(len(text) - n + 1))
+
+
+def followers(texts: Texts, part: list[int]) -> Counter[int]:
+    """What stands behind `part`, and how often."""
+    n = len(part)
+    return Counter(text[i + n] for text in texts for i in range(len(text) - n) if text[i : i + n] == part)
+
+
+def repeated(text: list[int]) -> int:
+    """Length of the longest suffix that also stands further left."""
+    return next((n for n in range(len(text) - 1, 0, -1) if count([text], text[len(text) - n :]) > 1), 0)
+
+
+def state_of(automaton: SuffixAutomaton, part: list[int]) -> int:
+    state = 0
+    for token in part:
+        state = automaton.next(state, token)
+        if state < 0:
+            return -1
+    return state
+
+
+few = st.lists(st.integers(0, 2), max_size=40)
+some = st.lists(st.integers(0, 9), max_size=40)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(few | some, min_size=1, max_size=3), few)
+def test_it_knows_every_part_of_its_texts_and_no_other(texts: Texts, other: list[int]) -> None:
+    automaton = of(*texts)
+    for text in texts:
+        for i in range(len(text)):
+            assert state_of(automaton, text[i : i + 6]) > 0
+    assert (state_of(automaton, other) >= 0) == (not other or count(texts, other) > 0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(few | some)
+def test_its_match_is_the_longest_suffix_that_stands_further_left(text: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    for i, token in enumerate(text):
+        automaton.extend([token])
+        assert automaton.length[automaton.match] == repeated(text[: i + 1])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(few | some, min_size=1, max_size=3), st.integers(1, 5))
+def test_the_likeliest_follower_has_most_places(texts: Texts, n: int) -> None:
+    """Of short texts no token has more states than are counted, so numbers are exact."""
+    texts = [text[: COUNTED - 1] for text in texts]
+    automaton = of(*texts)
+    for text in texts:
+        for i in range(len(text)):
+            part = text[i : i + n]
+            expected, state = followers(texts, part), state_of(automaton, part)
+            found = automaton.likeliest(state)
+            if found is None:
+                assert not expected
+                continue
+            assert found.n == expected[found.token] == max(expected.values())
+            assert found.n_all == sum(expected.values())
+            assert found.state == state_of(automaton, [*part, found.token])
+
+
+@settings(max_examples=200, deadline=None)
+@given(few, few, st.integers(0, 40))
+def test_a_text_from_outside_is_followed_while_the_automaton_grows(text: list[int], other: list[int], cut: int) -> None:
+    """states that are split meanwhile are found again"""
+    automaton, state, n = of(text[:cut]), 0, 0
+    known = text[:cut]
+    for i, token in enumerate(other):
+        state, n = automaton.step(state, n, token)
+        suffixes = (k for k in range(i + 1, 0, -1) if count([known], other[i + 1 - k : i + 1]))
+        assert n == next(suffixes, 0) or len(known) > cut, "it has grown, so a longer suffix may stand there now"
+        assert n == 0 or count([known], other[i + 1 - n : i + 1])
+        piece = text[len(known) : len(known) + 1]
+        automaton.extend(piece)
+        known += piece
+
+
+@pytest.mark.parametrize(
+    "text",
+    [[7] * 5000, [1, 2] * 2500, list(range(5000)), [i % 71 for i in range(5000)], [0] * 2500 + [1] * 2500],
+    ids=["one token", "two tokens", "all differ", "period 71", "two runs"],
+)
+def test_hard_texts_take_linear_time_and_memory(text: list[int]) -> None:
+    automaton, n_step = SuffixAutomaton(), 0
+
+    def trace(frame: object, event: str, argument: object) -> None:
+        nonlocal n_step
+        n_step += 1
+
+    automaton.extend(text[:2500])
+    sys.setprofile(trace)
+    try:
+        automaton.extend(text[2500:])
+    finally:
+        sys.setprofile(None)
+    assert n_step < 60 * 2500, "calls of functions"
+    assert len(automaton.length) <= 2 * len(text), "states"
+    assert automaton.n_bytes < 600 * len(text)
+
+
+def test_numbers_of_a_run_stay_bounded() -> None:
+    """Short substrings of a run have more places than are counted: at most COUNTED states of a token are."""
+    automaton = of([7] * 100)
+    assert automaton.places[state_of(automaton, [7] * 95)] == 6
+    assert automaton.places[state_of(automaton, [7])] == COUNTED
+
+
+def test_a_state_with_many_followers_has_no_likeliest() -> None:
+    text = [t for i in range(MOST_FOLLOWERS + 1) for t in (1, 2, 100 + i)]
+    automaton = of(text)
+    assert automaton.likeliest(state_of(automaton, [1, 2])) is None
+    assert automaton.likeliest(state_of(automaton, [1])) is not None
+
+
+def test_of_equally_frequent_followers_the_latest_is_taken() -> None:
+    automaton = of([1, 2, 3, 1, 2, 4, 1, 2])
+    found = automaton.likeliest(automaton.match)
+    assert found is not None and found.token == 4
+
+
+def test_no_part_crosses_the_border_of_two_texts() -> None:
+    automaton = of([1, 2, 3], [4, 5, 6])
+    assert state_of(automaton, [3, 4]) == -1 and state_of(automaton, [4, 5, 6]) > 0
+
+
+def test_the_same_text_again_needs_no_memory() -> None:
+    text = random.Random(1).choices(range(50), k=400)
+    automaton = of(text)
+    before = len(automaton.length)
+    automaton.begin()
+    automaton.extend(text)
+    assert len(automaton.length) == before
+    assert automaton.places[state_of(automaton, text[-5:])] == 2
+
+
+def test_its_bytes_are_estimated() -> None:
+    text = random.Random(2).choices(range(300), [1 / (i + 1) for i in range(300)], k=20_000)
+    tracemalloc.start()
+    automaton = of(text)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.8 < automaton.n_bytes / taken < 1.4
