@@ -22,7 +22,14 @@ PRIOR = 6.0  # verdicts that the first guess is worth
 MEMORY = 400.0  # verdicts of a group, before older ones count half
 MOST_CHANCE = 0.99
 TRUST, TEXT_PRIOR = 0.9, 2.0  # of one text: weight of older verdicts, and tokens expected before the first
-LEAST_FACTOR, MOST_FACTOR = 0.1, 1.3
+PROMISES = (1.0, 2.0, 4.0, 8.0)  # tokens that a draft promises: groups
+FIRST_RATIO, ALL_PRIOR, ALL_TRUST = (
+    0.8,
+    12.0,
+    0.98,
+)  # assumed ratio of promises, its weight in tokens, and that of older drafts
+TEXT_WEIGHT, TEXT_TRUST = 6.0, 0.9  # of one text: weight of the ratio of all, in tokens, and of older drafts
+LEAST_FACTOR, MOST_FACTOR = 0.1, 1.1
 
 
 def _group(length: int, follower: Branch) -> tuple[int, int]:
@@ -57,9 +64,39 @@ class SuffixChances:
 
 
 def _guess(length: int, share: int) -> float:
-    by_length = length / (length + 2.5)
-    of_share = (0.25, *SHARES)[share] if share <= len(SHARES) else {SINGLE: 0.9, FEW: 0.95, ALWAYS: 0.98}[share]
-    return by_length * of_share
+    """As in prose; copies do better."""
+    if share <= len(SHARES):
+        return (0.15, 0.35, 0.7, 0.85, 0.9)[share]
+    most, half = {SINGLE: (0.8, 1.8), FEW: (0.92, 0.5), ALWAYS: (0.97, 0.2)}[share]
+    return most * length / (length + half)
+
+
+class Promise:
+    """Ratio of the drafted tokens that were right to those that were promised, by the number of these.
+
+    It is of one text, and starts from that of all texts. A chance of single tokens does not show whether a text copies or only repeats
+    phrases, and of two estimates the larger one is too large more often.
+    """
+
+    __slots__ = ("kept", "of_all", "promised")
+
+    def __init__(self, of_all: Promise | None = None) -> None:
+        self.of_all = of_all
+        self.kept, self.promised = [0.0] * (len(PROMISES) + 1), [0.0] * (len(PROMISES) + 1)
+
+    def add(self, size: float, promised: float, kept: int) -> None:
+        """Learn from a draft, verified or only compared with what came. size: what the whole draft promised; promised: its judged part."""
+        i, trust = bisect_left(PROMISES, size), ALL_TRUST if self.of_all is None else TEXT_TRUST
+        self.kept[i] = trust * self.kept[i] + kept
+        self.promised[i] = trust * self.promised[i] + promised
+        if self.of_all is not None:
+            self.of_all.add(size, promised, kept)
+
+    def factor(self, size: float) -> float:
+        """What a draft keeps that promises `size` tokens."""
+        i = bisect_left(PROMISES, size)
+        first, weight = (FIRST_RATIO, ALL_PRIOR) if self.of_all is None else (self.of_all.factor(size), TEXT_WEIGHT)
+        return min(1.0, (self.kept[i] + weight * first) / (self.promised[i] + weight))
 
 
 class TextFactor:

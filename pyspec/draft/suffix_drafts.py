@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from pyspec.draft.suffix_answers import Answers
 from pyspec.draft.suffix_automaton import Branch, SuffixAutomaton
-from pyspec.draft.suffix_chances import MOST_CHANCE, SuffixChances, TextFactor
+from pyspec.draft.suffix_chances import MOST_CHANCE, Promise, SuffixChances, TextFactor
 from pyspec.registry import SUFFIX
 from pyspec.slots.table import Slot
 
@@ -29,10 +29,11 @@ BEFORE = 64  # tokens of a text looked up in automata that are new to it
 
 @dataclass(frozen=True, slots=True)
 class SuffixDraft:
-    """Tokens that followed before, and the chance of each if all before it are right."""
+    """Tokens that followed before, and the chance of each if all before it are right. promise: what drafts of its kind keep."""
 
     tokens: list[int]
     chances: list[float]
+    promise: Promise
     source: ClassVar[str] = SUFFIX
 
     @property
@@ -42,17 +43,22 @@ class SuffixDraft:
     @property
     def survival(self) -> list[float]:
         """For each token, the probability that it and all tokens before it are right."""
-        return list(accumulate(self.chances, mul))
+        found = list(accumulate(self.chances, mul))
+        factor = self.promise.factor(sum(found))
+        return [factor * each for each in found]
 
     def first(self, n: int) -> SuffixDraft:
         """The first n tokens."""
-        return SuffixDraft(self.tokens[:n], self.chances[:n])
+        return SuffixDraft(self.tokens[:n], self.chances[:n], self.promise)
 
     def judge(self, n_draft: int, n_accepted: int) -> None:
-        """Nothing to learn: the tokens that come are the verdict."""
+        """Report that the first `n_draft` tokens were drafted and `n_accepted` of them were right."""
+        if n_draft:
+            found = list(accumulate(self.chances, mul))
+            self.promise.add(sum(found), sum(found[:n_draft]), n_accepted)
 
 
-NO_DRAFT = SuffixDraft([], [])
+NO_DRAFT = SuffixDraft([], [], Promise())
 
 
 @dataclass(slots=True)
@@ -101,6 +107,9 @@ class _Text:
     keeps: bool = False
     places: list[_Match] = field(default_factory=list)
     n_followed: int = 0
+    offer: SuffixDraft | None = None  # the last one, for the tokens behind the first `n_offered`
+    n_offered: int = 0
+    promise: Promise = field(default_factory=Promise)
     own: TextFactor = field(default_factory=TextFactor)
     others: TextFactor = field(default_factory=TextFactor)
 
@@ -126,7 +135,7 @@ class SuffixDrafts:
 
     def forget_learned(self) -> None:
         """Forget chances, texts and answers: they were of a warm-up."""
-        self.of_text, self.of_answers = SuffixChances(), SuffixChances()
+        self.of_text, self.of_answers, self.promise = SuffixChances(), SuffixChances(), Promise()
         self.texts.clear()
         self.answers.clear()
 
@@ -145,6 +154,7 @@ class SuffixDrafts:
             text = self.texts[slot.index] = _Text(client)
         text.prompt, text.slot, text.keeps = prompt, slot, keeps
         text.own, text.others, text.places = TextFactor(), TextFactor(), []
+        text.promise, text.offer = Promise(self.promise), None
 
     def end(self, slot: Slot) -> None:
         """The request is over. Its text stays for a next one that continues it."""
@@ -186,12 +196,31 @@ class SuffixDrafts:
         if text is None or text.slot is not slot or most <= 0:
             return NO_DRAFT
         most = min(most, self.n_draft)
+        self._compare(text, anchor)
         found = self._of_answers(text, anchor, most)
         if self._catch_up(text, anchor):
             match = _Match.of_text(text.automaton)
-            own = self._follow(match, most, self.of_text, text.own)
+            own = self._follow(match, most, self.of_text, text.own, text.promise)
             found = max(found, own, key=lambda each: sum(each.survival))
+        text.offer, text.n_offered = found, slot.n_past + 1
         return found
+
+    @staticmethod
+    def _compare(text: _Text, anchor: int) -> None:
+        """Learn from an offer that was not taken: its first tokens stand beside those that came."""
+        offer, text.offer = text.offer, None
+        if offer is None or text.slot is None:
+            return
+        came = _since(text.slot, text.n_offered, anchor)[: len(offer.tokens)]
+        right = [a == b for a, b in zip(offer.tokens, came, strict=False)]
+        offer.judge(len(right), right.index(False) if False in right else len(right))
+
+    def judge(self, slot: int, n_draft: int, n_accepted: int) -> None:
+        """Report the verdict on a slot's last draft. Of one that was not verified, the tokens that come are the verdict."""
+        text = self.texts.get(slot)
+        if text is not None and text.offer is not None and n_draft:
+            text.offer.judge(n_draft, n_accepted)
+            text.offer = None
 
     def _catch_up(self, text: _Text, anchor: int) -> bool:
         """Enter the answer's new tokens, and learn from them. False if the prompt is not entered yet, or the text is too long."""
@@ -225,9 +254,11 @@ class SuffixDrafts:
             for place in text.places:
                 place.step(token)
             text.n_followed += 1
-        return self._follow(max(text.places, key=_length), most, self.of_answers, text.others)
+        return self._follow(max(text.places, key=_length), most, self.of_answers, text.others, text.promise)
 
-    def _follow(self, place: _Match, most: int, chances: SuffixChances, text: TextFactor) -> SuffixDraft:
+    def _follow(
+        self, place: _Match, most: int, chances: SuffixChances, text: TextFactor, promise: Promise
+    ) -> SuffixDraft:
         """The likeliest branch behind a place."""
         tokens: list[int] = []
         found: list[float] = []
@@ -243,7 +274,7 @@ class SuffixDrafts:
             tokens.append(follower.token)
             found.append(chance)
             place = _Match(place.automaton, follower.state, place.length + 1)
-        return SuffixDraft(tokens, found)
+        return SuffixDraft(tokens, found, promise)
 
 
 def _since(slot: Slot, n: int, anchor: int) -> Sequence[int]:

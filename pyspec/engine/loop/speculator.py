@@ -190,12 +190,19 @@ class Speculator:
     def judge(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """Report a slot's verdict to the source of its drafts."""
         if slot in self.controller.offered:
-            self.offers[slot].judge(n_draft, n_accepted)
+            self._judge_offer(slot, n_draft, n_accepted)
             return
         n = self.refused.pop(slot, None)
         if n is not None:  # the refused token is wrong, and so is every token behind it
             n_draft, n_accepted = n + 1, min(n, n_accepted)
         self.controller.record(slot, n_draft, n_accepted)
+
+    def _judge_offer(self, slot: int, n_draft: int, n_accepted: int) -> None:
+        offer, suffixes = self.offers[slot], self.suffixes
+        if isinstance(offer, Offer):
+            offer.judge(n_draft, n_accepted)
+        elif suffixes is not None:
+            self._or_no_suffixes(lambda: suffixes.judge(slot, n_draft, n_accepted))
 
     def _attempt(self, outcome: str, do: Callable[[], T], slots: Sequence[Slot]) -> T | None:
         """Call the drafter; None if it fails. A SlotError leaves its state valid; any other exception makes it unknown."""
