@@ -36,7 +36,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--kv-pool": ("", "4099"),
     "--kv-unified-per-slot": ("", "130"),
     "--page-size": ("", "16", "64"),
-    "--spec-type": ("", "none", "draft-mtp", "draft-dflash", "ngram-simple"),
+    "--spec-type": ("", "none", "draft-mtp", "draft-dflash", "ngram-simple", "suffix", "draft-mtp,suffix"),
     "--spec-draft-n-max": ("", "1", "7", "16"),
     "--spec-draft-p-min": ("", "0.35"),
     "--spec-fixed": ("", "on"),

@@ -159,7 +159,7 @@ if __name__ == "__main__":
                 replay(texts, chance, None),
                 replay(texts, chance, SuffixDrafts(N_SUFFIX, answer_bytes=1 << 22)),
             )
-            print(
+            print(  # noqa: T201
                 f"{name} {chance}: {alone.mean_len:.2f} -> {both.mean_len:.2f} tokens a round ({both.mean_len / alone.mean_len:.2f}), "
                 f"rate x{both.rate / alone.rate:.2f}, {both.n_suffix / both.n_token:.0%} by suffixes"
             )
