@@ -1,4 +1,4 @@
-"""A suffix automaton over token ids: every substring of its texts, how often it stands there and what followed.
+"""A suffix automaton over token ids: every substring of its texts, its number of places and its followers.
 
 A state stands for the substrings that end at the same places, and `link` leads to the longest shorter suffix with more places
 (Blumer et al., 1985; online construction, amortised O(1) a token). It lies in flat arrays: a state with one follower keeps it there,

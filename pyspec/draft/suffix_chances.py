@@ -1,7 +1,7 @@
 """How often the likeliest follower of a match came, by the match's length and the follower's share.
 
-Every token of an answer is a verdict, drafted or not: what would have been drafted is compared with what came. So these chances stay
-true while nothing is drafted, and learning costs no row.
+Every token of an answer is a verdict, drafted or not: it is compared with the follower that a draft would have had. So these
+chances stay true while nothing is drafted, and learning costs no row.
 """
 
 from __future__ import annotations
@@ -12,32 +12,27 @@ from pyspec.draft.suffix_automaton import Branch
 
 LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # longest match of each group; longer ones are a group
 SHARES = (0.5, 0.75, 0.9, 0.999)  # of a follower that is not the only one
-SINGLE, FEW, ALWAYS = (
-    len(SHARES) + 1,
-    len(SHARES) + 2,
-    len(SHARES) + 3,
-)  # an only follower, seen once, up to thrice, oftener
+# an only follower, seen once, up to thrice, oftener
+SINGLE, FEW, ALWAYS = range(len(SHARES) + 1, len(SHARES) + 4)
 N_SHARE = ALWAYS + 1
+GROUP = [bisect_left(LENGTHS, length) for length in range(LENGTHS[-1] + 2)]  # of each length
 PRIOR = 6.0  # verdicts that the first guess is worth
 MEMORY = 400.0  # verdicts of a group, before older ones count half
 MOST_CHANCE = 0.99
 TRUST, TEXT_PRIOR = 0.9, 2.0  # of one text: weight of older verdicts, and tokens expected before the first
 PROMISES = (1.0, 2.0, 4.0, 8.0)  # tokens that a draft promises: groups
-FIRST_RATIO, ALL_PRIOR, ALL_TRUST = (
-    0.8,
-    12.0,
-    0.98,
-)  # assumed ratio of promises, its weight in tokens, and that of older drafts
+# assumed ratio of promises, its weight in tokens, and the weight of older drafts
+FIRST_RATIO, ALL_PRIOR, ALL_TRUST = 0.8, 12.0, 0.98
 TEXT_WEIGHT, TEXT_TRUST = 6.0, 0.9  # of one text: weight of the ratio of all, in tokens, and of older drafts
 LEAST_FACTOR, MOST_FACTOR = 0.1, 1.1
 
 
-def _group(length: int, follower: Branch) -> tuple[int, int]:
-    if follower.n < follower.n_all:
-        share = bisect_left(SHARES, follower.n / follower.n_all)
+def _group(length: int, branch: Branch) -> tuple[int, int]:
+    if branch.n < branch.n_all:
+        share = bisect_left(SHARES, branch.n / branch.n_all)
     else:
-        share = SINGLE if follower.n == 1 else FEW if follower.n <= 3 else ALWAYS
-    return bisect_left(LENGTHS, length), share
+        share = SINGLE if branch.n == 1 else FEW if branch.n <= 3 else ALWAYS
+    return GROUP[min(length, LENGTHS[-1] + 1)], share
 
 
 class SuffixChances:
@@ -48,19 +43,20 @@ class SuffixChances:
         self.seen = [[0.0] * N_SHARE for _ in range(len(LENGTHS) + 1)]
         self.guess = [[_guess(length, share) for share in range(N_SHARE)] for length in (*LENGTHS, 2 * LENGTHS[-1])]
 
-    def of(self, length: int, follower: Branch) -> float:
-        """The chance that `follower` comes behind a match of `length` tokens."""
-        i, j = _group(length, follower)
+    def of(self, length: int, branch: Branch) -> float:
+        """The chance that `branch` comes behind a match of `length` tokens."""
+        i, j = _group(length, branch)
         return (self.came[i][j] + PRIOR * self.guess[i][j]) / (self.seen[i][j] + PRIOR)
 
-    def add(self, length: int, follower: Branch, came: bool) -> None:
-        """Learn from a token that came."""
-        i, j = _group(length, follower)
-        self.came[i][j] += came
-        self.seen[i][j] += 1.0
-        if self.seen[i][j] > MEMORY:
+    def learn(self, length: int, branch: Branch, came: bool) -> float:
+        """Learn from a token that came. Returns the chance that it had before."""
+        i, j = _group(length, branch)
+        was, seen = self.came[i][j], self.seen[i][j]
+        self.came[i][j], self.seen[i][j] = was + came, seen + 1.0
+        if seen >= MEMORY:
             self.came[i][j] /= 2
             self.seen[i][j] /= 2
+        return (was + PRIOR * self.guess[i][j]) / (seen + PRIOR)
 
 
 def _guess(length: int, share: int) -> float:
@@ -85,7 +81,8 @@ class Promise:
         self.kept, self.promised = [0.0] * (len(PROMISES) + 1), [0.0] * (len(PROMISES) + 1)
 
     def add(self, size: float, promised: float, kept: int) -> None:
-        """Learn from a draft, verified or only compared with what came. size: what the whole draft promised; promised: its judged part."""
+        """Learn from a draft, verified or only compared with the tokens that came. size: tokens that the whole draft promised; promised: its
+        judged part."""
         i, trust = bisect_left(PROMISES, size), ALL_TRUST if self.of_all is None else TEXT_TRUST
         self.kept[i] = trust * self.kept[i] + kept
         self.promised[i] = trust * self.promised[i] + promised
@@ -93,7 +90,7 @@ class Promise:
             self.of_all.add(size, promised, kept)
 
     def factor(self, size: float) -> float:
-        """What a draft keeps that promises `size` tokens."""
+        """The share that a draft keeps if it promises `size` tokens."""
         i = bisect_left(PROMISES, size)
         first, weight = (FIRST_RATIO, ALL_PRIOR) if self.of_all is None else (self.of_all.factor(size), TEXT_WEIGHT)
         return min(1.0, (self.kept[i] + weight * first) / (self.promised[i] + weight))

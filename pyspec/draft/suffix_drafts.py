@@ -1,7 +1,7 @@
-"""Suffix drafts: what followed the longest suffix of a text where it stood before, in the text itself or in finished answers.
+"""Suffix drafts: the tokens behind the longest suffix of a text where it stood before, in the text itself or in finished answers.
 
 Needs no model, and goes beside any drafter (`--spec-type dflash,suffix`). The draft follows the likeliest branch while the product of
-its chances stays above a bound (SuffixDecoding: Oliaro et al., 2024). Chances are learned from what comes (`suffix_chances`), so they
+its chances stays above a bound (SuffixDecoding: Oliaro et al., 2024). Chances are learned from the tokens that come (`suffix_chances`), so they
 can be compared with a drafter's.
 """
 
@@ -21,41 +21,43 @@ from pyspec.slots.table import Slot
 
 LEAST_MATCH = 2  # tokens
 MOST_TEXT = 1 << 18  # tokens of a text; drafts of a longer one come from finished answers only
-PER_ROUND = 256  # tokens of prompts and finished answers that a round enters, beside as many as it has rows
-MOST_PER_ROUND = 2048
+PIECE = 32  # tokens of prompts and finished answers that are entered at once while a device runs: about 0.1 ms
+PER_ROUND = 256  # the same of a round without such a time, beside as many as it has rows
 LATE = 64  # tokens that a draft enters itself; more wait for `advance`
 BEFORE = 64  # tokens of a text looked up in automata that are new to it
 
 
-@dataclass(frozen=True, slots=True)
 class SuffixDraft:
-    """Tokens that followed before, and the chance of each if all before it are right. promise: what drafts of its kind keep."""
+    """Tokens that followed before.
 
-    tokens: list[int]
-    chances: list[float]
-    promise: Promise
+    chances   of each token, if all before it are right
+    survival  for each token, the probability that it and all tokens before it are right
+    expected  tokens that will be right
+    """
+
+    __slots__ = ("_found", "_promise", "chances", "expected", "survival", "tokens")
     source: ClassVar[str] = SUFFIX
+
+    def __init__(self, tokens: list[int], chances: list[float], promise: Promise) -> None:
+        """promise: the share that drafts like it keep."""
+        self.tokens, self.chances, self._promise = tokens, chances, promise
+        self._found = list(accumulate(chances, mul))
+        size = sum(self._found)
+        factor = promise.factor(size)
+        self.survival, self.expected = [factor * each for each in self._found], factor * size
 
     @property
     def chance_of_first(self) -> float:
-        return self.chances[0] if self.chances else 0.0
-
-    @property
-    def survival(self) -> list[float]:
-        """For each token, the probability that it and all tokens before it are right."""
-        found = list(accumulate(self.chances, mul))
-        factor = self.promise.factor(sum(found))
-        return [factor * each for each in found]
+        return self.survival[0] if self.survival else 0.0
 
     def first(self, n: int) -> SuffixDraft:
         """The first n tokens."""
-        return SuffixDraft(self.tokens[:n], self.chances[:n], self.promise)
+        return self if n >= len(self.tokens) else SuffixDraft(self.tokens[:n], self.chances[:n], self._promise)
 
     def judge(self, n_draft: int, n_accepted: int) -> None:
         """Report that the first `n_draft` tokens were drafted and `n_accepted` of them were right."""
         if n_draft:
-            found = list(accumulate(self.chances, mul))
-            self.promise.add(sum(found), sum(found[:n_draft]), n_accepted)
+            self._promise.add(sum(self._found), sum(self._found[:n_draft]), n_accepted)
 
 
 NO_DRAFT = SuffixDraft([], [], Promise())
@@ -167,18 +169,17 @@ class SuffixDrafts:
 
     # -- rounds --------------------------------------------------------------------------------------------------
 
-    def advance(self, n_row: int) -> None:
-        """Enter some tokens of prompts and finished answers, shortest rest first. n_row: rows of the round, whose time they take a part of."""
-        left = min(PER_ROUND + n_row, MOST_PER_ROUND)
-        behind = [text for text in self.texts.values() if text.slot is not None and self._rest(text)]
+    def advance(self, n: int) -> bool:
+        """Enter up to n tokens of prompts, the shortest rest first, and of finished answers. False if none is left."""
+        behind = [text for text in self.texts.values() if text.slot is not None and self._rest(text) > 0]
         for text in sorted(behind, key=self._rest):
-            if left <= 0:
-                return
-            n = len(text.entered)
-            piece = text.prompt[n : n + left]
+            at = len(text.entered)
+            piece = text.prompt[at : min(at + n, MOST_TEXT)]
             self._enter(text, piece)
-            left -= len(piece)
-        self.answers.read(left)
+            n -= len(piece)
+            if n <= 0:
+                return True
+        return bool(behind) or self.answers.read(n) < n
 
     @staticmethod
     def _rest(text: _Text) -> int:
@@ -201,7 +202,7 @@ class SuffixDrafts:
         if self._catch_up(text, anchor):
             match = _Match.of_text(text.automaton)
             own = self._follow(match, most, self.of_text, text.own, text.promise)
-            found = max(found, own, key=lambda each: sum(each.survival))
+            found = own if own.expected >= found.expected else found
         text.offer, text.n_offered = found, slot.n_past + 1
         return found
 
@@ -257,24 +258,25 @@ class SuffixDrafts:
         return self._follow(max(text.places, key=_length), most, self.of_answers, text.others, text.promise)
 
     def _follow(
-        self, place: _Match, most: int, chances: SuffixChances, text: TextFactor, promise: Promise
+        self, match: _Match, most: int, chances: SuffixChances, text: TextFactor, promise: Promise
     ) -> SuffixDraft:
-        """The likeliest branch behind a place."""
+        """The likeliest branch behind a match."""
         tokens: list[int] = []
         found: list[float] = []
         survives, factor = 1.0, text.factor
+        match = _Match(match.automaton, match.state, match.length)
         while len(tokens) < most:
-            follower = place.likeliest()
-            if follower is None:
+            branch = match.likeliest()
+            if branch is None:
                 break
-            chance = min(MOST_CHANCE, chances.of(place.length, follower) * factor)
+            chance = min(MOST_CHANCE, chances.of(match.length, branch) * factor)
             survives *= chance
             if survives < self.least:
                 break
-            tokens.append(follower.token)
+            tokens.append(branch.token)
             found.append(chance)
-            place = _Match(place.automaton, follower.state, place.length + 1)
-        return SuffixDraft(tokens, found, promise)
+            match.state, match.length = branch.state, match.length + 1
+        return SuffixDraft(tokens, found, promise) if tokens else NO_DRAFT
 
 
 def _since(slot: Slot, n: int, anchor: int) -> Sequence[int]:
@@ -286,11 +288,9 @@ def _length(place: _Match) -> int:
     return place.length
 
 
-def _learn(place: _Match, token: int, chances: SuffixChances, text: TextFactor) -> None:
+def _learn(match: _Match, token: int, chances: SuffixChances, text: TextFactor) -> None:
     """Compare the token that came with the one that would have been drafted."""
-    follower = place.likeliest()
-    if follower is None:
-        return
-    came = follower.token == token
-    text.add(chances.of(place.length, follower), came)
-    chances.add(place.length, follower, came)
+    branch = match.likeliest()
+    if branch is not None:
+        came = branch.token == token
+        text.add(chances.learn(match.length, branch, came), came)

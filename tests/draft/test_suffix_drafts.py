@@ -9,7 +9,7 @@ import pytest
 from pyspec.draft.suffix_answers import MOST_SHELVES, Answers
 from pyspec.draft.suffix_automaton import Branch
 from pyspec.draft.suffix_chances import SuffixChances, TextFactor
-from pyspec.draft.suffix_drafts import LATE, MOST_PER_ROUND, PER_ROUND, SuffixDrafts
+from pyspec.draft.suffix_drafts import LATE, PER_ROUND, SuffixDrafts
 from pyspec.slots.table import Slot
 
 TEXT = random.Random(7).choices(range(1000), k=80)
@@ -20,7 +20,7 @@ def begin(drafts: SuffixDrafts, prompt: list[int], client: str = "", index: int 
     slot = Slot(index, tokens=list(prompt))
     drafts.begin(slot, prompt, client, keeps=keeps)
     while any(drafts._rest(text) > 0 for text in drafts.texts.values() if text.slot is not None):
-        drafts.advance(0)
+        drafts.advance(256)
     return slot
 
 
@@ -31,7 +31,7 @@ def answer(drafts: SuffixDrafts, slot: Slot, tokens: list[int]) -> None:
         slot.tokens.append(token)
     drafts.end(slot)
     while drafts.answers.queue:
-        drafts.advance(0)
+        drafts.advance(256)
 
 
 def test_it_continues_a_text_that_stands_in_the_prompt() -> None:
@@ -72,11 +72,17 @@ def test_a_prompt_is_entered_within_a_budget(n: int) -> None:
     slot = Slot(0, tokens=prompt)
     drafts.begin(slot, prompt)
     for k in range(1, 20):
-        drafts.advance(0)
+        drafts.advance(PER_ROUND)
         assert len(drafts.texts[0].entered) == min(n, k * PER_ROUND)
-    drafts.begin(Slot(1), list(range(10 * MOST_PER_ROUND)))
-    drafts.advance(100_000)
-    assert len(drafts.texts[1].entered) == MOST_PER_ROUND
+    assert not drafts.advance(PER_ROUND)
+
+
+def test_the_shortest_rest_is_entered_first() -> None:
+    drafts = SuffixDrafts(8)
+    drafts.begin(Slot(0), list(range(300)))
+    drafts.begin(Slot(1), list(range(200)))
+    assert drafts.advance(250)
+    assert [len(drafts.texts[i].entered) for i in (0, 1)] == [50, 200]
 
 
 def test_nothing_is_drafted_from_a_prompt_that_is_not_entered() -> None:
@@ -85,7 +91,7 @@ def test_nothing_is_drafted_from_a_prompt_that_is_not_entered() -> None:
     drafts.begin(slot, prompt)
     assert drafts.draft(slot, TEXT[0], 8).tokens == []
     while drafts._rest(drafts.texts[0]) > 0:
-        drafts.advance(0)
+        drafts.advance(256)
     assert drafts.draft(slot, TEXT[0], 8).tokens == TEXT[1:9]
 
 
@@ -159,7 +165,7 @@ def test_a_text_is_followed_across_an_eviction() -> None:
     slot.tokens.append(TEXT[10])
     drafts.answers.add("ann", list(range(10_000, 10_600)))
     while drafts.answers.queue:
-        drafts.advance(0)
+        drafts.advance(256)
     assert drafts.draft(slot, TEXT[11], 8).tokens == []
     slot.tokens += [TEXT[11], *range(10_580, 10_590)]
     assert drafts.draft(slot, 10_590, 8).tokens[:3] == [10_591, 10_592, 10_593]
@@ -181,7 +187,7 @@ def test_chances_become_the_measured_share() -> None:
     chances, follower, rng = SuffixChances(), Branch(1, 1, 1, 1), random.Random(1)
     first = chances.of(5, follower)
     for _ in range(2000):
-        chances.add(5, follower, rng.random() < 0.3)
+        chances.learn(5, follower, rng.random() < 0.3)
     assert abs(chances.of(5, follower) - 0.3) < 0.06 < abs(first - 0.3)
     assert chances.of(40, follower) == SuffixChances().of(40, follower), "other lengths are learned apart"
 

@@ -246,7 +246,8 @@ class Loop:
             if self.may_defer:  # masks of greedy rows wait until a token is refused
                 fill_all(s.mask for s in pending.spans if s.mask is not None and wants_mask(s))
         masked = self.ask_masked(pending)
-        while not pending.launched.is_over and not self._make_ready():  # after everything that a client waits for
+        # after everything that a client waits for
+        while not pending.launched.is_over and (self.speculator.enter_texts() or not self._make_ready()):
             pass
         with self.worker.lock.released():
             pending.launched.wait()

@@ -17,7 +17,7 @@ from pyspec.cuda.faults import ALL_SLOTS
 from pyspec.device.worker import Worker, is_device_error
 from pyspec.draft.drafter import Drafter, DraftRequest, LookaheadDrafter, Needs
 from pyspec.draft.suffix_drafts import NO_DRAFT as NO_SUFFIX_DRAFT
-from pyspec.draft.suffix_drafts import SuffixDraft, SuffixDrafts
+from pyspec.draft.suffix_drafts import PER_ROUND, PIECE, SuffixDraft, SuffixDrafts
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.policy.controller import Controller
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WORTH_READING = 1.1  # factor of a round's tokens that an offer must promise, if the next round waits for it
+MOST_PER_ROUND = 2048  # tokens of texts for suffix drafts that a CPU's round enters
 LIKELY = 0.5  # least chance of a token behind a refused one to be worth its row
 
 
@@ -139,7 +140,7 @@ class Speculator:
         if offer.tokens:
             offer = offer.first(len(constraint.usable(offer.tokens)))
         held = constraint.offer(most)
-        return held if sum(held.survival) >= sum(offer.survival) else offer
+        return held if sum(held.survival) >= offer.expected else offer
 
     def _suffix_draft(self, job: Job, most: int) -> SuffixDraft:
         suffixes, slot, anchor = self.suffixes, job.slot, job.anchor
@@ -224,7 +225,8 @@ class Speculator:
         """Report accepted rows to the drafter, before the slots' tokens grow. If this fails, its state for these slots is unknown."""
         drafter, suffixes = self.drafter, self.suffixes
         if suffixes is not None:
-            self._or_no_suffixes(lambda: suffixes.advance(batch.n_row))
+            n = PIECE if self.worker.device.type != "cpu" else min(PER_ROUND + batch.n_row, MOST_PER_ROUND)
+            self._or_no_suffixes(lambda: suffixes.advance(n))
         known = [i for i, seq in enumerate(batch.seqs) if seq.slot not in self.lost_track and kept[i]]
         if drafter is None or not known:
             return
@@ -234,6 +236,11 @@ class Speculator:
         self._or_lose_track(
             lambda: drafter.observe(batch, kept, out), [self.worker.table.slots[q.slot] for q in batch.seqs]
         )
+
+    def enter_texts(self) -> bool:
+        """Use a moment in which the device runs: enter a piece of a text for suffix drafts. False if there is none."""
+        suffixes = self.suffixes
+        return suffixes is not None and bool(self._or_no_suffixes(lambda: suffixes.advance(PIECE)))
 
     def confirm_ahead(self, slots: Iterable[Slot]) -> None:
         """Confirm drafts that were made ahead: they continue the tokens that these slots have now."""
