@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pyspec.draft.blocks import BlockLength
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.policy.controller import Controller
 from pyspec.gguf import open_gguf
@@ -53,7 +54,7 @@ class Trace:
 
 
 def controller() -> Controller:
-    c = Controller(1, N_SUFFIX, n_own=N_OWN, block=N_OWN + 1)
+    c = Controller(1, N_SUFFIX, n_own=N_OWN, block=BlockLength(N_OWN + 1))
     for rows in range(1, N_SUFFIX + 2):
         for _ in range(5):
             c.verify_ms.add(rows, PLAIN_MS + ROW_MS * (rows - 1))

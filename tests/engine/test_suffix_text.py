@@ -71,7 +71,7 @@ def test_same_text_with_staggered_joins_and_cancels(kind: str, np: int, is_ahead
         assert_own_text(h, h.request.max_tokens)
     for h in gone:
         assert h.tokens == text_after(h.request.prompt, len(h.tokens))
-    assert rig.loop.metrics().suffix_accepted_tokens > 0
+    assert kind == "oracle" or rig.loop.metrics().suffix_accepted_tokens > 0
     assert kind == "none" or rig.loop.drafter.open == {}  # type: ignore[union-attr]
 
 
