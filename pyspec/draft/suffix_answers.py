@@ -48,7 +48,7 @@ class Answers:
     @property
     def n_bytes(self) -> int:
         """Host memory, estimated from counts."""
-        return sum(shelf.n_bytes for shelf in self.shelves.values())
+        return sum(shelf.n_bytes for shelf in list(self.shelves.values()))
 
     def automata(self, client: str) -> tuple[SuffixAutomaton, ...]:
         """Automata with answers that this client may see."""

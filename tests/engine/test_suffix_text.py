@@ -12,7 +12,7 @@ from draft_fakes import FAKES, text_after
 from engine_rig import FIXTURES, Heard, Rig, fake_rig, rig
 
 from pyspec.draft.suffix_drafts import SuffixDrafts
-from pyspec.engine.loop.speculator import Patience
+from pyspec.engine.loop.suffix_source import Patience, SuffixSource
 from pyspec.engine.policy.controller import NO_OFFER, Controller
 from pyspec.slots.table import Slot
 
@@ -37,8 +37,9 @@ def make(kind: str, np: int, *, shared: bool = False, **options: int) -> Rig:
     loop.worker.n_suffix = loop.stats.n_max = LONGEST
     loop.stats.reset()
     loop.worker.__init__(loop.target, loop.memory, loop.table, loop.drafter, None, LONGEST)  # type: ignore[misc]
-    loop.speculator.suffixes = SuffixDrafts(LONGEST, answer_bytes=1 << 20, shared=shared)
-    loop.speculator.raises_bugs = True
+    drafts = SuffixDrafts(LONGEST, answer_bytes=1 << 20, shared=shared)
+    loop.speculator.suffixes = SuffixSource(drafts, has_device=False)
+    loop.speculator.raises_bugs = loop.speculator.suffixes.raises_bugs = True
     return made
 
 
@@ -78,7 +79,7 @@ def test_same_text_with_staggered_joins_and_cancels(kind: str, np: int, is_ahead
 def test_of_a_text_that_repeats_more_tokens_come_a_round() -> None:
     n = 121
     plain, made = make("liar", 1), make("liar", 1)
-    plain.loop.speculator.suffixes = None
+    plain.loop.speculator.suffixes.drafts = None
     was, now = plain.generate(prompt(1, 9), n).timings, made.generate(prompt(1, 9), n).timings
     assert was.mean_len == 1.0 and now.mean_len > 3
     assert 0 < now.suffix_n_accepted == now.draft_n_accepted <= now.suffix_n < now.draft_n
@@ -112,7 +113,7 @@ def test_clients_do_not_see_one_anothers_answers() -> None:
         made = make("none", 1, shared=shared)
         made.generate(prompt(1, 40), 60, client="ann")
         for _ in range(8):
-            made.loop.speculator.suffixes.advance(64)  # type: ignore[union-attr]
+            made.loop.speculator.suffixes.observe(64)
         t = made.generate([*prompt(2, 9), *text_after(prompt(1, 40), 60)[:12]], 40, client=client).timings
         return t.suffix_n, t.n_rounds
 
@@ -132,15 +133,15 @@ def test_no_drafts_are_made_where_a_request_wants_none() -> None:
 
 def test_if_suffix_drafts_fail_only_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     made = make("oracle", 1)
-    made.loop.speculator.raises_bugs = False
+    made.loop.speculator.suffixes.raises_bugs = False
     monkeypatch.setattr(SuffixDrafts, "draft", lambda *args: 1 / 0)
     assert_own_text(made.generate(prompt(1, 9), 60), 60)
-    assert made.loop.speculator.suffixes is None and made.loop.metrics().drafts > 0
+    assert not made.loop.speculator.suffixes.is_on and made.loop.metrics().drafts > 0
 
 
 def test_a_warm_up_teaches_nothing_and_times_the_longest_drafts() -> None:
     made = rig(FIXTURES / "qwen35.gguf", spec_type="mtp,suffix", suffix_n_max=12, warm_up=True, ctx=512)
-    suffixes = made.loop.speculator.suffixes
+    suffixes = made.loop.speculator.suffixes.drafts
     assert suffixes is not None and not suffixes.texts and suffixes.n_bytes == 0
     assert not any(map(any, suffixes.of_text.seen))
     assert max(made.loop.controller.verify_ms.samples) >= 13

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pyspec.device.worker import Worker, is_device_error
 from pyspec.engine.loop.job import Job, blamed
-from pyspec.engine.loop.speculator import Speculator, TextToDraft
+from pyspec.engine.loop.speculator import Speculator
+from pyspec.engine.loop.suffix_source import TextToDraft
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.policy.evict import SHORT
 from pyspec.engine.policy.queue import ANSWER, Queue, cuts_of, worth_on
@@ -80,7 +81,7 @@ class Admission:
             slot,
             saved.draft if saved is not None else None,
             grammar="" if request.grammar is None else request.grammar.source,
-            text=TextToDraft(job.prefill, request.client, request.cache_prompt and request.n_draft_max != 0),
+            text=TextToDraft.of(job),
         )
         files = cache.on and request.cache_prompt and self.worker.memory.needs_state
         places = {hit.n_match, request.n_before_turn, request.n_system}

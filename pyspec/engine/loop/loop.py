@@ -247,7 +247,7 @@ class Loop:
                 fill_all(s.mask for s in pending.spans if s.mask is not None and wants_mask(s))
         masked = self.ask_masked(pending)
         # after everything that a client waits for
-        while not pending.launched.is_over and (self.speculator.enter_texts() or not self._make_ready()):
+        while not pending.launched.is_over and (self.speculator.suffixes.enter_piece() or not self._make_ready()):
             pass
         with self.worker.lock.released():
             pending.launched.wait()
@@ -379,7 +379,7 @@ class Loop:
     def metrics(self, n_unqueued: int = 0) -> Metrics:
         """Counters and gauges. n_unqueued: requests that wait outside the queue. Safe to call from any thread."""
         queued = len(self.queue) + n_unqueued
-        suffix_bytes = self.speculator.suffix_bytes
+        suffix_bytes = self.speculator.suffixes.n_bytes
         return metrics_of(self.stats, self.cache, processing=len(self.jobs), queued=queued, suffix_bytes=suffix_bytes)
 
     def imager(self) -> SlotImager:

@@ -45,7 +45,7 @@ class Rehearsal:
             commit_log.setLevel(level)
             loop.raises_bugs, loop.speculator.raises_bugs = raised, False
         loop.controller.forget_acceptance()
-        loop.speculator.forget_learned()
+        loop.speculator.suffixes.forget_learned()
         loop.stats.reset()
 
     def capture(self, n_bytes: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from pyspec.constrain.offer import Offer
@@ -17,9 +17,10 @@ from pyspec.cuda.faults import ALL_SLOTS
 from pyspec.device.worker import Worker, is_device_error
 from pyspec.draft.drafter import Drafter, DraftRequest, LookaheadDrafter, Needs
 from pyspec.draft.suffix_drafts import NO_DRAFT as NO_SUFFIX_DRAFT
-from pyspec.draft.suffix_drafts import PER_ROUND, PIECE, SuffixDraft, SuffixDrafts
+from pyspec.draft.suffix_drafts import SuffixDraft, SuffixDrafts
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.stats import Stats
+from pyspec.engine.loop.suffix_source import Patience, SuffixSource, TextToDraft
 from pyspec.engine.policy.controller import Controller
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WORTH_READING = 1.1  # factor of a round's tokens that an offer must promise, if the next round waits for it
-MOST_PER_ROUND = 2048  # tokens of texts for suffix drafts that a CPU's round enters
 LIKELY = 0.5  # least chance of a token behind a refused one to be worth its row
 
 
@@ -43,8 +43,9 @@ class Speculator:
         self, worker: Worker, controller: Controller, stats: Stats, suffixes: SuffixDrafts | None = None
     ) -> None:
         self.worker, self.controller, self.stats = worker, controller, stats
-        self.suffixes = suffixes  # None: off, or it failed
+        self.suffixes = SuffixSource(suffixes, has_device=worker.device.type != "cpu")
         self.patience = Patience()
+        self.waits_for_offers = False  # offered drafts are not verified yet
         self.lost_track: set[int] = set()  # slots whose drafter state is not trusted
         self.chosen: list[tuple[int, int]] | None = None  # (slot, drafts) of the next round, if they are chosen already
         self.watch = AcceptanceWatch()
@@ -95,7 +96,9 @@ class Speculator:
         ):
             chosen = self.lengths(jobs)
         offered = self.controller.offered
-        self.patience.count(bool(offered), any(n for slot, n in chosen if slot in offered))
+        taken = any(n for slot, n in chosen if slot in offered)
+        self.waits_for_offers = taken or any(isinstance(self.offers[slot], Offer) for slot in offered)
+        self.patience.count(bool(offered), self.waits_for_offers)
         found = {slot: _drafts_of(self.offers[slot], n) for slot, n in chosen if slot in offered}
         found |= self._ask(jobs, [(slot, 0 if slot in found else n) for slot, n in chosen])
         for job in held:
@@ -134,7 +137,7 @@ class Speculator:
         most, constraint = self._most_offered(job), job.constraint
         if not most:
             return NO_SUFFIX_DRAFT
-        offer = self._suffix_draft(job, most)
+        offer = NO_SUFFIX_DRAFT if self.controller.force is not None else self.suffixes.draft(job, most)
         if constraint is None:
             return offer
         if offer.tokens:
@@ -142,37 +145,19 @@ class Speculator:
         held = constraint.offer(most)
         return held if sum(held.survival) >= offer.expected else offer
 
-    def _suffix_draft(self, job: Job, most: int) -> SuffixDraft:
-        suffixes, slot, anchor = self.suffixes, job.slot, job.anchor
-        if suffixes is None or slot is None or anchor is None or self.controller.force is not None:
-            return NO_SUFFIX_DRAFT
-        return self._or_no_suffixes(lambda: suffixes.draft(slot, anchor, most)) or NO_SUFFIX_DRAFT
-
-    def _or_no_suffixes(self, do: Callable[[], T]) -> T | None:
-        """If suffix drafts fail, they end: they are worth no request."""
-        try:
-            return do()
-        except Exception:
-            if self.raises_bugs:
-                raise
-            log.exception("no more suffix drafts: they failed")
-            self.suffixes = None
-        return None
-
     def has_offers(self, jobs: Iterable[Job]) -> bool:
         """A grammar offers one of the jobs likely tokens, more than the drafter promises, or has offered some that are not verified yet."""
-        if self.controller.offered:
+        if self.waits_for_offers:
             return True
         caps, offers = [], {}
         for job in jobs:
-            if job.slot is not None and (job.constraint is not None or self.suffixes is not None):
+            if job.slot is not None and (job.constraint is not None or self.suffixes.is_on):
                 offer = self._offer(job)
                 if offer.chance_of_first >= LIKELY:
                     caps.append((job.slot.index, self.most(job, 0)))
                     offers[job.slot.index] = offer.survival
-        if not offers or not self.controller.preferred(caps, offers, 1.0 if self.suffixes is None else WORTH_READING):
-            return False
-        return self.patience.is_left
+        gain = WORTH_READING if self.suffixes.is_on else 1.0
+        return bool(offers and self.controller.preferred(caps, offers, gain)) and self.patience.is_left
 
     def _fit(self, job: Job, n_chosen: Mapping[int, int], found: dict[int, Drafts]) -> None:
         """Replace the drafter's tokens behind the first one that the grammar refuses by the grammar's own offer, if it is likely."""
@@ -191,19 +176,16 @@ class Speculator:
     def judge(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """Report a slot's verdict to the source of its drafts."""
         if slot in self.controller.offered:
-            self._judge_offer(slot, n_draft, n_accepted)
+            offer = self.offers[slot]
+            if isinstance(offer, Offer):
+                offer.judge(n_draft, n_accepted)
+            else:
+                self.suffixes.judge(slot, n_draft, n_accepted)
             return
         n = self.refused.pop(slot, None)
         if n is not None:  # the refused token is wrong, and so is every token behind it
             n_draft, n_accepted = n + 1, min(n, n_accepted)
         self.controller.record(slot, n_draft, n_accepted)
-
-    def _judge_offer(self, slot: int, n_draft: int, n_accepted: int) -> None:
-        offer, suffixes = self.offers[slot], self.suffixes
-        if isinstance(offer, Offer):
-            offer.judge(n_draft, n_accepted)
-        elif suffixes is not None:
-            self._or_no_suffixes(lambda: suffixes.judge(slot, n_draft, n_accepted))
 
     def _attempt(self, outcome: str, do: Callable[[], T], slots: Sequence[Slot]) -> T | None:
         """Call the drafter; None if it fails. A SlotError leaves its state valid; any other exception makes it unknown."""
@@ -223,10 +205,8 @@ class Speculator:
 
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         """Report accepted rows to the drafter, before the slots' tokens grow. If this fails, its state for these slots is unknown."""
-        drafter, suffixes = self.drafter, self.suffixes
-        if suffixes is not None:
-            n = PIECE if self.worker.device.type != "cpu" else min(PER_ROUND + batch.n_row, MOST_PER_ROUND)
-            self._or_no_suffixes(lambda: suffixes.advance(n))
+        drafter = self.drafter
+        self.suffixes.observe(batch.n_row)
         known = [i for i, seq in enumerate(batch.seqs) if seq.slot not in self.lost_track and kept[i]]
         if drafter is None or not known:
             return
@@ -236,11 +216,6 @@ class Speculator:
         self._or_lose_track(
             lambda: drafter.observe(batch, kept, out), [self.worker.table.slots[q.slot] for q in batch.seqs]
         )
-
-    def enter_texts(self) -> bool:
-        """Use a moment in which the device runs: enter a piece of a text for suffix drafts. False if there is none."""
-        suffixes = self.suffixes
-        return suffixes is not None and bool(self._or_no_suffixes(lambda: suffixes.advance(PIECE)))
 
     def confirm_ahead(self, slots: Iterable[Slot]) -> None:
         """Confirm drafts that were made ahead: they continue the tokens that these slots have now."""
@@ -259,9 +234,8 @@ class Speculator:
 
     def begin(self, slot: Slot, saved: object | None, *, grammar: str = "", text: TextToDraft | None = None) -> None:
         """Seat a request in `slot`. saved: the drafter's share of the cached prefix. grammar: its source. text: for suffix drafts."""
-        drafter, suffixes = self.drafter, self.suffixes
-        if suffixes is not None and text is not None:
-            self._or_no_suffixes(lambda: suffixes.begin(slot, text.tokens, text.client, keeps=text.keeps))
+        drafter = self.drafter
+        self.suffixes.begin(slot, text)
         if drafter is not None:
             self._or_lose_track(lambda: drafter.begin(slot, saved), [slot])
         self.controller.begin(slot.index, grammar)
@@ -273,9 +247,8 @@ class Speculator:
 
     def end(self, slot: Slot) -> None:
         """End the slot's request."""
-        drafter, suffixes = self.drafter, self.suffixes
-        if suffixes is not None:
-            self._or_no_suffixes(lambda: suffixes.end(slot))
+        drafter = self.drafter
+        self.suffixes.end(slot)
         if drafter is not None and slot.index not in self.lost_track:
             self._or_lose_track(lambda: drafter.end(slot), [slot])
         self.lost_track.discard(slot.index)
@@ -312,16 +285,6 @@ class Speculator:
         self.lost_track.clear()
         self.chosen = None
 
-    def forget_learned(self) -> None:
-        """Forget what suffix drafts learned from a warm-up."""
-        if self.suffixes is not None:
-            self.suffixes.forget_learned()
-
-    @property
-    def suffix_bytes(self) -> int:
-        """Host memory of suffix drafts, estimated. Safe to call from any thread."""
-        return 0 if self.suffixes is None else self.suffixes.n_bytes
-
     def has_collapsed(self, job: Job) -> bool:
         """True once if a good drafter was bad for many requests, up to `job`."""
         return self.watch.add(sum(job.drafted), sum(job.accepted))
@@ -329,38 +292,6 @@ class Speculator:
 
 def _drafts_of(offer: Offer | SuffixDraft, n: int) -> Drafts:
     return Drafts(offer.tokens[:n], source=offer.source)
-
-
-@dataclass(frozen=True, slots=True)
-class TextToDraft:
-    """A request's text for suffix drafts: its tokens so far, its client, and whether its answer may serve later requests."""
-
-    tokens: Sequence[int]
-    client: str
-    keeps: bool
-
-
-class Patience:
-    """Whether a likely offer is worth reading a round before the next is launched. Not where the controller declines them."""
-
-    MOST = 64  # chances to launch ahead that are taken between two tries
-
-    def __init__(self) -> None:
-        self.n_pause = self.n_left = 0
-
-    def count(self, is_preferred: bool, is_taken: bool) -> None:
-        """Count a round whose drafts are chosen: an offer promised more than the drafter, and the controller took some of it."""
-        if is_taken:
-            self.n_pause = self.n_left = 0
-        elif is_preferred:
-            self.n_pause = min(max(1, 2 * self.n_pause), self.MOST)
-            self.n_left = self.n_pause
-
-    @property
-    def is_left(self) -> bool:
-        """True now; False counts as one of the pause."""
-        self.n_left -= self.n_left > 0
-        return self.n_left == 0
 
 
 class AcceptanceWatch:

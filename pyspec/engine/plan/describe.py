@@ -304,7 +304,7 @@ def _plan_drafter(file: GGUFFile | None, target: TargetFile, settings: EngineSet
                 f"runs: {FAMILIES}. --spec-type ngram needs no file"
             )
     if kind is None or kind == "none":
-        refuse_file("none", file)
+        refuse_file(settings.spec_type if settings.n_suffix else "none", file)
         return NO_DRAFTER
     return draft.find(kind).plan(file, target, settings)
 

@@ -1,0 +1,121 @@
+"""Suffix drafts' side of the loop: texts of requests, pieces of them beside rounds, and failures, which end suffix drafts alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pyspec.draft.suffix_drafts import NO_DRAFT, PER_ROUND, PIECE, SuffixDraft, SuffixDrafts
+from pyspec.engine.loop.job import Job
+from pyspec.slots.table import Slot
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MOST_PER_ROUND = 2048  # tokens of texts that a round enters if no device runs beside
+
+
+@dataclass(frozen=True, slots=True)
+class TextToDraft:
+    """A request's text: its tokens so far, its client, and whether its answer may serve later requests."""
+
+    tokens: Sequence[int]
+    client: str
+    keeps: bool
+
+    @classmethod
+    def of(cls, job: Job) -> TextToDraft | None:
+        """None if the request wants no drafts."""
+        request = job.request
+        return None if request.n_draft_max == 0 else cls(job.prefill, request.client, request.cache_prompt)
+
+
+class SuffixSource:
+    """Suffix drafts of all slots, or none if they are off or have failed.
+
+    has_device  rounds run beside the host, which enters texts meanwhile
+    raises_bugs  raise unexpected exceptions
+    """
+
+    def __init__(self, drafts: SuffixDrafts | None, *, has_device: bool) -> None:
+        self.drafts, self.has_device, self.raises_bugs = drafts, has_device, False
+
+    @property
+    def is_on(self) -> bool:
+        return self.drafts is not None
+
+    @property
+    def n_bytes(self) -> int:
+        """Host memory, estimated. Safe to call from any thread."""
+        return 0 if self.drafts is None else self.drafts.n_bytes
+
+    def begin(self, slot: Slot, text: TextToDraft | None) -> None:
+        """A request starts in `slot`."""
+        if text is not None:
+            self._attempt(lambda drafts: drafts.begin(slot, text.tokens, text.client, keeps=text.keeps))
+
+    def end(self, slot: Slot) -> None:
+        """The slot's request is over."""
+        self._attempt(lambda drafts: drafts.end(slot))
+
+    def draft(self, job: Job, most: int) -> SuffixDraft:
+        """At most `most` likely tokens behind the request's last one."""
+        slot, anchor = job.slot, job.anchor
+        if self.drafts is None or slot is None or anchor is None:
+            return NO_DRAFT
+        return self._attempt(lambda drafts: drafts.draft(slot, anchor, most)) or NO_DRAFT
+
+    def judge(self, slot: int, n_draft: int, n_accepted: int) -> None:
+        """Report the verdict on a slot's draft."""
+        self._attempt(lambda drafts: drafts.judge(slot, n_draft, n_accepted))
+
+    def observe(self, n_row: int) -> None:
+        """A round of so many rows has ended: enter a part of the texts that wait."""
+        n = PIECE if self.has_device else min(PER_ROUND + n_row, MOST_PER_ROUND)
+        self._attempt(lambda drafts: drafts.advance(n))
+
+    def enter_piece(self) -> bool:
+        """Enter a piece of a text while the device runs. False if none waits."""
+        return bool(self._attempt(lambda drafts: drafts.advance(PIECE)))
+
+    def forget_learned(self) -> None:
+        """Forget a warm-up."""
+        self._attempt(lambda drafts: drafts.forget_learned())
+
+    def _attempt(self, do: Callable[[SuffixDrafts], T]) -> T | None:
+        if self.drafts is None:
+            return None
+        try:
+            return do(self.drafts)
+        except Exception:  # they are worth no request
+            if self.raises_bugs:
+                raise
+            log.exception("no more suffix drafts: they failed")
+            self.drafts = None
+        return None
+
+
+class Patience:
+    """Whether a likely offer is worth reading a round before the next is launched. Not where the controller declines them."""
+
+    MOST = 64  # chances to launch ahead that are taken between two tries
+
+    def __init__(self) -> None:
+        self.n_pause = self.n_left = 0
+
+    def count(self, is_preferred: bool, is_taken: bool) -> None:
+        """Count a round whose drafts are chosen: an offer promised more than the drafter, and the controller took some of it."""
+        if is_taken:
+            self.n_pause = self.n_left = 0
+        elif is_preferred:
+            self.n_pause = min(max(1, 2 * self.n_pause), self.MOST)
+            self.n_left = self.n_pause
+
+    @property
+    def is_left(self) -> bool:
+        """True now; False counts as one of the pause."""
+        self.n_left -= self.n_left > 0
+        return self.n_left == 0
