@@ -57,6 +57,7 @@ def fixed(**settings: object) -> Rig:
 MAKERS: dict[str, Callable[..., Rig]] = {
     "mtp": lambda **s: fixed(spec_type="mtp", n_draft_max=4, **s),
     "ngram": lambda **s: fixed(spec_type="ngram", ngram_match=1, **s),
+    "suffix": lambda **s: fixed(spec_type="mtp,suffix", n_draft_max=2, suffix_n_max=5, **s),
     "liar": lambda **s: rig_for(QWEN35, FAKES["liar"](5, text=lambda tokens, n: [7] * n), **s),
     "none": lambda **s: rig(QWEN35, spec_type="none", **s),
 }
@@ -100,7 +101,7 @@ def parsed(heard: Heard) -> None:
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
 @pytest.mark.parametrize("params", [ENDING, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", ["mtp", "ngram", "liar", "none"])
+@pytest.mark.parametrize("kind", ["mtp", "ngram", "suffix", "liar", "none"])
 def test_a_constrained_text_does_not_depend_on_drafts_or_neighbours(kind: str, params: SamplingParams, np: int) -> None:
     prompts = list(known_texts(QWEN35, 2))
     want = plain_answers(QWEN35, tuple(prompts), params)
@@ -129,7 +130,7 @@ def test_the_packaged_pair_keeps_grammars_with_its_drafter(params: SamplingParam
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("calm", [0, 32])
 @pytest.mark.parametrize("params", [ENDING, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("kind", "np"), [("mtp", 3), ("ngram", 8), ("none", 4)])
+@pytest.mark.parametrize(("kind", "np"), [("mtp", 3), ("ngram", 8), ("suffix", 5), ("none", 4)])
 def test_who_flies_ahead_beside_a_grammar_says_the_same(
     kind: str,
     np: int,

@@ -195,6 +195,26 @@ def test_offers_that_are_declined_keep_no_round_waiting() -> None:
     assert patience.is_left and patience.is_left
 
 
+def test_declined_offers_let_rounds_run_ahead() -> None:
+    """Each row costs as much as a round: no offer is taken, and rounds are launched ahead as without suffix drafts."""
+    made, launched = make("none", 2), []
+    made.run_ahead()
+    made.watch_launches(launched)
+    made.loop.controller.fixed = False
+    made.loop.controller.choose = lambda caps, offers=None: (
+        made.loop.controller.__dict__.update(  # type: ignore[method-assign]
+            offered=made.loop.controller.preferred(caps, offers or {})
+        )
+        or [0] * len(caps)
+    )
+    heard = [made.submit(prompt(i, 9), 150) for i in range(2)]
+    made.run()
+    for h in heard:
+        assert_own_text(h, 150)
+        assert h.timings.draft_n == 0
+    assert len(launched) > 100
+
+
 def test_a_slot_number_of_another_request_is_not_drafted_for() -> None:
     drafts = SuffixDrafts(8)
     drafts.begin(Slot(0), [1, 2, 1, 2])

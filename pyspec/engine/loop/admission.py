@@ -11,8 +11,8 @@ from torch import Tensor
 from pyspec.device.worker import Worker, is_device_error
 from pyspec.engine.loop.job import Job, blamed
 from pyspec.engine.loop.speculator import Speculator
-from pyspec.engine.loop.suffix_source import TextToDraft
 from pyspec.engine.loop.stats import Stats
+from pyspec.engine.loop.suffix_source import TextToDraft
 from pyspec.engine.policy.evict import SHORT
 from pyspec.engine.policy.queue import ANSWER, Queue, cuts_of, worth_on
 from pyspec.repeats import limited
