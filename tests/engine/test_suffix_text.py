@@ -86,6 +86,7 @@ def test_of_a_text_that_repeats_more_tokens_come_a_round() -> None:
     metrics = made.loop.metrics()
     assert metrics.suffix_draft_tokens == now.suffix_n and metrics.suffix_accepted_tokens == now.suffix_n_accepted
     assert 0 < metrics.suffix_drafts <= metrics.drafts and metrics.suffix_bytes > 0
+    assert made.loop.controller.lanes[0].reason.startswith("suffix draft; ")
     assert plain.loop.metrics().suffix_drafts == 0
 
 

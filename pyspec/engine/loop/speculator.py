@@ -96,8 +96,11 @@ class Speculator:
         ):
             chosen = self.lengths(jobs)
         offered = self.controller.offered
-        taken = any(n for slot, n in chosen if slot in offered)
-        self.waits_for_offers = taken or any(isinstance(self.offers[slot], Offer) for slot in offered)
+        taken = [slot for slot, n in chosen if n and slot in offered]
+        for slot in taken:
+            lane = self.controller.lanes[slot]
+            lane.reason = f"{self.offers[slot].source} draft; {lane.reason}"
+        self.waits_for_offers = bool(taken) or any(isinstance(self.offers[slot], Offer) for slot in offered)
         self.patience.count(bool(offered), self.waits_for_offers)
         found = {slot: _drafts_of(self.offers[slot], n) for slot, n in chosen if slot in offered}
         found |= self._ask(jobs, [(slot, 0 if slot in found else n) for slot, n in chosen])

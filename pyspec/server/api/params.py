@@ -215,7 +215,7 @@ def draft_limit(body: Generate, info: EngineInfo) -> int | None:
     kind = body.spec_type or spec.get("type")
     if wanted is False or kind == "none":
         return 0
-    if kind is not None and spelt_here(kind) not in (info.drafter, "auto"):
+    if kind is not None and spelt_here(kind.removesuffix(",suffix")) not in (info.drafter, "auto"):
         raise RequestError(
             f"speculative.type: {kind[:40]!r} is not loaded; this engine drafts with {info.drafter}",
         )
