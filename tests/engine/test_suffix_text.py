@@ -86,8 +86,17 @@ def test_of_a_text_that_repeats_more_tokens_come_a_round() -> None:
     metrics = made.loop.metrics()
     assert metrics.suffix_draft_tokens == now.suffix_n and metrics.suffix_accepted_tokens == now.suffix_n_accepted
     assert 0 < metrics.suffix_drafts <= metrics.drafts and metrics.suffix_bytes > 0
-    assert made.loop.controller.lanes[0].reason.startswith("suffix draft; ")
     assert plain.loop.metrics().suffix_drafts == 0
+
+
+def test_a_slots_reason_names_the_source_of_its_draft() -> None:
+    made, reasons = make("liar", 1), []
+    made.submit(prompt(1, 9), 60)
+    while not made.loop.is_idle:
+        made.loop.step()
+        reasons += [slot.draft_reason for slot in made.loop.slot_rows(256)]
+    assert any(reason.startswith("suffix draft; ") for reason in reasons)
+    assert not all(reason.startswith("suffix draft; ") for reason in reasons)
 
 
 def test_drafts_may_be_longer_than_the_drafters() -> None:
