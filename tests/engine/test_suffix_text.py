@@ -149,13 +149,15 @@ def test_if_suffix_drafts_fail_only_they_end(monkeypatch: pytest.MonkeyPatch) ->
     assert not made.loop.speculator.suffixes.is_on and made.loop.metrics().drafts > 0
 
 
-def test_a_warm_up_teaches_nothing_and_times_the_longest_drafts() -> None:
+def test_a_warm_up_teaches_nothing_and_times_the_longest_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    timed = Controller.timed
+    monkeypatch.setattr(Controller, "timed", lambda self, n_row, *rest: (rows.append(n_row), timed(self, n_row, *rest)))
     made = rig(FIXTURES / "qwen35.gguf", spec_type="mtp,suffix", suffix_n_max=12, warm_up=True, ctx=512)
     suffixes = made.loop.speculator.suffixes.drafts
     assert suffixes is not None and not suffixes.texts and suffixes.n_bytes == 0
     assert not any(map(any, suffixes.of_text.seen))
-    times = made.loop.controller.verify_ms
-    assert max({*times.samples, *times.early}) >= 13
+    assert max(rows) == 13
     assert made.info.n_draft_max == 12 and "mtp, up to 3" in made.info.draft_note
     assert "suffix, up to 12 tokens" in made.info.draft_note
 
