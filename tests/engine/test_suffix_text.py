@@ -12,6 +12,7 @@ from draft_fakes import FAKES, text_after
 from engine_rig import FIXTURES, Heard, Rig, fake_rig, rig
 
 from pyspec.draft.suffix_drafts import SuffixDrafts
+from pyspec.engine.load import warmup
 from pyspec.engine.loop.suffix_source import Patience, SuffixSource
 from pyspec.engine.policy.controller import NO_OFFER, Controller
 from pyspec.slots.table import Slot
@@ -152,6 +153,7 @@ def test_if_suffix_drafts_fail_only_they_end(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_warm_up_teaches_nothing_and_times_the_longest_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     timed = Controller.timed
+    monkeypatch.setattr(warmup, "BUDGET_S", 60.0)
     monkeypatch.setattr(Controller, "timed", lambda self, n_row, *rest: (rows.append(n_row), timed(self, n_row, *rest)))
     made = rig(FIXTURES / "qwen35.gguf", spec_type="mtp,suffix", suffix_n_max=12, warm_up=True, ctx=512)
     suffixes = made.loop.speculator.suffixes.drafts
