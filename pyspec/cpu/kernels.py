@@ -42,7 +42,6 @@ def _opened(path: str) -> ctypes.CDLL:
     lib.pyspec_replay.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     lib.pyspec_run.restype = lib.pyspec_replay.restype = None
     lib.pyspec_isa.restype = ctypes.c_char_p
-    lib.pyspec_has_eight.argtypes, lib.pyspec_has_eight.restype = [ctypes.c_int32], ctypes.c_int32
     return lib
 
 

@@ -105,6 +105,7 @@ class TextFactor:
         self.came = self.expected = TEXT_PRIOR
 
     def add(self, chance: float, came: bool) -> None:
+        """Count a token that was expected with this chance, and whether it came."""
         self.came = TRUST * self.came + came
         self.expected = TRUST * self.expected + chance
 

@@ -257,8 +257,8 @@ DRAFTER = FIXTURES.parents[1] / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
         (6, ["demo", "-dev", "cuda:99"], "-dev"),  # the suggested command
         (
             4,
-            ["-m", str(FIXTURES / "qwen3.gguf"), "-md", str(FIXTURES / "qwen3_tied_q8_0.gguf")],
-            "A small model of the same family does not draft here yet",
+            ["-m", str(FIXTURES / "qwen3.gguf"), "-md", str(FIXTURES / "deepseek4.gguf")],
+            "it can not be the draft model",
         ),
     ],
 )

@@ -139,6 +139,7 @@ def start(d: Description) -> None:
     worker = SimpleNamespace(
         table=table,
         needs=d.draft.needs,
+        n_draft=d.draft.n_draft,
         device=torch.device("cpu"),
         arena=Arena(d.settings.np, describe.arena_pages(d, table), torch.device("cpu"), d.width),
         forward=Lays(),

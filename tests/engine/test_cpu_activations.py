@@ -11,7 +11,7 @@ from pyspec.cpu import build
 from pyspec.engine.api import Engine
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
-PROMPTS = ("one two one two one two one", "a b c a b c a b c a", "the same the same the same the")
+PROMPTS = tuple(tuple(range(first, first + 200)) for first in (20, 47, 90))  # most tokens stand in them, so n-grams have drafts
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(model: Path, mode: str, spec_type: str) -> Engine:
-    more = {"n_draft_fixed": True, "n_draft_max": 5} if spec_type == "ngram" else {}
+    more = {"n_draft_fixed": True, "n_draft_max": 5, "ngram_match": 1} if spec_type == "ngram" else {}
     return Engine.load(
         model, np=3, ctx=256, threads=2, device="cpu", cpu_activations=mode, spec_type=spec_type, warm_up=False, **more
     )

@@ -109,6 +109,7 @@ def captured(
     worker = SimpleNamespace(
         table=table,
         needs=needs,
+        n_draft=needs.n_draft,
         device=CPU,
         arena=Arena(np, table.pages_for(n_ctx + overhang), CPU, needs.n_draft + 1),
         forward=forward,

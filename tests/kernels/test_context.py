@@ -25,7 +25,7 @@ from pyspec.engine.load import load as loading
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 ROOT = Path(pyspec.cuda.__file__).parent
-# functions of pyspec.cuda with @cache: they keep names, numbers, sources, compiled code, a pool of threads
+# functions of pyspec.cuda with @cache: they keep names, numbers, sources, compiled code, a pool of threads, and which checks passed before
 KEPT = {
     "shared",
     "digest",
@@ -42,6 +42,8 @@ KEPT = {
     "_kept",
     "steps_of",
     "_members",
+    "_about",
+    "_passed",
 }
 
 
@@ -142,12 +144,12 @@ def test_a_load_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.Mo
     about = SimpleNamespace(
         device=SECOND, template=None, n_ctx=1, dense=None, head=None, is_cuda=True, settings=EngineSettings()
     )
-    monkeypatch.setattr(loading, "describe", lambda *_: about)
+    monkeypatch.setattr(loading, "describe", lambda *_, **__: about)
     monkeypatch.setattr(loading, "widened", lambda d: d)
     plan = SimpleNamespace(together=lambda n: None)
     for step in ("plan_memory", "check_fit", "memory_snapshot", "build"):
         monkeypatch.setattr(loading, step, lambda *_, **__: seen.append(gpus.at) or plan)
-    loading._load(Path("none.gguf"), EngineSettings())
+    loading._load(Path("none.gguf"), EngineSettings(), False)
     assert seen == [1, 1, 1, 1] and gpus.at == 0
 
 
