@@ -132,7 +132,7 @@ UNROLL(16)
     for (int r = 0; r < R; r++) total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), both(p.d[g]), total[r]);
   }
   for (int r = 0; r < R; r++) {
-    const int64_t at = (first + r) * rows.n_chunk + chunk;
+    const int64_t at = rows.of(first + r) * rows.n_chunk + chunk;
     const float *sums = rows.sums + at * N_SUM + (S::MINS == 16 ? 8 : 0);
 UNROLL(16)
     for (int g = 0; g < S::MINS; g++) total[r] = _mm512_fmadd_ps(both(p.m[g]), _mm512_set1_ps(sums[g]), total[r]);
