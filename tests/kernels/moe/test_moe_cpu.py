@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -76,13 +77,14 @@ def test_every_type_is_the_reference(type: G) -> None:
 def test_a_check_finds_wrong_experts_and_wrong_sums() -> None:
     spec = SPECS["packed"]
     right = moe_ref.bind(spec)
-    for wrong in (
+    wrongs: list[Any] = [
         lambda s: lambda x, ids, *rest: right(s)(x, ids.flip(0), *rest),
         lambda s: lambda *given: right(s)(*given) * 1.001,
         lambda s: lambda x, ids, weights, norm, added: right(s)(x, ids, weights, norm, replace(added, residual=None)),
         lambda s: lambda x, ids, weights, norm, added: right(s)(x, ids, weights, None, added),
         lambda s: right(replace(s, gate=s.up)),
-    ):
+    ]
+    for wrong in wrongs:
         assert "differ" in (cpu.check(wrong, right, spec) or "")
 
 
