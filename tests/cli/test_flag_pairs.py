@@ -181,4 +181,6 @@ def test_all_pairs_of_flags_start_or_are_refused_in_one_line(asked: list[tuple[P
                 continue
             start(d)
             n_planned += 1
-    assert n_planned >= len(asked)
+    assert n_planned >= len(asked) * 3 // 4, (
+        "of twice as many: suffixes refuse a draft file, fixed rates another length"
+    )
