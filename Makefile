@@ -54,7 +54,7 @@ check-gpu:
 	$(PYTHON) -m pyspec doctor --kernels $(KERNELS)
 	$(PYTHON) -m pytest -n $(WORKERS) -p no:benchmark tests/kernels/test_*_gpu.py tests/kernels/*/test_*_gpu.py
 	PYSPEC_TEST_DEVICE=cuda $(PYTHON) -m pytest -n $(WORKERS) -p no:benchmark tests/models
-	$(PYTHON) -m pytest -n 4 -p no:benchmark tests/engine/test_on_gpu.py
+	$(PYTHON) -m pytest -p no:benchmark tests/engine/test_on_gpu.py  # alone: it watches the free memory of the GPU
 
 # As check-gpu, with compute-sanitizer on the path or named: make sanitize PYTHON=python3 SANITIZER=.../compute-sanitizer
 SANITIZER ?= compute-sanitizer
