@@ -17,6 +17,7 @@ from pyspec.cpu.tape import Recorded, TapeMemory
 from pyspec.cuda.ops.attend.cases import Case, make, spec_of
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.best.op import best
+from pyspec.cuda.ops.linear.cpu import gates
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 
@@ -88,3 +89,10 @@ def test_other_builds_match_too(way: str, tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name("forced.py")), way, str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gates_and_ups_that_are_no_numbers_stay_none_at_a_limit(gelu: bool) -> None:
+    both = torch.randn(3, 40, generator=torch.Generator().manual_seed(3))
+    both[0, 3] = both[1, 25] = torch.nan
+    assert gates(both, None, gelu=gelu, limit=2.0).isnan().nonzero().tolist() == [[0, 3], [1, 5]]

@@ -68,7 +68,7 @@ extern "C" void pyspec_gates(const GatesArgs *p) {
       const f8 most = all(float(p->limit));
       by_eights(p->n, [&](int64_t i, auto get, auto put) {
         f8 g = get(gate + i), u = get(up + i);
-        if (p->limit > 0) g = min(g, most), u = max(min(u, most), -most);
+        if (p->limit > 0) g = min(most, g), u = max(-most, min(most, u));  // NaN stays NaN: the second is taken
         f8 y = (p->gelu ? gelu(g) : silu(g)) * u;
         if (p->residual) y = get(p->residual + r * p->n + i) + y;
         put(out + i, y);
