@@ -88,6 +88,7 @@ def _refuse_relatives(file: GGUFFile) -> None:
     """Refuse files of this architecture that need parts of other kinds."""
     for tensor, what in (
         ("selector_hidden.weight", "DFlash2 (candidate selector)"),
+        ("blk.0.attn_conv_base", "DFlash2 (convolutions)"),  # it would only be warned of, and drafts would be wrong
         ("markov_w1.weight", "DSpark (Markov head)"),
         ("blk.0.layer_output_scale.weight", "a drafter with layer scales"),
         ("blk.0.post_ffw_norm.weight", "a drafter with output norms"),

@@ -78,7 +78,7 @@ def test_missing_and_misshaped_tensors_are_listed_at_once(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("tensor", "text"),
-    [("selector_hidden.weight", "DFlash2"), ("markov_w1.weight", "DSpark")],
+    [("selector_hidden.weight", "DFlash2"), ("blk.0.attn_conv_base", "convolutions"), ("markov_w1.weight", "DSpark")],
 )
 def test_relatives_of_dflash_are_called_by_their_name(tmp_path: Path, tensor: str, text: str) -> None:
     rename = lambda name: tensor if name == "blk.0.attn_q_norm.weight" else name  # noqa: E731
