@@ -18,7 +18,7 @@ constexpr int SPINS = 4000;  // about 40 us: a pause between two loops of one fo
 constexpr int N_MOST = 256;
 // A worker that a neighbour's thread displaced keeps the caller waiting for a time slice. Loops run with one thread less for a while
 // then: a time that doubles while it happens again, and is the shortest one after a quiet second.
-constexpr int64_t LATE_NS = 100'000, SHORTEST_NS = 10'000'000, LONGEST_NS = 320'000'000, QUIET_NS = 1'000'000'000;
+constexpr int64_t LATE_NS = 500'000, SHORTEST_NS = 10'000'000, LONGEST_NS = 320'000'000, QUIET_NS = 1'000'000'000;
 constexpr uint64_t OPEN = 1, INSIDE = 2;  // low half of `door`: open or not, and the workers inside; high half: the loop's number
 
 inline int64_t now_ns() {
