@@ -19,7 +19,7 @@ from pyspec.device.capture import capture
 from pyspec.engine.arguments import pair_of
 from pyspec.engine.load.load import info_of
 from pyspec.engine.load.warmup import rehearsed
-from pyspec.engine.plan import describe
+from pyspec.engine.plan import describe, planned_bytes
 from pyspec.engine.plan.describe import Description
 from pyspec.engine.plan.longest import widened
 from pyspec.engine.plan.memory_plan import AssumedGpu
@@ -129,7 +129,7 @@ class Lays:
 
 def start(d: Description) -> None:
     """All that a load computes from its settings before and after weights are there."""
-    plan = describe.plan_memory(d)
+    plan = planned_bytes.plan_memory(d)
     assert plan.total > 0 and d.kv.name
     table = d.table()
     assert table.n_row >= d.n_overhang + 2

@@ -18,7 +18,7 @@ from pyspec.cuda.ops.linear.fit_q4 import fit_q4
 from pyspec.cuda.ops.linear.pack import Packed, packed_bytes, repack, unpack
 from pyspec.cuda.packed_cpu import CpuMatrix
 from pyspec.cuda.streamed import Streamed
-from pyspec.engine.plan import describe
+from pyspec.engine.plan import describe, planned_bytes
 from pyspec.engine.plan import memory_plan as plan
 from pyspec.engine.plan.memory_plan import MemoryPlan
 from pyspec.errors import ConfigError, DoesNotFit
@@ -40,7 +40,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(target: Path, device: torch.device = CPU, draft: Path | None = None, **settings: object) -> MemoryPlan:
     values: dict[str, object] = {"ctx": 256, "draft_path": draft, "device": device.type, **settings}
-    return describe.plan_memory(describe.describe(target, EngineSettings(**values)))  # type: ignore[arg-type]
+    return planned_bytes.plan_memory(describe.describe(target, EngineSettings(**values)))  # type: ignore[arg-type]
 
 
 def streamed(packed: Packed) -> Streamed:
@@ -115,9 +115,9 @@ def test_without_memory_auto_keeps_the_head_and_says_so(monkeypatch: pytest.Monk
     need = planned(DEMO, GPU, draft_head="q4_0", weights="packed")
     monkeypatch.setattr(plan, "free_bytes", lambda device: need.total)  # a reserve is left to others
     d = describe.describe(DEMO, EngineSettings(ctx=256, device="cuda", weights="packed"))
-    assert describe.plan_memory(d).draft_head == 0
-    assert "no room for a coarse copy of" in describe.missing_copy(d, describe.plan_memory(d))
-    assert describe.missing_copy(d, need) == ""
+    assert planned_bytes.plan_memory(d).draft_head == 0
+    assert "no room for a coarse copy of" in planned_bytes.missing_copy(d, planned_bytes.plan_memory(d))
+    assert planned_bytes.missing_copy(d, need) == ""
     asked = planned(DEMO, GPU, draft_head="q4_0", weights="packed")
     monkeypatch.setattr(plan, "free_bytes", lambda device: (need.total - need.draft_head) / (1 - plan.RESERVE) + 1)
     with pytest.raises(DoesNotFit, match="--draft-head full"):

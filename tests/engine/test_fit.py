@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from pyspec.cli import main
 from pyspec.config import EngineSettings
-from pyspec.engine.plan import describe
+from pyspec.engine.plan import describe, planned_bytes
 from pyspec.engine.plan.fit import STEP, fit
 from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.errors import ModelError
@@ -33,8 +33,8 @@ def call(*args: str) -> Result:
 def test_the_plan_is_that_of_a_load(model: Path):
     settings = EngineSettings(np=3, ctx=512, device="cpu")
     report = fit(model, settings)
-    assert report.asked == describe.plan_memory(describe.describe(model, settings))
-    one, two = (describe.plan_memory(describe.describe(model, EngineSettings(np=n, ctx=512))) for n in (1, 2))
+    assert report.asked == planned_bytes.plan_memory(describe.describe(model, settings))
+    one, two = (planned_bytes.plan_memory(describe.describe(model, EngineSettings(np=n, ctx=512))) for n in (1, 2))
     assert report.kv_per_slot == two.kv - one.kv > 0 and report.draft_per_slot == two.draft_kv - one.draft_kv > 0
     assert report.state_per_slot > report.checkpoint > 0
 
@@ -51,7 +51,7 @@ def test_contexts_are_the_largest_that_fit(model: Path):
     assert crowded
     for one in crowded:
         assert one.plan.total <= report.usable
-        assert describe.plan_memory(describe.resized(d, one.np, one.n_ctx + STEP)).total > report.usable
+        assert planned_bytes.plan_memory(describe.resized(d, one.np, one.n_ctx + STEP)).total > report.usable
     best = report.best()
     assert best is not None and best.np == max(one.np for one in report.fits if one.n_ctx == 1024 and one.np <= 8)
 
@@ -93,7 +93,7 @@ def test_two_gpus_hold_what_one_does_not(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(GGUFWriter, "write", heads_only)
     target = write("deepseek-v4-flash", tmp_path / "t.gguf", quant="mxfp4")
     one, two, eight = (
-        describe.plan_memory(
+        planned_bytes.plan_memory(
             describe.describe(target, EngineSettings(np=8, tp=n, weights="packed"), AssumedGpu(139 * GIB))
         )
         for n in (1, 2, 8)
@@ -113,12 +113,12 @@ def test_a_plan_on_paper_is_what_an_h200_had_in_use(
     target = write("qwen3.6-27b", tmp_path / "t.gguf")
     draft = write("qwen3.6-27b", tmp_path / "d.gguf", drafter=True) if drafter else None
     d = describe.describe(target, EngineSettings(np=8, ctx=2560, draft_path=draft), AssumedGpu(139 * GIB))
-    starts, total = describe.start_bytes(d), describe.plan_memory(d).total  # added later: starts,
-    monkeypatch.setattr(describe, "PROMPTS", ())
-    prompts = total - describe.plan_memory(d).total  # graphs of prompts,
-    with_more = describe.plan_memory(d).total
+    starts, total = planned_bytes.start_bytes(d), planned_bytes.plan_memory(d).total  # added later: starts,
+    monkeypatch.setattr(planned_bytes, "PROMPTS", ())
+    prompts = total - planned_bytes.plan_memory(d).total  # graphs of prompts,
+    with_more = planned_bytes.plan_memory(d).total
     monkeypatch.setattr(arena, "BUCKETS", tuple(n for n in arena.BUCKETS if n not in (80, 112)))
-    graphs = with_more - describe.plan_memory(d).total  # and graphs of 80 and 112 rows
+    graphs = with_more - planned_bytes.plan_memory(d).total  # and graphs of 80 and 112 rows
     assert 0.28 < starts / GIB < 0.31 and 0.15 < prompts / GIB < 0.5 and 0 <= graphs / GIB < 0.25
     assert (total - starts - prompts - graphs) / GIB == pytest.approx(gib, rel=0.01)
 
@@ -142,5 +142,5 @@ def test_a_plan_of_many_slots_is_what_an_h100_had_in_use(
     target = write("qwen3.6-27b", tmp_path / "t.gguf")
     draft = write("qwen3.6-27b", tmp_path / "d.gguf", drafter=True) if kind == "dflash" else None
     settings = EngineSettings(np=np, ctx=ctx, spec_type=kind, draft_path=draft, n_draft_max=n_draft)
-    plan = describe.plan_memory(describe.describe(target, settings, AssumedGpu(int(78.6 * GIB))))
+    plan = planned_bytes.plan_memory(describe.describe(target, settings, AssumedGpu(int(78.6 * GIB))))
     assert plan.total / MIB == pytest.approx(mib, rel=0.01)

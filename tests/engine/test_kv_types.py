@@ -18,7 +18,8 @@ from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Rig, plain_rig, rig
 from known_texts import demo_prompts, tiny
 
 from pyspec.config import EngineSettings
-from pyspec.engine.plan.describe import describe, plan_memory
+from pyspec.engine.plan.describe import describe
+from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.errors import ModelError
 from pyspec.logits import compute_logits
 from pyspec.request import Delta

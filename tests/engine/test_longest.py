@@ -16,7 +16,7 @@ from test_fit import heads_only
 from pyspec import registry
 from pyspec.cli import main
 from pyspec.config import EngineSettings
-from pyspec.engine.plan import describe, longest, memory_plan
+from pyspec.engine.plan import describe, longest, memory_plan, planned_bytes
 from pyspec.engine.plan.fit import fit
 from pyspec.engine.plan.longest import STEP, widened
 from pyspec.engine.plan.memory_plan import RESERVE, AssumedGpu
@@ -45,12 +45,15 @@ def test_every_slot_has_as_much_as_fits(model: Path, caplog: pytest.LogCaptureFi
     d = described(model, np=np, spec_type=spec_type)
     wide = widened(d)
     usable = 80 * GIB * (1 - RESERVE)
-    assert describe.plan_memory(wide).total <= usable
+    assert planned_bytes.plan_memory(wide).total <= usable
     if np == 1:
         assert wide.n_ctx == TRAINED and "as the model was trained, for the 1 slot" in caplog.text
     else:
         assert 8192 < wide.n_ctx < TRAINED and wide.n_ctx % STEP == 0
-        more, first = describe.plan_memory(describe.resized(d, np, wide.n_ctx + STEP)), describe.plan_memory(d)
+        more, first = (
+            planned_bytes.plan_memory(describe.resized(d, np, wide.n_ctx + STEP)),
+            planned_bytes.plan_memory(d),
+        )
         assert more.total > usable or more.draft_head < first.draft_head, "there is room for more"
         assert (
             f"-c {wide.n_ctx}: tokens a request, as the free memory allows, for each of the {np} slots" in caplog.text
@@ -60,9 +63,9 @@ def test_every_slot_has_as_much_as_fits(model: Path, caplog: pytest.LogCaptureFi
 
 def test_a_plan_goes_through_the_names_of_the_tensors_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`pyspec fit` makes hundreds of plans."""
-    d, calls, unread = described(model, np=1), [], describe._unread
-    monkeypatch.setattr(describe, "_unread", lambda d: calls.append(d) or unread(d))
-    describe.plan_memory(d)
+    d, calls, unread = described(model, np=1), [], planned_bytes._unread
+    monkeypatch.setattr(planned_bytes, "_unread", lambda d: calls.append(d) or unread(d))
+    planned_bytes.plan_memory(d)
     assert len(calls) == 1
 
 
@@ -83,20 +86,20 @@ def test_what_is_given_stays(model: Path) -> None:
 def test_copies_that_make_it_fast_go_before_length(model: Path) -> None:
     d = described(model, 139 * GIB, np=8)
     wide = widened(d)
-    assert describe.plan_memory(d).wide == describe.plan_memory(wide).wide > 0
-    assert describe.plan_memory(wide).total <= 0.85 * 139 * GIB
-    assert describe.plan_memory(describe.resized(d, 8, wide.n_ctx + STEP)).wide == 0
+    assert planned_bytes.plan_memory(d).wide == planned_bytes.plan_memory(wide).wide > 0
+    assert planned_bytes.plan_memory(wide).total <= 0.85 * 139 * GIB
+    assert planned_bytes.plan_memory(describe.resized(d, 8, wide.n_ctx + STEP)).wide == 0
 
 
 def test_little_memory_gives_less_and_hardly_any_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = widened(described(model, 36 * GIB, np=7))
-    assert 1024 <= small.n_ctx < 8192 and describe.plan_memory(small).total <= 36 * GIB * (1 - RESERVE)
+    assert 1024 <= small.n_ctx < 8192 and planned_bytes.plan_memory(small).total <= 36 * GIB * (1 - RESERVE)
     none = described(model, 36 * GIB, np=64)
     assert widened(none) is none
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 36 * GIB)
     with pytest.raises(DoesNotFit, match="this would fit: -np"):
         memory_plan.check_fit(
-            describe.plan_memory(none), torch.device("cuda"), n_slot=64, n_ctx=none.n_ctx, packed=True
+            planned_bytes.plan_memory(none), torch.device("cuda"), n_slot=64, n_ctx=none.n_ctx, packed=True
         )
 
 
@@ -112,7 +115,7 @@ def test_a_cpu_leaves_half_of_its_memory_to_others(model: Path, monkeypatch: pyt
     for tp in (1, 2):
         d = replace(described(model, np=5, device="cpu", tp=tp), assumed=None, device=torch.device("cpu"))
         wide = widened(d)
-        plan = longest.here(wide, describe.plan_memory(wide))
+        plan = longest.here(wide, planned_bytes.plan_memory(wide))
         slots = plan.kv + plan.state + plan.draft_kv
         rest = free * (1 - RESERVE) - plan.total + slots
         assert 8192 < wide.n_ctx < TRAINED and 0.4 * rest < slots <= 0.52 * rest, (wide.n_ctx, slots / rest)

@@ -20,7 +20,7 @@ from pyspec.draft.drafter import Needs
 from pyspec.engine.load import warmup
 from pyspec.engine.load.warmup import EVEN, rehearsed, warm_up
 from pyspec.engine.loop.round import RowLimits
-from pyspec.engine.plan import describe
+from pyspec.engine.plan import describe, planned_bytes
 from pyspec.engine.plan.longest import widened
 from pyspec.slots.arena import BUCKETS, WIDE, Arena, bucket_of, most_rows
 from pyspec.slots.batch import Batch
@@ -204,7 +204,7 @@ def test_plans_of_every_number_of_slots(monkeypatch: pytest.MonkeyPatch, caplog:
                     if n_ctx
                     else widened(describe.replace(asked, n_ctx=2048))
                 )
-                plan = describe.plan_memory(d)
+                plan = planned_bytes.plan_memory(d)
                 assert (
                     plan.total == sum(n for _, n in plan.by_purpose) > 0
                     and d.n_page * d.settings.page_size >= np * d.n_ctx

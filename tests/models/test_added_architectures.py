@@ -12,8 +12,9 @@ from harness import DEVICE, FIXTURES, Bench
 from rewrite import rewrite
 
 from pyspec.config import EngineSettings
-from pyspec.engine.plan.describe import describe, plan_memory
+from pyspec.engine.plan.describe import describe
 from pyspec.engine.plan.memory_plan import AssumedGpu
+from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.errors import BadGGUF, BadTensors, ModelError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config

@@ -16,7 +16,8 @@ from pyspec.cpu.tape import Recorded, TapeMemory
 from pyspec.cuda.kernel_context import KernelContext, within
 from pyspec.cuda.ops.moe import cpu as moe_cpu
 from pyspec.cuda.packed_cpu import CpuGroups
-from pyspec.engine.plan.describe import describe, plan_memory
+from pyspec.engine.plan.describe import describe
+from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.models.blocks.moe import BoundExperts
 from pyspec.models.decoder import Decoder

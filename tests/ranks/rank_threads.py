@@ -20,7 +20,8 @@ from pyspec.cuda.collective import Collective, Rank
 from pyspec.device.lead import Follower
 from pyspec.engine.load.load import build
 from pyspec.engine.messages import LoadShare
-from pyspec.engine.plan.describe import arena_pages, describe, plan_memory
+from pyspec.engine.plan.describe import arena_pages, describe
+from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.engine.process import rank_main
 from pyspec.errors import PyspecError
 from pyspec.slots.arena import Arena

@@ -21,7 +21,8 @@ from pyspec.device.lead import Command, Follower, HeadBest, Leader
 from pyspec.draft.dflash import DFlash
 from pyspec.engine.load import load as loading
 from pyspec.engine.plan import describe as describing
-from pyspec.engine.plan.describe import describe, plan_memory
+from pyspec.engine.plan.describe import describe
+from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.errors import DeviceError, RankLost
 from pyspec.models.gathered import Gathered
 from pyspec.models.target import Out

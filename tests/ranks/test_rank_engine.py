@@ -30,7 +30,8 @@ from pyspec.device.lead import (
 from pyspec.engine.load import ranks as ranks_module
 from pyspec.engine.load.ranks import RankProcess
 from pyspec.engine.loop.slot_image import SlotImager
-from pyspec.engine.plan.describe import describe, plan_memory
+from pyspec.engine.plan.describe import describe
+from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.errors import DeviceError, ModelError, RankLost
 from pyspec.models.weights import cuts_of
 from pyspec.request import SamplingParams

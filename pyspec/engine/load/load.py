@@ -29,22 +29,19 @@ from pyspec.engine.load.warmup import check_drafter, warm_up
 from pyspec.engine.loop.loop import Loop
 from pyspec.engine.loop.round import RowLimits
 from pyspec.engine.plan.asks import asks_of
-from pyspec.engine.plan.describe import (
-    Description,
-    arena_pages,
+from pyspec.engine.plan.describe import Description, arena_pages, describe, synth_of
+from pyspec.engine.plan.draft_head import make_head
+from pyspec.engine.plan.longest import here, widened
+from pyspec.engine.plan.memory_plan import MemoryPlan, check_fit, free_bytes, growth, memory_snapshot, size
+from pyspec.engine.plan.planned_bytes import (
     attention_bytes,
-    describe,
     device_checkpoints,
     head_for_drafts,
     heads_together,
     missing_copy,
     plan_memory,
     start_bytes,
-    synth_of,
 )
-from pyspec.engine.plan.draft_head import make_head
-from pyspec.engine.plan.longest import here, widened
-from pyspec.engine.plan.memory_plan import MemoryPlan, check_fit, free_bytes, growth, memory_snapshot, size
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.engine.recommended import recommended

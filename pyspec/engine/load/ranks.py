@@ -25,8 +25,9 @@ import torch
 from pyspec.cuda.collective import JOIN_S, Collective, Rank
 from pyspec.device.lead import Leader, TpMemory
 from pyspec.engine.messages import Link, LoadShare, LogLine, ShareFailed, ShareState, child_environment, pair
-from pyspec.engine.plan.describe import Description, arena_pages, attention_bytes, rank_devices
+from pyspec.engine.plan.describe import Description, arena_pages, rank_devices
 from pyspec.engine.plan.memory_plan import MemoryPlan
+from pyspec.engine.plan.planned_bytes import attention_bytes
 from pyspec.errors import PyspecError, RankLost
 from pyspec.models.target import Target
 from pyspec.slots.memory import Memory

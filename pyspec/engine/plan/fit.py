@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyspec.config import EngineSettings
-from pyspec.engine.plan.describe import Description, describe, plan_memory, resized
+from pyspec.engine.plan.describe import Description, describe, resized
 from pyspec.engine.plan.longest import STEP, here, most_tokens, usable_bytes, widened
 from pyspec.engine.plan.memory_plan import AssumedGpu, MemoryPlan, checkpoint_bytes, room_on
+from pyspec.engine.plan.planned_bytes import plan_memory
 
 SLOTS = (1, 2, 4, 8, 16, 32)
 ENOUGH = 32768  # tokens of a request that are worth more than another slot

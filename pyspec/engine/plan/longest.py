@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyspec.config import MAX_CTX, MAX_POOL
-from pyspec.engine.plan.describe import Description, plan_memory, resized
+from pyspec.engine.plan.describe import Description, resized
 from pyspec.engine.plan.memory_plan import RESERVE, MemoryPlan, room_on
+from pyspec.engine.plan.planned_bytes import plan_memory
 
 log = logging.getLogger(__name__)
 

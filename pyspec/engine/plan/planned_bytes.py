@@ -1,0 +1,184 @@
+"""The bytes of a description: everything that a load will allocate, counted before it does."""
+
+from __future__ import annotations
+
+import re
+
+from pyspec.cuda.ops.attend import plan as attend_plan
+from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.draft.drafter import OWN_HEAD
+from pyspec.engine.plan.describe import Description
+from pyspec.engine.plan.memory_plan import (
+    PIECE_BYTES,
+    ForwardSizes,
+    MemoryPlan,
+    checkpoint_bytes,
+    memory_bytes,
+    rank_bytes,
+    size,
+    with_copies,
+    with_head,
+    workspace_bytes,
+)
+from pyspec.models import coarse
+from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weight_bytes, wide_bytes
+from pyspec.models.weights import HEAD
+from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_rows
+from pyspec.slots.parts import Recurrent
+
+MOST_STARTS = 4  # states where short prompts end, which are kept on the device
+
+
+def plan_memory(d: Description) -> MemoryPlan:
+    """Bytes of everything that will be allocated; optional copies only where there is room for them."""
+    s = d.settings
+    own = d.own.parts()
+    kv, state = memory_bytes(own, d.sizes)
+    shares = shares_of(d.file, d.config.tensors(d.file), s.tp)
+    draft_kv = sum(memory_bytes(d.draft.layers, d.draft_sizes)) - s.np * _share_bytes(d)
+    own_file = None if d.draft.file is d.file else d.draft.file  # of a drafter that is not in the target's
+    unread = _unread(d)
+    read = [t for name, t in shares.items() if name not in unread]
+    read += own_file.tensors.values() if own_file else ()
+    activations, workspace = _workspace(d)
+    workspace += rank_bytes(s.tp) if d.is_cuda and s.tp > 1 else 0
+    plan = MemoryPlan(
+        weights=weight_bytes(d.file, d.dense, d.is_cuda, unread, shares) + _tied_share(d),
+        kv=kv,
+        state=state - s.np * checkpoint_bytes(own, d.sizes) + device_checkpoints(d) + start_bytes(d),
+        draft_weights=0 if own_file is None else weight_bytes(own_file, d.dense, d.is_cuda, d.draft.shared),
+        draft_kv=draft_kv,
+        draft_head=head_for_drafts(d),
+        activations=activations + _scratch(d),
+        workspace=workspace
+        + attention_bytes(d)
+        + (d.draft.graph_bytes + PIECE_BYTES * n_large(read) if d.is_cuda else 0),
+    )
+    if d.head is not None:
+        plan = with_head(plan, coarse.coarse_bytes(d.head.info, d.head.to, d.device), d.device, s.draft_head, d.assumed)
+    copied = [shares, *([] if own_file is None else [own_file.tensors])]
+    n_wide = sum(map(wide_bytes, copied)) if d.dense is None else 0
+    return with_copies(plan, 0 if s.exact else n_wide, d.device, s.weights, d.assumed)
+
+
+def missing_copy(d: Description, plan: MemoryPlan) -> str:
+    """The message of a load where a copy of the head has no room; "" where there is one, or none is wanted."""
+    if d.head is None or plan.draft_head:
+        return ""
+    n_bytes = coarse.coarse_bytes(d.head.info, d.head.to, d.device)
+    return f"drafts read the target's head as it is: no room for a coarse copy of {size(n_bytes)}"
+
+
+def _unread(d: Description) -> frozenset[str]:
+    """Tensors behind the trunk, which a drafter has where it drafts from them; else they are not read."""
+    if d.draft.file is d.file:
+        return frozenset()
+    behind, n_layer = re.compile(r"blk\.(\d+)\."), d.config.n_layer
+    return frozenset(name for name in d.file.tensors if (m := behind.match(name)) and int(m[1]) >= n_layer)
+
+
+def _tied_share(d: Description) -> int:
+    """Of several ranks each has all of the embedding and, where that is the head as well, its rows of that."""
+    if d.settings.tp == 1 or HEAD in d.file.tensors:
+        return 0
+    return -(-_bytes_of(d, "token_embd.weight") // d.settings.tp)
+
+
+def head_for_drafts(d: Description) -> int:
+    """The first of several ranks drafts alone, with a whole head: bytes of it, if the drafter has none of its own, and ranks do not read
+    theirs together for it."""
+    if d.settings.tp == 1 or d.draft.file is None or d.draft.no_copy == OWN_HEAD or heads_together(d):
+        return 0
+    return _bytes_of(d, HEAD if HEAD in d.file.tensors else "token_embd.weight")
+
+
+def heads_together(d: Description) -> bool:
+    """Whether drafts go through each rank's share of the head, instead of a copy of it."""
+    return d.settings.tp > 1 and d.draft.best_only and d.head is None
+
+
+def _bytes_of(d: Description, name: str) -> int:
+    """A matrix, as it stands on the device."""
+    info = d.file.tensors[name]
+    if d.dense is not None:
+        return info.n_elements * d.dense.itemsize
+    return repacked_bytes(info) if d.is_cuda else info.n_bytes
+
+
+def device_checkpoints(d: Description) -> int:
+    """Bytes of recurrent checkpoints that may stand on the device."""
+    if not d.settings.prefix_cache:
+        return 0
+    return d.settings.cache_device << 20 or d.settings.np * (checkpoint_bytes(d.own.parts(), d.sizes) + _share_bytes(d))
+
+
+def _share_bytes(d: Description) -> int:
+    """Bytes of the drafter's share of a checkpoint: the state of its recurrent layers."""
+    parts = [part for layer in d.draft.layers for part in layer.values() if isinstance(part, Recurrent)]
+    return sum(part.saved_bytes(d.draft_sizes) for part in parts)
+
+
+def start_bytes(d: Description) -> int:
+    """Bytes of states where short prompts end, with their logits: a few are enough for prompts that come again."""
+    own = checkpoint_bytes(d.own.parts(), d.sizes)
+    if not d.settings.prefix_cache or not own:
+        return 0
+    return min(MOST_STARTS, max(1, d.settings.np // 4)) * (own + _share_bytes(d) + 4 * d.own.n_vocab)
+
+
+def _workspace(d: Description) -> tuple[int, int]:
+    """(activations, workspace): bytes of forwards besides weights and slots."""
+    s, c = d.settings, d.own
+    most = most_rows(s.np, d.width)
+    graphs = graph_shapes(s.np, d.width, singles=d.draft.needs.late, most=most) if d.is_cuda else []
+    # of a dim of a key and of its value, as libraries take them
+    key_size = sum(4 if dtype.itemsize == 1 else 2 for dtype in (d.kv.k, d.kv.v))
+    rows, blocks = s.np * d.width, s.np * d.draft.needs.overhang  # of a verify of all slots, of a draft of blocks
+    in_graphs = d.draft.needs.chained and blocks <= BUCKETS[-1]
+    large = max(rows if rows > most else 0, 0 if in_graphs else blocks)
+    sizes = ForwardSizes(
+        n_row=d.batch,
+        n_embd=c.n_embd,
+        n_hidden=c.n_hidden,
+        n_ff=c.n_ff,
+        n_vocab=c.n_vocab,
+        n_column=-(-c.n_vocab // s.tp),
+        graph_rows=sum(bucket_of(n, most) or n for n, _ in graphs),
+        graph_most=max((bucket_of(n, most) or n for n, _ in graphs), default=0),
+        prompt_rows=_prompt_rows(d),
+        large_rows=large,
+        shared_rows=(bucket_of(rows, most) or rows) if s.tp > 1 else 0,
+        n_tap=len(d.draft.needs.taps),
+        n_held=d.draft.n_held,
+        key_bytes=key_size
+        * d.n_ctx
+        * max((a.n_kv_head * a.head_dim for a in (*c.attention, *d.draft.attention)), default=0),
+    )
+    return workspace_bytes(sizes, cuda=d.is_cuda)
+
+
+def _prompt_rows(d: Description) -> int:
+    """Rows of all graphs of prompts, if the model has any."""
+    if not d.is_cuda or d.settings.tp > 1 or d.settings.exact or not d.own.captures_prompts:
+        return 0
+    return sum(n for n in PROMPTS if n <= min(d.batch, d.n_ctx))
+
+
+def _scratch(d: Description) -> int:
+    """Bytes of an architecture's mixers while a forward runs."""
+    n_row, most = d.settings.np * d.width, most_rows(d.settings.np, d.width)
+    return d.own.scratch_bytes(max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv.k, d.device)
+
+
+def attention_bytes(d: Description) -> int:
+    """Of partial sums of attention, which target and drafter share."""
+    s, n_key = d.settings, d.n_ctx + d.n_overhang + d.settings.page_size
+    n_row, most = s.np * d.draft_width, most_rows(s.np, d.draft_width)
+    widest = max(d.n_overhang, -(-(bucket_of(n_row, most) or n_row) // s.np))  # with a graph's padding
+    shapes = dict.fromkeys((*d.own.attention, *d.draft.attention))
+    specs = [AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, 1.0, d.kv) for a in shapes]
+    if d.assumed is not None:
+        return max(
+            (attend_plan.bytes_on(d.assumed.arch, d.assumed.n_sm, x, s.np, n_key, widest) for x in specs), default=0
+        )
+    return max((attend_plan.workspace_bytes(spec, s.np, n_key, widest) for spec in specs), default=0)
