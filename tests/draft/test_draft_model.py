@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -12,8 +11,8 @@ from tempfile import mkdtemp
 import numpy as np
 import pytest
 import torch
-from engine_rig import FIXTURES, GREEDY, Heard, Rig, plain_rig, rig
-from known_texts import N_TEXT, known_texts, tiny
+from engine_rig import FIXTURES, GREEDY, Rig, plain_rig, rig
+from known_texts import N_TEXT, joined, known_texts, tiny
 from rewrite import rewrite
 
 from pyspec.config import EngineSettings
@@ -62,17 +61,6 @@ def free_texts(path: Path) -> dict[tuple[int, ...], list[int]]:
     """Those of the known texts in which no end token was passed over, which a draft model would propose."""
     r, params = plain_rig(path), replace(GREEDY, ignore_eos=False)
     return {p: text for p, text in known_texts(path).items() if r.generate(p, N_TEXT, params).tokens == text}
-
-
-def joined(r: Rig, texts: Sequence[Sequence[int]], n: int = N_TEXT) -> list[Heard]:
-    """A request every second round."""
-    heard = []
-    for prompt in texts:
-        heard.append(r.submit(prompt, n))
-        r.loop.step()
-        r.loop.step()
-    r.run()
-    return heard
 
 
 def n_rounds(n: int, n_draft: int) -> int:

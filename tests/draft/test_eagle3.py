@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from engine_rig import FIXTURES, Rig, plain_rig, rig
-from known_texts import N_TEXT, known_texts, tiny
+from known_texts import N_TEXT, joined, known_texts, tiny
 from rewrite import rewrite
 
 from pyspec.draft.chain import Chain
@@ -216,12 +216,7 @@ def test_drafts_are_those_of_the_reference(kind: str, own: bool) -> None:
 def test_the_text_is_the_targets_with_staggered_joins(kind: str, is_ahead: bool, np: int) -> None:
     texts, r = known_texts(tiny(kind)), drafted(kind, own=True, np=np, ubatch=40)
     r.loop.lookahead.on = is_ahead
-    heard = []
-    for prompt in texts:
-        heard.append(r.submit(prompt, N_TEXT))
-        r.loop.step()
-        r.loop.step()
-    r.run()
+    heard = joined(r, texts)
     assert [h.tokens for h in heard] == list(texts.values())
     assert sum(h.timings.draft_n for h in heard) > 100
 

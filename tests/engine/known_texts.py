@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
-from engine_rig import GREEDY, ROOT, plain_rig
+from engine_rig import GREEDY, ROOT, Heard, Rig, plain_rig
 
 from pyspec import synth
 from pyspec.request import Delta
@@ -58,3 +58,14 @@ def demo_prompts() -> list[tuple[tuple[int, ...], list[int]]]:
     rows = [json.loads(line) for line in lines]
     sure = [r for r in rows if r["min_logit_margin"] >= 0.1 and r["stop"] == "eos"]
     return [(tuple(r["prompt_ids"]), r["answer_ids"]) for r in sure]
+
+
+def joined(r: Rig, texts: Iterable[Sequence[int]], n: int = N_TEXT) -> list[Heard]:
+    """A request every second round."""
+    heard = []
+    for prompt in texts:
+        heard.append(r.submit(prompt, n))
+        r.loop.step()
+        r.loop.step()
+    r.run()
+    return heard

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from draft_fakes import FAKES
 from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Rig, plain_rig, rig, rig_for
-from known_texts import N_TEXT, continuation, demo_prompts, known_texts, tiny
+from known_texts import N_TEXT, continuation, demo_prompts, joined, known_texts, tiny
 
 from pyspec.request import SamplingParams
 
@@ -88,12 +88,7 @@ CASES = [
 def test_same_text_with_staggered_joins(kind: str, np: int) -> None:
     path, r = MAKERS[kind](np=np, ubatch=40)
     texts = known_texts(path)
-    heard = []
-    for prompt in texts:
-        heard.append(r.submit(prompt, N_TEXT))
-        r.loop.step()
-        r.loop.step()
-    r.run()
+    heard = joined(r, texts)
     for h, text in zip(heard, texts.values(), strict=True):
         assert h.tokens == text, f"{h.job.id} in slot {h.slot}"
     accepted = sum(h.timings.draft_n_accepted for h in heard)
