@@ -88,7 +88,7 @@ class Speculator:
         """Draft for these decoding jobs, by slot. A failure costs only this round's drafts."""
         chosen, self.chosen = self.chosen, None
         held = [job for job in jobs if job.constraint is not None]
-        self._collect_offers(jobs)
+        self._collect_offers(jobs if self.suffixes.is_on else held)
         if (
             chosen is None
             or self.offers
@@ -149,7 +149,7 @@ class Speculator:
         return held if sum(held.survival) >= offer.expected else offer
 
     def has_offers(self, jobs: Iterable[Job]) -> bool:
-        """A grammar offers one of the jobs likely tokens, more than the drafter promises, or has offered some that are not verified yet."""
+        """A grammar or an earlier text offers one of the jobs likely tokens, more than the drafter promises, or has offered some that are not verified yet."""
         if self.waits_for_offers:
             return True
         caps, offers = [], {}
