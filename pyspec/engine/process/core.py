@@ -19,6 +19,7 @@ from pathlib import Path
 from pyspec.config import EngineSettings
 from pyspec.cuda import kernel_context
 from pyspec.device.worker import failure_of
+from pyspec.engine.aside import AsideThread
 from pyspec.engine.load.load import Loaded, load
 from pyspec.engine.loop.grammars import Grammars
 from pyspec.engine.loop.job import Job, Sink, blamed
@@ -324,7 +325,7 @@ class EngineCore:
     def _rest(self) -> None:
         if self._puts_off:
             self._puts_off = False
-            threading.Thread(target=self.grammars.warm, name="pyspec-warm", daemon=True).start()
+            AsideThread(self.grammars.warm, "pyspec-warm").start()
         give_back_memory()
         self._is_rested, self._trimmed = True, time.monotonic()
 
