@@ -18,6 +18,7 @@ from pyspec.device.capture import capture
 from pyspec.draft.drafter import GraphedDrafter
 from pyspec.engine.plan import describe as describing
 from pyspec.engine.plan import memory_plan as plan
+from pyspec.engine.plan import planned_bytes
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.models.weight_bytes import repacked_bytes, weight_bytes
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
@@ -83,8 +84,8 @@ def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) ->
     r, keys = rig(target, **settings), set()
     loop, planned = r.loop, EngineSettings(**settings, ctx=256)
     monkeypatch.setattr(describing, "pick_device", lambda wanted: torch.device("cuda"))
-    monkeypatch.setattr(describing, "workspace_bytes", lambda sizes, cuda: sizes)
-    sizes = describing._workspace(describing.describe(target, planned))
+    monkeypatch.setattr(planned_bytes, "workspace_bytes", lambda sizes, cuda: sizes)
+    sizes = planned_bytes._workspace(describing.describe(target, planned))
     inner = loop.worker.forward
     loop.worker.arena = Arena(np, loop.table.pages_for(300), torch.device("cpu"), 4)
 
@@ -119,9 +120,9 @@ def test_partial_sums_of_attention_are_planned_for_target_and_drafter_and_taken(
     monkeypatch.setattr(describing, "pick_device", lambda wanted: torch.device("cuda"))
     monkeypatch.setattr(attend_cuda, "workspace_bytes", lambda *args: 0)
     d = describing.describe(target, settings)
-    without = describing.plan_memory(d)
+    without = planned_bytes.plan_memory(d)
     monkeypatch.setattr(attend_cuda, "workspace_bytes", bytes_of)
-    assert describing.plan_memory(d).workspace - without.workspace == 1000 * len(asked)
+    assert planned_bytes.plan_memory(d).workspace - without.workspace == 1000 * len(asked)
     assert len(asked) == (2 if kind == "dflash" else 1)
     assert all(n_seq == 3 and n_key > 256 and n_row > d.draft.n_draft for _, n_seq, n_key, n_row in asked)
     space = attend_cuda.Workspace(torch.device("cpu"))

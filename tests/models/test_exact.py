@@ -12,7 +12,7 @@ from pyspec.cuda.exact import PASS, in_passes
 from pyspec.cuda.kernel_context import KernelContext, use
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.engine.plan import describe as describing
-from pyspec.engine.plan import memory_plan
+from pyspec.engine.plan import memory_plan, planned_bytes
 from pyspec.models.grouped import Grouped
 from pyspec.models.weights import Dense, Joined
 from pyspec.synth import write
@@ -56,7 +56,7 @@ def test_it_is_said_before_a_model_is_bound_and_its_plan_has_no_copies(
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 8 << 30)
     monkeypatch.setattr(describing, "pick_device", lambda wanted: torch.device("cuda"))
     plans = [
-        describing.plan_memory(describing.describe(path, EngineSettings(ctx=256, spec_type="none", exact=on)))
+        planned_bytes.plan_memory(describing.describe(path, EngineSettings(ctx=256, spec_type="none", exact=on)))
         for on in (False, True)
     ]
     assert plans[0].wide > 0 == plans[1].wide

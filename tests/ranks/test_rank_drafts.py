@@ -20,7 +20,7 @@ from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.device.lead import Command, Follower, HeadBest, Leader
 from pyspec.draft.dflash import DFlash
 from pyspec.engine.load import load as loading
-from pyspec.engine.plan import describe as describing
+from pyspec.engine.plan import planned_bytes
 from pyspec.engine.plan.describe import describe
 from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.errors import DeviceError, RankLost
@@ -79,7 +79,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Proposals:
 
 def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As before: the first rank reads a whole head of its own."""
-    for module in (describing, loading):
+    for module in (planned_bytes, loading):
         monkeypatch.setattr(module, "heads_together", lambda d: False)
 
 
