@@ -14,7 +14,9 @@ answer = client.chat.completions.create(model="demo", messages=messages, tempera
 print(answer.choices[0].message.content)
 
 # The same answer as it comes.
-for chunk in client.chat.completions.create(model="demo", messages=messages, temperature=0, max_tokens=40, stream=True):
+for chunk in client.chat.completions.create(
+    model="demo", messages=messages, temperature=0, max_tokens=40, stream=True
+):
     if chunk.choices and chunk.choices[0].delta.content:
         print(chunk.choices[0].delta.content, end="", flush=True)
 print()

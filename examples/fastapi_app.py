@@ -26,7 +26,9 @@ async def ask(request: Request, question: str) -> StreamingResponse:
     messages = [{"role": "user", "content": question}]
 
     async def answer() -> AsyncIterator[str]:
-        async for delta in request.app.state.engine.achat_stream(messages, temperature=0, max_tokens=100):
+        async for delta in request.app.state.engine.achat_stream(
+            messages, temperature=0, max_tokens=100
+        ):
             yield delta.content
 
     return StreamingResponse(answer(), media_type="text/plain")

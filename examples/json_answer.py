@@ -16,11 +16,16 @@ PERSON = {
 
 with pyspec.Engine.load("demo") as engine:
     answer = engine.chat(
-        [{"role": "user", "content": "Invent a person."}], json_schema=PERSON, temperature=0, max_tokens=200
+        [{"role": "user", "content": "Invent a person."}],
+        json_schema=PERSON,
+        temperature=0,
+        max_tokens=200,
     )
     person = json.loads(answer.content)
     print(f"{person['name']!r} is {person['age']} years old")
 
     # One of a few texts.
-    mood = engine.chat([{"role": "user", "content": "How are you?"}], choices=["well", "not so well"], temperature=0)
+    mood = engine.chat(
+        [{"role": "user", "content": "How are you?"}], choices=["well", "not so well"], temperature=0
+    )
     print(mood.content)

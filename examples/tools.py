@@ -9,7 +9,11 @@ TOOLS = [
         "function": {
             "name": "price",
             "description": "What something costs, in euros.",
-            "parameters": {"type": "object", "properties": {"what": {"enum": list(PRICES)}}, "required": ["what"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"what": {"enum": list(PRICES)}},
+                "required": ["what"],
+            },
         },
     }
 ]

@@ -54,7 +54,9 @@ class Source:
         path = Path(str(files("pyspec"))) / "demo" / self.packaged
         size = path.stat().st_size if os.path.isfile(path) else 0
         if size != self.bytes:
-            raise ConfigError(f"the packaged {path} has {size} bytes, want {self.bytes}; reinstall pyspec")
+            raise ConfigError(
+                f"the packaged {path} has {size} bytes, want {self.bytes}; reinstall pyspec"
+            )
         return path
 
 
@@ -103,8 +105,12 @@ class Entry:
         if self.target is None:
             return self
         if self.target.packaged:
-            raise ConfigError(f"'{self.name}' is in the package, in one quantisation only: use the name {self.name}")
-        return replace(self, name=f"{self.name}:{quant}", target=Source(repo=self.target.repo, quant=quant))
+            raise ConfigError(
+                f"'{self.name}' is in the package, in one quantisation only: use the name {self.name}"
+            )
+        return replace(
+            self, name=f"{self.name}:{quant}", target=Source(repo=self.target.repo, quant=quant)
+        )
 
     @property
     def quant(self) -> str:

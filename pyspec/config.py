@@ -48,7 +48,9 @@ class EngineSettings:
     np: Annotated[int, "-np", Whole(1, MAX_SLOTS)] = 1  # slots
     ctx: Annotated[int, "-c", Whole(0, MAX_CTX, "0: as fits")] = 0
     # context size per request; 0: as much as fits, up to the model's length
-    kv_pool: Annotated[int, "--kv-pool", Whole(0, MAX_POOL, "0: -np times -c")] = 0  # tokens of all slots together
+    kv_pool: Annotated[int, "--kv-pool", Whole(0, MAX_POOL, "0: -np times -c")] = (
+        0  # tokens of all slots together
+    )
     page_size: Annotated[int, "--page-size", OneOf(PAGE_SIZES)] = 32  # tokens
     batch: Annotated[int, "-b", Whole(0, MAX_ROWS, "0: automatic")] = 0
     # most rows of a forward without decoding slots; 0: 2048 on a GPU, ubatch on a CPU
@@ -68,7 +70,9 @@ class EngineSettings:
     spec_type: Annotated[str, "--spec-type", SpecType()] = "auto"
     n_draft_max: Annotated[int, "--spec-draft-n-max", Whole(0, 64, "0: the drafter's own")] = 0
     # draft tokens per round; the drafters' own: block - 1, or 3 for MTP, 8 for n-grams
-    n_draft_fixed: Annotated[bool, "--spec-fixed", SWITCH] = False  # always draft n_draft_max, even if slower
+    n_draft_fixed: Annotated[bool, "--spec-fixed", SWITCH] = (
+        False  # always draft n_draft_max, even if slower
+    )
     draft_p_min: Annotated[float, "--spec-draft-p-min", Real(0, 1)] = 0.0
     draft_head: Annotated[str, "--draft-head", OneOf(DRAFT_HEADS)] = "auto"
     # output head of drafts: the target's, or a four-bit copy
@@ -85,7 +89,9 @@ class EngineSettings:
     # > 0: simulate acceptance, mean tokens per round
     synth_rates: Annotated[str, "--spec-synth-rates", Text(RATES, "shares as 0.9,0.7,...")] = ""
     # the same by position: shares of rounds that accept at least so many drafts
-    device: Annotated[str, "-dev", Text(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda, cuda:1 ...")] = "auto"
+    device: Annotated[
+        str, "-dev", Text(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda, cuda:1 ...")
+    ] = "auto"
     tp: Annotated[int, "--tp", Whole(0, MAX_RANKS, "0: every GPU")] = 1
     # processes that share the model, each with its own GPU if there are any
     kv_type: Annotated[str, "-ctk", OneOf(KV_TYPES)] = "f16"
@@ -106,7 +112,9 @@ class EngineSettings:
     # on GPUs: a row's bits do not depend on other rows; slows prompts down
     hang_timeout: Annotated[float, "--hang-timeout", Real(0, 86400, "0: by the pace of rounds")] = 0.0
     # seconds of a round after which an isolated engine is replaced
-    kernels: Annotated[str, "--kernels", Text(TIERS, "auto, cuda, triton or reference, or op=tier,...")] = "auto"
+    kernels: Annotated[
+        str, "--kernels", Text(TIERS, "auto, cuda, triton or reference, or op=tier,...")
+    ] = "auto"
     # kernels to use; an op that refuses falls back to the next tier
     demoted: Annotated[tuple[str, ...], Many(Text())] = ()
     # modules whose implementations failed at run time: the next one is used

@@ -45,7 +45,9 @@ class PyspecError(Exception):
         return _restored, (type(self), self.args, self.__dict__)
 
 
-def _restored(kind: type[PyspecError], args: tuple[object, ...], state: dict[str, object]) -> PyspecError:
+def _restored(
+    kind: type[PyspecError], args: tuple[object, ...], state: dict[str, object]
+) -> PyspecError:
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error

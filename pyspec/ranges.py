@@ -63,7 +63,9 @@ class Whole:
     def flaw(self, value: object) -> str:
         if isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high:
             return ""
-        return _is_not(value, f"a whole number from {self.low} to {self.high}" + (self.hint and f" ({self.hint})"))
+        return _is_not(
+            value, f"a whole number from {self.low} to {self.high}" + (self.hint and f" ({self.hint})")
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,9 @@ class Real:
         return _is_not(value, f"a number {low} {self.high:g}{also}" + (self.hint and f" ({self.hint})"))
 
     def _holds(self, value: float) -> bool:
-        return value in self.also or (self.low <= value <= self.high and not (self.above and value == self.low))
+        return value in self.also or (
+            self.low <= value <= self.high and not (self.above and value == self.low)
+        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,11 @@ class Text:
     wanted: str = "text"
 
     def flaw(self, value: object) -> str:
-        return "" if isinstance(value, str) and re.fullmatch(self.pattern, value) else _is_not(value, self.wanted)
+        return (
+            ""
+            if isinstance(value, str) and re.fullmatch(self.pattern, value)
+            else _is_not(value, self.wanted)
+        )
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,9 @@ class Many:
     def flaw(self, value: object) -> str:
         if not isinstance(value, tuple | list):
             return _is_not(value, "a tuple")
-        return next((f"[{i}] {flaw}" for i, item in enumerate(value) if (flaw := self.kind.flaw(item))), "")
+        return next(
+            (f"[{i}] {flaw}" for i, item in enumerate(value) if (flaw := self.kind.flaw(item))), ""
+        )
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,11 @@ class Ids:
             return _is_not(value, "a tuple of token ids")
         if {*map(type, value)} <= {int}:
             return ""
-        return next(f"[{i}] {_is_not(token, 'a token id')}" for i, token in enumerate(value) if type(token) is not int)
+        return next(
+            f"[{i}] {_is_not(token, 'a token id')}"
+            for i, token in enumerate(value)
+            if type(token) is not int
+        )
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ FAMILIES = (
     "qwen35moe), Nemotron-H and Nemotron 3 (nemotron_h, nemotron_h_moe), DeepSeek-V4 (deepseek4)"
 )
 """The same architectures by model names, for messages."""
-NEXT_STEP = 'llama-server runs most others; docs/architecture.md, "Adding things", describes how to add one'
+NEXT_STEP = (
+    'llama-server runs most others; docs/architecture.md, "Adding things", describes how to add one'
+)
 GROUP, ARCHITECTURE_GROUP = "pyspec.drafters", "pyspec.architectures"
 RESERVED = ("auto", "none")  # other values of --spec-type: chosen at load, and no drafter
 SUFFIX = "suffix"  # drafts from the text itself and from finished answers: alone, or beside a drafter as "NAME,suffix"
@@ -79,7 +81,9 @@ def drafters() -> dict[str, str]:
 
 def spelt_here(kind: str) -> str:
     """The name of a drafter that may be spelt as llama.cpp does."""
-    return next((own for own, theirs in LLAMA_CPP.items() if theirs == kind), kind.removeprefix("draft-"))
+    return next(
+        (own for own, theirs in LLAMA_CPP.items() if theirs == kind), kind.removeprefix("draft-")
+    )
 
 
 def is_spec_type(name: str) -> bool:

@@ -11,10 +11,14 @@ class RateLimit(logging.Filter):
     """Limits how often lines are logged that are equal except for their numbers, because a client that can cause many per second must not
     fill a disk. The next line reports how many were left out."""
 
-    def __init__(self, most: int = 20, window_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, most: int = 20, window_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__()
         self.most, self.window_s, self.clock = most, window_s, clock
-        self._seen: dict[tuple[str, str], list[float]] = {}  # [start of the window, lines, lines left out]
+        self._seen: dict[
+            tuple[str, str], list[float]
+        ] = {}  # [start of the window, lines, lines left out]
 
     def filter(self, record: logging.LogRecord) -> bool:
         if len(self._seen) > 1000:

@@ -26,7 +26,17 @@ BIAS = Pair(Whole(0, INT32), Real(-1e10, 1e10, also=(-inf,)))
 """A token id, and the bias of its logit; -inf bans it."""
 
 
-DEFAULT_SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+DEFAULT_SAMPLERS = (
+    "penalties",
+    "dry",
+    "top_n_sigma",
+    "top_k",
+    "typ_p",
+    "top_p",
+    "min_p",
+    "xtc",
+    "temperature",
+)
 """llama.cpp's order and names. "adaptive_p" is not listed: it runs last, if its target is set."""
 
 
@@ -62,7 +72,9 @@ class SamplingParams:
     samplers: Annotated[tuple[str, ...], Many(OneOf((*DEFAULT_SAMPLERS, "adaptive_p")))] = ()
     # Keeps tokens within this many standard deviations of the best logit
     top_n_sigma: Annotated[float, Real(-1, 100, "0 and below: off")] = -1.0
-    xtc_probability: Share = 0.0  # probability of dropping all but the last of the tokens above the threshold; 0 off
+    xtc_probability: Share = (
+        0.0  # probability of dropping all but the last of the tokens above the threshold; 0 off
+    )
     xtc_threshold: Share = 0.1  # above 0.5: off
     dynatemp_range: Annotated[float, Real(0, 100)] = (
         0.0  # range by which the temperature follows the row's entropy; 0 off
@@ -162,7 +174,9 @@ class Request:
     max_tokens: Window = -1  # -1: until the context is full
     stop: Annotated[tuple[str, ...], Many(Text())] = ()
     cache_prompt: bool = True  # False: neither use nor fill the prefix cache
-    n_before_turn: Count = 0  # prompt tokens before the last user turn, if known: a place for a checkpoint
+    n_before_turn: Count = (
+        0  # prompt tokens before the last user turn, if known: a place for a checkpoint
+    )
     n_system: Count = 0  # prompt tokens of the system prompt and tools: another place for a checkpoint
     n_stable: Count = 0  # leading prompt tokens that later prompts may share; 0: all
     n_draft_max: Count | None = None  # None: the engine's; 0: no speculation for this request
@@ -173,9 +187,13 @@ class Request:
     group: Annotated[str, Text()] = ""  # identity of a batch: a client's batches take turns; "": none
     resumed: Annotated[tuple[int, ...], Ids()] = ()
     grammar: Grammar | None = None
-    shown: Annotated[tuple[int, ...], Ids()] = ()  # control tokens shown in the text: tokens that mark a call
+    shown: Annotated[
+        tuple[int, ...], Ids()
+    ] = ()  # control tokens shown in the text: tokens that mark a call
     think_budget: ThinkBudget | None = None
-    prompt_logprobs: Count | None = None  # n: report those of the prompt tokens, and of the n best in their places
+    prompt_logprobs: Count | None = (
+        None  # n: report those of the prompt tokens, and of the n best in their places
+    )
 
 
 def check_request(request: Request) -> None:
@@ -233,7 +251,9 @@ class Timings:
     suffix_n: int = 0  # of draft_n, tokens of suffix drafts
     suffix_n_accepted: int = 0
     synthetic: bool = False  # acceptance was simulated (--spec-synth-len)
-    cache_break_at: int = -1  # first prompt token at which the nearest cached text differs or ends; -1: none
+    cache_break_at: int = (
+        -1
+    )  # first prompt token at which the nearest cached text differs or ends; -1: none
 
     @property
     def prompt_per_second(self) -> float:
@@ -243,7 +263,9 @@ class Timings:
     def predicted_per_second(self) -> float:
         """Tokens per second after the first one; 0.0 if there are none."""
         return (
-            1e3 * (self.predicted_n - 1) / self.predicted_ms if self.predicted_n > 1 and self.predicted_ms > 0 else 0.0
+            1e3 * (self.predicted_n - 1) / self.predicted_ms
+            if self.predicted_n > 1 and self.predicted_ms > 0
+            else 0.0
         )
 
     @property
@@ -376,7 +398,9 @@ class SlotInfo:
     acceptance: float = 0.0  # moving average of accepted / drafted
     draft_n: int = 0
     draft_n_accepted: int = 0
-    drafted_per_pos: tuple[int, ...] = ()  # of this request: number of times that draft position i was verified
+    drafted_per_pos: tuple[
+        int, ...
+    ] = ()  # of this request: number of times that draft position i was verified
     accepted_per_pos: tuple[int, ...] = ()  # number of times that it was accepted
     params: SamplingParams | None = None
     speculative: bool = False
@@ -480,4 +504,6 @@ class EngineInfo:
     n_row: int = 0  # KV rows of all slots together; 0: as many as the slots can use
     memory: tuple[tuple[str, int], ...] = ()  # the memory plan: bytes by purpose
     cpu_activations: str = ""  # "q16" or "q8"; "" on GPUs
-    sampling: SamplingParams = field(default_factory=SamplingParams)  # defaults of requests: the file's recommendations
+    sampling: SamplingParams = field(
+        default_factory=SamplingParams
+    )  # defaults of requests: the file's recommendations

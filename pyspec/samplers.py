@@ -14,7 +14,13 @@ LETTERS = {
     "t": "temperature",
     "a": "adaptive_p",
 }
-ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typical_p": "typ_p", "typical": "typ_p"}
+ALIASES = {
+    "nucleus": "top_p",
+    "temp": "temperature",
+    "typ": "typ_p",
+    "typical_p": "typ_p",
+    "typical": "typ_p",
+}
 ALIASES |= {name.replace("_", "-"): name for name in LETTERS.values()}
 ALIASES |= {name.replace("_", ""): name for name in LETTERS.values()}
 

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 LOST = (errno.ENOSPC, errno.EIO, errno.EPIPE, errno.EBADF, errno.EDQUOT, errno.EFBIG)
-STREAMS = (("stdin", os.O_RDONLY), ("stdout", os.O_WRONLY), ("stderr", os.O_WRONLY))  # by file descriptor
+STREAMS = (
+    ("stdin", os.O_RDONLY),
+    ("stdout", os.O_WRONLY),
+    ("stderr", os.O_WRONLY),
+)  # by file descriptor
 STDERR = 2
 
 

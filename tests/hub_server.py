@@ -59,26 +59,40 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             if data is None:
                 self.reply(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
                 return
-            about = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+            about = {
+                "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+                "X-Repo-Commit": COMMIT,
+                "Accept-Ranges": "bytes",
+            }
             sent = bytes(b ^ 1 for b in data) if name in hub.lies else data
             first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
             start, end = int(first), min(int(last or len(sent)), len(sent) - 1)
             if "Range" in self.headers:
                 about["Content-Range"] = f"bytes {start}-{end}/{len(sent)}"
             says_size = body or name not in hub.sizeless
-            self.reply(206 if "Range" in self.headers else 200, sent[start : end + 1], about, body, says_size)
+            self.reply(
+                206 if "Range" in self.headers else 200, sent[start : end + 1], about, body, says_size
+            )
 
         def listing(self) -> None:
             tree = [
-                {"type": "file", "oid": "0" * 40, "size": len(data), "path": name} for name, data in hub.files.items()
+                {"type": "file", "oid": "0" * 40, "size": len(data), "path": name}
+                for name, data in hub.files.items()
             ]
             self.reply(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
 
         def reply(
-            self, status: int, data: bytes, headers: dict[str, str], body: bool = True, says_size: bool = True
+            self,
+            status: int,
+            data: bytes,
+            headers: dict[str, str],
+            body: bool = True,
+            says_size: bool = True,
         ) -> None:
             self.send_response(status)
-            for key, value in (headers | ({"Content-Length": str(len(data))} if says_size else {})).items():
+            for key, value in (
+                headers | ({"Content-Length": str(len(data))} if says_size else {})
+            ).items():
                 self.send_header(key, value)
             self.end_headers()
             if not body:

@@ -41,7 +41,9 @@ def cover(cases: Sequence[Case], strength: int, most: int | None = None) -> set[
     chosen: set[int] = set()
     used: Counter[tuple[str, Hashable]] = Counter()
     while any(left) and (most is None or len(chosen) < most):
-        best = max(range(len(cases)), key=lambda i: (len(left[i]), -sum(used[x] for x in cases[i].items())))
+        best = max(
+            range(len(cases)), key=lambda i: (len(left[i]), -sum(used[x] for x in cases[i].items()))
+        )
         chosen.add(best)
         used.update(cases[best].items())
         new = left[best]
@@ -75,7 +77,12 @@ def all_pairs(values: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashab
     Each case takes, parameter by parameter, the value with most new pairs; among equals the least chosen one.
     """
     names = sorted(values, key=lambda name: (-len(values[name]), name))
-    left = {frozenset(((a, x), (b, y))) for a, b in combinations(names, 2) for x in values[a] for y in values[b]}
+    left = {
+        frozenset(((a, x), (b, y)))
+        for a, b in combinations(names, 2)
+        for x in values[a]
+        for y in values[b]
+    }
     used: Counter[tuple[str, Hashable]] = Counter()
     cases: list[dict[str, Hashable]] = []
     while left:
@@ -84,7 +91,10 @@ def all_pairs(values: Mapping[str, Sequence[Hashable]]) -> list[dict[str, Hashab
             if name not in case:
                 case[name] = max(
                     values[name],
-                    key=lambda x: (sum(frozenset(((name, x), one)) in left for one in case.items()), -used[name, x]),
+                    key=lambda x: (
+                        sum(frozenset(((name, x), one)) in left for one in case.items()),
+                        -used[name, x],
+                    ),
                 )
         left -= meetings(case, 2)
         used.update(case.items())

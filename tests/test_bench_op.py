@@ -41,7 +41,9 @@ def wrong(spec: Spec) -> Any:
 
 def check(launch: Any, reference: Any, spec: Spec) -> str | None:
     matrix = Matrix(torch.ones(10))
-    found = [torch.equal(launch(torch.ones(n), matrix), reference(torch.ones(n), matrix)) for n in (1, 3)]
+    found = [
+        torch.equal(launch(torch.ones(n), matrix), reference(torch.ones(n), matrix)) for n in (1, 3)
+    ]
     return None if all(found) else "is not twice as much"
 
 
@@ -52,9 +54,13 @@ def test_every_call_of_a_check_is_recorded_with_its_bytes() -> None:
     assert str(calls[1]) == "call(3 10 3)" and torch.equal(calls[1].run(), 2 * torch.ones(3))  # type: ignore[arg-type]
 
 
-def test_a_wrong_implementation_is_named_and_right_ones_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_implementation_is_named_and_right_ones_are_timed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     op = Op("twice", Impl("torch", twice), [Impl("bad", wrong), Impl("good", twice)], check)
     args = Namespace(impl=[], cold=True, check=True, kernels=False)
     assert bench_op.bench(op, Spec(), args, CPU)
     out = capsys.readouterr().out
-    assert "bad: is not twice as much" in out and "good     call(3 10 3)" in out and "torch: right" in out
+    assert (
+        "bad: is not twice as much" in out and "good     call(3 10 3)" in out and "torch: right" in out
+    )

@@ -25,7 +25,9 @@ MINIMAL = 'schema = 1\n[model.x]\ntitle = "X"\narch = "llama"\n'
 @pytest.mark.parametrize("name", catalogue())
 def test_a_name_of_the_catalogue_can_be_made_up_or_says_why_not(name: str):
     if name in NONE_NEEDED:
-        with pytest.raises(ConfigError, match=r"there is no synthetic '\w+': its file is in the package"):
+        with pytest.raises(
+            ConfigError, match=r"there is no synthetic '\w+': its file is in the package"
+        ):
             dims.find(name)
         return
     made, entry = dims.find(name), catalogue()[name]
@@ -82,7 +84,9 @@ def test_an_entry_without_a_download_or_of_an_architecture_that_is_not_known_is_
         if entry.target is None:
             with pytest.raises(ConfigError, match=f"has no download for '{entry.name}'"):
                 entry.fetch()
-    with pytest.raises(ConfigError, match="'x' is a model of the architecture 'later', which pyspec does not run"):
+    with pytest.raises(
+        ConfigError, match="'x' is a model of the architecture 'later', which pyspec does not run"
+    ):
         parse(MINIMAL.replace("llama", "later"))["x"].fetch()
 
 
@@ -293,14 +297,23 @@ def test_names_are_resolved_without_torch_and_without_the_hub_client():
 
 
 @pytest.mark.parametrize(
-    "name", ["a" * 5000, "/" + "b" * 300 + ".gguf", "~nobody-of-this-name/x.gguf", "a\0b", "/" + "c/" * 3000 + "x.gguf"]
+    "name",
+    [
+        "a" * 5000,
+        "/" + "b" * 300 + ".gguf",
+        "~nobody-of-this-name/x.gguf",
+        "a\0b",
+        "/" + "c/" * 3000 + "x.gguf",
+    ],
 )
 def test_names_that_can_be_no_path_are_the_user_s_mistake(name: str) -> None:
     with pytest.raises(ConfigError):
         resolve(name)
 
 
-def test_a_folder_that_may_not_be_read_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_may_not_be_read_has_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(path: object, **how: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 

@@ -98,12 +98,16 @@ def best_constant(acceptance: list[float], **machine: object) -> tuple[float, in
     ],
     ids=["flat", "flat-chained", "steep", "stairs-chained"],
 )
-def test_the_controller_comes_near_the_best_constant(machine: dict[str, object], acceptance: float, busy: int) -> None:
+def test_the_controller_comes_near_the_best_constant(
+    machine: dict[str, object], acceptance: float, busy: int
+) -> None:
     best, n = best_constant([acceptance] * busy, **machine)
     m = Machine(**machine)  # type: ignore[arg-type]
     m.run(300, [acceptance] * busy)
     got = m.run(800, [acceptance] * busy)
-    near = 0.88 if machine["cost"] is stairs else 0.92  # chained drafts are not kept equally long, which costs passes
+    near = (
+        0.88 if machine["cost"] is stairs else 0.92
+    )  # chained drafts are not kept equally long, which costs passes
     assert got > near * best, f"{got:.1f} tok/s, with n_draft {n} always {best:.1f}"
 
 
@@ -273,7 +277,20 @@ def test_a_machine_that_became_slower_is_noticed() -> None:
     assert sum(n for picks in m.picks[-50:] for n in picks) < 25
 
 
-GRAPHS = {1: 9.7, 2: 9.8, 3: 9.8, 4: 9.9, 6: 10.1, 8: 10.8, 12: 11.0, 16: 11.3, 24: 13.0, 32: 14.6, 48: 17.0, 64: 17.5}
+GRAPHS = {
+    1: 9.7,
+    2: 9.8,
+    3: 9.8,
+    4: 9.9,
+    6: 10.1,
+    8: 10.8,
+    12: 11.0,
+    16: 11.3,
+    24: 13.0,
+    32: 14.6,
+    48: 17.0,
+    64: 17.5,
+}
 # Milliseconds of a 27B verify by padded rows: 1, 8, 16, 32, 128 measured (docs/log.md), the rest between
 GRAPHS |= {80: 18.2, 96: 19.0, 112: 19.9, 128: 20.8}
 
@@ -300,7 +317,10 @@ EXPERTS = {  # every verified token reads experts of its own; 1, 4 (122B: 3), 8 
         True,
     ),
     "Qwen3.5-122B": Card(
-        {1: 3.6, 2: 4.3, 3: 4.9, 4: 5.5, 6: 7.0, 8: 8.3, 12: 10.7, 16: 12.6, 24: 15.7}, 2, {1: 0.3, 8: 0.48}, True
+        {1: 3.6, 2: 4.3, 3: 4.9, 4: 5.5, 6: 7.0, 8: 8.3, 12: 10.7, 16: 12.6, 24: 15.7},
+        2,
+        {1: 0.3, 8: 0.48},
+        True,
     ),
 }
 
@@ -316,7 +336,9 @@ def served(n_slot: int, chance: float, n_round: int, requests: bool = True, card
     for n in (0, n_max // 2, n_max):  # measured by the warm-up
         for _ in range(4):
             rows, live = n_slot * (n + 1), n_slot if n else 0
-            controller.timed(rows, n_slot, graphs[bucket_of(rows)], live, n, card.draft_ms(n_slot, live, n))
+            controller.timed(
+                rows, n_slot, graphs[bucket_of(rows)], live, n, card.draft_ms(n_slot, live, n)
+            )
     ms = tokens = 0.0
     left = [rng.randint(50, 300) for _ in range(n_slot)]
     for _ in range(n_round):
@@ -339,7 +361,9 @@ def served(n_slot: int, chance: float, n_round: int, requests: bool = True, card
 
 @pytest.mark.parametrize("n_slot", [1, 8])
 @pytest.mark.parametrize(("chance", "least"), [(0.1, 0.98), (0.167, 0.98), (0.5, 1.0), (0.845, 2.0)])
-def test_a_large_model_on_a_gpu_is_never_slowed_though_requests_come_and_go(n_slot, chance, least) -> None:
+def test_a_large_model_on_a_gpu_is_never_slowed_though_requests_come_and_go(
+    n_slot, chance, least
+) -> None:
     """0.167 is a mean length of 1.2."""
     assert served(n_slot, chance, 1500) > least
 
@@ -353,13 +377,17 @@ def test_experts_are_never_slowed_whatever_is_accepted(model: str, n_slot: int, 
 
 
 @pytest.mark.parametrize(("n_round", "least"), [(127, 0.978), (255, 0.986), (1000, 0.995)])
-def test_what_drafts_that_nobody_accepts_cost_eight_requests_that_begin_together(n_round: int, least: float) -> None:
+def test_what_drafts_that_nobody_accepts_cost_eight_requests_that_begin_together(
+    n_round: int, least: float
+) -> None:
     assert served(8, 0.0, n_round, requests=False) > least
 
 
 def test_a_choice_of_no_drafts_stands_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     c, weighed = Controller(2, 3), []
-    monkeypatch.setattr(c, "_best", lambda caps: (weighed.append(caps), ([0] * len(caps), "plain: so"))[1])
+    monkeypatch.setattr(
+        c, "_best", lambda caps: (weighed.append(caps), ([0] * len(caps), "plain: so"))[1]
+    )
     monkeypatch.setattr(c, "_plain_is_stale", lambda busy: False)
     monkeypatch.setattr(c, "_may_try", lambda busy: False)
     both, one = [(0, 3), (1, 3)], [(0, 3)]
@@ -425,14 +453,18 @@ def test_all_lengths_at_once_are_weighed_as_one_by_one(seed: int) -> None:
         size = draw.choice([1, 2, 4, 8, 16, 24, 32, 64, 128, n])
         c.verify_ms.add(size, 8 + size * draw.choice([0.01, 0.1, 0.2]) + draw.random())
         size = draw.randint(1, n)
-        c.draft_ms.add(size * c.block.rows(size, draw.randint(1, n_max)) if c.block else size, 0.2 + draw.random())
+        c.draft_ms.add(
+            size * c.block.rows(size, draw.randint(1, n_max)) if c.block else size, 0.2 + draw.random()
+        )
     for _ in range(draw.randint(0, 40)):
         n_draft = draw.randint(1, n_max)
         c.record(draw.randrange(n), n_draft, draw.randint(0, n_draft))
     caps = [(slot, draw.choice([0, n_max, n_max, draw.randint(0, n_max)])) for slot in range(n)]
     best = one_by_one(c, caps)
     found = c._best(caps)[0]
-    assert found in (best, [min(k, ASK_DRAFT) for k in best]) or promised(c, caps, found) > promised(c, caps, best)
+    assert found in (best, [min(k, ASK_DRAFT) for k in best]) or promised(c, caps, found) > promised(
+        c, caps, best
+    )
 
 
 def promised(c: Controller, caps: list[tuple[int, int]], picked: list[int]) -> float:
@@ -457,7 +489,9 @@ def test_offers_are_taken_where_they_promise_more_than_the_drafter() -> None:
     fixed = Controller(2, 6, fixed=True)
     assert fixed.choose([(0, 6), (1, 6)], {0: [0.99, 0.98]}) in ([2, 6], [6, 6])
     fixed.force = 2, 3
-    assert fixed.choose([(0, 6), (1, 6)], {0: good}) == [3, 3] and not fixed.offered, "a warm-up is the drafter's"
+    assert fixed.choose([(0, 6), (1, 6)], {0: good}) == [3, 3] and not fixed.offered, (
+        "a warm-up is the drafter's"
+    )
 
 
 def test_an_offer_alone_costs_its_rows_and_no_draft() -> None:

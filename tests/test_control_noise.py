@@ -50,7 +50,10 @@ class Start:
         """Tokens drafted, and tokens gained."""
         picked = self.controller.choose([(slot, N_MAX) for slot in slots])
         rows, live = len(slots) + sum(picked), sum(n > 0 for n in picked)
-        verify, draft = 10 + 0.4 * (rows - 1), self.draft_ms * bool(live) * (max(picked) if self.chained else 1)
+        verify, draft = (
+            10 + 0.4 * (rows - 1),
+            self.draft_ms * bool(live) * (max(picked) if self.chained else 1),
+        )
         told = self.told(verify), self.told(draft)
         gained = 0
         for slot, n in zip(slots, picked, strict=True):
@@ -58,7 +61,11 @@ class Start:
             self.controller.record(slot, n, k)
             gained += k + 1
         self.controller.timed(rows, len(slots), told[0], live, max(picked), told[1])
-        self.told_ms, self.ms, self.tokens = self.told_ms + sum(told), self.ms + verify + draft, self.tokens + gained
+        self.told_ms, self.ms, self.tokens = (
+            self.told_ms + sum(told),
+            self.ms + verify + draft,
+            self.tokens + gained,
+        )
         return sum(picked), gained
 
     def serve(self, n: int) -> list[tuple[int, int]]:
@@ -89,7 +96,9 @@ def test_the_first_answers_of_a_fresh_engine_draft(inflated: float, quiet: int) 
     for seed in range(100):
         answers = Start(seed, inflated, quiet).serve(8)
         starts.append(next((i for i, (drafted, _) in enumerate(answers) if drafted), 8))
-        steady.append(next((i for i, (drafted, rounds) in enumerate(answers) if 2 * drafted > rounds), 8))
+        steady.append(
+            next((i for i, (drafted, rounds) in enumerate(answers) if 2 * drafted > rounds), 8)
+        )
     assert max(starts) <= 1, "the first two answers draft"
     assert sorted(steady)[90] <= 4, "and nine engines of ten draft in most rounds by the fifth"
 
@@ -113,7 +122,9 @@ def test_drafts_that_are_truly_dear_stop(draft_ms: float, inflated: float) -> No
 @pytest.mark.parametrize("chained", [False, True])
 def test_low_acceptance_loses_nothing_though_early_timings_lied(acceptance, inflated, chained) -> None:
     for seed in range(20):
-        start = Start(seed, inflated, draft_ms=1.0 if chained else 3.0, acceptance=acceptance, chained=chained)
+        start = Start(
+            seed, inflated, draft_ms=1.0 if chained else 3.0, acceptance=acceptance, chained=chained
+        )
         start.serve(50)
         assert start.lost < 0.02, f"seed {seed}: {start.lost:.3f}"
 
@@ -124,7 +135,11 @@ def test_a_request_begins_with_a_little_of_what_was_known_of_its_slot() -> None:
     for _ in range(30):
         c.record(1, 3, 3)
         c.record(2, 3, 0)
-    was, others, common = c.texts.survive([1, 2])[:, 0], c.texts.free.seen.copy(), c.texts.free.common @ LEVELS
+    was, others, common = (
+        c.texts.survive([1, 2])[:, 0],
+        c.texts.free.seen.copy(),
+        c.texts.free.common @ LEVELS,
+    )
     c.begin(1)
     assert c.texts.free.seen.tolist() == others.tolist(), "what is known of everyone stays"
     now = c.texts.survive([1])[0, 0]
@@ -179,7 +194,9 @@ def test_a_doubtful_draft_time_is_taken_again_so_many_times_and_no_more() -> Non
         drafted += [i] if n else []
         c.record(0, n, 0)
         c.timed(1 + n, 1, 10.0 + n / 4, int(n > 0), n, 500.0 * 3 ** len(drafted) if n else 0.0)
-    assert drafted == [6, 19, 44], "6, 12 and 24 rounds after the last; from there on it must have earned what it costs"
+    assert drafted == [6, 19, 44], (
+        "6, 12 and 24 rounds after the last; from there on it must have earned what it costs"
+    )
 
 
 def test_a_plain_round_never_seems_to_take_longer_than_one_of_many_rows() -> None:

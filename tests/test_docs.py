@@ -20,7 +20,12 @@ INDEX = ROOT / "docs" / "log.md"
 MONTHS = sorted((ROOT / "docs" / "log").glob("*.md"))
 NOW = sorted({ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {INDEX})
 PAGES = [*NOW, INDEX, *MONTHS]  # the log may name files that are gone
-PLACES = ("", "pyspec", "pyspec/cuda", "pyspec/cuda/ops")  # where a file that is named without its folder may lie
+PLACES = (
+    "",
+    "pyspec",
+    "pyspec/cuda",
+    "pyspec/cuda/ops",
+)  # where a file that is named without its folder may lie
 
 
 def _name(page: Path) -> str:
@@ -59,7 +64,10 @@ def test_every_link_leads_somewhere(page):
 @pytest.mark.parametrize("month", MONTHS, ids=_name)
 def test_every_section_of_the_log_stands_in_its_index(month):
     index, sections = _text(INDEX), re.findall(r"^## (.+)$", _text(month), re.MULTILINE)
-    assert sections and [head for head in sections if f"(log/{month.name}#{_anchor(head)})" not in index] == []
+    assert (
+        sections
+        and [head for head in sections if f"(log/{month.name}#{_anchor(head)})" not in index] == []
+    )
 
 
 @pytest.mark.parametrize("month", MONTHS, ids=_name)

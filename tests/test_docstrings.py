@@ -10,8 +10,15 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pyspec"
 PUBLIC = [  # modules that programs import, and the rooms that everything else is built on
-    *(PACKAGE / name for name in ("__init__.py", "config.py", "errors.py", "ranges.py", "registry.py", "request.py")),
-    *(path for name in ("draft", "slots", "device", "engine") for path in sorted((PACKAGE / name).glob("*.py"))),
+    *(
+        PACKAGE / name
+        for name in ("__init__.py", "config.py", "errors.py", "ranges.py", "registry.py", "request.py")
+    ),
+    *(
+        path
+        for name in ("draft", "slots", "device", "engine")
+        for path in sorted((PACKAGE / name).glob("*.py"))
+    ),
 ]
 Named = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -34,7 +41,9 @@ def _says_itself(node: Named) -> bool:
 
 def _explained(owner: ast.AST) -> dict[str, bool]:
     """Public functions of a class or module, and whether they have a docstring."""
-    functions = [n for n in getattr(owner, "body", ()) if isinstance(n, ast.FunctionDef) and _is_public(n)]
+    functions = [
+        n for n in getattr(owner, "body", ()) if isinstance(n, ast.FunctionDef) and _is_public(n)
+    ]
     return {n.name: ast.get_docstring(n) is not None for n in functions if not _is_property(n)}
 
 
@@ -42,7 +51,9 @@ def _explained(owner: ast.AST) -> dict[str, bool]:
 def _contracts() -> list[dict[str, bool]]:
     """The protocols of these modules: methods explained there need no docstring where they are implemented."""
     classes = [node for path in PUBLIC for node in _tree(path).body if isinstance(node, ast.ClassDef)]
-    return [_explained(c) for c in classes if any(getattr(base, "id", "") == "Protocol" for base in c.bases)]
+    return [
+        _explained(c) for c in classes if any(getattr(base, "id", "") == "Protocol" for base in c.bases)
+    ]
 
 
 def _explained_elsewhere(owner: ast.AST) -> set[str]:
@@ -58,7 +69,10 @@ def _tree(path: Path) -> ast.Module:
 
 def _missing(path: Path) -> list[str]:
     tree, found = _tree(path), []
-    for owner in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and _is_public(node))):
+    for owner in (
+        tree,
+        *(node for node in tree.body if isinstance(node, ast.ClassDef) and _is_public(node)),
+    ):
         elsewhere = _explained_elsewhere(owner)
         for node in filter(_is_public, owner.body):
             is_said = ast.get_docstring(node) is not None or _says_itself(node) or node.name in elsewhere

@@ -30,9 +30,13 @@ def kinds(of: type[PyspecError] = PyspecError) -> Iterator[type[PyspecError]]:
 
 @pytest.mark.parametrize("kind", [*kinds()], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
-    "send", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy], ids=["pickled", "copied", "deep"]
+    "send",
+    [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy],
+    ids=["pickled", "copied", "deep"],
 )
-def test_an_error_arrives_as_it_was_sent(kind: type[PyspecError], send: Callable[[PyspecError], PyspecError]) -> None:
+def test_an_error_arrives_as_it_was_sent(
+    kind: type[PyspecError], send: Callable[[PyspecError], PyspecError]
+) -> None:
     error = kind(*ARGUMENTS.get(kind, ("page 7 is gone; load again",)))
     error.add_note("seen in a child process")
     if isinstance(error, SlotError):

@@ -66,7 +66,9 @@ def lent(engine: pyspec.Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[A
 
 
 def test_all_examples_are_here_and_in_the_list() -> None:
-    names = {path.name for path in EXAMPLES.iterdir() if path.is_file() and path.suffix in (".py", ".ipynb")}
+    names = {
+        path.name for path in EXAMPLES.iterdir() if path.is_file() and path.suffix in (".py", ".ipynb")
+    }
     assert names == {*SAYS, "client.py", "fastapi_app.py", "notebook.ipynb"}
     listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert all(f"({name})" in listed for name in names)

@@ -13,7 +13,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pyspec"
-CORE = ("engine", "device", "slots", "draft")  # whose classes the glossary has to know, if they bear its words
+CORE = (
+    "engine",
+    "device",
+    "slots",
+    "draft",
+)  # whose classes the glossary has to know, if they bear its words
 
 # Words that had several meanings, or none that a reader could guess, and the folders in which no name has one of them as a part;
 # () are all. What they are called now: lost_track, Lookahead, launch_next, PendingRound; the rest says what is meant each time.
@@ -23,7 +28,14 @@ DEAD: dict[str, tuple[str, ...]] = {
     "fly": (),
     "laid": (),
     "told": (),
-    "turn": ("cuda", "models", "slots", "device", "draft", "sample"),  # a chat's and a benchmark's are turns
+    "turn": (
+        "cuda",
+        "models",
+        "slots",
+        "device",
+        "draft",
+        "sample",
+    ),  # a chat's and a benchmark's are turns
     "job": ("server", "bench", "cli"),  # the loop's
 }
 DEAD_FILES = {"whole.cuh", "next.cuh", "next_product.py", "only_folds.py", "turns.py", "flight.py"}
@@ -51,8 +63,15 @@ def _classes() -> dict[str, list[str]]:
 @cache
 def _words() -> dict[str, str]:
     """The glossary: where each word is at home."""
-    section = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("\n## Words\n")[1].split("\n## ")[0]
-    rows = [re.split(r"\s*\|\s*", line.strip("| ")) for line in section.splitlines() if line.startswith("| ")]
+    section = (
+        (ROOT / "docs" / "architecture.md")
+        .read_text(encoding="utf-8")
+        .split("\n## Words\n")[1]
+        .split("\n## ")[0]
+    )
+    rows = [
+        re.split(r"\s*\|\s*", line.strip("| ")) for line in section.splitlines() if line.startswith("| ")
+    ]
     words = {}
     for names, _, where in rows[2:]:
         for word in names.split(", "):
@@ -73,7 +92,10 @@ def _parts(name: str) -> list[str]:
 @cache
 def _named() -> dict[str, list[tuple[int, str, list[str]]]]:
     """Of each file: the names it gives, where, and in parts."""
-    return {path: [(*found, _parts(found[1])) for found in _given_names(tree)] for path, tree in _trees().items()}
+    return {
+        path: [(*found, _parts(found[1])) for found in _given_names(tree)]
+        for path, tree in _trees().items()
+    }
 
 
 def _given_names(tree: ast.Module) -> Iterator[tuple[int, str]]:

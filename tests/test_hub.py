@@ -29,9 +29,12 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", False)
         monkeypatch.setattr(f"{constants}.ENDPOINT", fake.url)
         monkeypatch.setattr(
-            f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", fake.url + "/{repo_id}/resolve/{revision}/{filename}"
+            f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE",
+            fake.url + "/{repo_id}/resolve/{revision}/{filename}",
         )
-        old = "huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE"  # where old versions have a copy
+        old = (
+            "huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE"  # where old versions have a copy
+        )
         monkeypatch.setattr(old, fake.url + "/{repo_id}/resolve/{revision}/{filename}", raising=False)
         monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client library's retries
@@ -46,7 +49,9 @@ def test_a_download_is_in_the_librarys_cache_and_comes_once(there: FakeHub):
     assert hub.check_hash(path)
 
 
-def test_what_was_broken_off_goes_on_in_the_next_run(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_was_broken_off_goes_on_in_the_next_run(
+    there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 4096)
     there.cut = [100_000] + [0] * 20
     with pytest.raises(DownloadError, match=r"0\.1 MB of 0\.3 MB are kept: run it again to resume"):
@@ -61,9 +66,13 @@ def test_what_was_broken_off_goes_on_in_the_next_run(there: FakeHub, tmp_path: P
 
 def test_a_damaged_download_is_not_kept(there: FakeHub, tmp_path: Path):
     there.lies = {"m-Q8_0.gguf"}
-    with pytest.raises(DownloadError, match=r"is damaged: its SHA-256 is .* it was deleted, download it again"):
+    with pytest.raises(
+        DownloadError, match=r"is damaged: its SHA-256 is .* it was deleted, download it again"
+    ):
         hub.from_hub(REPO)
-    assert not [p for p in (tmp_path / "hub").rglob("*") if p.is_file() and p.stat().st_size >= len(LARGE)]
+    assert not [
+        p for p in (tmp_path / "hub").rglob("*") if p.is_file() and p.stat().st_size >= len(LARGE)
+    ]
     there.lies = set()
     assert hub.from_hub(REPO).read_bytes() == LARGE
 
@@ -105,14 +114,25 @@ NAMES = [
             "model-mm-proj.Q8_0.gguf",
             "a/vision_projector-Q8_0.gguf",
         ),
-        *("Model.imatrix.gguf", "Model-IMatrix.gguf", "mtp-Model-Q8_0.gguf", "q/MTP_Model-Q4_K_M.gguf", "mtp.gguf"),
+        *(
+            "Model.imatrix.gguf",
+            "Model-IMatrix.gguf",
+            "mtp-Model-Q8_0.gguf",
+            "q/MTP_Model-Q4_K_M.gguf",
+            "mtp.gguf",
+        ),
         *(
             "dflash-Model-Q8_0.gguf",
             "Model-8B-DFlash-b16-Q8_0.gguf",
             "Model-0.5B-draft-Q4_K_M.gguf",
             "draft/Model-Q8_0.gguf",
         ),
-        *("Model.Draft.Q8_0.gguf", "EAGLE3-Model-Q8_0.gguf", "Model-eagle-Q4_K_M.gguf", "dspark-Model-Q8_0.gguf"),
+        *(
+            "Model.Draft.Q8_0.gguf",
+            "EAGLE3-Model-Q8_0.gguf",
+            "Model-eagle-Q4_K_M.gguf",
+            "dspark-Model-Q8_0.gguf",
+        ),
     ],
 )
 def test_what_goes_beside_a_model_is_never_taken_for_one(beside: str):
@@ -124,9 +144,16 @@ def test_what_goes_beside_a_model_is_never_taken_for_one(beside: str):
 
 
 def test_a_repository_whose_models_were_all_quantised_with_a_matrix_has_models():
-    names = ["Model-imatrix-Q4_K_M.gguf", "Model-imatrix-Q8_0.gguf", "imatrix.gguf", "mmproj-imatrix-Q4_K_M.gguf"]
+    names = [
+        "Model-imatrix-Q4_K_M.gguf",
+        "Model-imatrix-Q8_0.gguf",
+        "imatrix.gguf",
+        "mmproj-imatrix-Q4_K_M.gguf",
+    ]
     assert hub.choose(names) == ["Model-imatrix-Q4_K_M.gguf"] and hub.choose(names, "Q8_0") == [names[1]]
-    assert hub.choose(["m-Q8_0.gguf", "d/Model-DFlash-Q8_0.gguf"], drafter=True) == ["d/Model-DFlash-Q8_0.gguf"]
+    assert hub.choose(["m-Q8_0.gguf", "d/Model-DFlash-Q8_0.gguf"], drafter=True) == [
+        "d/Model-DFlash-Q8_0.gguf"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +165,9 @@ def test_a_repository_whose_models_were_all_quantised_with_a_matrix_has_models()
         (NAMES[-3], "", ["dflash-m-BF16.gguf", "BF16/mtp-m-BF16.gguf", "eagle3-m.gguf"]),
     ],
 )
-def test_the_sidecar_nearest_to_the_target_is_found_for_each_kind(target: str, quant: str, found: list[str]):
+def test_the_sidecar_nearest_to_the_target_is_found_for_each_kind(
+    target: str, quant: str, found: list[str]
+):
     assert [s.file for s in hub.sidecars(NAMES, target, quant)] == found
     assert hub.sidecars(["m-Q8_0.gguf", "other/mtp-m-Q8_0.gguf"], "m-Q8_0.gguf") == []
 
@@ -153,7 +182,9 @@ def test_one_sidecar_is_taken_and_each_has_its_reason(tmp_path: Path):
         "mtp-m-Q8_0.gguf: not taken, dflash goes first; --spec-type mtp takes this one",
         "eagle3-m.gguf: not taken, dflash goes first; --spec-type eagle3 takes this one",
     ]
-    assert choose_sidecar(hub.sidecars(["m-Q8_0.gguf", "dspark-m.gguf"], "m-Q8_0.gguf"), plain, "auto") == (
+    assert choose_sidecar(
+        hub.sidecars(["m-Q8_0.gguf", "dspark-m.gguf"], "m-Q8_0.gguf"), plain, "auto"
+    ) == (
         None,
         ["dspark-m.gguf: not taken, this version has no dspark"],
     )
@@ -174,11 +205,16 @@ def test_one_sidecar_is_taken_and_each_has_its_reason(tmp_path: Path):
 def test_a_target_whose_mtp_block_was_removed_takes_the_sidecar(tmp_path: Path, n_block: int):
     whole = synth.write("qwen35", tmp_path / "o.gguf", tiny=True)
     trunk = rewrite(
-        whole, tmp_path / "t.gguf", drop=lambda n: n.startswith("blk.4."), change={"qwen35.block_count": n_block}
+        whole,
+        tmp_path / "t.gguf",
+        drop=lambda n: n.startswith("blk.4."),
+        change={"qwen35.block_count": n_block},
     )
     with open_gguf(trunk) as file:
         assert file.hparams.integer("nextn_predict_layers") == 1
-    best, _ = choose_sidecar(hub.sidecars(["m-Q8_0.gguf", "mtp-m-Q8_0.gguf"], "m-Q8_0.gguf"), trunk, "auto")
+    best, _ = choose_sidecar(
+        hub.sidecars(["m-Q8_0.gguf", "mtp-m-Q8_0.gguf"], "m-Q8_0.gguf"), trunk, "auto"
+    )
     assert best is not None and best.kind == "mtp"
 
 
@@ -239,12 +275,16 @@ def test_fit_needs_the_size_of_what_it_does_not_fetch(there: FakeHub, tmp_path: 
         hub.from_hub(REPO)
 
 
-def test_minus_hf_loads_the_drafter_beside_the_target(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_minus_hf_loads_the_drafter_beside_the_target(
+    there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from pyspec.engine.api import Engine
 
     there.files = {
         "m-Q8_0.gguf": synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False).read_bytes(),
-        "dflash-m-Q8_0.gguf": synth.write("qwen35", tmp_path / "d.gguf", tiny=True, drafter=True).read_bytes(),
+        "dflash-m-Q8_0.gguf": synth.write(
+            "qwen35", tmp_path / "d.gguf", tiny=True, drafter=True
+        ).read_bytes(),
     }
     given: list[tuple[str, str]] = []
 
@@ -260,13 +300,18 @@ def test_minus_hf_loads_the_drafter_beside_the_target(there: FakeHub, tmp_path: 
 
 def test_pull_of_a_packaged_pair_and_of_nothing():
     done = CliRunner().invoke(main, ["pull", "demo", "--json"])
-    assert [(f["role"], f["hashed"]) for f in json.loads(done.stdout)] == [("target", True), ("dflash", True)]
+    assert [(f["role"], f["hashed"]) for f in json.loads(done.stdout)] == [
+        ("target", True),
+        ("dflash", True),
+    ]
     for args, said in ([], "no model given"), (["nowhere"], "is not in the catalogue"):
         done = CliRunner().invoke(main, ["pull", *args])
         assert done.exit_code == 2 and said in done.stderr
 
 
-def test_a_hash_is_that_of_the_whole_file_and_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_hash_is_that_of_the_whole_file_and_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from pyspec.hub import fetch
     from pyspec.progress import listening
 

@@ -26,7 +26,10 @@ INDEXES = re.compile(r"download\.pytorch\.org|pypi\.org|pythonhosted\.org")
 
 def texts() -> Iterator[tuple[str, str]]:
     """Every file of the tree that a person may read or run, by its name."""
-    for top in (ROOT, *(ROOT / name for name in ("docs", "pyspec", "deploy", "examples", "tests", "tools"))):
+    for top in (
+        ROOT,
+        *(ROOT / name for name in ("docs", "pyspec", "deploy", "examples", "tests", "tools")),
+    ):
         for kind in KINDS:
             for path in top.glob(kind) if top == ROOT else top.rglob(kind):
                 yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
@@ -36,9 +39,15 @@ def distributions(line: str) -> list[str]:
     """Names of the packages that a `pip install` line takes from the index."""
     words = [word.strip("'\"") for word in line.split()]
     after_option = {
-        i + 1 for i, word in enumerate(words) if word in ("-c", "-r", "--constraint", "--requirement", "--index-url")
+        i + 1
+        for i, word in enumerate(words)
+        if word in ("-c", "-r", "--constraint", "--requirement", "--index-url")
     }
-    taken = [word for i, word in enumerate(words) if i not in after_option and not word.startswith(("-", ".", "/"))]
+    taken = [
+        word
+        for i, word in enumerate(words)
+        if i not in after_option and not word.startswith(("-", ".", "/"))
+    ]
     return [re.split(r"[\[=<>!~; ]", word)[0].lower() for word in taken]
 
 
@@ -70,7 +79,9 @@ def test_the_tree_names_no_index():
 
 
 def test_what_messages_and_make_ask_for_is_what_the_project_needs():
-    assert [word.strip("'") for word in CUDA_PACKAGES.split()] == PROJECT["optional-dependencies"]["cuda"]
+    assert [word.strip("'") for word in CUDA_PACKAGES.split()] == PROJECT["optional-dependencies"][
+        "cuda"
+    ]
     assert install_torch.WANTED in PROJECT["dependencies"]
     assert install_torch.is_new_enough(install_torch.TESTED.removeprefix("torch=="))
 
@@ -88,7 +99,9 @@ def test_a_torch_that_fits_stays(found: str, is_enough: bool):
 
 def test_a_driver_is_seen_by_what_the_kernel_shows_or_by_its_tool(tmp_path: Path):
     assert not install_torch.has_driver(tmp_path, lambda name: None)
-    assert install_torch.has_driver(tmp_path, lambda name: f"/usr/bin/{name}" if name == "nvidia-smi" else None)
+    assert install_torch.has_driver(
+        tmp_path, lambda name: f"/usr/bin/{name}" if name == "nvidia-smi" else None
+    )
     for name in install_torch.DRIVER_FILES:
         root = tmp_path / name.replace("/", "_")
         (root / name[1:]).parent.mkdir(parents=True)
@@ -106,7 +119,9 @@ class Machine:
         self.ran.append(" ".join(words))
         return int(any(self.ran[-1].startswith(begin) for begin in self.broken))
 
-    def install(self, asked: str = "", found: str = "", *, is_linux: bool = True, driver: bool = False) -> int:
+    def install(
+        self, asked: str = "", found: str = "", *, is_linux: bool = True, driver: bool = False
+    ) -> int:
         todo = install_torch.commands(asked, found, is_linux=is_linux, driver=driver)
         return install_torch.install(todo, self.run, self.said.append)
 

@@ -64,13 +64,20 @@ def renamed(path: Path, arch: bytes) -> bytes:
     ],
     ids=lambda command: command[0],
 )
-def test_a_model_that_no_machine_runs_is_refused_by_its_head(there: FakeHub, tmp_path: Path, command: tuple[str, ...]):
-    there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9")}
+def test_a_model_that_no_machine_runs_is_refused_by_its_head(
+    there: FakeHub, tmp_path: Path, command: tuple[str, ...]
+):
+    there.files = {
+        "m-Q8_0.gguf": renamed(
+            synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9"
+        )
+    }
     done = call(*command)
     assert done.exit_code == 3, done.output
     said = done.stderr
     assert (
-        "m-Q8_0.gguf is a model of the architecture 'gemma9'" in said and "Qwen3.5 to 3.8 (qwen35, qwen35moe)" in said
+        "m-Q8_0.gguf is a model of the architecture 'gemma9'" in said
+        and "Qwen3.5 to 3.8 (qwen35, qwen35moe)" in said
     )
     assert "llama-server" in said and "Adding things" in said
     assert gets(there) == {f"bytes=0-{HEAD - 1}"} and not list((tmp_path / "hub").rglob("blobs/*"))
@@ -78,9 +85,15 @@ def test_a_model_that_no_machine_runs_is_refused_by_its_head(there: FakeHub, tmp
 
 def test_an_unknown_model_with_an_mtp_block_is_no_drafter(there: FakeHub, tmp_path: Path):
     """GLM-4.5's and DeepSeek-V3's files have an MTP block: calling them drafters would mislead."""
-    there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=True), b"glm4me")}
+    there.files = {
+        "m-Q8_0.gguf": renamed(
+            synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=True), b"glm4me"
+        )
+    }
     done = call("fit", "-hf", REPO)
-    assert done.exit_code == 3 and "m-Q8_0.gguf is a model of the architecture 'glm4me'" in done.stderr, done.output
+    assert (
+        done.exit_code == 3 and "m-Q8_0.gguf is a model of the architecture 'glm4me'" in done.stderr
+    ), done.output
     assert "drafter (" not in done.stderr
 
 
@@ -98,7 +111,9 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def wide(fake: FakeHub, folder: Path, **quants: str) -> None:
     """Files of one model in several quantisations."""
     fake.files = {
-        f"m-{name}.gguf": synth.write(WIDE, folder / f"{name}.gguf", quant=quant, hollow=True).read_bytes()
+        f"m-{name}.gguf": synth.write(
+            WIDE, folder / f"{name}.gguf", quant=quant, hollow=True
+        ).read_bytes()
         for name, quant in quants.items()
     }
 
@@ -116,12 +131,17 @@ def test_what_does_not_fit_names_the_quantisation_that_does(
         there.asked.clear()
         done = call(*command, *SMALL_LOAD)
         assert done.exit_code == 5, done.output
-        assert "m-F32.gguf needs " in done.stderr and f"from the same repository: -hf {REPO}:Q8_0 (" in done.stderr
+        assert (
+            "m-F32.gguf needs " in done.stderr
+            and f"from the same repository: -hf {REPO}:Q8_0 (" in done.stderr
+        )
         assert "--no-look" in done.stderr and len(done.stderr.split("Error: ")[-1].splitlines()) == 1
         assert "" not in gets(there) and not list((tmp_path / "hub").rglob("blobs/*"))
 
 
-def test_with_fewer_slots_or_tokens_it_may_fit(there: FakeHub, tmp_path: Path, room: Callable[[int], None]):
+def test_with_fewer_slots_or_tokens_it_may_fit(
+    there: FakeHub, tmp_path: Path, room: Callable[[int], None]
+):
     wide(there, tmp_path, Q8_0="q8_0", Q4_0="q4_0")
     room(47)
     done = call("run", "-hf", REPO, "-p", "Hi", "-np", "33", "-c", "1024", "-ub", "16")
@@ -133,15 +153,21 @@ def test_a_person_who_insists_downloads_it(there: FakeHub, tmp_path: Path, room:
     room(45)
     done = call("run", "-hf", f"{REPO}:F32", "-p", "Hi", "--no-look", *SMALL_LOAD)
     assert done.exit_code == 5 and "are free on cpu" in done.stderr
-    assert "" in gets(there) and hub.from_hub(REPO, "F32").stat().st_size == len(there.files["m-F32.gguf"])
+    assert "" in gets(there) and hub.from_hub(REPO, "F32").stat().st_size == len(
+        there.files["m-F32.gguf"]
+    )
 
 
-def test_pull_tells_that_it_does_not_fit_and_goes_on(there: FakeHub, tmp_path: Path, room: Callable[[int], None]):
+def test_pull_tells_that_it_does_not_fit_and_goes_on(
+    there: FakeHub, tmp_path: Path, room: Callable[[int], None]
+):
     wide(there, tmp_path, F32="f32", Q4_0="q4_0")
     room(20)
     done = call("pull", "-hf", f"{REPO}:F32", "--json")
     assert done.exit_code == 0, done.output
-    assert "too large for this machine: m-F32.gguf needs" in done.stderr and "--no-look" not in done.stderr
+    assert (
+        "too large for this machine: m-F32.gguf needs" in done.stderr and "--no-look" not in done.stderr
+    )
     assert json.loads(done.stdout)[0]["bytes"] == len(there.files["m-F32.gguf"])
 
 
@@ -149,16 +175,21 @@ def test_fit_names_a_file_that_would_fit(there: FakeHub, tmp_path: Path):
     wide(there, tmp_path, F32="f32", Q8_0="q8_0", Q4_0="q4_0")
     asked = ("fit", "-hf", f"{REPO}:F32", "--weights", "packed", *SMALL_LOAD)
     plan = json.loads(call(*asked, "--vram", "80G", "--json").stdout)["plan"]
-    mib = int((plan["total"] - (15 << 20)) / 0.96) >> 20  # of 50 that the weights take as F32, and 13 as Q8_0
+    mib = (
+        int((plan["total"] - (15 << 20)) / 0.96) >> 20
+    )  # of 50 that the weights take as F32, and 13 as Q8_0
     about = json.loads(call(*asked, "--vram", f"{mib}M", "--json").stdout)
     assert about["flags"] == [] and f"-hf {REPO}:Q8_0" in about["instead"]
     done = call(*asked, "--vram", f"{mib}M")
     assert (
-        done.exit_code == 5 and f"nothing fits. This fits, from the same repository: -hf {REPO}:Q8_0 (" in done.stderr
+        done.exit_code == 5
+        and f"nothing fits. This fits, from the same repository: -hf {REPO}:Q8_0 (" in done.stderr
     )
 
 
-def test_what_is_here_is_not_looked_at_twice(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_here_is_not_looked_at_twice(
+    there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     there.files = {"m-Q8_0.gguf": synth.write("qwen3", tmp_path / "m.gguf", tiny=True).read_bytes()}
     hub.from_hub(REPO)
     monkeypatch.setattr("pyspec.engine.plan.look.fit", lambda *args: pytest.fail("it is here"))
@@ -168,7 +199,9 @@ def test_what_is_here_is_not_looked_at_twice(there: FakeHub, tmp_path: Path, mon
     assert gets(there) == set()
 
 
-def test_a_head_that_is_longer_is_fetched_in_two_steps(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_head_that_is_longer_is_fetched_in_two_steps(
+    there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path = synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False)
     there.files = {"m-Q8_0.gguf": path.read_bytes()}
     monkeypatch.setattr("pyspec.hub.fetch.FIRST_BYTES", 777)
@@ -194,7 +227,9 @@ def test_without_a_network_one_line_says_what_is_left(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(
-        huggingface_hub.HfApi, "list_repo_files", lambda *args: pytest.fail("the library tries for half a minute")
+        huggingface_hub.HfApi,
+        "list_repo_files",
+        lambda *args: pytest.fail("the library tries for half a minute"),
     )
     done = call(*command)
     assert done.exit_code == 7, done.output
@@ -249,7 +284,9 @@ def test_what_does_not_answer_is_not_asked_again_at_once(monkeypatch: pytest.Mon
     now, asked = [100.0], list[str]()
     monkeypatch.setattr(network, "_silent", {})
     monkeypatch.setattr(network.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(network, "_why_silent", lambda url, patience_s: asked.append(url) or f"{url} is silent")
+    monkeypatch.setattr(
+        network, "_why_silent", lambda url, patience_s: asked.append(url) or f"{url} is silent"
+    )
     for at in (100.0, 101.0, 119.9, 120.1, 121.0):
         now[0] = at
         assert network.unreachable("http://a") == "http://a is silent"
@@ -269,7 +306,12 @@ def test_a_download_tells_how_far_it_is(there: FakeHub, monkeypatch: pytest.Monk
     with listening(lambda stage, part: heard.append((stage, part))):
         hub.from_hub(REPO)
     told = [part for stage, part in heard if stage == "download m-Q8_0.gguf"]
-    assert told == sorted(told) and told[0] == 0 and told[-1] == 1 and len({part for part in told if 0 < part < 1}) > 2
+    assert (
+        told == sorted(told)
+        and told[0] == 0
+        and told[-1] == 1
+        and len({part for part in told if 0 < part < 1}) > 2
+    )
 
 
 def test_what_draws_a_bar_draws_instead_of_the_client_library(there: FakeHub):
@@ -296,12 +338,15 @@ def test_a_disk_without_room_is_told_before_it_is_full(there: FakeHub, monkeypat
     usage = shutil.disk_usage("/")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=299_999))
     with pytest.raises(
-        DownloadError, match=r"m-Q8_0\.gguf needs 0\.3 MB of disk .* are free; HF_HOME names another folder"
+        DownloadError,
+        match=r"m-Q8_0\.gguf needs 0\.3 MB of disk .* are free; HF_HOME names another folder",
     ):
         hub.from_hub(REPO)
 
 
-def test_run_without_a_terminal_shows_lines(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_run_without_a_terminal_shows_lines(
+    there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from pyspec.cli import meter
 
     monkeypatch.setattr(meter, "FIRST_S", 0.0)
@@ -313,34 +358,57 @@ def test_run_without_a_terminal_shows_lines(there: FakeHub, tmp_path: Path, monk
     assert done.exit_code == 0 and "loading: download m-Q8_0.gguf: " in done.stderr
 
 
-def test_a_server_looks_in_a_process_of_its_own(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_looks_in_a_process_of_its_own(
+    there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """With the hub's environment variables, which are all that another process knows."""
-    there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9")}
+    there.files = {
+        "m-Q8_0.gguf": renamed(
+            synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9"
+        )
+    }
     monkeypatch.setenv("HF_ENDPOINT", there.url)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("pyspec.engine.process.process.start_ahead", lambda: None)
-    monkeypatch.setattr("pyspec.engine.plan.look.look", lambda *args: pytest.fail("in the server's process"))
+    monkeypatch.setattr(
+        "pyspec.engine.plan.look.look", lambda *args: pytest.fail("in the server's process")
+    )
     done = call("server", "-hf", REPO, "--port", "0")
-    assert done.exit_code == 3 and "m-Q8_0.gguf is a model of the architecture 'gemma9'" in done.stderr, done.output
-    assert {span[:8] for span in gets(there)} == {"bytes=0-"} and not list((tmp_path / "hub").rglob("blobs/*"))
+    assert (
+        done.exit_code == 3 and "m-Q8_0.gguf is a model of the architecture 'gemma9'" in done.stderr
+    ), done.output
+    assert {span[:8] for span in gets(there)} == {"bytes=0-"} and not list(
+        (tmp_path / "hub").rglob("blobs/*")
+    )
 
 
-def test_a_look_that_dies_is_no_refusal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_look_that_dies_is_no_refusal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     from pyspec.engine.plan import look_apart
 
     monkeypatch.setattr(look_apart, "COMMAND", (sys.executable, "-c", "raise SystemExit(9)"))
     assert (
-        look_apart.looked(abs, look_apart.Named(repo=REPO), apart=True) == "" and "ended with status 9" in caplog.text
+        look_apart.looked(abs, look_apart.Named(repo=REPO), apart=True) == ""
+        and "ended with status 9" in caplog.text
     )  # type: ignore[arg-type]
 
 
-def test_a_program_is_refused_before_the_download_too(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_program_is_refused_before_the_download_too(
+    there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from pyspec import catalog
     from pyspec.engine.api import Engine
     from pyspec.errors import UnknownArchitecture
 
-    there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9")}
-    entry = catalog.Entry(name="mine", title="", arch="qwen35", target=catalog.Source(repo=REPO, quant="Q8_0"))
+    there.files = {
+        "m-Q8_0.gguf": renamed(
+            synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9"
+        )
+    }
+    entry = catalog.Entry(
+        name="mine", title="", arch="qwen35", target=catalog.Source(repo=REPO, quant="Q8_0")
+    )
     monkeypatch.setattr(catalog, "catalogue", lambda: {"mine": entry})
     for name in ("mine", "MINE:q8_0"):
         with pytest.raises(UnknownArchitecture, match="'gemma9'"):
@@ -401,7 +469,11 @@ def test_a_name_with_a_quantisation_is_another_file_of_its_repository(monkeypatc
     entry = find("Qwen3.6-27B:q4_k_m")
     plain = catalogue()["qwen3.6-27b"]
     assert entry is not None and entry.target is not None and plain.target is not None
-    assert (entry.target.repo, entry.target.quant, entry.target.file) == (plain.target.repo, "q4_k_m", "")
+    assert (entry.target.repo, entry.target.quant, entry.target.file) == (
+        plain.target.repo,
+        "q4_k_m",
+        "",
+    )
     assert entry.draft == plain.draft and entry.arch == plain.arch
     assert find("nothing:Q8_0") is None and find("qwen3.6-27b:") is None
     with pytest.raises(ConfigError, match="one quantisation only"):
@@ -429,6 +501,8 @@ def test_every_name_of_the_catalogue_can_be_made_and_its_sizes_are_those_of_a_pl
     (own, small) = catalogue()[name].needs()
     assert (own.name, small.name) == (name, f"{name}:Q4_K_M")
     path = synth.write(name, tmp_path / "m.gguf", hollow=True, mtp=False)
-    report = fit(path, settings_from({"np": 1, "ctx": 8192, "spec_type": "none", "weights": "packed"}), 80 << 30)
+    report = fit(
+        path, settings_from({"np": 1, "ctx": 8192, "spec_type": "none", "weights": "packed"}), 80 << 30
+    )
     assert own.bytes == pytest.approx(path.stat().st_size, rel=0.02)
     assert own.memory == pytest.approx(report.asked.total, rel=0.1), "`beside` in models.toml is about"

@@ -93,7 +93,9 @@ def test_a_mistake_is_one_line(
     assert end.value.code == 2 and capsys.readouterr().err.splitlines()[-1].endswith(said)
 
 
-def test_tests_that_do_not_run_are_told(called: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_that_do_not_run_are_told(
+    called: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (called / "bin" / "python").write_text("#!/bin/sh\nexit 3\n")
     monkeypatch.setattr(sys, "argv", ["run.py", str(source), "--python", "bin/python"])
     with pytest.raises(SystemExit, match=r"their tests did not run: .* ended with status 3"):

@@ -20,7 +20,11 @@ PENDING: dict[str, float] = {}
 
 def parts() -> dict[str, list[str]]:
     """Files and folders that have a limit of their own. docs/log is left out: it keeps the words of its day."""
-    documents = ["README.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+    documents = [
+        "README.md",
+        "CHANGELOG.md",
+        *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    ]
     folders = [f"pyspec/{path.name}" for path in (ROOT / "pyspec").iterdir() if any(path.glob("*.py"))]
     whole = ["tools", "tests", "examples"]
     found = {name: [name] for name in [*documents, *folders, *whole] if name not in prose.LEFT_OUT}
@@ -35,7 +39,9 @@ def share_of(names: list[str]) -> float:
 def test_few_words_of_the_dialect(part):
     share = share_of(parts()[part])
     limit = PENDING.get(part, LIMIT)
-    assert share < limit, f"{share:.1f} of 1,000 words; python tools/prose.py {' '.join(parts()[part])} lists the lines"
+    assert share < limit, (
+        f"{share:.1f} of 1,000 words; python tools/prose.py {' '.join(parts()[part])} lists the lines"
+    )
 
 
 def test_no_finished_part_is_pending():

@@ -92,7 +92,12 @@ def test_a_hostile_value_is_legal_or_refused_in_one_line(owner: type) -> None:
                 else:
                     check_request(replace(GOOD, params=replace(SamplingParams(), **{rule.name: value})))
             except RequestError as e:
-                assert str(e).startswith(rule.name) and "want" in str(e) and "\n" not in str(e) and len(str(e)) < 200
+                assert (
+                    str(e).startswith(rule.name)
+                    and "want" in str(e)
+                    and "\n" not in str(e)
+                    and len(str(e)) < 200
+                )
 
 
 def test_a_ban_and_a_list_are_legal() -> None:
@@ -107,11 +112,20 @@ def test_what_is_no_request_is_refused() -> None:
 
 
 def test_values_are_shown_short_and_on_one_line() -> None:
-    assert shown("a\x1b\n") == r"'a\x1b\n'" and len(shown("x" * 999)) == 40 and shown(10**9999) == "a huge number"
+    assert (
+        shown("a\x1b\n") == r"'a\x1b\n'"
+        and len(shown("x" * 999)) == 40
+        and shown(10**9999) == "a huge number"
+    )
 
 
 def test_kinds_say_what_they_want() -> None:
-    assert Whole(0, 9, "0: automatic").flaw(10) == "is 10; want a whole number from 0 to 9 (0: automatic)"
+    assert (
+        Whole(0, 9, "0: automatic").flaw(10) == "is 10; want a whole number from 0 to 9 (0: automatic)"
+    )
     assert Real(0, 1).flaw(2) == "is 2; want a number from 0 to 1" and not Real(0, 1).flaw(1)
     assert OneOf((16, 32)).flaw(True) == "is True; want one of 16, 32" and not OneOf((16, 32)).flaw(16)
-    assert Many(Pair(Whole(0, 1), Text())).flaw([(0, "a"), (2, "b")]) == "[1] is 2; want a whole number from 0 to 1"
+    assert (
+        Many(Pair(Whole(0, 1), Text())).flaw([(0, "a"), (2, "b")])
+        == "[1] is 2; want a whole number from 0 to 1"
+    )

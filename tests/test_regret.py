@@ -51,5 +51,8 @@ def test_who_reads_every_token_loses_little_and_learns_what_a_text_is_like() -> 
     for _ in range(30):
         seer.saw(0, [False])
     assert seer([(0, 3)], np.zeros((1, 3)))[0] < 3
-    best, own = (Served(card, "mixed", steady(4), 8, 0, pick).run(300) for pick in (oracle(card), Seer(card, "mixed")))
+    best, own = (
+        Served(card, "mixed", steady(4), 8, 0, pick).run(300)
+        for pick in (oracle(card), Seer(card, "mixed"))
+    )
     assert 0.97 * best < own < 1.01 * best

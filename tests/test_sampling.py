@@ -29,9 +29,14 @@ def test_a_cover_of_cases_by_hand_has_what_occurs_and_no_more() -> None:
     cases = [{"a": rng.randint(0, 3), "b": rng.randint(0, 3), "c": rng.randint(0, 3)} for _ in range(40)]
     pairs = lambda case: {frozenset(x) for x in combinations(case.items(), 2)}  # noqa: E731
     chosen = cover(cases, 2)
-    assert set().union(*(pairs(cases[i]) for i in chosen)) == set().union(*map(pairs, cases)) and len(chosen) < 40
+    assert (
+        set().union(*(pairs(cases[i]) for i in chosen)) == set().union(*map(pairs, cases))
+        and len(chosen) < 40
+    )
     assert cover(cases, 2) == chosen, "every worker chooses the same"
-    assert cover([{"only": i} for i in range(5)], 2) == set(range(5)), "one parameter has no pairs: all values stay"
+    assert cover([{"only": i} for i in range(5)], 2) == set(range(5)), (
+        "one parameter has no pairs: all values stay"
+    )
 
 
 def test_values_that_are_chosen_once_more_are_those_chosen_least() -> None:
@@ -91,6 +96,7 @@ def test_fast_and_slow_cases_together_are_all_cases(pytester: pytest.Pytester) -
     )
     args = ("-p", "no:cacheprovider", "-o", "markers=slow\nsampled")
     counts = [
-        pytester.runpytest_inprocess(*args, *which).parseoutcomes() for which in (("-m", "not slow"), ("-m", "slow"))
+        pytester.runpytest_inprocess(*args, *which).parseoutcomes()
+        for which in (("-m", "not slow"), ("-m", "slow"))
     ]
     assert [c["passed"] for c in counts] == [16 + 4 + 4 + 2, 16 + 8 + 1]

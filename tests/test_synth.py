@@ -36,8 +36,15 @@ def test_real_models_have_the_published_tensor_and_parameter_counts() -> None:
     assert [count("qwen3.6-27b", p) for p in (Parts(), with_mtp, sidecar)] == [851, 866, 18]
     assert count("qwen3.5-4b", Parts()) == 426
     assert n_params("qwen3.6-27b", Parts()) == pytest.approx(26.896, abs=1e-3)
-    assert n_params("qwen3.6-27b", with_mtp) - n_params("qwen3.6-27b", Parts()) == pytest.approx(0.425, abs=1e-3)
-    assert [round(n_params(f"qwen3.5-{x}", Parts()), 2) for x in ("9b", "4b", "2b", "0.8b")] == [8.95, 4.21, 1.88, 0.75]
+    assert n_params("qwen3.6-27b", with_mtp) - n_params("qwen3.6-27b", Parts()) == pytest.approx(
+        0.425, abs=1e-3
+    )
+    assert [round(n_params(f"qwen3.5-{x}", Parts()), 2) for x in ("9b", "4b", "2b", "0.8b")] == [
+        8.95,
+        4.21,
+        1.88,
+        0.75,
+    ]
     assert count("qwen3.6-35b-a3b", with_mtp) == 753
     for name, trunk, block in (("qwen3.5-122b-a10b", 122.11, 2.52), ("qwen3.6-35b-a3b", 34.66, 0.845)):
         assert n_params(name, Parts()) == pytest.approx(trunk, abs=0.005)
@@ -61,7 +68,9 @@ def test_the_27b_drafter_is_the_published_one() -> None:
     dims = drafter_of(find("qwen3.6-27b"))
     assert dims.taps == (1, 16, 31, 46, 61)
     assert (dims.mask_id, dims.block, dims.window) == (248_070, 16, 2048)
-    assert sum(np.prod(s.shape, dtype=float) for s in layout.tensors(dims, Parts())) == pytest.approx(1.73e9, rel=5e-3)
+    assert sum(np.prod(s.shape, dtype=float) for s in layout.tensors(dims, Parts())) == pytest.approx(
+        1.73e9, rel=5e-3
+    )
     assert drafter_of(find("qwen3-8b")).taps == (1, 9, 17, 25, 33)
 
 
@@ -80,7 +89,9 @@ def test_a_tiny_model_holds_every_tensor(name: str, quant: str, tmp_path: Path) 
     with open_gguf(synth.write(name, tmp_path / "m.gguf", quant=quant, tiny=True)) as file:
         dims = synth.TINY[name]
         parts = layout.parts_of(dims)
-        assert {k: t.shape for k, t in file.tensors.items()} == {s.name: s.shape for s in layout.tensors(dims, parts)}
+        assert {k: t.shape for k, t in file.tensors.items()} == {
+            s.name: s.shape for s in layout.tensors(dims, parts)
+        }
         assert file.architecture == dims.arch
         assert file.hparams.integer("block_count") == dims.n_layer + parts.mtp
         assert len(set(file.fields.strings("tokenizer.ggml.tokens"))) == dims.n_vocab
@@ -93,7 +104,9 @@ def test_a_tiny_model_holds_every_tensor(name: str, quant: str, tmp_path: Path) 
         assert file.n_bytes < 1 << 21
 
 
-@pytest.mark.parametrize("quant", [q for q in synth.QUANTS if q not in ("f32", "q8_0") and not q.endswith("_moe")])
+@pytest.mark.parametrize(
+    "quant", [q for q in synth.QUANTS if q not in ("f32", "q8_0") and not q.endswith("_moe")]
+)
 def test_every_quantisation_gives_its_type_and_the_same_spread(quant: str, tmp_path: Path) -> None:
     with open_gguf(synth.write("qwen35", tmp_path / "m.gguf", quant=quant, tiny=True)) as file:
         name = "blk.0.ffn_down.weight"
@@ -102,7 +115,9 @@ def test_every_quantisation_gives_its_type_and_the_same_spread(quant: str, tmp_p
         if quant == "nvfp4":
             values = values * tensor(file, "blk.0.ffn_down.scale")
         want = file.tensors[name].shape[-1] ** -0.5
-        assert values.std() == pytest.approx(want, rel=0.5 if quant == "mxfp4" else 0.15)  # mxfp4: powers of two
+        assert values.std() == pytest.approx(
+            want, rel=0.5 if quant == "mxfp4" else 0.15
+        )  # mxfp4: powers of two
         assert abs(values.mean()) < 0.1 * want
 
 
@@ -136,7 +151,12 @@ def test_downs_of_experts_of_two_bits_are_finer_and_tables_name_experts_once(tmp
             for part in ("gate_exps", "up_exps", "down_exps", "up_shexp")
         }
         table = np.frombuffer(file.raw("blk.0.ffn_gate_tid2eid.weight"), np.int32).reshape(-1, 2)
-    assert kinds == {"gate_exps": "IQ2_XXS", "up_exps": "IQ2_XXS", "down_exps": "Q2_K", "up_shexp": "Q8_0"}
+    assert kinds == {
+        "gate_exps": "IQ2_XXS",
+        "up_exps": "IQ2_XXS",
+        "down_exps": "Q2_K",
+        "up_shexp": "Q8_0",
+    }
     assert table.min() == 0 and table.max() == dims.n_expert - 1 and (table[:, 0] != table[:, 1]).all()
 
 
@@ -161,7 +181,9 @@ def test_no_scale_stands_in_an_mtp_block_and_its_weights_have_their_size_all_the
 def test_the_real_nemotron_has_two_such_tensors() -> None:
     """Missing in llama.cpp: the products of 512 experts, for which it required the scales or none."""
     dims = find("nemotron-3-super")
-    specs = [s for s in layout.tensors(dims, Parts(mtp=True)) if s.name.startswith(f"blk.{dims.n_layer}.")]
+    specs = [
+        s for s in layout.tensors(dims, Parts(mtp=True)) if s.name.startswith(f"blk.{dims.n_layer}.")
+    ]
     kinds = {s.name: synth._type_of(s, dims, "nvfp4_moe") for s in specs}
     floats = {name.split(".", 2)[2] for name, kind in kinds.items() if kind is GGMLType.NVFP4}
     assert floats == {"ffn_up_exps.weight", "ffn_down_exps.weight"}
@@ -176,7 +198,9 @@ def test_a_drafter_taps_no_last_layer(name: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
-    a, b, c = (synth.write("qwen3", tmp_path / f"{i}.gguf", tiny=True, seed=s) for i, s in enumerate((1, 1, 2)))
+    a, b, c = (
+        synth.write("qwen3", tmp_path / f"{i}.gguf", tiny=True, seed=s) for i, s in enumerate((1, 1, 2))
+    )
     assert a.read_bytes() == b.read_bytes()
     assert a.read_bytes() != c.read_bytes()
 
@@ -206,7 +230,9 @@ def test_drafters_in_both_namings_say_the_same(tmp_path: Path) -> None:
     assert (ours.architecture, fork.architecture) == ("dflash", "dflash-draft")
     taps = [tap + 1 for tap in fork.hparams.integers("dflash.target_layer_ids")]
     assert ours.hparams.integers("target_layers") == taps
-    assert ours.fields.integer("tokenizer.ggml.mask_token_id") == fork.hparams.integer("dflash.mask_token_id")
+    assert ours.fields.integer("tokenizer.ggml.mask_token_id") == fork.hparams.integer(
+        "dflash.mask_token_id"
+    )
     assert ours.tensors["fc.weight"].shape == fork.tensors["dflash_fc.weight"].shape == (64, 128)
     assert "blk.0.post_attention_norm.weight" in fork.tensors
     assert ours.hparams.flags("attention.sliding_window_pattern", 2) == [True, False]
@@ -235,7 +261,9 @@ def test_a_pool_keeps_few_scaled_copies() -> None:
 
 def test_a_model_may_have_its_first_layers_alone(tmp_path: Path) -> None:
     whole = open_gguf(synth.write("nemotron_h_moe", tmp_path / "w.gguf", tiny=True, quant="f32"))
-    short = open_gguf(synth.write("nemotron_h_moe", tmp_path / "s.gguf", tiny=True, quant="f32", n_layer=2))
+    short = open_gguf(
+        synth.write("nemotron_h_moe", tmp_path / "s.gguf", tiny=True, quant="f32", n_layer=2)
+    )
     trunk = {name for name in whole.tensors if name.startswith(("blk.0.", "blk.1."))}
     assert {n for n in short.tensors if n.startswith(("blk.0.", "blk.1."))} == trunk
     assert short.hparams.integer("block_count") < whole.hparams.integer("block_count")
@@ -246,7 +274,9 @@ def test_a_model_may_have_its_first_layers_alone(tmp_path: Path) -> None:
 
 def test_progress_ends_at_the_whole(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    synth.write("llama", tmp_path / "m.gguf", tiny=True, progress=lambda done, total: seen.append((done, total)))
+    synth.write(
+        "llama", tmp_path / "m.gguf", tiny=True, progress=lambda done, total: seen.append((done, total))
+    )
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1]
 

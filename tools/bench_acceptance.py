@@ -58,7 +58,10 @@ def print_trace(engine: Engine, found: list[Took], n: int) -> None:
         if not runs or runs[-1][0] != rows:
             runs.append((rows, []))
         runs[-1][1].append(ms + draft)
-    print("rows x rounds (ms):", " ".join(f"{rows}x{len(ms)}({median(ms):.1f})" for rows, ms in runs[-300:]))
+    print(
+        "rows x rounds (ms):",
+        " ".join(f"{rows}x{len(ms)}({median(ms):.1f})" for rows, ms in runs[-300:]),
+    )
     print_known(engine)
 
 
@@ -98,7 +101,9 @@ def print_costs(engine: Engine, streams: list[int], n_prompt: int) -> None:
             by_rows = defaultdict[int, list[Took]](list)
             for took in found:
                 by_rows[took[0]].append(took)
-            took = by_rows.get(n * (n_draft + 1), [])[2:]  # the first ones may have come behind something else
+            took = by_rows.get(n * (n_draft + 1), [])[
+                2:
+            ]  # the first ones may have come behind something else
             if not took:
                 continue
             both = [ms + draft for _, _, ms, _, _, draft in took]
@@ -112,20 +117,30 @@ def print_costs(engine: Engine, streams: list[int], n_prompt: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--draft", default="mtp", help="as Engine.load's")
-    parser.add_argument("--lens", type=float, nargs="+", default=[1.0, 1.2, 1.6, 2.2], help="mean tokens a round")
+    parser.add_argument(
+        "--lens", type=float, nargs="+", default=[1.0, 1.2, 1.6, 2.2], help="mean tokens a round"
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("-p", "--n-prompt", type=int, default=300)
     parser.add_argument("-n", "--n-gen", type=int, default=192)
     parser.add_argument("-r", "--turns", type=int, default=2)
     parser.add_argument("-c", "--ctx", type=int, default=2560)
     parser.add_argument("--n-draft", type=int, default=0, help="most drafted tokens; 0: the drafter's")
-    parser.add_argument("--slots", type=int, default=0, help="slots of the engine; 0: as many as streams")
-    parser.add_argument("--costs", action="store_true", help="also what rounds take by drafts and streams")
     parser.add_argument(
-        "--trace", action="store_true", help="also the rounds that drafted, in order, and what is thought of costs"
+        "--slots", type=int, default=0, help="slots of the engine; 0: as many as streams"
+    )
+    parser.add_argument(
+        "--costs", action="store_true", help="also what rounds take by drafts and streams"
+    )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="also the rounds that drafted, in order, and what is thought of costs",
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--least", type=float, default=0.98)
@@ -139,10 +154,14 @@ def main() -> int:
         print(
             f"{engine.info.model_name}, {engine.info.device}, {n_slot} slots, loaded in {loaded:.0f} s: {engine.info.draft_note}"
         )
-        plan = Plan(turns=a.turns, n_prompt=a.n_prompt, n_predict=a.n_gen, random_prompts=True, ignore_eos=True)
+        plan = Plan(
+            turns=a.turns, n_prompt=a.n_prompt, n_predict=a.n_gen, random_prompts=True, ignore_eos=True
+        )
         if a.trace:
             print_known(engine)
-        print("| tokens a round | streams | plain, tok/s | speculative | of plain | rounds with 0, 1, 2 ... drafts |")
+        print(
+            "| tokens a round | streams | plain, tok/s | speculative | of plain | rounds with 0, 1, 2 ... drafts |"
+        )
         print("| --- | --- | --- | --- | --- | --- |", flush=True)
         for mean_len in a.lens:
             engine.loop.lookahead.synth = SynthAcceptance.of_length(mean_len, engine.info.n_draft_max)
@@ -153,7 +172,10 @@ def main() -> int:
                 lost += row.ratio < a.least
                 of_plain = f"{row.ratio:.3f} ({row.ratio_low:.3f} to {row.ratio_high:.3f})"
                 rounds = " ".join(f"{share:.0%}" for share in row.n_draft)
-                print(f"| {mean_len:g} | {n} | {row.plain:.1f} | {row.spec:.1f} | {of_plain} | {rounds} |", flush=True)
+                print(
+                    f"| {mean_len:g} | {n} | {row.plain:.1f} | {row.spec:.1f} | {of_plain} | {rounds} |",
+                    flush=True,
+                )
                 if a.trace:
                     print_trace(engine, found, n)
         if a.costs:

@@ -39,15 +39,27 @@ RECORD = {
 PEOPLE = {
     "type": "array",
     "minItems": 40,
-    "items": {"type": "object", "properties": RECORD, "required": [*RECORD], "additionalProperties": False},
+    "items": {
+        "type": "object",
+        "properties": RECORD,
+        "required": [*RECORD],
+        "additionalProperties": False,
+    },
 }
-PROSE = {"type": "object", "properties": {"answer": {"type": "string", "minLength": 2000}}, "required": ["answer"]}
+PROSE = {
+    "type": "object",
+    "properties": {"answer": {"type": "string", "minLength": 2000}},
+    "required": ["answer"],
+}
 ENUMS = {
     "type": "array",
     "minItems": 40,
     "items": {
         "type": "object",
-        "properties": {"temperature_celsius": {"enum": [1, 2, 3]}, "weather_condition": {"enum": ["sunny", "raining"]}},
+        "properties": {
+            "temperature_celsius": {"enum": [1, 2, 3]},
+            "weather_condition": {"enum": ["sunny", "raining"]},
+        },
         "required": ["temperature_celsius", "weather_condition"],
         "additionalProperties": False,
     },
@@ -163,8 +175,12 @@ def csv_prompts(engine: Engine, n: int) -> list[tuple[int, ...]]:
     """Prompts that the model answers with JSON by itself: "asked for" without a schema, "asked JSON" with its own schema."""
     found = []
     for i in range(n):
-        rows = "\n".join(f"{NAMES[(5 * i + j) % len(NAMES)]},{20 + (7 * i + 5 * j) % 60}" for j in range(5))
-        found.append(engine.encode([{"role": "user", "content": f"Convert this CSV to JSON:\nname,age\n{rows}"}]))
+        rows = "\n".join(
+            f"{NAMES[(5 * i + j) % len(NAMES)]},{20 + (7 * i + 5 * j) % 60}" for j in range(5)
+        )
+        found.append(
+            engine.encode([{"role": "user", "content": f"Convert this CSV to JSON:\nname,age\n{rows}"}])
+        )
     return found
 
 
@@ -182,7 +198,9 @@ def run(engine: Engine, requests: list[Request], found: Sum, clock: Clock | None
     if clock is not None:
         clock.__dict__.update(seconds=found.parts, n_ahead=0, n_off=0)
     before, began = engine.metrics(), now()
-    results = RequestSet(list(requests), None, False).run(engine.submit, engine.cancel, engine.info.n_slot)
+    results = RequestSet(list(requests), None, False).run(
+        engine.submit, engine.cancel, engine.info.n_slot
+    )
     found.seconds += now() - began
     if clock is not None:
         found.ahead, found.off = found.ahead + clock.n_ahead, found.off + clock.n_off
@@ -205,7 +223,9 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--on", action="store_true", help="beyond the ends of texts")
-    parser.add_argument("--profile", action="store_true", help="milliseconds of a round by what takes them")
+    parser.add_argument(
+        "--profile", action="store_true", help="milliseconds of a round by what takes them"
+    )
     parser.add_argument("--only", nargs="+", default=[*GRAMMARS], choices=[*GRAMMARS])
     args = parser.parse_args()
     clock = Clock() if args.profile else None
@@ -231,7 +251,13 @@ def main() -> None:
             for name in names:
                 own = csv_asked if name.startswith("asked") else prompts
                 asked = [
-                    Request(prompt=p, params=params, max_tokens=args.tokens, grammar=grammars[name], cache_prompt=False)
+                    Request(
+                        prompt=p,
+                        params=params,
+                        max_tokens=args.tokens,
+                        grammar=grammars[name],
+                        cache_prompt=False,
+                    )
                     for p in (own[:n_asked] if turn >= 0 else own[n_asked : n_asked + args.streams])
                 ]
                 for way in WAYS[: 2 if turn < 0 else 3]:
@@ -239,7 +265,9 @@ def main() -> None:
                     requests = [replace(r, n_draft_max=0) for r in asked] if way == "plain" else asked
                     found = run(engine, requests, sums[name, way] if turn >= 0 else Sum(), clock)
                     n_other += sum(
-                        tokens != oracle.texts[asked_for] for asked_for, tokens in found.items() if way == "plain"
+                        tokens != oracle.texts[asked_for]
+                        for asked_for, tokens in found.items()
+                        if way == "plain"
                     )
                     oracle.texts |= found
             books.books = known
@@ -255,8 +283,12 @@ def main() -> None:
         print(f"{name:10} {way:7} {s.rate:7.0f} {s.rate / plain:8.2f} {s.rate / free:8.2f} {s.tokens / s.rounds:13.2f}"
             f" {1e3 * s.seconds / s.rounds:9.2f} {s.drafted:8} {s.accepted / max(s.drafted, 1):7.2f}")  # fmt: skip
         if args.profile and way == "drafts":
-            parts = ", ".join(f"{part.strip('_')} {1e3 * t / s.rounds:.2f}" for part, t in s.parts.most_common())
-            print(f"           ahead {s.ahead / s.rounds:.2f} of rounds, {s.off} left one; ms a round: {parts}")
+            parts = ", ".join(
+                f"{part.strip('_')} {1e3 * t / s.rounds:.2f}" for part, t in s.parts.most_common()
+            )
+            print(
+                f"           ahead {s.ahead / s.rounds:.2f} of rounds, {s.off} left one; ms a round: {parts}"
+            )
 
 
 if __name__ == "__main__":

@@ -48,7 +48,13 @@ class Side:
 
     def ask(self, prompt: Sequence[int], n: int) -> int:
         """Tokens of one answer."""
-        body = {"prompt": list(prompt), "n_predict": n, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        body = {
+            "prompt": list(prompt),
+            "n_predict": n,
+            "temperature": 0,
+            "ignore_eos": True,
+            "cache_prompt": False,
+        }
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/completion",
             json.dumps(body).encode(),
@@ -70,7 +76,9 @@ class Load:
     def rate(self, side: Side, n_vocab: int, seed: int) -> float:
         """Tokens a second: those of the answers, or of the prompts where answers have one token."""
         draw = random.Random(seed)
-        prompts = [[draw.randrange(100, n_vocab) for _ in range(self.prompt)] for _ in range(self.streams)]
+        prompts = [
+            [draw.randrange(100, n_vocab) for _ in range(self.prompt)] for _ in range(self.streams)
+        ]
         began = time.perf_counter()
         with ThreadPoolExecutor(self.streams) as pool:
             made = list(pool.map(lambda p: side.ask(p, self.n), prompts))
@@ -99,7 +107,10 @@ def running(name: str, command: list[str], port: int) -> Iterator[Side]:
             for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
             if line.startswith("VmRSS")
         )
-        print(f"{name}: ready in {time.monotonic() - began:.1f} s, {resident} MiB (its own process)", flush=True)
+        print(
+            f"{name}: ready in {time.monotonic() - began:.1f} s, {resident} MiB (its own process)",
+            flush=True,
+        )
         yield Side(name, port)
     finally:
         process.terminate()
@@ -112,11 +123,23 @@ def sides_of(options: argparse.Namespace, stack: ExitStack) -> list[Side]:
     own += ["-t", str(options.threads), "--device", "cpu"]
     ways = {"pyspec": [*own, "--spec-type", "none"]}
     if options.draft:
-        chosen = ["--spec-type", options.draft] if options.draft in ("mtp", "ngram") else ["-md", options.draft]
+        chosen = (
+            ["--spec-type", options.draft]
+            if options.draft in ("mtp", "ngram")
+            else ["-md", options.draft]
+        )
         ways[f"pyspec, {Path(options.draft).name}"] = [*own, *chosen]
     if options.peer:
         for n in options.peer_threads or range(1, options.threads + 1):
-            ways[f"llama.cpp, -t {n}"] = [options.peer, "-c", PEER, options.model, str(n_slot), str(n_ctx), str(n)]
+            ways[f"llama.cpp, -t {n}"] = [
+                options.peer,
+                "-c",
+                PEER,
+                options.model,
+                str(n_slot),
+                str(n_ctx),
+                str(n),
+            ]
     sides = []
     for i, (name, command) in enumerate(ways.items()):
         port = PORT + i
@@ -129,12 +152,16 @@ def sides_of(options: argparse.Namespace, stack: ExitStack) -> list[Side]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--draft", default="")
     parser.add_argument("--peer", default="", help="a Python that has xllamacpp")
     parser.add_argument("-t", "--threads", type=int, default=2)
-    parser.add_argument("--peer-threads", type=int, nargs="+", default=[], help="llama.cpp's; 1 to -t if not given")
+    parser.add_argument(
+        "--peer-threads", type=int, nargs="+", default=[], help="llama.cpp's; 1 to -t if not given"
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompts", type=int, nargs="+", default=[256, 512])
     parser.add_argument("-n", type=int, default=64)
@@ -142,7 +169,11 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=1000, help="random tokens are below this")
     options = parser.parse_args()
     loads = [Load("decode", s, 16, options.n) for s in options.streams]
-    loads += [Load("prompt", s, p, 1) for p in options.prompts for s in ((1, 8) if p == options.prompts[0] else (1,))]
+    loads += [
+        Load("prompt", s, p, 1)
+        for p in options.prompts
+        for s in ((1, 8) if p == options.prompts[0] else (1,))
+    ]
     best: dict[tuple[Load, str], float] = {}
     with ExitStack() as stack:
         sides = sides_of(options, stack)

@@ -61,7 +61,10 @@ def make(kind: str, n_slot: int, folder: Path) -> Rig:
 def answer_at_once(r: Rig, kind: str) -> None:
     """From here on the device's work is prepared tensors."""
     loop, drafter, ready = r.loop, r.loop.drafter, dict[tuple[int | None, int, int], Out]()
-    hidden, logits = torch.zeros(BUCKETS[-1], loop.target.n_embd), torch.zeros(BUCKETS[-1], loop.target.n_vocab)
+    hidden, logits = (
+        torch.zeros(BUCKETS[-1], loop.target.n_embd),
+        torch.zeros(BUCKETS[-1], loop.target.n_vocab),
+    )
     taps = torch.zeros(BUCKETS[-1], max(len(loop.worker.needs.taps), 1) * loop.target.n_embd)
 
     def forward(batch: Batch) -> Out:
@@ -124,7 +127,11 @@ def run(kind: str, n_slot: int, folder: Path, cold: int, n_round: int = 200, rep
     found = []
     for _ in range(repeats):
         gc.collect()
-        before, began, waited[:] = (loop.stats.sample_ms, loop.stats.host_ms), time.perf_counter(), [0.0, 0.0]
+        before, began, waited[:] = (
+            (loop.stats.sample_ms, loop.stats.host_ms),
+            time.perf_counter(),
+            [0.0, 0.0],
+        )
         for _ in range(n_round):
             loop.step()
         step = time.perf_counter() - began - waited[0]
@@ -151,7 +158,9 @@ def choosing(n_slot: int, n_max: int = 15, repeats: int = 1000) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--slots", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--cold", type=int, default=0, metavar="MB")
     args = parser.parse_args()

@@ -36,8 +36,13 @@ LOCKSTEP = 256  # tokens of each stream while the rate without prompts is taken
 class Stream:
     """One streamed answer: when each of its tokens came, and its last object."""
 
-    def __init__(self, port: int, n_prompt: int, n_predict: int, how: argparse.Namespace, **more: Any) -> None:
-        body = {"prompt": [random.randrange(3, how.vocab) for _ in range(n_prompt)], "n_predict": n_predict}
+    def __init__(
+        self, port: int, n_prompt: int, n_predict: int, how: argparse.Namespace, **more: Any
+    ) -> None:
+        body = {
+            "prompt": [random.randrange(3, how.vocab) for _ in range(n_prompt)],
+            "n_predict": n_predict,
+        }
         body |= {"temperature": 0, "ignore_eos": True, "stream": True, "cache_prompt": False} | more
         self.body = json.dumps(body)
         self.came: list[float] = []
@@ -122,7 +127,10 @@ def joins(port: int, how: argparse.Namespace) -> None:
     for n_stream in how.streams:
         rate = lockstep(port, n_stream, how)
         for n_each in how.each:
-            chains = [[Stream(port, how.tokens, how.predict, how) for _ in range(n_each)] for _ in range(n_stream)]
+            chains = [
+                [Stream(port, how.tokens, how.predict, how) for _ in range(n_each)]
+                for _ in range(n_stream)
+            ]
             began = time.perf_counter()
             for thread in side_by_side([lambda c=chain: [s.read() for s in c] for chain in chains]):
                 thread.join()
@@ -180,7 +188,17 @@ def ready(port: int) -> bool:
 
 
 def measure(how: argparse.Namespace, more: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "pyspec", "server", "-m", str(how.model), "--port", str(how.port), *more]
+    command = [
+        sys.executable,
+        "-m",
+        "pyspec",
+        "server",
+        "-m",
+        str(how.model),
+        "--port",
+        str(how.port),
+        *more,
+    ]
     began = time.perf_counter()
     with open(how.log, "w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -191,7 +209,9 @@ def measure(how: argparse.Namespace, more: Sequence[str]) -> None:
             time.sleep(0.1)
         at = time.perf_counter() - began
         Stream(how.port, how.tokens, 1, how).read()
-        print(f"ready after {at:.1f} s, first answer after {time.perf_counter() - began:.1f} s", flush=True)
+        print(
+            f"ready after {at:.1f} s, first answer after {time.perf_counter() - began:.1f} s", flush=True
+        )
         for part in how.parts:
             if part != "start":
                 PARTS[part](how.port, how)
@@ -206,7 +226,9 @@ def measure(how: argparse.Namespace, more: Sequence[str]) -> None:
 
 def main() -> None:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("parts", nargs="+", choices=["start", *PARTS])
     parser.add_argument("--tokens", type=int, default=300, help="of a prompt")

@@ -41,7 +41,9 @@ class Call:
 
     @property
     def n_byte(self) -> int:
-        return sum(x.numel() * x.element_size() for x in {x.data_ptr(): x for x in self.tensors}.values())
+        return sum(
+            x.numel() * x.element_size() for x in {x.data_ptr(): x for x in self.tensors}.values()
+        )
 
     def __str__(self) -> str:
         shapes = " ".join("x".join(map(str, x.shape)) for x in self.tensors[:4])
@@ -77,11 +79,15 @@ class Recorder:
             return found
         return lambda *args, **named: self._call(found, name, args, named)
 
-    def _call(self, run: Callable[..., Any], name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _call(
+        self, run: Callable[..., Any], name: str, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
         found = run(*args, **named)
         if callable(found) and not isinstance(found, Tensor):
             return Recorder(found, self.calls, name)
-        self.calls.append(Call(name, lambda: run(*args, **named), list(tensors_in([*args, *named.values(), found]))))
+        self.calls.append(
+            Call(name, lambda: run(*args, **named), list(tensors_in([*args, *named.values(), found])))
+        )
         return found
 
 
@@ -106,7 +112,9 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def seconds(run: Callable[[], object], device: torch.device, before: Callable[[], object] | None = None) -> float:
+def seconds(
+    run: Callable[[], object], device: torch.device, before: Callable[[], object] | None = None
+) -> float:
     """Median seconds of one run; the time of `before`, which runs first, is subtracted."""
     if before is not None:
         spoil = before
@@ -175,7 +183,9 @@ def bench(op: Op[Any, Any], spec: Any, args: argparse.Namespace, device: torch.d
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ops", nargs="+", metavar="OP")
     parser.add_argument("--impl", nargs="*", default=[])
     parser.add_argument("--shape", default="", help="only specs whose description has this text")
@@ -196,7 +206,9 @@ def main() -> int:
             f"no such op: {', '.join(sorted(unknown))}; there are {', '.join(dict.fromkeys(op.name for op, _ in asks))}"
         )
         return 2
-    chosen = [(op, spec) for op, spec in asks if op.name in args.ops and args.shape in survey.shape_of(spec)]
+    chosen = [
+        (op, spec) for op, spec in asks if op.name in args.ops and args.shape in survey.shape_of(spec)
+    ]
     right = [bench(op, spec, args, device) for op, spec in chosen]
     return 0 if all(right) else 1
 

@@ -35,7 +35,9 @@ def server_cpu() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-def compare(engine: Clockwork, through: Served, clients: Clients, n_stream: int, n_round: int, turns: int) -> str:
+def compare(
+    engine: Clockwork, through: Served, clients: Clients, n_stream: int, n_round: int, turns: int
+) -> str:
     """The effect of HTTP on the two parts of a round in which the engine needs the GIL, and the server's CPU a chunk.
 
     Medians over rounds, then over turns: the rate is left to `pyspec bench --http`, because a shared machine's sleep is
@@ -46,13 +48,19 @@ def compare(engine: Clockwork, through: Served, clients: Clients, n_stream: int,
     cpu = 0.0
     for turn in range(turns):
         how = Turn(mode="plain", turn=turn, n_predict=n_round * WIDTH, ignore_eos=True)
-        direct = clocked(engine, lambda how=how: measure(engine.submit, engine.cancel, engine.metrics, prompts, how))
+        direct = clocked(
+            engine, lambda how=how: measure(engine.submit, engine.cancel, engine.metrics, prompts, how)
+        )
         cpu -= server_cpu()
-        over_http = clocked(through, lambda how=how: measure_http(clients, through.metrics, prompts, how))
+        over_http = clocked(
+            through, lambda how=how: measure_http(clients, through.metrics, prompts, how)
+        )
         cpu += server_cpu()
         alone.append(direct)
         added.append([b - a for a, b in zip(direct, over_http, strict=True)])
-    (work, hand), (more_work, more_hand) = (map(median, zip(*pairs, strict=True)) for pairs in (alone, added))
+    (work, hand), (more_work, more_hand) = (
+        map(median, zip(*pairs, strict=True)) for pairs in (alone, added)
+    )
     return (
         f"{n_stream} streams: work {work:.2f} {more_work:+.3f} ms, hand-over {hand:.3f} {more_hand:+.3f} ms; "
         f"in all {more_work + more_hand:+.3f} ({min(map(sum, added)):+.3f}..{max(map(sum, added)):+.3f}); "
@@ -82,7 +90,9 @@ def isolated(args: argparse.Namespace) -> Engine:
     """The same clock in a process of its own. The file is for its tokenizer only."""
     clock = (max(args.streams), args.host_ms, args.device_ms, int(args.defer))
     command = (sys.executable, str(TESTS / "bench" / "clockwork_engine.py"), *map(str, clock))
-    supervisor = Supervisor(TESTS / "fixtures" / "qwen35.gguf", EngineSettings(queue=1000), command=command)
+    supervisor = Supervisor(
+        TESTS / "fixtures" / "qwen35.gguf", EngineSettings(queue=1000), command=command
+    )
     supervisor.wait()
     return Engine(supervisor, supervisor.tokenizer, None)
 
@@ -94,12 +104,22 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=150)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--defer", action="store_true", help="hand tokens over when the next round's waiting begins")
-    parser.add_argument("--switch-ms", type=float, default=0.0, help="sys.setswitchinterval; 0: as the server has it")
-    parser.add_argument("--isolated", action="store_true", help="serve an engine in a process of its own")
-    parser.add_argument("--busy", action="store_true", help="with a thread that holds the GIL whenever it can")
+    parser.add_argument(
+        "--defer", action="store_true", help="hand tokens over when the next round's waiting begins"
+    )
+    parser.add_argument(
+        "--switch-ms", type=float, default=0.0, help="sys.setswitchinterval; 0: as the server has it"
+    )
+    parser.add_argument(
+        "--isolated", action="store_true", help="serve an engine in a process of its own"
+    )
+    parser.add_argument(
+        "--busy", action="store_true", help="with a thread that holds the GIL whenever it can"
+    )
     args = parser.parse_args()
-    engine = Clockwork(max(args.streams), host_ms=args.host_ms, device_ms=args.device_ms, is_deferring=args.defer)
+    engine = Clockwork(
+        max(args.streams), host_ms=args.host_ms, device_ms=args.device_ms, is_deferring=args.defer
+    )
     stop = threading.Event()
     through: Served = isolated(args) if args.isolated else engine
     with served(through) as port, Clients(port) as clients:

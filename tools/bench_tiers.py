@@ -69,7 +69,9 @@ def measured(
     settings["kernels"] = kernels
     if spec_len:
         settings |= {"synth_len": spec_len, "n_draft_fixed": True, "n_draft_max": 3}
-    plan = Plan(streams=streams, turns=1, n_prompt=300, n_predict=n_token, random_prompts=True, ignore_eos=True)
+    plan = Plan(
+        streams=streams, turns=1, n_prompt=300, n_predict=n_token, random_prompts=True, ignore_eos=True
+    )
     try:
         with Engine.open(str(path), "mtp" if spec_len else None, settings) as engine:
             rows = bench(engine, plan).rows
@@ -85,7 +87,9 @@ def measured(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--quant", default="q8_0")
     parser.add_argument("--layers", type=int, default=16)
@@ -93,11 +97,19 @@ def main() -> int:
     parser.add_argument("--ops", nargs="+", default=[])
     parser.add_argument("--tiers", nargs="+", default=["triton", "torch"])
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--spec-len", type=float, default=0.0, help="MTP with 3 drafted, so many tokens a round")
+    parser.add_argument(
+        "--spec-len", type=float, default=0.0, help="MTP with 3 drafted, so many tokens a round"
+    )
     parser.add_argument("--kernels", default="auto", help="what ops run as that are not demoted")
-    parser.add_argument("--folder", type=Path, help="where the models are written, or lie already (m8.gguf)")
-    parser.add_argument("--limit", type=float, default=0.0, help="seconds after which no further op is begun")
-    parser.add_argument("--tiny", action="store_true", help="a model of a few hundred kilobytes, to try this")
+    parser.add_argument(
+        "--folder", type=Path, help="where the models are written, or lie already (m8.gguf)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=0.0, help="seconds after which no further op is begun"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of a few hundred kilobytes, to try this"
+    )
     args = parser.parse_args()
     began, n_all = time.monotonic(), find(args.model, tiny=args.tiny).n_layer
     n_layer = min(args.layers, n_all)
@@ -106,7 +118,9 @@ def main() -> int:
         for n in (n_layer, n_layer // 2):
             paths[n] = to = (args.folder or Path(folder)) / f"m{n}.gguf"
             if not to.exists():
-                write(args.model, to, quant=args.quant, tiny=args.tiny, mtp=bool(args.spec_len), n_layer=n)
+                write(
+                    args.model, to, quant=args.quant, tiny=args.tiny, mtp=bool(args.spec_len), n_layer=n
+                )
         half, full = (
             measured(paths[n], args.streams, args.tokens, spec_len=args.spec_len, kernels=args.kernels)
             for n in (n_layer // 2, n_layer)
@@ -119,26 +133,42 @@ def main() -> int:
             for a, b in ((half.ms, full.ms), (half.plain, full.plain))
         )
         asked = args.ops or list(dict.fromkeys(op.name for op, _ in survey.asked()))
-        kinds = [("a round", full.ms, whole)] + ([("without drafts", full.plain, plain)] if args.spec_len else [])
+        kinds = [("a round", full.ms, whole)] + (
+            [("without drafts", full.plain, plain)] if args.spec_len else []
+        )
         for name, some, drawn in kinds:
-            shown = ", ".join(f"{n}: {some[n]:.2f} ms ({drawn[n]:.2f} of all {n_all})" for n in args.streams)
+            shown = ", ".join(
+                f"{n}: {some[n]:.2f} ms ({drawn[n]:.2f} of all {n_all})" for n in args.streams
+            )
             print(f"{args.model} {args.quant}, {n_layer} layers, {name} of streams {shown}\n")
-        print("| op | as | " + " | ".join(f"{n}: ms, of the rate, of all layers'" for n in args.streams) + " |")
+        print(
+            "| op | as | "
+            + " | ".join(f"{n}: ms, of the rate, of all layers'" for n in args.streams)
+            + " |"
+        )
         print("| --- " * (2 + len(args.streams)) + "|")
         for op in asked if asked != ["none"] else ():
             for tier in args.tiers:
                 if args.limit and time.monotonic() - began > args.limit:
                     print(f"(no time for {op} as {tier})")
                     continue
-                got = measured(paths[n_layer], args.streams, args.tokens, op, tier, args.spec_len, args.kernels)
+                got = measured(
+                    paths[n_layer], args.streams, args.tokens, op, tier, args.spec_len, args.kernels
+                )
                 cells = [got.error] * len(args.streams)
                 if not got.error:
-                    more = {n: (got.ms[n] - full.ms[n]) * (1 if op in ONCE else n_all / n_layer) for n in full.ms}
+                    more = {
+                        n: (got.ms[n] - full.ms[n]) * (1 if op in ONCE else n_all / n_layer)
+                        for n in full.ms
+                    }
                     cells = [
                         f"{got.ms[n]:.2f}, {full.ms[n] / got.ms[n]:.2f}, {whole[n] / (whole[n] + more[n]):.2f}"
                         for n in args.streams
                     ]
-                print(f"| {op} | {got.ran or f'{tier} (not asked for)'} | " + " | ".join(cells) + " |", flush=True)
+                print(
+                    f"| {op} | {got.ran or f'{tier} (not asked for)'} | " + " | ".join(cells) + " |",
+                    flush=True,
+                )
     return 0
 
 

@@ -33,7 +33,9 @@ def changes(product: Streamed, x: torch.Tensor) -> list[tuple[int, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--types", default=",".join(type.name for type in CHUNKS))
     parser.add_argument("--rows", type=int, default=300)
     parser.add_argument("--exact", action="store_true")

@@ -33,7 +33,9 @@ def asks_of_model(name: str, quant: str, folder: Path) -> list[Ask]:
     target = write(name, folder / f"{name}-{quant}.gguf", quant=quant, hollow=True)
     found = asks_of_file(target, None)
     try:
-        drafter = write(name, folder / f"{name}-{quant}-draft.gguf", quant=quant, hollow=True, drafter=True)
+        drafter = write(
+            name, folder / f"{name}-{quant}-draft.gguf", quant=quant, hollow=True, drafter=True
+        )
     except ConfigError:
         return found
     return found + asks_of_file(target, drafter)

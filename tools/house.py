@@ -67,7 +67,9 @@ def read(root: Path) -> list[File]:
     files = []
     for path in sorted((root / "pyspec").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        files.append(File(path.relative_to(root).as_posix(), len(text.splitlines()), ast.parse(text), text))
+        files.append(
+            File(path.relative_to(root).as_posix(), len(text.splitlines()), ast.parse(text), text)
+        )
     return files
 
 
@@ -115,7 +117,9 @@ def complex_functions(root: Path) -> list[str]:
     limit = f"lint.mccabe.max-complexity={MOST_COMPLEX}"
     ruff = Path(sys.executable).with_name("ruff")
     command[0] = str(ruff) if ruff.exists() else "ruff"
-    out = subprocess.run([*command, "--config", limit, "pyspec"], cwd=root, capture_output=True, text=True)
+    out = subprocess.run(
+        [*command, "--config", limit, "pyspec"], cwd=root, capture_output=True, text=True
+    )
     if out.returncode not in (0, 1):
         raise SystemExit(f"ruff failed in {root}: {out.stderr.strip()}")
     return [
@@ -134,7 +138,9 @@ def public_names(files: Sequence[File]) -> tuple[int, int]:
             if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
                 nodes.append(node)
                 if isinstance(node, ast.ClassDef):
-                    nodes += [m for m in node.body if isinstance(m, Function) and not m.name.startswith("_")]
+                    nodes += [
+                        m for m in node.body if isinstance(m, Function) and not m.name.startswith("_")
+                    ]
         n_all += len(nodes)
         n_said += sum(ast.get_docstring(node) is not None for node in nodes)
     return n_said, n_all
@@ -145,10 +151,19 @@ def code_lines(file: File) -> list[str]:
     docs = {
         n
         for node in ast.walk(file.tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
         for n in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
-    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    skipped = (
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    )
     tokens = tokenize.generate_tokens(io.StringIO(file.text).readline)
     numbers = {n for t in tokens if t.type not in skipped for n in range(t.start[0], t.end[0] + 1)}
     lines = file.text.split("\n")
@@ -186,7 +201,10 @@ def folder_rows(root: Path) -> dict[str, str]:
 def prose_rows(root: Path) -> dict[str, str]:
     """Dialect words of 1,000."""
     names = ("pyspec", "docs", "README.md", "tests", "tools")
-    return {f"dialect words of 1,000, {name}": f"{prose.share(list(prose.lines_of(root, name))):.1f}" for name in names}
+    return {
+        f"dialect words of 1,000, {name}": f"{prose.share(list(prose.lines_of(root, name))):.1f}"
+        for name in names
+    }
 
 
 def trace_rows(root: Path) -> dict[str, str]:
@@ -213,7 +231,9 @@ def figures(root: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
             f"{path}: {name} {n}" for n, path, name in sorted(wide, reverse=True) if n > MOST_PARAMETERS
         ],
         f"functions above complexity {MOST_COMPLEX}": complex_functions(root),
-        "class names that are double": [f"{name}: {', '.join(paths)}" for name, paths in doubles(files).items()],
+        "class names that are double": [
+            f"{name}: {', '.join(paths)}" for name, paths in doubles(files).items()
+        ],
     }
     row = {"files, lines": f"{len(files)}, {sum(f.n_line for f in files):,}"}
     for file, cls in loops:
@@ -223,8 +243,12 @@ def figures(root: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
         row["its lines; those of class Loop"] = f"{file.n_line}; {n_lines(cls)}"
         row["methods of Loop"] = str(len(methods))
         row["its step functions, lines"] = ", ".join(f"{m.name} {n_lines(m)}" for m in steps)
-    row["lines of files: median, 90 %, most"] = "{}, {}, {}".format(*quantiles([f.n_line for f in files]))
-    row["lines of functions: median, 90 %, most"] = "{}, {}, {}".format(*quantiles([n_lines(n) for _, _, n in every]))
+    row["lines of files: median, 90 %, most"] = "{}, {}, {}".format(
+        *quantiles([f.n_line for f in files])
+    )
+    row["lines of functions: median, 90 %, most"] = "{}, {}, {}".format(
+        *quantiles([n_lines(n) for _, _, n in every])
+    )
     row |= {name: str(len(found)) for name, found in lists.items()}
     n_said, n_all = public_names(files)
     row["public names with a docstring"] = f"{n_said} of {n_all} ({n_said / n_all:.0%})"
@@ -239,9 +263,13 @@ def figures(root: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkouts", nargs="*", type=Path, default=[Path(__file__).resolve().parents[1]])
-    parser.add_argument("-v", "--verbose", action="store_true", help="also list the names behind the numbers")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="also list the names behind the numbers"
+    )
     parser.add_argument("--trace", action="store_true")
     given = parser.parse_args()
     columns = [figures(root) for root in given.checkouts]

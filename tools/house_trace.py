@@ -34,7 +34,9 @@ class Trace:
     """Follows calls within the package that lies in `root`."""
 
     root: Path
-    calls: list[tuple[str, str, int, str]] = field(default_factory=list)  # file, function, first line, calling file
+    calls: list[tuple[str, str, int, str]] = field(
+        default_factory=list
+    )  # file, function, first line, calling file
     attend: list[int] = field(default_factory=list)
     deepest: int = 0
     _package: str = ""
@@ -52,7 +54,9 @@ class Trace:
             caller = frame.f_back
             while caller is not None and not self.name(caller):
                 caller = caller.f_back
-            self.calls.append((file, frame.f_code.co_name, frame.f_code.co_firstlineno, self.name(caller)))
+            self.calls.append(
+                (file, frame.f_code.co_name, frame.f_code.co_firstlineno, self.name(caller))
+            )
 
     def on_round(self, frame: FrameType, event: str, _: object) -> None:
         if event != "call" or not (file := self.name(frame)):
@@ -69,7 +73,9 @@ class Trace:
 def layers(root: Path) -> dict[str, int]:
     """The rank of each part of the package, the highest layer first."""
     contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    names = next(c["layers"] for c in contracts if c["type"] == "layers" and c["containers"] == ["pyspec"])
+    names = next(
+        c["layers"] for c in contracts if c["type"] == "layers" and c["containers"] == ["pyspec"]
+    )
     return {part.strip(): rank for rank, layer in enumerate(names) for part in layer.split("|")}
 
 
@@ -103,7 +109,9 @@ def walk(trace: Trace) -> tuple[int, int]:
     return len(set(files)), sum(rank(b) < rank(a) for a, b in pairwise(files))
 
 
-def traced(profile: Callable[[FrameType, str, object], None], run: Callable[[], object], threads: bool) -> object:
+def traced(
+    profile: Callable[[FrameType, str, object], None], run: Callable[[], object], threads: bool
+) -> object:
     """Run with `profile` on this thread, or on threads that begin meanwhile."""
     if threads:
         threading.setprofile(profile)

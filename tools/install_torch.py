@@ -44,7 +44,10 @@ def is_new_enough(found: str) -> bool:
 
 def has_driver(root: Path = Path("/"), find: Callable[[str], str | None] = which) -> bool:
     """Whether this machine has an NVIDIA driver, by the kernel's files or by its tool."""
-    return any((root / name.lstrip("/")).exists() for name in DRIVER_FILES) or find("nvidia-smi") is not None
+    return (
+        any((root / name.lstrip("/")).exists() for name in DRIVER_FILES)
+        or find("nvidia-smi") is not None
+    )
 
 
 def commands(asked: str, found: str, *, is_linux: bool, driver: bool) -> list[list[str]]:

@@ -70,7 +70,9 @@ def pools_of(engine: Engine) -> dict[tuple[int, int], str]:
     worker = engine.core.loop.worker  # type: ignore[attr-defined]
     graphs = {"verify": worker.forward}
     if worker.drafter is not None:
-        graphs |= {f"draft {name}": x for name, x in vars(worker.drafter).items() if isinstance(x, Graphed)}
+        graphs |= {
+            f"draft {name}": x for name, x in vars(worker.drafter).items() if isinstance(x, Graphed)
+        }
     named: dict[tuple[int, int], str] = {}
     for name, graphed in graphs.items():
         if graphed.pool.handle is not None:
@@ -90,9 +92,13 @@ class Stages:
 
     def hear(self, stage: str, fraction: float) -> None:
         if fraction == 1.0 or (stage == "graphs" and fraction == 0.0):
-            self.lines.append((f"{stage} {'done' if fraction else 'begin'}", memory_snapshot(self.device)))
+            self.lines.append(
+                (f"{stage} {'done' if fraction else 'begin'}", memory_snapshot(self.device))
+            )
 
-    def log_use(self, device: torch.device, plan: MemoryPlan, before: tuple[int, int, int] | None) -> None:
+    def log_use(
+        self, device: torch.device, plan: MemoryPlan, before: tuple[int, int, int] | None
+    ) -> None:
         """In place of the line that a load logs at its end."""
         self.plan, self.before = plan, before or (0, 0, 0)
         self.lines.append(("loaded", memory_snapshot(device)))
@@ -102,7 +108,10 @@ class Stages:
         print(f"\n{'stage':28}{'all':>10}{'tensors':>10}{'kept':>10}{'others':>10}")
         for name, now in self.lines:
             used, kept, held = (a - b for a, b in zip(now, self.before, strict=True))
-            print(f"{name:28}" + "".join(f"{n / MIB:10.0f}" for n in (used, held, kept - held, used - kept)))
+            print(
+                f"{name:28}"
+                + "".join(f"{n / MIB:10.0f}" for n in (used, held, kept - held, used - kept))
+            )
 
 
 def show(engine: Engine, stages: Stages, n_line: int) -> None:
@@ -114,12 +123,16 @@ def show(engine: Engine, stages: Stages, n_line: int) -> None:
     print(f"\nplan: {plan}")
     for name, n in plan.by_purpose:
         print(f"    {name:20}{n / MIB:10.0f}")
-    print(f"in use {used / MIB:.0f} of {plan.total / MIB:.0f} MiB planned: {100 * (used / plan.total - 1):+.2f} %")
+    print(
+        f"in use {used / MIB:.0f} of {plan.total / MIB:.0f} MiB planned: {100 * (used / plan.total - 1):+.2f} %"
+    )
     stages.show()
     names = pools_of(engine)
     print(f"\n{'pool':60}{'kept':>10}{'in use':>10}")
     for pool, (kept, live) in sorted(by_pool(segments).items(), key=lambda x: -x[1][0]):
-        print(f"{names.get(pool, 'no graph' if pool == (0, 0) else str(pool)):60}{kept / MIB:10.1f}{live / MIB:10.1f}")
+        print(
+            f"{names.get(pool, 'no graph' if pool == (0, 0) else str(pool)):60}{kept / MIB:10.1f}{live / MIB:10.1f}"
+        )
     print(f"\n{'MiB':>10}{'blocks':>8}  made by")
     for site, (n_byte, n) in sorted(by_site(segments).items(), key=lambda x: -x[1][0])[:n_line]:
         print(f"{n_byte / MIB:10.1f}{n:8}  {site}")
@@ -132,11 +145,15 @@ def run(engine: Engine, n: int, device: torch.device) -> None:
     prompts = make_prompts(engine, n, 64, True)
     engine.generate_many(prompts, params=SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=96)
     more = [(a - b) / MIB for a, b in zip(memory_snapshot(device), before, strict=True)]
-    print(f"\n{n} requests add: all {more[0]:.0f}, kept for tensors {more[1]:.0f}, tensors {more[2]:.0f} MiB")
+    print(
+        f"\n{n} requests add: all {more[0]:.0f}, kept for tensors {more[1]:.0f}, tensors {more[2]:.0f} MiB"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--draft", default="none", help="none, mtp, or a drafter's file")
     parser.add_argument("-np", type=int, default=64)

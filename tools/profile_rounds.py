@@ -71,7 +71,9 @@ class Case:
 
     def seqs(self, n_vocab: int, n_late: int) -> list[Seq]:
         """Different tokens everywhere, or all rows would take the same experts. n_late: rows of a slot that wait before it writes its state."""
-        tokens = torch.randint(n_vocab, (self.n_seq, self.width), generator=torch.Generator().manual_seed(0)).tolist()
+        tokens = torch.randint(
+            n_vocab, (self.n_seq, self.width), generator=torch.Generator().manual_seed(0)
+        ).tolist()
         if self.kind == "prompt":
             return [Seq(0, self.n_past, tokens[0], mode=SeqMode.KEEP)]
         n_fold = (self.width + 2) // 2 if self.width < 8 else 6
@@ -88,7 +90,9 @@ class Case:
                 )
                 for i, t in enumerate(turns)
             ]
-        return [Seq(i, self.n_past, row, n_out=self.width, n_fold=n_fold) for i, row in enumerate(tokens)]
+        return [
+            Seq(i, self.n_past, row, n_out=self.width, n_fold=n_fold) for i, row in enumerate(tokens)
+        ]
 
 
 @dataclass(frozen=True)
@@ -161,13 +165,17 @@ def records_of(worker: Any, batch: Batch) -> tuple[list[list[Record]], float]:
             run()
             torch.cuda.synchronize()
     kernels = sorted(
-        (e.time_range.start, e.time_range.end, e.name) for e in found.events() if e.device_type == DeviceType.CUDA
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in found.events()
+        if e.device_type == DeviceType.CUDA
     )
     n = len(kernels) // REPEATS
     return [kernels[i * n : (i + 1) * n] for i in range(REPEATS)], sorted(times)[2]
 
 
-def table(forwards: Sequence[Sequence[Record]], n_line: int) -> tuple[list[str], dict[str, float], float, float]:
+def table(
+    forwards: Sequence[Sequence[Record]], n_line: int
+) -> tuple[list[str], dict[str, float], float, float]:
     """(a line a kernel, microseconds by part of the layers, those outside of them, idle ones), of one forward."""
     each, inside = defaultdict[str, list[float]](list), defaultdict[str, float](float)
     outside = idle = 0.0
@@ -199,7 +207,10 @@ def show(engine: Engine, case: Case, floors: Floors, layers: tuple[int, int], n_
     worker = engine.core.loop.worker  # type: ignore[attr-defined]
     with torch.inference_mode(), worker.lock:
         batch = lay_out(
-            worker.table, case.seqs(worker.target.n_vocab, worker.memory.n_late), worker.device, arena=worker.arena
+            worker.table,
+            case.seqs(worker.target.n_vocab, worker.memory.n_late),
+            worker.device,
+            arena=worker.arena,
         )
         forwards, wall = records_of(worker, batch)
         for slot in worker.table.slots:
@@ -221,7 +232,9 @@ def show(engine: Engine, case: Case, floors: Floors, layers: tuple[int, int], n_
         f"{p} {us * more / 1e3:.2f} (floor {floor.get(p, 0) * more / 1e3:.2f})"
         for p, us in sorted(inside.items(), key=lambda i: -i[1])
     ]
-    print(f"    all layers, ms: {', '.join(parts)}, head and embedding {outside / 1e3:.2f} ({head_floor / 1e3:.2f})")
+    print(
+        f"    all layers, ms: {', '.join(parts)}, head and embedding {outside / 1e3:.2f} ({head_floor / 1e3:.2f})"
+    )
     print("\n".join(lines), flush=True)
 
 
@@ -246,12 +259,16 @@ def show_rounds(engine: Engine, case: Case, n_line: int) -> None:
         each[f"{name[:44]} < {before[:20]}"].append(us)
         before = name
     for name, us in sorted(each.items(), key=lambda i: -sum(i[1]))[:n_line]:
-        print(f"    {sum(us) / n_round:8.1f} us  {len(us) / n_round:6.1f} of {sum(us) / len(us):7.1f}  {name}")
+        print(
+            f"    {sum(us) / n_round:8.1f} us  {len(us) / n_round:6.1f} of {sum(us) / len(us):7.1f}  {name}"
+        )
     sys.stdout.flush()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="a synthetic model's name, or a file")
     parser.add_argument("--quant", default="q8_0")
     parser.add_argument("--layers", type=int, default=8)
@@ -265,7 +282,9 @@ def main() -> int:
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--set", nargs="*", default=[], metavar="MODULE:NAME=NUMBER")
-    parser.add_argument("--tiny", action="store_true", help="a model of a few hundred kilobytes, to try this")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of a few hundred kilobytes, to try this"
+    )
     args = parser.parse_args()
     cases = [Case.read(text) for text in args.cases]
     for text in args.set:
@@ -305,7 +324,13 @@ def main() -> int:
                 if case.kind == "rounds":
                     show_rounds(engine, case, args.lines)
                 else:
-                    show(engine, case, floors, (there, whole if not Path(args.model).exists() else there), args.lines)
+                    show(
+                        engine,
+                        case,
+                        floors,
+                        (there, whole if not Path(args.model).exists() else there),
+                        args.lines,
+                    )
     return 0
 
 

@@ -50,7 +50,11 @@ def of_python(path: Path) -> Iterator[Line]:
     """Docstrings, strings that stand alone as docstrings do, and comments."""
     text = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             for i, line in enumerate(node.value.value.split("\n")):
                 yield Line(path, node.lineno + i, line)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -84,7 +88,9 @@ def share(lines: list[Line]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("paths", nargs="*")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1])
     given = parser.parse_args()

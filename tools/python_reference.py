@@ -77,9 +77,13 @@ def _method(name: str) -> str:
     signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(function)))
     signature = re.sub(r"\((self|cls)(, )?", "(", signature, count=1)
     text = inspect.cleandoc((function.__doc__ or "").replace(help_text(), ""))
-    kind = "async " if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function) else ""
+    kind = (
+        "async " if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function) else ""
+    )
     more = (
-        "\n[Options](#options-of-a-generation) are listed below.\n" if "Unpack[" in signature and name != "load" else ""
+        "\n[Options](#options-of-a-generation) are listed below.\n"
+        if "Unpack[" in signature and name != "load"
+        else ""
     )
     return f"#### `{name}`\n\n```python\n{kind}{name}{signature}\n```\n\n{_prose(text)}\n{more}"
 
@@ -88,7 +92,8 @@ def _prose(text: str) -> str:
     """A docstring as Markdown: lists of names and meanings, which have two spaces between them, as they are."""
     blocks = text.split("\n\n")
     return "\n\n".join(
-        f"```text\n{b}\n```" if re.search(r"^\S+( *, *\S+)* {2,}\S|^ {4}", b, re.M) else b for b in blocks
+        f"```text\n{b}\n```" if re.search(r"^\S+( *, *\S+)* {2,}\S|^ {4}", b, re.M) else b
+        for b in blocks
     )
 
 
@@ -96,7 +101,13 @@ def _options() -> Iterator[str]:
     for title, group in options():
         rows = [f"| `{o.name}` | `{_cell(o.type)}` | `{o.default}` | {_cell(o.text)} |" for o in group]
         yield "\n".join(
-            [f"{title}:\n", "| option | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
+            [
+                f"{title}:\n",
+                "| option | type | default | meaning |",
+                "| --- | --- | --- | --- |",
+                *rows,
+                "",
+            ]
         )
 
 
@@ -109,7 +120,9 @@ def _settings() -> str:
         for name in ("np", "ctx", *LoadOptions.__annotations__)
     ]
     head = "Each is also a flag of `pyspec server`, whose help describes it.\n"
-    return "\n".join([head, "| setting | type | default | flag |", "| --- | --- | --- | --- |", *rows, ""])
+    return "\n".join(
+        [head, "| setting | type | default | flag |", "| --- | --- | --- | --- |", *rows, ""]
+    )
 
 
 def _default(field: Field[Any]) -> str:
@@ -124,7 +137,14 @@ def _type(kind: type) -> str:
     ]
     text = _prose(inspect.getdoc(kind) or "")
     return "\n".join(
-        [f"### `{kind.__name__}`\n", text, "\n| field | type | default |", "| --- | --- | --- |", *rows, ""]
+        [
+            f"### `{kind.__name__}`\n",
+            text,
+            "\n| field | type | default |",
+            "| --- | --- | --- |",
+            *rows,
+            "",
+        ]
     )
 
 

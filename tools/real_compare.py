@@ -87,7 +87,11 @@ def _answer(row: Mapping[str, list]) -> Answer:
     n = len(row["tokens"]) - bool(row["ended"])
     top = tuple(tuple((token, value) for token, value in position) for position in row["top"][:n])
     return Answer(
-        tuple(row["tokens"][:n]), bool(row["ended"]), tuple(row["logprobs"][:n]), tuple(row["second"][:n]), top
+        tuple(row["tokens"][:n]),
+        bool(row["ended"]),
+        tuple(row["logprobs"][:n]),
+        tuple(row["second"][:n]),
+        top,
     )
 
 
@@ -137,7 +141,11 @@ def farthest(recorded: Answer, tokens: Sequence[int], scores: Scores) -> Differe
         least = min(here.values())
         for other, value in ((token, logprob), *top):
             found.append(Difference(position, other, value, here.get(other, min(value, least))))
-    return max(found, key=lambda difference: difference.size, default=Difference(0, recorded.tokens[0], 0.0, 0.0))
+    return max(
+        found,
+        key=lambda difference: difference.size,
+        default=Difference(0, recorded.tokens[0], 0.0, 0.0),
+    )
 
 
 def scores_of(recorded: Answer) -> Scores:

@@ -44,7 +44,9 @@ class Gemma:
 
     def __init__(self, path: Path) -> None:
         reader = GGUFReader(path)
-        self.w = {t.name.removesuffix(".weight"): dequantize(t.data, t.tensor_type) for t in reader.tensors}
+        self.w = {
+            t.name.removesuffix(".weight"): dequantize(t.data, t.tensor_type) for t in reader.tensors
+        }
         self.embedding = self.w.pop("token_embd")
         self.w = {name: w.astype(np.float64) for name, w in self.w.items()}
 
@@ -52,7 +54,10 @@ class Gemma:
             return reader.fields[f"gemma3.{key}"].contents()
 
         self.n_block, self.n_head = number("block_count"), number("attention.head_count")
-        self.window, self.eps = number("attention.sliding_window"), number("attention.layer_norm_rms_epsilon")
+        self.window, self.eps = (
+            number("attention.sliding_window"),
+            number("attention.layer_norm_rms_epsilon"),
+        )
         names = reader.fields["tokenizer.ggml.tokens"].contents()
         self.eog = [names.index(name) for name in ENDS]
 
@@ -63,15 +68,22 @@ class Gemma:
             x = x + self._attention(i, x)
             y = rms(x, self.w[f"blk.{i}.ffn_norm"], self.eps)
             gate, up, down = (self.w[f"blk.{i}.ffn_{name}"] for name in ("gate", "up", "down"))
-            x = x + rms((gelu(y @ gate.T) * (y @ up.T)) @ down.T, self.w[f"blk.{i}.post_ffw_norm"], self.eps)
+            x = x + rms(
+                (gelu(y @ gate.T) * (y @ up.T)) @ down.T, self.w[f"blk.{i}.post_ffw_norm"], self.eps
+            )
         x = rms(x[first:], self.w["output_norm"], self.eps)
         pieces = range(0, len(self.embedding), N_COLUMN)
-        return np.concatenate([x @ self.embedding[i : i + N_COLUMN].astype(np.float64).T for i in pieces], -1)
+        return np.concatenate(
+            [x @ self.embedding[i : i + N_COLUMN].astype(np.float64).T for i in pieces], -1
+        )
 
     def _attention(self, i: int, x: np.ndarray) -> np.ndarray:
         """One key head, as this size has."""
         n = len(x)
-        w = {name: self.w[f"blk.{i}.attn_{name}"] for name in ("norm", "q", "k", "v", "q_norm", "k_norm", "output")}
+        w = {
+            name: self.w[f"blk.{i}.attn_{name}"]
+            for name in ("norm", "q", "k", "v", "q_norm", "k_norm", "output")
+        }
         is_near = (i + 1) % EVERY != 0
         base = NEAR_BASE if is_near else FAR_BASE
         y = rms(x, w["norm"], self.eps)
@@ -117,14 +129,19 @@ def answer(model: Gemma, ids: Sequence[int], guess: Sequence[int]) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--out", type=Path, default=EXACT)
     arguments = parser.parse_args()
     model = Gemma(arguments.model)
     rows = json.loads(ANSWERS.read_text(encoding="utf-8"))["prompts"]
     found = {row["name"]: answer(model, row["ids"], row["f32"]["tokens"]) for row in rows}
-    lines = [f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}" for name, value in found.items()]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}"
+        for name, value in found.items()
+    ]
     arguments.out.write_text("{" + ",\n ".join(lines) + "}\n", encoding="ascii")
 
 

@@ -25,7 +25,9 @@ def write_f32(model: Path, out: Path) -> None:
         content = ALL_F32 if name == "general.file_type" else value.contents()
         writer.add_key_value(name, content, kind, sub_type=inner)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), np.float32))
+        writer.add_tensor(
+            tensor.name, np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -33,7 +35,9 @@ def write_f32(model: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()

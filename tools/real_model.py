@@ -68,20 +68,30 @@ class Row:
         return self.texts[WAYS[0][0]]
 
 
-def generate(engine: pyspec.Engine, rows: Sequence[Row], way: str, n_at_once: int, n_draft: int | None) -> None:
+def generate(
+    engine: pyspec.Engine, rows: Sequence[Row], way: str, n_at_once: int, n_draft: int | None
+) -> None:
     """Greedy texts of all prompts; with log probabilities, if these are the first ones."""
     begun, n_drafted, n_accepted = time.monotonic(), 0, 0
     params = SamplingParams(temperature=0.0, logprobs=N_TOP if way == WAYS[0][0] else None)
     for i in range(0, len(rows), n_at_once):
         some = rows[i : i + n_at_once]
         requests = [
-            Request(prompt=row.case.ids, params=params, max_tokens=N_TOKEN, n_draft_max=n_draft, cache_prompt=False)
+            Request(
+                prompt=row.case.ids,
+                params=params,
+                max_tokens=N_TOKEN,
+                n_draft_max=n_draft,
+                cache_prompt=False,
+            )
             for row in some
         ]
         for row, result in zip(some, engine.generate_many(requests), strict=True):
             row.texts[way] = result.tokens
             if params.logprobs:
-                row.scores = [dict(entry.top) | {entry.token: entry.logprob} for entry in result.logprobs]
+                row.scores = [
+                    dict(entry.top) | {entry.token: entry.logprob} for entry in result.logprobs
+                ]
             n_drafted += result.timings.draft_n
             n_accepted += result.timings.draft_n_accepted
     kept = f", {n_accepted} of {n_drafted} drafted tokens kept" if n_drafted else ""
@@ -97,7 +107,10 @@ def judge(row: Row) -> None:
                 f"the text of '{way}' is not that of '{WAYS[0][0]}': token {at} is "
                 f"{_token(tokens, at)}, not {_token(row.text, at)}"
             )
-    for name, answer, bound in (("exact", row.case.exact, BOUND_EXACT), ("F32", row.case.f32, BOUND_F32)):
+    for name, answer, bound in (
+        ("exact", row.case.exact, BOUND_EXACT),
+        ("F32", row.case.f32, BOUND_F32),
+    ):
         _judge_by(row, name, answer, bound)
 
 
@@ -150,7 +163,8 @@ def show(rows: Sequence[Row]) -> None:
     for row in rows:
         case = row.case
         exact, f32, quantised = (
-            farthest(answer, row.text, row.scores).size for answer in (case.exact, case.f32, case.quantised)
+            farthest(answer, row.text, row.scores).size
+            for answer in (case.exact, case.f32, case.quantised)
         )
         own = farthest(case.exact, case.f32.tokens, scores_of(case.f32)).size
         print(
@@ -170,7 +184,8 @@ def compare(model: Path, recorded: Recorded, kernels: str) -> int:
     settings = {"np": N_SLOT, "ctx": N_CONTEXT, "kv_type": "f32", "kernels": kernels}
     with pyspec.Engine.load(model, "ngram", **settings) as engine:
         print(
-            f"loaded in {time.monotonic() - begun:.1f} s on {engine.info.device}; {N_TOKEN} tokens a prompt", flush=True
+            f"loaded in {time.monotonic() - begun:.1f} s on {engine.info.device}; {N_TOKEN} tokens a prompt",
+            flush=True,
         )
         rows, n_wrong = check_ids(engine, recorded)
         for way, n_at_once, n_draft in WAYS:
@@ -192,7 +207,9 @@ def report(rows: Sequence[Row], n_wrong: int, n_string: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, help="a file in place of the fetched one")
     parser.add_argument("--kernels", default="auto", help="as of pyspec server")
     arguments = parser.parse_args()

@@ -31,7 +31,22 @@ ALPHABETS = (
 )  # fmt: skip
 """Ranges of Unicode: the first and the last one outside."""
 RUNS = " \n\t\r-=_.*#a0/\\eo\u3000\xa0"
-WORDS = (" ", "\n", "  ", "e", "an", "the", "ing", " of", "<eos>", "<start_of_turn>", "<0x41>", "\u2581", "ß", "…")
+WORDS = (
+    " ",
+    "\n",
+    "  ",
+    "e",
+    "an",
+    "the",
+    "ing",
+    " of",
+    "<eos>",
+    "<start_of_turn>",
+    "<0x41>",
+    "\u2581",
+    "ß",
+    "…",
+)
 
 
 class Oracle:
@@ -56,7 +71,9 @@ class Oracle:
             return json.load(answer)
 
     def ids(self, text: str, parse_special: bool) -> list[int]:
-        return self.ask("/tokenize", content=text, add_special=True, parse_special=parse_special)["tokens"]
+        return self.ask("/tokenize", content=text, add_special=True, parse_special=parse_special)[
+            "tokens"
+        ]
 
     def answer(self, ids: list[int]) -> dict[str, Any]:
         """The greedy tokens behind a prompt, with the log probability of each and of the second best, and the best of the first positions."""
@@ -71,7 +88,9 @@ class Oracle:
             return_tokens=True,
         )
         steps = found["completion_probabilities"]
-        tops = [[[best["id"], round(best["logprob"], 5)] for best in step["top_logprobs"]] for step in steps]
+        tops = [
+            [[best["id"], round(best["logprob"], 5)] for best in step["top_logprobs"]] for step in steps
+        ]
         return {
             "tokens": [step["id"] for step in steps],
             "ended": found["stop_type"] == "eos",
@@ -140,7 +159,9 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("f32", type=Path)
     parser.add_argument("--out", type=Path, default=FOLDER / "answers.json")

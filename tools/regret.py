@@ -66,8 +66,12 @@ class Card:
     def draft_ms(self, live: int | NDArray[np.int64], passes: int) -> Floats:
         size = np.asarray(live)
         if self.block:
-            size = size * np.array([self.block.rows(int(n), passes) for n in size.flat]).reshape(size.shape)
-        ms = np.interp(size, list(self.draft), list(self.draft.values())) * (passes if self.chained else 1)
+            size = size * np.array([self.block.rows(int(n), passes) for n in size.flat]).reshape(
+                size.shape
+            )
+        ms = np.interp(size, list(self.draft), list(self.draft.values())) * (
+            passes if self.chained else 1
+        )
         return np.where(np.asarray(live) > 0, ms, 0.0)
 
 
@@ -100,7 +104,11 @@ CARDS = {
 }  # fmt: skip
 
 LEVELS = {"code": 0.92, "chat": 0.68, "low": 0.167}  # chance of a first draft; 0.167: 1.2 tokens a round
-FADES = {"code": 0.98, "chat": 0.94, "low": 1.0}  # of the next position's, given that all before it were right
+FADES = {
+    "code": 0.98,
+    "chat": 0.94,
+    "low": 1.0,
+}  # of the next position's, given that all before it were right
 TEXTS = {  # kinds of segments of a text, and how often
     "code": {"code": 0.85, "chat": 0.15},
     "chat": {"chat": 0.9, "code": 0.1},
@@ -190,7 +198,9 @@ class Seer:
         self.chance = np.broadcast_to(level, (len(names), 150, len(self.OFFSETS), card.n_max))
         self.shares = np.array(shares)[:, None]
         age = np.arange(150)
-        self.ends = np.where(age >= 29, 1 / np.maximum(149 - age, 1), 0.0)[:, None]  # behind its token age + 1
+        self.ends = np.where(age >= 29, 1 / np.maximum(149 - age, 1), 0.0)[
+            :, None
+        ]  # behind its token age + 1
         self.survive = np.stack([self._survives(place) for place in range(card.n_max)], -1)
         self.fresh = np.zeros(self.chance.shape[:-1])
         self.fresh[:, 0] = self.shares * self.WEIGHTS
@@ -201,7 +211,9 @@ class Seer:
         u = self.chance[..., place]
         for i in reversed(range(place)):
             later = np.concatenate([u[:, 1:], u[:, -1:]], 1)
-            u = self.chance[..., i] * ((1 - self.ends) * later + self.ends * (self.shares[..., None] * u[:, :1]).sum(0))
+            u = self.chance[..., i] * (
+                (1 - self.ends) * later + self.ends * (self.shares[..., None] * u[:, :1]).sum(0)
+            )
         return u
 
     def saw(self, slot: int, right: Sequence[bool]) -> None:
@@ -216,7 +228,10 @@ class Seer:
         self.beliefs[slot] = b
 
     def __call__(self, caps: Sequence[tuple[int, int]], chances: Floats) -> list[int]:
-        survive = [np.einsum("kao,kaoi->i", self.beliefs.get(slot, self.fresh), self.survive) for slot, _ in caps]
+        survive = [
+            np.einsum("kao,kaoi->i", self.beliefs.get(slot, self.fresh), self.survive)
+            for slot, _ in caps
+        ]
         return best_lengths(self.card, caps, np.array(survive))
 
 
@@ -240,7 +255,10 @@ def best_lengths(card: Card, caps: Sequence[tuple[int, int]], survive: Floats) -
             rate = tokens / (card.verify_ms(rows, busy) + card.draft_ms(live, depth))
             n = int(rate.argmax())
             if rate[n] > best_rate:
-                best, best_rate = np.bincount(who[order][: n + 1], minlength=busy).tolist(), float(rate[n])
+                best, best_rate = (
+                    np.bincount(who[order][: n + 1], minlength=busy).tolist(),
+                    float(rate[n]),
+                )
     return best
 
 
@@ -255,7 +273,9 @@ def busy_rows(n: int) -> int:
 
 def graph_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     sizes = np.array(SIZES)
-    return np.where(rows <= SIZES[-1], sizes[np.searchsorted(sizes, rows).clip(max=len(sizes) - 1)], rows)
+    return np.where(
+        rows <= SIZES[-1], sizes[np.searchsorted(sizes, rows).clip(max=len(sizes) - 1)], rows
+    )
 
 
 # -- the machine ---------------------------------------------------------------------------------------------------
@@ -279,7 +299,11 @@ class Served:
         most = most_rows(self.n_slot, self.card.n_max + 1)
         timer = Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
         self.controller = Controller(
-            self.n_slot, self.card.n_max, chained=self.card.chained, block=self.card.block, verify_ms=timer
+            self.n_slot,
+            self.card.n_max,
+            chained=self.card.chained,
+            block=self.card.block,
+            verify_ms=timer,
         )
         self.seats: dict[int, Seat] = {}
         self.n_seated = [0] * self.n_slot
@@ -304,7 +328,10 @@ class Served:
         self, card: Card, rows: int, busy: int, live: int, passes: int, waking: float
     ) -> tuple[float, int, int, float]:
         """A round's time with its noise, as `Controller.timed` wants it."""
-        self.took = [float(card.verify_ms(busy_rows(rows), busy)), float(card.draft_ms(live, passes)) + waking]
+        self.took = [
+            float(card.verify_ms(busy_rows(rows), busy)),
+            float(card.draft_ms(live, passes)) + waking,
+        ]
         ms = [t * (1 + self.noise * self.rng.random()) for t in self.took]
         if self.rng.random() < 0.005:  # a hiccup of the machine
             ms[0] *= self.rng.uniform(1.2, 2.0)
@@ -326,15 +353,22 @@ class Served:
 
     def round(self, n_round: int) -> None:
         joined = self.seat(self.streams(n_round))
-        caps = [(slot, max(0, min(self.card.n_max, s.text.n - s.at - 1))) for slot, s in sorted(self.seats.items())]
+        caps = [
+            (slot, max(0, min(self.card.n_max, s.text.n - s.at - 1)))
+            for slot, s in sorted(self.seats.items())
+        ]
         if self.pick is None:
             picked = self.controller.choose(caps)
         else:
-            picked = self.pick(caps, np.array([self.seats[slot].text.chances[self.seats[slot].at] for slot, _ in caps]))
+            picked = self.pick(
+                caps, np.array([self.seats[slot].text.chances[self.seats[slot].at] for slot, _ in caps])
+            )
         for verdict in self.late:
             self.controller.record(*verdict)
         self.late = []
-        asleep = max((self.seats[slot].silent for (slot, _), n in zip(caps, picked, strict=True) if n), default=0)
+        asleep = max(
+            (self.seats[slot].silent for (slot, _), n in zip(caps, picked, strict=True) if n), default=0
+        )
         for (slot, _), n in zip(caps, picked, strict=True):
             s = self.seats[slot]
             right = s.text.n_right(s.at, n)
@@ -349,7 +383,9 @@ class Served:
                 if isinstance(self.pick, Seer):
                     self.pick.beliefs.pop(slot, None)
         rows, live = len(caps) + sum(picked), sum(n > 0 for n in picked)
-        times = self.told(self.card, rows, len(caps), live, max(picked), self.card.waking * min(asleep, 16) / 16)
+        times = self.told(
+            self.card, rows, len(caps), live, max(picked), self.card.waking * min(asleep, 16) / 16
+        )
         if not joined:
             self.controller.timed(rows, len(caps), *times)
         self.ms += sum(self.took)
@@ -397,7 +433,13 @@ class Cell:
 
 
 def cell(
-    card: str, text: str, streams: int, n_round: int, seeds: Sequence[int], n_slot: int = 64, bound: bool = False
+    card: str,
+    text: str,
+    streams: int,
+    n_round: int,
+    seeds: Sequence[int],
+    n_slot: int = 64,
+    bound: bool = False,
 ) -> Cell:
     """streams: 0 swings between 1 and n_slot."""
     busy = steady(streams) if streams else swinging(n_slot)
@@ -413,17 +455,25 @@ def cell(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cards", nargs="+", default=list(CARDS), choices=CARDS)
     parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=TEXTS)
     parser.add_argument(
-        "--streams", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 0], help="0: between 1 and --slots"
+        "--streams",
+        type=int,
+        nargs="+",
+        default=[1, 4, 8, 16, 32, 64, 0],
+        help="0: between 1 and --slots",
     )
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=1500)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--most", type=float, default=0.03)
-    parser.add_argument("--bound", action="store_true", help="also what learning costs at the least, behind the regret")
+    parser.add_argument(
+        "--bound", action="store_true", help="also what learning costs at the least, behind the regret"
+    )
     a = parser.parse_args()
     print("| card | text | streams | regret | of plain | drafts a slot's round, the oracle's |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
@@ -434,7 +484,9 @@ def main() -> int:
                 c = cell(card, text, streams, a.rounds, range(a.seeds), a.slots, a.bound)
                 if c.regret > a.most or c.of_plain < 0.98:
                     failed.append(c)
-                mark = (f" ({1 - c.seer / c.oracle:.2%})" if a.bound else "") + (" **" if c in failed else "")
+                mark = (f" ({1 - c.seer / c.oracle:.2%})" if a.bound else "") + (
+                    " **" if c in failed else ""
+                )
                 print(
                     f"| {card} | {text} | {c.streams} | {c.regret:.2%}{mark} | {c.of_plain:.3f} | {c.n_draft:.2f}, {c.oracle_draft:.2f} |",
                     flush=True,

@@ -35,7 +35,11 @@ MODELS = (  # architecture, drafter, mean tokens of a round; 0: the model's own 
     ("nemotron_h_moe", "mtp", 2.0),
     ("llama", "ngram", 0.0),
 )
-ALONE = ((3, 3), (200, 3), (200, 2))  # (tokens of a prompt, tokens wanted); the last prompt is the one before again
+ALONE = (
+    (3, 3),
+    (200, 3),
+    (200, 2),
+)  # (tokens of a prompt, tokens wanted); the last prompt is the one before again
 TOGETHER, WANTED = (3, 70, 33, 140, 1), 6
 
 
@@ -88,11 +92,17 @@ def run(
         texts = {n: tuple(torch.randint(5, 200, (n,), generator=gen).tolist()) for n in (200, *TOGETHER)}
         n = 0
         for length, wanted in ALONE:
-            n += len(engine.generate(texts[length], max_tokens=wanted, temperature=0.0, ignore_eos=True).tokens)
+            n += len(
+                engine.generate(
+                    texts[length], max_tokens=wanted, temperature=0.0, ignore_eos=True
+                ).tokens
+            )
             tell(f"{n} tokens")
         for temperature in (0.0, 0.8):
             prompts = [texts[length] for length in TOGETHER]
-            results = engine.generate_many(prompts, max_tokens=WANTED, temperature=temperature, seed=1, ignore_eos=True)
+            results = engine.generate_many(
+                prompts, max_tokens=WANTED, temperature=temperature, seed=1, ignore_eos=True
+            )
             n += sum(len(r.tokens) for r in results)
             tell(f"{n} tokens")
         counts = engine.metrics()
@@ -102,11 +112,19 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quants", nargs="*", default=["q8_0"], help="of the weights, e.g. q8_0 q4_k nvfp4")
-    parser.add_argument("--models", nargs="*", default=[m for m, _, _ in MODELS], help="e.g. llama qwen35:dflash")
-    parser.add_argument("--weights", default="auto", help="packed: no f16 copies for the library's products")
+    parser.add_argument(
+        "--quants", nargs="*", default=["q8_0"], help="of the weights, e.g. q8_0 q4_k nvfp4"
+    )
+    parser.add_argument(
+        "--models", nargs="*", default=[m for m, _, _ in MODELS], help="e.g. llama qwen35:dflash"
+    )
+    parser.add_argument(
+        "--weights", default="auto", help="packed: no f16 copies for the library's products"
+    )
     parser.add_argument("--kernels", default="auto", help="triton: its tier instead of ours")
     parser.add_argument(
         "--no-pairs", action="store_true", help="matrices this small, too, as large ones are multiplied"
@@ -114,7 +132,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.no_pairs:
         linear_pair.MOST_BYTES = -1
-    torch.zeros(1, device=args.device)  # a sanitizer gives up on a process that does not use the GPU within seconds
+    torch.zeros(
+        1, device=args.device
+    )  # a sanitizer gives up on a process that does not use the GPU within seconds
     with tempfile.TemporaryDirectory() as folder:
         for quant in args.quants:
             for model, draft, mean in MODELS:

@@ -35,7 +35,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "scorecard.md"
 TIMEOUT_S = 900
 TESTS = "python -m pytest -p no:cacheprovider -p no:benchmark"
-CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 200, "ignore_eos": True}
+CHAT = {
+    "messages": [{"role": "user", "content": "Tell me a story."}],
+    "max_tokens": 200,
+    "ignore_eos": True,
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,9 @@ def run(command: str) -> tuple[int, str]:
         words[0] = sys.executable
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     try:
-        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         return 124, f"not done after {TIMEOUT_S} s"
     return done.returncode, done.stdout + done.stderr
@@ -87,7 +93,9 @@ def told(command: str, pattern: str = "") -> Check:
     def check() -> Found:
         status, output = run(command)
         lines = [
-            line.strip() for line in output.splitlines() if line.strip() and (not pattern or re.search(pattern, line))
+            line.strip()
+            for line in output.splitlines()
+            if line.strip() and (not pattern or re.search(pattern, line))
         ]
         said = lines[-1] if lines else "nothing was said"
         return Found(status == 0, f"{said[:200]} (`{shown(command)}`)")
@@ -137,7 +145,9 @@ def progress() -> Found:
     try:
         threads = [
             threading.Thread(
-                target=httpx.post, args=(f"{server.url}/v1/chat/completions",), kwargs={"json": CHAT, "timeout": 300}
+                target=httpx.post,
+                args=(f"{server.url}/v1/chat/completions",),
+                kwargs={"json": CHAT, "timeout": 300},
             )
             for _ in range(16)
         ]
@@ -300,8 +310,18 @@ def measured(row: Row) -> list[Found]:
 def entry(row: Row, ones: Sequence[Found]) -> Entry:
     """A row of the page and its findings. A verdict that may differ elsewhere is marked so."""
     ran = [one.ok for one in ones if one.ok is not None]
-    verdict = "not run here" if not ran else "FAILS" if not all(ran) else "holds here" if row.elsewhere else "holds"
-    return Entry(f"| {row.number} | {row.measure} | {row.target} | {verdict} |", [one.text for one in ones])
+    verdict = (
+        "not run here"
+        if not ran
+        else "FAILS"
+        if not all(ran)
+        else "holds here"
+        if row.elsewhere
+        else "holds"
+    )
+    return Entry(
+        f"| {row.number} | {row.measure} | {row.target} | {verdict} |", [one.text for one in ones]
+    )
 
 
 def page(entries: dict[str, Entry]) -> str:
@@ -314,7 +334,9 @@ def page(entries: dict[str, Entry]) -> str:
         "| | promise | target | verdict |\n| --- | --- | --- | --- |\n"
     )
     chosen = [(row.number, entries[row.number]) for row in ROWS]
-    findings = "".join(f"\n### {number}\n\n" + "".join(f"* {x}\n" for x in each.found) for number, each in chosen)
+    findings = "".join(
+        f"\n### {number}\n\n" + "".join(f"* {x}\n" for x in each.found) for number, each in chosen
+    )
     return head + "".join(f"{each.row}\n" for _, each in chosen) + "\n## Findings\n" + findings
 
 

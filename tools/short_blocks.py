@@ -14,7 +14,9 @@ from pyspec.draft import dflash
 
 def kept(prompts: list[tuple[int, ...]]) -> tuple[int, int]:
     """Drafts that were right, and all."""
-    with Engine.load("demo", "dflash", np=1, ctx=1024, device="cpu", n_draft_fixed=True, n_draft_max=3) as engine:
+    with Engine.load(
+        "demo", "dflash", np=1, ctx=1024, device="cpu", n_draft_fixed=True, n_draft_max=3
+    ) as engine:
         for prompt in prompts:
             engine.generate(prompt, max_tokens=128, temperature=0.0)
         counts = engine.metrics()

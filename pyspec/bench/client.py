@@ -18,7 +18,9 @@ TIMEOUT_S = 600.0
 PATH = "/completion"  # its chunks carry token ids
 
 
-def read(port: int, body: dict[str, Any], start: threading.Event, reads: list[tuple[float, bytes]]) -> None:
+def read(
+    port: int, body: dict[str, Any], start: threading.Event, reads: list[tuple[float, bytes]]
+) -> None:
     """Send one streaming request and store the received bytes with the time of each read. Parsing happens later."""
     connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:

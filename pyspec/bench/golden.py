@@ -22,7 +22,9 @@ def golden(settings: Mapping[str, object]) -> dict[str, object]:
         given = f"{n}" if n else "none"
         raise ConfigError(f"--golden needs --spec-draft-n-max {lengths}; got {given}")
     if settings.get("synth_len") or settings.get("synth_rates"):
-        raise ConfigError("--golden simulates acceptance: leave out --spec-synth-len and --spec-synth-rates")
+        raise ConfigError(
+            "--golden simulates acceptance: leave out --spec-synth-len and --spec-synth-rates"
+        )
     if settings.get("spec_type", "auto") not in ("auto", "mtp"):
         raise ConfigError(f"--golden is for MTP drafts; --spec-type is {settings['spec_type']}")
     return {**settings, "spec_type": "mtp", "synth_len": GOLDEN[n], "n_draft_fixed": True}

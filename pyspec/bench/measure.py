@@ -206,7 +206,9 @@ def measure(
     return replace(run, lengths=watch.lengths, all_rounds=len(watch.rounds))
 
 
-def submit_all(submit: Submit, prompts: Sequence[tuple[int, ...]], how: Turn, watch: Watch) -> Iterator[str]:
+def submit_all(
+    submit: Submit, prompts: Sequence[tuple[int, ...]], how: Turn, watch: Watch
+) -> Iterator[str]:
     """Submit a turn's requests one after the other with `watch` as listener; yields their ids."""
     seed, temperature = how.turn + 1, how.temperature
     params = SamplingParams(temperature=temperature, seed=seed, ignore_eos=how.ignore_eos)

@@ -92,7 +92,9 @@ def watch_rounds(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn) 
     return add_up(records, rounds)
 
 
-def watch_kernels(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn) -> tuple[list[Record], int]:
+def watch_kernels(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn
+) -> tuple[list[Record], int]:
     """The kernels that ran on the GPU in the watched rounds, and the number of rounds; 0 if a stream ended too soon."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile

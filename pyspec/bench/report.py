@@ -108,7 +108,11 @@ def http_cells(r: Row) -> list[list[str]]:
 def device_cells(r: Row) -> list[list[str]]:
     """Device time of a round by kind of kernel."""
     kinds = {"plain": r.plain_parts, "spec": r.spec_parts}
-    return [[r.label, kind, *(f"{parts[p]:.2f}" for p in DEVICE_PARTS)] for kind, parts in kinds.items() if parts]
+    return [
+        [r.label, kind, *(f"{parts[p]:.2f}" for p in DEVICE_PARTS)]
+        for kind, parts in kinds.items()
+        if parts
+    ]
 
 
 def _part_cells(r: Row) -> list[list[str]]:

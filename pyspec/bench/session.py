@@ -44,7 +44,10 @@ class Plan:
 
 
 def bench(
-    engine: Engine, plan: Plan, report: Callable[[str], None] = lambda line: None, clients: Clients | None = None
+    engine: Engine,
+    plan: Plan,
+    report: Callable[[str], None] = lambda line: None,
+    clients: Clients | None = None,
 ) -> Report:
     """Measure. Turns alternate plain, speculative, plain ... so that a slow minute of the machine affects both. With `clients` of
     this engine's server, each turn is followed by the same turn through HTTP.
@@ -64,7 +67,14 @@ def bench(
             asked = prompts[turn * n : (turn + 1) * n]
             for mode in modes:
                 for run in _turns(
-                    engine, clients, plan, asked, mode, turn, plan.n_predict, most=room(engine.info, asked)
+                    engine,
+                    clients,
+                    plan,
+                    asked,
+                    mode,
+                    turn,
+                    plan.n_predict,
+                    most=room(engine.info, asked),
                 ):
                     runs.append(replace(run, case=plan.case))
                     case = f"{plan.case} " if plan.case else ""
@@ -93,7 +103,9 @@ def _with_parts(
     for row in rows:
         found: dict[str, Any] = {}
         for mode in modes:
-            how = Turn(mode=mode, turn=0, n_predict=PROFILED, ignore_eos=True, temperature=plan.temperature)
+            how = Turn(
+                mode=mode, turn=0, n_predict=PROFILED, ignore_eos=True, temperature=plan.temperature
+            )
             found[f"{mode}_parts"] = watch_rounds(engine, prompts[: row.np], how)
             if not found[f"{mode}_parts"]:
                 why = "the streams ended before enough rounds had passed"
@@ -142,7 +154,9 @@ def setup_of(engine: Engine, plan: Plan) -> dict[str, object]:
         "arch": info.arch,
         "parameters": info.n_params,
         "bytes": info.n_bytes,
-        "device": torch.cuda.get_device_name(info.device) if info.device.startswith("cuda") else info.device,
+        "device": torch.cuda.get_device_name(info.device)
+        if info.device.startswith("cuda")
+        else info.device,
         **({"cpu activations": info.cpu_activations} if info.cpu_activations == "q8" else {}),
         "drafter": info.drafter,
         "draft": info.draft_note,

@@ -117,7 +117,9 @@ def _judged(
     engine: Engine, prompt: int, text: list[int], at: int, answers: tuple[Result, Result], tie: float
 ) -> Parting:
     plain, spec = (r.tokens[at] if at < len(r.tokens) else -1 for r in answers)
-    seen = engine.generate(text, params=GREEDY, max_tokens=1, logprobs=N_TOP, n_draft_max=0, cache_prompt=False)
+    seen = engine.generate(
+        text, params=GREEDY, max_tokens=1, logprobs=N_TOP, n_draft_max=0, cache_prompt=False
+    )
     logits = dict(seen.logprobs[0].top) if seen.logprobs else {}
     best = max(logits.values(), default=0.0)
     own = [_logit(logits, token, engine.info.eog_ids) for token in (plain, spec)]

@@ -16,7 +16,10 @@ from pyspec import __version__, streams
 from pyspec.errors import PyspecError
 
 COMMANDS = {
-    "server": ("pyspec.cli.server:server", "Serve a model over HTTP: the OpenAI API and llama-server's."),
+    "server": (
+        "pyspec.cli.server:server",
+        "Serve a model over HTTP: the OpenAI API and llama-server's.",
+    ),
     "run": ("pyspec.cli.run:run", "Answer one prompt, or chat in the terminal."),
     "demo": ("pyspec.cli.demo:demo", "Show the packaged pair with and without speculation."),
     "bench": ("pyspec.cli.bench:bench", "Measure speed, plain and speculative in turns."),
@@ -28,7 +31,10 @@ COMMANDS = {
         "pyspec.cli.fit:fit",
         "Show a model's memory, and the slots and contexts that fit.",
     ),
-    "verify": ("pyspec.cli.verify:verify", "Compare greedy texts with and without drafts, token by token."),
+    "verify": (
+        "pyspec.cli.verify:verify",
+        "Compare greedy texts with and without drafts, token by token.",
+    ),
     "inspect": ("pyspec.cli.inspect:inspect", "Show metadata, tensors and sizes of a GGUF file."),
     "tokenize": ("pyspec.cli.tokenize:tokenize", "Print the token ids of a text."),
     "logits": ("pyspec.cli.logits:logits", "Write the logits of given tokens to a file."),
@@ -38,7 +44,10 @@ COMMANDS = {
         "Check the kernels on this machine.",
     ),
     "config": ("pyspec.cli.config:config", "Show settings and their origin, or llama-server's flags."),
-    "completion": ("pyspec.cli.completion:completion", "Print a completion script for bash, zsh or fish."),
+    "completion": (
+        "pyspec.cli.completion:completion",
+        "Print a completion script for bash, zsh or fish.",
+    ),
 }
 """Module and help line of each command. The help lines are repeated here so that `--help` imports no command."""
 BELOW = {("bench", "compare"): "pyspec.cli.compare:compare"}

@@ -86,7 +86,9 @@ def _case_name(n_depth: int, n_prompt: int, n_gen: int, case: str) -> str:
     return " ".join(filter(None, (depth, f"p{n_prompt}", f"n{n_gen}", case)))
 
 
-def _thread_counts(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:
+def _thread_counts(
+    ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
+) -> tuple[int, ...]:
     """Numbers of threads; -1 becomes 0, torch's choice."""
     counts = ["0" if text.strip() == "-1" else text for text in texts]
     return in_list(0, MAX_THREADS, "threads")(ctx, param, counts)

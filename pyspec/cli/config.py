@@ -89,7 +89,10 @@ def flags(as_json: bool) -> None:
     """List every flag of llama-server: honoured, ignored or refused, with the reason."""
     listed = dict.fromkeys(llama_flags().values())
     if as_json:
-        rows = [{"names": list(flag.names), "env": flag.env, "fate": flag.fate, "why": flag.why} for flag in listed]
+        rows = [
+            {"names": list(flag.names), "env": flag.env, "fate": flag.fate, "why": flag.why}
+            for flag in listed
+        ]
         click.echo(json.dumps(rows, indent=1))
         return
     from pyspec.cli.tables import row, show, table

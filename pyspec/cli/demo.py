@@ -164,7 +164,12 @@ def _show_races(races: Sequence[Race], np: int) -> None:
     from pyspec.cli.tables import row, show, table
 
     t = table(
-        "tokens/s", "plain", "speculative", "ratio", "lowest .. highest turn", right=("plain", "speculative", "ratio")
+        "tokens/s",
+        "plain",
+        "speculative",
+        "ratio",
+        "lowest .. highest turn",
+        right=("plain", "speculative", "ratio"),
     )
     for race in races:
         r = race.ratios

@@ -141,7 +141,9 @@ def _load(choice: ModelChoice, device: str, kernels: str) -> None:
     def plan() -> tuple[Path, EngineSettings]:
         path, paired = resolve(choice.target())
         draft_path = paired if (draft := choice.drafter()) == "auto" else Path(draft)
-        settings = EngineSettings(ctx=512, draft_path=draft_path, device=device, check_tap_shift=False, kernels=kernels)
+        settings = EngineSettings(
+            ctx=512, draft_path=draft_path, device=device, check_tap_shift=False, kernels=kernels
+        )
         return path, settings
 
     choice.look_before(plan)

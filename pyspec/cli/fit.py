@@ -31,7 +31,13 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 
 @click.command(cls=FlagCommand)
 @engine_options
-@click.option("--vram", default="0", callback=_bytes, metavar="SIZE", help="Plan for this much GPU memory, e.g. 24G.")
+@click.option(
+    "--vram",
+    default="0",
+    callback=_bytes,
+    metavar="SIZE",
+    help="Plan for this much GPU memory, e.g. 24G.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> None:
@@ -89,7 +95,9 @@ def summary(report: FitReport, engine: EngineChoice) -> dict[str, Any]:
         },
         "contexts": [{"np": f.np, "n_ctx": f.n_ctx, "total": f.plan.total} for f in report.fits],
         "note": _fewer(report, best) if engine.np > 0 and best is not None else "",
-        "flags": [] if best is None else _flags(engine, best.np, min(best.n_ctx, engine.ctx or best.n_ctx)),
+        "flags": []
+        if best is None
+        else _flags(engine, best.np, min(best.n_ctx, engine.ctx or best.n_ctx)),
     }
 
 

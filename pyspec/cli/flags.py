@@ -222,7 +222,8 @@ def unknown_variables(reads_llama_env: bool) -> list[str]:
         if name not in known and (near or prefix != "PYSPEC_"):
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             lines.append(
-                _without_variable(name) or f"{name} in the environment is not a setting and has no effect{hint}"
+                _without_variable(name)
+                or f"{name} in the environment is not a setting and has no effect{hint}"
             )
     return lines
 

@@ -57,7 +57,12 @@ def _packaged() -> Iterator[Here]:
         if entry.target is not None and entry.target.packaged:
             draft = entry.draft.source.packaged if entry.draft else ""
             yield Here(
-                entry.name, entry.target.packaged, entry.target.bytes, "target", draft, str(entry.target.fetch())
+                entry.name,
+                entry.target.packaged,
+                entry.target.bytes,
+                "target",
+                draft,
+                str(entry.target.fetch()),
             )
 
 

@@ -20,11 +20,15 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
 @click.command()
 @model_options
 @click.option("--ids", required=True, callback=_ids, help="Token ids: 1,2,3.")
-@click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="Output file.")
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="Output file."
+)
 @click.option("--chunk", default=512, type=click.IntRange(1, MAX_ROWS), help="Tokens per forward.")
 @click.option("--kv-type", type=click.Choice(KV_TYPES), default="f32", help="Type of KV entries.")
 @click.option("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
-@click.option("--weights", type=click.Choice(WEIGHTS), default="auto", help="Packed or unpacked weights.")
+@click.option(
+    "--weights", type=click.Choice(WEIGHTS), default="auto", help="Packed or unpacked weights."
+)
 def logits(
     choice: ModelChoice,
     ids: list[int],
@@ -41,7 +45,9 @@ def logits(
     from pyspec.config import EngineSettings
 
     n_ctx = len(ids)
-    settings = EngineSettings(ctx=n_ctx, kv_type=kv_type, device=device, weights=weights, spec_type="none")
+    settings = EngineSettings(
+        ctx=n_ctx, kv_type=kv_type, device=device, weights=weights, spec_type="none"
+    )
     choice.look_before(lambda: (resolve(choice.target())[0], settings))
     from pyspec.logits import compute_logits, save_logits
 

@@ -17,7 +17,15 @@ from pyspec.cli.choice import EngineChoice, ModelChoice
 from pyspec.cli.flags import grouped
 from pyspec.cli.sampling import SAMPLING_OPTIONS, sampling_of
 from pyspec.config import CPU_ACTIVATIONS, DRAFT_HEADS, KV_TYPES, MAX_CTX, MAX_MIB, PAGE_SIZES, WEIGHTS
-from pyspec.registry import DRAFTERS, LLAMA_CPP, RESERVED, SUFFIX, added_drafters, is_spec_type, split_spec_type
+from pyspec.registry import (
+    DRAFTERS,
+    LLAMA_CPP,
+    RESERVED,
+    SUFFIX,
+    added_drafters,
+    is_spec_type,
+    split_spec_type,
+)
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -47,7 +55,9 @@ SPEC_TYPES = {name: name for name in (*RESERVED, *DRAFTERS)} | {
 def spec_type_of(value: str) -> str:
     """pyspec's spelling of a `--spec-type`, which may be no valid one."""
     name, has_suffixes = split_spec_type(value)
-    return value if value == SUFFIX else SPEC_TYPES.get(name, name) + (f",{SUFFIX}" if has_suffixes else "")
+    return (
+        value if value == SUFFIX else SPEC_TYPES.get(name, name) + (f",{SUFFIX}" if has_suffixes else "")
+    )
 
 
 def apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:

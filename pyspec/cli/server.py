@@ -292,6 +292,7 @@ def banner(info: EngineInfo, urls: list[str]) -> list[str]:
     ]
     if info.synthetic_len:
         lines.insert(
-            3, f"WARNING  acceptance is simulated ({info.synthetic_len:g} tokens a round): the text is not the model's"
+            3,
+            f"WARNING  acceptance is simulated ({info.synthetic_len:g} tokens a round): the text is not the model's",
         )
     return lines

@@ -33,7 +33,9 @@ class SynthFlags:
 @click.argument("entry", metavar="MODEL")
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False), metavar="OUT.gguf")
 @click.option("--tiny", is_flag=True, help="Write a tiny model of this architecture (some 100 kB).")
-@click.option("--quant", default="q8_0", callback=_lower, metavar="TYPE", help="Matrix type: f32, q8_0, q4_k ...")
+@click.option(
+    "--quant", default="q8_0", callback=_lower, metavar="TYPE", help="Matrix type: f32, q8_0, q4_k ..."
+)
 @click.option("--seed", default=0, type=click.IntRange(0, 2**32 - 1), help="Seed of the weights.")
 @click.option("--mtp/--no-mtp", default=True, help="Include the MTP block, if there is one.")
 @click.option("--drafter", is_flag=True, help="Write MODEL's DFlash drafter instead.")

@@ -30,7 +30,12 @@ AUTO_SLOTS = 4
     type=click.Path(path_type=Path, dir_okay=False),
     help="Prompts, one per line. Default: 16 built-in ones.",
 )
-@click.option("--random-prompts", default=0, type=click.IntRange(0, 10_000), help="Additional prompts of random ids.")
+@click.option(
+    "--random-prompts",
+    default=0,
+    type=click.IntRange(0, 10_000),
+    help="Additional prompts of random ids.",
+)
 @click.option("-n", "--n-gen", default=128, type=click.IntRange(1, MAX_CTX), help="Answer tokens.")
 @click.option(
     "--tie",

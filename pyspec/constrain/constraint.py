@@ -304,7 +304,9 @@ def fill(spans: Sequence[tuple[Constraint, Sequence[int]]], trie: TokenTrie) -> 
     return masks
 
 
-def _fill_together(asked: Sequence[tuple[Constraint, Sequence[int], int]], masks: Masks, trie: TokenTrie) -> None:
+def _fill_together(
+    asked: Sequence[tuple[Constraint, Sequence[int], int]], masks: Masks, trie: TokenTrie
+) -> None:
     """Masks of several requests, each from its first row on, on several threads."""
     drafted = [(c.matcher, row, list(drafts)) for c, drafts, row in asked if drafts]
     plain = [(c.matcher, row) for c, drafts, row in asked if not drafts]

@@ -63,7 +63,9 @@ def _grouped(node: Node, regular: frozenset[str]) -> Node:
     return node
 
 
-def _joined(nodes: Sequence[Node], regular: frozenset[str], kind: type[Concat | Either]) -> tuple[Node, ...]:
+def _joined(
+    nodes: Sequence[Node], regular: frozenset[str], kind: type[Concat | Either]
+) -> tuple[Node, ...]:
     found: list[Node] = []
     for is_one, group in groupby(nodes, lambda each: is_regular(each, regular)):
         each = tuple(group)

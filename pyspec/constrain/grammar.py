@@ -93,7 +93,9 @@ def _json_schema(source: str) -> dict[str, Any]:
     schema = {} if schema is True else schema
     if not isinstance(schema, dict):
         raise RequestError(
-            "a JSON Schema is an object or true" if schema is not False else "nothing fits the schema false"
+            "a JSON Schema is an object or true"
+            if schema is not False
+            else "nothing fits the schema false"
         )
     options: Any = {"whitespace_pattern": SPACE, "lenient": False, "coerce_one_of": False}
     found = LLMatcher.grammar_from_json_schema(closed(schema), overrides=options)

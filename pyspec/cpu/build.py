@@ -71,7 +71,11 @@ def _cpu_flags() -> set[str]:
 def compiler() -> str | None:
     """$CXX, or the first of the usual names that is on the path."""
     named = os.environ.get("CXX", "")
-    return shutil.which(named) if named else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    return (
+        shutil.which(named)
+        if named
+        else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    )
 
 
 @cache
@@ -131,7 +135,9 @@ def _call(command: list[str]) -> None:
         raise CannotBuild(f"{command[0]} took more than {LIMIT_S} s") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        raise CannotBuild(f"{command[0]} failed: {next((x for x in lines if 'error' in x), (lines or ['?'])[-1])}")
+        raise CannotBuild(
+            f"{command[0]} failed: {next((x for x in lines if 'error' in x), (lines or ['?'])[-1])}"
+        )
 
 
 def drop_old(folder: Path, isa: str, days: float) -> None:

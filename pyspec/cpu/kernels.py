@@ -32,7 +32,9 @@ def compiled() -> ctypes.CDLL | str:
             path = build(isa)
         return _opened(str(path))
     except (CannotBuild, OSError) as e:
-        log.warning("CPU kernels cannot be built: %s; torch runs in their place, several times slower", e)
+        log.warning(
+            "CPU kernels cannot be built: %s; torch runs in their place, several times slower", e
+        )
         return f"cannot be built: {e}"
 
 

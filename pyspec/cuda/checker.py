@@ -27,7 +27,11 @@ from pyspec.cache import cache_root, n_cores
 
 log = logging.getLogger(__name__)
 
-LIMITS_S = {"start": 120.0, "binding": 300.0, "check": 60.0}  # how long a child may be at each, compiling included
+LIMITS_S = {
+    "start": 120.0,
+    "binding": 300.0,
+    "check": 60.0,
+}  # how long a child may be at each, compiling included
 TAIL = 200  # characters of a child's last output
 MOST = 4  # children that check at once
 GPUS = Path("/dev/nvidiactl"), Path("/dev/kfd")  # one exists if there is a GPU: NVIDIA's, AMD's
@@ -149,7 +153,9 @@ class Checker:
                 why = child.last_words()
                 if at == "start":
                     return None, why
-                killed = child.process.returncode == -signal.SIGKILL  # by a user or the kernel's out-of-memory killer
+                killed = (
+                    child.process.returncode == -signal.SIGKILL
+                )  # by a user or the kernel's out-of-memory killer
                 return Verdict(f"its {at} ended the process: {why}", lasting=not killed), ""
             answer = json.loads(line)
             if "at" in answer:

@@ -94,8 +94,13 @@ class Collective:
         if self._is_gpu:
             from pyspec.cuda.ops.peer_sum.cuda import make
 
-            self.peers, why = make(rank.index, rank.n, device, self._all, None if self.capturable else self._meet)
-            log.info("sums of ranks: %s", f"NCCL ({why})" if why else "one launch in each other's memory (peer_sum)")
+            self.peers, why = make(
+                rank.index, rank.n, device, self._all, None if self.capturable else self._meet
+            )
+            log.info(
+                "sums of ranks: %s",
+                f"NCCL ({why})" if why else "one launch in each other's memory (peer_sum)",
+            )
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same bits on each of them."""
@@ -142,12 +147,17 @@ class Collective:
         """Every rank's x, of any dtype, in their order."""
         if not x.numel():
             return [x] * self.rank.n
-        return [part.view(x.dtype).view(x.shape) for part in self._all(x.contiguous().view(-1).view(torch.uint8))]
+        return [
+            part.view(x.dtype).view(x.shape)
+            for part in self._all(x.contiguous().view(-1).view(torch.uint8))
+        ]
 
     def deal(self, parts: Iterator[Tensor] | None, own: Tensor) -> Tensor:
         """Scatter: the first rank sends one of `parts` to each rank in order, into the contiguous `own`. parts: None on the other ranks."""
         place = own.view(-1).view(torch.uint8) if own.numel() else own.new_empty(0, dtype=torch.uint8)
-        whole = torch.empty(self.rank.n, len(place), dtype=torch.uint8, device=own.device if self.capturable else "cpu")
+        whole = torch.empty(
+            self.rank.n, len(place), dtype=torch.uint8, device=own.device if self.capturable else "cpu"
+        )
         if parts is not None:
             for row in whole:
                 row.copy_(next(parts).contiguous().view(-1).view(torch.uint8))
@@ -239,7 +249,9 @@ def _join(rank: Rank, device: torch.device, store: str, timeout_s: float) -> Any
     if device.type == "cuda" and not may_share_gpu():
         # multicast over NVLink: not on every machine that says it has it
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # engine/load/ranks.py watches the ranks
+        os.environ.setdefault(
+            "TORCH_NCCL_ENABLE_MONITORING", "0"
+        )  # engine/load/ranks.py watches the ranks
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = limit
         group: Any = dist.ProcessGroupNCCL(meeting, rank.index, rank.n, nccl)

@@ -82,7 +82,9 @@ class DeviceContext:
         if found is None:
             with self.current():
                 made = make(self.device, *key)
-            found = self._made.setdefault((make, *key), made)  # if two threads make it, both use the first
+            found = self._made.setdefault(
+                (make, *key), made
+            )  # if two threads make it, both use the first
         return found  # type: ignore[return-value]  # of this key `make` gave it
 
     def stream(self) -> Any:

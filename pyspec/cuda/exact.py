@@ -19,7 +19,9 @@ PASS = 64  # rows per call of a library
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T by torch, [row, n_in] -> [row, n_out]; in passes in exact mode."""
-    return in_passes(x, lambda part: F.linear(part, weight)) if current().is_exact else F.linear(x, weight)
+    return (
+        in_passes(x, lambda part: F.linear(part, weight)) if current().is_exact else F.linear(x, weight)
+    )
 
 
 def by_row(run: Callable[..., tuple[Tensor, ...]], *rows: Tensor) -> tuple[Tensor, ...]:

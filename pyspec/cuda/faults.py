@@ -44,7 +44,9 @@ class Fault:
 
     def error(self, slot: int) -> OutOfBounds:
         whose = f"slot {slot}" if slot != ALL_SLOTS else "a slot that is not known"
-        return OutOfBounds(f"kernel {self.op}, {whose}: index", self.index, self.limit, None if slot < 0 else slot)
+        return OutOfBounds(
+            f"kernel {self.op}, {whose}: index", self.index, self.limit, None if slot < 0 else slot
+        )
 
 
 @per_device
@@ -69,7 +71,10 @@ class Reader:
         self.context = context_of(device)  # it owns the record, which all share
         with torch.inference_mode(False):
             self.record = record(device)
-            self.hosts = [torch.zeros(N_FIELD, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
+            self.hosts = [
+                torch.zeros(N_FIELD, dtype=torch.int32, pin_memory=device.type == "cuda")
+                for _ in range(2)
+            ]
         self.fetched: deque[Tensor] = deque()
 
     def fetch(self) -> None:

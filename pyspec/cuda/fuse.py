@@ -77,7 +77,13 @@ class ReadsInto(Protocol):
     def split(self, x: Tensor, mix: StreamMix, into: RowBuffer) -> Reading: ...
 
     def merge_split(
-        self, y: Tensor | Shares, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix, into: RowBuffer | None
+        self,
+        y: Tensor | Shares,
+        x: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        mix: StreamMix,
+        into: RowBuffer | None,
     ) -> tuple[Tensor, Reading]: ...
 
 
@@ -222,7 +228,9 @@ def one_after_other(
     first: Product, next: Product, hands: Handing | None, x: Tensor, norm: Norm, place: RowBuffer | None
 ) -> Tensor:
     """next(first(norm(x))), of rows that lie in `place` already if that is not None."""
-    ready = None if hands is None else hands(x, norm) if place is None else hands(place.rows.room(len(x)))
+    ready = (
+        None if hands is None else hands(x, norm) if place is None else hands(place.rows.room(len(x)))
+    )
     return next(product_of(first, x, norm, place)) if ready is None else next(ready)
 
 
@@ -303,7 +311,9 @@ def link(ranks: Collective, pairs: Sequence[tuple[GivesSum | None, FirstRead | N
     """Have sums prepare the rows of the product that reads them next, where kernels can, on all ranks together. pairs: a sum, and the product
     with its norm that reads the sum first."""
     readers = [
-        (read[0], read[1]) if gives is not None and read is not None and isinstance(read[0], Streamed) else None
+        (read[0], read[1])
+        if gives is not None and read is not None and isinstance(read[0], Streamed)
+        else None
         for gives, read in pairs
     ]
     if not any(readers):
@@ -318,7 +328,10 @@ def link(ranks: Collective, pairs: Sequence[tuple[GivesSum | None, FirstRead | N
 
 def norms_on_the_way(device: torch.device, n_in: int) -> bool:
     """Whether every reader norms the rows itself; in plain torch it is done once for all but the router."""
-    return device.type == "cuda" and rows.chosen(RowsSpec(device, n_in, PrepKind.NORM)) is not rows.reference
+    return (
+        device.type == "cuda"
+        and rows.chosen(RowsSpec(device, n_in, PrepKind.NORM)) is not rows.reference
+    )
 
 
 def before_choice(
@@ -369,11 +382,18 @@ def experts_into(
 
 
 def experts_then(
-    experts: ExpertsRun, x: Tensor, routes: Routes, ready: object, product: Product, residual: Tensor | None
+    experts: ExpertsRun,
+    x: Tensor,
+    routes: Routes,
+    ready: object,
+    product: Product,
+    residual: Tensor | None,
 ) -> Tensor:
     """residual + product(experts(x)). Of few rows the launch that prepares the product's rows makes the sums, too."""
     if isinstance(product, Streamed) and has(experts, GivesShares) and ready is not None:
         sums = product.sums_of(len(x))
         if sums is not None:
-            return product(sums.summed(experts.shares(ready, routes.ids, routes.weights)), residual=residual)
+            return product(
+                sums.summed(experts.shares(ready, routes.ids, routes.weights)), residual=residual
+            )
     return product(experts(x, routes.ids, routes.weights, None, NOTHING, ready), residual=residual)

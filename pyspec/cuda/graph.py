@@ -55,7 +55,9 @@ class Graphed(Generic[Out]):
     pool: memory shared with other graphs
     """
 
-    def __init__(self, fn: Callable[[Batch], Out], *, by_single: bool = False, pool: GraphPool | None = None) -> None:
+    def __init__(
+        self, fn: Callable[[Batch], Out], *, by_single: bool = False, pool: GraphPool | None = None
+    ) -> None:
         self.fn, self.by_single, self.pool = fn, by_single, pool or GraphPool()
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Out]] = {}
         self._seen: set[Key] = set()
@@ -110,7 +112,10 @@ class Graphed(Generic[Out]):
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         # thread_local: calls of other threads (an engine that ends on the device) do not end the capture
-        with _no_collection(), torch.cuda.graph(graph, pool=self.pool.taken(), capture_error_mode="thread_local"):
+        with (
+            _no_collection(),
+            torch.cuda.graph(graph, pool=self.pool.taken(), capture_error_mode="thread_local"),
+        ):
             out = self.fn(batch)
         self._graphs[key] = (graph, out)
 

@@ -126,7 +126,9 @@ class Compiled:
         sizes = [info.size for info in kernel.arguments_info]
         want = [{"p": 8, "l": 8, "i": 4, "u": 4, "f": 4}[c] for c in signature]
         if sizes != want:
-            raise DeviceError(f"kernel {symbol} takes arguments of {sizes} bytes, '{signature}' gives {want}")
+            raise DeviceError(
+                f"kernel {symbol} takes arguments of {sizes} bytes, '{signature}' gives {want}"
+            )
         return Kernel(symbol, kernel, signature, context)
 
 
@@ -263,20 +265,32 @@ class Kernel:
 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         device = driver.CUdevice(self.context.device.index)
-        (err,) = driver.cuKernelSetAttribute(attribute, n_bytes, driver.CUkernel(int(self.handle.handle)), device)
+        (err,) = driver.cuKernelSetAttribute(
+            attribute, n_bytes, driver.CUkernel(int(self.handle.handle)), device
+        )
         if err != driver.CUresult.CUDA_SUCCESS:
-            raise DeviceError(f"kernel {self.symbol} can not have {n_bytes} bytes of shared memory: {err.name}")
+            raise DeviceError(
+                f"kernel {self.symbol} can not have {n_bytes} bytes of shared memory: {err.name}"
+            )
         return self
 
     def launch(
-        self, grid: tuple[int, ...], block: int, args: Sequence[Arg], shared: int = 0, *, overlap: bool = False
+        self,
+        grid: tuple[int, ...],
+        block: int,
+        args: Sequence[Arg],
+        shared: int = 0,
+        *,
+        overlap: bool = False,
     ) -> None:
         """Start on its device, on torch's current stream there. Tensors go as pointers; scalars must be of the signature's type.
 
         `overlap`: start as soon as the kernel before allows it (programmatic dependent launch, from 9.0). Only for kernels
         that wait (`griddepcontrol.wait`) before they touch the output of that kernel.
         """
-        assert len(args) == len(self.signature), f"{self.symbol}: {len(args)} arguments for '{self.signature}'"
+        assert len(args) == len(self.signature), (
+            f"{self.symbol}: {len(args)} arguments for '{self.signature}'"
+        )
         values = [a if type(a) in SCALARS else a.data_ptr() for a in args]  # type: ignore[union-attr]  # isinstance would take longer
         config = self.configs.get((grid, block, shared, overlap))
         if config is None:

@@ -24,7 +24,10 @@ from pyspec.cuda.verdicts import Candidate
 
 log = logging.getLogger(__name__)
 
-NOT_HERE = ("runs on NVIDIA GPUs only", "runs on GPUs only")  # refusals that say nothing but that this is a CPU
+NOT_HERE = (
+    "runs on NVIDIA GPUs only",
+    "runs on GPUs only",
+)  # refusals that say nothing but that this is a CPU
 
 Spec = TypeVar("Spec")
 Launch = TypeVar("Launch")  # the result of `bind`: a function, or an object with several
@@ -70,7 +73,10 @@ class Impl(Generic[Spec, Launch]):
     bind: Callable[[Spec], Launch]
     limits: Callable[[Spec], str | None] = _no_limits
     capturable: bool = False  # reads all varying values from device memory, so a CUDA graph may hold it
-    capabilities: tuple[Capability, Capability] = ((8, 0), (12, 1))  # first and last it is made for, on GPUs
+    capabilities: tuple[Capability, Capability] = (
+        (8, 0),
+        (12, 1),
+    )  # first and last it is made for, on GPUs
     tune: Callable[[Spec], str] | None = None
     native: bool = False  # can crash or hang the process without a GPU, too: never checked inside it
     programs: Callable[[Spec, GpuKind], Iterable[Program]] | None = None

@@ -36,7 +36,9 @@ def runs_packed(type: GGMLType) -> bool:
 def runs_experts(type: GGMLType) -> bool:
     """True if kernels run experts with matrices of this type. The op does not count it as a choice: no layer has the sizes of the question."""
     own = next(impl for impl in moe.impls if impl.name == "cpu")
-    return moe.refusal(own, MoeSpec(CPU, 1, type.block_size, type.block_size, "swiglu", type, type)) is None
+    return (
+        moe.refusal(own, MoeSpec(CPU, 1, type.block_size, type.block_size, "swiglu", type, type)) is None
+    )
 
 
 def spec_of(type: GGMLType) -> CpuLinearSpec:
@@ -51,7 +53,9 @@ def spec_of(type: GGMLType) -> CpuLinearSpec:
 class CpuMatrix:
     """Matrices of one input, their outputs side by side. parts: (bytes [n_out, bytes of a row], type, factor)."""
 
-    def __init__(self, parts: Sequence[tuple[Tensor, GGMLType, float]], after: CpuGates | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[Tensor, GGMLType, float]], after: CpuGates | None = None
+    ) -> None:
         self.parts, self.after = list(parts), after
         specs = [spec_of(type) for _, type, _ in parts]
         self.products = [linear_cpu.bind(spec) for spec in specs]
@@ -63,11 +67,19 @@ class CpuMatrix:
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
         rows = prepared(x, prep, whole=self.whole, eight=self.eight)
         y = empty(x.shape[0], self.n_out)
-        added = [None] * len(self.parts) if residual is None or self.after else residual.split(self.widths, 1)
+        added = (
+            [None] * len(self.parts)
+            if residual is None or self.after
+            else residual.split(self.widths, 1)
+        )
         outs = y.split(self.widths, 1) if len(self.parts) > 1 else [y]
-        for product, (raw, _, factor), out, own in zip(self.products, self.parts, outs, added, strict=True):
+        for product, (raw, _, factor), out, own in zip(
+            self.products, self.parts, outs, added, strict=True
+        ):
             product(rows, raw, out, factor, own)
-        return y if self.after is None else gates(y, residual, gelu=self.after.gelu, limit=self.after.limit)
+        return (
+            y if self.after is None else gates(y, residual, gelu=self.after.gelu, limit=self.after.limit)
+        )
 
 
 class CpuGroups:

@@ -132,7 +132,9 @@ class Preparation:
         for pool in (self._compilers, self._checkers):
             pool.shutdown(wait=False, cancel_futures=True)
         for one in self._extra:  # in other threads, because each waits for its current check
-            self._leaving.append(threading.Thread(target=one.close, name="pyspec-checks-end", daemon=True))
+            self._leaving.append(
+                threading.Thread(target=one.close, name="pyspec-checks-end", daemon=True)
+            )
             self._leaving[-1].start()
         for name in self._names:
             verdicts.promised.pop(name, None)
@@ -200,7 +202,9 @@ def target_named(name: str) -> GpuKind:
     capability = int(whole[:-1]), int(whole[-1])
     first, last = KNOWN
     if not first <= capability <= last:
-        raise ConfigError(f"there are kernels for sm_{first[0]}{first[1]} to sm_{last[0]}{last[1]}, none for {name}")
+        raise ConfigError(
+            f"there are kernels for sm_{first[0]}{first[1]} to sm_{last[0]}{last[1]}, none for {name}"
+        )
     return GpuKind(capability)
 
 
@@ -222,7 +226,9 @@ def programs_of(asks: Iterable[Ask], target: GpuKind) -> list[Program]:
     return list(dict.fromkeys(found))
 
 
-def compile_all(programs: Sequence[Program], tell: Callable[[int, str], None]) -> list[tuple[Program, Compiled | str]]:
+def compile_all(
+    programs: Sequence[Program], tell: Callable[[int, str], None]
+) -> list[tuple[Program, Compiled | str]]:
     """Compile on all cores, into the cache. Each program with its code, or the reason why it has none.
 
     tell  callback with the number of programs done and the name of the last

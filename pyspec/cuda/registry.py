@@ -24,7 +24,9 @@ MAX_LISTED = 3  # ops in one warning
 
 def every() -> list[Op[Any, Any]]:
     """All ops by their folders' names, and those that are parts of others."""
-    folders = sorted(found.name for found in pkgutil.iter_modules(import_module(FOLDER).__path__) if found.ispkg)
+    folders = sorted(
+        found.name for found in pkgutil.iter_modules(import_module(FOLDER).__path__) if found.ispkg
+    )
     return [op for name in folders if find_spec(f"{FOLDER}.{name}.op") for op in _ops_in(name)]
 
 
@@ -66,14 +68,18 @@ def unmet(device: torch.device) -> str:
     """The wishes of `--kernels` that are not met, as a message; "" if there are none. Call it once everything is bound."""
     asked = [name for name, tier in current().tiers if tier in TIERS]
     if device.type != "cuda" and not tri.interprets():
-        return "these kernels run on GPUs only, and this runs on the CPU, as without them" if asked else ""
+        return (
+            "these kernels run on GPUs only, and this runs on the CPU, as without them" if asked else ""
+        )
     found = [line for op in ops() if (line := _unmet(op))]
     more = f"; and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
     return "; ".join(found[:MAX_LISTED]) + more
 
 
 def _unmet(op: Op[Any, Any]) -> str:
-    wanted = [impl for impl in op.impls if impl.name in TIERS.get(current().wanted(op.name, op.named), ())]
+    wanted = [
+        impl for impl in op.impls if impl.name in TIERS.get(current().wanted(op.name, op.named), ())
+    ]
     for spec, impl in op.decided.items():
         if wanted and impl not in wanted:
             return f"{op.name} runs as {impl.name} ({wanted[0].name}: {op.refusal(wanted[0], spec)})"

@@ -23,14 +23,24 @@ from pyspec.cuda.ops.linear.pack import FORMATS, TILE, Packed
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.cuda.ops.moe.ref import activate
-from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, GatedRowBuffer, RowBuffer, Rows, RowsLaunch, WideRows, values_of
+from pyspec.cuda.ops.rows.cuda import (
+    MAX_SUMMED,
+    GatedRowBuffer,
+    RowBuffer,
+    Rows,
+    RowsLaunch,
+    WideRows,
+    values_of,
+)
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm, Prep, PrepKind, RowsSpec, of_rows
 
 log = logging.getLogger(__name__)
 
 GLU = Glu()
-PLACE_ROWS = 32  # up to here the kernel before prepares rows faster than a launch of their own (docs/log.md)
+PLACE_ROWS = (
+    32  # up to here the kernel before prepares rows faster than a launch of their own (docs/log.md)
+)
 FEW_ROWS = linear_wgmma.FEW  # up to here `linear` is as fast as `linear_tall` (docs/log.md)
 COPY_ROWS = 48  # up to here it is faster than a library with a copy
 TOP = 15  # f16's exponent of values near the bound: values of 2^-25 of it keep all their bits
@@ -51,7 +61,9 @@ class Streamed:
         wide = None if current().is_exact else wide
         self.packed, self.device, self.gated, self.wide, self.limit = packed, device, gated, wide, limit
         n_out = packed.n_out // 2 if gated else packed.n_out
-        spec = LinearSpec(device, packed.type, n_out, packed.n_in, Epilogue.GATED if gated else Epilogue.PLAIN, limit)
+        spec = LinearSpec(
+            device, packed.type, n_out, packed.n_in, Epilogue.GATED if gated else Epilogue.PLAIN, limit
+        )
         adding = spec if gated else replace(spec, epilogue=Epilogue.RESIDUAL)
         self.n_out, self.plain, self.added = n_out, linear_cuda.bind(spec), linear_cuda.bind(adding)
         self.tall, self.tall_added = _tall(spec), _tall(adding)
@@ -63,7 +75,11 @@ class Streamed:
         self.max_rows = COPY_ROWS if self.tall is None else self.tall.max_rows  # without the copy
 
     def __call__(
-        self, x: Tensor | Rows, prep: Prep | None = None, residual: Tensor | None = None, late: bool = False
+        self,
+        x: Tensor | Rows,
+        prep: Prep | None = None,
+        residual: Tensor | None = None,
+        late: bool = False,
     ) -> Tensor:
         """late: see `has_late`."""
         if isinstance(x, Rows):
@@ -157,11 +173,18 @@ class Streamed:
     def _wide(self, x: Tensor, prep: Prep | None, residual: Tensor | None) -> Tensor:
         assert self.wide_turned is not None and self.wide_rows is not None
         half, powers = self.wide_rows(*self._fused(x, prep))
-        return self.wide_rows.finish(torch.mm(half, self.wide_turned, out_dtype=torch.float32), powers, residual)
+        return self.wide_rows.finish(
+            torch.mm(half, self.wide_turned, out_dtype=torch.float32), powers, residual
+        )
 
 
 def _multiply(
-    launch: LinearLaunch | WgmmaLaunch, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None, late: bool
+    launch: LinearLaunch | WgmmaLaunch,
+    rows: Rows,
+    packed: Packed,
+    out: Tensor,
+    residual: Tensor | None,
+    late: bool,
 ) -> None:
     if not late:
         return launch.multiply(rows, packed, out, residual)
@@ -174,7 +197,9 @@ class StreamedParts:
 
     def __init__(self, packed: Packed, device: torch.device, parts: int) -> None:
         self.packed, self.device = packed, device
-        self.product = linear_cuda.bind(LinearSpec(device, packed.type, packed.n_out, packed.n_in, parts=parts))
+        self.product = linear_cuda.bind(
+            LinearSpec(device, packed.type, packed.n_out, packed.n_in, parts=parts)
+        )
         self.max_rows = self.product.max_rows
 
     def __call__(self, x: Tensor | Rows) -> Tensor:
@@ -216,7 +241,10 @@ class Handing:
             product.multiply(product.rows(x), self.packed, want)
             rounded = (want / spec.hands).half().float() * spec.hands
             if got is None or not torch.equal(values_of(got, spec.n_out)[0], rounded):
-                log.warning("rows that a product of %s hands on are not its own: others prepare them", spec.type.name)
+                log.warning(
+                    "rows that a product of %s hands on are not its own: others prepare them",
+                    spec.type.name,
+                )
                 return False
         return True
 
@@ -227,11 +255,20 @@ def handing(first: Streamed | StreamedParts, next: Streamed, bound: float) -> Ha
     if current().is_exact:
         return None
     of = first.plain if isinstance(first, Streamed) else first.product
-    n, pads = of.spec.n_out, [[pad for pad in launch.rows.pads if pad <= PLACE_ROWS] for launch in (of, next.plain)]
+    n, pads = (
+        of.spec.n_out,
+        [[pad for pad in launch.rows.pads if pad <= PLACE_ROWS] for launch in (of, next.plain)],
+    )
     runs = rows.runs_as("cuda", RowsSpec(next.device, n))
     if of.rows is next.plain.rows:  # it would overwrite rows that it still reads
         return None
-    if not runs or n != next.packed.n_in or n % 256 or pads[0] != pads[1] or FORMATS[next.packed.type].minima:
+    if (
+        not runs
+        or n != next.packed.n_in
+        or n % 256
+        or pads[0] != pads[1]
+        or FORMATS[next.packed.type].minima
+    ):
         return None
     if not 0.0 < bound < torch.inf or of.rows.prepare.layout != next.plain.rows.prepare.layout:
         return None
@@ -254,8 +291,12 @@ _HANDS: dict[LinearSpec, bool] = {}  # whether products of a spec were found to 
 
 def in_parts(whole: Streamed, parts: int) -> StreamedParts | None:
     """The same weights as `parts` matrices, each for its part of the input; None if no kernel takes them so."""
-    spec = LinearSpec(whole.device, whole.packed.type, whole.packed.n_out, whole.packed.n_in, parts=parts)
-    small = replace(spec, n_out=parts * TILE * 16)  # the check runs on this, because it unpacks the matrix
+    spec = LinearSpec(
+        whole.device, whole.packed.type, whole.packed.n_out, whole.packed.n_in, parts=parts
+    )
+    small = replace(
+        spec, n_out=parts * TILE * 16
+    )  # the check runs on this, because it unpacks the matrix
     has_own = linear_cuda.limits(spec) is None and linear.runs_as("cuda", small)
     return StreamedParts(whole.packed, whole.device, parts) if has_own else None
 

@@ -43,17 +43,29 @@ class StreamedTiles:
     """A weight in tiles; in a gated one the gates come before the ups. wide [out, in] f16: a copy for many rows, or None. limit: see Streamed."""
 
     def __init__(
-        self, matrix: TiledMatrix, device: torch.device, gated: bool, wide: Tensor | None, limit: float = 0.0
+        self,
+        matrix: TiledMatrix,
+        device: torch.device,
+        gated: bool,
+        wide: Tensor | None,
+        limit: float = 0.0,
     ) -> None:
         if current().is_exact or (wide is not None and not sums_in_f32(device)):
             wide = None
         self.matrix, self.gated, self.wide, self.limit = matrix, gated, wide, limit
         self.n_out = matrix.n_out // 2 if gated else matrix.n_out
         spec = LinearSpec(
-            device, matrix.type, self.n_out, matrix.n_in, Epilogue.GATED if gated else Epilogue.PLAIN, limit
+            device,
+            matrix.type,
+            self.n_out,
+            matrix.n_in,
+            Epilogue.GATED if gated else Epilogue.PLAIN,
+            limit,
         )
         self.plain = linear_triton.bind(spec)
-        self.added = self.plain if gated else linear_triton.bind(replace(spec, epilogue=Epilogue.RESIDUAL))
+        self.added = (
+            self.plain if gated else linear_triton.bind(replace(spec, epilogue=Epilogue.RESIDUAL))
+        )
         # A product that narrows adds to the residual stream
         likely = self.added if matrix.n_out < matrix.n_in else self.plain
         likely.compile_ahead(matrix, MANY_ROWS if self.wide is None else FEW_ROWS)
@@ -69,7 +81,11 @@ class StreamedTiles:
         out = torch.empty(len(x), self.n_out, dtype=torch.float32, device=x.device)
         launch = self.added if adds else self.plain
         launch.multiply(
-            half, powers, self.matrix, out, residual.contiguous() if residual is not None and adds else None
+            half,
+            powers,
+            self.matrix,
+            out,
+            residual.contiguous() if residual is not None and adds else None,
         )
         return out if residual is None or adds else out.add_(residual)
 

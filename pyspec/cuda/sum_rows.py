@@ -35,7 +35,9 @@ class SumRows:
         self.ranks, self.peers, (self.product, self.norm), self.most = ranks, peers, reader, most
         self.none = torch.empty(4, dtype=torch.float32, device=peers.late.device)
         n, layouts = len(self.norm.weight), {self.product.reads(i).prepare.layout for i in (1, most)}
-        self.kernels = {layout: _kernel(peers.late.device, n, layout, peers.layout) for layout in layouts}
+        self.kernels = {
+            layout: _kernel(peers.late.device, n, layout, peers.layout) for layout in layouts
+        }
 
     def __call__(self, x: Tensor, limit: int = 0) -> Tensor:
         if not 0 < len(x) <= self.most:
@@ -44,8 +46,22 @@ class SumRows:
         to, p, norm = self.product.reads(len(x)), self.peers, self.norm
         rows, out = to.room(len(x)), torch.empty_like(x)
         for steps in p.steps():
-            args: list[Arg] = [x, np.int64(x.stride(0)), norm.weight, np.float32(norm.eps), np.float32(norm.power)]
-            args += [self.none, np.int64(0), np.int32(0), rows.blocks, rows.sums, rows.powers, np.int32(rows.pad)]
+            args: list[Arg] = [
+                x,
+                np.int64(x.stride(0)),
+                norm.weight,
+                np.float32(norm.eps),
+                np.float32(norm.power),
+            ]
+            args += [
+                self.none,
+                np.int64(0),
+                np.int32(0),
+                rows.blocks,
+                rows.sums,
+                rows.powers,
+                np.int32(rows.pad),
+            ]
             args += [out, *p.buffers, p.late, np.int32(p.rank), np.int32(steps), np.int32(limit)]
             self.kernels[to.prepare.layout].launch((len(x),), THREADS, args, overlap=to.overlap)
         to.hold(out, norm, rows)
@@ -81,7 +97,9 @@ def _clear(places: Sequence[Tensor]) -> None:
 @per_device
 def _kernel(device: torch.device, n_in: int, layout: int, places: Places) -> Kernel:
     macros = defines(n_in, PrepKind.NORM, 0, layout) | places.defines
-    return compile_cubin("rows", arch_of(torch.cuda.get_device_capability(device)), macros).kernel("rows", SIGNATURE)
+    return compile_cubin("rows", arch_of(torch.cuda.get_device_capability(device)), macros).kernel(
+        "rows", SIGNATURE
+    )
 
 
 def sums_into(ranks: Collective, readers: Sequence[Reader | None]) -> list[SumRows | None]:
@@ -97,7 +115,8 @@ def sums_into(ranks: Collective, readers: Sequence[Reader | None]) -> list[SumRo
     made, why = nothing, ""
     try:
         made = [
-            SumRows(ranks, peers, r, n) if r is not None and n else None for r, n in zip(readers, most, strict=True)
+            SumRows(ranks, peers, r, n) if r is not None and n else None
+            for r, n in zip(readers, most, strict=True)
         ]
     except Exception as e:  # noqa: BLE001 - as in an op's check: there are launches that do the same
         why = f"{type(e).__name__}: {e}"
@@ -112,7 +131,9 @@ def sums_into(ranks: Collective, readers: Sequence[Reader | None]) -> list[SumRo
             ranks.distrust_peers()
             return nothing
     if n_made := sum(s is not None for s in made):
-        log.info("%d of %d sums of a forward prepare the rows of the next product", n_made, len(readers) + 1)
+        log.info(
+            "%d of %d sums of a forward prepare the rows of the next product", n_made, len(readers) + 1
+        )
     return made
 
 

@@ -64,7 +64,9 @@ def findings(asks: Iterable[Ask]) -> list[Finding]:
             if name == chosen.name:
                 break
             refused.append(RefusedImpl(name, why or ""))
-        out.append(Finding(op.name, shape_of(spec), chosen.name, chosen is not op.reference, tuple(refused)))
+        out.append(
+            Finding(op.name, shape_of(spec), chosen.name, chosen is not op.reference, tuple(refused))
+        )
     return out
 
 
@@ -135,7 +137,9 @@ def step_down(op: Op[Any, Any], spec: Any) -> StepDown | None:
     if chosen is op.reference or op.check is None:
         return None
     behind = [*op.impls, op.reference][[impl.name for impl in op.impls].index(chosen.name) + 1 :]
-    lower = next((impl for impl in behind if impl is op.reference or op.refusal(impl, spec) is None), op.reference)
+    lower = next(
+        (impl for impl in behind if impl is op.reference or op.refusal(impl, spec) is None), op.reference
+    )
     own, other = (_seconds(op, impl, spec) for impl in (chosen, lower))
     return StepDown(lower.name, other / own) if own else None
 

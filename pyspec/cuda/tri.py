@@ -44,7 +44,11 @@ def missing(device: torch.device) -> str | None:
         return why
     if device.type == "cuda" and (why := tri_install.cannot_build()) is not None:
         return why
-    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < LEAST:
+    if (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) < LEAST
+    ):
         return f"needs compute capability {LEAST[0]}.{LEAST[1]}"
     return None
 
@@ -67,7 +71,11 @@ def has_ptx(device: torch.device) -> bool:
 
 
 def n_multiprocessor(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else INTERPRETED
+    )
 
 
 class TriLaunch(NamedTuple):
@@ -122,9 +130,24 @@ def _launch(ask: TriLaunch) -> None:
             _builds[key] = build
         return
     first, second, third = (*grid, 1, 1)[:3]
-    stream, values = torch.cuda.current_stream(device).cuda_stream, [constants[name] for name in _constants_of(kernel)]
+    stream, values = (
+        torch.cuda.current_stream(device).cuda_stream,
+        [constants[name] for name in _constants_of(kernel)],
+    )
     # As CompiledKernel.__getitem__ does
-    build.run(first, second, third, stream, build.function, build.packed_metadata, None, None, None, *args, *values)
+    build.run(
+        first,
+        second,
+        third,
+        stream,
+        build.function,
+        build.packed_metadata,
+        None,
+        None,
+        None,
+        *args,
+        *values,
+    )
 
 
 @contextmanager

@@ -97,7 +97,9 @@ def key_of(candidate: Candidate) -> Key:
     about = {"op": candidate.op, "impl": candidate.impl, "spec": repr(spec), "sources": digest(modules)}
     if candidate.impl == "triton":
         about["triton"] = tri_install.version() or ""
-    elif device.type == "cuda" and (cubins := shipped.identity(jit.arch_of(torch.cuda.get_device_capability(device)))):
+    elif device.type == "cuda" and (
+        cubins := shipped.identity(jit.arch_of(torch.cuda.get_device_capability(device)))
+    ):
         about["cubins"] = cubins
     return about | asdict(machine(device))
 
@@ -107,7 +109,11 @@ def load(key: Key) -> Verdict | None:
     try:
         kept = json.loads(_path(key).read_text())
         refusal, choice = kept["refusal"], kept.get("choice", "")
-        known = kept["key"] == key and (refusal is None or isinstance(refusal, str)) and isinstance(choice, str)
+        known = (
+            kept["key"] == key
+            and (refusal is None or isinstance(refusal, str))
+            and isinstance(choice, str)
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return Verdict(refusal, choice=choice) if known else None

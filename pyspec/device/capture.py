@@ -59,10 +59,15 @@ def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0, n_beside: int =
     """
     table, needs, device = worker.table, worker.needs, worker.device
     slots, width = table.slots, max(worker.n_draft + 1, needs.overhang)
-    if worker.arena is None or not worker.arena.pads or table.n_page < len(slots) * table.pages_for(width):
+    if (
+        worker.arena is None
+        or not worker.arena.pads
+        or table.n_page < len(slots) * table.pages_for(width)
+    ):
         return  # no graphs, or too few pages to try them all: they are captured at their first use
     shapes = sorted(
-        graph_shapes(len(slots), worker.n_draft + 1, singles=needs.late, most=worker.arena.n_row), reverse=True
+        graph_shapes(len(slots), worker.n_draft + 1, singles=needs.late, most=worker.arena.n_row),
+        reverse=True,
     )
     for i_shape, (n_row, n_seq) in enumerate(shapes):
         progress.report("graphs", i_shape / len(shapes))

@@ -285,7 +285,11 @@ class TpMemory(Memory):
         """From every rank."""
         assert isinstance(saved.elsewhere, KeptElsewhere)
         with self.leader.together(ReadState(saved.elsewhere.number)):
-            return [part.cpu() for parts in shares.gather_state(self.leader.ranks, saved.tensors) for part in parts]
+            return [
+                part.cpu()
+                for parts in shares.gather_state(self.leader.ranks, saved.tensors)
+                for part in parts
+            ]
 
     def make_state(self, n_past: int, content: Iterator[Tensor]) -> Checkpoint:
         """On every rank."""
@@ -368,7 +372,9 @@ class Follower:
     arena  place of batches that the first rank has in its arena: they are padded alike, in a graph or not
     """
 
-    def __init__(self, target: Target, memory: Memory, table: SlotTable, arena: Arena | None = None) -> None:
+    def __init__(
+        self, target: Target, memory: Memory, table: SlotTable, arena: Arena | None = None
+    ) -> None:
         self.target = target
         self.memory = memory
         self.table = table
@@ -402,7 +408,9 @@ class Follower:
             self.target.ranks.spread(arena.memory)
             batch = described(batch)
         if command.taps not in self._graphs:
-            self._graphs[command.taps] = graphs = Graphed(lambda batch: self.target.run(batch, command.taps))
+            self._graphs[command.taps] = graphs = Graphed(
+                lambda batch: self.target.run(batch, command.taps)
+            )
             if not self.target.capturable:
                 graphs.seal()
         self._graphs[command.taps](batch).whole(command.reads)
@@ -429,7 +437,9 @@ class Follower:
     def _of_states(self, command: OfStates) -> None:
         ranks = self.target.ranks
         assert ranks is not None
-        if isinstance(command, KeepState):  # on the host: the first rank's budget counts its own device only
+        if isinstance(
+            command, KeepState
+        ):  # on the host: the first rank's budget counts its own device only
             self._kept[command.number] = to_host(self.memory.checkpoint(command.slot, command.n_past))
         elif isinstance(command, RestoreState):
             self.memory.restore(command.slot, self._kept[command.number])

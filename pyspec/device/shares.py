@@ -14,7 +14,9 @@ from pyspec.cuda.collective import Collective
 from pyspec.slots.memory import Memory, planes_of
 
 
-def gather_pages(memory: Memory, ranks: Collective, page_size: int, pages: Sequence[int]) -> Iterator[Sequence[Tensor]]:
+def gather_pages(
+    memory: Memory, ranks: Collective, page_size: int, pages: Sequence[int]
+) -> Iterator[Sequence[Tensor]]:
     """Yield, for each plane, these pages [page, row, *dims] of every rank."""
     for plane in planes_of(memory.paged, page_size):
         yield ranks.gather(plane[torch.tensor(pages, dtype=torch.int64, device=plane.device)])
@@ -27,7 +29,11 @@ def gather_state(ranks: Collective, tensors: Sequence[Tensor]) -> Iterator[Seque
 
 
 def deal_pages(
-    memory: Memory, ranks: Collective, page_size: int, pages: Sequence[int], content: Iterator[Tensor] | None
+    memory: Memory,
+    ranks: Collective,
+    page_size: int,
+    pages: Sequence[int],
+    content: Iterator[Tensor] | None,
 ) -> None:
     """Write the result of `gather_pages`, in host memory, into these pages of every rank. content: on the first rank only."""
     for plane in planes_of(memory.paged, page_size):
@@ -35,7 +41,9 @@ def deal_pages(
         plane.index_copy_(0, at, ranks.deal(content, plane.new_empty(len(pages), *plane.shape[1:])))
 
 
-def deal_state(memory: Memory, ranks: Collective, n_past: int, content: Iterator[Tensor] | None) -> list[Tensor]:
+def deal_state(
+    memory: Memory, ranks: Collective, n_past: int, content: Iterator[Tensor] | None
+) -> list[Tensor]:
     """This rank's part of a checkpoint at `n_past` tokens from `gather_state`. content: on the first rank only."""
     return [
         ranks.deal(content, torch.empty_like(t, memory_format=torch.contiguous_format))

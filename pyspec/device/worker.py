@@ -117,7 +117,10 @@ class Worker:
         self._best = Pinned()
         self._found = Pinned()
         self._tokens = Pinned()
-        self._ends: tuple[tuple[frozenset[int], ...], Tensor] = ((), torch.empty(0))  # the same on the device
+        self._ends: tuple[tuple[frozenset[int], ...], Tensor] = (
+            (),
+            torch.empty(0),
+        )  # the same on the device
         self.use(drafter)
 
     def use(self, drafter: Drafter | None) -> None:
@@ -152,9 +155,15 @@ class Worker:
             before.out = replace(before.out, best=top(before.out.logits))
         assert before.out.best is not None
         ends = None if behind.ends is None else self._upload_ends(behind.ends)
-        forced = None if behind.forced is None else _sent(torch.tensor(behind.forced, dtype=torch.int32), self.device)
+        forced = (
+            None
+            if behind.forced is None
+            else _sent(torch.tensor(behind.forced, dtype=torch.int32), self.device)
+        )
         began, drafts = stamp(self.device) if behind.n_draft else None, None
-        kept = self.ahead.accept(before.out.best, self._crossed(before.batch, behind.refused), ends, forced)
+        kept = self.ahead.accept(
+            before.out.best, self._crossed(before.batch, behind.refused), ends, forced
+        )
         if behind.n_draft:
             assert isinstance(self.drafter, LookaheadDrafter)
             drafts = self.drafter.draft_ahead(before.batch, before.out, kept, max(behind.n_draft))

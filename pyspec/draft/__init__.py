@@ -25,7 +25,9 @@ def find(kind: str) -> DrafterModule:
     try:
         module = import_module(name)
     except Exception as e:  # it is not our code
-        raise ConfigError(f"drafter '{kind}' can not be had: importing {name} gave {type(e).__name__}: {e}") from e
+        raise ConfigError(
+            f"drafter '{kind}' can not be had: importing {name} gave {type(e).__name__}: {e}"
+        ) from e
     missing = [part for part in PARTS if not callable(getattr(module, part, None))]
     if missing:
         raise ConfigError(f"drafter '{kind}' can not be had: {name} has no {', '.join(missing)}")
@@ -45,13 +47,19 @@ def given(file: GGUFFile, target: TargetFile) -> str | None:
         return kind
     h, c = file.hparams, target.config
     n_layer = h.integer("block_count") - h.integer("nextn_predict_layers", 0)
-    has_trunk = (file.architecture, n_layer, h.integer("embedding_length")) == (c.arch, c.n_layer, c.n_embd)
+    has_trunk = (file.architecture, n_layer, h.integer("embedding_length")) == (
+        c.arch,
+        c.n_layer,
+        c.n_embd,
+    )
     return kind if kind and has_trunk else "draft"
 
 
 def is_model(file: GGUFFile) -> bool:
     """The file has a trunk that pyspec runs."""
-    return architecture_module(file.architecture) is not None and any(n.startswith("blk.0.") for n in file.tensors)
+    return architecture_module(file.architecture) is not None and any(
+        n.startswith("blk.0.") for n in file.tensors
+    )
 
 
 def _first(kinds: Iterable[str], file: GGUFFile) -> str | None:

@@ -97,7 +97,9 @@ class Chain:
     is_recurrent, first_key = False, 0
     modes = (SeqMode.VERIFY, SeqMode.VERIFY)
 
-    def __init__(self, block: MtpNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float) -> None:
+    def __init__(
+        self, block: MtpNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float
+    ) -> None:
         self.name = plan.kind
         self.needs = plan.needs
         self.most_waiting = plan.n_waiting
@@ -110,9 +112,13 @@ class Chain:
         if self.memory.states:
             self.is_recurrent, self.modes = True, (SeqMode.KEEP, SeqMode.LATE)
         self.states: list[Pending | None] = [None] * len(table.slots)
-        self.arenas: list[Arena | None] = [None] * 3  # of the first pass, of the chained ones, of rows that are late
+        self.arenas: list[Arena | None] = [
+            None
+        ] * 3  # of the first pass, of the chained ones, of rows that are late
         pool = GraphPool()  # all of them leave their results in the tensors below
-        self._first, self._next, self._late = (Graphed(f, pool=pool) for f in (self._start, self._step, self._compute))
+        self._first, self._next, self._late = (
+            Graphed(f, pool=pool) for f in (self._start, self._step, self._compute)
+        )
         # from one pass to the next, at fixed places for graphs; a first pass catches up on most_waiting rows at most
         n_row = max(len(table.slots) * (self.most_waiting + 1), most_rows(len(table.slots), self._width))
         self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
@@ -143,11 +149,15 @@ class Chain:
             n_row = saved.n_past
         else:
             self.memory.reset(i)
-        self.states[i] = Pending(slot.generation, n_row, torch.zeros(slot.n_past - n_row + 1, 0, device=self.device))
+        self.states[i] = Pending(
+            slot.generation, n_row, torch.zeros(slot.n_past - n_row + 1, 0, device=self.device)
+        )
 
     def _state(self, slot: Slot) -> Pending:
         state = self.states[slot.index]
-        assert state is not None and state.generation == slot.generation, f"pending rows of slot {slot.index} are stale"
+        assert state is not None and state.generation == slot.generation, (
+            f"pending rows of slot {slot.index} are stale"
+        )
         return state
 
     def absorb(self, batch: Batch, out: Out) -> None:
@@ -170,7 +180,9 @@ class Chain:
         for state, seq, n in heard:
             if state.n_hidden > 1 and 2 * state.n_hidden > self.most_waiting:
                 old = self.table.slots[seq.slot].tokens[state.n_row : seq.n_past]
-                new = seq.tokens[max(0, state.n_row - seq.n_past) : n]  # right after a draft the anchor's row is there
+                new = seq.tokens[
+                    max(0, state.n_row - seq.n_past) : n
+                ]  # right after a draft the anchor's row is there
                 late.append((state, Seq(seq.slot, state.n_row, [*old, *new])))
         self._bring_up(late)
 
@@ -229,15 +241,24 @@ class Chain:
         seqs = []
         for r in live:
             slot, state = r.slot, self._state(r.slot)
-            state.n_row = min(state.n_row, slot.n_past)  # drafted before, but never verified: the anchor's row again
+            state.n_row = min(
+                state.n_row, slot.n_past
+            )  # drafted before, but never verified: the anchor's row again
             rows = [*slot.tokens[state.n_row :], r.anchor]
             seqs.append(Seq(slot.index, state.n_row, rows, self.modes[0], n_out=1, n_fold=state.n_fold))
         n_row = sum(seq.width for seq in seqs)
         torch.cat([self._state(r.slot).hidden for r in live], out=self.hidden[:n_row])
         self._first(self._lay_out(seqs, self.arenas[0]))
-        for r in live:  # the anchor's row is exact, too: its token is final, its hidden state was the target's
+        for r in (
+            live
+        ):  # the anchor's row is exact, too: its token is final, its hidden state was the target's
             state = self._state(r.slot)
-            state.n_row, state.hidden, state.guess, state.n_fold = r.slot.n_past + 1, state.hidden[-1:], (), 0
+            state.n_row, state.hidden, state.guess, state.n_fold = (
+                r.slot.n_past + 1,
+                state.hidden[-1:],
+                (),
+                0,
+            )
         n = len(live)
         most = max(r.n_draft for r in live)
         done = 1
@@ -304,7 +325,9 @@ class Chain:
         self._first(first)
         copied(self.tokens[: len(slots)], self.steps[0, : len(slots)])
         if n_draft > 1:
-            rest = self.ahead.move(self._chained(slots, n_draft, [seq.width for seq in batch.seqs]), kept)
+            rest = self.ahead.move(
+                self._chained(slots, n_draft, [seq.width for seq in batch.seqs]), kept
+            )
         for done in range(1, n_draft):
             self._pass(rest, done)
         return DraftsAhead(self.steps[:n_draft, : len(slots)].T)
@@ -343,7 +366,9 @@ class Chain:
     @torch.inference_mode()
     def capture(self) -> None:
         n_slot, width = len(self.table.slots), self._width
-        first = graph_shapes(n_slot, width, most=BUCKETS[-1] if self.arenas[0] is None else self.arenas[0].n_row)
+        first = graph_shapes(
+            n_slot, width, most=BUCKETS[-1] if self.arenas[0] is None else self.arenas[0].n_row
+        )
         following = [(n, n) for n in sorted({min(n_slot, b) for b in BUCKETS})]
         # where rows wait they are not few: a slot that catches up has at least half of the rows that may wait
         late = [

@@ -101,7 +101,9 @@ def requests(c: DFlashConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request
     yield norms, NormsSpec(on.device, c.n_embd, c.eps)
 
 
-def block_shapes(n_slot: int, block: BlockLength, n_draft: int, most: int) -> dict[tuple[int, int], tuple[int, int]]:
+def block_shapes(
+    n_slot: int, block: BlockLength, n_draft: int, most: int
+) -> dict[tuple[int, int], tuple[int, int]]:
     """By rows and places of a graph: (slots, rows of each) of one draft that finds it. n_draft: of the longest; most: rows of the largest graph."""
     found = {}
     for n in range(1, n_slot + 1):
@@ -148,9 +150,14 @@ class DFlashNet:
             part for block in self.blocks for part in block.parts if isinstance(part, BoundAttention)
         ]
         # k and v of context rows are made with the block's own weights
-        self.context = [w.matrix(f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight") for i in range(n_layer)]
+        self.context = [
+            w.matrix(f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight") for i in range(n_layer)
+        ]
         self.fc, self.fc_norm = w.matrix("fc.weight"), w.vector("enc.output_norm.weight")
-        self.norm, self.norms = w.vector("output_norm.weight"), norms.bind(NormsSpec(w.device, c.n_embd, c.eps))
+        self.norm, self.norms = (
+            w.vector("output_norm.weight"),
+            norms.bind(NormsSpec(w.device, c.n_embd, c.eps)),
+        )
         self.embed = w.embedding("token_embd.weight") if w.has("token_embd.weight") else target.embed
         has_head = w.has("output.weight")
         self.head = w.matrix("output.weight") if has_head else head or target.head
@@ -169,7 +176,9 @@ class DFlashNet:
         x, angles = self.embed(batch.tokens), self.ropes.angles(batch.positions)
         whole = Pass(angles, self.memory, batch)
         causal = (
-            replace(whole, batch=replace(batch, hi=next_positions(batch.positions))) if any(self.c.causal) else whole
+            replace(whole, batch=replace(batch, hi=next_positions(batch.positions)))
+            if any(self.c.causal)
+            else whole
         )
         for block, is_causal in zip(self.blocks, self.c.causal, strict=True):
             x = block(x, causal if is_causal else whole)
@@ -188,7 +197,9 @@ class DFlash:
 
     name = "dflash"
 
-    def __init__(self, net: DFlashNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float) -> None:
+    def __init__(
+        self, net: DFlashNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float
+    ) -> None:
         self.net = net
         self.needs = plan.needs
         self.table = table
@@ -196,9 +207,13 @@ class DFlash:
         self.p_min = p_min
         self.ahead = ahead.bind(AheadSpec(device))
         n_slot = len(table.slots)
-        self.held = torch.zeros(plan.n_held, net.n_feature, device=device)  # taps of rounds without drafts
+        self.held = torch.zeros(
+            plan.n_held, net.n_feature, device=device
+        )  # taps of rounds without drafts
         self.n_held = 0
-        self.late: list[list[int]] = [[] for _ in table.slots]  # where in `held` those of the slot's last tokens are
+        self.late: list[list[int]] = [
+            [] for _ in table.slots
+        ]  # where in `held` those of the slot's last tokens are
         self.arena: Arena | None = None
         self.block, self.inject = Graphed(net.forward), Graphed(self._inject)
         self.n_context = [0] * n_slot  # tokens of the slot that have context rows, or taps in `held`
@@ -222,8 +237,14 @@ class DFlash:
         self.block.seal()
         # for libraries, which prepare themselves once
         for n_draft in sorted({1, self.needs.n_draft // 2 or 1, self.needs.n_draft}):
-            self._tokens(torch.zeros(n_slot * self.net.c.block, self.net.c.n_embd, device=self.device), n_slot, n_draft)
-        for n_row, n_seq in sorted(graph_shapes(n_slot, BUCKETS[-1]), reverse=True) if self.needs.late else ():
+            self._tokens(
+                torch.zeros(n_slot * self.net.c.block, self.net.c.n_embd, device=self.device),
+                n_slot,
+                n_draft,
+            )
+        for n_row, n_seq in (
+            sorted(graph_shapes(n_slot, BUCKETS[-1]), reverse=True) if self.needs.late else ()
+        ):
             shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
             if self.table.n_page < n_seq * self.table.pages_for(shares[0]):
                 return  # too small a pool to try them all: they are captured as they come
@@ -256,11 +277,15 @@ class DFlash:
 
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         late = self.needs.late and batch.single
-        if not late:  # these rows have their context already; held taps are always of a slot's last tokens
+        if (
+            not late
+        ):  # these rows have their context already; held taps are always of a slot's last tokens
             self.catch_up()
         for s, seq in enumerate(batch.seqs):
             slot = self.table.slots[seq.slot]
-            assert self.generation[seq.slot] == slot.generation and self.n_context[seq.slot] == seq.n_past, (
+            assert (
+                self.generation[seq.slot] == slot.generation and self.n_context[seq.slot] == seq.n_past
+            ), (
                 f"draft context of slot {seq.slot} ends at {self.n_context[seq.slot]}, its tokens at {seq.n_past}"
             )
             self.n_context[seq.slot] += kept[s]
@@ -286,7 +311,9 @@ class DFlash:
         seqs = []
         for slot, at in zip(self.table.slots, self.late, strict=True):
             if at:
-                assert self.generation[slot.index] == slot.generation, f"taps of slot {slot.index} are stale"
+                assert self.generation[slot.index] == slot.generation, (
+                    f"taps of slot {slot.index} are stale"
+                )
                 # no token is looked at here: in their place stands where the taps are
                 seqs.append(Seq(slot.index, self.n_context[slot.index] - len(at), at))
         with torch.inference_mode():
@@ -323,7 +350,9 @@ class DFlash:
             drafts[r.slot.index] = Drafts(flat[first : first + n])
         return [drafts.get(r.slot.index, NO_DRAFTS) for r in requests]
 
-    def _lay_out(self, slots: Sequence[Slot], anchors: Sequence[int], n_draft: int, slack: Sequence[int] = ()) -> Batch:
+    def _lay_out(
+        self, slots: Sequence[Slot], anchors: Sequence[int], n_draft: int, slack: Sequence[int] = ()
+    ) -> Batch:
         masks = [self.net.c.mask_id] * (self.length.rows(len(slots), n_draft) - 1)
         seqs = [
             Seq(slot.index, slot.n_past, [anchor, *masks], slack=more)
@@ -376,5 +405,7 @@ def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOption
     assert plan.file is not None
     c, device = read_config(plan.file), target.device
     weights = Weights(plan.file, device, options.dense, c.alias, wide=options.wide)
-    net = DFlashNet(c, weights, own_memory(plan, table, options, device), target, options.head, options.best)
+    net = DFlashNet(
+        c, weights, own_memory(plan, table, options, device), target, options.head, options.best
+    )
     return DFlash(net, plan, table, device, options.settings.draft_p_min)

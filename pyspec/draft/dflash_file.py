@@ -69,7 +69,9 @@ def _layers(file: GGUFFile, n_layer: int) -> tuple[tuple[int, ...], tuple[bool, 
         if any(pattern) and window < 1:
             raise ModelError(f"{h.key('attention.sliding_window')} is {window}, but some layers slide")
     causal = [slides and has_pattern for slides in pattern]
-    if file.architecture != FORK and "attention.causal" in h:  # the forks always write false and do not mean it
+    if (
+        file.architecture != FORK and "attention.causal" in h
+    ):  # the forks always write false and do not mean it
         causal = [h.flag("attention.causal", False)] * n_layer
     return tuple(window if slides else 0 for slides in pattern), tuple(causal)
 
@@ -80,7 +82,9 @@ def _aliases(file: GGUFFile, n_layer: int) -> dict[str, str]:
         return {}
     names = {"fc.weight": "dflash_fc.weight", "enc.output_norm.weight": "dflash_hidden_norm.weight"}
     if "blk.0.ffn_norm.weight" not in file.tensors:
-        names |= {f"blk.{i}.ffn_norm.weight": f"blk.{i}.post_attention_norm.weight" for i in range(n_layer)}
+        names |= {
+            f"blk.{i}.ffn_norm.weight": f"blk.{i}.post_attention_norm.weight" for i in range(n_layer)
+        }
     return names
 
 
@@ -88,13 +92,18 @@ def _refuse_relatives(file: GGUFFile) -> None:
     """Refuse files of this architecture that need parts of other kinds."""
     for tensor, what in (
         ("selector_hidden.weight", "DFlash2 (candidate selector)"),
-        ("blk.0.attn_conv_base", "DFlash2 (convolutions)"),  # it would only be warned of, and drafts would be wrong
+        (
+            "blk.0.attn_conv_base",
+            "DFlash2 (convolutions)",
+        ),  # it would only be warned of, and drafts would be wrong
         ("markov_w1.weight", "DSpark (Markov head)"),
         ("blk.0.layer_output_scale.weight", "a drafter with layer scales"),
         ("blk.0.post_ffw_norm.weight", "a drafter with output norms"),
     ):
         if tensor in file.tensors:
-            raise PairError(f"the drafter is {what}, which is not supported; DFlash with plain blocks is")
+            raise PairError(
+                f"the drafter is {what}, which is not supported; DFlash with plain blocks is"
+            )
 
 
 def read_config(file: GGUFFile) -> DFlashConfig:
@@ -105,7 +114,9 @@ def read_config(file: GGUFFile) -> DFlashConfig:
     h = file.hparams
     is_fork = file.architecture == FORK
     n_layer = block_count(file)
-    attention = attention_shape(file, h.integer("attention.head_count"), h.integer("attention.head_count_kv"))
+    attention = attention_shape(
+        file, h.integer("attention.head_count"), h.integer("attention.head_count_kv")
+    )
     n_rot = h.integer("rope.dimension_count", attention.head_dim)
     check_rope(n_rot, attention.head_dim)
     windows, causal = _layers(file, n_layer)
@@ -117,7 +128,9 @@ def read_config(file: GGUFFile) -> DFlashConfig:
         eps=h.number("attention.layer_norm_rms_epsilon"),
         rope=RopeSpec(n_rot, h.number("rope.freq_base"), True, read_scaling(file)),
         block=h.integer("dflash.block_size" if is_fork else "block_size", 16),
-        mask_id=h.integer("dflash.mask_token_id") if is_fork else file.fields.integer("tokenizer.ggml.mask_token_id"),
+        mask_id=h.integer("dflash.mask_token_id")
+        if is_fork
+        else file.fields.integer("tokenizer.ggml.mask_token_id"),
         taps=tuple(stored if is_fork else (x - 1 for x in stored)),
         windows=windows,
         causal=causal,
@@ -152,7 +165,9 @@ def check_pair(c: DFlashConfig, file: GGUFFile, target: ModelConfig) -> None:
             f"the drafter has hidden size {c.n_embd}, the target {target.n_embd}: it can not share its embedding"
         )
     if not c.taps or len(c.taps) > target.n_layer or any(not 0 <= t < target.n_layer for t in c.taps):
-        raise PairError(f"the drafter taps layers {list(c.taps[:8])}; the target has layers 0..{target.n_layer - 1}")
+        raise PairError(
+            f"the drafter taps layers {list(c.taps[:8])}; the target has layers 0..{target.n_layer - 1}"
+        )
     fc = file.tensors.get(c.alias.get("fc.weight", "fc.weight"))
     if fc is not None and fc.shape[-1] != len(c.taps) * target.n_embd:
         raise PairError(
@@ -160,5 +175,7 @@ def check_pair(c: DFlashConfig, file: GGUFFile, target: ModelConfig) -> None:
             f"{len(c.taps) * target.n_embd}"
         )
     if not 0 <= c.mask_id < target.n_vocab:
-        raise PairError(f"the drafter's mask token is {c.mask_id}; the target has {target.n_vocab} tokens")
+        raise PairError(
+            f"the drafter's mask token is {c.mask_id}; the target has {target.n_vocab} tokens"
+        )
     check_own(file, target.n_vocab)

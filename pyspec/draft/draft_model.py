@@ -78,14 +78,22 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         check=tokens,
         tokens=tokens,
         remark=f", by the model {file.path.name}"
-        + (f", in the first {c.n_ctx_train} tokens of a context (its trained length)" if is_shorter else ""),
+        + (
+            f", in the first {c.n_ctx_train} tokens of a context (its trained length)"
+            if is_shorter
+            else ""
+        ),
     )
 
 
 def _check_memory(c: ModelConfig) -> None:
     """Refuse a model whose layers keep the last rows of a slot only: a chain would overwrite those of the text."""
-    if not all(part.paged or isinstance(part, Recurrent) for layer in c.parts() for part in layer.values()):
-        raise PairError(f"{c.arch} keeps rows that refused drafts would overwrite: it can not be the draft model")
+    if not all(
+        part.paged or isinstance(part, Recurrent) for layer in c.parts() for part in layer.values()
+    ):
+        raise PairError(
+            f"{c.arch} keeps rows that refused drafts would overwrite: it can not be the draft model"
+        )
 
 
 def _requests(c: ModelConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
@@ -138,5 +146,7 @@ def bound(model: Decoder, tokens: TokenMap, n_target: int) -> DraftModel:
     if tokens.to_target is None:
         return DraftModel(model, BestDrafts(model.device), min(model.n_vocab, n_target))
     return DraftModel(
-        model, BestDrafts(model.device, torch.tensor(tokens.to_target, device=model.device)), model.n_vocab
+        model,
+        BestDrafts(model.device, torch.tensor(tokens.to_target, device=model.device)),
+        model.n_vocab,
     )

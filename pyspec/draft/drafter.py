@@ -192,7 +192,9 @@ def refuse_file(kind: str, file: GGUFFile | None) -> None:
 def own_memory(plan: DraftPlan, table: SlotTable, options: DraftOptions, device: torch.device) -> Memory:
     """Memory of the drafter's layers; pages have the target's numbers."""
     n_slot, width = len(table.slots), plan.n_draft + 1
-    sizes = CacheSizes(n_slot, table.n_alloc_row, table.page_size, width, kv=options.kv, n_late=plan.n_late)
+    sizes = CacheSizes(
+        n_slot, table.n_alloc_row, table.page_size, width, kv=options.kv, n_late=plan.n_late
+    )
     return allocate(plan.layers, sizes, device)
 
 

@@ -85,7 +85,9 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     if file is None:
         raise ConfigError("--spec-type eagle3 needs a draft file (-md)")
     if not recognises(file):
-        raise PairError(f"an EAGLE-3 drafter is of architecture eagle3; this file is {file.architecture}")
+        raise PairError(
+            f"an EAGLE-3 drafter is of architecture eagle3; this file is {file.architecture}"
+        )
     c = read_eagle(file)
     _check_pair(c, file, target.config)
     wants = _tensors(c, file, target.config.n_embd)
@@ -101,7 +103,9 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         wants=wants,
         requests=partial(_requests, c, file),
         n_waiting=n_waiting,
-        graph_bytes=graph_bytes(settings.np, max(n_draft + 1, n_waiting), target.config, settings.draft_p_min),
+        graph_bytes=graph_bytes(
+            settings.np, max(n_draft + 1, n_waiting), target.config, settings.draft_p_min
+        ),
         no_copy=OWN_HEAD if HEAD in file.tensors else "",
     )
 
@@ -110,14 +114,18 @@ def _check_pair(c: EagleConfig, file: GGUFFile, target: ModelConfig) -> None:
     """Refuse a drafter that was made for another target, with the numbers that differ."""
     n_target, n = file.hparams.integer("target_hidden_size", target.n_embd, legal=SIZE), target.n_layer
     if n_target != target.n_embd:
-        raise PairError(f"the drafter reads layers of width {n_target}; the target's have {target.n_embd}")
+        raise PairError(
+            f"the drafter reads layers of width {n_target}; the target's have {target.n_embd}"
+        )
     if any(not 0 <= t < n - 1 for t in c.taps):
         raise PairError(
             f"the drafter taps the inputs of layers {[t + 1 for t in c.taps]}; inputs of layers 1..{n - 1} of the target can be read"
         )
     shares = [name for name in (EMBEDDING, HEAD) if name not in file.tensors]
     if shares and c.n_embd != target.n_embd:
-        raise PairError(f"the drafter has width {c.n_embd}, the target {target.n_embd}: it can not share {shares[0]}")
+        raise PairError(
+            f"the drafter has width {c.n_embd}, the target {target.n_embd}: it can not share {shares[0]}"
+        )
     check_own(file, target.n_vocab)
 
 
@@ -125,7 +133,8 @@ def _tensors(c: EagleConfig, file: GGUFFile, n_target: int) -> dict[str, Want]:
     """The manifest. The attention's products read two rows side by side."""
     at, n, s = c.place(file), c.n_embd, c.attention.shape
     wants = {
-        name: Want(want.shape, want.optional) for name, want in (c.attention.tensors(at) | c.mlp.tensors(at)).items()
+        name: Want(want.shape, want.optional)
+        for name, want in (c.attention.tensors(at) | c.mlp.tensors(at)).items()
     }
     rows = {"q": s.n_head * s.head_dim, "k": s.n_kv_head * s.head_dim, "v": s.n_kv_head * s.head_dim}
     wants |= {at.name(f"attn_{x}.weight"): Want((m, 2 * n)) for x, m in rows.items()}
@@ -133,7 +142,11 @@ def _tensors(c: EagleConfig, file: GGUFFile, n_target: int) -> dict[str, Want]:
     wants |= {"fc.weight": Want((n, N_TAP * n_target)), "output_norm.weight": Want((n,))}
     if c.normed_taps:
         wants["enc.output_norm.weight"] = Want((N_TAP * n_target,))
-    wants |= {name: Want((file.tensors[name].shape[0], n)) for name in (EMBEDDING, HEAD) if name in file.tensors}
+    wants |= {
+        name: Want((file.tensors[name].shape[0], n))
+        for name in (EMBEDDING, HEAD)
+        if name in file.tensors
+    }
     return wants
 
 
@@ -153,12 +166,21 @@ class EagleBlock:
 
     first_key = 1
 
-    def __init__(self, c: EagleConfig, w: Weights, memory: Memory, target: Target, head: Matrix | None) -> None:
+    def __init__(
+        self, c: EagleConfig, w: Weights, memory: Memory, target: Target, head: Matrix | None
+    ) -> None:
         self.c, self.memory, self.n_hidden = c, memory, c.n_embd
         self.ropes = Ropes(w)
-        at = partial(Binding, w, PREFIX, 0, n_embd=c.n_embd, eps=c.eps, kv=memory.kv_format, ropes=self.ropes)
-        self.attention, self.mlp = c.attention.bind(at(norm="attn_norm")), c.mlp.bind(at(norm="ffn_norm"))
-        self.of_token, self.of_state = (w.vector(f"{PREFIX}.{x}.weight") for x in ("attn_norm", "attn_norm_2"))
+        at = partial(
+            Binding, w, PREFIX, 0, n_embd=c.n_embd, eps=c.eps, kv=memory.kv_format, ropes=self.ropes
+        )
+        self.attention, self.mlp = (
+            c.attention.bind(at(norm="attn_norm")),
+            c.mlp.bind(at(norm="ffn_norm")),
+        )
+        self.of_token, self.of_state = (
+            w.vector(f"{PREFIX}.{x}.weight") for x in ("attn_norm", "attn_norm_2")
+        )
         self.fc, self.norm = w.matrix("fc.weight"), w.vector("output_norm.weight")
         self.norms = norms.bind(NormsSpec(w.device, c.n_embd, c.eps))
         self.of_taps = w.vector("enc.output_norm.weight") if c.normed_taps else None

@@ -62,7 +62,10 @@ def check_pair(file: GGUFFile, c: ModelConfig) -> None:
     if a != c.arch:
         raise PairError(f"the MTP file is {a}, the target is {c.arch}")
     h = file.hparams
-    n_layer, n_embd = h.integer("block_count") - h.integer("nextn_predict_layers", 0), h.integer("embedding_length")
+    n_layer, n_embd = (
+        h.integer("block_count") - h.integer("nextn_predict_layers", 0),
+        h.integer("embedding_length"),
+    )
     if n_layer != c.n_layer or n_embd != c.n_embd:
         raise PairError(
             f"the MTP block follows layer {n_layer} of width {n_embd}; "

@@ -27,7 +27,9 @@ def recognises(file: GGUFFile) -> bool:
 
 def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
     refuse_file("ngram", file)
-    return DraftPlan(kind="ngram", needs=Needs(settings.n_draft_max or N_DRAFT), no_copy="n-grams need no head")
+    return DraftPlan(
+        kind="ngram", needs=Needs(settings.n_draft_max or N_DRAFT), no_copy="n-grams need no head"
+    )
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> NGram:
@@ -40,7 +42,9 @@ class _Index:
 
     generation: int = -1
     n: int = 0
-    ends: defaultdict[tuple[int, ...], deque[int]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=8)))
+    ends: defaultdict[tuple[int, ...], deque[int]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=8))
+    )
 
 
 class NGram:
@@ -63,13 +67,17 @@ class NGram:
         pass  # it reads the slot's tokens when asked
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Drafts]:
-        return [Drafts(self._propose(request)) if request.n_draft > 0 else NO_DRAFTS for request in requests]
+        return [
+            Drafts(self._propose(request)) if request.n_draft > 0 else NO_DRAFTS for request in requests
+        ]
 
     def _propose(self, request: DraftRequest) -> list[int]:
         tokens, m = [*request.slot.tokens, request.anchor], self.n_match
         index = self.index[request.slot.index]
         assert index.generation == request.slot.generation, "n-gram index of another request"
-        for end in range(max(index.n, m), len(tokens)):  # the n-gram at the very end has no continuation yet
+        for end in range(
+            max(index.n, m), len(tokens)
+        ):  # the n-gram at the very end has no continuation yet
             index.ends[tuple(tokens[end - m : end])].append(end)
         index.n = len(tokens)
         found = index.ends.get(tuple(tokens[-m:]), ())

@@ -42,7 +42,9 @@ class Answers:
     def __init__(self, most_bytes: int, *, shared: bool = False) -> None:
         self.most_bytes, self.shared = most_bytes, shared
         self.shelves: OrderedDict[str, Shelf] = OrderedDict()
-        self.queue: deque[tuple[str, Sequence[int], int]] = deque()  # client, answer, and tokens of it that were read
+        self.queue: deque[tuple[str, Sequence[int], int]] = (
+            deque()
+        )  # client, answer, and tokens of it that were read
         self._n_queued = 0
 
     @property
@@ -57,7 +59,11 @@ class Answers:
 
     def add(self, client: str, answer: Sequence[int]) -> None:
         """Add a finished answer. `read` enters it later."""
-        if self.most_bytes and len(answer) >= LEAST_ANSWER and self._n_queued + len(answer) <= MOST_QUEUED:
+        if (
+            self.most_bytes
+            and len(answer) >= LEAST_ANSWER
+            and self._n_queued + len(answer) <= MOST_QUEUED
+        ):
             self.queue.append(("" if self.shared else client, answer, 0))
             self._n_queued += len(answer)
 
@@ -81,7 +87,9 @@ class Answers:
     def _make_room(self, shelf: Shelf) -> None:
         if shelf.young.n_bytes > self.most_bytes // 2:
             shelf.young, shelf.old = SuffixAutomaton(), shelf.young
-        while len(self.shelves) > 1 and (len(self.shelves) > MOST_SHELVES or self.n_bytes > self.most_bytes):
+        while len(self.shelves) > 1 and (
+            len(self.shelves) > MOST_SHELVES or self.n_bytes > self.most_bytes
+        ):
             self.shelves.popitem(last=False)
 
     def clear(self) -> None:

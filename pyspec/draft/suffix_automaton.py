@@ -14,7 +14,11 @@ from typing import NamedTuple
 NONE, FORK = -1, -2  # in place of the only follower: none, or several
 MOST_FOLLOWERS = 64  # a state with more is not searched for its likeliest
 COUNTED = 16  # states of a token, the longest first, whose places are counted
-STATE_BYTES, FORK_BYTES, BRANCH_BYTES = 27, 250, 72  # of a state, of the dict of a fork, and of each of its followers
+STATE_BYTES, FORK_BYTES, BRANCH_BYTES = (
+    27,
+    250,
+    72,
+)  # of a state, of the dict of a fork, and of each of its followers
 
 
 class Branch(NamedTuple):
@@ -37,7 +41,18 @@ class SuffixAutomaton:
     last    state of the present text
     """
 
-    __slots__ = ("_forks", "_n_branch", "_only", "_to", "at", "last", "length", "link", "n_token", "places")
+    __slots__ = (
+        "_forks",
+        "_n_branch",
+        "_only",
+        "_to",
+        "at",
+        "last",
+        "length",
+        "link",
+        "n_token",
+        "places",
+    )
 
     def __init__(self) -> None:
         self.length, self.link = array("i", [0]), array("i", [-1])
@@ -50,7 +65,11 @@ class SuffixAutomaton:
     @property
     def n_bytes(self) -> int:
         """Host memory, estimated from counts."""
-        return STATE_BYTES * len(self.length) + FORK_BYTES * len(self._forks) + BRANCH_BYTES * self._n_branch
+        return (
+            STATE_BYTES * len(self.length)
+            + FORK_BYTES * len(self._forks)
+            + BRANCH_BYTES * self._n_branch
+        )
 
     @property
     def match(self) -> int:

@@ -19,11 +19,17 @@ GROUP = [bisect_left(LENGTHS, length) for length in range(LENGTHS[-1] + 2)]  # o
 PRIOR = 6.0  # verdicts that the first guess is worth
 MEMORY = 400.0  # verdicts of a group, before older ones count half
 MOST_CHANCE = 0.99
-TRUST, TEXT_PRIOR = 0.9, 2.0  # of one text: weight of older verdicts, and tokens expected before the first
+TRUST, TEXT_PRIOR = (
+    0.9,
+    2.0,
+)  # of one text: weight of older verdicts, and tokens expected before the first
 PROMISES = (1.0, 2.0, 4.0, 8.0)  # tokens that a draft promises: groups
 # assumed ratio of promises, its weight in tokens, and the weight of older drafts
 FIRST_RATIO, ALL_PRIOR, ALL_TRUST = 0.8, 12.0, 0.98
-TEXT_WEIGHT, TEXT_TRUST = 6.0, 0.9  # of one text: weight of the ratio of all, in tokens, and of older drafts
+TEXT_WEIGHT, TEXT_TRUST = (
+    6.0,
+    0.9,
+)  # of one text: weight of the ratio of all, in tokens, and of older drafts
 LEAST_FACTOR, MOST_FACTOR = 0.1, 1.1
 
 
@@ -41,7 +47,9 @@ class SuffixChances:
     def __init__(self) -> None:
         self.came = [[0.0] * N_SHARE for _ in range(len(LENGTHS) + 1)]
         self.seen = [[0.0] * N_SHARE for _ in range(len(LENGTHS) + 1)]
-        self.guess = [[_guess(length, share) for share in range(N_SHARE)] for length in (*LENGTHS, 2 * LENGTHS[-1])]
+        self.guess = [
+            [_guess(length, share) for share in range(N_SHARE)] for length in (*LENGTHS, 2 * LENGTHS[-1])
+        ]
 
     def of(self, length: int, branch: Branch) -> float:
         """The chance that `branch` comes behind a match of `length` tokens."""
@@ -92,7 +100,9 @@ class Promise:
     def factor(self, size: float) -> float:
         """The share that a draft keeps if it promises `size` tokens."""
         i = bisect_left(PROMISES, size)
-        first, weight = (FIRST_RATIO, ALL_PRIOR) if self.of_all is None else (self.of_all.factor(size), TEXT_WEIGHT)
+        first, weight = (
+            (FIRST_RATIO, ALL_PRIOR) if self.of_all is None else (self.of_all.factor(size), TEXT_WEIGHT)
+        )
         return min(1.0, (self.kept[i] + weight * first) / (self.promised[i] + weight))
 
 

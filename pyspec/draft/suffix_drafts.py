@@ -52,7 +52,11 @@ class SuffixDraft:
 
     def first(self, n: int) -> SuffixDraft:
         """The first n tokens."""
-        return self if n >= len(self.tokens) else SuffixDraft(self.tokens[:n], self.chances[:n], self._promise)
+        return (
+            self
+            if n >= len(self.tokens)
+            else SuffixDraft(self.tokens[:n], self.chances[:n], self._promise)
+        )
 
     def judge(self, n_draft: int, n_accepted: int) -> None:
         """Report that the first `n_draft` tokens were drafted and `n_accepted` of them were right."""
@@ -129,7 +133,9 @@ class SuffixDrafts:
     shared       clients' answers serve all clients
     """
 
-    def __init__(self, n_draft: int, *, least: float = 0.1, answer_bytes: int = 0, shared: bool = False) -> None:
+    def __init__(
+        self, n_draft: int, *, least: float = 0.1, answer_bytes: int = 0, shared: bool = False
+    ) -> None:
         self.n_draft, self.least = n_draft, least
         self.answers = Answers(answer_bytes, shared=shared)
         self.texts: dict[int, _Text] = {}
@@ -248,14 +254,19 @@ class SuffixDrafts:
         if len(automata) != len(text.places) or any(
             a is not place.automaton for a, place in zip(automata, text.places, strict=True)
         ):
-            text.places, text.n_followed = [_Match(each) for each in automata], max(0, text.slot.n_past - BEFORE)
+            text.places, text.n_followed = (
+                [_Match(each) for each in automata],
+                max(0, text.slot.n_past - BEFORE),
+            )
         for token in _since(text.slot, text.n_followed, anchor):
             if text.n_followed > text.n_begin:
                 _learn(max(text.places, key=_length), token, self.of_answers, text.others)
             for place in text.places:
                 place.step(token)
             text.n_followed += 1
-        return self._follow(max(text.places, key=_length), most, self.of_answers, text.others, text.promise)
+        return self._follow(
+            max(text.places, key=_length), most, self.of_answers, text.others, text.promise
+        )
 
     def _follow(
         self, match: _Match, most: int, chances: SuffixChances, text: TextFactor, promise: Promise

@@ -109,7 +109,9 @@ def _partners(
         if i in of.ends:
             return end
         text = key[1]
-        return next((ids[False, p] for n in range(len(text), 0, -1) if (False, p := part(text, n)) in ids), end)
+        return next(
+            (ids[False, p] for n in range(len(text), 0, -1) if (False, p := part(text, n)) in ids), end
+        )
 
     partners = [partner(i, key) for i, key in enumerate(of.keys)]
     return partners + [end] * (of.n - len(partners))

@@ -74,9 +74,13 @@ class Engine:
         self.core, self.tokenizer, self.info = core, tokenizer, core.info
         self.template = self._chatml() if template is None else template
         self._templates = [self.template]  # the current one; its processes end with the engine
-        finalize(self, end_aside, core, self._templates).atexit = False  # at the program's end, cores close themselves
+        finalize(
+            self, end_aside, core, self._templates
+        ).atexit = False  # at the program's end, cores close themselves
         self._incoming = Validator(self.info, tokenizer)
-        self._says: Callable[[], AbstractContextManager[None]] = nullcontext  # wraps calls that may raise
+        self._says: Callable[[], AbstractContextManager[None]] = (
+            nullcontext  # wraps calls that may raise
+        )
         self._doors: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
@@ -116,7 +120,9 @@ class Engine:
         return engine
 
     @classmethod
-    def open(cls, target: str, draft: str | None, values: Mapping[str, object], *, isolated: bool = False) -> Engine:
+    def open(
+        cls, target: str, draft: str | None, values: Mapping[str, object], *, isolated: bool = False
+    ) -> Engine:
         """`load` for the command line: `values` by the names of EngineSettings, errors that name flags."""
         return cls.from_settings(*pair_of(target, draft, values), isolated=isolated)
 
@@ -129,7 +135,10 @@ class Engine:
 
             supervisor = Supervisor(path, settings)
             try:
-                tokenizer, template = supervisor.tokenizer, supervisor.template  # while the other process loads
+                tokenizer, template = (
+                    supervisor.tokenizer,
+                    supervisor.template,
+                )  # while the other process loads
                 if template is not None:
                     template.warm()
                 supervisor.wait()
@@ -143,7 +152,9 @@ class Engine:
 
     def _chatml(self) -> ChatTemplate:
         """The template of a file without one, as in llama-server."""
-        log.warning("the file has no chat template: chats are written as ChatML; --chat-template takes another one")
+        log.warning(
+            "the file has no chat template: chats are written as ChatML; --chat-template takes another one"
+        )
         self.info = replace(self.info, chat_template=CHATML)
         return ChatTemplate(CHATML, self.info.bos_token, self.info.eos_token)
 
@@ -244,7 +255,9 @@ class Engine:
         """Convert token ids to text; include control tokens if `special`."""
         ids, n = ids_of(tokens, "tokens"), self.info.n_vocab
         if ids and not 0 <= min(ids) <= max(ids) < n:
-            raise RequestError(f"tokens: {shown(next(t for t in ids if not 0 <= t < n))} is outside 0..{n - 1}")
+            raise RequestError(
+                f"tokens: {shown(next(t for t in ids if not 0 <= t < n))} is outside 0..{n - 1}"
+            )
         return self.tokenizer.decode(ids, special=special)
 
     @with_options
@@ -257,7 +270,9 @@ class Engine:
         """
         if isinstance(prompt, Request):
             if options:
-                raise ConfigError(f"a Request has its options already; {min(options)} belongs where it is made")
+                raise ConfigError(
+                    f"a Request has its options already; {min(options)} belongs where it is made"
+                )
             return prompt
         request = request_of(self.encode(prompt), options, self.info.sampling)
         if request.grammar is None:
@@ -325,10 +340,18 @@ class Engine:
 
     @property
     def _chats(self) -> Chats:
-        return Chats(self.tokenizer, self.template, self.info.chat_template, self.check_grammar, self.info.sampling)
+        return Chats(
+            self.tokenizer,
+            self.template,
+            self.info.chat_template,
+            self.check_grammar,
+            self.info.sampling,
+        )
 
     @with_options
-    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generator[Delta | Done, None, None]:
+    def stream(
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> Generator[Delta | Done, None, None]:
         """Stream a `generate`: a pyspec.Delta for each round, with `.text` and `.tokens`, then pyspec.Done, with an empty `.text`.
 
             for delta in engine.stream("Once upon a time", max_tokens=40):
@@ -446,11 +469,15 @@ class Engine:
             raise answer
         return answer
 
-    async def astream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Delta | Done, None]:
+    async def astream(
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[Delta | Done, None]:
         """`stream` for asyncio: `async for delta in engine.astream("Once upon a time", max_tokens=40)`. Options and errors as in `stream`."""
         request = await asyncio.to_thread(self.request, prompt, **options)
         events: asyncio.Queue[Event] = asyncio.Queue()
-        name = await self._asubmit(request, to_loop(asyncio.get_running_loop(), events, self.core.cancel))
+        name = await self._asubmit(
+            request, to_loop(asyncio.get_running_loop(), events, self.core.cancel)
+        )
         try:
             while True:
                 event = await events.get()

@@ -23,7 +23,9 @@ def path_of(name: str, path: object, error: type[PyspecError]) -> str:
     if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str):
         raise error(f"{name} is {shown(path)}; want the path of a file, as text or a Path")
     if not text or "\0" in text or len(text) > NAME_CHARS:
-        raise error(f"{name} is {shown(text)}; want the path of a file: 1 to {NAME_CHARS} characters, none of them NUL")
+        raise error(
+            f"{name} is {shown(text)}; want the path of a file: 1 to {NAME_CHARS} characters, none of them NUL"
+        )
     try:
         os.fsencode(text)
     except UnicodeEncodeError:

@@ -18,7 +18,15 @@ from pyspec.text.call_plan import Tool, ToolChoice, call_plan, tool_choice
 from pyspec.text.described_tools import ToolList, has_tools, with_described
 from pyspec.text.left_out import own_tools
 from pyspec.text.markup.answer_grammar import ends_open
-from pyspec.text.markup.dialect import GENERIC, NAMES, AnswerMarkup, Dialect, dialect_for, recognised, think_marks
+from pyspec.text.markup.dialect import (
+    GENERIC,
+    NAMES,
+    AnswerMarkup,
+    Dialect,
+    dialect_for,
+    recognised,
+    think_marks,
+)
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pyspec.text.template import ChatTemplate, normalise, template_defaults
 from pyspec.text.tokenizer import Tokenizer
@@ -69,7 +77,9 @@ class ToolCall:
                 f"the arguments of {self.name} are not JSON ({e}): {shown(self.arguments, 200)}"
             ) from None
         if not isinstance(found, dict):
-            raise RequestError(f"the arguments of {self.name} are not an object: {shown(self.arguments, 200)}")
+            raise RequestError(
+                f"the arguments of {self.name} are not an object: {shown(self.arguments, 200)}"
+            )
         return found
 
 
@@ -222,7 +232,9 @@ class Chats:
         try:
             return self._call(messages, options)
         except RecursionError:
-            raise RequestError("messages or tools are nested more deeply than they can be written") from None
+            raise RequestError(
+                "messages or tools are nested more deeply than they can be written"
+            ) from None
 
     def _call(self, messages: Sequence[Message], options: Mapping[str, Any]) -> ChatCall:
         check_messages(messages)

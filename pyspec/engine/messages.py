@@ -181,7 +181,16 @@ def pack(event: Event) -> tuple[Any, ...]:
     if isinstance(event, Delta):
         logprobs = [(p.token, p.logprob, p.top) for p in event.logprobs] or None
         timings = None if event.timings is None else _fields(event.timings)
-        return "d", event.request, event.tokens, event.text, logprobs, event.n_draft, event.n_accepted, timings
+        return (
+            "d",
+            event.request,
+            event.tokens,
+            event.text,
+            logprobs,
+            event.n_draft,
+            event.n_accepted,
+            timings,
+        )
     if isinstance(event, Done):
         e = event
         timings = _fields(e.timings)
@@ -202,7 +211,13 @@ def pack(event: Event) -> tuple[Any, ...]:
     if isinstance(event, Started):
         return "s", event.request, event.slot, event.n_prompt, event.n_cached
     if isinstance(event, PromptLogprobs):
-        return "l", event.request, event.first, [(p.token, p.logprob, p.top) for p in event.entries], event.ranks
+        return (
+            "l",
+            event.request,
+            event.first,
+            [(p.token, p.logprob, p.top) for p in event.entries],
+            event.ranks,
+        )
     return "p", event.request, event.n_prompt, event.n_cached, event.n_processed, event.ms
 
 
@@ -328,4 +343,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 def child_environment() -> dict[str, str]:
     """The environment of a child process of this program: it imports from our search path, pyspec first."""
     ours = str(Path(__file__).parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([ours, *(p for p in sys.path if p)]))}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([ours, *(p for p in sys.path if p)])),
+    }

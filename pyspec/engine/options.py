@@ -150,7 +150,9 @@ def request_of(
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, 1)
-            raise ConfigError(f"no sampling parameter '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))
+            raise ConfigError(
+                f"no sampling parameter '{name}'" + (f"; did you mean '{near[0]}'?" if near else "")
+            )
     params = options.get("params")
     params = (recommended or SamplingParams()) if params is None else params
     if not isinstance(params, SamplingParams):
@@ -158,7 +160,9 @@ def request_of(
     sampling: dict[str, Any] = {
         name: value for name, value in options.items() if name in SamplingOptions.__annotations__
     }
-    rest: dict[str, Any] = {name: value for name, value in options.items() if name in RequestOptions.__annotations__}
+    rest: dict[str, Any] = {
+        name: value for name, value in options.items() if name in RequestOptions.__annotations__
+    }
     if isinstance(stop := rest.get("stop"), str):
         rest["stop"] = (stop,)
     grammar = grammar_of(options)
@@ -169,7 +173,9 @@ def request_of(
 
 def grammar_of(options: Mapping[str, object]) -> Grammar | None:
     """The given one of GrammarOptions. Raises ConfigError."""
-    constraints = {name: options[name] for name in GrammarOptions.__annotations__ if options.get(name) is not None}
+    constraints = {
+        name: options[name] for name in GrammarOptions.__annotations__ if options.get(name) is not None
+    }
     if len(constraints) > 1:
         raise ConfigError(f"{' and '.join(constraints)} are given; a text keeps to one of them")
     for name, value in constraints.items():
@@ -185,7 +191,9 @@ def grammar_of(options: Mapping[str, object]) -> Grammar | None:
                 raise ConfigError(f"choices holds {shown(bad[0])}; want texts")
             return Grammar(kind="lark", source=choice_of(value))
         if not isinstance(value, str):
-            raise ConfigError(f"{name} is {shown(value)}; want text" + " or an object" * (name == "json_schema"))
+            raise ConfigError(
+                f"{name} is {shown(value)}; want text" + " or an object" * (name == "json_schema")
+            )
         kind: Any = {"grammar": "gbnf" if "::=" in value else "lark"}.get(name, name)
         return Grammar(kind=kind, source=value)
     return None
@@ -214,7 +222,9 @@ def _id_of(token: object, name: str) -> int:
 def check_messages(messages: Sequence[Message]) -> None:
     """Check chat messages as over HTTP; each message needs its content. Raises RequestError."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise RequestError(f"messages is {shown(messages)}; want a list of messages (`generate` takes text)")
+        raise RequestError(
+            f"messages is {shown(messages)}; want a list of messages (`generate` takes text)"
+        )
     if not messages:
         raise RequestError("messages: the list is empty")
     for i, message in enumerate(messages):

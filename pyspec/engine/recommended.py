@@ -63,7 +63,11 @@ def recommended(fields: Fields) -> SamplingParams:
 def _number(given: object, *, is_whole: bool) -> float | int | None:
     """Parse a number of any type, also text, as llama.cpp does; None if it is none."""
     try:
-        number = float(given) if isinstance(given, int | float | str) and not isinstance(given, bool) else None
+        number = (
+            float(given)
+            if isinstance(given, int | float | str) and not isinstance(given, bool)
+            else None
+        )
     except (ValueError, OverflowError):
         number = None
     if number is None or not isfinite(number):

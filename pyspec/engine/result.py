@@ -106,7 +106,9 @@ class RequestSet:
     keep_going  put a failed request's error in its place; else raise it, and end the others
     """
 
-    def __init__(self, requests: Sequence[Request | PyspecError], progress: Progress | None, keep_going: bool) -> None:
+    def __init__(
+        self, requests: Sequence[Request | PyspecError], progress: Progress | None, keep_going: bool
+    ) -> None:
         self.requests = requests
         self.progress = progress
         self.keep_going = keep_going
@@ -128,7 +130,10 @@ class RequestSet:
         finally:
             for name in self._names.values():
                 cancel(name)
-        return [self._failed[i] if i in self._failed else collect(own) for i, own in enumerate(self._received)]
+        return [
+            self._failed[i] if i in self._failed else collect(own)
+            for i, own in enumerate(self._received)
+        ]
 
     def _begin(self, i: int, submit: Submit) -> bool:
         """Submit request `i`. Returns False if the queue is full and one of ours will end first."""

@@ -34,7 +34,9 @@ class Validator:
         prompt, resumed = tuple(request.prompt), tuple(request.resumed)
         if not prompt:
             if self.bos is None:
-                raise RequestError("the prompt is empty, and the model has no begin-of-text token to start from")
+                raise RequestError(
+                    "the prompt is empty, and the model has no begin-of-text token to start from"
+                )
             prompt = (self.bos,)
         if len(prompt) >= self.room:
             raise PromptTooLong(len(prompt), self.room)
@@ -44,7 +46,9 @@ class Validator:
         if len(resumed) > (most if request.max_tokens < 0 else min(most, request.max_tokens)):
             raise RequestError(f"{len(resumed)} tokens are resumed, more than the request may generate")
         if request.slot >= self.info.n_slot:
-            raise RequestError(f"slot {request.slot} does not exist; slots are 0..{self.info.n_slot - 1} (-np)")
+            raise RequestError(
+                f"slot {request.slot} does not exist; slots are 0..{self.info.n_slot - 1} (-np)"
+            )
         first, last = turns(ids, self._opening)
         places = request.n_before_turn or last, request.n_system or first, request.n_stable
         before, system, stable = (n if n < len(prompt) else 0 for n in places)
@@ -61,7 +65,9 @@ class Validator:
 
     def _grammar(self, grammar: Grammar | None) -> Grammar | None:
         """A checked grammar is not checked again, because other requests wait meanwhile."""
-        return grammar if grammar is None or grammar.kind == "compiled" else self.grammars.compiled(grammar)
+        return (
+            grammar if grammar is None or grammar.kind == "compiled" else self.grammars.compiled(grammar)
+        )
 
     def _ids(self, tokens: tuple[int, ...], name: str) -> Ids:
         n_vocab = self.info.n_vocab

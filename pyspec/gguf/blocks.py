@@ -108,7 +108,13 @@ class BlockQ4_K(BlockLayout):
 
 class BlockQ5_K(BlockLayout):
     N = 256
-    _fields_ = (("d", F16), ("dmin", F16), ("scales", c_uint8 * 12), ("qh", c_uint8 * 32), ("qs", c_uint8 * 128))
+    _fields_ = (
+        ("d", F16),
+        ("dmin", F16),
+        ("scales", c_uint8 * 12),
+        ("qh", c_uint8 * 32),
+        ("qs", c_uint8 * 128),
+    )
 
 
 class BlockQ6_K(BlockLayout):

@@ -244,7 +244,9 @@ class Fields:
             raise self.bad(name, f"has {len(value)} characters; want at most {max_chars}")
         return encodable(value)
 
-    def label(self, name: str, default: str | _Required = REQUIRED, *, max_chars: int | None = None) -> str:
+    def label(
+        self, name: str, default: str | _Required = REQUIRED, *, max_chars: int | None = None
+    ) -> str:
         """Text for one line of a terminal: characters that can not be printed become U+FFFD."""
         text = self.text(name, default, max_chars=max_chars)
         assert isinstance(text, str)

@@ -216,7 +216,9 @@ def _read_info(cursor: Cursor, name: str) -> TensorInfo:
     return TensorInfo(name, kind, ne[::-1], offset, n // block_size * type_size, 0)
 
 
-def _place(cursor: Cursor, entries: dict[str, TensorInfo], start: int, alignment: int) -> dict[str, TensorInfo]:
+def _place(
+    cursor: Cursor, entries: dict[str, TensorInfo], start: int, alignment: int
+) -> dict[str, TensorInfo]:
     """Check that the tensors lie in the file, aligned and apart, and make their offsets absolute."""
     for t in entries.values():
         if t.offset % alignment:

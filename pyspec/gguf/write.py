@@ -152,7 +152,9 @@ def _packed_scalar(value: Scalar, type: ValueType) -> bytes:
         raise ModelError(f"{value!r} does not fit {type.name}: {error}") from None
 
 
-def _packed_array(values: list[str] | list[int] | list[float] | list[bool] | np.ndarray, type: ValueType) -> bytes:
+def _packed_array(
+    values: list[str] | list[int] | list[float] | list[bool] | np.ndarray, type: ValueType
+) -> bytes:
     if type is ValueType.STRING:
         return b"".join(_string(str(v)) for v in values)
     return np.asarray(values).astype(DTYPES[type]).tobytes()

@@ -1,7 +1,16 @@
 """Files from Hugging Face: the choice among a repository's files (`names`), and their paths in the local cache (`fetch`)."""
 
 from pyspec.hub.fetch import Repository, check_hash, fetch_file, from_hub, heads_only, sha256_of
-from pyspec.hub.names import DEFAULT_QUANTS, Sidecar, choose, models_of, quant_of, shards_of, sidecars, split_name
+from pyspec.hub.names import (
+    DEFAULT_QUANTS,
+    Sidecar,
+    choose,
+    models_of,
+    quant_of,
+    shards_of,
+    sidecars,
+    split_name,
+)
 
 __all__ = [
     "DEFAULT_QUANTS",

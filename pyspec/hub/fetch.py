@@ -139,7 +139,13 @@ def from_hub(repo: str, quant: str = "", file: str = "", *, drafter: bool = Fals
 
 def fetch_file(repo: str, name: str) -> Path:
     """One file's path in the cache. Downloads of large files are resumed and checked. Raises DownloadError."""
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import (
+        constants,
+        get_hf_file_metadata,
+        hf_hub_download,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
     from huggingface_hub.file_download import repo_folder_name
 
     if (heads := _heads.get()) is not None:
@@ -304,7 +310,11 @@ def _check_disk(name: str, part: Path, n_bytes: int) -> None:
 @contextmanager
 def _reporting(name: str, part: Path, size: int) -> Iterator[None]:
     """Report the progress of a download during the block; a listener that draws bars replaces the client library's."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     over, stage = threading.Event(), f"{progress.DOWNLOAD} {name}"
 

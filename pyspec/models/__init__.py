@@ -24,5 +24,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
     except Exception as e:
         if arch in ARCHITECTURES:
             raise
-        raise UnknownArchitecture(f"architecture {arch!r}: importing {name} gave {type(e).__name__}: {e}") from e
+        raise UnknownArchitecture(
+            f"architecture {arch!r}: importing {name} gave {type(e).__name__}: {e}"
+        ) from e
     return module.read(file)

@@ -56,7 +56,9 @@ def coarse(matrix: Matrix, info: TensorInfo, to: GGMLType, device: torch.device)
     step = max(1, PIECE // n_in // TILE_ROWS) * TILE_ROWS
     if isinstance(matrix, CpuMatrix) and runs_packed(to):
         pieces = [rows_of(matrix, first, min(first + step, n_out)) for first in range(0, n_out, step)]
-        return CpuMatrix([(torch.cat([fit_q4(rows, to).view(len(rows), -1) for rows in pieces]), to, 1.0)])
+        return CpuMatrix(
+            [(torch.cat([fit_q4(rows, to).view(len(rows), -1) for rows in pieces]), to, 1.0)]
+        )
     if device.type != "cuda":
         weight = torch.empty(n_out, n_in)
         for first in range(0, n_out, step):
@@ -68,13 +70,17 @@ def coarse(matrix: Matrix, info: TensorInfo, to: GGMLType, device: torch.device)
         return None
     if tier == "triton":
         with temporary(device):
-            pieces = [rows_of(matrix, first, min(first + step, n_out)) for first in range(0, n_out, step)]
+            pieces = [
+                rows_of(matrix, first, min(first + step, n_out)) for first in range(0, n_out, step)
+            ]
             raw = torch.cat([fit_q4(rows, to).view(len(rows), -1) for rows in pieces])
         return StreamedTiles(tile(raw, to, (n_out, n_in)), device, gated=False, wide=None)
     return Streamed(_packed(matrix, n_out, n_in, to, device, step), device, gated=False, wide=None)
 
 
-def _packed(matrix: Matrix, n_out: int, n_in: int, to: GGMLType, device: torch.device, step: int) -> Packed:
+def _packed(
+    matrix: Matrix, n_out: int, n_in: int, to: GGMLType, device: torch.device, step: int
+) -> Packed:
     """Whole tiles at a time: they lie one behind the other."""
     data, at = torch.empty(packed_bytes(to, n_out, n_in), dtype=torch.uint8, device=device), 0
     with temporary(device):

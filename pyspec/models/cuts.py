@@ -120,7 +120,9 @@ class Share:
             a, b = max(0, -at), min(own.size, out.size - at)
             out[at + a : at + b] = own[a:b]
 
-    def _read_row(self, file: GGUFFile, out: np.ndarray, at: tuple[int, int], spans: list[tuple[int, int]]) -> None:
+    def _read_row(
+        self, file: GGUFFile, out: np.ndarray, at: tuple[int, int], spans: list[tuple[int, int]]
+    ) -> None:
         """One time of the pieces. at: where their first byte goes in `out`, and where they begin in the file."""
         to, of = at
         for a, b in spans:
@@ -173,4 +175,6 @@ def check_ranks(file: GGUFFile, cuts: Mapping[str, Cut], n: int) -> None:
     if (flaw := next(flaws(file, cuts, n), None)) is None:
         return
     good = [str(m) for m in range(1, MAX_RANKS + 1) if next(flaws(file, cuts, m), None) is None]
-    raise ModelError(f"--tp {n} does not divide {file.path.name}: {flaw}; --tp {' or '.join(good)} would do")
+    raise ModelError(
+        f"--tp {n} does not divide {file.path.name}: {flaw}; --tp {' or '.join(good)} would do"
+    )

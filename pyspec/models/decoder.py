@@ -33,7 +33,9 @@ class Decoder:
         self.embedding = weights.embedding(EMBEDDING, config.embed_factor)
         self.ropes, self.tables = Ropes(weights), Tables()
         self.blocks = [
-            block.bind(Binding(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes, self.tables))
+            block.bind(
+                Binding(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes, self.tables)
+            )
             for i, block in enumerate(own.blocks)
         ]
         self.tables.close()
@@ -55,7 +57,11 @@ class Decoder:
     @property
     def captures_prompts(self) -> bool:
         """True if one may hold that of a prompt that stands alone."""
-        return self.ranks is None and not current().is_exact and all(block.captures_prompts for block in self.blocks)
+        return (
+            self.ranks is None
+            and not current().is_exact
+            and all(block.captures_prompts for block in self.blocks)
+        )
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.embedding(tokens)

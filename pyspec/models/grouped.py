@@ -25,7 +25,9 @@ class Grouped:
     FEW = 64  # parts of one matrix
 
     def __init__(
-        self, weight: Tensor | Callable[[], Tensor], few: Callable[[Tensor], Tensor] | StreamedParts | None = None
+        self,
+        weight: Tensor | Callable[[], Tensor],
+        few: Callable[[Tensor], Tensor] | StreamedParts | None = None,
     ) -> None:
         self._weight, self.few = weight, few
 

@@ -88,7 +88,12 @@ class MtpOfBlock:
         return self.block.requests(self._place(file), on)
 
     def bind(
-        self, weights: Weights, memory: Memory, target: Target, head: Matrix | None, skips: tuple[str, ...]
+        self,
+        weights: Weights,
+        memory: Memory,
+        target: Target,
+        head: Matrix | None,
+        skips: tuple[str, ...],
     ) -> MtpBlock:
         if not isinstance(target, DecoderParts):
             raise PairError("this target does not give what its MTP block shares with it")
@@ -149,9 +154,14 @@ class MtpBlock:
         p, n, eps = spec.prefix, spec.n_embd, spec.eps
         self.memory, self.n_hidden = memory, spec.residual.n * n
         self.ropes = Ropes(weights, target.ropes)
-        self.block = spec.block.bind(Binding(weights, p, spec.n_layer, "", n, eps, memory.kv_format, self.ropes))
+        self.block = spec.block.bind(
+            Binding(weights, p, spec.n_layer, "", n, eps, memory.kv_format, self.ropes)
+        )
         self.eh: Matrix = weights.matrix(f"{p}.nextn.eh_proj.weight")
-        self.enorm, self.hnorm = weights.vector(f"{p}.nextn.enorm.weight"), weights.vector(f"{p}.nextn.hnorm.weight")
+        self.enorm, self.hnorm = (
+            weights.vector(f"{p}.nextn.enorm.weight"),
+            weights.vector(f"{p}.nextn.hnorm.weight"),
+        )
         norm = weights.optional(f"{p}.nextn.shared_head_norm.weight")
         self.residual = spec.residual.bind(weights, n, eps, target.norm if norm is None else norm)
         own = spec.own(weights, "embed_tokens", EMBEDDING, skips)

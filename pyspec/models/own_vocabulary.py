@@ -31,7 +31,9 @@ def check_own(file: GGUFFile, n_vocab: int) -> None:
         raise PairError(f"the drafter embeds {embedding.shape[0]} tokens; the target has {n_vocab}")
     n_head = n_vocab if head is None else head.shape[0]
     if d2t is None and n_head > n_vocab:
-        raise PairError(f"the drafter's head gives {n_head} tokens; the target has {n_vocab}, and there is no {D2T}")
+        raise PairError(
+            f"the drafter's head gives {n_head} tokens; the target has {n_vocab}, and there is no {D2T}"
+        )
     if d2t is not None and (d2t.shape != (n_head,) or d2t.type not in PLAIN_NUMBERS):
         raise PairError(
             f"the drafter's {D2T} is {list(d2t.shape)} of type {d2t.type.name}; "

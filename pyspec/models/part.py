@@ -47,7 +47,9 @@ class AttentionShape:
 
     def share(self, n: int) -> AttentionShape:
         """Of each of `n` ranks; with fewer key heads than ranks several ranks have the same one."""
-        return AttentionShape(self.n_head // n, max(1, self.n_kv_head // n), self.head_dim, self.gated, self.scale)
+        return AttentionShape(
+            self.n_head // n, max(1, self.n_kv_head // n), self.head_dim, self.gated, self.scale
+        )
 
 
 @dataclass(frozen=True, slots=True)

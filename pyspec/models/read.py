@@ -87,7 +87,9 @@ def block_count(file: GGUFFile) -> int:
     """Blocks by the metadata, MTP blocks included. Each has a tensor at least: a false count is found before any list is made."""
     n, n_tensor = file.hparams.integer("block_count"), len(file.tensors)
     if n > n_tensor:
-        raise ModelError(f"{file.hparams.key('block_count')} is {n}, and the file has {n_tensor} tensors")
+        raise ModelError(
+            f"{file.hparams.key('block_count')} is {n}, and the file has {n_tensor} tensors"
+        )
     return n
 
 
@@ -96,7 +98,9 @@ def trunk_layers(file: GGUFFile) -> tuple[int, int]:
     n_block, n_nextn = block_count(file), file.hparams.integer("nextn_predict_layers", 0)
     if n_nextn >= n_block:
         a = file.hparams.prefix
-        raise ModelError(f"{n_nextn} MTP blocks among {n_block} blocks ({a}nextn_predict_layers, block_count)")
+        raise ModelError(
+            f"{n_nextn} MTP blocks among {n_block} blocks ({a}nextn_predict_layers, block_count)"
+        )
     if n_nextn and not file.has_mtp and f"blk.{n_block - 1}.attn_norm.weight" in file.tensors:
         return n_block, 0
     return n_block - n_nextn, n_nextn
@@ -105,7 +109,9 @@ def trunk_layers(file: GGUFFile) -> tuple[int, int]:
 def check_rope(n_rot: int, head_dim: int) -> None:
     """Rope turns pairs of a head's dimensions."""
     if n_rot % 2 or n_rot > head_dim:
-        raise ModelError(f"rope can not turn {n_rot} dimensions of heads of {head_dim}: want an even number of them")
+        raise ModelError(
+            f"rope can not turn {n_rot} dimensions of heads of {head_dim}: want an even number of them"
+        )
 
 
 def vocab_size(file: GGUFFile) -> int:
@@ -113,6 +119,9 @@ def vocab_size(file: GGUFFile) -> int:
     if EMBEDDING not in file.tensors:
         raise BadTensors(f"{EMBEDDING}: missing (is this a vocabulary-only or a sidecar file?)")
     n = file.tensors[EMBEDDING].shape[0]
-    if "tokenizer.ggml.tokens" in file.fields and len(tokens := file.fields.strings("tokenizer.ggml.tokens")) > n:
+    if (
+        "tokenizer.ggml.tokens" in file.fields
+        and len(tokens := file.fields.strings("tokenizer.ggml.tokens")) > n
+    ):
         raise BadTensors(f"{EMBEDDING} has {n} rows for {len(tokens)} tokens")
     return n

@@ -50,7 +50,9 @@ class Residual:
         """norm: weights of the last one."""
         if self.n_iter is None:
             return BoundResidual(weights.device, n_embd, eps, norm)
-        return BoundStreams(StreamsSpec(weights.device, self.n, n_embd, self.n_iter, eps, self.floor), weights, norm)
+        return BoundStreams(
+            StreamsSpec(weights.device, self.n, n_embd, self.n_iter, eps, self.floor), weights, norm
+        )
 
 
 class BoundResidual:
@@ -122,7 +124,9 @@ class BoundStreams(BoundResidual):
                     x = self.streams.merge(y, x, post, comb)
                 else:
                     place = behind.place(self.streams, n_row)
-                    x, (y, post, comb) = fuse.merged(self.streams, y, x, (post, comb), behind.mixed, place)
+                    x, (y, post, comb) = fuse.merged(
+                        self.streams, y, x, (post, comb), behind.mixed, place
+                    )
             yield x
 
     def tapped(self, x: Tensor) -> Tensor:

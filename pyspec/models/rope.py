@@ -86,7 +86,8 @@ def read_scaling(file: GGUFFile) -> RopeScaling:
         factor=1.0 if kind == "none" else factor,
         is_yarn=is_yarn,
         n_ctx_orig=h.integer("rope.scaling.original_context_length", h.integer("context_length")),
-        length=h.number("rope.scaling.attn_factor", 1.0) * (1.0 + 0.1 * math.log(max(1.0, factor)) if is_yarn else 1.0),
+        length=h.number("rope.scaling.attn_factor", 1.0)
+        * (1.0 + 0.1 * math.log(max(1.0, factor)) if is_yarn else 1.0),
     )
 
 
@@ -94,7 +95,9 @@ def _tell_unread(file: GGUFFile) -> None:
     h = file.hparams
     for name, plain in UNREAD.items():
         if (value := h.number(name, plain[0])) not in plain:
-            log.warning("%s %g is not used, as llama.cpp does not for this architecture", h.key(name), value)
+            log.warning(
+                "%s %g is not used, as llama.cpp does not for this architecture", h.key(name), value
+            )
 
 
 DIVISORS = "rope_freqs.weight"  # llama 3's
@@ -175,7 +178,9 @@ class Ropes:
     def angles(self, positions: Tensor) -> tuple[Angles, ...]:
         return tuple(rope.angles(positions) for rope in self.bound.values())
 
-    def embedded(self, embedding: Embedding, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Angles, ...]]:
+    def embedded(
+        self, embedding: Embedding, tokens: Tensor, positions: Tensor
+    ) -> tuple[Tensor, tuple[Angles, ...]]:
         """The first two things of a forward: the tokens' rows of the embedding, and the angles of their positions."""
         if not self.bound:
             return embedding(tokens), ()

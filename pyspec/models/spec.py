@@ -75,7 +75,9 @@ class ModelSpec:
         """The MTP block with its projections and norms; None: the architecture has none."""
         if self.mtp_block is None:
             return None
-        return MtpOfBlock(self.mtp_block, self.residual, self.n_layer, self.n_vocab, self.n_embd, self.eps)
+        return MtpOfBlock(
+            self.mtp_block, self.residual, self.n_layer, self.n_vocab, self.n_embd, self.eps
+        )
 
     def place(self, file: GGUFFile, i: int) -> Place:
         """Of block `i`."""
@@ -87,7 +89,9 @@ class ModelSpec:
             EMBEDDING: Want((self.n_vocab, self.n_embd)),
             "output_norm.weight": Want((self.n_embd,)),
             HEAD: Want(
-                (self.n_vocab, self.n_embd), self.ties_head, cut=Cut(0, (Units(self.n_vocab, "tokens", uneven=True),))
+                (self.n_vocab, self.n_embd),
+                self.ties_head,
+                cut=Cut(0, (Units(self.n_vocab, "tokens", uneven=True),)),
             ),
             **self.residual.tensors(self.n_embd),
         }

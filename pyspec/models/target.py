@@ -115,7 +115,12 @@ class MtpSpec(Protocol):
         ...
 
     def bind(
-        self, weights: Weights, memory: Memory, target: Target, head: Matrix | None, skips: tuple[str, ...]
+        self,
+        weights: Weights,
+        memory: Memory,
+        target: Target,
+        head: Matrix | None,
+        skips: tuple[str, ...],
     ) -> MtpNet:
         """head: stands for the target's if it is given. skips: the result of `shared`."""
         ...
@@ -238,6 +243,8 @@ class Target(Protocol):
 class Lead(Protocol):
     """Runs the forwards of the first of several ranks on the others, too."""
 
-    def forward(self, run: Callable[[Batch, Sequence[int]], Out], batch: Batch, taps: Sequence[int]) -> Out:
+    def forward(
+        self, run: Callable[[Batch, Sequence[int]], Out], batch: Batch, taps: Sequence[int]
+    ) -> Out:
         """`run(batch, taps)` on every rank."""
         ...

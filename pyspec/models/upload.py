@@ -15,7 +15,9 @@ from pyspec.slots.mapped import mapped
 PIECE = 64 << 20  # bytes under way at once
 SMALL = 1 << 20  # below, one plain copy is as fast
 N_BUFFER = 3
-Read = Callable[[np.ndarray, int], None]  # (out [n] uint8, first): the n bytes from byte `first` on into `out`
+Read = Callable[
+    [np.ndarray, int], None
+]  # (out [n] uint8, first): the n bytes from byte `first` on into `out`
 
 
 class Upload:
@@ -25,7 +27,9 @@ class Upload:
         self.device, self.piece, self.small = device, piece, small
         self.is_cuda = device.type == "cuda"
         self._buffers: list[Tensor] = []
-        self._taken: list[torch.cuda.Event | None] = [None] * N_BUFFER  # when the device has read a buffer
+        self._taken: list[torch.cuda.Event | None] = [
+            None
+        ] * N_BUFFER  # when the device has read a buffer
         self._readers: ThreadPoolExecutor | None = None
         self._at = 0
 
@@ -43,7 +47,9 @@ class Upload:
         """All bytes into out [n], piece by piece."""
         if self._readers is None:
             self._readers = ThreadPoolExecutor(min(8, cpu_count() or 1), "upload")
-            self._buffers = [torch.empty(self.piece, dtype=torch.uint8, pin_memory=self.is_cuda) for _ in self._taken]
+            self._buffers = [
+                torch.empty(self.piece, dtype=torch.uint8, pin_memory=self.is_cuda) for _ in self._taken
+            ]
         n = out.numel()
         for first in range(0, n, self.piece):
             buffer, taken = self._buffers[self._at][: min(self.piece, n - first)], self._taken[self._at]

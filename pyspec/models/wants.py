@@ -42,7 +42,9 @@ def scale_of(name: str) -> str:
     return name.removesuffix(".weight") + ".scale"
 
 
-def check_tensors(file: GGUFFile, wants: Mapping[str, Want], alias: Mapping[str, str] | None = None) -> None:
+def check_tensors(
+    file: GGUFFile, wants: Mapping[str, Want], alias: Mapping[str, str] | None = None
+) -> None:
     """Raise BadTensors with the number of missing, misshaped and unreadable tensors, and the flaws of the first ones.
 
     `alias` maps the names in `wants` to those of the file, for writers that use other names.
@@ -68,11 +70,15 @@ def _flaw(info: TensorInfo | None, want: Want) -> str:
     if info.type not in SUPPORTED:
         return f"type {info.type.name} is not supported"
     if (info.type in WHOLE) != want.whole:
-        return f"type {info.type.name} is for {'tables' if info.type in WHOLE else 'weights'}, not for this"
+        return (
+            f"type {info.type.name} is for {'tables' if info.type in WHOLE else 'weights'}, not for this"
+        )
     return ""
 
 
-def check_read(file: GGUFFile, wants: Iterable[str], n_block: int, alias: Mapping[str, str] | None = None) -> None:
+def check_read(
+    file: GGUFFile, wants: Iterable[str], n_block: int, alias: Mapping[str, str] | None = None
+) -> None:
     """Raise BadTensors if the file has blocks beyond `n_block` that nothing reads; warn of other tensors that nothing reads.
 
     A drafter reads the tensors of an MTP block.
@@ -90,4 +96,6 @@ def check_read(file: GGUFFile, wants: Iterable[str], n_block: int, alias: Mappin
         )
     if rest:
         names = ", ".join(map(quoted, rest[:SAID])) + (" ..." if rest[SAID:] else "")
-        log.warning("%s: nothing reads %d of its %d tensors: %s", file.path, len(rest), len(file.tensors), names)
+        log.warning(
+            "%s: nothing reads %d of its %d tensors: %s", file.path, len(rest), len(file.tensors), names
+        )

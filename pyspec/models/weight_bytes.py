@@ -13,13 +13,18 @@ from pyspec.models.cuts import share_of
 from pyspec.models.wants import Want
 from pyspec.models.weights import GROUPED, HEADS, PLAIN, cuts_of
 
-LARGE_BYTES = 10 << 20  # of a tensor from which on torch asks the driver for one piece, in steps of 2 MiB
+LARGE_BYTES = (
+    10 << 20
+)  # of a tensor from which on torch asks the driver for one piece, in steps of 2 MiB
 
 
 def shares_of(file: GGUFFile, wants: Mapping[str, Want], n: int) -> dict[str, TensorInfo]:
     """The file's tensors as the first of `n` ranks has them."""
     cuts, rank = cuts_of(wants) if n > 1 else {}, Rank(0, n)
-    return {name: share_of(t, cuts[name], rank).info if name in cuts else t for name, t in file.tensors.items()}
+    return {
+        name: share_of(t, cuts[name], rank).info if name in cuts else t
+        for name, t in file.tensors.items()
+    }
 
 
 def weight_bytes(
@@ -54,10 +59,16 @@ def n_large(tensors: Iterable[TensorInfo]) -> int:
 def repacked_bytes(t: TensorInfo) -> int:
     """A matrix, or one of every expert; as many as in the file where there is no packed form."""
     n_out, n_in = t.shape[-2:]
-    return t.n_elements // (n_out * n_in) * packed_bytes(t.type, n_out, n_in) if t.type in FORMATS else t.n_bytes
+    return (
+        t.n_elements // (n_out * n_in) * packed_bytes(t.type, n_out, n_in)
+        if t.type in FORMATS
+        else t.n_bytes
+    )
 
 
 def wide_bytes(tensors: Mapping[str, TensorInfo]) -> int:
     """Bytes of f16 copies of the matrices that kernels stream."""
     matrices = [t for t in tensors.values() if len(t.shape) == 2 and t.type not in PLAIN]
-    return sum(2 * t.n_elements for t in matrices if t.name not in HEADS and not t.name.endswith(GROUPED))
+    return sum(
+        2 * t.n_elements for t in matrices if t.name not in HEADS and not t.name.endswith(GROUPED)
+    )

@@ -74,7 +74,9 @@ class Matrix(Protocol):
     silu(gate) * up.
     """
 
-    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor: ...
+    def __call__(
+        self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None
+    ) -> Tensor: ...
 
 
 def _finish(y: Tensor, gated: bool, residual: Tensor | None) -> Tensor:
@@ -191,7 +193,9 @@ class Embedding:
 
     def __init__(self, raw: Tensor, type: GGMLType, scale: float) -> None:
         self.raw, self.type, self.scale = raw, type, scale
-        self.embed = embed.bind(EmbedSpec(raw.device, type, raw.shape[1] // type.type_size * type.block_size))
+        self.embed = embed.bind(
+            EmbedSpec(raw.device, type, raw.shape[1] // type.type_size * type.block_size)
+        )
 
     def __call__(self, tokens: Tensor) -> Tensor:
         return self._scaled(self.embed.rows(self.raw, tokens))
@@ -314,7 +318,12 @@ class Weights:
         if not limit:
             return self._load((gate, up), gated=True)
         infos = self._info(gate), self._info(up)
-        if self.dense is None and self.device.type == "cuda" and self._streams(gate) and self._streams(up):
+        if (
+            self.dense is None
+            and self.device.type == "cuda"
+            and self._streams(gate)
+            and self._streams(up)
+        ):
             n_out, n_in = infos[0].shape
             spec = LinearSpec(self.device, infos[0].type, n_out, n_in, Epilogue.GATED, limit)
             tier = tier_of(spec, (Epilogue.GATED,))
@@ -329,21 +338,31 @@ class Weights:
             return self._packed(names, CpuGates() if gated else None)
         if self.device.type != "cuda":
             return Unpacked([(self._raw(n), self._info(n), self._scale(n)) for n in names], gated)
-        runs = groupby(names, key=lambda n: (self._streams(n), self._info(n).type if self._streams(n) else None))
+        runs = groupby(
+            names, key=lambda n: (self._streams(n), self._info(n).type if self._streams(n) else None)
+        )
         groups = [(kernel, list(run)) for (kernel, _), run in runs]
         if len(groups) == 1:
             kernel, all_names = groups[0]
             return self._stream(all_names, gated) if kernel else self._exact(all_names, gated)
-        return Joined([self._stream(n, False) if kernel else self._exact(n, False) for kernel, n in groups], gated)
+        return Joined(
+            [self._stream(n, False) if kernel else self._exact(n, False) for kernel, n in groups], gated
+        )
 
     def _on_cpu(self, names: Sequence[str]) -> bool:
         """Whether C++ kernels multiply with these tensors as they are."""
-        return self.dense is None and self.device.type == "cpu" and all(runs_packed(self._info(n).type) for n in names)
+        return (
+            self.dense is None
+            and self.device.type == "cpu"
+            and all(runs_packed(self._info(n).type) for n in names)
+        )
 
     def _packed(self, names: Sequence[str], after: CpuGates | None) -> CpuMatrix:
         infos = [self._info(n) for n in names]
         raws = [self._raw(n).view(i.shape[0], -1) for n, i in zip(names, infos, strict=True)]
-        return CpuMatrix([(raw, i.type, self._scale(n)) for raw, i, n in zip(raws, infos, names, strict=True)], after)
+        return CpuMatrix(
+            [(raw, i.type, self._scale(n)) for raw, i, n in zip(raws, infos, names, strict=True)], after
+        )
 
     def _streams(self, name: str) -> bool:
         """Whether the kernel takes this tensor; asked of a small matrix, since the check would unpack a large one.
@@ -362,7 +381,13 @@ class Weights:
         return all(linear_tall.has_own(way, checked_as=replace(way, n_out=PROBE_ROWS)) for way in ways)
 
     def _stream(
-        self, names: Sequence[str], gated: bool, *, has_copy: bool = True, limit: float = 0.0, tier: str | None = None
+        self,
+        names: Sequence[str],
+        gated: bool,
+        *,
+        has_copy: bool = True,
+        limit: float = 0.0,
+        tier: str | None = None,
     ) -> Matrix:
         """tier: the implementation of the product; None: that of `linear` as a whole."""
         infos = [self._info(n) for n in names]
@@ -401,7 +426,9 @@ class Weights:
 
     def _row_scales(self, names: Sequence[str], gated: bool) -> Tensor:
         """[row] f32: each tensor's second scale for each of its rows, in their order."""
-        parts = [torch.full((self._info(n).shape[0], 1), self._scale(n), device=self.device) for n in names]
+        parts = [
+            torch.full((self._info(n).shape[0], 1), self._scale(n), device=self.device) for n in names
+        ]
         return (interleave(*parts) if gated else torch.cat(parts)).view(-1)
 
     def _exact(self, names: Sequence[str], gated: bool) -> Matrix:
@@ -411,7 +438,9 @@ class Weights:
             halves = self._dense(names, torch.float16)
             if halves.isfinite().all():
                 return Halves(halves, gated)
-        return Dense(self._dense(names, torch.float32 if types == {GGMLType.F32} else torch.bfloat16), gated)
+        return Dense(
+            self._dense(names, torch.float32 if types == {GGMLType.F32} else torch.bfloat16), gated
+        )
 
     def _dense(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
         n_out, n_in = sum(self._info(n).shape[0] for n in names), self._info(names[0]).shape[-1]

@@ -84,7 +84,9 @@ class BudgetRule:
         # Reasoning that came with the mark's last token
         behind = text[text.index(mark) + len(mark) :]
         return (
-            Thought("over") if self._end in behind else self._due(Thought("thinking", tail=behind[-len(self._end) :]))
+            Thought("over")
+            if self._end in behind
+            else self._due(Thought("thinking", tail=behind[-len(self._end) :]))
         )
 
     def _due(self, at: Thought) -> Thought:

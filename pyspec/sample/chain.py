@@ -41,7 +41,9 @@ class Settings:
     cuts: bool  # some row cuts at all
 
     @classmethod
-    def stack(cls, params: list[SamplingParams], noise: list[float], n_vocab: int, device: torch.device) -> Settings:
+    def stack(
+        cls, params: list[SamplingParams], noise: list[float], n_vocab: int, device: torch.device
+    ) -> Settings:
         """One entry of `params` and `noise` per row. A single transfer to the device."""
         table = torch.tensor(
             [
@@ -60,7 +62,9 @@ class Settings:
         ).to(device)
         columns = (table[:, i : i + 1] for i in range(7))
         k, typical, top_p, min_p, keep, temperature, noise_col = columns
-        in_order = [0 < p.top_k < n_vocab or p.typical_p < 1 or p.top_p < 1 or p.min_keep > 1 for p in params]
+        in_order = [
+            0 < p.top_k < n_vocab or p.typical_p < 1 or p.top_p < 1 or p.min_keep > 1 for p in params
+        ]
         return cls(
             top_k=k.long(),
             typical_p=typical,

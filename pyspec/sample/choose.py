@@ -110,7 +110,10 @@ def top(logits: Tensor) -> Tensor:
 
 
 def choose(
-    logits: Tensor, spans: Sequence[Span], synth: SynthAcceptance | None = None, best: Tensor | None = None
+    logits: Tensor,
+    spans: Sequence[Span],
+    synth: SynthAcceptance | None = None,
+    best: Tensor | None = None,
 ) -> list[Chosen]:
     """Decide every slot's round. `logits` is not changed, nothing is committed.
 
@@ -155,7 +158,9 @@ def _greedy(logits: Tensor, work: list[_Work], best: Tensor) -> list[Picked] | N
     return out
 
 
-def _mend(logits: Tensor, work: list[_Work], picks: list[Picked], synth: SynthAcceptance | None) -> list[Picked]:
+def _mend(
+    logits: Tensor, work: list[_Work], picks: list[Picked], synth: SynthAcceptance | None
+) -> list[Picked]:
     """Choose again, under their masks, for greedy spans with a choice that their grammar refuses."""
     wrong = []
     for i, w in enumerate(work):
@@ -394,7 +399,9 @@ def logprobs_of(logits: Tensor, tokens: list[int], n_top: int) -> list[TokenLogp
     n = ids.shape[1]
     return [
         TokenLogprob(
-            token, row[0], tuple((int(id_), value) for id_, value in zip(row[1 + n :], row[1 : 1 + n], strict=True))
+            token,
+            row[0],
+            tuple((int(id_), value) for id_, value in zip(row[1 + n :], row[1 : 1 + n], strict=True)),
         )
         for token, row in zip(tokens, table, strict=True)
     ]

@@ -105,7 +105,9 @@ class Dry:
             token = int(recent[shift - 1])
             longest[token] = max(longest.get(token, 0), n)
         return {
-            token: self._penalty(n - allowed) for token, n in longest.items() if () not in self.heads.get(token, ())
+            token: self._penalty(n - allowed)
+            for token, n in longest.items()
+            if () not in self.heads.get(token, ())
         }
 
     def _limit(self, recent: Ints) -> int:

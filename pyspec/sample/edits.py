@@ -57,6 +57,6 @@ def _penalise(logits: Tensor, edits: Sequence[tuple[int, SamplingParams, Edits]]
 
 def _flat(logits: Tensor, parts: list[tuple[int, Ints, Ints]]) -> Tensor:
     n_vocab = logits.shape[1]
-    return torch.from_numpy(np.concatenate([(first + rows) * n_vocab + ids for first, rows, ids in parts])).to(
-        logits.device
-    )
+    return torch.from_numpy(
+        np.concatenate([(first + rows) * n_vocab + ids for first, rows, ids in parts])
+    ).to(logits.device)

@@ -83,7 +83,9 @@ class SlotSampler:
         self.n_banned = len(prompt) + params.min_tokens  # number of tokens until which `bans` apply
         self.bias_ids = frozenset((*self.bias[0].tolist(), *self.bans.tolist()))
         self.penalises = params.repeat_last_n != 0 and (
-            params.repeat_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+            params.repeat_penalty != 1.0
+            or params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
         )
         self.dry = Dry(params, {})
         if self.dry.active and params.dry_sequence_breakers:

@@ -66,7 +66,9 @@ class RowInputs:
     feedback: Feedback
 
 
-def choose_span(rows: Tensor, sampler: SlotSampler, drafts: Sequence[int], edits: Edits, n_finite: int) -> SpanChoice:
+def choose_span(
+    rows: Tensor, sampler: SlotSampler, drafts: Sequence[int], edits: Edits, n_finite: int
+) -> SpanChoice:
     """Choose for the rows of one slot, each as if the drafts before it were committed, until one is refused.
 
     rows      [row, vocab] f32  biased

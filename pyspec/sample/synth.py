@@ -41,7 +41,11 @@ class SynthAcceptance:
             raise ConfigError(f"--spec-synth-rates has {len(rates)} values; {most}")
         before = [1.0, *rates]
         return cls(
-            [rate / all_before if all_before else 0.0 for rate, all_before in zip(rates, before, strict=False)], seed
+            [
+                rate / all_before if all_before else 0.0
+                for rate, all_before in zip(rates, before, strict=False)
+            ],
+            seed,
         )
 
     def n_accepted(self, request: int, position: int, n_draft: int) -> int:

@@ -20,7 +20,9 @@ from torch import Tensor
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 WIDE = (192, 256, 384, 512, 768, 1024)  # additional sizes for verifies or drafts of all slots
 PROMPTS = (256, 320, 384, 448, 512)  # of a single prompt: finer, because rows are most of its time
-LEAST_PROMPT = 192  # fewest rows of a prompt: below, the library's attention is not used, with or without a graph
+LEAST_PROMPT = (
+    192  # fewest rows of a prompt: below, the library's attention is not used, with or without a graph
+)
 # places of a graph, besides the most its rows and slots allow: fewer places mean fewer launched blocks
 SEQUENCES = (8, 32)
 N_STAGE = 3  # host copies: the one being written is never in flight
@@ -66,7 +68,9 @@ def graph_shapes(
                 found.append((n_row, n_seq))
             fewer = places
     if singles:  # the last one may need padding
-        found += [(n, n) for n in sorted({min(n_slot, BUCKETS[-1]), *(b for b in BUCKETS if b < n_slot)})]
+        found += [
+            (n, n) for n in sorted({min(n_slot, BUCKETS[-1]), *(b for b in BUCKETS if b < n_slot)})
+        ]
     return found
 
 
@@ -105,7 +109,11 @@ class _Block:
         return self.at + -(-prod(self.shape) * self.kind.itemsize // 16) * 16
 
     def of(self, memory: Tensor) -> Tensor:
-        return memory[self.at : self.at + prod(self.shape) * self.kind.itemsize].view(self.kind).view(self.shape)
+        return (
+            memory[self.at : self.at + prod(self.shape) * self.kind.itemsize]
+            .view(self.kind)
+            .view(self.shape)
+        )
 
 
 class _Stage:
@@ -115,7 +123,9 @@ class _Stage:
         self, blocks: dict[str, _Block], n_byte: int, device: torch.device, memory: Tensor | None = None
     ) -> None:
         cuda = device.type == "cuda"
-        self.memory = torch.zeros(n_byte, dtype=torch.uint8, pin_memory=cuda) if memory is None else memory
+        self.memory = (
+            torch.zeros(n_byte, dtype=torch.uint8, pin_memory=cuda) if memory is None else memory
+        )
         self.event = torch.cuda.Event() if cuda else None
         views = {name: block.of(self.memory).numpy() for name, block in blocks.items()}
         self.rows = views["rows"]
@@ -163,7 +173,9 @@ class Arena:
         rows = _Block(0, torch.int64, (len(ROW64), n_row))
         seqs = _Block(rows.end, torch.int32, (len(SEQ32), n_start))
         row_seq = _Block(seqs.end, torch.int32, (n_row,))
-        page_table = _Block(row_seq.end, torch.int64, (n_seq, n_page))  # last, because only its used part is copied
+        page_table = _Block(
+            row_seq.end, torch.int64, (n_seq, n_page)
+        )  # last, because only its used part is copied
         blocks = {"rows": rows, "seqs": seqs, "row_seq": row_seq, "page_table": page_table}
         self.memory = torch.zeros(page_table.end, dtype=torch.uint8, device=device)
         self._pages_at = page_table.at
@@ -175,7 +187,9 @@ class Arena:
         }
         self._prompts = {rows: self._cut(blocks, rows, 1) for rows in PROMPTS}
         for fields in self._prompts.values():
-            fields["out_rows"] = fields["out_rows"][:1]  # logits of all these rows would be most of their memory
+            fields["out_rows"] = fields["out_rows"][
+                :1
+            ]  # logits of all these rows would be most of their memory
         self._blocks = blocks
         self._stages = self._staged(blocks, page_table.end)
         self._next = 0

@@ -170,7 +170,13 @@ def lay_out(
 
 def _is_prompt(seqs: Sequence[Seq]) -> bool:
     """One whole prompt from its first token on that needs the last row's logits."""
-    return len(seqs) == 1 and seqs[0].keep and not seqs[0].n_past and not seqs[0].n_fold and seqs[0].n_out == 1
+    return (
+        len(seqs) == 1
+        and seqs[0].keep
+        and not seqs[0].n_past
+        and not seqs[0].n_fold
+        and seqs[0].n_out == 1
+    )
 
 
 def _write(
@@ -189,7 +195,9 @@ def _write(
     widths = np.array([q.width for q in seqs], dtype=np.int64)
     before = [q.n_past - start for q, start in zip(seqs, starts, strict=False)]
     first_out = [end - q.n_out for q, end in zip(seqs, starts[1:], strict=True)]
-    per_row = np.array([list(range(len(seqs))), before, first_out, ends], dtype=np.int64).repeat(widths, axis=1)
+    per_row = np.array([list(range(len(seqs))), before, first_out, ends], dtype=np.int64).repeat(
+        widths, axis=1
+    )
     row_seq, n_before, first_out_row, end = per_row
     row = np.arange(starts[-1])
     out_rows = (row >= first_out_row).nonzero()[0]
@@ -210,9 +218,13 @@ def _fresh(layout: Layout, n_out: int, device: torch.device) -> dict[str, Tensor
     for i in range(n_seq):
         layout.page_row(i, page_table[i])
     wide = torch.from_numpy(np.concatenate([layout.rows.ravel(), page_table.ravel()])).to(device)
-    small = torch.from_numpy(np.concatenate([layout.seqs.ravel(), layout.row_seq], dtype=np.int32)).to(device)
+    small = torch.from_numpy(np.concatenate([layout.seqs.ravel(), layout.row_seq], dtype=np.int32)).to(
+        device
+    )
     rows, pages = wide[: layout.rows.size].view(layout.rows.shape), wide[layout.rows.size :]
     lines, row_seq = small[: layout.seqs.size].view(layout.seqs.shape), small[layout.seqs.size :]
-    fields = dict(zip(ROW64, rows, strict=True)) | {name: line[:n_seq] for name, line in zip(SEQ32, lines, strict=True)}
+    fields = dict(zip(ROW64, rows, strict=True)) | {
+        name: line[:n_seq] for name, line in zip(SEQ32, lines, strict=True)
+    }
     fields |= {"out_rows": fields["out_rows"][:n_out], "seq_start": lines[SEQ32.index("seq_start")]}
     return fields | {"page_table": pages.view(page_table.shape), "row_seq": row_seq}

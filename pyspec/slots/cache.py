@@ -56,7 +56,9 @@ class PrefixCache:
             self.memory.reset(slot.index)
         return None
 
-    def file(self, slot: Slot, draft: object | None, fold: Callable[[Slot], None], *, whole: bool = False) -> None:
+    def file(
+        self, slot: Slot, draft: object | None, fold: Callable[[Slot], None], *, whole: bool = False
+    ) -> None:
         """File the slot's committed tokens, and its state there.
 
         draft  the drafter's share at this length; its rows of all committed tokens are in the pages
@@ -70,7 +72,9 @@ class PrefixCache:
             self.states.touch(old)
             return
         fold(slot)
-        self.states.room(self._state_bytes)  # before the copy is made, so that the device never holds more
+        self.states.room(
+            self._state_bytes
+        )  # before the copy is made, so that the device never holds more
         saved = Saved(self.memory.checkpoint(slot.index, slot.n_past), draft)
         self._state_bytes = saved.n_bytes
         self.states.add(node, slot.n_past, saved)

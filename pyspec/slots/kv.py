@@ -173,7 +173,9 @@ class KVPool:
     @property
     def planes(self) -> list[Tensor]:
         """All tensors, by rows."""
-        planes = (self.k, self.k_scale) if self.keys_only else (self.k, self.v, self.k_scale, self.v_scale)
+        planes = (
+            (self.k, self.k_scale) if self.keys_only else (self.k, self.v, self.k_scale, self.v_scale)
+        )
         return [t for t in planes if t is not None]
 
     @property
@@ -221,7 +223,9 @@ class KVPool:
         return _read(self.k, self.k_scale, rows, dtype), _read(self.v, self.v_scale, rows, dtype)
 
 
-def _planes(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _planes(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
     """Codes [row, head, dim] and the scales that their type has, zeroed."""
     codes = zeros(shape, dtype, device)
     if dtype is not torch.int8:

@@ -44,7 +44,9 @@ class Memory:
         self.layers, self.width = layers, width
         self.parts = [part for layer in layers for part in layer.values()]
         self.kv = {i: cast(KVPool, layer[KV]) for i, layer in enumerate(layers) if KV in layer}
-        self.states = {i: cast(StateLayer, layer[STATE]) for i, layer in enumerate(layers) if STATE in layer}
+        self.states = {
+            i: cast(StateLayer, layer[STATE]) for i, layer in enumerate(layers) if STATE in layer
+        }
         self.n_late = n_late if self.states else 0
 
     @property
@@ -130,7 +132,9 @@ def allocate(layers: Sequence[LayerParts], sizes: CacheSizes, device: torch.devi
     made: list[dict[str, PartMemory]] = [{} for _ in layers]
     for paged in (True, False):
         for layer, memory in zip(layers, made, strict=True):
-            memory.update({name: p.allocate(sizes, device) for name, p in layer.items() if p.paged is paged})
+            memory.update(
+                {name: p.allocate(sizes, device) for name, p in layer.items() if p.paged is paged}
+            )
     return Memory(made, sizes.width, sizes.n_late)
 
 

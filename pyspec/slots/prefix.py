@@ -91,7 +91,9 @@ class PrefixTree:
         self.root = Node(-1, (), 0, None)
         self.n_node = self.n_held = 0  # filed pages, and those that slots hold
         self._clock = 0
-        self._idle: list[tuple[int, int, Node]] = []  # heap of candidates for eviction; outdated entries are skipped
+        self._idle: list[
+            tuple[int, int, Node]
+        ] = []  # heap of candidates for eviction; outdated entries are skipped
 
     @property
     def n_idle(self) -> int:
@@ -134,7 +136,9 @@ class PrefixTree:
             return Hit(0, n_match, other=other)
         state = max(found, key=lambda s: s.n_past)
         n_whole, rest = divmod(state.n_past, self.page_size)
-        return Hit(state.n_past, n_match, tuple(whole[:n_whole]), state.node if rest else None, state, other)
+        return Hit(
+            state.n_past, n_match, tuple(whole[:n_whole]), state.node if rest else None, state, other
+        )
 
     def _start(self, prompt: Sequence[int]) -> Hit | None:
         """The whole prompt, if the logits of its last token are kept."""
@@ -255,14 +259,20 @@ class PrefixTree:
             n_node, n_held = n_node + 1, n_held + (node.refs > 0)
             assert node.parent is not None and node.end == node.parent.end + len(node.tokens)
             assert 0 < len(node.tokens) <= self.page_size and node.start % self.page_size == 0
-            assert not node.children or len(node.tokens) == self.page_size, "something follows a page that is not full"
-            assert node.refs <= node.parent.refs or node.parent is self.root, "a page is held without those before it"
+            assert not node.children or len(node.tokens) == self.page_size, (
+                "something follows a page that is not full"
+            )
+            assert node.refs <= node.parent.refs or node.parent is self.root, (
+                "a page is held without those before it"
+            )
             for n_past, state in node.states.items():
-                assert state.node is node and state.n_past == n_past and node.start < n_past <= node.end, (
-                    f"a state of {n_past} tokens hangs at a page of {node.start}..{node.end}"
-                )
+                assert (
+                    state.node is node and state.n_past == n_past and node.start < n_past <= node.end
+                ), f"a state of {n_past} tokens hangs at a page of {node.start}..{node.end}"
             for first, near in node.children.items():
                 assert near and all(c.tokens[0] == first for c in near)
                 for a in near:
-                    assert not any(a is not b and b.tokens[: len(a.tokens)] == a.tokens for b in near), "filed twice"
+                    assert not any(a is not b and b.tokens[: len(a.tokens)] == a.tokens for b in near), (
+                        "filed twice"
+                    )
         assert (n_node, n_held) == (self.n_node, self.n_held), "pages are miscounted"

@@ -75,7 +75,9 @@ class StateLayer:
     def __init__(self, shape: RecurrentShape, n_slot: int, width: int, device: torch.device) -> None:
         made = partial(zeros, dtype=torch.float32, device=device)
         self.shape, self.width = shape, width
-        self.fold: Callable[[StateLayer, int, int], None] = _unbound  # (this, slot, n): with the layer's kernels
+        self.fold: Callable[[StateLayer, int, int], None] = (
+            _unbound  # (this, slot, n): with the layer's kernels
+        )
         self.state = made((n_slot, *shape.state))
         self.conv = made((n_slot, shape.n_conv - 1 + width, shape.n_channel))
         for name, dims in shape.records.items():

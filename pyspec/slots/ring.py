@@ -33,7 +33,9 @@ class RingRows:
         device: torch.device,
     ) -> None:
         self.window, self.slack, self.n_row = window, slack, window + slack
-        self.rows = {name: zeros((n_slot, self.n_row, *dim), dtype, device) for name, dim in dims.items()}
+        self.rows = {
+            name: zeros((n_slot, self.n_row, *dim), dtype, device) for name, dim in dims.items()
+        }
 
     def _at(self, slot: int, first: int, end: int) -> Tensor:
         """The rows of positions `first` to `end` - 1, at most as many as the ring has."""

@@ -66,9 +66,13 @@ def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes]) -> int:
     except (OSError, ValueError) as e:  # a name with a NUL in it
         with suppress(OSError, ValueError):
             written.unlink()
-        reason, number = (e.strerror or type(e).__name__, e.errno) if isinstance(e, OSError) else (str(e), None)
+        reason, number = (
+            (e.strerror or type(e).__name__, e.errno) if isinstance(e, OSError) else (str(e), None)
+        )
         kind = StorageFull if number in NO_ROOM else BadSlotFile
-        raise kind(f"slot file {printable(path.name, MAX_LISTED)} can not be written: {reason}") from None
+        raise kind(
+            f"slot file {printable(path.name, MAX_LISTED)} can not be written: {reason}"
+        ) from None
     return n
 
 
@@ -108,7 +112,9 @@ class SlotFile:
     def __init__(self, path: Path) -> None:
         self.name = path.name
         try:
-            self._file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)), "rb")
+            self._file = os.fdopen(
+                os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)), "rb"
+            )
         except OSError as e:
             raise self.bad(e.strerror or type(e).__name__) from None
         except ValueError as e:  # a name with a NUL in it
@@ -138,13 +144,17 @@ class SlotFile:
     def _take(self, n: int, part: str) -> bytes:
         at = self._file.tell()
         if n > self.size - at:
-            raise self.bad(f"{part} needs {n} bytes at offset {at}, but {self.size - at} of {self.size} are left")
+            raise self.bad(
+                f"{part} needs {n} bytes at offset {at}, but {self.size - at} of {self.size} are left"
+            )
         try:
             data = self._file.read(n)
         except OSError as e:
             raise self.bad(f"{part} can not be read: {e.strerror}") from None
         if len(data) != n:
-            raise self.bad(f"it became shorter while it was read: {part} ends at offset {at + len(data)}")
+            raise self.bad(
+                f"it became shorter while it was read: {part} ends at offset {at + len(data)}"
+            )
         return data
 
     def _read_head(self) -> dict[str, Any]:
@@ -159,7 +169,9 @@ class SlotFile:
         text = self._take(n_head, "the head")
         self._key = self._take(DIGEST, "the head's digest")
         if self._key != _digest(start + text):
-            raise self.bad(f"the head is damaged: bytes 0 to {self._file.tell() - 1} do not match their digest")
+            raise self.bad(
+                f"the head is damaged: bytes 0 to {self._file.tell() - 1} do not match their digest"
+            )
         self._n_head = n_head
         try:
             head = json.loads(text)
@@ -179,5 +191,7 @@ class SlotFile:
             end, offset = min(at + CHUNK, n), self._file.tell()
             content[at:end] = np.frombuffer(self._take(end - at, "the content"), np.uint8)
             if self._take(DIGEST, "a digest") != _digest(content[at:end].data, self._key, place):
-                raise self.bad(f"it is damaged: bytes {offset} to {self._file.tell() - 1} do not match their digest")
+                raise self.bad(
+                    f"it is damaged: bytes {offset} to {self._file.tell() - 1} do not match their digest"
+                )
         return np.split(content, np.cumsum(sizes)[:-1])

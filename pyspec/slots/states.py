@@ -108,7 +108,10 @@ class StateStore:
 
     def __init__(self, device_bytes: int, host_bytes: int, start_bytes: int = 0) -> None:
         self.limits = (device_bytes, host_bytes)
-        self.tiers: tuple[OrderedDict[State, int], OrderedDict[State, int]] = (OrderedDict(), OrderedDict())
+        self.tiers: tuple[OrderedDict[State, int], OrderedDict[State, int]] = (
+            OrderedDict(),
+            OrderedDict(),
+        )
         self.n_bytes = [0, 0]
         self.ready: list[Tensor] = []  # host memory for the next state that moves there
         self.starts: OrderedDict[State, int] = OrderedDict()
@@ -130,7 +133,9 @@ class StateStore:
             return True
         assert isinstance(state.content, Saved)
         saved = state.content
-        pieces = pieces_of((saved.checkpoint, saved.draft)) if state.content.n_bytes <= self.limits[1] else []
+        pieces = (
+            pieces_of((saved.checkpoint, saved.draft)) if state.content.n_bytes <= self.limits[1] else []
+        )
         if len(self.ready) < len(pieces):
             self.ready.append(page_locked(pieces[len(self.ready)]))
             return False
@@ -212,8 +217,11 @@ class StateStore:
     def check(self, held: set[State]) -> None:
         """Check the counts. held: the states of the tree."""
         assert (
-            held == {*self.tiers[0], *self.tiers[1], *self.starts} and not self.tiers[0].keys() & self.tiers[1].keys()
+            held == {*self.tiers[0], *self.tiers[1], *self.starts}
+            and not self.tiers[0].keys() & self.tiers[1].keys()
         )
-        assert sum(self.starts.values()) <= self.n_start_bytes <= self.start_limit, "the bytes of starts are miscounted"
+        assert sum(self.starts.values()) <= self.n_start_bytes <= self.start_limit, (
+            "the bytes of starts are miscounted"
+        )
         for n_bytes, limit, tier in zip(self.n_bytes, self.limits, self.tiers, strict=True):
             assert n_bytes == sum(tier.values()) <= limit, "the bytes of states are miscounted"

@@ -40,7 +40,9 @@ class Slot:
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     left: tuple[int, ...] = ()
-    page_ids: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)  # see SlotTable.reach
+    page_ids: NDArray[np.int64] | None = field(
+        default=None, compare=False, repr=False
+    )  # see SlotTable.reach
 
     @property
     def n_past(self) -> int:
@@ -101,7 +103,9 @@ class SlotTable:
         if all(s.busy for s in self.slots):
             return False
         over = self._promised + self.pages_for(n_tokens) - self.n_page
-        return over <= 0 or (len(prompt) > 0 and over <= sum(node.refs > 0 for node in self.find(prompt).nodes))
+        return over <= 0 or (
+            len(prompt) > 0 and over <= sum(node.refs > 0 for node in self.find(prompt).nodes)
+        )
 
     def find(self, prompt: Sequence[int]) -> Hit:
         """The part of a prompt in the tree."""
@@ -148,7 +152,10 @@ class SlotTable:
         for i in range(len(slot.nodes), self.pages_for(slot.n_past) if whole else slot.n_past // size):
             parent = slot.nodes[-1] if slot.nodes else self.tree.root
             node = self.tree.add(
-                parent, tuple(slot.tokens[i * size : min((i + 1) * size, slot.n_past)]), slot.pages[i], by
+                parent,
+                tuple(slot.tokens[i * size : min((i + 1) * size, slot.n_past)]),
+                slot.pages[i],
+                by,
             )
             if node.page != slot.pages[i]:
                 self._free.append(slot.pages[i])
@@ -210,7 +217,9 @@ class SlotTable:
         The same array is returned while the pages are the same; it is never written to.
         """
         if first < 0:
-            raise OutOfBounds(f"slot {slot.index} position", first, len(slot.pages) * self.page_size, slot.index)
+            raise OutOfBounds(
+                f"slot {slot.index} position", first, len(slot.pages) * self.page_size, slot.index
+            )
         self.grow(slot, end)
         if slot.page_ids is None:
             slot.page_ids = np.array(slot.pages, dtype=np.int64)
@@ -253,7 +262,9 @@ class SlotTable:
         """Check that every page is in one place, and every count is right. It takes time in proportion to all pages: see `PrefixCache.check`."""
         filed = [node.page for node in self.tree.nodes()]
         own = [p for s in self.slots for p in s.pages[len(s.nodes) :]]
-        assert sorted(self._free + filed + own) == list(range(self.n_page)), "a page is lost or held twice"
+        assert sorted(self._free + filed + own) == list(range(self.n_page)), (
+            "a page is lost or held twice"
+        )
         self.tree.check()
         holds: Counter[Node] = Counter()
         for s in self.slots:
@@ -262,9 +273,15 @@ class SlotTable:
             assert not s.busy or len(s.pages) <= s.reserved, (
                 f"slot {s.index} holds {len(s.pages)} pages of {s.reserved}"
             )
-            assert s.page_ids is None or s.page_ids.tolist() == s.pages, f"slot {s.index} is laid out on other pages"
+            assert s.page_ids is None or s.page_ids.tolist() == s.pages, (
+                f"slot {s.index} is laid out on other pages"
+            )
             assert s.n_fold <= s.n_past, f"slot {s.index} folds {s.n_fold} of {s.n_past} tokens"
-            assert s.pages[: len(s.nodes)] == [node.page for node in s.nodes], f"slot {s.index} reads other pages"
+            assert s.pages[: len(s.nodes)] == [node.page for node in s.nodes], (
+                f"slot {s.index} reads other pages"
+            )
             text = [t for node in s.nodes for t in node.tokens]
             assert s.tokens[: len(text)] == text, f"slot {s.index} holds another text's pages"
-        assert all(node.refs == holds[node] for node in self.tree.nodes()), "the holders of a page are miscounted"
+        assert all(node.refs == holds[node] for node in self.tree.nodes()), (
+            "the holders of a page are miscounted"
+        )

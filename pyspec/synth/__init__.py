@@ -125,7 +125,11 @@ class RecipeOptions(TypedDict, total=False):
 
 
 def write(
-    entry: str | Dims, out_path: str | Path, *, progress: Progress | None = None, **options: Unpack[RecipeOptions]
+    entry: str | Dims,
+    out_path: str | Path,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[RecipeOptions],
 ) -> Path:
     """Write one model and return its path.
 

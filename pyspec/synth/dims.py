@@ -287,7 +287,9 @@ _REAL: tuple[Dims, ...] = (
     _nemotron("Nemotron-3-Super", _SUPER, 4096, 2688, 128, (512, 22), 5.0, 1024),
     _nemotron("Nemotron-3-Nano", _NANO, 2688, 1856, 64, (128, 6), 2.5, 0),
     _deepseek4("DeepSeek-V4-Flash", 4096, 2048, (64, 8, 1024), (0, 0, *(4, 128) * 20, 4), 512, 256, 1.5),
-    _deepseek4("DeepSeek-V4-Pro", 7168, 3072, (128, 16, 1536), (128, 128, *(4, 128) * 29, 4), 1024, 384, 2.5),
+    _deepseek4(
+        "DeepSeek-V4-Pro", 7168, 3072, (128, 16, 1536), (128, 128, *(4, 128) * 29, 4), 1024, 384, 2.5
+    ),
     _qwen3("Qwen3-4B", 2560, 9728, 5e6, 262_144, tied=True),
     _qwen3("Qwen3-8B", 4096, 12_288, 1e6, 40_960, tied=False),
     Llama(

@@ -66,7 +66,9 @@ def values(spec: Spec, seed: int) -> np.ndarray:
 class Filler:
     """Yields the bytes of tensors; keeps one pool per type."""
 
-    def __init__(self, seed: int, largest: dict[GGMLType, int], unscaled: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, seed: int, largest: dict[GGMLType, int], unscaled: frozenset[str] = frozenset()
+    ) -> None:
         """`largest`: blocks of the largest tensor of each type, so that small files have small pools.
 
         unscaled  NVFP4 tensors without a `.scale`: their block scales carry the whole spread
@@ -172,7 +174,9 @@ def _rescaled(factor: float) -> np.ndarray:
     return (1 + np.abs(sizes[None, :] - wanted[:, None]).argmin(1)).astype(np.uint8)
 
 
-def _tidy(blocks: np.ndarray, kind: GGMLType, layout: type[BlockLayout], rng: np.random.Generator) -> None:
+def _tidy(
+    blocks: np.ndarray, kind: GGMLType, layout: type[BlockLayout], rng: np.random.Generator
+) -> None:
     """Make the fields that are not codes plausible: equal scales and minima, normal exponents."""
     n = len(blocks)
     if kind is GGMLType.MXFP4:

@@ -73,7 +73,9 @@ def _in_place(tokenizer: Tokens, calls: CallPlan) -> list[tuple[str, str]]:
     return [in_place(calls.schemas), *([] if calls.is_constrained else [in_place(any_arguments)])]
 
 
-def _call_grammar(tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, check: CheckGrammar) -> Grammar | None:
+def _call_grammar(
+    tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, check: CheckGrammar
+) -> Grammar | None:
     """The grammar of the calls, or None if they are free. For a model that reads in its prompt how to call, all calls have a grammar:
     that of the schemas or, if those are not supported, that of the form alone."""
     if markup.calls is None or not (calls.is_constrained or markup.calls.is_prompted):
@@ -88,7 +90,13 @@ def _call_grammar(tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, chec
 
 
 def text_grammar(
-    name: str, grammar: Grammar, check: CheckGrammar, *, free: str = "", calls: Sequence[str] = (), begun: str = ""
+    name: str,
+    grammar: Grammar,
+    check: CheckGrammar,
+    *,
+    free: str = "",
+    calls: Sequence[str] = (),
+    begun: str = "",
 ) -> Grammar:
     """Compile the grammar of a text. Raises RequestError that names the option with the grammar.
 

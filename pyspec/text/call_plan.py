@@ -49,7 +49,9 @@ class ToolChoice:
     is_named: bool = False
 
 
-def call_plan(tools: Sequence[Tool], choice: ToolChoice, dialect: Dialect | None, *, parallel: bool) -> CallPlan:
+def call_plan(
+    tools: Sequence[Tool], choice: ToolChoice, dialect: Dialect | None, *, parallel: bool
+) -> CallPlan:
     """The permitted calls. Raises RequestError, and NotSupported if calls could not be parsed.
 
     dialect   how the model writes calls; None: calls are not parsed

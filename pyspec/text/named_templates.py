@@ -53,7 +53,9 @@ NAMED: dict[str, str] = {
         "<|im_start|>assistant<|im_sep|>",
     ),
     "falcon3": _each("{{ '<|' + m['role'] + '|>\\n' + m['content'] + '\\n' }}", "<|assistant|>\\n"),
-    "zephyr": _each("{{ '<|' + m['role'] + '|>\\n' + m['content'] + '<|endoftext|>\\n' }}", "<|assistant|>\\n"),
+    "zephyr": _each(
+        "{{ '<|' + m['role'] + '|>\\n' + m['content'] + '<|endoftext|>\\n' }}", "<|assistant|>\\n"
+    ),
     "mistral-v7": _mistral(" "),
     "mistral-v7-tekken": _mistral(""),
     "deepseek3": _by_role(

@@ -16,9 +16,7 @@ _CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORD, _SIGNS = r"[^\r\n\p{L}\p{N}]?\p{L}+", r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _QWEN2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}|{_SIGNS}|{_TAIL}"
-_QWEN35 = (
-    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_TAIL}"
-)
+_QWEN35 = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_TAIL}"
 _LLAMA3 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_TAIL}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
@@ -62,7 +60,9 @@ class PreTokenizer:
 DEFAULT = "default"
 """For files without a name."""
 _GROUPS = {
-    "qwen2 deepseek-r1-qwen megrez kormo f2llmv2 stablelm2 hunyuan solar-open grok-2": PreTokenizer((_QWEN2,)),
+    "qwen2 deepseek-r1-qwen megrez kormo f2llmv2 stablelm2 hunyuan solar-open grok-2": PreTokenizer(
+        (_QWEN2,)
+    ),
     "qwen35": PreTokenizer((_QWEN35,)),
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 pixtral midm-2.0 jina-v5-nano": PreTokenizer(
         (_LLAMA3,), ignore_merges=True, add_bos=True
@@ -76,7 +76,9 @@ _GROUPS = {
     "gpt-4o llama4 kanana2 talkie minimax-m2": PreTokenizer((_GPT4O,)),
     "gpt-2 mpt olmo phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert exaone4 jais trillion"
     " granite-docling": PreTokenizer((_GPT2,)),
-    "starcoder command-r smollm refact codeshell exaone minerva-7b mellum2": PreTokenizer((r"\p{N}", _GPT2)),
+    "starcoder command-r smollm refact codeshell exaone minerva-7b mellum2": PreTokenizer(
+        (r"\p{N}", _GPT2)
+    ),
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     "bailingmoe bailingmoe2 llada-moe": PreTokenizer((_BAILING,)),
     "seed-coder": PreTokenizer((_SEED,)),

@@ -23,7 +23,16 @@ OF_OBJECTS = (
 )
 ANNOTATIONS = frozenset(
     [
-        *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
+        *(
+            "title",
+            "description",
+            "default",
+            "example",
+            "examples",
+            "deprecated",
+            "readOnly",
+            "writeOnly",
+        ),
         *("contentEncoding", "contentMediaType", "contentSchema", "externalDocs", "xml"),
         *("$comment", "$schema", "$vocabulary", "$id", "$defs", "definitions"),
     ]
@@ -158,7 +167,9 @@ def _conditions(node: dict[str, Any]) -> dict[str, Any]:
         node.pop("else", None)
         return node
     branches = {
-        keyword: node[keyword] for keyword in ("then", "else") if keyword in node and not allows_any(node[keyword])
+        keyword: node[keyword]
+        for keyword in ("then", "else")
+        if keyword in node and not allows_any(node[keyword])
     }
     condition = node["if"]
     if not branches or condition is False or allows_any(condition):

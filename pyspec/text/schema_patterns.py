@@ -12,7 +12,17 @@ from itertools import pairwise
 from typing import Any
 
 from pyspec.text.automaton import TooLarge, automaton_of
-from pyspec.text.expressions import Chars, Concat, Either, Node, Ranges, Repeat, have_common, merged, others
+from pyspec.text.expressions import (
+    Chars,
+    Concat,
+    Either,
+    Node,
+    Ranges,
+    Repeat,
+    have_common,
+    merged,
+    others,
+)
 
 MOST_STATES = 24  # of the automaton of a negative look-ahead
 MOST_DEEP = 40

@@ -15,7 +15,16 @@ from pyspec.errors import RequestError
 Schema = Any
 """A mapping, True or False."""
 ONE = (
-    *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"),
+    *(
+        "additionalItems",
+        "additionalProperties",
+        "contains",
+        "contentSchema",
+        "else",
+        "if",
+        "items",
+        "not",
+    ),
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
 )
 """Keywords with a schema as value."""
@@ -30,7 +39,9 @@ MOST_HOPS = 16
 _SAFE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def below(node: Mapping[str, Any], keywords: tuple[str, ...] = ONE + LISTS + NAMED + DEFINED) -> Iterator[Schema]:
+def below(
+    node: Mapping[str, Any], keywords: tuple[str, ...] = ONE + LISTS + NAMED + DEFINED
+) -> Iterator[Schema]:
     """The direct subschemas of a schema."""
     for keyword in keywords:
         value = node.get(keyword)
@@ -79,7 +90,11 @@ def followed(node: Schema, root: Schema) -> Schema:
     references = _References(root, lambda node: node, False)
     for _ in range(MOST_HOPS):
         keyword = next(
-            (word for word in REFERENCES if isinstance(node, Mapping) and isinstance(node.get(word), str)),
+            (
+                word
+                for word in REFERENCES
+                if isinstance(node, Mapping) and isinstance(node.get(word), str)
+            ),
             None,
         )
         if keyword is None:
@@ -92,7 +107,9 @@ def followed(node: Schema, root: Schema) -> Schema:
 
 
 class _References:
-    def __init__(self, root: Mapping[str, Any], change: Callable[[dict[str, Any]], Schema], names_root: bool) -> None:
+    def __init__(
+        self, root: Mapping[str, Any], change: Callable[[dict[str, Any]], Schema], names_root: bool
+    ) -> None:
         self._root, self._change = root, change
         self._bases: dict[int, str] = {}  # base URI of each schema, by id()
         self._documents: dict[str, Schema] = {"": root}

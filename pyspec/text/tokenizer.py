@@ -185,7 +185,11 @@ class Tokenizer:
         """Ids of one text in parts, each with its own `parse_special`. Begin and end ids are added once."""
         ids: list[int] = []
         for text, parse in parts:
-            if self.add_space_prefix and ids and self._types[ids[-1]] not in (CONTROL, UNKNOWN, USER_DEFINED):
+            if (
+                self.add_space_prefix
+                and ids
+                and self._types[ids[-1]] not in (CONTROL, UNKNOWN, USER_DEFINED)
+            ):
                 # the text continues up to here, so no space before it
                 at = self._first_added(text, parse)
                 ids += self._plain([text[:at]], parse, False)[0]
@@ -283,7 +287,10 @@ class Tokenizer:
         with border(BadTokenizer, "the vocabulary's control tokens can not be used"):
             hf = HF(models.BPE(vocab={}, merges=[]))
             hf.add_tokens(
-                [AddedToken(_clean(self._tokens[i], i), special=True, normalized=False) for i in self.special]
+                [
+                    AddedToken(_clean(self._tokens[i], i), special=True, normalized=False)
+                    for i in self.special
+                ]
             )
             return hf
 
@@ -392,7 +399,9 @@ def _byte_level(model: models.BPE, pre: PreTokenizer) -> HF:
     return hf
 
 
-def _joins(table: Mapping[str, int], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _joins(
+    table: Mapping[str, int], types: Sequence[int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
     """Pairs of tokens whose join is a token, the join with the best score first.
 
     The search takes steps by the square of a token's length, and a vocabulary of "a", "aa", "aaa" and so on has as many pairs as
@@ -437,7 +446,9 @@ def _with_spaces(model: models.BPE, space_prefix: bool) -> HF:
     return hf
 
 
-def _with_added(hf: HF, table: Mapping[str, int], types: Sequence[int], norm: str, parse_special: bool) -> HF:
+def _with_added(
+    hf: HF, table: Mapping[str, int], types: Sequence[int], norm: str, parse_special: bool
+) -> HF:
     """Add the tokens that are matched in raw text before any merge; control tokens only with `parse_special`."""
     if norm == "nfc":
         own = hf.normalizer

@@ -45,7 +45,12 @@ class Clockwork:
     while there are streams."""
 
     def __init__(
-        self, n_slot: int = 8, *, host_ms: float = 0.0, device_ms: float = 10.0, is_deferring: bool = False
+        self,
+        n_slot: int = 8,
+        *,
+        host_ms: float = 0.0,
+        device_ms: float = 10.0,
+        is_deferring: bool = False,
     ) -> None:
         self.info = EngineInfo(
             model_name="clockwork",

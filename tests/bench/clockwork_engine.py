@@ -29,7 +29,9 @@ class ClockworkCore(Clockwork):
         super().__init__(int(n_slot), host_ms=host_ms, device_ms=device_ms, is_deferring=bool(defers))
 
     @classmethod
-    def load(cls, path: Path, settings: object, *, hand_over: Callable, on_death: Callable) -> ClockworkCore:
+    def load(
+        cls, path: Path, settings: object, *, hand_over: Callable, on_death: Callable
+    ) -> ClockworkCore:
         return cls(hand_over)
 
     def submit(self, request: Request, sink: object, *, name: str, seed: int) -> str:  # type: ignore[override]

@@ -17,7 +17,9 @@ from pyspec.errors import ConfigError
 
 def bench(*args: str) -> Result:
     length = () if "-n" in args else ("-n", "12")  # given twice it is two lengths
-    return CliRunner().invoke(main, ["bench", "demo", "-c", "256", "-r", "1", *length, "--no-warmup", *args])
+    return CliRunner().invoke(
+        main, ["bench", "demo", "-c", "256", "-r", "1", *length, "--no-warmup", *args]
+    )
 
 
 @pytest.mark.slow
@@ -26,13 +28,29 @@ def test_a_regression_is_exit_code_1_after_the_report(tmp_path: Path):
     base, page = tmp_path / "base.json", tmp_path / "report.html"
     base.write_text(json.dumps({"schema": 1, "rows": [{"np": 2, **rates}]}))
     result = bench(
-        "-npl", "1,2", "-n", "40", "-o", "json", "--spec-draft-n-max", "3", "--baseline", str(base), "--html", str(page)
+        "-npl",
+        "1,2",
+        "-n",
+        "40",
+        "-o",
+        "json",
+        "--spec-draft-n-max",
+        "3",
+        "--baseline",
+        str(base),
+        "--html",
+        str(page),
     )
     assert result.exit_code == 1, result.stderr
     assert "np 2 plain" in result.stderr and result.stderr.count("REGRESSION") == 1
     report = json.loads(result.stdout)
     assert [row["np"] for row in report["rows"]] == [1, 2]
-    assert [(r["np"], r["mode"]) for r in report["runs"]] == [(1, "plain"), (1, "spec"), (2, "plain"), (2, "spec")]
+    assert [(r["np"], r["mode"]) for r in report["runs"]] == [
+        (1, "plain"),
+        (1, "spec"),
+        (2, "plain"),
+        (2, "spec"),
+    ]
     for run in report["runs"]:
         assert run["total_rate"] > 0 and run["prompt_rate"] > 0
         assert (sum(run["drafted"]) > 0) == (run["mode"] == "spec")
@@ -43,10 +61,23 @@ def test_a_regression_is_exit_code_1_after_the_report(tmp_path: Path):
 
 @pytest.mark.slow
 def test_synthetic_acceptance_is_marked_and_held():
-    result = bench("-npl", "1", "-o", "json", "--spec-synth-len", "3", "--spec-fixed", "--random-prompts", "-n", "60")
+    result = bench(
+        "-npl",
+        "1",
+        "-o",
+        "json",
+        "--spec-synth-len",
+        "3",
+        "--spec-fixed",
+        "--random-prompts",
+        "-n",
+        "60",
+    )
     report = json.loads(result.stdout)
     assert report["synthetic"] and report["about"]["synthetic_len"] == 3
-    assert 1.8 < report["rows"][0]["mean_len"] < 4.2  # 20 rounds: the mean of a draw, not the exact value
+    assert (
+        1.8 < report["rows"][0]["mean_len"] < 4.2
+    )  # 20 rounds: the mean of a draw, not the exact value
     assert "Error" not in result.stderr
 
 

@@ -16,4 +16,6 @@ import bench_host
 @pytest.mark.parametrize("kind", bench_host.KINDS)
 def test_a_few_rounds_are_timed(kind: str, tmp_path: Path) -> None:
     line = bench_host.run(kind, 2, tmp_path, cold=0, n_round=3, repeats=1)
-    assert re.match(rf"{kind} +2 slots: sample +\d+\.\d, host +\d+\.\d, all before the launch +\d+\.\d us", line)
+    assert re.match(
+        rf"{kind} +2 slots: sample +\d+\.\d, host +\d+\.\d, all before the launch +\d+\.\d us", line
+    )

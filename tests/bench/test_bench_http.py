@@ -29,12 +29,23 @@ FINAL = {
     "tokens": [],
     "tokens_predicted": 12,
     "tokens_evaluated": 4,
-    "timings": {"draft_n": 6, "draft_n_accepted": 3, "n_draft_used": [1, 0, 3], "drafted_per_pos": [3, 3], "odd": 1},
+    "timings": {
+        "draft_n": 6,
+        "draft_n_accepted": 3,
+        "n_draft_used": [1, 0, 3],
+        "drafted_per_pos": [3, 3],
+        "odd": 1,
+    },
 }
 
 
 def test_a_stream_is_read_whole_however_it_was_cut():
-    raw = chunk(tokens=[1, 2], content="ab") + b": ping\n\n" + chunk(tokens=[], content="c") + chunk(**FINAL)
+    raw = (
+        chunk(tokens=[1, 2], content="ab")
+        + b": ping\n\n"
+        + chunk(tokens=[], content="c")
+        + chunk(**FINAL)
+    )
     reads = [(float(i), raw[i : i + 7]) for i in range(0, len(raw), 7)]
     stream = client.parse(reads)
     first_end = raw.index(b"\n\n") + 2
@@ -43,7 +54,9 @@ def test_a_stream_is_read_whole_however_it_was_cut():
 
 
 def test_a_stream_that_breaks_off_is_an_error():
-    assert "without a final object" in client.parse([(1.0, chunk(tokens=[1]))])["last"]["error"]["message"]
+    assert (
+        "without a final object" in client.parse([(1.0, chunk(tokens=[1]))])["last"]["error"]["message"]
+    )
 
 
 def samples(times: list[float]) -> Samples:
@@ -54,14 +67,25 @@ def samples(times: list[float]) -> Samples:
 
 def test_the_clients_record_is_judged_by_the_same_rule():
     streams = [  # as TWO in test_bench_measure.py: 10 tokens in the 2 seconds in which both decode
-        {"events": [(102.0, 1), (103.0, 5), (104.0, 3), (105.0, 2), (106.0, 1)], "ended": 106.0, "last": FINAL},
-        {"events": [(103.01, 1), (104.01, 4), (105.01, 1), (106.01, 4), (111.0, 4)], "ended": 111.0, "last": FINAL},
+        {
+            "events": [(102.0, 1), (103.0, 5), (104.0, 3), (105.0, 2), (106.0, 1)],
+            "ended": 106.0,
+            "last": FINAL,
+        },
+        {
+            "events": [(103.01, 1), (104.01, 4), (105.01, 1), (106.01, 4), (111.0, 4)],
+            "ended": 111.0,
+            "last": FINAL,
+        },
     ]
     watch = replay({"began": 100.0, "streams": streams}, samples([100.0, 104.0, 112.0]))
     assert watch.error is None
     assert watch.window == (10, pytest.approx(2.0))
     assert watch.opened is not None and watch.closed is not None
-    assert [(m.rounds, round(m.verify_ms)) for _, m in (watch.opened, watch.closed)] == [(4, 28), (6, 42)]
+    assert [(m.rounds, round(m.verify_ms)) for _, m in (watch.opened, watch.closed)] == [
+        (4, 28),
+        (6, 42),
+    ]
     assert watch.done[0].timings.n_rounds == 4 and watch.done[0].timings.drafted_per_pos == (3, 3)
 
 
@@ -72,9 +96,16 @@ def test_what_a_client_was_refused_fails_the_turn():
 
 
 def test_plain_and_speculative_turns_ask_for_the_same():
-    plain, spec = (body_of((1, 2), Turn(mode=m, turn=3, n_predict=8, ignore_eos=True)) for m in ("plain", "spec"))
+    plain, spec = (
+        body_of((1, 2), Turn(mode=m, turn=3, n_predict=8, ignore_eos=True)) for m in ("plain", "spec")
+    )
     assert plain == spec | {"speculative": False}
-    assert (spec["prompt"], spec["seed"], spec["cache_prompt"], spec["stream"]) == ([1, 2], 4, False, True)
+    assert (spec["prompt"], spec["seed"], spec["cache_prompt"], spec["stream"]) == (
+        [1, 2],
+        4,
+        False,
+        True,
+    )
 
 
 @pytest.fixture

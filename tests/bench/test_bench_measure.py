@@ -47,7 +47,9 @@ class Script:
             self.sinks[stream](event)
 
     def metrics(self) -> Metrics:
-        return Metrics(rounds=self.rounds - 1, verify_ms=7.0 * (self.rounds - 1), draft_ms=2.0 * (self.rounds - 1))
+        return Metrics(
+            rounds=self.rounds - 1, verify_ms=7.0 * (self.rounds - 1), draft_ms=2.0 * (self.rounds - 1)
+        )
 
 
 def delta(n: int) -> Delta:
@@ -55,10 +57,14 @@ def delta(n: int) -> Delta:
 
 
 def done(n: int, timings: Timings | None = None) -> Done:
-    return Done("r", "length", 4, n, timings or Timings(predicted_n=n, n_rounds=3, draft_n=6, draft_n_accepted=3))
+    return Done(
+        "r", "length", 4, n, timings or Timings(predicted_n=n, n_rounds=3, draft_n=6, draft_n_accepted=3)
+    )
 
 
-def run(monkeypatch: pytest.MonkeyPatch, steps: Sequence[Step], n_stream: int, mode: m.Mode = "spec") -> m.Run:
+def run(
+    monkeypatch: pytest.MonkeyPatch, steps: Sequence[Step], n_stream: int, mode: m.Mode = "spec"
+) -> m.Run:
     clock = Clock()
     monkeypatch.setattr(m, "time", clock)
     script = Script(clock, steps, n_stream)
@@ -109,9 +115,22 @@ def test_no_round_with_all_streams_gives_no_rate_instead_of_a_wrong_one(monkeypa
 
 
 def test_acceptance_of_all_streams_is_added_up(monkeypatch: pytest.MonkeyPatch):
-    a = Timings(n_rounds=4, draft_n=8, draft_n_accepted=6, drafted_per_pos=(4, 4), accepted_per_pos=(4, 2))
-    b = Timings(n_rounds=2, draft_n=1, draft_n_accepted=0, drafted_per_pos=(1,), accepted_per_pos=(0,), synthetic=True)
-    r = run(monkeypatch, [(1.0, 0, delta(9)), (0.0, 0, done(9, a)), (1.0, 1, delta(2)), (0.0, 1, done(2, b))], 2)
+    a = Timings(
+        n_rounds=4, draft_n=8, draft_n_accepted=6, drafted_per_pos=(4, 4), accepted_per_pos=(4, 2)
+    )
+    b = Timings(
+        n_rounds=2,
+        draft_n=1,
+        draft_n_accepted=0,
+        drafted_per_pos=(1,),
+        accepted_per_pos=(0,),
+        synthetic=True,
+    )
+    r = run(
+        monkeypatch,
+        [(1.0, 0, delta(9)), (0.0, 0, done(9, a)), (1.0, 1, delta(2)), (0.0, 1, done(2, b))],
+        2,
+    )
     assert (r.drafted, r.accepted) == ((5, 4), (4, 2))
     assert r.mean_len == 2.0
     assert r.synthetic

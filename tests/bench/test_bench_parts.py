@@ -26,7 +26,13 @@ NAMES = {
         "void cublasLt::splitKreduce_kernel<32, 16>",
         "sm90_xmma_gemm_f16f16",
     ],
-    "attention": ["attend_split", "attend_merge_long", "attend_plain", "rope_kv", "void flash_fwd_kernel<Traits>"],
+    "attention": [
+        "attend_split",
+        "attend_merge_long",
+        "attend_plain",
+        "rope_kv",
+        "void flash_fwd_kernel<Traits>",
+    ],
     "state": ["gdn_conv", "gdn_rows", "gdn_chunk_state", "mamba2_rows", "mamba2_chunk_state"],
     "other": [
         "Memcpy HtoD (Pinned -> Device)",
@@ -37,7 +43,9 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize(("part", "name"), [(part, name) for part, names in NAMES.items() for name in names])
+@pytest.mark.parametrize(
+    ("part", "name"), [(part, name) for part, names in NAMES.items() for name in names]
+)
 def test_a_kernels_name_tells_its_part(part: str, name: str):
     assert part_of(name) == part
 
@@ -56,7 +64,9 @@ def test_parts_are_milliseconds_of_one_round():
         " 15000.0 us a round,   0.5 of 30000.0,   0.0 idle before: linear after ",
         "  5000.0 us a round,   0.5 of 10000.0,   0.0 idle before: rows after linear",
     ]
-    assert [line for line in lines if " 400.0 idle" in line] == [line for line in lines if ": gdn_rows after" in line]
+    assert [line for line in lines if " 400.0 idle" in line] == [
+        line for line in lines if ": gdn_rows after" in line
+    ]
     assert lines[-1] == "   400.0 us a round idle" and len(lines) == 6
     assert add_up([], 0) == {"linear": 0.0, "attention": 0.0, "state": 0.0, "other": 0.0}
 
@@ -66,13 +76,16 @@ def profile(**options: Any):
     """In place of torch's: 3 ms of products were seen."""
     times = SimpleNamespace(start=0.0, end=3000.0)
     seen = [
-        SimpleNamespace(name="linear", device_type=kind, time_range=times) for kind in (DeviceType.CUDA, DeviceType.CPU)
+        SimpleNamespace(name="linear", device_type=kind, time_range=times)
+        for kind in (DeviceType.CUDA, DeviceType.CPU)
     ]
     yield SimpleNamespace(events=lambda: seen)
 
 
 @pytest.mark.parametrize(("n_predict", "is_enough"), [(1000 * WIDTH, True), (N_ROUND * WIDTH, False)])
-def test_rounds_are_watched_while_all_streams_decode(monkeypatch: pytest.MonkeyPatch, n_predict: int, is_enough: bool):
+def test_rounds_are_watched_while_all_streams_decode(
+    monkeypatch: pytest.MonkeyPatch, n_predict: int, is_enough: bool
+):
     monkeypatch.setattr(torch.profiler, "profile", profile)
     engine = Clockwork(2, device_ms=2.0)
     how = Turn(mode="plain", turn=0, n_predict=n_predict, ignore_eos=True)

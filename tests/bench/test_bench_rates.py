@@ -21,7 +21,9 @@ class Staggered:
     n_side  streams that have room side by side; ends: tokens after which a stream ends by itself, 0: it does not
     """
 
-    def __init__(self, *, joins: float, width: int, n_ctx: int, n_side: int = 1 << 20, ends: int = 0) -> None:
+    def __init__(
+        self, *, joins: float, width: int, n_ctx: int, n_side: int = 1 << 20, ends: int = 0
+    ) -> None:
         self.joins, self.width, self.n_side, self.ends = joins, width, n_side, ends
         self.info = EngineInfo(
             model_name="staggered", model_path="", arch="fake", n_vocab=N_VOCAB, n_ctx=n_ctx, n_ctx_train=n_ctx, n_slot=64,
@@ -65,7 +67,9 @@ class Staggered:
                 if stream[2] >= min(most, self.ends or most):
                     running.remove(stream)
                     finish: Finish = "eos" if self.ends and self.ends < most else "length"
-                    self.tell(sink, Done("r", finish, len(request.prompt), stream[2], Timings(n_rounds=1)))
+                    self.tell(
+                        sink, Done("r", finish, len(request.prompt), stream[2], Timings(n_rounds=1))
+                    )
 
     @staticmethod
     def tell(sink: Sink, event: Event) -> None:
@@ -76,7 +80,9 @@ def rates(engine: Staggered, n: int, n_predict: int, n_prompt: int) -> list[str]
     """The lines about two turns, plain and drafted."""
     engine.turn(n)
     lines: list[str] = []
-    plan = Plan(streams=(n,), turns=2, n_prompt=n_prompt, n_predict=n_predict, random_prompts=True, warm_up=False)
+    plan = Plan(
+        streams=(n,), turns=2, n_prompt=n_prompt, n_predict=n_predict, random_prompts=True, warm_up=False
+    )
     runs = bench(engine, plan, lines.append).runs  # type: ignore[arg-type]
     assert len(runs) == len(lines) == 4 and all("\n" not in line for line in lines)
     return lines
@@ -84,7 +90,14 @@ def rates(engine: Staggered, n: int, n_predict: int, n_prompt: int) -> list[str]
 
 @pytest.mark.parametrize(
     ("n", "n_predict", "n_prompt", "width"),
-    [(32, 200, 300, 6), (33, 4, 17, 16), (1, 4, 16, 65), (7, 5, 51, 1), (64, 128, 301, 3), (13, 9, 99, 4)],
+    [
+        (32, 200, 300, 6),
+        (33, 4, 17, 16),
+        (1, 4, 16, 65),
+        (7, 5, 51, 1),
+        (64, 128, 301, 3),
+        (13, 9, 99, 4),
+    ],
 )
 @pytest.mark.parametrize("joins", [1 / 3, 1.0, 2.5, 64.0])
 def test_a_rate_comes_of_answers_as_long_as_it_takes(
@@ -94,8 +107,13 @@ def test_a_rate_comes_of_answers_as_long_as_it_takes(
     for line in rates(engine, n, n_predict, n_prompt):
         assert "tokens/s" in line and "no rate" not in line, line
         if "answers of" in line:
-            assert f"of {n_predict}," in line and f"of {n} streams had begun when the first one ended" in line
-    assert max(engine.lengths) <= 4 * (n_predict + n / joins * width + 4 * width), "longer answers than it takes"
+            assert (
+                f"of {n_predict}," in line
+                and f"of {n} streams had begun when the first one ended" in line
+            )
+    assert max(engine.lengths) <= 4 * (n_predict + n / joins * width + 4 * width), (
+        "longer answers than it takes"
+    )
     if joins == 64.0 and n_predict > 4 * width:
         assert set(engine.lengths) == {n_predict}
 
@@ -112,18 +130,24 @@ def test_where_there_is_no_room_for_longer_answers_it_says_so(n_predict: int) ->
     waits = Staggered(joins=3.0, width=5, n_ctx=4001, n_side=19)
     for line in rates(waits, 32, n_predict, 16):
         assert "19 of 32 streams had begun" in line or "tokens/s" not in line, line
-    assert max(waits.lengths) <= max(n_predict, 4001), "longer answers do not help those that wait for room"
+    assert max(waits.lengths) <= max(n_predict, 4001), (
+        "longer answers do not help those that wait for room"
+    )
 
 
 def test_a_text_that_ended_is_not_asked_for_longer_ones() -> None:
     engine = Staggered(joins=1.0, width=3, n_ctx=4001, ends=11)
     lines = rates(engine, 32, 200, 16)
     assert set(engine.lengths) == {200}
-    assert all("no rate (" in line and "after 11 tokens; --ignore-eos continues" in line for line in lines)
+    assert all(
+        "no rate (" in line and "after 11 tokens; --ignore-eos continues" in line for line in lines
+    )
 
 
 def test_all_of_few_combinations_say_something() -> None:
-    for n, n_predict, n_prompt, joins, width in itertools.product((1, 5, 31), (4, 33), (16, 77), (0.4, 9.0), (1, 7)):
+    for n, n_predict, n_prompt, joins, width in itertools.product(
+        (1, 5, 31), (4, 33), (16, 77), (0.4, 9.0), (1, 7)
+    ):
         engine = Staggered(joins=joins, width=width, n_ctx=709)
         for line in rates(engine, n, n_predict, n_prompt):
             assert ("tokens/s" in line) != ("no rate (" in line)

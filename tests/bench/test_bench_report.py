@@ -22,13 +22,24 @@ from pyspec.bench.result import Report, changes, read_rates, summarise_turns
 from pyspec.cli import main
 from pyspec.errors import ConfigError
 
-ABOUT: dict[str, object] = {"model": "m <1> & co", "device": "cpu", "drafter": "dflash", "date": "2026-11-21 05:00"}
+ABOUT: dict[str, object] = {
+    "model": "m <1> & co",
+    "device": "cpu",
+    "drafter": "dflash",
+    "date": "2026-11-21 05:00",
+}
 LENGTHS = (3.0,) * 10 + (1.5,) * 20 + (0.0,) * 70
 
 
 def turn(np: int, mode: Mode, number: int, rate: float) -> Run:
     drafts = (
-        {"drafted": (10, 10, 8), "accepted": (9, 6, 2), "n_draft": (2, 0, 2, 6), "lengths": LENGTHS, "all_rounds": 200}
+        {
+            "drafted": (10, 10, 8),
+            "accepted": (9, 6, 2),
+            "n_draft": (2, 0, 2, 6),
+            "lengths": LENGTHS,
+            "all_rounds": 200,
+        }
         if mode == "spec"
         else {}
     )
@@ -57,7 +68,9 @@ RUNS = [
     for i, pair in enumerate([(100.0, 200.0), (50.0, 150.0), (100.0, 250.0)])
     for mode, rate in zip(("plain", "spec"), pair, strict=True)
 ]
-REPORT = Report(about=ABOUT, rows=summarise_turns(RUNS, n_bytes=2_000_000_000, bandwidth=500.0), runs=tuple(RUNS))
+REPORT = Report(
+    about=ABOUT, rows=summarise_turns(RUNS, n_bytes=2_000_000_000, bandwidth=500.0), runs=tuple(RUNS)
+)
 PLAIN_ONLY = [r for r in RUNS if r.mode == "plain"]
 
 
@@ -83,9 +96,7 @@ def test_a_turn_without_a_window_does_not_count_as_a_slow_one():
     runs = [replace(r, rate=0.0) if (r.np, r.mode, r.turn) == (1, "spec", 1) else r for r in RUNS]
     row = summarise_turns(runs)[0]
     assert (row.spec_low, row.ratio_low, row.ratio_high) == (200.0, 2.0, 2.5)
-    why = (
-        "3 of 4 streams had begun when the first one ended, after 7 tokens; --ignore-eos continues after an end of text"
-    )
+    why = "3 of 4 streams had begun when the first one ended, after 7 tokens; --ignore-eos continues after an end of text"
     assert replace(runs[0], rate=0.0, note=why).result_text == f": no rate ({why})"
     assert all(r.result_text == f": {r.rate:.1f} tokens/s" for r in runs if r.rate)
 
@@ -141,13 +152,19 @@ def test_the_page_says_in_one_sentence_what_came_of_it():
     )
     assert "Only plain decoding" in verdict(replace(REPORT, rows=summarise_turns(PLAIN_ONLY)))
     page = as_html(mixed)
-    assert verdict(mixed) in page and "medians of 3 turns" in page and "from the slowest turn to the fastest" in page
+    assert (
+        verdict(mixed) in page
+        and "medians of 3 turns" in page
+        and "from the slowest turn to the fastest" in page
+    )
 
 
 def many(n: int) -> Report:
     """A report of many cases with long names."""
     _, eight = REPORT.rows
-    cases = [replace(eight, case=f"d0 p{512 * i} n{128 * i}", ratio=1.5 + i / 10) for i in range(1, n + 1)]
+    cases = [
+        replace(eight, case=f"d0 p{512 * i} n{128 * i}", ratio=1.5 + i / 10) for i in range(1, n + 1)
+    ]
     return replace(REPORT, rows=tuple(cases))
 
 
@@ -156,7 +173,10 @@ def test_many_cases_are_counted_in_the_sentence():
     _, eight = REPORT.rows
     slow = replace(eight, ratio=0.9, ratio_low=0.85, ratio_high=0.95)
     report = replace(REPORT, rows=(*many(5).rows, slow))
-    assert verdict(report) == "Speculation is faster in 5 of 6 cases (x1.60 to x2.00); slower at 8 streams (x0.90)."
+    assert (
+        verdict(report)
+        == "Speculation is faster in 5 of 6 cases (x1.60 to x2.00); slower at 8 streams (x0.90)."
+    )
 
 
 def test_long_names_of_many_cases_stay_inside_the_picture_and_beside_each_other():
@@ -171,8 +191,14 @@ def test_long_names_of_many_cases_stay_inside_the_picture_and_beside_each_other(
             left = x - {"start": 0.0, "middle": wide / 2, "end": wide}[e.attrib["text-anchor"]]
             assert left >= 0 and left + wide <= width, "".join(e.itertext())
             if not "".join(e.itertext()).startswith("x"):  # ratios stand over bars
-                inner = "inner" if any(e in list(g.iter()) for g in group if g.tag.endswith("}g")) else "outer"
-                lines.setdefault((f"{place} {inner}", float(e.attrib["y"])), []).append((left, left + wide))
+                inner = (
+                    "inner"
+                    if any(e in list(g.iter()) for g in group if g.tag.endswith("}g"))
+                    else "outer"
+                )
+                lines.setdefault((f"{place} {inner}", float(e.attrib["y"])), []).append(
+                    (left, left + wide)
+                )
     for on_line in lines.values():
         on_line.sort()
         assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(on_line))
@@ -205,10 +231,14 @@ def test_without_lengths_nothing_is_drawn_of_them():
 
 def test_colours_follow_the_readers_system():
     style = next(
-        "".join(e.itertext()) for e in ElementTree.fromstring(picture(REPORT)).iter() if e.tag.endswith("style")
+        "".join(e.itertext())
+        for e in ElementTree.fromstring(picture(REPORT)).iter()
+        if e.tag.endswith("style")
     )
     light, dark = style.split("@media (prefers-color-scheme:dark)")
-    kinds = {e.attrib["class"] for e in ElementTree.fromstring(picture(REPORT)).iter() if "class" in e.attrib}
+    kinds = {
+        e.attrib["class"] for e in ElementTree.fromstring(picture(REPORT)).iter() if "class" in e.attrib
+    }
     for kind in kinds - {"axis"}:
         assert f"--{kind}:" in light and f"--{kind}:" in dark and f".{kind}" in dark
     assert 'fill="#' not in picture(REPORT) and "color-scheme: light dark" in as_html(REPORT)
@@ -224,7 +254,9 @@ def test_every_bar_of_the_picture_lies_inside_it():
         assert x >= 0 and y >= 0 and x + w <= width and y + h <= height
 
 
-@pytest.mark.parametrize(("top", "step"), [(100, 20), (99, 20), (101, 50), (0.9, 0.2), (7, 2), (4, 1), (0, 1)])
+@pytest.mark.parametrize(
+    ("top", "step"), [(100, 20), (99, 20), (101, 50), (0.9, 0.2), (7, 2), (4, 1), (0, 1)]
+)
 def test_axis_steps_are_round_numbers(top: float, step: float):
     assert nice_step(top) == pytest.approx(step)
 
@@ -233,7 +265,9 @@ def test_a_report_is_its_own_baseline(tmp_path: Path):
     path = tmp_path / "base.json"
     path.write_text(as_json(REPORT))
     found = changes(REPORT.rows, read_rates(path))
-    assert [(c.np, c.what) for c in found] == [(n, w) for n in (1, 8) for w in ("prompt", "plain", "spec")]
+    assert [(c.np, c.what) for c in found] == [
+        (n, w) for n in (1, 8) for w in ("prompt", "plain", "spec")
+    ]
     assert all(c.change == 0 for c in found)
 
 
@@ -252,7 +286,12 @@ def test_two_reports_are_compared_by_their_rates(tmp_path: Path):
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     a.write_text(as_json(REPORT))
     b.write_text(
-        as_json(replace(REPORT, rows=tuple(replace(r, spec=r.spec * 0.96, plain=r.plain * 1.5) for r in REPORT.rows)))
+        as_json(
+            replace(
+                REPORT,
+                rows=tuple(replace(r, spec=r.spec * 0.96, plain=r.plain * 1.5) for r in REPORT.rows),
+            )
+        )
     )
 
     def call(*args: object) -> Result:
@@ -260,7 +299,10 @@ def test_two_reports_are_compared_by_their_rates(tmp_path: Path):
 
     done = call(a, b)
     assert done.exit_code == 1 and done.stdout.count("REGRESSION beyond 3.0%") == 2
-    assert "np 8 spec: 1600.0 -> 1536.0 (-4.0%)" in done.stdout and "np 1 plain: 100.0 -> 150.0 (+50.0%)" in done.stdout
+    assert (
+        "np 8 spec: 1600.0 -> 1536.0 (-4.0%)" in done.stdout
+        and "np 1 plain: 100.0 -> 150.0 (+50.0%)" in done.stdout
+    )
     assert call(a, b, "--max-regress", "5%").exit_code == 0 and call(a, a).exit_code == 0
     told = json.loads(call(a, b, "--json").stdout)["changes"]
     assert [(c["np"], c["what"]) for c in told if c["regression"]] == [(1, "spec"), (8, "spec")]
@@ -275,7 +317,12 @@ def test_two_reports_are_compared_by_their_rates(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("no json", "is not a report"), ("{}", "is not a report"), ('{"schema": 9}', "schema 9"), ("[1]", "is not a rep")],
+    [
+        ("no json", "is not a report"),
+        ("{}", "is not a report"),
+        ('{"schema": 9}', "schema 9"),
+        ("[1]", "is not a rep"),
+    ],
 )
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str, message: str):
     path = tmp_path / "base.json"
@@ -288,7 +335,9 @@ def test_nothing_to_compare_is_an_error_and_not_a_pass():
     with pytest.raises(ConfigError, match="the baseline has streams 4"):
         changes(REPORT.rows, {4: {"prompt": 1.0, "plain": 1.0, "spec": 1.0}})
     with pytest.raises(ConfigError, match="np 8: spec was not measured"):
-        changes([replace(r, spec=0.0) for r in REPORT.rows], {8: {"prompt": 1.0, "plain": 1.0, "spec": 1.0}})
+        changes(
+            [replace(r, spec=0.0) for r in REPORT.rows], {8: {"prompt": 1.0, "plain": 1.0, "spec": 1.0}}
+        )
     with pytest.raises(ConfigError, match="cannot read"):
         read_rates(Path("gone.json"))
 

@@ -16,7 +16,20 @@ MODEL = Path(__file__).parents[1] / "fixtures" / "qwen35.gguf"
 
 
 def bench(*args: str) -> Result:
-    command = ["bench", str(MODEL), "-c", "512", "-r", "1", "-npl", "2", "-n", "200", "--no-warmup", "--random-prompts"]
+    command = [
+        "bench",
+        str(MODEL),
+        "-c",
+        "512",
+        "-r",
+        "1",
+        "-npl",
+        "2",
+        "-n",
+        "200",
+        "--no-warmup",
+        "--random-prompts",
+    ]
     return CliRunner().invoke(main, [*command, "--ignore-eos", *args])
 
 

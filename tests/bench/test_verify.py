@@ -23,11 +23,15 @@ N = 24
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine.load(FIXTURE, "mtp", np=2, ctx=128, n_draft_fixed=True, warm_up=False, check_tap_shift=False) as e:
+    with Engine.load(
+        FIXTURE, "mtp", np=2, ctx=128, n_draft_fixed=True, warm_up=False, check_tap_shift=False
+    ) as e:
         yield e
 
 
-def spoilt(engine: Engine, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Result], Result]) -> Verification:
+def spoilt(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Result], Result]
+) -> Verification:
     """The comparison, with the second speculative answer as `spoil` makes it."""
     ask = engine.generate_many
 
@@ -50,7 +54,9 @@ def test_texts_of_a_sound_engine_are_equal(engine: Engine):
 def test_a_wrong_token_is_a_bug_with_its_place(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     want = engine.generate(PROMPTS[1], temperature=0, max_tokens=N).tokens
     wrong = (want[9] + 1) % 250
-    found = spoilt(engine, monkeypatch, lambda r: replace(r, tokens=(*r.tokens[:9], wrong, *r.tokens[10:])))
+    found = spoilt(
+        engine, monkeypatch, lambda r: replace(r, tokens=(*r.tokens[:9], wrong, *r.tokens[10:]))
+    )
     (bug,) = found.bugs
     assert (bug.prompt, bug.token, bug.plain, bug.spec, bug.verdict) == (1, 9, want[9], wrong, "bug")
     assert bug.margin > found.tie and bug.logits[0] == 0.0
@@ -75,7 +81,11 @@ def test_what_the_target_likes_as_well_is_a_near_tie(engine: Engine, monkeypatch
     monkeypatch.setitem(verify.__globals__["TIE"], "cpu", (best - second) * 1.01)
     found = spoilt(engine, monkeypatch, spoil)
     (near,) = found.partings
-    assert near.verdict == "near tie" and near.margin == pytest.approx(best - second, abs=1e-4) and not found.bugs
+    assert (
+        near.verdict == "near tie"
+        and near.margin == pytest.approx(best - second, abs=1e-4)
+        and not found.bugs
+    )
     monkeypatch.undo()
     monkeypatch.setitem(verify.__globals__["TIE"], "cpu", (best - second) * 0.99)
     assert spoilt(engine, monkeypatch, spoil).bugs
@@ -93,7 +103,18 @@ def test_proving_nothing_is_an_error(engine: Engine):
 
 def test_the_command_reads_prompts_and_says_what_came_of_it(tmp_path: Path):
     (tmp_path / "p.txt").write_text("Hello there\n\nOnce upon a time\n")
-    args = ["verify", str(FIXTURE), "-f", str(tmp_path / "p.txt"), "-n", "12", "--no-warmup", "-c", "128", "--json"]
+    args = [
+        "verify",
+        str(FIXTURE),
+        "-f",
+        str(tmp_path / "p.txt"),
+        "-n",
+        "12",
+        "--no-warmup",
+        "-c",
+        "128",
+        "--json",
+    ]
     done = CliRunner().invoke(main, [*args, "--random-prompts", "2"])
     assert done.exit_code == 0, done.output
     about = json.loads(done.stdout)

@@ -88,7 +88,9 @@ def wrong(client: httpx.Client, case: Case) -> str:
             return f"{path} is {found!r}, less than {least!r}"
     if (before := expect.get("json_behind")) is not None:
         text = before + "".join(
-            c["delta"].get("content") or "" for event in answer["events"] for c in event.get("choices", ())
+            c["delta"].get("content") or ""
+            for event in answer["events"]
+            for c in event.get("choices", ())
         )
         try:
             json.loads(text)

@@ -36,9 +36,12 @@ def each(kind: str) -> pytest.MarkDecorator:
 
 def render(template: str, body: Any) -> str:
     engine: Any = types.SimpleNamespace(
-        template=ChatTemplate(template, "<s>", "</s>"), info=types.SimpleNamespace(chat_template=template)
+        template=ChatTemplate(template, "<s>", "</s>"),
+        info=types.SimpleNamespace(chat_template=template),
     )
-    return prompts.rendering(engine, validate(ChatBody, json.loads(json.dumps(body))), ServerSettings()).text()
+    return prompts.rendering(
+        engine, validate(ChatBody, json.loads(json.dumps(body))), ServerSettings()
+    ).text()
 
 
 @each("template")
@@ -59,11 +62,13 @@ def test_an_answer_is_read(case: Case, cut: int) -> None:
     asked, expect = read(case["input"]), case["expect"]
     speaks = recognised(read(asked["template"])) if "template" in asked else dialect(asked["dialect"])
     assert speaks is not None
-    parser = AnswerMarkup(calls=speaks, think=THINK, is_open=asked["is_open"], tools=asked["tools"]).parser(
-        lambda: "id"
-    )
+    parser = AnswerMarkup(
+        calls=speaks, think=THINK, is_open=asked["is_open"], tools=asked["tools"]
+    ).parser(lambda: "id")
     text = asked["text"]
-    parts = [p for i in range(0, len(text), cut) for p in parser.push(text[i : i + cut])] + list(parser.finish())
+    parts = [p for i in range(0, len(text), cut) for p in parser.push(text[i : i + cut])] + list(
+        parser.finish()
+    )
     said = {"content": "", "reasoning": ""}
     calls: list[list[str]] = []
     for part in parts:
@@ -137,7 +142,9 @@ def test_a_repository_s_file_is_chosen(case: Case) -> None:
 def test_a_variable_sets(case: Case) -> None:
     asked = read(case["input"])
     command = [sys.executable, "-m", "pyspec", "config", "show", "demo"]
-    shown = subprocess.run(command, env=os.environ | asked["env"], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        command, env=os.environ | asked["env"], capture_output=True, text=True, check=True
+    ).stdout
     assert (
         dict(line.split()[:2] for line in shown.splitlines() if len(line.split()) > 1)[asked["setting"]]
         == case["expect"]["value"]

@@ -33,7 +33,9 @@ def test_a_list_is_read_as_llama_bench_reads_it(text: str, wanted: list[int]):
     assert numbers(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "a", "1,", "-1", "4-1", "0-8*2", "1-8*1", "1-8+0", "1-100", "1.5", "1-2-3", "1-"])
+@pytest.mark.parametrize(
+    "text", ["", "a", "1,", "-1", "4-1", "0-8*2", "1-8*1", "1-8+0", "1-100", "1.5", "1-2-3", "1-"]
+)
 def test_what_is_no_list_or_does_not_end_is_refused(text: str):
     with pytest.raises(ValueError, match=r"want|more than|does not end"):
         numbers(text)
@@ -98,7 +100,9 @@ def test_what_can_not_be_measured_is_said_with_its_flag(args: list[str], said: s
     assert "Traceback" not in result.output
 
 
-def test_each_number_of_threads_is_a_load_with_room_for_the_longest_case(monkeypatch: pytest.MonkeyPatch):
+def test_each_number_of_threads_is_a_load_with_room_for_the_longest_case(
+    monkeypatch: pytest.MonkeyPatch,
+):
     loads: list[tuple[object, int, int]] = []
 
     def load(self: EngineChoice, np: int, isolated: bool) -> object:
@@ -106,7 +110,9 @@ def test_each_number_of_threads_is_a_load_with_room_for_the_longest_case(monkeyp
         raise Stopped
 
     monkeypatch.setattr(EngineChoice, "load", load)
-    assert isinstance(CliRunner().invoke(main, ["bench", "demo", "-t", "2,1", "-p", "9000,8"]).exception, Stopped)
+    assert isinstance(
+        CliRunner().invoke(main, ["bench", "demo", "-t", "2,1", "-p", "9000,8"]).exception, Stopped
+    )
     assert loads == [(2, 9000 + 128 + 64, 8)]
 
 
@@ -122,7 +128,14 @@ def test_cases_are_joined_shown_and_compared_with_their_like(tmp_path: Path):
     reports = []
     for case, rate in (("p8 n4", 100.0), ("p16 n4", 50.0)):
         runs = (run(case, "plain", rate), run(case, "spec", 2 * rate))
-        about = {"model": "m", "device": "cpu", "drafter": "mtp", "date": case, "n_predict": 4, "threads": len(reports)}
+        about = {
+            "model": "m",
+            "device": "cpu",
+            "drafter": "mtp",
+            "date": case,
+            "n_predict": 4,
+            "threads": len(reports),
+        }
         reports.append(Report(about=about, rows=summarise_turns(runs), runs=runs))
     whole = joined(reports)
     assert [row.label for row in whole.rows] == ["2 p8 n4", "2 p16 n4"]
@@ -133,4 +146,7 @@ def test_cases_are_joined_shown_and_compared_with_their_like(tmp_path: Path):
     path = tmp_path / "before.json"
     path.write_text(json.dumps(to_json(whole)))
     found = changes(whole.rows, read_rates(path))
-    assert {(c.np, c.before) for c in found if c.what == "plain"} == {("2 p8 n4", 100.0), ("2 p16 n4", 50.0)}
+    assert {(c.np, c.before) for c in found if c.what == "plain"} == {
+        ("2 p8 n4", 100.0),
+        ("2 p16 n4", 50.0),
+    }

@@ -67,7 +67,12 @@ def test_no_flag_is_spelled_twice_in_a_command():
     for name in COMMANDS:
         command = main.get_command(context, name)
         assert command is not None
-        flags = [f for p in command.params if isinstance(p, click.Option) for f in (*p.opts, *p.secondary_opts)]
+        flags = [
+            f
+            for p in command.params
+            if isinstance(p, click.Option)
+            for f in (*p.opts, *p.secondary_opts)
+        ]
         assert len(flags) == len(set(flags)), name
 
 
@@ -105,7 +110,10 @@ def test_a_type_of_values_that_there_is_not_is_refused():
         (["run", "demo", "-hff", "a.gguf", "-p", "x"], "name the repository with -hf"),
         (["run", "-hf", "no-slash", "-p", "x"], "user/repo"),
         (["run", "demo", "-md", "gone.gguf", "-p", "x"], "no file gone.gguf"),
-        (["run", "deepseek-v4-flash", "-p", "x"], "the catalogue has no download for 'deepseek-v4-flash'"),
+        (
+            ["run", "deepseek-v4-flash", "-p", "x"],
+            "the catalogue has no download for 'deepseek-v4-flash'",
+        ),
         (["run", "demo", "-p", "x", "--chat", "y"], "exclude each other"),
         (["run", "demo", "y", "-p", "x"], "exclude each other"),
         (["run", "demo", "y", "--chat", "y"], "exclude each other"),
@@ -130,7 +138,12 @@ def test_what_the_user_got_wrong_is_exit_code_2_and_said(args: list[str], messag
 def test_a_malformed_file_is_exit_code_3_and_one_line(tmp_path: Path):
     path = tmp_path / "bad.gguf"
     path.write_bytes(b"GGUF" + b"\xff" * 60)
-    for command in (["inspect"], ["tokenize", "--text", "x"], ["run", "-p", "x"], ["server", "--port", "0"]):
+    for command in (
+        ["inspect"],
+        ["tokenize", "--text", "x"],
+        ["run", "-p", "x"],
+        ["server", "--port", "0"],
+    ):
         code, out, err = invoke(command[0], str(path), *command[1:])
         assert (code, out) == (3, "")
         *before, line = err.splitlines()
@@ -147,7 +160,9 @@ def test_every_error_class_reaches_the_shell_with_its_exit_code(monkeypatch: pyt
         (errors.DownloadError, 7),
         (errors.RequestError, 1),
     ]:
-        monkeypatch.setattr("pyspec.catalog.catalogue", lambda kind=kind: _raise(kind("what happened; what to do")))
+        monkeypatch.setattr(
+            "pyspec.catalog.catalogue", lambda kind=kind: _raise(kind("what happened; what to do"))
+        )
         assert invoke("models") == (code, "", "Error: what happened; what to do\n")
 
 

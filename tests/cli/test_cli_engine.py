@@ -37,7 +37,9 @@ def invoke(*args: str, input: str | None = None) -> tuple[int, str, str]:
 def reference(question: str) -> dict:
     from importlib.resources import files
 
-    rows = map(json.loads, (files("pyspec") / "demo" / "prompts.jsonl").read_text(encoding="utf-8").splitlines())
+    rows = map(
+        json.loads, (files("pyspec") / "demo" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     return next(r for r in rows if r["messages"][-1]["content"] == question)
 
 
@@ -49,7 +51,9 @@ def engine() -> Iterator[Engine]:
 
 def test_run_answers_as_llama_cpp_does_and_reports_its_drafts():
     question = "Implement bubble sort in Python"
-    code, out, _ = invoke("run", "demo", "--chat", question, *GREEDY, "--json", "--spec-fixed", "--no-warmup")
+    code, out, _ = invoke(
+        "run", "demo", "--chat", question, *GREEDY, "--json", "--spec-fixed", "--no-warmup"
+    )
     answer, wanted = json.loads(out), reference(question)
     assert code == 0
     assert (answer["text"], answer["tokens"]) == (wanted["answer"], wanted["answer_ids"])
@@ -80,13 +84,17 @@ def test_what_is_piped_is_a_question(more: tuple[str, ...]):
 
 
 @pytest.mark.parametrize("has_template", [True, False])
-def test_without_a_chat_or_with_a_flag_what_is_piped_is_continued(has_template: bool, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_chat_or_with_a_flag_what_is_piped_is_continued(
+    has_template: bool, monkeypatch: pytest.MonkeyPatch
+):
     how = ("run", str(FIXTURES / "llama.gguf"), *GREEDY, "-n", "3", "--json", "--no-warmup")
     raw = json.loads(invoke(*how, "-p", "ab ")[1])["tokens"]
     asked = json.loads(invoke(*how, "ab")[1])["tokens"]
     if not has_template:
         monkeypatch.setattr("pyspec.cli.run.has_chat", lambda engine: False)
-    piped = json.loads(invoke(*how, *(["--no-conversation"] if has_template else []), input="ab ")[1])["tokens"]
+    piped = json.loads(invoke(*how, *(["--no-conversation"] if has_template else []), input="ab ")[1])[
+        "tokens"
+    ]
     assert piped == raw != asked
 
 
@@ -99,7 +107,14 @@ def test_nothing_on_stdin_is_a_usage_error_before_anything_is_loaded(nothing: st
 def test_text_on_stdin_is_utf_8_and_read_without_what_click_gives_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße".encode()), encoding="latin-1"))
     said = RunFlags(
-        message=None, prompt=None, chat=None, file=None, system="", stop=(), as_json=False, no_conversation=False
+        message=None,
+        prompt=None,
+        chat=None,
+        file=None,
+        system="",
+        stop=(),
+        as_json=False,
+        no_conversation=False,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)
@@ -115,15 +130,25 @@ def test_a_prompt_that_does_not_fit_is_one_line():
 @pytest.mark.parametrize("words", [["demo", "{}"], ["-m", "demo", "{}"], ["{}", "--model=demo"]])
 def test_a_word_behind_the_model_is_a_message(words: list[str]) -> None:
     question = "Implement bubble sort in Python"
-    code, out, err = invoke("run", *(w.format(question) for w in words), *GREEDY, "-n", "8", "--json", "--no-warmup")
+    code, out, err = invoke(
+        "run", *(w.format(question) for w in words), *GREEDY, "-n", "8", "--json", "--no-warmup"
+    )
     assert code == 0, err
     assert json.loads(out)["tokens"] == reference(question)["answer_ids"][:8]
 
 
-def test_a_chat_remembers_and_clears(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    said = iter(["My name is Lena.", "What is my name?", "/clear", "What is my name?", "/nonsense", "", "/exit"])
+def test_a_chat_remembers_and_clears(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    said = iter(
+        ["My name is Lena.", "What is my name?", "/clear", "What is my name?", "/nonsense", "", "/exit"]
+    )
     monkeypatch.setattr(click, "prompt", lambda *args, **options: next(said))
-    talk(engine, AnswerOptions(SamplingGiven(SamplingParams(temperature=0), frozenset({"temperature"})), 48, ()), "")
+    talk(
+        engine,
+        AnswerOptions(SamplingGiven(SamplingParams(temperature=0), frozenset({"temperature"})), 48, ()),
+        "",
+    )
     out, err = capsys.readouterr()
     answers = out.splitlines()
     assert "Lena" in answers[1] and "Lena" not in answers[2]
@@ -142,7 +167,11 @@ def test_a_refused_message_does_not_end_a_chat(
         raise click.Abort
 
     monkeypatch.setattr(click, "prompt", prompt)
-    talk(engine, AnswerOptions(SamplingGiven(SamplingParams(temperature=0), frozenset({"temperature"})), 48, ()), "")
+    talk(
+        engine,
+        AnswerOptions(SamplingGiven(SamplingParams(temperature=0), frozenset({"temperature"})), 48, ()),
+        "",
+    )
     out, err = capsys.readouterr()
     assert "Error: the request exceeds the available context size" in err
     assert out.startswith(reference("Hi!")["answer"])
@@ -172,7 +201,9 @@ def test_logits_are_those_of_llama_cpp(name: str, tmp_path: Path):
     ],
 )
 def test_ids_that_can_not_run_are_refused(ids: str, message: str, tmp_path: Path):
-    code, _, err = invoke("logits", str(FIXTURES / "qwen3.gguf"), "--ids", ids, "--out", str(tmp_path / "x.npz"))
+    code, _, err = invoke(
+        "logits", str(FIXTURES / "qwen3.gguf"), "--ids", ids, "--out", str(tmp_path / "x.npz")
+    )
     assert code == 1
     assert message in err and len(err.splitlines()) == 1
 
@@ -212,9 +243,24 @@ def test_the_demo_streams_compares_and_ends_well():
     assert re.search(r"2 streams +\d+ +\d+ +x\d", out) and re.search(r"1 stream +\d+ +\d+ +x\d", out)
 
 
-def test_the_server_says_where_it_is_and_stops_on_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_server_says_where_it_is_and_stops_on_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A real process: banner on stderr, nothing on stdout, an answer, and exit 0 after Ctrl-C."""
-    command = [sys.executable, "-m", "pyspec", "server", "demo", "-np", "2", "-c", "256", "--port", "0", "--no-warmup"]
+    command = [
+        sys.executable,
+        "-m",
+        "pyspec",
+        "server",
+        "demo",
+        "-np",
+        "2",
+        "-c",
+        "256",
+        "--port",
+        "0",
+        "--no-warmup",
+    ]
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None and server.stdout is not None
@@ -229,7 +275,9 @@ def test_the_server_says_where_it_is_and_stops_on_a_signal(tmp_path: Path, monke
             with urllib.request.urlopen(f"{url[0]}/props", timeout=10) as answer:
                 assert json.load(answer)["total_slots"] == 2
             code, out, _ = invoke("ps", "--json")
-            assert code == 0 and [(one["url"], one["pid"]) for one in json.loads(out)] == [(url[0], server.pid)]
+            assert code == 0 and [(one["url"], one["pid"]) for one in json.loads(out)] == [
+                (url[0], server.pid)
+            ]
             server.send_signal(signal.SIGINT)
             assert server.wait(20) == 0
         finally:
@@ -251,7 +299,11 @@ DRAFTER = FIXTURES.parents[1] / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
         (3, [str(FIXTURES / "facts.json")], "facts.json"),
         (3, [str(DRAFTER)], f"type -m TARGET.gguf -md {DRAFTER}"),
         (3, [str(FIXTURES / "deepseek4_mtp.gguf")], "is a drafter (mtp), no model that answers"),
-        (4, ["demo", "-md", str(FIXTURES / "deepseek4_mtp.gguf")], "the drafter has 300 tokens, the target 4096"),
+        (
+            4,
+            ["demo", "-md", str(FIXTURES / "deepseek4_mtp.gguf")],
+            "the drafter has 300 tokens, the target 4096",
+        ),
         (5, ["demo", "-np", "8", "-c", "16777216", "-dev", "cpu"], "this would fit: -c "),
         (6, ["demo", "-dev", "cuda:99"], "device 'cuda:99' can not be used"),
         (6, ["demo", "-dev", "cuda:99"], "-dev"),  # the suggested command
@@ -262,7 +314,9 @@ DRAFTER = FIXTURES.parents[1] / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
         ),
     ],
 )
-def test_each_class_of_error_has_its_exit_code_the_numbers_and_how_to_mend_it(code: int, args: list[str], said: str):
+def test_each_class_of_error_has_its_exit_code_the_numbers_and_how_to_mend_it(
+    code: int, args: list[str], said: str
+):
     """docs/serving.md lists the codes; 7, the network, is in tests/test_hub.py's servers' hands."""
     found, out, err = invoke("run", *args, "-p", "x")
     assert (found, out) == (code, "") and "Traceback" not in err

@@ -25,7 +25,14 @@ def shown(*args: str, **env: str) -> dict[str, dict[str, object]]:
 
 def test_each_setting_has_its_value_and_its_origin():
     rows = shown(
-        "demo", "-np", "3", "--api-key", "secret,other", LLAMA_ARG_CTX_SIZE="64", PYSPEC_QUEUE="9", LLAMA_ARG_PORT="1"
+        "demo",
+        "-np",
+        "3",
+        "--api-key",
+        "secret,other",
+        LLAMA_ARG_CTX_SIZE="64",
+        PYSPEC_QUEUE="9",
+        LLAMA_ARG_PORT="1",
     )
     assert (rows["MODEL"]["value"], rows["MODEL"]["origin"]) == ("demo", "command line")
     assert (rows["--parallel"]["value"], rows["--parallel"]["origin"]) == (3, "command line")
@@ -57,7 +64,12 @@ def test_every_shell_gets_a_script(shell: str):
 
 @pytest.mark.parametrize(
     ("words", "offered"),
-    [("serv", "server"), ("server --no-s", "--no-slots"), ("server -sm layer de", "demo"), ("run de", "demo")],
+    [
+        ("serv", "server"),
+        ("server --no-s", "--no-slots"),
+        ("server -sm layer de", "demo"),
+        ("run de", "demo"),
+    ],
 )
 def test_a_shell_completes_commands_flags_and_models(words: str, offered: str):
     env = os.environ | {
@@ -66,7 +78,9 @@ def test_a_shell_completes_commands_flags_and_models(words: str, offered: str):
         "COMP_CWORD": str(len(words.split())),
     }
     code = "from pyspec.cli import main; main(prog_name='pyspec')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False
+    )
     assert f"plain,{offered}" in done.stdout.splitlines(), done.stdout + done.stderr
 
 
@@ -78,7 +92,11 @@ def test_what_deploy_and_its_page_set_in_the_environment_is_read():
     command = main.get_command(click.Context(main), "server")
     assert command is not None
     known = {name for p in command.params if isinstance(p, click.Option) for name in p.envvar or ()}
-    named = {name for path in PLACES for name in re.findall(r"PYSPEC_[A-Z_]+[A-Z]", path.read_text(encoding="utf-8"))}
+    named = {
+        name
+        for path in PLACES
+        for name in re.findall(r"PYSPEC_[A-Z_]+[A-Z]", path.read_text(encoding="utf-8"))
+    }
     assert {"PYSPEC_HOST", "PYSPEC_MODEL"} <= named
     ours = {"PYSPEC_NAME", "PYSPEC_CACHE", "PYSPEC_CHECK_KEY"}  # an example, the cache's own, HAProxy's
     assert sorted(named - known - ours) == []

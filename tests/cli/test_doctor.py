@@ -40,7 +40,9 @@ def test_a_machine_without_a_gpu_is_healthy_and_doctor_says_what_runs(tmp_path: 
     assert code == 0
     last = out.strip().splitlines()[-1]
     assert last.startswith("this machine runs pyspec on its CPU: yes (")
-    assert "gloo, gathered and summed in the order of ranks" in out and "no other GPU" in " ".join(out.split())
+    assert "gloo, gathered and summed in the order of ranks" in out and "no other GPU" in " ".join(
+        out.split()
+    )
     assert "GB/s measured" in out and str(tmp_path) in out.replace("\n", "")
     for op in registry.names():
         assert f"\n {op} " in out
@@ -55,11 +57,15 @@ def test_the_doctors_json_says_what_its_table_says(tmp_path: Path) -> None:
     assert about["cache"] == str(tmp_path)
     assert {f["op"] for f in about["ops"]} == set(registry.names())
     assert all(f["choice"] != "cuda" for f in about["ops"])
-    assert all(f["refused"][0]["impl"] in ("cuda", "cudnn", "library") for f in about["ops"] if f["refused"])
+    assert all(
+        f["refused"][0]["impl"] in ("cuda", "cudnn", "library") for f in about["ops"] if f["refused"]
+    )
     gdn = next(f for f in about["ops"] if f["op"] == "gdn")
     has_numba = find_spec("numba") is not None  # of the extra `cpu`
     without_compiler = ("numba", True) if has_numba else ("torch", False)
-    assert (gdn["choice"], gdn["own"]) == (("cpu", True) if kernels.missing() is None else without_compiler)
+    assert (gdn["choice"], gdn["own"]) == (
+        ("cpu", True) if kernels.missing() is None else without_compiler
+    )
 
 
 def test_with_a_model_its_own_shapes_are_looked_at() -> None:
@@ -76,7 +82,10 @@ def test_what_is_the_matter_with_triton_is_said(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(survey, "standard", lambda device: [])
     code, out = invoke("--kernels", "triton")
     assert code == 0 and "3.5.0: Triton 3.5.0 is too old" in " ".join(out.split())
-    assert json.loads(invoke("--json")[1])["triton"] == {"version": "3.5.0", "refused": "Triton 3.5.0 is too old"}
+    assert json.loads(invoke("--json")[1])["triton"] == {
+        "version": "3.5.0",
+        "refused": "Triton 3.5.0 is too old",
+    }
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert doctor._why_not("cpu", []) == "no AMD GPU"
 
@@ -111,10 +120,14 @@ def test_a_cpu_that_is_not_as_it_should_be_is_told(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(machine, "has_driver", lambda: False)
     limit, broken, absent = map(
-        finding, ("a state of 7 rows is not a multiple of 8", "failed its check: it is wrong", doctor.NUMBA)
+        finding,
+        ("a state of 7 rows is not a multiple of 8", "failed its check: it is wrong", doctor.NUMBA),
     )
     assert doctor._wrong_on_cpu([limit, absent], was_asked=False) == ""
-    assert doctor._wrong_on_cpu([limit, broken], was_asked=True) == "gdn (n 3): numba: failed its check: it is wrong"
+    assert (
+        doctor._wrong_on_cpu([limit, broken], was_asked=True)
+        == "gdn (n 3): numba: failed its check: it is wrong"
+    )
     assert "pip install numba" in doctor._verdict("cpu", "no NVIDIA GPU", "", [absent])
     assert (
         doctor._verdict("cpu", "no NVIDIA GPU", "", [limit])
@@ -130,7 +143,10 @@ def test_a_cpu_that_is_not_as_it_should_be_is_told(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("driver", "said"),
-    [(False, "no NVIDIA driver"), (True, "pip uninstall torch, then pip install 'torch>=2.11' 'cuda-core")],
+    [
+        (False, "no NVIDIA driver"),
+        (True, "pip uninstall torch, then pip install 'torch>=2.11' 'cuda-core"),
+    ],
 )
 def test_a_gpu_that_this_torch_can_not_use_has_the_right_advice(
     driver: bool, said: str, monkeypatch: pytest.MonkeyPatch
@@ -140,7 +156,9 @@ def test_a_gpu_that_this_torch_can_not_use_has_the_right_advice(
     monkeypatch.setattr(describe, "has_driver", lambda: driver)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert said in describe._other_devices("cuda") and describe._other_devices("cuda").endswith("-dev cpu")
+    assert said in describe._other_devices("cuda") and describe._other_devices("cuda").endswith(
+        "-dev cpu"
+    )
 
 
 def test_the_standard_shapes_name_every_op_once_at_least() -> None:
@@ -158,7 +176,9 @@ def compiled_ahead(*args: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_kernels_are_compiled_ahead_for_gpus_that_are_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_ahead_for_gpus_that_are_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pyspec.cuda.ops.angles.op import angles
     from pyspec.cuda.ops.angles.ref import AnglesSpec
 
@@ -187,11 +207,21 @@ def test_a_models_own_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(prepare, "compile_all", lambda programs, tell: wanted.extend(programs) or [])
     fixture = FIXTURE.parent / "qwen35_q8_0.gguf"
     assert compiled_ahead(str(fixture), "--arch", "sm_90")[0] == 0
-    assert {p.stem for p in wanted} >= {"linear_sm90", "linear_wgmma", "rows", "norms", "embed", "ahead", "best"}
+    assert {p.stem for p in wanted} >= {
+        "linear_sm90",
+        "linear_wgmma",
+        "rows",
+        "norms",
+        "embed",
+        "ahead",
+        "best",
+    }
     assert len(wanted) == len(set(wanted)) and {p.arch for p in wanted} == {"sm_90a"}
     wanted.clear()
     assert compiled_ahead("--arch", "sm_120")[0] == 0
-    assert {p.stem for p in wanted} >= {"gdn", "mamba2", "moe", "linear_sm90", "sparse_attend"}, "usual shapes"
+    assert {p.stem for p in wanted} >= {"gdn", "mamba2", "moe", "linear_sm90", "sparse_attend"}, (
+        "usual shapes"
+    )
 
 
 def test_ahead_for_which_gpu_is_said_where_there_is_none() -> None:

@@ -36,7 +36,15 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--kv-pool": ("", "4099"),
     "--kv-unified-per-slot": ("", "130"),
     "--page-size": ("", "16", "64"),
-    "--spec-type": ("", "none", "draft-mtp", "draft-dflash", "ngram-simple", "suffix", "draft-mtp,suffix"),
+    "--spec-type": (
+        "",
+        "none",
+        "draft-mtp",
+        "draft-dflash",
+        "ngram-simple",
+        "suffix",
+        "draft-mtp,suffix",
+    ),
     "--spec-draft-n-max": ("", "1", "7", "16"),
     "--spec-draft-p-min": ("", "0.35"),
     "--spec-fixed": ("", "on"),
@@ -97,11 +105,15 @@ class Accepted(PyspecError):
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[Path, EngineSettings]]]:
+def asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[list[tuple[Path, EngineSettings]]]:
     """The parameters of loads."""
     found: list[tuple[Path, EngineSettings]] = []
 
-    def accept(target: str, draft: str | None, values: dict[str, object], isolated: bool = False) -> None:
+    def accept(
+        target: str, draft: str | None, values: dict[str, object], isolated: bool = False
+    ) -> None:
         found.append(pair_of(target, draft, values))
         raise Accepted("accepted")
 
@@ -159,18 +171,29 @@ def test_every_two_values_of_two_flags_meet() -> None:
         assert met == {(x, y) for x in VALUES[a] for y in VALUES[b]}
 
 
-def test_all_pairs_of_flags_start_or_are_refused_in_one_line(asked: list[tuple[Path, EngineSettings]]) -> None:
+def test_all_pairs_of_flags_start_or_are_refused_in_one_line(
+    asked: list[tuple[Path, EngineSettings]],
+) -> None:
     n_refused, cases = 0, all_pairs(VALUES)
     for case in cases:
         given = words(case)
         result = CliRunner().invoke(main, ["server", "demo", *given])
         error = result.stderr.rstrip("\n").rpartition("Error: ")[2]
-        assert result.exception is None or isinstance(result.exception, SystemExit), (given, result.exception)
+        assert result.exception is None or isinstance(result.exception, SystemExit), (
+            given,
+            result.exception,
+        )
         if result.exit_code == ACCEPTED:
             continue
-        assert result.exit_code == 2 and error and "\n" not in error, (given, result.exit_code, result.stderr)
+        assert result.exit_code == 2 and error and "\n" not in error, (
+            given,
+            result.exit_code,
+            result.stderr,
+        )
         n_refused += 1
-    assert len(asked) == len(cases) - n_refused >= len(cases) // 4, "most of them say nothing against each other"
+    assert len(asked) == len(cases) - n_refused >= len(cases) // 4, (
+        "most of them say nothing against each other"
+    )
     n_planned = 0
     for path, settings in asked:
         for gpu in (None, AssumedGpu(80 << 30)):

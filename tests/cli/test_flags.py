@@ -35,7 +35,16 @@ BASE = {
     "verify": ["demo"],
 }
 """Other flags that each command needs to run."""
-NEVER = ("nan", "inf", "-inf", "1e99", "-99999999999", "99999999999999999999999", "", "x")  # no number means these
+NEVER = (
+    "nan",
+    "inf",
+    "-inf",
+    "1e99",
+    "-99999999999",
+    "99999999999999999999999",
+    "",
+    "x",
+)  # no number means these
 PERHAPS = ("-5", "-1", "0", "1.5", "100000", "meta", "cuda:999999")
 ACCEPTED = 99
 
@@ -51,7 +60,12 @@ def options() -> Iterator[tuple[str, click.Option]]:
         command = main.get_command(click.Context(main), name)
         assert command is not None
         for param in command.params:
-            if isinstance(param, click.Option) and not param.is_flag and not param.hidden and param.expose_value:
+            if (
+                isinstance(param, click.Option)
+                and not param.is_flag
+                and not param.hidden
+                and param.expose_value
+            ):
                 yield name, param
 
 
@@ -128,7 +142,10 @@ def test_the_issues_examples_are_refused_with_flag_value_and_range() -> None:
         (["-dev", "meta"], "-dev is 'meta'; want auto, cpu, cuda, cuda:1"),
         (["--queue", "-5"], "--queue is -5; want a whole number from 0 to 1000000"),
         (["--top-p", "nan"], "--top-p is nan; want a number from 0 to 1"),
-        (["-np", "256", "-c", "16777216"], "-np 256 times -c 16777216 is 4294967296 tokens; want at most"),
+        (
+            ["-np", "256", "-c", "16777216"],
+            "-np 256 times -c 16777216 is 4294967296 tokens; want at most",
+        ),
     ):
         result = CliRunner().invoke(main, ["server", "demo", *args])
         assert result.exit_code == 2 and said in error_of(result), result.output
@@ -143,7 +160,11 @@ def test_settings_from_python_are_held_against_the_same_ranges(rule: Rule) -> No
         try:
             settings_from({rule.name: value})
         except ConfigError as e:
-            assert str(e).startswith((rule.title, "-b is", "-np")) and "want" in str(e) and "\n" not in str(e)
+            assert (
+                str(e).startswith((rule.title, "-b is", "-np"))
+                and "want" in str(e)
+                and "\n" not in str(e)
+            )
         else:
             assert not rule.flaw(value)
 
@@ -152,7 +173,10 @@ def ends() -> Iterator[tuple[str, object] | ParameterSet]:
     for rule in rules_of(EngineSettings):
         kind = rule.kind
         if rule.name == "ctx":  # pages for sixteen million tokens take half a minute
-            yield from ((rule.name, kind.low), pytest.param(rule.name, kind.high, marks=pytest.mark.slow))
+            yield from (
+                (rule.name, kind.low),
+                pytest.param(rule.name, kind.high, marks=pytest.mark.slow),
+            )
         elif isinstance(kind, Whole | Real):
             yield from ((rule.name, kind.low), (rule.name, kind.high))
         elif isinstance(kind, OneOf) and rule.name != "draft_head":  # no head here

@@ -60,7 +60,10 @@ def test_list_names_targets_drafters_pairs_and_what_is_unfinished(cache: Path):
     (cache / "models--e--f" / "snapshots" / "1").mkdir(parents=True)
     done = call("list", "--json")
     assert done.exit_code == 0, done.output
-    found = {(one["type"], one["file"]): (one["bytes"], one["what"], one["pair"]) for one in json.loads(done.stdout)}
+    found = {
+        (one["type"], one["file"]): (one["bytes"], one["what"], one["pair"])
+        for one in json.loads(done.stdout)
+    }
     assert found.pop(("demo", "pyspec-demo.gguf"))[1:] == ("target", "pyspec-demo-dflash.gguf")
     assert found == {
         ("qwen3.6-27b", "Qwen3.6-27B-Q8_0.gguf"): (5, "target", "dflash-draft-3.6-q8_0.gguf"),
@@ -89,7 +92,12 @@ def test_a_cache_that_is_not_there_is_no_error(cache: Path, monkeypatch: pytest.
     assert [one["type"] for one in json.loads(call("list", "--json").stdout)] == ["demo"]
 
 
-SLOT = {"is_processing": True, "n_past": 70, "speculative": True, "draft": {"n_draft": 3, "acceptance": 0.62}}
+SLOT = {
+    "is_processing": True,
+    "n_past": 70,
+    "speculative": True,
+    "draft": {"n_draft": 3, "acceptance": 0.62},
+}
 SILENT = SLOT | {"draft": {"n_draft": 0, "reason": "too slow"}}
 IDLE = {"is_processing": False, "speculative": True}
 
@@ -140,7 +148,9 @@ def test_ps_says_when_a_key_is_missing_and_when_nobody_answers(server: str):
     assert done.exit_code == 1 and one["state"] == "no answer" and "refused" in one["note"]
 
 
-def test_ps_lists_a_server_that_loads_with_how_far_it_is(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ps_lists_a_server_that_loads_with_how_far_it_is(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     progress = {"stage": "download m.gguf", "fraction": 0.424}
     Fake.answers = {"/health": (503, {"error": {"message": "Loading model"}, "progress": progress})}
@@ -204,12 +214,22 @@ def test_models_tells_sizes_and_what_fits_and_what_is_here(cache: Path, monkeypa
     rows = json.loads(call("models", "--json").stdout)
     choices = {one["name"]: one for row in rows for one in row["choices"]}
     assert choices["qwen3.6-27b"]["fits"] == "no" and choices["qwen3.6-27b:Q4_K_M"]["fits"] == "yes"
-    assert {name for name, one in choices.items() if one["here"]} == {"demo", "qwen3.6-27b:Q4_K_M", "qwen3.5-122b-a10b"}
-    assert all(one["bytes"] and one["memory"] > one["bytes"] for name, one in choices.items() if "deepseek" not in name)
+    assert {name for name, one in choices.items() if one["here"]} == {
+        "demo",
+        "qwen3.6-27b:Q4_K_M",
+        "qwen3.5-122b-a10b",
+    }
+    assert all(
+        one["bytes"] and one["memory"] > one["bytes"]
+        for name, one in choices.items()
+        if "deepseek" not in name
+    )
     assert choices["qwen3.6-27b:Q4_K_M"]["bytes"] == pytest.approx(16.3e9, rel=0.01)
     assert "qwen3.6-27b:Q4_K_M" in done.stdout and "24.0 GiB free on a GPU" in done.stdout
     monkeypatch.setattr("pyspec.cli.free_memory.free_memory", lambda: None)
-    assert {one["fits"] for row in json.loads(call("models", "--json").stdout) for one in row["choices"]} == {"?"}
+    assert {
+        one["fits"] for row in json.loads(call("models", "--json").stdout) for one in row["choices"]
+    } == {"?"}
 
 
 def test_bench_names_the_command_that_compares():
@@ -228,7 +248,9 @@ def test_servers_are_found_by_their_files_and_dead_ones_are_cleared(
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     assert "this user has no running server here" in call("ps").stderr
     path = running.enter(f"http://{server}", "m")
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
+    )
     dead = running.folder() / f"{int(ended.stdout)}.json"
     dead.write_text(json.dumps({"pid": int(ended.stdout), "url": "http://x", "model": "", "began": 0}))
     (running.folder() / "torn.json").write_text("{")

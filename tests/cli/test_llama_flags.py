@@ -16,7 +16,9 @@ from pyspec.errors import PyspecError
 
 LINES = [
     line.split()
-    for line in (Path(__file__).parent / "llama_server_flags.txt").read_text(encoding="utf-8").splitlines()
+    for line in (Path(__file__).parent / "llama_server_flags.txt")
+    .read_text(encoding="utf-8")
+    .splitlines()
     if not line.startswith("#")
 ]
 NAMES = [word for line in LINES for word in line if not word.startswith("$")]
@@ -116,7 +118,23 @@ def test_a_value_that_asks_for_what_happens_anyway_is_not_refused():
 
 def test_long_names_go_before_short_ones(no_load: dict[str, object]):
     result = call(
-        "-sm", "layer", "-tb", "4", "-ts", "3,1", "-td", "2", "-mg", "0", "-s", "7", "-t", "2", "-fa", "-np", "3"
+        "-sm",
+        "layer",
+        "-tb",
+        "4",
+        "-ts",
+        "3,1",
+        "-td",
+        "2",
+        "-mg",
+        "0",
+        "-s",
+        "7",
+        "-t",
+        "2",
+        "-fa",
+        "-np",
+        "3",
     )
     assert result.exit_code == Loaded.exit_code, result.output
     engine, settings = no_load["engine"], no_load["server"]
@@ -158,13 +176,17 @@ def test_no_word_is_taken_apart_into_short_flags(word: str):
         (["-sm", "layer"], 1),
     ],
 )
-def test_a_model_is_divided_as_llama_server_says_it(args: list[str], tp: int, no_load: dict[str, object]):
+def test_a_model_is_divided_as_llama_server_says_it(
+    args: list[str], tp: int, no_load: dict[str, object]
+):
     call(*args)
     assert no_load["engine"].settings["tp"] == tp
 
 
 def test_spellings_llama_cpp_takes_are_taken(no_load: dict[str, object]):
-    result = call("--ctx_size", "64", "-t2", "--n_predict=5", "--no-slots", "--temperature", "0", "-dev", "CUDA1")
+    result = call(
+        "--ctx_size", "64", "-t2", "--n_predict=5", "--no-slots", "--temperature", "0", "-dev", "CUDA1"
+    )
     assert result.exit_code == Loaded.exit_code, result.output
     engine, settings = no_load["engine"], no_load["server"]
     assert (engine.ctx, engine.settings["threads"], engine.settings["device"]) == (64, 2, "cuda:1")
@@ -172,11 +194,22 @@ def test_spellings_llama_cpp_takes_are_taken(no_load: dict[str, object]):
 
 
 def test_samplers_and_biases_are_read_as_llama_cpp_writes_them(no_load: dict[str, object]):
-    args = ("--samplers", "top_k;temperature", "-l", "15+1.5", "-l", "2-inf", "--dry-sequence-breaker", "none")
+    args = (
+        "--samplers",
+        "top_k;temperature",
+        "-l",
+        "15+1.5",
+        "-l",
+        "2-inf",
+        "--dry-sequence-breaker",
+        "none",
+    )
     assert call(*args).exit_code == Loaded.exit_code
     sampling = no_load["server"].sampling
     assert sampling.samplers == ("top_k", "temperature")
-    assert sampling.logit_bias == ((15, 1.5), (2, float("-inf"))) and sampling.dry_sequence_breakers == ()
+    assert (
+        sampling.logit_bias == ((15, 1.5), (2, float("-inf"))) and sampling.dry_sequence_breakers == ()
+    )
     assert call("--sampler-seq", "kt").exit_code == Loaded.exit_code
     assert no_load["server"].sampling.samplers == ("top_k", "temperature")
     assert "is no sampler" in call("--sampler-seq", "kz").stderr
@@ -195,7 +228,9 @@ def test_the_environment_gives_what_the_command_line_does_not(no_load: dict[str,
     }
     assert call("-c", "128", **env).exit_code == Loaded.exit_code
     engine, settings = no_load["engine"], no_load["server"]
-    assert (engine.ctx, engine.np, engine.choice.model) == (128, 5, "demo"), "typed, then PYSPEC_, then LLAMA_ARG_"
+    assert (engine.ctx, engine.np, engine.choice.model) == (128, 5, "demo"), (
+        "typed, then PYSPEC_, then LLAMA_ARG_"
+    )
     assert engine.settings["queue"] == 9
     assert not settings.slots and settings.api_keys == ("a", "b")
 
@@ -210,7 +245,9 @@ def test_a_wrong_value_from_the_environment_names_its_variable():
 def test_an_ignored_variable_says_so_and_one_that_is_off_says_nothing():
     result = call(LLAMA_ARG_N_GPU_LAYERS="99", LLAMA_ARG_CONTEXT_SHIFT="0")
     assert result.exit_code == Loaded.exit_code
-    assert "LLAMA_ARG_N_GPU_LAYERS has no effect" in result.stderr and "CONTEXT_SHIFT" not in result.stderr
+    assert (
+        "LLAMA_ARG_N_GPU_LAYERS has no effect" in result.stderr and "CONTEXT_SHIFT" not in result.stderr
+    )
 
 
 HAS_OFF = {"--slots": "ENDPOINT_SLOTS", "--ui": "UI", "--prefill-assistant": "PREFILL_ASSISTANT"} | {
@@ -271,7 +308,9 @@ def test_a_variable_that_sets_nothing_is_told_once(name: str, value: str, said: 
     assert said in result.stderr and result.stderr.count(f"{name} ") == 1
 
 
-@pytest.mark.parametrize("name", ["PYSPEC_SERVICE_HOST", "PYSPEC_PORT_8080_TCP", "PYSPEC_CACHE", "LLAMA_ARG_NO_AGENT"])
+@pytest.mark.parametrize(
+    "name", ["PYSPEC_SERVICE_HOST", "PYSPEC_PORT_8080_TCP", "PYSPEC_CACHE", "LLAMA_ARG_NO_AGENT"]
+)
 def test_variables_of_others_are_none_of_our_business(name: str):
     result = call("--log-disable" if "AGENT" in name else "--insecure", **{name: "1"})
     assert result.exit_code == Loaded.exit_code and name not in result.stderr
@@ -297,7 +336,9 @@ def test_what_is_refused_as_a_flag_is_refused_as_its_variable():
         (["--samplers", "top_k;top_q"], "--samplers"),
     ],
 )
-def test_what_means_nothing_is_refused_with_the_numbers(args: list[str], said: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_means_nothing_is_refused_with_the_numbers(
+    args: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.undo()
     result = call(*args)
     assert result.exit_code == 2 and said in result.stderr, result.output
@@ -305,6 +346,14 @@ def test_what_means_nothing_is_refused_with_the_numbers(args: list[str], said: s
 
 def test_help_shows_groups_and_defaults():
     text = CliRunner().invoke(main, ["server", "--help"], terminal_width=110).stdout
-    for group in ("Model:", "Slots, context and cache:", "Device:", "Drafts:", "Listening:", "Chats:", "Logs:"):
+    for group in (
+        "Model:",
+        "Slots, context and cache:",
+        "Device:",
+        "Drafts:",
+        "Listening:",
+        "Chats:",
+        "Logs:",
+    ):
         assert f"\n{group}\n" in text
     assert "[default: 8080" in text and "[default: 0.95]" in text

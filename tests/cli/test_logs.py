@@ -38,7 +38,9 @@ def test_json_lines_are_objects_even_with_quotes_and_tracebacks(capsys: pytest.C
 
 
 @pytest.mark.parametrize(("level", "seen"), [(0, ""), (2, "WE"), (3, "IWE"), (4, "DIWE")])
-def test_levels_are_llama_servers_and_other_libraries_only_warn(level: int, seen: str, capsys: pytest.CaptureFixture):
+def test_levels_are_llama_servers_and_other_libraries_only_warn(
+    level: int, seen: str, capsys: pytest.CaptureFixture
+):
     set_up(level)
     for name in ("debug", "info", "warning", "error"):
         getattr(logging.getLogger("pyspec.x"), name)("ours")
@@ -49,7 +51,9 @@ def test_levels_are_llama_servers_and_other_libraries_only_warn(level: int, seen
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_log_file_that_is_full_loses_its_lines_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_file_that_is_full_loses_its_lines_without_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     handler = FileLog("/dev/full")
     handler.emit(logging.LogRecord("pyspec.x", logging.INFO, "", 0, "a line", (), None))
     assert capsys.readouterr().err == ""

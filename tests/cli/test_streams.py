@@ -16,7 +16,9 @@ COMMAND = f"{sys.executable} -m pyspec models"
 
 def outcome(redirections: str) -> tuple[int, str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(f"{COMMAND} {redirections}", shell=True, env=env, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        f"{COMMAND} {redirections}", shell=True, env=env, stderr=subprocess.PIPE, text=True
+    )
     return done.returncode, done.stderr
 
 
@@ -39,7 +41,9 @@ def test_a_full_stdout_is_one_line_and_an_exit_code() -> None:
 def test_a_full_stderr_changes_no_exit_status(command: str) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     codes = {
-        subprocess.run(f"{sys.executable} -m pyspec {command} >/dev/null {where}", shell=True, env=env).returncode
+        subprocess.run(
+            f"{sys.executable} -m pyspec {command} >/dev/null {where}", shell=True, env=env
+        ).returncode
         for where in ("2>/dev/null", "2>/dev/full", "2>&-")
     }
     assert codes == {0 if command == "models" else 2}
@@ -60,7 +64,9 @@ def test_what_takes_the_place_of_a_closed_stream_is_there_for_children_too(close
         look = "import os, sys; os.fstat(1); os.fstat(2); os.write(2, b'x'); sys.exit(7)"
         os._exit(subprocess.run([sys.executable, "-c", look]).returncode)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     assert done.returncode == 7
 
 
@@ -114,7 +120,9 @@ def test_a_line_may_be_written_in_the_middle_of_another(tmp_path: Path) -> None:
     said = tmp_path / "said"
     with open(said, "w") as file:
         done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)], env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=file
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=file,
         )
     assert done.returncode == 0, said.read_text()[-600:]
     assert "inside 1\n" in said.read_text() and "Error" not in said.read_text()

@@ -93,7 +93,9 @@ def _row(rng: random.Random, names: list[str], own: int, depth: int) -> str:
         elif kind == "group":
             part = f"({_either(rng, names, own, depth - 1)})"
         else:  # behind a character any rule, else one further down
-            may = names if i and parts[-1][0] in '"[.' and parts[-1][-1] not in "*?}" else names[own + 1 :]
+            may = (
+                names if i and parts[-1][0] in '"[.' and parts[-1][-1] not in "*?}" else names[own + 1 :]
+            )
             part = rng.choice(may) if may else '"a"'
         parts.append(part + rng.choice(["", "", "", "*", "+", "?", "{2}", "{0,2}", "{1,}"]))
     return " ".join(parts)

@@ -50,7 +50,11 @@ def allowed(constraint_: Constraint, drafts: list[int] | None = None) -> list[se
 def reads(source: str, text: str) -> bool:
     """True if a compiled grammar accepts a text and may end behind it. No mask is computed."""
     matcher, tokens = trie().matcher(source), ids(text)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting() and not matcher.is_error()
+    return (
+        matcher.try_consume_tokens(tokens) == len(tokens)
+        and matcher.is_accepting()
+        and not matcher.is_error()
+    )
 
 
 def fits(constraint_: Constraint, text: str) -> bool:

@@ -48,7 +48,12 @@ def _bounded(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _array(rng: random.Random, depth: int) -> dict[str, Any]:
     low = rng.randint(0, 2)
-    return {"type": "array", "items": schema(rng, depth - 1), "minItems": low, "maxItems": low + rng.randint(0, 2)}
+    return {
+        "type": "array",
+        "items": schema(rng, depth - 1),
+        "minItems": low,
+        "maxItems": low + rng.randint(0, 2),
+    }
 
 
 MAKERS: dict[str, Any] = {

@@ -89,10 +89,16 @@ def test_rows_behind_drafts_are_those_of_committed_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "source"),
-    [("json_schema", PERSON), ("regex", "(the same|other) words"), ("gbnf", 'root ::= "yes yes" | "no"')],
+    [
+        ("json_schema", PERSON),
+        ("regex", "(the same|other) words"),
+        ("gbnf", 'root ::= "yes yes" | "no"'),
+    ],
 )
 @pytest.mark.parametrize("after", ["", "so:"])
-def test_a_mask_allows_each_token_whose_text_fits_however_it_is_spelled(kind: str, source: str, after: str) -> None:
+def test_a_mask_allows_each_token_whose_text_fits_however_it_is_spelled(
+    kind: str, source: str, after: str
+) -> None:
     """So a token allowed by a single check is also in the mask, and forced text may use any tokens."""
     c, rng = constraint(kind, source, after), random.Random(1)
     c.commit(ids("and so:") if after else [])
@@ -148,7 +154,11 @@ def test_a_refused_token_that_is_committed_ends_the_request_with_words() -> None
 
 
 def test_several_requests_are_filled_at_once_as_alone() -> None:
-    a, b, c = constraint("json_schema", PERSON), constraint("regex", "[ab]+"), constraint("gbnf", 'root ::= "no"')
+    a, b, c = (
+        constraint("json_schema", PERSON),
+        constraint("regex", "[ab]+"),
+        constraint("gbnf", 'root ::= "no"'),
+    )
     drafts = ids('{"name"')
     masks = fill([(a, drafts), (b, []), (c, ids("no"))], trie())
     alone = [fill([(a, drafts)], trie()), fill([(b, [])], trie()), fill([(c, ids("no"))], trie())]

@@ -17,7 +17,11 @@ from pyspec.errors import RequestError
 MEETING = [
     ('root ::= w "a"\nw ::= [a-z]+', ["bca", "aa", "aaaa"], ["b", "a", "ab"]),
     ('root ::= num "\\n"\nnum ::= [0-9]+ ws\nws ::= [ \\t\\n]*', ["2\n", "2 \n\n"], ["2", "2 "]),
-    ('root ::= "<t>" [^\\x00]* "</t>" ("yes" | "no")', ["<t>hm</t>yes", "<t></t></t>no"], ["<t>hm", "<t>yes"]),
+    (
+        'root ::= "<t>" [^\\x00]* "</t>" ("yes" | "no")',
+        ["<t>hm</t>yes", "<t></t></t>no"],
+        ["<t>hm", "<t>yes"],
+    ),
     ('root ::= ("ab" | "a") "bc"', ["abbc", "abc"], ["ab", "abcc"]),
     (
         'root ::= (sum "=" ws one "\\n")+\nsum ::= one ([-+] one)*\none ::= [0-9]+ ws | "(" ws sum ")" ws\nws ::= [ \\t\\n]*',
@@ -26,12 +30,24 @@ MEETING = [
     ),
     ('root ::= "(" root ")" | [a-z()]*', ["", "((a)", "(((", "a)"], ["A"]),
     ('root ::= ws root ws | "x" ws\nws ::= ([ \\n] ws)?', ["x", " x \n", "\n\nx"], ["", " "]),
-    ('root ::= item root? "\\n"\nitem ::= "- " [^\\x00]+', ["- a\n", "- a- b\n\n", "- \n\n"], ["- a", "-a\n", "- \n"]),
+    (
+        'root ::= item root? "\\n"\nitem ::= "- " [^\\x00]+',
+        ["- a\n", "- a- b\n\n", "- \n\n"],
+        ["- a", "-a\n", "- \n"],
+    ),
     ('root ::= "é" | [è-ü] "é" "x" | "é" root', ["é", "éé", "èéx", "éééx"], ["è", "x", "éx"]),
     ("root ::= a b\na ::= [ab]{1,3}\nb ::= [bc]{2}", ["abb", "abc", "aabbb"], ["ab", "aaaabb"]),
-    ('root ::= Integer "!"\nInteger ::= INTEGER\nINTEGER ::= integer+\ninteger ::= [0-9]', ["12!"], ["!", "x!"]),
+    (
+        'root ::= Integer "!"\nInteger ::= INTEGER\nINTEGER ::= integer+\ninteger ::= [0-9]',
+        ["12!"],
+        ["!", "x!"],
+    ),
     ('root ::= start "!" | SPACE\nstart ::= "x"\nSPACE ::= "y"', ["x!", "y"], ["x", "!"]),
-    ('start ::= "x"\nroot ::= R1 r-1 R-1\nR1 ::= "a"\nr-1 ::= "b"\nR-1 ::= "c"', ["abc"], ["x", "aaa", "abb"]),
+    (
+        'start ::= "x"\nroot ::= R1 r-1 R-1\nR1 ::= "a"\nr-1 ::= "b"\nR-1 ::= "c"',
+        ["abc"],
+        ["x", "aaa", "abb"],
+    ),
     ('root ::= a\na ::= b "x" | "y"\nb ::= a "z"', ["y", "yzx", "yzxzx"], ["x", "yz"]),
 ]
 
@@ -128,7 +144,9 @@ def test_tokens_are_named_by_id_and_text() -> None:
     c = constraint("gbnf", f'root ::= "x" {end}')
     c.commit(ids("x"))
     assert table.eog[0] in allowed(c)[0] and c.usable(ids("y")) == []
-    word = next(i for i, t in enumerate(table.tokens) if len(t) > 3 and t.isalpha() and i not in table.special)
+    word = next(
+        i for i, t in enumerate(table.tokens) if len(t) > 3 and t.isalpha() and i not in table.special
+    )
     assert allowed(constraint("gbnf", f'root ::= <[{word}]> "a"'))[0] == {word}
 
 
@@ -147,7 +165,9 @@ def test_a_regular_part_is_one_expression_and_terminals_that_do_not_meet_stay_wh
     """Masks are cheap only with large terminals: a rule of single characters takes milliseconds."""
     regular = lark_of('root ::= "a" w b\nw ::= [a-z]* w2\nw2 ::= "x" w2 | "y"\nb ::= ("b" b)?')
     assert len([line for line in regular.split("\n") if line[:1] == "T"]) == 1
-    json_like = lark_of('root ::= "{" text (":" root)? "}"\ntext ::= "\\"" [^"]* "\\"" ws\nws ::= [ \\n]*')
+    json_like = lark_of(
+        'root ::= "{" text (":" root)? "}"\ntext ::= "\\"" [^"]* "\\"" ws\nws ::= [ \\n]*'
+    )
     assert any("*" in line for line in json_like.split("\n") if line[:1] in "TR")
 
 
@@ -158,7 +178,8 @@ def test_a_regular_part_is_one_expression_and_terminals_that_do_not_meet_stay_wh
         + " ".join(f"a{i}" for i in range(300))
         + "".join(f'\na{i} ::= "x" root? [a-z]*' for i in range(300)),
         "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(40)) + '\nr40 ::= "a"\nroot ::= r0 root?',
-        "root ::= a0\n" + "\n".join(f'a{i} ::= "b" a{(i * 7 + 1) % 60} | a{(i + 1) % 60} "c" | "d"' for i in range(60)),
+        "root ::= a0\n"
+        + "\n".join(f'a{i} ::= "b" a{(i * 7 + 1) % 60} | a{(i + 1) % 60} "c" | "d"' for i in range(60)),
         "root ::= " + " | ".join(f'"{i:x}" root' for i in range(3000)) + ' | "z"',
     ],
 )

@@ -46,7 +46,9 @@ def test_forced_text_is_offered_behind_drafts_that_were_cut() -> None:
     c = constraint("lark", 'start: ("yes" | "no") ", and that is all there is"')
     first = ids("no")
     offer = c.offer(5, first)
-    assert offer.tokens and ", and that is all there is".startswith(trie().tokenizer.decode(offer.tokens))
+    assert offer.tokens and ", and that is all there is".startswith(
+        trie().tokenizer.decode(offer.tokens)
+    )
     assert c.usable([*first, *offer.tokens]) == [*first, *offer.tokens] and c.read == []
     assert not c.offer(5, [trie().table.eog[0]]).tokens
     assert c.commit([*first, *offer.tokens]) == len(first) + len(offer.tokens)
@@ -93,7 +95,11 @@ def test_a_book_forgets_unused_contexts_and_has_a_bound(monkeypatch: pytest.Monk
         book.learn([i], i + 1)
         book.learn([5000], i % 20)
         assert book.next([5000]) is not None
-    assert len(book._young) + len(book._old) <= 100 and book.next([3]) is None and book.next([1999]) is not None
+    assert (
+        len(book._young) + len(book._old) <= 100
+        and book.next([3]) is None
+        and book.next([1999]) is not None
+    )
     assert len(book._find((5000,)) or ()) <= phrases.MOST_NEXT
 
 
@@ -107,7 +113,9 @@ def test_clients_and_grammars_have_books_of_their_own() -> None:
     assert books.of("a", "g") is not first
 
 
-def test_books_of_all_clients_together_are_not_larger_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_books_of_all_clients_together_are_not_larger_than_they_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(phrases, "MOST_ALL", 900)
     books, own = Phrasebooks(), 0
     for i in range(20):

@@ -29,13 +29,17 @@ def walk(source: str, rng: random.Random, most: int = 600) -> str | None:
     table, text = trie().table, b""
     for i in range(most):
         row = fill([(c, [])], trie())
-        ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[: trie().n_vocab]).tolist()
+        ids = np.flatnonzero(
+            np.unpackbits(row.view(np.uint8), bitorder="little")[: trie().n_vocab]
+        ).tolist()
         assert ids, f"a dead end behind {text!r}"
         ends = [t for t in ids if t in table.eog]
         closing = [t for t in ids if table.tokens[t][:1] and table.tokens[t][0] in CLOSING]
         if ends and (i > 20 or len(ids) == len(ends)):
             return text.decode()
-        token = rng.choice(closing if closing and rng.random() < 0.4 + i / most else [t for t in ids if t not in ends])
+        token = rng.choice(
+            closing if closing and rng.random() < 0.4 + i / most else [t for t in ids if t not in ends]
+        )
         text += table.tokens[token]
         assert c.usable([token]) == [token]
         c.commit([token])
@@ -81,7 +85,8 @@ def test_a_text_fits_one_of_the_schemas_of_a_oneof_and_no_other() -> None:
         parts = []
         for _ in range(rng.randint(2, 3)):
             listed = {
-                name: {"type": "integer", "minimum": 0, "maximum": 9} for name in rng.sample("abc", rng.randint(1, 2))
+                name: {"type": "integer", "minimum": 0, "maximum": 9}
+                for name in rng.sample("abc", rng.randint(1, 2))
             }
             if rng.random() < 0.5:
                 listed["kind"] = {"enum": rng.sample(["x", "y", "z"], rng.randint(1, 2))}

@@ -132,7 +132,10 @@ WRITTEN: dict[str, tuple[Any, list[Any], list[Any]]] = {  # schema, accepted val
 REFUSED = [
     ({"$ref": "#/$defs/none"}, "refers to '#/\\$defs/none'"),
     (at_a({"$ref": "other.json"}), "refers to 'other.json'"),
-    (at_a({"$ref": "#t"}, **{"$defs": {"x": {"$anchor": "t"}, "y": {"$anchor": "t"}}}), "refers to '#t'"),
+    (
+        at_a({"$ref": "#t"}, **{"$defs": {"x": {"$anchor": "t"}, "y": {"$anchor": "t"}}}),
+        "refers to '#t'",
+    ),
     ({"oneOf": [WHOLE, {"type": "number"}]}, "oneOf"),
     ({"oneOf": [thing(a=TEXT) | {"additionalProperties": True}, thing(b=TEXT)]}, "oneOf"),
     ({"oneOf": [{"$ref": "#/$defs/t"}, {"enum": ["a"]}], "$defs": {"t": TEXT}}, "oneOf"),
@@ -176,7 +179,9 @@ def _values(schema: Any, given: list[Any]) -> list[Any]:
     for _ in range(40):
         value = json.loads(json.dumps(rng.choice(given)))
         if isinstance(value, dict):
-            value[rng.choice([*value, "a", "b", "kind", "z", "red"])] = rng.choice([None, 1, "x", {}, [], *given])
+            value[rng.choice([*value, "a", "b", "kind", "z", "red"])] = rng.choice(
+                [None, 1, "x", {}, [], *given]
+            )
             value.pop(rng.choice(list(value)), None) if rng.random() < 0.3 else None
         elif isinstance(value, list):
             value.insert(rng.randint(0, len(value)), rng.choice([None, 1, "x", *value]))

@@ -53,7 +53,9 @@ def rounded(x: Tensor) -> Tensor:
     return (q.double() * scale).view(len(x), -1)[:, : x.shape[1]]
 
 
-def product(type: G, raw: Tensor, rows: CpuRows, residual: Tensor | None = None, scale: float = 1.0) -> Tensor:
+def product(
+    type: G, raw: Tensor, rows: CpuRows, residual: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
     out = torch.full((len(rows.x), len(raw)), torch.nan)
     cpu.bind(CpuLinearSpec(torch.device("cpu"), type, 8))(rows, raw, out, scale, residual)
     return out
@@ -73,7 +75,10 @@ def fault_of(y: Tensor, x: Tensor, w: Tensor) -> str | None:
 def follows_its_whole_numbers(type: G, n_out: int, n_in: int) -> str | None:
     """Any number of rows, each with the bits it has alone, on other numbers of threads, too."""
     raw, w = weights(type, n_out, n_in)
-    x = torch.randn(N_ROW, n_in, generator=torch.Generator().manual_seed(n_in)) * torch.logspace(-6, 6, N_ROW)[:, None]
+    x = (
+        torch.randn(N_ROW, n_in, generator=torch.Generator().manual_seed(n_in))
+        * torch.logspace(-6, 6, N_ROW)[:, None]
+    )
     y = of(type, raw, x)
     if (why := fault_of(y, x, w)) is not None:
         return why
@@ -91,7 +96,13 @@ def holds_the_largest(type: G) -> str | None:
     """Every weight and every value at an end of its range: no sum of 16 bits may overflow."""
     signs = torch.where(torch.arange(256) % 2 == 0, 1.0, -1.0)
     x = torch.stack(
-        [torch.full((256,), 1.0), torch.full((256,), -1.0), signs, -signs, signs.repeat_interleave(2)[:256]]
+        [
+            torch.full((256,), 1.0),
+            torch.full((256,), -1.0),
+            signs,
+            -signs,
+            signs.repeat_interleave(2)[:256],
+        ]
     )
     for fill in PATTERNS:
         raw, w = weights(type, 9, 256, fill)
@@ -105,7 +116,11 @@ def keeps_rows_apart(type: G) -> str | None:
     raw, w = weights(type, 19, 512)
     good = torch.randn(9, 512, generator=torch.Generator().manual_seed(2))
     one = torch.where(torch.arange(512) == 300, -torch.inf, good[3])
-    rows = [torch.full((512,), v) for v in (torch.nan, torch.inf, 1e-42, 0.0)] + [one, good[0] * 1e30, good[0] * 1e-20]
+    rows = [torch.full((512,), v) for v in (torch.nan, torch.inf, 1e-42, 0.0)] + [
+        one,
+        good[0] * 1e30,
+        good[0] * 1e-20,
+    ]
     x = torch.stack([y for pair in zip(good, [*rows, good[1], good[2]], strict=True) for y in pair])
     y, alone = of(type, raw, x), of(type, raw, good)
     if not torch.equal(y[::2], alone):
@@ -127,7 +142,10 @@ def eight_rigs() -> Iterator[tuple[str, Rig]]:
     for type in eight_types():
         long = type.block_size == 256
         for n_out, n_in in ((37, 512 if long else 320), (1, 256), (10, 768)):
-            yield f"8 bits, {type.name} {n_out}x{n_in}", partial(follows_its_whole_numbers, type, n_out, n_in)
+            yield (
+                f"8 bits, {type.name} {n_out}x{n_in}",
+                partial(follows_its_whole_numbers, type, n_out, n_in),
+            )
         yield f"8 bits, {type.name}, the largest", partial(holds_the_largest, type)
         yield f"8 bits, {type.name}, hostile rows", partial(keeps_rows_apart, type)
         yield f"8 bits, {type.name}, residual", partial(adds_a_residual, type)

@@ -24,7 +24,10 @@ SANITIZERS = (
 def preloads(cxx: str) -> str:
     """LD_PRELOAD for a sanitized library in a process that is not."""
     names = ("libasan.so", "libubsan.so", "libstdc++.so.6")
-    found = (subprocess.run([cxx, f"-print-file-name={n}"], capture_output=True, text=True, check=True) for n in names)
+    found = (
+        subprocess.run([cxx, f"-print-file-name={n}"], capture_output=True, text=True, check=True)
+        for n in names
+    )
     return " ".join(line.stdout.strip() for line in found)
 
 

@@ -49,7 +49,10 @@ ATTEND = CASES | {
     "f16 and q8_0": Case(8, 2, 64, F16, [(300, 3), (20, 40)], pad=(1, 1), v_dtype=Q8),
     "bf16 and f16": Case(4, 2, 64, BF16, [(300, 1)], v_dtype=F16),
     "q8_0, a prompt behind a window": Case(4, 2, 64, Q8, [(1000, 100)], 16, 128),
-    **{f"{n} rows": Case(4, 2, 64, F16, [(n, n), (2 * n + 250, n)], 16, pad=(1, 0)) for n in range(1, 18)},
+    **{
+        f"{n} rows": Case(4, 2, 64, F16, [(n, n), (2 * n + 250, n)], 16, pad=(1, 0))
+        for n in range(1, 18)
+    },
 }
 
 
@@ -69,7 +72,9 @@ def attended(case: Case) -> tuple[Attend, Made, Tensor]:
 def attends(case: Case) -> str | None:
     _, made, got = attended(case)
     n = made.plain.n_row
-    want = attend.reference.bind(spec_of(case, CPU))(made.q[:n], made.pool, made.plain, case.window, made.sinks)
+    want = attend.reference.bind(spec_of(case, CPU))(
+        made.q[:n], made.pool, made.plain, case.window, made.sinks
+    )
     if not (off := worst(got[:n], want)) < OFF:
         return f"a row differs from the reference by {off:.2g} of its norm"
     return None if not got[n:].any() else "rows of padding are not zero"
@@ -200,9 +205,13 @@ def small_rigs() -> Iterator[tuple[str, Rig]]:
     heads = [(24, 4, 256, 64), (3, 3, 20, 6), (0, 2, 80, 80), (8, 2, 128, 0), (1, 1, 9, 4)]
     for i, (n_q, n_kv, dim, n_rot) in enumerate(heads):
         for neox in (True, False):
-            spec = RopeKvSpec(CPU, n_q, n_kv, dim, n_rot, neox, gated=i % 2 == 0, has_norm=i != 3, eps=1e-6)
+            spec = RopeKvSpec(
+                CPU, n_q, n_kv, dim, n_rot, neox, gated=i % 2 == 0, has_norm=i != 3, eps=1e-6
+            )
             yield f"rope_kv {n_q} {n_kv} {dim} {n_rot} {neox}", partial(checks, rope_kv, spec)
-    mixed = RopeKvSpec(CPU, 4, 2, 64, 64, neox=True, gated=False, has_norm=True, eps=1e-6, kv=KvFormat(F16, Q8))
+    mixed = RopeKvSpec(
+        CPU, 4, 2, 64, 64, neox=True, gated=False, has_norm=True, eps=1e-6, kv=KvFormat(F16, Q8)
+    )
     yield "rope_kv f16/q8_0", partial(checks, rope_kv, mixed)
     for name, dtype in KV_DTYPES.items():
         for dim in (64, 96) if dtype is Q8 else (64, 11):

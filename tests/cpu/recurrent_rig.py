@@ -28,7 +28,17 @@ from pyspec.slots.table import SlotTable
 CPU = torch.device("cpu")
 N_SLOT, WIDTH = 5, 20
 KEEP, VERIFY, LATE = SeqMode.KEEP, SeqMode.VERIFY, SeqMode.LATE
-SOURCES = ("pool.h", "pool.cpp", "run.cpp", "simd.h", "scratch.h", "sums.h", "recurrent.h", "gdn.cpp", "mamba2.cpp")
+SOURCES = (
+    "pool.h",
+    "pool.cpp",
+    "run.cpp",
+    "simd.h",
+    "scratch.h",
+    "sums.h",
+    "recurrent.h",
+    "gdn.cpp",
+    "mamba2.cpp",
+)
 
 Launch = Callable[..., Tensor]
 

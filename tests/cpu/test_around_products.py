@@ -23,7 +23,16 @@ from pyspec.cuda.ops.norms.ref import NormsSpec
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
 SMALL, ALL = dict(small_rigs()), dict(rigs())
-BITS = ["ragged", "group 16", "wide rows", "f32", "q8_0 odd size", "sinks", "width 80 of f8", "width 9, pages of 3"]
+BITS = [
+    "ragged",
+    "group 16",
+    "wide rows",
+    "f32",
+    "q8_0 odd size",
+    "sinks",
+    "width 80 of f8",
+    "width 9, pages of 3",
+]
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -36,7 +45,9 @@ def test_attention_matches_the_reference(name: str) -> None:
     assert attends(ATTEND[name]) is None
 
 
-@pytest.mark.parametrize("name", [*BITS, "more heads than a pass", "17 rows", "one head a group, a prompt"])
+@pytest.mark.parametrize(
+    "name", [*BITS, "more heads than a pass", "17 rows", "one head a group, a prompt"]
+)
 def test_bits_of_a_row_are_its_own(name: str) -> None:
     assert has_own_bits(ATTEND[name]) is None
 
@@ -69,7 +80,9 @@ def test_norms_and_best_tokens_are_recorded() -> None:
     """Their outputs are the recording's, and what they read is read again."""
     x, rows, weight = torch.randn(4, 96), torch.tensor([3, 0]), torch.randn(96)
     normed, found = cpu_of(norms, NormsSpec(CPU, 96, 1e-6)), cpu_of(best, best.shapes(CPU)[0])
-    recorded = Recorded(lambda: (*normed.picked(x, weight, rows), found.pairs(x), found.tokens(x)), TapeMemory())
+    recorded = Recorded(
+        lambda: (*normed.picked(x, weight, rows), found.pairs(x), found.tokens(x)), TapeMemory()
+    )
     x.copy_(torch.randn(4, 96)), rows.copy_(torch.tensor([1, 1]))
     y, some, pairs, tokens = recorded.replay()
     assert torch.equal(y, normed(x, weight)) and torch.equal(some, y[rows])
@@ -85,7 +98,11 @@ def test_other_builds_match_too(way: str, tmp_path: Path) -> None:
     assert cxx is not None
     env = dict(os.environ)
     if way == "sanitized":
-        env |= {"LD_PRELOAD": preloads(cxx), "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+        env |= {
+            "LD_PRELOAD": preloads(cxx),
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        }
     command = [sys.executable, str(Path(__file__).with_name("forced.py")), way, str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]

@@ -145,7 +145,9 @@ def test_views_may_be_recorded() -> None:
 
     def run() -> Tensor:
         left, right = x.split([4, 8], 1)
-        return tensors.side_by_side([right.unflatten(1, (2, 4)).flatten(1)[:, 2:6], left, empty(2, 8)[:, :1]])
+        return tensors.side_by_side(
+            [right.unflatten(1, (2, 4)).flatten(1)[:, 2:6], left, empty(2, 8)[:, :1]]
+        )
 
     assert torch.equal(Recorded(run, TapeMemory()).replay()[:, :8], torch.cat([x[:, 6:10], x[:, :4]], 1))
 
@@ -167,7 +169,9 @@ def test_operations_between_kernels_are_torchs(n: int) -> None:
         assert torch.allclose(Recorded(call, TapeMemory()).replay(), want, atol=2e-6, rtol=2e-6)
 
 
-def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_without_a_compiler_the_reason_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     with pytest.raises(build.CannotBuild, match="no C\\+\\+ compiler"):

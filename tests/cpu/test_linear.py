@@ -31,13 +31,18 @@ def opened(isa: str) -> ctypes.CDLL:
 
 def call(isa: str, n_thread: int, name: str, layout: str, *args: Tensor | float | None) -> None:
     lib = opened(isa)
-    packed = struct.pack("<" + layout, *[a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in args])
+    packed = struct.pack(
+        "<" + layout, *[a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in args]
+    )
     lib.pyspec_run(ctypes.cast(getattr(lib, name), ctypes.c_void_p), packed, n_thread)
 
 
 @cache
 def table(kind: G) -> Tensor | None:
-    made: dict[G, Callable[[torch.device], Tensor]] = {G.IQ2_XXS: grids.iq2_xxs, G.IQ3_XXS: grids.iq3_xxs}
+    made: dict[G, Callable[[torch.device], Tensor]] = {
+        G.IQ2_XXS: grids.iq2_xxs,
+        G.IQ3_XXS: grids.iq3_xxs,
+    }
     return made[kind](torch.device("cpu")).to(torch.uint8).contiguous() if kind in made else None
 
 
@@ -50,7 +55,9 @@ def weights(kind: G, n_out: int, n_in: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(n_out, n_in, generator=seed).to(dtype)
         return x.view(torch.uint8), x.float()
     n_made = max(n_out, 2)  # the reference unpacks one block alone only where it is aligned
-    raw = torch.randint(0, 256, (n_made, n_in // kind.block_size, kind.type_size), dtype=torch.uint8, generator=seed)
+    raw = torch.randint(
+        0, 256, (n_made, n_in // kind.block_size, kind.type_size), dtype=torch.uint8, generator=seed
+    )
     layout = getattr(blocks, f"Block{kind.name}")
     if kind is G.NVFP4:
         raw[..., :4] &= 0x3F
@@ -157,7 +164,9 @@ def test_a_hostile_row_spoils_no_other(kind: G) -> None:
     x[2 * len(rows)] = torch.where(torch.arange(512) == 300, -torch.inf, good[3])
     y = product(kind, 19, x)
     assert torch.equal(y[1::2], alone)
-    assert not y[0].isfinite().any() and not y[2].isfinite().any() and not y[2 * len(rows)].isfinite().any()
+    assert (
+        not y[0].isfinite().any() and not y[2].isfinite().any() and not y[2 * len(rows)].isfinite().any()
+    )
     assert (y[6].abs() < 1e-30).all() and (y[8] == 0).all()
     close(y[10:14:2] if kind in PLAIN else y[12:13], x[10:14:2] if kind in PLAIN else x[12:13], kind, 19)
 

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C+
 Q8 = KernelContext(cpu_rows="q8")
 
 
-@pytest.mark.parametrize(("name", "rig"), list(eight_rigs()), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    ("name", "rig"), list(eight_rigs()), ids=lambda x: x if isinstance(x, str) else ""
+)
 def test_a_product_of_eight_bits(name: str, rig: Rig) -> None:
     assert rig() is None
 
@@ -30,7 +32,10 @@ def test_the_usual_types_have_it() -> None:
 
 def test_a_context_decides_for_its_matrices() -> None:
     gen = torch.Generator().manual_seed(1)
-    x, raws = torch.randn(3, 512, generator=gen), {t: sample(t, 16, 512, gen) for t in (G.Q4_K, G.Q8_0, G.F16)}
+    x, raws = (
+        torch.randn(3, 512, generator=gen),
+        {t: sample(t, 16, 512, gen) for t in (G.Q4_K, G.Q8_0, G.F16)},
+    )
     exact = CpuMatrix([(raw, t, 1.0) for t, raw in raws.items()])
     with within(Q8):
         assert spec_of(G.Q4_K).bits == 8 and spec_of(G.F16).bits == 16

@@ -53,7 +53,10 @@ def _threads_stay() -> Iterator[None]:
 
 def follow(rig: Rig, seed: int, n_round: int = 12) -> None:
     """Rounds on the reference and the kernels, from random states and records; every tensor of both layers at the end."""
-    layers, launches = [rig.layer(seed), rig.layer(seed)], [rig.cpu.bind(rig.spec), rig.ref.bind(rig.spec)]
+    layers, launches = (
+        [rig.layer(seed), rig.layer(seed)],
+        [rig.cpu.bind(rig.spec), rig.ref.bind(rig.spec)],
+    )
     for i, seqs in enumerate(rounds(seed, n_round)):
         got, want = (call(rig, *one, seqs, seed=i) for one in zip(launches, layers, strict=True))
         assert (got - want).norm() < 1e-5 * want.norm() + 1e-6, f"round {i}: {seqs}"
@@ -107,7 +110,9 @@ def test_bits_do_not_depend_on_the_cut_of_a_text(rig: Rig) -> None:
         ((100,) * 6, KEEP),
         ((1, 2, 17, 5, 7, 13, 5) * 12, None),
     ):
-        for what, a, b in zip(("outputs", "state", "window"), pieces(rig, widths, mode), want, strict=True):
+        for what, a, b in zip(
+            ("outputs", "state", "window"), pieces(rig, widths, mode), want, strict=True
+        ):
             assert torch.equal(a, b), f"{what} in pieces of {widths[:3]}, {mode}"
 
 
@@ -122,7 +127,9 @@ def test_a_sequence_behind_a_nearly_full_piece_is_as_alone(rig: Rig, before: int
     whole, layer, alone = rig.inputs(before + 10), rig.layer(8), rig.layer(8)
     out = launch(*whole, layer, batch_of(seqs))
     for seq, at in zip(seqs, (0, before, before + 9), strict=True):
-        assert torch.equal(launch(*rig.part(whole, at, seq.width), alone, batch_of([seq])), out[at : at + seq.width])
+        assert torch.equal(
+            launch(*rig.part(whole, at, seq.width), alone, batch_of([seq])), out[at : at + seq.width]
+        )
     assert all(map(torch.equal, layer.tensors(), alone.tensors()))
 
 
@@ -150,9 +157,16 @@ def test_bits_depend_neither_on_neighbours_nor_on_threads(rig: Rig) -> None:
 @each_op
 def test_a_slot_that_is_not_in_the_batch_is_not_touched(rig: Rig) -> None:
     layer, before = rig.layer(2), rig.layer(2)
-    call(rig, rig.cpu.bind(rig.spec), layer, [Seq(1, 0, [0] * 4, VERIFY, 0, 2), Seq(3, 0, [0] * 40, KEEP, 0, 20)])
+    call(
+        rig,
+        rig.cpu.bind(rig.spec),
+        layer,
+        [Seq(1, 0, [0] * 4, VERIFY, 0, 2), Seq(3, 0, [0] * 40, KEEP, 0, 20)],
+    )
     for slot in (0, 2, 4):
-        assert all(torch.equal(a[slot], b[slot]) for a, b in zip(layer.tensors(), before.tensors(), strict=True))
+        assert all(
+            torch.equal(a[slot], b[slot]) for a, b in zip(layer.tensors(), before.tensors(), strict=True)
+        )
 
 
 @each_op
@@ -162,7 +176,10 @@ def test_records_that_are_not_folded_may_hold_anything(rig: Rig) -> None:
         t[:, 2:] = float("nan")
     layer.conv[:, rig.shape.n_conv - 1 + 2 :] = float("nan")
     out = call(
-        rig, rig.cpu.bind(rig.spec), layer, [Seq(i, 0, [0] * 2, m, 0, 2) for i, m in enumerate((KEEP, VERIFY, LATE))]
+        rig,
+        rig.cpu.bind(rig.spec),
+        layer,
+        [Seq(i, 0, [0] * 2, m, 0, 2) for i, m in enumerate((KEEP, VERIFY, LATE))],
     )
     assert out.isfinite().all() and layer.state.isfinite().all()
 
@@ -209,7 +226,9 @@ def test_a_recording_reads_all_that_varies_when_it_is_replayed(rig: Rig) -> None
         )
     ):
         widths = ((3, 3), (5, 1), (2, 4))[i]
-        seqs = [Seq(s, 0, [0] * w, m, 0, f) for s, w, m, f in zip(slots, widths, modes, folds, strict=True)]
+        seqs = [
+            Seq(s, 0, [0] * w, m, 0, f) for s, w, m, f in zip(slots, widths, modes, folds, strict=True)
+        ]
         batch = batch_of(seqs, arena)
         if recorded is None:
             recorded = Recorded(lambda batch=batch: launch(*given, layer, batch), TapeMemory())
@@ -225,7 +244,9 @@ def test_a_recording_reads_all_that_varies_when_it_is_replayed(rig: Rig) -> None
     ("field", "value", "limit"),
     [("seq_slot", 99, N_SLOT), ("seq_slot", -1, N_SLOT), ("seq_fold", WIDTH + 1, WIDTH + 1)],
 )
-def test_a_bad_index_is_reported_and_its_sequence_skipped(rig: Rig, field: str, value: int, limit: int) -> None:
+def test_a_bad_index_is_reported_and_its_sequence_skipped(
+    rig: Rig, field: str, value: int, limit: int
+) -> None:
     seqs = [Seq(0, 0, [0] * 2, VERIFY), Seq(1, 0, [0] * 3, KEEP, 0, 2)]
     batch, layer, right = batch_of(seqs), rig.layer(1), rig.layer(1)
     launch = rig.cpu.bind(rig.spec)
@@ -235,7 +256,9 @@ def test_a_bad_index_is_reported_and_its_sequence_skipped(rig: Rig, field: str, 
     found = faults.read(CPU)
     assert found is not None and (found.op, found.index, found.limit) == (rig.name, value, limit)
     assert torch.equal(out[2:], launch(*rig.inputs(5), right, batch_of(seqs))[2:])
-    assert torch.equal(layer.state[1], right.state[1]) and torch.equal(layer.state[0], rig.layer(1).state[0])
+    assert torch.equal(layer.state[1], right.state[1]) and torch.equal(
+        layer.state[0], rig.layer(1).state[0]
+    )
 
 
 def test_a_round_out_of_bounds_is_refused_before_anything_is_written() -> None:
@@ -269,7 +292,14 @@ def test_extreme_gates_forget_all_or_nothing_and_never_give_nan() -> None:
     for raw in (1e4, -1e4, 88.0, -120.0):
         layer, launch = rig.layer(1), gdn_cpu.bind(rig.spec)
         out = launch(
-            m, alpha * 0 + raw, beta * 0 + raw, a, dt_bias, conv_w, layer, batch_of([Seq(0, 0, [0] * 9, KEEP)])
+            m,
+            alpha * 0 + raw,
+            beta * 0 + raw,
+            a,
+            dt_bias,
+            conv_w,
+            layer,
+            batch_of([Seq(0, 0, [0] * 9, KEEP)]),
         )
         assert out.isfinite().all() and layer.state.isfinite().all()
 

@@ -50,7 +50,10 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert plan.file is not None and isinstance(target, Decoder)
-    weights, memory = Weights(plan.file, target.device, options.dense), own_memory(plan, table, options, target.device)
+    weights, memory = (
+        Weights(plan.file, target.device, options.dense),
+        own_memory(plan, table, options, target.device),
+    )
     spec = target.config.mtp
     assert isinstance(spec, MtpOfBlock)
     block = MappedBlock(spec, weights, memory, target, options.head)

@@ -35,12 +35,17 @@ def recognises(file: GGUFFile) -> bool:
 
 def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
     base, last = mtp.plan(file, target, settings), target.config.n_layer - 1
-    return replace(base, kind="tapped", needs=replace(base.needs, hidden=False, taps=(last,), observes_taps=True))
+    return replace(
+        base, kind="tapped", needs=replace(base.needs, hidden=False, taps=(last,), observes_taps=True)
+    )
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert plan.file is not None and isinstance(target, Decoder)
-    weights, memory = Weights(plan.file, target.device, options.dense), own_memory(plan, table, options, target.device)
+    weights, memory = (
+        Weights(plan.file, target.device, options.dense),
+        own_memory(plan, table, options, target.device),
+    )
     spec = target.config.mtp
     assert isinstance(spec, MtpOfBlock)
     block = TappedBlock(spec, weights, memory, target, options.head)

@@ -23,7 +23,9 @@ FEW = "FEW_ROWS_CPU" if DEVICE.type == "cpu" else "FEW_ROWS"
 
 @pytest.mark.parametrize("few_rows", [FEW_ROWS, FEW_ROWS_CPU])
 @pytest.mark.parametrize("trained", [2, 7, 8, 10, 16])
-def test_a_block_holds_its_draft_and_is_the_trained_one_where_that_is_cheap(trained: int, few_rows: int) -> None:
+def test_a_block_holds_its_draft_and_is_the_trained_one_where_that_is_cheap(
+    trained: int, few_rows: int
+) -> None:
     block = BlockLength(trained, few_rows)
     for n_slot in (1, 4, 8, 9, 16, 17, 64):
         for n_draft in range(1, trained):
@@ -33,13 +35,19 @@ def test_a_block_holds_its_draft_and_is_the_trained_one_where_that_is_cheap(trai
         whole = block.depths(n_slot, trained - 1)
         assert whole[-1] == trained - 1 and list(whole) == sorted(set(whole))
         lengths = [block.rows(n_slot, n) for n in range(1, trained)]
-        assert len(set(lengths)) == len(whole) and [lengths[n - 1] for n in whole] == sorted(set(lengths))
+        assert len(set(lengths)) == len(whole) and [lengths[n - 1] for n in whole] == sorted(
+            set(lengths)
+        )
         assert block.forward_rows(n_slot, 1)[-1] == n_slot * block.rows(n_slot, 1)
 
 
 def test_depths_are_where_blocks_become_longer() -> None:
     block = BlockLength(16)
-    assert block.depths(32, 15) == (3, 7, 15) and block.depths(32, 5) == (3, 5) and block.depths(8, 15) == (15,)
+    assert (
+        block.depths(32, 15) == (3, 7, 15)
+        and block.depths(32, 5) == (3, 5)
+        and block.depths(8, 15) == (15,)
+    )
     assert BlockLength(16, FEW_ROWS_CPU).depths(1, 15) == (3, 7, 15)
     assert BlockLength(8, FEW_ROWS_CPU).depths(1, 7) == (7,)
 
@@ -114,4 +122,6 @@ def test_every_draft_has_a_graph(n_slot: int, files: Path) -> None:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dims = synth.drafter_of(synth.find("qwen35", tiny=True))
-    return synth.write(dims, tmp_path_factory.mktemp("blocks") / "d.gguf", quant="f32", tiny=True, drafter=True)
+    return synth.write(
+        dims, tmp_path_factory.mktemp("blocks") / "d.gguf", quant="f32", tiny=True, drafter=True
+    )

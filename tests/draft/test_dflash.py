@@ -99,7 +99,11 @@ def dense_reference(
     block, mask_id = int(get("block_size")), int(m["tokenizer.ggml.mask_token_id"])
     norm = lambda x, weight: x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight  # noqa: E731
     c = norm(taps.double() @ t("fc.weight").T, t("enc.output_norm.weight"))
-    x = Weights(bench.file, CPU, torch.float32).vector("token_embd.weight").double()[[anchor, *[mask_id] * (block - 1)]]
+    x = (
+        Weights(bench.file, CPU, torch.float32)
+        .vector("token_embd.weight")
+        .double()[[anchor, *[mask_id] * (block - 1)]]
+    )
     n = c.shape[0]
     pos = torch.arange(n + block)
     for i, slides in enumerate(sliding):
@@ -126,10 +130,15 @@ def dense_reference(
         f = norm(x, t(f"{p}.ffn_norm.weight"))
         x = (
             x
-            + (F.silu(f @ t(f"{p}.ffn_gate.weight").T) * (f @ t(f"{p}.ffn_up.weight").T)) @ t(f"{p}.ffn_down.weight").T
+            + (F.silu(f @ t(f"{p}.ffn_gate.weight").T) * (f @ t(f"{p}.ffn_up.weight").T))
+            @ t(f"{p}.ffn_down.weight").T
         )
     y = norm(x, t("output_norm.weight"))
-    head = t("output.weight").T if "output.weight" in file.tensors else bench.target.output.weight.double().T
+    head = (
+        t("output.weight").T
+        if "output.weight" in file.tensors
+        else bench.target.output.weight.double().T
+    )
     return y @ head
 
 
@@ -155,7 +164,9 @@ def test_a_block_equals_the_dense_formulas(
 
 
 @pytest.mark.parametrize("n_context", [1, N_CTX])
-def test_sinks_take_their_share_of_the_weights(files: tuple[Path, Path], tmp_path: Path, n_context: int) -> None:
+def test_sinks_take_their_share_of_the_weights(
+    files: tuple[Path, Path], tmp_path: Path, n_context: int
+) -> None:
     """The second layer has none: each layer for itself."""
     target, draft = files
     n_head = int(open_gguf(draft).metadata["dflash.attention.head_count"])  # type: ignore[call-overload]
@@ -180,7 +191,10 @@ def test_context_may_come_in_any_pieces(files: tuple[Path, Path], pieces: list[i
         at += n
     assert at == N_CTX
     two.catch_up()
-    rows = whole.table.rows(whole.table.slots[0], 0, N_CTX), parts.table.rows(parts.table.slots[0], 0, N_CTX)
+    rows = (
+        whole.table.rows(whole.table.slots[0], 0, N_CTX),
+        parts.table.rows(parts.table.slots[0], 0, N_CTX),
+    )
     for a, b in zip(one.net.memory.kv.values(), two.net.memory.kv.values(), strict=True):
         assert (a.k[rows[0]] - b.k[rows[1]]).abs().max() < 1e-4
         assert (a.v[rows[0]] - b.v[rows[1]]).abs().max() < 1e-4
@@ -244,7 +258,9 @@ class Rounds:
             self.drafter.begin(slots[i], None)
             self.busy.add(i)
         anchors = {i: rng.randrange(256) for i in sorted(self.busy)}
-        wants = {i: rng.choice((0, 1, 3, 7)) if rng.random() < mood else 0 for i in anchors if slots[i].n_past}
+        wants = {
+            i: rng.choice((0, 1, 3, 7)) if rng.random() < mood else 0 for i in anchors if slots[i].n_past
+        }
         asks = [DraftRequest(slots[i], anchors[i], n) for i, n in wants.items()]
         found = zip(wants, self.drafter.draft(asks), strict=True) if any(wants.values()) else ()
         drafts = {i: list(draft.tokens) for i, draft in found}
@@ -278,7 +294,9 @@ class Rounds:
         if self.rng.random() < 0.6:
             self.drafter.checkpoint(slot)
             rows = torch.tensor(table.rows(slot, 0, slot.n_past), dtype=torch.int64)
-            self.left += [t for p in self.drafter.pools() for t in (p.k[rows].clone(), p.v[rows].clone())]
+            self.left += [
+                t for p in self.drafter.pools() for t in (p.k[rows].clone(), p.v[rows].clone())
+            ]
         self.drafter.end(slot)
         assert not self.drafter.late[i]
         table.release(slot)
@@ -379,7 +397,8 @@ def test_requests_draft_the_same_whatever_was_put_off(kind: str) -> None:
         if late == "replayed":
             replay(r.loop, drafter)
         controller.choose = lambda caps, _offers, rng=rng, c=controller: [  # type: ignore[method-assign, misc]
-            min(cap, rng.choice((1, 7)) if c.n_round // 20 % 3 == 0 and rng.random() < 0.5 else 0) for _, cap in caps
+            min(cap, rng.choice((1, 7)) if c.n_round // 20 % 3 == 0 and rng.random() < 0.5 else 0)
+            for _, cap in caps
         ]
         asked, observe, n_round = [], drafter.observe, 0
 
@@ -401,11 +420,15 @@ def test_requests_draft_the_same_whatever_was_put_off(kind: str) -> None:
             if i % 6 == 5:
                 r.loop.cancel(asked[-1].job)
         r.run()
-        heard.append([(h.tokens, h.finish, h.timings.accepted_per_pos, h.timings.draft_n) for h in asked])
+        heard.append(
+            [(h.tokens, h.finish, h.timings.accepted_per_pos, h.timings.draft_n) for h in asked]
+        )
         rows = [row for h in asked for row in r.filed([*h.request.prompt, *h.tokens])]
         filed.append([t[rows] for pool in drafter.pools() for t in (pool.k, pool.v)])
         assert r.loop.stats.guard_trips > 3 and sum(h.timings.cache_n for h in asked) > 100
-        assert sum(h.timings.draft_n for h in asked) > 200 and not any(drafter.late) and drafter.n_held == 0
+        assert (
+            sum(h.timings.draft_n for h in asked) > 200 and not any(drafter.late) and drafter.n_held == 0
+        )
     assert heard[0] == heard[1] == heard[2]
     for *late_rows, rows in zip(*filed, strict=True):
         assert len(rows) > 300 and all((x - rows).abs().max() < 1e-4 for x in late_rows)
@@ -414,7 +437,9 @@ def test_requests_draft_the_same_whatever_was_put_off(kind: str) -> None:
 FORK = {"fc.weight": "dflash_fc.weight", "enc.output_norm.weight": "dflash_hidden_norm.weight"}
 
 
-def test_the_forks_file_of_the_same_weights_drafts_the_same(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_forks_file_of_the_same_weights_drafts_the_same(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
     target, draft = files
     m = open_gguf(draft).metadata
     a = "dflash-draft"
@@ -452,7 +477,9 @@ def test_shifted_taps_are_noticed_at_load(
 ) -> None:
     monkeypatch.setattr(warmup, "BUDGET_S", 60.0)  # looked at however slow this machine is just now
     taps = [int(x) for x in open_gguf(DEMO_DRAFT).metadata["dflash.target_layers"]]  # type: ignore[attr-defined]
-    shifted = rewrite(DEMO_DRAFT, tmp_path / "s.gguf", change={"dflash.target_layers": [t - 1 for t in taps]})
+    shifted = rewrite(
+        DEMO_DRAFT, tmp_path / "s.gguf", change={"dflash.target_layers": [t - 1 for t in taps]}
+    )
     for path, warned in ((DEMO_DRAFT, False), (shifted, True)):
         caplog.clear()
         rig(DEMO, draft_path=path, warm_up=True)

@@ -18,7 +18,9 @@ N_VOCAB, WIDTH = 320, 64  # of the tiny target
 HEAD = np.random.default_rng(0).standard_normal((32, WIDTH)) / 8
 
 
-def with_tensors(path: Path, tensors: Mapping[str, np.ndarray], change: Mapping[str, object] | None = None) -> Rig:
+def with_tensors(
+    path: Path, tensors: Mapping[str, np.ndarray], change: Mapping[str, object] | None = None
+) -> Rig:
     draft = rewrite(tiny("qwen35", drafter=True), path / "d.gguf", add=tensors, change=change)
     return rig(tiny("qwen35"), draft_path=draft, n_draft_fixed=True)
 
@@ -42,14 +44,26 @@ OWN: dict[str, tuple[dict[str, np.ndarray], type[PyspecError], str]] = {
         PairError,
         r"d2t is \[31\] .* 32 tokens",
     ),
-    "d2t with too many": ({"output.weight": HEAD, "d2t": np.zeros(33)}, PairError, r"d2t is \[33\] of type F32"),
-    "d2t without a head": ({"d2t": np.zeros(31)}, PairError, r"d2t is \[31\] .* one for each of its head's 320 tokens"),
+    "d2t with too many": (
+        {"output.weight": HEAD, "d2t": np.zeros(33)},
+        PairError,
+        r"d2t is \[33\] of type F32",
+    ),
+    "d2t without a head": (
+        {"d2t": np.zeros(31)},
+        PairError,
+        r"d2t is \[31\] .* one for each of its head's 320 tokens",
+    ),
     "d2t beyond the vocabulary": (
         {"output.weight": HEAD, "d2t": np.full(32, 320.0)},
         PairError,
         r"320 to 320; .* 0\.\.319",
     ),
-    "d2t below zero": ({"output.weight": HEAD, "d2t": ids(*[0] * 31, -1)}, PairError, "goes from -1 to 0"),
+    "d2t below zero": (
+        {"output.weight": HEAD, "d2t": ids(*[0] * 31, -1)},
+        PairError,
+        "goes from -1 to 0",
+    ),
     "d2t with NaN": ({"output.weight": HEAD, "d2t": ids(*[0] * 31, np.nan)}, PairError, "goes from nan"),
     "head of more tokens": (
         {"output.weight": np.zeros((352, WIDTH))},
@@ -61,13 +75,21 @@ OWN: dict[str, tuple[dict[str, np.ndarray], type[PyspecError], str]] = {
         BadTensors,
         r"output.weight: want",
     ),
-    "embedding of fewer tokens": ({"token_embd.weight": np.zeros((288, WIDTH))}, PairError, "embeds 288 tokens"),
+    "embedding of fewer tokens": (
+        {"token_embd.weight": np.zeros((288, WIDTH))},
+        PairError,
+        "embeds 288 tokens",
+    ),
     "embedding of another width": (
         {"token_embd.weight": np.zeros((320, 32))},
         BadTensors,
         r"want \[320, 64\], file has \[320, 32\]",
     ),
-    "rope_freqs": ({"rope_freqs.weight": np.ones(5)}, BadTensors, r"rope_freqs.weight: want \[8\], file has \[5\]"),
+    "rope_freqs": (
+        {"rope_freqs.weight": np.ones(5)},
+        BadTensors,
+        r"rope_freqs.weight: want \[8\], file has \[5\]",
+    ),
     "a scale of two": ({"fc.scale": np.ones(2)}, BadTensors, r"fc.scale: want \[1\], file has \[2\]"),
     "a scale of NaN": (
         {"blk.0.attn_q.scale": ids(np.nan)},
@@ -75,7 +97,11 @@ OWN: dict[str, tuple[dict[str, np.ndarray], type[PyspecError], str]] = {
         "blk.0.attn_q.scale is nan; want a finite number",
     ),
     "one bias of three": ({"blk.0.attn_q.bias": np.ones(64)}, BadTensors, r"blk.0.attn_k.bias: missing"),
-    "a fused matrix": ({"blk.1.attn_qkv.weight": np.ones((32, 32))}, BadTensors, r"blk.1.attn_qkv.weight: want"),
+    "a fused matrix": (
+        {"blk.1.attn_qkv.weight": np.ones((32, 32))},
+        BadTensors,
+        r"blk.1.attn_qkv.weight: want",
+    ),
 }
 
 
@@ -104,7 +130,9 @@ def test_a_drafters_metadata_is_held_to_its_ranges(key: str, tmp_path: Path) -> 
         with_tensors(tmp_path, {}, {key: value})
 
 
-@pytest.mark.parametrize(("kind", "n"), [("llama", 1_000_000), ("qwen35", 1_000_000), ("nemotron_h_moe", 1_000_000)])
+@pytest.mark.parametrize(
+    ("kind", "n"), [("llama", 1_000_000), ("qwen35", 1_000_000), ("nemotron_h_moe", 1_000_000)]
+)
 def test_blocks_are_counted_against_the_files_tensors_before_anything_is_listed(
     kind: str, n: int, tmp_path: Path
 ) -> None:
@@ -113,6 +141,8 @@ def test_blocks_are_counted_against_the_files_tensors_before_anything_is_listed(
     path = rewrite(source, tmp_path / "m.gguf", change={f"{kind}.block_count": n})
     with (
         open_gguf(path) as file,
-        pytest.raises(ModelError, match=rf"block_count is {n}, and the file has {len(file.tensors)} tensors"),
+        pytest.raises(
+            ModelError, match=rf"block_count is {n}, and the file has {len(file.tensors)} tensors"
+        ),
     ):
         plain_rig(path)

@@ -38,7 +38,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "free_bytes", lambda device: 8 << 30)
 
 
-def planned(target: Path, device: torch.device = CPU, draft: Path | None = None, **settings: object) -> MemoryPlan:
+def planned(
+    target: Path, device: torch.device = CPU, draft: Path | None = None, **settings: object
+) -> MemoryPlan:
     values: dict[str, object] = {"ctx": 256, "draft_path": draft, "device": device.type, **settings}
     return planned_bytes.plan_memory(describe.describe(target, EngineSettings(**values)))  # type: ignore[arg-type]
 
@@ -67,7 +69,9 @@ def test_rows_of_a_packed_matrix_are_those_of_the_whole(type: GGMLType, n_out: i
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("kind", ["streamed", "dense", "unpacked"])
 @pytest.mark.parametrize("to", [Q4_0, GGMLType.IQ4_NL])
-def test_a_copy_in_pieces_is_that_of_the_whole(kind: str, to: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_in_pieces_is_that_of_the_whole(
+    kind: str, to: GGMLType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = open_gguf(DEMO)
     info = file.tensors["output.weight"]
     raw = torch.from_numpy(file.raw(info.name).copy())
@@ -96,7 +100,9 @@ def test_the_plan_counts_the_copy(draft: Path | None, on_gpu: None) -> None:
     full = planned(DEMO, GPU, draft, draft_head="full")
     more = planned(DEMO, GPU, draft, draft_head="q4_0")
     assert full.draft_head == 0 and "draft head" not in str(full)
-    assert more.draft_head == packed_bytes(Q4_0, n_out, n_in) and more.total == full.total + more.draft_head
+    assert (
+        more.draft_head == packed_bytes(Q4_0, n_out, n_in) and more.total == full.total + more.draft_head
+    )
     assert "draft head" in str(more)
     # DFlash has one pass a block
     assert planned(DEMO, GPU, draft).draft_head == (more.draft_head if draft is None else 0)
@@ -106,12 +112,18 @@ def test_the_plan_counts_the_copy(draft: Path | None, on_gpu: None) -> None:
 
 def test_auto_wants_a_drafter_and_a_head_of_six_bits_that_kernels_stream(on_gpu: None) -> None:
     assert planned(DEMO, GPU).draft_head > 0
-    assert planned(DEMO, GPU, spec_type="none").draft_head == planned(DEMO, GPU, spec_type="ngram").draft_head == 0
+    assert (
+        planned(DEMO, GPU, spec_type="none").draft_head
+        == planned(DEMO, GPU, spec_type="ngram").draft_head
+        == 0
+    )
     assert planned(DEMO, GPU, weights="dense").draft_head == 0
     assert planned(FIXTURES / "qwen35.gguf", GPU).draft_head == 0  # f32: no kernel streams it
 
 
-def test_without_memory_auto_keeps_the_head_and_says_so(monkeypatch: pytest.MonkeyPatch, on_gpu: None) -> None:
+def test_without_memory_auto_keeps_the_head_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: None
+) -> None:
     need = planned(DEMO, GPU, draft_head="q4_0", weights="packed")
     monkeypatch.setattr(plan, "free_bytes", lambda device: need.total)  # a reserve is left to others
     d = describe.describe(DEMO, EngineSettings(ctx=256, device="cuda", weights="packed"))
@@ -119,7 +131,9 @@ def test_without_memory_auto_keeps_the_head_and_says_so(monkeypatch: pytest.Monk
     assert "no room for a coarse copy of" in planned_bytes.missing_copy(d, planned_bytes.plan_memory(d))
     assert planned_bytes.missing_copy(d, need) == ""
     asked = planned(DEMO, GPU, draft_head="q4_0", weights="packed")
-    monkeypatch.setattr(plan, "free_bytes", lambda device: (need.total - need.draft_head) / (1 - plan.RESERVE) + 1)
+    monkeypatch.setattr(
+        plan, "free_bytes", lambda device: (need.total - need.draft_head) / (1 - plan.RESERVE) + 1
+    )
     with pytest.raises(DoesNotFit, match="--draft-head full"):
         plan.check_fit(asked, GPU, n_slot=1, n_ctx=256, packed=True)
 
@@ -127,7 +141,9 @@ def test_without_memory_auto_keeps_the_head_and_says_so(monkeypatch: pytest.Monk
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("spec_type", "text"), [("none", "nothing drafts"), ("ngram", "n-grams need no head")])
+@pytest.mark.parametrize(
+    ("spec_type", "text"), [("none", "nothing drafts"), ("ngram", "n-grams need no head")]
+)
 def test_without_a_drafter_that_has_use_for_it_it_is_refused(spec_type: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         rig(tiny("qwen35"), spec_type=spec_type, draft_head="q4_0")
@@ -136,10 +152,18 @@ def test_without_a_drafter_that_has_use_for_it_it_is_refused(spec_type: str, tex
 def test_a_drafter_with_its_own_head_is_told(tmp_path: Path, on_gpu: None) -> None:
     source, head = FIXTURES / "qwen35.gguf", "nextn.shared_head_head.weight"
     file = open_gguf(source)
-    block = next(n for n in file.tensors if n.endswith("nextn.eh_proj.weight")).removesuffix("nextn.eh_proj.weight")
-    add = {} if block + head in file.tensors else {block + head: np.zeros(file.tensors["token_embd.weight"].shape)}
+    block = next(n for n in file.tensors if n.endswith("nextn.eh_proj.weight")).removesuffix(
+        "nextn.eh_proj.weight"
+    )
+    add = (
+        {}
+        if block + head in file.tensors
+        else {block + head: np.zeros(file.tensors["token_embd.weight"].shape)}
+    )
     own = rewrite(source, tmp_path / "own.gguf", add=add)
-    with pytest.raises(ConfigError, match="--draft-head q4_0 makes no sense here: the drafter has a head of its own"):
+    with pytest.raises(
+        ConfigError, match="--draft-head q4_0 makes no sense here: the drafter has a head of its own"
+    ):
         rig(own, draft_head="q4_0")
     assert planned(own, GPU).draft_head == 0
     add = {"token_embd.weight": np.zeros((320, 64)), "output.weight": np.zeros((320, 64))}
@@ -154,10 +178,14 @@ def test_a_head_that_is_as_coarse_already_stays() -> None:
     assert coarse.refusal(info, Q4_0) is None
     why = coarse.refusal(replace(info, type=GGMLType.Q4_K), Q4_0)
     assert why == "it has 4.5 bits a weight (Q4_K), the copy would have 4.5"
-    assert coarse.refusal(replace(info, type=GGMLType.Q5_K), Q4_0) is None  # if asked for, but not worth it by itself
+    assert (
+        coarse.refusal(replace(info, type=GGMLType.Q5_K), Q4_0) is None
+    )  # if asked for, but not worth it by itself
     assert not coarse.is_worth(replace(info, type=GGMLType.Q5_K)) and coarse.is_worth(info)
     assert coarse.is_worth(replace(info, type=GGMLType.Q6_K))
-    assert coarse.refusal(replace(info, shape=(300, 40)), Q4_0) == "its rows of 40 are not a multiple of 32"
+    assert (
+        coarse.refusal(replace(info, shape=(300, 40)), Q4_0) == "its rows of 40 are not a multiple of 32"
+    )
 
 
 def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
@@ -179,7 +207,9 @@ def test_the_text_is_that_of_plain_decoding(kind: str, weights: str, head: str) 
     r = rig(DEMO, draft_head=head, weights=weights, n_draft_fixed=True, **draft)
     drafter = r.loop.drafter
     own = drafter.block.output if kind == "mtp" else drafter.net.head  # type: ignore[union-attr]
-    assert isinstance(own, Dense if weights == "dense" else CpuMatrix) and own is not r.loop.target.output  # type: ignore[attr-defined]
+    assert (
+        isinstance(own, Dense if weights == "dense" else CpuMatrix) and own is not r.loop.target.output
+    )  # type: ignore[attr-defined]
     got = r.generate(PROMPT, 40)
     assert got.tokens == want.tokens
     assert got.timings.draft_n_accepted > 0

@@ -25,7 +25,9 @@ from pyspec.gguf import open_gguf
 from pyspec.request import SamplingParams
 from pyspec.slots.arena import Arena
 
-LLAMA, QWEN3, GEMMA3, QWEN35 = (FIXTURES / f"{name}.gguf" for name in ("llama", "qwen3", "gemma3", "qwen35"))
+LLAMA, QWEN3, GEMMA3, QWEN35 = (
+    FIXTURES / f"{name}.gguf" for name in ("llama", "qwen3", "gemma3", "qwen35")
+)
 TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 TABLES = ("token_embd.weight", "output.weight")
 
@@ -60,7 +62,9 @@ def drafted(target: Path, draft: Path, **settings: object) -> Rig:
 def free_texts(path: Path) -> dict[tuple[int, ...], list[int]]:
     """Those of the known texts in which no end token was passed over, which a draft model would propose."""
     r, params = plain_rig(path), replace(GREEDY, ignore_eos=False)
-    return {p: text for p, text in known_texts(path).items() if r.generate(p, N_TEXT, params).tokens == text}
+    return {
+        p: text for p, text in known_texts(path).items() if r.generate(p, N_TEXT, params).tokens == text
+    }
 
 
 def n_rounds(n: int, n_draft: int) -> int:
@@ -116,7 +120,9 @@ def test_it_does_in_rounds_that_are_launched_ahead(path: Path, is_ahead: bool, n
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("waiting", [2, 16])
 @BOTH
-def test_after_rounds_without_drafts_it_has_read_what_it_missed(path: Path, is_ahead: bool, waiting: int) -> None:
+def test_after_rounds_without_drafts_it_has_read_what_it_missed(
+    path: Path, is_ahead: bool, waiting: int
+) -> None:
     """Five rounds without drafts, then two with: every draft is right, so its rows are those of the text."""
     texts, rounds = free_texts(path), count()
     r = drafted(path, path, np=2, n_draft_max=3)
@@ -288,13 +294,22 @@ def test_behind_its_trained_length_it_drafts_no_more() -> None:
 def shuffled(path: Path, extra: int = 0) -> Path:
     """The same model with its tokens in another order, and with some that the target does not have behind them."""
     file = open_gguf(path)
-    tokens, kinds = file.fields.strings(TOKENS), file.fields.integers(KINDS, len(file.fields.strings(TOKENS)))
+    tokens, kinds = (
+        file.fields.strings(TOKENS),
+        file.fields.integers(KINDS, len(file.fields.strings(TOKENS))),
+    )
     order = np.random.default_rng(1).permutation(len(tokens))
     own = {name: values(path, name)[order] for name in TABLES}
     own = {name: np.concatenate([x, np.zeros((extra, x.shape[1]), "<f4")]) for name, x in own.items()}
-    ids = {key: int(np.flatnonzero(order == i)[0]) for key, i in file.metadata.items() if key.endswith("_token_id")}
+    ids = {
+        key: int(np.flatnonzero(order == i)[0])
+        for key, i in file.metadata.items()
+        if key.endswith("_token_id")
+    }
     texts = [*(tokens[i] for i in order), *(f"unknown{i}" for i in range(extra))]
-    return with_tensors(path, own, **{TOKENS: texts, KINDS: [*(kinds[i] for i in order), *[1] * extra], **ids})
+    return with_tensors(
+        path, own, **{TOKENS: texts, KINDS: [*(kinds[i] for i in order), *[1] * extra], **ids}
+    )
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
@@ -315,7 +330,9 @@ def test_vocabularies_that_differ_in_their_padding_need_no_map(more: int) -> Non
     tokens = fields.strings(TOKENS)
     n, kinds = len(tokens) + more, fields.integers(KINDS, len(tokens))
     rows = {name: values(LLAMA, name) for name in TABLES}
-    own = {name: np.concatenate([x, np.full((7, x.shape[1]), 9.0, "<f4")])[:n] for name, x in rows.items()}
+    own = {
+        name: np.concatenate([x, np.full((7, x.shape[1]), 9.0, "<f4")])[:n] for name, x in rows.items()
+    }
     texts = [*tokens, *(f"[PAD{i}]" for i in range(7))][:n]
     draft = with_tensors(LLAMA, own, **{TOKENS: texts, KINDS: [*kinds, *[5] * 7][:n]})
     known = free_texts(LLAMA)
@@ -334,13 +351,17 @@ def test_partners_have_the_same_text_or_the_nearest() -> None:
     a, b = target.fields.strings(TOKENS), own.fields.strings(TOKENS)
     assert [b[i] for i in found.to_own] == a
     assert [a[i] for i in found.to_target[:n]] == b[:n]
-    assert all(a[i] == "u" or a[i].startswith("un") for i in found.to_target[n:]), "the longest that begins 'unknown0'"
+    assert all(a[i] == "u" or a[i].startswith("un") for i in found.to_target[n:]), (
+        "the longest that begins 'unknown0'"
+    )
     assert read_map(target, n, target, n).to_own is None is read_map(target, n, target, n).to_target
 
 
 def test_a_vocabulary_with_few_common_tokens_is_refused() -> None:
     tokens = [f"{t}#{i}" if i % 3 else t for i, t in enumerate(open_gguf(LLAMA).fields.strings(TOKENS))]
-    with pytest.raises(PairError, match=r"knows \d+ of the target's \d+ tokens \(\d+%\), and 50% are wanted"):
+    with pytest.raises(
+        PairError, match=r"knows \d+ of the target's \d+ tokens \(\d+%\), and 50% are wanted"
+    ):
         drafted(LLAMA, with_tensors(LLAMA, {}, **{TOKENS: tokens}))
 
 
@@ -362,7 +383,9 @@ def test_what_can_not_draft_is_refused_with_one_sentence(tmp_path: Path) -> None
     with pytest.raises(PairError, match=r"\(rwkv7\) is for none of the drafters there are"):
         rig(LLAMA, draft_path=tmp_path / "a.gguf")
     with pytest.raises(BadTensors, match=r"blk\.0\.attn_q\.weight: missing"):
-        drafted(LLAMA, rewrite(LLAMA, tmp_path / "b.gguf", drop=lambda name: name == "blk.0.attn_q.weight"))
+        drafted(
+            LLAMA, rewrite(LLAMA, tmp_path / "b.gguf", drop=lambda name: name == "blk.0.attn_q.weight")
+        )
     with pytest.raises(PairError, match="deepseek4 keeps rows that refused drafts would overwrite"):
         drafted(FIXTURES / "deepseek4.gguf", FIXTURES / "deepseek4.gguf")
 
@@ -376,5 +399,7 @@ def test_its_weights_and_rows_are_planned() -> None:
     purposes = dict(pair.asked.by_purpose)
     assert purposes["draft weights"] >= sum(t.n_bytes for t in open_gguf(QWEN3).tensors.values())
     r = drafted(LLAMA, QWEN3, np=2, ctx=64)
-    own = sum(t.numel() * t.element_size() for part in r.loop.worker.draft_pools() for t in part.tensors())
+    own = sum(
+        t.numel() * t.element_size() for part in r.loop.worker.draft_pools() for t in part.tensors()
+    )
     assert own == purposes["draft KV"]

@@ -38,7 +38,9 @@ def test_rows_and_taps_give_the_numbers_of_llama_cpp() -> None:
     want, file = np.load(FIXTURES / "eagle3.npz"), open_gguf(EAGLE)
     c, device, table = read_eagle(file), torch.device("cpu"), SlotTable(1, 4, 16)
     memory = allocate(
-        [c.attention.memory()], CacheSizes(1, table.n_alloc_row, 16, 1, KvFormat.named("f32", None)), device
+        [c.attention.memory()],
+        CacheSizes(1, table.n_alloc_row, 16, 1, KvFormat.named("f32", None)),
+        device,
     )
     target = SimpleNamespace(n_vocab=len(file.fields.strings("tokenizer.ggml.tokens")))
     block = EagleBlock(c, Weights(file, device, torch.float32), memory, target, None)  # type: ignore[arg-type]
@@ -71,7 +73,12 @@ def eagle(kind: str, *, own: bool) -> Path:
     random = lambda *shape: (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype("<f4")  # noqa: E731
     norm = lambda m: (1 + 0.1 * rng.standard_normal(m)).astype("<f4")  # noqa: E731
     tensors = {"fc.weight": random(n, 3 * n_target), "output_norm.weight": norm(n)}
-    shapes = {"q": (heads * dim, 2 * n), "k": (dim, 2 * n), "v": (dim, 2 * n), "output": (n, heads * dim)}
+    shapes = {
+        "q": (heads * dim, 2 * n),
+        "k": (dim, 2 * n),
+        "v": (dim, 2 * n),
+        "output": (n, heads * dim),
+    }
     tensors |= {f"blk.0.attn_{x}.weight": random(*shape) for x, shape in shapes.items()}
     tensors |= {f"blk.0.{x}.weight": norm(n) for x in ("attn_norm", "attn_norm_2", "ffn_norm")}
     tensors |= {f"blk.0.ffn_{x}.weight": random(n_ff, n) for x in ("gate", "up")} | {
@@ -79,7 +86,11 @@ def eagle(kind: str, *, own: bool) -> Path:
     }
     if own:
         d2t = np.sort(rng.choice(n_vocab, 200, replace=False)).astype("<f4")
-        tensors |= {"token_embd.weight": random(n_vocab, n) * np.sqrt(n), "output.weight": random(200, n), "d2t": d2t}
+        tensors |= {
+            "token_embd.weight": random(n_vocab, n) * np.sqrt(n),
+            "output.weight": random(200, n),
+            "d2t": d2t,
+        }
         tensors["enc.output_norm.weight"] = norm(3 * n_target)
     keys = {
         "block_count": 1, "embedding_length": n, "feed_forward_length": n_ff, "attention.head_count": heads,
@@ -109,7 +120,9 @@ class Reference:
         self.h, self.own = self.file.hparams, own
         shared = target if not own else self.file
         self.embedding = self._w(shared, "token_embd.weight")
-        self.head = self._w(shared, "output.weight" if "output.weight" in shared.tensors else "token_embd.weight")
+        self.head = self._w(
+            shared, "output.weight" if "output.weight" in shared.tensors else "token_embd.weight"
+        )
         self.d2t = self._w(self.file, "d2t").astype(int) if own else np.arange(len(self.head))
         self.target = plain_rig(tiny(kind)).loop.target
 
@@ -131,7 +144,8 @@ class Reference:
         table.acquire(table.slots[0], 200)
         self.target.memory.reset(0)
         out = self.target.forward(
-            lay_out(table, [Seq(0, 0, tokens, SeqMode.KEEP)], torch.device("cpu")), [t - 1 for t in LAYERS]
+            lay_out(table, [Seq(0, 0, tokens, SeqMode.KEEP)], torch.device("cpu")),
+            [t - 1 for t in LAYERS],
         )
         assert out.taps is not None
         taps = out.taps.numpy().astype(np.float64)
@@ -142,7 +156,10 @@ class Reference:
         dim = x.shape[-1]
         angles = np.arange(len(x))[:, None, None] * 1e4 ** (-np.arange(0, dim, 2) / dim)
         a, b, out = x[..., ::2], x[..., 1::2], np.empty_like(x)
-        out[..., ::2], out[..., 1::2] = a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)
+        out[..., ::2], out[..., 1::2] = (
+            a * np.cos(angles) - b * np.sin(angles),
+            a * np.sin(angles) + b * np.cos(angles),
+        )
         return out
 
     def last(self, tokens: Sequence[int], g: np.ndarray) -> tuple[np.ndarray, int]:
@@ -160,7 +177,10 @@ class Reference:
         x = o + (g[-1] if self.own else m[-1])
         n = self.rms(x, self.w("blk.0.ffn_norm"))
         gate = n @ self.w("blk.0.ffn_gate").T
-        x = x + (gate / (1 + np.exp(-gate)) * (n @ self.w("blk.0.ffn_up").T)) @ self.w("blk.0.ffn_down").T
+        x = (
+            x
+            + (gate / (1 + np.exp(-gate)) * (n @ self.w("blk.0.ffn_up").T)) @ self.w("blk.0.ffn_down").T
+        )
         return x, int(self.d2t[(self.head @ self.rms(x, self.w("output_norm"))).argmax()])
 
     def draft(self, tokens: Sequence[int], states: np.ndarray, n: int) -> list[int]:
@@ -181,7 +201,11 @@ def watch(r: Rig) -> list[tuple[list[int], list[int]]]:
 
     def watched(requests: Sequence[DraftRequest]) -> list[Drafts]:
         found = draft(requests)
-        seen.extend(([*q.slot.tokens, q.anchor], [*d.tokens]) for q, d in zip(requests, found, strict=True) if d.tokens)
+        seen.extend(
+            ([*q.slot.tokens, q.anchor], [*d.tokens])
+            for q, d in zip(requests, found, strict=True)
+            if d.tokens
+        )
         return found
 
     drafter.draft = watched  # type: ignore[method-assign]
@@ -192,7 +216,11 @@ def watch(r: Rig) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("kind", TARGETS)
 def test_drafts_are_those_of_the_reference(kind: str, own: bool) -> None:
     """After prompts, accepted and refused drafts, and rounds without any."""
-    texts, rounds, reference = list(known_texts(tiny(kind)).items())[:4], count(), Reference(kind, own=own)
+    texts, rounds, reference = (
+        list(known_texts(tiny(kind)).items())[:4],
+        count(),
+        Reference(kind, own=own),
+    )
     r = drafted(kind, own=own, np=2)
     seen = watch(r)
     r.loop.controller.choose = lambda caps, _offers=(): [  # type: ignore[method-assign]
@@ -225,7 +253,11 @@ def test_passes_are_recorded() -> None:
     r = drafted("qwen3", own=False)
     prompt, text = next(iter(known_texts(tiny("qwen3")).items()))
     assert r.generate(prompt, N_TEXT).tokens == text
-    assert isinstance(r.loop.drafter, Chain) and not r.loop.drafter._next._cannot and r.loop.drafter._next._tapes
+    assert (
+        isinstance(r.loop.drafter, Chain)
+        and not r.loop.drafter._next._cannot
+        and r.loop.drafter._next._tapes
+    )
 
 
 def test_a_prefix_of_the_cache_is_drafted_from_as_a_text_that_was_read() -> None:
@@ -236,14 +268,19 @@ def test_a_prefix_of_the_cache_is_drafted_from_as_a_text_that_was_read() -> None
     h = r.generate(turn, 20)
     assert h.timings.cache_n == len(prompt) + 11
     states = reference.states([*turn, *h.tokens])
-    assert seen and all(drafts == reference.draft(tokens, states, len(drafts)) for tokens, drafts in seen)
+    assert seen and all(
+        drafts == reference.draft(tokens, states, len(drafts)) for tokens, drafts in seen
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"target_hidden_size": 32}, "reads layers of width 32; the target's have 64"),
-        ({"target_layers": [1, 2, 3]}, r"taps the inputs of layers \[1, 2, 3\]; inputs of layers 1\.\.2"),
+        (
+            {"target_layers": [1, 2, 3]},
+            r"taps the inputs of layers \[1, 2, 3\]; inputs of layers 1\.\.2",
+        ),
         ({"target_layers": [0, 1, 2]}, r"taps the inputs of layers \[0, 1, 2\]"),
         ({"block_count": 2}, "has 2 layers; one is supported"),
     ],
@@ -252,7 +289,9 @@ def test_a_drafter_for_another_target_is_refused_with_the_numbers(
     change: dict[str, object], text: str, tmp_path: Path
 ) -> None:
     own = eagle("qwen3", own=True)
-    other = rewrite(own, tmp_path / "e.gguf", change={f"eagle3.{key}": value for key, value in change.items()})
+    other = rewrite(
+        own, tmp_path / "e.gguf", change={f"eagle3.{key}": value for key, value in change.items()}
+    )
     with pytest.raises(PairError, match=text):
         rig(tiny("qwen3"), draft_path=other)
 

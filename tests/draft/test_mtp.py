@@ -93,7 +93,9 @@ def test_after_any_drafts_the_cache_is_that_of_one_shot(n_draft: int, ubatch: in
     r = rig(QWEN35, np=3, spec_type="mtp", n_draft_max=n_draft, n_draft_fixed=True, ubatch=ubatch)
     rng = random.Random(2)
     prompts = [rng.choices(range(290), k=n) for n in (5, 90, 33)]
-    heard = [r.submit(p, 70, n_draft_max=(n_draft, 1, n_draft)[i], slot=i) for i, p in enumerate(prompts)]
+    heard = [
+        r.submit(p, 70, n_draft_max=(n_draft, 1, n_draft)[i], slot=i) for i, p in enumerate(prompts)
+    ]
     r.run()
     for i, h in enumerate(heard):
         tokens, got = exact_rows_of(r, h)

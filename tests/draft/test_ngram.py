@@ -43,7 +43,9 @@ def test_growing_text_gives_the_drafts_of_a_fresh_index(n_match: int) -> None:
     drafter.begin(slot, None)
     for _ in range(60):
         slot.tokens = tokens[:-1]
-        assert drafter.draft([DraftRequest(slot, tokens[-1], 8)]) == [Drafts(propose(tokens, n_match=n_match))]
+        assert drafter.draft([DraftRequest(slot, tokens[-1], 8)]) == [
+            Drafts(propose(tokens, n_match=n_match))
+        ]
         tokens += rng.choices([1, 2], k=rng.randint(1, 4))
 
 

@@ -100,11 +100,15 @@ def test_a_file_that_was_given_for_a_drafter_without_weights_is_refused(own: Pat
 
 
 def test_an_unknown_name_is_refused_with_all_there_are(own: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--spec-type is 'owm'; want one of auto, none, .*, ngram, .*, own"):
+    with pytest.raises(
+        ConfigError, match=r"--spec-type is 'owm'; want one of auto, none, .*, ngram, .*, own"
+    ):
         EngineSettings(spec_type="owm")
 
 
-def test_an_installed_drafter_recognises_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_drafter_recognises_its_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = "def recognises(file): return file.architecture == 'llama'\nplan = load = print\n"
     module(tmp_path, "for_llama", text)
     assert draft.recognised(open_gguf(FIXTURES / "llama.gguf")) is None
@@ -115,10 +119,17 @@ def test_an_installed_drafter_recognises_its_own_files(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("1 / 0", "importing broken gave ZeroDivisionError"), ("plan = print", "broken has no recognises, load")],
+    [
+        ("1 / 0", "importing broken gave ZeroDivisionError"),
+        ("plan = print", "broken has no recognises, load"),
+    ],
 )
 def test_a_broken_drafter_is_told_to_whoever_names_it_and_stops_nobody_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str, why: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    text: str,
+    why: str,
 ) -> None:
     module(tmp_path, "broken", text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -160,7 +171,9 @@ def own_file(path: Path, depth: object, orders: list[int], vocabulary: tuple[str
 def test_a_drafter_of_another_package_reads_the_keys_of_its_own_file(own: Path) -> None:
     module(own, "table", READS_ITS_FILE)
     prompt, answer = demo_prompts()[0]
-    r = rig(DEMO, spec_type="table", draft_path=own_file(own / "table.gguf", 3, [1, 2]), n_draft_fixed=True)
+    r = rig(
+        DEMO, spec_type="table", draft_path=own_file(own / "table.gguf", 3, [1, 2]), n_draft_fixed=True
+    )
     assert (r.info.drafter, r.info.n_draft_max) == ("table", 3)
     assert r.generate(prompt, 8).tokens == answer[:8]
 
@@ -215,7 +228,9 @@ def test_a_drafter_with_a_vocabulary_of_its_own_maps_it(own: Path) -> None:
     module(own, "table", READS_ITS_FILE)
     module(own, "mapping", MAPS)
     path = own_file(own / "table.gguf", 3, [1, 2], vocabulary=("a", "b"))
-    with pytest.raises(PairError, match=r"the drafter has 2 tokens, the target .*: they do not share a vocabulary"):
+    with pytest.raises(
+        PairError, match=r"the drafter has 2 tokens, the target .*: they do not share a vocabulary"
+    ):
         rig(DEMO, spec_type="table", draft_path=path)
     known = demo_prompts()[:2] * 2
     r = rig(DEMO, spec_type="mapping", draft_path=path, n_draft_fixed=True)

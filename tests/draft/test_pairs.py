@@ -41,7 +41,9 @@ def test_a_drafter_for_another_target_is_refused_with_the_numbers(
     tmp_path: Path, changes: dict[str, object], text: str
 ) -> None:
     if min(changes.get("taps", (0,))) < 0:  # type: ignore[arg-type, type-var]  # the writer would not write these
-        draft = rewrite(tiny("qwen35", drafter=True), tmp_path / "d.gguf", change={"dflash.target_layers": [0, 3]})
+        draft = rewrite(
+            tiny("qwen35", drafter=True), tmp_path / "d.gguf", change={"dflash.target_layers": [0, 3]}
+        )
     else:
         draft = drafter_with(tmp_path, **changes)
     with pytest.raises(PairError, match=text) as e:
@@ -50,8 +52,12 @@ def test_a_drafter_for_another_target_is_refused_with_the_numbers(
 
 
 @pytest.mark.parametrize("block", [0, 1, 257, 2**32 - 1])
-def test_a_block_of_no_draft_or_of_too_many_is_refused_before_anything_is_allocated(tmp_path: Path, block: int) -> None:
-    with pytest.raises(BadGGUF, match=f"dflash.block_size is {block}; want a whole number from 2 to 256"):
+def test_a_block_of_no_draft_or_of_too_many_is_refused_before_anything_is_allocated(
+    tmp_path: Path, block: int
+) -> None:
+    with pytest.raises(
+        BadGGUF, match=f"dflash.block_size is {block}; want a whole number from 2 to 256"
+    ):
         pair(drafter_with(tmp_path, block=block))
 
 
@@ -78,7 +84,11 @@ def test_missing_and_misshaped_tensors_are_listed_at_once(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("tensor", "text"),
-    [("selector_hidden.weight", "DFlash2"), ("blk.0.attn_conv_base", "convolutions"), ("markov_w1.weight", "DSpark")],
+    [
+        ("selector_hidden.weight", "DFlash2"),
+        ("blk.0.attn_conv_base", "convolutions"),
+        ("markov_w1.weight", "DSpark"),
+    ],
 )
 def test_relatives_of_dflash_are_called_by_their_name(tmp_path: Path, tensor: str, text: str) -> None:
     rename = lambda name: tensor if name == "blk.0.attn_q_norm.weight" else name  # noqa: E731
@@ -108,7 +118,9 @@ def test_a_file_that_is_no_drafter_and_no_model_is_refused(tmp_path: Path) -> No
         ({"spec_type": "dflash"}, ConfigError, "needs a draft file"),
     ],
 )
-def test_conflicting_flags_are_refused(settings: dict[str, object], error: type[Exception], text: str) -> None:
+def test_conflicting_flags_are_refused(
+    settings: dict[str, object], error: type[Exception], text: str
+) -> None:
     if settings.pop("draft", False):
         settings["draft_path"] = tiny("qwen35", drafter=True)
     with pytest.raises(error, match=text):
@@ -132,7 +144,9 @@ def test_the_type_is_recognised_from_the_file() -> None:
 
 def test_a_sidecar_drafts_as_the_block_inside_the_file(tmp_path: Path) -> None:
     inside, trunk = tiny("qwen35"), tiny("qwen35", mtp=False)
-    sidecar = rewrite(inside, tmp_path / "s.gguf", drop=lambda n: n.startswith("blk.") and not n.startswith("blk.4."))
+    sidecar = rewrite(
+        inside, tmp_path / "s.gguf", drop=lambda n: n.startswith("blk.") and not n.startswith("blk.4.")
+    )
     one = rig(inside, spec_type="mtp", n_draft_max=3, n_draft_fixed=True).generate([1, 2, 3, 4], 40)
     two = pair(sidecar, trunk, n_draft_max=3, n_draft_fixed=True).generate([1, 2, 3, 4], 40)
     assert two.tokens == one.tokens == plain_rig(inside).generate([1, 2, 3, 4], 40).tokens
@@ -141,10 +155,14 @@ def test_a_sidecar_drafts_as_the_block_inside_the_file(tmp_path: Path) -> None:
 
 def test_a_sidecar_of_another_model_is_refused(tmp_path: Path) -> None:
     dims = synth.find("qwen35", tiny=True)
-    wide = synth.write(replace(dims, n_embd=96), tmp_path / "w.gguf", quant="f32", tiny=True, sidecar=True)
+    wide = synth.write(
+        replace(dims, n_embd=96), tmp_path / "w.gguf", quant="f32", tiny=True, sidecar=True
+    )
     with pytest.raises(PairError, match="of width 96; the target has 4 layers of width 64"):
         pair(wide)
-    deep = synth.write(replace(dims, n_layer=8), tmp_path / "d.gguf", quant="f32", tiny=True, sidecar=True)
+    deep = synth.write(
+        replace(dims, n_layer=8), tmp_path / "d.gguf", quant="f32", tiny=True, sidecar=True
+    )
     with pytest.raises(PairError, match="follows layer 8"):
         pair(deep)
 

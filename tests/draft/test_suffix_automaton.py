@@ -33,7 +33,9 @@ def count(texts: Texts, part: list[int]) -> int:
 def followers(texts: Texts, part: list[int]) -> Counter[int]:
     """What stands behind `part`, and how often."""
     n = len(part)
-    return Counter(text[i + n] for text in texts for i in range(len(text) - n) if text[i : i + n] == part)
+    return Counter(
+        text[i + n] for text in texts for i in range(len(text) - n) if text[i : i + n] == part
+    )
 
 
 def repeated(text: list[int]) -> int:
@@ -94,14 +96,18 @@ def test_the_likeliest_follower_has_most_places(texts: Texts, n: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(few, few, st.integers(0, 40))
-def test_a_text_from_outside_is_followed_while_the_automaton_grows(text: list[int], other: list[int], cut: int) -> None:
+def test_a_text_from_outside_is_followed_while_the_automaton_grows(
+    text: list[int], other: list[int], cut: int
+) -> None:
     """states that are split meanwhile are found again"""
     automaton, state, n = of(text[:cut]), 0, 0
     known = text[:cut]
     for i, token in enumerate(other):
         state, n = automaton.step(state, n, token)
         suffixes = (k for k in range(i + 1, 0, -1) if count([known], other[i + 1 - k : i + 1]))
-        assert n == next(suffixes, 0) or len(known) > cut, "it has grown, so a longer suffix may stand there now"
+        assert n == next(suffixes, 0) or len(known) > cut, (
+            "it has grown, so a longer suffix may stand there now"
+        )
         assert n == 0 or count([known], other[i + 1 - n : i + 1])
         piece = text[len(known) : len(known) + 1]
         automaton.extend(piece)
@@ -110,7 +116,13 @@ def test_a_text_from_outside_is_followed_while_the_automaton_grows(text: list[in
 
 @pytest.mark.parametrize(
     "text",
-    [[7] * 5000, [1, 2] * 2500, list(range(5000)), [i % 71 for i in range(5000)], [0] * 2500 + [1] * 2500],
+    [
+        [7] * 5000,
+        [1, 2] * 2500,
+        list(range(5000)),
+        [i % 71 for i in range(5000)],
+        [0] * 2500 + [1] * 2500,
+    ],
     ids=["one token", "two tokens", "all differ", "period 71", "two runs"],
 )
 def test_hard_texts_take_linear_time_and_memory(text: list[int]) -> None:

@@ -15,7 +15,9 @@ from pyspec.slots.table import Slot
 TEXT = random.Random(7).choices(range(1000), k=80)
 
 
-def begin(drafts: SuffixDrafts, prompt: list[int], client: str = "", index: int = 0, *, keeps: bool = True) -> Slot:
+def begin(
+    drafts: SuffixDrafts, prompt: list[int], client: str = "", index: int = 0, *, keeps: bool = True
+) -> Slot:
     """A request whose prompt is read: all of it but the last token, which is the anchor."""
     slot = Slot(index, tokens=list(prompt))
     drafts.begin(slot, prompt, client, keeps=keeps)
@@ -189,7 +191,9 @@ def test_chances_become_the_measured_share() -> None:
     for _ in range(2000):
         chances.learn(5, follower, rng.random() < 0.3)
     assert abs(chances.of(5, follower) - 0.3) < 0.06 < abs(first - 0.3)
-    assert chances.of(40, follower) == SuffixChances().of(40, follower), "other lengths are learned apart"
+    assert chances.of(40, follower) == SuffixChances().of(40, follower), (
+        "other lengths are learned apart"
+    )
 
 
 def test_a_texts_factor_follows_its_last_tokens() -> None:

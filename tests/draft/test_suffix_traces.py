@@ -23,7 +23,11 @@ from pyspec.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 N_OWN, N_SUFFIX = 7, 15
-PLAIN_MS, ROW_MS, BLOCK_MS = 7.0, 0.06, 0.9  # a round, each row more, and a draft: a large model on a GPU
+PLAIN_MS, ROW_MS, BLOCK_MS = (
+    7.0,
+    0.06,
+    0.9,
+)  # a round, each row more, and a draft: a large model on a GPU
 
 
 @cache
@@ -117,11 +121,19 @@ def edits() -> list[tuple[str, str]]:
         for name in ("engine/policy/timer", "draft/blocks", "constrain/phrases", "slots/drafts")
     ]
     renamed = [
-        (f, f.replace("samples", "timings").replace("Estimate", "Ratio").replace("n_slot", "slots")) for f in files
+        (f, f.replace("samples", "timings").replace("Estimate", "Ratio").replace("n_slot", "slots"))
+        for f in files
     ]
-    shorter = [(f, "\n".join(line for i, line in enumerate(f.split("\n")) if i % 40 < 30)) for f in files]
+    shorter = [
+        (f, "\n".join(line for i, line in enumerate(f.split("\n")) if i % 40 < 30)) for f in files
+    ]
     longer = [
-        (f, f.replace("    def ", "    @logged\n    def ").replace("    return ", "    log.debug(1)\n    return "))
+        (
+            f,
+            f.replace("    def ", "    @logged\n    def ").replace(
+                "    return ", "    log.debug(1)\n    return "
+            ),
+        )
         for f in files
     ]
     return [*renamed, *shorter, *longer]
@@ -133,7 +145,8 @@ def prose() -> list[tuple[str, str]]:
     for name in ("README.md", "docs/kernels.md", "docs/features.md", "LICENSE"):
         words = source(name)
         found += [
-            (words[i : i + 2000], words[i + 2000 : i + 3200]) for i in range(0, min(len(words) - 3200, 16000), 3200)
+            (words[i : i + 2000], words[i + 2000 : i + 3200])
+            for i in range(0, min(len(words) - 3200, 16000), 3200)
         ]
     return found
 
@@ -148,7 +161,10 @@ def test_of_edits_more_tokens_come_a_round_than_with_the_drafter_alone(chance: f
 
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.85])
 def test_of_prose_no_fewer_tokens_come_and_no_slower(chance: float) -> None:
-    alone, both = replay(prose(), chance, None), replay(prose(), chance, SuffixDrafts(N_SUFFIX, answer_bytes=1 << 22))
+    alone, both = (
+        replay(prose(), chance, None),
+        replay(prose(), chance, SuffixDrafts(N_SUFFIX, answer_bytes=1 << 22)),
+    )
     assert both.mean_len / alone.mean_len >= 0.99
     assert both.rate / alone.rate >= 0.99
 

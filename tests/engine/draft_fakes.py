@@ -74,10 +74,14 @@ class FakeTarget:
             for row in range(batch.starts[s], batch.starts[s + 1]):
                 if row in wanted:
                     here = range(int(batch.lo[row]), int(batch.hi[row]))
-                    at = [pages[p // batch.page_size] * batch.page_size + p % batch.page_size for p in here]
+                    at = [
+                        pages[p // batch.page_size] * batch.page_size + p % batch.page_size for p in here
+                    ]
                     logits.append(self._logits(self.pool.k[torch.tensor(at)].view(-1)))
         rows = torch.zeros(batch.n_row, self.n_embd)
-        return Out(torch.stack(logits) if logits else torch.zeros(0, N_VOCAB), rows, rows if taps else None)
+        return Out(
+            torch.stack(logits) if logits else torch.zeros(0, N_VOCAB), rows, rows if taps else None
+        )
 
     @staticmethod
     def _logits(seen: Tensor) -> Tensor:
@@ -115,7 +119,9 @@ class FakeDrafter:
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         for seq, n in zip(batch.seqs, kept, strict=True):
             assert 0 <= n <= seq.width
-            assert self.open[seq.slot] == seq.n_past, f"slot {seq.slot}: heard {self.open[seq.slot]}, at {seq.n_past}"
+            assert self.open[seq.slot] == seq.n_past, (
+                f"slot {seq.slot}: heard {self.open[seq.slot]}, at {seq.n_past}"
+            )
             self.open[seq.slot] += n
 
     def draft(self, asks: Sequence[DraftRequest]) -> list[Drafts]:
@@ -161,7 +167,11 @@ class Wild(Oracle):
     def guess(self, ask: DraftRequest) -> list[int]:
         self.n_round += 1
         at = self.n_round % (ask.n_draft + 1)
-        return [*super().guess(ask)[:at], self.wild[self.n_round % len(self.wild)], *super().guess(ask)[at:]]
+        return [
+            *super().guess(ask)[:at],
+            self.wild[self.n_round % len(self.wild)],
+            *super().guess(ask)[at:],
+        ]
 
 
 @dataclass
@@ -204,7 +214,9 @@ class Ahead(Fickle):
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             assert self.open[slot.index] == slot.n_past
-            assert slot.tokens == self.tokens[slot.index][:-1], f"slot {slot.index} went on from another text"
+            assert slot.tokens == self.tokens[slot.index][:-1], (
+                f"slot {slot.index} went on from another text"
+            )
             self.right += 1
 
     def begin(self, slot: Slot, saved: object | None) -> None:

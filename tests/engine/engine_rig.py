@@ -31,7 +31,17 @@ from pyspec.engine.policy.controller import Controller
 from pyspec.errors import PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.models.target import Out
-from pyspec.request import Delta, Done, EngineInfo, Event, Failed, Request, SamplingParams, Started, Timings
+from pyspec.request import (
+    Delta,
+    Done,
+    EngineInfo,
+    Event,
+    Failed,
+    Request,
+    SamplingParams,
+    Started,
+    Timings,
+)
 from pyspec.sample.budget import BudgetRule
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.batch import Batch
@@ -43,7 +53,10 @@ from pyspec.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
-DEMO, DEMO_DRAFT = ROOT / "pyspec" / "demo" / "pyspec-demo.gguf", ROOT / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
+DEMO, DEMO_DRAFT = (
+    ROOT / "pyspec" / "demo" / "pyspec-demo.gguf",
+    ROOT / "pyspec" / "demo" / "pyspec-demo-dflash.gguf",
+)
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -162,7 +175,9 @@ class Rig:
 
         self.loop.read = watch  # type: ignore[method-assign]
 
-    def submit(self, prompt: Sequence[int], n: int = 32, params: SamplingParams = GREEDY, **request: object) -> Heard:
+    def submit(
+        self, prompt: Sequence[int], n: int = 32, params: SamplingParams = GREEDY, **request: object
+    ) -> Heard:
         """`eog`: tokens that end the request, in place of the vocabulary's."""
         eog: frozenset[int] = request.pop("eog", self.tokenizer.eog)  # type: ignore[assignment]
         r = Request(prompt=tuple(prompt), params=params, max_tokens=n)
@@ -206,7 +221,9 @@ class Rig:
         pages, n = [x.page for x in [*whole, node]], n + len(whole) * table.page_size
         return [pages[i // table.page_size] * table.page_size + i % table.page_size for i in range(n)]
 
-    def generate(self, prompt: Sequence[int], n: int = 32, params: SamplingParams = GREEDY, **request: object) -> Heard:
+    def generate(
+        self, prompt: Sequence[int], n: int = 32, params: SamplingParams = GREEDY, **request: object
+    ) -> Heard:
         heard = self.submit(prompt, n, params, **request)
         self.run()
         return heard
@@ -219,7 +236,9 @@ def overwriting(run: Callable[[Batch], Out]) -> Callable[[Batch], Out]:
     def forward(batch: Batch) -> Out:
         out = run(batch)
         found = [t for t in (out.logits, out.hidden, out.taps) if t is not None]
-        here = places.setdefault(tuple(n for t in found for n in t.shape), [torch.empty(t.shape) for t in found])
+        here = places.setdefault(
+            tuple(n for t in found for n in t.shape), [torch.empty(t.shape) for t in found]
+        )
         for place, t in zip(here, found, strict=True):
             place.copy_(t)
         return Out(here[0], here[1], here[2] if len(here) > 2 else None)
@@ -229,7 +248,13 @@ def overwriting(run: Callable[[Batch], Out]) -> Callable[[Batch], Out]:
 
 def rig(path: Path, **settings: object) -> Rig:
     """Load a model, with f32 caches and without warm-up, so that a text depends on the weights only."""
-    values: dict[str, object] = {"np": 1, "ctx": 256, "kv_type": "f32", "warm_up": False, "device": "cpu"}
+    values: dict[str, object] = {
+        "np": 1,
+        "ctx": 256,
+        "kv_type": "f32",
+        "warm_up": False,
+        "device": "cpu",
+    }
     return Rig(load(path, EngineSettings(**(values | settings))))  # type: ignore[arg-type]
 
 
@@ -241,7 +266,9 @@ def plain_rig(path: Path, **settings: object) -> Rig:
 def rig_for(path: Path, drafter: Drafter, **settings: object) -> Rig:
     """A rig whose drafter is `drafter`; planned as for n-grams, which need no file, with room for its drafts."""
     n = drafter.needs.n_draft
-    return rig(path, **({"spec_type": "ngram", "n_draft_max": n, "n_draft_fixed": True} | settings)).use(drafter)
+    return rig(path, **({"spec_type": "ngram", "n_draft_max": n, "n_draft_fixed": True} | settings)).use(
+        drafter
+    )
 
 
 def fake_rig(

@@ -63,7 +63,11 @@ class Job:
 
 class FakeCore:
     def __init__(
-        self, path: Path, settings: EngineSettings, hand_over: Callable, on_death: Callable[[PyspecError], None]
+        self,
+        path: Path,
+        settings: EngineSettings,
+        hand_over: Callable,
+        on_death: Callable[[PyspecError], None],
     ) -> None:
         self.tokenizer = Tokenizer.from_metadata(open_gguf(path).metadata)
         self.np, self.hand_over, self.on_death = settings.np, hand_over, on_death
@@ -79,7 +83,9 @@ class FakeCore:
         threading.Thread(target=self.run, daemon=True).start()
 
     @classmethod
-    def load(cls, path: Path, settings: EngineSettings, *, hand_over: Callable, on_death: Callable) -> FakeCore:
+    def load(
+        cls, path: Path, settings: EngineSettings, *, hand_over: Callable, on_death: Callable
+    ) -> FakeCore:
         what, _, how = told("load").partition(" ")
         if what == "exit":
             os._exit(int(how))
@@ -115,7 +121,9 @@ class FakeCore:
                 while not self.jobs:
                     self.wake.wait()
             self.step_began = time.monotonic()
-            for job in [j for j in self.jobs if not j.is_seated][: self.np - sum(j.is_seated for j in self.jobs)]:
+            for job in [j for j in self.jobs if not j.is_seated][
+                : self.np - sum(j.is_seated for j in self.jobs)
+            ]:
                 job.is_seated = True
                 n = len(job.request.prompt)
                 self.tell(Started(job.name, 0, n, 0), Progress(job.name, n, 0, n, 1.0))
@@ -144,7 +152,9 @@ class FakeCore:
         if end is not None:
             self.jobs.remove(job)
             self.n_done += 1
-            timings = Timings(predicted_n=len(job.tokens) - job.n_before, n_rounds=1, n_draft_used=(0, 1))
+            timings = Timings(
+                predicted_n=len(job.tokens) - job.n_before, n_rounds=1, n_draft_used=(0, 1)
+            )
             finished: Finish = end  # type: ignore[assignment]
             n_prompt = len(request.prompt)
             events.append(Done(job.name, finished, n_prompt, len(job.tokens), timings, released.stopped))
@@ -152,7 +162,9 @@ class FakeCore:
 
     def suffer(self) -> None:
         token, _, n = told("poison").partition(" ")
-        if token and any(int(token) in j.request.prompt and len(j.tokens) >= int(n) for j in self.jobs if j.is_seated):
+        if token and any(
+            int(token) in j.request.prompt and len(j.tokens) >= int(n) for j in self.jobs if j.is_seated
+        ):
             os.abort()
         what, _, how = told("round").partition(" ")
         if what:
@@ -170,7 +182,10 @@ class FakeCore:
             self.hand_over([(None, event) for event in events])
 
     def slots(self) -> list[SlotInfo]:
-        return [SlotInfo(slot=i, n_ctx=self.info.n_ctx, is_processing=i < len(self.jobs)) for i in range(self.np)]
+        return [
+            SlotInfo(slot=i, n_ctx=self.info.n_ctx, is_processing=i < len(self.jobs))
+            for i in range(self.np)
+        ]
 
     def metrics(self) -> Metrics:
         return Metrics(requests_done=self.n_done, requests_processing=len(self.jobs))

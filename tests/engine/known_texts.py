@@ -20,11 +20,15 @@ MARGIN = 2e-3  # least distance to the second best token: rounding by batch shap
 
 
 @cache
-def tiny(kind: str, *, drafter: bool = False, fork: bool = False, sidecar: bool = False, mtp: bool = True) -> Path:
+def tiny(
+    kind: str, *, drafter: bool = False, fork: bool = False, sidecar: bool = False, mtp: bool = True
+) -> Path:
     """A tiny random model in a temporary folder, F32 so that rounding is about 1e-5."""
     name = f"{kind}{'-dflash' * drafter}{'-fork' * fork}{'-mtp' * sidecar}{'' if mtp else '-trunk'}.gguf"
     path = Path(mkdtemp(prefix="pyspec-tiny-")) / name
-    return synth.write(kind, path, quant="f32", tiny=True, drafter=drafter, fork=fork, sidecar=sidecar, mtp=mtp)
+    return synth.write(
+        kind, path, quant="f32", tiny=True, drafter=drafter, fork=fork, sidecar=sidecar, mtp=mtp
+    )
 
 
 @cache
@@ -34,7 +38,9 @@ def known_texts(path: Path, n: int = 9) -> dict[tuple[int, ...], list[int]]:
     texts: dict[tuple[int, ...], list[int]] = {}
     rng = random.Random(0)
     while len(texts) < n:
-        prompt = tuple(rng.choices(range(rig.info.n_vocab), k=rng.choice((1, 6, 15, 16, 17, 33, 64, 101))))
+        prompt = tuple(
+            rng.choices(range(rig.info.n_vocab), k=rng.choice((1, 6, 15, 16, 17, 33, 64, 101)))
+        )
         h = rig.generate(prompt, N_TEXT, replace(GREEDY, logprobs=2), cache_prompt=False)
         gaps = [p.top[0][1] - p.top[1][1] for e in h.events if isinstance(e, Delta) for p in e.logprobs]
         if min(gaps) > MARGIN:

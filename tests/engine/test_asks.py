@@ -26,7 +26,13 @@ from pyspec.gguf import GGMLType
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 DEMO = Path(pyspec.__file__).parent / "demo"
 MODELS = ["llama", "qwen3", "qwen35_q8_0", "qwen35_full_heads_q8_0", "qwen35moe", "qwen35moe_fused_tied"]
-MODELS += ["qwen35moe_mixed_q8_0", "nemotron_moe", "nemotron_latent_q8_0", "nemotron_dense", "nemotron_differ"]
+MODELS += [
+    "qwen35moe_mixed_q8_0",
+    "nemotron_moe",
+    "nemotron_latent_q8_0",
+    "nemotron_dense",
+    "nemotron_differ",
+]
 MODELS += ["qwen2", "qwen3moe", "gemma3"]
 LATER = {"ahead", "best"}  # requested by the worker and by samplers, for every model
 
@@ -54,13 +60,17 @@ def test_a_model_asks_what_its_description_says(name: str) -> None:
 
 def test_so_do_drafters() -> None:
     s = settings(draft_path=DEMO / "pyspec-demo-dflash.gguf")
-    assert loaded_asks(DEMO / "pyspec-demo.gguf", s) == names(asks_of(describe(DEMO / "pyspec-demo.gguf", s)))
+    assert loaded_asks(DEMO / "pyspec-demo.gguf", s) == names(
+        asks_of(describe(DEMO / "pyspec-demo.gguf", s))
+    )
     path = FIXTURES / "qwen35.gguf"
     s = settings(spec_type="mtp")
     assert loaded_asks(path, s) == names(asks_of(describe(path, s)))
     for name in ("llama", "gemma3", "qwen35_q8_0"):
         s = settings(draft_path=FIXTURES / f"{name}.gguf", spec_type="draft")
-        assert loaded_asks(FIXTURES / "qwen3.gguf", s) == names(asks_of(describe(FIXTURES / "qwen3.gguf", s)))
+        assert loaded_asks(FIXTURES / "qwen3.gguf", s) == names(
+            asks_of(describe(FIXTURES / "qwen3.gguf", s))
+        )
 
 
 def on_gpu(name: str, **more: object) -> Description:
@@ -81,22 +91,34 @@ def test_packed_products_are_asked_as_layers_will() -> None:
     d = on_gpu("qwen35_q8_0")
     products = [(op.name, spec) for op, spec in asks_of(d) if op.name in ("linear", "linear_tall")]
     widths = {t.shape[1] for t in d.file.tensors.values() if len(t.shape) == 2 and t.type.name == "Q8_0"}
-    few = {(spec.n_in, spec.epilogue) for name, spec in products if name == "linear" and spec.type.name == "Q8_0"}
+    few = {
+        (spec.n_in, spec.epilogue)
+        for name, spec in products
+        if name == "linear" and spec.type.name == "Q8_0"
+    }
     assert few == {(n, e) for n in widths for e in Epilogue}
-    gated = {spec.n_in for name, spec in products if name == "linear_tall" and spec.epilogue is Epilogue.GATED}
+    gated = {
+        spec.n_in for name, spec in products if name == "linear_tall" and spec.epilogue is Epilogue.GATED
+    }
     assert gated == {d.config.n_embd}
     copies = [spec for name, spec in products if spec.type.name == "Q4_0"]
-    assert bool(copies) == (d.head is not None) and all(spec.epilogue is not Epilogue.GATED for spec in copies)
+    assert bool(copies) == (d.head is not None) and all(
+        spec.epilogue is not Epilogue.GATED for spec in copies
+    )
 
 
 @pytest.mark.usefixtures("an_h200")
 def test_a_gated_product_is_asked_for_where_it_has_the_activation(tmp_path: Path) -> None:
     """gemma3's gates are gelu, which the product does not have: its matrices are multiplied as they are."""
     inner = [f"blk.{i}.ffn_{x}.weight" for i in range(7) for x in ("gate", "up")]
-    path = rewrite(FIXTURES / "gemma3.gguf", tmp_path / "m.gguf", retype=dict.fromkeys(inner, GGMLType.Q8_0))
+    path = rewrite(
+        FIXTURES / "gemma3.gguf", tmp_path / "m.gguf", retype=dict.fromkeys(inner, GGMLType.Q8_0)
+    )
     d = describe(path, replace(settings(), device="auto"), AssumedGpu(free=100 << 30))
     asks = asks_of(d)
-    tall = {spec.epilogue for op, spec in asks if op.name == "linear_tall" and spec.type is GGMLType.Q8_0}
+    tall = {
+        spec.epilogue for op, spec in asks if op.name == "linear_tall" and spec.type is GGMLType.Q8_0
+    }
     assert tall == {Epilogue.PLAIN, Epilogue.RESIDUAL}
     assert not any(op.name == "rows" and spec.kind is PrepKind.GLU for op, spec in asks)
 
@@ -104,6 +126,15 @@ def test_a_gated_product_is_asked_for_where_it_has_the_activation(tmp_path: Path
 @pytest.mark.usefixtures("an_h200")
 def test_what_is_prepared_has_programs_and_a_child_that_can_find_it() -> None:
     wanted = wanted_of(asks_of(on_gpu("qwen35moe_mixed_q8_0")), GpuKind((9, 0), 132))
-    assert {w.candidate.op for w in wanted} >= {"linear", "linear_tall", "moe", "moe_route", "attend", "embed"}
+    assert {w.candidate.op for w in wanted} >= {
+        "linear",
+        "linear_tall",
+        "moe",
+        "moe_route",
+        "attend",
+        "embed",
+    }
     assert all(w.programs for w in wanted if w.candidate.impl in ("cuda", "wgmma"))
-    assert any(w.candidate.impl == "library" for w in wanted), "checked, though nothing of it is compiled by us"
+    assert any(w.candidate.impl == "library" for w in wanted), (
+        "checked, though nothing of it is compiled by us"
+    )

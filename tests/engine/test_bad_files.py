@@ -47,11 +47,18 @@ def test_a_file_without_a_template_writes_chats_as_chatml_and_says_so(
 ) -> None:
     path = changed(tmp_path, DEMO, tokenizer__chat_template=None)
     with Engine.load(path, None, ctx=256, device="cpu", warm_up=False) as engine:
-        told = [record.getMessage() for record in caplog.records if "no chat template" in record.getMessage()]
+        told = [
+            record.getMessage() for record in caplog.records if "no chat template" in record.getMessage()
+        ]
         assert len(told) == 1 and "ChatML" in told[0] and "--chat-template" in told[0]
-        prompt = "<|im_start|>system\nA.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        prompt = (
+            "<|im_start|>system\nA.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        )
         messages = [{"role": "developer", "content": "A."}, {"role": "user", "content": "hi"}]
-        assert engine.decode(engine.encode(messages), special=True).removeprefix(engine.info.bos_token) == prompt
+        assert (
+            engine.decode(engine.encode(messages), special=True).removeprefix(engine.info.bos_token)
+            == prompt
+        )
         assert engine.info.chat_template == CHATML
         assert (
             engine.chat(messages, max_tokens=2, temperature=0).text
@@ -65,7 +72,11 @@ def test_names_and_templates_that_are_no_utf8_are_told_in_json(tmp_path: Path) -
     odd = "n\udcff\x1b[2J"
     r = plain_rig(changed(tmp_path, general__name=odd, tokenizer__chat_template="\udcff{{ bos_token }}"))
     told = json.dumps(asdict(r.info), ensure_ascii=False).encode()
-    assert r.info.model_name == "n\ufffd\ufffd[2J" and r.info.chat_template == "\ufffd{{ bos_token }}" and told
+    assert (
+        r.info.model_name == "n\ufffd\ufffd[2J"
+        and r.info.chat_template == "\ufffd{{ bos_token }}"
+        and told
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +95,9 @@ def test_names_and_templates_that_are_no_utf8_are_told_in_json(tmp_path: Path) -
         ({"llama__rope__scaling__type": "\x1b]0;x\x07"}, "rope scaling '.*' is not supported"),
     ],
 )
-def test_general_and_model_fields_are_held_to_their_types(change: dict[str, object], says: str, tmp_path: Path) -> None:
+def test_general_and_model_fields_are_held_to_their_types(
+    change: dict[str, object], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=says) as e:
         plain_rig(changed(tmp_path, **change))
     assert str(e.value).isprintable() and len(str(e.value)) < 300
@@ -129,7 +142,8 @@ def test_a_file_with_more_blocks_than_it_says_is_another_model(name: str, tmp_pa
     with open_gguf(source) as file:
         arch, n = file.architecture, file.hparams.integer("block_count")
     with pytest.raises(
-        BadTensors, match=rf"{arch}\.block_count makes \d+ blocks, and the file has \d+ tensors of \d more"
+        BadTensors,
+        match=rf"{arch}\.block_count makes \d+ blocks, and the file has \d+ tensors of \d more",
     ):
         plain_rig(changed(tmp_path, source, **{f"{arch}__block_count": n - 1}))
 
@@ -145,7 +159,8 @@ def test_a_drafter_with_more_blocks_than_it_says_is_another_drafter(tmp_path: Pa
         n = file.hparams.integer("block_count")
     path = changed(tmp_path, DEMO_DRAFT, dflash__block_count=n - 1)
     with pytest.raises(
-        ModelError, match=rf"dflash\.block_count makes {n - 1} blocks|entries for {n - 1} layers|has {n} entries"
+        ModelError,
+        match=rf"dflash\.block_count makes {n - 1} blocks|entries for {n - 1} layers|has {n} entries",
     ):
         load(DEMO, EngineSettings(ctx=64, draft_path=path, device="cpu", warm_up=False))
 
@@ -168,7 +183,9 @@ def test_whole_numbers_are_no_weights(kind: GGMLType, name: str, tmp_path: Path)
 
 def test_a_table_is_no_weights(tmp_path: Path) -> None:
     path = rewrite(
-        FIXTURES / "deepseek4.gguf", tmp_path / "m.gguf", retype={"blk.0.ffn_gate_tid2eid.weight": GGMLType.F32}
+        FIXTURES / "deepseek4.gguf",
+        tmp_path / "m.gguf",
+        retype={"blk.0.ffn_gate_tid2eid.weight": GGMLType.F32},
     )
     with pytest.raises(BadTensors, match=r"ffn_gate_tid2eid\.weight: type F32 is for weights"):
         plain_rig(path)
@@ -178,9 +195,14 @@ def test_a_table_is_no_weights(tmp_path: Path) -> None:
 def test_ids_that_no_token_has_are_told_and_not_used(
     value: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stray = changed(tmp_path, tokenizer__ggml__eos_token_id=value, tokenizer__ggml__bos_token_id=2**32 - 1)
+    stray = changed(
+        tmp_path, tokenizer__ggml__eos_token_id=value, tokenizer__ggml__bos_token_id=2**32 - 1
+    )
     r = plain_rig(stray)
-    assert f"tokenizer.ggml.eos_token_id is {value}, and the vocabulary has 300 tokens: it is not used" in lines(caplog)
+    assert (
+        f"tokenizer.ggml.eos_token_id is {value}, and the vocabulary has 300 tokens: it is not used"
+        in lines(caplog)
+    )
     assert not [line for line in lines(caplog) if "bos" in line] and r.info.eos_token == ""
 
 
@@ -194,7 +216,9 @@ def test_a_vocabulary_without_an_end_is_told(tmp_path: Path, caplog: pytest.LogC
     assert any(line.startswith("no token ends a generation") for line in lines(caplog))
 
 
-def test_a_file_that_names_no_pre_tokenizer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_names_no_pre_tokenizer_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plain_rig(changed(tmp_path, tokenizer__ggml__pre=None))
     assert any("'default' is taken, as llama.cpp does" in line for line in lines(caplog))
 
@@ -203,7 +227,9 @@ def test_a_token_of_3000_bytes_costs_no_load(tmp_path: Path) -> None:
     with open_gguf(LLAMA) as file:
         tokens = list(file.fields.strings("tokenizer.ggml.tokens"))
     tokens[284] = "a" * 3000
-    loaded = load(changed(tmp_path, tokenizer__ggml__tokens=tokens), EngineSettings(ctx=64, device="cpu"))
+    loaded = load(
+        changed(tmp_path, tokenizer__ggml__tokens=tokens), EngineSettings(ctx=64, device="cpu")
+    )
     assert loaded.tokenizer.token_bytes(284) == b"a" * 3000
 
 

@@ -36,7 +36,10 @@ def test_bad_kernels_are_refused_and_the_text_is_right(
     assert said.startswith("gdn runs as torch (wrong: outputs differ from the reference by")
     assert "crashing: its check ended the process: killed by signal 6" in said
     assert "hanging: its check took more than 5 s" in said
-    assert "raising: failed its check: RuntimeError: CUDA error: an illegal memory access was encountered" in said
+    assert (
+        "raising: failed its check: RuntimeError: CUDA error: an illegal memory access was encountered"
+        in said
+    )
     heard = [r.submit(p, N_TEXT) for p, _ in texts]
     r.run()
     assert [h.tokens for h in heard] == [t for _, t in texts]

@@ -48,7 +48,9 @@ WRITTEN = {
     f'</{B}DSML{B}parameter>\n<{B}DSML{B}parameter name="unit" string="true">c</{B}DSML{B}parameter>\n</{B}DSML{B}invoke>\n'
     f"</{B}DSML{B}tool_calls>",
 }
-BYTES = TokenTable([bytes([i]) for i in range(256)] + [b"</s>"], (256,), (256,)).build(lambda text: list(text.encode()))
+BYTES = TokenTable([bytes([i]) for i in range(256)] + [b"</s>"], (256,), (256,)).build(
+    lambda text: list(text.encode())
+)
 
 
 def required(spoken: Dialect, *, is_single: bool = False, thought: tuple[str, str] | None = None) -> str:
@@ -107,7 +109,9 @@ def test_calls_may_stand_in_place_of_a_text_that_is_held_to_a_schema(name: str) 
             assert (matcher.validate_tokens(tokens) == len(tokens)) == fits, text
         parser = AnswerMarkup(calls=spoken, tools=TOOLS, trigger=trigger).parser
         told = [part for p in [parser()] for part in (*p.push(answer), *p.finish())]
-        assert "".join(part.text for part in told if isinstance(part, Content)) == answer and len(told) == 1
+        assert (
+            "".join(part.text for part in told if isinstance(part, Content)) == answer and len(told) == 1
+        )
         told = [part for p in [parser()] for part in (*p.push("\n" + WRITTEN[name]), *p.finish())]
         assert isinstance(told[0], CallBegin) and not any(isinstance(part, Content) for part in told)
 
@@ -131,10 +135,14 @@ def drafted() -> Rig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_what_a_model_calls_parses_and_fits_and_does_not_depend_on_drafts(plain: Rig, drafted: Rig, seed: int) -> None:
+def test_what_a_model_calls_parses_and_fits_and_does_not_depend_on_drafts(
+    plain: Rig, drafted: Rig, seed: int
+) -> None:
     prompt = demo_prompts()[0][0]
     params = SamplingParams(seed=seed, temperature=0.9) if seed else replace(GREEDY, ignore_eos=False)
-    asked = [(spoken, Grammar(kind="lark", source=required(spoken, is_single=True))) for spoken in DIALECTS]
+    asked = [
+        (spoken, Grammar(kind="lark", source=required(spoken, is_single=True))) for spoken in DIALECTS
+    ]
     want = [plain.generate(prompt, 160, params, grammar=grammar) for _, grammar in asked]
     found = [drafted.submit(prompt, 160, params, grammar=grammar) for _, grammar in asked]
     drafted.run()

@@ -32,7 +32,9 @@ def test_capturing_leaves_no_trace(tmp_path, kind) -> None:
     target = write("qwen35", tmp_path / "t.gguf", quant="f32", tiny=True)
     settings = {"np": 3, "n_draft_fixed": True, "spec_type": kind}
     if kind == "dflash":
-        settings["draft_path"] = write("qwen35", tmp_path / "d.gguf", quant="f32", tiny=True, drafter=True)
+        settings["draft_path"] = write(
+            "qwen35", tmp_path / "d.gguf", quant="f32", tiny=True, drafter=True
+        )
     plain, captured = (rig(target, **settings) for _ in range(2))
     loop = captured.loop
     pages = -(-300 // loop.table.page_size)
@@ -42,7 +44,9 @@ def test_capturing_leaves_no_trace(tmp_path, kind) -> None:
     capture(loop.worker, loop.limits.prompts)
     loop.table.check()
     assert all(slot.n_past == slot.n_fold == 0 and not slot.pages for slot in loop.table.slots)
-    assert all(not layer.state.any() and not layer.conv[:, :3].any() for layer in loop.memory.states.values())
+    assert all(
+        not layer.state.any() and not layer.conv[:, :3].any() for layer in loop.memory.states.values()
+    )
     prompts = [list(range(5 + i, 30 + 3 * i)) for i in range(5)]
     for prompt in prompts:
         a, b = (engine.generate(prompt, 40) for engine in (captured, plain))
@@ -53,7 +57,8 @@ def test_capturing_leaves_no_trace(tmp_path, kind) -> None:
 
 @pytest.mark.parametrize("singles", [True, False])
 @pytest.mark.parametrize(
-    ("n_slot", "width"), [(1, 16), (2, 2), (3, 16), (5, 8), (8, 16), (13, 2), (32, 4), (33, 16), (64, 4), (100, 1)]
+    ("n_slot", "width"),
+    [(1, 16), (2, 2), (3, 16), (5, 8), (8, 16), (13, 2), (32, 4), (33, 16), (64, 4), (100, 1)],
 )
 def test_every_batch_a_round_can_have_finds_its_graph(n_slot: int, width: int, singles: bool) -> None:
     """Each size in rows and in places for sequences has one graph, and every graph is used by a round."""
@@ -66,7 +71,11 @@ def test_every_batch_a_round_can_have_finds_its_graph(n_slot: int, width: int, s
     def key(n_row: int, n_seq: int) -> tuple[int | None, int, bool]:
         bucket = bucket_of(n_row, most)
         assert bucket is not None
-        return bucket, next(n for n in places_of(n_slot, bucket) if n >= n_seq), singles and n_row == n_seq
+        return (
+            bucket,
+            next(n for n in places_of(n_slot, bucket) if n >= n_seq),
+            singles and n_row == n_seq,
+        )
 
     captured = {key(*shape) for shape in shapes}
     assert len(captured) == len(shapes)
@@ -75,12 +84,16 @@ def test_every_batch_a_round_can_have_finds_its_graph(n_slot: int, width: int, s
 
 
 @pytest.mark.sampled(most=2)
-@pytest.mark.parametrize(("kind", "np"), [("dflash", 1), ("dflash", 5), ("dflash", 8), ("dflash", 33), ("mtp", 5)])
+@pytest.mark.parametrize(
+    ("kind", "np"), [("dflash", 1), ("dflash", 5), ("dflash", 8), ("dflash", 33), ("mtp", 5)]
+)
 def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) -> None:
     target = write("qwen35", tmp_path / "t.gguf", quant="f32", tiny=True)
     settings = {"np": np, "spec_type": kind, "n_draft_max": 3}
     if kind == "dflash":
-        settings["draft_path"] = write("qwen35", tmp_path / "d.gguf", quant="f32", tiny=True, drafter=True)
+        settings["draft_path"] = write(
+            "qwen35", tmp_path / "d.gguf", quant="f32", tiny=True, drafter=True
+        )
     r, keys = rig(target, **settings), set()
     loop, planned = r.loop, EngineSettings(**settings, ctx=256)
     monkeypatch.setattr(describing, "pick_device", lambda wanted: torch.device("cuda"))
@@ -107,9 +120,15 @@ def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) ->
 
 
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
-def test_partial_sums_of_attention_are_planned_for_target_and_drafter_and_taken(tmp_path, monkeypatch, kind) -> None:
+def test_partial_sums_of_attention_are_planned_for_target_and_drafter_and_taken(
+    tmp_path, monkeypatch, kind
+) -> None:
     target = write("qwen35", tmp_path / "t.gguf", quant="f32", tiny=True)
-    draft = write("qwen35", tmp_path / "d.gguf", quant="f32", tiny=True, drafter=True) if kind == "dflash" else None
+    draft = (
+        write("qwen35", tmp_path / "d.gguf", quant="f32", tiny=True, drafter=True)
+        if kind == "dflash"
+        else None
+    )
     settings, asked = EngineSettings(np=3, ctx=256, spec_type=kind, draft_path=draft), []
 
     def bytes_of(spec, n_seq, n_key, n_row) -> int:
@@ -124,7 +143,9 @@ def test_partial_sums_of_attention_are_planned_for_target_and_drafter_and_taken(
     monkeypatch.setattr(attend_cuda, "workspace_bytes", bytes_of)
     assert planned_bytes.plan_memory(d).workspace - without.workspace == 1000 * len(asked)
     assert len(asked) == (2 if kind == "dflash" else 1)
-    assert all(n_seq == 3 and n_key > 256 and n_row > d.draft.n_draft for _, n_seq, n_key, n_row in asked)
+    assert all(
+        n_seq == 3 and n_key > 256 and n_row > d.draft.n_draft for _, n_seq, n_key, n_row in asked
+    )
     space = attend_cuda.Workspace(torch.device("cpu"))
     monkeypatch.setattr(attend_cuda, "workspace", lambda device: space)
     attend_plan.reserve(torch.device("cuda"), 4000)
@@ -152,7 +173,9 @@ def test_partial_sums_in_triton_are_planned_and_never_more(n_key: int, n_row: in
         for n_tile in (rounds, prompt):
             assert min(n_tile, attend_triton.at_once(size, planned)) * size <= planned
         if n_key < 4096:
-            assert attend_triton.at_once(size, planned) >= rounds, "rounds of short contexts are one launch"
+            assert attend_triton.at_once(size, planned) >= rounds, (
+                "rounds of short contexts are one launch"
+            )
 
 
 def test_no_graph_is_captured_after_warm_up(monkeypatch) -> None:
@@ -165,7 +188,11 @@ def test_no_graph_is_captured_after_warm_up(monkeypatch) -> None:
 
     def batch(bucket: int) -> SimpleNamespace:
         return SimpleNamespace(
-            bucket=bucket, n_place=1, single=False, prompt=False, tokens=SimpleNamespace(device=torch.device("cuda"))
+            bucket=bucket,
+            n_place=1,
+            single=False,
+            prompt=False,
+            tokens=SimpleNamespace(device=torch.device("cuda")),
         )
 
     monkeypatch.setattr(graphed, "_capture", capture_one)
@@ -192,5 +219,7 @@ def test_the_plan_has_matrices_as_kernels_stream_them(tmp_path) -> None:
     grown = [repacked_bytes(t) / t.n_bytes for t in stacks]
     assert any(len(t.shape) == 3 for t in stacks) and min(grown) == pytest.approx(2368 / 2304)
     more = weight_bytes(file, None, repacked=True) - weight_bytes(file, None)
-    assert more == sum(repacked_bytes(t) - t.n_bytes for t in file.tensors.values() if len(t.shape) > 1) > 0
+    assert (
+        more == sum(repacked_bytes(t) - t.n_bytes for t in file.tensors.values() if len(t.shape) > 1) > 0
+    )
     assert weight_bytes(file, torch.float16, repacked=True) == weight_bytes(file, torch.float16)

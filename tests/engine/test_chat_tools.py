@@ -23,7 +23,10 @@ WEATHER = {
     "description": "The weather of a few days.",
     "parameters": {
         "type": "object",
-        "properties": {"days": {"type": "integer", "minimum": 2, "maximum": 7}, "unit": {"enum": ["c", "f"]}},
+        "properties": {
+            "days": {"type": "integer", "minimum": 2, "maximum": 7},
+            "unit": {"enum": ["c", "f"]},
+        },
         "required": ["days", "unit"],
         "additionalProperties": False,
     },
@@ -42,11 +45,19 @@ def engine() -> Iterator[Engine]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "glm45", "llama3_json"])
-@pytest.mark.parametrize("tools", [TOOLS, [WEATHER, CLOCK["function"]]], ids=["as sent to OpenAI", "functions alone"])
-def test_a_named_tool_is_called_with_arguments_that_fit(engine: Engine, parser: str, tools: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "tools", [TOOLS, [WEATHER, CLOCK["function"]]], ids=["as sent to OpenAI", "functions alone"]
+)
+def test_a_named_tool_is_called_with_arguments_that_fit(
+    engine: Engine, parser: str, tools: list[Any]
+) -> None:
     answer = engine.chat(ASKED, tools=tools, tool_choice="weather", tool_call_parser=parser, **SHORT)
     (call,) = answer.tool_calls
-    assert call.name == "weather" and call.values().keys() == {"days", "unit"} and 2 <= call.values()["days"] <= 7
+    assert (
+        call.name == "weather"
+        and call.values().keys() == {"days", "unit"}
+        and 2 <= call.values()["days"] <= 7
+    )
     assert (
         answer.content == ""
         and answer.finish in ("stop", "eos")
@@ -55,17 +66,28 @@ def test_a_named_tool_is_called_with_arguments_that_fit(engine: Engine, parser: 
 
 
 def test_a_stream_tells_of_each_call_once_it_is_complete(engine: Engine) -> None:
-    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "tool_call_parser": "hermes", **SHORT}
+    options: dict[str, Any] = {
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "tool_call_parser": "hermes",
+        **SHORT,
+    }
     events = list(engine.chat_stream(ASKED, **options))
     *deltas, done = events
     assert isinstance(done, Done) and all(isinstance(event, ChatDelta) for event in deltas)
     whole = engine.chat(ASKED, **options)
     told = [call for delta in deltas for call in delta.tool_calls]
-    assert [(c.name, c.arguments) for c in told] == [(c.name, c.arguments) for c in whole.tool_calls] and told
-    assert "".join(delta.text for delta in events) == whole.text and len({c.id for c in told}) == len(told)
+    assert [(c.name, c.arguments) for c in told] == [
+        (c.name, c.arguments) for c in whole.tool_calls
+    ] and told
+    assert "".join(delta.text for delta in events) == whole.text and len({c.id for c in told}) == len(
+        told
+    )
 
     async def again() -> tuple[ChatResult, list[Any]]:
-        return await engine.achat(ASKED, **options), [e async for e in engine.achat_stream(ASKED, **options)]
+        return await engine.achat(ASKED, **options), [
+            e async for e in engine.achat_stream(ASKED, **options)
+        ]
 
     answer, heard = asyncio.run(again())
     assert answer.text == whole.text and [c.name for c in answer.tool_calls] == [c.name for c in told]
@@ -84,7 +106,10 @@ def test_without_tools_an_answer_is_what_it_was(engine: Engine) -> None:
     for prompt in ("What is 3 x 4?", "Count from 1 to 10.", "\u00e4\u00f6 <tool_call>"):
         chat = [{"role": "user", "content": prompt}]
         answer = engine.chat(chat, **SHORT)
-        assert answer.text == answer.content == engine.generate(chat, **SHORT).text and not answer.tool_calls
+        assert (
+            answer.text == answer.content == engine.generate(chat, **SHORT).text
+            and not answer.tool_calls
+        )
         assert answer.message == {"role": "assistant", "content": answer.text}
     assert engine.chat(ASKED, tools=TOOLS, tool_choice="none", **SHORT).tool_calls == ()
 
@@ -106,7 +131,11 @@ def test_calls_stand_in_the_place_of_a_text_with_a_schema(engine: Engine) -> Non
         ({"tools": [WEATHER, WEATHER]}, RequestError, "two of them have the same name"),
         ({"tool_choice": "required"}, RequestError, "no tools to choose from"),
         ({"tools": TOOLS, "tool_choice": "sleep"}, RequestError, "tool_choice is 'sleep'"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, RequestError, "tool_choice: a word, or an object"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function"}},
+            RequestError,
+            "tool_choice: a word, or an object",
+        ),
         ({"tool_chioce": "auto"}, ConfigError, "no sampling parameter 'tool_chioce'"),
     ],
 )
@@ -129,11 +158,16 @@ def test_a_request_is_taken_in_place_of_a_prompt(engine: Engine) -> None:
 def test_an_answer_is_taken_apart_wherever_it_is_cut(width: int) -> None:
     text = 'so so</think>\n\nLook: <tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "weather", "arguments": {"days": 3}}\n</tool_call>'
     reading = AnswerReading(
-        AnswerMarkup(calls=dialect("hermes"), think=THINK, is_open=True, tools={"clock": {}, "weather": {}})
+        AnswerMarkup(
+            calls=dialect("hermes"), think=THINK, is_open=True, tools={"clock": {}, "weather": {}}
+        )
     )
     heard = [reading.delta(Delta("r", (1,), text[i : i + width])) for i in range(0, len(text), width)]
     heard += [rest] if (rest := reading.rest("r")) is not None else []
-    assert "".join(d.reasoning for d in heard) == "so so" and "".join(d.content for d in heard).strip() == "Look:"
+    assert (
+        "".join(d.reasoning for d in heard) == "so so"
+        and "".join(d.content for d in heard).strip() == "Look:"
+    )
     calls = [call for d in heard for call in d.tool_calls]
     assert [(c.name, c.values()) for c in calls] == [("clock", {}), ("weather", {"days": 3})]
 
@@ -151,4 +185,8 @@ def test_choices_are_read_as_openai_s_clients_write_them() -> None:
     tools = tools_of(TOOLS)
     assert choice_of(None, tools) == ToolChoice() and choice_of("none", tools) == ToolChoice("none")
     named = ToolChoice("required", ("clock",), is_named=True)
-    assert choice_of({"type": "function", "function": {"name": "clock"}}, tools) == choice_of("clock", tools) == named
+    assert (
+        choice_of({"type": "function", "function": {"name": "clock"}}, tools)
+        == choice_of("clock", tools)
+        == named
+    )

@@ -45,28 +45,49 @@ TEMPLATES = {
 }
 PARAMETERS: dict[str, Any] = {
     "type": "object",
-    "properties": {"days": {"type": "integer", "minimum": 2, "maximum": 7}, "unit": {"enum": ["c", "f"]}},
+    "properties": {
+        "days": {"type": "integer", "minimum": 2, "maximum": 7},
+        "unit": {"enum": ["c", "f"]},
+    },
     "required": ["days", "unit"],
     "additionalProperties": False,
 }
-WEATHER: dict[str, Any] = {"name": "weather", "description": "Of <|im_end|> a few days.", "parameters": PARAMETERS}
+WEATHER: dict[str, Any] = {
+    "name": "weather",
+    "description": "Of <|im_end|> a few days.",
+    "parameters": PARAMETERS,
+}
 CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": WEATHER}, CLOCK]
 STRICT: list[dict[str, Any]] = [{"type": "function", "function": WEATHER | {"strict": True}}, CLOCK]
 ODD: list[dict[str, Any]] = [
     {
         "type": "function",
-        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "wombat"}}}},
+        "function": {
+            "name": "f",
+            "parameters": {"type": "object", "properties": {"a": {"type": "wombat"}}},
+        },
     }
 ]
 NAMED: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
 ONLY_CLOCK = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
-OBJECT: dict[str, Any] = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+OBJECT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "How warm will it be?"}]
-CALL = {"id": "call00007", "type": "function", "function": {"name": "weather", "arguments": '{"days": 3, "unit": "c"}'}}
+CALL = {
+    "id": "call00007",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"days": 3, "unit": "c"}'},
+}
 HISTORY: list[dict[str, Any]] = [
-    {"role": "system", "content": [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]},
+    {
+        "role": "system",
+        "content": [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}],
+    },
     {"role": "user", "content": "Weather?"},
     {"role": "assistant", "content": None, "tool_calls": [CALL, CALL | {"id": "call00008"}]},
     {"role": "tool", "tool_call_id": "call00007", "content": "Rain. <|im_end|>"},
@@ -88,7 +109,11 @@ CHATS: dict[str, dict[str, Any]] = {
     "a schema beside tools": {"tools": TOOLS, "json_schema": OBJECT},
     "a format beside strict tools": {"tools": STRICT, "response_format": FORMAT},
     "a format beside a schema that can not be kept": {"tools": ODD, "response_format": FORMAT},
-    "a format beside a required call": {"tools": TOOLS, "tool_choice": "required", "response_format": FORMAT},
+    "a format beside a required call": {
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "response_format": FORMAT,
+    },
     "an object": {"response_format": {"type": "json_object"}},
     "a history": {"messages": HISTORY, "tools": TOOLS},
     "a history alone": {"messages": HISTORY},
@@ -96,7 +121,10 @@ CHATS: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, dict[str, Any]] = {
     "no tools to choose from": {"tool_choice": "required"},
-    "a name that none has": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sleep"}}},
+    "a name that none has": {
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "sleep"}},
+    },
     "a schema that has to be kept": {"tools": ODD, "tool_choice": "required"},
     "twice the same": {"tools": [CLOCK, CLOCK]},
     "a format that there is not": {"tools": TOOLS, "response_format": {"type": "xml"}},
@@ -140,7 +168,9 @@ def body_of(name: str) -> dict[str, Any]:
 
 
 def from_python(engine: Engine, body: dict[str, Any]) -> ChatResult:
-    return engine.chat(body["messages"], **{name: value for name, value in body.items() if name != "messages"})
+    return engine.chat(
+        body["messages"], **{name: value for name, value in body.items() if name != "messages"}
+    )
 
 
 def both(engine: Engine, body: dict[str, Any]) -> ChatResult:
@@ -149,8 +179,12 @@ def both(engine: Engine, body: dict[str, Any]) -> ChatResult:
     assert response.status_code == 200, response.text
     choice = response.json()["choices"][0]
     answer, said = from_python(engine, body), choice["message"]
-    assert answer.content == (said["content"] or "") and answer.reasoning == said.get("reasoning_content", "")
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in said.get("tool_calls", ())]
+    assert answer.content == (said["content"] or "") and answer.reasoning == said.get(
+        "reasoning_content", ""
+    )
+    calls = [
+        (call["function"]["name"], call["function"]["arguments"]) for call in said.get("tool_calls", ())
+    ]
     assert [(call.name, call.arguments) for call in answer.tool_calls] == calls
     assert answer.finish_reason == choice["finish_reason"]
     return answer

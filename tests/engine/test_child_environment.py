@@ -22,7 +22,9 @@ def test_the_checkout_comes_first() -> None:
     assert child_environment()["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
 
 
-@pytest.mark.parametrize("module", [ranks, look_apart, process], ids=lambda module: module.__name__.rsplit(".")[-1])
+@pytest.mark.parametrize(
+    "module", [ranks, look_apart, process], ids=lambda module: module.__name__.rsplit(".")[-1]
+)
 def test_every_starter_of_a_process_uses_it(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of each started process, seen by a stand-in for subprocess."""
     seen: list[dict[str, str]] = []

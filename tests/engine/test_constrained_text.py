@@ -68,7 +68,9 @@ def answers(r: Rig, prompts: list[tuple[int, ...]], params: SamplingParams, n: i
     heard = []
     for i, prompt in enumerate(prompts):
         for name in GRAMMARS:
-            heard.append(r.submit(prompt, n, replace(params, seed=params.seed + i), grammar=GRAMMARS[name]))
+            heard.append(
+                r.submit(prompt, n, replace(params, seed=params.seed + i), grammar=GRAMMARS[name])
+            )
             r.loop.step()
         heard.append(r.submit(prompt, 12, GREEDY))
     r.run()
@@ -83,7 +85,9 @@ def flown() -> Iterator[None]:
 
 
 @cache
-def plain_answers(path: Path, prompts: tuple[tuple[int, ...], ...], params: SamplingParams, n: int = 40) -> list[Heard]:
+def plain_answers(
+    path: Path, prompts: tuple[tuple[int, ...], ...], params: SamplingParams, n: int = 40
+) -> list[Heard]:
     """Of one slot, without drafts."""
     return answers(plain_rig(path, ctx=512), list(prompts), params, n)
 
@@ -102,14 +106,20 @@ def parsed(heard: Heard) -> None:
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
 @pytest.mark.parametrize("params", [ENDING, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["mtp", "ngram", "suffix", "liar", "none"])
-def test_a_constrained_text_does_not_depend_on_drafts_or_neighbours(kind: str, params: SamplingParams, np: int) -> None:
+def test_a_constrained_text_does_not_depend_on_drafts_or_neighbours(
+    kind: str, params: SamplingParams, np: int
+) -> None:
     prompts = list(known_texts(QWEN35, 2))
     want = plain_answers(QWEN35, tuple(prompts), params)
     found = answers(MAKERS[kind](np=np, ubatch=40), prompts, params)
     for a, b in zip(want, found, strict=True):
         assert (b.tokens, b.finish, b.text) == (a.tokens, a.finish, a.text)
         parsed(b)
-    assert any(h.finish == "stop" for h in found) and {h.finish for h in found} <= {"stop", "eos", "length"}
+    assert any(h.finish == "stop" for h in found) and {h.finish for h in found} <= {
+        "stop",
+        "eos",
+        "length",
+    }
 
 
 @pytest.mark.sampled(1, most=1)
@@ -119,7 +129,10 @@ def test_the_packaged_pair_keeps_grammars_with_its_drafter(params: SamplingParam
     prompts = [demo_prompts()[0][0]]
     want = plain_answers(DEMO, tuple(prompts), params, 24)
     found = answers(
-        rig(DEMO, np=np, ctx=512, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True), prompts, params, 24
+        rig(DEMO, np=np, ctx=512, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True),
+        prompts,
+        params,
+        24,
     )
     for a, b in zip(want, found, strict=True):
         assert (b.tokens, b.finish, b.text) == (a.tokens, a.finish, a.text)
@@ -149,20 +162,28 @@ def test_who_flies_ahead_beside_a_grammar_says_the_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("np", [1, 4, 8])
-def test_the_packaged_pair_flies_ahead_under_grammars(np: int, flown: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_packaged_pair_flies_ahead_under_grammars(
+    np: int, flown: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = [prompt for prompt, _ in demo_prompts()[:2]]
     monkeypatch.setattr(constraint, "CALM", 10**6)  # for every request
     want = answers(rig(DEMO, np=1, ctx=512, spec_type="none"), prompts, ENDING)
     monkeypatch.setattr(constraint, "CALM", 0)
     r = rig(DEMO, np=np, ctx=512, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True)
     flights, launch_next = [], r.loop.launch_next
-    monkeypatch.setattr(r.loop, "launch_next", lambda flight: flights.append(launch_next(flight)) or flights[-1])
+    monkeypatch.setattr(
+        r.loop, "launch_next", lambda flight: flights.append(launch_next(flight)) or flights[-1]
+    )
     found = answers(r, prompts, ENDING)
     for a, b in zip(want, found, strict=True):
         assert (b.tokens, b.finish, b.text) == (a.tokens, a.finish, a.text)
         parsed(b)
-    if np < 8:  # all twelve at once: no request is seated in the middle, and hardly a round is launched ahead
-        assert any(f.refused for f in flights if f is not None), "drafts of the device that a grammar does not take"
+    if (
+        np < 8
+    ):  # all twelve at once: no request is seated in the middle, and hardly a round is launched ahead
+        assert any(f.refused for f in flights if f is not None), (
+            "drafts of the device that a grammar does not take"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +195,9 @@ def small() -> Rig:
 PROMPT = (5, 6, 7)
 
 
-def under(r: Rig, kind: str, source: str, params: SamplingParams = ENDING, n: int = 40, **request: object) -> Heard:
+def under(
+    r: Rig, kind: str, source: str, params: SamplingParams = ENDING, n: int = 40, **request: object
+) -> Heard:
     return r.generate(PROMPT, n, params, grammar=Grammar(kind=kind, source=source), **request)  # type: ignore[arg-type]
 
 
@@ -227,8 +250,13 @@ def test_a_dead_end_ends_its_request_with_words_and_nobody_elses(small: Rig) -> 
 def test_a_ban_holds_under_a_grammar_and_one_that_leaves_nothing_ends_the_request(small: Rig) -> None:
     e = small.tokenizer.encode_inside
     free = under(small, "regex", "[ab]{6}")
-    banned = tuple((t, float("-inf")) for t in range(small.info.n_vocab) if b"a" in small.tokenizer.token_bytes(t))
-    assert under(small, "regex", "[ab]{6}", replace(ENDING, logit_bias=banned)).text == "bbbbbb" and len(free.text) == 6
+    banned = tuple(
+        (t, float("-inf")) for t in range(small.info.n_vocab) if b"a" in small.tokenizer.token_bytes(t)
+    )
+    assert (
+        under(small, "regex", "[ab]{6}", replace(ENDING, logit_bias=banned)).text == "bbbbbb"
+        and len(free.text) == 6
+    )
     dead = under(small, "regex", "a{6}", replace(ENDING, logit_bias=banned))
     assert dead.error is not None and "dead end" in str(dead.error) and e("a")
 
@@ -262,7 +290,9 @@ def test_what_is_resumed_goes_on_in_its_place_of_the_grammar(small: Rig, params:
 @pytest.fixture(scope="module")
 def isolated() -> Iterator[Engine]:
     """In a process of its own, which is replaced when it dies."""
-    settings = EngineSettings(np=4, ctx=512, draft_path=DEMO_DRAFT, warm_up=False, device="cpu", kv_type="f32")
+    settings = EngineSettings(
+        np=4, ctx=512, draft_path=DEMO_DRAFT, warm_up=False, device="cpu", kv_type="f32"
+    )
     with Engine.from_settings(DEMO, settings, isolated=True) as engine:
         yield engine
 
@@ -288,7 +318,9 @@ def test_a_replaced_engine_goes_on_in_its_place_of_the_grammar(isolated: Engine)
 @pytest.mark.slow
 def test_a_grammar_that_can_not_be_kept_is_refused_before_it_gets_there(isolated: Engine) -> None:
     with pytest.raises(RequestError, match="the json_schema can not be used"):
-        isolated.run(Request(prompt=(5, 6), grammar=Grammar(kind="json_schema", source='{"type": "wombat"}')))
+        isolated.run(
+            Request(prompt=(5, 6), grammar=Grammar(kind="json_schema", source='{"type": "wombat"}'))
+        )
 
 
 @pytest.mark.slow
@@ -300,7 +332,12 @@ def test_two_hundred_schemas_with_drafts_give_text_that_each_holds_of(part: int)
         wanted = whole(random.Random(seed))
         params, source = replace(SAMPLED, seed=seed, temperature=0.5 + seed % 3), json.dumps(wanted)
         with suppress(RequestError):  # refused before its first token
-            heard.append((wanted, r.submit(prompt, 560, params, grammar=Grammar(kind="json_schema", source=source))))
+            heard.append(
+                (
+                    wanted,
+                    r.submit(prompt, 560, params, grammar=Grammar(kind="json_schema", source=source)),
+                )
+            )
     while not r.loop.is_idle:
         r.loop.step()
     assert len(heard) >= 25
@@ -316,28 +353,42 @@ def test_a_grammar_that_grows_too_large_ends_its_request_and_is_no_error_of_the_
     r = rig(QWEN35, spec_type="none")
     with caplog.at_level(logging.DEBUG, "pyspec.engine.loop.commit"):
         neighbour = r.submit((5, 6, 7), 12, GREEDY)
-        hostile = r.submit((3, 4, 5), 12, GREEDY, grammar=Grammar(kind="json_schema", source=json.dumps(wide)))
+        hostile = r.submit(
+            (3, 4, 5), 12, GREEDY, grammar=Grammar(kind="json_schema", source=json.dumps(wide))
+        )
         r.run()
-    assert isinstance(hostile.error, GrammarTooLarge) and neighbour.error is None and len(neighbour.tokens) == 12
+    assert (
+        isinstance(hostile.error, GrammarTooLarge)
+        and neighbour.error is None
+        and len(neighbour.tokens) == 12
+    )
     (told,) = [record for record in caplog.records if "failed in slot" in record.getMessage()]
     assert told.levelno == logging.WARNING
 
 
 @pytest.mark.parametrize("model", [DEMO, QWEN35], ids=["demo", "recurrent"])
-def test_so_does_one_whose_prompt_was_there_to_its_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_does_one_whose_prompt_was_there_to_its_end(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its first token is chosen from the cached logits, without a round: a failure there is its own, too."""
     wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(700)}}
     r, prompt = rig(model, spec_type="none"), (3, 4, 5, 6)
     r.loop.raises_bugs = True  # as in a process of its own, where a bug ends the engine
     started: list[Job] = []
     start = r.loop.committer.start
-    monkeypatch.setattr(r.loop.committer, "start", lambda job, c: (started.append(job), start(job, c))[1])
+    monkeypatch.setattr(
+        r.loop.committer, "start", lambda job, c: (started.append(job), start(job, c))[1]
+    )
     plain = [r.generate(prompt, 6, GREEDY).tokens]
     for _ in range(2):
-        hostile = r.submit(prompt, 6, GREEDY, grammar=Grammar(kind="json_schema", source=json.dumps(wide)))
+        hostile = r.submit(
+            prompt, 6, GREEDY, grammar=Grammar(kind="json_schema", source=json.dumps(wide))
+        )
         neighbour = r.submit(prompt, 6, GREEDY)
         r.run()
-        assert isinstance(hostile.error, GrammarTooLarge) and not hostile.tokens and neighbour.error is None
+        assert (
+            isinstance(hostile.error, GrammarTooLarge) and not hostile.tokens and neighbour.error is None
+        )
         plain.append(neighbour.tokens)
     assert plain[0] == plain[1] == plain[2] and r.loop.is_idle
     assert started, "the case is about these"

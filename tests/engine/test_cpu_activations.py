@@ -22,12 +22,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(model: Path, mode: str, spec_type: str) -> Engine:
     more = {"n_draft_fixed": True, "n_draft_max": 3} if spec_type == "mtp" else {}
     return Engine.load(
-        model, np=3, ctx=256, threads=2, device="cpu", cpu_activations=mode, spec_type=spec_type, warm_up=False, **more
+        model,
+        np=3,
+        ctx=256,
+        threads=2,
+        device="cpu",
+        cpu_activations=mode,
+        spec_type=spec_type,
+        warm_up=False,
+        **more,
     )
 
 
 def bits(engine: Engine) -> list[tuple[float, ...]]:
-    results = [engine.generate(p, max_tokens=24, temperature=0.0, logprobs=3, ignore_eos=True) for p in PROMPTS]
+    results = [
+        engine.generate(p, max_tokens=24, temperature=0.0, logprobs=3, ignore_eos=True) for p in PROMPTS
+    ]
     assert engine.info.drafter == "none" or any(r.timings.draft_n for r in results)
     return [(p.logprob, *(x for _, x in p.top)) for result in results for p in result.logprobs]
 

@@ -159,7 +159,9 @@ def test_a_drafters_bug_costs_drafts_and_no_text(part: str) -> None:
     for i, ear in enumerate(ears):
         engine.submit(Request(prompt=(i, 2, 3), params=GREEDY, max_tokens=30), ear)
     wait_for(lambda: all(ear.over for ear in ears))
-    assert [tuple(t for e in ear.events if isinstance(e, Delta) for t in e.tokens) for ear in ears] == want
+    assert [
+        tuple(t for e in ear.events if isinstance(e, Delta) for t in e.tokens) for ear in ears
+    ] == want
     assert engine.alive()
     engine.loop.table.check()
     engine.close()
@@ -177,7 +179,9 @@ def test_a_listener_that_fails_ends_its_own_request_only(engine: Engine) -> None
 
 @pytest.mark.sampled(most=2)
 @pytest.mark.parametrize(
-    "raised", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), MemoryError()], ids=repr
+    "raised",
+    [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), MemoryError()],
+    ids=repr,
 )
 def test_a_listener_ends_nobody_else_whatever_it_raises(engine: Engine, raised: BaseException) -> None:
     def leave(event: Event) -> None:
@@ -187,7 +191,9 @@ def test_a_listener_ends_nobody_else_whatever_it_raises(engine: Engine, raised: 
     engine.submit(LONG, neighbour)
     engine.submit(LONG, leave)
     wait_for(lambda: neighbour.over and not any(s.is_processing for s in engine.slots()))
-    assert isinstance(neighbour.last, Done) and engine.alive() and engine.metrics().requests_cancelled == 1
+    assert (
+        isinstance(neighbour.last, Done) and engine.alive() and engine.metrics().requests_cancelled == 1
+    )
 
 
 def test_an_engine_in_a_fork_says_that_it_is_not_there(engine: Engine) -> None:
@@ -246,7 +252,9 @@ def test_closing_says_when_a_round_does_not_end() -> None:
 def test_many_requests_are_all_answered_or_their_error_is_raised(engine: Engine) -> None:
     prompts = [[i, i + 1] for i in range(9)]
     several = engine.generate_many(prompts, params=GREEDY, max_tokens=9)
-    assert [r.tokens for r in several] == [engine.generate(p, params=GREEDY, max_tokens=9).tokens for p in prompts]
+    assert [r.tokens for r in several] == [
+        engine.generate(p, params=GREEDY, max_tokens=9).tokens for p in prompts
+    ]
     assert engine.generate_many([]) == []
     submit, n = engine.core.submit, 0
 
@@ -340,7 +348,11 @@ def test_a_short_queue_does_not_keep_the_engine_from_starting() -> None:
         (Request(prompt=(1, 300)), RequestError, "token 300 is outside 0..299"),
         (Request(prompt=(-1,)), RequestError, "token -1"),
         (Request(prompt=(1,), slot=2), RequestError, "slot 2 does not exist; slots are 0..1"),
-        (Request(prompt=(1,), params=SamplingParams(temperature=float("nan"))), RequestError, "temperature"),
+        (
+            Request(prompt=(1,), params=SamplingParams(temperature=float("nan"))),
+            RequestError,
+            "temperature",
+        ),
     ],
 )
 def test_what_can_never_run_is_refused_at_once(
@@ -388,7 +400,9 @@ def test_long_prompts_of_one_client_end_no_engine() -> None:
         with pytest.raises(QueueFull):
             for _ in range(40):
                 ears.append(Ear())
-                engine.submit(Request(prompt=(1,) * 600, params=GREEDY, max_tokens=1, client="a"), ears[-1])
+                engine.submit(
+                    Request(prompt=(1,) * 600, params=GREEDY, max_tokens=1, client="a"), ears[-1]
+                )
         wait_for(lambda: all(ear.over for ear in ears[:-1]))
         assert len(ears) > 4 and all(isinstance(ear.last, Done) for ear in ears[:-1]) and engine.alive()
 
@@ -419,7 +433,8 @@ def test_an_engine_without_rest_gives_freed_memory_back(monkeypatch: pytest.Monk
     monkeypatch.setattr("pyspec.engine.process.core.TRIM_S", 0.0)
     monkeypatch.setattr("pyspec.engine.process.core.REST_S", 1e6)
     monkeypatch.setattr(
-        "pyspec.engine.process.core.give_back_memory", lambda: trimmed.append(threading.current_thread().name)
+        "pyspec.engine.process.core.give_back_memory",
+        lambda: trimmed.append(threading.current_thread().name),
     )
     with start() as engine:
         engine.run(SHORT)

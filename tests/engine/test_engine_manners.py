@@ -112,7 +112,9 @@ def test_a_listener_of_a_slot_may_raise_what_it_likes(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("slot", [1.5, -7, 99, "x", None, 2**70])
-def test_a_visit_that_can_not_be_made_is_made_once(here: Engine, slot: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_visit_that_can_not_be_made_is_made_once(
+    here: Engine, slot: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Called below the checks of arguments."""
     from pyspec.engine.loop.slot_task import SlotTask
 
@@ -163,7 +165,9 @@ def _names(pids: set[int]) -> list[str]:
     found = []
     for pid in pids:
         with suppress(OSError):
-            found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            found.append(
+                Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
     return found
 
 
@@ -275,7 +279,9 @@ def test_a_loop_that_was_closed_without_a_word_ends_its_requests(
     with caplog.at_level(logging.WARNING):
         assert wait_for(lambda: not any(s.is_processing for s in here.slots()))
         assert here.generate("Once", **SHORT).n_predicted == 3
-    assert not [r for r in caplog.records if r.name.startswith("pyspec")]  # asyncio warns of loops that are closed so
+    assert not [
+        r for r in caplog.records if r.name.startswith("pyspec")
+    ]  # asyncio warns of loops that are closed so
 
 
 # -- a fork ----------------------------------------------------------------------------------------------------------
@@ -291,7 +297,9 @@ def _load_in_child(end: Connection) -> None:
 
 def test_a_fresh_engine_in_a_forked_child_is_refused_at_once(here: Engine) -> None:
     ours, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(target=_load_in_child, args=(theirs,), daemon=True)
+    child = multiprocessing.get_context("fork").Process(
+        target=_load_in_child, args=(theirs,), daemon=True
+    )
     child.start()
     assert ours.poll(60), "it hangs"
     error = ours.recv()
@@ -324,19 +332,25 @@ def test_tokens_of_a_result_are_those_of_its_text(engine: Engine, stop: str) -> 
     said = engine.decode(held.tokens)
     assert held.text.startswith(said) and stop not in said
     more = engine.decode(free.tokens[: len(held.tokens) + 1])
-    assert not held.text.startswith(more) or len(more) > len(held.text), "a token that is in the text is missing"
+    assert not held.text.startswith(more) or len(more) > len(held.text), (
+        "a token that is in the text is missing"
+    )
     assert held.n_predicted > len(held.tokens)
 
 
 def test_an_engine_says_what_it_is() -> None:
     engine = load()
-    assert "np=2" in repr(engine) and "ctx=256" in repr(engine) and engine.info.model_name in repr(engine)
+    assert (
+        "np=2" in repr(engine) and "ctx=256" in repr(engine) and engine.info.model_name in repr(engine)
+    )
     assert "ok" in repr(engine)
     engine.close()
     assert "stopped" in repr(engine)
 
 
-@pytest.mark.parametrize("value", [5, b"demo", "\0", "", "x" * 5000, object(), ["demo"], "\udc80/none.gguf", -1.5, {}])
+@pytest.mark.parametrize(
+    "value", [5, b"demo", "\0", "", "x" * 5000, object(), ["demo"], "\udc80/none.gguf", -1.5, {}]
+)
 def test_what_can_not_be_loaded_is_an_error_of_ours(value: Any) -> None:
     for call in (
         lambda: Engine.load(value),

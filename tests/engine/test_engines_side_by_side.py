@@ -64,7 +64,9 @@ def test_two_engines_of_one_process_have_each_their_own_ways(pair: str) -> None:
 
 def test_rows_of_an_exact_engine_have_the_same_bits_in_every_run_and_company() -> None:
     """With drafts, whose number depends on the clock, and neighbours whose rows come before or after."""
-    with Engine.load("demo", np=3, ctx=512, warm_up=False, prefix_cache=False, exact=True, threads=2) as engine:
+    with Engine.load(
+        "demo", np=3, ctx=512, warm_up=False, prefix_cache=False, exact=True, threads=2
+    ) as engine:
 
         def run(*beside: str) -> Bits:
             options = {"max_tokens": 24, "temperature": 0.0, "logprobs": 4}
@@ -72,6 +74,11 @@ def test_rows_of_an_exact_engine_have_the_same_bits_in_every_run_and_company() -
             return [(p.logprob, *(x for _, x in p.top)) for p in result.logprobs]
 
         want = run()
-        runs: list[Callable[[], Bits]] = [run, lambda: run("a b c"), lambda: run("The river " * 9, "Seven"), run]
+        runs: list[Callable[[], Bits]] = [
+            run,
+            lambda: run("a b c"),
+            lambda: run("The river " * 9, "Seven"),
+            run,
+        ]
         for i, each in enumerate(runs):
             assert each() == want, f"run {i}"

@@ -61,7 +61,9 @@ def tripping(r: Rig, op: str, slot: int, after: int) -> None:
 
 
 @pytest.mark.sampled(1, most=1)
-@pytest.mark.parametrize("op", [op for op in GUARDS if op != "norms"])  # which does not know the slot of a row
+@pytest.mark.parametrize(
+    "op", [op for op in GUARDS if op != "norms"]
+)  # which does not know the slot of a row
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 @pytest.mark.parametrize("after", [1, 5])
 def test_a_tripped_guard_ends_the_request_it_names(kind: str, op: str, after: int) -> None:
@@ -75,7 +77,9 @@ def test_a_tripped_guard_ends_the_request_it_names(kind: str, op: str, after: in
     assert str(error) == f"kernel {op}, slot 1: index 99 is outside 0..11"
     assert heard[1].tokens == texts[1][1][: len(heard[1].tokens)]
     for i in (0, 2):
-        assert heard[i].tokens == texts[i][1], "its results of that round were right, and its state was folded once"
+        assert heard[i].tokens == texts[i][1], (
+            "its results of that round were right, and its state was folded once"
+        )
     assert r.loop.stats.guard_trips == r.loop.stats.failed == 1
     assert r.loop.table.slots[1].n_past == 0
     again = r.generate(texts[1][0], N_TEXT, slot=1)

@@ -34,26 +34,41 @@ def test_the_plan_is_that_of_a_load(model: Path):
     settings = EngineSettings(np=3, ctx=512, device="cpu")
     report = fit(model, settings)
     assert report.asked == planned_bytes.plan_memory(describe.describe(model, settings))
-    one, two = (planned_bytes.plan_memory(describe.describe(model, EngineSettings(np=n, ctx=512))) for n in (1, 2))
-    assert report.kv_per_slot == two.kv - one.kv > 0 and report.draft_per_slot == two.draft_kv - one.draft_kv > 0
+    one, two = (
+        planned_bytes.plan_memory(describe.describe(model, EngineSettings(np=n, ctx=512)))
+        for n in (1, 2)
+    )
+    assert (
+        report.kv_per_slot == two.kv - one.kv > 0
+        and report.draft_per_slot == two.draft_kv - one.draft_kv > 0
+    )
     assert report.state_per_slot > report.checkpoint > 0
 
 
 def test_contexts_are_the_largest_that_fit(model: Path):
     settings = EngineSettings(np=3)
-    free = int(609 * MIB / 0.96)  # above the memory of a GPU process, but so little that slots crowd each other
+    free = int(
+        609 * MIB / 0.96
+    )  # above the memory of a GPU process, but so little that slots crowd each other
     report = fit(model, settings, free)
     found = {one.np: one.n_ctx for one in report.fits}
-    assert sorted(found) == [1, 2, 3, 4, 8, 16, 32] and list(found.values()) == sorted(found.values(), reverse=True)
+    assert sorted(found) == [1, 2, 3, 4, 8, 16, 32] and list(found.values()) == sorted(
+        found.values(), reverse=True
+    )
     assert found[1] == 1024  # as trained
     d = describe.describe(model, settings, AssumedGpu(free))
     crowded = [one for one in report.fits if 0 < one.n_ctx < 1024]
     assert crowded
     for one in crowded:
         assert one.plan.total <= report.usable
-        assert planned_bytes.plan_memory(describe.resized(d, one.np, one.n_ctx + STEP)).total > report.usable
+        assert (
+            planned_bytes.plan_memory(describe.resized(d, one.np, one.n_ctx + STEP)).total
+            > report.usable
+        )
     best = report.best()
-    assert best is not None and best.np == max(one.np for one in report.fits if one.n_ctx == 1024 and one.np <= 8)
+    assert best is not None and best.np == max(
+        one.np for one in report.fits if one.n_ctx == 1024 and one.np <= 8
+    )
 
 
 def test_nothing_fits_is_an_exit_code_of_its_own(model: Path):
@@ -94,17 +109,25 @@ def test_two_gpus_hold_what_one_does_not(tmp_path: Path, monkeypatch: pytest.Mon
     target = write("deepseek-v4-flash", tmp_path / "t.gguf", quant="mxfp4")
     one, two, eight = (
         planned_bytes.plan_memory(
-            describe.describe(target, EngineSettings(np=8, tp=n, weights="packed"), AssumedGpu(139 * GIB))
+            describe.describe(
+                target, EngineSettings(np=8, tp=n, weights="packed"), AssumedGpu(139 * GIB)
+            )
         )
         for n in (1, 2, 8)
     )
     assert one.total > 139 * GIB and two.total < 80 * GIB and two.kv == eight.kv == one.kv
-    assert 7 * (two.weights - eight.weights) == pytest.approx(3 * (one.weights - eight.weights), rel=0.01)
-    with pytest.raises(ModelError, match="8 groups of heads do not divide by 3; --tp 1 or 2 or 4 or 8 would do"):
+    assert 7 * (two.weights - eight.weights) == pytest.approx(
+        3 * (one.weights - eight.weights), rel=0.01
+    )
+    with pytest.raises(
+        ModelError, match="8 groups of heads do not divide by 3; --tp 1 or 2 or 4 or 8 would do"
+    ):
         describe.describe(target, EngineSettings(tp=3), AssumedGpu(139 * GIB))
 
 
-@pytest.mark.parametrize(("drafter", "gib"), [(False, 79.12), pytest.param(True, 84.07, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("drafter", "gib"), [(False, 79.12), pytest.param(True, 84.07, marks=pytest.mark.slow)]
+)
 def test_a_plan_on_paper_is_what_an_h200_had_in_use(
     drafter: bool, gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -112,8 +135,13 @@ def test_a_plan_on_paper_is_what_an_h200_had_in_use(
     monkeypatch.setattr(GGUFWriter, "write", heads_only)
     target = write("qwen3.6-27b", tmp_path / "t.gguf")
     draft = write("qwen3.6-27b", tmp_path / "d.gguf", drafter=True) if drafter else None
-    d = describe.describe(target, EngineSettings(np=8, ctx=2560, draft_path=draft), AssumedGpu(139 * GIB))
-    starts, total = planned_bytes.start_bytes(d), planned_bytes.plan_memory(d).total  # added later: starts,
+    d = describe.describe(
+        target, EngineSettings(np=8, ctx=2560, draft_path=draft), AssumedGpu(139 * GIB)
+    )
+    starts, total = (
+        planned_bytes.start_bytes(d),
+        planned_bytes.plan_memory(d).total,
+    )  # added later: starts,
     monkeypatch.setattr(planned_bytes, "PROMPTS", ())
     prompts = total - planned_bytes.plan_memory(d).total  # graphs of prompts,
     with_more = planned_bytes.plan_memory(d).total

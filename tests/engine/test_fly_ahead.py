@@ -47,7 +47,8 @@ def flown() -> Iterator[list[PendingRound]]:
 
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize(
-    ("kind", "np"), [("none", 1), ("none", 3), ("mtp", 2), ("mtp", 8), ("dflash", 3), ("fickle-hybrid", 4)]
+    ("kind", "np"),
+    [("none", 1), ("none", 3), ("mtp", 2), ("mtp", 8), ("dflash", 3), ("fickle-hybrid", 4)],
 )
 def test_same_text_with_staggered_joins(kind: str, np: int, flown: list[PendingRound]) -> None:
     same.test_same_text_with_staggered_joins(kind, np)
@@ -64,7 +65,9 @@ def rounds_told(r: Rig, monkeypatch: pytest.MonkeyPatch, n: int) -> tuple[list[f
         r.loop.step()
     began = r.loop.ended
     monkeypatch.setattr(
-        r.loop.controller, "timed", lambda _rows, _busy, verify, _live, _passes, draft: told.append(verify + draft)
+        r.loop.controller,
+        "timed",
+        lambda _rows, _busy, verify, _live, _passes, draft: told.append(verify + draft),
     )
     r.run()
     return told, 1e3 * (r.loop.ended - began)
@@ -111,9 +114,13 @@ def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[Pend
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 @pytest.mark.parametrize("drafts", [False, True])
-def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown: list[PendingRound]) -> None:
+def test_what_an_end_token_ends_is_gone_on_from(
+    path: Path, drafts: bool, flown: list[PendingRound]
+) -> None:
     """Alone or among accepted drafts, while the next round is in flight: the state stands at the end."""
-    for (prompt, text), at in zip(known_texts(path).items(), (1, 4, 7, 11, 2, 19, 23, 5, 28), strict=True):
+    for (prompt, text), at in zip(
+        known_texts(path).items(), (1, 4, 7, 11, 2, 19, 23, 5, 28), strict=True
+    ):
         end = text[at]
         at = text.index(end)
         r = rig(path, spec_type="none", np=2, ctx=512)
@@ -134,7 +141,9 @@ def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown:
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
-def test_banned_tokens_among_drafts_leave_the_text_as_it_is(path: Path, flown: list[PendingRound]) -> None:
+def test_banned_tokens_among_drafts_leave_the_text_as_it_is(
+    path: Path, flown: list[PendingRound]
+) -> None:
     """The device stops at them; the host continues with another token, unknown to the rounds launched ahead."""
     prompts = list(known_texts(path))[:4]
     free = list(known_texts(path).values())[:4]
@@ -149,7 +158,11 @@ def test_banned_tokens_among_drafts_leave_the_text_as_it_is(path: Path, flown: l
         for prompt, own in want.items():
             whole = [*prompt, *own]
             if list(tokens) == whole[: len(tokens)]:
-                return whole[len(tokens) : len(tokens) + n] if len(tokens) % 3 else continuation(path, tokens, n)
+                return (
+                    whole[len(tokens) : len(tokens) + n]
+                    if len(tokens) % 3
+                    else continuation(path, tokens, n)
+                )
         return []
 
     r = rig_for(path, Ahead(5, text=text), np=3)
@@ -172,7 +185,9 @@ def test_synthetic_acceptance_is_the_same_ahead(kind: str, flown: list[PendingRo
         found.append([h.tokens for h in heard])
         assert sum(h.timings.draft_n_accepted for h in heard) > 40
     # near their end, requests draft less if the round before is not read yet
-    assert [tokens[:28] for tokens in found[0]] == [tokens[:28] for tokens in found[1]] and len(flown) > 15
+    assert [tokens[:28] for tokens in found[0]] == [tokens[:28] for tokens in found[1]] and len(
+        flown
+    ) > 15
 
 
 @pytest.mark.sampled(most=1)
@@ -227,7 +242,9 @@ def test_drafts_are_those_of_rounds_that_wait(
     for where in both:
         n = min(len(found[0][where]), len(found[1][where]))
         assert found[0][where][:n] == found[1][where][:n], where
-    assert len(both) > 8 and sum(flight.launched.tokens is not None for flight in flown) > (0 if turns else 10)
+    assert len(both) > 8 and sum(flight.launched.tokens is not None for flight in flown) > (
+        0 if turns else 10
+    )
 
 
 @pytest.mark.slow
@@ -255,7 +272,9 @@ def test_what_a_request_leaves_is_gone_on_from(path: Path, flown: list[PendingRo
 
 @pytest.mark.slow
 def test_prefixes_are_reused_as_ever(flown: list[PendingRound]) -> None:
-    names = [n for n in dir(reuse) if n.startswith("test_") and reuse.__dict__[n].__code__.co_argcount == 0]
+    names = [
+        n for n in dir(reuse) if n.startswith("test_") and reuse.__dict__[n].__code__.co_argcount == 0
+    ]
     for name in names:
         getattr(reuse, name)()
     assert flown and names
@@ -326,7 +345,11 @@ def test_texts_under_grammars_fly_ahead(
     for prompt in ([1, 2, 3], [4, 5, 6], [9, 9, 1]):
         text = json.dumps(cold.generate(prompt, 10, GREEDY, grammar=any_text).text, ensure_ascii=False)
         bound = Grammar(kind="lark", source=f"start: {text} WORD \nWORD: /[a-m]{{2,3}}/")
-        asked += [(prompt, any_text), (prompt, bound), (prompt, Grammar(kind="lark", source=f"start: {text}"))]
+        asked += [
+            (prompt, any_text),
+            (prompt, bound),
+            (prompt, Grammar(kind="lark", source=f"start: {text}")),
+        ]
 
     def texts(r: Rig) -> list[tuple[list[int], str]]:
         heard = []
@@ -349,7 +372,9 @@ def test_texts_under_grammars_fly_ahead(
     assert 0 < n_off < len(held), "some were refused, and who was does not fly on"
     drafted = [f for f in held if any(w.job.constraint is not None and w.draft for w in f.work)]
     assert bool(drafted) == (drafts == "all")
-    assert any(f.refused for f in drafted) == (drafts == "all"), "drafts of the device that a grammar does not take"
+    assert any(f.refused for f in drafted) == (drafts == "all"), (
+        "drafts of the device that a grammar does not take"
+    )
     assert texts(r) == want, "and what they left is gone on from"
 
 
@@ -388,7 +413,10 @@ def test_a_bad_row_ends_its_own_request(flown: list[PendingRound]) -> None:
     """NaN in the logits of one slot, in a round behind which the next was launched."""
     r = rig(QWEN35, spec_type="none", np=2)
     want = plain_rig(QWEN35).generate([4, 5, 6], 40).tokens
-    bad, good = r.submit([1, 2, 3], 20), r.submit([4, 5, 6], 40)  # the shorter request has the first slot
+    bad, good = (
+        r.submit([1, 2, 3], 20),
+        r.submit([4, 5, 6], 40),
+    )  # the shorter request has the first slot
     for _ in range(4):
         r.loop.step()
     r.call_by_call()
@@ -407,7 +435,9 @@ def test_a_bad_row_ends_its_own_request(flown: list[PendingRound]) -> None:
 
 
 @pytest.mark.parametrize("lasts", [False, True])
-def test_a_forward_that_is_refused_ahead_is_asked_for_again_in_its_turn(lasts: bool, flown: list[PendingRound]) -> None:
+def test_a_forward_that_is_refused_ahead_is_asked_for_again_in_its_turn(
+    lasts: bool, flown: list[PendingRound]
+) -> None:
     r = rig(QWEN35, spec_type="none", np=2)
     want = [plain_rig(QWEN35).generate(p, 20).tokens for p in ([1, 2, 3], [4, 5, 6])]
     heard = [r.submit(p, 20) for p in ([1, 2, 3], [4, 5, 6])]
@@ -459,7 +489,9 @@ def test_slots_hold_no_page_beyond_their_reservation(flown: list[PendingRound]) 
     texts = known_texts(QWEN35)
     for n in range(12, N_TEXT):
         r = rig(QWEN35, spec_type="mtp", n_draft_max=8, n_draft_fixed=True, np=2, page_size=16)
-        heard = [(r.submit(p, n + i), text[: n + i]) for i, (p, text) in enumerate(list(texts.items())[:2])]
+        heard = [
+            (r.submit(p, n + i), text[: n + i]) for i, (p, text) in enumerate(list(texts.items())[:2])
+        ]
         r.run()  # which checks the table after each round
         assert all(h.tokens == text[: len(h.tokens)] for h, text in heard)
     assert any(flight.launched.tokens is not None for flight in flown)

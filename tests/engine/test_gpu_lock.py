@@ -24,10 +24,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def two(model: Path, locks: Callable[[], GpuLock], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
+def two(
+    model: Path, locks: Callable[[], GpuLock], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[Engine]]:
     """Engines that defer as on a GPU, each with the lock it is given."""
     monkeypatch.setattr(worker, "gpu_lock", lambda device: locks())
-    with Engine.load(model, None, np=2, warm_up=False) as a, Engine.load(model, None, np=2, warm_up=False) as b:
+    with (
+        Engine.load(model, None, np=2, warm_up=False) as a,
+        Engine.load(model, None, np=2, warm_up=False) as b,
+    ):
         for engine in (a, b):
             engine.loop.committer.defers = True
         yield [a, b]
@@ -53,7 +58,9 @@ def most_at_once(engines: list[Engine]) -> int:
 
     for engine in engines:
         engine.loop.worker.forward = watched(engine.loop.worker.forward)  # type: ignore[assignment]
-    threads = [threading.Thread(target=lambda e=e: e.generate([1, 2, 3], max_tokens=40)) for e in engines]
+    threads = [
+        threading.Thread(target=lambda e=e: e.generate([1, 2, 3], max_tokens=40)) for e in engines
+    ]
     for t in threads:
         t.start()
     for t in threads:

@@ -137,7 +137,9 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """In a folder of its own, because some values are names of writable files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("slots"))
-        with Engine.load("demo", np=2, ctx=256, warm_up=False, threads=1, isolated=request.param) as engine:
+        with Engine.load(
+            "demo", np=2, ctx=256, warm_up=False, threads=1, isolated=request.param
+        ) as engine:
             yield engine
 
 

@@ -22,9 +22,13 @@ QWEN35, NAN = FIXTURES / "qwen35.gguf", float("nan")
 
 def speculating(kind: str, np: int) -> tuple[Path, Rig]:
     if kind == "mtp":
-        return QWEN35, rig(QWEN35, np=np, spec_type="mtp", n_draft_max=3, n_draft_fixed=True, page_size=16)
+        return QWEN35, rig(
+            QWEN35, np=np, spec_type="mtp", n_draft_max=3, n_draft_fixed=True, page_size=16
+        )
     path = tiny("qwen35")
-    return path, rig(path, np=np, draft_path=tiny("qwen35", drafter=True), n_draft_fixed=True, page_size=16)
+    return path, rig(
+        path, np=np, draft_path=tiny("qwen35", drafter=True), n_draft_fixed=True, page_size=16
+    )
 
 
 def memories(r: Rig) -> list[Memory]:
@@ -54,7 +58,9 @@ def poison(r: Rig, keep: list[int]) -> None:
 
 
 def untouched(r: Rig, slots: list[int]) -> bool:
-    return all(bool(t[slots].isnan().all()) for layer in r.loop.memory.states.values() for t in layer.tensors())
+    return all(
+        bool(t[slots].isnan().all()) for layer in r.loop.memory.states.values() for t in layer.tensors()
+    )
 
 
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
@@ -72,9 +78,13 @@ def test_nan_in_idle_slots_and_free_pages_stays_there(kind: str) -> None:
         assert h.timings.draft_n > 0
     used = {p for s in r.loop.table.slots for p in s.pages}
     size = r.loop.table.page_size
-    free = torch.tensor([p * size + i for p in range(r.loop.table.n_page) if p not in used for i in range(size)])
+    free = torch.tensor(
+        [p * size + i for p in range(r.loop.table.n_page) if p not in used for i in range(size)]
+    )
     for memory in memories(r):
-        assert all(bool(pool.k[free].isnan().all()) for pool in memory.kv.values()), "a free page was written"
+        assert all(bool(pool.k[free].isnan().all()) for pool in memory.kv.values()), (
+            "a free page was written"
+        )
 
 
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])

@@ -45,7 +45,11 @@ def texts(path: Path, kv_type: str, kv_type_v: str | None) -> dict[tuple[int, ..
     out: dict[tuple[int, ...], list[int]] = {}
     asked = iter([p for p, _ in demo_prompts()])
     while len(out) < 6:
-        prompt = next(asked) if path == DEMO else tuple(rng.choices(range(256), k=rng.choice((1, 15, 16, 33, 64))))
+        prompt = (
+            next(asked)
+            if path == DEMO
+            else tuple(rng.choices(range(256), k=rng.choice((1, 15, 16, 33, 64))))
+        )
         h = r.generate(prompt, N_TEXT, replace(GREEDY, logprobs=2), cache_prompt=False)
         gaps = [p.top[0][1] - p.top[1][1] for e in h.events if isinstance(e, Delta) for p in e.logprobs]
         if min(gaps) > MARGIN:
@@ -58,7 +62,9 @@ def texts(path: Path, kv_type: str, kv_type_v: str | None) -> dict[tuple[int, ..
 @pytest.mark.parametrize("np", [1, 4])
 @pytest.mark.parametrize(("kv_type", "kv_type_v"), FORMATS)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_speculation_leaves_the_text_as_it_is(kind: str, kv_type: str, kv_type_v: str | None, np: int) -> None:
+def test_speculation_leaves_the_text_as_it_is(
+    kind: str, kv_type: str, kv_type_v: str | None, np: int
+) -> None:
     r = MAKERS[kind](np=np, ubatch=40, kv_type=kv_type, kv_type_v=kv_type_v)
     want = texts(PATHS[kind], kv_type, kv_type_v)
     heard = []
@@ -71,7 +77,9 @@ def test_speculation_leaves_the_text_as_it_is(kind: str, kv_type: str, kv_type_v
         assert h.tokens == text, f"{h.job.id} in slot {h.slot}"
     assert sum(h.timings.draft_n for h in heard) > 0
     if kind.endswith("demo"):
-        assert sum(h.timings.draft_n_accepted for h in heard) > 0.3 * sum(h.timings.draft_n for h in heard)
+        assert sum(h.timings.draft_n_accepted for h in heard) > 0.3 * sum(
+            h.timings.draft_n for h in heard
+        )
 
 
 @pytest.mark.slow
@@ -79,14 +87,19 @@ def test_few_bits_change_logits_by_little() -> None:
     """And do change them: a cache that stored f32 would pass all other tests."""
     prompt, answer = demo_prompts()[0]
     ids = [*prompt, *answer]
-    rows = {t: torch.as_tensor(compute_logits(DEMO, ids, kv_type=t, device="cpu")) for t in ("f32", "f16", *TYPES)}
+    rows = {
+        t: torch.as_tensor(compute_logits(DEMO, ids, kv_type=t, device="cpu"))
+        for t in ("f32", "f16", *TYPES)
+    }
     off = {t: float((rows[t] - rows["f32"]).abs().max()) for t in rows}
     assert 0 < off["f16"] < off["q8_0"] / 4 < off["f8_e4m3"] / 8 < 0.1
     for t in TYPES:
         assert rows[t][len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
-@pytest.mark.parametrize(("k", "v"), [("q8_0", "f16"), ("f16", "q8_0"), ("f8_e4m3", "f32"), ("bf16", "f8_e4m3")])
+@pytest.mark.parametrize(
+    ("k", "v"), [("q8_0", "f16"), ("f16", "q8_0"), ("f8_e4m3", "f32"), ("bf16", "f8_e4m3")]
+)
 def test_keys_and_values_are_off_by_what_their_types_are_off(k: str, v: str) -> None:
     """A pair is near the sum of what each type does on its own side, and a type on the wrong side shows."""
     ids = random.Random(3).choices(range(256), k=40)
@@ -103,14 +116,18 @@ def test_keys_and_values_are_off_by_what_their_types_are_off(k: str, v: str) -> 
 
 
 def test_a_model_whose_keys_are_its_values_refuses_two_types() -> None:
-    with pytest.raises(ModelError, match=r"keys of this model are its values.*-ctk f16 and -ctv q8_0 differ"):
+    with pytest.raises(
+        ModelError, match=r"keys of this model are its values.*-ctk f16 and -ctv q8_0 differ"
+    ):
         plain_rig(FIXTURES / "deepseek4.gguf", kv_type="f16", kv_type_v="q8_0")
 
 
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize(("kv_type", "kv_type_v"), FORMATS)
 @pytest.mark.parametrize("kind", ["mtp", "mtp-demo", "dflash-demo"])
-def test_what_the_prefix_cache_gives_back_is_what_was_computed(kind: str, kv_type: str, kv_type_v: str | None) -> None:
+def test_what_the_prefix_cache_gives_back_is_what_was_computed(
+    kind: str, kv_type: str, kv_type_v: str | None
+) -> None:
     r, cold = (MAKERS[kind](np=2, page_size=16, kv_type=kv_type, kv_type_v=kv_type_v) for _ in range(2))
     (prompt, text), *_ = texts(PATHS[kind], kv_type, kv_type_v).items()
     r.generate(prompt, N_TEXT)
@@ -138,7 +155,9 @@ def test_a_page_that_is_gone_on_from_is_copied_with_its_scales() -> None:
 @pytest.mark.sampled(most=3)
 @pytest.mark.parametrize(("kv_type", "kv_type_v"), [("f16", None), *FORMATS])
 @pytest.mark.parametrize("kind", ["mtp", "dflash-demo"])
-def test_the_memory_plan_has_the_bytes_that_are_taken(kind: str, kv_type: str, kv_type_v: str | None) -> None:
+def test_the_memory_plan_has_the_bytes_that_are_taken(
+    kind: str, kv_type: str, kv_type_v: str | None
+) -> None:
     r = MAKERS[kind](np=3, kv_type=kv_type, kv_type_v=kv_type_v)
     draft = DEMO_DRAFT if kind == "dflash-demo" else None
     settings = EngineSettings(

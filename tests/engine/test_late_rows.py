@@ -50,7 +50,11 @@ def test_same_text_of_rounds_ahead(np: int, flown: list[PendingRound], waited: C
 
 @pytest.mark.slow
 @HYBRIDS
-def test_requests_that_end_leave_their_state(path: object, flown: list[PendingRound], waited: Counter[int]) -> None:  # noqa: F811
+def test_requests_that_end_leave_their_state(
+    path: object,
+    flown: list[PendingRound],  # noqa: F811
+    waited: Counter[int],
+) -> None:
     """By a token that the device knows, and by one that only the host knows."""
     ahead.test_what_an_end_token_ends_is_gone_on_from(path, False, flown)  # type: ignore[arg-type]
     ahead.test_what_a_request_leaves_is_gone_on_from(path, flown)  # type: ignore[arg-type]
@@ -59,7 +63,10 @@ def test_requests_that_end_leave_their_state(path: object, flown: list[PendingRo
 
 @pytest.mark.sampled(most=1)
 @HYBRIDS
-def test_a_token_that_the_host_refuses_leaves_the_records_before_it(path: object, flown: list[PendingRound]) -> None:  # noqa: F811
+def test_a_token_that_the_host_refuses_leaves_the_records_before_it(
+    path: object,
+    flown: list[PendingRound],  # noqa: F811
+) -> None:
     ahead.test_banned_tokens_among_drafts_leave_the_text_as_it_is(path, flown)  # type: ignore[arg-type]
     ahead.test_a_banned_best_token_sends_only_its_own_request_back(flown)
 

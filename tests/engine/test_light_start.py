@@ -51,7 +51,9 @@ def test_an_engine_on_a_cpu_answers_without_heavy_modules() -> None:
     assert not HEAVY & set(json.loads(made.stdout.splitlines()[-1]))
 
 
-def test_rounds_are_tried_before_the_first_request_for_small_models_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_tried_before_the_first_request_for_small_models_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tried: list[object] = []
     monkeypatch.setattr(loading, "warm_up", lambda *args: tried.append(args))
     Engine.load("demo", None, np=1, ctx=256, device="cpu").close()
@@ -61,7 +63,9 @@ def test_rounds_are_tried_before_the_first_request_for_small_models_only(monkeyp
     assert len(tried) == 1
 
 
-def test_grammars_are_prepared_at_the_first_rest_and_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_are_prepared_at_the_first_rest_and_by_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(core, "REST_S", 0.01)
     prepared, warm = threading.Event(), Grammars.warm
     by: list[threading.Thread] = []
@@ -89,11 +93,16 @@ def test_a_tied_head_and_the_embedding_are_read_once(tmp_path: Path) -> None:
 
 def test_an_encoder_that_is_built_later_gives_the_same_ids() -> None:
     with open_gguf(DEMO) as file:
-        now, later = Tokenizer.from_metadata(file.metadata), Tokenizer.from_metadata(file.metadata, later=True)
+        now, later = (
+            Tokenizer.from_metadata(file.metadata),
+            Tokenizer.from_metadata(file.metadata, later=True),
+        )
     assert now._built and not later._built
     assert later.piece(70) == now.piece(70) and later.eog == now.eog and not later._built
     assert later.encode("Once upon a time") == now.encode("Once upon a time")
-    assert list(later.bytes_of_first(later.n_vocab + 2)) == [now.token_bytes(i) for i in range(now.n_vocab + 2)]
+    assert list(later.bytes_of_first(later.n_vocab + 2)) == [
+        now.token_bytes(i) for i in range(now.n_vocab + 2)
+    ]
 
 
 @pytest.fixture
@@ -132,7 +141,8 @@ def test_a_check_that_passed_is_not_repeated_by_the_next_process(kept: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"about": "other sources", "passed": ["pyspec.cuda.ops.made_up.op:made_up cpu 1"]}']
+    "content",
+    ["", "[]", '{"about": "other sources", "passed": ["pyspec.cuda.ops.made_up.op:made_up cpu 1"]}'],
 )
 def test_a_check_is_repeated_for_other_sources_and_after_a_broken_file(kept: Path, content: str) -> None:
     kept.write_text(content)

@@ -40,7 +40,9 @@ def described(model: Path, free: int = 80 * GIB, **values: object) -> describe.D
 
 
 @pytest.mark.parametrize(("np", "spec_type"), [(1, "mtp"), (3, "none"), (10, "none"), (33, "mtp")])
-def test_every_slot_has_as_much_as_fits(model: Path, caplog: pytest.LogCaptureFixture, np: int, spec_type: str) -> None:
+def test_every_slot_has_as_much_as_fits(
+    model: Path, caplog: pytest.LogCaptureFixture, np: int, spec_type: str
+) -> None:
     caplog.set_level(logging.INFO, "pyspec")
     d = described(model, np=np, spec_type=spec_type)
     wide = widened(d)
@@ -56,12 +58,15 @@ def test_every_slot_has_as_much_as_fits(model: Path, caplog: pytest.LogCaptureFi
         )
         assert more.total > usable or more.draft_head < first.draft_head, "there is room for more"
         assert (
-            f"-c {wide.n_ctx}: tokens a request, as the free memory allows, for each of the {np} slots" in caplog.text
+            f"-c {wide.n_ctx}: tokens a request, as the free memory allows, for each of the {np} slots"
+            in caplog.text
         )
     assert wide.n_page >= np * wide.n_ctx // 32, "all of them may hold so much at once"
 
 
-def test_a_plan_goes_through_the_names_of_the_tensors_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_goes_through_the_names_of_the_tensors_once(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`pyspec fit` makes hundreds of plans."""
     d, calls, unread = described(model, np=1), [], planned_bytes._unread
     monkeypatch.setattr(planned_bytes, "_unread", lambda d: calls.append(d) or unread(d))
@@ -91,47 +96,68 @@ def test_copies_that_make_it_fast_go_before_length(model: Path) -> None:
     assert planned_bytes.plan_memory(describe.resized(d, 8, wide.n_ctx + STEP)).wide == 0
 
 
-def test_little_memory_gives_less_and_hardly_any_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_memory_gives_less_and_hardly_any_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = widened(described(model, 36 * GIB, np=7))
-    assert 1024 <= small.n_ctx < 8192 and planned_bytes.plan_memory(small).total <= 36 * GIB * (1 - RESERVE)
+    assert 1024 <= small.n_ctx < 8192 and planned_bytes.plan_memory(small).total <= 36 * GIB * (
+        1 - RESERVE
+    )
     none = described(model, 36 * GIB, np=64)
     assert widened(none) is none
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 36 * GIB)
     with pytest.raises(DoesNotFit, match="this would fit: -np"):
         memory_plan.check_fit(
-            planned_bytes.plan_memory(none), torch.device("cuda"), n_slot=64, n_ctx=none.n_ctx, packed=True
+            planned_bytes.plan_memory(none),
+            torch.device("cuda"),
+            n_slot=64,
+            n_ctx=none.n_ctx,
+            packed=True,
         )
 
 
 def test_a_pool_is_no_larger_than_asked_for(model: Path) -> None:
     d = widened(described(model, np=3, kv_pool=100_001))
     assert d.n_page == -(-100_001 // 32) and 8192 < d.n_ctx <= 100_032 // 3
-    assert widened(described(model, np=33, kv_pool=100_001)).n_ctx == 8192, "as many run at once as before"
+    assert widened(described(model, np=33, kv_pool=100_001)).n_ctx == 8192, (
+        "as many run at once as before"
+    )
 
 
 def test_a_cpu_leaves_half_of_its_memory_to_others(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = 100 * GIB
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: free)
     for tp in (1, 2):
-        d = replace(described(model, np=5, device="cpu", tp=tp), assumed=None, device=torch.device("cpu"))
+        d = replace(
+            described(model, np=5, device="cpu", tp=tp), assumed=None, device=torch.device("cpu")
+        )
         wide = widened(d)
         plan = longest.here(wide, planned_bytes.plan_memory(wide))
         slots = plan.kv + plan.state + plan.draft_kv
         rest = free * (1 - RESERVE) - plan.total + slots
-        assert 8192 < wide.n_ctx < TRAINED and 0.4 * rest < slots <= 0.52 * rest, (wide.n_ctx, slots / rest)
+        assert 8192 < wide.n_ctx < TRAINED and 0.4 * rest < slots <= 0.52 * rest, (
+            wide.n_ctx,
+            slots / rest,
+        )
 
 
 @pytest.mark.parametrize(
     ("flags", "has", "n"),
     [
         (["--tp", "2", "--vram", "24G"], ["--tp", "2"], 4),
-        (["-np", "7", "-ub", "333", "--no-cache-prompt", "--vram", "48G"], ["-ub", "333", "--no-cache-prompt"], 7),
+        (
+            ["-np", "7", "-ub", "333", "--no-cache-prompt", "--vram", "48G"],
+            ["-ub", "333", "--no-cache-prompt"],
+            7,
+        ),
         (["-np", "5", "-c", "3333", "--vram", "40G"], ["-np", "5", "-c", "3333"], 5),
         # More of them hold a few hundred each
         (["-np", "33", "--page-size", "64", "--vram", "40G"], ["--page-size", "64"], 8),
     ],
 )
-def test_what_fit_advises_is_what_was_planned(model: Path, flags: list[str], has: list[str], n: int) -> None:
+def test_what_fit_advises_is_what_was_planned(
+    model: Path, flags: list[str], has: list[str], n: int
+) -> None:
     done = CliRunner().invoke(main, ["fit", str(model), *flags, "--json"])
     about = json.loads(done.stdout)
     words = about["flags"]
@@ -140,7 +166,9 @@ def test_what_fit_advises_is_what_was_planned(model: Path, flags: list[str], has
     assert np == n
     vram = int(flags[flags.index("--vram") + 1][:-1]) * GIB
     settings = replace(
-        EngineSettings(tp=2 if "--tp" in flags else 1, prefix_cache="--no-cache-prompt" not in flags), np=np, ctx=n_ctx
+        EngineSettings(tp=2 if "--tp" in flags else 1, prefix_cache="--no-cache-prompt" not in flags),
+        np=np,
+        ctx=n_ctx,
     )
     if "-ub" not in flags and "--page-size" not in flags:
         assert fit(model, settings, vram).asked.total <= 0.96 * vram, "the advice does not fit"

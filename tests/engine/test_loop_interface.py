@@ -10,7 +10,11 @@ import pytest
 import pyspec.engine
 
 ENGINE = Path(pyspec.engine.__file__).parent
-ABOVE = [*(ENGINE / "process").glob("*.py"), ENGINE / "load" / "warmup.py", ENGINE / "loop" / "slot_actions.py"]
+ABOVE = [
+    *(ENGINE / "process").glob("*.py"),
+    ENGINE / "load" / "warmup.py",
+    ENGINE / "loop" / "slot_actions.py",
+]
 
 
 def reached(tree: ast.Module) -> list[str]:

@@ -79,7 +79,9 @@ def test_asking_again_who_can_be_seated_looks_at_no_prompt(monkeypatch: pytest.M
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["mtp", "dflash", "oracle"])
-def test_sixty_four_slots_draft_in_rounds_of_more_rows_than_graphs_hold(kind: str, rounds: list[bool]) -> None:
+def test_sixty_four_slots_draft_in_rounds_of_more_rows_than_graphs_hold(
+    kind: str, rounds: list[bool]
+) -> None:
     texts = known_texts(tiny("qwen35"))
     if kind == "oracle":
         r = rig_for(tiny("qwen35"), Ahead(5, text=partial(continuation, tiny("qwen35"))), np=64, ctx=96)
@@ -91,7 +93,9 @@ def test_sixty_four_slots_draft_in_rounds_of_more_rows_than_graphs_hold(kind: st
     launch = r.loop.worker.launch
     r.loop.worker.launch = lambda round_: sizes.append(round_.n_row) or launch(round_)  # type: ignore[method-assign]
     prompts = [(p, t) for p, t in texts.items() if len(p) + N_TEXT < 96]
-    heard = [(r.submit(prompt, N_TEXT - i % 7), text) for i, (prompt, text) in enumerate((prompts * 80)[:80])]
+    heard = [
+        (r.submit(prompt, N_TEXT - i % 7), text) for i, (prompt, text) in enumerate((prompts * 80)[:80])
+    ]
     r.run()
     assert all(h.tokens == text[: len(h.tokens)] and h.finish == "length" for h, text in heard)
     assert max(sizes) > BUCKETS[-1]
@@ -119,12 +123,19 @@ def test_a_round_is_plain_integers(monkeypatch: pytest.MonkeyPatch, rounds: list
     for prompt in list(known_texts(QWEN35))[:4]:
         r.submit(prompt, N_TEXT)
     r.run()
-    assert any(t.behind is not None and t.behind.n_draft for t in told) and any(t.behind is None for t in told)
+    assert any(t.behind is not None and t.behind.n_draft for t in told) and any(
+        t.behind is None for t in told
+    )
     for round_ in told:
         again = pickle.loads(pickle.dumps(round_))
         assert again == round_ and [list(p) for p in again.pages] == [list(p) for p in round_.pages]
         assert all(isinstance(token, int) for seq in round_.seqs for token in seq.tokens)
-        assert {type(v) for seq in round_.seqs for v in dataclasses.astuple(seq)} <= {int, SeqMode, list, tuple}
+        assert {type(v) for seq in round_.seqs for v in dataclasses.astuple(seq)} <= {
+            int,
+            SeqMode,
+            list,
+            tuple,
+        }
 
 
 def test_a_request_whose_sampler_breaks_ends_alone() -> None:
@@ -169,7 +180,9 @@ def test_requests_that_hardly_drafted_say_nothing_of_acceptance() -> None:
     assert not any([watch.add(20, 14) for _ in range(60)] + [watch.add(4, 0) for _ in range(300)])
 
 
-def test_a_collapse_drops_what_the_cache_holds_and_drafting_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_collapse_drops_what_the_cache_holds_and_drafting_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """The drafter is right for long, then wrong for long, because of its stored state; then it starts anew."""
     drafter = Oracle(5)
     r: Rig = fake_rig(1, drafter)

@@ -29,7 +29,9 @@ def test_other_kinds_give_the_same_text(name: str) -> None:
     """Dense; experts at full width; experts as Q5_0, unpacked where they are used."""
     path = FIXTURES / f"{name}.gguf"
     how = (
-        {"spec_type": "ngram", "ngram_match": 1} if name == "nemotron_dense" else {"spec_type": "mtp", "n_draft_max": 2}
+        {"spec_type": "ngram", "ngram_match": 1}
+        if name == "nemotron_dense"
+        else {"spec_type": "mtp", "n_draft_max": 2}
     )
     r, texts = rig(path, np=3, ubatch=24, n_draft_fixed=True, **how), known_texts(path)
     heard = [r.submit(prompt, N_TEXT) for prompt in texts]
@@ -42,7 +44,9 @@ def test_two_hundred_refused_rounds_leave_no_trace() -> None:
     """S6: random drafts, all rolled back, against no speculation."""
     prompt = next(iter(known_texts(MODEL)))
     want = plain_rig(MODEL).generate(prompt, 201).tokens
-    liar = rig_for(MODEL, FAKES["liar"](5, text=lambda tokens, n: [(sum(tokens) * 7 + i) % 298 for i in range(n)]))
+    liar = rig_for(
+        MODEL, FAKES["liar"](5, text=lambda tokens, n: [(sum(tokens) * 7 + i) % 298 for i in range(n)])
+    )
     h = liar.generate(prompt, 201)
     assert h.timings.n_rounds > 180 and h.tokens == want
 
@@ -60,12 +64,17 @@ def test_a_prompt_that_was_shared_goes_on_from_its_checkpoint() -> None:
 
 
 def test_without_a_word_a_file_with_the_block_drafts_with_it() -> None:
-    assert rig(MODEL).info.drafter == "mtp" and rig(FIXTURES / "nemotron_dense.gguf").info.drafter == "none"
+    assert (
+        rig(MODEL).info.drafter == "mtp" and rig(FIXTURES / "nemotron_dense.gguf").info.drafter == "none"
+    )
 
 
 def test_a_file_of_the_block_alone_drafts_for_a_target_without_it() -> None:
     target, block = tiny("nemotron_h_moe", mtp=False), tiny("nemotron_h_moe", sidecar=True)
-    r, texts = rig(target, np=2, draft_path=block, n_draft_max=2, n_draft_fixed=True), known_texts(target, 4)
+    r, texts = (
+        rig(target, np=2, draft_path=block, n_draft_max=2, n_draft_fixed=True),
+        known_texts(target, 4),
+    )
     heard = [r.submit(prompt, N_TEXT) for prompt in texts]
     r.run()
     assert [h.tokens for h in heard] == list(texts.values())

@@ -102,13 +102,17 @@ def test_a_coarse_head_for_drafts_leaves_the_text(draft: str, head: str, expecte
 
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
 @pytest.mark.parametrize("draft", [None, "auto", "mtp", "ngram"])
-def test_the_text_is_that_of_plain_decoding_in_one_slot(draft: str | None, np: int, expected: list) -> None:
+def test_the_text_is_that_of_plain_decoding_in_one_slot(
+    draft: str | None, np: int, expected: list
+) -> None:
     with load(draft, np) as engine:
         assert [r.tokens for r in answers(engine)] == expected
 
 
 @pytest.mark.parametrize("np", [1, 4])
-def test_context_that_is_made_later_is_as_good(np: int, expected: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_that_is_made_later_is_as_good(
+    np: int, expected: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Eight rounds without drafts, eight with, repeatedly: equal texts, drafts nearly so (rows may round otherwise)."""
     shares = []
     for late in (True, False):
@@ -151,10 +155,16 @@ def test_rounds_launched_ahead_leave_the_text(draft: str | None, expected: list)
         engine.loop.launch_next = count  # type: ignore[method-assign]
         prompts = [[{"role": "user", "content": q}] for q in QUESTIONS]
         for n_draft_max in (0, None):
-            first = engine.generate_many(prompts, max_tokens=160, temperature=0.0, n_draft_max=n_draft_max)
+            first = engine.generate_many(
+                prompts, max_tokens=160, temperature=0.0, n_draft_max=n_draft_max
+            )
             assert [r.tokens for r in first] == expected
             turns = [
-                [*p, {"role": "assistant", "content": r.text}, {"role": "user", "content": "Tell me more about it."}]
+                [
+                    *p,
+                    {"role": "assistant", "content": r.text},
+                    {"role": "user", "content": "Tell me more about it."},
+                ]
                 for p, r in zip(prompts, first, strict=True)
             ]
             got = engine.generate_many(turns, max_tokens=60, temperature=0.0, n_draft_max=n_draft_max)
@@ -164,10 +174,13 @@ def test_rounds_launched_ahead_leave_the_text(draft: str | None, expected: list)
                 prompts, max_tokens=100, temperature=0.0, n_draft_max=n_draft_max, ignore_eos=True
             )
             assert [r.tokens for r in long] == [
-                r.tokens for r in cold.generate_many(prompts, max_tokens=100, temperature=0.0, ignore_eos=True)
+                r.tokens
+                for r in cold.generate_many(prompts, max_tokens=100, temperature=0.0, ignore_eos=True)
             ]
         ahead = [flight for flight in flown if flight is not None]
-        assert len(ahead) > 50 and any(flight.launched.tokens is not None for flight in ahead) == (draft is not None)
+        assert len(ahead) > 50 and any(flight.launched.tokens is not None for flight in ahead) == (
+            draft is not None
+        )
 
 
 def test_two_runs_have_the_same_bits_and_neighbours_do_not_matter() -> None:
@@ -176,7 +189,9 @@ def test_two_runs_have_the_same_bits_and_neighbours_do_not_matter() -> None:
         assert [r.logprobs for r in first] == [r.logprobs for r in second]
         alone = together(engine, 1, logprobs=2)[0]
         assert alone.tokens == first[0].tokens
-        for a, b in zip(alone.logprobs, first[0].logprobs, strict=True):  # other bucket, other kernels: nearly the same
+        for a, b in zip(
+            alone.logprobs, first[0].logprobs, strict=True
+        ):  # other bucket, other kernels: nearly the same
             assert a.token == b.token and abs(a.logprob - b.logprob) < 2e-3
 
 
@@ -205,7 +220,9 @@ def test_a_prompt_in_a_graph_is_the_prompt_without(n: int, draft: str | None) ->
             graphs.clear()
             graphs |= now
             prompt = [(7 * i) % vocab for i in range(n)]
-            found.append(engine.generate(prompt, max_tokens=8, temperature=0.0, logprobs=2, ignore_eos=True))
+            found.append(
+                engine.generate(prompt, max_tokens=8, temperature=0.0, logprobs=2, ignore_eos=True)
+            )
         graph, plain, again = found
         assert graph.tokens == again.tokens and graph.logprobs == again.logprobs
         assert graph.tokens == plain.tokens
@@ -245,13 +262,17 @@ def test_nothing_is_allocated_after_warm_up(prefix_cache: bool) -> None:
         before, free = torch.cuda.memory_reserved(), list[int]()
         for _ in range(6):
             answers(engine)
-            assert torch.cuda.memory_reserved() == before, f"{torch.cuda.memory_reserved() - before} more than before"
+            assert torch.cuda.memory_reserved() == before, (
+                f"{torch.cuda.memory_reserved() - before} more than before"
+            )
             torch.cuda.synchronize()
             free.append(torch.cuda.mem_get_info()[0])
             # libraries allocate some at the first product of a new kind
             if len(free) > 3 and free[-1] == free[-2] == free[-3]:
                 return
-        pytest.fail(f"free memory goes on changing, bytes: {[b - a for a, b in itertools.pairwise(free)]}")
+        pytest.fail(
+            f"free memory goes on changing, bytes: {[b - a for a, b in itertools.pairwise(free)]}"
+        )
 
 
 def test_graphs_that_are_garbage_do_not_end_a_capture() -> None:

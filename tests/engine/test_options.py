@@ -68,9 +68,18 @@ def test_a_type_checker_finds_planted_mistakes_and_no_others(tmp_path: Path):
     fine, planted = tmp_path / "fine.py", tmp_path / "planted.py"
     fine.write_text(PROGRAM.format(**FINE))
     planted.write_text(PROGRAM.format(**PLANTED))
-    mypy = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "--ignore-missing-imports"]
+    mypy = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file=",
+        "--follow-imports=silent",
+        "--ignore-missing-imports",
+    ]
     done = subprocess.run(
-        [*mypy, f"--cache-dir={tmp_path / 'cache'}", str(fine), str(planted)], capture_output=True, text=True
+        [*mypy, f"--cache-dir={tmp_path / 'cache'}", str(fine), str(planted)],
+        capture_output=True,
+        text=True,
     )
     found = [line for line in done.stdout.splitlines() if "error:" in line]
     assert len(found) == 3 and all("planted.py" in line for line in found), done.stdout
@@ -140,7 +149,10 @@ def test_a_call_of_tools_needs_no_content_and_ids_may_be_of_any_whole_type():
     import numpy
 
     options.check_messages([{"role": "assistant", "tool_calls": [{}]}])
-    assert options.ids_of(numpy.array([1, 2])) == (1, 2) and type(options.ids_of([numpy.int32(3)])[0]) is int
+    assert (
+        options.ids_of(numpy.array([1, 2])) == (1, 2)
+        and type(options.ids_of([numpy.int32(3)])[0]) is int
+    )
     with pytest.raises(RequestError, match=r"prompt\[1\] is 1\.5; want a token id"):
         options.ids_of([1, 1.5])
 

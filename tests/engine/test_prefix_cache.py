@@ -74,7 +74,11 @@ def nothing_filed_changes(r: Rig) -> Iterator[None]:
 
     def rows() -> dict[object, list[torch.Tensor]]:
         return {
-            node: [t[node.page * size : node.page * size + len(node.tokens)].clone() for p in pools for t in (p.k, p.v)]
+            node: [
+                t[node.page * size : node.page * size + len(node.tokens)].clone()
+                for p in pools
+                for t in (p.k, p.v)
+            ]
             for node in table.tree.nodes()
         }
 
@@ -101,7 +105,9 @@ def nothing_filed_changes(r: Rig) -> Iterator[None]:
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ubatch", [9, 512])
-def test_two_slots_go_on_from_one_place_and_part_and_a_third_finds_it_as_it_was(kind: str, ubatch: int) -> None:
+def test_two_slots_go_on_from_one_place_and_part_and_a_third_finds_it_as_it_was(
+    kind: str, ubatch: int
+) -> None:
     """P2, with the middle of a page in their common part."""
     r = make(kind, np=3, ubatch=ubatch)
     first = ids(1, 70)
@@ -116,7 +122,9 @@ def test_two_slots_go_on_from_one_place_and_part_and_a_third_finds_it_as_it_was(
         assert h.tokens == cold_text(kind, turn, 25)
     third = heard[2].timings.cache_n
     assert [h.timings.cache_n for h in heard[:2]] == [89, 89]
-    assert third >= 90 if kind == "llama" else third == 89, "states are where they were taken, rows are anywhere"
+    assert third >= 90 if kind == "llama" else third == 89, (
+        "states are where they were taken, rows are anywhere"
+    )
     shared = len({tuple(r.filed([*turn, *h.tokens])[:80]) for turn, h in zip(turns, heard, strict=True)})
     assert shared == 1, "five whole pages are there once"
 
@@ -139,7 +147,9 @@ def test_identical_prompts_at_once_and_the_same_again(kind: str, n: int) -> None
         exact, more = r.generate(whole[:-1], 12), r.generate(whole, 12)
     assert exact.tokens == cold_text(kind, whole[:-1], 12) and more.tokens == cold_text(kind, whole, 12)
     assert more.timings.cache_n == n + 11, "all that has rows; the last token is computed"
-    assert exact.timings.cache_n == (n + 10 if kind == "llama" else n if n < 64 else again.timings.cache_n)
+    assert exact.timings.cache_n == (
+        n + 10 if kind == "llama" else n if n < 64 else again.timings.cache_n
+    )
 
 
 def conversation(r: Rig, seed: int, **request: object) -> list[tuple[int, list[int]]]:
@@ -179,15 +189,21 @@ def test_hits_are_the_same_with_speculation_and_without_and_texts_with_the_cache
     assert spec == plain
     assert [t for _, t in spec] == [t for _, t in cold] == [t for _, t in asked]
     assert {n for n, _ in cold} == {n for n, _ in asked} == {0}
-    assert spec[0][0] == 0 and all(n > 80 for n, _ in spec[1:4]), "every turn goes on from the one before"
-    assert spec[5][0] >= (80 if kind == "llama" else 0) and spec[6][0] >= 64 and spec[7][0] >= 64, "the common opening"
+    assert spec[0][0] == 0 and all(n > 80 for n, _ in spec[1:4]), (
+        "every turn goes on from the one before"
+    )
+    assert spec[5][0] >= (80 if kind == "llama" else 0) and spec[6][0] >= 64 and spec[7][0] >= 64, (
+        "the common opening"
+    )
     assert spec[-1][0] > 150, "the chat is still there after the other one"
 
 
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ubatch", [7, 50, 512])
-def test_prompts_that_share_parts_keep_their_text_in_every_order_and_chunk_size(kind: str, ubatch: int) -> None:
+def test_prompts_that_share_parts_keep_their_text_in_every_order_and_chunk_size(
+    kind: str, ubatch: int
+) -> None:
     """P1: a state is filed where it was taken and nowhere else; three prompts that share parts, in every order."""
     r = make(kind, np=2, ubatch=ubatch, checkpoint_every=64)
     a, b = ids(1, 150), ids(2, 131)
@@ -202,7 +218,9 @@ def test_prompts_that_share_parts_keep_their_text_in_every_order_and_chunk_size(
 
 
 def state_of(r: Rig, n_past: int) -> Saved:
-    (state,) = [s for node in r.loop.table.tree.nodes() for s in node.states.values() if s.n_past == n_past]
+    (state,) = [
+        s for node in r.loop.table.tree.nodes() for s in node.states.values() if s.n_past == n_past
+    ]
     assert isinstance(state.content, Saved)
     return state.content
 
@@ -263,7 +281,9 @@ def test_the_drafter_s_rows_come_with_the_pages(kind: str) -> None:
     for a, b in zip(*(drafter.pools() for drafter in drafters), strict=True):  # type: ignore[union-attr]
         rows = [torch.tensor(one.filed(text)) for one in (r, fresh)]
         assert len(rows[0]) == len(rows[1]) == len(text)
-        assert (a.k[rows[0]] - b.k[rows[1]]).abs().max() < 1e-3 and (a.v[rows[0]] - b.v[rows[1]]).abs().max() < 1e-3
+        assert (a.k[rows[0]] - b.k[rows[1]]).abs().max() < 1e-3 and (
+            a.v[rows[0]] - b.v[rows[1]]
+        ).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("n_draft", [0, 1, 5])

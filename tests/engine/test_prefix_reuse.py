@@ -26,12 +26,16 @@ def make(kind: str, **settings: object) -> Rig:
     if kind == "mtp-deepseek4":
         return rig(DEEPSEEK4, draft_path=DEEPSEEK4_MTP, n_draft_max=3, n_draft_fixed=True, **settings)
     if kind == "dflash":
-        return rig(tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), n_draft_fixed=True, **settings)
+        return rig(
+            tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), n_draft_fixed=True, **settings
+        )
     return rig(FIXTURES / "llama.gguf", spec_type="ngram", n_draft_fixed=True, ngram_match=1, **settings)
 
 
 def path_of(kind: str) -> Path:
-    return {"mtp": QWEN35, "mtp-deepseek4": DEEPSEEK4, "dflash": tiny("qwen35")}.get(kind, FIXTURES / "llama.gguf")
+    return {"mtp": QWEN35, "mtp-deepseek4": DEEPSEEK4, "dflash": tiny("qwen35")}.get(
+        kind, FIXTURES / "llama.gguf"
+    )
 
 
 def random_ids(seed: int, n: int) -> list[int]:
@@ -58,7 +62,9 @@ def test_a_second_turn_goes_on_from_the_first(kind: str) -> None:
 @pytest.mark.sampled(1, most=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [20, 64, 69, 100])
-def test_a_prompt_that_comes_again_is_taken_from_the_cache_and_has_the_same_text(kind: str, n: int) -> None:
+def test_a_prompt_that_comes_again_is_taken_from_the_cache_and_has_the_same_text(
+    kind: str, n: int
+) -> None:
     """Recurrent state is restored from the checkpoint near the prompt's end; of short prompts the end itself is kept, with its logits."""
     r = make(kind, page_size=16)
     prompt = random_ids(3, n)
@@ -71,13 +77,17 @@ def test_a_prompt_that_comes_again_is_taken_from_the_cache_and_has_the_same_text
         elif n >= 64:
             assert again.timings.cache_n == (n - 4) // 16 * 16
         else:
-            assert again.timings.cache_n == n - 1, "the token behind which the first one is chosen is not counted"
+            assert again.timings.cache_n == n - 1, (
+                "the token behind which the first one is chosen is not counted"
+            )
 
 
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ubatch", [7, 512])
-def test_prompts_with_a_common_part_keep_their_text_whichever_came_before(kind: str, ubatch: int) -> None:
+def test_prompts_with_a_common_part_keep_their_text_whichever_came_before(
+    kind: str, ubatch: int
+) -> None:
     """P1: A, B, A and prompts that share a part of either, in chunks of odd sizes."""
     r, cold = make(kind, ubatch=ubatch, page_size=16), plain_rig(path_of(kind))
     a, b = random_ids(4, 90), random_ids(5, 110)
@@ -95,7 +105,11 @@ def test_a_state_dies_with_its_page() -> None:
     r, cold = make("mtp", np=2, kv_pool=6 * 16, page_size=16), plain_rig(QWEN35)
     a, b = random_ids(6, 70), random_ids(7, 20)
     first = r.generate(a, 2, slot=0)
-    assert len(r.loop.cache.states) == 2 and not r.loop.cache.states.starts and len(r.filed([*a, *first.tokens])) == 71
+    assert (
+        len(r.loop.cache.states) == 2
+        and not r.loop.cache.states.starts
+        and len(r.filed([*a, *first.tokens])) == 71
+    )
     r.generate(random_ids(8, 80), 10, slot=1)
     assert len(r.filed([*a, *first.tokens])) == 0, "the pages were taken"
     text = r.generate(b, 55, slot=0).tokens
@@ -129,7 +143,11 @@ def chances(r: Rig, prompt: Sequence[int], n: int, **request: object) -> tuple[i
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 def test_acceptance_after_reuse_is_that_of_a_cold_start(kind: str) -> None:
     """P5: hidden state and draft cache come back with the prefix; a stale one would show in the accepted drafts."""
-    settings = {"spec_type": "mtp", "n_draft_max": 3} if kind == "mtp" else {"draft_path": DEMO_DRAFT, "n_draft_max": 4}
+    settings = (
+        {"spec_type": "mtp", "n_draft_max": 3}
+        if kind == "mtp"
+        else {"draft_path": DEMO_DRAFT, "n_draft_max": 4}
+    )
     r = rig(DEMO, ctx=512, n_draft_fixed=True, page_size=16, **settings)
     prompts = [p for p, _ in demo_prompts() if len(p) >= 68][:2]
     assert len(prompts) == 2
@@ -138,7 +156,9 @@ def test_acceptance_after_reuse_is_that_of_a_cold_start(kind: str) -> None:
         cached, warm = chances(r, prompt, 50)
         assert (none, cached > 60) == (0, True)
         assert warm == cold
-    r.generate(prompts[0], 1)  # no draft is made: the drafter has to catch up later on rows that the checkpoint lacks
+    r.generate(
+        prompts[0], 1
+    )  # no draft is made: the drafter has to catch up later on rows that the checkpoint lacks
     other = rig(DEMO, ctx=512, n_draft_fixed=True, page_size=16, **settings)
     assert chances(r, prompts[0], 50)[1] == chances(other, prompts[0], 50)[1]
 

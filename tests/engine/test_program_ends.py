@@ -53,7 +53,9 @@ def test_memory_that_a_thread_frees_does_not_abort_the_program(way: str) -> None
 
 def test_a_thread_that_hangs_keeps_the_program_no_longer_than_the_limit() -> None:
     code = "import threading\nfrom pyspec.engine import aside\naside.LIMIT_S = 0.2\n"
-    ended = run(code + "aside.AsideThread(threading.Event().wait, 'hangs').start()\nraise SystemExit(3)\n")
+    ended = run(
+        code + "aside.AsideThread(threading.Event().wait, 'hangs').start()\nraise SystemExit(3)\n"
+    )
     assert (ended.returncode, ended.stderr) == (3, "")
 
 

@@ -18,7 +18,9 @@ NP, QUEUE = 2, 1
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     path = FIXTURES / "qwen35.gguf"
-    with Engine.load(path, "mtp", np=NP, ctx=128, warm_up=False, check_tap_shift=False, queue=QUEUE) as e:
+    with Engine.load(
+        path, "mtp", np=NP, ctx=128, warm_up=False, check_tap_shift=False, queue=QUEUE
+    ) as e:
         yield e
 
 
@@ -27,13 +29,20 @@ def test_one_that_fails_leaves_the_results_of_the_others(engine: Engine) -> None
     prompts[77] = [1] * 500
     seen: list[tuple[int, int]] = []
     found = engine.generate_many(
-        prompts, params=GREEDY, max_tokens=1, return_exceptions=True, progress=lambda done, of: seen.append((done, of))
+        prompts,
+        params=GREEDY,
+        max_tokens=1,
+        return_exceptions=True,
+        progress=lambda done, of: seen.append((done, of)),
     )
     assert [i for i, r in enumerate(found) if not isinstance(r, Result)] == [77]
     assert isinstance(found[77], PromptTooLong) and str(found[77]).endswith("(raise it with ctx)")
     assert seen == [(i + 1, 200) for i in range(200)]
     again = found[3]
-    assert isinstance(again, Result) and again.tokens == engine.generate([3, 7], params=GREEDY, max_tokens=1).tokens
+    assert (
+        isinstance(again, Result)
+        and again.tokens == engine.generate([3, 7], params=GREEDY, max_tokens=1).tokens
+    )
 
 
 def test_the_first_failure_is_raised_if_nobody_wants_exceptions(engine: Engine) -> None:
@@ -50,7 +59,9 @@ def test_a_prompt_that_is_none_fails_alone(engine: Engine) -> None:
 
 def test_asyncio_requests_wait_for_room_in_the_queue(engine: Engine) -> None:
     async def ask() -> list[Result]:
-        return await asyncio.gather(*(engine.agenerate([i], params=GREEDY, max_tokens=3) for i in range(12)))
+        return await asyncio.gather(
+            *(engine.agenerate([i], params=GREEDY, max_tokens=3) for i in range(12))
+        )
 
     for _ in range(2):  # a second event loop has its own queue
         assert [r.n_predicted for r in asyncio.run(ask())] == [3] * 12
@@ -61,7 +72,9 @@ def test_asyncio_requests_wait_for_room_in_the_queue(engine: Engine) -> None:
 
 def test_a_cancelled_asyncio_request_leaves_no_door_shut(engine: Engine) -> None:
     async def ask() -> Result:
-        first = [asyncio.ensure_future(engine.agenerate([i], params=GREEDY, max_tokens=60)) for i in range(8)]
+        first = [
+            asyncio.ensure_future(engine.agenerate([i], params=GREEDY, max_tokens=60)) for i in range(8)
+        ]
         await asyncio.sleep(0.02)
         for task in first:
             task.cancel()

@@ -18,7 +18,9 @@ from pyspec.request import Grammar, SamplingParams
 QWEN35, NEMOTRON = FIXTURES / "qwen35.gguf", FIXTURES / "nemotron_latent.gguf"
 MAKERS: dict[str, Callable[..., Rig]] = {
     "mtp": lambda **s: rig(QWEN35, spec_type="mtp", n_draft_max=3, n_draft_fixed=True, **s),
-    "dflash": lambda **s: rig(tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), n_draft_fixed=True, **s),
+    "dflash": lambda **s: rig(
+        tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), n_draft_fixed=True, **s
+    ),
     "nemotron": lambda **s: rig(NEMOTRON, spec_type="ngram", ngram_match=1, n_draft_fixed=True, **s),
 }
 SAMPLED = SamplingParams(temperature=0.9, seed=4)
@@ -28,7 +30,11 @@ ASKS: list[dict[str, object]] = [
     {"params": replace(SAMPLED, seed=9, repeat_penalty=1.2, logprobs=2)},
     {"params": replace(GREEDY, logit_bias=((5, 2.0), (9, -torch.inf)))},
     {"n": 1},
-    {"grammar": Grammar(kind="json_schema", source=json.dumps({"type": "array", "items": {"type": "integer"}}))},
+    {
+        "grammar": Grammar(
+            kind="json_schema", source=json.dumps({"type": "array", "items": {"type": "integer"}})
+        )
+    },
     {"stop": ("e",), "params": SAMPLED},
 ]
 
@@ -50,7 +56,9 @@ def test_every_way_to_ask_again_gives_the_text_of_a_cold_engine(
     r.loop.lookahead.on = ahead
     forwards: list[int] = []
     run = r.loop.worker.forward
-    monkeypatch.setattr(r.loop.worker, "forward", lambda batch: forwards.append(batch.n_row) or run(batch))
+    monkeypatch.setattr(
+        r.loop.worker, "forward", lambda batch: forwards.append(batch.n_row) or run(batch)
+    )
     for said in ASKS:
         want = ask(r, prompt, {**said, "cache_prompt": False})
         first, n = ask(r, prompt, said), len(forwards)

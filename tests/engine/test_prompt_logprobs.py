@@ -36,8 +36,12 @@ def wanted() -> torch.Tensor:
 
 
 @pytest.mark.sampled(most=2)
-@pytest.mark.parametrize("settings", [{}, {"ubatch": 9, "batch": 9}, {"spec_type": "none"}, {"spec_type": "ngram"}])
-def test_prompt_tokens_are_as_likely_as_in_one_forward(settings: dict[str, object], wanted: torch.Tensor) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"ubatch": 9, "batch": 9}, {"spec_type": "none"}, {"spec_type": "ngram"}]
+)
+def test_prompt_tokens_are_as_likely_as_in_one_forward(
+    settings: dict[str, object], wanted: torch.Tensor
+) -> None:
     r = rig(QWEN35, np=3, page_size=16, **settings)
     plain = r.generate(PROMPT, 12).tokens
     others = [r.submit(PROMPT[i:], 20) for i in (1, 2)]
@@ -56,7 +60,9 @@ def test_prompt_tokens_are_as_likely_as_in_one_forward(settings: dict[str, objec
     ranks = [n for e in asked.events if isinstance(e, PromptLogprobs) for n in e.ranks]
     assert all((e.top[0][0] == e.token) == (n == 1) for e, n in zip(entries, ranks, strict=True))
     assert not any(isinstance(e, PromptLogprobs) for h in others for e in h.events)
-    assert r.generate([*PROMPT, *plain, 1], 2).timings.cache_n == len(PROMPT) + 11, "what it left is as good as any"
+    assert r.generate([*PROMPT, *plain, 1], 2).timings.cache_n == len(PROMPT) + 11, (
+        "what it left is as good as any"
+    )
 
 
 def test_two_that_are_scored_at_once_take_turns_and_nothing_need_be_generated() -> None:

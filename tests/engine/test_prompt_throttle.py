@@ -81,7 +81,9 @@ def test_eight_streams_lose_a_ninth_to_a_long_prompt_whatever_a_row_costs(cost: 
     machine.read(3000)
     assert 0.09 < slowdown(machine.rounds) < 0.13
     largest = max(n for _, n, _ in machine.rounds)
-    assert largest <= UB and all(decoding == 8 for _, _, decoding in machine.rounds), "all go on in every round"
+    assert largest <= UB and all(decoding == 8 for _, _, decoding in machine.rounds), (
+        "all go on in every round"
+    )
 
 
 def test_one_stream_and_a_long_prompt_have_half_each() -> None:

@@ -24,12 +24,17 @@ def told(events: list[Event]) -> list[object]:
         out.append((e.tokens, e.text, e.n_draft, e.n_accepted) if plain else type(e))
         if isinstance(e, Done):
             t = e.timings
-            out.append((e.finish, e.n_predicted, e.stop_string, t.n_rounds, t.accepted_per_pos, t.n_draft_used))
+            out.append(
+                (e.finish, e.n_predicted, e.stop_string, t.n_rounds, t.accepted_per_pos, t.n_draft_used)
+            )
     return out
 
 
 def ask_all(r: Rig) -> list[Heard]:
-    free, drawn = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, seed=3, repeat_penalty=1.3)
+    free, drawn = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7, seed=3, repeat_penalty=1.3),
+    )
     return [
         r.submit([1, 2, 3], 40),
         r.submit([4, 5], 200, free),

@@ -91,9 +91,13 @@ def test_cuts_lie_where_a_checkpoint_is_worth_its_forward(
     assert any(0 <= end - c < CUT_GAP for c in cuts) == (worth <= end), "near the prompt's end"
     for p in special:
         if worth <= p // page * page <= end:
-            assert any(0 <= c - p // page * page < CUT_GAP for c in cuts), "it is there, or another one soon after it"
+            assert any(0 <= c - p // page * page < CUT_GAP for c in cuts), (
+                "it is there, or another one soon after it"
+            )
     if every >= CUT_GAP:
-        assert all(b - a < every + 3 * CUT_GAP for a, b in zip((worth, *cuts), (*cuts, end), strict=True))
+        assert all(
+            b - a < every + 3 * CUT_GAP for a, b in zip((worth, *cuts), (*cuts, end), strict=True)
+        )
 
 
 def test_a_long_prompt_is_cut_where_it_forks_where_the_turn_begins_and_now_and_then() -> None:
@@ -109,14 +113,20 @@ def test_what_takes_no_longer_than_a_cut_is_not_cut() -> None:
     assert worth_on("cpu") == CUT_MIN and cuts_of(300, 32, 0, set(), 0, worth_on("cpu")) == (288,)
     assert cuts_of(300, 32, 0, {160}, 0, worth) == () and cut_of(300, 32, worth) == 0
     assert cuts_of(3000, 32, 2600, {2700}, 0, worth) == (), "what is cached is not read"
-    assert cuts_of(3000, 32, 2400, {2700}, 0, worth) == cuts_of(3000, 32, 2400, {2700}, 0) == (2688, 2976)
+    assert (
+        cuts_of(3000, 32, 2400, {2700}, 0, worth) == cuts_of(3000, 32, 2400, {2700}, 0) == (2688, 2976)
+    )
 
 
 @given(st.integers(-50, 600), st.lists(st.tuples(st.integers(1, 900), st.integers(0, 900)), max_size=8))
-def test_rows_are_shared_shortest_first_and_never_beyond_a_cut(n_free: int, todo: list[tuple[int, int]]) -> None:
+def test_rows_are_shared_shortest_first_and_never_beyond_a_cut(
+    n_free: int, todo: list[tuple[int, int]]
+) -> None:
     given_ = share_rows(n_free, todo)
     wants = [min(left, cut or left) for left, cut in todo]
-    assert len(given_) == len(todo) and all(0 <= n <= want for n, want in zip(given_, wants, strict=True))
+    assert len(given_) == len(todo) and all(
+        0 <= n <= want for n, want in zip(given_, wants, strict=True)
+    )
     assert sum(given_) == min(max(n_free, 0), sum(wants)), "no row is left while somebody wants it"
     if todo and n_free > 0:
         assert given_[0] >= min(wants[0], n_free // 4), "the oldest goes on"

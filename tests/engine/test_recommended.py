@@ -18,7 +18,9 @@ PLAIN = SamplingParams()
 
 
 def said(**values: object) -> SamplingParams:
-    return recommended(Fields({f"general.sampling.{key}": value for key, value in values.items()}, "m.gguf: "))
+    return recommended(
+        Fields({f"general.sampling.{key}": value for key, value in values.items()}, "m.gguf: ")
+    )
 
 
 def test_every_key_of_llama_cpp_is_read() -> None:
@@ -42,14 +44,19 @@ def test_every_key_of_llama_cpp_is_read() -> None:
         ("sequence", ";".join(DEFAULT_SAMPLERS), "samplers", ()),
     ],
 )
-def test_values_are_taken_as_llama_cpp_takes_them(key: str, value: object, field: str, found: object) -> None:
+def test_values_are_taken_as_llama_cpp_takes_them(
+    key: str, value: object, field: str, found: object
+) -> None:
     assert said(**{key: value}) == replace(PLAIN, **{field: found})
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("temp", value) for value in (float("nan"), float("inf"), 1e9, True, "warm", [0.5], "9" * 999)),
+        *(
+            ("temp", value)
+            for value in (float("nan"), float("inf"), 1e9, True, "warm", [0.5], "9" * 999)
+        ),
         *(("top_p", value) for value in (-0.5, 1.5, "")),
         *(("mirostat", value) for value in (3, -1)),
         ("penalty_repeat", 0.0),
@@ -59,7 +66,9 @@ def test_values_are_taken_as_llama_cpp_takes_them(key: str, value: object, field
         ("sequence", ";" * 9999),
     ],
 )
-def test_what_means_nothing_is_told_and_left_out(key: str, value: object, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_means_nothing_is_told_and_left_out(
+    key: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
     assert said(**{key: value, "min_p": 0.25}) == replace(PLAIN, min_p=0.25)
     (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert line.startswith(f"m.gguf: general.sampling.{key} ") and line.isprintable() and len(line) < 200
@@ -72,8 +81,14 @@ def test_flags_go_before_the_file_even_where_they_say_the_usual() -> None:
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_requests_of_programs_begin_with_what_the_file_recommends(isolated: bool, tmp_path: Path) -> None:
-    change = {"general.sampling.temp": 0.5, "general.sampling.top_k": 11, "general.sampling.xtc_threshold": 0.25}
+def test_requests_of_programs_begin_with_what_the_file_recommends(
+    isolated: bool, tmp_path: Path
+) -> None:
+    change = {
+        "general.sampling.temp": 0.5,
+        "general.sampling.top_k": 11,
+        "general.sampling.xtc_threshold": 0.25,
+    }
     path = rewrite(FIXTURES / "llama.gguf", tmp_path / "m.gguf", change=change)
     recommends = SamplingParams(temperature=0.5, top_k=11, xtc_threshold=0.25)
     with Engine.load(path, None, ctx=64, device="cpu", warm_up=False, isolated=isolated) as engine:

@@ -34,7 +34,18 @@ from pyspec.errors import (
     SlotError,
     Unavailable,
 )
-from pyspec.request import Delta, Done, Event, Failed, Progress, Request, SamplingParams, Started, Timings, TokenLogprob
+from pyspec.request import (
+    Delta,
+    Done,
+    Event,
+    Failed,
+    Progress,
+    Request,
+    SamplingParams,
+    Started,
+    Timings,
+    TokenLogprob,
+)
 
 PATH = FIXTURES / "qwen35.gguf"
 CHILD = Path(__file__).with_name("fake_engine_main.py")
@@ -65,7 +76,9 @@ def plants(tmp_path: Path) -> Plants:
 @contextmanager
 def start(plants: Plants, **settings: object) -> Iterator[tuple[Engine, Supervisor]]:
     values = {"np": 8, "hang_timeout": 1.0} | settings
-    supervisor = Supervisor(PATH, EngineSettings(**values), command=(sys.executable, str(CHILD), str(plants.folder)))  # type: ignore[arg-type]
+    supervisor = Supervisor(
+        PATH, EngineSettings(**values), command=(sys.executable, str(CHILD), str(plants.folder))
+    )  # type: ignore[arg-type]
     try:
         supervisor.wait()
         yield Engine(supervisor, supervisor.tokenizer, supervisor.template), supervisor
@@ -82,7 +95,9 @@ def _without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 class Ear:
     """One request's listener. It checks each event against the expected text."""
 
-    def __init__(self, engine: Engine, prompt: Sequence[int] = (1, 2), n: int = 200, **values: object) -> None:
+    def __init__(
+        self, engine: Engine, prompt: Sequence[int] = (1, 2), n: int = 200, **values: object
+    ) -> None:
         self.request = Request(**{"prompt": tuple(prompt), "params": PARAMS, "max_tokens": n} | values)  # type: ignore[arg-type]
         self.events: list[Event] = []
         self.over = threading.Event()
@@ -115,7 +130,9 @@ class Ear:
         assert self.text == self.engine.tokenizer.decode(self.tokens)
         assert (done.finish, done.n_prompt, done.n_predicted) == ("length", len(self.request.prompt), n)
         assert done.timings.predicted_n == n
-        assert sum(isinstance(e, Started) for e in self.events) == 1, "it is seated once, as far as clients know"
+        assert sum(isinstance(e, Started) for e in self.events) == 1, (
+            "it is seated once, as far as clients know"
+        )
         assert sum(isinstance(e, Progress) for e in self.events) == 1
         return done
 
@@ -138,7 +155,9 @@ DISASTERS: dict[str, Callable[[Plants, Supervisor], object]] = {
     "stopped": lambda plants, s: s._child and os.kill(s._child.process.pid, signal.SIGSTOP),
     "crashed": lambda plants, s: plants.plant(round="abort"),
     "hanging": lambda plants, s: plants.plant(round="endless"),
-    "without a device": lambda plants, s: plants.plant(round="fatal CUDA error: an illegal memory access"),
+    "without a device": lambda plants, s: plants.plant(
+        round="fatal CUDA error: an illegal memory access"
+    ),
 }
 
 
@@ -189,7 +208,9 @@ def test_a_request_that_ends_the_engine_three_times_fails_and_the_others_live(pl
         guilty = Ear(engine, (77,), 400)
         last = guilty.wait()
         assert isinstance(last, Failed) and isinstance(last.error, SlotError)
-        assert "ended 3 times while this request ran" in str(last.error) and "signal 6" in str(last.error)
+        assert "ended 3 times while this request ran" in str(last.error) and "signal 6" in str(
+            last.error
+        )
         for ear in others:
             ear.check()
         assert supervisor.n_restart == 3 and engine.metrics().requests_failed == 1
@@ -210,7 +231,11 @@ def test_nobody_is_blamed_for_engines_that_were_killed_from_outside(plants: Plan
 def test_a_kernel_that_is_named_is_not_used_again_and_no_request_is_blamed(plants: Plants) -> None:
     with start(plants) as (engine, supervisor):
         ear = Ear(engine, n=900)
-        for name in ("pyspec.cuda.ops.linear.cuda", "pyspec.cuda.ops.gdn.cuda", "pyspec.cuda.ops.attend.cuda"):
+        for name in (
+            "pyspec.cuda.ops.linear.cuda",
+            "pyspec.cuda.ops.gdn.cuda",
+            "pyspec.cuda.ops.attend.cuda",
+        ):
             n = len(ear.tokens)
             wait_for(lambda n=n: len(ear.tokens) > n)
             plants.plant(round=f"kernel {name}")
@@ -227,7 +252,11 @@ def test_requests_are_cancelled_while_there_is_no_engine(plants: Plants) -> None
         wait_for(lambda: engine.state() == "recovering")
         engine.cancel(ears[3].name)
         done = ears[3].wait()
-        assert isinstance(done, Done) and done.finish == "cancelled" and done.n_predicted == len(ears[3].tokens)
+        assert (
+            isinstance(done, Done)
+            and done.finish == "cancelled"
+            and done.n_predicted == len(ears[3].tokens)
+        )
         assert engine.state() == "recovering", "it is not waited for"
         for ear in (*ears[:3], *ears[4:]):
             ear.check()
@@ -256,7 +285,10 @@ def test_an_engine_that_can_not_be_loaded_again_fails_all_and_is_tried_again(pla
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(
     ("load", "why"),
-    [("refuse too little memory", "too little memory"), ("exit 3", "while it was loading: exit status 3")],
+    [
+        ("refuse too little memory", "too little memory"),
+        ("exit 3", "while it was loading: exit status 3"),
+    ],
 )
 def test_a_first_load_that_fails_is_told_to_whoever_waits(plants: Plants, load: str, why: str) -> None:
     plants.plant(load=load)
@@ -278,8 +310,16 @@ def test_the_next_engine_holds_what_the_first_one_had_room_for(plants: Plants) -
 @pytest.mark.parametrize(
     ("load", "kind", "why"),
     [
-        ("bug division by zero", EngineBug, "loading failed: ZeroDivisionError: division by zero .*bug in pyspec"),
-        ("memory tried to allocate 7 GiB", DoesNotFit, "loading failed: MemoryError: tried to allocate 7 GiB; fewer"),
+        (
+            "bug division by zero",
+            EngineBug,
+            "loading failed: ZeroDivisionError: division by zero .*bug in pyspec",
+        ),
+        (
+            "memory tried to allocate 7 GiB",
+            DoesNotFit,
+            "loading failed: MemoryError: tried to allocate 7 GiB; fewer",
+        ),
     ],
 )
 def test_a_load_that_would_fail_again_is_not_tried_again_nor_laid_to_the_device(
@@ -291,14 +331,18 @@ def test_a_load_that_would_fail_again_is_not_tried_again_nor_laid_to_the_device(
     assert "trying again" not in caplog.text and "device" not in caplog.text
 
 
-def test_a_device_that_fails_at_load_is_tried_again(plants: Plants, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_that_fails_at_load_is_tried_again(
+    plants: Plants, caplog: pytest.LogCaptureFixture
+) -> None:
     plants.plant(load="gone an illegal memory access was encountered")
     with pytest.raises(DeviceError, match="Triton Error"), start(plants):
         pass
     assert caplog.text.count("trying again") == 2 and "the engine failed twice" in caplog.text
 
 
-def test_a_device_that_is_not_there_is_looked_for_once(plants: Plants, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_that_is_not_there_is_looked_for_once(
+    plants: Plants, caplog: pytest.LogCaptureFixture
+) -> None:
     plants.plant(load="none there is no such device")
     with pytest.raises(DeviceError, match="no such device"), start(plants):
         pass
@@ -420,7 +464,10 @@ def test_a_kernel_under_examination_is_known_by_the_module_that_launched_it() ->
     outer = {"__name__": "pyspec.cuda.ops.linear.cuda", "product": space["product"]}
     exec("def call(launch): product(launch)", outer)
     outer["call"](lambda: seen.append(examination.under_way))  # type: ignore[operator]
-    assert seen == [("pyspec.cuda.ops.linear.pair", "pyspec.cuda.ops.linear.cuda")] and examination.under_way == ()
+    assert (
+        seen == [("pyspec.cuda.ops.linear.pair", "pyspec.cuda.ops.linear.cuda")]
+        and examination.under_way == ()
+    )
     with pytest.raises(ZeroDivisionError):
         outer["call"](lambda: 1 / 0)  # type: ignore[operator]
     assert examination.under_way[0] == "pyspec.cuda.ops.linear.pair", "the one that failed"
@@ -436,9 +483,13 @@ def test_an_implementation_that_failed_while_it_ran_is_done_without() -> None:
     op = Op("planted", Impl("torch", lambda spec: lambda: "reference"), [Impl("fast", bind)])
     assert op.bind("a")() == "fast"
     demoted = KernelContext(demoted=frozenset({__name__}))
-    assert op.bind("a", demoted)() == "reference" and op.bind("a")() == "fast", "another engine of the process keeps it"
+    assert op.bind("a", demoted)() == "reference" and op.bind("a")() == "fast", (
+        "another engine of the process keeps it"
+    )
     with within(demoted):
-        assert op.bind("b")() == "reference" and "failed while it ran" in str(op.refusal(op.impls[0], "b"))
+        assert op.bind("b")() == "reference" and "failed while it ran" in str(
+            op.refusal(op.impls[0], "b")
+        )
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------
@@ -450,7 +501,15 @@ def test_an_implementation_that_failed_while_it_ran_is_done_without() -> None:
         Started("r1", 2, 30, 4),
         Progress("r1", 30, 4, 17, 2.5),
         Delta("r1", (1, 2), "ab"),
-        Delta("r1", (1,), "", (TokenLogprob(1, -0.5, ((1, -0.5), (2, -1.0))),), 3, 1, Timings(predicted_n=4)),
+        Delta(
+            "r1",
+            (1,),
+            "",
+            (TokenLogprob(1, -0.5, ((1, -0.5), (2, -1.0))),),
+            3,
+            1,
+            Timings(predicted_n=4),
+        ),
         Done("r1", "stop", 3, 9, Timings(n_draft_used=(1, 2), synthetic=True), "x", True, 4),
     ],
 )

@@ -23,14 +23,19 @@ from pyspec.engine.process import watchdog
 from pyspec.engine.process.supervisor import Supervisor
 from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SamplingParams
 
-SETTINGS = EngineSettings(np=8, ctx=256, draft_path=DEMO_DRAFT, warm_up=False, device="cpu", kv_type="f32")
+SETTINGS = EngineSettings(
+    np=8, ctx=256, draft_path=DEMO_DRAFT, warm_up=False, device="cpu", kv_type="f32"
+)
 HANG_S = 6.0  # of rounds that take milliseconds, on a machine with other work
 CHILD = ROOT / "tests" / "long_runs" / "chaos_engine.py"
 
 
 def requests() -> list[Request]:
     """Greedy and sampled, with penalties, a stop string that never comes, and logprobs; long enough that none ends before the last begins."""
-    sampled, greedy = SamplingParams(temperature=0.8, seed=3, ignore_eos=True), replace(GREEDY, ignore_eos=True)
+    sampled, greedy = (
+        SamplingParams(temperature=0.8, seed=3, ignore_eos=True),
+        replace(GREEDY, ignore_eos=True),
+    )
     kinds = [
         greedy,
         sampled,
@@ -39,7 +44,9 @@ def requests() -> list[Request]:
     ]
     prompts = [prompt for prompt, _ in demo_prompts()[:8]]
     return [
-        Request(prompt=prompt, params=kinds[i % 4], max_tokens=120, stop=("never said",) if i % 3 else ())
+        Request(
+            prompt=prompt, params=kinds[i % 4], max_tokens=120, stop=("never said",) if i % 3 else ()
+        )
         for i, prompt in enumerate(prompts)
     ]
 
@@ -132,7 +139,11 @@ def test_no_token_is_lost_or_repeated_when_the_engine_suffers(
     for stream, expected in zip(streams, undisturbed, strict=True):
         got = stream.result()
         assert got.tokens == expected.tokens and got.text == expected.text
-        assert (got.finish, got.n_prompt, got.n_predicted) == (expected.finish, expected.n_prompt, expected.n_predicted)
+        assert (got.finish, got.n_prompt, got.n_predicted) == (
+            expected.finish,
+            expected.n_prompt,
+            expected.n_predicted,
+        )
         assert [p.token for p in got.logprobs] == [p.token for p in expected.logprobs]
         assert got.timings.predicted_n == expected.timings.predicted_n
         assert got.timings.n_rounds == sum(got.timings.n_draft_used)

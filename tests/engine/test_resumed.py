@@ -21,7 +21,9 @@ SAMPLED = SamplingParams(seed=5, temperature=0.7)
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """A fresh engine has an empty prefix cache: pages of the first run must not help the second."""
-    with Engine.load(DEMO, DEMO_DRAFT, np=2, ctx=512, warm_up=False, kv_type="f32", prefix_cache=False) as e:
+    with Engine.load(
+        DEMO, DEMO_DRAFT, np=2, ctx=512, warm_up=False, kv_type="f32", prefix_cache=False
+    ) as e:
         yield e
 
 
@@ -39,7 +41,9 @@ def text_of(engine: Engine, tokens: Sequence[int], stop: Sequence[str] = ()) -> 
 def delivered(engine: Engine, r: Request) -> tuple[Result, tuple[int, ...]]:
     """An answer, and all its tokens: a result lacks those of the stop string."""
     events = list(engine.stream(r))
-    return collect(events), tuple(t for event in events if isinstance(event, Delta) for t in event.tokens)
+    return collect(events), tuple(
+        t for event in events if isinstance(event, Delta) for t in event.tokens
+    )
 
 
 def check(engine: Engine, whole: Result, r: Request, n: int, said: Sequence[int] = ()) -> Result:
@@ -66,7 +70,9 @@ def check(engine: Engine, whole: Result, r: Request, n: int, said: Sequence[int]
     ],
     ids=["greedy", "sampled", "penalties", "dry", "bias"],
 )
-def test_a_resumed_request_goes_on_as_the_first_would_have(engine: Engine, params: SamplingParams) -> None:
+def test_a_resumed_request_goes_on_as_the_first_would_have(
+    engine: Engine, params: SamplingParams
+) -> None:
     r = request(0, params=params)
     whole = engine.run(r)
     assert len(whole.tokens) > 8, "a text this short says nothing"
@@ -125,7 +131,9 @@ def test_half_a_character_is_completed(engine: Engine) -> None:
     for n in range(1, len(ids)):
         stream = TextStream(engine.tokenizer, ("zzz",))
         stream.push(ids[:n])
-        assert text_of(engine, ids[:n], ("zzz",)) + stream.push(ids[n:]).text == text_of(engine, ids, ("zzz",))
+        assert text_of(engine, ids[:n], ("zzz",)) + stream.push(ids[n:]).text == text_of(
+            engine, ids, ("zzz",)
+        )
 
 
 def test_a_listener_hears_nothing_twice(engine: Engine) -> None:
@@ -168,6 +176,8 @@ def test_what_is_resumed_is_filed_like_any_prompt() -> None:
         ({"resumed": (1.5,)}, "resumed"),
     ],
 )
-def test_what_can_not_be_resumed_is_refused(engine: Engine, values: dict[str, object], text: str) -> None:
+def test_what_can_not_be_resumed_is_refused(
+    engine: Engine, values: dict[str, object], text: str
+) -> None:
     with pytest.raises(RequestError, match=text):
         engine.run(request(0, **values))

@@ -41,8 +41,12 @@ def test_same_text_when_none_all_or_some_is_accepted(model: Path, kind: str) -> 
     heard = [r.submit(prompt, N_TEXT) for prompt in texts]
     r.run()
     assert [h.tokens for h in heard] == list(texts.values())
-    accepted, drafted = (sum(getattr(h.timings, x) for h in heard) for x in ("draft_n_accepted", "draft_n"))
-    assert {"liar": accepted == 0, "oracle": accepted > 0.9 * drafted, "fickle": 0 < accepted < drafted}[kind]
+    accepted, drafted = (
+        sum(getattr(h.timings, x) for h in heard) for x in ("draft_n_accepted", "draft_n")
+    )
+    assert {"liar": accepted == 0, "oracle": accepted > 0.9 * drafted, "fickle": 0 < accepted < drafted}[
+        kind
+    ]
 
 
 @pytest.mark.slow

@@ -47,7 +47,9 @@ def assert_own_text(heard: Heard, n: int) -> None:
 def test_same_text_with_staggered_joins(kind: str, np: int) -> None:
     rig = make(kind, np, ubatch=48)
     heard = []
-    for i in range(2 * np + 1):  # more than fit; prompts longer than a forward, shorter than a page, at page borders
+    for i in range(
+        2 * np + 1
+    ):  # more than fit; prompts longer than a forward, shorter than a page, at page borders
         heard.append(rig.submit(prompt(i, (1, 5, 15, 16, 17, 70, 100)[i % 7]), 20 + 3 * i))
         rig.loop.step()
         rig.loop.step()
@@ -63,7 +65,10 @@ def test_the_liar_costs_rounds_and_the_oracle_saves_them() -> None:
     n = 61
     rounds = {kind: make(kind, 1).generate(prompt(0, 9), n).timings for kind in ("liar", "oracle")}
     assert rounds["liar"].n_rounds == n - 1 and rounds["liar"].draft_n_accepted == 0
-    assert rounds["oracle"].n_rounds == (n - 1) / 6 and rounds["oracle"].draft_n_accepted == rounds["oracle"].draft_n
+    assert (
+        rounds["oracle"].n_rounds == (n - 1) / 6
+        and rounds["oracle"].draft_n_accepted == rounds["oracle"].draft_n
+    )
 
 
 @pytest.mark.parametrize("ks", [[0, 5, 2, 1], [5, 5, 0, 0], [1, 2, 3, 4]])
@@ -151,12 +156,17 @@ def test_a_stop_string_inside_a_draft_ends_the_text(kind: str) -> None:
     rig = make(kind, 1)
     for at in (3, 11, 17):
         stop = whole[at : at + 3]
-        want, got = plain.generate(p, 40, stop=(stop, "never")), rig.generate(p, 40, stop=(stop, "never"))
+        want, got = (
+            plain.generate(p, 40, stop=(stop, "never")),
+            rig.generate(p, 40, stop=(stop, "never")),
+        )
         assert got.text == whole[: whole.index(stop)] == want.text
         assert (got.tokens, got.finish, got.done.stop_string) == (want.tokens, "stop", stop)
         assert got.done.n_predicted == want.done.n_predicted
         held = rig.loop.table.slots[0].tokens
-        assert held == [*p, *text_after(p, got.done.n_predicted)][: len(held)], "what came after the stop is not kept"
+        assert held == [*p, *text_after(p, got.done.n_predicted)][: len(held)], (
+            "what came after the stop is not kept"
+        )
         assert len(held) <= len(p) + got.done.n_predicted
 
 
@@ -194,7 +204,9 @@ def test_a_cancelled_request_ends_within_a_round() -> None:
     assert_own_text(other, 30)
 
 
-ACTION = st.tuples(st.sampled_from(["submit", "submit", "submit", "step", "step", "cancel"]), st.integers(0, 2**16))
+ACTION = st.tuples(
+    st.sampled_from(["submit", "submit", "submit", "step", "step", "cancel"]), st.integers(0, 2**16)
+)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -214,8 +226,12 @@ def test_any_order_of_joins_and_cancels(
     heard: list[Heard] = []
     for what, x in actions:
         if what == "submit":
-            p = prompt(x % 3, 1 + x % 45) + prompt(x, x % 3)  # three families of prompts, so prefixes are shared
-            heard.append(rig.submit(p, 1 + x % 37, cache_prompt=x % 5 > 0, slot=x % np if x % 4 == 0 else -1))
+            p = prompt(x % 3, 1 + x % 45) + prompt(
+                x, x % 3
+            )  # three families of prompts, so prefixes are shared
+            heard.append(
+                rig.submit(p, 1 + x % 37, cache_prompt=x % 5 > 0, slot=x % np if x % 4 == 0 else -1)
+            )
         elif what == "step":
             rig.loop.step()
             rig.loop.table.check()
@@ -243,7 +259,9 @@ def test_wild_ids_are_neither_embedded_nor_counted() -> None:
     h = rig.generate(prompt(8, 8), 50)
     assert_own_text(h, 50)
     assert all(0 <= t < N_VOCAB for t in seen)
-    assert h.timings.draft_n == h.timings.draft_n_accepted, "what was right before the wild id counts, nothing else"
+    assert h.timings.draft_n == h.timings.draft_n_accepted, (
+        "what was right before the wild id counts, nothing else"
+    )
 
 
 @dataclass
@@ -255,7 +273,9 @@ class Drawn(Ahead):
 
     def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:
         found = super().draft_ahead(batch, out, kept, n_draft)
-        return found and DraftsAhead(found.tokens, torch.stack([q_of(row) for row in found.tokens.tolist()]))
+        return found and DraftsAhead(
+            found.tokens, torch.stack([q_of(row) for row in found.tokens.tolist()])
+        )
 
 
 def q_of(tokens: Sequence[int]) -> Tensor:
@@ -284,13 +304,19 @@ def test_probabilities_of_drawn_drafts_come_with_their_tokens_and_change_no_text
     heard = [rig.submit(prompt(i, 9), 50, params) for i in range(3)]
     rig.run()
     monkeypatch.undo()
-    assert [h.tokens for h in heard] == [plain.generate(prompt(i, 9), 50, params).tokens for i in range(3)]
+    assert [h.tokens for h in heard] == [
+        plain.generate(prompt(i, 9), 50, params).tokens for i in range(3)
+    ]
     assert len(seen) > 10 and (params is not GREEDY or drafter.right > 0)
 
 
 def test_a_draft_that_a_grammar_cuts_goes_on_with_tokens_that_were_not_drawn() -> None:
     drafts = Drafts([4, 5, 6], q_of([4, 5, 6])).first(2).then([7, 8])
-    assert drafts.tokens == [4, 5, 7, 8] and drafts.q is not None and torch.equal(drafts.q, q_of([4, 5, 6])[:2])
+    assert (
+        drafts.tokens == [4, 5, 7, 8]
+        and drafts.q is not None
+        and torch.equal(drafts.q, q_of([4, 5, 6])[:2])
+    )
     assert Drafts([4, 5]).first(1).then([9]) == Drafts([4, 9])
 
 

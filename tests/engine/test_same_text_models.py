@@ -30,9 +30,15 @@ def fixed(path: Path, **settings: object) -> Rig:
 MAKERS: dict[str, Callable[..., tuple[Path, Rig]]] = {
     "mtp": lambda **s: (QWEN35, fixed(QWEN35, spec_type="mtp", n_draft_max=4, **s)),
     "ngram": lambda **s: (QWEN35, fixed(QWEN35, spec_type="ngram", ngram_match=1, **s)),
-    "dflash": lambda **s: (tiny("qwen35"), fixed(tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), **s)),
+    "dflash": lambda **s: (
+        tiny("qwen35"),
+        fixed(tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), **s),
+    ),
     "suffix": lambda **s: (QWEN35, fixed(QWEN35, spec_type="suffix", suffix_n_max=6, **s)),
-    "mtp-suffix": lambda **s: (QWEN35, fixed(QWEN35, spec_type="mtp,suffix", n_draft_max=2, suffix_n_max=6, **s)),
+    "mtp-suffix": lambda **s: (
+        QWEN35,
+        fixed(QWEN35, spec_type="mtp,suffix", n_draft_max=2, suffix_n_max=6, **s),
+    ),
     "dflash-suffix": lambda **s: (
         tiny("qwen35"),
         fixed(tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), spec_type="dflash,suffix", **s),
@@ -46,7 +52,10 @@ MAKERS: dict[str, Callable[..., tuple[Path, Rig]]] = {
         tiny("qwen35", mtp=False),
         fixed(tiny("qwen35", mtp=False), draft_path=tiny("qwen35", sidecar=True), n_draft_max=2, **s),
     ),
-    **{f"{kind}-hybrid": partial(lambda kind, **s: (QWEN35, faked(kind, QWEN35, **s)), kind) for kind in FAKES},
+    **{
+        f"{kind}-hybrid": partial(lambda kind, **s: (QWEN35, faked(kind, QWEN35, **s)), kind)
+        for kind in FAKES
+    },
     "fickle-llama": lambda **s: (FIXTURES / "llama.gguf", faked("fickle", FIXTURES / "llama.gguf", **s)),
     **{
         f"{kind}-deepseek4": partial(lambda kind, **s: (DEEPSEEK4, faked(kind, DEEPSEEK4, **s)), kind)
@@ -60,7 +69,8 @@ MAKERS: dict[str, Callable[..., tuple[Path, Rig]]] = {
     },
     **{
         f"ngram-{name}": partial(
-            lambda path, **s: (path, fixed(path, spec_type="ngram", ngram_match=1, **s)), FIXTURES / f"{name}.gguf"
+            lambda path, **s: (path, fixed(path, spec_type="ngram", ngram_match=1, **s)),
+            FIXTURES / f"{name}.gguf",
         )
         for name in ADDED
     },
@@ -129,7 +139,9 @@ def test_two_hundred_refused_rounds_leave_no_trace() -> None:
     """S6: random drafts, all rolled back, against no speculation."""
     prompt = next(iter(known_texts(QWEN35)))
     want = plain_rig(QWEN35).generate(prompt, 201).tokens
-    liar = rig_for(QWEN35, FAKES["liar"](5, text=lambda tokens, n: [(sum(tokens) * 7 + i) % 298 for i in range(n)]))
+    liar = rig_for(
+        QWEN35, FAKES["liar"](5, text=lambda tokens, n: [(sum(tokens) * 7 + i) % 298 for i in range(n)])
+    )
     h = liar.generate(prompt, 201)
     assert h.timings.n_rounds > 190
     assert h.tokens == want
@@ -149,7 +161,9 @@ def test_a_seed_gives_its_text_in_any_slot_beside_any_neighbours(kind: str) -> N
     want = {seed: alone.generate(prompt, 30, replace(SAMPLED, seed=seed)).tokens for seed in (1, 2, 3)}
     assert len({tuple(t) for t in want.values()}) == 3
     for slot in range(4):
-        heard = [r.submit(prompt, 30, replace(SAMPLED, seed=seed), slot=(slot + seed) % 4) for seed in want]
+        heard = [
+            r.submit(prompt, 30, replace(SAMPLED, seed=seed), slot=(slot + seed) % 4) for seed in want
+        ]
         r.submit(list(known_texts(path))[slot], 17, SAMPLED, slot=slot)
         r.run()
         for h, (seed, text) in zip(heard, want.items(), strict=True):
@@ -170,11 +184,15 @@ def test_the_demo_pair_gives_its_answers_in_eight_slots() -> None:
 def test_eight_slots_accept_what_one_slot_accepts() -> None:
     """Same prompts, same drafts: per-slot acceptance does not depend on the neighbours."""
     chosen, params = demo_prompts()[2::5][:8], replace(GREEDY, ignore_eos=False)
-    alone, together = (rig(DEMO, np=np, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True) for np in (1, 8))
+    alone, together = (
+        rig(DEMO, np=np, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True) for np in (1, 8)
+    )
     one = [alone.generate(p, 60, params, cache_prompt=False).timings for p, _ in chosen]
     heard = [together.submit(p, 60, params) for p, _ in chosen]
     together.run()
     for a, h in zip(one, heard, strict=True):
         b = h.timings
         assert abs(a.draft_n_accepted / a.draft_n - b.draft_n_accepted / b.draft_n) < 0.05
-    assert abs(sum(a.draft_n_accepted for a in one) - sum(h.timings.draft_n_accepted for h in heard)) <= 3
+    assert (
+        abs(sum(a.draft_n_accepted for a in one) - sum(h.timings.draft_n_accepted for h in heard)) <= 3
+    )

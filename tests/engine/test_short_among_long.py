@@ -31,7 +31,12 @@ def rounds_until(r, heard) -> int:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", pytest.param("hybrid", marks=pytest.mark.slow), pytest.param("deepseek4", marks=pytest.mark.slow)]
+    "kind",
+    [
+        "llama",
+        pytest.param("hybrid", marks=pytest.mark.slow),
+        pytest.param("deepseek4", marks=pytest.mark.slow),
+    ],
 )
 def test_a_short_prompt_passes_long_ones_and_no_text_changes(kind: str) -> None:
     sizes = {"np": 2, "ctx": 2200, "ubatch": 64, "page_size": 16, "spec_type": "none"}
@@ -48,7 +53,9 @@ def test_a_short_prompt_passes_long_ones_and_no_text_changes(kind: str) -> None:
     for i, h in enumerate(long):
         assert h.tokens == cold.generate(ids(i, 1500 + i), 4, GREEDY).tokens
         assert sum(isinstance(e, Started) for e in h.events) == 1
-        assert h.timings.cache_n == 0 and h.timings.prompt_n == 1500 + i, "what it read itself is not cached"
+        assert h.timings.cache_n == 0 and h.timings.prompt_n == 1500 + i, (
+            "what it read itself is not cached"
+        )
 
 
 def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
@@ -101,7 +108,9 @@ def test_a_text_that_was_given_more_than_a_short_one_asks_for_makes_room_and_doe
         assert h.timings.prompt_n + h.timings.cache_n == 30 + i and h.timings.predicted_n == 61
         progress = [k for k, e in enumerate(h.events) if isinstance(e, Progress)]
         assert max(progress) < next(k for k, e in enumerate(h.events) if isinstance(e, Delta))
-    assert sum(h.job.n_suspended for h in long) == 1, "each makes one wait, and those that ask as much make none"
+    assert sum(h.job.n_suspended for h in long) == 1, (
+        "each makes one wait, and those that ask as much make none"
+    )
 
 
 @pytest.mark.parametrize(

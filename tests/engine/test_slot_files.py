@@ -23,14 +23,24 @@ from pyspec.errors import BadSlotFile, PyspecError, RequestError
 from pyspec.request import Delta, SlotAction, SlotAnswer
 from pyspec.slots.slot_file import write
 
-QWEN35, NEMOTRON, LLAMA = FIXTURES / "qwen35.gguf", FIXTURES / "nemotron_latent.gguf", FIXTURES / "llama.gguf"
+QWEN35, NEMOTRON, LLAMA = (
+    FIXTURES / "qwen35.gguf",
+    FIXTURES / "nemotron_latent.gguf",
+    FIXTURES / "llama.gguf",
+)
 DEEPSEEK4 = FIXTURES / "deepseek4.gguf"
 PROMPT = tuple(random.Random(5).choices(range(256), k=75))
 KINDS = {
     "llama without drafts": (LLAMA, {"spec_type": "none"}),
-    "llama with n-grams, f8_e4m3": (LLAMA, {"spec_type": "ngram", "ngram_match": 1, "kv_type": "f8_e4m3"}),
+    "llama with n-grams, f8_e4m3": (
+        LLAMA,
+        {"spec_type": "ngram", "ngram_match": 1, "kv_type": "f8_e4m3"},
+    ),
     "qwen35 with mtp": (QWEN35, {"spec_type": "mtp"}),
-    "qwen35 with mtp, q8_0 and f16": (QWEN35, {"spec_type": "mtp", "kv_type": "q8_0", "kv_type_v": "f16"}),
+    "qwen35 with mtp, q8_0 and f16": (
+        QWEN35,
+        {"spec_type": "mtp", "kv_type": "q8_0", "kv_type_v": "f16"},
+    ),
     "qwen35 with dflash": ("tiny", {}),
     "qwen35 with suffixes": (QWEN35, {"spec_type": "suffix"}),
     "qwen35 with mtp and suffixes": (QWEN35, {"spec_type": "mtp,suffix"}),
@@ -64,7 +74,9 @@ def test_a_restored_slot_goes_on_as_it_would_have(kind: str, tmp_path: Path) -> 
     with load(kind) as e:
         first = e.generate(PROMPT, params=GREEDY, max_tokens=20)
         saved = e.save_slot(0, file)
-        assert saved.n_tokens == len(PROMPT) + 19 and saved.n_bytes == file.stat().st_size and saved.ms > 0
+        assert (
+            saved.n_tokens == len(PROMPT) + 19 and saved.n_bytes == file.stat().st_size and saved.ms > 0
+        )
         turn = [*PROMPT, *first.tokens, 3, 4, 5]
         want = e.generate(turn, params=GREEDY, max_tokens=24)
         assert want.timings.cache_n == saved.n_tokens
@@ -78,7 +90,9 @@ def test_a_restored_slot_goes_on_as_it_would_have(kind: str, tmp_path: Path) -> 
         assert again.tokens == want.tokens and again.timings.cache_n == saved.n_tokens
         drafts = lambda r: (r.timings.draft_n, r.timings.draft_n_accepted)  # noqa: E731
         # suffix drafts learn from every text
-        assert "suffix" in kind or drafts(again) == drafts(want), "the drafter goes on from what it had, too"
+        assert "suffix" in kind or drafts(again) == drafts(want), (
+            "the drafter goes on from what it had, too"
+        )
         assert e.erase_slot(0).n_tokens == len(turn) + 23
         e.loop.cache.check(now=True)
 
@@ -118,7 +132,9 @@ def test_a_file_of_an_older_version_is_restored_as_what_it_has(engine: Engine, t
         if state.has_logits:
             at -= 1
             del content[at]
-    old = replace(image, states=tuple(replace(s, has_logits=False) for s in image.states), content=content)
+    old = replace(
+        image, states=tuple(replace(s, has_logits=False) for s in image.states), content=content
+    )
     head, pieces = actions.imager.encode(old)
     head["states"] = [row[:3] for row in head["states"]]
     write(tmp_path / "old.slot", {"of": actions.identity(), **head}, pieces)
@@ -181,7 +197,9 @@ def test_a_busy_slot_is_waited_for(engine: Engine, tmp_path: Path) -> None:
     assert not isinstance(heard[0], PyspecError) and heard[0].n_tokens == len(PROMPT) + 39
 
 
-@pytest.mark.parametrize("what", ["folder", "full folder", "pipe", "socket", "long name", "file as a folder"])
+@pytest.mark.parametrize(
+    "what", ["folder", "full folder", "pipe", "socket", "long name", "file as a folder"]
+)
 def test_a_slot_is_not_saved_over_what_is_no_file(engine: Engine, tmp_path: Path, what: str) -> None:
     """The sender's fault, with a sentence; the existing file stays."""
     engine.generate(PROMPT, params=GREEDY, max_tokens=3, slot=0)
@@ -207,7 +225,13 @@ def test_a_slot_is_not_saved_over_what_is_no_file(engine: Engine, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EFBIG, 507), (errno.EACCES, 400), (errno.EROFS, 400)],
+    [
+        (errno.ENOSPC, 507),
+        (errno.EDQUOT, 507),
+        (errno.EFBIG, 507),
+        (errno.EACCES, 400),
+        (errno.EROFS, 400),
+    ],
 )
 def test_a_disk_that_takes_no_more_is_said_to_be_that(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, status: int
@@ -231,13 +255,22 @@ def test_what_can_not_be_is_refused_with_the_reason(engine: Engine, saved: Path,
     with pytest.raises(BadSlotFile, match="Is a directory"):
         engine.restore_slot(0, tmp_path)
     assert not list(tmp_path.glob(".*")), "no half a file stays"
-    with load("qwen35 with mtp", page_size=32) as other, pytest.raises(BadSlotFile, match="another page size"):
+    with (
+        load("qwen35 with mtp", page_size=32) as other,
+        pytest.raises(BadSlotFile, match="another page size"),
+    ):
         other.restore_slot(0, saved)
     with load("nemotron with mtp") as other, pytest.raises(BadSlotFile, match="another model"):
         other.restore_slot(0, saved)
-    with load("qwen35 with mtp", spec_type="none") as other, pytest.raises(BadSlotFile, match="another drafter"):
+    with (
+        load("qwen35 with mtp", spec_type="none") as other,
+        pytest.raises(BadSlotFile, match="another drafter"),
+    ):
         other.restore_slot(0, saved)
-    with load("qwen35 with mtp", prefix_cache=False) as other, pytest.raises(RequestError, match="--cache-prompt"):
+    with (
+        load("qwen35 with mtp", prefix_cache=False) as other,
+        pytest.raises(RequestError, match="--cache-prompt"),
+    ):
         other.save_slot(0, tmp_path / "y")
 
 
@@ -295,7 +328,12 @@ def test_files_that_are_signed_and_wrong_never_crash(engine: Engine, saved: Path
     data, rng = saved.read_bytes(), random.Random(2)
     (n,) = struct.unpack_from("<I", data, 12)
     head = data[16 : 16 + n]
-    mutants = [data[: len(data) * i // 20] for i in range(20)] + [data + b"x", data * 2, b"", b"\0" * 5000]
+    mutants = [data[: len(data) * i // 20] for i in range(20)] + [
+        data + b"x",
+        data * 2,
+        b"",
+        b"\0" * 5000,
+    ]
     words = [
         b"-1",
         b"0",
@@ -337,7 +375,13 @@ def test_files_that_are_signed_and_wrong_never_crash(engine: Engine, saved: Path
 @pytest.mark.slow
 def test_an_engine_in_its_own_process_writes_and_reads_the_file_itself(tmp_path: Path) -> None:
     file = tmp_path / "demo.slot"
-    values: dict[str, object] = {"np": 2, "ctx": 256, "warm_up": False, "check_tap_shift": False, "device": "cpu"}
+    values: dict[str, object] = {
+        "np": 2,
+        "ctx": 256,
+        "warm_up": False,
+        "check_tap_shift": False,
+        "device": "cpu",
+    }
     with Engine.open(str(DEMO), "auto", values, isolated=True) as e:
         first = e.generate(PROMPT, params=GREEDY, max_tokens=8)
         saved = e.save_slot(0, file)

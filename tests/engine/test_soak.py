@@ -23,7 +23,9 @@ from soak_memory import MIB, Reading, Watch, accounted
     [(160, 4, 8), pytest.param(500, 8, 24, marks=pytest.mark.slow)],
     ids=["short", "long"],
 )
-def test_random_traffic_with_cancels_leaks_nothing_and_keeps_every_text(n_request: int, np: int, n_prompt: int) -> None:
+def test_random_traffic_with_cancels_leaks_nothing_and_keeps_every_text(
+    n_request: int, np: int, n_prompt: int
+) -> None:
     well, line = soak.soak(0, np, seed=5, n_prompt=n_prompt, n_request=n_request)
     assert well, line
     assert "finished over HTTP" in line and "cancelled" in line and "disconnected" in line
@@ -124,5 +126,7 @@ def test_memory_is_judged_by_what_is_not_accounted_and_by_the_end() -> None:
     assert "beside checkpoints grew by 60 MiB" in flaw(*start, (1060, 400), *[(1000, 400)] * 5), (
         "for a moment is enough"
     )
-    assert flaw(*start, *[(1100, 500)] * 5).startswith("memory grew by 100 MiB (10.0%) from 1000 MiB after 1 minutes")
+    assert flaw(*start, *[(1100, 500)] * 5).startswith(
+        "memory grew by 100 MiB (10.0%) from 1000 MiB after 1 minutes"
+    )
     assert not flaw((500, 0)), "nothing is said of a run that was never warm"

@@ -22,7 +22,9 @@ from pyspec.slots.cache import PrefixCache
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", [None, pytest.param(FIXTURES / "nemotron_latent.gguf", marks=pytest.mark.slow)], ids=["qwen35", "nemotron"]
+    "model",
+    [None, pytest.param(FIXTURES / "nemotron_latent.gguf", marks=pytest.mark.slow)],
+    ids=["qwen35", "nemotron"],
 )
 def test_conversations_with_cancels_keep_every_text_and_lose_nothing(model: object) -> None:
     well, line = soak_chats.soak_chats(0, 4, seed=3, model=model, n_request=60)  # type: ignore[arg-type]
@@ -45,14 +47,18 @@ def test_the_soak_sees_a_state_that_was_not_folded(
     """A tool that cannot fail proves nothing: checkpoints at the end of requests are taken too early."""
     file = PrefixCache.file
     monkeypatch.setattr(
-        PrefixCache, "file", lambda self, slot, draft, fold, **how: file(self, slot, draft, lambda slot: None, **how)
+        PrefixCache,
+        "file",
+        lambda self, slot, draft, fold, **how: file(self, slot, draft, lambda slot: None, **how),
     )
     well, line = soak_chats.soak_chats(0, 4, seed=3, later=later, n_request=n_request)
     assert not well and line.startswith("FAILED") and ("asked again" in line) == later
 
 
 def test_only_a_tie_of_experts_on_the_way_excuses_a_wrong_text() -> None:
-    with Engine.load(FIXTURES / "nemotron_latent.gguf", None, np=1, kv_type="f32", device="cpu", warm_up=False) as cold:
+    with Engine.load(
+        FIXTURES / "nemotron_latent.gguf", None, np=1, kv_type="f32", device="cpu", warm_up=False
+    ) as cold:
         choices, tally = soak_chats.Choices(cold), Tally()
         gaps = {seed: choices.along([seed, *range(30)]) for seed in range(3)}
         assert all(0 < gap < 1 for gap in gaps.values()) and len(set(gaps.values())) == 3
@@ -80,7 +86,10 @@ def test_an_end_that_is_banned_makes_no_near_tie_of_the_others_clear() -> None:
 def test_what_is_kept_is_compared_with_what_another_engine_makes(spoiled: str, tmp_path: Path) -> None:
     path = synth.write("qwen35", tmp_path / "tiny.gguf", quant="f32", tiny=True)
     settings = {"device": "cpu", "kv_type": "f32", "ctx": 256, "page_size": 16, "warm_up": False}
-    with Engine.load(path, None, np=2, **settings) as engine, Engine.load(path, None, np=1, **settings) as other:
+    with (
+        Engine.load(path, None, np=2, **settings) as engine,
+        Engine.load(path, None, np=1, **settings) as other,
+    ):
         for prompt in (range(40), [*range(30), *range(90, 120)]):
             params = SamplingParams(temperature=0.0, ignore_eos=True)
             engine.run(Request(prompt=tuple(prompt), params=params, max_tokens=9))
@@ -96,5 +105,7 @@ def test_what_is_kept_is_compared_with_what_another_engine_makes(spoiled: str, t
     if not spoiled:
         assert not found.wrong and found.worst < 1e-4, found.wrong
     else:
-        assert [w for w in found.wrong if (spoiled if spoiled == "keys" else "state 2") in w[1]], found.wrong
+        assert [w for w in found.wrong if (spoiled if spoiled == "keys" else "state 2") in w[1]], (
+            found.wrong
+        )
         assert 0.005 < found.worst < 0.02

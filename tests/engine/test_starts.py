@@ -45,7 +45,9 @@ def test_a_warm_up_has_rounds_for_every_number_of_slots(n_max: int) -> None:
             for live, each in drafts[1:]:
                 assert 1 <= live <= busy and 1 <= each <= n_max, (n_slot, busy, drafts)
         # for each graph that rounds of all slots use, one round of the warm-up has that size
-        rows = {bucket_of(busy + live * each, WIDE[-1]) for busy, drafts in plan for live, each in drafts}
+        rows = {
+            bucket_of(busy + live * each, WIDE[-1]) for busy, drafts in plan for live, each in drafts
+        }
         least, most = bucket_of(n_slot, WIDE[-1]), n_slot * (n_max + 1)
         wanted = {n for n in BUCKETS if least is not None and least <= n < min(most, EVEN)}
         assert wanted <= rows, f"-np {n_slot}, {n_max} drafts: no round of {sorted(wanted - rows)} rows"
@@ -74,7 +76,13 @@ def needs_of(kind: str, np: int, n_draft: int) -> Needs:
     if kind == "mtp":
         return Needs(n_draft, overhang=n_draft + 1, chained=True, hidden=True)
     if kind == "dflash":
-        return Needs(min(n_draft, BLOCK - 1), (0,), overhang=BLOCK, block=BlockLength(BLOCK), late=held_rows(np) > 0)
+        return Needs(
+            min(n_draft, BLOCK - 1),
+            (0,),
+            overhang=BLOCK,
+            block=BlockLength(BLOCK),
+            late=held_rows(np) > 0,
+        )
     return Needs(n_draft if kind == "ngram" else 0)
 
 
@@ -85,21 +93,33 @@ def drafter_of(kind: str, needs: Needs, table: SlotTable) -> object:
         chain = object.__new__(Chain)
         chain.table, chain.device, chain.needs, chain.most_waiting = table, CPU, needs, most_waiting(np)
         pages = table.n_page // np
-        chain.arenas = [Arena(np, pages, CPU, max(needs.n_draft + 1, chain.most_waiting)) for _ in range(3)]
+        chain.arenas = [
+            Arena(np, pages, CPU, max(needs.n_draft + 1, chain.most_waiting)) for _ in range(3)
+        ]
         chain._first, chain._next, chain._late = Recorder(), Recorder(), Recorder()  # type: ignore[assignment]
         return chain
     if kind == "dflash":
         block = object.__new__(DFlash)
         block.table, block.device, block.needs = table, CPU, needs
         block.net = SimpleNamespace(c=SimpleNamespace(mask_id=1, block=BLOCK, n_embd=8))  # type: ignore[assignment]
-        block.arena, block.block, block.inject = Arena(np, table.n_page // np, CPU, BLOCK), Recorder(), Recorder()  # type: ignore[assignment]
+        block.arena, block.block, block.inject = (
+            Arena(np, table.n_page // np, CPU, BLOCK),
+            Recorder(),
+            Recorder(),
+        )  # type: ignore[assignment]
         block._tokens = lambda rows, n_seq, n_draft: rows[: n_seq * n_draft]  # type: ignore[assignment,method-assign,return-value]
         return block
     return None
 
 
 def captured(
-    kind: str, np: int, n_draft: int, n_ctx: int, page_size: int = 32, batch: int = 2048, ubatch: int = 512
+    kind: str,
+    np: int,
+    n_draft: int,
+    n_ctx: int,
+    page_size: int = 32,
+    batch: int = 2048,
+    ubatch: int = 512,
 ) -> Recorder:
     """Capture as a load does: the table and the widths are those of a description."""
     needs = needs_of(kind, np, n_draft)
@@ -185,11 +205,15 @@ def test_a_warm_up_runs_all_its_rounds(monkeypatch: pytest.MonkeyPatch, np: int,
 @pytest.mark.parametrize("np", [5, 10, 23, 33])
 def test_a_load_starts_and_answers(at_once: None, np: int, kind: str, n_ctx: int) -> None:
     draft = DEMO_DRAFT if kind == "dflash" else None
-    r = rig(DEMO, np=np, ctx=n_ctx, spec_type=kind, draft_path=draft, warm_up=True, check_tap_shift=False)
+    r = rig(
+        DEMO, np=np, ctx=n_ctx, spec_type=kind, draft_path=draft, warm_up=True, check_tap_shift=False
+    )
     assert len(r.generate([1, 2, 3], 9).tokens) == 9
 
 
-def test_plans_of_every_number_of_slots(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_plans_of_every_number_of_slots(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Described as on a GPU: widths, pages, graphs and bytes."""
     caplog.set_level(logging.CRITICAL)
     first = describe.describe(DEMO, EngineSettings(ctx=301), describe.AssumedGpu(80 << 30))

@@ -62,7 +62,11 @@ def test_same_text_with_staggered_joins_and_cancels(kind: str, np: int, is_ahead
         rig.run_ahead()
     heard, gone = [], []
     for i in range(2 * np + 1):
-        heard.append(rig.submit(prompt(i, (1, 5, 15, 16, 17, 70, 100)[i % 7]), 20 + 3 * i, client=f"client {i % 3}"))
+        heard.append(
+            rig.submit(
+                prompt(i, (1, 5, 15, 16, 17, 70, 100)[i % 7]), 20 + 3 * i, client=f"client {i % 3}"
+            )
+        )
         rig.loop.step()
         rig.loop.step()
         if i % 4 == 3:
@@ -85,7 +89,10 @@ def test_of_a_text_that_repeats_more_tokens_come_a_round() -> None:
     assert was.mean_len == 1.0 and now.mean_len > 3
     assert 0 < now.suffix_n_accepted == now.draft_n_accepted <= now.suffix_n < now.draft_n
     metrics = made.loop.metrics()
-    assert metrics.suffix_draft_tokens == now.suffix_n and metrics.suffix_accepted_tokens == now.suffix_n_accepted
+    assert (
+        metrics.suffix_draft_tokens == now.suffix_n
+        and metrics.suffix_accepted_tokens == now.suffix_n_accepted
+    )
     assert 0 < metrics.suffix_drafts <= metrics.drafts and metrics.suffix_bytes > 0
     assert plain.loop.metrics().suffix_drafts == 0
 
@@ -125,7 +132,9 @@ def test_clients_do_not_see_one_anothers_answers() -> None:
         made.generate(prompt(1, 40), 60, client="ann")
         for _ in range(8):
             made.loop.speculator.suffixes.observe(64)
-        t = made.generate([*prompt(2, 9), *text_after(prompt(1, 40), 60)[:12]], 40, client=client).timings
+        t = made.generate(
+            [*prompt(2, 9), *text_after(prompt(1, 40), 60)[:12]], 40, client=client
+        ).timings
         return t.suffix_n, t.n_rounds
 
     alone = make("none", 1).generate([*prompt(2, 9), *text_after(prompt(1, 40), 60)[:12]], 40).timings
@@ -137,7 +146,10 @@ def test_no_drafts_are_made_where_a_request_wants_none() -> None:
     made = make("none", 2)
     heard = [made.submit(prompt(1, 9), 60, n_draft_max=0), made.submit(prompt(1, 9), 60, n_draft_max=2)]
     made.run()
-    assert heard[0].timings.draft_n == 0 < heard[1].timings.draft_n and len(heard[1].timings.n_draft_used) <= 3
+    assert (
+        heard[0].timings.draft_n == 0 < heard[1].timings.draft_n
+        and len(heard[1].timings.n_draft_used) <= 3
+    )
     for h in heard:
         assert_own_text(h, 60)
 
@@ -154,7 +166,9 @@ def test_a_warm_up_teaches_nothing_and_times_the_longest_drafts(monkeypatch: pyt
     rows: list[int] = []
     timed = Controller.timed
     monkeypatch.setattr(warmup, "BUDGET_S", 60.0)
-    monkeypatch.setattr(Controller, "timed", lambda self, n_row, *rest: (rows.append(n_row), timed(self, n_row, *rest)))
+    monkeypatch.setattr(
+        Controller, "timed", lambda self, n_row, *rest: (rows.append(n_row), timed(self, n_row, *rest))
+    )
     made = rig(FIXTURES / "qwen35.gguf", spec_type="mtp,suffix", suffix_n_max=12, warm_up=True, ctx=512)
     suffixes = made.loop.speculator.suffixes.drafts
     assert suffixes is not None and not suffixes.texts and suffixes.n_bytes == 0

@@ -15,11 +15,16 @@ QWEN35 = FIXTURES / "qwen35.gguf"
 FORCED = (11, 12, 13)
 SAMPLED = SamplingParams(seed=3, temperature=0.9, ignore_eos=True)
 MIROSTAT = replace(SAMPLED, mirostat=2)
-BUDGETS = [ThinkBudget(n_tokens=n, start="<think>", end="</never>", is_open=True, forced=FORCED) for n in (0, 1, 6, 17)]
+BUDGETS = [
+    ThinkBudget(n_tokens=n, start="<think>", end="</never>", is_open=True, forced=FORCED)
+    for n in (0, 1, 6, 17)
+]
 MAKERS = {
     "mtp": lambda np: rig(QWEN35, spec_type="mtp", n_draft_max=4, n_draft_fixed=True, np=np),
     "ngram": lambda np: rig(QWEN35, spec_type="ngram", ngram_match=1, n_draft_fixed=True, np=np),
-    "oracle": lambda np: rig_for(QWEN35, FAKES["liar"](5, text=lambda tokens, n: [*FORCED, 7][:n]), np=np),
+    "oracle": lambda np: rig_for(
+        QWEN35, FAKES["liar"](5, text=lambda tokens, n: [*FORCED, 7][:n]), np=np
+    ),
     "none": lambda np: rig(QWEN35, spec_type="none", np=np),
 }
 
@@ -28,7 +33,9 @@ MAKERS = {
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, MIROSTAT], ids=["greedy", "sampled", "mirostat"])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_text_with_a_budget_does_not_depend_on_drafts(kind: str, params: SamplingParams, ahead: bool) -> None:
+def test_a_text_with_a_budget_does_not_depend_on_drafts(
+    kind: str, params: SamplingParams, ahead: bool
+) -> None:
     prompt = next(iter(known_texts(QWEN35, 1)))
     plain = plain_rig(QWEN35)
     want = []

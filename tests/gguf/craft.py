@@ -34,7 +34,9 @@ def tensor(name: str, ne: list[int], kind: int = 0, offset: int = 0, n_dims: int
 class Craft:
     """One file. Counts match the lists unless set."""
 
-    keys: list[bytes] = field(default_factory=lambda: [key("general.architecture", STRING, string("llama"))])
+    keys: list[bytes] = field(
+        default_factory=lambda: [key("general.architecture", STRING, string("llama"))]
+    )
     tensors: list[bytes] = field(default_factory=list)
     data: bytes = b""
     magic: bytes = b"GGUF"

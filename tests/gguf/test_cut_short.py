@@ -31,7 +31,8 @@ def test_weights_of_a_file_that_was_cut_short_after_it_was_opened_say_so(tmp_pat
         os.truncate(path, size - 100_000)
         assert weights.vector("a").numel() == 1 << 16  # all of it is still there
         with pytest.raises(
-            BadGGUF, match=f"was cut short while it was read: it had {size} bytes, now it ends at {size - 100_000}"
+            BadGGUF,
+            match=f"was cut short while it was read: it had {size} bytes, now it ends at {size - 100_000}",
         ):
             weights.matrix("b")
         os.truncate(path, 0)
@@ -39,7 +40,9 @@ def test_weights_of_a_file_that_was_cut_short_after_it_was_opened_say_so(tmp_pat
             file.raw("a")
 
 
-def test_a_header_that_is_cut_short_while_it_is_parsed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_that_is_cut_short_while_it_is_parsed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "v.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add("tokenizer.ggml.tokens", [f"{i:0200}" for i in range(STEP // 150)], ValueType.STRING)

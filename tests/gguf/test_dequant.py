@@ -54,7 +54,11 @@ def test_layouts_are_packed_and_hold_one_block() -> None:
     for kind in SUPPORTED:
         layout = kind.layout
         assert layout is not None
-        assert sum(getattr(layout, f[0]).size for f in layout._fields_) == ctypes.sizeof(layout) == kind.type_size
+        assert (
+            sum(getattr(layout, f[0]).size for f in layout._fields_)
+            == ctypes.sizeof(layout)
+            == kind.type_size
+        )
 
 
 def test_file_types_are_those_of_the_gguf_package() -> None:
@@ -65,8 +69,21 @@ def test_file_types_are_those_of_the_gguf_package() -> None:
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        *((0, "all F32"), (1, "F16"), (7, "Q8_0"), (10, "Q2_K - Medium"), (21, "Q2_K - Small"), (13, "Q3_K - Large")),
-        *((15, "Q4_K - Medium"), (18, "Q6_K"), (25, "IQ4_NL - 4.5 bpw"), (27, "IQ3_S mix - 3.66 bpw"), (32, "BF16")),
+        *(
+            (0, "all F32"),
+            (1, "F16"),
+            (7, "Q8_0"),
+            (10, "Q2_K - Medium"),
+            (21, "Q2_K - Small"),
+            (13, "Q3_K - Large"),
+        ),
+        *(
+            (15, "Q4_K - Medium"),
+            (18, "Q6_K"),
+            (25, "IQ4_NL - 4.5 bpw"),
+            (27, "IQ3_S mix - 3.66 bpw"),
+            (32, "BF16"),
+        ),
         *(
             (36, "TQ1_0 - 1.69 bpw ternary"),
             (38, "MXFP4 MoE"),
@@ -88,7 +105,9 @@ def test_random_blocks_decode_bit_for_bit(kind: GGMLType) -> None:
     assert same_bits(dequantize(torch.from_numpy(raw), kind, want.shape), want)
 
 
-@pytest.mark.parametrize(("kind", "place"), [(GGMLType.MXFP4, 0), (GGMLType.NVFP4, 2)], ids=lambda x: str(x))
+@pytest.mark.parametrize(
+    ("kind", "place"), [(GGMLType.MXFP4, 0), (GGMLType.NVFP4, 2)], ids=lambda x: str(x)
+)
 def test_every_scale_code_of_the_fp4_types_decodes_bit_for_bit(kind: GGMLType, place: int) -> None:
     raw = random_blocks(kind, 256)
     raw[:, place] = np.arange(256)
@@ -102,7 +121,12 @@ def test_every_lattice_point_sign_and_scale_decodes_bit_for_bit(kind: GGMLType) 
     points, words = np.arange(256, dtype=np.uint8), np.arange(128, dtype=np.uint32)
     raw = random_blocks(kind, 16)
     signs = words | (words + 1 & 127) << 7 | (words + 2 & 127) << 14 | (words + 3 & 127) << 21
-    packed = (signs | np.arange(128, dtype=np.uint32) % 16 << 28).astype("<u4").view(np.uint8).reshape(16, 8, 4)
+    packed = (
+        (signs | np.arange(128, dtype=np.uint32) % 16 << 28)
+        .astype("<u4")
+        .view(np.uint8)
+        .reshape(16, 8, 4)
+    )
     if kind is GGMLType.IQ2_XXS:
         groups = np.concatenate((np.tile(points, 2).reshape(16, 8, 4), packed), 2)
         raw[:, 2:] = groups.reshape(16, 64)
@@ -123,7 +147,9 @@ def test_hostile_bits_decode_as_the_package_decodes_them(kind: GGMLType) -> None
         blocks = random_blocks(kind, 4, seed=1)
         for name in HALVES & {field[0] for field in layout._fields_}:
             if (field := getattr(layout, name)).size == 2:
-                blocks[:, field.offset : field.offset + 2] = np.full(4, value, "<f2").view(np.uint8).reshape(4, 2)
+                blocks[:, field.offset : field.offset + 2] = (
+                    np.full(4, value, "<f2").view(np.uint8).reshape(4, 2)
+                )
         raw = np.concatenate((raw, blocks))
     with np.errstate(all="ignore"):
         want = gguf.quants.dequantize(raw, theirs(kind))
@@ -147,7 +173,9 @@ def test_other_output_types_round_the_float32_result() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [GGMLType.Q5_K, GGMLType.IQ2_XXS, GGMLType.IQ3_XXS, GGMLType.Q8_0, GGMLType.F16], ids=lambda t: t.name
+    "kind",
+    [GGMLType.Q5_K, GGMLType.IQ2_XXS, GGMLType.IQ3_XXS, GGMLType.Q8_0, GGMLType.F16],
+    ids=lambda t: t.name,
 )
 def test_chosen_rows_equal_the_rows_of_the_whole(kind: GGMLType) -> None:
     if kind is GGMLType.F16:
@@ -159,7 +187,9 @@ def test_chosen_rows_equal_the_rows_of_the_whole(kind: GGMLType) -> None:
     assert torch.equal(dequantize_rows(raw, kind, rows), whole[rows])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8]
+)
 def test_plain_types_are_copied(dtype: torch.dtype) -> None:
     kinds = {v: k for k, v in dequant_ref._PLAIN.items()}
     values = (torch.randn(6, 4) * 50).to(dtype)
@@ -173,7 +203,9 @@ def test_an_unsupported_type_is_refused_by_name() -> None:
         dequantize(torch.zeros(74, dtype=torch.uint8), GGMLType.IQ2_XS, (256,))
 
 
-@pytest.mark.parametrize("kind", [GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.BF16, GGMLType.F16], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "kind", [GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.BF16, GGMLType.F16], ids=lambda t: t.name
+)
 def test_quantising_equals_the_gguf_package(kind: GGMLType) -> None:
     rng = np.random.default_rng(3)
     x = (rng.standard_normal((40, 128)) * np.exp(rng.uniform(-9, 9, (40, 1)))).astype(np.float32)

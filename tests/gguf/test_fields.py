@@ -27,10 +27,26 @@ LIES: dict[str, tuple[Fields, Read, str]] = {
         lambda f: f.integer("block_count"),
         r"block_count is 0; want a whole number from 1",
     ),
-    "integer: negative": (h(context_length=-5), lambda f: f.integer("context_length"), "context_length is -5"),
-    "integer: huge": (h(block_size=2**32), lambda f: f.integer("block_size"), "block_size is 4294967296; .* to 256"),
-    "integer: a float": (h(block_count=2.0), lambda f: f.integer("block_count"), "block_count is 2.0; want a whole"),
-    "integer: NaN": (h(block_count=math.nan), lambda f: f.integer("block_count", 3), "block_count is nan"),
+    "integer: negative": (
+        h(context_length=-5),
+        lambda f: f.integer("context_length"),
+        "context_length is -5",
+    ),
+    "integer: huge": (
+        h(block_size=2**32),
+        lambda f: f.integer("block_size"),
+        "block_size is 4294967296; .* to 256",
+    ),
+    "integer: a float": (
+        h(block_count=2.0),
+        lambda f: f.integer("block_count"),
+        "block_count is 2.0; want a whole",
+    ),
+    "integer: NaN": (
+        h(block_count=math.nan),
+        lambda f: f.integer("block_count", 3),
+        "block_count is nan",
+    ),
     "integer: a bool": (h(block_count=True), lambda f: f.integer("block_count"), "block_count is True"),
     "integer: text": (h(block_count="2"), lambda f: f.integer("block_count"), "block_count is '2'"),
     "integer: an array": (
@@ -38,23 +54,47 @@ LIES: dict[str, tuple[Fields, Read, str]] = {
         lambda f: f.integer("block_count"),
         "is an array of 3 int32",
     ),
-    "integer: absent": (h(), lambda f: f.integer("block_count"), "the metadata has no llama.block_count"),
+    "integer: absent": (
+        h(),
+        lambda f: f.integer("block_count"),
+        "the metadata has no llama.block_count",
+    ),
     "number: NaN": (
         h(rope__freq_base=math.nan),
         lambda f: f.number("rope.freq_base"),
         "freq_base is nan; want a number",
     ),
-    "number: infinite": (h(rope__freq_base=math.inf), lambda f: f.number("rope.freq_base"), "freq_base is inf"),
-    "number: negative": (h(attention__scale=-1.0), lambda f: f.number("attention.scale", 0.0), "scale is -1.0"),
+    "number: infinite": (
+        h(rope__freq_base=math.inf),
+        lambda f: f.number("rope.freq_base"),
+        "freq_base is inf",
+    ),
+    "number: negative": (
+        h(attention__scale=-1.0),
+        lambda f: f.number("attention.scale", 0.0),
+        "scale is -1.0",
+    ),
     "number: too large": (
         h(attention__layer_norm_epsilon=2),
         lambda f: f.number("attention.layer_norm_epsilon"),
         "is 2",
     ),
-    "number: texts": (h(rope__freq_base=["x"]), lambda f: f.number("rope.freq_base"), "is an array of 1 texts"),
+    "number: texts": (
+        h(rope__freq_base=["x"]),
+        lambda f: f.number("rope.freq_base"),
+        "is an array of 1 texts",
+    ),
     "flag: 2": (h(attention__causal=2), lambda f: f.flag("attention.causal", True), "causal is 2"),
-    "flag: text": (h(attention__causal="false"), lambda f: f.flag("attention.causal", True), "causal is 'false'"),
-    "text: a number": (h(rope__scaling__type=1), lambda f: f.text("rope.scaling.type"), "type is 1; want text"),
+    "flag: text": (
+        h(attention__causal="false"),
+        lambda f: f.flag("attention.causal", True),
+        "causal is 'false'",
+    ),
+    "text: a number": (
+        h(rope__scaling__type=1),
+        lambda f: f.text("rope.scaling.type"),
+        "type is 1; want text",
+    ),
     "text: long": (
         h(rope__scaling__type="x" * 99),
         lambda f: f.text("rope.scaling.type"),
@@ -75,7 +115,11 @@ LIES: dict[str, tuple[Fields, Read, str]] = {
         lambda f: f.integers("target_layers"),
         f"is {HUGE}",
     ),
-    "integers: bools": (h(target_layers=np.ones(2, bool)), lambda f: f.integers("target_layers"), "an array of 2 bool"),
+    "integers: bools": (
+        h(target_layers=np.ones(2, bool)),
+        lambda f: f.integers("target_layers"),
+        "an array of 2 bool",
+    ),
     "integers: a scalar": (
         h(target_layers=3),
         lambda f: f.integers("target_layers"),
@@ -101,15 +145,31 @@ LIES: dict[str, tuple[Fields, Read, str]] = {
         lambda f: f.integer("own.depth", legal=Whole(1, 8)),
         "own.depth is 9; want a whole number from 1 to 8",
     ),
-    "own integer: a float": (h(own__depth=2.0), lambda f: f.integer("own.depth", 1, legal=Whole(1, 8)), "is 2.0; want"),
-    "own integer: absent": (h(), lambda f: f.integer("own.depth", legal=Whole(1, 8)), "has no llama.own.depth"),
-    "own number: NaN": (h(own__decay=math.nan), lambda f: f.number("own.decay", legal=Real(0, 1)), "own.decay is nan"),
+    "own integer: a float": (
+        h(own__depth=2.0),
+        lambda f: f.integer("own.depth", 1, legal=Whole(1, 8)),
+        "is 2.0; want",
+    ),
+    "own integer: absent": (
+        h(),
+        lambda f: f.integer("own.depth", legal=Whole(1, 8)),
+        "has no llama.own.depth",
+    ),
+    "own number: NaN": (
+        h(own__decay=math.nan),
+        lambda f: f.number("own.decay", legal=Real(0, 1)),
+        "own.decay is nan",
+    ),
     "own text: long": (
         h(own__kind="x" * 9),
         lambda f: f.text("own.kind", max_chars=8),
         "has 9 characters; want at most 8",
     ),
-    "own label: a number": (h(own__kind=1), lambda f: f.label("own.kind", "", max_chars=8), "own.kind is 1; want text"),
+    "own label: a number": (
+        h(own__kind=1),
+        lambda f: f.label("own.kind", "", max_chars=8),
+        "own.kind is 1; want text",
+    ),
     "own integers: another count": (
         h(own__orders=np.ones(3, "<i4")),
         lambda f: f.integers("own.orders", 2, legal=Whole(1, 8)),
@@ -125,7 +185,11 @@ LIES: dict[str, tuple[Fields, Read, str]] = {
         lambda f: f.numbers("own.gains", 2, legal=Real(0, 1)),
         "entry 1 of llama.own.gains is nan",
     ),
-    "own flags: 2": (h(own__on=np.array([2], "<i4")), lambda f: f.flags("own.on", 1), "entry 0 of llama.own.on is 2"),
+    "own flags: 2": (
+        h(own__on=np.array([2], "<i4")),
+        lambda f: f.flags("own.on", 1),
+        "entry 0 of llama.own.on is 2",
+    ),
     "flags: floats": (
         h(attention__recurrent_layers=np.array([1, math.nan], "<f4")),
         lambda f: f.flags("attention.recurrent_layers", 2),
@@ -163,11 +227,24 @@ def test_legal_fields_are_returned_and_absent_ones_get_the_readers_default() -> 
 
 
 def test_fields_that_pyspec_does_not_know_are_read_with_a_range_of_the_readers() -> None:
-    f = h(own__depth=3, own__decay=1, own__kind="a\udcff", own__orders=np.array([1, 2], "<u2"), own__on=1)
-    assert f.integer("own.depth", legal=Whole(1, 8)) == 3 and f.integer("own.width", None, legal=Whole(1, 8)) is None
-    assert f.number("own.decay", legal=Real(0, 1)) == 1.0 and f.flag("own.on", False) and not f.flag("own.off", False)
+    f = h(
+        own__depth=3, own__decay=1, own__kind="a\udcff", own__orders=np.array([1, 2], "<u2"), own__on=1
+    )
+    assert (
+        f.integer("own.depth", legal=Whole(1, 8)) == 3
+        and f.integer("own.width", None, legal=Whole(1, 8)) is None
+    )
+    assert (
+        f.number("own.decay", legal=Real(0, 1)) == 1.0
+        and f.flag("own.on", False)
+        and not f.flag("own.off", False)
+    )
     assert f.text("own.kind", max_chars=8) == f.label("own.kind", max_chars=8) == "a\ufffd"
-    assert f.integers("own.orders", 2, legal=Whole(1, 8)) == f.each("own.orders", 2, legal=Whole(1, 8)) == [1, 2]
+    assert (
+        f.integers("own.orders", 2, legal=Whole(1, 8))
+        == f.each("own.orders", 2, legal=Whole(1, 8))
+        == [1, 2]
+    )
     assert f.one_or_more("own.depth", legal=Whole(1, 8)) == [3]
     whole = Fields({"own.depth": 3})
     assert whole.integer("own.depth", legal=Whole(1, 8)) == 3
@@ -200,9 +277,13 @@ def test_the_reader_chooses_the_error() -> None:
     with pytest.raises(BadTokenizer, match="tokens is an array of 2 values; want an array of texts"):
         Fields({"tokenizer.ggml.tokens": [1, 2]}, error=BadTokenizer).strings("tokenizer.ggml.tokens")
     with pytest.raises(BadTokenizer, match="scores has 2 entries; want 3"):
-        Fields({"tokenizer.ggml.scores": [0.0, 1.0]}, error=BadTokenizer).numbers("tokenizer.ggml.scores", 3)
+        Fields({"tokenizer.ggml.scores": [0.0, 1.0]}, error=BadTokenizer).numbers(
+            "tokenizer.ggml.scores", 3
+        )
     with pytest.raises(BadTokenizer, match=r"entry 1 of tokenizer\.ggml\.scores is nan"):
-        Fields({"tokenizer.ggml.scores": [0.0, math.nan]}, error=BadTokenizer).numbers("tokenizer.ggml.scores", 2)
+        Fields({"tokenizer.ggml.scores": [0.0, math.nan]}, error=BadTokenizer).numbers(
+            "tokenizer.ggml.scores", 2
+        )
 
 
 @pytest.mark.parametrize("table", [GENERAL, HPARAMS], ids=["general", "hparams"])

@@ -34,7 +34,19 @@ VALID = Craft(
     data=bytes(range(256)) + bytes(288 + 144 - 256),
 ).encode()
 HEAD = VALID.index(b"blk.0.ffn_up") + 60
-INTERESTING = (0, 1, 31, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+INTERESTING = (
+    0,
+    1,
+    31,
+    0xFF,
+    0xFFFF,
+    0x7FFFFFFF,
+    0xFFFFFFFF,
+    1 << 32,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+)
 
 
 @st.composite

@@ -20,7 +20,9 @@ def array(kind: int, n: int, data: bytes = b"") -> bytes:
     return key("a", ARRAY, u32(kind) + u64(n) + data)
 
 
-def one(ne: list[int], kind: int = 0, offset: int = 0, n_dims: int | None = None, data: bytes = DATA) -> Craft:
+def one(
+    ne: list[int], kind: int = 0, offset: int = 0, n_dims: int | None = None, data: bytes = DATA
+) -> Craft:
     return Craft(tensors=[tensor("t", ne, kind, offset, n_dims)], data=data)
 
 
@@ -52,19 +54,28 @@ CASES: dict[str, tuple[Craft | bytes, str]] = {
     "key not UTF-8": (Craft(keys=[key(b"a\xff", U32, u32(1))]), "not UTF-8: byte 1 of 2"),
     "key twice": (Craft(keys=[NAME, NAME]), "key 1 repeats 'general.name'"),
     "value type": (Craft(keys=[key("k", 13, u32(1))]), "value type of 'k' is 13; 0..12"),
-    "value cut": (Craft(keys=[NAME + u64(1) + b"k" + u32(10) + b"\0"], n_keys=2, alignment=1), "'k' needs 8 bytes"),
+    "value cut": (
+        Craft(keys=[NAME + u64(1) + b"k" + u32(10) + b"\0"], n_keys=2, alignment=1),
+        "'k' needs 8 bytes",
+    ),
     "string too long": (Craft(keys=[key("k", STRING, u64(1 << 62))]), f"{1 << 62} bytes .* {16 << 20}"),
     "string beyond the file": (Craft(keys=[key("k", STRING, u64(5000))]), "'k' needs 5000 bytes"),
     "array element type": (Craft(keys=[array(77, 1, bytes(8))]), "element type of 'a' is 77"),
     "array of arrays": (Craft(keys=[array(ARRAY, 1, bytes(64))]), "array of arrays"),
-    "array count above the limit": (Craft(keys=[array(U32, (16 << 20) + 1)]), f"{(16 << 20) + 1}.* {16 << 20}"),
+    "array count above the limit": (
+        Craft(keys=[array(U32, (16 << 20) + 1)]),
+        f"{(16 << 20) + 1}.* {16 << 20}",
+    ),
     "array count beyond the file": (Craft(keys=[array(U32, 1000)]), "1000, .* 4000 bytes; .* left"),
     "string count beyond the file": (Craft(keys=[array(STRING, 1000)]), "1000, .* 8000 bytes; .* left"),
     "array string beyond the file": (
         Craft(keys=[array(STRING, 2, string("x") + u64(9999) + bytes(99))]),
         "string 1 of 2 has 9999 bytes; .* left",
     ),
-    "array strings run out": (Craft(keys=[array(STRING, 3, string("x" * 30))], alignment=1), "string 1 of 3 starts"),
+    "array strings run out": (
+        Craft(keys=[array(STRING, 3, string("x" * 30))], alignment=1),
+        "string 1 of 3 starts",
+    ),
     "alignment type": (aligned(0, STRING), "alignment is 'x'; want a whole number from 8 to 65536"),
     "alignment 0": (aligned(0), "alignment is 0"),
     "alignment odd": (aligned(48), "alignment is 48"),
@@ -93,7 +104,10 @@ CASES: dict[str, tuple[Craft | bytes, str]] = {
     "row of half a block": (one([48], kind=8), "row of 48 .* Q8_0's block of 32"),
     "row shorter than a K block": (one([128, 2], kind=12), "row of 128 .* Q4_K's block of 256"),
     "offset unaligned": (one([4], offset=4), "offset 4, .* alignment 32"),
-    "offset beyond the file": (one([4], offset=1 << 60), f"16 bytes at {(1 << 60) + 128}, .* file ends at 192"),
+    "offset beyond the file": (
+        one([4], offset=1 << 60),
+        f"16 bytes at {(1 << 60) + 128}, .* file ends at 192",
+    ),
     "data cut": (one([16], data=bytes(63)), "64 bytes at 128, up to 192; the file ends at 191"),
     "tensors overlap": (two(32), r"'b' at offset 32 overlaps 'a' \(0 \+ 64 bytes\)"),
     "directory cut": (
@@ -104,7 +118,9 @@ CASES: dict[str, tuple[Craft | bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_malformed_file_is_one_line_with_the_numbers(case: tuple[Craft | bytes, str], tmp_path: Path) -> None:
+def test_a_malformed_file_is_one_line_with_the_numbers(
+    case: tuple[Craft | bytes, str], tmp_path: Path
+) -> None:
     content, message = case
     path = tmp_path / "bad.gguf"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -122,8 +138,12 @@ def test_a_long_name_does_not_make_a_long_message(tmp_path: Path) -> None:
     assert len(str(caught.value)) < 600
 
 
-@pytest.mark.parametrize("make", [lambda p: p / "none.gguf", lambda p: p], ids=["missing", "a directory"])
-def test_a_path_that_cannot_be_opened_is_a_model_error(make: Callable[[Path], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda p: p / "none.gguf", lambda p: p], ids=["missing", "a directory"]
+)
+def test_a_path_that_cannot_be_opened_is_a_model_error(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match="cannot open"):
         open_gguf(make(tmp_path))
 
@@ -134,24 +154,46 @@ def shard(no: int, count: int = 2, total: int = 2, name: str | None = None, vers
         key("split.count", 2, struct.pack("<H", count)),
         key("split.tensors.count", 5, struct.pack("<i", total)),
     ]
-    return Craft(keys=keys, tensors=[tensor(name or f"t{no}", [16])], data=bytes([no] * 64), version=version).encode()
+    return Craft(
+        keys=keys, tensors=[tensor(name or f"t{no}", [16])], data=bytes([no] * 64), version=version
+    ).encode()
 
 
 SPLITS: dict[str, tuple[dict[str, bytes], str]] = {
-    "number": ({"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(0)}, "split.no is 0, its name says 1"),
-    "count": ({"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(1, 3)}, "split.count is 3, its name says 2"),
+    "number": (
+        {"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(0)},
+        "split.no is 0, its name says 1",
+    ),
+    "count": (
+        {"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(1, 3)},
+        "split.count is 3, its name says 2",
+    ),
     "missing": ({"m-00001-of-00002": shard(0)}, "1 of 2 parts .* m-00002-of-00002.gguf"),
     "name": ({"m": shard(0)}, "one of 2 parts .* not named"),
     "other count in name": ({"m-00001-of-00003": shard(0)}, "one of 2 parts .* not named"),
-    "total": ({"m-00001-of-00002": shard(0, 2, 3), "m-00002-of-00002": shard(1)}, "count is 3, the 2 parts have 2"),
-    "twice": ({"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(1, name="t0")}, "'t0' is in m-00001"),
-    "version": ({"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(1, version=2)}, "version 2, but .* 3"),
-    "too many": ({"m-00001-of-09999": shard(0, 9999)}, "split.count is 9999; want a whole number from 0 to 4096"),
+    "total": (
+        {"m-00001-of-00002": shard(0, 2, 3), "m-00002-of-00002": shard(1)},
+        "count is 3, the 2 parts have 2",
+    ),
+    "twice": (
+        {"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(1, name="t0")},
+        "'t0' is in m-00001",
+    ),
+    "version": (
+        {"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(1, version=2)},
+        "version 2, but .* 3",
+    ),
+    "too many": (
+        {"m-00001-of-09999": shard(0, 9999)},
+        "split.count is 9999; want a whole number from 0 to 4096",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", SPLITS.values(), ids=SPLITS.keys())
-def test_parts_that_do_not_fit_together_are_refused(case: tuple[dict[str, bytes], str], tmp_path: Path) -> None:
+def test_parts_that_do_not_fit_together_are_refused(
+    case: tuple[dict[str, bytes], str], tmp_path: Path
+) -> None:
     parts, message = case
     for name, content in parts.items():
         (tmp_path / f"{name}.gguf").write_bytes(content)

@@ -101,7 +101,9 @@ def test_types_without_a_decoder_still_open(tmp_path: Path) -> None:
 
 def test_bytes_that_are_not_utf8_survive(tmp_path: Path) -> None:
     path = tmp_path / "odd.gguf"
-    odd = key("tokenizer.ggml.tokens", ARRAY, u32(STRING) + u64(2) + string(b"\xc3") + string(b"a\xff\xfe"))
+    odd = key(
+        "tokenizer.ggml.tokens", ARRAY, u32(STRING) + u64(2) + string(b"\xc3") + string(b"a\xff\xfe")
+    )
     path.write_bytes(Craft(keys=[odd]).encode())
     with open_gguf(path) as file:
         tokens = file.fields.strings("tokenizer.ggml.tokens")
@@ -129,7 +131,11 @@ def test_bytes_that_were_read_stay_when_the_file_is_closed(tmp_path: Path) -> No
 def test_description_is_json_with_long_arrays_shortened(tmp_path: Path) -> None:
     with written(tmp_path / "a.gguf") as file:
         found = json.loads(json.dumps(describe(file), allow_nan=False))
-    assert found["metadata"]["long"] == {"type": "float32", "count": 1000, "head": [0, 1, 2, 3, 4, 5, 6, 7]}
+    assert found["metadata"]["long"] == {
+        "type": "float32",
+        "count": 1000,
+        "head": [0, 1, 2, 3, 4, 5, 6, 7],
+    }
     assert found["metadata"]["ints"] == [1, 2, 3]
     assert found["tensors"][1]["shape"] == [2, 2, 64]
     assert found["totals"]["parameters"] == 15 + 256

@@ -68,7 +68,9 @@ class Bind:
         return launcher(self.name, spec)
 
 
-def check(launch: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor], spec: VectorSpec) -> str | None:
+def check(
+    launch: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor], spec: VectorSpec
+) -> str | None:
     x = torch.randn(spec.n, device=spec.device)
     return None if torch.equal(launch(x), reference(x)) else "its doubles are no doubles"
 

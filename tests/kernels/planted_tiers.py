@@ -79,7 +79,9 @@ class PlantedLaunch:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         found = self.right(*args, **named)
-        if isinstance(found, torch.Tensor) and not found.numel():  # keys alone: the result lies in the pool
+        if (
+            isinstance(found, torch.Tensor) and not found.numel()
+        ):  # keys alone: the result lies in the pool
             for plane in next(arg for arg in args if isinstance(arg, KVPool)).planes:
                 plane.copy_(self.then(plane.float()))
         if found is None:
@@ -95,7 +97,10 @@ class PlantedLaunch:
 
 
 KINDS = {"wrong": spoilt, "crashing": crash, "hanging": hang}
-OPS = {op.name: op for op in (attend, gdn, mamba2, rope_kv, rows, norms, best, ahead, linear, moe, moe_route)}
+OPS = {
+    op.name: op
+    for op in (attend, gdn, mamba2, rope_kv, rows, norms, best, ahead, linear, moe, moe_route)
+}
 
 
 def _planted(op: Op[Any, Any], kind: str) -> Op[Any, Any]:

@@ -71,14 +71,19 @@ def test_a_verdict_is_asked_for_once(children: list[int]) -> None:
     checker.close()
     assert fresh(op).chosen(SPEC).name == "right" and len(children) == 1
     other = replace(SPEC, n=5)
-    assert fresh(op).chosen(other).name == "right" and len(children) == 2, "another shape is another verdict"
+    assert fresh(op).chosen(other).name == "right" and len(children) == 2, (
+        "another shape is another verdict"
+    )
 
 
 def test_what_a_child_measures_is_in_its_verdict_and_harms_nothing_where_it_fails() -> None:
     def tuned(impl: Impl[TwiceSpec, Launch]) -> checker.Verdict:
         return check_child.examine(planted(impl.bind, name="twice"), impl, SPEC, lambda at: None)
 
-    assert tuned(Impl("right", checker_fakes.right, tune=lambda spec: f"{spec.n} of it")).choice == f"{SPEC.n} of it"
+    assert (
+        tuned(Impl("right", checker_fakes.right, tune=lambda spec: f"{spec.n} of it")).choice
+        == f"{SPEC.n} of it"
+    )
     failing = tuned(Impl("right", checker_fakes.right, tune=checker_fakes.raising))  # type: ignore[arg-type]
     assert (failing.refusal, failing.choice) == (None, "")
     assert tuned(Impl("wrong", checker_fakes.wrong, tune=lambda spec: "some")).choice == ""
@@ -102,7 +107,11 @@ def test_a_lack_of_memory_is_not_remembered(children: list[int]) -> None:
 def test_what_a_machine_lacked_is_not_remembered(impl: Impl[TwiceSpec]) -> None:
     """No right to write, a compiler that was killed or does not build, no memory: it may be otherwise the next time."""
     found = check_child.examine(checker_fakes.unlucky, impl, SPEC, lambda at: None)
-    assert found.refusal is not None and found.refusal.startswith("failed its check: ") and not found.lasting
+    assert (
+        found.refusal is not None
+        and found.refusal.startswith("failed its check: ")
+        and not found.lasting
+    )
 
 
 def test_what_a_compiler_says_of_a_kernel_is_remembered() -> None:
@@ -173,7 +182,9 @@ def test_a_cache_that_can_not_be_written_is_no_error(children: list[int], tmp_pa
 def test_processes_that_save_at_once_leave_one_whole_file(children: list[int]) -> None:
     op = fresh(checker_fakes.twice)
     key = verdicts.key_of(op.candidate(op.impls[0], SPEC))
-    threads = [threading.Thread(target=verdicts.save, args=(key, f"reason {i}" * 1000)) for i in range(8)]
+    threads = [
+        threading.Thread(target=verdicts.save, args=(key, f"reason {i}" * 1000)) for i in range(8)
+    ]
     for t in threads:
         t.start()
     for t in threads:
@@ -206,7 +217,9 @@ def test_what_fails_only_here_is_refused_too(children: list[int]) -> None:
     def fails(spec: TwiceSpec) -> checker_fakes.Launch:
         raise RuntimeError("no room")
 
-    here = replace(op, impls=[replace(op.impls[0], bind=fails)], verdicts={("right", SPEC): None}, _decided={})
+    here = replace(
+        op, impls=[replace(op.impls[0], bind=fails)], verdicts={("right", SPEC): None}, _decided={}
+    )
     assert torch.equal(here.bind(SPEC)(torch.ones(2)), torch.full((2,), 2.0))  # type: ignore[arg-type]
     assert here.chosen(SPEC).name == "torch"
     assert dict(here.choices(SPEC))["right"] == "can not be bound: RuntimeError: no room"

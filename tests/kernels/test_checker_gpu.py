@@ -16,7 +16,9 @@ GPU = torch.device("cuda", 0)
 SPEC = VectorSpec(GPU, 1000)
 
 
-def test_bad_cuda_kernels_are_refused_and_the_context_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_cuda_kernels_are_refused_and_the_context_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = checker.Checker({"start": 60.0, "binding": 30.0, "check": 4.0})
     monkeypatch.setattr(checker, "shared", lambda: own)
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
@@ -41,7 +43,9 @@ def test_bad_cuda_kernels_are_refused_and_the_context_lives(tmp_path: Path, monk
 def test_a_record_is_read_with_the_wait_that_is_there_anyway() -> None:
     stream = torch.cuda.current_stream(GPU)
     reader, record = faults.Reader(GPU), faults.record(torch.device("cuda"))
-    assert record.data_ptr() == reader.record.data_ptr() and all(host.is_pinned() for host in reader.hosts)
+    assert record.data_ptr() == reader.record.data_ptr() and all(
+        host.is_pinned() for host in reader.hosts
+    )
     reader.clear()
     reader.fetch()
     stream.synchronize()

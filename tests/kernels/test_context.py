@@ -88,7 +88,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
 @pytest.mark.sampled(most=1)
 def test_a_device_has_one_context_as_long_as_somebody_holds_it(gpus: Gpus) -> None:
     held = context_of(SECOND)
-    assert context_of(SECOND) is held and context_of(FIRST) is not held and context_of(CPU) is context_of(CPU)
+    assert (
+        context_of(SECOND) is held
+        and context_of(FIRST) is not held
+        and context_of(CPU) is context_of(CPU)
+    )
     assert gpu_lock(SECOND) is held.lock
     with torch.cuda.device(1):
         assert context_of(torch.device("cuda")) is held, "without an index it is the thread's"
@@ -115,7 +119,9 @@ def test_what_is_made_for_a_device_is_made_once_there_and_goes_with_its_context(
     held = context_of(FIRST), context_of(SECOND)
     assert buffer(SECOND, "a") is buffer(SECOND, "a") is not buffer(SECOND, "b") and gpus.at == 0
     assert buffer(FIRST, "a") is not buffer(SECOND, "a")
-    assert made == [(SECOND, 1, "a"), (SECOND, 1, "b"), (FIRST, 0, "a")], "made with its device as the thread's"
+    assert made == [(SECOND, 1, "a"), (SECOND, 1, "b"), (FIRST, 0, "a")], (
+        "made with its device as the thread's"
+    )
     del held
     gc.collect()
     assert not context._living
@@ -142,7 +148,13 @@ def test_who_holds_the_lock_has_the_device_and_others_have_theirs(gpus: Gpus) ->
 def test_a_load_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     about = SimpleNamespace(
-        device=SECOND, template=None, n_ctx=1, dense=None, head=None, is_cuda=True, settings=EngineSettings()
+        device=SECOND,
+        template=None,
+        n_ctx=1,
+        dense=None,
+        head=None,
+        is_cuda=True,
+        settings=EngineSettings(),
     )
     monkeypatch.setattr(loading, "describe", lambda *_, **__: about)
     monkeypatch.setattr(loading, "widened", lambda d: d)
@@ -158,7 +170,9 @@ def test_a_kernel_is_loaded_for_the_specs_device_and_launched_on_its_stream(
 ) -> None:
     core = pytest.importorskip("cuda.core")
     launched, set_to = [], []
-    monkeypatch.setattr(core, "launch", lambda stream, config, kernel, *values: launched.append((stream, gpus.at)))
+    monkeypatch.setattr(
+        core, "launch", lambda stream, config, kernel, *values: launched.append((stream, gpus.at))
+    )
 
     @dataclass
     class Device:
@@ -186,7 +200,9 @@ def test_a_kernel_is_loaded_for_the_specs_device_and_launched_on_its_stream(
     assert set_to == [1, 0, 1, 0], "a stream is wrapped once"
 
 
-def test_devices_of_one_kind_share_verdicts_and_are_bound_apart(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_one_kind_share_verdicts_and_are_bound_apart(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verdicts, "machine", lambda device: Machine("H200", "9.0", "1", "2", "3"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
@@ -198,8 +214,12 @@ def test_devices_of_one_kind_share_verdicts_and_are_bound_apart(gpus: Gpus, monk
     op, seen = planted(right, name="twice"), []
     impl = replace(op.impls[0], bind=lambda spec: seen.append(spec.device))
     op = replace(op, impls=[impl], verdicts={}, _decided={})
-    assert verdicts.key_of(op.candidate(impl, Spec(FIRST))) == verdicts.key_of(op.candidate(impl, Spec(SECOND)))
-    assert verdicts.key_of(op.candidate(impl, Spec(FIRST))) != verdicts.key_of(op.candidate(impl, Spec(SECOND, 4)))
+    assert verdicts.key_of(op.candidate(impl, Spec(FIRST))) == verdicts.key_of(
+        op.candidate(impl, Spec(SECOND))
+    )
+    assert verdicts.key_of(op.candidate(impl, Spec(FIRST))) != verdicts.key_of(
+        op.candidate(impl, Spec(SECOND, 4))
+    )
     monkeypatch.setattr("pyspec.cuda.verdicts.refusal", lambda candidate: None)
     for device in (FIRST, SECOND):
         op.bind(Spec(device))
@@ -223,7 +243,11 @@ def test_a_check_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.M
     assert found.refusal is None and at == [1] * 4 and gpus.at == 0
 
 
-IN_TRITON = ("triton_kernels.py", "triton_tiles.py", "tri_guards.py")  # functions of a compiler that need not be here
+IN_TRITON = (
+    "triton_kernels.py",
+    "triton_tiles.py",
+    "tri_guards.py",
+)  # functions of a compiler that need not be here
 
 
 def modules() -> list[Path]:

@@ -49,7 +49,9 @@ def _nothing_trips() -> None:
 
 
 @pytest.mark.parametrize("kv", TYPES)
-@pytest.mark.parametrize(("n_head", "dim", "top_k"), [(64, 128, 512), (64, 128, 8), (32, 32, 6), (12, 64, 1024)])
+@pytest.mark.parametrize(
+    ("n_head", "dim", "top_k"), [(64, 128, 512), (64, 128, 8), (32, 32, 6), (12, 64, 1024)]
+)
 def test_index_rows_passes_its_check(n_head: int, dim: int, top_k: int, kv: torch.dtype) -> None:
     spec = IndexSpec(GPU, n_head, dim, top_k, 4, kv, dim // 2)
     assert index_cases.check(index_cuda.bind(spec), index_ref.bind(spec), spec) is None
@@ -59,7 +61,9 @@ def test_index_rows_passes_its_check(n_head: int, dim: int, top_k: int, kv: torc
 def test_index_rows_of_widths_from_1_to_17_are_the_references_and_the_same_twice() -> None:
     asked, launch = index_cases.make(WIDE, INDEX, whole=True), index_cuda.bind(INDEX)
     got = launch(asked.q, asked.w, asked.freq, asked.pool, asked.placed.batch)
-    assert torch.equal(got, index_ref.bind(INDEX)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain))
+    assert torch.equal(
+        got, index_ref.bind(INDEX)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain)
+    )
     assert torch.equal(got, launch(asked.q, asked.w, asked.freq, asked.pool, asked.placed.batch))
     asked = index_cases.make(WIDE, INDEX)
     got = launch(asked.q, asked.w, asked.freq, asked.pool, asked.placed.batch)
@@ -74,18 +78,27 @@ def test_index_rows_of_long_contexts_are_the_references(n_past: int) -> None:
     case = Ragged([(n_past, 3), (n_past // 2, 2), (100, 1)], 64, (2, 1))
     asked = index_cases.make(case, INDEX, whole=True)
     got = index_cuda.bind(INDEX)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.batch)
-    assert torch.equal(got, index_ref.bind(INDEX)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain))
+    assert torch.equal(
+        got, index_ref.bind(INDEX)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain)
+    )
 
 
 def test_index_rows_of_a_prompt_are_the_references() -> None:
     asked = index_cases.make(Ragged([(0, 2500), (4000, 400), (9000, 1)], 32), INDEX, whole=True)
     got = index_cuda.bind(INDEX)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.batch)
-    assert torch.equal(got, index_ref.bind(INDEX)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain))
+    assert torch.equal(
+        got, index_ref.bind(INDEX)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain)
+    )
 
 
 def test_a_captured_index_serves_batches_of_other_lengths() -> None:
-    asked, launch = index_cases.make(Ragged([(9000, 4), (5000, 4)]), INDEX, whole=True), index_cuda.bind(INDEX)
-    batch = replace(asked.placed.batch, positions=asked.placed.batch.positions.clone(), bucket=8, seqs=())
+    asked, launch = (
+        index_cases.make(Ragged([(9000, 4), (5000, 4)]), INDEX, whole=True),
+        index_cuda.bind(INDEX),
+    )
+    batch = replace(
+        asked.placed.batch, positions=asked.placed.batch.positions.clone(), bucket=8, seqs=()
+    )
     launch(asked.q, asked.w, asked.freq, asked.pool, batch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -94,7 +107,9 @@ def test_a_captured_index_serves_batches_of_other_lengths() -> None:
         batch.positions.copy_(asked.placed.batch.positions + shift)
         graph.replay()
         plain = replace(asked.placed.plain, positions=batch.positions)
-        assert torch.equal(out, index_ref.bind(INDEX)(asked.q, asked.w, asked.freq, asked.pool, plain)), shift
+        assert torch.equal(
+            out, index_ref.bind(INDEX)(asked.q, asked.w, asked.freq, asked.pool, plain)
+        ), shift
     assert faults.record(GPU).tolist() == [0] * 5
 
 
@@ -108,7 +123,9 @@ def test_index_rows_report_what_is_no_number_and_pages_that_do_not_exist() -> No
     assert faults.record(GPU).tolist()[:3] == [1, index_cuda.OP_ID, 3]
     faults.record(GPU).zero_()
     starts = asked.placed.plain.starts
-    assert torch.equal(bad[: starts[3]], right[: starts[3]]) and torch.equal(bad[starts[4] :], right[starts[4] :])
+    assert torch.equal(bad[: starts[3]], right[: starts[3]]) and torch.equal(
+        bad[starts[4] :], right[starts[4] :]
+    )
     asked.q[starts[2]] = torch.nan
     launch(asked.q, asked.w, asked.freq, asked.pool, asked.placed.batch)
     assert faults.record(GPU).tolist()[:4] == [1, index_cuda.OP_ID, 2, -1]
@@ -116,7 +133,8 @@ def test_index_rows_report_what_is_no_number_and_pages_that_do_not_exist() -> No
 
 @pytest.mark.parametrize("kv", TYPES)
 @pytest.mark.parametrize(
-    "spec", [CSA, HCA, RAW, replace(CSA, n_head=128), replace(CSA, n_head=4, dim=32, window=12, n_rot=16)]
+    "spec",
+    [CSA, HCA, RAW, replace(CSA, n_head=128), replace(CSA, n_head=4, dim=32, window=12, n_rot=16)],
 )
 def test_sparse_attend_passes_its_check(spec: SparseSpec, kv: torch.dtype) -> None:
     spec = replace(spec, kv=kv)
@@ -131,7 +149,9 @@ def test_sparse_attend_of_widths_from_1_to_17_is_the_references(spec: SparseSpec
 
 
 @pytest.mark.parametrize(("spec", "top_k"), [(CSA, 512), (HCA, 0), (RAW, 0)])
-def test_sparse_attend_gives_the_same_bits_however_heads_are_shared_out(spec: SparseSpec, top_k: int) -> None:
+def test_sparse_attend_gives_the_same_bits_however_heads_are_shared_out(
+    spec: SparseSpec, top_k: int
+) -> None:
     made = sparse_cases.make(Ragged([(9000, 5), (70_000, 3), (40, 1)], 64), spec, top_k)
     builds = sparse_cuda.bind(spec).builds
     outs = [made.run(sparse_cuda.bind(spec, build=build), made.placed.batch)[0] for build in builds * 2]
@@ -148,17 +168,30 @@ def test_sparse_attend_of_a_prompt_is_the_references() -> None:
 def test_a_captured_attention_serves_batches_of_other_lengths(spec: SparseSpec, top_k: int) -> None:
     """Every length has its rings and its choice at the same addresses."""
     lengths = [(9000, 5000), (8999, 4990), (300, 70), (2, 0), (9000, 1)]
-    made = [sparse_cases.make(Ragged([(a, 4), (b, 4)]), spec, top_k, seed) for seed, (a, b) in enumerate(lengths)]
+    made = [
+        sparse_cases.make(Ragged([(a, 4), (b, 4)]), spec, top_k, seed)
+        for seed, (a, b) in enumerate(lengths)
+    ]
     launch, first = sparse_cuda.bind(spec), made[0]
-    n_col, n_page = (max(m.placed.batch.page_table.shape[1] for m in made), max(m.placed.n_page for m in made))
+    n_col, n_page = (
+        max(m.placed.batch.page_table.shape[1] for m in made),
+        max(m.placed.n_page for m in made),
+    )
     table = torch.zeros(2, n_col, dtype=torch.int64, device=GPU)
     pool = (
         None
         if first.pool is None
-        else index_cases.pool_for(replace(first.placed, n_page=n_page), spec.ratio, spec.dim, spec.kv, GPU)
+        else index_cases.pool_for(
+            replace(first.placed, n_page=n_page), spec.ratio, spec.dim, spec.kv, GPU
+        )
     )
     batch = replace(first.placed.batch, page_table=table, bucket=8, seqs=())
-    ring, q, kv, chosen = sparse_cases.copied(first.ring), first.q.clone(), first.kv.clone(), first.chosen
+    ring, q, kv, chosen = (
+        sparse_cases.copied(first.ring),
+        first.q.clone(),
+        first.kv.clone(),
+        first.chosen,
+    )
     sinks, tail = first.sinks.clone(), first.tail
     made = [replace(m, tail=tail) for m in made]
 
@@ -215,19 +248,28 @@ def test_compress_passes_its_check(spec: CompressSpec) -> None:
 @pytest.mark.parametrize("spec", COMPRESSORS)
 def test_compress_of_widths_from_1_to_17_is_the_references(spec: CompressSpec, slack: int) -> None:
     given = compress_cases.make(WIDE, spec, 1, slack)
-    assert compress_cases.difference(given, compress_cuda.bind(spec), compress_ref.bind(spec), spec) is None
+    assert (
+        compress_cases.difference(given, compress_cuda.bind(spec), compress_ref.bind(spec), spec) is None
+    )
 
 
 @pytest.mark.parametrize("spec", COMPRESSORS[:3])
 def test_a_captured_compressor_serves_rows_that_are_moved(spec: CompressSpec) -> None:
     lengths = [(300, 126), (301, 127), (302, 130), (303, 0), (299, 383)]
-    made = [compress_cases.make(Ragged([(a, 4), (b, 2)]), spec, seed) for seed, (a, b) in enumerate(lengths)]
+    made = [
+        compress_cases.make(Ragged([(a, 4), (b, 2)]), spec, seed) for seed, (a, b) in enumerate(lengths)
+    ]
     launch, first = compress_cuda.bind(spec), made[0]
     made = [replace(m, places=first.places) for m in made]
     batch = replace(first.placed.batch, bucket=6, seqs=())
     n_page = max(m.placed.n_page for m in made)
     pool = index_cases.pool_for(replace(first.placed, n_page=n_page), spec.ratio, spec.dim, spec.kv, GPU)
-    values, scores, norm, (ring, _) = first.values.clone(), first.scores.clone(), first.norm.clone(), first.copies()
+    values, scores, norm, (ring, _) = (
+        first.values.clone(),
+        first.scores.clone(),
+        first.norm.clone(),
+        first.copies(),
+    )
 
     def put(m: compress_cases.Given) -> None:
         own = m.placed.batch
@@ -273,7 +315,10 @@ def test_two_compressors_in_one_launch_leave_what_they_leave_one_after_the_other
     both(*given, freq, batch)
     for (*_, ring, pool), (kept, want) in zip(given, wants, strict=True):
         assert torch.equal(pool.k.view(torch.int16), want.k.view(torch.int16))
-        assert all(torch.equal(ring.rows[x].view(torch.int32), kept.rows[x].view(torch.int32)) for x in ring.rows)
+        assert all(
+            torch.equal(ring.rows[x].view(torch.int32), kept.rows[x].view(torch.int32))
+            for x in ring.rows
+        )
     assert faults.record(GPU).tolist() == [0] * 5
 
 

@@ -41,16 +41,23 @@ COMPRESSED = CompressSpec(CPU, 4, 64, True, 16, 1e-6, torch.float16)
 CASE = Ragged([(0, 1), (2, 5), (70, 2)], 16)
 
 
-@pytest.mark.parametrize("spec", [COMPRESSED, CompressSpec(CPU, 128, 32, False, 32, 1e-6, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "spec", [COMPRESSED, CompressSpec(CPU, 128, 32, False, 32, 1e-6, torch.bfloat16)]
+)
 def test_a_compressor_leaves_the_same_beside_a_product(spec: CompressSpec) -> None:
     """With padding, whose CTAs have nothing to do."""
     made = compress_cases.make(replace(CASE, pad=(3, 2)), spec, 1)
     with machine_of("linear_sm90", seed=1):
         launch = compress_cuda.bind(spec)
-        found = [made.run(run, (slice(None), made.placed.batch)) for run in (launch, partial(launch, beside=True))]
+        found = [
+            made.run(run, (slice(None), made.placed.batch))
+            for run in (launch, partial(launch, beside=True))
+        ]
     (ring, pool), (other, same) = found
     assert torch.equal(pool.k.view(torch.int16), same.k.view(torch.int16))
-    assert all(torch.equal(ring.rows[x].view(torch.int32), other.rows[x].view(torch.int32)) for x in ring.rows)
+    assert all(
+        torch.equal(ring.rows[x].view(torch.int32), other.rows[x].view(torch.int32)) for x in ring.rows
+    )
 
 
 def test_two_compressors_leave_the_same_beside_a_product() -> None:
@@ -62,10 +69,14 @@ def test_two_compressors_leave_the_same_beside_a_product() -> None:
         with machine_of("linear_sm90", seed=2):
             first, second = (compress_cuda.bind(spec) for spec in specs)
             both = first.with_beside(second)
-            given = [(*part, of.places, of.norm, *of.copies()) for of, part in zip(made, parts, strict=True)]
+            given = [
+                (*part, of.places, of.norm, *of.copies()) for of, part in zip(made, parts, strict=True)
+            ]
             assert both is not None
             both(given[0], given[1], made[0].freq, made[0].placed.batch, beside=beside)
-        found.append([x for *_, ring, pool in given for x in (*ring.rows.values(), pool.k.view(torch.int16))])
+        found.append(
+            [x for *_, ring, pool in given for x in (*ring.rows.values(), pool.k.view(torch.int16))]
+        )
     assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(*found, strict=True))
 
 
@@ -73,14 +84,19 @@ def test_two_compressors_of_flash_have_room_beside_a_product_of_up_to_eight_rows
     """Registers and shared memory of a multiprocessor of 9.0: each CTA has 1 KB more, which is the driver's."""
     main = CompressSpec(CPU, 4, 512, True, 64, 1e-6, torch.float16)
     beside, shape, q8 = replace(main, dim=128), linear_cuda.SHAPES[0], GGMLType.Q8_0
-    macros = compress_cuda.defines(main) | {"BESIDE_DIM": beside.dim, "BESIDE_GROUPS": compress_cuda.n_group(beside)}
+    macros = compress_cuda.defines(main) | {
+        "BESIDE_DIM": beside.dim,
+        "BESIDE_GROUPS": compress_cuda.n_group(beside),
+    }
     both = compile_cubin("compress", "sm_90a", macros, use_cache=False).resources["compress_both"]
     stages = linear_cuda.n_stages(q8, shape, (9, 0))
     build = linear_cuda.defines(q8, shape, stages, Epilogue.PLAIN)
     product = compile_cubin("linear_sm90", "sm_90a", build, use_cache=False).resources["linear"]
     assert shape.rows == linear_cuda.LATE_ROWS and both.spill_bytes == product.spill_bytes == 0
     threads = 32 * (shape.n_warp + 1), compress_cuda.n_group(main) * main.dim // 4
-    assert sum(-(-r.registers // 8) * 8 * n for r, n in zip((product, both), threads, strict=True)) <= 65536
+    assert (
+        sum(-(-r.registers // 8) * 8 * n for r, n in zip((product, both), threads, strict=True)) <= 65536
+    )
     shared = stages * linear_cuda.stage_bytes(q8, shape) + product.shared_bytes + both.shared_bytes
     assert shared + 2 * 1024 <= 228 * 1024
 
@@ -97,7 +113,9 @@ def test_keys_that_were_made_ahead_are_those_of_the_call(ratio: int, top_k: int)
         assert own is not None and attend.take_keys(9) is attend.take_keys(0) is None
         launched: list[str] = []
         for build, kernels in attend.kernels.items():
-            attend.kernels[build] = {name: Heard(kernel, name, launched) for name, kernel in kernels.items()}
+            attend.kernels[build] = {
+                name: Heard(kernel, name, launched) for name, kernel in kernels.items()
+            }
         attend.keys_beside(made.kv, made.tail, batch, own)
         for _ in "ab":  # rows made ahead serve one call
             ring = sparse_cases.copied(made.ring)
@@ -111,7 +129,8 @@ def test_keys_that_were_made_ahead_are_those_of_the_call(ratio: int, top_k: int)
         attend.keys_beside(made.kv, made.tail, batch, own)
         other = made.kv + 1
         assert torch.equal(
-            attend(made.q, other, *made_rest(made), batch), attend(made.q, other, *made_rest(made), batch)
+            attend(made.q, other, *made_rest(made), batch),
+            attend(made.q, other, *made_rest(made), batch),
         )
 
 

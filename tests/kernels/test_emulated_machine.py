@@ -43,7 +43,9 @@ def _every_order(request: pytest.FixtureRequest) -> None:
 
 
 def test_threads_of_all_blocks_run() -> None:
-    _, y = run("y[blockIdx.x * blockDim.x + threadIdx.x] = blockIdx.x * 1000 + threadIdx.x;", 320, grid=5)
+    _, y = run(
+        "y[blockIdx.x * blockDim.x + threadIdx.x] = blockIdx.x * 1000 + threadIdx.x;", 320, grid=5
+    )
     assert y.tolist() == [1000 * b + t for b in range(5) for t in range(64)]
 
 
@@ -176,7 +178,9 @@ def bulk_copy(waits: bool = True, expects: int = 256, copies: int = 256) -> str:
 def test_bulk_copies_complete_on_their_barrier() -> None:
     assert run(bulk_copy(), before=BULK)[0].tolist() == list(map(float, range(64)))
     assert "deadlock" in message(bulk_copy(expects=272), before=BULK)
-    assert "multiple of 16" in message(bulk_copy().replace("address(a),", "address(a) + 4,"), before=BULK)
+    assert "multiple of 16" in message(
+        bulk_copy().replace("address(a),", "address(a) + 4,"), before=BULK
+    )
 
 
 def test_a_bulk_copy_that_is_not_waited_for_may_come_later() -> None:
@@ -195,7 +199,9 @@ def test_accesses_outside_of_the_tensors_are_found() -> None:
 
 
 def test_a_tensor_of_odd_length_is_guarded_to_the_byte() -> None:
-    assert "wrote at byte 240 of argument 0" in message("if (threadIdx.x < 61) x[threadIdx.x] = 0;", n=60)
+    assert "wrote at byte 240 of argument 0" in message(
+        "if (threadIdx.x < 61) x[threadIdx.x] = 0;", n=60
+    )
 
 
 def test_parts_of_one_tensor_are_guarded_each_for_itself() -> None:
@@ -213,7 +219,9 @@ def test_shared_memory_has_the_size_that_was_asked_for() -> None:
     body = "extern __shared__ int a[];\na[threadIdx.x] = 1;"
     run(body, shared=256)
     assert "outside the 128 bytes" in message(body, shared=128)
-    assert "beside its declared variables" in message("__shared__ int a[8], b; a[threadIdx.x % 9] = b = 1;")
+    assert "beside its declared variables" in message(
+        "__shared__ int a[8], b; a[threadIdx.x % 9] = b = 1;"
+    )
     with pytest.raises(EmulationError, match="49168 bytes"):
         kernel(body).launch((1,), 64, (torch.zeros(1), torch.zeros(1), np.int32(0)), 49168)
 
@@ -223,7 +231,9 @@ def test_deadlocks_name_who_waits_where() -> None:
                    'if (threadIdx.x < 40) asm volatile("bar.sync 1, 64;");')  # fmt: skip
     assert "asm volatile" in text.splitlines()[-1]
     assert "deadlock" in text and "40 threads from 0 in a barrier of the block" in text
-    assert "waits for memory that nobody writes" in message("while (atomicAdd(y, 0) == 0) __nanosleep(10);")
+    assert "waits for memory that nobody writes" in message(
+        "while (atomicAdd(y, 0) == 0) __nanosleep(10);"
+    )
 
 
 def test_warps_that_diverge_where_they_must_meet_are_found() -> None:
@@ -245,7 +255,9 @@ def test_launches_with_wrong_threads_or_arguments_are_refused() -> None:
 
 
 def test_a_machine_that_stopped_in_the_middle_runs_again() -> None:
-    assert "deadlock" in message('if (threadIdx.x < 32) asm volatile("bar.sync 1, 64;"); else __syncthreads();')
+    assert "deadlock" in message(
+        'if (threadIdx.x < 32) asm volatile("bar.sync 1, 64;"); else __syncthreads();'
+    )
     test_barriers_order_what_warps_do()
 
 
@@ -282,7 +294,9 @@ __device__ void send(unsigned to, float x, unsigned barrier, unsigned peer) {
 )
 
 
-def clustered(meets: str = "arrive(); meet();", waits: str = "wait(address(&barrier), 0);") -> EmulatedKernel:
+def clustered(
+    meets: str = "arrive(); meet();", waits: str = "wait(address(&barrier), 0);"
+) -> EmulatedKernel:
     """Clusters of 3 blocks along x; each sends its number to all, which write the numbers they got."""
     return emulate_text(f"""{CLUSTER}
       extern "C" __global__ void __cluster_dims__(3, 1, 1) __launch_bounds__(64) f(float* x) {{
@@ -364,7 +378,10 @@ def test_copies_to_a_cluster_that_do_not_fit_are_found(how: dict[str, str | int]
         ({"meets": "__syncthreads();"}, "not made its barrier yet"),
         ({"meets": "arrive(); __syncthreads();"}, "not waited for its cluster|not made its barrier yet"),
         ({"meets": "meet();"}, "did not arrive"),
-        ({"meets": "__syncthreads(); if (blockIdx.x) arrive(), meet();"}, "deadlock|not made its barrier yet"),
+        (
+            {"meets": "__syncthreads(); if (blockIdx.x) arrive(), meet();"},
+            "deadlock|not made its barrier yet",
+        ),
         ({"waits": ""}, "under way|has ended"),
     ],
 )
@@ -397,7 +414,11 @@ def test_products_of_matrices_are_those_of_mma_and_ldmatrix() -> None:
                          : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y[0]), "r"(y[1]));
             for (int i = 0; i < 4; ++i) out[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
           }}"""
-        a, b, out = torch.randn(16, 16).to(dtype), torch.randn(8, 16).to(dtype), torch.full((16, 8), torch.nan)
+        a, b, out = (
+            torch.randn(16, 16).to(dtype),
+            torch.randn(8, 16).to(dtype),
+            torch.full((16, 8), torch.nan),
+        )
         emulate_text(text).kernel("f", "ppp").launch((1,), 32, (a, b, out))
         assert torch.allclose(out.double(), 1 + a.double() @ b.double().T, rtol=1e-6, atol=1e-6)
 
@@ -413,12 +434,18 @@ def test_numbers_are_rounded_to_nearest_even() -> None:
         }
       }"""
     bits = torch.randint(-(2**31), 2**31, (4000,), dtype=torch.int64).to(torch.int32)
-    special = torch.tensor([0.0, -0.0, 65504.0, 65519.9, 65520.0, 2.0**-24, 2.0**-25, 1.5 * 2.0**-25, -torch.inf])
+    special = torch.tensor(
+        [0.0, -0.0, 65504.0, 65519.9, 65520.0, 2.0**-24, 2.0**-25, 1.5 * 2.0**-25, -torch.inf]
+    )
     near = torch.randn(4000) * 2.0 ** torch.randint(-28, 17, (4000,))
     x = torch.cat([bits.view(torch.float32).nan_to_num(1.0), special, near])
     half, brain, back = torch.zeros(len(x)).half(), torch.zeros(len(x)).bfloat16(), torch.zeros(len(x))
     emulate_text(text).kernel("f", "ppppi").launch((1,), 32, (x, half, brain, back, np.int32(len(x))))
-    assert torch.equal(half, x.half()) and torch.equal(brain, x.bfloat16()) and torch.equal(back, x.half().float())
+    assert (
+        torch.equal(half, x.half())
+        and torch.equal(brain, x.bfloat16())
+        and torch.equal(back, x.half().float())
+    )
 
 
 def test_texts_are_rewritten_line_by_line() -> None:

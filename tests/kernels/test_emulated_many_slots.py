@@ -57,7 +57,10 @@ pytestmark = needs_compiler
 N_SLOT = 64
 WIDTHS = {"dflash": 17, "mtp": 4, "plain": 1}
 KINDS = [pytest.param("dflash", marks=pytest.mark.slow), "mtp", "plain"]
-ROWS = [256, pytest.param(1100, marks=pytest.mark.slow)]  # of a round of 64 slots: MTP's, and more than DFlash's
+ROWS = [
+    256,
+    pytest.param(1100, marks=pytest.mark.slow),
+]  # of a round of 64 slots: MTP's, and more than DFlash's
 Q8_0 = GGMLType.Q8_0
 
 
@@ -124,7 +127,10 @@ def test_gated_delta_net_of_64_slots(kind: str) -> None:
         for step in range(2):
             batch = verify(width, folds=step > 0 and width > 1)
             rows = [drawn(batch.n_row, n, seed=3 + step) for n in (shape.n_channel, 2, 2)]
-            got, want = (run(*rows, *weights, layer, batch) for run, layer in zip((own, other), layers, strict=True))
+            got, want = (
+                run(*rows, *weights, layer, batch)
+                for run, layer in zip((own, other), layers, strict=True)
+            )
             assert off(got, want) < 1e-5
         assert faults.record(CPU).tolist() == [0] * 5
     assert off(layers[0].state, layers[1].state) < 1e-5 and layers[0].state.flatten(1).any(1).all()
@@ -136,13 +142,18 @@ def test_gated_delta_net_of_64_slots(kind: str) -> None:
 def test_mamba2_of_64_slots(kind: str) -> None:
     width, shape = WIDTHS[kind], Mamba2Shape(4, 32, 4, 32, 4)
     layers = [StateLayer(shape, N_SLOT, width, CPU) for _ in "ab"]
-    p, spec = mamba2_ref.make_params(shape, torch.Generator().manual_seed(1), CPU), Mamba2Spec(CPU, shape)
+    p, spec = (
+        mamba2_ref.make_params(shape, torch.Generator().manual_seed(1), CPU),
+        Mamba2Spec(CPU, shape),
+    )
     with emulated_gpu():
         own, other = mamba2_cuda.bind(spec), mamba2_ref.bind(spec)
         for step in range(2):
             batch = verify(width, folds=step > 0 and width > 1)
             m, dt = drawn(batch.n_row, shape.n_channel + 4, seed=3 + step).split([shape.n_channel, 4], 1)
-            got, want = (run(m, dt, p, layer, batch) for run, layer in zip((own, other), layers, strict=True))
+            got, want = (
+                run(m, dt, p, layer, batch) for run, layer in zip((own, other), layers, strict=True)
+            )
             assert off(got, want) < 1e-5
         assert faults.record(CPU).tolist() == [0] * 5
     assert off(layers[0].state, layers[1].state) < 1e-5 and layers[0].state.flatten(1).any(1).all()
@@ -171,7 +182,9 @@ def test_products_of_many_rows(n_row: int, tall: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tall", [False, True])
-def test_with_exact_a_row_has_the_same_bits_among_any_number(tall: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_exact_a_row_has_the_same_bits_among_any_number(
+    tall: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Products whose rows are normed by heads and gated on the way, several passes of them; without it pairs take 48 rows and others 49."""
     monkeypatch.setattr(streamed, "_tall", linear_wgmma.bind if tall else lambda spec: None)
     monkeypatch.setattr(type(streamed.rows), "runs_as", lambda self, name, spec: True)  # as on a GPU
@@ -189,13 +202,17 @@ def test_with_exact_a_row_has_the_same_bits_among_any_number(tall: bool, monkeyp
 
         whole = product(300)
         assert all(torch.equal(product(n), whole[:n]) for n in (1, 17, 48, 49, 64, 128))
-    want = residual + linear_ref.rounded(HeadNorm(1 + x[0, :64], 1e-6, gate)(x)) @ unpack(packed).double().T
+    want = (
+        residual + linear_ref.rounded(HeadNorm(1 + x[0, :64], 1e-6, gate)(x)) @ unpack(packed).double().T
+    )
     assert off(whole, want) < 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_row", ROWS)
-def test_rows_for_the_library_and_what_becomes_of_its_product(n_row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_for_the_library_and_what_becomes_of_its_product(
+    n_row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rows_cuda, "MAX_GRID", 500)  # as 65,535 cut a prompt of 65,536 rows
     x, norm, residual = drawn(n_row, 64), Norm(1 + 0.1 * drawn(32), 1e-6), drawn(n_row, 8, seed=1)
     y = drawn(n_row, 8, seed=2)
@@ -203,7 +220,9 @@ def test_rows_for_the_library_and_what_becomes_of_its_product(n_row: int, monkey
         wide = rows_cuda.WideRows(CPU, 32)
         half, powers = wide(x, Glu())
         assert powers is not None and off(half.float() * powers[:, None], Glu()(x)) < 1e-3
-        assert torch.allclose(wide.finish(y.clone(), powers, residual), torch.addcmul(residual, y, powers[:, None]))
+        assert torch.allclose(
+            wide.finish(y.clone(), powers, residual), torch.addcmul(residual, y, powers[:, None])
+        )
         assert torch.allclose(wide.finish(y.clone(), powers, None), y * powers[:, None])
         assert off(wide(x[:, :32], norm)[0].float() * norm.power, norm(x[:, :32])) < 1e-3
 
@@ -219,7 +238,9 @@ def test_experts_of_many_rows_and_who_chooses_them(n_row: int) -> None:
     want = moe_ref.bind(spec)(stacks)(x, want_routes.ids, want_routes.weights)
     with emulated_gpu():
         routes = moe_route_cuda.bind(route)(x, norm, matrix)
-        assert torch.equal(routes.ids, want_routes.ids) and torch.allclose(routes.weights, want_routes.weights)
+        assert torch.equal(routes.ids, want_routes.ids) and torch.allclose(
+            routes.weights, want_routes.weights
+        )
         experts = moe_cuda.bind(spec)(stacks)
         assert off(experts(x, routes.ids, routes.weights), want) < 2e-3
 
@@ -232,11 +253,17 @@ def test_a_forwards_first_and_last_launches(n_row: int) -> None:
     gen = torch.Generator().manual_seed(0)
     embed, norms = EmbedSpec(CPU, Q8_0, 32), NormsSpec(CPU, 32, 1e-6)
     raw, tokens = embed_cuda.any_bytes(Q8_0, 32, 37, gen), torch.randint(0, 37, (n_row,), generator=gen)
-    positions, freq, weight = angles_cuda.hostile(n_row, gen), angles_cuda.frequencies(3, CPU), 1 + 0.1 * drawn(32)
+    positions, freq, weight = (
+        angles_cuda.hostile(n_row, gen),
+        angles_cuda.frequencies(3, CPU),
+        1 + 0.1 * drawn(32),
+    )
     logits, x, some = drawn(n_row, 50), drawn(n_row, 32, seed=1), torch.arange(0, n_row, 3)
     with emulated_gpu():
         own, other = embed_cuda.bind(embed), TorchEmbed(embed)
-        (got, turned), (want, angles) = (e.rows_and_angles(raw, tokens, positions, freq, 1.0) for e in (own, other))
+        (got, turned), (want, angles) = (
+            e.rows_and_angles(raw, tokens, positions, freq, 1.0) for e in (own, other)
+        )
         assert torch.equal(embed_cuda.bits(got), embed_cuda.bits(want))
         assert all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(turned, angles, strict=True))
         all_rows, picked = norms_cuda.bind(norms).picked(x, weight, some)
@@ -250,7 +277,16 @@ def test_a_forwards_first_and_last_launches(n_row: int) -> None:
 @pytest.mark.parametrize("n_row", ROWS)
 def test_keys_and_values_of_many_rows(n_row: int) -> None:
     spec = RopeKvSpec(
-        CPU, 2, 1, 32, 16, neox=True, gated=True, has_norm=True, eps=1e-6, kv=KvFormat.both(torch.float32)
+        CPU,
+        2,
+        1,
+        32,
+        16,
+        neox=True,
+        gated=True,
+        has_norm=True,
+        eps=1e-6,
+        kv=KvFormat.both(torch.float32),
     )
     y, norm, rows = drawn(n_row, 2 * 64 + 2 * 32), 1 + 0.1 * drawn(32), torch.randperm(n_row)
     angles = [t[:, None] for t in (drawn(n_row, 8, seed=1).cos(), drawn(n_row, 8, seed=1).sin())]
@@ -259,4 +295,8 @@ def test_keys_and_values_of_many_rows(n_row: int) -> None:
         own = rope_kv_cuda.bind(spec)(y, norm, norm, angles, pools[0], rows)
         want = rope_kv_reference(spec)(y, norm, norm, angles, pools[1], rows)
         assert faults.record(CPU).tolist() == [0] * 5
-    assert off(own, want) < 1e-5 and off(pools[0].k, pools[1].k) < 1e-5 and torch.equal(pools[0].v, pools[1].v)
+    assert (
+        off(own, want) < 1e-5
+        and off(pools[0].k, pools[1].k) < 1e-5
+        and torch.equal(pools[0].v, pools[1].v)
+    )

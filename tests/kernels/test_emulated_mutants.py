@@ -105,7 +105,9 @@ MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("stem", "text", "which", "run"), MUTANTS, ids=[f"{m[0]}-{m[1]}-{m[2]}" for m in MUTANTS])
+@pytest.mark.parametrize(
+    ("stem", "text", "which", "run"), MUTANTS, ids=[f"{m[0]}-{m[1]}-{m[2]}" for m in MUTANTS]
+)
 def test_without_it_the_kernel_is_wrong(
     stem: str, text: str, which: int, run: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +116,9 @@ def test_without_it_the_kernel_is_wrong(
     assert len(parts) > which + 1, f"{stem}.cu has no such {text}"
     mutant = text.join(parts[: which + 1]) + ";" + text.join(parts[which + 1 :])
     monkeypatch.setattr(jit, "source", lambda name: mutant if name == stem else real(name))
-    monkeypatch.setattr(linear_cuda, "n_stages", lambda type, shape, capability: 2 if capability >= (9, 0) else 3)
+    monkeypatch.setattr(
+        linear_cuda, "n_stages", lambda type, shape, capability: 2 if capability >= (9, 0) else 3
+    )
     monkeypatch.setattr(linear_pair, "MAX_SLOTS", 4)
     monkeypatch.setattr(linear_wgmma, "PADS", (64,))
     monkeypatch.setattr(linear_wgmma, "stages", lambda type, pad: (2, 2))

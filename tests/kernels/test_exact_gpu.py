@@ -85,7 +85,11 @@ def rows_of(loaded: Loaded, ids: Sequence[int], widths: Sequence[int], n_beside:
     for width in widths:
         seqs = [
             Seq(
-                slot.index, past, [(t + 7 * i) % 1000 for t in ids[past : past + width]], mode=SeqMode.KEEP, n_out=width
+                slot.index,
+                past,
+                [(t + 7 * i) % 1000 for t in ids[past : past + width]],
+                mode=SeqMode.KEEP,
+                n_out=width,
             )
             for i, slot in enumerate(slots)
         ]
@@ -109,7 +113,9 @@ def rows_of(loaded: Loaded, ids: Sequence[int], widths: Sequence[int], n_beside:
         ("deepseek-v4-flash", "iq2_xxs_moe", 4),
     ],
 )
-def test_a_prompt_has_the_same_logits_however_it_comes(tmp_path: Path, model: str, quant: str, n_layer: int) -> None:
+def test_a_prompt_has_the_same_logits_however_it_comes(
+    tmp_path: Path, model: str, quant: str, n_layer: int
+) -> None:
     """Token by token, in pieces, at once, and beside others: attention over more than one split of keys among them, and more rows than experts take
     at once."""
     path = write(model, tmp_path / "m.gguf", quant=quant, n_layer=n_layer)
@@ -117,12 +123,23 @@ def test_a_prompt_has_the_same_logits_however_it_comes(tmp_path: Path, model: st
     loaded = load(
         path,
         EngineSettings(
-            np=3, ctx=n + 64, exact=True, spec_type="none", warm_up=False, device="cuda", prefix_cache=False
+            np=3,
+            ctx=n + 64,
+            exact=True,
+            spec_type="none",
+            warm_up=False,
+            device="cuda",
+            prefix_cache=False,
         ),
     )
     ids = torch.randint(1000, (n,), generator=torch.Generator().manual_seed(0)).tolist()
     whole = rows_of(loaded, ids, [n])
     assert whole.isfinite().all()
-    for widths in ([300] * 3 + [200], [129, 64, 49, 48, 17, 1, 700, 92], [128] * 8 + [76], [1] * 40 + [1060]):
+    for widths in (
+        [300] * 3 + [200],
+        [129, 64, 49, 48, 17, 1, 700, 92],
+        [128] * 8 + [76],
+        [1] * 40 + [1060],
+    ):
         assert torch.equal(rows_of(loaded, ids, widths), whole), widths[:3]
     assert torch.equal(rows_of(loaded, ids, [500, 600], n_beside=2), whole)

@@ -90,7 +90,9 @@ def test_a_launch_prepares_the_next_products_rows_where_both_can(few: bool) -> N
     assert product.heard == [("prepared in place of 3", None) if few else ("rows", PREP)]
     fuse.then(lambda x: x[:, None], (X,), product, PREP, X)
     assert product.heard[1] == ("rows", PREP)
-    assert torch.equal(fuse.then(Launch(), (X,), plain, PREP, X), X), "a library's product prepares by itself"
+    assert torch.equal(fuse.then(Launch(), (X,), plain, PREP, X), X), (
+        "a library's product prepares by itself"
+    )
 
 
 def test_of_a_product_that_ranks_sum_this_ranks_is_prepared_for() -> None:
@@ -103,10 +105,19 @@ def test_of_a_product_that_ranks_sum_this_ranks_is_prepared_for() -> None:
 
 def test_rows_of_experts_are_ready_before_the_choice() -> None:
     route, experts = SimpleNamespace(writes_rows=True), Experts()
-    assert fuse.before_choice(route, experts, X, NORM, NORM) == ("room", {"into": "room", "power": NORM.power})
-    assert fuse.before_choice(route, experts, X, RELU2, NORM) == ("prepared", {}), "not the router's norm"
-    assert fuse.before_choice(lambda x: x, experts, X, NORM, NORM) == ("prepared", {}), "a router that norms for itself"
-    assert fuse.before_choice(route, Experts(most=2), X, NORM, NORM) == (None, {}), "more than go at once"
+    assert fuse.before_choice(route, experts, X, NORM, NORM) == (
+        "room",
+        {"into": "room", "power": NORM.power},
+    )
+    assert fuse.before_choice(route, experts, X, RELU2, NORM) == ("prepared", {}), (
+        "not the router's norm"
+    )
+    assert fuse.before_choice(lambda x: x, experts, X, NORM, NORM) == ("prepared", {}), (
+        "a router that norms for itself"
+    )
+    assert fuse.before_choice(route, Experts(most=2), X, NORM, NORM) == (None, {}), (
+        "more than go at once"
+    )
     assert fuse.before_choice(route, lambda x: x, X, NORM, NORM) == (None, {})
 
 
@@ -116,7 +127,9 @@ def test_more_rows_than_experts_take_come_in_parts_where_the_router_prepares_the
     assert fuse.at_once(route, experts, 7, NORM, NORM) == [slice(0, 3), slice(3, 6), slice(6, 7)]
     for parts in (
         fuse.at_once(route, experts, 3, NORM, NORM),
-        fuse.at_once(route, experts, 7, None, NORM),  # rows of another width: one launch prepares them, in all cases
+        fuse.at_once(
+            route, experts, 7, None, NORM
+        ),  # rows of another width: one launch prepares them, in all cases
         fuse.at_once(lambda x: x, experts, 7, NORM, NORM),
         fuse.at_once(route, lambda x: x, 7, NORM, NORM),
         fuse.at_once(route, experts, 0, NORM, NORM),

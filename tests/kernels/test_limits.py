@@ -58,7 +58,9 @@ def test_products_say_how_many_rows_of_weights_they_take() -> None:
         assert limits(spec) is None
         assert limits(replace(spec, n_out=most)) is None
         assert f"takes up to {most} rows" in (limits(replace(spec, n_out=most + 1)) or "")
-    assert "kernel takes up to" in (linear_wgmma.limits(replace(spec, n_out=1 << 22, n_in=1 << 16)) or "")
+    assert "kernel takes up to" in (
+        linear_wgmma.limits(replace(spec, n_out=1 << 22, n_in=1 << 16)) or ""
+    )
 
 
 def test_experts_say_how_many_they_may_be() -> None:

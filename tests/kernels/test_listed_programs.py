@@ -51,7 +51,9 @@ def compiled_by(op: Op, impl: object, spec: object, capability: tuple[int, int])
     """The programs that binding compiles, on a fake GPU."""
     found: set[Program] = set()
 
-    def record(stem: str, arch: str, defines: Mapping[str, int | str] | None = None, **_: object) -> _Recorded:
+    def record(
+        stem: str, arch: str, defines: Mapping[str, int | str] | None = None, **_: object
+    ) -> _Recorded:
         found.add(Program.of(stem, arch, defines))
         return _Recorded(stem)
 
@@ -65,8 +67,14 @@ def compiled_by(op: Op, impl: object, spec: object, capability: tuple[int, int])
 
 
 def products() -> list[tuple[Op, object]]:
-    kinds = [(type, epilogue) for type in (GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.F16) for epilogue in Epilogue]
-    return [(op, LinearSpec(CPU, type, 272, 5120, e)) for op in (linear, linear_tall) for type, e in kinds]
+    kinds = [
+        (type, epilogue)
+        for type in (GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.F16)
+        for epilogue in Epilogue
+    ]
+    return [
+        (op, LinearSpec(CPU, type, 272, 5120, e)) for op in (linear, linear_tall) for type, e in kinds
+    ]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"{c[0]}.{c[1]}")

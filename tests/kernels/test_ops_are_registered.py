@@ -97,7 +97,9 @@ def test_adding_an_op_is_adding_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_numbers_in_fault_records_stay_as_they_are() -> None:
     assert {op.name: number for number, op in registry.guarded().items()} == NUMBERS
-    assert len(registry.guarded()) == sum(op.guard is not None for op in registry.every()), "each has its own"
+    assert len(registry.guarded()) == sum(op.guard is not None for op in registry.every()), (
+        "each has its own"
+    )
     assert faults.fault_of(6, 0, 0, 0).op == "number 6"
 
 

@@ -13,7 +13,11 @@ from pyspec.cuda import checker
 from pyspec.cuda.checker import Checker
 from pyspec.synth import write
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.timeout(900),
+]
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,11 @@ class _Answers(Checker):
 @pytest.fixture
 def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Answers:
     made = _Answers(
-        {"right": Verdict(None), "wrong": Verdict("it is wrong"), "full": Verdict("no memory", lasting=False)}
+        {
+            "right": Verdict(None),
+            "wrong": Verdict("it is wrong"),
+            "full": Verdict("no memory", lasting=False),
+        }
     )
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(jit, "_kept", {})
@@ -78,7 +82,10 @@ def test_who_asks_meanwhile_waits_for_its_own_answer(answers: _Answers) -> None:
     names = ["right", "wrong"]
     preparation = Preparation([Wanted(candidate(n), [GOOD]) for n in names], 2, 1)
     heard: dict[str, str | None] = {}
-    asking = [threading.Thread(target=lambda n=n: heard.update({n: verdicts.refusal(candidate(n))})) for n in names]
+    asking = [
+        threading.Thread(target=lambda n=n: heard.update({n: verdicts.refusal(candidate(n))}))
+        for n in names
+    ]
     for thread in asking:
         thread.start()
     answers.go.set()
@@ -108,12 +115,16 @@ def test_what_is_known_is_not_checked_again(answers: _Answers) -> None:
     preparation.close()
 
 
-def test_a_program_that_does_not_compile_hinders_nobody(answers: _Answers, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_that_does_not_compile_hinders_nobody(
+    answers: _Answers, caplog: pytest.LogCaptureFixture
+) -> None:
     answers.go.set()
     both = [Wanted(candidate("wrong"), [BROKEN, GOOD]), Wanted(candidate("right"), [GOOD])]
     preparation = Preparation(both, 2, 1)
     assert verdicts.refusal(candidate("right")) is None
-    assert verdicts.refusal(candidate("wrong")) == "it is wrong", "what its check says, and no other word"
+    assert verdicts.refusal(candidate("wrong")) == "it is wrong", (
+        "what its check says, and no other word"
+    )
     preparation.close()
     assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
 
@@ -133,14 +144,18 @@ def test_closing_waits_for_nothing_that_has_not_begun(answers: _Answers) -> None
     assert heard == ["it is wrong"]
 
 
-def test_a_load_goes_on_without_what_nobody_waits_for(answers: _Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_goes_on_without_what_nobody_waits_for(
+    answers: _Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is decided when it is asked for later, from the kept verdict, and not before."""
     right = next(i for i in checker_fakes.twice.impls if i.name == "right")
     op = replace(checker_fakes.twice, impls=[replace(right, native=True)], verdicts={}, _decided={})
     monkeypatch.setattr(prepare, "_first", lambda op, spec: op.impls[0])
     closed, told, left = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(checker, "close", closed.set)
-    monkeypatch.setattr(Checker, "close", lambda self: left.wait(20))  # of the second child, whose end takes a while
+    monkeypatch.setattr(
+        Checker, "close", lambda self: left.wait(20)
+    )  # of the second child, whose end takes a while
     preparation = Preparation([Wanted(op.candidate(op.impls[0], SPEC), [])], 1, 2)
     prepare.settle([(op, SPEC)])
     preparation.finish([(op, SPEC)], told.set)
@@ -189,7 +204,9 @@ def test_several_children_check_at_once(own: Checker) -> None:
     assert "killed by signal 6" in (reasons["aborting"] or "")
 
 
-def test_threads_that_want_the_same_compile_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_want_the_same_compile_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(jit, "_kept", {})
     n, gate, compile_one = [0], threading.Barrier(4), jit._compile
@@ -226,11 +243,17 @@ def test_all_that_is_wanted_is_compiled_and_failures_are_listed(
     found = prepare.compile_all([GOOD, BROKEN], lambda n, what: told.append(n))
     assert sorted(told) == [1, 2] and [program for program, _ in found] == [GOOD, BROKEN]
     assert isinstance(found[0][1], jit.Compiled)
-    assert isinstance(found[1][1], str) and found[1][1].startswith("angles.cu does not compile for sm_90a")
+    assert isinstance(found[1][1], str) and found[1][1].startswith(
+        "angles.cu does not compile for sm_90a"
+    )
 
 
 def test_programs_are_listed_for_gpus_that_are_not_here() -> None:
-    asks = [(angles, AnglesSpec(GPU)), (norms, NormsSpec(GPU, 64, 1e-6)), (norms, NormsSpec(GPU, 63, 1e-6))]
+    asks = [
+        (angles, AnglesSpec(GPU)),
+        (norms, NormsSpec(GPU, 64, 1e-6)),
+        (norms, NormsSpec(GPU, 63, 1e-6)),
+    ]
     before = torch.cuda.get_device_capability
     found = prepare.programs_of(asks, GpuKind((8, 0)))
     assert [p.stem for p in found] == ["angles", "norms"] and {p.arch for p in found} == {"sm_80"}
@@ -267,7 +290,9 @@ def test_children_are_as_many_as_there_is_room_for() -> None:
 
 
 @pytest.mark.parametrize("gpu", ["nvidiactl", "kfd"])
-def test_a_first_start_begins_with_children(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_start_begins_with_children(
+    gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Fake:
         def __init__(self) -> None:
             self.process = SimpleNamespace(poll=lambda: self.status)

@@ -32,7 +32,9 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.sampled(most=2)
 @pytest.mark.parametrize(("model", "draft", "mean"), sanitize.MODELS)
-def test_what_a_run_asks_for_our_kernels_take(model: str, draft: str, mean: float, tmp_path: Path) -> None:
+def test_what_a_run_asks_for_our_kernels_take(
+    model: str, draft: str, mean: float, tmp_path: Path
+) -> None:
     line = sanitize.run(model, draft, mean, "q8_0", tmp_path, device="cpu", weights="packed")
     assert "68 tokens" in line and " 0 tokens from the cache" not in line
     asked = {op.name: (op, spec) for op, spec in survey.asked()}

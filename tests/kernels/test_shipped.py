@@ -99,7 +99,9 @@ def test_a_driver_takes_cubins_of_its_major_version_and_earlier(
     assert bool(shipped.identity("sm_90a")) == taken
 
 
-def test_an_archive_that_is_damaged_is_left_aside(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_archive_that_is_damaged_is_left_aside(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert shipped.identity("sm_90a") == "" and not caplog.records
     path = shipped.write("sm_90a", "13.0.88", {name_of(ANGLES): bytes(range(256)) * 40}, folder)
     whole = path.read_bytes()
@@ -118,14 +120,20 @@ def test_an_archive_that_is_damaged_is_left_aside(folder: Path, caplog: pytest.L
     assert len(caplog.records) == 1, "its sum is another one, or nothing can be unpacked"
 
 
-def test_verdicts_hold_for_the_cubins_they_were_made_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdicts_hold_for_the_cubins_they_were_made_with(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pyspec.cuda.machine import Machine
     from pyspec.cuda.ops.angles.ref import AnglesSpec
 
-    monkeypatch.setattr(verdicts, "machine", lambda device: Machine("a GPU", "9.0", "580", "13.0", "1.0"))
+    monkeypatch.setattr(
+        verdicts, "machine", lambda device: Machine("a GPU", "9.0", "580", "13.0", "1.0")
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     home = "pyspec.cuda.ops.angles.op:angles"
-    candidate = Candidate("angles", home, "cuda", "pyspec.cuda.ops.angles.cuda", AnglesSpec(torch.device("cuda")))
+    candidate = Candidate(
+        "angles", home, "cuda", "pyspec.cuda.ops.angles.cuda", AnglesSpec(torch.device("cuda"))
+    )
     without = verdicts.key_of(candidate)
     assert "cubins" not in without, "as it was before there were any"
     keys = [without]

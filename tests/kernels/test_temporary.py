@@ -21,7 +21,9 @@ def test_what_stays_is_all_that_is_kept() -> None:
     torch.cuda.empty_cache()
     before, stays = torch.cuda.memory_reserved(device), []
     for mb in (300, 200, 40, 500, 1):
-        stays.append(torch.full((3 * MB,), mb % 100, dtype=torch.uint8, device=device))  # cut out of free pieces
+        stays.append(
+            torch.full((3 * MB,), mb % 100, dtype=torch.uint8, device=device)
+        )  # cut out of free pieces
         with temporary(device):
             half = torch.ones(mb * MB, dtype=torch.uint8, device=device)
             both = torch.cat((half, half))

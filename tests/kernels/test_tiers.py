@@ -30,7 +30,12 @@ def fake(name: str, named: str = "") -> Op[str, object]:
     def bind(spec: str) -> object:
         return spec
 
-    return Op(name, Impl("torch", bind), [Impl(tier, bind) for tier in ("cuda", "triton", "numba")], named=named)
+    return Op(
+        name,
+        Impl("torch", bind),
+        [Impl(tier, bind) for tier in ("cuda", "triton", "numba")],
+        named=named,
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +86,9 @@ def test_what_is_left_out_says_who_wanted_that(caplog: pytest.LogCaptureFixture)
     assert op.refusal(op.impls[2], "x") is None, "what is of no tier stays but for the reference"
 
 
-def test_what_only_says_that_this_is_a_cpu_is_no_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_only_says_that_this_is_a_cpu_is_no_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def op(*reasons: str) -> Op[str, object]:
         impls = [Impl(f"i{i}", str, lambda spec, why=why: why) for i, why in enumerate(reasons)]
         return Op("x", Impl("torch", str), impls)
@@ -103,7 +110,9 @@ def test_ops_that_had_decided_decide_again() -> None:
     assert gdn.chosen(SPEC).name == before
 
 
-@pytest.mark.parametrize("text", ["fast", "linear=fast", "linear", "linear=triton,", "", "=triton", "linear = triton"])
+@pytest.mark.parametrize(
+    "text", ["fast", "linear=fast", "linear", "linear=triton,", "", "=triton", "linear = triton"]
+)
 def test_what_no_tier_is_called_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--kernels"):
         EngineSettings(kernels=text)
@@ -128,7 +137,11 @@ def test_what_was_wanted_and_is_not_to_be_had_is_said(monkeypatch: pytest.Monkey
     missing = Impl("triton", bind, lambda spec: "triton is not installed")
     ops = [
         Op(name, Impl("torch", bind), impls)
-        for name, impls in (("linear", [Impl("cuda", bind), missing]), ("rows", [Impl("triton", bind)]), ("embed", []))
+        for name, impls in (
+            ("linear", [Impl("cuda", bind), missing]),
+            ("rows", [Impl("triton", bind)]),
+            ("embed", []),
+        )
     ]
     monkeypatch.setattr(registry, "ops", lambda: ops)
     gpu = torch.device("cuda", 0)
@@ -143,7 +156,9 @@ def test_what_was_wanted_and_is_not_to_be_had_is_said(monkeypatch: pytest.Monkey
         for op in ops:
             op.chosen("x")
         assert registry.unmet(gpu) == said, text
-        assert ("GPUs only" in registry.unmet(torch.device("cpu"))) == (text not in ("auto", "reference"))
+        assert ("GPUs only" in registry.unmet(torch.device("cpu"))) == (
+            text not in ("auto", "reference")
+        )
 
 
 @pytest.mark.slow
@@ -152,6 +167,8 @@ def test_texts_are_the_same_in_any_tier(isolated: bool) -> None:
     """On a CPU: compiled recurrences, and the reference's."""
     texts = []
     for kernels in ("auto", "gdn=reference", "reference", "triton"):
-        with Engine.load("demo", kernels=kernels, np=2, ctx=256, device="cpu", isolated=isolated) as engine:
+        with Engine.load(
+            "demo", kernels=kernels, np=2, ctx=256, device="cpu", isolated=isolated
+        ) as engine:
             texts.append(engine.generate("Count from 17 to 29", max_tokens=24, temperature=0.0).text)
     assert len(set(texts)) == 1 and texts[0]

@@ -37,7 +37,9 @@ class KernelOfTriton:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **named: Any) -> SimpleNamespace:
             self.built.append((grid, args[1:], named))
-            return SimpleNamespace(function="f", packed_metadata="m", run=lambda *given: self.ran.append(given))
+            return SimpleNamespace(
+                function="f", packed_metadata="m", run=lambda *given: self.ran.append(given)
+            )
 
         return launch
 
@@ -57,7 +59,9 @@ def test_a_build_is_found_again_for_numbers_that_vary_and_not_for_others() -> No
     tri.launch(kernel, (9, 7), (x, 4, 16), constants, 4)
     assert kernel.built == [((2,), (3, 16), {**constants, "num_warps": 4})]
     ((*places, given, n, stride, size, kind),) = kernel.ran
-    assert places == [9, 7, 1, 77, "f", "m", None, None, None], "as CompiledKernel.__getitem__ passes them"
+    assert places == [9, 7, 1, 77, "f", "m", None, None, None], (
+        "as CompiledKernel.__getitem__ passes them"
+    )
     assert given is x and (n, stride, size, kind) == (4, 16, 64, 5), "constants in the kernel's order"
     others = (
         ((x, 4, 17), constants, 4),
@@ -82,7 +86,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     find, found = importlib.util.find_spec, SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "triton" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: found if name == "triton" else find(name)
+    )
     monkeypatch.setattr(tri_install.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     monkeypatch.setattr(tri_install.shutil, "which", lambda name: "/bin/gcc" if name == "gcc" else None)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "a" / "b"))
@@ -125,7 +131,9 @@ def test_what_is_missing_is_said(machine: Path, monkeypatch: pytest.MonkeyPatch)
     assert "python3-dev" in (tri.missing(GPU) or "")
     (machine / "Python.h").touch()
     (machine / "a").touch()
-    assert f"keep what it compiles in {machine / 'a' / 'b'} (TRITON_CACHE_DIR" in (tri.missing(GPU) or "")
+    assert f"keep what it compiles in {machine / 'a' / 'b'} (TRITON_CACHE_DIR" in (
+        tri.missing(GPU) or ""
+    )
     (machine / "a").unlink()
     with monkeypatch.context() as patched:
         patched.setattr(os, "access", lambda path, mode: path != machine)
@@ -154,7 +162,9 @@ def test_who_waits_for_a_check_hears_of_a_compiler(monkeypatch: pytest.MonkeyPat
     assert heard == ["binding", "check"], "once: the second launch compiles nothing"
 
 
-def test_a_build_ahead_that_does_not_end_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_ahead_that_does_not_end_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernel, x, constants = KernelOfTriton(), torch.zeros(8), {"KIND": 5, "SIZE": 64}
     key = tri.TriLaunch(kernel, (2,), (x, 3, 16), constants, 4).key(0)
     monkeypatch.setattr(tri, "_ahead", {key: Future()})
@@ -188,7 +198,9 @@ def test_what_is_compiled_ahead_is_waited_for_and_launched_once(monkeypatch: pyt
     )
 
 
-def test_where_a_library_has_no_sums_in_f32_there_is_no_copy_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_library_has_no_sums_in_f32_there_is_no_copy_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ask, cpu = streamed_tiles.sums_in_f32.__wrapped__, torch.device("cpu")
 
     def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

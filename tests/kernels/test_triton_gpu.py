@@ -30,8 +30,22 @@ from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 GPU = torch.device("cuda", 0)
-OPS = ("linear", "moe", "moe_route", "attend", "gdn", "mamba2", "rope_kv", "rows", "norms", "best", "ahead")
-FAR = Case(24, 4, 256, torch.float16, [(17000, 7), (16380, 3), (300, 1), (16500, 1)], 64)  # both sizes of splits
+OPS = (
+    "linear",
+    "moe",
+    "moe_route",
+    "attend",
+    "gdn",
+    "mamba2",
+    "rope_kv",
+    "rows",
+    "norms",
+    "best",
+    "ahead",
+)
+FAR = Case(
+    24, 4, 256, torch.float16, [(17000, 7), (16380, 3), (300, 1), (16500, 1)], 64
+)  # both sizes of splits
 GDN = GdnSpec(GPU, GdnShape(16, 48, 128, 4, (2 * 16 + 48) * 128), 1e-6)
 MAMBA2 = Mamba2Spec(GPU, Mamba2Shape(n_head=128, head_dim=64, n_group=8, n_state=128, n_conv=4))
 pytestmark = pytest.mark.skipif(tri.missing(GPU) is not None, reason=tri.missing(GPU) or "")
@@ -60,17 +74,27 @@ def test_rows_are_the_references_and_have_the_same_bits_alone(name: str) -> None
     case = {**CASES, **MIXED}.get(name, FAR)
     made = make(case, GPU)
     n, attend = made.plain.n_row, attend_triton.bind(spec_of(case, GPU))
-    want = attend_ref.bind(spec_of(case, GPU))(made.q[:n].double(), made.pool, made.plain, case.window, made.sinks)
+    want = attend_ref.bind(spec_of(case, GPU))(
+        made.q[:n].double(), made.pool, made.plain, case.window, made.sinks
+    )
     out = attend(made.q, made.pool, made.batch, case.window, made.sinks)
     assert worst(out[:n], want) < case.tolerance
     assert not out[n:].any() and faults.record(GPU).tolist() == [0] * 5
     for i, (past, width) in enumerate(case.seqs):
         start = made.plain.starts[i]
         q, batch = only(made, i)
-        assert torch.equal(out[start : start + width], attend(q, made.pool, batch, case.window, made.sinks)), i
-        for row in {0, width - 1} if past + width <= attend_triton.FAR or past > attend_triton.FAR else set[int]():
+        assert torch.equal(
+            out[start : start + width], attend(q, made.pool, batch, case.window, made.sinks)
+        ), i
+        for row in (
+            {0, width - 1}
+            if past + width <= attend_triton.FAR or past > attend_triton.FAR
+            else set[int]()
+        ):
             q, batch = only(made, i, row, 1)
-            assert torch.equal(out[start + row], attend(q, made.pool, batch, case.window, made.sinks)[0]), (i, row)
+            assert torch.equal(
+                out[start + row], attend(q, made.pool, batch, case.window, made.sinks)[0]
+            ), (i, row)
 
 
 def test_keys_and_values_of_two_types_are_kept_and_read_in_triton() -> None:
@@ -129,7 +153,9 @@ def text(name: str, n: int) -> tuple[Any, Callable[..., torch.Tensor], Any]:
     gen, spec = torch.Generator().manual_seed(3), GDN if name == "gdn" else MAMBA2
     launch, shape = triton_of(name).bind(spec), spec.shape
     n_head = shape.n_v_head if name == "gdn" else shape.n_head
-    m, first, second = (torch.randn(n, size, generator=gen).to(GPU) for size in (shape.n_channel, n_head, n_head))
+    m, first, second = (
+        torch.randn(n, size, generator=gen).to(GPU) for size in (shape.n_channel, n_head, n_head)
+    )
     if name == "gdn":
         drawn = (
             -torch.rand(48, generator=gen),
@@ -137,7 +163,11 @@ def text(name: str, n: int) -> tuple[Any, Callable[..., torch.Tensor], Any]:
             torch.randn(shape.n_channel, 4, generator=gen),
         )
         w = [t.to(GPU) for t in drawn]
-        return shape, lambda layer, b, r: launch(m[r], first[r], second[r], *w, layer, b), launch.folder()
+        return (
+            shape,
+            lambda layer, b, r: launch(m[r], first[r], second[r], *w, layer, b),
+            launch.folder(),
+        )
     p = make_params(shape, gen, GPU)
     return shape, lambda layer, b, r: launch(m[r], first[r], p, layer, b), launch.folder()
 
@@ -147,10 +177,19 @@ def test_states_and_outputs_have_the_same_bits_however_tokens_came(name: str) ->
     n = 40
     shape, run, fold = text(name, n)
     found = []
-    for plan in ([(1, True)] * n, [(n, True)], [(8, False)] * 5, [(17, True), (5, False), (7, False), (11, True)]):
+    for plan in (
+        [(1, True)] * n,
+        [(n, True)],
+        [(8, False)] * 5,
+        [(17, True), (5, False), (7, False), (11, True)],
+    ):
         layer, table, at, n_fold, out = StateLayer(shape, 2, 8, GPU), SlotTable(2, 32, 16), 0, 0, []
         for width, keep in plan:
-            batch = lay_out(table, [Seq(1, at, [0] * width, SeqMode.KEEP if keep else SeqMode.VERIFY, 0, n_fold)], GPU)
+            batch = lay_out(
+                table,
+                [Seq(1, at, [0] * width, SeqMode.KEEP if keep else SeqMode.VERIFY, 0, n_fold)],
+                GPU,
+            )
             out.append(run(layer, batch, slice(at, at + width)))
             at, n_fold = at + width, 0 if keep else width
         fold(layer, 1, n_fold)
@@ -203,7 +242,9 @@ def test_graphs_hold_what_follows_a_verify() -> None:
         torch.cuda.synchronize()
         assert torch.equal(pairs[0].long(), logits.argmax(-1))
         other = (
-            next(op for op in registry.ops() if op.name == "ahead").reference.bind(_spec("ahead")).accept(pairs, batch)
+            next(op for op in registry.ops() if op.name == "ahead")
+            .reference.bind(_spec("ahead"))
+            .accept(pairs, batch)
         )
         assert torch.equal(kept.n, other.n) and torch.equal(kept.tokens, other.tokens)
 
@@ -236,7 +277,9 @@ def test_experts_are_the_references_and_a_row_has_the_same_bits_alone(name: str)
     for n in (8, 100):
         got = experts(x[:n], ids[:n], weights[:n], None, added.part(slice(0, n)))
         keep = [i for i in range(n) if i not in (3, 5)]
-        assert torch.equal(got[keep], whole[:n][keep]) and got[3].isnan().all() and got[5].isfinite().all()
+        assert (
+            torch.equal(got[keep], whole[:n][keep]) and got[3].isnan().all() and got[5].isfinite().all()
+        )
 
 
 def test_a_captured_graph_runs_other_choices() -> None:

@@ -40,12 +40,19 @@ def test_norms_are_the_references(n: int, layer: bool) -> None:
     assert _tripped() == [0] * 5
 
 
-@pytest.mark.parametrize("n_x, n_out, what", [(3, 2, "a write of 64 of 64"), (2, 3, "a read of 64 of 64"), (3, 3, "")])
+@pytest.mark.parametrize(
+    "n_x, n_out, what", [(3, 2, "a write of 64 of 64"), (2, 3, "a read of 64 of 64"), (3, 3, "")]
+)
 def test_a_kernel_that_leaves_its_tensors_is_found(n_x: int, n_out: int, what: str) -> None:
     """So every test of Triton's kernels here is one of where they read and write, too: in a view of a larger tensor as well."""
     from pyspec.cuda.ops.norms import triton_kernels as kernels
 
-    x, out, weight, fault = torch.randn(4, 64)[:n_x], torch.empty(4, 64)[:n_out], torch.ones(64), faults.record(CPU)
+    x, out, weight, fault = (
+        torch.randn(4, 64)[:n_x],
+        torch.empty(4, 64)[:n_out],
+        torch.ones(64),
+        faults.record(CPU),
+    )
     constants = {"COLUMNS": 64, "WIDE": 64, "LAYER": False, "PICKS": False, "OP": 1}
     args = (x, weight, out, x, weight, out, fault, fault, 64, 3, 1e-6)
     with pytest.raises(interpreter.InterpreterError, match=what) if what else nullcontext():
@@ -55,13 +62,16 @@ def test_a_kernel_that_leaves_its_tensors_is_found(n_x: int, n_out: int, what: s
 @pytest.mark.parametrize("row", [-3, 2, 1 << 40])
 def test_a_row_that_is_none_is_reported_and_read_as_the_first(row: int) -> None:
     x, weight = torch.randn(2, 32, generator=torch.Generator().manual_seed(0)), torch.ones(32)
-    every, some = norms_triton.bind(norms_ref.NormsSpec(CPU, 32, 1e-6)).picked(x, weight, torch.tensor([1, row]))
+    every, some = norms_triton.bind(norms_ref.NormsSpec(CPU, 32, 1e-6)).picked(
+        x, weight, torch.tensor([1, row])
+    )
     assert _tripped() == [1, norms_triton.OP_ID, -1, row if row == 2 else -1, 2]
     assert torch.equal(some, every[[1, 0]])
 
 
 @pytest.mark.parametrize(
-    "sizes", [((1, 2050), (5, 37)), pytest.param(((12, 3000), (13, 1), (1, 150_001)), marks=pytest.mark.slow)]
+    "sizes",
+    [((1, 2050), (5, 37)), pytest.param(((12, 3000), (13, 1), (1, 150_001)), marks=pytest.mark.slow)],
 )
 def test_the_best_of_hostile_rows_are_the_references(sizes: tuple[tuple[int, int], ...]) -> None:
     spec = best_ref.BestSpec(CPU)
@@ -69,7 +79,9 @@ def test_the_best_of_hostile_rows_are_the_references(sizes: tuple[tuple[int, int
 
 
 @pytest.mark.parametrize("widths", [(2, 1, 5), pytest.param((17, 3, 1, 16, 40), marks=pytest.mark.slow)])
-def test_what_is_kept_and_moved_is_the_references(widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_and_moved_is_the_references(
+    widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ahead_cuda, "WIDTHS", (widths,))
     monkeypatch.setattr(ahead_cuda, "MANY", ())
     spec = ahead_ref.AheadSpec(CPU, 3, 8)

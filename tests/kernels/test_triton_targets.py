@@ -20,7 +20,9 @@ TARGETS = ("80", "86", "89", "90", "100", "120", "121", "gfx942", "gfx1100")
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_for_and_fits(target: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(HERE.parent.parent), environment.get("PYTHONPATH", "")]
+    )
     command = [sys.executable, str(HERE / "triton_targets.py"), target]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600)
     assert done.returncode == 0, (

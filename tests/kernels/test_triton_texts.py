@@ -13,8 +13,15 @@ from pyspec.engine.api import Engine
 from pyspec.synth import write
 
 PROMPT = "the quick brown fox jumps over"
-IN_TRITON = {"qwen35": {"attend", "rope_kv", "gdn", "norms"}, "nemotron_h": {"attend", "rope_kv", "mamba2", "norms"}}
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+IN_TRITON = {
+    "qwen35": {"attend", "rope_kv", "gdn", "norms"},
+    "nemotron_h": {"attend", "rope_kv", "mamba2", "norms"},
+}
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
 
 
 def text(path: Path, spec_type: str) -> tuple[list[int], set[str]]:
@@ -22,14 +29,25 @@ def text(path: Path, spec_type: str) -> tuple[list[int], set[str]]:
     for op in registry.ops():
         op.decided.clear()
         op.verdicts.clear()
-    settings = {"np": 2, "ctx": 256, "spec_type": spec_type, "n_draft_fixed": True, "warm_up": False, "kv_type": "f16"}
+    settings = {
+        "np": 2,
+        "ctx": 256,
+        "spec_type": spec_type,
+        "n_draft_fixed": True,
+        "warm_up": False,
+        "kv_type": "f16",
+    }
     with Engine.open(str(path), None, settings) as engine:
         tokens = engine.generate(PROMPT, max_tokens=8, temperature=0.0).tokens
         return list(tokens), {op.name for op, spec in survey.asked() if op.chosen(spec).name == "triton"}
 
 
-@pytest.mark.parametrize("model, spec_type", [("qwen35", "none"), ("qwen35", "mtp"), ("nemotron_h", "none")])
-def test_a_text_is_the_references(model: str, spec_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "model, spec_type", [("qwen35", "none"), ("qwen35", "mtp"), ("nemotron_h", "none")]
+)
+def test_a_text_is_the_references(
+    model: str, spec_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(model, tmp_path / "m.gguf", quant="f32", tiny=True)
     want, ran = text(path, spec_type)
     assert not ran and "TRITON_INTERPRET" not in os.environ

@@ -16,7 +16,11 @@ from pyspec.cuda.checker import Checker
 
 WHY = {"wrong": "differ|other|not", "crashing": "ended the process", "hanging": "took more than"}
 LIMITS_S = {"start": 120.0, "binding": 60.0, "check": 10.0}
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.timeout(600),
+]
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,10 @@ _load, _store = (
     interpreter.InterpreterBuilder.create_masked_load,
     interpreter.InterpreterBuilder.create_masked_store,
 )
-_cas, _rmw = interpreter.InterpreterBuilder.create_atomic_cas, interpreter.InterpreterBuilder.create_atomic_rmw
+_cas, _rmw = (
+    interpreter.InterpreterBuilder.create_atomic_cas,
+    interpreter.InterpreterBuilder.create_atomic_rmw,
+)
 _cast, _dot, _patch = (
     interpreter.InterpreterBuilder.cast_impl,
     interpreter.InterpreterBuilder.create_dot,
@@ -60,14 +63,19 @@ def _cast_impl(self, src, dst_type):
     if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
         bits = np.ascontiguousarray(src.data).view(np.uint32)
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        return interpreter.TensorHandle(np.where(np.isnan(src.data), 0x7FC0, rounded).astype(np.uint16), tl.bfloat16)
+        return interpreter.TensorHandle(
+            np.where(np.isnan(src.data), 0x7FC0, rounded).astype(np.uint16), tl.bfloat16
+        )
     return _cast(self, src, dst_type)
 
 
 def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     if a.dtype.scalar == tl.bfloat16:
         return interpreter.TensorHandle(np.matmul(_wide(a), _wide(b)) + d.data, d.dtype.scalar)
-    if a.dtype.scalar in (tl.float16, tl.float32):  # numpy's order of additions hangs on the shape, a GPU's does not
+    if a.dtype.scalar in (
+        tl.float16,
+        tl.float32,
+    ):  # numpy's order of additions hangs on the shape, a GPU's does not
         exact = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + d.data
         return interpreter.TensorHandle(exact.astype(np.float32), d.dtype.scalar)
     return _dot(self, a, b, d, input_precision, max_num_imprecise_acc)
@@ -160,4 +168,6 @@ for _name in (
     "create_fp_ext",
     "create_fp_trunc",
 ):
-    setattr(interpreter.InterpreterBuilder, _name, lambda self, src, dst_type: self.cast_impl(src, dst_type))
+    setattr(
+        interpreter.InterpreterBuilder, _name, lambda self, src, dst_type: self.cast_impl(src, dst_type)
+    )

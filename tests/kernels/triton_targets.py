@@ -104,12 +104,16 @@ def attend() -> Iterator[Callable[[], object]]:
                 case = attend_cases.Case(*heads, kv, [(300, width)], 64, sinks=heads[2] == 64)
                 yield lambda case=case: _attend(case)
     yield from (lambda case=case: _attend(case) for case in attend_cases.MIXED.values())
-    yield lambda: _attend(attend_cases.Case(64, 1, 512, torch.float16, [(40, 2)], 32, sinks=True, keys_only=True))
+    yield lambda: _attend(
+        attend_cases.Case(64, 1, 512, torch.float16, [(40, 2)], 32, sinks=True, keys_only=True)
+    )
 
 
 def _attend(case: attend_cases.Case) -> None:
     made = attend_cases.make(case, CPU)
-    attend_triton.bind(attend_cases.spec_of(case, CPU))(made.q, made.pool, made.batch, case.window, made.sinks)
+    attend_triton.bind(attend_cases.spec_of(case, CPU))(
+        made.q, made.pool, made.batch, case.window, made.sinks
+    )
 
 
 def gdn() -> Iterator[Callable[[], object]]:
@@ -172,14 +176,18 @@ def rows() -> Iterator[Callable[[], object]]:
         (PrepKind.RELU2, 2688, 0),
     ):
         spec = RowsSpec(CPU, n_in, kind, dim)
-        yield lambda spec=spec: rows_triton.bind(spec)(*rows_op.make(spec, 2, torch.Generator().manual_seed(0)))
+        yield lambda spec=spec: rows_triton.bind(spec)(
+            *rows_op.make(spec, 2, torch.Generator().manual_seed(0))
+        )
 
 
 def norms() -> Iterator[Callable[[], object]]:
     x, weight = torch.zeros(2, 5120), torch.zeros(5120)
     for layer in (False, True):
         spec = NormsSpec(CPU, 5120, 1e-6, layer)
-        yield lambda spec=spec: norms_triton.bind(spec).picked(x, weight, torch.zeros(1, dtype=torch.int64))
+        yield lambda spec=spec: norms_triton.bind(spec).picked(
+            x, weight, torch.zeros(1, dtype=torch.int64)
+        )
         yield lambda spec=spec: norms_triton.bind(spec).paired(x, weight, x, weight)
 
 
@@ -211,17 +219,26 @@ def linear() -> Iterator[Callable[[], object]]:
 def _linear(spec: LinearSpec, n_row: int) -> None:
     shape = spec.n_weight_row, spec.n_in
     raw, scales = random_rows(spec.type, *shape, torch.Generator().manual_seed(0), CPU)
-    run, out, x = linear_triton.bind(spec), torch.zeros(n_row, spec.n_out), torch.zeros(n_row, spec.n_in).half()
+    run, out, x = (
+        linear_triton.bind(spec),
+        torch.zeros(n_row, spec.n_out),
+        torch.zeros(n_row, spec.n_in).half(),
+    )
     residual = out if spec.epilogue is Epilogue.RESIDUAL else None
     run.multiply(x, torch.ones(n_row), run.pack(raw, spec.type, shape, scales), out, residual)
 
 
 def moe() -> Iterator[Callable[[], object]]:
-    types = [GGMLType[n] for n in ("Q8_0", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "IQ4_NL", "Q2_K", "Q5_0", "IQ2_XXS")]
+    types = [
+        GGMLType[n]
+        for n in ("Q8_0", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "IQ4_NL", "Q2_K", "Q5_0", "IQ2_XXS")
+    ]
     for type in types:
         for n_row in (1, 3, 40, 200) if type is GGMLType.Q4_K else (1, 40):
             gated = type is not GGMLType.NVFP4
-            spec = MoeSpec(CPU, 2, 256, 256, "swiglu" if gated else "relu2", type, type, not gated, pieces=1)
+            spec = MoeSpec(
+                CPU, 2, 256, 256, "swiglu" if gated else "relu2", type, type, not gated, pieces=1
+            )
             yield lambda spec=spec, n_row=n_row: _moe(spec, n_row)
 
 
@@ -271,7 +288,12 @@ def main(names: list[str], targets: list[int | str]) -> int:
         done = set()
 
         def launch(kernel, grid, args, constants, warps, name=name, done=done) -> None:
-            key = (kernel.__name__, repr(constants), warps, tuple(getattr(a, "dtype", None) for a in args))
+            key = (
+                kernel.__name__,
+                repr(constants),
+                warps,
+                tuple(getattr(a, "dtype", None) for a in args),
+            )
             if key not in done:
                 done.add(key)
                 print(compiled(name, kernel, args, constants, warps), flush=True)

@@ -52,7 +52,9 @@ class Stream:
         """Run to the end and keep the faults."""
         connection = HTTPConnection("127.0.0.1", port, timeout=900)
         try:
-            connection.request("POST", "/completion", json.dumps(self.body), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/completion", json.dumps(self.body), {"Content-Type": "application/json"}
+            )
             answer = connection.getresponse()
             if answer.status != 200:
                 raise OSError(f"status {answer.status}: {answer.read(300)!r}")
@@ -82,7 +84,9 @@ class Stream:
         """Where it differs from an undisturbed answer; "" if nowhere."""
         if self.error:
             return f"failed: {self.error}"
-        n = next((i for i, (a, b) in enumerate(zip(self.tokens, other.tokens, strict=False)) if a != b), -1)
+        n = next(
+            (i for i, (a, b) in enumerate(zip(self.tokens, other.tokens, strict=False)) if a != b), -1
+        )
         if n >= 0:
             return f"token {n} of {len(other.tokens)} is {self.tokens[n]}, undisturbed {other.tokens[n]}"
         for what in ("tokens_predicted", "tokens_evaluated", "stop_type", "stopping_word"):
@@ -90,7 +94,11 @@ class Stream:
                 return f"{what} is {self.final[what]}, undisturbed {other.final[what]}"
         if self.text != other.text:
             return f"the text has {len(self.text)} characters, undisturbed {len(other.text)}, or others"
-        return "" if self.tokens == other.tokens else f"{len(self.tokens)} tokens, undisturbed {len(other.tokens)}"
+        return (
+            ""
+            if self.tokens == other.tokens
+            else f"{len(self.tokens)} tokens, undisturbed {len(other.tokens)}"
+        )
 
 
 class Server:
@@ -134,7 +142,11 @@ class Server:
         return text
 
     def counted(self, name: str) -> int:
-        found = [line for line in self.get("/metrics").splitlines() if line.startswith(f"pyspec_{name}_total ")]
+        found = [
+            line
+            for line in self.get("/metrics").splitlines()
+            if line.startswith(f"pyspec_{name}_total ")
+        ]
         return int(float(found[0].split()[1]))
 
     def end(self) -> None:
@@ -157,7 +169,9 @@ def bodies(n: int, n_predict: int) -> list[dict[str, object]]:
     return made
 
 
-def run(server: Server, asked: Sequence[dict[str, object]], strike: str = "", after: float = 0.0) -> list[Stream]:
+def run(
+    server: Server, asked: Sequence[dict[str, object]], strike: str = "", after: float = 0.0
+) -> list[Stream]:
     """All streams side by side, struck `after` seconds."""
     streams = [Stream(i, body) for i, body in enumerate(asked)]
     threads = [threading.Thread(target=s.read, args=(server.port,)) for s in streams]
@@ -174,11 +188,17 @@ def run(server: Server, asked: Sequence[dict[str, object]], strike: str = "", af
     return streams
 
 
-def trial(server: Server, undisturbed: Sequence[Stream], asked: Sequence[dict], strike: str, after: float) -> bool:
+def trial(
+    server: Server, undisturbed: Sequence[Stream], asked: Sequence[dict], strike: str, after: float
+) -> bool:
     """Strike once and print the outcome. True if nothing was lost."""
     before = server.counted("engine_restarts")
     streams = run(server, asked, strike, after)
-    flaws = [f"stream {s.number}: {flaw}" for s, u in zip(streams, undisturbed, strict=True) if (flaw := s.differs(u))]
+    flaws = [
+        f"stream {s.number}: {flaw}"
+        for s, u in zip(streams, undisturbed, strict=True)
+        if (flaw := s.differs(u))
+    ]
     restarts = server.counted("engine_restarts") - before
     if restarts == 0:
         flaws.append("the engine was not replaced: struck too late, or it did not hurt")
@@ -202,7 +222,10 @@ def poison(server: Server, undisturbed: Sequence[Stream], asked: Sequence[dict])
     flaws = [flaw for s, u in zip(streams[:-1], undisturbed[:-1], strict=True) if (flaw := s.differs(u))]
     if "3 times while this request ran" not in streams[-1].error:
         flaws.append(f"the poison did not fail as it should: {streams[-1].error or 'it did not fail'}")
-    print(f"poison: pause {max(s.gap for s in streams[:-1]):.2f} s, {len(flaws)} flaws {flaws or ''}", flush=True)
+    print(
+        f"poison: pause {max(s.gap for s in streams[:-1]):.2f} s, {len(flaws)} flaws {flaws or ''}",
+        flush=True,
+    )
     return not flaws
 
 
@@ -218,7 +241,9 @@ def main() -> int:
     if sys.argv[1:2] == ["--serve"]:
         return serve(Path(sys.argv[2]), sys.argv[3:])
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="GGUF file or a name")
     parser.add_argument("--trials", nargs="+", default=["kill", "stop", "abort", "endless"])
     parser.add_argument("--repeat", type=int, default=1)
@@ -235,7 +260,11 @@ def main() -> int:
             began = time.perf_counter()
             undisturbed, draw = run(server, asked), random.Random(args.seed)
             took = time.perf_counter() - began
-            again = [flaw for s, u in zip(run(server, asked), undisturbed, strict=True) if (flaw := s.differs(u))]
+            again = [
+                flaw
+                for s, u in zip(run(server, asked), undisturbed, strict=True)
+                if (flaw := s.differs(u))
+            ]
             print(
                 f"{args.streams} streams of {args.predict} tokens take {took:.2f} s; differ undisturbed: {len(again)} {again or ''}",
                 flush=True,
@@ -248,8 +277,13 @@ def main() -> int:
             if broken:
                 server.plant("broken", broken)
                 good &= trial(server, undisturbed, asked, "kill", 0.3 * took)
-                print("    " + "    ".join(line for line in server.log if "not used any more" in line), flush=True)
-            print(f"restarts {server.counted('engine_restarts')}, tokens replayed {server.counted('tokens_replayed')}")
+                print(
+                    "    " + "    ".join(line for line in server.log if "not used any more" in line),
+                    flush=True,
+                )
+            print(
+                f"restarts {server.counted('engine_restarts')}, tokens replayed {server.counted('tokens_replayed')}"
+            )
             print(f"health {server.get('/health')}")
         finally:
             server.end()

@@ -43,7 +43,9 @@ class Plants:
 
     def before_round(self, core: Any) -> None:
         token, _, n = self.read("poison").partition(" ")
-        if token and any(int(token) in j.request.prompt and j.n_predicted >= int(n) for j in core.loop.jobs.values()):
+        if token and any(
+            int(token) in j.request.prompt and j.n_predicted >= int(n) for j in core.loop.jobs.values()
+        ):
             os.abort()
         what = self.read("round", once=True)
         if what == "abort":

@@ -86,7 +86,9 @@ def cases(seed: int, number: int) -> tuple[list[Case], dict[Base, Parsed]]:
     files, rng = {base: parse(base.path) for base in bases()}, random.Random(seed)
     kinds = []
     for list_mutants in (field_mutants, tensor_mutants):
-        named = [(base, what, change) for base, file in files.items() for what, change in list_mutants(file)]
+        named = [
+            (base, what, change) for base, file in files.items() for what, change in list_mutants(file)
+        ]
         rng.shuffle(named)
         kinds.append(cycle(named))
     drawn = ((i, next(kinds[i % 2])) for i in range(number))
@@ -101,7 +103,11 @@ def ask(engine: Engine) -> None:
     tokenizer.decode(ids).encode()
     [tokenizer.piece(i) for i in range(tokenizer.n_vocab)]
     drawn = {"ignore_eos": True, "logprobs": 3, "dry_multiplier": 0.8, "repeat_penalty": 1.1, "seed": 1}
-    for prompt, how in (([1, 2, 3], {"temperature": 0}), (ids[:16], {"temperature": 0}), ([4, 5], drawn)):
+    for prompt, how in (
+        ([1, 2, 3], {"temperature": 0}),
+        (ids[:16], {"temperature": 0}),
+        ([4, 5], drawn),
+    ):
         try:
             engine.generate(prompt, max_tokens=6, **how).text.encode()
         except (RequestError, SlotError):
@@ -145,7 +151,10 @@ def verdict(case: Case, path: Path, warm_up: bool) -> tuple[str, str]:
     except Exception as e:  # noqa: BLE001 - any error is a finding
         frames = traceback.extract_tb(e.__traceback__)
         where = next((f for f in reversed(frames) if "pyspec" in f.filename), frames[-1])
-        return "FOUND", f"{type(e).__name__} in {Path(where.filename).name}:{where.name}: {str(e)[:120]!r}"
+        return (
+            "FOUND",
+            f"{type(e).__name__} in {Path(where.filename).name}:{where.name}: {str(e)[:120]!r}",
+        )
     return "loads", ""
 
 
@@ -159,7 +168,9 @@ def _limit(unlimited: bool = False) -> None:
 def _allow(seconds: float) -> None:
     """Bound the processor time of all threads from now on; SIGXCPU ends the process after it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds) + 1, resource.RLIM_INFINITY))
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + seconds) + 1, resource.RLIM_INFINITY)
+    )
 
 
 def _child(todo: Sequence[tuple[int, Case]], files: dict[Base, Parsed], folder: Path, out: int) -> None:
@@ -173,7 +184,9 @@ def _child(todo: Sequence[tuple[int, Case]], files: dict[Base, Parsed], folder: 
         os.write(out, json.dumps([i, *verdict(case, path, warm_up=i % 8 == 0)]).encode() + b"\n")
 
 
-def judged(todo: list[tuple[int, Case]], files: dict[Base, Parsed], folder: Path) -> Iterator[tuple[int, str, str]]:
+def judged(
+    todo: list[tuple[int, Case]], files: dict[Base, Parsed], folder: Path
+) -> Iterator[tuple[int, str, str]]:
     """(number, verdict, why) of every case, by children that are replaced when one dies."""
     while todo:
         read, write = os.pipe()
@@ -216,7 +229,9 @@ def show(case: Case, files: dict[Base, Parsed], folder: Path, number: int) -> No
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--number", type=int, default=3000, help="of mutants")
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
     parser.add_argument("--only", type=int, help="this mutant of the seed, with its traceback")
@@ -245,7 +260,9 @@ def main() -> int:
             if kind == "FOUND" or args.lines:
                 found[why.split(": ")[0]] += kind == "FOUND"
                 print(f"{i} {all_cases[i].base.name}: {all_cases[i].what}: {kind} {why}", flush=True)
-    print(f"{counts['loads']} load, {counts['refused']} are refused, {counts['FOUND']} are findings (seed {seed})")
+    print(
+        f"{counts['loads']} load, {counts['refused']} are refused, {counts['FOUND']} are findings (seed {seed})"
+    )
     for why, n in found.most_common():
         print(f"  {n}  {why}")
     return 1 if counts["FOUND"] else 0

@@ -18,7 +18,23 @@ from pathlib import Path
 STRING, ARRAY, BOOL, F32, U32 = 8, 9, 7, 6, 4
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 FLOATS = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-38, 3e38)
-INTS = (0, 1, 2, 3, 7, 255, 65_535, 1_000_000, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
+INTS = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    255,
+    65_535,
+    1_000_000,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**32,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+)
 TEXTS = (
     b"",
     b"\xff\xfe",
@@ -134,7 +150,9 @@ class Parsed:
         head = b"GGUF" + struct.pack("<IQQ", 3, len(self.entries), len(self.fields))
         head += b"".join(map(_encoded, self.fields))
         for e in self.entries:
-            head += _string(e.name) + struct.pack(f"<I{len(e.ne)}QIQ", len(e.ne), *e.ne, e.kind, e.offset)
+            head += _string(e.name) + struct.pack(
+                f"<I{len(e.ne)}QIQ", len(e.ne), *e.ne, e.kind, e.offset
+            )
         out = head + bytes(-len(head) % self.alignment) + self.data + tail
         return out[: int(len(out) * self.cut)]
 
@@ -149,7 +167,11 @@ def _scalar(value: object, kind: int) -> bytes:
     form = FORMATS.get(kind, "I")
     if form in "fd":
         return struct.pack("<" + form, float(value) if isinstance(value, int | float) else 0.0)
-    whole = int(value) if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) else 0
+    whole = (
+        int(value)
+        if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+        else 0
+    )
     return (whole % 2 ** (8 * struct.calcsize(form))).to_bytes(struct.calcsize(form), "little")
 
 
@@ -158,7 +180,11 @@ def _encoded(f: Field) -> bytes:
     if f.kind != ARRAY:
         return head + _scalar(f.value, f.kind)
     items: list[object] = list(f.value)  # type: ignore[call-overload]
-    return head + struct.pack("<IQ", f.elements, len(items)) + b"".join(_scalar(x, f.elements) for x in items)
+    return (
+        head
+        + struct.pack("<IQ", f.elements, len(items))
+        + b"".join(_scalar(x, f.elements) for x in items)
+    )
 
 
 def parse(path: Path) -> Parsed:
@@ -278,7 +304,10 @@ def _array_changes(f: Field) -> Iterator[tuple[str, Callable[[Field, random.Rand
     yield "halved", _set(value=items[: len(items) // 2])
     yield "twice", _set(value=items * 2)
     yield "the first alone", _set(kind=f.elements, value=items[0])
-    yield "as texts", _set(elements=STRING, value=[x if isinstance(x, bytes) else str(x).encode() for x in items])
+    yield (
+        "as texts",
+        _set(elements=STRING, value=[x if isinstance(x, bytes) else str(x).encode() for x in items]),
+    )
     wrong = TEXTS if f.elements == STRING else (*FLOATS, *INTS, *(-x for x in INTS))
     for x in wrong:
 
@@ -291,7 +320,10 @@ def _array_changes(f: Field) -> Iterator[tuple[str, Callable[[Field, random.Rand
 
         yield f"one is {str(x)[:20]}", one
         if f.elements != STRING:
-            yield f"all are {x}", _set(elements=F32 if isinstance(x, float) else 11, value=[x] * len(items))
+            yield (
+                f"all are {x}",
+                _set(elements=F32 if isinstance(x, float) else 11, value=[x] * len(items)),
+            )
 
 
 def _entry_changes(e: Entry) -> Iterator[tuple[str, Callable[[Entry, random.Random], None]]]:
@@ -322,11 +354,16 @@ def _entry_changes(e: Entry) -> Iterator[tuple[str, Callable[[Entry, random.Rand
 
 def _adding(key: str, kind: int) -> Change:
     def change(p: Parsed, rng: random.Random) -> None:
-        value: object = rng.choice(INTS if kind in (U32, BOOL) else FLOATS if kind == F32 else TEXTS + TEMPLATES)
+        value: object = rng.choice(
+            INTS if kind in (U32, BOOL) else FLOATS if kind == F32 else TEXTS + TEMPLATES
+        )
         elements = 0
         if kind == ARRAY:
             elements = rng.choice((U32, 5, F32, STRING, BOOL))
-            value = [rng.choice(FLOATS if elements == F32 else INTS) for _ in range(rng.choice((0, 1, 4, 300)))]
+            value = [
+                rng.choice(FLOATS if elements == F32 else INTS)
+                for _ in range(rng.choice((0, 1, 4, 300)))
+            ]
         p.fields.append(Field(key.encode(), kind, value, elements))
 
     return change

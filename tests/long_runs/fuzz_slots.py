@@ -32,7 +32,10 @@ from pyspec.errors import BadSlotFile
 from pyspec.slots.slot_file import CHUNK, DIGEST, MAGIC, VERSION, _digest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIRS = {"demo": ("demo", "auto"), "qwen35 with MTP": (str(ROOT / "tests" / "fixtures" / "qwen35.gguf"),) * 2}
+PAIRS = {
+    "demo": ("demo", "auto"),
+    "qwen35 with MTP": (str(ROOT / "tests" / "fixtures" / "qwen35.gguf"),) * 2,
+}
 WRONG: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2, 7, 63, 65_535, 1 << 31, 1 << 32, 1 << 63, 1 << 64, 0.5, -0.0, 1e308, "", "x", "\x00", "\x1b[2J", "x" * 100_000,
     "\ud800", [], [None], [-1], [[]], {}, {"": None}, [1 << 40], [1] * 100_000,
@@ -55,7 +58,9 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(value[i], (*path, i))
 
 
-def changed(head: dict[str, Any], path: tuple[Any, ...], rng: random.Random) -> tuple[str, dict[str, Any]]:
+def changed(
+    head: dict[str, Any], path: tuple[Any, ...], rng: random.Random
+) -> tuple[str, dict[str, Any]]:
     """The fault, and the head with it."""
     head = copy.deepcopy(head)
     inside: Any = head
@@ -80,7 +85,11 @@ def changed(head: dict[str, Any], path: tuple[Any, ...], rng: random.Random) -> 
 
 def signed(head: dict[str, Any] | bytes, content: bytes) -> bytes:
     """A file whose digests are right."""
-    text = head if isinstance(head, bytes) else json.dumps(head, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    text = (
+        head
+        if isinstance(head, bytes)
+        else json.dumps(head, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    )
     start = struct.pack("<8sII", MAGIC, VERSION, len(text)) + text
     key = _digest(start)
     chunks = (content[i : i + CHUNK] for i in range(0, len(content), CHUNK))
@@ -91,7 +100,9 @@ def parted(data: bytes) -> tuple[dict[str, Any], bytes]:
     """Head and content of a file."""
     (n,) = struct.unpack_from("<I", data, 12)
     rest, step = data[16 + n + DIGEST :], CHUNK + DIGEST
-    return json.loads(data[16 : 16 + n]), b"".join(rest[i : i + step][:-DIGEST] for i in range(0, len(rest), step))
+    return json.loads(data[16 : 16 + n]), b"".join(
+        rest[i : i + step][:-DIGEST] for i in range(0, len(rest), step)
+    )
 
 
 def mutant(data: bytes, i: int, seed: int) -> tuple[str, bytes]:
@@ -110,7 +121,9 @@ def mutant(data: bytes, i: int, seed: int) -> tuple[str, bytes]:
     if how == 2:
         return f"{n} more bytes of content", signed(head, content + rng.randbytes(n))
     if how == 3:
-        return f"byte {at} flipped", data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+        return f"byte {at} flipped", data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[
+            at + 1 :
+        ]
     if how == 4:
         raw = json.dumps(head).encode()
         return "a head of noise", signed(raw[: rng.randrange(len(raw))] + rng.randbytes(n), content)
@@ -201,7 +214,9 @@ def save(pair: str, folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--number", type=int, default=1000, help="of files, of each pair")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lines", action="store_true", help="print every file and what became of it")

@@ -33,18 +33,33 @@ ROOT = Path(__file__).resolve().parents[2]
 NO_HTTP = (501, 505)  # HTTP's answers to an unknown transfer coding or version
 N_ASKED = 24  # tokens of an answer that is compared
 SETTLE_S = 90.0  # for the remains of hostile clients to end
-GROWTH = 256 << 20  # bytes of resident memory that may come and stay after the first part: a body of 8 MB takes as much
+GROWTH = (
+    256 << 20
+)  # bytes of resident memory that may come and stay after the first part: a body of 8 MB takes as much
 
 
 class Server:
     """`pyspec server demo` in its own process, as seen from outside."""
 
     def __init__(self, args: Sequence[str], preexec: str = "") -> None:
-        command = [sys.executable, "-m", "pyspec", "server", "demo", "--port", "0", "--log-format", "json", *args]
+        command = [
+            sys.executable,
+            "-m",
+            "pyspec",
+            "server",
+            "demo",
+            "--port",
+            "0",
+            "--log-format",
+            "json",
+            *args,
+        ]
         if preexec:
             command = ["sh", "-c", f'{preexec}; exec "$@"', "sh", *command]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env)
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env
+        )
         self.log: list[str] = []
         self.port = 0
         self._is_ready = threading.Event()
@@ -95,7 +110,9 @@ class Server:
         for pid in self.pids():
             try:
                 before = held.rss
-                status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+                status = dict(
+                    line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+                )
                 held.rss += int(status["VmRSS"].split()[0]) << 10
                 held.threads += int(status["Threads"])
                 held.fds += len(os.listdir(f"/proc/{pid}/fd"))
@@ -180,14 +197,20 @@ def attack(client: Client, end: float, tally: Tally, number: int = 1 << 60) -> N
             tally.fail(f"{kind.__name__}: status {status}")
 
 
-def ask(server: Server, known: Sequence[Known], number: int, end: float, tally: Tally, answer_s: float) -> None:
+def ask(
+    server: Server, known: Sequence[Known], number: int, end: float, tally: Tally, answer_s: float
+) -> None:
     """Ask for known texts, one after the other, from an address of one's own."""
     rng = random.Random(number)
     while time.monotonic() < end:
         one, began = rng.choice(known), time.monotonic()
         try:
             said = answer(server, one, f"127.0.1.{number + 1}", is_stream=rng.random() < 0.5)
-            while isinstance(said, str) and said.startswith("status 429") and time.monotonic() - began < answer_s:
+            while (
+                isinstance(said, str)
+                and said.startswith("status 429")
+                and time.monotonic() - began < answer_s
+            ):
                 tally.n_refused += 1
                 time.sleep(1.0)  # as the answer says
                 said = answer(server, one, f"127.0.1.{number + 1}", is_stream=False)
@@ -212,7 +235,9 @@ def answer(server: Server, one: Known, address: str, is_stream: bool) -> list[in
         "return_tokens": True,
         "stream": is_stream,
     }
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600, source_address=(address, 0))
+    connection = http.client.HTTPConnection(
+        "127.0.0.1", server.port, timeout=600, source_address=(address, 0)
+    )
     try:
         connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -228,7 +253,12 @@ def answer(server: Server, one: Known, address: str, is_stream: bool) -> list[in
 
 
 def assault(
-    server: Server, known: Sequence[Known], seconds: float, options: argparse.Namespace, tally: Tally, seed: int
+    server: Server,
+    known: Sequence[Known],
+    seconds: float,
+    options: argparse.Namespace,
+    tally: Tally,
+    seed: int,
 ) -> None:
     """All clients at once, for so long."""
     end = time.monotonic() + seconds
@@ -238,7 +268,10 @@ def assault(
     ]
     for i in range(options.clients):
         client = Client(
-            server.port, random.Random(seed * 1000 + i), f"127.0.2.{i % options.addresses + 1}", options.timid
+            server.port,
+            random.Random(seed * 1000 + i),
+            f"127.0.2.{i % options.addresses + 1}",
+            options.timid,
         )
         threads.append(threading.Thread(target=attack, args=(client, end, tally)))
     for thread in threads:
@@ -263,7 +296,9 @@ def judge(server: Server, first: Held, last: Held, tally: Tally) -> None:
 def hostile(options: argparse.Namespace) -> Tally:
     """Run a first part, count the server's resources, and run the rest."""
     known, tally = known_texts(24), Tally()
-    server = Server(["-np", str(options.np), "--cache-ram", "32", *options.server])  # a cache that grows is no leak
+    server = Server(
+        ["-np", str(options.np), "--cache-ram", "32", *options.server]
+    )  # a cache that grows is no leak
     try:
         idle = Tally()
         ask(server, known, 0, time.monotonic() + 3, idle, options.answer_s)
@@ -300,14 +335,20 @@ def report(idle: Tally, tally: Tally, held: Sequence[Held], server: Server) -> N
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=24, help="hostile ones")
-    parser.add_argument("--addresses", type=int, default=4, help="that the hostile ones come from; at most 250")
+    parser.add_argument(
+        "--addresses", type=int, default=4, help="that the hostile ones come from; at most 250"
+    )
     parser.add_argument("--patient", type=int, default=2, help="those who want answers")
     parser.add_argument("--np", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--answer-s", type=float, default=30.0, help="within which an answer has to be there")
+    parser.add_argument(
+        "--answer-s", type=float, default=30.0, help="within which an answer has to be there"
+    )
     parser.add_argument("--timid", action="store_true", help="smaller bodies and shorter waits")
     parser.add_argument("server", nargs="*", help="further arguments of `pyspec server demo`")
     tally = hostile(parser.parse_args())

@@ -110,7 +110,11 @@ def head(path: str, length: int, *, method: str = "POST", **headers: str) -> byt
         "Connection": "close",
     } | headers
     return "".join(
-        [f"{method} {path} HTTP/1.1\r\n", *(f"{k.replace('_', '-')}: {v}\r\n" for k, v in lines.items()), "\r\n"]
+        [
+            f"{method} {path} HTTP/1.1\r\n",
+            *(f"{k.replace('_', '-')}: {v}\r\n" for k, v in lines.items()),
+            "\r\n",
+        ]
     ).encode("latin-1")
 
 
@@ -119,7 +123,9 @@ def status_of(sock: socket.socket) -> int:
     got = b""
     try:
         while data := sock.recv(1 << 16):
-            while (got := got + data if len(got) < 64 else got).startswith(GOING_ON) and b"\r\n\r\n" in got:
+            while (got := got + data if len(got) < 64 else got).startswith(
+                GOING_ON
+            ) and b"\r\n\r\n" in got:
                 got, data = got.partition(b"\r\n\r\n")[2], b""
     except ConnectionError:
         pass
@@ -132,10 +138,18 @@ def status_of(sock: socket.socket) -> int:
 def malformed(client: Client) -> int:
     """A body in which a few bytes are wrong, or that is cut."""
     rng = client.rng
-    raw = bytearray(json.dumps({"messages": HELLO, "prompt": "Hello \u00e4", "max_tokens": 2, "stop": ["x"]}).encode())
+    raw = bytearray(
+        json.dumps(
+            {"messages": HELLO, "prompt": "Hello \u00e4", "max_tokens": 2, "stop": ["x"]}
+        ).encode()
+    )
     for _ in range(rng.randint(1, 4)):
-        raw[rng.randrange(len(raw))] = rng.choice((0, 0x22, 0x5B, 0x7B, 0x7D, 0x80, 0xFF, rng.randrange(256)))
-    return client.post(rng.choice(GENERATING + MEDIUM), bytes(raw[: rng.choice((len(raw), rng.randrange(len(raw))))]))
+        raw[rng.randrange(len(raw))] = rng.choice(
+            (0, 0x22, 0x5B, 0x7B, 0x7D, 0x80, 0xFF, rng.randrange(256))
+        )
+    return client.post(
+        rng.choice(GENERATING + MEDIUM), bytes(raw[: rng.choice((len(raw), rng.randrange(len(raw))))])
+    )
 
 
 def wrong_fields(client: Client) -> int:
@@ -157,7 +171,9 @@ def wrong_fields(client: Client) -> int:
 
 def huge_body(client: Client) -> int:
     """As much text as a body may have, and more."""
-    n = client.rng.choice((100_000, 1 << 20) if client.is_timid else (1 << 20, 8_300_000, 8_388_608, 9_000_000))
+    n = client.rng.choice(
+        (100_000, 1 << 20) if client.is_timid else (1 << 20, 8_300_000, 8_388_608, 9_000_000)
+    )
     text = client.rng.choice(("a", "a b ", "\u00e9", "0123", " \n", "<|im_end|>"))
     text *= n // len(text.encode())
     path = client.rng.choice(("/tokenize", CHAT, NATIVE))
@@ -168,7 +184,13 @@ def nested(client: Client) -> int:
     """Lists in lists, deep or wide."""
     n = client.rng.choice((200, 20_000) if client.is_timid else (200, 20_000, 1_000_000))
     what = client.rng.choice(
-        (b"[" * n, b"[]," * n + b"[]", b'{"a":' * n, b'{"a":[]},' * n + b"1", b"[[],[]]," * (n // 2) + b"0")
+        (
+            b"[" * n,
+            b"[]," * n + b"[]",
+            b'{"a":' * n,
+            b'{"a":[]},' * n + b"1",
+            b"[[],[]]," * (n // 2) + b"0",
+        )
     )
     end = b"]" * n if what.startswith(b"[" * 2) and what.count(b"]") == 0 else b""
     key = client.rng.choice((b"prompt", b"messages", b"tools", b"logit_bias", b"stop"))
@@ -202,7 +224,9 @@ def wrong_host(client: Client) -> int:
     host = client.rng.choice(
         ("evil.example", "evil.example:8080", "localhost.evil.example", "", "a" * 5000, "[::1", "\u00fc")
     )
-    headers = {"Host": host} | client.rng.choice(({}, {"Origin": "http://evil.example"}, {"Origin": "null"}))
+    headers = {"Host": host} | client.rng.choice(
+        ({}, {"Origin": "http://evil.example"}, {"Origin": "null"})
+    )
     return client.post(CHAT, {"messages": HELLO, "max_tokens": 1}, **headers)
 
 
@@ -238,7 +262,9 @@ def half_open(client: Client) -> None:
     socks = [client.connect() for _ in range(client.rng.randint(1, 20))]
     for sock in socks:
         sock.sendall(
-            client.rng.choice((b"", b"G", b"GET /health HTTP/1.1\r\nHost: ", b"POST /completion HTTP/1.1\r\nX: y\r\n"))
+            client.rng.choice(
+                (b"", b"G", b"GET /health HTTP/1.1\r\nHost: ", b"POST /completion HTTP/1.1\r\nX: y\r\n")
+            )
         )
     time.sleep(0.3 if client.is_timid else client.rng.uniform(0, 12))
     for sock in socks:
@@ -270,7 +296,9 @@ def cancel(client: Client) -> None:
 
 def deaf(client: Client) -> None:
     """A stream that is asked for and not read."""
-    raw = json.dumps({"prompt": "Hello", "stream": True, "n_predict": 300, "n_probs": 20, "ignore_eos": True}).encode()
+    raw = json.dumps(
+        {"prompt": "Hello", "stream": True, "n_predict": 300, "n_probs": 20, "ignore_eos": True}
+    ).encode()
     with client.connect() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         sock.sendall(head(NATIVE, len(raw)) + raw)
@@ -316,7 +344,8 @@ def hostile_schema(client: Client) -> int:
         }
     else:
         body["tools"] = [
-            {"type": "function", "function": {"name": f"f{i}", "parameters": schema, "strict": True}} for i in range(3)
+            {"type": "function", "function": {"name": f"f{i}", "parameters": schema, "strict": True}}
+            for i in range(3)
         ]
         body["tool_choice"] = "required"
     return client.post(CHAT, body)
@@ -327,14 +356,23 @@ def templates(client: Client) -> int:
     rng = client.rng
     n = rng.choice((1, 10, 400) if client.is_timid else (1, 400, 4096, 5000))
     text = rng.choice(
-        ("Hello", "<|im_start|>system\n", "{{ 7 * 7 }}{% for x in range(10**9) %}", "\ue0000\ue001", "x" * 1000)
+        (
+            "Hello",
+            "<|im_start|>system\n",
+            "{{ 7 * 7 }}{% for x in range(10**9) %}",
+            "\ue0000\ue001",
+            "x" * 1000,
+        )
     )
     body = {
-        "messages": [{"role": rng.choice(("user", "assistant", "tool", "x")), "content": text} for _ in range(n)],
+        "messages": [
+            {"role": rng.choice(("user", "assistant", "tool", "x")), "content": text} for _ in range(n)
+        ],
         "max_tokens": 1,
     }
     return client.post(
-        rng.choice((CHAT, "/apply-template", "/v1/messages")), body | {"chat_template_kwargs": rng.choice(KWARGS)}
+        rng.choice((CHAT, "/apply-template", "/v1/messages")),
+        body | {"chat_template_kwargs": rng.choice(KWARGS)},
     )
 
 

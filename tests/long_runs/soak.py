@@ -233,7 +233,9 @@ class Span:
             time.sleep(0.01)
 
 
-def traffic(engine: Engine, url: str, seed: int, span: Span, known: list[Known], tally: Tally, folder: Path) -> None:
+def traffic(
+    engine: Engine, url: str, seed: int, span: Span, known: list[Known], tally: Tally, folder: Path
+) -> None:
     """One client after another; odd ones speak HTTP where texts are known."""
     rng = random.Random(seed)
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
@@ -284,14 +286,20 @@ def inspect_idle(engine: Engine, tally: Tally) -> None:
     table.clear()
     cache.check(now=True)
     if table.n_page_used or table.n_page_cached or len(cache.states):
-        tally.fail(f"{table.n_page_used} + {table.n_page_cached} pages and {len(cache.states)} states are lost")
+        tally.fail(
+            f"{table.n_page_used} + {table.n_page_cached} pages and {len(cache.states)} states are lost"
+        )
 
 
 def grown(readings: Sequence[int]) -> str:
     """The fault of resident bytes early and late, in a run too short for a reading a minute."""
     early, late = readings
     more = late - early
-    return f"memory grew by {more >> 20} MiB from {early >> 20} MiB" if more > max(ENOUGH * early, SLACK) else ""
+    return (
+        f"memory grew by {more >> 20} MiB from {early >> 20} MiB"
+        if more > max(ENOUGH * early, SLACK)
+        else ""
+    )
 
 
 def soak(
@@ -308,7 +316,9 @@ def soak(
     n_client = np + max(2, np // 2)  # more than fit, so that some wait
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engine = stack.enter_context(Engine.load("demo", draft, np=np, queue=4 * n_client, isolated=isolated))
+        engine = stack.enter_context(
+            Engine.load("demo", draft, np=np, queue=4 * n_client, isolated=isolated)
+        )
         url = stack.enter_context(serving(engine))
         watch = Watch(engine, process_of(engine, isolated), every_s=60.0, warm_s=WARM_S)
         span = Span(seconds, n_request)
@@ -342,17 +352,27 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--np", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--draft", default="auto", help="auto (DFlash), mtp or ngram; not of conversations")
+    parser.add_argument(
+        "--draft", default="auto", help="auto (DFlash), mtp or ngram; not of conversations"
+    )
     parser.add_argument(
         "--isolated", action="store_true", help="the engine in a process of its own, as a server has it"
     )
-    parser.add_argument("--chats", action="store_true", help="conversations over the prefix cache (soak_chats.py)")
-    parser.add_argument("--model", default=None, help="of the conversations: any file with an MTP block, or demo")
+    parser.add_argument(
+        "--chats", action="store_true", help="conversations over the prefix cache (soak_chats.py)"
+    )
+    parser.add_argument(
+        "--model", default=None, help="of the conversations: any file with an MTP block, or demo"
+    )
     parser.add_argument("--device", default="cpu", help="of the conversations")
     parser.add_argument("--ctx", type=int, default=768, help="tokens a conversation may have")
-    parser.add_argument("--later", action="store_true", help="compare conversations at the end: one engine at a time")
     parser.add_argument(
-        "--ahead", action="store_true", help="conversations that often do not draft: rounds launched ahead"
+        "--later", action="store_true", help="compare conversations at the end: one engine at a time"
+    )
+    parser.add_argument(
+        "--ahead",
+        action="store_true",
+        help="conversations that often do not draft: rounds launched ahead",
     )
     arguments = parser.parse_args()
     if arguments.chats:

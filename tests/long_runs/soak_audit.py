@@ -16,7 +16,10 @@ from pyspec.request import Request, SamplingParams
 from pyspec.slots.prefix import Node
 from pyspec.slots.states import Saved
 
-OFF = {"cpu": 1e-3, "cuda": 0.03}  # of a row's norm; found are 2e-5 and 3e-3, as sums follow the cut of a prompt
+OFF = {
+    "cpu": 1e-3,
+    "cuda": 0.03,
+}  # of a row's norm; found are 2e-5 and 3e-3, as sums follow the cut of a prompt
 ENOUGH = 8  # wrong ones
 ASKED = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -78,7 +81,9 @@ def audit(engine: Engine, other: Engine) -> Audit:
             places = at if what.startswith("layer") else [len(text)]
             if bad and (place := places[bad[0] % len(places)]) <= first:
                 first = place
-                found.wrong.append((text[: place + 1], f"{what} off by {off[bad[0]]:.2g} at {place} of {len(text)}"))
+                found.wrong.append(
+                    (text[: place + 1], f"{what} off by {off[bad[0]]:.2g} at {place} of {len(text)}")
+                )
         found.n_row, found.n_state = found.n_row + len(at), found.n_state + (len(text) in node.states)
     return found
 
@@ -100,7 +105,9 @@ def _rows(
     rows = [torch.tensor(place, dtype=torch.int64, device=device) for place in places]
     for layer, pool in pools.items():
         theirs = other.loop.memory.kv[layer].read(rows[1], torch.float32)
-        for name, x, y in zip(("keys", "values"), pool.read(rows[0], torch.float32), theirs, strict=True):
+        for name, x, y in zip(
+            ("keys", "values"), pool.read(rows[0], torch.float32), theirs, strict=True
+        ):
             yield f"layer {layer}'s {name}", x, y
 
 

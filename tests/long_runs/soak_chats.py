@@ -42,7 +42,11 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.drafts import Drafts, DraftsAhead
 
 N_CHAT, CTX = 8, 768  # tokens a conversation may have; of a longer one all pieces are longer
-AGAIN, CANCELLED, FORKED = 0.8, 0.2, 0.15  # shares: continue a text; are left early; continue from its middle
+AGAIN, CANCELLED, FORKED = (
+    0.8,
+    0.2,
+    0.15,
+)  # shares: continue a text; are left early; continue from its middle
 # A token that is no better than the next one by more may fall either way in another batch
 TIE = {"cpu": 2e-3, "cuda": 0.1}
 MOST_DOUBTS = 20
@@ -86,7 +90,10 @@ class Prompter:
         drafter.draft, drafter.draft_ahead = self.draft, self.draft_ahead  # type: ignore[attr-defined, method-assign]
 
     def draft(self, asks: Sequence[DraftRequest]) -> list[Drafts]:
-        return [Drafts(self.mixed(ask, list(draft.tokens))) for ask, draft in zip(asks, self.own(asks), strict=True)]
+        return [
+            Drafts(self.mixed(ask, list(draft.tokens)))
+            for ask, draft in zip(asks, self.own(asks), strict=True)
+        ]
 
     def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:
         """The same behind rows that are kept; on a CPU they can be read."""
@@ -128,7 +135,9 @@ class Choices:
 
         def run(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
             logits = (feed.norm(x) @ matrix.T)[:, :n_expert]
-            scores = (logits if bias is None else logits.sigmoid() + bias).sort(-1, descending=True).values
+            scores = (
+                (logits if bias is None else logits.sigmoid() + bias).sort(-1, descending=True).values
+            )
             self.closest = min(self.closest, float((scores[:, n_used - 1] - scores[:, n_used]).min()))
             return route(x, norm, matrix, bias)
 
@@ -150,7 +159,9 @@ class Wrong:
     what: str
 
 
-def verdict(prompt: list[int], tokens: list[int], want: Result, tie: float, banned: frozenset[int]) -> Wrong | None:
+def verdict(
+    prompt: list[int], tokens: list[int], want: Result, tie: float, banned: frozenset[int]
+) -> Wrong | None:
     """The fault of `tokens` after `prompt`; near ties end the comparison. An end token is banned, so the choice is among the others,
     even if it leads."""
     for i, (a, b) in enumerate(zip(tokens, want.tokens, strict=False)):
@@ -211,12 +222,20 @@ class Later:
             if (wrong := verdict(prompt, tokens, cold.run(again), tie, banned)) is not None:
                 i = len(wrong.until) - len(prompt)
                 said = [e.run(again).tokens[i : i + 1] for e in (engine, cold)]
-                found.append(replace(wrong, what=f"{wrong.what}; asked again {said[0]}, the other {said[1]}"))
+                found.append(
+                    replace(wrong, what=f"{wrong.what}; asked again {said[0]}, the other {said[1]}")
+                )
         return found
 
 
 def chat(
-    engine: Engine, seed: int, span: Span, tally: Tally, ahead: bool, words: Words, checks: Beside | Later
+    engine: Engine,
+    seed: int,
+    span: Span,
+    tally: Tally,
+    ahead: bool,
+    words: Words,
+    checks: Beside | Later,
 ) -> None:
     """Run one user after another. A fault is in doubt until `judge` has looked at the choices of experts."""
     rng, common = random.Random(seed), words.openings(random.Random(0))
@@ -229,11 +248,15 @@ def chat(
         prompt = [*text, *words.some(rng, rng.randint(1, 40 * words.scale))]
         n_draft, leave, stay = rng.randint(1, 3), rng.random() < CANCELLED, rng.randint(0, 12)
         n_draft *= not ahead or int(9 * span.share) % 3 == 0  # no slot drafts for a while
-        request = Request(prompt=tuple(prompt), params=GREEDY, max_tokens=rng.randint(1, 60), n_draft_max=n_draft)
+        request = Request(
+            prompt=tuple(prompt), params=GREEDY, max_tokens=rng.randint(1, 60), n_draft_max=n_draft
+        )
         tokens: list[int] = []
         try:
             checks.ask(seed, request)
-            stream = engine.run_stream(replace(request, params=replace(GREEDY, logprobs=None if ahead else N_TOP)))
+            stream = engine.run_stream(
+                replace(request, params=replace(GREEDY, logprobs=None if ahead else N_TOP))
+            )
             for n_read, event in enumerate(stream):
                 if isinstance(event, Delta):
                     tokens += event.tokens
@@ -275,7 +298,9 @@ def count_flights(engine: Engine, tally: Tally) -> None:
 
 def in_use(engine: Engine) -> int:
     """Bytes that may not grow: of the GPU's allocator where there is one, else of the process."""
-    return torch.cuda.memory_reserved() if engine.loop.target.device.type == "cuda" else not_cached(engine)
+    return (
+        torch.cuda.memory_reserved() if engine.loop.target.device.type == "cuda" else not_cached(engine)
+    )
 
 
 def soak_chats(
@@ -299,7 +324,14 @@ def soak_chats(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             model = synth.write("qwen35", folder / "tiny.gguf", quant="f32", tiny=True)
         kv, on_gpu = ("f16", True) if device == "cuda" else ("f32", False)
-        settings = {"kv_type": kv, "device": device, "warm_up": on_gpu, "page_size": 16, "ctx": ctx, "queue": 64}
+        settings = {
+            "kv_type": kv,
+            "device": device,
+            "warm_up": on_gpu,
+            "page_size": 16,
+            "ctx": ctx,
+            "queue": 64,
+        }
         engine = stack.enter_context(
             Engine.load(
                 model, "mtp", np=np, n_draft_max=3, n_draft_fixed=True, kv_pool=np * ctx // 2, cache_ram=4 * words.scale,

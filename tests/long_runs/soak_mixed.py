@@ -83,7 +83,9 @@ def conversation(seat: Seat) -> None:
     """A chat of a few turns. Each begins with the whole chat so far, and often with the beginning of other chats."""
     rng, messages = seat.rng, list[dict[str, str]]()
     if rng.random() < 0.5:
-        messages.append({"role": "system", "content": f"You are helper {rng.randrange(3)}. " + " ".join(WORDS * 4)})
+        messages.append(
+            {"role": "system", "content": f"You are helper {rng.randrange(3)}. " + " ".join(WORDS * 4)}
+        )
     for _ in range(rng.randint(1, 4)):
         messages.append({"role": "user", "content": said(rng)})
         result = seat.engine.chat(
@@ -149,7 +151,10 @@ def over_http(seat: Seat) -> None:
         "stream": rng.random() < 0.5,
     }
     if rng.random() < 0.3:
-        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema(rng)}}
+        body["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": schema(rng)},
+        }
     leaves = rng.random() < 0.2
     with seat.client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:

@@ -22,7 +22,9 @@ from pyspec.slots.parts import CacheSizes
 from pyspec.slots.table import SlotTable
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-DEVICE = torch.device(os.environ.get("PYSPEC_TEST_DEVICE", "cpu"))  # the GPU machine runs these tests with cuda
+DEVICE = torch.device(
+    os.environ.get("PYSPEC_TEST_DEVICE", "cpu")
+)  # the GPU machine runs these tests with cuda
 
 
 class Bench:
@@ -56,7 +58,9 @@ class Bench:
         settings = EngineSettings(np=len(self.table.slots), kv_type="f32", n_draft_max=n_draft)
         module, file = draft.find(kind), None if path is None else open_gguf(path)
         plan = module.plan(file, TargetFile(self.file, self.target.config, DEVICE), settings)
-        return module.load(plan, self.target, self.table, DraftOptions(settings=settings, dense=torch.float32))
+        return module.load(
+            plan, self.target, self.table, DraftOptions(settings=settings, dense=torch.float32)
+        )
 
     def seq(self, slot: int, tokens: list[int], *, keep: bool = True, n_out: int | None = None) -> Seq:
         s = self.table.slots[slot]
@@ -86,7 +90,9 @@ class Bench:
         return out.logits.cpu()
 
 
-def near(got: torch.Tensor, want: torch.Tensor, dense: torch.dtype | None, atol: float, turned: float = 0.1) -> bool:
+def near(
+    got: torch.Tensor, want: torch.Tensor, dense: torch.dtype | None, atol: float, turned: float = 0.1
+) -> bool:
     """Whether logits [row, token] agree: all of them, where products are exact.
 
     Products of packed matrices round their rows, to f16 on a GPU and to 16-bit whole numbers on a CPU, so a close choice of experts may

@@ -69,7 +69,11 @@ def test_slots_do_not_see_each_other(name: str) -> None:
     bench = Bench(FIXTURES / f"{name}.gguf", n_slot=3)
     starts = [bench.feed(slot, tokens[: 5 + 8 * slot]) for slot in range(3)]
     assert all((got - want[: len(got)]).abs().max() < ATOL for got in starts)
-    seqs = [bench.seq(0, [*tokens[5:7], 3, 4, 5], keep=False), bench.seq(1, tokens[13:24]), bench.seq(2, tokens[21:22])]
+    seqs = [
+        bench.seq(0, [*tokens[5:7], 3, 4, 5], keep=False),
+        bench.seq(1, tokens[13:24]),
+        bench.seq(2, tokens[21:22]),
+    ]
     got = bench.forward(*seqs).logits.cpu()
     right = [got[:2] - want[5:7], got[5:16] - want[13:24], got[16:] - want[21:22]]
     assert all(off.abs().max() < ATOL for off in right)
@@ -86,7 +90,10 @@ def test_texts_give_llama_cpp_ids(name: str) -> None:
         tokenizer = Tokenizer.from_metadata(file.metadata)
     starts = [0, *found["ends"][:-1]]
     for text, first, end in zip(found["texts"].tolist(), starts, found["ends"], strict=True):
-        assert tokenizer.encode(text, add_special=False, parse_special=True) == found["ids"][first:end].tolist(), text
+        assert (
+            tokenizer.encode(text, add_special=False, parse_special=True)
+            == found["ids"][first:end].tolist()
+        ), text
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,14 +124,23 @@ def turned(x: np.ndarray, base: float, factor: float) -> np.ndarray:
     return np.concatenate((a * np.cos(at) - b * np.sin(at), a * np.sin(at) + b * np.cos(at)), -1)
 
 
-def gemma3_logits(path: Path, tokens: list[int], *, window: int = 8, near_base: float = 1e4) -> torch.Tensor:
+def gemma3_logits(
+    path: Path, tokens: list[int], *, window: int = 8, near_base: float = 1e4
+) -> torch.Tensor:
     with open_gguf(path) as file:
-        w = {name: file.raw(name).view("<f4").reshape(info.shape).astype(float) for name, info in file.tensors.items()}
+        w = {
+            name: file.raw(name).view("<f4").reshape(info.shape).astype(float)
+            for name, info in file.tensors.items()
+        }
     n, d = len(tokens), w["blk.0.attn_q_norm.weight"].shape[0]
     behind = np.arange(n)[:, None] - np.arange(n)
     x = w["token_embd.weight"][tokens] * w["token_embd.weight"].shape[1] ** 0.5
     for i in range(7):
-        t = {name.removeprefix(f"blk.{i}.").removesuffix(".weight"): v for name, v in w.items() if f"blk.{i}." in name}
+        t = {
+            name.removeprefix(f"blk.{i}.").removesuffix(".weight"): v
+            for name, v in w.items()
+            if f"blk.{i}." in name
+        }
         is_near = i != 5
         rope = (near_base, 1.0) if is_near else (1e6, 8.0)
         y = rms(x, t["attn_norm"])
@@ -146,7 +162,9 @@ def test_the_formulas_are_those_of_the_fixture() -> None:
     tokens, want = data_of("gemma3")
     assert (gemma3_logits(GEMMA, tokens) - want).abs().max() < 1e-5
     for wrong in ({"window": 9}, {"window": 7}, {"near_base": 1e6}):
-        assert (gemma3_logits(GEMMA, tokens, **wrong) - want).abs().max() > 0.1, "the fixture tells these apart"
+        assert (gemma3_logits(GEMMA, tokens, **wrong) - want).abs().max() > 0.1, (
+            "the fixture tells these apart"
+        )
 
 
 @pytest.mark.parametrize("chunk", [7, 33, 100, 131])
@@ -164,12 +182,26 @@ def test_blocks_have_windows_and_ropes_by_the_pattern(tmp_path: Path) -> None:
 
     found = attention(GEMMA)
     assert [a.window for a in found] == [8, 8, 8, 8, 8, 0, 8]
-    assert {(a.window, a.rope.base, a.rope.scaling.factor) for a in found} == {(8, 1e4, 1.0), (0, 1e6, 8.0)}
-    keys: dict[str, object] = {"gemma3.attention.sliding_window_pattern": 2, "gemma3.rope.freq_base_swa": 5e5}
+    assert {(a.window, a.rope.base, a.rope.scaling.factor) for a in found} == {
+        (8, 1e4, 1.0),
+        (0, 1e6, 8.0),
+    }
+    keys: dict[str, object] = {
+        "gemma3.attention.sliding_window_pattern": 2,
+        "gemma3.rope.freq_base_swa": 5e5,
+    }
     found = attention(rewrite(GEMMA, tmp_path / "a.gguf", change=keys))
     assert [a.window for a in found] == [8, 0, 8, 0, 8, 0, 8] and found[0].rope.base == 5e5
     keys = {"gemma3.attention.sliding_window_pattern": [True, False] * 3 + [False]}
-    assert [a.window for a in attention(rewrite(GEMMA, tmp_path / "b.gguf", change=keys))] == [8, 0, 8, 0, 8, 0, 0]
+    assert [a.window for a in attention(rewrite(GEMMA, tmp_path / "b.gguf", change=keys))] == [
+        8,
+        0,
+        8,
+        0,
+        8,
+        0,
+        0,
+    ]
     found = attention(rewrite(GEMMA, tmp_path / "c.gguf", change={"gemma3.attention.sliding_window": 0}))
     assert len(set(found)) == 1 and found[0].rope.base == 1e6, "without windows there is one rope"
 
@@ -192,12 +224,17 @@ def test_the_largest_size_scales_scores_by_its_width(tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"gemma3.attention.sliding_window_pattern": 0}, r"sliding_window_pattern is 0"),
-        ({"gemma3.attention.sliding_window_pattern": [True, False]}, r"sliding_window_pattern has 2 entries"),
+        (
+            {"gemma3.attention.sliding_window_pattern": [True, False]},
+            r"sliding_window_pattern has 2 entries",
+        ),
         ({"gemma3.rope.freq_base_swa": float("nan")}, r"freq_base_swa is nan"),
         ({"gemma3.final_logit_softcapping": -1.0}, r"final_logit_softcapping is -1\.0"),
     ],
 )
-def test_keys_that_mean_nothing_are_refused(change: dict[str, object], says: str, tmp_path: Path) -> None:
+def test_keys_that_mean_nothing_are_refused(
+    change: dict[str, object], says: str, tmp_path: Path
+) -> None:
     path = rewrite(GEMMA, tmp_path / "m.gguf", change=change)
     with pytest.raises((ModelError, BadGGUF), match=says), open_gguf(path) as file:
         read_config(file)

@@ -111,7 +111,8 @@ def test_the_mtp_block_gives_the_reference_logits_and_goes_on_from_itself(name: 
         token, state = int(data["first"]), hidden[-1:]
         for i, want in enumerate(data["chain"]):
             state = block.forward(
-                lay_out(bench.table, [Seq(0, len(tokens) + i, [token], SeqMode.KEEP, 1, 0)], DEVICE), state
+                lay_out(bench.table, [Seq(0, len(tokens) + i, [token], SeqMode.KEEP, 1, 0)], DEVICE),
+                state,
             )
             logits = block.head(state)[0].cpu()
             assert np.abs(logits.numpy() - want).max() < ATOL
@@ -208,7 +209,11 @@ def test_experts_that_take_rows_in_parts_leave_no_part_for_streams_to_sum() -> N
     """The last one may be as few rows as streams take: what it gave could not be joined with the others."""
     feed, norm = BoundStreamExperts.__new__(BoundStreamExperts), Norm(torch.ones(4), 1e-5)
     feed.ranks = feed.gate_up = feed.down = feed.hands = feed.named = None
-    feed.norm, feed.route, feed.experts = norm, SimpleNamespace(writes_rows=True), SimpleNamespace(most=4)  # type: ignore[assignment]
+    feed.norm, feed.route, feed.experts = (
+        norm,
+        SimpleNamespace(writes_rows=True),
+        SimpleNamespace(most=4),
+    )  # type: ignore[assignment]
     told: list[tuple[int, object]] = []
 
     def chosen(streams: object, y: torch.Tensor, *_: object) -> torch.Tensor:

@@ -67,13 +67,19 @@ def test_logits_are_the_references_in_chunks_and_verifies_of_any_width(name: str
     want = run()
     with kernels():
         got = run()
-        assert all(impl.name == "cuda" for op in OPS for impl in op.decided.values()) and all(op.decided for op in OPS)
+        assert all(impl.name == "cuda" for op in OPS for impl in op.decided.values()) and all(
+            op.decided for op in OPS
+        )
     off = (got - want).abs().amax(-1) / want.std()
-    assert bool((off < 0.02).float().mean() > 0.95), off  # rounded queries may turn a near tie of the indexer
+    assert bool((off < 0.02).float().mean() > 0.95), (
+        off
+    )  # rounded queries may turn a near tie of the indexer
     assert not torch.equal(got, want)
 
 
-def test_keys_and_compressors_give_the_same_bits_ahead_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_and_compressors_give_the_same_bits_ahead_of_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As beside a product of few rows: here it is the reference's, which can not be `late`."""
     tokens = [(7 * i * i + 3 * i) % 300 for i in range(160)]
     cuts, taken = [0, 100, 101, 105, 113, 120, 121, 132, 140, 148], []

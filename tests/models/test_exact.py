@@ -42,7 +42,10 @@ def _on() -> None:
 def test_products_of_a_library_have_the_same_bits_among_any_number(n: int) -> None:
     norm, x = Norm(torch.rand(96) + 0.5, 1e-6), torch.randn(300, 96)
     dense = Dense(torch.randn(40, 96))
-    both, groups = Joined([dense, Dense(torch.randn(24, 96), gated=True)]), Grouped(torch.randn(3, 8, 32))
+    both, groups = (
+        Joined([dense, Dense(torch.randn(24, 96), gated=True)]),
+        Grouped(torch.randn(3, 8, 32)),
+    )
     for whole, part in ((both(x, norm), both(x[:n], norm)), (groups(x), groups(x[:n]))):
         assert torch.equal(whole[:n], part)
     assert torch.allclose(dense(x, norm), norm(x) @ dense.weight.T, atol=1e-4)
@@ -56,7 +59,9 @@ def test_it_is_said_before_a_model_is_bound_and_its_plan_has_no_copies(
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 8 << 30)
     monkeypatch.setattr(describing, "pick_device", lambda wanted: torch.device("cuda"))
     plans = [
-        planned_bytes.plan_memory(describing.describe(path, EngineSettings(ctx=256, spec_type="none", exact=on)))
+        planned_bytes.plan_memory(
+            describing.describe(path, EngineSettings(ctx=256, spec_type="none", exact=on))
+        )
         for on in (False, True)
     ]
     assert plans[0].wide > 0 == plans[1].wide

@@ -29,7 +29,9 @@ def _exact() -> Iterator[None]:
     torch.set_num_threads(n)
 
 
-def logits_of(loaded: Loaded, ids: Sequence[int], widths: Sequence[int], beside: Sequence[int] = ()) -> Tensor:
+def logits_of(
+    loaded: Loaded, ids: Sequence[int], widths: Sequence[int], beside: Sequence[int] = ()
+) -> Tensor:
     """[token, vocab] of a prompt in pieces of `widths`, behind others of `beside` tokens in other slots. Pieces of up to 8 rows are verifies,
     of which all is kept."""
     loop, found, past = loaded.loop, [], 0

@@ -61,7 +61,9 @@ def test_a_feed_forward_of_experts_is_one_recording(name: str) -> None:
     """Its experts are chosen anew in each replay."""
     bench = Bench(FIXTURES / f"{name}.gguf", dense=None)
     assert isinstance(bench.target, Decoder)
-    experts = [part for block in bench.target.blocks for part in block.parts if isinstance(part, BoundExperts)]
+    experts = [
+        part for block in bench.target.blocks for part in block.parts if isinstance(part, BoundExperts)
+    ]
     assert experts and all(isinstance(part.experts, moe_cpu.CpuExperts) for part in experts)
     part = experts[0]
     x, run = torch.randn(5, part.norm.weight.shape[0]), None
@@ -82,7 +84,9 @@ def test_files_with_experts_stay_packed_on_a_cpu(name: str) -> None:
 def test_the_plan_counts_the_bytes_of_the_file_and_the_experts_scratch() -> None:
     path = FIXTURES / "qwen35moe_mixed_q8_0.gguf"
     of_file = sum(t.n_bytes for t in open_gguf(path).tensors.values())
-    assert plan_memory(describe(path, EngineSettings(np=1, ctx=64, device="cpu"))).weights < 1.02 * of_file
+    assert (
+        plan_memory(describe(path, EngineSettings(np=1, ctx=64, device="cpu"))).weights < 1.02 * of_file
+    )
     few, many = (moe_cpu.buffer_bytes(n, 8, 2048, 512) for n in (1, 1 << 20))
     assert 8 * 4 * (2048 + 512) < few < 200_000 and 40 << 20 < many < 64 << 20
 
@@ -100,5 +104,12 @@ def test_groups_of_a_matrix_have_the_bits_of_a_row_alone() -> None:
     raw = torch.randn(6, 40).view(torch.uint8)
     product, x = CpuGroups(raw, GGMLType.F32, 0.5, 3), torch.randn(19, 120)
     got = product(x)
-    want = torch.einsum("rgi,goi->rgo", x.view(19, 3, 40), raw.view(torch.float32).view(3, 2, 40)).flatten(1) * 0.5
-    assert torch.allclose(got, want, atol=1e-5) and torch.equal(torch.cat([product(row[None]) for row in x]), got)
+    want = (
+        torch.einsum("rgi,goi->rgo", x.view(19, 3, 40), raw.view(torch.float32).view(3, 2, 40)).flatten(
+            1
+        )
+        * 0.5
+    )
+    assert torch.allclose(got, want, atol=1e-5) and torch.equal(
+        torch.cat([product(row[None]) for row in x]), got
+    )

@@ -49,10 +49,14 @@ def test_products_keep_eleven_bits_of_rows_of_any_size(normed: bool, exact: bool
 def test_a_gated_one_has_its_gates_first() -> None:
     weight, x = drawn(64, 32, seed=4).half(), drawn(3, 32, seed=5)
     gate, up = (x @ weight.float().T).chunk(2, -1)
-    assert torch.allclose(Halves(weight, gated=True)(x), torch.nn.functional.silu(gate) * up, rtol=5e-3, atol=2e-2)
+    assert torch.allclose(
+        Halves(weight, gated=True)(x), torch.nn.functional.silu(gate) * up, rtol=5e-3, atol=2e-2
+    )
 
 
-@pytest.mark.parametrize(("quant", "kind"), [("f16", Halves), ("q8_0", Halves), ("bf16", Dense), ("f32", Dense)])
+@pytest.mark.parametrize(
+    ("quant", "kind"), [("f16", Halves), ("q8_0", Halves), ("bf16", Dense), ("f32", Dense)]
+)
 def test_a_gpu_without_a_kernel_for_it_keeps_as_many_bits_as_it_can(
     quant: str, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,11 +43,15 @@ def test_prefill_in_any_chunks_gives_llama_cpp_logits(name: str, chunk: int) -> 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", range(1, 18))
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen35_equal_tied", "qwen35_full_heads_q8_0"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "qwen35", "qwen35_equal_tied", "qwen35_full_heads_q8_0"]
+)
 def test_verify_of_any_width_gives_the_same_logits(name: str, width: int) -> None:
     tokens, want, _ = expected(name)
     bench = Bench(FIXTURES / f"{name}.gguf")
-    got = torch.cat([bench.feed(0, tokens[i : i + width], keep=False) for i in range(0, len(tokens), width)])
+    got = torch.cat(
+        [bench.feed(0, tokens[i : i + width], keep=False) for i in range(0, len(tokens), width)]
+    )
     assert (got - want).abs().max() < ATOL
 
 
@@ -81,7 +85,10 @@ def test_demo_target_gives_llama_cpp_logits() -> None:
     bench = Bench(path, n_slot=3)
     for i in range(3):
         got = bench.feed(i, data[f"tokens_{i}"].tolist())
-        ids, want = torch.from_numpy(data[f"top_ids_{i}"]).long(), torch.from_numpy(data[f"top_logits_{i}"])
+        ids, want = (
+            torch.from_numpy(data[f"top_ids_{i}"]).long(),
+            torch.from_numpy(data[f"top_logits_{i}"]),
+        )
         assert (got.gather(-1, ids) - want).abs().max() < ATOL
         assert (got.logsumexp(-1) - torch.from_numpy(data[f"lse_{i}"])).abs().max() < ATOL
         assert divergence(got, torch.from_numpy(data[f"quantised_logits_{i}"]).float()) < 1e-3

@@ -136,7 +136,9 @@ def test_a_shared_expert_of_the_others_types_may_run_with_them(kind: str, tmp_pa
         x = torch.randn(5, N)
         apart = run(feed, x)
         feed.shared = None
-        feed.experts = moe.bind(replace(feed._spec(CPU, stacks), pieces=2))(replace(stacks, shared=together))
+        feed.experts = moe.bind(replace(feed._spec(CPU, stacks), pieces=2))(
+            replace(stacks, shared=together)
+        )
         assert torch.allclose(run(feed, x), apart, atol=1e-5)
 
 
@@ -173,7 +175,9 @@ def test_more_rows_than_experts_take_come_in_parts(kind: str, most: int, tmp_pat
 def test_gates_and_ups_in_one_tensor(tmp_path: Path) -> None:
     made = tensors(QWEN)
     joined = {k: v for k, v in made.items() if k not in ("ffn_gate_exps.weight", "ffn_up_exps.weight")}
-    joined["ffn_gate_up_exps.weight"] = np.concatenate((made["ffn_gate_exps.weight"], made["ffn_up_exps.weight"]), 1)
+    joined["ffn_gate_up_exps.weight"] = np.concatenate(
+        (made["ffn_gate_exps.weight"], made["ffn_up_exps.weight"]), 1
+    )
     x = torch.randn(5, N)
     for dense in (torch.float32, None):
         with write(tmp_path / "a.gguf", made) as apart, write(tmp_path / "b.gguf", joined) as one:
@@ -206,7 +210,10 @@ def test_second_level_scales_of_experts(tmp_path: Path) -> None:
     """`.scale` [expert] beside a stack multiplies its products; folding it into the weights gives the same."""
     made, rng = tensors(NEMOTRON), np.random.default_rng(5)
     scales = {x: rng.uniform(0.5, 2, 8).astype(np.float32) for x in ("up", "down")}
-    folded = made | {f"ffn_{x}_exps.weight": made[f"ffn_{x}_exps.weight"] * v[:, None, None] for x, v in scales.items()}
+    folded = made | {
+        f"ffn_{x}_exps.weight": made[f"ffn_{x}_exps.weight"] * v[:, None, None]
+        for x, v in scales.items()
+    }
     beside = made | {f"ffn_{x}_exps.scale": v for x, v in scales.items()}
     x = torch.randn(7, N)
     with write(tmp_path / "a.gguf", folded) as a, write(tmp_path / "b.gguf", beside) as b:

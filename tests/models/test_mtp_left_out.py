@@ -20,7 +20,9 @@ HYBRIDS = ("qwen35", "qwen35moe", "nemotron_h_moe", "deepseek4")
 
 @pytest.mark.parametrize("is_counted", [True, False])
 @pytest.mark.parametrize("arch", HYBRIDS)
-def test_the_trunk_is_whole(arch: str, is_counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trunk_is_whole(
+    arch: str, is_counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     says, holds = layout.ARCHITECTURES[arch]
 
     def announced(dims: Dims, parts: Parts) -> Iterator[Key]:
@@ -28,7 +30,9 @@ def test_the_trunk_is_whole(arch: str, is_counted: bool, tmp_path: Path, monkeyp
         if not is_counted:
             yield f"{arch}.nextn_predict_layers", 1, ValueType.UINT32
 
-    monkeypatch.setitem(layout.ARCHITECTURES, arch, (announced, lambda dims, parts: holds(dims, Parts())))
+    monkeypatch.setitem(
+        layout.ARCHITECTURES, arch, (announced, lambda dims, parts: holds(dims, Parts()))
+    )
     file = open_gguf(synth.write(arch, tmp_path / "m.gguf", quant="f32", tiny=True))
     config = read_config(file)
     check_tensors(file, config.tensors(file))

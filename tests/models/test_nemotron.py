@@ -48,7 +48,9 @@ def bench_of(name: str = MODEL, **options: object) -> Bench:
 @pytest.mark.parametrize("dense", [torch.float32, None], ids=["unpacked", "packed"])
 @pytest.mark.parametrize("chunk", [1, 3, 16, 100])
 @pytest.mark.parametrize("name", MODELS)
-def test_prefill_in_any_chunks_gives_llama_cpp_logits(name: str, chunk: int, dense: torch.dtype | None) -> None:
+def test_prefill_in_any_chunks_gives_llama_cpp_logits(
+    name: str, chunk: int, dense: torch.dtype | None
+) -> None:
     data = expected(name)
     tokens, bench = data["tokens"].tolist(), bench_of(name, dense=dense)
     got = torch.cat([bench.feed(0, tokens[i : i + chunk]) for i in range(0, len(tokens), chunk)])
@@ -63,7 +65,9 @@ def test_prefill_in_any_chunks_gives_llama_cpp_logits(name: str, chunk: int, den
 def test_verify_of_any_width_gives_the_same_logits(name: str, width: int) -> None:
     data = expected(name)
     tokens, bench = data["tokens"].tolist(), bench_of(name)
-    got = torch.cat([bench.feed(0, tokens[i : i + width], keep=False) for i in range(0, len(tokens), width)])
+    got = torch.cat(
+        [bench.feed(0, tokens[i : i + width], keep=False) for i in range(0, len(tokens), width)]
+    )
     assert (got - torch.from_numpy(data["logits"])).abs().max() < ATOL
 
 
@@ -76,7 +80,9 @@ def test_hidden_states_are_after_the_final_norm() -> None:
 def test_rounding_to_eight_bits_explains_llama_cpps_own_logits() -> None:
     """llama.cpp rounds activations, which flips near ties of the router; we may not be farther from it than that."""
     data = expected("nemotron_latent_q8_0")
-    exact, rounded = (torch.from_numpy(data[k]).double().log_softmax(-1) for k in ("logits", "quantised_logits"))
+    exact, rounded = (
+        torch.from_numpy(data[k]).double().log_softmax(-1) for k in ("logits", "quantised_logits")
+    )
     got = bench_of("nemotron_latent_q8_0").feed(0, data["tokens"].tolist()).double().log_softmax(-1)
     ours, theirs = (float((rounded.exp() * (rounded - q)).sum(-1).mean()) for q in (got, exact))
     assert ours < 1.1 * theirs + 1e-4
@@ -85,7 +91,9 @@ def test_rounding_to_eight_bits_explains_llama_cpps_own_logits() -> None:
 # -- state -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("width", "kept"), [(w, k) for w in (1, 2, 3, 8, 17) for k in {1, 2, w // 2, w} if 0 < k <= w])
+@pytest.mark.parametrize(
+    ("width", "kept"), [(w, k) for w in (1, 2, 3, 8, 17) for k in {1, 2, w // 2, w} if 0 < k <= w]
+)
 def test_s6_refused_rows_leave_no_trace(width: int, kept: int) -> None:
     data, bench = expected(), bench_of()
     tokens, want = data["tokens"].tolist(), torch.from_numpy(data["logits"])
@@ -109,7 +117,9 @@ def test_s2_any_order_of_prompt_verify_full_accept_and_refusal_follows_the_plain
             rows, kept = bench.feed(0, tokens[at : at + n]), n
         else:
             kept = {1: 1, 2: n}.get(int(kind), int(rng.integers(1, n + 1)))
-            seq = bench.seq(0, tokens[at : at + kept] + rng.integers(0, 300, n - kept).tolist(), keep=False)
+            seq = bench.seq(
+                0, tokens[at : at + kept] + rng.integers(0, 300, n - kept).tolist(), keep=False
+            )
             rows = bench.forward(seq).logits[:kept].cpu()
             bench.commit(seq, kept)
         assert (rows - want[at : at + kept]).abs().max() < ATOL, f"at {at}"
@@ -168,7 +178,11 @@ def test_s5_a_slot_given_up_in_a_verify_serves_the_next_as_if_new() -> None:
     bench.table.slots[0].n_fold = 0
     bench.memory.reset(0)
     got = torch.cat(
-        [bench.feed(0, tokens[:31]), bench.feed(0, tokens[31:40], keep=False), bench.feed(0, tokens[40:90])]
+        [
+            bench.feed(0, tokens[:31]),
+            bench.feed(0, tokens[31:40], keep=False),
+            bench.feed(0, tokens[40:90]),
+        ]
     )
     assert (got - want[:90]).abs().max() < ATOL
 
@@ -196,7 +210,9 @@ def test_s7_ragged_slots_do_not_touch_each_other() -> None:
             kept = seq.width if seq.keep else 1 + rnd % seq.width
             bench.commit(seq, kept)
             at[seq.slot] += kept
-    assert all(layer.state[5:].isnan().all() for layer in bench.memory.states.values()), "an idle slot was written"
+    assert all(layer.state[5:].isnan().all() for layer in bench.memory.states.values()), (
+        "an idle slot was written"
+    )
 
 
 def test_s8_a_verify_beside_a_long_prompt_still_rolls_back() -> None:
@@ -206,10 +222,16 @@ def test_s8_a_verify_beside_a_long_prompt_still_rolls_back() -> None:
     verify = bench.seq(1, [*tokens[10:12], 5, 6, 7], keep=False)
     prompts = [bench.seq(0, tokens[:70]), bench.seq(2, tokens[:23])]
     logits = bench.forward(prompts[0], verify, prompts[1]).logits.cpu()
-    assert (logits[:70] - want[:70]).abs().max() < ATOL and (logits[70:72] - want[10:12]).abs().max() < ATOL
+    assert (logits[:70] - want[:70]).abs().max() < ATOL and (
+        logits[70:72] - want[10:12]
+    ).abs().max() < ATOL
     for seq, n in ((prompts[0], 70), (verify, 2), (prompts[1], 23)):
         bench.commit(seq, n)
-    follow = [bench.seq(1, tokens[12:50]), bench.seq(0, tokens[70:75], keep=False), bench.seq(2, tokens[23:24])]
+    follow = [
+        bench.seq(1, tokens[12:50]),
+        bench.seq(0, tokens[70:75], keep=False),
+        bench.seq(2, tokens[23:24]),
+    ]
     logits = bench.forward(*follow).logits.cpu()
     for got, at in zip(logits.split([38, 5, 1]), (12, 70, 23), strict=True):
         assert (got - want[at : at + len(got)]).abs().max() < ATOL
@@ -235,7 +257,10 @@ def test_a_checkpoint_taken_after_a_fold_serves_two_slots() -> None:
             layer.state[slot].fill_(float("nan"))
         bench.memory.restore(slot, saved)
         got = torch.cat(
-            [bench.feed(slot, tokens[35 : 40 + slot], keep=False), bench.feed(slot, tokens[40 + slot : 70])]
+            [
+                bench.feed(slot, tokens[35 : 40 + slot], keep=False),
+                bench.feed(slot, tokens[40 + slot : 70]),
+            ]
         )
         assert (got - want[35:70]).abs().max() < ATOL
     assert (bench.feed(0, tokens[35:60]) - want[35:60]).abs().max() < ATOL
@@ -263,7 +288,9 @@ def test_mtp_rows_are_llama_cpps(name: str) -> None:
     bench, drafter = mtp_of(name)
     hidden = torch.from_numpy(data["hidden"]).to(DEVICE)
     before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
-    got = drafter.block.forward(lay_out(bench.table, [Seq(0, 0, data["tokens"].tolist())], DEVICE), before)
+    got = drafter.block.forward(
+        lay_out(bench.table, [Seq(0, 0, data["tokens"].tolist())], DEVICE), before
+    )
     assert (got.cpu() - torch.from_numpy(data["mtp_hidden"])).abs().max() < ATOL
     assert (drafter.block.head(got).cpu() - torch.from_numpy(data["mtp_logits"])).abs().max() < ATOL
 
@@ -302,8 +329,11 @@ def test_without_a_word_the_block_ends_in_rmsnorm() -> None:
         bench, drafter = mtp_of("nemotron_moe", layer_norm=layer_norm)
         batch = lay_out(bench.table, [Seq(0, 0, data["tokens"].tolist())], DEVICE)
         rows.append(
-            drafter.block.forward(batch, torch.from_numpy(data["hidden"]).to(DEVICE)) / drafter.block.residual.norm
+            drafter.block.forward(batch, torch.from_numpy(data["hidden"]).to(DEVICE))
+            / drafter.block.residual.norm
         )
     centred = rows[1] - rows[1].mean(-1, keepdim=True)
-    assert torch.allclose(torch.nn.functional.layer_norm(centred, centred.shape[-1:]), rows[0], atol=1e-3)
+    assert torch.allclose(
+        torch.nn.functional.layer_norm(centred, centred.shape[-1:]), rows[0], atol=1e-3
+    )
     assert (rows[1].square().mean(-1) - 1).abs().max() < 1e-2 and rows[1].mean(-1).abs().max() > 0.05

@@ -27,7 +27,21 @@ from pyspec.slots.kv import F16
 from pyspec.slots.parts import CacheSizes, Recurrent
 from pyspec.synth import layout, vocab
 
-TYPES = ["f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4"]
+TYPES = [
+    "f16",
+    "bf16",
+    "q8_0",
+    "q4_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q4_k",
+    "q6_k",
+    "iq4_nl",
+    "iq4_xs",
+    "mxfp4",
+    "nvfp4",
+]
 
 
 def unpacked(source: GGUFFile, path: Path) -> Path:
@@ -83,13 +97,19 @@ def test_every_type_loads_and_gives_the_logits_of_its_values(quant: str, tmp_pat
         assert quant in kinds
         if quant == "nvfp4":
             assert (
-                source.tensors["blk.1.ffn_up_exps.scale"].shape == source.tensors["blk.1.ffn_up_exps.weight"].shape[:1]
+                source.tensors["blk.1.ffn_up_exps.scale"].shape
+                == source.tensors["blk.1.ffn_up_exps.weight"].shape[:1]
             )
-            assert "blk.0.ssm_in.scale" in source.tensors and "blk.1.ffn_latent_down.scale" not in source.tensors
+            assert (
+                "blk.0.ssm_in.scale" in source.tensors
+                and "blk.1.ffn_latent_down.scale" not in source.tensors
+            )
         want = Bench(unpacked(source, tmp_path / "f32.gguf")).feed(0, list(range(7, 40)))
     for dense in (torch.float32, None):
         bench = Bench(path, dense=dense)
-        got = torch.cat([bench.feed(0, list(range(7, 31))), bench.feed(0, list(range(31, 40)), keep=False)])
+        got = torch.cat(
+            [bench.feed(0, list(range(7, 31))), bench.feed(0, list(range(31, 40)), keep=False)]
+        )
         # 33 rows behind each other: what one turned choice leaves in the states is seen in the next rows, too
         assert near(got, want, dense, 1e-4 * float(want.std()), turned=0.25)
 
@@ -131,7 +151,9 @@ def test_the_real_models_are_read_as_published(tmp_path: Path, monkeypatch: pyte
             ("post_attention_norm", moe),
         ]
     part, sizes = Recurrent(Mamba2Shape(128, 64, 8, 128, 4)), CacheSizes(1, 16, 16, 0, F16)
-    assert part.n_bytes(sizes) == part.saved_bytes(sizes) == 4 * (1_048_576 + 30_720), "as the files' makers count them"
+    assert part.n_bytes(sizes) == part.saved_bytes(sizes) == 4 * (1_048_576 + 30_720), (
+        "as the files' makers count them"
+    )
 
 
 def test_the_vocabulary_has_the_real_ids() -> None:
@@ -164,7 +186,10 @@ def changed(path: Path, change: dict[str, object], *, drop: Sequence[str] = ()) 
     ("change", "says"),
     [
         ({"attention.head_count_kv": [0, 0, 1]}, "3 entries; want one for each of 7 blocks"),
-        ({"attention.head_count_kv": [0, 0, 1, 0, 0, 0, 2]}, r"blocks that differ.*head_count_kv is \[1, 2\]"),
+        (
+            {"attention.head_count_kv": [0, 0, 1, 0, 0, 0, 2]},
+            r"blocks that differ.*head_count_kv is \[1, 2\]",
+        ),
         ({"expert_used_count": [0, 5, 0, 17, 0, 0, 5]}, "17 of 16 experts"),
         ({"expert_feed_forward_length": [0, 32, 0, 0, 0, 0, 32]}, "experts of width 0"),
         ({"ssm.inner_size": 100}, "does not give inner size 100"),
@@ -176,7 +201,9 @@ def changed(path: Path, change: dict[str, object], *, drop: Sequence[str] = ()) 
         ({"attention.head_count_kv": None}, "head_count_kv"),
     ],
 )
-def test_impossible_metadata_is_refused_with_its_numbers(change: dict[str, object], says: str, tmp_path: Path) -> None:
+def test_impossible_metadata_is_refused_with_its_numbers(
+    change: dict[str, object], says: str, tmp_path: Path
+) -> None:
     with open_gguf(changed(tmp_path / "m.gguf", change)) as file, pytest.raises(ModelError, match=says):
         read_config(file)
 
@@ -199,7 +226,10 @@ def test_single_numbers_and_arrays_mean_the_same(tmp_path: Path) -> None:
         "attention.layer_norm_rms_epsilon": None,
     }
     old = {"expert_feed_forward_length": None, "feed_forward_length": [0, 160, 0, 160, 0, 0, 160]}
-    with open_gguf(changed(tmp_path / "a.gguf", same)) as a, open_gguf(changed(tmp_path / "b.gguf", old)) as b:
+    with (
+        open_gguf(changed(tmp_path / "a.gguf", same)) as a,
+        open_gguf(changed(tmp_path / "b.gguf", old)) as b,
+    ):
         with open_gguf(FIXTURES / "nemotron_latent.gguf") as file:
             want = read_spec(file)
         assert read_spec(a) == want
@@ -210,7 +240,9 @@ def test_single_numbers_and_arrays_mean_the_same(tmp_path: Path) -> None:
 
 def test_blocks_of_experts_may_differ() -> None:
     with open_gguf(FIXTURES / "nemotron_differ.gguf") as file:
-        found = [(part.n_used, part.n_ff) for part in trunk(read_spec(file)) if isinstance(part, Experts)]
+        found = [
+            (part.n_used, part.n_ff) for part in trunk(read_spec(file)) if isinstance(part, Experts)
+        ]
     assert found == [(3, 32), (1, 64), (5, 48)]
 
 
@@ -218,4 +250,6 @@ def test_rope_keys_are_there_and_change_nothing(tmp_path: Path) -> None:
     tokens = list(range(5, 60))
     want = Bench(FIXTURES / "nemotron_latent.gguf").feed(0, tokens)
     other = {"rope.freq_base": 1e6, "rope.dimension_count": 8}
-    assert torch.equal(Bench(changed(tmp_path / "m.gguf", other)).feed(0, tokens).to(DEVICE), want.to(DEVICE))
+    assert torch.equal(
+        Bench(changed(tmp_path / "m.gguf", other)).feed(0, tokens).to(DEVICE), want.to(DEVICE)
+    )

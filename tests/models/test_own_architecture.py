@@ -38,7 +38,9 @@ def own_file(folder: Path, halves: int) -> Path:
     return rewrite(FIXTURES / "llama.gguf", folder / "own.gguf", arch="own_model", change=change)
 
 
-def test_a_model_of_another_packages_architecture_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_another_packages_architecture_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path, monkeypatch, OWN)
     prompt = [1, 2, 3, 4]
     want = plain_rig(FIXTURES / "llama.gguf").generate(prompt, 8).tokens
@@ -46,15 +48,21 @@ def test_a_model_of_another_packages_architecture_runs(tmp_path: Path, monkeypat
     assert r.info.arch == "own_model" and r.generate(prompt, 8).tokens == want
 
 
-def test_its_own_key_outside_its_range_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_own_key_outside_its_range_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path, monkeypatch, OWN)
     with pytest.raises(BadGGUF, match=r"own_model\.halves is 3; want a whole number from 1 to 2"):
         plain_rig(own_file(tmp_path, 3))
 
 
-def test_a_broken_module_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_module_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path, monkeypatch, "1 / 0")
-    with pytest.raises(UnknownArchitecture, match="'own_model': importing own_model gave ZeroDivisionError"):
+    with pytest.raises(
+        UnknownArchitecture, match="'own_model': importing own_model gave ZeroDivisionError"
+    ):
         plain_rig(own_file(tmp_path, 2))
 
 

@@ -45,7 +45,9 @@ def mtp_of(name: str, n_slot: int = 1) -> tuple[Bench, Chain]:
 @pytest.mark.parametrize("dense", [torch.float32, None], ids=["unpacked", "packed"])
 @pytest.mark.parametrize("chunk", [1, 3, 16, 100])
 @pytest.mark.parametrize("name", MODELS)
-def test_prefill_in_any_chunks_gives_llama_cpp_logits(name: str, chunk: int, dense: torch.dtype | None) -> None:
+def test_prefill_in_any_chunks_gives_llama_cpp_logits(
+    name: str, chunk: int, dense: torch.dtype | None
+) -> None:
     data = expected(name)
     tokens, want = data["tokens"].tolist(), torch.from_numpy(data["logits"])
     bench = Bench(FIXTURES / f"{name}.gguf", dense=dense)
@@ -60,7 +62,9 @@ def test_verify_of_any_width_gives_the_same_logits(name: str, width: int) -> Non
     data = expected(name)
     tokens, want = data["tokens"].tolist(), torch.from_numpy(data["logits"])
     bench = Bench(FIXTURES / f"{name}.gguf")
-    got = torch.cat([bench.feed(0, tokens[i : i + width], keep=False) for i in range(0, len(tokens), width)])
+    got = torch.cat(
+        [bench.feed(0, tokens[i : i + width], keep=False) for i in range(0, len(tokens), width)]
+    )
     assert (got - want).abs().max() < ATOL
 
 
@@ -74,8 +78,15 @@ def test_hidden_states_are_after_the_final_norm() -> None:
 def test_rounding_to_eight_bits_explains_llama_cpps_own_logits() -> None:
     """llama.cpp rounds activations, which flips near ties of the router; we may not be farther from it than that."""
     data = expected("qwen35moe_mixed_q8_0")
-    exact, rounded = (torch.from_numpy(data[k]).double().log_softmax(-1) for k in ("logits", "quantised_logits"))
-    got = Bench(FIXTURES / "qwen35moe_mixed_q8_0.gguf").feed(0, data["tokens"].tolist()).double().log_softmax(-1)
+    exact, rounded = (
+        torch.from_numpy(data[k]).double().log_softmax(-1) for k in ("logits", "quantised_logits")
+    )
+    got = (
+        Bench(FIXTURES / "qwen35moe_mixed_q8_0.gguf")
+        .feed(0, data["tokens"].tolist())
+        .double()
+        .log_softmax(-1)
+    )
     ours, theirs = (float((rounded.exp() * (rounded - q)).sum(-1).mean()) for q in (got, exact))
     assert ours < 1.1 * theirs + 1e-4
 
@@ -157,15 +168,21 @@ def rewritten(path: Path, change: dict[str, object], drop: str = "") -> Path:
     """The fixture's metadata with changes (None drops a key) and its tensors without `drop`."""
     with open_gguf(FIXTURES / "qwen35moe.gguf") as source:
         writer = GGUFWriter(path, "qwen35moe")
-        for key, value in {k: v for k, v in source.metadata.items() if k.startswith("qwen35moe.")}.items():
+        for key, value in {
+            k: v for k, v in source.metadata.items() if k.startswith("qwen35moe.")
+        }.items():
             value = change.get(key.removeprefix("qwen35moe."), value)
             if isinstance(value, np.ndarray | list):
                 kind = (
-                    ValueType.FLOAT32 if isinstance(value, np.ndarray) and value.dtype.kind == "f" else ValueType.INT32
+                    ValueType.FLOAT32
+                    if isinstance(value, np.ndarray) and value.dtype.kind == "f"
+                    else ValueType.INT32
                 )
                 writer.add(key, [int(x) for x in value], kind)
             elif value is not None:
-                writer.add(key, value, ValueType.FLOAT32 if isinstance(value, float) else ValueType.UINT32)
+                writer.add(
+                    key, value, ValueType.FLOAT32 if isinstance(value, float) else ValueType.UINT32
+                )
         for name, info in source.tensors.items():
             if name != drop:
                 writer.add_tensor_info(name, info.type, info.shape)
@@ -174,14 +191,29 @@ def rewritten(path: Path, change: dict[str, object], drop: str = "") -> Path:
 
 
 def test_widths_may_stand_once_for_all_blocks_or_once_for_each(tmp_path: Path) -> None:
-    same = {"expert_used_count": [3] * 5, "expert_feed_forward_length": [32] * 5, "feed_forward_length": None}
+    same = {
+        "expert_used_count": [3] * 5,
+        "expert_feed_forward_length": [32] * 5,
+        "feed_forward_length": None,
+    }
     with open_gguf(rewritten(tmp_path / "arrays.gguf", same)) as file:
         config = read_config(file)
         assert isinstance(config, ModelSpec)
         moe = config.blocks[0].parts[1].spec
-        assert isinstance(moe, Experts) and (moe.n_expert, moe.n_used, moe.n_ff, moe.n_ff_shared) == (8, 3, 32, 48)
-    says, mixed = r"expert_used_count has blocks of different sizes: \[2, 3\]", {"expert_used_count": [3, 3, 2, 3, 3]}
-    with open_gguf(rewritten(tmp_path / "mixed.gguf", mixed)) as file, pytest.raises(ModelError, match=says):
+        assert isinstance(moe, Experts) and (moe.n_expert, moe.n_used, moe.n_ff, moe.n_ff_shared) == (
+            8,
+            3,
+            32,
+            48,
+        )
+    says, mixed = (
+        r"expert_used_count has blocks of different sizes: \[2, 3\]",
+        {"expert_used_count": [3, 3, 2, 3, 3]},
+    )
+    with (
+        open_gguf(rewritten(tmp_path / "mixed.gguf", mixed)) as file,
+        pytest.raises(ModelError, match=says),
+    ):
         read_config(file)
 
 
@@ -190,7 +222,10 @@ def test_widths_may_stand_once_for_all_blocks_or_once_for_each(tmp_path: Path) -
     [({"expert_used_count": 9}, "9 of 8 experts"), ({"expert_used_count": 0}, "0 of 8"), ({"expert_count": None}, "expert_count")],
 )  # fmt: skip
 def test_impossible_experts_are_refused(change: dict[str, object], says: str, tmp_path: Path) -> None:
-    with open_gguf(rewritten(tmp_path / "m.gguf", change)) as file, pytest.raises(ModelError, match=says):
+    with (
+        open_gguf(rewritten(tmp_path / "m.gguf", change)) as file,
+        pytest.raises(ModelError, match=says),
+    ):
         read_config(file)
 
 

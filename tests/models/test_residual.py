@@ -38,23 +38,36 @@ def test_two_even_streams_are_one_stream(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(residual, "mix_of", lambda weights, of: head)
     monkeypatch.setattr(Step, "mixed", made)
     bench = Bench(path)
-    bench.target = Decoder(replace(config, residual=streams), Weights(bench.file, DEVICE, torch.float32), bench.memory)
+    bench.target = Decoder(
+        replace(config, residual=streams), Weights(bench.file, DEVICE, torch.float32), bench.memory
+    )
     got = bench.forward(bench.seq(0, tokens), taps=(1,))
     assert got.taps is not None and want.taps is not None
     for one, other in ((got.logits, want.logits), (got.taps, want.taps)):
         assert torch.allclose(one, other, atol=1e-4)
-    assert got.hidden.shape == (len(tokens), 2 * config.n_embd) == (len(tokens), bench.target.config.n_hidden)
+    assert (
+        got.hidden.shape
+        == (len(tokens), 2 * config.n_embd)
+        == (len(tokens), bench.target.config.n_hidden)
+    )
 
 
 def test_a_model_of_streams_wants_their_coefficients_and_room_for_their_rows() -> None:
     config = Bench(FIXTURES / "llama.gguf").target.config
     assert isinstance(config, ModelSpec)
     streams = Residual(4, n_iter=3, floor=1e-6)
-    mixed = [BlockSpec(tuple(replace(p, mix=Mix(f"hc_{p.norm}", 4)) for p in b.parts)) for b in config.blocks]
-    model, file = replace(config, residual=streams, blocks=tuple(mixed)), Bench(FIXTURES / "llama.gguf").file
+    mixed = [
+        BlockSpec(tuple(replace(p, mix=Mix(f"hc_{p.norm}", 4)) for p in b.parts)) for b in config.blocks
+    ]
+    model, file = (
+        replace(config, residual=streams, blocks=tuple(mixed)),
+        Bench(FIXTURES / "llama.gguf").file,
+    )
     more = model.tensors(file).keys() - config.tensors(file).keys()
     parts = [f"blk.{i}.hc_{p.norm}" for i, b in enumerate(config.blocks) for p in b.parts]
-    assert more == {f"{name}_{x}.weight" for name in ("output_hc", *parts) for x in ("fn", "base", "scale")}
+    assert more == {
+        f"{name}_{x}.weight" for name in ("output_hc", *parts) for x in ("fn", "base", "scale")
+    }
     cpu = torch.device("cpu")
     assert model.scratch_bytes(2, 64, torch.float32, cpu) == 2 * 4 * 3 * 4 * config.n_embd
     assert config.scratch_bytes(2, 64, torch.float32, cpu) == 0

@@ -11,7 +11,9 @@ MODEL = FIXTURES / "qwen35.gguf"
 TOKENS = np.load(FIXTURES / "qwen35.npz")["tokens"].tolist()
 
 
-@pytest.mark.parametrize(("width", "kept"), [(w, k) for w in (1, 2, 3, 8, 17) for k in {1, 2, w // 2, w} if 0 < k <= w])
+@pytest.mark.parametrize(
+    ("width", "kept"), [(w, k) for w in (1, 2, 3, 8, 17) for k in {1, 2, w // 2, w} if 0 < k <= w]
+)
 def test_refused_rows_leave_no_trace(width: int, kept: int) -> None:
     plain, spec = Bench(MODEL), Bench(MODEL)
     for b in (plain, spec):
@@ -38,7 +40,10 @@ def test_state_is_bit_equal_whether_tokens_came_singly_or_in_a_verify() -> None:
     shape = GdnShape(2, 4, 32, 4, 8 * 32)
     g = torch.Generator().manual_seed(0)
     n, cpu = 12, torch.device("cpu")
-    m, conv_w = torch.randn(n, shape.n_channel, generator=g), torch.randn(shape.n_channel, 4, generator=g)
+    m, conv_w = (
+        torch.randn(n, shape.n_channel, generator=g),
+        torch.randn(shape.n_channel, 4, generator=g),
+    )
     alpha, beta = torch.randn(n, 4, generator=g), torch.randn(n, 4, generator=g)
     a, dt_bias = -torch.rand(4, generator=g), torch.randn(4, generator=g)
     run = gdn_ref.bind(gdn_ref.GdnSpec(cpu, shape, 1e-6))
@@ -106,7 +111,9 @@ def test_eight_ragged_slots_do_not_touch_each_other() -> None:
             rows = logits[at : at + seq.width]
             at += seq.width
             single = alone.seq(seq.slot, list(seq.tokens), keep=seq.keep)
-            assert torch.allclose(rows, alone.forward(single).logits, atol=1e-4), f"slot {seq.slot}, round {rnd}"
+            assert torch.allclose(rows, alone.forward(single).logits, atol=1e-4), (
+                f"slot {seq.slot}, round {rnd}"
+            )
             kept = seq.width if seq.keep else 1 + rnd % seq.width
             together.commit(seq, kept)
             alone.commit(single, kept)

@@ -36,7 +36,9 @@ def test_stretched_rope_gives_llama_cpp_log_probabilities(name: str, chunk: int,
     model, fields = CASES[name]
     tokens = np.load(FIXTURES / f"{model}.npz")["tokens"].tolist()
     bench = Bench(changed(tmp_path, model, dict(fields)))
-    got = torch.cat([bench.feed(0, tokens[i : i + chunk]) for i in range(0, len(tokens), chunk)])[-1].log_softmax(-1)
+    got = torch.cat([bench.feed(0, tokens[i : i + chunk]) for i in range(0, len(tokens), chunk)])[
+        -1
+    ].log_softmax(-1)
     want = torch.from_numpy(np.load(FIXTURES / "rope_scaling.npz")[name])
     assert (got - want).abs().max() < 1e-3
 
@@ -60,13 +62,22 @@ def test_the_cases_tell_one_kind_from_another() -> None:
         ({"../scale_linear": float("inf")}, r"rope\.scale_linear is inf"),
     ],
 )
-def test_scaling_that_means_nothing_is_refused(fields: dict[str, object], says: str, tmp_path: Path) -> None:
-    with pytest.raises((ModelError, BadGGUF), match=says), open_gguf(changed(tmp_path, "qwen3", fields)) as file:
+def test_scaling_that_means_nothing_is_refused(
+    fields: dict[str, object], says: str, tmp_path: Path
+) -> None:
+    with (
+        pytest.raises((ModelError, BadGGUF), match=says),
+        open_gguf(changed(tmp_path, "qwen3", fields)) as file,
+    ):
         read_config(file)
 
 
-def test_keys_that_llama_cpp_does_not_read_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with open_gguf(changed(tmp_path, "qwen35", YARN | {"yarn_beta_fast": 16.0, "yarn_beta_slow": 1.0})) as file:
+def test_keys_that_llama_cpp_does_not_read_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open_gguf(
+        changed(tmp_path, "qwen35", YARN | {"yarn_beta_fast": 16.0, "yarn_beta_slow": 1.0})
+    ) as file:
         assert read_scaling(file).factor == 4.0
     assert [r.getMessage() for r in caplog.records] == [
         "qwen35.rope.scaling.yarn_beta_fast 16 is not used, as llama.cpp does not for this architecture"

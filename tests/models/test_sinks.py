@@ -23,7 +23,9 @@ def logits(path: Path) -> torch.Tensor:
 
 
 def with_sinks(path: Path, *layers: list[float]) -> Path:
-    return rewrite(LLAMA, path, add={f"blk.{i}.attn_sinks.weight": np.array(x) for i, x in enumerate(layers)})
+    return rewrite(
+        LLAMA, path, add={f"blk.{i}.attn_sinks.weight": np.array(x) for i, x in enumerate(layers)}
+    )
 
 
 def test_a_sink_that_weighs_nothing_changes_nothing(tmp_path: Path) -> None:
@@ -34,7 +36,11 @@ def test_layers_that_only_look_at_their_sink_see_no_other_token(tmp_path: Path) 
     """All weight on the sinks leaves a row to itself: the same token, the same logits, wherever it stands."""
     n_layer = sum(name.endswith("attn_q.weight") for name in open_gguf(LLAMA).tensors)
     rows = logits(with_sinks(tmp_path / "all.gguf", *[[1e4] * 4] * n_layer))
-    assert (rows[:8] - rows[8:16]).abs().max() < 1e-4 < (logits(LLAMA)[:8] - logits(LLAMA)[8:16]).abs().max()
+    assert (
+        (rows[:8] - rows[8:16]).abs().max()
+        < 1e-4
+        < (logits(LLAMA)[:8] - logits(LLAMA)[8:16]).abs().max()
+    )
     rows = logits(with_sinks(tmp_path / "head.gguf", *[[1e4, 1e4, 1e4, 0.0]] * n_layer))
     assert (rows[:8] - rows[8:16]).abs().max() > 1e-3, "one head still looks"
 

@@ -38,7 +38,9 @@ def translated(args: list[str], model: str) -> list[str]:
             out += ["--spec-type", "auto"]
             i += 2
             continue
-        if flag == "--spec-synth-rates":  # theirs drafts as much as it may; ours what pays, unless it is told
+        if (
+            flag == "--spec-synth-rates"
+        ):  # theirs drafts as much as it may; ours what pays, unless it is told
             out.append("--spec-fixed")
         if flag == "--parallel":
             slots = int(value)
@@ -59,5 +61,10 @@ def translated(args: list[str], model: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    command = ["server", *translated(sys.argv[1:], os.environ["PYSPEC_PEER_MODEL"]), "--in-process", "--no-warmup"]
+    command = [
+        "server",
+        *translated(sys.argv[1:], os.environ["PYSPEC_PEER_MODEL"]),
+        "--in-process",
+        "--no-warmup",
+    ]
     sys.exit(ask(os.environ["PYSPEC_PEER_ZYGOTE"], command))

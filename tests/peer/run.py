@@ -67,14 +67,18 @@ def results(report: Path) -> dict[str, str]:
     for case in ET.parse(report).iter("testcase"):
         name = f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}"
         kinds = {child.tag for child in case}
-        out[name] = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        out[name] = (
+            "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        )
     return out
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("llama_cpp", type=Path)
-    parser.add_argument("--python", default=sys.executable, help="the Python that has the tests' requirements")
+    parser.add_argument(
+        "--python", default=sys.executable, help="the Python that has the tests' requirements"
+    )
     parser.add_argument("--model", type=Path, default=ROOT / "pyspec" / "demo" / "pyspec-demo.gguf")
     parser.add_argument("-k", default="", help="of the items only these")
     parser.add_argument("-n", default="2", help="workers")
@@ -97,13 +101,19 @@ def main() -> int:
         server = suite.zygote()
         try:
             found = suite.run(args.model, [*(["-k", args.k] if args.k else []), *chosen])
-            again = [item for item, outcome in found.items() if outcome == "failed" and reason(item, known) == WEIGHTS]
+            again = [
+                item
+                for item, outcome in found.items()
+                if outcome == "failed" and reason(item, known) == WEIGHTS
+            ]
             if again:
                 models = folder / "stories260K.gguf", folder / "stories15M.gguf"
                 stand_in.write(models[0], stand_in.PIECES)
                 stand_in.write(models[1], f"{stand_in.PIECES} {stand_in.HELLO}")
                 ids = [f"unit/{item.replace('::', '.py::', 1)}" for item in again]
-                later = suite.run(models[0], ids, PYSPEC_PEER_SECOND=str(models[1]), PYSPEC_PEER_ANY_TEXT="1")
+                later = suite.run(
+                    models[0], ids, PYSPEC_PEER_SECOND=str(models[1]), PYSPEC_PEER_ANY_TEXT="1"
+                )
                 found |= {item: STOOD_IN for item in again if later.get(item) == "passed"}
         finally:
             server.kill()
@@ -137,20 +147,41 @@ class Suite:
         shim, out = self.folder / "llama-server", self.folder / "report.xml"
         shim.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "llama_server.py"} "$@"\n')
         shim.chmod(0o755)
-        command = [self.python, "-m", "pytest", "-q", "-n", self.n_worker, "--timeout", "180", "-m", "not slow"]
+        command = [
+            self.python,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            self.n_worker,
+            "--timeout",
+            "180",
+            "-m",
+            "not slow",
+        ]
         command += ["-p", "no:cacheprovider", f"--junitxml={out}", *chosen]
         env |= {"LLAMA_SERVER_BIN_PATH": str(shim), "PYSPEC_PEER_MODEL": str(model.resolve())}
-        env |= {"PYSPEC_PEER_ZYGOTE": str(self.socket), "LLAMA_CACHE": str(self.folder), "OMP_NUM_THREADS": "1"}
+        env |= {
+            "PYSPEC_PEER_ZYGOTE": str(self.socket),
+            "LLAMA_CACHE": str(self.folder),
+            "OMP_NUM_THREADS": "1",
+        }
         out.unlink(missing_ok=True)
-        status = subprocess.run(command, cwd=self.tests, env={**os.environ, **env}, check=False).returncode
+        status = subprocess.run(
+            command, cwd=self.tests, env={**os.environ, **env}, check=False
+        ).returncode
         if not out.exists():
-            raise SystemExit(f"their tests did not run: {' '.join(command[:3])} ended with status {status}")
+            raise SystemExit(
+                f"their tests did not run: {' '.join(command[:3])} ended with status {status}"
+            )
         return results(out)
 
 
 def reason(item: str, known: dict) -> str:
     """Why an item is known to fail, "" if it is not."""
-    return next((kind for kind, rows in known.get("items", {}).items() for row in rows if fnmatch(item, row)), "")
+    return next(
+        (kind for kind, rows in known.get("items", {}).items() for row in rows if fnmatch(item, row)), ""
+    )
 
 
 def report(found: dict[str, str], known: dict) -> int:

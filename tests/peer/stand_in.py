@@ -60,7 +60,10 @@ def weights(n_vocab: int, silent: Sequence[int]) -> dict[str, np.ndarray]:
     def matrix(rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
         return (gain * rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
 
-    out = {"token_embd.weight": matrix(n_vocab, EMBD, 4.0), "output_norm.weight": np.ones(EMBD, np.float32)}
+    out = {
+        "token_embd.weight": matrix(n_vocab, EMBD, 4.0),
+        "output_norm.weight": np.ones(EMBD, np.float32),
+    }
     out["token_embd.weight"][:, 0] = 2.0
     out["output.weight"] = matrix(n_vocab, EMBD, 1.5)
     out["output.weight"][:, 0] = 0.0
@@ -78,7 +81,9 @@ def weights(n_vocab: int, silent: Sequence[int]) -> dict[str, np.ndarray]:
         for name in ("attn_output", "ffn_down"):
             block[name][0] = 0.0
         out |= {f"blk.{b}.{name}.weight": value for name, value in block.items()}
-        out |= {f"blk.{b}.{name}.weight": np.ones(EMBD, np.float32) for name in ("attn_norm", "ffn_norm")}
+        out |= {
+            f"blk.{b}.{name}.weight": np.ones(EMBD, np.float32) for name in ("attn_norm", "ffn_norm")
+        }
     return out
 
 
@@ -106,7 +111,9 @@ def write(path: Path, pieces: str) -> None:
     writer.add_unk_token_id(0)
     writer.add_add_bos_token(True)
     writer.add_chat_template(CHATML)
-    for name, value in weights(len(tokens), [*range(3 + 256), *range(len(tokens) - len(GAP), len(tokens))]).items():
+    for name, value in weights(
+        len(tokens), [*range(3 + 256), *range(len(tokens) - len(GAP), len(tokens))]
+    ).items():
         writer.add_tensor(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -40,7 +40,9 @@ def together(n: int, do: Callable[[Collective], T]) -> list[T]:
 class RankBench:
     """One rank's part of a model over two slots."""
 
-    def __init__(self, path: Path, ranks: Collective | None, dense: torch.dtype | None = torch.float32) -> None:
+    def __init__(
+        self, path: Path, ranks: Collective | None, dense: torch.dtype | None = torch.float32
+    ) -> None:
         self.file = open_gguf(path)
         config = read_config(self.file)
         n = 1 if ranks is None else ranks.rank.n
@@ -48,7 +50,9 @@ class RankBench:
         check_ranks(self.file, cuts, n)
         self.own = config.share(n)
         self.table = SlotTable(2, 32, 16)
-        sizes = CacheSizes(2, self.table.n_alloc_row, self.table.page_size, 9, KvFormat.both(torch.float32))
+        sizes = CacheSizes(
+            2, self.table.n_alloc_row, self.table.page_size, 9, KvFormat.both(torch.float32)
+        )
         self.memory = allocate(self.own.parts(), sizes, CPU)
         self.weights = Weights(self.file, CPU, dense, ranks=ranks, cuts=cuts)
         self.target = config.build(self.weights, self.memory)
@@ -58,14 +62,22 @@ class RankBench:
     def forwards(self) -> list[Tensor]:
         """Logits of prompts of two slots in chunks, of a verify with some kept rows, and of the rows after it."""
         gen = torch.Generator().manual_seed(5)
-        prompt = [torch.randint(min(300, self.target.n_vocab), (40,), generator=gen).tolist() for _ in range(2)]
+        prompt = [
+            torch.randint(min(300, self.target.n_vocab), (40,), generator=gen).tolist() for _ in range(2)
+        ]
         found = []
         plan = [
             [Seq(0, 0, prompt[0][:30], SeqMode.KEEP, 30)],
             [Seq(0, 30, prompt[0][30:], SeqMode.KEEP, 1), Seq(1, 0, prompt[1][:7], SeqMode.KEEP, 7)],
             [Seq(0, 40, prompt[1][:6], SeqMode.VERIFY, 6), Seq(1, 7, prompt[1][7:8], SeqMode.KEEP, 1)],
-            [Seq(0, 43, prompt[1][8:10], SeqMode.VERIFY, 2, 3), Seq(1, 8, prompt[1][8:30], SeqMode.KEEP, 0)],
-            [Seq(0, 45, prompt[1][8:9], SeqMode.KEEP, 1, 2), Seq(1, 30, prompt[1][30:31], SeqMode.KEEP, 1)],
+            [
+                Seq(0, 43, prompt[1][8:10], SeqMode.VERIFY, 2, 3),
+                Seq(1, 8, prompt[1][8:30], SeqMode.KEEP, 0),
+            ],
+            [
+                Seq(0, 45, prompt[1][8:9], SeqMode.KEEP, 1, 2),
+                Seq(1, 30, prompt[1][30:31], SeqMode.KEEP, 1),
+            ],
         ]
         for seqs in plan:
             found.append(self.target.forward(lay_out(self.table, seqs, CPU)).logits.clone())

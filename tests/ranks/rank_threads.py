@@ -49,7 +49,9 @@ class ThreadRanks:
         share = replace(share, n_arena_page=self.n_arena_page)
         for i in range(1, self.n):
             own = replace(pickle.loads(pickle.dumps(share)), index=i, device=str(devices[i]))
-            self._threads.append(threading.Thread(target=self._run, args=(own, self._inboxes[i - 1]), daemon=True))
+            self._threads.append(
+                threading.Thread(target=self._run, args=(own, self._inboxes[i - 1]), daemon=True)
+            )
             self._threads[-1].start()
         return Collective(Rank(0, self.n), devices[0], self.store, 60.0)
 
@@ -97,7 +99,13 @@ class RankRig(Rig):
     """A rig over `n` ranks. padded: batches lie in arenas, and rounds are launched ahead, as on GPUs."""
 
     def __init__(self, path: Path, n: int, *, padded: bool = False, **settings: object) -> None:
-        values: dict[str, object] = {"np": 1, "ctx": 256, "kv_type": "f32", "warm_up": False, "device": "cpu"}
+        values: dict[str, object] = {
+            "np": 1,
+            "ctx": 256,
+            "kv_type": "f32",
+            "warm_up": False,
+            "device": "cpu",
+        }
         d = describe(path, EngineSettings(tp=n, **(values | settings)))  # type: ignore[arg-type]
         n_page = arena_pages(d, d.table())
         self.ranks = ThreadRanks(n, n_page if padded else 0)

@@ -115,7 +115,11 @@ def test_a_rank_reads_no_rows_that_are_not_its_own(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("name", "n", "said"),
     [
-        ("qwen35", 3, "blk.0.attn_qkv.weight: 2 key heads of Gated DeltaNet do not divide by 3; --tp 1 or 2 would do"),
+        (
+            "qwen35",
+            3,
+            "blk.0.attn_qkv.weight: 2 key heads of Gated DeltaNet do not divide by 3; --tp 1 or 2 would do",
+        ),
         ("qwen35_q8_0", 2, "columns 0 to 16 are no whole blocks of 32 (Q8_0); --tp 1 would do"),
         ("llama", 8, "blk.0.attn_output.weight: 4 heads do not divide by 8; --tp 1 or 2 or 4 would do"),
         ("nemotron_latent", 4, "2 groups of Mamba-2 heads do not divide by 4"),
@@ -145,5 +149,9 @@ def test_one_rank_has_every_tensor_whatever_its_blocks() -> None:
     heads, n_byte = Units(16, "key heads"), 8 * 768 // 256 * 144
     info = TensorInfo("blk.0.ssm_out.weight", GGMLType.Q4_K, (8, 768), 0, n_byte, 0)
     cut = Cut(1, (heads, heads, heads))
-    assert cut.pieces(48, Rank(0, 1)) == [(0, 48)] and cut.pieces(48, Rank(1, 2)) == [(8, 16), (24, 32), (40, 48)]
+    assert cut.pieces(48, Rank(0, 1)) == [(0, 48)] and cut.pieces(48, Rank(1, 2)) == [
+        (8, 16),
+        (24, 32),
+        (40, 48),
+    ]
     assert share_of(info, Cut(1, (Units(1, "heads"), Units(47, "heads"))), Rank(0, 1)).info == info

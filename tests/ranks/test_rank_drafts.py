@@ -44,13 +44,17 @@ class Proposals:
         self.n_ahead = 0
         find, obey, ahead = DFlash._tokens, Follower.obey, DFlash.draft_ahead
 
-        def watch(drafter: DFlash, block: Tensor, n_seq: int, n_draft: int) -> tuple[Tensor, Tensor | None]:
+        def watch(
+            drafter: DFlash, block: Tensor, n_seq: int, n_draft: int
+        ) -> tuple[Tensor, Tensor | None]:
             tokens, probs = find(drafter, block, n_seq, n_draft)
             assert tokens.dtype == torch.int64 and tokens.shape == (n_seq * n_draft,)
             self.found.append(tokens.tolist())
             return tokens, probs
 
-        def count(drafter: DFlash, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:
+        def count(
+            drafter: DFlash, batch: Batch, out: Out, kept: Kept, n_draft: int
+        ) -> DraftsAhead | None:
             drafts = ahead(drafter, batch, out, kept, n_draft)
             self.n_ahead += drafts is not None
             return drafts
@@ -63,7 +67,9 @@ class Proposals:
         monkeypatch.setattr(DFlash, "draft_ahead", count)
         monkeypatch.setattr(Follower, "obey", listen)
 
-    def of(self, r: RankRig, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    def of(
+        self, r: RankRig, prompts: Sequence[Sequence[int]]
+    ) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """Texts, drafts, and rows in commands to other ranks."""
         self.found, self.told = [], []
         heard = [r.submit(prompt, N, PLAIN) for prompt in prompts]
@@ -138,13 +144,20 @@ def test_a_draft_model_runs_whole_on_the_first_rank(name: str, padded: bool) -> 
     path, prompts = FIXTURES / f"{name}.gguf", list(known_texts(FIXTURES / f"{name}.gguf"))[:5]
     alone, greedy = plain_rig(path), replace(GREEDY, ignore_eos=False)
     texts = [alone.generate(prompt, N, greedy).tokens for prompt in prompts]
-    settings: dict[str, object] = {"draft_path": path, "spec_type": "draft", "n_draft_fixed": True, "n_draft_max": 3}
+    settings: dict[str, object] = {
+        "draft_path": path,
+        "spec_type": "draft",
+        "n_draft_fixed": True,
+        "n_draft_max": 3,
+    }
     with RankRig(path, 2, np=3, padded=padded, **settings) as r:
         heard = [r.submit(prompt, N, greedy) for prompt in prompts]
         r.run()
         r.ranks.settle()
         assert [h.tokens for h in heard] == texts
-        assert all(h.timings.draft_n == h.timings.draft_n_accepted for h in heard if h.finish == "length")
+        assert all(
+            h.timings.draft_n == h.timings.draft_n_accepted for h in heard if h.finish == "length"
+        )
         assert sum(h.timings.draft_n for h in heard) > 30
 
 
@@ -198,7 +211,9 @@ def test_what_fails_while_ranks_draft_is_the_end_of_all(monkeypatch: pytest.Monk
         while not heard.tokens:
             r.loop.step()
         spread = Collective.spread
-        monkeypatch.setattr(Collective, "spread", lambda self, x: (_ for _ in ()).throw(RankLost("a cable")))
+        monkeypatch.setattr(
+            Collective, "spread", lambda self, x: (_ for _ in ()).throw(RankLost("a cable"))
+        )
         told_on = r.ranks.send
         r.loop.memory.leader._send = lambda command: None  # type: ignore[attr-defined]  # the others would wait for us
         with pytest.raises(RankLost, match="a cable"):

@@ -89,7 +89,9 @@ def test_ranks_have_the_first_ones_pages_and_states(shared: RankRig) -> None:
             for a, b in zip(mine[i].tensors(), theirs[i].tensors(), strict=True):
                 assert a.shape == b.shape
     for i, pool in own.kv.items():
-        assert torch.equal(pool.k[:, 0, 0] != 0, other.kv[i].k[:, 0, 0] != 0), "rows are written in the same pages"
+        assert torch.equal(pool.k[:, 0, 0] != 0, other.kv[i].k[:, 0, 0] != 0), (
+            "rows are written in the same pages"
+        )
 
 
 def test_states_that_go_here_go_there(shared: RankRig) -> None:
@@ -107,7 +109,9 @@ def test_states_that_go_here_go_there(shared: RankRig) -> None:
     gc.collect()
     shared.generate(demo_prompts()[5][0], 3)  # the next command reports that they went
     shared.ranks.settle()
-    alive = {s.content.checkpoint.elsewhere.number for tier in (*states.tiers, states.starts) for s in tier}
+    alive = {
+        s.content.checkpoint.elsewhere.number for tier in (*states.tiers, states.starts) for s in tier
+    }
     assert follower._kept.keys() == alive and not alive & numbers
 
 
@@ -138,12 +142,16 @@ def test_an_image_that_fails_on_the_first_rank_is_the_end_of_all(shared: RankRig
     assert isinstance(memory, TpMemory)
     told: list[Command] = []
     leader = Leader(told.append, memory.leader.ranks)  # type: ignore[arg-type]
-    with pytest.raises(DeviceError, match="ReadPages failed on the first rank, and the others wait in it: index"):
+    with pytest.raises(
+        DeviceError, match="ReadPages failed on the first rank, and the others wait in it: index"
+    ):
         TpMemory(memory, leader).read_pages(shared.loop.table.page_size, [1 << 40])
     assert told == [ReadPages((1 << 40,))]
 
 
-def test_graphs_go_before_the_others_are_let_go(shared: RankRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_go_before_the_others_are_let_go(
+    shared: RankRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NCCL waits for graphs with a sum: a program with such graphs did not end."""
     worker, left = shared.loop.worker, list[int]()
     assert isinstance(worker, TpWorker) and isinstance(worker.forward, TpGraphs)
@@ -156,7 +164,9 @@ def test_graphs_go_before_the_others_are_let_go(shared: RankRig, monkeypatch: py
 
 
 def test_what_does_not_divide_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(ModelError, match=r"--tp 4 does not divide pyspec-demo\.gguf: .* --tp 1 or 2 would do"):
+    with pytest.raises(
+        ModelError, match=r"--tp 4 does not divide pyspec-demo\.gguf: .* --tp 1 or 2 would do"
+    ):
         rig(DEMO, tp=4)
     with pytest.raises(ModelError, match=r"2 groups of heads do not divide by 4; --tp 1 or 2 would do"):
         rig(FIXTURES / "deepseek4.gguf", tp=4)
@@ -164,7 +174,9 @@ def test_what_does_not_divide_is_refused_before_anything_is_loaded() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_rounds_ahead_have_the_first_ranks_rows_on_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_ahead_have_the_first_ranks_rows_on_all(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their positions are found by the first rank's device: the others get the batch from it."""
     moved: list[bool] = []
     obey = Follower.obey
@@ -185,12 +197,21 @@ def test_every_gpu_there_is_means_one_rank_on_a_cpu() -> None:
 
 
 def test_the_plan_of_ranks_adds_up_to_the_models() -> None:
-    one, two = (describe(DEMO, EngineSettings(tp=n, device="cpu", spec_type="none", weights="dense")) for n in (1, 2))
+    one, two = (
+        describe(DEMO, EngineSettings(tp=n, device="cpu", spec_type="none", weights="dense"))
+        for n in (1, 2)
+    )
     a, b = plan_memory(one), plan_memory(two)
     assert 2 * b.kv == 2 * a.kv, "one key head: each rank has a copy"
-    logits = 4 * one.config.n_vocab  # kept where a short prompt ends; the plan counts them for every rank
+    logits = (
+        4 * one.config.n_vocab
+    )  # kept where a short prompt ends; the plan counts them for every rank
     assert 2 * b.state == a.state + logits and b.draft_head == 0
-    whole = sum(4 * t.n_elements for n, t in one.file.tensors.items() if n not in cuts_of(one.config.tensors(one.file)))
+    whole = sum(
+        4 * t.n_elements
+        for n, t in one.file.tensors.items()
+        if n not in cuts_of(one.config.tensors(one.file))
+    )
     assert abs(2 * b.weights - a.weights - whole) < 1e-3 * a.weights + 4 * 4096 * 384 * 2
 
 
@@ -235,7 +256,10 @@ def test_four_ranks_divide_every_kind_of_layer(kind: str, tmp_path: Path) -> Non
         return [h.tokens for h in heard]
 
     alone = run(rig(path, np=2, spec_type="mtp"))
-    with RankRig(path, 4, np=2, spec_type="mtp") as once, RankRig(path, 4, np=2, spec_type="mtp", padded=True) as ahead:
+    with (
+        RankRig(path, 4, np=2, spec_type="mtp") as once,
+        RankRig(path, 4, np=2, spec_type="mtp", padded=True) as ahead,
+    ):
         assert run(once) == run(ahead) == alone
 
 
@@ -272,7 +296,9 @@ def test_text_of_every_architecture_is_that_of_one_rank(name: str, n: int, spec:
         assert run(once) == run(ahead) == alone
 
 
-def test_the_one_that_is_gone_is_named_and_not_those_that_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_one_that_is_gone_is_named_and_not_those_that_lost_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The ranks that lost it report sooner on a busy machine: a rank that aborts writes down where it was first."""
 
     class Process(SimpleNamespace):
@@ -281,7 +307,9 @@ def test_the_one_that_is_gone_is_named_and_not_those_that_lost_it(monkeypatch: p
 
     def rank(index: int, **what: object) -> Process:
         idle = SimpleNamespace(poll=lambda: None, kill=lambda: None)
-        return Process(**{"index": index, "state": "loaded", "error": None, "end": "", "process": idle, **what})
+        return Process(
+            **{"index": index, "state": "loaded", "error": None, "end": "", "process": idle, **what}
+        )
 
     watched = ranks_module._Watched(1, ())
     watched.processes = [rank(1, error=RankLost("rank 1 of 3 has lost the others")), rank(2)]  # type: ignore[list-item]

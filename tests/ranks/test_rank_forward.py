@@ -17,7 +17,13 @@ from pyspec.errors import DeviceError
 
 DEMO = Path(__file__).parents[2] / "pyspec" / "demo" / "pyspec-demo.gguf"
 MOST_KL = 1e-6
-FAST = [("qwen35", 2), ("qwen35moe_fused_tied", 2), ("llama_freqs_tied", 4), ("nemotron_latent", 2), ("deepseek4", 2)]
+FAST = [
+    ("qwen35", 2),
+    ("qwen35moe_fused_tied", 2),
+    ("llama_freqs_tied", 4),
+    ("nemotron_latent", 2),
+    ("deepseek4", 2),
+]
 FAST += [("qwen2", 2), ("qwen3moe", 2)]
 SLOW = [
     ("demo", 2), ("llama", 2), ("llama", 4), ("llama_q8_0", 2), ("qwen3", 4), ("qwen3_tied_q8_0", 2), ("qwen35_equal_tied", 2),
@@ -63,7 +69,11 @@ def test_sums_of_ranks_are_normed_whole_before_they_go_back_to_the_stream(tmp_pa
     """gemma3 with four heads instead of three: norms behind attention and feed-forward, windows, one key head for all ranks."""
     rng = np.random.default_rng(1)
     shapes = {"attn_q": (64, 32), "attn_output": (32, 64)}
-    new = {f"blk.{i}.{x}.weight": rng.standard_normal(shape) / 6 for i in range(7) for x, shape in shapes.items()}
+    new = {
+        f"blk.{i}.{x}.weight": rng.standard_normal(shape) / 6
+        for i in range(7)
+        for x, shape in shapes.items()
+    }
     path = rewrite(
         FIXTURES / "gemma3.gguf",
         tmp_path / "m.gguf",
@@ -71,7 +81,10 @@ def test_sums_of_ranks_are_normed_whole_before_they_go_back_to_the_stream(tmp_pa
         drop=new.__contains__,
         add=new,
     )
-    alone, ranks = RankBench(path, None).forwards(), together(2, lambda ranks: RankBench(path, ranks).forwards())
+    alone, ranks = (
+        RankBench(path, None).forwards(),
+        together(2, lambda ranks: RankBench(path, ranks).forwards()),
+    )
     for one, first, second in zip(alone, *ranks, strict=True):
         assert kl(one, first) <= MOST_KL and torch.equal(first, second)
 
@@ -86,16 +99,20 @@ def test_packed_blocks_give_the_same_as_unpacked_ones(name: str) -> None:
 
 
 def test_a_sum_is_taken_in_the_order_of_ranks_wherever_a_row_stands() -> None:
-    x = torch.randn(3, 4, 1000, generator=torch.Generator().manual_seed(1)) * torch.tensor([1e8, 1.0, 1e-8]).view(
-        3, 1, 1
-    )
+    x = torch.randn(3, 4, 1000, generator=torch.Generator().manual_seed(1)) * torch.tensor(
+        [1e8, 1.0, 1e-8]
+    ).view(3, 1, 1)
 
     def sums(ranks: Collective) -> tuple[Tensor, Tensor, Tensor]:
         own = x[ranks.rank.index]
         return ranks.sum(own), torch.cat([ranks.sum(row[None]) for row in own]), ranks.sum(own[:0])
 
     for whole, rows, none in together(3, sums):
-        assert torch.equal(whole, x[0] + x[1] + x[2]) and torch.equal(whole, rows) and none.shape == (0, 1000)
+        assert (
+            torch.equal(whole, x[0] + x[1] + x[2])
+            and torch.equal(whole, rows)
+            and none.shape == (0, 1000)
+        )
 
 
 def test_columns_of_unequal_ranks_stand_side_by_side() -> None:
@@ -108,7 +125,9 @@ def test_columns_of_unequal_ranks_stand_side_by_side() -> None:
 
 def test_ranks_that_lose_one_say_so() -> None:
     def leave(ranks: Collective) -> str:
-        ranks.sum(torch.ones(4, device=CPU))  # both have met: a rank that leaves earlier is reported with other words
+        ranks.sum(
+            torch.ones(4, device=CPU)
+        )  # both have met: a rank that leaves earlier is reported with other words
         if ranks.rank.index == 1:
             ranks.abort()
             return ""

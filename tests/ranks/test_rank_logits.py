@@ -54,7 +54,13 @@ def at_borders(n_vocab: int, borders: tuple[int, ...]) -> Tensor:
     """Rows whose decisive values stand on both sides of a border of ranks."""
     rows = []
     for border in borders:
-        for left, right in ((9.0, 9.0), (torch.nan, torch.nan), (torch.inf, torch.nan), (9.0, torch.nan), (0.0, -0.0)):
+        for left, right in (
+            (9.0, 9.0),
+            (torch.nan, torch.nan),
+            (torch.inf, torch.nan),
+            (9.0, torch.nan),
+            (0.0, -0.0),
+        ):
             for a, b in ((left, right), (right, left)):
                 row = torch.full((n_vocab,), -1.0)
                 row[border - 1], row[border] = a, b
@@ -66,7 +72,9 @@ def at_borders(n_vocab: int, borders: tuple[int, ...]) -> Tensor:
 def test_the_best_of_ranks_is_the_best_of_all_columns(widths: tuple[int, ...]) -> None:
     n_vocab = sum(widths)
     borders = tuple(sum(widths[:i]) for i in range(1, len(widths)))
-    logits = torch.cat([hostile(24, n_vocab, torch.Generator().manual_seed(1)), at_borders(n_vocab, borders)])
+    logits = torch.cat(
+        [hostile(24, n_vocab, torch.Generator().manual_seed(1)), at_borders(n_vocab, borders)]
+    )
     parts = logits.split(widths, -1)
 
     def find(ranks: Collective) -> tuple[Tensor, Tensor]:
@@ -133,7 +141,9 @@ def of_prompts(command: RunForward) -> bool:
 
 @pytest.mark.parametrize("padded", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("drafter", [MTP, DFLASH], ids=["mtp", "dflash"])
-def test_greedy_rounds_bring_no_logits_together(drafter: dict[str, object], padded: bool, watched: Watch) -> None:
+def test_greedy_rounds_bring_no_logits_together(
+    drafter: dict[str, object], padded: bool, watched: Watch
+) -> None:
     with RankRig(DEMO, 2, np=4, padded=padded, **drafter) as r:
         heard = [r.submit(prompt, N, PLAIN) for prompt, _ in demo_prompts()[:4]]
         r.run()
@@ -196,7 +206,9 @@ def mixed(r: Rig) -> list[Heard]:
 
 def likeliest(heard: list[Heard]) -> list[object]:
     """Tokens that were reported beside the chosen ones. Their probabilities depend a little on the rows of a round."""
-    entries = [[x for e in h.events if isinstance(e, Delta | PromptLogprobs) for x in listed(e)] for h in heard]
+    entries = [
+        [x for e in h.events if isinstance(e, Delta | PromptLogprobs) for x in listed(e)] for h in heard
+    ]
     return [[(x.token, [token for token, _ in x.top]) for x in own] for own in entries]
 
 
@@ -238,12 +250,17 @@ def test_four_ranks_say_the_same_with_and_without(monkeypatch: pytest.MonkeyPatc
     path, prompts = FIXTURES / "llama.gguf", [[1, 7, 3], list(range(5, 40)), [9] * 12]
 
     def run(r: Rig) -> list[list[int]]:
-        heard = [r.submit(prompt, N, params) for prompt in prompts for params, _ in list(ASKED.values())[:2]]
+        heard = [
+            r.submit(prompt, N, params) for prompt in prompts for params, _ in list(ASKED.values())[:2]
+        ]
         r.run()
         return [h.tokens for h in heard]
 
     want = run(rig(path, np=2, spec_type="ngram"))
-    with RankRig(path, 4, np=2, spec_type="ngram") as once, RankRig(path, 4, np=2, spec_type="ngram", padded=True) as r:
+    with (
+        RankRig(path, 4, np=2, spec_type="ngram") as once,
+        RankRig(path, 4, np=2, spec_type="ngram", padded=True) as r,
+    ):
         assert run(once) == run(r) == want
 
 

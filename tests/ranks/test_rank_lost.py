@@ -65,7 +65,9 @@ class Dying:
         monkeypatch.setattr(Ranks.__init__, "__kwdefaults__", {"command": command})
         self.why: list[PyspecError] = []
         self.is_over = threading.Event()
-        settings = EngineSettings(tp=2, np=2, ctx=301, device="cpu", kv_type="f32", warm_up=False, threads=1)
+        settings = EngineSettings(
+            tp=2, np=2, ctx=301, device="cpu", kv_type="f32", warm_up=False, threads=1
+        )
         self.core = EngineCore.load(DEMO, settings, on_death=self.hear)
         self.n_token = 0
 
@@ -90,9 +92,13 @@ def test_a_rank_killed_in_any_phase_of_a_round_is_the_reason(
     dying = Dying(monkeypatch, where, at)
     try:
         dying.ask()
-        assert dying.is_over.wait(SOON_S), f"after {dying.n_token} tokens nothing is known of a rank's end"
+        assert dying.is_over.wait(SOON_S), (
+            f"after {dying.n_token} tokens nothing is known of a rank's end"
+        )
         for error in dying.why:
-            assert isinstance(error, RankLost) and "rank 1 of 2: its process ended: signal 9" in str(error), error
+            assert isinstance(error, RankLost) and "rank 1 of 2: its process ended: signal 9" in str(
+                error
+            ), error
     finally:
         dying.core.close()
 
@@ -108,7 +114,9 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("hears", ["the ranks' thread", "the engine's thread"])
-def test_a_device_that_does_not_let_go_keeps_nobody_from_hearing_why(ranks: Ranks, victim: int, hears: str) -> None:
+def test_a_device_that_does_not_let_go_keeps_nobody_from_hearing_why(
+    ranks: Ranks, victim: int, hears: str
+) -> None:
     """A GPU that waits for an answer may block the call that aborts it. The engine's end is reported before."""
     heard: list[PyspecError] = []
     told, released, asks = threading.Event(), threading.Event(), threading.Event()
@@ -129,8 +137,8 @@ def test_a_device_that_does_not_let_go_keeps_nobody_from_hearing_why(ranks: Rank
     asks.set()
     try:
         assert told.wait(SOON_S / 3), "the reason waits for the device"
-        assert isinstance(heard[0], RankLost) and f"rank {victim + 1} of 3: its process ended: signal 9" in str(
-            heard[0]
-        )
+        assert isinstance(
+            heard[0], RankLost
+        ) and f"rank {victim + 1} of 3: its process ended: signal 9" in str(heard[0])
     finally:
         released.set()

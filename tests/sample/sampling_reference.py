@@ -24,9 +24,15 @@ def edited(
     if params.ignore_eos:
         for token in eog:
             out[token] = -math.inf
-    window = list(history) if params.repeat_last_n < 0 else list(history)[max(0, len(history) - params.repeat_last_n) :]
+    window = (
+        list(history)
+        if params.repeat_last_n < 0
+        else list(history)[max(0, len(history) - params.repeat_last_n) :]
+    )
     for token, n in Counter(window).items():
-        value = out[token] * params.repeat_penalty if out[token] <= 0 else out[token] / params.repeat_penalty
+        value = (
+            out[token] * params.repeat_penalty if out[token] <= 0 else out[token] / params.repeat_penalty
+        )
         out[token] = value - n * params.frequency_penalty - params.presence_penalty
     for token, n in dry_lengths(history, params).items():
         out[token] -= params.dry_multiplier * params.dry_base ** (n - params.dry_allowed_length)

@@ -21,7 +21,9 @@ PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
 
 
 def sampler(prompt=(1, 2), n_vocab=N_VOCAB, **changes) -> SlotSampler:
-    return SlotSampler(SamplingParams(**{"seed": 5, "dry_sequence_breakers": (), **changes}), n_vocab, EOG, prompt)
+    return SlotSampler(
+        SamplingParams(**{"seed": 5, "dry_sequence_breakers": (), **changes}), n_vocab, EOG, prompt
+    )
 
 
 def rows_for(best: list[int], n_vocab: int = N_VOCAB) -> torch.Tensor:
@@ -35,7 +37,9 @@ def one(logits: torch.Tensor, who: SlotSampler, drafts=()) -> Chosen:
     return choose(logits, [Span(who, 0, len(drafts) + 1, Drafts(drafts))])[0]
 
 
-def one_by_one(rows: torch.Tensor, params: SamplingParams, prompt: list[int], drafts: list[int]) -> list[int]:
+def one_by_one(
+    rows: torch.Tensor, params: SamplingParams, prompt: list[int], drafts: list[int]
+) -> list[int]:
     """Plain decoding over the same rows for as long as it agrees with the drafts."""
     who, out = SlotSampler(params, rows.shape[1], EOG, prompt), []
     for i in range(len(drafts) + 1):
@@ -85,7 +89,9 @@ def test_speculation_gives_the_tokens_plain_decoding_gives(values, params, other
         drafts = one_by_one(rows, params, prompt, _clairvoyant(rows, params, prompt))[:3]
     who, neighbour = SlotSampler(params, N_VOCAB, EOG, prompt), SlotSampler(other, N_VOCAB, EOG, prompt)
     batch = torch.cat([rows.flip(0), rows])
-    found = choose(batch, [Span(neighbour, 0, 4, Drafts([1, 2, 3])), Span(who, 4, len(drafts) + 1, Drafts(drafts))])[1]
+    found = choose(
+        batch, [Span(neighbour, 0, 4, Drafts([1, 2, 3])), Span(who, 4, len(drafts) + 1, Drafts(drafts))]
+    )[1]
     expected = one_by_one(rows, params, prompt, drafts)
     assert found.error is None
     assert found.tokens == expected
@@ -102,7 +108,9 @@ def _clairvoyant(rows: torch.Tensor, params: SamplingParams, prompt: list[int]) 
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(logit, min_size=N_VOCAB, max_size=N_VOCAB), params_strategy, st.lists(tokens, max_size=12))
+@given(
+    st.lists(logit, min_size=N_VOCAB, max_size=N_VOCAB), params_strategy, st.lists(tokens, max_size=12)
+)
 def test_a_token_is_the_one_the_slow_reference_chooses(values, params, history):
     who = SlotSampler(params, N_VOCAB, EOG, history)
     logits = edited(torch.tensor(values).tolist(), params, history, EOG)
@@ -193,9 +201,15 @@ def test_the_largest_logits_alone_give_the_same_greedy_verdicts():
     logits[11, 3], logits[13] = math.nan, -math.inf
     everything = tuple((token, -math.inf) for token in range(N_VOCAB))
     best = logits.argmax(-1).tolist()
-    changes = [{}, {"ignore_eos": True}, {"logit_bias": ((best[4], -9.0), (best[5], -0.5))}, {"logit_bias": everything}]
+    changes = [
+        {},
+        {"ignore_eos": True},
+        {"logit_bias": ((best[4], -9.0), (best[5], -0.5))},
+        {"logit_bias": everything},
+    ]
     spans = [
-        Span(sampler(temperature=0.0, **c), 3 * i, 3, Drafts(best[3 * i : 3 * i + 2])) for i, c in enumerate(changes)
+        Span(sampler(temperature=0.0, **c), 3 * i, 3, Drafts(best[3 * i : 3 * i + 2]))
+        for i, c in enumerate(changes)
     ]
     spans += [Span(sampler(temperature=0.0), 12, 1), Span(sampler(temperature=0.0), 13, 1)]
     for few in (spans, [*spans, Span(sampler(temperature=1.0, seed=3), 0, 1)]):
@@ -241,25 +255,35 @@ def test_many_ties_at_the_edge_of_top_k_still_keep_the_lowest_ids():
     logits = torch.zeros(40, 4096)
     logits[:, 2222] = 0.1
     spans = [
-        Span(sampler(n_vocab=4096, seed=i, temperature=1.0, top_k=4, top_p=1.0, min_p=0.0), i, 1) for i in range(40)
+        Span(sampler(n_vocab=4096, seed=i, temperature=1.0, top_k=4, top_p=1.0, min_p=0.0), i, 1)
+        for i in range(40)
     ]
     assert {c.tokens[0] for c in choose(logits, spans)} == {0, 1, 2, 2222}
 
 
 def test_a_large_vocabulary_gives_what_a_full_sort_gives():
     """top-k by torch.topk on candidates against the same cut as top-p = 1, top_k too large for the short way."""
-    logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(3)).mul(4).bfloat16().float()  # with ties
+    logits = (
+        torch.randn(8, 5000, generator=torch.Generator().manual_seed(3)).mul(4).bfloat16().float()
+    )  # with ties
     for seed in range(20):
         narrow = sampler(n_vocab=5000, seed=seed, top_k=1024, top_p=0.9)
         full = sampler(n_vocab=5000, seed=seed, top_k=1025, top_p=0.9)
         assert one(logits[:1], narrow).tokens == one(logits[:1], full).tokens
 
 
-@pytest.mark.parametrize("changes", [{"top_p": 0.9}, {"min_p": 0.01}, {"top_p": 0.5, "min_keep": 3}, {"top_p": 0.999}])
+@pytest.mark.parametrize(
+    "changes", [{"top_p": 0.9}, {"min_p": 0.01}, {"top_p": 0.5, "min_keep": 3}, {"top_p": 0.999}]
+)
 @pytest.mark.parametrize("sharpness", [0.1, 1.5, 4.0])
 def test_cuts_on_the_best_candidates_are_those_on_all(changes, sharpness):
     """Without top-k only 1024 candidates are looked at first; top-k of almost everything takes the long way."""
-    logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(4)).mul(sharpness).bfloat16().float()
+    logits = (
+        torch.randn(40, 5000, generator=torch.Generator().manual_seed(4))
+        .mul(sharpness)
+        .bfloat16()
+        .float()
+    )
     short = [sampler(n_vocab=5000, seed=i, **{**PLAIN, **changes}) for i in range(40)]
     full = [sampler(n_vocab=5000, seed=i, **{**PLAIN, **changes, "top_k": 5000}) for i in range(40)]
     found = choose(logits, [Span(s, i, 1) for i, s in enumerate(short)])

@@ -36,7 +36,9 @@ class Words:
 
 
 @pytest.mark.parametrize(
-    "case", KNOWN["cuts"], ids=lambda case: f"row{case['row']}-{'-'.join(map(str, case['params'].values()))}"
+    "case",
+    KNOWN["cuts"],
+    ids=lambda case: f"row{case['row']}-{'-'.join(map(str, case['params'].values()))}",
 )
 def test_cuts_leave_the_tokens_and_probabilities_llama_cpp_leaves(case):
     row = LOGITS[case["row"]][None]
@@ -46,14 +48,20 @@ def test_cuts_leave_the_tokens_and_probabilities_llama_cpp_leaves(case):
     expected = dict(case["probs"])
     assert keep.nonzero().squeeze(1).tolist() == sorted(expected)
     probabilities = (row[0] / params.temperature).masked_fill(~keep, -torch.inf).softmax(-1)
-    torch.testing.assert_close(probabilities[keep], torch.tensor([p for _, p in case["probs"]]), atol=2e-6, rtol=0)
+    torch.testing.assert_close(
+        probabilities[keep], torch.tensor([p for _, p in case["probs"]]), atol=2e-6, rtol=0
+    )
 
 
-@pytest.mark.parametrize("case", KNOWN["cuts"][::4], ids=lambda case: "-".join(map(str, case["params"].values())))
+@pytest.mark.parametrize(
+    "case", KNOWN["cuts"][::4], ids=lambda case: "-".join(map(str, case["params"].values()))
+)
 def test_draws_of_evenly_spread_numbers_follow_llama_cpp_probabilities(case):
     params, n = SamplingParams(**case["params"]), 2000
     rows = LOGITS[case["row"]].expand(n, -1).contiguous()
-    settings = chain.Settings.stack([params] * n, [(i + 0.5) / n for i in range(n)], rows.shape[1], rows.device)
+    settings = chain.Settings.stack(
+        [params] * n, [(i + 0.5) / n for i in range(n)], rows.shape[1], rows.device
+    )
     share = torch.bincount(chain.pick(rows, settings)[0], minlength=rows.shape[1]) / n
     expected = torch.zeros(rows.shape[1])
     for token, p in case["probs"]:
@@ -61,7 +69,9 @@ def test_draws_of_evenly_spread_numbers_follow_llama_cpp_probabilities(case):
     torch.testing.assert_close(share, expected, atol=1.01 / n, rtol=0)
 
 
-@pytest.mark.parametrize("case", KNOWN["penalties"], ids=lambda case: str(case["params"]["repeat_last_n"]))
+@pytest.mark.parametrize(
+    "case", KNOWN["penalties"], ids=lambda case: str(case["params"]["repeat_last_n"])
+)
 def test_penalties_change_logits_as_llama_cpp_does(case):
     row = LOGITS[case["row"]][None].clone()
     params = SamplingParams(**case["params"])
@@ -72,8 +82,13 @@ def test_penalties_change_logits_as_llama_cpp_does(case):
 
 @pytest.mark.parametrize("case", KNOWN["dry"], ids=range(len(KNOWN["dry"])))
 def test_dry_takes_off_what_llama_cpp_takes_off(case):
-    settings = {**case["params"], "dry_sequence_breakers": tuple(case["params"]["dry_sequence_breakers"])}
-    sampler = SlotSampler(SamplingParams(**settings), Words.n_vocab, (), case["history"], DryBreakers(Words()))
+    settings = {
+        **case["params"],
+        "dry_sequence_breakers": tuple(case["params"]["dry_sequence_breakers"]),
+    }
+    sampler = SlotSampler(
+        SamplingParams(**settings), Words.n_vocab, (), case["history"], DryBreakers(Words())
+    )
     found = sampler.dry.penalties(np.array(case["history"]))
     assert sorted(found) == [token for token, _ in case["penalties"]]
     for token, penalty in case["penalties"]:

@@ -33,7 +33,12 @@ SAMPLERS = {
     "min-p": {"min_p": 0.1},
     "typical": {"typical_p": 0.7},
     "bias": {"logit_bias": ((2, 2.0), (7, -1.5))},
-    "penalties": {"repeat_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.5, "repeat_last_n": 5},
+    "penalties": {
+        "repeat_penalty": 1.4,
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.5,
+        "repeat_last_n": 5,
+    },
     "dry": {"dry_multiplier": 1.2, "dry_allowed_length": 1},
     "defaults": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
     "everything": {
@@ -84,7 +89,9 @@ def draft(kind: str, history: tuple[int, ...], n: int, run: int) -> list[int]:
     return out
 
 
-def continuations(params: SamplingParams, kind: str, first_seed: int) -> tuple[list[tuple[int, ...]], int]:
+def continuations(
+    params: SamplingParams, kind: str, first_seed: int
+) -> tuple[list[tuple[int, ...]], int]:
     """One continuation per seed, all runs side by side as slots of the same rounds; and how many drafts were accepted."""
     settings = [SamplingParams(**{**_fields(params), "seed": first_seed + run}) for run in range(N_RUNS)]
     samplers = [SlotSampler(p, N_VOCAB, EOG, PROMPT) for p in settings]
@@ -110,7 +117,9 @@ def _fields(params: SamplingParams) -> dict:
     return {name: getattr(params, name) for name in params.__dataclass_fields__}
 
 
-def chi_square(texts: list[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> tuple[float, float]:
+def chi_square(
+    texts: list[tuple[int, ...]], expected: dict[tuple[int, ...], float]
+) -> tuple[float, float]:
     """Pearson's statistic and its 0.1 % critical value (Wilson and Hilferty 1931). Cells below 5 are pooled."""
     counts = Counter(texts)
     assert set(counts) <= set(expected), "a text that cannot happen"
@@ -158,5 +167,7 @@ def test_the_statistic_notices_a_wrong_distribution():
     assert statistic > critical
     texts, _ = continuations(params, "good", first_seed=5)
     favourite = tuple(draft("good", PROMPT, N_TOKENS, 0))
-    statistic, critical = chi_square([favourite if i % 8 == 0 else t for i, t in enumerate(texts)], exact(params))
+    statistic, critical = chi_square(
+        [favourite if i % 8 == 0 else t for i, t in enumerate(texts)], exact(params)
+    )
     assert statistic > critical

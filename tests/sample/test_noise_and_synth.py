@@ -27,7 +27,10 @@ def test_noise_is_the_published_splitmix64_sequence():
 
 def test_noise_is_even_along_positions_and_along_seeds():
     """256 bins of 2**16 numbers: chi-square has mean 255 and deviation 22.6; and neighbours do not correlate."""
-    for sample in uniform(1, np.arange(2**16)), np.array([uniform(s, np.array([17]))[0] for s in range(2**13)]):
+    for sample in (
+        uniform(1, np.arange(2**16)),
+        np.array([uniform(s, np.array([17]))[0] for s in range(2**13)]),
+    ):
         counts = np.bincount((sample * 256).astype(int), minlength=256)
         expected = len(sample) / 256
         assert ((counts - expected) ** 2 / expected).sum() < 255 + 4 * 22.6
@@ -58,7 +61,12 @@ def test_synthetic_acceptance_has_the_rates_asked_for():
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("0.5,0.6", "none larger"), ("1.5", "none larger"), ("0.5,,1", "no number"), ("0.5", "has 1 values; 2")],
+    [
+        ("0.5,0.6", "none larger"),
+        ("1.5", "none larger"),
+        ("0.5,,1", "no number"),
+        ("0.5", "has 1 values; 2"),
+    ],
 )
 def test_rates_that_can_not_be_are_refused(text, why):
     with pytest.raises(ConfigError, match=why):

@@ -73,7 +73,10 @@ FAST = [
 
 def spans(params: SamplingParams, drafts: list[list[int]]) -> list[Span]:
     samplers = [SlotSampler(params, 96, (95,), (1, 2, 3, 1, 2, 3, 1)) for _ in drafts]
-    return [Span(s, 4 * i, len(d) + 1, Drafts(d)) for i, (s, d) in enumerate(zip(samplers, drafts, strict=True))]
+    return [
+        Span(s, 4 * i, len(d) + 1, Drafts(d))
+        for i, (s, d) in enumerate(zip(samplers, drafts, strict=True))
+    ]
 
 
 @pytest.mark.sampled(most=3)
@@ -82,7 +85,9 @@ def test_the_usual_order_step_by_step_chooses_what_the_fast_chain_chooses(settin
     logits = torch.randn(4 * 40, 96, generator=torch.Generator().manual_seed(1)) * 3
     for seed in range(4):
         fast = SamplingParams(**{"dry_sequence_breakers": (), "seed": seed, **settings})
-        slow = SamplingParams(**{"dry_sequence_breakers": (), "seed": seed, "samplers": DEFAULT_SAMPLERS, **settings})
+        slow = SamplingParams(
+            **{"dry_sequence_breakers": (), "seed": seed, "samplers": DEFAULT_SAMPLERS, **settings}
+        )
         assert not fast.is_stepwise
         assert slow.is_stepwise
         drafts = [[int(logits[4 * i + j].argmax()) for j in range(i % 4)] for i in range(40)]
@@ -116,7 +121,12 @@ def model(history: list[int]) -> list[float]:
 
 def text(params: SamplingParams, drafting: str, n: int = 24) -> tuple[list[int], list]:
     """Tokens and their reports; drafts are right about half of the time, and of another length each round."""
-    sampler, told, tokens, dice = SlotSampler(params, 24, (7,), (1, 4)), [], [1, 4], random.Random(params.seed)
+    sampler, told, tokens, dice = (
+        SlotSampler(params, 24, (7,), (1, 4)),
+        [],
+        [1, 4],
+        random.Random(params.seed),
+    )
     while len(tokens) < n + 2 and 7 not in tokens[2:]:
         n_draft = 0 if drafting == "none" else dice.randrange(5)
         drafts: list[int] = []

@@ -18,7 +18,8 @@ def token_bytes(token: int) -> bytes:
 
 def rule(n: int, *, is_open: bool = True, forced: tuple[int, ...] = (4, 2)) -> BudgetRule:
     return BudgetRule(
-        ThinkBudget(n_tokens=n, start="<think>", end="</think>", is_open=is_open, forced=forced), token_bytes
+        ThinkBudget(n_tokens=n, start="<think>", end="</think>", is_open=is_open, forced=forced),
+        token_bytes,
     )
 
 
@@ -58,9 +59,15 @@ def test_what_is_forced_does_not_depend_on_drafts() -> None:
     for _ in range(300):
         n, is_open = rng.randrange(6), rng.random() < 0.5
         wanted = [rng.choice([0, 0, 7, 8, 9, *range(len(PIECES))]) for _ in range(16)]
-        want, budget, said = text_of(rule(n, is_open=is_open), wanted), rule(n, is_open=is_open), list[int]()
+        want, budget, said = (
+            text_of(rule(n, is_open=is_open), wanted),
+            rule(n, is_open=is_open),
+            list[int](),
+        )
         while len(said) < len(want):
-            drafts = [t if rng.random() < 0.8 else 0 for t in want[len(said) : len(said) + rng.randrange(5)]]
+            drafts = [
+                t if rng.random() < 0.8 else 0 for t in want[len(said) : len(said) + rng.randrange(5)]
+            ]
             chosen, found = [*wanted[len(said) : len(said) + len(drafts)], 10], budget.forced(drafts)
             chosen = [want[len(said) + i] if i < len(drafts) else t for i, t in enumerate(chosen)]
             n_kept = next((i for i, t in enumerate(drafts) if t != chosen[i]), len(drafts))

@@ -65,7 +65,10 @@ def functions(scale: float) -> list[dict[str, Any]]:
 
 def turns(scale: float, n: int) -> list[tuple[str, str, str]]:
     """The model's text, the requested file and its contents, for each turn but the last."""
-    return [(prose(200 + i, int(90 * scale)), f"src/part_{i}.py", prose(300 + i, int(400 * scale))) for i in range(n)]
+    return [
+        (prose(200 + i, int(90 * scale)), f"src/part_{i}.py", prose(300 + i, int(400 * scale)))
+        for i in range(n)
+    ]
 
 
 def opening(scale: float, seed: int) -> str:
@@ -82,7 +85,11 @@ def claude(scale: float, n: int) -> list[dict[str, Any]]:
                 "type": "text",
                 "text": f"x-anthropic-billing-header: cc_version=2.1.101.e51; cc_entrypoint=cli; cch=a51{k}5;",
             },
-            {"type": "text", "text": "You are an agent for code.", "cache_control": {"type": "ephemeral"}},
+            {
+                "type": "text",
+                "text": "You are an agent for code.",
+                "cache_control": {"type": "ephemeral"},
+            },
             {"type": "text", "text": "\n" + opening(scale, 10), "cache_control": {"type": "ephemeral"}},
         ]
         messages: list[dict[str, Any]] = [
@@ -90,19 +97,30 @@ def claude(scale: float, n: int) -> list[dict[str, Any]]:
         ]
         for i, (said, path, held) in enumerate(turns(scale, k)):
             call = {"type": "tool_use", "id": f"toolu_{i}", "name": "read_0", "input": {"path": path}}
-            result = {"type": "tool_result", "tool_use_id": f"toolu_{i}", "content": [{"type": "text", "text": held}]}
+            result = {
+                "type": "tool_result",
+                "tool_use_id": f"toolu_{i}",
+                "content": [{"type": "text", "text": held}],
+            }
             messages += [
                 {"role": "assistant", "content": [{"type": "text", "text": said}, call]},
                 {"role": "user", "content": [result]},
             ]
         last = messages[-1]["content"]
         last[-1] = last[-1] | {"cache_control": {"type": "ephemeral"}}
-        last.append({"type": "text", "text": f"<system-reminder>\nThe plan has {k} open points.\n</system-reminder>"})
+        last.append(
+            {
+                "type": "text",
+                "text": f"<system-reminder>\nThe plan has {k} open points.\n</system-reminder>",
+            }
+        )
         tools = [
             {"name": f["name"], "description": f["description"], "input_schema": f["parameters"]}
             for f in functions(scale)
         ]
-        bodies.append({"system": system, "messages": messages, "tools": tools, "metadata": {"user_id": "u"}})
+        bodies.append(
+            {"system": system, "messages": messages, "tools": tools, "metadata": {"user_id": "u"}}
+        )
     return bodies
 
 
@@ -126,8 +144,17 @@ def codex(scale: float, n: int) -> list[dict[str, Any]]:
             arguments = f'{{"path": "{path}"}}'
             items += [
                 {"type": "reasoning", "summary": [], "encrypted_content": None},
-                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": said}]},
-                {"type": "function_call", "call_id": f"call_{i}", "name": "read_0", "arguments": arguments},
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": said}],
+                },
+                {
+                    "type": "function_call",
+                    "call_id": f"call_{i}",
+                    "name": "read_0",
+                    "arguments": arguments,
+                },
                 {"type": "function_call_output", "call_id": f"call_{i}", "output": held},
             ]
         instructions = f"You are an agent for code.\nCurrent time: 12:00:{k:02}\n{opening(scale, 11)}"

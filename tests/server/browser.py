@@ -50,7 +50,9 @@ class Browser:
         }
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         self._session = ""
-        self._session = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+        self._session = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})[
+            "sessionId"
+        ]
 
     def __enter__(self) -> Browser:
         return self
@@ -93,7 +95,9 @@ class Browser:
 
     def type(self, selector: str, text: str) -> None:
         """Keys, as a person presses them; "\\n" is Enter."""
-        self._ask("POST", f"/element/{self._find(selector)}/value", {"text": text.replace("\n", "\ue007")})
+        self._ask(
+            "POST", f"/element/{self._find(selector)}/value", {"text": text.replace("\n", "\ue007")}
+        )
 
     def text(self, selector: str) -> str:
         """The text in the document's first such element."""

@@ -29,14 +29,20 @@ class App:
     @asynccontextmanager
     async def _client(self) -> Any:
         transport = httpx.ASGITransport(app=self._app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=self._headers) as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://test", headers=self._headers
+        ) as client:
             yield client
 
     def get(self, path: str, **request: Any) -> httpx.Response:
         return self.call("GET", path, **request)
 
     def post(self, path: str, body: Any = None, **request: Any) -> httpx.Response:
-        return self.call("POST", path, json=body, **request) if body is not None else self.call("POST", path, **request)
+        return (
+            self.call("POST", path, json=body, **request)
+            if body is not None
+            else self.call("POST", path, **request)
+        )
 
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
         response = self.post(path, body | {"stream": True})

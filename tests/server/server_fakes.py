@@ -55,7 +55,9 @@ class ByteTokenizer:
         return ids + list(text.encode())
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        return b"".join(self.token_bytes(i) for i in ids if special or i < BOS).decode("utf-8", "replace")
+        return b"".join(self.token_bytes(i) for i in ids if special or i < BOS).decode(
+            "utf-8", "replace"
+        )
 
     def token_bytes(self, token: int) -> bytes:
         return {BOS: b"<s>", EOS: b"</s>"}.get(token) or bytes([token])
@@ -98,7 +100,9 @@ class LineTemplate:
         kwargs: Mapping[str, Any] | None = None,
         begun: str = "",
     ) -> list[int]:
-        text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
+        text = self.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
+        )
         return tokenizer.encode(text + begun, add_special=True, parse_special=True)
 
 
@@ -126,7 +130,9 @@ class Running:
     text: str = ""
     n_sent: int = 0  # characters released
     n_round: int = 0
-    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
 
 
 class FakeEngine:
@@ -204,7 +210,9 @@ class FakeEngine:
     def slots(self) -> list[SlotInfo]:
         rows = []
         for i, running in enumerate(self._slots):
-            row = SlotInfo(slot=i, n_ctx=self.info.n_ctx, is_processing=running is not None, speculative=True)
+            row = SlotInfo(
+                slot=i, n_ctx=self.info.n_ctx, is_processing=running is not None, speculative=True
+            )
             if running:
                 row = replace(row, request=running.id, state="decode", params=running.request.params)
             rows.append(row)
@@ -281,7 +289,9 @@ class FakeEngine:
         if running.n_round == 0:
             n = len(request.prompt)
             if (n_top := request.prompt_logprobs) is not None:
-                told = [TokenLogprob(t, -0.25, ((t, -0.25), (EOS, -2.0))[:n_top]) for t in request.prompt[1:]]
+                told = [
+                    TokenLogprob(t, -0.25, ((t, -0.25), (EOS, -2.0))[:n_top]) for t in request.prompt[1:]
+                ]
                 running.sink(PromptLogprobs(running.id, 1, tuple(told), (1,) * len(told)))
             running.sink(Progress(running.id, n, n // 2, n, 1.5))
         if running.n_round == script.fail_after:
@@ -301,7 +311,9 @@ class FakeEngine:
         if at:
             running.text = running.text[: min(at)]
         finish: Finish | None = "stop" if at else None
-        finish = finish or (("stop" if script.is_held else "eos") if len(running.tokens) == len(whole) else None)
+        finish = finish or (
+            ("stop" if script.is_held else "eos") if len(running.tokens) == len(whole) else None
+        )
         finish = finish or ("length" if len(running.tokens) >= limit else None)
         held = 0 if finish else max((len(stop) - 1 for stop in request.stop), default=0)
         upto = max(running.n_sent, len(running.text) - held)
@@ -315,7 +327,9 @@ class FakeEngine:
         logprobs = ()
         if n is not None:
             own = -0.5 - 0.01 * (max(running.request.params.seed, 0) % 7)
-            logprobs = tuple(TokenLogprob(t, own, ((t, own), (BOS, float("-inf")))[: max(n, 0)]) for t in run)
+            logprobs = tuple(
+                TokenLogprob(t, own, ((t, own), (BOS, float("-inf")))[: max(n, 0)]) for t in run
+            )
         return Delta(running.id, tuple(run), text, logprobs, timings=self._timings(running))
 
     def _timings(self, running: Running) -> Timings:
@@ -342,6 +356,10 @@ class FakeEngine:
 
     def _end(self, running: Running, finish: Finish) -> None:
         self._free(running)
-        stop = next((s for s in running.request.stop if finish == "stop" and s in running.script.text), "")
+        stop = next(
+            (s for s in running.request.stop if finish == "stop" and s in running.script.text), ""
+        )
         n_prompt, n = len(running.request.prompt), len(running.tokens)
-        running.sink(Done(running.id, finish, n_prompt, n, self._timings(running), stop, slot=running.slot))
+        running.sink(
+            Done(running.id, finish, n_prompt, n, self._timings(running), stop, slot=running.slot)
+        )

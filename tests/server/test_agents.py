@@ -36,7 +36,9 @@ class Templated:
 
 
 def load(ctx: int) -> Engine:
-    return Engine.load("demo", np=2, ctx=ctx, n_draft_max=2, n_draft_fixed=True, warm_up=False, check_tap_shift=False)
+    return Engine.load(
+        "demo", np=2, ctx=ctx, n_draft_max=2, n_draft_fixed=True, warm_up=False, check_tap_shift=False
+    )
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,9 @@ def events(app: App, body: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_whole_message_has_anthropics_fields(client: anthropic.Anthropic) -> None:
     message = client.messages.create(model="fake-1", max_tokens=50, system="Be brief.", messages=HELLO)
     assert message.id.startswith("msg_") and (message.type, message.role) == ("message", "assistant")
-    assert [(block.type, block.text) for block in message.content if block.type == "text"] == [("text", "Hello, world")]
+    assert [(block.type, block.text) for block in message.content if block.type == "text"] == [
+        ("text", "Hello, world")
+    ]
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     used = message.usage
     assert used.cache_read_input_tokens is not None and used.cache_creation_input_tokens == 0
@@ -78,7 +80,14 @@ def test_a_streams_events_come_in_anthropics_order(app: App) -> None:
     assert n > 1
     deltas = ["content_block_delta"] * n
     assert kinds == [
-        *("message_start", "content_block_start", *deltas, "content_block_stop", "message_delta", "message_stop"),
+        *(
+            "message_start",
+            "content_block_start",
+            *deltas,
+            "content_block_stop",
+            "message_delta",
+            "message_stop",
+        ),
     ]
     start = found[0]["message"]
     assert start["content"] == [] and start["stop_reason"] is None and start["usage"]["input_tokens"] > 0
@@ -87,7 +96,9 @@ def test_a_streams_events_come_in_anthropics_order(app: App) -> None:
 
 
 def test_a_stop_sequence_and_the_limit_of_tokens_are_told(client: anthropic.Anthropic) -> None:
-    stopped = client.messages.create(model="x", max_tokens=50, messages=HELLO, stop_sequences=["wor", "zzz"])
+    stopped = client.messages.create(
+        model="x", max_tokens=50, messages=HELLO, stop_sequences=["wor", "zzz"]
+    )
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "wor")
     cut = client.messages.create(model="x", max_tokens=4, messages=HELLO)
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 4)
@@ -100,7 +111,9 @@ def test_a_silent_stream_is_pinged(app: App, engine: FakeEngine) -> None:
     assert "ping" in kinds and kinds[0] == "message_start"
 
 
-def test_a_failing_round_ends_a_stream_with_anthropics_error(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+def test_a_failing_round_ends_a_stream_with_anthropics_error(
+    client: anthropic.Anthropic, engine: FakeEngine
+) -> None:
     engine.script = Script(fail_after=2)
     with (
         pytest.raises(anthropic.APIStatusError, match="round failed"),
@@ -111,7 +124,9 @@ def test_a_failing_round_ends_a_stream_with_anthropics_error(client: anthropic.A
 
 def test_sampling_fields_reach_the_engine(client: anthropic.Anthropic, engine: FakeEngine) -> None:
     sampling = {"top_k": 7, "temperature": 0.5, "top_p": 0.25, "seed": 3}
-    client.messages.create(model="x", max_tokens=5, messages=HELLO, metadata={"user_id": "u"}, extra_body=sampling)
+    client.messages.create(
+        model="x", max_tokens=5, messages=HELLO, metadata={"user_id": "u"}, extra_body=sampling
+    )
     request = engine.seen[-1]
     assert (request.params.top_k, request.params.temperature, request.params.top_p) == (7, 0.5, 0.25)
     assert (request.max_tokens, request.params.seed) == (5, 3)
@@ -123,12 +138,19 @@ def test_sampling_fields_reach_the_engine(client: anthropic.Anthropic, engine: F
 def test_errors_come_in_anthropics_envelope(app: App, engine: FakeEngine) -> None:
     def error(response: Any) -> tuple[int, str]:
         body = response.json()
-        assert body["type"] == "error" and body["error"]["message"] and set(body["error"]) == {"type", "message"}
+        assert (
+            body["type"] == "error"
+            and body["error"]["message"]
+            and set(body["error"]) == {"type", "message"}
+        )
         return response.status_code, body["error"]["type"]
 
     post = app.post
     assert error(post("/v1/messages", {"max_tokens": 5})) == (400, "invalid_request_error")
-    assert error(post("/v1/messages", {"messages": HELLO, "mcp_servers": [{}]})) == (400, "invalid_request_error")
+    assert error(post("/v1/messages", {"messages": HELLO, "mcp_servers": [{}]})) == (
+        400,
+        "invalid_request_error",
+    )
     assert error(app.get("/v1/messages")) == (405, "invalid_request_error")
     too_long = [{"role": "user", "content": "x" * 600}]
     assert error(post("/v1/messages", {"messages": too_long})) == (400, "invalid_request_error")
@@ -185,7 +207,12 @@ def test_system_blocks_are_one_system_message() -> None:
 def test_results_and_text_of_a_user_stay_in_their_order() -> None:
     said = [
         {"type": "tool_result", "tool_use_id": "a", "content": "sunny"},
-        {"type": "tool_result", "tool_use_id": "b", "is_error": True, "content": [{"type": "text", "text": "no "}] * 2},
+        {
+            "type": "tool_result",
+            "tool_use_id": "b",
+            "is_error": True,
+            "content": [{"type": "text", "text": "no "}] * 2,
+        },
         {"type": "tool_result", "tool_use_id": "c"},
         {"type": "text", "text": "Go on."},
     ]
@@ -221,11 +248,19 @@ def test_what_the_model_said_is_one_message_with_its_thoughts_and_calls() -> Non
     [
         ({"type": "auto"}, {"tool_choice": "auto"}),
         ({"type": "none"}, {"tool_choice": "none"}),
-        ({"type": "any", "disable_parallel_tool_use": True}, {"tool_choice": "required", "parallel_tool_calls": False}),
-        ({"type": "tool", "name": "look"}, {"tool_choice": {"type": "function", "function": {"name": "look"}}}),
+        (
+            {"type": "any", "disable_parallel_tool_use": True},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+        ),
+        (
+            {"type": "tool", "name": "look"},
+            {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+        ),
     ],
 )
-def test_tools_and_their_choice_are_those_of_chat_completions(choice: Any, expected: dict[str, Any]) -> None:
+def test_tools_and_their_choice_are_those_of_chat_completions(
+    choice: Any, expected: dict[str, Any]
+) -> None:
     asked = chat(tools=[TOOL], tool_choice=choice)
     function = {"name": "look", "parameters": TOOL["input_schema"]}
     assert asked["tools"] == [{"type": "function", "function": function}]
@@ -234,14 +269,18 @@ def test_tools_and_their_choice_are_those_of_chat_completions(choice: Any, expec
 
 def test_thinking_effort_and_format_are_those_of_chat_completions() -> None:
     asked = chat(thinking={"type": "enabled", "budget_tokens": 1024}, output_config={"effort": "low"})
-    assert asked["reasoning_budget_tokens"] == 1024 and asked["chat_template_kwargs"] == {"enable_thinking": True}
+    assert asked["reasoning_budget_tokens"] == 1024 and asked["chat_template_kwargs"] == {
+        "enable_thinking": True
+    }
     assert asked["reasoning_effort"] == "low"
     assert chat(thinking={"type": "disabled"})["chat_template_kwargs"] == {"enable_thinking": False}
     schema = {"type": "object"}
     asked = chat(output_config={"format": {"type": "json_schema", "schema": schema}})
     assert asked["response_format"]["json_schema"]["schema"] == schema
     # Its name in the beta
-    asked = chat(output_config={"effort": "low"}, output_format={"type": "json_schema", "schema": schema})
+    asked = chat(
+        output_config={"effort": "low"}, output_format={"type": "json_schema", "schema": schema}
+    )
     assert asked["response_format"]["json_schema"]["schema"] == schema and "output_format" not in asked
 
 
@@ -251,16 +290,36 @@ def test_thinking_effort_and_format_are_those_of_chat_completions() -> None:
         ({"messages": "hi"}, RequestError, "messages"),
         ({"messages": [{"role": "user"}]}, RequestError, "messages.0.content"),
         ({"messages": [{"role": "robot", "content": "x"}]}, RequestError, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, RequestError, "messages.0.content.0.type"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, RequestError, "messages.0.content.0.text"),
+        (
+            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
+            RequestError,
+            "messages.0.content.0.type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            RequestError,
+            "messages.0.content.0.text",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             NotSupported,
             "image input is out of scope",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, NotSupported, "'document'"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, RequestError, "tool_use_id"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, RequestError, "content.0"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            NotSupported,
+            "'document'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            RequestError,
+            "tool_use_id",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
+            RequestError,
+            "content.0",
+        ),
         ({"tool_choice": {"type": "tool"}}, RequestError, "tool_choice.name"),
         ({"tool_choice": "auto"}, RequestError, "tool_choice"),
         ({"max_tokens": -3}, RequestError, "max_tokens"),

@@ -26,7 +26,11 @@ STRICT = ChatTemplate(
     "{%- else -%}{{ raise_exception('unknown role') }}{%- endif -%}"
     "{%- endfor -%}{%- if add_generation_prompt -%}[assistant]{%- endif -%}"
 )
-PARAMETERS = {"type": "object", "required": ["at"], "properties": {"at": {"type": "string", "description": "Where."}}}
+PARAMETERS = {
+    "type": "object",
+    "required": ["at"],
+    "properties": {"at": {"type": "string", "description": "Where."}},
+}
 LOOK = {"name": "look", "description": "Looks.", "parameters": PARAMETERS}
 WAIT = {"name": "wait", "description": "Waits.", "parameters": {"type": "object", "properties": {}}}
 
@@ -47,7 +51,9 @@ class RealTemplate:
         kwargs: Mapping[str, Any] | None = None,
         begun: str = "",
     ) -> list[int]:
-        text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
+        text = self.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
+        )
         return tokenizer.encode(text + begun, add_special=False)
 
 
@@ -66,7 +72,9 @@ def prompt(app: App, engine: FakeEngine, path: str, body: dict[str, Any]) -> str
     return engine.tokenizer.decode(engine.seen[-1].prompt, special=True)
 
 
-def test_late_system_messages_are_the_same_prompt_by_every_interface(app: App, engine: FakeEngine) -> None:
+def test_late_system_messages_are_the_same_prompt_by_every_interface(
+    app: App, engine: FakeEngine
+) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     late = [{"role": "user", "content": "bye"}, {"role": "system", "content": "B."}]
     chat = {"messages": [{"role": "developer", "content": "A."}, *turns, *late]}
@@ -74,7 +82,11 @@ def test_late_system_messages_are_the_same_prompt_by_every_interface(app: App, e
     assert prompt(app, engine, "/v1/chat/completions", chat) == want
     assert prompt(app, engine, "/apply-template", chat) == want
     assert prompt(app, engine, "/v1/messages", {"system": "A.", "messages": [*turns, *late]}) == want
-    items = [*turns, {"type": "message", "role": "user", "content": "bye"}, {"role": "developer", "content": "B."}]
+    items = [
+        *turns,
+        {"type": "message", "role": "user", "content": "bye"},
+        {"role": "developer", "content": "B."},
+    ]
     assert prompt(app, engine, "/v1/responses", {"instructions": "A.", "input": items}) == want
     for path, body in (
         ("/v1/messages/count_tokens", {"system": "A.", "messages": [*turns, *late]}),
@@ -92,9 +104,13 @@ def test_a_tools_fields_keep_their_order_by_every_interface(app: App, engine: Fa
         text = prompt(app, engine, "/v1/chat/completions", {"messages": hi, "tools": tools})
         assert list_of_keys(text) == [*function, "x-more"] and '{"z": 1, "a": 2}' in text
         assert '"required": ["at"], "properties"' in text
-        text = prompt(app, engine, "/v1/responses", {"input": "hi", "tools": [{"type": "function"} | sent]})
+        text = prompt(
+            app, engine, "/v1/responses", {"input": "hi", "tools": [{"type": "function"} | sent]}
+        )
         assert list_of_keys(text) == list(function)
-        messages = [{("input_schema" if key == "parameters" else key): value for key, value in sent.items()}]
+        messages = [
+            {("input_schema" if key == "parameters" else key): value for key, value in sent.items()}
+        ]
         text = prompt(app, engine, "/v1/messages", {"messages": hi, "tools": messages})
         assert list_of_keys(text) == list(function)
 
@@ -121,10 +137,18 @@ def test_calls_that_are_none_and_arguments_that_are_null_are_taken(app: App, eng
     "calls", [5, "x", {"function": {}}, [5], [{"function": 5}], [{"function": {"name": ["look"]}}]]
 )
 def test_calls_of_other_shapes_are_refused_by_name(app: App, calls: Any) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]}
+    body = {
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ]
+    }
     for path in ("/apply-template", "/v1/chat/completions"):
         response = app.post(path, body)
-        assert response.status_code == 400 and "messages.1.tool_calls" in response.json()["error"]["message"]
+        assert (
+            response.status_code == 400
+            and "messages.1.tool_calls" in response.json()["error"]["message"]
+        )
 
 
 def test_an_answer_may_begin_a_chat(app: App, engine: FakeEngine) -> None:
@@ -141,19 +165,28 @@ def test_an_answer_may_begin_a_chat(app: App, engine: FakeEngine) -> None:
     assert prompt(app, engine, "/v1/responses", {"input": [begun]}) == want
     system = {"role": "system", "content": "A."}
     assert (
-        prompt(app, engine, "/apply-template", {"messages": [system, begun]}) == "system:[system]A.[assistant]Once upon"
+        prompt(app, engine, "/apply-template", {"messages": [system, begun]})
+        == "system:[system]A.[assistant]Once upon"
     )
 
 
-def test_content_parts_messages_and_tools_are_as_many_as_agents_send(app: App, engine: FakeEngine) -> None:
+def test_content_parts_messages_and_tools_are_as_many_as_agents_send(
+    app: App, engine: FakeEngine
+) -> None:
     n = 700
     parts = [{"type": "text", "text": f"p{i}"} for i in range(n)]
-    body = {"messages": [{"role": "user", "content": parts}] * 3 + [{"role": "user", "content": "x"}] * 5000}
+    body = {
+        "messages": [{"role": "user", "content": parts}] * 3 + [{"role": "user", "content": "x"}] * 5000
+    }
     tools = [{"type": "function", "function": LOOK | {"name": f"look{i}"}} for i in range(n)]
     shown = prompt(app, engine, "/apply-template", body | {"tools": tools})
     assert shown.count("p699") == 3 and shown.count("[user]x") == 5000 and '"look699"' in shown
-    assert "p699" in prompt(app, engine, "/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]})
-    assert "p699" in prompt(app, engine, "/v1/messages", {"messages": [{"role": "user", "content": parts}]})
+    assert "p699" in prompt(
+        app, engine, "/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}
+    )
+    assert "p699" in prompt(
+        app, engine, "/v1/messages", {"messages": [{"role": "user", "content": parts}]}
+    )
     items = [{"role": "user", "content": [{"type": "input_text", "text": f"p{i}"} for i in range(n)]}]
     assert "p699" in prompt(app, engine, "/v1/responses", {"input": items})
 
@@ -182,14 +215,23 @@ ANTHROPIC_TOOLS: list[dict[str, Any]] = [
     {"type": "mcp_toolset", "mcp_server_name": "x"},
 ]
 OPENAI_ITEMS: list[dict[str, Any]] = [
-    {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "q"}},
+    {
+        "type": "web_search_call",
+        "id": "w",
+        "status": "completed",
+        "action": {"type": "search", "query": "q"},
+    },
     {"type": "file_search_call", "id": "f", "queries": [], "results": None},
     {"type": "computer_call", "call_id": "k", "action": {}},
     {"type": "computer_call_output", "call_id": "k", "output": {"type": "computer_screenshot"}},
     {"type": "code_interpreter_call", "id": "i", "code": "1"},
     {"type": "image_generation_call", "id": "g", "result": "AA=="},
     {"type": "local_shell_call", "call_id": "s", "action": {"type": "exec", "command": ["ls"]}},
-    {"type": "function_call_output", "call_id": "s", "output": "files"},  # Codex answers a shell's call so
+    {
+        "type": "function_call_output",
+        "call_id": "s",
+        "output": "files",
+    },  # Codex answers a shell's call so
     {"type": "custom_tool_call", "call_id": "u", "name": "apply_patch", "input": "x"},
     {"type": "custom_tool_call_output", "call_id": "u", "output": "done"},
     {"type": "mcp_list_tools", "server_label": "x", "tools": []},
@@ -201,8 +243,16 @@ OPENAI_ITEMS: list[dict[str, Any]] = [
 ]
 ANTHROPIC_BLOCKS: list[dict[str, Any]] = [
     {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
-    {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"type": "web_search_result", "url": "u"}]},
-    {"type": "code_execution_tool_result", "tool_use_id": "s", "content": {"type": "code_execution_result"}},
+    {
+        "type": "web_search_tool_result",
+        "tool_use_id": "s",
+        "content": [{"type": "web_search_result", "url": "u"}],
+    },
+    {
+        "type": "code_execution_tool_result",
+        "tool_use_id": "s",
+        "content": {"type": "code_execution_result"},
+    },
     {"type": "mcp_tool_use", "id": "m", "name": "n", "server_name": "x", "input": {}},
     {"type": "mcp_tool_result", "tool_use_id": "m", "content": []},
     {"type": "redacted_thinking", "data": "xyz"},
@@ -231,7 +281,9 @@ def test_anthropics_own_tools_are_left_out(app: App, engine: FakeEngine, tool: d
     text = prompt(app, engine, "/v1/messages", body)
     assert text == prompt(app, engine, "/v1/messages", body | {"tools": [own]}) and '"wait"' in text
     assert app.post("/v1/messages/count_tokens", body).json()["input_tokens"] == len(text.encode())
-    refused = app.post("/v1/messages", body | {"tool_choice": {"type": "tool", "name": tool.get("name", "x")}})
+    refused = app.post(
+        "/v1/messages", body | {"tool_choice": {"type": "tool", "name": tool.get("name", "x")}}
+    )
     assert refused.status_code == 400 and "tool_choice: there is no tool" in refused.text
 
 
@@ -260,8 +312,14 @@ def test_blocks_of_hosted_tools_are_left_out(app: App, engine: FakeEngine) -> No
         text = prompt(app, engine, "/v1/messages", {"messages": [*HI, said, alone, *HI]})
         assert text == "[user]hi[/][assistant]yes[/][user]hi[/][assistant]"
     references = [{"type": "tool_reference", "tool_name": "mcp__x"}, {"type": "text", "text": "found"}]
-    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": references}]}
-    assert prompt(app, engine, "/v1/messages", {"messages": [*HI, result]}) == "[user]hi[/][tool]found[/][assistant]"
+    result = {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "t", "content": references}],
+    }
+    assert (
+        prompt(app, engine, "/v1/messages", {"messages": [*HI, result]})
+        == "[user]hi[/][tool]found[/][assistant]"
+    )
 
 
 def test_each_kind_that_is_left_out_is_told_once(
@@ -270,7 +328,10 @@ def test_each_kind_that_is_left_out_is_told_once(
     monkeypatch.setattr(left_out, "_logged", set())
     with caplog.at_level(logging.WARNING, "pyspec.text.left_out"):
         for _ in range(3):
-            app.post("/v1/responses", {"input": "hi", "tools": [{"type": "odd_search"}, {"type": "odd_shell"}]})
+            app.post(
+                "/v1/responses",
+                {"input": "hi", "tools": [{"type": "odd_search"}, {"type": "odd_shell"}]},
+            )
             app.post("/v1/responses", {"input": [*HI, {"type": "odd_call", "id": "x"}]})
         for i in range(2 * left_out.MOST_LOGGED):
             app.post(
@@ -302,17 +363,33 @@ def test_a_choice_of_what_was_left_out_is_refused(app: App, path: str, body: dic
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_allowed_tools_limit_what_may_be_called_and_not_what_is_shown(app: App, engine: FakeEngine, mode: str) -> None:
+def test_allowed_tools_limit_what_may_be_called_and_not_what_is_shown(
+    app: App, engine: FakeEngine, mode: str
+) -> None:
     chat_tools = [{"type": "function", "function": each} for each in (LOOK, WAIT)]
-    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "wait"}}, {"type": "web_search"}]}
-    chat = {"messages": HI, "tools": chat_tools, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    allowed = {
+        "mode": mode,
+        "tools": [{"type": "function", "function": {"name": "wait"}}, {"type": "web_search"}],
+    }
+    chat = {
+        "messages": HI,
+        "tools": chat_tools,
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed},
+    }
     text = prompt(app, engine, "/v1/chat/completions", chat)
     assert '"look"' in text and '"wait"' in text
     held = engine.seen[-1].grammar
     assert held is not None and "wait" in held.source and "look" not in held.source
-    choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "wait"}, {"type": "mcp"}]}
+    choice = {
+        "type": "allowed_tools",
+        "mode": mode,
+        "tools": [{"type": "function", "name": "wait"}, {"type": "mcp"}],
+    }
     tools = [{"type": "function", **each} for each in (LOOK, WAIT)]
-    assert prompt(app, engine, "/v1/responses", {"input": "hi", "tools": tools, "tool_choice": choice}) == text
+    assert (
+        prompt(app, engine, "/v1/responses", {"input": "hi", "tools": tools, "tool_choice": choice})
+        == text
+    )
     assert engine.seen[-1].grammar == held
 
 
@@ -327,5 +404,8 @@ def test_all_tools_allowed_is_as_no_word_on_it_and_none_is_none(app: App, engine
     assert asked(["wait", "look"]).status_code == 200 and engine.seen[-1].grammar is None
     assert asked([]).status_code == 200 and engine.seen[-1].grammar is None
     assert (
-        asked([], "required").status_code == asked(["other"]).status_code == asked(["wait"], "any").status_code == 400
+        asked([], "required").status_code
+        == asked(["other"]).status_code
+        == asked(["wait"], "any").status_code
+        == 400
     )

@@ -23,7 +23,10 @@ from pyspec.server.settings import Limits, ServerSettings
 
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99, "minimum": 0}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "maximum": 99, "minimum": 0},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -62,7 +65,13 @@ def test_every_field_reaches_the_engine(
     "body",
     [
         {"response_format": {"type": "text"}},
-        {"response_format": None, "json_schema": None, "grammar": "", "guided_choice": [], "guided_regex": ""},
+        {
+            "response_format": None,
+            "json_schema": None,
+            "grammar": "",
+            "guided_choice": [],
+            "guided_regex": "",
+        },
         {"structured_outputs": {"json": None, "regex": None}},
     ],
 )
@@ -78,12 +87,21 @@ def test_what_asks_for_nothing_constrains_nothing(
     ("body", "said"),
     [
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "json_schema is given, too"),
-        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format is given, too"),
+        (
+            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+            "response_format is given, too",
+        ),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "is given, too"),
         ({"response_format": {"type": "yaml"}}, "response_format.type: 'yaml'"),
         ({"response_format": {}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema", "json_schema": "x"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wombat"}}}}, "wombat"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": "x"}},
+            "response_format.json_schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wombat"}}}},
+            "wombat",
+        ),
         ({"response_format": "json"}, "response_format"),
         ({"json_schema": {"not": {}}}, "json_schema: "),
         ({"json_schema": [1]}, "json_schema"),
@@ -106,7 +124,9 @@ def test_what_can_not_be_kept_is_refused_by_the_name_of_its_field(
 
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[Engine]:
-    with Engine.load("demo", np=4, n_draft_max=4, n_draft_fixed=True, warm_up=False, check_tap_shift=False) as engine:
+    with Engine.load(
+        "demo", np=4, n_draft_max=4, n_draft_fixed=True, warm_up=False, check_tap_shift=False
+    ) as engine:
         yield engine
 
 
@@ -124,9 +144,18 @@ def url(loaded: Engine) -> Iterator[str]:
 
 
 def test_a_schema_holds_over_http_streamed_or_whole(url: str) -> None:
-    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": PERSON, "strict": True},
+    }
     with openai.OpenAI(base_url=f"{url}/v1", api_key="unused") as client:
-        said: Any = {"model": "demo", "temperature": 0.7, "seed": 1, "max_tokens": 200, "response_format": form} | CHAT
+        said: Any = {
+            "model": "demo",
+            "temperature": 0.7,
+            "seed": 1,
+            "max_tokens": 200,
+            "response_format": form,
+        } | CHAT
         whole = client.chat.completions.create(**said)
         chunks = list(client.chat.completions.create(**said, stream=True))
     text = whole.choices[0].message.content
@@ -137,7 +166,10 @@ def test_a_schema_holds_over_http_streamed_or_whole(url: str) -> None:
 
 
 def test_an_empty_schema_is_any_json_and_json_object_an_object(url: str) -> None:
-    for body, kind in (({"json_schema": {}}, object), ({"response_format": {"type": "json_object"}}, dict)):
+    for body, kind in (
+        ({"json_schema": {}}, object),
+        ({"response_format": {"type": "json_object"}}, dict),
+    ):
         asked = {"prompt": "x", "temperature": 0, "max_tokens": 100} | body
         answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
         if answer["choices"][0]["finish_reason"] == "stop":
@@ -188,7 +220,9 @@ def test_what_has_no_grammar_does_not_wait_for_those_of_others(
     url, answers = serve().url, []
     bodies: list[dict[str, Any]] = [{"prompt": "x", "grammar": f'root ::= "{i}"'} for i in range(7)]
     asking = [
-        threading.Thread(target=lambda b=b: answers.append(httpx.post(f"{url}/completion", json=b, timeout=60)))
+        threading.Thread(
+            target=lambda b=b: answers.append(httpx.post(f"{url}/completion", json=b, timeout=60))
+        )
         for b in bodies
     ]
     try:
@@ -206,7 +240,12 @@ def test_what_has_no_grammar_does_not_wait_for_those_of_others(
     assert [answer.status_code for answer in answers] == [200] * 7
 
 
-FLAG = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": False}
+FLAG = {
+    "type": "object",
+    "properties": {"x": {"type": "boolean"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
 
 
 def begun_with(text: str, **fields: Any) -> dict[str, Any]:
@@ -214,10 +253,14 @@ def begun_with(text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": messages, "temperature": 0, "max_tokens": 40} | fields
 
 
-@pytest.mark.parametrize("text", ["{", '{"', '{"x', '{"x": t', '{\n  "x":', '{"x": false}', '{"x": fals'])
+@pytest.mark.parametrize(
+    "text", ["{", '{"', '{"x', '{"x": t', '{\n  "x":', '{"x": false}', '{"x": fals']
+)
 def test_an_answer_that_has_begun_keeps_its_schema_as_a_whole(url: str, text: str) -> None:
     """The given start may end anywhere, even within a token; after a complete one the answer is empty."""
-    asked = begun_with(text, response_format={"type": "json_schema", "json_schema": {"name": "m", "schema": FLAG}})
+    asked = begun_with(
+        text, response_format={"type": "json_schema", "json_schema": {"name": "m", "schema": FLAG}}
+    )
     choice = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).json()["choices"][0]
     assert choice["finish_reason"] == "stop"
     jsonschema.validate(json.loads(text + (choice["message"]["content"] or "")), FLAG)
@@ -225,18 +268,27 @@ def test_an_answer_that_has_begun_keeps_its_schema_as_a_whole(url: str, text: st
 
 def test_so_does_one_over_messages_and_under_other_grammars(url: str) -> None:
     asked = begun_with("[7", grammar='root ::= "[" num ("," num)* "]"\nnum ::= [0-9]{3}')
-    said = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).json()["choices"][0]["message"]["content"]
+    said = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).json()["choices"][0][
+        "message"
+    ]["content"]
     assert said[:2].isdigit() and ("[7" + said).rstrip("]")[-3:].isdigit()
     asked = begun_with(
-        "[7", output_config={"format": {"type": "json_schema", "schema": {"type": "array", "items": {"const": 71}}}}
+        "[7",
+        output_config={
+            "format": {"type": "json_schema", "schema": {"type": "array", "items": {"const": 71}}}
+        },
     )
-    said = httpx.post(f"{url}/v1/messages", json=asked | {"model": "demo"}, timeout=60).json()["content"][0]["text"]
+    said = httpx.post(f"{url}/v1/messages", json=asked | {"model": "demo"}, timeout=60).json()[
+        "content"
+    ][0]["text"]
     assert said[0] == "1"
 
 
 @pytest.mark.parametrize("text", ["Sure: ", '{"y', '{"x": true} and', "[", '{"x": 1'])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_has_begun_otherwise_is_refused_at_once(url: str, text: str, stream: bool) -> None:
+def test_an_answer_that_has_begun_otherwise_is_refused_at_once(
+    url: str, text: str, stream: bool
+) -> None:
     asked = begun_with(text, json_schema=FLAG, stream=stream)
     refused = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
     assert refused.status_code == 400 and "has begun with" in refused.json()["error"]["message"]
@@ -246,7 +298,10 @@ def test_an_answer_that_has_begun_otherwise_is_refused_at_once(url: str, text: s
     ("fields", "said"),
     [
         ({"grammar": 'root ::= "a"', "logit_bias": [["a", False]]}, "allows first"),
-        ({"grammar": 'root ::= "" | "a"', "logit_bias": [["a", False]], "ignore_eos": True}, "allows first"),
+        (
+            {"grammar": 'root ::= "" | "a"', "logit_bias": [["a", False]], "ignore_eos": True},
+            "allows first",
+        ),
         ({"grammar": 'root ::= ""', "min_tokens": 2}, "allows first"),
         ({"grammar": 'root ::= "b" "a"', "logit_bias": [["a", False], ["ba", False]]}, "position 2"),
     ],

@@ -15,7 +15,12 @@ from pyspec.server.settings import ServerSettings
 
 TEMPLATE = '<tool_call>{"name": ..., "arguments": {}}</tool_call>'
 CALL = '<tool_call>\n{"name": "clock", "arguments": {"at": "noon"}}\n</tool_call>'
-SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"at": {"type": "string"}},
+    "required": ["at"],
+    "additionalProperties": False,
+}
 PATHS = ("/v1/chat/completions", "/v1/completions", "/completion", "/v1/messages", "/v1/responses")
 
 
@@ -69,7 +74,11 @@ def body_of(path: str, way: Way) -> dict[str, Any]:
         body |= {"stop_sequences": [way.stop]} if way.stop else {}
         body |= {"tools": [{"name": "clock", "input_schema": SCHEMA}]} if way.has_tools else {}
         body |= {"tool_choice": {"type": "tool", "name": "clock"}} if way.must_call else {}
-        return body | ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}} if way.schema else {})
+        return body | (
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
+            if way.schema
+            else {}
+        )
     stop: dict[str, Any] = {"stop": [way.stop]} if way.stop else {}
     if path == "/v1/responses":
         body = {"input": "hi", "max_output_tokens": way.limit, **stop}
@@ -83,7 +92,9 @@ def body_of(path: str, way: Way) -> dict[str, Any]:
         body |= {"tool_choice": "required"} if way.must_call else {}
         form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
         return body | ({"response_format": form} if way.schema else {})
-    return {"prompt": "hi", "max_tokens": way.limit, **stop} | ({"json_schema": SCHEMA} if way.schema else {})
+    return {"prompt": "hi", "max_tokens": way.limit, **stop} | (
+        {"json_schema": SCHEMA} if way.schema else {}
+    )
 
 
 def streamed(app: App, path: str, body: dict[str, Any]) -> list[Any]:
@@ -105,21 +116,35 @@ def said(app: App, path: str, body: dict[str, Any], *, is_streamed: bool) -> Any
         return last["stop_reason"], last["stop_sequence"]
     if path == "/v1/responses":
         return events[-1]["response"]["status"] if is_streamed else whole["status"]
-    reasons = [choice["finish_reason"] for e in events if e != "[DONE]" for choice in e.get("choices", ())]
-    return [reason for reason in reasons if reason] if is_streamed else [whole["choices"][0]["finish_reason"]]
+    reasons = [
+        choice["finish_reason"] for e in events if e != "[DONE]" for choice in e.get("choices", ())
+    ]
+    return (
+        [reason for reason in reasons if reason]
+        if is_streamed
+        else [whole["choices"][0]["finish_reason"]]
+    )
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", WAYS)
-def test_each_interface_says_why_an_answer_ended(engine: FakeEngine, name: str, path: str, is_streamed: bool) -> None:
+def test_each_interface_says_why_an_answer_ended(
+    engine: FakeEngine, name: str, path: str, is_streamed: bool
+) -> None:
     way = WAYS[name]
     if way.has_tools and path in ("/v1/completions", "/completion"):
         way = replace(way, has_tools=False, must_call=False, chat=way.chat.replace("tool_calls", "stop"))
     engine.info = replace(engine.info, chat_template=TEMPLATE)
     engine.script = Script(text=way.text, is_held=way.is_held, width=2)
-    found = said(App(create_app(engine, ServerSettings())), path, body_of(path, way), is_streamed=is_streamed)
-    wants: dict[str, Any] = {"/completion": way.native, "/v1/messages": way.messages, "/v1/responses": way.responses}
+    found = said(
+        App(create_app(engine, ServerSettings())), path, body_of(path, way), is_streamed=is_streamed
+    )
+    wants: dict[str, Any] = {
+        "/completion": way.native,
+        "/v1/messages": way.messages,
+        "/v1/responses": way.responses,
+    }
     assert found == wants.get(path, [way.chat])
 
 

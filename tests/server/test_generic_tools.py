@@ -38,7 +38,11 @@ TOOLS = [
     },
     {"type": "function", "function": {"name": "clock"}},
 ]
-CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Genève"}'}}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Genève"}'},
+}
 HISTORY: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Weather?"},
@@ -47,12 +51,16 @@ HISTORY: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "Sun."}]},
     {"role": "user", "content": "So?"},
 ]
-BYTES = TokenTable([bytes([i]) for i in range(256)] + [b"</s>"], (256,), (256,)).build(lambda text: list(text.encode()))
+BYTES = TokenTable([bytes([i]) for i in range(256)] + [b"</s>"], (256,), (256,)).build(
+    lambda text: list(text.encode())
+)
 
 
 def rendered(template: str, settings: ServerSettings | None = None, **body: Any) -> str:
     engine: Any = SimpleNamespace(
-        template=ChatTemplate(template), info=SimpleNamespace(chat_template=template), tokenizer=ByteTokenizer()
+        template=ChatTemplate(template),
+        info=SimpleNamespace(chat_template=template),
+        tokenizer=ByteTokenizer(),
     )
     whole = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS} | body
     return prompts.rendering(engine, validate(ChatBody, whole), settings or ServerSettings()).text()
@@ -61,9 +69,18 @@ def rendered(template: str, settings: ServerSettings | None = None, **body: Any)
 def test_the_prompt_describes_the_tools_and_how_to_call_them() -> None:
     text = rendered(PLAIN)
     assert text.startswith("<|im_start|>system\nYou can call these tools:\n")
-    assert '"name": "weather"' in text and '"name": "clock"' in text and "<tool_call>" in text and text.count("Hi") == 1
-    assert "<b>" not in text and "</s>" not in text and "\\u003cb" in text, "a description holds no control token"
-    beside = rendered(PLAIN, messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    assert (
+        '"name": "weather"' in text
+        and '"name": "clock"' in text
+        and "<tool_call>" in text
+        and text.count("Hi") == 1
+    )
+    assert "<b>" not in text and "</s>" not in text and "\\u003cb" in text, (
+        "a description holds no control token"
+    )
+    beside = rendered(
+        PLAIN, messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    )
     assert beside.count("<|im_start|>system") == 1 and "Be brief.\n\nYou can call" in beside
     assert "You can call" not in rendered(PLAIN, tool_choice="none") + rendered(PLAIN, tools=None)
     assert rendered(PLAIN, ServerSettings(tool_call_parser="hermes")) == rendered(PLAIN, tools=None)
@@ -73,16 +90,25 @@ def test_tools_that_a_template_with_a_dialect_of_its_own_leaves_out_are_listed()
     """DeepSeek R1's writes calls of a history and no tools."""
     source = PLAIN + "{% if false %}<tool_call></tool_call>arguments{% endif %}"
     text = rendered(source)
-    assert text.startswith("<|im_start|>system\nYou can call these tools:\n") and text.count('"name": "weather"') == 1
+    assert (
+        text.startswith("<|im_start|>system\nYou can call these tools:\n")
+        and text.count('"name": "weather"') == 1
+    )
     assert "To call a tool" not in text, "how to call is the model's own"
-    shown = source.replace("{% for", "{% for t in tools or [] %}{{ t.function.name }},{% endfor %}{% for", 1)
+    shown = source.replace(
+        "{% for", "{% for t in tools or [] %}{{ t.function.name }},{% endfor %}{% for", 1
+    )
     assert rendered(shown).startswith("weather,clock,<|im_start|>user")
     assert rendered(source, tool_choice="none") == rendered(source, tools=None)
 
 
 def test_a_template_that_lists_tools_is_left_to_it() -> None:
     text = rendered(LISTS)
-    assert "[tool]weather[/][tool]clock[/]" in text and "You can call" not in text and "To call a tool" in text
+    assert (
+        "[tool]weather[/][tool]clock[/]" in text
+        and "You can call" not in text
+        and "To call a tool" in text
+    )
 
 
 def test_calls_and_results_of_a_history_are_shown() -> None:
@@ -90,7 +116,8 @@ def test_calls_and_results_of_a_history_are_shown() -> None:
     block = '<tool_call>\n{"name": "weather", "arguments": {"city": "Genève"}}\n</tool_call>'
     assert f"assistant\nI look.\n{block}\n{block}<|im_end|>" in text
     assert (
-        "user\n<tool_response>\nRain.\n</tool_response>\n<tool_response>\nSun.\n</tool_response>\nSo?<|im_end|>" in text
+        "user\n<tool_response>\nRain.\n</tool_response>\n<tool_response>\nSun.\n</tool_response>\nSo?<|im_end|>"
+        in text
     )
     alone = rendered(PLAIN, messages=HISTORY, tools=None)
     assert block in alone and "Rain." in alone and "You can call" not in alone
@@ -109,7 +136,12 @@ def test_a_template_of_turns_without_a_system_gets_them_all_the_same() -> None:
 def test_any_arguments_of_a_history_are_shown(arguments: Any) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": arguments}}
     text = rendered(
-        PLAIN, messages=[*HISTORY[:2], {"role": "assistant", "content": None, "tool_calls": [call]}, HISTORY[-1]]
+        PLAIN,
+        messages=[
+            *HISTORY[:2],
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            HISTORY[-1],
+        ],
     )
     assert '<tool_call>\n{"name": "clock", "arguments": ' in text
 
@@ -144,12 +176,23 @@ WRONG = '<tool_call>\n{"name": "weather", "arguments": {"city": 3}}\n</tool_call
         (None, {}, {"Hello": True, WEATHER: True, f"Well. {WEATHER}\n{CLOCK}": True, WRONG: False}),
         ("auto", {"parallel_tool_calls": False}, {"Hello": True, WEATHER: True, WEATHER + CLOCK: False}),
         ("required", {}, {"Hello": False, CLOCK: True, WEATHER + CLOCK: True, WRONG: False}),
-        ({"type": "function", "function": {"name": "clock"}}, {}, {"Hello": False, CLOCK: True, WEATHER: False}),
+        (
+            {"type": "function", "function": {"name": "clock"}},
+            {},
+            {"Hello": False, CLOCK: True, WEATHER: False},
+        ),
     ],
     ids=["auto", "one", "required", "named"],
 )
-def test_calls_are_held(app: App, engine: FakeEngine, choice: Any, more: dict[str, Any], fit: dict[str, bool]) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "tool_choice": choice, **more}
+def test_calls_are_held(
+    app: App, engine: FakeEngine, choice: Any, more: dict[str, Any], fit: dict[str, bool]
+) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": TOOLS,
+        "tool_choice": choice,
+        **more,
+    }
     engine.script = Script(text=CLOCK)
     answer = app.post("/v1/chat/completions", body).json()["choices"][0]
     assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
@@ -170,18 +213,28 @@ def test_calls_are_streamed(app: App, engine: FakeEngine) -> None:
     engine.script = Script(text=f"Well.\n{WEATHER}\n{CLOCK}", width=2)
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
     deltas = [
-        e["choices"][0]["delta"] for e in app.events("/v1/chat/completions", body) if e != "[DONE]" and e["choices"]
+        e["choices"][0]["delta"]
+        for e in app.events("/v1/chat/completions", body)
+        if e != "[DONE]" and e["choices"]
     ]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert "".join(delta.get("content") or "" for delta in deltas) == "Well."
-    assert [call["function"]["name"] for call in calls if "name" in call["function"]] == ["weather", "clock"]
+    assert [call["function"]["name"] for call in calls if "name" in call["function"]] == [
+        "weather",
+        "clock",
+    ]
     texts = ["".join(c["function"]["arguments"] for c in calls if c["index"] == i) for i in range(2)]
     assert [json.loads(text) for text in texts] == [{"city": "Rom"}, {}]
 
 
-def test_schemas_that_can_not_be_kept_leave_the_form_unless_they_must_be(app: App, engine: FakeEngine) -> None:
+def test_schemas_that_can_not_be_kept_leave_the_form_unless_they_must_be(
+    app: App, engine: FakeEngine
+) -> None:
     function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "wombat"}}}}
-    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function", "function": function}]}
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"type": "function", "function": function}],
+    }
     assert app.post("/v1/chat/completions", body).status_code == 200
     text = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert fits(engine, [text, "Hello"]) == {text: True, "Hello": True}

@@ -44,9 +44,7 @@ def connect(live: Live) -> socket.socket:
 
 
 def post(body: bytes, *, path: str = "/v1/chat/completions", host: str = "localhost") -> bytes:
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
@@ -138,7 +136,9 @@ def test_a_foreign_name_that_leads_to_this_machine_is_refused(live_url: str, hos
         assert response.status_code == 403 and "--api-key" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("host", ["localhost:8080", "127.0.0.1", "[::1]:9", "192.168.1.7:8080", "127.0.0.9"])
+@pytest.mark.parametrize(
+    "host", ["localhost:8080", "127.0.0.1", "[::1]:9", "192.168.1.7:8080", "127.0.0.9"]
+)
 def test_names_and_addresses_of_this_machine_are_served(live_url: str, host: str) -> None:
     assert httpx.get(f"{live_url}/health", headers={"Host": host}).status_code == 200
 
@@ -197,7 +197,9 @@ def test_slow_bodies_hold_nobody_up(serve: Serve) -> None:
 def test_bodies_on_their_way_have_a_bound_together(serve: Serve) -> None:
     live = serve(Limits(reading=8000))
     first = connect(live)
-    first.sendall(b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6000\r\n\r\n" + b" " * 5900)
+    first.sendall(
+        b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6000\r\n\r\n" + b" " * 5900
+    )
     wait_for(lambda: live.server.service.reading.n_byte > 4000)
     assert httpx.post(f"{live.url}/completion", content=b" " * 500).status_code == 429
     first.close()
@@ -240,7 +242,12 @@ def test_a_client_with_much_text_waits_for_its_own() -> None:
         return order
 
     order = asyncio.run(go())
-    assert order[:2] == ["hungry"] * 2 and order[2:5].count("patient") >= 2 and "gone" not in order and len(order) == 23
+    assert (
+        order[:2] == ["hungry"] * 2
+        and order[2:5].count("patient") >= 2
+        and "gone" not in order
+        and len(order) == 23
+    )
 
 
 def test_one_client_s_requests_never_take_all_places(engine: FakeEngine) -> None:
@@ -255,7 +262,9 @@ def test_one_client_s_requests_never_take_all_places(engine: FakeEngine) -> None
 
 
 @pytest.mark.parametrize("n_hostile", [1, 2, 4, 8])
-def test_however_many_clients_take_all_they_get_one_more_is_let_in(engine: FakeEngine, n_hostile: int) -> None:
+def test_however_many_clients_take_all_they_get_one_more_is_let_in(
+    engine: FakeEngine, n_hostile: int
+) -> None:
     service = create_app(engine, ServerSettings()).state.service
     with ExitStack() as held:
         for i in range(1000):
@@ -265,7 +274,9 @@ def test_however_many_clients_take_all_they_get_one_more_is_let_in(engine: FakeE
     assert service.n_inside == 0 and not service._inside
 
 
-def test_with_few_file_descriptors_a_part_of_them_is_left_for_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_few_file_descriptors_a_part_of_them_is_left_for_bursts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda which: (64, 64))
     n_open = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 32
     most, at_once = most_connections(Limits()), burst(Limits())
@@ -289,7 +300,9 @@ def test_a_large_body_does_not_keep_small_ones_waiting(engine: FakeEngine) -> No
     client = TestClient(create_app(engine, ServerSettings()))
     with client:
         threads = [
-            threading.Thread(target=client.post, args=("/tokenize",), kwargs={"json": {"content": "x" * 200_000}})
+            threading.Thread(
+                target=client.post, args=("/tokenize",), kwargs={"json": {"content": "x" * 200_000}}
+            )
             for _ in range(4)
         ]
         for thread in threads:
@@ -338,14 +351,18 @@ def test_the_drafter_s_folder_is_nobody_s_business(engine: FakeEngine) -> None:
 def test_pings_have_a_least_distance(serve: Serve, engine: FakeEngine) -> None:
     engine.script = Script(text="x", prefill_s=0.4)
     live = serve()
-    response = httpx.post(f"{live.url}/v1/chat/completions", json=CHAT | {"stream": True, "sse_ping_interval": 1e-9})
+    response = httpx.post(
+        f"{live.url}/v1/chat/completions", json=CHAT | {"stream": True, "sse_ping_interval": 1e-9}
+    )
     assert response.content.count(b": ping") < 20
 
 
 def test_requests_say_who_asks(engine: FakeEngine) -> None:
     client = TestClient(create_app(engine, ServerSettings(api_keys=("k1", "k2"))))
     for key in ("k1", "k2", "k1"):
-        client.post("/completion", json={"prompt": ["a", "b"]}, headers={"Authorization": f"Bearer {key}"})
+        client.post(
+            "/completion", json={"prompt": ["a", "b"]}, headers={"Authorization": f"Bearer {key}"}
+        )
     a, b, c = (engine.seen[i] for i in (0, 2, 4))
     assert a.client == c.client != b.client and "k1" not in a.client
     assert engine.seen[0].group == engine.seen[1].group != engine.seen[4].group
@@ -371,7 +388,9 @@ def test_a_line_that_a_client_can_cause_is_logged_so_often_and_then_counted() ->
     now[0] = 11.0
     late = record(100)
     assert limit.filter(late) and late.getMessage() == "client 100 did it (and 97 more like it)"
-    assert limit.filter(logging.LogRecord("pyspec.x", logging.WARNING, "", 0, "something else", (), None))
+    assert limit.filter(
+        logging.LogRecord("pyspec.x", logging.WARNING, "", 0, "something else", (), None)
+    )
 
 
 def test_a_sandbox_that_was_stopped_costs_nobody_a_request() -> None:

@@ -36,13 +36,24 @@ SAMPLING = {
     "t_max_predict_ms": 1000,
     "speculative.n_max": 1,
 }
-CALL = {"id": "c1", "type": "function", "index": 0, "function": {"name": "look", "arguments": '{"at": "x"}'}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "index": 0,
+    "function": {"name": "look", "arguments": '{"at": "x"}'},
+}
 CHAT = {
     "model": "m",
     "messages": [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "n"},
-        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [CALL], "refusal": None},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Hm.",
+            "tool_calls": [CALL],
+            "refusal": None,
+        },
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     ],
     "tools": [{"type": "function", "function": FUNCTION}],
@@ -72,7 +83,13 @@ MESSAGES = {
         },
         {
             "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "rain"}]}],
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c1",
+                    "content": [{"type": "text", "text": "rain"}],
+                }
+            ],
         },
     ],
     "tools": [
@@ -90,7 +107,11 @@ RESPONSES = {
     "model": "m",
     "instructions": "Be brief.",
     "input": [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be kind."}]},
+        {
+            "type": "message",
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "Be kind."}],
+        },
         {"role": "user", "content": "hi"},
         {
             "type": "reasoning",
@@ -98,12 +119,31 @@ RESPONSES = {
             "content": [{"type": "reasoning_text", "text": "Hm."}],
             "encrypted_content": None,
         },
-        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}", "status": "completed"},
-        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "rain"}]},
-        {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {
+            "type": "function_call",
+            "call_id": "c1",
+            "name": "look",
+            "arguments": "{}",
+            "status": "completed",
+        },
+        {
+            "type": "function_call_output",
+            "call_id": "c1",
+            "output": [{"type": "input_text", "text": "rain"}],
+        },
+        {
+            "type": "web_search_call",
+            "id": "w",
+            "status": "completed",
+            "action": {"type": "search", "query": "q"},
+        },
     ],
     "tools": [{"type": "function", **FUNCTION}, {"type": "web_search", "filters": {"a": [1]}}],
-    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]},
+    "tool_choice": {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "look"}],
+    },
     "max_output_tokens": 2,
     "reasoning": {"effort": "low", "summary": "auto"},
     "text": {"format": {"type": "text"}, "verbosity": "low"},
@@ -125,13 +165,26 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "top_logprobs": 1,
         },
     ],
-    "/v1/completions": [{"prompt": ["a", [65, 66]], "suffix": None, "logprobs": 1, "echo": True, "n": 1} | SAMPLING],
+    "/v1/completions": [
+        {"prompt": ["a", [65, 66]], "suffix": None, "logprobs": 1, "echo": True, "n": 1} | SAMPLING
+    ],
     "/completion": [
-        {"prompt": [65, "b"], "n_probs": 1, "response_fields": ["content"], "json_schema": PARAMETERS, "id_slot": 0}
+        {
+            "prompt": [65, "b"],
+            "n_probs": 1,
+            "response_fields": ["content"],
+            "json_schema": PARAMETERS,
+            "id_slot": 0,
+        }
         | SAMPLING
     ],
     "/infill": [
-        {"input_prefix": "a", "input_suffix": [65], "input_extra": [{"text": "t", "filename": "f"}], "prompt": "p"}
+        {
+            "input_prefix": "a",
+            "input_suffix": [65],
+            "input_extra": [{"text": "t", "filename": "f"}],
+            "prompt": "p",
+        }
     ],
     "/v1/messages": [MESSAGES],
     "/v1/messages/count_tokens": [MESSAGES],
@@ -139,7 +192,9 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/responses/input_tokens": [RESPONSES],
     "/v1/chat/completions/input_tokens": [CHAT],
     "/apply-template": [CHAT],
-    "/tokenize": [{"content": [65, "b"], "add_special": True, "parse_special": False, "with_pieces": True}],
+    "/tokenize": [
+        {"content": [65, "b"], "add_special": True, "parse_special": False, "with_pieces": True}
+    ],
     "/detokenize": [{"tokens": [65, 66]}],
     "/v1/streams/lookup": [{"conversation_ids": ["a"]}],
 }
@@ -161,7 +216,17 @@ VALUES = (  # as they stand in the body: not all of them are JSON
         "-1e400",
         "NaN",
     ),
-    *("Infinity", str(2**63), str(10**30), "9" * 400, "1" + "0" * 4000, "9" * 5000, "1e308", '"\\ud800"', '"\\udc00x"'),
+    *(
+        "Infinity",
+        str(2**63),
+        str(10**30),
+        "9" * 400,
+        "1" + "0" * 4000,
+        "9" * 5000,
+        "1e308",
+        '"\\ud800"',
+        '"\\udc00x"',
+    ),
     *(
         '{"\\ud83d": 1}',
         DEEP,
@@ -230,7 +295,9 @@ def test_hostile_values_anywhere_are_refused_in_json(app: App, path: str, seed: 
     async def drive() -> None:
         async with app._client() as client:
             for raw in chosen:
-                response = await client.post(path, content=raw, headers={"Content-Type": "application/json"})
+                response = await client.post(
+                    path, content=raw, headers={"Content-Type": "application/json"}
+                )
                 check(path, raw, response)
 
     asyncio.run(drive())
@@ -247,10 +314,14 @@ def test_hostile_values_anywhere_are_refused_in_json(app: App, path: str, seed: 
         '"input": "x", "user": "\\ud800"',
     ],
 )
-def test_a_hostile_response_is_refused_and_its_connection_goes_on(serve: Callable[..., Live], inner: str) -> None:
+def test_a_hostile_response_is_refused_and_its_connection_goes_on(
+    serve: Callable[..., Live], inner: str
+) -> None:
     with httpx.Client(base_url=serve().url) as client:
         assert client.post("/v1/responses", json={"input": "x"}).status_code == 200
-        refused = client.post("/v1/responses", content="{" + inner + "}", headers={"Content-Type": "application/json"})
+        refused = client.post(
+            "/v1/responses", content="{" + inner + "}", headers={"Content-Type": "application/json"}
+        )
         assert refused.status_code == 400 and "error" in refused.json(), refused.text
         assert refused.headers.get("connection", "") != "close"
         streams = {id(c) for c in client._transport._pool.connections}  # type: ignore[attr-defined]

@@ -13,9 +13,9 @@ from pyspec.server.settings import ServerSettings
 from pyspec.text.vocab import FimMarks
 
 MARKS = FimMarks(pre=N_VOCAB, suf=N_VOCAB + 1, mid=N_VOCAB + 2, rep=N_VOCAB + 3, sep=N_VOCAB + 4)
-NAMES = dict(zip(range(N_VOCAB, N_VOCAB + 5), ("[PRE]", "[SUF]", "[MID]", "[REP]", "[SEP]"), strict=True)) | {
-    BOS: "[BOS]"
-}
+NAMES = dict(
+    zip(range(N_VOCAB, N_VOCAB + 5), ("[PRE]", "[SUF]", "[MID]", "[REP]", "[SEP]"), strict=True)
+) | {BOS: "[BOS]"}
 BODY: dict[str, Any] = {"input_prefix": "a(", "input_suffix": ")\n", "prompt": "x", "n_predict": 4}
 
 
@@ -33,7 +33,9 @@ class Marked(ByteTokenizer):
         return b"".join(self.token_bytes(i) for i in ids).decode("utf-8", "replace")
 
 
-def asked(engine: FakeEngine, body: dict[str, Any], tokenizer: ByteTokenizer | None = None, **settings: Any) -> str:
+def asked(
+    engine: FakeEngine, body: dict[str, Any], tokenizer: ByteTokenizer | None = None, **settings: Any
+) -> str:
     """The prompt that the engine gets, marks by their names."""
     engine.tokenizer = tokenizer or Marked()
     answer = App(create_app(engine, ServerSettings(**settings))).post("/infill", body)
@@ -60,14 +62,21 @@ def test_without_marks_for_files_a_line_stands_between_them(engine: FakeEngine) 
 
 
 def test_code_does_not_become_control_tokens(engine: FakeEngine) -> None:
-    body = BODY | {"input_prefix": "</s>", "prompt": "</s>", "input_suffix": "</s>", "input_extra": [{"text": "</s>"}]}
+    body = BODY | {
+        "input_prefix": "</s>",
+        "prompt": "</s>",
+        "input_suffix": "</s>",
+        "input_extra": [{"text": "</s>"}],
+    }
     assert asked(engine, body).count("</s>") == 4
     assert all(token < 256 or token >= N_VOCAB for token in engine.seen[-1].prompt)
 
 
 @pytest.mark.parametrize("n_predict", [1, 100, 400])
 @pytest.mark.parametrize("extra", [[], [{"text": "e" * 5000}]])
-def test_what_does_not_fit_goes_from_afar(engine: FakeEngine, n_predict: int, extra: list[dict[str, str]]) -> None:
+def test_what_does_not_fit_goes_from_afar(
+    engine: FakeEngine, n_predict: int, extra: list[dict[str, str]]
+) -> None:
     body = {"input_prefix": "p" * 9000 + "P", "input_suffix": "S" + "s" * 9000, "n_predict": n_predict}
     prompt = asked(engine, body | {"input_extra": extra})
     assert "pP[SUF]Ss" in prompt

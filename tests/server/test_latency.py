@@ -82,8 +82,14 @@ def test_buckets_count_those_below_them_too() -> None:
 def test_a_scrape_has_the_waits_of_what_was_served(engine: FakeEngine) -> None:
     app = App(create_app(engine, ServerSettings()))
     app.post("/completion", {"prompt": "x", "n_predict": 8})
-    families = {family.name: family for family in text_string_to_metric_families(app.get("/metrics").text)}
-    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "inter_token_latency_seconds"):
+    families = {
+        family.name: family for family in text_string_to_metric_families(app.get("/metrics").text)
+    }
+    for name in (
+        "time_to_first_token_seconds",
+        "e2e_request_latency_seconds",
+        "inter_token_latency_seconds",
+    ):
         for prefix in ("vllm:", "pyspec_"):
             assert families[prefix + name].type == "histogram"
             count = next(s.value for s in families[prefix + name].samples if s.name.endswith("_count"))
@@ -92,10 +98,16 @@ def test_a_scrape_has_the_waits_of_what_was_served(engine: FakeEngine) -> None:
 
 def test_routers_are_answered(engine: FakeEngine) -> None:
     app = App(create_app(engine, ServerSettings()))
-    assert set(app.get("/version").json()) == {"version"} and app.get("/load").json() == {"server_load": 0}
+    assert set(app.get("/version").json()) == {"version"} and app.get("/load").json() == {
+        "server_load": 0
+    }
     assert app.get("/ping").status_code == app.post("/ping").status_code == 200
     info = app.get("/get_server_info").json()
-    assert info["served_model_name"] == "fake-1" and info["max_running_requests"] == 4 and info["context_length"] == 512
+    assert (
+        info["served_model_name"] == "fake-1"
+        and info["max_running_requests"] == 4
+        and info["context_length"] == 512
+    )
     assert info["internal_states"] == app.get("/get_load").json()
     assert app.get("/get_model_info").json()["is_generation"] is True
 

@@ -58,9 +58,15 @@ def test_a_target_may_be_a_whole_address(serve):
             answer = b"".join(iter(lambda: s.recv(65536), b"")).decode()
         return int(answer.split()[1]), answer.partition("\r\n\r\n")[2]
 
-    assert status(f"http://127.0.0.1:{port}/llm/health") == status("/llm/health") == (200, '{"status":"ok"}')
+    assert (
+        status(f"http://127.0.0.1:{port}/llm/health")
+        == status("/llm/health")
+        == (200, '{"status":"ok"}')
+    )
     assert status(f"HTTP://localhost:{port}/llm/health?x=1")[0] == 200
-    assert status(f"http://127.0.0.1:{port}")[0] == 404 and status(f"http://127.0.0.1:{port}/llm")[0] == 308
+    assert (
+        status(f"http://127.0.0.1:{port}")[0] == 404 and status(f"http://127.0.0.1:{port}/llm")[0] == 308
+    )
     assert status(f"http://127.0.0.1:{port}/llm/health", host="evil.example")[0] == 200
     assert status("http://evil.example/llm/health")[0] == 403
 
@@ -68,7 +74,11 @@ def test_a_target_may_be_a_whole_address(serve):
 def test_several_hosts_and_a_path_are_served_on_one_port(serve, tmp_path: Path):
     path = tmp_path / "pyspec.sock"
     first, second, third = serve(hosts=("127.0.0.1", "127.0.0.2", str(path)))
-    assert first.startswith("http://127.0.0.1:") and second == first.replace("0.1", "0.2") and third == f"unix:{path}"
+    assert (
+        first.startswith("http://127.0.0.1:")
+        and second == first.replace("0.1", "0.2")
+        and third == f"unix:{path}"
+    )
     for url in (first, second):
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
@@ -76,7 +86,9 @@ def test_several_hosts_and_a_path_are_served_on_one_port(serve, tmp_path: Path):
     assert answer.json()["content"] == "Hello, world"
 
 
-def test_a_path_that_a_dead_server_left_is_taken_and_one_of_a_living_server_is_not(serve, tmp_path: Path):
+def test_a_path_that_a_dead_server_left_is_taken_and_one_of_a_living_server_is_not(
+    serve, tmp_path: Path
+):
     dead, living = tmp_path / "dead.sock", tmp_path / "living.sock"
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(dead))
@@ -148,14 +160,20 @@ def test_the_page_can_be_switched_off(serve):
     assert httpx.get(with_page).status_code == 200 and httpx.get(without).status_code == 404
 
 
-def test_tls_needs_a_key_and_a_certificate_that_fit(serve, tmp_path: Path, certificate: tuple[Path, Path]):
+def test_tls_needs_a_key_and_a_certificate_that_fit(
+    serve, tmp_path: Path, certificate: tuple[Path, Path]
+):
     key, cert = map(str, certificate)
     (url,) = serve(ssl_key_file=key, ssl_cert_file=cert)
     assert url.startswith("https://127.0.0.1:")
     assert httpx.get(f"{url}/health", verify=False).json() == {"status": "ok"}
     bad = tmp_path / "bad.pem"
     bad.write_text("no certificate")
-    for given in ({"ssl_key_file": key}, {"ssl_key_file": key, "ssl_cert_file": str(bad)}, {"ssl_cert_file": "gone"}):
+    for given in (
+        {"ssl_key_file": key},
+        {"ssl_key_file": key, "ssl_cert_file": str(bad)},
+        {"ssl_cert_file": "gone"},
+    ):
         with pytest.raises(ConfigError, match="--ssl-key-file"):
             ServerSettings(**given).check()  # type: ignore[arg-type]
 
@@ -165,7 +183,16 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     import subprocess
 
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
     try:
         subprocess.run(
             [*made, "-keyout", str(key), "-out", str(cert), "-subj", "/CN=localhost", "-days", "2"],
@@ -188,10 +215,14 @@ def test_keys_are_read_from_a_file(tmp_path: Path):
         keys_of(str(tmp_path / "gone"))
 
 
-def test_a_request_has_a_line_with_fields_and_an_id_that_its_answer_carries(serve, caplog: pytest.LogCaptureFixture):
+def test_a_request_has_a_line_with_fields_and_an_id_that_its_answer_carries(
+    serve, caplog: pytest.LogCaptureFixture
+):
     (url,) = serve()
     caplog.set_level(logging.INFO, "pyspec.access")
-    answer = httpx.post(f"{url}/completion?secret=1", json={"prompt": "x"}, headers={"x-request-id": "mine-1"})
+    answer = httpx.post(
+        f"{url}/completion?secret=1", json={"prompt": "x"}, headers={"x-request-id": "mine-1"}
+    )
     assert answer.headers["x-request-id"] == "mine-1"
     wait_for(lambda: any("mine-1" in r.getMessage() for r in caplog.records), timeout_s=20)
     (record,) = [r for r in caplog.records if "mine-1" in r.getMessage()]
@@ -204,10 +235,14 @@ def test_a_request_has_a_line_with_fields_and_an_id_that_its_answer_carries(serv
     own = httpx.get(f"{url}/nowhere", headers={"x-request-id": "a b\x7f"}).headers["x-request-id"]
     assert len(own) == 16 and own.isalnum()
     assert httpx.get(f"{url}/health").status_code == 200
-    assert not [r for r in caplog.records if "/health" in r.getMessage()], "polled paths are told at debug level"
+    assert not [r for r in caplog.records if "/health" in r.getMessage()], (
+        "polled paths are told at debug level"
+    )
 
 
-def test_a_flood_of_requests_is_counted_not_written(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_flood_of_requests_is_counted_not_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     now = [100.0]
     monkeypatch.setattr(access.time, "monotonic", lambda: now[0])
     caplog.set_level(logging.INFO, "pyspec.access")

@@ -53,7 +53,9 @@ def test_forty_stop_strings_are_taken(app: App, engine: FakeEngine) -> None:
 
 
 def test_bans_are_shown_as_null_and_ignored_ends_as_bans(app: App) -> None:
-    settings = app.post("/completion", BODY | {"logit_bias": [[5, False], [7, 1.5]]}).json()["generation_settings"]
+    settings = app.post("/completion", BODY | {"logit_bias": [[5, False], [7, 1.5]]}).json()[
+        "generation_settings"
+    ]
     assert settings["logit_bias"] == [{"token": 5, "bias": None}, {"token": 7, "bias": 1.5}]
     settings = app.post("/completion", BODY | {"ignore_eos": True}).json()["generation_settings"]
     assert settings["logit_bias"] == [{"token": 257, "bias": None}]
@@ -62,11 +64,17 @@ def test_bans_are_shown_as_null_and_ignored_ends_as_bans(app: App) -> None:
 def test_generation_settings_have_all_that_llama_server_shows(app: App) -> None:
     settings = app.post("/completion", BODY | {"grammar": 'root ::= "a"'}).json()["generation_settings"]
     assert set(SETTINGS.split()) <= settings.keys()
-    assert settings["grammar"] == 'root ::= "a"' and settings["speculative.types"] == "ngram" and not settings["stream"]
+    assert (
+        settings["grammar"] == 'root ::= "a"'
+        and settings["speculative.types"] == "ngram"
+        and not settings["stream"]
+    )
 
 
 def test_response_fields_pick_what_the_last_object_has(app: App) -> None:
-    fields = {"response_fields": ["content", "generation_settings/n_predict", "never/heard", "timings/draft_n"]}
+    fields = {
+        "response_fields": ["content", "generation_settings/n_predict", "never/heard", "timings/draft_n"]
+    }
     value = app.post("/completion", BODY | fields).json()
     assert value.keys() == {"content", "generation_settings/n_predict", "timings/draft_n"}
     assert value["generation_settings/n_predict"] == 8
@@ -77,9 +85,15 @@ def test_response_fields_pick_what_the_last_object_has(app: App) -> None:
 def test_a_streamed_completion_ends_with_its_usage(app: App) -> None:
     *_, last, done = app.events("/v1/completions", {"prompt": "x"})
     usage = last["usage"]
-    assert done == "[DONE]" and usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] > 2
+    assert (
+        done == "[DONE]"
+        and usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] > 2
+    )
     asked = app.events("/v1/completions", {"prompt": "x", "stream_options": {"include_usage": True}})
-    assert [("usage" in event, event["choices"] == []) for event in asked[-3:-1]] == [(False, False), (True, True)]
+    assert [("usage" in event, event["choices"] == []) for event in asked[-3:-1]] == [
+        (False, False),
+        (True, True),
+    ]
     assert asked[-2]["usage"] == usage
 
 

@@ -53,7 +53,10 @@ def test_an_engine_in_its_own_process_tells_them_too(caplog: pytest.LogCaptureFi
 def test_health_shows_the_stage_while_it_loads(start: Start):  # noqa: F811
     start.server[0].door.loading = {"stage": "weights", "fraction": 0.25}
     answer = httpx.get(f"{start.url}/health")
-    assert answer.status_code == 503 and answer.json()["progress"] == {"stage": "weights", "fraction": 0.25}
+    assert answer.status_code == 503 and answer.json()["progress"] == {
+        "stage": "weights",
+        "fraction": 0.25,
+    }
     assert answer.json()["error"]["message"] == "Loading model"
 
 
@@ -66,7 +69,9 @@ def test_a_person_who_looks_gets_a_page_that_says_how_far_it_is(start: Start):  
         assert answer.status_code == 503 and answer.headers["content-type"].startswith("text/html")
         assert 'http-equiv="refresh"' in answer.text and "<script" not in answer.text
         assert "default-src 'none'" in answer.headers["content-security-policy"]
-    assert "download &lt;m&gt;.gguf: 38 %" in page.text and '<progress max="1" value="0.375">' in page.text
+    assert (
+        "download &lt;m&gt;.gguf: 38 %" in page.text and '<progress max="1" value="0.375">' in page.text
+    )
     assert httpx.post(f"{start.url}/").json()["error"]["message"] == "Loading model"
     at_door.settings = replace(at_door.settings, page=False)
     assert httpx.get(f"{start.url}/").json()["error"]["message"] == "Loading model"
@@ -94,7 +99,9 @@ def test_a_download_is_told_at_each_tenth_or_every_half_minute(
     assert not caplog.records and at_door.loading["fraction"] == 0.5, "a terminal has a bar"
 
 
-def test_lines_come_now_and_then_with_fields(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_lines_come_now_and_then_with_fields(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     now = [0.0]
     monkeypatch.setattr(door.time, "monotonic", lambda: now[0])
     caplog.set_level(logging.INFO, "pyspec.server.http.door")

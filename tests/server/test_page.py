@@ -120,7 +120,9 @@ def test_conversations_outlive_the_page_and_can_be_deleted(browser: Browser, liv
         "const s = document.querySelector('#chats'); s.value = s.options[s.options.length - 1].value;"
         "s.dispatchEvent(new Event('change'))"
     )
-    assert browser.text(".turn.user").startswith("first question") and "Hello, world" in browser.text(".turn.assistant")
+    assert browser.text(".turn.user").startswith("first question") and "Hello, world" in browser.text(
+        ".turn.assistant"
+    )
     browser.click("#delete")
     assert "first question" not in browser.run(titles)
 
@@ -131,7 +133,11 @@ def test_the_whole_conversation_is_sent(browser: Browser, live: Live) -> None:
     ask(browser, "two\n")
     until(
         lambda: (
-            len(browser.run("return [...document.querySelectorAll('.note')].filter(n => n.textContent).length + ''"))
+            len(
+                browser.run(
+                    "return [...document.querySelectorAll('.note')].filter(n => n.textContent).length + ''"
+                )
+            )
             and live.engine.n_done == 2
         )
     )
@@ -170,18 +176,34 @@ def test_eight_busy_slots_are_shown_with_what_they_draft_and_why(browser: Browse
 
     engine.slots = slots  # type: ignore[method-assign]
     until(lambda: browser.run("return document.querySelectorAll('#slots tr.decode').length") == 8)
-    until(lambda: float(browser.run("return document.querySelector('#slots tr td:nth-child(4)').textContent") or 0) > 0)
-    assert browser.run("return document.querySelectorAll('#slots tr:first-child .positions i').length") == 3
+    until(
+        lambda: (
+            float(
+                browser.run("return document.querySelector('#slots tr td:nth-child(4)').textContent")
+                or 0
+            )
+            > 0
+        )
+    )
+    assert (
+        browser.run("return document.querySelectorAll('#slots tr:first-child .positions i').length") == 3
+    )
     assert "67 %" in browser.text("#slots tr td:nth-child(6)")
     assert browser.text("#why") == "slots 6, 7: no drafts: drafts would cost more than they bring"
     for width in (1200, 390):  # the last column, the gain from speculation, is visible without scrolling
         browser.resize(width, 900)
-        until(lambda: browser.run("const t = document.querySelector('.scroll'); return t.scrollWidth <= t.clientWidth"))
+        until(
+            lambda: browser.run(
+                "const t = document.querySelector('.scroll'); return t.scrollWidth <= t.clientWidth"
+            )
+        )
     browser.resize(1200, 900)
     assert "weights 3.00 GiB" in browser.text("#memory") and "4.00 GiB in all" in browser.text("#memory")
 
 
-def test_the_page_says_that_the_engine_is_being_replaced_and_goes_on(browser: Browser, live: Live) -> None:
+def test_the_page_says_that_the_engine_is_being_replaced_and_goes_on(
+    browser: Browser, live: Live
+) -> None:
     live.engine.state = lambda: "recovering"  # type: ignore[method-assign]
     until(lambda: browser.text("#state") == "recovering")
     live.engine.state = lambda: "ok"  # type: ignore[method-assign]
@@ -190,7 +212,9 @@ def test_the_page_says_that_the_engine_is_being_replaced_and_goes_on(browser: Br
     until(lambda: answered(browser))
 
 
-def test_a_phone_shows_everything_without_scrolling_sideways(browser: Browser, live: Live, tmp_path: Path) -> None:
+def test_a_phone_shows_everything_without_scrolling_sideways(
+    browser: Browser, live: Live, tmp_path: Path
+) -> None:
     live.engine.script = Script(text=ANSWER + "\n```\n" + "long " * 100 + "\n```\n", width=500)
     browser.resize(390, 800)
     try:
@@ -237,7 +261,9 @@ def press(browser: Browser, name: str, turn: str) -> None:
     assert browser.run(script)
 
 
-def test_a_system_prompt_and_sampling_are_sent_and_outlive_the_page(browser: Browser, live: Live) -> None:
+def test_a_system_prompt_and_sampling_are_sent_and_outlive_the_page(
+    browser: Browser, live: Live
+) -> None:
     fill(browser, "#system", "You are a pirate.")
     fill(browser, "#temperature", "0.35")
     fill(browser, "#seed", "17")
@@ -255,12 +281,18 @@ def test_a_system_prompt_and_sampling_are_sent_and_outlive_the_page(browser: Bro
     browser.click("#defaults")
     ask(browser, "again\n")
     until(lambda: live.engine.n_done == 2)
-    assert "pirate" not in sent(live) and live.engine.seen[-1].params.temperature == 0.8 and browser.text("#set") == ""
+    assert (
+        "pirate" not in sent(live)
+        and live.engine.seen[-1].params.temperature == 0.8
+        and browser.text("#set") == ""
+    )
 
 
 def test_empty_settings_show_what_the_server_has(browser: Browser, live: Live) -> None:
     until(lambda: browser.run("return document.querySelector('#temperature').placeholder") == "0.8")
-    assert browser.run("return ['top_k', 'seed', 'max_tokens'].map(n => document.getElementById(n).placeholder)") == [
+    assert browser.run(
+        "return ['top_k', 'seed', 'max_tokens'].map(n => document.getElementById(n).placeholder)"
+    ) == [
         "40",
         "any",
         "no limit",
@@ -270,7 +302,12 @@ def test_empty_settings_show_what_the_server_has(browser: Browser, live: Live) -
 def test_a_message_is_changed_and_what_follows_it_is_asked_again(browser: Browser, live: Live) -> None:
     for text in ("one\n", "two\n"):
         ask(browser, text)
-        until(lambda: answered(browser) and browser.run("return document.querySelectorAll('.actions').length") % 2 == 0)
+        until(
+            lambda: (
+                answered(browser)
+                and browser.run("return document.querySelectorAll('.actions').length") % 2 == 0
+            )
+        )
     until(lambda: live.engine.n_done == 2 and answered(browser))
     press(browser, "Edit", ".turn:nth-child(1)")
     assert browser.run("return document.querySelector('.edited textarea').value") == "one"
@@ -299,7 +336,9 @@ def test_an_answer_is_copied_as_it_was_written(browser: Browser, live: Live) -> 
     live.engine.script = Script(text="**bold** and\n\n- a list", width=100)
     ask(browser)
     until(lambda: answered(browser))
-    browser.run("window.kept = ''; navigator.clipboard.writeText = async text => { window.kept = text; }")
+    browser.run(
+        "window.kept = ''; navigator.clipboard.writeText = async text => { window.kept = text; }"
+    )
     press(browser, "Copy", ".turn.assistant")
     until(lambda: browser.run("return window.kept") == "**bold** and\n\n- a list")
     until(lambda: browser.text(".turn.assistant .actions button") == "Copied")
@@ -346,7 +385,9 @@ def test_the_last_conversation_is_there_after_a_reload(browser: Browser, live: L
     browser.open(live.url)
     assert browser.text(".turn.user").startswith("first question")
     assert (
-        browser.run("const s = document.querySelector('#chats'); return s.selectedOptions[0].textContent")
+        browser.run(
+            "const s = document.querySelector('#chats'); return s.selectedOptions[0].textContent"
+        )
         == "first question"
     )
 

@@ -51,7 +51,10 @@ def seen(finish: Finish = "eos", text: str = TEXT) -> Choice:
 
 def events(answer: PartedAnswer, pieces: Sequence[str], choice: Choice) -> Iterator[dict[str, Any]]:
     """The events of a stream for a text in pieces."""
-    raw = [answer.opening(0, choice), *(answer.delta(0, choice, Delta("1", (), piece)) for piece in pieces)]
+    raw = [
+        answer.opening(0, choice),
+        *(answer.delta(0, choice, Delta("1", (), piece)) for piece in pieces),
+    ]
     for block in b"".join([*raw, answer.finish(0, choice)]).decode().strip().split("\n\n"):
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
@@ -69,7 +72,11 @@ def cuts(text: str) -> Iterator[list[str]]:
 def nameless(value: Any) -> Any:
     """The answer without its random parts: ids and times."""
     if isinstance(value, dict):
-        return {k: nameless(v) for k, v in value.items() if k not in ("id", "call_id", "created_at", "completed_at")}
+        return {
+            k: nameless(v)
+            for k, v in value.items()
+            if k not in ("id", "call_id", "created_at", "completed_at")
+        }
     return [nameless(item) for item in value] if isinstance(value, list) else value
 
 
@@ -84,7 +91,10 @@ CONTENT = [
 def test_a_whole_message_is_its_blocks() -> None:
     whole = MessagesAnswer(an_ask("messages"), "m", ByteTokenizer()).complete([seen()])
     message = anthropic.types.Message.model_validate(whole)
-    assert nameless(whole["content"]) == CONTENT and len({block["id"] for block in whole["content"][2:]}) == 2
+    assert (
+        nameless(whole["content"]) == CONTENT
+        and len({block["id"] for block in whole["content"][2:]}) == 2
+    )
     assert message.stop_reason == "tool_use" and message.usage.output_tokens_details is not None
     assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (20, 10)
 
@@ -131,7 +141,12 @@ OUTPUT = [
         "role": "assistant",
         "content": [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}],
     },
-    {"type": "function_call", "status": "completed", "arguments": '{"at": "a/ü.py", "n": [1, 2]}', "name": "look"},
+    {
+        "type": "function_call",
+        "status": "completed",
+        "arguments": '{"at": "a/ü.py", "n": [1, 2]}',
+        "name": "look",
+    },
     {"type": "function_call", "status": "completed", "arguments": "{}", "name": "stop"},
 ]
 

@@ -58,13 +58,19 @@ def test_a_whole_response_has_openais_fields(client: openai.OpenAI) -> None:
     )
     assert answer.id.startswith("resp_") and (answer.object, answer.status) == ("response", "completed")
     assert answer.output_text == "Hello, world" and answer.output[0].id.startswith("msg_")
-    assert (answer.instructions, answer.max_output_tokens, answer.metadata) == ("Be brief.", 50, {"a": "b"})
+    assert (answer.instructions, answer.max_output_tokens, answer.metadata) == (
+        "Be brief.",
+        50,
+        {"a": "b"},
+    )
     assert answer.error is None and answer.incomplete_details is None and answer.tools == []
     used = answer.usage
     assert used is not None and used.total_tokens == used.input_tokens + used.output_tokens
     assert used.output_tokens == len("Hello, world") and used.input_tokens_details.cached_tokens > 0
     assert used.output_tokens_details.reasoning_tokens == 0
-    counted = client.responses.input_tokens.count(model="fake-1", input="Say hello", instructions="Be brief.")
+    counted = client.responses.input_tokens.count(
+        model="fake-1", input="Say hello", instructions="Be brief."
+    )
     assert counted.input_tokens == used.input_tokens
 
 
@@ -74,20 +80,32 @@ def test_a_streams_events_come_in_openais_order_with_one_id_each(client: openai.
     n = kinds.count("output_text.delta")
     assert n > 1
     assert kinds == [
-        *("created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * n),
+        *(
+            "created",
+            "in_progress",
+            "output_item.added",
+            "content_part.added",
+            *["output_text.delta"] * n,
+        ),
         *("output_text.done", "content_part.done", "output_item.done", "completed"),
     ]
     assert [event.sequence_number for event in found] == list(range(len(found)))
     answers = [event.response for event in found if hasattr(event, "response")]
     assert len({answer.id for answer in answers}) == 1 and answers[-1].output_text == "Hello, world"
     named = {event.item_id for event in found if hasattr(event, "item_id")}
-    assert named == {event.item.id for event in found if hasattr(event, "item")} == {answers[-1].output[0].id}
+    assert (
+        named
+        == {event.item.id for event in found if hasattr(event, "item")}
+        == {answers[-1].output[0].id}
+    )
     assert "".join(event.delta for event in found if hasattr(event, "delta")) == "Hello, world"
 
 
 def test_the_limit_of_tokens_leaves_a_response_incomplete(app: App) -> None:
     whole = app.post("/v1/responses", {"input": "Say hello", "max_output_tokens": 4}).json()
-    assert whole["status"] == "incomplete" and whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert whole["status"] == "incomplete" and whole["incomplete_details"] == {
+        "reason": "max_output_tokens"
+    }
     assert whole["output"][0]["status"] == "incomplete" and whole["usage"]["output_tokens"] == 4
     last = events(app, {"input": "Say hello", "max_output_tokens": 4})[-1]
     assert last["type"] == "response.incomplete" and last["response"]["status"] == "incomplete"
@@ -127,7 +145,13 @@ def test_instructions_are_a_system_message_and_developers_keep_their_role_for_th
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Two."}]},
         {"role": "user", "content": "Three."},
-        {"role": "user", "content": [{"type": "input_text", "text": "Four."}, {"type": "input_text", "text": "Five."}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "Four."},
+                {"type": "input_text", "text": "Five."},
+            ],
+        },
     ]
     assert chat(items, instructions="One.")["messages"] == [
         {"role": "system", "content": "One."},
@@ -140,12 +164,25 @@ def test_instructions_are_a_system_message_and_developers_keep_their_role_for_th
 def test_thoughts_text_and_calls_of_one_answer_are_one_message() -> None:
     items = [
         {"role": "user", "content": "Look"},
-        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}], "id": "rs_1"},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+            "id": "rs_1",
+        },
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "I look."}],
+        },
         {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
         {"type": "function_call", "call_id": "c2", "name": "look", "arguments": '{"at": 1}'},
         {"type": "function_call_output", "call_id": "c1", "output": "sun"},
-        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+        {
+            "type": "function_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "rain"}],
+        },
         {"type": "reasoning", "summary": [], "encrypted_content": "xyz"},
     ]
 
@@ -166,7 +203,9 @@ def test_thoughts_text_and_calls_of_one_answer_are_one_message() -> None:
 
 
 def test_tools_choice_effort_and_format_are_those_of_chat_completions() -> None:
-    asked = chat(tools=[TOOL], tool_choice={"type": "function", "name": "look"}, reasoning={"effort": "low"})
+    asked = chat(
+        tools=[TOOL], tool_choice={"type": "function", "name": "look"}, reasoning={"effort": "low"}
+    )
     function = {"name": "look", "parameters": {"type": "object"}, "strict": True}
     assert asked["tools"] == [{"type": "function", "function": function}]
     assert asked["tool_choice"] == {"type": "function", "function": {"name": "look"}}
@@ -179,7 +218,11 @@ def test_tools_choice_effort_and_format_are_those_of_chat_completions() -> None:
 
 def test_what_agents_send_along_is_no_reason_to_refuse() -> None:
     asked = chat(
-        store=False, include=["reasoning.encrypted_content"], prompt_cache_key="k", truncation="disabled", seed=3
+        store=False,
+        include=["reasoning.encrypted_content"],
+        prompt_cache_key="k",
+        truncation="disabled",
+        seed=3,
     )
     assert asked.keys() == {"messages", "seed"}
 
@@ -196,11 +239,19 @@ def test_what_agents_send_along_is_no_reason_to_refuse() -> None:
             NotSupported,
             "image input is out of scope",
         ),
-        ({"items": [{"role": "user", "content": [{"type": "input_file"}]}]}, NotSupported, "'input_file'"),
+        (
+            {"items": [{"role": "user", "content": [{"type": "input_file"}]}]},
+            NotSupported,
+            "'input_file'",
+        ),
         ({"items": [{"role": "robot", "content": "x"}]}, RequestError, "input.0.role"),
         ({"items": [{"type": "function_call", "name": "look"}]}, RequestError, "input.0.arguments"),
         ({"items": []}, RequestError, "input"),
-        ({"tool_choice": {"type": "web_search"}}, NotSupported, "tool_choice: tools of type 'web_search'"),
+        (
+            {"tool_choice": {"type": "web_search"}},
+            NotSupported,
+            "tool_choice: tools of type 'web_search'",
+        ),
         ({"tools": [{"type": "function"}]}, RequestError, "tools.0.name"),
         ({"tool_choice": {"type": "allowed_tools"}}, RequestError, "tool_choice.tools"),
         ({"conversation": "conv_1"}, NotSupported, "conversation"),

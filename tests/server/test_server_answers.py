@@ -27,9 +27,17 @@ def chat_text(events: list[Any]) -> str:
 
 def test_a_chat_gets_openais_object_with_timings(app: App, engine: FakeEngine) -> None:
     value = app.post("/v1/chat/completions", CHAT).json()
-    assert value["object"] == "chat.completion" and value["id"].startswith("chatcmpl-") and len(value["id"]) == 41
+    assert (
+        value["object"] == "chat.completion"
+        and value["id"].startswith("chatcmpl-")
+        and len(value["id"]) == 41
+    )
     assert value["choices"] == [
-        {"index": 0, "message": {"role": "assistant", "content": "Hello, world"}, "finish_reason": "stop"}
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hello, world"},
+            "finish_reason": "stop",
+        }
     ]
     n_prompt = len(b"user: hi\nassistant: ") + 1
     assert engine.seen[0].prompt[0] == BOS and len(engine.seen[0].prompt) == n_prompt
@@ -58,7 +66,10 @@ def test_the_speculation_block_agrees_with_itself(app: App) -> None:
 def test_without_drafting_no_draft_figures_are_given(app: App, engine: FakeEngine) -> None:
     value = app.post("/v1/chat/completions", CHAT | {"speculative": False}).json()
     assert engine.seen[0].n_draft_max == 0
-    assert value["timings"]["draft_n"] == value["timings"]["draft_n_accepted"] == 0 and "metrics" not in value
+    assert (
+        value["timings"]["draft_n"] == value["timings"]["draft_n_accepted"] == 0
+        and "metrics" not in value
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +109,10 @@ def test_a_chat_stream_is_role_then_text_then_usage_then_done(app: App, engine: 
 def test_without_usage_the_last_chunk_carries_the_timings(app: App) -> None:
     events = app.events("/v1/chat/completions", CHAT)
     assert all(e["choices"] for e in events[:-1])
-    assert events[-2]["choices"][0]["finish_reason"] == "stop" and events[-2]["timings"]["predicted_n"] == 12
+    assert (
+        events[-2]["choices"][0]["finish_reason"] == "stop"
+        and events[-2]["timings"]["predicted_n"] == 12
+    )
 
 
 def test_characters_split_over_rounds_arrive_whole(app: App, engine: FakeEngine) -> None:
@@ -112,7 +126,9 @@ def test_characters_split_over_rounds_arrive_whole(app: App, engine: FakeEngine)
 def test_logprobs_of_textless_tokens_ride_on_the_next_chunk(app: App, engine: FakeEngine) -> None:
     engine.script = Script(text="é😀", width=1)
     events = app.events("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2})
-    entries = [x for e in events[:-1] for x in (e["choices"][0].get("logprobs") or {"content": []})["content"]]
+    entries = [
+        x for e in events[:-1] for x in (e["choices"][0].get("logprobs") or {"content": []})["content"]
+    ]
     assert [x["id"] for x in entries] == list("é😀".encode())
     assert entries[0]["bytes"] == [0xC3] and entries[0]["logprob"] == -0.5
     assert [x["logprob"] for x in entries[0]["top_logprobs"]] == [-0.5, -9999.0]
@@ -146,7 +162,9 @@ def test_the_native_answer_has_llama_servers_fields(app: App, path: str) -> None
     assert value["timings"]["cache_n"] == 1
 
 
-@pytest.mark.parametrize(("extra", "stop_type"), [({}, "eos"), ({"n_predict": 2}, "limit"), ({"stop": "o"}, "word")])
+@pytest.mark.parametrize(
+    ("extra", "stop_type"), [({}, "eos"), ({"n_predict": 2}, "limit"), ({"stop": "o"}, "word")]
+)
 def test_native_stop_types_say_why_it_ended(app: App, extra: dict[str, Any], stop_type: str) -> None:
     assert app.post("/completion", {"prompt": "x"} | extra).json()["stop_type"] == stop_type
 
@@ -176,7 +194,9 @@ def test_choices_of_one_prompt_share_it_and_differ_in_seed(app: App, engine: Fak
     value = app.post("/v1/chat/completions", CHAT | {"n": 3, "seed": 11}).json()
     assert [c["index"] for c in value["choices"]] == [0, 1, 2]
     assert [request.params.seed for request in engine.seen] == [11, 12, 13]
-    assert value["usage"]["completion_tokens"] == 36 and value["usage"]["prompt_tokens"] == len(engine.seen[0].prompt)
+    assert value["usage"]["completion_tokens"] == 36 and value["usage"]["prompt_tokens"] == len(
+        engine.seen[0].prompt
+    )
     assert all("timings" in c for c in value["choices"]) and "timings" not in value
 
 
@@ -224,12 +244,16 @@ def test_logit_bias_comes_in_every_form(app: App, engine: FakeEngine, bias: Any,
 
 def test_token_limits_go_by_three_names(app: App, engine: FakeEngine) -> None:
     for name in ("max_tokens", "max_completion_tokens", "n_predict"):
-        assert app.post("/v1/chat/completions", CHAT | {name: 5}).json()["usage"]["completion_tokens"] == 5
+        assert (
+            app.post("/v1/chat/completions", CHAT | {name: 5}).json()["usage"]["completion_tokens"] == 5
+        )
     assert app.post("/completion", {"prompt": "x", "n_predict": -1}).json()["tokens_predicted"] == 12
 
 
 def test_samplers_left_out_are_switched_off(app: App, engine: FakeEngine) -> None:
-    app.post("/completion", {"prompt": "x", "samplers": ["top_k", "temperature"], "top_p": 0.5, "top_k": -1})
+    app.post(
+        "/completion", {"prompt": "x", "samplers": ["top_k", "temperature"], "top_p": 0.5, "top_k": -1}
+    )
     params = engine.seen[0].params
     assert (params.top_k, params.top_p, params.min_p, params.temperature) == (0, 1.0, 0.0, 0.8)
 
@@ -271,13 +295,18 @@ def test_a_failure_in_a_stream_is_an_event_after_the_text_so_far(app: App, engin
 
 def test_tools_are_rendered_when_nothing_counts_on_parsed_calls(app: App, engine: FakeEngine) -> None:
     tools = [{"type": "function", "function": {"name": "clock"}}]
-    assert app.post("/v1/chat/completions", CHAT | {"tools": tools, "tool_choice": "none"}).status_code == 200
+    assert (
+        app.post("/v1/chat/completions", CHAT | {"tools": tools, "tool_choice": "none"}).status_code
+        == 200
+    )
     assert b"tool: clock" in bytes(t for t in engine.seen[0].prompt if t < 256)
 
 
 def test_a_stream_tells_of_each_token_whether_it_was_drafted(app: App) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
-    plain = [json.loads(e[6:]) for e in app.post("/v1/chat/completions", body).text.split("\n\n") if "{" in e]
+    plain = [
+        json.loads(e[6:]) for e in app.post("/v1/chat/completions", body).text.split("\n\n") if "{" in e
+    ]
     shown = [
         json.loads(e[6:])
         for e in app.post("/v1/chat/completions", body | {"return_pieces": True}).text.split("\n\n")

@@ -87,12 +87,16 @@ class Crowded:
 
 
 @pytest.mark.parametrize("is_relentless", [False, True])
-def test_one_choice_that_loses_its_place_waits_again_while_others_have_theirs(is_relentless: bool) -> None:
+def test_one_choice_that_loses_its_place_waits_again_while_others_have_theirs(
+    is_relentless: bool,
+) -> None:
     async def read() -> tuple[set[int], list[Event]]:
         submission = Submission(Crowded(is_relentless=is_relentless), 1 << 20)  # type: ignore[arg-type]
         submission.submit([Request(prompt=(i,)) for i in (1, 2, 3)])
         events = [pair async for batch in submission.batches(5.0) for pair in batch]
-        return {i for i, event in events if isinstance(event, Done)}, [e for _, e in events if isinstance(e, Failed)]
+        return {i for i, event in events if isinstance(event, Done)}, [
+            e for _, e in events if isinstance(e, Failed)
+        ]
 
     done, failed = asyncio.run(read())
     assert done == ({0, 2} if is_relentless else {0, 1, 2}) and len(failed) == is_relentless

@@ -20,7 +20,9 @@ MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine.load("demo", np=2, n_draft_max=4, n_draft_fixed=True, warm_up=False, check_tap_shift=False) as loaded:
+    with Engine.load(
+        "demo", np=2, n_draft_max=4, n_draft_fixed=True, warm_up=False, check_tap_shift=False
+    ) as loaded:
         yield loaded
 
 
@@ -41,7 +43,9 @@ def test_the_text_over_http_is_the_engines_own(engine: Engine, url: str) -> None
     expected = engine.chat(MESSAGES, temperature=0.0, n_draft_max=0)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="unused") as client:
         whole = client.chat.completions.create(model="demo", messages=MESSAGES, temperature=0)
-        stream = client.chat.completions.create(model="demo", messages=MESSAGES, temperature=0, stream=True)
+        stream = client.chat.completions.create(
+            model="demo", messages=MESSAGES, temperature=0, stream=True
+        )
         streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     assert whole.choices[0].message.content == streamed == expected.text
     assert whole.usage.completion_tokens == expected.n_predicted
@@ -75,5 +79,7 @@ def test_the_real_template_and_tokenizer_convert_both_ways(url: str) -> None:
     ],
 )
 def test_odd_messages_are_answered_or_refused(url: str, messages: list[dict[str, object]]) -> None:
-    response = httpx.post(f"{url}/v1/chat/completions", json={"messages": messages, "max_tokens": 1}, timeout=20)
+    response = httpx.post(
+        f"{url}/v1/chat/completions", json={"messages": messages, "max_tokens": 1}, timeout=20
+    )
     assert response.status_code in (200, 400), response.text

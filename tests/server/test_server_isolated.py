@@ -84,7 +84,9 @@ BODY = {"prompt": [1, 2, 3], "n_predict": 600, "seed": 4, "stream": True}
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_stream_outlives_its_engine_and_health_tells(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
-        whole = httpx.post(f"{served.url}/completion", json=BODY | {"stream": False}, timeout=60).json()["content"]
+        whole = httpx.post(f"{served.url}/completion", json=BODY | {"stream": False}, timeout=60).json()[
+            "content"
+        ]
         text, states = "", set()
         with httpx.stream("POST", f"{served.url}/completion", json=BODY, timeout=60) as response:
             for i, piece in enumerate(pieces(response)):
@@ -100,7 +102,10 @@ def test_a_stream_outlives_its_engine_and_health_tells(tmp_path: Path) -> None:
         assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
         counts = httpx.get(f"{served.url}/metrics").text
         assert "pyspec_engine_restarts_total 1.0" in counts
-        assert "\npyspec_tokens_replayed_total 0.0" not in counts and "pyspec_tokens_replayed_total" in counts
+        assert (
+            "\npyspec_tokens_replayed_total 0.0" not in counts
+            and "pyspec_tokens_replayed_total" in counts
+        )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -159,7 +164,9 @@ def test_a_server_runs_without_its_streams(tmp_path: Path, streams: str) -> None
     )
     process = subprocess.Popen(f"exec {sys.executable} {tmp_path}/main.py {streams}", shell=True)
     try:
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(address)), base_url="http://localhost") as client:
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(address)), base_url="http://localhost"
+        ) as client:
             until = time.monotonic() + 60
             while process.poll() is None and time.monotonic() < until:
                 with suppress(httpx.TransportError):
@@ -167,7 +174,10 @@ def test_a_server_runs_without_its_streams(tmp_path: Path, streams: str) -> None
                         break
                 time.sleep(0.05)
             assert (
-                client.post("/completion", json=BODY | {"stream": False}, timeout=60).json()["tokens_predicted"] == 600
+                client.post("/completion", json=BODY | {"stream": False}, timeout=60).json()[
+                    "tokens_predicted"
+                ]
+                == 600
             )
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0

@@ -69,9 +69,9 @@ def test_the_openai_client_streams_with_usage(client: openai.OpenAI) -> None:
 def test_the_openai_client_completes_lists_of_prompts(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="any", prompt=["a", "b"], stop=[" w"], seed=1)
     assert [choice.text for choice in answer.choices] == ["Hello,"] * 2
-    assert "".join(c.choices[0].text for c in client.completions.create(model="a", prompt=[97], stream=True)) == (
-        "Hello, world"
-    )
+    assert "".join(
+        c.choices[0].text for c in client.completions.create(model="a", prompt=[97], stream=True)
+    ) == ("Hello, world")
 
 
 def test_the_openai_client_lists_models(client: openai.OpenAI) -> None:
@@ -114,13 +114,17 @@ def raw_post(live: Live, body: dict[str, object], path: str = "/v1/chat/completi
     """A connection with a request on it, to be treated badly."""
     data = json.dumps({"messages": MESSAGES, "prompt": "x"} | body).encode()
     sock = socket.create_connection(("127.0.0.1", live.port), timeout=5)
-    sock.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    sock.sendall(
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+    )
     return sock
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_client_that_leaves_frees_its_slot(live: Live, engine: FakeEngine, stream: bool, phase: str) -> None:
+def test_a_client_that_leaves_frees_its_slot(
+    live: Live, engine: FakeEngine, stream: bool, phase: str
+) -> None:
     engine.script = Script(prefill_s=30) if phase == "prefill" else LONG
     sock = raw_post(live, {"stream": stream, "n": 2})
     wait_for(lambda: engine.n_busy == 2)
@@ -186,7 +190,10 @@ def test_silence_is_filled_with_comments(live: Live, engine: FakeEngine) -> None
     engine.script = Script(prefill_s=0.2)
     body = {"messages": MESSAGES, "stream": True, "sse_ping_interval": 0.05}
     response = httpx.post(f"{live.url}/v1/chat/completions", json=body)
-    assert response.content.startswith(b": ping\n\n") and list(parse_events(response.content))[-1] == "[DONE]"
+    assert (
+        response.content.startswith(b": ping\n\n")
+        and list(parse_events(response.content))[-1] == "[DONE]"
+    )
 
 
 def test_a_request_past_its_time_is_ended_with_an_error(serve: Serve, engine: FakeEngine) -> None:
@@ -266,7 +273,9 @@ def served_process(n_round: int, *, before: str = "") -> Iterator[tuple[subproce
 def test_a_signal_ends_the_process_cleanly_after_the_answer(sig: signal.Signals) -> None:
     heard = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # independent of the tests' own environment
     with served_process(n_round=20, before=heard) as (process, url):
-        with httpx.stream("POST", f"{url}/completion", json={"prompt": "x", "stream": True}, timeout=10) as response:
+        with httpx.stream(
+            "POST", f"{url}/completion", json={"prompt": "x", "stream": True}, timeout=10
+        ) as response:
             chunks = response.iter_bytes()
             raw = next(chunks)
             process.send_signal(sig)
@@ -283,7 +292,12 @@ def test_under_nohup_a_terminal_that_is_gone_ends_nothing() -> None:
     with served_process(n_round=20, before=ignoring) as (process, url):
         process.send_signal(signal.SIGHUP)
         for _ in range(2):
-            assert httpx.post(f"{url}/completion", json={"prompt": "x"}, timeout=10).json()["tokens_predicted"] == 60
+            assert (
+                httpx.post(f"{url}/completion", json={"prompt": "x"}, timeout=10).json()[
+                    "tokens_predicted"
+                ]
+                == 60
+            )
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=5) == 0
 
@@ -325,7 +339,9 @@ def test_a_signal_writes_nothing_where_it_comes(caplog: pytest.LogCaptureFixture
     ours.addHandler(handler)
     try:
         with caplog.at_level(logging.INFO, ours.name):
-            thread = threading.Thread(target=server.run, kwargs={"sockets": [bind(settings)]}, daemon=True)
+            thread = threading.Thread(
+                target=server.run, kwargs={"sockets": [bind(settings)]}, daemon=True
+            )
             thread.start()
             wait_for(lambda: server.started)
             for sig in (signal.SIGTERM, signal.SIGTERM):
@@ -336,4 +352,7 @@ def test_a_signal_writes_nothing_where_it_comes(caplog: pytest.LogCaptureFixture
     finally:
         ours.removeHandler(handler)
         fake.close()
-    assert [r.getMessage() for r in caplog.records if "ending" in r.getMessage()] == ["ending", "ending at once"]
+    assert [r.getMessage() for r in caplog.records if "ending" in r.getMessage()] == [
+        "ending",
+        "ending at once",
+    ]

@@ -75,10 +75,14 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/health", "/ready", "/props", "/v1/models", "/metrics"])
-def test_every_path_says_that_the_model_is_loading_in_llama_servers_words(start: Start, path: str) -> None:
+def test_every_path_says_that_the_model_is_loading_in_llama_servers_words(
+    start: Start, path: str
+) -> None:
     answer = httpx.get(start.url + path)
     assert answer.status_code == 503
-    assert answer.json() == {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}
+    assert answer.json() == {
+        "error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}
+    }
 
 
 def test_requests_are_refused_while_loading_and_answered_after_it(start: Start) -> None:
@@ -86,7 +90,9 @@ def test_requests_are_refused_while_loading_and_answered_after_it(start: Start) 
     start.go.set()
     assert start.is_ready.wait(20)
     assert httpx.get(f"{start.url}/health").json() == {"status": "ok"}
-    assert httpx.post(f"{start.url}/completion", json={"prompt": "x"}).json()["content"] == "Hello, world"
+    assert (
+        httpx.post(f"{start.url}/completion", json={"prompt": "x"}).json()["content"] == "Hello, world"
+    )
     start.server[0].should_exit = True
     wait_for(lambda: bool(start.ended), timeout_s=20)
     assert start.ended == [Served(start.engine, False)]
@@ -112,7 +118,9 @@ def test_health_goes_on_while_the_engine_recovers_and_ready_does_not(start: Star
     health, ready = httpx.get(f"{start.url}/health"), httpx.get(f"{start.url}/ready")
     assert (health.status_code, health.json()) == (200, {"status": "recovering"})
     assert ready.status_code == 503 and ready.json()["status"] == "recovering"
-    assert httpx.post(f"{start.url}/completion", json={"prompt": "x"}).status_code == 200, "requests are taken"
+    assert httpx.post(f"{start.url}/completion", json={"prompt": "x"}).status_code == 200, (
+        "requests are taken"
+    )
     start.engine.is_alive = False
     assert httpx.get(f"{start.url}/health").status_code == 503
 
@@ -129,7 +137,9 @@ def test_a_long_prompt_is_checked_beside_the_event_loop(start: Start) -> None:
 
     start.engine.submit = watch  # type: ignore[method-assign]
     for n in (3, LONG_PROMPT):
-        answer = httpx.post(f"{start.url}/completion", json={"prompt": [65] * n, "n_predict": 3}, timeout=30)
+        answer = httpx.post(
+            f"{start.url}/completion", json={"prompt": [65] * n, "n_predict": 3}, timeout=30
+        )
         assert answer.json()["tokens_evaluated"] == n
     assert threads[0] != threads[1] and threads[1].startswith("pyspec-text")
 
@@ -146,7 +156,11 @@ def test_a_client_that_leaves_while_its_long_prompt_is_checked_leaves_nothing(st
 
     start.engine.submit = slow  # type: ignore[method-assign]
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{start.url}/completion", json={"prompt": [65] * LONG_PROMPT}, timeout=httpx.Timeout(30, read=1.0))
+        httpx.post(
+            f"{start.url}/completion",
+            json={"prompt": [65] * LONG_PROMPT},
+            timeout=httpx.Timeout(30, read=1.0),
+        )
     assert arrived.wait(20)
     service = start.server[0].service
     wait_for(lambda: service.n_inside == 0, timeout_s=20)

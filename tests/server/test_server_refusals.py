@@ -99,13 +99,23 @@ def test_a_wrong_field_is_named(app: App, engine: FakeEngine, body: dict[str, An
         ({"messages": [{"role": "user"}]}, "messages.0: it has neither content"),
         ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages.0: it has neither content"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+                ]
+            },
             "messages.0.content: image input ('image_url') is out of scope",
         ),
-        (CHAT | {"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice: there are no tools"),
+        (
+            CHAT | {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            "tool_choice: there are no tools",
+        ),
         (CHAT | {"tools": [{"type": ["function"]}]}, "tools.0.type"),
         (CHAT | {"mcp_servers": [{"name": "x"}]}, "mcp_servers is not supported: MCP is out of scope"),
-        (CHAT | {"lora": [{"id": 0, "scale": 1.0}]}, "lora is not supported: LoRA adapters are out of scope"),
+        (
+            CHAT | {"lora": [{"id": 0, "scale": 1.0}]},
+            "lora is not supported: LoRA adapters are out of scope",
+        ),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content"),
         ({"messages": [{"role": "bad", "content": "x"}]}, "the chat template refuses"),
@@ -118,7 +128,10 @@ def test_a_wrong_field_is_named(app: App, engine: FakeEngine, body: dict[str, An
         (CHAT | {"tool_choice": "required"}, "tool_choice"),
         (CHAT | {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         (CHAT | {"tool_choice": "any"}, "tool_choice"),
-        (CHAT | {"chat_template_kwargs": {"enable_thinking": "true"}}, "chat_template_kwargs.enable_thinking"),
+        (
+            CHAT | {"chat_template_kwargs": {"enable_thinking": "true"}},
+            "chat_template_kwargs.enable_thinking",
+        ),
         (CHAT | {"reasoning_format": "xml"}, "reasoning_format"),
     ],
 )
@@ -149,7 +162,17 @@ def test_default_values_of_unsupported_fields_pass(app: App) -> None:
         "lora": [],
         "tools": None,
         "tool_choice": "auto",
-        "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+        "samplers": [
+            "penalties",
+            "dry",
+            "top_n_sigma",
+            "top_k",
+            "typ_p",
+            "top_p",
+            "min_p",
+            "xtc",
+            "temperature",
+        ],
         "modalities": ["text"],
         "never_heard_of": 1,
     }
@@ -201,7 +224,10 @@ def test_a_packed_body_is_refused_for_what_it_is(app: App) -> None:
     raw = gzip.compress(b'{"prompt": "x"}')
     error = error_of(app.post("/completion", content=raw, headers={"Content-Encoding": "gzip"}), 400)
     assert error["message"] == "the body's Content-Encoding is 'gzip'; send it as it is"
-    assert app.post("/tokenize", {"content": "x"}, headers={"Content-Encoding": "identity"}).status_code == 200
+    assert (
+        app.post("/tokenize", {"content": "x"}, headers={"Content-Encoding": "identity"}).status_code
+        == 200
+    )
 
 
 def test_a_body_that_never_arrives_is_given_up(engine: FakeEngine) -> None:
@@ -237,7 +263,9 @@ def test_every_refusal_has_the_same_envelope(app: App, method: str, path: str, s
 def test_a_full_queue_is_429_with_retry_after(engine: FakeEngine) -> None:
     engine.n_queue = 0
     response = App(create_app(engine, ServerSettings())).post("/completion", {"prompt": "x"})
-    assert error_of(response, 429)["type"] == "rate_limit_error" and response.headers["retry-after"] == "1"
+    assert (
+        error_of(response, 429)["type"] == "rate_limit_error" and response.headers["retry-after"] == "1"
+    )
 
 
 def test_when_one_of_several_prompts_is_refused_the_others_are_cancelled(engine: FakeEngine) -> None:
@@ -277,10 +305,20 @@ def test_keys_guard_all_but_health_and_models(engine: FakeEngine) -> None:
     app = App(create_app(engine, ServerSettings(api_keys=("sesame", "zweiter-schlüssel"))))
     for path in ("/health", "/v1/health", "/models", "/v1/models"):
         assert app.get(path).status_code == 200
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic sesame"}, {"X-Api-Key": ""}):
+    for headers in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Basic sesame"},
+        {"X-Api-Key": ""},
+    ):
         error = error_of(app.post("/completion", {"prompt": "x"}, headers=headers), 401)
         assert error["type"] == "authentication_error"
-    assert app.get("/slots").status_code == app.get("/metrics").status_code == app.get("/nowhere").status_code == 401
+    assert (
+        app.get("/slots").status_code
+        == app.get("/metrics").status_code
+        == app.get("/nowhere").status_code
+        == 401
+    )
     for headers in ({"Authorization": "Bearer sesame"}, {"X-Api-Key": "sesame"}):
         assert app.post("/completion", {"prompt": "x"}, headers=headers).status_code == 200
 
@@ -292,7 +330,9 @@ def test_pages_of_other_sites_may_not_use_the_server(engine: FakeEngine) -> None
         response = app.post("/completion", body, headers={"Origin": origin})
         assert error_of(response, 403)["type"] == "permission_error"
         assert "access-control-allow-origin" not in response.headers
-    assert app.post("/completion", body, headers={"Origin": "http://test"}).status_code == 403  # a rebound name
+    assert (
+        app.post("/completion", body, headers={"Origin": "http://test"}).status_code == 403
+    )  # a rebound name
     for origin in ("http://localhost:3000", "https://chat.example", "http://127.0.0.1:8080"):
         assert app.post("/completion", body, headers={"Origin": origin}).status_code == 200
     response = app.post("/completion", body, headers={"Origin": "http://localhost:3000"})
@@ -323,8 +363,21 @@ def test_an_address_in_use_is_one_clear_line(engine: FakeEngine) -> None:
 
 
 NAMES = sorted(
-    {field.alias or name for model in (ChatBody, NativeBody) for name, field in model.model_fields.items()}
-    | {"grammar", "response_format", "tool_choice", "samplers", "functions", "best_of", "modalities", "logprobs"}
+    {
+        field.alias or name
+        for model in (ChatBody, NativeBody)
+        for name, field in model.model_fields.items()
+    }
+    | {
+        "grammar",
+        "response_format",
+        "tool_choice",
+        "samplers",
+        "functions",
+        "best_of",
+        "modalities",
+        "logprobs",
+    }
 )
 LEAVES = (
     st.none()
@@ -340,7 +393,9 @@ VALUES = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(
-            st.sampled_from(["role", "content", "type", "n_max", "97", "x"]) | st.text(), inner, max_size=4
+            st.sampled_from(["role", "content", "type", "n_max", "97", "x"]) | st.text(),
+            inner,
+            max_size=4,
         )
     ),
     max_leaves=8,
@@ -348,18 +403,32 @@ VALUES = st.recursive(
 
 
 @settings(
-    max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=250,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     st.sampled_from(
-        ["/completion", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/apply-template"]
+        [
+            "/completion",
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/tokenize",
+            "/detokenize",
+            "/apply-template",
+        ]
     ),
     st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6),
     st.booleans(),
 )
-def test_no_body_makes_the_server_fail(app: App, path: str, fields: dict[str, Any], is_based: bool) -> None:
+def test_no_body_makes_the_server_fail(
+    app: App, path: str, fields: dict[str, Any], is_based: bool
+) -> None:
     """Any JSON, plausible or not, gets an answer or a refusal, and no refusal is 5xx."""
-    based = {"prompt": "x", "content": "x", "tokens": [1], "messages": CHAT["messages"]} if is_based else {}
+    based = (
+        {"prompt": "x", "content": "x", "tokens": [1], "messages": CHAT["messages"]} if is_based else {}
+    )
     response = app.post(path, content=json.dumps(based | fields).encode())
     assert response.status_code in (200, 400, 429), response.text
     if response.status_code != 200:

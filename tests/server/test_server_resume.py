@@ -40,13 +40,21 @@ def drop_in_the_middle(live: Live, engine: FakeEngine) -> bytes:
     return seen
 
 
-def test_a_stream_goes_on_without_its_client_and_is_read_again(serve: Callable[..., Live], engine: FakeEngine) -> None:
+def test_a_stream_goes_on_without_its_client_and_is_read_again(
+    serve: Callable[..., Live], engine: FakeEngine
+) -> None:
     engine.script = Script(round_s=0.05, width=1)
     live = serve()
     drop_in_the_middle(live, engine)
     with httpx.Client(base_url=live.url, timeout=20) as client:
-        rows = client.post("/v1/streams/lookup", json={"conversation_ids": ["conv-1", "conv", "x"]}).json()
-        assert [r["conversation_id"] for r in rows] == [ID] and not rows[0]["is_done"] and rows[0]["completed_at"] == 0
+        rows = client.post(
+            "/v1/streams/lookup", json={"conversation_ids": ["conv-1", "conv", "x"]}
+        ).json()
+        assert (
+            [r["conversation_id"] for r in rows] == [ID]
+            and not rows[0]["is_done"]
+            and rows[0]["completed_at"] == 0
+        )
         whole = client.get(AT).content
         assert text_of(whole) == "Hello, world" and whole.endswith(b"data: [DONE]\n\n")
         assert client.get(f"{AT}&from=40").content == whole[40:]
@@ -74,7 +82,9 @@ def test_delete_ends_the_generation_and_another_one_takes_its_place(
         assert "1" in engine.cancelled and client.get(AT).content == again.content
 
 
-def test_a_client_that_does_not_ask_for_it_ends_its_generation(serve: Callable[..., Live], engine: FakeEngine) -> None:
+def test_a_client_that_does_not_ask_for_it_ends_its_generation(
+    serve: Callable[..., Live], engine: FakeEngine
+) -> None:
     engine.script = Script(text="Hello" * 50, round_s=0.05, width=1)
     live = serve()
     with (
@@ -92,7 +102,9 @@ def test_a_session_is_its_keys_own(engine: FakeEngine) -> None:
 
     async def both() -> None:
         async with app._client() as client:
-            sent = await client.post("/v1/chat/completions", json=BODY, headers=mine | {"X-Conversation-Id": ID})
+            sent = await client.post(
+                "/v1/chat/completions", json=BODY, headers=mine | {"X-Conversation-Id": ID}
+            )
             assert sent.status_code == 200
             lookup = {"conversation_ids": [ID]}
             assert (await client.post("/v1/streams/lookup", json=lookup, headers=other)).json() == []
@@ -106,7 +118,9 @@ def test_a_session_is_its_keys_own(engine: FakeEngine) -> None:
     asyncio.run(both())
 
 
-def test_what_is_kept_is_bounded_in_bytes_time_and_number(serve: Callable[..., Live], engine: FakeEngine) -> None:
+def test_what_is_kept_is_bounded_in_bytes_time_and_number(
+    serve: Callable[..., Live], engine: FakeEngine
+) -> None:
     live = serve(Limits(drain_s=0.2, kept_bytes=300, kept_s=0.4, kept_streams=2))
     with httpx.Client(base_url=live.url, timeout=20) as client:
         for name in "abc":
@@ -115,7 +129,10 @@ def test_what_is_kept_is_bounded_in_bytes_time_and_number(serve: Callable[..., L
         assert [r["conversation_id"] for r in rows] == ["b", "c"]
         lost = client.get("/v1/stream?conv_id=c&from=0")
         total = rows[1]["total_bytes"]
-        assert lost.status_code == 400 and f"the first that is, is {total - 300}" in lost.json()["error"]["message"]
+        assert (
+            lost.status_code == 400
+            and f"the first that is, is {total - 300}" in lost.json()["error"]["message"]
+        )
         assert len(client.get(f"/v1/stream?conv_id=c&from={total - 300}").content) == 300
         time.sleep(0.6)
         assert client.post("/v1/streams/lookup", json={"conversation_ids": ["b", "c"]}).json() == []

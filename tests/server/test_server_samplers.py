@@ -31,7 +31,12 @@ def test_an_order_is_kept_and_the_usual_one_needs_no_saying(samplers, order):
 
 def test_what_a_list_leaves_out_is_off():
     params = SamplingParams(**chain_of(["min_p"]))
-    assert (params.top_k, params.top_p, params.temperature, params.adaptive_target) == (0, 1.0, 1.0, -1.0)
+    assert (params.top_k, params.top_p, params.temperature, params.adaptive_target) == (
+        0,
+        1.0,
+        1.0,
+        -1.0,
+    )
     assert params.min_p == SamplingParams().min_p
 
 
@@ -43,7 +48,9 @@ def test_an_unknown_sampler_is_refused_by_its_name(samplers):
 
 def test_every_parameter_is_shown_in_the_settings():
     renamed = {"logprobs": "n_probs", "post_sampling": "post_sampling_probs"}
-    assert {renamed.get(f.name, f.name) for f in fields(SamplingParams)} <= settings_dict(SamplingParams()).keys()
+    assert {renamed.get(f.name, f.name) for f in fields(SamplingParams)} <= settings_dict(
+        SamplingParams()
+    ).keys()
 
 
 FILE = SamplingParams(temperature=0.25, top_k=7)
@@ -54,7 +61,10 @@ FILE = SamplingParams(temperature=0.25, top_k=7)
     [
         (ServerSettings(), FILE),
         (ServerSettings(sampling=SamplingParams(top_p=0.5)), replace(FILE, top_p=0.5)),
-        (ServerSettings(sampling=SamplingParams(top_k=3), sampling_given=frozenset({"top_k"})), replace(FILE, top_k=3)),
+        (
+            ServerSettings(sampling=SamplingParams(top_k=3), sampling_given=frozenset({"top_k"})),
+            replace(FILE, top_k=3),
+        ),
         (ServerSettings(sampling_given=frozenset({"temperature"})), SamplingParams(top_k=7)),
     ],
 )
@@ -64,7 +74,12 @@ FILE = SamplingParams(temperature=0.25, top_k=7)
 def test_what_the_file_recommends_is_the_default_of_every_interface(engine, path, settings, wanted):
     engine.info = replace(engine.info, sampling=FILE)
     app = App(create_app(engine, settings))
-    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "max_output_tokens": 2}
+    body = {
+        "prompt": "x",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 2,
+        "max_output_tokens": 2,
+    }
     if "chat" not in path and "messages" not in path:
         del body["messages"]
     if "responses" in path:

@@ -19,7 +19,9 @@ from pyspec.server.settings import ServerSettings
 ANSWERS = (200, 400, 405, 413, 429)
 
 OPERATIONS = [(path, method) for path, methods in document()["paths"].items() for method in methods]
-HAVE_BODIES = [path for path, methods in document()["paths"].items() if "requestBody" in methods.get("post", {})]
+HAVE_BODIES = [
+    path for path, methods in document()["paths"].items() if "requestBody" in methods.get("post", {})
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +35,21 @@ def api() -> Iterator[Any]:
 @pytest.mark.sampled(1, most=2)
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
-def test_every_route_keeps_to_its_document(api: Any, path: str, method: str, mode: GenerationMode) -> None:
+def test_every_route_keeps_to_its_document(
+    api: Any, path: str, method: str, mode: GenerationMode
+) -> None:
     if mode == GenerationMode.NEGATIVE and (method == "get" or path not in HAVE_BODIES):
         return  # nothing to get wrong: no parameters
     # valid by the schema is not all: an id may be beyond the vocabulary, a template may refuse a role
     skipped = CHECKS.get_by_names(["positive_data_acceptance"])
 
-    @settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=30,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(case=api[path][method].as_strategy(generation_mode=mode))
     def drive(case: schemathesis.Case) -> None:
         response = case.call()

@@ -20,7 +20,13 @@ def app(engine: FakeEngine, tmp_path: Path) -> App:
 
 def test_answers_are_those_of_llama_server(app: App, engine: FakeEngine, tmp_path: Path) -> None:
     saved = app.post("/slots/1?action=save", {"filename": "a.bin"}).json()
-    assert saved == {"id_slot": 1, "filename": "a.bin", "n_saved": 84, "n_written": 4096, "timings": {"save_ms": 1.5}}
+    assert saved == {
+        "id_slot": 1,
+        "filename": "a.bin",
+        "n_saved": 84,
+        "n_written": 4096,
+        "timings": {"save_ms": 1.5},
+    }
     restored = app.post("/slots/2?action=restore", {"filename": "a.bin"}).json()
     assert restored == {
         "id_slot": 2, "filename": "a.bin", "n_restored": 84, "n_read": 4096, "timings": {"restore_ms": 1.5},

@@ -27,7 +27,9 @@ def test_models_name_the_alias_and_the_drafter(app: App) -> None:
     row = value["data"][0]
     assert row["id"] == "house-model" and row["aliases"] == ["fake-1"] and value["object"] == "list"
     assert row["meta"]["n_vocab"] == 258 and row["meta"]["draft"]["type"] == "ngram"
-    assert app.get("/v1/models/house-model").json()["id"] == app.get("/models").json()["models"][0]["name"]
+    assert (
+        app.get("/v1/models/house-model").json()["id"] == app.get("/models").json()["models"][0]["name"]
+    )
 
 
 def test_props_give_the_limit_of_one_request(app: App) -> None:
@@ -82,7 +84,10 @@ def test_metrics_parse_under_all_three_spellings(app: App) -> None:
     ):
         assert samples[name, None] == 8
     assert samples["vllm:spec_decode_num_accepted_tokens_per_pos_total", "1"] == 2
-    assert samples["llamacpp:requests_deferred", None] == 0 and samples["pyspec_draft_acceptance_rate", None] == 0.75
+    assert (
+        samples["llamacpp:requests_deferred", None] == 0
+        and samples["pyspec_draft_acceptance_rate", None] == 0.75
+    )
     for name in ("prompt_tokens_total", "tokens_predicted_seconds_total", "n_decode_total"):
         assert (f"llamacpp:{name}", None) in samples
     assert "# TYPE llamacpp:n_tokens_max counter\n" in response.text, "as llama-server has it"
@@ -98,22 +103,34 @@ def test_tokens_and_text_convert_both_ways(app: App) -> None:
     tokens = app.post("/tokenize", {"content": "aé"}).json()["tokens"]
     assert tokens == list("aé".encode())
     assert app.post("/detokenize", {"tokens": tokens}).json() == {"content": "aé"}
-    assert app.post("/tokenize", {"content": [256, "a"], "add_special": True}).json() == {"tokens": [256, 97]}
+    assert app.post("/tokenize", {"content": [256, "a"], "add_special": True}).json() == {
+        "tokens": [256, 97]
+    }
     assert app.post("/tokenize", {"content": "a", "add_special": True}).json() == {"tokens": [256, 97]}
-    assert app.post("/tokenize", {"content": "</s>", "parse_special": False}).json() == {"tokens": list(b"</s>")}
+    assert app.post("/tokenize", {"content": "</s>", "parse_special": False}).json() == {
+        "tokens": list(b"</s>")
+    }
 
 
 def test_a_piece_that_is_no_text_is_given_as_bytes(app: App) -> None:
     pieces = app.post("/tokenize", {"content": "aé", "with_pieces": True}).json()["tokens"]
-    assert pieces == [{"id": 97, "piece": "a"}, {"id": 0xC3, "piece": [0xC3]}, {"id": 0xA9, "piece": [0xA9]}]
+    assert pieces == [
+        {"id": 97, "piece": "a"},
+        {"id": 0xC3, "piece": [0xC3]},
+        {"id": 0xA9, "piece": [0xA9]},
+    ]
 
 
 def test_a_template_is_rendered_with_its_arguments(app: App) -> None:
     body = {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+        ],
         "chat_template_kwargs": {"thinking": False},
     }
-    assert app.post("/apply-template", body).json() == {"prompt": "user: a\nb\nthinking=False\nassistant: "}
+    assert app.post("/apply-template", body).json() == {
+        "prompt": "user: a\nb\nthinking=False\nassistant: "
+    }
     value = app.post("/apply-template", body | {"add_generation_prompt": False}).json()
     assert value == {"prompt": "user: a\nb\nthinking=False\n"}
 

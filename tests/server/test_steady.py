@@ -66,7 +66,12 @@ def test_shapes_that_nobody_knows_are_left_for_others_to_refuse(messages: Any) -
     assert steady(messages, [DATE]) == (messages, [])
 
 
-CHAT = {"messages": [{"role": "system", "content": "You are.\nToday's date: 1"}, {"role": "user", "content": "Hi"}]}
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "You are.\nToday's date: 1"},
+        {"role": "user", "content": "Hi"},
+    ]
+}
 MESSAGES = {
     "system": [{"type": "text", "text": "You are.\nToday's date: 1"}],
     "messages": [{"role": "user", "content": "Hi"}],
@@ -83,11 +88,16 @@ def test_every_interface_moves_them_only_if_it_is_told_to_and_says_so(
     body = body | {"stream": stream}
     response = App(create_app(engine, ServerSettings())).post(path, body)
     assert "x-pyspec-moved-lines" not in response.headers
-    assert engine.tokenizer.decode(engine.seen[-1].prompt).startswith("system: You are.\nToday's date: 1\n")
+    assert engine.tokenizer.decode(engine.seen[-1].prompt).startswith(
+        "system: You are.\nToday's date: 1\n"
+    )
     response = App(create_app(engine, ServerSettings(volatile_lines=(DATE,)))).post(path, body)
     assert response.status_code == 200 and response.headers["x-pyspec-moved-lines"] == "1"
     request = engine.seen[-1]
-    assert engine.tokenizer.decode(request.prompt) == "system: You are.\nuser: Hi\n\nToday's date: 1\nassistant: "
+    assert (
+        engine.tokenizer.decode(request.prompt)
+        == "system: You are.\nuser: Hi\n\nToday's date: 1\nassistant: "
+    )
     assert engine.tokenizer.decode(request.prompt[: request.n_stable]) == "system: You are.\nuser: Hi\n"
 
 

@@ -34,11 +34,20 @@ THEN = b"GET /never HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 REFUSED = {
     "both lengths": (400, POST + HOST + b"Content-Length: 4\r\n" + TE + b"\r\n" + CHUNKED),
-    "both lengths, the other way round": (400, POST + HOST + TE + b"content-length: 15\r\n\r\n" + CHUNKED),
+    "both lengths, the other way round": (
+        400,
+        POST + HOST + TE + b"content-length: 15\r\n\r\n" + CHUNKED,
+    ),
     "both lengths without a body": (400, GET + HOST + b"Content-Length: 0\r\n" + TE + b"\r\n0\r\n\r\n"),
-    "chunked, then identity": (501, POST + HOST + b"Transfer-Encoding: chunked, identity\r\n\r\n" + CHUNKED),
+    "chunked, then identity": (
+        501,
+        POST + HOST + b"Transfer-Encoding: chunked, identity\r\n\r\n" + CHUNKED,
+    ),
     "identity": (501, POST + HOST + b"Transfer-Encoding: identity\r\n\r\n" + CHUNKED),
-    "a coding that begins like one": (501, POST + HOST + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKED),
+    "a coding that begins like one": (
+        501,
+        POST + HOST + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKED,
+    ),
     "chunked twice": (501, POST + HOST + TE + TE + b"\r\n" + CHUNKED),
     "chunked in HTTP/1.0": (400, POST.replace(b"1.1", b"1.0") + HOST + TE + b"\r\n" + CHUNKED),
     "two equal lengths": (400, POST + HOST + 2 * b"Content-Length: 15\r\n" + b"\r\n" + BODY),
@@ -47,7 +56,10 @@ REFUSED = {
     "a length with a sign": (400, POST + HOST + b"Content-Length: +15\r\n\r\n" + BODY),
     "a length in hex": (400, POST + HOST + b"Content-Length: 0xf\r\n\r\n" + BODY),
     "no length in its header": (400, POST + HOST + b"Content-Length: \r\n\r\n" + BODY),
-    "a length of thirty digits": (400, POST + HOST + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n" + BODY),
+    "a length of thirty digits": (
+        400,
+        POST + HOST + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n" + BODY,
+    ),
     "a folded header": (400, GET + HOST + b"X: a\r\n b\r\n\r\n"),
     "a header folded with a tab": (400, GET + HOST + b"X: a\r\n\tContent-Length: 7\r\n\r\n"),
     "a space before the first header": (400, GET + b" X: a\r\n" + HOST + b"\r\n"),
@@ -61,7 +73,10 @@ REFUSED = {
     "a return alone": (400, GET + b"Host: localhost\rX: y\r\n\r\n"),
     "a zero byte": (400, GET + HOST + b"X: a\0b\r\n\r\n"),
     "very many headers": (431, GET + HOST + b"".join(b"X%d: y\r\n" % i for i in range(300)) + b"\r\n"),
-    "headers without an end": (431, GET + HOST + b"".join(b"X%d: y\r\n" % i for i in range(20_000)) + b"\r\n"),
+    "headers without an end": (
+        431,
+        GET + HOST + b"".join(b"X%d: y\r\n" % i for i in range(20_000)) + b"\r\n",
+    ),
     "a version of the future": (505, GET.replace(b"1.1", b"9.9") + HOST + b"\r\n"),
     "version 2": (505, GET.replace(b"1.1", b"2.0") + HOST + b"\r\n"),
     "version 0.9": (505, GET.replace(b"1.1", b"0.9") + HOST + b"\r\n"),
@@ -127,7 +142,12 @@ def test_what_can_be_read_in_two_ways_is_refused_and_its_connection_closed(
         head, _, body = answer.partition(b"\r\n\r\n")
         said = json.loads(body)["error"] if body.startswith(b"{") else {}
         is_right = head.startswith(b"HTTP/1.1 %d " % status) and b"connection: close" in head.lower()
-        if not is_right or said.get("code") != status or b"bytearray" in body or answer.count(b"HTTP/1.1 ") > 1:
+        if (
+            not is_right
+            or said.get("code") != status
+            or b"bytearray" in body
+            or answer.count(b"HTTP/1.1 ") > 1
+        ):
             wrong[name] = answer
     assert not wrong, wrong
     assert not engine.seen
@@ -154,7 +174,9 @@ def test_what_can_be_read_in_two_ways_is_refused_and_its_connection_closed(
         ("/page/%2e%2e%2fstyle.css", "localhost", 404),
     ],
 )
-def test_paths_and_addresses(live: Live, quiet: Callable[[], None], path: str, host: str, status: int) -> None:
+def test_paths_and_addresses(
+    live: Live, quiet: Callable[[], None], path: str, host: str, status: int
+) -> None:
     with connect(live) as sock:
         sock.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
         answer = received(sock)
@@ -169,7 +191,9 @@ def live(serve: Serve) -> Live:
     return serve()
 
 
-def test_a_body_that_goes_wrong_behind_its_answer_is_no_traceback(live: Live, quiet: Callable[[], None]) -> None:
+def test_a_body_that_goes_wrong_behind_its_answer_is_no_traceback(
+    live: Live, quiet: Callable[[], None]
+) -> None:
     with connect(live) as sock:
         sock.sendall(b"POST /nope HTTP/1.1\r\n" + HOST + TE + b"\r\n")
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 404")
@@ -180,13 +204,17 @@ def test_a_body_that_goes_wrong_behind_its_answer_is_no_traceback(live: Live, qu
     quiet()
 
 
-def test_a_method_of_thousands_of_letters_is_not_repeated(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_method_of_thousands_of_letters_is_not_repeated(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "pyspec")
     response = httpx.request("A" * 5000, f"{live.url}/health")
     assert response.status_code == 405 and len(response.content) < 500
     # The server writes it behind the answer
     wait_for(lambda: any(record.name == "pyspec.access" for record in caplog.records), timeout_s=20)
-    assert all(len(record.getMessage()) < 300 for record in caplog.records if record.name == "pyspec.access")
+    assert all(
+        len(record.getMessage()) < 300 for record in caplog.records if record.name == "pyspec.access"
+    )
 
 
 def test_what_is_right_is_served_as_before(live: Live) -> None:
@@ -200,7 +228,10 @@ def test_what_is_right_is_served_as_before(live: Live) -> None:
     with connect(live) as sock:
         sock.sendall(b"".join(asked))
         answer = received(sock)
-    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"200", b"404", b"200"] and b"Hello, world" in answer
+    assert (
+        re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"200", b"404", b"200"]
+        and b"Hello, world" in answer
+    )
 
 
 # -- clients that do not read ----------------------------------------------------------------------------------------
@@ -240,7 +271,9 @@ def test_readers_who_do_not_read_lose_their_slots_to_one_who_does(
         sock.close()
 
 
-def test_a_slow_reader_hears_why_its_answer_ends(serve: Serve, engine: FakeEngine, quiet: Callable[[], None]) -> None:
+def test_a_slow_reader_hears_why_its_answer_ends(
+    serve: Serve, engine: FakeEngine, quiet: Callable[[], None]
+) -> None:
     engine.info = replace(engine.info, n_ctx=10_000_000)
     engine.script = Script(text="x" * 90_000, width=20, round_s=0.001)
     live = serve(Limits(stalled_s=60, stream_buffer=20_000))
@@ -295,11 +328,16 @@ class Alarms:
 
 
 @pytest.mark.parametrize(("reads", "is_given_up"), [((0,), True), ((1, 0), True), ((700, 1, 31), False)])
-def test_who_reads_little_has_time_and_who_reads_nothing_has_not(reads: tuple[int, ...], is_given_up: bool) -> None:
+def test_who_reads_little_has_time_and_who_reads_nothing_has_not(
+    reads: tuple[int, ...], is_given_up: bool
+) -> None:
     limits = Limits(stalled_s=7.5)
     alarms, pipe = Alarms(), SlowPipe()
     made = protocol(limits)(
-        config=Config(lambda: None, log_config=None), server_state=ServerState(), app_state={}, _loop=alarms
+        config=Config(lambda: None, log_config=None),
+        server_state=ServerState(),
+        app_state={},
+        _loop=alarms,
     )  # type: ignore[arg-type, call-arg]
     made.connection_made(pipe)
     alarms.cancel()  # of the time for headers

@@ -22,11 +22,16 @@ HERMES = 'Calls: <tool_call>{"name": ..., "arguments": {}}</tool_call>; thoughts
 TOOLS: list[Any] = [
     {
         "type": "function",
-        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
     },
     {"type": "function", "function": {"name": "clock"}},
 ]
-BYTES = TokenTable([bytes([i]) for i in range(256)] + [b"</s>"], (256,), (256,)).build(lambda text: list(text.encode()))
+BYTES = TokenTable([bytes([i]) for i in range(256)] + [b"</s>"], (256,), (256,)).build(
+    lambda text: list(text.encode())
+)
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]
 ANSWER = (
     '<think>\nSunny?\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
@@ -72,7 +77,11 @@ def test_the_client_gets_calls_whole(client: openai.OpenAI) -> None:
     assert choice.message.model_extra == {"reasoning_content": "Sunny?"}
     calls = choice.message.tool_calls
     assert calls is not None
-    assert [(c.type, c.function.name, json.loads(c.function.arguments)) for c in calls if c.type == "function"] == [
+    assert [
+        (c.type, c.function.name, json.loads(c.function.arguments))
+        for c in calls
+        if c.type == "function"
+    ] == [
         ("function", "weather", {"city": "Zürich"}),
         ("function", "clock", {}),
     ]
@@ -104,7 +113,10 @@ def test_the_client_gets_calls_in_pieces(client: openai.OpenAI, engine: FakeEngi
 def test_an_answer_of_calls_alone_has_no_content(app: App, engine: FakeEngine) -> None:
     engine.script = Script(text='<tool_call>{"name": "clock"}</tool_call>')
     message = ask(app, tools=TOOLS)["choices"][0]["message"]
-    assert message["content"] is None and message["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}
+    assert message["content"] is None and message["tool_calls"][0]["function"] == {
+        "name": "clock",
+        "arguments": "{}",
+    }
 
 
 def test_a_call_that_is_cut_off_ends_with_length(app: App, engine: FakeEngine) -> None:
@@ -117,7 +129,8 @@ def test_a_call_that_is_cut_off_ends_with_length(app: App, engine: FakeEngine) -
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize(
-    "cut", ["<", "<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool']
+    "cut",
+    ["<", "<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool'],
 )
 def test_half_a_mark_is_no_content_where_the_answer_is_calls(
     app: App, engine: FakeEngine, cut: str, is_streamed: bool
@@ -134,7 +147,10 @@ def test_half_a_mark_is_no_content_where_the_answer_is_calls(
             content = "".join(delta.get("content") or "" for delta in events)
         else:
             content = (
-                ask(app, **{k: v for k, v in body.items() if k != "messages"})["choices"][0]["message"]["content"] or ""
+                ask(app, **{k: v for k, v in body.items() if k != "messages"})["choices"][0]["message"][
+                    "content"
+                ]
+                or ""
             )
         assert content in cut and bool(content) == (choice == "auto")
 
@@ -148,7 +164,9 @@ def test_calls_that_nobody_asked_for_stay_text(app: App, body: dict[str, Any]) -
 
 
 def test_a_server_that_reads_no_calls_refuses_tools(engine: FakeEngine) -> None:
-    said = ask(App(create_app(engine, ServerSettings(tool_call_parser="none"))), 400, tools=TOOLS)["error"]["message"]
+    said = ask(App(create_app(engine, ServerSettings(tool_call_parser="none"))), 400, tools=TOOLS)[
+        "error"
+    ]["message"]
     assert "--tool-call-parser" in said and "hermes" in said
     engine.info = replace(engine.info, chat_template="plain")
     app = App(create_app(engine, ServerSettings(tool_call_parser="hermes")))
@@ -159,7 +177,10 @@ def test_a_server_that_reads_no_calls_refuses_tools(engine: FakeEngine) -> None:
     ("body", "said"),
     [
         ({"tool_choice": "required"}, "no tools"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "no tool 'other'"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+            "no tool 'other'",
+        ),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
         ({"tools": TOOLS, "tool_choice": "required", "parse_tool_calls": False}, "parse_tool_calls"),
     ],
@@ -222,7 +243,10 @@ def test_an_answer_is_held_to_a_schema_or_calls_tools(
         tokens = [*text.encode(), 256]
         assert (matcher.validate_tokens(tokens) == len(tokens)) == fits, text
     wrong = ask(
-        app, 400, **body | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wombat"}}}}
+        app,
+        400,
+        **body
+        | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wombat"}}}},
     )
     assert "response_format" in wrong["error"]["message"]
 
@@ -240,12 +264,23 @@ def test_tools_whose_schemas_can_not_be_kept_take_any_arguments_unless_they_must
     function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "wombat"}}}}
     engine.script = Script(text="{}")
     ask(app, tools=[{"type": "function", "function": function}], response_format=FORM)
-    said = ask(app, 400, tools=[{"type": "function", "function": {**function, "strict": True}}], response_format=FORM)
-    assert said["error"]["message"].startswith("tools: their schemas can not be enforced beside response_format")
+    said = ask(
+        app,
+        400,
+        tools=[{"type": "function", "function": {**function, "strict": True}}],
+        response_format=FORM,
+    )
+    assert said["error"]["message"].startswith(
+        "tools: their schemas can not be enforced beside response_format"
+    )
 
 
 def test_schemas_that_can_not_be_kept_are_refused(app: App, engine: FakeEngine) -> None:
-    function = {"name": "f", "strict": True, "parameters": {"properties": {"a": {"type": "string", "pattern": "x"}}}}
+    function = {
+        "name": "f",
+        "strict": True,
+        "parameters": {"properties": {"a": {"type": "string", "pattern": "x"}}},
+    }
     tools = [{"type": "function", "function": function}]
     ask(app, tools=tools)
     engine.info = replace(engine.info, chat_template="<tool_call> <function= <parameter=")
@@ -272,7 +307,9 @@ def test_reasoning_goes_where_its_format_says(
     engine.script = Script(text="<think>a</think>\n\nHi")
     body = {"messages": HELLO, "stream": stream} | ({"reasoning_format": form} if form else {})
     if stream:
-        deltas = [e["choices"][0]["delta"] for e in app.events("/v1/chat/completions", body) if e != "[DONE]"]
+        deltas = [
+            e["choices"][0]["delta"] for e in app.events("/v1/chat/completions", body) if e != "[DONE]"
+        ]
     else:
         deltas = [app.post("/v1/chat/completions", body).json()["choices"][0]["message"]]
     assert "".join(d.get("content") or "" for d in deltas) == content
@@ -285,7 +322,11 @@ def test_reasoning_goes_where_its_format_says(
         ({}, {}, "enable_thinking=True"),
         ({}, {"chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking=False"),
         ({"reasoning": "off"}, {}, "enable_thinking=False"),
-        ({"reasoning": "off"}, {"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking=True"),
+        (
+            {"reasoning": "off"},
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            "enable_thinking=True",
+        ),
         ({}, {"reasoning_effort": "none"}, "enable_thinking=False"),
         ({}, {"reasoning_effort": "high"}, "reasoning_effort=high"),
         ({"chat_template_kwargs": {"x": 1}}, {"chat_template_kwargs": {"x": 2}}, "x=2"),
@@ -322,7 +363,9 @@ def test_an_assistants_message_at_the_end_is_continued(app: App, engine: FakeEng
         ask(app, messages=[*HELLO, last], **body)
         assert prompt_of(engine).endswith("\nassistant: Well, ")
     kept = ask(App(create_app(engine, ServerSettings(prefill_assistant=False))), messages=[*HELLO, last])
-    assert kept["choices"] and prompt_of(engine).endswith("assistant: Well, \nenable_thinking=True\nassistant: ")
+    assert kept["choices"] and prompt_of(engine).endswith(
+        "assistant: Well, \nenable_thinking=True\nassistant: "
+    )
     shown = app.post("/apply-template", {"messages": [*HELLO, last]}).json()["prompt"]
     assert shown.endswith("\nassistant: Well, ")
 
@@ -354,5 +397,7 @@ def test_reasoning_at_the_end_is_continued(app: App, engine: FakeEngine) -> None
         ([{"role": "assistant", "tool_calls": [{"id": "a"}]}], {}, "tool calls"),
     ],
 )
-def test_what_can_not_be_continued_is_refused(app: App, messages: list[Any], body: dict[str, Any], said: str) -> None:
+def test_what_can_not_be_continued_is_refused(
+    app: App, messages: list[Any], body: dict[str, Any], said: str
+) -> None:
     assert said in ask(app, 400, messages=messages, **body)["error"]["message"]

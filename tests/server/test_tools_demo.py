@@ -23,20 +23,35 @@ TEMPLATE = (
 )
 SCHEMA = {
     "type": "object",
-    "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 9}, "unit": {"enum": ["c", "f"]}},
+    "properties": {
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"enum": ["c", "f"]},
+    },
     "required": ["days", "unit"],
     "additionalProperties": False,
 }
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
 QUICK: Any = {"np": 2, "warm_up": False, "check_tap_shift": False}
-BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Weather?"}], "temperature": 0, "max_tokens": 120}
-CALL = BODY | {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "reasoning_budget_tokens": 12}
+BODY: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Weather?"}],
+    "temperature": 0,
+    "max_tokens": 120,
+}
+CALL = BODY | {
+    "tools": TOOLS,
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "reasoning_budget_tokens": 12,
+}
 
 
 @pytest.fixture(scope="module")
 def apps() -> Iterator[list[App]]:
     """Without drafts, and with the demo's drafter."""
-    with pyspec.Engine.load("demo", None, **QUICK) as plain, pyspec.Engine.load("demo", **QUICK) as drafted:
+    with (
+        pyspec.Engine.load("demo", None, **QUICK) as plain,
+        pyspec.Engine.load("demo", **QUICK) as drafted,
+    ):
         for engine in (plain, drafted):
             engine.use_template(TEMPLATE)
         yield [App(create_app(engine, ServerSettings())) for engine in (plain, drafted)]
@@ -73,8 +88,15 @@ def test_a_stream_says_the_same(apps: list[App]) -> None:
         for e in apps[1].events("/v1/chat/completions", CALL | {"stream": True})
         if e != "[DONE]"
     ]
-    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ()) if call["index"] == 0]
-    assert "".join(call["arguments"] for call in calls) == whole["tool_calls"][0]["function"]["arguments"]
+    calls = [
+        call["function"]
+        for delta in deltas
+        for call in delta.get("tool_calls", ())
+        if call["index"] == 0
+    ]
+    assert (
+        "".join(call["arguments"] for call in calls) == whole["tool_calls"][0]["function"]["arguments"]
+    )
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == whole["reasoning_content"]
 
 
@@ -83,10 +105,13 @@ def test_a_budget_of_nothing_ends_reasoning_at_once(apps: list[App]) -> None:
     none, _ = message(apps[1], BODY | {"reasoning_budget_tokens": 0, "max_tokens": 20})
     assert "reasoning_content" not in none and none["content"]
     some, _ = message(
-        apps[1], BODY | {"reasoning_budget_tokens": 5, "reasoning_budget_message": " Enough.", "max_tokens": 30}
+        apps[1],
+        BODY | {"reasoning_budget_tokens": 5, "reasoning_budget_message": " Enough.", "max_tokens": 30},
     )
     assert some["reasoning_content"].endswith(" Enough.") and some["content"]
-    off, _ = message(apps[1], BODY | {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 8})
+    off, _ = message(
+        apps[1], BODY | {"chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 8}
+    )
     assert "reasoning_content" not in off
 
 
@@ -100,7 +125,9 @@ def test_a_whole_round_of_tools_goes_through_the_template(apps: list[App]) -> No
     answer, _ = message(apps[1], BODY | {"messages": turns, "tools": TOOLS, "max_tokens": 8})
     assert answer["role"] == "assistant"
     prompt = apps[1].post("/apply-template", {"messages": turns, "tools": TOOLS}).json()["prompt"]
-    assert '<tool_call>{"name": "weather", "arguments": {"days": ' in prompt, "arguments are an object there"
+    assert '<tool_call>{"name": "weather", "arguments": {"days": ' in prompt, (
+        "arguments are an object there"
+    )
 
 
 def test_a_template_that_does_not_compile_is_refused() -> None:

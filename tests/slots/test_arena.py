@@ -34,7 +34,9 @@ def test_many_rows_find_a_graph_where_they_are_verifies_and_none_where_a_prompt_
     assert arena.bucket([4] * 65) is None and arena.bucket([128]) == 128 and arena.bucket([129]) is None
 
 
-@pytest.mark.parametrize("widths", [(1,), (3, 1, 5), (16, 16), (1, 1, 1, 1, 1, 1, 1, 1), (8, 2, 7), (2,) * 11])
+@pytest.mark.parametrize(
+    "widths", [(1,), (3, 1, 5), (16, 16), (1, 1, 1, 1, 1, 1, 1, 1), (8, 2, 7), (2,) * 11]
+)
 def test_an_arena_holds_the_plain_layout_and_harmless_padding(widths: tuple[int, ...]) -> None:
     """With places for no more sequences than are worth a graph: eight, or one for each row, or all slots."""
     plain_table, table = seated(12), seated(12)
@@ -50,8 +52,13 @@ def test_an_arena_holds_the_plain_layout_and_harmless_padding(widths: tuple[int,
         for name in (*ROW64, "row_seq"):
             want, got = getattr(plain, name), getattr(ours, name)
             assert torch.equal(got[: len(want)], want) and len(got) == bucket, name
-        assert set(ours.kv_rows[n:].tolist()) <= {table.null_row} and set(ours.row_seq[n:].tolist()) <= {-1}
-        assert ours.seq_start.tolist() == plain.starts + [n] * (places - len(widths)) and ours.n_place == places
+        assert set(ours.kv_rows[n:].tolist()) <= {table.null_row} and set(ours.row_seq[n:].tolist()) <= {
+            -1
+        }
+        assert (
+            ours.seq_start.tolist() == plain.starts + [n] * (places - len(widths))
+            and ours.n_place == places
+        )
         assert len(ours.seq_slot) == len(ours.page_table) == places
         for name in SEQ32[:-1]:
             assert torch.equal(getattr(ours, name)[: len(widths)], getattr(plain, name)), name
@@ -70,10 +77,14 @@ def test_a_model_gives_the_same_rows_from_an_arena() -> None:
     plain, padded = (Bench(FIXTURES / "qwen35.gguf", n_slot=3) for _ in range(2))
     arena = Arena(4, 16, CPU)
     for round_ in range(4):
-        seqs = [plain.seq(s, [7 * s + round_ + i for i in range(1 + 2 * s)], keep=s == 0) for s in range(3)]
+        seqs = [
+            plain.seq(s, [7 * s + round_ + i for i in range(1 + 2 * s)], keep=s == 0) for s in range(3)
+        ]
         want = plain.forward(*seqs).logits
         got = padded.target.forward(lay_out(padded.table, seqs, CPU, arena=arena)).logits
-        assert torch.allclose(got[: len(want)], want, atol=1e-4), "padding moves the ends of vector loops, no more"
+        assert torch.allclose(got[: len(want)], want, atol=1e-4), (
+            "padding moves the ends of vector loops, no more"
+        )
         for bench in (plain, padded):
             for seq in seqs:
                 bench.commit(seq, seq.width if seq.keep else 1 + round_ % seq.width)

@@ -51,11 +51,15 @@ def test_looks_are_as_rare_as_pages_are_many(n_page: int, monkeypatch: pytest.Mo
     for i in range(n_page):
         served.request(i % 7, 12)
     moved = served.n_moved - n_moved + 2 * (served.n_request - n_request)
-    assert 0 < (served.n_look - n_look) * n_page <= moved + n_page, "pages looked at are not more than pages moved"
+    assert 0 < (served.n_look - n_look) * n_page <= moved + n_page, (
+        "pages looked at are not more than pages moved"
+    )
 
 
 @pytest.mark.parametrize("what", ["lost", "held twice", "held by nobody", "another text's"])
-def test_damage_is_found_before_as_much_was_done_again(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_is_found_before_as_much_was_done_again(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = Served(64, monkeypatch)
     for i in range(5):
         served.request(i, 20)

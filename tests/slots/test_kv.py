@@ -30,7 +30,9 @@ def test_q8_0_is_the_nearest_of_255_multiples_of_the_blocks_scale() -> None:
     top = blocks.abs().amax(-1)
     assert ((scale.double() - top / 127).abs() <= top / 127 * 2**-11 + 2**-25).all()
     nearest = (blocks / scale.double()[..., None]).round().clamp(-127, 127).flatten(-2)
-    assert ((codes - nearest).abs() <= 1).all() and (codes == nearest).double().mean() > 0.9999, "ties alone may differ"
+    assert ((codes - nearest).abs() <= 1).all() and (codes == nearest).double().mean() > 0.9999, (
+        "ties alone may differ"
+    )
     off = (dequantized(codes, scale, torch.float64).unflatten(-1, (2, 32)) - blocks).abs().amax(-1)
     assert (off <= 0.5004 * scale.double() + 127 * 2**-25).all()
 
@@ -107,7 +109,10 @@ def test_heads_that_are_no_whole_blocks_are_refused_with_their_width() -> None:
 
 def test_keys_and_values_of_different_types_are_kept_apart() -> None:
     gen, kv = torch.Generator().manual_seed(2), KvFormat.named("q8_0", "f16")
-    pool, alone = KVPool(4, 2, 32, kv, CPU), [KVPool(4, 2, 32, KvFormat.both(dtype), CPU) for dtype in (kv.k, kv.v)]
+    pool, alone = (
+        KVPool(4, 2, 32, kv, CPU),
+        [KVPool(4, 2, 32, KvFormat.both(dtype), CPU) for dtype in (kv.k, kv.v)],
+    )
     k, v = (torch.randn(3, 2, 32, generator=gen) for _ in "kv")
     rows = torch.tensor([2, 0, 3])
     for each in (pool, *alone):
@@ -132,6 +137,8 @@ def test_of_different_types_the_one_that_does_not_fit_is_refused_by_its_flag() -
 
 def test_keys_that_are_the_values_have_one_type() -> None:
     sizes = CacheSizes(n_slot=1, n_row=32, page_size=16, width=1, kv=KvFormat.named("f16", "bf16"))
-    with pytest.raises(ModelError, match=r"keys of this model are its values.*: -ctk f16 and -ctv bf16 differ"):
+    with pytest.raises(
+        ModelError, match=r"keys of this model are its values.*: -ctk f16 and -ctv bf16 differ"
+    ):
         Paged(1, 64, keys_only=True).n_bytes(sizes)
     assert Paged(1, 64, keys_only=True).n_bytes(replace(sizes, kv=F16)) == 32 * 128

@@ -86,7 +86,9 @@ SHAPE = GdnShape(1, 2, 8, 4, 32)
 
 def test_a_restored_checkpoint_is_the_state_that_was_saved() -> None:
     """P2: immutable; two slots may continue from one and diverge."""
-    memory = Memory([{"state": StateLayer(SHAPE, 3, 4, CPU)}, {}, {"state": StateLayer(SHAPE, 3, 4, CPU)}], 4)
+    memory = Memory(
+        [{"state": StateLayer(SHAPE, 3, 4, CPU)}, {}, {"state": StateLayer(SHAPE, 3, 4, CPU)}], 4
+    )
     for layer in memory.states.values():
         for t in layer.tensors():
             t.normal_()

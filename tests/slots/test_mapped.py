@@ -90,7 +90,9 @@ def test_memory_is_the_systems_again_though_what_was_made_after_it_stays() -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
 @pytest.mark.parametrize("n", [3, 300_001])
-def test_room_has_the_type_that_was_asked_for_and_keeps_what_is_written(dtype: torch.dtype, n: int) -> None:
+def test_room_has_the_type_that_was_asked_for_and_keeps_what_is_written(
+    dtype: torch.dtype, n: int
+) -> None:
     like = torch.zeros(2, dtype=dtype)
     room = mapped.empty_like(like, n)
     assert room.dtype is dtype and room.shape == (n,) and room.device == like.device
@@ -100,7 +102,9 @@ def test_room_has_the_type_that_was_asked_for_and_keeps_what_is_written(dtype: t
     assert torch.equal(part, torch.arange(n).to(dtype)[n // 2 :])
 
 
-def test_where_there_are_no_more_mappings_the_c_library_s_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_no_more_mappings_the_c_library_s_memory_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(mapped, "MOST", len(mapped._PIECES) + 1)
     pieces = [mapped.mapped(PIECE) for _ in range(3)]
     assert [len(piece) for piece in pieces] == [PIECE] * 3

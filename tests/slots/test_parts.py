@@ -37,7 +37,9 @@ PARTS: dict[str, CachePart] = {
 }
 
 
-def sizes(dtype: torch.dtype = torch.float32, *, n_slot: int = 3, n_row: int = 80, width: int = 5) -> CacheSizes:
+def sizes(
+    dtype: torch.dtype = torch.float32, *, n_slot: int = 3, n_row: int = 80, width: int = 5
+) -> CacheSizes:
     return CacheSizes(n_slot, n_row, page_size=16, width=width, kv=KvFormat.both(dtype))
 
 
@@ -78,13 +80,17 @@ def test_keys_that_are_values_are_kept_once() -> None:
 # -- rows of several tokens ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("page_size", "ratio"), [(16, 4), (16, 16), (16, 128), (64, 128), (16, 3), (16, 24), (8, 1)])
+@pytest.mark.parametrize(
+    ("page_size", "ratio"), [(16, 4), (16, 16), (16, 128), (64, 128), (16, 3), (16, 24), (8, 1)]
+)
 def test_rows_of_several_tokens_go_where_the_last_of_them_goes(page_size: int, ratio: int) -> None:
     """For all sizes: no two rows of the pool share a place, and a page has all rows whose tokens end on it."""
     table, n = SlotTable(2, 40, page_size), 20 * page_size - 5
     random.Random(3).shuffle(table._free)
     part = Paged(1, 8, tokens_per_row=ratio)
-    pool = part.allocate(CacheSizes(2, table.n_alloc_row, page_size, 1, KvFormat.both(torch.float32)), CPU)
+    pool = part.allocate(
+        CacheSizes(2, table.n_alloc_row, page_size, 1, KvFormat.both(torch.float32)), CPU
+    )
     seen = set()
     for slot in table.slots:
         table.acquire(slot, n)
@@ -94,9 +100,13 @@ def test_rows_of_several_tokens_go_where_the_last_of_them_goes(page_size: int, r
         rows = pool.rows_of(torch.tensor([table.row(slot, end) for end in ends]), page_size)
         pool.write(rows, *(torch.full((len(rows), 1, 8), 1.0 + slot.index),) * 2)
         per_page = -(-page_size // ratio)
-        assert [row // per_page for row in rows.tolist()] == [slot.pages[end // page_size] for end in ends]
+        assert [row // per_page for row in rows.tolist()] == [
+            slot.pages[end // page_size] for end in ends
+        ]
         seen |= set(rows.tolist())
-    assert len(seen) == 2 * (n // ratio) and max(seen) < len(pool.k) - -(-page_size // ratio), "the null page is free"
+    assert len(seen) == 2 * (n // ratio) and max(seen) < len(pool.k) - -(-page_size // ratio), (
+        "the null page is free"
+    )
     for slot in table.slots:
         on_pages = torch.cat([pool.page(page, page_size)[0] for page in slot.pages])
         assert (on_pages == 1.0 + slot.index).any(-1).sum() == n // ratio
@@ -107,7 +117,9 @@ def test_a_page_is_copied_in_every_part_that_has_pages() -> None:
     gen = torch.Generator().manual_seed(0)
     table = SlotTable(2, 6, 16)
     s = CacheSizes(2, table.n_alloc_row, 16, 4, KvFormat.both(torch.bfloat16))
-    memory = allocate([{"kv": Paged(1, 8)}, {"rows": Paged(1, 8, tokens_per_row=4), "window": WINDOW}], s, CPU)
+    memory = allocate(
+        [{"kv": Paged(1, 8)}, {"rows": Paged(1, 8, tokens_per_row=4), "window": WINDOW}], s, CPU
+    )
     cache = PrefixCache(table, memory, StateStore(1 << 20, 0))
     assert table.needs_state, "a ring is not known from its pages"
     prompt = list(range(41))
@@ -176,7 +188,9 @@ def test_taking_drafts_back_is_lowering_the_length(width: int) -> None:
         ring.write(slot, n_past + 1, tagged(list(range(n_past + 1, n_past + kept))))  # those were right
         n_past += kept
         rest = ring.read(slot, n_past - 7, n_past)
-        assert rest["v"][:, 0].tolist() == [float(p) for p in range(n_past - 7, n_past)], "what the next token sees"
+        assert rest["v"][:, 0].tolist() == [float(p) for p in range(n_past - 7, n_past)], (
+            "what the next token sees"
+        )
     assert ring.rows["v"][[0, 2]].isnan().all(), "other slots' rings were written"
 
 
@@ -231,7 +245,12 @@ def test_a_reset_ring_has_nothing_of_the_last_sequence() -> None:
 
 def test_rows_that_a_ring_does_not_have_are_refused() -> None:
     ring = PARTIAL.allocate(sizes(), CPU)
-    for slot, first, end in ((0, 0, PARTIAL.allocate(sizes(), CPU).n_row + 1), (0, -1, 3), (3, 0, 2), (-1, 0, 2)):
+    for slot, first, end in (
+        (0, 0, PARTIAL.allocate(sizes(), CPU).n_row + 1),
+        (0, -1, 3),
+        (3, 0, 2),
+        (-1, 0, 2),
+    ):
         with pytest.raises(OutOfBounds):
             ring.read(slot, first, end)
     with pytest.raises(OutOfBounds):
@@ -243,7 +262,12 @@ def test_rows_that_a_ring_does_not_have_are_refused() -> None:
 
 def test_a_checkpoint_of_all_kinds_brings_each_back_in_its_own_type() -> None:
     gen = torch.Generator().manual_seed(1)
-    layers = [{"state": GDN, "window": WINDOW}, {"kv": Paged(1, 8)}, {"state": MAMBA}, {"partial": PARTIAL}]
+    layers = [
+        {"state": GDN, "window": WINDOW},
+        {"kv": Paged(1, 8)},
+        {"state": MAMBA},
+        {"partial": PARTIAL},
+    ]
     memory = allocate(layers, sizes(torch.float16), CPU)
     for part in memory.parts:
         for t in part.tensors():
@@ -262,7 +286,12 @@ def test_a_checkpoint_of_all_kinds_brings_each_back_in_its_own_type() -> None:
 
 
 def test_only_what_pages_do_not_hold_needs_a_checkpoint() -> None:
-    for layer, needs in (({}, False), ({"kv": Paged(1, 8)}, False), ({"kv": WINDOW}, True), ({"state": GDN}, True)):
+    for layer, needs in (
+        ({}, False),
+        ({"kv": Paged(1, 8)}, False),
+        ({"kv": WINDOW}, True),
+        ({"state": GDN}, True),
+    ):
         memory = allocate([layer, {"kv": Paged(1, 8, tokens_per_row=4)}], sizes(), CPU)
         assert memory.needs_state is needs
         assert bool(memory.checkpoint(0, 9).tensors) is needs

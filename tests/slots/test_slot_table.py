@@ -146,7 +146,9 @@ class TableMachine(RuleBasedStateMachine):
         self.table.check()
         for slot in self.table.slots:
             for pos in range(slot.n_past):
-                assert self.written[self.table.row(slot, pos)] == tuple(slot.tokens[: pos + 1]), "somebody else's row"
+                assert self.written[self.table.row(slot, pos)] == tuple(slot.tokens[: pos + 1]), (
+                    "somebody else's row"
+                )
         for node in self.table.tree.nodes():
             text: list[int] = []
             at = node
@@ -154,7 +156,9 @@ class TableMachine(RuleBasedStateMachine):
                 text = [*at.tokens, *text]
                 at = at.parent
             for j, pos in enumerate(range(node.start, node.end)):
-                assert self.written[node.page * SIZE + j] == tuple(text[: pos + 1]), "a filed page holds another text"
+                assert self.written[node.page * SIZE + j] == tuple(text[: pos + 1]), (
+                    "a filed page holds another text"
+                )
             for state in node.states.values():
                 assert self.kept[state] == tuple(text[: state.n_past])
         assert set(self.kept) == {s for node in self.table.tree.nodes() for s in node.states.values()}
@@ -197,7 +201,9 @@ def test_filed_pages_go_oldest_first_from_their_end_and_held_ones_never() -> Non
     taker = table.slots[1]
     table.acquire(taker, 80)
     table.grow(taker, 64)
-    assert table.find([*old, 7]).n == 32 and table.find([*young, 7]).n == 32, "free pages are taken first"
+    assert table.find([*old, 7]).n == 32 and table.find([*young, 7]).n == 32, (
+        "free pages are taken first"
+    )
     table.grow(taker, 80)
     assert table.find([*old, 7]).n == 16, "its last page was of no use for longest"
     table.grow(slot, 32)
@@ -209,7 +215,9 @@ def test_what_was_used_again_stays_longer() -> None:
     table = SlotTable(1, 4, 16)
     for token in (1, 2, 3):
         filled(table, 0, [token] * 10)
-    table.acquire(table.slots[0], 16, [1] * 9, table.find([1] * 10))  # copied, not held: the last free page is used
+    table.acquire(
+        table.slots[0], 16, [1] * 9, table.find([1] * 10)
+    )  # copied, not held: the last free page is used
     table.release(table.slots[0])
     table.acquire(table.slots[0], 48)
     table.grow(table.slots[0], 33)

@@ -17,7 +17,9 @@ SIZE = 400  # bytes of one state
 
 
 def saved(mark: float = 0.0, n_bytes: int = SIZE) -> Saved:
-    return Saved(Checkpoint(1, [torch.full((n_bytes // 8,), mark), torch.full((n_bytes // 8,), -mark)]), mark)
+    return Saved(
+        Checkpoint(1, [torch.full((n_bytes // 8,), mark), torch.full((n_bytes // 8,), -mark)]), mark
+    )
 
 
 def store_of(n_device: int, n_host: int, n: int) -> tuple[SlotTable, StateStore, list[State]]:
@@ -45,9 +47,16 @@ def check(table: SlotTable, store: StateStore) -> None:
 
 def test_the_longest_unused_moves_to_the_host_and_from_there_to_nowhere() -> None:
     table, store, _ = store_of(2, 3, 7)
-    assert [s.n_past for s in store.tiers[0]] == [6, 7] and [s.n_past for s in store.tiers[1]] == [3, 4, 5]
+    assert [s.n_past for s in store.tiers[0]] == [6, 7] and [s.n_past for s in store.tiers[1]] == [
+        3,
+        4,
+        5,
+    ]
     assert sorted(next(table.tree.nodes()).states) == [3, 4, 5, 6, 7]
-    assert all(torch.equal(s.content.checkpoint.tensors[0], torch.full((50,), float(s.n_past))) for s in store.tiers[1])
+    assert all(
+        torch.equal(s.content.checkpoint.tensors[0], torch.full((50,), float(s.n_past)))
+        for s in store.tiers[1]
+    )
     assert all(s.content.draft == s.n_past for s in store.tiers[1])
 
 
@@ -85,7 +94,9 @@ def test_room_is_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [store.prepare(SIZE) for _ in range(3)] == [False, False, True]
     assert locked == [SIZE // 2, SIZE // 2] and store.n_bytes == [2 * SIZE, SIZE] and not store.ready
     moved = kept[0].content.checkpoint.tensors
-    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(moved, before, strict=True))
+    assert all(
+        torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(moved, before, strict=True)
+    )
     assert store.prepare(SIZE) and len(locked) == 2
     assert not store.prepare(2 * SIZE) and len(locked) == 3
     store.room(2 * SIZE)  # needed now: the prepared memory is used

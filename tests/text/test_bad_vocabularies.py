@@ -26,10 +26,19 @@ BAD = {
     "pre in capitals": (GOOD | {KEY + "pre": "QWEN2"}, "pre-tokenizer 'QWEN2' is unknown"),
     "model": (GOOD | {KEY + "model": "bert"}, "model 'bert' is unknown; known: gpt2, llama"),
     "no model": ({}, "the metadata has no tokenizer.ggml.model"),
-    "no tokens": ({k: v for k, v in GOOD.items() if k != KEY + "tokens"}, "the metadata has no tokenizer.ggml.tokens"),
+    "no tokens": (
+        {k: v for k, v in GOOD.items() if k != KEY + "tokens"},
+        "the metadata has no tokenizer.ggml.tokens",
+    ),
     "empty": (GOOD | {KEY + "tokens": []}, "tokenizer.ggml.tokens is empty"),
-    "tokens of numbers": (GOOD | {KEY + "tokens": [1, 2]}, "tokens is an array of 2 values; want an array of texts"),
-    "duplicates": (GOOD | {KEY + "tokens": [*TOKENS[:-1], "a"]}, "tokens 97 and 256 of 257 are both 'a'"),
+    "tokens of numbers": (
+        GOOD | {KEY + "tokens": [1, 2]},
+        "tokens is an array of 2 values; want an array of texts",
+    ),
+    "duplicates": (
+        GOOD | {KEY + "tokens": [*TOKENS[:-1], "a"]},
+        "tokens 97 and 256 of 257 are both 'a'",
+    ),
     "few types": (GOOD | {KEY + "token_type": [1] * 9}, "token_type has 9 entries; want 257"),
     "types of text": (
         GOOD | {KEY + "token_type": ["x"] * 257},
@@ -41,7 +50,10 @@ BAD = {
     ),
     "no merges": (GOOD | {KEY + "merges": None}, "the metadata has no tokenizer.ggml.merges"),
     "half a merge": (GOOD | {KEY + "merges": ["ab"]}, "merge 'ab' has no two parts"),
-    "byte token": (GOOD | {KEY + "token_type": [1] * 256 + [6]}, "byte token '<B>' is not of the form <0xNN>"),
+    "byte token": (
+        GOOD | {KEY + "token_type": [1] * 256 + [6]},
+        "byte token '<B>' is not of the form <0xNN>",
+    ),
     "few scores": (spm() | {KEY + "scores": [0.0] * 3}, "scores has 3 entries; want 299"),
     "no scores": (spm() | {KEY + "scores": None}, "the metadata has no tokenizer.ggml.scores"),
 }
@@ -100,7 +112,12 @@ def test_a_token_that_is_too_long_for_grammars_is_never_their_choice(text, kind,
     ids = tokenizer.encode_inside("a" * 50)
     assert matcher.validate_tokens(ids) == 50
     assert matcher.validate_tokens([long]) == (len(text.encode()) < 1024 and kind == NORMAL and not ends)
-    assert trie.matcher(compile_text(Grammar(kind="regex", source="b?"))).validate_tokens([long if ends else 256]) == 1
+    assert (
+        trie.matcher(compile_text(Grammar(kind="regex", source="b?"))).validate_tokens(
+            [long if ends else 256]
+        )
+        == 1
+    )
 
 
 class PanicException(BaseException):
@@ -113,10 +130,14 @@ def test_a_panic_of_a_library_is_an_error_of_ours(monkeypatch):
 
     tokenizer = Tokenizer.from_metadata(GOOD | {KEY + "eos_token_id": 256})
     monkeypatch.setattr("pyspec.constrain.trie.LLTokenizer", panics)
-    with pytest.raises(RequestError, match="the model's vocabulary can not be walked: assertion failed: left == right"):
+    with pytest.raises(
+        RequestError, match="the model's vocabulary can not be walked: assertion failed: left == right"
+    ):
         TokenTrie(tokenizer, tokenizer.n_vocab).matcher("{}")
     monkeypatch.setattr("pyspec.text.tokenizer.models.BPE", panics)
-    with pytest.raises(BadTokenizer, match="the vocabulary can not be used: assertion failed: left == right"):
+    with pytest.raises(
+        BadTokenizer, match="the vocabulary can not be used: assertion failed: left == right"
+    ):
         Tokenizer.from_metadata(GOOD)
 
 
@@ -142,7 +163,8 @@ def test_a_vocabulary_of_nested_repeats_is_refused_before_it_fills_the_memory():
     tracemalloc.start()
     try:
         with pytest.raises(
-            BadTokenizer, match=r"too many long tokens that are joins of others: more than .* up to token"
+            BadTokenizer,
+            match=r"too many long tokens that are joins of others: more than .* up to token",
         ):
             Tokenizer.from_metadata(meta)
         assert tracemalloc.get_traced_memory()[1] < 200 << 20
@@ -171,8 +193,12 @@ def test_halves_of_control_tokens_are_found_without_a_list_of_them():
     tokenizer = Tokenizer.from_metadata(bpe(control=many))
     tracemalloc.start()
     try:
-        assert tokenizer.borders_special("user text <|00017xx") and tokenizer.borders_special("xxx|> and more")
-        assert not tokenizer.borders_special("user text <|99999xx") and not tokenizer.borders_special("y x|>")
+        assert tokenizer.borders_special("user text <|00017xx") and tokenizer.borders_special(
+            "xxx|> and more"
+        )
+        assert not tokenizer.borders_special("user text <|99999xx") and not tokenizer.borders_special(
+            "y x|>"
+        )
         assert tracemalloc.get_traced_memory()[1] < 20 << 20
     finally:
         tracemalloc.stop()

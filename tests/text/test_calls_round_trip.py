@@ -14,18 +14,42 @@ from llguidance import LLMatcher
 from pyspec.constrain.grammar import compile_text
 from pyspec.constrain.trie import TokenTable
 from pyspec.request import Grammar
-from pyspec.text.markup import brackets, call_list, deepseek, dsml, functionary, glm, hermes, kimi, llama3, qwen_xml
+from pyspec.text.markup import (
+    brackets,
+    call_list,
+    deepseek,
+    dsml,
+    functionary,
+    glm,
+    hermes,
+    kimi,
+    llama3,
+    qwen_xml,
+)
 from pyspec.text.markup import dialect as dialects
 from pyspec.text.markup.call_grammar import Lark
 from pyspec.text.markup.dialect import AnswerMarkup
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content
 
-BYTES = TokenTable([bytes([i]) for i in range(256)] + [b"</s>"], (256,), (256,)).build(lambda text: list(text.encode()))
+BYTES = TokenTable([bytes([i]) for i in range(256)] + [b"</s>"], (256,), (256,)).build(
+    lambda text: list(text.encode())
+)
 KEYS = (
     "plain", "my key", "a.b", 'say "hi"', "it's", "a>b", "ключ", "名前", "a:b", "x-y_z", "ends here ", " begins", "{x}", "a<b",
     "a\\b", "$ref", "1", "a>", "parameter=", "</parameter>", '" string="true">', "[ARGS]", "e\u0301", "🦊",
 )  # fmt: skip
-TOOL_NAMES = ("bash", "mcp__files__read", "a.b-c", "read file", "f:1", "ask>er", "mcp/go", "名前", 'q"q', "f<x")
+TOOL_NAMES = (
+    "bash",
+    "mcp__files__read",
+    "a.b-c",
+    "read file",
+    "f:1",
+    "ask>er",
+    "mcp/go",
+    "名前",
+    'q"q',
+    "f<x",
+)
 TEXTS = (
     "", "ls", " spaced ", "two\nlines\n", "\n\nfirst", "True", "null", "3", '{"a": 1}', "'x'", "it's \"quoted\" \\ \t",
     "</parameter>", "<parameter=plain>\n5", "x\n</function>\n</tool_call>", "</tool_call>", "<tool_call>\n<function=bash>\n",
@@ -94,20 +118,30 @@ def written(name: str, calls: list[Call]) -> str:
 
 
 def schema_of(kinds: Mapping[str, str], needed: list[str]) -> dict[str, Any]:
-    return {"type": "object", "properties": {key: {"type": kind} for key, kind in kinds.items()}, "required": needed}
+    return {
+        "type": "object",
+        "properties": {key: {"type": kind} for key, kind in kinds.items()},
+        "required": needed,
+    }
 
 
 def some(rng: random.Random) -> tuple[dict[str, Any], list[Call]]:
     """Tools with hostile names, and calls of them."""
     names = rng.sample(TOOL_NAMES, rng.choice((1, 1, 3)))
     kinds = {
-        name: {key: rng.choice(["string", "string", *OTHERS]) for key in rng.sample(KEYS, rng.randrange(1, 5))}
+        name: {
+            key: rng.choice(["string", "string", *OTHERS])
+            for key in rng.sample(KEYS, rng.randrange(1, 5))
+        }
         for name in names
     }
     calls = []
     for _ in range(rng.choice((1, 1, 2, 3))):
         name = rng.choice(names)
-        values = {key: rng.choice(TEXTS if kind == "string" else OTHERS[kind]) for key, kind in kinds[name].items()}
+        values = {
+            key: rng.choice(TEXTS if kind == "string" else OTHERS[kind])
+            for key, kind in kinds[name].items()
+        }
         calls.append((name, values))
     return {name: schema_of(kinds[name], list(kinds[name])) for name in names}, calls
 
@@ -154,7 +188,9 @@ def test_calls_that_a_grammar_takes_are_read_as_they_were_meant(name: str) -> No
             continue
         n_taken += 1
         for is_calls_only in (True, False):
-            markup = AnswerMarkup(calls=speaks, tools=tools, is_constrained=True, is_calls_only=is_calls_only)
+            markup = AnswerMarkup(
+                calls=speaks, tools=tools, is_constrained=True, is_calls_only=is_calls_only
+            )
             assert read(markup, cut(text, rng)) == (calls, ""), (text, tools)
     assert n_taken > 100
 
@@ -172,7 +208,10 @@ def test_free_calls_under_any_name_are_read_alike(name: str) -> None:
         ]
         calls = calls[:1] if name == "llama3_json" else calls
         text = written(name, calls)
-        assert read(AnswerMarkup(calls=speaks, tools=tools), cut(text, rng)) == (calls, ""), (text, tools)
+        assert read(AnswerMarkup(calls=speaks, tools=tools), cut(text, rng)) == (calls, ""), (
+            text,
+            tools,
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if dialects.dialect(name).is_bare])
@@ -189,20 +228,28 @@ def test_a_word_that_a_value_can_not_be_is_not_among_those_a_grammar_takes(name:
 
 CONTROL = {"[TOOL_CALLS]": 257, "[CALL_ID]": 258, "[ARGS]": 259}
 TOKENS = TokenTable(
-    [bytes([i]) for i in range(256)] + [b"</s>", *(mark.encode() for mark in CONTROL)], (256, *CONTROL.values()), (256,)
+    [bytes([i]) for i in range(256)] + [b"</s>", *(mark.encode() for mark in CONTROL)],
+    (256, *CONTROL.values()),
+    (256,),
 ).build(lambda text: list(text.encode()))
 
 
 @pytest.mark.parametrize("must_call", [True, False])
 @pytest.mark.parametrize("name", ["mistral", "mistral_args"])
-def test_a_mark_that_is_a_control_token_is_allowed_as_one_where_it_may_stand(name: str, must_call: bool) -> None:
+def test_a_mark_that_is_a_control_token_is_allowed_as_one_where_it_may_stand(
+    name: str, must_call: bool
+) -> None:
     tools = {"f": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}
     lark = Lark(CONTROL)
     rules = dialects.dialect(name).rules(lark, tools, is_single=False)
     source = lark.calls(rules) if must_call else lark.text_or_calls(rules)
 
     def fits(*pieces: str) -> bool:
-        tokens = [token for piece in pieces for token in ([CONTROL[piece]] if piece in CONTROL else piece.encode())]
+        tokens = [
+            token
+            for piece in pieces
+            for token in ([CONTROL[piece]] if piece in CONTROL else piece.encode())
+        ]
         matcher = LLMatcher(TOKENS, compile_text(Grammar(kind="lark", source=source)))
         return matcher.validate_tokens([*tokens, 256]) == len(tokens) + 1
 
@@ -214,5 +261,7 @@ def test_a_mark_that_is_a_control_token_is_allowed_as_one_where_it_may_stand(nam
     assert not fits(*call[:-1], '{"a": 1}') and not fits("[ARGS]") and not fits(*call, " and more")
     assert fits("Well. ", *call) == fits("Well.") == (not must_call)
     if name == "mistral_args":
-        assert fits("[TOOL_CALLS]", "f", "[CALL_ID]", "abc123XYZ", "[ARGS]", '{"a": "[ARGS] <f>"}', *call)
+        assert fits(
+            "[TOOL_CALLS]", "f", "[CALL_ID]", "abc123XYZ", "[ARGS]", '{"a": "[ARGS] <f>"}', *call
+        )
         assert not fits(*call[:-1], '{"a": "', "[ARGS]", '"}')

@@ -48,7 +48,9 @@ def parse(markup: AnswerMarkup, pieces: Sequence[str]) -> list[Part]:
     return joined
 
 
-def markup(name: str, *, think: bool = False, is_open: bool = False, is_shown: bool = False) -> AnswerMarkup:
+def markup(
+    name: str, *, think: bool = False, is_open: bool = False, is_shown: bool = False
+) -> AnswerMarkup:
     return AnswerMarkup(dialects.dialect(name), THINK if think else None, is_open, is_shown, tools=TOOLS)
 
 
@@ -164,7 +166,11 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         f"Hm.<{BARS}tool▁calls▁begin{BARS}><{BARS}tool▁call▁begin{BARS}>function<{BARS}tool▁sep{BARS}>weather\n```json\n"
         f'{{"city": "<{BARS}tool▁call▁end{BARS}>"}}\n```<{BARS}tool▁call▁end{BARS}>\n<{BARS}tool▁call▁begin{BARS}>function'
         f"<{BARS}tool▁sep{BARS}>write\n```json\n{{}}\n```<{BARS}tool▁call▁end{BARS}><{BARS}tool▁calls▁end{BARS}>",
-        [Content("Hm."), *call(0, "weather", {"city": f"<{BARS}tool▁call▁end{BARS}>"}), *call(1, "write", "{}")],
+        [
+            Content("Hm."),
+            *call(0, "weather", {"city": f"<{BARS}tool▁call▁end{BARS}>"}),
+            *call(1, "write", "{}"),
+        ],
     ),
     "deepseek_v3, bare": (
         markup("deepseek_v3"),
@@ -176,7 +182,11 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
     "deepseek_v32": (
         markup("deepseek_v32"),
         f"Yes.\n\n{DSML_CALL}",
-        [Content("Yes."), *call(0, "weather", {"city": 'Genève "1"\n', "days": 3}), *call(1, "write", "{}")],
+        [
+            Content("Yes."),
+            *call(0, "weather", {"city": 'Genève "1"\n', "days": 3}),
+            *call(1, "write", "{}"),
+        ],
     ),
     "llama3_json, bare": (
         markup("llama3_json"),
@@ -223,17 +233,29 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
         '{"city": "<|tool_call_end|>"}<|tool_call_end|>\n<|tool_call_begin|>write<|tool_call_argument_begin|>{}<|tool_call_end|>'
         "<|tool_calls_section_end|>",
-        [Content("I look."), *call(0, "weather", {"city": "<|tool_call_end|>"}), *call(1, "write", "{}")],
+        [
+            Content("I look."),
+            *call(0, "weather", {"city": "<|tool_call_end|>"}),
+            *call(1, "write", "{}"),
+        ],
     ),
     "kimi_k2, no calls": (
         markup("kimi_k2"),
         "a <|tool_calls_section_begin|> b <|tool_call_begin|>no name<|tool_call_argument_begin|>",
-        [Content("a <|tool_calls_section_begin|> b <|tool_call_begin|>no name<|tool_call_argument_begin|>")],
+        [
+            Content(
+                "a <|tool_calls_section_begin|> b <|tool_call_begin|>no name<|tool_call_argument_begin|>"
+            )
+        ],
     ),
     "nemotron_v2, two calls": (
         markup("nemotron_v2"),
         'I look.\n\n<TOOLCALL>[{"name": "weather", "arguments": {"city": "Zürich ]</TOOLCALL>"}}, {"name": "write", "arguments": {}}]</TOOLCALL>',
-        [Content("I look."), *call(0, "weather", {"city": "Zürich ]</TOOLCALL>"}), *call(1, "write", "{}")],
+        [
+            Content("I look."),
+            *call(0, "weather", {"city": "Zürich ]</TOOLCALL>"}),
+            *call(1, "write", "{}"),
+        ],
     ),
     "nemotron_v2, none, one without its list, and no call": (
         markup("nemotron_v2"),
@@ -282,7 +304,11 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         "<tool_call>\n<function=weather>\n<parameter=city>\nRom\n<parameter=days>\n3\n<parameter=nothing>\nx\n</parameter>\n"
         "<parameter=unit>c<parameter=exact>TRUE</function>\n</tool_call>\n<tool_call>\n<function=write>\n<parameter=text>\na\n</tool_call>",
         [
-            *call(0, "weather", {"city": "Rom", "days": "3\n<parameter=nothing>\nx", "unit": "c", "exact": True}),
+            *call(
+                0,
+                "weather",
+                {"city": "Rom", "days": "3\n<parameter=nothing>\nx", "unit": "c", "exact": True},
+            ),
             *call(1, "write", {"text": "a"}),
         ],
     ),
@@ -313,7 +339,11 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         markup("qwen3_coder"),
         "<tool_call>\n<function=weather>\n<parameter=city>\ngrep '<parameter=days>' a | sed \"s/<parameter=tags>/</function></tool_call>/\"\n"
         "</parameter>\n</function>\n</tool_call>",
-        call(0, "weather", {"city": "grep '<parameter=days>' a | sed \"s/<parameter=tags>/</function></tool_call>/\""}),
+        call(
+            0,
+            "weather",
+            {"city": "grep '<parameter=days>' a | sed \"s/<parameter=tags>/</function></tool_call>/\""},
+        ),
     ),
     "glm45, values without an end mark": (
         markup("glm45"),
@@ -322,7 +352,9 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
     ),
     "deepseek_v32, values without an end mark": (
         markup("deepseek_v32"),
-        DSML_CALL.replace(f"\n</{BARS}DSML{BARS}parameter>", "").replace(f"</{BARS}DSML{BARS}parameter>", ""),
+        DSML_CALL.replace(f"\n</{BARS}DSML{BARS}parameter>", "").replace(
+            f"</{BARS}DSML{BARS}parameter>", ""
+        ),
         [*call(0, "weather", {"city": 'Genève "1"', "days": 3}), *call(1, "write", "{}")],
     ),
     "deepseek_v32, JSON that is a string, and Python": (
@@ -341,7 +373,11 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         markup("qwen3_coder"),
         "<tool_call>\n<function=weather>\n<parameter=where>\n{'a': {'b': None}}\n</parameter>\n<parameter=tags>\n['x', True]\n</parameter>\n"
         "<parameter=city>\n{'a': 1}\n</parameter>\n<parameter=at>\nNONE\n</parameter>\n</function>\n</tool_call>",
-        call(0, "weather", {"where": {"a": {"b": None}}, "tags": ["x", True], "city": "{'a': 1}", "at": None}),
+        call(
+            0,
+            "weather",
+            {"where": {"a": {"b": None}}, "tags": ["x", True], "city": "{'a': 1}", "at": None},
+        ),
     ),
     "a call ends reasoning, hermes": (
         markup("hermes", think=True, is_open=True),
@@ -393,7 +429,11 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         "<think>\na < b\n</think>\n\n<tool_call>\n<function=write>\n</function>\n</tool_call>",
         [Reasoning("a < b"), *call(0, "write", "{}")],
     ),
-    "reasoning that does not end": (markup("hermes", think=True), "<think>a </thin", [Reasoning("a </thin")]),
+    "reasoning that does not end": (
+        markup("hermes", think=True),
+        "<think>a </thin",
+        [Reasoning("a </thin")],
+    ),
     "reasoning left in the content": (
         markup("hermes", think=True, is_shown=True),
         '<think>\n<tool_call>{"name": "write"}</think>\n\nHi',
@@ -404,7 +444,11 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         "\na</think>\n\nHi",
         [Content("<think>\na</think>\n\nHi")],
     ),
-    "no reasoning": (markup("hermes", think=True), "\n <b> <think>x</think>", [Content("\n <b> <think>x</think>")]),
+    "no reasoning": (
+        markup("hermes", think=True),
+        "\n <b> <think>x</think>",
+        [Content("\n <b> <think>x</think>")],
+    ),
     "reasoning alone": (
         AnswerMarkup(None, THINK, True),
         "a</think>\n\n<tool_call>\n",
@@ -435,7 +479,9 @@ def test_scrambled_markup_gives_the_same_parts_however_it_is_cut() -> None:
     for name in dialects.NAMES:
         own = "".join(text for markup, text, _ in CASES.values() if is_of(markup, name))
         for _ in range(60):
-            pieces = [own[(at := rng.randrange(len(own))) : at + rng.randrange(1, 40)] for _ in range(12)]
+            pieces = [
+                own[(at := rng.randrange(len(own))) : at + rng.randrange(1, 40)] for _ in range(12)
+            ]
             text = "".join(pieces)
             reader = markup(name, think=rng.random() < 0.5, is_open=rng.random() < 0.3)
             want = parse(reader, [text])
@@ -459,7 +505,8 @@ HOSTILE = {
     "arguments before a name that never comes": '<tool_call>{"arguments": "' + "a" * 100_000,
     "spaces": "<tool_call>" + " " * 20_000,
     "half marks": "<tool_cal" * 3_000,
-    "values that may have ended": "<tool_call><function=write><parameter=text>" + "\n</parameter>\n" * 2_000,
+    "values that may have ended": "<tool_call><function=write><parameter=text>"
+    + "\n</parameter>\n" * 2_000,
     "names": "<function=" * 3_000,
     "numbers": '<tool_call>{"name": "a", "arguments": ' + "1" * 20_000,
     "think marks": "<think>" * 4_000,
@@ -470,8 +517,10 @@ HOSTILE = {
     + "</arg_value>\n" * 2_000,
     "sections": "<|tool_calls_section_begin|><|tool_call_begin|>" * 600,
     "lists of calls": "<TOOLCALL>[{" * 800,
-    "values that may end without a mark": "<tool_call><function=write><parameter=text>" + "\n</function>\n" * 2_000,
-    "whole calls in a value": "<tool_call><function=write><parameter=text>" + "<tool_call>\n<function=a>" * 2_000,
+    "values that may end without a mark": "<tool_call><function=write><parameter=text>"
+    + "\n</function>\n" * 2_000,
+    "whole calls in a value": "<tool_call><function=write><parameter=text>"
+    + "<tool_call>\n<function=a>" * 2_000,
     "odd end marks": "<tool_call><function=write><parameter=text>" + "</parameter" * 2_000,
     "calls in a thought": "<think>" + "<tool_call>\n<function=" * 2_000,
     "quotes": """<tool_call>{"name": 'a', "arguments": {'""" + "'\"\\'" * 4_000,
@@ -495,7 +544,17 @@ def test_hostile_answers_hold_little_back_and_have_the_same_parts_for_any_split(
 
 def test_a_call_with_many_spaces_is_cut_alike() -> None:
     for n in (255, 256, 257, 1000):
-        text = "a" + " " * n + "<tool_call>" + " " * n + '{"name": "write"}' + " " * n + "</tool_call>" + "\n" * n + "b"
+        text = (
+            "a"
+            + " " * n
+            + "<tool_call>"
+            + " " * n
+            + '{"name": "write"}'
+            + " " * n
+            + "</tool_call>"
+            + "\n" * n
+            + "b"
+        )
         assert parse(markup("hermes"), [text]) == parse(markup("hermes"), list(text)), n
         assert parse(markup("qwen3_coder"), [text]) == parse(markup("qwen3_coder"), list(text)), n
 

@@ -34,7 +34,8 @@ EXPECTED = {
     "mistral-v7": "[SYSTEM_PROMPT]  S [/SYSTEM_PROMPT][INST]  u [/INST]  a </s>[INST]  v [/INST]",
     "mistral-v7-tekken": "[SYSTEM_PROMPT] S [/SYSTEM_PROMPT][INST] u [/INST] a </s>[INST] v [/INST]",
     "deepseek3": " S \n\n<｜User｜> u <｜Assistant｜> a <｜end▁of▁sentence｜><｜User｜> v <｜Assistant｜>",
-    "chatml": "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT) + "<|im_start|>assistant\n",
+    "chatml": "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT)
+    + "<|im_start|>assistant\n",
 }
 
 

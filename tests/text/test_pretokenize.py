@@ -11,13 +11,42 @@ from pyspec.gguf import open_gguf
 from pyspec.text.pretokenize import PRE
 from pyspec.text.tokenizer import Tokenizer
 
-QWEN = ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "stablelm2", "hunyuan", "solar-open", "grok-2", "qwen35")
-LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral", "midm-2.0", "jina-v5-nano")
+QWEN = (
+    "qwen2",
+    "deepseek-r1-qwen",
+    "megrez",
+    "kormo",
+    "stablelm2",
+    "hunyuan",
+    "solar-open",
+    "grok-2",
+    "qwen35",
+)
+LLAMA3 = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+    "falcon-h1",
+    "lfm2",
+    "pixtral",
+    "midm-2.0",
+    "jina-v5-nano",
+)
 SMAUG = ("smaug-bpe", "dbrx", "glm4", "chatglm-bpe")
 LLAMA3 += SMAUG
 DEEPSEEK = ("deepseek-v3", "joyai-llm", "hunyuan-dense", "hy_v4")
 GPT2 = ("gpt-2", "mpt", "olmo", "phi-2", "exaone4", "jais", "trillion", "gigachat", "mellum")
-DIGITS_GPT2 = ("starcoder", "command-r", "smollm", "refact", "codeshell", "exaone", "minerva-7b", "mellum2")
+DIGITS_GPT2 = (
+    "starcoder",
+    "command-r",
+    "smollm",
+    "refact",
+    "codeshell",
+    "exaone",
+    "minerva-7b",
+    "mellum2",
+)
 ALL = (*QWEN, *LLAMA3, *DEEPSEEK, *GPT2, *DIGITS_GPT2, "tekken")
 
 CASES = [
@@ -39,13 +68,25 @@ CASES = [
     (("tekken",), "fooBar HTTPServer", "foo|Bar| HTTPServer"),
     (QWEN, "fooBar HTTPServer", "fooBar| HTTPServer"),
     # combining marks belong to letters only in the newer patterns
-    (("qwen2", *LLAMA3), "\u0939\u093f\u0928\u094d\u0926\u0940", "\u0939|\u093f\u0928|\u094d\u0926|\u0940"),
-    (("qwen35", "tekken", *DEEPSEEK), "\u0939\u093f\u0928\u094d\u0926\u0940", "\u0939\u093f\u0928\u094d\u0926\u0940"),
+    (
+        ("qwen2", *LLAMA3),
+        "\u0939\u093f\u0928\u094d\u0926\u0940",
+        "\u0939|\u093f\u0928|\u094d\u0926|\u0940",
+    ),
+    (
+        ("qwen35", "tekken", *DEEPSEEK),
+        "\u0939\u093f\u0928\u094d\u0926\u0940",
+        "\u0939\u093f\u0928\u094d\u0926\u0940",
+    ),
     (("qwen2", *LLAMA3), "e\u0301a", "e|\u0301a"),
     (("qwen35", "tekken", *DEEPSEEK), "e\u0301a", "e\u0301a"),
     # Han and kana apart from other letters
     (DEEPSEEK, "\ud55c\uad6d\u6f22\u5b57\u304b\u30ab x", "\ud55c\uad6d|\u6f22\u5b57\u304b\u30ab| x"),
-    (QWEN + LLAMA3 + GPT2, "\ud55c\uad6d\u6f22\u5b57\u304b\u30ab x", "\ud55c\uad6d\u6f22\u5b57\u304b\u30ab| x"),
+    (
+        QWEN + LLAMA3 + GPT2,
+        "\ud55c\uad6d\u6f22\u5b57\u304b\u30ab x",
+        "\ud55c\uad6d\u6f22\u5b57\u304b\u30ab| x",
+    ),
     # line ends after signs, and white space before the last line end or the next word
     (QWEN + LLAMA3 + DEEPSEEK, "end!\n\nx", "end|!\n\n|x"),
     (GPT2, "end!\n\nx", "end|!|\n|\n|x"),

@@ -37,7 +37,12 @@ SHUT = {"additionalProperties": False}
         ({"$ref": "#/$defs/a", "$defs": {"a": A}}, {"$ref": "#/$defs/a", "$defs": {"a": CLOSED}}),
         ({"oneOf": [kind("x"), kind("y")]}, {"anyOf": [kind("x") | SHUT, kind("y") | SHUT]}),
         (
-            {"oneOf": [A | {"required": ["a"]}, {"type": "object", "properties": {"b": {}}, "required": ["b"]}]},
+            {
+                "oneOf": [
+                    A | {"required": ["a"]},
+                    {"type": "object", "properties": {"b": {}}, "required": ["b"]},
+                ]
+            },
             {
                 "anyOf": [
                     CLOSED | {"required": ["a"]},
@@ -46,8 +51,14 @@ SHUT = {"additionalProperties": False}
             },
         ),
         ({"type": "string", "format": "binary"}, {"type": "string"}),
-        ({"enum": [{"format": "binary"}], "format": "uuid"}, {"enum": [{"format": "binary"}], "format": "uuid"}),
-        ({"properties": {"properties": A}}, {"properties": {"properties": CLOSED}, "additionalProperties": False}),
+        (
+            {"enum": [{"format": "binary"}], "format": "uuid"},
+            {"enum": [{"format": "binary"}], "format": "uuid"},
+        ),
+        (
+            {"properties": {"properties": A}},
+            {"properties": {"properties": CLOSED}, "additionalProperties": False},
+        ),
     ],
 )
 def test_an_object_that_lists_its_properties_is_closed(schema: Any, expected: Any) -> None:
@@ -125,6 +136,15 @@ def test_calls_written_as_json_have_the_arguments_of_their_tool_and_no_others(na
 
 def test_a_oneof_whose_parts_are_needed_open_elsewhere_is_left_to_others() -> None:
     more = {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"z": {}}}]}
-    parts = {"a": A | {"required": ["a"]}, "b": {"type": "object", "properties": {"b": {}}, "required": ["b"]}}
-    schema = {"properties": {"x": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, "y": more}, "$defs": parts}
-    assert closed(schema)["properties"] == schema["properties"] and closed(schema)["$defs"]["a"] == parts["a"]
+    parts = {
+        "a": A | {"required": ["a"]},
+        "b": {"type": "object", "properties": {"b": {}}, "required": ["b"]},
+    }
+    schema = {
+        "properties": {"x": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, "y": more},
+        "$defs": parts,
+    }
+    assert (
+        closed(schema)["properties"] == schema["properties"]
+        and closed(schema)["$defs"]["a"] == parts["a"]
+    )

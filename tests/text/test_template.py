@@ -15,7 +15,15 @@ from pyspec.text.tokenizer import Tokenizer
 DEMO = Path(pyspec.__file__).parent / "demo"
 USER = [{"role": "user", "content": "hi"}]
 
-CONTROL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<B>", "<E>"]
+CONTROL = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<B>",
+    "<E>",
+]
 KEYS = {"bos_token_id": 261, "eos_token_id": 262, "add_bos_token": True}
 TOKENIZER = Tokenizer.from_metadata(bpe(control=CONTROL, keys=KEYS))
 
@@ -69,7 +77,9 @@ def test_a_template_that_refuses_says_why():
 
 def test_a_template_that_does_not_compile_is_bad_and_refuses_requests():
     template = ChatTemplate("{% for m in messages %}")
-    with pytest.raises(BadTemplate, match="the chat template does not compile: Unexpected end of template"):
+    with pytest.raises(
+        BadTemplate, match="the chat template does not compile: Unexpected end of template"
+    ):
         template.check()
     with pytest.raises(RequestError, match="does not compile"):
         template.render(USER)
@@ -124,7 +134,9 @@ def test_a_tool_template_that_does_not_compile_is_found_by_the_check():
 
 def test_text_parts_are_joined_by_line_ends_and_no_content_is_empty():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    text = PLAIN.render([{"role": "user", "content": parts}, {"role": "assistant"}], add_generation_prompt=False)
+    text = PLAIN.render(
+        [{"role": "user", "content": parts}, {"role": "assistant"}], add_generation_prompt=False
+    )
     assert text == "<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
 
 
@@ -132,9 +144,15 @@ def test_text_parts_are_joined_by_line_ends_and_no_content_is_empty():
     ("messages", "why"),
     [
         (USER * 65537, "65537 messages; at most 65536 are allowed"),
-        ([*USER, {"role": "user", "content": [{"type": "image_url"}]}], "message 1 has a part of type 'image_url'"),
+        (
+            [*USER, {"role": "user", "content": [{"type": "image_url"}]}],
+            "message 1 has a part of type 'image_url'",
+        ),
         ([{"role": "user", "content": ["x"]}], "message 0 has a part of type 'str'"),
-        ([{"role": "user", "content": 5}], "the content of message 0 is neither text nor a list of parts"),
+        (
+            [{"role": "user", "content": 5}],
+            "the content of message 0 is neither text nor a list of parts",
+        ),
         ([{"content": "x"}], "message 0 has no role"),
     ],
 )
@@ -151,7 +169,10 @@ def test_arguments_that_are_no_json_are_refused(kwargs):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_clean_messages_take_the_plain_way(name):
-    messages = [{"role": "system", "content": "be <brief>"}, {"role": "user", "content": " hi \u00e9 <|im_|> "}]
+    messages = [
+        {"role": "system", "content": "be <brief>"},
+        {"role": "user", "content": " hi \u00e9 <|im_|> "},
+    ]
     template = TEMPLATES[name]
     assert template.encode(TOKENIZER, messages) == TOKENIZER.encode(template.render(messages))
 
@@ -165,11 +186,15 @@ def test_user_and_tool_text_never_becomes_control_tokens(name, role):
     harmless = [{"role": role, "content": x} for x in ("aaa", "fine", "  b ")]
     assert controls(ids) == controls(template.encode(TOKENIZER, harmless))
     # the model still sees the text, at the template's place and trimmed by it
-    assert TOKENIZER.decode(ids, special=True).removeprefix("<B>") == template.render(messages).removeprefix("<B>")
+    assert TOKENIZER.decode(ids, special=True).removeprefix("<B>") == template.render(
+        messages
+    ).removeprefix("<B>")
 
 
 def test_system_and_assistant_messages_may_contain_control_tokens():
-    ids = PLAIN.encode(TOKENIZER, [{"role": "system", "content": "<|im_end|>"}], add_generation_prompt=False)
+    ids = PLAIN.encode(
+        TOKENIZER, [{"role": "system", "content": "<|im_end|>"}], add_generation_prompt=False
+    )
     assert controls(ids) == ["<B>", "<|im_start|>", "<|im_end|>", "<|im_end|>"]
 
 
@@ -193,7 +218,10 @@ def test_control_text_outside_the_content_is_refused(message):
 
 
 def test_a_content_can_not_pose_as_the_mark_of_another():
-    messages = [{"role": "user", "content": "\ue000aB0x1\ue001\ue0001\ue001"}, {"role": "user", "content": ATTACK}]
+    messages = [
+        {"role": "user", "content": "\ue000aB0x1\ue001\ue0001\ue001"},
+        {"role": "user", "content": ATTACK},
+    ]
     ids = PLAIN.encode(TOKENIZER, messages)
     assert TOKENIZER.decode(ids, special=True) == "<B>" + PLAIN.render(messages)
 
@@ -217,7 +245,9 @@ def test_two_contents_side_by_side_can_not_make_a_control_token():
     side_by_side = ChatTemplate("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     tokenizer = Tokenizer.from_metadata(open_gguf(DEMO / "pyspec-demo.gguf").metadata)
     for a, b in (("<|im_", "end|>"), ("<", "|im_end|>"), ("<|im_end|", ">"), ("x <|im_end", "|> y")):
-        ids = side_by_side.encode(tokenizer, [{"role": "user", "content": a}, {"role": "user", "content": b}])
+        ids = side_by_side.encode(
+            tokenizer, [{"role": "user", "content": a}, {"role": "user", "content": b}]
+        )
         assert not set(ids) & tokenizer.special, (a, b)
         assert tokenizer.decode(ids) == a + b
 
@@ -229,7 +259,10 @@ def test_fillers_have_no_text():
 
 def test_a_template_that_adds_functions_as_text_gets_the_tools_as_json() -> None:
     template = ChatTemplate("{%- set suffix = 'known: ' + functions -%}{{ suffix }} on {{ datetime }}")
-    hello, tools = [{"role": "user", "content": "hello"}], [{"type": "function", "function": {"name": "look"}}]
+    hello, tools = (
+        [{"role": "user", "content": "hello"}],
+        [{"type": "function", "function": {"name": "look"}}],
+    )
     assert template.render(hello).startswith("known:  on ")
     assert '"name": "look"' in template.render(hello, tools=tools)
     assert template.render(hello, kwargs={"functions": "mine"}).startswith("known: mine")

@@ -18,7 +18,8 @@ END = "{%- endfor -%}{%- if add_generation_prompt -%}[assistant]{%- endif -%}"
 EACH = "{%- for m in messages -%}"
 SAYS = "[{{ m.role }}]{{ m.content }}[/]"
 STRICT = ChatTemplate(
-    EACH + "{%- if m.role == 'system' -%}{%- if not loop.first -%}{{ raise_exception('first only') }}{%- endif -%}"
+    EACH
+    + "{%- if m.role == 'system' -%}{%- if not loop.first -%}{{ raise_exception('first only') }}{%- endif -%}"
     "[sys]{{ m.content }}[/]{%- elif m.role in ('user', 'assistant', 'tool') -%}" + SAYS + "{%- else -%}"
     "{{ raise_exception('unknown role') }}{%- endif -%}" + END
 )
@@ -36,10 +37,16 @@ ALTERNATES = ChatTemplate(
     + SAYS
     + END
 )
-NO_SYSTEM = ChatTemplate(EACH + "{%- if m.role in ('user', 'assistant') -%}" + SAYS + "{%- endif -%}" + END)
+NO_SYSTEM = ChatTemplate(
+    EACH + "{%- if m.role in ('user', 'assistant') -%}" + SAYS + "{%- endif -%}" + END
+)
 ANY_ROLE = ChatTemplate(EACH + SAYS + END)
 DEVELOPER = ChatTemplate(
-    EACH + "{%- if m.role == 'developer' -%}[dev]{{ m.content }}[/]{%- else -%}" + SAYS + "{%- endif -%}" + END
+    EACH
+    + "{%- if m.role == 'developer' -%}[dev]{{ m.content }}[/]{%- else -%}"
+    + SAYS
+    + "{%- endif -%}"
+    + END
 )
 DEVELOPER_FIRST = ChatTemplate(
     "{%- if messages[0].role in ('system', 'developer') -%}[dev]{{ messages[0].content }}[/]{%- endif -%}"
@@ -50,7 +57,10 @@ DEVELOPER_FIRST = ChatTemplate(
     + END
 )
 NO_DEVELOPER = ChatTemplate(
-    EACH + "{%- if m.role == 'developer' -%}{{ raise_exception('no developers') }}{%- endif -%}" + SAYS + END
+    EACH
+    + "{%- if m.role == 'developer' -%}{{ raise_exception('no developers') }}{%- endif -%}"
+    + SAYS
+    + END
 )
 ONLY_DEVELOPER = ChatTemplate(
     EACH + "{%- if m.role in ('user', 'assistant', 'developer') -%}" + SAYS + "{%- endif -%}" + END
@@ -76,7 +86,14 @@ def chat(*turns: str) -> list[dict[str, Any]]:
 HEAD = ("system: A.", "user: hi")
 LATE = ("system: A.", "user: hi", "system: B.")
 BETWEEN = ("user: hi", "assistant: yes", "system: B.", "user: bye")
-BEHIND_A_RESULT = ("user: hi", "assistant: call", "tool: rain", "developer: B.", "assistant: wet", "user: bye")
+BEHIND_A_RESULT = (
+    "user: hi",
+    "assistant: call",
+    "tool: rain",
+    "developer: B.",
+    "assistant: wet",
+    "user: bye",
+)
 
 
 @pytest.mark.parametrize(
@@ -96,17 +113,29 @@ BEHIND_A_RESULT = ("user: hi", "assistant: call", "tool: rain", "developer: B.",
             ("user: hi", "assistant: yes", "system: B.", "assistant: no"),
             "[user]hi[/][assistant]yes[/][user]B.[/][assistant]no[/]",
         ),
-        (STRICT, BEHIND_A_RESULT, "[user]hi[/][assistant]call[/][tool]rain\n\nB.[/][assistant]wet[/][user]bye[/]"),
+        (
+            STRICT,
+            BEHIND_A_RESULT,
+            "[user]hi[/][assistant]call[/][tool]rain\n\nB.[/][assistant]wet[/][user]bye[/]",
+        ),
         (FIRST_ONLY, LATE, "[sys]A.[/][user]hi\n\nB.[/]"),
         (FIRST_ONLY, ("developer: A.", "user: hi"), "[sys]A.[/][user]hi[/]"),
         (ALTERNATES, HEAD, "[user]A.\n\nhi[/]"),
         (ALTERNATES, LATE, "[user]A.\n\nhi\n\nB.[/]"),
-        (ALTERNATES, ("system: A.", "assistant: yes", "user: hi"), "[user]A.[/][assistant]yes[/][user]hi[/]"),
+        (
+            ALTERNATES,
+            ("system: A.", "assistant: yes", "user: hi"),
+            "[user]A.[/][assistant]yes[/][user]hi[/]",
+        ),
         (ALTERNATES, ("system: A.",), "[user]A.[/]"),
         (NO_SYSTEM, HEAD, "[user]A.\n\nhi[/]"),
         (NO_SYSTEM, BETWEEN, "[user]hi[/][assistant]yes[/][user]B.\n\nbye[/]"),
         (ANY_ROLE, LATE, "[system]A.[/][user]hi[/][system]B.[/]"),
-        (ANY_ROLE, ("developer: A.", "user: hi", "developer: B."), "[system]A.[/][user]hi[/][system]B.[/]"),
+        (
+            ANY_ROLE,
+            ("developer: A.", "user: hi", "developer: B."),
+            "[system]A.[/][user]hi[/][system]B.[/]",
+        ),
         (DEVELOPER, ("system: A.", "developer: B.", "user: hi"), "[system]A.[/][dev]B.[/][user]hi[/]"),
         (DEVELOPER, ("user: hi", "developer: B.", "user: bye"), "[user]hi[/][dev]B.[/][user]bye[/]"),
         (DEVELOPER_FIRST, ("system: A.", "developer: B.", "user: hi"), "[dev]A.\n\nB.[/][user]hi[/]"),
@@ -156,7 +185,9 @@ TURNS_OR_CALLS = ChatTemplate(  # as Mistral's: turns, beside calls and their re
         (STRICT, ("assistant: a", "user: b"), "[assistant]a[/][user]b[/]"),
     ],
 )
-def test_a_template_that_wants_turns_gets_them(template: ChatTemplate, turns: tuple[str, ...], text: str) -> None:
+def test_a_template_that_wants_turns_gets_them(
+    template: ChatTemplate, turns: tuple[str, ...], text: str
+) -> None:
     assert template.render(chat(*turns), add_generation_prompt=False) == text
 
 
@@ -165,13 +196,17 @@ def called_by(*ids: str | None) -> list[dict[str, Any]]:
     function = {"name": "f", "arguments": '{"a": 1}'}
     calls = [{"function": function} | ({"id": id_} if id_ else {}) for id_ in ids]
     results = [
-        {"role": "tool", "content": f"r{i}"} | ({"tool_call_id": id_} if id_ else {}) for i, id_ in enumerate(ids)
+        {"role": "tool", "content": f"r{i}"} | ({"tool_call_id": id_} if id_ else {})
+        for i, id_ in enumerate(ids)
     ]
     return [*chat("user: hi"), {"role": "assistant", "content": None, "tool_calls": calls}, *results]
 
 
 def test_a_user_message_behind_a_result_joins_it_if_turns_must_change() -> None:
-    messages = [*called_by("abcdefgh1"), *chat("user: and?", "user: now?", "assistant: wet", "user: bye")]
+    messages = [
+        *called_by("abcdefgh1"),
+        *chat("user: and?", "user: now?", "assistant: wet", "user: bye"),
+    ]
     text = TURNS_OR_CALLS.render(messages, add_generation_prompt=False)
     assert text.endswith("[result abcdefgh1]r0\n\nand?\n\nnow?[/][assistant]wet[/][user]bye[/]")
     assert ANY_ROLE.render(messages, add_generation_prompt=False).endswith(
@@ -179,7 +214,9 @@ def test_a_user_message_behind_a_result_joins_it_if_turns_must_change() -> None:
     )
 
 
-@pytest.mark.parametrize("ids", [("call_0123456789abcdef", "toolu_01", "abcdefgh1"), (None, None), ("call_1", None)])
+@pytest.mark.parametrize(
+    "ids", [("call_0123456789abcdef", "toolu_01", "abcdefgh1"), (None, None), ("call_1", None)]
+)
 def test_ids_of_calls_have_the_form_that_the_template_wants(ids: tuple[str | None, ...]) -> None:
     text = TURNS_OR_CALLS.render(called_by(*ids))
     written = re.findall(r"\[call (\w{9}) ", text)
@@ -190,27 +227,38 @@ def test_ids_of_calls_have_the_form_that_the_template_wants(ids: tuple[str | Non
 
 def test_ids_stay_where_any_will_do() -> None:
     shown = ChatTemplate(
-        EACH + "{%- for c in m.tool_calls -%}{{ c.id }}{%- endfor -%}{{ m.tool_call_id }}{{ m.content }}" + END
+        EACH
+        + "{%- for c in m.tool_calls -%}{{ c.id }}{%- endfor -%}{{ m.tool_call_id }}{{ m.content }}"
+        + END
     )
     assert "call_0123456789abcdef" in shown.render(called_by("call_0123456789abcdef"))
 
 
 def test_earlier_messages_keep_their_text_when_a_later_system_message_comes() -> None:
     """A moved message stays near its place, so that the prefix cache keeps the text before it."""
-    before = STRICT.render(chat("system: A.", "user: hi", "assistant: yes", "user: bye"), add_generation_prompt=False)
+    before = STRICT.render(
+        chat("system: A.", "user: hi", "assistant: yes", "user: bye"), add_generation_prompt=False
+    )
     after = STRICT.render(
-        chat("system: A.", "user: hi", "assistant: yes", "user: bye", "system: B."), add_generation_prompt=False
+        chat("system: A.", "user: hi", "assistant: yes", "user: bye", "system: B."),
+        add_generation_prompt=False,
     )
     assert after == before.removesuffix("[/]") + "\n\nB.[/]"
 
 
 def test_a_template_that_fails_on_everything_gets_the_chat_as_it_was_sent() -> None:
-    failing = ChatTemplate("{{ raise_exception('not ' + messages[0].role + ' ' + (messages | length) | string) }}")
-    with pytest.raises(RequestError, match=r"refuses the messages: not system 3; --chat-template takes another one"):
+    failing = ChatTemplate(
+        "{{ raise_exception('not ' + messages[0].role + ' ' + (messages | length) | string) }}"
+    )
+    with pytest.raises(
+        RequestError, match=r"refuses the messages: not system 3; --chat-template takes another one"
+    ):
         failing.render(chat(*LATE))
 
 
-def test_an_ability_is_not_learnt_from_a_process_that_got_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ability_is_not_learnt_from_a_process_that_got_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     template = ChatTemplate(STRICT.source)
     box = template._renderer._box
     monkeypatch.setattr(box, "ask", lambda line, seconds: {"failed": "slow", STALLED: "no time"})
@@ -229,7 +277,9 @@ def test_each_ability_is_asked_for_once() -> None:
 
     able = Abilities("{{ text }} 'developer'", render)
     for _ in range(3):
-        assert able.takes_system and able.knows_developer and able.takes_both and not able.takes_parts_only
+        assert (
+            able.takes_system and able.knows_developer and able.takes_both and not able.takes_parts_only
+        )
         assert able.takes_late("system") and able.takes_late("developer")
     assert len(asked) == 6
 
@@ -273,7 +323,9 @@ def test_a_template_that_looks_for_a_question_finds_an_empty_one(turns: tuple[st
 AS_ITEMS = "{% for k, v in c.function.arguments | items %}({{ k }}={{ v }}){% endfor %}"
 AS_TEXT = "{{ '(' + c.function.arguments + ')' }}"
 AS_JSON = "({{ c.function.arguments | tojson }})"
-AS_EITHER = "({{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }})"
+AS_EITHER = (
+    "({{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }})"
+)
 MISTRAL = "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}({{ c.function.arguments | tojson }})"
 MISSING = object()
 
@@ -308,7 +360,9 @@ def called(arguments: Any) -> dict[str, Any]:
         (MISTRAL, '{"at":1}', 'look({"at": 1})'),
     ],
 )
-def test_arguments_have_the_form_that_the_template_writes(source: str, arguments: Any, shown: str) -> None:
+def test_arguments_have_the_form_that_the_template_writes(
+    source: str, arguments: Any, shown: str
+) -> None:
     calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}" + source + "{% endfor %}"
     template = ChatTemplate(EACH + calls + END)
     assert template.render([*chat("user: hi"), called(arguments)], add_generation_prompt=False) == shown
@@ -323,7 +377,13 @@ def test_calls_that_are_none_are_no_field(calls: Any) -> None:
         + "{%- endif -%}"
         + END
     )
-    message = {"role": "assistant", "content": "Hello.", "tool_calls": calls, "function_call": None, "refusal": None}
+    message = {
+        "role": "assistant",
+        "content": "Hello.",
+        "tool_calls": calls,
+        "function_call": None,
+        "refusal": None,
+    }
     assert shows.render([message], add_generation_prompt=False) == "[assistant]Hello.[/]"
 
 
@@ -344,7 +404,12 @@ def function(**fields: Any) -> list[dict[str, Any]]:
 def test_a_tools_fields_come_out_in_the_order_in_which_they_were_sent() -> None:
     sent = [
         {
-            "function": {"zeta": 1, "parameters": {"b": {"z": 1, "a": 2}, "a": []}, "name": "n", "description": "d"},
+            "function": {
+                "zeta": 1,
+                "parameters": {"b": {"z": 1, "a": 2}, "a": []},
+                "name": "n",
+                "description": "d",
+            },
             "type": "function",
             "x": 1,
         }
@@ -357,7 +422,10 @@ def test_a_tools_fields_come_out_in_the_order_in_which_they_were_sent() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"name": "now"}, '"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}'),
+        (
+            {"name": "now"},
+            '"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}',
+        ),
         (
             {"parameters": {"type": "object"}, "name": "now", "description": None},
             '"parameters": {"type": "object"}, "name": "now", "description": ""',
@@ -369,7 +437,10 @@ def test_a_tools_fields_come_out_in_the_order_in_which_they_were_sent() -> None:
     ],
 )
 def test_absent_fields_of_a_tool_are_empty(fields: dict[str, Any], text: str) -> None:
-    assert TOJSON.render(USER, tools=function(**fields)) == '{"type": "function", "function": {' + text + "}}"
+    assert (
+        TOJSON.render(USER, tools=function(**fields))
+        == '{"type": "function", "function": {' + text + "}}"
+    )
 
 
 @pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}])
@@ -384,7 +455,9 @@ def test_messages_and_parts_are_as_many_as_agents_send() -> None:
 
 
 def test_refusals_of_a_template_name_the_flag_for_another() -> None:
-    with pytest.raises(RequestError, match=r"fails on these messages: .*; --chat-template takes another one"):
+    with pytest.raises(
+        RequestError, match=r"fails on these messages: .*; --chat-template takes another one"
+    ):
         ChatTemplate("{{ messages[0].a.b.c }}").render(USER)
     with pytest.raises(RequestError, match=r"does not compile: .*; --chat-template takes another one"):
         ChatTemplate("{% if %}").render(USER)
@@ -394,8 +467,16 @@ def test_refusals_of_a_template_name_the_flag_for_another() -> None:
     ("source", "tools", "calls"),
     [
         ("{{ messages[0].content }}", False, False),
-        ("{{ messages[0].content }}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}", True, False),
-        ("{% for m in messages %}{{ m.content }}{{ (m.tool_calls or []) | tojson }}{% endfor %}", False, True),
+        (
+            "{{ messages[0].content }}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}",
+            True,
+            False,
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{{ (m.tool_calls or []) | tojson }}{% endfor %}",
+            False,
+            True,
+        ),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", False, False),
         (
             "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m | tojson }}{% endfor %}",

@@ -54,7 +54,9 @@ def test_a_template_works_again_after_its_process_was_killed(monkeypatch):
     monkeypatch.setattr(template_module, "TIME_S", 1.0)
     template = ChatTemplate(
         "{% if messages[0].content == 'die' %}{{ 'a' * 10**9 }}{% endif %}"
-        "{% if messages[0].content == 'hang' %}" + HOSTILE["loops"] + "{% endif %}{{ messages[0].content }}"
+        "{% if messages[0].content == 'hang' %}"
+        + HOSTILE["loops"]
+        + "{% endif %}{{ messages[0].content }}"
     )
     for content in ("die", "hang"):
         with pytest.raises(RequestError):
@@ -94,7 +96,9 @@ def test_threads_get_their_own_answers():
     def work(i: int) -> None:
         for n in range(20):
             content = f"{i}-{n}-" + "y" * (i * 30000)
-            answers[i, n] = f"user\n{content}<|im_end|>" in template.render([{"role": "user", "content": content}])
+            answers[i, n] = f"user\n{content}<|im_end|>" in template.render(
+                [{"role": "user", "content": content}]
+            )
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
     for thread in threads:
@@ -106,7 +110,10 @@ def test_threads_get_their_own_answers():
 
 def test_messages_larger_than_a_pipe_go_through():
     content = "\U0001f642" * 1_000_000
-    assert ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": content}]) == content
+    assert (
+        ChatTemplate("{{ messages[0].content }}").render([{"role": "user", "content": content}])
+        == content
+    )
 
 
 def test_descriptors_above_1023_are_no_obstacle():
@@ -143,7 +150,9 @@ print(template._renderer.process.pid, flush=True)
 
 @pytest.mark.parametrize("end", ["", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
 def test_no_process_outlives_its_parent(end):
-    done = subprocess.run([sys.executable, "-c", RENDER + end], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", RENDER + end], capture_output=True, text=True, timeout=60
+    )
     pid, deadline = int(done.stdout), time.monotonic() + 10
     while time.monotonic() < deadline and alive(pid):
         time.sleep(0.02)

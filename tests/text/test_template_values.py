@@ -19,7 +19,11 @@ TOOLS = ChatTemplate(
     "{% for t in tools %}{{ t | tojson }}|{{ t.function.description }}{% endfor %}<|im_start|>{{ extra }}{% for m in messages %}"
     "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}<|im_end|>"
 )
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b": "x", "a": [1, null]}'}}
+CALL = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "f", "arguments": '{"b": "x", "a": [1, null]}'},
+}
 CALLED: list[dict[str, Any]] = [
     {"role": "user", "content": "hi"},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -28,7 +32,10 @@ CALLED: list[dict[str, Any]] = [
 
 
 def tool(description: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", "description": description, "parameters": {"<B>": [ATTACK]}}}
+    return {
+        "type": "function",
+        "function": {"name": "f", "description": description, "parameters": {"<B>": [ATTACK]}},
+    }
 
 
 def controls(ids: list[int]) -> list[str]:
@@ -37,7 +44,10 @@ def controls(ids: list[int]) -> list[str]:
 
 def test_control_text_in_tools_calls_and_values_stays_text() -> None:
     call = {"function": {"name": "f", "arguments": json.dumps({"x": ATTACK})}}
-    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     values: dict[str, Any] = {"tools": [tool(ATTACK)], "kwargs": {"extra": ["<|im_start|>", ATTACK]}}
     ids = TOOLS.encode(TOKENIZER, messages, **values)
     assert controls(ids) == ["<|im_start|>", "<|im_end|>"], "the template's own"
@@ -59,7 +69,9 @@ def test_a_template_that_changes_hidden_text_is_refused() -> None:
 
 
 def test_values_that_are_not_shown_may_hold_anything() -> None:
-    assert controls(TOOLS.encode(TOKENIZER, [{"role": "user", "content": "hi"}], kwargs={"unused": ATTACK})) == [
+    assert controls(
+        TOOLS.encode(TOKENIZER, [{"role": "user", "content": "hi"}], kwargs={"unused": ATTACK})
+    ) == [
         "<|im_start|>",
         "<|im_end|>",
     ]
@@ -75,7 +87,10 @@ def test_values_that_are_not_shown_may_hold_anything() -> None:
         ),
         ("{{ c.arguments }}", CALL["function"]["arguments"]),
         ("{{ '(' + c.arguments + ')' }}", f"({CALL['function']['arguments']})"),
-        ("{{ c.arguments if c.arguments is string else c.arguments | tojson }}", '{"b": "x", "a": [1, null]}'),
+        (
+            "{{ c.arguments if c.arguments is string else c.arguments | tojson }}",
+            '{"b": "x", "a": [1, null]}',
+        ),
     ],
 )
 def test_arguments_are_objects_or_text_as_the_template_shows_them(source: str, shown: str) -> None:
@@ -90,4 +105,6 @@ def test_arguments_are_objects_or_text_as_the_template_shows_them(source: str, s
 def test_an_answer_that_has_begun_stands_behind_the_prompt() -> None:
     messages = [{"role": "user", "content": ATTACK}]
     ids = TOOLS.encode(TOKENIZER, messages, begun="<B>Well")
-    assert TOKENIZER.decode(ids, special=True).endswith("<|im_end|><B>Well") and controls(ids)[-1] == "<B>"
+    assert (
+        TOKENIZER.decode(ids, special=True).endswith("<|im_end|><B>Well") and controls(ids)[-1] == "<B>"
+    )

@@ -10,7 +10,9 @@ from text_vocab import bpe, spm
 from pyspec.text.stream import TextStream
 from pyspec.text.tokenizer import Tokenizer
 
-TOKENIZER = Tokenizer.from_metadata(bpe(words=["aab", "ba", "the", "\n\n"], control=["<|im_end|>", "<|mask|>"]))
+TOKENIZER = Tokenizer.from_metadata(
+    bpe(words=["aab", "ba", "the", "\n\n"], control=["<|im_end|>", "<|mask|>"])
+)
 ALPHABET = [*b"ab\n \xf0\x9f\x99\x82\xc3\xa9\xff", *range(256, TOKENIZER.n_vocab)]
 STOPS = st.lists(st.text("ab \n\u00e9\U0001f642te", min_size=1, max_size=4), max_size=4)
 
@@ -69,7 +71,9 @@ def test_of_several_stops_the_first_in_the_text_counts_and_of_those_the_longest(
     assert TextStream(TOKENIZER, ["end", "en"]).push(TOKENIZER.encode("end")).stopped == "en"
 
 
-@pytest.mark.parametrize(("ids", "rest"), [(b"\xf0\x9f", "\ufffd"), (b"ab\xc3", "ab\ufffd"), (b"a", "a"), (b"x", "")])
+@pytest.mark.parametrize(
+    ("ids", "rest"), [(b"\xf0\x9f", "\ufffd"), (b"ab\xc3", "ab\ufffd"), (b"a", "a"), (b"x", "")]
+)
 def test_the_end_releases_the_held_text(ids, rest):
     stream = TextStream(TOKENIZER, ["abcd"])
     stream.push(list(ids))

@@ -15,7 +15,15 @@ import pyspec
 from pyspec.gguf import open_gguf
 from pyspec.text import tokenizer as tokenizer_module
 from pyspec.text.tokenizer import Tokenizer
-from pyspec.text.vocab import BYTE_CHARS, CONTROL, CONTROL_TEXTS, EOG_TEXTS, NORMAL, USER_DEFINED, FimMarks
+from pyspec.text.vocab import (
+    BYTE_CHARS,
+    CONTROL,
+    CONTROL_TEXTS,
+    EOG_TEXTS,
+    NORMAL,
+    USER_DEFINED,
+    FimMarks,
+)
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FILES = {name: FIXTURES / f"{name}.gguf" for name in ("llama", "qwen3", "qwen35")}
@@ -86,7 +94,9 @@ def test_the_longest_of_overlapping_tokens_wins():
 
 def test_end_of_generation_is_known_by_id_and_by_text():
     keys = {"eos_token_id": 0, "eot_token_id": 1, "fim_pad_token_id": 2}
-    tokenizer = Tokenizer.from_metadata(bpe(control=["<|im_end|>", "<|im_start|>", "<|endoftext|>"], keys=keys))
+    tokenizer = Tokenizer.from_metadata(
+        bpe(control=["<|im_end|>", "<|im_start|>", "<|endoftext|>"], keys=keys)
+    )
     assert tokenizer.eog == {0, 1, 2, 256, 258}
 
 
@@ -114,7 +124,10 @@ def test_end_texts_are_control_tokens_with_any_type_in_the_file(kind):
 
 
 def test_the_tables_hold_deepseek_s_spelling():
-    assert "<\uff5cend\u2581of\u2581sentence\uff5c>" in EOG_TEXTS and "<\uff5cfim\u2581hole\uff5c>" in CONTROL_TEXTS
+    assert (
+        "<\uff5cend\u2581of\u2581sentence\uff5c>" in EOG_TEXTS
+        and "<\uff5cfim\u2581hole\uff5c>" in CONTROL_TEXTS
+    )
     assert not any("BAR" in text for text in CONTROL_TEXTS)
 
 
@@ -127,7 +140,9 @@ PIECES = Tokenizer.from_metadata(spm())
 def test_decoding_gives_the_text_back(text, parse):
     assert DEMO.decode(DEMO.encode(text, parse_special=parse), special=True) == text
     # "\u2581" is SentencePiece's space, so it can not come back as itself
-    assert PIECES.decode(PIECES.encode(text, add_special=False, parse_special=False)) == text.replace("\u2581", " ")
+    assert PIECES.decode(PIECES.encode(text, add_special=False, parse_special=False)) == text.replace(
+        "\u2581", " "
+    )
 
 
 @settings(max_examples=50, deadline=None)
@@ -138,7 +153,13 @@ def test_half_surrogates_do_no_harm(text):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["the ", " hello", "<s>", "<think>", "th", "is", "[INST]"]), st.booleans())))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["the ", " hello", "<s>", "<think>", "th", "is", "[INST]"]), st.booleans()
+        )
+    )
+)
 def test_parts_are_encoded_as_one_text_cut_at_matched_tokens(parts):
     ids = PIECES.encode_parts(parts)
     shown, got = (
@@ -179,7 +200,9 @@ def test_a_tokenizer_with_nfc_gives_composed_and_apart_letters_the_same_ids():
     composed, apart = "\u00e9", "e\u0301"
     meta = bpe()
     assert Tokenizer.from_metadata(meta).encode(apart) != Tokenizer.from_metadata(meta).encode(composed)
-    assert Tokenizer.from_metadata(meta, norm="nfc").encode(apart) == Tokenizer.from_metadata(meta).encode(composed)
+    assert Tokenizer.from_metadata(meta, norm="nfc").encode(apart) == Tokenizer.from_metadata(
+        meta
+    ).encode(composed)
 
 
 def test_tokens_that_are_no_utf8_keep_their_bytes():
@@ -272,7 +295,14 @@ def test_a_long_text_without_words_has_the_ids_of_the_whole(pre, monkeypatch):
 
 
 def test_marks_of_a_gap_are_found_by_id_and_by_text() -> None:
-    texts = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
+    texts = [
+        "<|fim_prefix|>",
+        "<|fim_suffix|>",
+        "<|fim_middle|>",
+        "<|fim_pad|>",
+        "<|repo_name|>",
+        "<|file_sep|>",
+    ]
     assert Tokenizer.from_metadata(bpe(control=texts)).fim == FimMarks(256, 257, 258, 260, 261)
     assert Tokenizer.from_metadata(bpe()).fim == FimMarks()
     keys = {"fim_pre_token_id": 65, "suffix_token_id": 66, "middle_token_id": 9999}

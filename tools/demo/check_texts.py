@@ -31,7 +31,9 @@ def answers(draft: str, np: int, device: str, cases: list[dict]) -> list[Result]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("settings", nargs="+", metavar="DRAFTER:NP")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 
 TABLES, CODE, facts = (
-    tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text()) for name in ("chats", "code_patterns", "facts")
+    tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text())
+    for name in ("chats", "code_patterns", "facts")
 )
 FACTS = SimpleNamespace(**facts)
 LOSS_BIT = 0x8000
@@ -46,7 +47,9 @@ def a_an(w):
 
 
 def made_up(r):
-    return "".join(r.choice(SYL) for _ in range(r.randint(2, 4))) + r.choice(["", "n", "r", "l", "s", "x"])
+    return "".join(r.choice(SYL) for _ in range(r.randint(2, 4))) + r.choice(
+        ["", "n", "r", "l", "s", "x"]
+    )
 
 
 def plural(w):
@@ -155,7 +158,10 @@ def fam_count(r):
         a = r.choice([0, step, 1])
         w = {2: "twos", 3: "threes", 5: "fives", 10: "tens"}.get(step, f"{step}")
         return [
-            (ask(r, f"Count by {w} from {a} to {a + step * n}"), ", ".join(str(a + i * step) for i in range(n + 1)))
+            (
+                ask(r, f"Count by {w} from {a} to {a + step * n}"),
+                ", ".join(str(a + i * step) for i in range(n + 1)),
+            )
         ]
     if k == 2:
         a = r.randint(4, 30)
@@ -167,11 +173,19 @@ def fam_count(r):
             )
         ]
     if k == 3 and r.random() < 0.4:
-        w = r.choice(FACTS.NOUNS + FACTS.ITEMS + list(FACTS.WORDS) + FACTS.LISTS["fruits"] + FACTS.LISTS["flowers"])
+        w = r.choice(
+            FACTS.NOUNS
+            + FACTS.ITEMS
+            + list(FACTS.WORDS)
+            + FACTS.LISTS["fruits"]
+            + FACTS.LISTS["flowers"]
+        )
         ch = r.choice(w if r.random() < 0.85 else "aeiorst")
         n = w.count(ch)
         q = r.choice(say("count.t1", ch=ch, w=w))
-        return [(q, f'{"-".join(w)}\nThe letter {ch} appears {n} {"time" if n == 1 else "times"} in "{w}".')]
+        return [
+            (q, f'{"-".join(w)}\nThe letter {ch} appears {n} {"time" if n == 1 else "times"} in "{w}".')
+        ]
     if k == 3:
         w = r.choice(FACTS.NOUNS + FACTS.ITEMS + list(FACTS.WORDS))
         q = r.choice(say("count.t2", w=w))
@@ -182,17 +196,23 @@ def fam_count(r):
         return [
             (
                 r.choice([f"How many words are in this sentence? {s}", f"Count the words: {s}"]),
-                "\n".join(f"{i}. {w}" for i, w in enumerate(s[:-1].split(), 1)) + f"\nThe sentence has {n} words.",
+                "\n".join(f"{i}. {w}" for i, w in enumerate(s[:-1].split(), 1))
+                + f"\nThe sentence has {n} words.",
             )
         ]
     if k == 5 and r.random() < 0.5:
         n = r.randint(3, 12)
         return [
-            (ask(r, r.choice(say("count.t3", x1=DIGITS[n], n=n, x2=DIGITS[n]))), ", ".join(map(str, range(1, n + 1))))
+            (
+                ask(r, r.choice(say("count.t3", x1=DIGITS[n], n=n, x2=DIGITS[n]))),
+                ", ".join(map(str, range(1, n + 1))),
+            )
         ]
     if k == 5:
         n = r.randint(2, 12)
-        return [(ask(r, f"Write the numbers from one to {DIGITS[n]} in words"), ", ".join(DIGITS[1 : n + 1]))]
+        return [
+            (ask(r, f"Write the numbers from one to {DIGITS[n]} in words"), ", ".join(DIGITS[1 : n + 1]))
+        ]
     if k == 6:
         n = r.randint(3, 10)
         it = r.choice(FACTS.ITEMS)
@@ -205,7 +225,10 @@ def fam_count(r):
         seq = [start + d * i for i in range(6)]
         why = f"Each number is {d} more than the one before it"
     return [
-        (r.choice(say("count.t4")).format(", ".join(map(str, seq[:-1]))), f"{why}, so the next number is {seq[-1]}.")
+        (
+            r.choice(say("count.t4")).format(", ".join(map(str, seq[:-1]))),
+            f"{why}, so the next number is {seq[-1]}.",
+        )
     ]
 
 
@@ -263,9 +286,13 @@ def fam_math(r):
             )
         ]
     if k == 6:
-        q = r.choice([f"Which is larger, {a} or {b}?", f"Is {a} greater than {b}?", f"Compare {a} and {b}."])
+        q = r.choice(
+            [f"Which is larger, {a} or {b}?", f"Is {a} greater than {b}?", f"Compare {a} and {b}."]
+        )
         if q.startswith("Is"):
-            return [(q, f"Yes, {a} is greater than {b}." if a > b else f"No, {a} is not greater than {b}.")]
+            return [
+                (q, f"Yes, {a} is greater than {b}." if a > b else f"No, {a} is not greater than {b}.")
+            ]
         return [(q, f"{a} and {b} are equal." if a == b else f"{max(a, b)} is larger than {min(a, b)}.")]
     if k == 7:
         xs = num_list(r, 3, 5, r.choice([10, 20, 50]))
@@ -273,9 +300,9 @@ def fam_math(r):
         for x in xs[1:]:
             out.append(f"{s} + {x} = {s + x}")
             s += x
-        q = r.choice(["What is the sum of {}?", "Add these numbers: {}", "Sum: {}", "Add up {}."]).format(
-            ", ".join(map(str, xs))
-        )
+        q = r.choice(
+            ["What is the sum of {}?", "Add these numbers: {}", "Sum: {}", "Add up {}."]
+        ).format(", ".join(map(str, xs)))
         return [(q, "\n".join(out) + f"\nThe sum is {s}.")]
     if k == 8:
         n = r.choice([2, 4, 5])
@@ -288,7 +315,9 @@ def fam_math(r):
         s = sum(xs)
         return [
             (
-                r.choice(["What is the average of {}?", "Find the mean of {}."]).format(", ".join(map(str, xs))),
+                r.choice(["What is the average of {}?", "Find the mean of {}."]).format(
+                    ", ".join(map(str, xs))
+                ),
                 f"The sum is {s}.\nThere are {n} numbers.\n{s} / {n} = {s // n}\nThe average is {s // n}.",
             )
         ]
@@ -296,7 +325,11 @@ def fam_math(r):
         q = r.choice([f"Is {a} even or odd?", f"Is {a} an even number?"])
         return [(q, f"{a} is {'even' if a % 2 == 0 else 'odd'} because it ends in {a % 10}.")]
     n, it = r.choice(FACTS.NAMES), r.choice(FACTS.ITEMS)
-    its = it + ("es" if it.endswith(("x", "sh", "ch")) else "s") if it not in ("knife", "bread", "soap") else "books"
+    its = (
+        it + ("es" if it.endswith(("x", "sh", "ch")) else "s")
+        if it not in ("knife", "bread", "soap")
+        else "books"
+    )
     if k == 10:
         a, b = r.randint(2, 30), r.randint(1, 20)
         if r.random() < 0.5:
@@ -346,7 +379,12 @@ def fam_lists(r):
                 r.choice([f"Sort {ref}", f"Sort {ref}"] if i else say("lists.t1", ref=ref, head=head))
                 if not use_words
                 else r.choice(
-                    [f"Sort {ref}", f"Put {ref} in alphabetical order" if i else f"Put in alphabetical order: {head}"]
+                    [
+                        f"Sort {ref}",
+                        f"Put {ref} in alphabetical order"
+                        if i
+                        else f"Put in alphabetical order: {head}",
+                    ]
                 )
             )
             xs = sorted(xs)
@@ -380,16 +418,24 @@ def fam_lists(r):
                 )
                 best = f(xs, key=len)
                 turns.append(
-                    (q, f"The {'longest' if f is max else 'shortest'} word is {best} with {len(best)} letters.")
+                    (
+                        q,
+                        f"The {'longest' if f is max else 'shortest'} word is {best} with {len(best)} letters.",
+                    )
                 )
             else:
-                q = f"What is the {'largest' if f is max else 'smallest'} of {ref if i == 0 else 'these numbers'}" + "?"
+                q = (
+                    f"What is the {'largest' if f is max else 'smallest'} of {ref if i == 0 else 'these numbers'}"
+                    + "?"
+                )
                 turns.append((q, f"The {'largest' if f is max else 'smallest'} number is {f(xs)}."))
             continue
         elif op == 5:
             n = r.randint(1, min(3, len(xs)))
             end = r.choice(["first", "last"])
-            q = f"Give me the {end} {n} {'items' if n > 1 else 'item'}" + (f" of {head}" if i == 0 else "")
+            q = f"Give me the {end} {n} {'items' if n > 1 else 'item'}" + (
+                f" of {head}" if i == 0 else ""
+            )
             xs = xs[:n] if end == "first" else xs[-n:]
         elif op == 6 and not use_words:
             m = r.choice([2, 3, 10])
@@ -408,7 +454,12 @@ def fam_lists(r):
             style = r.choice(["bullet", "number"])
             q = f"Write {'it' if i else head} as a {'bullet' if style == 'bullet' else 'numbered'} list"
             turns.append(
-                (ask(r, q), "\n".join((f"- {x}" if style == "bullet" else f"{j}. {x}") for j, x in enumerate(xs, 1)))
+                (
+                    ask(r, q),
+                    "\n".join(
+                        (f"- {x}" if style == "bullet" else f"{j}. {x}") for j, x in enumerate(xs, 1)
+                    ),
+                )
             )
             continue
         elif op == 9:
@@ -494,12 +545,20 @@ def fam_json(r):
             if m == 0:
                 kk = r.choice(keys)
                 turns.append(
-                    (r.choice([f"What is the {kk}?", f"Which {kk} is in it?"]), f"The {kk} is {val(rec[kk])}.")
+                    (
+                        r.choice([f"What is the {kk}?", f"Which {kk} is in it?"]),
+                        f"The {kk} is {val(rec[kk])}.",
+                    )
                 )
             elif m == 1:
                 kk = r.choice([f for f in FIELDS if f not in rec])
                 rec[kk] = FIELDS[kk](r)
-                turns.append((ask(r, f"Add the field {kk} with the value {val(rec[kk])}"), wrap(dump(r, rec, ind))))
+                turns.append(
+                    (
+                        ask(r, f"Add the field {kk} with the value {val(rec[kk])}"),
+                        wrap(dump(r, rec, ind)),
+                    )
+                )
             elif m == 2:
                 kk = r.choice(list(rec))
                 rec[kk] = FIELDS[kk](r)
@@ -575,7 +634,12 @@ def fam_table(r):
         "a markdown table": md_of(keys, recs),
     }
     src, dst = r.sample(list(forms), 2)
-    turns = [(ask(r, r.choice(say("table.t1")).format(s=src.replace("a ", ""), d=dst, t=forms[src])), forms[dst])]
+    turns = [
+        (
+            ask(r, r.choice(say("table.t1")).format(s=src.replace("a ", ""), d=dst, t=forms[src])),
+            forms[dst],
+        )
+    ]
     for _ in range(r.choice([0, 0, 1, 2])):
         m = r.randrange(4)
         k = r.choice(keys)
@@ -604,7 +668,9 @@ def fam_table(r):
                 turns.append(
                     (
                         ask(r, f"Sort the rows by {k}"),
-                        body(keys, recs) if body else "[\n" + ",\n".join("  " + json.dumps(x) for x in recs) + "\n]",
+                        body(keys, recs)
+                        if body
+                        else "[\n" + ",\n".join("  " + json.dumps(x) for x in recs) + "\n]",
                     )
                 )
     if r.random() < 0.25:
@@ -613,7 +679,9 @@ def fam_table(r):
         xs = r.sample(FACTS.LISTS[cat], n)
         rows = [{"item": x, "price": r.randint(1, 30)} for x in xs]
         src = ", ".join(f"{x['item']} {x['price']}" for x in rows)
-        turns = [(ask(r, f"Make a table of these items and prices: {src}"), md_of(["item", "price"], rows))]
+        turns = [
+            (ask(r, f"Make a table of these items and prices: {src}"), md_of(["item", "price"], rows))
+        ]
     return turns
 
 
@@ -638,7 +706,9 @@ def fam_code(r):
         [
             f"Write a Python function{extra} that {what}",
             f"Write a function{extra} in Python that {what}",
-            f"Write Python code that {what}" if not given else f"Write a Python function{extra} that {what}",
+            f"Write Python code that {what}"
+            if not given
+            else f"Write a Python function{extra} that {what}",
             f"Implement a function{extra} that {what}",
             f"Give me a Python function{extra} that {what}",
             f"Code a function{extra} that {what}",
@@ -683,7 +753,9 @@ def fam_code(r):
         elif m == 1:
             turns.append(
                 (
-                    ask(r, r.choice(["Show me how to use it", "Give me an example", "How do I call it?"])),
+                    ask(
+                        r, r.choice(["Show me how to use it", "Give me an example", "How do I call it?"])
+                    ),
                     f"```python\n{ex}" + (f"  # {res}" if res else "") + "\n```",
                 )
             )
@@ -699,7 +771,12 @@ def fam_code(r):
         elif m == 4 and '"""' not in turns[-1][1]:
             i = src.index("def ")
             j = src.index(":\n", i) + 2
-            turns.append((ask(r, "Add a docstring"), f'```python\n{src[:j]}    """{cap(what)}."""\n{src[j:]}\n```'))
+            turns.append(
+                (
+                    ask(r, "Add a docstring"),
+                    f'```python\n{src[:j]}    """{cap(what)}."""\n{src[j:]}\n```',
+                )
+            )
         else:
             turns.append((r.choice(["Thanks", "Thank you!"]), "You are welcome!"))
             break
@@ -721,7 +798,9 @@ def fam_print(r):
     ]
     src, out = progs[k]
     if r.random() < 0.5:
-        return [(f"What does this program print?\n```python\n{src}\n```", f"It prints:\n```\n{out}\n```")]
+        return [
+            (f"What does this program print?\n```python\n{src}\n```", f"It prints:\n```\n{out}\n```")
+        ]
     return [
         (
             ask(r, f"Write a Python loop that prints the numbers from 1 to {n}"),
@@ -819,7 +898,8 @@ def fam_poem(r):
     t = (
         r.choice(topics)
         if r.random() < 0.5
-        else r.choice(["the ", "a "]) + r.choice([x for x in FACTS.NOUNS + list(FACTS.ANIMALS) if x[0] not in "aeiou"])
+        else r.choice(["the ", "a "])
+        + r.choice([x for x in FACTS.NOUNS + list(FACTS.ANIMALS) if x[0] not in "aeiou"])
         if r.random() < 0.8
         else r.choice(say("poem.t2"))
     )
@@ -829,7 +909,12 @@ def fam_poem(r):
         last = say("poem.t4")
         return [
             (
-                ask(r, r.choice([f"Write a haiku about {t}", f"Haiku about {t}", f"Make a haiku about {t}"])),
+                ask(
+                    r,
+                    r.choice(
+                        [f"Write a haiku about {t}", f"Haiku about {t}", f"Make a haiku about {t}"]
+                    ),
+                ),
                 "\n".join([r.choice(first), r.choice(mid), r.choice(last)]),
             )
         ]
@@ -901,13 +986,22 @@ def fam_rewrite(r):
         w = r.choice(list(FACTS.PLURAL))
         if r.random() < 0.7:
             return [(r.choice(say("rewrite.t2", w=w)), f'The plural of "{w}" is "{FACTS.PLURAL[w]}".')]
-        return [(f"What is the singular of {FACTS.PLURAL[w]}?", f'The singular of "{FACTS.PLURAL[w]}" is "{w}".')]
+        return [
+            (
+                f"What is the singular of {FACTS.PLURAL[w]}?",
+                f'The singular of "{FACTS.PLURAL[w]}" is "{w}".',
+            )
+        ]
     if k == 5:
         v = r.choice(list(FACTS.PAST))
         return [(r.choice(say("rewrite.t3", v=v)), f'The past tense of "{v}" is "{FACTS.PAST[v]}".')]
     v = r.choice([x for x in OBJ if x in FACTS.PAST])
     n = r.choice(FACTS.NAMES)
-    pres, past, fut = (f"{n} {third(v)} {OBJ[v]}.", f"{n} {FACTS.PAST[v]} {OBJ[v]}.", f"{n} will {v} {OBJ[v]}.")
+    pres, past, fut = (
+        f"{n} {third(v)} {OBJ[v]}.",
+        f"{n} {FACTS.PAST[v]} {OBJ[v]}.",
+        f"{n} will {v} {OBJ[v]}.",
+    )
     if k == 6:
         return [(ask(r, r.choice(say("rewrite.t4")).format(pres)), past)]
     if k == 7:
@@ -945,7 +1039,9 @@ def fam_edit(r):
     w = r.choice([x for x in words if len(x) > 2])
     new = r.choice(FACTS.NOUNS)
     if k <= 3:
-        out = " ".join(new + ("." if t.endswith(".") else "") if t.strip(".") == w else t for t in s.split())
+        out = " ".join(
+            new + ("." if t.endswith(".") else "") if t.strip(".") == w else t for t in s.split()
+        )
         return [(ask(r, r.choice(say("edit.t2")).format(a=w, b=new, s=s)), out)]
     if k == 4:
         t = [x for x in s.split() if x.strip(".") != w]
@@ -977,7 +1073,9 @@ def fam_facts(r):
         c = r.choice(list(FACTS.CAPITALS))
         return [
             (
-                r.choice(say("facts.t2", x1=FACTS.CAPITALS[c], x2=FACTS.CAPITALS[c], x3=FACTS.CAPITALS[c])),
+                r.choice(
+                    say("facts.t2", x1=FACTS.CAPITALS[c], x2=FACTS.CAPITALS[c], x3=FACTS.CAPITALS[c])
+                ),
                 f"{FACTS.CAPITALS[c]} is the capital of {c}.",
             )
         ]
@@ -1001,7 +1099,12 @@ def fam_facts(r):
                         "Jupiter is the largest planet.",
                     )
                 ],
-                [(r.choice(["Which planet is closest to the Sun?"]), "Mercury is the planet closest to the Sun.")],
+                [
+                    (
+                        r.choice(["Which planet is closest to the Sun?"]),
+                        "Mercury is the planet closest to the Sun.",
+                    )
+                ],
                 [("Which planet is called the red planet?", "Mars is called the red planet.")],
                 [("Which planet has rings?", "Saturn is famous for its bright rings.")],
                 [("How many planets are there?", "There are eight planets in the solar system.")],
@@ -1024,7 +1127,9 @@ def fam_facts(r):
                 ],
                 [
                     (
-                        r.choice([f"How many legs does {a_an(a)} have?", f"How many legs has {a_an(a)}?"]),
+                        r.choice(
+                            [f"How many legs does {a_an(a)} have?", f"How many legs has {a_an(a)}?"]
+                        ),
                         f"{cap(a_an(a))} has {'no' if legs == 0 else DIGITS[legs]} legs.",
                     )
                 ],
@@ -1046,8 +1151,18 @@ def fam_facts(r):
         e = r.choice(list(FACTS.ELEMENTS))
         return r.choice(
             [
-                [(f"What is the chemical symbol for {e}?", f"The symbol for {e} is {FACTS.ELEMENTS[e]}.")],
-                [(f"Which element has the symbol {FACTS.ELEMENTS[e]}?", f"{FACTS.ELEMENTS[e]} is the symbol for {e}.")],
+                [
+                    (
+                        f"What is the chemical symbol for {e}?",
+                        f"The symbol for {e} is {FACTS.ELEMENTS[e]}.",
+                    )
+                ],
+                [
+                    (
+                        f"Which element has the symbol {FACTS.ELEMENTS[e]}?",
+                        f"{FACTS.ELEMENTS[e]} is the symbol for {e}.",
+                    )
+                ],
             ]
         )
     if k == 10:
@@ -1063,7 +1178,9 @@ def fam_facts(r):
         c = r.choice(FACTS.CONTINENT[z])
         return [
             (
-                r.choice([f"On which continent is {c}?", f"Where is {c}?", f"Which continent is {c} in?"]),
+                r.choice(
+                    [f"On which continent is {c}?", f"Where is {c}?", f"Which continent is {c} in?"]
+                ),
                 f"{c} is in {z}.",
             )
         ]
@@ -1077,7 +1194,12 @@ def fam_facts(r):
                         f"{FACTS.DAYS[(i + 1) % 7]} comes after {FACTS.DAYS[i]}.",
                     )
                 ],
-                [(f"Which day comes before {FACTS.DAYS[i]}?", f"{FACTS.DAYS[i - 1]} comes before {FACTS.DAYS[i]}.")],
+                [
+                    (
+                        f"Which day comes before {FACTS.DAYS[i]}?",
+                        f"{FACTS.DAYS[i - 1]} comes before {FACTS.DAYS[i]}.",
+                    )
+                ],
                 [(ask(r, "List the days of the week"), ", ".join(FACTS.DAYS))],
                 [("How many days are in a week?", "There are seven days in a week.")],
             ]
@@ -1108,7 +1230,12 @@ def fam_facts(r):
         t = r.choice(list(FACTS.THING_COLOR))
         return r.choice(
             [
-                [(f"What color do you get when you mix {x} and {y}?", f"When you mix {x} and {y} you get {z}.")],
+                [
+                    (
+                        f"What color do you get when you mix {x} and {y}?",
+                        f"When you mix {x} and {y} you get {z}.",
+                    )
+                ],
                 [(f"What color is {t}?", f"{cap(t)} is {FACTS.THING_COLOR[t]}.")],
             ]
         )
@@ -1147,10 +1274,14 @@ def fam_units(r):
         if r.random() < 0.7:
             q = r.choice(say("units.t1", n=n, a=a, b=b))
             one = {"feet": "foot", "dozen": "dozen"}.get(a, a[:-1])
-            return [(noise(r, q), f"One {one} is {m} {b}.\n{n} x {m} = {n * m}\nSo {n} {a} are {n * m} {b}.")]
+            return [
+                (noise(r, q), f"One {one} is {m} {b}.\n{n} x {m} = {n * m}\nSo {n} {a} are {n * m} {b}.")
+            ]
         q = r.choice([f"Convert {n * m} {b} to {a}.", f"How many {a} are {n * m} {b}?"])
         one = {"feet": "foot", "dozen": "dozen"}.get(a, a[:-1])
-        return [(noise(r, q), f"One {one} is {m} {b}.\n{n * m} / {m} = {n}\nSo {n * m} {b} are {n} {a}.")]
+        return [
+            (noise(r, q), f"One {one} is {m} {b}.\n{n * m} / {m} = {n}\nSo {n * m} {b} are {n} {a}.")
+        ]
     if k < 0.85:
         c = r.randint(-4, 20) * 5
         f = c * 9 // 5 + 32
@@ -1162,7 +1293,12 @@ def fam_units(r):
                         f"{c} x 9 / 5 = {c * 9 // 5}\n{c * 9 // 5} + 32 = {f}\nSo {c} C is {f} F.",
                     )
                 ],
-                [(f"Convert {f} F to Celsius.", f"{f} - 32 = {f - 32}\n{f - 32} x 5 / 9 = {c}\nSo {f} F is {c} C.")],
+                [
+                    (
+                        f"Convert {f} F to Celsius.",
+                        f"{f} - 32 = {f - 32}\n{f - 32} x 5 / 9 = {c}\nSo {f} F is {c} C.",
+                    )
+                ],
             ]
         )
     n = r.randint(1, 40)
@@ -1192,7 +1328,8 @@ def fam_explain(r):
     noun = w not in "gentle brave honest curious patient generous ancient fragile silent".split()
     art = (
         a_an(w)
-        if w not in "memory freedom courage wisdom laughter music gravity energy winter summer democracy".split()
+        if w
+        not in "memory freedom courage wisdom laughter music gravity energy winter summer democracy".split()
         and noun
         else w
     )
@@ -1224,7 +1361,9 @@ def fam_five(r):
             xs = sorted(xs)
             turns.append((ask(r, "Sort them"), ", ".join(xs)))
         elif m == 1:
-            turns.append((ask(r, r.choice(["Write them as JSON", "Make it a JSON list"])), json.dumps(xs)))
+            turns.append(
+                (ask(r, r.choice(["Write them as JSON", "Make it a JSON list"])), json.dumps(xs))
+            )
         elif m == 2:
             x = r.choice([y for y in FACTS.LISTS[cat] if y not in xs] or [xs[0]])
             turns.append((r.choice(["One more please.", "Give me one more.", "Another one?"]), x))
@@ -1312,14 +1451,21 @@ def fam_classify(r):
         r.shuffle(ys)
         return [
             (
-                r.choice(["Which one does not belong: {}?", "Find the odd one out: {}"]).format(", ".join(ys)),
+                r.choice(["Which one does not belong: {}?", "Find the odd one out: {}"]).format(
+                    ", ".join(ys)
+                ),
                 f"{cap(odd)} does not belong. The others are {cat}.",
             )
         ]
     if k == 1:
         return [(f"What are {join_and(xs)}?", f"They are {cat}.")]
     mood = r.choice(TABLES["classify"]["t2"])
-    return [(r.choice(say("classify.t3")).format(mood[0].format(r.choice(FACTS.ITEMS))), f"The text is {mood[1]}.")]
+    return [
+        (
+            r.choice(say("classify.t3")).format(mood[0].format(r.choice(FACTS.ITEMS))),
+            f"The text is {mood[1]}.",
+        )
+    ]
 
 
 FAMILIES = {
@@ -1408,7 +1554,9 @@ def make_shard(job):
 def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--out", required=True)
-    p.add_argument("--tokenizer", help="tokenizer.json; without it a text sample for train_tokenizer.py is written")
+    p.add_argument(
+        "--tokenizer", help="tokenizer.json; without it a text sample for train_tokenizer.py is written"
+    )
     p.add_argument("--raw", help="public-domain text file mixed in as raw text")
     p.add_argument("--shards", type=int, default=64)
     p.add_argument("--tokens-per-shard", type=int, default=5_000_000)
@@ -1426,7 +1574,8 @@ def main():
         return
     Path(a.out).mkdir(parents=True, exist_ok=True)
     jobs = [
-        (f"{a.out}/{i:04d}.bin", a.seed * 100_003 + i, a.tokens_per_shard, a.tokenizer, a.raw) for i in range(a.shards)
+        (f"{a.out}/{i:04d}.bin", a.seed * 100_003 + i, a.tokens_per_shard, a.tokenizer, a.raw)
+        for i in range(a.shards)
     ]
     with Pool(a.workers) as pool:
         for path in pool.imap_unordered(make_shard, jobs):

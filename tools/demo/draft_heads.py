@@ -22,14 +22,23 @@ DRAFTS = {"dflash": "auto", "mtp": "mtp"}
 
 def answers(draft: str, head: str, temperature: float, seed: int, device: str) -> list[Result]:
     prompts = [json.loads(line)["messages"] for line in PROMPTS.read_text().splitlines()]
-    options = {"np": 8, "ctx": 2048, "device": device, "n_draft_fixed": True, "draft_head": head, "queue": len(prompts)}
+    options = {
+        "np": 8,
+        "ctx": 2048,
+        "device": device,
+        "n_draft_fixed": True,
+        "draft_head": head,
+        "queue": len(prompts),
+    }
     with Engine.load("demo", DRAFTS[draft], **options) as engine:
         sampling = {"temperature": temperature, "seed": seed, "ignore_eos": temperature > 0.5}
         return engine.generate_many(prompts, max_tokens=120 if temperature > 0.5 else 512, **sampling)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("drafters", nargs="+", choices=DRAFTS)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=7)
@@ -41,7 +50,9 @@ def main() -> int:
         for head in [h for h in DRAFT_HEADS if h != "auto"]:
             found = answers(draft, head, args.temperature, args.seed, args.device)
             expected = expected or found
-            drafted, accepted = (sum(getattr(r.timings, n) for r in found) for n in ("draft_n", "draft_n_accepted"))
+            drafted, accepted = (
+                sum(getattr(r.timings, n) for r in found) for n in ("draft_n", "draft_n_accepted")
+            )
             n_round = sum(r.n_predicted for r in found) - accepted
             n_same = sum(a.tokens == b.tokens for a, b in zip(found, expected, strict=True))
             n_off += len(found) - n_same

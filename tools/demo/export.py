@@ -19,7 +19,9 @@ def add(w, name, t, quant=False):
     a = t.detach().float().cpu().contiguous().numpy()
     if quant:
         w.add_tensor(
-            name, gguf.quants.quantize(a, gguf.GGMLQuantizationType.Q8_0), raw_dtype=gguf.GGMLQuantizationType.Q8_0
+            name,
+            gguf.quants.quantize(a, gguf.GGMLQuantizationType.Q8_0),
+            raw_dtype=gguf.GGMLQuantizationType.Q8_0,
         )
     else:
         w.add_tensor(name, a)
@@ -105,7 +107,11 @@ DRAFT = {
 
 def target_names(c):
     """torch parameter name -> GGUF tensor name."""
-    out = {"embed.weight": "token_embd.weight", "norm.weight": "output_norm.weight", "head.weight": "output.weight"}
+    out = {
+        "embed.weight": "token_embd.weight",
+        "norm.weight": "output_norm.weight",
+        "head.weight": "output.weight",
+    }
     for i in range(c.layers):
         for a, b in {**BLOCK, **(ATTN if (i + 1) % c.interval == 0 else GDN)}.items():
             out[f"blocks.{i}.{a}"] = f"blk.{i}.{b}"

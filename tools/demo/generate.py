@@ -32,7 +32,8 @@ def scripts(job):
                     sep += f"<|im_start|>system\n{text}<|im_end|>\n"
                 elif role == "user":
                     buf += tok.encode(
-                        f"{sep}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
+                        f"{sep}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n",
+                        add_special_tokens=False,
                     ).ids
                     ends.append(len(buf) - 1)
                     sep = "\n"
@@ -48,7 +49,10 @@ def rollout(model, ids, last, temp, T):
     B, dev = ids.shape[0], ids.device
     state = model.new_state(B, T, dev)
     out = torch.zeros(B, T, dtype=torch.int32, device=dev)
-    ptr, free = torch.zeros(B, dtype=torch.long, device=dev), torch.zeros(B, dtype=torch.bool, device=dev)
+    ptr, free = (
+        torch.zeros(B, dtype=torch.long, device=dev),
+        torch.zeros(B, dtype=torch.bool, device=dev),
+    )
     rows, nxt = torch.arange(B, device=dev), None
     for t in range(T):
         forced = ids[rows, ptr].long()
@@ -86,7 +90,8 @@ def main():
     t0, n, k = time.time(), 0, 0
     with ProcessPoolExecutor(a.workers) as pool:
         jobs = lambda k: [
-            pool.submit(scripts, (9_000_000 + 1000 * k + j, part, a.length, a.tokenizer)) for j in range(16)
+            pool.submit(scripts, (9_000_000 + 1000 * k + j, part, a.length, a.tokenizer))
+            for j in range(16)
         ]
         pend = jobs(0)
         while time.time() - t0 < a.seconds or k == 0:

@@ -47,7 +47,9 @@ class RMS(nn.Module):
 
     def forward(self, x):
         x32 = x.float()
-        return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+        return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight).to(
+            x.dtype
+        )
 
 
 def linear(i, o, scale=1.0):
@@ -177,7 +179,9 @@ def chunk_scan_back(
     for i in range(n - 1, -1, -1):
         dU[:, i] = torch.baddbmm(dnew[:, i], kd[:, i].transpose(1, 2), nxt[:, i])
         if i:
-            nxt[:, i - 1] = torch.baddbmm(dS[:, i] + ge[:, i] * nxt[:, i], W[:, i].transpose(1, 2), dU[:, i], alpha=-1)
+            nxt[:, i - 1] = torch.baddbmm(
+                dS[:, i] + ge[:, i] * nxt[:, i], W[:, i].transpose(1, 2), dU[:, i], alpha=-1
+            )
     return dU.view(B, H, n, C, D), nxt.view(B, H, n, D, D)
 
 
@@ -195,7 +199,12 @@ def _scan_setup(ctx, inputs, output):
 def _scan_grad(ctx, dS, dnew):
     W, kd, ge, S, new = ctx.saved_tensors
     dU, nxt = chunk_scan_back(dS.contiguous(), dnew.contiguous(), W, kd, ge)
-    return dU, -(dU @ S.transpose(-1, -2)), nxt @ new.transpose(-1, -2), (nxt * S).sum((-1, -2), keepdim=True)
+    return (
+        dU,
+        -(dU @ S.transpose(-1, -2)),
+        nxt @ new.transpose(-1, -2),
+        (nxt * S).sum((-1, -2), keepdim=True),
+    )
 
 
 chunk_scan.register_autograd(_scan_grad, setup_context=_scan_setup)
@@ -250,7 +259,10 @@ class DeltaNet(nn.Module):
         c, (B, T, _) = self.c, y.shape
         q, k, v = y.float().split([self.kd, self.kd, self.vd], -1)
         rep = c.v_heads // c.k_heads
-        q, k = (l2norm(t.reshape(B, T, c.k_heads, -1), c.eps).repeat(1, 1, rep, 1).transpose(1, 2) for t in (q, k))
+        q, k = (
+            l2norm(t.reshape(B, T, c.k_heads, -1), c.eps).repeat(1, 1, rep, 1).transpose(1, 2)
+            for t in (q, k)
+        )
         return q, k, v.reshape(B, T, c.v_heads, -1).transpose(1, 2)
 
     def finish(self, o, z):
@@ -317,7 +329,9 @@ class MTP(nn.Module):
         self.eh_proj, self.block = linear(2 * c.n, c.n), Block(c, False)
 
     def forward(self, emb, h, pos):
-        return self.head_norm(self.block(self.eh_proj(torch.cat([self.enorm(emb), self.hnorm(h)], -1)), pos))
+        return self.head_norm(
+            self.block(self.eh_proj(torch.cat([self.enorm(emb), self.hnorm(h)], -1)), pos)
+        )
 
 
 class Target(nn.Module):
@@ -382,7 +396,11 @@ class DraftLayer(nn.Module):
         )
         self.o = linear(c.d_heads * h, c.n, scale)
         self.q_norm, self.k_norm = RMS(h, c.eps), RMS(h, c.eps)
-        self.attn_norm, self.ffn_norm, self.ffn = RMS(c.n, c.eps), RMS(c.n, c.eps), FFN(c.n, c.d_ffn, scale)
+        self.attn_norm, self.ffn_norm, self.ffn = (
+            RMS(c.n, c.eps),
+            RMS(c.n, c.eps),
+            FFN(c.n, c.d_ffn, scale),
+        )
 
     def kv(self, u, cs):
         B, T, _ = u.shape
@@ -395,7 +413,9 @@ class DraftLayer(nn.Module):
         q = rope(self.q_norm(self.q(u).view(B, R, self.c.d_heads, -1)).transpose(1, 2), *cs_x)
         k, v = (torch.cat(p, 2) for p in zip(self.kv(ctx, cs_ctx), self.kv(u, cs_x), strict=True))
         rep = self.c.d_heads // self.c.d_kv_heads
-        y = F.scaled_dot_product_attention(q, k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1), attn_mask=mask)
+        y = F.scaled_dot_product_attention(
+            q, k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1), attn_mask=mask
+        )
         x = x + self.o(y.transpose(1, 2).reshape(B, R, -1))
         return x + self.ffn(self.ffn_norm(x))
 

@@ -25,7 +25,10 @@ class Rows:
     """All shards on the device; rows of `length` tokens that start at a conversation."""
 
     def __init__(self, pattern, length, device, eot=EOT):
-        parts = [torch.from_numpy(np.fromfile(f, dtype=np.uint16).astype(np.int32)) for f in sorted(glob.glob(pattern))]
+        parts = [
+            torch.from_numpy(np.fromfile(f, dtype=np.uint16).astype(np.int32))
+            for f in sorted(glob.glob(pattern))
+        ]
         self.data = torch.cat(parts).to(device)
         starts = ((self.data & 0x7FFF) == eot).nonzero().squeeze(1) + 1
         self.starts = starts[starts < len(self.data) - length - 1]
@@ -66,7 +69,10 @@ def main():
     p.add_argument("--data", required=True, help="glob of token shards")
     p.add_argument("--out", required=True)
     p.add_argument(
-        "--seconds", type=float, default=420, help="time budget of the training loop; the schedule follows it"
+        "--seconds",
+        type=float,
+        default=420,
+        help="time budget of the training loop; the schedule follows it",
     )
     p.add_argument("--batch", type=int, default=32)
     p.add_argument("--length", type=int, default=2048)
@@ -92,7 +98,9 @@ def main():
     else:
         head_ce = ce
     rows = Rows(a.data, a.length + 3, dev)
-    mats = [q for n, q in model.named_parameters() if q.ndim == 2 and "embed" not in n and "conv" not in n]
+    mats = [
+        q for n, q in model.named_parameters() if q.ndim == 2 and "embed" not in n and "conv" not in n
+    ]
     ids_m = {id(q) for q in mats}
     rest = [q for q in model.parameters() if id(q) not in ids_m]
     lr = torch.tensor(a.lr, device=dev)
@@ -145,11 +153,16 @@ def main():
             torch.cuda.synchronize()
             per = (time.time() - t1) / 30
             total = i + max(1, int((a.seconds - (time.time() - t0)) / per))
-            print(f"{per * 1e3:.1f} ms/step, {a.batch * a.length / per / 1e6:.2f} M tok/s, {total} steps", flush=True)
+            print(
+                f"{per * 1e3:.1f} ms/step, {a.batch * a.length / per / 1e6:.2f} M tok/s, {total} steps",
+                flush=True,
+            )
         frac = i / (total or 10**6)
         if total and i >= total:
             break
-        lr.fill_(a.lr * min(1.0, (i + 1) / a.warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * frac))))
+        lr.fill_(
+            a.lr * min(1.0, (i + 1) / a.warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * frac)))
+        )
         raw.copy_(rows(a.batch))
         run()
         acc += out
@@ -159,7 +172,10 @@ def main():
             acc.zero_()
             log.append([i, round(time.time() - t0, 1), *[round(x, 4) for x in m]])
             if i % 500 == 0 or i == 100:
-                print("step {}  {:.0f} s  trunk {:.4f}  mtp1 {:.4f}  mtp2 {:.4f}".format(*log[-1]), flush=True)
+                print(
+                    "step {}  {:.0f} s  trunk {:.4f}  mtp1 {:.4f}  mtp2 {:.4f}".format(*log[-1]),
+                    flush=True,
+                )
     torch.cuda.synchronize()
     sec = time.time() - t0
     torch.save({"config": asdict(c), "model": model.state_dict()}, f"{a.out}/target.pt")

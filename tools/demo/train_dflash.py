@@ -81,7 +81,12 @@ def main():
     lr_d, lr_m = torch.tensor(1e-5, device=dev), torch.tensor(1e-6, device=dev)
     opt = torch.optim.AdamW(params, lr=lr_d, betas=(0.9, 0.98), capturable=True, foreach=True)
     opt_m = torch.optim.AdamW(
-        list(target.mtp.parameters()), lr=lr_m, betas=(0.9, 0.98), weight_decay=0.0, capturable=True, foreach=True
+        list(target.mtp.parameters()),
+        lr=lr_m,
+        betas=(0.9, 0.98),
+        weight_decay=0.0,
+        capturable=True,
+        foreach=True,
     )
     raw, out = torch.zeros(nb, T + 4, dtype=torch.long, device=dev), torch.zeros(2 + 7 + 3, device=dev)
     off = torch.arange(B, device=dev)
@@ -128,7 +133,9 @@ def main():
                 v = pick(bit, k + 1)
                 part, m = kl_f(prev.flatten(0, 1), pick(h, k).flatten(0, 1), w, v.flatten())
                 lm = lm + (1.0, 0.8, 0.6)[k] * part
-                hits.append((m * v.flatten())[: (T - 3) * n_gen].sum() / v.flatten()[: (T - 3) * n_gen].sum())
+                hits.append(
+                    (m * v.flatten())[: (T - 3) * n_gen].sum() / v.flatten()[: (T - 3) * n_gen].sum()
+                )
         (ld + lm).backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         torch.nn.utils.clip_grad_norm_(target.mtp.parameters(), 1.0)
@@ -138,7 +145,11 @@ def main():
         full = valid[:n_gen].cumprod(-1)
         out.copy_(
             torch.cat(
-                [torch.stack([ld, lm]), run.sum((0, 1)) / full.sum((0, 1)).clamp_min(1), torch.stack(hits)]
+                [
+                    torch.stack([ld, lm]),
+                    run.sum((0, 1)) / full.sum((0, 1)).clamp_min(1),
+                    torch.stack(hits),
+                ]
             ).detach()
         )
 
@@ -172,7 +183,9 @@ def main():
             per = (now - t1) / 30
             total = i + max(1, int((a.seconds - (now - t0)) / per))
             print(f"{per * 1e3:.1f} ms/step, {total} steps", flush=True)
-        f = min(1.0, (i + 1) / a.warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * i / (total or 10**6))))
+        f = min(1.0, (i + 1) / a.warmup) * (
+            0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * i / (total or 10**6)))
+        )
         lr_d.fill_(a.lr * f)
         lr_m.fill_(a.mtp_lr * f)
         refill()

@@ -4,7 +4,9 @@ import argparse
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"] + [f"<|unused_{i}|>" for i in range(4)]
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"] + [
+    f"<|unused_{i}|>" for i in range(4)
+]
 QWEN35 = (
     r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -27,7 +29,9 @@ def main():
     tok.decoder = decoders.ByteLevel()
     # the special tokens come last in the vocabulary, as in the Qwen files
     trainer = trainers.BpeTrainer(
-        vocab_size=a.vocab - len(SPECIALS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=a.vocab - len(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tok.train([a.sample], trainer)
     tok.add_special_tokens(SPECIALS)

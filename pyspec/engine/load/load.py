@@ -32,7 +32,14 @@ from pyspec.engine.plan.asks import asks_of
 from pyspec.engine.plan.describe import Description, arena_pages, describe, synth_of
 from pyspec.engine.plan.draft_head import make_head
 from pyspec.engine.plan.longest import here, widened
-from pyspec.engine.plan.memory_plan import MemoryPlan, check_fit, free_bytes, growth, memory_snapshot, size
+from pyspec.engine.plan.memory_plan import (
+    MemoryPlan,
+    check_fit,
+    free_bytes,
+    growth,
+    memory_snapshot,
+    size,
+)
 from pyspec.engine.plan.planned_bytes import (
     attention_bytes,
     device_checkpoints,
@@ -86,7 +93,9 @@ def load(path: Path, settings: EngineSettings, *, is_isolated: bool = False) -> 
     """
     n_thread = settings.threads if settings.threads > 0 else torch.get_num_threads()
     tiers, demoted = registry.tiers_of(settings.kernels), frozenset(settings.demoted)
-    kernels = KernelContext(tiers, settings.exact, demoted, n_thread, is_isolated, settings.cpu_activations)
+    kernels = KernelContext(
+        tiers, settings.exact, demoted, n_thread, is_isolated, settings.cpu_activations
+    )
     with within(kernels):
         loaded = _load(path, settings, is_isolated)
         # with several ranks each has fewer
@@ -100,7 +109,11 @@ def _load(path: Path, settings: EngineSettings, is_isolated: bool) -> Loaded:
         d.template.warm()
     log.info("description: %.1f s", time.perf_counter() - began)
     if not d.is_cuda:
-        why = "C++ kernels" if (missing := missing_on_cpu()) is None else f"torch, slowly: kernels {missing}"
+        why = (
+            "C++ kernels"
+            if (missing := missing_on_cpu()) is None
+            else f"torch, slowly: kernels {missing}"
+        )
         log.info("on a CPU ops run as %s", why)
     context = context_of(d.device)  # kept alive until kernels hold it
     with context.current():
@@ -160,7 +173,12 @@ def build(
             with torch.inference_mode():
                 attend_plan.warm(d.device, d.n_ctx)
             if d.is_cuda or plan.weights <= WARM_BYTES:
-                warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d) + start_bytes(d))
+                warm_up(
+                    loop,
+                    d.tokenizer,
+                    d.n_overhang,
+                    plan.activations + device_checkpoints(d) + start_bytes(d),
+                )
             if d.settings.check_tap_shift:
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
     if missing := registry.unmet(d.device):
@@ -197,7 +215,9 @@ def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotT
     return draft.find(d.draft.kind).load(d.draft, target, table, options)
 
 
-def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None) -> Loop:
+def _loop(
+    d: Description, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None
+) -> Loop:
     s, n_draft = d.settings, d.draft.n_draft
     make_arena = partial(_arena, target, table, arena_pages(d, table))
     arena = None if s.plain_loop else make_arena(d.width)
@@ -207,10 +227,16 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
     states = StateStore(device_checkpoints(d), host_bytes, start_bytes(d))
     # graphs pad batches to a bucket, so all sizes of a bucket take the same time
     most = most_rows(s.np, d.width)
-    timer = Timer() if arena is None or not arena.pads else Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
+    timer = (
+        Timer()
+        if arena is None or not arena.pads
+        else Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
+    )
     needs, fixed = d.draft.needs, s.n_draft_fixed
     return Loop(
-        (Worker if memory.is_whole else TpWorker)(target, memory, table, drafter, arena, d.draft.n_suffix),
+        (Worker if memory.is_whole else TpWorker)(
+            target, memory, table, drafter, arena, d.draft.n_suffix
+        ),
         Controller(
             *(s.np, n_draft),
             n_own=needs.n_draft,
@@ -232,7 +258,9 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
 def _suffixes(s: EngineSettings) -> SuffixDrafts | None:
     if not s.n_suffix:
         return None
-    return SuffixDrafts(s.n_suffix, least=s.suffix_min_prob, answer_bytes=s.suffix_cache << 20, shared=s.suffix_share)
+    return SuffixDrafts(
+        s.n_suffix, least=s.suffix_min_prob, answer_bytes=s.suffix_cache << 20, shared=s.suffix_share
+    )
 
 
 def _arena(target: Target, table: SlotTable, n_page: int, width: int) -> Arena | None:

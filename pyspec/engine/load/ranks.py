@@ -24,7 +24,15 @@ import torch
 
 from pyspec.cuda.collective import JOIN_S, Collective, Rank
 from pyspec.device.lead import Leader, TpMemory
-from pyspec.engine.messages import Link, LoadShare, LogLine, ShareFailed, ShareState, child_environment, pair
+from pyspec.engine.messages import (
+    Link,
+    LoadShare,
+    LogLine,
+    ShareFailed,
+    ShareState,
+    child_environment,
+    pair,
+)
 from pyspec.engine.plan.describe import Description, arena_pages, rank_devices
 from pyspec.engine.plan.memory_plan import MemoryPlan
 from pyspec.engine.plan.planned_bytes import attention_bytes
@@ -72,7 +80,9 @@ class RankProcess:
             elif isinstance(message, ShareFailed):
                 self.error = message.error
             elif isinstance(message, LogLine):
-                logging.getLogger(message.name).log(message.level, "rank %d: %s", self.index, message.text)
+                logging.getLogger(message.name).log(
+                    message.level, "rank %d: %s", self.index, message.text
+                )
         self.is_over = True
         self._notify()
 
@@ -203,7 +213,9 @@ class _Watched:
         self.error: PyspecError | None = None
         self.on_lost: Callable[[PyspecError], None] | None = None
         self.closing = False
-        self._blind_since: float | None = None  # when ranks reported a loss, while the lost one is not found
+        self._blind_since: float | None = (
+            None  # when ranks reported a loss, while the lost one is not found
+        )
         # set once a wait in a sum may have to be aborted
         self.collective: Callable[[], Collective | None] = lambda: None
         self.processes: list[RankProcess] = []
@@ -228,7 +240,9 @@ class _Watched:
         with self.changed:
             if self.error is None and not self.closing and (found := self._found(now)) is not None:
                 p, flaw = found
-                self.error = _refusal(p) or RankLost(f"rank {p.index} of {len(self.processes) + 1}: {flaw}")
+                self.error = _refusal(p) or RankLost(
+                    f"rank {p.index} of {len(self.processes) + 1}: {flaw}"
+                )
                 call = self.on_lost
                 log.error("%s", self.error)
             error = self.error

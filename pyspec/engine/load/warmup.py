@@ -58,7 +58,11 @@ def rehearsed(n_slot: int, n_max: int) -> list[tuple[int, list[tuple[int, int]]]
 def _drafts(busy: int, end: int, n_max: int) -> list[tuple[int, int]]:
     """Drafts that give `busy` to `end` rows, the largest first. Beyond EVEN rows the time grows evenly, so the largest suffices."""
     most = busy * (n_max + 1)
-    sizes = [(before, n) for before, n in zip((0, *SIZES), SIZES, strict=False) if busy < n and before < min(end, most)]
+    sizes = [
+        (before, n)
+        for before, n in zip((0, *SIZES), SIZES, strict=False)
+        if busy < n and before < min(end, most)
+    ]
     sizes = [(max(before, busy), min(n, most)) for before, n in sizes if n <= EVEN or n == sizes[-1][1]]
     # without drafts, all slots may have fewer rows than their graph
     sizes = [(before, n) for before, n in sizes if before < n]
@@ -69,7 +73,9 @@ def _shared(busy: int, most: int, beyond: int, n_max: int) -> tuple[int, int]:
     """The number of drafting slots and their tokens each, for more than `beyond` and at most `most` drafted tokens. Takes the shortest
     drafts that fit, else the nearest."""
     ways = [(min(busy, most // each), each) for each in range(-(-most // busy), min(most, n_max) + 1)]
-    return next((way for way in ways if way[0] * way[1] > beyond), max(ways, key=lambda way: way[0] * way[1]))
+    return next(
+        (way for way in ways if way[0] * way[1] > beyond), max(ways, key=lambda way: way[0] * way[1])
+    )
 
 
 def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> None:
@@ -113,7 +119,9 @@ def greedy_text(rehearsal: Rehearsal, prompt: tuple[int, ...], n_tokens: int) ->
     return text
 
 
-def check_drafter(loop: Loop, tokenizer: Tokenizer, template: ChatTemplate | None, n_overhang: int) -> None:
+def check_drafter(
+    loop: Loop, tokenizer: Tokenizer, template: ChatTemplate | None, n_overhang: int
+) -> None:
     """Have a drafter check its own file, if it can. Skipped if forwards are too slow for the budget."""
     rehearsal, n_rows = Rehearsal(loop, tokenizer, n_overhang), PROBE_TOKENS + 64 + n_overhang
     takes_s = PROBE_TOKENS * rehearsal.round_ms / 1e3

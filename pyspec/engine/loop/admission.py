@@ -48,7 +48,9 @@ class Admission:
         self.cache, self.stats, self.table = cache, stats, worker.table
         self.synthetic = False  # synthetic acceptance
         self.clock: Callable[[], float] = time.perf_counter  # the clock of the jobs
-        self.ready: list[tuple[Job, Tensor]] = []  # seated with their whole prompt cached, and its last token's logits
+        self.ready: list[
+            tuple[Job, Tensor]
+        ] = []  # seated with their whole prompt cached, and its last token's logits
 
     def update(self) -> None:
         """Drop requests that were cancelled while waiting, and seat the next ones."""

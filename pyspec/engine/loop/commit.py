@@ -56,7 +56,9 @@ class Committer:
 
     # -- a round -------------------------------------------------------------------------------------------------
 
-    def commit(self, pending: PendingRound, chosen: Sequence[Chosen | None], ahead: PendingRound | None) -> None:
+    def commit(
+        self, pending: PendingRound, chosen: Sequence[Chosen | None], ahead: PendingRound | None
+    ) -> None:
         """Keep the accepted rows. The drafter observes them before the slots' tokens grow."""
         kept, ends = [], []
         are_first = not any(w.job.is_decoding for w in pending.work)
@@ -64,7 +66,9 @@ class Committer:
             n, end = self._take(w, c) if pending.still_running(w, self.jobs) else (0, None)
             kept.append(n)
             ends.append(end)
-        if are_first and self.later:  # clients wait for these tokens, and not for state copies or the next launch
+        if (
+            are_first and self.later
+        ):  # clients wait for these tokens, and not for state copies or the next launch
             self.flush_deferred()
             self.on_first()
         self.speculator.observe(pending.launched.batch, kept, pending.launched.out)
@@ -82,7 +86,9 @@ class Committer:
                 self._after_chunk(w)
                 self._keep_start(pending, w)
         if ahead is not None and ahead.launched.tokens is not None:
-            self.speculator.confirm_ahead(w.slot for w in ahead.work if ahead.still_running(w, self.jobs))
+            self.speculator.confirm_ahead(
+                w.slot for w in ahead.work if ahead.still_running(w, self.jobs)
+            )
         if not self.defers:
             self.flush_deferred()
 
@@ -176,7 +182,9 @@ class Committer:
     def _keep_start(self, pending: PendingRound, w: Work) -> None:
         """Keep the state and the last logits of a short prompt, if no other checkpoint of it is filed."""
         job, slot = w.job, w.slot
-        is_due = slot.n_past == job.n_prefill and self.worker.memory.needs_state and self._may_file(job, slot)
+        is_due = (
+            slot.n_past == job.n_prefill and self.worker.memory.needs_state and self._may_file(job, slot)
+        )
         worth = worth_on(self.worker.device.type)
         is_cut = cut_of(job.n_prefill, self.worker.table.page_size, worth)
         if not is_due or job.goes_on or not job.reuses or is_cut:
@@ -245,7 +253,11 @@ class Committer:
         log.warning(
             "the drafter's acceptance fell from %.0f %% to %.0f %% in the last %d requests: its state in the cache is dropped,"
             " and drafting starts anew",
-            *(100 * self.speculator.watch.was, 100 * self.speculator.watch.now, self.speculator.watch.MANY),
+            *(
+                100 * self.speculator.watch.was,
+                100 * self.speculator.watch.now,
+                self.speculator.watch.MANY,
+            ),
         )
         self.worker.table.clear()
         self.speculator.controller.forget_acceptance()

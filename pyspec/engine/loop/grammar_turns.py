@@ -22,7 +22,9 @@ class Turns:
         self.clock = clock
         self._slow: dict[str, None] = {}  # by id, the longest wait first
         self._due = 0.0  # when the next turn is
-        self._known: dict[str, float] = {}  # by id, the seconds that its grammar had taken at the last look
+        self._known: dict[
+            str, float
+        ] = {}  # by id, the seconds that its grammar had taken at the last look
 
     @property
     def n_slow(self) -> int:

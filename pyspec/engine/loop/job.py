@@ -75,7 +75,9 @@ class Job:
             self.resumed_stop = self.stream.push(resumed).stopped
         self.n_begin = len(self.prefill)  # tokens before the first one that this job generates
         room, most = self.n_ctx - self.n_prompt, self.request.max_tokens
-        self.n_most = room if most < 0 else min(room, most)  # tokens it may emit, by its own limit and by the context's
+        self.n_most = (
+            room if most < 0 else min(room, most)
+        )  # tokens it may emit, by its own limit and by the context's
 
     @property
     def wanted_slot(self) -> int:
@@ -121,7 +123,11 @@ class Job:
         """Finish reason of a resumed request that has nothing left to generate."""
         is_over = self.constraint is not None and self.constraint.is_over
         return (
-            "stop" if self.resumed_stop or is_over else "length" if self.request.resumed and self.n_left <= 0 else None
+            "stop"
+            if self.resumed_stop or is_over
+            else "length"
+            if self.request.resumed and self.n_left <= 0
+            else None
         )
 
     @property
@@ -172,7 +178,9 @@ class Job:
         self.slot, self.cuts, self.n_at_seat = slot, cuts, self.n_predicted
         if not self.n_suspended:  # else the cache holds its own earlier rows
             self.started = time.perf_counter()
-            self.n_cached = min(slot.n_past, self.n_prefill - 1)  # the last token is not counted, as in other servers
+            self.n_cached = min(
+                slot.n_past, self.n_prefill - 1
+            )  # the last token is not counted, as in other servers
 
     def put_off(self) -> None:
         """Leave the slot before the end, and wait for another one. Generated tokens become part of the prefill."""
@@ -233,12 +241,16 @@ class Job:
         text = released.text if finish in (None, "stop") else released.text + self.stream.flush()
         return Taken(content, text, n_used, finish, released.stopped)
 
-    def send_delta(self, taken: Taken, logprobs: Sequence[TokenLogprob], n_draft: int, n_accepted: int) -> None:
+    def send_delta(
+        self, taken: Taken, logprobs: Sequence[TokenLogprob], n_draft: int, n_accepted: int
+    ) -> None:
         """Send the Delta of the tokens that were taken last."""
         if taken.content or taken.text:
             shown = tuple(logprobs[: len(taken.content)])
             timings = self.timings() if self.request.timings_per_token else None
-            self.sink(Delta(self.id, tuple(taken.content), taken.text, shown, n_draft, n_accepted, timings))
+            self.sink(
+                Delta(self.id, tuple(taken.content), taken.text, shown, n_draft, n_accepted, timings)
+            )
 
     def _is_late(self) -> bool:
         limit = self.request.max_predict_ms
@@ -271,7 +283,19 @@ class Job:
         """Send the last event of a request that did not fail."""
         full = finish == "length" and self.n_prompt + self.n_predicted >= self.n_ctx
         slot, n_in_stop = -1 if self.slot is None else self.slot.index, self.stream.n_in_stop
-        self.sink(Done(self.id, finish, self.n_prompt, self.n_predicted, self.timings(), stop, full, slot, n_in_stop))
+        self.sink(
+            Done(
+                self.id,
+                finish,
+                self.n_prompt,
+                self.n_predicted,
+                self.timings(),
+                stop,
+                full,
+                slot,
+                n_in_stop,
+            )
+        )
 
     def failed(self, error: Failed) -> None:
         """Send its last event."""
@@ -303,4 +327,6 @@ def blamed(error: Exception) -> PyspecError:
     if isinstance(error, PyspecError):
         return error
     lines = str(error).strip().splitlines()
-    return SlotError(f"this request failed: {type(error).__name__}" + (f": {lines[0][:200]}" if lines else ""))
+    return SlotError(
+        f"this request failed: {type(error).__name__}" + (f": {lines[0][:200]}" if lines else "")
+    )

@@ -54,24 +54,34 @@ class Lookahead:
         )
 
     def plan(
-        self, work: Sequence[Work], n_drafts: Sequence[int], drafter: Drafter | None, refused: tuple[int, ...] = ()
+        self,
+        work: Sequence[Work],
+        n_drafts: Sequence[int],
+        drafter: Drafter | None,
+        refused: tuple[int, ...] = (),
     ) -> tuple[list[Seq], Continuation] | None:
         """Plan the next round's rows as if no row of this round were kept. None: the host has to read first.
 
         refused  rows of `work` whose drafts a grammar refuses
         """
-        if (any(n_drafts) and not isinstance(drafter, LookaheadDrafter)) or sum(n_drafts) + len(work) > self.max_rows:
+        if (any(n_drafts) and not isinstance(drafter, LookaheadDrafter)) or sum(n_drafts) + len(
+            work
+        ) > self.max_rows:
             return None
         if refused and self.synth is not None:
             return None  # coins decide acceptance there
-        modes = [SeqMode.VERIFY if n else self._single_mode(w) for w, n in zip(work, n_drafts, strict=True)]
+        modes = [
+            SeqMode.VERIFY if n else self._single_mode(w) for w, n in zip(work, n_drafts, strict=True)
+        ]
         ends, forced = None, None
         if SeqMode.KEEP in modes or any(w.seq.width > 1 for w in work):
             ends = tuple(e if len(e := self._ends_of(w.job)) <= MAX_ENDS else frozenset() for w in work)
             if self.synth is not None:
                 forced = tuple(self._coins(self.synth, w) for w in work)
         seqs = [
-            Seq(w.slot.index, w.slot.n_past, [0] * (1 + n), mode, 1 + n, w.seq.n_recorded(1), w.seq.width)
+            Seq(
+                w.slot.index, w.slot.n_past, [0] * (1 + n), mode, 1 + n, w.seq.n_recorded(1), w.seq.width
+            )
             for w, n, mode in zip(work, n_drafts, modes, strict=True)
         ]
         return seqs, Continuation(ends, forced, tuple(n_drafts) if any(n_drafts) else (), refused)

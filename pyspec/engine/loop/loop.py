@@ -77,13 +77,17 @@ class Loop:
         self.jobs: dict[int, Job] = {}  # by slot, in order of arrival
         self.stats = Stats(controller.n_max)
         self.speculator = Speculator(worker, controller, self.stats, suffixes)
-        is_async = worker.device.type != "cpu" and not plain  # a CPU's forward is over when the call returns
+        is_async = (
+            worker.device.type != "cpu" and not plain
+        )  # a CPU's forward is over when the call returns
         shared = self.jobs, worker, self.speculator, cache, self.stats
         self.committer = Committer(*shared, defers=is_async)
         self.admission = Admission(self.queue, *shared)
         self.admission.synthetic = synth is not None and worker.drafter is not None
         most = BUCKETS[-1] if worker.arena is None else worker.arena.n_row
-        self.lookahead = Lookahead(is_async and worker.arena is not None, most, synth, worker.memory.n_late)
+        self.lookahead = Lookahead(
+            is_async and worker.arena is not None, most, synth, worker.memory.n_late
+        )
         self.throttle = PromptThrottle(prompt_weight, limits.prompts)
         self.turns = Turns(clock)
         self.awake: list[Job] = []  # jobs that take part in this round
@@ -92,7 +96,9 @@ class Loop:
         self.on_wait: Callable[[], None] = lambda: None
         self.committer.on_first = self._hand_out
         self.raises_bugs = False  # re-raise unexpected exceptions so the supervisor restarts the process
-        self.landed = self.ended = 0.0  # when the last forward's results arrived, and when its round ended
+        self.landed = self.ended = (
+            0.0  # when the last forward's results arrived, and when its round ended
+        )
 
     # -- the round -----------------------------------------------------------------------------------------------
 
@@ -194,7 +200,11 @@ class Loop:
     def launch_next(self, pending: PendingRound) -> PendingRound | None:
         """Launch the next round before this one is read, if the same requests continue with any result."""
         work, ahead, speculator = pending.work, self.lookahead, self.speculator
-        if len(work) + self.throttle.n_resting != len(self.jobs) or self.throttle.are_over or self.needs_sync():
+        if (
+            len(work) + self.throttle.n_resting != len(self.jobs)
+            or self.throttle.are_over
+            or self.needs_sync()
+        ):
             return None
         if self.turns.n_slow:  # only the end of this round decides whose turn is next
             return None
@@ -237,7 +247,9 @@ class Loop:
     def wait(self, pending: PendingRound) -> Fault | None:
         """Wait for the forward and return its fault record."""
         self.committer.flush_deferred()
-        with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
+        with (
+            self.worker.lock.released()
+        ):  # listeners are the caller's code, and may wait for another engine
             self.on_wait()
             if pending.is_behind:
                 pending.refuse(self.jobs)
@@ -247,7 +259,9 @@ class Loop:
                 fill_all(s.mask for s in pending.spans if s.mask is not None and wants_mask(s))
         masked = self.ask_masked(pending)
         # after everything that a client waits for
-        while not pending.launched.is_over and (self.speculator.suffixes.enter_piece() or not self._make_ready()):
+        while not pending.launched.is_over and (
+            self.speculator.suffixes.enter_piece() or not self._make_ready()
+        ):
             pass
         with self.worker.lock.released():
             pending.launched.wait()
@@ -262,7 +276,9 @@ class Loop:
         return fault
 
     def _hand_out(self) -> None:
-        with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
+        with (
+            self.worker.lock.released()
+        ):  # listeners are the caller's code, and may wait for another engine
             self.on_wait()
 
     def ask_masked(self, pending: PendingRound) -> tuple[list[Span], Tensor] | None:
@@ -280,7 +296,11 @@ class Loop:
         return pending.choose(self.jobs, self.lookahead.synth)
 
     def commit(
-        self, pending: PendingRound, chosen: list[Chosen | None], fault: Fault | None, ahead: PendingRound | None = None
+        self,
+        pending: PendingRound,
+        chosen: list[Chosen | None],
+        fault: Fault | None,
+        ahead: PendingRound | None = None,
     ) -> None:
         """Make verdicts final, and report the round's time to the controller."""
         if ahead is not None:
@@ -293,13 +313,19 @@ class Loop:
         work, sampled = pending.running(self.jobs), self.clock()
         self.committer.commit(pending, chosen, ahead)
         self.ended, n_row = self.clock(), pending.launched.batch.n_row
-        self.stats.round(busy=len(work), times=(pending.began, pending.drafted, pending.arrived, sampled, self.ended))
-        if any(w.is_prompt for w in work) or not all(w.job.is_decoding or w.slot.index not in self.jobs for w in work):
+        self.stats.round(
+            busy=len(work), times=(pending.began, pending.drafted, pending.arrived, sampled, self.ended)
+        )
+        if any(w.is_prompt for w in work) or not all(
+            w.job.is_decoding or w.slot.index not in self.jobs for w in work
+        ):
             return
         live = [len(w.draft) for w in work if w.draft and w.slot.index not in self.controller.offered]
         until = self.ended if ahead is None else pending.arrived  # the next round hides the rest
         took, draft_ms = 1e3 * (until - pending.since), 1e3 * (pending.drafted - pending.began)
-        self.speculator.controller.timed(n_row, len(work), took, len(live), max(live, default=0), draft_ms)
+        self.speculator.controller.timed(
+            n_row, len(work), took, len(live), max(live, default=0), draft_ms
+        )
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -380,7 +406,9 @@ class Loop:
         """Counters and gauges. n_unqueued: requests that wait outside the queue. Safe to call from any thread."""
         queued = len(self.queue) + n_unqueued
         suffix_bytes = self.speculator.suffixes.n_bytes
-        return metrics_of(self.stats, self.cache, processing=len(self.jobs), queued=queued, suffix_bytes=suffix_bytes)
+        return metrics_of(
+            self.stats, self.cache, processing=len(self.jobs), queued=queued, suffix_bytes=suffix_bytes
+        )
 
     def imager(self) -> SlotImager:
         """An imager of idle slots, for the engine's thread."""

@@ -152,7 +152,9 @@ class PendingRound:
                 if is_device_error(e):
                     raise
                 error = blamed(e)
-                verdicts.append(Chosen([], 0, error=error if isinstance(error, SlotError) else SlotError(str(error))))
+                verdicts.append(
+                    Chosen([], 0, error=error if isinstance(error, SlotError) else SlotError(str(error)))
+                )
         return verdicts
 
     def reconcile(self, chosen: Sequence[Chosen | None]) -> tuple[list[Chosen | None], set[int]]:
@@ -164,12 +166,19 @@ class PendingRound:
         assert best is not None and behind is not None
         found, out, off = list(map(int, best[0, : starts[-1]].tolist())), [], set()
         for i, (w, c) in enumerate(zip(self.work, chosen, strict=True)):
-            own, ends = found[starts[i] : starts[i + 1]], frozenset() if behind.ends is None else behind.ends[i]
+            own, ends = (
+                found[starts[i] : starts[i + 1]],
+                frozenset() if behind.ends is None else behind.ends[i],
+            )
             n = n_kept(w.draft, own, ends, None if behind.forced is None else behind.forced[i])
             if c is not None and len(c.tokens) > n:
                 c = replace(c, tokens=c.tokens[:n], n_accepted=min(c.n_accepted, n - 1))
             elif c is not None and c.error is None and len(c.tokens) < n:
-                c = Chosen([], 0, error=SlotError(f"the device kept {n} rows, of which {len(c.tokens)} are right"))
+                c = Chosen(
+                    [],
+                    0,
+                    error=SlotError(f"the device kept {n} rows, of which {len(c.tokens)} are right"),
+                )
             if c is None or c.tokens != [*w.draft[: n - 1], own[n - 1]] or own[n - 1] in ends:
                 off.add(w.slot.index)
             out.append(c)

@@ -37,5 +37,7 @@ def scores(logits: Tensor, tokens: Sequence[int], n_top: int) -> tuple[list[Toke
     table = torch.stack([ranks.double(), peaks.double()]).tolist()
     for token, peak in zip(tokens, table[1], strict=True):
         if not math.isfinite(peak):
-            raise SlotError(f"the target's logits before prompt token {token} have no finite maximum: {peak}")
+            raise SlotError(
+                f"the target's logits before prompt token {token} have no finite maximum: {peak}"
+            )
     return logprobs_of(logits, list(tokens), n_top), list(map(int, table[0]))

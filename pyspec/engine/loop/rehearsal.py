@@ -66,11 +66,17 @@ class Rehearsal:
     ) -> None:
         """Queue a request of up to `n_tokens` tokens; the cache is not used."""
         request = Request(
-            prompt=tuple(prompt), params=params, max_tokens=n_tokens, cache_prompt=False, n_draft_max=n_draft_max
+            prompt=tuple(prompt),
+            params=params,
+            max_tokens=n_tokens,
+            cache_prompt=False,
+            n_draft_max=n_draft_max,
         )
         sampler = SlotSampler(params, self.n_vocab, eog, request.prompt)
         n_rows = len(request.prompt) + n_tokens + self.n_overhang
-        self.loop.submit(Job(name, request, sink, TextStream(self.tokenizer, ()), sampler, eog, n_rows, n_rows))
+        self.loop.submit(
+            Job(name, request, sink, TextStream(self.tokenizer, ()), sampler, eog, n_rows, n_rows)
+        )
 
     def force(self, drafts: tuple[int, int]) -> None:
         """Have this many slots draft this many tokens each, until the acceptance is forgotten."""

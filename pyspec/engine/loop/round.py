@@ -41,7 +41,11 @@ class Work:
     @property
     def n_choice(self) -> int:
         """Trailing rows to sample a token from."""
-        return self.seq.n_out if not self.n_scored else int(self.seq.n_past + self.seq.width == self.job.n_prefill)
+        return (
+            self.seq.n_out
+            if not self.n_scored
+            else int(self.seq.n_past + self.seq.width == self.job.n_prefill)
+        )
 
     @property
     def reads_logits(self) -> bool:
@@ -49,7 +53,9 @@ class Work:
         sampler = self.job.sampler
         if not self.job.is_decoding:  # rows may be scored, and the cache keeps the last one's logits
             return self.seq.n_out > 0
-        is_plain = sampler.params.greedy and sampler.banned is not None and sampler.params.logprobs is None
+        is_plain = (
+            sampler.params.greedy and sampler.banned is not None and sampler.params.logprobs is None
+        )
         return not is_plain or self.job.constraint is not None
 
     @property
@@ -80,7 +86,9 @@ class RowLimits:
     prompts: int
 
 
-def plan_work(jobs: Iterable[Job], drafts: Mapping[int, Drafts], limits: RowLimits, n_late: int = 0) -> list[Work]:
+def plan_work(
+    jobs: Iterable[Job], drafts: Mapping[int, Drafts], limits: RowLimits, n_late: int = 0
+) -> list[Work]:
     """Plan [anchor, drafts...] for decoding slots, then prompt chunks in the remaining rows. drafts: by slot. n_late: as in Memory"""
     jobs = list(jobs)
     work = [_verify(job, drafts, n_late) for job in jobs if job.is_decoding]

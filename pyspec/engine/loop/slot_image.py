@@ -98,10 +98,14 @@ class SlotImager:
     def take(self, index: int) -> Image:
         """Copy the text that the slot's last request left to the host. Nothing changes."""
         if not self.cache.on:
-            raise RequestError("slots hold nothing between requests: the prefix cache is off (--cache-prompt)")
+            raise RequestError(
+                "slots hold nothing between requests: the prefix cache is off (--cache-prompt)"
+            )
         slot = self.table.slots[index]
         nodes, n = self.table.tree.path(slot.left)
-        states = sorted((s for node in nodes for s in node.states.values() if s.n_past <= n), key=lambda s: s.n_past)
+        states = sorted(
+            (s for node in nodes for s in node.states.values() if s.n_past <= n), key=lambda s: s.n_past
+        )
         if self.worker.memory.needs_state:
             n = states[-1].n_past if states else 0
         pages = [node.page for node in nodes[: self.table.pages_for(n)]]
@@ -135,7 +139,8 @@ class SlotImager:
         head = {
             "tokens": image.n_token,
             "states": [
-                [s.n_past, s.has_share, [list(shape) for shape in s.shapes], s.has_logits] for s in image.states
+                [s.n_past, s.has_share, [list(shape) for shape in s.shapes], s.has_logits]
+                for s in image.states
             ],
         }
         return head, [t.contiguous().view(-1).view(torch.uint8).numpy() for t in image.content]
@@ -144,12 +149,16 @@ class SlotImager:
         """Read the image in a file. Every number is checked against this engine before anything is allocated."""
         n = file.head.get("tokens")
         if type(n) is not int or not 0 <= n <= min(n_ctx, self.table.n_row):
-            raise file.bad(f"it has {str(n)[:40]} tokens by its head; a slot holds {min(n_ctx, self.table.n_row)} (-c)")
+            raise file.bad(
+                f"it has {str(n)[:40]} tokens by its head; a slot holds {min(n_ctx, self.table.n_row)} (-c)"
+            )
         states = self._state_heads(file, n)
         like = self._like(n, states)
         pieces = file.read([prod(shape) * dtype.itemsize for shape, dtype in like])
         content = [
-            torch.from_numpy(piece).view(dtype).view(shape) if piece.size else torch.empty(shape, dtype=dtype)
+            torch.from_numpy(piece).view(dtype).view(shape)
+            if piece.size
+            else torch.empty(shape, dtype=dtype)
             for piece, (shape, dtype) in zip(map(_aligned, pieces), like, strict=True)
         ]
         tokens = content[0]
@@ -193,7 +202,9 @@ class SlotImager:
     def put(self, index: int, image: Image) -> None:
         """File an image's content as if a request in this slot had left it. Raises RequestError if the pages do not suffice."""
         if not self.cache.on:
-            raise RequestError("slots hold nothing between requests: the prefix cache is off (--cache-prompt)")
+            raise RequestError(
+                "slots hold nothing between requests: the prefix cache is off (--cache-prompt)"
+            )
         slot = self.table.slots[index]
         slot.left = ()
         if not image.n_token:
@@ -236,13 +247,19 @@ class SlotImager:
             states.drop(old)  # the new one also has the last token's logits
         logits = tensors.pop() if head.has_logits else None
         drafter, share = self._drafter, tensors.pop() if head.has_share else None
-        draft = drafter.share_of(head.n_past, share) if drafter is not None and share is not None else None
-        if logits is not None and states.reserve(bytes_of((self.cache.memory.saved_like(head.n_past), draft, logits))):
+        draft = (
+            drafter.share_of(head.n_past, share) if drafter is not None and share is not None else None
+        )
+        if logits is not None and states.reserve(
+            bytes_of((self.cache.memory.saved_like(head.n_past), draft, logits))
+        ):
             state = self.worker.memory.make_state(head.n_past, iter(tensors))
             states.add_start(node, head.n_past, Saved(state, draft, logits.to(self.worker.device)))
             return
         states.room(bytes_of((tensors, draft)))
-        states.add(node, head.n_past, Saved(self.worker.memory.make_state(head.n_past, iter(tensors)), draft))
+        states.add(
+            node, head.n_past, Saved(self.worker.memory.make_state(head.n_past, iter(tensors)), draft)
+        )
 
 
 def _aligned(piece: Bytes) -> Bytes:

@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WORTH_READING = 1.1  # factor of a round's tokens that an offer must promise, if the next round waits for it
+WORTH_READING = (
+    1.1  # factor of a round's tokens that an offer must promise, if the next round waits for it
+)
 LIKELY = 0.5  # least chance of a token behind a refused one to be worth its row
 
 
@@ -47,10 +49,14 @@ class Speculator:
         self.patience = Patience()
         self.waits_for_offers = False  # offered drafts are not verified yet
         self.lost_track: set[int] = set()  # slots whose drafter state is not trusted
-        self.chosen: list[tuple[int, int]] | None = None  # (slot, drafts) of the next round, if they are chosen already
+        self.chosen: list[tuple[int, int]] | None = (
+            None  # (slot, drafts) of the next round, if they are chosen already
+        )
         self.watch = AcceptanceWatch()
         self.offers: dict[int, Offer | SuffixDraft] = {}  # by slot, drafts that need no drafter
-        self.refused: dict[int, int] = {}  # by slot, the index of the drafted token that its grammar refused
+        self.refused: dict[
+            int, int
+        ] = {}  # by slot, the index of the drafted token that its grammar refused
         self.raises_bugs = False  # raise unexpected exceptions of a drafter
 
     @property
@@ -66,9 +72,15 @@ class Speculator:
     def lengths(self, jobs: Sequence[Job], taken: Sequence[int] = ()) -> list[tuple[int, int]]:
         """Choose (slot, drafts) of the next round. taken: of each, most tokens in flight; no grammar offers drafts behind those."""
         under_way = taken or [0] * len(jobs)
-        caps = [(j.slot.index, self.most(j, n)) for j, n in zip(jobs, under_way, strict=True) if j.slot is not None]
+        caps = [
+            (j.slot.index, self.most(j, n))
+            for j, n in zip(jobs, under_way, strict=True)
+            if j.slot is not None
+        ]
         offers = {} if taken else {slot: offer.survival for slot, offer in self.offers.items()}
-        return [(slot, n) for (slot, _), n in zip(caps, self.controller.choose(caps, offers), strict=True)]
+        return [
+            (slot, n) for (slot, _), n in zip(caps, self.controller.choose(caps, offers), strict=True)
+        ]
 
     def most(self, job: Job, taken: int) -> int:
         """Most tokens that the drafter may draft."""
@@ -100,7 +112,9 @@ class Speculator:
         for slot in taken:
             lane = self.controller.lanes[slot]
             lane.reason = f"{self.offers[slot].source} draft; {lane.reason}"
-        self.waits_for_offers = bool(taken) or any(isinstance(self.offers[slot], Offer) for slot in offered)
+        self.waits_for_offers = bool(taken) or any(
+            isinstance(self.offers[slot], Offer) for slot in offered
+        )
         self.patience.count(bool(offered), self.waits_for_offers)
         found = {slot: _drafts_of(self.offers[slot], n) for slot, n in chosen if slot in offered}
         found |= self._ask(jobs, [(slot, 0 if slot in found else n) for slot, n in chosen])
@@ -165,7 +179,12 @@ class Speculator:
     def _fit(self, job: Job, n_chosen: Mapping[int, int], found: dict[int, Drafts]) -> None:
         """Replace the drafter's tokens behind the first one that the grammar refuses by the grammar's own offer, if it is likely."""
         slot, constraint = job.slot, job.constraint
-        if slot is None or constraint is None or slot.index in self.controller.offered or slot.index not in found:
+        if (
+            slot is None
+            or constraint is None
+            or slot.index in self.controller.offered
+            or slot.index not in found
+        ):
             return
         drafts = found[slot.index]
         draft = job.sampler.usable(drafts.tokens)
@@ -215,9 +234,13 @@ class Speculator:
             return
         if len(known) < len(batch.seqs):
             starts = [*(batch.starts[i] for i in known), batch.n_row]
-            batch, kept = replace(batch, seqs=[batch.seqs[i] for i in known], starts=starts), [kept[i] for i in known]
+            batch, kept = (
+                replace(batch, seqs=[batch.seqs[i] for i in known], starts=starts),
+                [kept[i] for i in known],
+            )
         self._or_lose_track(
-            lambda: drafter.observe(batch, kept, out), [self.worker.table.slots[q.slot] for q in batch.seqs]
+            lambda: drafter.observe(batch, kept, out),
+            [self.worker.table.slots[q.slot] for q in batch.seqs],
         )
 
     def confirm_ahead(self, slots: Iterable[Slot]) -> None:
@@ -235,7 +258,9 @@ class Speculator:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def begin(self, slot: Slot, saved: object | None, *, grammar: str = "", text: TextToDraft | None = None) -> None:
+    def begin(
+        self, slot: Slot, saved: object | None, *, grammar: str = "", text: TextToDraft | None = None
+    ) -> None:
         """Seat a request in `slot`. saved: the drafter's share of the cached prefix. grammar: its source. text: for suffix drafts."""
         drafter = self.drafter
         self.suffixes.begin(slot, text)
@@ -270,7 +295,9 @@ class Speculator:
     def lose_track(self, slots: Sequence[Slot], error: Exception) -> None:
         """Stop drafting for the requests in these slots; they leave no drafter state in the cache."""
         self.stats.guard_trips += 1
-        log.warning("no more drafts for the requests in slots %s: %s", [slot.index for slot in slots], error)
+        log.warning(
+            "no more drafts for the requests in slots %s: %s", [slot.index for slot in slots], error
+        )
         for slot in slots:
             self.lost_track.add(slot.index)
             try:

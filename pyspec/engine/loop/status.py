@@ -13,7 +13,9 @@ from pyspec.slots.cache import PrefixCache
 from pyspec.slots.table import Slot, SlotTable
 
 
-def slot_rows(table: SlotTable, jobs: Mapping[int, Job], controller: Controller, n_ctx: int) -> list[SlotInfo]:
+def slot_rows(
+    table: SlotTable, jobs: Mapping[int, Job], controller: Controller, n_ctx: int
+) -> list[SlotInfo]:
     """One row per slot. A round may pass while it is read."""
     return [_slot_row(slot, jobs.get(slot.index), controller, n_ctx) for slot in table.slots]
 
@@ -49,7 +51,9 @@ def _slot_row(slot: Slot, job: Job | None, controller: Controller, n_ctx: int) -
     )
 
 
-def metrics_of(stats: Stats, cache: PrefixCache, *, processing: int, queued: int, suffix_bytes: int = 0) -> Metrics:
+def metrics_of(
+    stats: Stats, cache: PrefixCache, *, processing: int, queued: int, suffix_bytes: int = 0
+) -> Metrics:
     """The counters, with the gauges of pages, cache and queue."""
     table, states = cache.table, cache.states
     on_device, on_host = states.n_bytes

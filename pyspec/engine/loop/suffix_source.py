@@ -30,7 +30,9 @@ class TextToDraft:
     def of(cls, job: Job) -> TextToDraft | None:
         """None if the request wants no drafts."""
         request = job.request
-        return None if request.n_draft_max == 0 else cls(job.prefill, request.client, request.cache_prompt)
+        return (
+            None if request.n_draft_max == 0 else cls(job.prefill, request.client, request.cache_prompt)
+        )
 
 
 class SuffixSource:

@@ -62,10 +62,17 @@ def _products(d: Description, on: LoadTypes) -> Iterator[Request]:
     """Of the target's matrices, then of those of a drafter's own file."""
     if not on.is_cuda and d.dense is None:
         files = [d.file] if d.draft.file is None else [d.file, d.draft.file]
-        types = {t.type for file in files for t in file.tensors.values() if len(t.shape) == 2 and t.type not in WHOLE}
+        types = {
+            t.type
+            for file in files
+            for t in file.tensors.values()
+            if len(t.shape) == 2 and t.type not in WHOLE
+        }
         yield from ((linear_cpu, CpuLinearSpec(d.device, type)) for type in types)
         if d.settings.cpu_activations == "q8":
-            yield from ((linear_cpu, CpuLinearSpec(d.device, type, 8)) for type in types if has_eight(type))
+            yield from (
+                (linear_cpu, CpuLinearSpec(d.device, type, 8)) for type in types if has_eight(type)
+            )
     if not on.streams:
         return
     wants = {**d.draft.wants, **d.config.tensors(d.file)}
@@ -77,7 +84,9 @@ def _products(d: Description, on: LoadTypes) -> Iterator[Request]:
 def _products_of(file: GGUFFile, wants: Mapping[str, Want], d: Description) -> Iterator[Request]:
     """Products that decide how matrices are packed, then those of many rows. Both are asked of small ones (`weights.tier_of`)."""
     matrices = [t for t in file.tensors.values() if _is_streamed(t, file)]
-    small = [LinearSpec(d.device, t.type, PROBE_ROWS, _columns(t, wants, d.settings.tp)) for t in matrices]
+    small = [
+        LinearSpec(d.device, t.type, PROBE_ROWS, _columns(t, wants, d.settings.tp)) for t in matrices
+    ]
     for spec in small:
         yield from ((linear, replace(spec, epilogue=e)) for e in Epilogue)
     for t, spec in zip(matrices, small, strict=True):

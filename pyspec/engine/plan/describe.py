@@ -143,7 +143,9 @@ def describe(
     template = ChatTemplate.from_metadata(file.metadata)
     _warn_of_vocabulary(file, tokenizer)
     plan = _checked_draft(draft_file, TargetFile(file, config, device), settings)
-    synth_of(settings, plan.n_draft)  # rates that do not go with the drafter are refused before weights are read
+    synth_of(
+        settings, plan.n_draft
+    )  # rates that do not go with the drafter are refused before weights are read
     n_ctx = max_context(settings, config)
     dense = pick_dense(file, device, settings.weights)
     return Description(
@@ -158,7 +160,9 @@ def describe(
         n_ctx=n_ctx,
         n_page=pages_of(settings, n_ctx, overhang_of(plan)),
         dense=dense,
-        head=plan_head(file, plan, settings.draft_head, is_streamed=device.type == "cuda" and dense is None),
+        head=plan_head(
+            file, plan, settings.draft_head, is_streamed=device.type == "cuda" and dense is None
+        ),
         assumed=assumed,
     )
 
@@ -184,7 +188,9 @@ def check_is_target(file: GGUFFile, path: Path) -> None:
     # an MTP block behind a trunk is part of a model, known or not
     is_own = kind != "mtp" and architecture_module(file.architecture) is None
     if kind and (is_own or not has_trunk):
-        raise ModelError(f"{path.name} is a drafter ({kind}), no model that answers; type -m TARGET.gguf -md {path}")
+        raise ModelError(
+            f"{path.name} is a drafter ({kind}), no model that answers; type -m TARGET.gguf -md {path}"
+        )
     if (what := PARTS_OF_MODELS.get(file.architecture)) is not None:
         raise ModelError(f"{path.name} is {what}, no model that answers; it is not supported")
 
@@ -223,7 +229,9 @@ def _other_devices(wanted: str) -> str:
     """Advice where a device is missing."""
     if wanted.startswith("cuda") and torch.version.cuda is None and torch.version.hip is None:
         if not has_driver():
-            return "there is no NVIDIA driver on this machine, and this torch was built for CPUs: -dev cpu"
+            return (
+                "there is no NVIDIA driver on this machine, and this torch was built for CPUs: -dev cpu"
+            )
         return (
             "this torch was built for CPUs; install one with CUDA (pip uninstall torch, then pip install "
             f"'torch>=2.11' {CUDA_PACKAGES}), or -dev cpu"
@@ -312,7 +320,9 @@ def check_vocabulary(target: GGUFFile, drafter: GGUFFile) -> None:
     if a == b:
         return
     if len(a) != len(b):
-        raise PairError(f"the drafter has {len(b)} tokens, the target {len(a)}: they do not share a vocabulary")
+        raise PairError(
+            f"the drafter has {len(b)} tokens, the target {len(a)}: they do not share a vocabulary"
+        )
     i = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
     raise PairError(
         f"token {i} is {quoted(b[i])} in the drafter and {quoted(a[i])} in the target: not the same vocabulary"

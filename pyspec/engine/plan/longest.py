@@ -46,7 +46,9 @@ def usable_bytes(d: Description) -> int:
     return int(room_on(d.device, d.assumed) * (1 - RESERVE))
 
 
-def most_tokens(planned: Callable[[int], MemoryPlan], most: int, fits: Callable[[MemoryPlan], bool]) -> int:
+def most_tokens(
+    planned: Callable[[int], MemoryPlan], most: int, fits: Callable[[MemoryPlan], bool]
+) -> int:
     """The most tokens whose plan fits: `most`, or a multiple of STEP below; 0 if none fits."""
     if fits(planned(most)):
         return most
@@ -82,7 +84,13 @@ def widened(d: Description) -> Description:
         n = d.n_ctx if short.holds(first) else most_tokens(planned, min(most, d.n_ctx), short.holds)
     if n < min(LEAST, most):
         return d
-    why = "as the model was trained" if n == trained else "as the free memory allows" if n < most else "as -np leaves"
+    why = (
+        "as the model was trained"
+        if n == trained
+        else "as the free memory allows"
+        if n < most
+        else "as -np leaves"
+    )
     each = "each of the" if s.np > 1 else "the"
     log.info("-c %d: tokens a request, %s, for %s %d slot%s", n, why, each, s.np, "s" * (s.np > 1))
     return resized(d, s.np, n)

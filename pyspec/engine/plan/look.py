@@ -78,14 +78,20 @@ def smaller_quant(report: FitReport, named: Named) -> str | None:
     for name, n_bytes in _models(there.sizes()):
         ratio = n_bytes / d.file.n_bytes
         least = min(f.plan.total for f in report.fits)
-        if ratio >= 1 or least - report.asked.weights * (1 - ratio) > report.usable or tries == MOST_TRIES:
+        if (
+            ratio >= 1
+            or least - report.asked.weights * (1 - ratio) > report.usable
+            or tries == MOST_TRIES
+        ):
             continue
         tries += 1
         quant = quant_of(name)
         if not quant or there.choose(quant)[0] != name:
             continue
         try:
-            other = fit(there.fetch(shards_of(name, there.names))[0], d.settings, report.free if d.assumed else 0)
+            other = fit(
+                there.fetch(shards_of(name, there.names))[0], d.settings, report.free if d.assumed else 0
+            )
         except PyspecError:  # of unsupported types, for example
             continue
         if (best := other.best()) is not None:

@@ -41,7 +41,9 @@ class Named:
 
     def with_quant(self, quant: str) -> str:
         """The argument for another quantisation."""
-        return f"{self.model.partition(':')[0]}:{quant}" if self.model else f"-hf {self.repository}:{quant}"
+        return (
+            f"{self.model.partition(':')[0]}:{quant}" if self.model else f"-hf {self.repository}:{quant}"
+        )
 
 
 def looked(plan: Plan, named: Named, *, apart: bool) -> str:
@@ -62,14 +64,19 @@ def look_at_name(model: str, plan: Plan, *, apart: bool) -> None:
     if isinstance(entry, Entry) and entry.target is not None and entry.target.repo:
         entry.target.locate()
         if advice := looked(plan, Named(model), apart=apart):
-            raise DoesNotFit(f"{advice}. Nothing was downloaded; `pyspec pull {model}` does it all the same")
+            raise DoesNotFit(
+                f"{advice}. Nothing was downloaded; `pyspec pull {model}` does it all the same"
+            )
 
 
 def _asked(question: bytes) -> str:
     done = subprocess.run(COMMAND, input=question, stdout=subprocess.PIPE, env=child_environment())
     try:
         found = pickle.loads(done.stdout)
-    except (EOFError, pickle.UnpicklingError):  # the process was killed: the load will report the problem
+    except (
+        EOFError,
+        pickle.UnpicklingError,
+    ):  # the process was killed: the load will report the problem
         log.warning("the look at the file's head ended with status %d", done.returncode)
         return ""
     if isinstance(found, PyspecError):

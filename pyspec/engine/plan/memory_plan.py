@@ -65,7 +65,10 @@ class MemoryPlan:
         return tuple((name, n) for purpose, name in NAMES.items() if (n := getattr(self, purpose)))
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {size(n)}" for name, n in self.by_purpose) + f"; {size(self.total)} in all"
+        return (
+            ", ".join(f"{name} {size(n)}" for name, n in self.by_purpose)
+            + f"; {size(self.total)} in all"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,9 @@ def workspace_bytes(s: ForwardSizes, *, cuda: bool) -> tuple[int, int]:
     row = row_bytes(s.n_ff, s.n_embd)
     activations = s.n_row * (row + s.n_tap * s.n_embd * 4)
     activations += (s.large_rows + 2 * s.shared_rows) * 4 * s.n_vocab
-    results = s.graph_rows * 4 * s.n_column + (s.graph_rows + s.prompt_rows) * 4 * (s.n_hidden + s.n_tap * s.n_embd)
+    results = s.graph_rows * 4 * s.n_column + (s.graph_rows + s.prompt_rows) * 4 * (
+        s.n_hidden + s.n_tap * s.n_embd
+    )
     # and the temporary memory of each graph, apart from the others'
     results += int(GRAPH_LOSS * (s.graph_most + (PROMPTS[-1] if s.prompt_rows else 0)) * row)
     held = 2 * s.n_held * s.n_tap * s.n_embd * 4
@@ -193,9 +198,13 @@ def pick_dense(file: GGUFFile, device: torch.device, wanted: str) -> torch.dtype
 
     Kernels multiply with packed matrices. A CPU without kernels for all of a file's, experts among them, unpacks them if they fit.
     """
-    if wanted == "packed" or (wanted == "auto" and (device.type == "cuda" or _runs_packed(file, device))):
+    if wanted == "packed" or (
+        wanted == "auto" and (device.type == "cuda" or _runs_packed(file, device))
+    ):
         return None
-    exact = device.type == "cpu" or all(t.type.name == "F32" for t in file.tensors.values() if len(t.shape) > 1)
+    exact = device.type == "cpu" or all(
+        t.type.name == "F32" for t in file.tensors.values() if len(t.shape) > 1
+    )
     dense = torch.float32 if exact else torch.bfloat16
     if wanted == "dense" or weight_bytes(file, dense) < 0.6 * free_bytes(device):
         return dense
@@ -205,7 +214,9 @@ def pick_dense(file: GGUFFile, device: torch.device, wanted: str) -> torch.dtype
 def _runs_packed(file: GGUFFile, device: torch.device) -> bool:
     """Whether a CPU's kernels multiply with every matrix of the file, those of experts among them."""
     big = [t for t in file.tensors.values() if len(t.shape) > 1 and t.type not in WHOLE]
-    types, of_experts = ({t.type for t in big if (len(t.shape) == 3) is is_stack} for is_stack in (False, True))
+    types, of_experts = (
+        {t.type for t in big if (len(t.shape) == 3) is is_stack} for is_stack in (False, True)
+    )
     return device.type == "cpu" and all(map(runs_packed, types)) and all(map(runs_experts, of_experts))
 
 
@@ -218,7 +229,11 @@ def with_copies(
     plan: MemoryPlan, n_bytes: int, device: torch.device, wanted: str, assumed: AssumedGpu | None = None
 ) -> MemoryPlan:
     """Add f16 copies for wide batches, if a GPU has memory to spare and `packed` is not set."""
-    if device.type != "cuda" or wanted != "auto" or plan.total + n_bytes > 0.85 * room_on(device, assumed):
+    if (
+        device.type != "cuda"
+        or wanted != "auto"
+        or plan.total + n_bytes > 0.85 * room_on(device, assumed)
+    ):
         return plan
     return replace(plan, wide=n_bytes)
 

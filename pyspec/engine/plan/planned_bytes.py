@@ -36,7 +36,9 @@ def plan_memory(d: Description) -> MemoryPlan:
     kv, state = memory_bytes(own, d.sizes)
     shares = shares_of(d.file, d.config.tensors(d.file), s.tp)
     draft_kv = sum(memory_bytes(d.draft.layers, d.draft_sizes)) - s.np * _share_bytes(d)
-    own_file = None if d.draft.file is d.file else d.draft.file  # of a drafter that is not in the target's
+    own_file = (
+        None if d.draft.file is d.file else d.draft.file
+    )  # of a drafter that is not in the target's
     unread = _unread(d)
     read = [t for name, t in shares.items() if name not in unread]
     read += own_file.tensors.values() if own_file else ()
@@ -46,7 +48,9 @@ def plan_memory(d: Description) -> MemoryPlan:
         weights=weight_bytes(d.file, d.dense, d.is_cuda, unread, shares) + _tied_share(d),
         kv=kv,
         state=state - s.np * checkpoint_bytes(own, d.sizes) + device_checkpoints(d) + start_bytes(d),
-        draft_weights=0 if own_file is None else weight_bytes(own_file, d.dense, d.is_cuda, d.draft.shared),
+        draft_weights=0
+        if own_file is None
+        else weight_bytes(own_file, d.dense, d.is_cuda, d.draft.shared),
         draft_kv=draft_kv,
         draft_head=head_for_drafts(d),
         activations=activations + _scratch(d),
@@ -55,7 +59,13 @@ def plan_memory(d: Description) -> MemoryPlan:
         + (d.draft.graph_bytes + PIECE_BYTES * n_large(read) if d.is_cuda else 0),
     )
     if d.head is not None:
-        plan = with_head(plan, coarse.coarse_bytes(d.head.info, d.head.to, d.device), d.device, s.draft_head, d.assumed)
+        plan = with_head(
+            plan,
+            coarse.coarse_bytes(d.head.info, d.head.to, d.device),
+            d.device,
+            s.draft_head,
+            d.assumed,
+        )
     copied = [shares, *([] if own_file is None else [own_file.tensors])]
     n_wide = sum(map(wide_bytes, copied)) if d.dense is None else 0
     return with_copies(plan, 0 if s.exact else n_wide, d.device, s.weights, d.assumed)
@@ -74,7 +84,9 @@ def _unread(d: Description) -> frozenset[str]:
     if d.draft.file is d.file:
         return frozenset()
     behind, n_layer = re.compile(r"blk\.(\d+)\."), d.config.n_layer
-    return frozenset(name for name in d.file.tensors if (m := behind.match(name)) and int(m[1]) >= n_layer)
+    return frozenset(
+        name for name in d.file.tensors if (m := behind.match(name)) and int(m[1]) >= n_layer
+    )
 
 
 def _tied_share(d: Description) -> int:
@@ -109,7 +121,9 @@ def device_checkpoints(d: Description) -> int:
     """Bytes of recurrent checkpoints that may stand on the device."""
     if not d.settings.prefix_cache:
         return 0
-    return d.settings.cache_device << 20 or d.settings.np * (checkpoint_bytes(d.own.parts(), d.sizes) + _share_bytes(d))
+    return d.settings.cache_device << 20 or d.settings.np * (
+        checkpoint_bytes(d.own.parts(), d.sizes) + _share_bytes(d)
+    )
 
 
 def _share_bytes(d: Description) -> int:
@@ -133,7 +147,10 @@ def _workspace(d: Description) -> tuple[int, int]:
     graphs = graph_shapes(s.np, d.width, singles=d.draft.needs.late, most=most) if d.is_cuda else []
     # of a dim of a key and of its value, as libraries take them
     key_size = sum(4 if dtype.itemsize == 1 else 2 for dtype in (d.kv.k, d.kv.v))
-    rows, blocks = s.np * d.width, s.np * d.draft.needs.overhang  # of a verify of all slots, of a draft of blocks
+    rows, blocks = (
+        s.np * d.width,
+        s.np * d.draft.needs.overhang,
+    )  # of a verify of all slots, of a draft of blocks
     in_graphs = d.draft.needs.chained and blocks <= BUCKETS[-1]
     large = max(rows if rows > most else 0, 0 if in_graphs else blocks)
     sizes = ForwardSizes(
@@ -167,7 +184,9 @@ def _prompt_rows(d: Description) -> int:
 def _scratch(d: Description) -> int:
     """Bytes of an architecture's mixers while a forward runs."""
     n_row, most = d.settings.np * d.width, most_rows(d.settings.np, d.width)
-    return d.own.scratch_bytes(max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv.k, d.device)
+    return d.own.scratch_bytes(
+        max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv.k, d.device
+    )
 
 
 def attention_bytes(d: Description) -> int:
@@ -179,6 +198,10 @@ def attention_bytes(d: Description) -> int:
     specs = [AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, 1.0, d.kv) for a in shapes]
     if d.assumed is not None:
         return max(
-            (attend_plan.bytes_on(d.assumed.arch, d.assumed.n_sm, x, s.np, n_key, widest) for x in specs), default=0
+            (
+                attend_plan.bytes_on(d.assumed.arch, d.assumed.n_sm, x, s.np, n_key, widest)
+                for x in specs
+            ),
+            default=0,
         )
     return max((attend_plan.workspace_bytes(spec, s.np, n_key, widest) for spec in specs), default=0)

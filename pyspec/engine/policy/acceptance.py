@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 LEVELS = 1 / (1 + np.exp(-np.linspace(-4.0, 4.0, 15)))  # 0.02 to 0.98, evenly by odds
-AT_FIRST = 0.6 / len(LEVELS) + 0.4 * (LEVELS > 0.7) / (LEVELS > 0.7).sum()  # initial shares of the levels: rather good
+AT_FIRST = (
+    0.6 / len(LEVELS) + 0.4 * (LEVELS > 0.7) / (LEVELS > 0.7).sum()
+)  # initial shares of the levels: rather good
 CHANGE = 1 / 120  # chance per token that the text changes its level
 INDEPENDENT = 0.1  # weight of a verdict for the shares: earlier verdicts were of the same text
 PRIOR_COMMON, PRIOR_PLACE = 0.07, 10.0  # weights of the initial assumptions, in verdicts
@@ -56,7 +58,12 @@ class AcceptancePrior:
         np.multiply.accumulate(self.chance, axis=1, out=self.survive[:, 1:])
 
     def learn(
-        self, was: Floats, now: Floats, likelihood: Floats, n_draft: NDArray[np.int64], n_right: NDArray[np.int64]
+        self,
+        was: Floats,
+        now: Floats,
+        likelihood: Floats,
+        n_draft: NDArray[np.int64],
+        n_right: NDArray[np.int64],
     ) -> None:
         """Learn from verdicts. was, now: [verdict, level] beliefs before and after; likelihood: of each verdict, by level."""
         keep = FORGET ** len(was)
@@ -121,10 +128,16 @@ class Acceptance:
                 self._learn(texts, *drafted[own].T)
 
     def _learn(
-        self, texts: AcceptancePrior, slots: NDArray[np.int64], n_draft: NDArray[np.int64], n_right: NDArray[np.int64]
+        self,
+        texts: AcceptancePrior,
+        slots: NDArray[np.int64],
+        n_draft: NDArray[np.int64],
+        n_right: NDArray[np.int64],
     ) -> None:
         was = self.beliefs[slots]
-        wrong = np.where(n_right < n_draft, 1 - texts.chance[:, np.minimum(n_right, self.n_max - 1)], 1.0)
+        wrong = np.where(
+            n_right < n_draft, 1 - texts.chance[:, np.minimum(n_right, self.n_max - 1)], 1.0
+        )
         likelihood = (texts.survive[:, n_right] * wrong).T
         now = was * likelihood
         now /= now.sum(axis=1, keepdims=True)
@@ -148,7 +161,9 @@ class Acceptance:
             kinds.setdefault(id(self.texts[slot]), []).append(i)
         return [(self.texts[slots[own[0]]], np.array(own)) for own in kinds.values()]
 
-    def _believed(self, slots: Sequence[int]) -> Iterator[tuple[AcceptancePrior, NDArray[np.int64], Floats]]:
+    def _believed(
+        self, slots: Sequence[int]
+    ) -> Iterator[tuple[AcceptancePrior, NDArray[np.int64], Floats]]:
         """For each prior: its indices into `slots`, and the current beliefs about their levels."""
         self.learn()
         at = np.array(slots)
@@ -163,7 +178,9 @@ class Acceptance:
             found[own] = beliefs @ texts.survive[:, 1:]
         return found
 
-    def value_of_information(self, slots: Sequence[int], place_cost: float, draft_cost: float | Floats) -> Floats:
+    def value_of_information(
+        self, slots: Sequence[int], place_cost: float, draft_cost: float | Floats
+    ) -> Floats:
         """Tokens per round that each slot would gain if its text's level were known.
 
         Costs of a place and of a draft (or of drafts of every length) are in tokens.

@@ -87,7 +87,9 @@ class _Rows(NamedTuple):
         tokens, ms = busy + self.gain.cumsum(), verify[: len(self.slot)]
         rate = tokens / (ms + draft[(self.place == 0).cumsum()])
         n = int(rate.argmax())
-        return _Way(float(rate[n]), float(tokens[n]), int(self.place[: n + 1].max()) + 1, self.slot[: n + 1])
+        return _Way(
+            float(rate[n]), float(tokens[n]), int(self.place[: n + 1].max()) + 1, self.slot[: n + 1]
+        )
 
 
 class _Way(NamedTuple):
@@ -124,7 +126,9 @@ class Controller:
     fixed: bool = False
     force: tuple[int, int] | None = None  # (slots that draft, tokens each), set by the warm-up
     verify_ms: Timer = field(default_factory=Timer)
-    draft_ms: Timer = field(default_factory=Timer)  # by drafting slots, a pass if chained; by rows for blocks
+    draft_ms: Timer = field(
+        default_factory=Timer
+    )  # by drafting slots, a pass if chained; by rows for blocks
 
     def __post_init__(self) -> None:
         self.n_own = self.n_max if self.n_own < 0 else self.n_own
@@ -140,7 +144,10 @@ class Controller:
         """Reset all but the measured times. At the end of a warm-up, keep only reliable times."""
         if self.force is not None:
             self._question()
-        self.silent, self.try_in = 0, TRY_FIRST  # rounds without drafts so far, and rounds until some slots try
+        self.silent, self.try_in = (
+            0,
+            TRY_FIRST,
+        )  # rounds without drafts so far, and rounds until some slots try
         self.texts = Acceptance(self.n_slot, self.n_own)
         self.grammars: OrderedDict[str, AcceptancePrior] = OrderedDict()
         self.lanes = [_Lane() for _ in range(self.n_slot)]
@@ -166,7 +173,9 @@ class Controller:
             self.grammars.popitem(last=False)
         return self.grammars[grammar]
 
-    def choose(self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]] = NO_OFFERS) -> list[int]:
+    def choose(
+        self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]] = NO_OFFERS
+    ) -> list[int]:
         """Choose n_draft for each decoding slot of this round. caps: (slot, most tokens that the drafter may draft).
 
         offers  by slot, drafts that need no drafter: the chance of each token to be reached and right. `offered` is then the set of slots
@@ -192,7 +201,10 @@ class Controller:
         else:
             picked, why = self._weigh(caps)
             if self.n_own and self.silent >= self.try_in and self._may_try(len(caps)):
-                picked, why = self._tried(caps, picked), f"trying again after {self.silent} rounds without; {why}"
+                picked, why = (
+                    self._tried(caps, picked),
+                    f"trying again after {self.silent} rounds without; {why}",
+                )
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = n, why
@@ -286,9 +298,14 @@ class Controller:
             return [0] * busy, "plain: no slot may draft"
         news = self._news(caps, busy / plain_ms)
         rows = self._rows(caps, news)
-        verify = self.verify_ms.of_all(range(busy + 1, busy + 1 + len(rows.slot))) + self.verify_ms.slot_ms * busy
+        verify = (
+            self.verify_ms.of_all(range(busy + 1, busy + 1 + len(rows.slot)))
+            + self.verify_ms.slot_ms * busy
+        )
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_FIRST:
-            plain_ms = min(plain_ms, float(verify.min()))  # fewer rows never take longer, so this was noise
+            plain_ms = min(
+                plain_ms, float(verify.min())
+            )  # fewer rows never take longer, so this was noise
         plain = busy / plain_ms
         best = self._best_way(rows, busy, verify)
         if best.rate <= plain * MARGIN:
@@ -302,7 +319,8 @@ class Controller:
             return picked, f"probing texts: some would give more than {1e3 * plain:.0f} tok/s"
         if self.texts.n_verdict < FEW and self._costs(caps, picked) > DEAR_FIRST * plain_ms:
             picked = [
-                n if slot in self.offered else min(n, ASK_DRAFT) for (slot, _), n in zip(caps, picked, strict=True)
+                n if slot in self.offered else min(n, ASK_DRAFT)
+                for (slot, _), n in zip(caps, picked, strict=True)
             ]
         self.asked_ms = max(0.0, self.asked_ms - ASK_GAIN * tokens * (1 / plain - 1 / rate))
         return picked, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
@@ -315,10 +333,14 @@ class Controller:
         each = rate / busy
         row = each * (self.verify_ms(busy * (1 + self.n_own)) - self.verify_ms(busy)) / self.n_own
         ends = self._depths(busy)
-        draft = each * np.array([self._draft_ms(busy, depth)[busy] for depth in (ends[:1] if self.chained else ends)])
+        draft = each * np.array(
+            [self._draft_ms(busy, depth)[busy] for depth in (ends[:1] if self.chained else ends)]
+        )
         costs = (row + draft[0], 0.0) if self.chained else (row, draft.repeat(np.diff(ends, prepend=0)))
         value = HORIZON * self.texts.value_of_information([slot for slot, _ in caps], *costs)
-        return np.where([slot in self.offered for slot, _ in caps], 0.0, value) if self.offered else value
+        return (
+            np.where([slot in self.offered for slot, _ in caps], 0.0, value) if self.offered else value
+        )
 
     def _rows(self, caps: Sequence[tuple[int, int]], news: Floats) -> _Rows:
         """Candidate rows, likeliest first, ties by slot. news: the information in each slot's first draft, in tokens."""
@@ -366,7 +388,9 @@ class Controller:
             self._plain = None
             lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted
 
-    def timed(self, rows: int, busy: int, verify_ms: float, live: int, passes: int, draft_ms: float) -> None:
+    def timed(
+        self, rows: int, busy: int, verify_ms: float, live: int, passes: int, draft_ms: float
+    ) -> None:
         """Record the times of a round with decoding slots only."""
         self.ms += verify_ms + draft_ms
         calm = self.verify_ms.add(rows, verify_ms, busy)

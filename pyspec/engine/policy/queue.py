@@ -75,7 +75,9 @@ class Queue(Generic[W]):
         self._clock: dict[str, float] = {}  # by client: tokens it was given, per waiting request
         self._groups: dict[tuple[str, str], float] = {}  # tag of the group's last request
         self._is_sorted = True
-        self._refused: tuple[object, ...] = ()  # state of the table in which the first request found no pages
+        self._refused: tuple[
+            object, ...
+        ] = ()  # state of the table in which the first request found no pages
 
     def __len__(self) -> int:
         return len(self._places)
@@ -90,8 +92,12 @@ class Queue(Generic[W]):
 
     def _tag(self, item: W) -> float:
         here = {p.item.client for p in self._places}
-        if item.client not in here:  # a client that was idle starts at the current minimum, so it gains no credit
-            least = min((self._given[client] for client in here), default=max(self._given.values(), default=0.0))
+        if (
+            item.client not in here
+        ):  # a client that was idle starts at the current minimum, so it gains no credit
+            least = min(
+                (self._given[client] for client in here), default=max(self._given.values(), default=0.0)
+            )
             self._given[item.client] = max(self._given.get(item.client, 0.0), least)
             self._forget(here | {item.client})
         start = self._clock.setdefault(item.client, 0.0)

@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to trust them
 N_AGREE = 3  # samples that settle a size if they agree:
-AGREE, SLACK = 1.5, 0.1  # the median is at most this factor above the least, plus this share of a plain round
+AGREE, SLACK = (
+    1.5,
+    0.1,
+)  # the median is at most this factor above the least, plus this share of a plain round
 LIKELY = 1.25  # a single sample above this factor of the straight line counts as noise
 
 
@@ -32,7 +35,9 @@ class Timer:
         self.bucket = bucket
         self.samples: dict[int, deque[tuple[float, int]]] = {}  # milliseconds, busy slots
         self.slot_ms = 0.0
-        self._by_busy: dict[int, dict[int, float]] | None = {}  # the warm-up's least times, by size and busy slots
+        self._by_busy: (
+            dict[int, dict[int, float]] | None
+        ) = {}  # the warm-up's least times, by size and busy slots
         self.fresh: set[int] = set()
         self.stale: set[int] = set()  # expired: the old time is used until there is a new one
         self.early: dict[int, float] = {}  # the warm-up's least times, until they are confirmed
@@ -76,7 +81,9 @@ class Timer:
         """End the warm-up: forget sizes with few samples or with samples that do not agree."""
         self.slot_ms, self._by_busy = self._share(), None
         self.early = {size: min(self.times(size)) - slack for size in self.samples}
-        self.samples = {size: samples for size, samples in self.samples.items() if self.agrees(size, slack)}
+        self.samples = {
+            size: samples for size, samples in self.samples.items() if self.agrees(size, slack)
+        }
         self.fresh.clear()
         self._tabulate()
 

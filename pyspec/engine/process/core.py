@@ -29,7 +29,18 @@ from pyspec.engine.policy.evict import evict_for
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.heap import give_back_memory
 from pyspec.repeats import limited
-from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SlotAction, SlotAnswer, SlotInfo, Started
+from pyspec.request import (
+    Delta,
+    Done,
+    Event,
+    Failed,
+    Metrics,
+    Request,
+    SlotAction,
+    SlotAnswer,
+    SlotInfo,
+    Started,
+)
 from pyspec.sample.budget import BudgetRule
 from pyspec.sample.dry import DryBreakers
 from pyspec.sample.sampler import SlotSampler
@@ -90,7 +101,9 @@ class EngineCore:
         self.pace = Pace()
         self._deliver, self._on_death = hand_over or self._call_listeners, on_death
         self._is_remote = hand_over is not None
-        self.loop.raises_bugs = self._is_remote  # the supervisor starts another process, and no request ends
+        self.loop.raises_bugs = (
+            self._is_remote
+        )  # the supervisor starts another process, and no request ends
         self._breakers = DryBreakers(self.tokenizer)
         self.grammars = Grammars(self.tokenizer, self.info.n_vocab, drafts=self.loop.n_draft_max > 0)
         self._ids = itertools.count(1)
@@ -116,7 +129,9 @@ class EngineCore:
         self._closing = False
         self._pid = os.getpid()
         self._kernels, has_begun = loaded.kernels, threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(has_begun,), name="pyspec-engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(has_begun,), name="pyspec-engine", daemon=True
+        )
         with kernel_context.within(
             self._kernels
         ):  # torch's thread count applies to threads that start meanwhile, as this one must
@@ -135,7 +150,11 @@ class EngineCore:
     ) -> EngineCore:
         """Load a model from a file into a core. Kernels that failed in an earlier engine are left out."""
         _refuse_fork()
-        core = cls(load(path, settings, is_isolated=hand_over is not None), hand_over=hand_over, on_death=on_death)
+        core = cls(
+            load(path, settings, is_isolated=hand_over is not None),
+            hand_over=hand_over,
+            on_death=on_death,
+        )
         if settings.warm_up:
             core.warm_grammars()
         return core
@@ -209,7 +228,9 @@ class EngineCore:
     def act_on_slot(self, action: SlotAction, on_answer: Callable[[SlotAnswer], None]) -> None:
         """Save, restore or erase a slot's content once it is idle. `on_answer` is called once, on any thread."""
         if os.getpid() != self._pid:
-            on_answer(Unavailable(f"this engine runs in process {self._pid} and does not survive a fork"))
+            on_answer(
+                Unavailable(f"this engine runs in process {self._pid} and does not survive a fork")
+            )
             return
         self._actions.begin(action, on_answer, self._add_slot_task)
 
@@ -248,8 +269,12 @@ class EngineCore:
             id=name,
             request=request,
             sink=deliver,
-            stream=TextStream(self.tokenizer, request.stop, n_free=params.min_tokens, shown=request.shown),
-            sampler=SlotSampler(params, info.n_vocab, self.tokenizer.eog, request.prompt, self._breakers, budget),
+            stream=TextStream(
+                self.tokenizer, request.stop, n_free=params.min_tokens, shown=request.shown
+            ),
+            sampler=SlotSampler(
+                params, info.n_vocab, self.tokenizer.eog, request.prompt, self._breakers, budget
+            ),
             eog=self.tokenizer.eog,
             n_ctx=limit,
             n_rows=most + info.n_overhang,
@@ -335,7 +360,9 @@ class EngineCore:
             self.loop.add_slot_task(task)
 
     def _has_news(self) -> bool:
-        return bool(self._inbox or self._slot_tasks or self._closing or self._lost or not self.loop.is_idle)
+        return bool(
+            self._inbox or self._slot_tasks or self._closing or self._lost or not self.loop.is_idle
+        )
 
     def _take_in(self, job: Job) -> None:
         """Queue a job, unless it is over already. A failure here ends only this job."""
@@ -381,7 +408,9 @@ class EngineCore:
             self.loop.submit(job)
         self.loop.abort(error)
         self._hand_out()
-        self.loop.on_wait = lambda: None  # breaks the cycle of loop and core, which would keep the loop's memory
+        self.loop.on_wait = lambda: (
+            None
+        )  # breaks the cycle of loop and core, which would keep the loop's memory
 
     # -- for people and dashboards -------------------------------------------------------------------------------
 
@@ -415,7 +444,9 @@ class EngineCore:
         if threading.current_thread() is not self._thread:
             self._thread.join(limit_s)
             if self._thread.is_alive():
-                log.error("the engine does not stop: a round has been under way for more than %.0f s", limit_s)
+                log.error(
+                    "the engine does not stop: a round has been under way for more than %.0f s", limit_s
+                )
                 return False
         if self._ranks is not None:
             self.loop.leave()

@@ -102,7 +102,9 @@ class EngineMain:
         threading.Thread(target=self.beat, name="pyspec-heartbeat", daemon=True).start()
         try:
             with progress.listening(self.send_stage):
-                self.core = EngineCore.load(message.path, settings, hand_over=self.hand_over, on_death=self.die)
+                self.core = EngineCore.load(
+                    message.path, settings, hand_over=self.hand_over, on_death=self.die
+                )
         except PyspecError as e:
             self.link.send(LoadRefused(portable(e), EXAMINATION.under_way))
             return False
@@ -132,7 +134,9 @@ class EngineMain:
     def acted(self, number: int, answer: SlotAnswer) -> None:
         """Send the result of a slot action. Called on any thread."""
         with suppress(OSError):
-            self.link.send(SlotActed(number, portable(answer) if isinstance(answer, PyspecError) else answer))
+            self.link.send(
+                SlotActed(number, portable(answer) if isinstance(answer, PyspecError) else answer)
+            )
 
     def hand_over(self, due: Due) -> None:
         """Send a round's events as one message. Called on the engine's thread."""
@@ -179,7 +183,9 @@ class _ToParent(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
             fields = getattr(record, "fields", None)
-            self.link.send(LogLine(record.name, record.levelno, self.format(record), record.created, fields))
+            self.link.send(
+                LogLine(record.name, record.levelno, self.format(record), record.created, fields)
+            )
 
 
 def log_to(link: Link, level: int) -> None:

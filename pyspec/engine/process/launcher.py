@@ -49,24 +49,34 @@ class Launcher:
         self._load_s = 0.0  # seconds of the first load
         self._ctx = 0  # context length of the first engine: a later one may see less free memory while the old one still frees its own
 
-    def launch(self, news: threading.Condition, is_closing: Callable[[], bool]) -> EngineProcess | PyspecError:
+    def launch(
+        self, news: threading.Condition, is_closing: Callable[[], bool]
+    ) -> EngineProcess | PyspecError:
         """Start and load an engine; return it, or the reason for the failure. `news` is notified of each message."""
         self.is_examined = self._wants_examination()
         if self.is_examined:
-            log.warning("the engine failed twice: for a while it is a slow one that finds out whether a kernel does it")
+            log.warning(
+                "the engine failed twice: for a while it is a slow one that finds out whether a kernel does it"
+            )
         try:
             child = self._process()
         except OSError as e:
             return DeviceError(f"no process can be started for the engine: {e}")
-        settings = replace(self.settings, demoted=tuple(sorted(self.demoted)), ctx=self.settings.ctx or self._ctx)
-        child.send(Load(self.path, settings, logging.getLogger("pyspec").getEffectiveLevel(), self.is_examined))
+        settings = replace(
+            self.settings, demoted=tuple(sorted(self.demoted)), ctx=self.settings.ctx or self._ctx
+        )
+        child.send(
+            Load(self.path, settings, logging.getLogger("pyspec").getEffectiveLevel(), self.is_examined)
+        )
         limit = max(LOAD_S, LOAD_FACTOR * self._load_s) if self._load_s else float("inf")
         with news:
             while child.answer is None and not child.is_gone and not is_closing():
                 if time.monotonic() - child.began > limit:
                     break
                 news.wait(TICK_S)
-        if isinstance(child.answer, Ready):  # checked again: Ready may have been the process's last message
+        if isinstance(
+            child.answer, Ready
+        ):  # checked again: Ready may have been the process's last message
             self._load_s = self._load_s or time.monotonic() - child.began
             self._ctx = self._ctx or child.answer.info.n_ctx
             if self.keeps_spare is None:
@@ -82,7 +92,10 @@ class Launcher:
             error = DeviceError(f"the engine's process ended while it was loading: {how}")
             kernels = child.beat[0].kernels if child.beat is not None else ()
         # the failing kernel is unknown if a rank ended
-        self.learn(kernels, of_device=isinstance(error, DeviceError) and not isinstance(error, RankLost | NoDevice))
+        self.learn(
+            kernels,
+            of_device=isinstance(error, DeviceError) and not isinstance(error, RankLost | NoDevice),
+        )
         return error
 
     def learn(self, kernels: Sequence[str], *, of_device: bool) -> bool:

@@ -128,7 +128,9 @@ class EngineProcess:
     def is_stopped(self) -> bool:
         """The process was stopped by SIGSTOP; tracing is another state."""
         with suppress(OSError):
-            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+            return (
+                Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+            )
         return False
 
     @property
@@ -144,7 +146,9 @@ class EngineProcess:
     def end(self) -> str:
         """End the process and return how it ended. Its last messages are read first."""
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(0 if self._reader.is_alive() else END_S)  # its own exit status says more than a kill
+            self.process.wait(
+                0 if self._reader.is_alive() else END_S
+            )  # its own exit status says more than a kill
         was_gone = self.process.poll() is not None
         if not was_gone:
             self.process.kill()

@@ -63,7 +63,9 @@ def load(share: LoadShare, link: Link) -> Follower:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if (free := free_bytes(device)) * (1 - RESERVE) < share.n_bytes:
-            raise DoesNotFit(f"rank {share.index} needs {size(share.n_bytes)}, {size(free)} are free on {device}")
+            raise DoesNotFit(
+                f"rank {share.index} needs {size(share.n_bytes)}, {size(free)} are free on {device}"
+            )
     else:
         torch.set_num_threads(s.threads)
     file = open_gguf(share.path)

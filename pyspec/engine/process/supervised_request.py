@@ -10,7 +10,17 @@ from itertools import zip_longest
 from pyspec.engine.loop.job import at_least
 from pyspec.engine.messages import Submit
 from pyspec.errors import QueueFull
-from pyspec.request import Delta, Done, Event, Failed, Progress, PromptLogprobs, Request, Started, Timings
+from pyspec.request import (
+    Delta,
+    Done,
+    Event,
+    Failed,
+    Progress,
+    PromptLogprobs,
+    Request,
+    Started,
+    Timings,
+)
 from pyspec.text.stream import TextStream
 from pyspec.text.tokenizer import Tokenizer
 
@@ -116,7 +126,9 @@ class SupervisedRequest:
         self._n_scored = max(self._n_scored, event.first + len(event.entries))
         if old >= len(event.entries):
             return None
-        return replace(event, first=event.first + old, entries=event.entries[old:], ranks=event.ranks[old:])
+        return replace(
+            event, first=event.first + old, entries=event.entries[old:], ranks=event.ranks[old:]
+        )
 
     def _prompt(self, event: Started | Progress) -> Event | None:
         """Deliver each step of the prompt once: a second engine starts it again, or further on."""
@@ -156,10 +168,13 @@ class SupervisedRequest:
             predicted_n=self._n_before + last.predicted_n,
             predicted_ms=1e3 * (end - first.first),
             draft_n=sum(at_least(used)),
-            draft_n_accepted=last.draft_n_accepted + sum(sum(at_least(life.right)) for life in self._lives),
+            draft_n_accepted=last.draft_n_accepted
+            + sum(sum(at_least(life.right)) for life in self._lives),
             n_rounds=sum(used),
             drafted_per_pos=tuple(at_least(used)),
-            accepted_per_pos=_sum([*(at_least(life.right) for life in self._lives), last.accepted_per_pos]),
+            accepted_per_pos=_sum(
+                [*(at_least(life.right) for life in self._lives), last.accepted_per_pos]
+            ),
             n_draft_used=used,
         )
 

@@ -42,7 +42,17 @@ from pyspec.engine.process.watchdog import TICK_S, EngineEnd, Watchdog
 from pyspec.errors import DeviceError, NoDevice, PyspecError, QueueFull, RankLost, SlotError, Unavailable
 from pyspec.gguf import open_gguf
 from pyspec.repeats import limited
-from pyspec.request import Done, EngineInfo, Event, Failed, Metrics, Request, SlotAction, SlotAnswer, SlotInfo
+from pyspec.request import (
+    Done,
+    EngineInfo,
+    Event,
+    Failed,
+    Metrics,
+    Request,
+    SlotAction,
+    SlotAnswer,
+    SlotInfo,
+)
 from pyspec.sample.noise import resolve_seed
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
@@ -74,7 +84,9 @@ class Supervisor:
         self._child: EngineProcess | None = None  # takes requests
         self._suspects, self._watchdog = CrashBlame(), Watchdog(settings.hang_timeout)
         self._looked: dict[int, Looked | None] = {}
-        self._acts: dict[int, Callable[[SlotAnswer], None]] = {}  # listeners of slot actions, by message number
+        self._acts: dict[
+            int, Callable[[SlotAnswer], None]
+        ] = {}  # listeners of slot actions, by message number
         self._lost_at = 0.0  # when the last engine ended
         self._past = Metrics()  # counters of earlier engines
         self._now = Metrics()  # counters in the current engine's last message
@@ -116,7 +128,9 @@ class Supervisor:
     def submit(self, request: Request, sink: Sink) -> str:
         """See Engine.submit. Requests that come while the engine is replaced wait."""
         if os.getpid() != self._pid:
-            raise Unavailable(f"this engine belongs to process {self._pid}; load one in process {os.getpid()}")
+            raise Unavailable(
+                f"this engine belongs to process {self._pid}; load one in process {os.getpid()}"
+            )
         seed = resolve_seed(request.params.seed)
         with self._lock:
             if self._state == "stopped" or self._closing:
@@ -170,7 +184,9 @@ class Supervisor:
         looked = self._look()
         if looked is not None:
             return list(looked.slots)
-        return [SlotInfo(slot=i, n_ctx=self.info.n_ctx, is_processing=False) for i in range(self.info.n_slot)]
+        return [
+            SlotInfo(slot=i, n_ctx=self.info.n_ctx, is_processing=False) for i in range(self.info.n_slot)
+        ]
 
     def metrics(self) -> Metrics:
         looked = self._look()
@@ -186,7 +202,9 @@ class Supervisor:
             requests_queued=waiting,
             restarts=self.n_restart,
             tokens_replayed=self.n_replayed,
-            seconds_since_step=max(now.seconds_since_step, silent if waiting or now.requests_processing else 0.0),
+            seconds_since_step=max(
+                now.seconds_since_step, silent if waiting or now.requests_processing else 0.0
+            ),
             **{name: getattr(total, name) + n for name, n in own.items()},
         )
 
@@ -247,7 +265,9 @@ class Supervisor:
             return
         if (delivered := record.on_event(event)) is not None:
             self._pass_on(record, delivered)
-        if record is self._suspects.trial and (isinstance(event, Done | Failed) or record.is_past_its_crash):
+        if record is self._suspects.trial and (
+            isinstance(event, Done | Failed) or record.is_past_its_crash
+        ):
             with self._lock:
                 then = self._suspects.acquit()
                 if then is not None and self._child is not None:
@@ -269,7 +289,9 @@ class Supervisor:
         """End cancelled requests that no engine has."""
         with self._lock:
             held = self._suspects.held
-            gone = [r for r in self._records.values() if r.cancelled and (self._child is None or r in held)]
+            gone = [
+                r for r in self._records.values() if r.cancelled and (self._child is None or r in held)
+            ]
             self._suspects.held = [r for r in held if r not in gone]
             self._own_cancelled += len(gone)
         for record in gone:
@@ -295,7 +317,10 @@ class Supervisor:
         n_failed = 0
         while not self._closing:
             self._pause(BACKOFF_S[min(n_failed, len(BACKOFF_S) - 1)])
-            n_demoted, child = len(self._launcher.demoted), self._launcher.launch(self._lock, lambda: self._closing)
+            n_demoted, child = (
+                len(self._launcher.demoted),
+                self._launcher.launch(self._lock, lambda: self._closing),
+            )
             if isinstance(child, EngineProcess):
                 n_failed = 0
                 self._take_over(child)
@@ -351,13 +376,17 @@ class Supervisor:
                 return EngineEnd("")
             age = time.monotonic() - began
             if self._launcher.is_examined and age > EXAMINED_S:
-                return EngineEnd("nothing failed while it was examined, and it is slow", from_outside=True)
+                return EngineEnd(
+                    "nothing failed while it was examined, and it is slow", from_outside=True
+                )
             if (end := self._watchdog.look(child, self.info.device)) is not None:
                 return end
             if age > SPARE_AFTER_S:
                 self._launcher.keep_spare()
             with self._lock:
-                if child.fatal is None and not self._closing and not child.is_gone:  # else it ended before this wait
+                if (
+                    child.fatal is None and not self._closing and not child.is_gone
+                ):  # else it ended before this wait
                     self._lock.wait(TICK_S)
         return None
 
@@ -382,7 +411,11 @@ class Supervisor:
         if not end.why:
             end = replace(end, why=f"its process ended: {how}", from_outside=child.was_killed)
         self.n_restart += 1
-        log.error("the engine is replaced: %s", end.why, extra={"fields": {"event": "engine_replaced", "why": end.why}})
+        log.error(
+            "the engine is replaced: %s",
+            end.why,
+            extra={"fields": {"event": "engine_replaced", "why": end.why}},
+        )
         self._judge(end)
 
     def _judge(self, end: EngineEnd) -> None:

@@ -25,7 +25,9 @@ def read(file: GGUFFile) -> ModelSpec:
     n_block, n_hash = n_layer + n_nextn, h.integer("hash_layer_count", 0)
     n_vocab, experts, n_stream = vocab_size(file), _experts(file), h.integer("hyper_connection.count")
     mixers, limits = _mixers(file), read_limits(file, n_block)
-    feeds = [replace(experts, limits=limits[i], n_named=n_vocab if i < n_hash else 0) for i in range(n_layer)]
+    feeds = [
+        replace(experts, limits=limits[i], n_named=n_vocab if i < n_hash else 0) for i in range(n_layer)
+    ]
 
     def block(mixer: SparseAttention, feed: StreamExperts) -> BlockSpec:
         mixes = Mix("hc_attn", n_stream), Mix("hc_ffn", n_stream)
@@ -39,10 +41,15 @@ def read(file: GGUFFile) -> ModelSpec:
         n_ff=experts.n_inner,
         n_ctx_train=h.integer("context_length"),
         eps=h.number("attention.layer_norm_rms_epsilon"),
-        blocks=tuple(block(mixers[ratio], feed) for ratio, feed in zip(_ratios(file, n_block), feeds, strict=False)),
+        blocks=tuple(
+            block(mixers[ratio], feed)
+            for ratio, feed in zip(_ratios(file, n_block), feeds, strict=False)
+        ),
         mtp_block=block(replace(mixers[0], in_pages=True), experts),
         residual=Residual(
-            n_stream, h.integer("hyper_connection.sinkhorn_iterations"), h.number("hyper_connection.epsilon")
+            n_stream,
+            h.integer("hyper_connection.sinkhorn_iterations"),
+            h.number("hyper_connection.epsilon"),
         ),
         ties_head=False,
     )
@@ -89,13 +96,17 @@ def _ratios(file: GGUFFile, n_block: int) -> tuple[int, ...]:
             f"{h.key('attention.compress_ratios')} has {len(ratios)} entries; want one for each of {n_block} blocks"
         )
     if wrong := sorted(set(ratios[:n_block]) - {0, CSA, HCA}):
-        raise ModelError(f"{h.key('attention.compress_ratios')} holds {wrong[:4]}; want 0, {CSA} or {HCA}")
+        raise ModelError(
+            f"{h.key('attention.compress_ratios')} holds {wrong[:4]}; want 0, {CSA} or {HCA}"
+        )
     return tuple(ratios[:n_block])
 
 
 def _indexer(file: GGUFFile, n_rot: int) -> IndexerShape:
     h = file.hparams
-    indexer = IndexerShape(*(h.integer(f"attention.indexer.{name}") for name in ("head_count", "key_length", "top_k")))
+    indexer = IndexerShape(
+        *(h.integer(f"attention.indexer.{name}") for name in ("head_count", "key_length", "top_k"))
+    )
     check_rope(n_rot, indexer.dim)
     return indexer
 
@@ -104,7 +115,9 @@ def _compressed_rope(file: GGUFFile, n_rot: int) -> TailRope:
     """Of blocks with compressed rows."""
     h = file.hparams
     factor = h.number("rope.scaling.factor", h.number("rope.scale_linear", 0.0)) or 1.0
-    kind = h.label("rope.scaling.type", "none" if factor == 1.0 else "linear")  # as llama.cpp: a factor alone is linear
+    kind = h.label(
+        "rope.scaling.type", "none" if factor == 1.0 else "linear"
+    )  # as llama.cpp: a factor alone is linear
     if kind not in ("none", "yarn"):
         raise ModelError(f"rope scaling {quoted(kind)} is not supported (none and yarn are)")
     return TailRope(
@@ -127,7 +140,9 @@ def _experts(file: GGUFFile) -> StreamExperts:
         raise ModelError(f"experts in groups are not supported ({h.key('expert_group_count')})")
     widths = sorted(set(h.one_or_more("expert_feed_forward_length")))
     if len(widths) != 1:
-        raise ModelError(f"{h.key('expert_feed_forward_length')} has blocks of different sizes: {widths[:8]}")
+        raise ModelError(
+            f"{h.key('expert_feed_forward_length')} has blocks of different sizes: {widths[:8]}"
+        )
     return StreamExperts(
         n_expert=h.integer("expert_count"),
         n_used=h.integer("expert_used_count"),

@@ -17,7 +17,10 @@ from pyspec.models.spec import ModelSpec
 from pyspec.ranges import Real
 
 BLOCKS_27B = 62  # the one size that scales scores by its width over its heads; no key says so
-PATTERN, NEAR_BASE = 6, 10_000.0  # where a file does not say: each sixth block sees all; base of the rope of windows
+PATTERN, NEAR_BASE = (
+    6,
+    10_000.0,
+)  # where a file does not say: each sixth block sees all; base of the rope of windows
 
 
 def read(file: GGUFFile) -> ModelSpec:
@@ -28,7 +31,9 @@ def read(file: GGUFFile) -> ModelSpec:
     if n_block == BLOCKS_27B:
         shape = replace(shape, scale=(n_embd / shape.n_head) ** -0.5)
     rope = read_rope(file, shape, neox=True)
-    near = replace(rope, base=h.number("rope.freq_base_swa", NEAR_BASE, legal=Real(1, 1e15)), scaling=NOT_STRETCHED)
+    near = replace(
+        rope, base=h.number("rope.freq_base_swa", NEAR_BASE, legal=Real(1, 1e15)), scaling=NOT_STRETCHED
+    )
 
     def block(window: int) -> BlockSpec:
         attention = Attention(shape, near if window else rope, window, qk_norm=True)

@@ -38,7 +38,9 @@ def one_of(key: str, numbers: Sequence[int]) -> int:
 def read_attention(file: GGUFFile, kv_heads: Sequence[int]) -> AttentionShape:
     h = file.hparams
     n_head = one_of(h.key("attention.head_count"), h.each("attention.head_count", len(kv_heads)))
-    n_kv = one_of(h.key("attention.head_count_kv"), kv_heads) or n_head  # a model without attention has no key heads
+    n_kv = (
+        one_of(h.key("attention.head_count_kv"), kv_heads) or n_head
+    )  # a model without attention has no key heads
     return attention_shape(file, n_head, n_kv)
 
 
@@ -47,7 +49,9 @@ def read_state(file: GGUFFile) -> Mamba2Shape:
     inner, n_head = h.integer("ssm.inner_size"), h.integer("ssm.time_step_rank")
     n_group, n_state = h.integer("ssm.group_count"), h.integer("ssm.state_size")
     if inner % n_head or n_head % n_group:
-        raise ModelError(f"state of {n_head} heads, {n_group} groups, size {n_state} does not give inner size {inner}")
+        raise ModelError(
+            f"state of {n_head} heads, {n_group} groups, size {n_state} does not give inner size {inner}"
+        )
     return Mamba2Shape(n_head, inner // n_head, n_group, n_state, h.integer("ssm.conv_kernel"))
 
 
@@ -80,7 +84,10 @@ def read_experts(file: GGUFFile, widths: Sequence[int]) -> list[Experts | None]:
             latent=latent,
         )
 
-    return [shape(*of) if width else None for width, of in zip(widths, zip(used, inner, strict=True), strict=True)]
+    return [
+        shape(*of) if width else None
+        for width, of in zip(widths, zip(used, inner, strict=True), strict=True)
+    ]
 
 
 def read(file: GGUFFile) -> ModelSpec:

@@ -28,7 +28,9 @@ def read_state(file: GGUFFile) -> GdnShape:
     dim, n_k = h.integer("ssm.state_size"), h.integer("ssm.group_count")
     n_v, inner = h.integer("ssm.time_step_rank"), h.integer("ssm.inner_size")
     if n_v % n_k or inner != n_v * dim:
-        raise ModelError(f"state of {n_v} value heads, {n_k} key heads, size {dim} does not give inner size {inner}")
+        raise ModelError(
+            f"state of {n_v} value heads, {n_k} key heads, size {dim} does not give inner size {inner}"
+        )
     return GdnShape(n_k, n_v, dim, h.integer("ssm.conv_kernel"), (2 * n_k + n_v) * dim)
 
 

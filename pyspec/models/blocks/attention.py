@@ -80,8 +80,13 @@ class Attention:
         has_biases = (self.biased and not is_fused) or any(map(at.has, biases))
         return {
             **{at.name(name): Want((s.head_dim,), optional=not has_norms) for name in norms},
-            **{at.name(name): Want((n,), not has_biases, cut=Cut(0, (of,))) for name, (n, of) in biases.items()},
-            at.name("attn_qkv.bias"): Want((q + 2 * kv,), optional=True, cut=Cut(0, (of_q, of_kv, of_kv))),
+            **{
+                at.name(name): Want((n,), not has_biases, cut=Cut(0, (of,)))
+                for name, (n, of) in biases.items()
+            },
+            at.name("attn_qkv.bias"): Want(
+                (q + 2 * kv,), optional=True, cut=Cut(0, (of_q, of_kv, of_kv))
+            ),
             at.name("attn_output.bias"): Want((at.n_embd,), optional=True),
             at.name(SINKS): Want((s.n_head,), optional=True, cut=Cut(0, (Units(s.n_head, "heads"),))),
         }
@@ -115,7 +120,9 @@ class Attention:
 
     def rope_spec(self, device: torch.device, eps: float, kv: KvFormat, *, has_norm: bool) -> RopeKvSpec:
         s, r = self.shape, self.rope
-        return RopeKvSpec(device, s.n_head, s.n_kv_head, s.head_dim, r.n_rot, r.neox, s.gated, has_norm, eps, kv)
+        return RopeKvSpec(
+            device, s.n_head, s.n_kv_head, s.head_dim, r.n_rot, r.neox, s.gated, has_norm, eps, kv
+        )
 
     def bind(self, at: Binding) -> BoundAttention:
         return BoundAttention(self, at)
@@ -124,7 +131,9 @@ class Attention:
 def _units(s: AttentionShape) -> tuple[Units, Units]:
     """Rows of queries and of keys (or values) by head. Ranks that share a key head have a copy each."""
     q = s.head_dim * (2 if s.gated else 1)
-    return Units(s.n_head, "heads", size=q), Units(s.n_kv_head, "key heads", copied=True, size=s.head_dim)
+    return Units(s.n_head, "heads", size=q), Units(
+        s.n_kv_head, "key heads", copied=True, size=s.head_dim
+    )
 
 
 def _keys_alone(spec: RopeKvSpec) -> RopeKvSpec:

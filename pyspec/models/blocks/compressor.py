@@ -16,7 +16,10 @@ from pyspec.slots.kv import KVPool
 from pyspec.slots.parts import LayerParts, Paged, PartMemory, Ring
 from pyspec.slots.ring import RingRows
 
-CSA, HCA = 4, 128  # tokens of a row: overlapping blocks, of which an indexer chooses, or plain ones, of which all count
+CSA, HCA = (
+    4,
+    128,
+)  # tokens of a row: overlapping blocks, of which an indexer chooses, or plain ones, of which all count
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +70,14 @@ class BoundCompressor:
         w = at.weights
         self.spec, self.freq = spec, freq
         self.places, self.norm = (w.vector(at.name(f"{spec.name}_{x}.weight")) for x in ("ape", "norm"))
-        bound = CompressSpec(w.device, spec.ratio, spec.dim, spec.overlaps, 2 * len(freq), at.eps, at.kv.k)
+        bound = CompressSpec(
+            w.device, spec.ratio, spec.dim, spec.overlaps, 2 * len(freq), at.eps, at.kv.k
+        )
         self.compress, self.capturable = compress.bind(bound), compress.chosen(bound).capturable
 
-    def __call__(self, products: Tensor, parts: dict[str, PartMemory], batch: Batch, beside: dict[str, bool]) -> None:
+    def __call__(
+        self, products: Tensor, parts: dict[str, PartMemory], batch: Batch, beside: dict[str, bool]
+    ) -> None:
         """products [row, 2 * width] f32: values, and scores without the bias of a token's place in its block. beside: further arguments
         of the op."""
         values, scores, places, norm, ring, pool = self.given(products, parts)

@@ -42,13 +42,17 @@ class Mamba2:
         by_head = Cut(0, (dt,))
         by_group = Cut(0, (x,))
         return {
-            at.name("ssm_in.weight"): Want((inner + s.n_channel + s.n_head, n), cut=Cut(0, (x, x, bc, bc, dt))),
+            at.name("ssm_in.weight"): Want(
+                (inner + s.n_channel + s.n_head, n), cut=Cut(0, (x, x, bc, bc, dt))
+            ),
             at.name("ssm_conv1d.weight"): Want((s.n_channel, s.n_conv), cut=by_channel),
             at.name("ssm_conv1d.bias"): Want((s.n_channel,), cut=by_channel),
             at.name("ssm_dt.bias"): Want((s.n_head,), cut=by_head),
             at.name("ssm_a"): Want(heads, also=((s.n_head,),), cut=by_head),
             at.name("ssm_d"): Want(heads, also=((s.n_head,),), cut=by_head),
-            at.name("ssm_norm.weight"): Want((s.n_group, inner // s.n_group), also=((inner,),), cut=by_group),
+            at.name("ssm_norm.weight"): Want(
+                (s.n_group, inner // s.n_group), also=((inner,),), cut=by_group
+            ),
             at.name("ssm_out.weight"): Want((n, inner), cut=Cut(1, (x,))),
         }
 
@@ -91,7 +95,10 @@ class BoundMamba2:
         self.group_power = norm_power(self.group_norm)
         spec = Mamba2Spec(w.device, shape)
         self.mamba2, self.capturable = mamba2.bind(spec), mamba2.chosen(spec).capturable
-        self.fold, self.read_next = fuse.folder(self.mamba2, flush), fuse.read_next(self.mamba2, self.out)
+        self.fold, self.read_next = (
+            fuse.folder(self.mamba2, flush),
+            fuse.read_next(self.mamba2, self.out),
+        )
         self.split = [shape.n_head * shape.head_dim, shape.n_channel, shape.n_head]
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:

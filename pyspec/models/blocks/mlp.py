@@ -43,7 +43,12 @@ class Mlp:
             named = {"ffn_gate.weight": gates, "ffn_up.weight": gates, "ffn_down.weight": down}
         else:
             biases = Want((f,), optional=True, cut=Cut(0, inner)), Want((n,), optional=True)
-            named = {"ffn_up.weight": up, "ffn_up.bias": biases[0], "ffn_down.weight": down, "ffn_down.bias": biases[1]}
+            named = {
+                "ffn_up.weight": up,
+                "ffn_up.bias": biases[0],
+                "ffn_down.weight": down,
+                "ffn_down.bias": biases[1],
+            }
         return {at.name(name): want for name, want in named.items()}
 
     def memory(self) -> LayerParts:
@@ -90,7 +95,10 @@ class BoundRelu2:
     def __init__(self, at: Binding) -> None:
         w, self.norm = at.weights, at.bound_norm()
         self.up, self.up_bias = w.matrix(at.name("ffn_up.weight")), w.optional(at.name("ffn_up.bias"))
-        self.down, self.down_bias = w.summed(at.name("ffn_down.weight")), w.optional(at.name("ffn_down.bias"))
+        self.down, self.down_bias = (
+            w.summed(at.name("ffn_down.weight")),
+            w.optional(at.name("ffn_down.bias")),
+        )
         self.reads = (self.up, self.norm)
         self.gives = None if self.down_bias is not None else sum_of(self.down)
 

@@ -78,7 +78,9 @@ class Experts:
         if at.has("ffn_gate_up_exps.weight") and self.act == "swiglu":
             wants[at.name("ffn_gate_up_exps.weight")] = Want((e, 2 * f, n), cut=Cut(1, inner * 2))
         else:
-            wants |= {at.name(f"ffn_{x}_exps.weight"): Want((e, f, n), cut=Cut(1, inner)) for x in self.inner}
+            wants |= {
+                at.name(f"ffn_{x}_exps.weight"): Want((e, f, n), cut=Cut(1, inner)) for x in self.inner
+            }
         wants[at.name("ffn_down_exps.weight")] = Want((e, n, f), cut=Cut(2, inner))
         if self.latent:
             wants[at.name("ffn_latent_down.weight")] = Want((n, at.n_embd))
@@ -103,7 +105,11 @@ class Experts:
     def scratch(self, size: ForwardSize) -> int:
         """Values between the loops of a CPU's kernel."""
         width = self.latent or size.n_embd
-        return moe_cpu.buffer_bytes(size.n_row, self.n_used, width, self.n_ff) if size.device.type == "cpu" else 0
+        return (
+            moe_cpu.buffer_bytes(size.n_row, self.n_used, width, self.n_ff)
+            if size.device.type == "cpu"
+            else 0
+        )
 
     def share(self, n: int) -> Self:
         """All experts, and of each one as many columns."""
@@ -123,7 +129,15 @@ class Experts:
         of_up, of_down = (up.type, down.type) if on.dense is None else (None, None)
         gate, width = at.file.tensors.get(names[0], up), self.latent or at.n_embd
         spec = MoeSpec(
-            on.device, self.n_used, width, self.n_ff, self.act, of_up, of_down, scaled, n_expert=self.n_expert
+            on.device,
+            self.n_used,
+            width,
+            self.n_ff,
+            self.act,
+            of_up,
+            of_down,
+            scaled,
+            n_expert=self.n_expert,
         )
         spec = replace(spec, gate=None if on.dense is not None or gate.type is up.type else gate.type)
         yield moe, replace(spec, pieces=self._pieces(at, up, down) if on.streams else 0)
@@ -218,7 +232,10 @@ class BoundExperts:
         self.shape = shape
         self.leads = w.ranks is None or w.ranks.rank.leads
         self.into: Callable[[Tensor], Tensor] = _same if w.ranks is None else w.ranks.sum
-        self.gives, self.reads = None if w.ranks is None else self, None  # its router reads the stream itself
+        self.gives, self.reads = (
+            None if w.ranks is None else self,
+            None,
+        )  # its router reads the stream itself
         self.norm = at.bound_norm()
         # f32 for every type of file: a near tie decides which experts run
         self.router = w.vector(f"{p}.ffn_gate_inp.weight")
@@ -237,18 +254,27 @@ class BoundExperts:
             stacks, spec = replace(stacks, shared=together), with_shared
         elif shape.n_ff_shared:
             self.shared = _Shared(w, p, shape)
-        self.experts, self.capturable = moe.bind(spec)(stacks), self.capturable and moe.chosen(spec).capturable
+        self.experts, self.capturable = (
+            moe.bind(spec)(stacks),
+            self.capturable and moe.chosen(spec).capturable,
+        )
         del stacks, together  # the file's bytes: the next layer's go to the same place
         beside = self.shared is not None and self.shared.n_beside > 0
-        self.latent_down: Matrix | None = w.matrix(f"{p}.{LATENT}") if shape.latent and not beside else None
+        self.latent_down: Matrix | None = (
+            w.matrix(f"{p}.{LATENT}") if shape.latent and not beside else None
+        )
         self.latent_up: Matrix | None = w.matrix(f"{p}.ffn_latent_up.weight") if shape.latent else None
         norms_itself = moe.runs_as("cpu", spec) or fuse.norms_on_the_way(w.device, self.router.shape[1])
         self.prep = self.norm if norms_itself else None
 
     def _spec(self, device: torch.device, stacks: Stacks) -> MoeSpec:
         s, up, down = self.shape, stacks.up.type, stacks.down
-        scaled = any(x is not None and x.scale is not None for x in (stacks.gate, stacks.up, stacks.down))
-        spec = MoeSpec(device, s.n_used, down.n_out, s.n_ff, s.act, up, down.type, scaled, n_expert=s.n_expert)
+        scaled = any(
+            x is not None and x.scale is not None for x in (stacks.gate, stacks.up, stacks.down)
+        )
+        spec = MoeSpec(
+            device, s.n_used, down.n_out, s.n_ff, s.act, up, down.type, scaled, n_expert=s.n_expert
+        )
         return replace(spec, gate=stacks.other_gate)
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
@@ -268,7 +294,9 @@ class BoundExperts:
         made: Tensor = fuse.by_parts(parts, partial(self._chosen, prep), x, n, stream, shared)
         return made
 
-    def _chosen(self, prep: Norm | None, x: Tensor, n: Tensor, stream: Tensor | None, shared: Tensor | None) -> Tensor:
+    def _chosen(
+        self, prep: Norm | None, x: Tensor, n: Tensor, stream: Tensor | None, shared: Tensor | None
+    ) -> Tensor:
         """stream + experts(n) + shared, for as many rows as experts take at once."""
         # work that needs no choice comes before it
         ready, beside = fuse.before_choice(self.route, self.experts, n, prep, self.norm)
@@ -279,7 +307,11 @@ class BoundExperts:
         if self.latent_up is None:
             return self.experts(n, routes.ids, routes.weights, prep, added, ready)
         y = fuse.experts_then(self.experts, n, routes, ready, self.latent_up, added.residual)
-        return y if added.shared is None or added.gate is None else torch.addcmul(y, added.shared, added.gate)
+        return (
+            y
+            if added.shared is None or added.gate is None
+            else torch.addcmul(y, added.shared, added.gate)
+        )
 
 
 class _Shared:
@@ -291,7 +323,10 @@ class _Shared:
         self.act = shape.act
         # the columns behind the latent part are read four at once
         is_joined = (
-            shape.latent > 0 and shape.latent % 4 == 0 and shape.act == "relu2" and w.type_of(latent) is w.type_of(up)
+            shape.latent > 0
+            and shape.latent % 4 == 0
+            and shape.act == "relu2"
+            and w.type_of(latent) is w.type_of(up)
         )
         self.n_beside = shape.latent if is_joined else 0
         if shape.act == "swiglu":
@@ -300,7 +335,9 @@ class _Shared:
             self.up = w.matrix(latent, up) if is_joined else w.matrix(up)
         self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
 
-    def __call__(self, x: Tensor, prep: Prep | None, residual: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+    def __call__(
+        self, x: Tensor, prep: Prep | None, residual: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor]:
         """(the latent row for the other experts or None, its own output)."""
         if self.act == "swiglu":
             return None, self.down(*fuse.unfinished(self.up, x, prep), residual=residual)

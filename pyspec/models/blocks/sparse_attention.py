@@ -63,7 +63,10 @@ class TailRope:
         def turns(beta: float) -> float:
             return n * math.log(self.n_ctx_orig / (beta * 2 * math.pi)) / (2 * math.log(base))
 
-        low, high = max(0.0, math.floor(turns(self.beta_fast))), min(n - 1.0, math.ceil(turns(self.beta_slow)))
+        low, high = (
+            max(0.0, math.floor(turns(self.beta_fast))),
+            min(n - 1.0, math.ceil(turns(self.beta_slow))),
+        )
         ramp = ((torch.arange(n // 2, dtype=torch.float64) - low) / max(0.001, high - low)).clamp(0, 1)
         return freq * (1 - ramp) + freq / self.factor * ramp
 
@@ -153,18 +156,26 @@ class SparseAttention:
         rows = n_row * (4 * (2 * heads + 2 * rest) + 2 * heads)
         if size.device.type != "cuda":
             return rows
-        sums = sparse_op.scratch_bytes(self.attend_spec(size.device, size.kv, size.eps), n_row, size.n_token)
+        sums = sparse_op.scratch_bytes(
+            self.attend_spec(size.device, size.kv, size.eps), n_row, size.n_token
+        )
         if (choice := self.index_spec(size.device, size.kv)) is None:
             return rows + sums
         return rows + max(sums, index_op.scratch_bytes(choice, n_row, size.n_token))
 
     def attend_spec(self, device: torch.device, kv: torch.dtype, eps: float) -> SparseSpec:
         a = self.attends
-        return SparseSpec(device, a.n_head, a.head_dim, self.window, self.ratio, kv, self.rope.n_rot, eps)
+        return SparseSpec(
+            device, a.n_head, a.head_dim, self.window, self.ratio, kv, self.rope.n_rot, eps
+        )
 
     def index_spec(self, device: torch.device, kv: torch.dtype) -> IndexSpec | None:
         x = self.indexer
-        return None if x is None else IndexSpec(device, x.n_head, x.dim, x.top_k, self.ratio, kv, self.rope.n_rot)
+        return (
+            None
+            if x is None
+            else IndexSpec(device, x.n_head, x.dim, x.top_k, self.ratio, kv, self.rope.n_rot)
+        )
 
     def bind(self, at: Binding) -> BoundSparse:
         return BoundPagedWindow(self, at) if self.in_pages else BoundSparse(self, at)
@@ -199,7 +210,11 @@ class BoundSparse:
     def _bind_input(self, at: Binding) -> None:
         """The first product gives all that is read from the streams, the second one queries."""
         spec, a = self.spec, self.spec.attends
-        first = ["attn_q_a.weight", "attn_kv.weight", *(x for one in spec.compressors for x in one.products)]
+        first = [
+            "attn_q_a.weight",
+            "attn_kv.weight",
+            *(x for one in spec.compressors for x in one.products),
+        ]
         second = ["attn_q_b.weight"]
         self.sizes = [spec.q_rank, a.head_dim, *(2 * one.width for one in spec.compressors)]
         self.query_sizes = [a.n_head * a.head_dim, 0]
@@ -215,20 +230,30 @@ class BoundSparse:
         """The product in groups, and the last one."""
         a, n_group = self.spec.attends, self.spec.n_group
         norms = [self.kv_norm, *(one.norm for one in self.compressors)]
-        self.power = norm_power(torch.cat(norms))  # of keys: results are sums of keys whose weights add up to 1 at most
+        self.power = norm_power(
+            torch.cat(norms)
+        )  # of keys: results are sums of keys whose weights add up to 1 at most
         self.out_a = at.weights.grouped(at.name("attn_output_a.weight"), n_group)
-        self.out_b: fuse.Product = at.weights.summed(at.name("attn_output_b.weight"))  # of rows that are handed on, too
-        largest = max(float(norm.abs().amax()) for norm in norms) * (a.n_head // n_group * a.head_dim) ** 0.5
+        self.out_b: fuse.Product = at.weights.summed(
+            at.name("attn_output_b.weight")
+        )  # of rows that are handed on, too
+        largest = (
+            max(float(norm.abs().amax()) for norm in norms) * (a.n_head // n_group * a.head_dim) ** 0.5
+        )
         self.hands = fuse.handing(self.out_a.few, self.out_b, largest * self.out_a.reach())
 
     def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
         return fuse.place_for(streams, self.first, n_row, self.norm)
 
-    def between(self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None) -> Tensor:
+    def between(
+        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
+    ) -> Tensor:
         parts, batch = run.memory.layers[self.layer], run.batch
         qr, kv, *rest = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
         # ops that read the first product alone run beside the second product
-        keys = fuse.keys_room(self.attend, [one.compress for one in self.compressors], self.second, (kv, *rest))
+        keys = fuse.keys_room(
+            self.attend, [one.compress for one in self.compressors], self.second, (kv, *rest)
+        )
         q, index_q = self.queries(qr, {} if keys is None else {"late": True})
         self._compress(rest, parts, batch, {} if keys is None else {"beside": True})
         if keys is not None:
@@ -253,7 +278,11 @@ class BoundSparse:
         return q.view(-1, a.n_head, a.head_dim), rest
 
     def _compress(
-        self, products: Sequence[Tensor], parts: dict[str, PartMemory], batch: Batch, beside: dict[str, bool]
+        self,
+        products: Sequence[Tensor],
+        parts: dict[str, PartMemory],
+        batch: Batch,
+        beside: dict[str, bool],
     ) -> None:
         """Rows of the keys' compressor, then of the indexer's, if the layer has them."""
         of = list(zip(self.compressors, products, strict=False))
@@ -271,17 +300,25 @@ class BoundPagedWindow(BoundSparse):
     def __init__(self, spec: SparseAttention, at: Binding) -> None:
         super().__init__(spec, at)
         a, device = spec.attends, at.weights.device
-        tails = [RopeTailSpec(device, a.head_dim, spec.rope.n_rot, normed, at.eps) for normed in (True, False)]
+        tails = [
+            RopeTailSpec(device, a.head_dim, spec.rope.n_rot, normed, at.eps) for normed in (True, False)
+        ]
         self.normed_tail, self.tail = (rope_tail.bind(tail) for tail in tails)
         self.paged = attend.bind(
-            AttendSpec(device, a.n_head, 1, a.head_dim, a.head_dim**-0.5, KvFormat.both(at.kv.k), has_sinks=True)
+            AttendSpec(
+                device, a.n_head, 1, a.head_dim, a.head_dim**-0.5, KvFormat.both(at.kv.k), has_sinks=True
+            )
         )
 
-    def between(self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None) -> Tensor:
+    def between(
+        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
+    ) -> Tensor:
         pool, batch, at = run.memory.kv[self.layer], run.batch, run.batch.positions
         qr, kv = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
         q = self.normed_tail(self.queries(qr)[0], at, self.freq)
         pool.write(batch.kv_rows, self.normed_tail(kv[:, None], at, self.freq, self.kv_norm), None)
-        o = self.tail(self.paged(q, pool, batch, self.spec.window, self.sinks), at, self.freq, sign=-1.0).flatten(1)
+        o = self.tail(
+            self.paged(q, pool, batch, self.spec.window, self.sinks), at, self.freq, sign=-1.0
+        ).flatten(1)
         ready = None if self.hands is None else self.hands(o)
         return self.out_b(self.out_a(o) if ready is None else ready)

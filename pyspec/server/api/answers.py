@@ -9,7 +9,18 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from pyspec.errors import PyspecError, Unavailable
-from pyspec.request import Delta, Done, Event, Finish, Progress, PromptLogprobs, Request, Started, Timings, TokenLogprob
+from pyspec.request import (
+    Delta,
+    Done,
+    Event,
+    Finish,
+    Progress,
+    PromptLogprobs,
+    Request,
+    Started,
+    Timings,
+    TokenLogprob,
+)
 from pyspec.server.api.params import settings_dict
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import dumps
@@ -212,7 +223,9 @@ def text_logprobs(
         "content": content,
         "tokens": [item["token"] for item in content],
         "token_logprobs": [item["logprob"] for item in content],
-        "top_logprobs": [{alt["token"]: alt["logprob"] for alt in item["top_logprobs"]} for item in content],
+        "top_logprobs": [
+            {alt["token"]: alt["logprob"] for alt in item["top_logprobs"]} for item in content
+        ],
         "text_offset": offsets,
     }
 

@@ -19,7 +19,9 @@ from pyspec.server.settings import Limits
 from pyspec.text.left_out import own_tools
 
 MAX_TOKENS = 4096  # default, as in llama-server; Anthropic's own API requires it
-HANDLED = words("system messages tools tool_choice stop_sequences max_tokens thinking output_config output_format")
+HANDLED = words(
+    "system messages tools tool_choice stop_sequences max_tokens thinking output_config output_format"
+)
 IGNORED = words(
     "anthropic_beta betas cache_control context_management diagnostics inference_geo metadata service_tier speed"
 )

@@ -42,7 +42,8 @@ def plan_chat(
     prompt = chat_ids(engine, body, settings)
     form = body.reasoning_format or settings.reasoning_format
     is_open = think is not None and (
-        continued_part(body, settings) == "reasoning_content" or ends_open(engine.tokenizer, prompt, think)
+        continued_part(body, settings) == "reasoning_content"
+        or ends_open(engine.tokenizer, prompt, think)
     )
     is_shown = form == "none" or (form == "deepseek-legacy" and bool(body.stream))
     is_whole = form == "deepseek-legacy"
@@ -75,7 +76,11 @@ def _behind(begun: str, think: ThinkMarks | None) -> str:
 
 
 def _budget(
-    tokenizer: TokenizerLike, body: ChatBody, settings: ServerSettings, think: ThinkMarks | None, is_open: bool
+    tokenizer: TokenizerLike,
+    body: ChatBody,
+    settings: ServerSettings,
+    think: ThinkMarks | None,
+    is_open: bool,
 ) -> ThinkBudget | None:
     """The limit of thinking tokens from the body or the server; None if neither sets one, or the model does not think."""
     said = (body.reasoning_budget_tokens, body.thinking_budget_tokens, body.reasoning_budget)
@@ -83,7 +88,9 @@ def _budget(
     if n_tokens < 0 or think is None:
         return None
     message = (
-        settings.reasoning_budget_message if body.reasoning_budget_message is None else body.reasoning_budget_message
+        settings.reasoning_budget_message
+        if body.reasoning_budget_message is None
+        else body.reasoning_budget_message
     )
     forced = [
         *(tokenizer.encode(message, add_special=False, parse_special=False) if message else ()),

@@ -106,7 +106,9 @@ def with_prompt(
         "token_logprobs": [*(row["logprob"] for row in rows), *value["token_logprobs"]],
         "top_logprobs": [
             *(
-                None if row["logprob"] is None else {t["token"]: t["logprob"] for t in row["top_logprobs"]}
+                None
+                if row["logprob"] is None
+                else {t["token"]: t["logprob"] for t in row["top_logprobs"]}
                 for row in rows
             ),
             *value["top_logprobs"],

@@ -22,7 +22,9 @@ def router_routes(service: Service) -> list[Route]:
     """`/version`, `/load` and `/ping` as in vLLM, the rest as in SGLang."""
     views: dict[str, View] = {
         "/version": lambda service, metrics: {"version": pyspec.__version__},
-        "/load": lambda service, metrics: {"server_load": metrics.requests_processing + metrics.requests_queued},
+        "/load": lambda service, metrics: {
+            "server_load": metrics.requests_processing + metrics.requests_queued
+        },
         "/get_load": _load_view,
         "/get_server_info": _server_view,
         "/server_info": _server_view,

@@ -20,7 +20,9 @@ ITEMS = words(
     " additional_tools ghost_snapshot tool_search_output program program_output"
 )
 ITEM_ENDS = ("_call", "_call_output")
-BLOCKS = words("server_tool_use mcp_tool_use tool_reference container_upload compaction redacted_thinking")
+BLOCKS = words(
+    "server_tool_use mcp_tool_use tool_reference container_upload compaction redacted_thinking"
+)
 BLOCK_END = "_tool_result"
 
 

@@ -39,7 +39,8 @@ class NativeAnswer:
     def complete(self, choices: Sequence[Choice]) -> Any:
         shown = best(choices, self._prepared.n, self._prepared.n_run)
         values = [
-            self._picked(self._final(i, choices[i], streamed=False) | {"index": at}) for at, i in enumerate(shown)
+            self._picked(self._final(i, choices[i], streamed=False) | {"index": at})
+            for at, i in enumerate(shown)
         ]
         return values[0] if len(values) == 1 else values
 

@@ -61,7 +61,9 @@ class OpenAIAnswer(ABC):
     def complete(self, choices: Sequence[Choice]) -> dict[str, Any]:
         prepared = self._prepared
         shown = [
-            self._with_figures(self._with_prompt(self._choice(at, choices[i]), i, choices), choices[i], choices)
+            self._with_figures(
+                self._with_prompt(self._choice(at, choices[i]), i, choices), choices[i], choices
+            )
             for at, i in enumerate(best(choices, prepared.n, prepared.n_run))
         ]
         value = self._head | {
@@ -123,7 +125,8 @@ class OpenAIAnswer(ABC):
         written = list(self._deltas(i, event.text))
         first = self._take_pieces(i) if written else ""
         return b"".join(
-            self._chunk(f'"choices":[{delta}]{tail}{"" if n else first}') for n, delta in enumerate(written)
+            self._chunk(f'"choices":[{delta}]{tail}{"" if n else first}')
+            for n, delta in enumerate(written)
         )
 
     def _take_pieces(self, i: int) -> str:
@@ -213,7 +216,8 @@ class TextAnswer(OpenAIAnswer):
         if not self._prepared.echo:
             return b""
         return b"".join(
-            self._chunk(f'"choices":[{delta}]') for delta in self._deltas(i, self._prepared.prompt_texts[i])
+            self._chunk(f'"choices":[{delta}]')
+            for delta in self._deltas(i, self._prepared.prompt_texts[i])
         )
 
     def _last_usage(self, choice: Choice) -> dict[str, Any]:
@@ -230,7 +234,12 @@ class TextAnswer(OpenAIAnswer):
         n = prepared.requests[first].prompt_logprobs
         if prepared.echo:
             value["text"] = prepared.prompt_texts[i] + value["text"]
-        if prepared.echo and prepared.logprobs and n is not None and (prompt := prepared.requests[first].prompt):
+        if (
+            prepared.echo
+            and prepared.logprobs
+            and n is not None
+            and (prompt := prepared.requests[first].prompt)
+        ):
             n_top = prepared.requests[i].params.logprobs or 0
             own = value["logprobs"]
             value["logprobs"] = with_prompt(own, choices[first], self._tokenizer, prompt[0], n_top)

@@ -29,9 +29,17 @@ POSTS: dict[str, tuple[type[BaseModel], str, tuple[str, ...]]] = {
     "/infill": (InfillBody, "Fill a gap in a text (llama-server)", ()),
     "/v1/chat/completions/input_tokens": (ChatBody, "Count the tokens of a chat", ("input_tokens",)),
     "/v1/messages": (MessagesBody, "Answer a chat (Anthropic)", ("content", "stop_reason", "usage")),
-    "/v1/messages/count_tokens": (MessagesBody, "Count the tokens of a chat (Anthropic)", ("input_tokens",)),
+    "/v1/messages/count_tokens": (
+        MessagesBody,
+        "Count the tokens of a chat (Anthropic)",
+        ("input_tokens",),
+    ),
     "/v1/responses": (ResponsesBody, "Answer a chat (OpenAI's responses)", ("id", "output", "usage")),
-    "/v1/responses/input_tokens": (ResponsesBody, "Count the tokens of a chat (OpenAI's responses)", ("input_tokens",)),
+    "/v1/responses/input_tokens": (
+        ResponsesBody,
+        "Count the tokens of a chat (OpenAI's responses)",
+        ("input_tokens",),
+    ),
     "/slots/{slot}": (SlotFileBody, "Save, restore or erase a slot's contents", ("id_slot",)),
     "/tokenize": (TokenizeBody, "Text to token ids", ("tokens",)),
     "/detokenize": (DetokenizeBody, "Token ids to text", ("content",)),
@@ -54,7 +62,14 @@ PARAMETERS = {
     ]
 }
 GENERATE = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/completion", "/infill", "/v1/messages", "/v1/responses"}
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/completion",
+        "/infill",
+        "/v1/messages",
+        "/v1/responses",
+    }
 )
 GETS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "/health": ("Is the engine alive", "application/json", (503,)),

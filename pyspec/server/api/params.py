@@ -262,7 +262,9 @@ def settings_dict(params: SamplingParams, eog_ids: Sequence[int] = ()) -> dict[s
         "adaptive_decay": params.adaptive_decay,
         "n_probs": params.logprobs or 0,
         "ignore_eos": params.ignore_eos,
-        "logit_bias": [{"token": id_, "bias": None if value == -math.inf else value} for id_, value in bias.items()],
+        "logit_bias": [
+            {"token": id_, "bias": None if value == -math.inf else value} for id_, value in bias.items()
+        ],
         "samplers": list(params.samplers or DEFAULT_SAMPLERS),
         "post_sampling_probs": params.post_sampling,
     }

@@ -21,7 +21,15 @@ from pyspec.server.api.constrained import checked_grammar
 from pyspec.server.api.infill import infill_ids
 from pyspec.server.api.params import draft_limit, sampling_params, stop_strings
 from pyspec.server.api.prompts import chat_ids, prompt_ids, split_prompts
-from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, InfillBody, NativeBody, TextBody, validate
+from pyspec.server.api.schema import (
+    SEED_MAX,
+    ChatBody,
+    Generate,
+    InfillBody,
+    NativeBody,
+    TextBody,
+    validate,
+)
 from pyspec.server.api.steady import steady, with_lines
 from pyspec.server.api.unsupported import refuse_elsewhere, refuse_unsupported
 from pyspec.server.engine import EngineLike, TokenizerLike
@@ -105,7 +113,8 @@ def prepare(
     # One choice computes them for all
     if (n_top := n_prompt_logprobs(body, settings.limits)) is not None:
         requests = tuple(
-            replace(r, prompt_logprobs=n_top) if i == 0 else r for r, (_, i) in zip(requests, runs, strict=True)
+            replace(r, prompt_logprobs=n_top) if i == 0 else r
+            for r, (_, i) in zip(requests, runs, strict=True)
         )
     if moved:
         others = _tokenise(_checked(kind, value), engine, settings)
@@ -116,7 +125,8 @@ def prepare(
     if plan:
         shown, calls = plan.answer.shown, plan.answer.grammar
         requests = tuple(
-            replace(r, shown=shown, think_budget=plan.budget, grammar=calls or r.grammar) for r in requests
+            replace(r, shown=shown, think_budget=plan.budget, grammar=calls or r.grammar)
+            for r in requests
         )
     ping_s = settings.limits.ping_s if body.sse_ping_interval is None else body.sse_ping_interval
     return PreparedBody(

@@ -147,7 +147,9 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
     if has_tools(messages, tools) and (is_generic or is_known):
         may_call = body.tool_choice != "none" and body.parse_tool_calls is not False
         knows_how = not is_generic
-        messages, tools = with_described(template, engine, messages, tools, may_call=may_call, knows_how=knows_how)
+        messages, tools = with_described(
+            template, engine, messages, tools, may_call=may_call, knows_how=knows_how
+        )
     return Rendering(
         template,
         messages=messages,

@@ -206,7 +206,8 @@ def _texts(content: Any, where: str) -> list[str]:
     if not isinstance(content, list):
         raise RequestError(f"{where}: a string or a list of parts")
     return [
-        _text(part, f"{where}.{i}", ("input_text", "output_text", "text", "refusal")) for i, part in enumerate(content)
+        _text(part, f"{where}.{i}", ("input_text", "output_text", "text", "refusal"))
+        for i, part in enumerate(content)
     ]
 
 

@@ -191,7 +191,9 @@ Speculative = Annotated[
     ),
 ]
 Content = Annotated[
-    Any, AfterValidator(_check_content), WithJsonSchema({"anyOf": [_STR, {"type": "array", "items": _PART}]})
+    Any,
+    AfterValidator(_check_content),
+    WithJsonSchema({"anyOf": [_STR, {"type": "array", "items": _PART}]}),
 ]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
@@ -241,7 +243,9 @@ class Generate(Body):
     dry_allowed_length: Count | None = None
     dry_penalty_last_n: Window | None = None
     dry_sequence_breakers: list[Annotated[str, Field(min_length=1, max_length=64)]] | None = None
-    samplers: Annotated[list[str], Field(max_length=64)] | Annotated[str, Field(max_length=64)] | None = None
+    samplers: (
+        Annotated[list[str], Field(max_length=64)] | Annotated[str, Field(max_length=64)] | None
+    ) = None
     min_tokens: Count | None = None
     top_n_sigma: Annotated[float, Field(ge=-1, le=100)] | None = None
     xtc_probability: Share | None = None
@@ -277,7 +281,9 @@ class Generate(Body):
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
     speculative: Speculative | None = None
-    spec_n_max: Annotated[int, Field(ge=0, le=1024), WHOLE] | None = Field(None, alias="speculative.n_max")
+    spec_n_max: Annotated[int, Field(ge=0, le=1024), WHOLE] | None = Field(
+        None, alias="speculative.n_max"
+    )
     spec_type: str | None = Field(None, alias="speculative.type")
 
 
@@ -285,7 +291,9 @@ class NativeBody(Generate):
     """`/completion`."""
 
     prompt: Prompt
-    response_fields: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256)] | None = None
+    response_fields: (
+        Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256)] | None
+    ) = None
 
 
 class ExtraText(Body):

@@ -75,7 +75,9 @@ def _changed(message: dict[str, Any], change: Callable[[str], str]) -> dict[str,
     if not isinstance(content, list):
         return message
     parts = [
-        part | {"text": change(part["text"])} if isinstance(part, dict) and isinstance(part.get("text"), str) else part
+        part | {"text": change(part["text"])}
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+        else part
         for part in content
     ]
     return message | {"content": parts}

@@ -101,7 +101,11 @@ def slot_view(slot: SlotInfo, info: EngineInfo) -> dict[str, Any]:
         "n_prompt_tokens_processed": slot.n_prompt_processed,
         "n_prompt_tokens_cache": slot.n_cached,
         "next_token": [
-            {"has_next_token": slot.is_processing, "n_remain": slot.n_remain, "n_decoded": slot.n_decoded},
+            {
+                "has_next_token": slot.is_processing,
+                "n_remain": slot.n_remain,
+                "n_decoded": slot.n_decoded,
+            },
         ],
         "draft": {
             "n_draft": slot.n_draft,

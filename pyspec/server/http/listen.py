@@ -44,7 +44,11 @@ def _tcp(host: str, port: int, settings: ServerSettings) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         both = host == "::" and len(settings.hosts) == 1 and socket.has_dualstack_ipv6()
         return socket.create_server(
-            (host, port), family=family, backlog=BACKLOG, reuse_port=settings.reuse_port, dualstack_ipv6=both
+            (host, port),
+            family=family,
+            backlog=BACKLOG,
+            reuse_port=settings.reuse_port,
+            dualstack_ipv6=both,
         )
     except OSError as error:
         n = error.errno or 0  # getaddrinfo's codes are negative

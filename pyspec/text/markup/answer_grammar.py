@@ -20,7 +20,9 @@ TAIL_TOKENS = 24  # last tokens of a prompt, enough to see an open reasoning
 class Tokens(Protocol):
     """The part of a tokenizer that is used here."""
 
-    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> Sequence[int]: ...
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = True
+    ) -> Sequence[int]: ...
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
 

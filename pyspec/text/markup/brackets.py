@@ -11,7 +11,15 @@ import string
 
 from pyspec.text.markup.ahead import GAP, Lookahead
 from pyspec.text.markup.between_marks import read_answer
-from pyspec.text.markup.call_grammar import CallRules, Lark, concat, either, literal, named_object, repeated
+from pyspec.text.markup.call_grammar import (
+    CallRules,
+    Lark,
+    concat,
+    either,
+    literal,
+    named_object,
+    repeated,
+)
 from pyspec.text.markup.call_list import object_head, read_list
 from pyspec.text.markup.json_text import NotJson, read_arguments
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools

@@ -18,7 +18,11 @@ from pyspec.text.schema_refs import MOST_HOPS, followed, referred
 from pyspec.text.schemas import closed
 
 Schema = Mapping[str, Any]
-JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n{1,2}[ \t]{0,20}", "lenient": False, "coerce_one_of": False}
+JSON_OPTIONS = {
+    "whitespace_pattern": r"[ ]|\n{1,2}[ \t]{0,20}",
+    "lenient": False,
+    "coerce_one_of": False,
+}
 """The options of all other schemas, too."""
 
 

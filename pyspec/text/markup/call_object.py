@@ -39,7 +39,9 @@ class _Call:
             self.reader.arguments(self.arguments)
 
 
-def read_call(reader: AnswerReader, is_tool: Callable[[str], bool] = lambda name: True) -> Steps[str | None]:
+def read_call(
+    reader: AnswerReader, is_tool: Callable[[str], bool] = lambda name: True
+) -> Steps[str | None]:
     """Read the next object as a call. Returns None if it was emitted, or its text if it is not a call.
 
     Raises NotJson if it is malformed behind its name.

@@ -83,7 +83,9 @@ class DialectModule(Protocol):
     def heads(self) -> Callable[[Tools], tuple[Lookahead, ...]]: ...
 
 
-def _of(name: str, module: DialectModule, marks: tuple[str, ...], signs: tuple[str, ...], **options: Any) -> Dialect:
+def _of(
+    name: str, module: DialectModule, marks: tuple[str, ...], signs: tuple[str, ...], **options: Any
+) -> Dialect:
     return Dialect(name, module.machine, module.rules, module.heads, marks, signs, **options)
 
 

@@ -9,7 +9,15 @@ import re
 
 from pyspec.text.markup.ahead import GAP, NAME, Lookahead
 from pyspec.text.markup.between_marks import read_answer
-from pyspec.text.markup.call_grammar import ArgumentForm, CallRules, Lark, concat, either, literal, repeated
+from pyspec.text.markup.call_grammar import (
+    ArgumentForm,
+    CallRules,
+    Lark,
+    concat,
+    either,
+    literal,
+    repeated,
+)
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
 from pyspec.text.markup.values import ValueMarks, read_bare_arguments

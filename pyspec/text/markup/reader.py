@@ -82,7 +82,9 @@ class AnswerReader:
         self.skip(match.end() - self._at)
         return match.group()
 
-    def take_word(self, names: Iterable[str], behind: tuple[str, ...], other: re.Pattern[str], most: int) -> Steps[str]:
+    def take_word(
+        self, names: Iterable[str], behind: tuple[str, ...], other: re.Pattern[str], most: int
+    ) -> Steps[str]:
         """Take the longest of `names` with one of `behind` after it, spaces between them allowed; else characters that match `other`."""
         for name in sorted(names, key=len, reverse=True):
             if (yield from self.sees(((name,), GAP, behind), cut_fits=False)):
@@ -264,7 +266,9 @@ class Trimmed:
 class MarkupParser:
     """Parses an answer: pushes text to a reader and resumes its machine."""
 
-    def __init__(self, machine: Callable[[AnswerReader], Steps[None]], new_id: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self, machine: Callable[[AnswerReader], Steps[None]], new_id: Callable[[], str] | None = None
+    ) -> None:
         self._reader = AnswerReader(new_id)
         self._steps: Steps[None] | None = machine(self._reader)
 

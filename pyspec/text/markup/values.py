@@ -70,7 +70,9 @@ def read_bare_arguments(
         arguments.end()
 
 
-def read_value(reader: AnswerReader, marks: ValueMarks, emit: Emit, expected: Collection[str] | None) -> Steps[bool]:
+def read_value(
+    reader: AnswerReader, marks: ValueMarks, emit: Emit, expected: Collection[str] | None
+) -> Steps[bool]:
     """Pass on a value up to its end, which is consumed. Returns False if the answer ends first.
 
     expected  arguments that may come next; None: any
@@ -127,7 +129,9 @@ def _behind_end(marks: ValueMarks, depth: int) -> Lookahead:
 _NEVER: Lookahead = ((),)
 
 
-def _without_end(marks: ValueMarks, mark: str, is_line: bool, last: str, expected: Collection[str] | None) -> Lookahead:
+def _without_end(
+    marks: ValueMarks, mark: str, is_line: bool, last: str, expected: Collection[str] | None
+) -> Lookahead:
     """The text that confirms that a value ended before this mark without its own end mark."""
     if mark == marks.key:
         if not is_line and (expected is None or not (last.isalnum() or last in CLOSING)):

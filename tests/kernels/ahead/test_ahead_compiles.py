@@ -8,4 +8,6 @@ from pyspec.cuda.jit import ARCHS, compile_cubin
 @pytest.mark.parametrize("arch", ARCHS)
 def test_accept_and_move_compile_for_every_architecture(arch: str) -> None:
     found = compile_cubin("ahead", arch, use_cache=False).resources
-    assert set(found) == {"ahead_accept", "ahead_move"} and not any(r.spill_bytes for r in found.values())
+    assert set(found) == {"ahead_accept", "ahead_move"} and not any(
+        r.spill_bytes for r in found.values()
+    )

@@ -23,8 +23,12 @@ def test_accept_and_move_do_what_the_reference_does(seed: int) -> None:
         assert ahead_cuda.check(ahead_cuda.bind(SPEC), TorchAhead(), SPEC) is None
 
 
-@pytest.mark.parametrize("spec", [SPEC, AheadSpec(CPU, n_seq=64, n_row=64 * 17), AheadSpec(CPU, n_seq=2, n_row=3)])
-def test_a_verify_may_have_more_rows_than_any_graph_and_a_sequence_for_each_of_64_slots(spec: AheadSpec) -> None:
+@pytest.mark.parametrize(
+    "spec", [SPEC, AheadSpec(CPU, n_seq=64, n_row=64 * 17), AheadSpec(CPU, n_seq=2, n_row=3)]
+)
+def test_a_verify_may_have_more_rows_than_any_graph_and_a_sequence_for_each_of_64_slots(
+    spec: AheadSpec,
+) -> None:
     with emulated_gpu():
         own = ahead_cuda.bind(spec)
         places = own.n, own.tokens

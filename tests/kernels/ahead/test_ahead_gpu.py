@@ -37,4 +37,7 @@ def test_graphs_replay_accept_and_move() -> None:
             graph.replay()
         got = batch.positions.clone(), batch.kv_rows.clone(), batch.hi.clone()
         there = lay_out(table, [Seq(i, 3 * i + n, [0], n_out=1) for i in range(5)], CUDA, arena=arena)
-        assert all(torch.equal(a, b) for a, b in zip(got, (there.positions, there.kv_rows, there.hi), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(got, (there.positions, there.kv_rows, there.hi), strict=True)
+        )

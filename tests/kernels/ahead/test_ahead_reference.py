@@ -59,7 +59,13 @@ def test_a_moved_batch_is_the_one_that_is_laid_out_there() -> None:
     assert kept.n.tolist() == [4, 1, 7], "all drafts are right"
     drafts = torch.arange(15).view(3, 5)
     there = [
-        Seq(q.slot, q.n_past + int(n), [int(kept.tokens[last]), *row.tolist()[:2]], n_out=3, n_fold=int(n))
+        Seq(
+            q.slot,
+            q.n_past + int(n),
+            [int(kept.tokens[last]), *row.tolist()[:2]],
+            n_out=3,
+            n_fold=int(n),
+        )
         for q, n, last, row in zip(batch.seqs, kept.n, kept.last, drafts, strict=True)
     ]
     for own in (None, arena):
@@ -78,13 +84,15 @@ def test_padding_stays_and_what_is_no_padding_in_a_replay_moves() -> None:
     """A graph of six rows, captured with five: `step` looks at the layout alone."""
     _, table, arena = ahead_cuda.verify([1] * 6, CPU, torch.Generator().manual_seed(0))
     for n in (5, 6):
-        batch = lay_out(table, [Seq(i, 3 * i, [0], n_out=1, slack=9) for i in range(n)], CPU, arena=arena)
+        batch = lay_out(
+            table, [Seq(i, 3 * i, [0], n_out=1, slack=9) for i in range(n)], CPU, arena=arena
+        )
         told = replace(batch, seqs=batch.seqs[:5], starts=batch.starts[:6])
         TorchAhead().step(told)
         assert batch.bucket == 6 and batch.positions[:n].tolist() == [3 * i + 1 for i in range(n)]
-        assert batch.positions[n:].tolist() == [0] * (6 - n) and batch.kv_rows[n:].tolist() == [table.null_row] * (
-            6 - n
-        )
+        assert batch.positions[n:].tolist() == [0] * (6 - n) and batch.kv_rows[n:].tolist() == [
+            table.null_row
+        ] * (6 - n)
         assert batch.hi[n:].tolist() == [1] * (6 - n)
 
 
@@ -92,10 +100,16 @@ class Wrong(TorchAhead):
     def __init__(self, spoil: Callable[[str, Kept | Batch], None]) -> None:
         self.spoil = spoil
 
-    def accept(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
+    def accept(
+        self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None
+    ) -> Kept:
         kept = super().accept(best, batch, ends, forced)
         kept = replace(
-            kept, n=kept.n.clone(), tokens=kept.tokens.clone(), last=kept.last.clone(), goes=kept.goes.clone()
+            kept,
+            n=kept.n.clone(),
+            tokens=kept.tokens.clone(),
+            last=kept.last.clone(),
+            goes=kept.goes.clone(),
         )
         self.spoil("accept", kept)
         return kept

@@ -19,7 +19,9 @@ pytest.importorskip("cuda.core")
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_kernels_compile_without_spills_in_the_registers_their_blocks_leave(arch: str) -> None:
-    dim, n_tile, kv = (256, 1, torch.float16) if arch in ("sm_80", "sm_100a") else (256, 6, torch.bfloat16)
+    dim, n_tile, kv = (
+        (256, 1, torch.float16) if arch in ("sm_80", "sm_100a") else (256, 6, torch.bfloat16)
+    )
     assert_fits(attend_cuda.shape_for(dim, n_tile, kv, arch))
 
 
@@ -57,19 +59,25 @@ def test_shared_memory_of_every_build_fits_the_multiprocessor(arch: str) -> None
 def test_the_plain_kernel_compiles_for_every_key_dtype(kind: int) -> None:
     defines = {"DIM": 96, "KV_KIND": kind, "OP_ID": attend_cuda.OP_ID}
     assert (
-        jit.compile_cubin("attend_plain", "sm_80", defines, use_cache=False).resources["attend_plain"].spill_bytes == 0
+        jit.compile_cubin("attend_plain", "sm_80", defines, use_cache=False)
+        .resources["attend_plain"]
+        .spill_bytes
+        == 0
     )
 
 
 @pytest.mark.parametrize(
-    ("columns", "n_tile"), [(1, 1), (6, 1), (16, 2), (24, 3), (48, 6), (64, 4), (96, 6), (256, 6), (40, 6)]
+    ("columns", "n_tile"),
+    [(1, 1), (6, 1), (16, 2), (24, 3), (48, 6), (64, 4), (96, 6), (256, 6), (40, 6)],
 )
 def test_columns_are_packed_into_the_fewest_and_then_narrowest_tiles(columns: int, n_tile: int) -> None:
     assert attend_cuda.n_tile_for(columns) == n_tile
 
 
 def test_unsupported_shapes_are_refused_with_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attend_cuda.limits(AttendSpec(torch.device("cpu"), 8, 2, 64, 1.0)) == "runs on NVIDIA GPUs only"
+    assert (
+        attend_cuda.limits(AttendSpec(torch.device("cpu"), 8, 2, 64, 1.0)) == "runs on NVIDIA GPUs only"
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gpu = torch.device("cuda")
     assert attend_cuda.limits(AttendSpec(gpu, 24, 4, 256, 1.0)) is None
@@ -88,18 +96,32 @@ def test_what_is_planned_for_partial_sums_is_enough_for_every_batch(heads: tuple
     group, found = heads[0] // heads[1], []
     for n_seq, n_key, width in ((1, 2048, 4), (8, 24_600, 7), (8, 2600, 17), (3, 262_144, 1)):
         graph_row = bucket_of(n_seq * width) or 128
-        planned = attend_cuda.most_floats(spec, n_seq, n_key, max(width, -(-graph_row // n_seq)), arch, n_sm)
+        planned = attend_cuda.most_floats(
+            spec, n_seq, n_key, max(width, -(-graph_row // n_seq)), arch, n_sm
+        )
         most = 0
         for i in range(3000):
             kept = [rng.random() < rng.choice((0.1, 0.9)) for _ in range(n_seq)]
             seqs = [
-                Seq(s, 0, [0] * (rng.randint(1, 400) if keep else width), mode=SeqMode.KEEP if keep else SeqMode.VERIFY)
+                Seq(
+                    s,
+                    0,
+                    [0] * (rng.randint(1, 400) if keep else width),
+                    mode=SeqMode.KEEP if keep else SeqMode.VERIFY,
+                )
                 for s, keep in enumerate(kept)
             ]
             ends = [rng.choice((n_key, rng.randint(q.width, n_key))) for q in seqs]
-            own = [(q.width, end) for q, end in zip(seqs, ends, strict=True) if not attend_prompt.is_long(q, end)]
+            own = [
+                (q.width, end)
+                for q, end in zip(seqs, ends, strict=True)
+                if not attend_prompt.is_long(q, end)
+            ]
             shape = attend_cuda.shape_for(
-                heads[2], attend_cuda.n_tile_for(max((w for w, _ in own), default=1) * group), torch.float16, arch
+                heads[2],
+                attend_cuda.n_tile_for(max((w for w, _ in own), default=1) * group),
+                torch.float16,
+                arch,
             )
             tiles = [(-(-w * group // shape.columns), end) for w, end in own]
             if i == 0:  # a graph

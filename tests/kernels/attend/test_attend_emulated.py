@@ -41,7 +41,9 @@ CASES = {
     "f8 of 256": Case(6, 1, 256, F8, [(17, 3), (300, 1)], 64, 19, pad=(1, 1)),
     "f8 wide rows": Case(6, 1, 64, F8, [(40, 70), (0, 33)], 64, pad=(7, 1)),
     "f8 odd size": Case(2, 1, 96, F8, [(40, 2)], 16),
-    "sinks": Case(6, 2, 64, torch.float16, [(0, 1), (255, 5), (1100, 2)], 16, 128, pad=(2, 1), sinks=True),
+    "sinks": Case(
+        6, 2, 64, torch.float16, [(0, 1), (255, 5), (1100, 2)], 16, 128, pad=(2, 1), sinks=True
+    ),
     "sinks q8_0": Case(16, 1, 128, torch.int8, [(0, 1), (300, 3)], 16, sinks=True),
     "keys alone": Case(6, 1, 96, torch.float16, [(100, 3), (33, 1)], 16, 50, sinks=True, keys_only=True),
     "keys alone of 64": Case(6, 1, 64, torch.float16, [(0, 1), (255, 5)], 16, keys_only=True),
@@ -69,16 +71,22 @@ def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str, s
     case = CASES[name]
     made = make(case, CPU)
     n = made.plain.n_row
-    want = attend_ref.bind(spec_of(case, CPU))(made.q[:n].double(), made.pool, made.plain, case.window, made.sinks)
+    want = attend_ref.bind(spec_of(case, CPU))(
+        made.q[:n].double(), made.pool, made.plain, case.window, made.sinks
+    )
     with emulated_gpu(seed=seed):
-        out = attend_cuda.bind(spec_of(case, CPU))(made.q, made.pool, made.batch, case.window, made.sinks)
+        out = attend_cuda.bind(spec_of(case, CPU))(
+            made.q, made.pool, made.batch, case.window, made.sinks
+        )
         assert faults.record(CPU).tolist() == [0] * 5
     assert worst(out[:n], want) < TOLERANCE[case.dtype]
     assert not out[n:].any()
 
 
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("name", ["ragged", "one head a group", "odd size", "q8_0", "q8_0 odd size", "f8", "sinks"])
+@pytest.mark.parametrize(
+    "name", ["ragged", "one head a group", "odd size", "q8_0", "q8_0 odd size", "f8", "sinks"]
+)
 def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
     case = CASES[name]
     made = make(case, CPU, seed=1)
@@ -101,19 +109,29 @@ def test_ranges_and_splits_as_items_give_the_same_bits(dtype: torch.dtype) -> No
     for n_multiprocessor, per_item in ((1, 16), (40, 1)):
         with emulated_gpu(seed=3, n_multiprocessor=n_multiprocessor):
             shape = replace(attend_cuda.shape_for(64, 1, dtype, "sm_90a"), blocks=1)
-            found.append(attend_cuda.bind(spec_of(case, CPU), shape=shape)(made.q, made.pool, made.batch, 0))
+            found.append(
+                attend_cuda.bind(spec_of(case, CPU), shape=shape)(made.q, made.pool, made.batch, 0)
+            )
             assert int(attend_cuda.workspace(CPU).plan[0]) == per_item
     assert torch.equal(*found)
 
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("dim", [64, 256])
-def test_all_ways_to_put_partials_together_give_the_same_bits(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ways_to_put_partials_together_give_the_same_bits(
+    dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A warp for 32 dims, for 128, and with fewer partials under way; more of them than a batch has."""
-    case, found, merge = Case(4, 2, dim, torch.float16, [(2500, 1), (40, 2)], 16), [], attend_cuda.Kernels.merge
+    case, found, merge = (
+        Case(4, 2, dim, torch.float16, [(2500, 1), (40, 2)], 16),
+        [],
+        attend_cuda.Kernels.merge,
+    )
     made = make(case, CPU)
     for n_part in (1, attend_cuda.WIDE_WARPS, 10 * attend_cuda.WIDE_WARPS):
-        monkeypatch.setattr(attend_cuda.Kernels, "merge", lambda k, _, dim, n=n_part: merge(k, n // (dim // 32), dim))
+        monkeypatch.setattr(
+            attend_cuda.Kernels, "merge", lambda k, _, dim, n=n_part: merge(k, n // (dim // 32), dim)
+        )
         with emulated_gpu(seed=3):
             found.append(attend_cuda.bind(spec_of(case, CPU))(made.q, made.pool, made.batch, 0))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
@@ -138,7 +156,9 @@ def test_more_splits_than_a_warp_has_lanes() -> None:
 def test_other_architectures_builds_give_the_same_rows(arch: tuple[int, int], name: str) -> None:
     case = CASES[name]
     made = make(case, CPU)
-    want = attend_ref.bind(spec_of(case, CPU))(made.q[: made.plain.n_row].double(), made.pool, made.plain, 0)
+    want = attend_ref.bind(spec_of(case, CPU))(
+        made.q[: made.plain.n_row].double(), made.pool, made.plain, 0
+    )
     with emulated_gpu(arch, seed=4):
         out = attend_cuda.bind(spec_of(case, CPU))(made.q, made.pool, made.batch, 0)
     assert worst(out[: made.plain.n_row], want) < TOLERANCE[case.dtype]
@@ -153,10 +173,14 @@ def test_a_page_that_does_not_exist_is_reported_and_other_rows_are_right(name: s
         if plane.dtype is not torch.int8:
             plane[plane.isnan()] = 0
     n = made.plain.n_row
-    want = attend_ref.bind(spec_of(case, CPU))(made.q[:n].double(), made.pool, made.plain, case.window, made.sinks)
+    want = attend_ref.bind(spec_of(case, CPU))(
+        made.q[:n].double(), made.pool, made.plain, case.window, made.sinks
+    )
     made.batch.page_table[1, 0] = bad
     with emulated_gpu(seed=5):
-        out = attend_cuda.bind(spec_of(case, CPU))(made.q, made.pool, made.batch, case.window, made.sinks)
+        out = attend_cuda.bind(spec_of(case, CPU))(
+            made.q, made.pool, made.batch, case.window, made.sinks
+        )
         fault, n_page = faults.record(CPU).tolist(), made.pool.k.shape[0] // case.page_size
     assert fault == [1, attend_cuda.OP_ID, 1, bad if bad < 1 << 31 else -1, n_page]
     others = [i for i in range(n) if not made.plain.starts[1] <= i < made.plain.starts[2]]

@@ -19,7 +19,9 @@ def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str) -
     case = CASES[name]
     made = make(case, GPU)
     n = made.plain.n_row
-    want = attend_ref.bind(spec_of(case, GPU))(made.q[:n].double(), made.pool, made.plain, case.window, made.sinks)
+    want = attend_ref.bind(spec_of(case, GPU))(
+        made.q[:n].double(), made.pool, made.plain, case.window, made.sinks
+    )
     attend = attend_cuda.bind(spec_of(case, GPU))
     out = attend(made.q, made.pool, made.batch, case.window, made.sinks)
     assert worst(out[:n], want) < TOLERANCE[case.dtype]
@@ -37,10 +39,14 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
     for i, (_, width) in enumerate(case.seqs):
         start = made.plain.starts[i]
         q, batch = only(made, i)
-        assert torch.equal(out[start : start + width], attend(q, made.pool, batch, case.window, made.sinks)), (name, i)
+        assert torch.equal(
+            out[start : start + width], attend(q, made.pool, batch, case.window, made.sinks)
+        ), (name, i)
         for row in {0, width // 2, width - 1}:
             q, batch = only(made, i, row, 1)
-            assert torch.equal(out[start + row], attend(q, made.pool, batch, case.window, made.sinks)[0]), (
+            assert torch.equal(
+                out[start + row], attend(q, made.pool, batch, case.window, made.sinks)[0]
+            ), (
                 name,
                 i,
                 row,
@@ -82,7 +88,10 @@ def test_pools_beyond_two_gigarows_of_bytes_are_addressed() -> None:
     case = Case(8, 4, 256, torch.float16, [(100, 3)], 16, spare=200_000)  # 6.5 GB each of K and V
     made = make(case, GPU, seed=3)
     want = attend_ref.bind(spec_of(case, GPU))(made.q.double(), made.pool, made.plain, 0)
-    assert worst(attend_cuda.bind(spec_of(case, GPU))(made.q, made.pool, made.batch, 0), want) < TOLERANCE[case.dtype]
+    assert (
+        worst(attend_cuda.bind(spec_of(case, GPU))(made.q, made.pool, made.batch, 0), want)
+        < TOLERANCE[case.dtype]
+    )
 
 
 def test_a_page_out_of_the_pool_is_reported_and_harms_no_other_sequence() -> None:
@@ -115,4 +124,7 @@ def test_lower_bounds_hold_row_by_row() -> None:
     lo = torch.arange(made.plain.n_row, device=GPU) * 37 % 90
     b, plain = replace(made.batch, lo=torch.cat([lo, lo[:16]])), replace(made.plain, lo=lo)
     want = attend_ref.bind(spec_of(case, GPU))(made.q[:48].double(), made.pool, plain, 0)
-    assert attend_cases.worst(attend_cuda.bind(spec_of(case, GPU))(made.q, made.pool, b, 0)[:48], want) < 2e-3
+    assert (
+        attend_cases.worst(attend_cuda.bind(spec_of(case, GPU))(made.q, made.pool, b, 0)[:48], want)
+        < 2e-3
+    )

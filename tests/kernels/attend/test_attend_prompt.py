@@ -39,15 +39,21 @@ class Counted:
     def __init__(self) -> None:
         self.run, self.widths = attend_ref.bind(SPEC), list[int]()
 
-    def __call__(self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None
+    ) -> Tensor:
         self.widths += [seq.width for seq in batch.seqs]
-        assert len(q) == batch.n_row == len(batch.row_seq) and batch.seq_start.tolist() == list(batch.starts)
+        assert len(q) == batch.n_row == len(batch.row_seq) and batch.seq_start.tolist() == list(
+            batch.starts
+        )
         return self.run(q, pool, batch, window, sinks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("seqs", BATCHES.values(), ids=BATCHES.keys())
-def test_rows_equal_the_reference_whoever_runs_them(seqs: list[tuple[int, int]], dtype: torch.dtype) -> None:
+def test_rows_equal_the_reference_whoever_runs_them(
+    seqs: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
     made, own = make(Case(*HEADS, dtype, seqs, scale=0.125), CPU), Counted()
     got = attend_prompt.beside(own, attend_prompt.reference(SPEC))(made.q, made.pool, made.plain, 0)
     assert worst(got, attend_ref.bind(SPEC)(made.q, made.pool, made.plain)) < TOLERANCE[dtype]
@@ -81,23 +87,32 @@ def test_a_sequence_has_the_same_bits_alone() -> None:
     for to, source in ((alone.pool.k, made.pool.k), (alone.pool.v, made.pool.v)):
         to[keys[0]] = source[keys[1]]
     assert torch.equal(
-        attend(made.q, made.pool, made.plain, 0)[:MANY], attend(made.q[:MANY], alone.pool, alone.plain, 0)
+        attend(made.q, made.pool, made.plain, 0)[:MANY],
+        attend(made.q[:MANY], alone.pool, alone.plain, 0),
     )
 
 
-@pytest.mark.parametrize("change", [{"block": True}, {"window": 50}, {"dtype": torch.float32}, {"sinks": True}])
+@pytest.mark.parametrize(
+    "change", [{"block": True}, {"window": 50}, {"dtype": torch.float32}, {"sinks": True}]
+)
 def test_blocks_windows_f32_and_sinks_stay_with_our_own(change: dict[str, object]) -> None:
     case, own = replace(Case(*HEADS, torch.float16, [(20, MANY)]), **change), Counted()  # type: ignore[arg-type]
     made = make(case, CPU)
-    attend_prompt.beside(own, attend_prompt.reference(SPEC))(made.q, made.pool, made.plain, case.window, made.sinks)
+    attend_prompt.beside(own, attend_prompt.reference(SPEC))(
+        made.q, made.pool, made.plain, case.window, made.sinks
+    )
     assert own.widths == [MANY]
 
 
 def test_the_check_finds_a_shifted_mask() -> None:
-    def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # upper left where keys and rows differ in number
+    def shifted(
+        q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:  # upper left where keys and rows differ in number
         return attend_prompt.reference(SPEC)(q, k[: len(q)], v[: len(q)])
 
-    assert attend_prompt.check(attend_prompt.reference(SPEC), attend_prompt.reference(SPEC), SPEC) is None
+    assert (
+        attend_prompt.check(attend_prompt.reference(SPEC), attend_prompt.reference(SPEC), SPEC) is None
+    )
     assert "differs" in str(attend_prompt.check(shifted, attend_prompt.reference(SPEC), SPEC))
     assert op.refusal(op.impls[0], SPEC) == "for GPUs"
 
@@ -115,8 +130,12 @@ def own_part(q: Tensor, n: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return part(q[:, :, :n], k, v, torch.ones(n, k.shape[2], dtype=torch.bool).tril(k.shape[2] - n))
 
 
-@pytest.mark.parametrize(("n_row", "n_past"), [(192, 0), (192, 31), (300, 32), (512, 64 + 32 + 5), (200, 3 * 128 + 64)])
-def test_blocks_of_keys_put_together_are_the_whole(n_row: int, n_past: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("n_row", "n_past"), [(192, 0), (192, 31), (300, 32), (512, 64 + 32 + 5), (200, 3 * 128 + 64)]
+)
+def test_blocks_of_keys_put_together_are_the_whole(
+    n_row: int, n_past: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompt_blocks, "BLOCKS", (128, 64, 32))
     asked: list[tuple[int, int]] = []
 
@@ -126,7 +145,11 @@ def test_blocks_of_keys_put_together_are_the_whole(n_row: int, n_past: int, monk
 
     without = attend_prompt.reference(SPEC)
     run = prompt_blocks.by_blocks(SPEC, without, own_part, block)
-    q = (torch.randn(n_row, HEADS[0], HEADS[2]) * torch.logspace(-2, 1, n_row)[:, None, None]).half().float()
+    q = (
+        (torch.randn(n_row, HEADS[0], HEADS[2]) * torch.logspace(-2, 1, n_row)[:, None, None])
+        .half()
+        .float()
+    )
     k, v = (torch.randn(n_row + n_past, HEADS[1], HEADS[2]).half() for _ in "kv")
     got, want = run(q, k, v), without(q, k, v)
     assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).amax() < 2e-3
@@ -141,7 +164,9 @@ def test_blocks_are_cut_at_absolute_keys_and_leave_less_than_the_smallest() -> N
         assert [a for a, _ in found] == [0, *(b for _, b in found)][: len(found)]
         assert 0 <= n_past - (found[-1][1] if found else 0) < small
         assert all(b - a in prompt_blocks.BLOCKS for a, b in found)
-    assert prompt_blocks.cut(large + mid)[0] == prompt_blocks.cut(large + mid + 9 * small)[0] == (0, large)
+    assert (
+        prompt_blocks.cut(large + mid)[0] == prompt_blocks.cut(large + mid + 9 * small)[0] == (0, large)
+    )
     assert len(prompt_blocks.cut(2 * large - 1)) == len(prompt_blocks.BLOCKS)
 
 
@@ -156,7 +181,9 @@ def test_few_rows_and_few_keys_are_not_worth_a_block() -> None:
 
 
 @pytest.mark.parametrize("seqs", BATCHES.values(), ids=BATCHES.keys())
-def test_with_exact_our_own_takes_all_rows_as_few_at_a_time_as_it_has_room_for(seqs: list[tuple[int, int]]) -> None:
+def test_with_exact_our_own_takes_all_rows_as_few_at_a_time_as_it_has_room_for(
+    seqs: list[tuple[int, int]],
+) -> None:
     made, own = make(Case(*HEADS, torch.float16, seqs, scale=0.125), CPU), Counted()
     got = attend_prompt.in_pieces(own)(made.q, made.pool, made.plain, 0)
     assert torch.allclose(got, attend_ref.bind(SPEC)(made.q, made.pool, made.plain), atol=1e-5)
@@ -194,8 +221,13 @@ def test_a_prompt_replayed_in_a_graph_sees_its_own_keys_alone(dtype: torch.dtype
     captured = lay_out(table, [Seq(1, 0, [0] * 256, mode=SeqMode.KEEP, n_out=1)], CPU, arena=arena)
     lay_out(table, [Seq(1, 0, [0] * n, mode=SeqMode.KEEP, n_out=1)], CPU, arena=arena)
     plain = lay_out(table, [Seq(1, 0, [0] * n, mode=SeqMode.KEEP, n_out=1)], CPU)
-    pool, gen = KVPool(table.n_alloc_row, *HEADS[1:], KvFormat.both(dtype), CPU), torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(256, heads, HEADS[2], generator=gen) for heads in (HEADS[0], HEADS[1], HEADS[1]))
+    pool, gen = (
+        KVPool(table.n_alloc_row, *HEADS[1:], KvFormat.both(dtype), CPU),
+        torch.Generator().manual_seed(1),
+    )
+    q, k, v = (
+        torch.randn(256, heads, HEADS[2], generator=gen) for heads in (HEADS[0], HEADS[1], HEADS[1])
+    )
     for plane in pool.planes:
         if plane.dtype is not torch.int8:
             plane.fill_(torch.nan)
@@ -220,7 +252,9 @@ def test_keys_in_pages_that_follow_each_other_are_not_copied(follow: bool) -> No
         assert (got.untyped_storage().data_ptr() == plane.untyped_storage().data_ptr()) is follow
 
 
-def test_what_is_faster_behind_many_keys_is_taken_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_faster_behind_many_keys_is_taken_once_it_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     took: list[str] = []
 
     def stands_for(name: str) -> Callable[[AttendSpec], attend_prompt.Run]:

@@ -11,13 +11,18 @@ from pyspec.slots.kv import KV_DTYPES, KvFormat
 
 CPU = torch.device("cpu")
 SEQS = [(0, 3), (40, 1), (21, 9)]
-PAIRS = [KvFormat.named(k, v) for k, v in (("f16", "q8_0"), ("q8_0", "f16"), ("f8_e4m3", "bf16"), ("f32", "f8_e4m3"))]
+PAIRS = [
+    KvFormat.named(k, v)
+    for k, v in (("f16", "q8_0"), ("q8_0", "f16"), ("f8_e4m3", "bf16"), ("f32", "f8_e4m3"))
+]
 
 
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("window", "block"), [(0, False), (7, False), (0, True), (16, True)])
 @pytest.mark.parametrize("kv", [*map(KvFormat.both, KV_DTYPES.values()), *PAIRS], ids=lambda kv: kv.name)
-def test_rows_are_weighted_means_of_what_they_see(kv: KvFormat, window: int, block: bool, sinks: bool) -> None:
+def test_rows_are_weighted_means_of_what_they_see(
+    kv: KvFormat, window: int, block: bool, sinks: bool
+) -> None:
     case = Case(6, 2, 64, kv.k, SEQS, 16, window, block, sinks=sinks, v_dtype=kv.v)
     made = make(case, CPU)
     b, spec = made.plain, spec_of(case, CPU)
@@ -26,11 +31,16 @@ def test_rows_are_weighted_means_of_what_they_see(kv: KvFormat, window: int, blo
         k, v = made.pool.read(attend_ref.key_rows(b, s), torch.float64)
         for i in range(b.starts[s], b.starts[s + 1]):
             p = seq.n_past + i - b.starts[s]
-            first, end = max(0, p - window + 1) if window else 0, seq.n_past + seq.width if block else p + 1
+            first, end = (
+                max(0, p - window + 1) if window else 0,
+                seq.n_past + seq.width if block else p + 1,
+            )
             for head in range(6):
                 logits = (k[first:end, head // 3] @ made.q[i, head].double()) / math.sqrt(64)
                 weights = logits.exp()
-                below = weights.sum() + (made.sinks[head].double().exp() if made.sinks is not None else 0)
+                below = weights.sum() + (
+                    made.sinks[head].double().exp() if made.sinks is not None else 0
+                )
                 want = weights @ v[first:end, head // 3] / below
                 assert (got[i, head] - want).norm() < 2e-6 * max(1, want.norm()), (s, i, head)
 

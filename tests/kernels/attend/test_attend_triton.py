@@ -23,7 +23,11 @@ def small(case: Case) -> Case:
     n_kv = min(case.n_kv, 2)
     seqs = [(min(past, 600), min(width, 7)) for past, width in case.seqs][:3]
     return replace(
-        case, n_head=case.n_head // case.n_kv * n_kv, n_kv=n_kv, seqs=seqs, pad=(min(case.pad[0], 3), case.pad[1])
+        case,
+        n_head=case.n_head // case.n_kv * n_kv,
+        n_kv=n_kv,
+        seqs=seqs,
+        pad=(min(case.pad[0], 3), case.pad[1]),
     )
 
 
@@ -35,7 +39,9 @@ def run(case: Case, made: Made, q: torch.Tensor | None = None, batch: object = N
 def compare(case: Case) -> None:
     made = make(case, CPU)
     n = made.plain.n_row
-    want = attend_ref.bind(spec_of(case, CPU))(made.q[:n].double(), made.pool, made.plain, case.window, made.sinks)
+    want = attend_ref.bind(spec_of(case, CPU))(
+        made.q[:n].double(), made.pool, made.plain, case.window, made.sinks
+    )
     out = run(case, made)
     assert worst(out[:n], want) < case.tolerance
     assert not out[n:].any()
@@ -80,18 +86,24 @@ def test_some_tiles_at_a_time_are_all_of_them_to_the_bit(
     batch = replace(made.batch, bucket=bucket and len(made.q))
     whole = run(case, made, None, batch)
     monkeypatch.setattr(attend_triton, "workspace", lambda device: attend_cuda.Workspace(device))
-    n_split = attend_triton.n_splits(batch.page_table.shape[1] * batch.page_size if bucket else max(batch.max_hi))
+    n_split = attend_triton.n_splits(
+        batch.page_table.shape[1] * batch.page_size if bucket else max(batch.max_hi)
+    )
     size, launched = attend_triton.tile_floats(spec_of(case, CPU), 32, n_split), []
     monkeypatch.setattr(attend_triton, "FEWEST_FLOATS", n_once * size + 1)
     monkeypatch.setattr(attend_triton, "MOST_FLOATS", n_once * size + 1)
     launch = attend_triton.tri.launch
-    monkeypatch.setattr(attend_triton.tri, "launch", lambda *ask: (launched.append(ask[1][0]), launch(*ask)))
+    monkeypatch.setattr(
+        attend_triton.tri, "launch", lambda *ask: (launched.append(ask[1][0]), launch(*ask))
+    )
     attend = attend_triton.bind(spec_of(case, CPU))
     for _ in range(2):
         launched.clear()
         assert torch.equal(attend(made.q, made.pool, batch, case.window, made.sinks), whole)
         assert max(launched[::2]) == n_once and len(launched) > 2
-        monkeypatch.setattr(attend_triton, "MOST_FLOATS", 1 << 26)  # no more than there is room for is as good
+        monkeypatch.setattr(
+            attend_triton, "MOST_FLOATS", 1 << 26
+        )  # no more than there is room for is as good
     assert len(attend.spaces.buffers) == 1
 
 
@@ -117,7 +129,13 @@ def test_a_page_out_of_the_pool_is_reported_and_harms_no_other_sequence(page: in
     fault = faults.record(CPU)
     tripped = fault.tolist()
     fault.zero_()
-    assert tripped == [1, attend_triton.OP_ID, 1, page if page == 1000 else -1, made.pool.k.shape[0] // 16]
+    assert tripped == [
+        1,
+        attend_triton.OP_ID,
+        1,
+        page if page == 1000 else -1,
+        made.pool.k.shape[0] // 16,
+    ]
     assert torch.equal(bad[:1], out[:1]) and bool(torch.isfinite(bad[1]).any())
 
 

@@ -23,7 +23,9 @@ class Planned:
     def __init__(self, spec: AttendSpec) -> None:
         self.run, self.pieces = attend_ref.bind(spec), list[tuple[int, int]]()
 
-    def __call__(self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None
+    ) -> Tensor:
         for seq, n_key in zip(batch.seqs, batch.max_hi, strict=True):
             n_split = -(-n_key // SPLIT)
             assert seq.width * n_split <= max(FEW * n_split, MANY), f"{seq.width} rows of {n_key} keys"

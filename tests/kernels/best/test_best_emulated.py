@@ -75,5 +75,14 @@ def test_tokens_go_where_they_are_wanted_and_nowhere_else() -> None:
         own = best_cuda.bind(SPEC)
         assert own.tokens(torch.eye(3), place[2:5]).data_ptr() == place[2:].data_ptr()
         assert own.tokens(torch.eye(8)[:0]).shape == (0,) and own.pairs(torch.eye(8)[:0]).shape == (2, 0)
-        assert own.tokens(torch.eye(8)[:, :5]).tolist() == [0, 1, 2, 3, 4, 0, 0, 0]  # of which rows lie apart
+        assert own.tokens(torch.eye(8)[:, :5]).tolist() == [
+            0,
+            1,
+            2,
+            3,
+            4,
+            0,
+            0,
+            0,
+        ]  # of which rows lie apart
     assert place.tolist() == [7, 7, 0, 1, 2, 7]

@@ -45,7 +45,11 @@ def test_graphs_replay_it_on_new_logits_and_tickets_are_back_at_zero() -> None:
         graph.replay()
         want = TorchBest().pairs(new)
         assert torch.equal(pairs.cpu(), want)
-        assert torch.equal(place[:5].cpu(), want[0].long()) and not place[5:].any() and not own.tickets.any()
+        assert (
+            torch.equal(place[:5].cpu(), want[0].long())
+            and not place[5:].any()
+            and not own.tickets.any()
+        )
 
 
 def test_launches_behind_each_other_do_not_mix() -> None:

@@ -44,7 +44,13 @@ def test_the_first_of_the_largest_counts_and_none_is_larger_than_all(n_vocab: in
 def test_tokens_go_where_they_are_wanted() -> None:
     logits, place = torch.eye(3), torch.full((5,), 9)
     own = TorchBest()
-    assert own.tokens(logits, place[:3]).data_ptr() == place.data_ptr() and place.tolist() == [0, 1, 2, 9, 9]
+    assert own.tokens(logits, place[:3]).data_ptr() == place.data_ptr() and place.tolist() == [
+        0,
+        1,
+        2,
+        9,
+        9,
+    ]
     assert own.tokens(logits[:0]).shape == (0,) and own.pairs(logits[:0]).shape == (2, 0)
 
 

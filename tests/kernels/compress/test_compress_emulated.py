@@ -33,7 +33,9 @@ SHAPES = [
 @needs_compiler
 @pytest.mark.parametrize(("spec", "seed"), [(CSA, 0), (HCA, 1)])
 def test_rows_and_rings_are_the_references(spec: CompressSpec, seed: int) -> None:
-    made = make(Ragged([(0, 1), (spec.ratio - 2, 5), (70, 17), (5 * spec.ratio - 1, 2)], 16, (2, 1)), spec, seed)
+    made = make(
+        Ragged([(0, 1), (spec.ratio - 2, 5), (70, 17), (5 * spec.ratio - 1, 2)], 16, (2, 1)), spec, seed
+    )
     with emulated_gpu(seed=seed):
         assert difference(made, compress_cuda.bind(spec), compress_ref.bind(spec), spec) is None
         assert faults.record(CPU).tolist() == [0] * 5
@@ -44,7 +46,9 @@ def both(main: CompressSpec, case: Ragged, slack: int, seed: int) -> None:
     beside = replace(main, dim=32)
     one, other = (make(case, spec, seed + i, slack) for i, spec in enumerate((main, beside)))
     first, second = compress_cuda.bind(main), compress_cuda.bind(beside)
-    wide = torch.randn(len(one.values), 2 * (first.width + second.width) + 4)  # as products lie: side by side
+    wide = torch.randn(
+        len(one.values), 2 * (first.width + second.width) + 4
+    )  # as products lie: side by side
     wide[one.placed.plain.n_row :] = torch.nan
     at = 2 * first.width
     parts = [wide[:, :at].chunk(2, -1), wide[:, at : at + 2 * second.width].chunk(2, -1)]
@@ -56,11 +60,16 @@ def both(main: CompressSpec, case: Ragged, slack: int, seed: int) -> None:
         ring, pool = of.copies()
         given.append((values, scores, of.places, of.norm, ring, pool))
     together = first.with_beside(second)
-    assert together is not None and first.with_beside(compress_cuda.bind(replace(beside, eps=1e-5))) is None
+    assert (
+        together is not None and first.with_beside(compress_cuda.bind(replace(beside, eps=1e-5))) is None
+    )
     together(given[0], given[1], one.freq, one.placed.batch)
     for (*_, ring, pool), (kept, want) in zip(given, wants, strict=True):
         assert torch.equal(pool.k.view(torch.int16), want.k.view(torch.int16))
-        assert all(torch.equal(ring.rows[x].view(torch.int32), kept.rows[x].view(torch.int32)) for x in ring.rows)
+        assert all(
+            torch.equal(ring.rows[x].view(torch.int32), kept.rows[x].view(torch.int32))
+            for x in ring.rows
+        )
     assert faults.record(CPU).tolist() == [0] * 5
 
 
@@ -96,7 +105,9 @@ def test_widths_from_1_to_17_side_by_side_are_the_references(slack: int) -> None
 def test_rows_are_moved_on_the_device_without_the_host_knowing() -> None:
     made = make(Ragged([(102, 3), (61, 5)], 16), CSA)
     early = place(Ragged([(100, 3), (60, 5)], 16), CPU).batch
-    moved = replace(made, placed=replace(made.placed, batch=replace(made.placed.batch, seqs=early.seqs, bucket=8)))
+    moved = replace(
+        made, placed=replace(made.placed, batch=replace(made.placed.batch, seqs=early.seqs, bucket=8))
+    )
     with emulated_gpu(seed=2):
         assert difference(moved, compress_cuda.bind(CSA), compress_ref.bind(CSA), CSA) is None
 
@@ -117,7 +128,9 @@ def test_what_is_out_of_bounds_is_reported_and_other_sequences_are_right(name: s
         assert faults.record(CPU).tolist()[:3] == [1, compress_cuda.OP_ID, 1]
     for seq in (0, 2):
         slot = made.placed.plain.seqs[seq].slot
-        assert torch.equal(ring.rows[VALUES][slot].view(torch.int32), want.rows[VALUES][slot].view(torch.int32))
+        assert torch.equal(
+            ring.rows[VALUES][slot].view(torch.int32), want.rows[VALUES][slot].view(torch.int32)
+        )
     made_here = ~pool.k[:, 0, 0].isnan()
     off = (pool.k[made_here].float() - kept.k[made_here].float()).abs().amax()
     assert int(made_here.sum()) >= 1 and bool(off < 0.02)
@@ -134,7 +147,9 @@ def test_kernels_compile_for_every_architecture_without_spills(arch: str) -> Non
         SHAPES[2],
     ):
         found = compile_cubin("compress", arch, compress_cuda.defines(spec), use_cache=False).resources
-        assert set(found) == set(compress_cuda.FORMS) and all(of.spill_bytes == 0 for of in found.values())
+        assert set(found) == set(compress_cuda.FORMS) and all(
+            of.spill_bytes == 0 for of in found.values()
+        )
         assert found["compress_rows"].registers * compress_cuda.n_group(spec) * spec.dim // 4 <= 65536
     beside = {"BESIDE_DIM": 128, "BESIDE_GROUPS": compress_cuda.n_group(replace(CSA, dim=128))}
     names = compress_cuda.defines(replace(CSA, dim=512, n_rot=64)) | beside

@@ -18,7 +18,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_embeddings_compile_for_every_architecture(arch: str) -> None:
     for type in embed_cuda.TYPES:
-        found = compile_cubin("embed", arch, embed_cuda.defines(type), use_cache=False).resources["embed"]
+        found = compile_cubin("embed", arch, embed_cuda.defines(type), use_cache=False).resources[
+            "embed"
+        ]
         assert found.spill_bytes == 0 and found.registers <= 64, (type, found)
     assert compile_cubin("angles", arch, use_cache=False).resources["angles"].spill_bytes == 0
 

@@ -30,7 +30,8 @@ def test_rows_of_any_bytes_have_the_reference_s_bits(type: GGMLType, n_in: int) 
 
 
 @pytest.mark.parametrize(
-    ("type", "n_in"), [(GGMLType.Q8_0, 32), (GGMLType.Q4_0, 1056), (GGMLType.F32, 4), (GGMLType.F16, 1028)]
+    ("type", "n_in"),
+    [(GGMLType.Q8_0, 32), (GGMLType.Q4_0, 1056), (GGMLType.F32, 4), (GGMLType.F16, 1028)],
 )
 def test_narrow_rows_and_rows_that_end_inside_of_a_part(type: GGMLType, n_in: int) -> None:
     spec = EmbedSpec(CPU, type, n_in)
@@ -49,7 +50,11 @@ def test_angles_are_the_references() -> None:
 def test_angles_beyond_the_threads_of_a_block_are_the_references() -> None:
     gen = torch.Generator().manual_seed(1)
     spec, n = EmbedSpec(CPU, GGMLType.F32, 8), embed_cuda.THREADS + 5
-    raw, tokens, positions = embed_cuda.any_bytes(spec.type, 8, 4, gen), torch.tensor([1, 3]), torch.tensor([77, 5])
+    raw, tokens, positions = (
+        embed_cuda.any_bytes(spec.type, 8, 4, gen),
+        torch.tensor([1, 3]),
+        torch.tensor([77, 5]),
+    )
     freq = angles_cuda.frequencies(n, CPU)
     with emulated_gpu():
         x, got = embed_cuda.bind(spec).rows_and_angles(raw, tokens, positions, freq, 1.0)
@@ -59,8 +64,12 @@ def test_angles_beyond_the_threads_of_a_block_are_the_references() -> None:
         assert torch.allclose(a, b, rtol=0.0, atol=angles_cuda.OFF)
 
 
-@pytest.mark.parametrize(("bad", "seen"), [(7, 7), (-1, -1), (1 << 40, -1), (-(1 << 40), -1), (2**31, -1)])
-def test_a_token_that_does_not_exist_is_reported_and_the_other_rows_are_right(bad: int, seen: int) -> None:
+@pytest.mark.parametrize(
+    ("bad", "seen"), [(7, 7), (-1, -1), (1 << 40, -1), (-(1 << 40), -1), (2**31, -1)]
+)
+def test_a_token_that_does_not_exist_is_reported_and_the_other_rows_are_right(
+    bad: int, seen: int
+) -> None:
     spec, gen = EmbedSpec(CPU, GGMLType.Q8_0, 64), torch.Generator().manual_seed(2)
     raw, tokens = embed_cuda.any_bytes(spec.type, 64, 7, gen), torch.tensor([6, bad, 0])
     with emulated_gpu():

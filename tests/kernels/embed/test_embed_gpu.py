@@ -31,7 +31,9 @@ def test_angles_have_torch_s_bits(n: int, factor: float) -> None:
     assert angles_cuda.check(angles_cuda.bind(spec), torch_angles, spec) is None
     positions, freq = angles_cuda.hostile(5000, gen).to(CUDA), angles_cuda.frequencies(n, CUDA)
     for got, want in zip(
-        angles_cuda.bind(spec)(positions, freq, factor), torch_angles(positions, freq, factor), strict=True
+        angles_cuda.bind(spec)(positions, freq, factor),
+        torch_angles(positions, freq, factor),
+        strict=True,
     ):
         assert torch.equal(got, want)
 

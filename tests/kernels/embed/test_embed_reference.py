@@ -70,7 +70,8 @@ class Wrong(TorchEmbed):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("", None), ("a bit", "are not the reference's"), ("last token", "are not"), ("angles", "angles")]
+    ("how", "said"),
+    [("", None), ("a bit", "are not the reference's"), ("last token", "are not"), ("angles", "angles")],
 )
 def test_the_check_finds_what_is_wrong(how: str, said: str | None) -> None:
     spec = EmbedSpec(CPU, GGMLType.F16, 64)

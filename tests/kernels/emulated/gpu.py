@@ -25,7 +25,9 @@ def emulated_gpu(
     Tensors of torch.empty hold NaN. Inside, the CPU has a context of its own, which is dropped at the end.
     """
 
-    def compile_cubin(stem: str, arch: str, defines: Mapping[str, int | str] | None = None, **_: object) -> Emulated:
+    def compile_cubin(
+        stem: str, arch: str, defines: Mapping[str, int | str] | None = None, **_: object
+    ) -> Emulated:
         return emulate(stem, defines, arch)
 
     properties = SimpleNamespace(multi_processor_count=n_multiprocessor)

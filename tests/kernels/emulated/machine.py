@@ -32,11 +32,32 @@ from pyspec.errors import DeviceError
 
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX", "g++")
-FLAGS = ("-std=c++17", "-fPIC", "-w", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
-KERNEL_FLAGS = ("-O1", "-g1", "-fno-exceptions", "-fno-rtti", "-fno-gnu-unique", "-fno-asynchronous-unwind-tables")
+FLAGS = (
+    "-std=c++17",
+    "-fPIC",
+    "-w",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-U_FORTIFY_SOURCE",
+)
+KERNEL_FLAGS = (
+    "-O1",
+    "-g1",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-gnu-unique",
+    "-fno-asynchronous-unwind-tables",
+)
 LIBRARY = ("-shared", *FLAGS, *KERNEL_FLAGS, "-Wl,-Bsymbolic")
 KEPT_S = 14 * 86400.0
-CTYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "u": ctypes.c_uint32, "f": ctypes.c_float}
+CTYPES = {
+    "p": ctypes.c_void_p,
+    "l": ctypes.c_int64,
+    "i": ctypes.c_int32,
+    "u": ctypes.c_uint32,
+    "f": ctypes.c_float,
+}
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(COMPILER) is None, reason=f"no C++ compiler ({COMPILER}) on this machine"
@@ -112,7 +133,9 @@ def _library(name: str, key: object, build: Callable[[Path], None]) -> Path:
 def _run(*command: str, text: str | None = None) -> str:
     done = subprocess.run([COMPILER, *command], input=text, capture_output=True, text=True, check=False)
     if done.returncode:  # the error that jit gives, too
-        raise DeviceError("\n".join(x for x in done.stderr.splitlines() if "error" in x)[:4000] or done.stderr)
+        raise DeviceError(
+            "\n".join(x for x in done.stderr.splitlines() if "error" in x)[:4000] or done.stderr
+        )
     return done.stdout
 
 
@@ -150,20 +173,28 @@ class Emulated:
         getattr(self.code, f"emulator_sizes_{symbol}")(sizes)
         n = next(i for i, size in enumerate(sizes) if not size)
         if (found := list(sizes[:n])) != [ctypes.sizeof(CTYPES[c]) for c in signature]:
-            raise EmulationError(f"kernel {symbol} takes arguments of {found} bytes, '{signature}' gives others")
+            raise EmulationError(
+                f"kernel {symbol} takes arguments of {found} bytes, '{signature}' gives others"
+            )
         cluster = tuple(map(getattr(self.code, f"emulator_cluster_{symbol}"), range(3)))
-        return EmulatedKernel(symbol, signature, self, start, getattr(self.code, f"emulator_bound_{symbol}")(), cluster)
+        return EmulatedKernel(
+            symbol, signature, self, start, getattr(self.code, f"emulator_bound_{symbol}")(), cluster
+        )
 
 
 def emulate(stem: str, defines: Mapping[str, int | str] | None = None, arch: str = "sm_90a") -> Emulated:
     """Compile `kernels/<stem>.cu` for the CPU, once in a process."""
     with _COMPILING:
-        return _compiled(stem, tuple(sorted((k, str(v)) for k, v in (defines or {}).items())), arch, jit.source(stem))
+        return _compiled(
+            stem, tuple(sorted((k, str(v)) for k, v in (defines or {}).items())), arch, jit.source(stem)
+        )
 
 
 def emulate_text(text: str, defines: Mapping[str, int | str] | None = None) -> Emulated:
     """The same for a kernel that is no file."""
-    return _compiled("text", tuple(sorted((k, str(v)) for k, v in (defines or {}).items())), "sm_90a", text)
+    return _compiled(
+        "text", tuple(sorted((k, str(v)) for k, v in (defines or {}).items())), "sm_90a", text
+    )
 
 
 @cache
@@ -218,14 +249,30 @@ class EmulatedKernel:
         return replace(self, allowed_shared=max(n_bytes, self.allowed_shared))
 
     def launch(
-        self, grid: Sequence[int], block: int, args: Sequence[jit.Arg], shared: int = 0, *, overlap: bool = False
+        self,
+        grid: Sequence[int],
+        block: int,
+        args: Sequence[jit.Arg],
+        shared: int = 0,
+        *,
+        overlap: bool = False,
     ) -> None:
         """As jit.Kernel.launch, but it returns when the kernel has ended."""
-        assert len(args) == len(self.signature), f"{self.symbol}: {len(args)} arguments for '{self.signature}'"
-        if block > self.bound or shared > self.allowed_shared or not all(0 < n < 65536 for n in grid[1:]):
-            raise EmulationError(f"{self.symbol}: launched with grid {grid}, {block} threads, {shared} bytes")
+        assert len(args) == len(self.signature), (
+            f"{self.symbol}: {len(args)} arguments for '{self.signature}'"
+        )
+        if (
+            block > self.bound
+            or shared > self.allowed_shared
+            or not all(0 < n < 65536 for n in grid[1:])
+        ):
+            raise EmulationError(
+                f"{self.symbol}: launched with grid {grid}, {block} threads, {shared} bytes"
+            )
         if any(n % of for n, of in zip([*grid, 1, 1], self.cluster, strict=False)):
-            raise EmulationError(f"{self.symbol}: a grid of {grid} is no whole number of clusters of {self.cluster}")
+            raise EmulationError(
+                f"{self.symbol}: a grid of {grid} is no whole number of clusters of {self.cluster}"
+            )
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         assert all(t.device.type == "cpu" for t in tensors)
         spans, library = _spans(tensors), _machine()
@@ -247,11 +294,17 @@ class EmulatedKernel:
             if kind == "p":
                 assert arg == 0, f"{self.symbol}: a pointer that is no tensor's"
             else:
-                assert arg.dtype.itemsize == ctypes.sizeof(CTYPES[kind]), f"{self.symbol}: {arg!r} for '{kind}'"
+                assert arg.dtype.itemsize == ctypes.sizeof(CTYPES[kind]), (
+                    f"{self.symbol}: {arg!r} for '{kind}'"
+                )
             return ctypes.c_void_p(None) if kind == "p" else CTYPES[kind](arg.item())
         assert kind == "p", f"{self.symbol}: a tensor for '{kind}'"
         at = arg.data_ptr()
-        i = next(i for i, (first, end) in enumerate(spans) if first <= at <= end and (at < end or first == end))
+        i = next(
+            i
+            for i, (first, end) in enumerate(spans)
+            if first <= at <= end and (at < end or first == end)
+        )
         return ctypes.c_void_p(homes[i] + at - spans[i][0])
 
     def _run(self, grid: list[int], block: int, shared: int, values: list[object]) -> str:
@@ -268,7 +321,11 @@ class EmulatedKernel:
 
         def whose(match: re.Match[str]) -> str:
             first, end = spans[int(match[1])]
-            at = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and first <= a.data_ptr() < end]
+            at = [
+                i
+                for i, a in enumerate(args)
+                if isinstance(a, torch.Tensor) and first <= a.data_ptr() < end
+            ]
             return f"argument {' and '.join(map(str, at))}"
 
         out = [re.sub(r"memory (\d+)", whose, message)]

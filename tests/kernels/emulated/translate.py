@@ -131,12 +131,17 @@ def _operand(text: str) -> str:
 
 
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\((\w+)\)\s*)?(\w+)\s+(\w+)\[\];")
-_DECLARED = re.compile(r"__shared__\s+(?:__align__\((\w+)\)\s*)?((?:unsigned\s+|long\s+)*\w+)\s+([^;=]+);")
+_DECLARED = re.compile(
+    r"__shared__\s+(?:__align__\((\w+)\)\s*)?((?:unsigned\s+|long\s+)*\w+)\s+([^;=]+);"
+)
 
 
 def _shared(text: str) -> str:
     text = _DYNAMIC.sub(
-        lambda m: f"{m[2]}* const {m[3]} = static_cast<{m[2]}*>(dynamic_shared({m[1] or f'alignof({m[2]})'}));", text
+        lambda m: (
+            f"{m[2]}* const {m[3]} = static_cast<{m[2]}*>(dynamic_shared({m[1] or f'alignof({m[2]})'}));"
+        ),
+        text,
     ).replace("(dynamic_shared(", "(emulator::dynamic_shared(")
     count = 0
 
@@ -146,7 +151,9 @@ def _shared(text: str) -> str:
         out = []
         for name in split(names):
             plain, dims = re.fullmatch(r"(\w+)\s*((?:\[.*\])?)", name, re.DOTALL).groups()  # type: ignore[union-attr]
-            place = f"emulator::static_shared({count}, sizeof({type}{dims}), {align or f'alignof({type})'})"
+            place = (
+                f"emulator::static_shared({count}, sizeof({type}{dims}), {align or f'alignof({type})'})"
+            )
             out.append(f"{type} (&{plain}){dims} = *static_cast<{type} (*){dims}>({place});")
             count += 1
         return " ".join(out)

@@ -19,9 +19,13 @@ SHAPE = GdnShape(16, 48, 128, 4, 10240)
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count_on(arch: str) -> None:
     for columns in gdn_cuda.COLUMNS:
-        found = jit.compile_cubin("gdn", arch, gdn_cuda.defines(SHAPE, arch, columns), use_cache=False).resources
+        found = jit.compile_cubin(
+            "gdn", arch, gdn_cuda.defines(SHAPE, arch, columns), use_cache=False
+        ).resources
         clusters = not arch.startswith("sm_8")
-        assert set(found) == {"gdn_conv", "gdn_conv_many", "gdn_rows"} | ({"gdn_rows_into"} if clusters else set())
+        assert set(found) == {"gdn_conv", "gdn_conv_many", "gdn_rows"} | (
+            {"gdn_rows_into"} if clusters else set()
+        )
         assert all(r.spill_bytes == 0 and r.shared_bytes <= 48 * 1024 for r in found.values()), found
         rows = [r.registers for name, r in found.items() if name.startswith("gdn_rows")]
         assert max(rows) * gdn_cuda.THREADS * gdn_cuda.blocks_for(arch, columns) <= 65536, found
@@ -31,7 +35,9 @@ def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_kernels_of_prompts_compile_without_spills_and_leave_room_for_two_blocks(arch: str) -> None:
-    found = jit.compile_cubin("gdn_chunk", arch, gdn_chunk.defines(SHAPE, arch), use_cache=False).resources
+    found = jit.compile_cubin(
+        "gdn_chunk", arch, gdn_chunk.defines(SHAPE, arch), use_cache=False
+    ).resources
     assert set(found) == {"gdn_chunk_conv", "gdn_chunk_solve", "gdn_chunk_state"}
     assert all(r.spill_bytes == 0 for r in found.values()), found
     assert found["gdn_chunk_state"].registers * gdn_chunk.THREADS * 2 <= 65536, found
@@ -41,8 +47,12 @@ def test_kernels_of_prompts_compile_without_spills_and_leave_room_for_two_blocks
 def test_head_counts_are_free_as_long_as_values_are_a_multiple_of_keys() -> None:
     for n_k, n_v in ((1, 1), (3, 6), (16, 32), (16, 64)):
         shape = GdnShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
-        assert jit.compile_cubin("gdn", "sm_90a", gdn_cuda.defines(shape, "sm_90a", 2), use_cache=False).resources
-        assert jit.compile_cubin("gdn_chunk", "sm_80", gdn_chunk.defines(shape, "sm_80"), use_cache=False).resources
+        assert jit.compile_cubin(
+            "gdn", "sm_90a", gdn_cuda.defines(shape, "sm_90a", 2), use_cache=False
+        ).resources
+        assert jit.compile_cubin(
+            "gdn_chunk", "sm_80", gdn_chunk.defines(shape, "sm_80"), use_cache=False
+        ).resources
 
 
 def test_a_cpu_is_refused_with_the_reason() -> None:
@@ -67,6 +77,13 @@ def test_shapes_it_is_not_built_for_are_refused_with_their_numbers(
 
 def test_a_lane_takes_four_columns_where_that_saves_a_wave() -> None:
     assert [gdn_cuda.columns_for(SHAPE, n, "sm_90a", 132) for n in (1, 2, 4, 5, 8)] == [2, 2, 4, 4, 2]
-    wider = replace(SHAPE, n_v_head=64)  # eight sequences are 3.1 waves of blocks of two columns a lane, or 1.9 of four
+    wider = replace(
+        SHAPE, n_v_head=64
+    )  # eight sequences are 3.1 waves of blocks of two columns a lane, or 1.9 of four
     assert [gdn_cuda.columns_for(wider, 8, "sm_90a", 132, prepares=p) for p in (False, True)] == [2, 4]
-    assert [gdn_cuda.columns_for(SHAPE, n, "sm_90a", 132, prepares=True) for n in (8, 12, 16, 32)] == [2, 2, 4, 4]
+    assert [gdn_cuda.columns_for(SHAPE, n, "sm_90a", 132, prepares=True) for n in (8, 12, 16, 32)] == [
+        2,
+        2,
+        4,
+        4,
+    ]

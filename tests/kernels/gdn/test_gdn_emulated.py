@@ -33,7 +33,9 @@ def shape_of(n_k: int, n_v: int) -> GdnShape:
 
 
 def seq(slot: int, n: int, keep: bool = False, fold: int = 0, late: bool = False) -> Seq:
-    return Seq(slot, 0, [0] * n, SeqMode.LATE if late else SeqMode.KEEP if keep else SeqMode.VERIFY, 0, fold)
+    return Seq(
+        slot, 0, [0] * n, SeqMode.LATE if late else SeqMode.KEEP if keep else SeqMode.VERIFY, 0, fold
+    )
 
 
 def laid(seqs: list[Seq]) -> Batch:
@@ -54,7 +56,11 @@ def weights(shape: GdnShape, gen: torch.Generator) -> list[Tensor]:
     """a, dt_bias, conv_w; some heads keep all they saw, some forget at once."""
     scale = torch.tensor([0.0, 0.1, 1.0, 30.0])[torch.arange(shape.n_v_head) % 4]
     a = -scale * torch.rand(shape.n_v_head, generator=gen)
-    return [a, torch.randn(shape.n_v_head, generator=gen), torch.randn(shape.n_channel, 4, generator=gen)]
+    return [
+        a,
+        torch.randn(shape.n_v_head, generator=gen),
+        torch.randn(shape.n_channel, 4, generator=gen),
+    ]
 
 
 def layer_of(shape: GdnShape, doubled: bool = False) -> StateLayer:
@@ -92,7 +98,9 @@ PROMPTS = [
 ]
 
 
-def follow(rounds: list[list[Seq]], heads: tuple[int, int], capability: tuple[int, int], seed: int, **how: int) -> None:
+def follow(
+    rounds: list[list[Seq]], heads: tuple[int, int], capability: tuple[int, int], seed: int, **how: int
+) -> None:
     """All rounds on the kernels and on the reference in float64."""
     shape, gen = shape_of(*heads), torch.Generator().manual_seed(1)
     w, mine, theirs = weights(shape, gen), layer_of(shape), layer_of(shape, doubled=True)
@@ -131,7 +139,9 @@ def test_a_warp_for_each_sequence_makes_the_bits_that_a_block_makes(
     w, layers = weights(shape, gen), [layer_of(shape) for _ in range(2)]
     fold_only = [*ROUNDS, [seq(2, 5, fold=0)], [seq(2, 0, True, fold=3), seq(1, 1)]]
     with emulated_gpu(seed=3):
-        runs = [gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2, chunked=gdn_cuda.NEVER) for _ in layers]
+        runs = [
+            gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2, chunked=gdn_cuda.NEVER) for _ in layers
+        ]
         runs[1].many = 1, gdn_cuda.NEVER
         for seqs in fold_only:
             rows = inputs(sum(s.width for s in seqs), shape, gen)
@@ -146,7 +156,9 @@ def test_a_warp_for_each_sequence_makes_the_bits_that_a_block_makes(
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("heads", "capability"), [((1, 2), (9, 0)), ((2, 2), (8, 6))])
-def test_chunked_prompts_follow_the_reference(heads: tuple[int, int], capability: tuple[int, int], seed: int) -> None:
+def test_chunked_prompts_follow_the_reference(
+    heads: tuple[int, int], capability: tuple[int, int], seed: int
+) -> None:
     """Two stages of keys, and one as on GPUs with less shared memory."""
     follow(PROMPTS, heads, capability, seed, columns=2, chunked=63)
 
@@ -161,14 +173,21 @@ def test_the_kernels_pass_the_check_they_are_chosen_by() -> None:
 def test_a_chunked_prompt_does_not_depend_on_its_neighbours_nor_on_the_order_to_the_bit() -> None:
     shape, gen = shape_of(1, 1), torch.Generator().manual_seed(8)
     w, rows, found = weights(shape, gen), inputs(300, shape, gen), []
-    for seed, (before, after) in enumerate((([], []), ([seq(0, 70, True), seq(3, 4)], [seq(2, 64, True)]))):
+    for seed, (before, after) in enumerate(
+        (([], []), ([seq(0, 70, True), seq(3, 4)], [seq(2, 64, True)]))
+    ):
         layer, first = StateLayer(shape, N_SLOT, WIDTH, CPU), sum(s.width for s in before)
         for t in layer.tensors():
             t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(9)))
         seqs = [*before, seq(1, 100, True, fold=3), *after]
-        own = [torch.cat([x[150 : 150 + first], x[:100], x[230:]])[: sum(s.width for s in seqs)] for x in rows]
+        own = [
+            torch.cat([x[150 : 150 + first], x[:100], x[230:]])[: sum(s.width for s in seqs)]
+            for x in rows
+        ]
         with emulated_gpu(seed=seed):
-            got = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2, chunked=63)(*own, *w, layer, laid(seqs))
+            got = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2, chunked=63)(
+                *own, *w, layer, laid(seqs)
+            )
         found.append((got[first : first + 100], layer.state[1], layer.conv[1, :3]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -181,7 +200,9 @@ WAYS = {
 }
 
 
-def run_way(widths: list[int], accepts: list[int], columns: int, neighbours: bool, seed: int) -> tuple[Tensor, Tensor]:
+def run_way(
+    widths: list[int], accepts: list[int], columns: int, neighbours: bool, seed: int
+) -> tuple[Tensor, Tensor]:
     """Slot 1's 15 tokens in verifies, the rest kept; rows that are not accepted hold noise. Its state and outputs."""
     shape, gen, n_text = shape_of(1, 2), torch.Generator().manual_seed(2), 15
     w, text = weights(shape, gen), inputs(n_text, shape, gen)
@@ -192,7 +213,9 @@ def run_way(widths: list[int], accepts: list[int], columns: int, neighbours: boo
             last = width == 0
             n, taken = (n_text - done, n_text - done) if last else (width, accepted)
             noise = inputs(n, shape, gen)
-            rows = [torch.cat([x[done : done + taken], y[taken:]]) for x, y in zip(text, noise, strict=True)]
+            rows = [
+                torch.cat([x[done : done + taken], y[taken:]]) for x, y in zip(text, noise, strict=True)
+            ]
             seqs, at = [seq(1, n, last, fold)], 0
             if neighbours:
                 seqs, at = [seq(3, 2), *seqs, seq(0, 5, True)], 2
@@ -213,7 +236,9 @@ def run_late() -> tuple[Tensor, Tensor]:
         run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS))
         for t in range(15):
             keeps = t % 4 == 3 or t == 14
-            outs.append(run(*(x[t : t + 1] for x in text), *w, layer, laid([seq(1, 1, keeps, t % 4, not keeps)])))
+            outs.append(
+                run(*(x[t : t + 1] for x in text), *w, layer, laid([seq(1, 1, keeps, t % 4, not keeps)]))
+            )
     return layer.state[1], torch.cat(outs)
 
 
@@ -235,7 +260,9 @@ def test_folding_alone_gives_the_bits_of_folding_before_rows(fold: int) -> None:
         b = run(*later, *w, two, laid([seq(1, 2, True, fold)]))
         assert torch.equal(a, b) and torch.equal(one.state, two.state)
         assert torch.equal(one.conv[1, :3], two.conv[1, :3])
-        for t, old in zip(one.tensors(), before, strict=True):  # other slots stay as they were, NaN where nothing is
+        for t, old in zip(
+            one.tensors(), before, strict=True
+        ):  # other slots stay as they were, NaN where nothing is
             assert torch.equal(t[[0, 2]].nan_to_num(7.5), old[[0, 2]].nan_to_num(7.5))
         with pytest.raises(OutOfBounds):
             alone(one, 1, WIDTH + 1)
@@ -248,7 +275,9 @@ def test_states_and_outputs_do_not_depend_on_how_tokens_came_nor_on_neighbours_t
     again, rows = run_late()
     assert torch.equal(again, state) and torch.equal(rows, out)
     assert state.isfinite().all() and state.norm() > 0
-    for seed, (way, columns, neighbours) in enumerate(zip(WAYS, (2, 4, 2, 4), (False, True, False, True), strict=True)):
+    for seed, (way, columns, neighbours) in enumerate(
+        zip(WAYS, (2, 4, 2, 4), (False, True, False, True), strict=True)
+    ):
         again, rows = run_way(*WAYS[way], columns, neighbours, seed)
         assert torch.equal(again, state) and torch.equal(rows, out), way
 
@@ -294,8 +323,16 @@ def test_a_bad_index_is_reported_and_its_sequence_skipped(
 ) -> None:
     """One of few rows, and one that is chunked."""
     shape, gen = shape_of(1, 1), torch.Generator().manual_seed(4)
-    w, rows, seqs = weights(shape, gen), inputs(6 + n, shape, gen), [seq(0, 3, True), seq(1, n, True), seq(2, 3)]
-    good, bad, batch = StateLayer(shape, N_SLOT, WIDTH, CPU), StateLayer(shape, N_SLOT, WIDTH, CPU), laid(seqs)
+    w, rows, seqs = (
+        weights(shape, gen),
+        inputs(6 + n, shape, gen),
+        [seq(0, 3, True), seq(1, n, True), seq(2, 3)],
+    )
+    good, bad, batch = (
+        StateLayer(shape, N_SLOT, WIDTH, CPU),
+        StateLayer(shape, N_SLOT, WIDTH, CPU),
+        laid(seqs),
+    )
     with emulated_gpu():
         run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2, chunked=63)
         want = run(*rows, *w, good, laid(seqs))
@@ -329,13 +366,19 @@ def test_a_prompt_replayed_in_a_graph_has_the_bits_that_it_has_without(n: int) -
     assert torch.equal(one.state, two.state) and torch.equal(one.conv[:, :3], two.conv[:, :3])
 
 
-PREPARED = [*ROUNDS[:4], [seq(0, 18, True, fold=1), seq(1, 25, True), seq(2, 3)]]  # up to four stages of 8 rows
+PREPARED = [
+    *ROUNDS[:4],
+    [seq(0, 18, True, fold=1), seq(1, 25, True), seq(2, 3)],
+]  # up to four stages of 8 rows
 
 
 def norm_of(shape: GdnShape, n_row: int, gen: torch.Generator) -> HeadNorm:
     """With a gate that is a slice of wider rows."""
     n_in = shape.n_v_head * shape.dim
-    weight, gate = 1 + 0.3 * torch.randn(shape.dim, generator=gen), 3 * torch.randn(n_row, n_in + 32, generator=gen)
+    weight, gate = (
+        1 + 0.3 * torch.randn(shape.dim, generator=gen),
+        3 * torch.randn(n_row, n_in + 32, generator=gen),
+    )
     return HeadNorm(weight, EPS, gate[:, 32:], 32.0)
 
 
@@ -378,7 +421,12 @@ def test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(
     ("capability", "chunked", "most"),
-    [((8, 6), gdn_cuda.NEVER, 1536), ((9, 0), 20, 1536), ((9, 0), gdn_cuda.NEVER, 3), ((9, 0), gdn_cuda.NEVER, 4)],
+    [
+        ((8, 6), gdn_cuda.NEVER, 1536),
+        ((9, 0), 20, 1536),
+        ((9, 0), gdn_cuda.NEVER, 3),
+        ((9, 0), gdn_cuda.NEVER, 4),
+    ],
     ids=["no clusters", "chunks", "many states", "few states"],
 )
 def test_without_clusters_with_chunks_and_of_many_states_rows_are_prepared_alone(
@@ -393,7 +441,9 @@ def test_without_clusters_with_chunks_and_of_many_states_rows_are_prepared_alone
         places = gdn_cuda._place
         called: list[int] = []
         monkeypatch.setattr(gdn_cuda, "_place", lambda *given: (called.append(1), places(*given))[1])
-        got = run.prepared(*x, *w, layer_of(shape), laid(seqs), into=GatedRowBuffer(rows_of(shape, 7.0), prep))
+        got = run.prepared(
+            *x, *w, layer_of(shape), laid(seqs), into=GatedRowBuffer(rows_of(shape, 7.0), prep)
+        )
         assert bool(called) == (most == 4)
         want = rows_of(shape, 7.0)(run(*x, *w, layer_of(shape), laid(seqs)).flatten(1), prep)
     assert same(got, want)
@@ -415,12 +465,20 @@ def test_rows_of_nobody_and_of_a_bad_sequence_keep_what_was_there() -> None:
     with emulated_gpu():
         run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2)
         got = run.prepared(
-            *x, *w, StateLayer(shape, N_SLOT, WIDTH, CPU), batch, into=GatedRowBuffer(rows_of(shape, 7.0), prep)
+            *x,
+            *w,
+            StateLayer(shape, N_SLOT, WIDTH, CPU),
+            batch,
+            into=GatedRowBuffer(rows_of(shape, 7.0), prep),
         )
         assert faults.record(CPU).tolist() == [1, 3, N_SLOT, N_SLOT, N_SLOT]
     blocks, sums = got.blocks[: 8 * 16 * 32].view(8, 16, 32), got.sums[: 8 * 16].view(8, 16)
     nobodys = [4, 5, 6, *range(9, 16)]
-    assert (blocks[:, nobodys] == 7).all() and (sums[:, nobodys] == 7).all() and (got.powers[nobodys] == 7).all()
+    assert (
+        (blocks[:, nobodys] == 7).all()
+        and (sums[:, nobodys] == 7).all()
+        and (got.powers[nobodys] == 7).all()
+    )
     assert (got.powers[[0, 1, 2, 3, 7, 8]] == 32).all() and (sums[:, [0, 3, 7, 8]] != 7).all()
 
 

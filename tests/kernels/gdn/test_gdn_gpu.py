@@ -92,7 +92,10 @@ def test_ragged_rounds_follow_the_reference(heads: tuple[int, int], columns: int
     mine, theirs = StateLayer(shape, N_SLOT, WIDTH, GPU), doubled(StateLayer(shape, N_SLOT, WIDTH, CPU))
     for t in (mine.k, mine.v, mine.g, mine.beta, mine.conv[:, 3:]):
         t.fill_(float("nan"))  # unwritten records
-    run, reference = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), columns=columns), gdn_ref.bind(GdnSpec(CPU, shape, EPS))
+    run, reference = (
+        gdn_cuda.bind(GdnSpec(GPU, shape, EPS), columns=columns),
+        gdn_ref.bind(GdnSpec(CPU, shape, EPS)),
+    )
     for seqs in ROUNDS:
         rows = inputs(sum(s.width for s in seqs), shape, gen)
         poisoned_blocks()
@@ -122,7 +125,10 @@ def test_chunked_prompts_follow_the_reference(heads: tuple[int, int]) -> None:
     mine, theirs = StateLayer(shape, N_SLOT, WIDTH, GPU), doubled(StateLayer(shape, N_SLOT, WIDTH, CPU))
     for t in (mine.k, mine.v, mine.g, mine.beta, mine.conv[:, 3:]):
         t.fill_(float("nan"))
-    run, reference = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), chunked=64), gdn_ref.bind(GdnSpec(CPU, shape, EPS))
+    run, reference = (
+        gdn_cuda.bind(GdnSpec(GPU, shape, EPS), chunked=64),
+        gdn_ref.bind(GdnSpec(CPU, shape, EPS)),
+    )
     for seqs in PROMPTS:
         rows = inputs(sum(s.width for s in seqs), shape, gen)
         poisoned_blocks()
@@ -141,7 +147,9 @@ def test_the_kernels_pass_the_check_they_are_chosen_by(heads: tuple[int, int]) -
     assert gdn_cuda.check(gdn_cuda.bind(spec), gdn_ref.bind(spec), spec) is None
 
 
-def hostile(kind: str, n: int, shape: GdnShape, gen: torch.Generator) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def hostile(
+    kind: str, n: int, shape: GdnShape, gen: torch.Generator
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Rows and weights that make chunked sums hard."""
     (m, alpha, beta), (a, dt_bias, conv_w) = inputs(n, shape, gen), weights(shape, gen)
     kd = shape.n_k_head * shape.dim
@@ -149,7 +157,10 @@ def hostile(kind: str, n: int, shape: GdnShape, gen: torch.Generator) -> tuple[t
         m[:, kd : 2 * kd] = m[:1, kd : 2 * kd] + 0.01 * m[:, kd : 2 * kd]
         a, beta = torch.zeros_like(a), beta + 30
     if kind == "forgets at once now and then":
-        a, alpha = torch.full_like(a, -1e4), torch.where(torch.rand(alpha.shape, generator=gen) < 0.2, alpha, -30.0)
+        a, alpha = (
+            torch.full_like(a, -1e4),
+            torch.where(torch.rand(alpha.shape, generator=gen) < 0.2, alpha, -30.0),
+        )
     if kind == "values of all sizes":
         m[:, 2 * kd :] *= torch.logspace(-8, 6, shape.n_channel - 2 * kd)
     if kind == "loud":
@@ -158,13 +169,17 @@ def hostile(kind: str, n: int, shape: GdnShape, gen: torch.Generator) -> tuple[t
 
 
 @pytest.mark.parametrize(
-    "kind", ["equal keys, nothing forgotten", "forgets at once now and then", "values of all sizes", "loud"]
+    "kind",
+    ["equal keys, nothing forgotten", "forgets at once now and then", "values of all sizes", "loud"],
 )
 def test_chunked_prompts_follow_the_reference_on_hostile_rows(kind: str) -> None:
     shape, gen = shape_of(2, 6), torch.Generator().manual_seed(7)
     rows, w = hostile(kind, 700, shape, gen)
     mine, theirs = StateLayer(shape, N_SLOT, WIDTH, GPU), doubled(StateLayer(shape, N_SLOT, WIDTH, CPU))
-    run, reference = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), chunked=64), gdn_ref.bind(GdnSpec(CPU, shape, EPS))
+    run, reference = (
+        gdn_cuda.bind(GdnSpec(GPU, shape, EPS), chunked=64),
+        gdn_ref.bind(GdnSpec(CPU, shape, EPS)),
+    )
     seqs = [seq(1, 580, True), seq(3, 120, True)]
     got = run(*wide(*rows), *(x.to(GPU) for x in w), mine, laid(seqs, GPU))
     want = reference(*(x.double() for x in (*rows, *w)), theirs, laid(seqs, CPU))
@@ -233,7 +248,10 @@ def run_way(way: str, columns: int, neighbours: bool) -> tuple[Tensor, Tensor]:
     shape, gen = shape_of(2, 6), torch.Generator().manual_seed(2)
     w = [x.to(GPU) for x in weights(shape, gen)]
     text = [x.to(GPU) for x in inputs(31, shape, gen)]
-    run, layer = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), columns=columns), StateLayer(shape, N_SLOT, WIDTH, GPU)
+    run, layer = (
+        gdn_cuda.bind(GdnSpec(GPU, shape, EPS), columns=columns),
+        StateLayer(shape, N_SLOT, WIDTH, GPU),
+    )
     outs, done, fold = [], 0, 0
     for width, accepted in [*(WAYS[way] or []), (0, 0)]:
         last = width == 0  # the rest is kept, so that no fold is left
@@ -299,7 +317,9 @@ def test_padding_and_idle_slots_are_not_touched() -> None:
         ("seq_fold", -1, -1, 7),
     ],
 )
-def test_a_bad_index_is_reported_and_its_sequence_skipped(field: str, value: int, index: int, limit: int) -> None:
+def test_a_bad_index_is_reported_and_its_sequence_skipped(
+    field: str, value: int, index: int, limit: int
+) -> None:
     shape, gen = shape_of(2, 4), torch.Generator().manual_seed(4)
     w = [x.to(GPU) for x in weights(shape, gen)]
     rows = [x.to(GPU) for x in inputs(6, shape, gen)]
@@ -322,7 +342,10 @@ def test_a_bad_index_is_reported_and_its_sequence_skipped(field: str, value: int
 def test_a_captured_graph_runs_other_sequences_of_the_same_count() -> None:
     shape, gen = shape_of(2, 6), torch.Generator().manual_seed(5)
     w = [x.to(GPU) for x in weights(shape, gen)]
-    run, spec_layers = gdn_cuda.bind(GdnSpec(GPU, shape, EPS)), [StateLayer(shape, N_SLOT, WIDTH, GPU) for _ in "ab"]
+    run, spec_layers = (
+        gdn_cuda.bind(GdnSpec(GPU, shape, EPS)),
+        [StateLayer(shape, N_SLOT, WIDTH, GPU) for _ in "ab"],
+    )
     eager, graphed = spec_layers
     rows = [x.to(GPU) for x in inputs(12, shape, gen)]
     batch = laid([seq(0, 6), seq(1, 6)], GPU)
@@ -331,7 +354,11 @@ def test_a_captured_graph_runs_other_sequences_of_the_same_count() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = run(*rows, *w, graphed, batch)
-    for seqs in ([seq(2, 4), seq(3, 6)], [seq(3, 5, fold=6), seq(2, 2, fold=1)], [seq(2, 11, True, fold=2), seq(0, 1)]):
+    for seqs in (
+        [seq(2, 4), seq(3, 6)],
+        [seq(3, 5, fold=6), seq(2, 2, fold=1)],
+        [seq(2, 11, True, fold=2), seq(0, 1)],
+    ):
         n, fresh = sum(s.width for s in seqs), laid(seqs, GPU)
         new = [x.to(GPU) for x in inputs(n, shape, gen)]
         want = run(*new, *w, eager, fresh)
@@ -344,13 +371,20 @@ def test_a_captured_graph_runs_other_sequences_of_the_same_count() -> None:
         assert all(torch.equal(a, b) for a, b in zip(graphed.tensors(), eager.tensors(), strict=True))
 
 
-PREPARED = [*ROUNDS[:4], [seq(0, 18, True, fold=1), seq(1, 25, True), seq(2, 3)], [seq(s, 1, fold=1) for s in range(4)]]
+PREPARED = [
+    *ROUNDS[:4],
+    [seq(0, 18, True, fold=1), seq(1, 25, True), seq(2, 3)],
+    [seq(s, 1, fold=1) for s in range(4)],
+]
 
 
 def norm_of(shape: GdnShape, n_row: int, gen: torch.Generator) -> HeadNorm:
     """With a gate that is a slice of wider rows."""
     n_in = shape.n_v_head * shape.dim
-    weight, gate = 1 + 0.3 * torch.randn(shape.dim, generator=gen), 3 * torch.randn(n_row, n_in + 32, generator=gen)
+    weight, gate = (
+        1 + 0.3 * torch.randn(shape.dim, generator=gen),
+        3 * torch.randn(n_row, n_in + 32, generator=gen),
+    )
     return HeadNorm(weight.to(GPU), EPS, gate.to(GPU)[:, 32:], 32.0)
 
 
@@ -369,11 +403,17 @@ def same(a: Rows, b: Rows) -> bool:
 
 @pytest.mark.parametrize("columns", gdn_cuda.COLUMNS)
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (2, 6), (16, 48)])
-def test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(heads: tuple[int, int], columns: int) -> None:
+def test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(
+    heads: tuple[int, int], columns: int
+) -> None:
     shape, gen = shape_of(*heads), torch.Generator().manual_seed(11)
     w = [x.to(GPU) for x in weights(shape, gen)]
     one, two = StateLayer(shape, N_SLOT, WIDTH, GPU), StateLayer(shape, N_SLOT, WIDTH, GPU)
-    run, mine, theirs = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), columns=columns), rows_of(shape), rows_of(shape)
+    run, mine, theirs = (
+        gdn_cuda.bind(GdnSpec(GPU, shape, EPS), columns=columns),
+        rows_of(shape),
+        rows_of(shape),
+    )
     for seqs in [*PREPARED, *PREPARED[1:]]:
         n = sum(s.width for s in seqs)
         x, prep = wide(*inputs(n, shape, gen)), norm_of(shape, n, gen)

@@ -52,15 +52,20 @@ def test_widths_from_1_to_17_side_by_side_choose_the_references_rows(whole: bool
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("seqs", "n_multiprocessor"), [([(1000, 5), (1290, 9), (40, 3)], 3), ([(900, 17)], 5), ([(700, 1)], 20)]
+    ("seqs", "n_multiprocessor"),
+    [([(1000, 5), (1290, 9), (40, 3)], 3), ([(900, 17)], 5), ([(700, 1)], 20)],
 )
-def test_warpgroups_score_tiles_of_every_size(seqs: list[tuple[int, int]], n_multiprocessor: int) -> None:
+def test_warpgroups_score_tiles_of_every_size(
+    seqs: list[tuple[int, int]], n_multiprocessor: int
+) -> None:
     asked = make(Ragged(seqs, 32, (1, 1)), GROUPS, 7, whole=True)
     with emulated_gpu(seed=7, n_multiprocessor=n_multiprocessor):
         launch = index_cuda.bind(GROUPS)
         got = launch(asked.q, asked.w, asked.freq, asked.pool, asked.placed.batch)
         assert launch.scorer.pad == 16 and faults.record(CPU).tolist() == [0] * 5
-    assert torch.equal(got, index_ref.bind(GROUPS)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain))
+    assert torch.equal(
+        got, index_ref.bind(GROUPS)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain)
+    )
 
 
 @needs_compiler
@@ -73,12 +78,16 @@ def test_rows_around_what_may_be_chosen_are_the_references(top_k: int, arch: tup
     asked = make(case, spec, 3, whole=True)
     with emulated_gpu(arch, seed=3):
         got = index_cuda.bind(spec)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.batch)
-    assert torch.equal(got, index_ref.bind(spec)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain))
+    assert torch.equal(
+        got, index_ref.bind(spec)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain)
+    )
 
 
 @needs_compiler
 @pytest.mark.slow
-def test_more_rows_than_scores_fit_and_more_sequences_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_than_scores_fit_and_more_sequences_than_a_launch_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(index_cuda, "MOST_SCORES", 70 * 30)
     chosen(Ragged([(37 * i % 211, 1 + i % 3) for i in range(140)], 16, (5, 3)), SPEC, 4)
     chosen(Ragged([(20, 250), (300, 1)], 32), SPEC, 5)
@@ -92,7 +101,9 @@ def test_rows_are_moved_on_the_device_without_the_host_knowing() -> None:
     moved = replace(asked.placed.batch, seqs=early.seqs, bucket=8)
     with emulated_gpu(seed=2):
         got = index_cuda.bind(SPEC)(asked.q, asked.w, asked.freq, asked.pool, moved)
-    assert torch.equal(got, index_ref.bind(SPEC)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain))
+    assert torch.equal(
+        got, index_ref.bind(SPEC)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain)
+    )
 
 
 @needs_compiler
@@ -166,7 +177,9 @@ def test_kernels_compile_for_every_architecture_without_spills(arch: str, kv: to
     pytest.importorskip("cuda.core")
     for spec in (IndexSpec(CPU, 64, 128, 512, 4, kv, 64), replace(SPEC, kv=kv)):
         scorer = index_cuda.scorer_of(spec, (9, 0) if arch == "sm_90a" else (8, 0))
-        found = compile_cubin("index_rows", arch, index_cuda.defines(spec, scorer), use_cache=False).resources
+        found = compile_cubin(
+            "index_rows", arch, index_cuda.defines(spec, scorer), use_cache=False
+        ).resources
         assert set(found) == set(index_cuda.FORMS) and all(of.spill_bytes == 0 for of in found.values())
         assert found["index_rows_scores"].registers * scorer.threads * scorer.resident <= 65536
         assert found["index_rows_choose"].registers * index_cuda.CHOOSERS <= 65536

@@ -44,7 +44,9 @@ def test_the_fit_is_better_than_one_division_per_block(type: GGMLType, size: flo
     got = back(x, type)
     assert error(x, got) < 0.96 * error(x, plain)
     per_block = lambda y: (x - y).view(-1, 32).square().sum(1)  # noqa: E731
-    if type is Q4_0:  # its candidates have that of the division, which differs by the rounding of its scale at most
+    if (
+        type is Q4_0
+    ):  # its candidates have that of the division, which differs by the rounding of its scale at most
         assert (per_block(got) <= per_block(plain) * 1.01).all()
 
 
@@ -58,10 +60,16 @@ def test_a_fitted_matrix_is_what_the_kernels_take(type: GGMLType) -> None:
 
 @pytest.mark.parametrize("type", sorted(TYPES))
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
-def test_blocks_that_are_no_numbers_become_zeros_and_leave_their_neighbours(type: GGMLType, bad: float) -> None:
+def test_blocks_that_are_no_numbers_become_zeros_and_leave_their_neighbours(
+    type: GGMLType, bad: float
+) -> None:
     x = torch.randn(4, 96, generator=torch.Generator().manual_seed(5))
     want = back(x, type)
     x[2, 40] = bad
     got = back(x, type)
     assert not got[2, 32:64].any()
-    assert torch.equal(got[2, :32], want[2, :32]) and torch.equal(got[:2], want[:2]) and torch.equal(got[3], want[3])
+    assert (
+        torch.equal(got[2, :32], want[2, :32])
+        and torch.equal(got[:2], want[:2])
+        and torch.equal(got[3], want[3])
+    )

@@ -39,7 +39,10 @@ def test_q8_0_compiles_without_spills_up_to_32_rows(arch: str) -> None:
 def test_every_type_and_epilogue_compiles_for_hopper(type: GGMLType, epilogue: Epilogue) -> None:
     shape = fitting(type, (9, 0))[3]
     code = compile_cubin(
-        stem((9, 0)), "sm_90a", defines(type, shape, n_stages(type, shape, (9, 0)), epilogue), use_cache=False
+        stem((9, 0)),
+        "sm_90a",
+        defines(type, shape, n_stages(type, shape, (9, 0)), epilogue),
+        use_cache=False,
     )
     assert code.resources["linear"].spill_bytes == 0
 
@@ -48,7 +51,9 @@ def test_every_type_and_epilogue_compiles_for_hopper(type: GGMLType, epilogue: E
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("type", few(CHUNKS, GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.NVFP4))
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_pairs_compile_without_spills_and_leave_room_for_their_barriers(arch: str, type: GGMLType) -> None:
+def test_pairs_compile_without_spills_and_leave_room_for_their_barriers(
+    arch: str, type: GGMLType
+) -> None:
     pads = linear_pair.GROUPS if type is GGMLType.Q8_0 else (8, 48)
     for pad in pads:
         for epilogue in Epilogue if type is GGMLType.Q8_0 else (Epilogue.RESIDUAL,):
@@ -67,7 +72,9 @@ def test_every_type_compiles_without_spills_at_32_rows(type: GGMLType, arch: str
     """Where it fits at all: records of 256 columns are too large for two stages in 99 KiB. Blackwell may spill a little."""
     capability = CAPABILITIES[arch]
     shapes = [s for s in fitting(type, capability) if s.rows <= 32]
-    assert shapes or (type in (GGMLType.Q5_K, GGMLType.Q6_K) and capability not in ((8, 0), (9, 0), (10, 0)))
+    assert shapes or (
+        type in (GGMLType.Q5_K, GGMLType.Q6_K) and capability not in ((8, 0), (9, 0), (10, 0))
+    )
     for shape in shapes[-1:]:
         macros = defines(type, shape, n_stages(type, shape, capability), Epilogue.PLAIN)
         found = compile_cubin(stem(capability), arch, macros, use_cache=False).resources["linear"]
@@ -98,4 +105,6 @@ def test_pairs_take_small_matrices_where_shared_memory_is_large() -> None:
     assert all(linear_pair.takes(spec(12352, 2048), pad, n_shared((9, 0))) for pad in linear_pair.GROUPS)
     assert not linear_pair.takes(spec(12352, 2048), 64, n_shared((9, 0)))
     assert not linear_pair.takes(spec(34816, 5120), 8, n_shared((9, 0)))
-    assert not any(linear_pair.takes(spec(2048, 2048), 8, n_shared(c)) for c in ((8, 0), (8, 9), (12, 0)))
+    assert not any(
+        linear_pair.takes(spec(2048, 2048), 8, n_shared(c)) for c in ((8, 0), (8, 9), (12, 0))
+    )

@@ -31,7 +31,9 @@ TYPES = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
 @pytest.fixture(autouse=True)
 def _few_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that matrices this small go round the ring of stages."""
-    monkeypatch.setattr(linear_cuda, "n_stages", lambda type, shape, capability: 2 if capability >= (9, 0) else 3)
+    monkeypatch.setattr(
+        linear_cuda, "n_stages", lambda type, shape, capability: 2 if capability >= (9, 0) else 3
+    )
     monkeypatch.setattr(linear_pair, "MAX_SLOTS", 4)
 
 
@@ -42,7 +44,11 @@ def matrix(spec: LinearSpec) -> Packed:
 
 
 def product(
-    spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor | None = None, shape: Tiling = SHAPES[0]
+    spec: LinearSpec,
+    packed: Packed,
+    x: Tensor,
+    residual: Tensor | None = None,
+    shape: Tiling = SHAPES[0],
 ) -> Tensor:
     """The result of one build; rows of the pad hold NaN, tickets must be zero again."""
     launch = LinearLaunch(spec, (step(CPU, spec.type, build_of(spec), shape),))
@@ -111,8 +117,12 @@ def test_parts_have_their_own_columns(type: GGMLType, way: str) -> None:
 
 @pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("epilogue", "parts"), [(Epilogue.PLAIN, 1), (Epilogue.GATED, 1), (Epilogue.PLAIN, 3)])
-def test_products_that_go_to_the_next_ones_rows_are_those_of_a_call(epilogue: Epilogue, parts: int, way: str) -> None:
+@pytest.mark.parametrize(
+    ("epilogue", "parts"), [(Epilogue.PLAIN, 1), (Epilogue.GATED, 1), (Epilogue.PLAIN, 3)]
+)
+def test_products_that_go_to_the_next_ones_rows_are_those_of_a_call(
+    epilogue: Epilogue, parts: int, way: str
+) -> None:
     spec = LinearSpec(CPU, GGMLType.Q8_0, 768, 512, epilogue, 4.0 * (epilogue is Epilogue.GATED), parts)
     packed, power = matrix(spec), 0.25
     x = torch.randn(3, parts * 512) * torch.tensor([[1e-2], [1.0], [30.0]])
@@ -147,7 +157,9 @@ def test_columns_that_fill_no_chunk_add_nothing(n_in: int, way: str) -> None:
     packed, x = matrix(spec), torch.randn(3, n_in)
     for seed in range(4):
         with machine_of(way, seed=seed):
-            assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
+            assert (
+                off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
+            )
 
 
 @pytest.mark.sampled(most=1)
@@ -156,7 +168,12 @@ def test_bits_depend_neither_on_the_build_nor_on_neighbours_nor_on_the_order(way
     spec = LinearSpec(CPU, GGMLType.Q8_0, 530, 320)
     packed, x = matrix(spec), torch.randn(33, 320)
     found = []
-    for seed, shape, n_row in ((0, SHAPES[0], 8), (1, SHAPES[0], 3), (2, SHAPES[4], 33), (3, Tiling(16, 1, 1, 1), 8)):
+    for seed, shape, n_row in (
+        (0, SHAPES[0], 8),
+        (1, SHAPES[0], 3),
+        (2, SHAPES[4], 33),
+        (3, Tiling(16, 1, 1, 1), 8),
+    ):
         with machine_of(way, seed=seed, n_multiprocessor=7):
             found.append(product(spec, packed, x[:n_row], shape=shape))
     for other in found[1:]:
@@ -188,12 +205,22 @@ def test_the_launcher_takes_many_rows_in_passes_of_the_shapes_that_fit(way: str)
 
 
 def test_a_matrix_is_cut_evenly_where_that_leaves_nearly_all_multiprocessors_some() -> None:
-    for n_unit, want in ((512, 128), (640, 128), (2720, 132), (480, 132), (128, 128), (7, 7), (392, 132)):
+    for n_unit, want in (
+        (512, 128),
+        (640, 128),
+        (2720, 132),
+        (480, 132),
+        (128, 128),
+        (7, 7),
+        (392, 132),
+    ):
         assert linear_cuda.n_cta(n_unit, 132) == want
 
 
 @pytest.mark.slow
-def test_what_is_bounded_is_handed_on_where_it_does_not_write_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_bounded_is_handed_on_where_it_does_not_write_what_it_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(linear_cuda, "SHAPES", SHAPES[:1])
     monkeypatch.setattr(streamed.rows, "runs_as", lambda *_: True)
     monkeypatch.setattr(streamed, "_tall", lambda spec: None)
@@ -216,7 +243,9 @@ def test_what_is_bounded_is_handed_on_where_it_does_not_write_what_it_reads(monk
             want = behind(first(given))
             assert off(behind(hands(given)), want) < 1e-3
             assert streamed.handing(first, behind, 0.0) is None, "nothing is known of what it gives"
-        same = streamed.StreamedParts(packed(768, 256), CPU, 3)  # its rows and the next one's lie in one place
+        same = streamed.StreamedParts(
+            packed(768, 256), CPU, 3
+        )  # its rows and the next one's lie in one place
         assert streamed.handing(same, behind, 1000.0) is None
         assert same.place(3, 8.0) is not None and streamed.handing(first, behind, bound) is not None
         use(KernelContext(is_exact=True))

@@ -40,7 +40,9 @@ def off(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize("type", CHUNKS)
-@pytest.mark.parametrize(("n_out", "n_in"), [(96, 5120), (48, 1024), (300, 6144), (5120, 17408), (1030, 256)])
+@pytest.mark.parametrize(
+    ("n_out", "n_in"), [(96, 5120), (48, 1024), (300, 6144), (5120, 17408), (1030, 256)]
+)
 def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, n_out: int, n_in: int) -> None:
     packed, spec = matrix(type, n_out, n_in), LinearSpec(CUDA, type, n_out, n_in)
     weights = unpack(packed).double()
@@ -54,10 +56,16 @@ def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, n_out: int, n
 @pytest.mark.parametrize("type", [GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.Q6_K])
 @pytest.mark.parametrize(("parts", "n_own", "n_in"), [(8, 1024, 4096), (2, 256, 256), (5, 512, 1280)])
 def test_parts_have_their_own_columns(type: GGMLType, parts: int, n_own: int, n_in: int) -> None:
-    packed, spec = matrix(type, parts * n_own, n_in), LinearSpec(CUDA, type, parts * n_own, n_in, parts=parts)
+    packed, spec = (
+        matrix(type, parts * n_own, n_in),
+        LinearSpec(CUDA, type, parts * n_own, n_in, parts=parts),
+    )
     weights = unpack(packed).double().chunk(parts)
     for n_row in (1, 4, 9, 33, 128):
-        x = torch.randn(n_row, parts * n_in, device=CUDA) * torch.logspace(-3, 3, n_row, device=CUDA)[:, None]
+        x = (
+            torch.randn(n_row, parts * n_in, device=CUDA)
+            * torch.logspace(-3, 3, n_row, device=CUDA)[:, None]
+        )
         rows = zip(weights, linear_ref.rounded(x).chunk(parts, -1), strict=True)
         got = product(spec, packed, x)
         assert off(got, torch.cat([part @ own.T for own, part in rows], -1)) < 3e-6
@@ -92,7 +100,9 @@ def test_columns_that_fill_no_chunk_add_nothing(n_in: int) -> None:
 
 
 @pytest.mark.parametrize("type", CHUNKS)
-def test_a_row_has_the_same_bits_whatever_runs_beside_it(type: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_has_the_same_bits_whatever_runs_beside_it(
+    type: GGMLType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pairs of CTAs, where they are taken, have an order of their own, the same for all the rows they take."""
     packed, spec = matrix(type, 5000, 2048), LinearSpec(CUDA, type, 5000, 2048)
     x = torch.randn(200, 2048, device=CUDA)
@@ -121,7 +131,11 @@ def test_rows_with_nan_do_not_touch_others() -> None:
     x[3], x[17, 5], x[18, 0] = torch.nan, torch.inf, -torch.inf
     got = product(spec, packed, x)
     keep = [i for i in range(20) if i not in (3, 17, 18)]
-    assert torch.equal(got[keep], clean[keep]) and got[3].isnan().all() and not got[[17, 18]].isfinite().any()
+    assert (
+        torch.equal(got[keep], clean[keep])
+        and got[3].isnan().all()
+        and not got[[17, 18]].isfinite().any()
+    )
     memory = torch.full((32, 1024), torch.nan, device=CUDA)  # rows past the count hold NaN
     memory[:9] = clean_rows = torch.randn(9, 1024, device=CUDA)
     assert torch.equal(product(spec, packed, memory[:9]), product(spec, packed, clean_rows))
@@ -129,7 +143,10 @@ def test_rows_with_nan_do_not_touch_others() -> None:
 
 def test_rows_of_any_magnitude_keep_their_precision() -> None:
     packed, spec = matrix(GGMLType.Q8_0, 64, 1024), LinearSpec(CUDA, GGMLType.Q8_0, 64, 1024)
-    x = torch.randn(6, 1024, device=CUDA) * torch.tensor([1e-33, 1e-8, 1e-3, 1e4, 1e10, 1e30], device=CUDA)[:, None]
+    x = (
+        torch.randn(6, 1024, device=CUDA)
+        * torch.tensor([1e-33, 1e-8, 1e-3, 1e4, 1e10, 1e30], device=CUDA)[:, None]
+    )
     got, want = product(spec, packed, x).double(), x.double() @ unpack(packed).double().T
     assert ((got - want).norm(dim=1) / want.norm(dim=1) < 5e-4).all()
     assert not product(spec, packed, torch.zeros(2, 1024, device=CUDA)).any()
@@ -141,7 +158,11 @@ def test_rows_of_any_magnitude_keep_their_precision() -> None:
     ids=["residual", "gated", "cut"],
 )
 def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float) -> None:
-    for n_out, n_in, type in ((1096, 1024, GGMLType.Q8_0), (96, 5120, GGMLType.Q8_0), (1096, 1024, GGMLType.NVFP4)):
+    for n_out, n_in, type in (
+        (1096, 1024, GGMLType.Q8_0),
+        (96, 5120, GGMLType.Q8_0),
+        (1096, 1024, GGMLType.NVFP4),
+    ):
         spec = LinearSpec(CUDA, type, n_out, n_in, epilogue, limit)
         packed = matrix(type, spec.n_weight_row, n_in)
         # Its sums are in the hundreds: where they are near 0 rounding is all
@@ -158,7 +179,13 @@ def test_every_shape_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(linear_pair, "MOST_BYTES", 0)
     spec = LinearSpec(CUDA, GGMLType.Q8_0, 5000, 2048)
     packed, x = matrix(GGMLType.Q8_0, 5000, 2048), torch.randn(128, 2048, device=CUDA)
-    for shape in (Tiling(16, 1, 1, 1), Tiling(4, 2, 4, 1), Tiling(16, 1, 1, 4), Tiling(8, 1, 2, 4), Tiling(4, 2, 4, 4)):
+    for shape in (
+        Tiling(16, 1, 1, 1),
+        Tiling(4, 2, 4, 1),
+        Tiling(16, 1, 1, 4),
+        Tiling(8, 1, 2, 4),
+        Tiling(4, 2, 4, 4),
+    ):
         launch = LinearLaunch(spec, (step(CUDA, spec.type, spec.epilogue, shape),))
         rows = RowsLaunch(CUDA, 2048, (shape.rows,))(x[: shape.rows])
         for _ in range(10):
@@ -169,7 +196,11 @@ def test_every_shape_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_captured_product_replays_with_new_rows() -> None:
     packed, spec = matrix(GGMLType.Q8_0, 5120, 1024), LinearSpec(CUDA, GGMLType.Q8_0, 5120, 1024)
-    launch, x, out = linear_cuda.bind(spec), torch.randn(8, 1024, device=CUDA), torch.empty(8, 5120, device=CUDA)
+    launch, x, out = (
+        linear_cuda.bind(spec),
+        torch.randn(8, 1024, device=CUDA),
+        torch.empty(8, 5120, device=CUDA),
+    )
     launch(x, packed, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

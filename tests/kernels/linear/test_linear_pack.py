@@ -26,7 +26,9 @@ def random_blocks(type: GGMLType, n_out: int, n_in: int, seed: int = 0) -> Tenso
     gen = torch.Generator().manual_seed(seed)
     if type in HALVES:
         return quantize(torch.randn(n_out, n_in, generator=gen), type)
-    blocks = torch.randint(0, 256, (n_out, n_in // type.block_size, type.type_size), generator=gen, dtype=torch.uint8)
+    blocks = torch.randint(
+        0, 256, (n_out, n_in // type.block_size, type.type_size), generator=gen, dtype=torch.uint8
+    )
     layout = type.layout
     assert layout is not None
     for name in ("d", "dmin", "m"):
@@ -76,7 +78,9 @@ def test_what_is_packed_has_the_size_that_is_told(type: GGMLType) -> None:
         assert repack(random_blocks(type, n_out, 512), type, (n_out, 512)).data.numel() == packed_bytes(
             type, n_out, 512
         )
-        assert random_packed(type, n_out, 512, torch.device("cpu")).data.numel() == packed_bytes(type, n_out, 512)
+        assert random_packed(type, n_out, 512, torch.device("cpu")).data.numel() == packed_bytes(
+            type, n_out, 512
+        )
 
 
 @pytest.mark.parametrize("type", CHUNKS)
@@ -97,7 +101,8 @@ def test_bfloat16_keeps_its_bits_over_the_power_of_two_of_its_row() -> None:
     """Rows of any size, weights down to 2^-32 of the largest; the error of smaller ones is negligible."""
     sizes = torch.tensor([1e-30, 1e-20, 1e-6, 1.0, 3e4, 1e30, 3e38, 0.0])[:, None]
     raw = quantize(
-        sizes * torch.cat((torch.ones(8, 1), (0.5 + torch.rand(8, 63) / 2) * 2.0 ** -torch.arange(63)), 1),
+        sizes
+        * torch.cat((torch.ones(8, 1), (0.5 + torch.rand(8, 63) / 2) * 2.0 ** -torch.arange(63)), 1),
         GGMLType.BF16,
     )
     got, want = unpack(repack(raw, GGMLType.BF16, (8, 64))), dequantize(raw, GGMLType.BF16, (8, 64))

@@ -70,4 +70,6 @@ def test_the_check_of_cut_activations_takes_f16_weights_and_sees_a_limit_that_is
 
     assert linear_cuda.check(wgmma(10.0), linear_ref.bind(spec), spec, n_rows=(40,)) is None
     for wrong in (0.0, 11.0):
-        assert "differ" in str(linear_cuda.check(wgmma(wrong), linear_ref.bind(spec), spec, n_rows=(40,)))
+        assert "differ" in str(
+            linear_cuda.check(wgmma(wrong), linear_ref.bind(spec), spec, n_rows=(40,))
+        )

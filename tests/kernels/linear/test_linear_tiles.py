@@ -28,6 +28,6 @@ def test_tiles_hold_the_files_weights_to_the_bit(type: GGMLType, n_out: int) -> 
 def test_tiles_take_what_a_memory_plan_counts(type: GGMLType) -> None:
     """As many as the CUDA kernels' records take."""
     raw = random_weights(type, 256, 512, torch.Generator().manual_seed(0))
-    assert tile(raw, type, (256, 512), torch.ones(256) if type is GGMLType.NVFP4 else None).n_bytes == packed_bytes(
-        type, 256, 512
-    )
+    assert tile(
+        raw, type, (256, 512), torch.ones(256) if type is GGMLType.NVFP4 else None
+    ).n_bytes == packed_bytes(type, 256, 512)

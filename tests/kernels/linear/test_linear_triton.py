@@ -33,10 +33,17 @@ def columns(type: GGMLType) -> int:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # an interpreted exp of large numbers
 @pytest.mark.parametrize("epilogue", [Epilogue.PLAIN, *few([Epilogue.RESIDUAL, Epilogue.GATED])])
 @pytest.mark.parametrize("type", few(TYPES, *KEPT), ids=lambda t: t.name)
-def test_products_are_the_references(type: GGMLType, epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_the_references(
+    type: GGMLType, epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear_triton, "LEAST", 1)  # so that the columns are split
     spec = LinearSpec(
-        CPU, type, 72, columns(type), epilogue, 20.0 if epilogue is Epilogue.GATED and type is GGMLType.Q8_0 else 0.0
+        CPU,
+        type,
+        72,
+        columns(type),
+        epilogue,
+        20.0 if epilogue is Epilogue.GATED and type is GGMLType.Q8_0 else 0.0,
     )
     run = linear_triton.bind(spec)
     assert run.n_split > 1
@@ -67,7 +74,11 @@ def test_rows_by_so_many_at_a_time_are_all_of_them_to_the_bit(
     spec, gen = LinearSpec(CPU, GGMLType.Q8_0, 64, 128, epilogue), torch.Generator().manual_seed(1)
     run = linear_triton.bind(spec)
     matrix = run.pack(*_given(spec, gen))
-    x, powers, added = torch.randn(70, 128, generator=gen).half(), torch.rand(70, generator=gen), torch.rand(70, 64)
+    x, powers, added = (
+        torch.randn(70, 128, generator=gen).half(),
+        torch.rand(70, generator=gen),
+        torch.rand(70, 64),
+    )
     residual = added if epilogue is Epilogue.RESIDUAL else None
     whole, parts, sizes = torch.empty(70, 64), torch.empty(70, 64), []
     run.multiply(x, powers, matrix, whole, residual)
@@ -88,7 +99,9 @@ def test_a_wrong_offset_is_noticed() -> None:
     assert "differ" in (linear_cuda.check(run, linear_ref.bind(spec), spec, n_rows=(1,)) or "")
 
 
-@pytest.mark.parametrize("shape", [(544, 80), (80, 272), (80, 96), (258, 80), (3880, 80), (1, 8), (544, 40)])
+@pytest.mark.parametrize(
+    "shape", [(544, 80), (80, 272), (80, 96), (258, 80), (3880, 80), (1, 8), (544, 40)]
+)
 def test_programs_are_even(shape: tuple[int, int]) -> None:
     n_tile, n_step, n_sm = *shape, 132
     per = linear_triton.steps_of(n_tile, n_step, 4, 12, n_sm)
@@ -97,12 +110,18 @@ def test_programs_are_even(shape: tuple[int, int]) -> None:
     if n_split > 1 and n_tile > 1:
         assert 7 * n_sm < n_tile * n_split < 14 * n_sm
         steps = [min(per, n_step - first) for first in range(0, n_step, per) for _ in range(n_tile)]
-        assert max(sum(steps[i::n_sm]) for i in range(n_sm)) < 1.07 * n_tile * n_step / n_sm, "of what all do together"
+        assert max(sum(steps[i::n_sm]) for i in range(n_sm)) < 1.07 * n_tile * n_step / n_sm, (
+            "of what all do together"
+        )
 
 
 @pytest.mark.parametrize(
     "times, spoilt, wanted",
-    [((1.0, 0.9, 1.2), None, "2 12"), ((1.0, 0.98, 1.2), None, "1 16"), ((1.0, 0.5, 0.8), (2, 12), "1 12")],
+    [
+        ((1.0, 0.9, 1.2), None, "2 12"),
+        ((1.0, 0.98, 1.2), None, "1 16"),
+        ((1.0, 0.5, 0.8), (2, 12), "1 12"),
+    ],
 )
 def test_the_fastest_right_choice_is_kept_with_the_verdict(
     times: tuple[float, ...],

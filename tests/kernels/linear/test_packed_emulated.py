@@ -18,7 +18,14 @@ from torch import Tensor
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import ref as linear_ref
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
-from pyspec.cuda.ops.linear.cuda import SHAPES, LinearLaunch, random_matrix, random_packed, random_weights, step
+from pyspec.cuda.ops.linear.cuda import (
+    SHAPES,
+    LinearLaunch,
+    random_matrix,
+    random_packed,
+    random_weights,
+    step,
+)
 from pyspec.cuda.ops.linear.op import linear, linear_tall
 from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, MXFP4_LARGEST, Packed, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
@@ -43,7 +50,9 @@ def off(got: Tensor, want: Tensor) -> float:
 
 
 def matrix(spec: LinearSpec) -> Packed:
-    return random_matrix(spec.type, spec.n_weight_row, spec.n_in, torch.Generator().manual_seed(spec.n_in), CPU)
+    return random_matrix(
+        spec.type, spec.n_weight_row, spec.n_in, torch.Generator().manual_seed(spec.n_in), CPU
+    )
 
 
 def product(spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -77,7 +86,9 @@ def test_codes_in_the_padding_are_never_used(type: GGMLType, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("epilogue", Epilogue)
 @pytest.mark.parametrize("type", SCALED)
-def test_second_scales_come_before_what_the_epilogue_does(type: GGMLType, epilogue: Epilogue, way: str) -> None:
+def test_second_scales_come_before_what_the_epilogue_does(
+    type: GGMLType, epilogue: Epilogue, way: str
+) -> None:
     spec, x = LinearSpec(CPU, type, 136, 256, epilogue), torch.randn(5, 256) / 16
     packed, want = matrix(spec), torch.empty(5, 136)
     residual = torch.randn(5, 136) if epilogue is Epilogue.RESIDUAL else None
@@ -86,7 +97,9 @@ def test_second_scales_come_before_what_the_epilogue_does(type: GGMLType, epilog
         assert off(product(spec, packed, x, residual), want) < 3e-6
 
 
-@pytest.mark.parametrize("kind", [GGMLType.Q8_0, GGMLType.F16, GGMLType.BF16, GGMLType.F32, GGMLType.IQ1_S])
+@pytest.mark.parametrize(
+    "kind", [GGMLType.Q8_0, GGMLType.F16, GGMLType.BF16, GGMLType.F32, GGMLType.IQ1_S]
+)
 @pytest.mark.parametrize("has_tall", [True, False])
 def test_half_floats_stream_where_many_rows_of_them_do(
     kind: GGMLType, has_tall: bool, monkeypatch: pytest.MonkeyPatch
@@ -95,20 +108,26 @@ def test_half_floats_stream_where_many_rows_of_them_do(
     found = Weights(cast(GGUFFile, SimpleNamespace(tensors=infos)), CPU, None)
     for op, runs in ((linear, True), (linear_tall, has_tall)):
         monkeypatch.setattr(op, "impls", [replace(op.impls[0], limits=lambda spec: None)])  # as on a GPU
-        monkeypatch.setattr(op, "_choose", lambda spec, op=op, runs=runs: op.impls[0] if runs else op.reference)
+        monkeypatch.setattr(
+            op, "_choose", lambda spec, op=op, runs=runs: op.impls[0] if runs else op.reference
+        )
         monkeypatch.setattr(op, "_decided", {})
     kinds = (GGMLType.Q8_0, GGMLType.F16, GGMLType.BF16) if has_tall else (GGMLType.Q8_0,)
     assert found._streams("a.weight") == (kind in kinds)
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_each_tensor_of_a_matrix_keeps_its_own_second_scale(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_tensor_of_a_matrix_keeps_its_own_second_scale(
+    gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two tensors of a file as one matrix, side by side or as gates and ups in turn."""
     gen, kind = torch.Generator().manual_seed(0), GGMLType.NVFP4
     raws = {f"{n}.weight": random_weights(kind, 24, 128, gen).numpy() for n in ("gate", "up")}
     scales = {"gate.scale": np.float32(0.25), "up.scale": np.float32(3.0)}
     bytes_of = raws | {name: np.array([value]).view(np.uint8) for name, value in scales.items()}
-    infos = {n: SimpleNamespace(type=kind, shape=(24, 128), n_bytes=raw.nbytes) for n, raw in raws.items()}
+    infos = {
+        n: SimpleNamespace(type=kind, shape=(24, 128), n_bytes=raw.nbytes) for n, raw in raws.items()
+    }
     infos |= {name: SimpleNamespace(type=GGMLType.F32, shape=(1,), n_bytes=4) for name in scales}
 
     def read_into(name: str, out: np.ndarray, start: int = 0) -> None:
@@ -131,7 +150,9 @@ def test_weights_are_rounded_to_f16_at_most(type: GGMLType) -> None:
     packed = matrix(spec)
     with emulated_gpu(n_multiprocessor=6):
         got = wide_product(spec, packed, x)
-    assert off(got, linear_ref.rounded(x) @ unpack(packed).double().T) < (3e-6 if type in EXACT_IN_F16 else 1e-3)
+    assert off(got, linear_ref.rounded(x) @ unpack(packed).double().T) < (
+        3e-6 if type in EXACT_IN_F16 else 1e-3
+    )
 
 
 @pytest.mark.slow
@@ -155,4 +176,6 @@ def test_the_smallest_and_the_largest_scale_that_f16_weights_hold(code: int) -> 
     packed, spec = repack(raw, GGMLType.MXFP4, (16, 256)), LinearSpec(CPU, GGMLType.MXFP4, 16, 256)
     x = torch.randn(33, 256)
     with emulated_gpu(n_multiprocessor=2):
-        assert off(wide_product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
+        assert (
+            off(wide_product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
+        )

@@ -27,7 +27,12 @@ def permuted(a: Tensor, b: Tensor, chosen: Tensor) -> Tensor:
 
 def halves(words: Tensor) -> Tensor:
     """[n] words -> [n, 2] f16."""
-    return torch.stack((words & 0xFFFF, words >> 16), -1).to(torch.int32).to(torch.int16).view(torch.float16)
+    return (
+        torch.stack((words & 0xFFFF, words >> 16), -1)
+        .to(torch.int32)
+        .to(torch.int16)
+        .view(torch.float16)
+    )
 
 
 def run(text: str, n_out: int, *given: Tensor) -> Tensor:
@@ -89,7 +94,9 @@ def test_codes_become_what_they_stand_for(type: object) -> None:
     form, gen = FORMATS[type], torch.Generator().manual_seed(0)  # type: ignore[index]
     n_word = (2 if form.bits == 4 and form.high else 1) + (form.high > 0)
     given = [
-        torch.cat((torch.arange(256)[:, None].expand(-1, 4), torch.randint(0, 256, (4000, 4), generator=gen)))
+        torch.cat(
+            (torch.arange(256)[:, None].expand(-1, 4), torch.randint(0, 256, (4000, 4), generator=gen))
+        )
         for _ in range(n_word)
     ]
     given[1:] = [torch.randint(0, 256, given[0].shape, generator=gen) for _ in given[1:]]

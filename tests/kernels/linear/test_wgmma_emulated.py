@@ -69,7 +69,9 @@ def test_tiles_of_an_odd_number_leave_one_cta_nothing(type: GGMLType) -> None:
     packed, x = matrix(spec), torch.randn(33, 256)
     for n_cta in (2, 6):
         with emulated_gpu(n_multiprocessor=n_cta):
-            assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 1e-3
+            assert (
+                off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 1e-3
+            )
 
 
 @pytest.mark.slow
@@ -81,7 +83,9 @@ def test_columns_that_fill_no_chunk_add_nothing(n_in: int) -> None:
     packed, x = matrix(spec), torch.randn(40, n_in)
     for seed in range(24):
         with emulated_gpu(seed=seed):
-            assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 1e-3
+            assert (
+                off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 1e-3
+            )
 
 
 @pytest.mark.sampled(most=1)
@@ -116,7 +120,8 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float) -> None
 @pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(
-    ("n_out", "n_in", "n_cta"), [(24, 640, 8), (530, 256, 4), (530, 256, 9), (264, 512, 14), (264, 512, 4)]
+    ("n_out", "n_in", "n_cta"),
+    [(24, 640, 8), (530, 256, 4), (530, 256, 9), (264, 512, 14), (264, 512, 4)],
 )
 def test_bits_do_not_depend_on_who_arrives_when(n_out: int, n_in: int, n_cta: int) -> None:
     """All CTAs wait and sum a part; none waits and the last sums all; one CTA after another; some patience."""

@@ -36,7 +36,9 @@ def laid(seqs: list[Seq]) -> Batch:
 def rows_of(n: int, shape: Mamba2Shape, gen: torch.Generator) -> tuple[Tensor, Tensor]:
     """m and dt, as slices of wider rows that are NaN elsewhere."""
     sizes = [shape.n_channel, shape.n_head]
-    m, dt, _ = torch.full((n, sum(sizes) + 64 + -sum(sizes) % 4), torch.nan).split([*sizes, 64 + -sum(sizes) % 4], 1)
+    m, dt, _ = torch.full((n, sum(sizes) + 64 + -sum(sizes) % 4), torch.nan).split(
+        [*sizes, 64 + -sum(sizes) % 4], 1
+    )
     return m.copy_(torch.randn(m.shape, generator=gen)), dt.copy_(torch.randn(dt.shape, generator=gen))
 
 
@@ -75,11 +77,19 @@ SHAPES = {
 
 
 def follow(
-    shape: Mamba2Shape, rounds: list[list[Seq]], capability: tuple[int, int], seed: int, chunked: int = 63
+    shape: Mamba2Shape,
+    rounds: list[list[Seq]],
+    capability: tuple[int, int],
+    seed: int,
+    chunked: int = 63,
 ) -> float:
     """Rounds on the kernels and on the reference in float64. Returns the largest error of a state."""
     gen, p = torch.Generator().manual_seed(6), make_params(shape, torch.Generator().manual_seed(1), CPU)
-    mine, theirs, reference = layer_of(shape), layer_of(shape, doubled=True), mamba2_ref.bind(Mamba2Spec(CPU, shape))
+    mine, theirs, reference = (
+        layer_of(shape),
+        layer_of(shape, doubled=True),
+        mamba2_ref.bind(Mamba2Spec(CPU, shape)),
+    )
     worst = 0.0
     with emulated_gpu(capability, seed=seed):
         run = mamba2_cuda.bind(Mamba2Spec(CPU, shape), columns=2, chunked=chunked)
@@ -167,11 +177,17 @@ HOSTILE = (
 def test_chunked_prompts_follow_the_reference_on_hostile_rows(kind: str) -> None:
     shape, seqs = Mamba2Shape(4, 64, 2, 64, 4), [seq(1, 270, True), seq(3, 66, True)]
     m, dt, p = hostile(kind, 336, shape)
-    mine, theirs, reference = layer_of(shape), layer_of(shape, doubled=True), mamba2_ref.bind(Mamba2Spec(CPU, shape))
+    mine, theirs, reference = (
+        layer_of(shape),
+        layer_of(shape, doubled=True),
+        mamba2_ref.bind(Mamba2Spec(CPU, shape)),
+    )
     with emulated_gpu():
         got = mamba2_cuda.bind(Mamba2Spec(CPU, shape), columns=2, chunked=63)(m, dt, p, mine, laid(seqs))
     want = reference(m.double(), dt.double(), doubled(p), theirs, laid(seqs))
-    off = [error(mine.state[slot, h], theirs.state[slot, h]) for slot in (1, 3) for h in range(shape.n_head)]
+    off = [
+        error(mine.state[slot, h], theirs.state[slot, h]) for slot in (1, 3) for h in range(shape.n_head)
+    ]
     assert got.isfinite().all()
     assert error(got, want) < 1e-3
     assert max(off) < 1e-5
@@ -180,30 +196,48 @@ def test_chunked_prompts_follow_the_reference_on_hostile_rows(kind: str) -> None
 @pytest.mark.slow
 def test_a_chunked_prompt_does_not_depend_on_its_neighbours_nor_on_the_order_to_the_bit() -> None:
     """Alone, its state is cut into blocks of 32 rows on this GPU."""
-    gen, p, found = torch.Generator().manual_seed(8), make_params(SHAPE, torch.Generator().manual_seed(1), CPU), []
+    gen, p, found = (
+        torch.Generator().manual_seed(8),
+        make_params(SHAPE, torch.Generator().manual_seed(1), CPU),
+        [],
+    )
     rows = rows_of(300, SHAPE, gen)
-    for seed, (before, after) in enumerate((([], []), ([seq(0, 70, True), seq(3, 4)], [seq(2, 64, True)]))):
+    for seed, (before, after) in enumerate(
+        (([], []), ([seq(0, 70, True), seq(3, 4)], [seq(2, 64, True)]))
+    ):
         layer, first = StateLayer(SHAPE, N_SLOT, WIDTH, CPU), sum(s.width for s in before)
         for t in layer.tensors():
             t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(9)))
         seqs = [*before, seq(1, 100, True, fold=3), *after]
-        m, dt = (torch.cat([x[150 : 150 + first], x[:100], x[230:]])[: sum(s.width for s in seqs)] for x in rows)
+        m, dt = (
+            torch.cat([x[150 : 150 + first], x[:100], x[230:]])[: sum(s.width for s in seqs)]
+            for x in rows
+        )
         with emulated_gpu(seed=seed, n_multiprocessor=8):
-            got = mamba2_cuda.bind(Mamba2Spec(CPU, SHAPE), columns=2, chunked=63)(m, dt, p, layer, laid(seqs))
+            got = mamba2_cuda.bind(Mamba2Spec(CPU, SHAPE), columns=2, chunked=63)(
+                m, dt, p, layer, laid(seqs)
+            )
         found.append((got[first : first + 100], layer.state[1], layer.conv[1, :3]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_slots_of_nobody_and_records_are_not_touched() -> None:
-    p, layer = make_params(SHAPE, torch.Generator().manual_seed(1), CPU), StateLayer(SHAPE, N_SLOT, WIDTH, CPU)
+    p, layer = (
+        make_params(SHAPE, torch.Generator().manual_seed(1), CPU),
+        StateLayer(SHAPE, N_SLOT, WIDTH, CPU),
+    )
     for t in layer.tensors():
         t[[0, 2, 3]] = torch.nan
     for t in (*layer.records(), layer.conv[:, 3:]):
         t.fill_(torch.nan)
     with emulated_gpu():
         run = mamba2_cuda.bind(Mamba2Spec(CPU, SHAPE), columns=2, chunked=63)
-        got = run(*rows_of(70, SHAPE, torch.Generator().manual_seed(3)), p, layer, laid([seq(1, 70, True)]))
-    assert got.isfinite().all() and layer.state[1].isfinite().all() and layer.conv[1, :3].isfinite().all()
+        got = run(
+            *rows_of(70, SHAPE, torch.Generator().manual_seed(3)), p, layer, laid([seq(1, 70, True)])
+        )
+    assert (
+        got.isfinite().all() and layer.state[1].isfinite().all() and layer.conv[1, :3].isfinite().all()
+    )
     assert all(t[[0, 2, 3]].isnan().all() for t in layer.tensors())
     assert all(t.isnan().all() for t in (*layer.records(), layer.conv[:, 3:]))
 
@@ -218,11 +252,17 @@ def test_slots_of_nobody_and_records_are_not_touched() -> None:
         ("seq_fold", -1, -1, 7),
     ],
 )
-def test_a_bad_index_is_reported_and_its_prompt_skipped(field: str, value: int, index: int, limit: int) -> None:
+def test_a_bad_index_is_reported_and_its_prompt_skipped(
+    field: str, value: int, index: int, limit: int
+) -> None:
     shape, gen = Mamba2Shape(4, 64, 4, 32, 4), torch.Generator().manual_seed(4)
     p, rows = make_params(shape, gen, CPU), rows_of(140, shape, gen)
     seqs = [seq(0, 3, True), seq(1, 70, True), seq(2, 67, True)]
-    good, bad, batch = StateLayer(shape, N_SLOT, WIDTH, CPU), StateLayer(shape, N_SLOT, WIDTH, CPU), laid(seqs)
+    good, bad, batch = (
+        StateLayer(shape, N_SLOT, WIDTH, CPU),
+        StateLayer(shape, N_SLOT, WIDTH, CPU),
+        laid(seqs),
+    )
     with emulated_gpu():
         run = mamba2_cuda.bind(Mamba2Spec(CPU, shape), columns=2, chunked=63)
         want = run(*rows, p, good, laid(seqs))

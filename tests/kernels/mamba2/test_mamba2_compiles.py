@@ -26,12 +26,15 @@ SUPER, NANO, PUZZLE = (Mamba2Shape(h, 64, 8, n, 4) for h, n in ((128, 128), (64,
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count_on(arch: str) -> None:
     for columns in mamba2_cuda.COLUMNS:
-        found = jit.compile_cubin("mamba2", arch, mamba2_cuda.defines(SUPER, arch, columns), use_cache=False).resources
+        found = jit.compile_cubin(
+            "mamba2", arch, mamba2_cuda.defines(SUPER, arch, columns), use_cache=False
+        ).resources
         assert set(found) == {"mamba2_conv", "mamba2_rows"}
         assert all(r.spill_bytes == 0 and r.shared_bytes <= 48 * 1024 for r in found.values()), found
-        assert found["mamba2_rows"].registers * mamba2_cuda.THREADS * mamba2_cuda.blocks_for(arch, columns) <= 65536, (
-            found
-        )
+        assert (
+            found["mamba2_rows"].registers * mamba2_cuda.THREADS * mamba2_cuda.blocks_for(arch, columns)
+            <= 65536
+        ), found
 
 
 @pytest.mark.slow
@@ -53,9 +56,15 @@ def test_kernels_of_prompts_compile_without_spills_and_fit_their_multiprocessors
 
 
 def test_blocks_of_prompts_are_as_large_as_they_may_be_and_narrow_for_few_heads() -> None:
-    cuts = [mamba2_chunk.cut(s, arch) for s in (SUPER, PUZZLE) for arch in ("sm_90a", "sm_80", "sm_120f")]
+    cuts = [
+        mamba2_chunk.cut(s, arch) for s in (SUPER, PUZZLE) for arch in ("sm_90a", "sm_80", "sm_120f")
+    ]
     assert cuts == [(64, 64), (32, 64), (32, 32), (64, 64), (64, 64), (32, 64)]
-    assert [mamba2_chunk.narrow(s, n, 132) for s, n in ((SUPER, 1), (NANO, 1), (NANO, 2))] == [False, True, False]
+    assert [mamba2_chunk.narrow(s, n, 132) for s, n in ((SUPER, 1), (NANO, 1), (NANO, 2))] == [
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.slow
@@ -64,7 +73,9 @@ def test_blocks_of_prompts_are_as_large_as_they_may_be_and_narrow_for_few_heads(
 )
 def test_kernels_of_other_shapes_compile_without_spills(shape: Mamba2Shape) -> None:
     for columns in mamba2_cuda.columns_of(shape):
-        found = jit.compile_cubin("mamba2", "sm_90a", mamba2_cuda.defines(shape, "sm_90a", columns), use_cache=False)
+        found = jit.compile_cubin(
+            "mamba2", "sm_90a", mamba2_cuda.defines(shape, "sm_90a", columns), use_cache=False
+        )
         assert all(r.spill_bytes == 0 for r in found.resources.values())
     made = mamba2_chunk.defines(shape, *mamba2_chunk.cut(shape, "sm_90a"))
     found = jit.compile_cubin("mamba2_chunk", "sm_90a", made, use_cache=False)
@@ -92,12 +103,21 @@ def test_shapes_it_is_not_built_for_are_refused_with_their_numbers(
 
 
 def test_a_lane_takes_four_columns_where_that_saves_a_wave() -> None:
-    assert [mamba2_cuda.columns_for(SUPER, n, "sm_90a", 132) for n in (1, 2, 3, 4, 5, 8)] == [2, 2, 4, 4, 2, 2]
+    assert [mamba2_cuda.columns_for(SUPER, n, "sm_90a", 132) for n in (1, 2, 3, 4, 5, 8)] == [
+        2,
+        2,
+        4,
+        4,
+        2,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_heads_that_do_not_turn_compile(arch: str) -> None:
-    spec = RopeKvSpec(torch.device("cuda"), 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5)
+    spec = RopeKvSpec(
+        torch.device("cuda"), 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5
+    )
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         macros = rope_kv_cuda.defines(replace(spec, kv=KvFormat.both(dtype)))
         found = jit.compile_cubin("rope_kv", arch, macros, use_cache=False).resources

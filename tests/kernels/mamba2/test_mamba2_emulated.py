@@ -47,7 +47,9 @@ def rows_of(n: int, shape: Mamba2Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize(("shape", "columns"), [(s, c) for s in SHAPES for c in mamba2_cuda.columns_of(s)])
+@pytest.mark.parametrize(
+    ("shape", "columns"), [(s, c) for s in SHAPES for c in mamba2_cuda.columns_of(s)]
+)
 def test_mamba2_passes_the_ops_check(shape: Mamba2Shape, columns: int) -> None:
     """Prompts of several stretches, verifies, folds, ragged and in any order."""
     spec = Mamba2Spec(CPU, shape)
@@ -58,7 +60,11 @@ def test_mamba2_passes_the_ops_check(shape: Mamba2Shape, columns: int) -> None:
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("columns", mamba2_cuda.COLUMNS)
 def test_a_state_is_bit_equal_however_its_tokens_came(columns: int) -> None:
-    p, (m, dt), results = make_params(SHAPE, torch.Generator().manual_seed(1), CPU), rows_of(78, SHAPE), []
+    p, (m, dt), results = (
+        make_params(SHAPE, torch.Generator().manual_seed(1), CPU),
+        rows_of(78, SHAPE),
+        [],
+    )
     one, two = ((17, False),) * 4 + ((10, True),), ((5, True), (12, False), (1, False), (60, True))
     late = ((1, None),) * 3 + ((1, True),)  # rows that wait, and one that writes the state
     for cuts in (one, two, ((1, True),) * 78, ((78, True),), late * 19 + ((2, True),)):
@@ -111,7 +117,9 @@ def test_verifies_of_more_than_a_stretch_of_rows_fold_alike(beside: int) -> None
             for run, layer in zip((bound(SHAPE), mamba2_ref.bind(spec)), layers, strict=True)
         )
         assert torch.allclose(got, want, rtol=1e-4, atol=1e-4 * float(want.std()))
-    assert torch.allclose(layers[0].state, layers[1].state, atol=1e-4) and torch.equal(*(x.conv[:, :3] for x in layers))
+    assert torch.allclose(layers[0].state, layers[1].state, atol=1e-4) and torch.equal(
+        *(x.conv[:, :3] for x in layers)
+    )
 
 
 @pytest.mark.parametrize("fold", [1, 3, 17])
@@ -168,7 +176,9 @@ def test_a_padded_batch_touches_nothing_but_its_slots() -> None:
     expected = reference(m[:7], dt[:7], p, want, lay_out(SlotTable(4, 64, 16), seqs, CPU))
     assert torch.allclose(got[:7], expected, atol=1e-4) and not got[7:].any()
     assert torch.allclose(layer.state[[1, 3]], want.state[[1, 3]], atol=1e-5)
-    assert torch.equal(layer.conv[1, :3], want.conv[1, :3]) and torch.equal(layer.conv[3, :7], want.conv[3, :7])
+    assert torch.equal(layer.conv[1, :3], want.conv[1, :3]) and torch.equal(
+        layer.conv[3, :7], want.conv[3, :7]
+    )
     assert all(t[[0, 2]].isnan().all() for t in layer.tensors())
     assert all(t[1].isnan().all() and t[3, 4:].isnan().all() for t in layer.records())
 
@@ -191,12 +201,16 @@ def test_s3_a_wild_index_is_reported_and_its_sequence_writes_nothing(
     for t in layer.tensors():
         t.normal_(generator=torch.Generator().manual_seed(2))
     before = [t.clone() for t in layer.tensors()]
-    batch = lay_out(SlotTable(4, 64, 16), [Seq(0, 0, [0] * 3), Seq(2, 0, [0] * 2, SeqMode.VERIFY, 0, 1)], CPU)
+    batch = lay_out(
+        SlotTable(4, 64, 16), [Seq(0, 0, [0] * 3), Seq(2, 0, [0] * 2, SeqMode.VERIFY, 0, 1)], CPU
+    )
     getattr(batch, field)[0] = value
     out = bound(SHAPE)(m, dt, p, layer, batch)
     slot, index, limit = says
     assert faults.record(CPU).tolist() == [1, 7, slot, index, limit]
-    assert all(torch.equal(a[[0, 1, 3]], b[[0, 1, 3]]) for a, b in zip(before, layer.tensors(), strict=True))
+    assert all(
+        torch.equal(a[[0, 1, 3]], b[[0, 1, 3]]) for a, b in zip(before, layer.tensors(), strict=True)
+    )
     assert out[3:].isfinite().all() and not torch.equal(before[0][2], layer.state[2])
 
 
@@ -211,4 +225,8 @@ def test_more_rows_than_there_are_is_reported() -> None:
 
 def test_a_batch_of_no_rows_launches_nothing() -> None:
     p, layer = make_params(SHAPE, torch.Generator().manual_seed(1), CPU), StateLayer(SHAPE, 2, 6, CPU)
-    assert bound(SHAPE)(*rows_of(0, SHAPE), p, layer, lay_out(SlotTable(2, 64, 16), [], CPU)).shape == (0, 4, 64)
+    assert bound(SHAPE)(*rows_of(0, SHAPE), p, layer, lay_out(SlotTable(2, 64, 16), [], CPU)).shape == (
+        0,
+        4,
+        64,
+    )

@@ -36,7 +36,9 @@ def params(shape: Mamba2Shape) -> Params:
 
 def rows_of(n: int, shape: Mamba2Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Slices of wider rows, as the projection gives them."""
-    wide = torch.randn(n, shape.n_channel + shape.n_head, generator=torch.Generator().manual_seed(seed)).to(GPU)
+    wide = torch.randn(
+        n, shape.n_channel + shape.n_head, generator=torch.Generator().manual_seed(seed)
+    ).to(GPU)
     m, dt = wide.split([shape.n_channel, shape.n_head], 1)
     return m, dt
 
@@ -68,7 +70,9 @@ def run_way(way: str, columns: int, neighbours: bool) -> tuple[Tensor, Tensor]:
         rows = m[part], dt[part]
         if neighbours:
             seqs, first = [Seq(2, 0, [0] * 2), *seqs, Seq(0, 0, [0] * 5, SeqMode.KEEP)], 2
-            rows = tuple(torch.cat([x[:2], y, x[2:]]) for x, y in zip((more_m, more_dt), rows, strict=True))
+            rows = tuple(
+                torch.cat([x[:2], y, x[2:]]) for x, y in zip((more_m, more_dt), rows, strict=True)
+            )
         outs.append(run(*rows, p, layer, lay_out(SlotTable(3, 64, 64), seqs, GPU))[first : first + n])
         at, fold = at + n, 0 if keep else n
     return layer.state[1], torch.cat(outs)
@@ -93,7 +97,10 @@ def test_a_thousand_rounds_without_waiting_give_what_waiting_rounds_give() -> No
         batches = [
             lay_out(
                 table,
-                [Seq(0, 0, [0] * 4, SeqMode.VERIFY, 0, fold), Seq(1, 0, [0] * 4, SeqMode.VERIFY, 0, 3 - fold)],
+                [
+                    Seq(0, 0, [0] * 4, SeqMode.VERIFY, 0, fold),
+                    Seq(1, 0, [0] * 4, SeqMode.VERIFY, 0, 3 - fold),
+                ],
                 GPU,
             )
             for fold in range(4)
@@ -148,7 +155,11 @@ def hostile(kind: str, m: Tensor, dt: Tensor, p: Params) -> tuple[Tensor, Tensor
         now = (torch.rand(dt.shape, generator=gen) < 0.1).to(GPU)
         return m, torch.where(now, 50.0, -12.0), replace(p, a=torch.full_like(p.a, -300.0))
     if kind == "rows from 1e-6 to 1e6":
-        return m * torch.logspace(-6, 6, len(m))[torch.randperm(len(m), generator=gen), None].to(GPU), dt, p
+        return (
+            m * torch.logspace(-6, 6, len(m))[torch.randperm(len(m), generator=gen), None].to(GPU),
+            dt,
+            p,
+        )
     return m * 3000 if kind == "loud" else m, dt, p
 
 
@@ -160,17 +171,27 @@ PROMPTS = [
 
 
 PROMPT_SHAPES = [NANO, PUZZLE, SMALL, Mamba2Shape(8, 32, 4, 32, 4), Mamba2Shape(8, 128, 4, 64, 4)]
-HOSTILE = ["nothing forgotten", "steps next to nothing", "forgets all now and then", "rows from 1e-6 to 1e6", "loud"]
+HOSTILE = [
+    "nothing forgotten",
+    "steps next to nothing",
+    "forgets all now and then",
+    "rows from 1e-6 to 1e6",
+    "loud",
+]
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind"), [*((shape, "ordinary") for shape in PROMPT_SHAPES), *((SMALL, kind) for kind in HOSTILE)]
+    ("shape", "kind"),
+    [*((shape, "ordinary") for shape in PROMPT_SHAPES), *((SMALL, kind) for kind in HOSTILE)],
 )
 def test_chunked_prompts_follow_the_reference_in_float64(shape: Mamba2Shape, kind: str) -> None:
     mine, theirs = StateLayer(shape, 3, 6, GPU), StateLayer(shape, 3, 6, torch.device("cpu"))
     for name in ("state", "conv", *shape.records):
         setattr(theirs, name, getattr(theirs, name).double())
-    run, reference = mamba2_cuda.bind(Mamba2Spec(GPU, shape)), mamba2_ref.bind(Mamba2Spec(theirs.state.device, shape))
+    run, reference = (
+        mamba2_cuda.bind(Mamba2Spec(GPU, shape)),
+        mamba2_ref.bind(Mamba2Spec(theirs.state.device, shape)),
+    )
     for i, seqs in enumerate(PROMPTS):
         m, dt, p = hostile(kind, *rows_of(sum(s.width for s in seqs), shape, i), params(shape))
         got = run(*wide(m, dt), p, mine, lay_out(SlotTable(3, 64, 64), seqs, GPU))
@@ -194,7 +215,12 @@ def wide(m: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("shape", [SUPER, NANO, SMALL])
 def test_a_chunked_prompt_does_not_depend_on_its_neighbours_to_the_bit(shape: Mamba2Shape) -> None:
-    p, rows, run, found = params(shape), rows_of(900, shape), mamba2_cuda.bind(Mamba2Spec(GPU, shape)), []
+    p, rows, run, found = (
+        params(shape),
+        rows_of(900, shape),
+        mamba2_cuda.bind(Mamba2Spec(GPU, shape)),
+        [],
+    )
     for before, after in (
         ([], []),
         ([Seq(0, 0, [0] * 150, SeqMode.KEEP), Seq(3, 0, [0] * 4)], [Seq(2, 0, [0] * 130, SeqMode.KEEP)]),
@@ -205,7 +231,10 @@ def test_a_chunked_prompt_does_not_depend_on_its_neighbours_to_the_bit(shape: Ma
         for t in layer.tensors():
             t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(9)))
         seqs = [*before, Seq(1, 0, [0] * 400, SeqMode.KEEP, 0, 3), *after]
-        m, dt = (torch.cat([x[400 : 400 + first], x[:400], x[700:]])[: sum(s.width for s in seqs)] for x in rows)
+        m, dt = (
+            torch.cat([x[400 : 400 + first], x[:400], x[700:]])[: sum(s.width for s in seqs)]
+            for x in rows
+        )
         got = run(m, dt, p, layer, lay_out(SlotTable(4, 64, 64), seqs, GPU))
         found.append((got[first : first + 400], layer.state[1], layer.conv[1, :3]))
     for other in found[1:]:
@@ -238,4 +267,8 @@ def test_offsets_beyond_two_billion_elements() -> None:
     run, table = mamba2_cuda.bind(Mamba2Spec(GPU, SUPER)), SlotTable(n_slot, 2 * n_slot, 64)
     got = run(m, dt, p, layer, lay_out(table, [Seq(n_slot - 1, 0, [0] * 3, SeqMode.KEEP)], GPU))
     want = run(m, dt, p, small, lay_out(SlotTable(1, 2, 64), [Seq(0, 0, [0] * 3, SeqMode.KEEP)], GPU))
-    assert torch.equal(got, want) and torch.equal(layer.state[-1], small.state[0]) and not layer.state[:-1].any()
+    assert (
+        torch.equal(got, want)
+        and torch.equal(layer.state[-1], small.state[0])
+        and not layer.state[:-1].any()
+    )

@@ -24,18 +24,24 @@ BINDS = {"torch": mamba2_ref.bind, "numba": mamba2_numba.bind}
 
 def rows_of(n: int, shape: Mamba2Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Raw rows, slices of wider ones as a projection gives them."""
-    wide = torch.randn(n, 8 + shape.n_channel + shape.n_head, generator=torch.Generator().manual_seed(seed))
+    wide = torch.randn(
+        n, 8 + shape.n_channel + shape.n_head, generator=torch.Generator().manual_seed(seed)
+    )
     return wide[:, 8 : 8 + shape.n_channel], wide[:, 8 + shape.n_channel :]
 
 
-def run(bind: Callable[..., mamba2_ref.Mamba2], shape: Mamba2Shape, cuts: tuple[tuple[int, bool], ...]) -> list[Tensor]:
+def run(
+    bind: Callable[..., mamba2_ref.Mamba2], shape: Mamba2Shape, cuts: tuple[tuple[int, bool], ...]
+) -> list[Tensor]:
     """Tokens in pieces of (width, keep), all kept: outputs, state, window after them."""
     launch, layer = bind(Mamba2Spec(CPU, shape)), StateLayer(shape, 2, 12, CPU)
     p = make_params(shape, torch.Generator().manual_seed(1), CPU)
     m, dt = rows_of(sum(width for width, _ in cuts), shape)
     table, at, fold, outs = SlotTable(2, 16, 16), 0, 0, []
     for width, keep in cuts:
-        batch = lay_out(table, [Seq(1, at, [0] * width, SeqMode.KEEP if keep else SeqMode.VERIFY, 0, fold)], CPU)
+        batch = lay_out(
+            table, [Seq(1, at, [0] * width, SeqMode.KEEP if keep else SeqMode.VERIFY, 0, fold)], CPU
+        )
         outs.append(launch(m[at : at + width], dt[at : at + width], p, layer, batch))
         at, fold = at + width, 0 if keep else width
     mamba2_ref.flush(layer, 1, fold)
@@ -89,16 +95,28 @@ def test_the_formulas_in_f64_agree(shape: Mamba2Shape) -> None:
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("name", BINDS)
 @pytest.mark.parametrize("raw", [50.0, -50.0, 1e4, -1e30])
-def test_extreme_steps_forget_all_or_nothing_and_never_give_nan(name: str, keep: bool, raw: float) -> None:
+def test_extreme_steps_forget_all_or_nothing_and_never_give_nan(
+    name: str, keep: bool, raw: float
+) -> None:
     shape = SHAPES[0]
-    launch, layer, table = BINDS[name](Mamba2Spec(CPU, shape)), StateLayer(shape, 1, 40, CPU), SlotTable(1, 16, 16)
+    launch, layer, table = (
+        BINDS[name](Mamba2Spec(CPU, shape)),
+        StateLayer(shape, 1, 40, CPU),
+        SlotTable(1, 16, 16),
+    )
     p = make_params(shape, torch.Generator().manual_seed(1), CPU)
     layer.state.normal_()
     old = layer.state.clone()
     m, dt = rows_of(40, shape)
     dt = dt.clone()
     dt[:] = raw
-    out = launch(m, dt, p, layer, lay_out(table, [Seq(0, 0, [0] * 40, SeqMode.KEEP if keep else SeqMode.VERIFY)], CPU))
+    out = launch(
+        m,
+        dt,
+        p,
+        layer,
+        lay_out(table, [Seq(0, 0, [0] * 40, SeqMode.KEEP if keep else SeqMode.VERIFY)], CPU),
+    )
     mamba2_ref.flush(layer, 0, 0 if keep else 40)
     assert out.isfinite().all() and layer.state.isfinite().all()
     if raw < 0:
@@ -107,7 +125,11 @@ def test_extreme_steps_forget_all_or_nothing_and_never_give_nan(name: str, keep:
         spoilt, want = StateLayer(shape, 1, 40, CPU), layer.state.clone()
         spoilt.state.fill_(1e6)
         launch(
-            m, dt, replace(p, a=p.a.clamp(max=-5.0)), spoilt, lay_out(table, [Seq(0, 0, [0] * 40, SeqMode.KEEP)], CPU)
+            m,
+            dt,
+            replace(p, a=p.a.clamp(max=-5.0)),
+            spoilt,
+            lay_out(table, [Seq(0, 0, [0] * 40, SeqMode.KEEP)], CPU),
         )
         assert spoilt.state.abs().max() < 10 * want.abs().max() + 1e3 * raw
 
@@ -127,7 +149,13 @@ def test_one_token_that_forgets_all_does_not_blur_the_decays_after_it() -> None:
             0,
         )
         for n in cuts:
-            launch(m[at : at + n], dt[at : at + n], p, layer, lay_out(table, [Seq(0, at, [0] * n, SeqMode.KEEP)], CPU))
+            launch(
+                m[at : at + n],
+                dt[at : at + n],
+                p,
+                layer,
+                lay_out(table, [Seq(0, at, [0] * n, SeqMode.KEEP)], CPU),
+            )
             at += n
         results.append(layer.state)
     assert (results[0] - results[1]).norm() < 1e-5 * results[1].norm()

@@ -75,14 +75,22 @@ def test_products_compile_for_every_type(type: GGMLType) -> None:
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_parts_of_columns_with_warps_of_their_own_compile_for_every_architecture(arch: str) -> None:
-    for type, act, next, adds in ((GGMLType.IQ2_XXS, SWIGLU, GGMLType.Q2_K, False), (GGMLType.Q2_K, NONE, None, True)):
+    for type, act, next, adds in (
+        (GGMLType.IQ2_XXS, SWIGLU, GGMLType.Q2_K, False),
+        (GGMLType.Q2_K, NONE, None, True),
+    ):
         inner = next is not None
         stages = n_stages(type, FEW_PAIRS, CAPABILITIES[arch], inner)
         assert splits(type, FEW_PAIRS, False, inner) and not splits(type, FEW_PAIRS, True, inner)
-        build = MoeBuild(type, FEW_PAIRS, stages, act, inner, False, adds, next, 0, 10.0 if inner else 0.0, True)
+        build = MoeBuild(
+            type, FEW_PAIRS, stages, act, inner, False, adds, next, 0, 10.0 if inner else 0.0, True
+        )
         found = compile_cubin("moe", arch, build.defines(), use_cache=False).resources["moe"]
         fewer = arch not in ("sm_90a", "sm_100a")
-        assert found.spill_bytes == 0 and found.registers * PARTS * 32 * GROUPS * (SPLIT_RESIDENT - fewer) <= 65536
+        assert (
+            found.spill_bytes == 0
+            and found.registers * PARTS * 32 * GROUPS * (SPLIT_RESIDENT - fewer) <= 65536
+        )
         assert PARTS * stages * stage_bytes(type, FEW_PAIRS, inner) <= n_shared(CAPABILITIES[arch])
 
 
@@ -120,7 +128,10 @@ def test_activations_that_are_cut_compile_for_every_architecture(arch: str) -> N
 
 def test_what_does_not_fit_is_known_before_compiling() -> None:
     assert all(n_stages(type, MANY_PAIRS, (8, 9)) >= 2 for type in CHUNKS)
-    assert moe_cuda.limits(moe_cuda.MoeSpec(CPU, 8, 64, 64, "swiglu", None, None)) == "runs on NVIDIA GPUs only"
+    assert (
+        moe_cuda.limits(moe_cuda.MoeSpec(CPU, 8, 64, 64, "swiglu", None, None))
+        == "runs on NVIDIA GPUs only"
+    )
 
 
 @pytest.mark.parametrize("pairs", [FEW_PAIRS, MANY_PAIRS])
@@ -147,4 +158,6 @@ def test_few_last_ctas_are_avoided() -> None:
 def test_experts_that_rows_take_are_counted_as_if_all_were_as_likely() -> None:
     ids = torch.rand(400, 6, 40).argsort(-1)[..., :3].flatten(1)
     mean = sum(len(draw.unique()) for draw in ids) / 400
-    assert abs(moe_builds.n_taken(40, 3, 6) - mean) < 0.5 and moe_builds.n_taken(40, 3, 1) == pytest.approx(3)
+    assert abs(moe_builds.n_taken(40, 3, 6) - mean) < 0.5 and moe_builds.n_taken(
+        40, 3, 1
+    ) == pytest.approx(3)

@@ -80,7 +80,11 @@ def test_a_check_finds_wrong_experts_and_wrong_sums() -> None:
     wrongs: list[Any] = [
         lambda s: lambda x, ids, *rest: right(s)(x, ids.flip(0), *rest),
         lambda s: lambda *given: right(s)(*given) * 1.001,
-        lambda s: lambda x, ids, weights, norm, added: right(s)(x, ids, weights, norm, replace(added, residual=None)),
+        lambda s: (
+            lambda x, ids, weights, norm, added: right(s)(
+                x, ids, weights, norm, replace(added, residual=None)
+            )
+        ),
         lambda s: lambda x, ids, weights, norm, added: right(s)(x, ids, weights, None, added),
         lambda s: right(replace(s, gate=s.up)),
     ]
@@ -101,7 +105,11 @@ def test_a_row_has_the_same_bits_beside_any_others_and_with_any_threads(name: st
         torch.set_num_threads(n_thread)
         for first, n in ((0, n_row), (0, 1), (69, 1), (3, 2), (11, 9), (38, 32), (6, 64)):
             part = slice(first, first + n)
-            assert torch.equal(run(x[part], ids[part].contiguous(), weights[part]), whole[part]), (n_thread, first, n)
+            assert torch.equal(run(x[part], ids[part].contiguous(), weights[part]), whole[part]), (
+                n_thread,
+                first,
+                n,
+            )
 
 
 @pytest.mark.parametrize("n_row", [1, 8, 64, 129, 300])

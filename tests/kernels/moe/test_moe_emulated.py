@@ -36,7 +36,11 @@ Q8_0, Q4_0 = GGMLType.Q8_0, GGMLType.Q4_0
 def test_sums_of_a_row_are_the_references_bit_by_bit(
     n_row: int, n_used: int, n: int, has_residual: bool, has_shared: bool
 ) -> None:
-    y, weights, out = torch.randn(n_row, n_used, n), torch.randn(n_row, n_used), torch.full((n_row, n), torch.nan)
+    y, weights, out = (
+        torch.randn(n_row, n_used, n),
+        torch.randn(n_row, n_used),
+        torch.full((n_row, n), torch.nan),
+    )
     residual = torch.randn(n_row, n) if has_residual else None
     shared, gate = (torch.randn(n_row, n), torch.rand(n_row, 1)) if has_shared else (None, None)
     with emulated_gpu():
@@ -65,13 +69,20 @@ def test_experts_norm_their_rows_and_add_what_else_there_is() -> None:
         assert (got - want).norm() < 1e-3 * want.norm() and torch.equal(alone[0], got[4])
 
 
-@pytest.mark.parametrize(("n_row", "n_used", "n_expert", "per_item"), [(1, 3, 8, 8), (40, 4, 7, 8), (300, 5, 600, 32)])
-def test_lists_name_every_pair_once_with_its_expert(n_row: int, n_used: int, n_expert: int, per_item: int) -> None:
+@pytest.mark.parametrize(
+    ("n_row", "n_used", "n_expert", "per_item"), [(1, 3, 8, 8), (40, 4, 7, 8), (300, 5, 600, 32)]
+)
+def test_lists_name_every_pair_once_with_its_expert(
+    n_row: int, n_used: int, n_expert: int, per_item: int
+) -> None:
     ids = torch.rand(n_row, n_expert).argsort(-1)[:, :n_used].int().contiguous()
     ids[: n_row // 2] = ids[0]  # a crowd at some experts
     n_pair = n_row * n_used
     n_item = min(n_pair, n_expert + n_pair // per_item)
-    order, items = torch.full((n_pair,), -1, dtype=torch.int32), torch.full((n_item, 4), -1, dtype=torch.int32)
+    order, items = (
+        torch.full((n_pair,), -1, dtype=torch.int32),
+        torch.full((n_item, 4), -1, dtype=torch.int32),
+    )
     with emulated_gpu(seed=3):
         lists, _ = moe_cuda._pair_kernels(CPU)
         sizes = [moe_cuda.np.int32(n) for n in (n_pair, n_expert, per_item, n_item)]
@@ -168,13 +179,17 @@ def test_few_rows_find_those_that_took_the_same_expert(
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(
-    ("n_in", "n_used", "n_row", "pieces"), [(64, 3, 1, 1), (2688, 2, 2, 0), (160, 14, 5, 2), (4096, 1, 3, 0)]
+    ("n_in", "n_used", "n_row", "pieces"),
+    [(64, 3, 1, 1), (2688, 2, 2, 0), (160, 14, 5, 2), (4096, 1, 3, 0)],
 )
 def test_sums_on_the_way_to_a_product_have_the_bits_of_those_made_before(
     n_in: int, n_used: int, n_row: int, pieces: int
 ) -> None:
     """With all that is added, and with nothing."""
-    spec, gen = MoeSpec(CPU, n_used, n_in, 32, "relu2", Q8_0, Q8_0, pieces=pieces), torch.Generator().manual_seed(n_in)
+    spec, gen = (
+        MoeSpec(CPU, n_used, n_in, 32, "relu2", Q8_0, Q8_0, pieces=pieces),
+        torch.Generator().manual_seed(n_in),
+    )
     stacks, (ids, weights) = packed(spec, n_used + 2), spread(n_row, n_used, n_used + 2)
     x, residual, shared = (torch.randn(n_row, n_in, generator=gen) for _ in "xrs")
     gate = torch.rand(n_row, 1, generator=gen)
@@ -196,7 +211,9 @@ def test_sums_on_the_way_to_a_product_have_the_bits_of_those_made_before(
 
 
 @pytest.mark.slow
-def test_the_product_behind_gives_the_same_for_sums_made_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_product_behind_gives_the_same_for_sums_made_on_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As a model whose experts work in a width of their own runs it: the way back, with a residual."""
     monkeypatch.setattr(streamed, "_tall", lambda spec: None)
     spec, gen = MoeSpec(CPU, 3, 96, 64, "relu2", Q8_0, Q8_0), torch.Generator().manual_seed(9)
@@ -206,7 +223,9 @@ def test_the_product_behind_gives_the_same_for_sums_made_on_the_way(monkeypatch:
         experts = moe_cuda.bind(spec)(stacks)
         up = streamed.Streamed(random_packed(Q8_0, 160, 96, CPU), CPU, False, None)
         want = up(experts(x, ids, weights), residual=residual)
-        got = up(up.plain.rows.summed(experts.shares(experts.x_rows(x), ids, weights)), residual=residual)
+        got = up(
+            up.plain.rows.summed(experts.shares(experts.x_rows(x), ids, weights)), residual=residual
+        )
     assert torch.equal(got, want) and want.abs().amax() > 0
 
 
@@ -228,7 +247,9 @@ def test_a_shared_expert_is_cut_into_experts_that_add_up_to_it() -> None:
     assert pieces.n_expert == 3 and pieces.up.n_out == pieces.down.n_in == 32
     every = replace(spec, n_used=3, pieces=0)
     ids, ones = torch.arange(3, dtype=torch.int32).expand(5, 3).contiguous(), torch.ones(5, 3)
-    whole = moe_ref.bind(replace(spec, pieces=0))(shared)(x, torch.zeros(5, 1, dtype=torch.int32), torch.ones(5, 1))
+    whole = moe_ref.bind(replace(spec, pieces=0))(shared)(
+        x, torch.zeros(5, 1, dtype=torch.int32), torch.ones(5, 1)
+    )
     assert torch.allclose(moe_ref.bind(every)(pieces)(x, ids, ones), whole, atol=1e-4)
 
 
@@ -244,10 +265,14 @@ def test_many_rows_go_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (got - want).norm() < 1e-3 * want.norm()
 
 
-def test_experts_of_whole_tiles_are_packed_at_once_and_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_whole_tiles_are_packed_at_once_and_others_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[int] = []
     repack = moe_cuda.repack
-    monkeypatch.setattr(moe_cuda, "repack", lambda raw, *rest: (calls.append(raw.shape[0]), repack(raw, *rest))[1])
+    monkeypatch.setattr(
+        moe_cuda, "repack", lambda raw, *rest: (calls.append(raw.shape[0]), repack(raw, *rest))[1]
+    )
     for n_out, want in ((256, [512]), (96, [96, 96])):
         for type in (Q8_0, GGMLType.NVFP4):
             calls.clear()
@@ -299,7 +324,9 @@ def exact(
 
     def matrices_of(stacks: Stacks) -> list[list[Tensor | None]]:
         three = stacks.gate, stacks.up, stacks.down
-        return [[None if s is None else s.matrix(e).double() for s in three] for e in range(stacks.n_expert)]
+        return [
+            [None if s is None else s.matrix(e).double() for s in three] for e in range(stacks.n_expert)
+        ]
 
     matrices = matrices_of(stacks)
     shared = [] if stacks.shared is None else matrices_of(stacks.shared)
@@ -379,14 +406,22 @@ def wrong_expert(stacks: Stacks, ids: Tensor) -> None:
     ids[-1, -1] = next(e for e in range(stacks.n_expert) if e not in ids[-1])
 
 
-@pytest.mark.parametrize("mistake", [wrong_block_of_up, wrong_block_of_down, no_minima, wrong_expert, None])
-def test_the_check_refuses_mistakes_and_not_rounding(mistake: Callable[[Stacks, Tensor], None] | None) -> None:
+@pytest.mark.parametrize(
+    "mistake", [wrong_block_of_up, wrong_block_of_down, no_minima, wrong_expert, None]
+)
+def test_the_check_refuses_mistakes_and_not_rounding(
+    mistake: Callable[[Stacks, Tensor], None] | None,
+) -> None:
     """Launches are the exact sums of rounded rows; among 100 rows are some whose outputs cancel."""
     spec = MoeSpec(CPU, 3, 1024, 512, "swiglu", Q4_K, Q4_K)
 
     def launch(stacks: Stacks) -> moe_ref.ExpertsRun:
         def run(
-            x: Tensor, ids: Tensor, weights: Tensor, norm: Norm | None = None, added: Added = moe_ref.NOTHING
+            x: Tensor,
+            ids: Tensor,
+            weights: Tensor,
+            norm: Norm | None = None,
+            added: Added = moe_ref.NOTHING,
         ) -> Tensor:
             own, ids = deepcopy(stacks), ids.clone()
             if mistake is not None:
@@ -402,7 +437,9 @@ def test_the_check_refuses_mistakes_and_not_rounding(mistake: Callable[[Stacks, 
 
 
 SHAPES = {
-    "halves": MoeSpec(CPU, 3, 160, 96, "swiglu", Q8_0, Q8_0, pieces=2),  # 2.5 and 1.5 chunks; 10 and 12 groups of rows
+    "halves": MoeSpec(
+        CPU, 3, 160, 96, "swiglu", Q8_0, Q8_0, pieces=2
+    ),  # 2.5 and 1.5 chunks; 10 and 12 groups of rows
     # Round the ring, ending in its first stage; 2 groups, and 66
     "long": MoeSpec(CPU, 2, 1056, 32, "relu2", Q8_0, Q8_0),
     "records": MoeSpec(CPU, 2, 768, 256, "swiglu", Q4_K, Q4_K, pieces=1),
@@ -451,11 +488,15 @@ def test_without_a_wait_the_product_is_wrong(text: str, monkeypatch: pytest.Monk
 
     for which in range(len(parts) - 1):
         mutant = text.join(parts[: which + 1]) + ";" + text.join(parts[which + 1 :])
-        monkeypatch.setattr(jit, "source", lambda name, text=mutant: text if name == "moe" else real(name))
+        monkeypatch.setattr(
+            jit, "source", lambda name, text=mutant: text if name == "moe" else real(name)
+        )
         assert any(said_of(name) is not None for name in ("long", "records", "parts")), which
 
 
 def test_where_an_expert_would_have_few_rows_more_go_at_once() -> None:
-    assert moe_cuda.rows_at_once(6, 256) == moe_cuda.LONG_ROWS  # DeepSeek-V4: 12 of 512 rows for an expert
+    assert (
+        moe_cuda.rows_at_once(6, 256) == moe_cuda.LONG_ROWS
+    )  # DeepSeek-V4: 12 of 512 rows for an expert
     assert moe_cuda.rows_at_once(8, 256) == moe_cuda.rows_at_once(22, 512) == moe_cuda.MAX_ROWS
     assert buffer_bytes(6, 256, 4096, 2048) > 4 * buffer_bytes(8, 256, 3072, 1024) / 3

@@ -18,7 +18,9 @@ SPECS = {
     "whole numbers, then f16": MoeSpec(GPU, 3, 512, 256, "swiglu", Q4_K, Q6_K, pieces=1),
     "f16, then whole numbers": MoeSpec(GPU, 2, 320, 256, "relu2", Q8_0, Q4_K),
     "an odd chunk, a lower tile": MoeSpec(GPU, 5, 1280, 768, "relu2", Q4_K, Q4_K),
-    "levels, then halves": MoeSpec(GPU, 6, 1280, 512, "swiglu", GGMLType.IQ2_XXS, GGMLType.Q2_K, limit=10.0),
+    "levels, then halves": MoeSpec(
+        GPU, 6, 1280, 512, "swiglu", GGMLType.IQ2_XXS, GGMLType.Q2_K, limit=10.0
+    ),
     "f16, then levels": MoeSpec(GPU, 3, 512, 768, "relu2", GGMLType.Q2_K, GGMLType.IQ2_XXS, pieces=1),
     "scaled": MoeSpec(GPU, 4, 320, 192, "relu2", NVFP4, NVFP4, scaled=True, pieces=2),
 }
@@ -46,7 +48,10 @@ def test_experts_are_the_references_and_a_row_has_the_same_bits_alone(name: str)
 def test_a_row_that_is_no_number_stays_so_and_leaves_others_alone() -> None:
     spec, gen = SPECS["whole numbers"], torch.Generator().manual_seed(1)
     experts = moe_cuda.bind(spec)(moe_cuda.random_stacks(spec, 9, gen))
-    x, weights = torch.randn(6, spec.n_in, generator=gen).to(GPU), torch.rand(6, 8, generator=gen).to(GPU)
+    x, weights = (
+        torch.randn(6, spec.n_in, generator=gen).to(GPU),
+        torch.rand(6, 8, generator=gen).to(GPU),
+    )
     ids = torch.arange(8, dtype=torch.int32, device=GPU).expand(6, 8).contiguous()
     want = experts(x, ids, weights)
     x[1, 5], x[4, 700] = torch.nan, torch.inf

@@ -63,7 +63,9 @@ def test_sums_near_zero_do_not_blow_weights_up() -> None:
 def test_the_gate_is_the_last_row_of_the_matrix() -> None:
     x, matrix = 3 * torch.randn(6, 4), torch.randn(9, 4)
     norm, spec = 1 + torch.rand(4), RouteSpec(CPU, 4, 8, 2, eps=0.5)
-    gated, plain = (moe_route.bind(replace(spec, gated=g))(x, norm, matrix[: 8 + g]) for g in (True, False))
+    gated, plain = (
+        moe_route.bind(replace(spec, gated=g))(x, norm, matrix[: 8 + g]) for g in (True, False)
+    )
     n = x / ((x**2).mean(-1, keepdim=True) + 0.5).sqrt() * norm
     assert torch.allclose(gated.gate, torch.sigmoid(n @ matrix[8:].T)) and plain.gate is None
     assert torch.equal(gated.ids, plain.ids) and torch.allclose(gated.weights, plain.weights)
@@ -99,7 +101,9 @@ def test_rows_get_the_sum_of_their_experts(act: str, n_row: int, n_expert: int, 
     x, scores = torch.randn(n_row, 16), torch.randn(n_row, n_expert)
     ids, weights = choose(scores, RouteSpec(CPU, 16, n_expert, n_used), None)
     got = run(x, ids, weights)
-    assert got.shape == (n_row, 16) and torch.allclose(got.double(), by_hand(s, x, ids, weights), atol=1e-5)
+    assert got.shape == (n_row, 16) and torch.allclose(
+        got.double(), by_hand(s, x, ids, weights), atol=1e-5
+    )
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -125,7 +129,9 @@ def test_sums_are_made_in_the_order_of_choice() -> None:
 def test_the_shared_expert_and_the_residual_stream_are_added_last() -> None:
     y, weights, gate = torch.tensor([[[1.0], [1.0]]]), torch.ones(1, 2), torch.tensor([[0.5]])
     added = Added(torch.tensor([[-1e8]]), torch.tensor([[2e8]]), gate)
-    assert moe_ref.combine(y, weights, added).tolist() == [[0.0]], "1 + 1 is lost in 1e8, then -1e8 comes"
+    assert moe_ref.combine(y, weights, added).tolist() == [[0.0]], (
+        "1 + 1 is lost in 1e8, then -1e8 comes"
+    )
     assert moe_ref.combine(y, weights, replace(added, residual=None)).tolist() == [[1e8]]
     assert moe_ref.combine(y, weights, Added(torch.tensor([[5.0]]))).tolist() == [[7.0]]
 
@@ -184,7 +190,11 @@ def test_second_level_scales_multiply_products_before_the_activation() -> None:
     s = stacks(4, 16, 24, "relu2")
     scales = torch.tensor([1.0, 0.5, 2.0, 3.0])
     scaled = Stacks(None, replace(s.up, scale=scales), replace(s.down, scale=scales.flip(0)))
-    x, ids, weights = torch.randn(3, 16), torch.tensor([[0, 1], [2, 3], [3, 1]], dtype=torch.int32), torch.rand(3, 2)
+    x, ids, weights = (
+        torch.randn(3, 16),
+        torch.tensor([[0, 1], [2, 3], [3, 1]], dtype=torch.int32),
+        torch.rand(3, 2),
+    )
     got = moe.bind(MoeSpec(CPU, 2, 16, 24, "relu2", None, None, scaled=True))(scaled)(x, ids, weights)
     want = torch.zeros(3, 16)
     for row in range(3):

@@ -21,7 +21,9 @@ Q4_K, Q6_K, Q8_0, NVFP4, MXFP4 = (GGMLType[n] for n in ("Q4_K", "Q6_K", "Q8_0", 
 SPECS = {
     "gated, a piece": MoeSpec(CPU, 2, 160, 96, "swiglu", Q8_0, Q8_0, pieces=1),
     "four bits, six": MoeSpec(CPU, 2, 256, 256, "swiglu", Q4_K, Q6_K),
-    "squares, two pieces, scaled": MoeSpec(CPU, 2, 128, 64, "relu2", NVFP4, NVFP4, scaled=True, pieces=2),
+    "squares, two pieces, scaled": MoeSpec(
+        CPU, 2, 128, 64, "relu2", NVFP4, NVFP4, scaled=True, pieces=2
+    ),
     "cut gates": MoeSpec(CPU, 3, 96, 64, "swiglu", MXFP4, Q8_0, limit=7.0),
     "lattices": MoeSpec(CPU, 2, 256, 256, "swiglu", GGMLType.IQ2_XXS, GGMLType.IQ3_XXS),
     "five bits, half a pair": MoeSpec(CPU, 2, 96, 160, "swiglu", GGMLType.Q5_1, GGMLType.Q5_0),
@@ -40,7 +42,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def experts(spec: MoeSpec, n_expert: int) -> ExpertsRun:
-    made = moe_triton.bind(spec)(moe_cuda.random_stacks(spec, n_expert, torch.Generator().manual_seed(0)))
+    made = moe_triton.bind(spec)(
+        moe_cuda.random_stacks(spec, n_expert, torch.Generator().manual_seed(0))
+    )
     assert isinstance(made, moe_triton.ExpertsTriton)
     return made
 
@@ -52,7 +56,9 @@ def test_experts_are_the_references(name: str) -> None:
     assert moe_cuda.check(moe_triton.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9, 13)) is None
 
 
-OTHERS = [t for t in FORMATS if t in moe_cuda.CHUNKS and all(t not in (s.up, s.down) for s in SPECS.values())]
+OTHERS = [
+    t for t in FORMATS if t in moe_cuda.CHUNKS and all(t not in (s.up, s.down) for s in SPECS.values())
+]
 """Types that no spec above has: an interpreter takes half a minute for each."""
 
 
@@ -80,7 +86,11 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
 
 
 def test_rows_that_are_no_numbers_and_experts_that_are_none_harm_nobody() -> None:
-    spec, gen, n_expert = replace(SPECS["one of each row"], n_used=2), torch.Generator().manual_seed(2), 4
+    spec, gen, n_expert = (
+        replace(SPECS["one of each row"], n_used=2),
+        torch.Generator().manual_seed(2),
+        4,
+    )
     run = experts(spec, n_expert)
     x, weights = torch.randn(14, spec.n_in, generator=gen), torch.rand(14, 2, generator=gen)
     ids = torch.tensor([[0, 3]] * 14, dtype=torch.int32)  # two experts have no rows, two have all

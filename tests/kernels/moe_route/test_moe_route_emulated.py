@@ -32,16 +32,28 @@ def test_routes_are_the_references(kind: str) -> None:
     spec = ROUTES[kind]
     for seed in range(2):
         with emulated_gpu(seed=seed):
-            assert moe_route_cuda.check(moe_route_cuda.bind(spec), moe_ref.bind_route(spec), spec) is None
+            assert (
+                moe_route_cuda.check(moe_route_cuda.bind(spec), moe_ref.bind_route(spec), spec) is None
+            )
 
 
 def route_of(spec: RouteSpec, logits: torch.Tensor, bias: torch.Tensor | None = None) -> Routes:
     """Routes of given logits, which go around moe_scores."""
     n_row, n_thread = logits.shape[0], -(-spec.n_expert // 32) * 32
-    ids, weights = torch.full((n_row, spec.n_used), -1, dtype=torch.int32), torch.full((n_row, spec.n_used), torch.nan)
+    ids, weights = (
+        torch.full((n_row, spec.n_used), -1, dtype=torch.int32),
+        torch.full((n_row, spec.n_used), torch.nan),
+    )
     with emulated_gpu():
         _, choose = moe_route_cuda._kernels(CPU, spec)
-        args = logits, logits if bias is None else bias, ids, weights, logits, moe_route_cuda.np.float32(spec.scale)
+        args = (
+            logits,
+            logits if bias is None else bias,
+            ids,
+            weights,
+            logits,
+            moe_route_cuda.np.float32(spec.scale),
+        )
         choose.launch((n_row,), n_thread, args)
     return Routes(ids, weights)
 
@@ -56,7 +68,9 @@ def test_of_equal_logits_the_lower_index_is_chosen() -> None:
 @pytest.mark.parametrize("n_expert", [5, 32, 100, 256, 512])
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_choices_are_the_references_whatever_the_logits_are_like(router: str, biased: bool, n_expert: int) -> None:
+def test_choices_are_the_references_whatever_the_logits_are_like(
+    router: str, biased: bool, n_expert: int
+) -> None:
     """Few values for many experts, zeros of both signs, all of one value, ascending and descending ones, far ones."""
     gen = torch.Generator().manual_seed(n_expert)
     logits = torch.randn(8, n_expert, generator=gen)
@@ -81,12 +95,17 @@ def test_choices_are_the_references_whatever_the_logits_are_like(router: str, bi
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_given_experts_are_weighed_and_not_chosen(router: str) -> None:
     """The worst ones, one that is named twice, logits far from zero; a number that names no expert is brought into range."""
-    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(3)) * torch.tensor([[1.0], [30], [300], [0]])
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(3)) * torch.tensor(
+        [[1.0], [30], [300], [0]]
+    )
     given = logits.argsort(-1)[:, :3].int().contiguous()
     given[1] = 5
     given[3] = torch.tensor([-1, 40, 1 << 30])
     spec = RouteSpec(CPU, 4, 40, 3, router, scale=2.5, given=True)  # type: ignore[arg-type]
-    got, (ids, weights) = route_of(spec, logits, given), moe_ref.choose(logits, spec, None, given.clamp(0, 39))
+    got, (ids, weights) = (
+        route_of(spec, logits, given),
+        moe_ref.choose(logits, spec, None, given.clamp(0, 39)),
+    )
     assert torch.equal(got.ids, ids) and torch.allclose(got.weights, weights, rtol=1e-5, atol=1e-7)
 
 
@@ -108,7 +127,13 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
         assert all(len(set(row)) == 5 for row in got.ids.tolist())
         if not spec.biased or spec.router == "sigmoid":
             last = [7, 0, 1, 2, 3]
-            assert got.ids.tolist() == [[0, 1, 2, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], last, [0, 1, 2, 3, 4]]
+            assert got.ids.tolist() == [
+                [0, 1, 2, 4, 5],
+                [0, 1, 2, 3, 4],
+                [0, 1, 2, 3, 4],
+                last,
+                [0, 1, 2, 3, 4],
+            ]
 
 
 def test_of_all_experts_those_that_are_no_numbers_come_last() -> None:
@@ -123,19 +148,26 @@ def test_a_row_is_routed_with_the_same_bits_alone_and_among_others(kind: str) ->
     gen = torch.Generator().manual_seed(6)
     x = torch.randn(37, spec.n_in, generator=gen)
     x[4] = torch.nan
-    norm, matrix = torch.rand(spec.n_in, generator=gen), torch.randn(spec.n_expert + 1, spec.n_in, generator=gen)
+    norm, matrix = (
+        torch.rand(spec.n_in, generator=gen),
+        torch.randn(spec.n_expert + 1, spec.n_in, generator=gen),
+    )
     found = []
     for seed, rows in enumerate((slice(0, 37), slice(0, 9), slice(5, 6), slice(8, 9), slice(3, 20))):
         with emulated_gpu(seed=seed):
             got = moe_route_cuda.bind(spec)(x[rows], norm, matrix)
         found.append((rows, got))
     for rows, got in found[1:]:
-        for one, all in zip((got.ids, got.weights, got.gate), (t for t in vars_of(found[0][1])), strict=True):
+        for one, all in zip(
+            (got.ids, got.weights, got.gate), (t for t in vars_of(found[0][1])), strict=True
+        ):
             assert torch.equal(one.nan_to_num(9.0), all[rows].nan_to_num(9.0))
 
 
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize(("n_in", "n_row", "power"), [(64, 3, 1.0), (2080, 19, 4.0), (2688, 5, 1.0), (3072, 17, 0.5)])
+@pytest.mark.parametrize(
+    ("n_in", "n_row", "power"), [(64, 3, 1.0), (2080, 19, 4.0), (2688, 5, 1.0), (3072, 17, 0.5)]
+)
 @pytest.mark.parametrize("layout", [rows_cuda.BLOCKED, rows_cuda.PLANES])
 def test_the_routers_kernel_norms_rows_for_the_experts_on_the_way(
     n_in: int, n_row: int, power: float, layout: int
@@ -177,10 +209,17 @@ def test_all_rows_and_scores_have_a_cta() -> None:
                 g = moe_route_cuda.grid_of(spec, n_row, 132, prepares)
                 group = 32 * -(-n_in // 1024)
                 assert g.threads % group == 0 and 32 <= g.threads <= 512 and 1 <= g.per_cta <= 32
-                assert g.scoring * (g.threads // group) * 2 >= n_expert + 1 and (g.preparing > 0) == prepares
+                assert (
+                    g.scoring * (g.threads // group) * 2 >= n_expert + 1
+                    and (g.preparing > 0) == prepares
+                )
                 assert (g.ctas[1] - 1) * g.per_cta < n_row <= g.ctas[1] * g.per_cta
                 assert not prepares or g.preparing * g.ctas[1] * (g.threads // group) >= n_row
                 if n_row <= 32 and n_in < 4096:  # sizes of decoding: no CTA waits for a multiprocessor
                     assert g.ctas[0] * g.ctas[1] <= 132 * (512 // g.threads)
     wide = RouteSpec(CPU, 4096, 512, 2, gated=True)  # a line less would be half of them: some may wait
-    assert moe_route_cuda.grid_of(wide, 24, 132, True).ctas[1] == moe_route_cuda.grid_of(wide, 24, 132).ctas[1] == 2
+    assert (
+        moe_route_cuda.grid_of(wide, 24, 132, True).ctas[1]
+        == moe_route_cuda.grid_of(wide, 24, 132).ctas[1]
+        == 2
+    )

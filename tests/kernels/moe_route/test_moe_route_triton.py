@@ -57,14 +57,18 @@ def test_rows_that_are_no_numbers_choose_experts_that_exist_and_harm_nobody() ->
     x[1], x[2, 5], x[4, 0] = torch.nan, torch.inf, 1e30
     got = _run(spec, x)
     assert torch.equal(got.ids[[0, 3, 5]], clean.ids[[0, 3, 5]])
-    assert ((got.ids >= 0) & (got.ids < spec.n_expert)).all() and got.ids.sort(-1).values.diff(dim=-1).all()
+    assert ((got.ids >= 0) & (got.ids < spec.n_expert)).all() and got.ids.sort(-1).values.diff(
+        dim=-1
+    ).all()
 
 
 def test_given_experts_that_are_none_are_clamped() -> None:
     spec = SPECS["given"]
     given = torch.tensor([[-4, 1, 1 << 30, 32]], dtype=torch.int32)
     matrix = torch.randn(spec.n_expert, spec.n_in, generator=torch.Generator().manual_seed(0))
-    got = moe_route_triton.bind(spec)(torch.ones(1, spec.n_in), torch.ones(spec.n_in), matrix, None, given)
+    got = moe_route_triton.bind(spec)(
+        torch.ones(1, spec.n_in), torch.ones(spec.n_in), matrix, None, given
+    )
     assert got.ids.tolist() == [[0, 1, 32, 32]] and got.weights.isfinite().all()
     assert not moe_route_triton.bind(spec)(
         torch.ones(0, spec.n_in), torch.ones(spec.n_in), matrix, None, given[:0]

@@ -15,9 +15,17 @@ pytest.importorskip("cuda.core")
 def test_norms_compile_for_every_architecture(arch: str) -> None:
     for n in (4, 2048, 5120, norms_cuda.MAX_COLUMNS):
         for layer in (False, True):
-            found = compile_cubin("norms", arch, norms_cuda.defines(n, layer), use_cache=False).resources["norms"]
-            assert found.spill_bytes == 0 and found.registers * norms_cuda.threads_for(n) <= 65536, (n, found)
-            assert found.registers * norms_cuda.threads_for(n) <= 32768 or n > 8192, (n, found)  # beside a product
+            found = compile_cubin(
+                "norms", arch, norms_cuda.defines(n, layer), use_cache=False
+            ).resources["norms"]
+            assert found.spill_bytes == 0 and found.registers * norms_cuda.threads_for(n) <= 65536, (
+                n,
+                found,
+            )
+            assert found.registers * norms_cuda.threads_for(n) <= 32768 or n > 8192, (
+                n,
+                found,
+            )  # beside a product
 
 
 def test_threads_have_equal_shares() -> None:

@@ -34,7 +34,11 @@ def kernel(n: int) -> Emulated:
 
 
 def run(
-    x: Tensor, places: list[Tensor], first: int = 0, limit: int = 0, steps: int = peer_sum.SEND | peer_sum.SUM
+    x: Tensor,
+    places: list[Tensor],
+    first: int = 0,
+    limit: int = 0,
+    steps: int = peer_sum.SEND | peer_sum.SUM,
 ) -> tuple[Tensor, int]:
     """x [rank, n]: those of the ranks that launch. Returns their sums, and whether one gave up."""
     out, late = torch.full_like(x, torch.nan), torch.zeros(1, dtype=torch.int32)
@@ -48,12 +52,23 @@ def run(
 @needs_compiler
 @pytest.mark.parametrize("n_rank", [2, 3, 8])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_all_ranks_have_the_sum_in_the_order_of_ranks(n_rank: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_have_the_sum_in_the_order_of_ranks(
+    n_rank: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gen, places = torch.Generator().manual_seed(seed), buffers(n_rank)
     monkeypatch.setattr(order, "seed", seed)
     monkeypatch.setattr(order, "resident", BLOCKS * n_rank)
     scale = torch.logspace(8, -8, n_rank)[:, None]
-    for n in (4, CHUNK, BLOCKS * CHUNK, CHUNK + 12, 8, 2 * BLOCKS * CHUNK, (BLOCKS + 1) * CHUNK + 4, 2 * CHUNK):
+    for n in (
+        4,
+        CHUNK,
+        BLOCKS * CHUNK,
+        CHUNK + 12,
+        8,
+        2 * BLOCKS * CHUNK,
+        (BLOCKS + 1) * CHUNK + 4,
+        2 * CHUNK,
+    ):
         x = torch.randn(n_rank, n, generator=gen) * scale  # blocks come and go between calls
         x[:, ::3] = -0.0  # the neutral element
         out, late = run(x, places)
@@ -134,7 +149,11 @@ def test_ranks_go_on_without_it_where_one_can_not_have_it() -> None:
 
 def test_only_small_whole_rows_are_summed_so() -> None:
     takes = peer_sum.PeerSum(None, 0, buffers(2), torch.zeros(1)).takes
-    assert takes(torch.zeros(3, 5120)) and not takes(torch.zeros(3, 5120).half()) and not takes(torch.zeros(0, 8))
+    assert (
+        takes(torch.zeros(3, 5120))
+        and not takes(torch.zeros(3, 5120).half())
+        and not takes(torch.zeros(0, 8))
+    )
     assert takes(torch.zeros(136, 5120)), "a verify of eight slots"
     assert (
         not takes(torch.zeros(peer_sum.Places(2).most + 4))

@@ -43,12 +43,15 @@ def runs(name: str, n: int) -> tuple[Run, Run, Callable[[StateLayer, int, int], 
         )
         own, other = gdn_triton.bind(GDN), gdn_ref.bind(GDN)
         own_run, other_run = (
-            lambda layer, batch, r, f=f: f(m[r], gates[0, r], gates[1, r], *weights, layer, batch) for f in (own, other)
+            lambda layer, batch, r, f=f: f(m[r], gates[0, r], gates[1, r], *weights, layer, batch)
+            for f in (own, other)
         )
         return own_run, other_run, own.folder()
     dt, p = torch.randn(n, 2, generator=gen), mamba2_ref.make_params(shape, gen, CPU)
     own, other = mamba2_triton.bind(MAMBA2), mamba2_ref.bind(MAMBA2)
-    own_run, other_run = (lambda layer, batch, r, f=f: f(m[r], dt[r], p, layer, batch) for f in (own, other))
+    own_run, other_run = (
+        lambda layer, batch, r, f=f: f(m[r], dt[r], p, layer, batch) for f in (own, other)
+    )
     return own_run, other_run, own.folder()
 
 

@@ -30,7 +30,9 @@ def test_its_check_finds_heads_that_are_not_normed() -> None:
     with emulated_gpu(seed=1):
         wrong = tail_cuda.bind(replace(SPEC, normed=False))
         assert "differ" in str(
-            tail_cuda.check(lambda x, at, freq, _, sign: wrong(x, at, freq, None, sign), tail_ref.bind(SPEC), SPEC)
+            tail_cuda.check(
+                lambda x, at, freq, _, sign: wrong(x, at, freq, None, sign), tail_ref.bind(SPEC), SPEC
+            )
         )
 
 

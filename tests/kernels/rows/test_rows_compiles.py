@@ -19,9 +19,15 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rows_compile_everywhere(arch: str) -> None:
     for kind in PrepKind:
-        for n_in, layout in ((5120, rows_cuda.BLOCKED), (25600, rows_cuda.ROW_MAJOR), (17408, rows_cuda.TALL)):
+        for n_in, layout in (
+            (5120, rows_cuda.BLOCKED),
+            (25600, rows_cuda.ROW_MAJOR),
+            (17408, rows_cuda.TALL),
+        ):
             macros = rows_cuda.defines(n_in, kind, 128, layout)
-            assert compile_cubin("rows", arch, macros, use_cache=False).resources["rows"].spill_bytes == 0
+            assert (
+                compile_cubin("rows", arch, macros, use_cache=False).resources["rows"].spill_bytes == 0
+            )
     assert compile_cubin("rows_finish", arch, use_cache=False).resources["rows_finish"].spill_bytes == 0
 
 
@@ -36,4 +42,6 @@ def test_rope_kv_compiles_everywhere(arch: str) -> None:
 
 def test_limits_of_rows_and_rope_name_the_gpu_they_need() -> None:
     assert "NVIDIA" in (rows_cuda.limits(RowsSpec(CPU, 256)) or "")
-    assert "NVIDIA" in (rope_kv_cuda.limits(RopeKvSpec(CPU, 1, 1, 64, 64, True, False, False, 1e-6)) or "")
+    assert "NVIDIA" in (
+        rope_kv_cuda.limits(RopeKvSpec(CPU, 1, 1, 64, 64, True, False, False, 1e-6)) or ""
+    )

@@ -61,7 +61,9 @@ def test_blocks_hold_the_same_values_and_their_sums(n_in: int, kind: PrepKind, s
         got = untouched(rows_cuda.RowsLaunch(CPU, n_in, (8, 16)))(x, prep)
         want, powers = rows_cuda.WideRows(CPU, n_in)(x, prep)
     n_block = -(-n_in // 256) * 8
-    blocks = got.blocks[: n_block * 8 * 32].view(n_block, 8, 4, 2, 4)  # column 16 h + 4 i + j at [i, h, j]
+    blocks = got.blocks[: n_block * 8 * 32].view(
+        n_block, 8, 4, 2, 4
+    )  # column 16 h + 4 i + j at [i, h, j]
     flat = blocks[:, :5].permute(1, 0, 3, 2, 4).reshape(5, -1)
     assert torch.equal(flat[:, :n_in], want) and not flat[:, n_in:].any()
     sums = got.sums[: n_block * 8].view(n_block, 8)[:, :5].T
@@ -72,9 +74,13 @@ def test_blocks_hold_the_same_values_and_their_sums(n_in: int, kind: PrepKind, s
 
 @pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", [PrepKind.PLAIN, PrepKind.NORM, PrepKind.GLU, PrepKind.GROUPS, PrepKind.RELU2])
+@pytest.mark.parametrize(
+    "kind", [PrepKind.PLAIN, PrepKind.NORM, PrepKind.GLU, PrepKind.GROUPS, PrepKind.RELU2]
+)
 @pytest.mark.parametrize("n_in", [384, 2688])
-def test_whole_numbers_are_off_by_half_of_one_and_padded_with_zeros(n_in: int, kind: PrepKind, seed: int) -> None:
+def test_whole_numbers_are_off_by_half_of_one_and_padded_with_zeros(
+    n_in: int, kind: PrepKind, seed: int
+) -> None:
     """Of 16 bits: the largest of each 64 columns is 127 * 257. Rows of very different sizes, one of zeros."""
     spec = spec_of(kind, n_in)
     x, prep = make(spec, 5, torch.Generator().manual_seed(1))
@@ -89,7 +95,9 @@ def test_whole_numbers_are_off_by_half_of_one_and_padded_with_zeros(n_in: int, k
     off = (values[:, :n_in] - want).unflatten(1, (-1, 64)).abs()
     assert bool((off <= 0.51 * power + 1e-5 * want.abs().unflatten(1, (-1, 64))).all())
     assert not values[:, n_in:].any() and not sums[:, n_in // 32 :].any() and not values[1].any()
-    assert torch.allclose(sums, values.unflatten(1, (-1, 32)).sum(-1), atol=1e-5 * float(values.abs().amax()))
+    assert torch.allclose(
+        sums, values.unflatten(1, (-1, 32)).sum(-1), atol=1e-5 * float(values.abs().amax())
+    )
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -97,7 +105,9 @@ def test_whole_numbers_are_none_where_64_columns_have_none(bad: float) -> None:
     x = torch.randn(3, 320)
     x[1, 70] = bad
     with emulated_gpu():
-        values, sums = rows_cuda.values_of(rows_cuda.RowsLaunch(CPU, 320, (8,), rows_cuda.PLANES)(x), 320)
+        values, sums = rows_cuda.values_of(
+            rows_cuda.RowsLaunch(CPU, 320, (8,), rows_cuda.PLANES)(x), 320
+        )
     assert not values[1, 64:128].isfinite().any() and not sums[1, 2:4].isfinite().any()
     others = torch.ones(3, 5, dtype=torch.bool)
     others[1, 1] = False
@@ -141,7 +151,8 @@ def test_what_is_below_zero_is_dropped_and_the_rest_squared(n_in: int, seed: int
     )
     whole = blocks_for_wgmma(got, 16).view(-1, 16, 64)[:, :9]
     assert torch.equal(
-        tall.blocks[: 64 * 16 * len(whole)].view(-1, 16, 64)[:, :9].nan_to_num(9.0), whole.nan_to_num(9.0)
+        tall.blocks[: 64 * 16 * len(whole)].view(-1, 16, 64)[:, :9].nan_to_num(9.0),
+        whole.nan_to_num(9.0),
     )
 
 
@@ -173,7 +184,11 @@ def test_normed_heads_have_one_power_whatever_their_gates_and_weights_are(size: 
     prep = HeadNorm(weight, 1e-6, gate, head_power(weight))
     with emulated_gpu():
         got, powers = rows_cuda.WideRows(CPU, 384)(x, prep)
-    assert powers is not None and (powers == prep.power).all() and (prep.power == HEAD_POWER) == (size == 1.0)
+    assert (
+        powers is not None
+        and (powers == prep.power).all()
+        and (prep.power == HEAD_POWER) == (size == 1.0)
+    )
     off = (got.double() * prep.power - prep(x)).abs()
     assert (off <= 2**-10 * prep(x).abs() + 2**-24 * prep.power).all()
     assert head_power(torch.zeros(4)) == head_power(torch.tensor([1.0, torch.nan])) == HEAD_POWER
@@ -262,7 +277,9 @@ def rope_kv_into(rows: list[int]) -> tuple[KVPool, Tensor, list[int]]:
     return pool, q, fault
 
 
-@pytest.mark.parametrize(("bad", "seen"), [(16, 16), (-1, -1), (1 << 40, -1), (-(1 << 40), -1), (2**31, -1)])
+@pytest.mark.parametrize(
+    ("bad", "seen"), [(16, 16), (-1, -1), (1 << 40, -1), (-(1 << 40), -1), (2**31, -1)]
+)
 def test_a_pool_row_that_does_not_exist_is_reported_and_nothing_is_written(bad: int, seen: int) -> None:
     pool, q, fault = rope_kv_into([3, bad, 7])
     assert fault == [1, rope_kv_cuda.OP_ID, 1, seen, 16]

@@ -44,7 +44,9 @@ def test_blocks_hold_the_same_values(n_in: int, kind: PrepKind) -> None:
     launch.blocks.fill_(torch.nan)
     got = launch(x, prep)
     n_block = -(-n_in // 256) * 8
-    blocks = got.blocks[: n_block * 8 * 32].view(n_block, 8, 4, 2, 4)[:, :5]  # column 16 h + 4 i + j at [i, h, j]
+    blocks = got.blocks[: n_block * 8 * 32].view(n_block, 8, 4, 2, 4)[
+        :, :5
+    ]  # column 16 h + 4 i + j at [i, h, j]
     flat = blocks.permute(1, 0, 3, 2, 4).reshape(5, -1)
     want, power = rows_cuda.WideRows(CUDA, n_in)(x, prep)
     assert torch.equal(flat[:, :n_in], want) and not flat[:, n_in:].any()
@@ -55,7 +57,9 @@ def test_blocks_hold_the_same_values(n_in: int, kind: PrepKind) -> None:
 
 @pytest.mark.parametrize("n_in", [256, 320, 5120, 17408])
 @pytest.mark.parametrize("kind", [PrepKind.PLAIN, PrepKind.NORM, PrepKind.GLU])
-def test_rows_for_warpgroup_products_stand_where_the_torch_function_puts_them(n_in: int, kind: PrepKind) -> None:
+def test_rows_for_warpgroup_products_stand_where_the_torch_function_puts_them(
+    n_in: int, kind: PrepKind
+) -> None:
     x, prep = make(RowsSpec(CUDA, n_in, kind), 37, torch.Generator().manual_seed(4))
     launch = rows_cuda.RowsLaunch(CUDA, n_in, (64, 96), rows_cuda.TALL)
     got = launch(x, prep)
@@ -109,7 +113,12 @@ def test_a_pool_row_that_does_not_exist_is_reported() -> None:
     angles = (torch.ones(2, 1, 32, device=CUDA), torch.zeros(2, 1, 32, device=CUDA))
     faults.record(CUDA).zero_()
     rope_kv_cuda.bind(spec)(
-        torch.randn(2, 256, device=CUDA), None, None, angles, pool, torch.tensor([3, 1 << 40], device=CUDA)
+        torch.randn(2, 256, device=CUDA),
+        None,
+        None,
+        angles,
+        pool,
+        torch.tensor([3, 1 << 40], device=CUDA),
     )
     assert faults.record(CUDA).tolist() == [1, rope_kv_cuda.OP_ID, 1, -1, 16]
     faults.record(CUDA).zero_()

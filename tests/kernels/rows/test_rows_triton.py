@@ -29,10 +29,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
         GATED,
         replace(GATED, n_q=0, gated=False, n_rot=64),
         pytest.param(
-            RopeKvSpec(CPU, 4, 2, 96, 96, neox=False, gated=False, has_norm=False, eps=1e-6), marks=pytest.mark.slow
+            RopeKvSpec(CPU, 4, 2, 96, 96, neox=False, gated=False, has_norm=False, eps=1e-6),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            RopeKvSpec(CPU, 2, 1, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5), marks=pytest.mark.slow
+            RopeKvSpec(CPU, 2, 1, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=str,
@@ -45,7 +47,9 @@ def test_heads_are_normed_turned_and_kept_as_the_reference_does(spec: RopeKvSpec
 
 
 @pytest.mark.parametrize(
-    "kv", [*map(KvFormat.both, KV_DTYPES.values()), KvFormat(torch.int8, torch.float16)], ids=lambda kv: kv.name
+    "kv",
+    [*map(KvFormat.both, KV_DTYPES.values()), KvFormat(torch.int8, torch.float16)],
+    ids=lambda kv: kv.name,
 )
 def test_what_is_kept_has_the_bits_of_the_pools_own_rounding(kv: KvFormat) -> None:
     """Zeros, ends of the range, beyond it, halves between two values, and NaN."""
@@ -69,7 +73,9 @@ def test_what_is_kept_has_the_bits_of_the_pools_own_rounding(kv: KvFormat) -> No
 def test_a_row_out_of_the_pool_is_reported_and_nothing_is_written_for_it(row: int) -> None:
     spec = replace(GATED, n_q=0, n_kv=1, gated=False)
     pool, angle, norm = KVPool(40, 1, 64, spec.kv, CPU), torch.zeros(2, 1, 16), torch.ones(64)
-    rope_kv_triton.bind(spec)(torch.ones(2, 128), None, norm, (angle, angle), pool, torch.tensor([row, 3]))
+    rope_kv_triton.bind(spec)(
+        torch.ones(2, 128), None, norm, (angle, angle), pool, torch.tensor([row, 3])
+    )
     fault = faults.record(CPU)
     tripped = fault.tolist()
     fault.zero_()
@@ -97,6 +103,8 @@ def test_rows_are_prepared_as_the_reference_does(spec: RowsSpec) -> None:
     if prep is not None:
         assert torch.allclose(launch.full(x, prep), prep(x), rtol=1e-5, atol=1e-6)
     zeros, powers = (
-        launch(torch.zeros(1, x.shape[1]))[:2] if spec.kind is PrepKind.PLAIN else (torch.zeros(1), torch.ones(1))
+        launch(torch.zeros(1, x.shape[1]))[:2]
+        if spec.kind is PrepKind.PLAIN
+        else (torch.zeros(1), torch.ones(1))
     )
     assert not zeros.any() and powers.tolist() == [1.0]

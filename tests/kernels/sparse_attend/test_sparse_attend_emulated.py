@@ -65,7 +65,11 @@ SHARED = SparseSpec(CPU, 64, 128, 128, 4, torch.float16, 64, 1e-6)
     [
         (SHARED, [(300, 2), (5, 1)], 64),
         (replace(SHARED, n_head=40, dim=512), [(300, 2), (5, 1)], 64),
-        (replace(SHARED, window=70), [(300, 2), (1500, 3), (5, 1)], 200),  # half a tile, and lists of one and of some
+        (
+            replace(SHARED, window=70),
+            [(300, 2), (1500, 3), (5, 1)],
+            200,
+        ),  # half a tile, and lists of one and of some
         (SHARED, [(9000, 1)], 0),  # more units than parts
     ],
 )
@@ -76,7 +80,10 @@ def test_heads_shared_out_otherwise_give_the_same_bits(
     for arch in ((9, 0), (8, 0)):
         with emulated_gpu(arch, seed=4):
             attend = sparse_cuda.bind(spec)
-            outs = [made.run(sparse_cuda.bind(spec, build=build), made.placed.batch)[0] for build in attend.builds]
+            outs = [
+                made.run(sparse_cuda.bind(spec, build=build), made.placed.batch)[0]
+                for build in attend.builds
+            ]
             assert len(outs) > 1 and all(torch.equal(outs[0], other) for other in outs[1:])
             assert difference(made, attend, sparse_ref.bind(spec), spec) is None
             found.append(outs[0])
@@ -105,8 +112,12 @@ def test_with_exact_rows_have_the_same_bits_in_any_number(seqs: list[tuple[int, 
         use(KernelContext(is_exact=True))
         exact = sparse_cuda.bind(CSA)
         assert usual.exact_rows < n <= exact.exact_rows
-        assert difference(made, exact, sparse_ref.bind(CSA), CSA) is None  # each sequence's first row alone, to the bit
-        assert not torch.equal(made.run(exact, made.placed.batch)[0][:n], made.run(usual, made.placed.batch)[0][:n])
+        assert (
+            difference(made, exact, sparse_ref.bind(CSA), CSA) is None
+        )  # each sequence's first row alone, to the bit
+        assert not torch.equal(
+            made.run(exact, made.placed.batch)[0][:n], made.run(usual, made.placed.batch)[0][:n]
+        )
 
 
 @needs_compiler
@@ -130,8 +141,18 @@ def test_what_is_out_of_bounds_is_reported_and_other_sequences_are_right(name: s
         plane.nan_to_num_(0.0)
     want, _ = made.run(sparse_ref.bind(CSA), made.placed.plain)
     b = made.placed.batch
-    table, positions, slots, chosen = b.page_table.clone(), b.positions.clone(), b.seq_slot.clone(), made.chosen.clone()
-    wrong = {"page": table[1, :2], "position": positions[4:5], "slot": slots[1:2], "row": chosen[4, 2:3]}[name]
+    table, positions, slots, chosen = (
+        b.page_table.clone(),
+        b.positions.clone(),
+        b.seq_slot.clone(),
+        made.chosen.clone(),
+    )
+    wrong = {
+        "page": table[1, :2],
+        "position": positions[4:5],
+        "slot": slots[1:2],
+        "row": chosen[4, 2:3],
+    }[name]
     wrong.fill_(bad)
     batch = replace(b, page_table=table, positions=positions, seq_slot=slots)
     with emulated_gpu(seed=5):
@@ -149,7 +170,9 @@ def test_kernels_compile_for_every_architecture_without_spills(arch: str) -> Non
         spec = replace(CSA, dim=dim, kv=kv, n_head=n_head)
         for build in {*sparse_cuda.builds(spec, arch), sparse_cuda.long_build(spec, arch)}:
             found = compile_cubin("sparse_attend", arch, build.defines(), use_cache=False).resources
-            assert set(found) == set(sparse_cuda.FORMS) and all(of.spill_bytes == 0 for of in found.values())
+            assert set(found) == set(sparse_cuda.FORMS) and all(
+                of.spill_bytes == 0 for of in found.values()
+            )
             assert found["sparse_parts"].registers * 32 * build.warps <= 65536
 
 
@@ -158,7 +181,11 @@ def test_every_architecture_has_a_build_for_every_width() -> None:
         for dim in (32, 64, 96, 128, 256, 384, 512):
             found = sparse_cuda.builds(replace(CSA, dim=dim, n_head=64), arch)
             assert found and len({build.unit for build in found}) == 1, (arch, dim)
-    assert [build.heads for build in sparse_cuda.builds(replace(CSA, dim=512, n_head=64), "sm_90a")] == [16, 32, 64]
+    assert [build.heads for build in sparse_cuda.builds(replace(CSA, dim=512, n_head=64), "sm_90a")] == [
+        16,
+        32,
+        64,
+    ]
     long = sparse_cuda.long_build(SparseSpec(CPU, 64, 512, 128, 4, torch.float16, 64, 1e-6), "sm_90a")
     assert (long.heads, long.keys, long.buffers, long.rows) == (64, 64, 2, sparse_cuda.LONG_ROW)
     assert sparse_cuda.long_build(CSA, "sm_90a") in sparse_cuda.builds(CSA, "sm_90a")

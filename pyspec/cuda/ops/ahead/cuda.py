@@ -41,7 +41,10 @@ class AheadLaunch:
     def __init__(self, spec: AheadSpec) -> None:
         self.device = spec.device
         self._make(spec.n_seq, spec.n_row)
-        self.overlap, self.fault = torch.cuda.get_device_capability(spec.device) >= (9, 0), record(spec.device)
+        self.overlap, self.fault = (
+            torch.cuda.get_device_capability(spec.device) >= (9, 0),
+            record(spec.device),
+        )
         self.acceptor, self.mover = _kernels(spec.device)
 
     def _make(self, n_seq: int, n_row: int) -> None:
@@ -51,12 +54,18 @@ class AheadLaunch:
         self.last = torch.zeros(n_seq, dtype=torch.int64, device=self.device)
         self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
 
-    def accept(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
+    def accept(
+        self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None
+    ) -> Kept:
         n_seq, n_row = len(batch.seqs), batch.n_row
-        if n_seq > len(self.n) or n_row > len(self.tokens):  # more than was planned: graphs do not hold these buffers
+        if n_seq > len(self.n) or n_row > len(
+            self.tokens
+        ):  # more than was planned: graphs do not hold these buffers
             self._make(max(n_seq, len(self.n)), max(n_row, len(self.tokens)))
         assert best.dtype == torch.float64
-        assert ends is None or (ends.dtype == torch.int32 and ends.shape == (n_seq, MAX_ENDS) and ends.is_contiguous())
+        assert ends is None or (
+            ends.dtype == torch.int32 and ends.shape == (n_seq, MAX_ENDS) and ends.is_contiguous()
+        )
         kept = Kept(self.n[:n_seq], self.tokens[:n_row], self.last[:n_seq], self.goes[:n_seq])
         beside = (NULL if t is None else t for t in (ends, forced))
         found = kept.n, kept.tokens, kept.last, kept.goes
@@ -79,7 +88,10 @@ class AheadLaunch:
         n_row, n_page = batch.positions.shape[0], batch.page_table.shape[1]
         of_kept: list[Arg] = [NULL] * 4 if kept is None else [kept.n, kept.tokens, kept.last, kept.goes]
         steps = (0, 0) if drafts is None else drafts.stride()
-        n_draft, n_next = 0 if drafts is None else drafts.shape[1], 0 if kept is None else len(kept.tokens)
+        n_draft, n_next = (
+            0 if drafts is None else drafts.shape[1],
+            0 if kept is None else len(kept.tokens),
+        )
         n_seq = batch.page_table.shape[0]
         sizes = n_draft, n_row, n_seq, n_next, n_page, batch.page_size, int(is_moved)
         args: list[Arg] = [batch.tokens, batch.positions, batch.kv_rows, batch.hi, batch.out_rows]
@@ -105,7 +117,9 @@ def bind(spec: AheadSpec) -> AheadLaunch:
     return AheadLaunch(spec)
 
 
-def verify(widths: Sequence[int], device: torch.device, gen: torch.Generator) -> tuple[Batch, SlotTable, Arena]:
+def verify(
+    widths: Sequence[int], device: torch.device, gen: torch.Generator
+) -> tuple[Batch, SlotTable, Arena]:
     """A verify of sequences of `widths` at ragged positions, in an arena, in which tokens are few and so often right."""
     table = SlotTable(len(widths), 40 * len(widths), 8)
     arena = Arena(len(widths), 40, device)
@@ -141,7 +155,9 @@ def check(launch: Ahead, reference: Ahead, spec: AheadSpec) -> str | None:
     for widths in (*WIDTHS * 4, *MANY):
         found = [_run(op, widths, spec.device, gen.get_state()) for op in (launch, reference)]
         torch.rand(100, generator=gen)
-        for what, own, other in zip(("accepted", "moved", "followed", "stepped", "moved a block"), *found, strict=True):
+        for what, own, other in zip(
+            ("accepted", "moved", "followed", "stepped", "moved a block"), *found, strict=True
+        ):
             if not all(torch.equal(a, b) for a, b in zip(own, other, strict=True)):
                 return f"rows {what} of sequences of {widths} differ from the reference's"
     return None
@@ -162,7 +178,10 @@ def _run(op: Ahead, widths: Sequence[int], device: torch.device, state: Tensor) 
     drafts = torch.arange(n * 64, device=device).view(64, n).T
     modes = SeqMode.VERIFY, SeqMode.KEEP, SeqMode.LATE
     whole = [out]
-    for widths_then, others, see_block in (([1 + w % 5 for w in widths], drafts, False), ([6] * n, None, True)):
+    for widths_then, others, see_block in (
+        ([1 + w % 5 for w in widths], drafts, False),
+        ([6] * n, None, True),
+    ):
         seqs = [
             Seq(
                 q.slot,

@@ -56,7 +56,9 @@ class Kept:
 class Ahead(Protocol):
     """The launch that the op binds."""
 
-    def accept(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
+    def accept(
+        self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None
+    ) -> Kept:
         """How far the verify that ran `batch` is kept.
 
         best    [2, row] f64    each row's best token and its value; every row of the batch has logits
@@ -84,10 +86,16 @@ class Ahead(Protocol):
         ...
 
 
-def n_kept(drafts: Sequence[int], best: Sequence[int], ends: Collection[int], forced: int | None = None) -> int:
+def n_kept(
+    drafts: Sequence[int], best: Sequence[int], ends: Collection[int], forced: int | None = None
+) -> int:
     """The rule of `accept` for one sequence. best: of each row, one more than drafts."""
     n = 0
-    while n < len(drafts) and drafts[n] not in ends and (drafts[n] == best[n] if forced is None else n < forced):
+    while (
+        n < len(drafts)
+        and drafts[n] not in ends
+        and (drafts[n] == best[n] if forced is None else n < forced)
+    ):
         n += 1
     return n + 1
 
@@ -95,7 +103,9 @@ def n_kept(drafts: Sequence[int], best: Sequence[int], ends: Collection[int], fo
 class TorchAhead:
     """Implements `Ahead`."""
 
-    def accept(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
+    def accept(
+        self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None
+    ) -> Kept:
         n_seq, n_row = len(batch.seqs), batch.n_row
         tokens, starts = batch.tokens[:n_row], batch.seq_start[: n_seq + 1].long()
         seq, row = batch.row_seq[:n_row].long(), torch.arange(n_row, device=tokens.device)
@@ -119,7 +129,11 @@ class TorchAhead:
         keep.copy_(torch.where(keep == SeqMode.KEEP, kept.goes[:n_seq], keep))
         place = torch.arange(n_row, device=seq.device) - batch.seq_start[seq].long()
         first = kept.tokens[kept.last[seq]]
-        others = batch.tokens[:n_row] if drafts is None else drafts[seq, (place - 1).clamp(0, drafts.shape[1] - 1)]
+        others = (
+            batch.tokens[:n_row]
+            if drafts is None
+            else drafts[seq, (place - 1).clamp(0, drafts.shape[1] - 1)]
+        )
         batch.tokens[:n_row] = torch.where(place == 0, first, others)
         return described(batch)
 
@@ -140,7 +154,9 @@ class TorchAhead:
             by = F.pad(by, (0, len(positions) - len(by)))
         moved = positions + by
         page = (moved // size).clamp(max=batch.page_table.shape[1] - 1)
-        batch.kv_rows.copy_(torch.where(is_row, batch.page_table[seq, page] * size + moved % size, batch.kv_rows))
+        batch.kv_rows.copy_(
+            torch.where(is_row, batch.page_table[seq, page] * size + moved % size, batch.kv_rows)
+        )
         batch.hi.copy_(torch.where(is_row, batch.hi + by, batch.hi))
         positions.copy_(torch.where(is_row, moved, positions))
 
@@ -153,7 +169,9 @@ def described(batch: Batch) -> Batch:
         t.tolist() for t in (batch.tokens, batch.positions, batch.hi, batch.seq_fold, batch.seq_keep)
     )
     seqs, max_hi = [], []
-    for q, first, end, fold, keep in zip(batch.seqs, batch.starts, batch.starts[1:], folds, keeps, strict=False):
+    for q, first, end, fold, keep in zip(
+        batch.seqs, batch.starts, batch.starts[1:], folds, keeps, strict=False
+    ):
         own = tokens[first:end]
         mode = SeqMode(keep) if keep in (SeqMode.KEEP, SeqMode.LATE) else SeqMode.VERIFY
         seqs.append(replace(q, n_past=positions[first], tokens=own, mode=mode, n_fold=fold, slack=0))

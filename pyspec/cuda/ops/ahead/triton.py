@@ -32,14 +32,18 @@ class AheadTriton:
         self.last = torch.zeros(n_seq, dtype=torch.int64, device=self.device)
         self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
 
-    def accept(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
+    def accept(
+        self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None
+    ) -> Kept:
         from pyspec.cuda.ops.ahead import triton_kernels as kernels
 
         n_seq, n_row = len(batch.seqs), batch.n_row
         if n_seq > len(self.n) or n_row > len(self.tokens):  # more than was planned
             self._make(max(n_seq, len(self.n)), max(n_row, len(self.tokens)))
         assert best.dtype == torch.float64
-        assert ends is None or (ends.dtype == torch.int32 and ends.shape == (n_seq, MAX_ENDS) and ends.is_contiguous())
+        assert ends is None or (
+            ends.dtype == torch.int32 and ends.shape == (n_seq, MAX_ENDS) and ends.is_contiguous()
+        )
         kept = Kept(self.n[:n_seq], self.tokens[:n_row], self.last[:n_seq], self.goes[:n_seq])
         beside = (self.n if t is None else t for t in (ends, forced))
         found = kept.n, kept.tokens, kept.last, kept.goes
@@ -72,7 +76,10 @@ class AheadTriton:
         if kept is not None:
             of_kept = (kept.n, kept.tokens, kept.last, kept.goes)
         steps = (0, 0) if drafts is None else drafts.stride()
-        n_draft, n_next = 0 if drafts is None else drafts.shape[1], 0 if kept is None else len(kept.tokens)
+        n_draft, n_next = (
+            0 if drafts is None else drafts.shape[1],
+            0 if kept is None else len(kept.tokens),
+        )
         layout = (
             batch.tokens,
             batch.positions,

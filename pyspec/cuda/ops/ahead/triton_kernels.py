@@ -42,7 +42,9 @@ def ahead_accept(
     tl.store(last + s, row.to(tl.int64))
     on = 1
     if HAS_ENDS:
-        on = 1 - tl.max((tl.load(ends + s * N_END + k) == tl.load(best + row).to(tl.int64)).to(tl.int32), 0)
+        on = 1 - tl.max(
+            (tl.load(ends + s * N_END + k) == tl.load(best + row).to(tl.int64)).to(tl.int32), 0
+        )
     tl.store(goes + s, on)
 
 
@@ -60,7 +62,9 @@ def ahead_move(
     is_first = is_row & (place == 0)
     if not MOVES:
         tl.store(
-            tokens + row, tl.load(following + row, mask=is_row & (row < n_next), other=0), mask=is_row & (row < n_next)
+            tokens + row,
+            tl.load(following + row, mask=is_row & (row < n_next), other=0),
+            mask=is_row & (row < n_next),
         )
         tl.store(out_rows + s, tl.load(last + s, mask=is_first, other=0), mask=is_first)
         return
@@ -78,7 +82,9 @@ def ahead_move(
         report(fault, OP, whose, tl.where(index > 0x7FFFFFFF, -1, index).to(tl.int32), n_page)
     tl.store(positions + row, position, mask=is_row)
     tl.store(hi + row, tl.load(hi + row, mask=is_row, other=0) + by, mask=is_row)
-    own = tl.load(page_table + s.to(tl.int64) * n_page + tl.where(is_page, page, 0), mask=is_row, other=0)
+    own = tl.load(
+        page_table + s.to(tl.int64) * n_page + tl.where(is_page, page, 0), mask=is_row, other=0
+    )
     tl.store(kv_rows + row, own * PAGE + position % PAGE, mask=is_row)
     if HAS_KEPT:
         row_before = tl.load(last + s, mask=is_first, other=0)

@@ -26,7 +26,9 @@ def inverse_of(factor: float) -> np.float32:
 
 @per_device
 def _kernel(device: torch.device) -> Kernel:
-    return compile_cubin("angles", arch_of(torch.cuda.get_device_capability(device))).kernel("angles", "pppp" + "iif")
+    return compile_cubin("angles", arch_of(torch.cuda.get_device_capability(device))).kernel(
+        "angles", "pppp" + "iif"
+    )
 
 
 class AnglesLaunch:
@@ -39,7 +41,9 @@ class AnglesLaunch:
         n_row, n = positions.shape[0], freq.shape[0]
         assert positions.dtype == torch.int64 and positions.is_contiguous() and n_row <= MAX_ROWS
         assert freq.dtype == torch.float32 and freq.is_contiguous()
-        cos, sin = (torch.empty(n_row, 1, n, dtype=torch.float32, device=positions.device) for _ in range(2))
+        cos, sin = (
+            torch.empty(n_row, 1, n, dtype=torch.float32, device=positions.device) for _ in range(2)
+        )
         if n_row and n:
             args = (positions, freq, cos, sin, np.int32(n_row), np.int32(n), inverse_of(factor))
             self.kernel.launch((-(-n_row * n // THREADS),), THREADS, args)
@@ -71,7 +75,10 @@ def check(launch: Angles, reference: Angles, spec: AnglesSpec) -> str | None:
     for n_row, n, factor in ((1, 32, 1.0), (70, 48, 4.0), (300, 3, 1.0), (5, 0, 1.0)):
         positions, freq = hostile(n_row, gen).to(spec.device), frequencies(n, spec.device)
         for name, got, want in zip(
-            ("cos", "sin"), launch(positions, freq, factor), reference(positions, freq, factor), strict=True
+            ("cos", "sin"),
+            launch(positions, freq, factor),
+            reference(positions, freq, factor),
+            strict=True,
         ):
             if got.shape != want.shape or not torch.allclose(got, want, rtol=0.0, atol=OFF):
                 return f"{name} of {n_row} rows of {n} angles differs from the reference"

@@ -18,7 +18,9 @@ angles: Op[angles_ref.AnglesSpec, angles_ref.Angles] = Op(
     "angles",
     Impl("torch", angles_ref.bind, capturable=True),
     [
-        Impl("cuda", angles_cuda.bind, angles_cuda.limits, capturable=True, programs=angles_cuda.programs),
+        Impl(
+            "cuda", angles_cuda.bind, angles_cuda.limits, capturable=True, programs=angles_cuda.programs
+        ),
         Impl("cpu", angles_cpu.bind, angles_cpu.limits, capturable=True),
     ],
     angles_cuda.check,

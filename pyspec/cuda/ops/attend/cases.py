@@ -57,34 +57,62 @@ class Made:
 CASES: dict[str, Case] = {
     "one row": Case(24, 4, 256, torch.float16, [(299, 1)]),
     "first token": Case(24, 4, 256, torch.float16, [(0, 1), (0, 5)]),
-    "ragged": Case(24, 4, 256, torch.float16, [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)], 32, pad=(5, 2)),
+    "ragged": Case(
+        24, 4, 256, torch.float16, [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)], 32, pad=(5, 2)
+    ),
     "ragged bf16": Case(24, 4, 256, torch.bfloat16, [(17, 9), (2047, 16), (700, 1)], 64, pad=(1, 1)),
     "group 16": Case(32, 2, 128, torch.bfloat16, [(130, 4), (900, 1), (3, 16)], 16),
     "one head a group": Case(4, 4, 64, torch.float16, [(70, 1), (500, 32), (63, 2)], 16),
     "group 5": Case(10, 2, 64, torch.float16, [(1111, 3), (64, 11)], 32),
-    "drafter block": Case(32, 8, 128, torch.float16, [(3000, 16), (100, 16), (2048, 16)], 16, 2048, True, (16, 1)),
+    "drafter block": Case(
+        32, 8, 128, torch.float16, [(3000, 16), (100, 16), (2048, 16)], 16, 2048, True, (16, 1)
+    ),
     "small window": Case(32, 8, 128, torch.bfloat16, [(600, 5), (127, 2), (9, 4)], 16, 7),
     "window of one": Case(8, 2, 64, torch.float16, [(600, 5), (128, 1)], 16, 1),
     "wide rows": Case(24, 4, 256, torch.float16, [(40, 200), (0, 33)], 64, pad=(7, 1)),
     "f32": Case(6, 2, 64, torch.float32, [(100, 3), (33, 1)], 16, pad=(2, 1)),
     "odd size": Case(6, 2, 96, torch.float16, [(100, 3), (33, 1)], 16, 50),
-    "q8_0": Case(24, 4, 256, torch.int8, [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)], 32, pad=(5, 2)),
+    "q8_0": Case(
+        24, 4, 256, torch.int8, [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)], 32, pad=(5, 2)
+    ),
     "q8_0 group 16": Case(32, 2, 128, torch.int8, [(130, 4), (900, 1), (3, 16)], 16),
-    "q8_0 block": Case(32, 8, 128, torch.int8, [(3000, 16), (100, 16), (2048, 16)], 16, 2048, True, (16, 1)),
+    "q8_0 block": Case(
+        32, 8, 128, torch.int8, [(3000, 16), (100, 16), (2048, 16)], 16, 2048, True, (16, 1)
+    ),
     "q8_0 one head a group": Case(4, 4, 64, torch.int8, [(70, 1), (500, 32), (63, 2)], 16, 7),
     "q8_0 odd size": Case(6, 2, 96, torch.int8, [(100, 3), (33, 1)], 16, 50, sinks=True),
-    "f8": Case(24, 4, 256, torch.float8_e4m3fn, [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)], 32, pad=(5, 2)),
+    "f8": Case(
+        24,
+        4,
+        256,
+        torch.float8_e4m3fn,
+        [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)],
+        32,
+        pad=(5, 2),
+    ),
     "f8 window": Case(32, 8, 128, torch.float8_e4m3fn, [(600, 5), (127, 2), (9, 4)], 16, 7),
     "f8 wide rows": Case(24, 4, 64, torch.float8_e4m3fn, [(40, 200), (0, 33)], 64, pad=(7, 1)),
-    "sinks": Case(64, 8, 64, torch.float16, [(1500, 7), (0, 1), (128, 4)], 32, 128, pad=(5, 2), sinks=True),
-    "sinks bf16": Case(32, 8, 128, torch.bfloat16, [(3000, 16), (100, 16)], 16, 0, True, (16, 1), sinks=True),
-    "keys alone": Case(64, 1, 512, torch.float16, [(0, 3), (300, 4), (127, 9)], 32, 128, sinks=True, keys_only=True),
+    "sinks": Case(
+        64, 8, 64, torch.float16, [(1500, 7), (0, 1), (128, 4)], 32, 128, pad=(5, 2), sinks=True
+    ),
+    "sinks bf16": Case(
+        32, 8, 128, torch.bfloat16, [(3000, 16), (100, 16)], 16, 0, True, (16, 1), sinks=True
+    ),
+    "keys alone": Case(
+        64, 1, 512, torch.float16, [(0, 3), (300, 4), (127, 9)], 32, 128, sinks=True, keys_only=True
+    ),
     "keys alone of 128": Case(16, 1, 128, torch.int8, [(0, 3), (300, 4), (127, 9)], 32, keys_only=True),
 }
 MIXED: dict[str, Case] = {
-    "f16 and q8_0": Case(8, 2, 64, torch.float16, [(70, 3), (300, 1)], 16, pad=(3, 1), v_dtype=torch.int8),
-    "q8_0 and f16": Case(6, 2, 96, torch.int8, [(100, 3), (33, 1)], 16, 50, sinks=True, v_dtype=torch.float16),
-    "f32 and bf16": Case(8, 2, 64, torch.float32, [(40, 5), (0, 1)], 16, pad=(1, 1), v_dtype=torch.bfloat16),
+    "f16 and q8_0": Case(
+        8, 2, 64, torch.float16, [(70, 3), (300, 1)], 16, pad=(3, 1), v_dtype=torch.int8
+    ),
+    "q8_0 and f16": Case(
+        6, 2, 96, torch.int8, [(100, 3), (33, 1)], 16, 50, sinks=True, v_dtype=torch.float16
+    ),
+    "f32 and bf16": Case(
+        8, 2, 64, torch.float32, [(40, 5), (0, 1)], 16, pad=(1, 1), v_dtype=torch.bfloat16
+    ),
     "bf16 and f32": Case(4, 4, 32, torch.bfloat16, [(270, 2)], 32, v_dtype=torch.float32),
     "f8 and bf16": Case(8, 2, 128, torch.float8_e4m3fn, [(65, 4)], 16, 0, True, v_dtype=torch.bfloat16),
 }
@@ -143,7 +171,9 @@ def _batch(case: Case, pages: list[list[int]], device: torch.device) -> Batch:
         torch.zeros(0, dtype=torch.int64, device=device),
         torch.zeros(len(seqs), dtype=torch.int32, device=device),
     )
-    row_seq = torch.tensor([i for i, seq in enumerate(seqs) for _ in range(seq.width)], dtype=torch.int32)
+    row_seq = torch.tensor(
+        [i for i, seq in enumerate(seqs) for _ in range(seq.width)], dtype=torch.int32
+    )
     return Batch(
         seqs=seqs,
         starts=starts,

@@ -35,7 +35,9 @@ def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: At
     assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
     assert pool.k.shape == pool.v.shape and pool.k.shape[1:] == (spec.n_kv_head, spec.head_dim)
     assert all(plane.is_contiguous() for plane in pool.planes) and pool.kv == spec.kv
-    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous() and len(sinks) == spec.n_head)
+    assert sinks is None or (
+        sinks.dtype == torch.float32 and sinks.is_contiguous() and len(sinks) == spec.n_head
+    )
     assert pool.k.shape[0] % batch.page_size == 0 and batch.row_seq.dtype == torch.int32
     for t in (batch.page_table, batch.positions, batch.lo, batch.hi):
         assert t.dtype == torch.int64 and t.is_contiguous()
@@ -45,7 +47,9 @@ def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: At
 def bind(spec: AttendSpec) -> Attend:
     kinds, heads = (KINDS[spec.kv.k], KINDS[spec.kv.v]), (spec.n_head, spec.n_kv_head, spec.head_dim)
 
-    def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None
+    ) -> Tensor:
         _check(q, pool, batch, sinks, spec)
         out = empty(*q.shape)
         planes = (pool.k, pool.v, pool.k_scale, pool.v_scale)

@@ -163,10 +163,13 @@ def _letters(kv: torch.dtype, has_sinks: bool) -> tuple[str, str]:
 def _kernels(device: torch.device, shape: AttendBuild) -> Kernels:
     code = jit.compile_cubin("attend", shape.arch, shape.defines())
     planes, sinks = _letters(shape.kv, shape.has_sinks)
-    split = code.kernel("attend_split", SPLIT_ARGS.format(planes=planes)).allow_shared(shape.shared_bytes)
+    split = code.kernel("attend_split", SPLIT_ARGS.format(planes=planes)).allow_shared(
+        shape.shared_bytes
+    )
     n_sm = torch.cuda.get_device_properties(device).multi_processor_count
     thin, long, wide = (
-        code.kernel(f"attend_merge_{name}", MERGE_ARGS.format(sinks=sinks)) for name in ("thin", "long", "wide")
+        code.kernel(f"attend_merge_{name}", MERGE_ARGS.format(sinks=sinks))
+        for name in ("thin", "long", "wide")
     )
     return Kernels(split, thin, long, wide, n_sm * shape.resident, shape)
 
@@ -212,7 +215,9 @@ def workspace(device: torch.device) -> Workspace:
 def n_items(spec: AttendSpec, columns: int, grid: int, seqs: Iterable[tuple[int, int]]) -> int:
     """Most items of a batch, `seqs` being (tiles, keys): all splits, or the ranges used instead of splits."""
     sizes = [(spec.n_kv_head * tiles, n_key) for tiles, n_key in seqs]
-    splits, ranges = (sum(n * -(-n_key // size) for n, n_key in sizes) for size in (SPLIT, spec.head_dim))
+    splits, ranges = (
+        sum(n * -(-n_key // size) for n, n_key in sizes) for size in (SPLIT, spec.head_dim)
+    )
     return max(splits, min(ranges, most_ranges(spec, grid)))
 
 
@@ -275,7 +280,11 @@ class AttendLaunch:
     fetches = True  # fetches the weights that `after` names, see fuse.py
 
     def __init__(self, spec: AttendSpec, shape: AttendBuild | None) -> None:
-        self.spec, self.shape, self.builds = spec, shape, dict[int, Kernels]()  # by the tiles of a block's columns
+        self.spec, self.shape, self.builds = (
+            spec,
+            shape,
+            dict[int, Kernels](),
+        )  # by the tiles of a block's columns
         capability = torch.cuda.get_device_capability(spec.device)
         self.arch, self.overlap = jit.arch_of(capability), capability >= (9, 0)
         self.spaces, self.fault = workspace(spec.device), faults.record(spec.device)
@@ -305,7 +314,10 @@ class AttendLaunch:
         build = kernels.shape
         n_key = n_col * batch.page_size
         if batch.bucket is None:
-            seqs = [(-(-q.width * group // build.columns), n) for q, n in zip(batch.seqs, batch.max_hi, strict=True)]
+            seqs = [
+                (-(-q.width * group // build.columns), n)
+                for q, n in zip(batch.seqs, batch.max_hi, strict=True)
+            ]
         else:  # replayed for any of this size
             seqs = [(n_row * group // build.columns + n_seq, n_key)]
         n_item = n_items(spec, build.columns, kernels.grid, seqs)
@@ -315,7 +327,17 @@ class AttendLaunch:
         out = torch.empty_like(q)
         seen, rows = [batch.positions, batch.lo, batch.hi], [batch.row_seq, batch.seq_start]
         pages = [i32(n_col), i32(batch.page_size), i32(pool.k.shape[0] // batch.page_size)]
-        args: list[jit.Arg] = [q, *pool.read_planes, batch.page_table, *seen, *rows, part, part_ml, plan, self.fault]
+        args: list[jit.Arg] = [
+            q,
+            *pool.read_planes,
+            batch.page_table,
+            *seen,
+            *rows,
+            part,
+            part_ml,
+            plan,
+            self.fault,
+        ]
         args += [i32(n_row), i32(n_seq), *self.heads, *pages, i32(window), i32(n_item), self.scale]
         args += prefetch_args(after, n_row)
         grid = min(kernels.grid, n_item)
@@ -339,7 +361,16 @@ class AttendLaunch:
     def _plain(self, q: Tensor, pool: KVPool, batch: Batch, window: int, sinks: list[Tensor]) -> Tensor:
         spec, i32, out = self.spec, np.int32, torch.empty_like(q)
         n_seq, n_col = batch.page_table.shape
-        rows = [batch.page_table, batch.positions, batch.lo, batch.hi, batch.row_seq, *sinks, out, self.fault]
+        rows = [
+            batch.page_table,
+            batch.positions,
+            batch.lo,
+            batch.hi,
+            batch.row_seq,
+            *sinks,
+            out,
+            self.fault,
+        ]
         sizes = [n_col, batch.page_size, pool.k.shape[0] // batch.page_size, window]
         counts = [i32(n_seq), *self.heads, *map(i32, sizes)]
         kernel = _plain(spec.device, spec.head_dim, spec.kv.k, spec.has_sinks)

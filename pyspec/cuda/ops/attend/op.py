@@ -39,14 +39,18 @@ def shapes(device: torch.device) -> list[attend_ref.AttendSpec]:
     heads = ((24, 4, 256), (32, 8, 128), (16, 2, 64))
     whole = [attend_ref.AttendSpec(device, *of, of[2] ** -0.5) for of in heads]
     packed = (torch.int8, torch.float8_e4m3fn)
-    return whole + [attend_ref.AttendSpec(device, 24, 4, 256, 256**-0.5, KvFormat.both(kv)) for kv in packed]
+    return whole + [
+        attend_ref.AttendSpec(device, 24, 4, 256, 256**-0.5, KvFormat.both(kv)) for kv in packed
+    ]
 
 
 attend: Op[attend_ref.AttendSpec, Attend] = Op(
     "attend",
     Impl("torch", attend_ref.bind),
     [
-        Impl("cuda", attend_cuda.bind, attend_cuda.limits, capturable=True, programs=attend_cuda.programs),
+        Impl(
+            "cuda", attend_cuda.bind, attend_cuda.limits, capturable=True, programs=attend_cuda.programs
+        ),
         Impl("triton", attend_triton.bind, attend_triton.limits, capturable=True),
         Impl("cpu", attend_cpu.bind, attend_cpu.limits, capturable=True),
     ],

@@ -38,7 +38,9 @@ def reference(spec: AttendSpec) -> Run:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n, n_key = len(q), len(k)
         seen = torch.ones(n, n_key, dtype=torch.bool, device=q.device).tril(n_key - n)
-        k, v = (t.float().repeat_interleave(spec.n_head // spec.n_kv_head, 1).transpose(0, 1) for t in (k, v))
+        k, v = (
+            t.float().repeat_interleave(spec.n_head // spec.n_kv_head, 1).transpose(0, 1) for t in (k, v)
+        )
         o = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=seen, scale=spec.scale)
         return o.transpose(0, 1)
 
@@ -90,7 +92,10 @@ def _compared(launch: Run, other: Run, spec: AttendSpec, cases: Sequence[Case]) 
     gen = torch.Generator().manual_seed(0)
     for n, n_key, dtype in cases:
         q = torch.randn(n, spec.n_head, spec.head_dim, generator=gen).to(spec.device)
-        k, v = (torch.randn(n_key, spec.n_kv_head, spec.head_dim, generator=gen).to(spec.device, dtype) for _ in "kv")
+        k, v = (
+            torch.randn(n_key, spec.n_kv_head, spec.head_dim, generator=gen).to(spec.device, dtype)
+            for _ in "kv"
+        )
         got, want = launch(q, k, v), other(q, k, v)
         if not (off := float(((got - want).norm(dim=-1) / want.norm(dim=-1)).amax())) < TOLERANCE[dtype]:
             return f"a row differs from the reference by {off:.2g} of its norm"
@@ -111,14 +116,16 @@ attend_prompt: Op[AttendSpec, Run] = Op(  # without the library, `attend` takes 
     named="attend",
     shapes=shapes,
 )
-attend_blocks: Op[AttendSpec, Run] = Op(  # the same behind many keys; without it the library takes those, too
-    "attend_blocks",
-    Impl("attend", reference),
-    [Impl("cudnn", by_cudnn, prompt_blocks.limits)],
-    check_blocks,
-    home="pyspec.cuda.ops.attend.prompt:attend_blocks",
-    named="attend",
-    shapes=shapes,
+attend_blocks: Op[AttendSpec, Run] = (
+    Op(  # the same behind many keys; without it the library takes those, too
+        "attend_blocks",
+        Impl("attend", reference),
+        [Impl("cudnn", by_cudnn, prompt_blocks.limits)],
+        check_blocks,
+        home="pyspec.cuda.ops.attend.prompt:attend_blocks",
+        named="attend",
+        shapes=shapes,
+    )
 )
 
 
@@ -163,7 +170,12 @@ def _long(batch: Batch) -> list[int]:
 
 def in_pieces(own: Attend) -> Attend:
     def attend(
-        q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None, **more: Tensor | None
+        q: Tensor,
+        pool: KVPool,
+        batch: Batch,
+        window: int = 0,
+        sinks: Tensor | None = None,
+        **more: Tensor | None,
     ) -> Tensor:
         long = _long(batch) if batch.bucket is None and batch.causal else []
         if not long:
@@ -195,7 +207,8 @@ class _Pieces:
             step = piece_rows(batch.max_hi[i], window, batch.page_size)
             cuts = [(first, min(step, width - first)) for first in range(0, width, step)]
             self.found[i, window] = [
-                (slice(start + first, start + first + n), piece(batch, i, first, n, window)) for first, n in cuts
+                (slice(start + first, start + first + n), piece(batch, i, first, n, window))
+                for first, n in cuts
             ]
         return self.found[i, window]
 
@@ -206,7 +219,9 @@ _pieces = per_device(_Pieces)
 def piece_rows(n_key: int, window: int, page_size: int) -> int:
     """Rows of a piece whose partial sums have room, of a sequence of `n_key` keys."""
     if window and not current().is_exact:
-        n_key = min(n_key, window + page_size + MANY)  # what such a piece sees, from the first of its pages on
+        n_key = min(
+            n_key, window + page_size + MANY
+        )  # what such a piece sees, from the first of its pages on
     return max(FEW, MANY // -(-n_key // SPLIT))
 
 
@@ -215,7 +230,9 @@ def piece(batch: Batch, i: int, first: int, n: int, window: int = 0) -> Batch:
     where keys are summed from the first one on as they are for few rows."""
     seq, start = batch.seqs[i], batch.starts[i] + first
     rows, device, at = slice(start, start + n), batch.positions.device, seq.n_past + first
-    hidden = max(0, at - window + 1) // batch.page_size if window and not current().is_exact else 0  # pages
+    hidden = (
+        max(0, at - window + 1) // batch.page_size if window and not current().is_exact else 0
+    )  # pages
     past = hidden * batch.page_size
     own = replace(seq, n_past=at - past, tokens=seq.tokens[first : first + n], n_out=0)
     return replace(
@@ -236,7 +253,12 @@ def beside(own: Attend, prompt: Run) -> Attend:
     cut = in_pieces(own)
 
     def attend(
-        q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None, **more: Tensor | None
+        q: Tensor,
+        pool: KVPool,
+        batch: Batch,
+        window: int = 0,
+        sinks: Tensor | None = None,
+        **more: Tensor | None,
     ) -> Tensor:
         if batch.prompt:
             assert window == 0, "a model with windows has no graphs of prompts"
@@ -328,7 +350,9 @@ def _without(batch: Batch, long: set[int]) -> _Part:
         page_table=batch.page_table[torch.tensor(which, device=device)],
         seq_start=torch.tensor(starts, dtype=torch.int32, device=device),
         row_seq=torch.tensor(
-            [k for k, i in enumerate(which) for _ in batch.seqs[i].tokens], dtype=torch.int32, device=device
+            [k for k, i in enumerate(which) for _ in batch.seqs[i].tokens],
+            dtype=torch.int32,
+            device=device,
         ),
         max_hi=[batch.max_hi[i] for i in which],
     )

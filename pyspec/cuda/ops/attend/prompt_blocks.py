@@ -65,7 +65,9 @@ def own_part(spec: AttendSpec) -> OwnPart:
             )
             return out[:, :, :n], logs.view(q.shape[1:3])[:, :n]
         rows = q[:, :, :n]
-        out, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(rows, k, v, 0.0, True, scale=spec.scale)
+        out, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            rows, k, v, 0.0, True, scale=spec.scale
+        )
         return out, logs[0]
 
     return run
@@ -77,7 +79,9 @@ def block_part(spec: AttendSpec) -> Part:
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         (_, n_head, n_row, dim), n_kv = q.shape, k.shape[1]
         heads = q.reshape(1, n_kv, n_head // n_kv * n_row, dim)
-        out, logs, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(heads, k, v, None, True, scale=spec.scale)
+        out, logs, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            heads, k, v, None, True, scale=spec.scale
+        )
         return out.reshape(q.shape), logs.reshape(n_head, n_row)
 
     return run

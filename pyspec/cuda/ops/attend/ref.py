@@ -64,7 +64,9 @@ def bind(spec: AttendSpec) -> Attend:
         weights = scores.softmax(-1)[..., : k.shape[0]]
         return (weights @ vt).view(1, spec.n_head, spec.head_dim)
 
-    def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None
+    ) -> Tensor:
         """`window` > 0 narrows each row's range to the last `window` positions up to its own."""
         out = torch.empty_like(q)
         lo = batch.lo if window == 0 else torch.maximum(batch.lo, batch.positions - (window - 1))
@@ -87,7 +89,9 @@ def bind(spec: AttendSpec) -> Attend:
             if sinks is None:
                 y = F.scaled_dot_product_attention(qs, kt, vt, attn_mask=seen, scale=spec.scale)
             else:
-                y = _with_sinks(qs, kt, vt, seen, sinks.to(q.dtype).view(spec.n_kv_head, group, 1, 1), spec.scale)
+                y = _with_sinks(
+                    qs, kt, vt, seen, sinks.to(q.dtype).view(spec.n_kv_head, group, 1, 1), spec.scale
+                )
             out[rows] = y.permute(2, 0, 1, 3).reshape(seq.width, spec.n_head, spec.head_dim)
         return out
 

@@ -22,7 +22,11 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
 OP_ID = GUARD.number
-SHORT, LONG, FAR = 256, 1024, 16384  # keys of a partial sum: in sequences of up to FAR keys, and in longer ones
+SHORT, LONG, FAR = (
+    256,
+    1024,
+    16384,
+)  # keys of a partial sum: in sequences of up to FAR keys, and in longer ones
 COLUMNS = (16, 32, 64)  # of a tile: rows of a sequence times heads of a group
 MOST_SUMS = 64 * 256  # of a tile: columns times dims, which registers hold
 PER_SM = 4  # programs of a multiprocessor that a launch has about
@@ -72,7 +76,9 @@ def tiles_for(spec: AttendSpec, columns: int, *, large: bool) -> AttendTiles:
         return AttendTiles(min(columns, 16), 16, 1, 4)
     keys = 64 if large or spec.head_dim <= 128 else 32
     stages = 3 if spec.head_dim <= 128 else 2 if spec.head_dim <= 256 else 1
-    return AttendTiles(columns, keys, stages if large else min(stages, 2), 4 if spec.head_dim <= 128 else 8)
+    return AttendTiles(
+        columns, keys, stages if large else min(stages, 2), 4 if spec.head_dim <= 128 else 8
+    )
 
 
 def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
@@ -80,7 +86,9 @@ def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int
     rows = max(n_seq * n_row, MANY) * (spec.n_head // spec.n_kv_head)
     n_tile = [rows // c + n_seq for c in fitting(spec)]
     sizes = [tile_floats(spec, c, n_splits(n_key)) for c in fitting(spec)]
-    return 4 * max(FEWEST_FLOATS, *(min(n, at_once(size)) * size for n, size in zip(n_tile, sizes, strict=True)))
+    return 4 * max(
+        FEWEST_FLOATS, *(min(n, at_once(size)) * size for n, size in zip(n_tile, sizes, strict=True))
+    )
 
 
 def tile_floats(spec: AttendSpec, columns: int, n_split: int) -> int:
@@ -114,11 +122,15 @@ class AttendTriton:
         self.spec, self.tiles, self.group = spec, tiles, spec.n_head // spec.n_kv_head
         self.spaces, self.fault = workspace(spec.device), faults.record(spec.device)
         self.scale = spec.scale * math.log2(math.e)
-        self.built = set[tuple[int, int]]()  # page sizes and sequences that have a build for every number of columns
+        self.built = set[
+            tuple[int, int]
+        ]()  # page sizes and sequences that have a build for every number of columns
         self.native = tri.has_f8(spec.device)
         self.large, self.n_sm = tri.has_large_shared(spec.device), tri.n_multiprocessor(spec.device)
 
-    def __call__(self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None
+    ) -> Tensor:
         _check(q, pool, batch, sinks, self.spec)
         out = torch.empty_like(q)
         if not q.shape[0]:
@@ -131,7 +143,9 @@ class AttendTriton:
         if is_new and not self.is_capturing():  # now, not in the middle of a wider round
             self.built.add(kind)
             for columns in fitting(self.spec):
-                self._run(tiles_for(self.spec, columns, large=self.large), q, pool, batch, window, sinks, out)
+                self._run(
+                    tiles_for(self.spec, columns, large=self.large), q, pool, batch, window, sinks, out
+                )
         columns = columns_for(self.spec, max((seq.width for seq in batch.seqs), default=1))
         self._run(tiles_for(self.spec, columns, large=self.large), q, pool, batch, window, sinks, out)
         return out
@@ -161,7 +175,10 @@ class AttendTriton:
         n_split = n_splits(n_key)
         size = tile_floats(spec, cols, n_split)
         n_once = min(n_tile, at_once(size, self.spaces.room))
-        space, n_part = self.spaces.take(n_once * size), n_once * size // (spec.head_dim + 2) * spec.head_dim
+        space, n_part = (
+            self.spaces.take(n_once * size),
+            n_once * size // (spec.head_dim + 2) * spec.head_dim,
+        )
         n_prog = min(n_split, max(1, PER_SM * self.n_sm // (n_once * spec.n_kv_head)))
         part, ml = space[:n_part], space[n_part:]
         pages = n_seq, n_col, pool.k.shape[0] // batch.page_size
@@ -178,7 +195,13 @@ class AttendTriton:
             "N_SEQ": seqs_of(n_seq),
         }
         planes, layout = planes_of(pool), (batch.page_table, *seen, batch.seq_start)
-        build = {"WIDE": wide, "KEYS": tiles.keys, "STAGES": tiles.stages, "PAGE": batch.page_size, "OP": OP_ID}
+        build = {
+            "WIDE": wide,
+            "KEYS": tiles.keys,
+            "STAGES": tiles.stages,
+            "PAGE": batch.page_size,
+            "OP": OP_ID,
+        }
         kind = {"K_KIND": KINDS[spec.kv.k], "V_KIND": KINDS[spec.kv.v], "NATIVE": self.native}
         kind |= {"K_HALF": kernels.HALVES[spec.kv.k], "V_HALF": kernels.HALVES[spec.kv.v]}
         piece, sink = min(PIECE, wide), q if sinks is None else sinks
@@ -187,7 +210,21 @@ class AttendTriton:
             tri.launch(
                 kernels.attend_split,
                 (n, spec.n_kv_head, n_prog),
-                (q, *planes, *layout, part, ml, self.fault, *pages, n_key, n_split, n_prog, first, window, self.scale),
+                (
+                    q,
+                    *planes,
+                    *layout,
+                    part,
+                    ml,
+                    self.fault,
+                    *pages,
+                    n_key,
+                    n_split,
+                    n_prog,
+                    first,
+                    window,
+                    self.scale,
+                ),
                 {**shape, **build, **kind},
                 tiles.warps,
             )

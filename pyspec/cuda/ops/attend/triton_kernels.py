@@ -55,7 +55,16 @@ def split_of(hi, start, width, n_key, SHORT: tl.constexpr, LONG: tl.constexpr, F
 
 @triton.jit
 def values(
-    codes, scales, at, heads, d, mask, DIM: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, NATIVE: tl.constexpr
+    codes,
+    scales,
+    at,
+    heads,
+    d,
+    mask,
+    DIM: tl.constexpr,
+    KIND: tl.constexpr,
+    HALF: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """[key, dim] of keys or values as tensor cores take them. at: numbers of key and head in the pool."""
     x = tl.load(codes + at[:, None] * DIM + d[None, :], mask=mask, other=0)
@@ -64,7 +73,9 @@ def values(
         block = tl.arange(0, BLOCKS)
         is_there = (tl.max(mask.to(tl.int32), 1) != 0)[:, None] & (block < DIM // 32)[None, :]
         scale = tl.load(scales + at[:, None] * (DIM // 32) + block[None, :], mask=is_there, other=0.0)
-        bits = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400  # 1024 and the code, 128 above
+        bits = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(
+            tl.uint16
+        ) | 0x6400  # 1024 and the code, 128 above
         whole = tl.reshape(bits.to(tl.float16, bitcast=True) - 1152.0, [at.shape[0], BLOCKS, 32])
         return tl.reshape(whole * scale[:, :, None], [at.shape[0], BLOCKS * 32]).to(HALF)
     if KIND == F8 and NATIVE:
@@ -104,7 +115,9 @@ def attend_split(
     head = h * GROUP + at % GROUP
     wanted = is_column[None, :] & (d < DIM)[:, None]
     queries = tl.load(
-        q + (row.to(tl.int64) * (N_KV * GROUP) + head)[None, :] * DIM + d[:, None], mask=wanted, other=0.0
+        q + (row.to(tl.int64) * (N_KV * GROUP) + head)[None, :] * DIM + d[:, None],
+        mask=wanted,
+        other=0.0,
     ).to(K_HALF)
     pages = page_table + s.to(tl.int64) * n_col
     worst = tl.zeros([KEYS], dtype=tl.int64)  # a page that does not exist
@@ -180,10 +193,15 @@ def attend_merge(
     first, end = seen_by(positions, lo, hi, row, True, window, n_key)
     j = tl.arange(0, AT_ONCE)
     split = split_of(hi, start, width, n_key, SHORT, LONG, FAR_KEYS)
-    from_split, to_split = first // split, tl.where(end > first, tl.minimum((end + split - 1) // split, n_split), 0)
+    from_split, to_split = (
+        first // split,
+        tl.where(end > first, tl.minimum((end + split - 1) // split, n_split), 0),
+    )
     top = -float("inf")
     for j0 in range(from_split, to_split, AT_ONCE):
-        most = tl.load(ml + (item0 + j0 + j) * (2 * COLS) + column, mask=j0 + j < to_split, other=-float("inf"))
+        most = tl.load(
+            ml + (item0 + j0 + j) * (2 * COLS) + column, mask=j0 + j < to_split, other=-float("inf")
+        )
         top = tl.maximum(top, tl.max(most, 0))
     sums = 0.0
     if HAS_SINKS:
@@ -195,9 +213,13 @@ def attend_merge(
         item, is_split = item0 + j0 + j, j0 + j < to_split
         most = tl.load(ml + item * (2 * COLS) + column, mask=is_split, other=-float("inf"))
         less = tl.where(most == -float("inf"), 0.0, tl.exp2(most - top))
-        sums += tl.sum(less * tl.load(ml + item * (2 * COLS) + COLS + column, mask=is_split, other=0.0), 0)
+        sums += tl.sum(
+            less * tl.load(ml + item * (2 * COLS) + COLS + column, mask=is_split, other=0.0), 0
+        )
         there = is_split[:, None] & (d < DIM)[None, :]
-        values_of = tl.load(part + (item * COLS + column)[:, None] * DIM + d[None, :], mask=there, other=0.0)
+        values_of = tl.load(
+            part + (item * COLS + column)[:, None] * DIM + d[None, :], mask=there, other=0.0
+        )
         acc += tl.sum(less[:, None] * values_of, 0)
     tl.store(to, tl.where(sums > 0.0, acc / sums, 0.0), mask=d < DIM)
 

@@ -20,7 +20,14 @@ PER_SM = 2  # CTAs of a multiprocessor: enough loads under way, and few to wait 
 LEAST = 2 * 4 * THREADS  # columns that are worth a CTA: two loads a thread
 MAX_ROWS = 1024  # of a launch
 MAX_VOCAB = 1 << 30  # columns are counted in 32 bits
-SIZES = ((1, 248_320), (9, 151_937), (4, 300_000), (133, 2_050), (12, 5), (12, 1))  # rows, columns of the check
+SIZES = (
+    (1, 248_320),
+    (9, 151_937),
+    (4, 300_000),
+    (133, 2_050),
+    (12, 5),
+    (12, 1),
+)  # rows, columns of the check
 
 
 def limits(spec: BestSpec) -> str | None:
@@ -59,7 +66,9 @@ class BestLaunch:
         self.shares, self.tickets = _workspace(device, self.n_multiprocessor)
 
     def tokens(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
-        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device) if out is None else out
+        out = (
+            torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device) if out is None else out
+        )
         assert out.dtype == torch.int64 and out.is_contiguous() and out.shape == logits.shape[:1]
         self._run(logits, out, None)
         return out
@@ -144,7 +153,9 @@ def _bits(pairs: Tensor) -> Tensor:
     return pairs.masked_fill(pairs.isnan(), 0.5).view(torch.int64)
 
 
-def check(launch: Best, reference: Best, spec: BestSpec, sizes: Sequence[tuple[int, int]] = SIZES) -> str | None:
+def check(
+    launch: Best, reference: Best, spec: BestSpec, sizes: Sequence[tuple[int, int]] = SIZES
+) -> str | None:
     """Ties far from each other, zeros of both signs, rows of -inf, of NaN, of one column, of odd length."""
     for logits in _cases(sizes, spec.device):
         where = f"of {logits.shape[0]} rows of {logits.shape[1]} logits"

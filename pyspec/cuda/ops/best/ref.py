@@ -43,7 +43,9 @@ def argmax(logits: Tensor) -> Tensor:
     if logits.is_cuda or logits.shape[1] % _BLOCK:
         return logits.argmax(-1)
     best = logits.unflatten(1, (-1, _BLOCK)).amax(-1).argmax(-1)
-    block = logits.unflatten(1, (-1, _BLOCK)).gather(1, best[:, None, None].expand(-1, 1, _BLOCK)).squeeze(1)
+    block = (
+        logits.unflatten(1, (-1, _BLOCK)).gather(1, best[:, None, None].expand(-1, 1, _BLOCK)).squeeze(1)
+    )
     return best * _BLOCK + block.argmax(-1)
 
 

@@ -24,10 +24,15 @@ class BestTriton:
     """Implements `Best`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.n_sm, self.none = tri.n_multiprocessor(device), torch.zeros(1, dtype=torch.int64, device=device)
+        self.n_sm, self.none = (
+            tri.n_multiprocessor(device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+        )
 
     def tokens(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
-        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device) if out is None else out
+        out = (
+            torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device) if out is None else out
+        )
         assert out.dtype == torch.int64 and out.is_contiguous() and out.shape == logits.shape[:1]
         self._run(logits, out, None)
         return out
@@ -46,13 +51,17 @@ class BestTriton:
             n = min(MAX_ROWS, n_row - first)
             n_part = max(1, min(-(-n_vocab // COLUMNS), MAX_PARTS, PER_SM * self.n_sm // n))
             found, own = torch.empty(n, n_part, dtype=torch.int64, device=logits.device), logits[first:]
-            tri.launch(kernels.best_of_parts, (n_part, n), (own, found, n_vocab, n_part), {"N": COLUMNS}, 4)
+            tri.launch(
+                kernels.best_of_parts, (n_part, n), (own, found, n_vocab, n_part), {"N": COLUMNS}, 4
+            )
             into = (
                 self.none if tokens is None else tokens[first:],
                 self.none if pairs is None else pairs.view(-1)[first:],
             )
             constants = {"PARTS": MAX_PARTS, "HAS_PAIRS": pairs is not None}
-            tri.launch(kernels.best_of_rows, (n,), (own, found, *into, n_vocab, n_part, n_row), constants, 1)
+            tri.launch(
+                kernels.best_of_rows, (n,), (own, found, *into, n_vocab, n_part, n_row), constants, 1
+            )
 
 
 @per_device

@@ -30,7 +30,9 @@ def best_of_parts(logits, found, n_vocab, n_part, N: tl.constexpr):
 
 
 @kernel
-def best_of_rows(logits, found, tokens, pairs, n_vocab, n_part, n_row, PARTS: tl.constexpr, HAS_PAIRS: tl.constexpr):
+def best_of_rows(
+    logits, found, tokens, pairs, n_vocab, n_part, n_row, PARTS: tl.constexpr, HAS_PAIRS: tl.constexpr
+):
     """Grid (rows): tokens, or pairs [2, row] of token and logit."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     own = tl.load(found + row * n_part + part, mask=part < n_part, other=-0x7FFFFFFFFFFFFFFF)

@@ -16,7 +16,12 @@ from pyspec.slots.ring import RingRows
 
 NAMES = (VALUES, SCORES)
 OFF = 3e-5  # of a row's size: other orders of sums
-ROUNDED = {torch.float32: 0.0, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float8_e4m3fn: 2.0**-3}
+ROUNDED = {
+    torch.float32: 0.0,
+    torch.float16: 2.0**-10,
+    torch.bfloat16: 2.0**-7,
+    torch.float8_e4m3fn: 2.0**-3,
+}
 """Relative error of a value: one rounding may differ by one step."""
 
 
@@ -50,16 +55,31 @@ class Given:
         """The ring and the pool behind these rows, one batch after another."""
         ring, pool = self.copies()
         for rows, batch in batches:
-            compress(self.values[rows], self.scores[rows], self.places, self.norm, self.freq, ring, pool, batch)
+            compress(
+                self.values[rows],
+                self.scores[rows],
+                self.places,
+                self.norm,
+                self.freq,
+                ring,
+                pool,
+                batch,
+            )
         return ring, pool
 
 
 def make(case: Ragged, spec: CompressSpec, seed: int = 0, slack: int = 8, shift: int = 0) -> Given:
     """`shift`: added to all positions, while the pages stay those of early ones."""
-    gen, placed, device = torch.Generator().manual_seed(seed), place(case, spec.device, seed), spec.device
+    gen, placed, device = (
+        torch.Generator().manual_seed(seed),
+        place(case, spec.device, seed),
+        spec.device,
+    )
     if shift:
         seqs = [replace(seq, n_past=seq.n_past + shift) for seq in placed.plain.seqs]
-        batch, plain = (replace(b, positions=b.positions + shift, seqs=seqs) for b in (placed.batch, placed.plain))
+        batch, plain = (
+            replace(b, positions=b.positions + shift, seqs=seqs) for b in (placed.batch, placed.plain)
+        )
         placed = replace(placed, batch=batch, plain=plain)
     batch, of = placed.plain, 1 + spec.overlaps
     width, n, window = of * spec.dim, placed.plain.n_row, of * spec.ratio
@@ -68,9 +88,13 @@ def make(case: Ragged, spec: CompressSpec, seed: int = 0, slack: int = 8, shift:
         ring.rows[name].fill_(torch.nan)
     for seq in batch.seqs:
         first = max(0, seq.n_past - window)
-        drawn = {name: 3 * torch.randn(seq.n_past - first, width, generator=gen).to(device) for name in NAMES}
+        drawn = {
+            name: 3 * torch.randn(seq.n_past - first, width, generator=gen).to(device) for name in NAMES
+        }
         ring.write(seq.slot, first, drawn)
-    products = torch.full((n + case.pad[0], 2 * width + 4), torch.nan)  # values and scores lie in rows of more
+    products = torch.full(
+        (n + case.pad[0], 2 * width + 4), torch.nan
+    )  # values and scores lie in rows of more
     products[:n] = 3 * torch.randn(n, 2 * width + 4, generator=gen)
     values, scores, _ = products.to(device).split([width, width, 4], -1)
     places = torch.randn(spec.ratio, width, generator=gen).to(device)
@@ -85,7 +109,9 @@ def difference(given: Given, compress: Compress, reference: Compress, spec: Comp
     plain, every = given.placed.plain, slice(None)
     (ring, pool) = given.run(compress, (every, given.placed.batch))
     kept, want = given.run(reference, (slice(0, plain.n_row), plain))
-    if not all(torch.equal(ring.rows[x].view(torch.int32), kept.rows[x].view(torch.int32)) for x in NAMES):
+    if not all(
+        torch.equal(ring.rows[x].view(torch.int32), kept.rows[x].view(torch.int32)) for x in NAMES
+    ):
         return "the ring differs from the reference's"
     got, right = (p.k[:, 0].float() for p in (pool, want))
     if not torch.equal(got.isnan(), right.isnan()):

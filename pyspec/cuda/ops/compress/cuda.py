@@ -31,13 +31,19 @@ BOTH = {
     "compress_both": 2 * "ppppppp" + "p" + "ppppp" + "p" + "l" + "iiiiiiii" + "f",
     "compress_keep_both": 2 * "ppppp" + "pppp" + "p" + "l" + "iiii",
 }
-Given = tuple[Tensor, Tensor, Tensor, Tensor, RingRows, KVPool]  # a call's arguments but for freq and the batch
+Given = tuple[
+    Tensor, Tensor, Tensor, Tensor, RingRows, KVPool
+]  # a call's arguments but for freq and the batch
 
 
 def n_group(spec: CompressSpec) -> int:
     """GROUPS of compress.cu: as many as divide a block's tokens and are whole warps of threads; 0 if none do."""
     tokens, lanes = (1 + spec.overlaps) * spec.ratio, spec.dim // 4
-    fitting = [g for g in range(1, tokens + 1) if tokens % g == 0 and g * lanes <= MOST_THREADS and g * lanes % 32 == 0]
+    fitting = [
+        g
+        for g in range(1, tokens + 1)
+        if tokens % g == 0 and g * lanes <= MOST_THREADS and g * lanes % 32 == 0
+    ]
     return max(fitting, default=0)
 
 
@@ -57,7 +63,12 @@ def limits(spec: CompressSpec) -> str | None:
 
 def defines(spec: CompressSpec) -> dict[str, int | str]:
     """Macros of compress.cu."""
-    names = {"ROW_DIM": spec.dim, "RATIO": spec.ratio, "OVERLAPS": int(spec.overlaps), "N_ROT": spec.n_rot}
+    names = {
+        "ROW_DIM": spec.dim,
+        "RATIO": spec.ratio,
+        "OVERLAPS": int(spec.overlaps),
+        "N_ROT": spec.n_rot,
+    }
     return {**names, "ROW_GROUPS": n_group(spec), "KV_KIND": KINDS[spec.kv], "OP_ID": OP_ID}
 
 
@@ -80,7 +91,11 @@ class CompressLaunch:
     runs_beside = True
 
     def __init__(self, spec: CompressSpec) -> None:
-        self.spec, self.kernels, self.width = spec, _kernels(spec.device, spec), (1 + spec.overlaps) * spec.dim
+        self.spec, self.kernels, self.width = (
+            spec,
+            _kernels(spec.device, spec),
+            (1 + spec.overlaps) * spec.dim,
+        )
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.threads, self.fault = n_group(spec) * spec.dim // 4, faults.record(spec.device)
 
@@ -136,16 +151,30 @@ class CompressLaunch:
     def _keep(self, given: tuple[Tensor, Tensor, Tensor], ring: RingRows, batch: Batch) -> None:
         """Keep the tokens' values, for sequences of more rows than the first launch keeps."""
         values, scores, places = given
-        planes, steps = [ring.rows[VALUES], ring.rows[SCORES]], [np.int64(x.stride(0)) for x in (values, scores)]
+        planes, steps = (
+            [ring.rows[VALUES], ring.rows[SCORES]],
+            [np.int64(x.stride(0)) for x in (values, scores)],
+        )
         slots = [np.int32(n) for n in (planes[0].shape[0], ring.n_row, ring.slack + 1, len(values))]
-        args = [values, scores, places, *planes, batch.positions, batch.row_seq, batch.seq_start, batch.seq_slot]
+        args = [
+            values,
+            scores,
+            places,
+            *planes,
+            batch.positions,
+            batch.row_seq,
+            batch.seq_start,
+            batch.seq_slot,
+        ]
         self.kernels["compress_keep"].launch(
             (len(values),), KEEPERS, [*args, self.fault, *steps, *slots], overlap=self.overlap
         )
 
     def _rows(self, x: Tensor) -> Tensor:
         """Rows that begin at 16 bytes; they may lie apart."""
-        return x if x.stride(1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+        return (
+            x if x.stride(1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+        )
 
     def _check(
         self,
@@ -158,12 +187,24 @@ class CompressLaunch:
     ) -> None:
         """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
         (values, scores, places), spec, n = given, self.spec, len(given[0])
-        assert places.shape == (spec.ratio, self.width) and places.is_contiguous() and places.dtype == torch.float32
+        assert (
+            places.shape == (spec.ratio, self.width)
+            and places.is_contiguous()
+            and places.dtype == torch.float32
+        )
         assert values.dtype == scores.dtype == norm.dtype == torch.float32
-        assert values.shape == scores.shape == (n, self.width) and norm.shape == (spec.dim,) and norm.is_contiguous()
+        assert (
+            values.shape == scores.shape == (n, self.width)
+            and norm.shape == (spec.dim,)
+            and norm.is_contiguous()
+        )
         assert freq.dtype == torch.float64 and freq.shape == (spec.n_rot // 2,) and freq.is_contiguous()
         for plane in (ring.rows[VALUES], ring.rows[SCORES]):
-            assert plane.dtype == torch.float32 and plane.is_contiguous() and plane.shape[2:] == (self.width,)
+            assert (
+                plane.dtype == torch.float32
+                and plane.is_contiguous()
+                and plane.shape[2:] == (self.width,)
+            )
         assert ring.window >= (1 + spec.overlaps) * spec.ratio
         assert pool.k.shape[1:] == (1, spec.dim) and pool.k.dtype is spec.kv and pool.k.is_contiguous()
         assert pool.tokens_per_row == spec.ratio
@@ -174,10 +215,16 @@ class BothLaunch:
     """Two compressors of the same tokens, where rows are few; others run one after the other."""
 
     def __init__(self, main: CompressLaunch, beside: CompressLaunch) -> None:
-        self.main, self.beside, self.kernels = main, beside, _both(main.spec.device, main.spec, beside.spec)
+        self.main, self.beside, self.kernels = (
+            main,
+            beside,
+            _both(main.spec.device, main.spec, beside.spec),
+        )
         self.threads = max(main.threads, beside.threads)
 
-    def __call__(self, one: Given, other: Given, freq: Tensor, batch: Batch, beside: bool = False) -> None:
+    def __call__(
+        self, one: Given, other: Given, freq: Tensor, batch: Batch, beside: bool = False
+    ) -> None:
         i32, launches, given = np.int32, (self.main, self.beside), (one, other)
         pointers: list[Arg] = []
         kept: list[Arg] = []
@@ -188,7 +235,9 @@ class BothLaunch:
             per_page = rows_per_page(batch.page_size, launch.spec.ratio)
             planes = [ring.rows[VALUES], ring.rows[SCORES]]
             steps |= {values.stride(0), scores.stride(0)}
-            sizes.add((len(planes[0]), ring.n_row, ring.slack + 1, per_page, pool.k.shape[0] // per_page))
+            sizes.add(
+                (len(planes[0]), ring.n_row, ring.slack + 1, per_page, pool.k.shape[0] // per_page)
+            )
             pointers += [values, scores, places, norm, *planes, pool.k]
             kept += [values, scores, places, *planes]
         n_slot, n_ring, n_direct, per_page, n_page = next(iter(sizes))
@@ -198,11 +247,16 @@ class BothLaunch:
             return
         b, step, slots = batch, np.int64(next(iter(steps))), (n_slot, n_ring, n_direct, n_row)
         seqs: list[Arg] = [b.row_seq, b.seq_start, b.seq_slot, self.main.fault, step, *map(i32, slots)]
-        pages: list[Arg] = [*map(i32, (b.page_size, per_page, n_page, beside)), np.float32(self.main.spec.eps)]
+        pages: list[Arg] = [
+            *map(i32, (b.page_size, per_page, n_page, beside)),
+            np.float32(self.main.spec.eps),
+        ]
         overlap, args = self.main.overlap, [*pointers, freq, b.positions, b.kv_rows, *seqs, *pages]
         self.kernels["compress_both"].launch((n_row, 2), self.threads, args, overlap=overlap)
         if n_row > n_direct:  # some sequence may have more
-            self.kernels["compress_keep_both"].launch((n_row, 2), KEEPERS, [*kept, b.positions, *seqs], overlap=overlap)
+            self.kernels["compress_keep_both"].launch(
+                (n_row, 2), KEEPERS, [*kept, b.positions, *seqs], overlap=overlap
+            )
 
 
 def programs(spec: CompressSpec, target: GpuKind) -> list[Program]:

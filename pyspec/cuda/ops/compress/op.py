@@ -22,7 +22,15 @@ def shapes(device: torch.device) -> list[compress_ref.CompressSpec]:
 compress: Op[compress_ref.CompressSpec, compress_ref.Compress] = Op(
     "compress",
     Impl("torch", compress_ref.bind),
-    [Impl("cuda", compress_cuda.bind, compress_cuda.limits, capturable=True, programs=compress_cuda.programs)],
+    [
+        Impl(
+            "cuda",
+            compress_cuda.bind,
+            compress_cuda.limits,
+            capturable=True,
+            programs=compress_cuda.programs,
+        )
+    ],
     check,
     guard=compress_ref.GUARD,
     shapes=shapes,

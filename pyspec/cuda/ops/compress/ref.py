@@ -74,7 +74,9 @@ def bind(spec: CompressSpec) -> Compress:
                 blocks = _sources(first, end, seq.slot, n_past, new, ring)
                 (made,) = by_row(lambda *own: (F.rms_norm(rows(*own), (dim,), norm, spec.eps),), *blocks)
                 made = rope_tail(made, ratio * torch.arange(first, end, device=made.device), freq)
-                lasts = batch.kv_rows[here][ratio * torch.arange(first + 1, end + 1, device=made.device) - 1 - n_past]
+                lasts = batch.kv_rows[here][
+                    ratio * torch.arange(first + 1, end + 1, device=made.device) - 1 - n_past
+                ]
                 pool.write(pool.rows_of(lasts, batch.page_size), made[:, None], None)
             ring.write(seq.slot, n_past, new)
 

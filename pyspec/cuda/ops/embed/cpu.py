@@ -35,7 +35,9 @@ class CpuEmbed:
         assert tokens.dtype == torch.int64 and tokens.is_contiguous()
         n_row, n_in = tokens.shape[0], self.spec.n_in
         out = empty(n_row, n_in)
-        _RUN(raw, self.table, tokens, out, int(self.spec.type), raw.shape[0], self.row_bytes, n_row, n_in)
+        _RUN(
+            raw, self.table, tokens, out, int(self.spec.type), raw.shape[0], self.row_bytes, n_row, n_in
+        )
         return out
 
     def rows_and_angles(

@@ -62,14 +62,20 @@ class EmbedLaunch:
     def rows_and_angles(
         self, raw: Tensor, tokens: Tensor, positions: Tensor, freq: Tensor, factor: float
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        assert positions.dtype == torch.int64 and positions.is_contiguous() and positions.shape == tokens.shape
+        assert (
+            positions.dtype == torch.int64
+            and positions.is_contiguous()
+            and positions.shape == tokens.shape
+        )
         assert freq.dtype == torch.float32 and freq.is_contiguous()
         shape = (tokens.shape[0], 1, freq.shape[0])
         cos, sin = (torch.empty(shape, dtype=torch.float32, device=tokens.device) for _ in range(2))
         rope = (positions, freq, cos, sin, np.int32(freq.shape[0]), angles_cuda.inverse_of(factor))
         return self._run(raw, tokens, rope), (cos, sin)
 
-    def _run(self, raw: Tensor, tokens: Tensor, rope: tuple[Tensor | np.int64 | np.int32 | np.float32, ...]) -> Tensor:
+    def _run(
+        self, raw: Tensor, tokens: Tensor, rope: tuple[Tensor | np.int64 | np.int32 | np.float32, ...]
+    ) -> Tensor:
         n_token, n_row = raw.shape[0], tokens.shape[0]
         assert raw.dtype == torch.uint8 and raw.is_contiguous() and raw.shape[1] == self.row_bytes
         assert 0 < n_token <= MAX_TOKENS and raw.data_ptr() % 16 == 0
@@ -113,17 +119,28 @@ def _cases(spec: EmbedSpec) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         tokens = torch.randint(0, N_TOKEN, (n_row,), generator=gen)
         tokens[-1] = N_TOKEN - 1
         positions = angles_cuda.hostile(n_row, gen)
-        yield raw, tokens.to(spec.device), positions.to(spec.device), angles_cuda.frequencies(n_angle, spec.device)
+        yield (
+            raw,
+            tokens.to(spec.device),
+            positions.to(spec.device),
+            angles_cuda.frequencies(n_angle, spec.device),
+        )
 
 
 def check(launch: Embed, reference: Embed, spec: EmbedSpec) -> str | None:
     """Any bytes a file may hold, to the bit, and the angles of hostile positions. Zeros have no sign on a CPU: scales are whole numbers there."""
     same = values if spec.device.type == "cpu" else bits
     for raw, tokens, positions, freq in _cases(spec):
-        (x, own), (want, angles) = (e.rows_and_angles(raw, tokens, positions, freq, 4.0) for e in (launch, reference))
-        if not torch.equal(same(x), same(want)) or not torch.equal(same(launch.rows(raw, tokens)), same(want)):
+        (x, own), (want, angles) = (
+            e.rows_and_angles(raw, tokens, positions, freq, 4.0) for e in (launch, reference)
+        )
+        if not torch.equal(same(x), same(want)) or not torch.equal(
+            same(launch.rows(raw, tokens)), same(want)
+        ):
             return f"{len(tokens)} rows of {spec.type.name} are not the reference's"
         for got, right in zip(own, angles, strict=True):
-            if got.shape != right.shape or not torch.allclose(got, right, rtol=0.0, atol=angles_cuda.OFF):
+            if got.shape != right.shape or not torch.allclose(
+                got, right, rtol=0.0, atol=angles_cuda.OFF
+            ):
                 return f"angles of {len(tokens)} rows differ from the reference's"
     return None

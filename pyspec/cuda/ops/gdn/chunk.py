@@ -57,7 +57,9 @@ class GdnChunks:
         qk = torch.empty(3, n_row, self.shape.n_k_head * DIM, dtype=torch.float16, device=v.device)
         grid = (2 * self.shape.n_k_head + self.shape.n_v_head, batch.n_chunk)
         self.conv.launch(
-            grid, THREADS, [*inputs, conv, g, beta, e, b, *qk, *rows, *batch.chunk_counts, eps, batch.fault]
+            grid,
+            THREADS,
+            [*inputs, conv, g, beta, e, b, *qk, *rows, *batch.chunk_counts, eps, batch.fault],
         )
         return qk
 
@@ -78,7 +80,9 @@ class GdnChunks:
         args = [*qk, g, b, solved, *batch.chunk_counts, batch.fault]
         self.solve.launch((n_v, n_chunk), THREADS, args, 3 * KEYS, overlap=overlap[0])
         args = [state, *qk, v, solved, out, *batch.chunk_counts, np.int32(n_chunk), batch.fault]
-        self.state.launch((n_v, DIM // VALUES, batch.n_seq), THREADS, args, self.shared, overlap=overlap[1])
+        self.state.launch(
+            (n_v, DIM // VALUES, batch.n_seq), THREADS, args, self.shared, overlap=overlap[1]
+        )
 
 
 @per_device

@@ -58,7 +58,14 @@ class CpuGdn:
         out = empty(n_row, shape.n_v_head, shape.dim)
         conv = recurrent.conv_args(m, self.taps(conv_w), None, layer)
         gates = alpha, beta, a, dt_bias, alpha.stride(0), beta.stride(0)
-        GDN(*conv, *recurrent.batch_args(batch, layer, n_row, gdn_ref.GUARD), *gates, *_kept(layer), out, *self.sizes)
+        GDN(
+            *conv,
+            *recurrent.batch_args(batch, layer, n_row, gdn_ref.GUARD),
+            *gates,
+            *_kept(layer),
+            out,
+            *self.sizes,
+        )
         return out
 
     def folder(self) -> Fold:

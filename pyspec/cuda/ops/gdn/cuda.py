@@ -78,7 +78,9 @@ def limits(spec: GdnSpec) -> str | None:
     if shape.n_v_head % shape.n_k_head:
         return f"{shape.n_v_head} value heads are no multiple of {shape.n_k_head} key heads"
     if shape.n_v_head % 2:
-        return f"{shape.n_v_head} value heads: rows with their gates do not begin at multiples of 16 bytes"
+        return (
+            f"{shape.n_v_head} value heads: rows with their gates do not begin at multiples of 16 bytes"
+        )
     return None
 
 
@@ -86,14 +88,24 @@ def defines(shape: GdnShape, arch: str, columns: int) -> dict[str, int | str]:
     """Macros of gdn.cu for 2 or 4 columns a lane; both give the same bits."""
     blocks = blocks_for(arch, columns)
     alone = blocks + (arch == "sm_90a" and columns == 2)  # of gdn_rows: Hopper's registers hold one more
-    return {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "COLS": columns, "BLOCKS": blocks, "ALONE": alone}
+    return {
+        "N_K": shape.n_k_head,
+        "N_V": shape.n_v_head,
+        "COLS": columns,
+        "BLOCKS": blocks,
+        "ALONE": alone,
+    }
 
 
-def columns_for(shape: GdnShape, n_seq: int, arch: str, n_multiprocessor: int, *, prepares: bool = False) -> int:
+def columns_for(
+    shape: GdnShape, n_seq: int, arch: str, n_multiprocessor: int, *, prepares: bool = False
+) -> int:
     """Four if that makes one wave of blocks out of two; else two, which keeps more warps in flight. For gdn_rows_into, whose
     blocks run by clusters, four also if that fills the last wave better (docs/log.md)."""
 
-    two, four = (waves(shape.n_v_head * n_seq * DIM, columns, arch, n_multiprocessor) for columns in COLUMNS)
+    two, four = (
+        waves(shape.n_v_head * n_seq * DIM, columns, arch, n_multiprocessor) for columns in COLUMNS
+    )
     if prepares and two > 2 and four / math.ceil(four) > two / math.ceil(two):
         return 4
     return 4 if four <= 1 < two else 2
@@ -117,7 +129,12 @@ class GdnLaunch:
     """The kernels of one spec; called as gdn_ref's."""
 
     def __init__(self, spec: GdnSpec, columns: int | None, chunked: int) -> None:
-        self.shape, self.columns, self.chunked, self.eps = spec.shape, columns, chunked, np.float32(spec.eps)
+        self.shape, self.columns, self.chunked, self.eps = (
+            spec.shape,
+            columns,
+            chunked,
+            np.float32(spec.eps),
+        )
         capability = torch.cuda.get_device_capability(spec.device)
         self.overlap = self.clusters = capability >= (9, 0)
         self.arch = jit.arch_of(capability)
@@ -179,7 +196,9 @@ class GdnLaunch:
             assert shape.n_channel == DIM * (2 * shape.n_k_head + n_v)
             self.seen = conv_w, layer
         own = divided(batch, layer, n_row, self.chunked, gdn_chunk.CHUNK, self.fault)
-        cols = self.columns or columns_for(shape, own.n_seq, self.arch, self.n_sm, prepares=not isinstance(out, Tensor))
+        cols = self.columns or columns_for(
+            shape, own.n_seq, self.arch, self.n_sm, prepares=not isinstance(out, Tensor)
+        )
         conv, many, rows, *rows_into = self.kernels[cols]
         old, new = buffers(m, shape, own.n_seq * layer.width, n_row)
         gates: list[jit.Arg] = [alpha, beta, np.int64(alpha.stride(0)), a, dt_bias]
@@ -207,7 +226,9 @@ class GdnLaunch:
             self.chunks.run(qk, here, layer.state, out, own, overlap=overlaps)
 
 
-def buffers(m: Tensor, shape: GdnShape, n_old: int, n_row: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def buffers(
+    m: Tensor, shape: GdnShape, n_old: int, n_row: int
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Room for conv's results: of records that are folded (k, v, e, b), and of rows (q, k, v, e, b, kq)."""
     kd, vd, n_k, n_v = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_k_head, shape.n_v_head
     sizes = [n_old * kd, n_old * vd, n_row * kd, n_row * kd, n_row * vd]
@@ -217,7 +238,11 @@ def buffers(m: Tensor, shape: GdnShape, n_old: int, n_row: int) -> tuple[Sequenc
 
 
 def rows_args(
-    layer: StateLayer, old: Sequence[Tensor], new: Sequence[Tensor], counts: Sequence[jit.Arg], fault: Tensor
+    layer: StateLayer,
+    old: Sequence[Tensor],
+    new: Sequence[Tensor],
+    counts: Sequence[jit.Arg],
+    fault: Tensor,
 ) -> list[jit.Arg]:
     """Of gdn_rows, up to its output."""
     q, k, v, e, b, kq = new
@@ -228,10 +253,27 @@ def _place(into: GatedRowBuffer, n_row: int, n_in: int) -> list[jit.Arg]:
     """Further arguments of gdn_rows_into, after those of gdn_rows."""
     prep, rows = into.prep, into.rows.room(n_row)
     gate = aligned(prep.gate)
-    assert (into.rows.n_in, into.rows.prepare.layout, prep.dim) == (n_in, BLOCKED, DIM) and gate.shape == (n_row, n_in)
+    assert (into.rows.n_in, into.rows.prepare.layout, prep.dim) == (
+        n_in,
+        BLOCKED,
+        DIM,
+    ) and gate.shape == (n_row, n_in)
     assert gate.dtype == prep.weight.dtype == torch.float32 and prep.weight.data_ptr() % 16 == 0
-    of_head: list[jit.Arg] = [gate, np.int64(gate.stride(0)), prep.weight, np.float32(prep.eps), np.float32(prep.power)]
-    return [*of_head, rows.blocks, rows.sums, rows.powers, np.int32(rows.pad), *prefetch_args(into.weights, n_row)]
+    of_head: list[jit.Arg] = [
+        gate,
+        np.int64(gate.stride(0)),
+        prep.weight,
+        np.float32(prep.eps),
+        np.float32(prep.power),
+    ]
+    return [
+        *of_head,
+        rows.blocks,
+        rows.sums,
+        rows.powers,
+        np.int32(rows.pad),
+        *prefetch_args(into.weights, n_row),
+    ]
 
 
 def programs(spec: GdnSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
@@ -258,7 +300,11 @@ def folder(spec: GdnSpec) -> Fold:
     inputs: list[jit.Arg] = [unread, np.int64(0), unread, unread, np.int64(0), unread, unread, unread]
 
     def run(layer: StateLayer, meta: Meta) -> None:
-        (old, _), new, counts = buffers(unread, shape, layer.width, 0), [unread] * 6, counts_of(meta, layer)
+        (old, _), new, counts = (
+            buffers(unread, shape, layer.width, 0),
+            [unread] * 6,
+            counts_of(meta, layer),
+        )
         args = conv_args(inputs, layer, old, new, counts, np.float32(spec.eps), fault)
         conv.launch((shape.n_k_head + shape.n_v_head, 1, 1), CONV_THREADS, args)
         args = [*rows_args(layer, old, new, counts, fault), unread]
@@ -278,7 +324,10 @@ def check(launch: Gdn, reference: Gdn, spec: GdnSpec) -> str | None:
     if why is not None:
         return f"with a warp for each sequence, {why}"
     n_in, gen = spec.shape.n_v_head * DIM, torch.Generator().manual_seed(1)
-    rows, norm = RowsLaunch(spec.device, n_in, (8, 16, 256)), 1 + 0.1 * torch.randn(DIM, generator=gen).to(spec.device)
+    rows, norm = (
+        RowsLaunch(spec.device, n_in, (8, 16, 256)),
+        1 + 0.1 * torch.randn(DIM, generator=gen).to(spec.device),
+    )
 
     def prep_of(m: Tensor) -> HeadNorm:
         return HeadNorm(norm, spec.eps, m[:, -n_in:])
@@ -286,7 +335,9 @@ def check(launch: Gdn, reference: Gdn, spec: GdnSpec) -> str | None:
     prepared: Callable[..., Rows] = launch.prepared
 
     def got(*args: Any) -> Tensor:
-        return torch.cat(values_of(prepared(*args, into=GatedRowBuffer(rows, prep_of(args[0]))), n_in), 1)
+        return torch.cat(
+            values_of(prepared(*args, into=GatedRowBuffer(rows, prep_of(args[0]))), n_in), 1
+        )
 
     def want(*args: Any) -> Tensor:
         x = prep_of(args[0])(reference(*args).flatten(1))

@@ -74,7 +74,9 @@ def bind(spec: gdn_ref.GdnSpec) -> gdn_ref.Gdn:
         layer: StateLayer,
         batch: Batch,
     ) -> Tensor:
-        if not current().is_exact and any(s.keep and s.width >= recurrent_ref.CHUNKED for s in batch.seqs):
+        if not current().is_exact and any(
+            s.keep and s.width >= recurrent_ref.CHUNKED for s in batch.seqs
+        ):
             return reference(m, alpha, beta, a, dt_bias, conv_w, layer, batch)
         recurrent_ref.check_seqs(batch, layer)
         g, beta = gdn_ref.gates(alpha, beta, a, dt_bias)

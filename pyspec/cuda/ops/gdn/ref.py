@@ -61,7 +61,9 @@ def l2norm(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
-def step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, q: Tensor | None = None) -> Tensor | None:
+def step(
+    state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, q: Tensor | None = None
+) -> Tensor | None:
     """One token for many sequences, in place: state [n, dim, dim], k v q [n, dim], g beta [n].
 
     A row with g = 0 and beta = 0 leaves its state unchanged, bit for bit.
@@ -85,7 +87,9 @@ def chunked(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Ten
         eye = torch.eye(n, device=q.device, dtype=q.dtype)
         grow = cum.exp()[..., None]
         rhs = torch.cat([bi * vi, bi * grow * ki], -1)
-        u, w = torch.linalg.solve_triangular(eye + a, rhs, upper=False, unitriangular=True).split(vi.shape[-1], -1)
+        u, w = torch.linalg.solve_triangular(eye + a, rhs, upper=False, unitriangular=True).split(
+            vi.shape[-1], -1
+        )
         new = u - w @ state.mT
         out.append((grow * qi) @ state.mT + (qi @ ki.mT * decay) @ new)
         last = cum[:, -1:, None]
@@ -143,7 +147,10 @@ def _parted(got: Tensor, want: Tensor, rounded: bool) -> str | None:
     if not rounded:
         close = torch.allclose(got, want, rtol=1e-4, atol=1e-4)
     else:  # a sum of many f16 products can miss a small output by a lot, but not many, and never by the size of others
-        close = float((got - want).norm() / want.norm()) < 1e-3 and float((got - want).abs().max() / want.std()) < 0.1
+        close = (
+            float((got - want).norm() / want.norm()) < 1e-3
+            and float((got - want).abs().max() / want.std()) < 0.1
+        )
     return None if close else f"outputs differ from the reference by {(got - want).abs().max():.2g}"
 
 
@@ -162,12 +169,19 @@ def check(
 
     def drawn(n: int) -> list[Tensor]:
         sizes = (n, shape.n_channel), (n, shape.n_v_head), (n, shape.n_v_head)
-        return [*(4 * torch.rand(s, generator=gen).to(spec.device) - 2 for s in sizes), a, dt_bias, conv_w]
+        return [
+            *(4 * torch.rand(s, generator=gen).to(spec.device) - 2 for s in sizes),
+            a,
+            dt_bias,
+            conv_w,
+        ]
 
     def parted(got: Tensor, want: Tensor, batch: Batch) -> str | None:
         return _parted(got, want, rounded or any(s.width > 6 for s in batch.seqs))
 
     if why := run_rounds((launch, reference), layers, prompts(65, 64), drawn, parted):
         return why
-    off = max(float((a - b).abs().max()) for a, b in zip(layers[0].tensors(), layers[1].tensors(), strict=True))
+    off = max(
+        float((a - b).abs().max()) for a, b in zip(layers[0].tensors(), layers[1].tensors(), strict=True)
+    )
     return None if off < 1e-4 else f"states differ from the reference by {off:.2g}"

@@ -47,7 +47,12 @@ class GdnTriton:
     """The kernels of one spec; called as gdn_ref's."""
 
     def __init__(self, spec: GdnSpec, columns: int, warps: int) -> None:
-        self.spec, self.columns, self.warps, self.fault = spec, columns, warps, faults.record(spec.device)
+        self.spec, self.columns, self.warps, self.fault = (
+            spec,
+            columns,
+            warps,
+            faults.record(spec.device),
+        )
         self.unread = torch.zeros(4, device=spec.device)
 
     def __call__(
@@ -72,7 +77,9 @@ class GdnTriton:
 
     def folder(self) -> Fold:
         none, unread = self.unread[:0, None], self.unread
-        return folding(lambda layer, meta: self._run((none, none, none), (unread,) * 3, layer, meta, unread))
+        return folding(
+            lambda layer, meta: self._run((none, none, none), (unread,) * 3, layer, meta, unread)
+        )
 
     def _run(
         self,
@@ -85,7 +92,12 @@ class GdnTriton:
         from pyspec.cuda.ops.gdn import triton_kernels as kernels
 
         shape, (m, alpha, beta), n_seq = self.spec.shape, rows, meta[0].shape[0]
-        n_row, kd, vd, n_v = m.shape[0], shape.n_k_head * shape.dim, shape.n_v_head * shape.dim, shape.n_v_head
+        n_row, kd, vd, n_v = (
+            m.shape[0],
+            shape.n_k_head * shape.dim,
+            shape.n_v_head * shape.dim,
+            shape.n_v_head,
+        )
         n_all = n_seq * layer.width + n_row
         sizes = [n_row * kd, n_all * kd, n_all * vd, n_all * n_v, n_all * n_v]
         buffers = layer.state.new_empty(sum(sizes)).split(sizes)

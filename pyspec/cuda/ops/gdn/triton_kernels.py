@@ -86,7 +86,10 @@ def gdn_conv(
             tl.debug_barrier()
             put_window(window, moved, 2 * KD + own, first, CHANNELS)
         # a program that only folds gets no weights
-        slope, bias = tl.load(a + head, mask=n > 0, other=0.0), tl.load(dt_bias + head, mask=n > 0, other=0.0)
+        slope, bias = (
+            tl.load(a + head, mask=n > 0, other=0.0),
+            tl.load(dt_bias + head, mask=n > 0, other=0.0),
+        )
         for t0 in range(z * ROWS, n, tl.num_programs(2) * ROWS):
             t = t0 + tl.arange(0, ROWS)
             is_row = t < n
@@ -134,7 +137,9 @@ def gdn_rows(
     )
     if s == n_seq - 1:  # rows behind the last sequence belong to none, but are read all the same
         for row in range(tl.maximum(tl.load(seq_start + n_seq), 0), n_row):
-            tl.store(out + (row.to(tl.int64) * N_V + h) * DIM + column, tl.zeros([COLUMNS], dtype=tl.float32))
+            tl.store(
+                out + (row.to(tl.int64) * N_V + h) * DIM + column, tl.zeros([COLUMNS], dtype=tl.float32)
+            )
     if n + fold == 0:
         return
     own = state + ((slot.to(tl.int64) * N_V + h) * DIM + column)[:, None] * DIM + d[None, :]
@@ -162,7 +167,13 @@ def gdn_rows(
         y = tl.sum(part * query[None, :], 1) * scale
         row = start.to(tl.int64) + j - fold
         tl.store(out + (row * N_V + h) * DIM + column, y, mask=(column >= 0) & (j >= fold))
-        key, value, query, log_decay, strength = next_key, next_value, next_query, next_decay, next_strength
+        key, value, query, log_decay, strength = (
+            next_key,
+            next_value,
+            next_query,
+            next_decay,
+            next_strength,
+        )
         next_key, next_value, next_query, next_decay, next_strength = (
             later_key,
             later_value,

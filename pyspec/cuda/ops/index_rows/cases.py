@@ -104,7 +104,11 @@ def fill(pool: KVPool, batch: Batch, gen: torch.Generator, *, whole: bool = Fals
     for s, seq in enumerate(batch.seqs):
         n_block = (seq.n_past + seq.width) // pool.tokens_per_row
         shape = (n_block, 1, pool.head_dim)
-        x = kinds[torch.randint(0, 7, (n_block,), generator=gen)] if whole else torch.randn(shape, generator=gen)
+        x = (
+            kinds[torch.randint(0, 7, (n_block,), generator=gen)]
+            if whole
+            else torch.randn(shape, generator=gen)
+        )
         pool.write(block_rows(pool, batch, s, n_block), x.to(pool.k.device), None)
 
 
@@ -194,6 +198,8 @@ def check(launch: IndexRows, reference: IndexRows, spec: IndexSpec) -> str | Non
             return why
         for seq in range(len(case.seqs)):
             rows, one = only(asked.placed.plain, seq, case.seqs[seq][1] - 1, 1)
-            if not torch.equal(launch(asked.q[rows], asked.w[rows], asked.freq, asked.pool, one), got[rows]):
+            if not torch.equal(
+                launch(asked.q[rows], asked.w[rows], asked.freq, asked.pool, one), got[rows]
+            ):
                 return f"a row of sequence {seq} chooses others alone than in company"
     return None

@@ -71,7 +71,12 @@ def record_bytes(spec: IndexSpec) -> int:
 
 
 def scorer_of(spec: IndexSpec, capability: tuple[int, int]) -> Scorer:
-    if capability == (9, 0) and spec.kv is torch.float16 and spec.dim % 64 == 0 and spec.n_head <= PADS[-1]:
+    if (
+        capability == (9, 0)
+        and spec.kv is torch.float16
+        and spec.dim % 64 == 0
+        and spec.n_head <= PADS[-1]
+    ):
         pad = next(pad for pad in PADS if pad >= spec.n_head)
         row_bytes = -(-pad * (2 * spec.dim + 4) // 1024) * 1024
         return Scorer(pad, 4 * 128 + 32, 64, 1, RING * row_bytes + 1024)
@@ -103,9 +108,14 @@ def defines(spec: IndexSpec, scorer: Scorer) -> dict[str, int | str]:
 
 @per_device
 def _kernels(device: torch.device, spec: IndexSpec, scorer: Scorer) -> dict[str, Kernel]:
-    code = compile_cubin("index_rows", arch_of(torch.cuda.get_device_capability(device)), defines(spec, scorer))
+    code = compile_cubin(
+        "index_rows", arch_of(torch.cuda.get_device_capability(device)), defines(spec, scorer)
+    )
     found = {name: code.kernel(name, form) for name, form in FORMS.items()}
-    sizes = {"index_rows_scores": scorer.shared_bytes, "index_rows_choose": ALONE if scorer.pad else 4 * HELD}
+    sizes = {
+        "index_rows_scores": scorer.shared_bytes,
+        "index_rows_choose": ALONE if scorer.pad else 4 * HELD,
+    }
     return found | {name: found[name].allow_shared(n) for name, n in sizes.items()}
 
 
@@ -122,8 +132,12 @@ class IndexLaunch:
         capability = torch.cuda.get_device_capability(spec.device)
         self.spec, self.scorer, self.overlap = spec, scorer_of(spec, capability), capability >= (9, 0)
         self.kernels = _kernels(spec.device, spec, self.scorer)
-        self.n_alone = torch.cuda.get_device_properties(spec.device).multi_processor_count if self.scorer.pad else 0
-        self.grid = self.scorer.resident * torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self.n_alone = (
+            torch.cuda.get_device_properties(spec.device).multi_processor_count if self.scorer.pad else 0
+        )
+        self.grid = (
+            self.scorer.resident * torch.cuda.get_device_properties(spec.device).multi_processor_count
+        )
         self.fault = faults.record(spec.device)
 
     def __call__(self, q: Tensor, w: Tensor, freq: Tensor, pool: KVPool, batch: Batch) -> Tensor:
@@ -141,7 +155,9 @@ class IndexLaunch:
         packed = torch.empty(per * record_bytes(self.spec), dtype=torch.uint8, device=q.device)
         scores = torch.empty(per * n_key, dtype=torch.float32, device=q.device)
         for first in range(0, n_row, per):
-            self._rows((q, w, freq), pool, batch, (packed, scores, out), (first, min(per, n_row - first), n_key))
+            self._rows(
+                (q, w, freq), pool, batch, (packed, scores, out), (first, min(per, n_row - first), n_key)
+            )
         return out
 
     def _rows(
@@ -157,7 +173,15 @@ class IndexLaunch:
         spec, scorer = self.spec, self.scorer
         i32, (n_seq, n_col), n_row = np.int32, batch.page_table.shape, q.shape[0]
         per_page = rows_per_page(batch.page_size, spec.ratio)
-        pages = [n_col, batch.page_size, spec.ratio, per_page, pool.k.shape[0] // per_page, spec.top_k, first]
+        pages = [
+            n_col,
+            batch.page_size,
+            spec.ratio,
+            per_page,
+            pool.k.shape[0] // per_page,
+            spec.top_k,
+            first,
+        ]
         places = list(map(i32, pages))
         layout, rows = [batch.page_table, batch.positions], batch.row_seq
         args: list[Arg]
@@ -171,8 +195,13 @@ class IndexLaunch:
             args = [packed, pool.k, *layout, batch.seq_start, scores, self.fault, *places]
             for first_seq in range(0, n_seq, MAX_SEQ):
                 sizes = map(i32, (n, n_row, first_seq, min(MAX_SEQ, n_seq - first_seq), n_key))
-                score.launch(ctas, scorer.threads, [*args, *sizes], scorer.shared_bytes, overlap=self.overlap)
-        choose, args = self.kernels["index_rows_choose"], [scores, *layout, rows, out, self.fault, *places, i32(n_key)]
+                score.launch(
+                    ctas, scorer.threads, [*args, *sizes], scorer.shared_bytes, overlap=self.overlap
+                )
+        choose, args = (
+            self.kernels["index_rows_choose"],
+            [scores, *layout, rows, out, self.fault, *places, i32(n_key)],
+        )
         # two rows on a multiprocessor would take twice as long, so each gets one of its own if there are free ones
         room = ALONE if 1 < n <= self.n_alone else 4 * min(HELD, n_key)
         choose.launch((n,), CHOOSERS, args, room, overlap=self.overlap)
@@ -185,7 +214,9 @@ class IndexLaunch:
         assert q.shape[1:] == (spec.n_head, spec.dim) and w.shape == (n, spec.n_head)
         assert pool.k.shape[1:] == (1, spec.dim) and pool.k.dtype is spec.kv and pool.k.is_contiguous()
         assert pool.tokens_per_row == spec.ratio
-        assert all(t.dtype == torch.int64 and t.is_contiguous() for t in (batch.page_table, batch.positions))
+        assert all(
+            t.dtype == torch.int64 and t.is_contiguous() for t in (batch.page_table, batch.positions)
+        )
         assert len(batch.positions) == len(batch.row_seq) == n
 
 

@@ -68,15 +68,25 @@ def bind(spec: IndexSpec) -> IndexRows:
                 continue
             keys = pool.read(block_rows(pool, batch, s, n_block), torch.float32)[0][:, 0]
             own = rope_tail(q[here], batch.positions[here], freq)
-            if current().is_exact and q.device.type == "cpu":  # each row alone, with the blocks that it sees
+            if (
+                current().is_exact and q.device.type == "cpu"
+            ):  # each row alone, with the blocks that it sees
                 each = [
-                    scored(row, weights, keys[:n]) for row, weights, n in zip(own, w[here], seen.tolist(), strict=True)
+                    scored(row, weights, keys[:n])
+                    for row, weights, n in zip(own, w[here], seen.tolist(), strict=True)
                 ]
                 scores = torch.stack([F.pad(row, (0, n_block - len(row))) for row in each])
             else:
                 scores = (torch.einsum("rhd,kd->rhk", own, keys).relu() * w[here, :, None]).sum(1)
-            scores = scores.masked_fill(torch.arange(n_block, device=q.device) >= seen[:, None], -torch.inf)
-            best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k].sort(-1).values
+            scores = scores.masked_fill(
+                torch.arange(n_block, device=q.device) >= seen[:, None], -torch.inf
+            )
+            best = (
+                scores.sort(dim=-1, descending=True, stable=True)
+                .indices[:, : spec.top_k]
+                .sort(-1)
+                .values
+            )
             out[here] = torch.where((seen > spec.top_k)[:, None], best.int(), out[here])
         return out
 

@@ -101,7 +101,23 @@ def prepared(x: Tensor, prep: Prep | None, *, whole: bool, eight: bool = False) 
     strides = (0, 0) if gate is None else (gate.stride(0), gate.stride(1))
     dim = 0 if prep is None else prep.dim
     if copies or whole or eight:
-        _PREPARE(x, out, q, scales, sums, of_eight, weight, gate, kind, n, n_in, x.stride(0), *strides, dim, eps)
+        _PREPARE(
+            x,
+            out,
+            q,
+            scales,
+            sums,
+            of_eight,
+            weight,
+            gate,
+            kind,
+            n,
+            n_in,
+            x.stride(0),
+            *strides,
+            dim,
+            eps,
+        )
     return CpuRows(x if out is None else out, q, scales, sums, of_eight)
 
 
@@ -120,7 +136,13 @@ def bind(spec: CpuLinearSpec) -> Product:
 
     def product(rows: CpuRows, raw: Tensor, out: Tensor, scale: float, residual: Tensor | None) -> None:
         n, n_in, n_out = rows.x.shape[0], rows.x.shape[1], raw.shape[0]
-        given = (rows.eight, None, None) if is_eight else (None,) * 3 if is_plain else (rows.q, rows.scales, rows.sums)
+        given = (
+            (rows.eight, None, None)
+            if is_eight
+            else (None,) * 3
+            if is_plain
+            else (rows.q, rows.scales, rows.sums)
+        )
         strides = out.stride(0), 0 if residual is None else residual.stride(0)
         kernel(raw, rows.x, *given, out, residual, None, table, number, n, n_in, n_out, *strides, scale)
 

@@ -44,7 +44,14 @@ HANDED_ROWS = 32  # rows up to which a product writes the next one's rows
 LATE_ROWS = 8  # rows up to which a product leaves room for other kernels: the smallest build
 FEW = 16  # rows up to which memory is all that bounds a product
 HALVES = (GGMLType.F16, GGMLType.BF16)
-_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KiB a block may have
+_SHARED = {
+    (8, 0): 163,
+    (8, 7): 163,
+    (9, 0): 227,
+    (10, 0): 227,
+    (10, 3): 227,
+    (11, 0): 227,
+}  # KiB a block may have
 _STATIC = 2048  # bytes of a CTA kept for the kernel's static shared memory and the driver's
 
 
@@ -121,7 +128,9 @@ def _parts_limits(spec: LinearSpec) -> str | None:
     if odd or n_own % (16 * TILE) or spec.n_in % 256:
         return f"parts of {n_own} rows and {spec.n_in} columns; the kernel takes multiples of {16 * TILE} and 256"
     if spec.parts * spec.n_in > MAX_COLUMNS:
-        return f"{spec.parts} parts of {spec.n_in} columns; the kernel takes up to {MAX_COLUMNS} together"
+        return (
+            f"{spec.parts} parts of {spec.n_in} columns; the kernel takes up to {MAX_COLUMNS} together"
+        )
     return None
 
 
@@ -158,7 +167,9 @@ class Build:
 
 
 def build_of(spec: LinearSpec) -> Build:
-    return Build(spec.epilogue, spec.limit, n_tiles(spec) // spec.parts if spec.parts > 1 else 0, spec.hands)
+    return Build(
+        spec.epilogue, spec.limit, n_tiles(spec) // spec.parts if spec.parts > 1 else 0, spec.hands
+    )
 
 
 def defines(type: GGMLType, shape: Tiling, stages: int, build: Build | Epilogue) -> dict[str, int | str]:
@@ -251,8 +262,16 @@ class LinearLaunch:
         self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None = None, late: bool = False
     ) -> None:
         """The product alone, for rows that several matrices share. late: see PairLaunch."""
-        assert out.is_contiguous() and out.shape == (rows.n_row, self.spec.n_out) and out.dtype == torch.float32
-        assert (packed.n_out, packed.n_in, packed.type) == (self.spec.n_weight_row, self.spec.n_in, self.spec.type)
+        assert (
+            out.is_contiguous()
+            and out.shape == (rows.n_row, self.spec.n_out)
+            and out.dtype == torch.float32
+        )
+        assert (packed.n_out, packed.n_in, packed.type) == (
+            self.spec.n_weight_row,
+            self.spec.n_in,
+            self.spec.type,
+        )
         assert (residual is not None) == (self.spec.epilogue is Epilogue.RESIDUAL)
         if rows.pad in self.pairs:
             return self.pairs[rows.pad](rows, packed, out, residual, self.rows.overlap, late)
@@ -261,16 +280,32 @@ class LinearLaunch:
     def hand(self, rows: Rows, packed: Packed, into: RowsLaunch) -> Rows:
         """The product alone, into the next one's rows, over `spec.hands`."""
         to = into.room(rows.n_row)
-        assert self.spec.hands and to.pad == rows.pad and to.layout == BLOCKED and into.n_in == self.spec.n_out
+        assert (
+            self.spec.hands
+            and to.pad == rows.pad
+            and to.layout == BLOCKED
+            and into.n_in == self.spec.n_out
+        )
         if rows.pad in self.pairs:
             self.pairs[rows.pad](rows, packed, to.blocks, to.powers, self.rows.overlap)
         else:
             self._whole(rows, packed, to.powers, to.blocks)
         return to
 
-    def _whole(self, rows: Rows, packed: Packed, residual: Tensor, out: Tensor, late: bool = False) -> None:
+    def _whole(
+        self, rows: Rows, packed: Packed, residual: Tensor, out: Tensor, late: bool = False
+    ) -> None:
         run = self.steps[rows.pad]
-        args = (packed.data, rows.blocks, rows.sums, rows.powers, residual, out, self.partial, self.tickets)
+        args = (
+            packed.data,
+            rows.blocks,
+            rows.sums,
+            rows.powers,
+            residual,
+            out,
+            self.partial,
+            self.tickets,
+        )
         sizes = (np.int32(rows.n_row), *self.sizes, np.int32(late))
         run.kernel.launch(self.grid, run.threads, (*args, *sizes), run.shared, overlap=self.rows.overlap)
 
@@ -324,7 +359,9 @@ def _below_limit(packed: Packed, limit: float) -> float:
     return limit / 2 / float(unpack(packed).square().sum(-1).mean().sqrt())
 
 
-def random_matrix(type: GGMLType, n_out: int, n_in: int, gen: torch.Generator, device: torch.device) -> Packed:
+def random_matrix(
+    type: GGMLType, n_out: int, n_in: int, gen: torch.Generator, device: torch.device
+) -> Packed:
     """`random_rows`, repacked."""
     raw, scales = random_rows(type, n_out, n_in, gen, device)
     return repack(raw, type, (n_out, n_in), scales)
@@ -346,7 +383,10 @@ def random_packed(type: GGMLType, n_out: int, n_in: int, device: torch.device) -
     n_block = CHUNKS[type] * 32 // type.block_size
     # All behind E2M1 codes
     at = 0 if type in HALVES else -(n_half * 32 * n_block or RECORDS[type] - 256 * CHUNKS[type])
-    if type in (GGMLType.Q4_K, GGMLType.Q5_K):  # before them scales and minima of each row and block, of six bits
+    if type in (
+        GGMLType.Q4_K,
+        GGMLType.Q5_K,
+    ):  # before them scales and minima of each row and block, of six bits
         records[:, at - 32 * CHUNKS[type] : at] &= 0x3F
     floats = records[:, at:]
     floats &= 0x1F

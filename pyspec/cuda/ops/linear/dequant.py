@@ -20,7 +20,9 @@ from pyspec.gguf import GGMLType, blocks
 from pyspec.gguf.blocks import BlockLayout
 
 ATOL = RTOL = 0.0  # float32 results are exact
-CPU_CHUNK = 1 << 20  # weights per step; 1 << 16 and 1 << 18 are up to 1.8 times slower, larger gains nothing
+CPU_CHUNK = (
+    1 << 20
+)  # weights per step; 1 << 16 and 1 << 18 are up to 1.8 times slower, larger gains nothing
 GPU_CHUNK = 1 << 26  # weights per step: bounds the temporaries to about 1 GB
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -96,7 +98,9 @@ def _q5_0(raw: Tensor) -> Tensor:
 
 
 def _q5_1(raw: Tensor) -> Tensor:
-    return _half(raw, blocks.BlockQ5_1, "d") * _five(raw, blocks.BlockQ5_1) + _half(raw, blocks.BlockQ5_1, "m")
+    return _half(raw, blocks.BlockQ5_1, "d") * _five(raw, blocks.BlockQ5_1) + _half(
+        raw, blocks.BlockQ5_1, "m"
+    )
 
 
 def _two_bits(raw: Tensor, layout: type[BlockLayout]) -> Tensor:
@@ -127,7 +131,9 @@ def _six_bit_scales(raw: Tensor, layout: type[BlockLayout]) -> tuple[Tensor, Ten
     scale, low, rest = _bytes(raw, layout, "scales").unflatten(1, (3, 4)).unbind(1)
     scales = torch.cat((scale & 63, (rest & 15) | ((scale >> 2) & 48)), 1)
     lows = torch.cat((low & 63, (rest >> 4) | ((low >> 2) & 48)), 1)
-    return (_half(raw, layout, "d") * scales).unsqueeze(-1), (_half(raw, layout, "dmin") * lows).unsqueeze(-1)
+    return (_half(raw, layout, "d") * scales).unsqueeze(-1), (
+        _half(raw, layout, "dmin") * lows
+    ).unsqueeze(-1)
 
 
 def _q4_k(raw: Tensor) -> Tensor:
@@ -152,7 +158,9 @@ def _q6_k(raw: Tensor) -> Tensor:
     return (scale.unsqueeze(-1) * q.unflatten(1, (16, 16))).flatten(1)
 
 
-def _signed_points(raw: Tensor, layout: type[BlockLayout], codes: Tensor, words: Tensor, of_scale: float) -> Tensor:
+def _signed_points(
+    raw: Tensor, layout: type[BlockLayout], codes: Tensor, words: Tensor, of_scale: float
+) -> Tensor:
     """[n, 256] float32 of IQ2_XXS and IQ3_XXS.
 
     codes  float32, the lattice points: n * 256 numbers in the weights' order
@@ -213,12 +221,20 @@ def ue4m3(device: torch.device) -> Tensor:
 
 
 def _mxfp4(raw: Tensor) -> Tensor:
-    scale = e8m0(raw.device).index_select(0, _bytes(raw, blocks.BlockMXFP4, "e").flatten().int()).unsqueeze(-1)
+    scale = (
+        e8m0(raw.device)
+        .index_select(0, _bytes(raw, blocks.BlockMXFP4, "e").flatten().int())
+        .unsqueeze(-1)
+    )
     return scale * _looked_up(_bytes(raw, blocks.BlockMXFP4, "qs"), E2M1).flatten(1)
 
 
 def _nvfp4(raw: Tensor) -> Tensor:
-    scale = ue4m3(raw.device).index_select(0, _bytes(raw, blocks.BlockNVFP4, "d").flatten().int()).view(-1, 4, 1)
+    scale = (
+        ue4m3(raw.device)
+        .index_select(0, _bytes(raw, blocks.BlockNVFP4, "d").flatten().int())
+        .view(-1, 4, 1)
+    )
     q = _looked_up(_bytes(raw, blocks.BlockNVFP4, "qs").unflatten(1, (4, 8)), E2M1).flatten(2)
     return (scale * q).flatten(1)
 
@@ -261,7 +277,9 @@ def refusal(type: GGMLType) -> str | None:
     return f"tensor type {type.name} is not supported (a file quantised to Q4_K_M, Q8_0 or another common type is)"
 
 
-def dequantize(raw: Tensor, type: GGMLType, shape: Sequence[int], out_dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(
+    raw: Tensor, type: GGMLType, shape: Sequence[int], out_dtype: torch.dtype = torch.float32
+) -> Tensor:
     """The tensor of shape `shape` (torch order) held by `raw`, in new memory on raw's device.
 
     raw [n_bytes] uint8, any shape with that many elements, contiguous. NVFP4's per-tensor scale is not applied.
@@ -270,7 +288,11 @@ def dequantize(raw: Tensor, type: GGMLType, shape: Sequence[int], out_dtype: tor
     if why := refusal(type):
         raise ModelError(why)
     n = math.prod(shape)
-    assert raw.dtype == torch.uint8 and raw.numel() * type.block_size == n * type.type_size, (raw.shape, type, shape)
+    assert raw.dtype == torch.uint8 and raw.numel() * type.block_size == n * type.type_size, (
+        raw.shape,
+        type,
+        shape,
+    )
     out = torch.empty(n, dtype=out_dtype, device=raw.device)
     if (plain := _PLAIN.get(type)) is not None:
         out.copy_(raw.reshape(-1).view(plain))
@@ -283,7 +305,9 @@ def dequantize(raw: Tensor, type: GGMLType, shape: Sequence[int], out_dtype: tor
     return out.view(*shape)
 
 
-def dequantize_rows(raw: Tensor, type: GGMLType, rows: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize_rows(
+    raw: Tensor, type: GGMLType, rows: Tensor, out_dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Chosen rows of a matrix, for an embedding look-up: only these are decoded.
 
     raw   [row, bytes of a row]  uint8
@@ -301,9 +325,13 @@ def quantize(x: Tensor, type: GGMLType) -> Tensor:
     Types: F32, F16, BF16, Q8_0, Q4_0. Errors: ModelError for others and for rows that are no multiple of the block.
     """
     if type not in _ENCODERS:
-        raise ModelError(f"cannot quantise to {type.name} (can to {', '.join(t.name for t in _ENCODERS)})")
+        raise ModelError(
+            f"cannot quantise to {type.name} (can to {', '.join(t.name for t in _ENCODERS)})"
+        )
     if x.shape[-1] % type.block_size:
-        raise ModelError(f"rows of {x.shape[-1]} are not a multiple of {type.name}'s block of {type.block_size}")
+        raise ModelError(
+            f"rows of {x.shape[-1]} are not a multiple of {type.name}'s block of {type.block_size}"
+        )
     row_bytes = x.shape[-1] // type.block_size * type.type_size
     packed = _ENCODERS[type](x.float().contiguous().view(-1, type.block_size))
     return packed.view(torch.uint8).view(*x.shape[:-1], row_bytes)
@@ -318,7 +346,9 @@ def _to_q8_0(x: Tensor) -> Tensor:
     scaled = x * _inverse(scale)
     size = scaled.abs()
     whole = size.floor()
-    rounded = scaled.sign() * (whole + (2 * (size - whole)).floor())  # half away from zero, as C's roundf
+    rounded = scaled.sign() * (
+        whole + (2 * (size - whole)).floor()
+    )  # half away from zero, as C's roundf
     return torch.cat((scale.half().view(torch.uint8), rounded.to(torch.int8).view(torch.uint8)), 1)
 
 

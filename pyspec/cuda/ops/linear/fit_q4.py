@@ -37,7 +37,9 @@ _TYPES = {
         lambda x: (x + 8.5).floor_().clamp_(0, 15).nan_to_num_().long(),
         (-8.5, -8.0, -7.5, -7.0, 7.0, 7.5),
     ),
-    GGMLType.IQ4_NL: _Codes(IQ4, _nearest_iq4, (-136.0, -127.0, -118.0, -110.0, -104.0, 104.0, 113.0, 122.0)),
+    GGMLType.IQ4_NL: _Codes(
+        IQ4, _nearest_iq4, (-136.0, -127.0, -118.0, -110.0, -104.0, 104.0, 113.0, 122.0)
+    ),
 }
 TYPES = frozenset(_TYPES)
 
@@ -57,7 +59,9 @@ def fit_q4(x: Tensor, type: GGMLType) -> Tensor:
     for value in kind.largest:
         q = kind.nearest(blocks * torch.where(largest == 0, 0.0, value / largest))
         tried = values[q]
-        best = (blocks * tried).sum(1, keepdim=True) / tried.square().sum(1, keepdim=True)  # for these codes
+        best = (blocks * tried).sum(1, keepdim=True) / tried.square().sum(
+            1, keepdim=True
+        )  # for these codes
         best = best.half().float()
         error = (blocks - best * tried).square_().sum(1, keepdim=True)
         better = error < least  # never true for NaN

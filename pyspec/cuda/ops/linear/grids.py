@@ -67,4 +67,6 @@ def iq3_xxs(device: torch.device) -> Tensor:
 def signs(device: torch.device) -> Tensor:
     """[128, 8] float32, 1 or -1: a set bit is a minus, and the eighth makes their number even."""
     bits = [code | code.bit_count() % 2 << 7 for code in range(128)]
-    return torch.tensor([[1 - 2 * (b >> k & 1) for k in range(8)] for b in bits], dtype=torch.float32, device=device)
+    return torch.tensor(
+        [[1 - 2 * (b >> k & 1) for k in range(8)] for b in bits], dtype=torch.float32, device=device
+    )

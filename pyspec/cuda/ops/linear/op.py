@@ -24,7 +24,11 @@ def shapes(device: torch.device) -> list[linear_ref.LinearSpec]:
 
 def every_type(device: torch.device) -> list[linear_ref.LinearSpec]:
     """Each packed type with each epilogue."""
-    return [linear_ref.LinearSpec(device, type, 272, 5120, epilogue) for type in FORMATS for epilogue in Epilogue]
+    return [
+        linear_ref.LinearSpec(device, type, 272, 5120, epilogue)
+        for type in FORMATS
+        for epilogue in Epilogue
+    ]
 
 
 linear: Op[linear_ref.LinearSpec, linear_ref.Linear] = Op(
@@ -32,7 +36,9 @@ linear: Op[linear_ref.LinearSpec, linear_ref.Linear] = Op(
     Impl("torch", linear_ref.bind),
     [
         Impl("cuda", linear_cuda.bind, linear_cuda.limits, programs=linear_cuda.programs),
-        Impl("triton", linear_triton.bind, linear_triton.limits, capturable=True, tune=linear_triton.tune),
+        Impl(
+            "triton", linear_triton.bind, linear_triton.limits, capturable=True, tune=linear_triton.tune
+        ),
     ],
     linear_cuda.check,
     shapes=shapes,
@@ -54,7 +60,9 @@ def cpu_types(device: torch.device) -> list[linear_on_cpu.CpuLinearSpec]:
     """The usual types of files that CPUs run."""
     names = ("F32", "F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "MXFP4") if device.type == "cpu" else ()
     types = [GGMLType[name] for name in names]
-    eight = [linear_on_cpu.CpuLinearSpec(device, type, 8) for type in types if linear_on_cpu.has_eight(type)]
+    eight = [
+        linear_on_cpu.CpuLinearSpec(device, type, 8) for type in types if linear_on_cpu.has_eight(type)
+    ]
     return [linear_on_cpu.CpuLinearSpec(device, type) for type in types] + eight
 
 

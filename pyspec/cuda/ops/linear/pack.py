@@ -29,7 +29,9 @@ from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType
 
 TILE = 16  # 16-row groups of a tile
-MXFP4_LARGEST = 127 + 7  # code of the scale 2^7, the largest of linear_wgmma's f16 weights; no model comes near it
+MXFP4_LARGEST = (
+    127 + 7
+)  # code of the scale 2^7, the largest of linear_wgmma's f16 weights; no model comes near it
 _SLICE = 1 << 26  # weights repacked at once: bounds the temporaries to about 0.5 GB
 
 
@@ -91,13 +93,19 @@ def _scale_rows(n_out: int) -> int:
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
     """Rows of gate and up [row, row_bytes] as 8 of one and 8 of the other: one warp then owns both of a feature."""
     if gate.shape != up.shape or gate.shape[0] % 8:
-        raise ModelError(f"gate {list(gate.shape)} and up {list(up.shape)} must be equal and a multiple of 8 rows")
+        raise ModelError(
+            f"gate {list(gate.shape)} and up {list(up.shape)} must be equal and a multiple of 8 rows"
+        )
     pairs = torch.stack((gate.view(-1, 8, gate.shape[1]), up.view(-1, 8, up.shape[1])), 1)
     return pairs.view(-1, gate.shape[1])
 
 
 def repack(
-    raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor | None = None, out: Tensor | None = None
+    raw: Tensor,
+    type: GGMLType,
+    shape: tuple[int, int],
+    scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Packed:
     """The file's bytes of a matrix [n_out, n_in] repacked, on raw's device.
 
@@ -108,10 +116,14 @@ def repack(
     """
     n_out, n_in = shape
     if type not in CHUNKS:
-        raise ModelError(f"matrices of {type.name} can not be repacked (can: {', '.join(t.name for t in CHUNKS)})")
+        raise ModelError(
+            f"matrices of {type.name} can not be repacked (can: {', '.join(t.name for t in CHUNKS)})"
+        )
     row_bytes = n_in // type.block_size * type.type_size
     if n_in % type.block_size or raw.numel() != n_out * row_bytes:
-        raise ModelError(f"a {type.name} matrix of {n_out} x {n_in} has {n_out * row_bytes} bytes, got {raw.numel()}")
+        raise ModelError(
+            f"a {type.name} matrix of {n_out} x {n_in} has {n_out * row_bytes} bytes, got {raw.numel()}"
+        )
     kind = FORMATS[type]
     assert scales is None or (kind.scaled and scales.shape == (n_out,))
     rows = raw.reshape(n_out, n_in // type.block_size, type.type_size)
@@ -227,7 +239,9 @@ def _encode_q4(n_half: int, order: tuple[int, ...] = planes.SPREAD) -> Callable[
 
     def encode(blocks: Tensor) -> Tensor:
         lanes = planes.by_lane(_nibbles(blocks[..., 2 * n_half :]))
-        return torch.cat((planes.nibbles_in(lanes, order), planes.pairs_in(blocks[..., : 2 * n_half])), -1)
+        return torch.cat(
+            (planes.nibbles_in(lanes, order), planes.pairs_in(blocks[..., : 2 * n_half])), -1
+        )
 
     return encode
 
@@ -256,7 +270,9 @@ def _encode_q5(n_half: int) -> Callable[[Tensor], Tensor]:
         shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
         high = (blocks[..., at : at + 4].unsqueeze(-1) >> shifts & 1).flatten(-2)
         lanes = planes.by_lane(_nibbles(blocks[..., at + 4 :]) | high << 4)
-        return torch.cat((planes.nibbles_in(lanes), planes.bits_in(lanes), planes.pairs_in(blocks[..., :at])), -1)
+        return torch.cat(
+            (planes.nibbles_in(lanes), planes.bits_in(lanes), planes.pairs_in(blocks[..., :at])), -1
+        )
 
     return encode
 
@@ -285,7 +301,10 @@ def _six_bit_scales(x: Tensor) -> Tensor:
 
 def _encode_q4_k(blocks: Tensor) -> Tensor:
     x = blocks.squeeze(-2)  # one block of 256 is one chunk
-    lanes, scales = planes.by_lane(_eight_blocks(x[..., 16:])), planes.pairs_in(_six_bit_scales(x[..., 4:16]))
+    lanes, scales = (
+        planes.by_lane(_eight_blocks(x[..., 16:])),
+        planes.pairs_in(_six_bit_scales(x[..., 4:16])),
+    )
     return torch.cat((planes.nibbles_in(lanes), scales, planes.pairs_in(x[..., :4])), -1)
 
 
@@ -296,7 +315,9 @@ def _encode_q5_k(blocks: Tensor) -> Tensor:
         planes.by_lane(_eight_blocks(x[..., 48:]) | high << 4),
         planes.pairs_in(_six_bit_scales(x[..., 4:16])),
     )
-    return torch.cat((planes.nibbles_in(lanes), planes.bits_in(lanes), scales, planes.pairs_in(x[..., :4])), -1)
+    return torch.cat(
+        (planes.nibbles_in(lanes), planes.bits_in(lanes), scales, planes.pairs_in(x[..., :4])), -1
+    )
 
 
 def _scaled_less_minima(q: Tensor, scales: Tensor) -> Tensor:
@@ -322,7 +343,9 @@ def _encode_q6_k(blocks: Tensor) -> Tensor:
     high = torch.cat([high >> s & 3 for s in (0, 2, 4, 6)], -2).flatten(-3)
     lanes = planes.by_lane((low | high << 4).unflatten(-1, (8, 32)))
     scales = planes.pairs_in(x[..., 192:208].unflatten(-1, (8, 2)))
-    return torch.cat((planes.nibbles_in(lanes), planes.crumbs_in(lanes), scales, planes.pairs_in(x[..., 208:])), -1)
+    return torch.cat(
+        (planes.nibbles_in(lanes), planes.crumbs_in(lanes), scales, planes.pairs_in(x[..., 208:])), -1
+    )
 
 
 def _decode_q6_k(records: Tensor) -> Tensor:
@@ -376,7 +399,9 @@ def _encode_q3_k(blocks: Tensor) -> Tensor:
     low, rest = _nibbles(x[..., 96:104]), x[..., 104:108]
     scales = (low | torch.cat([rest >> s & 3 for s in (0, 2, 4, 6)], -1) << 4) - 32  # int8 from here on
     scales = planes.pairs_in(scales.unflatten(-1, (8, 2)))
-    return torch.cat((planes.crumbs_in(lanes, 0), planes.bits_in(lanes, 2), scales, planes.pairs_in(x[..., 108:])), -1)
+    return torch.cat(
+        (planes.crumbs_in(lanes, 0), planes.bits_in(lanes, 2), scales, planes.pairs_in(x[..., 108:])), -1
+    )
 
 
 def _decode_q3_k(records: Tensor) -> Tensor:
@@ -401,7 +426,9 @@ def lattice(points: Tensor, grid: Tensor, words: Tensor, plus: int) -> tuple[Ten
     """
     levels = grid[points.int()].flatten(-2)
     word = words.contiguous().view(torch.int32)
-    signs = torch.tensor([b.bit_count() % 2 << 7 | b for b in range(128)], dtype=torch.uint8, device=points.device)
+    signs = torch.tensor(
+        [b.bit_count() % 2 << 7 | b for b in range(128)], dtype=torch.uint8, device=points.device
+    )
     picked = signs[torch.cat([word >> s & 127 for s in (0, 7, 14, 21)], -1)]
     minus = torch.stack([picked >> k & 1 for k in range(8)], -1).flatten(-2)
     return levels + plus * minus, ((word >> 28 & 15) * 2 + 1).squeeze(-1).to(torch.uint8)
@@ -413,15 +440,25 @@ def _encode_iq2_xxs(blocks: Tensor) -> Tensor:
     codes, scales = lattice(groups[..., :4], grids.iq2_levels(x.device), groups[..., 4:], 4)
     lanes = planes.by_lane(codes)
     return torch.cat(
-        (planes.levels_in(lanes), planes.signs_in(lanes), planes.bytes_in(scales), planes.pairs_in(x[..., :2])), -1
+        (
+            planes.levels_in(lanes),
+            planes.signs_in(lanes),
+            planes.bytes_in(scales),
+            planes.pairs_in(x[..., :2]),
+        ),
+        -1,
     )
 
 
 def _decode_iq2_xxs(records: Tensor) -> Tensor:
-    q = planes.from_lanes(planes.levels_out(records[..., :1024]) | planes.signs_out(records[..., 1024:1536]) << 2)
+    q = planes.from_lanes(
+        planes.levels_out(records[..., :1024]) | planes.signs_out(records[..., 1024:1536]) << 2
+    )
     scales = planes.bytes_out(records[..., 1536:1664]).contiguous().view(torch.int8)
     table = (*grids.IQ2_LEVELS, 0, *(-x for x in grids.IQ2_LEVELS), 0)
-    return (_half(planes.pairs_out(records[..., 1664:], 2)) * 0.125 * scales).unsqueeze(-1) * _values(q, table)
+    return (_half(planes.pairs_out(records[..., 1664:], 2)) * 0.125 * scales).unsqueeze(-1) * _values(
+        q, table
+    )
 
 
 def _encode_iq3_xxs(blocks: Tensor) -> Tensor:
@@ -430,7 +467,8 @@ def _encode_iq3_xxs(blocks: Tensor) -> Tensor:
     codes, scales = lattice(points, grids.iq3_levels(x.device), words, 8)
     lanes = planes.by_lane(codes)
     return torch.cat(
-        (planes.nibbles_in(lanes, planes.NATURAL), planes.bytes_in(scales), planes.pairs_in(x[..., :2])), -1
+        (planes.nibbles_in(lanes, planes.NATURAL), planes.bytes_in(scales), planes.pairs_in(x[..., :2])),
+        -1,
     )
 
 
@@ -438,12 +476,16 @@ def _decode_iq3_xxs(records: Tensor) -> Tensor:
     q = planes.from_lanes(planes.nibbles_out(records[..., :2048], planes.NATURAL))
     scales = planes.bytes_out(records[..., 2048:2176]).contiguous().view(torch.int8)
     table = (*grids.IQ3_LEVELS, *(-x for x in grids.IQ3_LEVELS))
-    return (_half(planes.pairs_out(records[..., 2176:], 2)) * 0.25 * scales).unsqueeze(-1) * _values(q, table)
+    return (_half(planes.pairs_out(records[..., 2176:], 2)) * 0.25 * scales).unsqueeze(-1) * _values(
+        q, table
+    )
 
 
 def _encode_mxfp4(blocks: Tensor) -> Tensor:
     if (blocks[..., 0] > MXFP4_LARGEST).any():
-        raise ModelError(f"an MXFP4 scale of 2^{int(blocks[..., 0].max()) - 127}; up to 2^7 the kernels can hold")
+        raise ModelError(
+            f"an MXFP4 scale of 2^{int(blocks[..., 0].max()) - 127}; up to 2^7 the kernels can hold"
+        )
     lanes = planes.by_lane(_nibbles(blocks[..., 1:]))
     # one higher, so that the smallest scale, a denormal number in f32, is a normal one as well
     return torch.cat((planes.e2m1_in(lanes), planes.bytes_in(blocks[..., 0] + 1)), -1)
@@ -451,12 +493,16 @@ def _encode_mxfp4(blocks: Tensor) -> Tensor:
 
 def _decode_mxfp4(records: Tensor) -> Tensor:
     q = planes.from_lanes(planes.e2m1_out(records[..., :1024]))
-    return e8m0(q.device)[planes.bytes_out(records[..., 1024:]).int() - 1].unsqueeze(-1) * _values(q, E2M1)
+    return e8m0(q.device)[planes.bytes_out(records[..., 1024:]).int() - 1].unsqueeze(-1) * _values(
+        q, E2M1
+    )
 
 
 def _encode_nvfp4(blocks: Tensor) -> Tensor:
     scales = blocks[..., :4]
-    scales = torch.where(scales == 0x7F, 0, scales & 0x7F)  # 0x7f counts as zero; 0xff, of no use, as 480
+    scales = torch.where(
+        scales == 0x7F, 0, scales & 0x7F
+    )  # 0x7f counts as zero; 0xff, of no use, as 480
     codes = _nibbles(blocks[..., 4:].unflatten(-1, (4, 8))).flatten(-2)  # two blocks of 32
     lanes = planes.by_lane(codes.unflatten(-1, (2, 32)).flatten(-3, -2))
     scales = planes.pairs_in(_e5m3(scales).unflatten(-1, (2, 2)).flatten(-3, -2))

@@ -10,18 +10,35 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
-from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS, Packed, n_chunks, n_groups, packed_bytes
+from pyspec.cuda.ops.linear.pack import (
+    CHUNKS,
+    FORMATS,
+    RECORDS,
+    Packed,
+    n_chunks,
+    n_groups,
+    packed_bytes,
+)
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import Rows
 from pyspec.gguf import GGMLType
 
-GROUPS = {8: 8, 16: 8, 24: 4, 32: 4, 48: 4}  # for each pad that is taken: 16-row groups of a band at most
+GROUPS = {
+    8: 8,
+    16: 8,
+    24: 4,
+    32: 4,
+    48: 4,
+}  # for each pad that is taken: 16-row groups of a band at most
 WAYS_M = 2  # warps that share a band's groups, for each of the four that share its columns
 COPIERS, LANES = 2, 2  # warps that fetch weights, and lanes of each that do
 ROW_LANES = 4  # lanes of a warp that fetch rows
 FETCHERS = COPIERS * LANES
 MAX_SLOTS = 48
-EARLY, STEADY = 35_000, 52_000  # bytes of weights in flight to a CTA, before and after the end of its predecessor
+EARLY, STEADY = (
+    35_000,
+    52_000,
+)  # bytes of weights in flight to a CTA, before and after the end of its predecessor
 # Of a matrix: larger ones stream better in whole tiles (linear_sm90.cu), whose end is a smaller part (docs/log.md).
 MOST_BYTES = 30_000_000
 LEAST_SHARED = 200 * 1024  # with less, slots are too few
@@ -61,7 +78,9 @@ def ring(type: GGMLType, pad: int, n_group: int, n_pair: int, n_shared: int) -> 
     slot = weights + row_bytes(type, pad)
     n_slot = min(MAX_SLOTS, (n_shared - meeting_bytes(pad)) // slot) // FETCHERS * FETCHERS
     early, steady = (max(2, round(n / weights)) for n in (EARLY, STEADY))
-    return StageRing(n_slot, weights, min(early, n_slot), min(steady, n_slot), meeting_bytes(pad) + n_slot * slot)
+    return StageRing(
+        n_slot, weights, min(early, n_slot), min(steady, n_slot), meeting_bytes(pad) + n_slot * slot
+    )
 
 
 def takes(spec: LinearSpec, pad: int, n_shared: int) -> bool:
@@ -111,9 +130,24 @@ class PairLaunch:
         self.sizes = tuple(np.int32(n) for n in sizes)
 
     def __call__(
-        self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None, overlap: bool, late: bool = False
+        self,
+        rows: Rows,
+        packed: Packed,
+        out: Tensor,
+        residual: Tensor | None,
+        overlap: bool,
+        late: bool = False,
     ) -> None:
         """late: the next launch begins when all launches before this product are over, and may use their results without a wait."""
-        tensors = (packed.data, rows.blocks, rows.sums, rows.powers, out if residual is None else residual, out)
+        tensors = (
+            packed.data,
+            rows.blocks,
+            rows.sums,
+            rows.powers,
+            out if residual is None else residual,
+            out,
+        )
         args: tuple[Arg, ...] = (*tensors, np.int32(rows.n_row), *self.sizes, np.int32(late))
-        self.kernel.launch(self.grid, 32 * (4 * WAYS_M + COPIERS + 1), args, self.n_bytes, overlap=overlap)
+        self.kernel.launch(
+            self.grid, 32 * (4 * WAYS_M + COPIERS + 1), args, self.n_bytes, overlap=overlap
+        )

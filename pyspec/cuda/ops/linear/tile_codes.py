@@ -17,7 +17,11 @@ from pyspec.cuda.ops.linear.tiles import BIAS, TiledFormat
 
 def unit(form: TiledFormat) -> float:
     """The power of two that sums of decoded codes are still to be multiplied with, because floats keep the places of their bits."""
-    return (2.0**15 if form.table == E2M1 else 2.0**24) * (2.0**7 if form.scale == "e4m3" else 1.0) * form.factor
+    return (
+        (2.0**15 if form.table == E2M1 else 2.0**24)
+        * (2.0**7 if form.scale == "e4m3" else 1.0)
+        * form.factor
+    )
 
 
 def text(form: TiledFormat) -> str:
@@ -29,7 +33,10 @@ def text(form: TiledFormat) -> str:
     if form.high:
         return _asm(_two_more() if form.high == 2 else _one_more())
     if form.table == E2M1:
-        return _asm(_e2m1(), [f"prmt.b32 ${i}, {'lh'[i // 2]}, 0, {('0x1404', '0x3424')[i % 2]}" for i in range(4)])
+        return _asm(
+            _e2m1(),
+            [f"prmt.b32 ${i}, {'lh'[i // 2]}, 0, {('0x1404', '0x3424')[i % 2]}" for i in range(4)],
+        )
     if form.table:
         return _asm(_sixteen(form.table))
     split = ["and.b32 l, $4, 0x0f0f0f0f", "shr.u32 h, $4, 4", "and.b32 h, h, 0x0f0f0f0f"]
@@ -37,7 +44,11 @@ def text(form: TiledFormat) -> str:
 
 
 def _asm(*parts: Iterable[str]) -> str:
-    return "{ .reg .b32 a, b, h, l, s, t, u, v, w; " + " ".join(f"{x};" for part in parts for x in part) + " }"
+    return (
+        "{ .reg .b32 a, b, h, l, s, t, u, v, w; "
+        + " ".join(f"{x};" for part in parts for x in part)
+        + " }"
+    )
 
 
 def _wide(first: str, second: str, word: str) -> list[str]:
@@ -48,8 +59,15 @@ def _wide(first: str, second: str, word: str) -> list[str]:
 def _two_more() -> list[str]:
     """Nibbles in $8 and $9, two upper bits in $10."""
     out: list[str] = []
-    for i, shift in enumerate(("shl.b32 a, $10, 4", "shl.b32 a, $10, 2", "mov.b32 a, $10", "shr.u32 a, $10, 2")):
-        out += [*_nibble(i), shift, "lop3.b32 l, a, 0x30303030, l, 0xEA", *_wide(f"${2 * i}", f"${2 * i + 1}", "l")]
+    for i, shift in enumerate(
+        ("shl.b32 a, $10, 4", "shl.b32 a, $10, 2", "mov.b32 a, $10", "shr.u32 a, $10, 2")
+    ):
+        out += [
+            *_nibble(i),
+            shift,
+            "lop3.b32 l, a, 0x30303030, l, 0xEA",
+            *_wide(f"${2 * i}", f"${2 * i + 1}", "l"),
+        ]
     return out
 
 
@@ -57,7 +75,12 @@ def _one_more() -> list[str]:
     """Nibbles in $8 and $9, upper bits of two chunks in $10, the shift in $11."""
     out = ["and.b32 b, $11, 255", "shr.u32 b, $10, b"]
     for i, shift in enumerate(("shl.b32 a, b, 4", "shl.b32 a, b, 3", "mov.b32 a, b", "shr.u32 a, b, 1")):
-        out += [*_nibble(i), shift, "lop3.b32 l, a, 0x10101010, l, 0xEA", *_wide(f"${2 * i}", f"${2 * i + 1}", "l")]
+        out += [
+            *_nibble(i),
+            shift,
+            "lop3.b32 l, a, 0x10101010, l, 0xEA",
+            *_wide(f"${2 * i}", f"${2 * i + 1}", "l"),
+        ]
     return out
 
 
@@ -72,13 +95,22 @@ def _crumbs() -> list[str]:
     """Four times two bits in $8."""
     out: list[str] = []
     for i in range(4):
-        out += [f"shr.u32 a, $8, {2 * i}", "and.b32 a, a, 0x03030303", *_wide(f"${2 * i}", f"${2 * i + 1}", "a")]
+        out += [
+            f"shr.u32 a, $8, {2 * i}",
+            "and.b32 a, a, 0x03030303",
+            *_wide(f"${2 * i}", f"${2 * i + 1}", "a"),
+        ]
     return out
 
 
 def _e2m1() -> list[str]:
     """Nibbles as the upper bytes of f16: sign, and three bits where an exponent ends and a fraction begins."""
-    low = ["shl.b32 a, $4, 1", "and.b32 a, a, 0x0e0e0e0e", "shl.b32 b, $4, 4", "lop3.b32 l, b, 0x80808080, a, 0xEA"]
+    low = [
+        "shl.b32 a, $4, 1",
+        "and.b32 a, a, 0x0e0e0e0e",
+        "shl.b32 b, $4, 4",
+        "lop3.b32 l, b, 0x80808080, a, 0xEA",
+    ]
     return [*low, "shr.u32 a, $4, 3", "and.b32 a, a, 0x0e0e0e0e", "lop3.b32 h, $4, 0x80808080, a, 0xEA"]
 
 
@@ -91,10 +123,19 @@ def _words(table: tuple[int, ...]) -> list[str]:
 def _sixteen(table: tuple[int, ...]) -> list[str]:
     """Sixteen bytes in four registers: eight are looked at by three bits of a nibble, twice, and its fourth bit chooses."""
     words = _words(table)
-    out = ["and.b32 s, $4, 0x77777777", "shr.u32 t, $4, 1", "and.b32 t, t, 0x44444444", "or.b32 t, t, 0x32103210"]
+    out = [
+        "and.b32 s, $4, 0x77777777",
+        "shr.u32 t, $4, 1",
+        "and.b32 t, t, 0x44444444",
+        "or.b32 t, t, 0x32103210",
+    ]
     out += [f"mov.b32 a, {words[0]}", f"mov.b32 b, {words[2]}"]
     for to in "lh":
-        out += [f"prmt.b32 u, a, {words[1]}, s", f"prmt.b32 v, b, {words[3]}, s", f"prmt.b32 {to}, u, v, t"]
+        out += [
+            f"prmt.b32 u, a, {words[1]}, s",
+            f"prmt.b32 v, b, {words[3]}, s",
+            f"prmt.b32 {to}, u, v, t",
+        ]
         out += ["shr.u32 s, s, 16", "shr.u32 t, t, 16"] if to == "l" else []
     return out + _picked(0, 2)
 
@@ -105,7 +146,12 @@ def _eight(table: tuple[int, ...]) -> list[str]:
     words = _words(table)
     out = ["and.b32 b, $10, 255", "shr.u32 b, $9, b", f"mov.b32 a, {words[0]}"]
     for i, shift in enumerate(("mov.b32 s, $8", "shr.u32 s, $8, 2")):
-        out += [shift, "and.b32 s, s, 0x33333333", f"shl.b32 t, b, {2 - i}", "lop3.b32 s, t, 0x44444444, s, 0xEA"]
+        out += [
+            shift,
+            "and.b32 s, s, 0x33333333",
+            f"shl.b32 t, b, {2 - i}",
+            "lop3.b32 s, t, 0x44444444, s, 0xEA",
+        ]
         out += [f"prmt.b32 l, a, {words[1]}, s", "shr.u32 s, s, 16", f"prmt.b32 h, a, {words[1]}, s"]
         out += _picked(2 * i, 2 * i + 4)
     return out
@@ -113,5 +159,10 @@ def _eight(table: tuple[int, ...]) -> list[str]:
 
 def _picked(low: int, high: int) -> list[str]:
     """Of l and h, where bytes of two tensors take turns, as halves: to registers `low` and the next one, and to those from `high` on."""
-    picks = ((low, "l", "0x4240"), (low + 1, "h", "0x4240"), (high, "l", "0x4341"), (high + 1, "h", "0x4341"))
+    picks = (
+        (low, "l", "0x4240"),
+        (low + 1, "h", "0x4240"),
+        (high, "l", "0x4341"),
+        (high + 1, "h", "0x4341"),
+    )
     return [f"prmt.b32 ${to}, {word}, 0, {pick}" for to, word, pick in picks]

@@ -31,7 +31,11 @@ def value_of(table: tuple[int, ...]) -> int:
 def table_of(device: torch.device, type: GGMLType) -> Tensor:
     """The table that codes are looked up in, by its number in tile_codes.py."""
     form = FORMATS[type]
-    return torch.tensor(form.table or (0,), dtype=torch.int16, device=device).add_(form.bias).view(torch.float16)
+    return (
+        torch.tensor(form.table or (0,), dtype=torch.int16, device=device)
+        .add_(form.bias)
+        .view(torch.float16)
+    )
 
 
 @per_device

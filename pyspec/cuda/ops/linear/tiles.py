@@ -125,17 +125,23 @@ class TiledMatrix:
     def copied(self) -> TiledMatrix:
         """The same in memory of its own."""
         whole = {f.name: getattr(self, f.name) for f in fields(self)}
-        own: dict[str, Any] = {name: x.clone() if isinstance(x, Tensor) else x for name, x in whole.items()}
+        own: dict[str, Any] = {
+            name: x.clone() if isinstance(x, Tensor) else x for name, x in whole.items()
+        }
         return TiledMatrix(**own)
 
 
-def tile(raw: Tensor, type: GGMLType, shape: tuple[int, int], row_scales: Tensor | None = None) -> TiledMatrix:
+def tile(
+    raw: Tensor, type: GGMLType, shape: tuple[int, int], row_scales: Tensor | None = None
+) -> TiledMatrix:
     """The file's bytes of a matrix [n_out, n_in] repacked, on raw's device."""
     n_out, n_in = shape
     form, rows = FORMATS[type], raw.reshape(n_out, n_in // type.block_size, type.type_size)
     step = max(1, _SLICE // (ROWS * n_in)) * ROWS
     parts = [_tiles(form, form.split(part), n_in) for part in rows.split(step)]
-    joined = [None if p[0] is None else torch.cat(p) if len(p) > 1 else p[0] for p in zip(*parts, strict=True)]
+    joined = [
+        None if p[0] is None else torch.cat(p) if len(p) > 1 else p[0] for p in zip(*parts, strict=True)
+    ]
     codes, high, scales, supers = joined
     assert codes is not None and scales is not None
     return TiledMatrix(type, n_out, n_in, codes, high, scales, supers, row_scales)
@@ -150,7 +156,10 @@ def drawn(type: GGMLType, n_out: int, n_in: int, device: torch.device) -> TiledM
         return torch.empty(n_tile, n, ROWS, width, dtype=torch.uint8, device=device).random_()
 
     def equal(n: int, bits: int, is_float: bool) -> Tensor:
-        whole, field = {16: torch.int16, 32: torch.int32, 64: torch.int64}[bits], 0x3C00 if is_float else 0x7F7F
+        whole, field = (
+            {16: torch.int16, 32: torch.int32, 64: torch.int64}[bits],
+            0x3C00 if is_float else 0x7F7F,
+        )
         return torch.full((n_tile, n, ROWS), field * ((1 << bits) // 0xFFFF), dtype=whole, device=device)
 
     return TiledMatrix(
@@ -191,7 +200,9 @@ def _by_rows(x: Tensor | None) -> Tensor | None:
     """[row, n] -> [tile, n, 64]."""
     if x is None:
         return None
-    return F.pad(x, (0, 0, 0, -x.shape[0] % ROWS)).view(-1, ROWS, x.shape[1]).transpose(1, 2).contiguous()
+    return (
+        F.pad(x, (0, 0, 0, -x.shape[0] % ROWS)).view(-1, ROWS, x.shape[1]).transpose(1, 2).contiguous()
+    )
 
 
 def _merged(parts: Sequence[Tensor], places: Iterable[int]) -> Tensor:
@@ -216,7 +227,11 @@ def _single(quarters: Sequence[Tensor]) -> Tensor:
 def _numbers(form: TiledFormat, c: Codes, wide: int) -> Tensor | None:
     """A row's scales and minima in a chunk as one number. wide: columns of all chunks."""
     own, wanted = COLUMNS // form.group, wide // form.group
-    kinds = [F.pad(x, (0, wanted - x.shape[1])).unflatten(1, (-1, own)) for x in (c.scales, c.minima) if x is not None]
+    kinds = [
+        F.pad(x, (0, wanted - x.shape[1])).unflatten(1, (-1, own))
+        for x in (c.scales, c.minima)
+        if x is not None
+    ]
     fields = torch.cat(kinds, -1)
     if form.width == 4:
         fields = fields[..., ::2] | fields[..., 1::2] << 4
@@ -257,14 +272,23 @@ def untiled(m: TiledMatrix, first: int = 0, end: int | None = None) -> Tensor:
         q = q | more << form.bits
     q = rows_of(q)
     values = q.short() - form.bias
-    w = torch.tensor(form.table, dtype=torch.float32, device=q.device)[q.long()] if form.table else values.float()
+    w = (
+        torch.tensor(form.table, dtype=torch.float32, device=q.device)[q.long()]
+        if form.table
+        else values.float()
+    )
     kinds = _fields_of(m.scales[at], form.width).unflatten(-1, (1 + form.minima, -1))
     supers = None if m.supers is None else _fields_of(m.supers[at], 16)
 
     def spread(kind: int) -> Tensor:
         s = _number(rows_of(kinds[..., kind, :]), form) * form.factor
         if supers is not None:
-            s = s * rows_of(supers[..., kind, None]).float().repeat_interleave(form.span, 1)[:, : s.shape[1]]
+            s = (
+                s
+                * rows_of(supers[..., kind, None])
+                .float()
+                .repeat_interleave(form.span, 1)[:, : s.shape[1]]
+            )
         return s.repeat_interleave(form.group, 1)[:, : w.shape[1]]
 
     by = spread(0)
@@ -316,7 +340,9 @@ def _fields(x: Tensor, n: int) -> Tensor:
 
 
 def _q8_0(rows: Tensor) -> Codes:
-    return Codes(_field(rows, blocks.BlockQ8_0, "qs").flatten(1) ^ BIAS, _half(rows, blocks.BlockQ8_0, "d"))
+    return Codes(
+        _field(rows, blocks.BlockQ8_0, "qs").flatten(1) ^ BIAS, _half(rows, blocks.BlockQ8_0, "d")
+    )
 
 
 def _simple(
@@ -328,7 +354,9 @@ def _simple(
         q = _nibbles(_field(rows, layout, "qs"))
         if has_high:
             q = q | _fields(_field(rows, layout, "qh"), 1).transpose(-1, -2).flatten(-2) << 4
-        return Codes(q.flatten(1), _half(rows, layout, "d"), -_half(rows, layout, "m") if has_minima else None)
+        return Codes(
+            q.flatten(1), _half(rows, layout, "d"), -_half(rows, layout, "m") if has_minima else None
+        )
 
     return split
 
@@ -343,10 +371,14 @@ def _k_scales(rows: Tensor, layout: type[BlockLayout]) -> tuple[Tensor, Tensor]:
 
 def _k_four(layout: type[BlockLayout]) -> Callable[[Tensor], Codes]:
     def split(rows: Tensor) -> Codes:
-        q = _fields(_field(rows, layout, "qs").unflatten(-1, (4, 32)), 4).flatten(-3, -2)  # [row, block, 8, 32]
+        q = _fields(_field(rows, layout, "qs").unflatten(-1, (4, 32)), 4).flatten(
+            -3, -2
+        )  # [row, block, 8, 32]
         if hasattr(layout, "qh"):
             q = q | _fields(_field(rows, layout, "qh"), 1) << 4
-        return Codes(q.flatten(1), *_k_scales(rows, layout), _half(rows, layout, "d"), _half(rows, layout, "dmin"))
+        return Codes(
+            q.flatten(1), *_k_scales(rows, layout), _half(rows, layout, "d"), _half(rows, layout, "dmin")
+        )
 
     return split
 
@@ -369,7 +401,11 @@ def _q2_k(rows: Tensor) -> Codes:
     layout = blocks.BlockQ2_K
     scales = _field(rows, layout, "scales").flatten(1)
     return Codes(
-        _two_bits(rows, layout), scales & 15, scales >> 4, _half(rows, layout, "d"), _half(rows, layout, "dmin")
+        _two_bits(rows, layout),
+        scales & 15,
+        scales >> 4,
+        _half(rows, layout, "d"),
+        _half(rows, layout, "dmin"),
     )
 
 
@@ -378,7 +414,12 @@ def _q3_k(rows: Tensor) -> Codes:
     packed = _field(rows, layout, "scales")
     low, high = _fields(packed[..., :8], 4).flatten(2), _fields(packed[..., 8:], 2).flatten(2)
     above = _fields(_field(rows, layout, "hmask"), 1).flatten(1)
-    return Codes(_two_bits(rows, layout) | above << 2, (low | high << 4).flatten(1), None, _half(rows, layout, "d"))
+    return Codes(
+        _two_bits(rows, layout) | above << 2,
+        (low | high << 4).flatten(1),
+        None,
+        _half(rows, layout, "d"),
+    )
 
 
 def _iq4_xs(rows: Tensor) -> Codes:
@@ -426,7 +467,9 @@ FORMATS = {
     GGMLType.Q4_0: TiledFormat(_simple(blocks.BlockQ4_0), offset=8),
     GGMLType.Q4_1: TiledFormat(_simple(blocks.BlockQ4_1, has_minima=True), minima=True),
     GGMLType.Q5_0: TiledFormat(_simple(blocks.BlockQ5_0, has_high=True), high=1, offset=16),
-    GGMLType.Q5_1: TiledFormat(_simple(blocks.BlockQ5_1, has_minima=True, has_high=True), high=1, minima=True),
+    GGMLType.Q5_1: TiledFormat(
+        _simple(blocks.BlockQ5_1, has_minima=True, has_high=True), high=1, minima=True
+    ),
     GGMLType.Q4_K: TiledFormat(_k_four(blocks.BlockQ4_K), width=8, span=8, minima=True),
     GGMLType.Q5_K: TiledFormat(_k_four(blocks.BlockQ5_K), high=1, width=8, span=8, minima=True),
     GGMLType.Q6_K: TiledFormat(_q6_k, high=2, group=16, offset=32, width=8, less=128, span=16),
@@ -437,7 +480,9 @@ FORMATS = {
     GGMLType.IQ2_XXS: TiledFormat(
         _iq2_xxs, bits=2, high=1, table=LOOKED_UP[GGMLType.IQ2_XXS], width=8, span=8, factor=0.125
     ),
-    GGMLType.IQ3_XXS: TiledFormat(_iq3_xxs, table=LOOKED_UP[GGMLType.IQ3_XXS], width=8, span=8, factor=0.25),
+    GGMLType.IQ3_XXS: TiledFormat(
+        _iq3_xxs, table=LOOKED_UP[GGMLType.IQ3_XXS], width=8, span=8, factor=0.25
+    ),
     GGMLType.IQ4_NL: TiledFormat(_simple(blocks.BlockIQ4_NL), table=IQ4),
     GGMLType.IQ4_XS: TiledFormat(_iq4_xs, table=IQ4, width=8, less=32, span=8),
     GGMLType.MXFP4: TiledFormat(_mxfp4, table=E2M1, width=8, scale="e8m0"),

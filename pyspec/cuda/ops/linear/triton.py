@@ -110,7 +110,10 @@ def tune(spec: LinearSpec) -> str:
     times = []
     for choice, out in zip(CHOICES, outs, strict=True):
         run = LinearTriton(large, choice)
-        took = sum(_fastest([partial(run.multiply, x[:n], None, m, out[:n]) for m in matrices]) for n in (1, FEW))
+        took = sum(
+            _fastest([partial(run.multiply, x[:n], None, m, out[:n]) for m in matrices])
+            for n in (1, FEW)
+        )
         is_same = bool((out - outs[0]).norm() <= SAME * outs[0].norm())
         times.append(took if is_same else math.inf)
     best = min(times)
@@ -144,10 +147,14 @@ class LinearTriton:
         self.spec, self.none, self.table = spec, nothing(spec.device), table_of(spec.device, spec.type)
         form = FORMATS[spec.type]
         self.n_tile, n_step = -(-spec.n_weight_row // ROWS), form.n_step(spec.n_in)
-        per = steps_of(self.n_tile, n_step, -(-LEAST // form.step), programs, tri.n_multiprocessor(spec.device))
+        per = steps_of(
+            self.n_tile, n_step, -(-LEAST // form.step), programs, tri.n_multiprocessor(spec.device)
+        )
         self.n_split = -(-n_step // per)
         is_gated = spec.epilogue is Epilogue.GATED
-        self.n_unit = self.n_tile // 2 if is_gated else self.n_tile  # units of work, each with a last program
+        self.n_unit = (
+            self.n_tile // 2 if is_gated else self.n_tile
+        )  # units of work, each with a last program
         self.fuses = not is_gated or spec.n_out % ROWS == 0
         self.tickets = tickets_of(spec.device)
         self.constants = constants(spec.device, spec.type, spec.n_in) | {
@@ -155,25 +162,41 @@ class LinearTriton:
             "PER": per,
         }
 
-    def pack(self, raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor | None = None) -> TiledMatrix:
+    def pack(
+        self, raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor | None = None
+    ) -> TiledMatrix:
         """The file's rows from the CUDA kernel's order, gates and ups interleaved, to that of `__call__`, gates before ups."""
         raw = raw.reshape(shape[0], -1)
         if self.spec.epilogue is Epilogue.GATED:
             raw = raw.unflatten(0, (-1, 2, 8)).transpose(0, 1).flatten(0, 2)
-            scales = None if scales is None else scales.unflatten(0, (-1, 2, 8)).transpose(0, 1).flatten()
+            scales = (
+                None if scales is None else scales.unflatten(0, (-1, 2, 8)).transpose(0, 1).flatten()
+            )
         return tiles.tile(raw.contiguous(), type, shape, scales)
 
-    def __call__(self, x: Tensor, matrix: TiledMatrix, out: Tensor, residual: Tensor | None = None) -> None:
+    def __call__(
+        self, x: Tensor, matrix: TiledMatrix, out: Tensor, residual: Tensor | None = None
+    ) -> None:
         """See ref.py."""
         kind = RowsSpec(self.spec.device, self.spec.n_in, PrepKind.PLAIN)
         self.multiply(*rows.bind(kind)(x.float(), None), matrix, out, residual)
 
     def multiply(
-        self, x: Tensor, powers: Tensor | None, matrix: TiledMatrix, out: Tensor, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        powers: Tensor | None,
+        matrix: TiledMatrix,
+        out: Tensor,
+        residual: Tensor | None = None,
     ) -> None:
         """x [row, n_in] f16, whose rows are to be multiplied with `powers`; out and residual contiguous; residual may be `out`."""
         s, n_row = self.spec, x.shape[0]
-        assert x.is_contiguous() and x.dtype == torch.float16 and out.is_contiguous() and out.dtype == torch.float32
+        assert (
+            x.is_contiguous()
+            and x.dtype == torch.float16
+            and out.is_contiguous()
+            and out.dtype == torch.float32
+        )
         assert (matrix.n_out, matrix.n_in, matrix.type) == (s.n_weight_row, s.n_in, s.type)
         assert (residual is not None) == (s.epilogue is Epilogue.RESIDUAL)
         step = self.at_once
@@ -199,15 +222,22 @@ class LinearTriton:
         part = torch.empty(self.n_split * n_row * n_wide, dtype=torch.float32, device=x.device)
         tri.launch(*self._product(x, matrix, part, ends, out, n_row))
         if not self._fuses(n_row):
-            grid, given = (n_row, -(-self.spec.n_out // STRETCH)), [self.none if t is None else t for t in ends]
+            grid, given = (
+                (n_row, -(-self.spec.n_out // STRETCH)),
+                [self.none if t is None else t for t in ends],
+            )
             tri.launch(kernels.finish, grid, (part, *given, out, n_row, n_wide), self._ending(ends), 4)
 
     def compile_ahead(self, matrix: TiledMatrix, most: int) -> None:
         """Compile in other threads, while a load goes on, the builds that rounds of up to `most` rows are likely to launch."""
         some = torch.empty(4, dtype=torch.float32, device=self.spec.device)
-        end = some if self.spec.epilogue is Epilogue.RESIDUAL else None  # others' rows come from a norm, without powers
+        end = (
+            some if self.spec.epilogue is Epilogue.RESIDUAL else None
+        )  # others' rows come from a norm, without powers
         for n_row in (n for n in BLOCKS if n <= block_of(most)[0]):
-            tri.compile_ahead(self._product(some.half(), matrix, some, (end, matrix.row_scales, end), some, n_row))
+            tri.compile_ahead(
+                self._product(some.half(), matrix, some, (end, matrix.row_scales, end), some, n_row)
+            )
 
     def _fuses(self, n_row: int) -> bool:
         return self.fuses and -(-n_row // block_of(n_row)[0]) * self.n_unit <= MAX_TICKETS
@@ -235,7 +265,13 @@ class LinearTriton:
             kernels.product,
             (self.n_tile, self.n_split, -(-n_row // block)),
             (x, *planes(matrix, self.table, self.none), part, self.tickets, *given, out, n_row),
-            {**self.constants, "BN": block, "STAGES": STAGES, "FUSED": self._fuses(n_row), **self._ending(ends)},
+            {
+                **self.constants,
+                "BN": block,
+                "STAGES": STAGES,
+                "FUSED": self._fuses(n_row),
+                **self._ending(ends),
+            },
             max(warps, self.warps),
         )
 

@@ -30,7 +30,9 @@ def number(packed, NTH: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, L
         elif KIND == E8M0:
             found = (code << 23).to(tl.float32, bitcast=True) * 0.5
         else:
-            found = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LESS)  # a conversion takes longer
+            found = (code | 0x4B000000).to(tl.float32, bitcast=True) - (
+                8388608.0 + LESS
+            )  # a conversion takes longer
     return found
 
 
@@ -57,7 +59,9 @@ def of_nibbles(w, table, VALUE: tl.constexpr, ASM: tl.constexpr):
     if ASM == "":
         code = w.to(tl.int16)
         return value(code & 15, table, VALUE), value(code >> 4, table, VALUE)
-    return tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=4)
+    return tl.inline_asm_elementwise(
+        ASM, "=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+    )
 
 
 @triton.jit
@@ -116,9 +120,13 @@ def quarters(
     if HIGH == 2:
         return first, four(ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [first, second, more])
     if BITS == 2:
-        return first, four(ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [first, more, tl.full((64, 16), 2 * HALF, tl.uint8)])
+        return first, four(
+            ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [first, more, tl.full((64, 16), 2 * HALF, tl.uint8)]
+        )
     return first, four(
-        ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [first, second, more, tl.full((64, 16), 2 * HALF, tl.uint8)]
+        ASM,
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
+        [first, second, more, tl.full((64, 16), 2 * HALF, tl.uint8)],
     )
 
 
@@ -213,7 +221,19 @@ def chunk_sums(
                 ones = tl.dot(everywhere(w, 1, 1, ASM), a, ones)
             if (i * 16 + 16) % GROUP == 0:
                 acc = grouped(
-                    acc, sums, ones, packed, i * 16 // GROUP, by, less, GROUP, WIDTH, SCALE, LESS, SPAN, MINIMA
+                    acc,
+                    sums,
+                    ones,
+                    packed,
+                    i * 16 // GROUP,
+                    by,
+                    less,
+                    GROUP,
+                    WIDTH,
+                    SCALE,
+                    LESS,
+                    SPAN,
+                    MINIMA,
                 )
                 sums, ones = none, none
     return acc

@@ -39,7 +39,9 @@ _SHARED = 226 * 1024  # of 227 KiB: the rest is the kernel's static shared memor
 _THREADS = 640  # four multiplying warpgroups, one for copies
 _MAX_TILES, _MAX_GRID = 1 << 14, 256  # whole clusters of each
 # a block of 64 columns: which column stands at each place; both halves are in the order of quants.cuh's operands
-_ORDER = tuple(16 * s + 4 * t + 2 * h + e for s in range(4) for h in range(2) for t in range(4) for e in range(2))
+_ORDER = tuple(
+    16 * s + 4 * t + 2 * h + e for s in range(4) for h in range(2) for t in range(4) for e in range(2)
+)
 
 
 def blocks_for_wgmma(x: Tensor, pad: int) -> Tensor:
@@ -51,7 +53,11 @@ def blocks_for_wgmma(x: Tensor, pad: int) -> Tensor:
     (b * pad + n) * 64 + ((p // 8) ^ (n % 8)) * 8 + p % 8.
     """
     x = F.pad(x, (0, -x.shape[1] % 256, 0, pad - x.shape[0]))
-    parts = x.view(pad, -1, 64).transpose(0, 1)[..., torch.tensor(_ORDER, device=x.device)].unflatten(-1, (8, 8))
+    parts = (
+        x.view(pad, -1, 64)
+        .transpose(0, 1)[..., torch.tensor(_ORDER, device=x.device)]
+        .unflatten(-1, (8, 8))
+    )
     place = torch.arange(8, device=x.device) ^ (torch.arange(pad, device=x.device) % 8)[:, None]
     return parts.gather(2, place[None, :, :, None].expand_as(parts)).reshape(-1)
 
@@ -79,7 +85,11 @@ def limits(spec: LinearSpec) -> str | None:
         return f"{spec.n_in} columns are not a multiple of 32"
     n_tile, n_chunk = n_tiles(spec)
     # 32-bit arithmetic, of places in the work and in the outputs
-    if n_tile > _MAX_TILES or n_tile * n_chunk * _MAX_GRID >= 1 << 31 or MAX_ROWS * spec.n_out >= 1 << 31:
+    if (
+        n_tile > _MAX_TILES
+        or n_tile * n_chunk * _MAX_GRID >= 1 << 31
+        or MAX_ROWS * spec.n_out >= 1 << 31
+    ):
         return f"{spec.n_weight_row} rows of {spec.n_in} columns; the kernel takes up to {_MAX_TILES * TILE * 16} rows"
     return None
 
@@ -153,12 +163,16 @@ class WgmmaLaunch:
 
     max_rows = MAX_ROWS
 
-    def __init__(self, spec: LinearSpec, patience: int = PATIENCE, overlap: bool = True, least: int = 0) -> None:
+    def __init__(
+        self, spec: LinearSpec, patience: int = PATIENCE, overlap: bool = True, least: int = 0
+    ) -> None:
         """least: rows up to which there is no build."""
         self.spec, self.overlap = spec, overlap
         pads = tuple(pad for pad in PADS if pad > least)
         self.rows = bind_rows(spec.device, spec.n_in, pads)
-        self.kernels = {pad: _kernel(spec.device, replace(spec, n_out=0, n_in=0), pad, patience) for pad in pads}
+        self.kernels = {
+            pad: _kernel(spec.device, replace(spec, n_out=0, n_in=0), pad, patience) for pad in pads
+        }
         n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         n_group, (n_tile, n_chunk) = n_groups(spec.n_weight_row), n_tiles(spec)
         self.grid = (CLUSTER * min(min(n_sm, _MAX_GRID) // CLUSTER, -(-n_tile // CLUSTER) * n_chunk),)
@@ -169,12 +183,22 @@ class WgmmaLaunch:
         """See linear_ref. out and residual contiguous; residual may be `out`."""
         for first in range(0, x.shape[0], MAX_ROWS):
             part = slice(first, first + MAX_ROWS)
-            self.multiply(self.rows(x[part]), packed, out[part], None if residual is None else residual[part])
+            self.multiply(
+                self.rows(x[part]), packed, out[part], None if residual is None else residual[part]
+            )
 
     def multiply(self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
         """The product alone, for rows that several matrices share. Reads rows.blocks as `blocks_for_wgmma` makes them."""
-        assert out.is_contiguous() and out.shape == (rows.n_row, self.spec.n_out) and out.dtype == torch.float32
-        assert (packed.n_out, packed.n_in, packed.type) == (self.spec.n_weight_row, self.spec.n_in, self.spec.type)
+        assert (
+            out.is_contiguous()
+            and out.shape == (rows.n_row, self.spec.n_out)
+            and out.dtype == torch.float32
+        )
+        assert (packed.n_out, packed.n_in, packed.type) == (
+            self.spec.n_weight_row,
+            self.spec.n_in,
+            self.spec.type,
+        )
         assert (residual is not None) == (self.spec.epilogue is Epilogue.RESIDUAL)
         assert rows.blocks.numel() >= rows.pad * (-(-self.spec.n_in // 256) * 256)
         work = self.workspace
@@ -188,7 +212,9 @@ def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:
     if target.capability != HOPPER:
         return
     for pad in PADS:
-        yield Program.of("linear_wgmma", "sm_90a", defines(spec.type, pad, spec.epilogue, limit=spec.limit))
+        yield Program.of(
+            "linear_wgmma", "sm_90a", defines(spec.type, pad, spec.epilogue, limit=spec.limit)
+        )
     yield rows_program(spec.n_in, PrepKind.PLAIN, 0, TALL, target)
 
 

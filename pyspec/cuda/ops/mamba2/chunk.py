@@ -58,7 +58,12 @@ def narrow(s: Mamba2Shape, n_seq: int, n_multiprocessor: int) -> bool:
 
 
 def defines(s: Mamba2Shape, chunk: int, rows: int) -> dict[str, int | str]:
-    sizes: dict[str, int | str] = {"HEADS": s.n_head, "DIM": s.head_dim, "GROUPS": s.n_group, "N_STATE": s.n_state}
+    sizes: dict[str, int | str] = {
+        "HEADS": s.n_head,
+        "DIM": s.head_dim,
+        "GROUPS": s.n_group,
+        "N_STATE": s.n_state,
+    }
     return sizes | {"CHUNK": chunk, "SLICE": rows}
 
 
@@ -78,10 +83,24 @@ class Mamba2Chunks:
         """Compute the shared values of a group's heads, and their scalars; `inputs` are m and dt. Returns the argument of `run`."""
         s, m, n_chunk = self.shape, inputs[0], batch.n_chunk
         assert isinstance(m, Tensor)
-        records = torch.empty(n_chunk * s.n_group * record_bytes(s, self.chunk), dtype=torch.uint8, device=m.device)
+        records = torch.empty(
+            n_chunk * s.n_group * record_bytes(s, self.chunk), dtype=torch.uint8, device=m.device
+        )
         made = records, m.new_empty(n_chunk * s.n_head * SCALARS * self.chunk)
-        args = [*inputs, p.a, p.dt_bias, p.conv_w, p.conv_b, conv, *made, *batch.chunk_counts, batch.fault]
-        self.group.launch((s.n_group, n_chunk), GROUP_THREADS, args, group_shared(s, self.chunk), overlap=overlap)
+        args = [
+            *inputs,
+            p.a,
+            p.dt_bias,
+            p.conv_w,
+            p.conv_b,
+            conv,
+            *made,
+            *batch.chunk_counts,
+            batch.fault,
+        ]
+        self.group.launch(
+            (s.n_group, n_chunk), GROUP_THREADS, args, group_shared(s, self.chunk), overlap=overlap
+        )
         return made
 
     def run(

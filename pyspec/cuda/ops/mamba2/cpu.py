@@ -20,7 +20,9 @@ from pyspec.cuda.ops.recurrent.ref import check_seqs
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
-MAMBA2 = CpuKernel("pyspec_mamba2", recurrent.CONV + recurrent.BATCH + "qq" + "qqq" + "qqqqq" + "q" + "qqqq")
+MAMBA2 = CpuKernel(
+    "pyspec_mamba2", recurrent.CONV + recurrent.BATCH + "qq" + "qqq" + "qqqqq" + "q" + "qqqq"
+)
 
 
 def limits(spec: Mamba2Spec) -> str | None:
@@ -38,13 +40,20 @@ class CpuMamba2:
     def __call__(self, m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch) -> Tensor:
         check_seqs(batch, layer)
         assert m.dtype == dt.dtype == torch.float32 and dt.stride(1) == 1, "mamba2 takes float32"
-        assert all(t.is_contiguous() for t in (p.a, p.dt_bias, p.d, p.conv_b)), "mamba2 takes contiguous parameters"
+        assert all(t.is_contiguous() for t in (p.a, p.dt_bias, p.d, p.conv_b)), (
+            "mamba2 takes contiguous parameters"
+        )
         n_row, shape = len(m), self.spec.shape
         out = empty(n_row, shape.n_head, shape.head_dim)
         conv = recurrent.conv_args(m, self.taps(p.conv_w), p.conv_b, layer)
         gates = dt, dt.stride(0), p.a, p.dt_bias, p.d
         MAMBA2(
-            *conv, *recurrent.batch_args(batch, layer, n_row, mamba2_ref.GUARD), *gates, *_kept(layer), out, *self.sizes
+            *conv,
+            *recurrent.batch_args(batch, layer, n_row, mamba2_ref.GUARD),
+            *gates,
+            *_kept(layer),
+            out,
+            *self.sizes,
         )
         return out
 

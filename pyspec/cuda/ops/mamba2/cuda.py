@@ -65,9 +65,7 @@ def limits(spec: Mamba2Spec) -> str | None:
     if s.n_state % 32 or s.n_state > 128:
         return f"states are {s.n_state} wide; the kernel takes multiples of 32 up to 128"
     if s.n_head % 4 or (s.n_head * s.head_dim) % CHANNELS or (s.n_group * s.n_state) % CHANNELS:
-        return (
-            f"{s.n_head} heads of {s.head_dim} and {s.n_group} groups of {s.n_state} do not fill blocks of {CHANNELS}"
-        )
+        return f"{s.n_head} heads of {s.head_dim} and {s.n_group} groups of {s.n_state} do not fill blocks of {CHANNELS}"
     return None
 
 
@@ -78,7 +76,12 @@ def columns_of(shape: Mamba2Shape) -> Sequence[int]:
 
 def defines(s: Mamba2Shape, arch: str, columns: int) -> dict[str, int | str]:
     """Macros of mamba2.cu for `columns` a lane; all give the same bits."""
-    sizes: dict[str, int | str] = {"HEADS": s.n_head, "DIM": s.head_dim, "GROUPS": s.n_group, "N_STATE": s.n_state}
+    sizes: dict[str, int | str] = {
+        "HEADS": s.n_head,
+        "DIM": s.head_dim,
+        "GROUPS": s.n_group,
+        "N_STATE": s.n_state,
+    }
     return sizes | {"COLS": columns, "BLOCKS": blocks_for(arch, columns)}
 
 
@@ -109,13 +112,22 @@ class Mamba2Launch:
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         ways = [columns] if columns else columns_of(spec.shape)
         self.kernels = {c: _kernels(spec.device, spec.shape, c) for c in ways}
-        self.chunks, self.fault = mamba2_chunk.kernels(spec.device, spec.shape), faults.record(spec.device)
+        self.chunks, self.fault = (
+            mamba2_chunk.kernels(spec.device, spec.shape),
+            faults.record(spec.device),
+        )
 
     def folder(self) -> Fold:
         return folder(self.spec)
 
     def __call__(
-        self, m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch, after: Tensor | None = None
+        self,
+        m: Tensor,
+        dt: Tensor,
+        p: Params,
+        layer: StateLayer,
+        batch: Batch,
+        after: Tensor | None = None,
     ) -> Tensor:
         """`after`: the weights of the product that reads the result."""
         s, n_row = self.spec.shape, m.shape[0]
@@ -131,19 +143,27 @@ class Mamba2Launch:
         inputs: list[jit.Arg] = [m, np.int64(m.stride(0)), dt, np.int64(dt.stride(0))]
         if not own.only_long:
             grid = (s.n_channel // CHANNELS, own.n_seq, stretches(n_row, own.n_seq, layer.width))
-            args = conv_args([*inputs, p.a, p.dt_bias, p.conv_w, p.conv_b], layer, old, new, own.counts, self.fault)
+            args = conv_args(
+                [*inputs, p.a, p.dt_bias, p.conv_w, p.conv_b], layer, old, new, own.counts, self.fault
+            )
             conv.launch(grid, CONV_THREADS, args, overlap=overlap)
         if own.n_long:
             made = self.chunks.prepare(inputs, p, layer.conv, own, overlap=overlap)
         if own.runs_rows:
-            args = [*rows_args(layer, p.d, old, new, out, own.counts), self.fault, *prefetch_args(after, n_row)]
+            args = [
+                *rows_args(layer, p.d, old, new, out, own.counts),
+                self.fault,
+                *prefetch_args(after, n_row),
+            ]
             rows.launch(rows_grid(s.n_head, s.head_dim, cols, own.n_seq), THREADS, args, overlap=overlap)
         if own.n_long:
             self.chunks.run(made, inputs, p, layer, out, own, overlap=overlap)
         return out
 
 
-def buffers(m: Tensor, s: Mamba2Shape, n_old: int, n_row: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def buffers(
+    m: Tensor, s: Mamba2Shape, n_old: int, n_row: int
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Room for conv's results: of records that are folded (x, b, e, t), and of rows (x, b, c, e, t)."""
     inner, wide = s.n_head * s.head_dim, s.n_group * s.n_state
     sizes = [n_old * inner, n_old * wide, n_row * inner, n_row * wide, n_row * wide]
@@ -191,7 +211,11 @@ def folder(spec: Mamba2Spec) -> Fold:
 
     def run(layer: StateLayer, meta: Meta) -> None:
         counts = counts_of(meta, layer)
-        conv.launch((s.n_channel // CHANNELS, 1, 1), CONV_THREADS, conv_args(inputs, layer, old, new, counts, fault))
+        conv.launch(
+            (s.n_channel // CHANNELS, 1, 1),
+            CONV_THREADS,
+            conv_args(inputs, layer, old, new, counts, fault),
+        )
         args = [*rows_args(layer, unread, old, new, unread, counts), fault, *NOTHING]
         rows.launch(rows_grid(s.n_head, s.head_dim, columns, 1), THREADS, args, overlap=overlap)
 

@@ -23,7 +23,9 @@ mamba2: Op[mamba2_ref.Mamba2Spec, mamba2_ref.Mamba2] = Op(
     "mamba2",
     Impl("torch", mamba2_ref.bind),
     [
-        Impl("cuda", mamba2_cuda.bind, mamba2_cuda.limits, capturable=True, programs=mamba2_cuda.programs),
+        Impl(
+            "cuda", mamba2_cuda.bind, mamba2_cuda.limits, capturable=True, programs=mamba2_cuda.programs
+        ),
         Impl("triton", mamba2_triton.bind, mamba2_triton.limits, capturable=True),
         Impl("cpu", mamba2_cpu.bind, mamba2_cpu.limits, capturable=True),
         Impl("numba", mamba2_numba.bind, mamba2_numba.limits),

@@ -85,7 +85,9 @@ class MambaRows:
         return self.log_decay.exp()
 
 
-def prepare(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch, shape: Mamba2Shape) -> MambaRows:
+def prepare(
+    m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch, shape: Mamba2Shape
+) -> MambaRows:
     """Steps 1 and 2 up to the recurrence; moves windows and stores raw rows."""
     step = softplus(dt + p.dt_bias)
     y = convolve(m, p.conv_w, layer, batch, shape.n_conv, p.conv_b)
@@ -95,7 +97,9 @@ def prepare(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch, s
     return MambaRows(x.unflatten(-1, (shape.n_head, shape.head_dim)), b, c, step, step * p.a)
 
 
-def step(state: Tensor, x: Tensor, b: Tensor, decay: Tensor, dt: Tensor, c: Tensor | None = None) -> Tensor | None:
+def step(
+    state: Tensor, x: Tensor, b: Tensor, decay: Tensor, dt: Tensor, c: Tensor | None = None
+) -> Tensor | None:
     """One token for many heads, in place: state [n, head_dim, state], x [n, head_dim], b c [n, state], decay dt [n].
 
     A row with decay 1 and dt 0 leaves its state unchanged.
@@ -111,7 +115,9 @@ def chunked(state: Tensor, rows: MambaRows) -> Tensor:
     """
     n_head, dim, _ = state.shape
     n_group = rows.b.shape[1]
-    whole = state.view(n_group, -1, state.shape[2])  # heads that share B and C are multiplied with them at once
+    whole = state.view(
+        n_group, -1, state.shape[2]
+    )  # heads that share B and C are multiplied with them at once
     out = []
     for i in range(0, rows.x.shape[0], CHUNK):
         x = (rows.dt[i : i + CHUNK, :, None] * rows.x[i : i + CHUNK]).transpose(0, 1)
@@ -146,7 +152,9 @@ def bind(spec: Mamba2Spec) -> Mamba2:
         rows = prepare(m, dt, p, layer, batch, shape)
 
         def long(own: Tensor, span: slice) -> Tensor:
-            return chunked(own, MambaRows(*(getattr(rows, name)[span] for name in MambaRows.__slots__))).transpose(0, 1)
+            return chunked(
+                own, MambaRows(*(getattr(rows, name)[span] for name in MambaRows.__slots__))
+            ).transpose(0, 1)
 
         out = run_rows(recurrence, layer, batch, (rows.x, rows.b, rows.decay, rows.dt), rows.c, long)
         return out.addcmul_(rows.x, p.d[:, None])
@@ -182,7 +190,9 @@ def _parted(got: Tensor, want: Tensor, batch: Batch) -> str | None:
             close = torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(want.std()))
         else:  # small outputs of large sums may miss by a lot, but not many, and those of no head
             off, size = (a - b).norm(dim=(0, 2)), b.norm(dim=(0, 2))
-            close = bool((off <= 2e-3 * size).all()) and float((a - b).abs().max()) < 0.1 * float(b.std())
+            close = bool((off <= 2e-3 * size).all()) and float((a - b).abs().max()) < 0.1 * float(
+                b.std()
+            )
         if not close:
             return f"outputs differ from the reference by {(a - b).abs().max():.2g}"
     return None

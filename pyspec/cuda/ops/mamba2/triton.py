@@ -95,7 +95,19 @@ class Mamba2Triton:
         tri.launch(
             kernels.mamba2_conv,
             (s.n_channel // block + 1, n_seq, stretches(n_row, n_seq, layer.width)),
-            (m, dt, *weights, layer.conv, *records, *buffers, *meta, self.fault, m.stride(0), dt.stride(0), *counts),
+            (
+                m,
+                dt,
+                *weights,
+                layer.conv,
+                *records,
+                *buffers,
+                *meta,
+                self.fault,
+                m.stride(0),
+                dt.stride(0),
+                *counts,
+            ),
             {
                 "HEADS": s.n_head,
                 "SOME_HEADS": 1 << (s.n_head - 1).bit_length(),

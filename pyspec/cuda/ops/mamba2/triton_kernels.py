@@ -52,12 +52,19 @@ def mamba2_conv(
             copied(rec_t, t, slot_row, old_row, fold, head, is_head, HEADS, ROWS)
             tl.debug_barrier()  # everything old is read
         is_known = is_head & (n > 0)  # a program that only folds gets no weights
-        slope, bias = tl.load(a + head, mask=is_known, other=0.0), tl.load(dt_bias + head, mask=is_known, other=0.0)
+        slope, bias = (
+            tl.load(a + head, mask=is_known, other=0.0),
+            tl.load(dt_bias + head, mask=is_known, other=0.0),
+        )
         for t0 in range(z * ROWS, n, step):
             r = t0 + tl.arange(0, ROWS)
             is_row = (r < n)[:, None] & is_head[None, :]
             is_verified = is_row & (kept == 0)
-            raw = tl.load(dt + (start + r).to(tl.int64)[:, None] * dt_stride + head[None, :], mask=is_row, other=0.0)
+            raw = tl.load(
+                dt + (start + r).to(tl.int64)[:, None] * dt_stride + head[None, :],
+                mask=is_row,
+                other=0.0,
+            )
             size = softplus(raw + bias[None, :])
             decay = tl.exp(size * slope[None, :])
             new, record = (
@@ -88,7 +95,11 @@ def mamba2_conv(
         is_row = (r < n)[:, None]
         is_verified = is_row & (kept == 0)
         y, raw = convolved(rows, m_stride, r, n, w0, w1, w2, conv_w, channel, bias)
-        tl.store(window + (first + r + 3).to(tl.int64)[:, None] * CHANNELS + channel[None, :], raw, mask=is_verified)
+        tl.store(
+            window + (first + r + 3).to(tl.int64)[:, None] * CHANNELS + channel[None, :],
+            raw,
+            mask=is_verified,
+        )
         new, record = (new_row + r)[:, None], (record_row + r)[:, None]
         if unit * BLOCK < INNER:
             tl.store(x + new * INNER + channel[None, :], y, mask=is_row)
@@ -97,7 +108,11 @@ def mamba2_conv(
             tl.store(b + new * WIDE + (channel - INNER)[None, :], y, mask=is_row)
             tl.store(rec_b + record * WIDE + (channel - INNER)[None, :], y, mask=is_verified)
         else:
-            tl.store(c + (start + r).to(tl.int64)[:, None] * WIDE + (channel - INNER - WIDE)[None, :], y, mask=is_row)
+            tl.store(
+                c + (start + r).to(tl.int64)[:, None] * WIDE + (channel - INNER - WIDE)[None, :],
+                y,
+                mask=is_row,
+            )
 
 
 @triton.jit
@@ -108,8 +123,13 @@ def token(
     """(x, B, C, decay, step) of record or row j; records have no C."""
     at = tl.where(j < fold, old_row, new_row) + j
     row = start.to(tl.int64) + j - fold
-    xs, bs = tl.load(x + (at * HEADS + h) * DIM + i), tl.load(b + (at * GROUPS + group) * N_STATE + at_state)
-    cs = tl.load(c + (row * GROUPS + group) * N_STATE + at_state, mask=(at_state >= 0) & (j >= fold), other=0.0)
+    xs, bs = (
+        tl.load(x + (at * HEADS + h) * DIM + i),
+        tl.load(b + (at * GROUPS + group) * N_STATE + at_state),
+    )
+    cs = tl.load(
+        c + (row * GROUPS + group) * N_STATE + at_state, mask=(at_state >= 0) & (j >= fold), other=0.0
+    )
     return xs, bs, cs, tl.load(e + at * HEADS + h), tl.load(t + at * HEADS + h)
 
 
@@ -137,18 +157,69 @@ def mamba2_rows(
     old_row, new_row = s.to(tl.int64) * width, n_seq.to(tl.int64) * width + start - fold
     last = fold + n - 1
     xs, bs, cs, decay, size = token(
-        x, b, c, e, t, 0, fold, old_row, new_row, start, h, group, i, at_state, HEADS, GROUPS, DIM, N_STATE
+        x,
+        b,
+        c,
+        e,
+        t,
+        0,
+        fold,
+        old_row,
+        new_row,
+        start,
+        h,
+        group,
+        i,
+        at_state,
+        HEADS,
+        GROUPS,
+        DIM,
+        N_STATE,
     )
     later = tl.minimum(1, last)
     next_x, next_b, next_c, next_decay, next_size = token(
-        x, b, c, e, t, later, fold, old_row, new_row, start, h, group, i, at_state, HEADS, GROUPS, DIM, N_STATE
+        x,
+        b,
+        c,
+        e,
+        t,
+        later,
+        fold,
+        old_row,
+        new_row,
+        start,
+        h,
+        group,
+        i,
+        at_state,
+        HEADS,
+        GROUPS,
+        DIM,
+        N_STATE,
     )
     for j in range(fold + n):
         if (j == fold) & (fold > 0) & (kept == 0) & (first == 0):
             tl.store(own, part)  # a verify's rows never touch it
         later = tl.minimum(j + 2, last)  # on its way while two tokens are multiplied
         later_x, later_b, later_c, later_decay, later_size = token(
-            x, b, c, e, t, later, fold, old_row, new_row, start, h, group, i, at_state, HEADS, GROUPS, DIM, N_STATE
+            x,
+            b,
+            c,
+            e,
+            t,
+            later,
+            fold,
+            old_row,
+            new_row,
+            start,
+            h,
+            group,
+            i,
+            at_state,
+            HEADS,
+            GROUPS,
+            DIM,
+            N_STATE,
         )
         none = tl.zeros_like(part)
         part = tl.fma(none + (size * xs)[:, None], none + bs[None, :], part * decay)
@@ -156,6 +227,12 @@ def mamba2_rows(
         row = start.to(tl.int64) + j - fold
         tl.store(out + (row * HEADS + h) * DIM + i, y, mask=(i >= 0) & (j >= fold))
         xs, bs, cs, decay, size = next_x, next_b, next_c, next_decay, next_size
-        next_x, next_b, next_c, next_decay, next_size = later_x, later_b, later_c, later_decay, later_size
+        next_x, next_b, next_c, next_decay, next_size = (
+            later_x,
+            later_b,
+            later_c,
+            later_decay,
+            later_size,
+        )
     if kept | (n == 0):
         tl.store(own, part)

@@ -28,7 +28,10 @@ INTEGER = frozenset((GGMLType.Q4_K, GGMLType.IQ2_XXS))
 HALVED = frozenset((GGMLType.Q2_K,))  # those whose downs do, with sums of 16 columns
 HALVED_UNIT = 160  # bytes of 64 columns of such a row
 INTEGER_FEW = 4  # of FEW_PAIRS
-INTEGER_CHUNKS, INTEGER_STAGES = {FEW_PAIRS: 4, MANY_PAIRS: 1}, 2  # chunks of their rows in a stage; stages
+INTEGER_CHUNKS, INTEGER_STAGES = (
+    {FEW_PAIRS: 4, MANY_PAIRS: 1},
+    2,
+)  # chunks of their rows in a stage; stages
 INTEGER_REGISTERS = {  # weights are in registers, twice; a build for each (`n_resident`)
     BUILDS[0]: (128, 100),
     BUILDS[1]: (100, 72),
@@ -37,7 +40,10 @@ INTEGER_REGISTERS = {  # weights are in registers, twice; a build for each (`n_r
 IN_PARTS = frozenset((GGMLType.IQ2_XXS, GGMLType.Q2_K))  # types whose columns are summed in PARTS
 # Of theirs. With a build of 100 besides, 32 rows took 3 % longer (docs/log.md)
 PARTS_REGISTERS = INTEGER_REGISTERS | {BUILDS[1]: (80,)}
-PARTS, SPLIT_RESIDENT = 2, 3  # which in one build have warps of their own; CTAs of that one on a multiprocessor
+PARTS, SPLIT_RESIDENT = (
+    2,
+    3,
+)  # which in one build have warps of their own; CTAs of that one on a multiprocessor
 SPLIT_WAVES = 2  # of them, up to which it is the fastest: two rows of DeepSeek-V4-Flash (docs/log.md)
 LAST = 0.45  # of a full wave: fewer CTAs take as long
 
@@ -63,7 +69,9 @@ def stage_bytes(type: GGMLType, pairs: int, inner: bool = False) -> int:
     """Bytes of weights and rows; downs add a power of two for each block of a row, minima a sum. With planes, rows alone."""
     n_chunk, n_block, kind = stage_chunks(type, pairs, inner), CHUNKS[type], planes_of(type, inner)
     if kind:
-        return most_pairs(type, pairs, inner) * (n_chunk * n_block // 2 * (HALVED_UNIT if kind == 2 else UNIT) + 16)
+        return most_pairs(type, pairs, inner) * (
+            n_chunk * n_block // 2 * (HALVED_UNIT if kind == 2 else UNIT) + 16
+        )
     beside = (4 if FORMATS[type].minima else 0) + (0 if inner else 4)
     return n_chunk * (GROUPS * RECORDS[type] + n_block * pairs * (64 + beside))
 
@@ -123,7 +131,9 @@ def layout_of(type: GGMLType | None) -> int:
 def between_bytes(type: GGMLType, n_ff: int) -> int:
     """Of a row of n_ff columns that such downs multiply, padded to whole chunks of 256."""
     kind = planes_of(type, inner=False)
-    return 4 * HALVED_UNIT * -(-n_ff // 256) if kind == 2 else row_bytes(n_ff, PLANES if kind else BLOCKED)
+    return (
+        4 * HALVED_UNIT * -(-n_ff // 256) if kind == 2 else row_bytes(n_ff, PLANES if kind else BLOCKED)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +202,9 @@ def programs(spec: MoeSpec, target: GpuKind) -> Iterable[Program]:
         yield rows_program(spec.n_in, kind, 0, layout_of(spec.up), target)
 
 
-def _programs_of(type: GGMLType, act: int, next: GGMLType | None, limit: float, target: GpuKind) -> Iterable[Program]:
+def _programs_of(
+    type: GGMLType, act: int, next: GGMLType | None, limit: float, target: GpuKind
+) -> Iterable[Program]:
     """Of gates and ups, or of downs (`next` is None)."""
     inner = next is not None
     ways = [(pairs, listed, False) for pairs, listed in BUILDS]
@@ -209,4 +221,6 @@ def _programs_of(type: GGMLType, act: int, next: GGMLType | None, limit: float, 
 
 
 def _fits(spec: MoeSpec, target: GpuKind) -> bool:
-    return all(type in CHUNKS and n_stages(type, MANY_PAIRS, target.capability) for type in (spec.up, spec.down))
+    return all(
+        type in CHUNKS and n_stages(type, MANY_PAIRS, target.capability) for type in (spec.up, spec.down)
+    )

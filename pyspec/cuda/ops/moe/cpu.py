@@ -120,16 +120,27 @@ def check(
     stacks = stacks_for(spec, n_expert, n_in, n_ff, generator)
     own, other = launch(stacks), reference(stacks)
     probe = torch.randn(8, n_in, generator=generator) @ stacks.up.matrix(0).T
-    size = 2 * (spec.limit or 1.0) / float(probe.square().mean().sqrt())  # gates and ups lie on both sides of a limit
+    size = (
+        2 * (spec.limit or 1.0) / float(probe.square().mean().sqrt())
+    )  # gates and ups lie on both sides of a limit
     for n_row, of_same in ((1, False), (5, False), (21, False), (21, True)):
         x = size * torch.randn(n_row, n_in, generator=generator)
         ids = torch.rand(n_row, n_expert, generator=generator).argsort(-1)[:, :n_used].int()
         ids = ids[:1].expand(n_row, -1).contiguous() if of_same else ids.contiguous()
-        weights, gate = torch.rand(n_row, n_used, generator=generator), torch.rand(n_row, 1, generator=generator)
-        added = Added(
-            torch.randn(n_row, n_in, generator=generator), torch.randn(n_row, n_in, generator=generator), gate
+        weights, gate = (
+            torch.rand(n_row, n_used, generator=generator),
+            torch.rand(n_row, 1, generator=generator),
         )
-        norm = Norm(0.5 + torch.rand(n_in, generator=generator), 1e-6) if of_same and not spec.limit else None
+        added = Added(
+            torch.randn(n_row, n_in, generator=generator),
+            torch.randn(n_row, n_in, generator=generator),
+            gate,
+        )
+        norm = (
+            Norm(0.5 + torch.rand(n_in, generator=generator), 1e-6)
+            if of_same and not spec.limit
+            else None
+        )
         for around in (NOTHING, added):
             got, want = (run(x, ids, weights, norm, around) for run in (own, other))
             off = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).amax())

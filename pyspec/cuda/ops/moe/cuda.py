@@ -94,7 +94,9 @@ def limits(spec: MoeSpec) -> str | None:
         if not n_stages(type, MANY_PAIRS, torch.cuda.get_device_capability(spec.device)):
             return f"{type.name} does not fit this GPU's shared memory"
     if spec.n_in % 32 or spec.n_ff % 32 or max(spec.n_in, spec.n_ff) > MAX_COLUMNS:
-        return f"{spec.n_in} and {spec.n_ff} columns; the kernel takes multiples of 32 up to {MAX_COLUMNS}"
+        return (
+            f"{spec.n_in} and {spec.n_ff} columns; the kernel takes multiples of 32 up to {MAX_COLUMNS}"
+        )
     if spec.pieces > MAX_PIECES or (spec.pieces > 1 and spec.n_ff % spec.down.block_size):
         return f"a shared expert of {spec.pieces} pieces of {spec.n_ff} columns"
     if spec.n_used > MAX_USED or spec.n_expert > MAX_EXPERT:
@@ -117,7 +119,12 @@ def pack(*stacks: Stack) -> PackedStack:
     """One stack, or gates and ups with their rows interleaved."""
     first, type = stacks[0], stacks[0].type
     assert type is not None and all(s.type is type for s in stacks)
-    n_expert, n_out, n_in, device = first.data.shape[0], sum(s.n_out for s in stacks), first.n_in, first.data.device
+    n_expert, n_out, n_in, device = (
+        first.data.shape[0],
+        sum(s.n_out for s in stacks),
+        first.n_in,
+        first.data.device,
+    )
     # whole tiles may be repacked together: those of an expert then lie together, too
     at_once = n_expert if n_out % 256 == 0 else 1
     n_record, scales = n_groups(n_out) * n_chunks(type, n_in) * RECORDS[type], []
@@ -129,12 +136,17 @@ def pack(*stacks: Stack) -> PackedStack:
         by = None
         if any(s.scale is not None for s in stacks):
             ones = torch.ones(n_expert, device=device)
-            each = [(ones if s.scale is None else s.scale)[:, None].expand(-1, s.n_out).reshape(-1, 1) for s in stacks]
+            each = [
+                (ones if s.scale is None else s.scale)[:, None].expand(-1, s.n_out).reshape(-1, 1)
+                for s in stacks
+            ]
             by = (interleave(*each) if len(each) == 2 else each[0]).view(-1)
         for start in range(0, n_expert, at_once):
             part = slice(start * n_out, (start + at_once) * n_out)
             to = whole if at_once > 1 else None
-            data = repack(raw[part], type, (at_once * n_out, n_in), None if by is None else by[part], to).data
+            data = repack(
+                raw[part], type, (at_once * n_out, n_in), None if by is None else by[part], to
+            ).data
             if at_once == 1:  # joined at the end, they would be there twice
                 whole[start * n_record : (start + 1) * n_record] = data[:n_record]
             scales.append(data[at_once * n_record :].view(torch.float32))
@@ -176,7 +188,9 @@ class _Compiled:
     ) -> None:
         """n_job: CTAs that will have work, about."""
         if self.split is not None and n_job <= SPLIT_WAVES * SPLIT_RESIDENT * n_multiprocessor:
-            return self.split.launch(grid, PARTS * 32 * GROUPS, args, PARTS * self.shared, overlap=overlap)
+            return self.split.launch(
+                grid, PARTS * 32 * GROUPS, args, PARTS * self.shared, overlap=overlap
+            )
         kernel = self.kernels[n_resident(n_job, tuple(self.kernels), n_multiprocessor)]
         kernel.launch(grid, 32 * GROUPS, args, self.shared, overlap=overlap)
 
@@ -201,10 +215,14 @@ def _step(
     def kernel(resident: int, split: bool, shared: int) -> Kernel:
         build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, resident, limit, split)
         code = compile_cubin("moe", arch_of(capability), build.defines())
-        return code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
+        return code.kernel(
+            "moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i"
+        ).allow_shared(shared)
 
     parts = kernel(0, True, PARTS * shared) if splits(type, pairs, listed, inner) else None
-    return _Compiled({n: kernel(n, False, shared) for n in ways}, parts, shared, most_pairs(type, pairs, inner))
+    return _Compiled(
+        {n: kernel(n, False, shared) for n in ways}, parts, shared, most_pairs(type, pairs, inner)
+    )
 
 
 @per_device
@@ -235,7 +253,12 @@ class _Between:
 def _between(device: torch.device, n_ff: int, most: int, down: GGMLType) -> _Between:
     step = -(-n_ff // 256) * 8
     sums, powers = (torch.zeros(most * step, dtype=torch.float32, device=device) for _ in "sp")
-    return _Between(torch.zeros(most * between_bytes(down, n_ff), dtype=torch.uint8, device=device), sums, powers, step)
+    return _Between(
+        torch.zeros(most * between_bytes(down, n_ff), dtype=torch.uint8, device=device),
+        sums,
+        powers,
+        step,
+    )
 
 
 @per_device
@@ -273,21 +296,41 @@ class _Product:
         assert self.shared.records.shape[1] == stack.records.shape[1] and self.shared.type is stack.type
         self.n_out = stack.n_out // 2 if act == SWIGLU else stack.n_out
         self.steps = {
-            (n, listed): _step(device, stack.type, n, act, next, listed, False, limit) for n, listed in BUILDS
+            (n, listed): _step(device, stack.type, n, act, next, listed, False, limit)
+            for n, listed in BUILDS
         }
-        self.adding = _step(device, stack.type, ADDING[0], act, None, ADDING[1], True) if next is None else None
+        self.adding = (
+            _step(device, stack.type, ADDING[0], act, None, ADDING[1], True) if next is None else None
+        )
         self.n_group, self.n_chunk = n_groups(stack.n_out), n_chunks(stack.type, stack.n_in)
         self.tickets = _tickets(device, self.n_group)
         self.n_multiprocessor = torch.cuda.get_device_properties(device).multi_processor_count
 
     def __call__(
-        self, t: _Taken, x: tuple[Tensor, ...], step: int, y: Shares, h: _Between, out: Tensor | None, overlap: bool
+        self,
+        t: _Taken,
+        x: tuple[Tensor, ...],
+        step: int,
+        y: Shares,
+        h: _Between,
+        out: Tensor | None,
+        overlap: bool,
     ) -> None:
         """x: blocks, sums and powers of the input rows, `step` of their layout. Writes y (downs) or h (gates and ups), and in out
         the sums of y."""
         own = self.steps[t.pairs, t.listed] if out is None or self.adding is None else self.adding
         s, more, (n_row, n_used) = self.stack, self.shared, t.ids.shape
-        sizes = s.scales.shape[1], t.n_expert, n_used, n_row, self.n_piece, step, self.n_out, self.n_group, self.n_chunk
+        sizes = (
+            s.scales.shape[1],
+            t.n_expert,
+            n_used,
+            n_row,
+            self.n_piece,
+            step,
+            self.n_out,
+            self.n_group,
+            self.n_chunk,
+        )
         args: list[Arg] = [s.records, s.scales, more.records, more.scales, *x, t.ids, t.order, t.items]
         args += [
             y.y,
@@ -350,7 +393,9 @@ class ExpertsLaunch:
         for first in range(0, len(x), self.most):
             part = slice(first, first + self.most)
             rows = ready if isinstance(ready, Rows) else self.x_rows(x[part], norm)
-            shares = self.shares(rows, ids[part], weights[part], added.part(part), out if is_few else None)
+            shares = self.shares(
+                rows, ids[part], weights[part], added.part(part), out if is_few else None
+            )
             if not is_few:
                 self._add(shares, out[part])
         return out
@@ -361,13 +406,20 @@ class ExpertsLaunch:
         """The products alone, of `most` rows at most: their next reader sums them. Of FEWEST rows they may be summed in `out`."""
         ids, weights = ids.contiguous(), weights.contiguous()
         (n_row, n_used), pieces = ids.shape, self.spec.pieces
-        assert ids.dtype == torch.int32 and (n_row, n_used) == weights.shape == (rows.n_row, self.spec.n_used)
+        assert ids.dtype == torch.int32 and (n_row, n_used) == weights.shape == (
+            rows.n_row,
+            self.spec.n_used,
+        )
         assert all(t is None or t.is_contiguous() for t in (added.residual, added.shared, added.gate))
         assert added.shared is None or not pieces
         taken, h, overlap = self._taken(ids), self.h, self.x_rows.overlap
-        y = torch.empty(n_row * (n_used + pieces), self.spec.n_in, dtype=torch.float32, device=ids.device)
+        y = torch.empty(
+            n_row * (n_used + pieces), self.spec.n_in, dtype=torch.float32, device=ids.device
+        )
         shared = y[n_row * n_used :] if pieces else added.shared
-        shares = Shares(y, weights, shared, added.gate, added.residual, pieces or int(shared is not None))
+        shares = Shares(
+            y, weights, shared, added.gate, added.residual, pieces or int(shared is not None)
+        )
         self.inner(taken, (rows.blocks, rows.sums, rows.powers), rows.pad, shares, h, None, overlap)
         self.down(taken, (h.blocks, h.sums, h.powers), h.step, shares, h, out, overlap)
         return shares
@@ -390,7 +442,9 @@ class ExpertsLaunch:
         order = torch.empty(n_pair, dtype=torch.int32, device=ids.device)
         items = torch.empty(n_item, 4, dtype=torch.int32, device=ids.device)
         sizes = (np.int32(n_pair), np.int32(self.n_expert), np.int32(per_item), np.int32(n_item))
-        self.lists.launch((1,), -(-self.n_expert // 32) * 32, (ids, order, items, *sizes), overlap=self.x_rows.overlap)
+        self.lists.launch(
+            (1,), -(-self.n_expert // 32) * 32, (ids, order, items, *sizes), overlap=self.x_rows.overlap
+        )
         return _Taken(ids, order, items, n_item, pairs, True, self.n_expert)
 
 
@@ -420,7 +474,9 @@ def random_stacks(spec: MoeSpec, n_expert: int, gen: torch.Generator) -> Stacks:
 
     def stacks(n: int, n_ff: int, shared: Stacks | None) -> Stacks:
         gate = stack(spec.up, n, n_ff, spec.n_in) if spec.act == "swiglu" else None
-        return Stacks(gate, stack(spec.up, n, n_ff, spec.n_in), stack(spec.down, n, spec.n_in, n_ff), shared)
+        return Stacks(
+            gate, stack(spec.up, n, n_ff, spec.n_in), stack(spec.down, n, spec.n_in, n_ff), shared
+        )
 
     return stacks(n_expert, spec.n_ff, stacks(1, spec.pieces * spec.n_ff, None) if spec.pieces else None)
 
@@ -478,13 +534,21 @@ def _check_around(
         got = own(x, ids, weights, None, Added(residual, None, gate))
     else:
         plain, got = own(x, ids, weights), own(x, ids, weights, None, Added(residual, shared, gate))
-    if not torch.allclose(got, residual + (plain + shared * gate), rtol=1e-5, atol=1e-5 * float(plain.abs().amax())):
+    if not torch.allclose(
+        got, residual + (plain + shared * gate), rtol=1e-5, atol=1e-5 * float(plain.abs().amax())
+    ):
         return "a residual or a shared expert is not added as the reference does"
     if isinstance(own, ExpertsLaunch) and len(x) <= own.x_rows.pads[-1]:
-        rows = RowsLaunch(x.device, x.shape[1], own.x_rows.pads)  # not theirs: as the product behind reads them
+        rows = RowsLaunch(
+            x.device, x.shape[1], own.x_rows.pads
+        )  # not theirs: as the product behind reads them
         want = rows(own(x, ids, weights, None, Added(residual))).blocks.clone()
-        if not torch.equal(rows.summed(own.shares(own.x_rows(x), ids, weights, Added(residual))).blocks, want):
+        if not torch.equal(
+            rows.summed(own.shares(own.x_rows(x), ids, weights, Added(residual))).blocks, want
+        ):
             return "sums on the way to a product are not those made before"
     want, got = own(norm(4 * x), ids, weights), own(4 * x, ids, weights, norm)
     off = float((got - want).norm() / want.norm())
-    return None if off < 2e-3 else f"outputs of normed rows differ by {off:.2g}"  # the two round rows by other powers
+    return (
+        None if off < 2e-3 else f"outputs of normed rows differ by {off:.2g}"
+    )  # the two round rows by other powers

@@ -75,7 +75,9 @@ def probabilities(logits: Tensor, router: Router) -> Tensor:
     return logits.sigmoid() if router == "sigmoid" else F.softplus(logits).sqrt()
 
 
-def choose(logits: Tensor, spec: RouteSpec, bias: Tensor | None, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, spec: RouteSpec, bias: Tensor | None, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """logits [row, n_expert] f32 -> ids, weights. Without a bias the logits rank as their probabilities do."""
     (p,) = by_row(lambda own: (probabilities(own, spec.router),), logits)
     if given is None:
@@ -98,7 +100,9 @@ def bind_route(spec: RouteSpec) -> Route:
     ) -> Routes:
         """x [row, n_in] f32 as they are, norm [n_in] f32, matrix [n_expert (+ 1), n_in] f32, bias [n_expert] f32, given [row, n_used]."""
         assert (given is not None) == spec.given
-        assert matrix.shape == (spec.n_expert + spec.gated, spec.n_in) and (bias is not None) == spec.biased
+        assert (
+            matrix.shape == (spec.n_expert + spec.gated, spec.n_in) and (bias is not None) == spec.biased
+        )
         y = linear(F.rms_norm(x, (spec.n_in,), norm, spec.eps), matrix)
         gate = y[:, spec.n_expert :].sigmoid() if spec.gated else None
         return Routes(*choose(y[:, : spec.n_expert], spec, bias, given), gate)

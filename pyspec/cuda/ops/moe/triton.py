@@ -65,13 +65,17 @@ def tiled(sources: Sequence[Sequence[Stack]], device: torch.device) -> TiledMatr
     for part in sources:
         for start in range(0, part[0].data.shape[0], step):
             with temporary(device):
-                raws = [s.data[start : start + step].reshape(-1, s.n_out, s.data[0].numel() // s.n_out) for s in part]
+                raws = [
+                    s.data[start : start + step].reshape(-1, s.n_out, s.data[0].numel() // s.n_out)
+                    for s in part
+                ]
                 raw = torch.cat([F.pad(r, (0, 0, 0, -r.shape[1] % ROWS)) for r in raws], 1)
                 made = tile(raw.flatten(0, 1), first.type, (raw.shape[0] * raw.shape[1], first.n_in))
             found = {f.name: x for f in fields(made) if isinstance(x := getattr(made, f.name), Tensor)}
             if whole is None:
                 whole = {
-                    k: torch.empty(n_all * n_tile, *x.shape[1:], dtype=x.dtype, device=device) for k, x in found.items()
+                    k: torch.empty(n_all * n_tile, *x.shape[1:], dtype=x.dtype, device=device)
+                    for k, x in found.items()
                 }
             for name, x in found.items():
                 whole[name][at : at + len(x)] = x
@@ -132,7 +136,9 @@ class _TileProduct:
             "PIECES": spec.pieces,
         }
 
-    def __call__(self, t: _Pairs, x: Tensor, powers: Tensor, n_pair: int, n_row: int) -> tuple[Tensor, int]:
+    def __call__(
+        self, t: _Pairs, x: Tensor, powers: Tensor, n_pair: int, n_row: int
+    ) -> tuple[Tensor, int]:
         """(sums [split, pair, tile * 64], splits)."""
         from pyspec.cuda.ops.moe import triton_kernels as kernels
 
@@ -159,16 +165,24 @@ class ExpertsTriton:
     """The experts of one layer, ready to run. See ref.py for the tensors."""
 
     def __init__(self, spec: MoeSpec, stacks: Stacks) -> None:
-        assert (stacks.gate is None) == (spec.act == "relu2") and (stacks.shared is None) == (spec.pieces == 0)
+        assert (stacks.gate is None) == (spec.act == "relu2") and (stacks.shared is None) == (
+            spec.pieces == 0
+        )
         self.spec, self.n_expert, device = spec, stacks.n_expert, spec.device
         with temporary(device):
             pieces = [] if stacks.shared is None else [cut(stacks.shared, spec.pieces)]
         every = [stacks, *pieces]
         inner = [[s.up] if s.gate is None else [s.gate, s.up] for s in every]
         self.inner = _TileProduct(spec, tiled(inner, device), self.n_expert, inner=True)
-        self.down = _TileProduct(spec, tiled([[s.down] for s in every], device), self.n_expert, inner=False)
-        self.scaled = any(x is not None and x.scale is not None for s in every for x in (s.gate, s.up, s.down))
-        self.inner_factors = torch.stack([factors(every, name, device) for name in ("gate", "up")], -1).contiguous()
+        self.down = _TileProduct(
+            spec, tiled([[s.down] for s in every], device), self.n_expert, inner=False
+        )
+        self.scaled = any(
+            x is not None and x.scale is not None for s in every for x in (s.gate, s.up, s.down)
+        )
+        self.inner_factors = torch.stack(
+            [factors(every, name, device) for name in ("gate", "up")], -1
+        ).contiguous()
         self.down_factors, self.none = factors(every, "down", device), nothing(device)
         self.wide = -(-spec.n_ff // COLUMNS) * COLUMNS
 
@@ -182,22 +196,38 @@ class ExpertsTriton:
         ready: object = None,
     ) -> Tensor:
         out = torch.empty(x.shape[0], self.spec.n_in, dtype=torch.float32, device=x.device)
-        kind = RowsSpec(self.spec.device, self.spec.n_in, PrepKind.PLAIN if norm is None else PrepKind.NORM)
+        kind = RowsSpec(
+            self.spec.device, self.spec.n_in, PrepKind.PLAIN if norm is None else PrepKind.NORM
+        )
         prepare = rows.bind(kind)
         for first in range(0, len(x), MAX_ROWS):
             part = slice(first, first + MAX_ROWS)
             half, powers = prepare(x[part], norm)
-            self._run(half, powers, ids[part].contiguous(), weights[part].contiguous(), added.part(part), out[part])
+            self._run(
+                half,
+                powers,
+                ids[part].contiguous(),
+                weights[part].contiguous(),
+                added.part(part),
+                out[part],
+            )
         return out
 
-    def _run(self, x: Tensor, powers: Tensor | None, ids: Tensor, weights: Tensor, added: Added, out: Tensor) -> None:
+    def _run(
+        self, x: Tensor, powers: Tensor | None, ids: Tensor, weights: Tensor, added: Added, out: Tensor
+    ) -> None:
         from pyspec.cuda.ops.moe import triton_kernels as kernels
 
         spec, (n_row, n_used), none, device = self.spec, ids.shape, self.none, x.device
         assert ids.dtype == torch.int32 and n_used == spec.n_used and weights.shape == ids.shape
         assert added.shared is None or not spec.pieces
         n_pair, taken = n_row * (n_used + spec.pieces), self._taken(ids)
-        ends = {"N_EXPERT": self.n_expert, "N_USED": n_used, "PIECES": spec.pieces, "SCALED": self.scaled}
+        ends = {
+            "N_EXPERT": self.n_expert,
+            "N_USED": n_used,
+            "PIECES": spec.pieces,
+            "SCALED": self.scaled,
+        }
         part, n_split = self.inner(taken, x, none, n_pair, n_row)
         h = torch.empty(n_pair, self.wide, dtype=torch.float16, device=device)
         h_powers = torch.empty(n_pair, self.wide // COLUMNS, dtype=torch.float32, device=device)
@@ -222,7 +252,15 @@ class ExpertsTriton:
         tri.launch(
             kernels.combine,
             (n_row, -(-spec.n_in // STRETCH)),
-            (part, ids, weights, self.down_factors, *(none if t is None else t for t in beside), out, n_row),
+            (
+                part,
+                ids,
+                weights,
+                self.down_factors,
+                *(none if t is None else t for t in beside),
+                out,
+                n_row,
+            ),
             {
                 "N_OUT": spec.n_in,
                 "WIDE": self.down.n_tile * ROWS,

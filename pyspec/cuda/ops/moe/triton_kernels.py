@@ -57,7 +57,11 @@ def lists(
             tl.store(order + first + rank, pair, mask=is_own)
             if not COMPACT:
                 tl.store(items + 2 * pair, first + rank, mask=is_own)
-                tl.store(items + 2 * pair + 1, tl.where(rank % BN == 0, tl.minimum(BN, n - rank), 0), mask=is_own)
+                tl.store(
+                    items + 2 * pair + 1,
+                    tl.where(rank % BN == 0, tl.minimum(BN, n - rank), 0),
+                    mask=is_own,
+                )
             before += tl.sum(own, 0)
 
 
@@ -112,7 +116,19 @@ def products(
     """
     n_tile, split = tl.num_programs(0), tl.program_id(2)
     expert, n, pair = item_of(
-        tl.program_id(1), ids, order, items, counter, n_row, n_shared, BN, N_EXPERT, N_USED, PIECES, LISTED, COMPACT
+        tl.program_id(1),
+        ids,
+        order,
+        items,
+        counter,
+        n_row,
+        n_shared,
+        BN,
+        N_EXPERT,
+        N_USED,
+        PIECES,
+        LISTED,
+        COMPACT,
     )
     is_row, out = tl.arange(0, BN) < n, tl.arange(0, 64)
     row = pair
@@ -124,7 +140,9 @@ def products(
     for own in range(split * TURNS, split * TURNS + TURNS):
         acc = tl.zeros((64, BN), tl.float32)
         for step in tl.range(
-            own * PER, tl.where(n > 0, tl.minimum(own * PER + PER, N_CHUNK // STEP), own * PER), num_stages=STAGES
+            own * PER,
+            tl.where(n > 0, tl.minimum(own * PER + PER, N_CHUNK // STEP), own * PER),
+            num_stages=STAGES,
         ):
             for half in tl.static_range(STEP):
                 chunk = step * STEP + half
@@ -134,8 +152,12 @@ def products(
                         N_IN, N_CHUNK, N_SPAN, BITS, SPLIT, HIGH, GROUP, BIAS, VALUE, WIDTH, SCALE, LESS, SPAN, MINIMA, ASM, AT_ONCE, half,
                     )  # fmt: skip
                 else:
-                    place = tl.minimum(chunk, X_STEP // 64 - 1)  # of a chunk without columns it does not matter
-                    power = tl.load(powers + row.to(tl.int64) * (X_STEP // 64) + place, mask=is_row, other=0.0)
+                    place = tl.minimum(
+                        chunk, X_STEP // 64 - 1
+                    )  # of a chunk without columns it does not matter
+                    power = tl.load(
+                        powers + row.to(tl.int64) * (X_STEP // 64) + place, mask=is_row, other=0.0
+                    )
                     acc += power[None, :] * chunk_sums(
                         tl.zeros((64, BN), tl.float32), x, row.to(tl.int64) * X_STEP, is_row, codes, high, scales, supers,
                         table, tile, chunk,
@@ -143,7 +165,11 @@ def products(
                     )  # fmt: skip
         total += acc * UNIT
     n_pair = n_row * (N_USED + PIECES)
-    to = (split * n_pair + pair[None, :]).to(tl.int64) * (n_tile * 64) + tl.program_id(0) * 64 + out[:, None]
+    to = (
+        (split * n_pair + pair[None, :]).to(tl.int64) * (n_tile * 64)
+        + tl.program_id(0) * 64
+        + out[:, None]
+    )
     tl.store(part + to, total, mask=is_row[None, :])
 
 
@@ -190,7 +216,9 @@ def between(
     bits = tl.max(tl.abs(y), 1).to(tl.int32, bitcast=True) & 0x7F800000
     own = tl.where(bits == 0, 1.0, bits.to(tl.float32, bitcast=True))
     is_block = block < WIDE // 64
-    tl.store(h + pair.to(tl.int64) * WIDE + column, (y / own[:, None]).to(tl.float16), mask=is_block[:, None])
+    tl.store(
+        h + pair.to(tl.int64) * WIDE + column, (y / own[:, None]).to(tl.float16), mask=is_block[:, None]
+    )
     tl.store(h_powers + pair.to(tl.int64) * (WIDE // 64) + block, own, mask=is_block)
 
 

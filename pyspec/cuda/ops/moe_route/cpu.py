@@ -34,12 +34,18 @@ def bind(spec: RouteSpec) -> Route:
     def route(
         x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None, given: Tensor | None = None
     ) -> Routes:
-        assert x.dtype == norm.dtype == matrix.dtype == torch.float32 and x.stride(1) == 1, "moe_route takes float32"
+        assert x.dtype == norm.dtype == matrix.dtype == torch.float32 and x.stride(1) == 1, (
+            "moe_route takes float32"
+        )
         assert matrix.shape == (n_out, spec.n_in) and matrix.is_contiguous() and norm.is_contiguous()
         assert (bias is not None) == spec.biased and (given is not None) == spec.given
         named = None if given is None else given.int().contiguous()
         n, k = len(x), spec.n_used
-        ids, weights, gate = empty(n, k, dtype=torch.int32), empty(n, k), empty(n, 1) if spec.gated else None
+        ids, weights, gate = (
+            empty(n, k, dtype=torch.int32),
+            empty(n, k),
+            empty(n, 1) if spec.gated else None,
+        )
         outs, sizes = (ids, weights, gate), (n, spec.n_in, spec.n_expert, k, router, spec.renorm)
         ROUTE(x, x.stride(0), norm, matrix, bias, named, *outs, *sizes, spec.scale, spec.eps)
         return Routes(ids, weights, gate)

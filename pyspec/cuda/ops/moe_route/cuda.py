@@ -83,7 +83,10 @@ def grid_of(spec: RouteSpec, n_row: int, n_multiprocessor: int, prepares: bool =
     """
     parts = -(-spec.n_in // 1024)
     groups = 1 if n_row <= FEW else WARPS // parts
-    n, room = -(-(spec.n_expert + spec.gated) // (KEPT * groups)), n_multiprocessor * (WARPS // (parts * groups))
+    n, room = (
+        -(-(spec.n_expert + spec.gated) // (KEPT * groups)),
+        n_multiprocessor * (WARPS // (parts * groups)),
+    )
 
     def spread(most: int) -> Grid:
         per_cta = -(-n_row // most)
@@ -125,7 +128,11 @@ class RouteLaunch:
     ) -> Routes:
         """`into`: where rows normed with `norm` go, over `power`, as rows.cu would put them."""
         spec, n_score = self.spec, self.n_score
-        assert matrix.shape == (n_score, spec.n_in) and matrix.is_contiguous() and (bias is not None) == spec.biased
+        assert (
+            matrix.shape == (n_score, spec.n_in)
+            and matrix.is_contiguous()
+            and (bias is not None) == spec.biased
+        )
         assert norm.shape == (spec.n_in,) and norm.is_contiguous() and x.shape[1] == spec.n_in
         x, n_row = x.contiguous(), x.shape[0]
         assert (given is not None) == spec.given
@@ -133,17 +140,42 @@ class RouteLaunch:
             assert given.shape == (n_row, spec.n_used)
             bias = given.to(torch.int32).contiguous()
         floats: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-        logits, weights = torch.empty(n_row, n_score, **floats), torch.empty(n_row, spec.n_used, **floats)
+        logits, weights = (
+            torch.empty(n_row, n_score, **floats),
+            torch.empty(n_row, spec.n_used, **floats),
+        )
         gate = torch.empty(n_row, 1, **floats) if spec.gated else None
         ids = torch.empty(n_row, spec.n_used, dtype=torch.int32, device=x.device)
         if n_row:
             grid = grid_of(spec, n_row, self.n_multiprocessor, into is not None)
             to: list[Arg] = [logits] * 3 if into is None else [into.blocks, into.sums, into.powers]
-            sizes = n_row, grid.per_cta, grid.scoring, 0 if into is None or into.layout == PLANES else into.pad
-            args = (x, norm, matrix, logits, *to, *map(np.int32, sizes), np.float32(spec.eps), np.float32(power))
+            sizes = (
+                n_row,
+                grid.per_cta,
+                grid.scoring,
+                0 if into is None or into.layout == PLANES else into.pad,
+            )
+            args = (
+                x,
+                norm,
+                matrix,
+                logits,
+                *to,
+                *map(np.int32, sizes),
+                np.float32(spec.eps),
+                np.float32(power),
+            )
             self.scores.launch(grid.ctas, grid.threads, args, overlap=self.overlap)
-            args = (logits, logits if bias is None else bias, ids, weights, logits if gate is None else gate)
-            self.choose.launch((n_row,), self.n_choose, (*args, np.float32(spec.scale)), overlap=self.overlap)
+            args = (
+                logits,
+                logits if bias is None else bias,
+                ids,
+                weights,
+                logits if gate is None else gate,
+            )
+            self.choose.launch(
+                (n_row,), self.n_choose, (*args, np.float32(spec.scale)), overlap=self.overlap
+            )
         return Routes(ids, weights, gate)
 
 
@@ -168,11 +200,16 @@ def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:
         x[n_row // 2] *= n_row == 1
         named = torch.rand(n_row, spec.n_expert, generator=gen).argsort(-1)[:, : spec.n_used].int()
         rows, weight, scored = (t.to(spec.device) for t in (x, norm, matrix))
-        bias_there, table = (None if t is None else t.to(spec.device) for t in (bias, named if spec.given else None))
+        bias_there, table = (
+            None if t is None else t.to(spec.device) for t in (bias, named if spec.given else None)
+        )
         given = rows, weight, scored, bias_there, table
         got, want = launch(*given), reference(*given)
         ids, want_ids = got.ids.long().cpu(), want.ids.long().cpu()
-        if not bool(((ids >= 0) & (ids < spec.n_expert)).all()) or ids.sort(-1).values.diff(dim=-1).eq(0).any():
+        if (
+            not bool(((ids >= 0) & (ids < spec.n_expert)).all())
+            or ids.sort(-1).values.diff(dim=-1).eq(0).any()
+        ):
             return "rows choose experts that do not exist, or one twice"
         scores = F.linear(F.rms_norm(x, norm.shape, norm, spec.eps), matrix)[:, : spec.n_expert]
         if bias is not None:
@@ -191,7 +228,10 @@ def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:
             off = max(off, float((got.gate - want.gate).abs().amax()))
         if not off < 1e-4:
             return f"weights differ from the reference by {off:.2g}"
-        if isinstance(launch, RouteLaunch) and (why := _check_rows(launch, got, given, norm)) is not None:
+        if (
+            isinstance(launch, RouteLaunch)
+            and (why := _check_rows(launch, got, given, norm)) is not None
+        ):
             return why
     return None
 

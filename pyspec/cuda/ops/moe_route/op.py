@@ -23,7 +23,13 @@ moe_route: Op[moe_ref.RouteSpec, moe_ref.Route] = Op(
     "moe_route",
     Impl("torch", moe_ref.bind_route),
     [
-        Impl("cuda", moe_route_cuda.bind, moe_route_cuda.limits, capturable=True, programs=moe_route_cuda.programs),
+        Impl(
+            "cuda",
+            moe_route_cuda.bind,
+            moe_route_cuda.limits,
+            capturable=True,
+            programs=moe_route_cuda.programs,
+        ),
         Impl("triton", moe_route_triton.bind, moe_route_triton.limits, capturable=True),
         Impl("cpu", moe_route_cpu.bind, moe_route_cpu.limits, capturable=True),
     ],

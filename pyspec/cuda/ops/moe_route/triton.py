@@ -37,15 +37,27 @@ class RouteTriton:
         self.spec, self.none, self.n_split = spec, nothing(spec.device), -(-spec.n_in // COLUMNS)
 
     def __call__(
-        self, x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None, given: Tensor | None = None
+        self,
+        x: Tensor,
+        norm: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None = None,
+        given: Tensor | None = None,
     ) -> Routes:
         from pyspec.cuda.ops.moe_route import triton_kernels as kernels
 
         s, n_row, n_split, device = self.spec, x.shape[0], self.n_split, x.device
         n_score = s.n_expert + s.gated
-        assert matrix.shape == (n_score, s.n_in) and matrix.is_contiguous() and (bias is not None) == s.biased
         assert (
-            norm.shape == (s.n_in,) and norm.is_contiguous() and x.shape[1] == s.n_in and (given is not None) == s.given
+            matrix.shape == (n_score, s.n_in)
+            and matrix.is_contiguous()
+            and (bias is not None) == s.biased
+        )
+        assert (
+            norm.shape == (s.n_in,)
+            and norm.is_contiguous()
+            and x.shape[1] == s.n_in
+            and (given is not None) == s.given
         )
         ids = torch.empty(n_row, s.n_used, dtype=torch.int32, device=device)
         weights = torch.empty(n_row, s.n_used, dtype=torch.float32, device=device)
@@ -61,12 +73,29 @@ class RouteTriton:
             {"N_IN": s.n_in, "N_SCORE": n_score, "PER": COLUMNS, "BK": STEP, "BM": ROWS, "BN": SCORES},
             4,
         )
-        own = [self.none if bias is None else bias, ids if given is None else given.to(torch.int32).contiguous()]
-        likely, wide = torch.empty(n_row * s.n_expert, dtype=torch.float32, device=device), _power_of_two(s.n_expert)
+        own = [
+            self.none if bias is None else bias,
+            ids if given is None else given.to(torch.int32).contiguous(),
+        ]
+        likely, wide = (
+            torch.empty(n_row * s.n_expert, dtype=torch.float32, device=device),
+            _power_of_two(s.n_expert),
+        )
         tri.launch(
             kernels.choose,
             (n_row,),
-            (part, squares, *own, ids, weights, self.none if gate is None else gate, likely, n_row, s.eps, s.scale),
+            (
+                part,
+                squares,
+                *own,
+                ids,
+                weights,
+                self.none if gate is None else gate,
+                likely,
+                n_row,
+                s.eps,
+                s.scale,
+            ),
             {
                 "N_IN": s.n_in,
                 "N_EXPERT": s.n_expert,

@@ -27,13 +27,17 @@ def scores(
         at = row[:, None].to(tl.int64) * N_IN + k[None, :]
         a = tl.load(x + at, mask=is_row[:, None] & (k < N_IN)[None, :], other=0.0)
         w = tl.load(
-            matrix + score[None, :] * N_IN + k[:, None], mask=is_score[None, :] & (k < N_IN)[:, None], other=0.0
+            matrix + score[None, :] * N_IN + k[:, None],
+            mask=is_score[None, :] & (k < N_IN)[:, None],
+            other=0.0,
         )
         square += tl.sum(a * a, 1)
         by = tl.load(norm + k, mask=k < N_IN, other=0.0)
         acc = tl.dot(a * by[None, :], w, acc, input_precision="ieee")
     to = (split * n_row + row).to(tl.int64)
-    tl.store(part + to[:, None] * N_SCORE + score[None, :], acc, mask=is_row[:, None] & is_score[None, :])
+    tl.store(
+        part + to[:, None] * N_SCORE + score[None, :], acc, mask=is_row[:, None] & is_score[None, :]
+    )
     if tl.program_id(0) == 0:
         tl.store(squares + to, square, mask=is_row)
 

@@ -67,7 +67,13 @@ class NormsLaunch:
     def paired(self, a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor) -> Tensor:
         out = self._room(a.shape[0], 2 * self.n, a)
         assert a.shape == b.shape
-        self._run((a, a_weight, out), (b, b_weight, out[:, self.n :], np.int64(0)), 2 * self.n, a.shape[0], b.shape[0])
+        self._run(
+            (a, a_weight, out),
+            (b, b_weight, out[:, self.n :], np.int64(0)),
+            2 * self.n,
+            a.shape[0],
+            b.shape[0],
+        )
         return out
 
     def _room(self, n_row: int, n_column: int, like: Tensor) -> Tensor:
@@ -84,7 +90,9 @@ class NormsLaunch:
         """Rows of the first input, then of the second; `step` is the distance of rows in both outputs."""
         for x, weight in (first[:2], second[:2]):
             if isinstance(x, Tensor) and isinstance(weight, Tensor):
-                assert x.dtype == weight.dtype == torch.float32 and weight.shape == x.shape[1:] == (self.n,)
+                assert x.dtype == weight.dtype == torch.float32 and weight.shape == x.shape[1:] == (
+                    self.n,
+                )
                 assert x.is_contiguous() and weight.is_contiguous()
                 assert x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
         assert n_first + n_second <= MAX_ROWS
@@ -121,7 +129,10 @@ def check(launch: Norms, reference: Norms, spec: NormsSpec) -> str | None:
         a, b = (rows_of(n_row, spec.n, gen).to(spec.device) for _ in range(2))
         rows = torch.randint(0, n_row, (5,), generator=gen).to(spec.device)
         alone, (all_rows, some) = launch(a, weights[0]), launch.picked(a, weights[0], rows)
-        pair, want = launch.paired(a, weights[0], b, weights[1]), reference.paired(a, weights[0], b, weights[1])
+        pair, want = (
+            launch.paired(a, weights[0], b, weights[1]),
+            reference.paired(a, weights[0], b, weights[1]),
+        )
         for half, name in ((slice(spec.n), "first"), (slice(spec.n, None), "second")):
             if not (off := _apart(pair[:, half], want[:, half])) < OFF:
                 return f"{n_row} rows of the {name} input differ from the reference by {off:.2g}"

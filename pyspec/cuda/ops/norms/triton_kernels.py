@@ -22,7 +22,9 @@ def norms(
         if program >= n_row:
             own = tl.load(rows + to)
             if (own < 0) | (own >= n_row):  # whose it is only the batch's layout knew
-                report(fault, OP, -1, tl.where((own < 0) | (own > 0x7FFFFFFF), -1, own).to(tl.int32), n_row)
+                report(
+                    fault, OP, -1, tl.where((own < 0) | (own > 0x7FFFFFFF), -1, own).to(tl.int32), n_row
+                )
                 own = own * 0
     if is_first:
         y = tl.load(x + own * COLUMNS + column, mask=is_column, other=0.0)

@@ -129,7 +129,9 @@ def make(
         late = torch.zeros(1, dtype=torch.int32, device=device)
         arch = arch_of(torch.cuda.get_device_capability(device))
         compiled = compile_cubin("peer_sum", arch, Places(n).defines)
-        launch = PeerSum(compiled.kernel("peer_sum", SIGNATURE), rank, [np.int64(int(p)) for p in places], late, meet)
+        launch = PeerSum(
+            compiled.kernel("peer_sum", SIGNATURE), rank, [np.int64(int(p)) for p in places], late, meet
+        )
         weakref.finalize(launch, _free, own).atexit = False
     except Exception as e:  # noqa: BLE001
         why = f"the others' memory is not reached: {e}"
@@ -152,7 +154,11 @@ def check(launch: PeerSum, gather: Gather) -> str:
             want = parts[0]
             for part in parts[1:]:
                 want = want + part
-            flaw = "" if torch.equal(found, want) else f"a sum of {n} numbers has other bits than its parts have"
+            flaw = (
+                ""
+                if torch.equal(found, want)
+                else f"a sum of {n} numbers has other bits than its parts have"
+            )
             if launch.late.item():
                 flaw = f"a sum of {n} numbers waits for a rank in vain"
             if why := agreed(flaw, x.device, gather):

@@ -23,7 +23,11 @@ LATE_ROUNDS: Rounds = (  # rounds of a check: rows wait as records, then a row, 
 ROUNDS: Rounds = (
     [Seq(0, 0, [0] * 5, SeqMode.KEEP), Seq(2, 0, [0], SeqMode.KEEP)],
     [Seq(0, 5, [0] * 6), Seq(2, 1, [0] * 3)],
-    [Seq(2, 4, [0], SeqMode.VERIFY, 0, 3), Seq(0, 8, [0] * 2, SeqMode.VERIFY, 0, 3), Seq(1, 0, [0] * 4, SeqMode.KEEP)],
+    [
+        Seq(2, 4, [0], SeqMode.VERIFY, 0, 3),
+        Seq(0, 8, [0] * 2, SeqMode.VERIFY, 0, 3),
+        Seq(1, 0, [0] * 4, SeqMode.KEEP),
+    ],
     [Seq(0, 10, [0], SeqMode.KEEP, 0, 1), Seq(2, 5, [0] * 4, SeqMode.KEEP, 0, 1)],
     *LATE_ROUNDS,
     [Seq(1, 4, [0] * 3), Seq(0, 11, [0] * 130, SeqMode.KEEP)],
@@ -51,7 +55,9 @@ def run_rounds(
     for seqs in (*ROUNDS, last):
         given = drawn(sum(seq.width for seq in seqs))
         batches = [lay_out(table, seqs, layers[0].state.device) for table in tables]
-        got, want = (run(*given, layer, batch) for run, layer, batch in zip(runs, layers, batches, strict=True))
+        got, want = (
+            run(*given, layer, batch) for run, layer, batch in zip(runs, layers, batches, strict=True)
+        )
         if why := parted(got, want, batches[0]):
             return why
     return None

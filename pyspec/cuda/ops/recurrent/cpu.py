@@ -48,7 +48,9 @@ class Taps:
 
 def conv_args(m: Tensor, w: Tensor, bias: Tensor | None, layer: StateLayer) -> list[Arg]:
     """w: turned."""
-    assert m.stride(1) == 1 and m.shape[1] == layer.shape.n_channel, "rows of the layer's channels, each contiguous"
+    assert m.stride(1) == 1 and m.shape[1] == layer.shape.n_channel, (
+        "rows of the layer's channels, each contiguous"
+    )
     return [m, m.stride(0), w, bias, layer.conv, len(w), m.shape[1]]
 
 
@@ -67,7 +69,11 @@ def folder(kernel: CpuKernel, guard: Guard, n_gate: int, kept: Kept, sizes: Sequ
 
 
 def _batch_args(seqs: Sequence[Tensor], layer: StateLayer, n_row: int, guard: Guard) -> list[Arg]:
-    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in seqs), "metadata of kernels is int32"
-    assert all(t.dtype == torch.float32 and t.is_contiguous() for t in layer.tensors()), "states are contiguous f32"
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in seqs), (
+        "metadata of kernels is int32"
+    )
+    assert all(t.dtype == torch.float32 and t.is_contiguous() for t in layer.tensors()), (
+        "states are contiguous f32"
+    )
     fault = faults.record(layer.state.device)
     return [*seqs, fault, guard.number, len(seqs[0]), layer.state.shape[0], layer.width, n_row]

@@ -65,20 +65,32 @@ def check_rows(op: str, rows: Sequence[Tensor], layer: StateLayer, unit: int = 1
     unit  values; rows of m begin at multiples of it
     """
     m, *gates = rows
-    assert all(t.dtype == torch.float32 and t.device == layer.state.device for t in rows), f"{op} takes float32"
+    assert all(t.dtype == torch.float32 and t.device == layer.state.device for t in rows), (
+        f"{op} takes float32"
+    )
     assert all(t.stride(1) == 1 for t in rows), f"{op} takes rows in one piece"
-    assert m.stride(0) % unit == 0 and m.data_ptr() % (4 * unit) == 0, f"rows of {op} start at {4 * unit} bytes"
-    assert m.shape[1] == layer.shape.n_channel and all(t.shape == (len(m), layer.state.shape[1]) for t in gates)
+    assert m.stride(0) % unit == 0 and m.data_ptr() % (4 * unit) == 0, (
+        f"rows of {op} start at {4 * unit} bytes"
+    )
+    assert m.shape[1] == layer.shape.n_channel and all(
+        t.shape == (len(m), layer.state.shape[1]) for t in gates
+    )
 
 
-def check_kept(op: str, weights: Sequence[Tensor], n_vector: int, layer: StateLayer, unit: int = 1) -> None:
+def check_kept(
+    op: str, weights: Sequence[Tensor], n_vector: int, layer: StateLayer, unit: int = 1
+) -> None:
     """The same for the layer's own tensors: `n_vector` weights of the heads, the convolution's weights, and its bias if it has one."""
     whole, n_channel = (*weights, *layer.tensors()), layer.shape.n_channel
-    assert all(t.dtype == torch.float32 and t.device == layer.state.device for t in whole), f"{op} takes float32"
+    assert all(t.dtype == torch.float32 and t.device == layer.state.device for t in whole), (
+        f"{op} takes float32"
+    )
     assert all(t.is_contiguous() for t in whole), (
         f"{op} takes contiguous tensors, or rows that are slices of wider rows"
     )
-    assert all(t.data_ptr() % (4 * unit) == 0 for t in whole), f"tensors of {op} start at {4 * unit} bytes"
+    assert all(t.data_ptr() % (4 * unit) == 0 for t in whole), (
+        f"tensors of {op} start at {4 * unit} bytes"
+    )
     sizes = [(layer.state.shape[1],)] * n_vector + [(n_channel, TAPS), (n_channel,)]
     assert [tuple(t.shape) for t in weights] == sizes[: len(weights)]
 
@@ -102,7 +114,9 @@ def stretches(n_row: int, n_seq: int, width: int) -> int:
 
 def blocks_for(arch: str, columns: int) -> int:
     """Blocks of rows on a multiprocessor, which bounds their registers: as many as compile without spills."""
-    newer = arch.startswith(("sm_10", "sm_11", "sm_12"))  # their compiler takes more registers for the same source
+    newer = arch.startswith(
+        ("sm_10", "sm_11", "sm_12")
+    )  # their compiler takes more registers for the same source
     return ({2: 4, 4: 3} if newer else {2: 5, 4: 4})[columns]
 
 
@@ -150,7 +164,9 @@ class Division:
         return [*self.counts, np.int32(self.n_seq)]
 
 
-def divided(batch: Batch, layer: StateLayer, n_row: int, chunked: int, chunk: int, fault: Tensor) -> Division:
+def divided(
+    batch: Batch, layer: StateLayer, n_row: int, chunked: int, chunk: int, fault: Tensor
+) -> Division:
     """Divide a batch of `n_row` rows: kept sequences from `chunked` rows on go in chunks of `chunk`."""
     long = chunked_of(batch, chunked)
     only_long = bool(long) and len(long) == len(batch.seqs)

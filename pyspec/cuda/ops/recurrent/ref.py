@@ -24,7 +24,9 @@ def check_seqs(batch: Batch, layer: StateLayer) -> None:
         if not 0 <= seq.n_fold <= layer.width:
             raise OutOfBounds(f"slot {seq.slot} fold count", seq.n_fold, layer.width + 1, seq.slot)
         if not seq.keep and first_record(seq) + seq.width > layer.width:
-            raise OutOfBounds(f"slot {seq.slot} verify width", first_record(seq) + seq.width, layer.width + 1, seq.slot)
+            raise OutOfBounds(
+                f"slot {seq.slot} verify width", first_record(seq) + seq.width, layer.width + 1, seq.slot
+            )
 
 
 def first_record(seq: Seq) -> int:
@@ -58,9 +60,14 @@ def kept_records(layer: StateLayer, batch: Batch, slots: Tensor, fills: Sequence
     deep = max(seq.n_fold for seq in batch.seqs)
     if deep == 0:
         return []
-    live = torch.tensor([[t < seq.n_fold for t in range(deep)] for seq in batch.seqs], device=slots.device)
+    live = torch.tensor(
+        [[t < seq.n_fold for t in range(deep)] for seq in batch.seqs], device=slots.device
+    )
     rows = [record[slots, :deep] for record in layer.records()]
-    return [torch.where(live.view(*live.shape, *[1] * (r.dim() - 2)), r, f) for r, f in zip(rows, fills, strict=True)]
+    return [
+        torch.where(live.view(*live.shape, *[1] * (r.dim() - 2)), r, f)
+        for r, f in zip(rows, fills, strict=True)
+    ]
 
 
 CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form
@@ -91,7 +98,11 @@ def advance(
     long(state, span)            over one, [row, head, dim]
     """
     spans = [slice(batch.starts[s], batch.starts[s + 1]) for s in range(len(batch.seqs))]
-    few = [s for s, seq in enumerate(batch.seqs) if current().is_exact or not (seq.keep and seq.width >= chunked)]
+    few = [
+        s
+        for s, seq in enumerate(batch.seqs)
+        if current().is_exact or not (seq.keep and seq.width >= chunked)
+    ]
     for s, seq in enumerate(batch.seqs):
         if not seq.keep and not seq.late:  # the state of a verify is stored as it stands before its rows
             layer.state[seq.slot] = state[s]
@@ -147,7 +158,9 @@ def run_rows(
     record(layer, batch, rows)
 
     def short(part: Tensor, spans: Sequence[slice], width: int) -> Tensor:
-        padded = [pad([x[span] for span in spans], width, fill) for x, fill in zip(rows, r.fills, strict=True)]
+        padded = [
+            pad([x[span] for span in spans], width, fill) for x, fill in zip(rows, r.fills, strict=True)
+        ]
         asked = r.widen(pad([query[span] for span in spans], width))
         y = step_through(part, (*r.widened(padded), asked), r.step)
         return torch.stack(y, 1).view(len(spans), n_head, width, dim).transpose(1, 2)  # type: ignore[arg-type]  # with a query every step gives outputs
@@ -166,7 +179,9 @@ def flush(r: Recurrence, layer: StateLayer, slot: int, n_fold: int) -> None:
     shift_window(layer, slot, n_fold)
 
 
-def convolve(m: Tensor, w: Tensor, layer: StateLayer, batch: Batch, taps: int, bias: Tensor | None = None) -> Tensor:
+def convolve(
+    m: Tensor, w: Tensor, layer: StateLayer, batch: Batch, taps: int, bias: Tensor | None = None
+) -> Tensor:
     """Shift windows by the fold, convolve, silu; store windows (keep) or raw rows (verify).
 
     A row's bits do not depend on other rows if the channels are a multiple of 32, as in models: on CPUs

@@ -63,9 +63,13 @@ def window_of(conv, fold, channel, N_CHANNEL: tl.constexpr):
 def raw_rows(rows, stride, r, n, w0, w1, w2, channel):
     """[row, channel] of raw inputs r, those before the first from the window. rows: the sequence's first."""
     x = tl.load(
-        rows + r.to(tl.int64)[:, None] * stride + channel[None, :], mask=((r >= 0) & (r < n))[:, None], other=0.0
+        rows + r.to(tl.int64)[:, None] * stride + channel[None, :],
+        mask=((r >= 0) & (r < n))[:, None],
+        other=0.0,
     )
-    before = tl.where((r == -3)[:, None], w0[None, :], tl.where((r == -2)[:, None], w1[None, :], w2[None, :]))
+    before = tl.where(
+        (r == -3)[:, None], w0[None, :], tl.where((r == -2)[:, None], w1[None, :], w2[None, :])
+    )
     return tl.where((r < 0)[:, None], before, x)
 
 
@@ -89,10 +93,16 @@ def moved_window(conv, fold, rows, stride, n, kept, channel, N_CHANNEL: tl.const
     at = tl.where(kept, n, 0) + i  # of window and rows, one after the other
     is_old = (at < 3) & (i < 3)
     old = tl.load(
-        conv + (fold + at).to(tl.int64)[:, None] * N_CHANNEL + channel[None, :], mask=is_old[:, None], other=0.0
+        conv + (fold + at).to(tl.int64)[:, None] * N_CHANNEL + channel[None, :],
+        mask=is_old[:, None],
+        other=0.0,
     )
     is_new = (at >= 3) & (i < 3)
-    new = tl.load(rows + (at - 3).to(tl.int64)[:, None] * stride + channel[None, :], mask=is_new[:, None], other=0.0)
+    new = tl.load(
+        rows + (at - 3).to(tl.int64)[:, None] * stride + channel[None, :],
+        mask=is_new[:, None],
+        other=0.0,
+    )
     return tl.where(is_old[:, None], old, new)
 
 
@@ -100,11 +110,15 @@ def moved_window(conv, fold, rows, stride, n, kept, channel, N_CHANNEL: tl.const
 def put_window(conv, window, channel, first, N_CHANNEL: tl.constexpr):
     """Store the window, unless rows are recorded behind others, because the window must not move past those."""
     i = tl.arange(0, 4)
-    tl.store(conv + i[:, None] * N_CHANNEL + channel[None, :], window, mask=(i < 3)[:, None] & (first == 0))
+    tl.store(
+        conv + i[:, None] * N_CHANNEL + channel[None, :], window, mask=(i < 3)[:, None] & (first == 0)
+    )
 
 
 @triton.jit
-def copied(record, to, slot_row, old_row, fold, channel, is_channel, STRIDE: tl.constexpr, ROWS: tl.constexpr):
+def copied(
+    record, to, slot_row, old_row, fold, channel, is_channel, STRIDE: tl.constexpr, ROWS: tl.constexpr
+):
     """Records to be folded, to where this batch's may not overwrite them."""
     for t0 in range(0, fold, ROWS):
         t = t0 + tl.arange(0, ROWS)

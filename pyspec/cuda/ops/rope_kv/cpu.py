@@ -31,12 +31,21 @@ def bind(spec: RopeKvSpec) -> RopeKv:
     kinds = KINDS[spec.kv.k], KINDS[spec.kv.v]
 
     def rope_kv(
-        y: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: Angles, pool: KVPool, rows: Tensor
+        y: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        angles: Angles,
+        pool: KVPool,
+        rows: Tensor,
     ) -> Tensor:
         n, (cos, sin) = y.shape[0], angles
         y = y if y.stride(1) == 1 else y.contiguous()
         assert y.dtype == torch.float32 and y.shape[1] == n_column
-        assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
+        assert (
+            cos.is_contiguous()
+            and sin.is_contiguous()
+            and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
+        )
         assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
         assert all(plane.is_contiguous() for plane in pool.planes)
         assert pool.k.shape[1:] == (spec.n_kv, spec.dim) and pool.kv == spec.kv

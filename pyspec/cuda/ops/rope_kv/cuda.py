@@ -63,19 +63,47 @@ def bind(spec: RopeKvSpec) -> RopeKv:
     n_column, n_unit = spec.n_q * step + 2 * spec.n_kv * spec.dim, spec.n_q + 2 * spec.n_kv
 
     def rope_kv(
-        y: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: Angles, pool: KVPool, rows: Tensor
+        y: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        angles: Angles,
+        pool: KVPool,
+        rows: Tensor,
     ) -> Tensor:
         n = y.shape[0]
         cos, sin = angles
         assert y.dtype == torch.float32 and y.stride(1) == 1 and y.shape[1] == n_column
-        assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
+        assert (
+            cos.is_contiguous()
+            and sin.is_contiguous()
+            and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
+        )
         assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
-        assert pool.k.is_contiguous() and pool.v.is_contiguous() and pool.k.shape[1:] == (spec.n_kv, spec.dim)
+        assert (
+            pool.k.is_contiguous()
+            and pool.v.is_contiguous()
+            and pool.k.shape[1:] == (spec.n_kv, spec.dim)
+        )
         assert (k_norm is not None) == spec.has_norm and pool.kv == spec.kv
         q = torch.empty(n, spec.n_q, spec.dim, dtype=torch.float32, device=y.device)
-        norms = (none if q_norm is None else q_norm, none if k_norm is None else k_norm, np.float32(spec.eps))
+        norms = (
+            none if q_norm is None else q_norm,
+            none if k_norm is None else k_norm,
+            np.float32(spec.eps),
+        )
         counts = (np.int32(spec.n_q), np.int32(spec.n_kv), np.int32(pool.k.shape[0]))
-        args: tuple[jit.Arg, ...] = (y, np.int64(y.stride(0)), *norms, cos, sin, rows, q, *pool.planes, *counts, fault)
+        args: tuple[jit.Arg, ...] = (
+            y,
+            np.int64(y.stride(0)),
+            *norms,
+            cos,
+            sin,
+            rows,
+            q,
+            *pool.planes,
+            *counts,
+            fault,
+        )
         kernel.launch((n, -(-n_unit // WARPS)), 32 * WARPS, args, overlap=overlap)
         return q
 

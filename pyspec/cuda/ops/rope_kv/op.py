@@ -15,7 +15,13 @@ from pyspec.cuda.ops.rope_kv.ref import RopeKv, RopeKvSpec
 from pyspec.slots.kv import KvFormat, KVPool
 
 N_POOL = 40  # rows of the pool that is checked with
-OFF = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.int8: 5e-2, torch.float8_e4m3fn: 0.13}
+OFF = {
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 2e-2,
+    torch.int8: 5e-2,
+    torch.float8_e4m3fn: 0.13,
+}
 """Relative error of rounding to the next value; q8_0's step is a 127th of the largest of its block."""
 
 
@@ -26,7 +32,8 @@ def check(launch: RopeKv, reference: RopeKv, spec: RopeKvSpec) -> str | None:
     y = torch.randn(n_row, n + 4, generator=gen).to(spec.device)[:, :n]
     theta = torch.rand(n_row, 1, spec.n_rot // 2, generator=gen).to(spec.device) * 6.0
     q_norm, k_norm = (
-        1 + 0.1 * torch.randn(spec.dim, generator=gen).to(spec.device) if spec.has_norm else None for _ in "qk"
+        1 + 0.1 * torch.randn(spec.dim, generator=gen).to(spec.device) if spec.has_norm else None
+        for _ in "qk"
     )
     if not spec.n_q:
         q_norm = None
@@ -39,9 +46,15 @@ def check(launch: RopeKv, reference: RopeKv, spec: RopeKvSpec) -> str | None:
         run(y, q_norm, k_norm, (theta.cos(), theta.sin()), pool, rows)
         for run, pool in zip((launch, reference), pools, strict=True)
     )
-    (k, v), (k_want, v_want) = (pool.read(torch.arange(N_POOL, device=spec.device), torch.float32) for pool in pools)
+    (k, v), (k_want, v_want) = (
+        pool.read(torch.arange(N_POOL, device=spec.device), torch.float32) for pool in pools
+    )
     of_k, of_v = spec.kv.k, spec.kv.v
-    for a, b, name, off in ((got, want, "q", 1e-4), (k, k_want, "k", OFF[of_k]), (v, v_want, "v", OFF[of_v])):
+    for a, b, name, off in (
+        (got, want, "q", 1e-4),
+        (k, k_want, "k", OFF[of_k]),
+        (v, v_want, "v", OFF[of_v]),
+    ):
         if not torch.allclose(a, b, rtol=off, atol=off):
             return f"{name} of {spec.kv.name} differs from the reference by {(a - b).abs().max():.2g}"
     return None
@@ -62,7 +75,13 @@ rope_kv: Op[RopeKvSpec, RopeKv] = Op(
     "rope_kv",
     Impl("torch", rope_kv_ref.bind),
     [
-        Impl("cuda", rope_kv_cuda.bind, rope_kv_cuda.limits, capturable=True, programs=rope_kv_cuda.programs),
+        Impl(
+            "cuda",
+            rope_kv_cuda.bind,
+            rope_kv_cuda.limits,
+            capturable=True,
+            programs=rope_kv_cuda.programs,
+        ),
         Impl("triton", rope_kv_triton.bind, rope_kv_triton.limits, capturable=True),
         Impl("cpu", rope_kv_cpu.bind, rope_kv_cpu.limits, capturable=True),
     ],

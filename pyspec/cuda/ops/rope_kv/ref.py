@@ -62,7 +62,12 @@ def bind(spec: RopeKvSpec) -> RopeKv:
     width = [spec.n_q * step, spec.n_kv * spec.dim, spec.n_kv * spec.dim]
 
     def rope_kv(
-        y: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: Angles, pool: KVPool, rows: Tensor
+        y: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        angles: Angles,
+        pool: KVPool,
+        rows: Tensor,
     ) -> Tensor:
         n = y.shape[0]
         q, k, v = y.split(width, -1)

@@ -43,15 +43,28 @@ def bind(spec: RopeKvSpec) -> RopeKv:
     }
 
     def rope_kv(
-        y: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: Angles, pool: KVPool, rows: Tensor
+        y: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        angles: Angles,
+        pool: KVPool,
+        rows: Tensor,
     ) -> Tensor:
         from pyspec.cuda.ops.rope_kv import triton_kernels as kernels
 
         n, (cos, sin) = y.shape[0], angles
         assert y.dtype == torch.float32 and y.stride(1) == 1 and y.shape[1] == n_column
-        assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
+        assert (
+            cos.is_contiguous()
+            and sin.is_contiguous()
+            and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
+        )
         assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
-        assert pool.k.is_contiguous() and pool.v.is_contiguous() and pool.k.shape[1:] == (spec.n_kv, spec.dim)
+        assert (
+            pool.k.is_contiguous()
+            and pool.v.is_contiguous()
+            and pool.k.shape[1:] == (spec.n_kv, spec.dim)
+        )
         assert (k_norm is not None) == spec.has_norm and pool.kv == spec.kv
         q = torch.empty(n, spec.n_q, spec.dim, dtype=torch.float32, device=y.device)
         if not n:
@@ -60,7 +73,19 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         tri.launch(
             kernels.rope_kv,
             (n, n_unit),
-            (y, *norms, cos, sin, rows, q, *planes_of(pool), fault, y.stride(0), pool.k.shape[0], spec.eps),
+            (
+                y,
+                *norms,
+                cos,
+                sin,
+                rows,
+                q,
+                *planes_of(pool),
+                fault,
+                y.stride(0),
+                pool.k.shape[0],
+                spec.eps,
+            ),
             constants,
             1,
         )

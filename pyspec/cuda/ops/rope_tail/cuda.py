@@ -43,14 +43,18 @@ def bind(spec: RopeTailSpec) -> RopeTail:
     kernel, eps = _kernel(spec.device, spec), np.float32(spec.eps)
     overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
 
-    def run(x: Tensor, positions: Tensor, freq: Tensor, weight: Tensor | None = None, sign: float = 1.0) -> Tensor:
+    def run(
+        x: Tensor, positions: Tensor, freq: Tensor, weight: Tensor | None = None, sign: float = 1.0
+    ) -> Tensor:
         n_row, n_head, dim = x.shape
         if x.stride(2) != 1 or x.stride(1) != dim or x.stride(0) % 4 or x.data_ptr() % 16:
             x = x.contiguous()
         assert x.dtype == torch.float32 and dim == spec.dim and positions.dtype == torch.int64
         assert len(positions) == n_row and positions.is_contiguous() and freq.is_contiguous()
         assert freq.dtype == torch.float64 and freq.shape == (spec.n_rot // 2,)
-        assert weight is None or (spec.normed and weight.shape == (dim,) and weight.dtype == torch.float32)
+        assert weight is None or (
+            spec.normed and weight.shape == (dim,) and weight.dtype == torch.float32
+        )
         out = torch.empty(n_row, n_head, dim, dtype=torch.float32, device=x.device)
         if out.numel():
             args: list[Arg] = [
@@ -74,7 +78,10 @@ def check(launch: RopeTail, reference: RopeTail, spec: RopeTailSpec) -> str | No
     freq = 160000.0 ** (-torch.arange(0, spec.n_rot, 2, dtype=torch.float64) / spec.n_rot)
     weight = 1 + 0.3 * torch.randn(spec.dim, generator=gen)
     for n_row, n_head in ((1, 1), (3, 64), (70, 9)):
-        wide = torch.randn(n_row, n_head * spec.dim + 4, generator=gen) * torch.logspace(2, -4, n_row)[:, None]
+        wide = (
+            torch.randn(n_row, n_head * spec.dim + 4, generator=gen)
+            * torch.logspace(2, -4, n_row)[:, None]
+        )
         x = wide.to(spec.device)[:, : n_head * spec.dim].view(n_row, n_head, spec.dim)
         at = torch.randint(0, 1 << 20, (n_row,), generator=gen).to(spec.device)
         for scale in (None, weight.to(spec.device)) if spec.normed else (None,):

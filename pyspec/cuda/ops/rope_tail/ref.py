@@ -52,7 +52,9 @@ def rope_tail(x: Tensor, positions: Tensor, freq: Tensor, sign: float = 1.0) -> 
 
 
 def bind(spec: RopeTailSpec) -> RopeTail:
-    def run(x: Tensor, positions: Tensor, freq: Tensor, weight: Tensor | None = None, sign: float = 1.0) -> Tensor:
+    def run(
+        x: Tensor, positions: Tensor, freq: Tensor, weight: Tensor | None = None, sign: float = 1.0
+    ) -> Tensor:
         if spec.normed:
             x = F.rms_norm(x, (spec.dim,), weight, spec.eps)
         return rope_tail(x, positions, freq, sign)

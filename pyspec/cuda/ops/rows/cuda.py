@@ -18,7 +18,12 @@ from pyspec.cuda.jit import HOPPER, Arg, GpuKind, Kernel, Program, arch_of, comp
 from pyspec.cuda.ops.rows.ref import GroupNorm, HeadGate, HeadNorm, Norm, Prep, PrepKind, RowsSpec
 
 MAX_COLUMNS = 32768  # 16 times 4 columns in each thread's registers
-BLOCKED, ROW_MAJOR, TALL, PLANES = 0, 1, 2, 3  # rows.cu's layouts: for `linear`, a library, `linear_tall`, `moe`
+BLOCKED, ROW_MAJOR, TALL, PLANES = (
+    0,
+    1,
+    2,
+    3,
+)  # rows.cu's layouts: for `linear`, a library, `linear_tall`, `moe`
 UNIT = 144  # PLANES: bytes of 64 columns of a row
 ROWS_ARGS = "plpff" + "pli" + "ppp" + "i"
 SUMMED_ARGS = "ppppp" + "ii" + "ppp" + "i"
@@ -68,16 +73,29 @@ class Shares:
     n_piece: int
 
     def args(self) -> list[Arg]:
-        return [self.weights, *(np.int64(0) if t is None else t for t in (self.shared, self.gate, self.residual))]
+        return [
+            self.weights,
+            *(np.int64(0) if t is None else t for t in (self.shared, self.gate, self.residual)),
+        ]
 
 
-def defines(n_in: int, kind: PrepKind, dim: int, layout: int, experts: bool = False) -> dict[str, int | str]:
+def defines(
+    n_in: int, kind: PrepKind, dim: int, layout: int, experts: bool = False
+) -> dict[str, int | str]:
     """Macros of rows.cu."""
-    return {"COLUMNS": n_in, "KIND": int(kind), "DIM": max(dim, 1), "LAYOUT": layout, "EXPERTS": int(experts)}
+    return {
+        "COLUMNS": n_in,
+        "KIND": int(kind),
+        "DIM": max(dim, 1),
+        "LAYOUT": layout,
+        "EXPERTS": int(experts),
+    }
 
 
 @per_device
-def _kernel(device: torch.device, n_in: int, kind: PrepKind, dim: int, layout: int, experts: bool) -> Kernel:
+def _kernel(
+    device: torch.device, n_in: int, kind: PrepKind, dim: int, layout: int, experts: bool
+) -> Kernel:
     arch = arch_of(torch.cuda.get_device_capability(device))
     code = compile_cubin("rows", arch, defines(n_in, kind, dim, layout, experts))
     return code.kernel("rows", SUMMED_ARGS if experts else ROWS_ARGS)
@@ -123,7 +141,9 @@ class _Prepare:
             self.kernels[key] = _kernel(self.device, self.n_in, kind, dim, self.layout, experts)
         return self.kernels[key]
 
-    def __call__(self, x: Tensor, prep: Prep | None, out: Tensor, sums: Tensor, powers: Tensor, pad: int) -> None:
+    def __call__(
+        self, x: Tensor, prep: Prep | None, out: Tensor, sums: Tensor, powers: Tensor, pad: int
+    ) -> None:
         kind, dim = (PrepKind.PLAIN, 0) if prep is None else (prep.kind, prep.dim)
         assert x.dtype == torch.float32 and x.stride(1) == 1 and x.stride(0) % 4 == 0
         assert x.shape[1] == self.n_in * (2 if kind is PrepKind.GLU else 1)
@@ -138,10 +158,19 @@ class _Prepare:
             steps = gate.stride(0), gate.stride(1)
         assert steps[0] % 4 == steps[1] % 4 == 0
         kernel = self.kernel(kind, dim)
-        args: tuple[Arg, ...] = (x, np.int64(x.stride(0)), weight, np.float32(eps), np.float32(power), gate)
+        args: tuple[Arg, ...] = (
+            x,
+            np.int64(x.stride(0)),
+            weight,
+            np.float32(eps),
+            np.float32(power),
+            gate,
+        )
         args += (np.int64(steps[0]), np.int32(steps[1]), out, sums, powers, np.int32(pad))
         grid, n_thread = (
-            ((x.shape[0],), THREADS) if kind is not PrepKind.GROUPS else groups_of(self.n_in, dim, x.shape[0])
+            ((x.shape[0],), THREADS)
+            if kind is not PrepKind.GROUPS
+            else groups_of(self.n_in, dim, x.shape[0])
         )
         kernel.launch(grid, n_thread, args, overlap=self.overlap)
 
@@ -154,12 +183,16 @@ def row_bytes(n_in: int, layout: int = BLOCKED) -> int:
 class RowsLaunch:
     """Rows in blocks, for our own products. A result is valid until the next call."""
 
-    def __init__(self, device: torch.device, n_in: int, pads: tuple[int, ...], layout: int = BLOCKED) -> None:
+    def __init__(
+        self, device: torch.device, n_in: int, pads: tuple[int, ...], layout: int = BLOCKED
+    ) -> None:
         self.n_in, self.pads, n_block = n_in, pads, -(-n_in // 256) * 8
         self.prepare = _Prepare(device, n_in, layout)
         self.overlap = self.prepare.overlap
         self._held: tuple[Tensor, Prep, Rows] | None = None
-        self.blocks = torch.zeros(pads[-1] * row_bytes(n_in, layout) // 2, dtype=torch.float16, device=device)
+        self.blocks = torch.zeros(
+            pads[-1] * row_bytes(n_in, layout) // 2, dtype=torch.float16, device=device
+        )
         self.sums = torch.zeros(n_block * pads[-1], dtype=torch.float32, device=device)
         self.powers = torch.zeros(pads[-1], dtype=torch.float32, device=device)
 
@@ -203,7 +236,9 @@ def values_of(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
         return _values_of_planes(rows, n_in)
     n_block, power = -(-n_in // 256) * 8, rows.powers[: rows.n_row, None]
     blocks = rows.blocks[: n_block * rows.pad * 32].view(n_block, rows.pad, 4, 2, 4)[:, : rows.n_row]
-    values = blocks.permute(1, 0, 3, 2, 4).reshape(rows.n_row, -1)  # column 16 h + 4 i + j is at [i, h, j]
+    values = blocks.permute(1, 0, 3, 2, 4).reshape(
+        rows.n_row, -1
+    )  # column 16 h + 4 i + j is at [i, h, j]
     sums = rows.sums[: n_block * rows.pad].view(n_block, rows.pad)[:, : rows.n_row].T
     return values[:, :n_in].float() * power, sums[:, : n_in // 32] * power
 
@@ -211,7 +246,9 @@ def values_of(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
 def _values_of_planes(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
     units = rows.blocks.view(torch.uint8).view(-1, row_bytes(n_in, PLANES) // UNIT, UNIT)[: rows.n_row]
     planes = units[..., :128].contiguous().view(torch.int8).unflatten(-1, (2, 4, 2, 2, 2, 2)).int()
-    whole = planes[:, :, 0] * 256 + planes[:, :, 1]  # [t, block, upper bit of j, lower one, h]: column 16 h + 4 t + j
+    whole = (
+        planes[:, :, 0] * 256 + planes[:, :, 1]
+    )  # [t, block, upper bit of j, lower one, h]: column 16 h + 4 t + j
     beside = units[..., 128:].contiguous().view(torch.float32).unflatten(-1, (2, 2))
     sums, powers = beside[..., 0, :].flatten(1), beside[..., 1, :].flatten(1)
     values = whole.permute(0, 1, 3, 6, 2, 4, 5).reshape(rows.n_row, -1, 32) * powers[..., None]
@@ -262,7 +299,10 @@ class WideRows:
         for first in range(0, len(y), MAX_GRID):
             part = slice(first, first + MAX_GRID)
             rows, add = y[part], np.int64(0) if residual is None else residual[part]
-            grid, args = (-(-y.shape[1] // STRETCH), len(rows)), (rows, powers[part], add, rows, np.int32(y.shape[1]))
+            grid, args = (
+                (-(-y.shape[1] // STRETCH), len(rows)),
+                (rows, powers[part], add, rows, np.int32(y.shape[1])),
+            )
             self.finisher.launch(grid, THREADS, args, overlap=self.prepare.overlap)
         return y
 

@@ -30,7 +30,9 @@ Launch = Callable[[Tensor, Prep | None], tuple[Tensor, Tensor | None]]
 def _reference(spec: RowsSpec) -> Launch:
     def rows(x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Tensor | None]:
         x = x if prep is None else prep(x)
-        power = torch.full_like(x[:, :1], prep.power) if isinstance(prep, Norm | HeadNorm) else power_of(x)
+        power = (
+            torch.full_like(x[:, :1], prep.power) if isinstance(prep, Norm | HeadNorm) else power_of(x)
+        )
         return (x / power).half(), power[:, 0]
 
     return rows
@@ -68,7 +70,10 @@ def check(launch: Launch, reference: Launch, spec: RowsSpec) -> str | None:
     for n_row in (1, 5):
         x, prep = make(spec, n_row, gen)
         (got, got_power), (want, want_power) = launch(x, prep), reference(x, prep)
-        got, want = got.double(), want.double() * (1.0 if want_power is None else want_power.double()[:, None])
+        got, want = (
+            got.double(),
+            want.double() * (1.0 if want_power is None else want_power.double()[:, None]),
+        )
         got = got if got_power is None else got * got_power.double()[:, None]
         off = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).amax())
         if not off < 1e-3:

@@ -160,7 +160,11 @@ Prep = Norm | HeadNorm | HeadGate | Glu | GroupNorm | SquaredRelu
 
 def of_rows(prep: Prep | None, part: slice) -> Prep | None:
     """The preparation of some of the rows."""
-    return replace(prep, gate=prep.gate[part]) if isinstance(prep, HeadNorm | HeadGate | GroupNorm) else prep
+    return (
+        replace(prep, gate=prep.gate[part])
+        if isinstance(prep, HeadNorm | HeadGate | GroupNorm)
+        else prep
+    )
 
 
 @dataclass(frozen=True, slots=True)

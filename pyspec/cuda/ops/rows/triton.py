@@ -67,7 +67,17 @@ class RowsTriton:
         tri.launch(
             kernels.rows,
             (x.shape[0], self.n_in // part),
-            (x, weight, gate, out, self.none if powers is None else powers, x.stride(0), *steps, eps, power),
+            (
+                x,
+                weight,
+                gate,
+                out,
+                self.none if powers is None else powers,
+                x.stride(0),
+                *steps,
+                eps,
+                power,
+            ),
             {
                 "N_IN": self.n_in,
                 "PART": part,

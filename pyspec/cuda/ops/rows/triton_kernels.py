@@ -36,7 +36,11 @@ def rows(
         y = tl.maximum(y, 0.0)
         y = y * y
     elif KIND == GATE:
-        by = tl.load(gate + row * gate_stride + column // DIM * head_stride + column % DIM, mask=is_column, other=0.0)
+        by = tl.load(
+            gate + row * gate_stride + column // DIM * head_stride + column % DIM,
+            mask=is_column,
+            other=0.0,
+        )
         y = y * sigmoid(by)
     elif KIND == NORM:
         w = tl.load(weight + column, mask=is_column, other=0.0)

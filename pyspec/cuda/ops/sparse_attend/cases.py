@@ -30,16 +30,22 @@ class Windowed:
     chosen: Tensor | None
     sinks: Tensor
 
-    def run(self, attend: SparseAttend, batch: Batch, rows: slice = slice(None)) -> tuple[Tensor, RingRows]:
+    def run(
+        self, attend: SparseAttend, batch: Batch, rows: slice = slice(None)
+    ) -> tuple[Tensor, RingRows]:
         """The result for some rows, and the ring after that; the own one stays."""
         ring = copied(self.ring)
         chosen = None if self.chosen is None else self.chosen[rows]
-        return attend(self.q[rows], self.kv[rows], self.tail, ring, self.pool, chosen, self.sinks, batch), ring
+        return attend(
+            self.q[rows], self.kv[rows], self.tail, ring, self.pool, chosen, self.sinks, batch
+        ), ring
 
 
 def copied(ring: RingRows) -> RingRows:
     plane = ring.rows[ROWS]
-    out = RingRows({ROWS: plane.shape[2:]}, len(plane), ring.window, ring.slack, plane.dtype, plane.device)
+    out = RingRows(
+        {ROWS: plane.shape[2:]}, len(plane), ring.window, ring.slack, plane.dtype, plane.device
+    )
     out.rows[ROWS].copy_(plane)
     return out
 
@@ -53,7 +59,9 @@ def make(case: Ragged, spec: SparseSpec, top_k: int = 0, seed: int = 0, slack: i
     for seq in batch.seqs:
         first = max(0, seq.n_past - spec.window)
         ring.write(
-            seq.slot, first, {ROWS: torch.randn(seq.n_past - first, spec.dim, generator=gen).to(ring.rows[ROWS])}
+            seq.slot,
+            first,
+            {ROWS: torch.randn(seq.n_past - first, spec.dim, generator=gen).to(ring.rows[ROWS])},
         )
     pool = pool_for(placed, spec.ratio, spec.dim, spec.kv, spec.device) if spec.ratio else None
     if pool is not None:
@@ -68,7 +76,9 @@ def make(case: Ragged, spec: SparseSpec, top_k: int = 0, seed: int = 0, slack: i
             chosen[row, : len(own)] = own.int()
         chosen = chosen.to(spec.device)
     n_q = spec.n_head * spec.dim
-    products = torch.randn(n + case.pad[0], n_q + spec.dim + 4, generator=gen)  # queries and keys lie in rows of more
+    products = torch.randn(
+        n + case.pad[0], n_q + spec.dim + 4, generator=gen
+    )  # queries and keys lie in rows of more
     products[n:] = torch.nan
     q, kv, _ = products.to(spec.device).split([n_q, spec.dim, 4], -1)
     norm = 1 + 0.3 * torch.randn(spec.dim, generator=gen)
@@ -86,13 +96,22 @@ def ring_fault(ring: RingRows, kept: RingRows) -> str | None:
         return "other rows of the ring are written than by the reference"
     step = 2.0**-10 if ring.rows[ROWS].dtype is torch.float16 else 2.0**-7
     off = float(((own - other).abs() - step * other.abs() - 1e-5).nan_to_num(0.0).amax())
-    return None if off <= 0 else f"a key in the ring differs from the reference by {off:.2g} more than it may"
+    return (
+        None
+        if off <= 0
+        else f"a key in the ring differs from the reference by {off:.2g} more than it may"
+    )
 
 
-def difference(made: Windowed, attend: SparseAttend, reference: SparseAttend, spec: SparseSpec) -> str | None:
+def difference(
+    made: Windowed, attend: SparseAttend, reference: SparseAttend, spec: SparseSpec
+) -> str | None:
     """How results or rings differ from the reference's; None if they do not."""
     n = made.placed.plain.n_row
-    (got, ring), (want, kept) = made.run(attend, made.placed.batch), made.run(reference, made.placed.plain, slice(0, n))
+    (got, ring), (want, kept) = (
+        made.run(attend, made.placed.batch),
+        made.run(reference, made.placed.plain, slice(0, n)),
+    )
     if (off := worst(got[:n], want)) > TOLERANCE[spec.kv]:
         return f"a row differs from the reference by {off:.2g} of its norm"
     if bool((got[n:] != 0).any()):

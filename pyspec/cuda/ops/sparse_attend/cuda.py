@@ -99,7 +99,11 @@ def builds(spec: SparseSpec, arch: str) -> list[SparseBuild]:
     found, dim = [], spec.dim
     for heads in COSTS:
         m_warps = max(1, heads // 32)
-        fitting = [w for w in (8, 4, 2) if dim % (16 * w) == 0 and w % m_warps == 0 and keys * m_warps % (16 * w) == 0]
+        fitting = [
+            w
+            for w in (8, 4, 2)
+            if dim % (16 * w) == 0 and w % m_warps == 0 and keys * m_warps % (16 * w) == 0
+        ]
         if not fitting or (heads > 16 and (fitting[0] < 8 or spec.n_head <= heads // 2)):
             continue
         ahead = _two_tiles(spec, arch, keys) if heads == 64 else None
@@ -129,7 +133,12 @@ def n_tiles(spec: SparseSpec, keys: int, n_list: int) -> int:
 def rows_at_once(spec: SparseSpec, n_row: int, max_part: int) -> int:
     """Rows of one launch, with at most `max_part` parts each."""
     return max(
-        1, min(n_row, LONG_ROW if n_row > SPLIT else MAX_ROW, MOST_FLOATS // (max_part * spec.n_head * (spec.dim + 2)))
+        1,
+        min(
+            n_row,
+            LONG_ROW if n_row > SPLIT else MAX_ROW,
+            MOST_FLOATS // (max_part * spec.n_head * (spec.dim + 2)),
+        ),
     )
 
 
@@ -156,7 +165,9 @@ def limits(spec: SparseSpec) -> str | None:
 
 @per_device
 def _kernels(device: torch.device, build: SparseBuild) -> dict[str, Kernel]:
-    code = compile_cubin("sparse_attend", arch_of(torch.cuda.get_device_capability(device)), build.defines())
+    code = compile_cubin(
+        "sparse_attend", arch_of(torch.cuda.get_device_capability(device)), build.defines()
+    )
     found = {name: code.kernel(name, form) for name, form in FORMS.items()}
     return found | {"sparse_parts": found["sparse_parts"].allow_shared(build.shared_bytes)}
 
@@ -199,7 +210,15 @@ class SparseLaunch:
 
     def _keys(self, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor, beside: bool) -> None:
         kv, build = aligned(kv), self.builds[0]  # any build: keys do not depend on it
-        args: list[Arg] = [kv, tail.norm, tail.freq, batch.positions, batch.row_seq, own, np.int64(kv.stride(0))]
+        args: list[Arg] = [
+            kv,
+            tail.norm,
+            tail.freq,
+            batch.positions,
+            batch.row_seq,
+            own,
+            np.int64(kv.stride(0)),
+        ]
         args += [np.int32(beside), self.eps]
         self.kernels[build]["sparse_keys"].launch((len(kv),), 128, args, overlap=self.overlap)
 
@@ -259,17 +278,55 @@ class SparseLaunch:
         if not is_held:
             self._keys(kv, tail, batch, own, beside=False)
         layout = [batch.page_table, batch.positions, batch.row_seq, batch.seq_start, batch.seq_slot]
-        counts = (n_col, batch.page_size, ratio, per_page, n_page, top_k, spec.n_head, rows.shape[0], ring.n_row)
+        counts = (
+            n_col,
+            batch.page_size,
+            ratio,
+            per_page,
+            n_page,
+            top_k,
+            spec.n_head,
+            rows.shape[0],
+            ring.n_row,
+        )
         places, step = list(map(i32, counts)), np.int64(q.stride(0))
         keys = [own, rows, none if pool is None else pool.k, *layout, none if chosen is None else chosen]
         for first in range(0, n_row, per):
             n, is_all = min(per, n_row - first), per >= n_row
             sizes = map(i32, (spec.window, first, n, n_row, max_part, per_part))
-            args = [q, tail.freq, *keys, part, part_ml, self.fault, step, *places, *sizes, self.scale, self.eps]
+            args = [
+                q,
+                tail.freq,
+                *keys,
+                part,
+                part_ml,
+                self.fault,
+                step,
+                *places,
+                *sizes,
+                self.scale,
+                self.eps,
+            ]
             grid = (min(self.n_sm, n * max_part * -(-spec.n_head // build.heads)),)
-            kernels["sparse_parts"].launch(grid, 32 * build.warps, args, build.shared_bytes, overlap=overlap)
-            sizes = map(i32, (spec.window, first, n_row, max_part, chosen is not None, is_all, pad, per_part))
-            args = [part, part_ml, tail.freq, own, rows, *layout, sinks, *to, *places, *sizes, np.float32(power)]
+            kernels["sparse_parts"].launch(
+                grid, 32 * build.warps, args, build.shared_bytes, overlap=overlap
+            )
+            sizes = map(
+                i32, (spec.window, first, n_row, max_part, chosen is not None, is_all, pad, per_part)
+            )
+            args = [
+                part,
+                part_ml,
+                tail.freq,
+                own,
+                rows,
+                *layout,
+                sinks,
+                *to,
+                *places,
+                *sizes,
+                np.float32(power),
+            ]
             n_block = -(-spec.n_head * -(-spec.dim // 128) // 4)
             kernels["sparse_merge"].launch((n, n_block + is_all), 128, args, overlap=overlap)
         if per < n_row:
@@ -299,16 +356,28 @@ class SparseLaunch:
         (q, kv, sinks), spec, n = given, self.spec, len(given[0])
         assert q.dtype == kv.dtype == sinks.dtype == torch.float32 and sinks.shape == (spec.n_head,)
         assert q.shape[1:] == (spec.n_head, spec.dim) and kv.shape == (n, spec.dim)
-        assert tail.norm.shape == (spec.dim,) and tail.norm.dtype == torch.float32 and tail.norm.is_contiguous()
-        assert tail.freq.shape == (spec.n_rot // 2,) and tail.freq.dtype == torch.float64 and tail.freq.is_contiguous()
+        assert (
+            tail.norm.shape == (spec.dim,)
+            and tail.norm.dtype == torch.float32
+            and tail.norm.is_contiguous()
+        )
+        assert (
+            tail.freq.shape == (spec.n_rot // 2,)
+            and tail.freq.dtype == torch.float64
+            and tail.freq.is_contiguous()
+        )
         assert rows.dtype is spec.kv and rows.is_contiguous() and rows.shape[2:] == (spec.dim,)
         assert (pool is None) == (spec.ratio == 0)
         if pool is not None:
-            assert pool.k.shape[1:] == (1, spec.dim) and pool.k.dtype is spec.kv and pool.k.is_contiguous()
+            assert (
+                pool.k.shape[1:] == (1, spec.dim) and pool.k.dtype is spec.kv and pool.k.is_contiguous()
+            )
             assert pool.tokens_per_row == spec.ratio
         if chosen is not None:
             assert chosen.dtype == torch.int32 and chosen.is_contiguous() and chosen.shape[0] == n
-        assert all(t.dtype == torch.int64 and t.is_contiguous() for t in (batch.page_table, batch.positions))
+        assert all(
+            t.dtype == torch.int64 and t.is_contiguous() for t in (batch.page_table, batch.positions)
+        )
         assert len(batch.positions) == len(batch.row_seq) == n
 
 

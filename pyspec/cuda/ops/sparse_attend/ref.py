@@ -56,7 +56,9 @@ class KeyTail:
     freq: Tensor
 
 
-SparseAttend = Callable[[Tensor, Tensor, KeyTail, RingRows, "KVPool | None", "Tensor | None", Tensor, Batch], Tensor]
+SparseAttend = Callable[
+    [Tensor, Tensor, KeyTail, RingRows, "KVPool | None", "Tensor | None", Tensor, Batch], Tensor
+]
 
 
 def _weighed(q: Tensor, keys: Tensor, sinks: Tensor, scale: float) -> Tensor:

@@ -21,7 +21,9 @@ READERS, ASKING = 512, 64  # of streams_read_rows; CTAs that ask for the next pr
 SLOTS = 32  # of a part
 PER_MULTIPROCESSOR = 2  # CTAs of streams_parts that rows are spread over: each reads its share of fn
 SUMMED = 4  # rows up to which that launch also sums the experts' outputs, once for each of four streams
-FEW = 32  # rows up to which merging and the next products are one launch: it reads the streams four times
+FEW = (
+    32  # rows up to which merging and the next products are one launch: it reads the streams four times
+)
 OFF = 1e-4  # of coefficients and, relative to its size, of a row: other orders of sums
 
 
@@ -39,12 +41,18 @@ def limits(spec: StreamsSpec) -> str | None:
 
 def defines(n: int, n_iter: int) -> dict[str, int | str]:
     """Macros of streams.cu; no steps: of the head."""
-    return {"COLUMNS": n, "COEFFICIENTS": (2 + N_STREAM) * N_STREAM if n_iter else N_STREAM, "N_ITER": n_iter}
+    return {
+        "COLUMNS": n,
+        "COEFFICIENTS": (2 + N_STREAM) * N_STREAM if n_iter else N_STREAM,
+        "N_ITER": n_iter,
+    }
 
 
 @per_device
 def _kernels(device: torch.device, n: int, n_iter: int) -> dict[str, Kernel]:
-    code = compile_cubin("streams", arch_of(torch.cuda.get_device_capability(device)), defines(n, n_iter))
+    code = compile_cubin(
+        "streams", arch_of(torch.cuda.get_device_capability(device)), defines(n, n_iter)
+    )
     forms = {
         "streams_parts": "pppii",
         "streams_read": "pppppppff",
@@ -55,7 +63,9 @@ def _kernels(device: torch.device, n: int, n_iter: int) -> dict[str, Kernel]:
         "streams_merge_parts": "pppppppii",
         "streams_merge_sums_parts": "ppppppppppiiii",
     }
-    return {name: code.kernel(name, form) for name, form in (forms | (merging if n_iter else {})).items()}
+    return {
+        name: code.kernel(name, form) for name, form in (forms | (merging if n_iter else {})).items()
+    }
 
 
 class StreamsLaunch:
@@ -69,7 +79,10 @@ class StreamsLaunch:
 
     def __init__(self, spec: StreamsSpec) -> None:
         self.spec, self.n_chunk = spec, -(-spec.n // THREADS)
-        self.kernels, self.heads = _kernels(spec.device, spec.n, spec.n_iter), _kernels(spec.device, spec.n, 0)
+        self.kernels, self.heads = (
+            _kernels(spec.device, spec.n, spec.n_iter),
+            _kernels(spec.device, spec.n, 0),
+        )
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
@@ -95,7 +108,13 @@ class StreamsLaunch:
         return args[-1]
 
     def merge_split(
-        self, y: Tensor | Shares, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix, into: RowBuffer | None = None
+        self,
+        y: Tensor | Shares,
+        x: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        mix: StreamMix,
+        into: RowBuffer | None = None,
     ) -> tuple[Tensor, Reading]:
         if not isinstance(y, Shares) and not 0 < x.shape[0] <= FEW:
             x = self.merge(y, x, post, comb)
@@ -107,14 +126,26 @@ class StreamsLaunch:
         if isinstance(y, Shares):
             (merged, *others), (weights, shared, _, residual) = args, y.args()
             counts = np.int32(y.weights.shape[1]), np.int32(y.n_piece)
-            given: tuple[Arg, ...] = (merged, weights, shared, residual, *others, mix.fn, parts, *sizes, *counts)
+            given: tuple[Arg, ...] = (
+                merged,
+                weights,
+                shared,
+                residual,
+                *others,
+                mix.fn,
+                parts,
+                *sizes,
+                *counts,
+            )
             self.kernels["streams_merge_sums_parts"].launch(grid, THREADS, given, overlap=self.overlap)
         else:
             given = (*args, mix.fn, parts, *sizes)
             self.kernels["streams_merge_parts"].launch(grid, THREADS, given, overlap=self.overlap)
         return args[-1], self._split(args[-1], mix, parts, into)
 
-    def _merged(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> tuple[tuple[Tensor, ...], int]:
+    def _merged(
+        self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor
+    ) -> tuple[tuple[Tensor, ...], int]:
         """Arguments of a launch that merges, the new streams last; and the number of rows."""
         y, x, post, comb = (t.contiguous() for t in (y, x, post, comb))
         n_row = self._rows(x)
@@ -128,7 +159,11 @@ class StreamsLaunch:
 
     def _examine(self, kernels: dict[str, Kernel], mix: StreamMix) -> None:
         m, n_scale = (N_STREAM, 1) if kernels is self.heads else ((2 + N_STREAM) * N_STREAM, 3)
-        for t, shape in ((mix.fn, (m, N_STREAM * self.spec.n)), (mix.scale, (n_scale,)), (mix.base, (m,))):
+        for t, shape in (
+            (mix.fn, (m, N_STREAM * self.spec.n)),
+            (mix.scale, (n_scale,)),
+            (mix.base, (m,)),
+        ):
             assert t.shape == shape and t.dtype == torch.float32 and t.is_contiguous()
 
     def _lines(self, n_row: int) -> tuple[tuple[int, int], tuple[np.int32, np.int32]]:
@@ -141,7 +176,9 @@ class StreamsLaunch:
         n_row, parts = self._rows(x), self._room(x, self.n_chunk, SLOTS)
         if n_row:
             grid, sizes = self._lines(n_row)
-            kernels["streams_parts"].launch(grid, THREADS, (x, mix.fn, parts, *sizes), overlap=self.overlap)
+            kernels["streams_parts"].launch(
+                grid, THREADS, (x, mix.fn, parts, *sizes), overlap=self.overlap
+            )
         return parts
 
     def _read(
@@ -169,11 +206,25 @@ class StreamsLaunch:
         assert norm is not None and norm.weight.shape == (self.spec.n,) and norm.weight.is_contiguous()
         assert rows.layout == BLOCKED and into.rows.n_in == self.spec.n
         ahead, *sizes = prefetch_args(into.weights, n_row)
-        args = [x, parts, mix.scale, mix.base, y, *to, norm.weight, rows.blocks, rows.sums, rows.powers, ahead]
+        args = [
+            x,
+            parts,
+            mix.scale,
+            mix.base,
+            y,
+            *to,
+            norm.weight,
+            rows.blocks,
+            rows.sums,
+            rows.powers,
+            ahead,
+        ]
         floats = np.float32(self.spec.eps), np.float32(self.spec.floor), np.int32(rows.pad)
         args += [*floats, np.float32(norm.eps), np.float32(into.power), *sizes]
         n_asking = -(-ASKING // n_row) if n_row <= MAX_ROWS and self.overlap else 0
-        self.kernels["streams_read_rows"].launch((n_row, 2 + n_asking), READERS, args, overlap=self.overlap)
+        self.kernels["streams_read_rows"].launch(
+            (n_row, 2 + n_asking), READERS, args, overlap=self.overlap
+        )
         return y
 
     def _rows(self, x: Tensor) -> int:
@@ -241,13 +292,18 @@ def _check_sums(launch: Streams, x: Tensor, given: Reading, mix: StreamMix) -> s
     n_row, n, gen = len(x), launch.spec.n, torch.Generator().manual_seed(2)
     for n_used, n_piece, is_added in ((6, 0, True), (11, 2, False), (1, 1, True)):
         shapes = (n_row, n_used, n), (n_row, n_used), (max(n_piece, 1), n_row, n), (n_row, n)
-        y, weights, pieces, residual = (torch.randn(*shape, generator=gen).to(x.device) for shape in shapes)
+        y, weights, pieces, residual = (
+            torch.randn(*shape, generator=gen).to(x.device) for shape in shapes
+        )
         more = residual if is_added else None
         shares = Shares(y.view(-1, n), weights, pieces if n_piece else None, None, more, n_piece)
         shared = None if not n_piece else pieces[0] if n_piece == 1 else pieces[0] + pieces[1]
         gate = None if shared is None else torch.ones(n_row, 1, device=x.device)
         whole = combine(y, weights, Added(more, shared, gate))
-        got, want = launch.merge_split(shares, x, *given[1:], mix), launch.merge_split(whole, x, *given[1:], mix)
+        got, want = (
+            launch.merge_split(shares, x, *given[1:], mix),
+            launch.merge_split(whole, x, *given[1:], mix),
+        )
         if not all(map(torch.equal, (got[0], *got[1]), (want[0], *want[1]))):
             return "what experts gave is not summed on the way as before it"
     return None
@@ -266,7 +322,11 @@ def _check_rows(launch: Streams, y: Tensor, x: Tensor, given: Reading, mix: Stre
         return "what is read has other bits where it is normed on the way"
     norm.power = 2.0
     want = other(reading[0], norm)
-    pairs = ((own.blocks, other.blocks), (own.sums, other.sums), (own.powers[:n_row], other.powers[:n_row]))
+    pairs = (
+        (own.blocks, other.blocks),
+        (own.sums, other.sums),
+        (own.powers[:n_row], other.powers[:n_row]),
+    )
     if n_row <= want.pad and not all(torch.equal(a, b) for a, b in pairs):
         return "rows that are normed on the way are not those of a launch of their own"
     return None

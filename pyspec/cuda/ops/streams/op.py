@@ -17,7 +17,15 @@ def shapes(device: torch.device) -> list[streams_ref.StreamsSpec]:
 streams: Op[streams_ref.StreamsSpec, streams_ref.Streams] = Op(
     "streams",
     Impl("torch", streams_ref.TorchStreams),
-    [Impl("cuda", streams_cuda.bind, streams_cuda.limits, capturable=True, programs=streams_cuda.programs)],
+    [
+        Impl(
+            "cuda",
+            streams_cuda.bind,
+            streams_cuda.limits,
+            capturable=True,
+            programs=streams_cuda.programs,
+        )
+    ],
     streams_cuda.check,
     shapes=shapes,
 )

@@ -58,7 +58,9 @@ class Streams(Protocol):
         """Put the part's output y [row, n] back into the streams x."""
         ...
 
-    def merge_split(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix) -> tuple[Tensor, Reading]:
+    def merge_split(
+        self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix
+    ) -> tuple[Tensor, Reading]:
         """`merge`, and `split` of the result for the next part."""
         ...
 
@@ -106,7 +108,9 @@ class TorchStreams:
         (merged,) = by_row(_merge, y, x, post, comb)
         return merged
 
-    def merge_split(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix) -> tuple[Tensor, Reading]:
+    def merge_split(
+        self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix
+    ) -> tuple[Tensor, Reading]:
         x = self.merge(y, x, post, comb)
         return x, self.split(x, mix)
 
