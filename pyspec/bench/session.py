@@ -13,7 +13,7 @@ from pyspec import __version__
 from pyspec.bench.measure import Mode, Run, Turn, measure, with_rate
 from pyspec.bench.over_http import Clients, measure_http
 from pyspec.bench.parts import watch_rounds
-from pyspec.bench.prompts import make_prompts
+from pyspec.bench.prompts import Chat, make_prompts
 from pyspec.bench.result import Report, Row, summarise_turns
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Plan:
     n_prompt: int = 0  # tokens of a prompt; 0: the length of the questions
     n_predict: int = 128  # most tokens of an answer
     random_prompts: bool = False
+    prompts: Sequence[str | Chat] = ()  # own ones, in place of the built-in questions
     ignore_eos: bool = False
     temperature: float = 0.0
     bandwidth: float = 0.0  # GB/s of the weights' memory; 0: unknown
@@ -41,6 +42,11 @@ class Plan:
     case: str = ""  # its name, if several are measured
     parts: bool = False  # also split a round's device time by kernel
     golden: str = ""  # name of the public benchmark's model whose acceptance is simulated
+
+    @property
+    def source(self) -> str:
+        """The kind of prompts, for the report."""
+        return "random ids" if self.random_prompts else "own" if self.prompts else "questions"
 
 
 def bench(
@@ -57,7 +63,7 @@ def bench(
     """
     modes: tuple[Mode, ...] = ("plain", "spec") if engine.info.drafter != "none" else ("plain",)
     count = max(plan.streams) * plan.turns
-    prompts = make_prompts(engine, count, plan.n_prompt, plan.random_prompts)
+    prompts = make_prompts(engine, count, plan.n_prompt, plan.random_prompts, plan.prompts)
     runs: list[Run] = []
     for n in plan.streams:
         for mode in modes if plan.warm_up else ():
@@ -164,7 +170,7 @@ def setup_of(engine: Engine, plan: Plan) -> dict[str, object]:
         "ctx": info.n_ctx,
         "turns": plan.turns,
         "n_predict": plan.n_predict,
-        "prompts": "random ids" if plan.random_prompts else "questions",
+        "prompts": plan.source,
         "temperature": plan.temperature,
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "pyspec": __version__,

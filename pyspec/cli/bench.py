@@ -43,6 +43,7 @@ class BenchFlags:
     repetitions: int
     temperature: float
     random_prompts: bool
+    file: Path | None
     ignore_eos: bool
     http: bool
     isolated: bool
@@ -57,8 +58,10 @@ class BenchFlags:
     def plans(self, case: str = "") -> list[Plan]:
         """One plan per case, in list order: depths, then prompts, then answers; pairs last."""
         from pyspec.bench.golden import SOURCE
+        from pyspec.bench.prompts import read_prompts
         from pyspec.bench.session import Plan
 
+        own = read_prompts(self.file) if self.file else ()
         pairs = [(p, n) for p in self.n_prompt or (0,) for n in self.n_gen or (DEFAULT_GEN,)]
         has_own = self.n_prompt or self.n_gen or not self.prompt_gen
         pairs = [*(pairs if has_own else ()), *self.prompt_gen]
@@ -70,6 +73,7 @@ class BenchFlags:
                 n_prompt=d + p,
                 n_predict=n,
                 random_prompts=self.random_prompts,
+                prompts=own,
                 ignore_eos=self.ignore_eos,
                 temperature=self.temperature,
                 bandwidth=self.bandwidth,
@@ -123,6 +127,8 @@ BENCH_OPTIONS = [
           help="Temperature; 0 is greedy."),
     _what("--random-prompts", is_flag=True,
           help="Random prompt ids, for random models (`pyspec synth`)."),
+    _what("-f", "--file", type=click.Path(path_type=Path, dir_okay=False),
+          help="Own prompts, one per line, or .jsonl with prompt (a text to continue) or messages."),
     _what("--ignore-eos", is_flag=True, help="Continue after an end-of-generation token."),
     _what("--http", is_flag=True,
           help="Also measure through the HTTP server, streamed to another process."),
@@ -170,6 +176,8 @@ def bench(ctx: click.Context, engine: EngineChoice, flags: BenchFlags) -> None:
     log_ignored()
     if flags.isolated and flags.parts:
         raise click.UsageError("--parts needs the engine in this process: leave --isolated out")
+    if flags.file is not None and flags.random_prompts:
+        raise click.UsageError("--file or --random-prompts: only one of them gives the prompts")
     before = read_rates(flags.baseline) if flags.baseline else {}
     if flags.golden:
         engine = replace(engine, settings=golden(engine.settings))

@@ -16,6 +16,7 @@ from pyspec.cli.options import EngineChoice, Number, engine_options, log_ignored
 from pyspec.config import MAX_CTX
 
 if TYPE_CHECKING:
+    from pyspec.bench.prompts import Chat
     from pyspec.bench.verify import Parting, Verification
     from pyspec.engine.api import Engine
 
@@ -28,7 +29,7 @@ AUTO_SLOTS = 4
     "-f",
     "--file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Prompts, one per line. Default: 16 built-in ones.",
+    help="Prompts, one per line, or .jsonl with prompt or messages. Default: 16 built-in ones.",
 )
 @click.option(
     "--random-prompts",
@@ -58,13 +59,14 @@ def verify(
 
     Each text is equal, differs at a near tie (with both logits), or shows a bug: then the exit status is 1. Example: pyspec verify demo
     """
+    from pyspec.bench.prompts import read_prompts
     from pyspec.bench.verify import verify as run_verify
     from pyspec.cli.logs import set_up
 
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
     log_ignored()
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
-    texts = _lines(file) if file is not None else None
+    texts = read_prompts(file) if file is not None else None
     engine = replace(engine, settings={**engine.settings, "n_draft_fixed": True})
     with load_with_meter(engine, n_slot) as loaded:
         prompts = _prompts(loaded, texts, random_prompts, n_gen)
@@ -79,29 +81,17 @@ def verify(
     ctx.exit(1 if found.bugs else 0)
 
 
-def _lines(path: Path) -> list[str]:
-    from pyspec.errors import ConfigError
-
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"cannot read {path}: {e}") from e
-    if not lines:
-        raise ConfigError(f"{path} has no prompts: want one a line")
-    return lines
-
-
 def _prompts(
     engine: Engine,
-    texts: list[str] | None,
+    texts: list[str | Chat] | None,
     n_random: int,
     n_gen: int,
 ) -> list[tuple[int, ...]]:
-    """Token ids of texts as messages, and random ids."""
+    """Token ids of the prompts, the demo model's by default, and random ids."""
     from pyspec.bench.prompts import demo_prompts, random_ids
 
-    texts = demo_prompts() if texts is None else texts
-    prompts = [engine.encode([{"role": "user", "content": text}]) for text in texts]
+    chats = [[{"role": "user", "content": text}] for text in demo_prompts()]
+    prompts = [engine.encode(text) for text in (chats if texts is None else texts)]
     info, banned = engine.info, engine.tokenizer.special
     length = max(1, min(48, info.n_ctx - n_gen - 1))
     random = [tuple(random_ids(info.n_vocab, banned, length, seed)) for seed in range(n_random)]
