@@ -13,7 +13,8 @@ import torch
 
 from pyspec.cuda.kernel_context import KernelContext, use
 from pyspec.cuda.ops.linear.cuda import random_matrix
-from pyspec.cuda.ops.linear.pack import CHUNKS, unpack
+from pyspec.cuda.ops.linear.formats import CHUNKS
+from pyspec.cuda.ops.linear.pack import unpack
 from pyspec.cuda.streamed import Streamed
 from pyspec.gguf import GGMLType
 

@@ -17,7 +17,8 @@ from pyspec.engine.option_texts import help_text, options
 from pyspec.engine.options import LoadOptions
 from pyspec.engine.result import Result
 from pyspec.ranges import rules_of
-from pyspec.request import Delta, Done, EngineInfo, Metrics, SlotInfo, SlotReport, Timings, TokenLogprob
+from pyspec.request import Delta, Done, EngineInfo, Metrics, SlotInfo, Timings, TokenLogprob
+from pyspec.slot_action import SlotReport
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "python.md"
 METHODS = (

@@ -18,8 +18,9 @@ from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 from pyspec.cuda.ops.linear.cuda import LinearLaunch
+from pyspec.cuda.ops.linear.formats import FORMATS
 from pyspec.cuda.ops.linear.op import linear, linear_tall
-from pyspec.cuda.ops.linear.pack import FORMATS, TILE, Packed
+from pyspec.cuda.ops.linear.pack import TILE, Packed
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.cuda.ops.moe.ref import activate

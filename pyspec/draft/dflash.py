@@ -40,13 +40,14 @@ from pyspec.draft.drafter import (
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
 from pyspec.models.blocks.attention import BoundAttention
+from pyspec.models.matrices import Matrix
 from pyspec.models.own_vocabulary import D2T, BestDrafts, read_d2t
 from pyspec.models.part import Binding, LoadTypes, Pass, Request
 from pyspec.models.rope import Ropes
 from pyspec.models.target import Out, Target
 from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weight_bytes import row_bytes
-from pyspec.models.weights import Matrix, Weights
+from pyspec.models.weights import Weights
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.drafts import NO_DRAFTS, Drafts, DraftsAhead

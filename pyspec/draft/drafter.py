@@ -18,10 +18,10 @@ from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.draft.blocks import BlockLength
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
+from pyspec.models.matrices import Matrix
 from pyspec.models.part import AttentionShape, LoadTypes, Request
 from pyspec.models.target import ModelConfig, Out, Target
 from pyspec.models.wants import Want
-from pyspec.models.weights import Matrix
 from pyspec.registry import SUFFIX
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch

@@ -26,13 +26,14 @@ from pyspec.gguf.fields import SIZE
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.decoder import Decoder
+from pyspec.models.matrices import Embedding, Matrix
 from pyspec.models.own_vocabulary import D2T, BestDrafts, check_own, read_d2t
 from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.read import read_attention, read_rope
 from pyspec.models.rope import Ropes
 from pyspec.models.target import ModelConfig, Out, Target
 from pyspec.models.wants import Want, check_read, check_tensors
-from pyspec.models.weights import EMBEDDING, HEAD, Embedding, Matrix, Weights
+from pyspec.models.weights import EMBEDDING, HEAD, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 from pyspec.slots.table import SlotTable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
@@ -11,21 +10,19 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Unpack, cast, overload
-from weakref import WeakKeyDictionary, finalize
+from typing import Literal, Unpack, cast, overload
+from weakref import WeakKeyDictionary
 
 from pyspec.config import EngineSettings
 from pyspec.engine.arguments import (
     callable_of,
-    id_of,
-    limit_of,
     pair_of,
     path_of,
     prompts_of,
     settings_given,
     slot_path,
 )
-from pyspec.engine.aside import end_aside, to_loop
+from pyspec.engine.aside import to_loop
 from pyspec.engine.chat_tools import ChatDelta, ChatResult, Chats, ToolOptions, collected
 from pyspec.engine.option_texts import with_options
 from pyspec.engine.options import (
@@ -43,50 +40,30 @@ from pyspec.engine.options import (
 from pyspec.engine.plan.look_apart import look_at_name
 from pyspec.engine.protocol import Core
 from pyspec.engine.result import Progress, RequestSet, Result, collect, patience, submit_when_free
-from pyspec.engine.validate import Validator
-from pyspec.errors import BadTemplate, ConfigError, PyspecError, QueueFull, RequestError
+from pyspec.engine.served import ServedEngine
+from pyspec.errors import ConfigError, PyspecError, QueueFull, RequestError
 from pyspec.ranges import SWITCH, shown
-from pyspec.request import (
-    Delta,
-    Done,
-    Event,
-    Failed,
-    Grammar,
-    Metrics,
-    Request,
-    SlotAction,
-    SlotAnswer,
-    SlotInfo,
-    SlotReport,
-    check_action,
-    check_grammar,
-)
-from pyspec.text.template import CHATML, ChatTemplate, template_defaults
+from pyspec.request import Delta, Done, Event, Failed, Request
+from pyspec.slot_action import SlotAction, SlotAnswer, SlotReport
+from pyspec.text.template import ChatTemplate, template_defaults
 from pyspec.text.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
 
-
-class Engine:
+class Engine(ServedEngine):
     """A loaded model with its slots. Use as a context manager; safe to call from any thread."""
 
     def __init__(self, core: Core, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
-        self.core, self.tokenizer, self.info = core, tokenizer, core.info
-        self.template = self._chatml() if template is None else template
-        self._templates = [self.template]  # the current one; its processes end with the engine
-        finalize(
-            self, end_aside, core, self._templates
-        ).atexit = False  # at the program's end, cores close themselves
-        self._incoming = Validator(self.info, tokenizer)
+        super().__init__(core, tokenizer, template)
         self._says: Callable[[], AbstractContextManager[None]] = (
             nullcontext  # wraps calls that may raise
         )
         self._doors: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
-    def __repr__(self) -> str:
-        i = self.info
-        drafts = i.drafter if i.n_draft_max else "none"
-        return f"<Engine {i.model_name!r} ({i.arch}) on {i.device}: np={i.n_slot}, ctx={i.n_ctx}, drafts: {drafts}, {self.state()}>"
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     @classmethod
     def load(
@@ -149,89 +126,6 @@ class Engine:
         # imported by name, because torch comes with it
         core = import_module("pyspec.engine.process.core").EngineCore.load(path, settings)
         return cls(core, core.tokenizer, core.template)
-
-    def _chatml(self) -> ChatTemplate:
-        """The template of a file without one, as in llama-server."""
-        log.warning(
-            "the file has no chat template: chats are written as ChatML; --chat-template takes another one"
-        )
-        self.info = replace(self.info, chat_template=CHATML)
-        return ChatTemplate(CHATML, self.info.bos_token, self.info.eos_token)
-
-    def use_template(self, source: str) -> None:
-        """Replace the file's chat template. Raises BadTemplate if it does not compile."""
-        if not isinstance(source, str):
-            raise BadTemplate(f"source is {shown(source)}; want the text of a chat template")
-        template = ChatTemplate(source, self.info.bos_token, self.info.eos_token)
-        try:
-            template.check()
-        except BadTemplate:
-            self.close()
-            raise
-        self.template, self.info = template, replace(self.info, chat_template=source)
-        self._templates[:] = [template]
-
-    # -- submit, cancel, events: all that the server uses --------------------------------------------------------
-
-    def submit(self, request: Request, sink: Callable[[Event], None]) -> str:
-        """Queue a request. `sink` gets its events on the engine's thread and must not block.
-
-        Raises RequestError if it can never run, QueueFull if too many wait, Unavailable if the engine is down.
-        """
-        return self.core.submit(self._incoming.check(request), callable_of("sink", sink))
-
-    def check_grammar(self, grammar: Grammar) -> Grammar:
-        """Compile a grammar, which takes a while if it is new. Raises RequestError if it can not be compiled."""
-        check_grammar(grammar)
-        return self._incoming.grammars.compiled(grammar)
-
-    def known_grammar(self, grammar: Grammar) -> Grammar | None:
-        """The compiled grammar if it is known, without delay; None if it has to be compiled. Raises RequestError."""
-        check_grammar(grammar)
-        return self._incoming.grammars.known(grammar)
-
-    def cancel(self, request_id: str) -> None:
-        """End a request at the next round; unknown and finished ids are ignored."""
-        self.core.cancel(id_of(request_id))
-
-    def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
-        """Save, restore or erase a slot's content once it is idle. `hear` gets a report or the error, on any thread, and must not block."""
-        check_action(action, self.info.n_slot)
-        self.core.act_on_slot(action, callable_of("hear", hear))
-
-    def slots(self) -> list[SlotInfo]:
-        """One row per slot, for people and dashboards."""
-        return self.core.slots()
-
-    def metrics(self) -> Metrics:
-        """Counters since the start, and gauges."""
-        return self.core.metrics()
-
-    def alive(self) -> bool:
-        """True if requests are taken. While an isolated engine is replaced they are, and run when it is back."""
-        return self.core.alive()
-
-    def state(self) -> str:
-        """ "ok", "recovering" while an isolated engine is replaced, or "stopped"."""
-        return self.core.state()
-
-    @property
-    def loop(self) -> Any:
-        """The loop, for tests and measurements. Only an engine of this process has one."""
-        return self.core.loop  # type: ignore[attr-defined]  # that of another process has none
-
-    def close(self, limit_s: float | None = None) -> bool:
-        """Stop; running requests fail with Unavailable. Memory is freed with the last reference.
-
-        Returns False if the device's work did not end and was left behind after `limit_s` (default 30 s).
-        """
-        return self.core.close() if limit_s is None else self.core.close(limit_of(limit_s))
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     # -- for programs: they wait for room in the queue -----------------------------------------------------------
 

@@ -31,13 +31,12 @@ from pyspec.request import (
     Progress,
     PromptLogprobs,
     Request,
-    SlotAction,
-    SlotAnswer,
     SlotInfo,
     Started,
     Timings,
     TokenLogprob,
 )
+from pyspec.slot_action import SlotAction, SlotAnswer
 
 _HEAD = struct.Struct("<I")
 _KINDS = {Started: "s", Progress: "p", Delta: "d", Done: "e", Failed: "f"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from pyspec.request import EngineInfo, Event, Metrics, Request, SlotAction, SlotAnswer, SlotInfo
+from pyspec.request import EngineInfo, Event, Metrics, Request, SlotInfo
+from pyspec.slot_action import SlotAction, SlotAnswer
 
 
 class Core(Protocol):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.ops.linear.fit_q4 import BLOCK, fit_q4
-from pyspec.cuda.ops.linear.pack import FORMATS, TILE, Packed, packed_bytes, repack, unpack
+from pyspec.cuda.ops.linear.formats import FORMATS
+from pyspec.cuda.ops.linear.pack import TILE, Packed, packed_bytes, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import tile, untiled
 from pyspec.cuda.packed_cpu import CpuMatrix, runs_packed
@@ -18,7 +19,8 @@ from pyspec.cuda.streamed import Streamed
 from pyspec.cuda.streamed_tiles import StreamedTiles
 from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType, TensorInfo
-from pyspec.models.weights import Dense, Matrix, Unpacked, tier_of
+from pyspec.models.matrices import Dense, Matrix, Unpacked
+from pyspec.models.weights import tier_of
 
 WORTH_BITS = 6  # a weight: a copy of fewer saves less than guesses that get worse may cost
 PIECE = 1 << 22  # weights made into a copy at once: about 40 bytes each

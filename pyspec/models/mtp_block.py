@@ -16,13 +16,14 @@ from torch import Tensor
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec
+from pyspec.models.matrices import Embedding, Matrix
 from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.residual import Residual
 from pyspec.models.rope import Ropes
 from pyspec.models.target import Out, Target
 from pyspec.models.wants import Want
-from pyspec.models.weights import EMBEDDING, HEAD, Embedding, Matrix, Weights
+from pyspec.models.weights import EMBEDDING, HEAD, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import LayerParts

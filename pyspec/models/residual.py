@@ -17,9 +17,10 @@ from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.streams.op import streams
 from pyspec.cuda.ops.streams.ref import StreamsSpec
 from pyspec.models.block import Block, mix_of, mix_tensors
+from pyspec.models.matrices import Matrix
 from pyspec.models.part import Pass
 from pyspec.models.wants import Want
-from pyspec.models.weights import Matrix, Weights
+from pyspec.models.weights import Weights
 
 HEAD_MIX = "output_hc"  # of streams to the row that the head reads
 

@@ -22,8 +22,9 @@ from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
+from pyspec.models.matrices import Embedding
 from pyspec.models.wants import Want
-from pyspec.models.weights import Embedding, Weights
+from pyspec.models.weights import Weights
 from pyspec.ranges import quoted
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,10 @@ from pyspec.cpu import tensors
 from pyspec.cuda.collective import Collective
 from pyspec.gguf import GGUFFile
 from pyspec.models.gathered import Gathered, shared
+from pyspec.models.matrices import Matrix
 from pyspec.models.part import AttentionShape, LoadTypes, Request
 from pyspec.models.wants import Want
-from pyspec.models.weights import Matrix, Weights
+from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import LayerParts

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from pyspec.cuda.collective import Rank
-from pyspec.cuda.ops.linear.pack import FORMATS, packed_bytes
+from pyspec.cuda.ops.linear.formats import FORMATS
+from pyspec.cuda.ops.linear.pack import packed_bytes
 from pyspec.gguf import GGUFFile, TensorInfo
 from pyspec.models.cuts import share_of
 from pyspec.models.wants import Want

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec import progress
-from pyspec.cpu.tensors import scaled
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of
-from pyspec.cuda.exact import in_passes
-from pyspec.cuda.kernel_context import current
-from pyspec.cuda.ops.embed.op import embed
-from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.linear.dequant import dequantize
+from pyspec.cuda.ops.linear.formats import FORMATS
 from pyspec.cuda.ops.linear.op import linear, linear_tall
-from pyspec.cuda.ops.linear.pack import FORMATS, interleave, packed_bytes, repack
+from pyspec.cuda.ops.linear.pack import interleave, packed_bytes, repack
 from pyspec.cuda.ops.linear.ref import GATES, PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix, tile
-from pyspec.cuda.ops.moe.ref import Stack, activate
-from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import Glu, Norm, Prep, PrepKind, RowsSpec
+from pyspec.cuda.ops.moe.ref import Stack
 from pyspec.cuda.packed_cpu import CpuGates, CpuGroups, CpuMatrix, runs_packed
 from pyspec.cuda.streamed import Streamed, in_parts
 from pyspec.cuda.streamed_tiles import StreamedTiles, sums_in_f32
@@ -38,12 +30,22 @@ from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models.cuts import Cut, Share, share_of
 from pyspec.models.gathered import Gathered
 from pyspec.models.grouped import Grouped
+from pyspec.models.matrices import (
+    CutGates,
+    Dense,
+    Embedding,
+    GateAct,
+    GeluGates,
+    Halves,
+    Joined,
+    Matrix,
+    Summed,
+    Unpacked,
+)
 from pyspec.models.upload import Upload
 from pyspec.models.wants import Want, scale_of
 
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-GLU = Glu()
-GateAct = Literal["silu", "gelu"]
 UNPACK = 1 << 24  # weights unpacked at once
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 HEADS = (HEAD, EMBEDDING)  # few rows go through them: one for each token that may be kept
@@ -65,150 +67,6 @@ def tier_of(spec: LinearSpec, epilogues: Sequence[Epilogue] = tuple(Epilogue)) -
         if fits and (len(found) == 1 or all(linear.refusal(impl, small) is None for small in smalls)):
             return impl.name
     return None
-
-
-class Matrix(Protocol):
-    """y = prep(x) W^T + residual for a weight [out, in]: x [row, in] f32 -> [row, out] f32.
-
-    Preparation (norms, gates) and residual are arguments because kernels do them on the way. A gated matrix gives
-    silu(gate) * up.
-    """
-
-    def __call__(
-        self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None
-    ) -> Tensor: ...
-
-
-def _finish(y: Tensor, gated: bool, residual: Tensor | None) -> Tensor:
-    y = GLU(y) if gated else y
-    return y if residual is None else residual + y
-
-
-class Dense:
-    """An unpacked weight [out, in]; gated: the first half of its rows are gates."""
-
-    def __init__(self, weight: Tensor, gated: bool = False) -> None:
-        self.weight, self.gated = weight, gated
-
-    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        own = prep if isinstance(prep, Norm) else None  # of rows alone, so that it may go with each pass
-        x = x if prep is None or own is not None else prep(x)
-        y = in_passes(x, partial(self._product, own)) if current().is_exact else self._product(own, x)
-        return _finish(y, self.gated, residual)
-
-    def _product(self, prep: Norm | None, x: Tensor) -> Tensor:
-        x = x if prep is None else prep(x)
-        return F.linear(x.to(self.weight.dtype), self.weight).float()
-
-
-class Halves(Dense):
-    """A weight [out, in] in f16. Rows become f16 over a power of two, as kernels round them: in bf16 both would lose three bits, and choices
-    of experts turn; rows as they are may be too large for f16."""
-
-    def _product(self, prep: Norm | None, x: Tensor) -> Tensor:
-        kind = PrepKind.PLAIN if prep is None else prep.kind
-        half, powers = rows.bind(RowsSpec(x.device, self.weight.shape[1], kind))(x, prep)
-        y = torch.mm(half, self.weight.T, out_dtype=torch.float32)
-        return y if powers is None else y.mul_(powers[:, None])
-
-
-class Unpacked:
-    """Parts as in the file, unpacked at each use: right everywhere, slow."""
-
-    def __init__(self, parts: Sequence[tuple[Tensor, TensorInfo, float]], gated: bool = False) -> None:
-        self.parts, self.gated = parts, gated
-
-    def whole(self) -> Tensor:
-        """[out, in] f32"""
-        weights = [dequantize(raw, info.type, info.shape) * scale for raw, info, scale in self.parts]
-        return torch.cat(weights) if len(weights) > 1 else weights[0]
-
-    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        x, product = x if prep is None else prep(x), partial(F.linear, weight=self.whole())
-        y = in_passes(x, product) if current().is_exact else product(x)
-        return _finish(y, self.gated, residual)
-
-
-class Joined:
-    """Matrices of one input, their outputs side by side."""
-
-    def __init__(self, matrices: Sequence[Matrix], gated: bool = False) -> None:
-        self.matrices, self.gated = matrices, gated
-
-    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        own = prep if current().is_exact else None  # torch's norms sum otherwise where rows are many
-        x = x if prep is None or own is not None else prep(x)
-        return _finish(torch.cat([m(x, own) for m in self.matrices], -1), self.gated, residual)
-
-
-class CutGates:
-    """silu(gate) * up of a matrix of gates and ups, cut at `limit` first."""
-
-    def __init__(self, both: Matrix, limit: float) -> None:
-        self.both, self.limit = both, limit
-
-    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        gate, up = self.both(x, prep).chunk(2, -1)
-        y = activate(gate, up, self.limit)
-        return y if residual is None else residual + y
-
-
-class GeluGates:
-    """gelu(gate) * up of a matrix of gates and ups, gelu by its tanh form. No product has it on its way."""
-
-    def __init__(self, both: Matrix) -> None:
-        self.both = both
-
-    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        gate, up = self.both(x, prep).chunk(2, -1)
-        y = F.gelu(gate, approximate="tanh") * up
-        return y if residual is None else residual + y
-
-
-class Summed:
-    """A matrix of which every rank has some columns: the ranks' products are summed, and a residual is added once.
-
-    own   this rank's, which reads rows that neighbours prepare for it (cuda/fuse.py)
-    into  sums, and may prepare the rows of the product that reads the sum
-    """
-
-    def __init__(self, own: Matrix, ranks: Collective) -> None:
-        self.own, self.leads = own, ranks.rank.leads
-        self.into: Callable[[Tensor], Tensor] = ranks.sum
-
-    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        return self.into(self.own(x, prep, residual if self.leads else None))
-
-
-def sum_of(product: Matrix) -> Summed | None:
-    """The product if it is a sum of ranks, else None."""
-    return product if isinstance(product, Summed) else None
-
-
-class Embedding:
-    """Rows of a table by token id; only the asked rows are unpacked.
-
-    raw [token, bytes of a row] uint8 of `type`.
-    """
-
-    def __init__(self, raw: Tensor, type: GGMLType, scale: float) -> None:
-        self.raw, self.type, self.scale = raw, type, scale
-        self.embed = embed.bind(
-            EmbedSpec(raw.device, type, raw.shape[1] // type.type_size * type.block_size)
-        )
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        return self._scaled(self.embed.rows(self.raw, tokens))
-
-    def with_angles(
-        self, tokens: Tensor, positions: Tensor, freq: Tensor, factor: float
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The rows, and the angles of their positions as the op `angles` makes them."""
-        rows, angles = self.embed.rows_and_angles(self.raw, tokens, positions, freq, factor)
-        return self._scaled(rows), angles
-
-    def _scaled(self, rows: Tensor) -> Tensor:
-        return scaled(rows, self.scale)
 
 
 class Weights:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pyspec.request import EngineInfo, Event, Grammar, Metrics, Request, SlotAction, SlotAnswer, SlotInfo
+from pyspec.request import EngineInfo, Event, Grammar, Metrics, Request, SlotInfo
+from pyspec.slot_action import SlotAction, SlotAnswer
 from pyspec.text.abilities import Abilities
 from pyspec.text.vocab import FimMarks
 

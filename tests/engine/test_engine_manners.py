@@ -21,7 +21,8 @@ import pytest
 from pyspec.engine.api import Engine
 from pyspec.engine.loop.job import Job
 from pyspec.errors import BadTemplate, ConfigError, PyspecError, RequestError, SlotError, Unavailable
-from pyspec.request import Delta, Done, Event, Failed, Request, SlotAction
+from pyspec.request import Delta, Done, Event, Failed, Request
+from pyspec.slot_action import SlotAction
 
 SHORT: dict[str, Any] = {"max_tokens": 3, "temperature": 0.0}
 LONG: dict[str, Any] = {"max_tokens": 180, "temperature": 0.0, "ignore_eos": True}

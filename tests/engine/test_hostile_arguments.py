@@ -13,7 +13,8 @@ import pytest
 
 from pyspec.engine.api import Engine
 from pyspec.errors import PyspecError
-from pyspec.request import Request, SamplingParams, SlotAction
+from pyspec.request import Request, SamplingParams
+from pyspec.slot_action import SlotAction
 
 
 def _ignore(*_: object) -> None:

@@ -20,7 +20,8 @@ from known_texts import tiny
 from pyspec.engine.api import Engine
 from pyspec.engine.loop.slot_actions import SlotActions
 from pyspec.errors import BadSlotFile, PyspecError, RequestError
-from pyspec.request import Delta, SlotAction, SlotAnswer
+from pyspec.request import Delta
+from pyspec.slot_action import SlotAction, SlotAnswer
 from pyspec.slots.slot_file import write
 
 QWEN35, NEMOTRON, LLAMA = (

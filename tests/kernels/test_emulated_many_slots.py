@@ -36,6 +36,7 @@ from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.moe import check as moe_check
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe.ref import MoeSpec, RouteSpec
@@ -231,7 +232,7 @@ def test_rows_for_the_library_and_what_becomes_of_its_product(
 @pytest.mark.parametrize("n_row", ROWS)
 def test_experts_of_many_rows_and_who_chooses_them(n_row: int) -> None:
     spec, gen = MoeSpec(CPU, 2, 64, 32, "swiglu", Q8_0, Q8_0, pieces=1), torch.Generator().manual_seed(1)
-    stacks = moe_cuda.random_stacks(spec, 5, gen)
+    stacks = moe_check.random_stacks(spec, 5, gen)
     route = RouteSpec(CPU, 64, 5, 2, gated=True)
     x, norm, matrix = drawn(n_row, 64), 1 + 0.1 * drawn(64, seed=1), drawn(6, 64, seed=2)
     want_routes = moe_ref.bind_route(route)(x, norm, matrix)

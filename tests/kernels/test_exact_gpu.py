@@ -16,7 +16,7 @@ from pyspec.cuda.ops.rows.ref import HeadGate, HeadNorm, Norm, Prep
 from pyspec.cuda.streamed import Streamed
 from pyspec.engine.load.load import Loaded, load
 from pyspec.gguf import GGMLType
-from pyspec.models.weights import Dense
+from pyspec.models.matrices import Dense
 from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.synth import write
 

@@ -19,7 +19,7 @@ from pyspec.cuda.ops.moe.ref import Routes
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.rows.ref import RELU2, HeadNorm, Norm
 from pyspec.cuda.streamed import Streamed
-from pyspec.models.weights import Summed
+from pyspec.models.matrices import Summed
 
 X = torch.ones(3, 4)
 PREP = HeadNorm(torch.ones(4), 1e-6, torch.ones(3, 4))

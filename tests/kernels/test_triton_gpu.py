@@ -19,7 +19,7 @@ from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
-from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe import check as moe_check
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe import triton as moe_triton
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec
@@ -260,9 +260,9 @@ EXPERTS = {
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_are_the_references_and_a_row_has_the_same_bits_alone(name: str) -> None:
     spec, gen = EXPERTS[name], torch.Generator().manual_seed(0)
-    assert moe_cuda.check(moe_triton.bind(spec), moe_ref.bind(spec), spec) is None
+    assert moe_check.check(moe_triton.bind(spec), moe_ref.bind(spec), spec) is None
     n_expert = 3 * spec.n_used
-    experts = moe_triton.bind(spec)(moe_cuda.random_stacks(spec, n_expert, gen))
+    experts = moe_triton.bind(spec)(moe_check.random_stacks(spec, n_expert, gen))
     x = torch.randn(150, spec.n_in, generator=gen).to(GPU)
     ids = torch.rand(150, n_expert, generator=gen).argsort(-1)[:, : spec.n_used].int()
     ids[:60, 0] = 0  # a crowd: items of all sizes
@@ -284,7 +284,7 @@ def test_experts_are_the_references_and_a_row_has_the_same_bits_alone(name: str)
 
 def test_a_captured_graph_runs_other_choices() -> None:
     spec, gen = EXPERTS["gated, a piece"], torch.Generator().manual_seed(1)
-    experts = moe_triton.bind(spec)(moe_cuda.random_stacks(spec, 40, gen))
+    experts = moe_triton.bind(spec)(moe_check.random_stacks(spec, 40, gen))
     for n_row in (1, 8, 100):
         x = torch.randn(n_row, spec.n_in, generator=gen).to(GPU)
         weights = torch.rand(n_row, spec.n_used, generator=gen).to(GPU)

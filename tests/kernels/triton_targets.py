@@ -33,7 +33,7 @@ from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
-from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe import check as moe_check
 from pyspec.cuda.ops.moe import triton as moe_triton
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec
 from pyspec.cuda.ops.moe_route import triton as moe_route_triton
@@ -243,7 +243,7 @@ def moe() -> Iterator[Callable[[], object]]:
 
 
 def _moe(spec: MoeSpec, n_row: int) -> None:
-    experts = moe_triton.bind(spec)(moe_cuda.random_stacks(spec, 4, torch.Generator().manual_seed(0)))
+    experts = moe_triton.bind(spec)(moe_check.random_stacks(spec, 4, torch.Generator().manual_seed(0)))
     x, ids = torch.zeros(n_row, spec.n_in), torch.zeros(n_row, 2, dtype=torch.int32)
     experts(x, ids, torch.zeros(n_row, 2), None, Added(x, None, torch.zeros(n_row, 1)))
 

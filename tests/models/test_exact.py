@@ -14,7 +14,7 @@ from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.engine.plan import describe as describing
 from pyspec.engine.plan import memory_plan, planned_bytes
 from pyspec.models.grouped import Grouped
-from pyspec.models.weights import Dense, Joined
+from pyspec.models.matrices import Dense, Joined
 from pyspec.synth import write
 
 

@@ -12,7 +12,8 @@ from pyspec.cuda.kernel_context import KernelContext, use
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.gguf import open_gguf
 from pyspec.models import weights
-from pyspec.models.weights import Dense, Halves, Weights
+from pyspec.models.matrices import Dense, Halves
+from pyspec.models.weights import Weights
 
 
 @pytest.fixture(autouse=True)

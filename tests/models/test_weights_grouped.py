@@ -13,8 +13,9 @@ from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.packed_cpu import CpuGroups
 from pyspec.gguf import open_gguf
 from pyspec.models.grouped import Grouped
+from pyspec.models.matrices import CutGates, Dense
 from pyspec.models.weight_bytes import weight_bytes
-from pyspec.models.weights import CutGates, Dense, Weights
+from pyspec.models.weights import Weights
 
 
 @pytest.mark.parametrize("n_row", [1, 3, 16, 17])

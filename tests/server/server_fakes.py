@@ -25,15 +25,13 @@ from pyspec.request import (
     Progress,
     PromptLogprobs,
     Request,
-    SlotAction,
-    SlotAnswer,
     SlotInfo,
-    SlotReport,
     Started,
     Timings,
     TokenLogprob,
 )
 from pyspec.server.engine import Sink
+from pyspec.slot_action import SlotAction, SlotAnswer, SlotReport
 from pyspec.text.abilities import Abilities
 from pyspec.text.vocab import FimMarks
 

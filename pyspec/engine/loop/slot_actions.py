@@ -13,7 +13,8 @@ from pyspec.engine.loop.slot_task import OnAnswer, SlotTask, careful
 from pyspec.errors import PyspecError, RequestError
 from pyspec.gguf.reader import fingerprint
 from pyspec.repeats import limited
-from pyspec.request import EngineInfo, SlotAction, SlotReport, check_action
+from pyspec.request import EngineInfo
+from pyspec.slot_action import SlotAction, SlotReport, check_action
 from pyspec.slots.slot_file import SlotFile, write
 
 log = limited(__name__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pyspec.errors import PyspecError
 from pyspec.repeats import limited
-from pyspec.request import SlotAnswer
+from pyspec.slot_action import SlotAnswer
 
 log = limited(__name__)
 

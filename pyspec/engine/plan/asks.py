@@ -20,8 +20,8 @@ from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.linear.cpu import CpuLinearSpec, has_eight
+from pyspec.cuda.ops.linear.formats import FORMATS
 from pyspec.cuda.ops.linear.op import linear, linear_cpu, linear_tall
-from pyspec.cuda.ops.linear.pack import FORMATS
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.engine.plan.describe import Description, describe
 from pyspec.engine.plan.memory_plan import AssumedGpu

@@ -29,21 +29,11 @@ from pyspec.engine.policy.evict import evict_for
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.heap import give_back_memory
 from pyspec.repeats import limited
-from pyspec.request import (
-    Delta,
-    Done,
-    Event,
-    Failed,
-    Metrics,
-    Request,
-    SlotAction,
-    SlotAnswer,
-    SlotInfo,
-    Started,
-)
+from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SlotInfo, Started
 from pyspec.sample.budget import BudgetRule
 from pyspec.sample.dry import DryBreakers
 from pyspec.sample.sampler import SlotSampler
+from pyspec.slot_action import SlotAction, SlotAnswer
 from pyspec.text.stream import TextStream
 
 log = limited(__name__)

@@ -43,7 +43,8 @@ from pyspec.engine.messages import (
     portable,
 )
 from pyspec.errors import PyspecError
-from pyspec.request import Event, Failed, SlotAnswer
+from pyspec.request import Event, Failed
+from pyspec.slot_action import SlotAnswer
 from pyspec.streams import fill_in
 
 if TYPE_CHECKING:

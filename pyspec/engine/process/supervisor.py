@@ -42,18 +42,9 @@ from pyspec.engine.process.watchdog import TICK_S, EngineEnd, Watchdog
 from pyspec.errors import DeviceError, NoDevice, PyspecError, QueueFull, RankLost, SlotError, Unavailable
 from pyspec.gguf import open_gguf
 from pyspec.repeats import limited
-from pyspec.request import (
-    Done,
-    EngineInfo,
-    Event,
-    Failed,
-    Metrics,
-    Request,
-    SlotAction,
-    SlotAnswer,
-    SlotInfo,
-)
+from pyspec.request import Done, EngineInfo, Event, Failed, Metrics, Request, SlotInfo
 from pyspec.sample.noise import resolve_seed
+from pyspec.slot_action import SlotAction, SlotAnswer
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 

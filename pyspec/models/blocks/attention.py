@@ -20,10 +20,11 @@ from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadGate, PrepKind, RowsSpec
 from pyspec.models.cuts import Cut, Units
+from pyspec.models.matrices import Matrix, sum_of
 from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.rope import Angles, RopeSpec
 from pyspec.models.wants import Want
-from pyspec.models.weights import Matrix, Weights, sum_of
+from pyspec.models.weights import Weights
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.memory import KV
 from pyspec.slots.parts import LayerParts, Paged

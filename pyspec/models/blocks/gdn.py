@@ -14,9 +14,9 @@ from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadNorm, PrepKind, RowsSpec, head_power
 from pyspec.models.cuts import Cut, Units
+from pyspec.models.matrices import sum_of
 from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.wants import Want
-from pyspec.models.weights import sum_of
 from pyspec.slots.memory import STATE
 from pyspec.slots.parts import LayerParts, Recurrent
 

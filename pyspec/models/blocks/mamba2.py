@@ -15,9 +15,9 @@ from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import GroupNorm, PrepKind, RowsSpec, norm_power
 from pyspec.models.cuts import Cut, Units
+from pyspec.models.matrices import sum_of
 from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.wants import Want
-from pyspec.models.weights import sum_of
 from pyspec.slots.memory import STATE
 from pyspec.slots.parts import LayerParts, Recurrent
 

@@ -14,9 +14,9 @@ from pyspec.cuda.ops.linear.ref import GATES
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import RELU2, PrepKind, RowsSpec
 from pyspec.models.cuts import Cut, Units
+from pyspec.models.matrices import GateAct, sum_of
 from pyspec.models.part import Binding, BoundPart, LoadTypes, Pass, Place, Request
 from pyspec.models.wants import Want
-from pyspec.models.weights import GateAct, sum_of
 from pyspec.slots.parts import LayerParts
 
 Act = Literal["silu", "gelu", "relu2"]

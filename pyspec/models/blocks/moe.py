@@ -21,9 +21,10 @@ from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, TensorInfo
 from pyspec.models.cuts import Cut, Units
+from pyspec.models.matrices import Matrix
 from pyspec.models.part import Binding, BoundPart, ForwardSize, LoadTypes, Pass, Place, Request
 from pyspec.models.wants import Want, scale_of
-from pyspec.models.weights import Matrix, Weights
+from pyspec.models.weights import Weights
 from pyspec.slots.parts import LayerParts
 
 LATENT = "ffn_latent_down.weight"  # to the width in which experts work, where that is not the model's

@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pyspec.errors import NotSupported, PyspecError, RequestError
-from pyspec.request import SlotAction, SlotAnswer, SlotReport
 from pyspec.server.api.schema import Body, validate
 from pyspec.server.http.body import parse_object, read_body
 from pyspec.server.http.envelope import JSON
 from pyspec.server.service import Service
 from pyspec.server.stream import while_connected
+from pyspec.slot_action import SlotAction, SlotAnswer, SlotReport
 
 FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f/\\:*?\"<>|\uff0e\u2215\u2216\ufffd\ufeff]|\.\.|^[ .]|[ .]$")
 MOST_BYTES = 200  # of a file's name: the temporary file beside it has a longer one

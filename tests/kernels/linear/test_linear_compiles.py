@@ -9,7 +9,7 @@ from sampling import few
 from pyspec.cuda.jit import ARCHS, compile_cubin
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear.cuda import defines, fitting, n_shared, n_stages, stage_bytes, stem
-from pyspec.cuda.ops.linear.pack import CHUNKS
+from pyspec.cuda.ops.linear.formats import CHUNKS
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.gguf import GGMLType
 

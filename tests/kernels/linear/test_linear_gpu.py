@@ -12,8 +12,9 @@ from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear import ref as linear_ref
 from pyspec.cuda.ops.linear.cuda import LinearLaunch, Tiling, random_matrix, step
+from pyspec.cuda.ops.linear.formats import CHUNKS
 from pyspec.cuda.ops.linear.op import linear
-from pyspec.cuda.ops.linear.pack import CHUNKS, Packed, unpack
+from pyspec.cuda.ops.linear.pack import Packed, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.rows.cuda import RowsLaunch, values_of
 from pyspec.gguf import GGMLType

@@ -8,15 +8,8 @@ from torch import Tensor
 
 from pyspec.cuda.ops.linear.cuda import HALVES, random_packed
 from pyspec.cuda.ops.linear.dequant import dequantize, quantize
-from pyspec.cuda.ops.linear.pack import (
-    CHUNKS,
-    MXFP4_LARGEST,
-    interleave,
-    packed_bytes,
-    repack,
-    row_scales,
-    unpack,
-)
+from pyspec.cuda.ops.linear.formats import CHUNKS, MXFP4_LARGEST
+from pyspec.cuda.ops.linear.pack import interleave, packed_bytes, repack, row_scales, unpack
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType
 

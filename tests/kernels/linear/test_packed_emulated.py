@@ -26,8 +26,9 @@ from pyspec.cuda.ops.linear.cuda import (
     random_weights,
     step,
 )
+from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, MXFP4_LARGEST
 from pyspec.cuda.ops.linear.op import linear, linear_tall
-from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, MXFP4_LARGEST, Packed, repack, unpack
+from pyspec.cuda.ops.linear.pack import Packed, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.gguf import GGMLType, GGUFFile

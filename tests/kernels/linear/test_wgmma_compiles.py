@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyspec.cuda.jit import compile_cubin
-from pyspec.cuda.ops.linear.pack import CHUNKS
+from pyspec.cuda.ops.linear.formats import CHUNKS
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.wgmma import PADS, blocks_for_wgmma, defines, limits, shared_bytes, stages
 from pyspec.gguf import GGMLType

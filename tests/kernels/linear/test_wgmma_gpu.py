@@ -8,7 +8,8 @@ from torch import Tensor
 
 from pyspec.cuda.ops.linear import ref as linear_ref
 from pyspec.cuda.ops.linear.cuda import random_matrix, random_packed
-from pyspec.cuda.ops.linear.pack import CHUNKS, Packed, unpack
+from pyspec.cuda.ops.linear.formats import CHUNKS
+from pyspec.cuda.ops.linear.pack import Packed, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.wgmma import PATIENCE, WgmmaLaunch, limits, prepare
 from pyspec.gguf import GGMLType

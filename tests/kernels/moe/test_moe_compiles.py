@@ -10,7 +10,7 @@ from sampling import few
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
 from pyspec.cuda.ops.linear.cuda import n_shared
-from pyspec.cuda.ops.linear.pack import CHUNKS
+from pyspec.cuda.ops.linear.formats import CHUNKS
 from pyspec.cuda.ops.moe import builds as moe_builds
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe.builds import (

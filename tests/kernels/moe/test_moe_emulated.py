@@ -15,11 +15,12 @@ from torch import Tensor
 
 from pyspec.cuda import jit, streamed
 from pyspec.cuda.ops.linear.cuda import random_packed
-from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS
+from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS
 from pyspec.cuda.ops.linear.ref import rounded
+from pyspec.cuda.ops.moe import check as moe_check
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
-from pyspec.cuda.ops.moe.cuda import random_stacks
+from pyspec.cuda.ops.moe.check import random_stacks
 from pyspec.cuda.ops.moe.op import buffer_bytes
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec, Stack, Stacks, activate, combine
 from pyspec.cuda.ops.rows import cuda as rows_cuda
@@ -109,7 +110,7 @@ def test_experts_are_the_references(act: str, up: GGMLType, down: GGMLType, piec
     n_ff = n + (0 if n == 256 else 64)
     spec = MoeSpec(CPU, 3, n, n_ff, act, up, down, pieces=pieces)  # type: ignore[arg-type]
     with emulated_gpu():
-        assert moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9, 40)) is None
+        assert moe_check.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9, 40)) is None
 
 
 @pytest.mark.slow
@@ -120,9 +121,9 @@ def test_activations_are_cut_at_the_limit(type: GGMLType, limit: float) -> None:
     n = max(64, type.block_size)
     spec = MoeSpec(CPU, 2, n, n, "swiglu", type, type, pieces=1, limit=limit)
     with emulated_gpu():
-        assert moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9)) is None
+        assert moe_check.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9)) is None
         uncut = moe_cuda.bind(replace(spec, limit=0.0))
-        assert "differ" in str(moe_cuda.check(uncut, moe_ref.bind(spec), spec, n_rows=(1,)))
+        assert "differ" in str(moe_check.check(uncut, moe_ref.bind(spec), spec, n_rows=(1,)))
 
 
 @pytest.mark.slow
@@ -133,7 +134,7 @@ def test_experts_of_every_type_are_the_references(type: GGMLType) -> None:
     n = max(64, type.block_size)
     spec = MoeSpec(CPU, 2, n, n, "swiglu", type, type, scaled=type is GGMLType.NVFP4, pieces=1)
     with emulated_gpu((8, 0)):
-        assert moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(5,)) is None
+        assert moe_check.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(5,)) is None
 
 
 def packed(spec: MoeSpec, n_expert: int) -> Stacks:
@@ -432,7 +433,7 @@ def test_the_check_refuses_mistakes_and_not_rounding(
 
         return run
 
-    said = moe_cuda.check(launch, moe_ref.bind(spec), spec, n_rows=(1, 40, 100))
+    said = moe_check.check(launch, moe_ref.bind(spec), spec, n_rows=(1, 40, 100))
     assert (said is None) == (mistake is None)
 
 
@@ -482,7 +483,7 @@ def test_without_a_wait_the_product_is_wrong(text: str, monkeypatch: pytest.Monk
         spec = SHAPES[name]
         try:
             with emulated_gpu((8, 6), n_multiprocessor=40):
-                return moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1,))
+                return moe_check.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1,))
         except EmulationError as e:  # the wrong block where a row's number should be
             return str(e)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pyspec.cuda.ops.moe import check as moe_check
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec
@@ -30,9 +31,9 @@ SPECS = {
 def test_experts_are_the_references_and_a_row_has_the_same_bits_alone(name: str) -> None:
     spec, gen = SPECS[name], torch.Generator().manual_seed(0)
     assert moe_cuda.limits(spec) is None
-    assert moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec) is None
+    assert moe_check.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec) is None
     n_expert = 3 * spec.n_used
-    experts = moe_cuda.bind(spec)(moe_cuda.random_stacks(spec, n_expert, gen))
+    experts = moe_cuda.bind(spec)(moe_check.random_stacks(spec, n_expert, gen))
     x = torch.randn(70, spec.n_in, generator=gen).to(GPU)
     ids = torch.rand(70, n_expert, generator=gen).argsort(-1)[:, : spec.n_used].int()
     ids[:40, 0] = 0  # a crowd: items of all sizes
@@ -47,7 +48,7 @@ def test_experts_are_the_references_and_a_row_has_the_same_bits_alone(name: str)
 
 def test_a_row_that_is_no_number_stays_so_and_leaves_others_alone() -> None:
     spec, gen = SPECS["whole numbers"], torch.Generator().manual_seed(1)
-    experts = moe_cuda.bind(spec)(moe_cuda.random_stacks(spec, 9, gen))
+    experts = moe_cuda.bind(spec)(moe_check.random_stacks(spec, 9, gen))
     x, weights = (
         torch.randn(6, spec.n_in, generator=gen).to(GPU),
         torch.rand(6, 8, generator=gen).to(GPU),

@@ -10,6 +10,7 @@ import triton_interpreter  # noqa: F401
 from sampling import few
 
 from pyspec.cuda.ops.linear.tiles import FORMATS
+from pyspec.cuda.ops.moe import check as moe_check
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe import triton as moe_triton
@@ -43,7 +44,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def experts(spec: MoeSpec, n_expert: int) -> ExpertsRun:
     made = moe_triton.bind(spec)(
-        moe_cuda.random_stacks(spec, n_expert, torch.Generator().manual_seed(0))
+        moe_check.random_stacks(spec, n_expert, torch.Generator().manual_seed(0))
     )
     assert isinstance(made, moe_triton.ExpertsTriton)
     return made
@@ -53,7 +54,7 @@ def experts(spec: MoeSpec, n_expert: int) -> ExpertsRun:
 def test_experts_are_the_references(name: str) -> None:
     spec = SPECS[name]
     assert moe_triton.limits(spec) is not None, "on a CPU only in the interpreter"
-    assert moe_cuda.check(moe_triton.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9, 13)) is None
+    assert moe_check.check(moe_triton.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9, 13)) is None
 
 
 OTHERS = [
@@ -66,7 +67,7 @@ OTHERS = [
 @pytest.mark.parametrize("type", OTHERS, ids=lambda t: t.name)
 def test_every_type_is_the_references(type: GGMLType) -> None:
     spec = MoeSpec(CPU, 2, 512, 256, "swiglu", type, type)
-    assert moe_cuda.check(moe_triton.bind(spec), moe_ref.bind(spec), spec, n_rows=(2, 5)) is None
+    assert moe_check.check(moe_triton.bind(spec), moe_ref.bind(spec), spec, n_rows=(2, 5)) is None
 
 
 @pytest.mark.parametrize("name", few(SPECS, "one of each row"))
@@ -117,7 +118,7 @@ def test_a_wrong_scale_is_noticed() -> None:
         made.down_factors *= 1.01
         return made
 
-    assert "differ" in (moe_cuda.check(wrong, moe_ref.bind(spec), spec, n_rows=(1,)) or "")
+    assert "differ" in (moe_check.check(wrong, moe_ref.bind(spec), spec, n_rows=(1,)) or "")
 
 
 def test_what_it_does_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

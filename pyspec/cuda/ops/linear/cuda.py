@@ -20,18 +20,8 @@ from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear.dequant import quantize
-from pyspec.cuda.ops.linear.pack import (
-    CHUNKS,
-    FORMATS,
-    RECORDS,
-    TILE,
-    Packed,
-    n_chunks,
-    n_groups,
-    packed_bytes,
-    repack,
-    unpack,
-)
+from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
+from pyspec.cuda.ops.linear.pack import TILE, Packed, n_chunks, n_groups, packed_bytes, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, Linear, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import BLOCKED, MAX_COLUMNS, Rows, RowsLaunch
 from pyspec.cuda.ops.rows.cuda import program as rows_program

@@ -12,7 +12,7 @@ from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import ref as linear_ref
 from pyspec.cuda.ops.linear import triton as linear_triton
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
-from pyspec.cuda.ops.linear.pack import FORMATS
+from pyspec.cuda.ops.linear.formats import FORMATS
 from pyspec.cuda.ops.linear.ref import USUAL_TYPES, Epilogue
 from pyspec.gguf import GGMLType
 

@@ -10,15 +10,8 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
-from pyspec.cuda.ops.linear.pack import (
-    CHUNKS,
-    FORMATS,
-    RECORDS,
-    Packed,
-    n_chunks,
-    n_groups,
-    packed_bytes,
-)
+from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
+from pyspec.cuda.ops.linear.pack import Packed, n_chunks, n_groups, packed_bytes
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import Rows
 from pyspec.gguf import GGMLType

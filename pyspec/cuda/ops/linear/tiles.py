@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.ops.linear.dequant import E2M1, IQ4
+from pyspec.cuda.ops.linear.formats import lattice
 from pyspec.cuda.ops.linear.grids import IQ2_LEVELS, IQ3_LEVELS, iq2_levels, iq3_levels
-from pyspec.cuda.ops.linear.pack import lattice
 from pyspec.gguf import GGMLType, blocks
 from pyspec.gguf.blocks import BlockLayout
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import HOPPER, GpuKind, Kernel, Program, compile_cubin
 from pyspec.cuda.kernel_context import current
-from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS, TILE, Packed, n_chunks, n_groups
+from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
+from pyspec.cuda.ops.linear.pack import TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsLaunch
 from pyspec.cuda.ops.rows.cuda import program as rows_program

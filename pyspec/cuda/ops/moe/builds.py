@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.ops.linear.cuda import n_shared
-from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS
+from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
 from pyspec.cuda.ops.moe.ref import MoeSpec
 from pyspec.cuda.ops.rows.cuda import BLOCKED, PLANES, UNIT, row_bytes
 from pyspec.cuda.ops.rows.cuda import program as rows_program

@@ -8,6 +8,7 @@ import torch
 
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.moe import builds as moe_builds
+from pyspec.cuda.ops.moe import check as moe_check
 from pyspec.cuda.ops.moe import cpu as moe_cpu
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
@@ -31,7 +32,7 @@ Launch = Callable[[moe_ref.Stacks], moe_ref.ExpertsRun]
 
 def check(launch: Launch, reference: Launch, spec: moe_ref.MoeSpec) -> str | None:
     """Of small experts on a CPU."""
-    on = moe_cpu if spec.device.type == "cpu" and spec.up is not None else moe_cuda
+    on = moe_cpu if spec.device.type == "cpu" and spec.up is not None else moe_check
     return on.check(launch, reference, spec)
 
 

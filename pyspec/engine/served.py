@@ -1,0 +1,115 @@
+"""The part of the engine that the server uses: requests with a listener, slots, counters, the chat template. No torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from weakref import finalize
+
+from pyspec.engine.arguments import callable_of, id_of, limit_of
+from pyspec.engine.aside import end_aside
+from pyspec.engine.protocol import Core
+from pyspec.engine.validate import Validator
+from pyspec.errors import BadTemplate
+from pyspec.ranges import shown
+from pyspec.request import Event, Grammar, Metrics, Request, SlotInfo, check_grammar
+from pyspec.slot_action import SlotAction, SlotAnswer, check_action
+from pyspec.text.template import CHATML, ChatTemplate
+from pyspec.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class ServedEngine:
+    """A loaded model with its slots, for callers that give a listener and wait for nothing. Safe to call from any thread."""
+
+    def __init__(self, core: Core, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self.core, self.tokenizer, self.info = core, tokenizer, core.info
+        self.template = self._chatml() if template is None else template
+        self._templates = [self.template]  # the current one; its processes end with the engine
+        finalize(
+            self, end_aside, core, self._templates
+        ).atexit = False  # at the program's end, cores close themselves
+        self._incoming = Validator(self.info, tokenizer)
+
+    def __repr__(self) -> str:
+        i = self.info
+        drafts = i.drafter if i.n_draft_max else "none"
+        return f"<Engine {i.model_name!r} ({i.arch}) on {i.device}: np={i.n_slot}, ctx={i.n_ctx}, drafts: {drafts}, {self.state()}>"
+
+    def _chatml(self) -> ChatTemplate:
+        """The template of a file without one, as in llama-server."""
+        log.warning(
+            "the file has no chat template: chats are written as ChatML; --chat-template takes another one"
+        )
+        self.info = replace(self.info, chat_template=CHATML)
+        return ChatTemplate(CHATML, self.info.bos_token, self.info.eos_token)
+
+    def use_template(self, source: str) -> None:
+        """Replace the file's chat template. Raises BadTemplate if it does not compile."""
+        if not isinstance(source, str):
+            raise BadTemplate(f"source is {shown(source)}; want the text of a chat template")
+        template = ChatTemplate(source, self.info.bos_token, self.info.eos_token)
+        try:
+            template.check()
+        except BadTemplate:
+            self.close()
+            raise
+        self.template, self.info = template, replace(self.info, chat_template=source)
+        self._templates[:] = [template]
+
+    def submit(self, request: Request, sink: Callable[[Event], None]) -> str:
+        """Queue a request. `sink` gets its events on the engine's thread and must not block.
+
+        Raises RequestError if it can never run, QueueFull if too many wait, Unavailable if the engine is down.
+        """
+        return self.core.submit(self._incoming.check(request), callable_of("sink", sink))
+
+    def check_grammar(self, grammar: Grammar) -> Grammar:
+        """Compile a grammar, which takes a while if it is new. Raises RequestError if it can not be compiled."""
+        check_grammar(grammar)
+        return self._incoming.grammars.compiled(grammar)
+
+    def known_grammar(self, grammar: Grammar) -> Grammar | None:
+        """The compiled grammar if it is known, without delay; None if it has to be compiled. Raises RequestError."""
+        check_grammar(grammar)
+        return self._incoming.grammars.known(grammar)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request at the next round; unknown and finished ids are ignored."""
+        self.core.cancel(id_of(request_id))
+
+    def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
+        """Save, restore or erase a slot's content once it is idle. `hear` gets a report or the error, on any thread, and must not block."""
+        check_action(action, self.info.n_slot)
+        self.core.act_on_slot(action, callable_of("hear", hear))
+
+    def slots(self) -> list[SlotInfo]:
+        """One row per slot, for people and dashboards."""
+        return self.core.slots()
+
+    def metrics(self) -> Metrics:
+        """Counters since the start, and gauges."""
+        return self.core.metrics()
+
+    def alive(self) -> bool:
+        """True if requests are taken. While an isolated engine is replaced they are, and run when it is back."""
+        return self.core.alive()
+
+    def state(self) -> str:
+        """ "ok", "recovering" while an isolated engine is replaced, or "stopped"."""
+        return self.core.state()
+
+    @property
+    def loop(self) -> Any:
+        """The loop, for tests and measurements. Only an engine of this process has one."""
+        return self.core.loop  # type: ignore[attr-defined]  # that of another process has none
+
+    def close(self, limit_s: float | None = None) -> bool:
+        """Stop; running requests fail with Unavailable. Memory is freed with the last reference.
+
+        Returns False if the device's work did not end and was left behind after `limit_s` (default 30 s).
+        """
+        return self.core.close() if limit_s is None else self.core.close(limit_of(limit_s))

@@ -1,0 +1,42 @@
+"""Actions on a slot's contents: save, restore, erase. Plain data, without torch, picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pyspec.errors import PyspecError, RequestError
+from pyspec.ranges import INT32, OneOf, Text, Whole, check
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAction:
+    """An action on a slot's contents, run once the slot is idle. `path`: the file, for all but "erase"."""
+
+    kind: Annotated[Literal["save", "restore", "erase"], OneOf(("save", "restore", "erase"))]
+    slot: Annotated[int, Whole(0, INT32)]
+    path: Annotated[str, Text(r"[^\0]*", "the name of a file")] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReport:
+    """The result of a SlotAction: number of tokens saved, restored or erased, and the time."""
+
+    slot: int
+    n_tokens: int
+    n_bytes: int = 0  # of the file
+    ms: float = 0.0
+
+
+SlotAnswer = SlotReport | PyspecError
+
+
+def check_action(action: SlotAction, n_slot: int) -> None:
+    """Raise RequestError for an invalid action, or a slot that does not exist."""
+    if not isinstance(action, SlotAction):
+        raise RequestError(
+            f"an action is a pyspec.slot_action.SlotAction, not a {type(action).__name__}"
+        )
+    check(action, RequestError)
+    if action.slot >= n_slot:
+        raise RequestError(f"slot {action.slot} does not exist; slots are 0..{n_slot - 1} (-np)")
