@@ -64,17 +64,18 @@ def close(got: Tensor, want: Tensor) -> bool:
 
 @pytest.mark.parametrize("type", sorted(TYPES), ids=lambda t: t.name)
 def test_every_type_is_the_reference(type: G) -> None:
+    torch.set_num_threads(1)
     for spec in (
         MoeSpec(CPU, 8, 2048, 512, "swiglu", type, type),
         MoeSpec(CPU, 8, 2048, 512, "swiglu", type, type, limit=7.0, scaled=True),
         MoeSpec(CPU, 2, 2048, 512, "relu2", type, type, scaled=True),
     ):
-        assert cpu.limits(spec) is None
-        assert cpu.check(cpu.bind(spec), moe_ref.bind(spec), spec) is None
-    assert moe.chosen(spec).name == "cpu" and moe.chosen(spec).capturable
+        chosen = moe.chosen(spec)  # by its limits and its check
+        assert chosen.name == "cpu" and chosen.capturable
 
 
 def test_a_check_finds_wrong_experts_and_wrong_sums() -> None:
+    torch.set_num_threads(1)
     spec = SPECS["packed"]
     right = moe_ref.bind(spec)
     wrongs: list[Any] = [

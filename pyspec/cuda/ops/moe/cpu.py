@@ -118,7 +118,7 @@ def check(
     if spec.gate is not None:
         n_in = max(n_in, CHECKED[spec.gate.block_size == 256])
     stacks = stacks_for(spec, n_expert, n_in, n_ff, generator)
-    own, other = launch(stacks), reference(stacks)
+    own, other = launch(stacks), reference(stacks.unpacked())
     probe = torch.randn(8, n_in, generator=generator) @ stacks.up.matrix(0).T
     size = (
         2 * (spec.limit or 1.0) / float(probe.square().mean().sqrt())

@@ -131,6 +131,11 @@ class Stack:
             data = dequantize(data.contiguous(), self.type, (self.n_out, self.n_in))
         return data if self.scale is None else data * self.scale[expert].to(data.dtype)
 
+    def unpacked(self) -> Stack:
+        """The same matrices in f32, for a reference that runs several times."""
+        matrices = torch.stack([self.matrix(e) for e in range(self.data.shape[0])])
+        return Stack(matrices, None, self.n_out, self.n_in)
+
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
@@ -144,6 +149,15 @@ class Stacks:
     @property
     def n_expert(self) -> int:
         return self.up.data.shape[0]
+
+    def unpacked(self) -> Stacks:
+        gate, shared = self.gate, self.shared
+        return Stacks(
+            None if gate is None else gate.unpacked(),
+            self.up.unpacked(),
+            self.down.unpacked(),
+            None if shared is None else shared.unpacked(),
+        )
 
     @property
     def other_gate(self) -> GGMLType | None:
