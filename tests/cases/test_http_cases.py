@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,17 @@ import httpx
 import pytest
 from case_files import DEMO, HERE, Case, cases_on, read, write_edited
 
+from pyspec.cli import main
+from pyspec.engine.api import Engine
+from pyspec.server.app import create_app
+from pyspec.server.http.serve import Served, make_server
+from pyspec.server.settings import ServerSettings
+
 
 def wanted(case: Case) -> str:
     """A case's server: flags, template and metadata, as text."""
     asked = read(case["input"])
-    return json.dumps([asked.get(name) for name in ("server", "template", "edit")])
+    return json.dumps([asked.get("server") or [], asked.get("template"), asked.get("edit")])
 
 
 SERVERS: dict[str, list[Case]] = {}
@@ -27,36 +31,41 @@ for _case in cases_on("http"):
     SERVERS.setdefault(wanted(_case), []).append(_case)
 
 
-@contextmanager
-def serving(server: str, folder: Path) -> Iterator[httpx.Client]:
+def flags_of(server: str, folder: Path) -> list[str]:
     flags, template, edit = json.loads(server)
     model = "demo"
     if edit:
         model = str(folder / "edited.gguf")
         write_edited(DEMO, Path(model), edit)
-    flags = [str(folder) if flag == "$TMP" else flag for flag in flags or ()]
+    flags = [str(folder) if flag == "$TMP" else flag for flag in flags]
     flags = flags if "-np" in flags else ["-np", "1", *flags]
     flags += ["--chat-template-file", str(HERE / "inputs" / template)] if template else []
-    command = [sys.executable, "-m", "pyspec", "server", model, "-c", "4096", "--port", "0", *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        said = []
-        for line in process.stderr:
-            said.append(line)
-            if line.startswith("url "):
-                break
-        else:
-            pytest.fail("".join(said))
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        with httpx.Client(base_url=said[-1].split()[1], timeout=120) as client:
-            while client.get("/health").status_code != 200:
-                assert process.poll() is None
-                threading.Event().wait(0.1)
-            yield client
-    finally:
-        process.terminate()
-        process.wait()
+    return [model, "-c", "4096", "--port", "0", "--in-process", "--no-warmup", *flags]
+
+
+def serve(flags: list[str], use: Callable[[httpx.Client], None], patch: pytest.MonkeyPatch) -> None:
+    """The command `pyspec server` in this process, which has torch already; it listens on a real port until `use` returns."""
+
+    def run(
+        load: Callable[[], Engine], settings: ServerSettings, ready: object, sockets: list[socket.socket]
+    ) -> Served:
+        engine, port = load(), sockets[0].getsockname()[1]
+        started = threading.Event()
+        server = make_server(create_app(engine, settings), settings, started.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": sockets})
+        thread.start()
+        try:
+            assert started.wait(60)
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+                use(client)
+        finally:
+            server.should_exit = True
+            thread.join()
+        return Served(engine, server.force_exit)
+
+    patch.setattr("pyspec.server.http.serve.run", run)
+    patch.setattr("pyspec.cli.logs.set_up", lambda *args: None)  # pytest has its own log handlers
+    main(["server", *flags], standalone_mode=False)
 
 
 def ask(client: httpx.Client, step: dict[str, Any]) -> tuple[int, Any]:
@@ -100,7 +109,11 @@ def wrong(client: httpx.Client, case: Case) -> str:
 
 
 @pytest.mark.parametrize("server", SERVERS, ids=lambda server: SERVERS[server][0]["id"])
-def test_requests_are_answered(server: str, tmp_path: Path) -> None:
-    with serving(server, tmp_path) as client:
-        faults = {case["id"]: fault for case in SERVERS[server] if (fault := wrong(client, case))}
-    assert not faults
+def test_requests_are_answered(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults: dict[str, str] = {}
+
+    def ask_all(client: httpx.Client) -> None:
+        faults.update({case["id"]: wrong(client, case) for case in SERVERS[server]})
+
+    serve(flags_of(server, tmp_path), ask_all, monkeypatch)
+    assert faults and not {name: fault for name, fault in faults.items() if fault}
