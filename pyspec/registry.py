@@ -11,7 +11,9 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-DRAFTERS = {
+DRAFTERS = {  # the first one that recognises a file drafts with it
+    "dflash2": "pyspec.draft.dflash2",
+    "dspark": "pyspec.draft.dspark",
     "dflash": "pyspec.draft.dflash",
     "mtp": "pyspec.draft.mtp",
     "ngram": "pyspec.draft.ngram",
@@ -20,6 +22,8 @@ DRAFTERS = {
 }
 LLAMA_CPP = {"ngram": "ngram-simple", "draft": "draft-simple"}
 """Drafters that llama.cpp does not spell draft-NAME."""
+ALSO = {"dflash": ("dflash2",)}
+"""Drafters that llama.cpp's name of another one means, too, where the file is theirs."""
 ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfig`
     "gemma3": "pyspec.models.arch.gemma3",
     "llama": "pyspec.models.arch.llama",

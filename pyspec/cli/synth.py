@@ -25,6 +25,7 @@ class SynthFlags:
     seed: int
     mtp: bool
     drafter: bool
+    kind: str
     sidecar: bool
     n_layer: int
 
@@ -38,7 +39,10 @@ class SynthFlags:
 )
 @click.option("--seed", default=0, type=click.IntRange(0, 2**32 - 1), help="Seed of the weights.")
 @click.option("--mtp/--no-mtp", default=True, help="Include the MTP block, if there is one.")
-@click.option("--drafter", is_flag=True, help="Write MODEL's DFlash drafter instead.")
+@click.option("--drafter", is_flag=True, help="Write MODEL's drafter instead.")
+@click.option(
+    "--kind", default="dflash", callback=_lower, metavar="KIND", help="Of drafters: dflash, dflash2, dspark."
+)
 @click.option("--sidecar", is_flag=True, help="Write only the MTP block, with embedding and head.")
 @click.option(
     "--layers",

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pyspec.errors import ConfigError
-from pyspec.registry import DRAFTERS, added_drafters, architecture_module, drafters
+from pyspec.registry import ALSO, DRAFTERS, added_drafters, architecture_module, drafters
 
 if TYPE_CHECKING:
     from pyspec.draft.drafter import DrafterModule, TargetFile
@@ -37,6 +37,12 @@ def find(kind: str) -> DrafterModule:
 def recognised(file: GGUFFile) -> str | None:
     """Name of the drafter that recognises this file; ours are asked first. None: no drafter does."""
     return _first(DRAFTERS, file) or _first(added_drafters(), file)
+
+
+def meant(kind: str, file: GGUFFile | None) -> str:
+    """The drafter that a name means for a file that was given: llama.cpp's draft-dflash is DFlash2, too, where the file is."""
+    found = None if file is None else _first(ALSO.get(kind, ()), file)
+    return found or kind
 
 
 def given(file: GGUFFile, target: TargetFile) -> str | None:

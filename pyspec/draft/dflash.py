@@ -11,7 +11,7 @@ the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -39,13 +39,15 @@ from pyspec.draft.drafter import (
 )
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
+from pyspec.models.block import Block
 from pyspec.models.blocks.attention import BoundAttention
+from pyspec.models.blocks.convolved import BoundConvolved
 from pyspec.models.matrices import Matrix
 from pyspec.models.own_vocabulary import D2T, BestDrafts, read_d2t
 from pyspec.models.part import Binding, LoadTypes, Pass, Request
 from pyspec.models.rope import Ropes
 from pyspec.models.target import Out, Target
-from pyspec.models.wants import check_read, check_tensors
+from pyspec.models.wants import Want, check_read, check_tensors
 from pyspec.models.weight_bytes import row_bytes
 from pyspec.models.weights import Weights
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
@@ -71,11 +73,21 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     if file is None:
         raise ConfigError("--spec-type dflash needs a draft file (-md)")
     c = read_config(file)
+    return block_plan(c, file, target, settings, drafter_tensors(c, file, target.config.n_embd))
+
+
+def block_plan(
+    c: DFlashConfig,
+    file: GGUFFile,
+    target: TargetFile,
+    settings: EngineSettings,
+    wants: Mapping[str, Want],
+) -> DraftPlan:
+    """The plan of a drafter whose drafts are blocks. wants: the tensors of its file."""
     check_pair(c, file, target.config)
-    check_tensors(file, wants := drafter_tensors(c, file, target.config.n_embd), c.alias)
+    check_tensors(file, wants, c.alias)
     check_read(file, (*wants, D2T), len(c.windows), c.alias)
-    n = settings.n_draft_max
-    most = c.block - 1
+    n, most = settings.n_draft_max, c.most
     block = BlockLength(c.block, FEW_ROWS_CPU if target.device.type == "cpu" else FEW_ROWS)
     n_held = held_rows(settings.np)
     has_head = "output.weight" in file.tensors
@@ -147,9 +159,7 @@ class DFlashNet:
             spec.bind(Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_format, self.ropes))
             for i, spec in enumerate(c.blocks)
         ]
-        self.attention: list[BoundAttention] = [
-            part for block in self.blocks for part in block.parts if isinstance(part, BoundAttention)
-        ]
+        self.attention = [attention_of(block) for block in self.blocks]
         # k and v of context rows are made with the block's own weights
         self.context = [
             w.matrix(f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight") for i in range(n_layer)
@@ -185,24 +195,43 @@ class DFlashNet:
             x = block(x, causal if is_causal else whole)
         return self.norms(x, self.norm)
 
-    def tokens(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The target's tokens that rows of `forward` stand for, and the logits if they are here."""
+    def drafts(
+        self, block: Tensor, n_draft: int, anchors: Tensor, is_cut: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The target's tokens that blocks stand for, [seq * n_draft] int64, and their probabilities [seq * n_draft] f32.
+
+        block    [seq, row, n_embd] f32 of `forward`
+        anchors  [seq] int64
+        is_cut   drafts are cut by the probabilities; else there may be none
+        """
+        rows = block[:, 1 : 1 + n_draft].flatten(0, 1)  # row 0 is the anchor, whose output means nothing
         if self.find_best is not None:
+            assert not is_cut, "ranks that find the best together have no logits in one place"
             return self.best.mapped(self.find_best(rows)), None
         logits = self.head(rows)
-        return self.best(logits), logits
+        return self.best(logits), logits.softmax(-1).amax(-1) if is_cut else None
+
+
+def attention_of(block: Block) -> BoundAttention:
+    """The attention of a layer."""
+    part = block.parts[0]
+    part = part.part if isinstance(part, BoundConvolved) else part
+    assert isinstance(part, BoundAttention)
+    return part
 
 
 class DFlash:
-    """Implements `Drafter`."""
+    """Implements `Drafter`.
 
-    name = "dflash"
+    sure  [seq * n_draft] f32: how sure the drafter was of each of its last drafts, on its device; None: it does not know
+    """
 
     def __init__(
         self, net: DFlashNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float
     ) -> None:
         self.net = net
-        self.needs = plan.needs
+        self.name, self.needs = plan.kind, plan.needs
+        self.sure: Tensor | None = None
         self.table = table
         self.device = device
         self.p_min = p_min
@@ -238,11 +267,8 @@ class DFlash:
         self.block.seal()
         # for libraries, which prepare themselves once
         for n_draft in sorted({1, self.needs.n_draft // 2 or 1, self.needs.n_draft}):
-            self._tokens(
-                torch.zeros(n_slot * self.net.c.block, self.net.c.n_embd, device=self.device),
-                n_slot,
-                n_draft,
-            )
+            rows = torch.zeros(n_slot * self.net.c.block, self.net.c.n_embd, device=self.device)
+            self._tokens(rows, n_slot, n_draft, torch.zeros(len(rows), dtype=torch.int64, device=self.device))
         for n_row, n_seq in (
             sorted(graph_shapes(n_slot, BUCKETS[-1]), reverse=True) if self.needs.late else ()
         ):
@@ -341,9 +367,11 @@ class DFlash:
         self.catch_up()
         most = max(r.n_draft for r in live)
         batch = self._lay_out([r.slot for r in live], [r.anchor for r in live], most)
-        tokens, probs = self._tokens(self.block(batch), len(live), most)
-        flat = tokens.tolist()
-        sure = [True] * len(flat) if probs is None else (probs >= self.p_min).tolist()
+        flat = self._tokens(self.block(batch), len(live), most, batch.tokens).tolist()
+        sure = [True] * len(flat)
+        if self.p_min > 0:
+            assert self.sure is not None
+            sure = (self.sure >= self.p_min).tolist()
         drafts = {}
         for i, r in enumerate(live):
             first = i * most
@@ -369,22 +397,20 @@ class DFlash:
         if self.p_min > 0 or self.n_held or (self.needs.late and batch.single) or not has_context:
             return None
         blocks = self._lay_out(slots, [0] * len(slots), n_draft, [seq.width for seq in batch.seqs])
-        tokens, _ = self._tokens(self.block(self.ahead.move(blocks, kept)), len(slots), n_draft)
+        moved = self.ahead.move(blocks, kept)
+        tokens = self._tokens(self.block(moved), len(slots), n_draft, moved.tokens)
         return DraftsAhead(tokens.view(len(slots), n_draft))
 
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         pass  # `observe` makes the context
 
-    def _tokens(self, block: Tensor, n_seq: int, n_draft: int) -> tuple[Tensor, Tensor | None]:
-        """[seq * n_draft]: the best tokens of so many rows of each block, and their probabilities if drafts are cut by them."""
+    def _tokens(self, block: Tensor, n_seq: int, n_draft: int, given: Tensor) -> Tensor:
+        """[seq * n_draft] int64: the drafts of each block. given [row] int64: the blocks' input, whose first tokens are the anchors."""
         n_row = self.length.rows(n_seq, n_draft)
         rows = block[: n_seq * n_row].view(n_seq, n_row, -1)
-        rows = rows[:, 1 : 1 + n_draft]  # row 0 is the anchor, whose output means nothing
-        tokens, logits = self.net.tokens(rows.reshape(n_seq * n_draft, -1))
-        if self.p_min <= 0:
-            return tokens, None
-        assert logits is not None, "ranks that find the best together have no logits in one place"
-        return tokens, logits.softmax(-1).amax(-1)
+        anchors = given[: n_seq * n_row : n_row].contiguous()
+        tokens, self.sure = self.net.drafts(rows, n_draft, anchors, self.p_min > 0)
+        return tokens
 
     def checkpoint(self, slot: Slot) -> object | None:
         if self.late[slot.index]:

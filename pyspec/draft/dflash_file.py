@@ -19,9 +19,11 @@ from pyspec.models.read import attention_shape, block_count, check_rope
 from pyspec.models.rope import RopeSpec, read_scaling
 from pyspec.models.target import ModelConfig
 from pyspec.models.wants import Want
+from pyspec.ranges import Real
 
 FORK = "dflash-draft"
 ARCHS = ("dflash", FORK)
+SELECTOR, CONVOLUTION, MARKOV = "selector_hidden.weight", "blk.0.attn_conv_base", "markov_w1.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,11 @@ class DFlashConfig:
     windows: tuple[int, ...]
     causal: tuple[bool, ...]
     alias: Mapping[str, str]
+
+    @property
+    def most(self) -> int:
+        """Tokens that a block drafts at most."""
+        return self.block - 1
 
     @property
     def blocks(self) -> tuple[BlockSpec, ...]:
@@ -89,28 +96,50 @@ def _aliases(file: GGUFFile, n_layer: int) -> dict[str, str]:
 
 
 def _refuse_relatives(file: GGUFFile) -> None:
-    """Refuse files of this architecture that need parts of other kinds."""
-    for tensor, what in (
-        ("selector_hidden.weight", "DFlash2 (candidate selector)"),
-        (
-            "blk.0.attn_conv_base",
-            "DFlash2 (convolutions)",
-        ),  # it would only be warned of, and drafts would be wrong
-        ("markov_w1.weight", "DSpark (Markov head)"),
-        ("blk.0.layer_output_scale.weight", "a drafter with layer scales"),
-        ("blk.0.post_ffw_norm.weight", "a drafter with output norms"),
+    """Refuse files of this architecture that are for other drafters."""
+    for tensor, what, kind in (
+        (SELECTOR, "DFlash2 (candidate selector)", "dflash2"),
+        (CONVOLUTION, "DFlash2 (convolutions)", "dflash2"),
+        (MARKOV, "DSpark (Markov head)", "dspark"),
     ):
         if tensor in file.tensors:
-            raise PairError(
-                f"the drafter is {what}, which is not supported; DFlash with plain blocks is"
-            )
+            raise PairError(f"the drafter is {what}: --spec-type {kind} or auto, not dflash")
+
+
+def _refuse_parts(file: GGUFFile) -> None:
+    """Refuse layers with parts that are not known: their tensors would only be warned of, and drafts would be wrong."""
+    for tensor, what in (
+        ("blk.0.layer_output_scale.weight", "layer scales"),
+        ("blk.0.post_ffw_norm.weight", "output norms"),
+    ):
+        if tensor in file.tensors:
+            raise PairError(f"the drafter has {what}, which are not supported; plain layers are")
+    h = file.hparams
+    for key in ("embedding_scale", "attention.value_scale"):
+        if (scale := h.number(key, 1.0, legal=Real(-1e6, 1e6))) != 1.0:
+            raise PairError(f"{h.key(key)} of the drafter is {scale:g}; 1 is supported")
+    if (act := h.label("hidden_activation", "silu", max_chars=64)) != "silu":
+        raise PairError(f"the drafter's activation is {act}; silu is supported")
+
+
+def check_is_dflash(file: GGUFFile, what: str, tensors: tuple[str, ...] = ()) -> None:
+    """Refuse a file that is none of the architecture, or that has none of the tensors that make it `what`."""
+    if file.architecture not in ARCHS:
+        raise PairError(f"a {what} drafter is of architecture dflash; this file is {file.architecture}")
+    if tensors and not any(name in file.tensors for name in tensors):
+        raise PairError(f"a {what} drafter has {tensors[0]}; this file has not: --spec-type dflash or auto")
 
 
 def read_config(file: GGUFFile) -> DFlashConfig:
-    """The drafter's configuration; PairError with the kind of drafter that it is, if it is another one."""
-    if file.architecture not in ARCHS:
-        raise PairError(f"a DFlash drafter is of architecture dflash; this file is {file.architecture}")
+    """The configuration of a drafter with plain blocks; PairError with the kind of drafter that it is, if it is another one."""
+    check_is_dflash(file, "DFlash")
     _refuse_relatives(file)
+    return read_layers(file)
+
+
+def read_layers(file: GGUFFile) -> DFlashConfig:
+    """The configuration that all drafters of this architecture share."""
+    _refuse_parts(file)
     h = file.hparams
     is_fork = file.architecture == FORK
     n_layer = block_count(file)

@@ -61,7 +61,8 @@ def run_by_shift(
         for at in anchors:  # from the end: a block overwrites the context behind its anchor only
             block = Seq(slot.index, at, [tokens[at], *[net.c.mask_id] * (net.c.block - 1)])
             rows = net.forward(lay_out(table, [block], target.device, see_block=True))
-            guess = net.tokens(rows[1 : 1 + n_draft])[0].tolist()
+            anchor = torch.tensor([tokens[at]], device=target.device)
+            guess = net.drafts(rows[None], n_draft, anchor, False)[0].tolist()
             n += common_prefix(guess, tokens[at + 1 : at + 1 + n_draft])
         runs[shift] = n / len(anchors)
     return runs

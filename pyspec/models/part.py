@@ -95,7 +95,7 @@ class Binding:
     """Where a part is bound.
 
     layer  the number of its memory
-    norm   GGUF name of the norm before it, without prefix and ending
+    norm   GGUF name of the norm before it, without prefix and ending; "": rows come normed, where a part takes such
     kv     types of keys and values
     tables  of a model whose forward looks them up
     """
@@ -115,6 +115,10 @@ class Binding:
 
     def bound_norm(self) -> Norm:
         return Norm(self.weights.vector(self.name(f"{self.norm}.weight")), self.eps)
+
+    def optional_norm(self) -> Norm | None:
+        """The norm before it; None: rows come normed."""
+        return self.bound_norm() if self.norm else None
 
 
 @dataclass(frozen=True, slots=True)

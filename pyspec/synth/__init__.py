@@ -94,7 +94,7 @@ class Recipe:
     quant    type of the matrices, a key of QUANTS; norms and other small tensors are F32
     mtp      with the multi-token-prediction block, if the model has one
     sidecar  only that block, the embedding and the head
-    drafter  the DFlash drafter of the entry; `fork` with the naming of older forks
+    drafter  the drafter of the entry, of the kind `dflash`, `dflash2` or `dspark`; `fork` with the naming of older forks
     n_layer  number of the target's layers; 0: all of them
     hollow   zeros in all tensors, as holes that use no disk space: for inspection, not for running
     """
@@ -104,6 +104,7 @@ class Recipe:
     tiny: bool = False
     mtp: bool = True
     drafter: bool = False
+    kind: str = "dflash"
     sidecar: bool = False
     fork: bool = False
     n_layer: int = 0
@@ -118,6 +119,7 @@ class RecipeOptions(TypedDict, total=False):
     tiny: bool
     mtp: bool
     drafter: bool
+    kind: str
     sidecar: bool
     fork: bool
     n_layer: int
@@ -174,7 +176,9 @@ def _resolve(entry: str | Dims, recipe: Recipe) -> Dims:
     if recipe.n_layer:
         dims = shortened(dims, recipe.n_layer)
     if recipe.drafter:
-        return dims if isinstance(dims, DFlashDims) else drafter_of(dims, fork=recipe.fork)
+        return dims if isinstance(dims, DFlashDims) else drafter_of(
+            dims, fork=recipe.fork, kind=recipe.kind
+        )
     return replace(dims, fork=True) if recipe.fork and isinstance(dims, DFlashDims) else dims
 
 

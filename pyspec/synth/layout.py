@@ -13,6 +13,7 @@ from pyspec.synth.dims import Deepseek4Dims, DFlashDims, Dims, NemotronH, Nemotr
 Kind = Literal["matrix", "embedding", "head", "gate", "router", "norm", "conv", "decay", "step", "ids"]
 Key = tuple[str, Value, ValueType]
 POINTED = 2.0
+DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 U32, F32 = ValueType.UINT32, ValueType.FLOAT32
 
 
@@ -190,6 +191,12 @@ def _dflash_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
     if dims.window:
         yield f"{a}.attention.sliding_window", dims.window, U32
         yield f"{a}.attention.sliding_window_pattern", list(dims.sliding), ValueType.BOOL
+    if dims.kind == "dflash2":
+        for name, number in zip(DFLASH2, (*dims.conv, *dims.selector), strict=True):
+            yield f"{a}.{name}", number, U32
+    if dims.kind == "dspark":
+        yield f"{a}.sample_from_anchor", True, ValueType.BOOL
+        yield f"{a}.has_confidence_head", True, ValueType.BOOL
 
 
 def _ends(dims: Dims) -> Iterator[Spec]:
@@ -406,6 +413,26 @@ def _dflash_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
         yield Spec(f"{p}.attn_norm.weight", (n,), "norm")
         yield from _attention(dims, p)
         yield from _feed_forward(dims, p, "post_attention_norm" if dims.fork else "ffn_norm")
+        if dims.kind == "dflash2":
+            yield from _convolutions(dims, p)
+    if dims.kind == "dflash2":
+        rank = dims.selector[0]
+        yield Spec("selector_hidden.weight", (rank, n), "matrix")
+        yield Spec("selector_predecessor.weight", (dims.n_vocab, rank), "matrix")
+        yield Spec("selector_successor.weight", (dims.n_vocab, rank), "matrix")
+    if dims.kind == "dspark":
+        yield Spec("markov_w1.weight", (dims.n_vocab, dims.markov), "matrix")
+        yield Spec("markov_w2.weight", (dims.n_vocab, dims.markov), "matrix")
+        yield Spec("conf_proj.weight", (1, n + dims.markov), "router")
+        yield Spec("conf_proj.bias", (1,), "router")
+
+
+def _convolutions(dims: DFlashDims, p: str) -> Iterator[Spec]:
+    """Those of an attention and of a feed-forward."""
+    n_tap, group = dims.conv
+    for name in (f"{p}.attn_conv", f"{p}.ffn_conv"):
+        yield Spec(f"{name}_base", (2, n_tap, dims.n_embd), "conv")
+        yield Spec(f"{name}_proj.weight", (2 * n_tap * (dims.n_embd // group), dims.n_embd), "gate", 0.3)
 
 
 Keys = Callable[[Dims, Parts], Iterator[Key]]

@@ -298,7 +298,7 @@ def _plan_drafter(file: GGUFFile | None, target: TargetFile, settings: EngineSet
     if kind is None or kind == "none":
         refuse_file(settings.spec_type if settings.n_suffix else "none", file)
         return NO_DRAFTER
-    return draft.find(kind).plan(file, target, settings)
+    return draft.find(draft.meant(kind, file)).plan(file, target, settings)
 
 
 def synth_of(settings: EngineSettings, n_draft: int) -> SynthAcceptance | None:

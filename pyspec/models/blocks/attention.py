@@ -151,7 +151,7 @@ class BoundAttention:
         self.spec = spec
         self.shape = spec.shape
         self.layer = at.layer
-        self.norm, self.rope = at.bound_norm(), at.ropes.place(spec.rope)
+        self.norm, self.rope = at.optional_norm(), at.ropes.place(spec.rope)
         names = [at.name("attn_qkv.weight")]
         if not w.has(names[0]):
             names = [at.name(f"attn_{p}.weight") for p in "qkv"]
@@ -159,7 +159,7 @@ class BoundAttention:
         self.bias = _bias(w, at.prefix)
         self.out: Matrix = w.summed(at.name("attn_output.weight"))
         self.out_bias = w.optional(at.name("attn_output.bias"))
-        self.reads = (self.qkv, self.norm)
+        self.reads = None if self.norm is None else (self.qkv, self.norm)
         self.gives = None if self.out_bias is not None else sum_of(self.out)
         self.q_norm, self.k_norm = (w.optional(at.name(f"attn_{p}_norm.weight")) for p in "qk")
         self.sinks = w.optional(at.name(SINKS))

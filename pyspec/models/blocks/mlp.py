@@ -77,10 +77,11 @@ class BoundGated:
     fold = None
 
     def __init__(self, at: Binding, act: GateAct) -> None:
-        w, self.norm = at.weights, at.bound_norm()
+        w, self.norm = at.weights, at.optional_norm()
         self.gate_up = w.gated(at.name("ffn_gate.weight"), at.name("ffn_up.weight"), act=act)
         self.down = w.summed(at.name("ffn_down.weight"))
-        self.reads, self.gives = (self.gate_up, self.norm), sum_of(self.down)
+        self.reads = None if self.norm is None else (self.gate_up, self.norm)
+        self.gives = sum_of(self.down)
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
         return self.down(*fuse.unfinished(self.gate_up, x, self.norm), residual=residual)

@@ -1,0 +1,100 @@
+"""`convolve` on NVIDIA GPUs: one launch (convolve.cu), four columns of a row for each thread."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda.context import per_device
+from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.ops.convolve.ref import Convolve, ConvolveSpec
+
+THREADS = 128
+MAX_TAPS = 16  # weights of a thread's columns stand in its registers
+MAX_ROWS = 65_535
+OFF = 1e-5  # of a row, relative to its size
+
+
+def limits(spec: ConvolveSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if spec.group % 4 or spec.n % spec.group:
+        return f"groups of {spec.group} of {spec.n} columns; the kernel takes multiples of 4"
+    return None if spec.n_tap <= MAX_TAPS else f"{spec.n_tap} taps; the kernel has up to {MAX_TAPS}"
+
+
+def defines(spec: ConvolveSpec) -> dict[str, int | str]:
+    """Macros of convolve.cu."""
+    return {"COLUMNS": spec.n, "TAPS": spec.n_tap, "GROUP": spec.group, "THREADS": THREADS}
+
+
+@per_device
+def _kernel(device: torch.device, spec: ConvolveSpec) -> Kernel:
+    code = compile_cubin("convolve", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
+    return code.kernel("convolve", "pppppp")
+
+
+class ConvolveLaunch:
+    """Implements `Convolve`."""
+
+    def __init__(self, spec: ConvolveSpec) -> None:
+        self.spec, self.kernel = spec, _kernel(spec.device, spec)
+        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+        self.n_part = -(-spec.n // (4 * THREADS))
+
+    def __call__(
+        self,
+        x: Tensor,
+        given: Tensor,
+        base: Tensor,
+        row_seq: Tensor,
+        side: int,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        s, n_row = self.spec, len(x)
+        assert x.shape == (n_row, s.n) and given.shape == (n_row, 2 * s.n_tap * s.n_group)
+        assert all(t.is_contiguous() and t.dtype == torch.float32 for t in (x, given, base))
+        assert row_seq.shape == (n_row,) and row_seq.dtype == torch.int32 and n_row <= MAX_ROWS
+        assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
+        out = torch.empty_like(x)
+        if n_row:
+            own, rest = given[:, side * s.n_tap * s.n_group :], np.int64(0) if residual is None else residual
+            self.kernel.launch(
+                (self.n_part, n_row),
+                THREADS,
+                (x, own, base[side], row_seq, rest, out),
+                overlap=self.overlap,
+            )
+        return out
+
+
+def programs(spec: ConvolveSpec, target: GpuKind) -> list[Program]:
+    return [target.program("convolve", defines(spec))]
+
+
+def bind(spec: ConvolveSpec) -> Convolve:
+    return ConvolveLaunch(spec)
+
+
+def check(launch: Convolve, reference: Convolve, spec: ConvolveSpec) -> str | None:
+    """Blocks of several lengths beside each other, on both sides, with a residual and without; other blocks' rows are never read."""
+    gen = torch.Generator().manual_seed(0)
+    base = torch.randn(2, spec.n_tap, spec.n, generator=gen).to(spec.device)
+    for lengths in ((1,), (8,), (3, 1, 8, spec.n_tap + 1)):
+        n_row = sum(lengths)
+        x, residual = (torch.randn(n_row, spec.n, generator=gen).to(spec.device) for _ in range(2))
+        given = torch.randn(n_row, 2 * spec.n_tap * spec.n_group, generator=gen).to(spec.device)
+        row_seq = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+        row_seq = row_seq.to(spec.device)
+        for side, more in ((0, None), (1, residual)):
+            got, want = (f(x, given, base, row_seq, side, more) for f in (launch, reference))
+            off = float(((got - want).double().norm(dim=-1) / want.double().norm(dim=-1)).amax())
+            if not off < OFF:
+                return f"{n_row} rows of side {side} differ from the reference by {off:.2g}"
+        first = lengths[0]
+        alone = launch(x[:first], given[:first], base, row_seq[:first], 0)
+        x[first:], given[first:] = torch.nan, torch.nan
+        if not torch.equal(launch(x, given, base, row_seq, 0)[:first], alone):
+            return f"{first} rows have other bits alone than with others"
+    return None

@@ -1,0 +1,78 @@
+"""Reference of `convolve` in plain torch: rows of a block drafter, mixed with the rows before them by weights that the rows give.
+
+Each column has weights of its own, the same for all rows; each group of columns has weights that a row's input gives. Both are added. A sequence's first rows
+have none before them: rows of another sequence are never read. Source: llama.cpp `dflash` (DFlash2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolveSpec:
+    """Rows of n columns, in groups of `group`. n_tap: rows that each is made of, itself included."""
+
+    device: torch.device
+    n: int
+    n_tap: int
+    group: int
+
+    @property
+    def n_group(self) -> int:
+        return self.n // self.group
+
+
+class Convolve(Protocol):
+    """The launch that the op binds. A row's bits depend on its sequence alone."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        given: Tensor,
+        base: Tensor,
+        row_seq: Tensor,
+        side: int,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """residual + sum over taps t of (base[side, t] + given[row, side, t, group]) * x[row - t], [row, n] f32.
+
+        x, residual  [row, n] f32
+        given        [row, 2 * n_tap * n_group] f32, by side, tap and group
+        base         [2, n_tap, n] f32
+        row_seq      [row] int32, the sequence of each row
+        """
+        ...
+
+
+class TorchConvolve:
+    """Implements `Convolve`."""
+
+    def __init__(self, spec: ConvolveSpec) -> None:
+        self.spec = spec
+
+    def __call__(
+        self,
+        x: Tensor,
+        given: Tensor,
+        base: Tensor,
+        row_seq: Tensor,
+        side: int,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        s, n_row = self.spec, len(x)
+        own = given.view(n_row, 2, s.n_tap, s.n_group, 1)[:, side]
+        weights = (base[side].view(s.n_tap, s.n_group, s.group) + own).view(n_row, s.n_tap, s.n)
+        y = weights[:, 0] * x
+        for t in range(1, min(s.n_tap, n_row)):
+            is_own = (row_seq[t:] == row_seq[:-t])[:, None]
+            y[t:] += torch.where(is_own, weights[t:, t] * x[:-t], 0.0)
+        return y if residual is None else residual + y
+
+
+def bind(spec: ConvolveSpec) -> TorchConvolve:
+    return TorchConvolve(spec)

@@ -1,0 +1,190 @@
+"""DFlash2 drafter: DFlash's blocks with convolutions in their layers, and a selector that chooses among the best tokens of each row.
+
+A layer convolves the rows of a block before and after its attention and its feed-forward (`models/blocks/convolved.py`); context rows are
+not convolved. The selector scores each candidate of a row by its logit and by how well it follows the token chosen for the row before.
+Scores of all pairs of neighbours are made at once, so only the walk through them goes row by row. Source: llama.cpp `dflash`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pyspec.config import EngineSettings
+from pyspec.cuda.ops.embed.op import embed
+from pyspec.cuda.ops.embed.ref import EmbedSpec
+from pyspec.draft.dflash import DFlash, DFlashNet, block_plan
+from pyspec.draft.dflash import requests as layer_requests
+from pyspec.draft.dflash_file import (
+    CONVOLUTION,
+    SELECTOR,
+    DFlashConfig,
+    check_is_dflash,
+    drafter_tensors,
+    read_layers,
+)
+from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, TargetFile, own_memory
+from pyspec.errors import ConfigError, PairError
+from pyspec.gguf import GGUFFile
+from pyspec.models.block import BlockSpec, Part
+from pyspec.models.blocks.convolved import Convolved
+from pyspec.models.part import LoadTypes, Request
+from pyspec.models.target import Target, capped
+from pyspec.models.wants import Want
+from pyspec.models.weights import HEAD, Matrix, Weights
+from pyspec.ranges import Real
+from pyspec.slots.memory import Memory
+from pyspec.slots.table import SlotTable
+
+BEFORE, BEHIND = "selector_predecessor.weight", "selector_successor.weight"
+PIECE = 128  # logits whose largest is found first; divides the usual vocabulary sizes
+SCORES = "its selector adds scores to the logits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Config(DFlashConfig):
+    """n_tap, group: of the convolutions. rank: width of the selector's rows; n_best: candidates of a row. logit_scale, cap: of the head's
+    logits, before scores are added to them."""
+
+    n_tap: int
+    group: int
+    rank: int
+    n_best: int
+    logit_scale: float
+    cap: float
+
+    @property
+    def blocks(self) -> tuple[BlockSpec, ...]:
+        """Its layers."""
+        return tuple(
+            BlockSpec(tuple(replace(part, spec=self._convolved(part)) for part in block.parts))
+            for block in super().blocks
+        )
+
+    def _convolved(self, part: Part) -> Convolved:
+        return Convolved(part.spec, part.norm.replace("_norm", "_conv"), self.n_tap, self.group)
+
+
+def recognises(file: GGUFFile) -> bool:
+    return file.architecture == "dflash" and SELECTOR in file.tensors
+
+
+def read_config(file: GGUFFile) -> DFlash2Config:
+    """The drafter's configuration; PairError with what is missing, if the file is for another drafter."""
+    check_is_dflash(file, "DFlash2", (SELECTOR, CONVOLUTION))
+    h, common = file.hparams, read_layers(file)
+    c = DFlash2Config(
+        **vars(common),
+        n_tap=h.integer("conv_kernel_size"),
+        group=h.integer("conv_group_size"),
+        rank=h.integer("selector_rank"),
+        n_best=h.integer("selector_top_k"),
+        logit_scale=h.number("logit_scale", 1.0, legal=Real(1e-6, 1e6)),
+        cap=h.number("final_logit_softcapping", 0.0, legal=Real(0, 1e6)),
+    )
+    if c.n_embd % c.group:
+        raise PairError(f"the drafter has width {c.n_embd}, no multiple of its groups of {c.group} columns")
+    return c
+
+
+def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
+    if file is None:
+        raise ConfigError("--spec-type dflash2 needs a draft file (-md)")
+    c, n_vocab = read_config(file), target.config.n_vocab
+    n_head = file.tensors[HEAD].shape[0] if HEAD in file.tensors else n_vocab
+    if c.n_best > n_head:
+        raise PairError(f"the drafter's selector takes {c.n_best} of {n_head} tokens")
+    wants = drafter_tensors(c, file, target.config.n_embd) | {
+        SELECTOR: Want((c.rank, c.n_embd)),
+        BEFORE: Want((n_vocab, c.rank)),
+        BEHIND: Want((n_vocab, c.rank)),
+    }
+    return replace(
+        block_plan(c, file, target, settings, wants),
+        kind="dflash2",
+        requests=partial(requests, c, file),
+        no_copy=OWN_HEAD if HEAD in file.tensors else SCORES,
+        best_only=False,
+    )
+
+
+def requests(c: DFlash2Config, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+    """The ops that layers and selector ask for; products are those of the file."""
+    yield from layer_requests(c, file, on)
+    for name in (BEFORE, BEHIND):
+        yield embed, EmbedSpec(on.device, file.tensors[name].type, c.rank)
+
+
+def largest(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n largest of each row of logits [row, token] f32, and their columns; both [row, n].
+
+    They lie in the n pieces with the largest maxima, so that most logits are read once.
+    """
+    n_row, n_vocab = logits.shape
+    if n_vocab % PIECE or n_vocab < 2 * n * PIECE:
+        values, columns = logits.topk(n)
+        return values, columns
+    pieces = logits.view(n_row, -1, PIECE)
+    first = pieces.amax(-1).topk(n).indices
+    values, at = pieces.gather(1, first[..., None].expand(-1, -1, PIECE)).flatten(1).topk(n)
+    return values, first.gather(1, at // PIECE) * PIECE + at % PIECE
+
+
+class DFlash2Net(DFlashNet):
+    """DFlash's layers with convolutions, and the selector."""
+
+    c: DFlash2Config
+
+    def __init__(
+        self, c: DFlash2Config, w: Weights, memory: Memory, target: Target, head: Matrix | None
+    ) -> None:
+        super().__init__(c, w, memory, target, head)
+        self.gate = w.matrix(SELECTOR)
+        self.before, self.behind = w.embedding(BEFORE), w.embedding(BEHIND)
+
+    def drafts(
+        self, block: Tensor, n_draft: int, anchors: Tensor, is_cut: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """As of DFlash. A draft's probability is that among its row's candidates."""
+        n_seq, k = len(block), self.c.n_best
+        values, ids, gate = self._candidates(block[:, 1 : 1 + n_draft].flatten(0, 1))
+        ids = ids.view(n_seq, n_draft, k)
+        # scores [seq, row, token of the row before, token]: the first row's one before is the anchor, for all places alike
+        before = torch.cat([anchors[:, None, None].expand(-1, 1, k), ids[:, :-1]], 1)
+        follows = self.behind(ids.flatten()).view(-1, k, self.c.rank) * gate[:, None]
+        scores = values[:, None] + self.before(before.flatten()).view(-1, k, self.c.rank) @ follows.mT
+        found = _walked(scores.argmax(-1).view(n_seq, n_draft, k))
+        tokens = ids.gather(2, found[..., None]).flatten()
+        return tokens, self._sure(scores, found) if is_cut else None
+
+    def _candidates(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of rows [row, n_embd]: logits and target's tokens of the candidates, [row, n_best] both; gate [row, rank]."""
+        logits = self.head(rows)
+        logits = capped(logits if self.c.logit_scale == 1.0 else logits * self.c.logit_scale, self.c.cap)
+        values, columns = largest(logits, self.c.n_best)
+        return values, self.best.mapped(columns), self.gate(rows)
+
+    def _sure(self, scores: Tensor, found: Tensor) -> Tensor:
+        """Probability of each draft, [seq * row]. scores: as in `drafts`; found [seq, row]: the walk's places."""
+        came = torch.cat([torch.zeros_like(found[:, :1]), found[:, :-1]], 1).view(-1, 1)
+        return scores.softmax(-1).amax(-1).gather(1, came).view(-1)
+
+
+def _walked(next: Tensor) -> Tensor:
+    """Places of the chosen candidates, [seq, row]. next [seq, row, place in the row before] int64: the place that follows best."""
+    places = [next[:, 0, :1]]
+    for row in range(1, next.shape[1]):
+        places.append(next[:, row].gather(1, places[-1]))
+    return torch.cat(places, 1)
+
+
+def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
+    assert plan.file is not None
+    c, device = read_config(plan.file), target.device
+    weights = Weights(plan.file, device, options.dense, c.alias, wide=options.wide)
+    net = DFlash2Net(c, weights, own_memory(plan, table, options, device), target, options.head)
+    return DFlash(net, plan, table, device, options.settings.draft_p_min)
