@@ -123,6 +123,7 @@ NAMES = [
         ),
         *(
             "dflash-Model-Q8_0.gguf",
+            "Model-DFlash2-Q8_0.gguf",
             "Model-8B-DFlash-b16-Q8_0.gguf",
             "Model-0.5B-draft-Q4_K_M.gguf",
             "draft/Model-Q8_0.gguf",
@@ -182,12 +183,10 @@ def test_one_sidecar_is_taken_and_each_has_its_reason(tmp_path: Path):
         "mtp-m-Q8_0.gguf: not taken, dflash goes first; --spec-type mtp takes this one",
         "eagle3-m.gguf: not taken, dflash goes first; --spec-type eagle3 takes this one",
     ]
-    assert choose_sidecar(
-        hub.sidecars(["m-Q8_0.gguf", "dspark-m.gguf"], "m-Q8_0.gguf"), plain, "auto"
-    ) == (
-        None,
-        ["dspark-m.gguf: not taken, this version has no dspark"],
-    )
+    dspark = hub.sidecars(["m-Q8_0.gguf", "dspark-m.gguf"], "m-Q8_0.gguf")
+    assert choose_sidecar(dspark, plain, "auto")[1] == [
+        "dspark-m.gguf: taken as dspark drafter, the only one there"
+    ]
     best, said = choose_sidecar(found, plain, "mtp")
     assert best is not None and best.kind == "mtp" and "not taken, --spec-type is mtp" in said[0]
     assert choose_sidecar(found, plain, "none")[0] is None

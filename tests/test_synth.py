@@ -74,6 +74,19 @@ def test_the_27b_drafter_is_the_published_one() -> None:
     assert drafter_of(find("qwen3-8b")).taps == (1, 9, 17, 25, 33)
 
 
+def test_other_drafters_of_27b_have_their_parts() -> None:
+    size = lambda dims: sum(np.prod(s.shape, dtype=float) for s in layout.tensors(dims, Parts()))  # noqa: E731
+    flash2, spark = (drafter_of(find("qwen3.6-27b"), kind=kind) for kind in ("dflash2", "dspark"))
+    assert (flash2.taps, flash2.block, flash2.window) == ((5, 19, 33, 47, 61), 8, 2048)
+    assert size(flash2) == pytest.approx(1.92e9, rel=5e-3) and size(spark) == pytest.approx(
+        1.85e9, rel=5e-3
+    )
+    with pytest.raises(ConfigError, match="no drafter 'dflash3'; known are dflash, dflash2, dspark"):
+        drafter_of(find("qwen3.6-27b"), kind="dflash3")
+    with pytest.raises(ConfigError, match="no drafter 'dspark' of forks"):
+        drafter_of(find("qwen3.6-27b"), kind="dspark", fork=True)
+
+
 def test_real_vocabularies_have_the_right_size_unique_texts_and_special_ids() -> None:
     for name, end, n in (("qwen3.6-27b", 248_046, 248_320), ("qwen3-4b", 151_645, 151_936)):
         made = vocab.make(find(name))

@@ -41,7 +41,11 @@ class SynthFlags:
 @click.option("--mtp/--no-mtp", default=True, help="Include the MTP block, if there is one.")
 @click.option("--drafter", is_flag=True, help="Write MODEL's drafter instead.")
 @click.option(
-    "--kind", default="dflash", callback=_lower, metavar="KIND", help="Of drafters: dflash, dflash2, dspark."
+    "--kind",
+    default="dflash",
+    callback=_lower,
+    metavar="KIND",
+    help="Of drafters: dflash, dflash2, dspark.",
 )
 @click.option("--sidecar", is_flag=True, help="Write only the MTP block, with embedding and head.")
 @click.option(

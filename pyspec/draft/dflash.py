@@ -268,7 +268,9 @@ class DFlash:
         # for libraries, which prepare themselves once
         for n_draft in sorted({1, self.needs.n_draft // 2 or 1, self.needs.n_draft}):
             rows = torch.zeros(n_slot * self.net.c.block, self.net.c.n_embd, device=self.device)
-            self._tokens(rows, n_slot, n_draft, torch.zeros(len(rows), dtype=torch.int64, device=self.device))
+            self._tokens(
+                rows, n_slot, n_draft, torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+            )
         for n_row, n_seq in (
             sorted(graph_shapes(n_slot, BUCKETS[-1]), reverse=True) if self.needs.late else ()
         ):

@@ -87,7 +87,9 @@ def read_config(file: GGUFFile) -> DFlash2Config:
         cap=h.number("final_logit_softcapping", 0.0, legal=Real(0, 1e6)),
     )
     if c.n_embd % c.group:
-        raise PairError(f"the drafter has width {c.n_embd}, no multiple of its groups of {c.group} columns")
+        raise PairError(
+            f"the drafter has width {c.n_embd}, no multiple of its groups of {c.group} columns"
+        )
     return c
 
 

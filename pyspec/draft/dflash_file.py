@@ -127,7 +127,9 @@ def check_is_dflash(file: GGUFFile, what: str, tensors: tuple[str, ...] = ()) ->
     if file.architecture not in ARCHS:
         raise PairError(f"a {what} drafter is of architecture dflash; this file is {file.architecture}")
     if tensors and not any(name in file.tensors for name in tensors):
-        raise PairError(f"a {what} drafter has {tensors[0]}; this file has not: --spec-type dflash or auto")
+        raise PairError(
+            f"a {what} drafter has {tensors[0]}; this file has not: --spec-type dflash or auto"
+        )
 
 
 def read_config(file: GGUFFile) -> DFlashConfig:

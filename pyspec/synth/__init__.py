@@ -176,8 +176,10 @@ def _resolve(entry: str | Dims, recipe: Recipe) -> Dims:
     if recipe.n_layer:
         dims = shortened(dims, recipe.n_layer)
     if recipe.drafter:
-        return dims if isinstance(dims, DFlashDims) else drafter_of(
-            dims, fork=recipe.fork, kind=recipe.kind
+        return (
+            dims
+            if isinstance(dims, DFlashDims)
+            else drafter_of(dims, fork=recipe.fork, kind=recipe.kind)
         )
     return replace(dims, fork=True) if recipe.fork and isinstance(dims, DFlashDims) else dims
 

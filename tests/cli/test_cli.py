@@ -88,7 +88,7 @@ def test_a_mistyped_flag_is_answered_with_the_right_one():
     assert "--ctx-size" in err
 
 
-@pytest.mark.parametrize("kind", ["draft-dspark", "ngram-mod", "dflash,mtp", "dflas"])
+@pytest.mark.parametrize("kind", ["draft-medusa", "ngram-mod", "dflash,mtp", "dflas"])
 def test_a_drafter_we_do_not_have_is_refused_with_those_we_have(kind: str):
     code, _, err = invoke("run", "demo", "-p", "x", "--spec-type", kind)
     assert code == 2

@@ -184,10 +184,16 @@ class Reference:
             x = x + run(inner @ self.w(f"{p}.ffn_down.weight").T, 1)
         return rms(x, self.w("output_norm.weight"))
 
-    def draft(self, anchor: int, features: np.ndarray, n: int, n_row: int) -> tuple[list[int], list[float]]:
+    def draft(
+        self, anchor: int, features: np.ndarray, n: int, n_row: int
+    ) -> tuple[list[int], list[float]]:
         """Drafts behind the anchor, and how sure the drafter is of each."""
         y = self.rows(anchor, features, n_row)
-        return self._spark(anchor, y, n) if "markov_w1.weight" in self.file.tensors else self._select(anchor, y, n)
+        return (
+            self._spark(anchor, y, n)
+            if "markov_w1.weight" in self.file.tensors
+            else self._select(anchor, y, n)
+        )
 
     def _select(self, anchor: int, y: np.ndarray, n: int) -> tuple[list[int], list[float]]:
         logits, cap = y @ self.head.T, self.h.number("final_logit_softcapping", 0.0)
@@ -266,7 +272,9 @@ def recorded_block(kind: str) -> tuple[DFlashNet, torch.Tensor, Batch, dict[str,
     """The net of a fixture, the rows of its block behind the recorded features, their batch, and what llama.cpp made of them."""
     want, path = np.load(FIXTURES / f"{kind}.npz"), FIXTURES / f"{kind}.gguf"
     file, device, table = open_gguf(path), torch.device("cpu"), SlotTable(1, 4, 16)
-    module, net_of = {"dflash2": (dflash2, dflash2.DFlash2Net), "dspark": (dspark, dspark.DSparkNet)}[kind]
+    module, net_of = {"dflash2": (dflash2, dflash2.DFlash2Net), "dspark": (dspark, dspark.DSparkNet)}[
+        kind
+    ]
     c = module.read_config(file)
     sizes = CacheSizes(1, table.n_alloc_row, 16, 1, KvFormat.named("f32", None))
     memory = allocate([block.memory() for block in c.blocks], sizes, device)

@@ -143,14 +143,35 @@ def test_rounds_ahead_draft_as_rounds_that_are_read(kind: str) -> None:
     }
     found = []
     for path, is_ahead in ((DEMO_DRAFT, False), (makers[kind](), False), (makers[kind](), True)):
-        settings: dict[str, object] = {"np": 2, "n_draft_max": 4, "n_draft_fixed": True, "device": DEVICE}
+        settings: dict[str, object] = {
+            "np": 2,
+            "n_draft_max": 4,
+            "n_draft_fixed": True,
+            "device": DEVICE,
+        }
         r = rig(DEMO, draft_path=path, **settings)
         r.loop.lookahead.on = is_ahead
         heard = [r.submit(prompt, 40, GREEDY) for prompt, _ in demo_prompts()[:3]]
         r.run()
         found.append([(h.tokens, h.timings.accepted_per_pos) for h in heard])
-    assert found[0] == found[1] == found[2]
+    assert [[tokens for tokens, _ in one] for one in found[1:]] == [
+        [tokens for tokens, _ in found[0]]
+    ] * 2
+    assert found[1] == found[2]
+    assert found[0] == found[1] or DEVICE != "cpu"  # a GPU's DFlash reads a coarse copy of the head
     assert sum(accepted[0] for _, accepted in found[0]) > 20
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
+@pytest.mark.parametrize("np", [1, 3])
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_graphs_draft_and_leave_the_text(kind: str, np: int) -> None:
+    texts, r = known_texts(tiny("qwen35")), drafted(kind, np=np, warm_up=True)
+    heard = joined_and_cancelled(r, list(texts))
+    assert [h.tokens for h in heard] == list(texts.values())
+    drafter = r.loop.drafter
+    assert isinstance(drafter, DFlash) and drafter.block._graphs
+    assert sum(h.timings.draft_n for h in heard) > 100
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="recordings are a CPU's")
@@ -212,7 +233,9 @@ def test_slots_draft_the_same_together_as_alone(kind: str) -> None:
     few = drafter.length.rows(3, 3)
     drafter.needs = replace(drafter.needs, block=BlockLength(few))
     for order in ([2, 0, 1], [1], [0, 2]):
-        assert [d.tokens for d in drafter.draft([asked[i] for i in order])] == [together[i] for i in order]
+        assert [d.tokens for d in drafter.draft([asked[i] for i in order])] == [
+            together[i] for i in order
+        ]
 
 
 def test_a_file_is_recognised_and_llama_cpps_name_fits() -> None:
@@ -226,14 +249,34 @@ def test_a_file_is_recognised_and_llama_cpps_name_fits() -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "error", "text"),
     [
-        ("dflash2", {"target_layers": [1, 9]}, PairError, r"taps layers \[0, 8\]; the target has layers 0\.\."),
-        ("dspark", {"target_layers": [1]}, PairError, "reads 128 features; 1 taps of the target give 64"),
+        (
+            "dflash2",
+            {"target_layers": [1, 9]},
+            PairError,
+            r"taps layers \[0, 8\]; the target has layers 0\.\.",
+        ),
+        (
+            "dspark",
+            {"target_layers": [1]},
+            PairError,
+            "reads 128 features; 1 taps of the target give 64",
+        ),
         ("dflash2", {"conv_group_size": 7}, PairError, "width 64, no multiple of its groups of 7"),
         ("dflash2", {"selector_rank": 5}, BadTensors, "selector_hidden.weight: want "),
         ("dflash2", {"conv_kernel_size": 4}, BadTensors, "attn_conv_base: want "),
         ("dflash2", {"hidden_activation": "gelu"}, PairError, "activation is gelu; silu is supported"),
-        ("dspark", {"embedding_scale": 2.0}, PairError, "embedding_scale of the drafter is 2; 1 is supported"),
-        ("dspark", {"hyper_connection.count": 4}, PairError, "DeepSeek-V4's layers, which are not supported"),
+        (
+            "dspark",
+            {"embedding_scale": 2.0},
+            PairError,
+            "embedding_scale of the drafter is 2; 1 is supported",
+        ),
+        (
+            "dspark",
+            {"hyper_connection.count": 4},
+            PairError,
+            "DeepSeek-V4's layers, which are not supported",
+        ),
     ],
 )
 def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(
@@ -266,5 +309,5 @@ def test_the_file_has_to_be_one() -> None:
             rig(tiny("qwen35"), spec_type=kind)
         with pytest.raises(PairError, match=f"has {tensor}.weight; this file has not"):
             rig(tiny("qwen35"), spec_type=kind, draft_path=tiny("qwen35", drafter=True))
-    with pytest.raises(PairError, match="is DSpark .* --spec-type dspark or auto"):
+    with pytest.raises(PairError, match="--spec-type dspark or auto, not dflash"):
         rig(tiny("qwen35"), spec_type="dflash", draft_path=drafter_for("dspark", "qwen35"))

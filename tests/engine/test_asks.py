@@ -10,6 +10,7 @@ import torch
 from rewrite import rewrite
 
 import pyspec
+from pyspec import synth
 from pyspec.config import EngineSettings
 from pyspec.cuda import registry, survey
 from pyspec.cuda.jit import GpuKind
@@ -58,11 +59,15 @@ def test_a_model_asks_what_its_description_says(name: str) -> None:
     assert loaded_asks(path, settings()) == names(asks_of(describe(path, settings())))
 
 
-def test_so_do_drafters() -> None:
+def test_so_do_drafters(tmp_path: Path) -> None:
     s = settings(draft_path=DEMO / "pyspec-demo-dflash.gguf")
     assert loaded_asks(DEMO / "pyspec-demo.gguf", s) == names(
         asks_of(describe(DEMO / "pyspec-demo.gguf", s))
     )
+    for kind in ("dflash2", "dspark"):
+        draft = synth.write("qwen35", tmp_path / f"{kind}.gguf", tiny=True, drafter=True, kind=kind)
+        s, path = settings(draft_path=draft), synth.write("qwen35", tmp_path / "t.gguf", tiny=True)
+        assert loaded_asks(path, s) == names(asks_of(describe(path, s)))
     path = FIXTURES / "qwen35.gguf"
     s = settings(spec_type="mtp")
     assert loaded_asks(path, s) == names(asks_of(describe(path, s)))

@@ -59,7 +59,10 @@ class ConvolveLaunch:
         assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
         out = torch.empty_like(x)
         if n_row:
-            own, rest = given[:, side * s.n_tap * s.n_group :], np.int64(0) if residual is None else residual
+            own, rest = (
+                given[:, side * s.n_tap * s.n_group :],
+                np.int64(0) if residual is None else residual,
+            )
             self.kernel.launch(
                 (self.n_part, n_row),
                 THREADS,

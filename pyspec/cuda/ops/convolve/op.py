@@ -20,7 +20,11 @@ convolve: Op[convolve_ref.ConvolveSpec, convolve_ref.Convolve] = Op(
     Impl("torch", convolve_ref.bind, capturable=True),
     [
         Impl(
-            "cuda", convolve_cuda.bind, convolve_cuda.limits, capturable=True, programs=convolve_cuda.programs
+            "cuda",
+            convolve_cuda.bind,
+            convolve_cuda.limits,
+            capturable=True,
+            programs=convolve_cuda.programs,
         ),
         Impl("cpu", convolve_cpu.bind, convolve_cpu.limits, capturable=True),
     ],
