@@ -101,8 +101,8 @@ def block_plan(
         requests=partial(requests, c, file),
         n_held=n_held,
         graph_bytes=_graph_bytes(c, block, settings.np, min(n or most, most), n_held),
-        no_copy=OWN_HEAD if has_head else "",
-        best_only=not has_head and settings.draft_p_min <= 0,
+        no_copy=OWN_HEAD if has_head else c.adds_scores,
+        best_only=not has_head and not c.adds_scores and settings.draft_p_min <= 0,
         remark=f", n_draft {n} lowered to {most} (block {c.block})" if n > most else "",
     )
 

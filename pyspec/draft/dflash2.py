@@ -27,7 +27,7 @@ from pyspec.draft.dflash_file import (
     drafter_tensors,
     read_layers,
 )
-from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, TargetFile, own_memory
+from pyspec.draft.drafter import DraftOptions, DraftPlan, TargetFile, own_memory
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
@@ -42,7 +42,6 @@ from pyspec.slots.table import SlotTable
 
 BEFORE, BEHIND = "selector_predecessor.weight", "selector_successor.weight"
 PIECE = 128  # logits whose largest is found first; divides the usual vocabulary sizes
-SCORES = "its selector adds scores to the logits"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +55,11 @@ class DFlash2Config(DFlashConfig):
     n_best: int
     logit_scale: float
     cap: float
+
+    @property
+    def adds_scores(self) -> str:
+        """Why drafts need the target's logits."""
+        return "its selector adds scores to the logits"
 
     @property
     def blocks(self) -> tuple[BlockSpec, ...]:
@@ -109,8 +113,6 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         block_plan(c, file, target, settings, wants),
         kind="dflash2",
         requests=partial(requests, c, file),
-        no_copy=OWN_HEAD if HEAD in file.tensors else SCORES,
-        best_only=False,
     )
 
 

@@ -54,6 +54,11 @@ class DFlashConfig:
         return self.block - 1
 
     @property
+    def adds_scores(self) -> str:
+        """Why drafts need the target's logits and not only the best tokens; "": they do not."""
+        return ""
+
+    @property
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Its layers."""
         feed = Part("ffn_norm", Mlp(self.n_ff))

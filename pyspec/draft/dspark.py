@@ -26,7 +26,7 @@ from pyspec.draft.dflash_file import (
     drafter_tensors,
     read_layers,
 )
-from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, TargetFile, own_memory
+from pyspec.draft.drafter import DraftOptions, DraftPlan, TargetFile, own_memory
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.part import LoadTypes, Request
@@ -37,7 +37,6 @@ from pyspec.slots.memory import Memory
 from pyspec.slots.table import SlotTable
 
 BIAS, SURE, SURE_BIAS = "markov_w2.weight", "conf_proj.weight", "conf_proj.bias"
-SUMS = "its Markov head adds to the logits"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +51,11 @@ class DSparkConfig(DFlashConfig):
     def most(self) -> int:
         """Tokens that a block drafts at most."""
         return self.block if self.from_anchor else self.block - 1
+
+    @property
+    def adds_scores(self) -> str:
+        """Why drafts need the target's logits."""
+        return "its Markov head adds to the logits"
 
 
 def recognises(file: GGUFFile) -> bool:
@@ -88,8 +92,6 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         block_plan(c, file, target, settings, wants),
         kind="dspark",
         requests=partial(requests, c, file),
-        no_copy=OWN_HEAD if HEAD in file.tensors else SUMS,
-        best_only=False,
     )
 
 
