@@ -196,20 +196,20 @@ class DFlashNet:
         return self.norms(x, self.norm)
 
     def drafts(
-        self, block: Tensor, n_draft: int, anchors: Tensor, is_cut: bool
+        self, block: Tensor, n_draft: int, anchors: Tensor, *, tells: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The target's tokens that blocks stand for, [seq * n_draft] int64, and their probabilities [seq * n_draft] f32.
 
         block    [seq, row, n_embd] f32 of `forward`
         anchors  [seq] int64
-        is_cut   drafts are cut by the probabilities; else there may be none
+        tells    the probabilities are wanted; else there may be none
         """
         rows = block[:, 1 : 1 + n_draft].flatten(0, 1)  # row 0 is the anchor, whose output means nothing
         if self.find_best is not None:
-            assert not is_cut, "ranks that find the best together have no logits in one place"
+            assert not tells, "ranks that find the best together have no logits in one place"
             return self.best.mapped(self.find_best(rows)), None
         logits = self.head(rows)
-        return self.best(logits), logits.softmax(-1).amax(-1) if is_cut else None
+        return self.best(logits), logits.softmax(-1).amax(-1) if tells else None
 
 
 def attention_of(block: Block) -> BoundAttention:
@@ -221,17 +221,13 @@ def attention_of(block: Block) -> BoundAttention:
 
 
 class DFlash:
-    """Implements `Drafter`.
-
-    sure  [seq * n_draft] f32: how sure the drafter was of each of its last drafts, on its device; None: it does not know
-    """
+    """Implements `Drafter`."""
 
     def __init__(
         self, net: DFlashNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float
     ) -> None:
         self.net = net
         self.name, self.needs = plan.kind, plan.needs
-        self.sure: Tensor | None = None
         self.table = table
         self.device = device
         self.p_min = p_min
@@ -369,11 +365,9 @@ class DFlash:
         self.catch_up()
         most = max(r.n_draft for r in live)
         batch = self._lay_out([r.slot for r in live], [r.anchor for r in live], most)
-        flat = self._tokens(self.block(batch), len(live), most, batch.tokens).tolist()
-        sure = [True] * len(flat)
-        if self.p_min > 0:
-            assert self.sure is not None
-            sure = (self.sure >= self.p_min).tolist()
+        tokens, probs = self._tokens(self.block(batch), len(live), most, batch.tokens)
+        flat = tokens.tolist()
+        sure = [True] * len(flat) if probs is None else (probs >= self.p_min).tolist()
         drafts = {}
         for i, r in enumerate(live):
             first = i * most
@@ -400,19 +394,21 @@ class DFlash:
             return None
         blocks = self._lay_out(slots, [0] * len(slots), n_draft, [seq.width for seq in batch.seqs])
         moved = self.ahead.move(blocks, kept)
-        tokens = self._tokens(self.block(moved), len(slots), n_draft, moved.tokens)
+        tokens, _ = self._tokens(self.block(moved), len(slots), n_draft, moved.tokens)
         return DraftsAhead(tokens.view(len(slots), n_draft))
 
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         pass  # `observe` makes the context
 
-    def _tokens(self, block: Tensor, n_seq: int, n_draft: int, given: Tensor) -> Tensor:
-        """[seq * n_draft] int64: the drafts of each block. given [row] int64: the blocks' input, whose first tokens are the anchors."""
+    def _tokens(
+        self, block: Tensor, n_seq: int, n_draft: int, given: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """[seq * n_draft]: the drafts of each block, and their probabilities if drafts are cut by them. given [row] int64: the blocks' input,
+        whose first tokens are the anchors."""
         n_row = self.length.rows(n_seq, n_draft)
         rows = block[: n_seq * n_row].view(n_seq, n_row, -1)
         anchors = given[: n_seq * n_row : n_row].contiguous()
-        tokens, self.sure = self.net.drafts(rows, n_draft, anchors, self.p_min > 0)
-        return tokens
+        return self.net.drafts(rows, n_draft, anchors, tells=self.p_min > 0)
 
     def checkpoint(self, slot: Slot) -> object | None:
         if self.late[slot.index]:

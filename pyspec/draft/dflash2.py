@@ -151,7 +151,7 @@ class DFlash2Net(DFlashNet):
         self.before, self.behind = w.embedding(BEFORE), w.embedding(BEHIND)
 
     def drafts(
-        self, block: Tensor, n_draft: int, anchors: Tensor, is_cut: bool
+        self, block: Tensor, n_draft: int, anchors: Tensor, *, tells: bool
     ) -> tuple[Tensor, Tensor | None]:
         """As of DFlash. A draft's probability is that among its row's candidates."""
         n_seq, k = len(block), self.c.n_best
@@ -163,7 +163,7 @@ class DFlash2Net(DFlashNet):
         scores = values[:, None] + self.before(before.flatten()).view(-1, k, self.c.rank) @ follows.mT
         found = _walked(scores.argmax(-1).view(n_seq, n_draft, k))
         tokens = ids.gather(2, found[..., None]).flatten()
-        return tokens, self._sure(scores, found) if is_cut else None
+        return tokens, self._sure(scores, found) if tells else None
 
     def _candidates(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of rows [row, n_embd]: logits and target's tokens of the candidates, [row, n_best] both; gate [row, rank]."""

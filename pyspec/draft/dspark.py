@@ -115,9 +115,9 @@ class DSparkNet(DFlashNet):
         self.sure_bias = w.optional(SURE_BIAS) if c.is_sure else None
 
     def drafts(
-        self, block: Tensor, n_draft: int, anchors: Tensor, is_cut: bool
+        self, block: Tensor, n_draft: int, anchors: Tensor, *, tells: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """As of DFlash. The second is the confidence head's; without one, the tokens' probabilities if drafts are cut by them."""
+        """As of DFlash. The second is the confidence head's; without one, the tokens' probabilities."""
         first = 0 if self.c.from_anchor else 1
         rows = block[:, first : first + n_draft].transpose(0, 1).contiguous()  # [row, seq, n_embd]
         logits = self.head(rows.flatten(0, 1)).view(n_draft, len(block), -1)
@@ -126,17 +126,19 @@ class DSparkNet(DFlashNet):
             given.append(self.token(tokens[-1]))
             corrected = self.bias(given[-1], residual=logits[row])
             tokens.append(self.best(corrected))
-            if is_cut and self.sure is None:
+            if tells and self.sure is None:
                 probs.append(corrected.softmax(-1).amax(-1))
-        sure = torch.stack(probs, 1).view(-1) if probs else self._sure(rows, given)
-        return torch.stack(tokens[1:], 1).view(-1), sure
-
-    def _sure(self, rows: Tensor, given: list[Tensor]) -> Tensor | None:
-        """[seq * row]: the confidence head, of rows [row, seq, n_embd] and of what the tokens before gave them, [seq, rank] each."""
+        found = torch.stack(tokens[1:], 1).view(-1)
+        if not tells:
+            return found, None
         if self.sure is None:
-            return None
-        own, before = self.sure.split([self.c.n_embd, self.c.rank])
-        score = rows @ own + torch.stack(given) @ before
+            return found, torch.stack(probs, 1).view(-1)
+        return found, self._confidence(self.sure, rows, torch.stack(given))
+
+    def _confidence(self, head: Tensor, rows: Tensor, given: Tensor) -> Tensor:
+        """[seq * row], of rows [row, seq, n_embd] and the Markov head's rows of the tokens before them [row, seq, rank]."""
+        own, before = head.split([self.c.n_embd, self.c.rank])
+        score = rows @ own + given @ before
         score = score if self.sure_bias is None else score + self.sure_bias
         return score.sigmoid().T.reshape(-1)
 

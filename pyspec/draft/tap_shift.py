@@ -62,7 +62,7 @@ def run_by_shift(
             block = Seq(slot.index, at, [tokens[at], *[net.c.mask_id] * (net.c.block - 1)])
             rows = net.forward(lay_out(table, [block], target.device, see_block=True))
             anchor = torch.tensor([tokens[at]], device=target.device)
-            guess = net.drafts(rows[None], n_draft, anchor, False)[0].tolist()
+            guess = net.drafts(rows[None], n_draft, anchor, tells=False)[0].tolist()
             n += common_prefix(guess, tokens[at + 1 : at + 1 + n_draft])
         runs[shift] = n / len(anchors)
     return runs

@@ -36,7 +36,7 @@ from pyspec.gguf import open_gguf
 def test_dflash2_scores_and_drafts_are_those_of_llama_cpp() -> None:
     net, rows, batch, want = recorded_block("dflash2")
     assert isinstance(net, DFlash2Net)
-    tokens, _ = net.drafts(rows[None], len(rows) - 1, batch.tokens[:1], False)
+    tokens, _ = net.drafts(rows[None], len(rows) - 1, batch.tokens[:1], tells=False)
     assert tokens.tolist() == want["draft"].tolist()
     values, ids, gate = net._candidates(rows[1:])
     before = torch.cat([batch.tokens[:1], tokens[:-1]])
@@ -51,7 +51,7 @@ def test_dflash2_scores_and_drafts_are_those_of_llama_cpp() -> None:
 def test_dspark_tokens_and_confidence_are_those_of_llama_cpp() -> None:
     net, rows, batch, want = recorded_block("dspark")
     assert isinstance(net, DSparkNet)
-    tokens, sure = net.drafts(rows[None], len(rows), batch.tokens[:1], False)
+    tokens, sure = net.drafts(rows[None], len(rows), batch.tokens[:1], tells=True)
     assert tokens.tolist() == want["logits"].argmax(-1).tolist()
     assert sure is not None and np.abs(sure.numpy() - want["conf"]).max() < 1e-4
     given = net.token(torch.cat([batch.tokens[:1], tokens[:-1]]))
@@ -216,7 +216,6 @@ def test_uncertain_drafts_are_cut(kind: str) -> None:
     drafter.p_min = sorted(sure)[n // 2] - 1e-6
     length = next((i for i, x in enumerate(sure) if x < drafter.p_min), n)
     assert list(drafter.draft([DraftRequest(slot, 7, n)])[0].tokens) == want[:length]
-    assert drafter.sure is not None and np.abs(drafter.sure.cpu().numpy() - sure).max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["dflash2", "dspark"])
