@@ -44,11 +44,13 @@ class Proposals:
         self.n_ahead = 0
         find, obey, ahead = DFlash._tokens, Follower.obey, DFlash.draft_ahead
 
-        def watch(drafter: DFlash, block: Tensor, n_seq: int, n_draft: int, given: Tensor) -> Tensor:
-            tokens = find(drafter, block, n_seq, n_draft, given)
+        def watch(
+            drafter: DFlash, block: Tensor, n_seq: int, n_draft: int, given: Tensor
+        ) -> tuple[Tensor, Tensor | None]:
+            tokens, probs = find(drafter, block, n_seq, n_draft, given)
             assert tokens.dtype == torch.int64 and tokens.shape == (n_seq * n_draft,)
             self.found.append(tokens.tolist())
-            return tokens
+            return tokens, probs
 
         def count(
             drafter: DFlash, batch: Batch, out: Out, kept: Kept, n_draft: int
