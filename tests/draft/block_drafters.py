@@ -9,8 +9,7 @@ from tempfile import mkdtemp
 
 import numpy as np
 import torch
-from engine_rig import FIXTURES, Heard, Rig, plain_rig
-from known_texts import N_TEXT
+from engine_rig import FIXTURES, Rig, plain_rig
 from rewrite import rewrite
 
 from pyspec.draft import dflash2, dspark
@@ -242,23 +241,6 @@ def watch(r: Rig) -> list[tuple[list[int], list[int], int]]:
 
     drafter.draft = watched  # type: ignore[method-assign]
     return seen
-
-
-def joined_and_cancelled(r: Rig, texts: Sequence[Sequence[int]]) -> list[Heard]:
-    """A request every second round, and between them others that are cancelled after some rounds."""
-    heard, doomed = [], []
-    for i, prompt in enumerate(texts):
-        heard.append(r.submit(prompt, N_TEXT))
-        if i % 3 == 1:
-            doomed.append(r.submit(prompt[::-1], N_TEXT))
-        for _ in range(2):
-            r.loop.step()
-        if i % 3 == 0 and doomed:
-            r.loop.cancel(doomed.pop().job)
-    for other in doomed:
-        r.loop.cancel(other.job)
-    r.run()
-    return heard
 
 
 class Sparse:

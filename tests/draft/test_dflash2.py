@@ -15,12 +15,11 @@ from block_drafters import (
     Reference,
     dflash2_of,
     dspark_of,
-    joined_and_cancelled,
     recorded_block,
     watch,
 )
 from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Rig, rig
-from known_texts import N_TEXT, demo_prompts, known_texts, tiny
+from known_texts import N_TEXT, demo_prompts, joined, known_texts, tiny
 from rewrite import rewrite
 
 from pyspec import draft
@@ -128,7 +127,7 @@ def test_the_text_is_the_targets_with_staggered_joins_and_cancels(
 ) -> None:
     texts, r = known_texts(tiny("qwen35")), drafted(kind, np=np, ubatch=40)
     r.loop.lookahead.on = is_ahead
-    heard = joined_and_cancelled(r, list(texts))
+    heard = joined(r, texts, cancels=True)
     assert [h.tokens for h in heard] == list(texts.values())
     assert sum(h.timings.draft_n for h in heard) > 100
 
@@ -167,7 +166,7 @@ def test_rounds_ahead_draft_as_rounds_that_are_read(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dflash2", "dspark"])
 def test_graphs_draft_and_leave_the_text(kind: str, np: int) -> None:
     texts, r = known_texts(tiny("qwen35")), drafted(kind, np=np, warm_up=True)
-    heard = joined_and_cancelled(r, list(texts))
+    heard = joined(r, texts, cancels=True)
     assert [h.tokens for h in heard] == list(texts.values())
     drafter = r.loop.drafter
     assert isinstance(drafter, DFlash) and drafter.block._graphs

@@ -66,12 +66,22 @@ def demo_prompts() -> list[tuple[tuple[int, ...], list[int]]]:
     return [(tuple(r["prompt_ids"]), r["answer_ids"]) for r in sure]
 
 
-def joined(r: Rig, texts: Iterable[Sequence[int]], n: int = N_TEXT) -> list[Heard]:
-    """A request every second round."""
-    heard = []
-    for prompt in texts:
+def joined(
+    r: Rig, texts: Iterable[Sequence[int]], n: int = N_TEXT, *, cancels: bool = False
+) -> list[Heard]:
+    """A request every second round. cancels: with others among them, which are cancelled some rounds later."""
+    heard: list[Heard] = []
+    others: list[Heard] = []
+    for i, prompt in enumerate(texts):
         heard.append(r.submit(prompt, n))
+        if cancels and i % 3 == 1:
+            others.append(r.submit(prompt[::-1], n))
         r.loop.step()
         r.loop.step()
+        if i % 3 == 0:
+            while others:
+                r.loop.cancel(others.pop().job)
+    for other in others:
+        r.loop.cancel(other.job)
     r.run()
     return heard
