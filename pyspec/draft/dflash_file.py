@@ -108,7 +108,7 @@ def _refuse_relatives(file: GGUFFile) -> None:
         (MARKOV, "DSpark (Markov head)", "dspark"),
     ):
         if tensor in file.tensors:
-            raise PairError(f"the drafter is {what}: --spec-type {kind} or auto, not dflash")
+            raise PairError(f"the drafter is {what}: --spec-type {kind}, not dflash")
 
 
 def _refuse_parts(file: GGUFFile) -> None:

@@ -17,6 +17,7 @@ from pyspec.draft.dflash import DFlash, DFlashNet
 from pyspec.draft.drafter import DraftRequest
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models.weights import Weights
+from pyspec.ranges import Real
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.drafts import Drafts
 from pyspec.slots.kv import KvFormat
@@ -195,7 +196,7 @@ class Reference:
         )
 
     def _select(self, anchor: int, y: np.ndarray, n: int) -> tuple[list[int], list[float]]:
-        logits, cap = y @ self.head.T, self.h.number("final_logit_softcapping", 0.0)
+        logits, cap = y @ self.head.T, self.h.number("final_logit_softcapping", 0.0, legal=Real(0, 100))
         logits = cap * np.tanh(logits / cap) if cap else logits
         before, behind = self.w("selector_predecessor.weight"), self.w("selector_successor.weight")
         drafts, sure = [anchor], []

@@ -158,7 +158,7 @@ def test_rounds_ahead_draft_as_rounds_that_are_read(kind: str) -> None:
     ] * 2
     assert found[1] == found[2]
     assert found[0] == found[1] or DEVICE != "cpu"  # a GPU's DFlash reads a coarse copy of the head
-    assert sum(accepted[0] for _, accepted in found[0]) > 20
+    assert sum(sum(accepted) for _, accepted in found[0]) > 40
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs are a GPU's")
@@ -259,6 +259,7 @@ def test_a_file_is_recognised_and_llama_cpps_name_fits() -> None:
             PairError,
             "reads 128 features; 1 taps of the target give 64",
         ),
+        ("dspark", {"embedding_length": 32}, PairError, "has hidden size 32, the target 64"),
         ("dflash2", {"conv_group_size": 7}, PairError, "width 64, no multiple of its groups of 7"),
         ("dflash2", {"selector_rank": 5}, BadTensors, "selector_hidden.weight: want "),
         ("dflash2", {"conv_kernel_size": 4}, BadTensors, "attn_conv_base: want "),
@@ -287,7 +288,9 @@ def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(
 
 
 def test_a_drafter_for_another_width_or_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PairError, match="reads 96 features; 3 taps of the target give 192"):
+    with pytest.raises(
+        PairError, match="has 286 tokens, the target 320: they do not share a vocabulary"
+    ):
         rig(tiny("qwen35"), draft_path=FIXTURES / "dflash2.gguf")
     n = open_gguf(tiny("qwen35")).tensors["token_embd.weight"].shape[0]
     for kind, name in (("dflash2", "selector_predecessor.weight"), ("dspark", "markov_w1.weight")):
@@ -307,5 +310,5 @@ def test_the_file_has_to_be_one() -> None:
             rig(tiny("qwen35"), spec_type=kind)
         with pytest.raises(PairError, match=f"has {tensor}.weight; this file has not"):
             rig(tiny("qwen35"), spec_type=kind, draft_path=tiny("qwen35", drafter=True))
-    with pytest.raises(PairError, match="--spec-type dspark or auto, not dflash"):
+    with pytest.raises(PairError, match="--spec-type dspark, not dflash"):
         rig(tiny("qwen35"), spec_type="dflash", draft_path=drafter_for("dspark", "qwen35"))

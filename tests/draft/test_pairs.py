@@ -85,15 +85,15 @@ def test_missing_and_misshaped_tensors_are_listed_at_once(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("tensor", "text"),
     [
-        ("selector_hidden.weight", "DFlash2"),
-        ("blk.0.attn_conv_base", "convolutions"),
-        ("markov_w1.weight", "DSpark"),
+        ("blk.0.attn_conv_base", "convolutions.*--spec-type dflash2"),
+        ("markov_w1.weight", "DSpark.*--spec-type dspark"),
     ],
 )
 def test_relatives_of_dflash_are_called_by_their_name(tmp_path: Path, tensor: str, text: str) -> None:
     rename = lambda name: tensor if name == "blk.0.attn_q_norm.weight" else name  # noqa: E731
+    path = rewrite(tiny("qwen35", drafter=True), tmp_path / "d.gguf", rename=rename)
     with pytest.raises(PairError, match=text):
-        pair(rewrite(tiny("qwen35", drafter=True), tmp_path / "d.gguf", rename=rename))
+        rig(tiny("qwen35"), spec_type="dflash", draft_path=path)
 
 
 def test_a_window_pattern_of_another_length_is_refused(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_window_pattern_of_another_length_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_drafter_and_no_model_is_refused(tmp_path: Path) -> None:
     other = rewrite(FIXTURES / "llama.gguf", tmp_path / "d.gguf", arch="rwkv7")
-    want = r"draft file \(rwkv7\) is for none of the drafters there are \(dflash, .*, draft\), and no model that"
+    want = r"draft file \(rwkv7\) is for none of the drafters there are \(dflash2, .*, draft\), and no model that"
     with pytest.raises(PairError, match=want):
         rig(FIXTURES / "qwen3.gguf", draft_path=other)
 
