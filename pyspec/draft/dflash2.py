@@ -133,7 +133,7 @@ def largest(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
         values, columns = logits.topk(n)
         return values, columns
     pieces = logits.view(n_row, -1, PIECE)
-    first = pieces.amax(-1).topk(n).indices
+    first = pieces.amax(-1).topk(n, sorted=False).indices
     values, at = pieces.gather(1, first[..., None].expand(-1, -1, PIECE)).flatten(1).topk(n)
     return values, first.gather(1, at // PIECE) * PIECE + at % PIECE
 
