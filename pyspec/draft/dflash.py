@@ -263,10 +263,9 @@ class DFlash:
         self.block.seal()
         # for libraries, which prepare themselves once
         for n_draft in sorted({1, self.needs.n_draft // 2 or 1, self.needs.n_draft}):
-            rows = torch.zeros(n_slot * self.net.c.block, self.net.c.n_embd, device=self.device)
-            self._tokens(
-                rows, n_slot, n_draft, torch.zeros(len(rows), dtype=torch.int64, device=self.device)
-            )
+            n_row, n_embd = n_slot * self.net.c.block, self.net.c.n_embd
+            given = torch.zeros(n_row, dtype=torch.int64, device=self.device)
+            self._tokens(torch.zeros(n_row, n_embd, device=self.device), n_slot, n_draft, given)
         for n_row, n_seq in (
             sorted(graph_shapes(n_slot, BUCKETS[-1]), reverse=True) if self.needs.late else ()
         ):
