@@ -32,10 +32,11 @@ from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.convolved import Convolved
+from pyspec.models.matrices import Matrix
 from pyspec.models.part import LoadTypes, Request
 from pyspec.models.target import Target, capped
 from pyspec.models.wants import Want
-from pyspec.models.weights import HEAD, Matrix, Weights
+from pyspec.models.weights import HEAD, Weights
 from pyspec.ranges import Real
 from pyspec.slots.memory import Memory
 from pyspec.slots.table import SlotTable

@@ -29,10 +29,11 @@ from pyspec.draft.dflash_file import (
 from pyspec.draft.drafter import DraftOptions, DraftPlan, TargetFile, own_memory
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
+from pyspec.models.matrices import Matrix
 from pyspec.models.part import LoadTypes, Request
 from pyspec.models.target import Target
 from pyspec.models.wants import Want
-from pyspec.models.weights import HEAD, Matrix, Weights
+from pyspec.models.weights import HEAD, Weights
 from pyspec.slots.memory import Memory
 from pyspec.slots.table import SlotTable
 
