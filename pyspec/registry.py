@@ -34,11 +34,13 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
     "qwen35moe": "pyspec.models.arch.qwen35moe",
     "nemotron_h": "pyspec.models.arch.nemotron",
     "nemotron_h_moe": "pyspec.models.arch.nemotron",
+    "granite": "pyspec.models.arch.granite",
     "deepseek4": "pyspec.models.arch.deepseek4",
 }
 FAMILIES = (
     "Llama (llama), Gemma 3 (gemma3), Qwen2 and Qwen2.5 (qwen2), Qwen3 (qwen3, qwen3moe), Qwen3.5 to 3.8 (qwen35, "
-    "qwen35moe), Nemotron-H and Nemotron 3 (nemotron_h, nemotron_h_moe), DeepSeek-V4 (deepseek4)"
+    "qwen35moe), Nemotron-H and Nemotron 3 (nemotron_h, nemotron_h_moe), Granite 3 and 4 (granite), "
+    "DeepSeek-V4 (deepseek4)"
 )
 """The same architectures by model names, for messages."""
 NEXT_STEP = (

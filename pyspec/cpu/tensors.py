@@ -12,6 +12,8 @@ from pyspec.cpu.kernels import CpuKernel, empty, here
 _ADD = CpuKernel("pyspec_add", "qqqqqqqd")
 _COPY = CpuKernel("pyspec_copy", "qqqqqqqqd")
 _NEXT = CpuKernel("pyspec_next_positions", "qqq")
+_FACTORS = CpuKernel("pyspec_query_factors", "qqqqd")
+_TIMES = CpuKernel("pyspec_times_rows", "qqqqq")
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -39,6 +41,25 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     if factor == 1.0:
         return x
     return x * factor if here.tape is None else _copied(x, None, factor)
+
+
+def query_factors(positions: Tensor, scale: float, n_ctx: int) -> Tensor:
+    """1 + scale ln(floor(p / n_ctx) + 1) of positions p [row] int64. [row] f32"""
+    if here.tape is None:
+        return (positions.div(n_ctx, rounding_mode="floor").double().log1p() * scale + 1).float()
+    out = empty(len(positions))
+    _FACTORS(positions, out, len(positions), n_ctx, scale)
+    return out
+
+
+def times_rows(x: Tensor, factors: Tensor) -> Tensor:
+    """x [row, head, dim], contiguous, * factors [row]"""
+    if here.tape is None:
+        return x * factors.view(-1, 1, 1)
+    assert x.is_contiguous()
+    out = empty(*x.shape)
+    _TIMES(x, factors, out, x.shape[0], x.shape[1] * x.shape[2])
+    return out
 
 
 def picked(x: Tensor, rows: Tensor) -> Tensor:

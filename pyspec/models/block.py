@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from pyspec.cpu.tensors import add
+from pyspec.cpu.tensors import add, scaled
 from pyspec.cuda import fuse
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
@@ -53,15 +53,17 @@ def mix_of(w: Weights, name: str) -> StreamMix:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """x + spec(norm(x)), or x + post(spec(norm(x))). norm, post: GGUF names without prefix and ending; post "": none.
+    """x + f spec(norm(x)), or x + f post(spec(norm(x))). norm, post: GGUF names without prefix and ending; post "": none.
 
-    mix  for a model of several streams
+    mix     for a model of several streams
+    factor  f, of what the part adds to the stream
     """
 
     norm: str
     spec: PartSpec
     post: str = ""
     mix: Mix | None = None
+    factor: float = 1.0
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -121,7 +123,7 @@ class BlockSpec:
 
 
 class Step:
-    """A bound part, and the way of its output back to the stream: its last product adds the stream, or a norm comes first.
+    """A bound part, and the way of its output back to the stream: its last product adds the stream, or a norm or a factor comes first.
 
     mix  its coefficients among several streams, which the residual reads and merges (`residual.py`)
     """
@@ -129,7 +131,8 @@ class Step:
     def __init__(self, part: Part, at: Binding) -> None:
         self.part: BoundPart = part.spec.bind(at)
         self.mix = None if part.mix is None else mix_of(at.weights, at.name(part.mix.name))
-        self.fused = self.part if isinstance(self.part, WorksForStreams) and not part.post else None
+        self.factor, self.adds = part.factor, not part.post and part.factor == 1.0
+        self.fused = self.part if isinstance(self.part, WorksForStreams) and self.adds else None
         self.post: Tensor | None = None
         if part.post:
             self.post = at.weights.vector(at.name(f"{part.post}.weight"))
@@ -138,11 +141,11 @@ class Step:
     @property
     def gives(self) -> fuse.GivesSum | None:
         """A sum of ranks that is the stream itself."""
-        return self.part.gives if self.post is None and self.mix is None else None
+        return self.part.gives if self.adds and self.mix is None else None
 
     def __call__(self, x: Tensor, run: Pass) -> Tensor:
         """One stream behind the part."""
-        return self.part(x, x, run) if self.post is None else add(x, self._alone(x, run))
+        return self.part(x, x, run) if self.adds else add(x, self._alone(x, run))
 
     @property
     def mixed(self) -> StreamMix:
@@ -162,7 +165,7 @@ class Step:
 
     def _alone(self, y: Tensor, run: Pass) -> Tensor:
         y = self.part(y, None, run)
-        return y if self.post is None else self.norms(y, self.post)
+        return scaled(y if self.post is None else self.norms(y, self.post), self.factor)
 
 
 class Block:

@@ -13,10 +13,10 @@ from pyspec.cpu import tensors
 from pyspec.cuda import fuse
 from pyspec.cuda.kernel_context import current
 from pyspec.models.part import Binding, Pass
-from pyspec.models.rope import Ropes
+from pyspec.models.rope import Angles, Ropes
 from pyspec.models.spec import ModelSpec
 from pyspec.models.tables import Tables
-from pyspec.models.target import Lead, Out, capped, out_of
+from pyspec.models.target import Bend, Lead, Out, out_of
 from pyspec.models.weights import EMBEDDING, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
@@ -46,7 +46,7 @@ class Decoder:
             state.fold = self.blocks[i].fold
         self.norm = weights.vector("output_norm.weight")
         self.residual = config.residual.bind(weights, config.n_embd, config.eps, self.norm)
-        self.output = weights.head()
+        self.output, self.bent = weights.head(), Bend(config.logit_factor, config.final_cap)
 
     @property
     def capturable(self) -> bool:
@@ -67,7 +67,7 @@ class Decoder:
         return self.embedding(tokens)
 
     def head(self, hidden: Tensor) -> Tensor:
-        return capped(self.output(hidden), self.config.final_cap)
+        return self.bent(self.output(hidden))
 
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
         if self.lead is not None:
@@ -78,9 +78,13 @@ class Decoder:
     def states(self, batch: Batch) -> Tensor:
         """Hidden states [row, n_hidden] f32 of every row, as of an MTP block: for a drafter, which asks for few logits."""
         x, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
-        given = Pass(angles, self.memory, batch, self.tables.rows(batch.tokens))
+        given = self._given(angles, batch)
         behind = self.residual.through(self.residual.begin(x), self.blocks, given)
         return self.residual.state(deque(behind, maxlen=1).pop())
+
+    def _given(self, angles: tuple[Angles, ...], batch: Batch) -> Pass:
+        rows, queries = self.tables.rows(batch.tokens), self.ropes.queries(batch.positions)
+        return Pass(angles, self.memory, batch, rows, queries)
 
     def of_states(self, hidden: Tensor) -> Tensor:
         """Logits [row, n_vocab] of the result of `states`."""
@@ -91,11 +95,11 @@ class Decoder:
         """A forward of this rank; `forward` has the others run theirs."""
         x, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
         x = self.residual.begin(x)
-        given = Pass(angles, self.memory, batch, self.tables.rows(batch.tokens))
+        given = self._given(angles, batch)
         tapped: dict[int, Tensor] = {}
         for i, x in enumerate(self.residual.through(x, self.blocks, given)):  # noqa: B020 - one name: old rows go
             if i in taps:
                 tapped[i] = self.residual.tapped(x)
         hidden, wanted = self.residual.end(x, batch.out_rows)
         beside = tensors.side_by_side([tapped[i] for i in taps]) if taps else None
-        return out_of(self.output, wanted, hidden, beside, self.config.final_cap)
+        return out_of(self.output, wanted, hidden, beside, self.bent)

@@ -175,7 +175,8 @@ class MtpBlock:
         """hidden [row, n_hidden] f32: that of each row's last position. Returns those of its own."""
         e, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
         x = self.residual.paired(self.eh, (e, self.enorm), (hidden, self.hnorm))
-        (x,) = self.residual.through(x, [self.block], Pass(angles, self.memory, batch))
+        given = Pass(angles, self.memory, batch, queries=self.ropes.queries(batch.positions))
+        (x,) = self.residual.through(x, [self.block], given)
         return self.residual.state(x)
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -124,12 +124,13 @@ class Binding:
 @dataclass(frozen=True, slots=True)
 class Pass:
     """Arguments of every part of a forward, besides the residual stream. angles: of the model's ropes, by their places; rows: of its
-    tables, likewise."""
+    tables, likewise; queries: of ropes with a temperature, likewise (`Ropes.queries`)."""
 
     angles: tuple[Angles, ...]
     memory: Memory
     batch: Batch
     rows: tuple[Tensor, ...] = ()
+    queries: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,16 @@ def read_gqa(
     n_ff: int | None = None,
 ) -> ModelSpec:
     """A decoder whose blocks are attention and a feed-forward, all alike. feed: in place of a gated one; n_ff: its inner values."""
-    h, shape = file.hparams, read_attention(file)
-    n_ff = h.integer("feed_forward_length") if n_ff is None else n_ff
+    shape = read_attention(file)
+    n_ff = file.hparams.integer("feed_forward_length") if n_ff is None else n_ff
     attention = Attention(shape, read_rope(file, shape, neox=neox), qk_norm=qk_norm, biased=biased)
     block = BlockSpec((Part("attn_norm", attention), Part("ffn_norm", feed or Mlp(n_ff))))
+    return read_decoder(file, (block,) * block_count(file), n_ff)
+
+
+def read_decoder(file: GGUFFile, blocks: tuple[BlockSpec, ...], n_ff: int) -> ModelSpec:
+    """A decoder of these blocks, and the numbers that every file has."""
+    h = file.hparams
     return ModelSpec(
         arch=file.architecture,
         n_vocab=vocab_size(file),
@@ -37,16 +43,19 @@ def read_gqa(
         n_ff=n_ff,
         n_ctx_train=h.integer("context_length"),
         eps=h.number("attention.layer_norm_rms_epsilon"),
-        blocks=(block,) * block_count(file),
+        blocks=blocks,
     )
 
 
-def read_rope(file: GGUFFile, shape: AttentionShape, *, neox: bool) -> RopeSpec:
-    """The rope of heads of this shape."""
+def read_rope(
+    file: GGUFFile, shape: AttentionShape, *, neox: bool, reads_ramp: bool = False
+) -> RopeSpec:
+    """The rope of heads of this shape. reads_ramp: of the architecture's YaRN more keys are read (`read_scaling`)."""
     h = file.hparams
     n_rot = h.integer("rope.dimension_count", shape.head_dim)
     check_rope(n_rot, shape.head_dim)
-    return RopeSpec(n_rot, h.number("rope.freq_base", 10000.0), neox, read_scaling(file))
+    scaling = read_scaling(file, reads_ramp=reads_ramp)
+    return RopeSpec(n_rot, h.number("rope.freq_base", 10000.0), neox, scaling)
 
 
 def read_windows(file: GGUFFile, n_block: int, pattern: int) -> tuple[int, ...]:

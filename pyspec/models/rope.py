@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyspec.cpu.tensors import scaled
+from pyspec.cpu.tensors import query_factors, scaled
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.errors import ModelError
@@ -49,16 +49,18 @@ class RopeScaling:
     is_yarn     fast frequencies stay as they were; otherwise all are divided
     n_ctx_orig  tokens of the context that the model was trained on
     length      multiplies cos and sin
+    turns       within the old context: frequencies of more turns than the first stay, those of fewer than the second are divided
     """
 
     factor: float = 1.0
     is_yarn: bool = False
     n_ctx_orig: int = 1
     length: float = 1.0
+    turns: tuple[float, float] = (BETA_FAST, BETA_SLOW)
 
     def kept(self, n_rot: int, base: float, device: torch.device) -> Tensor:
         """Share of each frequency that is left alone. [n_rot / 2] f32"""
-        low, high = (self._dimension(turns, n_rot, base) for turns in (BETA_FAST, BETA_SLOW))
+        low, high = (self._dimension(turns, n_rot, base) for turns in self.turns)
         low, high = max(0.0, math.floor(low)), min(n_rot - 1.0, math.ceil(high))
         d = torch.arange(n_rot // 2, dtype=torch.float32, device=device)
         return 1 - ((d - low) / max(0.001, high - low)).clamp(0, 1)
@@ -73,22 +75,32 @@ class RopeScaling:
 NOT_STRETCHED = RopeScaling()
 
 
-def read_scaling(file: GGUFFile) -> RopeScaling:
-    """The scaling of a file. ModelError for an unknown kind, BadGGUF for values out of range."""
+def read_scaling(file: GGUFFile, *, reads_ramp: bool = False) -> RopeScaling:
+    """The scaling of a file. ModelError for an unknown kind, BadGGUF for values out of range.
+
+    reads_ramp: YaRN's ramp and the multiplier of its length are the file's, as llama.cpp reads them for some architectures.
+    """
     h = file.hparams
     kind = h.label("rope.scaling.type", "linear")
     if kind not in KINDS:
         raise ModelError(f"rope scaling {quoted(kind)} is not supported ({', '.join(KINDS)} are)")
     factor = h.number("rope.scaling.factor", h.number("rope.scale_linear", 0.0)) or 1.0
     is_yarn = kind == "yarn"
-    if is_yarn:
+    length, turns = 1.0 + 0.1 * math.log(max(1.0, factor)), (BETA_FAST, BETA_SLOW)
+    if is_yarn and reads_ramp:
+        names = ("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow")
+        fast, slow = (h.number(name, plain) for name, plain in zip(names, turns, strict=True))
+        turns = fast, slow
+        multiplier = h.number("rope.scaling.yarn_log_multiplier", 0.0)
+        length /= 1.0 + 0.1 * multiplier * math.log(max(1.0, factor))
+    elif is_yarn:
         _tell_unread(file)
     return RopeScaling(
         factor=1.0 if kind == "none" else factor,
         is_yarn=is_yarn,
         n_ctx_orig=h.integer("rope.scaling.original_context_length", h.integer("context_length")),
-        length=h.number("rope.scaling.attn_factor", 1.0)
-        * (1.0 + 0.1 * math.log(max(1.0, factor)) if is_yarn else 1.0),
+        length=h.number("rope.scaling.attn_factor", 1.0) * (length if is_yarn else 1.0),
+        turns=turns,
     )
 
 
@@ -99,6 +111,26 @@ def _tell_unread(file: GGUFFile) -> None:
             log.warning(
                 "%s %g is not used, as llama.cpp does not for this architecture", h.key(name), value
             )
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTemperature:
+    """Queries at position p are multiplied with 1 + scale ln(floor(p / n_ctx) + 1), behind their rope: 1 within the old context."""
+
+    scale: float
+    n_ctx: int
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """Of positions [row] int64. [row] f32"""
+        return query_factors(positions, self.scale, self.n_ctx)
+
+
+def read_temperature(file: GGUFFile) -> QueryTemperature | None:
+    """That of a file; None if it has none."""
+    h = file.hparams
+    scale = h.number("attention.temperature_scale", 0.0)
+    n_ctx = h.integer("rope.scaling.original_context_length", h.integer("context_length"))
+    return QueryTemperature(scale, n_ctx) if scale else None
 
 
 DIVISORS = "rope_freqs.weight"  # llama 3's
@@ -114,6 +146,7 @@ class RopeSpec:
     neox      pairs (d, d + n_rot/2); otherwise adjacent pairs (2d, 2d + 1), as llama's converter permutes them
     scaling   how the file stretches it
     divisors  the tensor [n_rot/2] f32 that divides the frequencies, where the file has it; "" for none
+    queries   what queries alone are multiplied with
     """
 
     n_rot: int
@@ -121,6 +154,7 @@ class RopeSpec:
     neox: bool
     scaling: RopeScaling = NOT_STRETCHED
     divisors: str = DIVISORS
+    queries: QueryTemperature | None = None
 
     def tensors(self) -> dict[str, Want]:
         return {self.divisors: Want((self.n_rot // 2,), optional=True)} if self.divisors else {}
@@ -129,12 +163,15 @@ class RopeSpec:
         return Rope(self, weights.device, weights.optional(self.divisors) if self.divisors else None)
 
 
+NO_ROPE = RopeSpec(n_rot=0, base=1.0, neox=False)
+
+
 class Rope:
     """A rope on a device."""
 
     def __init__(self, spec: RopeSpec, device: torch.device, divisors: Tensor | None = None) -> None:
         scaling, n_rot, base = spec.scaling, spec.n_rot, spec.base
-        self.factor, self.length = scaling.factor, scaling.length
+        self.factor, self.length, self.queries = scaling.factor, scaling.length, spec.queries
         d = torch.arange(0, n_rot, 2, device=device, dtype=torch.float32)
         freq = base ** (-d / n_rot)
         self.freq = freq if divisors is None else freq / divisors
@@ -178,6 +215,11 @@ class Ropes:
 
     def angles(self, positions: Tensor) -> tuple[Angles, ...]:
         return tuple(rope.angles(positions) for rope in self.bound.values())
+
+    def queries(self, positions: Tensor) -> tuple[Tensor | None, ...]:
+        """What each rope's queries are multiplied with, by places [row] f32; None: nothing."""
+        found = [rope.queries for rope in self.bound.values()]
+        return tuple(None if own is None else own.factors(positions) for own in found)
 
     def embedded(
         self, embedding: Embedding, tokens: Tensor, positions: Tensor

@@ -33,6 +33,7 @@ class ModelSpec:
     residual     one stream or several
     ties_head    a file without a head has the embedding for it
     embed_factor  the embedding's rows are multiplied with it
+    logit_factor  logits are multiplied with it
     final_cap    c: logits are c tanh(logits / c); 0: as they are
     """
 
@@ -48,6 +49,7 @@ class ModelSpec:
     residual: Residual = Residual()  # noqa: RUF009 - frozen
     ties_head: bool = True
     embed_factor: float = 1.0
+    logit_factor: float = 1.0
     final_cap: float = 0.0
 
     @property

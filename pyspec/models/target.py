@@ -50,17 +50,23 @@ class Out:
         return replace(self, logits=self.head.left_out(self.logits), best=best, head=None)
 
 
-def capped(logits: Tensor, cap: float) -> Tensor:
-    """c tanh(logits / c), unless c is 0."""
-    return tensors.capped(logits, cap)
+@dataclass(frozen=True, slots=True)
+class Bend:
+    """What happens to logits behind the head: a factor, then c tanh(logits / c) unless c is 0."""
+
+    factor: float = 1.0
+    cap: float = 0.0
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return tensors.capped(tensors.scaled(logits, self.factor), self.cap)
 
 
-def out_of(output: Matrix, wanted: Tensor, hidden: Tensor, taps: Tensor | None, cap: float = 0.0) -> Out:
-    """Results whose logits are those of the rows `wanted`, soft-capped. Of several ranks they are this one's columns until `whole` is called."""
+def out_of(output: Matrix, wanted: Tensor, hidden: Tensor, taps: Tensor | None, bent: Bend) -> Out:
+    """Results whose logits are those of the rows `wanted`, bent. Of several ranks they are this one's columns until `whole` is called."""
     head = shared(output)
     if head is None:
-        return Out(capped(output(wanted), cap), hidden, taps)
-    columns = capped(head.own(wanted), cap)
+        return Out(bent(output(wanted)), hidden, taps)
+    columns = bent(head.own(wanted))
     return Out(columns, hidden, taps, head.best(columns), head)
 
 

@@ -1,4 +1,6 @@
 // What is left between kernels: sums, scaling, copies and picked rows, of f32 rows with strides.
+#include <cmath>
+
 #include "pool.h"
 #include "prep.h"
 
@@ -25,6 +27,19 @@ struct NextArgs {
   const int64_t *x;
   int64_t *out;
   int64_t n;
+};
+
+struct FactorArgs {
+  const int64_t *positions;
+  float *out;
+  int64_t n, n_ctx;
+  double scale;
+};
+
+struct TimesArgs {
+  const float *x, *factors;
+  float *out;
+  int64_t n_row, n;
 };
 
 inline f8 tanh(f8 x) {
@@ -61,4 +76,21 @@ extern "C" void pyspec_copy(const CopyArgs *p) {
 
 extern "C" void pyspec_next_positions(const NextArgs *p) {
   for (int64_t i = 0; i < p->n; i++) p->out[i] = p->x[i] + 1;
+}
+
+extern "C" void pyspec_query_factors(const FactorArgs *p) {
+  for (int64_t i = 0; i < p->n; i++) {
+    p->out[i] = float(std::log1p(double(p->positions[i] / p->n_ctx)) * p->scale + 1);
+  }
+}
+
+extern "C" void pyspec_times_rows(const TimesArgs *p) {
+  each_range(p->n_row, 1 + 4096 / (p->n + 1), [&](int64_t a, int64_t b) {
+    for (int64_t r = a; r < b; r++) {
+      const f8 by = all(p->factors[r]);
+      by_eights(p->n, [&](int64_t i, auto get, auto put) {
+        put(p->out + r * p->n + i, get(p->x + r * p->n + i) * by);
+      });
+    }
+  });
 }

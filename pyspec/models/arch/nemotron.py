@@ -20,11 +20,10 @@ from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.part import AttentionShape, PartSpec
 from pyspec.models.read import attention_shape, trunk_layers, vocab_size
-from pyspec.models.rope import RopeSpec
+from pyspec.models.rope import NO_ROPE
 from pyspec.models.spec import ModelSpec
 
 NORM = "attn_norm"  # of every trunk block
-NO_ROPE = RopeSpec(n_rot=0, base=1.0, neox=False)
 
 
 def one_of(key: str, numbers: Sequence[int]) -> int:

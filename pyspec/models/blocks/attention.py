@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyspec.cpu.tensors import add
+from pyspec.cpu.tensors import add, times_rows
 from pyspec.cuda import fuse
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
@@ -183,6 +183,8 @@ class BoundAttention:
         if self.bias is not None:
             y = add(y, self.bias)
         q = self.rope_kv(y, self.q_norm, self.k_norm, run.angles[self.rope], pool, batch.kv_rows)
+        if self.spec.rope.queries is not None:
+            q = times_rows(q, run.queries[self.rope])
         o = self.attend(q, pool, batch, self.spec.window, self.sinks, **self.read_next).view(n, -1)
         gate = None
         if s.gated:
