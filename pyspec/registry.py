@@ -35,11 +35,13 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
     "nemotron_h": "pyspec.models.arch.nemotron",
     "nemotron_h_moe": "pyspec.models.arch.nemotron",
     "granite": "pyspec.models.arch.granite",
+    "mistral3": "pyspec.models.arch.mistral3",
     "deepseek4": "pyspec.models.arch.deepseek4",
 }
 FAMILIES = (
     "Llama (llama), Gemma 3 (gemma3), Qwen2 and Qwen2.5 (qwen2), Qwen3 (qwen3, qwen3moe), Qwen3.5 to 3.8 (qwen35, "
     "qwen35moe), Nemotron-H and Nemotron 3 (nemotron_h, nemotron_h_moe), Granite 3 and 4 (granite), "
+    "Ministral 3 (mistral3), "
     "DeepSeek-V4 (deepseek4)"
 )
 """The same architectures by model names, for messages."""
