@@ -108,6 +108,8 @@ HPARAMS: Mapping[str, Whole | Real | OneOf | int] = {
     "embedding_scale": Real(0, 1e6),  # 0: 1
     "residual_scale": Real(0, 1e6),
     "logit_scale": Real(0, 1e6, above=True),
+    "shortconv.l_cache": Whole(2, 64),
+    "leading_dense_block_count": COUNT,
     "expert_count": COUNT,
     "expert_used_count": COUNT,
     "expert_group_count": COUNT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pyspec.cuda.ops.moe.ref import Router
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
@@ -68,6 +69,22 @@ def read_windows(file: GGUFFile, n_block: int, pattern: int) -> tuple[int, ...]:
         period = h.integer(key, pattern, legal=Whole(1, 1 << 16))
         has_window = [i % period < period - 1 for i in range(n_block)]
     return tuple(window if has else 0 for has in has_window)
+
+
+ROUTERS: dict[int, Router] = {1: "softmax", 2: "sigmoid", 4: "sqrtsoftplus"}
+
+
+def read_router(file: GGUFFile, default: Router) -> Router:
+    """How experts are scored; `default` where the file does not say. Choices among groups are refused."""
+    h = file.hparams
+    if h.integer("expert_group_count", 0) > 1:
+        raise ModelError(f"experts in groups are not supported ({h.key('expert_group_count')})")
+    kind = h.integer("expert_gating_func", 0)
+    if kind and kind not in ROUTERS:
+        raise ModelError(
+            f"{h.key('expert_gating_func')} is {kind}; {', '.join(map(str, ROUTERS))} are supported"
+        )
+    return ROUTERS.get(kind, default)
 
 
 def read_attention(file: GGUFFile, *, gated: bool = False) -> AttentionShape:

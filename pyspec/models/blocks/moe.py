@@ -38,6 +38,7 @@ class Experts:
     renorm       weights of a row are divided by their sum, then multiplied with `scale`
     latent       experts work in this width instead of n_embd, between two plain matrices; 0 for n_embd
     shared_gate  the shared expert is multiplied with sigmoid(ffn_gate_inp_shexp . x)
+    biased       the choice has a bias; otherwise it has one if the file does
     """
 
     n_expert: int
@@ -50,6 +51,7 @@ class Experts:
     act: Act = "swiglu"
     latent: int = 0
     shared_gate: bool = False
+    biased: bool = False
     captures_prompts = False  # how many rows an expert gets of a prompt decides how they are multiplied
     attends = None
 
@@ -74,7 +76,7 @@ class Experts:
         inner = (Units(f, "columns of an expert"),)
         wants = {
             at.name("ffn_gate_inp.weight"): Want((e, at.n_embd)),
-            at.name("exp_probs_b.bias"): Want((e,), optional=True),
+            at.name("exp_probs_b.bias"): Want((e,), optional=not self.biased),
         }
         if at.has("ffn_gate_up_exps.weight") and self.act == "swiglu":
             wants[at.name("ffn_gate_up_exps.weight")] = Want((e, 2 * f, n), cut=Cut(1, inner * 2))
