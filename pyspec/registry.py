@@ -37,6 +37,7 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
     "granite": "pyspec.models.arch.granite",
     "mistral3": "pyspec.models.arch.mistral3",
     "glm4moe": "pyspec.models.arch.glm4moe",
+    "minimax-m2": "pyspec.models.arch.minimax",
     "deepseek4": "pyspec.models.arch.deepseek4",
 }
 FAMILIES = (
@@ -44,6 +45,7 @@ FAMILIES = (
     "qwen35moe), Nemotron-H and Nemotron 3 (nemotron_h, nemotron_h_moe), Granite 3 and 4 (granite), "
     "Ministral 3 (mistral3), "
     "GLM-4.5 to 4.7 (glm4moe), "
+    "MiniMax-M2 (minimax-m2), "
     "DeepSeek-V4 (deepseek4)"
 )
 """The same architectures by model names, for messages."""

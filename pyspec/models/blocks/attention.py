@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyspec.cpu.tensors import add, times_rows
+from pyspec.cpu.tensors import add, side_by_side, times_rows
 from pyspec.cuda import fuse
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.prompt import attend_blocks, attend_prompt, takes_prompts, with_prompts
 from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.ops.norms.op import norms
+from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.op import rows
@@ -38,6 +40,7 @@ class Attention:
 
     window   a row sees itself and the window - 1 rows before it; 0: all rows before it
     qk_norm  heads of q and k are normed before they are turned
+    row_norm  instead all heads of q are normed at once, and all of k
     biased   q, k and v have biases
     """
 
@@ -46,6 +49,7 @@ class Attention:
     window: int = 0
     qk_norm: bool = False
     biased: bool = False
+    row_norm: bool = False
     scratch = None
 
     @property
@@ -74,13 +78,17 @@ class Attention:
         s = self.shape
         q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
         of_q, of_kv = _units(s)
-        norms = [f"attn_{x}_norm.weight" for x in "qk"]
+        of_heads = [f"attn_{x}_norm.weight" for x in "qk"]
         biases = {"attn_q.bias": (q, of_q), "attn_k.bias": (kv, of_kv), "attn_v.bias": (kv, of_kv)}
         is_fused = at.has("attn_qkv.bias")
-        has_norms = self.qk_norm or any(map(at.has, norms))
+        has_norms = self.qk_norm or any(map(at.has, of_heads))
         has_biases = (self.biased and not is_fused) or any(map(at.has, biases))
+        of_norms = [Want((s.head_dim,), optional=not has_norms)] * 2
+        if self.row_norm:  # no copies: each rank's squares count once
+            k = Units(s.n_kv_head, "key heads", size=s.head_dim)
+            of_norms = [Want((n,), cut=Cut(0, (of,))) for n, of in ((q, of_q), (kv, k))]
         return {
-            **{at.name(name): Want((s.head_dim,), optional=not has_norms) for name in norms},
+            **{at.name(name): want for name, want in zip(of_heads, of_norms, strict=True)},
             **{
                 at.name(name): Want((n,), not has_biases, cut=Cut(0, (of,)))
                 for name, (n, of) in biases.items()
@@ -106,13 +114,23 @@ class Attention:
         if on.is_cuda and not has_sinks:
             yield attend_prompt, spec
             yield attend_blocks, spec
-        turned = self.rope_spec(on.device, at.eps, on.kv, has_norm=at.has("attn_k_norm.weight"))
+        has_norm = at.has("attn_k_norm.weight") and not self.row_norm
+        turned = self.rope_spec(on.device, at.eps, on.kv, has_norm=has_norm)
+        if self.row_norm:
+            for n in self.row_widths:
+                yield norms, NormsSpec(on.device, n, at.eps)
         yield rope_kv, turned
         yield rope_kv, _keys_alone(turned)
         if on.streams and s.gated:
             yield rows, RowsSpec(on.device, s.n_head * s.head_dim, PrepKind.GATE, s.head_dim)
         if on.streams:
             yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
+
+    @property
+    def row_widths(self) -> tuple[int, int]:
+        """Values of q and of k in a row."""
+        s = self.shape
+        return s.n_head * s.head_dim, s.n_kv_head * s.head_dim
 
     def attend_spec(self, device: torch.device, kv: KvFormat, *, has_sinks: bool) -> AttendSpec:
         s = self.shape
@@ -162,6 +180,11 @@ class BoundAttention:
         self.reads = None if self.norm is None else (self.qkv, self.norm)
         self.gives = None if self.out_bias is not None else sum_of(self.out)
         self.q_norm, self.k_norm = (w.optional(at.name(f"attn_{p}_norm.weight")) for p in "qk")
+        self.row_norms: RowNorms | None = None
+        if spec.row_norm:
+            assert self.q_norm is not None and self.k_norm is not None, "wanted of the file"
+            self.row_norms = RowNorms(spec, at, (self.q_norm, self.k_norm))
+            self.q_norm = self.k_norm = None
         self.sinks = w.optional(at.name(SINKS))
         attends = spec.attend_spec(w.device, at.kv, has_sinks=self.sinks is not None)
         own = attend.bind(attends)
@@ -169,6 +192,8 @@ class BoundAttention:
         roped = spec.rope_spec(w.device, at.eps, at.kv, has_norm=self.k_norm is not None)
         self.rope_kv, self.store = rope_kv.bind(roped), rope_kv.bind(_keys_alone(roped))
         self.capturable = attend.chosen(attends).capturable and rope_kv.chosen(roped).capturable
+        if self.row_norms is not None:
+            self.capturable = self.capturable and self.row_norms.capturable
         self.captures_prompts = self.capturable and spec.captures_prompts and takes_prompts(attends)
 
     def write(self, kv: Tensor, angles: Angles, pool: KVPool, rows: Tensor) -> None:
@@ -182,6 +207,8 @@ class BoundAttention:
         y = self.qkv(x, self.norm)
         if self.bias is not None:
             y = add(y, self.bias)
+        if self.row_norms is not None:
+            y = self.row_norms(y)
         q = self.rope_kv(y, self.q_norm, self.k_norm, run.angles[self.rope], pool, batch.kv_rows)
         if self.spec.rope.queries is not None:
             q = times_rows(q, run.queries[self.rope])
@@ -191,6 +218,36 @@ class BoundAttention:
             gate = HeadGate(y[:, : 2 * s.n_head * s.head_dim].view(n, s.n_head, -1)[..., s.head_dim :])
         y = self.out(o, gate, residual=residual)
         return y if self.out_bias is None else add(y, self.out_bias)
+
+
+class RowNorms:
+    """Norms of all heads of q at once, and of all of k. Several ranks sum the squares of their heads."""
+
+    def __init__(self, spec: Attention, at: Binding, weights: tuple[Tensor, Tensor]) -> None:
+        self.widths, self.weights, self.eps, self.ranks = (
+            spec.row_widths,
+            weights,
+            at.eps,
+            at.weights.ranks,
+        )
+        device = at.weights.device
+        self.capturable = self.ranks is None or device.type != "cpu"  # sums of ranks are torch's
+        if self.ranks is None:
+            self.norms = [norms.bind(NormsSpec(device, n, at.eps)) for n in self.widths]
+
+    def __call__(self, y: Tensor) -> Tensor:
+        """y [row, q | k | v] -> the same, normed."""
+        n_q, n_k = self.widths
+        q, k, v = y[:, :n_q], y[:, n_q : n_q + n_k], y[:, n_q + n_k :]
+        if self.ranks is None:
+            parts = [run(x, w) for run, x, w in zip(self.norms, (q, k), self.weights, strict=True)]
+            return side_by_side([*parts, v])
+        squares = torch.stack([q.square().sum(-1), k.square().sum(-1)], -1)
+        squares = self.ranks.sum(squares) / self.ranks.rank.n
+        parts = []
+        for i, (x, w) in enumerate(zip((q, k), self.weights, strict=True)):
+            parts.append(x * (squares[:, i : i + 1] / self.widths[i] + self.eps).rsqrt() * w)
+        return torch.cat([*parts, v], -1)
 
 
 def _bias(w: Weights, prefix: str) -> Tensor | None:
