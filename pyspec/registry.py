@@ -38,6 +38,8 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
     "mistral3": "pyspec.models.arch.mistral3",
     "glm4moe": "pyspec.models.arch.glm4moe",
     "minimax-m2": "pyspec.models.arch.minimax",
+    "lfm2moe": "pyspec.models.arch.lfm2",
+    "lfm2": "pyspec.models.arch.lfm2",
     "deepseek4": "pyspec.models.arch.deepseek4",
 }
 FAMILIES = (
@@ -46,6 +48,7 @@ FAMILIES = (
     "Ministral 3 (mistral3), "
     "GLM-4.5 to 4.7 (glm4moe), "
     "MiniMax-M2 (minimax-m2), "
+    "LFM2 and LFM2.5 (lfm2, lfm2moe), "
     "DeepSeek-V4 (deepseek4)"
 )
 """The same architectures by model names, for messages."""

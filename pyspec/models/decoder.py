@@ -44,7 +44,7 @@ class Decoder:
             fuse.link(self.ranks, [(last.gives, next.part.reads) for last, next in pairwise(steps)])
         for i, state in memory.states.items():
             state.fold = self.blocks[i].fold
-        self.norm = weights.vector("output_norm.weight")
+        self.norm = weights.vector(config.last_norm)
         self.residual = config.residual.bind(weights, config.n_embd, config.eps, self.norm)
         self.output, self.bent = weights.head(), Bend(config.logit_factor, config.final_cap)
 

@@ -31,6 +31,7 @@ class ModelSpec:
     blocks       of the trunk
     mtp_block    the block behind the trunk, where the architecture has one
     residual     one stream or several
+    last_norm    the name of the norm before the head
     ties_head    a file without a head has the embedding for it
     embed_factor  the embedding's rows are multiplied with it
     logit_factor  logits are multiplied with it
@@ -47,6 +48,7 @@ class ModelSpec:
     blocks: tuple[BlockSpec, ...]
     mtp_block: BlockSpec | None = None
     residual: Residual = Residual()  # noqa: RUF009 - frozen
+    last_norm: str = "output_norm.weight"
     ties_head: bool = True
     embed_factor: float = 1.0
     logit_factor: float = 1.0
@@ -89,7 +91,7 @@ class ModelSpec:
         """The tensors that the trunk needs."""
         wants = {
             EMBEDDING: Want((self.n_vocab, self.n_embd)),
-            "output_norm.weight": Want((self.n_embd,)),
+            self.last_norm: Want((self.n_embd,)),
             HEAD: Want(
                 (self.n_vocab, self.n_embd),
                 self.ties_head,

@@ -16,7 +16,7 @@ from pyspec.request import SamplingParams
 
 QWEN35 = FIXTURES / "qwen35.gguf"
 ADDED, GEMMA3 = (
-    ("qwen2", "qwen3moe", "gemma3", "granite", "mistral3", "glm4moe", "minimax-m2"),
+    ("qwen2", "qwen3moe", "gemma3", "granite", "mistral3", "glm4moe", "minimax-m2", "lfm2moe"),
     FIXTURES / "gemma3.gguf",
 )
 DEEPSEEK4, DEEPSEEK4_MTP = FIXTURES / "deepseek4.gguf", FIXTURES / "deepseek4_mtp.gguf"

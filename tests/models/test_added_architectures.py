@@ -24,7 +24,7 @@ from pyspec.models.wants import check_tensors
 from pyspec.slots.memory import allocate
 from pyspec.text.tokenizer import Tokenizer
 
-NAMES = ["qwen2", "qwen3moe", "gemma3", "granite", "mistral3", "glm4moe", "minimax-m2"]
+NAMES = ["qwen2", "qwen3moe", "gemma3", "granite", "mistral3", "glm4moe", "minimax-m2", "lfm2moe"]
 GEMMA = FIXTURES / "gemma3.gguf"  # a window of 8; blocks 0 to 4 and 6 of 7 have it
 ATOL = 1e-4 if DEVICE.type == "cpu" else 2e-2
 
@@ -106,7 +106,7 @@ def test_memory_is_planned_as_it_is_taken(name: str) -> None:
     assert plan_memory(d).kv == sum(t.nbytes for part in taken.paged for t in part.tensors())
     assumed = describe(path, replace(settings, device="auto"), AssumedGpu(free=1 << 40))
     assert plan_memory(assumed).kv == plan_memory(d).kv
-    assert spec_of(path).captures_prompts == (name == "qwen2")
+    assert spec_of(path).captures_prompts == (name in ("qwen2", "granite", "mistral3"))
 
 
 # -- gemma3's formulas -----------------------------------------------------------------------------------------------

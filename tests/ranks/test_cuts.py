@@ -34,6 +34,11 @@ DIVIDED = {  # a file and its numbers of ranks
     "nemotron_moe": 2,
     "qwen2": 2,
     "qwen3moe": 2,
+    "granite": 2,
+    "mistral3": 2,
+    "glm4moe": 2,
+    "minimax-m2": 2,
+    "lfm2moe": 2,
 }
 
 

@@ -102,17 +102,18 @@ class Pieces {
 inline void copy(float *to, const float *from, int64_t n) { std::memcpy(to, from, size_t(n) * 4); }
 
 // Values of a row: x[i] are the rows before it and itself, from this channel on. TAPS: their number, if it is known.
-template <int TAPS>
+template <int TAPS, bool SILU>
 inline void convolve_row(const ConvArgs &c, const float *const *x, int64_t first, int64_t n, float *out) {
   const float *w = c.w + first;
   for (int64_t j = 0; j < n; j += 8) {
     f8 y = c.bias == nullptr ? all(0.0f) : load(c.bias + first + j);
     for (int64_t i = 0; i < (TAPS ? TAPS : c.taps); i++) y = fma(load(x[i] + j), load(w + i * c.n_channel + j), y);
-    store(out + j, silu(y));
+    store(out + j, SILU ? silu(y) : y);
   }
 }
 
-// out [q.n, n]: silu of the convolution over `n` channels, a multiple of 8, of the sequence's rows. Moves the window, keeps raw rows.
+// out [q.n, n]: silu, unless SILU is false, of the convolution over `n` channels, a multiple of 8, of the sequence's rows. Moves the window, keeps raw rows.
+template <bool SILU = true>
 inline void convolve(const ConvArgs &c, int64_t width, const Seq &q, int64_t first, int64_t n, float *out) {
   const int64_t back = c.taps - 1;
   float *own = c.window + q.slot * (back + width) * c.n_channel + first;
@@ -122,8 +123,8 @@ inline void convolve(const ConvArgs &c, int64_t width, const Seq &q, int64_t fir
   for (int64_t t = 0; t < q.n; t++) {
     const float *x[TAPS_MOST];
     for (int64_t i = 0; i < c.taps; i++) x[i] = row(q.row + t - back + i);
-    if (c.taps == 4) convolve_row<4>(c, x, first, n, out + t * n);
-    else convolve_row<0>(c, x, first, n, out + t * n);
+    if (c.taps == 4) convolve_row<4, SILU>(c, x, first, n, out + t * n);
+    else convolve_row<0, SILU>(c, x, first, n, out + t * n);
   }
   if (q.keeps()) {
     for (int64_t i = 0; i < back && q.ends; i++) copy(own + i * c.n_channel, row(q.row + q.n - back + i), n);

@@ -187,6 +187,13 @@ def convolve(
     A row's bits do not depend on other rows if the channels are a multiple of 32, as in models: on CPUs
     torch's silu rounds the remainder otherwise.
     """
+    return F.silu(through_window(m, w, layer, batch, taps, bias))
+
+
+def through_window(
+    m: Tensor, w: Tensor, layer: StateLayer, batch: Batch, taps: int, bias: Tensor | None = None
+) -> Tensor:
+    """`convolve` without an activation."""
     out = torch.empty_like(m)
     for s, seq in enumerate(batch.seqs):
         rows = m[batch.starts[s] : batch.starts[s + 1]]
@@ -204,7 +211,7 @@ def convolve(
             layer.conv[seq.slot, taps - 1 + first : taps - 1 + first + n] = rows
             if not seq.late:
                 layer.conv[seq.slot, : taps - 1] = window
-    return F.silu(out)
+    return out
 
 
 def record(layer: StateLayer, batch: Batch, rows: Sequence[Tensor]) -> None:

@@ -1,0 +1,75 @@
+"""A gated short convolution (lfm2): one projection to two gates and inputs, a convolution over the slot's window, one projection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pyspec.cuda import fuse
+from pyspec.cuda.ops.rows.op import rows
+from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
+from pyspec.cuda.ops.short_conv.op import short_conv
+from pyspec.cuda.ops.short_conv.ref import ShortConvSpec, flush
+from pyspec.cuda.ops.short_conv.shape import ShortConvShape
+from pyspec.models.cuts import Cut, Units
+from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
+from pyspec.models.wants import Want
+from pyspec.models.weights import sum_of
+from pyspec.slots.memory import STATE
+from pyspec.slots.parts import LayerParts, Recurrent
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """A gated short convolution as data."""
+
+    shape: ShortConvShape
+    captures_prompts = False  # not tried
+    attends = scratch = None
+
+    def tensors(self, at: Place) -> dict[str, Want]:
+        s, n = self.shape, at.n_embd
+        own = Units(s.n_channel, "channels of the convolution")
+        return {
+            at.name("shortconv.in_proj.weight"): Want((3 * s.n_channel, n), cut=Cut(0, (own,) * 3)),
+            at.name("shortconv.conv.weight"): Want((s.n_channel, s.n_conv), cut=Cut(0, (own,))),
+            at.name("shortconv.out_proj.weight"): Want((n, s.n_channel), cut=Cut(1, (own,))),
+        }
+
+    def memory(self) -> LayerParts:
+        return {STATE: Recurrent(self.shape)}
+
+    def share(self, n: int) -> ShortConv:
+        return ShortConv(self.shape.share(n))
+
+    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
+        yield short_conv, ShortConvSpec(on.device, self.shape)
+        if on.streams:
+            yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
+
+    def bind(self, at: Binding) -> BoundShortConv:
+        return BoundShortConv(self.shape, at)
+
+
+class BoundShortConv:
+    """A gated short convolution over the slot's window."""
+
+    captures_prompts = False
+
+    def __init__(self, shape: ShortConvShape, at: Binding) -> None:
+        w = at.weights
+        self.layer, self.norm = at.layer, at.bound_norm()
+        self.proj = w.matrix(at.name("shortconv.in_proj.weight"))
+        self.out = w.summed(at.name("shortconv.out_proj.weight"))
+        self.reads, self.gives = (self.proj, self.norm), sum_of(self.out)
+        self.taps = w.vector(at.name("shortconv.conv.weight"))
+        spec = ShortConvSpec(w.device, shape)
+        self.short_conv, self.capturable = short_conv.bind(spec), short_conv.chosen(spec).capturable
+        self.fold = fuse.folder(self.short_conv, flush)
+
+    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
+        m = self.proj(x, self.norm)
+        y = self.short_conv(m, self.taps, run.memory.states[self.layer], run.batch)
+        return self.out(y, residual=residual)
