@@ -1,4 +1,4 @@
-"""A recurrent op for tests: its launches, layers with random records, rows, and ragged rounds. gdn and mamba2 by the same name."""
+"""A recurrent op for tests: its launches, layers with random records, rows, and ragged rounds. gdn, mamba2 and short_conv by the same name."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.mamba2 import cpu as mamba2_cpu
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.short_conv import cpu as short_conv_cpu
+from pyspec.cuda.ops.short_conv import ref as short_conv_ref
+from pyspec.cuda.ops.short_conv.shape import ShortConvShape
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
@@ -38,6 +41,7 @@ SOURCES = (
     "recurrent.h",
     "gdn.cpp",
     "mamba2.cpp",
+    "short_conv.cpp",
 )
 
 Launch = Callable[..., Tensor]
@@ -58,19 +62,24 @@ class Rig:
     def spec(self) -> Any:
         if self.name == "gdn":
             return gdn_ref.GdnSpec(CPU, self.shape, 1e-6)
+        if self.name == "short_conv":
+            return short_conv_ref.ShortConvSpec(CPU, self.shape)
         return mamba2_ref.Mamba2Spec(CPU, self.shape)
 
     @property
     def ref(self) -> Any:
-        return {"gdn": gdn_ref, "mamba2": mamba2_ref}[self.name]
+        return {"gdn": gdn_ref, "mamba2": mamba2_ref, "short_conv": short_conv_ref}[self.name]
 
     @property
     def cpu(self) -> Any:
-        return {"gdn": gdn_cpu, "mamba2": mamba2_cpu}[self.name]
+        return {"gdn": gdn_cpu, "mamba2": mamba2_cpu, "short_conv": short_conv_cpu}[self.name]
 
     def inputs(self, n: int, seed: int = 0) -> tuple[Any, ...]:
         gen, s = torch.Generator().manual_seed(seed), self.shape
         fixed = torch.Generator().manual_seed(99)
+        if self.name == "short_conv":
+            w = torch.randn(s.n_channel, s.n_conv, generator=fixed)
+            return torch.randn(n, 3 * s.n_channel + 5, generator=gen)[:, 5:], w
         n_gate = 2 * s.n_v_head if self.name == "gdn" else s.n_head
         wide = torch.randn(n, 3 + s.n_channel + n_gate, generator=gen)
         m, gates = wide[:, 3 : 3 + s.n_channel], wide[:, 3 + s.n_channel :]
@@ -82,7 +91,7 @@ class Rig:
 
     def part(self, whole: tuple[Any, ...], at: int, n: int) -> tuple[Any, ...]:
         """The same arguments of n rows from `at` on."""
-        n_raw = 3 if self.name == "gdn" else 2
+        n_raw = {"gdn": 3, "mamba2": 2, "short_conv": 1}[self.name]
         return *(t[at : at + n] for t in whole[:n_raw]), *whole[n_raw:]
 
     def layer(self, seed: int | None = None) -> StateLayer:
@@ -101,6 +110,9 @@ SHAPES = {
     "gdn-parts": Rig("gdn", gdn_shape(1, 2, 104, 4)),
     "mamba2-odd": Rig("mamba2", Mamba2Shape(6, 40, 3, 24, 3)),
     "mamba2-least": Rig("mamba2", Mamba2Shape(1, 8, 1, 8, 2)),
+    "short_conv-odd": Rig("short_conv", ShortConvShape(264, 3)),
+    "short_conv-least": Rig("short_conv", ShortConvShape(8, 2)),
+    "short_conv-usual": Rig("short_conv", ShortConvShape(2048, 4)),
     "mamba2-usual": Rig("mamba2", Mamba2Shape(8, 64, 2, 128, 4)),
 }
 

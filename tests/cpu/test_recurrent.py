@@ -1,4 +1,4 @@
-"""`gdn` and `mamba2` in C++: ragged hostile rounds against the references; bits by any cut, neighbours and threads; recordings; guards."""
+"""`gdn`, `mamba2` and `short_conv` in C++: ragged hostile rounds against the references; bits by any cut, neighbours and threads; recordings; guards."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from pyspec.cuda.ops.gdn import cpu as gdn_cpu
 from pyspec.cuda.ops.gdn.op import gdn
 from pyspec.cuda.ops.mamba2.op import mamba2
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.short_conv.op import short_conv
 from pyspec.errors import OutOfBounds
 from pyspec.slots.arena import Arena, HostArena
 from pyspec.slots.batch import Seq, SeqMode
@@ -40,8 +41,8 @@ __all__ = ["plain_library"]  # a fixture
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
 each_shape = pytest.mark.parametrize("rig", SHAPES.values(), ids=SHAPES)
-USUAL = [SHAPES["gdn-odd"], SHAPES["mamba2-odd"]]
-each_op = pytest.mark.parametrize("rig", USUAL, ids=["gdn", "mamba2"])
+USUAL = [SHAPES["gdn-odd"], SHAPES["mamba2-odd"], SHAPES["short_conv-odd"]]
+each_op = pytest.mark.parametrize("rig", USUAL, ids=["gdn", "mamba2", "short_conv"])
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +79,7 @@ def test_a_cpu_without_vectors_follows_it_too(rig: Rig, plain_library: object) -
 
 
 def test_the_op_chooses_them_on_a_cpu() -> None:
-    for op, rig in zip((gdn, mamba2), USUAL, strict=True):
+    for op, rig in zip((gdn, mamba2, short_conv), USUAL, strict=True):
         assert op.chosen(rig.spec).name == "cpu" and op.chosen(rig.spec).capturable
 
 

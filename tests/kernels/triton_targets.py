@@ -44,6 +44,9 @@ from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows import op as rows_op
 from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
+from pyspec.cuda.ops.short_conv import triton as short_conv_triton
+from pyspec.cuda.ops.short_conv.ref import ShortConvSpec
+from pyspec.cuda.ops.short_conv.shape import ShortConvShape
 from pyspec.gguf import GGMLType
 from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.kv import KV_DTYPES, KvFormat, KVPool
@@ -141,6 +144,19 @@ def mamba2() -> Iterator[Callable[[], object]]:
         p = make_params(shape, torch.Generator().manual_seed(0), CPU)
         m, dt = torch.zeros(140, shape.n_channel), torch.zeros(140, 128)
         mamba2_triton.bind(Mamba2Spec(CPU, shape))(m, dt, p, layer, batch)
+
+    yield run
+
+
+def short_conv() -> Iterator[Callable[[], object]]:
+    def run() -> None:
+        shape = ShortConvShape(2048, 3)
+        layer, batch = (
+            StateLayer(shape, 2, 6, CPU),
+            lay_out(SlotTable(2, 16, 16), [Seq(0, 0, [0] * 140, SeqMode.KEEP)], CPU),
+        )
+        launch = short_conv_triton.bind(ShortConvSpec(CPU, shape))
+        launch(torch.zeros(140, 3 * 2048), torch.zeros(2048, 3), layer, batch)
 
     yield run
 
@@ -271,6 +287,7 @@ OPS = {
     "attend": attend,
     "gdn": gdn,
     "mamba2": mamba2,
+    "short_conv": short_conv,
     "rope_kv": rope_kv,
     "rows": rows,
     "norms": norms,

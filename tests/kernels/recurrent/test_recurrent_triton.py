@@ -1,4 +1,4 @@
-"""`gdn` and `mamba2` in Triton against their references, in the interpreter."""
+"""`gdn`, `mamba2` and `short_conv` in Triton against their references, in the interpreter."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.recurrent.check import LATE_ROUNDS
+from pyspec.cuda.ops.short_conv import ref as short_conv_ref
+from pyspec.cuda.ops.short_conv import triton as short_conv_triton
+from pyspec.cuda.ops.short_conv.shape import ShortConvShape
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
@@ -24,7 +27,8 @@ from pyspec.slots.table import SlotTable
 CPU = torch.device("cpu")
 GDN = gdn_ref.GdnSpec(CPU, GdnShape(1, 2, 32, 4, 4 * 32), 1e-6)
 MAMBA2 = mamba2_ref.Mamba2Spec(CPU, Mamba2Shape(n_head=2, head_dim=32, n_group=1, n_state=16, n_conv=4))
-SPECS = {"gdn": GDN, "mamba2": MAMBA2}
+SHORT_CONV = short_conv_ref.ShortConvSpec(CPU, ShortConvShape(72, 3))
+SPECS = {"gdn": GDN, "mamba2": MAMBA2, "short_conv": SHORT_CONV}
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 Run = Callable[[StateLayer, Batch, slice], Tensor]
 
@@ -33,6 +37,14 @@ def runs(name: str, n: int) -> tuple[Run, Run, Callable[[StateLayer, int, int], 
     """(the kernels, the reference) over rows of one text of n tokens; the kernels' fold."""
     gen = torch.Generator().manual_seed(7)
     shape = SPECS[name].shape
+    if name == "short_conv":
+        raw, w = torch.randn(n, 3 * 72, generator=gen), torch.randn(72, 3, generator=gen)
+        conv = short_conv_triton.bind(SHORT_CONV)
+        run, ref_run = (
+            lambda layer, batch, r, f=f: f(raw[r], w, layer, batch)
+            for f in (conv, short_conv_ref.bind(SHORT_CONV))
+        )
+        return run, ref_run, conv.folder()
     m = torch.randn(n, shape.n_channel, generator=gen)
     if name == "gdn":
         gates = torch.randn(2, n, 2, generator=gen)
@@ -117,7 +129,9 @@ def test_state_and_outputs_have_the_same_bits_however_tokens_came(name: str) -> 
             out.append(own(layer, batch, slice(at, at + width)))
             at, n_fold = at + width, 0 if keep else width + n_fold * waits
         fold(layer, 1, n_fold)
-        found.append((torch.cat(out), layer.state.clone(), layer.conv[:, :3].clone()))
+        found.append(
+            (torch.cat(out), layer.state.clone(), layer.conv[:, : SPECS[name].shape.n_conv - 1].clone())
+        )
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
 
