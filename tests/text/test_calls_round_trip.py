@@ -23,7 +23,9 @@ from pyspec.text.markup import (
     glm,
     hermes,
     kimi,
+    lfm2,
     llama3,
+    minimax,
     qwen_xml,
 )
 from pyspec.text.markup import dialect as dialects
@@ -85,6 +87,17 @@ def _glm(call: Call) -> str:
     return f"{call[0]}\n{''.join(rows)}</tool_call>"
 
 
+def _invoke(call: Call) -> str:
+    rows = [f'{minimax.PARAMETER}{k}">{_bare(v)}{minimax.END_PARAMETER}\n' for k, v in call[1].items()]
+    return f'\n{minimax.INVOKE}{call[0]}">\n{"".join(rows)}{minimax.END_INVOKE}'
+
+
+def _python(call: Call) -> str:
+    return (
+        f"{call[0]}({', '.join(f'{k}={json.dumps(v, ensure_ascii=False)}' for k, v in call[1].items())})"
+    )
+
+
 def _bare(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -113,6 +126,9 @@ def written(name: str, calls: list[Call]) -> str:
         "mistral": lambda: brackets.OPEN + " [" + ", ".join(_object(c)[:-1] + ', "id": "abcDEF123"}' for c in calls) + "]",
         "mistral_args": lambda: "".join(f"{brackets.OPEN}{c[0]}[CALL_ID]abcDEF12{i}[ARGS]{_arguments(c)}" for i, c in enumerate(calls)),
         "functionary_v31": lambda: functionary.FUNCTION + f"\n{functionary.FUNCTION}".join(f"{c[0]}>{_arguments(c)}{functionary.CLOSE}" for c in calls),
+        "granite": lambda: call_list.GRANITE + "[" + ", ".join(map(_object, calls)) + "]",
+        "minimax_m2": lambda: minimax.OPEN + "".join(map(_invoke, calls)) + "\n" + minimax.CLOSE,
+        "lfm2": lambda: lfm2.OPEN + "[" + ", ".join(map(_python, calls)) + "]" + lfm2.CLOSE,
         "llama3_json": lambda: _object(first, "parameters"),
     }[name]()  # fmt: skip
 
@@ -216,7 +232,12 @@ def test_free_calls_under_any_name_are_read_alike(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ALL if dialects.dialect(name).is_bare])
 def test_a_word_that_a_value_can_not_be_is_not_among_those_a_grammar_takes(name: str) -> None:
-    marks = {"qwen3_coder": qwen_xml.MARKS, "glm45": glm.MARKS, "deepseek_v32": dsml.MARKS}[name]
+    marks = {
+        "qwen3_coder": qwen_xml.MARKS,
+        "glm45": glm.MARKS,
+        "deepseek_v32": dsml.MARKS,
+        "minimax_m2": minimax.MARKS,
+    }[name]
     words = ["a", f"b{marks.constrained_end}c", "d"]
     tools = {"f": {"type": "object", "properties": {"w": {"enum": words}}, "required": ["w"]}}
     lark = Lark()

@@ -12,7 +12,7 @@ import pytest
 from pyspec.text.markup import dialect as dialects
 from pyspec.text.markup.dialect import AnswerMarkup
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pyspec.text.markup.reasoning import THINK
+from pyspec.text.markup.reasoning import GRANITE_THINK, MISTRAL_THINK, THINK
 
 TOOLS = {
     "weather": {
@@ -79,6 +79,101 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
             *call(0, "weather", {"city": "Zürich", "days": 3}),
             *call(1, "write", {"text": "a"}),
         ],
+    ),
+    "granite, two calls in a list, then text": (
+        markup("granite"),
+        'Look.\n<|tool_call|>[{"name": "weather", "arguments": {"city": "Bern", "days": 2}}, {"name": "write", "arguments": {}}] done',
+        [
+            Content("Look."),
+            *call(0, "weather", {"city": "Bern", "days": 2}),
+            *call(1, "write", "{}"),
+            Content("done"),
+        ],
+    ),
+    "granite, Phi's end mark": (
+        markup("granite"),
+        '<|tool_call|>[{"name": "write", "arguments": {"text": "a"}}]<|/tool_call|>',
+        call(0, "write", {"text": "a"}),
+    ),
+    "granite, an answer between marks behind reasoning": (
+        AnswerMarkup(dialects.dialect("granite"), GRANITE_THINK, tools=TOOLS),
+        "<think>a\n</think>\n<response>Yes, <b>.\n</response>\n",
+        [Reasoning("a"), Content("Yes, <b>.")],
+    ),
+    "granite, an answer between marks without reasoning is content": (
+        AnswerMarkup(None, GRANITE_THINK),
+        "<response>x</response>",
+        [Content("<response>x</response>")],
+    ),
+    "granite, no tools": (
+        AnswerMarkup(None, GRANITE_THINK),
+        "<think>a</think><response>x </res",
+        [Reasoning("a"), Content("x </res")],
+    ),
+    "mistral, reasoning": (
+        AnswerMarkup(dialects.dialect("mistral_args"), MISTRAL_THINK, tools=TOOLS),
+        '[THINK]a <think> b[/THINK]So.[TOOL_CALLS]write[ARGS]{"text": "x"}',
+        [Reasoning("a <think> b"), Content("So."), *call(0, "write", {"text": "x"})],
+    ),
+    "minimax, two calls of all types": (
+        markup("minimax_m2"),
+        'I look.\n<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">New\n"York"</parameter>\n'
+        '<parameter name="days">3</parameter>\n<parameter name="where">{"a": [1]}</parameter>\n</invoke>\n<invoke name="write">\n'
+        "</invoke>\n</minimax:tool_call>",
+        [
+            Content("I look."),
+            *call(0, "weather", {"city": 'New\n"York"', "days": 3, "where": {"a": [1]}}),
+            *call(1, "write", "{}"),
+        ],
+    ),
+    "minimax, a call's text in a value": (
+        markup("minimax_m2"),
+        '<minimax:tool_call>\n<invoke name="write">\n<parameter name="text">use <parameter name="x"> and </invoke></parameter>\n</invoke>\n</minimax:tool_call>',
+        call(0, "write", {"text": 'use <parameter name="x"> and </invoke>'}),
+    ),
+    "lfm2, two calls, Python's values": (
+        markup("lfm2"),
+        "<|tool_call_start|>[weather(city='it\\'s \"x\"', exact=True, at=None, tags=[1, (2, 'a')], where={'a': False}), write()]<|tool_call_end|>Done.",
+        [
+            *call(
+                0,
+                "weather",
+                {
+                    "city": 'it\'s "x"',
+                    "exact": True,
+                    "at": None,
+                    "tags": [1, [2, "a"]],
+                    "where": {"a": False},
+                },
+            ),
+            *call(1, "write", "{}"),
+            Content("Done."),
+        ],
+    ),
+    "lfm2, a dotted name, spaces and line ends": (
+        markup("lfm2"),
+        "<|tool_call_start|>[ a.b (\n x = 1 ,\n y='2',\n) ] <|tool_call_end|>",
+        [Content("<|tool_call_start|>[ a.b (\n x = 1 ,\n y='2',\n) ] <|tool_call_end|>")],
+    ),
+    "lfm2, JSON objects": (
+        markup("lfm2"),
+        '<|tool_call_start|>[{"name": "write", "arguments": {"text": "a"}}]<|tool_call_end|>',
+        call(0, "write", {"text": "a"}),
+    ),
+    "lfm2, cut off in a value": (
+        markup("lfm2"),
+        "<|tool_call_start|>[write(text='Par",
+        [CallBegin(0, "id0", "write"), CallArguments(0, '{"text": "Par')],
+    ),
+    "lfm2, an argument without a name": (
+        markup("lfm2"),
+        "<|tool_call_start|>[write('no JSON')]<|tool_call_end|>more",
+        [CallBegin(0, "id0", "write"), CallArguments(0, "{'no JSON')]"), Content("more")],
+    ),
+    "lfm2, no calls": (
+        markup("lfm2"),
+        "a <|tool_call_start|>[]<|tool_call_end|> b",
+        [Content("a  b")],
     ),
     "hermes, marks in a string": (
         markup("hermes"),
@@ -567,6 +662,9 @@ def test_a_call_with_many_spaces_is_cut_alike() -> None:
         ('<tool_call>{"name": ..., "arguments": ...}</tool_call>', "hermes"),
         ("<tool_call>arguments <arg_key> </tool_call>", None),
         ("{{ messages }}", None),
+        ('<minimax:tool_call>\n<invoke name="tool-name-1">\n<parameter name="param-key-1">', "minimax_m2"),
+        ("<|im_start|>system List of tools: <|tool_list_start|>[", "lfm2"),
+        ("<|start_of_role|> respond only with <|tool_call|> followed by a JSON list of tools used", "granite"),
         ('<AVAILABLE_TOOLS></AVAILABLE_TOOLS><TOOLCALL>[{"name": "x", "arguments": {}}]</TOOLCALL> <think>', "nemotron_v2"),
         ('[AVAILABLE_TOOLS] [TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "..."}]', "mistral"),
         ("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", "mistral_args"),

@@ -12,8 +12,8 @@ from pyspec.server.api.schema import Chat, Message
 from pyspec.server.engine import EngineLike, TemplateLike, TokenizerLike
 from pyspec.server.settings import Limits, ServerSettings
 from pyspec.text.described_tools import ToolList, has_tools, with_described
-from pyspec.text.markup.dialect import GENERIC, dialect_for, recognised
-from pyspec.text.markup.reasoning import THINK
+from pyspec.text.markup.dialect import GENERIC, dialect_for, recognised, think_marks
+from pyspec.text.markup.reasoning import THINK, ThinkMarks
 from pyspec.text.template import template_defaults
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
@@ -84,6 +84,7 @@ class Rendering:
     kwargs: dict[str, Any]
     continued: dict[str, Any] | None = None
     what: str = "content"  # the continued field of that message
+    think: ThinkMarks = THINK
 
     def text(self) -> str:
         """The prompt's text."""
@@ -93,13 +94,18 @@ class Rendering:
             add_generation_prompt=self.add_generation_prompt,
             kwargs=self.kwargs,
         )
-        return text if self.continued is None else text + opening(text, self.continued, self.what)
+        return (
+            text
+            if self.continued is None
+            else text + opening(text, self.continued, self.what, self.think)
+        )
 
     def ids(self, tokenizer: TokenizerLike) -> list[int]:
         """The prompt's tokens."""
         begun = ""
         if self.continued is not None:
-            begun = opening(replace(self, continued=None).text(), self.continued, self.what)
+            own = replace(self, continued=None).text()
+            begun = opening(own, self.continued, self.what, self.think)
         return self.template.encode(
             tokenizer,
             self.messages,
@@ -110,18 +116,18 @@ class Rendering:
         )
 
 
-def opening(text: str, message: dict[str, Any], what: str) -> str:
+def opening(text: str, message: dict[str, Any], what: str, think: ThinkMarks = THINK) -> str:
     """The given start of an answer, appended to a prompt that ends where an answer begins: reasoning, then content."""
     thought = str(message.get("reasoning_content") or "")
-    is_open = text.rstrip().endswith(THINK.start)
+    is_open = text.rstrip().endswith(think.start)
     on_lines = not is_open or text.endswith("\n")  # reasoning has lines of its own
     begun = thought if is_open else ""
     if not is_open and (thought or what == "reasoning_content"):
-        begun, is_open = f"{THINK.start}\n{thought}", True
+        begun, is_open = f"{think.start}\n{thought}", True
     if what == "reasoning_content":
         return begun
     if is_open:
-        begun += f"\n{THINK.end}\n\n" if on_lines else THINK.end
+        begun += f"\n{think.end}\n\n" if on_lines else think.end
     return begun + str(message["content"])
 
 
@@ -158,6 +164,7 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
         kwargs=template_values(body, engine.info.chat_template, settings),
         continued=begun,
         what=continued,
+        think=think_marks(engine.info.chat_template) or THINK,
     )
 
 

@@ -1,6 +1,9 @@
-"""Calls as a list of JSON objects behind a mark: Nemotron's <TOOLCALL>[...]</TOOLCALL>, and Firefunction's functools[...]."""
+"""Calls as a list of JSON objects behind a mark: Nemotron's <TOOLCALL>[...]</TOOLCALL>, Firefunction's functools[...], and
+<|tool_call|>[...] of Granite 3, behind which Phi-4 has an end mark."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from pyspec.text.markup.ahead import GAP, Lookahead
 from pyspec.text.markup.between_marks import read_answer
@@ -11,24 +14,29 @@ from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 
 OPEN, CLOSE = "<TOOLCALL>", "</TOOLCALL>"
 FUNCTOOLS = "functools["
+GRANITE, END_GRANITE = "<|tool_call|>", "<|/tool_call|>"
 
 
 def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
-    yield from read_answer(reader, (OPEN,), _marked, trims_start=trims_start)
+    yield from read_answer(reader, (OPEN,), partial(_marked, CLOSE), trims_start=trims_start)
 
 
-def _marked(reader: AnswerReader, mark: str) -> Steps[str]:
+def granite(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
+    yield from read_answer(reader, (GRANITE,), partial(_marked, END_GRANITE), trims_start=trims_start)
+
+
+def _marked(close: str, reader: AnswerReader, mark: str) -> Steps[str]:
     text = mark + (yield from reader.take_spaces())
     bracket = yield from reader.take_mark("[")
     try:
         content = yield from read_list(reader, bracket)
     except NotJson:  # pass on the model's text, up to the end mark
-        yield from reader.until((CLOSE,), reader.arguments)
+        yield from reader.until((close,), reader.arguments)
         return ""
     if content:
         return text + content
     yield from reader.take_spaces()
-    yield from reader.take_mark(CLOSE)
+    yield from reader.take_mark(close)
     return ""
 
 
@@ -70,6 +78,10 @@ def heads(tools: Tools) -> tuple[Lookahead, ...]:
     return (((OPEN,), GAP, ("[",), GAP, *object_head(tools)),)
 
 
+def granite_heads(tools: Tools) -> tuple[Lookahead, ...]:
+    return (((GRANITE,), GAP, ("[",), GAP, *object_head(tools)),)
+
+
 def functools_heads(tools: Tools) -> tuple[Lookahead, ...]:
     return (((FUNCTOOLS,), GAP, *object_head(tools)),)
 
@@ -85,6 +97,11 @@ def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
     calls = _items(lark, tools, is_single=is_single)
     rest = concat("SPACE?", literal("["), calls, literal("]"), "SPACE?", literal(CLOSE))
     return CallRules(OPEN, rest)
+
+
+def granite_rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+    calls = _items(lark, tools, is_single=is_single)
+    return CallRules(GRANITE, concat("SPACE?", literal("["), calls, literal("]")))
 
 
 def functools_rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:

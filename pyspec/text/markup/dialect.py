@@ -15,14 +15,23 @@ from pyspec.text.markup import (
     glm,
     hermes,
     kimi,
+    lfm2,
     llama3,
+    minimax,
     qwen_xml,
 )
 from pyspec.text.markup.ahead import Lookahead
 from pyspec.text.markup.call_grammar import CallRules, Lark, Schema
 from pyspec.text.markup.parts import AnswerParser, Content, Part
-from pyspec.text.markup.reader import AnswerReader, MarkupParser, Steps, Tools
-from pyspec.text.markup.reasoning import THINK, ThinkMarks, ThoughtForm, read_reasoning
+from pyspec.text.markup.reader import AnswerReader, MarkupParser, Steps, Tools, Trimmed
+from pyspec.text.markup.reasoning import (
+    GRANITE_THINK,
+    MISTRAL_THINK,
+    THINK,
+    ThinkMarks,
+    ThoughtForm,
+    read_reasoning,
+)
 
 
 class AnswerMachine(Protocol):
@@ -112,6 +121,22 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is 
         signs=(brackets.OPEN, brackets.ARGS),
     ),
     _MISTRAL,
+    _of(
+        "minimax_m2",
+        minimax,
+        (minimax.OPEN, minimax.CLOSE),
+        (minimax.OPEN, minimax.INVOKE),
+        is_bare=True,
+    ),
+    _of("lfm2", lfm2, (lfm2.OPEN, lfm2.CLOSE), ("List of tools: ", "<|im_start|>")),
+    Dialect(
+        "granite",
+        call_list.granite,
+        call_list.granite_rules,
+        call_list.granite_heads,
+        marks=(call_list.GRANITE, call_list.END_GRANITE),
+        signs=(call_list.GRANITE,),
+    ),
     _of("nemotron_v2", call_list, (call_list.OPEN, call_list.CLOSE), (call_list.OPEN,)),
     # GLM's family and MiniMax use the same marks with another content
     _of("hermes", hermes, _HERMES, (*_HERMES, "arguments"), lacks=("<arg_key>", "minimax")),
@@ -147,6 +172,8 @@ ALIASES = {
     "kimi": "kimi_k2",
     "mistral_nemo": "mistral",
     "devstral": "mistral_args",
+    "minimax": "minimax_m2",
+    "phi4_mini_json": "granite",
 }
 """Names in other servers, and models with the syntax of another."""
 
@@ -195,7 +222,12 @@ def dialect_reason(template: str, parser: str) -> str:
 
 def think_marks(template: str) -> ThinkMarks | None:
     """The marks around reasoning, if the template contains them."""
-    return THINK if THINK.start in template and THINK.end in template else None
+    if MISTRAL_THINK.start in template and MISTRAL_THINK.end in template:
+        return MISTRAL_THINK
+    if THINK.start not in template or THINK.end not in template:
+        return None
+    # others have these marks around the results of tools
+    return GRANITE_THINK if "<|start_of_role|>" in template and "<response>" in template else THINK
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +269,11 @@ class AnswerMarkup:
             form = ThoughtForm(self.is_open, self.is_shown, self._heads())
             thought = yield from read_reasoning(reader, self.think, form)
         trims_start = thought and not self.is_shown
+        end_answer = ""
+        if trims_start and self.think is not None and self.think.answer is not None:
+            yield from reader.drop_spaces()
+            if (yield from reader.take_mark(self.think.answer[0])):
+                end_answer = self.think.answer[1]
         is_calls = self.calls is not None
         if is_calls and self.trigger:
             spaces = yield from reader.take_spaces()
@@ -245,6 +282,7 @@ class AnswerMarkup:
         machine = self.calls.machine if self.calls is not None and is_calls else _content
         reader.marks = self.calls.marks if self.calls is not None and self.is_calls_only else ()
         reader.is_constrained = self.is_constrained and not reader.stray
+        reader.stray = reader.stray or end_answer
         yield from machine(reader, self.tools, trims_start=trims_start)
 
     def _heads(self) -> tuple[Lookahead, ...]:
@@ -255,9 +293,15 @@ class AnswerMarkup:
 
 
 def _content(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
-    if trims_start:
-        yield from reader.drop_spaces()
-    yield from reader.rest(reader.content)
+    if not reader.stray:
+        if trims_start:
+            yield from reader.drop_spaces()
+        yield from reader.rest(reader.content)
+        return
+    content = Trimmed(reader.content, trims_start=trims_start)
+    while (yield from reader.until((reader.stray,), content)):
+        content.drop()
+    content.flush()
 
 
 class PlainParser:

@@ -38,7 +38,7 @@ class AnswerReader:
 
     marks  in an answer of calls only: a mark cut off by the token limit is not content
     is_constrained  a grammar wrote the calls: a value ends only where the grammar ended it
-    stray  a redundant mark: the end of reasoning, behind a call that ended it already
+    stray  a redundant mark: the end of reasoning, behind a call that ended it already; or the end of a marked answer
     room  characters that may still be looked at one by one: a bound on the text that the caller holds back
     """
 

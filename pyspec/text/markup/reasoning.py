@@ -14,16 +14,19 @@ from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Trimmed
 
 @dataclass(frozen=True, slots=True)
 class ThinkMarks:
-    """The marks around reasoning."""
+    """The marks around reasoning. answer: those around the text behind it, if the models write them."""
 
     start: str
     end: str
+    answer: tuple[str, str] | None = None
 
 
 QUOTES = frozenset("'\"`")
 FENCE = 3  # backticks
 
 THINK = ThinkMarks("<think>", "</think>")
+GRANITE_THINK = ThinkMarks("<think>", "</think>", ("<response>", "</response>"))
+MISTRAL_THINK = ThinkMarks("[THINK]", "[/THINK]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,14 +45,18 @@ class ArgumentWriter:
 
     def value(self, name: str, *, is_text: bool | None = None) -> ValueWriter:
         """The next argument. is_text: True or False if the markup marks it as a string or not; None: the schema decides."""
-        comma = ", " if self._n else ""
-        self._reader.arguments(f"{comma}{json.dumps(name, ensure_ascii=False)}: ")
-        self._n += 1
-        self._written.add(name)
+        self.name(name)
         if is_text is None:
             return ValueWriter(self._reader.arguments, types_of(self._schema, name))
         kinds = frozenset({"string"}) if is_text else ALL
         return ValueWriter(self._reader.arguments, kinds, is_quoted=not is_text)
+
+    def name(self, name: str) -> None:
+        """The name of the next argument, whose value is JSON that the caller writes."""
+        comma = ", " if self._n else ""
+        self._reader.arguments(f"{comma}{json.dumps(name, ensure_ascii=False)}: ")
+        self._n += 1
+        self._written.add(name)
 
     def end(self) -> None:
         self._reader.arguments("}")
