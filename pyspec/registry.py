@@ -40,6 +40,7 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
     "minimax-m2": "pyspec.models.arch.minimax",
     "lfm2moe": "pyspec.models.arch.lfm2",
     "lfm2": "pyspec.models.arch.lfm2",
+    "deepseek2": "pyspec.models.arch.deepseek2",
     "deepseek4": "pyspec.models.arch.deepseek4",
 }
 FAMILIES = (
@@ -49,6 +50,7 @@ FAMILIES = (
     "GLM-4.5 to 4.7 (glm4moe), "
     "MiniMax-M2 (minimax-m2), "
     "LFM2 and LFM2.5 (lfm2, lfm2moe), "
+    "DeepSeek-V2, V3 and Kimi K2 (deepseek2), "
     "DeepSeek-V4 (deepseek4)"
 )
 """The same architectures by model names, for messages."""

@@ -30,13 +30,14 @@ from pyspec.ranges import quoted
 log = logging.getLogger(__name__)
 
 KINDS = ("none", "linear", "yarn")
+MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 BETA_FAST, BETA_SLOW = 32.0, 1.0
 UNREAD = {
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),
     "rope.scaling.yarn_attn_factor": (1.0, -1.0),
     "rope.scaling.yarn_beta_fast": (BETA_FAST,),
     "rope.scaling.yarn_beta_slow": (BETA_SLOW,),
-    "rope.scaling.yarn_log_multiplier": (0.0,),
+    MULTIPLIER: (0.0,),
 }
 """Keys that llama.cpp reads of other architectures only, and the values that would change nothing."""
 
@@ -75,10 +76,11 @@ class RopeScaling:
 NOT_STRETCHED = RopeScaling()
 
 
-def read_scaling(file: GGUFFile, *, reads_ramp: bool = False) -> RopeScaling:
+def read_scaling(file: GGUFFile, *, reads_ramp: bool = False, has_length: bool = True) -> RopeScaling:
     """The scaling of a file. ModelError for an unknown kind, BadGGUF for values out of range.
 
     reads_ramp: YaRN's ramp and the multiplier of its length are the file's, as llama.cpp reads them for some architectures.
+    has_length: YaRN makes queries and keys longer; otherwise it multiplies scores (`score_factor`)
     """
     h = file.hparams
     kind = h.label("rope.scaling.type", "linear")
@@ -91,22 +93,34 @@ def read_scaling(file: GGUFFile, *, reads_ramp: bool = False) -> RopeScaling:
         names = ("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow")
         fast, slow = (h.number(name, plain) for name, plain in zip(names, turns, strict=True))
         turns = fast, slow
-        multiplier = h.number("rope.scaling.yarn_log_multiplier", 0.0)
+        multiplier = h.number(MULTIPLIER, 0.0)
         length /= 1.0 + 0.1 * multiplier * math.log(max(1.0, factor))
     elif is_yarn:
-        _tell_unread(file)
+        _tell_unread(file, is_read=not has_length)
     return RopeScaling(
         factor=1.0 if kind == "none" else factor,
         is_yarn=is_yarn,
         n_ctx_orig=h.integer("rope.scaling.original_context_length", h.integer("context_length")),
-        length=h.number("rope.scaling.attn_factor", 1.0) * (length if is_yarn else 1.0),
+        length=h.number("rope.scaling.attn_factor", 1.0) * (length if is_yarn and has_length else 1.0),
         turns=turns,
     )
 
 
-def _tell_unread(file: GGUFFile) -> None:
+def score_factor(file: GGUFFile) -> float:
+    """What YaRN multiplies scores with where it leaves cos and sin as they are (deepseek2): the file has a tenth of the multiplier."""
+    h = file.hparams
+    factor = h.number("rope.scaling.factor", 0.0) or 1.0
+    if h.label("rope.scaling.type", "linear") != "yarn":
+        return 1.0
+    multiplier = 10 * h.number(MULTIPLIER, 0.0)
+    return (1.0 + 0.1 * multiplier * math.log(max(1.0, factor))) ** 2
+
+
+def _tell_unread(file: GGUFFile, is_read: bool) -> None:
     h = file.hparams
     for name, plain in UNREAD.items():
+        if is_read and name == MULTIPLIER:
+            continue
         if (value := h.number(name, plain[0])) not in plain:
             log.warning(
                 "%s %g is not used, as llama.cpp does not for this architecture", h.key(name), value

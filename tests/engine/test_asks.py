@@ -34,7 +34,17 @@ MODELS += [
     "nemotron_dense",
     "nemotron_differ",
 ]
-MODELS += ["qwen2", "qwen3moe", "gemma3", "granite", "mistral3", "glm4moe", "minimax-m2", "lfm2moe"]
+MODELS += [
+    "qwen2",
+    "qwen3moe",
+    "gemma3",
+    "granite",
+    "mistral3",
+    "glm4moe",
+    "minimax-m2",
+    "lfm2moe",
+    "deepseek2",
+]
 LATER = {"ahead", "best"}  # requested by the worker and by samplers, for every model
 
 

@@ -16,7 +16,17 @@ from pyspec.request import SamplingParams
 
 QWEN35 = FIXTURES / "qwen35.gguf"
 ADDED, GEMMA3 = (
-    ("qwen2", "qwen3moe", "gemma3", "granite", "mistral3", "glm4moe", "minimax-m2", "lfm2moe"),
+    (
+        "qwen2",
+        "qwen3moe",
+        "gemma3",
+        "granite",
+        "mistral3",
+        "glm4moe",
+        "minimax-m2",
+        "lfm2moe",
+        "deepseek2",
+    ),
     FIXTURES / "gemma3.gguf",
 )
 DEEPSEEK4, DEEPSEEK4_MTP = FIXTURES / "deepseek4.gguf", FIXTURES / "deepseek4_mtp.gguf"

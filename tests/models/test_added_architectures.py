@@ -24,7 +24,17 @@ from pyspec.models.wants import check_tensors
 from pyspec.slots.memory import allocate
 from pyspec.text.tokenizer import Tokenizer
 
-NAMES = ["qwen2", "qwen3moe", "gemma3", "granite", "mistral3", "glm4moe", "minimax-m2", "lfm2moe"]
+NAMES = [
+    "qwen2",
+    "qwen3moe",
+    "gemma3",
+    "granite",
+    "mistral3",
+    "glm4moe",
+    "minimax-m2",
+    "lfm2moe",
+    "deepseek2",
+]
 GEMMA = FIXTURES / "gemma3.gguf"  # a window of 8; blocks 0 to 4 and 6 of 7 have it
 ATOL = 1e-4 if DEVICE.type == "cpu" else 2e-2
 

@@ -39,6 +39,7 @@ DIVIDED = {  # a file and its numbers of ranks
     "glm4moe": 2,
     "minimax-m2": 2,
     "lfm2moe": 2,
+    "deepseek2": 5,
 }
 
 

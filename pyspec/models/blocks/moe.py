@@ -39,6 +39,7 @@ class Experts:
     latent       experts work in this width instead of n_embd, between two plain matrices; 0 for n_embd
     shared_gate  the shared expert is multiplied with sigmoid(ffn_gate_inp_shexp . x)
     biased       the choice has a bias; otherwise it has one if the file does
+    groups       (all, used): the choice is among the experts of the best groups
     """
 
     n_expert: int
@@ -52,6 +53,7 @@ class Experts:
     latent: int = 0
     shared_gate: bool = False
     biased: bool = False
+    groups: tuple[int, int] = (1, 1)
     captures_prompts = False  # how many rows an expert gets of a prompt decides how they are multiplied
     attends = None
 
@@ -60,6 +62,13 @@ class Experts:
             raise ModelError(f"{self.n_used} of {self.n_expert} experts can not be used")
         if self.n_ff < 1:
             raise ModelError(f"experts of width {self.n_ff}")
+        n_group, n_kept = self.groups
+        if not 0 < n_kept <= n_group or self.n_expert % n_group:
+            raise ModelError(f"{n_kept} of {n_group} groups of {self.n_expert} experts can not be used")
+        if self.n_used > self.n_expert // n_group * n_kept:
+            raise ModelError(
+                f"{self.n_used} experts of {n_kept} groups can not be used: they have fewer"
+            )
 
     @property
     def inner(self) -> tuple[str, ...]:
@@ -159,6 +168,8 @@ class Experts:
             biased=has_bias,
             gated=self.shared_gate,
             eps=eps,
+            n_group=self.groups[0],
+            n_group_used=self.groups[1],
         )
 
     def joins_shared(self, block_size: int | None) -> bool:

@@ -40,6 +40,7 @@ class RouteSpec:
     scale   and multiplied with this
     gated   the matrix has one more row: sigmoid of its product is the row's gate
     given   the experts of a row are given (by a table of tokens); their weights are scored all the same
+    n_group  groups of as many experts each, of which `n_group_used` are kept: those whose two best scores sum to most
     """
 
     device: torch.device
@@ -53,6 +54,15 @@ class RouteSpec:
     gated: bool = False
     eps: float = 1e-6
     given: bool = False
+    n_group: int = 1
+    n_group_used: int = 1
+
+    @property
+    def group_limit(self) -> str | None:
+        """Why kernels without groups do not run; None if there are none."""
+        return (
+            f"experts in {self.n_group} groups; the kernel has no groups" if self.n_group > 1 else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,15 @@ def probabilities(logits: Tensor, router: Router) -> Tensor:
     return logits.sigmoid() if router == "sigmoid" else F.softplus(logits).sqrt()
 
 
+def of_best_groups(scores: Tensor, spec: RouteSpec) -> Tensor:
+    """scores [row, n_expert] f32 with -inf for the experts of other groups; of equal groups the first are kept."""
+    by_group = scores.unflatten(-1, (spec.n_group, -1))
+    best = by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1)
+    kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : spec.n_group_used]
+    is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, kept, True)
+    return by_group.masked_fill(~is_kept[..., None], -torch.inf).flatten(-2)
+
+
 def choose(
     logits: Tensor, spec: RouteSpec, bias: Tensor | None, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -82,6 +101,8 @@ def choose(
     (p,) = by_row(lambda own: (probabilities(own, spec.router),), logits)
     if given is None:
         scores = logits if bias is None else p + bias
+        if spec.n_group > 1:
+            scores = of_best_groups(p if bias is None else scores, spec)
         ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, : spec.n_used]
     else:
         ids = given.long()

@@ -25,7 +25,7 @@ def limits(spec: RouteSpec) -> str | None:
         return f"rows are {spec.n_in} wide; the kernel takes multiples of 8"
     if not spec.n_used <= spec.n_expert <= MOST:
         return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MOST}"
-    return missing()
+    return spec.group_limit or missing()
 
 
 def bind(spec: RouteSpec) -> Route:

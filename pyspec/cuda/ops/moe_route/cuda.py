@@ -33,7 +33,7 @@ def limits(spec: RouteSpec) -> str | None:
         return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MAX_USED} of {MAX_EXPERT}"
     if spec.n_in % 4 or spec.n_in > MAX_COLUMNS:
         return f"{spec.n_in} columns; the kernel takes multiples of 4 up to {MAX_COLUMNS}"
-    return None
+    return spec.group_limit
 
 
 def defines(spec: RouteSpec) -> dict[str, int | str]:

@@ -23,7 +23,7 @@ def limits(spec: RouteSpec) -> str | None:
         return why
     if spec.n_expert > MAX_EXPERT or spec.n_used > MAX_USED:
         return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MAX_USED} of {MAX_EXPERT}"
-    return None
+    return spec.group_limit
 
 
 def _power_of_two(n: int) -> int:

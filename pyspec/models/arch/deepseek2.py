@@ -1,0 +1,86 @@
+"""`deepseek2` (DeepSeek-V2, V3, R1, Kimi K2, GLM-4.7-Flash): latent attention, dense blocks first, then experts in groups; an MTP block.
+
+YaRN leaves cos and sin as they are, and multiplies scores. Files from before the heads' matrices were stored apart are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pyspec.errors import ModelError
+from pyspec.gguf import GGUFFile
+from pyspec.models.block import BlockSpec, Part
+from pyspec.models.blocks.mla import Mla
+from pyspec.models.blocks.mlp import Mlp
+from pyspec.models.blocks.moe import Experts
+from pyspec.models.part import PartSpec
+from pyspec.models.read import (
+    read_decoder,
+    read_groups,
+    read_router,
+    trunk_layers,
+    vocab_size,
+)
+from pyspec.models.rope import RopeSpec, read_scaling, score_factor
+from pyspec.models.spec import ModelSpec
+
+GLM_FLASH = (
+    154_880,
+    (47, 48),
+)  # vocabulary and blocks of a model whose files may not say that its router is a sigmoid
+
+
+def read(file: GGUFFile) -> ModelSpec:
+    h = file.hparams
+    n_layer, n_nextn = trunk_layers(file)
+    attention, experts = _attention(file), _experts(file)
+    dense, n_dense = Mlp(h.integer("feed_forward_length")), h.integer("leading_dense_block_count", 0)
+
+    def block(feed: PartSpec) -> BlockSpec:
+        return BlockSpec((Part("attn_norm", attention), Part("ffn_norm", feed)))
+
+    blocks = tuple(block(dense if i < n_dense else experts) for i in range(n_layer))
+    spec = read_decoder(file, blocks, max(dense.n_ff, experts.n_inner))
+    return replace(spec, n_nextn=n_nextn, mtp_block=block(experts))
+
+
+def _attention(file: GGUFFile) -> Mla:
+    h = file.hparams
+    if "attention.key_length_mla" not in h:
+        raise ModelError(
+            "deepseek2 files without attention.key_length_mla are not supported; convert the model again"
+        )
+    if h.number("attention.temperature_scale", 0.0):
+        raise ModelError("deepseek2 files with a temperature of queries are not supported")
+    n_rot, key = h.integer("rope.dimension_count"), h.integer("attention.key_length_mla")
+    if n_rot % 2 or not n_rot < key:
+        raise ModelError(f"rope can not turn {n_rot} dimensions of heads of {key}")
+    rope = RopeSpec(
+        n_rot, h.number("rope.freq_base", 10000.0), False, read_scaling(file, has_length=False)
+    )
+    return Mla(
+        n_head=h.integer("attention.head_count"),
+        n_plain=key - n_rot,
+        n_value=h.integer("attention.value_length_mla"),
+        rank=h.integer("attention.kv_lora_rank"),
+        q_rank=h.integer("attention.q_lora_rank", 0) if "blk.0.attn_q_a.weight" in file.tensors else 0,
+        rope=rope,
+        scale=score_factor(file) * key**-0.5,
+    )
+
+
+def _experts(file: GGUFFile) -> Experts:
+    h = file.hparams
+    width = h.integer("expert_feed_forward_length")
+    n_vocab, blocks = GLM_FLASH
+    is_glm = vocab_size(file) == n_vocab and h.integer("block_count") in blocks
+    return Experts(
+        n_expert=h.integer("expert_count"),
+        n_used=h.integer("expert_used_count"),
+        n_ff=width,
+        n_ff_shared=width * h.integer("expert_shared_count", 0),
+        router=read_router(file, "sigmoid" if is_glm else "softmax", has_groups=True),
+        renorm=h.flag("expert_weights_norm", False),
+        scale=h.number("expert_weights_scale", 0.0) or 1.0,
+        groups=read_groups(file),
+    )

@@ -1,0 +1,141 @@
+"""Multi-head latent attention (deepseek2): keys and values of all heads are products of one short row a token, which is all that is stored.
+
+A row is [latent | rope]. The heads' key matrices are taken to the side of the queries, and their value matrices behind the sum, so the
+attention itself has one key head, whose keys are its values, too: the first part of the summed rows is the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.ops.angles.op import angles
+from pyspec.cuda.ops.angles.ref import AnglesSpec
+from pyspec.cuda.ops.attend.op import attend
+from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.ops.norms.op import norms
+from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.cuda.ops.rope_kv.ref import rotate
+from pyspec.cuda.ops.rows.op import rows
+from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
+from pyspec.models.cuts import Cut, Units
+from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, Request
+from pyspec.models.rope import RopeSpec
+from pyspec.models.wants import Want
+from pyspec.models.weights import sum_of
+from pyspec.slots.kv import KvFormat
+from pyspec.slots.memory import KV
+from pyspec.slots.parts import LayerParts, Paged
+
+
+@dataclass(frozen=True, slots=True)
+class Mla:
+    """Latent attention as data.
+
+    n_plain  dimensions of a head's query that do not turn; rope.n_rot behind them do
+    n_value  dimensions of a head's value
+    rank     of keys and values; q_rank that of queries, 0: they have none
+    scale    of scores
+    """
+
+    n_head: int
+    n_plain: int
+    n_value: int
+    rank: int
+    q_rank: int
+    rope: RopeSpec
+    scale: float
+    captures_prompts = False
+    scratch = None
+
+    @property
+    def row(self) -> int:
+        """Dimensions of a stored row."""
+        return self.rank + self.rope.n_rot
+
+    @property
+    def attends(self) -> AttentionShape:
+        return AttentionShape(self.n_head, 1, self.row, scale=self.scale)
+
+    def tensors(self, at: Place) -> dict[str, Want]:
+        n, k = at.n_embd, self.n_plain + self.rope.n_rot
+        heads, queries = Units(self.n_head, "heads"), Units(self.n_head, "heads", size=k)
+        shapes = {
+            "attn_kv_a_mqa": Want((self.row, n)),
+            "attn_kv_a_norm": Want((self.rank,)),
+            "attn_k_b": Want((self.n_head, self.rank, self.n_plain), cut=Cut(0, (heads,))),
+            "attn_v_b": Want((self.n_head, self.n_value, self.rank), cut=Cut(0, (heads,))),
+            "attn_output": Want((n, self.n_head * self.n_value), cut=Cut(1, (heads,))),
+        }
+        if self.q_rank:
+            shapes["attn_q_a"] = Want((self.q_rank, n))
+            shapes["attn_q_a_norm"] = Want((self.q_rank,))
+        of_queries = "attn_q_b" if self.q_rank else "attn_q"
+        shapes[of_queries] = Want((self.n_head * k, self.q_rank or n), cut=Cut(0, (queries,)))
+        wants = {at.name(f"{name}.weight"): want for name, want in shapes.items()}
+        return wants | self.rope.tensors()
+
+    def memory(self) -> LayerParts:
+        return {KV: Paged(1, self.row, keys_only=True)}
+
+    def share(self, n: int) -> Mla:
+        return replace(self, n_head=self.n_head // n)
+
+    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
+        yield angles, AnglesSpec(on.device)
+        yield attend, self.attend_spec(on.device, on.kv)
+        for n in filter(None, (self.rank, self.q_rank)):
+            yield norms, NormsSpec(on.device, n, at.eps)
+        if on.streams:
+            yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
+
+    def attend_spec(self, device: torch.device, kv: KvFormat) -> AttendSpec:
+        return AttendSpec(device, self.n_head, 1, self.row, self.scale, kv)
+
+    def bind(self, at: Binding) -> BoundMla:
+        return BoundMla(self, at)
+
+
+class BoundMla:
+    """Latent attention over the slot's pages. Between its products it is torch's, which no graph or recording holds."""
+
+    capturable = captures_prompts = False
+    fold = None
+
+    def __init__(self, spec: Mla, at: Binding) -> None:
+        w = at.weights
+        self.spec, self.layer = spec, at.layer
+        self.norm, self.rope = at.bound_norm(), at.ropes.place(spec.rope)
+        first = "attn_q_a" if spec.q_rank else "attn_q"
+        self.queries, self.latent = (
+            w.matrix(at.name(f"{name}.weight")) for name in (first, "attn_kv_a_mqa")
+        )
+        self.q_b = w.matrix(at.name("attn_q_b.weight")) if spec.q_rank else None
+        self.q_norm = w.optional(at.name("attn_q_a_norm.weight")) if spec.q_rank else None
+        self.kv_norm = w.vector(at.name("attn_kv_a_norm.weight"))
+        self.k_b, self.v_b = (w.vector(at.name(f"attn_{x}_b.weight")) for x in "kv")
+        self.out = w.summed(at.name("attn_output.weight"))
+        self.reads, self.gives = None, sum_of(self.out)
+        self.attend = attend.bind(spec.attend_spec(w.device, at.kv))
+        self.of_latent = norms.bind(NormsSpec(w.device, spec.rank, at.eps))
+        if spec.q_rank:
+            self.of_queries = norms.bind(NormsSpec(w.device, spec.q_rank, at.eps))
+
+    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
+        """Writes the rows' latent keys, then attends."""
+        s, n, pool, turned = self.spec, len(x), run.memory.kv[self.layer], run.angles[self.rope]
+        latent, turning = self.latent(x, self.norm).split([s.rank, s.rope.n_rot], -1)
+        latent = self.of_latent(latent, self.kv_norm)[:, None]
+        key = torch.cat([latent, rotate(turning[:, None], turned, s.rope.neox)], -1)
+        pool.write(run.batch.kv_rows, key, None)
+        q = self.queries(x, self.norm)
+        if self.q_b is not None and self.q_norm is not None:
+            q = self.q_b(self.of_queries(q, self.q_norm))
+        plain, turning = q.view(n, s.n_head, -1).split([s.n_plain, s.rope.n_rot], -1)
+        plain = torch.einsum("nhk,hrk->nhr", plain, self.k_b)
+        q = torch.cat([plain, rotate(turning, turned, s.rope.neox)], -1)
+        o = self.attend(q, pool, run.batch)[..., : s.rank]
+        return self.out(torch.einsum("nhr,hvr->nhv", o, self.v_b).flatten(1), residual=residual)
