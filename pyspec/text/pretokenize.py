@@ -67,7 +67,8 @@ _GROUPS = {
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 pixtral midm-2.0 jina-v5-nano": PreTokenizer(
         (_LLAMA3,), ignore_merges=True, add_bos=True
     ),
-    "smaug-bpe dbrx glm4 chatglm-bpe": PreTokenizer((_LLAMA3,)),
+    "glm4": PreTokenizer((_LLAMA3,), ignore_merges=True),
+    "smaug-bpe dbrx chatglm-bpe": PreTokenizer((_LLAMA3,)),
     "deepseek-v3 joyai-llm hunyuan-dense hy_v4": PreTokenizer(_DEEPSEEK3),
     "deepseek-coder": PreTokenizer(
         (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")

@@ -39,7 +39,6 @@ DIVIDED = {  # a file and its numbers of ranks
     "glm4moe": 2,
     "minimax-m2": 2,
     "lfm2moe": 2,
-    "deepseek2": 5,
 }
 
 
@@ -128,6 +127,8 @@ def test_a_rank_reads_no_rows_that_are_not_its_own(monkeypatch: pytest.MonkeyPat
         ),
         ("qwen35_q8_0", 2, "columns 0 to 16 are no whole blocks of 32 (Q8_0); --tp 1 would do"),
         ("llama", 8, "blk.0.attn_output.weight: 4 heads do not divide by 8; --tp 1 or 2 or 4 would do"),
+        ("deepseek2", 2, "5 heads do not divide by 2"),
+        ("minimax-m2", 3, "2 key heads do not divide by 3"),
         ("nemotron_latent", 4, "2 groups of Mamba-2 heads do not divide by 4"),
     ],
 )

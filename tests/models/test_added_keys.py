@@ -1,0 +1,212 @@
+"""Keys and shapes of granite, mistral3, glm4moe, minimax-m2, lfm2 and deepseek2 that their fixtures do not have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import FIXTURES
+from rewrite import rewrite
+
+from pyspec.cuda.ops.moe.ref import RouteSpec, choose
+from pyspec.errors import BadGGUF, BadTensors, ModelError
+from pyspec.gguf import open_gguf
+from pyspec.models import read_config
+from pyspec.models.blocks.attention import Attention
+from pyspec.models.blocks.mla import Mla
+from pyspec.models.blocks.mlp import Mlp
+from pyspec.models.blocks.moe import Experts
+from pyspec.models.blocks.short_conv import ShortConv
+from pyspec.models.rope import NO_ROPE, QueryTemperature
+from pyspec.models.spec import ModelSpec
+from pyspec.models.wants import check_tensors
+
+CPU = torch.device("cpu")
+
+
+def spec_of(path: Path) -> ModelSpec:
+    with open_gguf(path) as file:
+        config = read_config(file)
+        check_tensors(file, config.tensors(file))
+    assert isinstance(config, ModelSpec)
+    return config
+
+
+def changed(name: str, path: Path, **keys: object) -> ModelSpec:
+    own = {f"{name}.{key.replace('__', '.')}": value for key, value in keys.items()}
+    return spec_of(rewrite(FIXTURES / f"{name}.gguf", path, change=own))
+
+
+def attention(spec: ModelSpec, block: int = 0) -> Attention:
+    part = spec.blocks[block].parts[0].spec
+    assert isinstance(part, Attention)
+    return part
+
+
+def test_factors_of_granite_are_one_where_the_file_has_zero(tmp_path: Path) -> None:
+    spec = spec_of(FIXTURES / "granite.gguf")
+    assert (spec.embed_factor, spec.logit_factor) == (12.0, 1 / 8)
+    assert {part.factor for part in spec.blocks[0].parts} == {pytest.approx(0.22)}
+    spec = changed("granite", tmp_path / "m.gguf", embedding_scale=0.0, residual_scale=0.0)
+    assert spec.embed_factor == 1.0 and {part.factor for part in spec.blocks[0].parts} == {1.0}
+
+
+def test_a_rope_that_was_not_trained_is_none(tmp_path: Path) -> None:
+    spec = changed("granite", tmp_path / "m.gguf", rope__scaling__finetuned=False)
+    assert attention(spec).rope == NO_ROPE
+
+
+@pytest.mark.parametrize("scale", [None, 0.0, -1.0])
+def test_granite_without_a_scale_of_logits_is_refused(scale: float | None, tmp_path: Path) -> None:
+    with pytest.raises((ModelError, BadGGUF), match="logit_scale"):
+        changed("granite", tmp_path / "m.gguf", logit_scale=scale)
+
+
+def test_mistral3_reads_its_ramp_and_length(tmp_path: Path) -> None:
+    own = attention(spec_of(FIXTURES / "mistral3.gguf")).rope
+    assert own.scaling.length == 1.0 and own.queries == QueryTemperature(pytest.approx(0.1), 16)
+    keys = {"rope__scaling__yarn_beta_fast": 4.0, "rope__scaling__yarn_log_multiplier": 0.0}
+    other = attention(changed("mistral3", tmp_path / "m.gguf", **keys)).rope
+    assert other.scaling.turns == (4.0, 1.0)
+    assert other.scaling.length == pytest.approx(1 + 0.1 * math.log(16))
+    assert (
+        attention(
+            changed("mistral3", tmp_path / "n.gguf", attention__temperature_scale=0.0)
+        ).rope.queries
+        is None
+    )
+
+
+def test_queries_are_as_they_are_within_the_old_context() -> None:
+    got = QueryTemperature(0.1, 16).factors(torch.tensor([0, 15, 16, 31, 32, 1_000_000]))
+    want = [1 + 0.1 * math.log(p // 16 + 1) for p in (0, 15, 16, 31, 32, 1_000_000)]
+    assert got.tolist() == pytest.approx(want) and got[:2].tolist() == [1.0, 1.0]
+
+
+def test_mistral3_may_have_experts(tmp_path: Path) -> None:
+    rng, names = np.random.default_rng(1), ("gate", "up")
+    new: dict[str, np.ndarray] = {}
+    for i in range(3):
+        new |= {
+            f"blk.{i}.ffn_{x}_exps.weight": rng.standard_normal((4, 32, 32)) for x in (*names, "down")
+        }
+        new[f"blk.{i}.ffn_gate_inp.weight"] = rng.standard_normal((4, 32))
+    keys = {"mistral3.expert_count": 4, "mistral3.expert_used_count": 2}
+    path = rewrite(FIXTURES / "mistral3.gguf", tmp_path / "m.gguf", change=keys, add=new)
+    feed = spec_of(path).blocks[0].parts[1].spec
+    assert feed == Experts(4, 2, 32)
+
+
+def test_blocks_of_glm_are_dense_first_and_its_mtp_block_is_none_of_them(tmp_path: Path) -> None:
+    name = FIXTURES / "glm4moe.gguf"
+    plain = spec_of(name)
+    kinds = [type(block.parts[1].spec) for block in plain.blocks]
+    assert kinds == [Mlp, Experts, Experts] and plain.n_nextn == 0
+    with open_gguf(name) as file:
+        last = {
+            tensor.replace("blk.2.", "blk.3."): file.raw(tensor).view("<f4").reshape(info.shape)
+            for tensor, info in file.tensors.items()
+            if tensor.startswith("blk.2.")
+        }
+    n = plain.n_embd
+    last |= {f"blk.3.nextn.{x}.weight": np.ones(n) for x in ("enorm", "hnorm", "shared_head_norm")}
+    last["blk.3.nextn.eh_proj.weight"] = np.random.default_rng(1).standard_normal((n, 2 * n)) / 8
+    keys = {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
+    path = rewrite(name, tmp_path / "m.gguf", change=keys, add=last)
+    whole = spec_of(path)
+    assert whole.blocks == plain.blocks and whole.n_nextn == 1 and whole.mtp is not None
+    with open_gguf(path) as file:
+        check_tensors(file, whole.mtp.tensors(file, file))
+    trunk = rewrite(name, tmp_path / "n.gguf", change=keys)
+    assert spec_of(trunk).n_layer == 3, "a file without the block counts it all the same"
+
+
+def test_an_unset_router_of_minimax_is_a_sigmoid(tmp_path: Path) -> None:
+    spec = changed("minimax-m2", tmp_path / "m.gguf", expert_gating_func=None)
+    assert spec == spec_of(FIXTURES / "minimax-m2.gguf")
+    with pytest.raises(ModelError, match="expert_gating_func is 3"):
+        changed("minimax-m2", tmp_path / "n.gguf", expert_gating_func=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("minimax-m2", "blk.1.exp_probs_b.bias"),
+        ("minimax-m2", "output.weight"),
+        ("minimax-m2", "blk.0.attn_k_norm.weight"),
+        ("glm4moe", "blk.2.exp_probs_b.bias"),
+        ("lfm2moe", "token_embd_norm.weight"),
+        ("lfm2moe", "blk.0.shortconv.conv.weight"),
+        ("deepseek2", "blk.1.attn_v_b.weight"),
+        ("granite", "blk.1.ffn_norm.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named(name: str, tensor: str, tmp_path: Path) -> None:
+    path = rewrite(FIXTURES / f"{name}.gguf", tmp_path / "m.gguf", drop=lambda each: each == tensor)
+    with pytest.raises(BadTensors, match=f"{tensor}: missing"):
+        spec_of(path)
+
+
+def test_blocks_of_lfm2_without_key_heads_are_convolutions(tmp_path: Path) -> None:
+    spec = spec_of(FIXTURES / "lfm2moe.gguf")
+    kinds = [type(block.parts[0].spec) for block in spec.blocks]
+    assert kinds == [ShortConv, ShortConv, Attention, ShortConv, Attention]
+    assert [attention(spec, i).shape.n_kv_head for i in (2, 4)] == [2, 1]
+    near = changed("lfm2moe", tmp_path / "m.gguf", attention__sliding_window=8)
+    assert [attention(near, i).window for i in (2, 4)] == [8, 8]
+    rng, dense = np.random.default_rng(1), {}
+    for i in range(2, 5):
+        shapes = {"gate": (32, 32), "up": (32, 32), "down": (32, 32)}
+        dense |= {f"blk.{i}.ffn_{x}.weight": rng.standard_normal(shape) for x, shape in shapes.items()}
+    keys = {f"lfm2.{key}": None for key in ("expert_count", "leading_dense_block_count")}
+    path = rewrite(
+        FIXTURES / "lfm2moe.gguf",
+        tmp_path / "n.gguf",
+        arch="lfm2",
+        change=keys,
+        drop=lambda name: "exps" in name or "gate_inp" in name or "exp_probs" in name,
+        add=dense,
+    )
+    feeds = [block.parts[1].spec for block in spec_of(path).blocks]
+    assert feeds == [Mlp(32)] * 5
+
+
+def test_scores_of_deepseek2_are_multiplied_by_yarn(tmp_path: Path) -> None:
+    def scale(spec: ModelSpec) -> float:
+        part = spec.blocks[0].parts[0].spec
+        assert isinstance(part, Mla) and part.rope.scaling.length == 1.0
+        return part.scale
+
+    assert scale(spec_of(FIXTURES / "deepseek2.gguf")) == pytest.approx(
+        (1 + 0.1 * math.log(40)) ** 2 / 4
+    )
+    plain = changed("deepseek2", tmp_path / "m.gguf", rope__scaling__type="none")
+    assert scale(plain) == pytest.approx(1 / 4)
+    with pytest.raises(ModelError, match="key_length_mla"):
+        changed("deepseek2", tmp_path / "n.gguf", attention__key_length_mla=None)
+
+
+def test_experts_are_chosen_of_the_best_groups() -> None:
+    """A group's score is the sum of its two best, with the bias; weights are without it."""
+    spec = RouteSpec(CPU, 8, 6, 2, "sigmoid", renorm=False, biased=True, n_group=3, n_group_used=1)
+    logits = torch.tensor([[9.0, -2.0, 1.0, 1.0, 0.0, 0.0]])
+    ids, weights = choose(logits, spec, torch.tensor([0.0, 0.0, 0.0, 0.0, 0.5, 0.6]))
+    assert ids.tolist() == [[5, 4]], "groups score 1.12, 1.46 and 2.1"
+    assert weights.tolist() == [[0.5, 0.5]]
+    two = replace(spec, n_group_used=2)
+    ids, _ = choose(logits, two, torch.tensor([0.0, 0.0, 0.0, 0.0, 0.5, 0.6]))
+    assert ids.tolist() == [[5, 4]]
+    ids, _ = choose(logits, two, torch.zeros(6))
+    assert ids.tolist() == [[0, 2]]
+
+
+@pytest.mark.parametrize("groups", [(3, 1), (4, 0), (2, 3)])
+def test_groups_that_mean_nothing_are_refused(groups: tuple[int, int]) -> None:
+    with pytest.raises(ModelError, match="groups"):
+        Experts(8, 2, 16, groups=groups)
+    with pytest.raises(ModelError, match="have fewer"):
+        Experts(8, 3, 16, groups=(4, 1))
