@@ -22,10 +22,10 @@ from pyspec.cuda.ops.rope_kv.ref import rotate
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 from pyspec.models.cuts import Cut, Units
+from pyspec.models.matrices import sum_of
 from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.rope import RopeSpec
 from pyspec.models.wants import Want
-from pyspec.models.weights import sum_of
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.memory import KV
 from pyspec.slots.parts import LayerParts, Paged

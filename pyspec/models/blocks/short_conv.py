@@ -14,9 +14,9 @@ from pyspec.cuda.ops.short_conv.op import short_conv
 from pyspec.cuda.ops.short_conv.ref import ShortConvSpec, flush
 from pyspec.cuda.ops.short_conv.shape import ShortConvShape
 from pyspec.models.cuts import Cut, Units
+from pyspec.models.matrices import sum_of
 from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.wants import Want
-from pyspec.models.weights import sum_of
 from pyspec.slots.memory import STATE
 from pyspec.slots.parts import LayerParts, Recurrent
 
