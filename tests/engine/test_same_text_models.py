@@ -100,7 +100,7 @@ CASES = [
     *((kind, np) for kind in ("suffix", "mtp-suffix", "dflash-suffix", "suffix-gemma3") for np in (1, 2, 5, 8, 10)),
     *((f"mtp{n}-deepseek4", np) for n in range(1, 6) for np in (1, 2, 4, 8)),
     *((kind, 3) for kind in ("liar-deepseek4", "fickle-deepseek4")),
-    *((f"ngram-{name}", np) for name in ADDED for np in (1, 2, 4)),
+    *((f"ngram-{name}", np) for name in ADDED for np in (1, 2, 4, 8)),
     *((kind, 3) for kind in ("liar-gemma3", "fickle-gemma3")),
     *((kind, 3) for kind in ("none", "dflash-fork", "sidecar", "oracle-hybrid", "wild-hybrid", "broken-hybrid", "fickle-llama")),
 ]  # fmt: skip
