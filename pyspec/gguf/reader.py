@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import numpy as np
 
 from pyspec.errors import BadGGUF, ModelError
 from pyspec.gguf.fields import Fields
+from pyspec.gguf.read_ahead import ReadAhead
 from pyspec.gguf.shard import Shard, TensorInfo, read_shard
 from pyspec.gguf.types import file_type_name
 from pyspec.ranges import quoted
@@ -105,6 +107,7 @@ class GGUFFile:
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(_numbered(shards))
         self.fields = Fields(self.metadata, f"{path}: ")
         self._sources = [s.source for s in shards]
+        self._ahead: ReadAhead | None = None
 
     def __enter__(self) -> GGUFFile:
         return self
@@ -122,6 +125,7 @@ class GGUFFile:
 
     def close(self) -> None:
         """Close the files. Safe to repeat."""
+        self.end_ahead()
         for source in self._sources:
             source.close()
 
@@ -131,6 +135,19 @@ class GGUFFile:
         is_inside = 0 <= first <= info.n_bytes - out.size
         assert out.dtype == np.uint8 and is_inside, f"{name}: {first} + {out.size} bytes"
         self._sources[info.shard].read_into(info.offset + first, out)
+
+    def begin_ahead(self) -> None:
+        """Read the tensors ahead on a thread, each into memory of its own, until `end_ahead`."""
+        self._ahead = ReadAhead(self.tensors, self.read_into)
+
+    def read_ahead(self, name: str) -> mmap.mmap | None:
+        """A tensor's bytes if they were read ahead. Each is given once."""
+        return None if self._ahead is None else self._ahead.take(name)
+
+    def end_ahead(self) -> None:
+        """Read nothing more ahead, and free what was not asked for. Safe to repeat."""
+        if self._ahead is not None:
+            self._ahead.close()
 
     def raw(self, name: str) -> np.ndarray:
         """[n_bytes] uint8: a copy of the tensor's bytes."""

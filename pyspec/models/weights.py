@@ -44,6 +44,7 @@ from pyspec.models.matrices import (
 )
 from pyspec.models.upload import Upload
 from pyspec.models.wants import Want, scale_of
+from pyspec.slots.mapped import of_pages
 
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 UNPACK = 1 << 24  # weights unpacked at once
@@ -131,10 +132,16 @@ class Weights:
         if share is not None:
             return self._upload(n_byte, partial(share.read_into, self.file))
         if self.device.type != "cpu" or own not in HEADS:
-            return self._upload(n_byte, partial(self.file.read_into, own))
+            return self._whole(own, n_byte)
         if own not in self._tables:  # on a CPU the embedding and a tied head read the same bytes
-            self._tables[own] = self._upload(n_byte, partial(self.file.read_into, own))
+            self._tables[own] = self._whole(own, n_byte)
         return self._tables[own]
+
+    def _whole(self, own: str, n_byte: int) -> Tensor:
+        """A tensor by its name in the file."""
+        if self.device.type == "cpu" and (pages := self.file.read_ahead(own)) is not None:
+            return of_pages(pages)
+        return self._upload(n_byte, partial(self.file.read_into, own))
 
     def _scale(self, name: str) -> float:
         """NVFP4's second-level scale, a sidecar tensor that multiplies the product."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 from math import prod
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+
+from pyspec.heap import own_pages
 
 LEAST = 256 << 10  # bytes of a piece; for smaller ones the C library wastes less than whole pages do
 MOST = 16 << 10  # pieces: a Linux process may have 65,530 mappings, and needs some for other things
@@ -21,19 +22,26 @@ _PIECES: WeakSet[mmap.mmap] = WeakSet()
 
 
 def mapped(n_bytes: int, *, huge: bool = False) -> Tensor:
-    """[n_bytes] uint8 of zeros on the host. huge: in pages of two MiB where the system has them, for memory that is written as a whole."""
+    """[n_bytes] uint8 of zeros on the host. huge: as of `own_pages`."""
     if n_bytes < LEAST or len(_PIECES) >= MOST:
-        return torch.zeros(n_bytes, dtype=torch.uint8)
+        return _small(n_bytes)
     try:
-        # shared ones would stay with a forked child
-        piece = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return of_pages(own_pages(n_bytes, huge=huge))
     except OSError:  # the system has no more mappings; use the C library's memory
-        return torch.zeros(n_bytes, dtype=torch.uint8)
-    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            piece.madvise(mmap.MADV_HUGEPAGE)
+        return _small(n_bytes)
+
+
+def of_pages(piece: mmap.mmap) -> Tensor:
+    """[n] uint8 over all of `own_pages`, which counts as one of the pieces from now on."""
     _PIECES.add(piece)
     return torch.frombuffer(piece, dtype=torch.uint8)
+
+
+def _small(n_bytes: int) -> Tensor:
+    """Zeros from the C library. numpy writes them, because torch would wake all its threads for 32 KiB."""
+    made = torch.empty(n_bytes, dtype=torch.uint8)
+    made.numpy().fill(0)
+    return made
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -52,6 +52,7 @@ from pyspec.engine.plan.planned_bytes import (
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.engine.recommended import recommended
+from pyspec.gguf import GGUFFile
 from pyspec.gguf.types import file_type_words
 from pyspec.models.gathered import Gathered
 from pyspec.models.target import Target
@@ -86,9 +87,12 @@ class Loaded:
     kernels: KernelContext = field(default_factory=KernelContext)  # for the thread that runs the loop
 
 
-def load(path: Path, settings: EngineSettings, *, is_isolated: bool = False) -> Loaded:
+def load(
+    path: Path, settings: EngineSettings, *, is_isolated: bool = False, file: GGUFFile | None = None
+) -> Loaded:
     """Load a model and its drafter into a loop. Every refusal is a PyspecError with its reason, before anything is allocated.
 
+    file         as of `describe`
     is_isolated  as of `describe`; and kernels that passed their check in an earlier process are not checked again
     """
     n_thread = settings.threads if settings.threads > 0 else torch.get_num_threads()
@@ -97,14 +101,14 @@ def load(path: Path, settings: EngineSettings, *, is_isolated: bool = False) -> 
         tiers, settings.exact, demoted, n_thread, is_isolated, settings.cpu_activations
     )
     with within(kernels):
-        loaded = _load(path, settings, is_isolated)
+        loaded = _load(path, settings, is_isolated, file)
         # with several ranks each has fewer
         return replace(loaded, kernels=replace(kernels, n_thread=torch.get_num_threads()))
 
 
-def _load(path: Path, settings: EngineSettings, is_isolated: bool) -> Loaded:
+def _load(path: Path, settings: EngineSettings, is_isolated: bool, file: GGUFFile | None) -> Loaded:
     began = time.perf_counter()
-    d = widened(describe(path, settings, is_isolated=is_isolated))
+    d = widened(describe(path, settings, is_isolated=is_isolated, file=file))
     if d.template is not None and not is_isolated:
         d.template.warm()
     log.info("description: %.1f s", time.perf_counter() - began)
@@ -125,7 +129,9 @@ def _load(path: Path, settings: EngineSettings, is_isolated: bool) -> Loaded:
         ranks = Ranks(d.settings.tp) if d.settings.tp > 1 else None
         preparation = _prepare(d, plan)
         try:
-            return build(d, plan, ranks, preparation, before)
+            built = build(d, plan, ranks, preparation, before)
+            d.file.end_ahead()
+            return built
         except BaseException:
             if ranks is not None:
                 ranks.close()

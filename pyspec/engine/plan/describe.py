@@ -120,14 +120,20 @@ class Description:
 
 
 def describe(
-    path: Path, settings: EngineSettings, assumed: AssumedGpu | None = None, *, is_isolated: bool = False
+    path: Path,
+    settings: EngineSettings,
+    assumed: AssumedGpu | None = None,
+    *,
+    is_isolated: bool = False,
+    file: GGUFFile | None = None,
 ) -> Description:
     """Open, check, decide. Every refusal is a PyspecError with the reason.
 
+    file         `path`, if it is open already
     is_isolated  the program's process builds the tokenizer, too, and refuses a vocabulary that can not be used
     """
     device = torch.device("cuda") if assumed is not None else pick_device(settings.device)
-    file = open_gguf(path)
+    file = open_gguf(path) if file is None else file
     draft_file = open_gguf(settings.draft_path) if settings.draft_path is not None else None
     check_is_target(file, path)
     config = read_config(file)

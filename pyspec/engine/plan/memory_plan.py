@@ -12,6 +12,7 @@ import torch
 from pyspec.cuda.packed_cpu import runs_experts, runs_packed
 from pyspec.errors import DoesNotFit
 from pyspec.gguf import GGUFFile
+from pyspec.gguf.read_ahead import held_bytes
 from pyspec.models.wants import WHOLE
 from pyspec.models.weight_bytes import row_bytes, weight_bytes
 from pyspec.slots.arena import PROMPTS
@@ -103,14 +104,14 @@ def size(n: float) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated on the device."""
+    """Memory that can still be allocated on the device. Weights that were read ahead of their plan count as free."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+                return int(line.split()[1]) * 1024 + held_bytes()
     return 8 << 30  # an unknown system: assume a small machine rather than an endless one
 
 

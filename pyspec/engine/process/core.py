@@ -27,6 +27,7 @@ from pyspec.engine.loop.slot_actions import SlotActions
 from pyspec.engine.loop.slot_task import SlotTask
 from pyspec.engine.policy.evict import evict_for
 from pyspec.errors import PyspecError, QueueFull, Unavailable
+from pyspec.gguf import GGUFFile
 from pyspec.heap import give_back_memory
 from pyspec.repeats import limited
 from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SlotInfo, Started
@@ -137,11 +138,15 @@ class EngineCore:
         *,
         hand_over: Callable[[Due], None] | None = None,
         on_death: Callable[[PyspecError], None] | None = None,
+        file: GGUFFile | None = None,
     ) -> EngineCore:
-        """Load a model from a file into a core. Kernels that failed in an earlier engine are left out."""
+        """Load a model from a file into a core. Kernels that failed in an earlier engine are left out.
+
+        file  the same file, if it is open already
+        """
         _refuse_fork()
         core = cls(
-            load(path, settings, is_isolated=hand_over is not None),
+            load(path, settings, is_isolated=hand_over is not None, file=file),
             hand_over=hand_over,
             on_death=on_death,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import resource
@@ -42,6 +43,7 @@ from pyspec.engine.messages import (
     pack,
     portable,
 )
+from pyspec.engine.process.early import EarlyLoad
 from pyspec.errors import PyspecError
 from pyspec.request import Event, Failed
 from pyspec.slot_action import SlotAnswer
@@ -49,6 +51,7 @@ from pyspec.streams import fill_in
 
 if TYPE_CHECKING:
     from pyspec.engine.process.core import Due, EngineCore
+    from pyspec.gguf import GGUFFile
 
 log = logging.getLogger("pyspec.engine.process.engine_main")  # this file runs as the main module
 
@@ -72,15 +75,24 @@ class EngineMain:
         """Run until the parent is gone."""
         began = time.perf_counter()
         checker.begin()  # its processes import while this one does
-        import pyspec.engine.process.core  # noqa: F401 - imports that a load needs, before it is asked for
+        gc.disable()  # a load makes a million objects that stay
+        early = EarlyLoad(self.link.receive)
+        # imports that a load needs, before it is asked for; those without torch while its library is loaded
+        import pyspec.text.tokenizer  # noqa: F401
+        import pyspec.text.template  # noqa: F401, I001
+        import pyspec.engine.process.core  # noqa: F401
 
-        message = self.link.receive()
+        early.wait()
+        message = early.message
         if not isinstance(message, Load):
             return
         log_to(self.link, message.log_level)
         log.info("imports: %.1f s", time.perf_counter() - began)
-        if not self.load(message):
+        if not self.load(message, early.file):
             return
+        early.file = None
+        gc.freeze()
+        gc.enable()
         assert self.core is not None
         while (message := self.link.receive()) is not None:
             if isinstance(message, Submit):
@@ -92,8 +104,11 @@ class EngineMain:
             elif isinstance(message, ActOnSlot):
                 self.core.act_on_slot(message.action, partial(self.acted, message.number))
 
-    def load(self, message: Load) -> bool:
-        """Load a model and send Ready, or the reason for a failure. Returns False if nothing was loaded."""
+    def load(self, message: Load, file: GGUFFile | None = None) -> bool:
+        """Load a model and send Ready, or the reason for a failure. Returns False if nothing was loaded.
+
+        file  the model, if it is open already
+        """
         from pyspec.cuda.examine import EXAMINATION
         from pyspec.engine.process.core import EngineCore
 
@@ -104,7 +119,11 @@ class EngineMain:
         try:
             with progress.listening(self.send_stage):
                 self.core = EngineCore.load(
-                    message.path, settings, hand_over=self.hand_over, on_death=self.die
+                    message.path,
+                    settings,
+                    hand_over=self.hand_over,
+                    on_death=self.die,
+                    file=file,
                 )
         except PyspecError as e:
             self.link.send(LoadRefused(portable(e), EXAMINATION.under_way))
