@@ -10,6 +10,8 @@ import ctypes
 import logging
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any, Protocol
 
@@ -91,7 +93,7 @@ class Tape:
     def replay(self) -> None:
         lib = compiled()
         assert isinstance(lib, ctypes.CDLL), "a tape has calls of its kernels"
-        lib.pyspec_replay(self._steps, len(self.calls), torch.get_num_threads())
+        lib.pyspec_replay(self._steps, len(self.calls), n_thread())
 
 
 class _Recording(threading.local):
@@ -99,6 +101,34 @@ class _Recording(threading.local):
 
 
 here = _Recording()
+
+
+class _Threads(threading.local):
+    n = 0
+
+
+_threads = _Threads()
+
+
+def n_thread() -> int:
+    """Threads of a kernel's call: torch's number on this thread, or that before `torch_alone`."""
+    return _threads.n or torch.get_num_threads()
+
+
+@contextmanager
+def torch_alone() -> Iterator[None]:
+    """Within the block torch's ops run on this thread alone, and kernels on as many threads as before.
+
+    For small ops while other programs need the cores: torch's threads spin for each other, and a load took five times as long.
+    """
+    before, kept = torch.get_num_threads(), _threads.n
+    _threads.n = n_thread()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _threads.n = kept
 
 
 class CpuKernel:
@@ -122,7 +152,7 @@ class CpuKernel:
         if here.tape is not None:
             here.tape.add(address, packed, args)
             return
-        self._run(address, packed, torch.get_num_threads())
+        self._run(address, packed, n_thread())
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

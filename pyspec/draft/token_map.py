@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
-from pyspec.text.vocab import CONTROL, UNUSED, eog_ids, read_ids, read_tokens, read_types, token_bytes
+from pyspec.text.vocab import CONTROL, UNUSED, eog_ids, places, read_ids, read_tokens, read_types, token_bytes
 
 LEAST_SHARE = 0.5  # of the target's tokens whose text the draft model has, to be worth a draft
 FIRST = 5  # ids below are special ones that may differ, as in llama.cpp
@@ -52,13 +52,14 @@ class TokenTexts:
         fields = file.fields
         model, tokens = fields.label("tokenizer.ggml.model"), read_tokens(fields)
         kinds = read_types(fields, tokens)
+        ids = read_ids(fields, model, len(tokens))
         keys = [
             (True, text.encode("utf-8", "surrogateescape"))
             if kind in APART
             else (False, token_bytes(text, kind, model))
             for text, kind in zip(tokens, kinds, strict=True)
         ]
-        return cls(n, tokens, keys, eog_ids(tokens, read_ids(fields, model, len(tokens))))
+        return cls(n, tokens, keys, eog_ids(tokens, places((CONTROL,), kinds), ids))
 
     def ids(self) -> dict[Key, int]:
         """The first token of each meaning."""

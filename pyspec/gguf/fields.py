@@ -335,7 +335,7 @@ class Fields:
         """An array of texts, unchanged: bytes that are not UTF-8 are lone surrogates. The file must have it."""
         self._is_given(name, REQUIRED)
         value = self.metadata[self.key(name)]
-        if not isinstance(value, list) or not all(type(x) is str for x in value):
+        if not isinstance(value, list) or not set(map(type, value)) <= {str}:
             raise self.bad(name, f"is {shown(_described(value))}; want an array of texts")
         return value
 

@@ -33,6 +33,7 @@ from pyspec.text.vocab import (
     eog_ids,
     fim_marks,
     number_of_tokens,
+    places,
     read_ids,
     read_scores,
     read_tokens,
@@ -78,9 +79,10 @@ class Tokenizer:
         self.n_vocab = len(tokens)
         self._tokens, self._types, self._make = tokens, types, make
         self.bos_id, self.eos_id = ids.get("bos"), ids.get("eos")
-        self.eog = eog_ids(tokens, ids)
-        self.fim = fim_marks(tokens, ids)
-        self.special = frozenset(i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN))
+        control = places((CONTROL, UNKNOWN), types)
+        self.eog = eog_ids(tokens, control, ids)
+        self.fim = fim_marks(tokens, control, ids)
+        self.special = frozenset(control)
         self._built: dict[tuple[bool, bool], HF] = {}
         self._known: dict[int, bytes] = {}
 
@@ -113,9 +115,8 @@ class Tokenizer:
             raise BadTokenizer(f"pre-tokenizer {quoted(pre)} is unknown; {rest}")
         tokens = read_tokens(fields)
         types = read_types(fields, tokens)
-        for text, kind in zip(tokens, types, strict=True):
-            if kind == BYTE:
-                byte_value(text)
+        for i in places((BYTE,), types) if BYTE in types else ():
+            byte_value(tokens[i])
         unread = [fields]
 
         @cache

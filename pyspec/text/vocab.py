@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, count
 
 from pyspec.errors import BadTokenizer
 from pyspec.gguf.fields import Fields
@@ -61,12 +62,21 @@ BYTE_CHARS = byte_chars()
 CHAR_BYTES = {c: b for b, c in BYTE_CHARS.items()}
 
 
+def places(wanted: Collection[object], values: Sequence[object]) -> list[int]:
+    """Indices of the values that are wanted. No Python runs for each: vocabularies have 250,000 tokens, and every start reads one."""
+    return list(compress(count(), map(frozenset(wanted).__contains__, values)))
+
+
 def read_tokens(fields: Fields) -> list[str]:
     """Texts by id, all distinct. Empty texts, which files use as padding, get a name, as in llama.cpp."""
-    tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(fields.strings("tokenizer.ggml.tokens"))]
+    tokens = fields.strings("tokenizer.ggml.tokens")
     if not tokens:
         raise fields.bad("tokenizer.ggml.tokens", "is empty")
-    if len(set(tokens)) != len(tokens):
+    distinct = set(tokens)
+    if "" in distinct:
+        tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(tokens)]
+        distinct = set(tokens)
+    if len(distinct) != len(tokens):
         table = {t: i for i, t in enumerate(tokens)}
         first = next(i for i, t in enumerate(tokens) if table[t] != i)
         text = quoted(tokens[first])
@@ -88,12 +98,13 @@ def number_of_tokens(fields: Fields) -> int:
 
 
 def read_types(fields: Fields, tokens: Sequence[str]) -> list[int]:
-    """The type of each token: one of the constants above."""
+    """The type of each token: one of the constants above. Tokens with the texts of CONTROL_TEXTS are control tokens."""
     name, n = "tokenizer.ggml.token_type", len(tokens)
     kinds = fields.integers(name, n) if name in fields else [NORMAL] * n
-    for i in [i for i, text in enumerate(tokens) if text in CONTROL_TEXTS]:
+    for i in places(CONTROL_TEXTS, tokens):
         kinds[i] = CONTROL
-    for i, text in enumerate(tokens):
+    is_long = max(map(len, tokens), default=0) > MATCHED_CHARS
+    for i, text in enumerate(tokens if is_long else ()):
         if len(text) > MATCHED_CHARS and kinds[i] in MATCHED:
             raise BadTokenizer(
                 f"token {i} is matched in the text as it is and has {len(text)} characters; "
@@ -146,20 +157,27 @@ class FimMarks:
     sep: int | None = None  # before a file's name
 
 
-def fim_marks(tokens: Sequence[str], ids: Mapping[str, int | None]) -> FimMarks:
-    """The file's ids, else the first token with a known text."""
+def fim_marks(
+    tokens: Sequence[str], control: Iterable[int], ids: Mapping[str, int | None]
+) -> FimMarks:
+    """The file's ids, else the first token with a known text. control: of `read_types`, ascending."""
     found = {name: ids.get(f"fim_{name}") for name in FIM_TEXTS}
-    for i in [i for i, text in enumerate(tokens) if text in CONTROL_TEXTS]:
+    for i in control:
         for name, texts in FIM_TEXTS.items():
             if found[name] is None and tokens[i] in texts:
                 found[name] = i
     return FimMarks(**found)
 
 
-def eog_ids(tokens: Sequence[str], ids: Mapping[str, int | None]) -> frozenset[int]:
-    """Ids that end generation. `<|end|>` ends only a message if the vocabulary has tokens that end the answer."""
+def eog_ids(
+    tokens: Sequence[str], control: Iterable[int], ids: Mapping[str, int | None]
+) -> frozenset[int]:
+    """Ids that end generation. `<|end|>` ends only a message if the vocabulary has tokens that end the answer.
+
+    control: as of `fim_marks`
+    """
     named = {ids.get(k) for k in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")}
-    texts = {t: i for i, t in enumerate(tokens) if t in EOG_TEXTS}
+    texts = {tokens[i]: i for i in control if tokens[i] in EOG_TEXTS}
     if {"<|return|>", "<|call|>"} <= texts.keys() or {"<|calls|>", "<|flush|>"} <= texts.keys():
         texts.pop("<|end|>", None)
     return frozenset(i for i in named | set(texts.values()) if i is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from pyspec import draft, progress
 from pyspec.config import EngineSettings
 from pyspec.cpu.kernels import missing as missing_on_cpu
+from pyspec.cpu.kernels import torch_alone
 from pyspec.cuda import checker, prepare, registry, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.kernel_context import KernelContext, within
@@ -161,13 +162,13 @@ def build(
     table = d.table()
     shared = None if ranks is None else begin_ranks(d, plan, ranks)
     memory = allocate(d.own.parts(), d.sizes, d.device)
-    with _timed("weights", d.device, release=True):
+    with _timed("weights", d.device, release=True), _few_threads(d):
         cuts = cuts_of(d.config.tensors(d.file))
         weights = Weights(d.file, d.device, d.dense, wide=plan.wide > 0, ranks=shared, cuts=cuts)
         target = d.config.build(weights, memory)
         if ranks is not None:
             memory = lead_ranks(target, memory, ranks)
-    with _timed("drafter", d.device, release=True):
+    with _timed("drafter", d.device, release=True), _few_threads(d):
         drafter = _bind_drafter(d, plan, target, table)
     loop = _loop(d, target, memory, table, drafter)
     log.info("%s", d.draft.note)
@@ -196,6 +197,11 @@ def build(
         checker.close()  # ends the child that checks kernels, with its GPU memory
         log_use()
     return Loaded(loop, d.tokenizer, d.template, info_of(d, plan), ranks)
+
+
+def _few_threads(d: Description) -> AbstractContextManager[None]:
+    """Weights that stay packed are read and checked, and nothing large runs."""
+    return nullcontext() if d.is_cuda or d.dense is not None else torch_alone()
 
 
 def _log_use(device: torch.device, plan: MemoryPlan, before: tuple[int, int, int] | None) -> None:
