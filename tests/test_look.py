@@ -369,7 +369,7 @@ def test_a_server_looks_in_a_process_of_its_own(
     }
     monkeypatch.setenv("HF_ENDPOINT", there.url)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("pyspec.engine.process.process.start_ahead", lambda: None)
+    monkeypatch.setattr("pyspec.engine.process.ahead.start_ahead", lambda: None)
     monkeypatch.setattr(
         "pyspec.engine.plan.look.look", lambda *args: pytest.fail("in the server's process")
     )

@@ -50,6 +50,10 @@ COMMANDS = {
     ),
 }
 """Module and help line of each command. The help lines are repeated here so that `--help` imports no command."""
+AHEAD = "server"
+"""The command whose engine runs in a process of its own, which imports while this one does."""
+NO_ENGINE = frozenset(["-h", "--help", "--version", "--list-devices", "--in-process"])
+"""With one of these words the command needs no such process."""
 BELOW = {("bench", "compare"): "pyspec.cli.compare:compare"}
 """Subcommands of a command that also runs by itself."""
 INTERRUPTED = 130  # the exit status that a shell reports for Ctrl-C
@@ -88,6 +92,11 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if (words := tuple(args[:2])) in BELOW:
             return " ".join(words), _load(BELOW[words]), args[2:]
+        if args[0] == AHEAD and not ctx.resilient_parsing and NO_ENGINE.isdisjoint(args):
+            from pyspec.engine.process.ahead import end_ahead, start_ahead
+
+            start_ahead()
+            ctx.call_on_close(end_ahead)
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as e:

@@ -220,7 +220,7 @@ def server(
     """
     from pyspec.cli.logs import set_up
     from pyspec.cli.running import enter, leave
-    from pyspec.engine.process.process import end_ahead, start_ahead
+    from pyspec.engine.process.ahead import end_ahead, start_ahead
     from pyspec.server.http.listen import listen, url_of
     from pyspec.text.markup.dialect import dialect_reason
 
@@ -235,7 +235,9 @@ def server(
     settings.check()
     engine.choice.check()
     engine.choice.locate()  # before anything listens or loads
-    if not flags.in_process:
+    if flags.in_process:
+        end_ahead()
+    else:
         start_ahead()
 
     entered: list[Path | None] = []

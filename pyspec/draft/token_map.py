@@ -13,7 +13,16 @@ from dataclasses import dataclass
 
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
-from pyspec.text.vocab import CONTROL, UNUSED, eog_ids, places, read_ids, read_tokens, read_types, token_bytes
+from pyspec.text.vocab import (
+    CONTROL,
+    UNUSED,
+    eog_ids,
+    places,
+    read_ids,
+    read_tokens,
+    read_types,
+    token_bytes,
+)
 
 LEAST_SHARE = 0.5  # of the target's tokens whose text the draft model has, to be worth a draft
 FIRST = 5  # ids below are special ones that may differ, as in llama.cpp

@@ -7,11 +7,9 @@ unpickling reads only our own data.
 
 from __future__ import annotations
 
-import os
 import pickle
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -332,17 +330,3 @@ class Link:
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()  # the file in `receive` keeps the descriptor until it has read the end
-
-
-def pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of one link; the second one is for the engine process."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-
-
-def child_environment() -> dict[str, str]:
-    """The environment of a child process of this program: it imports from our search path, pyspec first."""
-    ours = str(Path(__file__).parents[2])
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys([ours, *(p for p in sys.path if p)])),
-    }

@@ -25,7 +25,9 @@ class ReadAhead:
     read    (name, out [n] uint8) -> None: fills `out` with a tensor's bytes
     """
 
-    def __init__(self, tensors: Mapping[str, TensorInfo], read: Callable[[str, np.ndarray], None]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, TensorInfo], read: Callable[[str, np.ndarray], None]
+    ) -> None:
         large = [t for t in tensors.values() if t.n_bytes >= LEAST]
         large.sort(key=lambda t: (t.shard, t.offset))
         self._left = {t.name: t.n_bytes for t in large[:MOST]}

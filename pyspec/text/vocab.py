@@ -157,9 +157,7 @@ class FimMarks:
     sep: int | None = None  # before a file's name
 
 
-def fim_marks(
-    tokens: Sequence[str], control: Iterable[int], ids: Mapping[str, int | None]
-) -> FimMarks:
+def fim_marks(tokens: Sequence[str], control: Iterable[int], ids: Mapping[str, int | None]) -> FimMarks:
     """The file's ids, else the first token with a known text. control: of `read_types`, ascending."""
     found = {name: ids.get(f"fim_{name}") for name in FIM_TEXTS}
     for i in control:

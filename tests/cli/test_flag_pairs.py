@@ -121,7 +121,7 @@ def asked(
     monkeypatch.setattr("pyspec.engine.api.Engine.open", accept)
     monkeypatch.setattr("pyspec.server.http.listen.listen", lambda settings: [])
     monkeypatch.setattr("pyspec.server.http.serve.run", lambda load, *rest: load())
-    monkeypatch.setattr("pyspec.engine.process.process.start_ahead", lambda: None)
+    monkeypatch.setattr("pyspec.engine.process.ahead.start_ahead", lambda: None)
     yield found
     logging.getLogger("pyspec").handlers.clear()
     logging.getLogger("pyspec").setLevel(logging.NOTSET)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import pyspec
+from pyspec.engine.children import child_environment
 from pyspec.engine.load import ranks
-from pyspec.engine.messages import child_environment
 from pyspec.engine.plan import look_apart
 from pyspec.engine.process import process
 

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from pyspec.engine.process import process
+from pyspec.cli import main
+from pyspec.engine.process import ahead as early
 from pyspec.engine.process.process import EngineProcess
 
 COMMAND = (sys.executable, "-c", "import sys; sys.stdin.read(); import time; time.sleep(60)")
@@ -12,7 +13,7 @@ COMMAND = (sys.executable, "-c", "import sys; sys.stdin.read(); import time; tim
 
 @pytest.fixture(autouse=True)
 def command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "COMMAND", COMMAND)
+    monkeypatch.setattr(early, "COMMAND", COMMAND)
 
 
 def new(command: tuple[str, ...] = COMMAND) -> EngineProcess:
@@ -20,28 +21,41 @@ def new(command: tuple[str, ...] = COMMAND) -> EngineProcess:
 
 
 def test_the_next_engine_is_the_one_that_was_started_ahead() -> None:
-    process.start_ahead()
-    ahead = process._ahead[0][1][0]
+    early.start_ahead()
+    ahead = early._ahead[0][1][0]
     first, second = new(), new()
     assert first.process is ahead and second.process is not ahead
     assert first.end() == second.end() == "it was killed"
 
 
 def test_one_of_another_command_or_that_is_gone_is_not_taken() -> None:
-    process.start_ahead()
-    ahead = process._ahead[0][1][0]
+    early.start_ahead()
+    ahead = early._ahead[0][1][0]
     other = new((*COMMAND, "other"))
     assert other.process is not ahead
     ahead.kill()
     ahead.wait(10)
     mine = new()
-    assert mine.process is not ahead and not process._ahead
+    assert mine.process is not ahead and not early._ahead
     for one in (other, mine):
         one.end()
 
 
 def test_nobody_asked() -> None:
-    process.start_ahead()
-    ahead = process._ahead[0][1][0]
-    process.end_ahead()
-    assert ahead.poll() is not None and not process._ahead
+    early.start_ahead()
+    ahead = early._ahead[0][1][0]
+    early.end_ahead()
+    assert ahead.poll() is not None and not early._ahead
+
+
+def test_the_server_command_begins_with_it_unless_it_can_need_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the command's own modules are imported, a tenth of a second."""
+    begun: list[bool] = []
+    monkeypatch.setattr(early, "start_ahead", lambda: begun.append(True))
+    for words, n in ((["server", "--help"], 0), (["config", "flags"], 0), (["server", "--no-such"], 1)):
+        begun.clear()
+        with pytest.raises(SystemExit):
+            main(words)
+        assert len(begun) == n, words

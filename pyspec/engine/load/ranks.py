@@ -24,14 +24,13 @@ import torch
 
 from pyspec.cuda.collective import JOIN_S, Collective, Rank
 from pyspec.device.lead import Leader, TpMemory
+from pyspec.engine.children import child_environment, pair
 from pyspec.engine.messages import (
     Link,
     LoadShare,
     LogLine,
     ShareFailed,
     ShareState,
-    child_environment,
-    pair,
 )
 from pyspec.engine.plan.describe import Description, arena_pages, rank_devices
 from pyspec.engine.plan.memory_plan import MemoryPlan

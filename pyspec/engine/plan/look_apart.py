@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pyspec.catalog import Entry, find, lookup
 from pyspec.config import EngineSettings
-from pyspec.engine.messages import child_environment
+from pyspec.engine.children import child_environment
 from pyspec.errors import DoesNotFit, PyspecError
 from pyspec.hub import split_name
 

@@ -20,6 +20,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pyspec import progress
@@ -58,6 +59,8 @@ log = logging.getLogger("pyspec.engine.process.engine_main")  # this file runs a
 BEAT_S = 0.2
 STAGE_S = 0.1  # between messages about the load's progress
 SWITCH_S = 1e-4  # how soon the engine's thread gets the GIL back (see server/http/serve.py)
+IMPORTS = ("pyspec.text.tokenizer", "pyspec.text.template", "pyspec.engine.process.core")
+"""Modules that a load needs, imported before it is asked for: those without torch first, while another thread loads its library."""
 FATAL = 70  # exit status after Fatal was sent
 PR_SET_PDEATHSIG = 1
 
@@ -77,11 +80,8 @@ class EngineMain:
         checker.begin()  # its processes import while this one does
         gc.disable()  # a load makes a million objects that stay
         early = EarlyLoad(self.link.receive)
-        # imports that a load needs, before it is asked for; those without torch while its library is loaded
-        import pyspec.text.tokenizer  # noqa: F401
-        import pyspec.text.template  # noqa: F401, I001
-        import pyspec.engine.process.core  # noqa: F401
-
+        for name in IMPORTS:
+            import_module(name)
         early.wait()
         message = early.message
         if not isinstance(message, Load):

@@ -5,66 +5,17 @@ from __future__ import annotations
 import logging
 import queue
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pyspec.engine.messages import Fatal, Heartbeat, Link, LoadRefused, Ready, child_environment, pair
+from pyspec.engine.messages import Fatal, Heartbeat, Link, LoadRefused, Ready
+from pyspec.engine.process.ahead import END_S, started
 
 log = logging.getLogger(__name__)
-
-COMMAND = (sys.executable, "-P", "-m", "pyspec.engine.process.engine_main")
-END_S = 5.0  # seconds to wait for a killed process; one that hangs in the driver may take longer
-
-
-Started = tuple["subprocess.Popen[bytes]", socket.socket]  # a process, and our end of its link
-_ahead: list[tuple[tuple[str, ...], Started]] = []  # by their commands
-
-
-def start_ahead() -> None:
-    """Start an engine process early, so that it imports while the program prepares.
-
-    Call it on the main thread: Linux ends a child with the thread that started it.
-    """
-    with suppress(OSError):
-        _ahead.append((COMMAND, _start(COMMAND)))
-
-
-def end_ahead() -> None:
-    """End the early processes that were not used."""
-    while _ahead:
-        process, ours = _ahead.pop()[1]
-        ours.close()
-        process.kill()
-        process.wait(END_S)
-
-
-def _start(command: Sequence[str]) -> Started:
-    ours, theirs = pair()
-    with theirs:
-        process = subprocess.Popen(
-            [*command, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            env=child_environment(),
-            start_new_session=True,  # Ctrl-C is for the parent, which lets running requests finish
-        )
-    return process, ours
-
-
-def _started(command: Sequence[str]) -> Started:
-    """The process that was started early, if it still runs, else a new one."""
-    while _ahead and _ahead[0][0] == tuple(command):
-        process, ours = _ahead.pop()[1]
-        if process.poll() is None:
-            return process, ours
-        ours.close()
-    return _start(command)
 
 
 class EngineProcess:
@@ -83,7 +34,7 @@ class EngineProcess:
 
         The calling thread has to live as long as the process: Linux ends a child with the thread that started it.
         """
-        self.process, ours = _started(command)
+        self.process, ours = started(command)
         self.link, self._on_message, self._on_end = Link(ours), on_message, on_end
         self.began = self.received = time.monotonic()
         self.beat: tuple[Heartbeat, float] | None = None

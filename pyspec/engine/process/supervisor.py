@@ -33,10 +33,11 @@ from pyspec.engine.messages import (
     unpack,
 )
 from pyspec.engine.policy.evict import evict_for
+from pyspec.engine.process.ahead import COMMAND
 from pyspec.engine.process.crash_blame import N_CRASH, CrashBlame
 from pyspec.engine.process.launcher import Launcher
 from pyspec.engine.process.metrics_sum import metrics_sum
-from pyspec.engine.process.process import COMMAND, EngineProcess
+from pyspec.engine.process.process import EngineProcess
 from pyspec.engine.process.supervised_request import Sink, SupervisedRequest
 from pyspec.engine.process.watchdog import TICK_S, EngineEnd, Watchdog
 from pyspec.errors import DeviceError, NoDevice, PyspecError, QueueFull, RankLost, SlotError, Unavailable
