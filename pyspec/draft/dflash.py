@@ -58,6 +58,7 @@ from pyspec.slots.parts import PartMemory
 from pyspec.slots.table import Slot, SlotTable
 
 N_HELD = BUCKETS[-1]  # rows of taps that are kept at most, those of one graph
+PIECE = 64  # rows whose probabilities are found at once: they need as much memory as their logits
 
 
 def held_rows(n_slot: int) -> int:
@@ -93,7 +94,14 @@ def block_plan(
     has_head = "output.weight" in file.tensors
     return DraftPlan(
         kind="dflash",
-        needs=Needs(min(n or most, most), c.taps, overhang=c.block, block=block, late=n_held > 0),
+        needs=Needs(
+            min(n or most, most),
+            c.taps,
+            overhang=c.block,
+            block=block,
+            late=n_held > 0,
+            tells=settings.tp == 1 or has_head or c.adds_scores or settings.draft_p_min > 0,
+        ),
         file=file,
         layers=tuple(block.memory() for block in c.blocks),
         attention=(c.attention,),
@@ -209,7 +217,10 @@ class DFlashNet:
             assert not tells, "ranks that find the best together have no logits in one place"
             return self.best.mapped(self.find_best(rows)), None
         logits = self.head(rows)
-        return self.best(logits), logits.softmax(-1).amax(-1) if tells else None
+        if not tells:
+            return self.best(logits), None
+        pieces = [piece.softmax(-1).amax(-1) for piece in logits.split(PIECE)]
+        return self.best(logits), torch.cat(pieces)
 
 
 def attention_of(block: Block) -> BoundAttention:
@@ -364,14 +375,15 @@ class DFlash:
         self.catch_up()
         most = max(r.n_draft for r in live)
         batch = self._lay_out([r.slot for r in live], [r.anchor for r in live], most)
-        tokens, probs = self._tokens(self.block(batch), len(live), most, batch.tokens)
-        flat = tokens.tolist()
-        sure = [True] * len(flat) if probs is None else (probs >= self.p_min).tolist()
+        tells = self.needs.tells and any(r.tells for r in live)
+        tokens, probs = self._tokens(self.block(batch), len(live), most, batch.tokens, tells=tells)
+        flat, sure = tokens.tolist(), None if probs is None else probs.tolist()
         drafts = {}
         for i, r in enumerate(live):
             first = i * most
-            n = next((at for at in range(r.n_draft) if not sure[first + at]), r.n_draft)
-            drafts[r.slot.index] = Drafts(flat[first : first + n])
+            own = None if sure is None else sure[first : first + r.n_draft]
+            n = next((at for at, p in enumerate(own or ()) if p < self.p_min), r.n_draft)
+            drafts[r.slot.index] = Drafts(flat[first : first + n], sure=own).first(n)
         return [drafts.get(r.slot.index, NO_DRAFTS) for r in requests]
 
     def _lay_out(
@@ -400,14 +412,14 @@ class DFlash:
         pass  # `observe` makes the context
 
     def _tokens(
-        self, block: Tensor, n_seq: int, n_draft: int, given: Tensor
+        self, block: Tensor, n_seq: int, n_draft: int, given: Tensor, *, tells: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """[seq * n_draft]: the drafts of each block, and their probabilities if drafts are cut by them. given [row] int64: the blocks' input,
+        """[seq * n_draft]: the drafts of each block, and their probabilities if they are wanted. given [row] int64: the blocks' input,
         whose first tokens are the anchors."""
         n_row = self.length.rows(n_seq, n_draft)
         rows = block[: n_seq * n_row].view(n_seq, n_row, -1)
         anchors = given[: n_seq * n_row : n_row].contiguous()
-        return self.net.drafts(rows, n_draft, anchors, tells=self.p_min > 0)
+        return self.net.drafts(rows, n_draft, anchors, tells=self.p_min > 0 or tells)
 
     def checkpoint(self, slot: Slot) -> object | None:
         if self.late[slot.index]:

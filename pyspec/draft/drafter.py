@@ -49,6 +49,7 @@ class Needs:
     hidden    `observe` reads the target's hidden states, and may keep them
     observes_taps  `observe` reads the taps of every forward; with `late` it does of those it left for later
     n_ctx     tokens of a context, of which it drafts the last ones and none beyond; 0: of any context
+    tells     `draft` can give the probability of each token (`Drafts.sure`)
     """
 
     n_draft: int
@@ -60,6 +61,7 @@ class Needs:
     hidden: bool = False
     observes_taps: bool = False
     n_ctx: int = 0
+    tells: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +205,15 @@ def own_memory(plan: DraftPlan, table: SlotTable, options: DraftOptions, device:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """Draft at most `n_draft` tokens after `anchor`, the slot's last sampled token (position slot.n_past)."""
+    """Draft at most `n_draft` tokens after `anchor`, the slot's last sampled token (position slot.n_past).
+
+    tells  with the probability of each, where the drafter can
+    """
 
     slot: Slot
     anchor: int
     n_draft: int
+    tells: bool = False
 
 
 class Drafter(Protocol):

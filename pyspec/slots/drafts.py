@@ -21,19 +21,22 @@ class Drafts:
     q       [n, n_vocab] f32 probabilities that the first n tokens were drawn by, on the drafter's device and never
             overwritten; tokens behind them were not drawn. None: each token is the drafter's most likely one
     source  "" for the drafter, "grammar" or "suffix"
+    sure    the drafter's probability of each of the first tokens, on the host; None: it does not tell
     """
 
     tokens: Sequence[int] = ()
     q: Tensor | None = None
     source: str = ""
+    sure: Sequence[float] | None = None
 
     def first(self, n: int) -> Drafts:
         """The first n tokens."""
-        return Drafts(self.tokens[:n], None if self.q is None else self.q[:n], self.source)
+        q, sure = (None if x is None else x[:n] for x in (self.q, self.sure))
+        return Drafts(self.tokens[:n], q, self.source, sure)
 
     def then(self, tokens: Iterable[int]) -> Drafts:
         """These, and behind them tokens that were not drawn."""
-        return Drafts([*self.tokens, *tokens], self.q, self.source)
+        return Drafts([*self.tokens, *tokens], self.q, self.source, self.sure)
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,7 @@ class Loop:
             self.worker.draft_faults.fetched.clear()
             self.committer.blame(e)
             return None
-        return PendingRound(work, launched, began, drafted, sent=drafted)
+        return PendingRound(work, launched, began, drafted, sent=drafted, asked=self.speculator.asked)
 
     def launch_next(self, pending: PendingRound) -> PendingRound | None:
         """Launch the next round before this one is read, if the same requests continue with any result."""
@@ -320,7 +320,9 @@ class Loop:
             w.job.is_decoding or w.slot.index not in self.jobs for w in work
         ):
             return
-        live = [len(w.draft) for w in work if w.draft and w.slot.index not in self.controller.offered]
+        live = pending.asked or [
+            len(w.draft) for w in work if w.draft and w.slot.index not in self.controller.offered
+        ]
         until = self.ended if ahead is None else pending.arrived  # the next round hides the rest
         took, draft_ms = 1e3 * (until - pending.since), 1e3 * (pending.drafted - pending.began)
         self.speculator.controller.timed(

@@ -32,6 +32,7 @@ class PendingRound:
     off      slots for which it ran with another token than the round before gave in the end
     spans    rows to sample from, fixed when the round is awaited
     refused  rows whose drafts, made by the device, a grammar refuses; None: not checked yet
+    asked    tokens of each draft that the host asked for, if it cut them
     next     how the next round continues this one, once that is launched
     """
 
@@ -41,6 +42,7 @@ class PendingRound:
     drafted: float
     sent: float
     is_behind: bool = False
+    asked: Sequence[int] = ()
     off: set[int] = field(default_factory=set)
     spans: Sequence[Span] = ()
     refused: tuple[int, ...] | None = None

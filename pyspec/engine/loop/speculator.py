@@ -52,6 +52,7 @@ class Speculator:
         self.chosen: list[tuple[int, int]] | None = (
             None  # (slot, drafts) of the next round, if they are chosen already
         )
+        self.asked: list[int] = []  # tokens of this round's drafts, before they were cut; none if they were not
         self.watch = AcceptanceWatch()
         self.offers: dict[int, Offer | SuffixDraft] = {}  # by slot, drafts that need no drafter
         self.refused: dict[
@@ -69,8 +70,13 @@ class Speculator:
 
     # -- before a verify -----------------------------------------------------------------------------------------
 
-    def lengths(self, jobs: Sequence[Job], taken: Sequence[int] = ()) -> list[tuple[int, int]]:
-        """Choose (slot, drafts) of the next round. taken: of each, most tokens in flight; no grammar offers drafts behind those."""
+    def lengths(
+        self, jobs: Sequence[Job], taken: Sequence[int] = (), *, whole: bool = False
+    ) -> list[tuple[int, int]]:
+        """Choose (slot, drafts) of the next round. taken: of each, most tokens in flight; no grammar offers drafts behind those.
+
+        whole: they will be cut when they are known.
+        """
         under_way = taken or [0] * len(jobs)
         caps = [
             (j.slot.index, self.most(j, n))
@@ -78,9 +84,10 @@ class Speculator:
             if j.slot is not None
         ]
         offers = {} if taken else {slot: offer.survival for slot, offer in self.offers.items()}
-        return [
-            (slot, n) for (slot, _), n in zip(caps, self.controller.choose(caps, offers), strict=True)
-        ]
+        picked = self.controller.choose(caps, offers)
+        if whole:
+            picked = self.controller.whole(caps, picked)
+        return [(slot, n) for (slot, _), n in zip(caps, picked, strict=True)]
 
     def most(self, job: Job, taken: int) -> int:
         """Most tokens that the drafter may draft."""
@@ -106,7 +113,7 @@ class Speculator:
             or self.offers
             or [slot for slot, _ in chosen] != [job.slot.index for job in jobs if job.slot is not None]
         ):
-            chosen = self.lengths(jobs)
+            chosen = self.lengths(jobs, whole=self.needs.tells)
         offered = self.controller.offered
         taken = [slot for slot, n in chosen if n and slot in offered]
         for slot in taken:
@@ -117,7 +124,9 @@ class Speculator:
         )
         self.patience.count(bool(offered), self.waits_for_offers)
         found = {slot: _drafts_of(self.offers[slot], n) for slot, n in chosen if slot in offered}
-        found |= self._ask(jobs, [(slot, 0 if slot in found else n) for slot, n in chosen])
+        asked = [(slot, 0 if slot in found else n) for slot, n in chosen]
+        found |= self._ask(jobs, asked)
+        chosen = self._cut(chosen, found)
         for job in held:
             self._fit(job, dict(chosen), found)
         if self.controller.force is not None:  # a warm-up times rows, whatever their tokens
@@ -133,7 +142,7 @@ class Speculator:
         if drafter is None or not any(n for _, n in chosen):
             return {}
         asks = [
-            DraftRequest(job.slot, job.anchor, min(n, self.needs.n_draft))
+            DraftRequest(job.slot, job.anchor, min(n, self.needs.n_draft), self.controller.cuts)
             for job, (slot, n) in zip(jobs, chosen, strict=True)
             if job.slot is not None and job.anchor is not None and slot not in self.lost_track
         ]
@@ -143,6 +152,18 @@ class Speculator:
             return {ask.slot.index: drafts.first(ask.n_draft) for ask, drafts in found if ask.n_draft}
 
         return self._attempt("no drafts this round", by_slot, [ask.slot for ask in asks]) or {}
+
+    def _cut(self, chosen: list[tuple[int, int]], found: dict[int, Drafts]) -> list[tuple[int, int]]:
+        """Cut drafts whose drafter tells how sure it is; the lengths of all then."""
+        sure = {slot: drafts.sure for slot, drafts in found.items() if drafts.sure is not None}
+        self.asked = [n for slot, n in chosen if slot in sure]
+        if not sure:
+            return chosen
+        drafted = [(slot, len(found.get(slot, NO_DRAFTS).tokens)) for slot, _ in chosen]
+        kept = dict(self.controller.cut(drafted, sure))
+        for slot in sure:
+            found[slot] = found[slot].first(kept[slot])
+        return [(slot, kept[slot] if slot in sure else n) for slot, n in chosen]
 
     def _collect_offers(self, jobs: Iterable[Job]) -> None:
         self.refused.clear()

@@ -64,16 +64,22 @@ class AcceptancePrior:
         likelihood: Floats,
         n_draft: NDArray[np.int64],
         n_right: NDArray[np.int64],
+        beyond: Floats,
     ) -> None:
-        """Learn from verdicts. was, now: [verdict, level] beliefs before and after; likelihood: of each verdict, by level."""
+        """Learn from verdicts. was, now: [verdict, level] beliefs before and after; likelihood: of each verdict, by level.
+
+        beyond: as in `Acceptance.add`
+        """
         keep = FORGET ** len(was)
         place = np.arange(self.n_max)
-        judged = (place <= n_right[:, None]) & (place < n_draft[:, None])
+        is_next = (place == n_draft[:, None]) & (n_right >= n_draft)[:, None] & (beyond >= 0)[:, None]
+        judged = ((place <= n_right[:, None]) & (place < n_draft[:, None])) | is_next
         reached = was @ self.survive[:, :-1]
         meant = (was @ (self.survive[:, :-1] * LEVELS[:, None])) / reached
         self.alike = keep * self.alike + np.log(likelihood).sum(axis=0)
         self.weights = keep * self.weights + INDEPENDENT * now.sum(axis=0)
-        self.right = keep * self.right + (place < n_right[:, None]).sum(axis=0)
+        right = (place < n_right[:, None]) + np.where(is_next, beyond[:, None], 0.0)
+        self.right = keep * self.right + right.sum(axis=0)
         self.meant = keep * self.meant + np.where(judged, meant, 0.0).sum(axis=0)
         self.seen = keep * self.seen + judged.sum(axis=0)
         self.tabulate()
@@ -91,7 +97,7 @@ class Acceptance:
         self.held = AcceptancePrior(n_max)  # under any grammar
         self.texts = [self.free] * n_slot
         self.beliefs: Floats = np.tile(self.free.common, (n_slot, 1))
-        self.pending: dict[int, tuple[int, int, int]] = {}
+        self.pending: dict[int, tuple[int, int, int, float]] = {}
         self.n_verdict = 0  # verdicts on drafts
         self.quiet = np.zeros(n_slot)  # tokens without a verdict
 
@@ -108,24 +114,32 @@ class Acceptance:
         self.beliefs[slot] = keep * self.beliefs[slot] + (1 - keep) * texts.common
         self.quiet[slot] = 0.0
 
-    def add(self, slot: int, n_draft: int, n_right: int) -> None:
-        """Add a verdict; `learn` processes it later."""
+    def add(self, slot: int, n_draft: int, n_right: int, beyond: float = -1.0) -> None:
+        """Add a verdict; `learn` processes it later.
+
+        beyond: the chance of the first drafted token that was not verified, which counts as a verdict of that weight: else only
+        likely tokens would be judged. Negative: all were verified
+        """
         if slot in self.pending:
             self.learn()
-        self.pending[slot] = slot, min(n_draft, self.n_max), min(n_right, n_draft, self.n_max)
+        n_draft = min(n_draft, self.n_max)
+        beyond = beyond if n_draft < self.n_max else -1.0
+        self.pending[slot] = slot, n_draft, min(n_right, n_draft), beyond
 
     def learn(self) -> None:
         """Process the pending verdicts."""
         if not self.pending:
             return
-        verdicts = np.array(list(self.pending.values()), dtype=np.int64)
+        verdicts = np.array([v[:3] for v in self.pending.values()], dtype=np.int64)
+        beyond = np.array([v[3] for v in self.pending.values()])
         self.pending.clear()
         self.quiet[verdicts[:, 0]] += verdicts[:, 2] + 1
-        drafted = verdicts[verdicts[:, 1] > 0]
+        is_drafted = (verdicts[:, 1] > 0) | (beyond >= 0)
+        drafted, beyond = verdicts[is_drafted], beyond[is_drafted]
         self.n_verdict += len(drafted)
         if len(drafted):
             for texts, own in self._by_texts(drafted[:, 0].tolist()):
-                self._learn(texts, *drafted[own].T)
+                self._learn(texts, *drafted[own].T, beyond[own])
 
     def _learn(
         self,
@@ -133,17 +147,18 @@ class Acceptance:
         slots: NDArray[np.int64],
         n_draft: NDArray[np.int64],
         n_right: NDArray[np.int64],
+        beyond: Floats,
     ) -> None:
         was = self.beliefs[slots]
-        wrong = np.where(
-            n_right < n_draft, 1 - texts.chance[:, np.minimum(n_right, self.n_max - 1)], 1.0
-        )
+        chance = texts.chance[:, np.minimum(n_right, self.n_max - 1)]
+        unseen = np.where(beyond < 0, 1.0, beyond * chance + (1 - beyond) * (1 - chance))
+        wrong = np.where(n_right < n_draft, 1 - chance, unseen)
         likelihood = (texts.survive[:, n_right] * wrong).T
         now = was * likelihood
         now /= now.sum(axis=1, keepdims=True)
         before, others = texts.common, (len(was) - 1) / len(was)
         for each in (texts,) if texts is self.free else (texts, self.held):
-            each.learn(was, now, likelihood, n_draft, n_right)
+            each.learn(was, now, likelihood, n_draft, n_right, beyond)
         now *= (texts.common / before) ** others  # apply what the other slots showed, too
         self.beliefs[slots] = now / now.sum(axis=1, keepdims=True)
         self._age(texts, slots)

@@ -4,6 +4,8 @@ It estimates for each slot the chance that its first i drafts are right (`Accept
 a draft by its slots, or by its rows if it is a block. Each round it gives rows to slots in the order of their chance to survive, up to each
 depth at which deeper drafts cost another pass or a longer block. The best ratio of expected tokens to expected time wins, which may be
 no draft at all.
+Where the drafter says how sure it is of each token (`Certainty`), blocks are drafted whole, and `cut` shares the rows again once they are
+known: over all slots, those likeliest to be kept, while a row gives more than its time would give elsewhere.
 A draft also reveals the level of its text. If that is unknown and worth knowing, the draft is credited with tokens, within a budget of
 lost time. After many rounds without drafts some slots draft anyway, because the reasons against it may have gone: texts that ended, or
 times that the warm-up took on a busy machine.
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 
 from pyspec.draft.blocks import BlockLength
 from pyspec.engine.policy.acceptance import Acceptance, AcceptancePrior
+from pyspec.engine.policy.certainty import Certainty
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
 
 DECAY = 0.96  # per round, of the draft counts in /slots
@@ -57,6 +60,14 @@ class _Lane:
     reason: str = "not started"
     drafted: float = 0.0
     kept: float = 0.0
+
+
+class _Cut(NamedTuple):
+    """A slot's draft as `cut` saw it: features and calibrated chances by position, and its length before."""
+
+    features: Floats
+    chance: Floats
+    n_draft: int
 
 
 class _Rows(NamedTuple):
@@ -149,6 +160,10 @@ class Controller:
             TRY_FIRST,
         )  # rounds without drafts so far, and rounds until some slots try
         self.texts = Acceptance(self.n_slot, self.n_own)
+        self.certainty = Certainty(self.n_own)
+        self.rate = 0.0  # tokens a millisecond that the last choice promised
+        self.unsure: dict[int, _Cut] = {}  # drafts of this round that `cut` has seen
+        self.judged: list[tuple[Floats, int, int]] = []  # of those: features, verified and right tokens
         self.grammars: OrderedDict[str, AcceptancePrior] = OrderedDict()
         self.lanes = [_Lane() for _ in range(self.n_slot)]
         self.force = self._plain = None
@@ -216,6 +231,72 @@ class Controller:
         is_asked = any(n and slot not in self.offered for (slot, _), n in zip(caps, picked, strict=True))
         self.silent = 0 if is_asked else self.silent + any(cap for _, cap in caps)
         return picked
+
+    @property
+    def cuts(self) -> bool:
+        """It may choose among drafts that are known."""
+        return self.force is None and not self.fixed
+
+    def whole(self, caps: Sequence[tuple[int, int]], picked: Sequence[int]) -> list[int]:
+        """The same slots, with drafts as long as the drafter computes at that price, to be `cut`. A chain computes as many as the longest."""
+        asked = [
+            (slot, n)
+            for (slot, _), n in zip(caps, picked, strict=True)
+            if n and slot not in self.offered
+        ]
+        if not asked or not self.cuts:
+            return list(picked)
+        depth = max(n for _, n in asked)
+        if not self.chained:
+            depth = next((end for end in self._depths(len(asked)) if end >= depth), depth)
+        return [
+            min(cap, depth) if n and slot not in self.offered else n
+            for (slot, cap), n in zip(caps, picked, strict=True)
+        ]
+
+    def cut(
+        self, chosen: Sequence[tuple[int, int]], sure: Mapping[int, Sequence[float]]
+    ) -> list[tuple[int, int]]:
+        """Cut drafts by how sure the drafter is of them, over all slots. Their own cost is paid.
+
+        chosen  (slot, drafted tokens)
+        sure    by slot, the drafter's probability of each of them. Drafts of other slots stay
+        """
+        self.unsure = {}
+        drafted = [(slot, n) for slot, n in chosen if n and slot in sure]
+        if not drafted or not self.cuts:
+            return list(chosen)
+        self._calibrate()
+        most = max(n for _, n in drafted)
+        probs = np.array([[*sure[slot][:n], *[0.5] * (most - n)] for slot, n in drafted])
+        features = self.certainty.features(
+            probs, self.texts.survive([slot for slot, _ in drafted])[:, :most]
+        )
+        chance = self.certainty.chances(features)
+        survive = chance.cumprod(axis=1)
+        lane = (np.arange(most) < np.array([n for _, n in drafted])[:, None]).nonzero()[0]
+        gain = survive[np.arange(most) < np.array([n for _, n in drafted])[:, None]]
+        order = (-gain).argsort(kind="stable")
+        base = len(chosen) + sum(n for _, n in chosen) - len(gain)
+        ms = self.verify_ms.of_all(range(base, base + len(gain) + 1))
+        worth = np.append(0.0, gain[order].cumsum()) - self.rate * ms
+        kept = np.bincount(lane[order[: int(worth.argmax())]], minlength=len(drafted)).tolist()
+        lengths = {slot: n for (slot, _), n in zip(drafted, kept, strict=True)}
+        self.unsure = {
+            slot: _Cut(x, c, n) for (slot, n), x, c in zip(drafted, features, chance, strict=True)
+        }
+        for slot, n in lengths.items():
+            self.lanes[slot].n_draft = n
+        return [(slot, lengths.get(slot, n)) for slot, n in chosen]
+
+    def _calibrate(self) -> None:
+        """Learn how sure the drafter may be, from verdicts since the last cut."""
+        if self.judged:
+            most = max(len(x) for x, _, _ in self.judged)
+            x = np.array([np.pad(x, ((0, most - len(x)), (0, 0))) for x, _, _ in self.judged])
+            _, n_draft, n_right = zip(*self.judged, strict=True)
+            self.certainty.learn(x, n_draft, n_right)
+            self.judged.clear()
 
     def preferred(
         self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]], gain: float = 1.0
@@ -306,13 +387,14 @@ class Controller:
             plain_ms = min(
                 plain_ms, float(verify.min())
             )  # fewer rows never take longer, so this was noise
-        plain = busy / plain_ms
+        plain = self.rate = busy / plain_ms
         best = self._best_way(rows, busy, verify)
         if best.rate <= plain * MARGIN:
             return [0] * busy, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
         picked = np.bincount(best.slot, minlength=busy).tolist()
         tokens = best.tokens - news[np.unique(best.slot)].sum()
         rate = best.rate * tokens / best.tokens
+        self.rate = max(rate, plain)
         if rate <= plain:  # it only probes
             picked = [min(n, ASK_DRAFT) for n in picked]
             self.asked_ms += self._costs(caps, picked) - plain_ms
@@ -382,8 +464,12 @@ class Controller:
 
     def record(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """Record the verdict on one slot's draft."""
-        lane = self.lanes[slot]
-        self.texts.add(slot, n_draft, n_accepted)
+        lane, seen = self.lanes[slot], self.unsure.pop(slot, None)
+        beyond = -1.0
+        if seen is not None:
+            self.judged.append((seen.features, n_draft, n_accepted))
+            beyond = float(seen.chance[n_draft]) if n_draft < seen.n_draft else -1.0
+        self.texts.add(slot, n_draft, n_accepted, beyond)
         if n_draft:
             self._plain = None
             lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted
