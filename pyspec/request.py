@@ -386,6 +386,8 @@ class SlotInfo:
     n_past: int = 0
     n_draft: int = 0  # the controller's choice for the last round
     draft_reason: str = ""  # the reason for it
+    draft_window: int = 0  # tokens of the text that drafts see; 0: all
+    draft_window_reason: str = ""  # the reason for it, with the last alarm of falling acceptance
     acceptance: float = 0.0  # moving average of accepted / drafted
     draft_n: int = 0
     draft_n_accepted: int = 0

@@ -100,6 +100,7 @@ def block_plan(
             overhang=c.block,
             block=block,
             late=n_held > 0,
+            n_trained=c.n_trained,
             tells=settings.tp == 1 or has_head or c.adds_scores or settings.draft_p_min > 0,
         ),
         file=file,
@@ -255,6 +256,7 @@ class DFlash:
         self.block, self.inject = Graphed(net.forward), Graphed(self._inject)
         self.n_context = [0] * n_slot  # tokens of the slot that have context rows, or taps in `held`
         self.generation = [-1] * n_slot
+        self.windows = [0] * n_slot  # tokens that the slot's drafts see; 0: all
 
     @property
     def length(self) -> BlockLength:
@@ -298,6 +300,7 @@ class DFlash:
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         self._forget(slot)
+        self.windows[slot.index] = 0
         self.n_context[slot.index], self.generation[slot.index] = slot.n_past, slot.generation
 
     @torch.inference_mode()
@@ -391,10 +394,17 @@ class DFlash:
     ) -> Batch:
         masks = [self.net.c.mask_id] * (self.length.rows(len(slots), n_draft) - 1)
         seqs = [
-            Seq(slot.index, slot.n_past, [anchor, *masks], slack=more)
+            Seq(slot.index, slot.n_past, [anchor, *masks], slack=more, first_key=self._first_key(slot))
             for slot, anchor, more in zip(slots, anchors, slack or [0] * len(slots), strict=True)
         ]
         return lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena)
+
+    def _first_key(self, slot: Slot) -> int:
+        window = self.windows[slot.index]
+        return max(0, slot.n_past - window) if window else 0
+
+    def set_window(self, slot: Slot, n: int) -> None:
+        self.windows[slot.index] = n
 
     @torch.inference_mode()
     def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:

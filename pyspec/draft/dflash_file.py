@@ -31,6 +31,7 @@ class DFlashConfig:
     """The configuration of a drafter.
 
     block   rows of the block that it was trained with
+    n_trained  tokens of a context that it was trained for; 0: the file does not say
     taps    0-based target layers whose outputs are read
     windows  of each layer; 0: it sees all
     causal  of each layer: rows do not see those behind them in the block
@@ -42,6 +43,7 @@ class DFlashConfig:
     eps: float
     rope: RopeSpec
     block: int
+    n_trained: int
     mask_id: int
     taps: tuple[int, ...]
     windows: tuple[int, ...]
@@ -164,6 +166,7 @@ def read_layers(file: GGUFFile) -> DFlashConfig:
         eps=h.number("attention.layer_norm_rms_epsilon"),
         rope=RopeSpec(n_rot, h.number("rope.freq_base"), True, read_scaling(file)),
         block=h.integer("dflash.block_size" if is_fork else "block_size", 16),
+        n_trained=h.integer("context_length", 0),
         mask_id=h.integer("dflash.mask_token_id")
         if is_fork
         else file.fields.integer("tokenizer.ggml.mask_token_id"),

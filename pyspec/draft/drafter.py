@@ -49,6 +49,7 @@ class Needs:
     hidden    `observe` reads the target's hidden states, and may keep them
     observes_taps  `observe` reads the taps of every forward; with `late` it does of those it left for later
     n_ctx     tokens of a context, of which it drafts the last ones and none beyond; 0: of any context
+    n_trained  tokens of a context that it was trained for; 0: unknown
     tells     `draft` can give the probability of each token (`Drafts.sure`)
     """
 
@@ -61,6 +62,7 @@ class Needs:
     hidden: bool = False
     observes_taps: bool = False
     n_ctx: int = 0
+    n_trained: int = 0
     tells: bool = False
 
 
@@ -300,6 +302,15 @@ class LookaheadDrafter(Protocol):
 
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         """The verify is observed and committed: the drafts of `draft_ahead` were for the tokens that these slots have now."""
+        ...
+
+
+@runtime_checkable
+class WindowedDrafter(Protocol):
+    """A drafter whose drafts can see less than the whole text."""
+
+    def set_window(self, slot: Slot, n: int) -> None:
+        """From now on the request's drafts see the last `n` tokens, or all if it is 0. A draft that is made ahead may see some more."""
         ...
 
 

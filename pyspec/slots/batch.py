@@ -42,6 +42,7 @@ class Seq:
     n_out   trailing rows that need logits
     n_fold  recorded rows of the slot to fold into its state before these rows
     slack   the rows may move on by this many positions before they run (op `ahead`): pages are held for that
+    first_key  the rows see no position below it, besides their own; it stays where the rows move on
     """
 
     slot: int
@@ -51,6 +52,7 @@ class Seq:
     n_out: int = 0
     n_fold: int = 0
     slack: int = 0
+    first_key: int = 0
 
     @property
     def width(self) -> int:
@@ -136,7 +138,7 @@ def lay_out(
 ) -> Batch:
     """Build the batch for `seqs`; grows the slots' pages and checks every index on the host.
 
-    first_key: rows see no position below it, besides their own.
+    first_key: of all sequences at least, as `Seq.first_key`.
     pages: those of each sequence, if they are held already (`SlotTable.reach`).
     see_block: rows see all rows of their own sequence, later ones too (a drafter's fill-in block); otherwise causal.
     arena: put it there, padded to a bucket, if it fits; see `Batch.bucket`.
@@ -151,8 +153,10 @@ def lay_out(
         pages = [table.reach(table.slots[q.slot], q.n_past, q.n_past + q.width + q.slack) for q in seqs]
     ends = [seq.n_past + seq.width for seq in seqs]
     layout, n_out = _write(table, seqs, starts, ends, pages, see_block)
-    if first_key:
-        layout.rows[ROW64.index("lo")] = np.minimum(layout.rows[ROW64.index("positions")], first_key)
+    first_keys = [max(first_key, seq.first_key) for seq in seqs]
+    if any(first_keys):
+        of_rows = np.repeat(first_keys, [seq.width for seq in seqs])
+        layout.rows[ROW64.index("lo")] = np.minimum(layout.rows[ROW64.index("positions")], of_rows)
     bucket = None if arena is None else arena.bucket([seq.width for seq in seqs])
     prompt = bucket is None and arena is not None and not see_block and _is_prompt(seqs)
     if arena is not None and prompt:

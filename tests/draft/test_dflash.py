@@ -491,3 +491,60 @@ def test_the_demo_drafter_is_mostly_right() -> None:
     r = rig(DEMO, draft_path=DEMO_DRAFT, n_draft_max=4, n_draft_fixed=True)
     t = [r.generate(p, 60, replace(GREEDY, ignore_eos=False)).timings for p, _ in demo_prompts()[:6]]
     assert sum(x.accepted_per_pos[0] for x in t) > 0.6 * sum(x.drafted_per_pos[0] for x in t)
+
+
+def test_a_slot_with_a_window_drafts_from_its_last_tokens(files: tuple[Path, Path]) -> None:
+    """As if the tokens before had other taps; the other slot sees all."""
+    bench, drafter = load(*files, n_slot=2)
+    for slot in range(2):
+        feed(bench, drafter, slot, TOKENS[:N_CTX])
+    slots = bench.table.slots
+    drafter.set_window(slots[0], 30)
+
+    def firsts() -> list[int]:
+        batch = drafter._lay_out(list(slots), [TOKENS[N_CTX]] * 2, 7)
+        assert batch.lo.shape[0] == 2 * drafter.net.c.block
+        return batch.lo.tolist()
+
+    block = drafter.net.c.block
+    assert firsts() == [N_CTX - 30] * block + [0] * block
+    own, _ = drafter.draft([DraftRequest(slot, TOKENS[N_CTX], 7) for slot in slots])
+    for pool in drafter.pools():  # behind the window's edge nothing is read
+        rows = bench.table.rows_of(
+            [bench.table.reach(slots[0], 0, N_CTX)], np.array([N_CTX - 30]), np.arange(N_CTX - 30)
+        )
+        pool.k[torch.from_numpy(np.asarray(rows))] = 1e4
+    again, _ = drafter.draft([DraftRequest(slot, TOKENS[N_CTX], 7) for slot in slots])
+    assert own.tokens == again.tokens
+    drafter.end(slots[0])
+    drafter.begin(slots[0], None)
+    assert drafter.windows[0] == 0
+
+
+def test_drafts_tell_how_sure_they_are_if_they_are_asked(files: tuple[Path, Path]) -> None:
+    bench, drafter = load(*files)
+    feed(bench, drafter, 0, TOKENS[:N_CTX])
+    slot = bench.table.slots[0]
+    logits = block_logits(bench, drafter, 0, TOKENS[N_CTX])[1:]
+    (told,) = drafter.draft([DraftRequest(slot, TOKENS[N_CTX], 5, tells=True)])
+    (silent,) = drafter.draft([DraftRequest(slot, TOKENS[N_CTX], 5)])
+    assert silent.sure is None and told.tokens == silent.tokens and told.sure is not None
+    assert told.sure == pytest.approx(logits.softmax(-1).amax(-1)[:5].tolist(), abs=1e-4)
+    assert told.first(2).sure == told.sure[:2]
+
+
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize("np_", [1, 4])
+def test_drafts_that_are_cut_and_windows_that_change_leave_the_text_as_it_is(np_: int) -> None:
+    """Drafts are cut by how sure the drafter is; windows change at every other round."""
+    texts = demo_prompts()[:6]
+    r = rig(DEMO, spec_type="dflash", draft_path=DEMO_DRAFT, np=np_, ctx=512)
+    rng, controller = random.Random(0), r.loop.controller
+    r.loop.speculator.decay.window = lambda slot, n_past: rng.choice((0, 0, 16, 3))  # type: ignore[method-assign]
+    lengths, cut = [], controller.cut
+    controller.cut = lambda chosen, sure: lengths.append((chosen, found := cut(chosen, sure))) or found  # type: ignore[method-assign, func-returns-value]
+    heard = [(r.submit(prompt, 48), text) for prompt, text in texts]
+    r.run()
+    n = [min(len(text), 48) for _, text in heard]
+    assert all(h.tokens[:k] == text[:k] for k, (h, text) in zip(n, heard, strict=True))
+    assert any(a != b for a, b in lengths) and controller.certainty.n_verdict > 50

@@ -15,13 +15,20 @@ from typing import TypeVar
 from pyspec.constrain.offer import Offer
 from pyspec.cuda.faults import ALL_SLOTS
 from pyspec.device.worker import Worker, is_device_error
-from pyspec.draft.drafter import Drafter, DraftRequest, LookaheadDrafter, Needs
+from pyspec.draft.drafter import (
+    Drafter,
+    DraftRequest,
+    LookaheadDrafter,
+    Needs,
+    WindowedDrafter,
+)
 from pyspec.draft.suffix_drafts import NO_DRAFT as NO_SUFFIX_DRAFT
 from pyspec.draft.suffix_drafts import SuffixDraft, SuffixDrafts
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.suffix_source import Patience, SuffixSource, TextToDraft
 from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.decay import Decay
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
@@ -52,8 +59,11 @@ class Speculator:
         self.chosen: list[tuple[int, int]] | None = (
             None  # (slot, drafts) of the next round, if they are chosen already
         )
-        self.asked: list[int] = []  # tokens of this round's drafts, before they were cut; none if they were not
+        self.asked: list[
+            int
+        ] = []  # tokens of this round's drafts, before they were cut; none if they were not
         self.watch = AcceptanceWatch()
+        self.decay = Decay(len(worker.table.slots), worker.needs.n_trained)
         self.offers: dict[int, Offer | SuffixDraft] = {}  # by slot, drafts that need no drafter
         self.refused: dict[
             int, int
@@ -77,6 +87,7 @@ class Speculator:
 
         whole: they will be cut when they are known.
         """
+        self._set_windows(jobs)
         under_way = taken or [0] * len(jobs)
         caps = [
             (j.slot.index, self.most(j, n))
@@ -88,6 +99,12 @@ class Speculator:
         if whole:
             picked = self.controller.whole(caps, picked)
         return [(slot, n) for (slot, _), n in zip(caps, picked, strict=True)]
+
+    def _set_windows(self, jobs: Iterable[Job]) -> None:
+        drafter = self.drafter
+        if isinstance(drafter, WindowedDrafter):
+            for slot in (job.slot for job in jobs if job.slot is not None):
+                drafter.set_window(slot, self.decay.window(slot.index, slot.n_past))
 
     def most(self, job: Job, taken: int) -> int:
         """Most tokens that the drafter may draft."""
@@ -229,6 +246,12 @@ class Speculator:
         if n is not None:  # the refused token is wrong, and so is every token behind it
             n_draft, n_accepted = n + 1, min(n, n_accepted)
         self.controller.record(slot, n_draft, n_accepted)
+        n_past = self.worker.table.slots[slot].n_past
+        if isinstance(self.drafter, WindowedDrafter) and self.decay.add(
+            slot, n_past, n_draft, n_accepted
+        ):
+            log.info("slot %d: %s", slot, self.decay.reason(slot))
+            self.controller.restart(slot)
 
     def _attempt(self, outcome: str, do: Callable[[], T], slots: Sequence[Slot]) -> T | None:
         """Call the drafter; None if it fails. A SlotError leaves its state valid; any other exception makes it unknown."""
@@ -287,6 +310,7 @@ class Speculator:
         self.suffixes.begin(slot, text)
         if drafter is not None:
             self._or_lose_track(lambda: drafter.begin(slot, saved), [slot])
+        self.decay.begin(slot.index)
         self.controller.begin(slot.index, grammar)
 
     def checkpoint(self, slot: Slot) -> object | None:

@@ -180,6 +180,11 @@ class Controller:
         self.lanes[slot] = _Lane()
         self._plain = None
 
+    def restart(self, slot: int) -> None:
+        """Forget what is believed of a slot's text: its drafts are made in another way from now on."""
+        self.texts.begin(slot, self.texts.texts[slot])
+        self._plain = None
+
     def _of_grammar(self, grammar: str) -> AcceptancePrior:
         if grammar not in self.grammars:
             self.grammars[grammar] = self.texts.held_texts()

@@ -110,6 +110,8 @@ def slot_view(slot: SlotInfo, info: EngineInfo) -> dict[str, Any]:
         "draft": {
             "n_draft": slot.n_draft,
             "reason": slot.draft_reason,
+            "window": slot.draft_window,
+            "window_reason": slot.draft_window_reason,
             "acceptance": slot.acceptance,
             "draft_n": slot.draft_n,
             "draft_n_accepted": slot.draft_n_accepted,
