@@ -67,14 +67,25 @@ def test_a_short_text_has_no_windows_to_try() -> None:
 
 def test_behind_the_trained_length_drafts_see_that_much() -> None:
     decay = Decay(2, n_trained=2048)
-    assert decay.window(0, 2047) == 0 and decay.window(0, 2048) == 2048
+    assert decay.window(0, 2047) == 0 and decay.window(0, 2048) == 1024
     assert "trained length" in decay.reason(0) and not decay.reason(1)
     decay.begin(0)
     assert decay.window(0, 100) == 0 and not decay.reason(0)
 
 
+def test_a_request_that_begins_long_is_compared_with_short_texts() -> None:
+    decay = Decay(1)
+    run(decay, 400, 100, {0: 0.85})
+    for n_past, best in ((8000, 512), (2100, 0)):
+        decay.begin(0, n_past)
+        assert run(decay, 200, n_past, {0: 0.15, 512: 0.85})[-1] == best
+    decay = Decay(1)  # of short texts nothing is known
+    decay.begin(0, 8000)
+    assert set(run(decay, 200, 8000, {0: 0.15, 512: 0.85})) == {0}
+
+
 def test_the_whole_text_is_tried_too_where_the_trained_window_is_bad() -> None:
     decay = Decay(1, n_trained=2048)
-    run(decay, 200, 2100, {2048: 0.85})
-    seen = run(decay, 400, 2300, {0: 0.85, 2048: 0.1, 512: 0.1, 128: 0.1})
+    run(decay, 200, 2100, {1024: 0.85})
+    seen = run(decay, 400, 2300, {0: 0.85})
     assert seen[-1] == 0 and "all were best" in decay.reason(0)

@@ -69,7 +69,7 @@ class Meter:
             self.over.set()
         elif isinstance(event, Delta) and not self.end:
             self.tokens += len(event.tokens) if self.start else 0
-            self.begun.add(event.id)
+            self.begun.add(event.request)
             if len(self.begun) == self.n and not self.start:
                 self.start = time.perf_counter()
 

@@ -453,7 +453,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--card", default="27b-dflash", choices=CARDS)
+    parser.add_argument(
+        "--card", default="27b-dflash", choices=[name for name, card in CARDS.items() if card.block]
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--lens", type=float, nargs="+", default=[1.3, 5.0])
     parser.add_argument("--traces", type=Path, default=TRACES)

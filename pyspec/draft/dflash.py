@@ -380,7 +380,7 @@ class DFlash:
         batch = self._lay_out([r.slot for r in live], [r.anchor for r in live], most)
         tells = self.needs.tells and any(r.tells for r in live)
         tokens, probs = self._tokens(self.block(batch), len(live), most, batch.tokens, tells=tells)
-        flat, sure = tokens.tolist(), None if probs is None else probs.tolist()
+        flat, sure = _read(tokens, probs)
         drafts = {}
         for i, r in enumerate(live):
             first = i * most
@@ -445,6 +445,14 @@ class DFlash:
     def end(self, slot: Slot) -> None:
         self._forget(slot)
         self.generation[slot.index] = -1
+
+
+def _read(tokens: Tensor, probs: Tensor | None) -> tuple[list[int], list[float] | None]:
+    """Both on the host, by one transfer."""
+    if probs is None:
+        return tokens.tolist(), None
+    both = torch.stack([tokens.double(), probs.double()]).tolist()
+    return [int(token) for token in both[0]], both[1]
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:

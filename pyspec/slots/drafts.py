@@ -31,7 +31,7 @@ class Drafts:
 
     def first(self, n: int) -> Drafts:
         """The first n tokens."""
-        q, sure = (None if x is None else x[:n] for x in (self.q, self.sure))
+        q, sure = None if self.q is None else self.q[:n], None if self.sure is None else self.sure[:n]
         return Drafts(self.tokens[:n], q, self.source, sure)
 
     def then(self, tokens: Iterable[int]) -> Drafts:

@@ -84,6 +84,7 @@ class Admission:
             saved.draft if saved is not None else None,
             grammar="" if request.grammar is None else request.grammar.source,
             text=TextToDraft.of(job),
+            n_prompt=job.n_prefill,
         )
         files = cache.on and request.cache_prompt and self.worker.memory.needs_state
         places = {hit.n_match, request.n_before_turn, request.n_system}

@@ -303,14 +303,20 @@ class Speculator:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def begin(
-        self, slot: Slot, saved: object | None, *, grammar: str = "", text: TextToDraft | None = None
+        self,
+        slot: Slot,
+        saved: object | None,
+        *,
+        grammar: str = "",
+        text: TextToDraft | None = None,
+        n_prompt: int = 0,
     ) -> None:
         """Seat a request in `slot`. saved: the drafter's share of the cached prefix. grammar: its source. text: for suffix drafts."""
         drafter = self.drafter
         self.suffixes.begin(slot, text)
         if drafter is not None:
             self._or_lose_track(lambda: drafter.begin(slot, saved), [slot])
-        self.decay.begin(slot.index)
+        self.decay.begin(slot.index, n_prompt)
         self.controller.begin(slot.index, grammar)
 
     def checkpoint(self, slot: Slot) -> object | None:

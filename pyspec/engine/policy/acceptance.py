@@ -139,7 +139,8 @@ class Acceptance:
         self.n_verdict += len(drafted)
         if len(drafted):
             for texts, own in self._by_texts(drafted[:, 0].tolist()):
-                self._learn(texts, *drafted[own].T, beyond[own])
+                at, n_draft, n_right = drafted[own].T
+                self._learn(texts, at, n_draft, n_right, beyond[own])
 
     def _learn(
         self,

@@ -41,6 +41,40 @@ class Certainty:
         self.prior: Floats = np.diag(np.array(PRIOR))
         self.information: Floats = np.tile(self.prior, (n_max, 1, 1))
         self.n_verdict = 0
+        self.row: dict[int, int] = {}  # of each slot whose drafts await their verdict, in these:
+        self.n_draft: list[int] = []
+        self.x: Floats = np.zeros((0, 0, 3))
+        self.chance: Floats = np.zeros((0, 0))
+        self.judged: list[tuple[int, int, int]] = []  # row, verified and right tokens
+
+    def survive(self, drafts: Sequence[tuple[int, Sequence[float]]], believed: Floats) -> Floats:
+        """[draft, position]: P(the position and all before it are right). drafts: slot, and the drafter's probability of each token.
+
+        believed: the same without these probabilities. `judge` expects their verdicts.
+        """
+        most = max(len(probs) for _, probs in drafts)
+        padded = np.array([[*probs, *[0.5] * (most - len(probs))] for _, probs in drafts])
+        self.row = {slot: i for i, (slot, _) in enumerate(drafts)}
+        self.n_draft = [len(probs) for _, probs in drafts]
+        self.x = self.features(padded, believed[:, :most])
+        self.chance = self.chances(self.x)
+        return self.chance.cumprod(axis=1)
+
+    def judge(self, slot: int, n_draft: int, n_right: int) -> float:
+        """Note a verdict. The chance of the first drafted token that was not verified; -1.0: there is none, or it is not known."""
+        row = self.row.pop(slot, None)
+        if row is None:
+            return -1.0
+        self.judged.append((row, n_draft, n_right))
+        return float(self.chance[row, n_draft]) if n_draft < self.n_draft[row] else -1.0
+
+    def learn_judged(self) -> None:
+        """Learn from the noted verdicts."""
+        if self.judged:
+            rows, n_draft, n_right = zip(*self.judged, strict=True)
+            self.learn(self.x[list(rows)], n_draft, n_right)
+        self.judged.clear()
+        self.row.clear()
 
     def features(self, probs: Floats, survive: Floats) -> Floats:
         """[slot, position, 3]. probs: the drafter's; survive: P(the position and all before it are right) as believed. Both [slot, position]."""

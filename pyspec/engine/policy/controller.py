@@ -62,14 +62,6 @@ class _Lane:
     kept: float = 0.0
 
 
-class _Cut(NamedTuple):
-    """A slot's draft as `cut` saw it: features and calibrated chances by position, and its length before."""
-
-    features: Floats
-    chance: Floats
-    n_draft: int
-
-
 class _Rows(NamedTuple):
     """Candidate rows: slot, position in the draft (OFFERED: needs no drafter), and chance to be right."""
 
@@ -162,8 +154,6 @@ class Controller:
         self.texts = Acceptance(self.n_slot, self.n_own)
         self.certainty = Certainty(self.n_own)
         self.rate = 0.0  # tokens a millisecond that the last choice promised
-        self.unsure: dict[int, _Cut] = {}  # drafts of this round that `cut` has seen
-        self.judged: list[tuple[Floats, int, int]] = []  # of those: features, verified and right tokens
         self.grammars: OrderedDict[str, AcceptancePrior] = OrderedDict()
         self.lanes = [_Lane() for _ in range(self.n_slot)]
         self.force = self._plain = None
@@ -267,41 +257,23 @@ class Controller:
         chosen  (slot, drafted tokens)
         sure    by slot, the drafter's probability of each of them. Drafts of other slots stay
         """
-        self.unsure = {}
         drafted = [(slot, n) for slot, n in chosen if n and slot in sure]
+        self.certainty.learn_judged()
         if not drafted or not self.cuts:
             return list(chosen)
-        self._calibrate()
-        most = max(n for _, n in drafted)
-        probs = np.array([[*sure[slot][:n], *[0.5] * (most - n)] for slot, n in drafted])
-        features = self.certainty.features(
-            probs, self.texts.survive([slot for slot, _ in drafted])[:, :most]
-        )
-        chance = self.certainty.chances(features)
-        survive = chance.cumprod(axis=1)
-        lane = (np.arange(most) < np.array([n for _, n in drafted])[:, None]).nonzero()[0]
-        gain = survive[np.arange(most) < np.array([n for _, n in drafted])[:, None]]
+        believed = self.texts.survive([slot for slot, _ in drafted])
+        survive = self.certainty.survive([(slot, sure[slot][:n]) for slot, n in drafted], believed)
+        is_drafted = np.arange(survive.shape[1]) < np.array([n for _, n in drafted])[:, None]
+        lane, gain = is_drafted.nonzero()[0], survive[is_drafted]
         order = (-gain).argsort(kind="stable")
-        base = len(chosen) + sum(n for _, n in chosen) - len(gain)
-        ms = self.verify_ms.of_all(range(base, base + len(gain) + 1))
+        others = len(chosen) + sum(n for _, n in chosen) - len(gain)
+        ms = self.verify_ms.of_all(range(others, others + len(gain) + 1))
         worth = np.append(0.0, gain[order].cumsum()) - self.rate * ms
         kept = np.bincount(lane[order[: int(worth.argmax())]], minlength=len(drafted)).tolist()
         lengths = {slot: n for (slot, _), n in zip(drafted, kept, strict=True)}
-        self.unsure = {
-            slot: _Cut(x, c, n) for (slot, n), x, c in zip(drafted, features, chance, strict=True)
-        }
         for slot, n in lengths.items():
             self.lanes[slot].n_draft = n
         return [(slot, lengths.get(slot, n)) for slot, n in chosen]
-
-    def _calibrate(self) -> None:
-        """Learn how sure the drafter may be, from verdicts since the last cut."""
-        if self.judged:
-            most = max(len(x) for x, _, _ in self.judged)
-            x = np.array([np.pad(x, ((0, most - len(x)), (0, 0))) for x, _, _ in self.judged])
-            _, n_draft, n_right = zip(*self.judged, strict=True)
-            self.certainty.learn(x, n_draft, n_right)
-            self.judged.clear()
 
     def preferred(
         self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]], gain: float = 1.0
@@ -469,11 +441,7 @@ class Controller:
 
     def record(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """Record the verdict on one slot's draft."""
-        lane, seen = self.lanes[slot], self.unsure.pop(slot, None)
-        beyond = -1.0
-        if seen is not None:
-            self.judged.append((seen.features, n_draft, n_accepted))
-            beyond = float(seen.chance[n_draft]) if n_draft < seen.n_draft else -1.0
+        lane, beyond = self.lanes[slot], self.certainty.judge(slot, n_draft, n_accepted)
         self.texts.add(slot, n_draft, n_accepted, beyond)
         if n_draft:
             self._plain = None

@@ -2,8 +2,9 @@
 
 Drafters are trained on texts of some length, and many are right less often behind it. For each slot: if its drafts were right far less
 often lately than earlier in the same text, and stay so, an alarm tries shorter windows, each for some drafts, and keeps the best. The
-time until the next alarm doubles, because a text may simply have become harder. Behind the drafter's trained length (its file's key) a
-slot begins with a window of that length.
+time until the next alarm doubles, because a text may simply have become harder. A request that begins with a long prompt is compared with
+the drafts of short texts of all requests.
+Behind the drafter's trained length (its file's key) a slot begins with a window of half of it: few distances in its training were longer.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ N_LOW = 32  # rounds with bad drafts, or then without, that raise an alarm; doub
 N_TRIAL = 32  # rounds of a trial at most: a window whose drafts are bad gets few
 BETTER = 1.1  # of a trial over the whole text, to keep a window
 WINDOWS = (2048, 512, 128)  # tokens that are tried, where the text is twice as long
+SHORT, N_SHORT = 2048, 256  # tokens of a short text; drafts until their level is known
+LONG = 4096  # tokens of a prompt behind which a text is compared with short ones
 
 
 @dataclass
-class _Text:
+class _TextDecay:
     """What came of one request's drafts. rate: of each draft the share of judged tokens that were right, in the mean.
 
     earlier, n_earlier  rate of the drafts before the recent ones, and their number
@@ -36,6 +39,7 @@ class _Text:
     n_round: int = 0  # since it sees so much
     earlier: float = 0.0
     n_earlier: int = 0
+    is_begun_long: bool = False
     n_low: int = 0
     patience: int = N_LOW
     trials: list[int] = field(default_factory=list)
@@ -56,17 +60,21 @@ class Decay:
 
     def __init__(self, n_slot: int, n_trained: int = 0) -> None:
         self.n_trained = n_trained
-        self.texts = [_Text() for _ in range(n_slot)]
+        self.texts = [_TextDecay() for _ in range(n_slot)]
+        self.short, self.n_short = 0.0, 0  # rate of drafts in short texts, and their number
 
-    def begin(self, slot: int) -> None:
-        self.texts[slot] = _Text()
+    def begin(self, slot: int, n_past: int = 0) -> None:
+        """Another text, whose prompt has so many tokens."""
+        self.texts[slot] = _TextDecay(is_begun_long=n_past >= LONG)
 
     def window(self, slot: int, n_past: int) -> int:
         """Tokens that the slot's next draft should see; 0: all."""
         text = self.texts[slot]
         if self.n_trained and n_past >= self.n_trained and not text.is_own and not text.window:
-            text.see(self.n_trained)
-            text.reason = f"drafts see the last {self.n_trained} tokens, the drafter's trained length"
+            text.see(max(1, self.n_trained // 2))
+            text.reason = (
+                f"drafts see the last {text.window} tokens, half of the drafter's trained length"
+            )
         return text.window
 
     def reason(self, slot: int) -> str:
@@ -81,20 +89,32 @@ class Decay:
             if len(text.recent) == N_RECENT and not text.trials and not text.n_low:
                 text.n_earlier += 1
                 text.earlier += (text.recent[0] - text.earlier) * max(SLOW, 1 / text.n_earlier)
-            text.recent.append(n_right / min(n_draft, n_right + 1))
+            rate = n_right / min(n_draft, n_right + 1)
+            text.recent.append(rate)
+            if n_past < SHORT:
+                self.n_short += 1
+                self.short += (rate - self.short) * max(1 / N_SHORT, 1 / self.n_short)
         if text.trials:
             is_over = len(text.recent) == N_RECENT or text.n_round >= N_TRIAL
             return is_over and self._end_trial(text)
         if len(text.recent) < N_RECENT:
             return False
-        is_known = text.n_earlier >= N_KNOWN and text.earlier >= LEAST
-        is_low = is_known and text.rate < FALLEN * text.earlier
+        is_low = text.rate < FALLEN * self._level(text)
         text.n_low = text.n_low + 1 if is_low else 0
         return text.n_low >= text.patience and self._alarm(text, n_past)
 
-    def _alarm(self, text: _Text, n_past: int) -> bool:
+    def _level(self, text: _TextDecay) -> float:
+        """How often drafts were right before; 0.0: that is not known, or too low to fall from."""
+        if text.is_begun_long and self.n_short >= N_SHORT:
+            level = max(self.short, text.earlier)
+        else:
+            level = text.earlier if text.n_earlier >= N_KNOWN else 0.0
+        return level if level >= LEAST else 0.0
+
+    def _alarm(self, text: _TextDecay, n_past: int) -> bool:
         text.n_low, text.patience = 0, 2 * text.patience
-        text.reason = f"alarm at {n_past} tokens: {text.rate:.0%} of a draft's tokens are right, earlier {text.earlier:.0%}"
+        text.reason = f"alarm at {n_past} tokens: {text.rate:.0%} of a draft's tokens are right, earlier {self._level(text):.0%}"
+        text.is_begun_long = False
         text.tried = {text.window: text.rate}
         text.trials = [n for n in self._windows() if 2 * n <= n_past and n != text.window]
         if text.window:
@@ -107,9 +127,10 @@ class Decay:
         return True
 
     def _windows(self) -> Sequence[int]:
-        return (*WINDOWS, self.n_trained) if self.n_trained not in (0, *WINDOWS) else WINDOWS
+        own = self.n_trained // 2
+        return (own, *WINDOWS) if own not in (0, *WINDOWS) else WINDOWS
 
-    def _end_trial(self, text: _Text) -> bool:
+    def _end_trial(self, text: _TextDecay) -> bool:
         """The window had its drafts: the next one, or the best of all."""
         text.tried[text.trials.pop(0)] = text.rate
         if text.trials:
