@@ -164,6 +164,8 @@ def test_operations_between_kernels_are_torchs(n: int) -> None:
         lambda: tensors.side_by_side([x, y, x]),
         lambda: tensors.capped(x, 5.0),
         lambda: tensors.next_positions(rows),
+        lambda: tensors.query_factors(rows * 7, 0.1, 16),
+        lambda: tensors.times_rows(x.view(n, 3, 7), y[:, 0].contiguous()),
     ):
         want = call()
         assert torch.allclose(Recorded(call, TapeMemory()).replay(), want, atol=2e-6, rtol=2e-6)

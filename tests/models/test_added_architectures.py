@@ -72,6 +72,17 @@ def test_verifies_of_any_width_give_the_logits(name: str, width: int) -> None:
     assert (fed(FIXTURES / f"{name}.gguf", tokens, width, keep=False) - want).abs().max() < ATOL
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the tier of CPUs")
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_files_give_the_logits_on_a_cpu(name: str, *, keep: bool) -> None:
+    """Products in C++, too, where there is a compiler."""
+    tokens, want = data_of(name)
+    bench = Bench(FIXTURES / f"{name}.gguf", dense=None)
+    got = torch.cat([bench.feed(0, tokens[i : i + 7], keep=keep) for i in range(0, len(tokens), 7)])
+    assert (got - want).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_slots_do_not_see_each_other(name: str) -> None:
     """A verify of one slot of which two rows stay, a prompt's odd piece of another, one row of a third, in one forward."""

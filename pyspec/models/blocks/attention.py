@@ -210,8 +210,9 @@ class BoundAttention:
         if self.row_norms is not None:
             y = self.row_norms(y)
         q = self.rope_kv(y, self.q_norm, self.k_norm, run.angles[self.rope], pool, batch.kv_rows)
-        if self.spec.rope.queries is not None:
-            q = times_rows(q, run.queries[self.rope])
+        factors = None if self.spec.rope.queries is None else run.queries[self.rope]
+        if factors is not None:
+            q = times_rows(q, factors)
         o = self.attend(q, pool, batch, self.spec.window, self.sinks, **self.read_next).view(n, -1)
         gate = None
         if s.gated:
