@@ -156,6 +156,7 @@ def test_views_may_be_recorded() -> None:
 def test_operations_between_kernels_are_torchs(n: int) -> None:
     x, y, bias = torch.randn(n, 21) * 9, torch.randn(n, 40)[:, 3:24], torch.randn(21)
     rows = torch.randint(0, n, (13,))
+    far, factors, heads = rows * 7, torch.rand(n), x.view(n, 3, 7)
     for call in (
         lambda: tensors.add(x, y),
         lambda: tensors.add(x, bias),
@@ -164,8 +165,8 @@ def test_operations_between_kernels_are_torchs(n: int) -> None:
         lambda: tensors.side_by_side([x, y, x]),
         lambda: tensors.capped(x, 5.0),
         lambda: tensors.next_positions(rows),
-        lambda: tensors.query_factors(rows * 7, 0.1, 16),
-        lambda: tensors.times_rows(x.view(n, 3, 7), y[:, 0].contiguous()),
+        lambda: tensors.query_factors(far, 0.1, 16),
+        lambda: tensors.times_rows(heads, factors),
     ):
         want = call()
         assert torch.allclose(Recorded(call, TapeMemory()).replay(), want, atol=2e-6, rtol=2e-6)
