@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyspec.config import EngineSettings
+from pyspec.cpu.tensors import capped
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.draft.dflash import DFlash, DFlashNet, block_plan
@@ -34,7 +35,7 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.convolved import Convolved
 from pyspec.models.matrices import Matrix
 from pyspec.models.part import LoadTypes, Request
-from pyspec.models.target import Target, capped
+from pyspec.models.target import Target
 from pyspec.models.wants import Want
 from pyspec.models.weights import HEAD, Weights
 from pyspec.ranges import Real
