@@ -29,7 +29,8 @@ from pyspec.slots.states import Saved
 
 QWEN35 = FIXTURES / "qwen35.gguf"
 PATHS = {"llama": FIXTURES / "llama.gguf", "nemotron": FIXTURES / "nemotron_latent.gguf"}
-KINDS = ["mtp", "nemotron", "dflash", "ngram", "llama"]
+PATHS["lfm2moe"] = FIXTURES / "lfm2moe.gguf"
+KINDS = ["mtp", "nemotron", "dflash", "ngram", "llama", "lfm2moe"]
 
 
 def path_of(kind: str) -> Path:
@@ -43,9 +44,7 @@ def make(kind: str, **settings: object) -> Rig:
         "mtp": {"spec_type": "mtp", "n_draft_max": 3},
         "nemotron": {"spec_type": "mtp", "n_draft_max": 2},
         "dflash": {"draft_path": tiny("qwen35", drafter=True)},
-        "ngram": {"spec_type": "ngram", "ngram_match": 1},
-        "llama": {"spec_type": "ngram", "ngram_match": 1},
-    }[name]
+    }.get(name, {"spec_type": "ngram", "ngram_match": 1})
     if off:
         drafts = {"spec_type": "none"}
     return rig(path_of(name), **{"page_size": 16, "n_draft_fixed": True, **drafts, **settings})
@@ -314,7 +313,10 @@ def test_small_budgets_cost_hits_and_nothing_else(kind: str, pool: int, device_s
     """P7: pages and states are evicted before a request waits for ever or fails; from the host they come back the same."""
     r = make(kind, np=3, kv_pool=pool * 16, ctx=160, ubatch=33)
     states = r.loop.cache.states
-    one = sum(4 * (s.state[0].numel() + 3 * s.shape.n_channel) for s in r.loop.memory.states.values())
+    one = sum(
+        4 * (s.state[0].numel() + (s.shape.n_conv - 1) * s.shape.n_channel)
+        for s in r.loop.memory.states.values()
+    )
     states.limits = (device_states * one, 2 * one)
     prompts = [[*ids(i % 3, 70), *ids(i, 10 + 5 * (i % 4))] for i in range(9)]
     want = [cold_text(kind, p, 20) for p in prompts]
