@@ -2,6 +2,8 @@
 # `make test` samples tests with many cases (tests/sampling.py), `make test-all` runs all cases.
 PYTHON ?= python3
 VENV := .venv
+# Bytecode is kept even if the environment says otherwise: else each worker rewrites every test file, and each child compiles the package.
+export PYTHONDONTWRITEBYTECODE =
 BIN := $(VENV)/bin
 # The torch to install, in pip's words: make demo TORCH='torch==2.12.0'. Empty: tools/install_torch.py chooses.
 TORCH ?=
