@@ -30,7 +30,13 @@ class ClockworkCore(Clockwork):
 
     @classmethod
     def load(
-        cls, path: Path, settings: object, *, hand_over: Callable, on_death: Callable
+        cls,
+        path: Path,
+        settings: object,
+        *,
+        hand_over: Callable,
+        on_death: Callable,
+        file: object = None,
     ) -> ClockworkCore:
         return cls(hand_over)
 

@@ -84,7 +84,13 @@ class FakeCore:
 
     @classmethod
     def load(
-        cls, path: Path, settings: EngineSettings, *, hand_over: Callable, on_death: Callable
+        cls,
+        path: Path,
+        settings: EngineSettings,
+        *,
+        hand_over: Callable,
+        on_death: Callable,
+        file: object = None,
     ) -> FakeCore:
         what, _, how = told("load").partition(" ")
         if what == "exit":

@@ -13,7 +13,7 @@ import pyspec
 from pyspec.engine.children import child_environment
 from pyspec.engine.load import ranks
 from pyspec.engine.plan import look_apart
-from pyspec.engine.process import process
+from pyspec.engine.process import ahead
 
 ROOT = Path(pyspec.__file__).parents[1]
 
@@ -23,7 +23,7 @@ def test_the_checkout_comes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [ranks, look_apart, process], ids=lambda module: module.__name__.rsplit(".")[-1]
+    "module", [ranks, look_apart, ahead], ids=lambda module: module.__name__.rsplit(".")[-1]
 )
 def test_every_starter_of_a_process_uses_it(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of each started process, seen by a stand-in for subprocess."""
@@ -41,7 +41,7 @@ def test_every_starter_of_a_process_uses_it(module: object, monkeypatch: pytest.
     start = {
         ranks: lambda: ranks.RankProcess(1, [sys.executable], lambda: None),
         look_apart: lambda: look_apart._asked(b""),
-        process: lambda: process._start([sys.executable]),
+        ahead: lambda: ahead.start([sys.executable]),
     }[module]
     with pytest.raises(Stop):
         start()
