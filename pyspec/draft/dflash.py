@@ -101,7 +101,7 @@ def block_plan(
             block=block,
             late=n_held > 0,
             n_trained=c.n_trained,
-            tells=settings.tp == 1 or has_head or c.adds_scores or settings.draft_p_min > 0,
+            tells=settings.tp == 1 or has_head or bool(c.adds_scores) or settings.draft_p_min > 0,
         ),
         file=file,
         layers=tuple(block.memory() for block in c.blocks),
