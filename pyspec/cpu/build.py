@@ -35,7 +35,9 @@ OPTIONS = (
     "-Wno-psabi",
     "-pthread",
 )
-X86 = {  # best first: the flags of /proc/cpuinfo that each needs
+SETS: dict[str, dict[str, tuple[str, set[str]]]] = {}
+"""Instruction sets by architecture, best first: compiler's options, and the flags of /proc/cpuinfo that each needs."""
+SETS["x86_64"] = SETS["amd64"] = {
     "avx512": (
         "-march=x86-64-v4 -mavx512vnni",
         {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"},
@@ -43,6 +45,11 @@ X86 = {  # best first: the flags of /proc/cpuinfo that each needs
     "avx2": ("-march=x86-64-v3", {"avx2", "fma", "f16c", "bmi2"}),
     "plain": ("", set()),
 }
+SETS["aarch64"] = SETS["arm64"] = {
+    "neon": ("-march=armv8.2-a+dotprod", {"asimddp"}),
+    "plain": ("", set()),
+}
+ELSEWHERE: dict[str, tuple[str, set[str]]] = {"plain": ("", set())}  # the compiler's own vectors
 LIMIT_S = 300
 KEPT_DAYS = 14  # of libraries of other sources
 
@@ -51,21 +58,27 @@ class CannotBuild(Exception):
     """The reason, in one sentence."""
 
 
+def sets() -> dict[str, tuple[str, set[str]]]:
+    """The instruction sets of this architecture that kernels are built for."""
+    return SETS.get(platform.machine().lower(), ELSEWHERE)
+
+
 @cache
 def isas() -> tuple[str, ...]:
     """The instruction sets that this machine runs, best first."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return ("plain",)  # the compiler's own vectors: NEON on arm64
     have = _cpu_flags()
-    return tuple(name for name, (_, wants) in X86.items() if wants <= have)
+    return tuple(name for name, (_, wants) in sets().items() if wants <= have)
 
 
 def _cpu_flags() -> set[str]:
+    if platform.system() == "Darwin" and platform.machine() == "arm64":
+        return {"asimddp"}  # every Apple CPU has it
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return set()
-    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+    names = ("flags", "Features")  # x86, arm64
+    return set(next((line.partition(":")[2] for line in lines if line.startswith(names)), "").split())
 
 
 def compiler() -> str | None:
@@ -80,7 +93,7 @@ def compiler() -> str | None:
 
 @cache
 def _digest() -> str:
-    text = hashlib.sha256("\0".join((*OPTIONS, *(flags for flags, _ in X86.values()))).encode())
+    text = hashlib.sha256("\0".join((*OPTIONS, *(flags for flags, _ in sets().values()))).encode())
     for path in sorted(SOURCES.iterdir()):
         text.update(path.name.encode() + path.read_bytes())
     return text.hexdigest()[:16]
@@ -113,7 +126,7 @@ def build(isa: str, folder: Path | None = None, extra: tuple[str, ...] = ()) -> 
 
 
 def _compile(cxx: str, isa: str, scratch: Path, extra: tuple[str, ...]) -> Path:
-    flags = (*X86[isa][0].split(), *OPTIONS, *extra)
+    flags = (*sets()[isa][0].split(), *OPTIONS, *extra)
     sources = sorted(SOURCES.glob("*.cpp"))
 
     def one(source: Path) -> Path:
@@ -151,8 +164,7 @@ def drop_old(folder: Path, isa: str, days: float) -> None:
 def main() -> None:
     """Build where they are missing, and say where they are."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else BUILT
-    every = tuple(X86) if platform.machine() == "x86_64" else ("plain",)
-    for isa in every if len(sys.argv) > 1 else isas()[:1]:
+    for isa in tuple(sets()) if len(sys.argv) > 1 else isas()[:1]:
         if not (folder / file_name(isa)).is_file():
             drop_old(folder, isa, 0)
             print(build(isa, folder))  # noqa: T201

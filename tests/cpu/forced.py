@@ -1,6 +1,7 @@
-"""All rigs of hostile.py with another build of the library: python tests/cpu/forced.py plain|sanitized FOLDER
+"""All rigs of hostile.py with another build of the library: python tests/cpu/forced.py plain|neon|sanitized FOLDER
 
 plain      no vectors beyond those of every CPU of this architecture
+neon       arm64 with products of bytes
 sanitized  under AddressSanitizer and UBSan; the caller preloads their libraries (preloads)
 """
 
@@ -38,7 +39,7 @@ def main(way: str, folder: str) -> int:
     from pyspec.cpu import build, kernels
 
     build.LIMIT_S = 900  # sanitized products take long
-    isa, extra = ("plain", ()) if way == "plain" else (build.isas()[0], SANITIZERS)
+    isa, extra = (build.isas()[0], SANITIZERS) if way == "sanitized" else (way, ())
     opened = kernels._opened(str(build.build(isa, Path(folder), extra)))
     kernels.compiled = lambda: opened  # type: ignore[assignment]
     assert opened.pyspec_isa().decode() == isa

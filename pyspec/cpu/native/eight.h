@@ -135,6 +135,24 @@ UNROLL(8)
       sum[r] = first == 0 ? wide : sum[r] + wide;
     }
   }
+#elif PYSPEC_NEON
+  for (int h = 0; h < 2; h++) {  // four outputs
+    int32x4_t of[R];
+UNROLL(8)
+    for (int r = 0; r < R; r++) of[r] = vdupq_n_s32(0);
+UNROLL(8)
+    for (int k = 0; k < S::WORDS; k++) {
+      const int8x16_t bytes = vld1q_s8(reinterpret_cast<const int8_t *>(w + k) + 16 * h);
+UNROLL(8)
+      for (int r = 0; r < R; r++) {
+        int32_t four;
+        std::memcpy(&four, x[r].q + at + 4 * k, 4);
+        of[r] = vdotq_s32(of[r], bytes, vreinterpretq_s8_s32(vdupq_n_s32(four)));
+      }
+    }
+UNROLL(8)
+    for (int r = 0; r < R; r++) vst1q_s32(reinterpret_cast<int32_t *>(sum + r) + 4 * h, of[r]);
+  }
 #else
   for (int r = 0; r < R; r++) {
     sum[r] = i8{0};

@@ -77,6 +77,11 @@ inline uint16_t to_bf16(float x) {
 inline uint16_t to_half(float x) {
 #if defined(__F16C__)
   return uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+  const __fp16 h = __fp16(x);  // to the nearest, ties to even
+  uint16_t y;
+  std::memcpy(&y, &h, 2);
+  return y;
 #else
   uint32_t u;
   std::memcpy(&u, &x, 4);

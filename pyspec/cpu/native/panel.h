@@ -18,7 +18,7 @@ typedef uint32_t u8v __attribute__((vector_size(32)));  // eight rows x a word
 #define ALWAYS_LAMBDA __attribute__((always_inline))
 #define NEVER __attribute__((noinline))
 #define PRAGMA(x) _Pragma(#x)
-#if defined(__AVX2__)
+#if defined(__AVX2__) || PYSPEC_NEON
 #define UNROLL(n) PRAGMA(GCC unroll n)
 #else
 #define UNROLL(n)
@@ -56,6 +56,12 @@ ALWAYS b32 look_up(const int8_t *values, b32 x) {
 #if defined(__AVX2__)
   const __m128i t = _mm_load_si128(reinterpret_cast<const __m128i *>(values));
   return b32(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(t), __m256i(x)));
+#elif defined(__aarch64__)
+  const uint8x16_t t = vld1q_u8(reinterpret_cast<const uint8_t *>(values));
+  uint8_t *at = reinterpret_cast<uint8_t *>(&x);
+  vst1q_u8(at, vqtbl1q_u8(t, vld1q_u8(at)));
+  vst1q_u8(at + 16, vqtbl1q_u8(t, vld1q_u8(at + 16)));
+  return x;
 #else
   b32 y;
   for (int i = 0; i < 32; i++) y[i] = uint8_t(values[x[i]]);
@@ -82,6 +88,14 @@ UNROLL(4)
     const __m256i c = _mm256_unpacklo_epi32(x[2], x[3]), d = _mm256_unpackhi_epi32(x[2], x[3]);
     out[0] = b32(_mm256_unpacklo_epi64(a, c)), out[1] = b32(_mm256_unpackhi_epi64(a, c));
     out[2] = b32(_mm256_unpacklo_epi64(b, d)), out[3] = b32(_mm256_unpackhi_epi64(b, d));
+#elif defined(__aarch64__)
+    for (int h = 0; h < 2; h++) {  // four rows
+      const auto row_of = [&](int l) { return vreinterpretq_u32_u8(vld1q_u8(row(4 * h + l, from))); };
+      const uint32x4_t x0 = row_of(0), x1 = row_of(1), x2 = row_of(2), x3 = row_of(3);
+      const uint32x4_t a = vzip1q_u32(x0, x2), b = vzip1q_u32(x1, x3), c = vzip2q_u32(x0, x2), d = vzip2q_u32(x1, x3);
+      const uint32x4_t words[4] = {vzip1q_u32(a, b), vzip2q_u32(a, b), vzip1q_u32(c, d), vzip2q_u32(c, d)};
+      for (int k = 0; k < 4; k++) vst1q_u32(reinterpret_cast<uint32_t *>(out + k) + 4 * h, words[k]);
+    }
 #else
     for (int k = 0; k < 4; k++) out[k] = b32(word(from + 4 * k));
 #endif

@@ -62,6 +62,10 @@ struct Shape {
 template <typename T>
 using ShapeOf = Shape<T::GROUP, T::MINS, (T::LEAST < 0)>;
 
+#if PYSPEC_NEON
+}  // namespace pyspec
+#include "product_neon.h"
+#else
 // acc[r] += panel . row r
 template <typename S, int R>
 NEVER void multiply(const Panel &p, const Rows &rows, int64_t first, int64_t chunk, f8 *acc) {
@@ -177,3 +181,4 @@ UNROLL(16)
 #endif
 
 }  // namespace pyspec
+#endif

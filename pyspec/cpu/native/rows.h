@@ -12,7 +12,7 @@ constexpr int N_SUM = 24;  // of each 256 values: sums of 32 (8 of them), then o
 // Rows in both forms. Whole numbers: a value is its number * scale to within 2^-16 of its 256 values' largest.
 struct Rows {
   const float *x;      // [row, n_in], or null if no weights are f32, f16 or bf16
-  const int16_t *q;    // [row, n_chunk * 256], zeros behind n_in; each four in the order 0 2 1 3, in which bytes become pairs
+  const int16_t *q;    // [row, n_chunk * 256], zeros behind n_in; put_four says in which order each four lie
   const float *scale;  // [row, n_chunk]
   const float *sums;   // [row, n_chunk, N_SUM], of q
   int64_t n_in, n_chunk;
@@ -38,6 +38,19 @@ ALWAYS __m256i sums_of(const __m256i *x) {
 }
 #endif
 
+// Each four numbers lie so that their two words meet the bytes of four weights. Numbers 0 2 1 3 meet bytes that became pairs of 16 bits. With
+// products of bytes the first word has their high bytes, the second one their low bytes less 128, in the order of the weights.
+inline void put_four(const i8 &r, int at, int16_t *to) {
+#if PYSPEC_NEON
+  int8_t four[8];
+  for (int j = 0; j < 4; j++) four[j] = int8_t(r[at + j] >> 8), four[4 + j] = int8_t((r[at + j] & 255) - 128);
+  std::memcpy(to, four, 8);
+#else
+  constexpr int TO[4] = {0, 2, 1, 3};
+  for (int j = 0; j < 4; j++) to[TO[j]] = int16_t(r[at + j]);
+#endif
+}
+
 // 256 values times `inverse`
 inline void round_chunk(const float *x, float inverse, int16_t *q, float *sums) {
 #if defined(__AVX2__)
@@ -62,8 +75,8 @@ UNROLL(8)
     int32_t s = 0;
     for (int i = 16 * k; i < 16 * k + 16; i += 8) {
       const i8 r = nearest(load(x + i) * all(inverse));
-      constexpr int TO[8] = {0, 2, 1, 3, 4, 6, 5, 7};
-      for (int j = 0; j < 8; j++) q[i + TO[j]] = int16_t(r[j]), s += r[j];
+      put_four(r, 0, q + i), put_four(r, 4, q + i + 4);
+      for (int j = 0; j < 8; j++) s += r[j];
     }
     sums[8 + k] = float(s);
   }

@@ -2,6 +2,7 @@
 #include <cstdint>
 
 #include "pool.h"
+#include "simd.h"
 
 extern "C" {
 
@@ -27,6 +28,8 @@ const char *pyspec_isa() {
   return "avx512";
 #elif defined(__AVX2__)
   return "avx2";
+#elif PYSPEC_NEON
+  return "neon";
 #else
   return "plain";
 #endif

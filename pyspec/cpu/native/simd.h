@@ -6,6 +6,14 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define PYSPEC_NEON 1  // products of bytes, four to a lane
+#else
+#define PYSPEC_NEON 0
+#endif
 
 namespace pyspec {
 
@@ -21,9 +29,18 @@ inline f8 to_float(i8 x) { return __builtin_convertvector(x, f8); }
 inline i8 to_int(f8 x) { return __builtin_convertvector(x, i8); }  // towards zero
 inline i8 bits(f8 x) { i8 y; std::memcpy(&y, &x, 32); return y; }
 inline f8 as_float(i8 x) { f8 y; std::memcpy(&y, &x, 32); return y; }
+#if defined(__aarch64__)
+inline float32x4_t low(const f8 &x) { return vld1q_f32(reinterpret_cast<const float *>(&x)); }
+inline float32x4_t high(const f8 &x) { return vld1q_f32(reinterpret_cast<const float *>(&x) + 4); }
+#endif
 inline f8 fma(f8 a, f8 b, f8 c) {
 #if defined(__FMA__)
   return f8(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+#elif defined(__aarch64__)
+  f8 y;
+  vst1q_f32(reinterpret_cast<float *>(&y), vfmaq_f32(low(c), low(a), low(b)));
+  vst1q_f32(reinterpret_cast<float *>(&y) + 4, vfmaq_f32(high(c), high(a), high(b)));
+  return y;
 #else
   return a * b + c;
 #endif
@@ -73,6 +90,10 @@ inline void store_tail(float *p, f8 x, int64_t n) {
 inline float half_to_float(uint16_t h) {
 #if defined(__F16C__)
   return _cvtsh_ss(h);
+#elif defined(__aarch64__)
+  __fp16 x;
+  std::memcpy(&x, &h, 2);
+  return float(x);
 #else
   const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
   uint32_t bits_;
@@ -91,6 +112,12 @@ inline float half_to_float(uint16_t h) {
 inline f8 halves(const uint16_t *p) {
 #if defined(__F16C__)
   return f8(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))));
+#elif defined(__aarch64__)
+  f8 x;
+  const float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(p));
+  vst1q_f32(reinterpret_cast<float *>(&x), vcvt_f32_f16(vget_low_f16(h)));
+  vst1q_f32(reinterpret_cast<float *>(&x) + 4, vcvt_high_f32_f16(h));
+  return x;
 #else
   f8 x;
   for (int i = 0; i < 8; i++) x[i] = half_to_float(p[i]);
