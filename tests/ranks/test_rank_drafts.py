@@ -45,9 +45,15 @@ class Proposals:
         find, obey, ahead = DFlash._tokens, Follower.obey, DFlash.draft_ahead
 
         def watch(
-            drafter: DFlash, block: Tensor, n_seq: int, n_draft: int, given: Tensor
+            drafter: DFlash,
+            block: Tensor,
+            n_seq: int,
+            n_draft: int,
+            given: Tensor,
+            *,
+            tells: bool = False,
         ) -> tuple[Tensor, Tensor | None]:
-            tokens, probs = find(drafter, block, n_seq, n_draft, given)
+            tokens, probs = find(drafter, block, n_seq, n_draft, given, tells=tells)
             assert tokens.dtype == torch.int64 and tokens.shape == (n_seq * n_draft,)
             self.found.append(tokens.tolist())
             return tokens, probs

@@ -134,7 +134,9 @@ def test_each_tensor_of_a_matrix_keeps_its_own_second_scale(
     def read_into(name: str, out: np.ndarray, start: int = 0) -> None:
         out[:] = bytes_of[name].reshape(-1)[start : start + len(out)]
 
-    file = SimpleNamespace(tensors=infos, raw=bytes_of.__getitem__, read_into=read_into)
+    file = SimpleNamespace(
+        tensors=infos, raw=bytes_of.__getitem__, read_into=read_into, read_ahead=lambda _: None
+    )
     weights = Weights(cast(GGUFFile, file), CPU, None)
     x = torch.randn(3, 128, generator=gen)
     want = weights._load(list(raws), gated)(x)  # on a CPU: unpacked
