@@ -155,7 +155,7 @@ def test_a_load_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.Mo
         head=None,
         is_cuda=True,
         settings=EngineSettings(),
-        file=SimpleNamespace(forget_ahead=lambda: None),
+        file=SimpleNamespace(end_ahead=lambda: None),
     )
     monkeypatch.setattr(loading, "describe", lambda *_, **__: about)
     monkeypatch.setattr(loading, "widened", lambda d: d)
