@@ -13,7 +13,8 @@ from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFFile, open_gguf
 from pyspec.synth import layout, vocab
-from pyspec.synth.dims import Deepseek4Dims, drafter_of, find, widened
+from pyspec.synth.dims import Deepseek4Dims, find, widened
+from pyspec.synth.drafters import drafter_of
 from pyspec.synth.fill import Filler, Pool, values
 from pyspec.synth.layout import Parts, Spec
 

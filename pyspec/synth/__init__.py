@@ -28,11 +28,11 @@ from pyspec.synth.dims import (
     Qwen3,
     Qwen35,
     Qwen35Moe,
-    drafter_of,
     find,
     shortened,
     widened,
 )
+from pyspec.synth.drafters import drafter_of
 from pyspec.synth.fill import Filler
 from pyspec.synth.layout import Parts, Spec
 

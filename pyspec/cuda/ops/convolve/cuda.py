@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
-from pyspec.cuda.ops.convolve.ref import Convolve, ConvolveSpec
+from pyspec.cuda.ops.convolve.ref import Convolve, ConvolveSpec, check_args
 
 THREADS = 128
 MAX_TAPS = 16  # weights of a thread's columns stand in its registers
@@ -53,10 +53,8 @@ class ConvolveLaunch:
         residual: Tensor | None = None,
     ) -> Tensor:
         s, n_row = self.spec, len(x)
-        assert x.shape == (n_row, s.n) and given.shape == (n_row, 2 * s.n_tap * s.n_group)
-        assert all(t.is_contiguous() and t.dtype == torch.float32 for t in (x, given, base))
-        assert row_seq.shape == (n_row,) and row_seq.dtype == torch.int32 and n_row <= MAX_ROWS
-        assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
+        check_args(s, x, given, base, row_seq, residual)
+        assert n_row <= MAX_ROWS
         out = torch.empty_like(x)
         if n_row:
             own, rest = (

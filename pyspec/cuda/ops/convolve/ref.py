@@ -49,6 +49,18 @@ class Convolve(Protocol):
         ...
 
 
+def check_args(
+    spec: ConvolveSpec, x: Tensor, given: Tensor, base: Tensor, row_seq: Tensor, residual: Tensor | None
+) -> None:
+    """Assert what kernels rely on, which read memory by the spec alone."""
+    n_row = len(x)
+    assert x.shape == (n_row, spec.n) and given.shape == (n_row, 2 * spec.n_tap * spec.n_group)
+    assert base.shape == (2, spec.n_tap, spec.n)
+    assert all(t.is_contiguous() and t.dtype == torch.float32 for t in (x, given, base))
+    assert row_seq.shape == (n_row,) and row_seq.dtype == torch.int32 and row_seq.is_contiguous()
+    assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
+
+
 class TorchConvolve:
     """Implements `Convolve`."""
 
