@@ -180,11 +180,11 @@ class DFlash2Net(DFlashNet):
         return scores.softmax(-1).amax(-1).gather(1, came).view(-1)
 
 
-def _walked(next: Tensor) -> Tensor:
-    """Places of the chosen candidates, [seq, row]. next [seq, row, place in the row before] int64: the place that follows best."""
-    places = [next[:, 0, :1]]
-    for row in range(1, next.shape[1]):
-        places.append(next[:, row].gather(1, places[-1]))
+def _walked(follower: Tensor) -> Tensor:
+    """Places of the chosen candidates, [seq, row]. follower [seq, row, place in the row before] int64: the place that follows best."""
+    places = [follower[:, 0, :1]]
+    for row in range(1, follower.shape[1]):
+        places.append(follower[:, row].gather(1, places[-1]))
     return torch.cat(places, 1)
 
 
