@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from pyspec.draft.blocks import BlockLength
 from pyspec.engine.policy.acceptance import Acceptance, AcceptancePrior
 from pyspec.engine.policy.certainty import Certainty
+from pyspec.engine.policy.cut_trial import CutTrial
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
 
 DECAY = 0.96  # per round, of the draft counts in /slots
@@ -153,6 +154,8 @@ class Controller:
         )  # rounds without drafts so far, and rounds until some slots try
         self.texts = Acceptance(self.n_slot, self.n_own)
         self.certainty = Certainty(self.n_own)
+        self.cut_trial, self.cut_gain_ms = CutTrial(), 0.0  # of the last cut, against no cut
+        self.uncut: dict[int, int] = {}  # lengths that would be verified without a cut
         self.rate = 0.0  # tokens a millisecond that the last choice promised
         self.grammars: OrderedDict[str, AcceptancePrior] = OrderedDict()
         self.lanes = [_Lane() for _ in range(self.n_slot)]
@@ -229,8 +232,8 @@ class Controller:
 
     @property
     def cuts(self) -> bool:
-        """It may choose among drafts that are known."""
-        return self.force is None and not self.fixed
+        """It may choose among drafts that are known, and that pays."""
+        return self.force is None and not self.fixed and self.cut_trial.is_on(self.n_round)
 
     def whole(self, caps: Sequence[tuple[int, int]], picked: Sequence[int]) -> list[int]:
         """The same slots, with drafts as long as the drafter computes at that price, to be `cut`. A chain computes as many as the longest."""
@@ -241,6 +244,7 @@ class Controller:
         ]
         if not asked or not self.cuts:
             return list(picked)
+        self.uncut = dict(asked)
         depth = max(n for _, n in asked)
         if not self.chained:
             depth = next((end for end in self._depths(len(asked)) if end >= depth), depth)
@@ -269,11 +273,19 @@ class Controller:
         others = len(chosen) + sum(n for _, n in chosen) - len(gain)
         ms = self.verify_ms.of_all(range(others, others + len(gain) + 1))
         worth = np.append(0.0, gain[order].cumsum()) - self.rate * ms
+        uncut = [min(self.uncut.get(slot, n), n) for slot, n in drafted]
+        is_uncut = np.arange(survive.shape[1]) < np.array(uncut)[:, None]
+        gain_now = float(worth.max() - (survive[is_uncut].sum() - self.rate * ms[sum(uncut)]))
+        self.cut_gain_ms = max(gain_now, 0.0) / self.rate if self.rate > 0 else 0.0
         kept = np.bincount(lane[order[: int(worth.argmax())]], minlength=len(drafted)).tolist()
         lengths = {slot: n for (slot, _), n in zip(drafted, kept, strict=True)}
         for slot, n in lengths.items():
             self.lanes[slot].n_draft = n
         return [(slot, lengths.get(slot, n)) for slot, n in chosen]
+
+    def cut_took(self, ms: float) -> None:
+        """The last cut took so many milliseconds. Where cuts promise less than they take, rounds do without for a time."""
+        self.cut_trial.add(self.n_round, self.cut_gain_ms, ms)
 
     def preferred(
         self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]], gain: float = 1.0
