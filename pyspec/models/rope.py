@@ -61,16 +61,17 @@ class RopeScaling:
 
     def kept(self, n_rot: int, base: float, device: torch.device) -> Tensor:
         """Share of each frequency that is left alone. [n_rot / 2] f32"""
-        low, high = (self._dimension(turns, n_rot, base) for turns in self.turns)
+        low, high = (turning_dimension(turns, n_rot, self.n_ctx_orig, base) for turns in self.turns)
         low, high = max(0.0, math.floor(low)), min(n_rot - 1.0, math.ceil(high))
         d = torch.arange(n_rot // 2, dtype=torch.float32, device=device)
         return 1 - ((d - low) / max(0.001, high - low)).clamp(0, 1)
 
-    def _dimension(self, turns: float, n_rot: int, base: float) -> float:
-        """The frequency, as a dimension, that makes `turns` turns within the old context."""
-        if base <= 1.0:
-            return 0.0  # all turn alike
-        return n_rot * math.log(self.n_ctx_orig / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+def turning_dimension(turns: float, n_rot: int, n_ctx_orig: int, base: float) -> float:
+    """The frequency, as a dimension, that makes `turns` turns within the old context."""
+    if base <= 1.0:
+        return 0.0  # all turn alike
+    return n_rot * math.log(n_ctx_orig / (turns * 2 * math.pi)) / (2 * math.log(base))
 
 
 NOT_STRETCHED = RopeScaling()

@@ -15,6 +15,7 @@ from pyspec.draft.dflash_file import read_config as read_drafter
 from pyspec.errors import BadGGUF, ModelError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
+from pyspec.models.blocks.sparse_attention import TailRope
 from pyspec.models.rope import Rope, RopeScaling, RopeSpec, read_scaling
 
 ROOT = Path(__file__).parents[2]
@@ -98,3 +99,10 @@ def test_yarn_leaves_fast_frequencies_alone_and_divides_slow_ones() -> None:
     positions = torch.tensor([0, 5])
     cos, sin = rope.angles(positions)
     assert torch.allclose(cos**2 + sin**2, torch.full_like(cos, 1.25**2)) and cos[0].min() == 1.25
+
+
+def test_a_base_of_one_turns_all_dimensions_alike_however_rope_is_stretched() -> None:
+    scaling = RopeScaling(8.0, True, 4096)
+    assert Rope(RopeSpec(64, 1.0, True, scaling), torch.device("cpu")).freq.isfinite().all()
+    tail = TailRope(64, 1.0, factor=8.0, n_ctx_orig=4096).freq()
+    assert tail.isfinite().all() and tail[-1] == 1 / 8

@@ -30,6 +30,7 @@ from pyspec.models.blocks.attention import SINKS
 from pyspec.models.blocks.compressor import BoundCompressor, Compressor
 from pyspec.models.cuts import Cut, Units
 from pyspec.models.part import AttentionShape, Binding, ForwardSize, LoadTypes, Pass, Place, Request
+from pyspec.models.rope import turning_dimension
 from pyspec.models.wants import Want
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KvFormat, KVPool
@@ -60,13 +61,11 @@ class TailRope:
         if self.factor <= 1.0:
             return freq
 
-        def turns(beta: float) -> float:
-            return n * math.log(self.n_ctx_orig / (beta * 2 * math.pi)) / (2 * math.log(base))
-
         low, high = (
-            max(0.0, math.floor(turns(self.beta_fast))),
-            min(n - 1.0, math.ceil(turns(self.beta_slow))),
+            turning_dimension(beta, n, self.n_ctx_orig, base)
+            for beta in (self.beta_fast, self.beta_slow)
         )
+        low, high = max(0.0, math.floor(low)), min(n - 1.0, math.ceil(high))
         ramp = ((torch.arange(n // 2, dtype=torch.float64) - low) / max(0.001, high - low)).clamp(0, 1)
         return freq * (1 - ramp) + freq / self.factor * ramp
 
