@@ -43,6 +43,7 @@ MODELS += [
     "glm4moe",
     "minimax-m2",
     "lfm2moe",
+    "gpt-oss",
     "deepseek2",
 ]
 LATER = {"ahead", "best"}  # requested by the worker and by samplers, for every model

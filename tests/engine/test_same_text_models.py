@@ -25,6 +25,7 @@ ADDED, GEMMA3 = (
         "glm4moe",
         "minimax-m2",
         "lfm2moe",
+        "gpt-oss",
         "deepseek2",
     ),
     FIXTURES / "gemma3.gguf",

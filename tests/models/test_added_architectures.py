@@ -33,6 +33,7 @@ NAMES = [
     "glm4moe",
     "minimax-m2",
     "lfm2moe",
+    "gpt-oss",
     "deepseek2",
 ]
 GEMMA = FIXTURES / "gemma3.gguf"  # a window of 8; blocks 0 to 4 and 6 of 7 have it

@@ -18,6 +18,7 @@ constexpr int64_t N_OUT = 64;   // of a task at most
 struct Stack {
   const uint8_t *weights;  // null: there is none
   const float *scale;      // [n_expert], or null
+  const float *bias;       // [n_expert, n_out], or null
   const void *table;
   int64_t type, stride;  // bytes from one expert to the next
 };
@@ -31,7 +32,7 @@ struct MoeArgs {
   Stack gate, up, down;
   const float *shared, *of_shared, *residual;  // [row, n_in] or null, its factor [row], [row, n_in] or null
   float *out;                                  // [row, n_in]
-  int64_t n_row, n_in, n_ff, n_expert, n_used, shared_stride, residual_stride;
+  int64_t n_row, n_in, n_ff, n_expert, n_used, shared_stride, residual_stride, act;
   double limit;  // cuts gates there and ups at plus and minus it; 0: does not
 };
 
@@ -105,14 +106,32 @@ void each_part(const Room &room, int64_t n_out, F &&body) {
   });
 }
 
+enum Act : int64_t { SWIGLU, RELU2, GEGLU, SWIGLU_OAI };
+
+f8 gated(f8 g, f8 u, int64_t act) {
+  if (act == GEGLU) return gelu(g) * u;
+  if (act == SWIGLU_OAI) return g * sigmoid(g * all(1.702f)) * (u + all(1.0f));
+  return silu(g) * u;
+}
+
 // n gates and ups -> inner values in place of the ups; no gates: relu(up)^2
-void activate(const float *gates, float *ups, int64_t n, float limit) {
+void activate(const float *gates, float *ups, int64_t n, float limit, int64_t act) {
   if (gates == nullptr) return relu2(ups, ups, n);
   by_eights(n, [&](int64_t i, auto get, auto put) {
     f8 g = get(gates + i), u = get(ups + i);
     if (limit > 0) g = min(all(limit), g), u = max(all(-limit), min(all(limit), u));  // NaN stays NaN: the second is taken
-    put(ups + i, silu(g) * u);
+    put(ups + i, gated(g, u, act));
   });
+}
+
+// Adds an expert's bias to its outputs `y` [pair, n_out] of a part.
+void add_bias(const Stack &s, int64_t expert, int64_t n_out, const Part &part, float *y) {
+  if (s.bias == nullptr) return;
+  const float *bias = s.bias + expert * n_out + part.first_o;
+  for (int64_t i = part.first; i < part.first + part.n; i++) {
+    float *own = y + i * n_out + part.first_o;
+    by_eights(part.last_o - part.first_o, [&](int64_t j, auto get, auto put) { put(own + j, get(own + j) + get(bias + j)); });
+  }
 }
 
 void inner_rows(const MoeArgs &p, const Room &room) {
@@ -121,9 +140,11 @@ void inner_rows(const MoeArgs &p, const Room &room) {
   each_part(room, p.n_ff, [&](const Group &g, const Part &part) {
     if (gated) product_part(product_of(p.gate, g.expert, p.n_in, p.n_ff, room.outer), rows, part);
     product_part(product_of(p.up, g.expert, p.n_in, p.n_ff, room.inner), rows, part);
+    if (gated) add_bias(p.gate, g.expert, p.n_ff, part, room.outer);
+    add_bias(p.up, g.expert, p.n_ff, part, room.inner);
     for (int64_t i = part.first; i < part.first + part.n; i++) {
       const int64_t at = i * p.n_ff + part.first_o;
-      activate(gated ? room.outer + at : nullptr, room.inner + at, part.last_o - part.first_o, float(p.limit));
+      activate(gated ? room.outer + at : nullptr, room.inner + at, part.last_o - part.first_o, float(p.limit), p.act);
     }
   });
 }
@@ -159,6 +180,7 @@ void run(const MoeArgs &p) {
   const Rows rows{room.inner, room.q, room.scales, room.sums, p.n_ff, chunks(p.n_ff)};
   each_part(room, p.n_in, [&](const Group &g, const Part &part) {
     product_part(product_of(p.down, g.expert, p.n_ff, p.n_in, room.outer), rows, part);
+    add_bias(p.down, g.expert, p.n_in, part, room.outer);
   });
   each_range(p.n_row, 1 + 4096 / (p.n_in * p.n_used), [&](int64_t a, int64_t b) {
     for (int64_t r = a; r < b; r++) sum_row(p, room, r);

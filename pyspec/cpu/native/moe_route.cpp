@@ -14,12 +14,12 @@ namespace {
 
 constexpr int64_t MOST = 1024, R = 4, ROWS = 16, PIECE = 256;  // experts; experts of a step; rows of a job, and between two loops
 constexpr float LEAST_SUM = 6.103515625e-5f;      // 2^-14, as moe.ref
-enum Router : int64_t { SOFTMAX, SIGMOID, SQRTSOFTPLUS };
+enum Router : int64_t { SOFTMAX, SIGMOID, SQRTSOFTPLUS, CHOSEN };
 
 struct Args {
   const float *x;
   int64_t x_stride;
-  const float *norm, *matrix, *bias;  // [n_in]; [n_expert + gated, n_in]; [n_expert] or null
+  const float *norm, *matrix, *bias, *shift;  // [n_in]; [n_expert + gated, n_in]; [n_expert] or null, in the choice alone and in scores
   const int32_t *given;               // [row, n_used] or null
   int32_t *ids;                       // [row, n_used]
   float *weights, *gate;              // [row, n_used]; [row] or null
@@ -52,16 +52,19 @@ void score(const Args &p, const float *experts, int64_t n, const float *x, const
 
 float sigmoid_of(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
+void softmax(const float *x, int64_t n, float *out) {
+  float top = x[0], total = 0.0f;
+  for (int64_t i = 1; i < n; i++) top = std::max(top, x[i]);
+  for (int64_t i = 0; i < n; i++) total += out[i] = std::exp(x[i] - top);
+  for (int64_t i = 0; i < n; i++) out[i] /= total;
+}
+
 // logits [n_expert] -> the experts' weights before the choice
 void probabilities(const Args &p, const float *logits, float *out) {
   const int64_t n = p.n_expert;
-  if (p.router == SOFTMAX) {
-    float top = logits[0], total = 0.0f;
-    for (int64_t i = 1; i < n; i++) top = std::max(top, logits[i]);
-    for (int64_t i = 0; i < n; i++) total += out[i] = std::exp(logits[i] - top);
-    for (int64_t i = 0; i < n; i++) out[i] /= total;
-    return;
-  }
+  if (p.router == CHOSEN) std::copy_n(logits, n, out);
+  if (p.router == SOFTMAX) softmax(logits, n, out);
+  if (p.router == CHOSEN || p.router == SOFTMAX) return;
   for (int64_t i = 0; i < n; i++) {
     const float x = logits[i];
     out[i] = p.router == SIGMOID ? sigmoid_of(x) : std::sqrt(x > 20.0f ? x : std::log1p(std::exp(x)));
@@ -71,11 +74,12 @@ void probabilities(const Args &p, const float *logits, float *out) {
 // NaN comes before all, as where torch sorts
 bool is_better(float a, float b) { return a > b || (a != a && b == b); }
 
-void choose(const Args &p, const float *logits, int64_t row) {
+void choose(const Args &p, float *logits, int64_t row) {
   float weights[MOST], scores[MOST];
   bool is_taken[MOST] = {};
   int32_t *ids = p.ids + row * p.n_used;
   float *out = p.weights + row * p.n_used, total = 0.0f;
+  for (int64_t i = 0; i < p.n_expert && p.shift != nullptr; i++) logits[i] += p.shift[i];
   probabilities(p, logits, weights);
   for (int64_t i = 0; i < p.n_expert; i++) scores[i] = p.bias == nullptr ? logits[i] : weights[i] + p.bias[i];
   for (int64_t k = 0; k < p.n_used; k++) {
@@ -86,6 +90,11 @@ void choose(const Args &p, const float *logits, int64_t row) {
     is_taken[best] = true;
     ids[k] = int32_t(best), out[k] = weights[best];
     total += weights[best];
+  }
+  if (p.router == CHOSEN) {
+    softmax(out, p.n_used, out);
+    total = 0.0f;
+    for (int64_t k = 0; k < p.n_used; k++) total += out[k];
   }
   const float by = p.renorm ? std::max(total, LEAST_SUM) : 1.0f;
   for (int64_t k = 0; k < p.n_used; k++) out[k] = out[k] / by * float(p.scale);

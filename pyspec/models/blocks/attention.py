@@ -42,6 +42,7 @@ class Attention:
     qk_norm  heads of q and k are normed before they are turned
     row_norm  instead all heads of q are normed at once, and all of k
     biased   q, k and v have biases
+    sinks    each head has a sink
     """
 
     shape: AttentionShape
@@ -50,6 +51,7 @@ class Attention:
     qk_norm: bool = False
     biased: bool = False
     row_norm: bool = False
+    sinks: bool = False
     scratch = None
 
     @property
@@ -97,7 +99,7 @@ class Attention:
                 (q + 2 * kv,), optional=True, cut=Cut(0, (of_q, of_kv, of_kv))
             ),
             at.name("attn_output.bias"): Want((at.n_embd,), optional=True),
-            at.name(SINKS): Want((s.n_head,), optional=True, cut=Cut(0, (Units(s.n_head, "heads"),))),
+            at.name(SINKS): Want((s.n_head,), not self.sinks, cut=Cut(0, (Units(s.n_head, "heads"),))),
         }
 
     def memory(self) -> LayerParts:

@@ -40,6 +40,8 @@ class Experts:
     shared_gate  the shared expert is multiplied with sigmoid(ffn_gate_inp_shexp . x)
     biased       the choice has a bias; otherwise it has one if the file does
     groups       (all, used): the choice is among the experts of the best groups
+    shifted      scores of the router and products of experts have biases
+    limit        gates are cut at this, ups at plus and minus this; 0: they are not
     """
 
     n_expert: int
@@ -54,6 +56,8 @@ class Experts:
     shared_gate: bool = False
     biased: bool = False
     groups: tuple[int, int] = (1, 1)
+    shifted: bool = False
+    limit: float = 0.0
     captures_prompts = False  # how many rows an expert gets of a prompt decides how they are multiplied
     attends = None
 
@@ -73,7 +77,7 @@ class Experts:
     @property
     def inner(self) -> tuple[str, ...]:
         """The matrices before the activation."""
-        return ("gate", "up") if self.act == "swiglu" else ("up",)
+        return ("up",) if self.act == "relu2" else ("gate", "up")
 
     @property
     def n_inner(self) -> int:
@@ -87,13 +91,17 @@ class Experts:
             at.name("ffn_gate_inp.weight"): Want((e, at.n_embd)),
             at.name("exp_probs_b.bias"): Want((e,), optional=not self.biased),
         }
-        if at.has("ffn_gate_up_exps.weight") and self.act == "swiglu":
+        if at.has("ffn_gate_up_exps.weight") and self.act != "relu2":
             wants[at.name("ffn_gate_up_exps.weight")] = Want((e, 2 * f, n), cut=Cut(1, inner * 2))
         else:
             wants |= {
                 at.name(f"ffn_{x}_exps.weight"): Want((e, f, n), cut=Cut(1, inner)) for x in self.inner
             }
         wants[at.name("ffn_down_exps.weight")] = Want((e, n, f), cut=Cut(2, inner))
+        if self.shifted:
+            wants |= {at.name(f"ffn_{x}_exps.bias"): Want((e, f), cut=Cut(1, inner)) for x in self.inner}
+            wants[at.name("ffn_down_exps.bias")] = Want((e, n))
+            wants[at.name("ffn_gate_inp.bias")] = Want((e,))
         if self.latent:
             wants[at.name("ffn_latent_down.weight")] = Want((n, at.n_embd))
             wants[at.name("ffn_latent_up.weight")] = Want((at.n_embd, n))
@@ -150,6 +158,8 @@ class Experts:
             of_down,
             scaled,
             n_expert=self.n_expert,
+            limit=self.limit,
+            biased=self.shifted,
         )
         spec = replace(spec, gate=None if on.dense is not None or gate.type is up.type else gate.type)
         yield moe, replace(spec, pieces=self._pieces(at, up, down) if on.streams else 0)
@@ -170,6 +180,7 @@ class Experts:
             eps=eps,
             n_group=self.groups[0],
             n_group_used=self.groups[1],
+            shifted=self.shifted,
         )
 
     def joins_shared(self, block_size: int | None) -> bool:
@@ -192,12 +203,25 @@ class Experts:
         return BoundExperts(self, at)
 
 
+def biased_stacks(w: Weights, p: str, stacks: Stacks, leads: bool) -> Stacks:
+    """The same with the biases of the file. Of several ranks one adds those of `down`, because their outputs are summed."""
+
+    def biased(stack: Stack, name: str) -> Stack:
+        return replace(stack, bias=w.vector(f"{p}.ffn_{name}_exps.bias"))
+
+    gate, down = stacks.gate, biased(stacks.down, "down")
+    if not leads and down.bias is not None:
+        down = replace(down, bias=torch.zeros_like(down.bias))
+    gate = None if gate is None else biased(gate, "gate")
+    return replace(stacks, gate=gate, up=biased(stacks.up, "up"), down=down)
+
+
 def stacks_of(w: Weights, p: str, act: Act) -> Stacks:
     """The experts of the feed-forward with prefix `p` (blk.N)."""
     down = w.stack(f"{p}.ffn_down_exps.weight")
-    if act == "swiglu" and w.has(both := f"{p}.ffn_gate_up_exps.weight"):
+    if act != "relu2" and w.has(both := f"{p}.ffn_gate_up_exps.weight"):
         return Stacks(*halves(w.stack(both)), down)
-    gate = w.stack(f"{p}.ffn_gate_exps.weight") if act == "swiglu" else None
+    gate = None if act == "relu2" else w.stack(f"{p}.ffn_gate_exps.weight")
     return Stacks(gate, w.stack(f"{p}.ffn_up_exps.weight"), down)
 
 
@@ -257,9 +281,11 @@ class BoundExperts:
             gate = w.vector(f"{p}.ffn_gate_inp_shexp.weight").view(1, -1)
             self.router = torch.cat((self.router, gate))
         self.bias = w.optional(f"{p}.exp_probs_b.bias")
+        self.shift = {"shift": w.vector(f"{p}.ffn_gate_inp.bias")} if shape.shifted else {}
         route = shape.route_spec(w.device, self.router.shape[1], at.eps, has_bias=self.bias is not None)
         self.route, self.capturable = moe_route.bind(route), moe_route.chosen(route).capturable
         stacks = stacks_of(w, p, shape.act)
+        stacks = biased_stacks(w, p, stacks, self.leads) if shape.shifted else stacks
         spec = self._spec(w.device, stacks)
         self.shared: _Shared | None = None
         together = shared_stacks(w, p, shape, stacks) if w.device.type == "cuda" else None
@@ -289,7 +315,7 @@ class BoundExperts:
         spec = MoeSpec(
             device, s.n_used, down.n_out, s.n_ff, s.act, up, down.type, scaled, n_expert=s.n_expert
         )
-        return replace(spec, gate=stacks.other_gate)
+        return replace(spec, gate=stacks.other_gate, limit=s.limit, biased=s.shifted)
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
         return self.into(self._run(x, residual if self.leads else None))
@@ -314,7 +340,7 @@ class BoundExperts:
         """stream + experts(n) + shared, for as many rows as experts take at once."""
         # work that needs no choice comes before it
         ready, beside = fuse.before_choice(self.route, self.experts, n, prep, self.norm)
-        routes = self.route(x, self.norm.weight, self.router, self.bias, **beside)
+        routes = self.route(x, self.norm.weight, self.router, self.bias, **self.shift, **beside)
         added = Added(stream, None, routes.gate)
         if shared is not None:
             added = Added(shared) if routes.gate is None else Added(stream, shared, routes.gate)

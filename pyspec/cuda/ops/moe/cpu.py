@@ -14,7 +14,7 @@ from torch import Tensor
 from pyspec.cpu import kernels
 from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.linear.cpu import CHUNK, N_SUM, PLAIN, TYPES, CpuRows, prepared, sample, table_of
-from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, MoeSpec, Stack, Stacks
+from pyspec.cuda.ops.moe.ref import ACTS, NOTHING, Added, ExpertsRun, MoeSpec, Stack, Stacks
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.gguf import GGMLType
 
@@ -22,8 +22,8 @@ PAIRS = 4096  # of a row and an expert at once, as in the kernel
 TOLERANCE = 2e-4  # of a row's norm
 CHECKED = 320, 512  # columns of a check, of types with blocks of 32 or 64 and of 256
 
-_MOE = CpuKernel("pyspec_moe", "qqqq" + "qq" + 3 * "qqqqq" + "qqqq" + "qqqqqqq" + "d")
-_NO_STACK = (None, None, None, 0, 0)
+_MOE = CpuKernel("pyspec_moe", "qqqq" + "qq" + 3 * "qqqqqq" + "qqqq" + "qqqqqqqq" + "d")
+_NO_STACK = (None, None, None, None, 0, 0)
 
 
 def limits(spec: MoeSpec) -> str | None:
@@ -43,7 +43,8 @@ class CpuExperts:
     """Experts that stay packed. Implements `ExpertsRun`."""
 
     def __init__(self, spec: MoeSpec, stacks: Stacks) -> None:
-        assert (stacks.gate is None) == (spec.act == "relu2") and stacks.shared is None
+        assert (stacks.gate is not None) == spec.has_gates and stacks.shared is None
+        self.act = ACTS.index(spec.act)
         self.n_in, self.n_ff, self.limit = stacks.down.n_out, stacks.down.n_in, spec.limit
         named = [s for s in (stacks.gate, stacks.up, stacks.down) if s is not None]
         self.n_expert, self.whole = stacks.n_expert, any(s.type not in PLAIN for s in named[:-1])
@@ -55,7 +56,8 @@ class CpuExperts:
         """As the kernel's `Stack`."""
         assert stack.type is not None and stack.data.dtype == torch.uint8 and stack.data.stride(1) == 1
         scale = None if stack.scale is None else stack.scale.float().contiguous()
-        return stack.data, scale, self.tables[stack.type], int(stack.type), stack.data.stride(0)
+        bias = None if stack.bias is None else stack.bias.float().contiguous()
+        return stack.data, scale, bias, self.tables[stack.type], int(stack.type), stack.data.stride(0)
 
     def __call__(
         self,
@@ -72,7 +74,9 @@ class CpuExperts:
         strides = [0 if y is None else y.stride(0) for y in (added.shared, added.residual)]
         around = added.shared, _contiguous(added.gate), added.residual
         sizes = len(x), self.n_in, self.n_ff, self.n_expert, ids.shape[1]
-        _MOE(*_of(rows), ids, weights, *self.stacks, *around, out, *sizes, *strides, self.limit)
+        _MOE(
+            *_of(rows), ids, weights, *self.stacks, *around, out, *sizes, *strides, self.act, self.limit
+        )
         return out
 
 
@@ -102,9 +106,10 @@ def stacks_for(spec: MoeSpec, n_expert: int, n_in: int, n_ff: int, generator: to
         assert type is not None
         raw = sample(type, n_expert * n_out, n_in, generator).view(n_expert, -1)
         scale = 0.5 + torch.rand(n_expert, generator=generator) if spec.scaled else None
-        return Stack(raw, type, n_out, n_in, scale)
+        bias = torch.randn(n_expert, n_out, generator=generator) if spec.biased else None
+        return Stack(raw, type, n_out, n_in, scale, bias)
 
-    gate = stack(spec.gate or spec.up, n_ff, n_in) if spec.act == "swiglu" else None
+    gate = stack(spec.gate or spec.up, n_ff, n_in) if spec.has_gates else None
     return Stacks(gate, stack(spec.up, n_ff, n_in), stack(spec.down, n_in, n_ff))
 
 

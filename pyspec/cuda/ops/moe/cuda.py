@@ -74,6 +74,8 @@ def limits(spec: MoeSpec) -> str | None:
         return "runs on NVIDIA GPUs only"
     if not 0 <= spec.limit < MOST_LIMIT:
         return f"activations cut at {spec.limit}; the kernel takes limits from 0 to {MOST_LIMIT:g}"
+    if not spec.is_usual:
+        return f"products with biases, or {spec.act}"
     if spec.up is None or spec.down is None or spec.gate is not None:
         return "takes packed matrices, gates and ups of one type"
     for type in (spec.up, spec.down):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Concatenate, Literal, Protocol
+from typing import Concatenate, Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,10 @@ from pyspec.gguf import GGMLType
 
 LEAST_SUM = 6.103515625e-5  # least divisor of a row's weights, 2^-14 as in llama.cpp
 
-Act = Literal["swiglu", "relu2"]
-Router = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+Act = Literal["swiglu", "relu2", "geglu", "swiglu_oai"]
+ACTS = get_args(Act)  # in the order of kernels
+Router = Literal["softmax", "sigmoid", "sqrtsoftplus", "chosen"]
+OAI_SLOPE = 1.702  # of gates in `swiglu_oai`
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class RouteSpec:
     gated   the matrix has one more row: sigmoid of its product is the row's gate
     given   the experts of a row are given (by a table of tokens); their weights are scored all the same
     n_group  groups of as many experts each, of which `n_group_used` are kept: those whose two best scores sum to most
+    shifted  scores have a bias [n_expert], which counts in weights as well
     """
 
     device: torch.device
@@ -64,6 +67,8 @@ class RouteSpec:
             f"experts in {self.n_group} groups; the kernel has no groups" if self.n_group > 1 else None
         )
 
+    shifted: bool = False
+
 
 @dataclass(frozen=True, slots=True)
 class Routes:
@@ -75,11 +80,13 @@ class Routes:
 
 
 Route = Callable[Concatenate[Tensor, Tensor, Tensor, ...], Routes]
-"""route(x, norm, matrix, bias=None, given=None); one that writes rows takes `into` and `power`, too (fuse.py)"""
+"""route(x, norm, matrix, bias=None, given=None, shift=None), and the last only where the spec has it; one that writes rows takes `into` and `power`, too (fuse.py)"""
 
 
 def probabilities(logits: Tensor, router: Router) -> Tensor:
-    """Weights of all experts, before the choice."""
+    """Weights of all experts, before the choice. chosen: those are made of the chosen ones' scores, behind it."""
+    if router == "chosen":
+        return logits
     if router == "softmax":
         return logits.softmax(-1)
     return logits.sigmoid() if router == "sigmoid" else F.softplus(logits).sqrt()
@@ -107,6 +114,8 @@ def choose(
     else:
         ids = given.long()
     weights = p.gather(-1, ids)
+    if spec.router == "chosen":
+        (weights,) = by_row(lambda own: (own.softmax(-1),), weights)
     if spec.renorm:
         total = weights[:, :1]
         for i in range(1, spec.n_used):
@@ -117,16 +126,23 @@ def choose(
 
 def bind_route(spec: RouteSpec) -> Route:
     def route(
-        x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None, given: Tensor | None = None
+        x: Tensor,
+        norm: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None = None,
+        given: Tensor | None = None,
+        shift: Tensor | None = None,
     ) -> Routes:
-        """x [row, n_in] f32 as they are, norm [n_in] f32, matrix [n_expert (+ 1), n_in] f32, bias [n_expert] f32, given [row, n_used]."""
-        assert (given is not None) == spec.given
+        """x [row, n_in] f32 as they are, norm [n_in] f32, matrix [n_expert (+ 1), n_in] f32, bias and shift [n_expert] f32,
+        given [row, n_used]."""
+        assert (given is not None) == spec.given and (shift is not None) == spec.shifted
         assert (
             matrix.shape == (spec.n_expert + spec.gated, spec.n_in) and (bias is not None) == spec.biased
         )
         y = linear(F.rms_norm(x, (spec.n_in,), norm, spec.eps), matrix)
         gate = y[:, spec.n_expert :].sigmoid() if spec.gated else None
-        return Routes(*choose(y[:, : spec.n_expert], spec, bias, given), gate)
+        scores = y[:, : spec.n_expert] if shift is None else y[:, : spec.n_expert] + shift
+        return Routes(*choose(scores, spec, bias, given), gate)
 
     return route
 
@@ -137,6 +153,7 @@ class Stack:
 
     data   as in the file: [expert, bytes] uint8 of `type`; or unpacked, [expert, n_out, n_in], and `type` is None
     scale  [expert] f32, multiplies products (NVFP4's second level), or None
+    bias   [expert, n_out] f32, is added to them, or None
     """
 
     data: Tensor
@@ -144,6 +161,12 @@ class Stack:
     n_out: int
     n_in: int
     scale: Tensor | None = None
+    bias: Tensor | None = None
+
+    def product(self, x: Tensor, expert: int) -> Tensor:
+        """Of rows x [row, n_in] with an expert's matrix, and its bias. [row, n_out] f32"""
+        y = product(x, self.matrix(expert))
+        return y if self.bias is None else y + self.bias[expert]
 
     def matrix(self, expert: int) -> Tensor:
         """[n_out, n_in], unpacked now if it is not yet."""
@@ -194,6 +217,7 @@ class MoeSpec:
     pieces    there is a shared expert of the same types, as wide as that many others; 0 for none
     n_expert  for limits alone: a check of a few experts holds for any number that an implementation takes
     limit     gates are cut at this before silu, ups at plus and minus this; 0: they are not
+    biased    every product has a bias
     """
 
     device: torch.device
@@ -208,6 +232,16 @@ class MoeSpec:
     n_expert: int = field(default=0, repr=False)
     limit: float = 0.0
     gate: GGMLType | None = None
+    biased: bool = False
+
+    @property
+    def has_gates(self) -> bool:
+        return self.act != "relu2"
+
+    @property
+    def is_usual(self) -> bool:
+        """True for products without biases, and an activation of silu or relu^2: kernels of GPUs have no others."""
+        return self.act in ("swiglu", "relu2") and not self.biased
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +282,17 @@ class ExpertsRun(Protocol):
 Moe = Callable[[Stacks], ExpertsRun]  # the launch that the op binds: experts are loaded once
 
 
-def activate(gate: Tensor | None, up: Tensor, limit: float = 0.0) -> Tensor:
-    """silu(gate) * up, or relu(up)^2 without a gate."""
+def activate(gate: Tensor | None, up: Tensor, limit: float = 0.0, act: Act = "swiglu") -> Tensor:
+    """silu(gate) * up, its like by `act`, or relu(up)^2 without a gate."""
     if gate is None:
         return F.relu(up).square()
-    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) if limit else F.silu(gate) * up
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if act == "geglu":
+        return F.gelu(gate, approximate="tanh") * up
+    if act == "swiglu_oai":
+        return gate * (OAI_SLOPE * gate).sigmoid() * (up + 1)
+    return F.silu(gate) * up
 
 
 def combine(y: Tensor, weights: Tensor, added: Added = NOTHING) -> Tensor:
@@ -269,13 +309,13 @@ def bind(spec: MoeSpec) -> Moe:
     """Experts that no row took are neither unpacked nor read. Looks at `ids` on the host: no graph may hold it."""
 
     def load(stacks: Stacks) -> ExpertsRun:
-        assert (stacks.gate is None) == (spec.act == "relu2")
+        assert (stacks.gate is not None) == spec.has_gates
         n_in = stacks.down.n_out
         assert (stacks.shared is None) == (spec.pieces == 0)
 
         def expert(of: Stacks, e: int, x: Tensor) -> Tensor:
-            gate = None if of.gate is None else product(x, of.gate.matrix(e))
-            return product(activate(gate, product(x, of.up.matrix(e)), spec.limit), of.down.matrix(e))
+            gate = None if of.gate is None else of.gate.product(x, e)
+            return of.down.product(activate(gate, of.up.product(x, e), spec.limit, spec.act), e)
 
         def moe(
             x: Tensor,

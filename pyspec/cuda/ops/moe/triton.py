@@ -41,6 +41,8 @@ WORTH = 1 << 26  # weights repacked at once
 def limits(spec: MoeSpec) -> str | None:
     if (why := tri.missing(spec.device)) is not None:
         return why
+    if not spec.is_usual:
+        return f"products with biases, or {spec.act}"
     if spec.up is None or spec.down is None or spec.gate is not None:
         return "takes packed matrices, gates and ups of one type"
     for type in (spec.up, spec.down):

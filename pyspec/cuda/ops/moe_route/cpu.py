@@ -14,7 +14,7 @@ from pyspec.cpu.kernels import CpuKernel, empty, missing
 from pyspec.cuda.ops.moe.ref import Route, Router, Routes, RouteSpec
 
 MOST = 1024  # experts, as in the kernel
-ROUTE = CpuKernel("pyspec_moe_route", "qq" + "qqqq" + "qqq" + "qqqqqq" + "dd")
+ROUTE = CpuKernel("pyspec_moe_route", "qq" + "qqqqq" + "qqq" + "qqqqqq" + "dd")
 ROUTERS = get_args(Router)  # in the kernel's order
 
 
@@ -32,13 +32,19 @@ def bind(spec: RouteSpec) -> Route:
     router, n_out = ROUTERS.index(spec.router), spec.n_expert + spec.gated
 
     def route(
-        x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None, given: Tensor | None = None
+        x: Tensor,
+        norm: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None = None,
+        given: Tensor | None = None,
+        shift: Tensor | None = None,
     ) -> Routes:
         assert x.dtype == norm.dtype == matrix.dtype == torch.float32 and x.stride(1) == 1, (
             "moe_route takes float32"
         )
         assert matrix.shape == (n_out, spec.n_in) and matrix.is_contiguous() and norm.is_contiguous()
         assert (bias is not None) == spec.biased and (given is not None) == spec.given
+        assert (shift is not None) == spec.shifted
         named = None if given is None else given.int().contiguous()
         n, k = len(x), spec.n_used
         ids, weights, gate = (
@@ -47,7 +53,7 @@ def bind(spec: RouteSpec) -> Route:
             empty(n, 1) if spec.gated else None,
         )
         outs, sizes = (ids, weights, gate), (n, spec.n_in, spec.n_expert, k, router, spec.renorm)
-        ROUTE(x, x.stride(0), norm, matrix, bias, named, *outs, *sizes, spec.scale, spec.eps)
+        ROUTE(x, x.stride(0), norm, matrix, bias, shift, named, *outs, *sizes, spec.scale, spec.eps)
         return Routes(ids, weights, gate)
 
     return route

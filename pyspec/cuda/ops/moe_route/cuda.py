@@ -29,6 +29,8 @@ FEW = 16  # rows up to which CTAs are small, so that all multiprocessors have so
 def limits(spec: RouteSpec) -> str | None:
     if spec.device.type != "cuda":
         return "runs on NVIDIA GPUs only"
+    if spec.shifted or spec.router == "chosen":
+        return "scores with a bias, or weights of the chosen scores alone"
     if spec.n_expert > MAX_EXPERT or spec.n_used > MAX_USED:
         return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MAX_USED} of {MAX_EXPERT}"
     if spec.n_in % 4 or spec.n_in > MAX_COLUMNS:
@@ -195,6 +197,8 @@ def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:
         matrix[0] *= 40  # far beyond where exp overflows, and where it is nothing
     norm = 1 + 0.1 * torch.randn(spec.n_in, generator=gen)
     bias = torch.rand(spec.n_expert, generator=gen) if spec.biased else None
+    shift = torch.randn(spec.n_expert, generator=gen) if spec.shifted else None
+    beside = {} if shift is None else {"shift": shift.to(spec.device)}
     for n_row in (1, 7, 40):
         x = torch.logspace(-1, 2, n_row)[:, None] * torch.randn(n_row, spec.n_in, generator=gen)
         x[n_row // 2] *= n_row == 1
@@ -204,7 +208,7 @@ def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:
             None if t is None else t.to(spec.device) for t in (bias, named if spec.given else None)
         )
         given = rows, weight, scored, bias_there, table
-        got, want = launch(*given), reference(*given)
+        got, want = launch(*given, **beside), reference(*given, **beside)
         ids, want_ids = got.ids.long().cpu(), want.ids.long().cpu()
         if (
             not bool(((ids >= 0) & (ids < spec.n_expert)).all())
@@ -212,6 +216,7 @@ def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:
         ):
             return "rows choose experts that do not exist, or one twice"
         scores = F.linear(F.rms_norm(x, norm.shape, norm, spec.eps), matrix)[:, : spec.n_expert]
+        scores = scores if shift is None else scores + shift
         if bias is not None:
             scores = moe_ref.probabilities(scores, spec.router) + bias
         is_same = ids == want_ids

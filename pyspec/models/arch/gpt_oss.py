@@ -1,0 +1,54 @@
+"""`gpt-oss`: windows in every other block, sinks, one stretched rope, and experts with biases and a gating of their own."""
+
+from __future__ import annotations
+
+from pyspec.errors import ModelError
+from pyspec.gguf import GGUFFile
+from pyspec.models.block import BlockSpec, Part
+from pyspec.models.blocks.attention import Attention
+from pyspec.models.blocks.moe import Experts
+from pyspec.models.read import block_count, read_attention, read_rope, read_windows, vocab_size
+from pyspec.models.spec import ModelSpec
+
+CHOSEN, UNSET = 3, 0  # expert_gating_func: softmax over the scores of the chosen
+LIMIT = 7.0  # of gates and ups; no key says so
+PATTERN = 2  # where a file does not say: each second block sees all
+
+
+def read(file: GGUFFile) -> ModelSpec:
+    h, shape, n_block = file.hparams, read_attention(file), block_count(file)
+    rope, experts = read_rope(file, shape, neox=True), _experts(file)
+
+    def block(window: int) -> BlockSpec:
+        attention = Attention(shape, rope, window, biased=True, sinks=True)
+        return BlockSpec((Part("attn_norm", attention), Part("post_attention_norm", experts)))
+
+    return ModelSpec(
+        arch=file.architecture,
+        n_vocab=vocab_size(file),
+        n_embd=h.integer("embedding_length"),
+        n_ff=experts.n_inner,
+        n_ctx_train=h.integer("context_length"),
+        eps=h.number("attention.layer_norm_rms_epsilon"),
+        blocks=tuple(block(window) for window in read_windows(file, n_block, PATTERN)),
+        ties_head=False,
+    )
+
+
+def _experts(file: GGUFFile) -> Experts:
+    h = file.hparams
+    if (func := h.integer("expert_gating_func", CHOSEN)) not in (CHOSEN, UNSET):
+        raise ModelError(
+            f"{h.key('expert_gating_func')} is {func}; this architecture weighs the chosen by their scores, {CHOSEN}"
+        )
+    return Experts(
+        n_expert=h.integer("expert_count"),
+        n_used=h.integer("expert_used_count"),
+        n_ff=h.integer("expert_feed_forward_length"),
+        router="chosen",
+        renorm=False,
+        scale=h.number("expert_weights_scale", 0.0) or 1.0,
+        act="swiglu_oai",
+        shifted=True,
+        limit=LIMIT,
+    )
