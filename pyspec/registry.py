@@ -31,6 +31,7 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
     "qwen2": "pyspec.models.arch.qwen2",
     "qwen3": "pyspec.models.arch.qwen3",
     "qwen3moe": "pyspec.models.arch.qwen3moe",
+    "qwen3next": "pyspec.models.arch.qwen3next",
     "qwen35": "pyspec.models.arch.qwen35",
     "qwen35moe": "pyspec.models.arch.qwen35moe",
     "nemotron_h": "pyspec.models.arch.nemotron",
@@ -45,10 +46,11 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
     "deepseek4": "pyspec.models.arch.deepseek4",
 }
 FAMILIES = (
-    "Llama (llama), Gemma 3 (gemma3), gpt-oss (gpt-oss), Qwen2 and Qwen2.5 (qwen2), Qwen3 (qwen3, qwen3moe), Qwen3.5 to "
-    "3.8 (qwen35, qwen35moe), Nemotron-H and Nemotron 3 (nemotron_h, nemotron_h_moe), Granite 3 and 4 "
-    "(granite), Ministral 3 (mistral3), GLM-4.5 to 4.7 (glm4moe), MiniMax-M2 (minimax-m2), LFM2 and "
-    "LFM2.5 (lfm2, lfm2moe), DeepSeek-V2, V3 and Kimi K2 (deepseek2), DeepSeek-V4 (deepseek4)"
+    "Llama (llama), Gemma 3 (gemma3), gpt-oss (gpt-oss), Qwen2 and Qwen2.5 (qwen2), Qwen3 (qwen3,"
+    " qwen3moe), Qwen3-Next (qwen3next), Qwen3.5 to 3.8 (qwen35, qwen35moe), Nemotron-H and "
+    "Nemotron 3 (nemotron_h, nemotron_h_moe), Granite 3 and 4 (granite), Ministral 3 (mistral3), "
+    "GLM-4.5 to 4.7 (glm4moe), MiniMax-M2 (minimax-m2), LFM2 and LFM2.5 (lfm2, lfm2moe), "
+    "DeepSeek-V2, V3 and Kimi K2 (deepseek2), DeepSeek-V4 (deepseek4)"
 )
 """The same architectures by model names, for messages."""
 NEXT_STEP = (

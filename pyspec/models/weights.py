@@ -98,6 +98,7 @@ class Weights:
         self.context = context_of(device)  # the device's work while the file is loaded
         self._shared: dict[tuple[str, ...], Matrix] = {}
         self._tables: dict[str, Tensor] = {}
+        self._orders: dict[str, Tensor] = {}
         self._upload = Upload(device)
         self._n_byte, self._n_read = max(sum(t.n_bytes for t in file.tensors.values()), 1), 0
 
@@ -124,7 +125,17 @@ class Weights:
     def has(self, name: str) -> bool:
         return self.alias.get(name, name) in self.file.tensors
 
+    def reorder(self, name: str, order: Tensor) -> None:
+        """From now on row i of the matrix is its row order[i] in the file; of a rank's share, if ranks divide it. order [row] int64"""
+        self._orders[name] = order
+
     def _raw(self, name: str) -> Tensor:
+        raw = self._read(name)
+        if (order := self._orders.get(name)) is None:
+            return raw
+        return raw.view(len(order), -1)[order.to(raw.device)].view(-1)
+
+    def _read(self, name: str) -> Tensor:
         own, share = self.alias.get(name, name), self._share(name)
         n_byte = self._info(name).n_bytes
         progress.report("weights", self._n_read / self._n_byte)

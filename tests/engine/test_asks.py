@@ -43,6 +43,7 @@ MODELS += [
     "glm4moe",
     "minimax-m2",
     "lfm2moe",
+    "qwen3next",
     "gpt-oss",
     "deepseek2",
 ]

@@ -25,6 +25,7 @@ ADDED, GEMMA3 = (
         "glm4moe",
         "minimax-m2",
         "lfm2moe",
+        "qwen3next",
         "gpt-oss",
         "deepseek2",
     ),

@@ -33,6 +33,7 @@ NAMES = [
     "glm4moe",
     "minimax-m2",
     "lfm2moe",
+    "qwen3next",
     "gpt-oss",
     "deepseek2",
 ]

@@ -25,7 +25,7 @@ FAST = [
     ("deepseek4", 2),
 ]
 FAST += [("qwen2", 2), ("qwen3moe", 2), ("granite", 2), ("mistral3", 2)]
-FAST += [("glm4moe", 2), ("minimax-m2", 2), ("lfm2moe", 2), ("gpt-oss", 2)]
+FAST += [("glm4moe", 2), ("minimax-m2", 2), ("lfm2moe", 2), ("qwen3next", 2), ("gpt-oss", 2)]
 SLOW = [
     ("demo", 2), ("llama", 2), ("llama", 4), ("llama_q8_0", 2), ("qwen3", 4), ("qwen3_tied_q8_0", 2), ("qwen35_equal_tied", 2),
     ("qwen35_full_heads_q8_0", 2), ("qwen35moe", 2), ("nemotron_dense", 2), ("nemotron_differ", 2), ("nemotron_moe", 2),

@@ -24,7 +24,7 @@ struct Args {
   int64_t alpha_stride, beta_stride;
   float *state, *k, *v, *g, *b;  // of all slots
   float *out;                    // [row, value head, dim]
-  int64_t n_key, n_value, dim;
+  int64_t n_key, n_value, dim, grouped;  // grouped: value heads of a key head stand side by side
   double eps;
 };
 
@@ -120,7 +120,7 @@ void add_last(const float *from, float *to, int64_t dim, float e, const float *d
 
 void advance(const Args &p, const Tokens &of, const Seq &q, int64_t n_token, int64_t head, int64_t first) {
   const int64_t dim = p.dim, n = q.n_token(), n_row = std::min(PART, dim - first);
-  const int64_t at = head * n_token + q.at, key_at = head % p.n_key * n_token + q.at;
+  const int64_t at = head * n_token + q.at, key = p.grouped ? head / (p.n_value / p.n_key) : head % p.n_key, key_at = key * n_token + q.at;
   const float *k = of.k + key_at * dim, *query = of.q + key_at * dim, *v = of.v + at * dim + first;
   const float *e = of.e + at, *b = of.b + at, *kq = of.kq + key_at, scale = 1.0f / std::sqrt(float(dim));
   float *state = p.state + ((q.slot * p.n_value + head) * dim + first) * dim;

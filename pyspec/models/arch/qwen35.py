@@ -45,21 +45,30 @@ def recurrent_layers(file: GGUFFile, n_layer: int) -> Sequence[bool]:
 
 def read(file: GGUFFile) -> ModelSpec:
     n_ff = file.hparams.integer("feed_forward_length")
-    return read_hybrid(file, Mlp(n_ff), n_ff)
+    check_sections(file)
+    return read_hybrid(file, Mlp(n_ff), n_ff, DeltaNet(read_state(file)))
 
 
-def read_hybrid(file: GGUFFile, feed: PartSpec, n_ff: int) -> ModelSpec:
+def check_sections(file: GGUFFile) -> None:
+    """Sections of an interleaved rope must be in the file, and cover all frequencies."""
+    sections, n_rot = (
+        file.hparams.integers("rope.dimension_sections"),
+        file.hparams.integer("rope.dimension_count"),
+    )
+    if 2 * sum(sections) < n_rot:
+        raise ModelError(f"rope sections {sections[:8]} cover fewer than {n_rot // 2} frequencies")
+
+
+def read_hybrid(file: GGUFFile, feed: PartSpec, n_ff: int, mixer: DeltaNet) -> ModelSpec:
     """A model of this family with any kind of feed-forward, of `n_ff` inner values."""
     h, shape = file.hparams, read_attention(file, gated=True)
     n_layer, n_nextn = trunk_layers(file)
-    sections, n_rot = h.integers("rope.dimension_sections"), h.integer("rope.dimension_count")
-    if 2 * sum(sections) < n_rot:
-        raise ModelError(f"rope sections {sections[:8]} cover fewer than {n_rot // 2} frequencies")
+    n_rot = h.integer("rope.dimension_count")
     check_rope(n_rot, shape.head_dim)
     rope = RopeSpec(n_rot, h.number("rope.freq_base"), True, read_scaling(file))
     after = Part(NORM, feed)
     full = BlockSpec((Part("attn_norm", Attention(shape, rope, qk_norm=True)), after))
-    recurrent = BlockSpec((Part("attn_norm", DeltaNet(read_state(file))), after))
+    recurrent = BlockSpec((Part("attn_norm", mixer), after))
     return ModelSpec(
         arch=file.architecture,
         n_vocab=vocab_size(file),

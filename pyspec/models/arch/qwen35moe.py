@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.arch.qwen35 import read_hybrid
+from pyspec.models.arch.qwen35 import check_sections, read_hybrid, read_state
+from pyspec.models.blocks.gdn import DeltaNet
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.spec import ModelSpec
 
@@ -25,12 +26,18 @@ def _same(file: GGUFFile, key: str, default: int | None = None) -> int:
 
 
 def read(file: GGUFFile) -> ModelSpec:
+    check_sections(file)
+    experts = read_experts(file)
+    return read_hybrid(file, experts, experts.n_inner, DeltaNet(read_state(file)))
+
+
+def read_experts(file: GGUFFile) -> Experts:
+    """Experts with a gated shared one."""
     n_used, n_ff = _same(file, "expert_used_count"), _same(file, "feed_forward_length", 0)
-    experts = Experts(
+    return Experts(
         n_expert=_same(file, "expert_count"),
         n_used=n_used,
         n_ff=_same(file, "expert_feed_forward_length", n_ff // max(n_used, 1)),
         n_ff_shared=_same(file, "expert_shared_feed_forward_length", n_ff),
         shared_gate=True,
     )
-    return read_hybrid(file, experts, experts.n_inner)

@@ -1,10 +1,12 @@
-"""Gated DeltaNet (qwen35): linear attention with a decaying state; conv, delta rule, gated norm."""
+"""Gated DeltaNet (qwen35, qwen3next): linear attention with a decaying state; conv, delta rule, gated norm."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from pyspec.cuda import fuse
@@ -23,7 +25,11 @@ from pyspec.slots.parts import LayerParts, Recurrent
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """Gated DeltaNet as data."""
+    """Gated DeltaNet as data.
+
+    Where value heads are grouped by key heads (`shape.grouped`), files join matrices by key head: `ssm_ba` has the strengths and then the
+    decays of its value heads, and `ssm_in` (old files) its query, key, values and output gates.
+    """
 
     shape: GdnShape
     captures_prompts = True
@@ -31,14 +37,23 @@ class DeltaNet:
 
     def tensors(self, at: Place) -> dict[str, Want]:
         s, n = self.shape, at.n_embd
-        inner, k = s.n_v_head * s.dim, Units(s.n_k_head, "key heads of Gated DeltaNet")
-        v = (k,) * (s.n_v_head // s.n_k_head)  # value head h reads key head h % n_k_head
+        inner, k, each = (
+            s.n_v_head * s.dim,
+            Units(s.n_k_head, "key heads of Gated DeltaNet"),
+            s.n_v_head // s.n_k_head,
+        )
+        v = (replace(k, size=each),) if s.grouped else (k,) * each
         by_head, by_channel = Cut(0, v), Cut(0, (k, k, *v))
+        shapes = {
+            "attn_qkv": Want((s.n_channel, n), cut=by_channel),
+            "attn_gate": Want((inner, n), cut=by_head),
+            "ssm_in": Want((s.n_channel + inner, n), cut=Cut(0, (k,))),
+            "ssm_alpha": Want((s.n_v_head, n), cut=by_head),
+            "ssm_beta": Want((s.n_v_head, n), cut=by_head),
+            "ssm_ba": Want((2 * s.n_v_head, n), cut=Cut(0, (k,))),
+        }
         return {
-            at.name("attn_qkv.weight"): Want((s.n_channel, n), cut=by_channel),
-            at.name("attn_gate.weight"): Want((inner, n), cut=by_head),
-            at.name("ssm_alpha.weight"): Want((s.n_v_head, n), cut=by_head),
-            at.name("ssm_beta.weight"): Want((s.n_v_head, n), cut=by_head),
+            **{at.name(f"{x}.weight"): shapes[x] for x in _projections(s, at.has("ssm_in.weight"))},
             at.name("ssm_conv1d.weight"): Want((s.n_channel, s.n_conv), cut=by_channel),
             at.name("ssm_a"): Want((s.n_v_head,), cut=by_head),
             at.name("ssm_dt.bias"): Want((s.n_v_head,), cut=by_head),
@@ -63,6 +78,19 @@ class DeltaNet:
         return BoundDeltaNet(self.shape, at)
 
 
+def _projections(s: GdnShape, joined: bool) -> tuple[str, ...]:
+    """Matrices whose products, side by side, are a row's channels, output gates, decays and strengths."""
+    if not s.grouped:
+        return "attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta"
+    return ("ssm_in", "ssm_ba") if joined else ("attn_qkv", "attn_gate", "ssm_ba")
+
+
+def _by_kind(n_head: int, widths: Sequence[int], kinds: Sequence[int]) -> Tensor:
+    """Rows of a matrix that has one part of each of `widths` rows by head -> its parts of each kind for all heads, in the order `kinds`."""
+    parts = torch.arange(n_head * sum(widths)).view(n_head, -1).split(list(widths), 1)
+    return torch.cat([parts[i].flatten() for i in kinds])
+
+
 class BoundDeltaNet:
     """Gated DeltaNet over the slot's state."""
 
@@ -71,7 +99,14 @@ class BoundDeltaNet:
         self.eps = at.eps
         self.layer = at.layer
         self.norm = at.bound_norm()
-        parts = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
+        parts = _projections(shape, w.has(at.name("ssm_in.weight")))
+        if shape.grouped:
+            each = shape.n_v_head // shape.n_k_head
+            wide = each * shape.dim
+            ba = _by_kind(shape.n_k_head, (each, each), (1, 0))
+            w.reorder(at.name("ssm_ba.weight"), ba)
+            joined = _by_kind(shape.n_k_head, (shape.dim, shape.dim, wide, wide), range(4))
+            w.reorder(at.name("ssm_in.weight"), joined)
         self.proj = w.matrix(*(at.name(f"{part}.weight") for part in parts))
         self.out = w.summed(at.name("ssm_out.weight"))
         self.conv = w.vector(at.name("ssm_conv1d.weight"))
@@ -82,7 +117,7 @@ class BoundDeltaNet:
         spec = GdnSpec(w.device, shape, at.eps)
         self.gdn, self.capturable = gdn.bind(spec), gdn.chosen(spec).capturable
         self.captures_prompts = gdn.runs_as("cuda", spec)
-        self.fold = fuse.folder(self.gdn, flush)
+        self.fold = fuse.folder(self.gdn, partial(flush, grouped=shape.grouped))
         self.split = [shape.n_channel, shape.n_v_head * shape.dim, shape.n_v_head, shape.n_v_head]
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:

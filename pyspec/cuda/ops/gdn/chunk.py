@@ -29,7 +29,8 @@ def key_stages(arch: str) -> int:
 
 
 def defines(shape: GdnShape, arch: str) -> dict[str, int | str]:
-    return {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "KEY_STAGES": key_stages(arch)}
+    macros: dict[str, int | str] = {"N_K": shape.n_k_head, "N_V": shape.n_v_head}
+    return macros | {"KEY_STAGES": key_stages(arch)} | shape.macros()
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pyspec.cuda.ops.recurrent.ref import check_seqs
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
-GDN = CpuKernel("pyspec_gdn", recurrent.CONV + recurrent.BATCH + "qqqqqq" + "qqqqqq" + "qqq" + "d")
+GDN = CpuKernel("pyspec_gdn", recurrent.CONV + recurrent.BATCH + "qqqqqq" + "qqqqqq" + "qqqq" + "d")
 
 
 def limits(spec: GdnSpec) -> str | None:
@@ -38,7 +38,7 @@ class CpuGdn:
     def __init__(self, spec: GdnSpec) -> None:
         self.spec, self.taps = spec, recurrent.Taps()
         shape = spec.shape
-        self.sizes = shape.n_k_head, shape.n_v_head, shape.dim, spec.eps
+        self.sizes = shape.n_k_head, shape.n_v_head, shape.dim, shape.grouped, spec.eps
 
     def __call__(
         self,

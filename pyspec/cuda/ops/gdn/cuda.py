@@ -94,7 +94,7 @@ def defines(shape: GdnShape, arch: str, columns: int) -> dict[str, int | str]:
         "COLS": columns,
         "BLOCKS": blocks,
         "ALONE": alone,
-    }
+    } | shape.macros()
 
 
 def columns_for(

@@ -392,13 +392,13 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
       const int first = (folds ? j : j - n_fold) * STAGE, count = min(STAGE, (folds ? seq.fold : seq.n) - first);
       const i64 row = seq.start + first, old = fold_row + first, record = slot_row + (folds ? 0 : seq.first) + first;
       const i64 at = in_place ? record : folds ? old : kept ? row : record;
-      const i64 k_at = at * KD + h % N_K * DIM, v_at = at * VD + h * DIM + column;
+      const i64 k_at = at * KD + KEY_HEAD(h) * DIM, v_at = at * VD + h * DIM + column;
       const Tokens from = {(in_place ? a.rec_k : folds ? a.fold_k : kept ? a.k : a.rec_k) + k_at,
                            (in_place ? a.rec_v : folds ? a.fold_v : kept ? a.v : a.rec_v) + v_at,
                            (folds ? a.fold_e + old * N_V : a.e + row * N_V) + h,
                            (folds ? a.fold_b + old * N_V : a.b + row * N_V) + h,
-                           folds ? nullptr : a.q + row * KD + h % N_K * DIM,
-                           a.kq + row * N_K + h % N_K};
+                           folds ? nullptr : a.q + row * KD + KEY_HEAD(h) * DIM,
+                           a.kq + row * N_K + KEY_HEAD(h)};
       fetch(stages[j % 2], from, count);
       if (!folds) out.fetch(j - n_fold, seq.start + first, count);
     }

@@ -8,6 +8,11 @@
 #define N_V 48  // value heads
 #endif
 #define DIM 128
+#ifdef GROUPED  // value heads of a key head stand side by side
+#define KEY_HEAD(h) ((h) / (N_V / N_K))
+#else
+#define KEY_HEAD(h) ((h) % N_K)
+#endif
 #define OP_GDN 3  // this op's number in fault records
 
 constexpr int KD = N_K * DIM, VD = N_V * DIM, CHANNELS = 2 * KD + VD;

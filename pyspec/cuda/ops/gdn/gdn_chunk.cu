@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   }
   const int value = blockIdx.y * 64 + warp * 16 + lane / 4, pair = lane % 4 * 2;
   float* own = state + ((static_cast<i64>(seq.slot) * N_V + h) * DIM + value) * DIM + pair;
-  const i64 keys = static_cast<i64>(seq.start) * KD + h % N_K * DIM;
+  const i64 keys = static_cast<i64>(seq.start) * KD + KEY_HEAD(h) * DIM;
   const i64 at = static_cast<i64>(seq.start) * VD + h * DIM + value;
   const u8* record = records + (static_cast<i64>(first) * N_V + h) * kRecord;
   const u32 base = shared_address(memory), squares = base + Shared::kRecords, queries = base + Shared::kQueries;

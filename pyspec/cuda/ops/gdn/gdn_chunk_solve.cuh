@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int first = place.chunk * CHUNK, count = min(CHUNK, seq.n - first);
     const i64 row = seq.start + first;
     u8* record = records + (static_cast<i64>(blockIdx.y) * N_V + h) * kRecord;
-    const i64 keys = row * KD + h % N_K * DIM;
+    const i64 keys = row * KD + KEY_HEAD(h) * DIM;
     const u32 hi = shared_address(memory), lo = hi + kKeys, queries = lo + kKeys;
     copy_keys(hi, k_hi + keys, count);
     copy_keys(lo, k_lo + keys, count);

@@ -62,7 +62,7 @@ def _compiled() -> Callable[..., None]:
 def bind(spec: gdn_ref.GdnSpec) -> gdn_ref.Gdn:
     run_head, reference, shape = _compiled(), gdn_ref.bind(spec), spec.shape
     kd, n_v, n_k, dim = shape.n_k_head * shape.dim, shape.n_v_head, shape.n_k_head, shape.dim
-    shared = Shared(0, lambda h: h % n_k)
+    shared = Shared(0, lambda h: h // (n_v // n_k) if shape.grouped else h % n_k)
 
     def gdn(
         m: Tensor,

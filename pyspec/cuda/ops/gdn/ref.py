@@ -11,7 +11,7 @@ Per sequence: (1) fold the `n_fold` recorded rows into the state and shift the c
 through conv, silu, l2 norm and the recurrence, (3) if the sequence is `keep`, store state and window after its rows, else
 record the rows (k, v, g, b and raw m) and leave the stored state before them.
 
-Recurrence per value head, with key head h % n_k_head: S <- e^g S; d = b (v - S k); S <- S + d k^T; o = S q / sqrt(dim).
+Recurrence per value head, with key head h % n_k_head (or as `GdnShape.grouped`): S <- e^g S; d = b (v - S k); S <- S + d k^T; o = S q / sqrt(dim).
 Tokens are taken in this order one by one, in a fold as in a verify, so a state does not depend on how its tokens came.
 Only prompt chunks of at least CHUNKED rows go through the chunked form, which sums in another order.
 Source: arXiv:2412.06464; memory layout of llama.cpp's qwen35.
@@ -97,19 +97,21 @@ def chunked(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Ten
     return torch.cat(out, 1)
 
 
-def _spread(k: Tensor, n_v_head: int) -> Tensor:
-    """Key heads to value heads, tiled: value head h reads key head h % n_k_head."""
+def _spread(k: Tensor, n_v_head: int, grouped: bool) -> Tensor:
+    """Key heads to value heads, tiled or each several times in a row (`GdnShape.grouped`)."""
+    if grouped:
+        return k.repeat_interleave(n_v_head // k.shape[-2], -2)
     return k.repeat(*([1] * (k.dim() - 2)), n_v_head // k.shape[-2], 1)
 
 
-def recurrence_of(n_v_head: int) -> Recurrence:
-    return Recurrence(step, lambda k: _spread(k, n_v_head), 0, (0.0, 0.0, 0.0, 0.0))
+def recurrence_of(n_v_head: int, grouped: bool) -> Recurrence:
+    return Recurrence(step, lambda k: _spread(k, n_v_head, grouped), 0, (0.0, 0.0, 0.0, 0.0))
 
 
 def bind(spec: GdnSpec) -> Gdn:
     shape = spec.shape
     kd, n_v, dim, taps = shape.n_k_head * shape.dim, shape.n_v_head, shape.dim, shape.n_conv
-    scale, recurrence = dim**-0.5, recurrence_of(n_v)
+    scale, recurrence = dim**-0.5, recurrence_of(n_v, shape.grouped)
 
     def gdn(
         m: Tensor,
@@ -129,7 +131,7 @@ def bind(spec: GdnSpec) -> Gdn:
         v = v.unflatten(-1, (-1, dim))
 
         def long(own: Tensor, span: slice) -> Tensor:
-            qs, ks = (_spread(x[span], n_v).transpose(0, 1) for x in (q, k))
+            qs, ks = (_spread(x[span], n_v, shape.grouped).transpose(0, 1) for x in (q, k))
             vs, gs, bs = (x[span].transpose(0, 1) for x in (v, g, beta))
             return chunked(own, qs, ks, vs, gs, bs).transpose(0, 1)
 
@@ -138,8 +140,8 @@ def bind(spec: GdnSpec) -> Gdn:
     return gdn
 
 
-def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
-    recurrent.flush(recurrence_of(layer.v.shape[2]), layer, slot, n_fold)
+def flush(layer: StateLayer, slot: int, n_fold: int, *, grouped: bool = False) -> None:
+    recurrent.flush(recurrence_of(layer.v.shape[2], grouped), layer, slot, n_fold)
 
 
 def _parted(got: Tensor, want: Tensor, rounded: bool) -> str | None:

@@ -8,18 +8,26 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class GdnShape:
-    """Dimensions of one Gated DeltaNet layer. It records normalised keys, values, log decay and strength."""
+    """Dimensions of one Gated DeltaNet layer. It records normalised keys, values, log decay and strength.
+
+    grouped  value head h reads key head h // (n_v_head / n_k_head); otherwise key head h % n_k_head
+    """
 
     n_k_head: int
     n_v_head: int
     dim: int  # of keys and of values
     n_conv: int
     n_channel: int  # 2 * n_k_head * dim + n_v_head * dim
+    grouped: bool = False
 
     def share(self, n: int) -> GdnShape:
         """Of each of `n` ranks, which have the value heads of their key heads."""
         k, v = self.n_k_head // n, self.n_v_head // n
         return replace(self, n_k_head=k, n_v_head=v, n_channel=(2 * k + v) * self.dim)
+
+    def macros(self) -> dict[str, int | str]:
+        """Of gdn.cuh, beside the numbers of heads."""
+        return {"GROUPED": 1} if self.grouped else {}
 
     @property
     def state(self) -> tuple[int, ...]:

@@ -104,6 +104,7 @@ class GdnTriton:
         counts = (n_seq, layer.state.shape[0], layer.width, n_row)
         strides, eps = (m.stride(0), alpha.stride(0)), self.spec.eps
         heads = {"N_K": shape.n_k_head, "N_V": n_v, "DIM": shape.dim, "OP": OP_ID}
+        of_rows = {**heads, "GROUPED": shape.grouped}
         tri.launch(
             kernels.gdn_conv,
             (shape.n_k_head + n_v, n_seq, stretches(n_row, n_seq, layer.width)),
@@ -128,7 +129,7 @@ class GdnTriton:
             kernels.gdn_rows,
             (n_v, -(-shape.dim // self.columns), n_seq),
             (layer.state, *buffers, out, *meta, self.fault, *counts, shape.dim**-0.5),
-            {**heads, "COLUMNS": self.columns},
+            {**of_rows, "COLUMNS": self.columns},
             self.warps,
         )
 

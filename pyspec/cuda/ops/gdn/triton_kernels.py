@@ -127,7 +127,7 @@ def token(
 def gdn_rows(
     state, q, k, v, g, b, out, seq_slot, seq_start, seq_fold, seq_keep, fault,
     n_seq, n_slot, width, n_row, scale,
-    N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, OP: tl.constexpr,
+    N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, OP: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Grid (value heads, parts of a head, sequences)."""
     h, s = tl.program_id(0), tl.program_id(2)
@@ -145,7 +145,7 @@ def gdn_rows(
     own = state + ((slot.to(tl.int64) * N_V + h) * DIM + column)[:, None] * DIM + d[None, :]
     part = tl.load(own)
     old_row, new_row = s.to(tl.int64) * width, n_seq.to(tl.int64) * width + start - fold
-    key_head = h % N_K
+    key_head = h // (N_V // N_K) if GROUPED else h % N_K
     last = fold + n - 1
     key, value, query, log_decay, strength = token(
         q, k, v, g, b, 0, fold, old_row, new_row, start, h, key_head, column, d, N_K, N_V, DIM
