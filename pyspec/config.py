@@ -27,6 +27,7 @@ MAX_POOL = 1 << 27  # tokens of all slots: their pages are listed before the mem
 MAX_ROWS = 65536  # of a forward
 MAX_MIB = 1 << 24
 MAX_RANKS = 64
+UBATCH = 512  # rows of a forward with decoding slots that are not too many anywhere
 MAX_THREADS = 1024  # torch accepts more, and crashes
 RATES = r"(|[0-9.]{1,20}(,[0-9.]{1,20}){0,63})"
 
@@ -53,9 +54,13 @@ class EngineSettings:
     )
     page_size: Annotated[int, "--page-size", OneOf(PAGE_SIZES)] = 32  # tokens
     batch: Annotated[int, "-b", Whole(0, MAX_ROWS, "0: automatic")] = 0
-    # most rows of a forward without decoding slots; 0: 2048 on a GPU, ubatch on a CPU
-    ubatch: Annotated[int, "-ub", Whole(1, MAX_ROWS)] = 512
-    # most rows of a forward with decoding slots, which wait for the prompt rows in it
+    # most rows of a forward without decoding slots; 0: 2048 on a GPU, ubatch (or 512) on a CPU
+    ubatch: Annotated[int, "-ub", Whole(0, MAX_ROWS, "0: by time")] = 0
+    # most rows of a forward with decoding slots, which wait for the prompt rows in it; 0: 512 at least, and batch as long as it takes 0.4 s
+    tpot: Annotated[float, "--tpot", Real(0, 1e6, "0: no target")] = 0.0
+    # milliseconds of an output token that prompts leave to decoding slots, in the mean
+    ttft: Annotated[float, "--ttft", Real(0, 1e7, "0: no target")] = 0.0
+    # milliseconds to the first token: from half of it on, a prompt takes all rows of a forward, whatever tpot says
     prompt_weight: Annotated[float, "--prompt-weight", Real(0, 1000)] = 1.0
     # time of a long prompt while slots decode, relative to one slot's; 0: no limit
     prefix_cache: Annotated[bool, "--cache-prompt", SWITCH] = True

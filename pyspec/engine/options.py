@@ -34,6 +34,8 @@ class LoadOptions(TypedDict, total=False):
     page_size: int
     batch: int
     ubatch: int
+    tpot: float
+    ttft: float
     prompt_weight: float
     prefix_cache: bool
     cache_device: int

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from pyspec import draft, progress
-from pyspec.config import EngineSettings
+from pyspec.config import UBATCH, EngineSettings
 from pyspec.cpu.kernels import missing as missing_on_cpu
 from pyspec.cpu.kernels import torch_alone
 from pyspec.cuda import checker, prepare, registry, temporary
@@ -51,6 +51,7 @@ from pyspec.engine.plan.planned_bytes import (
     start_bytes,
 )
 from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.prompt_pace import ForwardCosts, PaceTargets, PromptPace
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.engine.recommended import recommended
 from pyspec.gguf import GGUFFile
@@ -244,7 +245,7 @@ def _loop(
         if arena is None or not arena.pads
         else Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
     )
-    needs, fixed = d.draft.needs, s.n_draft_fixed
+    needs, fixed, costs = d.draft.needs, s.n_draft_fixed, ForwardCosts()
     return Loop(
         (Worker if memory.is_whole else TpWorker)(
             target, memory, table, drafter, arena, d.draft.n_suffix
@@ -256,14 +257,18 @@ def _loop(
             block=needs.block,
             fixed=fixed,
             verify_ms=timer,
+            forward_costs=costs,
         ),
         PrefixCache(table, memory, states, on=s.prefix_cache, every=s.checkpoint_every),
-        RowLimits(decoding=s.ubatch, prompts=d.batch),
+        RowLimits(decoding=s.ubatch or d.batch, prompts=d.batch),
         s.queue_limit,
         synth=synth_of(s, n_draft),
         plain=s.plain_loop,
         prompt_weight=s.prompt_weight,
         suffixes=_suffixes(s),
+        pace=PromptPace(
+            s.ubatch or UBATCH, s.ubatch or d.batch, costs, PaceTargets(s.tpot, s.ttft), timer
+        ),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -22,13 +23,14 @@ from pyspec.engine.loop.grammar_turns import Turns
 from pyspec.engine.loop.job import End, Job, blamed
 from pyspec.engine.loop.lookahead import Lookahead
 from pyspec.engine.loop.pending_round import PendingRound
-from pyspec.engine.loop.round import RowLimits, Work, logits_need, plan_work
+from pyspec.engine.loop.round import RowLimits, Work, logits_need, n_beside, plan_work
 from pyspec.engine.loop.slot_image import SlotImager
 from pyspec.engine.loop.slot_task import SlotTask
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.status import metrics_of, slot_rows
 from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.prompt_pace import PromptPace
 from pyspec.engine.policy.prompt_throttle import PromptThrottle
 from pyspec.engine.policy.queue import Queue
 from pyspec.errors import PyspecError, SlotError
@@ -51,6 +53,7 @@ class Loop:
     """Owns the worker, slots and queue, the speculator, statistics, and the jobs.
 
     plain  run rounds one after the other, without graphs: slow, and the first thing to try when a text looks wrong
+    limits  rows of a forward; of one with decoding slots the pace decides, where there is one
     clock  seconds; every decision by time uses it
     """
 
@@ -66,6 +69,7 @@ class Loop:
         plain: bool = False,
         prompt_weight: float = 1.0,
         suffixes: SuffixDrafts | None = None,
+        pace: PromptPace | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.worker = worker
@@ -89,6 +93,7 @@ class Loop:
             is_async and worker.arena is not None, most, synth, worker.memory.n_late
         )
         self.throttle = PromptThrottle(prompt_weight, limits.prompts)
+        self.pace = pace or PromptPace(limits.decoding, limits.decoding, controller.forward_costs)
         self.turns = Turns(clock)
         self.awake: list[Job] = []  # jobs that take part in this round
         self.slot_tasks: list[SlotTask] = []  # each runs once its slot is idle
@@ -179,7 +184,12 @@ class Loop:
     def draft(self) -> dict[int, Drafts]:
         """Draft, by slot."""
         self.awake = self.throttle.awake(self.turns.awake(self.jobs.values()))
-        return self.speculator.draft([job for job in self.awake if job.is_decoding])
+        decoding = [job for job in self.awake if job.is_decoding]
+        if len(decoding) == len(self.awake):
+            return self.speculator.draft(decoding)
+        n_verify = sum(1 + self.controller.drafts_of(job.slot) for job in decoding)
+        self.limits = replace(self.limits, decoding=self.pace.rows(self.awake, self.clock(), n_verify))
+        return self.speculator.draft(decoding, n_beside(self.awake, self.limits))
 
     def plan(self, drafts: dict[int, Drafts]) -> list[Work]:
         """Plan the rows of this forward."""
@@ -273,6 +283,10 @@ class Loop:
         pending.land(self.clock(), self.landed)
         self.landed = pending.arrived
         self.throttle.landed(self.landed, pending.work)
+        if self.controller.force is None:
+            took, n_row = 1e3 * (self.landed - pending.since), pending.launched.batch.n_row
+            read = [w.seq.width for w in pending.work if w.is_prompt]
+            self.pace.landed(n_row, took, sum(read), decodes=len(read) < len(pending.work))
         return fault
 
     def _hand_out(self) -> None:
@@ -316,9 +330,12 @@ class Loop:
         self.stats.round(
             busy=len(work), times=(pending.began, pending.drafted, pending.arrived, sampled, self.ended)
         )
+        both = zip(pending.work, chosen, strict=True)
+        self.pace.committed([len(c.tokens) for w, c in both if c and not w.is_prompt])
         if any(w.is_prompt for w in work) or not all(
             w.job.is_decoding or w.slot.index not in self.jobs for w in work
         ):
+            self.controller.timed_beside(1e3 * (self.ended - pending.since))
             return
         live = pending.asked or [
             len(w.draft) for w in work if w.draft and w.slot.index not in self.controller.offered

@@ -86,6 +86,14 @@ class RowLimits:
     prompts: int
 
 
+def n_beside(jobs: Iterable[Job], limits: RowLimits) -> int:
+    """Rows of prompts in the next forward, about: it depends on the drafts that are not chosen yet."""
+    jobs = list(jobs)
+    n_left = sum(job.todo[0] for job in jobs if not job.is_decoding)
+    n_decoding = sum(job.is_decoding for job in jobs)
+    return min(n_left, max(limits.decoding - n_decoding, 1)) if n_decoding else n_left
+
+
 def plan_work(
     jobs: Iterable[Job], drafts: Mapping[int, Drafts], limits: RowLimits, n_late: int = 0
 ) -> list[Work]:

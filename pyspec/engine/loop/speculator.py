@@ -82,11 +82,11 @@ class Speculator:
     # -- before a verify -----------------------------------------------------------------------------------------
 
     def lengths(
-        self, jobs: Sequence[Job], taken: Sequence[int] = (), *, whole: bool = False
+        self, jobs: Sequence[Job], taken: Sequence[int] = (), *, whole: bool = False, beside: int = 0
     ) -> list[tuple[int, int]]:
         """Choose (slot, drafts) of the next round. taken: of each, most tokens in flight; no grammar offers drafts behind those.
 
-        whole: they will be cut when they are known.
+        whole: they will be cut when they are known. beside: rows of prompts in the same forward
         """
         self._set_windows(jobs)
         under_way = taken or [0] * len(jobs)
@@ -96,7 +96,7 @@ class Speculator:
             if j.slot is not None
         ]
         offers = {} if taken else {slot: offer.survival for slot, offer in self.offers.items()}
-        picked = self.controller.choose(caps, offers)
+        picked = self.controller.choose(caps, offers, beside)
         if whole:
             picked = self.controller.whole(caps, picked)
         return [(slot, n) for (slot, _), n in zip(caps, picked, strict=True)]
@@ -121,8 +121,8 @@ class Speculator:
         asked, most = job.request.n_draft_max, self.controller.n_max
         return max(0, min(most, job.n_left - taken - 1, most if asked is None else asked))
 
-    def draft(self, jobs: Sequence[Job]) -> dict[int, Drafts]:
-        """Draft for these decoding jobs, by slot. A failure costs only this round's drafts."""
+    def draft(self, jobs: Sequence[Job], beside: int = 0) -> dict[int, Drafts]:
+        """Draft for these decoding jobs, by slot. A failure costs only this round's drafts. beside: as in `lengths`"""
         chosen, self.chosen = self.chosen, None
         held = [job for job in jobs if job.constraint is not None]
         self._collect_offers(jobs if self.suffixes.is_on else held)
@@ -131,7 +131,7 @@ class Speculator:
             or self.offers
             or [slot for slot, _ in chosen] != [job.slot.index for job in jobs if job.slot is not None]
         ):
-            chosen = self.lengths(jobs, whole=self.needs.tells)
+            chosen = self.lengths(jobs, whole=self.needs.tells, beside=beside)
         offered = self.controller.offered
         taken = [slot for slot, n in chosen if n and slot in offered]
         for slot in taken:

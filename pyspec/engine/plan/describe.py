@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pyspec import draft
-from pyspec.config import EngineSettings
+from pyspec.config import UBATCH, EngineSettings
 from pyspec.cuda.collective import may_share_gpu
 from pyspec.cuda.machine import CUDA_PACKAGES, has_driver
 from pyspec.draft.drafter import NO_DRAFTER, ONLY_SUFFIXES, DraftPlan, TargetFile, refuse_file
@@ -100,7 +100,7 @@ class Description:
     @property
     def batch(self) -> int:
         """Rows of a forward in which no slot decodes."""
-        return self.settings.batch or max(self.settings.ubatch, 2048 if self.is_cuda else 0)
+        return self.settings.batch or max(self.settings.ubatch or UBATCH, 2048 if self.is_cuda else 0)
 
     @property
     def sizes(self) -> CacheSizes:

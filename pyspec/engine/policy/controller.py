@@ -18,16 +18,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pyspec.draft.blocks import BlockLength
 from pyspec.engine.policy.acceptance import Acceptance, AcceptancePrior
 from pyspec.engine.policy.certainty import Certainty
 from pyspec.engine.policy.cut_trial import CutTrial
+from pyspec.engine.policy.prompt_pace import ForwardCosts
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
+from pyspec.engine.policy.ways import NO_WAY, OFFERED, Floats, Rows, Way, more_rows, worth_of
+from pyspec.slots.table import Slot
 
 DECAY = 0.96  # per round, of the draft counts in /slots
 MARGIN = 1.02  # a draft must promise this factor more than none
@@ -39,7 +40,6 @@ PLAIN_FIRST, PLAIN_LAST = 16, 384  # rounds until an undrafted one is timed agai
 DOUBT_EVERY = 512  # rounds
 RETHINK = 16  # rounds for which a choice of no drafts stands if only measured times could change it
 MOST_GRAMMARS = 64  # grammars whose acceptance is kept
-OFFERED = -1  # in place of a position in a draft
 DEAR_LIVE = 0.02  # share of a round: if drafting for all slots costs more over drafting for one, choose among slots
 HORIZON = 3.0  # rounds for which knowing a text counts, as credit of a draft of an unknown text
 ASK_FIRST, ASK_SHARE = 1.5, 0.006  # budget of lost time: plain rounds at first, then a share of the time
@@ -50,9 +50,6 @@ NO_OFFER = "none: the last tokens stand nowhere before, or drafts are switched o
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
-Floats = NDArray[np.float64]
-
-
 @dataclass(slots=True)
 class _Lane:
     """One slot's last decision, and the outcome of its drafts."""
@@ -61,55 +58,6 @@ class _Lane:
     reason: str = "not started"
     drafted: float = 0.0
     kept: float = 0.0
-
-
-class _Rows(NamedTuple):
-    """Candidate rows: slot, position in the draft (OFFERED: needs no drafter), and chance to be right."""
-
-    slot: NDArray[np.int64]
-    place: NDArray[np.int64]
-    gain: Floats
-
-    def up_to(self, depth: int) -> _Rows:
-        return self._only(self.place < depth)
-
-    def of_best(self, n: int, busy: int) -> _Rows:
-        """Rows of the n slots with the largest gain, among those that need a drafter."""
-        is_asked = self.place != OFFERED
-        gains = np.bincount(self.slot[is_asked], self.gain[is_asked], minlength=busy)
-        is_best = np.zeros(busy, bool)
-        is_best[(-gains).argsort(kind="stable")[:n]] = True
-        return self._only(is_best[self.slot] | ~is_asked)
-
-    def _only(self, mask: NDArray[np.bool_]) -> _Rows:
-        return self if mask.all() else _Rows(self.slot[mask], self.place[mask], self.gain[mask])
-
-    def best(self, busy: int, verify: Floats, draft: Floats) -> _Way:
-        """Take the number of rows with most tokens per millisecond. verify: by extra rows, from one on; draft: by drafting slots, from none on."""
-        if not len(self.slot):
-            return _NO_WAY
-        tokens, ms = busy + self.gain.cumsum(), verify[: len(self.slot)]
-        rate = tokens / (ms + draft[(self.place == 0).cumsum()])
-        n = int(rate.argmax())
-        return _Way(
-            float(rate[n]), float(tokens[n]), int(self.place[: n + 1].max()) + 1, self.slot[: n + 1]
-        )
-
-
-class _Way(NamedTuple):
-    """A candidate choice: expected tokens per millisecond, expected tokens, passes, and the slot of each row."""
-
-    rate: float
-    tokens: float
-    depth: int
-    slot: NDArray[np.int64]
-
-
-_NO_WAY = _Way(0.0, 0.0, 0, np.zeros(0, np.int64))
-
-
-def _rate_of(way: _Way) -> float:
-    return way.rate
 
 
 @dataclass
@@ -130,6 +78,7 @@ class Controller:
     fixed: bool = False
     force: tuple[int, int] | None = None  # (slots that draft, tokens each), set by the warm-up
     verify_ms: Timer = field(default_factory=Timer)
+    forward_costs: ForwardCosts = field(default_factory=ForwardCosts)  # of forwards that read prompts
     draft_ms: Timer = field(
         default_factory=Timer
     )  # by drafting slots, a pass if chained; by rows for blocks
@@ -153,6 +102,7 @@ class Controller:
             TRY_FIRST,
         )  # rounds without drafts so far, and rounds until some slots try
         self.texts = Acceptance(self.n_slot, self.n_own)
+        self.beside = 0  # rows of prompts in the forward of the last choice
         self.certainty = Certainty(self.n_own)
         self.cut_trial, self.cut_gain_ms = CutTrial(), 0.0  # of the last cut, against no cut
         self.uncut: dict[int, int] = {}  # lengths that would be verified without a cut
@@ -187,13 +137,18 @@ class Controller:
         return self.grammars[grammar]
 
     def choose(
-        self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]] = NO_OFFERS
+        self,
+        caps: Sequence[tuple[int, int]],
+        offers: Mapping[int, Sequence[float]] = NO_OFFERS,
+        beside: int = 0,
     ) -> list[int]:
         """Choose n_draft for each decoding slot of this round. caps: (slot, most tokens that the drafter may draft).
 
         offers  by slot, drafts that need no drafter: the chance of each token to be reached and right. `offered` is then the set of slots
                 that use their offer
+        beside  rows of prompts in the same forward
         """
+        self.beside = beside if self.forward_costs.is_known else 0
         n_most = self.n_own if self.force is None else self.n_max
         caps = [(slot, min(cap, n_most)) for slot, cap in caps]
         self.offered = self.preferred(caps, offers) if offers and self.force is None else {}
@@ -209,7 +164,7 @@ class Controller:
         elif self.fixed or self.n_max == 0:
             picked = [cap for _, cap in caps]
             why = "fixed" if self.fixed else "no drafter"
-        elif self._plain_is_stale(len(caps)):
+        elif not self.beside and self._plain_is_stale(len(caps)):
             picked, why = [0] * len(caps), "measuring an undrafted round"
         else:
             picked, why = self._weigh(caps)
@@ -225,7 +180,8 @@ class Controller:
                 lane.reason = NO_CAP if self.n_own else NO_OFFER
             elif not n and any(picked):
                 lane.reason = f"none: drafts of other slots are likelier to be right; {why}"
-        self.since_plain = self.since_plain + 1 if any(picked) else 0
+        if not self.beside:  # only rounds without prompts are timed
+            self.since_plain = self.since_plain + 1 if any(picked) else 0
         is_asked = any(n and slot not in self.offered for (slot, _), n in zip(caps, picked, strict=True))
         self.silent = 0 if is_asked else self.silent + any(cap for _, cap in caps)
         return picked
@@ -271,7 +227,7 @@ class Controller:
         lane, gain = is_drafted.nonzero()[0], survive[is_drafted]
         order = (-gain).argsort(kind="stable")
         others = len(chosen) + sum(n for _, n in chosen) - len(gain)
-        ms = self.verify_ms.of_all(range(others, others + len(gain) + 1))
+        ms = self._forward_ms(range(others, others + len(gain) + 1))
         worth = np.append(0.0, gain[order].cumsum()) - self.rate * ms
         uncut = [min(self.uncut.get(slot, n), n) for slot, n in drafted]
         is_uncut = np.arange(survive.shape[1]) < np.array(uncut)[:, None]
@@ -303,6 +259,8 @@ class Controller:
 
     def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
         """Choose by `_best`. A choice of no drafts stands for some rounds, because choosing takes time."""
+        if self.beside:
+            return self._best_beside(caps)
         if (
             self._plain is not None
             and not self.offered
@@ -358,7 +316,7 @@ class Controller:
         return self.block.depths(busy, self.n_own) if self.block and self.n_own else (self.n_own,)
 
     def _verify_ms(self, rows: int, busy: int) -> float:
-        return self.verify_ms(rows) + self.verify_ms.slot_ms * busy
+        return self.verify_ms(rows) + self._slots_ms(busy)
 
     def _best(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
         """Give rows to slots in the order of their chance to survive, and take the best ratio."""
@@ -368,21 +326,18 @@ class Controller:
             return [0] * busy, "plain: no slot may draft"
         news = self._news(caps, busy / plain_ms)
         rows = self._rows(caps, news)
-        verify = (
-            self.verify_ms.of_all(range(busy + 1, busy + 1 + len(rows.slot)))
-            + self.verify_ms.slot_ms * busy
-        )
+        verify = self._extra_ms(rows, busy)
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_FIRST:
             plain_ms = min(
                 plain_ms, float(verify.min())
             )  # fewer rows never take longer, so this was noise
         plain = self.rate = busy / plain_ms
         best = self._best_way(rows, busy, verify)
-        if best.rate <= plain * MARGIN:
+        if best.worth <= plain * MARGIN:
             return [0] * busy, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
         picked = np.bincount(best.slot, minlength=busy).tolist()
         tokens = best.tokens - news[np.unique(best.slot)].sum()
-        rate = best.rate * tokens / best.tokens
+        rate = best.worth * tokens / best.tokens
         self.rate = max(rate, plain)
         if rate <= plain:  # it only probes
             picked = [min(n, ASK_DRAFT) for n in picked]
@@ -395,6 +350,49 @@ class Controller:
             ]
         self.asked_ms = max(0.0, self.asked_ms - ASK_GAIN * tokens * (1 / plain - 1 / rate))
         return picked, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
+
+    def _best_beside(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
+        """Drafts of a round that reads prompts, too. Its length is the prompts', so tokens per millisecond say nothing: a draft has to be worth
+        its time at the rate of rounds without prompts."""
+        busy = len(caps)
+        plain_ms = self._verify_ms(busy, busy)
+        if not any(cap for _, cap in caps):
+            return [0] * busy, "plain: no slot may draft"
+        news = self._news(caps, busy / plain_ms)
+        rows = self._rows(caps, news)
+        calm = self._best_way(
+            rows, busy, self.verify_ms.of_all(more_rows(rows, busy)) + self._slots_ms(busy)
+        )
+        self.rate = MARGIN * max(calm.worth, busy / plain_ms)
+        best = self._best_way(rows, busy, self._extra_ms(rows, busy), self.rate)
+        plain = busy - self.rate * float(
+            self._forward_ms(range(busy, busy + 1))[0] + self._slots_ms(busy)
+        )
+        beside = f"beside {self.beside} rows of prompts"
+        if best.worth <= plain:
+            return [0] * busy, f"plain: {beside} no draft is worth its time"
+        picked = np.bincount(best.slot, minlength=busy).tolist()
+        lost = plain - (best.worth - news[np.unique(best.slot)].sum())
+        if lost >= 0:  # it only probes
+            self.asked_ms += lost / self.rate
+            return [min(n, ASK_DRAFT) for n in picked], f"probing texts {beside}"
+        return picked, f"worth their time {beside}"
+
+    def _forward_ms(self, sizes: range) -> Floats:
+        """Milliseconds of forwards with so many rows of decoding slots, beside the prompts of this round; without the time of the slots."""
+        if not self.beside:
+            return self.verify_ms.of_all(sizes)
+        n_row = self.beside + np.arange(sizes.start, sizes.stop)
+        fixed, each = self.forward_costs.line
+        least = np.linspace(self.verify_ms(int(n_row[0])), self.verify_ms(int(n_row[-1])), len(n_row))
+        return np.maximum(least, fixed + each * n_row)
+
+    def _extra_ms(self, rows: Rows, busy: int) -> Floats:
+        """Milliseconds of verifies with one to all of these rows beyond one a slot."""
+        return self._forward_ms(more_rows(rows, busy)) + self._slots_ms(busy)
+
+    def _slots_ms(self, busy: int) -> float:
+        return self.verify_ms.slot_ms * busy
 
     def _news(self, caps: Sequence[tuple[int, int]], rate: float) -> Floats:
         """The information in each slot's draft, in tokens; zero if probing has spent its budget. rate: of plain decoding."""
@@ -413,7 +411,7 @@ class Controller:
             np.where([slot in self.offered for slot, _ in caps], 0.0, value) if self.offered else value
         )
 
-    def _rows(self, caps: Sequence[tuple[int, int]], news: Floats) -> _Rows:
+    def _rows(self, caps: Sequence[tuple[int, int]], news: Floats) -> Rows:
         """Candidate rows, likeliest first, ties by slot. news: the information in each slot's first draft, in tokens."""
         survive = self.texts.survive([slot for slot, _ in caps])
         survive[:, :1] += news[:, None]
@@ -431,24 +429,24 @@ class Controller:
         slot, place = slot[order], place[order]
         if self.offered:
             place = np.where(needs_drafter[slot], place, OFFERED)
-        return _Rows(slot, place, gain[order])
+        return Rows(slot, place, gain[order])
 
-    def _best_way(self, rows: _Rows, busy: int, verify: Floats) -> _Way:
-        """The best choice over all depths and sets of slots.
+    def _best_way(self, rows: Rows, busy: int, verify: Floats, price: float = 0.0) -> Way:
+        """The best choice over all depths and sets of slots. price: as in `Rows.best`.
 
         A deeper draft takes one more pass for all slots, and a drafter takes longer for more slots. So each depth is evaluated alone, and with
         only the likeliest slots.
         """
-        best, ms = _NO_WAY, np.zeros(2)
+        best, ms = NO_WAY, np.zeros(2)
         for depth in self._depths(busy):
             draft = self._draft_ms(busy, depth)
-            way = rows.up_to(depth).best(busy, verify, draft)
-            if way.rate > best.rate:
+            way = rows.up_to(depth).best(busy, verify, draft, price)
+            if way.worth > best.worth:
                 best, ms = way, draft
         if ms[-1] - ms[1] > DEAR_LIVE * verify[0]:
             near = rows.up_to(best.depth)
             for n_live in [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48) if n < busy]:
-                best = max(best, near.of_best(n_live, busy).best(busy, verify, ms), key=_rate_of)
+                best = max(best, near.of_best(n_live, busy).best(busy, verify, ms, price), key=worth_of)
         return best
 
     def record(self, slot: int, n_draft: int, n_accepted: int) -> None:
@@ -473,6 +471,14 @@ class Controller:
             self.verify_ms.reset_warmup()
             self.draft_ms.reset_warmup()
             self._plain = None
+
+    def timed_beside(self, ms: float) -> None:
+        """Record the time of a round that read prompts, too."""
+        self.ms += ms
+
+    def drafts_of(self, slot: Slot | None) -> int:
+        """Tokens of a slot's last draft."""
+        return 0 if slot is None else self.lanes[slot.index].n_draft
 
     def acceptance(self, slot: int) -> float:
         """Share of a slot's recent drafted tokens that were right; 0.0 if it drafted none."""

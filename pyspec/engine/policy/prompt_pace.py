@@ -1,0 +1,186 @@
+"""How many rows a forward may have that reads prompts while slots decode. Arithmetic only: no torch, and no clock of its own.
+
+Decoding slots wait for the prompt rows of their forward; requests that are still read wait for more of them. Where a round waits for the
+weights, some prompt rows are free, so many small forwards are cheapest; where each row costs its time anyway, a slot that decodes sooner
+is worth more. The measured times of rounds and of forwards with prompts decide: the number of rows that loses the fewest tokens. No
+forward is expected to last longer than a person notices, beyond the rows that are not too many anywhere. Targets of the operator change
+that: a time per output token makes it smaller, a time to first token larger.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+PAUSE_MS = 400.0  # most that decoding slots wait for one forward, unless `least` rows take longer
+LEAST = 64  # prompt rows that a forward has in any case, so that prompts go on
+SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)  # prompt rows of a forward that are weighed
+N_COUNTS = 128  # rows from which on a forward shows what a row costs: fewer wait for the weights
+N_SAMPLE = 32  # forwards that costs are taken from
+APART = 1.25  # factor between the rows of two forwards that show what a row costs
+SLOWEST = 8.0  # as if prompts that wait became fewer by this part of a forward's rows, if they do not become fewer at all
+CREDIT = 8.0  # rounds of the target that saved time counts for
+URGENT = 0.5  # share of the time to first token after which a waiting prompt takes all rows
+NEWER = 0.1  # weight of the last round in the mean tokens of a slot
+RECENT = 0.01  # the same in the means that tell how much there is to read for a token
+
+
+class ForwardCosts:
+    """Milliseconds of forwards that read prompts, as a straight line over their rows: the median slope of pairs of the last forwards
+    (Theil 1950, Sen 1968), which single slow ones do not bend."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[int, float]] = deque(maxlen=N_SAMPLE)
+        self._line: tuple[float, float] | None = None
+
+    def add(self, n_row: int, ms: float) -> None:
+        """A forward of so many rows took so long, its wait for the results included."""
+        if n_row >= N_COUNTS:
+            self._last.append((n_row, ms))
+            self._line = None
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._last)
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """Milliseconds of a forward and of each of its rows."""
+        if self._line is None:
+            self._line = self._fitted()
+        return self._line
+
+    def _fitted(self) -> tuple[float, float]:
+        rows, ms = np.array(self._last, dtype=float).T
+        up, across = ms - ms[:, None], rows - rows[:, None]
+        is_pair = rows > APART * rows[:, None]
+        slope = max(0.0, float(np.median(up[is_pair] / across[is_pair]))) if is_pair.any() else -1.0
+        if slope < 0:  # all alike: what a row costs is not known apart from the forward
+            return 0.0, float(np.median(ms / rows))
+        return max(0.0, float(np.median(ms - slope * rows))), slope
+
+    def ms(self, n_row: int) -> float:
+        """Of a forward of so many rows."""
+        fixed, each = self.line
+        return fixed + each * n_row
+
+    def rows(self, ms: float) -> int:
+        """Most rows of a forward that takes no longer."""
+        fixed, each = self.line
+        return int(min(max(0.0, ms - fixed) / each, 1e9)) if each else int(1e9)
+
+
+class Reading(Protocol):
+    """A request in a slot, such as the loop's `Job`. started: seconds, of the loop's clock. todo: as `Job.todo`"""
+
+    @property
+    def started(self) -> float: ...
+
+    @property
+    def is_decoding(self) -> bool: ...
+
+    @property
+    def todo(self) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PaceTargets:
+    """The operator's targets in milliseconds; 0: none.
+
+    tpot  per output token, in the mean over an answer
+    ttft  from a request's arrival to its first token
+    """
+
+    tpot: float = 0.0
+    ttft: float = 0.0
+
+
+class PromptPace:
+    """Rows of a forward with decoding slots: `least` to `most`, or a fixed number where both are equal.
+
+    costs     of forwards with prompts
+    round_ms  milliseconds of a round without prompts, by its rows; None: unknown
+    balance  milliseconds that decoding slots have left of the target, by all rounds so far
+    """
+
+    def __init__(
+        self,
+        least: int,
+        most: int,
+        costs: ForwardCosts,
+        targets: PaceTargets | None = None,
+        round_ms: Callable[[int], float] | None = None,
+    ) -> None:
+        self.least, self.most = min(least, most), most
+        self.round_ms = round_ms
+        self.targets = PaceTargets() if targets is None else targets
+        self.costs = costs
+        self.balance = 0.0
+        self._tokens = 1.0  # of a slot, in the mean of rounds
+        self._read = self._given = 0.0  # prompt rows and tokens of all slots, in the mean of many rounds
+
+    def rows(self, jobs: Iterable[Reading], now: float, n_verify: int) -> int:
+        """Most rows of the next forward, if slots decode. now: seconds, of the loop's clock; n_verify: rows of those slots, about."""
+        is_fixed = self.least == self.most and not self.targets.tpot
+        if is_fixed or not self.costs.is_known:
+            return self.most
+        jobs = list(jobs)
+        waiting = [job for job in jobs if not job.is_decoding]
+        n_decoding = len(jobs) - len(waiting)
+        urgent = now - 1e-3 * URGENT * self.targets.ttft
+        if self.targets.ttft and any(job.started <= urgent for job in waiting):
+            return self.most
+        if self.targets.tpot:
+            least = min(n_verify + LEAST, self.least)
+            return max(least, min(self.most, self.costs.rows(self._allowed + self.balance)))
+        most = max(self.least, min(self.most, self.costs.rows(PAUSE_MS)))
+        if not n_decoding or not waiting or self.round_ms is None:
+            return most
+        return min(
+            most, n_verify + self._cheapest([job.todo[0] for job in waiting], n_decoding, n_verify)
+        )
+
+    def _cheapest(self, todo: Sequence[int], n_decoding: int, n_verify: int) -> int:
+        """Prompt rows a forward that lose the fewest tokens until these prompts are read.
+
+        Time that rows take costs tokens at the rate of all slots; rounds that a prompt waits cost what its slot would add to the rate.
+        Meanwhile answers end and other prompts come, as many as lately.
+        """
+        n_left = sum(todo)
+        if self.round_ms is None or n_left <= SIZES[0]:
+            return n_left
+        now_ms, n_soon = self.round_ms(n_verify), n_decoding + len(todo)
+        rate = self._tokens * n_soon / self.round_ms(n_verify * n_soon // n_decoding)
+        added = max(0.0, rate - self._tokens * n_decoding / now_ms)
+        sizes = np.array([*(n for n in SIZES if n < n_left), n_left], dtype=float)
+        fixed, each = self.costs.line
+        least = [self.round_ms(n_verify + int(n)) for n in sizes]
+        ms = np.maximum(least, fixed + each * (n_verify + sizes))
+        coming = self._read / max(self._given, 1.0) * self._tokens * n_soon  # rows of prompts a round
+        n_forward = np.ceil(n_left / np.maximum(sizes - coming, sizes / SLOWEST))
+        lost = rate * n_left / sizes * np.maximum(ms - now_ms, 0.0) + added * ms * (n_forward + 1) / 2
+        return int(sizes[int(lost.argmin())])
+
+    @property
+    def _allowed(self) -> float:
+        """Milliseconds of a round at the target."""
+        return self.targets.tpot * self._tokens
+
+    def landed(self, n_row: int, ms: float, n_read: int, *, decodes: bool) -> None:
+        """A forward of so many rows took so long. n_read: rows of prompts among them; decodes: other slots decoded in it."""
+        if n_read:
+            self.costs.add(n_row, ms)
+        self._read += RECENT * (n_read - self._read)
+        if decodes and self.targets.tpot:
+            most = CREDIT * self._allowed
+            self.balance = min(max(self.balance + self._allowed - ms, -most), most)
+
+    def committed(self, n_tokens: Sequence[int]) -> None:
+        """Decoding slots were given so many tokens each in a round."""
+        self._given += RECENT * (sum(n_tokens) - self._given)
+        if n_tokens:
+            self._tokens += NEWER * (max(1.0, sum(n_tokens) / len(n_tokens)) - self._tokens)

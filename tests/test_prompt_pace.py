@@ -1,0 +1,254 @@
+"""Rows of prompts beside decoding slots, and drafts beside them, on simulated machines under requests that come and go."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.prompt_pace import (
+    LEAST,
+    N_COUNTS,
+    PAUSE_MS,
+    ForwardCosts,
+    PaceTargets,
+    PromptPace,
+)
+
+N_MAX, PROMPT, ANSWER, MOST = 3, 300, 192, 2048
+
+
+@dataclass
+class Part:
+    """A request in a slot: tokens to read and to give."""
+
+    to_read: int = PROMPT
+    left: int = ANSWER
+    started: float = 0.0
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.to_read <= 0
+
+    @property
+    def todo(self) -> tuple[int, int]:
+        return self.to_read, 0
+
+
+@dataclass
+class Server:
+    """So many clients ask again as soon as they are answered. A forward takes `floor` ms or `each` a row, whichever is more.
+
+    mode    "plain", "fixed": drafts always, or "chosen": by the controller
+    beside  the controller knows of prompts
+    rows    of a forward with decoding slots; 0: by the pace
+    """
+
+    n_slot: int
+    chance: float = 0.75
+    mode: str = "plain"
+    floor: float = 9.0
+    each: float = 0.133
+    pass_ms: float = 0.4
+    beside: bool = True
+    rows: int = 0
+    targets: PaceTargets = field(default_factory=PaceTargets)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(3)
+        self.controller = c = Controller(self.n_slot, N_MAX, chained=True)
+        c.force = (0, 0)
+        for busy in (1, self.n_slot // 2 or 1, self.n_slot):
+            for n in range(N_MAX + 1):
+                for _ in range(3):
+                    rows = busy * (1 + n)
+                    c.timed(rows, busy, self.cost(rows), busy if n else 0, n, self.pass_ms * n)
+        c.forget_acceptance()
+        least = self.rows or 512
+        self.pace = PromptPace(least, self.rows or MOST, c.forward_costs, self.targets, c.verify_ms)
+        self.parts = [Part(left=self.rng.randrange(8, ANSWER)) for _ in range(self.n_slot)]
+        for i in range(self.n_slot):
+            c.begin(i)
+        self.ms = self.tokens = 0.0
+        self.most_rows, self.gaps, self.firsts = 0, list[float](), list[float]()
+
+    def cost(self, rows: int) -> float:
+        return max(self.floor, self.each * rows) + 0.5
+
+    def round(self) -> None:
+        c = self.controller
+        decoding = [i for i, p in enumerate(self.parts) if p.is_decoding]
+        reading = [p for p in self.parts if not p.is_decoding]
+        n_drafted = sum(c.lanes[i].n_draft for i in decoding) if self.mode != "plain" else 0
+        limit = MOST
+        if decoding:
+            limit = self.pace.rows(self.parts, self.ms / 1e3, len(decoding) + n_drafted)
+        beside = min(sum(p.to_read for p in reading), limit - len(decoding))
+        picked = [0] * len(decoding)
+        if self.mode != "plain" and decoding:
+            caps = [(i, min(N_MAX, self.parts[i].left - 1)) for i in decoding]
+            picked = c.choose(caps, beside=beside if self.beside else 0)
+            if self.mode == "fixed":
+                picked = [cap for _, cap in caps]
+        n_verify = len(decoding) + sum(picked)
+        free, work = max(limit - n_verify, limit // 8), list[Part]()
+        n_row = n_verify
+        for p in reading:
+            n = min(p.to_read, free)
+            p.to_read, free, n_row = p.to_read - n, free - n, n_row + n
+            work += [p] if n else []
+        took = self.cost(n_row)
+        draft_ms = self.pass_ms * max(picked, default=0)
+        self.ms += took + draft_ms
+        for p in work:
+            if p.is_decoding:
+                self.firsts.append(self.ms - 1e3 * p.started)
+        given = []
+        for i, n in zip(decoding, picked, strict=True):
+            part = self.parts[i]
+            work.append(part)
+            k = next((j for j in range(n) if self.rng.random() >= self.chance), n)
+            c.record(i, n, k)
+            given.append(1 + k)
+            part.left -= 1 + k
+            self.gaps.append((took + draft_ms) / (1 + k))
+            if part.left <= 0:
+                self.parts[i] = Part(started=self.ms / 1e3)
+                c.begin(i)
+        self.tokens += sum(given)
+        self.most_rows = max(self.most_rows, n_row)
+        self.pace.landed(n_row, took, n_row - n_verify, decodes=bool(decoding))
+        self.pace.committed(given)
+        if len(decoding) == len(work):
+            live = [n for n in picked if n]
+            c.timed(n_row, len(decoding), took, len(live), max(live, default=0), draft_ms)
+        else:
+            c.timed_beside(took + draft_ms)
+
+    def rate(self, rounds: int = 1500) -> float:
+        """Tokens a second, once the first requests are gone."""
+        for _ in range(300):
+            self.round()
+        self.ms, self.tokens, self.gaps, self.firsts = 0.0, 0.0, [], []
+        for part in self.parts:
+            part.started = 0.0
+        for _ in range(rounds):
+            self.round()
+        return 1e3 * self.tokens / self.ms
+
+
+# -- what a row costs ------------------------------------------------------------------------------------------------
+
+
+def test_the_line_goes_through_the_forwards_whatever_a_few_slow_ones_say() -> None:
+    costs = ForwardCosts()
+    for i, n_row in enumerate((200, 900, 1500, 400, 2048, 700, 1100, 300)):
+        costs.add(n_row, (7 + 0.13 * n_row) * (6 if i in (2, 5) else 1))
+    fixed, each = costs.line
+    assert each == pytest.approx(0.13, rel=0.2) and costs.ms(1000) == pytest.approx(137, rel=0.2)
+    assert costs.rows(costs.ms(1000)) == pytest.approx(1000, abs=1)
+    assert fixed >= 0
+
+
+def test_forwards_of_few_rows_do_not_count_and_one_forward_is_enough() -> None:
+    costs = ForwardCosts()
+    costs.add(N_COUNTS - 1, 50.0)
+    assert not costs.is_known
+    costs.add(400, 40.0)
+    assert costs.is_known and costs.line == (0.0, 0.1)
+    costs.add(400, 40.0)
+    assert costs.line == (0.0, 0.1)
+
+
+def test_forwards_that_get_cheaper_by_rows_have_no_limit() -> None:
+    costs = ForwardCosts()
+    for n_row, ms in ((200, 50.0), (400, 40.0), (800, 30.0)):
+        costs.add(n_row, ms)
+    assert costs.rows(100.0) > MOST and costs.ms(5000) > 0
+
+
+# -- rows of a forward -----------------------------------------------------------------------------------------------
+
+
+def pace_of(each: float, least: int = 512, most: int = MOST, **targets: float) -> PromptPace:
+    costs = ForwardCosts()
+    for n_row in (300, 600, 1200):
+        costs.add(n_row, each * n_row)
+    return PromptPace(least, most, costs, PaceTargets(**targets))
+
+
+@pytest.mark.parametrize(("each", "rows"), [(0.05, MOST), (0.3, int(PAUSE_MS / 0.3)), (3.0, 512)])
+def test_a_forward_has_all_rows_that_a_pause_allows_but_at_least_those_of_before(
+    each: float, rows: int
+) -> None:
+    assert pace_of(each).rows([Part(to_read=0)], 0.0, 1) == pytest.approx(rows, abs=1)
+
+
+def test_a_number_that_was_asked_for_stays_and_unknown_costs_limit_nothing() -> None:
+    assert pace_of(3.0, 700, 700).rows([], 0.0, 1) == 700
+    assert PromptPace(512, MOST, ForwardCosts()).rows([], 0.0, 1) == MOST
+
+
+def test_a_target_for_output_tokens_makes_forwards_smaller_and_credit_makes_them_larger() -> None:
+    pace = pace_of(0.1, tpot=20.0)
+    assert pace.rows([Part(to_read=0)], 0.0, 1) == pytest.approx(200, abs=1)
+    decoding = Part(to_read=0)
+    for _ in range(50):
+        pace.landed(8, 10.0, 0, decodes=True)
+        pace.committed([1])
+    assert pace.rows([decoding], 0.0, 1) > 600
+    for _ in range(50):
+        pace.landed(8, 90.0, 0, decodes=True)
+    assert pace.rows([decoding], 0.0, 1) == 1 + LEAST
+
+
+def test_a_prompt_that_waited_for_half_of_its_time_takes_all_rows() -> None:
+    pace = pace_of(0.1, tpot=20.0, ttft=300.0)
+    waiting, decoding = Part(started=1.0), Part(to_read=0)
+    assert pace.rows([waiting, decoding], 1.1, 1) < 300
+    assert pace.rows([waiting, decoding], 1.2, 1) == MOST
+    assert pace.rows([decoding], 9.0, 1) < 300
+
+
+# -- a server --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_slot", [8, 32, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [0.133, 0.06])
+def test_by_default_no_fixed_number_of_rows_is_much_better(n_slot: int, each: float) -> None:
+    own = Server(n_slot, each=each).rate(800)
+    fixed = {rows: Server(n_slot, each=each, rows=rows).rate(800) for rows in (256, 512, 1024, 2048)}
+    assert own > 0.95 * max(fixed.values()), (own, fixed)
+
+
+@pytest.mark.parametrize("n_slot", [1, 8, pytest.param(64, marks=pytest.mark.slow)])
+def test_bad_drafts_cost_nothing_beside_prompts(n_slot: int) -> None:
+    plain = Server(n_slot).rate(800)
+    assert Server(n_slot, 0.05, "chosen").rate(800) > 0.98 * plain
+
+
+@pytest.mark.parametrize(
+    ("n_slot", "chance", "gain"),
+    [
+        (8, 0.5, 1.02),
+        (8, 0.9, 1.1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((8, 0.75, 1.05), (32, 0.75, 0.98), (64, 0.5, 0.98), (64, 0.9, 0.98))
+        ),
+    ],
+)
+def test_drafts_beside_prompts_are_as_many_as_pay(n_slot: int, chance: float, gain: float) -> None:
+    own = Server(n_slot, chance, "chosen").rate(800)
+    assert own > gain * Server(n_slot, chance, "chosen", beside=False).rate(800)
+    assert own > 0.97 * max(Server(n_slot, chance, mode).rate(800) for mode in ("plain", "fixed"))
+
+
+def test_a_target_for_output_tokens_holds_in_the_mean() -> None:
+    slow, free = (Server(64, each=0.3, targets=PaceTargets(tpot=tpot)) for tpot in (33.0, 0.0))
+    for server in (slow, free):
+        server.rate(600)
+    mean, without = (sum(server.gaps) / len(server.gaps) for server in (slow, free))
+    assert mean < 34 < without
