@@ -299,7 +299,7 @@ DRAFTER = FIXTURES.parents[1] / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
 @pytest.mark.parametrize(
     ("code", "args", "said"),
     [
-        (2, ["demo", "-ub", "0"], "-ub is 0; want a whole number from 1"),
+        (2, ["demo", "-ub", "-1"], "-ub is -1; want a whole number from 0"),
         (3, [str(FIXTURES / "facts.json")], "facts.json"),
         (3, [str(DRAFTER)], f"type -m TARGET.gguf -md {DRAFTER}"),
         (3, [str(FIXTURES / "deepseek4_mtp.gguf")], "is a drafter (mtp), no model that answers"),

@@ -214,7 +214,12 @@ def test_drafts_are_those_of_rounds_that_wait(
     as its others."""
 
     def pick(
-        self: Speculator, jobs: Sequence[Job], taken: Sequence[int] = (), *, whole: bool = False
+        self: Speculator,
+        jobs: Sequence[Job],
+        taken: Sequence[int] = (),
+        *,
+        whole: bool = False,
+        beside: int = 0,
     ) -> list[tuple[int, int]]:
         """By turns: no drafts for six tokens, then drafts."""
         out = []

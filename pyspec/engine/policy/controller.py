@@ -27,7 +27,7 @@ from pyspec.engine.policy.certainty import Certainty
 from pyspec.engine.policy.cut_trial import CutTrial
 from pyspec.engine.policy.prompt_pace import ForwardCosts
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
-from pyspec.engine.policy.ways import NO_WAY, OFFERED, Floats, Rows, Way, more_rows, worth_of
+from pyspec.engine.policy.ways import NO_WAY, OFFERED, DraftRows, Floats, Way, more_rows, worth_of
 from pyspec.slots.table import Slot
 
 DECAY = 0.96  # per round, of the draft counts in /slots
@@ -387,7 +387,7 @@ class Controller:
         least = np.linspace(self.verify_ms(int(n_row[0])), self.verify_ms(int(n_row[-1])), len(n_row))
         return np.maximum(least, fixed + each * n_row)
 
-    def _extra_ms(self, rows: Rows, busy: int) -> Floats:
+    def _extra_ms(self, rows: DraftRows, busy: int) -> Floats:
         """Milliseconds of verifies with one to all of these rows beyond one a slot."""
         return self._forward_ms(more_rows(rows, busy)) + self._slots_ms(busy)
 
@@ -411,7 +411,7 @@ class Controller:
             np.where([slot in self.offered for slot, _ in caps], 0.0, value) if self.offered else value
         )
 
-    def _rows(self, caps: Sequence[tuple[int, int]], news: Floats) -> Rows:
+    def _rows(self, caps: Sequence[tuple[int, int]], news: Floats) -> DraftRows:
         """Candidate rows, likeliest first, ties by slot. news: the information in each slot's first draft, in tokens."""
         survive = self.texts.survive([slot for slot, _ in caps])
         survive[:, :1] += news[:, None]
@@ -429,10 +429,10 @@ class Controller:
         slot, place = slot[order], place[order]
         if self.offered:
             place = np.where(needs_drafter[slot], place, OFFERED)
-        return Rows(slot, place, gain[order])
+        return DraftRows(slot, place, gain[order])
 
-    def _best_way(self, rows: Rows, busy: int, verify: Floats, price: float = 0.0) -> Way:
-        """The best choice over all depths and sets of slots. price: as in `Rows.best`.
+    def _best_way(self, rows: DraftRows, busy: int, verify: Floats, price: float = 0.0) -> Way:
+        """The best choice over all depths and sets of slots. price: as in `DraftRows.best`.
 
         A deeper draft takes one more pass for all slots, and a drafter takes longer for more slots. So each depth is evaluated alone, and with
         only the likeliest slots.

@@ -74,7 +74,7 @@ class ForwardCosts:
         return int(min(max(0.0, ms - fixed) / each, 1e9)) if each else int(1e9)
 
 
-class Reading(Protocol):
+class PacedRequest(Protocol):
     """A request in a slot, such as the loop's `Job`. started: seconds, of the loop's clock. todo: as `Job.todo`"""
 
     @property
@@ -123,7 +123,7 @@ class PromptPace:
         self._tokens = 1.0  # of a slot, in the mean of rounds
         self._read = self._given = 0.0  # prompt rows and tokens of all slots, in the mean of many rounds
 
-    def rows(self, jobs: Iterable[Reading], now: float, n_verify: int) -> int:
+    def rows(self, jobs: Iterable[PacedRequest], now: float, n_verify: int) -> int:
         """Most rows of the next forward, if slots decode. now: seconds, of the loop's clock; n_verify: rows of those slots, about."""
         is_fixed = self.least == self.most and not self.targets.tpot
         if is_fixed or not self.costs.is_known:

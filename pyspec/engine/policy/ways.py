@@ -12,17 +12,17 @@ OFFERED = -1  # in place of a position in a draft
 Floats = NDArray[np.float64]
 
 
-class Rows(NamedTuple):
+class DraftRows(NamedTuple):
     """Candidate rows: slot, position in the draft (OFFERED: needs no drafter), and chance to be right."""
 
     slot: NDArray[np.int64]
     place: NDArray[np.int64]
     gain: Floats
 
-    def up_to(self, depth: int) -> Rows:
+    def up_to(self, depth: int) -> DraftRows:
         return self._only(self.place < depth)
 
-    def of_best(self, n: int, busy: int) -> Rows:
+    def of_best(self, n: int, busy: int) -> DraftRows:
         """Rows of the n slots with the largest gain, among those that need a drafter."""
         is_asked = self.place != OFFERED
         gains = np.bincount(self.slot[is_asked], self.gain[is_asked], minlength=busy)
@@ -30,8 +30,8 @@ class Rows(NamedTuple):
         is_best[(-gains).argsort(kind="stable")[:n]] = True
         return self._only(is_best[self.slot] | ~is_asked)
 
-    def _only(self, mask: NDArray[np.bool_]) -> Rows:
-        return self if mask.all() else Rows(self.slot[mask], self.place[mask], self.gain[mask])
+    def _only(self, mask: NDArray[np.bool_]) -> DraftRows:
+        return self if mask.all() else DraftRows(self.slot[mask], self.place[mask], self.gain[mask])
 
     def best(self, busy: int, verify: Floats, draft: Floats, price: float = 0.0) -> Way:
         """Take the number of rows with most tokens per millisecond, or with most left once milliseconds are paid at `price` tokens each.
@@ -68,6 +68,6 @@ def worth_of(way: Way) -> float:
     return way.worth
 
 
-def more_rows(rows: Rows, busy: int) -> range:
+def more_rows(rows: DraftRows, busy: int) -> range:
     """Rows of verifies with one to all of the candidates."""
     return range(busy + 1, busy + 1 + len(rows.slot))
