@@ -4,6 +4,7 @@ PYSPEC_TEST_KERNELS=triton uses that tier in tests that leave the kernels open (
 writes a line at each test's end, so that an interrupted run shows the passed tests and their times.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,12 @@ KERNELS = os.environ.get("PYSPEC_TEST_KERNELS", "auto")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before -m looks at the marks."""
     mark_slow(items)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the thousands of tests and their modules out of each collection of garbage, of which every engine's end makes one."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
