@@ -10,6 +10,7 @@ import pytest
 from pyspec.engine.policy.acceptance import LEVELS
 from pyspec.engine.policy.controller import TRY_LAST, Controller
 from pyspec.engine.policy.timer import Timer
+from pyspec.slots.arena import bucket_of
 
 N_MAX, N_SLOT = 7, 8
 
@@ -206,3 +207,30 @@ def test_a_plain_round_never_seems_to_take_longer_than_one_of_many_rows() -> Non
     told(c.verify_ms, N_MAX + 1, 12.0, 12.0, 12.0)
     told(c.draft_ms, 1, 60.0, 60.0, 60.0)
     assert c.choose([(0, N_MAX)]) == [0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("inflated", [1.5, 3.0])
+def test_lengths_that_a_noisy_warm_up_made_dear_are_tried(seed: int, inflated: float) -> None:
+    """32 slots and a block drafter, whose blocks cost the same at any length. Every size was timed, wrongly by another factor each."""
+    n_slot, n_max, noise, coins = 32, 15, random.Random(seed), random.Random(7)
+    c = Controller(n_slot, n_max, verify_ms=Timer(lambda n: bucket_of(n, 512) or n))
+    for busy in (1, 8, n_slot):
+        for n in (0, 1, 3, 7, 15):
+            factor, rows = noise.uniform(1, inflated), busy * (1 + n)
+            c.force = busy, n
+            for _ in range(4):
+                c.timed(rows, busy, factor * (10 + 0.115 * rows), busy if n else 0, n, 2.5 * factor)
+    c.forget_acceptance()
+    ms = tokens = 0.0
+    for i in range(400):
+        picked = c.choose([(slot, n_max) for slot in range(n_slot)])
+        rows, draft_ms = n_slot + sum(picked), 2.5 * any(picked)
+        took = 10 + 0.115 * rows
+        for slot, n in enumerate(picked):
+            kept = next((j for j in range(n) if coins.random() >= 0.86 * 0.985**j), n)
+            c.record(slot, n, kept)
+            tokens += 1 + kept if i >= 100 else 0
+        c.timed(rows, n_slot, took, sum(n > 0 for n in picked), max(picked), draft_ms)
+        ms += took + draft_ms if i >= 100 else 0
+    assert 1e3 * tokens / ms > 0.95 * 3828, "of four drafts always"

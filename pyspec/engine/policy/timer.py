@@ -28,7 +28,8 @@ class Timer:
     """Milliseconds by size: the least of the last samples, because a busy machine only adds time.
 
     A size is trusted from its second sample on, and needs a new sample if it is not used for long. Costs between trusted sizes are
-    interpolated, and constant beyond them. Kernels have steps; the warm-up has timed every size of a graph.
+    interpolated, and constant beyond them. Kernels have steps; the warm-up has timed every size of a graph. It may have done so on a busy
+    machine, though: a size that only it has timed counts no more than the straight line through sizes that were in use since.
     """
 
     def __init__(self, bucket: Callable[[int], int] = bucket) -> None:
@@ -41,6 +42,7 @@ class Timer:
         self.fresh: set[int] = set()
         self.stale: set[int] = set()  # expired: the old time is used until there is a new one
         self.early: dict[int, float] = {}  # the warm-up's least times, until they are confirmed
+        self.used: set[int] = set()  # sizes with samples since the warm-up
         self._runs: dict[range | tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         self._sizes: list[int] = []  # trusted ones, ascending
         self._ms: list[float] = []
@@ -53,6 +55,9 @@ class Timer:
             least = self._by_busy.setdefault(size, {})
             least[busy] = min(ms, least.get(busy, ms))
         self.fresh.add(size)
+        if self._by_busy is None and size not in self.used:
+            self.used.add(size)
+            self._tabulate()
         i = bisect.bisect_left(self._sizes, size)
         if self._sizes[i : i + 1] == [size]:
             self._ms[i] = min(self.times(size))
@@ -98,6 +103,19 @@ class Timer:
     def _tabulate(self) -> None:
         self._sizes = sorted(size for size in self.samples if self.knows(size) or size in self.stale)
         self._ms = [min(self.times(size)) for size in self._sizes]
+        self._clip()
+
+    def _clip(self) -> None:
+        """Clip times that only the warm-up took to the line through the nearest sizes in use."""
+        known = [(size, ms) for size, ms in zip(self._sizes, self._ms, strict=True) if size in self.used]
+        if len(known) < 2:
+            return
+        for i, size in enumerate(self._sizes):
+            if size not in self.used:
+                k = min(max(bisect.bisect_left(known, (size, 0.0)), 1), len(known) - 1)
+                (a, low), (b, high) = known[k - 1], known[k]
+                line = low + (high - low) * (size - a) / (b - a)
+                self._ms[i] = min(self._ms[i], max(line, min(low, high)) if size > a else low)
 
     def knows(self, size: int) -> bool:
         """Enough samples to trust."""
