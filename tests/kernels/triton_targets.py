@@ -256,12 +256,17 @@ def moe() -> Iterator[Callable[[], object]]:
                 CPU, 2, 256, 256, "swiglu" if gated else "relu2", type, type, not gated, pieces=1
             )
             yield lambda spec=spec, n_row=n_row: _moe(spec, n_row)
+    type = GGMLType.MXFP4
+    biased = MoeSpec(CPU, 2, 256, 256, "swiglu_oai", type, type, limit=7.0, biased=True)
+    for n_row in (1, 40):
+        yield lambda n_row=n_row: _moe(biased, n_row)
 
 
 def _moe(spec: MoeSpec, n_row: int) -> None:
     experts = moe_triton.bind(spec)(moe_check.random_stacks(spec, 4, torch.Generator().manual_seed(0)))
     x, ids = torch.zeros(n_row, spec.n_in), torch.zeros(n_row, 2, dtype=torch.int32)
-    experts(x, ids, torch.zeros(n_row, 2), None, Added(x, None, torch.zeros(n_row, 1)))
+    gate = torch.zeros(n_row, 1) if spec.pieces else None
+    experts(x, ids, torch.zeros(n_row, 2), None, Added(x, None, gate))
 
 
 def moe_route() -> Iterator[Callable[[], object]]:
@@ -269,6 +274,7 @@ def moe_route() -> Iterator[Callable[[], object]]:
         RouteSpec(CPU, 3072, 256, 8, gated=True),
         RouteSpec(CPU, 4096, 512, 22, "sigmoid", scale=5.0, biased=True),
         RouteSpec(CPU, 4096, 256, 6, "sqrtsoftplus", given=True),
+        RouteSpec(CPU, 2880, 32, 4, "chosen", False, shifted=True),
     ):
         yield lambda spec=spec: _moe_route(spec)
 
@@ -277,7 +283,9 @@ def _moe_route(spec: RouteSpec) -> None:
     bias = torch.zeros(spec.n_expert) if spec.biased else None
     given = torch.zeros(2, spec.n_used, dtype=torch.int32) if spec.given else None
     matrix = torch.zeros(spec.n_expert + spec.gated, spec.n_in)
-    moe_route_triton.bind(spec)(torch.zeros(2, spec.n_in), torch.ones(spec.n_in), matrix, bias, given)
+    shift = torch.zeros(spec.n_expert) if spec.shifted else None
+    rows = torch.zeros(2, spec.n_in), torch.ones(spec.n_in)
+    moe_route_triton.bind(spec)(*rows, matrix, bias, given, shift)
 
 
 OPS = {

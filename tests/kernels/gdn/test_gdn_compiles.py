@@ -45,8 +45,8 @@ def test_kernels_of_prompts_compile_without_spills_and_leave_room_for_two_blocks
 
 @pytest.mark.slow
 def test_head_counts_are_free_as_long_as_values_are_a_multiple_of_keys() -> None:
-    for n_k, n_v in ((1, 1), (3, 6), (16, 32), (16, 64)):
-        shape = GdnShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
+    for n_k, n_v, grouped in ((1, 1, False), (3, 6, False), (16, 32, True), (16, 64, False)):
+        shape = GdnShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v), grouped)
         assert jit.compile_cubin(
             "gdn", "sm_90a", gdn_cuda.defines(shape, "sm_90a", 2), use_cache=False
         ).resources

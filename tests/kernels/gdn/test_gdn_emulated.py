@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -190,6 +191,42 @@ def test_a_chunked_prompt_does_not_depend_on_its_neighbours_nor_on_the_order_to_
             )
         found.append((got[first : first + 100], layer.state[1], layer.conv[1, :3]))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_value_heads_grouped_by_key_head_follow_the_reference() -> None:
+    """Rows, folds, a prompt in chunks and rows prepared on the way; other groups than those of the reference differ."""
+    shape, gen = replace(shape_of(2, 4), grouped=True), torch.Generator().manual_seed(14)
+    w, found = weights(shape, gen), []
+    for seqs in ([seq(0, 2, True), seq(2, 3)], [seq(2, 1, True, fold=2), seq(1, 65, True)]):
+        found.append((seqs, inputs(sum(s.width for s in seqs), shape, gen)))
+    for grouped in (True, False):
+        own = replace(shape, grouped=grouped)
+        theirs = layer_of(shape, doubled=True)
+        reference, errors = gdn_ref.bind(GdnSpec(CPU, shape, EPS)), []
+        with emulated_gpu():
+            run, mine = gdn_cuda.bind(GdnSpec(CPU, own, EPS), columns=2, chunked=63), layer_of(own)
+            for seqs, rows in found:
+                got = run(*rows, *w, mine, laid(seqs))
+                want = reference(*(x.double() for x in (*rows, *w)), theirs, laid(seqs))
+                errors += [
+                    error(got[: seqs[0].width], want[: seqs[0].width]),
+                    error(got[-65:], want[-65:]),
+                ]
+            assert faults.record(CPU).tolist() == [0] * 5
+        assert (max(errors) < 1e-3 and error(mine.state, theirs.state) < 3e-5) == grouped
+        assert grouped or min(errors[0], errors[3]) > 0.1
+
+
+def test_rows_of_grouped_heads_are_prepared_on_the_way() -> None:
+    shape, gen = replace(shape_of(2, 4), grouped=True), torch.Generator().manual_seed(15)
+    w, seqs = weights(shape, gen), [seq(1, 2), seq(0, 1, True)]
+    x, prep = inputs(3, shape, gen), norm_of(shape, 3, gen)
+    with emulated_gpu():
+        run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2)
+        into = GatedRowBuffer(rows_of(shape, 7.0), prep)
+        got = run.prepared(*x, *w, layer_of(shape), laid(seqs), into=into)
+        want = rows_of(shape, 7.0)(run(*x, *w, layer_of(shape), laid(seqs)).flatten(1), prep)
+    assert same(got, want)
 
 
 WAYS = {

@@ -141,9 +141,10 @@ def test_chunked_prompts_follow_the_reference(heads: tuple[int, int]) -> None:
     assert faults.record(mine.state.device).tolist() == [0] * 5
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("heads", [(2, 6), (16, 48)])
-def test_the_kernels_pass_the_check_they_are_chosen_by(heads: tuple[int, int]) -> None:
-    spec = GdnSpec(GPU, shape_of(*heads), EPS)
+def test_the_kernels_pass_the_check_they_are_chosen_by(heads: tuple[int, int], grouped: bool) -> None:
+    spec = GdnSpec(GPU, dataclasses.replace(shape_of(*heads), grouped=grouped), EPS)
     assert gdn_cuda.check(gdn_cuda.bind(spec), gdn_ref.bind(spec), spec) is None
 
 

@@ -19,6 +19,7 @@ from pyspec.cuda.ops.moe.builds import (
     GROUPS,
     MANY_PAIRS,
     NONE,
+    OAI,
     PARTS,
     RELU2,
     SPLIT_RESIDENT,
@@ -107,6 +108,7 @@ def test_lists_and_routes_compile_for_every_architecture(arch: str) -> None:
         RouteSpec(CPU, 4096, 256, 6, "sqrtsoftplus", scale=1.5, biased=True),
         RouteSpec(CPU, 7168, 384, 6, "sqrtsoftplus", scale=2.5, given=True),
         RouteSpec(CPU, 64, 512, 32, "softmax", False, biased=True),
+        RouteSpec(CPU, 2880, 32, 4, "chosen", False, shifted=True),
     ):
         found = compile_cubin("moe_route", arch, moe_route_cuda.defines(spec), use_cache=False).resources
         assert found["moe_scores"].spill_bytes == found["moe_choose"].spill_bytes == 0
@@ -116,13 +118,30 @@ def test_lists_and_routes_compile_for_every_architecture(arch: str) -> None:
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_activations_that_are_cut_compile_for_every_architecture(arch: str) -> None:
-    """MXFP4, in every build of gates and ups."""
+    """MXFP4, in every build of gates and ups: DeepSeek's, and gpt-oss's with biases."""
     type = GGMLType.MXFP4
     stages = [n_stages(type, pairs, CAPABILITIES[arch], True) for pairs, _ in BUILDS]
     for (pairs, listed), n_stage in zip(BUILDS, stages, strict=True):
         for n in residents(type, pairs, listed, True):
-            build = MoeBuild(type, pairs, n_stage, SWIGLU, True, listed, False, type, n, limit=10.0)
-            found = compile_cubin("moe", arch, build.defines(), use_cache=False).resources["moe"]
+            for act, biased in ((SWIGLU, False), (OAI, True)):
+                of = pairs, n_stage, act, True, listed, False, type, n, 10.0, False, biased
+                build = MoeBuild(type, *of)
+                found = compile_cubin("moe", arch, build.defines(), use_cache=False).resources["moe"]
+                assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * n <= 65536
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_downs_with_biases_compile_for_every_architecture(arch: str) -> None:
+    type = GGMLType.MXFP4
+    for pairs, listed, adds in (*((*build, False) for build in BUILDS), (*BUILDS[0], True)):
+        n_stage = n_stages(type, pairs, CAPABILITIES[arch], False)
+        for n in residents(type, pairs, listed, False):
+            of = pairs, n_stage, NONE, False, listed, adds, None, n, 0.0, False, True
+            found = compile_cubin("moe", arch, MoeBuild(type, *of).defines(), use_cache=False).resources[
+                "moe"
+            ]
             assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * n <= 65536
 
 

@@ -126,6 +126,34 @@ def test_activations_are_cut_at_the_limit(type: GGMLType, limit: float) -> None:
         assert "differ" in str(moe_check.check(uncut, moe_ref.bind(spec), spec, n_rows=(1,)))
 
 
+OF_GPT_OSS = MoeSpec(CPU, 2, 96, 64, "swiglu_oai", *2 * (GGMLType.MXFP4,), limit=7.0, biased=True)
+
+
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        OF_GPT_OSS,
+        replace(OF_GPT_OSS, n_ff=96, act="geglu", up=Q8_0, down=Q8_0),
+        replace(OF_GPT_OSS, n_in=256, n_ff=256, act="relu2", limit=0.0, up=GGMLType.Q4_K, down=GGMLType.Q4_K),
+    ],
+    ids=lambda spec: spec.act,
+)  # fmt: skip
+def test_experts_with_biases_are_the_references(spec: MoeSpec) -> None:
+    """Gates of every kind; the check sees biases that are left out, of either product."""
+    with emulated_gpu():
+        assert moe_check.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9)) is None
+        for name in ("up", "down"):
+
+            def without(stacks: Stacks, name: str = name) -> moe_ref.ExpertsRun:
+                stack: Stack = getattr(stacks, name)
+                assert stack.bias is not None
+                none = replace(stack, bias=torch.zeros_like(stack.bias))
+                return moe_cuda.bind(spec)(replace(stacks, **{name: none}))
+
+            assert "differ" in str(moe_check.check(without, moe_ref.bind(spec), spec, n_rows=(1,)))
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("type", few(CHUNKS, GGMLType.Q5_K, GGMLType.NVFP4))
@@ -304,6 +332,8 @@ def test_what_the_kernel_can_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert "up to 32" in str(moe_cuda.limits(replace(cuda, n_used=33)))
     assert moe_cuda.limits(replace(cuda, pieces=4)) is None
     assert "5 pieces" in str(moe_cuda.limits(replace(cuda, pieces=5)))
+    assert moe_cuda.limits(replace(cuda, act="swiglu_oai", biased=True)) is None
+    assert "with biases" in str(moe_cuda.limits(replace(cuda, biased=True, pieces=1)))
     assert "2 pieces of 64" in str(moe_cuda.limits(replace(cuda, down=GGMLType.Q4_K, pieces=2)))
 
 

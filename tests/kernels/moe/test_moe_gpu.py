@@ -8,12 +8,15 @@ import torch
 from pyspec.cuda.ops.moe import check as moe_check
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
-from pyspec.cuda.ops.moe.ref import Added, MoeSpec
+from pyspec.cuda.ops.moe import triton as moe_triton
+from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec
+from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
+from pyspec.cuda.ops.moe_route import triton as moe_route_triton
 from pyspec.gguf import GGMLType
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GPU = torch.device("cuda")
-Q4_K, Q6_K, Q8_0, NVFP4 = GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.Q8_0, GGMLType.NVFP4
+Q4_K, Q6_K, Q8_0, NVFP4, MXFP4 = (GGMLType[n] for n in ("Q4_K", "Q6_K", "Q8_0", "NVFP4", "MXFP4"))
 SPECS = {
     "whole numbers": MoeSpec(GPU, 8, 768, 512, "swiglu", Q4_K, Q4_K, pieces=1),
     "whole numbers, then f16": MoeSpec(GPU, 3, 512, 256, "swiglu", Q4_K, Q6_K, pieces=1),
@@ -23,6 +26,8 @@ SPECS = {
         GPU, 6, 1280, 512, "swiglu", GGMLType.IQ2_XXS, GGMLType.Q2_K, limit=10.0
     ),
     "f16, then levels": MoeSpec(GPU, 3, 512, 768, "relu2", GGMLType.Q2_K, GGMLType.IQ2_XXS, pieces=1),
+    "gpt-oss": MoeSpec(GPU, 4, 2880, 2880, "swiglu_oai", MXFP4, MXFP4, limit=7.0, biased=True),
+    "biases, tanh, whole numbers": MoeSpec(GPU, 3, 512, 256, "geglu", Q4_K, Q4_K, biased=True),
     "scaled": MoeSpec(GPU, 4, 320, 192, "relu2", NVFP4, NVFP4, scaled=True, pieces=2),
 }
 
@@ -44,6 +49,27 @@ def test_experts_are_the_references_and_a_row_has_the_same_bits_alone(name: str)
     for part in (slice(0, 1), slice(41, 43), slice(3, 6), slice(0, 8), slice(10, 34), slice(5, 64)):
         got = experts(x[part], ids[part], weights[part], None, added.part(part))
         assert torch.equal(got, whole[part]), part
+
+
+ROUTES = {
+    "gpt-oss-20b": RouteSpec(GPU, 2880, 32, 4, "chosen", False, shifted=True, eps=1e-5),
+    "gpt-oss-120b": RouteSpec(GPU, 2880, 128, 4, "chosen", False, shifted=True, eps=1e-5),
+}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_routers_with_biases_are_the_references(name: str) -> None:
+    spec = ROUTES[name]
+    for impl in (moe_route_cuda, moe_route_triton):
+        assert impl.limits(spec) is None
+        assert moe_route_cuda.check(impl.bind(spec), moe_ref.bind_route(spec), spec) is None
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "biases, tanh, whole numbers"])
+def test_experts_with_biases_in_triton_are_the_references(name: str) -> None:
+    spec = SPECS[name]
+    assert moe_triton.limits(spec) is None
+    assert moe_check.check(moe_triton.bind(spec), moe_ref.bind(spec), spec) is None
 
 
 def test_a_row_that_is_no_number_stays_so_and_leaves_others_alone() -> None:

@@ -26,11 +26,16 @@ SPECS = {
         CPU, 2, 128, 64, "relu2", NVFP4, NVFP4, scaled=True, pieces=2
     ),
     "cut gates": MoeSpec(CPU, 3, 96, 64, "swiglu", MXFP4, Q8_0, limit=7.0),
+    "biases, gates of gpt-oss": MoeSpec(
+        CPU, 2, 96, 64, "swiglu_oai", MXFP4, MXFP4, limit=7.0, biased=True
+    ),
+    "biases, tanh": MoeSpec(CPU, 2, 64, 96, "geglu", Q8_0, Q8_0, biased=True),
+    "biases, squares": MoeSpec(CPU, 2, 64, 96, "relu2", Q8_0, Q8_0, biased=True),
     "lattices": MoeSpec(CPU, 2, 256, 256, "swiglu", GGMLType.IQ2_XXS, GGMLType.IQ3_XXS),
     "five bits, half a pair": MoeSpec(CPU, 2, 96, 160, "swiglu", GGMLType.Q5_1, GGMLType.Q5_0),
     "one of each row": MoeSpec(CPU, 1, 128, 32, "relu2", Q8_0, MXFP4),
 }
-KEPT = ("gated, a piece",)
+KEPT = ("gated, a piece", "biases, gates of gpt-oss")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -130,4 +135,5 @@ def test_what_it_does_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moe_triton.limits(replace(spec, up=GGMLType.IQ2_XXS, down=GGMLType.IQ3_XXS)) is None
     assert "multiples of 32" in (moe_triton.limits(replace(spec, n_in=272)) or "")
     assert "pieces" in (moe_triton.limits(replace(spec, pieces=9)) or "")
+    assert "with biases" in (moe_triton.limits(replace(spec, pieces=1, biased=True)) or "")
     assert "2000" in (moe_triton.limits(replace(spec, n_expert=2000)) or "")

@@ -22,6 +22,8 @@ ROUTES = {
     "deepseek4": RouteSpec(CPU, 64, 40, 6, "sqrtsoftplus", scale=1.5, biased=True),
     "deepseek4 by token": RouteSpec(CPU, 64, 40, 6, "sqrtsoftplus", scale=1.5, given=True),
     "softmax by token": RouteSpec(CPU, 64, 70, 3, gated=True, given=True),
+    "gpt-oss": RouteSpec(CPU, 96, 32, 4, "chosen", False, shifted=True),
+    "gpt-oss, gated": RouteSpec(CPU, 64, 70, 4, "chosen", False, scale=1.5, shifted=True, gated=True),
     "several whole warps": RouteSpec(CPU, 3072, 4, 2, "sigmoid"),
 }
 

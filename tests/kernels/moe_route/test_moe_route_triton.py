@@ -21,12 +21,13 @@ SPECS = {
     "softmax, biased, as they are": RouteSpec(CPU, 64, 9, 2, renorm=False, biased=True, eps=1e-5),
     "square roots": RouteSpec(CPU, 520, 16, 6, "sqrtsoftplus", scale=2.5, biased=True),
     "given": RouteSpec(CPU, 96, 33, 4, "sqrtsoftplus", given=True),
+    "gpt-oss": RouteSpec(CPU, 96, 33, 4, "chosen", False, shifted=True),
     "all of them": RouteSpec(CPU, 32, 4, 4, gated=True),
 }
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.mark.parametrize("name", few(SPECS, "softmax, gated", "sigmoid, biased", "given"))
+@pytest.mark.parametrize("name", few(SPECS, "softmax, gated", "sigmoid, biased", "given", "gpt-oss"))
 def test_choices_and_weights_are_the_references(name: str) -> None:
     spec = SPECS[name]
     assert moe_route_cuda.check(moe_route_triton.bind(spec), moe_ref.bind_route(spec), spec) is None
@@ -79,4 +80,6 @@ def test_what_it_does_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert moe_route_triton.limits(SPECS["given"]) is None
     assert "2000" in (moe_route_triton.limits(replace(SPECS["given"], n_expert=2000)) or "")
+    assert moe_route_triton.limits(SPECS["gpt-oss"]) is None
+    assert "another choice" in (moe_route_triton.limits(replace(SPECS["gpt-oss"], biased=True)) or "")
     assert "65 of" in (moe_route_triton.limits(replace(SPECS["given"], n_used=65)) or "")

@@ -18,8 +18,9 @@ FEW_PAIRS, MANY_PAIRS = 8, 32
 GROUPS = 4  # of 16 weight rows in a CTA
 BUILDS = ((FEW_PAIRS, False), (FEW_PAIRS, True), (MANY_PAIRS, True))  # pairs of an item, LISTED
 ADDING = BUILDS[0]  # the build of downs that may sum the experts' outputs
-NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
-ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
+NONE, SWIGLU, RELU2, GEGLU, OAI = range(5)  # moe.cu's activations
+GATED = SWIGLU, GEGLU, OAI  # those of gates and ups
+ACTS = {"swiglu": SWIGLU, "relu2": RELU2, "geglu": GEGLU, "swiglu_oai": OAI}
 STAGE = 10 << 10  # bytes of weights in a stage: fewer barriers, and still several stages
 REGISTERS = {FEW_PAIRS: 80, MANY_PAIRS: 160}  # of a thread, at most
 LEAST_STAGES = 2  # rather than as many CTAs as registers allow
@@ -144,6 +145,7 @@ class MoeBuild:
     resident  one of `residents`, 0 the first
     limit     of a gated activation, 0: none
     split     parts of columns have warps of their own
+    biased    products have biases
     """
 
     type: GGMLType
@@ -157,6 +159,7 @@ class MoeBuild:
     resident: int = 0
     limit: float = 0.0
     split: bool = False
+    biased: bool = False
 
     def defines(self) -> dict[str, int | str]:
         """Macros of moe.cu."""
@@ -188,22 +191,23 @@ class MoeBuild:
             }
             | ({"PARTS": PARTS} if in_parts(type, inner) else {})
             | ({"SPLIT": PARTS} if self.split else {})
-            | ({"LIMIT": f"{float(self.limit)!r}f"} if self.limit and self.act == SWIGLU else {})
+            | ({"LIMIT": f"{float(self.limit)!r}f"} if self.limit and self.act in GATED else {})
+            | ({"BIASED": 1} if self.biased else {})
         )
 
 
 def programs(spec: MoeSpec, target: GpuKind) -> Iterable[Program]:
     if spec.up is None or spec.down is None or not _fits(spec, target):
         return
-    yield from _programs_of(spec.up, ACTS[spec.act], spec.down, spec.limit, target)
-    yield from _programs_of(spec.down, NONE, None, 0.0, target)
+    yield from _programs_of(spec.up, ACTS[spec.act], spec.down, spec.limit, spec.biased, target)
+    yield from _programs_of(spec.down, NONE, None, 0.0, spec.biased, target)
     yield target.program("moe_pairs")
     for kind in (PrepKind.PLAIN, PrepKind.NORM):
         yield rows_program(spec.n_in, kind, 0, layout_of(spec.up), target)
 
 
 def _programs_of(
-    type: GGMLType, act: int, next: GGMLType | None, limit: float, target: GpuKind
+    type: GGMLType, act: int, next: GGMLType | None, limit: float, biased: bool, target: GpuKind
 ) -> Iterable[Program]:
     """Of gates and ups, or of downs (`next` is None)."""
     inner = next is not None
@@ -216,7 +220,8 @@ def _programs_of(
         if splits(type, pairs, listed, inner):
             kinds.append((0, True))
         for resident, split in kinds:
-            build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, resident, limit, split)
+            of = pairs, stages, act, inner, listed, adds, next, resident, limit, split, biased
+            build = MoeBuild(type, *of)
             yield target.program("moe", build.defines())
 
 

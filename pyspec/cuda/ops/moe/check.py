@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,12 +27,28 @@ def random_stacks(spec: MoeSpec, n_expert: int, gen: torch.Generator) -> Stacks:
         return Stack(raw, type, n_out, n_in, scale)
 
     def stacks(n: int, n_ff: int, shared: Stacks | None) -> Stacks:
-        gate = stack(spec.up, n, n_ff, spec.n_in) if spec.act == "swiglu" else None
+        gate = stack(spec.up, n, n_ff, spec.n_in) if spec.has_gates else None
         return Stacks(
             gate, stack(spec.up, n, n_ff, spec.n_in), stack(spec.down, n, spec.n_in, n_ff), shared
         )
 
-    return stacks(n_expert, spec.n_ff, stacks(1, spec.pieces * spec.n_ff, None) if spec.pieces else None)
+    made = stacks(n_expert, spec.n_ff, stacks(1, spec.pieces * spec.n_ff, None) if spec.pieces else None)
+    return _biased(spec, made, gen) if spec.biased else made
+
+
+def _biased(spec: MoeSpec, stacks: Stacks, gen: torch.Generator) -> Stacks:
+    """With biases about as large as the products that they are added to."""
+
+    def size(s: Stack) -> float:
+        return float(s.matrix(0).float().norm(dim=-1).mean())
+
+    def add(s: Stack, by: float) -> Stack:
+        bias = by * torch.randn(stacks.n_expert, s.n_out, generator=gen)
+        return replace(s, bias=bias.to(spec.device))
+
+    inner, gate = spec.limit or size(stacks.up), stacks.gate
+    gate = None if gate is None else add(gate, inner)
+    return Stacks(gate, add(stacks.up, inner), add(stacks.down, inner**2 * size(stacks.down)))
 
 
 def check(

@@ -14,11 +14,12 @@ those (`rows_at_once`). Layers of a device share buffers, so all launches must b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
@@ -30,13 +31,13 @@ from pyspec.cuda.ops.moe.builds import (
     ADDING,
     BUILDS,
     FEW_PAIRS,
+    GATED,
     GROUPS,
     MANY_PAIRS,
     NONE,
     PARTS,
     SPLIT_RESIDENT,
     SPLIT_WAVES,
-    SWIGLU,
     MoeBuild,
     between_bytes,
     layout_of,
@@ -74,8 +75,8 @@ def limits(spec: MoeSpec) -> str | None:
         return "runs on NVIDIA GPUs only"
     if not 0 <= spec.limit < MOST_LIMIT:
         return f"activations cut at {spec.limit}; the kernel takes limits from 0 to {MOST_LIMIT:g}"
-    if not spec.is_usual:
-        return f"products with biases, or {spec.act}"
+    if spec.biased and spec.pieces:
+        return "a shared expert beside experts with biases"
     if spec.up is None or spec.down is None or spec.gate is not None:
         return "takes packed matrices, gates and ups of one type"
     for type in (spec.up, spec.down):
@@ -98,13 +99,15 @@ def limits(spec: MoeSpec) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class PackedStack:
-    """A matrix of every expert, repacked: records [expert, bytes] uint8, scales [expert, n_scale] f32 (or one value)."""
+    """A matrix of every expert, repacked: records [expert, bytes] uint8, scales [expert, n_scale] f32 (or one value), biases
+    [expert, rows of whole groups] f32 or None."""
 
     records: Tensor
     scales: Tensor
     type: GGMLType
     n_out: int
     n_in: int
+    biases: Tensor | None = None
 
 
 def pack(*stacks: Stack) -> PackedStack:
@@ -144,7 +147,19 @@ def pack(*stacks: Stack) -> PackedStack:
             scales.append(data[at_once * n_record :].view(torch.float32))
     joined = torch.cat(scales) if FORMATS[type].scaled else torch.zeros(n_expert, device=device)
     whole = whole[: n_expert * n_record]
-    return PackedStack(whole.view(n_expert, n_record), joined.view(n_expert, -1), type, n_out, n_in)
+    records, scales_of = whole.view(n_expert, n_record), joined.view(n_expert, -1)
+    return PackedStack(records, scales_of, type, n_out, n_in, _biases(stacks))
+
+
+def _biases(stacks: Sequence[Stack]) -> Tensor | None:
+    """[expert, weight row] f32 in the order of packed rows, zeros beyond them."""
+    each = [s.bias.float() for s in stacks if s.bias is not None]
+    if not each:
+        return None
+    n_expert = len(each[0])
+    rows = [x.reshape(-1, 1) for x in each]
+    joined = (interleave(*rows) if len(rows) == 2 else rows[0]).view(n_expert, -1)
+    return F.pad(joined, (0, -joined.shape[1] % 16)).contiguous()
 
 
 def cut(shared: Stacks, pieces: int) -> Stacks:
@@ -197,6 +212,7 @@ def _step(
     listed: bool = True,
     adds: bool = False,
     limit: float = 0.0,
+    biased: bool = False,
 ) -> _Compiled:
     """next: of gates and ups, the type of the downs; of downs None."""
     inner = next is not None
@@ -205,10 +221,11 @@ def _step(
     shared = stages * stage_bytes(type, pairs, inner)
 
     def kernel(resident: int, split: bool, shared: int) -> Kernel:
-        build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, resident, limit, split)
+        of = pairs, stages, act, inner, listed, adds, next, resident, limit, split, biased
+        build = MoeBuild(type, *of)
         code = compile_cubin("moe", arch_of(capability), build.defines())
         return code.kernel(
-            "moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i"
+            "moe", "pppp" + "ppp" + "ppp" + "pppp" + "ppppppp" + "l" + 9 * "i"
         ).allow_shared(shared)
 
     parts = kernel(0, True, PARTS * shared) if splits(type, pairs, listed, inner) else None
@@ -286,14 +303,14 @@ class _Product:
         self.stack, self.shared = stack, stack if shared is None else shared
         self.n_piece = 0 if shared is None else shared.records.shape[0]
         assert self.shared.records.shape[1] == stack.records.shape[1] and self.shared.type is stack.type
-        self.n_out = stack.n_out // 2 if act == SWIGLU else stack.n_out
+        self.n_out = stack.n_out // 2 if act in GATED else stack.n_out
+        biased = stack.biases is not None
         self.steps = {
-            (n, listed): _step(device, stack.type, n, act, next, listed, False, limit)
+            (n, listed): _step(device, stack.type, n, act, next, listed, False, limit, biased)
             for n, listed in BUILDS
         }
-        self.adding = (
-            _step(device, stack.type, ADDING[0], act, None, ADDING[1], True) if next is None else None
-        )
+        adding = device, stack.type, ADDING[0], act, None, ADDING[1], True, 0.0, biased
+        self.adding = _step(*adding) if next is None else None
         self.n_group, self.n_chunk = n_groups(stack.n_out), n_chunks(stack.type, stack.n_in)
         self.tickets = _tickets(device, self.n_group)
         self.n_multiprocessor = torch.cuda.get_device_properties(device).multi_processor_count
@@ -332,6 +349,7 @@ class _Product:
             *y.args(),
             y.y if out is None else out,
             self.tickets,
+            s.scales if s.biases is None else s.biases,
             np.int64(s.records.shape[1]),
             *(np.int32(n) for n in sizes),
         ]
@@ -448,8 +466,9 @@ def bind(spec: MoeSpec) -> Callable[[Stacks], ExpertsRun]:
     """Compiles now, so that a refusal comes before weights are loaded."""
     assert spec.up is not None and spec.down is not None
     for n, listed in BUILDS:
-        _step(spec.device, spec.up, n, ACTS[spec.act], spec.down, listed)
-        _step(spec.device, spec.down, n, NONE, None, listed)
-    _step(spec.device, spec.down, ADDING[0], NONE, None, ADDING[1], True)
+        of_inner = ACTS[spec.act], spec.down, listed, False, spec.limit, spec.biased
+        _step(spec.device, spec.up, n, *of_inner)
+        _step(spec.device, spec.down, n, NONE, None, listed, False, 0.0, spec.biased)
+    _step(spec.device, spec.down, ADDING[0], NONE, None, ADDING[1], True, 0.0, spec.biased)
     _pair_kernels(spec.device)
     return lambda stacks: ExpertsLaunch(spec, stacks)

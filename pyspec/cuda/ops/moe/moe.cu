@@ -11,6 +11,7 @@
 //   ids      [row, n_used]       i32  the experts of a row: pair = row * n_used + choice; behind those, n_row pairs a piece
 //   order    [pair]              i32  LISTED: pairs by expert (moe_lists)
 //   items    [item]              i32 x 4  LISTED: {expert, first place in `order`, pairs, 0}
+//   biases   [expert][tile16][16]  f32  BIASED: what is added to an expert's products, in the order of its weight rows
 //   y        [pair, n_out]       f32  unless INNER
 //   out      [row, n_out]        f32  ADDS: the sums of expert_sums.cuh, where the other tensors stand; `shared` is y's pieces,
 //                                     or given; tickets [n_out / 16, up] i32 are zero before and after
@@ -37,7 +38,8 @@
 //
 // Set by the launcher: TYPE, CHUNK, RECORD, TILES_N, TILE_ROWS, PER_STAGE (chunks in a stage), STAGES, RESIDENT (CTAs on a
 // multiprocessor that registers must allow), LISTED, INNER, ADDS, ACT, PLANES, NEXT_PLANES, and for linear.cuh WARPS_M 4, WARPS_N 1,
-// TILES_M 4. PARTS, and SPLIT with twice as many warps: see expert_planes.cuh. LIMIT where there is one: gates are cut at it before silu, ups at plus and minus it.
+// TILES_M 4. PARTS, and SPLIT with twice as many warps: see expert_planes.cuh. LIMIT where there is one: gates are cut at it before
+// silu, ups at plus and minus it. BIASED, which no shared expert is.
 #ifndef PARTS
 #define PARTS 1
 #endif
@@ -55,9 +57,15 @@
 #define NONE 0
 #define SWIGLU 1  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features
 #define RELU2 2
+#define GEGLU 3  // rows as of SWIGLU
+#define OAI 4    // so, too
+#ifndef BIASED
+#define BIASED 0
+#endif
 
 constexpr int kBlock = SPLIT * kThreads;
-constexpr int kColumns = WARPS_M * (ACT == SWIGLU ? 8 : 16);  // of the activation, a CTA's
+constexpr bool kGated = ACT != NONE && ACT != RELU2;
+constexpr int kColumns = WARPS_M * (kGated ? 8 : 16);  // of the activation, a CTA's
 static_assert(!INNER || kColumns % 32 == 0, "a CTA has whole blocks of the activation");
 
 // A CTA's records of an expert: the first chunk's, and bytes from one chunk's to the next one's.
@@ -129,17 +137,33 @@ __device__ __forceinline__ Item find_pairs(const int* ids, int pair, int n_pair,
   return {expert, n_before % kPad ? 0 : min(n, kPad)};
 }
 
+// Of a gate and its up.
+__device__ __forceinline__ float activated(float gate, float up) {
+  gate = cut_gate(gate), up = cut_up(up);
+  if (ACT == OAI) return gate / (1.f + __expf(-1.702f * gate)) * (up + 1.f);
+  if (ACT == GEGLU) return gate / (1.f + __expf(-1.5957691216f * gate * fmaf(0.044715f * gate, gate, 1.f))) * up;
+  return silu(gate) * up;
+}
+
+// Added to products (BIASED): of rows g and g + 8 of a warp's 16.
+struct Biases {
+  float low, high;
+
+  __device__ __forceinline__ float to_low(float sum, float by) const { return BIASED ? fmaf(sum, by, low) : sum * by; }
+  __device__ __forceinline__ float to_high(float sum, float by) const { return BIASED ? fmaf(sum, by, high) : sum * by; }
+};
+
 // What warps summed, activated, to shared memory; then into blocks, a power of two each.
 __device__ __forceinline__ void store_blocks(const Acc& acc, float* h, const float* power, const int* target,
-                                             float scale, float scale8, int group, bool has_sums, int n, int n_out,
+                                             float scale, float scale8, Biases biases, int group, bool has_sums, int n, int n_out,
                                              u16* blocks, float* block_sums, float* block_powers) {
   const int lane = threadIdx.x & 31, row16 = lane >> 2;
   each_pair(acc, [&](int token, float own, float own8) {
-    const float by = PLANES ? 1.f : power[token], y = own * scale * by, y8 = own8 * scale8 * by;
+    const float by = PLANES ? 1.f : power[token], y = biases.to_low(own * scale, by), y8 = biases.to_high(own8 * scale8, by);
     float* to = h + token * (kColumns + 4) + row16;
     const float r = fmaxf(y, 0.f), r8 = fmaxf(y8, 0.f);
     if (!has_sums) return;
-    if (ACT == SWIGLU) to[group * 8] = silu(cut_gate(y)) * cut_up(y8);
+    if (kGated) to[group * 8] = activated(y, y8);
     if (ACT == RELU2) to[group * 16] = r * r, to[group * 16 + 8] = r8 * r8;
   });
   __syncthreads();
@@ -190,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kBlock, kResident)
     moe(const u8* weights, const float* scales, const u8* shared_weights, const float* shared_scales, const u8* x,
         const float* sums, const float* powers, const int* ids, const int* order, const int4* items, float* y, u16* blocks,
         float* block_sums, float* block_powers, const float* row_weights, const float4* shared, const float* gate,
-        const float4* residual, float4* out, int* tickets, i64 expert_bytes, int n_scale, int n_expert, int n_used, int n_row,
+        const float4* residual, float4* out, int* tickets, const float* biases, i64 expert_bytes, int n_scale, int n_expert, int n_used, int n_row,
         int n_piece, int step, int n_out, int n_tile16, int n_chunk) {
   if (!INNER) let_successor_start();
   extern __shared__ uint4 stages[];
@@ -255,6 +279,15 @@ extern "C" __global__ void __launch_bounds__(kBlock, kResident)
     scale8 *= of[8];
   }
 #endif
+  constexpr bool kEarlyBiases = TILES_N == 1 && !PLANES;  // else registers are scarce
+  auto fetch_biases = [&]() -> Biases {
+    if (!BIASED || group >= n_group) return {0.f, 0.f};
+    const int own = LISTED && !kEarlyBiases ? __ldcg(&items[blockIdx.y].x) : item.expert;
+    const float* of = biases + (static_cast<i64>(own) * n_tile16 + blockIdx.x * WARPS_M + group) * 16 + (lane >> 2);
+    return {of[0], of[8]};
+  };
+  Biases own_biases = {0.f, 0.f};
+  if (kEarlyBiases) own_biases = fetch_biases();
   if (threadIdx.x < kSide * kPad && threadIdx.x % kSide == 0) {
     if (INNER && !PLANES) power[pair] = powers[row];
     target[pair] = taken;
@@ -274,18 +307,19 @@ extern "C" __global__ void __launch_bounds__(kBlock, kResident)
 #else
   line.multiply(acc, item.n);
 #endif
+  if (!kEarlyBiases) own_biases = fetch_biases();
 #if INNER
   __syncthreads();  // stages are read to the end
   float* h = reinterpret_cast<float*>(stages);
-  store_blocks(acc, h, power, target, scale, scale8, group, has_sums, item.n, n_out, blocks, block_sums, block_powers);
+  store_blocks(acc, h, power, target, scale, scale8, own_biases, group, has_sums, item.n, n_out, blocks, block_sums, block_powers);
 #else
   if (!has_sums) return;
   const int column = (blockIdx.x * WARPS_M + group) * 16 + (lane >> 2);
   each_pair(acc, [&](int token, float sum, float sum8) {
     if (token >= item.n) return;
     float* to = y + static_cast<i64>(target[token]) * n_out + column;
-    if (column < n_out) to[0] = sum * scale;
-    if (column + 8 < n_out) to[8] = sum8 * scale8;
+    if (column < n_out) to[0] = own_biases.to_low(sum, scale);
+    if (column + 8 < n_out) to[8] = own_biases.to_high(sum8, scale8);
   });
 #if ADDS
   add_experts(add, n_row, n_out / 4, blockIdx.x * WARPS_M + group, tickets);

@@ -59,6 +59,7 @@ class RouteSpec:
     given: bool = False
     n_group: int = 1
     n_group_used: int = 1
+    shifted: bool = False
 
     @property
     def group_limit(self) -> str | None:
@@ -67,7 +68,18 @@ class RouteSpec:
             f"experts in {self.n_group} groups; the kernel has no groups" if self.n_group > 1 else None
         )
 
-    shifted: bool = False
+    @property
+    def other_limit(self) -> str | None:
+        """Why kernels of GPUs do not run: one bias a score is all that they read, and weights of the chosen alone are those of all,
+        divided by their sum (`renorms`), unless a bias or a table chooses."""
+        if (self.shifted or self.router == "chosen") and (self.biased or self.given):
+            return "scores with a bias, or weights of the chosen scores alone, beside another choice"
+        return self.group_limit
+
+    @property
+    def renorms(self) -> bool:
+        """Whether weights of a softmax, a sigmoid or the like are divided by their sum."""
+        return self.renorm or self.router == "chosen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +190,7 @@ class Stack:
     def unpacked(self) -> Stack:
         """The same matrices in f32, for a reference that runs several times."""
         matrices = torch.stack([self.matrix(e) for e in range(self.data.shape[0])])
-        return Stack(matrices, None, self.n_out, self.n_in)
+        return Stack(matrices, None, self.n_out, self.n_in, bias=self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +249,6 @@ class MoeSpec:
     @property
     def has_gates(self) -> bool:
         return self.act != "relu2"
-
-    @property
-    def is_usual(self) -> bool:
-        """True for products without biases, and an activation of silu or relu^2: kernels of GPUs have no others."""
-        return self.act in ("swiglu", "relu2") and not self.biased
 
 
 @dataclass(frozen=True, slots=True)

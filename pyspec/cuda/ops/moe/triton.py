@@ -21,7 +21,7 @@ from pyspec.cuda.ops.linear import tile_codes
 from pyspec.cuda.ops.linear.tile_launch import BLOCKS, constants, nothing, planes, table_of
 from pyspec.cuda.ops.linear.tiles import COLUMNS, FORMATS, ROWS, TiledMatrix, tile
 from pyspec.cuda.ops.moe.cuda import cut
-from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, MoeSpec, Stack, Stacks
+from pyspec.cuda.ops.moe.ref import ACTS, NOTHING, Added, ExpertsRun, MoeSpec, Stack, Stacks
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Norm, PrepKind, RowsSpec
 from pyspec.cuda.temporary import temporary
@@ -41,8 +41,8 @@ WORTH = 1 << 26  # weights repacked at once
 def limits(spec: MoeSpec) -> str | None:
     if (why := tri.missing(spec.device)) is not None:
         return why
-    if not spec.is_usual:
-        return f"products with biases, or {spec.act}"
+    if spec.biased and spec.pieces:
+        return "a shared expert beside experts with biases"
     if spec.up is None or spec.down is None or spec.gate is not None:
         return "takes packed matrices, gates and ups of one type"
     for type in (spec.up, spec.down):
@@ -186,6 +186,12 @@ class ExpertsTriton:
             [factors(every, name, device) for name in ("gate", "up")], -1
         ).contiguous()
         self.down_factors, self.none = factors(every, "down", device), nothing(device)
+        self.inner_biases = self.down_biases = self.none
+        if spec.biased:
+            own = [s.bias for s in inner[0] if s.bias is not None]
+            self.inner_biases = torch.stack(own, 1).float().contiguous()
+            assert stacks.down.bias is not None
+            self.down_biases = stacks.down.bias.float().contiguous()
         self.wide = -(-spec.n_ff // COLUMNS) * COLUMNS
 
     def __call__(
@@ -229,6 +235,7 @@ class ExpertsTriton:
             "N_USED": n_used,
             "PIECES": spec.pieces,
             "SCALED": self.scaled,
+            "BIASED": spec.biased,
         }
         part, n_split = self.inner(taken, x, none, n_pair, n_row)
         h = torch.empty(n_pair, self.wide, dtype=torch.float16, device=device)
@@ -236,13 +243,22 @@ class ExpertsTriton:
         tri.launch(
             kernels.between,
             (n_pair, -(-self.wide // (COLUMNS * BETWEEN))),
-            (part, none if powers is None else powers, ids, self.inner_factors, h, h_powers, n_row),
+            (
+                part,
+                none if powers is None else powers,
+                ids,
+                self.inner_factors,
+                self.inner_biases,
+                h,
+                h_powers,
+                n_row,
+            ),
             {
                 "N_FF": spec.n_ff,
                 "WIDE": self.wide,
                 "SPLITS": n_split,
                 **ends,
-                "GATED": spec.act == "swiglu",
+                "ACT": ACTS.index(spec.act),
                 "POWERS": powers is not None,
                 "LIMIT": float(spec.limit),
                 "BLOCKS": BETWEEN,
@@ -259,6 +275,7 @@ class ExpertsTriton:
                 ids,
                 weights,
                 self.down_factors,
+                self.down_biases,
                 *(none if t is None else t for t in beside),
                 out,
                 n_row,

@@ -14,6 +14,7 @@ from pyspec.cuda.ops.recurrent.triton_kernels import sigmoid
 from pyspec.cuda.tri_guards import kernel
 
 NONE = tl.constexpr(1 << 30)  # an expert that none is
+SWIGLU, RELU2, GEGLU, OAI = (tl.constexpr(i) for i in range(4))  # ref.ACTS
 
 
 @triton.jit
@@ -175,12 +176,12 @@ def products(
 
 @kernel
 def between(
-    part, powers, ids, factors, h, h_powers, n_row,
+    part, powers, ids, factors, biases, h, h_powers, n_row,
     N_FF: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, N_EXPERT: tl.constexpr, N_USED: tl.constexpr, PIECES: tl.constexpr,
-    GATED: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, BLOCKS: tl.constexpr,
+    ACT: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, LIMIT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (pairs, stretches of BLOCKS * 64 columns): the splits' sums, activated -> h [pair, WIDE] f16, of 64 columns over a power of
-    two each. part: gates and, WIDE behind them, ups, or ups alone. factors [expert, 2]: of gates and ups."""
+    two each. part: gates and, WIDE behind them, ups, or ups alone. factors [expert, 2]: of gates and ups. biases [expert, (gates and) ups, N_FF]."""
     pair, block = tl.program_id(0), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     n_routed, n_pair = n_row * N_USED, n_row * (N_USED + PIECES)
     row, expert = pair // N_USED, tl.load(ids + pair, mask=pair < n_routed, other=0)
@@ -191,6 +192,7 @@ def between(
         expert = tl.where(is_shared, N_EXPERT + (pair - n_routed) // n_row, expert)
     column = block[:, None] * 64 + tl.arange(0, 64)[None, :]
     is_column = column < N_FF
+    GATED: tl.constexpr = ACT != RELU2
     n_wide: tl.constexpr = 2 * WIDE if GATED else WIDE
     at, step = pair.to(tl.int64) * n_wide + column, n_pair.to(tl.int64) * n_wide
     y = summed(part, step, at, is_column, SPLITS)
@@ -203,14 +205,25 @@ def between(
         if SCALED:
             y = y * tl.load(factors + 2 * expert)
             up = up * tl.load(factors + 2 * expert + 1)
+        if BIASED:
+            own_biases = biases + expert.to(tl.int64) * (2 * N_FF) + column
+            y += tl.load(own_biases, mask=is_column, other=0.0)
+            up += tl.load(own_biases + N_FF, mask=is_column, other=0.0)
         if LIMIT > 0.0:
             y = tl.minimum(y, LIMIT)
             up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        y = y * sigmoid(y) * up
+        if ACT == OAI:
+            y = y * sigmoid(1.702 * y) * (up + 1.0)
+        elif ACT == GEGLU:
+            y = y * sigmoid(1.5957691216 * y * (1.0 + 0.044715 * y * y)) * up
+        else:
+            y = y * sigmoid(y) * up
     else:
         y = y * power
         if SCALED:
             y = y * tl.load(factors + 2 * expert + 1)
+        if BIASED:
+            y += tl.load(biases + expert.to(tl.int64) * N_FF + column, mask=is_column, other=0.0)
         y = tl.where(y > 0.0, y, tl.where(y == y, 0.0, y))
         y = y * y
     bits = tl.max(tl.abs(y), 1).to(tl.int32, bitcast=True) & 0x7F800000
@@ -224,9 +237,9 @@ def between(
 
 @kernel
 def combine(
-    part, ids, weights, factors, shared, gate, residual, out, n_row,
+    part, ids, weights, factors, biases, shared, gate, residual, out, n_row,
     N_OUT: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, N_EXPERT: tl.constexpr, N_USED: tl.constexpr, PIECES: tl.constexpr,
-    SCALED: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, stretches of 512 columns): outputs of a row's experts times its weights, in order of choice; the shared expert; the rest."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * 512 + tl.arange(0, 512)
@@ -236,8 +249,12 @@ def combine(
     for i in tl.static_range(N_USED):
         pair = row * N_USED + i
         y = summed(part, step, pair * WIDE + column, is_column, SPLITS)
-        if SCALED:
-            y = y * tl.load(factors + tl.minimum(tl.maximum(tl.load(ids + pair), 0), N_EXPERT - 1))
+        if SCALED or BIASED:
+            expert = tl.minimum(tl.maximum(tl.load(ids + pair), 0), N_EXPERT - 1)
+            if SCALED:
+                y = y * tl.load(factors + expert)
+            if BIASED:
+                y += tl.load(biases + expert.to(tl.int64) * N_OUT + column, mask=is_column, other=0.0)
         total += y * tl.load(weights + pair)
     if SHARED:
         more = tl.load(shared + row * N_OUT + column, mask=is_column, other=0.0)

@@ -29,13 +29,11 @@ FEW = 16  # rows up to which CTAs are small, so that all multiprocessors have so
 def limits(spec: RouteSpec) -> str | None:
     if spec.device.type != "cuda":
         return "runs on NVIDIA GPUs only"
-    if spec.shifted or spec.router == "chosen":
-        return "scores with a bias, or weights of the chosen scores alone"
     if spec.n_expert > MAX_EXPERT or spec.n_used > MAX_USED:
         return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MAX_USED} of {MAX_EXPERT}"
     if spec.n_in % 4 or spec.n_in > MAX_COLUMNS:
         return f"{spec.n_in} columns; the kernel takes multiples of 4 up to {MAX_COLUMNS}"
-    return spec.group_limit
+    return spec.other_limit
 
 
 def defines(spec: RouteSpec) -> dict[str, int | str]:
@@ -45,7 +43,7 @@ def defines(spec: RouteSpec) -> dict[str, int | str]:
         "N_EXPERT": spec.n_expert,
         "N_USED": spec.n_used,
         "SIGMOID": int(spec.router == "sigmoid"),
-        "RENORM": int(spec.renorm),
+        "RENORM": int(spec.renorms),
         "BIASED": int(spec.biased),
         "GATED": int(spec.gated),
     }
@@ -53,6 +51,8 @@ def defines(spec: RouteSpec) -> dict[str, int | str]:
         macros["SQRTSOFTPLUS"] = 1
     if spec.given:
         macros["GIVEN"] = 1
+    if spec.shifted:
+        macros["SHIFTED"] = 1
     return macros
 
 
@@ -124,6 +124,7 @@ class RouteLaunch:
         matrix: Tensor,
         bias: Tensor | None = None,
         given: Tensor | None = None,
+        shift: Tensor | None = None,
         *,
         into: Rows | None = None,
         power: float = 1.0,
@@ -137,7 +138,8 @@ class RouteLaunch:
         )
         assert norm.shape == (spec.n_in,) and norm.is_contiguous() and x.shape[1] == spec.n_in
         x, n_row = x.contiguous(), x.shape[0]
-        assert (given is not None) == spec.given
+        assert (given is not None) == spec.given and (shift is not None) == spec.shifted
+        bias = bias if shift is None else shift
         if given is not None:  # nothing is chosen: they go where a bias would
             assert given.shape == (n_row, spec.n_used)
             bias = given.to(torch.int32).contiguous()
@@ -235,7 +237,7 @@ def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:
             return f"weights differ from the reference by {off:.2g}"
         if (
             isinstance(launch, RouteLaunch)
-            and (why := _check_rows(launch, got, given, norm)) is not None
+            and (why := _check_rows(launch, got, given, norm, beside)) is not None
         ):
             return why
     return None
@@ -244,14 +246,16 @@ def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # arguments of a call
 
 
-def _check_rows(launch: RouteLaunch, alone: Routes, given: Given, norm: Tensor) -> str | None:
+def _check_rows(
+    launch: RouteLaunch, alone: Routes, given: Given, norm: Tensor, beside: dict[str, Tensor]
+) -> str | None:
     """Check rows that are normed by the launch, in both layouts that experts read, and the choices."""
     x, spec = given[0], launch.spec
     n_row = len(x)
     want = F.rms_norm(x.cpu(), norm.shape, norm, spec.eps)
     for layout in (BLOCKED, PLANES):
         into = RowsLaunch(spec.device, spec.n_in, (8, 64), layout).room(n_row)
-        routes = launch(*given, into=into, power=2.0)
+        routes = launch(*given, **beside, into=into, power=2.0)
         if not torch.equal(routes.ids, alone.ids) or not torch.equal(routes.weights, alone.weights):
             return "choices are others where rows are normed on the way"
         if spec.n_in % 32:

@@ -5,7 +5,7 @@
 //   matrix   [N_EXPERT + GATED, N_IN] f32
 //   logits   [row, N_EXPERT + GATED]  f32  written by the first, read by the second
 //   bias     [N_EXPERT]               f32  takes part in the choice alone (BIASED); GIVEN: [row, N_USED] i32 the experts of a row,
-//                                          which then are not chosen
+//                                          which then are not chosen; SHIFTED: is added to logits, and no bias of the choice
 //   ids      [row, N_USED]            i32  best first, of equal ones the lower index; in range whatever the logits are
 //   weights  [row, N_USED]            f32
 //   gate     [row]                    f32  sigmoid of the last logit (GATED)
@@ -16,12 +16,15 @@
 // by latency at few rows, so what is the model's is loaded before the predecessor is over: all of a CTA's matrix. Pointers to
 // it are not `const __restrict__`: loads of constants ptxas (13.0) puts behind the wait.
 // Set by the launcher: N_IN, N_EXPERT (at most 512), N_USED (at most 32), SIGMOID, RENORM, BIASED, GATED; where wanted
-// SQRTSOFTPLUS, GIVEN.
+// SQRTSOFTPLUS, GIVEN, SHIFTED.
 #ifndef SQRTSOFTPLUS
 #define SQRTSOFTPLUS 0
 #endif
 #ifndef GIVEN
 #define GIVEN 0
+#endif
+#ifndef SHIFTED
+#define SHIFTED 0
 #endif
 #include "overlap.cuh"
 #include "prepared.cuh"
@@ -221,12 +224,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ int n_rival;
   const int expert = threadIdx.x, lane = expert & 31;
   const bool is_one = expert < N_EXPERT;
-  const float shift = BIASED && !GIVEN && is_one ? bias[expert] : 0.f;
+  const float shift = ((BIASED && !GIVEN) || SHIFTED) && is_one ? bias[expert] : 0.f;
   wait_for_predecessor();
   // Not before: the experts' CTAs would crowd on the multiprocessors that the products before this are done with first.
   let_successor_start();
   const float* own = logits + static_cast<i64>(blockIdx.x) * kScores;
-  const float logit = is_one ? own[expert] : -__uint_as_float(0x7f800000u);
+  const float logit = !is_one ? -__uint_as_float(0x7f800000u) : SHIFTED ? own[expert] + shift : own[expert];
 #if GATED
   if (expert == 0) gate[blockIdx.x] = sigmoid(own[N_EXPERT]);
 #endif

@@ -14,18 +14,16 @@ from pyspec.cuda.ops.linear.tile_launch import nothing
 from pyspec.cuda.ops.moe.ref import LEAST_SUM, Routes, RouteSpec
 
 MAX_EXPERT, MAX_USED = 1024, 64
-ROUTERS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
+ROUTERS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "chosen": 0}
 COLUMNS, STEP, ROWS, SCORES = 256, 64, 16, 32  # of a split and of a turn; rows and scores of a program
 
 
 def limits(spec: RouteSpec) -> str | None:
     if (why := tri.missing(spec.device)) is not None:
         return why
-    if spec.shifted or spec.router == "chosen":
-        return "scores with a bias, or weights of the chosen scores alone"
     if spec.n_expert > MAX_EXPERT or spec.n_used > MAX_USED:
         return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MAX_USED} of {MAX_EXPERT}"
-    return spec.group_limit
+    return spec.other_limit
 
 
 def _power_of_two(n: int) -> int:
@@ -45,6 +43,7 @@ class RouteTriton:
         matrix: Tensor,
         bias: Tensor | None = None,
         given: Tensor | None = None,
+        shift: Tensor | None = None,
     ) -> Routes:
         from pyspec.cuda.ops.moe_route import triton_kernels as kernels
 
@@ -60,7 +59,9 @@ class RouteTriton:
             and norm.is_contiguous()
             and x.shape[1] == s.n_in
             and (given is not None) == s.given
+            and (shift is not None) == s.shifted
         )
+        bias = bias if shift is None else shift
         ids = torch.empty(n_row, s.n_used, dtype=torch.int32, device=device)
         weights = torch.empty(n_row, s.n_used, dtype=torch.float32, device=device)
         gate = torch.empty(n_row, 1, dtype=torch.float32, device=device) if s.gated else None
@@ -106,8 +107,9 @@ class RouteTriton:
                 "USED": _power_of_two(s.n_used),
                 "SPLITS": n_split,
                 "ROUTER": ROUTERS[s.router],
-                "RENORM": s.renorm,
+                "RENORM": s.renorms,
                 "BIASED": s.biased,
+                "SHIFTED": s.shifted,
                 "GATED": int(s.gated),
                 "GIVEN": s.given,
                 "LEAST": LEAST_SUM,

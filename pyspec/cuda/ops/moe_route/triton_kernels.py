@@ -54,7 +54,7 @@ def ordered(score):
 def choose(
     part, squares, bias, given, ids, weights, gate, probabilities, n_row, eps, scale,
     N_IN: tl.constexpr, N_EXPERT: tl.constexpr, WIDE: tl.constexpr, N_USED: tl.constexpr, USED: tl.constexpr, SPLITS: tl.constexpr,
-    ROUTER: tl.constexpr, RENORM: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, GIVEN: tl.constexpr, LEAST: tl.constexpr,
+    ROUTER: tl.constexpr, RENORM: tl.constexpr, BIASED: tl.constexpr, SHIFTED: tl.constexpr, GATED: tl.constexpr, GIVEN: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows): the N_USED best of N_EXPERT, of equal ones the lower. probabilities [row, N_EXPERT]: weights of experts."""
     row, expert, place = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE), tl.arange(0, USED)
@@ -69,6 +69,8 @@ def choose(
             last += tl.load(own + N_EXPERT)
     by = tl.rsqrt(square / N_IN + eps)
     logit = logit * by
+    if SHIFTED:
+        logit += tl.load(bias + expert, mask=is_one, other=0.0)
     if GATED:
         tl.store(gate + row, sigmoid(last * by))
     if ROUTER == SOFTMAX:
