@@ -13,10 +13,11 @@ from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFFile, open_gguf
 from pyspec.synth import layout, vocab
-from pyspec.synth.dims import Deepseek4Dims, find, widened
+from pyspec.synth.dims import find, widened
 from pyspec.synth.drafters import drafter_of
 from pyspec.synth.fill import Filler, Pool, values
 from pyspec.synth.layout import Parts, Spec
+from pyspec.synth.shapes import Deepseek4Dims
 
 
 def tensor(file: GGUFFile, name: str) -> torch.Tensor:
@@ -63,6 +64,8 @@ def test_real_models_have_the_published_tensor_and_parameter_counts() -> None:
         assert n_params(name, sidecar) - ends == pytest.approx(block, abs=0.01)
     assert n_params("qwen3-4b", Parts()) == pytest.approx(4.02, abs=0.01)
     assert n_params("llama-3-8b", Parts()) == pytest.approx(8.03, abs=0.01)
+    for name, size in (("gpt-oss-20b", 20.91), ("gpt-oss-120b", 116.83), ("qwen3-30b-a3b", 30.53)):
+        assert n_params(name, Parts()) == pytest.approx(size, abs=0.005)
 
 
 def test_the_27b_drafter_is_the_published_one() -> None:

@@ -26,7 +26,8 @@ from pyspec import synth
 from pyspec.cuda import survey
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.engine.api import Engine
-from pyspec.synth.dims import Dims, NemotronHMoe, Qwen35, find, widened
+from pyspec.synth.dims import find, widened
+from pyspec.synth.shapes import Dims, NemotronHMoe, Qwen35
 
 MODELS = (  # architecture, drafter, mean tokens of a round; 0: the model's own acceptance, next to nothing
     ("qwen35", "mtp", 0.0),

@@ -16,25 +16,23 @@ import numpy as np
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFWriter, LlamaFileType, TensorInfo, ValueType
 from pyspec.synth import layout, vocab
-from pyspec.synth.dims import (
-    MODELS,
-    TINY,
+from pyspec.synth.dims import MODELS, TINY, find, shortened, widened
+from pyspec.synth.drafters import drafter_of
+from pyspec.synth.fill import Filler
+from pyspec.synth.layout import Parts, Spec
+from pyspec.synth.shapes import (
     Deepseek4Dims,
     DFlashDims,
     Dims,
+    GptOss,
     Llama,
     NemotronH,
     NemotronHMoe,
     Qwen3,
+    Qwen3Moe,
     Qwen35,
     Qwen35Moe,
-    find,
-    shortened,
-    widened,
 )
-from pyspec.synth.drafters import drafter_of
-from pyspec.synth.fill import Filler
-from pyspec.synth.layout import Parts, Spec
 
 __all__ = [
     "MODELS",
@@ -43,10 +41,12 @@ __all__ = [
     "DFlashDims",
     "Deepseek4Dims",
     "Dims",
+    "GptOss",
     "Llama",
     "NemotronH",
     "NemotronHMoe",
     "Qwen3",
+    "Qwen3Moe",
     "Qwen35",
     "Qwen35Moe",
     "Recipe",

@@ -6,166 +6,23 @@ Only dimensions are here; `layout` derives tensors and metadata from them.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, TypedDict
+from dataclasses import replace
+from typing import TypedDict
 
 from pyspec.errors import ConfigError
-
-VocabKind = Literal["qwen2", "qwen35", "llama-bpe", "pixtral", "joyai-llm", "spm"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dims:
-    """Dimensions of any decoder. `n_layer` counts the trunk, without MTP blocks.
-
-    mtp_alone  the MTP block has a file of its own
-    """
-
-    arch: ClassVar[str]
-    mtp_alone: ClassVar[bool] = False
-    name: str
-    n_layer: int
-    n_embd: int
-    n_ff: int
-    n_head: int
-    n_head_kv: int
-    head_dim: int
-    n_vocab: int
-    vocab: VocabKind
-    n_ctx: int
-    rope_base: float
-    eps: float = 1e-6
-    tied: bool = False
-    mtp: bool = False  # has a multi-token-prediction block
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama(Dims):
-    arch: ClassVar[str] = "llama"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen3(Dims):
-    arch: ClassVar[str] = "qwen3"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen35(Dims):
-    """Every `interval`-th layer is gated attention, the others are Gated DeltaNet."""
-
-    arch: ClassVar[str] = "qwen35"
-    mtp: bool = True
-    n_k_head: int
-    n_v_head: int
-    state: int = 128
-    conv: int = 4
-    interval: int = 4
-    n_rot: int = 64
-    sections: tuple[int, int, int, int] = (11, 11, 10, 0)
-
-    @property
-    def inner(self) -> int:
-        return self.n_v_head * self.state
-
-    @property
-    def n_channel(self) -> int:
-        return 2 * self.n_k_head * self.state + self.inner
-
-    def is_recurrent(self, block: int) -> bool:
-        return block < self.n_layer and (block + 1) % self.interval != 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen35Moe(Qwen35):
-    """Every feed-forward consists of experts; `n_ff` is the width of one."""
-
-    arch: ClassVar[str] = "qwen35moe"
-    n_expert: int
-    n_used: int
-    n_ff_shared: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class NemotronH(Dims):
-    """Blocks of one part each, in the order of `pattern`: M Mamba-2, * attention, - feed-forward, E experts."""
-
-    arch: ClassVar[str] = "nemotron_h"
-    pattern: str
-    mamba_heads: int
-    mamba_dim: int = 64
-    groups: int = 8
-    state: int = 128
-    conv: int = 4
-
-    @property
-    def inner(self) -> int:
-        return self.mamba_heads * self.mamba_dim
-
-    @property
-    def n_channel(self) -> int:
-        return self.inner + 2 * self.groups * self.state
-
-
-@dataclass(frozen=True, kw_only=True)
-class NemotronHMoe(NemotronH):
-    """`n_ff` is the width of an expert; with `latent`, experts work in that width instead of n_embd."""
-
-    arch: ClassVar[str] = "nemotron_h_moe"
-    n_expert: int
-    n_used: int
-    n_ff_shared: int
-    routed_scale: float
-    latent: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deepseek4Dims(Dims):
-    """Residual streams, one key head that is also the value, compressed rows. `n_ff` is the width of an expert, also of the shared one.
-
-    ratios   tokens of a compressed row in each trunk layer, 0 for none
-    indexer  the indexer's heads, dimensions and number of chosen rows
-    n_hash   layers whose experts are chosen by a table of tokens
-    limit    clamp of the experts' activations
-    """
-
-    arch: ClassVar[str] = "deepseek4"
-    mtp_alone: ClassVar[bool] = True
-    mtp: bool = True
-    ratios: tuple[int, ...]
-    n_stream: int = 4
-    n_rot: int = 64
-    q_rank: int
-    groups: int
-    out_rank: int = 1024
-    window: int = 128
-    indexer: tuple[int, int, int]
-    n_expert: int
-    n_used: int
-    n_hash: int = 3
-    routed_scale: float
-    limit: float = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class DFlashDims(Dims):
-    """A block drafter. `taps` are layer ids of the target in the numbering of its training code; the file stores them + 1.
-
-    `fork` writes the older `dflash-draft` naming, which stores the ids unchanged.
-    """
-
-    arch: ClassVar[str] = "dflash"
-    n_target_embd: int
-    taps: tuple[int, ...]
-    mask_id: int
-    block: int = 16
-    window: int = 0  # 0: all layers see the whole context
-    sliding: tuple[bool, ...] = ()
-    mrope: bool = True  # the target has rope sections
-    fork: bool = False
-    kind: str = "dflash"  # one of `drafters.KINDS`
-    conv: tuple[int, int] = (0, 0)  # dflash2: taps, and columns of a group
-    selector: tuple[int, int] = (0, 0)  # dflash2: rank, candidates
-    markov: int = 0  # dspark: rank
+from pyspec.synth.shapes import (
+    Deepseek4Dims,
+    Dims,
+    GptOss,
+    Llama,
+    NemotronH,
+    NemotronHMoe,
+    Qwen3,
+    Qwen3Moe,
+    Qwen35,
+    Qwen35Moe,
+    VocabKind,
+)
 
 
 def _qwen35(
@@ -278,6 +135,30 @@ def _deepseek4(
     )
 
 
+def _gpt_oss(name: str, n_layer: int, n_expert: int) -> GptOss:
+    return GptOss(
+        name=name,
+        n_layer=n_layer,
+        n_expert=n_expert,
+        n_used=4,
+        n_embd=2880,
+        n_ff=2880,
+        n_head=64,
+        n_head_kv=8,
+        head_dim=64,
+        n_vocab=201_088,
+        vocab="gpt-4o",
+        n_ctx=131_072,
+        rope_base=150_000.0,
+        eps=1e-5,
+    )
+
+
+def _qwen3moe(name: str) -> Qwen3Moe:
+    dense = vars(_qwen3(name, 2048, 768, 1e7, 262_144, tied=False)) | {"n_layer": 48, "n_head_kv": 4}
+    return Qwen3Moe(**dense, n_expert=128, n_used=8)
+
+
 _NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
 _REAL: tuple[Dims, ...] = (
@@ -294,6 +175,9 @@ _REAL: tuple[Dims, ...] = (
     _deepseek4(
         "DeepSeek-V4-Pro", 7168, 3072, (128, 16, 1536), (128, 128, *(4, 128) * 29, 4), 1024, 384, 2.5
     ),
+    _gpt_oss("gpt-oss-20b", 24, 32),
+    _gpt_oss("gpt-oss-120b", 36, 128),
+    _qwen3moe("Qwen3-30B-A3B"),
     _qwen3("Qwen3-4B", 2560, 9728, 5e6, 262_144, tied=True),
     _qwen3("Qwen3-8B", 4096, 12_288, 1e6, 40_960, tied=False),
     Llama(
@@ -364,6 +248,19 @@ TINY: dict[str, Dims] = {
     "llama": Llama(name="tiny-llama", n_layer=2, vocab="llama-bpe", **_TINY),
     "llama-spm": Llama(name="tiny-llama-spm", n_layer=2, vocab="spm", **_TINY),
     "qwen3": Qwen3(name="tiny-qwen3", n_layer=3, vocab="qwen2", **_TINY),
+    "qwen3moe": Qwen3Moe(
+        name="tiny-qwen3moe", n_layer=3, vocab="qwen2", n_expert=6, n_used=2, **(_TINY | {"n_ff": 64})
+    ),
+    "gpt-oss": GptOss(
+        name="tiny-gpt-oss",
+        n_layer=4,
+        vocab="gpt-4o",
+        n_expert=6,
+        n_used=2,
+        window=16,
+        yarn=(4.0, 256),
+        **(_TINY | {"n_ff": 64}),
+    ),
     "qwen35": Qwen35(name="tiny-qwen35", n_layer=4, vocab="qwen35", **_TINY_HYBRID, **_TINY),
     "qwen35moe": Qwen35Moe(
         name="tiny-qwen35moe",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyspec.errors import ConfigError
-from pyspec.synth.dims import DFlashDims, Dims, Qwen35
+from pyspec.synth.shapes import DFlashDims, Dims, Qwen35
 
 KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
 """Kinds of block drafters, with the end of their names."""
@@ -57,5 +57,5 @@ def _taps(n_layer: int, n: int, first: int) -> tuple[int, ...]:
 def mask_id(target: Dims) -> int:
     """The token in positions that drafters fill: a reserved id of the vocabulary."""
     by_kind = {"joyai-llm": 128_815, "qwen35": 248_070, "qwen2": 151_669}
-    by_kind |= {"llama-bpe": 128_002, "pixtral": 14}
+    by_kind |= {"llama-bpe": 128_002, "pixtral": 14, "gpt-4o": 200_015}
     return by_kind[target.vocab] if target.n_vocab > 1000 else target.n_vocab - 1

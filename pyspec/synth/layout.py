@@ -8,11 +8,24 @@ from typing import Literal
 
 from pyspec.gguf import ValueType
 from pyspec.gguf.write import Value
-from pyspec.synth.dims import Deepseek4Dims, DFlashDims, Dims, NemotronH, NemotronHMoe, Qwen35, Qwen35Moe
+from pyspec.synth.shapes import (
+    Deepseek4Dims,
+    DFlashDims,
+    Dims,
+    GptOss,
+    NemotronH,
+    NemotronHMoe,
+    Qwen3Moe,
+    Qwen35,
+    Qwen35Moe,
+)
 
-Kind = Literal["matrix", "embedding", "head", "gate", "router", "norm", "conv", "decay", "step", "ids"]
+Kind = Literal[
+    "matrix", "embedding", "head", "gate", "router", "norm", "conv", "decay", "step", "bias", "ids"
+]
 Key = tuple[str, Value, ValueType]
 POINTED = 2.0
+BIASED = 5.0
 DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 U32, F32 = ValueType.UINT32, ValueType.FLOAT32
 
@@ -76,6 +89,21 @@ def _common(dims: Dims, n_block: int) -> Iterator[Key]:
 def _plain_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
     yield from _common(dims, dims.n_layer)
     yield f"{dims.arch}.rope.dimension_count", dims.head_dim, U32
+
+
+def _moe_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
+    assert isinstance(dims, Qwen3Moe | GptOss)
+    a = dims.arch
+    yield from _common(dims, dims.n_layer)
+    yield f"{a}.rope.dimension_count", dims.head_dim, U32
+    yield f"{a}.expert_count", dims.n_expert, U32
+    yield f"{a}.expert_used_count", dims.n_used, U32
+    yield f"{a}.expert_feed_forward_length", dims.n_ff, U32
+    if isinstance(dims, GptOss):
+        yield f"{a}.attention.sliding_window", dims.window, U32
+        yield f"{a}.rope.scaling.type", "yarn", ValueType.STRING
+        yield f"{a}.rope.scaling.factor", dims.yarn[0], F32
+        yield f"{a}.rope.scaling.original_context_length", dims.yarn[1], U32
 
 
 def _qwen35_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
@@ -233,7 +261,7 @@ def _delta_net(dims: Qwen35, p: str) -> Iterator[Spec]:
 
 def _feed_forward(dims: Dims, p: str, norm: str) -> Iterator[Spec]:
     yield Spec(f"{p}.{norm}.weight", (dims.n_embd,), "norm")
-    if isinstance(dims, Qwen35Moe):
+    if isinstance(dims, Qwen35Moe | Qwen3Moe | GptOss):
         yield from _experts(dims, p)
         return
     yield Spec(f"{p}.ffn_gate.weight", (dims.n_ff, dims.n_embd), "matrix")
@@ -241,13 +269,19 @@ def _feed_forward(dims: Dims, p: str, norm: str) -> Iterator[Spec]:
     yield Spec(f"{p}.ffn_down.weight", (dims.n_embd, dims.n_ff), "matrix")
 
 
-def _experts(dims: Qwen35Moe, p: str) -> Iterator[Spec]:
+def _experts(dims: Qwen35Moe | Qwen3Moe | GptOss, p: str) -> Iterator[Spec]:
     """Down matrices larger than usual, because a row's expert weights sum to one and the experts' outputs partly cancel."""
-    n, e, f, shared = dims.n_embd, dims.n_expert, dims.n_ff, dims.n_ff_shared
+    n, e, f = dims.n_embd, dims.n_expert, dims.n_ff
     yield Spec(f"{p}.ffn_gate_inp.weight", (e, n), "router", POINTED)
     yield Spec(f"{p}.ffn_gate_exps.weight", (e, f, n), "matrix")
     yield Spec(f"{p}.ffn_up_exps.weight", (e, f, n), "matrix")
     yield Spec(f"{p}.ffn_down_exps.weight", (e, n, f), "matrix", POINTED)
+    if isinstance(dims, GptOss):
+        shapes = {"gate_inp": (e,), "gate_exps": (e, f), "up_exps": (e, f), "down_exps": (e, n)}
+        yield from (Spec(f"{p}.ffn_{x}.bias", shape, "bias", BIASED) for x, shape in shapes.items())
+    if not isinstance(dims, Qwen35Moe):
+        return
+    shared = dims.n_ff_shared
     yield Spec(f"{p}.ffn_gate_inp_shexp.weight", (n,), "router")
     yield Spec(f"{p}.ffn_gate_shexp.weight", (shared, n), "matrix")
     yield Spec(f"{p}.ffn_up_shexp.weight", (shared, n), "matrix")
@@ -258,8 +292,19 @@ def _plain_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
     yield from _ends(dims)
     for p in (f"blk.{i}" for i in range(dims.n_layer)):
         yield Spec(f"{p}.attn_norm.weight", (dims.n_embd,), "norm")
-        yield from _attention(dims, p, qk_norm=dims.arch == "qwen3")
-        yield from _feed_forward(dims, p, "ffn_norm")
+        is_oss = isinstance(dims, GptOss)
+        yield from _attention(dims, p, qk_norm=dims.arch in ("qwen3", "qwen3moe"))
+        yield from _attention_biases(dims, p) if is_oss else ()
+        yield from _feed_forward(dims, p, "post_attention_norm" if is_oss else "ffn_norm")
+
+
+def _attention_biases(dims: Dims, p: str) -> Iterator[Spec]:
+    """And the sinks."""
+    kv = dims.n_head_kv * dims.head_dim
+    widths = {"q": dims.n_head * dims.head_dim, "k": kv, "v": kv, "output": dims.n_embd}
+    for name, n in widths.items():
+        yield Spec(f"{p}.attn_{name}.bias", (n,), "bias", BIASED)
+    yield Spec(f"{p}.attn_sinks.weight", (dims.n_head,), "bias", BIASED)
 
 
 def _qwen35_block(dims: Qwen35, i: int) -> Iterator[Spec]:
@@ -440,6 +485,8 @@ Specs = Callable[[Dims, Parts], Iterator[Spec]]
 ARCHITECTURES: dict[str, tuple[Keys, Specs]] = {
     "llama": (_plain_metadata, _plain_tensors),
     "qwen3": (_plain_metadata, _plain_tensors),
+    "qwen3moe": (_moe_metadata, _plain_tensors),
+    "gpt-oss": (_moe_metadata, _plain_tensors),
     "qwen35": (_qwen35_metadata, _qwen35_tensors),
     "qwen35moe": (_qwen35moe_metadata, _qwen35_tensors),
     "nemotron_h": (_nemotron_metadata, _nemotron_tensors),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyspec.gguf import GGUFWriter, ValueType
-from pyspec.synth.dims import Dims
 from pyspec.synth.drafters import mask_id
+from pyspec.synth.shapes import Dims
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
@@ -53,6 +53,20 @@ _DEEPSEEK = {
     128_813: "<|im_start|>",
     128_814: "<|im_end|>",
     128_815: "<|mask|>",
+}
+_GPT_OSS = {
+    199_998: "<|startoftext|>",
+    199_999: "<|endoftext|>",
+    200_002: "<|return|>",
+    200_003: "<|constrain|>",
+    200_005: "<|channel|>",
+    200_006: "<|start|>",
+    200_007: "<|end|>",
+    200_008: "<|message|>",
+    200_012: "<|call|>",
+    200_013: "<|im_start|>",
+    200_014: "<|im_end|>",
+    200_015: "<|mask|>",
 }
 _CONTROL = ("<unk>", "<s>", "</s>")  # and texts that start with <|
 _QWEN35_SHIFT = 96_401  # Qwen3.5 has Qwen3's special tokens in the same order, at ids higher by this
@@ -112,14 +126,9 @@ def _byte_alphabet() -> list[str]:
 def _specials(dims: Dims) -> dict[int, str]:
     if dims.n_vocab <= 1000:
         return {dims.n_vocab - len(_SPECIALS) + i: text for i, text in enumerate(_SPECIALS)}
-    if dims.vocab == "llama-bpe":
-        return _LLAMA
-    if dims.vocab == "qwen2":
-        return _QWEN
-    if dims.vocab == "joyai-llm":
-        return _DEEPSEEK
-    if dims.vocab == "pixtral":
-        return _NEMOTRON
+    by_kind = {"llama-bpe": _LLAMA, "qwen2": _QWEN, "joyai-llm": _DEEPSEEK, "pixtral": _NEMOTRON}
+    if (found := (by_kind | {"gpt-4o": _GPT_OSS}).get(dims.vocab)) is not None:
+        return found
     moved = {i + _QWEN35_SHIFT: text for i, text in _QWEN.items() if text != "<|mask|>"}
     return moved | {mask_id(dims): "<|mask|>"}
 

@@ -12,7 +12,7 @@ from rewrite import rewrite
 
 from pyspec import synth
 from pyspec.errors import BadGGUF, BadTensors, ConfigError, ModelError, PairError
-from pyspec.synth.dims import DFlashDims
+from pyspec.synth.shapes import DFlashDims
 
 QWEN35 = FIXTURES / "qwen35.gguf"
 

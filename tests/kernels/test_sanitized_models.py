@@ -15,7 +15,7 @@ from pyspec.cuda.ops.linear.ref import LinearSpec
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 from pyspec.gguf import GGMLType
-from pyspec.synth.dims import NemotronHMoe, Qwen35
+from pyspec.synth.shapes import NemotronHMoe, Qwen35
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import sanitize

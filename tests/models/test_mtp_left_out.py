@@ -12,8 +12,9 @@ from pyspec.gguf import ValueType, open_gguf
 from pyspec.models import read_config
 from pyspec.models.wants import check_tensors
 from pyspec.synth import layout
-from pyspec.synth.dims import TINY, Dims
+from pyspec.synth.dims import TINY
 from pyspec.synth.layout import Key, Parts
+from pyspec.synth.shapes import Dims
 
 HYBRIDS = ("qwen35", "qwen35moe", "nemotron_h_moe", "deepseek4")
 
