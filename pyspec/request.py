@@ -135,6 +135,7 @@ class Grammar:
     lazy    the text may end before `after` occurs; otherwise it may not
     calls   lark grammar of alternatives to the text: tool calls
     begun   given start of the text, at the prompt's end: the constraint covers it together with the generated text. Not with `after`
+    lead    lark of the whole answer, in which the rule `body` is the text (or a call of `calls`); "": the text is all of it
     """
 
     kind: Annotated[GrammarKind, OneOf(("json_schema", "gbnf", "regex", "lark", "compiled"))]
@@ -143,6 +144,7 @@ class Grammar:
     lazy: bool = False
     calls: Annotated[str, Text()] = ""
     begun: Annotated[str, Text()] = ""
+    lead: Annotated[str, Text()] = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -84,5 +84,6 @@ def _size(grammar: Grammar, found: Grammar | str) -> int:
         len(grammar.source)
         + len(grammar.calls)
         + len(grammar.begun)
+        + len(grammar.lead)
         + len(found if isinstance(found, str) else found.source)
     )

@@ -50,7 +50,7 @@ class TokenIds(Protocol):
 
 def check_size(grammar: Grammar) -> None:
     """Raise RequestError if a grammar is empty or too long."""
-    text = grammar.source + grammar.calls + grammar.begun
+    text = grammar.source + grammar.calls + grammar.begun + grammar.lead
     if (n := len(text.encode("utf-8", "replace"))) > SOURCE_BYTES:
         raise RequestError(f"the {grammar.kind} has {n} bytes; at most {SOURCE_BYTES} are allowed")
     if not grammar.source.strip():
@@ -77,6 +77,8 @@ def compile_text(grammar: Grammar, vocabulary: TokenIds | None = None) -> str:
     top = "start: body\n"
     if grammar.after:
         top = _FREE % json.dumps(grammar.after, ensure_ascii=False)
+    if grammar.lead:
+        top = grammar.lead + "\n"
     top += "body: @constrained | @calls\n" if grammar.calls else "body: @constrained\n"
     calls = [{"name": "calls", "lark_grammar": grammar.calls}] if grammar.calls else []
     parts = [{"lark_grammar": _OPTIONS + top}, {**first, "name": "constrained"}, *calls, *rest]

@@ -251,7 +251,7 @@ class Chats:
         has_grammar = grammar is not None
         plan = plan_answer(self.tokenizer, calls, markup, self.check, has_grammar=has_grammar)
         if grammar is not None:
-            grammar = text_grammar(name, grammar, self.check, free=plan.free, calls=plan.calls)
+            grammar = text_grammar(name, grammar, self.check, plan.around())
         request = replace(request, shown=plan.shown, grammar=plan.grammar or grammar)
         return ChatCall(request, plan.markup)
 

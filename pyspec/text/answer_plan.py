@@ -10,11 +10,36 @@ from typing import Any
 from pyspec.errors import RequestError
 from pyspec.request import Grammar
 from pyspec.text.call_plan import CallPlan
-from pyspec.text.markup.answer_grammar import Tokens, control_tokens, grammar_of_calls, shown_tokens
+from pyspec.text.markup.answer_grammar import (
+    Tokens,
+    control_tokens,
+    grammar_of_calls,
+    lead_of,
+    shown_tokens,
+)
 from pyspec.text.markup.dialect import AnswerMarkup
 
 CheckGrammar = Callable[[Grammar], Grammar]
 """Compiles a grammar. Raises RequestError if the grammar is not supported."""
+
+
+@dataclass(frozen=True)
+class Around:
+    """What stands around a text that has a grammar, in one answer.
+
+    free   text up to and including this is free: the end of reasoning
+    calls  tool calls that may replace the text, in order of preference; the first that compiles is used
+    begun  the part of the answer that exists already
+    lead   as of `AnswerPlan`; an answer that has begun is inside its final message
+    """
+
+    free: str = ""
+    calls: Sequence[str] = ()
+    begun: str = ""
+    lead: str = ""
+
+
+ALONE = Around()
 
 
 @dataclass(frozen=True)
@@ -24,18 +49,23 @@ class AnswerPlan:
     shown    control tokens that the parser has to see
     grammar  the grammar of the calls; None: calls are free, or they may replace a text that has a grammar itself
     calls    with such a text: the calls that may replace it, as lark, in order of preference; the first that compiles is used
+    lead     with such a text: lark of the whole answer around it, if an answer is a chain of messages
     """
 
     markup: AnswerMarkup
     shown: tuple[int, ...]
     grammar: Grammar | None = None
     calls: tuple[str, ...] = ()
+    lead: str = ""
 
     @property
     def free(self) -> str:
         """The end of the part without a grammar: the end of the reasoning, if the answer begins within it."""
         think = self.markup.think
-        return think.end if think is not None and self.markup.is_open else ""
+        return think.end if think is not None and self.markup.is_open and not self.lead else ""
+
+    def around(self, begun: str = "") -> Around:
+        return Around(self.free, self.calls, begun, self.lead)
 
 
 def plan_answer(
@@ -46,7 +76,8 @@ def plan_answer(
     markup       the answer's markup without its calls
     has_grammar  the text has a grammar of its own
     """
-    may_replace = has_grammar and calls.dialect and not calls.is_calls_only
+    is_chain = markup.think is not None and markup.think.is_chain
+    may_replace = has_grammar and calls.dialect and not calls.is_calls_only and not is_chain
     in_place = _in_place(tokenizer, calls) if may_replace else []
     markup = replace(
         markup,
@@ -55,12 +86,16 @@ def plan_answer(
         is_calls_only=calls.is_calls_only,
         trigger=in_place[0][1] if in_place else "",
     )
-    grammar = None if in_place else _call_grammar(tokenizer, calls, markup, check)
+    lead = ""
+    if has_grammar and is_chain and not calls.is_calls_only:
+        lead = lead_of(tokenizer, markup)
+    grammar = None if in_place or lead else _call_grammar(tokenizer, calls, markup, check)
     return AnswerPlan(
-        markup=replace(markup, is_constrained=grammar is not None or bool(in_place)),
+        markup=replace(markup, is_constrained=grammar is not None or bool(in_place or lead)),
         shown=shown_tokens(tokenizer, markup),
         grammar=grammar,
         calls=tuple(source for source, _ in in_place),
+        lead=lead,
     )
 
 
@@ -89,22 +124,10 @@ def _call_grammar(
     return check(grammar_of_calls(tokenizer, free, is_single=calls.is_single))
 
 
-def text_grammar(
-    name: str,
-    grammar: Grammar,
-    check: CheckGrammar,
-    *,
-    free: str = "",
-    calls: Sequence[str] = (),
-    begun: str = "",
-) -> Grammar:
-    """Compile the grammar of a text. Raises RequestError that names the option with the grammar.
-
-    free   text up to and including this is free: the end of reasoning
-    calls  tool calls that may replace the text, in order of preference; the first that compiles is used
-    begun  the part of the answer that exists already
-    """
-    grammar = replace(grammar, after=free, begun="" if free else begun)
+def text_grammar(name: str, grammar: Grammar, check: CheckGrammar, around: Around = ALONE) -> Grammar:
+    """Compile the grammar of a text. Raises RequestError that names the option with the grammar."""
+    free, calls, lead = around.free, around.calls, "" if around.begun else around.lead
+    grammar = replace(grammar, after=free, begun="" if free else around.begun, lead=lead)
     try:
         checked = check(grammar)
     except RequestError as e:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from pyspec.text.markup import (
     dsml,
     functionary,
     glm,
+    harmony,
     hermes,
     kimi,
     lfm2,
@@ -67,6 +69,7 @@ OTHERS: Mapping[str, tuple[Any, ...]] = {
     "null": (None,),
 }
 Call = tuple[str, dict[str, Any]]
+SINGLE = ("llama3_json", "harmony")  # one call an answer
 
 
 def _xml(call: Call) -> str:
@@ -130,6 +133,7 @@ def written(name: str, calls: list[Call]) -> str:
         "minimax_m2": lambda: minimax.OPEN + "".join(map(_invoke, calls)) + "\n" + minimax.CLOSE,
         "lfm2": lambda: lfm2.OPEN + "[" + ", ".join(map(_python, calls)) + "]" + lfm2.CLOSE,
         "llama3_json": lambda: _object(first, "parameters"),
+        "harmony": lambda: f" to=functions.{first[0]}<|channel|>commentary <|constrain|>json<|message|>{_arguments(first)}",
     }[name]()  # fmt: skip
 
 
@@ -195,7 +199,7 @@ def test_calls_that_a_grammar_takes_are_read_as_they_were_meant(name: str) -> No
     rng, speaks, n_taken = random.Random(35), dialects.dialect(name), 0
     for _ in range(150):
         tools, calls = some(rng)
-        calls = calls[:1] if name == "llama3_json" else calls
+        calls = calls[:1] if name in SINGLE else calls
         lark = Lark()
         source = lark.calls(speaks.rules(lark, tools, is_single=len(calls) == 1))
         text = written(name, calls)
@@ -222,7 +226,7 @@ def test_free_calls_under_any_name_are_read_alike(name: str) -> None:
             (tool, {k: rng.choice(plain) if isinstance(v, str) else v for k, v in values.items()})
             for tool, values in calls
         ]
-        calls = calls[:1] if name == "llama3_json" else calls
+        calls = calls[:1] if name in SINGLE else calls
         text = written(name, calls)
         assert read(AnswerMarkup(calls=speaks, tools=tools), cut(text, rng)) == (calls, ""), (
             text,
@@ -245,6 +249,56 @@ def test_a_word_that_a_value_can_not_be_is_not_among_those_a_grammar_takes(name:
     found = [takes(source, written(name, [("f", {"w": word})])) for word in words]
     assert found == [True, False, True]
     assert llama3.TAG not in source
+
+
+HARMONY = {mark: 257 + i for i, mark in enumerate(harmony.MARKS)}
+OF_HARMONY = TokenTable(
+    [bytes([i]) for i in range(256)] + [b"<|return|>", *(mark.encode() for mark in HARMONY)],
+    (256, *HARMONY.values()),
+    (256,),
+).build(lambda text: list(text.encode()))
+SPLIT = re.compile("(" + "|".join(map(re.escape, HARMONY)) + ")")
+
+
+@pytest.mark.parametrize("control", [HARMONY, {}], ids=["control tokens", "texts"])
+def test_chains_of_messages_are_held_from_their_first_mark_on(control: dict[str, int]) -> None:
+    """Reasoning and preambles are free; then comes a call in either form of its header, or a final message, free or held itself."""
+    tools = {"f": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}
+    thought = "<|channel|>analysis<|message|>Hm <b>.<|end|><|start|>assistant"
+    said = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    calls = [
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "x"}',
+        ' to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": "x"}',
+        ' to=functions.f<|channel|>analysis<|message|>{"a": "x"}',
+        '<|channel|>commentary to=functions.f json<|message|>{"a": "x"}',
+    ]
+    final, held = "<|channel|>final<|message|>", '<|channel|>final <|constrain|>json<|message|>{"b": 1}'
+
+    def fits(grammar: Grammar, text: str) -> bool:
+        parts = SPLIT.split(text) if control else [text]
+        ids = [id_ for part in parts for id_ in ([control[part]] if part in control else part.encode())]
+        matcher = LLMatcher(OF_HARMONY if control else BYTES, compile_text(grammar))
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher.validate_tokens([*ids, 256]) == len(ids) + 1
+
+    def grammar(**options: Any) -> Grammar:
+        return Grammar(kind="lark", source=harmony.answer(Lark(control), tools, **options))
+
+    schema = json.dumps({"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]})
+    lead = harmony.answer(Lark(control), {}, body="body")
+    text = Grammar(kind="json_schema", source=schema, lead=lead)
+    must, may = grammar(is_calls_only=True), grammar()
+    for before in ("", thought, thought + said, said):
+        assert all(fits(must, before + call) and fits(may, before + call) for call in calls)
+        assert fits(may, before + final + "So.") and not fits(must, before + final + "So.")
+        assert fits(text, before + held) and not fits(text, before + final + "So.")
+        assert not fits(text, before + calls[0])
+    for grammar_ in (must, may):
+        assert not fits(grammar_, calls[0].replace('"x"', "1")) and not fits(grammar_, calls[1][:-1])
+        assert not fits(grammar_, calls[0].replace("functions.f", "functions.g"))
+        assert not fits(grammar_, calls[0] + calls[0]) and not fits(grammar_, thought)
+    opened = grammar(is_open=True)
+    assert fits(opened, thought.removeprefix("<|channel|>analysis<|message|>") + calls[0])
 
 
 CONTROL = {"[TOOL_CALLS]": 257, "[CALL_ID]": 258, "[ARGS]": 259}

@@ -11,6 +11,7 @@ import pytest
 
 from pyspec.text.markup import dialect as dialects
 from pyspec.text.markup.dialect import AnswerMarkup
+from pyspec.text.markup.harmony import HARMONY
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pyspec.text.markup.reasoning import GRANITE_THINK, MISTRAL_THINK, THINK
 
@@ -52,6 +53,10 @@ def markup(
     name: str, *, think: bool = False, is_open: bool = False, is_shown: bool = False
 ) -> AnswerMarkup:
     return AnswerMarkup(dialects.dialect(name), THINK if think else None, is_open, is_shown, tools=TOOLS)
+
+
+def chain(*, is_open: bool = False, is_shown: bool = False) -> AnswerMarkup:
+    return AnswerMarkup(dialects.dialect("harmony"), HARMONY, is_open, is_shown, tools=TOOLS)
 
 
 def is_of(markup: AnswerMarkup, name: str) -> bool:
@@ -549,6 +554,50 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         "a</think>\n\n<tool_call>\n",
         [Reasoning("a"), Content("<tool_call>\n")],
     ),
+    "harmony, reasoning and content": (
+        chain(),
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi <b>",
+        [Reasoning("Hm."), Content("Hi <b>")],
+    ),
+    "harmony, a preamble, a call with its recipient behind the channel": (
+        chain(),
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary"
+        ' to=functions.weather <|constrain|>json<|message|>{"city": "Zürich"}<|call|>',
+        [Reasoning("a\n\nb"), Content("I look."), *call(0, "weather", {"city": "Zürich"})],
+    ),
+    "harmony, a call with its recipient before the channel": (
+        chain(),
+        ' to=functions.write<|channel|>analysis<|message|>{"text": "<|x|>"}',
+        call(0, "write", {"text": "<|x|>"}),
+    ),
+    "harmony, a tool of the model's own is dropped": (
+        chain(),
+        "<|channel|>analysis to=python code<|message|>1 + 1<|end|><|start|>assistant<|channel|>final<|message|>2",
+        [Content("2")],
+    ),
+    "harmony, a header that is cut, and two contents": (
+        chain(),
+        "<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>{}<|end|>"
+        "<|start|>assistant<|chan",
+        [Content("a\n\n{}")],
+    ),
+    "harmony, inside a message that the prompt began": (chain(), " and so on", [Content(" and so on")]),
+    "harmony, inside reasoning": (
+        chain(is_open=True),
+        "so<|end|>\nand then<|channel|>final<|message|>x",
+        [Reasoning("so"), Content("\nand then\n\nx")],
+    ),
+    "harmony, reasoning left in the content": (
+        chain(is_shown=True),
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+        [Content("<|channel|>analysis<|message|>a<|end|>b")],
+    ),
+    "harmony without tools": (
+        AnswerMarkup(None, HARMONY),
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+        [Reasoning("a"), Content("b")],
+    ),
     "nothing to be read": (AnswerMarkup(), "<think>a</think>", [Content("<think>a</think>")]),
 }
 
@@ -619,6 +668,8 @@ HOSTILE = {
     "odd end marks": "<tool_call><function=write><parameter=text>" + "</parameter" * 2_000,
     "calls in a thought": "<think>" + "<tool_call>\n<function=" * 2_000,
     "quotes": """<tool_call>{"name": 'a', "arguments": {'""" + "'\"\\'" * 4_000,
+    "headers": "<|start|>assistant<|channel|>" * 800,
+    "messages": "<|channel|>analysis<|message|>a<|end|>" * 800,
     "bare objects": '{"name": "write", "parameters": ' * 800,
 }
 
@@ -670,6 +721,7 @@ def test_a_call_with_many_spaces_is_cut_alike() -> None:
         ("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", "mistral_args"),
         ("[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]{{ arguments }}", "mistral_args"),
         ("<|start_header_id|> <function={{ name }}>{{ arguments }}</function>", "functionary_v31"),
+        ("<|start|>assistant<|channel|>analysis<|message|>{{ m }}<|end|> <|call|>", "harmony"),
         ("<seed:tool_call><function=f><parameter=a></function>", None),
         ('<|start_header_id|> functools[{"name": ...}] "parameters"', "firefunction_v2"),
     ],

@@ -5,7 +5,6 @@ Unsupported constraints are refused here, before anything is queued, with the fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from pyspec.errors import RequestError
 from pyspec.request import Grammar, GrammarKind
 from pyspec.server.api.schema import Generate
 from pyspec.server.engine import EngineLike
-from pyspec.text.answer_plan import text_grammar
+from pyspec.text.answer_plan import ALONE, Around, text_grammar
 
 CHOICES = 1024
 
@@ -35,15 +34,12 @@ def compiled_grammar(engine: EngineLike, grammar: Grammar, *, compiles: bool) ->
 def checked_grammar(
     body: Generate,
     engine: EngineLike,
-    free: str = "",
-    calls: Sequence[str] = (),
-    begun: str = "",
+    around: Around = ALONE,
     *,
     compiles: bool,
 ) -> Grammar | None:
     """The compiled grammar of a body. Raises RequestError with the field's name. May take a while: not for an event loop.
 
-    free, calls, begun  as in `text_grammar`
     compiles  compile a new grammar; if False, raise NotCompiled
     """
     found = wanted(body)
@@ -54,7 +50,7 @@ def checked_grammar(
             f"{found[1][0]}: {found[0][0]} is given, too; an answer keeps to one of them",
         )
     keep = partial(compiled_grammar, engine, compiles=compiles)
-    return text_grammar(*found[0], keep, free=free, calls=calls, begun=begun)
+    return text_grammar(*found[0], keep, around)
 
 
 def wanted(body: Generate) -> list[tuple[str, Grammar]]:

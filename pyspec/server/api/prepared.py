@@ -35,6 +35,7 @@ from pyspec.server.api.unsupported import refuse_elsewhere, refuse_unsupported
 from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.http.body import parse_object
 from pyspec.server.settings import Limits, ServerSettings
+from pyspec.text.answer_plan import ALONE
 from pyspec.text.left_out import own_tools
 from pyspec.text.markup.dialect import AnswerMarkup
 
@@ -119,8 +120,8 @@ def prepare(
     if moved:
         others = _tokenise(_checked(kind, value), engine, settings)
         requests = tuple(replace(r, n_stable=_n_common(r.prompt, others[0])) for r in requests)
-    held = (plan.answer.free, plan.answer.calls, plan.begun) if plan else ("", (), "")
-    if (grammar := checked_grammar(body, engine, *held, compiles=compiles)) is not None:
+    around = plan.answer.around(plan.begun) if plan else ALONE
+    if (grammar := checked_grammar(body, engine, around, compiles=compiles)) is not None:
         requests = tuple(replace(r, grammar=grammar) for r in requests)
     if plan:
         shown, calls = plan.answer.shown, plan.answer.grammar

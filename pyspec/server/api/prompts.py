@@ -119,6 +119,11 @@ class Rendering:
 def opening(text: str, message: dict[str, Any], what: str, think: ThinkMarks = THINK) -> str:
     """The given start of an answer, appended to a prompt that ends where an answer begins: reasoning, then content."""
     thought = str(message.get("reasoning_content") or "")
+    if think.is_chain:
+        if what == "reasoning_content":
+            return think.start + thought
+        before = f"{think.start}{thought}{think.end}{think.again}" if thought else ""
+        return f"{before}{think.content}{message.get('content') or ''}"
     is_open = text.rstrip().endswith(think.start)
     on_lines = not is_open or text.endswith("\n")  # reasoning has lines of its own
     begun = thought if is_open else ""

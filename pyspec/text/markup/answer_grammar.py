@@ -10,8 +10,9 @@ from functools import partial
 from typing import Protocol
 
 from pyspec.request import Grammar
+from pyspec.text.markup import harmony
 from pyspec.text.markup.call_grammar import Lark
-from pyspec.text.markup.dialect import AnswerMarkup, Dialect
+from pyspec.text.markup.dialect import AnswerMarkup, Dialect, dialect
 from pyspec.text.markup.reasoning import ThinkMarks
 
 TAIL_TOKENS = 24  # last tokens of a prompt, enough to see an open reasoning
@@ -34,8 +35,13 @@ def grammar_of_calls(tokenizer: Tokens, markup: AnswerMarkup, *, is_single: bool
     """
     assert markup.calls is not None
     lark, think = Lark(control_tokens(tokenizer, markup.calls)), markup.think
-    rules = markup.calls.rules(lark, markup.tools, is_single=is_single)
+    if think is not None and think.is_chain:
+        source = harmony.answer(
+            lark, markup.tools, is_calls_only=markup.is_calls_only, is_open=markup.is_open
+        )
+        return Grammar(kind="lark", source=source)
     after = think.end if think is not None and markup.is_open else ""
+    rules = markup.calls.rules(lark, markup.tools, is_single=is_single)
     if not markup.is_calls_only:
         source = lark.text_or_calls(rules)
     elif think is not None and not after:
@@ -46,12 +52,19 @@ def grammar_of_calls(tokenizer: Tokens, markup: AnswerMarkup, *, is_single: bool
     return Grammar(kind="lark", source=source, after=after, lazy=is_lazy)
 
 
-def control_tokens(tokenizer: Tokens, dialect: Dialect) -> dict[str, int]:
+def lead_of(tokenizer: Tokens, markup: AnswerMarkup) -> str:
+    """Lark of an answer that is a chain of messages: `body`, a rule elsewhere, is the text of its final message."""
+    marks = control_tokens(tokenizer, dialect("harmony"))
+    lark = Lark(marks)
+    return harmony.answer(lark, markup.tools, body="body", is_open=markup.is_open)
+
+
+def control_tokens(tokenizer: Tokens, spoken: Dialect) -> dict[str, int]:
     """The dialect's marks that are control tokens. Bare dialects have none: their free text ends at marks in text form."""
-    if dialect.is_bare:
+    if spoken.is_bare:
         return {}
     encode = partial(tokenizer.encode, add_special=False)
-    found = {mark: encode(mark, parse_special=True) for mark in dialect.marks}
+    found = {mark: encode(mark, parse_special=True) for mark in spoken.marks}
     plain = {mark: encode(mark, parse_special=False) for mark in found}
     return {mark: ids[0] for mark, ids in found.items() if len(ids) == 1 and plain[mark] != ids}
 
@@ -60,7 +73,7 @@ def shown_tokens(tokenizer: Tokens, markup: AnswerMarkup) -> tuple[int, ...]:
     """Single-token marks. A control token among them must be shown to the parser."""
     marks = [
         *(markup.calls.marks if markup.calls else ()),
-        *([markup.think.start, markup.think.end] if markup.think else []),
+        *([markup.think.start, markup.think.end, *markup.think.marks] if markup.think else []),
     ]
     found = [tokenizer.encode(mark, add_special=False, parse_special=True) for mark in marks]
     return tuple(sorted({ids[0] for ids in found if len(ids) == 1}))

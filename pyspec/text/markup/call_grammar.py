@@ -83,6 +83,14 @@ class Lark:
             choices.append(f"TEXT? {_token(self._control[rules.trigger])} {rules.rest}")
         return self._all(" | ".join(choices))
 
+    def is_control(self, mark: str) -> bool:
+        return mark in self._control
+
+    def whole(self, start: str, **terminals: str) -> str:
+        """An answer of this form, with these terminals."""
+        self._rules += [f"{name}: {body}" for name, body in terminals.items()]
+        return self._all(start)
+
     def _all(self, start: str) -> str:
         whole = [f"start: {start}", *self._rules]
         return "\n".join(map(self._with_tokens, whole) if self._control else whole)

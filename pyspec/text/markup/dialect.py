@@ -13,6 +13,7 @@ from pyspec.text.markup import (
     dsml,
     functionary,
     glm,
+    harmony,
     hermes,
     kimi,
     lfm2,
@@ -108,6 +109,7 @@ _LLAMA3 = ("<|start_header_id|>", '"parameters"')
 _MISTRAL = _of("mistral", brackets, (brackets.OPEN,), (brackets.OPEN,), new_id=brackets.new_id)
 
 DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is used
+    _of("harmony", harmony, harmony.MARKS, (harmony.START, harmony.CHANNEL, harmony.MESSAGE)),
     _of("deepseek_v32", dsml, (dsml.WORD,), (dsml.WORD,), is_bare=True),
     _of("deepseek_v3", deepseek, _DEEPSEEK, (deepseek.OPEN,)),
     _of("kimi_k2", kimi, _KIMI, (kimi.CALL, kimi.SEP)),
@@ -174,6 +176,8 @@ ALIASES = {
     "devstral": "mistral_args",
     "minimax": "minimax_m2",
     "phi4_mini_json": "granite",
+    "openai": "harmony",
+    "gpt_oss": "harmony",
 }
 """Names in other servers, and models with the syntax of another."""
 
@@ -222,6 +226,8 @@ def dialect_reason(template: str, parser: str) -> str:
 
 def think_marks(template: str) -> ThinkMarks | None:
     """The marks around reasoning, if the template contains them."""
+    if all(mark in template for mark in (harmony.START, harmony.CHANNEL, harmony.MESSAGE)):
+        return harmony.HARMONY
     if MISTRAL_THINK.start in template and MISTRAL_THINK.end in template:
         return MISTRAL_THINK
     if THINK.start not in template or THINK.end not in template:
@@ -262,6 +268,10 @@ class AnswerMarkup:
         return MarkupParser(self._machine, new_id or (self.calls.new_id if self.calls else None))
 
     def _machine(self, reader: AnswerReader) -> Steps[None]:
+        if self.think is not None and self.think.is_chain:
+            tools = None if self.calls is None else self.tools
+            yield from harmony.read(reader, tools, is_open=self.is_open, is_shown=self.is_shown)
+            return
         thought = False
         if self.think is not None:
             if self.is_open and self.is_shown and self.is_whole:

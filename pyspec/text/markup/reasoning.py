@@ -14,11 +14,23 @@ from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Trimmed
 
 @dataclass(frozen=True, slots=True)
 class ThinkMarks:
-    """The marks around reasoning. answer: those around the text behind it, if the models write them."""
+    """The marks around reasoning. answer: those around the text behind it, if the models write them.
+
+    marks    further texts of an answer whose messages have channels; (): it has none
+    content  what such an answer writes before its content, and `again` between messages
+    """
 
     start: str
     end: str
     answer: tuple[str, str] | None = None
+    marks: tuple[str, ...] = ()
+    content: str = ""
+    again: str = ""
+
+    @property
+    def is_chain(self) -> bool:
+        """True if answers are chains of messages with channels (`harmony`)."""
+        return bool(self.marks)
 
 
 QUOTES = frozenset("'\"`")
