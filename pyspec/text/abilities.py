@@ -18,6 +18,7 @@ ARGUMENT, WORD = "pyspec_argument", "pyspecprobe"
 FUNCTION, RESULT = "pyspec_function", "pyspec_result"
 CALL_ID = "call00001"  # nine letters and digits: some templates accept no other form
 DEVELOPER = re.compile(r"""["']developer["']""")
+THINKING = re.compile(r"""\.thinking\b|["']thinking["']""")
 READS_PARTS = re.compile(r"""\btext\b""")
 
 Chat = list[dict[str, Any]]
@@ -41,6 +42,11 @@ class Abilities:
     def knows_developer(self) -> bool:
         """True if the template names the role and shows such a message."""
         return bool(DEVELOPER.search(self._source)) and self._shows("developer", "user")
+
+    @cached_property
+    def reads_thinking(self) -> bool:
+        """True if the template names reasoning of earlier answers `thinking`, and not `reasoning_content`."""
+        return bool(THINKING.search(self._source)) and "reasoning_content" not in self._source
 
     @cached_property
     def takes_both(self) -> bool:

@@ -8,6 +8,7 @@ form with the same meaning.
     later ones, where none may stand       at the end of the user message or tool result before; else at the start of the next user message
     a role twice, where turns must change  one message; a user message behind a tool's result becomes part of it
     ids of calls                           added, or shortened to nine letters and digits, if the template needs that
+    reasoning of earlier answers           as `thinking`, if the template reads that; content beside it and a call becomes part of it
     arguments of calls                     objects or texts, as the template writes them
     tools                                  get a description and parameters
 
@@ -32,7 +33,7 @@ SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 def fitted(messages: Chat, able: Abilities) -> Chat:
     """The same chat in a form that the template accepts; content is text already."""
-    chat = [_without_empty(message) for message in messages]
+    chat = [_thought(_without_empty(message), able) for message in messages]
     if any(message["role"] in HEAD for message in chat):
         chat = [_known(message, able) for message in chat]
         n_head = next((i for i, m in enumerate(chat) if m["role"] not in HEAD), len(chat))
@@ -52,6 +53,17 @@ def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:
     if not fields.get("tool_calls", True):
         del fields["tool_calls"]
     return fields
+
+
+def _thought(message: dict[str, Any], able: Abilities) -> dict[str, Any]:
+    """An answer with its reasoning under the name that the template reads. Beside a call such templates take one text alone."""
+    thought = message.get("reasoning_content")
+    if not thought or not able.reads_thinking or message["role"] != "assistant":
+        return message
+    own = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if own.get("tool_calls") and own.get("content"):
+        return own | {"thinking": _blank_line(str(thought), str(own["content"])), "content": ""}
+    return {"thinking": thought} | own
 
 
 def _known(message: dict[str, Any], able: Abilities) -> dict[str, Any]:
