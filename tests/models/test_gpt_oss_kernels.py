@@ -1,0 +1,68 @@
+"""gpt-oss with its experts' and routers' CUDA kernels, which run thread by thread on the CPU: the logits of the references."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness import DEVICE, Bench
+
+from pyspec import synth
+from pyspec.cuda.ops.moe.op import moe
+from pyspec.cuda.ops.moe_route.op import moe_route
+
+sys.path.append(str(Path(__file__).parents[1] / "kernels"))
+
+from emulated.gpu import emulated_gpu
+from emulated.machine import needs_compiler
+
+pytestmark = [
+    needs_compiler,
+    pytest.mark.slow,
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="kernels run thread by thread on the CPU here"),
+]
+
+
+@contextmanager
+def only(name: str) -> Iterator[None]:
+    """Both ops bound to their kernels, without a GPU, or ("torch") to the references."""
+    with emulated_gpu(seed=1), pytest.MonkeyPatch.context() as patch:
+        for op in (moe, moe_route):
+            own = [replace(i, limits=lambda spec: None) for i in op.impls if i.name == name]
+            patch.setattr(op, "impls", own)
+            patch.setattr(op, "check", None)
+            patch.setattr(op, "_decided", {})
+            patch.setattr(op, "verdicts", {})
+        yield
+
+
+def test_logits_are_the_references_in_chunks_and_verifies(tmp_path: Path) -> None:
+    """Beyond the window of 16 and with two slots: rows of one, of few and of many pairs an expert."""
+    path = synth.write("gpt-oss", tmp_path / "m.gguf", tiny=True, quant="mxfp4_moe")
+    tokens = [(7 * i * i + 3 * i) % 300 for i in range(50)]
+
+    def run() -> torch.Tensor:
+        bench = Bench(path, n_slot=2, n_ctx=64, dense=None)
+        out = [bench.feed(0, tokens[:33]), bench.feed(1, tokens[:5])]
+        for at in (33, 34, 41):
+            width = {33: 1, 34: 7, 41: 9}[at]
+            seqs = bench.seq(0, tokens[at : at + width], keep=False), bench.seq(1, tokens[at : at + 1])
+            out.append(bench.forward(*seqs).logits)
+            bench.commit(seqs[0], width)
+            bench.commit(seqs[1], 1)
+        return torch.cat(out)
+
+    with only("torch"):
+        want = run()
+        assert all(impl.name == "torch" for op in (moe, moe_route) for impl in op.decided.values())
+    with only("cuda"):
+        got = run()
+        assert all(impl.name == "cuda" for op in (moe, moe_route) for impl in op.decided.values())
+    off = (got - want).abs().amax(-1) / want.std()
+    assert float(off.median()) < 0.01, off
+    assert float((off < 0.05).float().mean()) > 0.9, off  # a near tie of experts may turn
