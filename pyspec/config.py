@@ -15,6 +15,7 @@ from pyspec.ranges import INT32, SWITCH, Many, Of, OneOf, Real, Text, Whole, che
 from pyspec.registry import RESERVED, SUFFIX, drafters, is_spec_type, split_spec_type
 
 KV_TYPES = ("f16", "bf16", "f32", "q8_0", "f8_e4m3")
+ROPE_SCALINGS = ("", "none", "linear", "yarn")
 WEIGHTS = ("auto", "dense", "packed")
 CPU_ACTIVATIONS = ("q16", "q8")
 DRAFT_HEADS = ("auto", "full", "q4_0", "iq4_nl")
@@ -49,6 +50,22 @@ class EngineSettings:
     np: Annotated[int, "-np", Whole(1, MAX_SLOTS)] = 1  # slots
     ctx: Annotated[int, "-c", Whole(0, MAX_CTX, "0: as fits")] = 0
     # context size per request; 0: as much as fits, up to the model's length
+    rope_scaling: Annotated[str, "--rope-scaling", OneOf(ROPE_SCALINGS)] = ""
+    # none, linear or yarn; here and below "", 0 or -1: as the model's file says
+    rope_scale: Annotated[float, "--rope-scale", Real(1e-3, 1e6, also=(0,))] = 0.0
+    # the factor by which contexts become longer
+    rope_freq_scale: Annotated[float, "--rope-freq-scale", Real(1e-6, 1e3, also=(0,))] = 0.0
+    # 1 / rope_scale
+    rope_freq_base: Annotated[float, "--rope-freq-base", Real(1, 1e15, also=(0,))] = 0.0
+    yarn_orig_ctx: Annotated[int, "--yarn-orig-ctx", Whole(0, INT32)] = 0
+    # tokens that the model was trained for
+    yarn_ext_factor: Annotated[float, "--yarn-ext-factor", Real(0, 1, also=(-1,))] = -1.0
+    # share of the ramp that leaves fast frequencies as they are; 0: none stay
+    yarn_attn_factor: Annotated[float, "--yarn-attn-factor", Real(1e-6, 1e6, also=(-1,))] = -1.0
+    # multiplies cos and sin where nothing is left as it is
+    yarn_beta_fast: Annotated[float, "--yarn-beta-fast", Real(1e-3, 1e6, also=(-1,))] = -1.0
+    yarn_beta_slow: Annotated[float, "--yarn-beta-slow", Real(1e-3, 1e6, also=(-1,))] = -1.0
+    # turns in the old context: faster frequencies stay, slower ones are divided
     kv_pool: Annotated[int, "--kv-pool", Whole(0, MAX_POOL, "0: -np times -c")] = (
         0  # tokens of all slots together
     )
@@ -128,6 +145,8 @@ class EngineSettings:
         check(self, ConfigError)
         if self.synth_len and self.synth_rates:
             raise ConfigError("--spec-synth-len and --spec-synth-rates exclude each other")
+        if self.rope_scale and self.rope_freq_scale:
+            raise ConfigError("--rope-scale and --rope-freq-scale exclude each other")
         if 0 < self.batch < self.ubatch:
             raise ConfigError(f"-b is {self.batch}; want -ub ({self.ubatch}) to {MAX_ROWS}, or 0")
         if not self.kv_pool and self.np * self.ctx > MAX_POOL:

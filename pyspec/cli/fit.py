@@ -84,7 +84,7 @@ def summary(report: FitReport, engine: EngineChoice) -> dict[str, Any]:
         "usable": report.usable,
         "np": d.settings.np,
         "n_ctx": d.n_ctx,
-        "n_ctx_train": d.config.n_ctx_train,
+        "n_ctx_train": d.n_ctx_train,
         "fits": report.asked.total <= report.usable,
         "plan": asdict(report.asked) | {"total": report.asked.total},
         "per_slot": {

@@ -16,7 +16,16 @@ from pyspec.cli import verbose_option
 from pyspec.cli.choice import EngineChoice, ModelChoice
 from pyspec.cli.flags import grouped
 from pyspec.cli.sampling import SAMPLING_OPTIONS, sampling_of
-from pyspec.config import CPU_ACTIVATIONS, DRAFT_HEADS, KV_TYPES, MAX_CTX, MAX_MIB, PAGE_SIZES, WEIGHTS
+from pyspec.config import (
+    CPU_ACTIVATIONS,
+    DRAFT_HEADS,
+    KV_TYPES,
+    MAX_CTX,
+    MAX_MIB,
+    PAGE_SIZES,
+    ROPE_SCALINGS,
+    WEIGHTS,
+)
 from pyspec.registry import (
     DRAFTERS,
     LLAMA_CPP,
@@ -169,6 +178,23 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
            help="Use downloaded files only."),
 ]  # fmt: skip
 
+_rope = grouped("Longer contexts (defaults: as the model's file says)")
+ROPE_OPTIONS: list[Callable[[Any], Any]] = [
+    _rope("--rope-scaling", type=click.Choice(ROPE_SCALINGS[1:]), default=None,
+          help="How positions beyond the trained context are reached."),
+    _rope("--rope-scale", default=0.0, type=Number(0), help="Factor by which the context becomes longer."),
+    _rope("--rope-freq-base", default=0.0, type=Number(0), help="Base of the frequencies."),
+    _rope("--rope-freq-scale", default=0.0, type=Number(0), help="1 / --rope-scale."),
+    _rope("--yarn-orig-ctx", default=0, type=click.IntRange(0), help="Context that the model was trained for."),
+    _rope("--yarn-ext-factor", default=-1.0, type=Number(-1),
+          help="Share of YaRN's ramp, 0 to 1. 0: all frequencies are divided."),
+    _rope("--yarn-attn-factor", default=-1.0, type=Number(-1),
+          help="Multiplies cos and sin. No effect with YaRN, as in llama-server."),
+    _rope("--yarn-beta-slow", default=-1.0, type=Number(-1),
+          help="Frequencies with fewer turns in the old context are divided."),
+    _rope("--yarn-beta-fast", default=-1.0, type=Number(-1),
+          help="Frequencies with more turns in the old context stay."),
+]  # fmt: skip
 THREADS = _device("-t", "--threads", default=0, help="CPU threads. 0 or -1: torch's choice.")
 ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _model("-md", "--model-draft", "--spec-draft-model", default="", help="GGUF file of a drafter, or of a small model that drafts."),
@@ -180,6 +206,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
            help="Number of slots. -1: 4 in the server, else 1."),
     _slots("-c", "--ctx-size", "ctx", default=0,
            help="Context size per request. 0: as much as fits, up to the model's length."),
+    *ROPE_OPTIONS,
     _slots("--kv-unified-per-slot", default=0, type=click.IntRange(0, MAX_CTX),
            help="As in llama-server: context size per request; -c is then the size of the pool."),
     _slots("--kv-pool", default=0, help="KV cache size in tokens, for all slots. 0: -np times -c."),
@@ -263,6 +290,14 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
 ]  # fmt: skip
 
 SETTINGS = (
+    "rope_scale",
+    "rope_freq_base",
+    "rope_freq_scale",
+    "yarn_orig_ctx",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+    "yarn_beta_slow",
+    "yarn_beta_fast",
     "kv_pool",
     "page_size",
     "batch",
@@ -379,5 +414,6 @@ def _engine_choice(values: dict[str, Any]) -> EngineChoice:
     if of_slot:
         settings["kv_pool"], ctx = settings["kv_pool"] or ctx, of_slot
     k, v = values.pop("cache_type_k"), values.pop("cache_type_v")
+    settings["rope_scaling"] = values.pop("rope_scaling") or ""
     settings["kv_type"], settings["kv_type_v"] = k or v or "f16", v
     return EngineChoice(choice=choice, np=values.pop("np"), ctx=ctx, settings=settings)

@@ -458,7 +458,7 @@ def _read(tokens: Tensor, probs: Tensor | None) -> tuple[list[int], list[float] 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
     assert plan.file is not None
     c, device = read_config(plan.file), target.device
-    weights = Weights(plan.file, device, options.dense, c.alias, wide=options.wide)
+    weights = Weights(plan.file, device, options.dense, c.alias, wide=options.wide, rope=options.rope)
     net = DFlashNet(
         c, weights, own_memory(plan, table, options, device), target, options.head, options.best
     )

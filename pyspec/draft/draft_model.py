@@ -27,6 +27,8 @@ from pyspec.models import read_config
 from pyspec.models.decoder import Decoder
 from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import LoadTypes, Request
+from pyspec.models.rope import trained_length
+from pyspec.models.rope_flags import RopeFlags
 from pyspec.models.target import ModelConfig, Out, Target
 from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weights import EMBEDDING, Weights
@@ -59,10 +61,12 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     _check_memory(c)
     n_draft, n_waiting = settings.n_draft_max or N_DRAFT, most_waiting(settings.np)
     tokens = partial(read_map, target.file, target.config.n_vocab, file, c.n_vocab)
-    is_shorter = c.n_ctx_train < target.config.n_ctx_train
+    flags = RopeFlags.of(settings)
+    n_ctx = trained_length(file, c.n_ctx_train, flags)
+    is_shorter = n_ctx < trained_length(target.file, target.config.n_ctx_train, flags)
     return ModelPlan(
         kind=KIND,
-        needs=Needs(n_draft, overhang=n_draft + 1, chained=True, n_ctx=c.n_ctx_train),
+        needs=Needs(n_draft, overhang=n_draft + 1, chained=True, n_ctx=n_ctx),
         file=file,
         layers=tuple(c.parts()),
         attention=c.attention,
@@ -78,11 +82,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         check=tokens,
         tokens=tokens,
         remark=f", by the model {file.path.name}"
-        + (
-            f", in the first {c.n_ctx_train} tokens of a context (its trained length)"
-            if is_shorter
-            else ""
-        ),
+        + (f", in the first {n_ctx} tokens of a context (its trained length)" if is_shorter else ""),
     )
 
 
@@ -130,7 +130,7 @@ class DraftModel:
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert isinstance(plan, ModelPlan) and plan.file is not None
     c, device = read_config(plan.file), target.device
-    weights = Weights(plan.file, device, options.dense, wide=options.wide)
+    weights = Weights(plan.file, device, options.dense, wide=options.wide, rope=options.rope)
     model = c.build(weights, own_memory(plan, table, options, device))
     if not isinstance(model, Decoder):
         raise PairError(f"{c.arch} is run by a model of another package, which does not draft")

@@ -20,6 +20,7 @@ from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
 from pyspec.models.matrices import Matrix
 from pyspec.models.part import AttentionShape, LoadTypes, Request
+from pyspec.models.rope_flags import RopeFlags
 from pyspec.models.target import ModelConfig, Out, Target
 from pyspec.models.wants import Want
 from pyspec.registry import SUFFIX
@@ -166,6 +167,11 @@ class DraftOptions:
     @property
     def kv(self) -> KvFormat:
         return KvFormat.named(self.settings.kv_type, self.settings.kv_type_v)
+
+    @property
+    def rope(self) -> RopeFlags:
+        """Flags of rope: as llama.cpp does, drafters follow them like the target."""
+        return RopeFlags.of(self.settings)
 
 
 class DrafterModule(Protocol):

@@ -147,6 +147,6 @@ class DSparkNet(DFlashNet):
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
     assert plan.file is not None
     c, device = read_config(plan.file), target.device
-    weights = Weights(plan.file, device, options.dense, c.alias, wide=options.wide)
+    weights = Weights(plan.file, device, options.dense, c.alias, wide=options.wide, rope=options.rope)
     net = DSparkNet(c, weights, own_memory(plan, table, options, device), target, options.head)
     return DFlash(net, plan, table, device, options.settings.draft_p_min)

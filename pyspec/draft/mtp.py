@@ -75,7 +75,7 @@ def check_pair(file: GGUFFile, c: ModelConfig) -> None:
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert plan.file is not None
-    weights = Weights(plan.file, target.device, options.dense, wide=options.wide)
+    weights = Weights(plan.file, target.device, options.dense, wide=options.wide, rope=options.rope)
     memory = own_memory(plan, table, options, target.device)
     block = mtp_of(target.config).bind(weights, memory, target, options.head, plan.shared)
     return Chain(block, plan, table, target.device, options.settings.draft_p_min)

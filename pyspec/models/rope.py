@@ -1,6 +1,7 @@
 """Rotary embedding as a value of each attention, and its angles, made once a forward for each distinct value.
 
-A file may stretch it beyond the context that its model was trained on: evenly (linear), or by YaRN.
+A file or flags (`rope_flags.py`) may stretch it beyond the context that its model was trained on: evenly (linear), by YaRN, or by divisors
+of the file, which are one tensor (Llama 3) or one for short and one for long contexts (longrope).
 
 YaRN (arXiv:2309.00071) leaves frequencies that turn often within the old context as they are, divides those that hardly turn by the
 factor, and mixes those between; queries and keys become a little longer. Keys and defaults are those of llama.cpp for these
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,13 +24,14 @@ from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.matrices import Embedding
+from pyspec.models.rope_flags import NO_FLAGS, RopeFlags
 from pyspec.models.wants import Want
 from pyspec.models.weights import Weights
 from pyspec.ranges import quoted
 
 log = logging.getLogger(__name__)
 
-KINDS = ("none", "linear", "yarn")
+KINDS = ("none", "linear", "yarn", "longrope")
 MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 BETA_FAST, BETA_SLOW = 32.0, 1.0
 UNREAD = {
@@ -46,18 +48,64 @@ UNREAD = {
 class RopeScaling:
     """How rope is stretched.
 
-    factor      divides positions
-    is_yarn     fast frequencies stay as they were; otherwise all are divided
+    factor      divides positions, unless the kind is none
+    kind        one of KINDS
     n_ctx_orig  tokens of the context that the model was trained on
-    length      multiplies cos and sin
+    extra       multiplies cos and sin, beside what YaRN does
     turns       within the old context: frequencies of more turns than the first stay, those of fewer than the second are divided
+    ramp        share of YaRN's ramp that is used; 0: all frequencies are divided
+    multiplier  YaRN's length is divided by one with this multiplier of the logarithm, which scores may have instead
+    is_level    and multiplied with one, so that cos and sin keep their length (deepseek2)
     """
 
     factor: float = 1.0
-    is_yarn: bool = False
+    kind: str = "linear"
     n_ctx_orig: int = 1
-    length: float = 1.0
+    extra: float = 1.0
     turns: tuple[float, float] = (BETA_FAST, BETA_SLOW)
+    ramp: float = 0.0
+    multiplier: float = 0.0
+    is_level: bool = False
+
+    @property
+    def divisor(self) -> float:
+        """Of positions, or of the frequencies that YaRN divides."""
+        return 1.0 if self.kind == "none" else self.factor
+
+    def _grown(self, multiplier: float = 1.0) -> float:
+        return 1.0 + 0.1 * multiplier * math.log(max(1.0, self.divisor))
+
+    @property
+    def length(self) -> float:
+        """Multiplies cos and sin."""
+        if not self.ramp:
+            return self.extra
+        own = self.multiplier if self.is_level and self.multiplier else 1.0
+        return self.extra * self._grown(own) / self._grown(self.multiplier)
+
+    @property
+    def score_factor(self) -> float:
+        """Multiplies scores of deepseek2; YaRN leaves cos and sin as they are there. As llama.cpp, also where nothing but the factor is given."""
+        length = self.length if self.ramp else self.extra * self._grown()
+        return (length * self._grown(self.multiplier)) ** 2
+
+    def flagged(self, flags: RopeFlags, *, is_near: bool = False) -> RopeScaling:
+        """As flags change it. is_near: of blocks with a window, whose factor is always the file's."""
+        kind = flags.kind or self.kind
+        ramp = self.ramp if not flags.kind else 1.0 if flags.kind == "yarn" else 0.0
+        ramp = flags.ramp if flags.ramp >= 0 else ramp
+        fast, slow = (
+            given if given >= 0 else own for given, own in zip(flags.turns, self.turns, strict=True)
+        )
+        return replace(
+            self,
+            factor=self.divisor if is_near else flags.factor or self.factor,
+            kind="linear" if is_near else kind,
+            n_ctx_orig=flags.n_ctx_orig or self.n_ctx_orig,
+            extra=self.extra * (flags.length if flags.length >= 0 and not ramp else 1.0),
+            turns=(fast, slow),
+            ramp=ramp,
+        )
 
     def kept(self, n_rot: int, base: float, device: torch.device) -> Tensor:
         """Share of each frequency that is left alone. [n_rot / 2] f32"""
@@ -77,44 +125,57 @@ def turning_dimension(turns: float, n_rot: int, n_ctx_orig: int, base: float) ->
 NOT_STRETCHED = RopeScaling()
 
 
-def read_scaling(file: GGUFFile, *, reads_ramp: bool = False, has_length: bool = True) -> RopeScaling:
+def read_scaling(file: GGUFFile, *, reads_ramp: bool = False, is_level: bool = False) -> RopeScaling:
     """The scaling of a file. ModelError for an unknown kind, BadGGUF for values out of range.
 
     reads_ramp: YaRN's ramp and the multiplier of its length are the file's, as llama.cpp reads them for some architectures.
-    has_length: YaRN makes queries and keys longer; otherwise it multiplies scores (`score_factor`)
+    is_level: as of `RopeScaling`; the file has a tenth of the multiplier
     """
     h = file.hparams
     kind = h.label("rope.scaling.type", "linear")
     if kind not in KINDS:
         raise ModelError(f"rope scaling {quoted(kind)} is not supported ({', '.join(KINDS)} are)")
-    factor = h.number("rope.scaling.factor", h.number("rope.scale_linear", 0.0)) or 1.0
-    is_yarn = kind == "yarn"
-    length, turns = 1.0 + 0.1 * math.log(max(1.0, factor)), (BETA_FAST, BETA_SLOW)
-    if is_yarn and reads_ramp:
+    turns = (BETA_FAST, BETA_SLOW)
+    if reads_ramp:
         names = ("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow")
         fast, slow = (h.number(name, plain) for name, plain in zip(names, turns, strict=True))
         turns = fast, slow
-        multiplier = h.number(MULTIPLIER, 0.0)
-        length /= 1.0 + 0.1 * multiplier * math.log(max(1.0, factor))
-    elif is_yarn:
-        _tell_unread(file, is_read=not has_length)
+    elif kind == "yarn":
+        _tell_unread(file, is_read=is_level)
     return RopeScaling(
-        factor=1.0 if kind == "none" else factor,
-        is_yarn=is_yarn,
+        factor=h.number("rope.scaling.factor", h.number("rope.scale_linear", 0.0)) or 1.0,
+        kind=kind,
         n_ctx_orig=h.integer("rope.scaling.original_context_length", h.integer("context_length")),
-        length=h.number("rope.scaling.attn_factor", 1.0) * (length if is_yarn and has_length else 1.0),
+        extra=h.number("rope.scaling.attn_factor", 1.0),
         turns=turns,
+        ramp=1.0 if kind == "yarn" else 0.0,
+        multiplier=h.number(MULTIPLIER, 0.0) * (10 if is_level else 1)
+        if reads_ramp or is_level
+        else 0.0,
+        is_level=is_level,
     )
 
 
-def score_factor(file: GGUFFile) -> float:
-    """What YaRN multiplies scores with where it leaves cos and sin as they are (deepseek2): the file has a tenth of the multiplier."""
-    h = file.hparams
-    factor = h.number("rope.scaling.factor", 0.0) or 1.0
-    if h.label("rope.scaling.type", "linear") != "yarn":
-        return 1.0
-    multiplier = 10 * h.number(MULTIPLIER, 0.0)
-    return (1.0 + 0.1 * multiplier * math.log(max(1.0, factor))) ** 2
+def trained_length(file: GGUFFile, n_ctx_train: int, flags: RopeFlags) -> int:
+    """Tokens that a model counts as trained for, n_ctx_train without flags: a factor of theirs stretches its original context."""
+    if not flags.factor and not flags.kind:
+        return n_ctx_train
+    own = read_scaling(file)
+    new = own.flagged(flags)
+    if new.kind == "none" or new.divisor == own.factor:
+        return n_ctx_train
+    return max(1, int(new.n_ctx_orig * new.divisor))
+
+
+def stretch_words(file: GGUFFile, flags: RopeFlags) -> str:
+    """What flags change of a file's rope, and which of longrope's divisors a context takes, in words; "" if neither."""
+    words = flags.words()
+    if file.hparams.label("rope.scaling.type", "") == "longrope":
+        scaling = read_scaling(file)
+        words.append(
+            f"longrope's divisors of {'long' if flags.n_ctx > scaling.n_ctx_orig else 'short'} contexts"
+        )
+    return ", ".join(words)
 
 
 def _tell_unread(file: GGUFFile, is_read: bool) -> None:
@@ -149,6 +210,7 @@ def read_temperature(file: GGUFFile) -> QueryTemperature | None:
 
 
 DIVISORS = "rope_freqs.weight"  # llama 3's
+SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"  # longrope's
 
 Angles = tuple[Tensor, Tensor]
 """cos, sin [row, 1, n_rot/2] f32"""
@@ -160,7 +222,8 @@ class RopeSpec:
 
     neox      pairs (d, d + n_rot/2); otherwise adjacent pairs (2d, 2d + 1), as llama's converter permutes them
     scaling   how the file stretches it
-    divisors  the tensor [n_rot/2] f32 that divides the frequencies, where the file has it; "" for none
+    divisors  the tensor [n_rot/2] f32 that divides the frequencies, where the file has it; "" for none. A file of the kind longrope has
+              two instead
     queries   what queries alone are multiplied with
     """
 
@@ -172,7 +235,23 @@ class RopeSpec:
     queries: QueryTemperature | None = None
 
     def tensors(self) -> dict[str, Want]:
-        return {self.divisors: Want((self.n_rot // 2,), optional=True)} if self.divisors else {}
+        is_long = self.scaling.kind == "longrope" and self.divisors == DIVISORS
+        names = (SHORT, LONG) if is_long else (self.divisors,)
+        return {name: Want((self.n_rot // 2,), optional=True) for name in names if name}
+
+    def flagged(self, flags: RopeFlags, *, is_near: bool = False) -> RopeSpec:
+        """As flags change it. is_near: of a block with a window, whose base and factor are always the file's."""
+        divisors = self.divisors
+        if self.scaling.kind == "longrope" and divisors == DIVISORS:
+            divisors = LONG if flags.n_ctx > self.scaling.n_ctx_orig else SHORT
+        if divisors == self.divisors and replace(flags, n_ctx=0) == NO_FLAGS:
+            return self
+        return replace(
+            self,
+            base=self.base if is_near else flags.base or self.base,
+            scaling=self.scaling.flagged(flags, is_near=is_near),
+            divisors=divisors,
+        )
 
     def bind(self, weights: Weights) -> Rope:
         return Rope(self, weights.device, weights.optional(self.divisors) if self.divisors else None)
@@ -186,13 +265,13 @@ class Rope:
 
     def __init__(self, spec: RopeSpec, device: torch.device, divisors: Tensor | None = None) -> None:
         scaling, n_rot, base = spec.scaling, spec.n_rot, spec.base
-        self.factor, self.length, self.queries = scaling.factor, scaling.length, spec.queries
+        self.factor, self.length, self.queries = scaling.divisor, scaling.length, spec.queries
         d = torch.arange(0, n_rot, 2, device=device, dtype=torch.float32)
         freq = base ** (-d / n_rot)
         self.freq = freq if divisors is None else freq / divisors
-        if scaling.is_yarn:
-            kept = scaling.kept(n_rot, base, device)
-            self.freq, self.factor = self.freq * (kept + (1 - kept) / scaling.factor), 1.0
+        if scaling.ramp:
+            kept = scaling.kept(n_rot, base, device) * scaling.ramp
+            self.freq, self.factor = self.freq * (kept + (1 - kept) / scaling.divisor), 1.0
         self.launch = angles.bind(AnglesSpec(device))
 
     def angles(self, positions: Tensor) -> Angles:
@@ -212,7 +291,8 @@ class Rope:
 
 
 class Ropes:
-    """The distinct ropes of a list of blocks. A block keeps its rope's place here, and a forward makes the angles of all.
+    """The distinct ropes of a list of blocks, as flags change them. A block keeps its rope's place here, and a forward makes the angles of
+    all.
 
     known: ropes of a model whose blocks these go with; equal ones are shared.
     """
@@ -221,8 +301,9 @@ class Ropes:
         self._weights, self._known = weights, {} if known is None else known.bound
         self.bound: dict[RopeSpec, Rope] = {}
 
-    def place(self, spec: RopeSpec) -> int:
-        """Where a forward's angles have those of `spec`."""
+    def place(self, spec: RopeSpec, *, is_near: bool = False) -> int:
+        """Where a forward's angles have those of `spec`. is_near: as of `RopeSpec.flagged`"""
+        spec = spec.flagged(self._weights.rope, is_near=is_near)
         if spec not in self.bound:
             known = self._known.get(spec)
             self.bound[spec] = spec.bind(self._weights) if known is None else known

@@ -42,6 +42,7 @@ from pyspec.models.matrices import (
     Summed,
     Unpacked,
 )
+from pyspec.models.rope_flags import NO_FLAGS, RopeFlags
 from pyspec.models.upload import Upload
 from pyspec.models.wants import Want, scale_of
 from pyspec.slots.mapped import of_pages
@@ -76,6 +77,7 @@ class Weights:
     `dense`: the dtype matrices are unpacked to at load; None keeps them packed, for the kernels on a GPU, or
     unpacked at each use on a CPU (less memory, slow). `wide`: keep f16 copies beside the packed matrices of kernels.
     `ranks`: the tensors in `cuts` are divided over them, and only this rank's share is read.
+    `rope`: what flags change of the model's ropes.
     """
 
     def __init__(
@@ -87,8 +89,9 @@ class Weights:
         wide: bool = False,
         ranks: Collective | None = None,
         cuts: Mapping[str, Cut] | None = None,
+        rope: RopeFlags = NO_FLAGS,
     ) -> None:
-        self.file = file
+        self.file, self.rope = file, rope
         self.device = device
         self.dense = dense
         self.alias = alias or {}

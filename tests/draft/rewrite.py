@@ -41,7 +41,9 @@ def rewrite(
         if value is not None and key != "general.architecture":
             plain = value.tolist() if isinstance(value, np.ndarray) else value
             plain = plain if isinstance(plain, str | bool | int | float) else list(plain)  # type: ignore[call-overload]
-            writer.add(key, plain, value_type(plain[0] if isinstance(plain, list) else plain))
+            kind = value_type(plain[0] if isinstance(plain, list) else plain)
+            kind = ValueType.INT32 if key == "tokenizer.ggml.token_type" else kind  # llama.cpp insists
+            writer.add(key, plain, kind)
     raw = {rename(name): file.raw(name) for name in file.tensors if not drop(name)}
     for name, info in file.tensors.items():
         if not drop(name):

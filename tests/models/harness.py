@@ -13,6 +13,7 @@ from pyspec.draft.drafter import Drafter, DraftOptions, TargetFile
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.target import Out
+from pyspec.models.rope_flags import NO_FLAGS, RopeFlags
 from pyspec.models.wants import check_tensors
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Seq, SeqMode, lay_out
@@ -39,6 +40,7 @@ class Bench:
         n_ctx: int = 256,
         kv: torch.dtype = torch.float32,
         dense: torch.dtype | None = torch.float32,
+        rope: RopeFlags = NO_FLAGS,
     ) -> None:
         self.file = open_gguf(path)
         config = read_config(self.file)
@@ -49,7 +51,7 @@ class Bench:
             CacheSizes(n_slot, self.table.n_alloc_row, self.table.page_size, width, KvFormat.both(kv)),
             DEVICE,
         )
-        self.target = config.build(Weights(self.file, DEVICE, dense), self.memory)
+        self.target = config.build(Weights(self.file, DEVICE, dense, rope=rope), self.memory)
         for slot in self.table.slots:
             self.table.acquire(slot, n_ctx)
 

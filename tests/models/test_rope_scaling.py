@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +13,18 @@ import torch
 from harness import FIXTURES, Bench
 from rewrite import rewrite
 
+from pyspec.config import settings_from
 from pyspec.draft.dflash_file import read_config as read_drafter
 from pyspec.errors import BadGGUF, ModelError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.blocks.sparse_attention import TailRope
 from pyspec.models.rope import Rope, RopeScaling, RopeSpec, read_scaling
+from pyspec.models.rope_flags import RopeFlags
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "fixtures" / "make"))
-from fixture_rope import CASES, YARN, keys_of  # noqa: E402
+from fixture_rope import CASES, FLAG_CASES, N_CTX, YARN, divisors, keys_of  # noqa: E402
 
 DEMO_DRAFT = ROOT / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
 
@@ -28,7 +32,13 @@ DEMO_DRAFT = ROOT / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
 def changed(to: Path, model: str, fields: dict[str, object]) -> Path:
     source = FIXTURES / f"{model}.gguf"
     with open_gguf(source) as file:
-        return rewrite(source, to / "m.gguf", change=keys_of(file.architecture, fields))
+        n_rot = file.hparams.integer("rope.dimension_count", 0)
+        add = divisors(n_rot // 2) if fields.get("type") == "longrope" else None
+        return rewrite(source, to / "m.gguf", change=keys_of(file.architecture, fields), add=add)
+
+
+def flags_of(flags: Mapping[str, object], n_ctx: int = N_CTX) -> RopeFlags:
+    return RopeFlags.of(settings_from(dict(flags, ctx=n_ctx)))
 
 
 @pytest.mark.parametrize("chunk", [120, 17])
@@ -44,6 +54,17 @@ def test_stretched_rope_gives_llama_cpp_log_probabilities(name: str, chunk: int,
     assert (got - want).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("name", FLAG_CASES)
+def test_flags_and_longrope_give_llama_cpp_log_probabilities(name: str, tmp_path: Path) -> None:
+    model, fields, flags = FLAG_CASES[name]
+    tokens = np.load(FIXTURES / f"{model}.npz")["tokens"].tolist()
+    bench = Bench(changed(tmp_path, model, dict(fields)), rope=flags_of(flags))
+    got = bench.feed(0, tokens)[-1].log_softmax(-1)
+    want = torch.from_numpy(np.load(FIXTURES / "rope_scaling.npz")[name])
+    # llama.cpp's gelu is a table
+    assert (got - want).abs().max() < (5e-3 if model == "gemma3" else 1e-3)
+
+
 def test_the_cases_tell_one_kind_from_another() -> None:
     found = np.load(FIXTURES / "rope_scaling.npz")
     assert np.abs(found["llama yarn"] - found["llama none"]).max() > 0.1
@@ -54,7 +75,7 @@ def test_the_cases_tell_one_kind_from_another() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"type": "longrope"}, "rope scaling 'longrope' is not supported"),
+        ({"type": "su"}, "rope scaling 'su' is not supported"),
         ({"type": "YARN"}, "rope scaling 'YARN' is not supported"),
         (YARN | {"factor": -2.0}, r"rope\.scaling\.factor is -2\.0"),
         (YARN | {"factor": float("nan")}, r"rope\.scaling\.factor is nan"),
@@ -88,21 +109,23 @@ def test_keys_that_llama_cpp_does_not_read_are_told(
 def test_a_drafter_stretches_rope_as_its_own_file_says(tmp_path: Path) -> None:
     path = rewrite(DEMO_DRAFT, tmp_path / "d.gguf", change=keys_of("dflash", YARN))
     with open_gguf(path) as file:
-        assert read_drafter(file).rope.scaling == RopeScaling(4.0, True, 32, pytest.approx(1.1386294))
+        assert read_drafter(file).rope.scaling == RopeScaling(4.0, "yarn", 32, ramp=1.0)
 
 
 def test_yarn_leaves_fast_frequencies_alone_and_divides_slow_ones() -> None:
     device = torch.device("cpu")
-    spec = RopeSpec(64, 1e4, True, RopeScaling(8.0, True, 4096, 1.25))
+    spec = RopeSpec(64, 1e4, True, RopeScaling(8.0, "yarn", 4096, 1.25, ramp=1.0))
     plain, rope = Rope(RopeSpec(64, 1e4, True), device), Rope(spec, device)
     assert rope.freq[0] == plain.freq[0] and torch.allclose(rope.freq[-1], plain.freq[-1] / 8)
     positions = torch.tensor([0, 5])
     cos, sin = rope.angles(positions)
-    assert torch.allclose(cos**2 + sin**2, torch.full_like(cos, 1.25**2)) and cos[0].min() == 1.25
+    length = 1.25 * (1 + 0.1 * math.log(8))
+    assert torch.allclose(cos**2 + sin**2, torch.full_like(cos, length**2))
+    assert cos[0].min() == pytest.approx(length)
 
 
 def test_a_base_of_one_turns_all_dimensions_alike_however_rope_is_stretched() -> None:
-    scaling = RopeScaling(8.0, True, 4096)
+    scaling = RopeScaling(8.0, "yarn", 4096, ramp=1.0)
     assert Rope(RopeSpec(64, 1.0, True, scaling), torch.device("cpu")).freq.isfinite().all()
     tail = TailRope(64, 1.0, factor=8.0, n_ctx_orig=4096).freq()
     assert tail.isfinite().all() and tail[-1] == 1 / 8

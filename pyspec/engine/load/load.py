@@ -57,6 +57,7 @@ from pyspec.engine.recommended import recommended
 from pyspec.gguf import GGUFFile
 from pyspec.gguf.types import file_type_words
 from pyspec.models.gathered import Gathered
+from pyspec.models.rope import stretch_words
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.registry import SUFFIX
@@ -165,7 +166,9 @@ def build(
     memory = allocate(d.own.parts(), d.sizes, d.device)
     with _timed("weights", d.device, release=True), _few_threads(d):
         cuts = cuts_of(d.config.tensors(d.file))
-        weights = Weights(d.file, d.device, d.dense, wide=plan.wide > 0, ranks=shared, cuts=cuts)
+        weights = Weights(
+            d.file, d.device, d.dense, wide=plan.wide > 0, ranks=shared, cuts=cuts, rope=d.rope
+        )
         target = d.config.build(weights, memory)
         if ranks is not None:
             memory = lead_ranks(target, memory, ranks)
@@ -317,7 +320,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         arch=c.arch,
         n_vocab=c.n_vocab,
         n_ctx=d.n_ctx,
-        n_ctx_train=c.n_ctx_train,
+        n_ctx_train=d.n_ctx_train,
         n_slot=d.settings.np,
         n_embd=c.n_embd,
         n_params=sum(t.n_elements for t in d.file.tensors.values()),
@@ -337,6 +340,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         n_overhang=d.n_overhang,
         memory=plan.by_purpose,
         sampling=recommended(fields),
+        rope=stretch_words(d.file, d.rope),
     )
 
 

@@ -23,6 +23,7 @@ PROPERTIES = {
     "model": "model",
     "drafter": "drafter",
     "draft_model": "draft model",
+    "rope": "scaling of rope (--rope-scaling and its like; -c, for longrope)",
     "kv_type": "type of keys and values (-ctk, -ctv)",
     "page_size": "page size (--page-size)",
     "layout": "layout of caches and states (--tp counts)",
@@ -95,6 +96,7 @@ class SlotActions:
                 "model": fingerprint(Path(self.info.model_path)),
                 "drafter": self.info.drafter,
                 "draft_model": fingerprint(Path(draft)) if draft else "",
+                "rope": self.info.rope,
                 **self.imager.layout(),
             }
         return self._identity
@@ -104,7 +106,7 @@ class SlotActions:
         if not isinstance(of, dict):
             raise file.bad("it does not name its model")
         for name, here in self.identity().items():
-            there = of.get(name)
+            there = of.get(name, "")
             if there != here:
                 raise file.bad(
                     f"it was saved with another {PROPERTIES[name]}: {str(there)[:64]!r}, here it is {here!r}"

@@ -22,6 +22,8 @@ from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice, PairEr
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import read_config
 from pyspec.models.cuts import check_ranks
+from pyspec.models.rope import trained_length
+from pyspec.models.rope_flags import RopeFlags
 from pyspec.models.target import ModelConfig
 from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weights import cuts_of
@@ -48,6 +50,7 @@ PARTS_OF_MODELS = {"clip": "a projector for images", "imatrix": "an importance m
 class Description:
     """A model with its drafter, on a device.
 
+    n_ctx_train tokens that the model was trained for, or that flags of rope stretch it to
     n_ctx   tokens one request may hold
     n_page  pages of the pool
     dense   the dtype matrices are unpacked to; None: they stay packed
@@ -60,6 +63,7 @@ class Description:
     device: torch.device
     file: GGUFFile
     config: ModelConfig
+    n_ctx_train: int
     tokenizer: Tokenizer
     template: ChatTemplate | None
     draft: DraftPlan
@@ -72,6 +76,11 @@ class Description:
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def rope(self) -> RopeFlags:
+        """Flags of rope."""
+        return RopeFlags.of(replace(self.settings, ctx=self.n_ctx))
 
     @property
     def kv(self) -> KvFormat:
@@ -152,7 +161,9 @@ def describe(
     synth_of(
         settings, plan.n_draft
     )  # rates that do not go with the drafter are refused before weights are read
-    n_ctx = max_context(settings, config)
+    n_ctx_train = trained_length(file, config.n_ctx_train, RopeFlags.of(settings))
+    n_ctx = max_context(settings, n_ctx_train)
+    settings = replace(settings, ctx=n_ctx if settings.ctx else 0)
     dense = pick_dense(file, device, settings.weights)
     return Description(
         path=path,
@@ -160,6 +171,7 @@ def describe(
         device=device,
         file=file,
         config=config,
+        n_ctx_train=n_ctx_train,
         tokenizer=tokenizer,
         template=template,
         draft=plan,
@@ -335,13 +347,22 @@ def check_vocabulary(target: GGUFFile, drafter: GGUFFile) -> None:
     )
 
 
-def max_context(s: EngineSettings, c: ModelConfig) -> int:
-    """Tokens one request may hold; START_CTX unless settings have a number."""
+def max_context(s: EngineSettings, n_ctx_train: int) -> int:
+    """Tokens one request may hold; START_CTX unless settings have a number. As in llama-server, no more than the model was trained for;
+    with another base, that is not known."""
     if not s.ctx:
-        return min(START_CTX, c.n_ctx_train)
-    if s.ctx > c.n_ctx_train:
-        log.warning("-c %d is more than the model was trained for (%d)", s.ctx, c.n_ctx_train)
-    return s.ctx
+        return min(START_CTX, n_ctx_train)
+    if s.ctx <= n_ctx_train:
+        return s.ctx
+    if s.rope_freq_base:
+        log.warning("-c %d is more than the model was trained for (%d)", s.ctx, n_ctx_train)
+        return s.ctx
+    log.warning(
+        "-c %d is more than the model was trained for: -c %d is used, as in llama-server; --rope-scaling yarn --rope-scale N stretches it",
+        s.ctx,
+        n_ctx_train,
+    )
+    return n_ctx_train
 
 
 def overhang_of(plan: DraftPlan) -> int:

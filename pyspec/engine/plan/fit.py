@@ -52,7 +52,7 @@ class FitReport:
         n_ctx  tokens of each slot; 0: a few thousand if `np` is given, else those of a long chat
         """
         able = [f for f in self.fits if f.n_ctx and f.np <= (np or 8)]
-        enough = n_ctx or min(FEW if np else ENOUGH, self.description.config.n_ctx_train)
+        enough = n_ctx or min(FEW if np else ENOUGH, self.description.n_ctx_train)
         long = [f for f in able if f.n_ctx >= enough]
         return max(long, key=lambda f: f.np) if long else max(able, key=lambda f: f.n_ctx, default=None)
 
@@ -82,5 +82,5 @@ def _largest(d: Description, np: int, usable: int) -> Fit:
     def planned(n_ctx: int) -> MemoryPlan:
         return here(d, plan_memory(resized(d, np, n_ctx)))
 
-    n_ctx = most_tokens(planned, d.config.n_ctx_train, lambda plan: plan.total <= usable)
-    return Fit(np, n_ctx, planned(max(n_ctx, min(STEP, d.config.n_ctx_train))))
+    n_ctx = most_tokens(planned, d.n_ctx_train, lambda plan: plan.total <= usable)
+    return Fit(np, n_ctx, planned(max(n_ctx, min(STEP, d.n_ctx_train))))

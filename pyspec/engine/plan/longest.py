@@ -61,7 +61,7 @@ def most_tokens(
 
 def widened(d: Description) -> Description:
     """Set the length of a request to the most tokens that fit, if none is given. A plan for very few tokens is left for the load to refuse."""
-    s, trained = d.settings, d.config.n_ctx_train
+    s, trained = d.settings, d.n_ctx_train
     if s.ctx:
         return d
     most = min(trained, MAX_CTX if s.kv_pool else max(d.n_ctx, MAX_POOL // s.np))
@@ -86,6 +86,8 @@ def widened(d: Description) -> Description:
         return d
     why = (
         "as the model was trained"
+        if n == d.config.n_ctx_train
+        else "as rope is stretched"
         if n == trained
         else "as the free memory allows"
         if n < most

@@ -34,6 +34,7 @@ from pyspec.engine.process.engine_main import log_to
 from pyspec.errors import DoesNotFit, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
+from pyspec.models.rope_flags import RopeFlags
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.arena import Arena
 from pyspec.slots.kv import KvFormat
@@ -75,7 +76,8 @@ def load(share: LoadShare, link: Link) -> Follower:
     memory = allocate(config.share(s.tp).parts(), sizes_of(s, table, share.width, device), device)
     dense = getattr(torch, share.dense) if share.dense else None
     cuts = cuts_of(config.tensors(file))
-    target = config.build(Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts), memory)
+    weights = Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts, rope=RopeFlags.of(s))
+    target = config.build(weights, memory)
     attend_plan.reserve(device, share.n_attention)
     prepare.settle(attend_plan.late(device))
     checker.close()

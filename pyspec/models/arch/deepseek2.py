@@ -21,7 +21,7 @@ from pyspec.models.read import (
     trunk_layers,
     vocab_size,
 )
-from pyspec.models.rope import RopeSpec, read_scaling, score_factor
+from pyspec.models.rope import RopeSpec, read_scaling
 from pyspec.models.spec import ModelSpec
 
 GLM_FLASH = (
@@ -55,9 +55,7 @@ def _attention(file: GGUFFile) -> Mla:
     n_rot, key = h.integer("rope.dimension_count"), h.integer("attention.key_length_mla")
     if n_rot % 2 or not n_rot < key:
         raise ModelError(f"rope can not turn {n_rot} dimensions of heads of {key}")
-    rope = RopeSpec(
-        n_rot, h.number("rope.freq_base", 10000.0), False, read_scaling(file, has_length=False)
-    )
+    rope = RopeSpec(n_rot, h.number("rope.freq_base", 10000.0), False, read_scaling(file, is_level=True))
     return Mla(
         n_head=h.integer("attention.head_count"),
         n_plain=key - n_rot,
@@ -65,7 +63,7 @@ def _attention(file: GGUFFile) -> Mla:
         rank=h.integer("attention.kv_lora_rank"),
         q_rank=h.integer("attention.q_lora_rank", 0) if "blk.0.attn_q_a.weight" in file.tensors else 0,
         rope=rope,
-        scale=score_factor(file) * key**-0.5,
+        plain_scale=key**-0.5,
     )
 
 

@@ -171,7 +171,7 @@ class BoundAttention:
         self.spec = spec
         self.shape = spec.shape
         self.layer = at.layer
-        self.norm, self.rope = at.optional_norm(), at.ropes.place(spec.rope)
+        self.norm, self.rope = at.optional_norm(), at.ropes.place(spec.rope, is_near=spec.window > 0)
         names = [at.name("attn_qkv.weight")]
         if not w.has(names[0]):
             names = [at.name(f"attn_{p}.weight") for p in "qkv"]

@@ -38,7 +38,7 @@ class Mla:
     n_plain  dimensions of a head's query that do not turn; rope.n_rot behind them do
     n_value  dimensions of a head's value
     rank     of keys and values; q_rank that of queries, 0: they have none
-    scale    of scores
+    plain_scale  of scores, before what rope's scaling does to it
     """
 
     n_head: int
@@ -47,7 +47,7 @@ class Mla:
     rank: int
     q_rank: int
     rope: RopeSpec
-    scale: float
+    plain_scale: float
     captures_prompts = False
     scratch = None
 
@@ -55,6 +55,11 @@ class Mla:
     def row(self) -> int:
         """Dimensions of a stored row."""
         return self.rank + self.rope.n_rot
+
+    @property
+    def scale(self) -> float:
+        """Of scores."""
+        return self.plain_scale * self.rope.scaling.score_factor
 
     @property
     def attends(self) -> AttentionShape:
@@ -107,8 +112,9 @@ class BoundMla:
 
     def __init__(self, spec: Mla, at: Binding) -> None:
         w = at.weights
-        self.spec, self.layer = spec, at.layer
         self.norm, self.rope = at.bound_norm(), at.ropes.place(spec.rope)
+        spec = replace(spec, rope=spec.rope.flagged(w.rope))
+        self.spec, self.layer = spec, at.layer
         first = "attn_q_a" if spec.q_rank else "attn_q"
         self.queries, self.latent = (
             w.matrix(at.name(f"{name}.weight")) for name in (first, "attn_kv_a_mqa")

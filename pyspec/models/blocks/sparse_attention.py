@@ -31,6 +31,7 @@ from pyspec.models.blocks.compressor import BoundCompressor, Compressor
 from pyspec.models.cuts import Cut, Units
 from pyspec.models.part import AttentionShape, Binding, ForwardSize, LoadTypes, Pass, Place, Request
 from pyspec.models.rope import turning_dimension
+from pyspec.models.rope_flags import RopeFlags
 from pyspec.models.wants import Want
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KvFormat, KVPool
@@ -45,7 +46,7 @@ COMPRESSED, INDEX = ("rows", "partial"), ("index", "index_partial")  # names of 
 @dataclass(frozen=True, slots=True)
 class TailRope:
     """Rope of the last `n_rot` dimensions of heads, in pairs side by side. factor: above 1, yarn stretches it, between `beta_fast` and
-    `beta_slow` turns in a context of `n_ctx_orig`."""
+    `beta_slow` turns in a context of `n_ctx_orig`. ramp: share of what leaves fast frequencies as they are."""
 
     n_rot: int
     base: float
@@ -53,6 +54,22 @@ class TailRope:
     n_ctx_orig: int = 1
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    ramp: float = 1.0
+
+    def flagged(self, flags: RopeFlags) -> TailRope:
+        """As flags change it: its base without a context to stretch, otherwise the rest."""
+        if self.n_ctx_orig == 1:
+            return replace(self, base=flags.base or self.base)
+        ramp = 0.0 if flags.kind == "linear" else self.ramp
+        fast, slow = flags.turns
+        return replace(
+            self,
+            factor=1.0 if flags.kind == "none" else flags.factor or self.factor,
+            n_ctx_orig=flags.n_ctx_orig or self.n_ctx_orig,
+            beta_fast=fast if fast >= 0 else self.beta_fast,
+            beta_slow=slow if slow >= 0 else self.beta_slow,
+            ramp=flags.ramp if flags.ramp >= 0 else ramp,
+        )
 
     def freq(self) -> Tensor:
         """Angles of one position. [n_rot / 2] f64"""
@@ -67,6 +84,8 @@ class TailRope:
         )
         low, high = max(0.0, math.floor(low)), min(n - 1.0, math.ceil(high))
         ramp = ((torch.arange(n // 2, dtype=torch.float64) - low) / max(0.001, high - low)).clamp(0, 1)
+        if self.ramp != 1.0:
+            ramp = 1 - (1 - ramp) * self.ramp
         return freq * (1 - ramp) + freq / self.factor * ramp
 
 
@@ -191,7 +210,7 @@ class BoundSparse:
         self.spec, self.layer = spec, at.layer
         self.norm, self.q_norm = at.bound_norm(), Norm(w.vector(at.name("attn_q_a_norm.weight")), at.eps)
         self.kv_norm, self.sinks = w.vector(at.name("attn_kv_a_norm.weight")), w.vector(at.name(SINKS))
-        self.freq = spec.rope.freq().to(w.device)
+        self.freq = spec.rope.flagged(w.rope).freq().to(w.device)
         self.key_tail = KeyTail(self.kv_norm, self.freq)
         self.compressors = [BoundCompressor(one, at, self.freq) for one in spec.compressors]
         self.index = self.both = None
