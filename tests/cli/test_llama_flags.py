@@ -319,8 +319,18 @@ def test_variables_of_others_are_none_of_our_business(name: str):
 def test_what_is_refused_as_a_flag_is_refused_as_its_variable():
     result = call(LLAMA_ARG_NO_JINJA="0")
     assert result.exit_code == 2 and "LLAMA_ARG_NO_JINJA: templates are always Jinja" in result.stderr
+
+
+def test_rope_is_stretched_by_llama_servers_flags_and_variables():
     assert call("--yarn-ext-factor", "-1.0", "--rope-freq-base", "0").exit_code == Loaded.exit_code
-    assert "rope scaling is read from the model's file" in call("--rope-scaling", "yarn").stderr
+    assert call("--rope-scaling", "yarn", LLAMA_ARG_ROPE_SCALE="4").exit_code == Loaded.exit_code
+    for args, said in (
+        (("--rope-scaling", "longrope"), "'longrope' is not one of 'none', 'linear', 'yarn'"),
+        (("--rope-scale", "-2"), "-2.0 is not in the range"),
+        (("--rope-freq-base", "nan"), "nan is not"),
+    ):
+        result = call(*args)
+        assert result.exit_code == 2 and said in result.stderr, (args, result.stderr)
 
 
 @pytest.mark.parametrize(

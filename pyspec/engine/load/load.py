@@ -115,6 +115,8 @@ def _load(path: Path, settings: EngineSettings, is_isolated: bool, file: GGUFFil
     if d.template is not None and not is_isolated:
         d.template.warm()
     log.info("description: %.1f s", time.perf_counter() - began)
+    if words := stretch_words(d.file, d.rope):
+        log.info("rope: %s", words)
     if not d.is_cuda:
         why = (
             "C++ kernels"
