@@ -18,7 +18,9 @@ COMMIT = "0" * 39 + "1"
 @dataclass
 class FakeHub:
     """The served files. `cut`: bytes after which the next answers break off; `lies`: files served with other bytes.
-    `sizeless`: files whose size is not said before they come. `pace`: seconds between the pieces of a file, eight of them."""
+    `sizeless`: files whose size is not said before they come. `pace`: seconds between the pieces of a file, eight of them.
+    `refuses`: status and error code of the answers for a file, or for the listing (""); `in_body`: of its contents alone, not of its head.
+    `rangeless`: ranges are not honoured. `then`: files that take the place of others once one has been read."""
 
     files: dict[str, bytes]
     cut: list[int] = field(default_factory=list)
@@ -27,6 +29,10 @@ class FakeHub:
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, file, range
     url: str = ""
     pace: float = 0.0
+    refuses: dict[str, tuple[int, str]] = field(default_factory=dict)
+    in_body: dict[str, tuple[int, str]] = field(default_factory=dict)
+    rangeless: bool = False
+    then: dict[str, bytes] = field(default_factory=dict)
 
 
 @contextmanager
@@ -48,7 +54,7 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
         def answer(self, body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
             if path.startswith(f"/api/models/{REPO}"):
-                self.listing()
+                self.refuse(*hub.refuses[""]) if "" in hub.refuses else self.listing()
                 return
             if not path.startswith(f"/{REPO}/resolve/main/"):
                 self.reply(404, b"", {})
@@ -56,6 +62,10 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             name = path.removeprefix(f"/{REPO}/resolve/main/")
             data = hub.files.get(name)
             hub.asked.append((self.command, name, self.headers.get("Range", "")))
+            refused = hub.refuses.get(name) or (hub.in_body.get(name) if body else None)
+            if refused is not None:
+                self.refuse(*refused)
+                return
             if data is None:
                 self.reply(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
                 return
@@ -67,12 +77,19 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             sent = bytes(b ^ 1 for b in data) if name in hub.lies else data
             first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
             start, end = int(first), min(int(last or len(sent)), len(sent) - 1)
-            if "Range" in self.headers:
+            is_part = "Range" in self.headers and not hub.rangeless
+            if not is_part:
+                start, end = 0, len(sent) - 1
+            if is_part:
                 about["Content-Range"] = f"bytes {start}-{end}/{len(sent)}"
             says_size = body or name not in hub.sizeless
-            self.reply(
-                206 if "Range" in self.headers else 200, sent[start : end + 1], about, body, says_size
-            )
+            self.reply(206 if is_part else 200, sent[start : end + 1], about, body, says_size)
+            if body and name in hub.then:
+                hub.files[name] = hub.then.pop(name)
+
+        def refuse(self, status: int, code: str) -> None:
+            about = {"X-Error-Code": code, "X-Error-Message": f"Access to model {REPO} is restricted."}
+            self.reply(status, b'{"error": "no"}', about if code else {})
 
         def listing(self) -> None:
             tree = [

@@ -248,7 +248,7 @@ def test_fit_fetches_no_more_than_heads(there: FakeHub, tmp_path: Path, monkeypa
     head = 60_000
     with open_gguf(target) as file:
         assert min(t.offset for t in file.tensors.values()) < head < file.n_bytes / 2
-    monkeypatch.setattr("pyspec.hub.fetch.HEAD_BYTES", head)
+    monkeypatch.setattr("pyspec.hub.heads.HEAD_BYTES", head)
 
     def fit(*args: object) -> dict:
         done = CliRunner().invoke(main, ["fit", *map(str, args), "--vram", "8G", "--json"])

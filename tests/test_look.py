@@ -33,7 +33,7 @@ SMALL_LOAD = ("-np", "1", "-c", "256", "-ub", "16", "--no-warmup")
 
 @pytest.fixture(autouse=True)
 def _small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyspec.hub.fetch.FIRST_BYTES", HEAD)
+    monkeypatch.setattr("pyspec.hub.heads.FIRST_BYTES", HEAD)
 
 
 def call(*args: str) -> Result:
@@ -139,6 +139,52 @@ def test_what_does_not_fit_names_the_quantisation_that_does(
         assert "" not in gets(there) and not list((tmp_path / "hub").rglob("blobs/*"))
 
 
+@pytest.mark.parametrize("name", ["-hf", "name"])
+def test_a_name_without_a_quantisation_takes_the_one_that_fits(
+    there: FakeHub,
+    tmp_path: Path,
+    room: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+):
+    """What was named is never replaced: the person may know better."""
+    from pyspec import catalog
+
+    wide(there, tmp_path, Q4_K_M="f16", Q3_K_M="q8_0", Q2_K="q4_0")
+    room(45)
+    entry = catalog.Entry(
+        name="mine", title="", arch="qwen3", target=catalog.Source(repo=REPO, quant="Q4_K_M")
+    )
+    monkeypatch.setattr(catalog, "catalogue", lambda: {"mine": entry})
+    own, other = (("-hf", REPO), f"-hf {REPO}:Q3_K_M") if name == "-hf" else (("mine",), "mine:Q3_K_M")
+    done = call("run", *own, "-p", "Hi", "-n", "1", *SMALL_LOAD)
+    assert done.exit_code == 0, done.output
+    assert "m-Q4_K_M.gguf needs " in done.stderr and f": {other} is taken" in done.stderr
+    whole = {file for method, file, span in there.asked if method == "GET" and not span}
+    assert whole == {"m-Q3_K_M.gguf"}
+    for named in (("-hf", f"{REPO}:Q4_K_M"), ("-hf", REPO, "-hff", "m-Q4_K_M.gguf"), ("mine:q4_k_m",)):
+        if (named[0] == "-hf") == (name == "-hf"):
+            done = call("run", *named, "-p", "Hi", *SMALL_LOAD)
+            assert done.exit_code == 5 and f"{other} (" in done.stderr, done.output
+    room(125)  # for more rows
+    done = call("pull", *own, "--json")
+    assert done.exit_code == 0 and "m-Q3_K_M" in json.loads(done.stdout)[0]["path"], done.output
+
+
+def test_a_program_gets_the_quantisation_that_fits(
+    there: FakeHub, tmp_path: Path, room: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+):
+    from pyspec import catalog
+    from pyspec.engine.api import Engine
+
+    wide(there, tmp_path, Q4_K_M="f16", Q3_K_M="q8_0")
+    room(45)
+    entry = catalog.Entry(name="mine", title="", arch="qwen3", target=catalog.Source(repo=REPO))
+    monkeypatch.setattr(catalog, "catalogue", lambda: {"mine": entry})
+    with Engine.load("mine", np=1, ctx=256, ubatch=16, warm_up=False, check_tap_shift=False) as engine:
+        assert engine.info.model_path.endswith("m-Q3_K_M.gguf")
+
+
 def test_with_fewer_slots_or_tokens_it_may_fit(
     there: FakeHub, tmp_path: Path, room: Callable[[int], None]
 ):
@@ -204,8 +250,8 @@ def test_a_head_that_is_longer_is_fetched_in_two_steps(
 ):
     path = synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False)
     there.files = {"m-Q8_0.gguf": path.read_bytes()}
-    monkeypatch.setattr("pyspec.hub.fetch.FIRST_BYTES", 777)
-    monkeypatch.setattr("pyspec.hub.fetch.HEAD_BYTES", HEAD)
+    monkeypatch.setattr("pyspec.hub.heads.FIRST_BYTES", 777)
+    monkeypatch.setattr("pyspec.hub.heads.HEAD_BYTES", HEAD)
     here, away = (json.loads(call("inspect", str(path), "--json").stdout), None)
     tokens = ("tokenize", "--text", "hello", "--json")
     away = call(*tokens, "-hf", REPO)
@@ -389,7 +435,7 @@ def test_a_look_that_dies_is_no_refusal(
 
     monkeypatch.setattr(look_apart, "COMMAND", (sys.executable, "-c", "raise SystemExit(9)"))
     assert (
-        look_apart.looked(abs, look_apart.Named(repo=REPO), apart=True) == ""
+        look_apart.looked(abs, look_apart.Named(repo=REPO), apart=True) == look_apart.Looked()
         and "ended with status 9" in caplog.text
     )  # type: ignore[arg-type]
 

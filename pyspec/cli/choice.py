@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,18 @@ if TYPE_CHECKING:
 
     from pyspec.config import EngineSettings
     from pyspec.engine.api import Engine
+    from pyspec.engine.plan.look_apart import Looked, Named
+    from pyspec.hub.heads import Seen
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """The model as named by the user, before any lookup."""
+    """The model as named by the user, before any lookup.
+
+    seen  entity tags of the files whose heads were read: others are not downloaded
+    """
 
     model: str = ""
     repo: str = ""
@@ -28,11 +36,19 @@ class ModelChoice:
     draft: str = ""
     draft_repo: str = ""
     look: bool = True  # check the head of a remote file before downloading it
+    seen: Seen = field(default_factory=dict)
 
     @property
     def named(self) -> str:
         """The name as typed."""
         return self.model or self.repo
+
+    @property
+    def name(self) -> Named:
+        """The name for a look."""
+        from pyspec.engine.plan.look_apart import Named
+
+        return Named(self.model, self.repo, self.file)
 
     def check(self) -> None:
         """Raise ConfigError for an impossible choice: no model or two, a missing file, an unknown name. Uses no network."""
@@ -81,35 +97,52 @@ class ModelChoice:
         plan: Callable[[], tuple[Path, EngineSettings]],
         *,
         apart: bool = False,
-    ) -> None:
+    ) -> ModelChoice:
         """Refuse a remote model that does not run or fit here, by the heads of its files, before the download. Raises PyspecError.
+
+        Returns the model to load: with another quantisation, where none was named and only another one fits.
 
         plan   the target's file and the settings of the load
         apart  check in a separate process; `plan` is pickled
         """
-        if said := self.looked(plan, apart=apart):
-            raise DoesNotFit(f"{said}. Nothing was downloaded; --no-look downloads it anyway")
+        found = self.looked(plan, apart=apart)
+        if found.advice and not found.quant:
+            raise DoesNotFit(f"{found.advice}. Nothing was downloaded; --no-look downloads it anyway")
+        return self.after(found)
+
+    def after(self, found: Looked) -> ModelChoice:
+        """The model to load after a look; says so if it is another one."""
+        if not found.quant:
+            return replace(self, seen=found.seen)
+        log.warning("%s", found.advice)
+        other = self.name.with_quant(found.quant)
+        if self.model:
+            return replace(self, model=other, seen=found.seen)
+        return replace(self, repo=other.removeprefix("-hf "), seen=found.seen)
 
     def looked(
         self,
         plan: Callable[[], tuple[Path, EngineSettings]],
         *,
         apart: bool = False,
-    ) -> str:
-        """As `look_before`, but returns the reason if the model does not fit, without a full stop; "" if it fits."""
+    ) -> Looked:
+        """What the heads of a remote model's files say. Raises PyspecError for one that does not run."""
+        from pyspec.engine.plan.look_apart import Looked, looked
+
         self.check()
         if not self.look or self.is_here():
-            return ""
+            return Looked()
         progress.report("head of the file")
         self.locate()
-        from pyspec.engine.plan.look_apart import Named, looked
-
-        return looked(plan, Named(self.model, self.repo), apart=apart)
+        return looked(plan, self.name, apart=apart)
 
     def target(self) -> str:
         """A path or a catalogue name; with -hf, downloaded first. Raises ConfigError, DownloadError."""
+        from pyspec.hub import expecting
+
         self.check()
-        return str(_from_hub(self.repo, self.file)) if self.repo else self.model
+        with expecting(self.seen):
+            return str(_from_hub(self.repo, self.file)) if self.repo else self.model
 
     def drafter(self) -> str:
         """A path, or "auto" if none was named. Raises ConfigError, DownloadError."""
@@ -144,8 +177,11 @@ class EngineChoice:
 
     def load(self, np: int = 0, *, isolated: bool = False) -> Engine:
         """Load the engine, with `np` slots if given, in its own process if `isolated`. Raises PyspecError."""
-        self.choice.look_before(partial(self.plan, np), apart=isolated)
-        target, draft, values = self._looked_up(np)
+        choice = self.choice.look_before(partial(self.plan, np), apart=isolated)
+        from pyspec.hub import expecting
+
+        with expecting(choice.seen):
+            target, draft, values = replace(self, choice=choice)._looked_up(np)
         from pyspec.engine.api import Engine
 
         progress.report("start of the engine")

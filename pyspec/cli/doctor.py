@@ -146,7 +146,7 @@ def _load(choice: ModelChoice, device: str, kernels: str) -> None:
         )
         return path, settings
 
-    choice.look_before(plan)
+    choice = choice.look_before(plan)
     kernel_context.use(KernelContext(registry.tiers_of(kernels)))
     for op in registry.ops():
         op.decided.clear()

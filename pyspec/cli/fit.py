@@ -58,14 +58,13 @@ def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> N
     engine.choice.locate()
     from pyspec.engine.plan.fit import fit as plan_fit
     from pyspec.engine.plan.look import instead
-    from pyspec.engine.plan.look_apart import Named
 
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     with TemporaryDirectory(prefix="pyspec-fit-") as folder, heads_only(Path(folder), has_head):
         path, settings = engine.plan(n_slot)
         report = plan_fit(path, settings, vram)
         fits = report.best(max(engine.np, 0)) is not None
-        advice = "" if fits else instead(report, Named(engine.choice.model, engine.choice.repo))
+        advice = "" if fits else instead(report, engine.choice.name)
     about = summary(report, engine) | {"instead": advice}
     click.echo(json.dumps(about, indent=1)) if as_json else _show(report, about)
     if not about["flags"]:
@@ -85,7 +84,7 @@ def summary(report: FitReport, engine: EngineChoice) -> dict[str, Any]:
         "np": d.settings.np,
         "n_ctx": d.n_ctx,
         "n_ctx_train": d.n_ctx_train,
-        "fits": report.asked.total <= report.usable,
+        "fits": report.fits_as_asked,
         "plan": asdict(report.asked) | {"total": report.asked.total},
         "per_slot": {
             "kv": report.kv_per_slot,

@@ -48,7 +48,7 @@ def logits(
     settings = EngineSettings(
         ctx=n_ctx, kv_type=kv_type, device=device, weights=weights, spec_type="none"
     )
-    choice.look_before(lambda: (resolve(choice.target())[0], settings))
+    choice = choice.look_before(lambda: (resolve(choice.target())[0], settings))
     from pyspec.logits import compute_logits, save_logits
 
     path = resolve(choice.target())[0]

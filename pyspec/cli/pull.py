@@ -52,6 +52,7 @@ def pull(
     from pyspec.cli.options import SPEC_TYPES, spec_type_of
     from pyspec.config import EngineSettings
     from pyspec.errors import ConfigError
+    from pyspec.hub import expecting
     from pyspec.registry import is_spec_type, split_spec_type
 
     set_up(4 if ctx.meta.get("pyspec.verbose") else 3)
@@ -64,13 +65,17 @@ def pull(
         _entry(choice.model)
     with pull_lines():
         alone = EngineSettings(spec_type="none")
-        if too_large := choice.looked(lambda: (resolve(choice.target())[0], alone)):
+        named = choice
+        found = named.looked(lambda: (resolve(named.target())[0], alone))
+        if found.advice and not found.quant:
             # it may be for another machine
-            click.echo(f"too large for this machine: {too_large}", err=True)
+            click.echo(f"too large for this machine: {found.advice}", err=True)
+        choice = named.after(found)
         by_name = bool(choice.model)
-        files = _of_catalogue(choice.model, wanted) if by_name else _of_repository(choice, wanted)
-        if choice.draft_repo:
-            files += _drafter(choice.draft_repo)
+        with expecting(choice.seen):
+            files = _of_catalogue(choice.model, wanted) if by_name else _of_repository(choice, wanted)
+            if choice.draft_repo:
+                files += _drafter(choice.draft_repo)
         done = [_checked(role, paths, check) for role, paths in files]
     if as_json:
         click.echo(json.dumps([asdict(one) | {"path": str(one.path)} for one in done], indent=1))

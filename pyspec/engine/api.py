@@ -91,8 +91,8 @@ class Engine(ServedEngine):
                 raise ConfigError(f"isolated {flaw}")
             name = path_of("target", target, ConfigError)
             pair = (name, None if draft is None else path_of("draft", draft, ConfigError), values)
-            look_at_name(name, partial(pair_of, *pair), apart=isolated)
-            engine = cls.open(*pair, isolated=isolated)
+            taken = look_at_name(name, partial(pair_of, *pair), apart=isolated)
+            engine = cls.open(taken, *pair[1:], isolated=isolated)
         engine._says = argument_names
         return engine
 

@@ -1,6 +1,7 @@
 """Files from Hugging Face: the choice among a repository's files (`names`), and their paths in the local cache (`fetch`)."""
 
-from pyspec.hub.fetch import Repository, check_hash, fetch_file, from_hub, heads_only, sha256_of
+from pyspec.hub.fetch import Repository, check_hash, fetch_file, from_hub, sha256_of
+from pyspec.hub.heads import expecting, heads_only
 from pyspec.hub.names import (
     DEFAULT_QUANTS,
     Sidecar,
@@ -18,6 +19,7 @@ __all__ = [
     "Sidecar",
     "check_hash",
     "choose",
+    "expecting",
     "fetch_file",
     "from_hub",
     "heads_only",

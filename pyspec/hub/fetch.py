@@ -5,52 +5,30 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
-import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from typing import Any
 
 from pyspec import progress
 from pyspec.errors import DownloadError
+from pyspec.hub.heads import check_unchanged, current, read_head
 from pyspec.hub.names import choose
 from pyspec.hub.network import unreachable
+from pyspec.hub.questions import answer_of, headers_for
 
 log = logging.getLogger(__name__)
 
-HEAD_BYTES = 64 << 20  # most bytes of the metadata and the list of tensors
-FIRST_BYTES = 16 << 20  # of the first request: vocabularies of 250,000 tokens take 12 MB
 REPORT_S = 0.5  # between progress reports
 SHA256 = re.compile("[0-9a-f]{64}")  # the entity tag of a large file; small files have git's hash
 HASHED_BYTES = 16 << 20  # per read
 WITHOUT = "give a file (-m FILE), --offline for downloaded models, or try `pyspec server demo`, which needs no network"
 
-T = TypeVar("T")
 # Repositories already reported as taken from the cache: a start asks several times
 _said: set[str] = set()
-
-
-@dataclass
-class Heads:
-    """The folder of files whose head alone was downloaded, and their names.
-
-    is_whole  True if a truncated file contains the whole head
-    """
-
-    folder: Path
-    is_whole: Callable[[Path], bool]
-    fetched: list[str] = field(default_factory=list)
-
-
-_heads: ContextVar[Heads | None] = ContextVar("heads", default=None)
 
 
 class Repository:
@@ -85,7 +63,7 @@ class Repository:
             _said.add(name)
             return found
         try:
-            return cls(name, _query(name, lambda: list(HfApi().list_repo_files(name))))
+            return cls(name, answer_of(name, lambda: list(HfApi().list_repo_files(name))))
         except DownloadError as e:
             found = cls._cached(name)
             if found is None:
@@ -99,7 +77,7 @@ class Repository:
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(_query(name, lambda: snapshot_download(name, local_files_only=True)))
+            folder = Path(answer_of(name, lambda: snapshot_download(name, local_files_only=True)))
         except DownloadError:
             return None
         return cls(name, [p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf")], folder)
@@ -113,7 +91,7 @@ class Repository:
         """Paths of files, downloaded if necessary. Raises DownloadError."""
         if self.folder is not None:
             return [self.folder / name for name in names]
-        if _heads.get() is None:
+        if current() is None:
             log.info("fetching %s from %s", ", ".join(names), self.name)
         return [fetch_file(self.name, name) for name in names]
 
@@ -124,7 +102,7 @@ class Repository:
 
         if self.folder is not None:
             return {name: (self.folder / name).stat().st_size for name in self.names}
-        tree = _query(self.name, lambda: list(HfApi().list_repo_tree(self.name, recursive=True)))
+        tree = answer_of(self.name, lambda: list(HfApi().list_repo_tree(self.name, recursive=True)))
         return {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
 
 
@@ -148,13 +126,11 @@ def fetch_file(repo: str, name: str) -> Path:
     )
     from huggingface_hub.file_download import repo_folder_name
 
-    if (heads := _heads.get()) is not None:
+    if (heads := current()) is not None:
         there = try_to_load_from_cache(repo, name)
-        if isinstance(there, str):
-            return Path(there)
-        heads.fetched.append(name)
-        return _head(repo, name, heads)
-    about = _query(repo, lambda: get_hf_file_metadata(hf_hub_url(repo, name)))
+        return Path(there) if isinstance(there, str) else read_head(repo, name, heads)
+    about = answer_of(repo, lambda: get_hf_file_metadata(hf_hub_url(repo, name)))
+    check_unchanged(repo, name, about)
     home = repo_folder_name(repo_id=repo, repo_type="model")
     folder = Path(constants.HF_HUB_CACHE) / home / "blobs"
     blob = folder / str(about.etag)
@@ -163,64 +139,10 @@ def fetch_file(repo: str, name: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _download(repo, name, about, blob)
         is_there = True
-    path = Path(_query(repo, lambda: hf_hub_download(repo, name)))
+    path = Path(answer_of(repo, lambda: hf_hub_download(repo, name)))
     if not is_there:
         check_hash(path)
     return path
-
-
-@contextmanager
-def heads_only(folder: Path, is_whole: Callable[[Path], bool] = lambda path: False) -> Iterator[Heads]:
-    """In this block, download only the heads of missing files: `folder` gets sparse files with their first bytes and full size.
-
-    is_whole  True if the first bytes, in a file of full length, suffice; otherwise more are downloaded
-    """
-    heads = Heads(folder, is_whole)
-    token = _heads.set(heads)
-    try:
-        yield heads
-    finally:
-        _heads.reset(token)
-
-
-def _head(repo: str, name: str, heads: Heads) -> Path:
-    """A file of full size whose tensors are holes."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
-    url = hf_hub_url(repo, name)
-    about = _query(repo, lambda: get_hf_file_metadata(url))
-    if about.size is None:
-        raise DownloadError(f"{name}: the server does not report its size")
-    headers = _headers(url, about.location)
-
-    def part(start: int, end: int) -> bytes:
-        request = Request(about.location, headers=headers | {"Range": f"bytes={start}-{end - 1}"})
-        with urlopen(request, timeout=60) as answer:
-            # The server may not support ranges and start from the beginning
-            if start and answer.status != 206:
-                answer.read(start)
-            return answer.read(end - start)
-
-    path = heads.folder / repo / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    have, first = 0, min(FIRST_BYTES, HEAD_BYTES)
-    for end in dict.fromkeys((first, HEAD_BYTES)):
-        if have < min(end, about.size) and not (have and heads.is_whole(path)):
-            with path.open("ab" if have else "wb") as file:
-                file.write(_query(repo, partial(part, have, end)))
-            have = path.stat().st_size
-    os.truncate(path, about.size)
-    return path
-
-
-def _headers(url: str, location: str) -> dict[str, str]:
-    """Headers of a request for a file; the token is for the hub only, not for its storage servers."""
-    from huggingface_hub.utils import build_hf_headers
-
-    headers = build_hf_headers()
-    if urlsplit(url).netloc != urlsplit(location).netloc:
-        headers.pop("authorization", None)
-    return headers
 
 
 def check_hash(path: Path) -> bool:
@@ -263,7 +185,7 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
     from huggingface_hub.file_download import hf_hub_download, http_get
 
     part, url = blob.with_name(f"{blob.name}.incomplete"), hf_hub_url(repo, name)
-    headers = _headers(url, about.location)
+    headers = headers_for(url, about.location)
     with part.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -275,7 +197,7 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
         if not have and about.size > getattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", about.size):
             part.unlink()
             with _reporting(name, part, about.size):
-                whole = Path(_query(repo, lambda: hf_hub_download(repo, name)))
+                whole = Path(answer_of(repo, lambda: hf_hub_download(repo, name)))
             check_hash(whole)
             return
         if have:
@@ -286,7 +208,7 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
         _check_disk(name, part, about.size - have)
         try:
             with _reporting(name, part, about.size):
-                _query(repo, ask)
+                answer_of(repo, ask)
         except DownloadError as e:
             file.flush()
             raise DownloadError(
@@ -337,18 +259,3 @@ def _reporting(name: str, part: Path, size: int) -> Iterator[None]:
         thread.join()
         if is_ours:
             enable_progress_bars()
-
-
-def _query(repo: str, ask: Callable[[], T]) -> T:
-    """The answer; errors of the client library become a DownloadError of one line."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # its HTTP errors derive from those of its HTTP library, which depends on the version; the rest are OSErrors
-    http = (base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
-    kinds: tuple[type[Exception], ...] = (OSError, ValueError, *http)
-    try:
-        return ask()
-    except kinds as e:
-        lines = str(e).strip().splitlines()
-        why = lines[0] if lines else type(e).__name__
-        raise DownloadError(f"{repo} cannot be read: {why}") from e

@@ -12,8 +12,8 @@ from pyspec.config import EngineSettings
 from pyspec.draft.drafter import Drafter, DraftOptions, TargetFile
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
-from pyspec.models.target import Out
 from pyspec.models.rope_flags import NO_FLAGS, RopeFlags
+from pyspec.models.target import Out
 from pyspec.models.wants import check_tensors
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Seq, SeqMode, lay_out

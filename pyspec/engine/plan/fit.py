@@ -45,6 +45,10 @@ class FitReport:
     usable: int
     fits: tuple[Fit, ...]
 
+    @property
+    def fits_as_asked(self) -> bool:
+        return self.asked.total <= self.usable
+
     def best(self, np: int = 0, n_ctx: int = 0) -> Fit | None:
         """The most slots, up to `np`, with enough tokens each. None: nothing fits.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pyspec.catalog import catalogue
 from pyspec.engine.plan.fit import FitReport, fit
-from pyspec.engine.plan.look_apart import Named, Plan
+from pyspec.engine.plan.look_apart import Looked, Named, Plan
 from pyspec.engine.plan.memory_plan import size
 from pyspec.errors import PyspecError
 from pyspec.gguf import has_head
@@ -19,9 +20,9 @@ from pyspec.hub.names import SHARD
 MOST_TRIES = 3  # files whose heads are read for one that fits
 
 
-def look(plan: Plan, named: Named) -> str:
-    """Raise for a model that a load would refuse (UnknownArchitecture, PairError and others). If it does not fit, return that with an alternative;
-    "" if it fits, or if all its files are local, because the load reports the same.
+def look(plan: Plan, named: Named) -> Looked:
+    """Raise for a model that a load would refuse (UnknownArchitecture, PairError and others). If it does not fit, return that with an alternative,
+    or the quantisation to take instead; nothing of both if it fits, or if all its files are local, because the load reports the same.
 
     plan  the target's file and the settings of the load; called with downloads reduced to heads
     """
@@ -31,17 +32,19 @@ def look(plan: Plan, named: Named) -> str:
         _without(folder),
     ):
         path, settings = plan()
-        if not heads.fetched:
-            return ""
+        seen = dict(heads.seen)
+        if not seen:
+            return Looked()
         report = fit(path, settings)
-        if report.asked.total <= report.usable:
-            return ""
+        if report.fits_as_asked:
+            return Looked(seen=seen)
         d = report.description
         asked = f"-np {d.settings.np} -c {d.n_ctx}"
-        return (
-            f"{path.name} needs {size(report.asked.total)} with {asked}, and {size(report.usable)} may be used on {d.device}. "
-            f"{instead(report, named)}"
-        )
+        needs = f"{path.name} needs {size(report.asked.total)} with {asked}, and {size(report.usable)} may be used on {d.device}"
+        if named.is_open and (other := quant_as_asked(report, named)) is not None:
+            said = f"{needs}: {other.named} is taken, from the same repository"
+            return Looked(said, quant=other.quant, seen=dict(heads.seen))
+        return Looked(f"{needs}. {instead(report, named)}", seen=seen)
 
 
 @contextmanager
@@ -68,36 +71,59 @@ def instead(report: FitReport, named: Named) -> str:
     return "A smaller model is needed (`pyspec models` lists some)"
 
 
+@dataclass(frozen=True)
+class Other:
+    """Another file of a repository, with the plan of its head."""
+
+    quant: str
+    named: str  # the argument for it
+    n_bytes: int
+    report: FitReport
+
+
+def quant_as_asked(report: FitReport, named: Named) -> Other | None:
+    """The largest other file of the repository that holds the requested slots and context; None if it is not available."""
+    try:
+        return next(
+            (o for o in _others(report, named, report.asked.total) if o.report.fits_as_asked), None
+        )
+    except PyspecError:  # the reasons against the model that was named count
+        return None
+
+
 def smaller_quant(report: FitReport, named: Named) -> str | None:
     """The argument for the largest other file of the repository that fits by its head. Raises PyspecError."""
+    for other in _others(report, named, min(f.plan.total for f in report.fits)):
+        if (best := other.report.best()) is not None:
+            more = "" if other.report.fits_as_asked else f" -np {best.np} -c {best.n_ctx}"
+            return f"{other.named}{more} ({other.n_bytes / 1e9:.1f} GB)"
+    return None
+
+
+def _others(report: FitReport, named: Named, needed: int) -> Iterator[Other]:
+    """Smaller files of the repository that may fit by their size, the largest first; those that no load would take are left out.
+
+    needed  bytes of the plan that has to fit, with the weights of the named file. Raises PyspecError.
+    """
     if not named.repository:
-        return None
-    there = Repository.open(named.repository)
-    d = report.description
+        return
+    d, there = report.description, Repository.open(named.repository)
     tries = 0
     for name, n_bytes in _models(there.sizes()):
         ratio = n_bytes / d.file.n_bytes
-        least = min(f.plan.total for f in report.fits)
-        if (
-            ratio >= 1
-            or least - report.asked.weights * (1 - ratio) > report.usable
-            or tries == MOST_TRIES
-        ):
+        too_large = needed - report.asked.weights * (1 - ratio) > report.usable
+        if ratio >= 1 or too_large or tries == MOST_TRIES:
             continue
         tries += 1
         quant = quant_of(name)
         if not quant or there.choose(quant)[0] != name:
             continue
         try:
-            other = fit(
-                there.fetch(shards_of(name, there.names))[0], d.settings, report.free if d.assumed else 0
-            )
+            path = there.fetch(shards_of(name, there.names))[0]
+            own = fit(path, d.settings, report.free if d.assumed else 0)
         except PyspecError:  # of unsupported types, for example
             continue
-        if (best := other.best()) is not None:
-            more = "" if other.asked.total <= other.usable else f" -np {best.np} -c {best.n_ctx}"
-            return f"{named.with_quant(quant)}{more} ({n_bytes / 1e9:.1f} GB)"
-    return None
+        yield Other(quant, named.with_quant(quant), n_bytes, own)
 
 
 def _models(sizes: dict[str, int]) -> Iterator[tuple[str, int]]:
