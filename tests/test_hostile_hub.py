@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from hub_server import REPO, FakeHub
+from rewrite import rewrite
 from test_hub import there  # noqa: F401  (a fixture)
 
 from pyspec import hub, synth
 from pyspec.cli import main
 from pyspec.errors import DownloadError
+from pyspec.gguf import open_gguf
 from pyspec.hub import heads
 
 HEAD, NAME = 60_000, "m-Q8_0.gguf"
@@ -127,6 +129,31 @@ def test_a_head_without_an_end_is_not_fetched_for_ever(
         pytest.raises(DownloadError, match=r"has no whole head in its first 2000 bytes: it is damaged"),
     ):
         hub.from_hub(REPO)
+
+
+def test_heads_of_split_files_are_read_and_a_missing_part_is_named(
+    there: FakeHub, models: tuple[bytes, bytes], tmp_path: Path
+) -> None:
+    (whole := tmp_path / "whole.gguf").write_bytes(models[0])
+    names = tuple(f"m-Q8_0-0000{i}-of-00002.gguf" for i in (1, 2))
+    with open_gguf(whole) as file:
+        tensors = list(file.tensors)
+    parts = set(tensors[: len(tensors) // 2]), set(tensors[len(tensors) // 2 :])
+    for i, name in enumerate(names):
+        split = {"split.no": i, "split.count": 2, "split.tensors.count": len(tensors)}
+        path = rewrite(whole, tmp_path / name, change=split, drop=parts[1 - i].__contains__)
+        there.files[name] = path.read_bytes()
+    there.then = {names[1]: b"GGUF"}
+    done = run()
+    assert done.exit_code == 7 and f"{names[1]} of {REPO} has changed" in done.stderr, done.output
+    there.files[names[1]] = (tmp_path / names[1]).read_bytes()
+    there.asked.clear()
+    done = run()
+    assert done.exit_code == 0, done.output
+    assert {name for method, name, span in there.asked if not span and method == "GET"} == {names[1]}
+    del there.files[names[1]]
+    done = run()
+    assert done.exit_code == 2 and f"1 are missing: {names[1]}" in done.stderr
 
 
 def test_a_gated_file_that_is_here_is_used(there: FakeHub, models: tuple[bytes, bytes]) -> None:

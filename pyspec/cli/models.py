@@ -43,6 +43,7 @@ def models(as_json: bool) -> None:
 
     entries, here, free = catalogue().values(), _here(), free_memory()
     found = {entry.name: list(_choices(entry, free, here)) for entry in entries}
+    is_smaller = False
     if as_json:
         choices = {e.name: [asdict(c) for c in found[e.name]] for e in entries}
         rows = [asdict(e) | {"runs": e.runs, "choices": choices[e.name]} for e in entries]
@@ -56,8 +57,13 @@ def models(as_json: bool) -> None:
             title = entry.title if entry.runs else f"{entry.title} (not run yet)"
             about = ("", "") if i else (_drafters(entry), title)
             here_now = "yes" if one.here else "-"
-            row(t, one.name, _gb(one.bytes), _gib(one.memory), one.fits, here_now, *about)
+            gives_way = not i and one.fits == "no" and any(o.fits == "yes" for o in found[entry.name])
+            fits = "no*" if gives_way else one.fits
+            is_smaller = is_smaller or gives_way
+            row(t, one.name, _gb(one.bytes), _gib(one.memory), fits, here_now, *about)
     show(t)
+    if is_smaller:
+        click.echo("* the largest quantisation of its repository that fits is taken instead")
     where = "the free memory of this machine is unknown"
     if free:
         where = f"{free.free / 2**30:.1f} GiB free on {free.where}"

@@ -169,7 +169,7 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     _model("-hf", "-hfr", "--hf-repo", default="", metavar="USER/REPO[:QUANT]",
            help="Hugging Face repository to download from."),
     _model("-hff", "--hf-file", default="",
-           help="File of that repository. Default: Q4_K_M, else Q8_0, else the first."),
+           help="File of that repository. Default: Q4_K_M, else Q8_0, else the first; one that fits, if that does not."),
     _model("-hft", "--hf-token", expose_value=False, callback=_take_token,
            help="Hugging Face token. Default: HF_TOKEN."),
     _model("--look/--no-look", default=True,

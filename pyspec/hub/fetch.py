@@ -15,7 +15,7 @@ from typing import Any
 
 from pyspec import progress
 from pyspec.errors import DownloadError
-from pyspec.hub.heads import check_unchanged, current, read_head
+from pyspec.hub.heads import check_unchanged, current, in_one_folder, read_head
 from pyspec.hub.names import choose
 from pyspec.hub.network import unreachable
 from pyspec.hub.questions import answer_of, headers_for
@@ -93,7 +93,7 @@ class Repository:
             return [self.folder / name for name in names]
         if current() is None:
             log.info("fetching %s from %s", ", ".join(names), self.name)
-        return [fetch_file(self.name, name) for name in names]
+        return in_one_folder(self.name, names, [fetch_file(self.name, name) for name in names])
 
     def sizes(self) -> dict[str, int]:
         """Sizes of all files in bytes, by name. Raises DownloadError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -107,6 +107,19 @@ def read_head(repo: str, name: str, heads: Heads) -> Path:
             )
     os.truncate(path, about.size)
     return path
+
+
+def in_one_folder(repo: str, names: Sequence[str], paths: Sequence[Path]) -> list[Path]:
+    """Paths of a split file of which only some parts are downloaded: all beside their heads, where a reader looks for them."""
+    heads = _heads.get()
+    if heads is None or len({path.parent for path in paths}) < 2:
+        return list(paths)
+    beside = [heads.folder / repo / name for name in names]
+    for own, path in zip(beside, paths, strict=True):
+        if own != path and not own.exists():
+            own.parent.mkdir(parents=True, exist_ok=True)
+            own.symlink_to(path.resolve())
+    return beside
 
 
 def _suffices(path: Path, goal: int, size: int, heads: Heads) -> bool:

@@ -225,6 +225,8 @@ def test_models_tells_sizes_and_what_fits_and_what_is_here(cache: Path, monkeypa
         if "deepseek" not in name
     )
     assert choices["qwen3.6-27b:Q4_K_M"]["bytes"] == pytest.approx(16.3e9, rel=0.01)
+    (own,) = (row for line in done.stdout.splitlines() if "qwen3.6-27b" in (row := line.split()))
+    assert "no*" in own and "* the largest quantisation of its repository that fits" in done.stdout
     assert "qwen3.6-27b:Q4_K_M" in done.stdout and "24.0 GiB free on a GPU" in done.stdout
     monkeypatch.setattr("pyspec.cli.free_memory.free_memory", lambda: None)
     assert {
