@@ -435,7 +435,7 @@ def test_a_look_that_dies_is_no_refusal(
 
     monkeypatch.setattr(look_apart, "COMMAND", (sys.executable, "-c", "raise SystemExit(9)"))
     assert (
-        look_apart.looked(abs, look_apart.Named(repo=REPO), apart=True) == look_apart.Looked()
+        look_apart.looked(abs, look_apart.Named(repo=REPO), apart=True) == look_apart.HeadsRead()
         and "ended with status 9" in caplog.text
     )  # type: ignore[arg-type]
 

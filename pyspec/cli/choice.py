@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pyspec.config import EngineSettings
     from pyspec.engine.api import Engine
-    from pyspec.engine.plan.look_apart import Looked, Named
+    from pyspec.engine.plan.look_apart import HeadsRead, Named
     from pyspec.hub.heads import Seen
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class ModelChoice:
             raise DoesNotFit(f"{found.advice}. Nothing was downloaded; --no-look downloads it anyway")
         return self.after(found)
 
-    def after(self, found: Looked) -> ModelChoice:
+    def after(self, found: HeadsRead) -> ModelChoice:
         """The model to load after a look; says so if it is another one."""
         if not found.quant:
             return replace(self, seen=found.seen)
@@ -125,13 +125,13 @@ class ModelChoice:
         plan: Callable[[], tuple[Path, EngineSettings]],
         *,
         apart: bool = False,
-    ) -> Looked:
+    ) -> HeadsRead:
         """What the heads of a remote model's files say. Raises PyspecError for one that does not run."""
-        from pyspec.engine.plan.look_apart import Looked, looked
+        from pyspec.engine.plan.look_apart import HeadsRead, looked
 
         self.check()
         if not self.look or self.is_here():
-            return Looked()
+            return HeadsRead()
         progress.report("head of the file")
         self.locate()
         return looked(plan, self.name, apart=apart)

@@ -81,8 +81,10 @@ def test_wrong_flags_are_named(flags: dict[str, object], says: str) -> None:
         (LLAMA, LLAMA, {"n_draft_max": 3, "n_draft_fixed": True}),
         (QWEN35, "auto", {"spec_type": "mtp", "n_draft_fixed": True}),
         (LLAMA, "auto", {"spec_type": "none", "tp": 2, "threads": 1}),
+        (LLAMA, "auto", {"spec_type": "none", "kernels": "reference"}),
+        (LLAMA, "auto", {"spec_type": "none", "plain_loop": True}),
     ],
-    ids=["a draft model", "mtp", "two ranks"],
+    ids=["a draft model", "mtp", "two ranks", "torch", "without recordings"],
 )
 def test_every_model_and_rank_of_a_load_is_stretched(
     path: Path, draft: Path | str, more: dict[str, object]

@@ -129,3 +129,18 @@ def test_a_base_of_one_turns_all_dimensions_alike_however_rope_is_stretched() ->
     assert Rope(RopeSpec(64, 1.0, True, scaling), torch.device("cpu")).freq.isfinite().all()
     tail = TailRope(64, 1.0, factor=8.0, n_ctx_orig=4096).freq()
     assert tail.isfinite().all() and tail[-1] == 1 / 8
+
+
+def test_flags_change_the_two_ropes_of_deepseek4_as_llama_cpp_does() -> None:
+    """Compared with llama.cpp once, with a vocabulary for the fixture: a base is that of blocks without compressed rows, the rest is of the others."""
+    plain, stretched = TailRope(64, 1e4), TailRope(64, 1.6e5, 16.0, 4096)
+    flags = flags_of(
+        {"rope_scale": 32.0, "rope_freq_base": 2e4, "yarn_orig_ctx": 64, "yarn_beta_fast": 8.0}
+    )
+    assert plain.flagged(flags) == TailRope(64, 2e4)
+    assert stretched.flagged(flags) == TailRope(64, 1.6e5, 32.0, 64, beta_fast=8.0)
+    even = stretched.flagged(flags_of({"rope_scaling": "linear"}))
+    assert torch.allclose(even.freq(), TailRope(64, 1.6e5).freq() / 16)
+    assert torch.equal(
+        stretched.flagged(flags_of({"rope_scaling": "none"})).freq(), TailRope(64, 1.6e5).freq()
+    )

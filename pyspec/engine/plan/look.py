@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from pyspec.catalog import catalogue
 from pyspec.engine.plan.fit import FitReport, fit
-from pyspec.engine.plan.look_apart import Looked, Named, Plan
+from pyspec.engine.plan.look_apart import HeadsRead, Named, Plan
 from pyspec.engine.plan.memory_plan import size
 from pyspec.errors import PyspecError
 from pyspec.gguf import has_head
@@ -20,7 +20,7 @@ from pyspec.hub.names import SHARD
 MOST_TRIES = 3  # files whose heads are read for one that fits
 
 
-def look(plan: Plan, named: Named) -> Looked:
+def look(plan: Plan, named: Named) -> HeadsRead:
     """Raise for a model that a load would refuse (UnknownArchitecture, PairError and others). If it does not fit, return that with an alternative,
     or the quantisation to take instead; nothing of both if it fits, or if all its files are local, because the load reports the same.
 
@@ -34,17 +34,17 @@ def look(plan: Plan, named: Named) -> Looked:
         path, settings = plan()
         seen = dict(heads.seen)
         if not seen:
-            return Looked()
+            return HeadsRead()
         report = fit(path, settings)
         if report.fits_as_asked:
-            return Looked(seen=seen)
+            return HeadsRead(seen=seen)
         d = report.description
         asked = f"-np {d.settings.np} -c {d.n_ctx}"
         needs = f"{path.name} needs {size(report.asked.total)} with {asked}, and {size(report.usable)} may be used on {d.device}"
         if named.is_open and (other := quant_as_asked(report, named)) is not None:
             said = f"{needs}: {other.named} is taken, from the same repository"
-            return Looked(said, quant=other.quant, seen=dict(heads.seen))
-        return Looked(f"{needs}. {instead(report, named)}", seen=seen)
+            return HeadsRead(said, quant=other.quant, seen=dict(heads.seen))
+        return HeadsRead(f"{needs}. {instead(report, named)}", seen=seen)
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Looked:
+class HeadsRead:
     """What the heads of a model's files say.
 
     advice  why the model does not fit, without a full stop, and what would; "" if it fits
@@ -68,17 +68,17 @@ class Looked:
     seen: Seen = field(default_factory=dict)
 
 
-def looked(plan: Plan, named: Named, *, apart: bool) -> Looked:
+def looked(plan: Plan, named: Named, *, apart: bool) -> HeadsRead:
     """Call `engine.plan.look.look`, in another process if `apart`; `plan` must be picklable then. Raises the same errors."""
     if apart:
         return _asked(pickle.dumps((plan, named)))
     return _looked(plan, named)
 
 
-def _looked(plan: Plan, named: Named) -> Looked:
+def _looked(plan: Plan, named: Named) -> HeadsRead:
     # imported by name, because torch comes with it
     found = import_module("pyspec.engine.plan.look").look(plan, named)
-    assert isinstance(found, Looked)
+    assert isinstance(found, HeadsRead)
     return found
 
 
@@ -103,7 +103,7 @@ def look_at_name(model: str, plan: Plan, *, apart: bool) -> str:
     return model
 
 
-def _asked(question: bytes) -> Looked:
+def _asked(question: bytes) -> HeadsRead:
     done = subprocess.run(COMMAND, input=question, stdout=subprocess.PIPE, env=child_environment())
     try:
         found = pickle.loads(done.stdout)
@@ -112,10 +112,10 @@ def _asked(question: bytes) -> Looked:
         pickle.UnpicklingError,
     ):  # the process was killed: the load will report the problem
         log.warning("the look at the file's head ended with status %d", done.returncode)
-        return Looked()
+        return HeadsRead()
     if isinstance(found, PyspecError):
         raise found
-    assert isinstance(found, Looked)
+    assert isinstance(found, HeadsRead)
     return found
 
 
@@ -125,7 +125,7 @@ def main() -> None:
     out = sys.stdout.buffer
     sys.stdout = sys.stderr  # other code may print
     try:
-        found: Looked | PyspecError = _looked(plan, named)
+        found: HeadsRead | PyspecError = _looked(plan, named)
     except PyspecError as e:
         found = e
     out.write(pickle.dumps(found))
