@@ -2,7 +2,7 @@
 
 A rank runs its share of the model, keeps its share of the slots' memory, and decides nothing. Rows, pages and checkpoints come from the
 first rank, in its order. The exchange of tensors is part of the model (cuda/collective.py). Drafters run on the first rank alone, except
-for the head of a block's drafts: each rank reads its part of it.
+for those that ranks divide (`DividedDrafter`), and for the head of a block's drafts: each rank reads its part of it.
 """
 
 from __future__ import annotations
@@ -11,145 +11,43 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
 from pyspec.cuda.graph import Graphed
-from pyspec.cuda.ops.ahead.ref import described
+from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.device import shares
+from pyspec.device.commands import (
+    AcceptRows,
+    Command,
+    CopyPage,
+    DropStates,
+    FoldSlot,
+    HeadBest,
+    KeepState,
+    MakeState,
+    ReadPages,
+    ReadState,
+    ResetSlot,
+    RestoreState,
+    RunForward,
+    SealGraphs,
+    WritePages,
+)
 from pyspec.device.worker import Launched, Worker
-from pyspec.draft.drafter import Drafter
+from pyspec.draft.drafter import DividedDrafter, Drafter
 from pyspec.errors import DeviceError
-from pyspec.models.gathered import Gathered, shared
-from pyspec.models.target import Out, Target
-from pyspec.slots.arena import Arena
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.models.gathered import Gathered
+from pyspec.models.target import Out
+from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.memory import Checkpoint, Like, Memory
 from pyspec.slots.parts import PartMemory
-from pyspec.slots.round import ALL, LogitsNeed, Round
-from pyspec.slots.states import to_host
-from pyspec.slots.table import Slot, SlotTable
+from pyspec.slots.round import ALL, Continuation, LogitsNeed, Round
+from pyspec.slots.table import Slot
 
-# -- commands ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RunForward:
-    """A forward over these rows, in these pages.
-
-    in_arena  a graph may hold it
-    is_moved  the first rank's device has moved the rows since they were laid out: receive them from its memory
-    reads     gather the logits of all ranks; else the first rank gets each row's best token only
-    """
-
-    seqs: tuple[Seq, ...]
-    pages: tuple[NDArray[np.int64], ...]
-    taps: tuple[int, ...]
-    in_arena: bool = False
-    is_moved: bool = False
-    reads: LogitsNeed = ALL
-
-
-@dataclass(frozen=True, slots=True)
-class HeadBest:
-    """Find the best tokens of `n_row` rows of the first rank, with each rank's part of the head."""
-
-    n_row: int
-
-
-@dataclass(frozen=True, slots=True)
-class SealGraphs:
-    """Capture no more graphs."""
-
-
-@dataclass(frozen=True, slots=True)
-class FoldSlot:
-    """Fold `n_fold` recorded rows into the slot's state."""
-
-    slot: int
-    n_fold: int
-
-
-@dataclass(frozen=True, slots=True)
-class ResetSlot:
-    """Start a new sequence in a slot."""
-
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class CopyPage:
-    """Copy page `old` of every paged part to page `new`."""
-
-    new: int
-    old: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeepState:
-    """Take a checkpoint of a slot under this number."""
-
-    number: int
-    slot: int
-    n_past: int
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreState:
-    """Restore this checkpoint into a slot."""
-
-    number: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReadPages:
-    """Send these pages to the first rank."""
-
-    pages: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WritePages:
-    """Receive these pages from the first rank."""
-
-    pages: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadState:
-    """Send this checkpoint to the first rank."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class MakeState:
-    """Receive a checkpoint from the first rank under this number."""
-
-    number: int
-    n_past: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropStates:
-    """Forget these checkpoints."""
-
-    numbers: tuple[int, ...]
-
-
-OfPages = ResetSlot | CopyPage | ReadPages | WritePages
-OfStates = KeepState | RestoreState | ReadState | MakeState | DropStates
-Command = RunForward | HeadBest | SealGraphs | FoldSlot | OfPages | OfStates
 Send = Callable[[Command], None]
-
-
-# -- the first rank ----------------------------------------------------------------------------------------------
 
 
 class KeptElsewhere:
@@ -164,12 +62,18 @@ class KeptElsewhere:
 class Leader:
     """Implements `Lead`, and sends commands to the other ranks.
 
-    moved   memory of the next forward's batch, if only the device knows its rows
+    moved   memory of the next forward's batch, if only the first rank's device knows its rows
+    moving  rows of the next forward as they were laid out, if every rank moves them behind the rows that it kept
+    last    the batch of the last forward
+    has_accepted  all ranks have counted the kept rows of that one
     """
 
     def __init__(self, send: Send, ranks: Collective) -> None:
         self._send, self.ranks = send, ranks
         self.moved: Tensor | None = None
+        self.moving: tuple[Seq, ...] | None = None
+        self.last: Batch | None = None
+        self.has_accepted = False
         self._dropped: deque[int] = deque()  # filled on the thread that frees a checkpoint
         self._n_kept = 0
         self._is_running = False  # a forward that the others run, too
@@ -205,13 +109,20 @@ class Leader:
         batch: Batch,
         taps: Sequence[int],
         reads: LogitsNeed = ALL,
+        *,
+        absorbs: bool = False,
     ) -> Out:
         """Run a forward on every rank. Logits are gathered after `run`, which a graph may hold."""
         if self._is_running:
             return run(batch, taps)
-        is_moved, in_arena = self.moved is not None, batch.bucket is not None
-        rows = tuple(batch.seqs), tuple(batch.pages)
-        with self.together(RunForward(*rows, tuple(taps), in_arena, is_moved, reads)):
+        is_moved, moves, in_arena = (
+            self.moved is not None,
+            self.moving is not None,
+            batch.bucket is not None,
+        )
+        rows = tuple(batch.seqs) if self.moving is None else self.moving, tuple(batch.pages)
+        self.last, self.has_accepted = batch, False
+        with self.together(RunForward(*rows, tuple(taps), in_arena, is_moved, moves, reads, absorbs)):
             self._is_running = True
             try:
                 if self.moved is not None:
@@ -219,6 +130,11 @@ class Leader:
                 return run(batch, taps).whole(reads)
             finally:
                 self._is_running = False
+
+    def accept(self, behind: Continuation) -> None:
+        """Have the others count the kept rows of the last forward, which this rank does, too."""
+        self.send(AcceptRows(behind))
+        self.has_accepted = True
 
     def best(self, head: Gathered, rows: Tensor) -> Tensor:
         """[row] int64: the best token of each row [row, n_embd] f32 of a drafter, found by all ranks. Only this rank has the rows."""
@@ -307,10 +223,11 @@ class TpGraphs(Graphed[Out]):
     def __init__(self, worker: Worker, leader: Leader) -> None:
         super().__init__(worker.run, by_single=worker.needs.late)
         self.leader, self.taps = leader, worker.needs.taps
+        self.absorbs = isinstance(worker.drafter, DividedDrafter)
 
     def __call__(self, batch: Batch, reads: LogitsNeed = ALL) -> Out:
         own = super().__call__
-        return self.leader.forward(lambda b, taps: own(b), batch, self.taps, reads)
+        return self.leader.forward(lambda b, taps: own(b), batch, self.taps, reads, absorbs=self.absorbs)
 
     def seal(self) -> None:
         """On every rank."""
@@ -321,18 +238,40 @@ class TpGraphs(Graphed[Out]):
 class TpWorker(Worker):
     """The first rank's worker."""
 
-    def launch_behind(self, before: Launched, round_: Round) -> Launched | None:
-        """Launch a round whose batch is in the arena, from which the others receive the rows that the device fills in."""
+    @property
+    def leader(self) -> Leader:
+        """Sends commands to the other ranks."""
         assert isinstance(self.memory, TpMemory)
-        n_page, widths = max(map(len, round_.pages), default=0), [seq.width for seq in round_.seqs]
-        if self.arena is None or self.arena.bucket(widths) is None or n_page > self.arena.n_page:
+        return self.memory.leader
+
+    def launch_behind(self, before: Launched, round_: Round) -> Launched | None:
+        """Launch a round whose rows each rank moves itself. If only the first one has their drafts, the batch lies in the arena, from which
+        the others receive it."""
+        leader, behind = self.leader, round_.behind
+        assert behind is not None
+        has_drafts = not behind.n_draft or isinstance(self.drafter, DividedDrafter)
+        if before.batch is leader.last and has_drafts:
+            leader.moving = round_.seqs
+        elif self._is_in_arena(round_):
+            assert self.arena is not None
+            leader.moved = self.arena.memory
+        else:
             return None
-        leader = self.memory.leader
-        leader.moved = self.arena.memory
         try:
             return super().launch_behind(before, round_)
         finally:
-            leader.moved = None
+            leader.moved = leader.moving = None
+
+    def accept(self, before: Launched, behind: Continuation) -> Kept:
+        """On every rank, if all move their rows."""
+        if self.leader.moving is not None:
+            self.leader.accept(behind)
+        return super().accept(before, behind)
+
+    def _is_in_arena(self, round_: Round) -> bool:
+        n_page, widths = max(map(len, round_.pages), default=0), [seq.width for seq in round_.seqs]
+        arena = self.arena
+        return arena is not None and arena.bucket(widths) is not None and n_page <= arena.n_page
 
     def results(self, batch: Batch, reads: LogitsNeed) -> Out:
         """Results without logits, if the host does not read them."""
@@ -346,8 +285,7 @@ class TpWorker(Worker):
     def use(self, drafter: Drafter | None) -> None:
         """Route forwards through the leader."""
         super().use(drafter)
-        assert isinstance(self.memory, TpMemory)
-        self.forward = TpGraphs(self, self.memory.leader)
+        self.forward = TpGraphs(self, self.leader)
 
     def leave(self) -> None:
         """Let go of the other ranks; nothing runs after that. Graphs go first, because they contain sums."""
@@ -357,97 +295,5 @@ class TpWorker(Worker):
 
     def fold(self, slot: Slot) -> None:
         """On every rank."""
-        assert isinstance(self.memory, TpMemory)
-        self.memory.leader.send(FoldSlot(slot.index, slot.n_fold))
+        self.leader.send(FoldSlot(slot.index, slot.n_fold))
         super().fold(slot)
-
-
-# -- the others --------------------------------------------------------------------------------------------------
-
-
-class Follower:
-    """Any other rank: it runs commands in order.
-
-    table  for the arithmetic of pages only: the first rank knows the slots' requests
-    arena  place of batches that the first rank has in its arena: they are padded alike, in a graph or not
-    """
-
-    def __init__(
-        self, target: Target, memory: Memory, table: SlotTable, arena: Arena | None = None
-    ) -> None:
-        self.target = target
-        self.memory = memory
-        self.table = table
-        self.arena = arena
-        self._graphs: dict[tuple[int, ...], Graphed[Out]] = {}  # by their taps
-        self._kept: dict[int, Checkpoint] = {}
-
-    @torch.inference_mode()
-    def obey(self, command: Command) -> None:
-        """Run one command."""
-        if isinstance(command, RunForward):
-            self._forward(command)
-        elif isinstance(command, HeadBest):
-            self._head_best(command)
-        elif isinstance(command, SealGraphs):
-            for graphs in self._graphs.values():
-                graphs.seal()
-        elif isinstance(command, FoldSlot):
-            for layer in self.memory.states.values():
-                layer.fold(layer, command.slot, command.n_fold)
-        elif isinstance(command, OfPages):
-            self._of_pages(command)
-        else:
-            self._of_states(command)
-
-    def _forward(self, command: RunForward) -> None:
-        arena = self.arena if command.in_arena else None
-        batch = lay_out(self.table, command.seqs, self.target.device, pages=command.pages, arena=arena)
-        if command.is_moved:
-            assert arena is not None and self.target.ranks is not None
-            self.target.ranks.spread(arena.memory)
-            batch = described(batch)
-        if command.taps not in self._graphs:
-            self._graphs[command.taps] = graphs = Graphed(
-                lambda batch: self.target.run(batch, command.taps)
-            )
-            if not self.target.capturable:
-                graphs.seal()
-        self._graphs[command.taps](batch).whole(command.reads)
-
-    def _head_best(self, command: HeadBest) -> None:
-        head = shared(self.target.output)
-        assert head is not None
-        rows = torch.empty(command.n_row, self.target.n_embd, device=self.target.device)
-        head.ranks.spread(rows)
-        head.best(head.own(rows))
-
-    def _of_pages(self, command: OfPages) -> None:
-        size, ranks = self.table.page_size, self.target.ranks
-        assert ranks is not None
-        if isinstance(command, ResetSlot):
-            self.memory.reset(command.slot)
-        elif isinstance(command, CopyPage):
-            self.memory.copy_page(self.memory.paged, size, command.new, command.old)
-        elif isinstance(command, ReadPages):
-            deque(shares.gather_pages(self.memory, ranks, size, command.pages), maxlen=0)
-        else:
-            shares.deal_pages(self.memory, ranks, size, command.pages, None)
-
-    def _of_states(self, command: OfStates) -> None:
-        ranks = self.target.ranks
-        assert ranks is not None
-        if isinstance(
-            command, KeepState
-        ):  # on the host: the first rank's budget counts its own device only
-            self._kept[command.number] = to_host(self.memory.checkpoint(command.slot, command.n_past))
-        elif isinstance(command, RestoreState):
-            self.memory.restore(command.slot, self._kept[command.number])
-        elif isinstance(command, ReadState):
-            deque(shares.gather_state(ranks, self._kept[command.number].tensors), maxlen=0)
-        elif isinstance(command, MakeState):
-            own = shares.deal_state(self.memory, ranks, command.n_past, None)
-            self._kept[command.number] = to_host(Checkpoint(command.n_past, own))
-        else:
-            for number in command.numbers:
-                del self._kept[number]

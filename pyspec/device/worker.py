@@ -16,8 +16,8 @@ from torch import Tensor
 from pyspec.cuda.context import gpu_lock
 from pyspec.cuda.faults import Reader
 from pyspec.cuda.graph import Graphed, copied
-from pyspec.cuda.ops.ahead.op import ahead
-from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, AheadSpec
+from pyspec.cuda.ops.ahead.ref import Kept
+from pyspec.device.acceptance import Acceptance
 from pyspec.draft.drafter import Drafter, LookaheadDrafter, Needs, PagedDrafter
 from pyspec.errors import DeviceError, DoesNotFit, EngineBug, PyspecError
 from pyspec.models.target import Out, Target
@@ -26,7 +26,7 @@ from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, lay_out
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
-from pyspec.slots.round import LogitsNeed, Round
+from pyspec.slots.round import Continuation, LogitsNeed, Round
 from pyspec.slots.table import Slot, SlotTable
 
 NO_NEEDS = Needs(0)
@@ -112,15 +112,11 @@ class Worker:
         self.lock = gpu_lock(self.device)
         self.faults, self.draft_faults = Reader(self.device), Reader(self.device)
         n_slot, self.drafter, self.n_suffix = len(table.slots), drafter, n_suffix
-        self.ahead = ahead.bind(AheadSpec(self.device, n_seq=n_slot, n_row=n_slot * (self.n_draft + 1)))
+        self.acceptance = Acceptance(self.device, n_slot, n_slot * (self.n_draft + 1))
         # results of rounds, and their tokens
         self._best = Pinned()
         self._found = Pinned()
         self._tokens = Pinned()
-        self._ends: tuple[tuple[frozenset[int], ...], Tensor] = (
-            (),
-            torch.empty(0),
-        )  # the same on the device
         self.use(drafter)
 
     def use(self, drafter: Drafter | None) -> None:
@@ -154,23 +150,15 @@ class Worker:
         if before.out.best is None:
             before.out = replace(before.out, best=top(before.out.logits))
         assert before.out.best is not None
-        ends = None if behind.ends is None else self._upload_ends(behind.ends)
-        forced = (
-            None
-            if behind.forced is None
-            else _sent(torch.tensor(behind.forced, dtype=torch.int32), self.device)
-        )
         began, drafts = stamp(self.device) if behind.n_draft else None, None
-        kept = self.ahead.accept(
-            before.out.best, self._crossed(before.batch, behind.refused), ends, forced
-        )
+        kept = self.accept(before, behind)
         if behind.n_draft:
             assert isinstance(self.drafter, LookaheadDrafter)
             drafts = self.drafter.draft_ahead(before.batch, before.out, kept, max(behind.n_draft))
             if drafts is None:
                 return None
         own, q = (None, None) if drafts is None else (drafts.tokens, drafts.q)
-        batch = self.ahead.move(self._lay_out(round_), kept, own)
+        batch = self.acceptance.ahead.move(self._lay_out(round_), kept, own)
         tokens = None if own is None else self._tokens.copy(batch.tokens[: batch.n_row])
         drafted = None if began is None else stamp(self.device)
         if own is not None:
@@ -181,12 +169,10 @@ class Worker:
         launched.drafting = None if began is None or drafted is None else (began, drafted)
         return launched
 
-    def _crossed(self, batch: Batch, refused: tuple[int, ...]) -> Batch:
-        """A copy of the batch with an impossible token in these rows. The batch's own tokens serve as ids elsewhere."""
-        if not refused:
-            return batch
-        rows = _sent(torch.tensor(refused, dtype=torch.int64), self.device)
-        return replace(batch, tokens=batch.tokens.index_fill(0, rows, NO_TOKEN))
+    def accept(self, before: Launched, behind: Continuation) -> Kept:
+        """Count the kept rows of a round that is not read yet."""
+        assert before.out.best is not None
+        return self.acceptance.accept(before.batch, before.out.best, behind)
 
     def _lay_out(self, round_: Round) -> Batch:
         return lay_out(self.table, round_.seqs, self.device, arena=self.arena, pages=round_.pages)
@@ -234,13 +220,6 @@ class Worker:
             reader.fetched.clear()
             reader.clear()
 
-    def _upload_ends(self, ends: tuple[frozenset[int], ...]) -> Tensor:
-        """[seq, MAX_ENDS] on the device; the same for many rounds."""
-        if self._ends[0] != ends:
-            rows = [[*own, *[NO_TOKEN] * (MAX_ENDS - len(own))] for own in map(sorted, ends)]
-            self._ends = ends, _sent(torch.tensor(rows, dtype=torch.int32), self.device)
-        return self._ends[1]
-
     def leave(self) -> None:
         """Let go of other ranks. Nothing runs after that."""
 
@@ -285,11 +264,6 @@ def stamp(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it."""
-    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def is_device_error(error: BaseException) -> bool:

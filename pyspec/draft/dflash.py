@@ -33,15 +33,17 @@ from pyspec.draft.drafter import (
     DraftOptions,
     DraftPlan,
     DraftRequest,
+    DraftShare,
     Needs,
     TargetFile,
     own_memory,
 )
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import Block
+from pyspec.models.block import Block, link_sums
 from pyspec.models.blocks.attention import BoundAttention
 from pyspec.models.blocks.convolved import BoundConvolved
+from pyspec.models.cuts import flaws
 from pyspec.models.matrices import Matrix
 from pyspec.models.own_vocabulary import D2T, BestDrafts, read_d2t
 from pyspec.models.part import Binding, LoadTypes, Pass, Request
@@ -49,7 +51,7 @@ from pyspec.models.rope import Ropes
 from pyspec.models.target import Out, Target
 from pyspec.models.wants import Want, check_read, check_tensors
 from pyspec.models.weight_bytes import row_bytes
-from pyspec.models.weights import Weights
+from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.drafts import NO_DRAFTS, Drafts, DraftsAhead
@@ -57,6 +59,7 @@ from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.table import Slot, SlotTable
 
+MOST_RANKS = 64  # that divide a drafter; 1: it is whole, on the first one
 N_HELD = BUCKETS[-1]  # rows of taps that are kept at most, those of one graph
 PIECE = 64  # rows whose probabilities are found at once: they need as much memory as their logits
 
@@ -74,7 +77,13 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     if file is None:
         raise ConfigError("--spec-type dflash needs a draft file (-md)")
     c = read_config(file)
-    return block_plan(c, file, target, settings, drafter_tensors(c, file, target.config.n_embd))
+    wants = drafter_tensors(c, file, target.config.n_embd)
+    whole = block_plan(c, file, target, settings, wants)
+    n_rank = ranks_of(file, wants, settings) if whole.best_only else 1
+    if n_rank == 1:
+        return whole
+    share = block_plan(c.share(n_rank), file, target, settings, wants)
+    return replace(share, n_rank=n_rank, load_share=_load_share)
 
 
 def block_plan(
@@ -114,6 +123,12 @@ def block_plan(
         best_only=not has_head and not c.adds_scores and settings.draft_p_min <= 0,
         remark=f", n_draft {n} lowered to {most} (block {c.block})" if n > most else "",
     )
+
+
+def ranks_of(file: GGUFFile, wants: Mapping[str, Want], settings: EngineSettings) -> int:
+    """Ranks that divide the drafter: those of the target, or 1 if it does not divide by them or the first one reads a head of its own."""
+    n, has_copy = settings.tp, settings.draft_head not in ("auto", "full")
+    return 1 if not 1 < n <= MOST_RANKS or has_copy or next(flaws(file, cuts_of(wants), n), "") else n
 
 
 def requests(c: DFlashConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
@@ -168,6 +183,8 @@ class DFlashNet:
             spec.bind(Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_format, self.ropes))
             for i, spec in enumerate(c.blocks)
         ]
+        if w.ranks is not None:
+            link_sums(w.ranks, self.blocks)
         self.attention = [attention_of(block) for block in self.blocks]
         # k and v of context rows are made with the block's own weights
         self.context = [
@@ -456,10 +473,36 @@ def _read(tokens: Tensor, probs: Tensor | None) -> tuple[list[int], list[float] 
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
+    net, p_min = bound(plan, target, table, options), options.settings.draft_p_min
+    if plan.n_rank == 1:
+        return DFlash(net, plan, table, target.device, p_min)
+    from pyspec.draft.dflash_ranks import DividedDFlash  # which needs this module
+
+    assert options.lead is not None
+    return DividedDFlash(net, plan, table, target, options.lead)
+
+
+def bound(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlashNet:
+    """The layers of this rank on the target's device, with memory of their own."""
     assert plan.file is not None
-    c, device = read_config(plan.file), target.device
-    weights = Weights(plan.file, device, options.dense, c.alias, wide=options.wide, rope=options.rope)
-    net = DFlashNet(
-        c, weights, own_memory(plan, table, options, device), target, options.head, options.best
+    c, device, ranks = read_config(plan.file).share(plan.n_rank), target.device, None
+    if plan.n_rank > 1:
+        ranks = target.ranks
+    weights = Weights(
+        plan.file,
+        device,
+        options.dense,
+        c.alias,
+        options.wide,
+        ranks,
+        cuts_of(plan.wants),
+        rope=options.rope,
     )
-    return DFlash(net, plan, table, device, options.settings.draft_p_min)
+    memory = own_memory(plan, table, options, device)
+    return DFlashNet(c, weights, memory, target, options.head, options.best)
+
+
+def _load_share(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DraftShare:
+    from pyspec.draft.dflash_ranks import DFlashShare  # which needs this module
+
+    return DFlashShare(bound(plan, target, table, options), plan, table, target, options.arena)

@@ -6,7 +6,7 @@ GGUF of llama.cpp (`dflash`) and of forks (`dflash-draft`: other names, taps sto
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyspec.errors import ModelError, PairError
 from pyspec.gguf import GGUFFile
@@ -64,8 +64,18 @@ class DFlashConfig:
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Its layers."""
         feed = Part("ffn_norm", Mlp(self.n_ff))
-        mixers = [Attention(self.attention, self.rope, window, qk_norm=True) for window in self.windows]
-        return tuple(BlockSpec((Part("attn_norm", mixer), feed)) for mixer in mixers)
+        return tuple(BlockSpec((Part("attn_norm", mixer), feed)) for mixer in self.mixers)
+
+    @property
+    def mixers(self) -> tuple[Attention, ...]:
+        """The attention of each layer."""
+        return tuple(
+            Attention(self.attention, self.rope, window, qk_norm=True) for window in self.windows
+        )
+
+    def share(self, n: int) -> DFlashConfig:
+        """The drafter of each of `n` ranks: a share of the heads and inner values of every layer."""
+        return replace(self, attention=self.attention.share(n), n_ff=self.n_ff // n) if n > 1 else self
 
     def place(self, file: GGUFFile, i: int) -> Place:
         """Of layer `i`."""
@@ -179,8 +189,7 @@ def read_layers(file: GGUFFile) -> DFlashConfig:
 
 def drafter_tensors(c: DFlashConfig, file: GGUFFile, n_target: int) -> dict[str, Want]:
     """The manifest; `n_target` is the target's hidden size. An embedding and a head of its own have rows of the file's choice."""
-    s, n = c.attention, c.n_embd
-    rows = {"q": s.n_head * s.head_dim, "k": s.n_kv_head * s.head_dim, "v": s.n_kv_head * s.head_dim}
+    n = c.n_embd
     wants = {
         "fc.weight": Want((n, len(c.taps) * n_target)),
         "enc.output_norm.weight": Want((n,)),
@@ -189,10 +198,10 @@ def drafter_tensors(c: DFlashConfig, file: GGUFFile, n_target: int) -> dict[str,
     for name in ("token_embd.weight", "output.weight"):
         if name in file.tensors:
             wants[name] = Want((file.tensors[name].shape[0], n))
-    for i, block in enumerate(c.blocks):
+    for i, (block, mixer) in enumerate(zip(c.blocks, c.mixers, strict=True)):
         at = c.place(file, i)
         # keys and values are made of taps, too: they have matrices of their own beside a fused one
-        wants |= block.tensors(at) | {at.name(f"attn_{x}.weight"): Want((m, n)) for x, m in rows.items()}
+        wants |= block.tensors(at) | mixer.matrices(at)
     return wants
 
 

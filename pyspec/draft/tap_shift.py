@@ -19,6 +19,7 @@ from pyspec.slots.table import Slot, SlotTable
 
 if TYPE_CHECKING:
     from pyspec.draft.dflash import DFlashNet
+    from pyspec.draft.dflash_ranks import LedNet
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,12 @@ MIN_ANCHORS = 6
 
 
 def warning(
-    net: DFlashNet, n_draft: int, target: Target, table: SlotTable, slot: Slot, tokens: Sequence[int]
+    net: DFlashNet | LedNet,
+    n_draft: int,
+    target: Target,
+    table: SlotTable,
+    slot: Slot,
+    tokens: Sequence[int],
 ) -> str | None:
     """The warning of a load if other taps fit clearly better than those of the file. See `run_by_shift`."""
     runs = run_by_shift(net, n_draft, target, table, slot, tokens)
@@ -38,7 +44,12 @@ def warning(
 
 @torch.inference_mode()
 def run_by_shift(
-    net: DFlashNet, n_draft: int, target: Target, table: SlotTable, slot: Slot, tokens: Sequence[int]
+    net: DFlashNet | LedNet,
+    n_draft: int,
+    target: Target,
+    table: SlotTable,
+    slot: Slot,
+    tokens: Sequence[int],
 ) -> dict[int, float]:
     """Mean number of drafted tokens in a row that are the text's, per shift of all taps. Empty if the text is too short.
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torch import Tensor
 
 from pyspec.cpu.tensors import add, scaled
 from pyspec.cuda import fuse
+from pyspec.cuda.collective import Collective
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.streams.ref import StreamMix, Streams
@@ -186,3 +188,9 @@ class Block:
         for step in self.steps:
             x = step(x, run)
         return x
+
+
+def link_sums(ranks: Collective, blocks: Sequence[Block]) -> None:
+    """Have the sums of ranks in these blocks prepare the rows of the part behind them, where kernels can. All ranks call it together."""
+    steps = [step for block in blocks for step in block.steps]
+    fuse.link(ranks, [(last.gives, next.part.reads) for last, next in pairwise(steps)])

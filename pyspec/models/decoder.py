@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from pyspec.cpu import tensors
-from pyspec.cuda import fuse
 from pyspec.cuda.kernel_context import current
+from pyspec.models.block import link_sums
 from pyspec.models.part import Binding, Pass
 from pyspec.models.rope import Angles, Ropes
 from pyspec.models.spec import ModelSpec
@@ -40,8 +39,7 @@ class Decoder:
         ]
         self.tables.close()
         if self.ranks is not None:
-            steps = [step for block in self.blocks for step in block.steps]
-            fuse.link(self.ranks, [(last.gives, next.part.reads) for last, next in pairwise(steps)])
+            link_sums(self.ranks, self.blocks)
         for i, state in memory.states.items():
             state.fold = self.blocks[i].fold
         self.norm = weights.vector(config.last_norm)

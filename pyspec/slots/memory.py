@@ -36,6 +36,7 @@ class Memory:
     kv, states  the parts KV and STATE by layer, which attention and recurrences look up in every round
     is_whole  no other rank keeps a part of it
     n_late    rows of a slot that may wait in records; 0 if no layer has any
+    beside    paged memory of a drafter that ranks divide as they divide the model: it is copied and saved with ours
     """
 
     is_whole: ClassVar[bool] = True
@@ -48,6 +49,7 @@ class Memory:
             i: cast(StateLayer, layer[STATE]) for i, layer in enumerate(layers) if STATE in layer
         }
         self.n_late = n_late if self.states else 0
+        self.beside: list[PartMemory] = []
 
     @property
     def kv_format(self) -> KvFormat:
@@ -57,7 +59,7 @@ class Memory:
     @property
     def paged(self) -> list[PartMemory]:
         """All paged memory."""
-        return [part for part in self.parts if part.paged]
+        return [*(part for part in self.parts if part.paged), *self.beside]
 
     @property
     def needs_state(self) -> bool:

@@ -17,7 +17,8 @@ from engine_rig import Rig
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.collective import Collective, Rank
-from pyspec.device.lead import Follower
+from pyspec.device.follow import Follower
+from pyspec.draft.dflash_ranks import DividedDFlash
 from pyspec.engine.load.load import build
 from pyspec.engine.messages import LoadShare
 from pyspec.engine.plan.describe import arena_pages, describe
@@ -113,6 +114,8 @@ class RankRig(Rig):
         if padded:
             self.loop.worker.arena = Arena(d.settings.np, n_page, d.device, d.width)
             self.loop.lookahead.on = True
+            if isinstance(drafter := self.loop.drafter, DividedDFlash):
+                drafter.use_graphs(lambda: Arena(d.settings.np, n_page, d.device, d.draft_width))
 
     def __enter__(self) -> RankRig:
         return self

@@ -17,16 +17,9 @@ from rank_threads import RankRig
 
 from pyspec import synth
 from pyspec.config import EngineSettings
-from pyspec.device.lead import (
-    Command,
-    Follower,
-    Leader,
-    ReadPages,
-    RunForward,
-    TpGraphs,
-    TpMemory,
-    TpWorker,
-)
+from pyspec.device.commands import Command, ReadPages, RunForward
+from pyspec.device.follow import Follower
+from pyspec.device.lead import Leader, TpGraphs, TpMemory, TpWorker
 from pyspec.engine.load import ranks as ranks_module
 from pyspec.engine.load.ranks import RankProcess
 from pyspec.engine.loop.slot_image import SlotImager
@@ -102,7 +95,7 @@ def test_states_that_go_here_go_there(shared: RankRig) -> None:
     assert len(held) >= 3
     shared.ranks.settle()
     numbers = {s.content.checkpoint.elsewhere.number for s in held}
-    assert numbers <= follower._kept.keys()
+    assert numbers <= follower._kept_states.keys()
     for state in held:
         states.drop(state)
     del held, state
@@ -112,7 +105,7 @@ def test_states_that_go_here_go_there(shared: RankRig) -> None:
     alive = {
         s.content.checkpoint.elsewhere.number for tier in (*states.tiers, states.starts) for s in tier
     }
-    assert follower._kept.keys() == alive and not alive & numbers
+    assert follower._kept_states.keys() == alive and not alive & numbers
 
 
 def test_an_image_holds_what_all_ranks_have(shared: RankRig) -> None:
@@ -177,19 +170,22 @@ def test_what_does_not_divide_is_refused_before_anything_is_loaded() -> None:
 def test_rounds_ahead_have_the_first_ranks_rows_on_all(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their positions are found by the first rank's device: the others get the batch from it."""
-    moved: list[bool] = []
+    """Their positions are found by each rank's device; where only the first one has the drafts, the others get the batch from it."""
+    moved: list[tuple[bool, bool]] = []
     obey = Follower.obey
 
     def watch(self: Follower, command: Command) -> None:
-        moved.extend([command.is_moved] if isinstance(command, RunForward) else [])
+        if isinstance(command, RunForward):
+            moved.append((command.is_moved, command.moves))
         obey(self, command)
 
     monkeypatch.setattr(Follower, "obey", watch)
     with RankRig(DEMO, 2, np=4, padded=True, **DRAFTERS[name]) as r:
         assert (texts(r, 8) > 0) == (name != "none")
         r.ranks.settle()
-    assert sum(moved) > N // 3 or name == "ngram", "an n-gram is looked up on the host"
+    received, own = (sum(x) for x in zip(*moved, strict=True))
+    assert received + own > N // 3 or name == "ngram", "an n-gram is looked up on the host"
+    assert (received > 0) == name.startswith("mtp") and (own > 0 or name == "ngram")
 
 
 def test_every_gpu_there_is_means_one_rank_on_a_cpu() -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from pyspec.cuda.collective import Collective
 from pyspec.cuda.ops.best.cuda import hostile
 from pyspec.cuda.ops.best.ref import TorchBest
-from pyspec.device.lead import Command, Follower, RunForward
+from pyspec.device.commands import Command, RunForward
+from pyspec.device.follow import Follower
 from pyspec.engine.loop import round as rounds
 from pyspec.engine.loop.round import Work
 from pyspec.models.gathered import Gathered

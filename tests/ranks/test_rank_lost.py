@@ -24,7 +24,7 @@ SLEEPS = "import time; time.sleep(600)"
 DIES = '''
 import os, signal, sys
 from pyspec.cuda.collective import Collective
-from pyspec.device.lead import Follower
+from pyspec.device.follow import Follower
 from pyspec.engine.process import rank_main
 
 where, at, n = sys.argv[1], int(sys.argv[2]), 0

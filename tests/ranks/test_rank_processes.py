@@ -141,7 +141,8 @@ def test_a_rank_that_can_not_start_ends_the_load(
 FAILS = """
 import sys
 import torch
-from pyspec.device.lead import Follower, RunForward
+from pyspec.device.commands import RunForward
+from pyspec.device.follow import Follower
 obey, n = Follower.obey, 0
 def fails(self, command):
     global n

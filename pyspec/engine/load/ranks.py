@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from pyspec.cuda.collective import JOIN_S, Collective, Rank
-from pyspec.device.lead import Leader, TpMemory
+from pyspec.device.lead import Leader, Send, TpMemory
 from pyspec.engine.children import child_environment, pair
 from pyspec.engine.messages import (
     Link,
@@ -190,16 +190,17 @@ def begin_ranks(d: Description, plan: MemoryPlan, ranks: Ranks) -> Collective:
         n_bytes=plan.of_others.total,
         n_attention=attention_bytes(d),
         n_arena_page=arena_pages(d, d.table()) if d.is_cuda and not s.plain_loop else 0,
+        divides_draft=d.draft.n_rank > 1,
         log_level=logging.getLogger("pyspec").getEffectiveLevel(),
     )
     return ranks.load(share, rank_devices(d.device, s.tp))
 
 
-def lead_ranks(target: Target, memory: Memory, ranks: Ranks) -> Memory:
-    """Once the ranks have loaded, mirror all operations on the model and its memory to them. Returns the memory to use from now on."""
-    ranks.wait()
+def lead_ranks(target: Target, memory: Memory, send: Send) -> Memory:
+    """Mirror all operations on the model and its memory to the other ranks, which run them once they have loaded. Returns the memory to use from
+    now on."""
     assert target.ranks is not None
-    leader = Leader(ranks.send, target.ranks)
+    leader = Leader(send, target.ranks)
     target.lead, target.memory = leader, TpMemory(memory, leader)
     return target.memory
 

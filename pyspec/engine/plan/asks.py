@@ -76,17 +76,17 @@ def _products(d: Description, on: LoadTypes) -> Iterator[Request]:
     if not on.streams:
         return
     wants = {**d.draft.wants, **d.config.tensors(d.file)}
-    yield from _products_of(d.file, wants, d)
+    yield from _products_of(d.file, wants, d, d.settings.tp)
     if d.draft.file is not None and d.draft.file is not d.file:
-        yield from _products_of(d.draft.file, d.draft.wants, d)
+        yield from _products_of(d.draft.file, d.draft.wants, d, d.draft.n_rank)
 
 
-def _products_of(file: GGUFFile, wants: Mapping[str, Want], d: Description) -> Iterator[Request]:
+def _products_of(
+    file: GGUFFile, wants: Mapping[str, Want], d: Description, n_rank: int
+) -> Iterator[Request]:
     """Products that decide how matrices are packed, then those of many rows. Both are asked of small ones (`weights.tier_of`)."""
     matrices = [t for t in file.tensors.values() if _is_streamed(t, file)]
-    small = [
-        LinearSpec(d.device, t.type, PROBE_ROWS, _columns(t, wants, d.settings.tp)) for t in matrices
-    ]
+    small = [LinearSpec(d.device, t.type, PROBE_ROWS, _columns(t, wants, n_rank)) for t in matrices]
     for spec in small:
         yield from ((linear, replace(spec, epilogue=e)) for e in Epilogue)
     for t, spec in zip(matrices, small, strict=True):

@@ -45,6 +45,7 @@ class MemoryPlan:
     wide: int = 0  # f16 copies for wide batches
     activations: int = 0  # temporary memory of forwards
     workspace: int = 0  # results that graphs keep, the GPU's own
+    divides_draft: bool = False  # each rank has a share of the drafter
 
     @property
     def total(self) -> int:
@@ -52,7 +53,9 @@ class MemoryPlan:
 
     @property
     def of_others(self) -> MemoryPlan:
-        """The plan of any rank but the first, which has the drafter."""
+        """The plan of any rank but the first, which has the drafter, unless ranks divide it."""
+        if self.divides_draft:
+            return self
         return replace(self, draft_weights=0, draft_kv=0, draft_head=0)
 
     def together(self, n: int) -> MemoryPlan:

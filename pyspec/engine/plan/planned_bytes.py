@@ -36,12 +36,12 @@ def plan_memory(d: Description) -> MemoryPlan:
     kv, state = memory_bytes(own, d.sizes)
     shares = shares_of(d.file, d.config.tensors(d.file), s.tp)
     draft_kv = sum(memory_bytes(d.draft.layers, d.draft_sizes)) - s.np * _share_bytes(d)
-    own_file = (
-        None if d.draft.file is d.file else d.draft.file
-    )  # of a drafter that is not in the target's
+    # of a drafter that is not in the target's
+    own_file = None if d.draft.file is d.file else d.draft.file
+    draft_shares = {} if own_file is None else shares_of(own_file, d.draft.wants, d.draft.n_rank)
     unread = _unread(d)
     read = [t for name, t in shares.items() if name not in unread]
-    read += own_file.tensors.values() if own_file else ()
+    read += draft_shares.values()
     activations, workspace = _workspace(d)
     workspace += rank_bytes(s.tp) if d.is_cuda and s.tp > 1 else 0
     plan = MemoryPlan(
@@ -50,13 +50,14 @@ def plan_memory(d: Description) -> MemoryPlan:
         state=state - s.np * checkpoint_bytes(own, d.sizes) + device_checkpoints(d) + start_bytes(d),
         draft_weights=0
         if own_file is None
-        else weight_bytes(own_file, d.dense, d.is_cuda, d.draft.shared),
+        else weight_bytes(own_file, d.dense, d.is_cuda, d.draft.shared, draft_shares),
         draft_kv=draft_kv,
         draft_head=head_for_drafts(d),
         activations=activations + _scratch(d),
         workspace=workspace
         + attention_bytes(d)
         + (d.draft.graph_bytes + PIECE_BYTES * n_large(read) if d.is_cuda else 0),
+        divides_draft=d.draft.n_rank > 1,
     )
     if d.head is not None:
         plan = with_head(
@@ -66,8 +67,7 @@ def plan_memory(d: Description) -> MemoryPlan:
             s.draft_head,
             d.assumed,
         )
-    copied = [shares, *([] if own_file is None else [own_file.tensors])]
-    n_wide = sum(map(wide_bytes, copied)) if d.dense is None else 0
+    n_wide = sum(map(wide_bytes, (shares, draft_shares))) if d.dense is None else 0
     return with_copies(plan, 0 if s.exact else n_wide, d.device, s.weights, d.assumed)
 
 

@@ -25,16 +25,19 @@ from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.kernel_context import KernelContext
 from pyspec.cuda.ops.attend import plan as attend_plan
-from pyspec.device.lead import Follower
+from pyspec.device.follow import Follower
 from pyspec.device.worker import failure_of
+from pyspec.draft.drafter import DraftOptions, DraftShare, TargetFile
 from pyspec.engine.load.ranks import OPERATION_S
 from pyspec.engine.messages import Link, LoadShare, ShareFailed, ShareState, portable
+from pyspec.engine.plan.describe import plan_draft
 from pyspec.engine.plan.memory_plan import RESERVE, free_bytes, size
 from pyspec.engine.process.engine_main import log_to
 from pyspec.errors import DoesNotFit, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.rope_flags import RopeFlags
+from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.arena import Arena
 from pyspec.slots.kv import KvFormat
@@ -78,11 +81,25 @@ def load(share: LoadShare, link: Link) -> Follower:
     cuts = cuts_of(config.tensors(file))
     weights = Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts, rope=RopeFlags.of(s))
     target = config.build(weights, memory)
+    drafts = _load_drafts(share, target, table) if share.divides_draft else None
     attend_plan.reserve(device, share.n_attention)
     prepare.settle(attend_plan.late(device))
     checker.close()
     arena = Arena(s.np, share.n_arena_page, device, share.width) if share.n_arena_page else None
-    return Follower(target, memory, table, arena)
+    return Follower(target, memory, table, arena, drafts, share.width)
+
+
+def _load_drafts(share: LoadShare, target: Target, table: SlotTable) -> DraftShare:
+    """This rank's part of the drafter, by the plan that the first rank made."""
+    s, device = share.settings, target.device
+    own_file = None if s.draft_path is None else open_gguf(s.draft_path)
+    plan = plan_draft(own_file, TargetFile(open_gguf(share.path), target.config, device), s)
+    width = max(share.width, plan.needs.overhang, plan.n_waiting)
+    arena = Arena(s.np, share.n_arena_page, device, width) if share.n_arena_page else None
+    dense = getattr(torch, share.dense) if share.dense else None
+    assert plan.load_share is not None
+    options = DraftOptions(settings=s, dense=dense, wide=share.wide, arena=arena)
+    return plan.load_share(plan, target, table, options)
 
 
 def run(link: Link, descriptor: int) -> None:

@@ -71,9 +71,18 @@ class Attention:
         if at.has("attn_qkv.weight"):
             wants[at.name("attn_qkv.weight")] = Want((q + 2 * kv, n), cut=Cut(0, (of_q, of_kv, of_kv)))
         else:
-            parts = (("q", q, of_q), ("k", kv, of_kv), ("v", kv, of_kv))
-            wants |= {at.name(f"attn_{x}.weight"): Want((m, n), cut=Cut(0, (of,))) for x, m, of in parts}
+            wants |= self.matrices(at)
         return wants | self._extras(at) | self.rope.tensors()
+
+    def matrices(self, at: Place) -> dict[str, Want]:
+        """Queries, keys and values in a matrix each."""
+        s = self.shape
+        q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
+        of_q, of_kv = _units(s)
+        parts = (("q", q, of_q), ("k", kv, of_kv), ("v", kv, of_kv))
+        return {
+            at.name(f"attn_{x}.weight"): Want((m, at.n_embd), cut=Cut(0, (of,))) for x, m, of in parts
+        }
 
     def _extras(self, at: Place) -> dict[str, Want]:
         """Norms of heads and biases, of all that they go with or of none; sinks."""
