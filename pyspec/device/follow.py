@@ -68,7 +68,7 @@ class Follower:
         self.acceptance = Acceptance(target.device, n_slot, n_slot * width)
         self._last: tuple[Batch, Out] | None = None
         self._kept: Kept | None = None
-        self._n_draft = 0
+        self._has_drafts = False  # that go into the next rows
 
     @torch.inference_mode()
     def obey(self, command: Command) -> None:
@@ -78,7 +78,7 @@ class Follower:
         elif isinstance(command, AcceptRows):
             assert self._last is not None and self._last[1].best is not None
             self._kept = self.acceptance.accept(self._last[0], self._last[1].best, command.behind)
-            self._n_draft = max(command.behind.n_draft, default=0)
+            self._has_drafts = bool(command.behind.n_draft)
         elif isinstance(command, DraftCommand):
             assert self.drafts is not None
             self.drafts.obey(command, self._kept)
@@ -104,7 +104,7 @@ class Follower:
             batch = described(batch)
         elif command.moves:
             assert self._kept is not None
-            own = None if self.drafts is None or not self._n_draft else self.drafts.drafts
+            own = self.drafts.drafts if self._has_drafts and self.drafts is not None else None
             batch = self.acceptance.ahead.move(batch, self._kept, own)
         graphs = self._graphs_of(command.taps, command.absorbs)
         self._last = batch, graphs(batch).whole(command.reads)

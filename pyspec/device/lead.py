@@ -291,6 +291,8 @@ class TpWorker(Worker):
         """Let go of the other ranks; nothing runs after that. Graphs go first, because they contain sums."""
         assert self.target.ranks is not None and isinstance(self.forward, TpGraphs)
         self.forward.forget()
+        if isinstance(self.drafter, DividedDrafter):
+            self.drafter.forget()
         self.target.ranks.leave()
 
     def fold(self, slot: Slot) -> None:

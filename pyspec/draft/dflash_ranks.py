@@ -179,6 +179,10 @@ class DividedDFlash(DFlash):
     def check(self, target: Target, slot: Slot, tokens: Sequence[int]) -> str | None:
         return tap_shift.warning(LedNet(self), self.needs.n_draft, target, self.table, slot, tokens)
 
+    def forget(self) -> None:
+        self.block.forget()
+        self.inject.forget()
+
     def pools(self) -> Iterable[PartMemory]:
         return ()  # they stand beside the target's
 

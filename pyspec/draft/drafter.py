@@ -372,6 +372,10 @@ class DividedDrafter(Protocol):
 
     lead: DraftLead
 
+    def forget(self) -> None:
+        """Free its graphs, which hold sums of ranks. Nothing is captured after this."""
+        ...
+
 
 class DraftShare(Protocol):
     """Another rank's part. It decides nothing.

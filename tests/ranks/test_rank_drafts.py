@@ -321,18 +321,30 @@ def test_what_fails_while_ranks_draft_is_the_end_of_all(monkeypatch: pytest.Monk
         leader.best(Broken(), torch.zeros(3, 8))  # type: ignore[arg-type]
     assert told == [HeadBest(3), HeadBest(3)]
 
-    with RankRig(DEMO, 2, np=1, **DFLASH) as r:
+    def at_work(r: RankRig) -> RankRig:
         heard = r.submit(demo_prompts()[0][0], N, PLAIN)
         while not heard.tokens:
             r.loop.step()
+        r.ranks.settle()
+        r.loop.memory.leader._send = lambda command: None  # type: ignore[attr-defined]  # the others would wait for us
+        return r
+
+    def broken(batch: Batch) -> Tensor:
+        raise ValueError("no such block")
+
+    with RankRig(DEMO, 2, np=1, **DFLASH) as r:
+        at_work(r).loop.drafter.block.fn = broken  # type: ignore[union-attr]
+        with pytest.raises(DeviceError, match="RunBlocks failed on the first rank, and .* no such block"):
+            for _ in range(N):
+                r.loop.step()
+    undivided(monkeypatch)
+    with RankRig(DEMO, 2, np=1, **DFLASH) as r:
+        at_work(r)
         spread = Collective.spread
         monkeypatch.setattr(
             Collective, "spread", lambda self, x: (_ for _ in ()).throw(RankLost("a cable"))
         )
-        told_on = r.ranks.send
-        r.loop.memory.leader._send = lambda command: None  # type: ignore[attr-defined]  # the others would wait for us
         with pytest.raises(RankLost, match="a cable"):
             for _ in range(N):
                 r.loop.step()
         monkeypatch.setattr(Collective, "spread", spread)
-        r.loop.memory.leader._send = told_on  # type: ignore[attr-defined]
