@@ -9,7 +9,7 @@ import torch
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.ahead.ref import Kept, described
 from pyspec.device import shares
-from pyspec.device.acceptance import Acceptance
+from pyspec.device.ahead_rows import AheadRows
 from pyspec.device.commands import (
     AcceptRows,
     Command,
@@ -65,7 +65,7 @@ class Follower:
         ] = {}  # by their taps, and whether drafts absorb them
         self._kept_states: dict[int, Checkpoint] = {}
         n_slot = len(table.slots)
-        self.acceptance = Acceptance(target.device, n_slot, n_slot * width)
+        self.ahead_rows = AheadRows(target.device, n_slot, n_slot * width)
         self._last: tuple[Batch, Out] | None = None
         self._kept: Kept | None = None
         self._has_drafts = False  # that go into the next rows
@@ -77,7 +77,7 @@ class Follower:
             self._forward(command)
         elif isinstance(command, AcceptRows):
             assert self._last is not None and self._last[1].best is not None
-            self._kept = self.acceptance.accept(self._last[0], self._last[1].best, command.behind)
+            self._kept = self.ahead_rows.accept(self._last[0], self._last[1].best, command.behind)
             self._has_drafts = bool(command.behind.n_draft)
         elif isinstance(command, DraftCommand):
             assert self.drafts is not None
@@ -105,7 +105,7 @@ class Follower:
         elif command.moves:
             assert self._kept is not None
             own = self.drafts.drafts if self._has_drafts and self.drafts is not None else None
-            batch = self.acceptance.ahead.move(batch, self._kept, own)
+            batch = self.ahead_rows.move(batch, self._kept, own)
         graphs = self._graphs_of(command.taps, command.absorbs)
         self._last = batch, graphs(batch).whole(command.reads)
 

@@ -17,7 +17,7 @@ from pyspec.cuda.context import gpu_lock
 from pyspec.cuda.faults import Reader
 from pyspec.cuda.graph import Graphed, copied
 from pyspec.cuda.ops.ahead.ref import Kept
-from pyspec.device.acceptance import Acceptance
+from pyspec.device.ahead_rows import AheadRows
 from pyspec.draft.drafter import Drafter, LookaheadDrafter, Needs, PagedDrafter
 from pyspec.errors import DeviceError, DoesNotFit, EngineBug, PyspecError
 from pyspec.models.target import Out, Target
@@ -112,7 +112,7 @@ class Worker:
         self.lock = gpu_lock(self.device)
         self.faults, self.draft_faults = Reader(self.device), Reader(self.device)
         n_slot, self.drafter, self.n_suffix = len(table.slots), drafter, n_suffix
-        self.acceptance = Acceptance(self.device, n_slot, n_slot * (self.n_draft + 1))
+        self.ahead_rows = AheadRows(self.device, n_slot, n_slot * (self.n_draft + 1))
         # results of rounds, and their tokens
         self._best = Pinned()
         self._found = Pinned()
@@ -158,7 +158,7 @@ class Worker:
             if drafts is None:
                 return None
         own, q = (None, None) if drafts is None else (drafts.tokens, drafts.q)
-        batch = self.acceptance.ahead.move(self._lay_out(round_), kept, own)
+        batch = self.ahead_rows.move(self._lay_out(round_), kept, own)
         tokens = None if own is None else self._tokens.copy(batch.tokens[: batch.n_row])
         drafted = None if began is None else stamp(self.device)
         if own is not None:
@@ -172,7 +172,7 @@ class Worker:
     def accept(self, before: Launched, behind: Continuation) -> Kept:
         """Count the kept rows of a round that is not read yet."""
         assert before.out.best is not None
-        return self.acceptance.accept(before.batch, before.out.best, behind)
+        return self.ahead_rows.accept(before.batch, before.out.best, behind)
 
     def _lay_out(self, round_: Round) -> Batch:
         return lay_out(self.table, round_.seqs, self.device, arena=self.arena, pages=round_.pages)

@@ -82,17 +82,17 @@ class SealPasses(DraftCommand):
 
 
 class LedBlocks(Graphed[Tensor]):
-    """Passes of blocks on all ranks. laid: rows of the next one as they were laid out, if every rank moves them."""
+    """Passes of blocks on all ranks. unmoved: rows of the next one as they were before, if every rank moves them."""
 
     def __init__(self, fn: Callable[[Batch], Tensor], lead: DraftLead) -> None:
         super().__init__(fn)
         self.lead = lead
-        self.laid: tuple[Seq, ...] | None = None
+        self.unmoved: tuple[Seq, ...] | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
-        laid, self.laid = self.laid, None
-        seqs = tuple(batch.seqs) if laid is None else laid
-        command = RunBlocks(seqs, tuple(batch.pages), batch.bucket is not None, laid is not None)
+        unmoved, self.unmoved = self.unmoved, None
+        seqs = tuple(batch.seqs) if unmoved is None else unmoved
+        command = RunBlocks(seqs, tuple(batch.pages), batch.bucket is not None, unmoved is not None)
         with self.lead.together(command):
             return super().__call__(batch)
 
@@ -169,7 +169,7 @@ class DividedDFlash(DFlash):
         self, slots: Sequence[Slot], anchors: Sequence[int], n_draft: int, slack: Sequence[int] = ()
     ) -> Batch:
         batch = super()._lay_out(slots, anchors, n_draft, slack)
-        self.block.laid = tuple(batch.seqs) if slack else None  # with slack they are moved next
+        self.block.unmoved = tuple(batch.seqs) if slack else None  # with slack they are moved next
         return batch
 
     def _tokens(self, block: Tensor, n_seq: int, n_draft: int) -> tuple[Tensor, Tensor | None]:
@@ -217,14 +217,14 @@ class DFlashShare(DFlash):
         elif isinstance(command, MakeContext):
             if command.n_held:
                 self.ranks.spread(self.held[: command.n_held])
-            self.inject(self._laid(command.seqs, command.pages, command.in_arena))
+            self.inject(self._batch(command.seqs, command.pages, command.in_arena))
         elif isinstance(command, TakeTaps):
             self._take_taps(command.n_row)
         elif isinstance(command, SealPasses):
             (self.block if command.of_blocks else self.inject).seal()
 
     def _run_blocks(self, command: RunBlocks, kept: Kept | None) -> None:
-        batch = self._laid(command.seqs, command.pages, command.in_arena, see_block=True)
+        batch = self._batch(command.seqs, command.pages, command.in_arena, see_block=True)
         if command.moves:
             assert kept is not None
             batch = self.ahead.move(batch, kept)
@@ -237,7 +237,7 @@ class DFlashShare(DFlash):
             self.ranks.spread(x)
         self.net.inject(taps, rows, positions)
 
-    def _laid(
+    def _batch(
         self, seqs: Sequence[Seq], pages: Pages, in_arena: bool, *, see_block: bool = False
     ) -> Batch:
         arena = self.arena if in_arena else None

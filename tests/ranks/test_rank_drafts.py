@@ -177,7 +177,9 @@ def test_ranks_share_the_context_that_one_has(
         shares = [r.loop.drafter, *(r.ranks.followers[i].drafts for i in range(1, tp))]
         pools = [share.net.memory.kv for share in shares]  # type: ignore[union-attr]
         d = describe(path, EngineSettings(tp=tp, device="cpu", kv_type="f32", ctx=256, **settings))  # type: ignore[arg-type]
-        assert plan_memory(d).draft_kv == sum(t.nbytes for pool in pools[0].values() for t in pool.tensors())
+        assert plan_memory(d).draft_kv == sum(
+            t.nbytes for pool in pools[0].values() for t in pool.tensors()
+        )
     undivided(monkeypatch)
     with RankRig(path, tp, **settings) as r:
         assert run(r) == texts
@@ -334,7 +336,9 @@ def test_what_fails_while_ranks_draft_is_the_end_of_all(monkeypatch: pytest.Monk
 
     with RankRig(DEMO, 2, np=1, **DFLASH) as r:
         at_work(r).loop.drafter.block.fn = broken  # type: ignore[union-attr]
-        with pytest.raises(DeviceError, match="RunBlocks failed on the first rank, and .* no such block"):
+        with pytest.raises(
+            DeviceError, match=r"RunBlocks failed on the first rank, and .* no such block"
+        ):
             for _ in range(N):
                 r.loop.step()
     undivided(monkeypatch)

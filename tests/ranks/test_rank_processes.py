@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from engine_rig import DEMO, FIXTURES, GREEDY
+from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY
 from known_texts import demo_prompts
 from rank_pids import children, lives
 
@@ -88,6 +88,16 @@ def test_a_rank_that_is_lost_takes_all_with_it(
         assert "rank 2 of 4: its process" in str(asked.error)
     said = [r.message for r in caplog.records if r.levelno >= logging.ERROR]
     assert sum("rank 2 of 4" in line for line in said) == 1, said
+
+
+def test_processes_share_a_drafter_and_end() -> None:
+    prompt, text = demo_prompts()[0]
+    settings = {**SETTINGS, "n_draft_fixed": True}
+    with Engine.load(DEMO, DEMO_DRAFT, tp=2, **settings) as engine:
+        found = engine.generate(prompt, max_tokens=N, temperature=0.0)
+        assert list(found.tokens) == text[:N]
+        assert found.timings.draft_n_accepted > N // 2
+    assert eventually(lambda: not children(os.getpid(), "rank_main"))
 
 
 def test_the_supervisor_goes_on_with_new_ranks() -> None:

@@ -13,7 +13,7 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.round import Continuation
 
 
-class Acceptance:
+class AheadRows:
     """The op `ahead` with the arguments of a round that continues another one. n_row: rows of the largest verify, for its buffers."""
 
     def __init__(self, device: torch.device, n_seq: int, n_row: int) -> None:
@@ -29,6 +29,10 @@ class Acceptance:
         if behind.forced is not None:
             forced = sent(torch.tensor(behind.forced, dtype=torch.int32), self.device)
         return self.ahead.accept(best, self._crossed(batch, behind.refused), ends, forced)
+
+    def move(self, batch: Batch, kept: Kept, drafts: Tensor | None = None) -> Batch:
+        """As of the op."""
+        return self.ahead.move(batch, kept, drafts)
 
     def _crossed(self, batch: Batch, refused: tuple[int, ...]) -> Batch:
         """A copy of the batch with an impossible token in these rows. The batch's own tokens serve as ids elsewhere."""
