@@ -144,10 +144,12 @@ class LedNet:
         """As of DFlashNet, on every rank."""
         return self.drafter.block(batch)
 
-    def tokens(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As of DFlashNet: of the last block, all rows but the first."""
-        with self.drafter.lead.together(FindDrafts(1, len(rows))):
-            return self.net.tokens(rows)
+    def drafts(
+        self, block: Tensor, n_draft: int, anchors: Tensor, *, tells: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """As of DFlashNet: of the last block."""
+        with self.drafter.lead.together(FindDrafts(len(block), n_draft)):
+            return self.net.drafts(block, n_draft, anchors, tells=tells)
 
 
 class DividedDFlash(DFlash):
@@ -172,9 +174,11 @@ class DividedDFlash(DFlash):
         self.block.unmoved = tuple(batch.seqs) if slack else None  # with slack they are moved next
         return batch
 
-    def _tokens(self, block: Tensor, n_seq: int, n_draft: int) -> tuple[Tensor, Tensor | None]:
+    def _tokens(
+        self, block: Tensor, n_seq: int, n_draft: int, given: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         with self.lead.together(FindDrafts(n_seq, n_draft)):
-            return super()._tokens(block, n_seq, n_draft)
+            return super()._tokens(block, n_seq, n_draft, given)
 
     def check(self, target: Target, slot: Slot, tokens: Sequence[int]) -> str | None:
         return tap_shift.warning(LedNet(self), self.needs.n_draft, target, self.table, slot, tokens)
@@ -205,14 +209,15 @@ class DFlashShare(DFlash):
         self.ranks = _join(net, target)
         self.arena = arena
         self.drafts: Tensor | None = None
-        self._block = torch.empty(0)
+        self._block = self._given = torch.empty(0)
 
     def obey(self, command: DraftCommand, kept: Kept | None) -> None:
         """Run one command. kept: the rows of the last verify."""
         if isinstance(command, RunBlocks):
             self._run_blocks(command, kept)
         elif isinstance(command, FindDrafts):
-            tokens, _ = self._tokens(self._block, command.n_seq, command.n_draft)
+            n = command.n_seq, command.n_draft
+            tokens, _ = self._tokens(self._block, *n, self._given)
             self.drafts = tokens.view(command.n_seq, command.n_draft)
         elif isinstance(command, MakeContext):
             if command.n_held:
@@ -228,7 +233,7 @@ class DFlashShare(DFlash):
         if command.moves:
             assert kept is not None
             batch = self.ahead.move(batch, kept)
-        self._block = self.block(batch)
+        self._block, self._given = self.block(batch), batch.tokens
 
     def _take_taps(self, n_row: int) -> None:
         taps = torch.empty(n_row, self.net.n_feature, device=self.device)
