@@ -175,10 +175,10 @@ class DividedDFlash(DFlash):
         return batch
 
     def _tokens(
-        self, block: Tensor, n_seq: int, n_draft: int, given: Tensor
+        self, block: Tensor, n_seq: int, n_draft: int, given: Tensor, *, tells: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         with self.lead.together(FindDrafts(n_seq, n_draft)):
-            return super()._tokens(block, n_seq, n_draft, given)
+            return super()._tokens(block, n_seq, n_draft, given, tells=tells)
 
     def check(self, target: Target, slot: Slot, tokens: Sequence[int]) -> str | None:
         return tap_shift.warning(LedNet(self), self.needs.n_draft, target, self.table, slot, tokens)
