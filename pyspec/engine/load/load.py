@@ -54,6 +54,7 @@ from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.prompt_pace import ForwardCosts, PaceTargets, PromptPace
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.engine.recommended import recommended
+from pyspec.errors import RankLost
 from pyspec.gguf import GGUFFile
 from pyspec.gguf.types import file_type_words
 from pyspec.models.gathered import Gathered
@@ -137,11 +138,14 @@ def _load(path: Path, settings: EngineSettings, is_isolated: bool, file: GGUFFil
             built = build(d, plan, ranks, preparation, before)
             d.file.end_ahead()
             return built
-        except BaseException:
+        except BaseException as e:
+            reason = ranks.error if ranks is not None and isinstance(e, RankLost) else None
             if ranks is not None:
                 ranks.close()
             if preparation is not None:
                 preparation.close()
+            if reason is not None:  # a rank's refusal; this one has only lost it
+                raise reason from None
             raise
 
 
