@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from pyspec.config import EngineSettings
-from pyspec.cpu.tensors import next_positions, picked
+from pyspec.cpu.tensors import picked
 from pyspec.cuda.graph import Graphed, copied
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
@@ -28,6 +29,7 @@ from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft import tap_shift
 from pyspec.draft.blocks import FEW_ROWS, FEW_ROWS_CPU, BlockLength
 from pyspec.draft.dflash_file import ARCHS, DFlashConfig, check_pair, drafter_tensors, read_config
+from pyspec.draft.dflash_net import DFlashNet
 from pyspec.draft.drafter import (
     OWN_HEAD,
     DraftOptions,
@@ -40,14 +42,9 @@ from pyspec.draft.drafter import (
 )
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import Block, link_sums
-from pyspec.models.blocks.attention import BoundAttention
-from pyspec.models.blocks.convolved import BoundConvolved
 from pyspec.models.cuts import flaws
-from pyspec.models.matrices import Matrix
-from pyspec.models.own_vocabulary import D2T, BestDrafts, read_d2t
-from pyspec.models.part import Binding, LoadTypes, Pass, Request
-from pyspec.models.rope import Ropes
+from pyspec.models.own_vocabulary import D2T
+from pyspec.models.part import LoadTypes, Request
 from pyspec.models.target import Out, Target
 from pyspec.models.wants import Want, check_read, check_tensors
 from pyspec.models.weight_bytes import row_bytes
@@ -55,13 +52,13 @@ from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.drafts import NO_DRAFTS, Drafts, DraftsAhead
-from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.table import Slot, SlotTable
 
+N = TypeVar("N", bound=DFlashNet)
+
 MOST_RANKS = 64  # that divide a drafter; 1: it is whole, on the first one
 N_HELD = BUCKETS[-1]  # rows of taps that are kept at most, those of one graph
-PIECE = 64  # rows whose probabilities are found at once: they need as much memory as their logits
 
 
 def held_rows(n_slot: int) -> int:
@@ -78,12 +75,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         raise ConfigError("--spec-type dflash needs a draft file (-md)")
     c = read_config(file)
     wants = drafter_tensors(c, file, target.config.n_embd)
-    whole = block_plan(c, file, target, settings, wants)
-    n_rank = ranks_of(file, wants, settings) if whole.best_only else 1
-    if n_rank == 1:
-        return whole
-    share = block_plan(c.share(n_rank), file, target, settings, wants)
-    return replace(share, n_rank=n_rank, load_share=_load_share)
+    return replace(block_plan(c, file, target, settings, wants), load_share=partial(load_share, bind))
 
 
 def block_plan(
@@ -93,10 +85,12 @@ def block_plan(
     settings: EngineSettings,
     wants: Mapping[str, Want],
 ) -> DraftPlan:
-    """The plan of a drafter whose drafts are blocks. wants: the tensors of its file."""
+    """The plan of a drafter whose drafts are blocks, without `load_share`. wants: the tensors of its file."""
     check_pair(c, file, target.config)
     check_tensors(file, wants, c.alias)
     check_read(file, (*wants, D2T), len(c.windows), c.alias)
+    n_rank = ranks_of(c, file, wants, settings)
+    c = c.share(n_rank)
     n, most = settings.n_draft_max, c.most
     block = BlockLength(c.block, FEW_ROWS_CPU if target.device.type == "cpu" else FEW_ROWS)
     n_held = held_rows(settings.np)
@@ -110,7 +104,8 @@ def block_plan(
             block=block,
             late=n_held > 0,
             n_trained=c.n_trained,
-            tells=settings.tp == 1 or has_head or bool(c.adds_scores) or settings.draft_p_min > 0,
+            tells=n_rank == settings.tp == 1
+            or (c.tells_in_parts if n_rank > 1 else _reads_logits(c, file, settings)),
         ),
         file=file,
         layers=tuple(block.memory() for block in c.blocks),
@@ -120,15 +115,28 @@ def block_plan(
         n_held=n_held,
         graph_bytes=_graph_bytes(c, block, settings.np, min(n or most, most), n_held),
         no_copy=OWN_HEAD if has_head else c.adds_scores,
-        best_only=not has_head and not c.adds_scores and settings.draft_p_min <= 0,
+        best_only=not _reads_logits(c, file, settings),
+        n_rank=n_rank,
         remark=f", n_draft {n} lowered to {most} (block {c.block})" if n > most else "",
     )
 
 
-def ranks_of(file: GGUFFile, wants: Mapping[str, Want], settings: EngineSettings) -> int:
-    """Ranks that divide the drafter: those of the target, or 1 if it does not divide by them or the first one reads a head of its own."""
-    n, has_copy = settings.tp, settings.draft_head not in ("auto", "full")
-    return 1 if not 1 < n <= MOST_RANKS or has_copy or next(flaws(file, cuts_of(wants), n), "") else n
+def _reads_logits(c: DFlashConfig, file: GGUFFile, settings: EngineSettings) -> bool:
+    """Whether its drafts need more than the best tokens of the target's head."""
+    return "output.weight" in file.tensors or bool(c.adds_scores) or settings.draft_p_min > 0
+
+
+def ranks_of(
+    c: DFlashConfig, file: GGUFFile, wants: Mapping[str, Want], settings: EngineSettings
+) -> int:
+    """Ranks that divide the drafter: those of the target, or 1 if it does not divide by them or the first one reads a whole head."""
+    n = settings.tp
+    is_whole = (
+        "output.weight" in file.tensors
+        or settings.draft_head not in ("auto", "full")
+        or (settings.draft_p_min > 0 and not c.tells_in_parts)
+    )
+    return 1 if not 1 < n <= MOST_RANKS or is_whole or next(flaws(file, cuts_of(wants), n), "") else n
 
 
 def requests(c: DFlashConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
@@ -158,95 +166,6 @@ def _graph_bytes(c: DFlashConfig, block: BlockLength, n_slot: int, n_draft: int,
     row = row_bytes(c.n_ff, c.n_embd)
     taken_in = n_held * (4 * len(c.taps) * c.n_embd + row)
     return kept + max((bucket for bucket, _ in shapes), default=0) * row + taken_in
-
-
-class DFlashNet:
-    """The drafter's layers bound to their context memory; `head` stands for the target's if it is given.
-
-    find_best  finds best tokens on several ranks together, by the target's head; None: `head` is read here
-    """
-
-    def __init__(
-        self,
-        c: DFlashConfig,
-        w: Weights,
-        memory: Memory,
-        target: Target,
-        head: Matrix | None = None,
-        find_best: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self.c = c
-        self.memory = memory
-        self.n_feature = len(c.taps) * target.n_embd
-        self.ropes, n_layer = Ropes(w), len(c.blocks)
-        self.blocks = [
-            spec.bind(Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_format, self.ropes))
-            for i, spec in enumerate(c.blocks)
-        ]
-        if w.ranks is not None:
-            link_sums(w.ranks, self.blocks)
-        self.attention = [attention_of(block) for block in self.blocks]
-        # k and v of context rows are made with the block's own weights
-        self.context = [
-            w.matrix(f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight") for i in range(n_layer)
-        ]
-        self.fc, self.fc_norm = w.matrix("fc.weight"), w.vector("enc.output_norm.weight")
-        self.norm, self.norms = (
-            w.vector("output_norm.weight"),
-            norms.bind(NormsSpec(w.device, c.n_embd, c.eps)),
-        )
-        self.embed = w.embedding("token_embd.weight") if w.has("token_embd.weight") else target.embed
-        has_head = w.has("output.weight")
-        self.head = w.matrix("output.weight") if has_head else head or target.head
-        self.find_best = None if has_head else find_best
-        self.best = BestDrafts(w.device, read_d2t(w, target.n_vocab))
-
-    def inject(self, taps: Tensor, rows: Tensor, positions: Tensor) -> None:
-        """Context keys and values of committed tokens: taps [row, T * n_target], pool rows [row], positions [row]."""
-        angles = self.ropes.angles(positions)  # first: the kernels behind it start early
-        c = self.norms(self.fc(taps), self.fc_norm)
-        for i, (attention, kv) in enumerate(zip(self.attention, self.context, strict=True)):
-            attention.write(kv(c), angles[attention.rope], self.memory.kv[i], rows)
-
-    def forward(self, batch: Batch) -> Tensor:
-        """The block rows of `batch` (laid out with see_block) -> [row, n_embd] after the final norm."""
-        x, angles = self.embed(batch.tokens), self.ropes.angles(batch.positions)
-        whole = Pass(angles, self.memory, batch)
-        causal = (
-            replace(whole, batch=replace(batch, hi=next_positions(batch.positions)))
-            if any(self.c.causal)
-            else whole
-        )
-        for block, is_causal in zip(self.blocks, self.c.causal, strict=True):
-            x = block(x, causal if is_causal else whole)
-        return self.norms(x, self.norm)
-
-    def drafts(
-        self, block: Tensor, n_draft: int, anchors: Tensor, *, tells: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """The target's tokens that blocks stand for, [seq * n_draft] int64, and their probabilities [seq * n_draft] f32.
-
-        block    [seq, row, n_embd] f32 of `forward`
-        anchors  [seq] int64
-        tells    the probabilities are wanted; else there may be none
-        """
-        rows = block[:, 1 : 1 + n_draft].flatten(0, 1)  # row 0 is the anchor, whose output means nothing
-        if self.find_best is not None:
-            assert not tells, "ranks that find the best together have no logits in one place"
-            return self.best.mapped(self.find_best(rows)), None
-        logits = self.head(rows)
-        if not tells:
-            return self.best(logits), None
-        pieces = [piece.softmax(-1).amax(-1) for piece in logits.split(PIECE)]
-        return self.best(logits), torch.cat(pieces)
-
-
-def attention_of(block: Block) -> BoundAttention:
-    """The attention of a layer."""
-    part = block.parts[0]
-    part = part.part if isinstance(part, BoundConvolved) else part
-    assert isinstance(part, BoundAttention)
-    return part
 
 
 class DFlash:
@@ -473,36 +392,55 @@ def _read(tokens: Tensor, probs: Tensor | None) -> tuple[list[int], list[float] 
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
-    net, p_min = bound(plan, target, table, options), options.settings.draft_p_min
+    return drafter_of(bind(plan, target, table, options), plan, target, table, options)
+
+
+def bind(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlashNet:
+    """The layers of this rank on the target's device."""
+    assert plan.file is not None
+    return bound(DFlashNet, read_config(plan.file), plan, target, table, options)
+
+
+def bound(
+    kind: Callable[..., N],
+    c: DFlashConfig,
+    plan: DraftPlan,
+    target: Target,
+    table: SlotTable,
+    options: DraftOptions,
+) -> N:
+    """kind: DFlashNet or one made of it. Its layers on this rank, with memory of their own."""
+    assert plan.file is not None
+    device, ranks = target.device, target.ranks if plan.n_rank > 1 else None
+    cuts = cuts_of(plan.wants)
+    weights = Weights(plan.file, device, options.dense, c.alias, options.wide, ranks, cuts, options.rope)
+    memory = own_memory(plan, table, options, device)
+    net = kind(c.share(plan.n_rank), weights, memory, target, options.head)
+    if plan.best_only:
+        net.find_best = options.best
+    return net
+
+
+def drafter_of(
+    net: DFlashNet, plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions
+) -> DFlash:
+    """The drafter, or the first rank's part of it."""
+    p_min = options.settings.draft_p_min
     if plan.n_rank == 1:
         return DFlash(net, plan, table, target.device, p_min)
     from pyspec.draft.dflash_ranks import DividedDFlash  # which needs this module
 
     assert options.lead is not None
-    return DividedDFlash(net, plan, table, target, options.lead)
+    return DividedDFlash(net, plan, table, target, options.lead, p_min)
 
 
-def bound(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlashNet:
-    """The layers of this rank on the target's device, with memory of their own."""
-    assert plan.file is not None
-    c, device, ranks = read_config(plan.file).share(plan.n_rank), target.device, None
-    if plan.n_rank > 1:
-        ranks = target.ranks
-    weights = Weights(
-        plan.file,
-        device,
-        options.dense,
-        c.alias,
-        options.wide,
-        ranks,
-        cuts_of(plan.wants),
-        rope=options.rope,
-    )
-    memory = own_memory(plan, table, options, device)
-    return DFlashNet(c, weights, memory, target, options.head, options.best)
+Bind = Callable[[DraftPlan, Target, SlotTable, DraftOptions], DFlashNet]
 
 
-def _load_share(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DraftShare:
+def load_share(
+    bind: Bind, plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions
+) -> DraftShare:
+    """Another rank's part."""
     from pyspec.draft.dflash_ranks import DFlashShare  # which needs this module
 
-    return DFlashShare(bound(plan, target, table, options), plan, table, target, options.arena)
+    return DFlashShare(bind(plan, target, table, options), plan, table, target, options.arena)

@@ -18,7 +18,7 @@ from pyspec.config import EngineSettings
 from pyspec.cpu.tensors import capped
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
-from pyspec.draft.dflash import DFlash, DFlashNet, block_plan
+from pyspec.draft.dflash import DFlash, block_plan, bound, drafter_of, load_share
 from pyspec.draft.dflash import requests as layer_requests
 from pyspec.draft.dflash_file import (
     CONVOLUTION,
@@ -28,7 +28,8 @@ from pyspec.draft.dflash_file import (
     drafter_tensors,
     read_layers,
 )
-from pyspec.draft.drafter import DraftOptions, DraftPlan, TargetFile, own_memory
+from pyspec.draft.dflash_net import DFlashNet
+from pyspec.draft.drafter import DraftOptions, DraftPlan, TargetFile
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
@@ -62,6 +63,11 @@ class DFlash2Config(DFlashConfig):
     def adds_scores(self) -> str:
         """Why drafts need the target's logits."""
         return "its selector adds scores to the logits"
+
+    @property
+    def tells_in_parts(self) -> bool:
+        """Probabilities are those among the candidates, which every rank has."""
+        return True
 
     @property
     def blocks(self) -> tuple[BlockSpec, ...]:
@@ -111,10 +117,12 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         BEFORE: Want((n_vocab, c.rank)),
         BEHIND: Want((n_vocab, c.rank)),
     }
+    whole = block_plan(c, file, target, settings, wants)
     return replace(
-        block_plan(c, file, target, settings, wants),
+        whole,
         kind="dflash2",
-        requests=partial(requests, c, file),
+        requests=partial(requests, c.share(whole.n_rank), file),
+        load_share=partial(load_share, bind),
     )
 
 
@@ -169,10 +177,17 @@ class DFlash2Net(DFlashNet):
 
     def _candidates(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of rows [row, n_embd]: logits and target's tokens of the candidates, [row, n_best] both; gate [row, rank]."""
-        logits = self.head(rows)
+        logits = self.head(rows) if self.parts is None else self.parts.own(rows)
         logits = capped(logits if self.c.logit_scale == 1.0 else logits * self.c.logit_scale, self.c.cap)
-        values, columns = largest(logits, self.c.n_best)
+        n = self.c.n_best
+        values, columns = largest(logits, n) if self.parts is None else self._of_all(logits)
         return values, self.best.mapped(columns), self.gate(rows)
+
+    def _of_all(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As `largest`, of the columns of all ranks. logits: this one's."""
+        assert self.parts is not None
+        n = self.c.n_best
+        return self.parts.largest(*largest(logits, min(n, logits.shape[1])), n)
 
     def _sure(self, scores: Tensor, found: Tensor) -> Tensor:
         """Probability of each draft, [seq * row]. scores: as in `drafts`; found [seq, row]: the walk's places."""
@@ -189,8 +204,10 @@ def _walked(follower: Tensor) -> Tensor:
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
+    return drafter_of(bind(plan, target, table, options), plan, target, table, options)
+
+
+def bind(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash2Net:
+    """The layers of this rank on the target's device."""
     assert plan.file is not None
-    c, device = read_config(plan.file), target.device
-    weights = Weights(plan.file, device, options.dense, c.alias, wide=options.wide, rope=options.rope)
-    net = DFlash2Net(c, weights, own_memory(plan, table, options, device), target, options.head)
-    return DFlash(net, plan, table, device, options.settings.draft_p_min)
+    return bound(DFlash2Net, read_config(plan.file), plan, target, table, options)

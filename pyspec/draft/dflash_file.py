@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 from pyspec.errors import ModelError, PairError
 from pyspec.gguf import GGUFFile
@@ -61,6 +62,11 @@ class DFlashConfig:
         return ""
 
     @property
+    def tells_in_parts(self) -> bool:
+        """Whether it gives its drafts' probabilities where each rank has a part of the logits."""
+        return False
+
+    @property
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Its layers."""
         feed = Part("ffn_norm", Mlp(self.n_ff))
@@ -73,7 +79,7 @@ class DFlashConfig:
             Attention(self.attention, self.rope, window, qk_norm=True) for window in self.windows
         )
 
-    def share(self, n: int) -> DFlashConfig:
+    def share(self, n: int) -> Self:
         """The drafter of each of `n` ranks: a share of the heads and inner values of every layer."""
         return replace(self, attention=self.attention.share(n), n_ff=self.n_ff // n) if n > 1 else self
 

@@ -20,10 +20,11 @@ from pyspec.cuda.collective import Collective
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.draft import tap_shift
-from pyspec.draft.dflash import DFlash, DFlashNet
+from pyspec.draft.dflash import DFlash
 from pyspec.draft.dflash_file import DFlashConfig
+from pyspec.draft.dflash_net import DFlashNet
 from pyspec.draft.drafter import DraftCommand, DraftLead, DraftPlan
-from pyspec.models.gathered import Gathered, shared
+from pyspec.models.gathered import shared
 from pyspec.models.target import Out, Target
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
@@ -156,9 +157,15 @@ class DividedDFlash(DFlash):
     """The first rank's part: it decides, and sends each pass to the others. Implements `DividedDrafter`."""
 
     def __init__(
-        self, net: DFlashNet, plan: DraftPlan, table: SlotTable, target: Target, lead: DraftLead
+        self,
+        net: DFlashNet,
+        plan: DraftPlan,
+        table: SlotTable,
+        target: Target,
+        lead: DraftLead,
+        p_min: float = 0.0,
     ) -> None:
-        super().__init__(net, plan, table, target.device, p_min=0.0)
+        super().__init__(net, plan, table, target.device, p_min)
         _join(net, target)
         self.lead = lead
         self.block: LedBlocks = LedBlocks(net.forward, lead)
@@ -253,10 +260,6 @@ def _join(net: DFlashNet, target: Target) -> Collective:
     """Read the target's head on all ranks together, and have its memory keep the drafter's pages with its own. Returns the ranks."""
     head = shared(target.output)
     assert head is not None, "ranks divide a drafter that reads the target's head"
-    net.find_best = _finder(head)
+    net.find_best, net.parts = None, head
     target.memory.beside = list(net.memory.paged)
     return head.ranks
-
-
-def _finder(head: Gathered) -> Callable[[Tensor], Tensor]:
-    return lambda rows: head.best(head.own(rows.contiguous()))[0].long()

@@ -17,7 +17,7 @@ from torch import Tensor
 from pyspec.config import EngineSettings
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
-from pyspec.draft.dflash import DFlash, DFlashNet, block_plan
+from pyspec.draft.dflash import DFlash, block_plan, bound, drafter_of, load_share
 from pyspec.draft.dflash import requests as layer_requests
 from pyspec.draft.dflash_file import (
     MARKOV,
@@ -26,9 +26,11 @@ from pyspec.draft.dflash_file import (
     drafter_tensors,
     read_layers,
 )
-from pyspec.draft.drafter import DraftOptions, DraftPlan, TargetFile, own_memory
+from pyspec.draft.dflash_net import DFlashNet
+from pyspec.draft.drafter import DraftOptions, DraftPlan, TargetFile
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
+from pyspec.models.cuts import Cut, Units
 from pyspec.models.matrices import Matrix
 from pyspec.models.part import LoadTypes, Request
 from pyspec.models.target import Target
@@ -58,6 +60,11 @@ class DSparkConfig(DFlashConfig):
         """Why drafts need the target's logits."""
         return "its Markov head adds to the logits"
 
+    @property
+    def tells_in_parts(self) -> bool:
+        """The confidence head reads no logits."""
+        return self.is_sure
+
 
 def recognises(file: GGUFFile) -> bool:
     return file.architecture == "dflash" and MARKOV in file.tensors
@@ -84,15 +91,17 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     n_head = file.tensors[HEAD].shape[0] if HEAD in file.tensors else n_vocab
     wants = drafter_tensors(c, file, target.config.n_embd) | {
         MARKOV: Want((n_vocab, c.rank)),
-        BIAS: Want((n_head, c.rank)),
+        BIAS: Want((n_head, c.rank), cut=Cut(0, (Units(n_head, "tokens", uneven=True),))),
     }
     if c.is_sure:
         wants[SURE] = Want((1, c.n_embd + c.rank))
         wants[SURE_BIAS] = Want((1,), optional=True)
+    whole = block_plan(c, file, target, settings, wants)
     return replace(
-        block_plan(c, file, target, settings, wants),
+        whole,
         kind="dspark",
-        requests=partial(requests, c, file),
+        requests=partial(requests, c.share(whole.n_rank), file),
+        load_share=partial(load_share, bind),
     )
 
 
@@ -121,12 +130,14 @@ class DSparkNet(DFlashNet):
         """As of DFlash. The second is the confidence head's; without one, the tokens' probabilities."""
         first = 0 if self.c.from_anchor else 1
         rows = block[:, first : first + n_draft].transpose(0, 1).contiguous()  # [row, seq, n_embd]
-        logits = self.head(rows.flatten(0, 1)).view(n_draft, len(block), -1)
+        # of several ranks each has its columns of the logits, and of the Markov head
+        head, parts = (self.head, None) if self.parts is None else (self.parts.own, self.parts)
+        logits = head(rows.flatten(0, 1)).view(n_draft, len(block), -1)
         given, tokens, probs = [], [anchors], []
         for row in range(n_draft):
             given.append(self.token(tokens[-1]))
             corrected = self.bias(given[-1], residual=logits[row])
-            tokens.append(self.best(corrected))
+            tokens.append(self.best(corrected) if parts is None else parts.best(corrected)[0].long())
             if tells and self.sure is None:
                 probs.append(corrected.softmax(-1).amax(-1))
         found = torch.stack(tokens[1:], 1).view(-1)
@@ -145,8 +156,10 @@ class DSparkNet(DFlashNet):
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
+    return drafter_of(bind(plan, target, table, options), plan, target, table, options)
+
+
+def bind(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DSparkNet:
+    """The layers of this rank on the target's device."""
     assert plan.file is not None
-    c, device = read_config(plan.file), target.device
-    weights = Weights(plan.file, device, options.dense, c.alias, wide=options.wide, rope=options.rope)
-    net = DSparkNet(c, weights, own_memory(plan, table, options, device), target, options.head)
-    return DFlash(net, plan, table, device, options.settings.draft_p_min)
+    return bound(DSparkNet, read_config(plan.file), plan, target, table, options)

@@ -18,7 +18,7 @@ from pyspec.slots.prefix import common_prefix
 from pyspec.slots.table import Slot, SlotTable
 
 if TYPE_CHECKING:
-    from pyspec.draft.dflash import DFlashNet
+    from pyspec.draft.dflash_net import DFlashNet
     from pyspec.draft.dflash_ranks import LedNet
 
 log = logging.getLogger(__name__)

@@ -56,6 +56,18 @@ class Gathered:
         rank = found[:, 1].argmax(0)
         return found.gather(0, rank.expand(1, 2, -1)).squeeze(0)
 
+    def largest(self, values: Tensor, columns: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """The n largest of each row, and their columns, both [row, n] on every rank: of this rank's [row, up to n], and of the others'.
+
+        values f32, columns int64 of this rank's own.
+        """
+        own = torch.stack([values.double(), (columns + self.first).double()])
+        # the last rank may have fewer columns
+        own = torch.nn.functional.pad(own, (0, n - own.shape[2]), value=-torch.inf)
+        values, columns = self.ranks.stacked(own).permute(1, 2, 0, 3).flatten(2)
+        best, at = values.topk(n)
+        return best.float(), columns.gather(1, at).long()
+
     @torch.inference_mode()
     def best_but(self, columns: Tensor, bans: tuple[int, ...]) -> Tensor:
         """The same without tokens that are banned, whose columns are lost."""

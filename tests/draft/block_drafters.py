@@ -13,7 +13,8 @@ from engine_rig import FIXTURES, Rig, plain_rig
 from rewrite import rewrite
 
 from pyspec.draft import dflash2, dspark
-from pyspec.draft.dflash import DFlash, DFlashNet
+from pyspec.draft.dflash import DFlash
+from pyspec.draft.dflash_net import DFlashNet
 from pyspec.draft.drafter import DraftRequest
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models.weights import Weights

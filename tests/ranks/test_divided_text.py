@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_rig import plain_rig
-from known_texts import N_TEXT, joined, known_texts
+from known_texts import joined, known_texts
 from rank_threads import RankRig
 
 from pyspec import synth

@@ -106,7 +106,7 @@ def head_for_drafts(d: Description) -> int:
 
 def heads_together(d: Description) -> bool:
     """Whether drafts go through each rank's share of the head, instead of a copy of it."""
-    return d.settings.tp > 1 and d.draft.best_only and d.head is None
+    return d.settings.tp > 1 and (d.draft.best_only or d.draft.n_rank > 1) and d.head is None
 
 
 def _bytes_of(d: Description, name: str) -> int:

@@ -1,0 +1,124 @@
+"""The layers of a DFlash drafter, bound: they make context rows of taps, and run blocks; the head gives the drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pyspec.cpu.tensors import next_positions
+from pyspec.cuda.ops.norms.op import norms
+from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.draft.dflash_file import DFlashConfig
+from pyspec.models.block import Block, link_sums
+from pyspec.models.blocks.attention import BoundAttention
+from pyspec.models.blocks.convolved import BoundConvolved
+from pyspec.models.gathered import Gathered
+from pyspec.models.matrices import Matrix
+from pyspec.models.own_vocabulary import BestDrafts, read_d2t
+from pyspec.models.part import Binding, Pass
+from pyspec.models.rope import Ropes
+from pyspec.models.target import Target
+from pyspec.models.weights import Weights
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import Memory
+
+PIECE = 64  # rows whose probabilities are found at once: they need as much memory as their logits
+
+
+class DFlashNet:
+    """The drafter's layers bound to their context memory; `head` stands for the target's if it is given.
+
+    find_best  finds best tokens on several ranks together, by the target's head; None: `head` is read here
+    parts      the target's head, where ranks divide this drafter: each reads its part of it
+    """
+
+    def __init__(
+        self,
+        c: DFlashConfig,
+        w: Weights,
+        memory: Memory,
+        target: Target,
+        head: Matrix | None = None,
+    ) -> None:
+        self.c = c
+        self.memory = memory
+        self.n_feature = len(c.taps) * target.n_embd
+        self.ropes, n_layer = Ropes(w), len(c.blocks)
+        self.blocks = [
+            spec.bind(Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_format, self.ropes))
+            for i, spec in enumerate(c.blocks)
+        ]
+        if w.ranks is not None:
+            link_sums(w.ranks, self.blocks)
+        self.attention = [attention_of(block) for block in self.blocks]
+        # k and v of context rows are made with the block's own weights
+        self.context = [
+            w.matrix(f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight") for i in range(n_layer)
+        ]
+        self.fc, self.fc_norm = w.matrix("fc.weight"), w.vector("enc.output_norm.weight")
+        self.norm, self.norms = (
+            w.vector("output_norm.weight"),
+            norms.bind(NormsSpec(w.device, c.n_embd, c.eps)),
+        )
+        self.embed = w.embedding("token_embd.weight") if w.has("token_embd.weight") else target.embed
+        has_head = w.has("output.weight")
+        self.head = w.matrix("output.weight") if has_head else head or target.head
+        self.find_best: Callable[[Tensor], Tensor] | None = None
+        self.parts: Gathered | None = None
+        self.best = BestDrafts(w.device, read_d2t(w, target.n_vocab))
+
+    def inject(self, taps: Tensor, rows: Tensor, positions: Tensor) -> None:
+        """Context keys and values of committed tokens: taps [row, T * n_target], pool rows [row], positions [row]."""
+        angles = self.ropes.angles(positions)  # first: the kernels behind it start early
+        c = self.norms(self.fc(taps), self.fc_norm)
+        for i, (attention, kv) in enumerate(zip(self.attention, self.context, strict=True)):
+            attention.write(kv(c), angles[attention.rope], self.memory.kv[i], rows)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The block rows of `batch` (laid out with see_block) -> [row, n_embd] after the final norm."""
+        x, angles = self.embed(batch.tokens), self.ropes.angles(batch.positions)
+        whole = Pass(angles, self.memory, batch)
+        causal = (
+            replace(whole, batch=replace(batch, hi=next_positions(batch.positions)))
+            if any(self.c.causal)
+            else whole
+        )
+        for block, is_causal in zip(self.blocks, self.c.causal, strict=True):
+            x = block(x, causal if is_causal else whole)
+        return self.norms(x, self.norm)
+
+    def drafts(
+        self, block: Tensor, n_draft: int, anchors: Tensor, *, tells: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The target's tokens that blocks stand for, [seq * n_draft] int64, and their probabilities [seq * n_draft] f32.
+
+        block    [seq, row, n_embd] f32 of `forward`
+        anchors  [seq] int64
+        tells    the probabilities are wanted; else there may be none
+        """
+        rows = block[:, 1 : 1 + n_draft].flatten(0, 1)  # row 0 is the anchor, whose output means nothing
+        if self.find_best is not None or self.parts is not None:
+            assert not tells, "ranks that find the best together have no logits in one place"
+            find = self.find_best or self._best_of_parts
+            return self.best.mapped(find(rows)), None
+        logits = self.head(rows)
+        if not tells:
+            return self.best(logits), None
+        pieces = [piece.softmax(-1).amax(-1) for piece in logits.split(PIECE)]
+        return self.best(logits), torch.cat(pieces)
+
+    def _best_of_parts(self, rows: Tensor) -> Tensor:
+        """[row] int64: the best token of each row [row, n_embd], which every rank has."""
+        assert self.parts is not None
+        return self.parts.best(self.parts.own(rows.contiguous()))[0].long()
+
+
+def attention_of(block: Block) -> BoundAttention:
+    """The attention of a layer."""
+    part = block.parts[0]
+    part = part.part if isinstance(part, BoundConvolved) else part
+    assert isinstance(part, BoundAttention)
+    return part
