@@ -95,6 +95,7 @@ def block_plan(
     block = BlockLength(c.block, FEW_ROWS_CPU if target.device.type == "cpu" else FEW_ROWS)
     n_held = held_rows(settings.np)
     has_head = "output.weight" in file.tensors
+    best_only = not has_head and not c.adds_scores and settings.draft_p_min <= 0
     return DraftPlan(
         kind="dflash",
         needs=Needs(
@@ -104,8 +105,7 @@ def block_plan(
             block=block,
             late=n_held > 0,
             n_trained=c.n_trained,
-            tells=n_rank == settings.tp == 1
-            or (c.tells_in_parts if n_rank > 1 else _reads_logits(c, file, settings)),
+            tells=c.tells_in_parts if n_rank > 1 else settings.tp == 1 or not best_only,
         ),
         file=file,
         layers=tuple(block.memory() for block in c.blocks),
@@ -115,15 +115,10 @@ def block_plan(
         n_held=n_held,
         graph_bytes=_graph_bytes(c, block, settings.np, min(n or most, most), n_held),
         no_copy=OWN_HEAD if has_head else c.adds_scores,
-        best_only=not _reads_logits(c, file, settings),
+        best_only=best_only,
         n_rank=n_rank,
         remark=f", n_draft {n} lowered to {most} (block {c.block})" if n > most else "",
     )
-
-
-def _reads_logits(c: DFlashConfig, file: GGUFFile, settings: EngineSettings) -> bool:
-    """Whether its drafts need more than the best tokens of the target's head."""
-    return "output.weight" in file.tensors or bool(c.adds_scores) or settings.draft_p_min > 0
 
 
 def ranks_of(
