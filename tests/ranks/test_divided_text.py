@@ -18,6 +18,8 @@ from torch import Tensor
 
 from pyspec import synth
 from pyspec.config import EngineSettings
+from pyspec.cuda.collective import Collective
+from pyspec.cuda.graph import Graphed
 from pyspec.draft import dflash
 from pyspec.draft.dflash import DFlash
 from pyspec.draft.dflash_ranks import DFlashShare, DividedDFlash
@@ -165,3 +167,18 @@ def test_the_plan_has_a_share_on_each_rank_and_no_copy_of_the_head(
     monkeypatch.setattr(dflash, "MOST_RANKS", 1)
     whole = planned()
     assert whole.draft_head > 0 and plan.draft_weights < 0.9 * whole.draft_weights
+
+
+def test_graphs_are_freed_before_the_ranks_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would wait for those that hold its sums."""
+    order: list[object] = []
+    with ranked("dflash", 2) as r:
+        drafter = r.loop.drafter
+        assert isinstance(drafter, DividedDFlash)
+        monkeypatch.setattr(Graphed, "forget", order.append)
+        monkeypatch.setattr(Collective, "leave", lambda ranks: order.append("left"))
+        r.loop.leave()
+        assert order[-1] == "left"
+        assert set(map(id, order[:-1])) == set(
+            map(id, (r.loop.worker.forward, drafter.block, drafter.inject))
+        )
