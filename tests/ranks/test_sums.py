@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyspec.cuda.collective import SMALL, Collective, Rank
 from pyspec.cuda.kernel_context import KernelContext, use
+from pyspec.cuda.sum_rows import SumRows
 
 
 class Alone(Collective):
@@ -49,3 +50,11 @@ def test_the_library_sums_what_is_large_but_for_exact_sums_of_more_than_two(
     assert torch.equal(ranks.sum(x.clone()), want)
     assert [way for way, _ in ranks.heard] == ways and sum(size for _, size in ranks.heard) == x.numel()
     assert all(size <= SMALL // 4 for way, size in ranks.heard if way == "gathered")
+
+
+def test_sums_that_prepare_rows_leave_peers_that_are_given_up() -> None:
+    """The check of a drafter's sums may fail behind the model's: then nothing of the model reads peers' memory either."""
+    ranks, x = Alone(2), torch.ones(2, 8)
+    into = SumRows.__new__(SumRows)
+    into.ranks, into.peers, into.most = ranks, SimpleNamespace(), 64  # type: ignore[assignment]
+    assert torch.equal(into(x), 11 * x) and ranks.heard == [("gathered", 16)]
