@@ -127,7 +127,8 @@ def ranks_of(
     """Ranks that divide the drafter: those of the target, or 1 if it does not divide by them or the first one reads a whole head."""
     n = settings.tp
     is_whole = (
-        "output.weight" in file.tensors
+        not c.divides
+        or "output.weight" in file.tensors
         or settings.draft_head not in ("auto", "full")
         or (settings.draft_p_min > 0 and not c.tells_in_parts)
     )

@@ -62,6 +62,11 @@ class DFlashConfig:
         return ""
 
     @property
+    def divides(self) -> bool:
+        """Whether `share` is known: ranks can divide its layers."""
+        return True
+
+    @property
     def tells_in_parts(self) -> bool:
         """Whether it gives its drafts' probabilities where each rank has a part of the logits."""
         return False
