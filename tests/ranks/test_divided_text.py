@@ -175,7 +175,7 @@ def test_graphs_are_freed_before_the_ranks_are_left(monkeypatch: pytest.MonkeyPa
     with ranked("dflash", 2) as r:
         drafter = r.loop.drafter
         assert isinstance(drafter, DividedDFlash)
-        monkeypatch.setattr(Graphed, "forget", order.append)
+        monkeypatch.setattr(Graphed, "forget", lambda graphs: order.append(graphs))
         monkeypatch.setattr(Collective, "leave", lambda ranks: order.append("left"))
         r.loop.leave()
         assert order[-1] == "left"
