@@ -130,7 +130,7 @@ def main() -> None:
                     c.forget_acceptance()
                     if mode == "alone":
 
-                        def each(caps, _offers=None):  # type: ignore[no-untyped-def]
+                        def each(caps, _offers=None, _beside=0):  # type: ignore[no-untyped-def]
                             c.n_round += 1
                             picked = alone(c, caps)
                             for (slot, _), k in zip(caps, picked, strict=True):

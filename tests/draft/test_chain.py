@@ -47,7 +47,7 @@ def test_a_second_chained_head_drafts_what_mtp_drafts_from_the_same_states(
         overwrite_taps(r)
         r.loop.lookahead.on = is_ahead
         rounds = count()  # three without drafts, three with: states wait, and are caught up on
-        r.loop.controller.choose = lambda caps, _offers, rounds=rounds: [  # type: ignore[method-assign]
+        r.loop.controller.choose = lambda caps, _offers, _beside=0, rounds=rounds: [  # type: ignore[method-assign]
             cap * (n // 3 % 2) for n in (next(rounds),) for _, cap in caps
         ]
         heard = [r.submit(prompt, len(answer)) for prompt, answer in known]

@@ -396,7 +396,7 @@ def test_requests_draft_the_same_whatever_was_put_off(kind: str) -> None:
         drafter.needs = replace(drafter.needs, late=bool(late))
         if late == "replayed":
             replay(r.loop, drafter)
-        controller.choose = lambda caps, _offers, rng=rng, c=controller: [  # type: ignore[method-assign, misc]
+        controller.choose = lambda caps, _offers, _beside=0, rng=rng, c=controller: [  # type: ignore[method-assign, misc]
             min(cap, rng.choice((1, 7)) if c.n_round // 20 % 3 == 0 and rng.random() < 0.5 else 0)
             for _, cap in caps
         ]

@@ -129,7 +129,7 @@ def test_after_rounds_without_drafts_it_has_read_what_it_missed(
     assert isinstance(r.loop.drafter, Chain)
     r.loop.drafter.most_waiting = waiting
     r.loop.lookahead.on = is_ahead
-    r.loop.controller.choose = lambda caps, _offers=(): [  # type: ignore[method-assign]
+    r.loop.controller.choose = lambda caps, _offers=(), _beside=0: [  # type: ignore[method-assign]
         cap * (n % 7 > 4) for n in (next(rounds),) for _, cap in caps
     ]
     heard = joined(r, [*texts])
@@ -143,7 +143,7 @@ def test_where_only_some_slots_draft_the_others_keep_up(path: Path, is_ahead: bo
     texts, rounds = free_texts(path), count()
     r = drafted(path, path, np=3, n_draft_max=3)
     r.loop.lookahead.on = is_ahead
-    r.loop.controller.choose = lambda caps, _offers=(): [  # type: ignore[method-assign]
+    r.loop.controller.choose = lambda caps, _offers=(), _beside=0: [  # type: ignore[method-assign]
         min(cap, (n + slot) % 4) for n in (next(rounds),) for slot, cap in caps
     ]
     heard = joined(r, [*texts])

@@ -121,7 +121,7 @@ def test_context_that_is_made_later_is_as_good(
         with load("auto", np, prefix_cache=False) as engine:
             assert engine.loop.worker.needs.late == late
             rounds = itertools.count()
-            engine.loop.controller.choose = lambda caps, _offers, rounds=rounds: [
+            engine.loop.controller.choose = lambda caps, _offers, _beside=0, rounds=rounds: [
                 cap * (n // 8 % 2) for n in (next(rounds),) for _, cap in caps
             ]
             got = together(engine, np)

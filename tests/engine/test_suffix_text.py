@@ -230,7 +230,7 @@ def test_declined_offers_let_rounds_run_ahead() -> None:
     made.run_ahead()
     made.watch_launches(launched)
     made.loop.controller.fixed = False
-    made.loop.controller.choose = lambda caps, offers=None: (
+    made.loop.controller.choose = lambda caps, offers=None, beside=0: (
         made.loop.controller.__dict__.update(  # type: ignore[method-assign]
             offered=made.loop.controller.preferred(caps, offers or {})
         )
