@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from sampling import mark_slow  # noqa: E402
 
 from pyspec.cuda import kernel_context, registry  # noqa: E402
 from pyspec.cuda.kernel_context import KernelContext  # noqa: E402
+from pyspec.errors import BadTemplate  # noqa: E402
+from pyspec.text.template import ChatTemplate  # noqa: E402
 
 KERNELS = os.environ.get("PYSPEC_TEST_KERNELS", "auto")
 
@@ -46,7 +49,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time() -> None:
     """A test that draws from torch's own generator draws the same numbers in every run and order."""
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(
+            0
+        )  # the other notes the stack for devices that are not there
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +63,25 @@ def _kernels_as_before() -> Iterator[None]:
     before = kernel_context.current()
     yield
     kernel_context.use(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _templates_are_checked_once() -> Iterator[None]:
+    """A load starts a process that checks the chat template, which takes longer than the rest of a tiny model's load. Here the first load
+    with a template does; later ones start it at their first chat, unless the template is broken."""
+    warm, passed = ChatTemplate.warm, set()
+
+    def warm_once(template: ChatTemplate) -> None:
+        key = template.source, template.tool_use and template.tool_use.source
+        if key not in passed:
+            warm(template)
+            with suppress(BadTemplate):
+                template.check()
+                passed.add(key)
+
+    ChatTemplate.warm = warm_once
+    yield
+    ChatTemplate.warm = warm
 
 
 @pytest.fixture(autouse=True, scope="session")

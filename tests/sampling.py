@@ -4,8 +4,8 @@ Many tests have more cases than are worth a run each time. The other cases are m
 
 * `@pytest.mark.sampled` keeps few cases in which all pairs of values occur that occur in any: nearly all mistakes need no more
   than two things to meet. `@pytest.mark.sampled(1)` keeps every value once; `most=2` keeps two of these, where each takes long.
-* A parameter `arch` is sampled by NEIGHBOURS: code that compiles for the oldest and for ours compiles for similar ones.
-* `few(values, *kept)` keeps the named values.
+* A parameter `arch` of a test that compiles is sampled by NEIGHBOURS: code that compiles for the oldest and for ours compiles for similar ones.
+* `few(values, *kept)` keeps the named values; `slow(*values)` is one case that it leaves out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+from pytest import ParameterSet
 
 NEIGHBOURS = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_100a": "sm_90a", "sm_120f": "sm_90a"}
 """Omitted architectures, and those that stand for them."""
@@ -25,6 +26,11 @@ Case = Mapping[str, Hashable]
 def few(values: Iterable[Any], *kept: Any) -> list[Any]:
     """Values of one parameter; all but those kept are slow."""
     return [v if v in kept else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+def slow(*values: Any, id: str | None = None) -> ParameterSet:
+    """One slow case of a test with several parameters."""
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 def meetings(case: Case, strength: int) -> set[Hashable]:
@@ -57,7 +63,8 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
     for item in items:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
-        if item.callspec.params.get("arch") in NEIGHBOURS and item.path.stem.endswith("_compiles"):
+        compiles = item.path.stem.endswith("_compiles") or "compile" in item.name.partition("[")[0]
+        if compiles and item.callspec.params.get("arch") in NEIGHBOURS:
             item.add_marker(pytest.mark.slow)
         mark = item.get_closest_marker("sampled")
         if mark is not None and item.get_closest_marker("slow") is None:

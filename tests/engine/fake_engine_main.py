@@ -20,7 +20,7 @@ from types import ModuleType, SimpleNamespace
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.examine import EXAMINATION
-from pyspec.engine.process import engine_main
+from pyspec.engine.process import early, engine_main
 from pyspec.errors import DeviceError, NoDevice, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.request import (
@@ -206,4 +206,5 @@ if __name__ == "__main__":
     module = ModuleType("pyspec.engine.process.core")
     module.EngineCore = FakeCore  # type: ignore[attr-defined]
     sys.modules["pyspec.engine.process.core"] = module
+    early.cpu_library = lambda: None  # torch's library, which only a model needs
     engine_main.main(int(sys.argv[2]))

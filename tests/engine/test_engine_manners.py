@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sampling import few
 
 from pyspec.engine.api import Engine
 from pyspec.engine.loop.job import Job
@@ -183,10 +184,12 @@ def _children() -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("isolated", [False, True], ids=["in-process", "isolated"])
+@pytest.mark.parametrize("isolated", few([False, True], False), ids=["in-process", "isolated"])
 def test_an_engine_that_nobody_has_any_more_ends(isolated: bool) -> None:
     threads, children = set(threading.enumerate()), _children()
     engine = load(isolated=isolated)
+    assert engine.template is not None
+    engine.template.check()  # starts its process
     engine.generate("Once", **SHORT)
     stream = engine.stream("Once", **LONG)
     next(stream)
@@ -259,6 +262,7 @@ async def _cancel(engine: Engine) -> None:
 WAYS = {"left": _leave, "timed out": _time_out, "cancelled": _cancel}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_event_loop_that_ends_first_leaves_no_traceback(
     engine: Engine, way: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
