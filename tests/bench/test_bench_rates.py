@@ -88,6 +88,7 @@ def rates(engine: Staggered, n: int, n_predict: int, n_prompt: int) -> list[str]
     return lines
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("n", "n_predict", "n_prompt", "width"),
     [
@@ -118,6 +119,7 @@ def test_a_rate_comes_of_answers_as_long_as_it_takes(
         assert set(engine.lengths) == {n_predict}
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("n_predict", [4, 200, 5000])
 def test_where_there_is_no_room_for_longer_answers_it_says_so(n_predict: int) -> None:
     full = Staggered(joins=1 / 40, width=5, n_ctx=331)

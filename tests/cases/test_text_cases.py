@@ -138,6 +138,7 @@ def test_a_repository_s_file_is_chosen(case: Case) -> None:
     assert found == case["expect"]["file"]
 
 
+@pytest.mark.sampled(most=1)
 @each("env")
 def test_a_variable_sets(case: Case) -> None:
     asked = read(case["input"])

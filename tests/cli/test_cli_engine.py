@@ -84,6 +84,7 @@ def test_what_is_piped_is_a_question(more: tuple[str, ...]):
     assert (code, out) == (0, reference("Hi!")["answer"] + "\n")
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("has_template", [True, False])
 def test_without_a_chat_or_with_a_flag_what_is_piped_is_continued(
     has_template: bool, monkeypatch: pytest.MonkeyPatch
@@ -128,6 +129,7 @@ def test_a_prompt_that_does_not_fit_is_one_line():
     assert re.fullmatch(r"Error: .*its prompt has \d+ tokens, and a request holds 64 .*\n", err)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("words", [["demo", "{}"], ["-m", "demo", "{}"], ["{}", "--model=demo"]])
 def test_a_word_behind_the_model_is_a_message(words: list[str]) -> None:
     question = "Implement bubble sort in Python"

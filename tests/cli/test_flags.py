@@ -114,7 +114,7 @@ def error_of(result: Result) -> str:
     return result.stderr.rstrip("\n").rpartition("Error: ")[2]
 
 
-@pytest.mark.sampled(most=20)
+@pytest.mark.sampled(most=8)
 @pytest.mark.parametrize(("command", "option"), NUMBERS)
 def test_what_is_no_number_or_far_off_is_refused(command: str, option: click.Option) -> None:
     for value in NEVER:
@@ -124,7 +124,7 @@ def test_what_is_no_number_or_far_off_is_refused(command: str, option: click.Opt
         assert any(flag in error for flag in option.opts) and "\n" not in error, f"{value!r}: {error}"
 
 
-@pytest.mark.sampled(most=20)
+@pytest.mark.sampled(most=8)
 @pytest.mark.parametrize(("command", "option"), OPTIONS)
 def test_a_strange_value_is_accepted_or_refused_in_one_line(command: str, option: click.Option) -> None:
     for value in (*NEVER, *PERHAPS):
@@ -183,7 +183,7 @@ def ends() -> Iterator[tuple[str, object] | ParameterSet]:
             yield from ((rule.name, value) for value in kind.values)
 
 
-@pytest.mark.sampled(most=6)
+@pytest.mark.sampled(most=4)
 @pytest.mark.parametrize(("name", "value"), ends())
 def test_the_ends_of_every_range_load_or_are_refused(name: str, value: object) -> None:
     """A range is right only if none of its values ends in a traceback later."""

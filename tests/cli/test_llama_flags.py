@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
+from sampling import few
 
 from pyspec.cli import main
 from pyspec.cli.flags import FlagCommand, LlamaFlag, llama_flags
@@ -92,7 +93,10 @@ def test_what_is_honoured_is_an_option_of_the_server_and_nothing_else_is():
     assert sorted(name for name in set(NAMES) & ours.keys() if name not in honoured) == []
 
 
-@pytest.mark.parametrize("flag", [f for f in FLAGS if f.fate == "ignored"], ids=lambda f: f.names[0])
+IGNORED = [f for f in FLAGS if f.fate == "ignored"]
+
+
+@pytest.mark.parametrize("flag", few(IGNORED, *IGNORED[::6]), ids=lambda f: f.names[0])
 def test_an_ignored_flag_is_taken_with_its_values_and_says_why_it_changes_nothing(flag: LlamaFlag):
     for name in flag.names:
         result = call(*given(flag, name), "--log-format", "json")

@@ -36,6 +36,7 @@ def test_a_full_stdout_is_one_line_and_an_exit_code() -> None:
     assert code == 1 and said == "Error: cannot write to stdout: no space left on device\n"
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("command", ["models", "inspect /nowhere.gguf", "server /nowhere.gguf"])
 def test_a_full_stderr_changes_no_exit_status(command: str) -> None:
