@@ -79,7 +79,7 @@ def spans(params: SamplingParams, drafts: list[list[int]]) -> list[Span]:
     ]
 
 
-@pytest.mark.sampled(most=3)
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("settings", FAST, ids=lambda s: "-".join(s) or "defaults")
 def test_the_usual_order_step_by_step_chooses_what_the_fast_chain_chooses(settings):
     logits = torch.randn(4 * 40, 96, generator=torch.Generator().manual_seed(1)) * 3
@@ -143,7 +143,7 @@ def text(params: SamplingParams, drafting: str, n: int = 24) -> tuple[list[int],
     return tokens[2 : n + 2], told[:n]
 
 
-@pytest.mark.sampled(most=4)
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("name", STEPWISE)
 def test_the_text_is_the_same_with_drafts_and_without(name):
     ends = 0

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from server_client import App
 from server_fakes import FakeEngine, Script
@@ -17,6 +16,9 @@ from pyspec.server.api.anthropic import to_chat
 from pyspec.server.app import create_app
 from pyspec.server.settings import Limits, ServerSettings
 
+if TYPE_CHECKING:
+    import anthropic  # imports for two seconds: tests that use it do so when they run
+
 HELLO: list[Any] = [{"role": "user", "content": "Say hello"}]
 LIMITS = Limits()
 TOOL = {"name": "look", "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}}}
@@ -24,6 +26,8 @@ TOOL = {"name": "look", "input_schema": {"type": "object", "properties": {"at": 
 
 @pytest.fixture
 def client(serve: Callable[..., Live]) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=serve().url, api_key="unused", max_retries=0) as found:
         yield found
 
@@ -114,6 +118,8 @@ def test_a_silent_stream_is_pinged(app: App, engine: FakeEngine) -> None:
 def test_a_failing_round_ends_a_stream_with_anthropics_error(
     client: anthropic.Anthropic, engine: FakeEngine
 ) -> None:
+    import anthropic
+
     engine.script = Script(fail_after=2)
     with (
         pytest.raises(anthropic.APIStatusError, match="round failed"),

@@ -135,6 +135,7 @@ def test_running_requests_are_answered_before_a_signal_ends_the_server(tmp_path:
         assert last["tokens_predicted"] == 600 and served.process.wait(30) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_second_signal_ends_server_and_engine_at_once(tmp_path: Path) -> None:
     with serving(tmp_path, "--drain-timeout", "1000") as served:

@@ -269,6 +269,7 @@ def served_process(n_round: int, *, before: str = "") -> Iterator[tuple[subproce
         process.communicate()
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_the_process_cleanly_after_the_answer(sig: signal.Signals) -> None:
     heard = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # independent of the tests' own environment

@@ -402,13 +402,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(
-    max_examples=250,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
+BODIES = given(
     st.sampled_from(
         [
             "/completion",
@@ -422,9 +416,14 @@ VALUES = st.recursive(
     st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6),
     st.booleans(),
 )
-def test_no_body_makes_the_server_fail(
-    app: App, path: str, fields: dict[str, Any], is_based: bool
-) -> None:
+FUZZ = {
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": [HealthCheck.function_scoped_fixture],
+}
+
+
+def try_body(app: App, path: str, fields: dict[str, Any], is_based: bool) -> None:
     """Any JSON, plausible or not, gets an answer or a refusal, and no refusal is 5xx."""
     based = (
         {"prompt": "x", "content": "x", "tokens": [1], "messages": CHAT["messages"]} if is_based else {}
@@ -433,3 +432,18 @@ def test_no_body_makes_the_server_fail(
     assert response.status_code in (200, 400, 429), response.text
     if response.status_code != 200:
         error_of(response, response.status_code)
+
+
+@settings(max_examples=70, **FUZZ)
+@BODIES
+def test_no_body_makes_the_server_fail(
+    app: App, path: str, fields: dict[str, Any], is_based: bool
+) -> None:
+    try_body(app, path, fields, is_based)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, **FUZZ)
+@BODIES
+def test_nor_do_many_more(app: App, path: str, fields: dict[str, Any], is_based: bool) -> None:
+    try_body(app, path, fields, is_based)

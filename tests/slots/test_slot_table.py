@@ -174,9 +174,25 @@ class StatefulMachine(TableMachine):
     needs_state = True
 
 
-TestTable, TestStatefulTable = TableMachine.TestCase, StatefulMachine.TestCase
-for case in (TestTable, TestStatefulTable):
-    case.settings = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
+FEW = settings(max_examples=30, stateful_step_count=50, deadline=None, derandomize=True)
+
+
+class TestTable(TableMachine.TestCase):
+    settings = FEW
+
+
+class TestStatefulTable(StatefulMachine.TestCase):
+    settings = FEW
+
+
+@pytest.mark.slow
+class TestTableLonger(TableMachine.TestCase):
+    settings = settings(FEW, max_examples=200)
+
+
+@pytest.mark.slow
+class TestStatefulTableLonger(StatefulMachine.TestCase):
+    settings = settings(FEW, max_examples=200)
 
 
 def filled(table: SlotTable, i: int, tokens: list[int]) -> None:
