@@ -22,6 +22,7 @@ from recurrent_rig import (
     rounds,
     using,
 )
+from sampling import few
 from torch import Tensor
 
 from pyspec.cpu import build
@@ -65,13 +66,14 @@ def follow(rig: Rig, seed: int, n_round: int = 12) -> None:
         assert (a - b).norm() < 1e-5 * b.norm(), f"tensor {i} of the layer"
 
 
+@pytest.mark.sampled(1)
 @each_shape
 @pytest.mark.parametrize("seed", range(3))
 def test_hostile_rounds_follow_the_reference(rig: Rig, seed: int) -> None:
     follow(rig, seed)
 
 
-@each_shape
+@pytest.mark.parametrize("rig", few(SHAPES.values(), *USUAL), ids=SHAPES)
 def test_a_cpu_without_vectors_follows_it_too(rig: Rig, plain_library: object) -> None:
     with using(plain_library):
         assert plain_library.pyspec_isa() == b"plain"  # type: ignore[attr-defined]
@@ -99,7 +101,11 @@ def pieces(rig: Rig, widths: tuple[int, ...], mode: SeqMode | None) -> list[Tens
     return [torch.cat(outs), *(t.clone() for t in layer.saved(1, at))]
 
 
-@each_shape
+@pytest.mark.parametrize(
+    "rig",
+    few(SHAPES.values(), SHAPES["gdn-parts"], SHAPES["mamba2-odd"], SHAPES["short_conv-odd"]),
+    ids=SHAPES,
+)
 def test_bits_do_not_depend_on_the_cut_of_a_text(rig: Rig) -> None:
     """600 rows at once are more than a piece of the kernel; records hold 20."""
     want = pieces(rig, (600,), KEEP)

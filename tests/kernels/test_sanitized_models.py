@@ -30,7 +30,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(op, "_decided", {})
 
 
-@pytest.mark.sampled(most=2)
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(("model", "draft", "mean"), sanitize.MODELS)
 def test_what_a_run_asks_for_our_kernels_take(
     model: str, draft: str, mean: float, tmp_path: Path

@@ -129,6 +129,7 @@ def spoil(where: str, field: str) -> Callable[[str, Kept | Batch], None]:
     return one
 
 
+@pytest.mark.sampled(1, most=5)
 @pytest.mark.parametrize(
     ("where", "field"),
     [

@@ -17,6 +17,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("window", "block"), [(0, False), (7, False), (0, True), (16, True)])
 @pytest.mark.parametrize("kv", [*map(KvFormat.both, KV_DTYPES.values()), *PAIRS], ids=lambda kv: kv.name)

@@ -34,6 +34,7 @@ class Planned:
 
 
 # Without either the library attends
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("window", "sinks"),
     [(window, sinks) for window in (0, 1, 8, 100, 1000) for sinks in (False, True) if window or sinks],

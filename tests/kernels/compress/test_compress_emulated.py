@@ -73,6 +73,7 @@ def both(main: CompressSpec, case: Ragged, slack: int, seed: int) -> None:
     assert faults.record(CPU).tolist() == [0] * 5
 
 
+@pytest.mark.sampled(most=1)
 @needs_compiler
 @pytest.mark.parametrize("slack", [0, 34])
 def test_two_compressors_in_one_launch_leave_what_they_leave_one_after_the_other(slack: int) -> None:

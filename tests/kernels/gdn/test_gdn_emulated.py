@@ -131,6 +131,7 @@ def test_ragged_rounds_follow_the_reference(heads: tuple[int, int], columns: int
     follow(ROUNDS, heads, (9, 0), seed, columns=columns, chunked=gdn_cuda.NEVER)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("heads", [(1, 1), (2, 4)])
 def test_a_warp_for_each_sequence_makes_the_bits_that_a_block_makes(
     heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -383,6 +384,7 @@ def test_a_bad_index_is_reported_and_its_sequence_skipped(
         assert torch.equal(a[[0, 2]], b[[0, 2]]) and not a[[1, 3]].any()
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("n", [192, 200, 256])
 def test_a_prompt_replayed_in_a_graph_has_the_bits_that_it_has_without(n: int) -> None:
     """Launched for as many rows and chunks as there is room for; how many there are stands in the arena, which was filled anew."""

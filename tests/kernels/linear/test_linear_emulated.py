@@ -115,7 +115,7 @@ def test_parts_have_their_own_columns(type: GGMLType, way: str) -> None:
     assert off(own, want) < 1e-3
 
 
-@pytest.mark.sampled(most=2)
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("epilogue", "parts"), [(Epilogue.PLAIN, 1), (Epilogue.GATED, 1), (Epilogue.PLAIN, 3)]

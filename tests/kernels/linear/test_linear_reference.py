@@ -56,6 +56,7 @@ def test_shapes_for_more_rows_follow_each_other_up_to_the_limit() -> None:
     assert all(shape.warps_m * shape.tiles_m == 16 for shape in linear_cuda.SHAPES)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("n_in", [4096, 7168])
 def test_the_check_of_cut_activations_takes_f16_weights_and_sees_a_limit_that_is_none(n_in: int) -> None:
     """Clamped products are always right: if most were clamped, the rounding of the others would seem larger than it is."""

@@ -117,6 +117,7 @@ def test_half_floats_stream_where_many_rows_of_them_do(
     assert found._streams("a.weight") == (kind in kinds)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("gated", [True, False])
 def test_each_tensor_of_a_matrix_keeps_its_own_second_scale(
     gated: bool, monkeypatch: pytest.MonkeyPatch

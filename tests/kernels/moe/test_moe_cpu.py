@@ -62,6 +62,7 @@ def close(got: Tensor, want: Tensor) -> bool:
     return float((got - want).norm() / want.norm()) < cpu.TOLERANCE
 
 
+@pytest.mark.sampled(most=6)
 @pytest.mark.parametrize("type", sorted(TYPES), ids=lambda t: t.name)
 def test_every_type_is_the_reference(type: G) -> None:
     torch.set_num_threads(1)

@@ -437,6 +437,7 @@ def wrong_expert(stacks: Stacks, ids: Tensor) -> None:
     ids[-1, -1] = next(e for e in range(stacks.n_expert) if e not in ids[-1])
 
 
+@pytest.mark.sampled(most=5)
 @pytest.mark.parametrize(
     "mistake", [wrong_block_of_up, wrong_block_of_down, no_minima, wrong_expert, None]
 )

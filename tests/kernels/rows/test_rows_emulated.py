@@ -42,6 +42,7 @@ def untouched(launch: rows_cuda.RowsLaunch) -> rows_cuda.RowsLaunch:
     return launch
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", list(PrepKind))
 @pytest.mark.parametrize("n_in", [384, 2688])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import EmulatedKernel, emulate, needs_compiler
+from sampling import slow
 from torch import Tensor
 
 from pyspec.cuda import sum_rows
@@ -103,7 +104,7 @@ def made(ranks: Ranks, n_in: int, most: Callable[[int], int] = lambda rank: 9) -
 
 
 @needs_compiler
-@pytest.mark.parametrize("n_rank, n_in", [(2, 384), (3, 2688), (2, 2720)])
+@pytest.mark.parametrize("n_rank, n_in", [slow(2, 384), (3, 2688), slow(2, 2720)])
 def test_the_sum_and_the_rows_are_those_of_two_launches(n_rank: int, n_in: int) -> None:
     """Bound, which compares them in all sizes; and then as a model runs it: sums of other kinds and sizes between."""
     with kernels():
