@@ -21,6 +21,7 @@ from block_drafters import (
 from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Rig, rig
 from known_texts import N_TEXT, demo_prompts, joined, known_texts, tiny
 from rewrite import rewrite
+from sampling import slow
 
 from pyspec import draft
 from pyspec.draft.blocks import BlockLength
@@ -89,10 +90,10 @@ def drafted(kind: str, target: str = "qwen35", **settings: object) -> Rig:
 
 
 PAIRS = [
-    ("dflash2", "qwen35"),
+    slow("dflash2", "qwen35"),
     ("dflash2-capped", "qwen3"),
     ("dspark", "qwen35"),
-    ("dspark-behind", "qwen3"),
+    slow("dspark-behind", "qwen3"),
 ]
 
 
@@ -118,7 +119,7 @@ def test_drafts_are_those_of_the_reference(kind: str, target: str) -> None:
         assert drafts == want, f"behind {len(tokens)} tokens"
 
 
-@pytest.mark.sampled(1, most=2)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("np", [1, 2, 4, 8, 10])
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("kind", ["dflash2", "dspark"])
@@ -132,6 +133,7 @@ def test_the_text_is_the_targets_with_staggered_joins_and_cancels(
     assert sum(h.timings.draft_n for h in heard) > 100
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["dflash2", "dspark"])
 def test_rounds_ahead_draft_as_rounds_that_are_read(kind: str) -> None:
     """With drafts that are often right: the demo's drafter, whose new parts have no opinion."""
@@ -173,6 +175,7 @@ def test_graphs_draft_and_leave_the_text(kind: str, np: int) -> None:
     assert sum(h.timings.draft_n for h in heard) > 100
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.skipif(DEVICE != "cpu", reason="recordings are a CPU's")
 @pytest.mark.parametrize("kind", ["dflash2", "dspark"])
 def test_blocks_are_recorded(kind: str) -> None:
@@ -183,6 +186,7 @@ def test_blocks_are_recorded(kind: str) -> None:
     assert isinstance(drafter, DFlash) and not drafter.block._cannot and drafter.block._tapes
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["dflash2", "dspark"])
 def test_a_prefix_of_the_cache_is_drafted_from_as_a_text_that_was_read(kind: str) -> None:
     reference = Reference(tiny("qwen35"), drafter_for(kind, "qwen35"))
@@ -198,6 +202,7 @@ def test_a_prefix_of_the_cache_is_drafted_from_as_a_text_that_was_read(kind: str
         assert drafts == want
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("kind", ["dflash2", "dspark", "dspark-behind"])
 def test_uncertain_drafts_are_cut(kind: str) -> None:
     """By the probability among a row's candidates, by the confidence head, or by the probability among all tokens."""

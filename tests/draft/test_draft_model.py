@@ -78,7 +78,7 @@ PAIRS = {"llama": LLAMA, "qwen3": QWEN3, "gemma3": GEMMA3, "qwen35": QWEN35}
 BOTH = pytest.mark.parametrize("path", [LLAMA, QWEN35], ids=["pages", "state"])
 
 
-@pytest.mark.sampled(2, most=2)
+@pytest.mark.sampled(2, most=1)
 @pytest.mark.parametrize("np", [1, 2, 4, 5, 8, 10])
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_text_is_the_targets_with_staggered_joins(name: str, np: int) -> None:
@@ -90,7 +90,7 @@ def test_the_text_is_the_targets_with_staggered_joins(name: str, np: int) -> Non
     assert 0.05 * n < right < 0.95 * n, f"{right} of {n}: both right and wrong drafts were part of this"
 
 
-@pytest.mark.sampled(2, most=2)
+@pytest.mark.sampled(2, most=1)
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", [*PAIRS, "qwen2", "qwen3moe", "qwen35moe", "nemotron_dense"])
 def test_a_model_that_is_the_target_drafts_its_whole_text(name: str, np: int) -> None:
@@ -103,6 +103,7 @@ def test_a_model_that_is_the_target_drafts_its_whole_text(name: str, np: int) ->
         assert h.timings.n_rounds == n_rounds(N_TEXT, 4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("n_draft", [1, 2, 7])
 @pytest.mark.parametrize("is_ahead", [False, True])
 @BOTH
@@ -117,6 +118,7 @@ def test_it_does_in_rounds_that_are_launched_ahead(path: Path, is_ahead: bool, n
     assert all(h.timings.draft_n == h.timings.draft_n_accepted > 0 for h in heard)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("waiting", [2, 16])
 @BOTH
@@ -137,6 +139,7 @@ def test_after_rounds_without_drafts_it_has_read_what_it_missed(
     assert sum(h.timings.draft_n for h in heard) == sum(h.timings.draft_n_accepted for h in heard) > 30
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_ahead", [False, True])
 @BOTH
 def test_where_only_some_slots_draft_the_others_keep_up(path: Path, is_ahead: bool) -> None:
@@ -166,6 +169,7 @@ def test_recorded_passes_draft_what_calls_draft() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.sampled(most=1)
 @BOTH
 def test_passes_that_are_padded_as_for_graphs_draft_the_same(path: Path) -> None:
     """Padding has no slot, no record and no place in the text's pages."""
@@ -181,6 +185,7 @@ def test_passes_that_are_padded_as_for_graphs_draft_the_same(path: Path) -> None
     assert all(h.timings.draft_n == h.timings.draft_n_accepted > 0 for h in heard)
 
 
+@pytest.mark.sampled(most=1)
 @BOTH
 def test_a_draft_ends_below_a_probability(path: Path) -> None:
     texts = free_texts(path)
@@ -207,6 +212,7 @@ def test_cancels_at_any_moment_leave_the_others_their_text(name: str) -> None:
         assert all(h.finish == "cancelled" for h in gone)
 
 
+@pytest.mark.sampled(most=1)
 @BOTH
 def test_sampled_text_is_that_without_drafts(path: Path) -> None:
     warm = SamplingParams(temperature=0.9, seed=7, ignore_eos=True)
@@ -256,6 +262,7 @@ def test_rows_that_wait_are_computed_before_their_page_is_filed(path: Path) -> N
     assert again.timings.cache_n >= 96 and again.timings.draft_n == again.timings.draft_n_accepted > 0
 
 
+@pytest.mark.sampled(most=1)
 @BOTH
 def test_a_slots_file_brings_the_draft_models_rows_back(path: Path, tmp_path: Path) -> None:
     options = {"np": 2, "ctx": 256, "kv_type": "f32", "page_size": 16, "warm_up": False, "device": "cpu"}
@@ -312,6 +319,7 @@ def shuffled(path: Path, extra: int = 0) -> Path:
     )
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_a_vocabulary_in_another_order_is_mapped(is_ahead: bool) -> None:
     texts = free_texts(LLAMA)
@@ -323,6 +331,7 @@ def test_a_vocabulary_in_another_order_is_mapped(is_ahead: bool) -> None:
     assert right > 0.9 * n > 0
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("more", [-7, 7])
 def test_vocabularies_that_differ_in_their_padding_need_no_map(more: int) -> None:
     """Recorded passes stay recorded, and no id leads beyond a table."""

@@ -212,6 +212,7 @@ def watch(r: Rig) -> list[tuple[list[int], list[int]]]:
     return seen
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
 @pytest.mark.parametrize("kind", TARGETS)
 def test_drafts_are_those_of_the_reference(kind: str, own: bool) -> None:

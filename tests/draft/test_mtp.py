@@ -46,6 +46,7 @@ def test_rows_are_llama_cpps(name: str) -> None:
     assert (drafter.block.head(got) - torch.from_numpy(data["mtp_logits"])).abs().max() < 1e-3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [1, 37, 120])
 def test_chained_steps_are_llama_cpps(name: str, chunk: int) -> None:

@@ -114,6 +114,7 @@ def with_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "heads_together", lambda d: False)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("padded", [False, True], ids=["one by one", "ahead"])
 def test_ranks_draft_what_the_first_one_drafted_alone(
     padded: bool, drafts: Proposals, monkeypatch: pytest.MonkeyPatch
@@ -254,6 +255,7 @@ def test_a_whole_head_is_planned_where_it_is_read() -> None:
     assert bytes_of(2, draft_p_min=0.3) == bytes_of(2, draft_path=None, spec_type="mtp") > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("padded", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("name", ["llama", "qwen35"])
 def test_a_draft_model_runs_whole_on_the_first_rank(name: str, padded: bool) -> None:

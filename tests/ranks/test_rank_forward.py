@@ -49,6 +49,7 @@ def kl(a: Tensor, b: Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).max())
 
 
+@pytest.mark.sampled(1, most=6)
 @pytest.mark.parametrize(("name", "n"), CASES)
 def test_ranks_together_are_the_model(name: str, n: int) -> None:
     alone = RankBench(path_of(name), None).forwards()

@@ -12,6 +12,7 @@ from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Heard, Rig, rig
 from known_texts import demo_prompts
 from rank_bench import CPU, together
 from rank_threads import RankRig
+from sampling import slow
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
@@ -140,6 +141,7 @@ def of_prompts(command: RunForward) -> bool:
     return any(seq.keep and seq.width > 1 and seq.n_out for seq in command.seqs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("padded", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("drafter", [MTP, DFLASH], ids=["mtp", "dflash"])
 def test_greedy_rounds_bring_no_logits_together(
@@ -158,6 +160,7 @@ def test_greedy_rounds_bring_no_logits_together(
         assert all(command.reads.logits for command in told) and n_gathered == len(told) > 2
 
 
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("padded", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("drafter", [MTP, DFLASH], ids=["mtp", "dflash"])
 def test_bans_that_rows_have_in_common_bring_no_logits_together(
@@ -222,7 +225,7 @@ def alone() -> list[list[int]]:
     return [h.tokens for h in mixed(rig(DEMO, np=3, **MTP))]
 
 
-CASES = [(False, MTP), (True, MTP), pytest.param(True, DFLASH, marks=pytest.mark.slow)]
+CASES = [slow(False, MTP), (True, MTP), slow(True, DFLASH)]
 
 
 @pytest.mark.parametrize(("padded", "drafter"), CASES, ids=["one by one", "ahead", "ahead dflash"])
