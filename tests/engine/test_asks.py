@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rewrite import rewrite
+from sampling import few
 
 import pyspec
 from pyspec import synth
@@ -47,6 +48,15 @@ MODELS += [
     "gpt-oss",
     "deepseek2",
 ]
+USUAL = [
+    "llama",
+    "qwen35_q8_0",
+    "qwen35moe_mixed_q8_0",
+    "nemotron_latent_q8_0",
+    "gemma3",
+    "gpt-oss",
+    "deepseek2",
+]
 LATER = {"ahead", "best"}  # requested by the worker and by samplers, for every model
 
 
@@ -65,7 +75,7 @@ def loaded_asks(path: Path, s: EngineSettings) -> set[str]:
     return names(survey.asked())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS, *USUAL))
 def test_a_model_asks_what_its_description_says(name: str) -> None:
     path = FIXTURES / f"{name}.gguf"
     assert loaded_asks(path, settings()) == names(asks_of(describe(path, settings())))

@@ -366,6 +366,7 @@ def test_a_grammar_that_grows_too_large_ends_its_request_and_is_no_error_of_the_
     assert told.levelno == logging.WARNING
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("model", [DEMO, QWEN35], ids=["demo", "recurrent"])
 def test_so_does_one_whose_prompt_was_there_to_its_end(
     model: Path, monkeypatch: pytest.MonkeyPatch

@@ -118,6 +118,7 @@ def test_closing_tells_running_waiting_and_just_arrived_requests() -> None:
     engine.close()
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("broken", [RuntimeError("CUDA error: gone\nat 0x0"), DeviceError("gone")])
 def test_a_lost_device_ends_all_requests_and_refuses_new_ones(broken: Exception) -> None:
     engine, ears = failing(broken, LONG)
@@ -131,7 +132,7 @@ def test_a_lost_device_ends_all_requests_and_refuses_new_ones(broken: Exception)
     engine.close()
 
 
-@pytest.mark.sampled(most=2)
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(
     "broken", [ZeroDivisionError("a bug\nof ours"), AssertionError(), torch.OutOfMemoryError("full")]
 )
@@ -148,7 +149,7 @@ def test_a_bug_ends_the_rounds_requests_and_the_next_ones_run(broken: Exception)
     engine.close()
 
 
-@pytest.mark.sampled(most=2)
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("part", ["draft", "observe", "begin", "checkpoint", "end"])
 def test_a_drafters_bug_costs_drafts_and_no_text(part: str) -> None:
     with start() as cold:
@@ -177,7 +178,7 @@ def test_a_listener_that_fails_ends_its_own_request_only(engine: Engine) -> None
     assert engine.alive() and engine.metrics().requests_cancelled == 1
 
 
-@pytest.mark.sampled(most=2)
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(
     "raised",
     [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), MemoryError()],

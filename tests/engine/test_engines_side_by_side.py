@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sampling import few
 
 from pyspec.cuda.kernel_context import current
 from pyspec.engine.api import Engine
@@ -48,7 +49,7 @@ PAIRS: dict[str, tuple[LoadOptions, LoadOptions]] = {
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", few(PAIRS, "exact and not", "not and reference"))
 def test_two_engines_of_one_process_have_each_their_own_ways(pair: str) -> None:
     first, second = PAIRS[pair]
     want = [alone(str(options), options) for options in (first, second)]

@@ -98,7 +98,7 @@ def test_a_guard_may_trip_in_the_middle_of_a_prompt() -> None:
     assert r.generate(texts[0][0], N_TEXT, slot=0).tokens == texts[0][1]
 
 
-@pytest.mark.sampled(most=4)
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("op", GUARDS)
 def test_a_guard_that_names_nobody_ends_the_round_s_requests(op: str) -> None:
     path, r = speculating("mtp", 2)

@@ -151,7 +151,7 @@ def test_a_plan_on_paper_is_what_an_h200_had_in_use(
     assert (total - starts - prompts - graphs) / GIB == pytest.approx(gib, rel=0.01)
 
 
-@pytest.mark.sampled(most=3)
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize(
     ("np", "ctx", "kind", "n_draft", "mib"),
     [

@@ -441,6 +441,7 @@ def test_a_bad_row_ends_its_own_request(flown: list[PendingRound]) -> None:
     assert bad.error is not None and "NaN" in str(bad.error) and good.tokens == want
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("lasts", [False, True])
 def test_a_forward_that_is_refused_ahead_is_asked_for_again_in_its_turn(
     lasts: bool, flown: list[PendingRound]

@@ -63,6 +63,7 @@ def untouched(r: Rig, slots: list[int]) -> bool:
     )
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 def test_nan_in_idle_slots_and_free_pages_stays_there(kind: str) -> None:
     path, r = speculating(kind, 4)
@@ -87,6 +88,7 @@ def test_nan_in_idle_slots_and_free_pages_stays_there(kind: str) -> None:
         )
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 def test_a_poisoned_slot_is_as_good_as_new(kind: str) -> None:
     path, r = speculating(kind, 1)

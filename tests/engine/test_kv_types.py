@@ -97,6 +97,7 @@ def test_few_bits_change_logits_by_little() -> None:
         assert rows[t][len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
+@pytest.mark.sampled(1, most=2)
 @pytest.mark.parametrize(
     ("k", "v"), [("q8_0", "f16"), ("f16", "q8_0"), ("f8_e4m3", "f32"), ("bf16", "f8_e4m3")]
 )
@@ -152,7 +153,7 @@ def test_a_page_that_is_gone_on_from_is_copied_with_its_scales() -> None:
             assert plane[old].any() and torch.equal(plane[old], plane[new])
 
 
-@pytest.mark.sampled(most=3)
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize(("kv_type", "kv_type_v"), [("f16", None), *FORMATS])
 @pytest.mark.parametrize("kind", ["mtp", "dflash-demo"])
 def test_the_memory_plan_has_the_bytes_that_are_taken(

@@ -36,6 +36,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     return found
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["none", "mtp", pytest.param("fickle-hybrid", marks=pytest.mark.slow)])
 def test_same_text_with_staggered_joins(kind: str, waited: Counter[int]) -> None:
     same.test_same_text_with_staggered_joins(kind, 3)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from sampling import slow
 from test_fit import heads_only
 
 from pyspec import registry
@@ -21,7 +23,7 @@ from pyspec.engine.plan.fit import fit
 from pyspec.engine.plan.longest import STEP, widened
 from pyspec.engine.plan.memory_plan import RESERVE, AssumedGpu
 from pyspec.errors import DoesNotFit
-from pyspec.gguf import GGUFWriter
+from pyspec.gguf import GGUFWriter, open_gguf
 from pyspec.synth import write
 
 GIB, TRAINED = 1 << 30, 262144
@@ -35,8 +37,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return write("qwen3.6-27b", tmp_path_factory.mktemp("longest") / "t.gguf")
 
 
+opened = cache(open_gguf)
+
+
 def described(model: Path, free: int = 80 * GIB, **values: object) -> describe.Description:
-    return describe.describe(model, EngineSettings(**values), AssumedGpu(free))  # type: ignore[arg-type]
+    """Of a file that is read once, and without the part of its tokenizer that encodes."""
+    settings, gpu = EngineSettings(**values), AssumedGpu(free)  # type: ignore[arg-type]
+    return describe.describe(model, settings, gpu, is_isolated=True, file=opened(model))
 
 
 @pytest.mark.parametrize(("np", "spec_type"), [(1, "mtp"), (3, "none"), (10, "none"), (33, "mtp")])
@@ -144,7 +151,7 @@ def test_a_cpu_leaves_half_of_its_memory_to_others(model: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("flags", "has", "n"),
     [
-        (["--tp", "2", "--vram", "24G"], ["--tp", "2"], 4),
+        slow(["--tp", "2", "--vram", "24G"], ["--tp", "2"], 4),
         (
             ["-np", "7", "-ub", "333", "--no-cache-prompt", "--vram", "48G"],
             ["-ub", "333", "--no-cache-prompt"],
@@ -152,7 +159,7 @@ def test_a_cpu_leaves_half_of_its_memory_to_others(model: Path, monkeypatch: pyt
         ),
         (["-np", "5", "-c", "3333", "--vram", "40G"], ["-np", "5", "-c", "3333"], 5),
         # More of them hold a few hundred each
-        (["-np", "33", "--page-size", "64", "--vram", "40G"], ["--page-size", "64"], 8),
+        slow(["-np", "33", "--page-size", "64", "--vram", "40G"], ["--page-size", "64"], 8),
     ],
 )
 def test_what_fit_advises_is_what_was_planned(

@@ -12,7 +12,7 @@ from pyspec.request import Started
 MODEL = FIXTURES / "nemotron_latent.gguf"
 
 
-@pytest.mark.sampled(most=2)
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
 def test_same_text_with_n_grams(np: int) -> None:
     r = rig(MODEL, np=np, ubatch=40, spec_type="ngram", ngram_match=1, n_draft_fixed=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from engine_rig import FIXTURES
 from rewrite import rewrite
+from sampling import few
 
 from pyspec.engine.api import Engine
 from pyspec.engine.recommended import KEYS, recommended
@@ -80,7 +81,7 @@ def test_flags_go_before_the_file_even_where_they_say_the_usual() -> None:
     assert given.over(file) == replace(PLAIN, top_k=7)
 
 
-@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize("isolated", few([False, True], False))
 def test_requests_of_programs_begin_with_what_the_file_recommends(
     isolated: bool, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from engine_rig import FIXTURES
 from fake_engine_main import token_at
+from sampling import slow
 
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
@@ -290,10 +291,13 @@ def test_an_engine_that_can_not_be_loaded_again_fails_all_and_is_tried_again(pla
         ("exit 3", "while it was loading: exit status 3"),
     ],
 )
-def test_a_first_load_that_fails_is_told_to_whoever_waits(plants: Plants, load: str, why: str) -> None:
+def test_a_first_load_that_fails_is_told_to_whoever_waits(
+    plants: Plants, caplog: pytest.LogCaptureFixture, load: str, why: str
+) -> None:
     plants.plant(load=load)
     with pytest.raises(DeviceError, match=why), start(plants):
         pass
+    assert caplog.text.count("trying again") == 2 and "the engine failed twice" in caplog.text
 
 
 def test_the_next_engine_holds_what_the_first_one_had_room_for(plants: Plants) -> None:
@@ -310,7 +314,7 @@ def test_the_next_engine_holds_what_the_first_one_had_room_for(plants: Plants) -
 @pytest.mark.parametrize(
     ("load", "kind", "why"),
     [
-        (
+        slow(
             "bug division by zero",
             EngineBug,
             "loading failed: ZeroDivisionError: division by zero .*bug in pyspec",
@@ -331,6 +335,7 @@ def test_a_load_that_would_fail_again_is_not_tried_again_nor_laid_to_the_device(
     assert "trying again" not in caplog.text and "device" not in caplog.text
 
 
+@pytest.mark.slow  # each load imports torch
 def test_a_device_that_fails_at_load_is_tried_again(
     plants: Plants, caplog: pytest.LogCaptureFixture
 ) -> None:

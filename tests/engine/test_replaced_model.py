@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from engine_rig import DEMO, DEMO_DRAFT, GREEDY, ROOT
 from known_texts import demo_prompts
-from sampling import few
 
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine, Result, collect
@@ -119,10 +118,8 @@ def undisturbed() -> list[Result]:
         return [s.result() for s in streams]
 
 
-@pytest.mark.parametrize(
-    "disaster",
-    few(["SIGKILL", "SIGSTOP", "abort", "illegal", "endless"], "SIGKILL"),
-)
+@pytest.mark.slow  # quick: tests/engine/test_replaced.py without a model, test_resumed.py without a process
+@pytest.mark.parametrize("disaster", ["SIGKILL", "SIGSTOP", "abort", "illegal", "endless"])
 def test_no_token_is_lost_or_repeated_when_the_engine_suffers(
     engine: Engine,
     undisturbed: list[Result],

@@ -85,7 +85,7 @@ def hurried(r: Rig) -> Rig:
     return r
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spec", ["none", "ngram"])
 # Without a state beside the pages, and with one
 @pytest.mark.parametrize("kind", ["llama", "hybrid", pytest.param("deepseek4", marks=pytest.mark.slow)])
@@ -113,6 +113,7 @@ def test_a_text_that_was_given_more_than_a_short_one_asks_for_makes_room_and_doe
     )
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize(
     "fixed", [{"cache_prompt": False}, {"max_predict_ms": 60_000}, {"slot": 0}, {"prompt_logprobs": 1}]
 )

@@ -25,6 +25,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("cost", [SLOW_S * 5, SLOW_S * 1.01])
 def test_a_round_waits_for_one_slow_grammar_at_most_and_texts_stay(
     monkeypatch: pytest.MonkeyPatch, cost: float

@@ -143,6 +143,7 @@ def captured(
     return forward
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_graphs_are_captured_for_every_number_of_slots(kind: str) -> None:
     for np in (*SLOTS, 67, 129):
@@ -155,6 +156,7 @@ def test_graphs_are_captured_for_every_number_of_slots(kind: str) -> None:
         }
 
 
+@pytest.mark.sampled(most=3)
 @pytest.mark.parametrize("n_ctx", [1, 5, 31, 33, 65])
 def test_contexts_smaller_than_a_page_start(n_ctx: int) -> None:
     for page_size, batch, ubatch in ((16, 3, 1), (32, 31, 31), (64, 4097, 7), (16, 16, 16)):
@@ -179,6 +181,7 @@ def warmed(r: Rig, n_overhang: int) -> None:
     r.loop.table.check()
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("n_draft", [0, 1, 3, 8, 15])
 def test_every_number_of_slots_warms_up(at_once: None, n_draft: int) -> None:
     for np in SLOTS:
