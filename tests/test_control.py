@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sampling import few
 
 from pyspec.draft.blocks import BlockLength
 from pyspec.engine.load.warmup import rehearsed
@@ -85,7 +86,7 @@ def best_constant(acceptance: list[float], **machine: object) -> tuple[float, in
     return max(rates)
 
 
-@pytest.mark.sampled(most=4)
+@pytest.mark.sampled(1, most=2)
 @pytest.mark.parametrize("busy", [1, 8])
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8, 0.95])
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_load_swings_are_followed_within_64_tokens() -> None:
         assert m.run(100, [0.9] * busy) > 0.9 * best[busy]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", few(range(4), 0))
 def test_caps_are_never_exceeded(seed: int) -> None:
     rng = random.Random(seed)
     m = Machine(flat, 1.0, rng=rng)
@@ -359,6 +360,7 @@ def served(n_slot: int, chance: float, n_round: int, requests: bool = True, card
     return tokens / ms / (n_slot / (graphs[n_slot] * 1.025))
 
 
+@pytest.mark.sampled(1, most=3)
 @pytest.mark.parametrize("n_slot", [1, 8])
 @pytest.mark.parametrize(("chance", "least"), [(0.1, 0.98), (0.167, 0.98), (0.5, 1.0), (0.845, 2.0)])
 def test_a_large_model_on_a_gpu_is_never_slowed_though_requests_come_and_go(
@@ -368,7 +370,7 @@ def test_a_large_model_on_a_gpu_is_never_slowed_though_requests_come_and_go(
     assert served(n_slot, chance, 1500) > least
 
 
-@pytest.mark.sampled(most=10)
+@pytest.mark.sampled(most=4)
 @pytest.mark.parametrize("model", EXPERTS)
 @pytest.mark.parametrize("n_slot", [1, 8])
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.167, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
@@ -435,7 +437,7 @@ def drafting(c: Controller, live: int, depth: int) -> float:
     return c.draft_ms(live * c.block.rows(live, depth) if c.block else live)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", few(range(200), *range(20)))
 def test_all_lengths_at_once_are_weighed_as_one_by_one(seed: int) -> None:
     draw = random.Random(seed)
     n, n_max = draw.choice([1, 2, 8, 12]), draw.choice([3, 15])

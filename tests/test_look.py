@@ -262,6 +262,7 @@ def test_a_head_that_is_longer_is_fetched_in_two_steps(
 # -- the network ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
 @pytest.mark.parametrize("command", [("run", "qwen3.5-2b", "hi"), ("server", "-hf", "user/repo"), ("pull", "qwen3-4b"), ("fit", "-hf", "a/b"), ("bench", "qwen3.6-27b:Q4_K_M"), ("doctor", "qwen3.5-9b")], ids=lambda c: c[0])  # fmt: skip
 def test_without_a_network_one_line_says_what_is_left(

@@ -30,7 +30,7 @@ def divergence(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-@pytest.mark.sampled(most=12)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chunk", [1, 3, 16, 100])
 @pytest.mark.parametrize("name", MODELS)
 def test_prefill_in_any_chunks_gives_llama_cpp_logits(name: str, chunk: int) -> None:

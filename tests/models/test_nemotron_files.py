@@ -87,6 +87,7 @@ def trunk(c: ModelSpec) -> list[PartSpec]:
     return [block.parts[0].spec for block in c.blocks]
 
 
+@pytest.mark.sampled(most=5)
 @pytest.mark.parametrize("quant", TYPES)
 def test_every_type_loads_and_gives_the_logits_of_its_values(quant: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
