@@ -310,7 +310,11 @@ DRAFTER = FIXTURES.parents[1] / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
             ["demo", "-md", str(FIXTURES / "deepseek4_mtp.gguf")],
             "the drafter has 300 tokens, the target 4096",
         ),
-        (5, ["demo", "-np", "8", "-c", "16777216", "-dev", "cpu"], "this would fit: -c "),
+        (
+            5,
+            ["demo", "-np", "8", "-c", "16777216", "--rope-freq-base", "1e7", "-dev", "cpu"],
+            "this would fit: -c ",
+        ),
         (6, ["demo", "-dev", "cuda:99"], "device 'cuda:99' can not be used"),
         (6, ["demo", "-dev", "cuda:99"], "-dev"),  # the suggested command
         (

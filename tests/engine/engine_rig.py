@@ -258,6 +258,12 @@ def rig(path: Path, **settings: object) -> Rig:
     return Rig(load(path, EngineSettings(**(values | settings))))  # type: ignore[arg-type]
 
 
+def beyond(path: Path) -> dict[str, object]:
+    """Settings that allow contexts beyond the trained length, with the same text: the file's own base of rope as a flag."""
+    with open_gguf(path) as file:
+        return {"rope_freq_base": file.hparams.number("rope.freq_base")}
+
+
 def plain_rig(path: Path, **settings: object) -> Rig:
     """One slot, no drafter: the reference of every text."""
     return rig(path, spec_type="none", **settings)

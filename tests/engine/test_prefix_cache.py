@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from draft_fakes import EOG, Fickle, Liar, Oracle, ending_text_after, text_after
-from engine_rig import FIXTURES, GREEDY, Heard, Rig, fake_rig, plain_rig, rig
+from engine_rig import FIXTURES, GREEDY, Heard, Rig, beyond, fake_rig, plain_rig, rig
 from known_texts import N_TEXT, continuation, known_texts, tiny
 
 from pyspec.draft.chain import Chain
@@ -408,7 +408,7 @@ def test_a_failed_request_leaves_nothing_but_what_others_read() -> None:
 @pytest.mark.slow
 def test_the_second_turn_of_a_long_conversation_starts_ten_times_sooner() -> None:
     """8,000 tokens, with MTP: milliseconds to the first token of either turn."""
-    r = make("mtp", ctx=8300, page_size=32)
+    r = make("mtp", ctx=8300, page_size=32, **beyond(path_of("mtp")))
     first = ids(1, 8000)
     h = r.generate(first, 20)
     again = r.generate([*first, *h.tokens, *ids(2, 30)], 20)

@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from engine_rig import FIXTURES, GREEDY, Rig, plain_rig, rig
+from engine_rig import FIXTURES, GREEDY, Rig, beyond, plain_rig, rig
 
 from pyspec.engine.loop.admission import MOST_SUSPENDED, PATIENCE_S
 from pyspec.request import Delta, Progress, SamplingParams, Started
@@ -20,6 +20,11 @@ MODELS = {
 
 def ids(seed: int, n: int) -> list[int]:
     return random.Random(seed).choices(range(256), k=n)
+
+
+def long_rig(np: int) -> Rig:
+    own = beyond(MODELS["llama"])
+    return rig(MODELS["llama"], np=np, ctx=2200, ubatch=64, page_size=16, spec_type="none", **own)
 
 
 def rounds_until(r, heard) -> int:
@@ -39,8 +44,9 @@ def rounds_until(r, heard) -> int:
     ],
 )
 def test_a_short_prompt_passes_long_ones_and_no_text_changes(kind: str) -> None:
-    sizes = {"np": 2, "ctx": 2200, "ubatch": 64, "page_size": 16, "spec_type": "none"}
-    r, cold = rig(MODELS[kind], **sizes), plain_rig(MODELS[kind], ctx=2200)
+    own = {"ctx": 2200, **beyond(MODELS[kind])}
+    sizes = {"np": 2, "ubatch": 64, "page_size": 16, "spec_type": "none"}
+    r, cold = rig(MODELS[kind], **sizes, **own), plain_rig(MODELS[kind], **own)
     long = [r.submit(ids(i, 1500 + i), 4, client="a") for i in range(6)]
     for _ in range(3):
         r.loop.step()
@@ -59,7 +65,7 @@ def test_a_short_prompt_passes_long_ones_and_no_text_changes(kind: str) -> None:
 
 
 def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
-    r = rig(MODELS["llama"], np=2, ctx=2200, ubatch=64, page_size=16, spec_type="none")
+    r = long_rig(np=2)
     long = r.submit(ids(1, 1800), 2)
     for i in range(120):
         if len(r.loop.queue) < 4:
@@ -71,7 +77,7 @@ def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
 
 
 def test_a_prompt_that_may_not_be_cached_is_not_asked_to_make_room() -> None:
-    r = rig(MODELS["llama"], np=1, ctx=2200, ubatch=64, page_size=16, spec_type="none")
+    r = long_rig(np=1)
     long = r.submit(ids(1, 1500), 2, cache_prompt=False)
     r.loop.step()
     short = r.submit(ids(2, 10), 2)
