@@ -20,7 +20,7 @@ class FakeHub:
     """The served files. `cut`: bytes after which the next answers break off; `lies`: files served with other bytes.
     `sizeless`: files whose size is not said before they come. `pace`: seconds between the pieces of a file, eight of them.
     `refuses`: status and error code of the answers for a file, or for the listing (""); `in_body`: of its contents alone, not of its head.
-    `rangeless`: ranges are not honoured. `then`: files that take the place of others once one has been read."""
+    `rangeless`: ranges are not honoured. `elsewhere`: the server that contents are redirected to. `tokens`: of all requests for contents. `then`: files that take the place of others once one has been read."""
 
     files: dict[str, bytes]
     cut: list[int] = field(default_factory=list)
@@ -33,6 +33,8 @@ class FakeHub:
     in_body: dict[str, tuple[int, str]] = field(default_factory=dict)
     rangeless: bool = False
     then: dict[str, bytes] = field(default_factory=dict)
+    elsewhere: str = ""
+    tokens: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -62,6 +64,11 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             name = path.removeprefix(f"/{REPO}/resolve/main/")
             data = hub.files.get(name)
             hub.asked.append((self.command, name, self.headers.get("Range", "")))
+            if body:
+                hub.tokens.append(self.headers.get("Authorization", ""))
+            if body and hub.elsewhere:
+                self.reply(302, b"", {"Location": hub.elsewhere + self.path})
+                return
             refused = hub.refuses.get(name) or (hub.in_body.get(name) if body else None)
             if refused is not None:
                 self.refuse(*refused)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hub_server import REPO, FakeHub
+from hub_server import REPO, FakeHub, serving
 from rewrite import rewrite
 from test_hub import there  # noqa: F401  (a fixture)
 
@@ -129,6 +129,27 @@ def test_a_head_without_an_end_is_not_fetched_for_ever(
         pytest.raises(DownloadError, match=r"has no whole head in its first 2000 bytes: it is damaged"),
     ):
         hub.from_hub(REPO)
+
+
+def test_a_token_is_for_the_hub_alone(
+    there: FakeHub, models: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    there.files = {NAME: models[0]}
+    with serving(FakeHub(dict(there.files))) as storage, hub.heads_only(tmp_path):
+        there.elsewhere = storage.url
+        assert hub.from_hub(REPO).read_bytes()[:HEAD] == models[0][:HEAD]
+        assert storage.tokens == [""] and "hf_secret" in there.tokens[0]
+
+
+@pytest.mark.parametrize("name", ["../../m-Q8_0.gguf", "/tmp/m-Q8_0.gguf", "..\\m-Q8_0.gguf", "m\x1b[2J-Q8_0.gguf"])  # fmt: skip
+def test_names_that_lead_out_of_the_repository_are_no_files_of_it(
+    name: str, there: FakeHub, models: tuple[bytes, bytes]
+) -> None:
+    there.files = {name: models[0]}
+    done = run()
+    assert done.exit_code == 2 and f"{REPO} has no GGUF model among its 0 files" in done.stderr
+    assert not there.asked and "\x1b" not in done.stderr
 
 
 def test_heads_of_split_files_are_read_and_a_missing_part_is_named(

@@ -16,7 +16,7 @@ from typing import Any
 from pyspec import progress
 from pyspec.errors import DownloadError
 from pyspec.hub.heads import check_unchanged, current, in_one_folder, read_head
-from pyspec.hub.names import choose
+from pyspec.hub.names import choose, is_plain
 from pyspec.hub.network import unreachable
 from pyspec.hub.questions import answer_of, headers_for
 
@@ -63,7 +63,8 @@ class Repository:
             _said.add(name)
             return found
         try:
-            return cls(name, answer_of(name, lambda: list(HfApi().list_repo_files(name))))
+            files = answer_of(name, lambda: list(HfApi().list_repo_files(name)))
+            return cls(name, [file for file in files if is_plain(file)])
         except DownloadError as e:
             found = cls._cached(name)
             if found is None:

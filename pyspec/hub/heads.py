@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 from pyspec.errors import DownloadError
-from pyspec.hub.questions import answer_of, headers_for
+from pyspec.hub.questions import answer_of, headers_for, opened
 
 HEAD_BYTES = 64 << 20  # most bytes of the metadata and the list of tensors
 FIRST_BYTES = 16 << 20  # of the first request: vocabularies of 250,000 tokens take 12 MB
@@ -142,7 +142,7 @@ def _suffices(path: Path, goal: int, size: int, heads: Heads) -> bool:
 def _part(location: str, headers: dict[str, str], size: int, start: int, end: int) -> bytes:
     """Bytes of a file; fewer if the connection breaks off."""
     request = Request(location, headers=headers | {"Range": f"bytes={start}-{end - 1}"})
-    with urlopen(request, timeout=PATIENCE_S) as answer:
+    with opened(request, PATIENCE_S) as answer:
         if answer.status != 206:  # the server may not support ranges and start from the beginning
             answer.read(start)
         elif not _is_part(answer.headers.get("Content-Range", ""), start, size):

@@ -33,6 +33,15 @@ def split_name(name: str) -> tuple[str, str]:
     return repo, quant
 
 
+def is_plain(name: str) -> bool:
+    """Whether a file's name stays within its repository, and can be shown."""
+    return (
+        name.isprintable()
+        and not PurePosixPath(name).is_absolute()
+        and not {"..", "\\"} & {*name.split("/"), *name}
+    )
+
+
 def choose(
     names: Sequence[str], quant: str = "", file: str = "", *, repo: str = "", drafter: bool = False
 ) -> list[str]:

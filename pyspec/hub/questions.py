@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from http.client import HTTPException
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from pyspec.errors import DownloadError
 
@@ -23,6 +24,21 @@ def headers_for(url: str, location: str) -> dict[str, str]:
     if urlsplit(url).netloc != urlsplit(location).netloc:
         headers.pop("authorization", None)
     return headers
+
+
+class _KeepToken(HTTPRedirectHandler):
+    """Redirects to other hosts go without the token."""
+
+    def redirect_request(self, req: Request, *args: Any, **more: Any) -> Request | None:
+        new = super().redirect_request(req, *args, **more)
+        if new is not None and urlsplit(new.full_url).netloc != urlsplit(req.full_url).netloc:
+            new.remove_header("Authorization")
+        return new
+
+
+def opened(request: Request, patience_s: float) -> Any:
+    """The answer to a request, for a `with` statement. Raises OSError."""
+    return build_opener(_KeepToken).open(request, timeout=patience_s)
 
 
 def answer_of(repo: str, ask: Callable[[], T]) -> T:

@@ -21,7 +21,7 @@ from torch import Tensor
 from pyspec.cpu.tensors import query_factors, scaled
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
-from pyspec.errors import ModelError
+from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.matrices import Embedding
 from pyspec.models.rope_flags import NO_FLAGS, RopeFlags
@@ -254,7 +254,11 @@ class RopeSpec:
         )
 
     def bind(self, weights: Weights) -> Rope:
-        return Rope(self, weights.device, weights.optional(self.divisors) if self.divisors else None)
+        """BadTensors for divisors that are no positive numbers."""
+        divisors = weights.optional(self.divisors) if self.divisors else None
+        if divisors is not None and not bool(((divisors > 0) & divisors.isfinite()).all()):
+            raise BadTensors(f"{self.divisors} has numbers that are not positive and finite")
+        return Rope(self, weights.device, divisors)
 
 
 NO_ROPE = RopeSpec(n_rot=0, base=1.0, neox=False)

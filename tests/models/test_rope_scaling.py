@@ -15,7 +15,7 @@ from rewrite import rewrite
 
 from pyspec.config import settings_from
 from pyspec.draft.dflash_file import read_config as read_drafter
-from pyspec.errors import BadGGUF, ModelError
+from pyspec.errors import BadGGUF, BadTensors, ModelError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.blocks.sparse_attention import TailRope
@@ -24,7 +24,7 @@ from pyspec.models.rope_flags import RopeFlags
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "fixtures" / "make"))
-from fixture_rope import CASES, FLAG_CASES, N_CTX, YARN, divisors, keys_of  # noqa: E402
+from fixture_rope import CASES, FLAG_CASES, LONGROPE, N_CTX, YARN, divisors, keys_of  # noqa: E402
 
 DEMO_DRAFT = ROOT / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
 
@@ -92,6 +92,21 @@ def test_scaling_that_means_nothing_is_refused(
         open_gguf(changed(tmp_path, "qwen3", fields)) as file,
     ):
         read_config(file)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+def test_divisors_that_mean_nothing_are_refused(wrong: float, tmp_path: Path) -> None:
+    short, long = divisors(8).values()
+    add = {
+        "rope_factors_short.weight": short,
+        "rope_factors_long.weight": np.where(long > 5, wrong, long),
+    }
+    path = rewrite(
+        FIXTURES / "llama.gguf", tmp_path / "m.gguf", change=keys_of("llama", LONGROPE), add=add
+    )
+    with pytest.raises(BadTensors, match=r"rope_factors_long\.weight has numbers that are not positive"):
+        Bench(path, rope=flags_of({}))
+    Bench(path, rope=flags_of({}, n_ctx=32))  # which reads the others
 
 
 def test_keys_that_llama_cpp_does_not_read_are_told(
