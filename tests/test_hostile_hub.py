@@ -1,4 +1,4 @@
-"""A server that refuses, breaks off, lies or changes its files: one line for each, before a download where the head can tell."""
+"""A server that refuses, breaks off, lies or changes its files: one line for each, before a download if the head shows it."""
 # ruff: noqa: F811
 
 from __future__ import annotations

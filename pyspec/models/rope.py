@@ -168,7 +168,7 @@ def trained_length(file: GGUFFile, n_ctx_train: int, flags: RopeFlags) -> int:
 
 
 def stretch_words(file: GGUFFile, flags: RopeFlags) -> str:
-    """What flags change of a file's rope, and which of longrope's divisors a context takes, in words; "" if neither."""
+    """The changes of a file's rope by flags, and the choice among longrope's divisors, in words; "" without both."""
     words = flags.words()
     if file.hparams.label("rope.scaling.type", "") == "longrope":
         scaling = read_scaling(file)
@@ -224,7 +224,7 @@ class RopeSpec:
     scaling   how the file stretches it
     divisors  the tensor [n_rot/2] f32 that divides the frequencies, where the file has it; "" for none. A file of the kind longrope has
               two instead
-    queries   what queries alone are multiplied with
+    queries   a factor of queries alone
     """
 
     n_rot: int

@@ -1,4 +1,4 @@
-"""llama-server's flags of rope: what they change of a file's rope, and the length that a model counts as trained for then."""
+"""llama-server's flags of rope, which take precedence over the keys of a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pyspec.config import EngineSettings
 
 @dataclass(frozen=True, slots=True)
 class RopeFlags:
-    """Values of the flags, for all models of a load. What was not given is the file's.
+    """Values of the flags, for all models of a load. The defaults below stand for the file's own value.
 
     kind        none, linear or yarn; ""
     factor      divides positions; 0

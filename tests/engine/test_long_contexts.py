@@ -1,4 +1,4 @@
-"""Contexts beyond the trained length: what flags of rope stretch, what is capped, and which models of a load follow."""
+"""Contexts beyond the trained length: stretched by flags of rope for all models of a load, otherwise capped."""
 
 from __future__ import annotations
 
