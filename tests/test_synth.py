@@ -64,7 +64,12 @@ def test_real_models_have_the_published_tensor_and_parameter_counts() -> None:
         assert n_params(name, sidecar) - ends == pytest.approx(block, abs=0.01)
     assert n_params("qwen3-4b", Parts()) == pytest.approx(4.02, abs=0.01)
     assert n_params("llama-3-8b", Parts()) == pytest.approx(8.03, abs=0.01)
-    for name, size in (("gpt-oss-20b", 20.91), ("gpt-oss-120b", 116.83), ("qwen3-30b-a3b", 30.53)):
+    for name, size in (
+        ("gpt-oss-20b", 20.91),
+        ("gpt-oss-120b", 116.83),
+        ("qwen3-30b-a3b", 30.53),
+        ("qwen3-next-80b-a3b", 79.67),
+    ):
         assert n_params(name, Parts()) == pytest.approx(size, abs=0.005)
 
 

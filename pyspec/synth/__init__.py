@@ -30,6 +30,7 @@ from pyspec.synth.shapes import (
     NemotronHMoe,
     Qwen3,
     Qwen3Moe,
+    Qwen3Next,
     Qwen35,
     Qwen35Moe,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "NemotronHMoe",
     "Qwen3",
     "Qwen3Moe",
+    "Qwen3Next",
     "Qwen35",
     "Qwen35Moe",
     "Recipe",

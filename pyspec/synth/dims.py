@@ -19,6 +19,7 @@ from pyspec.synth.shapes import (
     NemotronHMoe,
     Qwen3,
     Qwen3Moe,
+    Qwen3Next,
     Qwen35,
     Qwen35Moe,
     VocabKind,
@@ -159,6 +160,11 @@ def _qwen3moe(name: str) -> Qwen3Moe:
     return Qwen3Moe(**dense, n_expert=128, n_used=8)
 
 
+def _qwen3next(name: str) -> Qwen3Next:
+    like = vars(_qwen35moe(name, 48, 2048, 512, 16, 32)) | {"mtp": False}
+    return Qwen3Next(**(like | {"n_vocab": 151_936, "vocab": "qwen2", "n_expert": 512, "n_used": 10}))
+
+
 _NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
 _REAL: tuple[Dims, ...] = (
@@ -178,6 +184,7 @@ _REAL: tuple[Dims, ...] = (
     _gpt_oss("gpt-oss-20b", 24, 32),
     _gpt_oss("gpt-oss-120b", 36, 128),
     _qwen3moe("Qwen3-30B-A3B"),
+    _qwen3next("Qwen3-Next-80B-A3B"),
     _qwen3("Qwen3-4B", 2560, 9728, 5e6, 262_144, tied=True),
     _qwen3("Qwen3-8B", 4096, 12_288, 1e6, 40_960, tied=False),
     Llama(
@@ -266,6 +273,17 @@ TINY: dict[str, Dims] = {
         name="tiny-qwen35moe",
         n_layer=3,
         vocab="qwen35",
+        interval=2,
+        n_expert=6,
+        n_used=2,
+        n_ff_shared=64,
+        **_TINY_HYBRID,
+        **(_TINY | {"n_ff": 64}),
+    ),
+    "qwen3next": Qwen3Next(
+        name="tiny-qwen3next",
+        n_layer=3,
+        vocab="qwen2",
         interval=2,
         n_expert=6,
         n_used=2,

@@ -16,6 +16,7 @@ from pyspec.synth.shapes import (
     NemotronH,
     NemotronHMoe,
     Qwen3Moe,
+    Qwen3Next,
     Qwen35,
     Qwen35Moe,
 )
@@ -24,8 +25,7 @@ Kind = Literal[
     "matrix", "embedding", "head", "gate", "router", "norm", "conv", "decay", "step", "bias", "ids"
 ]
 Key = tuple[str, Value, ValueType]
-POINTED = 2.0
-BIASED = 5.0
+POINTED, BIASED = 2.0, 5.0
 DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 U32, F32 = ValueType.UINT32, ValueType.FLOAT32
 
@@ -114,7 +114,8 @@ def _qwen35_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
         yield f"{a}.nextn_predict_layers", 1, U32
     yield f"{a}.full_attention_interval", dims.interval, U32
     yield f"{a}.rope.dimension_count", dims.n_rot, U32
-    yield f"{a}.rope.dimension_sections", list(dims.sections), ValueType.INT32
+    if not isinstance(dims, Qwen3Next):
+        yield f"{a}.rope.dimension_sections", list(dims.sections), ValueType.INT32
     yield f"{a}.ssm.conv_kernel", dims.conv, U32
     yield f"{a}.ssm.state_size", dims.state, U32
     yield f"{a}.ssm.group_count", dims.n_k_head, U32
@@ -125,10 +126,10 @@ def _qwen35_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
 def _qwen35moe_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
     assert isinstance(dims, Qwen35Moe)
     yield from _qwen35_metadata(dims, parts)
-    yield "qwen35moe.expert_count", dims.n_expert, U32
-    yield "qwen35moe.expert_used_count", dims.n_used, U32
-    yield "qwen35moe.expert_feed_forward_length", dims.n_ff, U32
-    yield "qwen35moe.expert_shared_feed_forward_length", dims.n_ff_shared, U32
+    yield f"{dims.arch}.expert_count", dims.n_expert, U32
+    yield f"{dims.arch}.expert_used_count", dims.n_used, U32
+    yield f"{dims.arch}.expert_feed_forward_length", dims.n_ff, U32
+    yield f"{dims.arch}.expert_shared_feed_forward_length", dims.n_ff_shared, U32
 
 
 def _nemotron_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
@@ -250,8 +251,9 @@ def _delta_net(dims: Qwen35, p: str) -> Iterator[Spec]:
     n = dims.n_embd
     yield Spec(f"{p}.attn_qkv.weight", (dims.n_channel, n), "matrix")
     yield Spec(f"{p}.attn_gate.weight", (dims.inner, n), "matrix")
-    yield Spec(f"{p}.ssm_alpha.weight", (dims.n_v_head, n), "gate")
-    yield Spec(f"{p}.ssm_beta.weight", (dims.n_v_head, n), "gate")
+    per_head = {"ba": 2} if isinstance(dims, Qwen3Next) else {"alpha": 1, "beta": 1}
+    for name, k in per_head.items():
+        yield Spec(f"{p}.ssm_{name}.weight", (k * dims.n_v_head, n), "gate")
     yield Spec(f"{p}.ssm_conv1d.weight", (dims.n_channel, dims.conv), "conv")
     yield Spec(f"{p}.ssm_a", (dims.n_v_head,), "decay")
     yield Spec(f"{p}.ssm_dt.bias", (dims.n_v_head,), "step")
@@ -489,6 +491,7 @@ ARCHITECTURES: dict[str, tuple[Keys, Specs]] = {
     "gpt-oss": (_moe_metadata, _plain_tensors),
     "qwen35": (_qwen35_metadata, _qwen35_tensors),
     "qwen35moe": (_qwen35moe_metadata, _qwen35_tensors),
+    "qwen3next": (_qwen35moe_metadata, _qwen35_tensors),
     "nemotron_h": (_nemotron_metadata, _nemotron_tensors),
     "nemotron_h_moe": (_nemotron_metadata, _nemotron_tensors),
     "deepseek4": (_deepseek4_metadata, _deepseek4_tensors),

@@ -100,6 +100,14 @@ class Qwen35Moe(Qwen35):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Qwen3Next(Qwen35Moe):
+    """Strength and decay have one matrix, and value heads of a key head stand side by side. Its files have no MTP block."""
+
+    arch: ClassVar[str] = "qwen3next"
+    mtp: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class NemotronH(Dims):
     """Blocks of one part each, in the order of `pattern`: M Mamba-2, * attention, - feed-forward, E experts."""
 
