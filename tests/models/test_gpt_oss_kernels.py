@@ -15,17 +15,17 @@ from harness import DEVICE, Bench
 from pyspec import synth
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe_route.op import moe_route
+from pyspec.models.blocks.attention import BoundAttention
+from pyspec.synth.dims import find, widened
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 
 from emulated.gpu import emulated_gpu
 from emulated.machine import needs_compiler
 
-pytestmark = [
-    needs_compiler,
-    pytest.mark.slow,
-    pytest.mark.skipif(DEVICE.type != "cpu", reason="kernels run thread by thread on the CPU here"),
-]
+EMULATED = pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="kernels run thread by thread on the CPU here"
+)
 
 
 @contextmanager
@@ -41,6 +41,9 @@ def only(name: str) -> Iterator[None]:
         yield
 
 
+@needs_compiler
+@EMULATED
+@pytest.mark.slow
 def test_logits_are_the_references_in_chunks_and_verifies(tmp_path: Path) -> None:
     """Beyond the window of 16 and with two slots: rows of one, of few and of many pairs an expert."""
     path = synth.write("gpt-oss", tmp_path / "m.gguf", tiny=True, quant="mxfp4_moe")
@@ -66,3 +69,34 @@ def test_logits_are_the_references_in_chunks_and_verifies(tmp_path: Path) -> Non
     off = (got - want).abs().amax(-1) / want.std()
     assert float(off.median()) < 0.01, off
     assert float((off < 0.05).float().mean()) > 0.9, off  # a near tie of experts may turn
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_packed_files_give_the_logits_of_unpacked_ones_on_a_gpu(tmp_path: Path) -> None:
+    """All kernels of a layer, with heads that they take: few rows, whose biases go with their products, and many."""
+    path = synth.write(widened(find("gpt-oss", tiny=True)), tmp_path / "m.gguf", quant="mxfp4_moe")
+    tokens = [(7 * i * i + 3 * i) % 300 for i in range(230)]
+
+    def run(dense: torch.dtype | None) -> torch.Tensor:
+        bench = Bench(path, n_slot=2, dense=dense)
+        out = [bench.feed(0, tokens[:100])]
+        out += [bench.feed(0, tokens[at : at + 10], keep=False) for at in range(100, 230, 10)]
+        return torch.cat([*out, bench.feed(1, tokens[:1])])
+
+    got, want = run(None), run(torch.float32)
+    off = (got - want).abs().amax(-1) / want.std()
+    assert float(off.median()) < 0.02 and float((off < 0.1).float().mean()) > 0.9, off
+
+
+def test_biases_of_few_rows_go_with_their_product(tmp_path: Path) -> None:
+    """As a residual: the same sums."""
+    bench = Bench(synth.write("gpt-oss", tmp_path / "m.gguf", tiny=True, quant="f32"))
+    own = [
+        part for block in bench.target.blocks for part in block.parts if isinstance(part, BoundAttention)
+    ]
+    want = bench.forward(bench.seq(0, [5, 6, 7], keep=False)).logits
+    for part in own:
+        assert part.few is None or DEVICE.type == "cuda"
+        assert part.bias is not None
+        part.few = part.bias.repeat(2, 1) if DEVICE.type == "cuda" else part.bias.repeat(3, 1)
+    assert own and torch.equal(bench.forward(bench.seq(0, [5, 6, 7], keep=False)).logits, want)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyspec.cpu.tensors import add, side_by_side, times_rows
 from pyspec.cuda import fuse
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.cuda.ops.attend.op import attend
@@ -32,6 +33,7 @@ from pyspec.slots.memory import KV
 from pyspec.slots.parts import LayerParts, Paged
 
 SINKS = "attn_sinks.weight"  # one logit a head
+FEW = 64  # rows whose biases are ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ class BoundAttention:
             names = [at.name(f"attn_{p}.weight") for p in "qkv"]
         self.qkv: Matrix = w.matrix(*names)
         self.bias = _bias(w, at.prefix)
+        self.few = _few(self.bias)
         self.out: Matrix = w.summed(at.name("attn_output.weight"))
         self.out_bias = w.optional(at.name("attn_output.bias"))
         self.reads = None if self.norm is None else (self.qkv, self.norm)
@@ -215,9 +218,7 @@ class BoundAttention:
         """Writes the rows' K and V, then attends."""
         s, n, batch = self.shape, x.shape[0], run.batch
         pool = run.memory.kv[self.layer]
-        y = self.qkv(x, self.norm)
-        if self.bias is not None:
-            y = add(y, self.bias)
+        y = self._projected(x)
         if self.row_norms is not None:
             y = self.row_norms(y)
         q = self.rope_kv(y, self.q_norm, self.k_norm, run.angles[self.rope], pool, batch.kv_rows)
@@ -230,6 +231,13 @@ class BoundAttention:
             gate = HeadGate(y[:, : 2 * s.n_head * s.head_dim].view(n, s.n_head, -1)[..., s.head_dim :])
         y = self.out(o, gate, residual=residual)
         return y if self.out_bias is None else add(y, self.out_bias)
+
+    def _projected(self, x: Tensor) -> Tensor:
+        """q, k and v with their biases."""
+        if self.few is not None and x.shape[0] <= len(self.few):
+            return self.qkv(x, self.norm, residual=self.few[: x.shape[0]])
+        y = self.qkv(x, self.norm)
+        return y if self.bias is None else add(y, self.bias)
 
 
 class RowNorms:
@@ -260,6 +268,13 @@ class RowNorms:
         for i, (x, w) in enumerate(zip((q, k), self.weights, strict=True)):
             parts.append(x * (squares[:, i : i + 1] / self.widths[i] + self.eps).rsqrt() * w)
         return torch.cat([*parts, v], -1)
+
+
+def _few(bias: Tensor | None) -> Tensor | None:
+    """[FEW, n] the biases of a few rows on a GPU: a product adds them as its residual, which saves a launch of its own."""
+    if bias is None or bias.device.type != "cuda" or current().is_exact:
+        return None
+    return bias.repeat(FEW, 1)
 
 
 def _bias(w: Weights, prefix: str) -> Tensor | None:
