@@ -577,6 +577,12 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         "<|channel|>analysis to=python code<|message|>1 + 1<|end|><|start|>assistant<|channel|>final<|message|>2",
         [Content("2")],
     ),
+    "harmony, a stray channel, a result that the model made up, and an answer to the user": (
+        chain(),
+        "<|channel|>commentary<|channel|>analysis<|message|>a<|end|><|start|>functions.write to=assistant<|channel|>commentary"
+        "<|message|>made up<|end|><|start|>assistant to=user<|channel|>final<|message|>b",
+        [Reasoning("a"), Content("b")],
+    ),
     "harmony, a header that is cut, and two contents": (
         chain(),
         "<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>{}<|end|>"

@@ -33,6 +33,7 @@ _HEADS = (CHANNEL, START, CONSTRAIN, MESSAGE, "to=")
 _BREAKS = (END, RETURN, CALL, START, CHANNEL)
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_PEOPLE = ("user", "all")
 _BEHIND = (" ", "<", "\n", "\t")
 
 
@@ -75,7 +76,7 @@ class _Chain:
                 return (yield from self._content(header))
             return found
         recipient = _recipient(header, self._tools or {})
-        channel = name.group(1) if (name := _CHANNEL.search(header)) else "final"
+        channel = (_CHANNEL.findall(header) or ["final"])[-1]  # now and then a stray one stands before
         if recipient and self._tools is not None:
             return (yield from self._called(recipient))
         if channel == "analysis" and not recipient:
@@ -117,9 +118,9 @@ class _Chain:
 
 
 def _recipient(header: str, tools: Tools) -> str:
-    """Of a message: a tool's name with its prefix, or another word; "" for none. Names may contain any characters."""
+    """Of a message: a tool's name with its prefix, or another word; "" for none, or the user. Names may contain any characters."""
     found = _RECIPIENT.search(header)
-    if found is None or found.group(1) == "assistant":
+    if found is None or found.group(1) in _PEOPLE:
         return ""
     text = header[found.start(1) :]
     for name in sorted(tools, key=len, reverse=True):
