@@ -16,6 +16,7 @@ HEAD = ("system", "developer")
 
 ARGUMENT, WORD = "pyspec_argument", "pyspecprobe"
 FUNCTION, RESULT = "pyspec_function", "pyspec_result"
+SECOND = "pyspec_second"
 CALL_ID = "call00001"  # nine letters and digits: some templates accept no other form
 DEVELOPER = re.compile(r"""["']developer["']""")
 THINKING = re.compile(r"""\.thinking\b|["']thinking["']""")
@@ -105,6 +106,21 @@ class Abilities:
         """True if the text shows earlier calls and their results."""
         text = self._with_id(CALL_ID)
         return FUNCTION in text and RESULT in text
+
+    @cached_property
+    def takes_one_call(self) -> bool:
+        """True if the template shows an answer's first call alone, or refuses answers with two."""
+        arguments: Any = {} if self.takes_objects else "{}"
+        calls = [
+            {"type": "function", "id": id_, "function": {"name": name, "arguments": arguments}}
+            for name, id_ in ((FUNCTION, CALL_ID), (SECOND, CALL_ID[::-1]))
+        ]
+        chat: Chat = [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            *({"role": "tool", "content": RESULT, "tool_call_id": call["id"]} for call in calls),
+        ]
+        return self.shows_calls and SECOND not in self._written(chat)
 
     @cached_property
     def needs_turns(self) -> bool:

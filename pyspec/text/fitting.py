@@ -9,6 +9,7 @@ form with the same meaning.
     a role twice, where turns must change  one message; a user message behind a tool's result becomes part of it
     ids of calls                           added, or shortened to nine letters and digits, if the template needs that
     reasoning of earlier answers           as `thinking`, if the template reads that; content beside it and a call becomes part of it
+    several calls of an answer             one answer for each, its result behind it, if the template shows the first alone
     arguments of calls                     objects or texts, as the template writes them
     tools                                  get a description and parameters
 
@@ -38,7 +39,7 @@ def fitted(messages: Chat, able: Abilities) -> Chat:
         chat = [_known(message, able) for message in chat]
         n_head = next((i for i, m in enumerate(chat) if m["role"] not in HEAD), len(chat))
         chat = _with_head(_head(chat[:n_head], able), _moved(chat[n_head:], able), able)
-    chat = _with_ids(_in_turns(chat, able), able)
+    chat = _with_ids(_in_turns(_apart(chat, able), able), able)
     return [
         message | {"tool_calls": [_call(call, able) for call in calls]}
         if isinstance(calls := message.get("tool_calls"), list | tuple)
@@ -115,6 +116,28 @@ def _moved(messages: Chat, able: Abilities) -> Chat:
         waiting = ""
         chat.append(message)
     return [*chat, _user(waiting)] if waiting else chat
+
+
+def _apart(messages: Chat, able: Abilities) -> Chat:
+    """Answers with several calls as one answer for each, the call's own result behind it."""
+    chat, waiting = list[dict[str, Any]](), list(messages)
+    while waiting:
+        message = waiting.pop(0)
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list | tuple) or len(calls) < 2 or not able.takes_one_call:
+            chat.append(message)
+            continue
+        n = next((i for i, m in enumerate(waiting) if m["role"] != "tool"), len(waiting))
+        results, waiting = waiting[:n], waiting[n:]
+        for i, call in enumerate(calls):
+            said = message if i == 0 else {"role": message["role"], "content": ""}
+            chat.append(said | {"tool_calls": [call]})
+            own = [r for r in results if r.get("tool_call_id") == _id_of(call)]
+            for result in own or results[:1]:
+                chat.append(result)
+                results.remove(result)
+        chat += results
+    return chat
 
 
 def _in_turns(messages: Chat, able: Abilities) -> Chat:

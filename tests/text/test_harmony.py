@@ -104,6 +104,35 @@ def test_reasoning_of_earlier_answers_goes_by_the_name_that_the_template_reads()
     )
 
 
+def test_answers_with_several_calls_go_apart_where_a_template_shows_one() -> None:
+    """Each with its own result behind it, whatever the order of the results; a template that shows all gets them together."""
+    one = (
+        "{%- for m in messages -%}[{{ m.role }}]{%- if m.thinking -%}({{ m.thinking }}){%- endif -%}{{ m.content }}"
+        "{%- if m.tool_calls -%}<{{ m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments | tojson }}>{%- endif -%}{%- endfor -%}"
+    )
+    every = one.replace("{%- if m.tool_calls -%}", "{%- for c in m.tool_calls or [] -%}").replace(
+        "m.tool_calls[0]", "c"
+    )
+    every = every.replace("{%- endif -%}{%- endfor -%}", "{%- endfor -%}{%- endfor -%}")
+    calls = [
+        {"type": "function", "id": f"id{name}", "function": {"name": name, "arguments": "{}"}}
+        for name in "ab"
+    ]
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "content": "of b", "tool_call_id": "idb"},
+        {"role": "tool", "content": "of a", "tool_call_id": "ida"},
+        {"role": "user", "content": "bye"},
+    ]
+    text = "[user]hi[assistant](Hm.)<a{}>[tool]of a[assistant]<b{}>[tool]of b[user]bye"
+    assert ChatTemplate(one).render(chat) == text
+    assert (
+        ChatTemplate(every).render(chat)
+        == "[user]hi[assistant](Hm.)<a{}><b{}>[tool]of b[tool]of a[user]bye"
+    )
+
+
 def test_an_answer_that_has_begun_goes_on_in_its_message() -> None:
     last = {"content": "Once", "reasoning_content": "Hm."}
     start = "<|channel|>analysis<|message|>Hm."
