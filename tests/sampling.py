@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from pytest import ParameterSet
+from _pytest.mark import ParameterSet
 
 NEIGHBOURS = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_100a": "sm_90a", "sm_120f": "sm_90a"}
 """Omitted architectures, and those that stand for them."""

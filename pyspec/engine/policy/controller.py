@@ -383,9 +383,8 @@ class Controller:
         if not self.beside:
             return self.verify_ms.of_all(sizes)
         n_row = self.beside + np.arange(sizes.start, sizes.stop)
-        fixed, each = self.forward_costs.line
         least = np.linspace(self.verify_ms(int(n_row[0])), self.verify_ms(int(n_row[-1])), len(n_row))
-        return np.maximum(least, fixed + each * n_row)
+        return np.maximum(least, self.forward_costs.ms(n_row.astype(float)))
 
     def _extra_ms(self, rows: DraftRows, busy: int) -> Floats:
         """Milliseconds of verifies with one to all of these rows beyond one a slot."""

@@ -9,69 +9,86 @@ that: a time per output token makes it smaller, a time to first token larger.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 PAUSE_MS = 400.0  # most that decoding slots wait for one forward, unless `least` rows take longer
 LEAST = 64  # prompt rows that a forward has in any case, so that prompts go on
-SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)  # prompt rows of a forward that are weighed
-N_COUNTS = 128  # rows from which on a forward shows what a row costs: fewer wait for the weights
-N_SAMPLE = 32  # forwards that costs are taken from
-APART = 1.25  # factor between the rows of two forwards that show what a row costs
+PARTS = np.array(
+    [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64, 128]
+)  # forwards that waiting prompts may be read in
+N_SAMPLE = 5  # forwards of a size that costs are taken from
+FAR = 1000.0  # factor beyond the largest forward that was measured
+TRY_EVERY = 16  # forwards until one has a size that was never measured
 SLOWEST = 8.0  # as if prompts that wait became fewer by this part of a forward's rows, if they do not become fewer at all
 CREDIT = 8.0  # rounds of the target that saved time counts for
 URGENT = 0.5  # share of the time to first token after which a waiting prompt takes all rows
 NEWER = 0.1  # weight of the last round in the mean tokens of a slot
 RECENT = 0.01  # the same in the means that tell how much there is to read for a token
 
+Floats = NDArray[np.float64]
+
 
 class ForwardCosts:
-    """Milliseconds of forwards that read prompts, as a straight line over their rows: the median slope of pairs of the last forwards
-    (Theil 1950, Sen 1968), which single slow ones do not bend."""
+    """Milliseconds of forwards that read prompts, by rows: medians of the last ones of a size, and straight lines between sizes.
+
+    A forward has a fixed part, which is large on a GPU, where it is no graph. What is smaller than all that was measured counts as if half of
+    the smallest were fixed; what is larger, as if nothing were.
+    """
 
     def __init__(self) -> None:
-        self._last: deque[tuple[int, float]] = deque(maxlen=N_SAMPLE)
-        self._line: tuple[float, float] | None = None
+        self._last: dict[int, deque[tuple[int, float]]] = {}  # by size class: rows and milliseconds
+        self._curve: tuple[Floats, Floats] | None = None
 
     def add(self, n_row: int, ms: float) -> None:
         """A forward of so many rows took so long, its wait for the results included."""
-        if n_row >= N_COUNTS:
-            self._last.append((n_row, ms))
-            self._line = None
+        self._last.setdefault(size_class(n_row), deque(maxlen=N_SAMPLE)).append((n_row, ms))
+        self._curve = None
+
+    def knows(self, n_row: int) -> bool:
+        """A forward of about that size was measured."""
+        return size_class(n_row) in self._last
 
     @property
     def is_known(self) -> bool:
         return bool(self._last)
 
     @property
-    def line(self) -> tuple[float, float]:
-        """Milliseconds of a forward and of each of its rows."""
-        if self._line is None:
-            self._line = self._fitted()
-        return self._line
+    def curve(self) -> tuple[Floats, Floats]:
+        """Rows, from 0 to more than any forward has, and milliseconds, which never fall."""
+        if self._curve is None:
+            medians = [np.median(np.array(last), axis=0) for _, last in sorted(self._last.items())]
+            rows, ms = np.array(medians).T
+            rows = np.concatenate(([0.0], rows, [FAR * rows[-1]]))
+            ms = np.concatenate(([ms[0] / 2], ms, [FAR * ms[-1]]))
+            self._curve = rows, np.maximum.accumulate(ms)
+        return self._curve
 
-    def _fitted(self) -> tuple[float, float]:
-        rows, ms = np.array(self._last, dtype=float).T
-        up, across = ms - ms[:, None], rows - rows[:, None]
-        is_pair = rows > APART * rows[:, None]
-        slope = max(0.0, float(np.median(up[is_pair] / across[is_pair]))) if is_pair.any() else -1.0
-        if slope < 0:  # all alike: what a row costs is not known apart from the forward
-            return 0.0, float(np.median(ms / rows))
-        return max(0.0, float(np.median(ms - slope * rows))), slope
-
-    def ms(self, n_row: int) -> float:
-        """Of a forward of so many rows."""
-        fixed, each = self.line
-        return fixed + each * n_row
+    def ms(self, n_row: Floats) -> Floats:
+        """Of forwards of so many rows."""
+        return np.interp(n_row, *self.curve)
 
     def rows(self, ms: float) -> int:
         """Most rows of a forward that takes no longer."""
-        fixed, each = self.line
-        return int(min(max(0.0, ms - fixed) / each, 1e9)) if each else int(1e9)
+        rows, took = self.curve
+        at = int(np.searchsorted(took, ms, side="right"))
+        if at == len(rows):
+            return int(rows[-1])
+        if not at:
+            return 0
+        share = (ms - took[at - 1]) / (took[at] - took[at - 1])
+        return int(rows[at - 1] + share * (rows[at] - rows[at - 1]))
+
+
+def size_class(n_row: int) -> int:
+    """Rows that are measured together: two classes an octave."""
+    return int(2 * math.log2(max(n_row, 1)))
 
 
 class PacedRequest(Protocol):
@@ -121,6 +138,7 @@ class PromptPace:
         self.costs = costs
         self.balance = 0.0
         self._tokens = 1.0  # of a slot, in the mean of rounds
+        self._since_try = 0
         self._read = self._given = 0.0  # prompt rows and tokens of all slots, in the mean of many rounds
 
     def rows(self, jobs: Iterable[PacedRequest], now: float, n_verify: int) -> int:
@@ -151,18 +169,23 @@ class PromptPace:
         Meanwhile answers end and other prompts come, as many as lately.
         """
         n_left = sum(todo)
-        if self.round_ms is None or n_left <= SIZES[0]:
+        if self.round_ms is None or n_left <= LEAST:
             return n_left
         now_ms, n_soon = self.round_ms(n_verify), n_decoding + len(todo)
         rate = self._tokens * n_soon / self.round_ms(n_verify * n_soon // n_decoding)
         added = max(0.0, rate - self._tokens * n_decoding / now_ms)
-        sizes = np.array([*(n for n in SIZES if n < n_left), n_left], dtype=float)
-        fixed, each = self.costs.line
+        n_part = PARTS[n_left >= PARTS * LEAST]
+        sizes = np.ceil(n_left / n_part)
+        unknown = [n for n in sizes if not self.costs.knows(n_verify + int(n))]
+        self._since_try += 1
+        if unknown and self._since_try >= TRY_EVERY:
+            self._since_try = 0
+            return int(unknown[0])
         least = [self.round_ms(n_verify + int(n)) for n in sizes]
-        ms = np.maximum(least, fixed + each * (n_verify + sizes))
+        ms = np.maximum(least, self.costs.ms(n_verify + sizes))
         coming = self._read / max(self._given, 1.0) * self._tokens * n_soon  # rows of prompts a round
         n_forward = np.ceil(n_left / np.maximum(sizes - coming, sizes / SLOWEST))
-        lost = rate * n_left / sizes * np.maximum(ms - now_ms, 0.0) + added * ms * (n_forward + 1) / 2
+        lost = rate * n_part * np.maximum(ms - now_ms, 0.0) + added * ms * (n_forward + 1) / 2
         return int(sizes[int(lost.argmin())])
 
     @property
