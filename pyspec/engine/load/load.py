@@ -280,9 +280,7 @@ def _loop(
         plain=s.plain_loop,
         prompt_weight=s.prompt_weight,
         suffixes=_suffixes(s),
-        pace=PromptPace(
-            s.ubatch or UBATCH, s.ubatch or d.batch, costs, PaceTargets(s.tpot, s.ttft), timer
-        ),
+        pace=PromptPace(s.ubatch or UBATCH, s.ubatch or d.batch, costs, PaceTargets(s.tpot, s.ttft)),
     )
 
 

@@ -1,17 +1,16 @@
 """How many rows a forward may have that reads prompts while slots decode. Arithmetic only: no torch, and no clock of its own.
 
-Decoding slots wait for the prompt rows of their forward; requests that are still read wait for more of them. Where a round waits for the
-weights, some prompt rows are free, so many small forwards are cheapest; where each row costs its time anyway, a slot that decodes sooner
-is worth more. The measured times of rounds and of forwards with prompts decide: the number of rows that loses the fewest tokens. No
-forward is expected to last longer than a person notices, beyond the rows that are not too many anywhere. Targets of the operator change
-that: a time per output token makes it smaller, a time to first token larger.
+Decoding slots wait for the prompt rows of their forward; requests that are still read wait for more of them. A prompt's rows cost their
+time in any forward, and fewer forwards have fewer fixed parts, so one takes all prompts that wait, as long as it is expected to last no
+longer than a person notices, and in any case the rows that are not too many anywhere. Targets of the operator change that: a time per
+output token makes it smaller, a time to first token larger.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,17 +19,11 @@ from numpy.typing import NDArray
 
 PAUSE_MS = 400.0  # most that decoding slots wait for one forward, unless `least` rows take longer
 LEAST = 64  # prompt rows that a forward has in any case, so that prompts go on
-PARTS = np.array(
-    [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64, 128]
-)  # forwards that waiting prompts may be read in
 N_SAMPLE = 5  # forwards of a size that costs are taken from
 FAR = 1000.0  # factor beyond the largest forward that was measured
-TRY_EVERY = 16  # forwards until one has a size that was never measured
-SLOWEST = 8.0  # as if prompts that wait became fewer by this part of a forward's rows, if they do not become fewer at all
 CREDIT = 8.0  # rounds of the target that saved time counts for
 URGENT = 0.5  # share of the time to first token after which a waiting prompt takes all rows
 NEWER = 0.1  # weight of the last round in the mean tokens of a slot
-RECENT = 0.01  # the same in the means that tell how much there is to read for a token
 
 Floats = NDArray[np.float64]
 
@@ -50,10 +43,6 @@ class ForwardCosts:
         """A forward of so many rows took so long, its wait for the results included."""
         self._last.setdefault(size_class(n_row), deque(maxlen=N_SAMPLE)).append((n_row, ms))
         self._curve = None
-
-    def knows(self, n_row: int) -> bool:
-        """A forward of about that size was measured."""
-        return size_class(n_row) in self._last
 
     @property
     def is_known(self) -> bool:
@@ -92,16 +81,13 @@ def size_class(n_row: int) -> int:
 
 
 class PacedRequest(Protocol):
-    """A request in a slot, such as the loop's `Job`. started: seconds, of the loop's clock. todo: as `Job.todo`"""
+    """A request in a slot, such as the loop's `Job`. started: seconds, of the loop's clock."""
 
     @property
     def started(self) -> float: ...
 
     @property
     def is_decoding(self) -> bool: ...
-
-    @property
-    def todo(self) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +105,7 @@ class PaceTargets:
 class PromptPace:
     """Rows of a forward with decoding slots: `least` to `most`, or a fixed number where both are equal.
 
-    costs     of forwards with prompts
-    round_ms  milliseconds of a round without prompts, by its rows; None: unknown
+    costs    of forwards with prompts
     balance  milliseconds that decoding slots have left of the target, by all rounds so far
     """
 
@@ -130,63 +115,26 @@ class PromptPace:
         most: int,
         costs: ForwardCosts,
         targets: PaceTargets | None = None,
-        round_ms: Callable[[int], float] | None = None,
     ) -> None:
         self.least, self.most = min(least, most), most
-        self.round_ms = round_ms
         self.targets = PaceTargets() if targets is None else targets
         self.costs = costs
         self.balance = 0.0
         self._tokens = 1.0  # of a slot, in the mean of rounds
-        self._since_try = 0
-        self._read = self._given = 0.0  # prompt rows and tokens of all slots, in the mean of many rounds
 
     def rows(self, jobs: Iterable[PacedRequest], now: float, n_verify: int) -> int:
         """Most rows of the next forward, if slots decode. now: seconds, of the loop's clock; n_verify: rows of those slots, about."""
         is_fixed = self.least == self.most and not self.targets.tpot
         if is_fixed or not self.costs.is_known:
             return self.most
-        jobs = list(jobs)
         waiting = [job for job in jobs if not job.is_decoding]
-        n_decoding = len(jobs) - len(waiting)
         urgent = now - 1e-3 * URGENT * self.targets.ttft
         if self.targets.ttft and any(job.started <= urgent for job in waiting):
             return self.most
         if self.targets.tpot:
             least = min(n_verify + LEAST, self.least)
             return max(least, min(self.most, self.costs.rows(self._allowed + self.balance)))
-        most = max(self.least, min(self.most, self.costs.rows(PAUSE_MS)))
-        if not n_decoding or not waiting or self.round_ms is None:
-            return most
-        return min(
-            most, n_verify + self._cheapest([job.todo[0] for job in waiting], n_decoding, n_verify)
-        )
-
-    def _cheapest(self, todo: Sequence[int], n_decoding: int, n_verify: int) -> int:
-        """Prompt rows a forward that lose the fewest tokens until these prompts are read.
-
-        Time that rows take costs tokens at the rate of all slots; rounds that a prompt waits cost what its slot would add to the rate.
-        Meanwhile answers end and other prompts come, as many as lately.
-        """
-        n_left = sum(todo)
-        if self.round_ms is None or n_left <= LEAST:
-            return n_left
-        now_ms, n_soon = self.round_ms(n_verify), n_decoding + len(todo)
-        rate = self._tokens * n_soon / self.round_ms(n_verify * n_soon // n_decoding)
-        added = max(0.0, rate - self._tokens * n_decoding / now_ms)
-        n_part = PARTS[n_left >= PARTS * LEAST]
-        sizes = np.ceil(n_left / n_part)
-        unknown = [n for n in sizes if not self.costs.knows(n_verify + int(n))]
-        self._since_try += 1
-        if unknown and self._since_try >= TRY_EVERY:
-            self._since_try = 0
-            return int(unknown[0])
-        least = [self.round_ms(n_verify + int(n)) for n in sizes]
-        ms = np.maximum(least, self.costs.ms(n_verify + sizes))
-        coming = self._read / max(self._given, 1.0) * self._tokens * n_soon  # rows of prompts a round
-        n_forward = np.ceil(n_left / np.maximum(sizes - coming, sizes / SLOWEST))
-        lost = rate * n_part * np.maximum(ms - now_ms, 0.0) + added * ms * (n_forward + 1) / 2
-        return int(sizes[int(lost.argmin())])
+        return max(self.least, min(self.most, self.costs.rows(PAUSE_MS)))
 
     @property
     def _allowed(self) -> float:
@@ -197,13 +145,11 @@ class PromptPace:
         """A forward of so many rows took so long. n_read: rows of prompts among them; decodes: other slots decoded in it."""
         if n_read:
             self.costs.add(n_row, ms)
-        self._read += RECENT * (n_read - self._read)
         if decodes and self.targets.tpot:
             most = CREDIT * self._allowed
             self.balance = min(max(self.balance + self._allowed - ms, -most), most)
 
     def committed(self, n_tokens: Sequence[int]) -> None:
         """Decoding slots were given so many tokens each in a round."""
-        self._given += RECENT * (sum(n_tokens) - self._given)
         if n_tokens:
             self._tokens += NEWER * (max(1.0, sum(n_tokens) / len(n_tokens)) - self._tokens)
