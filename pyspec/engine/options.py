@@ -30,6 +30,15 @@ Prompt = str | Sequence[int] | Sequence[Message] | Request
 class LoadOptions(TypedDict, total=False):
     """Further settings of an engine: the fields of EngineSettings without a parameter of `Engine.load`."""
 
+    rope_scaling: str
+    rope_scale: float
+    rope_freq_scale: float
+    rope_freq_base: float
+    yarn_orig_ctx: int
+    yarn_ext_factor: float
+    yarn_attn_factor: float
+    yarn_beta_fast: float
+    yarn_beta_slow: float
     kv_pool: int
     page_size: int
     batch: int
