@@ -177,7 +177,7 @@ def eog_ids(
     named = {ids.get(k) for k in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")}
     texts = {tokens[i]: i for i in control if tokens[i] in EOG_TEXTS}
     if {"<|return|>", "<|call|>"} <= texts.keys() or {"<|calls|>", "<|flush|>"} <= texts.keys():
-        texts.pop("<|end|>", None)
+        named.discard(texts.pop("<|end|>", None))  # whatever the file says
     return frozenset(i for i in named | set(texts.values()) if i is not None)
 
 
