@@ -34,12 +34,12 @@ SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 def fitted(messages: Chat, able: Abilities) -> Chat:
     """The same chat in a form that the template accepts; content is text already."""
-    chat = [_thought(_without_empty(message), able) for message in messages]
+    chat = _apart([_thought(_without_empty(message), able) for message in messages], able)
     if any(message["role"] in HEAD for message in chat):
         chat = [_known(message, able) for message in chat]
         n_head = next((i for i, m in enumerate(chat) if m["role"] not in HEAD), len(chat))
         chat = _with_head(_head(chat[:n_head], able), _moved(chat[n_head:], able), able)
-    chat = _with_ids(_in_turns(_apart(chat, able), able), able)
+    chat = _with_ids(_in_turns(chat, able), able)
     return [
         message | {"tool_calls": [_call(call, able) for call in calls]}
         if isinstance(calls := message.get("tool_calls"), list | tuple)
