@@ -33,7 +33,7 @@ from pyspec.slots.memory import KV
 from pyspec.slots.parts import LayerParts, Paged
 
 SINKS = "attn_sinks.weight"  # one logit a head
-FEW = 64  # rows whose biases are ready
+FEW = 32  # rows whose biases are ready
 
 
 @dataclass(frozen=True, slots=True)
