@@ -236,7 +236,11 @@ def test_a_timer_interpolates_and_trusts_the_second_sample() -> None:
         timer.add(size, ms)
     assert timer(5) == 10.0, "one sample is not trusted yet"
     timer.add(5, 50.0)
-    assert (timer(1), timer(5), timer(9)) == (10.0, 30.0, 30.0)
+    assert (timer(1), timer(5), timer(9)) == (10.0, 30.0, 50.0), "beyond: the line of trusted sizes"
+    timer.add(9, 34.0)
+    assert timer(9) == 34.0 and timer(13) == 38.0, "a single sample below it: noise only adds"
+    timer.add(13, 300.0)
+    assert timer(13) == 38.0
     assert timer(3) == 20.0, "never tried: the line"
     timer.add(3, 500.0)
     assert timer(3) == 20.0, "tried once, and a hiccup: the line"

@@ -238,3 +238,63 @@ def test_lengths_that_a_noisy_warm_up_made_dear_are_tried(seed: int, inflated: f
         c.timed(rows, n_slot, took, sum(n > 0 for n in picked), max(picked), draft_ms)
         ms += took + draft_ms if i >= 100 else 0
     assert 1e3 * tokens / ms > 0.95 * 3828, "of four drafts always"
+
+
+def test_rows_beyond_the_trusted_sizes_are_not_free() -> None:
+    """Without a warm-up drafts give many different sizes, none of them twice."""
+    timer = Timer()
+    told(timer, 8, 90.0, 92.0)
+    told(timer, 40, 900.0)
+    assert timer(64) == 90.0, "one sample may be noise, and there is no other size"
+    told(timer, 30, 310.0)
+    assert (timer(19), timer(30), timer(41)) == (200.0, 310.0, 420.0)
+    timer.expire()
+    told(timer, 8, 90.0)
+    timer.expire()
+    assert timer(64) == 90.0, "old single samples say nothing any more"
+
+
+def offered(seed: int, chances: tuple[float, float], n_round: int, *, takes: bool) -> float:
+    """Tokens a millisecond of eight streams of a small model on a CPU, which join one by one: 20 ms a round and 10 a row. No warm-up.
+
+    Offers come in a third of a slot's rounds. Their tokens are right with a chance that is known.
+    """
+    rng, c, tokens, total = random.Random(seed), Controller(8, 15, n_own=0), 0, 0.0
+    for i in range(n_round):
+        busy = min(8, 1 + i // 3)
+        right = {slot: rng.uniform(*chances) for slot in range(busy) if rng.random() < 0.33}
+        offers = {slot: [p**k for k in range(1, 16)] for slot, p in right.items()}
+        picked = c.choose([(slot, 0) for slot in range(busy)], offers if takes else {})
+        rows = busy + sum(picked)
+        ms = (20.0 + 10.0 * rows) * (1 + 0.1 * rng.expovariate(3))
+        for slot, n in enumerate(picked):
+            tokens += 1 + next((k for k in range(n) if rng.random() >= right[slot]), n)
+        c.timed(rows, busy, ms, 0, 0, 0.0)
+        total += ms
+    return tokens / total
+
+
+@pytest.mark.parametrize("chances", [(0.3, 0.8), (0.6, 0.97), (0.9, 0.99)])
+@pytest.mark.parametrize("n_round", [60, 300])
+def test_offers_slow_no_streams_whose_rows_are_dear(chances: tuple[float, float], n_round: int) -> None:
+    plain, drafting = (
+        sum(offered(seed, chances, n_round, takes=takes) for seed in range(12))
+        for takes in (False, True)
+    )
+    assert drafting > 0.98 * plain, f"{drafting / plain:.3f} of plain"
+    assert chances[0] < 0.9 or drafting > 1.05 * plain
+
+
+def test_offers_are_taken_again_when_times_that_spoke_against_them_have_gone() -> None:
+    """Two rounds of each size were timed while other work had the machine."""
+    c, taken = Controller(8, 15, n_own=0), []
+    for rows in range(9, 30):
+        told(c.verify_ms, rows, 900.0, 900.0)
+    told(c.verify_ms, 8, 30.0, 30.0)
+    c.verify_ms.expire()
+    offers = {0: [0.98**k for k in range(1, 16)]}
+    for _ in range(6 * TRY_LAST):
+        picked = c.choose([(slot, 0) for slot in range(8)], offers)
+        taken.append(sum(picked))
+        c.timed(8 + sum(picked), 8, 30.0 + 0.5 * sum(picked), 0, 0, 0.0)
+    assert taken[:4] == [0] * 4 and sum(taken[-50:]) > 50 * 8

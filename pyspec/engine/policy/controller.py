@@ -168,11 +168,9 @@ class Controller:
             picked, why = [0] * len(caps), "measuring an undrafted round"
         else:
             picked, why = self._weigh(caps)
-            if self.n_own and self.silent >= self.try_in and self._may_try(len(caps)):
-                picked, why = (
-                    self._tried(caps, picked),
-                    f"trying again after {self.silent} rounds without; {why}",
-                )
+            if self.silent >= self.try_in and self._may_try(len(caps)):
+                tried = self._tried(caps, picked) if self.n_own else self._tried_offer(caps, picked)
+                picked, why = tried, f"trying again after {self.silent} rounds without; {why}"
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = n, why
@@ -182,7 +180,8 @@ class Controller:
                 lane.reason = f"none: drafts of other slots are likelier to be right; {why}"
         if not self.beside:  # only rounds without prompts are timed
             self.since_plain = self.since_plain + 1 if any(picked) else 0
-        is_asked = any(n and slot not in self.offered for (slot, _), n in zip(caps, picked, strict=True))
+        offered = self.offered if self.n_own else ()
+        is_asked = any(n and slot not in offered for (slot, _), n in zip(caps, picked, strict=True))
         self.silent = 0 if is_asked else self.silent + any(cap for _, cap in caps)
         return picked
 
@@ -294,6 +293,15 @@ class Controller:
             i = able[(self.n_round + k) % len(able)]
             tried[i] = min(caps[i][1], 1 if self.chained else ASK_DRAFT)
             self.offered.pop(caps[i][0], None)
+        self.asked_ms += self._costs(caps, tried) - before
+        self.try_in = min(2 * self.try_in, TRY_LAST)
+        return tried
+
+    def _tried_offer(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
+        """Have the likeliest offer verified, a few tokens of it, where there is no drafter: times may have changed."""
+        best = max(range(len(caps)), key=lambda i: sum(self.offered.get(caps[i][0], ())))
+        tried, before = picked.copy(), self._costs(caps, picked)
+        tried[best] = min(caps[best][1], ASK_DRAFT)
         self.asked_ms += self._costs(caps, tried) - before
         self.try_in = min(2 * self.try_in, TRY_LAST)
         return tried

@@ -15,6 +15,7 @@ AGREE, SLACK = (
     1.5,
     0.1,
 )  # the median is at most this factor above the least, plus this share of a plain round
+FELL = 2.0  # factor by which a size's time has to fall to show that other work disturbed it
 LIKELY = 1.25  # a single sample above this factor of the straight line counts as noise
 
 
@@ -28,8 +29,10 @@ class Timer:
     """Milliseconds by size: the least of the last samples, because a busy machine only adds time.
 
     A size is trusted from its second sample on, and needs a new sample if it is not used for long. Costs between trusted sizes are
-    interpolated, and constant beyond them. Kernels have steps; the warm-up has timed every size of a graph. It may have done so on a busy
-    machine, though: a size that only it has timed counts no more than the straight line through sizes that were in use since.
+    interpolated. Kernels have steps; the warm-up has timed every size of a graph. It may have done so on a busy machine, though: a size
+    that only it has timed counts no more than the straight line through sizes that were in use since. Without a warm-up (large models
+    on a CPU), times beyond the trusted sizes lie on a straight line: through the least of single samples there, or through the smallest
+    and the largest trusted size. A constant would make drafts look free until two drafts have had the same size.
     """
 
     def __init__(self, bucket: Callable[[int], int] = bucket) -> None:
@@ -46,10 +49,13 @@ class Timer:
         self._runs: dict[range | tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         self._sizes: list[int] = []  # trusted ones, ascending
         self._ms: list[float] = []
+        self._slope = 0.0  # milliseconds of a further size, beyond them
 
     def add(self, size: int, ms: float, busy: int = 0) -> bool:
         """Add a sample. Returns False if it shows that the warm-up was noisy: the time is far below all of the warm-up's."""
         size = self.bucket(size)
+        if self.knows(size) and FELL * (ms - self.slot_ms * busy) < min(self.times(size)):
+            self._distrust(size)
         self.samples.setdefault(size, deque(maxlen=N_SAMPLE)).append((ms, busy))
         if self._by_busy is not None:
             least = self._by_busy.setdefault(size, {})
@@ -61,9 +67,17 @@ class Timer:
         i = bisect.bisect_left(self._sizes, size)
         if self._sizes[i : i + 1] == [size]:
             self._ms[i] = min(self.times(size))
-        elif self.knows(size):
+            self._slope = self._steepness()
+        elif self.knows(size) or i == len(self._sizes):
             self._tabulate()
         return 2 * (ms - self.slot_ms * busy) >= self.early.get(size, 0.0)
+
+    def _distrust(self, size: int) -> None:
+        """Other work had the machine when this size was timed before: forget larger ones that were not timed lately."""
+        for larger in [other for other in self.samples.keys() - self.fresh if other > size]:
+            del self.samples[larger]
+        self.stale &= self.samples.keys()
+        self._tabulate()
 
     def times(self, size: int) -> list[float]:
         """The last samples of a bucket, without the time of the slots."""
@@ -104,6 +118,7 @@ class Timer:
         self._sizes = sorted(size for size in self.samples if self.knows(size) or size in self.stale)
         self._ms = [min(self.times(size)) for size in self._sizes]
         self._clip()
+        self._slope = self._steepness()
 
     def _clip(self) -> None:
         """Clip times that only the warm-up took to the line through the nearest sizes in use."""
@@ -116,6 +131,19 @@ class Timer:
                 (a, low), (b, high) = known[k - 1], known[k]
                 line = low + (high - low) * (size - a) / (b - a)
                 self._ms[i] = min(self._ms[i], max(line, min(low, high)) if size > a else low)
+
+    def _steepness(self) -> float:
+        """Of the line beyond the trusted sizes. Noise only adds, so it is the flattest line, if there are two at least. A row
+        never takes longer than by itself."""
+        if not self._sizes:
+            return 0.0
+        last, ms = self._sizes[-1], self._ms[-1]
+        found = [(min(self.times(size)) - ms) / (size - last) for size in self.samples if size > last]
+        if len(self._sizes) > 1:
+            found.append((ms - self._ms[0]) / (last - self._sizes[0]))
+        if len(found) < 2 and len(self._sizes) < 2:
+            return 0.0
+        return max(0.0, min(*found, self._ms[0] / self._sizes[0]))
 
     def knows(self, size: int) -> bool:
         """Enough samples to trust."""
@@ -135,6 +163,8 @@ class Timer:
             samples = self.samples.get(size, deque[tuple[float, int]]())
             while len(samples) >= N_TRUST:
                 samples.popleft()
+        for size in self.samples.keys() - self.fresh - self.stale:
+            del self.samples[size]
         self.fresh.clear()
         self.early.clear()
         self._tabulate()
@@ -145,7 +175,7 @@ class Timer:
             return 1.0
         i = bisect.bisect_left(self._sizes, size)
         if i == len(self._sizes):
-            return self._ms[-1]
+            return self._ms[-1] + self._slope * (size - self._sizes[-1])
         if i == 0 or self._sizes[i] == size:
             return self._ms[i]
         a, b = self._sizes[i - 1], self._sizes[i]
