@@ -14,10 +14,10 @@ from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFFile, open_gguf
 from pyspec.synth import layout, vocab
 from pyspec.synth.dims import find, widened
-from pyspec.synth.drafters import drafter_of
+from pyspec.synth.drafters import drafter_of, eagle_of, made_for
 from pyspec.synth.fill import Filler, Pool, values
 from pyspec.synth.layout import Parts, Spec
-from pyspec.synth.shapes import Deepseek4Dims
+from pyspec.synth.shapes import Deepseek4Dims, StagesDims
 
 
 def tensor(file: GGUFFile, name: str) -> torch.Tensor:
@@ -90,10 +90,56 @@ def test_other_drafters_of_27b_have_their_parts() -> None:
     assert size(flash2) == pytest.approx(1.92e9, rel=5e-3) and size(spark) == pytest.approx(
         1.85e9, rel=5e-3
     )
-    with pytest.raises(ConfigError, match="no drafter 'dflash3'; known are dflash, dflash2, dspark"):
-        drafter_of(find("qwen3.6-27b"), kind="dflash3")
+    with pytest.raises(
+        ConfigError, match="no drafter 'dflash3'; known are dflash, dflash2, dspark, eagle3"
+    ):
+        made_for(find("qwen3.6-27b"), "dflash3", fork=False)
     with pytest.raises(ConfigError, match="no drafter 'dspark' of forks"):
-        drafter_of(find("qwen3.6-27b"), kind="dspark", fork=True)
+        made_for(find("qwen3.6-27b"), "dspark", fork=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "ff", "heads", "inputs"),
+    [
+        ("qwen3.6-27b", 6.26e8, 17_408, (24, 4, 256), (2, 32, 61)),
+        ("qwen3.5-4b", 2.143e8, 9216, (16, 4, 256), (2, 16, 29)),
+        ("qwen3-8b", 3.995e8, 12_288, (32, 8, 128), (2, 18, 33)),
+        ("llama-3-8b", 4.247e8, 14_336, (32, 8, 128), (2, 16, 29)),
+        ("qwen3.6-35b-a3b", 1.452e8, 6144, (16, 2, 256), (2, 20, 37)),
+        ("nemotron-3-nano", 2.168e8, 8064, (32, 8, 128), (2, 26, 49)),
+    ],
+)
+def test_eagle_drafters_have_published_sizes(
+    name: str, size: float, ff: int, heads: tuple[int, int, int], inputs: tuple[int, ...]
+) -> None:
+    """The published one of 27B has "0.6 B trainable" weights and a head of 32,000 tokens (Ex0bit/Qwen3.6-27B-PRISM-EAGLE3), that of
+    Llama 3.1 8B is a file of 0.85 GB in f16."""
+    dims = eagle_of(find(name))
+    assert (dims.n_ff, dims.n_head, dims.n_head_kv, dims.head_dim) == (ff, *heads)
+    assert (dims.n_layer, dims.n_drafts, dims.inputs) == (1, 32_000, inputs)
+    specs = {s.name: s for s in layout.tensors(dims, Parts()) if s.kind != "choice"}
+    assert sum(np.prod(s.shape, dtype=float) for s in specs.values()) == pytest.approx(size, rel=5e-3)
+    assert specs["output.weight"].shape[0] == 32_000 and "token_embd.weight" not in specs
+
+
+def test_the_dspark_drafter_of_deepseek_v4_has_its_layers() -> None:
+    """Three stages, blocks of five, and taps of the last three layers, each of a block's size."""
+    dims = made_for(find("deepseek-v4-flash"), "dspark", fork=False)
+    assert isinstance(dims, StagesDims)
+    assert (dims.taps, dims.block, dims.window, dims.ratios) == ((40, 41, 42), 5, 128, (0, 0, 0))
+    size = sum(np.prod(s.shape, dtype=float) for s in layout.tensors(dims, Parts()))
+    assert size == pytest.approx(3 * 6.58e9 + 0.12e9, rel=5e-3)
+
+
+def test_an_eagle_drafters_tokens_are_different_ones_of_the_target(tmp_path: Path) -> None:
+    path = synth.write("qwen35", tmp_path / "e.gguf", tiny=True, drafter=True, kind="eagle3")
+    with open_gguf(path) as file:
+        ids, dims = np.array(file.raw("d2t")).view("<i8"), eagle_of(find("qwen35", tiny=True))
+        assert file.tensors["d2t"].type is GGMLType.I64 and len(ids) == dims.n_drafts == 160
+        assert ids[0] >= 0 and ids[-1] < dims.n_vocab and (np.diff(ids) > 0).all()
+        assert {k: t.shape for k, t in file.tensors.items()} == {
+            s.name: s.shape for s in layout.tensors(dims, Parts())
+        }
 
 
 def test_real_vocabularies_have_the_right_size_unique_texts_and_special_ids() -> None:

@@ -45,7 +45,7 @@ class SynthFlags:
     default="dflash",
     callback=_lower,
     metavar="KIND",
-    help="Of drafters: dflash, dflash2, dspark.",
+    help="Of drafters: dflash, dflash2, dspark, eagle3.",
 )
 @click.option("--sidecar", is_flag=True, help="Write only the MTP block, with embedding and head.")
 @click.option(

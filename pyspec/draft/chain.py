@@ -41,9 +41,9 @@ def most_waiting(n_slot: int) -> int:
     return max(LEAST_WAITING, min(MOST_WAITING, BUCKETS[-1] // n_slot))
 
 
-def graph_bytes(n_slot: int, width: int, config: ModelConfig, p_min: float) -> int:
-    """Of the graphs of all passes together. width: rows of a slot in a first pass"""
-    logits = 4 * n_slot * config.n_vocab * (2 if p_min > 0 else 1)
+def graph_bytes(n_slot: int, width: int, config: ModelConfig, p_min: float, n_column: int = 0) -> int:
+    """Of the graphs of all passes together. width: rows of a slot in a first pass. n_column: tokens of the head, if it is the drafter's own"""
+    logits = 4 * n_slot * (n_column or config.n_vocab) * (2 if p_min > 0 else 1)
     return logits + most_rows(n_slot, width) * row_bytes(config.n_ff, config.n_embd)
 
 

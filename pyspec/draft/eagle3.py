@@ -94,6 +94,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     wants = _tensors(c, file, target.config.n_embd)
     check_tensors(file, wants, ALIAS)
     check_read(file, (*wants, D2T), 1, ALIAS)
+    head = file.tensors.get(HEAD)
     n_draft, n_waiting = settings.n_draft_max or N_DRAFT, most_waiting(settings.np)
     return DraftPlan(
         kind="eagle3",
@@ -105,9 +106,13 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         requests=partial(_requests, c, file),
         n_waiting=n_waiting,
         graph_bytes=graph_bytes(
-            settings.np, max(n_draft + 1, n_waiting), target.config, settings.draft_p_min
+            settings.np,
+            max(n_draft + 1, n_waiting),
+            target.config,
+            settings.draft_p_min,
+            0 if head is None else head.shape[0],
         ),
-        no_copy=OWN_HEAD if HEAD in file.tensors else "",
+        no_copy="" if head is None else OWN_HEAD,
     )
 
 

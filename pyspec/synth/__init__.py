@@ -17,13 +17,14 @@ from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFWriter, LlamaFileType, TensorInfo, ValueType
 from pyspec.synth import layout, vocab
 from pyspec.synth.dims import MODELS, TINY, find, shortened, widened
-from pyspec.synth.drafters import drafter_of
+from pyspec.synth.drafters import drafter_of, made_for
 from pyspec.synth.fill import Filler
 from pyspec.synth.layout import Parts, Spec
 from pyspec.synth.shapes import (
     Deepseek4Dims,
     DFlashDims,
     Dims,
+    EagleDims,
     GptOss,
     Llama,
     NemotronH,
@@ -33,6 +34,7 @@ from pyspec.synth.shapes import (
     Qwen3Next,
     Qwen35,
     Qwen35Moe,
+    StagesDims,
 )
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "DFlashDims",
     "Deepseek4Dims",
     "Dims",
+    "EagleDims",
     "GptOss",
     "Llama",
     "NemotronH",
@@ -52,6 +55,7 @@ __all__ = [
     "Qwen35",
     "Qwen35Moe",
     "Recipe",
+    "StagesDims",
     "drafter_of",
     "find",
     "write",
@@ -96,7 +100,7 @@ class Recipe:
     quant    type of the matrices, a key of QUANTS; norms and other small tensors are F32
     mtp      with the multi-token-prediction block, if the model has one
     sidecar  only that block, the embedding and the head
-    drafter  the drafter of the entry, of the kind `dflash`, `dflash2` or `dspark`; `fork` with the naming of older forks
+    drafter  the drafter of the entry, of the kind `dflash`, `dflash2`, `dspark` or `eagle3`; `fork` with the naming of older forks
     n_layer  number of the target's layers; 0: all of them
     hollow   zeros in all tensors, as holes that use no disk space: for inspection, not for running
     """
@@ -178,11 +182,8 @@ def _resolve(entry: str | Dims, recipe: Recipe) -> Dims:
     if recipe.n_layer:
         dims = shortened(dims, recipe.n_layer)
     if recipe.drafter:
-        return (
-            dims
-            if isinstance(dims, DFlashDims)
-            else drafter_of(dims, fork=recipe.fork, kind=recipe.kind)
-        )
+        is_one = isinstance(dims, DFlashDims | EagleDims | StagesDims)
+        return dims if is_one else made_for(dims, recipe.kind, fork=recipe.fork)
     return replace(dims, fork=True) if recipe.fork and isinstance(dims, DFlashDims) else dims
 
 
@@ -204,8 +205,8 @@ def _type_of(spec: Spec, dims: Dims, quant: str) -> GGMLType:
 
     `_moe`: the type applies to experts only, the rest is Q8_0. Down projections of IQ2_XXS experts are Q2_K.
     """
-    if spec.kind == "ids":
-        return GGMLType.I32
+    if spec.kind in ("ids", "choice"):
+        return GGMLType.I32 if spec.kind == "ids" else GGMLType.I64
     if spec.kind not in ("matrix", "embedding", "head", "gate"):
         return GGMLType.F32
     kind, experts_alone = _named(quant), quant.endswith("_moe")

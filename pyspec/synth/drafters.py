@@ -1,19 +1,77 @@
-"""Dimensions of block drafters for a target, as their training codes choose them."""
+"""Dimensions of drafters for a target, as their training codes choose them."""
 
 from __future__ import annotations
 
 from pyspec.errors import ConfigError
-from pyspec.synth.shapes import DFlashDims, Dims, Qwen35
+from pyspec.synth.shapes import (
+    Deepseek4Dims,
+    DFlashDims,
+    Dims,
+    EagleDims,
+    GptOss,
+    Llama,
+    Qwen3,
+    Qwen3Moe,
+    Qwen35,
+    Qwen35Moe,
+    StagesDims,
+)
 
-KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
-"""Kinds of block drafters, with the end of their names."""
+EXPERTS = Qwen3Moe | Qwen35Moe | GptOss
+KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "eagle3": "EAGLE3"}
+"""Kinds of drafters, with the end of their names."""
+
+
+def made_for(target: Dims, kind: str, *, fork: bool) -> Dims:
+    """A drafter of one of KINDS. fork: with the naming of older forks, which have DFlash only. Errors: ConfigError."""
+    if kind not in KINDS or (fork and kind != "dflash"):
+        raise ConfigError(f"no drafter {kind!r}{' of forks' * fork}; known are {', '.join(KINDS)}")
+    if kind == "dspark" and isinstance(target, Deepseek4Dims):
+        return stages_of(target)
+    return eagle_of(target) if kind == "eagle3" else drafter_of(target, fork=fork, kind=kind)
+
+
+def eagle_of(target: Dims) -> EagleDims:
+    """An EAGLE-3 drafter with the heads and the feed-forward of a dense target: the published shapes for Llama 3 8B and Qwen3 8B, and
+    for Qwen3.6 27B the one that its training code gives to Qwen3.5 4B. Of targets with experts the width is three times the stream's."""
+    n, real, is_dense = target.n_layer, target.n_vocab > 1000, not isinstance(target, EXPERTS)
+    alike = isinstance(target, Llama | Qwen3 | Qwen35 | Qwen3Moe) or not real
+    return EagleDims(
+        name=f"{target.name}-{KINDS['eagle3']}",
+        n_layer=1,
+        n_embd=target.n_embd,
+        n_ff=target.n_ff if alike and is_dense else 3 * target.n_embd,
+        n_head=target.n_head if alike else 32,
+        n_head_kv=target.n_head_kv if alike else 8,
+        head_dim=target.head_dim if alike else 128,
+        n_vocab=target.n_vocab,
+        vocab=target.vocab,
+        n_ctx=target.n_ctx,
+        rope_base=target.rope_base,
+        eps=target.eps,
+        n_target_embd=target.n_embd,
+        inputs=tuple(max(1, min(layer, n - 1)) for layer in (2, n // 2, n - 3)),
+        n_drafts=32_000 if real else target.n_vocab // 2,
+    )
+
+
+def stages_of(target: Deepseek4Dims) -> StagesDims:
+    """DSpark of DeepSeek-V4 Flash as published: three stages, blocks of five, and taps of the last three layers."""
+    real = target.n_vocab > 1000
+    n_layer = 3 if real else 2
+    given = vars(target) | {"name": f"{target.name}-{KINDS['dspark']}", "n_layer": n_layer, "mtp": False}
+    return StagesDims(
+        **given | {"ratios": (0,) * n_layer, "n_hash": 0},
+        taps=tuple(range(target.n_layer))[-3:],
+        mask_id=mask_id(target),
+        block=5,
+        markov=256 if real else 32,
+    )
 
 
 def drafter_of(target: Dims, *, fork: bool = False, kind: str = "dflash") -> DFlashDims:
-    """A drafter of one of KINDS for the target: the published shapes of DFlash for Qwen3.6-27B and Qwen3-8B and of DFlash2 for
+    """A block drafter for the target: the published shapes of DFlash for Qwen3.6-27B and Qwen3-8B and of DFlash2 for
     Qwen3.8-27B, the usual shape for others."""
-    if kind not in KINDS or (fork and kind != "dflash"):
-        raise ConfigError(f"no drafter {kind!r}{' of forks' * fork}; known are {', '.join(KINDS)}")
     real = target.n_vocab > 1000
     n_layer = 5 if real else 2
     sliding = (True,) * (n_layer - 1) + (False,) if isinstance(target, Qwen35) else ()

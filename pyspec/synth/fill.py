@@ -40,7 +40,7 @@ def spread(spec: Spec) -> float:
 
 
 def values(spec: Spec, seed: int) -> np.ndarray:
-    """float32 values of one tensor, int32 for "ids". Recurrent decay and step follow the initialisation used to train Gated DeltaNet."""
+    """float32 values of one tensor, int32 for "ids", int64 for a "choice". Recurrent decay and step follow the initialisation used to train Gated DeltaNet."""
     found: NDArray[np.floating]
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
     match spec.kind:
@@ -53,6 +53,8 @@ def values(spec: Spec, seed: int) -> np.ndarray:
             numbers = rng.random((spec.shape[0], most), dtype=np.float32)
             drawn = numbers.argpartition(min(n, most - 1), 1)
             return drawn[:, :n].astype(np.int32)
+        case "choice":
+            return np.sort(rng.permutation(int(spec.gain))[: spec.shape[0]]).astype(np.int64)
         case "decay":
             found = -rng.uniform(1, 16, spec.shape)
         case "step":
@@ -79,7 +81,7 @@ class Filler:
 
     def bytes(self, spec: Spec, kind: GGMLType) -> Iterator[np.ndarray]:
         n = int(np.prod(spec.shape))
-        if spec.kind == "ids":
+        if spec.kind in ("ids", "choice"):
             yield values(spec, self.seed).reshape(-1).view(np.uint8)
             return
         if kind in EXACT and n <= EXACT_LIMIT:

@@ -188,3 +188,28 @@ class DFlashDims(Dims):
     conv: tuple[int, int] = (0, 0)  # dflash2: taps, and columns of a group
     selector: tuple[int, int] = (0, 0)  # dflash2: rank, candidates
     markov: int = 0  # dspark: rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleDims(Dims):
+    """An EAGLE-3 drafter with the target's embedding and a head of its own.
+
+    inputs   layers of the target whose inputs it reads
+    n_drafts tokens of its head
+    """
+
+    arch: ClassVar[str] = "eagle3"
+    n_target_embd: int
+    inputs: tuple[int, ...]
+    n_drafts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesDims(Deepseek4Dims):
+    """DSpark of DeepSeek-V4: layers as the target's, without compressed rows. taps, mask_id, block and markov as of DFlashDims."""
+
+    arch: ClassVar[str] = "dflash"
+    taps: tuple[int, ...]
+    mask_id: int
+    block: int
+    markov: int

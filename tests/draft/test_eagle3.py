@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
 from tempfile import mkdtemp
-from types import SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,9 +17,13 @@ from engine_rig import FIXTURES, Rig, plain_rig, rig
 from known_texts import N_TEXT, joined, known_texts, tiny
 from rewrite import rewrite
 
+from pyspec import synth
+from pyspec.config import EngineSettings
 from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftRequest
 from pyspec.draft.eagle3 import EagleBlock, read_eagle
+from pyspec.engine.plan.describe import describe
+from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import open_gguf
 from pyspec.models.target import Out
@@ -295,6 +300,38 @@ def test_a_drafter_for_another_target_is_refused_with_the_numbers(
     )
     with pytest.raises(PairError, match=text):
         rig(tiny("qwen3"), draft_path=other)
+
+
+def tensor_bytes(*roots: object) -> int:
+    """Of all memory of tensors that these objects reach."""
+    found, seen, left = {}, set(), list(roots)
+    while left:
+        x = left.pop()
+        if id(x) in seen or isinstance(x, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(x))
+        if isinstance(x, torch.Tensor):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        else:
+            left += gc.get_referents(x)
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_file_of_pyspec_synth_drafts_and_takes_the_planned_memory(kind: str, tmp_path: Path) -> None:
+    path = synth.write(kind, tmp_path / "e.gguf", tiny=True, drafter=True, kind="eagle3", quant="f32")
+    settings = {"draft_path": path, "np": 3, "ctx": 256, "kv_type": "f32", "device": "cpu"}
+    r, texts = drafted(kind, own=True, **settings), known_texts(tiny(kind))
+    heard = joined(r, texts, cancels=True)
+    assert [h.tokens for h in heard] == list(texts.values())
+    assert r.info.drafter == "eagle3" and sum(h.timings.draft_n for h in heard) > 100
+    drafter, plan = r.loop.drafter, plan_memory(describe(tiny(kind), EngineSettings(**settings)))
+    assert isinstance(drafter, Chain) and isinstance(drafter.block, EagleBlock)
+    block = drafter.block
+    assert tensor_bytes(block.memory.parts) == pytest.approx(plan.draft_kv, rel=0.02)
+    vectors = block.norm, block.of_token, block.of_state
+    used = tensor_bytes(block.attention, block.mlp, block.fc, block.output, block.best, *vectors)
+    assert used == pytest.approx(plan.draft_weights, rel=0.02)
 
 
 def test_the_file_has_to_be_one() -> None:

@@ -85,14 +85,15 @@ def test_every_batch_a_round_can_have_finds_its_graph(n_slot: int, width: int, s
 
 @pytest.mark.sampled(most=2)
 @pytest.mark.parametrize(
-    ("kind", "np"), [("dflash", 1), ("dflash", 5), ("dflash", 8), ("dflash", 33), ("mtp", 5)]
+    ("kind", "np"),
+    [("dflash", 1), ("dflash", 5), ("dflash", 8), ("dflash", 33), ("mtp", 5), ("eagle3", 5)],
 )
 def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) -> None:
     target = write("qwen35", tmp_path / "t.gguf", quant="f32", tiny=True)
     settings = {"np": np, "spec_type": kind, "n_draft_max": 3}
-    if kind == "dflash":
+    if kind != "mtp":
         settings["draft_path"] = write(
-            "qwen35", tmp_path / "d.gguf", quant="f32", tiny=True, drafter=True
+            "qwen35", tmp_path / "d.gguf", quant="f32", tiny=True, drafter=True, kind=kind
         )
     r, keys = rig(target, **settings), set()
     loop, planned = r.loop, EngineSettings(**settings, ctx=256)

@@ -26,6 +26,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
@@ -33,7 +34,7 @@ from pathlib import Path
 import torch
 from fuzz_mutants import Change, Parsed, field_mutants, made, parse, tensor_mutants
 
-from pyspec import registry
+from pyspec import registry, synth
 from pyspec.engine.api import Engine
 from pyspec.errors import PyspecError, RequestError, SlotError
 
@@ -60,6 +61,21 @@ class Base:
         return f"{self.path.stem}{' as drafter' if self.is_drafter else ''}"
 
 
+WRITTEN = (("qwen3", "eagle3"), ("qwen35", "dflash2"), ("qwen35", "dspark"), ("deepseek4", "dspark"))
+
+
+@cache
+def written() -> list[Base]:
+    """Drafters of other kinds than the fixtures', with their targets, in a folder of their own."""
+    folder, found = Path(tempfile.mkdtemp(prefix="pyspec-fuzz-")), []
+    for arch, kind in WRITTEN:
+        target, path = folder / f"{arch}.gguf", folder / f"{kind}-{arch}.gguf"
+        synth.write(arch, target, quant="f32", tiny=True)
+        synth.write(arch, path, quant="f32", tiny=True, drafter=True, kind=kind)
+        found.append(Base(path, True, target))
+    return found
+
+
 def bases() -> list[Base]:
     demo, dflash = DEMO / "pyspec-demo.gguf", DEMO / "pyspec-demo-dflash.gguf"
     sidecars = [FIXTURES / f"{name}.gguf" for name in ("qwen35", "qwen35moe", "nemotron_moe")]
@@ -68,6 +84,7 @@ def bases() -> list[Base]:
         Base(demo, other=dflash),
         Base(dflash, True, demo),
         *(Base(path, True, path) for path in sidecars),
+        *written(),
     ]
 
 
@@ -81,9 +98,10 @@ class Case:
     seed: str
 
 
-def cases(seed: int, number: int) -> tuple[list[Case], dict[Base, Parsed]]:
-    """So many mutants of all there are, every second with a wrong metadata field; round and round if there are too few."""
-    files, rng = {base: parse(base.path) for base in bases()}, random.Random(seed)
+def cases(seed: int, number: int, of: str = "") -> tuple[list[Case], dict[Base, Parsed]]:
+    """So many mutants of all there are, every second with a wrong metadata field; round and round if there are too few. of: in the names
+    of their files."""
+    files, rng = {base: parse(base.path) for base in bases() if of in base.name}, random.Random(seed)
     kinds = []
     for list_mutants in (field_mutants, tensor_mutants):
         named = [
@@ -234,6 +252,9 @@ def main() -> int:
     )
     parser.add_argument("--number", type=int, default=3000, help="of mutants")
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
+    parser.add_argument(
+        "--of", default="", help="of files with this in their names alone, such as eagle3"
+    )
     parser.add_argument("--only", type=int, help="this mutant of the seed, with its traceback")
     parser.add_argument("--lines", action="store_true", help="print every mutant and what became of it")
     args = parser.parse_args()
@@ -247,7 +268,7 @@ def main() -> int:
     }:
         import_module(module)  # once, and not in every child
     logging.disable(logging.CRITICAL)
-    all_cases, files = cases(seed, args.number)
+    all_cases, files = cases(seed, args.number, args.of)
     print(f"{len(all_cases)} mutants, seed {seed}", flush=True)
     counts: Counter[str] = Counter()
     found: Counter[str] = Counter()
