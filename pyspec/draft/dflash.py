@@ -47,7 +47,6 @@ from pyspec.models.own_vocabulary import D2T
 from pyspec.models.part import LoadTypes, Request
 from pyspec.models.target import Out, Target
 from pyspec.models.wants import Want, check_read, check_tensors
-from pyspec.models.weight_bytes import row_bytes
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
 from pyspec.slots.batch import Batch, Seq, lay_out
@@ -159,7 +158,7 @@ def _graph_bytes(c: DFlashConfig, block: BlockLength, n_slot: int, n_draft: int,
     """Of the graphs of blocks, which keep their rows, and of the graphs that make context of held taps."""
     shapes = block_shapes(n_slot, block, n_draft, most_rows(n_slot, max(n_draft + 1, c.block)))
     kept = 4 * c.n_embd * sum(bucket for bucket, _ in shapes)
-    row = row_bytes(c.n_ff, c.n_embd)
+    row = c.row_bytes
     taken_in = n_held * (4 * len(c.taps) * c.n_embd + row)
     return kept + max((bucket for bucket, _ in shapes), default=0) * row + taken_in
 

@@ -20,6 +20,7 @@ from pyspec.models.read import attention_shape, block_count, check_rope
 from pyspec.models.rope import RopeSpec, read_scaling
 from pyspec.models.target import ModelConfig
 from pyspec.models.wants import Want
+from pyspec.models.weight_bytes import row_bytes
 from pyspec.ranges import Real
 
 FORK = "dflash-draft"
@@ -88,9 +89,22 @@ class DFlashConfig:
         """The drafter of each of `n` ranks: a share of the heads and inner values of every layer."""
         return replace(self, attention=self.attention.share(n), n_ff=self.n_ff // n) if n > 1 else self
 
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of a forward."""
+        return row_bytes(self.n_ff, self.n_embd)
+
     def place(self, file: GGUFFile, i: int) -> Place:
         """Of layer `i`."""
         return Place(file, f"blk.{i}", self.n_embd, self.eps)
+
+    def layer_tensors(self, file: GGUFFile) -> dict[str, Want]:
+        """The manifest of its layers. Keys and values are made of taps, too: they have matrices of their own beside a fused one."""
+        wants: dict[str, Want] = {}
+        for i, (block, mixer) in enumerate(zip(self.blocks, self.mixers, strict=True)):
+            at = self.place(file, i)
+            wants |= block.tensors(at) | mixer.matrices(at)
+        return wants
 
 
 def _layers(file: GGUFFile, n_layer: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
@@ -209,11 +223,7 @@ def drafter_tensors(c: DFlashConfig, file: GGUFFile, n_target: int) -> dict[str,
     for name in ("token_embd.weight", "output.weight"):
         if name in file.tensors:
             wants[name] = Want((file.tensors[name].shape[0], n))
-    for i, (block, mixer) in enumerate(zip(c.blocks, c.mixers, strict=True)):
-        at = c.place(file, i)
-        # keys and values are made of taps, too: they have matrices of their own beside a fused one
-        wants |= block.tensors(at) | mixer.matrices(at)
-    return wants
+    return wants | c.layer_tensors(file)
 
 
 def check_pair(c: DFlashConfig, file: GGUFFile, target: ModelConfig) -> None:

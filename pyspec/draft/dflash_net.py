@@ -19,7 +19,7 @@ from pyspec.models.gathered import Gathered
 from pyspec.models.matrices import Matrix
 from pyspec.models.own_vocabulary import BestDrafts, read_d2t
 from pyspec.models.part import Binding, Pass
-from pyspec.models.rope import Ropes
+from pyspec.models.rope import Angles, Ropes
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
@@ -46,18 +46,14 @@ class DFlashNet:
         self.c = c
         self.memory = memory
         self.n_feature = len(c.taps) * target.n_embd
-        self.ropes, n_layer = Ropes(w), len(c.blocks)
+        self.ropes = Ropes(w)
         self.blocks = [
             spec.bind(Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_format, self.ropes))
             for i, spec in enumerate(c.blocks)
         ]
         if w.ranks is not None:
             link_sums(w.ranks, self.blocks)
-        self.attention = [attention_of(block) for block in self.blocks]
-        # k and v of context rows are made with the block's own weights
-        self.context = [
-            w.matrix(f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight") for i in range(n_layer)
-        ]
+        self._bind_context(w)
         self.fc, self.fc_norm = w.matrix("fc.weight"), w.vector("enc.output_norm.weight")
         self.norm, self.norms = (
             w.vector("output_norm.weight"),
@@ -70,25 +66,37 @@ class DFlashNet:
         self.parts: Gathered | None = None
         self.best = BestDrafts(w.device, read_d2t(w, target.n_vocab))
 
+    def _bind_context(self, w: Weights) -> None:
+        """Keys and values of context rows are made with the layers' own weights."""
+        self.attention = [attention_of(block) for block in self.blocks]
+        self.context = [
+            w.matrix(f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight") for i in range(len(self.blocks))
+        ]
+
     def inject(self, taps: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Context keys and values of committed tokens: taps [row, T * n_target], pool rows [row], positions [row]."""
         angles = self.ropes.angles(positions)  # first: the kernels behind it start early
-        c = self.norms(self.fc(taps), self.fc_norm)
+        self._write(self.norms(self.fc(taps), self.fc_norm), angles, rows, positions)
+
+    def _write(self, c: Tensor, angles: tuple[Angles, ...], rows: Tensor, positions: Tensor) -> None:
+        """Keys and values of context rows c [row, n_embd]."""
         for i, (attention, kv) in enumerate(zip(self.attention, self.context, strict=True)):
             attention.write(kv(c), angles[attention.rope], self.memory.kv[i], rows)
 
     def forward(self, batch: Batch) -> Tensor:
         """The block rows of `batch` (laid out with see_block) -> [row, n_embd] after the final norm."""
-        x, angles = self.embed(batch.tokens), self.ropes.angles(batch.positions)
-        whole = Pass(angles, self.memory, batch)
-        causal = (
-            replace(whole, batch=replace(batch, hi=next_positions(batch.positions)))
-            if any(self.c.causal)
-            else whole
-        )
+        x, whole, causal = self._given(batch)
         for block, is_causal in zip(self.blocks, self.c.causal, strict=True):
             x = block(x, causal if is_causal else whole)
         return self.norms(x, self.norm)
+
+    def _given(self, batch: Batch) -> tuple[Tensor, Pass, Pass]:
+        """The rows of a block's tokens, and what its layers read: of those that see all of the block, and of causal ones."""
+        x, angles = self.embed(batch.tokens), self.ropes.angles(batch.positions)
+        whole = Pass(angles, self.memory, batch)
+        if not any(self.c.causal):
+            return x, whole, whole
+        return x, whole, replace(whole, batch=replace(batch, hi=next_positions(batch.positions)))
 
     def drafts(
         self, block: Tensor, n_draft: int, anchors: Tensor, *, tells: bool

@@ -149,5 +149,9 @@ class BoundStreams(BoundResidual):
     def headed(self, hidden: Tensor) -> Tensor:
         return self._read(hidden.view(len(hidden), self.n, self.n_embd))
 
+    def merged(self, x: Tensor) -> Tensor:
+        """Streams as one row each [row, n_embd], not normed."""
+        return self.streams.head(x, self.mix)
+
     def _read(self, x: Tensor) -> Tensor:
-        return self.norms(self.streams.head(x, self.mix), self.norm)
+        return self.norms(self.merged(x), self.norm)

@@ -256,9 +256,11 @@ def recorded_block(kind: str) -> tuple[DFlashNet, torch.Tensor, Batch, dict[str,
     """The net of a fixture, the rows of its block behind the recorded features, their batch, and what llama.cpp made of them."""
     want, path = np.load(FIXTURES / f"{kind}.npz"), FIXTURES / f"{kind}.gguf"
     file, device, table = open_gguf(path), torch.device("cpu"), SlotTable(1, 4, 16)
-    module, net_of = {"dflash2": (dflash2, dflash2.DFlash2Net), "dspark": (dspark, dspark.DSparkNet)}[
-        kind
-    ]
+    module, net_of = {
+        "dflash2": (dflash2, dflash2.DFlash2Net),
+        "dspark": (dspark, dspark.DSparkNet),
+        "dspark_streams": (dspark, dspark.StreamsNet),
+    }[kind]
     c = module.read_config(file)
     sizes = CacheSizes(1, table.n_alloc_row, 16, 1, KvFormat.named("f32", None))
     memory = allocate([block.memory() for block in c.blocks], sizes, device)

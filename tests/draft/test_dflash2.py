@@ -29,7 +29,7 @@ from pyspec.draft.dflash import DFlash
 from pyspec.draft.dflash2 import DFlash2Net, largest
 from pyspec.draft.drafter import DraftRequest
 from pyspec.draft.dspark import DSparkNet
-from pyspec.errors import BadTensors, ConfigError, PairError
+from pyspec.errors import BadTensors, ConfigError, ModelError, PairError
 from pyspec.gguf import open_gguf
 
 
@@ -276,12 +276,7 @@ def test_a_file_is_recognised_and_llama_cpps_name_fits() -> None:
             PairError,
             "embedding_scale of the drafter is 2; 1 is supported",
         ),
-        (
-            "dspark",
-            {"hyper_connection.count": 4},
-            PairError,
-            "DeepSeek-V4's layers, which are not supported",
-        ),
+        ("dspark", {"hyper_connection.count": 4}, ModelError, "this architecture has one"),
     ],
 )
 def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(

@@ -23,15 +23,11 @@ def read(file: GGUFFile) -> ModelSpec:
     h = file.hparams
     n_layer, n_nextn = trunk_layers(file)
     n_block, n_hash = n_layer + n_nextn, h.integer("hash_layer_count", 0)
-    n_vocab, experts, n_stream = vocab_size(file), _experts(file), h.integer("hyper_connection.count")
+    n_vocab, experts, residual = vocab_size(file), read_experts(file), read_residual(file)
     mixers, limits = _mixers(file), read_limits(file, n_block)
     feeds = [
         replace(experts, limits=limits[i], n_named=n_vocab if i < n_hash else 0) for i in range(n_layer)
     ]
-
-    def block(mixer: SparseAttention, feed: StreamExperts) -> BlockSpec:
-        mixes = Mix("hc_attn", n_stream), Mix("hc_ffn", n_stream)
-        return BlockSpec((Part("attn_norm", mixer, mix=mixes[0]), Part("ffn_norm", feed, mix=mixes[1])))
 
     return ModelSpec(
         arch=file.architecture,
@@ -42,21 +38,33 @@ def read(file: GGUFFile) -> ModelSpec:
         n_ctx_train=h.integer("context_length"),
         eps=h.number("attention.layer_norm_rms_epsilon"),
         blocks=tuple(
-            block(mixers[ratio], feed)
+            stream_block(mixers[ratio], feed, residual.n)
             for ratio, feed in zip(_ratios(file, n_block), feeds, strict=False)
         ),
-        mtp_block=block(replace(mixers[0], in_pages=True), experts),
-        residual=Residual(
-            n_stream,
-            h.integer("hyper_connection.sinkhorn_iterations"),
-            h.number("hyper_connection.epsilon"),
-        ),
+        mtp_block=stream_block(replace(mixers[0], in_pages=True), experts, residual.n),
+        residual=residual,
         ties_head=False,
     )
 
 
-def _mixers(file: GGUFFile) -> dict[int, SparseAttention]:
-    """The mixer of blocks with each ratio."""
+def read_residual(file: GGUFFile) -> Residual:
+    """Several streams."""
+    h = file.hparams
+    return Residual(
+        h.integer("hyper_connection.count"),
+        h.integer("hyper_connection.sinkhorn_iterations"),
+        h.number("hyper_connection.epsilon"),
+    )
+
+
+def stream_block(mixer: SparseAttention, feed: StreamExperts, n_stream: int) -> BlockSpec:
+    """A block between streams."""
+    mixes = Mix("hc_attn", n_stream), Mix("hc_ffn", n_stream)
+    return BlockSpec((Part("attn_norm", mixer, mix=mixes[0]), Part("ffn_norm", feed, mix=mixes[1])))
+
+
+def read_mixer(file: GGUFFile) -> SparseAttention:
+    """The mixer of blocks without compressed rows."""
     h, heads = file.hparams, _heads(file)
     n_rot, n_group = h.integer("rope.dimension_count"), h.integer("attention.output_group_count")
     check_rope(n_rot, heads.head_dim)
@@ -64,7 +72,7 @@ def _mixers(file: GGUFFile) -> dict[int, SparseAttention]:
         raise ModelError(
             f"{heads.n_head} heads do not divide into {n_group} groups ({h.key('attention.output_group_count')})"
         )
-    plain = SparseAttention(
+    return SparseAttention(
         attends=heads,
         rope=TailRope(n_rot, h.number("rope.freq_base")),
         q_rank=h.integer("attention.q_lora_rank"),
@@ -72,6 +80,11 @@ def _mixers(file: GGUFFile) -> dict[int, SparseAttention]:
         out_rank=h.integer("attention.output_lora_rank"),
         window=h.integer("attention.sliding_window", legal=Whole(1, 1 << 16)),
     )
+
+
+def _mixers(file: GGUFFile) -> dict[int, SparseAttention]:
+    """The mixer of blocks with each ratio."""
+    plain, n_rot = read_mixer(file), file.hparams.integer("rope.dimension_count")
     every = replace(plain, rope=_compressed_rope(file, n_rot), ratio=HCA)
     return {0: plain, HCA: every, CSA: replace(every, ratio=CSA, indexer=_indexer(file, n_rot))}
 
@@ -130,7 +143,8 @@ def _compressed_rope(file: GGUFFile, n_rot: int) -> TailRope:
     )
 
 
-def _experts(file: GGUFFile) -> StreamExperts:
+def read_experts(file: GGUFFile) -> StreamExperts:
+    """The feed-forward, without the limits of a block."""
     h = file.hparams
     if (func := h.integer("expert_gating_func", SQRT_SOFTPLUS)) != SQRT_SOFTPLUS:
         raise ModelError(

@@ -334,9 +334,13 @@ class BoundPagedWindow(BoundSparse):
         pool, batch, at = run.memory.kv[self.layer], run.batch, run.batch.positions
         qr, kv = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
         q = self.normed_tail(self.queries(qr)[0], at, self.freq)
-        pool.write(batch.kv_rows, self.normed_tail(kv[:, None], at, self.freq, self.kv_norm), None)
+        self.write(kv, at, pool, batch.kv_rows)
         o = self.tail(
             self.paged(q, pool, batch, self.spec.window, self.sinks), at, self.freq, sign=-1.0
         ).flatten(1)
         ready = None if self.hands is None else self.hands(o)
         return self.out_b(self.out_a(o) if ready is None else ready)
+
+    def write(self, kv: Tensor, at: Tensor, pool: KVPool, rows: Tensor) -> None:
+        """Keys of the product's rows kv [row, dim], of tokens at positions `at` [row], to the pool's `rows` [row]."""
+        pool.write(rows, self.normed_tail(kv[:, None], at, self.freq, self.kv_norm), None)
