@@ -32,15 +32,17 @@ def made_for(target: Dims, kind: str, *, fork: bool) -> Dims:
 
 
 def eagle_of(target: Dims) -> EagleDims:
-    """An EAGLE-3 drafter with the heads and the feed-forward of a dense target: the published shapes for Llama 3 8B and Qwen3 8B, and
-    for Qwen3.6 27B the one that its training code gives to Qwen3.5 4B. Of targets with experts the width is three times the stream's."""
+    """An EAGLE-3 drafter with the heads and the feed-forward of a dense target: the published shapes for Llama 3 8B, Qwen3 8B, and gpt-oss,
+    and for Qwen3.6 27B the one that its training code gives to Qwen3.5 4B. Of targets with experts the width is three times the
+    stream's, of gpt-oss six times."""
     n, real, is_dense = target.n_layer, target.n_vocab > 1000, not isinstance(target, EXPERTS)
-    alike = isinstance(target, Llama | Qwen3 | Qwen35 | Qwen3Moe) or not real
+    alike = isinstance(target, Llama | Qwen3 | Qwen35 | Qwen3Moe | GptOss) or not real
+    wide = 6 if isinstance(target, GptOss) else 3
     return EagleDims(
         name=f"{target.name}-{KINDS['eagle3']}",
         n_layer=1,
         n_embd=target.n_embd,
-        n_ff=target.n_ff if alike and is_dense else 3 * target.n_embd,
+        n_ff=target.n_ff if alike and is_dense else wide * target.n_embd,
         n_head=target.n_head if alike else 32,
         n_head_kv=target.n_head_kv if alike else 8,
         head_dim=target.head_dim if alike else 128,
