@@ -55,7 +55,7 @@ def test_drafts_are_those_of_the_reference(kind: str) -> None:
     texts, rounds = list(known_texts(tiny("deepseek4")).items())[:3], count()
     reference, r = StreamsReference(drafter(kind)), drafted(kind, np=2)
     seen = watch(r)
-    r.loop.controller.choose = lambda caps, _offers=(): [  # type: ignore[method-assign]
+    r.loop.controller.choose = lambda caps, _offers=(), _beside=0: [  # type: ignore[method-assign]
         cap * (n % 4 < 3) for n in (next(rounds),) for _, cap in caps
     ]
     heard = [r.submit(prompt, N_TEXT) for prompt, _ in texts]
