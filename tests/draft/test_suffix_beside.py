@@ -49,8 +49,8 @@ def watch(r: Rig) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
     speculator, draft = r.loop.speculator, r.loop.speculator.draft
 
-    def watched(jobs: Sequence[Job]) -> dict[int, Drafts]:
-        found = draft(jobs)
+    def watched(jobs: Sequence[Job], *beside: int) -> dict[int, Drafts]:
+        found = draft(jobs, *beside)
         with_drafts = {slot for slot, drafts in found.items() if drafts.tokens}
         n_suffix = len(with_drafts & set(speculator.controller.offered))
         seen.append((n_suffix, len(with_drafts) - n_suffix))
