@@ -14,7 +14,7 @@ from pyspec.errors import ConfigError
 from pyspec.ranges import INT32, SWITCH, Many, Of, OneOf, Real, Text, Whole, check, shown
 from pyspec.registry import RESERVED, SUFFIX, drafters, is_spec_type, split_spec_type
 
-KV_TYPES = ("f16", "bf16", "f32", "q8_0", "f8_e4m3")
+KV_TYPES = ("f16", "bf16", "f32", "q8_0", "f8_e4m3", "q5_1", "q5_0", "q4_1", "q4_0")
 ROPE_SCALINGS = ("", "none", "linear", "yarn")
 WEIGHTS = ("auto", "dense", "packed")
 CPU_ACTIVATIONS = ("q16", "q8")
@@ -119,6 +119,10 @@ class EngineSettings:
     kv_type: Annotated[str, "-ctk", OneOf(KV_TYPES)] = "f16"
     # of keys, and of values unless kv_type_v names theirs
     kv_type_v: Annotated[str, "-ctv", OneOf(KV_TYPES)] | None = None
+    draft_kv_type: Annotated[str, "-ctkd", OneOf(KV_TYPES)] | None = None
+    # of the drafter's keys; None: as the target's
+    draft_kv_type_v: Annotated[str, "-ctvd", OneOf(KV_TYPES)] | None = None
+    # of its values; None: as its keys, if draft_kv_type names a type, else as the target's
     weights: Annotated[str, "--weights", OneOf(WEIGHTS)] = "auto"
     cpu_activations: Annotated[str, "--cpu-activations", OneOf(CPU_ACTIVATIONS)] = "q16"
     # on CPUs: rows that packed matrices multiply, as whole numbers of 16 or 8 bits

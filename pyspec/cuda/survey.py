@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyspec.cuda import registry
 from pyspec.cuda.op import Ask, Impl, Op, device_of
-from pyspec.slots.kv import KvFormat, name_of
+from pyspec.slots.kv_types import KvFormat, name_of
 
 REPEATS = 5
 SHORTEST_S = 2e-4  # of one timing

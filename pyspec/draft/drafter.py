@@ -29,7 +29,7 @@ from pyspec.registry import SUFFIX
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch
 from pyspec.slots.drafts import Drafts, DraftsAhead
-from pyspec.slots.kv import KvFormat
+from pyspec.slots.kv_types import TYPES, KvFormat
 from pyspec.slots.memory import Memory, allocate
 from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory
 from pyspec.slots.table import Slot, SlotTable
@@ -176,7 +176,15 @@ class DraftOptions:
 
     @property
     def kv(self) -> KvFormat:
-        return KvFormat.named(self.settings.kv_type, self.settings.kv_type_v)
+        return draft_format(self.settings)
+
+
+def draft_format(s: EngineSettings) -> KvFormat:
+    """The types of a drafter's keys and values: those of the target where settings name no others."""
+    own = KvFormat.named(s.kv_type, s.kv_type_v)
+    k = own.k if s.draft_kv_type is None else TYPES[s.draft_kv_type]
+    v = own.v if s.draft_kv_type is None else k
+    return KvFormat(k, v if s.draft_kv_type_v is None else TYPES[s.draft_kv_type_v])
 
     @property
     def rope(self) -> RopeFlags:

@@ -67,6 +67,8 @@ class LoadOptions(TypedDict, total=False):
     tp: int
     kv_type: str
     kv_type_v: str | None
+    draft_kv_type: str | None
+    draft_kv_type_v: str | None
     weights: str
     cpu_activations: str
     threads: int

@@ -12,7 +12,8 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from pyspec.slots.kv import F16, KvFormat, KVPool, raw
+from pyspec.slots.kv import KvFormat, KVPool, raw
+from pyspec.slots.kv_types import PLAIN
 from pyspec.slots.mapped import empty_like
 from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory
 from pyspec.slots.recurrent import StateLayer
@@ -54,7 +55,7 @@ class Memory:
     @property
     def kv_format(self) -> KvFormat:
         """The types of keys and values, the same in all layers; f16 if no layer has any."""
-        return next((part.kv for part in self.parts if isinstance(part, KVPool)), F16)
+        return next((part.kv for part in self.parts if isinstance(part, KVPool)), PLAIN)
 
     @property
     def paged(self) -> list[PartMemory]:

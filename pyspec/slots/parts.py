@@ -14,7 +14,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from pyspec.slots.kv import KvFormat, KVPool, key_bytes, row_bytes, rows_per_page
+from pyspec.slots.kv import KvFormat, KVPool, rows_per_page
+from pyspec.slots.kv_types import key_bytes, row_bytes
 from pyspec.slots.recurrent import RecurrentShape, StateLayer
 from pyspec.slots.ring import RingRows
 
@@ -125,7 +126,7 @@ class Ring:
     """The last rows of each slot: the `window` that the next token may see, and those of a verify.
 
     rows   dimensions of a row, by name
-    dtype  None: that of keys, or f16 if those have scales
+    dtype  None: that of keys, or f16 if those are no floats
     slack  tokens of a slot that may be taken back: all drafts of a verify, and a round that was launched behind it. With this many
            rows beyond the window, no draft overwrites a visible row, and taking drafts back only lowers the length
     """
@@ -143,7 +144,7 @@ class Ring:
     def _dtype(self, s: CacheSizes) -> torch.dtype:
         if self.dtype is not None:
             return self.dtype
-        return s.kv.k if s.kv.k in (torch.float32, torch.float16, torch.bfloat16) else torch.float16
+        return s.kv.k.dtype if s.kv.k.is_float else torch.float16
 
     def _row_bytes(self, s: CacheSizes) -> int:
         return sum(map(prod, self.rows.values())) * self._dtype(s).itemsize

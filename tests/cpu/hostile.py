@@ -22,6 +22,8 @@ from pyspec.cuda.ops.attend.ref import Attend
 from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
+from pyspec.cuda.ops.hadamard.op import hadamard
+from pyspec.cuda.ops.hadamard.ref import HadamardSpec
 from pyspec.cuda.ops.linear.cpu import TYPES
 from pyspec.cuda.ops.moe import cpu as moe_cpu
 from pyspec.cuda.ops.moe.op import moe
@@ -31,7 +33,9 @@ from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.gguf import GGMLType as G
-from pyspec.slots.kv import KV_DTYPES, KvFormat, KVPool
+from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.kv_types import TYPES as KV_TYPES
+from pyspec.slots.kv_types import KvType
 
 CPU = torch.device("cpu")
 OFF = 1e-5  # of a row's norm: f32, whatever the pool's type
@@ -48,6 +52,9 @@ ATTEND = CASES | {
     "more heads than a pass": Case(72, 1, 64, F16, [(270, 3), (5, 1)], 16, sinks=True),
     "f16 and q8_0": Case(8, 2, 64, F16, [(300, 3), (20, 40)], pad=(1, 1), v_dtype=Q8),
     "bf16 and f16": Case(4, 2, 64, BF16, [(300, 1)], v_dtype=F16),
+    "q4_0 and q5_1, a prompt": Case(
+        8, 2, 96, KV_TYPES["q4_0"], [(300, 3), (20, 40)], v_dtype=KV_TYPES["q5_1"]
+    ),
     "q8_0, a prompt behind a window": Case(4, 2, 64, Q8, [(1000, 100)], 16, 128),
     **{
         f"{n} rows": Case(4, 2, 64, F16, [(n, n), (2 * n + 250, n)], 16, pad=(1, 0))
@@ -143,13 +150,13 @@ def values_of_all_kinds(n_row: int, n: int, gen: torch.Generator) -> Tensor:
     return x
 
 
-def rounds_as_the_pool(dtype: torch.dtype, dim: int) -> str | None:
+def rounds_as_the_pool(of: KvType, dim: int) -> str | None:
     """Keys and values that no norm and no rope touches, to the bit."""
     gen, n_row, n_kv = torch.Generator().manual_seed(0), 40, 3
     y, none = values_of_all_kinds(n_row, 2 * n_kv * dim, gen), torch.zeros(n_row, 1, 0)
-    if dtype is Q8:  # a block that is not finite has no codes
+    if of.name == "q8_0":  # a block that is not finite has no codes
         y[-1] = y[-1].clamp(-1e5, 1e5).nan_to_num()
-    kv = KvFormat.both(dtype)
+    kv = KvFormat.both(of)
     pools = [KVPool(64, n_kv, dim, kv, CPU) for _ in range(2)]
     rows = torch.randperm(64, generator=gen)[:n_row]
     spec = RopeKvSpec(CPU, 0, n_kv, dim, 0, neox=True, gated=False, has_norm=False, eps=1e-6, kv=kv)
@@ -210,12 +217,30 @@ def small_rigs() -> Iterator[tuple[str, Rig]]:
             )
             yield f"rope_kv {n_q} {n_kv} {dim} {n_rot} {neox}", partial(checks, rope_kv, spec)
     mixed = RopeKvSpec(
-        CPU, 4, 2, 64, 64, neox=True, gated=False, has_norm=True, eps=1e-6, kv=KvFormat(F16, Q8)
+        CPU,
+        4,
+        2,
+        64,
+        64,
+        neox=True,
+        gated=False,
+        has_norm=True,
+        eps=1e-6,
+        kv=KvFormat.named("f16", "q8_0"),
     )
     yield "rope_kv f16/q8_0", partial(checks, rope_kv, mixed)
-    for name, dtype in KV_DTYPES.items():
-        for dim in (64, 96) if dtype is Q8 else (64, 11):
-            yield f"rope_kv rounds {name} {dim}", partial(rounds_as_the_pool, dtype, dim)
+    for name, of in KV_TYPES.items():
+        for dim in (64, 96) if of.n_factor else (64, 11):
+            yield f"rope_kv rounds {name} {dim}", partial(rounds_as_the_pool, of, dim)
+        if of.is_packed:
+            turned = replace(mixed, n_rot=32, kv=KvFormat(of, KV_TYPES["q4_0"]))
+            yield (
+                f"rope_kv rounds {name} unturned",
+                partial(rounds_as_the_pool, replace(of, turns=False), 64),
+            )
+            yield f"rope_kv turns {name}", partial(checks, rope_kv, turned)
+    for dim, n in ((64, 64), (96, 32), (256, 256), (256, 128), (40, 8)):
+        yield f"hadamard {n} of {dim}", partial(checks, hadamard, HadamardSpec(CPU, dim, n))
     for type in sorted(TYPES):
         for n_in in {type.block_size * 5, 1280}:
             yield f"embed {type.name} {n_in}", partial(checks, embed, EmbedSpec(CPU, type, n_in))

@@ -58,7 +58,7 @@ class FakeTarget:
     captures_prompts = False
 
     def __init__(self, table: SlotTable) -> None:
-        self.pool = KVPool(table.n_row, 1, 1, KvFormat.both(torch.float32), self.device)
+        self.pool = KVPool(table.n_row, 1, 1, KvFormat.named("f32"), self.device)
         self.pool.k.fill_(float("nan"))
         self.memory = Memory([{"kv": self.pool}], 1)
         self.widths: list[list[int]] = []

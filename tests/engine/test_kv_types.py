@@ -18,6 +18,7 @@ from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Rig, plain_rig, rig
 from known_texts import demo_prompts, tiny
 
 from pyspec.config import EngineSettings
+from pyspec.draft.drafter import draft_format
 from pyspec.engine.plan.describe import describe
 from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.errors import ModelError
@@ -26,8 +27,9 @@ from pyspec.request import Delta
 
 QWEN35 = FIXTURES / "qwen35.gguf"  # heads of 32
 TYPES = ("q8_0", "f8_e4m3")
-PAIRS = (("q8_0", "f16"), ("f16", "f8_e4m3"))  # keys, values
-FORMATS = [*((t, None) for t in TYPES), *PAIRS]
+PAIRS = (("q8_0", "f16"), ("f16", "f8_e4m3"), ("q8_0", "q4_0"), ("q4_1", "q5_0"))  # keys, values
+PACKED = ("q4_0", "q5_1")
+FORMATS = [*((t, None) for t in (*TYPES, *PACKED)), *PAIRS]
 N_TEXT, MARGIN = 30, 0.02
 
 MAKERS: dict[str, Callable[..., Rig]] = {
@@ -99,7 +101,7 @@ def test_few_bits_change_logits_by_little() -> None:
 
 @pytest.mark.sampled(1, most=2)
 @pytest.mark.parametrize(
-    ("k", "v"), [("q8_0", "f16"), ("f16", "q8_0"), ("f8_e4m3", "f32"), ("bf16", "f8_e4m3")]
+    ("k", "v"), [("q8_0", "f16"), ("f16", "q8_0"), ("f8_e4m3", "f32"), ("bf16", "f8_e4m3"), ("q5_0", "f16")]
 )
 def test_keys_and_values_are_off_by_what_their_types_are_off(k: str, v: str) -> None:
     """A pair is near the sum of what each type does on its own side, and a type on the wrong side shows."""
@@ -114,6 +116,24 @@ def test_keys_and_values_are_off_by_what_their_types_are_off(k: str, v: str) -> 
     assert (pair - keys - values).norm() < 0.1 * max(keys.norm(), values.norm())
     whole = max(off(kv_type=t).norm() for t in (k, v))
     assert pair.norm() < 1.2 * whole
+
+
+def test_a_drafter_may_have_types_of_its_own() -> None:
+    s = EngineSettings(kv_type="q8_0", kv_type_v="f16")
+    for own, want in (
+        ({}, "q8_0/f16"),
+        ({"draft_kv_type": "q4_0"}, "q4_0"),
+        ({"draft_kv_type_v": "q5_1"}, "q8_0/q5_1"),
+        ({"draft_kv_type": "f16", "draft_kv_type_v": "q4_1"}, "f16/q4_1"),
+    ):
+        assert draft_format(replace(s, **own)).name == want  # type: ignore[arg-type]
+    r = MAKERS["mtp"](np=2, kv_type="f32", draft_kv_type="q8_0", draft_kv_type_v="q4_0")
+    drafter = r.loop.drafter
+    assert drafter is not None and r.loop.memory.kv_format.name == "f32"
+    assert {pool.kv.name for pool in drafter.pools()} == {"q8_0/q4_0"}
+    (prompt, text), *_ = texts(QWEN35, "f32", None).items()
+    heard = r.generate(prompt, N_TEXT)
+    assert heard.tokens == text and heard.timings.draft_n > 0
 
 
 def test_a_model_whose_keys_are_its_values_refuses_two_types() -> None:

@@ -93,7 +93,7 @@ def test_a_type_checker_finds_planted_mistakes_and_no_others(tmp_path: Path):
         ({"np": "eight"}, r"^np is 'eight'; want a whole number from 1 to 256$"),
         ({"ctx": -1}, r"^ctx is -1; want"),
         ({"kv_type": "f64"}, r"^kv_type is 'f64'; want one of"),
-        ({"kv_type_v": "q4_0"}, r"^kv_type_v is 'q4_0'; want one of"),
+        ({"kv_type_v": "q3_0"}, r"^kv_type_v is 'q3_0'; want one of"),
         ({"cpu_activations": "q4"}, r"^cpu_activations is 'q4'; want one of q16, q8"),
         ({"kv_typ": "f16"}, r"^no setting 'kv_typ'; did you mean 'kv_type'\?$"),
         ({"batch": 5, "ubatch": 512}, r"^batch is 5; want ubatch \(512\) to"),

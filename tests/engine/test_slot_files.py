@@ -42,6 +42,10 @@ KINDS = {
         QWEN35,
         {"spec_type": "mtp", "kv_type": "q8_0", "kv_type_v": "f16"},
     ),
+    "qwen35 with mtp, q4_0 and q5_1": (
+        QWEN35,
+        {"spec_type": "mtp", "kv_type": "q4_0", "kv_type_v": "q5_1", "draft_kv_type": "q8_0"},
+    ),
     "qwen35 with dflash": ("tiny", {}),
     "qwen35 with suffixes": (QWEN35, {"spec_type": "suffix"}),
     "qwen35 with mtp and suffixes": (QWEN35, {"spec_type": "mtp,suffix"}),

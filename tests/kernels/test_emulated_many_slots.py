@@ -287,7 +287,7 @@ def test_keys_and_values_of_many_rows(n_row: int) -> None:
         gated=True,
         has_norm=True,
         eps=1e-6,
-        kv=KvFormat.both(torch.float32),
+        kv=KvFormat.named("f32"),
     )
     y, norm, rows = drawn(n_row, 2 * 64 + 2 * 32), 1 + 0.1 * drawn(32), torch.randperm(n_row)
     angles = [t[:, None] for t in (drawn(n_row, 8, seed=1).cos(), drawn(n_row, 8, seed=1).sin())]

@@ -49,7 +49,8 @@ from pyspec.cuda.ops.short_conv.ref import ShortConvSpec
 from pyspec.cuda.ops.short_conv.shape import ShortConvShape
 from pyspec.gguf import GGMLType
 from pyspec.slots.batch import Seq, SeqMode, lay_out
-from pyspec.slots.kv import KV_DTYPES, KvFormat, KVPool
+from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.kv_types import TYPES as KV_TYPES
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -101,7 +102,7 @@ def compiled(name, kernel, args, constants, warps) -> str:
 
 
 def attend() -> Iterator[Callable[[], object]]:
-    for kv in KV_DTYPES.values():
+    for kv in KV_TYPES.values():
         for heads in ((24, 4, 256), (32, 2, 128), (8, 8, 64)):
             for width in (1, 4, 17):
                 case = attend_cases.Case(*heads, kv, [(300, width)], 64, sinks=heads[2] == 64)
@@ -167,7 +168,7 @@ def rope_kv() -> Iterator[Callable[[], object]]:
         RopeKvSpec(CPU, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5),
         RopeKvSpec(CPU, 0, 8, 96, 96, neox=False, gated=False, has_norm=True, eps=1e-5),
     ):
-        for kv in [*map(KvFormat.both, KV_DTYPES.values()), KvFormat(torch.float16, torch.int8)]:
+        for kv in [*map(KvFormat.both, KV_TYPES.values()), KvFormat.named("f16", "q8_0")]:
             own = replace(spec, kv=kv)
             yield lambda own=own: _rope_kv(own)
 

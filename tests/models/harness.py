@@ -18,6 +18,7 @@ from pyspec.models.wants import check_tensors
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.kv import KvFormat
+from pyspec.slots.kv_types import type_of
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes
 from pyspec.slots.table import SlotTable
@@ -48,7 +49,9 @@ class Bench:
         self.table = SlotTable(n_slot, n_slot * n_ctx // 16, 16)
         self.memory = allocate(
             config.parts(),
-            CacheSizes(n_slot, self.table.n_alloc_row, self.table.page_size, width, KvFormat.both(kv)),
+            CacheSizes(
+                n_slot, self.table.n_alloc_row, self.table.page_size, width, KvFormat.both(type_of(kv))
+            ),
             DEVICE,
         )
         self.target = config.build(Weights(self.file, DEVICE, dense, rope=rope), self.memory)

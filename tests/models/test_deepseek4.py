@@ -139,7 +139,7 @@ def test_a_ring_without_slack_is_refused_before_a_row_is_lost() -> None:
 def sizes_of(width: int) -> object:
     from pyspec.slots.parts import CacheSizes
 
-    return CacheSizes(1, 64, 16, width, KvFormat.both(torch.float32))
+    return CacheSizes(1, 64, 16, width, KvFormat.named("f32"))
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from pyspec.models.blocks.moe import Experts
 from pyspec.models.part import PartSpec
 from pyspec.models.spec import ModelSpec
 from pyspec.models.wants import check_tensors
-from pyspec.slots.kv import F16
+from pyspec.slots.kv import KvFormat
 from pyspec.slots.parts import CacheSizes, Recurrent
 from pyspec.synth import layout, vocab
 
@@ -151,7 +151,7 @@ def test_the_real_models_are_read_as_published(tmp_path: Path, monkeypatch: pyte
             ("attn_norm", full),
             ("post_attention_norm", moe),
         ]
-    part, sizes = Recurrent(Mamba2Shape(128, 64, 8, 128, 4)), CacheSizes(1, 16, 16, 0, F16)
+    part, sizes = Recurrent(Mamba2Shape(128, 64, 8, 128, 4)), CacheSizes(1, 16, 16, 0, KvFormat())
     assert part.n_bytes(sizes) == part.saved_bytes(sizes) == 4 * (1_048_576 + 30_720), (
         "as the files' makers count them"
     )

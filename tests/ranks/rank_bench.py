@@ -50,9 +50,7 @@ class RankBench:
         check_ranks(self.file, cuts, n)
         self.own = config.share(n)
         self.table = SlotTable(2, 32, 16)
-        sizes = CacheSizes(
-            2, self.table.n_alloc_row, self.table.page_size, 9, KvFormat.both(torch.float32)
-        )
+        sizes = CacheSizes(2, self.table.n_alloc_row, self.table.page_size, 9, KvFormat.named("f32"))
         self.memory = allocate(self.own.parts(), sizes, CPU)
         self.weights = Weights(self.file, CPU, dense, ranks=ranks, cuts=cuts)
         self.target = config.build(self.weights, self.memory)

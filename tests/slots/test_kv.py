@@ -9,16 +9,18 @@ from pyspec.config import KV_TYPES
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.engine.plan.memory_plan import checkpoint_bytes, memory_bytes
 from pyspec.errors import ModelError
-from pyspec.slots.kv import F16, KV_DTYPES, KvFormat, KVPool, dequantized, quantized, row_bytes
+from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.kv_codes import dequantized, quantized
+from pyspec.slots.kv_types import F8, Q4_0, Q4_1, Q5_0, Q5_1, TYPES, KvType, row_bytes
 from pyspec.slots.memory import allocate, copy_page
 from pyspec.slots.parts import CacheSizes, Paged, Recurrent
 
 CPU = torch.device("cpu")
-F8 = torch.float8_e4m3fn
+STEP = {F8: 0.13, Q5_1: 0.11, Q5_0: 0.12, Q4_1: 0.22, Q4_0: 0.28}  # of the largest of such rows
 
 
-def test_every_type_of_the_flags_has_a_dtype() -> None:
-    assert tuple(KV_DTYPES) == KV_TYPES
+def test_every_type_of_the_flags_has_its_data() -> None:
+    assert tuple(TYPES) == KV_TYPES
 
 
 def test_q8_0_is_the_nearest_of_255_multiples_of_the_blocks_scale() -> None:
@@ -67,15 +69,15 @@ def test_f8_saturates_and_rounds_to_even() -> None:
     assert torch.equal(v[:7], -k[:7])
 
 
-@pytest.mark.parametrize("dtype", KV_DTYPES.values())
-def test_rows_are_written_and_copied_alone(dtype: torch.dtype) -> None:
-    gen, pool = torch.Generator().manual_seed(1), KVPool(12, 2, 32, KvFormat.both(dtype), CPU)
+@pytest.mark.parametrize("of", TYPES.values(), ids=str)
+def test_rows_are_written_and_copied_alone(of: KvType) -> None:
+    gen, pool = torch.Generator().manual_seed(1), KVPool(12, 2, 32, KvFormat.both(of), CPU)
     k, v = (torch.randn(5, 2, 32, generator=gen) for _ in "kv")
     rows = torch.tensor([9, 1, 4, 0, 7])
     pool.write(rows, k, v)
     got = pool.read(rows, torch.float32)
     for i in range(5):  # bits do not depend on what else was written
-        alone = KVPool(1, 2, 32, KvFormat.both(dtype), CPU)
+        alone = KVPool(1, 2, 32, KvFormat.both(of), CPU)
         alone.write(torch.tensor([0]), k[i : i + 1], v[i : i + 1])
         one = alone.read(torch.tensor([0]), torch.float32)
         assert all(torch.equal(a[i], b[0]) for a, b in zip(got, one, strict=True))
@@ -83,17 +85,27 @@ def test_rows_are_written_and_copied_alone(dtype: torch.dtype) -> None:
     everything = pool.read(torch.arange(12), torch.float32)
     for t in everything:
         assert torch.equal(t[2:4], t[0:2]) and not t[[5, 6, 8, 10, 11]].any()
-    assert (everything[0][rows] - k).abs().max() < {torch.int8: 0.02, F8: 0.13}.get(dtype, 0.02)
+    assert (everything[0][rows] - k).abs().max() < STEP.get(of, 0.02)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "want"), [(torch.float16, 4096), (torch.int8, 2176), (F8, 2048), (torch.float32, 8192)]
+    ("kv", "want"),
+    [
+        ("f16", 4096),
+        ("q8_0", 2176),
+        ("f8_e4m3", 2048),
+        ("f32", 8192),
+        ("q5_1", 1536),
+        ("q5_0", 1408),
+        ("q4_1", 1280),
+        ("q4_0", 1152),
+    ],
 )
-def test_the_plan_counts_every_byte(dtype: torch.dtype, want: int) -> None:
-    assert row_bytes(4, 256, KvFormat.both(dtype)) == want, "K and V of 4 heads of 256"
+def test_the_plan_counts_every_byte(kv: str, want: int) -> None:
+    assert row_bytes(4, 256, KvFormat.named(kv)) == want, "K and V of 4 heads of 256"
     state = GdnShape(n_k_head=2, n_v_head=2, dim=16, n_conv=4, n_channel=96)
     layers = [{"kv": Paged(2, 64)}, {"state": Recurrent(state)}, {"kv": Paged(1, 96)}, {}]
-    sizes = CacheSizes(n_slot=2, n_row=48, page_size=16, width=3, kv=KvFormat.both(dtype))
+    sizes = CacheSizes(n_slot=2, n_row=48, page_size=16, width=3, kv=KvFormat.named(kv))
     memory = allocate(layers, sizes, CPU)
     one = checkpoint_bytes(layers, sizes)
     assert memory_bytes(layers, sizes) == (memory.kv_bytes, memory.state_bytes + 2 * one)
@@ -103,7 +115,7 @@ def test_the_plan_counts_every_byte(dtype: torch.dtype, want: int) -> None:
 
 def test_heads_that_are_no_whole_blocks_are_refused_with_their_width() -> None:
     with pytest.raises(ModelError, match="blocks of 32 dims; the heads are 80 wide"):
-        row_bytes(2, 80, KvFormat.both(torch.int8))
+        row_bytes(2, 80, KvFormat.named("q8_0"))
     assert row_bytes(2, 80, KvFormat.both(F8)) == 320
 
 
@@ -111,7 +123,7 @@ def test_keys_and_values_of_different_types_are_kept_apart() -> None:
     gen, kv = torch.Generator().manual_seed(2), KvFormat.named("q8_0", "f16")
     pool, alone = (
         KVPool(4, 2, 32, kv, CPU),
-        [KVPool(4, 2, 32, KvFormat.both(dtype), CPU) for dtype in (kv.k, kv.v)],
+        [KVPool(4, 2, 32, KvFormat.both(of), CPU) for of in (kv.k, kv.v)],
     )
     k, v = (torch.randn(3, 2, 32, generator=gen) for _ in "kv")
     rows = torch.tensor([2, 0, 3])
@@ -124,7 +136,7 @@ def test_keys_and_values_of_different_types_are_kept_apart() -> None:
 
 
 def test_a_format_is_named_as_its_flags() -> None:
-    assert KvFormat.named("f16") == KvFormat.both(torch.float16) and KvFormat.named("f16").name == "f16"
+    assert KvFormat.named("f16") == KvFormat.named("f16") and KvFormat.named("f16").name == "f16"
     mixed = KvFormat.named("bf16", "q8_0")
     assert mixed.name == "bf16/q8_0" and not mixed.is_one
     assert mixed.half is torch.bfloat16 and KvFormat.named("q8_0", "f8_e4m3").half is torch.float16
@@ -141,4 +153,4 @@ def test_keys_that_are_the_values_have_one_type() -> None:
         ModelError, match=r"keys of this model are its values.*: -ctk f16 and -ctv bf16 differ"
     ):
         Paged(1, 64, keys_only=True).n_bytes(sizes)
-    assert Paged(1, 64, keys_only=True).n_bytes(replace(sizes, kv=F16)) == 32 * 128
+    assert Paged(1, 64, keys_only=True).n_bytes(replace(sizes, kv=KvFormat())) == 32 * 128

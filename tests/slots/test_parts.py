@@ -13,7 +13,8 @@ from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.engine.plan.memory_plan import checkpoint_bytes, memory_bytes
 from pyspec.errors import OutOfBounds
 from pyspec.slots.cache import PrefixCache
-from pyspec.slots.kv import KV_DTYPES, KvFormat, KVPool
+from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.kv_types import TYPES, type_of
 from pyspec.slots.memory import Memory, allocate
 from pyspec.slots.parts import CachePart, CacheSizes, Paged, Recurrent, Ring
 from pyspec.slots.ring import RingRows
@@ -40,14 +41,14 @@ PARTS: dict[str, CachePart] = {
 def sizes(
     dtype: torch.dtype = torch.float32, *, n_slot: int = 3, n_row: int = 80, width: int = 5
 ) -> CacheSizes:
-    return CacheSizes(n_slot, n_row, page_size=16, width=width, kv=KvFormat.both(dtype))
+    return CacheSizes(n_slot, n_row, page_size=16, width=width, kv=KvFormat.both(type_of(dtype)))
 
 
 def n_bytes(tensors: list[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-@pytest.mark.parametrize("dtype", KV_DTYPES.values())
+@pytest.mark.parametrize("dtype", TYPES.values())
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 def test_a_part_takes_the_bytes_it_declares(part: CachePart, dtype: torch.dtype) -> None:
     s = sizes(dtype)
@@ -88,9 +89,7 @@ def test_rows_of_several_tokens_go_where_the_last_of_them_goes(page_size: int, r
     table, n = SlotTable(2, 40, page_size), 20 * page_size - 5
     random.Random(3).shuffle(table._free)
     part = Paged(1, 8, tokens_per_row=ratio)
-    pool = part.allocate(
-        CacheSizes(2, table.n_alloc_row, page_size, 1, KvFormat.both(torch.float32)), CPU
-    )
+    pool = part.allocate(CacheSizes(2, table.n_alloc_row, page_size, 1, KvFormat.named("f32")), CPU)
     seen = set()
     for slot in table.slots:
         table.acquire(slot, n)
@@ -116,7 +115,7 @@ def test_a_page_is_copied_in_every_part_that_has_pages() -> None:
     """A request that continues in the middle of a page finds rows of one token, of four, and a ring as they were."""
     gen = torch.Generator().manual_seed(0)
     table = SlotTable(2, 6, 16)
-    s = CacheSizes(2, table.n_alloc_row, 16, 4, KvFormat.both(torch.bfloat16))
+    s = CacheSizes(2, table.n_alloc_row, 16, 4, KvFormat.named("bf16"))
     memory = allocate(
         [{"kv": Paged(1, 8)}, {"rows": Paged(1, 8, tokens_per_row=4), "window": WINDOW}], s, CPU
     )
@@ -318,6 +317,6 @@ def test_a_pool_of_a_whole_model_is_found_by_its_layer() -> None:
     assert (
         isinstance(memory.kv[1], KVPool)
         and list(memory.states) == [0]
-        and memory.kv_format == KvFormat.both(torch.float32)
+        and memory.kv_format == KvFormat.named("f32")
     )
     assert memory.kv[1].k.numel() == 80 * 2 * 8

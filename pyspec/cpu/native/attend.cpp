@@ -120,13 +120,13 @@ template <>
 void take_rows(const Pass &p, int64_t kind, const char *plane, const uint16_t *scale, int64_t begin, Range keys, Scratch &s,
                const float **rows) {
   const Args &a = p.a;
-  const int64_t size = kv_bytes(kind) * a.dim;
+  const int64_t size = head_bytes(kind, a.dim), n_factor = head_factors(kind, a.dim);
   const bool here = kind == KV_F32 && a.dim == width_of(a);
   for (int64_t j = 0; j < STEP; j++) rows[j] = s.zeros;
   each_key(p, begin, keys, [&](int64_t j, int64_t at) {
     float *own = s.rows + j * width_of(a);
     rows[j] = at < 0 ? s.nans : here ? reinterpret_cast<const float *>(plane + at * size) : own;
-    if (at >= 0 && !here) unpack_row(kind, plane + at * size, scale ? scale + at * (a.dim / 32) : nullptr, own, a.dim);
+    if (at >= 0 && !here) unpack_row(kind, plane + at * size, scale ? scale + at * n_factor : nullptr, own, a.dim);
   });
 }
 

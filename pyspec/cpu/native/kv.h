@@ -1,10 +1,12 @@
-// Rows of keys and values in the types of a pool (slots/kv.py): to f32, exact, and from f32, rounded once to nearest even.
+// Rows of keys and values in the types of a pool (slots/kv_codes.py): to f32, exact, and from f32, rounded once to nearest even.
 #pragma once
 #include "simd.h"
 
 namespace pyspec {
 
-enum KvKind : int64_t { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2, KV_Q8_0 = 3, KV_F8 = 4 };
+enum KvKind : int64_t {
+  KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2, KV_Q8_0 = 3, KV_F8 = 4, KV_Q5_1 = 5, KV_Q5_0 = 6, KV_Q4_1 = 7, KV_Q4_0 = 8
+};
 
 struct Half { uint16_t bits; };
 struct Bf16 { uint16_t bits; };
@@ -13,7 +15,13 @@ inline f8 fetch(const float *p) { return load(p); }
 inline f8 fetch(const Half *p) { return halves(reinterpret_cast<const uint16_t *>(p)); }
 inline f8 fetch(const Bf16 *p) { return bf16s(reinterpret_cast<const uint16_t *>(p)); }
 
-inline int64_t kv_bytes(int64_t kind) { return kind == KV_F32 ? 4 : kind <= KV_BF16 ? 2 : 1; }
+inline int64_t kv_bytes(int64_t kind) { return kind == KV_F32 ? 4 : kind <= KV_BF16 ? 2 : 1; }  // of a whole code
+constexpr bool is_packed(int64_t kind) { return kind >= KV_Q5_1; }
+constexpr int packed_bits(int64_t kind) { return kind <= KV_Q5_0 ? 5 : 4; }
+constexpr bool has_least(int64_t kind) { return kind == KV_Q5_1 || kind == KV_Q4_1; }
+// Bytes of a head's codes, and its factors.
+inline int64_t head_bytes(int64_t kind, int64_t dim) { return is_packed(kind) ? dim * packed_bits(kind) / 8 : dim * kv_bytes(kind); }
+inline int64_t head_factors(int64_t kind, int64_t dim) { return dim / 32 * (has_least(kind) ? 2 : 1); }
 
 inline i8 bytes(const uint8_t *p) {
 #if defined(__AVX2__)
@@ -129,18 +137,98 @@ inline void unpack_as(const void *codes, const uint16_t *scale, float *out, int6
   }
 }
 
-// One head's row to f32, with zeros up to a multiple of eight columns. scale: of q8_0, one for every 32 columns.
+// Lane i has bit group i of a word: `step` bits apart.
+inline i8 spread(uint32_t word, int step) {
+  const i8 shifts = i8{0, 1, 2, 3, 4, 5, 6, 7} * step;
+#if defined(__AVX2__)
+  return i8(_mm256_srlv_epi32(_mm256_set1_epi32(int(word)), __m256i(shifts)));
+#else
+  typedef uint32_t u8x __attribute__((vector_size(32)));
+  const u8x all_ = {word, word, word, word, word, word, word, word};
+  u8x by;
+  std::memcpy(&by, &shifts, 32);
+  const u8x y = all_ >> by;
+  i8 out;
+  std::memcpy(&out, &y, 32);
+  return out;
+#endif
+}
+
+// Codes of 4 and 5 bits, as slots/kv_codes.py packs them, to f32.
+template <KvKind K>
+inline void unpack_bits(const void *codes, const uint16_t *factors, float *out, int64_t dim) {
+  const auto *low = static_cast<const uint8_t *>(codes), *high = low + dim / 2;
+  for (int64_t b = 0; b < dim; b += 32) {
+    const f8 step = all(half_to_float(*factors++)), least = has_least(K) ? all(half_to_float(*factors++)) : f8{};
+    for (int64_t d = b; d < b + 32; d += 8) {
+      uint32_t word;
+      std::memcpy(&word, low + d / 2, 4);
+      i8 code = spread(word, 4) & 15;
+      if constexpr (packed_bits(K) == 5) code |= (spread(high[d / 8], 1) & 1) << 4;
+      if constexpr (has_least(K)) store(out + d, fma(to_float(code), step, least));
+      else store(out + d, to_float(code - (1 << (packed_bits(K) - 1))) * step);
+    }
+  }
+}
+
+// One head's row to f32, with zeros up to a multiple of eight columns. scale: factors, where the type has any.
 inline void unpack_row(int64_t kind, const void *codes, const uint16_t *scale, float *out, int64_t dim) {
   switch (kind) {
     case KV_F32: return unpack_as<KV_F32>(codes, scale, out, dim);
     case KV_F16: return unpack_as<KV_F16>(codes, scale, out, dim);
     case KV_BF16: return unpack_as<KV_BF16>(codes, scale, out, dim);
     case KV_F8: return unpack_as<KV_F8>(codes, scale, out, dim);
+    case KV_Q5_1: return unpack_bits<KV_Q5_1>(codes, scale, out, dim);
+    case KV_Q5_0: return unpack_bits<KV_Q5_0>(codes, scale, out, dim);
+    case KV_Q4_1: return unpack_bits<KV_Q4_1>(codes, scale, out, dim);
+    case KV_Q4_0: return unpack_bits<KV_Q4_0>(codes, scale, out, dim);
     default: return unpack_as<KV_Q8_0>(codes, scale, out, dim);
   }
 }
 
-// q8_0 as slots/kv.py: the scale is rounded before the codes are made.
+constexpr float MAX_PACKED = 64512.0f, LEAST_STEP = 0x1p-64f;
+
+// trunc(x * inverse + add) with one rounding, within 0..most; NaN is 0.
+inline uint8_t code_of(float x, float inverse, float add, float most) {
+  const float y = __builtin_fmaf(x, inverse, add);
+  return y > 0.0f ? uint8_t(y < most ? y : most) : 0;
+}
+
+// Types of 4 and 5 bits as slots/kv_codes.py: the codes are made with the scale in f32.
+template <KvKind K>
+inline void pack_bits(const float *from, void *codes, uint16_t *factors, int64_t dim) {
+  constexpr int bits_ = packed_bits(K);
+  constexpr float most = float((1 << bits_) - 1), middle = float(1 << (bits_ - 1));
+  auto *low = static_cast<uint8_t *>(codes), *high = low + dim / 2;
+  for (int64_t b = 0; b < dim; b += 32) {
+    float x[32], top = 0.0f, bottom = 0.0f, extreme = 0.0f;
+    bool is_none = false;
+    for (int i = 0; i < 32; i++) {
+      const float v = from[b + i];
+      x[i] = v > MAX_PACKED ? MAX_PACKED : v < -MAX_PACKED ? -MAX_PACKED : v;
+      is_none |= v != v;
+      top = i == 0 || x[i] > top ? x[i] : top;
+      bottom = i == 0 || x[i] < bottom ? x[i] : bottom;
+      extreme = i == 0 || __builtin_fabsf(x[i]) > __builtin_fabsf(extreme) ? x[i] : extreme;
+    }
+    float step = has_least(K) ? (top - bottom) / most : extreme * (-1.0f / middle);
+    if (is_none) step = bottom = __builtin_nanf("");
+    const float inverse = __builtin_fabsf(step) >= LEAST_STEP ? 1.0f / step : 0.0f;
+    const float off = has_least(K) ? bottom : 0.0f, add = has_least(K) ? 0.5f : middle + 0.5f;
+    *factors++ = to_half(step);
+    if (has_least(K)) *factors++ = to_half(bottom);
+    uint8_t code[32];
+    for (int i = 0; i < 32; i++) code[i] = code_of(x[i] - off, inverse, add, most);
+    for (int i = 0; i < 16; i++) low[b / 2 + i] = uint8_t((code[2 * i] & 15) | code[2 * i + 1] << 4);
+    for (int i = 0; bits_ == 5 && i < 4; i++) {
+      uint8_t fifth = 0;
+      for (int j = 0; j < 8; j++) fifth = uint8_t(fifth | (code[8 * i + j] >> 4) << j);
+      high[b / 8 + i] = fifth;
+    }
+  }
+}
+
+// q8_0 as slots/kv_codes.py: the scale is rounded before the codes are made.
 inline void pack_q8_0(const float *x, int8_t *codes, uint16_t *scale, int64_t dim) {
   for (int64_t b = 0; b < dim; b += 32) {
     float most = 0.0f;
@@ -167,6 +255,10 @@ inline void pack_row(int64_t kind, const float *x, void *codes, uint16_t *scale,
     case KV_F32: std::memcpy(codes, x, size_t(dim) * 4); break;
     case KV_F16: to_halves(x, words, dim); break;
     case KV_BF16: for (int64_t d = 0; d < dim; d++) words[d] = to_bf16(x[d]); break;
+    case KV_Q5_1: return pack_bits<KV_Q5_1>(x, codes, scale, dim);
+    case KV_Q5_0: return pack_bits<KV_Q5_0>(x, codes, scale, dim);
+    case KV_Q4_1: return pack_bits<KV_Q4_1>(x, codes, scale, dim);
+    case KV_Q4_0: return pack_bits<KV_Q4_0>(x, codes, scale, dim);
     case KV_F8: for (int64_t d = 0; d < dim; d++) bytes1[d] = to_f8(x[d]); break;
     default: pack_q8_0(x, static_cast<int8_t *>(codes), scale, dim);
   }

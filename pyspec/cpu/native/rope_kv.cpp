@@ -1,4 +1,5 @@
 // Head norms, rope, and keys and values into their pages: cuda/ops/rope_kv/ref.py defines it.
+#include "hadamard.h"
 #include "kv.h"
 #include "pool.h"
 #include "prep.h"
@@ -15,7 +16,7 @@ struct Args {
   float *q;
   char *k, *v;
   uint16_t *k_scale, *v_scale;
-  int64_t n_row, stride, n_pool, n_q, n_kv, dim, n_rot, neox, step, k_kind, v_kind;
+  int64_t n_row, stride, n_pool, n_q, n_kv, dim, n_rot, neox, step, k_kind, v_kind, turn_k, turn_v;
   double eps;
 };
 
@@ -41,11 +42,13 @@ void head(const Args &p, int64_t row, const float *x, const float *norm, float *
   else std::memcpy(out, x, size_t(p.dim) * 4);
   const int64_t half = p.n_rot / 2;
   turn(out, p.cos + row * half, p.sin + row * half, half, p.neox);
+  if (p.turn_k) hadamard(out, p.dim, p.turn_k);
 }
 
 void put(const Args &p, int64_t kind, char *plane, uint16_t *scale, int64_t to, int64_t h, const float *x) {
   const int64_t at = to * p.n_kv + h;
-  pack_row(kind, x, plane + at * p.dim * kv_bytes(kind), scale ? scale + at * (p.dim / 32) : nullptr, p.dim);
+  scale = scale ? scale + at * head_factors(kind, p.dim) : nullptr;
+  pack_row(kind, x, plane + at * head_bytes(kind, p.dim), scale, p.dim);
 }
 
 // Unit u of a row: a head of q, of k or of v.
@@ -54,8 +57,13 @@ void unit(const Args &p, int64_t row, int64_t u) {
   if (u < p.n_q) return head(p, row, y + u * p.step, p.q_norm, p.q + (row * p.n_q + u) * p.dim);
   const int64_t h = (u - p.n_q) % p.n_kv, to = p.rows[row];
   if (to < 0 || to >= p.n_pool) return;  // the host checks rows before
-  if (u >= p.n_q + p.n_kv) return put(p, p.v_kind, p.v, p.v_scale, to, h, values + h * p.dim);
   float x[MOST];
+  if (u >= p.n_q + p.n_kv) {
+    if (!p.turn_v) return put(p, p.v_kind, p.v, p.v_scale, to, h, values + h * p.dim);
+    std::memcpy(x, values + h * p.dim, size_t(p.dim) * 4);
+    hadamard(x, p.dim, p.turn_v);
+    return put(p, p.v_kind, p.v, p.v_scale, to, h, x);
+  }
   head(p, row, keys + h * p.dim, p.k_norm, x);
   put(p, p.k_kind, p.k, p.k_scale, to, h, x);
 }

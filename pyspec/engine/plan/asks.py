@@ -41,7 +41,7 @@ def asks_of(d: Description) -> list[Request]:
     """(op, spec), each once."""
     on = LoadTypes(d.device, d.kv, d.dense)
     found = [*_embedding(d), *_products(d, on), *d.own.requests(d.file, on)]
-    found += [*_head_copy(d), *d.draft.requests(on)]
+    found += [*_head_copy(d), *d.draft.requests(replace(on, kv=d.draft_kv))]
     found += [(best, BestSpec(d.device)), (ahead, AheadSpec(d.device))]
     found.sort(key=lambda ask: ORDER.get(ask[0].name, 0))
     return list({(op.name, spec): (op, spec) for op, spec in found}.values())

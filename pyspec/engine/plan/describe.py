@@ -12,7 +12,14 @@ from pyspec import draft
 from pyspec.config import UBATCH, EngineSettings
 from pyspec.cuda.collective import may_share_gpu
 from pyspec.cuda.machine import CUDA_PACKAGES, has_driver
-from pyspec.draft.drafter import NO_DRAFTER, ONLY_SUFFIXES, DraftPlan, TargetFile, refuse_file
+from pyspec.draft.drafter import (
+    NO_DRAFTER,
+    ONLY_SUFFIXES,
+    DraftPlan,
+    TargetFile,
+    draft_format,
+    refuse_file,
+)
 from pyspec.engine.plan.draft_head import HeadCopy, plan_head
 from pyspec.engine.plan.memory_plan import (
     AssumedGpu,
@@ -87,6 +94,10 @@ class Description:
         return KvFormat.named(self.settings.kv_type, self.settings.kv_type_v)
 
     @property
+    def draft_kv(self) -> KvFormat:
+        return draft_format(self.settings)
+
+    @property
     def width(self) -> int:
         """Rows of a slot's largest verify."""
         return self.draft.n_draft + 1
@@ -121,7 +132,7 @@ class Description:
     @property
     def draft_sizes(self) -> CacheSizes:
         """Sizes of the memory of the drafter's layers."""
-        return replace(self.sizes, n_late=self.draft.n_late)
+        return replace(self.sizes, kv=self.draft_kv, n_late=self.draft.n_late)
 
     def table(self) -> SlotTable:
         """The slots, all of them empty."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
@@ -21,9 +22,11 @@ from pyspec.engine.plan.memory_plan import (
     workspace_bytes,
 )
 from pyspec.models import coarse
+from pyspec.models.part import AttentionShape
 from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weight_bytes, wide_bytes
 from pyspec.models.weights import HEAD
 from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_rows
+from pyspec.slots.kv_types import KvFormat
 from pyspec.slots.parts import Recurrent
 
 MOST_STARTS = 4  # states where short prompts end, which are kept on the device
@@ -145,8 +148,6 @@ def _workspace(d: Description) -> tuple[int, int]:
     s, c = d.settings, d.own
     most = most_rows(s.np, d.width)
     graphs = graph_shapes(s.np, d.width, singles=d.draft.needs.late, most=most) if d.is_cuda else []
-    # of a dim of a key and of its value, as libraries take them
-    key_size = sum(4 if dtype.itemsize == 1 else 2 for dtype in (d.kv.k, d.kv.v))
     rows, blocks = (
         s.np * d.width,
         s.np * d.draft.needs.overhang,
@@ -167,11 +168,16 @@ def _workspace(d: Description) -> tuple[int, int]:
         shared_rows=(bucket_of(rows, most) or rows) if s.tp > 1 else 0,
         n_tap=len(d.draft.needs.taps),
         n_held=d.draft.n_held,
-        key_bytes=key_size
-        * d.n_ctx
-        * max((a.n_kv_head * a.head_dim for a in (*c.attention, *d.draft.attention)), default=0),
+        key_bytes=d.n_ctx
+        * max(_library_bytes(c.attention, d.kv), _library_bytes(d.draft.attention, d.draft_kv)),
     )
     return workspace_bytes(sizes, cuda=d.is_cuda)
+
+
+def _library_bytes(attention: Iterable[AttentionShape], kv: KvFormat) -> int:
+    """Bytes of a token's keys and values of the widest layer, as libraries take them."""
+    size = sum(2 if of.is_float else 4 for of in (kv.k, kv.v))
+    return size * max((a.n_kv_head * a.head_dim for a in attention), default=0)
 
 
 def _prompt_rows(d: Description) -> int:
@@ -185,7 +191,7 @@ def _scratch(d: Description) -> int:
     """Bytes of an architecture's mixers while a forward runs."""
     n_row, most = d.settings.np * d.width, most_rows(d.settings.np, d.width)
     return d.own.scratch_bytes(
-        max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv.k, d.device
+        max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv.k.dtype, d.device
     )
 
 
@@ -194,8 +200,11 @@ def attention_bytes(d: Description) -> int:
     s, n_key = d.settings, d.n_ctx + d.n_overhang + d.settings.page_size
     n_row, most = s.np * d.draft_width, most_rows(s.np, d.draft_width)
     widest = max(d.n_overhang, -(-(bucket_of(n_row, most) or n_row) // s.np))  # with a graph's padding
-    shapes = dict.fromkeys((*d.own.attention, *d.draft.attention))
-    specs = [AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, 1.0, d.kv) for a in shapes]
+    shapes = [(a, d.kv) for a in d.own.attention] + [(a, d.draft_kv) for a in d.draft.attention]
+    specs = [
+        AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, 1.0, kv)
+        for a, kv in dict.fromkeys(shapes)
+    ]
     if d.assumed is not None:
         return max(
             (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.prompt import attend_blocks, attend_prompt, takes_prompts, with_prompts
-from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.ops.attend.ref import Attend, AttendSpec
+from pyspec.cuda.ops.hadamard.op import hadamard
+from pyspec.cuda.ops.hadamard.ref import HadamardSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rope_kv.op import rope_kv
@@ -28,6 +31,7 @@ from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, 
 from pyspec.models.rope import Angles, RopeSpec
 from pyspec.models.wants import Want
 from pyspec.models.weights import Weights
+from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.memory import KV
 from pyspec.slots.parts import LayerParts, Paged
@@ -124,6 +128,8 @@ class Attention:
         yield angles, AnglesSpec(on.device)
         spec = self.attend_spec(on.device, on.kv, has_sinks=has_sinks)
         yield attend, spec
+        if n := on.kv.turn_v(s.head_dim):
+            yield hadamard, HadamardSpec(on.device, s.head_dim, n)
         if on.is_cuda and not has_sinks:
             yield attend_prompt, spec
             yield attend_blocks, spec
@@ -202,7 +208,8 @@ class BoundAttention:
         self.sinks = w.optional(at.name(SINKS))
         attends = spec.attend_spec(w.device, at.kv, has_sinks=self.sinks is not None)
         own = attend.bind(attends)
-        self.attend, self.read_next = with_prompts(own, attends), fuse.read_next(own, self.out)
+        self.attend = turned_back(with_prompts(own, attends), attends)
+        self.read_next = fuse.read_next(own, self.out)
         roped = spec.rope_spec(w.device, at.eps, at.kv, has_norm=self.k_norm is not None)
         self.rope_kv, self.store = rope_kv.bind(roped), rope_kv.bind(_keys_alone(roped))
         self.capturable = attend.chosen(attends).capturable and rope_kv.chosen(roped).capturable
@@ -238,6 +245,18 @@ class BoundAttention:
             return self.qkv(x, self.norm, residual=self.few[: x.shape[0]])
         y = self.qkv(x, self.norm)
         return y if self.bias is None else add(y, self.bias)
+
+
+def turned_back(run: Attend, spec: AttendSpec) -> Attend:
+    """`run`, and its sums of values turned back, where the pool's values are turned (`KvFormat.turn_v`)."""
+    if not (n := spec.kv.turn_v(spec.head_dim)):
+        return run
+    turn = hadamard.bind(HadamardSpec(spec.device, spec.head_dim, n))
+
+    def attend(q: Tensor, pool: KVPool, batch: Batch, *args: Any, **more: Any) -> Tensor:
+        return turn(run(q, pool, batch, *args, **more))
+
+    return attend
 
 
 class RowNorms:

@@ -71,7 +71,7 @@ class BoundCompressor:
         self.spec, self.freq = spec, freq
         self.places, self.norm = (w.vector(at.name(f"{spec.name}_{x}.weight")) for x in ("ape", "norm"))
         bound = CompressSpec(
-            w.device, spec.ratio, spec.dim, spec.overlaps, 2 * len(freq), at.eps, at.kv.k
+            w.device, spec.ratio, spec.dim, spec.overlaps, 2 * len(freq), at.eps, at.kv.k.dtype
         )
         self.compress, self.capturable = compress.bind(bound), compress.chosen(bound).capturable
 

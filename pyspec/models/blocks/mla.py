@@ -27,6 +27,7 @@ from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, 
 from pyspec.models.rope import RopeSpec
 from pyspec.models.wants import Want
 from pyspec.slots.kv import KvFormat
+from pyspec.slots.kv_codes import turned as hadamard
 from pyspec.slots.memory import KV
 from pyspec.slots.parts import LayerParts, Paged
 
@@ -126,6 +127,7 @@ class BoundMla:
         self.out = w.summed(at.name("attn_output.weight"))
         self.reads, self.gives = None, sum_of(self.out)
         self.attend = attend.bind(spec.attend_spec(w.device, at.kv))
+        self.turned = at.kv.turn_k(spec.row)
         self.of_latent = norms.bind(NormsSpec(w.device, spec.rank, at.eps))
         if spec.q_rank:
             self.of_queries = norms.bind(NormsSpec(w.device, spec.q_rank, at.eps))
@@ -136,12 +138,12 @@ class BoundMla:
         latent, turning = self.latent(x, self.norm).split([s.rank, s.rope.n_rot], -1)
         latent = self.of_latent(latent, self.kv_norm)[:, None]
         key = torch.cat([latent, rotate(turning[:, None], turned, s.rope.neox)], -1)
-        pool.write(run.batch.kv_rows, key, None)
+        pool.write(run.batch.kv_rows, hadamard(key, self.turned), None)
         q = self.queries(x, self.norm)
         if self.q_b is not None and self.q_norm is not None:
             q = self.q_b(self.of_queries(q, self.q_norm))
         plain, turning = q.view(n, s.n_head, -1).split([s.n_plain, s.rope.n_rot], -1)
         plain = torch.einsum("nhk,hrk->nhr", plain, self.k_b)
-        q = torch.cat([plain, rotate(turning, turned, s.rope.neox)], -1)
-        o = self.attend(q, pool, run.batch)[..., : s.rank]
+        q = hadamard(torch.cat([plain, rotate(turning, turned, s.rope.neox)], -1), self.turned)
+        o = hadamard(self.attend(q, pool, run.batch), self.turned)[..., : s.rank]
         return self.out(torch.einsum("nhr,hvr->nhv", o, self.v_b).flatten(1), residual=residual)

@@ -215,12 +215,12 @@ class BoundSparse:
         self.compressors = [BoundCompressor(one, at, self.freq) for one in spec.compressors]
         self.index = self.both = None
         self.capturable = all(one.capturable for one in self.compressors)
-        if (choice := spec.index_spec(w.device, at.kv.k)) is not None:
+        if (choice := spec.index_spec(w.device, at.kv.k.dtype)) is not None:
             self.index = index_rows.bind(choice)
             self.capturable = self.capturable and index_rows.chosen(choice).capturable
             self.both = fuse.both(*(one.compress for one in self.compressors))
         self._bind_input(at)
-        run = spec.attend_spec(w.device, at.kv.k, at.eps)
+        run = spec.attend_spec(w.device, at.kv.k.dtype, at.eps)
         self.attend = sparse_attend.bind(run)
         self.capturable = self.capturable and sparse_attend.chosen(run).capturable
         self._bind_output(at)

@@ -18,7 +18,8 @@ from pyspec.cuda.ops.attend.prompt import attend_prompt as op
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.slots.arena import LEAST_PROMPT, Arena
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
-from pyspec.slots.kv import F16, KvFormat, KVPool
+from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.kv_types import type_of
 from pyspec.slots.table import SlotTable
 
 CPU = torch.device("cpu")
@@ -222,7 +223,7 @@ def test_a_prompt_replayed_in_a_graph_sees_its_own_keys_alone(dtype: torch.dtype
     lay_out(table, [Seq(1, 0, [0] * n, mode=SeqMode.KEEP, n_out=1)], CPU, arena=arena)
     plain = lay_out(table, [Seq(1, 0, [0] * n, mode=SeqMode.KEEP, n_out=1)], CPU)
     pool, gen = (
-        KVPool(table.n_alloc_row, *HEADS[1:], KvFormat.both(dtype), CPU),
+        KVPool(table.n_alloc_row, *HEADS[1:], KvFormat.both(type_of(dtype)), CPU),
         torch.Generator().manual_seed(1),
     )
     q, k, v = (
@@ -243,7 +244,7 @@ def test_keys_in_pages_that_follow_each_other_are_not_copied(follow: bool) -> No
     lay_out(table, [Seq(0, 0, [0] * 64)], CPU)
     lay_out(table, [Seq(1, 0, [0] * 64)], CPU)
     batch = lay_out(table, [Seq(1 if follow else 0, 0, [0] * n, mode=SeqMode.KEEP)], CPU)
-    pool = KVPool(table.n_alloc_row, *HEADS[1:], F16, CPU)
+    pool = KVPool(table.n_alloc_row, *HEADS[1:], KvFormat(), CPU)
     for plane in pool.planes:
         plane.copy_(torch.randn(plane.shape))
     k, v = attend_prompt.keys_of(pool, batch, 0)

@@ -7,7 +7,8 @@ import torch
 
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend.cases import Case, make, spec_of
-from pyspec.slots.kv import KV_DTYPES, KvFormat
+from pyspec.slots.kv import KvFormat
+from pyspec.slots.kv_types import TYPES
 
 CPU = torch.device("cpu")
 SEQS = [(0, 3), (40, 1), (21, 9)]
@@ -20,7 +21,7 @@ PAIRS = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("window", "block"), [(0, False), (7, False), (0, True), (16, True)])
-@pytest.mark.parametrize("kv", [*map(KvFormat.both, KV_DTYPES.values()), *PAIRS], ids=lambda kv: kv.name)
+@pytest.mark.parametrize("kv", [*map(KvFormat.both, TYPES.values()), *PAIRS], ids=lambda kv: kv.name)
 def test_rows_are_weighted_means_of_what_they_see(
     kv: KvFormat, window: int, block: bool, sinks: bool
 ) -> None:

@@ -16,6 +16,7 @@ from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.slots.kv import KvFormat
+from pyspec.slots.kv_types import type_of
 
 pytest.importorskip("cuda.core")
 SUPER, NANO, PUZZLE = (Mamba2Shape(h, 64, 8, n, 4) for h, n in ((128, 128), (64, 128), (128, 96)))
@@ -119,6 +120,6 @@ def test_heads_that_do_not_turn_compile(arch: str) -> None:
         torch.device("cuda"), 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5
     )
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        macros = rope_kv_cuda.defines(replace(spec, kv=KvFormat.both(dtype)))
+        macros = rope_kv_cuda.defines(replace(spec, kv=KvFormat.both(type_of(dtype))))
         found = jit.compile_cubin("rope_kv", arch, macros, use_cache=False).resources
         assert found["rope_kv"].spill_bytes == 0

@@ -25,7 +25,8 @@ from pyspec.cuda.ops.rows.ref import (
     head_power,
     norm_power,
 )
-from pyspec.slots.kv import KV_DTYPES, KvFormat, KVPool
+from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.kv_types import TYPES
 
 pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 SEEDS = (0, 1)
@@ -239,14 +240,14 @@ def test_the_finish_of_wide_rows_scales_and_adds(n: int) -> None:
 def test_rope_kv_equals_the_reference(
     n_q: int, n_kv: int, dim: int, n_rot: int, neox: bool, gated: bool, norm: bool, seed: int
 ) -> None:
-    for dtype in KV_DTYPES.values():
+    for dtype in TYPES.values():
         spec = RopeKvSpec(CPU, n_q, n_kv, dim, n_rot, neox, gated, norm, 1e-6, KvFormat.both(dtype))
         with emulated_gpu(seed=seed):
             assert check_rope_kv(rope_kv_cuda.bind(spec), rope_kv_reference(spec), spec) is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", KV_DTYPES.values())
+@pytest.mark.parametrize("dtype", TYPES.values())
 def test_keys_and_values_are_rounded_as_on_the_cpu_bit_by_bit(dtype: torch.dtype) -> None:
     """The cache's values decide texts: numbers of all sizes, ties between two values, and NaN."""
     spec, n = RopeKvSpec(CPU, 0, 2, 64, 0, True, False, False, 1e-6, KvFormat.both(dtype)), 60

@@ -12,7 +12,8 @@ from pyspec.cuda.ops.rope_kv.ref import bind as rope_kv_reference
 from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.cuda.ops.rows.op import check, make, rows
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
-from pyspec.slots.kv import KV_DTYPES, KvFormat, KVPool
+from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.kv_types import TYPES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CUDA = torch.device("cuda", 0)
@@ -101,7 +102,7 @@ def test_the_finish_of_wide_rows_scales_and_adds() -> None:
 def test_rope_kv_is_the_references(
     n_q: int, n_kv: int, dim: int, n_rot: int, neox: bool, gated: bool, norm: bool
 ) -> None:
-    for dtype in KV_DTYPES.values():
+    for dtype in TYPES.values():
         spec = RopeKvSpec(CUDA, n_q, n_kv, dim, n_rot, neox, gated, norm, 1e-6, KvFormat.both(dtype))
         assert rope_kv_cuda.limits(spec) is None
         assert check_rope_kv(rope_kv_cuda.bind(spec), rope_kv_reference(spec), spec) is None

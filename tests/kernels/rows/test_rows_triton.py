@@ -16,7 +16,8 @@ from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows import op as rows_op
 from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
-from pyspec.slots.kv import KV_DTYPES, KvFormat, KVPool
+from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.kv_types import TYPES
 
 CPU = torch.device("cpu")
 GATED = RopeKvSpec(CPU, 4, 2, 64, 32, neox=True, gated=True, has_norm=True, eps=1e-6)
@@ -40,15 +41,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
     ids=str,
 )
 def test_heads_are_normed_turned_and_kept_as_the_reference_does(spec: RopeKvSpec) -> None:
-    mixed = KvFormat(torch.float16, torch.int8), KvFormat(torch.float8_e4m3fn, torch.bfloat16)
-    for kv in (*map(KvFormat.both, KV_DTYPES.values()), *mixed):
+    mixed = KvFormat.named("f16", "q8_0"), KvFormat.named("f8_e4m3", "bf16")
+    for kv in (*map(KvFormat.both, TYPES.values()), *mixed):
         own = replace(spec, kv=kv)
         assert rope_kv_op.check(rope_kv_triton.bind(own), rope_kv_ref.bind(own), own) is None
 
 
 @pytest.mark.parametrize(
     "kv",
-    [*map(KvFormat.both, KV_DTYPES.values()), KvFormat(torch.int8, torch.float16)],
+    [*map(KvFormat.both, TYPES.values()), KvFormat.named("q8_0", "f16")],
     ids=lambda kv: kv.name,
 )
 def test_what_is_kept_has_the_bits_of_the_pools_own_rounding(kv: KvFormat) -> None:

@@ -11,12 +11,13 @@ from torch import Tensor
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.kv_types import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, KvType, type_of
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """seqs: (n_past, width) each. `block`: rows see all rows of their sequence. pad: (rows, sequences) of padding.
-    dtype: of keys, and of values unless v_dtype is given.
+    dtype: the type of keys, or its dtype where that tells it, and of values unless v_dtype is given.
 
     spare: pool pages without an owner; they and all rows beyond a sequence's end hold NaN.
     """
@@ -24,7 +25,7 @@ class Case:
     n_head: int
     n_kv: int
     dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype | KvType
     seqs: Sequence[tuple[int, int]]
     page_size: int = 16
     window: int = 0
@@ -34,15 +35,15 @@ class Case:
     scale: float = 0.0  # 0: 1 / sqrt(dim)
     sinks: bool = False
     keys_only: bool = False
-    v_dtype: torch.dtype | None = None
+    v_dtype: torch.dtype | KvType | None = None
 
     @property
     def kv(self) -> KvFormat:
-        return KvFormat(self.dtype, self.v_dtype or self.dtype)
+        return KvFormat(type_of(self.dtype), type_of(self.v_dtype or self.dtype))
 
     @property
     def tolerance(self) -> float:
-        return max(TOLERANCE[self.kv.k], TOLERANCE[self.kv.v])
+        return max(_tolerance(self.kv.k), _tolerance(self.kv.v))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,11 @@ CASES: dict[str, Case] = {
     ),
     "f8 window": Case(32, 8, 128, torch.float8_e4m3fn, [(600, 5), (127, 2), (9, 4)], 16, 7),
     "f8 wide rows": Case(24, 4, 64, torch.float8_e4m3fn, [(40, 200), (0, 33)], 64, pad=(7, 1)),
+    "q4_0": Case(24, 4, 256, Q4_0, [(0, 3), (255, 1), (256, 16), (1500, 7)], 32, pad=(5, 2)),
+    "q4_1": Case(32, 8, 128, Q4_1, [(600, 5), (127, 2), (9, 4)], 16, 7),
+    "q5_0 block": Case(32, 8, 128, Q5_0, [(3000, 16), (100, 16)], 16, 2048, True, (16, 1)),
+    "q5_1": Case(4, 4, 64, Q5_1, [(70, 1), (500, 32), (63, 2)], 16, sinks=True),
+    "q4_0 odd size": Case(6, 2, 96, Q4_0, [(100, 3), (33, 1)], 16, 50),
     "sinks": Case(
         64, 8, 64, torch.float16, [(1500, 7), (0, 1), (128, 4)], 32, 128, pad=(5, 2), sinks=True
     ),
@@ -110,6 +116,12 @@ MIXED: dict[str, Case] = {
     "q8_0 and f16": Case(
         6, 2, 96, torch.int8, [(100, 3), (33, 1)], 16, 50, sinks=True, v_dtype=torch.float16
     ),
+    "q8_0 and q4_0": Case(
+        24, 4, 256, torch.int8, [(0, 3), (255, 1), (256, 16), (1500, 7)], 32, pad=(5, 2), v_dtype=Q4_0
+    ),
+    "q5_1 and f16": Case(8, 2, 128, Q5_1, [(130, 4), (900, 1)], 16, 70, v_dtype=torch.float16),
+    "bf16 and q5_0": Case(8, 2, 64, torch.bfloat16, [(70, 3), (300, 1)], 16, v_dtype=Q5_0),
+    "f8 and q4_1": Case(6, 2, 96, torch.float8_e4m3fn, [(40, 5), (0, 1)], 16, sinks=True, v_dtype=Q4_1),
     "f32 and bf16": Case(
         8, 2, 64, torch.float32, [(40, 5), (0, 1)], 16, pad=(1, 1), v_dtype=torch.bfloat16
     ),
@@ -117,14 +129,19 @@ MIXED: dict[str, Case] = {
     "f8 and bf16": Case(8, 2, 128, torch.float8_e4m3fn, [(65, 4)], 16, 0, True, v_dtype=torch.bfloat16),
 }
 """Keys and values of different types, which not every implementation takes."""
-TOLERANCE = {
+TOLERANCE: dict[torch.dtype | KvType, float] = {
     torch.float32: 2e-6,
     torch.float16: 2e-3,
     torch.bfloat16: 1.5e-2,
     torch.int8: 3e-3,
     torch.float8_e4m3fn: 2e-3,
+    **dict.fromkeys((Q8_0, Q5_1, Q5_0, Q4_1, Q4_0), 3e-3),
 }
-"""Of a row's error over its norm: q and the weights are rounded to f16 or bf16, and so are the values of q8_0."""
+"""Of a row's error over its norm: q and the weights are rounded to f16 or bf16, and so are the values of types with factors."""
+
+
+def _tolerance(of: KvType) -> float:
+    return TOLERANCE[of] if of in TOLERANCE else TOLERANCE[of.dtype]
 
 
 def make(case: Case, device: torch.device, seed: int = 0) -> Made:
@@ -151,9 +168,9 @@ def spec_of(case: Case, device: torch.device) -> AttendSpec:
 
 
 def spoil(pool: KVPool) -> None:
-    """NaN everywhere; of q8_0 in the scales, behind codes that would do harm without them."""
+    """NaN everywhere; of whole codes in the factors, behind codes that would do harm without them."""
     for plane in pool.planes:
-        plane.fill_(77 if plane.dtype is torch.int8 else torch.nan)
+        plane.fill_(torch.nan if plane.dtype.is_floating_point else 77)
 
 
 def _batch(case: Case, pages: list[list[int]], device: torch.device) -> Batch:

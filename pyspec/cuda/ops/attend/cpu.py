@@ -14,9 +14,6 @@ from pyspec.cuda.ops.attend.ref import Attend, AttendSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
-KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
-"""By kv.h's KvKind."""
-
 run = CpuKernel("pyspec_attend", "5q" + "4q" + "q" + "2q" + "11q" + "d")
 
 
@@ -25,27 +22,25 @@ def limits(spec: AttendSpec) -> str | None:
         return "runs on CPUs only"
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
-    if not {spec.kv.k, spec.kv.v} <= KINDS.keys():
-        return f"keys and values are {spec.kv.name}"
     return missing()
 
 
 def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:
     """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
     assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
-    assert pool.k.shape == pool.v.shape and pool.k.shape[1:] == (spec.n_kv_head, spec.head_dim)
-    assert all(plane.is_contiguous() for plane in pool.planes) and pool.kv == spec.kv
+    assert (pool.n_head, pool.head_dim, pool.kv) == (spec.n_kv_head, spec.head_dim, spec.kv)
+    assert all(plane.is_contiguous() for plane in pool.planes)
     assert sinks is None or (
         sinks.dtype == torch.float32 and sinks.is_contiguous() and len(sinks) == spec.n_head
     )
-    assert pool.k.shape[0] % batch.page_size == 0 and batch.row_seq.dtype == torch.int32
+    assert pool.n_row % batch.page_size == 0 and batch.row_seq.dtype == torch.int32
     for t in (batch.page_table, batch.positions, batch.lo, batch.hi):
         assert t.dtype == torch.int64 and t.is_contiguous()
     assert all(len(t) == q.shape[0] for t in (batch.positions, batch.lo, batch.hi, batch.row_seq))
 
 
 def bind(spec: AttendSpec) -> Attend:
-    kinds, heads = (KINDS[spec.kv.k], KINDS[spec.kv.v]), (spec.n_head, spec.n_kv_head, spec.head_dim)
+    kinds, heads = (spec.kv.k.kind, spec.kv.v.kind), (spec.n_head, spec.n_kv_head, spec.head_dim)
 
     def attend(
         q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None
@@ -55,7 +50,7 @@ def bind(spec: AttendSpec) -> Attend:
         planes = (pool.k, pool.v, pool.k_scale, pool.v_scale)
         rows = (batch.page_table, batch.positions, batch.lo, batch.hi, batch.row_seq)
         size = batch.page_size
-        sizes = (q.shape[0], *batch.page_table.shape, size, pool.k.shape[0] // size)
+        sizes = (q.shape[0], *batch.page_table.shape, size, pool.n_row // size)
         run(q, *planes, *rows, sinks, out, *sizes, *heads, window, *kinds, spec.scale)
         return out
 

@@ -22,7 +22,8 @@ from pyspec.cuda.ops.attend.ref import GUARD, AttendSpec
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
 from pyspec.cuda.ops.prefetch import prefetch_args
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KVPool, one_type
+from pyspec.slots.kv import KVPool
+from pyspec.slots.kv_types import F32, Q8_0, KvType, one_type
 
 OP_ID = GUARD.number
 DIMS = (64, 128, 256)
@@ -32,8 +33,6 @@ SPLIT, MAX_SEQ, STEP_BYTES, SCALE_BYTES = 1024, 128, 2048, 256  # as in attend_f
 FEW, MANY = 16, 192
 MAX_DEPTH = 6
 WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 16 partials in registers
-KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
-SCALED = torch.int8  # q8_0
 SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f" + NEXT_ARGS
 MERGE_ARGS = "ppp" + "ppp" + "pp{sinks}" + "p" + "iiiiii" + "p"
 PLAIN_ARGS = "p{planes}" + "pppp" + "p{sinks}pp" + "iiiiiii" + "f"
@@ -46,7 +45,7 @@ def limits(spec: AttendSpec) -> str | None:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
     if (why := one_type(spec.kv, "reads")) is not None:
         return why
-    if spec.kv.k not in KINDS:
+    if spec.kv.k.is_packed:
         return f"keys and values are {spec.kv.name}"
     if spec.head_dim % 32 or spec.head_dim > 512:
         return f"heads are {spec.head_dim} wide; the kernel takes multiples of 32 up to 512"
@@ -65,7 +64,7 @@ class AttendBuild:
 
     dim: int
     n_tile: int
-    kv: torch.dtype
+    kv: KvType
     arch: str
     blocks: int
     depth: int
@@ -82,7 +81,7 @@ class AttendBuild:
 
     @property
     def step_bytes(self) -> int:
-        return STEP_BYTES + SCALE_BYTES if self.kv is SCALED else STEP_BYTES
+        return STEP_BYTES + SCALE_BYTES if self.kv is Q8_0 else STEP_BYTES
 
     @property
     def shared_bytes(self) -> int:
@@ -101,7 +100,7 @@ class AttendBuild:
         return {
             "DIM": self.dim,
             "N_TILE": self.n_tile,
-            "KV_KIND": KINDS[self.kv],
+            "KV_KIND": self.kv.kind,
             "F8_CVT": int(self.arch not in ("sm_80", "sm_86", "sm_87")),
             "HAS_SINKS": int(self.has_sinks),
             "DEPTH": self.depth,
@@ -117,13 +116,13 @@ def room_of(arch: str) -> int:
     return {"sm_80": 164, "sm_87": 164, "sm_90a": 228, "sm_100a": 228}.get(arch, 100) * 1024
 
 
-def shape_for(dim: int, n_tile: int, kv: torch.dtype, arch: str, has_sinks: bool = False) -> AttendBuild:
+def shape_for(dim: int, n_tile: int, kv: KvType, arch: str, has_sinks: bool = False) -> AttendBuild:
     """As many warps as compile without spills, then the depth that keeps most bytes in flight on a multiprocessor."""
     large = room_of(arch) > 200 * 1024
     warps = {1: 16, 2: 16, 3: 16, 4: 12, 6: 8}[n_tile]
-    if dim == 256 and n_tile == 1 and large and kv is not SCALED:
+    if dim == 256 and n_tile == 1 and large and kv is not Q8_0:
         warps = 24
-    if dim == 64 and n_tile == 3 and kv is SCALED:
+    if dim == 64 and n_tile == 3 and kv is Q8_0:
         warps = 12
     shapes = [
         AttendBuild(dim, n_tile, kv, arch, warps * 32 // dim, depth, has_sinks=has_sinks)
@@ -154,9 +153,9 @@ class Kernels:
         return (self.merge_wide if n_part * -(-dim // 128) > WIDE_WARPS else self.merge_long), 128
 
 
-def _letters(kv: torch.dtype, has_sinks: bool) -> tuple[str, str]:
+def _letters(kv: KvType, has_sinks: bool) -> tuple[str, str]:
     """Signature letters of the pool's planes and of the sinks."""
-    return "pppp" if kv is SCALED else "pp", "p" if has_sinks else ""
+    return "pppp" if kv is Q8_0 else "pp", "p" if has_sinks else ""
 
 
 @per_device
@@ -174,13 +173,13 @@ def _kernels(device: torch.device, shape: AttendBuild) -> Kernels:
     return Kernels(split, thin, long, wide, n_sm * shape.resident, shape)
 
 
-def plain_defines(dim: int, kv: torch.dtype, has_sinks: bool) -> dict[str, int | str]:
+def plain_defines(dim: int, kv: KvType, has_sinks: bool) -> dict[str, int | str]:
     """Macros of attend_plain.cu."""
-    return {"DIM": dim, "KV_KIND": KINDS[kv], "HAS_SINKS": int(has_sinks), "OP_ID": OP_ID}
+    return {"DIM": dim, "KV_KIND": kv.kind, "HAS_SINKS": int(has_sinks), "OP_ID": OP_ID}
 
 
 @per_device
-def _plain(device: torch.device, dim: int, kv: torch.dtype, has_sinks: bool) -> jit.Kernel:
+def _plain(device: torch.device, dim: int, kv: KvType, has_sinks: bool) -> jit.Kernel:
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
     planes, sinks = _letters(kv, has_sinks)
     code = jit.compile_cubin("attend_plain", arch, plain_defines(dim, kv, has_sinks))
@@ -243,7 +242,7 @@ def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int
 
 def bytes_on(arch: str, n_sm: int, spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
     """The same on a GPU of `n_sm` multiprocessors."""
-    if spec.kv.k is torch.float32 or spec.head_dim not in DIMS:  # the plain kernel's
+    if spec.kv.k is F32 or spec.head_dim not in DIMS:  # the plain kernel's
         return 0
     return 4 * most_floats(spec, n_seq, n_key, n_row, arch, n_sm)
 
@@ -264,11 +263,11 @@ def most_floats(spec: AttendSpec, n_seq: int, n_key: int, n_row: int, arch: str,
 def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:
     """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
     assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
-    assert pool.k.shape == pool.v.shape and pool.k.shape[1:] == (spec.n_kv_head, spec.head_dim)
-    assert all(plane.is_contiguous() for plane in pool.planes) and pool.kv == spec.kv
+    assert (pool.n_head, pool.head_dim, pool.kv) == (spec.n_kv_head, spec.head_dim, spec.kv)
+    assert all(plane.is_contiguous() for plane in pool.planes)
     assert (sinks is not None) == spec.has_sinks
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (spec.n_head,))
-    assert batch.page_size % 16 == 0 and pool.k.shape[0] % batch.page_size == 0
+    assert batch.page_size % 16 == 0 and pool.n_row % batch.page_size == 0
     for t in (batch.page_table, batch.positions, batch.lo, batch.hi):
         assert t.dtype == torch.int64 and t.is_contiguous()
     assert all(len(t) == q.shape[0] for t in (batch.positions, batch.lo, batch.hi, batch.row_seq))
@@ -307,7 +306,7 @@ class AttendLaunch:
         n_row, (n_seq, n_col) = q.shape[0], batch.page_table.shape
         if not n_row:
             return torch.empty_like(q)
-        if spec.kv.k is torch.float32 or spec.head_dim not in DIMS or n_seq > MAX_SEQ:
+        if spec.kv.k is F32 or spec.head_dim not in DIMS or n_seq > MAX_SEQ:
             return self._plain(q, pool, batch, window, sink)
         group = spec.n_head // spec.n_kv_head
         kernels = self._build(batch, group)
@@ -326,7 +325,7 @@ class AttendLaunch:
         part, part_ml, plan = space[:n_part], space[n_part:], self.spaces.plan
         out = torch.empty_like(q)
         seen, rows = [batch.positions, batch.lo, batch.hi], [batch.row_seq, batch.seq_start]
-        pages = [i32(n_col), i32(batch.page_size), i32(pool.k.shape[0] // batch.page_size)]
+        pages = [i32(n_col), i32(batch.page_size), i32(pool.n_row // batch.page_size)]
         args: list[jit.Arg] = [
             q,
             *pool.read_planes,
@@ -371,7 +370,7 @@ class AttendLaunch:
             out,
             self.fault,
         ]
-        sizes = [n_col, batch.page_size, pool.k.shape[0] // batch.page_size, window]
+        sizes = [n_col, batch.page_size, pool.n_row // batch.page_size, window]
         counts = [i32(n_seq), *self.heads, *map(i32, sizes)]
         kernel = _plain(spec.device, spec.head_dim, spec.kv.k, spec.has_sinks)
         kernel.launch((q.shape[0], spec.n_head), 128, [q, *pool.read_planes, *rows, *counts, self.scale])
@@ -379,7 +378,7 @@ class AttendLaunch:
 
 
 def programs(spec: AttendSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
-    if spec.kv.k is torch.float32 or spec.head_dim not in DIMS:
+    if spec.kv.k is F32 or spec.head_dim not in DIMS:
         macros = plain_defines(spec.head_dim, spec.kv.k, spec.has_sinks)
         yield target.program("attend_plain", macros)
         return

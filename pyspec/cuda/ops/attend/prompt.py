@@ -26,6 +26,7 @@ from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
 from pyspec.cuda.ops.attend.ref import Attend, AttendSpec, key_rows
 from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.kv_types import type_of
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
@@ -293,7 +294,7 @@ def keys_of(pool: KVPool, batch: Batch, i: int) -> tuple[Tensor, Tensor]:
     """Keys and values of a sequence in a type that the library takes. They are not copied if its pages follow each other in the pool."""
     half = pool.kv.half
     n, size, at = batch.max_hi[i], batch.page_size, _run_of(batch, i)
-    if at is None or pool.kv != KvFormat.both(half):
+    if at is None or pool.kv != KvFormat.both(type_of(half)):
         return pool.read(key_rows(batch, i), half)
     rows = slice(at * size, at * size + n)
     return pool.k[rows], pool.v[rows]

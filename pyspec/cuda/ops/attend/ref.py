@@ -24,7 +24,8 @@ from torch import Tensor
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.op import Guard
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import F16, KvFormat, KVPool
+from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.kv_types import PLAIN
 
 GUARD = Guard(4)
 
@@ -41,7 +42,7 @@ class AttendSpec:
     n_kv_head: int
     head_dim: int
     scale: float
-    kv: KvFormat = F16
+    kv: KvFormat = PLAIN
     has_sinks: bool = False
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, tri
-from pyspec.cuda.ops.attend.cuda import KINDS, MANY, workspace
+from pyspec.cuda.ops.attend.cuda import MANY, workspace
 from pyspec.cuda.ops.attend.ref import GUARD, AttendSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -41,7 +41,7 @@ def limits(spec: AttendSpec) -> str | None:
         return why
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
-    if not {spec.kv.k, spec.kv.v} <= KINDS.keys():
+    if spec.kv.k.is_packed or spec.kv.v.is_packed:
         return f"keys and values are {spec.kv.name}"
     if spec.head_dim % 16 or spec.head_dim > 512:
         return f"heads are {spec.head_dim} wide; the kernel takes multiples of 16 up to 512"
@@ -181,7 +181,7 @@ class AttendTriton:
         )
         n_prog = min(n_split, max(1, PER_SM * self.n_sm // (n_once * spec.n_kv_head)))
         part, ml = space[:n_part], space[n_part:]
-        pages = n_seq, n_col, pool.k.shape[0] // batch.page_size
+        pages = n_seq, n_col, pool.n_row // batch.page_size
         seen = batch.positions, batch.lo, batch.hi
         wide = 1 << (spec.head_dim - 1).bit_length()
         shape = {
@@ -202,8 +202,8 @@ class AttendTriton:
             "PAGE": batch.page_size,
             "OP": OP_ID,
         }
-        kind = {"K_KIND": KINDS[spec.kv.k], "V_KIND": KINDS[spec.kv.v], "NATIVE": self.native}
-        kind |= {"K_HALF": kernels.HALVES[spec.kv.k], "V_HALF": kernels.HALVES[spec.kv.v]}
+        kind = {"K_KIND": spec.kv.k.kind, "V_KIND": spec.kv.v.kind, "NATIVE": self.native}
+        kind |= {"K_HALF": kernels.HALVES[spec.kv.k.dtype], "V_HALF": kernels.HALVES[spec.kv.v.dtype]}
         piece, sink = min(PIECE, wide), q if sinks is None else sinks
         for first in range(0, n_tile, n_once):
             n = min(n_once, n_tile - first)
@@ -248,11 +248,11 @@ def planes_of(pool: KVPool) -> tuple[Tensor, ...]:
 def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:
     """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
     assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
-    assert pool.k.shape == pool.v.shape and pool.k.shape[1:] == (spec.n_kv_head, spec.head_dim)
+    assert (pool.n_head, pool.head_dim) == (spec.n_kv_head, spec.head_dim)
     assert all(plane.is_contiguous() for plane in pool.planes) and pool.kv == spec.kv
     assert (sinks is not None) == spec.has_sinks
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (spec.n_head,))
-    assert pool.k.shape[0] % batch.page_size == 0
+    assert pool.n_row % batch.page_size == 0
     for t in (batch.page_table, batch.positions, batch.lo, batch.hi):
         assert t.dtype == torch.int64 and t.is_contiguous()
     assert all(len(t) == q.shape[0] for t in (batch.positions, batch.lo, batch.hi, batch.row_seq))

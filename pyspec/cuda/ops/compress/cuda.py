@@ -14,13 +14,14 @@ from torch import Tensor
 from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin, missing
-from pyspec.cuda.ops.attend.cuda import KINDS, SCALED
 from pyspec.cuda.ops.compress.ref import GUARD, SCORES, VALUES, CompressSpec
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KVPool, name_of, rows_per_page
+from pyspec.slots.kv import KVPool, rows_per_page
+from pyspec.slots.kv_types import name_of
 from pyspec.slots.ring import RingRows
 
 OP_ID = GUARD.number
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 4}
 MOST_THREADS, KEEPERS = 512, 128
 FEW = 128  # rows up to which two compressors share a launch
 FORMS = {
@@ -50,7 +51,7 @@ def n_group(spec: CompressSpec) -> int:
 def limits(spec: CompressSpec) -> str | None:
     if (why := missing(spec.device)) is not None:
         return why
-    if spec.kv not in KINDS or spec.kv is SCALED:
+    if spec.kv not in KINDS:
         return f"rows are {name_of(spec.kv)}; the kernel takes f32, f16, bf16 and f8_e4m3"
     if spec.dim % 32 or not 0 < spec.dim <= 512:
         return f"rows of {spec.dim} dimensions; the kernel takes multiples of 32 up to 512"

@@ -13,6 +13,7 @@ from pyspec.cuda.ops.index_rows.ref import IndexRows, IndexSpec, block_rows
 from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.kv import KvFormat, KVPool, rows_per_page
+from pyspec.slots.kv_types import type_of
 from pyspec.slots.table import SlotTable
 
 NEAR = {torch.float16: 2.0**-13, torch.bfloat16: 2.0**-10}
@@ -92,7 +93,9 @@ def only(batch: Batch, seq: int, first: int, n: int) -> tuple[slice, Batch]:
 def pool_for(placed: Placed, ratio: int, dim: int, kv: torch.dtype, device: torch.device) -> KVPool:
     """Compressed rows, NaN where the op must not read."""
     n_row = placed.n_page * rows_per_page(placed.plain.page_size, ratio)
-    pool = KVPool(n_row, 1, dim, KvFormat.both(kv), device, tokens_per_row=ratio, keys_only=True)
+    pool = KVPool(
+        n_row, 1, dim, KvFormat.both(type_of(kv)), device, tokens_per_row=ratio, keys_only=True
+    )
     spoil(pool)
     return pool
 

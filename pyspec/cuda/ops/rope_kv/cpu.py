@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel, empty, missing
-from pyspec.cuda.ops.attend.cpu import KINDS
 from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKv, RopeKvSpec
 from pyspec.slots.kv import KVPool
 
 MAX_DIM = 1024
-_RUN = CpuKernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "11q" + "d")
+_RUN = CpuKernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "13q" + "d")
 
 
 def limits(spec: RopeKvSpec) -> str | None:
@@ -28,7 +27,7 @@ def bind(spec: RopeKvSpec) -> RopeKv:
     step = spec.dim * (2 if spec.gated else 1)
     n_column = spec.n_q * step + 2 * spec.n_kv * spec.dim
     sizes = (spec.n_q, spec.n_kv, spec.dim, spec.n_rot, int(spec.neox), step)
-    kinds = KINDS[spec.kv.k], KINDS[spec.kv.v]
+    kinds = spec.kv.k.kind, spec.kv.v.kind, spec.kv.turn_k(spec.dim), spec.kv.turn_v(spec.dim)
 
     def rope_kv(
         y: Tensor,
@@ -48,10 +47,10 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         )
         assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
         assert all(plane.is_contiguous() for plane in pool.planes)
-        assert pool.k.shape[1:] == (spec.n_kv, spec.dim) and pool.kv == spec.kv
+        assert (pool.n_head, pool.head_dim, pool.kv) == (spec.n_kv, spec.dim, spec.kv)
         q = empty(n, spec.n_q, spec.dim)
         planes = (pool.k, pool.v, pool.k_scale, pool.v_scale)
-        counts = n, y.stride(0), pool.k.shape[0]
+        counts = n, y.stride(0), pool.n_row
         _RUN(y, q_norm, k_norm, cos, sin, rows, q, *planes, *counts, *sizes, *kinds, spec.eps)
         return q
 

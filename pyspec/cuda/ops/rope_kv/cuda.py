@@ -8,9 +8,9 @@ from torch import Tensor
 
 from pyspec.cuda import faults, jit
 from pyspec.cuda.context import per_device
-from pyspec.cuda.ops.attend.cuda import KINDS, SCALED
 from pyspec.cuda.ops.rope_kv.ref import GUARD, Angles, RopeKv, RopeKvSpec
-from pyspec.slots.kv import KVPool, one_type
+from pyspec.slots.kv import KVPool
+from pyspec.slots.kv_types import one_type
 
 OP_ID = GUARD.number
 WARPS = 4
@@ -22,6 +22,8 @@ def limits(spec: RopeKvSpec) -> str | None:
         return why
     if (why := one_type(spec.kv, "writes")) is not None:
         return why
+    if spec.kv.k.is_packed:
+        return f"keys and values are {spec.kv.name}"
     if spec.dim % 32 or spec.dim > 512:
         return f"heads are {spec.dim} wide; the kernel takes multiples of 32 up to 512"
     if spec.n_rot > spec.dim or spec.n_rot % 2:
@@ -37,7 +39,7 @@ def defines(spec: RopeKvSpec) -> dict[str, int | str]:
         "NEOX": int(spec.neox),
         "HAS_NORM": int(spec.has_norm),
         "Q_STEP": spec.dim * (2 if spec.gated else 1),
-        "KV_KIND": KINDS[spec.kv.k],
+        "KV_KIND": spec.kv.k.kind,
         "OP_ID": OP_ID,
     }
 
@@ -46,7 +48,7 @@ def defines(spec: RopeKvSpec) -> dict[str, int | str]:
 def _kernel(device: torch.device, spec: RopeKvSpec) -> jit.Kernel:
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
     return jit.compile_cubin("rope_kv", arch, defines(spec)).kernel(
-        "rope_kv", ARGS.format(planes="pppp" if spec.kv.k is SCALED else "pp")
+        "rope_kv", ARGS.format(planes="pppp" if spec.kv.k.n_factor else "pp")
     )
 
 
@@ -79,19 +81,16 @@ def bind(spec: RopeKvSpec) -> RopeKv:
             and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
         )
         assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
-        assert (
-            pool.k.is_contiguous()
-            and pool.v.is_contiguous()
-            and pool.k.shape[1:] == (spec.n_kv, spec.dim)
-        )
-        assert (k_norm is not None) == spec.has_norm and pool.kv == spec.kv
+        assert all(plane.is_contiguous() for plane in pool.planes)
+        assert (pool.n_head, pool.head_dim, pool.kv) == (spec.n_kv, spec.dim, spec.kv)
+        assert (k_norm is not None) == spec.has_norm
         q = torch.empty(n, spec.n_q, spec.dim, dtype=torch.float32, device=y.device)
         norms = (
             none if q_norm is None else q_norm,
             none if k_norm is None else k_norm,
             np.float32(spec.eps),
         )
-        counts = (np.int32(spec.n_q), np.int32(spec.n_kv), np.int32(pool.k.shape[0]))
+        counts = (np.int32(spec.n_q), np.int32(spec.n_kv), np.int32(pool.n_row))
         args: tuple[jit.Arg, ...] = (
             y,
             np.int64(y.stride(0)),

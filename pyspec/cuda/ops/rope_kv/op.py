@@ -13,14 +13,19 @@ from pyspec.cuda.ops.rope_kv import ref as rope_kv_ref
 from pyspec.cuda.ops.rope_kv import triton as rope_kv_triton
 from pyspec.cuda.ops.rope_kv.ref import RopeKv, RopeKvSpec
 from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.kv_types import BF16, F8, F16, F32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 
 N_POOL = 40  # rows of the pool that is checked with
 OFF = {
-    torch.float32: 1e-5,
-    torch.float16: 2e-3,
-    torch.bfloat16: 2e-2,
-    torch.int8: 5e-2,
-    torch.float8_e4m3fn: 0.13,
+    F32: 1e-5,
+    F16: 2e-3,
+    BF16: 2e-2,
+    Q8_0: 5e-2,
+    F8: 0.13,
+    Q5_1: 0.3,
+    Q5_0: 0.4,
+    Q4_1: 0.5,
+    Q4_0: 0.8,
 }
 """Relative error of rounding to the next value; q8_0's step is a 127th of the largest of its block."""
 
@@ -67,8 +72,8 @@ def shapes(device: torch.device) -> list[RopeKvSpec]:
         RopeKvSpec(device, 32, 8, 128, 128, neox=True, gated=False, has_norm=True, eps=1e-6),
         RopeKvSpec(device, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5),
     ]
-    packed = (torch.int8, torch.float8_e4m3fn)
-    return whole + [replace(whole[0], kv=KvFormat.both(dtype)) for dtype in packed]
+    packed = (Q8_0, F8)
+    return whole + [replace(whole[0], kv=KvFormat.both(of)) for of in packed]
 
 
 rope_kv: Op[RopeKvSpec, RopeKv] = Op(

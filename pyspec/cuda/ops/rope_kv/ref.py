@@ -1,5 +1,8 @@
 """Between the product of q, k, v and attention: head norms, rope, and keys and values into their pages. In plain torch.
 
+Where the pool's types ask for it (`KvFormat.turn_k`, `turn_v`), heads of q and k are turned once more behind the rope, and those of v, by
+`hadamard` (kv_codes.py): a score stays what it is, and sums of values are turned back behind attention.
+
 y        [row, n_q * step + 2 * n_kv * dim]  f32  q heads (each followed by its gate if gated: step = 2 dim), k, v
 angles   cos, sin [row, 1, n_rot / 2]        f32
 rows     [row]                               int64  rows of the pool
@@ -16,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.op import FaultPlace, Guard
-from pyspec.slots.kv import F16, KvFormat, KVPool
+from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.kv_codes import turned
+from pyspec.slots.kv_types import PLAIN
 
 GUARD = Guard(5, FaultPlace.ROW)
 
@@ -36,7 +41,7 @@ class RopeKvSpec:
     gated: bool
     has_norm: bool
     eps: float
-    kv: KvFormat = F16
+    kv: KvFormat = PLAIN
 
 
 RopeKv = Callable[[Tensor, Tensor | None, Tensor | None, Angles, KVPool, Tensor], Tensor]
@@ -60,6 +65,7 @@ def rotate(x: Tensor, angles: Angles, neox: bool) -> Tensor:
 def bind(spec: RopeKvSpec) -> RopeKv:
     step = spec.dim * (2 if spec.gated else 1)
     width = [spec.n_q * step, spec.n_kv * spec.dim, spec.n_kv * spec.dim]
+    of_k, of_v = spec.kv.turn_k(spec.dim), spec.kv.turn_v(spec.dim)
 
     def rope_kv(
         y: Tensor,
@@ -77,7 +83,8 @@ def bind(spec: RopeKvSpec) -> RopeKv:
             q = F.rms_norm(q, (spec.dim,), q_norm, spec.eps)
         if k_norm is not None:
             k = F.rms_norm(k, (spec.dim,), k_norm, spec.eps)
-        pool.write(rows, rotate(k, angles, spec.neox), v.reshape(n, spec.n_kv, spec.dim))
-        return rotate(q, angles, spec.neox)
+        k, v = rotate(k, angles, spec.neox), v.reshape(n, spec.n_kv, spec.dim)
+        pool.write(rows, turned(k, of_k), turned(v, of_v))
+        return turned(rotate(q, angles, spec.neox), of_k)
 
     return rope_kv

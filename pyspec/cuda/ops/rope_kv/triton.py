@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, tri
-from pyspec.cuda.ops.attend.cuda import KINDS
 from pyspec.cuda.ops.attend.triton import planes_of
 from pyspec.cuda.ops.rope_kv.ref import GUARD, Angles, RopeKv, RopeKvSpec
 from pyspec.slots.kv import KVPool
@@ -17,6 +16,8 @@ OP_ID = GUARD.number
 def limits(spec: RopeKvSpec) -> str | None:
     if (why := tri.missing(spec.device)) is not None:
         return why
+    if spec.kv.k.is_packed or spec.kv.v.is_packed:
+        return f"keys and values are {spec.kv.name}"
     if spec.dim % 16 or spec.dim > 512:
         return f"heads are {spec.dim} wide; the kernel takes multiples of 16 up to 512"
     if spec.n_rot > spec.dim or spec.n_rot % 2:
@@ -37,8 +38,8 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         "NEOX": spec.neox,
         "STEP": step,
         "HAS_NORM": spec.has_norm,
-        "K_KIND": KINDS[spec.kv.k],
-        "V_KIND": KINDS[spec.kv.v],
+        "K_KIND": spec.kv.k.kind,
+        "V_KIND": spec.kv.v.kind,
         "OP": OP_ID,
     }
 
@@ -60,12 +61,9 @@ def bind(spec: RopeKvSpec) -> RopeKv:
             and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
         )
         assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
-        assert (
-            pool.k.is_contiguous()
-            and pool.v.is_contiguous()
-            and pool.k.shape[1:] == (spec.n_kv, spec.dim)
-        )
-        assert (k_norm is not None) == spec.has_norm and pool.kv == spec.kv
+        assert all(plane.is_contiguous() for plane in pool.planes)
+        assert (pool.n_head, pool.head_dim, pool.kv) == (spec.n_kv, spec.dim, spec.kv)
+        assert (k_norm is not None) == spec.has_norm
         q = torch.empty(n, spec.n_q, spec.dim, dtype=torch.float32, device=y.device)
         if not n:
             return q
@@ -83,7 +81,7 @@ def bind(spec: RopeKvSpec) -> RopeKv:
                 *planes_of(pool),
                 fault,
                 y.stride(0),
-                pool.k.shape[0],
+                pool.n_row,
                 spec.eps,
             ),
             constants,
