@@ -1,6 +1,7 @@
 """Show the time of forwards on a GPU, kernel by kernel, and its floors by memory and arithmetic.
 
     python tools/profile_rounds.py qwen3.6-27b --layers 8 -np 64 --cases plain:16 verify:64x4 prompt:2048@32768 rounds:32
+    ... -ctk q8_0 -ctv q4_0                          keys and values of other types
     ... --tp 2                                       two ranks; times and floors are those of the first one
     ... --draft mtp|FILE --spec-len 3 --n-draft 3    with a drafter: `rounds` draft
     ... --set pyspec.cuda.streamed:FEW_ROWS=16       another number in a module; --exact: as the engine's
@@ -274,6 +275,8 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("-np", type=int, default=64)
     parser.add_argument("-c", "--ctx", type=int, default=1024)
+    parser.add_argument("-ctk", default="f16", help="type of keys")
+    parser.add_argument("-ctv", help="type of values")
     parser.add_argument("--draft", default="none", help="mtp, or a drafter's file")
     parser.add_argument("--spec-len", type=float, default=3.0)
     parser.add_argument("--n-draft", type=int, default=3)
@@ -307,7 +310,8 @@ def main() -> int:
         settings: dict[str, object] = {
             "np": args.np,
             "ctx": args.ctx,
-            "kv_type": "f16",
+            "kv_type": args.ctk,
+            "kv_type_v": args.ctv,
             "exact": args.exact,
             "tp": args.tp,
         }

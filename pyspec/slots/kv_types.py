@@ -147,13 +147,6 @@ def _turned(of: KvType, dim: int) -> int:
     return dim & -dim if of.turns else 0
 
 
-def one_type(kv: KvFormat, op: str) -> str | None:
-    """The refusal of kernels that take keys and values of one type. op: "reads" or "writes"."""
-    if kv.is_one:
-        return None
-    return f"keys are {kv.k.name}, values {kv.v.name}; the kernel {op} one type"
-
-
 def row_bytes(n_head: int, head_dim: int, kv: KvFormat) -> int:
     """Bytes of one row's keys and values. Raises ModelError if a type does not support heads of this width."""
     return n_head * (kv.k.head_bytes(head_dim, "-ctk") + kv.v.head_bytes(head_dim, "-ctv"))

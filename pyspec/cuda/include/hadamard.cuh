@@ -2,7 +2,7 @@
 #pragma once
 #include "types.cuh"
 
-constexpr float over_root(int n) {  // 1 / sqrt(n) of a power of two, rounded as the host rounds it
+__device__ constexpr float over_root(int n) {  // 1 / sqrt(n) of a power of two, rounded as the host rounds it
   float y = n == 1 || n == 4 || n == 16 || n == 64 || n == 256 || n == 1024 ? 1.f : 0.70710678118654752440f;
   for (; n >= 4; n /= 4) y *= 0.5f;
   return y;

@@ -11,7 +11,7 @@ from pyspec.cuda.ops.attend import prompt as attend_prompt
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.slots.arena import bucket_of
 from pyspec.slots.batch import Seq, SeqMode
-from pyspec.slots.kv import KvFormat
+from pyspec.slots.kv_types import PLAIN, TYPES, KvFormat, KvType
 
 pytest.importorskip("cuda.core")
 
@@ -19,22 +19,22 @@ pytest.importorskip("cuda.core")
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_kernels_compile_without_spills_in_the_registers_their_blocks_leave(arch: str) -> None:
-    dim, n_tile, kv = (
-        (256, 1, torch.float16) if arch in ("sm_80", "sm_100a") else (256, 6, torch.bfloat16)
-    )
-    assert_fits(attend_cuda.shape_for(dim, n_tile, kv, arch))
+    dim, n_tile, kv = (256, 1, "f16") if arch in ("sm_80", "sm_100a") else (256, 6, "bf16")
+    assert_fits(attend_cuda.shape_for(dim, n_tile, KvFormat.named(kv), arch))
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(1, most=1)
-@pytest.mark.parametrize("kv", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "kv", [("q8_0",), ("f8_e4m3",), ("q4_0",), ("q5_1",), ("q8_0", "q4_0"), ("bf16", "q4_1")]
+)
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_kernels_that_read_bytes_compile_without_spills_in_the_registers_their_blocks_leave(
-    arch: str, kv: torch.dtype
+    arch: str, kv: tuple[str, ...]
 ) -> None:
     """With a sink, and in the builds that have least registers to spare."""
     for dim, n_tile in ((64, 3), (128, 3), (256, 1)):
-        assert_fits(attend_cuda.shape_for(dim, n_tile, kv, arch, has_sinks=True))
+        assert_fits(attend_cuda.shape_for(dim, n_tile, KvFormat.named(*kv), arch, has_sinks=True))
 
 
 def assert_fits(shape: attend_cuda.AttendBuild) -> None:
@@ -49,15 +49,15 @@ def test_shared_memory_of_every_build_fits_the_multiprocessor(arch: str) -> None
     room = attend_cuda.room_of(arch)
     for dim in attend_cuda.DIMS:
         for n_tile in attend_cuda.N_TILES:
-            for kv in (torch.float16, torch.int8, torch.float8_e4m3fn):
+            for kv in map(KvFormat.both, TYPES.values()):
                 shape = attend_cuda.shape_for(dim, n_tile, kv, arch)
                 assert shape.shared_bytes <= room - 1024, shape
                 assert room > 100 * 1024 or shape.shared_bytes <= 99 * 1024, shape
 
 
-@pytest.mark.parametrize("kind", attend_cuda.KINDS.values())
-def test_the_plain_kernel_compiles_for_every_key_dtype(kind: int) -> None:
-    defines = {"DIM": 96, "KV_KIND": kind, "OP_ID": attend_cuda.OP_ID}
+@pytest.mark.parametrize("of", TYPES.values(), ids=str)
+def test_the_plain_kernel_compiles_for_every_type(of: KvType) -> None:
+    defines = attend_cuda.plain_defines(96, KvFormat(of, TYPES["q5_1"]), has_sinks=False)
     assert (
         jit.compile_cubin("attend_plain", "sm_80", defines, use_cache=False)
         .resources["attend_plain"]
@@ -82,8 +82,8 @@ def test_unsupported_shapes_are_refused_with_their_numbers(monkeypatch: pytest.M
     gpu = torch.device("cuda")
     assert attend_cuda.limits(AttendSpec(gpu, 24, 4, 256, 1.0)) is None
     assert "heads are 80 wide" in (attend_cuda.limits(AttendSpec(gpu, 8, 2, 80, 1.0)) or "")
-    mixed = AttendSpec(gpu, 8, 2, 64, 1.0, KvFormat.named("f16", "q8_0"))
-    assert attend_cuda.limits(mixed) == "keys are f16, values q8_0; the kernel reads one type"
+    mixed = AttendSpec(gpu, 8, 2, 64, 1.0, KvFormat.named("q8_0", "q4_0"))
+    assert attend_cuda.limits(mixed) is None
     assert "7 heads are no multiple of 2" in (attend_cuda.limits(AttendSpec(gpu, 7, 2, 64, 1.0)) or "")
 
 
@@ -120,12 +120,12 @@ def test_what_is_planned_for_partial_sums_is_enough_for_every_batch(heads: tuple
             shape = attend_cuda.shape_for(
                 heads[2],
                 attend_cuda.n_tile_for(max((w for w, _ in own), default=1) * group),
-                torch.float16,
+                PLAIN,
                 arch,
             )
             tiles = [(-(-w * group // shape.columns), end) for w, end in own]
             if i == 0:  # a graph
-                shape = attend_cuda.shape_for(heads[2], 6, torch.float16, arch)
+                shape = attend_cuda.shape_for(heads[2], 6, PLAIN, arch)
                 tiles = [(graph_row * group // shape.columns + n_seq, n_key)]
             n_item = attend_cuda.n_items(spec, shape.columns, n_sm * shape.resident, tiles)
             most = max(most, n_item * attend_cuda.n_float(spec, shape.columns))

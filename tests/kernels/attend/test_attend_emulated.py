@@ -14,6 +14,7 @@ from pyspec.cuda import faults
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, only, spec_of, worst
+from pyspec.slots.kv_types import Q4_0, Q4_1, Q5_0, Q5_1, KvType
 
 pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 SEEDS = (0, 1)
@@ -47,6 +48,17 @@ CASES = {
     "sinks q8_0": Case(16, 1, 128, torch.int8, [(0, 1), (300, 3)], 16, sinks=True),
     "keys alone": Case(6, 1, 96, torch.float16, [(100, 3), (33, 1)], 16, 50, sinks=True, keys_only=True),
     "keys alone of 64": Case(6, 1, 64, torch.float16, [(0, 1), (255, 5)], 16, keys_only=True),
+    "q4_0": Case(6, 2, 128, Q4_0, [(0, 3), (255, 1), (127, 9), (1023, 2)], 32, pad=(5, 2)),
+    "q4_1 of 256": Case(6, 1, 256, Q4_1, [(17, 3), (300, 1), (15, 1)], 16, pad=(1, 1)),
+    "q5_0 of 64": Case(16, 1, 64, Q5_0, [(130, 4), (300, 1), (3, 2)], 16),
+    "q5_1 window": Case(2, 2, 128, Q5_1, [(600, 5), (127, 17), (9, 4)], 16, 7),
+    "q5_1 odd size": Case(6, 2, 96, Q5_1, [(100, 3), (33, 1)], 16, 50, pad=(2, 1), sinks=True),
+    "q8_0 and q4_0": Case(6, 1, 256, torch.int8, [(17, 3), (300, 1)], 16, pad=(1, 1), v_dtype=Q4_0),
+    "bf16 and q5_0": Case(6, 1, 128, torch.bfloat16, [(17, 3), (300, 1)], 16, sinks=True, v_dtype=Q5_0),
+    "q5_1 and f16": Case(6, 1, 64, Q5_1, [(17, 3), (300, 1)], 16, v_dtype=torch.float16),
+    "f16 and bf16": Case(6, 1, 64, torch.float16, [(17, 3), (300, 1)], 16, v_dtype=torch.bfloat16),
+    "f8 and q4_1": Case(6, 1, 64, F8, [(17, 3), (300, 1)], 16, v_dtype=Q4_1),
+    "f32 and q5_0": Case(6, 2, 96, torch.float32, [(100, 3), (33, 1)], 16, 50, v_dtype=Q5_0),
     "sinks f32": Case(6, 2, 96, torch.float32, [(100, 3), (33, 1)], 16, pad=(2, 1), sinks=True),
 }
 SOME = (
@@ -61,6 +73,8 @@ SOME = (
     "q8_0 block",
     "f8",
     "sinks",
+    "q5_1 window",
+    "q8_0 and q4_0",
 )
 
 
@@ -79,13 +93,13 @@ def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str, s
             made.q, made.pool, made.batch, case.window, made.sinks
         )
         assert faults.record(CPU).tolist() == [0] * 5
-    assert worst(out[:n], want) < TOLERANCE[case.dtype]
+    assert worst(out[:n], want) < case.tolerance
     assert not out[n:].any()
 
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(
-    "name", ["ragged", "one head a group", "odd size", "q8_0", "q8_0 odd size", "f8", "sinks"]
+    "name", ["ragged", "one head a group", "odd size", "q8_0", "q8_0 odd size", "f8", "q4_0", "sinks"]
 )
 def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
     case = CASES[name]
@@ -102,13 +116,13 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
 
 
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn])
-def test_ranges_and_splits_as_items_give_the_same_bits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn, Q5_1])
+def test_ranges_and_splits_as_items_give_the_same_bits(dtype: torch.dtype | KvType) -> None:
     case = Case(4, 1, 64, dtype, [(1200, 2), (1500, 2)], 16)
     made, found = make(case, CPU), []
     for n_multiprocessor, per_item in ((1, 16), (40, 1)):
         with emulated_gpu(seed=3, n_multiprocessor=n_multiprocessor):
-            shape = replace(attend_cuda.shape_for(64, 1, dtype, "sm_90a"), blocks=1)
+            shape = replace(attend_cuda.shape_for(64, 1, case.kv, "sm_90a"), blocks=1)
             found.append(
                 attend_cuda.bind(spec_of(case, CPU), shape=shape)(made.q, made.pool, made.batch, 0)
             )

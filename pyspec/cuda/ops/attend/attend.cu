@@ -1,8 +1,8 @@
 // attend: paged attention of few rows over long keys; decode, verify and drafter blocks alike.
 //
 //   q            [row, n_head, dim]          f32    contiguous, after rope
-//   k, v         [pool row, n_kv, dim]       KV     KV_KIND 1: f16, 2: bf16, 3: i8 codes of q8_0, 4: f8_e4m3
-//   k_scale, v_scale  [pool row, n_kv, dim / 32]  f16  of q8_0 alone
+//   k, v         [pool row, n_kv, ...]       codes  K_KIND and V_KIND, see kv_kinds.cuh: any but f32
+//   k_scale, v_scale  [pool row, n_kv, ...]  f16    factors of kinds that have any
 //   page_table   [seq, n_page_col]           int64
 //   positions, lo, hi  [row]                 int64  row sees lo <= p < hi, and p > position - window if window > 0
 //   row_seq      [row]                       int32  -1: padding, skipped here and written as zeros by the merge
@@ -24,23 +24,29 @@
 // fills the machine, and both give the same bits, so a row's result does not depend on its neighbours or on the batch.
 //
 // Grid: any number of blocks (a static one, for graphs); each finds its items in the metadata. Memory-bound: K and V are
-// read once per tile of COLS columns. Products are of T, which is bf16 for bf16 pools, else f16: q is rounded to T after
-// scaling, and weights to T, errors of 2^-8 or 2^-11 each. Bytes become f16 on their way from shared memory to the product.
+// read once per tile of COLS columns. Products with keys and with values are of f16, or of bf16 if they are: q is rounded to
+// the first type after scaling, and weights to the second, errors of 2^-11 or 2^-8 each. Bytes and codes of fewer bits become
+// f16 on their way from shared memory to the product. How keys and values are queued, and multiplied, hangs on their size:
+// attend_halves.cuh, attend_bytes.cuh and attend_bits.cuh have a part for keys and one for values.
 //
-// Macros: DIM, N_TILE (columns / 8), KV_KIND, F8_CVT (the GPU has an instruction for it), HAS_SINKS, DEPTH (queue steps),
+// Macros: DIM, N_TILE (columns / 8), K_KIND, V_KIND, F8_CVT (the GPU has an instruction for it), HAS_SINKS, DEPTH (queue steps),
 // OP_ID, MIN_BLOCKS, SHARED_BYTES, L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block
 // soon).
-#include "types.cuh"
+#include "kv_kinds.cuh"
 #include "bounds.cuh"
 #include "attend_fold.cuh"
 #include "overlap.cuh"
 
 constexpr int WARPS = DIM / 32, THREADS = 32 * WARPS, RANGE = DIM, FOLD = SPLIT / RANGE, COLS = 8 * N_TILE;
-#if KV_KIND == 3
-constexpr int STEP_BYTES = 2048 + 256;  // and the scales of up to 64 keys, of 64 dims
-#else
-constexpr int STEP_BYTES = 2048;  // of a warp
-#endif
+__device__ constexpr int most(int a, int b) { return a > b ? a : b; }
+// Bytes of a step of a warp: 2 KB of halves or bytes, and what attend_bits.cuh says.
+__device__ constexpr int step_bytes(int kind, bool is_keys) {
+  if (kind < 5) return 2048 + (kind == 3 ? 256 : 0);  // the scales of up to 64 keys, of 64 dims
+  const int keys = is_keys ? 32 : 64;
+  const int factors = 4 * keys * (is_keys ? n_factor(kind) : 1);
+  return 1024 + (n_bit(kind) == 5 ? 256 : 0) + factors;
+}
+constexpr int STEP_BYTES = most(step_bytes(K_KIND, true), step_bytes(V_KIND, false));
 constexpr u32 ALL = 0xffffffffu;
 
 struct alignas(16) Shared {
@@ -59,23 +65,29 @@ struct alignas(16) Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the launcher asks for another size");
 
-#if KV_KIND == 2
-#define ATTEND_T "bf16"
-#else
-#define ATTEND_T "f16"
-#endif
-
+// Two numbers in one word, and a product of 16 by 8, of f16 or, for keys or values of that KIND, of bf16.
+template <int KIND>
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 both;
-  asm("cvt.rn." ATTEND_T "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  if constexpr (KIND == 2) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  }
   return both;
 }
 
+template <int KIND>
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ATTEND_T "." ATTEND_T
-               ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  if constexpr (KIND == 2) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
 }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
@@ -88,11 +100,8 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, bool real) {  /
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_oldest() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
 
-#if KV_KIND >= 3
-typedef u8 Kv;
-#else
-typedef u16 Kv;
-#endif
+typedef Codes<K_KIND>::Plane KeyCode;
+typedef Codes<V_KIND>::Plane ValueCode;
 
 struct Lane {
   int warp, g, t;  // g = lane / 4 and t = lane % 4, as in the fragment layouts
@@ -107,8 +116,7 @@ __device__ __forceinline__ void clear(float (&acc)[2][N_TILE][4]) {
       for (int j = 0; j < 4; j++) acc[i][n][j] = 0.f;
 }
 
-struct Stream;  // and how a thread queues step i of it in `slot`: by the size of keys and values
-__device__ __forceinline__ void fetch(const Shared& s, const Stream& f, const Lane& me, int i, int slot);
+#include "attend_stream.cuh"
 
 // The step in `slot` is in registers: its place takes the step DEPTH later.
 __device__ __forceinline__ void advance(const Shared& s, const Stream& f, const Lane& me, int& step, int& slot) {
@@ -117,11 +125,9 @@ __device__ __forceinline__ void advance(const Shared& s, const Stream& f, const 
   slot = slot + 1 == DEPTH ? 0 : slot + 1;
 }
 
-#if KV_KIND >= 3
-#include "attend_bytes.cuh"
-#else
 #include "attend_halves.cuh"
-#endif
+#include "attend_bytes.cuh"
+#include "attend_bits.cuh"
 
 // Keys a column does not see become -inf; then the warp's maximum of each column.
 __device__ __forceinline__ void mask_and_top(Shared& s, const Lane& me, int key, bool all_seen,
@@ -146,7 +152,7 @@ __device__ __forceinline__ void mask_and_top(Shared& s, const Lane& me, int key,
   }
 }
 
-// Weights exp2(S - maximum of the range) to shared memory, as T, and the warp's sums of them.
+// Weights exp2(S - maximum of the range) to shared memory, as the type of values, and the warp's sums of them.
 __device__ __forceinline__ void weights(Shared& s, const Lane& me, float (&acc)[2][N_TILE][4]) {
 #pragma unroll
   for (int n = 0; n < N_TILE; n++) {
@@ -164,7 +170,7 @@ __device__ __forceinline__ void weights(Shared& s, const Lane& me, float (&acc)[
       float w[4];
 #pragma unroll
       for (int x = 0; x < 4; x++) w[x] = exp2_fast(acc[x / 2][n][2 * (x % 2) + e] - m);
-      s.p[me.warp][me.g % 2][n][(2 * me.t + e) * 4 + me.g / 2] = make_uint2(pack(w[0], w[1]), pack(w[2], w[3]));
+      s.p[me.warp][me.g % 2][n][(2 * me.t + e) * 4 + me.g / 2] = make_uint2(pack<V_KIND>(w[0], w[1]), pack<V_KIND>(w[2], w[3]));
       sum[e] = (w[0] + w[1]) + (w[2] + w[3]);
 #pragma unroll
       for (int d = 4; d < 32; d <<= 1) sum[e] += __shfl_xor_sync(ALL, sum[e], d);
@@ -178,7 +184,7 @@ __device__ __forceinline__ void weights(Shared& s, const Lane& me, float (&acc)[
 #include "prefetch.cuh"
 #endif
 
-// Scaled, rounded to T, in fragment order: a thread has 8 dims of one column of every N tile.
+// Scaled, rounded to the type of keys, in fragment order: a thread has 8 dims of one column of every N tile.
 __device__ __forceinline__ void load_q(Shared& s, const Args& a) {
   const int in_tile = threadIdx.x / (DIM / 8), piece = threadIdx.x % (DIM / 8);
   float4 x[N_TILE][2];
@@ -193,9 +199,14 @@ __device__ __forceinline__ void load_q(Shared& s, const Args& a) {
   for (int n = 0; n < N_TILE; n++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
+#if K_KIND < 5
       const float4 y = x[n][half];
+#else  // dims that lie four apart meet in a word of codes
+      const float4 a0 = x[n][0], a1 = x[n][1];
+      const float4 y = half ? make_float4(a0.z, a1.z, a0.w, a1.w) : make_float4(a0.x, a1.x, a0.y, a1.y);
+#endif
       s.q[q_step(piece)][half][n][in_tile * 4 + q_lane(piece)] =
-          make_uint2(pack(y.x * a.scale, y.y * a.scale), pack(y.z * a.scale, y.w * a.scale));
+          make_uint2(pack<K_KIND>(y.x * a.scale, y.y * a.scale), pack<K_KIND>(y.z * a.scale, y.w * a.scale));
     }
 }
 
@@ -217,9 +228,12 @@ __device__ __forceinline__ void weigh(Shared& s) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attend_split(const float* q, const Kv* k, const Kv* v,
-#if KV_KIND == 3
-             const u16* k_scale, const u16* v_scale,
+attend_split(const float* q, const KeyCode* k, const ValueCode* v,
+#if K_FACTORS
+             const u16* k_scale,
+#endif
+#if V_FACTORS
+             const u16* v_scale,
 #endif
              const i64* page_table, const i64* positions, const i64* lo, const i64* hi, const int* row_seq,
              const int* seq_start, float* part, float* part_ml, int* plan, int* fault, int n_row, int n_seq, int n_head,
@@ -246,12 +260,16 @@ attend_split(const float* q, const Kv* k, const Kv* v,
     find_columns(s, a, item, base, per_item * RANGE);
     if (index == blockIdx.x) begin();
     Stream f;
-    f.k = k + item.head * DIM;
-    f.v = v + item.head * DIM;
+    f.k = k + item.head * n_code(K_KIND, DIM);
+    f.v = v + item.head * n_code(V_KIND, DIM);
     f.row_stride = static_cast<i64>(n_kv) * DIM;
-#if KV_KIND == 3
-    f.k_scale = k_scale + item.head * WARPS;
+#if K_FACTORS
+    f.k_scale = k_scale + item.head * (K_FACTORS * WARPS);
+#endif
+#if V_FACTORS == 1
     f.v_scale = v_scale + item.head * WARPS + me.warp / 2 * 2;
+#elif V_FACTORS == 2
+    f.v_scale = v_scale + item.head * (2 * WARPS) + 2 * me.warp;
 #endif
     f.base = base;
     f.lo = s.hull[0];

@@ -3,50 +3,17 @@
 // A step is 2 KB, 32 keys x 32 dims: of K the warp's own 32 keys, of V its own 32 dims. Nothing is converted.
 #pragma once
 
-constexpr int STEPS = 2 * WARPS;  // of a range
-
+#if K_KIND < 3
 // Where the 8 dims of `piece` lie among the fragments of q: step and lane % 4.
 __device__ __forceinline__ int q_step(int piece) { return piece / 4; }
 __device__ __forceinline__ int q_lane(int piece) { return piece % 4; }
 
-// What one thread needs to fill its queue.
-struct Stream {
-  const u16 *k, *v;   // at this KV head
-  i64 row_stride;     // elements from one pool row to the next
-  int base;           // position of the item's first key
-  int lo, hi;         // hull of the tile
-  int first, n_step;  // first range of the item that is seen; steps in all
-  u32 queue;          // this lane's corner
-};
-
-// Step `i` of an item: per range WARPS steps of K (32 dims each), then WARPS steps of V (32 keys each).
-__device__ __forceinline__ void fetch(const Shared& s, const Stream& f, const Lane& me, int i, int slot) {
-  if (i < f.n_step) {
-    const int range = f.first + i / STEPS, step = i % STEPS;
-    const u32 to = f.queue + slot * STEP_BYTES;
-    if (step < WARPS) {
-      const int key = range * RANGE + 32 * me.warp + 4 * me.g;
-      const i64 row = s.row16[key / 16] + key % 16;
-      const u16* from = f.k + row * f.row_stride + 32 * step + 8 * me.t;
+__device__ __forceinline__ void fetch_keys(const Shared& s, const Stream& f, const Lane& me, int range, int step, u32 to) {
+  const int key = range * RANGE + 32 * me.warp + 4 * me.g;
+  const i64 row = row_of(s, key);
+  const u16* from = f.k + row * f.row_stride + 32 * step + 8 * me.t;
 #pragma unroll
-      for (int x = 0; x < 4; x++) {
-        const int p = f.base + key + x;
-        copy16(to + x * 512 + (4 * me.g + me.t) * 16, from + x * f.row_stride, p >= f.lo && p < f.hi);
-      }
-    } else {
-      // Four lanes take the 64 bytes of a key; key 8 t + x goes to place 4 x + t, turned so that no bank is hit twice.
-      const int t = me.g % 4, x0 = me.g / 4, key = range * RANGE + 32 * (step - WARPS) + 8 * t + x0;
-      const i64 row = s.row16[key / 16] + key % 16;
-      const u16* from = f.v + row * f.row_stride + 32 * me.warp + 8 * me.t;
-      const u32 at = to + (4 * x0 + t) * 64 + (me.t ^ t / 2 * 2) * 16;
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const int p = f.base + key + 2 * j;
-        copy16(at + j * 512, from + 2 * j * f.row_stride, p >= f.lo && p < f.hi);
-      }
-    }
-  }
-  commit();
+  for (int x = 0; x < 4; x++) copy16(to + x * 512 + (4 * me.g + me.t) * 16, from + x * f.row_stride, is_seen(f, key + x));
 }
 
 // S[key, column] of the warp's 32 keys. Rows g and g + 8 of M tile i are keys 4 g + 2 i and 4 g + 2 i + 1.
@@ -66,15 +33,29 @@ __device__ __forceinline__ void scores(const Shared& s, const Stream& f, const L
     for (int n = 0; n < N_TILE; n++) {
       const uint2 q = s.q[c][0][n][lane];
 #pragma unroll
-      for (int i = 0; i < 2; i++) mma(acc[i][n], k[2 * i].x, k[2 * i + 1].x, k[2 * i].y, k[2 * i + 1].y, q.x, q.y);
+      for (int i = 0; i < 2; i++)
+        mma<K_KIND>(acc[i][n], k[2 * i].x, k[2 * i + 1].x, k[2 * i].y, k[2 * i + 1].y, q.x, q.y);
     }
 #pragma unroll
     for (int n = 0; n < N_TILE; n++) {
       const uint2 q = s.q[c][1][n][lane];
 #pragma unroll
-      for (int i = 0; i < 2; i++) mma(acc[i][n], k[2 * i].z, k[2 * i + 1].z, k[2 * i].w, k[2 * i + 1].w, q.x, q.y);
+      for (int i = 0; i < 2; i++)
+        mma<K_KIND>(acc[i][n], k[2 * i].z, k[2 * i + 1].z, k[2 * i].w, k[2 * i + 1].w, q.x, q.y);
     }
   }
+}
+#endif
+
+#if V_KIND < 3
+__device__ __forceinline__ void fetch_values(const Shared& s, const Stream& f, const Lane& me, int range, int step, u32 to) {
+  // Four lanes take the 64 bytes of a key; key 8 t + x goes to place 4 x + t, turned so that no bank is hit twice.
+  const int t = me.g % 4, x0 = me.g / 4, key = range * RANGE + 32 * step + 8 * t + x0;
+  const i64 row = row_of(s, key);
+  const u16* from = f.v + row * f.row_stride + 32 * me.warp + 8 * me.t;
+  const u32 at = to + (4 * x0 + t) * 64 + (me.t ^ t / 2 * 2) * 16;
+#pragma unroll
+  for (int j = 0; j < 4; j++) copy16(at + j * 512, from + 2 * j * f.row_stride, is_seen(f, key + 2 * j));
 }
 
 // O[dim, column] of the warp's 32 dims over the range. M tile i holds dims 4 g + 2 i (row g) and 4 g + 2 i + 1 (row g + 8).
@@ -106,8 +87,9 @@ __device__ __forceinline__ void values(const Shared& s, const Stream& f, const L
       for (int n = 0; n < N_TILE; n++) {
         const uint2 p = s.p[c][half][n][lane];
 #pragma unroll
-        for (int i = 0; i < 2; i++) mma(acc[i][n], lo[i][0], hi[i][0], lo[i][1], hi[i][1], p.x, p.y);
+        for (int i = 0; i < 2; i++) mma<V_KIND>(acc[i][n], lo[i][0], hi[i][0], lo[i][1], hi[i][1], p.x, p.y);
       }
     }
   }
 }
+#endif

@@ -4,7 +4,8 @@
 
 struct Args {
   const float* q;
-  const Kv *k, *v;
+  const KeyCode* k;
+  const ValueCode* v;
   const i64 *page_table, *positions, *lo, *hi;
   const int *row_seq, *seq_start;
   int *plan, *fault;

@@ -1,30 +1,39 @@
 // attend_plain: the same attention without tensor cores, for what attend.cu is not built for (f32 keys, odd head sizes).
 //
 //   q            [row, n_head, dim]      f32
-//   k, v         [pool row, n_kv, dim]   KV     see kv_types.cuh
-//   k_scale, v_scale  [pool row, n_kv, dim / 32]  f16  of q8_0 alone
+//   k, v         [pool row, n_kv, ...]   codes  see kv_kinds.cuh
+//   k_scale, v_scale  [pool row, n_kv, ...]  f16  factors of kinds that have any
 //   sinks        [n_head]                f32    with HAS_SINKS, as in attend.cu
 //   page_table, positions, lo, hi, row_seq, fault: as in attend.cu; out [row, n_head, dim] f32
 //
 // Grid (row, head), block 128: each warp takes every fourth key, a lane every 32nd dim; the warps fold in order at the end.
-// Bound by latency and by reading K and V once per row and head: right, not fast. Macros: DIM, KV_KIND, HAS_SINKS, OP_ID.
+// Bound by latency and by reading K and V once per row and head: right, not fast. Macros: DIM, K_KIND, V_KIND, HAS_SINKS, OP_ID.
 #include "kv_types.cuh"
 #include "bounds.cuh"
 #include "attend_fold.cuh"
 
 constexpr int PER_LANE = DIM / 32, WARPS = 4;
 
-// Value `i * 32` behind place `from` of a pool; a lane's places are its number beyond whole blocks.
-#if KV_KIND == 3
-#define WIDE(t, i) (static_cast<float>(t[from + 32 * i]) * f16_to_f32(t##_scale[from / 32 + i]))
+#if K_FACTORS
+#define K_SCALES k_scale + from * (K_FACTORS * PER_LANE)
 #else
-#define WIDE(t, i) from_kv(t[from + 32 * i])
+#define K_SCALES nullptr
 #endif
+#if V_FACTORS
+#define V_SCALES v_scale + from * (V_FACTORS * PER_LANE)
+#else
+#define V_SCALES nullptr
+#endif
+// A lane's value of block i of the head `from` of a pool.
+#define WIDE(T, t, i) (load_block<T##_KIND, DIM>(t + from * n_code(T##_KIND, DIM), T##_SCALES, i, lane))
 
 extern "C" __global__ void __launch_bounds__(128)
-attend_plain(const float* q, const Kv* k, const Kv* v,
-#if KV_KIND == 3
-             const u16* k_scale, const u16* v_scale,
+attend_plain(const float* q, const Codes<K_KIND>::Plane* k, const Codes<V_KIND>::Plane* v,
+#if K_FACTORS
+             const u16* k_scale,
+#endif
+#if V_FACTORS
+             const u16* v_scale,
 #endif
              const i64* page_table, const i64* positions, const i64* lo, const i64* hi, const int* row_seq,
 #if HAS_SINKS
@@ -44,15 +53,15 @@ attend_plain(const float* q, const Kv* k, const Kv* v,
     for (int p = seen.lo + warp; p < seen.hi; p += WARPS) {
       const i64 page = page_table[static_cast<i64>(seq) * n_page_col + p / page_size];
       const int safe = clamped(page < 0 || page > 0x7fffffff ? -1 : static_cast<int>(page), n_page, OP_ID, seq, fault);
-      const i64 from = ((static_cast<i64>(safe) * page_size + p % page_size) * n_kv + head / (n_head / n_kv)) * DIM + lane;
+      const i64 from = (static_cast<i64>(safe) * page_size + p % page_size) * n_kv + head / (n_head / n_kv);
       float dot = 0.f;
 #pragma unroll
-      for (int i = 0; i < PER_LANE; i++) dot = fmaf(query[i], WIDE(k, i), dot);
+      for (int i = 0; i < PER_LANE; i++) dot = fmaf(query[i], WIDE(K, k, i), dot);
       const Fold f = fold_of(m, warp_sum(dot));
       m = f.m;
       l = folded(l, 1.f, f);
 #pragma unroll
-      for (int i = 0; i < PER_LANE; i++) o[i] = folded(o[i], WIDE(v, i), f);
+      for (int i = 0; i < PER_LANE; i++) o[i] = folded(o[i], WIDE(V, v, i), f);
     }
   }
 #pragma unroll

@@ -23,7 +23,7 @@ from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
 from pyspec.cuda.ops.prefetch import prefetch_args
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
-from pyspec.slots.kv_types import F32, Q8_0, KvType, one_type
+from pyspec.slots.kv_types import Q8_0, KvFormat, KvType
 
 OP_ID = GUARD.number
 DIMS = (64, 128, 256)
@@ -43,10 +43,6 @@ def limits(spec: AttendSpec) -> str | None:
         return why
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
-    if (why := one_type(spec.kv, "reads")) is not None:
-        return why
-    if spec.kv.k.is_packed:
-        return f"keys and values are {spec.kv.name}"
     if spec.head_dim % 32 or spec.head_dim > 512:
         return f"heads are {spec.head_dim} wide; the kernel takes multiples of 32 up to 512"
     return None
@@ -64,7 +60,7 @@ class AttendBuild:
 
     dim: int
     n_tile: int
-    kv: KvType
+    kv: KvFormat
     arch: str
     blocks: int
     depth: int
@@ -81,7 +77,7 @@ class AttendBuild:
 
     @property
     def step_bytes(self) -> int:
-        return STEP_BYTES + SCALE_BYTES if self.kv is Q8_0 else STEP_BYTES
+        return max(step_bytes(self.kv.k, 32, self.kv.k.n_factor), step_bytes(self.kv.v, 64, 1))
 
     @property
     def shared_bytes(self) -> int:
@@ -100,7 +96,8 @@ class AttendBuild:
         return {
             "DIM": self.dim,
             "N_TILE": self.n_tile,
-            "KV_KIND": self.kv.kind,
+            "K_KIND": self.kv.k.kind,
+            "V_KIND": self.kv.v.kind,
             "F8_CVT": int(self.arch not in ("sm_80", "sm_86", "sm_87")),
             "HAS_SINKS": int(self.has_sinks),
             "DEPTH": self.depth,
@@ -111,18 +108,26 @@ class AttendBuild:
         }
 
 
+def step_bytes(of: KvType, n_key: int, n_factor: int) -> int:
+    """As in attend.cu; n_key: keys of a step, n_factor: words of factors that are queued for each."""
+    if not of.is_packed:
+        return STEP_BYTES + SCALE_BYTES * (of == Q8_0)
+    return STEP_BYTES // 2 + 256 * (of.bits == 5) + 4 * n_key * n_factor
+
+
 def room_of(arch: str) -> int:
     """Bytes of shared memory of a multiprocessor; a block takes 1 KB more than it asks for."""
     return {"sm_80": 164, "sm_87": 164, "sm_90a": 228, "sm_100a": 228}.get(arch, 100) * 1024
 
 
-def shape_for(dim: int, n_tile: int, kv: KvType, arch: str, has_sinks: bool = False) -> AttendBuild:
+def shape_for(dim: int, n_tile: int, kv: KvFormat, arch: str, has_sinks: bool = False) -> AttendBuild:
     """As many warps as compile without spills, then the depth that keeps most bytes in flight on a multiprocessor."""
     large = room_of(arch) > 200 * 1024
     warps = {1: 16, 2: 16, 3: 16, 4: 12, 6: 8}[n_tile]
-    if dim == 256 and n_tile == 1 and large and kv is not Q8_0:
+    has_factors = kv.k.n_factor + kv.v.n_factor > 0
+    if dim == 256 and n_tile == 1 and large and not has_factors:
         warps = 24
-    if dim == 64 and n_tile == 3 and kv is Q8_0:
+    if dim == 64 and n_tile == 3 and has_factors:
         warps = 12
     shapes = [
         AttendBuild(dim, n_tile, kv, arch, warps * 32 // dim, depth, has_sinks=has_sinks)
@@ -153,9 +158,14 @@ class Kernels:
         return (self.merge_wide if n_part * -(-dim // 128) > WIDE_WARPS else self.merge_long), 128
 
 
-def _letters(kv: KvType, has_sinks: bool) -> tuple[str, str]:
-    """Signature letters of the pool's planes and of the sinks."""
-    return "pppp" if kv is Q8_0 else "pp", "p" if has_sinks else ""
+def _letters(kv: KvFormat, has_sinks: bool) -> tuple[str, str]:
+    """Signature letters of the pool's planes (`KVPool.read_planes`) and of the sinks."""
+    return "pp" + "p" * n_scales(kv), "p" if has_sinks else ""
+
+
+def n_scales(kv: KvFormat) -> int:
+    """Planes of factors."""
+    return sum(of.n_factor > 0 for of in (kv.k, kv.v))
 
 
 @per_device
@@ -173,13 +183,14 @@ def _kernels(device: torch.device, shape: AttendBuild) -> Kernels:
     return Kernels(split, thin, long, wide, n_sm * shape.resident, shape)
 
 
-def plain_defines(dim: int, kv: KvType, has_sinks: bool) -> dict[str, int | str]:
+def plain_defines(dim: int, kv: KvFormat, has_sinks: bool) -> dict[str, int | str]:
     """Macros of attend_plain.cu."""
-    return {"DIM": dim, "KV_KIND": kv.kind, "HAS_SINKS": int(has_sinks), "OP_ID": OP_ID}
+    kinds = {"K_KIND": kv.k.kind, "V_KIND": kv.v.kind}
+    return {"DIM": dim, **kinds, "HAS_SINKS": int(has_sinks), "OP_ID": OP_ID}
 
 
 @per_device
-def _plain(device: torch.device, dim: int, kv: KvType, has_sinks: bool) -> jit.Kernel:
+def _plain(device: torch.device, dim: int, kv: KvFormat, has_sinks: bool) -> jit.Kernel:
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
     planes, sinks = _letters(kv, has_sinks)
     code = jit.compile_cubin("attend_plain", arch, plain_defines(dim, kv, has_sinks))
@@ -242,7 +253,7 @@ def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int
 
 def bytes_on(arch: str, n_sm: int, spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
     """The same on a GPU of `n_sm` multiprocessors."""
-    if spec.kv.k is F32 or spec.head_dim not in DIMS:  # the plain kernel's
+    if spec.kv.has_f32 or spec.head_dim not in DIMS:  # the plain kernel's
         return 0
     return 4 * most_floats(spec, n_seq, n_key, n_row, arch, n_sm)
 
@@ -253,7 +264,7 @@ def most_floats(spec: AttendSpec, n_seq: int, n_key: int, n_row: int, arch: str,
     rows = max(max(n_row, FEW) * n_split, MANY)  # times splits
     most = 0
     for n_tile in N_TILES:
-        shape = shape_for(spec.head_dim, n_tile, spec.kv.k, arch, spec.has_sinks)
+        shape = shape_for(spec.head_dim, n_tile, spec.kv, arch, spec.has_sinks)
         splits = n_seq * spec.n_kv_head * (rows * group // shape.columns + n_split)
         ranges = min(splits * SPLIT // spec.head_dim, most_ranges(spec, n_sm * shape.resident))
         most = max(most, max(splits, ranges) * n_float(spec, shape.columns))
@@ -306,7 +317,7 @@ class AttendLaunch:
         n_row, (n_seq, n_col) = q.shape[0], batch.page_table.shape
         if not n_row:
             return torch.empty_like(q)
-        if spec.kv.k is F32 or spec.head_dim not in DIMS or n_seq > MAX_SEQ:
+        if spec.kv.has_f32 or spec.head_dim not in DIMS or n_seq > MAX_SEQ:
             return self._plain(q, pool, batch, window, sink)
         group = spec.n_head // spec.n_kv_head
         kernels = self._build(batch, group)
@@ -353,7 +364,7 @@ class AttendLaunch:
         widest, spec = max((seq.width for seq in batch.seqs), default=1), self.spec
         n_tile = n_tile_for(max(1, widest) * group)
         if n_tile not in self.builds:
-            shape = self.shape or shape_for(spec.head_dim, n_tile, spec.kv.k, self.arch, spec.has_sinks)
+            shape = self.shape or shape_for(spec.head_dim, n_tile, spec.kv, self.arch, spec.has_sinks)
             self.builds[n_tile] = _kernels(spec.device, shape)
         return self.builds[n_tile]
 
@@ -372,18 +383,18 @@ class AttendLaunch:
         ]
         sizes = [n_col, batch.page_size, pool.n_row // batch.page_size, window]
         counts = [i32(n_seq), *self.heads, *map(i32, sizes)]
-        kernel = _plain(spec.device, spec.head_dim, spec.kv.k, spec.has_sinks)
+        kernel = _plain(spec.device, spec.head_dim, spec.kv, spec.has_sinks)
         kernel.launch((q.shape[0], spec.n_head), 128, [q, *pool.read_planes, *rows, *counts, self.scale])
         return out
 
 
 def programs(spec: AttendSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
-    if spec.kv.k is F32 or spec.head_dim not in DIMS:
-        macros = plain_defines(spec.head_dim, spec.kv.k, spec.has_sinks)
+    if spec.kv.has_f32 or spec.head_dim not in DIMS:
+        macros = plain_defines(spec.head_dim, spec.kv, spec.has_sinks)
         yield target.program("attend_plain", macros)
         return
     for n_tile in N_TILES:
-        shape = shape_for(spec.head_dim, n_tile, spec.kv.k, target.arch, spec.has_sinks)
+        shape = shape_for(spec.head_dim, n_tile, spec.kv, target.arch, spec.has_sinks)
         yield target.program("attend", shape.defines())
 
 

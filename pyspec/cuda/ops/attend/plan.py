@@ -36,8 +36,6 @@ def _runs_as(spec: AttendSpec) -> str:
 
 def bytes_on(arch: str, n_sm: int, spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
     """The same on a GPU that is not here, of `n_sm` multiprocessors."""
-    if not spec.kv.is_one:
-        return attend_triton.workspace_bytes(spec, n_seq, n_key, n_row)
     return attend_cuda.bytes_on(arch, n_sm, spec, n_seq, n_key, n_row)
 
 

@@ -8,7 +8,6 @@ from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.hadamard import cpu as hadamard_cpu
 from pyspec.cuda.ops.hadamard import cuda as hadamard_cuda
 from pyspec.cuda.ops.hadamard import ref as hadamard_ref
-from pyspec.cuda.ops.hadamard import triton as hadamard_triton
 
 
 def shapes(device: torch.device) -> list[hadamard_ref.HadamardSpec]:
@@ -27,7 +26,6 @@ hadamard: Op[hadamard_ref.HadamardSpec, hadamard_ref.Hadamard] = Op(
             capturable=True,
             programs=hadamard_cuda.programs,
         ),
-        Impl("triton", hadamard_triton.bind, hadamard_triton.limits, capturable=True),
         Impl("cpu", hadamard_cpu.bind, hadamard_cpu.limits, capturable=True),
     ],
     hadamard_ref.check,

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from pyspec.cuda import faults, jit
 from pyspec.cuda.context import per_device
+from pyspec.cuda.ops.attend.cuda import n_scales
 from pyspec.cuda.ops.rope_kv.ref import GUARD, Angles, RopeKv, RopeKvSpec
 from pyspec.slots.kv import KVPool
-from pyspec.slots.kv_types import one_type
 
 OP_ID = GUARD.number
 WARPS = 4
@@ -20,10 +20,6 @@ ARGS = "pl" + "ppf" + "pp" + "p" + "p{planes}" + "iii" + "p"
 def limits(spec: RopeKvSpec) -> str | None:
     if (why := jit.missing(spec.device)) is not None:
         return why
-    if (why := one_type(spec.kv, "writes")) is not None:
-        return why
-    if spec.kv.k.is_packed:
-        return f"keys and values are {spec.kv.name}"
     if spec.dim % 32 or spec.dim > 512:
         return f"heads are {spec.dim} wide; the kernel takes multiples of 32 up to 512"
     if spec.n_rot > spec.dim or spec.n_rot % 2:
@@ -39,7 +35,10 @@ def defines(spec: RopeKvSpec) -> dict[str, int | str]:
         "NEOX": int(spec.neox),
         "HAS_NORM": int(spec.has_norm),
         "Q_STEP": spec.dim * (2 if spec.gated else 1),
-        "KV_KIND": spec.kv.k.kind,
+        "K_KIND": spec.kv.k.kind,
+        "V_KIND": spec.kv.v.kind,
+        "TURN_K": spec.kv.turn_k(spec.dim),
+        "TURN_V": spec.kv.turn_v(spec.dim),
         "OP_ID": OP_ID,
     }
 
@@ -48,7 +47,7 @@ def defines(spec: RopeKvSpec) -> dict[str, int | str]:
 def _kernel(device: torch.device, spec: RopeKvSpec) -> jit.Kernel:
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
     return jit.compile_cubin("rope_kv", arch, defines(spec)).kernel(
-        "rope_kv", ARGS.format(planes="pppp" if spec.kv.k.n_factor else "pp")
+        "rope_kv", ARGS.format(planes="pp" + "p" * n_scales(spec.kv))
     )
 
 

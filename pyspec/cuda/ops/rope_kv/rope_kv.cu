@@ -5,38 +5,32 @@
 //   cos, sin  [row, N_ROT / 2]            f32
 //   kv_rows   [row]                       int64  where the row's k and v go in the pool
 //   q         [row, n_q, DIM]             f32    written
-//   k, v      [pool row, n_kv, DIM]       KV     written at kv_rows, see kv_types.cuh
-//   k_scale, v_scale  [pool row, n_kv, DIM / 32]  f16  of q8_0 alone
+//   k, v      [pool row, n_kv, ...]       codes  written at kv_rows, see kv_kinds.cuh
+//   k_scale, v_scale  [pool row, n_kv, ...]  f16  factors of kinds that have any
 //   fault     [5]                         int32  see bounds.cuh
 //
 // Q_STEP is DIM, or 2 DIM where each query is followed by its gate, which stays where it is. NEOX pairs d with
-// d + N_ROT / 2, otherwise 2d with 2d + 1. With N_ROT 0 nothing turns. One warp a head; bound by latency.
-// Macros: DIM, N_ROT, NEOX, HAS_NORM, Q_STEP, KV_KIND, OP_ID.
+// d + N_ROT / 2, otherwise 2d with 2d + 1. With N_ROT 0 no pair turns. Behind that, every TURN_K dims of q and k, and
+// every TURN_V of v, are turned together by hadamard.cuh; 0: none. One warp a head; bound by latency.
+// Macros: DIM, N_ROT, NEOX, HAS_NORM, Q_STEP, K_KIND, V_KIND, TURN_K, TURN_V, OP_ID.
 #include "kv_types.cuh"
 #include "bounds.cuh"
+#include "hadamard.cuh"
 #include "overlap.cuh"
 
 constexpr int kWarps = 4, kEach = DIM / 32, kHalf = N_ROT / 2;
 static_assert(DIM % 32 == 0 && N_ROT <= DIM && N_ROT % 2 == 0, "whole warps, whole pairs");
 
-// The warp's 32 values at `at` of a pool, whose places are whole blocks; a lane has one.
-#if KV_KIND == 3
-#define STORE(t, at, x)                        \
-  do {                                         \
-    const u16 scale_of_all = q8_scale(x);      \
-    t[(at) + lane] = q8_code(x, scale_of_all); \
-    if (lane == 0) t##_scale[(at) / 32] = scale_of_all; \
-  } while (0)
-#else
-#define STORE(t, at, x) t[(at) + lane] = to_kv(x)
-#endif
-
 // grid (row, heads of all kinds / 4)
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
     rope_kv(const float* y, i64 stride, const float* q_weight, const float* k_weight, float eps, const float* cos_of,
-            const float* sin_of, const i64* kv_rows, float* __restrict__ q, Kv* __restrict__ k, Kv* __restrict__ v,
-#if KV_KIND == 3
-            u16* __restrict__ k_scale, u16* __restrict__ v_scale,
+            const float* sin_of, const i64* kv_rows, float* __restrict__ q, Codes<K_KIND>::Plane* __restrict__ k,
+            Codes<V_KIND>::Plane* __restrict__ v,
+#if K_FACTORS
+            u16* __restrict__ k_scale,
+#endif
+#if V_FACTORS
+            u16* __restrict__ v_scale,
 #endif
             int n_q, int n_kv, int n_pool, int* fault) {
 #if N_ROT
@@ -68,15 +62,23 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
   for (int i = 0; i < kEach; ++i) x[i] = from[i * 32 + lane];
 
-  i64 at = 0;  // of the pool
+  i64 at = 0;  // the pool's head
   if (!is_q) {
     const int place = given < 0 || given > 0x7fffffff ? -1 : static_cast<int>(given);
     if (clamped(place, n_pool, OP_ID, row, fault) != place) return;  // a write elsewhere would spoil another slot
-    at = (static_cast<i64>(place) * n_kv + (unit - n_q - (is_v ? n_kv : 0))) * DIM;
+    at = static_cast<i64>(place) * n_kv + (unit - n_q - (is_v ? n_kv : 0));
   }
   if (is_v) {
+#if TURN_V
+    turned<TURN_V>(x, lane);
+#endif
+#if V_FACTORS
+    u16* const factors = v_scale + at * (V_FACTORS * kEach);
+#else
+    u16* const factors = nullptr;
+#endif
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) STORE(v, at + i * 32, x[i]);
+    for (int i = 0; i < kEach; ++i) store_block<V_KIND, DIM>(v + at * n_code(V_KIND, DIM), factors, i, lane, x[i]);
     return;
   }
 #if HAS_NORM
@@ -102,10 +104,18 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
       x[i] = x[i] * turn[i].x + (is_second ? other : -other) * turn[i].y;
     }
 #endif
-    if (is_q) {
-      q[(static_cast<i64>(row) * n_q + unit) * DIM + d] = x[i];
-    } else {
-      STORE(k, at + i * 32, x[i]);
-    }
+  }
+#if TURN_K
+  turned<TURN_K>(x, lane);
+#endif
+#if K_FACTORS
+  u16* const factors = k_scale + at * (K_FACTORS * kEach);
+#else
+  u16* const factors = nullptr;
+#endif
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (is_q) q[(static_cast<i64>(row) * n_q + unit) * DIM + i * 32 + lane] = x[i];
+    else store_block<K_KIND, DIM>(k + at * n_code(K_KIND, DIM), factors, i, lane, x[i]);
   }
 }
