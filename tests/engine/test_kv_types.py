@@ -30,6 +30,7 @@ TYPES = ("q8_0", "f8_e4m3")
 PAIRS = (("q8_0", "f16"), ("f16", "f8_e4m3"), ("q8_0", "q4_0"), ("q4_1", "q5_0"))  # keys, values
 PACKED = ("q4_0", "q5_1")
 FORMATS = [*((t, None) for t in (*TYPES, *PACKED)), *PAIRS]
+EVERY = [*FORMATS, ("q4_1", None), ("q5_0", None), ("f16", "q4_0"), ("q4_0", "f16"), ("q5_1", "q8_0")]
 N_TEXT, MARGIN = 30, 0.02
 
 MAKERS: dict[str, Callable[..., Rig]] = {
@@ -61,8 +62,8 @@ def texts(path: Path, kv_type: str, kv_type_v: str | None) -> dict[tuple[int, ..
 
 @pytest.mark.slow
 @pytest.mark.sampled(1, most=1)
-@pytest.mark.parametrize("np", [1, 4])
-@pytest.mark.parametrize(("kv_type", "kv_type_v"), FORMATS)
+@pytest.mark.parametrize("np", [1, 3, 10])
+@pytest.mark.parametrize(("kv_type", "kv_type_v"), EVERY)
 @pytest.mark.parametrize("kind", MAKERS)
 def test_speculation_leaves_the_text_as_it_is(
     kind: str, kv_type: str, kv_type_v: str | None, np: int
@@ -70,10 +71,12 @@ def test_speculation_leaves_the_text_as_it_is(
     r = MAKERS[kind](np=np, ubatch=40, kv_type=kv_type, kv_type_v=kv_type_v)
     want = texts(PATHS[kind], kv_type, kv_type_v)
     heard = []
-    for prompt in want:
+    for i, prompt in enumerate(want):
         heard.append(r.submit(prompt, N_TEXT))
+        gone = r.submit([*prompt[: len(prompt) // 2], i, 7], 200)
         r.loop.step()
         r.loop.step()
+        r.loop.cancel(gone.job)
     r.run()
     for h, text in zip(heard, want.values(), strict=True):
         assert h.tokens == text, f"{h.job.id} in slot {h.slot}"

@@ -54,7 +54,8 @@ __device__ __forceinline__ void store_bits(u8* codes, u16* factors, int block, i
     const int first = __ffs(static_cast<int>(__ballot_sync(0xffffffffu, size == __reduce_max_sync(0xffffffffu, size)))) - 1;
     step = __shfl_sync(0xffffffffu, x, first) * (-1.f / MIDDLE);
   }
-  if (is_none) step = least = __int_as_float(0x7fffffff);
+  if (is_none) step = __int_as_float(0x7fffffff);
+  if (is_none && n_factor(KIND) == 2) least = step;
   const float inverse = fabsf(step) >= LEAST_STEP ? __frcp_rn(step) : 0.f;
   const float place = __fmaf_rn(x - least, inverse, n_factor(KIND) == 2 ? 0.5f : MIDDLE + 0.5f);
   const int code = place > 0.f ? static_cast<int>(fminf(place, static_cast<float>(MOST))) : 0;  // NaN is 0
