@@ -15,7 +15,7 @@ from pyspec.cuda.ops.attend.cases import Case, make, worst
 from pyspec.cuda.ops.attend.prompt import attend_blocks, attend_prompt
 from pyspec.cuda.ops.attend.ref import Attend
 from pyspec.slots.kv import KvFormat
-from pyspec.slots.kv_types import F8, Q8_0
+from pyspec.slots.kv_types import F8, Q4_0, Q8_0
 
 
 def check(launch: Attend, reference: Attend, spec: attend_ref.AttendSpec) -> str | None:
@@ -36,13 +36,11 @@ def check(launch: Attend, reference: Attend, spec: attend_ref.AttendSpec) -> str
 
 
 def shapes(device: torch.device) -> list[attend_ref.AttendSpec]:
-    """Heads of 27B, of 8B, of a small drafter; 27B with keys and values of 8 bits."""
+    """Heads of 27B, of 8B, of a small drafter; 27B with keys and values of 8 and 4 bits."""
     heads = ((24, 4, 256), (32, 8, 128), (16, 2, 64))
     whole = [attend_ref.AttendSpec(device, *of, of[2] ** -0.5) for of in heads]
-    packed = (Q8_0, F8)
-    return whole + [
-        attend_ref.AttendSpec(device, 24, 4, 256, 256**-0.5, KvFormat.both(kv)) for kv in packed
-    ]
+    few_bits = [KvFormat.both(Q8_0), KvFormat.both(F8), KvFormat(Q8_0, Q4_0)]
+    return whole + [replace(whole[0], kv=kv) for kv in few_bits]
 
 
 attend: Op[attend_ref.AttendSpec, Attend] = Op(

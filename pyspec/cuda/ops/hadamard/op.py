@@ -1,4 +1,4 @@
-"""`hadamard`: what attention gives over values that were turned before they were rounded."""
+"""`hadamard`: sums of turned values are turned back."""
 
 from __future__ import annotations
 

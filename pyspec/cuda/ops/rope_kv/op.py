@@ -66,14 +66,14 @@ def check(launch: RopeKv, reference: RopeKv, spec: RopeKvSpec) -> str | None:
 
 
 def shapes(device: torch.device) -> list[RopeKvSpec]:
-    """Heads of 27B, of 8B, and of Nemotron 3 Super, which has no rope; 27B with keys and values of 8 bits."""
+    """Heads of 27B, of 8B, and of Nemotron 3 Super, which has no rope; 27B with keys and values of 8 and 4 bits."""
     whole = [
         RopeKvSpec(device, 24, 4, 256, 64, neox=True, gated=True, has_norm=True, eps=1e-6),
         RopeKvSpec(device, 32, 8, 128, 128, neox=True, gated=False, has_norm=True, eps=1e-6),
         RopeKvSpec(device, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5),
     ]
-    packed = (Q8_0, F8)
-    return whole + [replace(whole[0], kv=KvFormat.both(of)) for of in packed]
+    few_bits = [KvFormat.both(Q8_0), KvFormat.both(F8), KvFormat(Q8_0, Q4_0)]
+    return whole + [replace(whole[0], kv=kv) for kv in few_bits]
 
 
 rope_kv: Op[RopeKvSpec, RopeKv] = Op(
