@@ -178,6 +178,11 @@ class DraftOptions:
     def kv(self) -> KvFormat:
         return draft_format(self.settings)
 
+    @property
+    def rope(self) -> RopeFlags:
+        """Flags of rope: as llama.cpp does, drafters follow them like the target."""
+        return RopeFlags.of(self.settings)
+
 
 def draft_format(s: EngineSettings) -> KvFormat:
     """The types of a drafter's keys and values: those of the target where settings name no others."""
@@ -185,11 +190,6 @@ def draft_format(s: EngineSettings) -> KvFormat:
     k = own.k if s.draft_kv_type is None else TYPES[s.draft_kv_type]
     v = own.v if s.draft_kv_type is None else k
     return KvFormat(k, v if s.draft_kv_type_v is None else TYPES[s.draft_kv_type_v])
-
-    @property
-    def rope(self) -> RopeFlags:
-        """Flags of rope: as llama.cpp does, drafters follow them like the target."""
-        return RopeFlags.of(self.settings)
 
 
 class DrafterModule(Protocol):

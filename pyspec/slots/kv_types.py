@@ -13,6 +13,7 @@ import torch
 from pyspec.errors import ModelError
 
 BLOCK = 32  # dims that share factors
+MOST_TURNED = 64  # dims of values: more of them lose more (docs/kv.md)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -24,7 +25,7 @@ class KvType:
     bits      of a code
     n_factor  f16 factors of a block: 0, 1 (a scale) or 2 (a scale and the least value)
     kind      its number in native kernels (kv.h, kv_types.cuh)
-    turns     rows are turned before they are rounded, and queries or sums of values with them (`KvFormat.turn_k`, `turn_v`)
+    turns     rows are turned before they are rounded, and queries or sums of values with them (`KvFormat.turned_k`, `turned_v`)
     """
 
     name: str
@@ -129,22 +130,18 @@ class KvFormat:
     def has_f32(self) -> bool:
         return F32 in (self.k, self.v)
 
-    def turn_k(self, dim: int) -> int:
-        """Dims of a head that are turned together in keys, and in the queries that meet them; 0: none."""
-        return _turned(self.k, dim)
+    def turned_k(self, dim: int) -> int:
+        """Dims of a head that are turned together in keys, and in the queries that meet them: the largest power of two that divides it.
+        0: none."""
+        return dim & -dim if self.k.turns else 0
 
-    def turn_v(self, dim: int) -> int:
-        """The same of values. Sums of them are turned back."""
-        return _turned(self.v, dim)
+    def turned_v(self, dim: int) -> int:
+        """The same of values, up to MOST_TURNED. Sums of them are turned back."""
+        return min(dim & -dim, MOST_TURNED) if self.v.turns else 0
 
 
 PLAIN = KvFormat()
 """The format unless settings name another."""
-
-
-def _turned(of: KvType, dim: int) -> int:
-    """The largest power of two that divides the head."""
-    return dim & -dim if of.turns else 0
 
 
 def row_bytes(n_head: int, head_dim: int, kv: KvFormat) -> int:

@@ -24,6 +24,7 @@ from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.errors import ModelError
 from pyspec.logits import compute_logits
 from pyspec.request import Delta
+from pyspec.slots.kv_types import TYPES as KV_TYPES
 
 QWEN35 = FIXTURES / "qwen35.gguf"  # heads of 32
 TYPES = ("q8_0", "f8_e4m3")
@@ -205,3 +206,20 @@ def test_heads_that_q8_0_can_not_hold_are_refused_before_anything_is_allocated()
     with pytest.raises(ModelError, match="the heads are 16 wide"):
         plain_rig(tiny("qwen3"), kv_type="q8_0")
     assert plain_rig(tiny("qwen3"), kv_type="f8_e4m3").generate([1, 2, 3], 4).tokens
+
+
+@pytest.mark.parametrize("name", ["deepseek2", "gemma3", "llama", "qwen35"])
+def test_turned_heads_give_the_logits_of_heads_as_they_are(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores do not change, and sums of values are turned back; also where the keys are the values."""
+    ids = random.Random(4).choices(range(200), k=30)
+
+    def logits() -> torch.Tensor:
+        found = compute_logits(FIXTURES / f"{name}.gguf", ids, chunk=13, kv_type="f32", device="cpu")
+        return torch.as_tensor(found)
+
+    plain = logits()
+    monkeypatch.setitem(KV_TYPES, "f32", replace(KV_TYPES["f32"], turns=True))
+    off = (logits() - plain).abs().max()
+    assert 0 < off < 2e-4 * plain.abs().max()

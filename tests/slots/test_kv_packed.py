@@ -67,8 +67,8 @@ def test_heads_are_turned_by_an_orthogonal_matrix_that_is_its_own_inverse() -> N
 
 def test_types_of_few_bits_turn_heads_and_others_do_not() -> None:
     kv = KvFormat.named("q8_0", "q4_0")
-    assert (kv.turn_k(256), kv.turn_v(256), kv.turn_v(96)) == (0, 256, 32)
-    assert KvFormat(replace(Q4_0, turns=False)).turn_k(256) == 0
+    assert (kv.turned_k(256), kv.turned_v(256), kv.turned_v(96)) == (0, 64, 32)
+    assert KvFormat(replace(Q4_0, turns=False)).turned_k(256) == 0
     assert repr(Q4_0) == "q4_0" != repr(replace(Q4_0, turns=False))
 
 

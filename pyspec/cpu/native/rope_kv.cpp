@@ -16,7 +16,7 @@ struct Args {
   float *q;
   char *k, *v;
   uint16_t *k_scale, *v_scale;
-  int64_t n_row, stride, n_pool, n_q, n_kv, dim, n_rot, neox, step, k_kind, v_kind, turn_k, turn_v;
+  int64_t n_row, stride, n_pool, n_q, n_kv, dim, n_rot, neox, step, k_kind, v_kind, turned_k, turned_v;
   double eps;
 };
 
@@ -42,7 +42,7 @@ void head(const Args &p, int64_t row, const float *x, const float *norm, float *
   else std::memcpy(out, x, size_t(p.dim) * 4);
   const int64_t half = p.n_rot / 2;
   turn(out, p.cos + row * half, p.sin + row * half, half, p.neox);
-  if (p.turn_k) hadamard(out, p.dim, p.turn_k);
+  if (p.turned_k) hadamard(out, p.dim, p.turned_k);
 }
 
 void put(const Args &p, int64_t kind, char *plane, uint16_t *scale, int64_t to, int64_t h, const float *x) {
@@ -59,9 +59,9 @@ void unit(const Args &p, int64_t row, int64_t u) {
   if (to < 0 || to >= p.n_pool) return;  // the host checks rows before
   float x[MOST];
   if (u >= p.n_q + p.n_kv) {
-    if (!p.turn_v) return put(p, p.v_kind, p.v, p.v_scale, to, h, values + h * p.dim);
+    if (!p.turned_v) return put(p, p.v_kind, p.v, p.v_scale, to, h, values + h * p.dim);
     std::memcpy(x, values + h * p.dim, size_t(p.dim) * 4);
-    hadamard(x, p.dim, p.turn_v);
+    hadamard(x, p.dim, p.turned_v);
     return put(p, p.v_kind, p.v, p.v_scale, to, h, x);
   }
   head(p, row, keys + h * p.dim, p.k_norm, x);

@@ -128,7 +128,7 @@ class Attention:
         yield angles, AnglesSpec(on.device)
         spec = self.attend_spec(on.device, on.kv, has_sinks=has_sinks)
         yield attend, spec
-        if n := on.kv.turn_v(s.head_dim):
+        if n := on.kv.turned_v(s.head_dim):
             yield hadamard, HadamardSpec(on.device, s.head_dim, n)
         if on.is_cuda and not has_sinks:
             yield attend_prompt, spec
@@ -248,13 +248,13 @@ class BoundAttention:
 
 
 def turned_back(run: Attend, spec: AttendSpec) -> Attend:
-    """`run`, and its sums of values turned back, where the pool's values are turned (`KvFormat.turn_v`)."""
-    if not (n := spec.kv.turn_v(spec.head_dim)):
+    """`run`, and its sums of values turned back, where the pool's values are turned (`KvFormat.turned_v`)."""
+    if not (n := spec.kv.turned_v(spec.head_dim)):
         return run
-    turn = hadamard.bind(HadamardSpec(spec.device, spec.head_dim, n))
+    back = hadamard.bind(HadamardSpec(spec.device, spec.head_dim, n))
 
     def attend(q: Tensor, pool: KVPool, batch: Batch, *args: Any, **more: Any) -> Tensor:
-        return turn(run(q, pool, batch, *args, **more))
+        return back(run(q, pool, batch, *args, **more))
 
     return attend
 

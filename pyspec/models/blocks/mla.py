@@ -127,7 +127,7 @@ class BoundMla:
         self.out = w.summed(at.name("attn_output.weight"))
         self.reads, self.gives = None, sum_of(self.out)
         self.attend = attend.bind(spec.attend_spec(w.device, at.kv))
-        self.turned = at.kv.turn_k(spec.row)
+        self.turned = at.kv.turned_k(spec.row)
         self.of_latent = norms.bind(NormsSpec(w.device, spec.rank, at.eps))
         if spec.q_rank:
             self.of_queries = norms.bind(NormsSpec(w.device, spec.q_rank, at.eps))

@@ -27,7 +27,7 @@ def bind(spec: RopeKvSpec) -> RopeKv:
     step = spec.dim * (2 if spec.gated else 1)
     n_column = spec.n_q * step + 2 * spec.n_kv * spec.dim
     sizes = (spec.n_q, spec.n_kv, spec.dim, spec.n_rot, int(spec.neox), step)
-    kinds = spec.kv.k.kind, spec.kv.v.kind, spec.kv.turn_k(spec.dim), spec.kv.turn_v(spec.dim)
+    kinds = spec.kv.k.kind, spec.kv.v.kind, spec.kv.turned_k(spec.dim), spec.kv.turned_v(spec.dim)
 
     def rope_kv(
         y: Tensor,

@@ -37,8 +37,8 @@ def defines(spec: RopeKvSpec) -> dict[str, int | str]:
         "Q_STEP": spec.dim * (2 if spec.gated else 1),
         "K_KIND": spec.kv.k.kind,
         "V_KIND": spec.kv.v.kind,
-        "TURN_K": spec.kv.turn_k(spec.dim),
-        "TURN_V": spec.kv.turn_v(spec.dim),
+        "TURN_K": spec.kv.turned_k(spec.dim),
+        "TURN_V": spec.kv.turned_v(spec.dim),
         "OP_ID": OP_ID,
     }
 

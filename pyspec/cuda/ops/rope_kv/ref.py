@@ -1,6 +1,6 @@
 """Between the product of q, k, v and attention: head norms, rope, and keys and values into their pages. In plain torch.
 
-Where the pool's types ask for it (`KvFormat.turn_k`, `turn_v`), heads of q and k are turned once more behind the rope, and those of v, by
+Where the pool's types ask for it (`KvFormat.turned_k`, `turned_v`), heads of q and k are turned once more behind the rope, and those of v, by
 `hadamard` (kv_codes.py): a score stays what it is, and sums of values are turned back behind attention.
 
 y        [row, n_q * step + 2 * n_kv * dim]  f32  q heads (each followed by its gate if gated: step = 2 dim), k, v
@@ -65,7 +65,7 @@ def rotate(x: Tensor, angles: Angles, neox: bool) -> Tensor:
 def bind(spec: RopeKvSpec) -> RopeKv:
     step = spec.dim * (2 if spec.gated else 1)
     width = [spec.n_q * step, spec.n_kv * spec.dim, spec.n_kv * spec.dim]
-    of_k, of_v = spec.kv.turn_k(spec.dim), spec.kv.turn_v(spec.dim)
+    of_k, of_v = spec.kv.turned_k(spec.dim), spec.kv.turned_v(spec.dim)
 
     def rope_kv(
         y: Tensor,
