@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyspec.cuda.op import Op
 from pyspec.cuda.ops.angles.op import angles
-from pyspec.cuda.ops.attend.cases import CASES, Case, Made, make, only, spec_of, worst
+from pyspec.cuda.ops.attend.cases import CASES, PACKED, Case, Made, make, only, spec_of, worst
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.ref import Attend
 from pyspec.cuda.ops.best.op import best
@@ -42,25 +42,29 @@ OFF = 1e-5  # of a row's norm: f32, whatever the pool's type
 Rig = Callable[[], str | None]
 
 F16, BF16, F32, Q8, F8 = torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn
-ATTEND = CASES | {
-    "width 20, pages of 8": Case(6, 2, 20, F16, [(0, 1), (7, 9), (300, 2)], 8, pad=(2, 1)),
-    "width 9, pages of 3": Case(3, 1, 9, F32, [(100, 17), (1, 1)], 3),
-    "width 80": Case(8, 2, 80, BF16, [(255, 3), (256, 2), (511, 1), (512, 1)], 16),
-    "width 80 of f8": Case(8, 2, 80, F8, [(255, 3), (256, 2), (513, 12)], 16, 300),
-    "group 16, a prompt": Case(32, 2, 64, F16, [(0, 130)], 32),
-    "one head a group, a prompt": Case(2, 2, 128, F32, [(600, 117), (0, 5)], 64, pad=(3, 1)),
-    "more heads than a pass": Case(72, 1, 64, F16, [(270, 3), (5, 1)], 16, sinks=True),
-    "f16 and q8_0": Case(8, 2, 64, F16, [(300, 3), (20, 40)], pad=(1, 1), v_dtype=Q8),
-    "bf16 and f16": Case(4, 2, 64, BF16, [(300, 1)], v_dtype=F16),
-    "q4_0 and q5_1, a prompt": Case(
-        8, 2, 96, KV_TYPES["q4_0"], [(300, 3), (20, 40)], v_dtype=KV_TYPES["q5_1"]
-    ),
-    "q8_0, a prompt behind a window": Case(4, 2, 64, Q8, [(1000, 100)], 16, 128),
-    **{
-        f"{n} rows": Case(4, 2, 64, F16, [(n, n), (2 * n + 250, n)], 16, pad=(1, 0))
-        for n in range(1, 18)
-    },
-}
+ATTEND = (
+    CASES
+    | PACKED
+    | {
+        "width 20, pages of 8": Case(6, 2, 20, F16, [(0, 1), (7, 9), (300, 2)], 8, pad=(2, 1)),
+        "width 9, pages of 3": Case(3, 1, 9, F32, [(100, 17), (1, 1)], 3),
+        "width 80": Case(8, 2, 80, BF16, [(255, 3), (256, 2), (511, 1), (512, 1)], 16),
+        "width 80 of f8": Case(8, 2, 80, F8, [(255, 3), (256, 2), (513, 12)], 16, 300),
+        "group 16, a prompt": Case(32, 2, 64, F16, [(0, 130)], 32),
+        "one head a group, a prompt": Case(2, 2, 128, F32, [(600, 117), (0, 5)], 64, pad=(3, 1)),
+        "more heads than a pass": Case(72, 1, 64, F16, [(270, 3), (5, 1)], 16, sinks=True),
+        "f16 and q8_0": Case(8, 2, 64, F16, [(300, 3), (20, 40)], pad=(1, 1), v_dtype=Q8),
+        "bf16 and f16": Case(4, 2, 64, BF16, [(300, 1)], v_dtype=F16),
+        "q4_0 and q5_1, a prompt": Case(
+            8, 2, 96, KV_TYPES["q4_0"], [(300, 3), (20, 40)], v_dtype=KV_TYPES["q5_1"]
+        ),
+        "q8_0, a prompt behind a window": Case(4, 2, 64, Q8, [(1000, 100)], 16, 128),
+        **{
+            f"{n} rows": Case(4, 2, 64, F16, [(n, n), (2 * n + 250, n)], 16, pad=(1, 0))
+            for n in range(1, 18)
+        },
+    }
+)
 
 
 def cpu_of(op: Op[Any, Any], spec: Any) -> Any:

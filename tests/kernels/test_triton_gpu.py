@@ -25,7 +25,7 @@ from pyspec.cuda.ops.moe import triton as moe_triton
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec
 from pyspec.gguf import GGMLType
 from pyspec.slots.batch import Seq, SeqMode, lay_out
-from pyspec.slots.kv import KvFormat
+from pyspec.slots.kv_types import PLAIN, KvFormat
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
@@ -97,13 +97,13 @@ def test_rows_are_the_references_and_have_the_same_bits_alone(name: str) -> None
             ), (i, row)
 
 
-def test_keys_and_values_of_two_types_are_kept_and_read_in_triton() -> None:
-    """Our own kernels take one type; the next tier is chosen, and passes its checks."""
-    for k, v in (("q8_0", "f16"), ("bf16", "f8_e4m3")):
+def test_keys_and_values_of_two_types_are_kept_and_read_in_cuda() -> None:
+    """And the kernels pass their checks."""
+    for k, v in (("q8_0", "f16"), ("bf16", "f8_e4m3"), ("q5_1", "q4_0")):
         kv = KvFormat.named(k, v)
         for op, spec in survey.standard(GPU):
-            if op.name in ("attend", "rope_kv") and spec.kv.k is torch.float16:
-                assert op.chosen(replace(spec, kv=kv)).name == "triton"
+            if op.name in ("attend", "rope_kv") and spec.kv == PLAIN:
+                assert op.chosen(replace(spec, kv=kv)).name == "cuda"
     assert faults.record(GPU).tolist() == [0] * 5
 
 

@@ -59,6 +59,7 @@ CPU = torch.device("cpu")
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99, "gfx942": 64, "gfx1100": 64}
 """By target: NVIDIA's compute capabilities, AMD's names."""
 LARGE = (80, 90, 100)
+NUMBERS = [t for t in KV_TYPES.values() if not t.is_packed]
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -102,7 +103,7 @@ def compiled(name, kernel, args, constants, warps) -> str:
 
 
 def attend() -> Iterator[Callable[[], object]]:
-    for kv in KV_TYPES.values():
+    for kv in NUMBERS:
         for heads in ((24, 4, 256), (32, 2, 128), (8, 8, 64)):
             for width in (1, 4, 17):
                 case = attend_cases.Case(*heads, kv, [(300, width)], 64, sinks=heads[2] == 64)
@@ -168,7 +169,7 @@ def rope_kv() -> Iterator[Callable[[], object]]:
         RopeKvSpec(CPU, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5),
         RopeKvSpec(CPU, 0, 8, 96, 96, neox=False, gated=False, has_norm=True, eps=1e-5),
     ):
-        for kv in [*map(KvFormat.both, KV_TYPES.values()), KvFormat.named("f16", "q8_0")]:
+        for kv in [*map(KvFormat.both, NUMBERS), KvFormat.named("f16", "q8_0")]:
             own = replace(spec, kv=kv)
             yield lambda own=own: _rope_kv(own)
 

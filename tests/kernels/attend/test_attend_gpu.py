@@ -9,10 +9,10 @@ from pyspec.cuda import faults
 from pyspec.cuda.ops.attend import cases as attend_cases
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
-from pyspec.cuda.ops.attend.cases import MIXED, TOLERANCE, Case, make, only, spec_of, worst
+from pyspec.cuda.ops.attend.cases import MIXED, PACKED, TOLERANCE, Case, make, only, spec_of, worst
 
 GPU = torch.device("cuda", 0)
-CASES = attend_cases.CASES | MIXED
+CASES = attend_cases.CASES | MIXED | PACKED
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -93,11 +93,6 @@ CASES: dict[str, Case] = {
     ),
     "f8 window": Case(32, 8, 128, torch.float8_e4m3fn, [(600, 5), (127, 2), (9, 4)], 16, 7),
     "f8 wide rows": Case(24, 4, 64, torch.float8_e4m3fn, [(40, 200), (0, 33)], 64, pad=(7, 1)),
-    "q4_0": Case(24, 4, 256, Q4_0, [(0, 3), (255, 1), (256, 16), (1500, 7)], 32, pad=(5, 2)),
-    "q4_1": Case(32, 8, 128, Q4_1, [(600, 5), (127, 2), (9, 4)], 16, 7),
-    "q5_0 block": Case(32, 8, 128, Q5_0, [(3000, 16), (100, 16)], 16, 2048, True, (16, 1)),
-    "q5_1": Case(4, 4, 64, Q5_1, [(70, 1), (500, 32), (63, 2)], 16, sinks=True),
-    "q4_0 odd size": Case(6, 2, 96, Q4_0, [(100, 3), (33, 1)], 16, 50),
     "sinks": Case(
         64, 8, 64, torch.float16, [(1500, 7), (0, 1), (128, 4)], 32, 128, pad=(5, 2), sinks=True
     ),
@@ -116,12 +111,6 @@ MIXED: dict[str, Case] = {
     "q8_0 and f16": Case(
         6, 2, 96, torch.int8, [(100, 3), (33, 1)], 16, 50, sinks=True, v_dtype=torch.float16
     ),
-    "q8_0 and q4_0": Case(
-        24, 4, 256, torch.int8, [(0, 3), (255, 1), (256, 16), (1500, 7)], 32, pad=(5, 2), v_dtype=Q4_0
-    ),
-    "q5_1 and f16": Case(8, 2, 128, Q5_1, [(130, 4), (900, 1)], 16, 70, v_dtype=torch.float16),
-    "bf16 and q5_0": Case(8, 2, 64, torch.bfloat16, [(70, 3), (300, 1)], 16, v_dtype=Q5_0),
-    "f8 and q4_1": Case(6, 2, 96, torch.float8_e4m3fn, [(40, 5), (0, 1)], 16, sinks=True, v_dtype=Q4_1),
     "f32 and bf16": Case(
         8, 2, 64, torch.float32, [(40, 5), (0, 1)], 16, pad=(1, 1), v_dtype=torch.bfloat16
     ),
@@ -129,6 +118,20 @@ MIXED: dict[str, Case] = {
     "f8 and bf16": Case(8, 2, 128, torch.float8_e4m3fn, [(65, 4)], 16, 0, True, v_dtype=torch.bfloat16),
 }
 """Keys and values of different types, which not every implementation takes."""
+PACKED: dict[str, Case] = {
+    "q4_0": Case(24, 4, 256, Q4_0, [(0, 3), (255, 1), (256, 16), (1500, 7)], 32, pad=(5, 2)),
+    "q4_1": Case(32, 8, 128, Q4_1, [(600, 5), (127, 2), (9, 4)], 16, 7),
+    "q5_0 block": Case(32, 8, 128, Q5_0, [(3000, 16), (100, 16)], 16, 2048, True, (16, 1)),
+    "q5_1": Case(4, 4, 64, Q5_1, [(70, 1), (500, 32), (63, 2)], 16, sinks=True),
+    "q4_0 odd size": Case(6, 2, 96, Q4_0, [(100, 3), (33, 1)], 16, 50),
+    "q8_0 and q4_0": Case(
+        24, 4, 256, torch.int8, [(0, 3), (255, 1), (256, 16), (1500, 7)], 32, pad=(5, 2), v_dtype=Q4_0
+    ),
+    "q5_1 and f16": Case(8, 2, 128, Q5_1, [(130, 4), (900, 1)], 16, 70, v_dtype=torch.float16),
+    "bf16 and q5_0": Case(8, 2, 64, torch.bfloat16, [(70, 3), (300, 1)], 16, v_dtype=Q5_0),
+    "f8 and q4_1": Case(6, 2, 96, torch.float8_e4m3fn, [(40, 5), (0, 1)], 16, sinks=True, v_dtype=Q4_1),
+}
+"""Keys or values of 4 and 5 bits, which Triton does not take."""
 TOLERANCE: dict[torch.dtype | KvType, float] = {
     torch.float32: 2e-6,
     torch.float16: 2e-3,
