@@ -18,6 +18,7 @@ KV_TYPES = ("f16", "bf16", "f32", "q8_0", "f8_e4m3", "q5_1", "q5_0", "q4_1", "q4
 ROPE_SCALINGS = ("", "none", "linear", "yarn")
 WEIGHTS = ("auto", "dense", "packed")
 CPU_ACTIVATIONS = ("q16", "q8")
+DRAFT_SAMPLINGS = ("argmax", "coupled", "probabilistic")
 DRAFT_HEADS = ("auto", "full", "q4_0", "iq4_nl")
 PAGE_SIZES = (16, 32, 64)
 _TIER = "(auto|cuda|triton|reference)"
@@ -96,6 +97,8 @@ class EngineSettings:
         False  # always draft n_draft_max, even if slower
     )
     draft_p_min: Annotated[float, "--spec-draft-p-min", Real(0, 1)] = 0.0
+    draft_sampling: Annotated[str, "--spec-draft-sampling", OneOf(DRAFT_SAMPLINGS)] = "argmax"
+    # drafts of sampled requests: the most likely tokens, or draws from the drafter's distribution
     draft_head: Annotated[str, "--draft-head", OneOf(DRAFT_HEADS)] = "auto"
     # output head of drafts: the target's, or a four-bit copy
     ngram_match: Annotated[int, "--spec-ngram-simple-size-n", Whole(1, 32)] = 3

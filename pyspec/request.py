@@ -477,6 +477,7 @@ class EngineInfo:
     n_row: int = 0  # KV rows of all slots together; 0: as many as the slots can use
     memory: tuple[tuple[str, int], ...] = ()  # the memory plan: bytes by purpose
     cpu_activations: str = ""  # "q16" or "q8"; "" on GPUs
+    draft_sampling: str = "argmax"  # drafts of sampled requests: argmax, coupled or probabilistic
     sampling: SamplingParams = field(
         default_factory=SamplingParams
     )  # defaults of requests: the file's recommendations

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-for folder in ("models", "engine", "draft", "constrain"):
+for folder in ("models", "engine", "draft", "constrain", "sample"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -21,6 +21,7 @@ from pyspec.cuda.graph import Graphed, GraphPool, copied
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
 from pyspec.draft.drafter import DraftPlan, DraftRequest
+from pyspec.draft.draws import Drawing, Draws
 from pyspec.models.target import ModelConfig, MtpNet, Out
 from pyspec.models.weight_bytes import row_bytes
 from pyspec.slots.arena import BUCKETS, Arena, graph_shapes, most_rows
@@ -98,8 +99,15 @@ class Chain:
     modes = (SeqMode.VERIFY, SeqMode.VERIFY)
 
     def __init__(
-        self, block: MtpNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float
+        self,
+        block: MtpNet,
+        plan: DraftPlan,
+        table: SlotTable,
+        device: torch.device,
+        p_min: float,
+        n_vocab: int = 0,
     ) -> None:
+        """n_vocab: of the target; without it each draft is the most likely token."""
         self.name = plan.kind
         self.needs = plan.needs
         self.most_waiting = plan.n_waiting
@@ -124,6 +132,15 @@ class Chain:
         self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
         self.probs = torch.ones(n_row, device=self.device)
         self.hidden = torch.zeros(n_row, block.n_hidden, device=self.device)
+        to_target = block.best.to_target
+        self.drawing = (
+            None
+            if plan.needs.draws == "argmax" or not n_vocab
+            else Drawing.of(n_vocab, to_target, self.device)
+        )
+        n_own = n_vocab if to_target is None else len(to_target)
+        n_kept = len(table.slots) * n_own if self.drawing is not None else 0
+        self.logits, self.n_logit = torch.zeros(n_kept, device=self.device), n_own
         # Tokens by pass
         self.steps = torch.zeros(plan.n_draft, len(table.slots), dtype=torch.int64, device=self.device)
 
@@ -223,9 +240,8 @@ class Chain:
     def draft(self, requests: Sequence[DraftRequest]) -> list[Drafts]:
         drafts: dict[int, list[int]] = {r.slot.index: [] for r in requests}
         live = [r for r in requests if r.n_draft > 0 and not self._has_drafted(r, drafts)]
-        if live:
-            self._chain(live, drafts)
-        return [Drafts(drafts[r.slot.index]) for r in requests]
+        q = self._chain(live, drafts) if live else {}
+        return [Drafts(drafts[r.slot.index], q.get(r.slot.index)) for r in requests]
 
     def _has_drafted(self, r: DraftRequest, drafts: dict[int, list[int]]) -> bool:
         """Recurrent layers have the anchor's row already, because its draft was never verified: give what is left of that draft."""
@@ -235,8 +251,11 @@ class Chain:
         drafts[r.slot.index] = [*state.guess[: r.n_draft]]
         return True
 
-    def _chain(self, live: list[DraftRequest], drafts: dict[int, list[int]]) -> None:
-        """All slots draft as far as the one that asked for most; nothing is read back before the end, or before p_min."""
+    def _chain(self, live: list[DraftRequest], drafts: dict[int, list[int]]) -> dict[int, Tensor]:
+        """All slots draft as far as the one that asked for most; nothing is read back before the end, or before p_min.
+
+        Returns the probabilities of slots that need them.
+        """
         self._bring_up([late for r in live if (late := self._too_late(r.slot)) is not None])
         seqs = []
         for r in live:
@@ -262,12 +281,13 @@ class Chain:
         n = len(live)
         most = max(r.n_draft for r in live)
         done = 1
-        copied(self.tokens[:n], self.steps[0, :n])
+        draws = Draws.of(live, most, self.drawing)
+        self._keep(n, 0, draws)
         sure = [self.probs[:n] >= self.p_min] if self.p_min > 0 else []
         rest = self._chained([r.slot for r in live], most) if most > 1 else None
         while done < most and (not sure or bool(sure[-1].any())):
             assert rest is not None
-            self._pass(rest, done)
+            self._pass(rest, done, draws)
             if sure:
                 sure.append(sure[-1] & (self.probs[:n] >= self.p_min))
             done += 1
@@ -277,6 +297,7 @@ class Chain:
             drafts[r.slot.index] = [step[i] for step in steps[: min(length, r.n_draft)]]
             if not self.block.n_hidden:  # of the last draft there is no row
                 self._state(r.slot).guess = [step[i] for step in steps[:-1]]
+        return {} if draws is None else draws.kept(live)
 
     def _too_late(self, slot: Slot) -> tuple[Pending, Seq] | None:
         """A slot's rows that are too many for a first pass: all of a prefix whose state was not kept."""
@@ -296,11 +317,18 @@ class Chain:
         ]
         return self._lay_out(seqs, self.arenas[1])
 
-    def _pass(self, batch: Batch, done: int) -> None:
+    def _keep(self, n: int, done: int, draws: Draws | None) -> None:
+        """Keep the tokens of draft number `done` of n slots, which are drawn first if they are to be."""
+        if draws is not None:
+            logits, best = self.logits[: n * self.n_logit].view(n, -1), self.tokens[:n]
+            copied(draws.take(done, logits, best), best)
+        copied(self.tokens[:n], self.steps[done, :n])
+
+    def _pass(self, batch: Batch, done: int, draws: Draws | None = None) -> None:
         """Draft number `done`, after those before."""
         n = len(batch.seqs)
         self._next(batch)
-        copied(self.tokens[:n], self.steps[done, :n])
+        self._keep(n, done, draws)
         if self.is_recurrent:
             batch.seq_fold[:n] += 1  # its rows are records, which the next pass folds
 
@@ -359,6 +387,9 @@ class Chain:
             copied(hidden, self.hidden[:n])
         if self.p_min > 0:
             self.probs[:n] = logits.softmax(-1).amax(-1)
+        if self.drawing is not None:  # draws come behind the graph, on request
+            m, self.n_logit = min(n, len(self.table.slots)), logits.shape[1]
+            copied(logits[:m], self.logits[: m * self.n_logit].view(m, -1))
 
     def use_graphs(self, make_arena: Callable[[], Arena]) -> None:
         self.arenas = [make_arena() for _ in self.arenas]

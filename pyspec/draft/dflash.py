@@ -40,6 +40,7 @@ from pyspec.draft.drafter import (
     TargetFile,
     own_memory,
 )
+from pyspec.draft.draws import Draws, draw_bytes
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
 from pyspec.models.cuts import flaws
@@ -94,7 +95,8 @@ def block_plan(
     block = BlockLength(c.block, FEW_ROWS_CPU if target.device.type == "cpu" else FEW_ROWS)
     n_held = held_rows(settings.np)
     has_head = "output.weight" in file.tensors
-    best_only = not has_head and not c.adds_scores and settings.draft_p_min <= 0
+    is_drawn = settings.draft_sampling != "argmax"
+    best_only = not has_head and not c.adds_scores and settings.draft_p_min <= 0 and not is_drawn
     return DraftPlan(
         kind="dflash",
         needs=Needs(
@@ -104,7 +106,8 @@ def block_plan(
             block=block,
             late=n_held > 0,
             n_trained=c.n_trained,
-            tells=c.tells_in_parts if n_rank > 1 else settings.tp == 1 or not best_only,
+            tells=_tells(c, settings, n_rank, best_only=best_only),
+            draws=settings.draft_sampling,
         ),
         file=file,
         layers=tuple(block.memory() for block in c.blocks),
@@ -112,7 +115,8 @@ def block_plan(
         wants=wants,
         requests=partial(requests, c, file),
         n_held=n_held,
-        graph_bytes=_graph_bytes(c, block, settings.np, min(n or most, most), n_held),
+        graph_bytes=_graph_bytes(c, block, settings.np, min(n or most, most), n_held)
+        + draw_bytes(settings, min(n or most, most), target.config.n_vocab),
         no_copy=OWN_HEAD if has_head else c.adds_scores,
         best_only=best_only,
         n_rank=n_rank,
@@ -130,8 +134,16 @@ def ranks_of(
         or "output.weight" in file.tensors
         or settings.draft_head not in ("auto", "full")
         or (settings.draft_p_min > 0 and not c.tells_in_parts)
+        or settings.draft_sampling != "argmax"
     )
     return 1 if not 1 < n <= MOST_RANKS or is_whole or next(flaws(file, cuts_of(wants), n), "") else n
+
+
+def _tells(c: DFlashConfig, settings: EngineSettings, n_rank: int, *, best_only: bool) -> bool:
+    """Whether drafts tell their probabilities. Those that depend on the drafts before may not cut drafts that are judged by their own."""
+    if c.adds_scores and settings.draft_sampling == "probabilistic":
+        return False
+    return c.tells_in_parts if n_rank > 1 else settings.tp == 1 or not best_only
 
 
 def requests(c: DFlashConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
@@ -310,14 +322,19 @@ class DFlash:
         most = max(r.n_draft for r in live)
         batch = self._lay_out([r.slot for r in live], [r.anchor for r in live], most)
         tells = self.needs.tells and any(r.tells for r in live)
-        tokens, probs = self._tokens(self.block(batch), len(live), most, batch.tokens, tells=tells)
+        draws = Draws.of(live, most, self.net.drawing)
+        block = self.block(batch)
+        tokens, probs = self._tokens(block, len(live), most, batch.tokens, tells=tells, draws=draws)
+        q = {} if draws is None else draws.kept(live)
         flat, sure = _read(tokens, probs)
         drafts = {}
         for i, r in enumerate(live):
             first = i * most
             own = None if sure is None else sure[first : first + r.n_draft]
             n = next((at for at, p in enumerate(own or ()) if p < self.p_min), r.n_draft)
-            drafts[r.slot.index] = Drafts(flat[first : first + n], sure=own).first(n)
+            of_slot = q.get(r.slot.index)
+            given = own if self.needs.tells else None
+            drafts[r.slot.index] = Drafts(flat[first : first + n], of_slot, sure=given).first(n)
         return [drafts.get(r.slot.index, NO_DRAFTS) for r in requests]
 
     def _lay_out(
@@ -353,14 +370,22 @@ class DFlash:
         pass  # `observe` makes the context
 
     def _tokens(
-        self, block: Tensor, n_seq: int, n_draft: int, given: Tensor, *, tells: bool = False
+        self,
+        block: Tensor,
+        n_seq: int,
+        n_draft: int,
+        given: Tensor,
+        *,
+        tells: bool = False,
+        draws: Draws | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """[seq * n_draft]: the drafts of each block, and their probabilities if they are wanted. given [row] int64: the blocks' input,
         whose first tokens are the anchors."""
         n_row = self.length.rows(n_seq, n_draft)
         rows = block[: n_seq * n_row].view(n_seq, n_row, -1)
         anchors = given[: n_seq * n_row : n_row].contiguous()
-        return self.net.drafts(rows, n_draft, anchors, tells=self.p_min > 0 or tells)
+        tells = tells or self.p_min > 0
+        return self.net.drafts(rows, n_draft, anchors, tells=tells, draws=draws)
 
     def checkpoint(self, slot: Slot) -> object | None:
         if self.late[slot.index]:

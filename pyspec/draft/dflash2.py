@@ -30,11 +30,13 @@ from pyspec.draft.dflash_file import (
 )
 from pyspec.draft.dflash_net import DFlashNet
 from pyspec.draft.drafter import DraftOptions, DraftPlan, TargetFile
+from pyspec.draft.draws import Draws
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.convolved import Convolved
 from pyspec.models.matrices import Matrix
+from pyspec.models.own_vocabulary import D2T
 from pyspec.models.part import LoadTypes, Request
 from pyspec.models.target import Target
 from pyspec.models.wants import Want
@@ -161,9 +163,9 @@ class DFlash2Net(DFlashNet):
         self.before, self.behind = w.embedding(BEFORE), w.embedding(BEHIND)
 
     def drafts(
-        self, block: Tensor, n_draft: int, anchors: Tensor, *, tells: bool
+        self, block: Tensor, n_draft: int, anchors: Tensor, *, tells: bool, draws: Draws | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """As of DFlash. A draft's probability is that among its row's candidates."""
+        """As of DFlash. Probabilities are those among a row's candidates behind the draft before, and so draws are from these."""
         n_seq, k = len(block), self.c.n_best
         values, ids, gate = self._candidates(block[:, 1 : 1 + n_draft].flatten(0, 1))
         ids = ids.view(n_seq, n_draft, k)
@@ -171,7 +173,10 @@ class DFlash2Net(DFlashNet):
         before = torch.cat([anchors[:, None, None].expand(-1, 1, k), ids[:, :-1]], 1)
         follows = self.behind(ids.flatten()).view(-1, k, self.c.rank) * gate[:, None]
         scores = values[:, None] + self.before(before.flatten()).view(-1, k, self.c.rank) @ follows.mT
-        found = _walked(scores.argmax(-1).view(n_seq, n_draft, k))
+        if draws is None:
+            found = _walked(scores.argmax(-1).view(n_seq, n_draft, k))
+        else:
+            found = _drawn(scores.view(n_seq, n_draft, k, k), ids, draws)
         tokens = ids.gather(2, found[..., None]).flatten()
         return tokens, self._sure(scores, found) if tells else None
 
@@ -203,6 +208,24 @@ def _walked(follower: Tensor) -> Tensor:
     return torch.cat(places, 1)
 
 
+def _drawn(scores: Tensor, ids: Tensor, draws: Draws) -> Tensor:
+    """Places of the drawn candidates, [seq, row]. scores [seq, row, place in the row before, place] f32; ids [seq, row, place] int64."""
+    places = [ids.new_zeros(len(ids))]
+    for row in range(ids.shape[1]):
+        came = places[-1][:, None, None].expand(-1, 1, ids.shape[2])
+        follows = scores[:, row].gather(1, came).squeeze(1)
+        places.append(draws.take_among(row, follows, ids[:, row]))
+    return torch.stack(places[1:], 1)
+
+
+def check_candidates(net: DFlash2Net, draws: str) -> None:
+    """Refuse draws whose probabilities would be wrong: candidates have to be different tokens."""
+    if draws == "probabilistic" and not net.drawing.one_to_one:
+        raise ConfigError(
+            f"--spec-draft-sampling probabilistic can not be: the drafter's {D2T} has a token twice; coupled can"
+        )
+
+
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
     return drafter_of(bind(plan, target, table, options), plan, target, table, options)
 
@@ -210,4 +233,6 @@ def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOption
 def bind(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash2Net:
     """The layers of this rank on the target's device."""
     assert plan.file is not None
-    return bound(DFlash2Net, read_config(plan.file), plan, target, table, options)
+    net = bound(DFlash2Net, read_config(plan.file), plan, target, table, options)
+    check_candidates(net, plan.needs.draws)
+    return net

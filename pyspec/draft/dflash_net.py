@@ -12,6 +12,7 @@ from pyspec.cpu.tensors import next_positions
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft.dflash_file import DFlashConfig
+from pyspec.draft.draws import Drawing, Draws
 from pyspec.models.block import Block, link_sums
 from pyspec.models.blocks.attention import BoundAttention
 from pyspec.models.blocks.convolved import BoundConvolved
@@ -65,6 +66,7 @@ class DFlashNet:
         self.find_best: Callable[[Tensor], Tensor] | None = None
         self.parts: Gathered | None = None
         self.best = BestDrafts(w.device, read_d2t(w, target.n_vocab))
+        self.drawing = Drawing.of(target.n_vocab, self.best.to_target, w.device)
 
     def _bind_context(self, w: Weights) -> None:
         """Keys and values of context rows are made with the layers' own weights."""
@@ -99,24 +101,27 @@ class DFlashNet:
         return x, whole, replace(whole, batch=replace(batch, hi=next_positions(batch.positions)))
 
     def drafts(
-        self, block: Tensor, n_draft: int, anchors: Tensor, *, tells: bool
+        self, block: Tensor, n_draft: int, anchors: Tensor, *, tells: bool, draws: Draws | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The target's tokens that blocks stand for, [seq * n_draft] int64, and their probabilities [seq * n_draft] f32.
+        """The target's tokens that blocks stand for, [seq * n_draft] int64, and the probability of each row's likeliest, [seq * n_draft] f32.
 
         block    [seq, row, n_embd] f32 of `forward`
         anchors  [seq] int64
         tells    the probabilities are wanted; else there may be none
+        draws    the tokens are drawn; None: they are the likeliest
         """
         rows = block[:, 1 : 1 + n_draft].flatten(0, 1)  # row 0 is the anchor, whose output means nothing
         if self.find_best is not None or self.parts is not None:
-            assert not tells, "ranks that find the best together have no logits in one place"
+            assert not tells and draws is None, "ranks that find the best together have no logits"
             find = self.find_best or self._best_of_parts
             return self.best.mapped(find(rows)), None
         logits = self.head(rows)
+        best = self.best(logits)
+        tokens = best if draws is None else draws.block(logits, best)
         if not tells:
-            return self.best(logits), None
+            return tokens, None
         pieces = [piece.softmax(-1).amax(-1) for piece in logits.split(PIECE)]
-        return self.best(logits), torch.cat(pieces)
+        return tokens, torch.cat(pieces)
 
     def _best_of_parts(self, rows: Tensor) -> Tensor:
         """[row] int64: the best token of each row [row, n_embd], which every rank has."""

@@ -24,6 +24,7 @@ from pyspec.draft.dflash import DFlash
 from pyspec.draft.dflash_file import DFlashConfig
 from pyspec.draft.dflash_net import DFlashNet
 from pyspec.draft.drafter import DraftCommand, DraftLead, DraftPlan
+from pyspec.draft.draws import Draws
 from pyspec.models.gathered import shared
 from pyspec.models.target import Out, Target
 from pyspec.slots.arena import Arena
@@ -182,8 +183,16 @@ class DividedDFlash(DFlash):
         return batch
 
     def _tokens(
-        self, block: Tensor, n_seq: int, n_draft: int, given: Tensor, *, tells: bool = False
+        self,
+        block: Tensor,
+        n_seq: int,
+        n_draft: int,
+        given: Tensor,
+        *,
+        tells: bool = False,
+        draws: Draws | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        assert draws is None, "a drafter that draws is not divided"
         with self.lead.together(FindDrafts(n_seq, n_draft)):
             return super()._tokens(block, n_seq, n_draft, given, tells=tells)
 

@@ -20,6 +20,7 @@ from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.draft.chain import Chain, graph_bytes, most_waiting
 from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, Needs, TargetFile, own_memory
+from pyspec.draft.draws import draw_bytes
 from pyspec.draft.token_map import TokenMap, read_map
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
@@ -66,7 +67,13 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     is_shorter = n_ctx < trained_length(target.file, target.config.n_ctx_train, flags)
     return ModelPlan(
         kind=KIND,
-        needs=Needs(n_draft, overhang=n_draft + 1, chained=True, n_ctx=n_ctx),
+        needs=Needs(
+            n_draft,
+            overhang=n_draft + 1,
+            chained=True,
+            n_ctx=n_ctx,
+            draws=settings.draft_sampling,
+        ),
         file=file,
         layers=tuple(c.parts()),
         attention=c.attention,
@@ -76,7 +83,8 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         requests=partial(_requests, c, file),
         n_waiting=n_waiting,
         n_late=2 * (n_draft + 1),  # a verify's rows, and as many chained ones behind them
-        graph_bytes=graph_bytes(settings.np, max(n_draft + 1, n_waiting), c, settings.draft_p_min),
+        graph_bytes=graph_bytes(settings.np, max(n_draft + 1, n_waiting), c, settings.draft_p_min)
+        + draw_bytes(settings, n_draft, target.config.n_vocab),
         no_copy=OWN_HEAD,
         maps_tokens=True,
         check=tokens,
@@ -135,7 +143,7 @@ def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOption
     if not isinstance(model, Decoder):
         raise PairError(f"{c.arch} is run by a model of another package, which does not draft")
     block = bound(model, plan.tokens(), target.n_vocab)
-    return Chain(block, plan, table, device, options.settings.draft_p_min)
+    return Chain(block, plan, table, device, options.settings.draft_p_min, target.n_vocab)
 
 
 def bound(model: Decoder, tokens: TokenMap, n_target: int) -> DraftModel:

@@ -28,7 +28,7 @@ from pyspec.models.wants import Want
 from pyspec.registry import SUFFIX
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch
-from pyspec.slots.drafts import Drafts, DraftsAhead
+from pyspec.slots.drafts import DraftDraw, Drafts, DraftsAhead
 from pyspec.slots.kv_types import TYPES, KvFormat
 from pyspec.slots.memory import Memory, allocate
 from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory
@@ -54,6 +54,7 @@ class Needs:
     n_ctx     tokens of a context, of which it drafts the last ones and none beyond; 0: of any context
     n_trained  tokens of a context that it was trained for; 0: unknown
     tells     `draft` can give the probability of each token (`Drafts.sure`)
+    draws     how it can draw its tokens: the value of --spec-draft-sampling that it was planned for, or argmax
     """
 
     n_draft: int
@@ -67,6 +68,7 @@ class Needs:
     n_ctx: int = 0
     n_trained: int = 0
     tells: bool = False
+    draws: str = "argmax"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,8 @@ class DraftPlan:
         if self.kind == SUFFIX:
             return f"speculation: {SUFFIX}, {suffixes}"
         own = f"speculation: {self.kind}, up to {self.needs.n_draft} tokens a round{self.remark}"
+        if self.needs.draws != "argmax":
+            own += f"; {self.needs.draws} drafts where requests are sampled"
         return f"{own}; {SUFFIX}, {suffixes}" if self.n_suffix else own
 
 
@@ -234,12 +238,14 @@ class DraftRequest:
     """Draft at most `n_draft` tokens after `anchor`, the slot's last sampled token (position slot.n_past).
 
     tells  with the probability of each, where the drafter can
+    draw   None: the most likely tokens
     """
 
     slot: Slot
     anchor: int
     n_draft: int
     tells: bool = False
+    draw: DraftDraw | None = None
 
 
 class Drafter(Protocol):

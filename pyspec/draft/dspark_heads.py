@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyspec.draft.dflash_file import MARKOV, DFlashConfig
 from pyspec.draft.dflash_net import DFlashNet
+from pyspec.draft.draws import Draws
 from pyspec.models.matrices import Matrix
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights
@@ -55,9 +56,9 @@ class DSparkNet(DFlashNet):
         self.sure_bias = w.optional(SURE_BIAS) if c.is_sure else None
 
     def drafts(
-        self, block: Tensor, n_draft: int, anchors: Tensor, *, tells: bool
+        self, block: Tensor, n_draft: int, anchors: Tensor, *, tells: bool, draws: Draws | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """As of DFlash. The second is the confidence head's; without one, the tokens' probabilities."""
+        """As of DFlash. The second is the confidence head's; without one, the probabilities. Draws count for the rows behind them."""
         first = 0 if self.c.from_anchor else 1
         rows = block[:, first : first + n_draft].transpose(0, 1).contiguous()  # [row, seq, n_embd]
         # of several ranks each has its columns of the logits, and of the Markov head
@@ -67,7 +68,8 @@ class DSparkNet(DFlashNet):
         for row in range(n_draft):
             given.append(self.token(tokens[-1]))
             corrected = self.bias(given[-1], residual=logits[row])
-            tokens.append(self.best(corrected) if parts is None else parts.best(corrected)[0].long())
+            best = self.best(corrected) if parts is None else parts.best(corrected)[0].long()
+            tokens.append(best if draws is None else draws.take(row, corrected, best))
             if tells and self.sure is None:
                 probs.append(corrected.softmax(-1).amax(-1))
         found = torch.stack(tokens[1:], 1).view(-1)

@@ -20,6 +20,7 @@ from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft.chain import Chain, graph_bytes, most_waiting
 from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, Needs, TargetFile, own_memory
+from pyspec.draft.draws import draw_bytes
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.gguf.fields import SIZE
@@ -98,7 +99,14 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     n_draft, n_waiting = settings.n_draft_max or N_DRAFT, most_waiting(settings.np)
     return DraftPlan(
         kind="eagle3",
-        needs=Needs(n_draft, c.taps, overhang=n_draft + 1, chained=True, observes_taps=True),
+        needs=Needs(
+            n_draft,
+            c.taps,
+            overhang=n_draft + 1,
+            chained=True,
+            observes_taps=True,
+            draws=settings.draft_sampling,
+        ),
         file=file,
         layers=(c.attention.memory(),),
         attention=(c.attention.shape,),
@@ -111,7 +119,8 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
             target.config,
             settings.draft_p_min,
             0 if head is None else head.shape[0],
-        ),
+        )
+        + draw_bytes(settings, n_draft, target.config.n_vocab),
         no_copy="" if head is None else OWN_HEAD,
     )
 
@@ -231,4 +240,4 @@ def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOption
     )
     memory = own_memory(plan, table, options, target.device)
     block = EagleBlock(read_eagle(plan.file), weights, memory, target, options.head)
-    return Chain(block, plan, table, target.device, options.settings.draft_p_min)
+    return Chain(block, plan, table, target.device, options.settings.draft_p_min, target.n_vocab)

@@ -11,6 +11,7 @@ from functools import partial
 from pyspec.config import EngineSettings
 from pyspec.draft.chain import Chain, graph_bytes, most_waiting
 from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, Needs, TargetFile, own_memory
+from pyspec.draft.draws import draw_bytes
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.target import ModelConfig, MtpSpec, Target
@@ -36,7 +37,9 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     n_draft, n_waiting = settings.n_draft_max or N_DRAFT, most_waiting(settings.np)
     return DraftPlan(
         kind="mtp",
-        needs=Needs(n_draft, overhang=n_draft + 1, chained=True, hidden=True),
+        needs=Needs(
+            n_draft, overhang=n_draft + 1, chained=True, hidden=True, draws=settings.draft_sampling
+        ),
         file=file,
         layers=mtp.layers(),
         shared=mtp.shared(file, target.file),
@@ -44,7 +47,8 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         wants=wants,
         requests=partial(mtp.requests, file),
         n_waiting=n_waiting,
-        graph_bytes=graph_bytes(settings.np, max(n_draft + 1, n_waiting), c, settings.draft_p_min),
+        graph_bytes=graph_bytes(settings.np, max(n_draft + 1, n_waiting), c, settings.draft_p_min)
+        + draw_bytes(settings, n_draft, c.n_vocab),
         no_copy=OWN_HEAD if f"blk.{c.n_layer}.nextn.shared_head_head.weight" in file.tensors else "",
     )
 
@@ -78,4 +82,4 @@ def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOption
     weights = Weights(plan.file, target.device, options.dense, wide=options.wide, rope=options.rope)
     memory = own_memory(plan, table, options, target.device)
     block = mtp_of(target.config).bind(weights, memory, target, options.head, plan.shared)
-    return Chain(block, plan, table, target.device, options.settings.draft_p_min)
+    return Chain(block, plan, table, target.device, options.settings.draft_p_min, target.n_vocab)

@@ -55,6 +55,7 @@ class LoadOptions(TypedDict, total=False):
     n_draft_max: int
     n_draft_fixed: bool
     draft_p_min: float
+    draft_sampling: str
     draft_head: str
     ngram_match: int
     suffix_n_max: int

@@ -14,6 +14,7 @@ from pyspec.cuda.collective import Collective
 from pyspec.gguf import GGUFFile
 from pyspec.models.gathered import Gathered, shared
 from pyspec.models.matrices import Matrix
+from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import AttentionShape, LoadTypes, Request
 from pyspec.models.wants import Want
 from pyspec.models.weights import Weights
@@ -75,11 +76,13 @@ class MtpNet(Protocol):
 
     n_hidden   width of the hidden states that it takes; 0: it takes none, and reads tokens alone
     first_key  position of the first row that others see: 1 where row 0, which has no hidden state, is no context
+    best       maps its tokens to the target's
     """
 
     n_hidden: int
     first_key: int
     memory: Memory
+    best: BestDrafts
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         """hidden [row, n_hidden] f32: h_{p-1} of each row -> that of each row's own position, the same shape if it takes any."""

@@ -7,7 +7,8 @@ temperature, draw. Differences:
 * Probabilities are integers in units of 2**-44 of the row's largest, so sums do not depend on how a device orders them
   and a row's choice does not depend on its neighbours. Tokens less likely than 2**-44 of the best are never drawn.
 * Typical: a candidate with probability 0 has infinite score instead of NaN.
-* The draw inverts the cumulative distribution in id order with a number hashed from seed and position.
+* The draw inverts the cumulative distribution in id order with a number hashed from seed and position, or is a race by that number
+  (`slots.race`).
 * temperature <= 0 is the argmax before the cuts; llama.cpp's typical could cut it away.
 """
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pyspec.request import SamplingParams
+from pyspec.slots.race import winners
 
 _UNIT = 2.0**44  # 2**18 candidates of the largest weight still fit an int64
 _N_SPARE = 32  # candidates fetched beyond top-k, so that ties at its edge can be ordered by id
@@ -39,6 +41,7 @@ class Settings:
     typical: bool  # some row uses it
     nucleus: bool  # some row cuts by order: top-k, typical, top-p or min_keep; sorting is needed
     cuts: bool  # some row cuts at all
+    races: bool = False  # draws are races
 
     @classmethod
     def stack(
@@ -106,11 +109,14 @@ def mass(logits: Tensor) -> Tensor:
     return (scaled.exp() * _UNIT).long().sum(-1, keepdim=True)
 
 
-def pick(logits: Tensor, settings: Settings, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def pick(
+    logits: Tensor, settings: Settings, total: Tensor | None = None, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Cut and draw. A row without a finite maximum gives a meaningless column.
 
     logits  [row, n]  f32    candidates in ascending order of id
     total   [row, 1]  int64  mass of the whole row, if the candidates are only a part of it and top-p needs it
+    ids     [row or 1, n]  int64  of the candidates, which races read; None: the whole vocabulary
     return  [row]     int64  the chosen candidate's column
             [row]     bool   a survivor equals the least candidate: wrong if there are more candidates elsewhere
     """
@@ -120,11 +126,27 @@ def pick(logits: Tensor, settings: Settings, total: Tensor | None = None) -> tup
         keep = torch.ones_like(logits, dtype=torch.bool)
     top = logits.masked_fill(~keep, -math.inf).amax(-1, keepdim=True)
     scaled = (logits - top).double() / settings.temperature
-    below = _weights(scaled, keep).cumsum(-1)
-    target = torch.minimum((settings.noise * below[:, -1:]).long(), below[:, -1:] - 1)
-    column = torch.searchsorted(below, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    if settings.races:
+        ids = torch.arange(logits.shape[1], device=logits.device)[None] if ids is None else ids
+        column = winners(scaled.masked_fill_(~keep, -math.inf), settings.noise, ids)
+    else:
+        column = _inverse(_weights(scaled, keep).cumsum(-1), settings.noise)
     least = logits.amin(-1, keepdim=True)  # if it is banned, so are all tokens elsewhere
     return column, (keep & (logits == least) & (least > -math.inf)).any(-1)
+
+
+def _inverse(below: Tensor, noise: Tensor) -> Tensor:
+    """The column in which each row's number falls. below [row, n] int64: sums of weights; noise [row, 1] f64"""
+    target = torch.minimum((noise * below[:, -1:]).long(), below[:, -1:] - 1)
+    return torch.searchsorted(below, target, right=True).squeeze(1).clamp(max=below.shape[1] - 1)
+
+
+def probabilities(logits: Tensor, settings: Settings) -> Tensor:
+    """Probabilities of the draws of whole rows, [row, n] f64."""
+    kept = logits
+    if settings.cuts:
+        kept = logits.masked_fill(~survivors(logits, settings), -math.inf)
+    return ((kept - kept.amax(-1, keepdim=True)).double() / settings.temperature).softmax(-1)
 
 
 def survivors(logits: Tensor, settings: Settings, total: Tensor | None = None) -> Tensor:

@@ -1,8 +1,8 @@
 """One call per round: from the verified rows of every slot to the tokens each slot keeps.
 
 Sample-and-compare: every row's token is chosen as in plain decoding, and drafts count while they equal those choices. Choices depend on
-(logits, history, seed, position) alone, so the text is the same with any drafts. That includes drawn ones: this rule does not look at
-their probabilities (`Drafts.q`). All slots share one pass per kind of work and one copy to
+(logits, history, seed, position) alone, so the text is the same with any drafts. Drafts with probabilities (`Drafts.q`) have a rule of
+their own (`rejection`), which keeps the text's distribution but not the text. All slots share one pass per kind of work and one copy to
 the host. A second copy is needed for logprobs, or if the candidates do not decide a row: over 32 ties at the edge of top-k, over 1024 tokens
 inside top-p or min-p.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -23,11 +24,13 @@ from pyspec.request import SamplingParams, TokenLogprob
 from pyspec.sample import chain, edits, stepwise
 from pyspec.sample import mask as masks
 from pyspec.sample.mask import SpanMask
+from pyspec.sample.rejection import DrawnSpan, verdicts
 from pyspec.sample.sampler import SlotSampler
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.drafts import NO_DRAFTS, Drafts
 
 _MAX_NARROW = 1024  # candidates that are found without sorting the vocabulary
+_MAX_DRAWN = 64  # rows whose drawn drafts are judged at once: that needs much memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,9 @@ class _Work:
         sampler = self.span.sampler
         if sampler.params.is_stepwise:
             return "stepwise"
+        is_drawn = sampler.races and self.span.drafts.q is not None
+        if is_drawn and self.drafts and not sampler.params.greedy:
+            return "drawn"
         if sampler.params.greedy:
             return "edited" if sampler.edits_logits and not sampler.only_bans else "greedy"
         return _sampling_kind(sampler.params)
@@ -224,16 +230,20 @@ def _pick_all(logits: Tensor, work: list[_Work]) -> list[Picked]:
     groups: dict[str, list[int]] = {}
     for i, w in enumerate(work):
         groups.setdefault(w.kind, []).append(i)
-    stepwise = groups.pop("stepwise", [])
+    stepwise, drawn = groups.pop("stepwise", []), groups.pop("drawn", [])
+    out: list[Picked] = [([], [])] * len(work)
+    for i in stepwise:
+        out[i] = _stepwise(logits, work[i])
+    for i, picked in zip(drawn, _drawn(logits, [work[i] for i in drawn]), strict=True):
+        out[i] = picked
     if not groups:
-        return [_stepwise(logits, w) for w in work]
+        return out
     parts = {kind: [work[i] for i in members] for kind, members in groups.items()}
     batches = {kind: _rows(logits, part) for kind, part in parts.items()}
     found = [_pick(kind, batches[kind], part) for kind, part in parts.items()]
     columns = [(p.tokens.double(), p.peaks.double(), p.unsure.double()) for p in found]
     packed = torch.cat([torch.stack(three) for three in columns], dim=1)
     tokens, peaks, unsure = packed.tolist()  # ids are exact in f64
-    out: list[Picked] = [([], [])] * len(work)
     row = 0
     for kind, members in groups.items():
         first = row
@@ -245,9 +255,27 @@ def _pick_all(logits: Tensor, work: list[_Work]) -> list[Picked]:
                 found_tokens = _pick("full", own, [work[i]]).tokens.tolist()
             out[i] = found_tokens, peaks[row:end]
             row = end
-    for i in stepwise:
-        out[i] = _stepwise(logits, work[i])
     return out
+
+
+def _drawn(logits: Tensor, work: list[_Work]) -> list[Picked]:
+    """Chosen tokens and largest logits of spans whose drafts were drawn from known distributions."""
+    found, done = [], 0
+    while done < len(work):
+        part = _first_rows(work[done:])
+        rows, done = _rows(logits, part), done + len(part)
+        spans = [DrawnSpan.of(w.span.sampler, w.drafts, w.span.drafts) for w in part]
+        found.append(torch.stack([verdicts(rows, spans).double(), rows.amax(-1).double()]))
+    tokens, peaks = torch.cat(found, dim=1).tolist() if found else ([], [])
+    ends = [0, *accumulate(w.n_row for w in work)]
+    return [(list(map(int, tokens[a:b])), peaks[a:b]) for a, b in pairwise(ends)]
+
+
+def _first_rows(work: list[_Work]) -> list[_Work]:
+    """As many of the first spans as are judged at once, one at least."""
+    ends = accumulate(w.n_row for w in work)
+    n = sum(1 for end in ends if end <= _MAX_DRAWN)
+    return work[: max(1, n)]
 
 
 def _stepwise(logits: Tensor, work: _Work) -> Picked:
@@ -301,13 +329,15 @@ def _pick(kind: str, logits: Tensor, work: list[_Work]) -> _Picks:
     params = [w.span.sampler.params for w in work for _ in range(w.n_row)]
     noise = [u for w in work for u in w.span.sampler.noise(w.n_row).tolist()]
     settings = chain.Settings.stack(params, noise, logits.shape[1], logits.device)
+    if work[0].span.sampler.races:  # all requests of an engine do
+        settings = replace(settings, races=True)
     if kind == "full":
         tokens, unsure = chain.pick(logits, settings)
         return _Picks(tokens, logits.amax(-1), torch.zeros_like(unsure))
     k = max(p.top_k for p in params) if kind == "narrow" else _MAX_NARROW
     total = chain.mass(logits) if kind == "short" and any(p.top_p < 1 for p in params) else None
     ids, values = chain.best(logits, k)
-    column, unsure = chain.pick(values, settings, total)
+    column, unsure = chain.pick(values, settings, total, ids)
     incomplete = values.shape[1] < logits.shape[1]
     return _Picks(ids.gather(1, column[:, None]).squeeze(1), values.amax(-1), unsure & incomplete)
 

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 DRAW = 0x6472617700000000  # stream of the sampler's draws
+DRAFT = 0x6472616674000000  # stream of drafts that are drawn by numbers of their own
+ACCEPT = 0x6163636570740000  # stream of coins about these
 XTC = 0x7874630000000000  # stream of XTC's coins
 COIN = 0x636F696E00000000  # stream of synthetic acceptance
 _GAMMA = 0x9E3779B97F4A7C15
@@ -37,6 +39,14 @@ def uniform(seed: int, positions: Ints, stream: int = DRAW) -> NDArray[np.float6
 
     positions  [n]  int64  absolute positions, >= 0
     """
+    return (_bits(seed, positions, stream) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def of_round(seed: int, start: int, stream: int) -> int:
+    """A seed for one round: numbers of another round that reaches the same positions are others."""
+    return int(_bits(seed, np.array([start]), stream)[0])
+
+
+def _bits(seed: int, positions: Ints, stream: int) -> NDArray[np.uint64]:
     start = _mix(np.array([(seed ^ stream) & _MASK], dtype=np.uint64))
-    bits = _mix(start + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA))
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return _mix(start + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA))

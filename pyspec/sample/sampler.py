@@ -15,7 +15,7 @@ from pyspec.request import SamplingParams
 from pyspec.sample.budget import BudgetRule
 from pyspec.sample.dry import Dry, DryBreakers
 from pyspec.sample.feedback import Feedback, SpanChoice
-from pyspec.sample.noise import XTC, Floats, Ints, resolve_seed, uniform
+from pyspec.sample.noise import ACCEPT, DRAFT, XTC, Floats, Ints, of_round, resolve_seed, uniform
 
 _NO_IDS = np.zeros(0, dtype=np.int64)
 _FINITE = (
@@ -56,6 +56,7 @@ class SlotSampler:
     edits_logits  some logit may change before the cuts
     only_bans     logits only fall (a ban on end tokens, negative biases)
     banned        tokens that are never chosen, if no other logit ever changes; None: others may
+    races         its draws are races (`slots.race`) that a drafter can take part in; set before the first choice
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class SlotSampler:
         self.banned = frozenset(self.bias[0].tolist()) if are_bans else None
         # identifies the request, repeatably
         self.fingerprint = zlib.crc32(np.asarray(prompt, dtype=np.int64).tobytes())
+        self.races = False
         self.feedback = Feedback.first(params)
         self.ahead = SpanChoice()  # chosen but not committed
         self.n_history = 0
@@ -144,6 +146,14 @@ class SlotSampler:
     def noise(self, n_row: int) -> NDArray[np.float64]:
         """The random number of each row's draw: row i chooses the token at position n_history + i."""
         return uniform(self.seed, np.arange(self.n_history, self.n_history + n_row))
+
+    def draft_noise(self, n: int) -> NDArray[np.float64]:
+        """Random numbers of the next n drafts, if they are drawn apart from this request's tokens."""
+        return uniform(of_round(self.seed, self.n_history, DRAFT), np.arange(n))
+
+    def accepts(self, n: int) -> NDArray[np.float64]:
+        """Random numbers that decide how many of this round's drafts are accepted."""
+        return uniform(of_round(self.seed, self.n_history, ACCEPT), np.arange(n))
 
     def coins(self, n_row: int) -> NDArray[np.float64]:
         """A second random number of each row."""

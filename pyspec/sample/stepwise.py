@@ -47,16 +47,17 @@ class Candidates:
         """[n] f64"""
         return ((self.logits - self.logits.amax()).double() / self.temperature).softmax(-1)
 
-    def draw(self, u: float) -> int:
-        """The column for a number in [0, 1), in order of id."""
+    def draw(self, row: RowInputs) -> int:
+        """The column that the row's number draws."""
         off = replace(_OFF, temperature=self.temperature)
-        settings = chain.Settings.stack([off], [u], len(self.ids), self.logits.device)
-        return int(chain.pick(self.logits[None], settings)[0])
+        settings = chain.Settings.stack([off], [row.draw], len(self.ids), self.logits.device)
+        settings = replace(settings, races=row.races)
+        return int(chain.pick(self.logits[None], settings, ids=self.ids[None])[0])
 
 
 @dataclass(slots=True)
 class RowInputs:
-    """The inputs of a row's choice besides its logits. counts and dry: (ids, values) of the two penalties."""
+    """The inputs of a row's choice besides its logits. counts and dry: (ids, values) of the two penalties; races: so is its draw."""
 
     params: SamplingParams
     draw: float
@@ -64,6 +65,7 @@ class RowInputs:
     counts: tuple[Ints, Ints]
     dry: tuple[Ints, Floats]
     feedback: Feedback
+    races: bool = False
 
 
 def choose_span(
@@ -80,7 +82,7 @@ def choose_span(
     for i in range(n_finite):
         both = (edits.counts, edits.dry)
         counts, dry = ((ids[at == i], values[at == i]) for at, ids, values in both)
-        row = RowInputs(params, draws[i], coins[i], counts, dry, feedback)
+        row = RowInputs(params, draws[i], coins[i], counts, dry, feedback, sampler.races)
         token, feedback, left = choose_row(rows[i], row)
         out.tokens.append(token)
         out.feedback.append(feedback)
@@ -100,10 +102,10 @@ def choose_row(logits: Tensor, row: RowInputs) -> tuple[int, Feedback, Candidate
         if name in STEPS:
             STEPS[name](left, row)
     if params.adaptive_target < 0:
-        return int(left.ids[left.draw(row.draw)]), row.feedback, left
+        return int(left.ids[left.draw(row)]), row.feedback, left
     before = left.probs()
     left.logits, left.temperature = adapted(before, row.feedback, params), 1.0
-    column = left.draw(row.draw)
+    column = left.draw(row)
     feedback = row.feedback.after_probability(float(before[column]), params)
     return int(left.ids[column]), feedback, left
 
@@ -114,7 +116,7 @@ def _mirostat(left: Candidates, row: RowInputs) -> tuple[int, Feedback, Candidat
     order = _best_first(left)
     n = n_within_mirostat(left.probs()[order], row.feedback.mu, row.params.mirostat, n_vocab)
     left.take(order[:n].sort().values)
-    column = left.draw(row.draw)
+    column = left.draw(row)
     feedback = row.feedback.after_surprise(float(left.probs()[column]), row.params)
     return int(left.ids[column]), feedback, left
 

@@ -14,6 +14,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftDraw:
+    """How the drafts of one slot are drawn from the drafter's distribution.
+
+    top_k    0: all tokens
+    noise    number in [0, 1) of the race of each draft (`slots.race`)
+    keeps_q  the verdict needs the probabilities that they were drawn by
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    noise: Sequence[float]
+    keeps_q: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Drafts:
     """Drafts of one slot in a round.
 

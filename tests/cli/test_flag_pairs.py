@@ -51,6 +51,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--spec-ngram-simple-size-n": ("", "5"),
     "--spec-synth-len": ("", "2.7"),
     "--spec-synth-rates": ("", "0.9,0.3"),
+    "--spec-draft-sampling": ("", "coupled", "probabilistic"),
     "--draft-head": ("", "full", "q4_0"),
     "--cache-prompt": ("", "off"),
     "--cache-device": ("", "3"),

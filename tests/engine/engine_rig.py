@@ -186,12 +186,14 @@ class Rig:
         most = info.n_ctx if n < 0 else min(info.n_ctx, len(prompt) + n)
         events: list[Event] = []
         budget = r.think_budget and BudgetRule(r.think_budget, self.tokenizer.token_bytes)
+        sampler = SlotSampler(params, info.n_vocab, eog, r.prompt, budget=budget)
+        sampler.races = info.draft_sampling != "argmax"
         job = Job(
             id=f"t{next(self._ids)}",
             request=r,
             sink=events.append,
             stream=TextStream(self.tokenizer, r.stop, shown=r.shown),
-            sampler=SlotSampler(params, info.n_vocab, eog, r.prompt, budget=budget),
+            sampler=sampler,
             eog=eog,
             n_ctx=info.n_ctx,
             n_rows=most + info.n_overhang,

@@ -2,7 +2,9 @@
 
 The "model" is a fixed table from the last two tokens to logits over 12 tokens, so the exact distribution of three-token
 continuations can be enumerated with the slow reference. Speculative runs with good, bad and clairvoyant drafts are held
-against it by chi-square, at the 0.1 % level, with fixed seeds: the verdict never changes from run to run.
+against it by chi-square, at the 0.1 % level, with fixed seeds: the verdict never changes from run to run. So are drafters that draw:
+"chain" knows the token before (MTP, EAGLE-3, models, DSpark), "block" knows none of its own (DFlash), and "chosen" knows it and draws among
+few candidates (DFlash2).
 """
 
 import random
@@ -14,12 +16,15 @@ import torch
 from sampling import few
 from sampling_reference import distribution, edited
 
+from pyspec.draft.draws import Drawing, Draws
 from pyspec.request import SamplingParams
 from pyspec.sample.choose import Span, choose
+from pyspec.sample.draft_draws import draft_draw
 from pyspec.sample.noise import uniform
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.drafts import Drafts
 
+FORMS = ("chain", "block", "chosen")
 N_VOCAB, N_TOKENS, N_RUNS = 12, 3, 1200
 EOG = (11,)
 PROMPT = (1, 4, 5, 6, 1, 4, 5)
@@ -89,22 +94,62 @@ def draft(kind: str, history: tuple[int, ...], n: int, run: int) -> list[int]:
     return out
 
 
+def guess(before: tuple[int, int]) -> list[float]:
+    """A drafter's logits: the model's, and some more noise."""
+    noise = random.Random(7 + before[0] * 100 + before[1])
+    return [x + noise.gauss(0.0, 0.8) for x in model(before)]
+
+
+def drawn(
+    kind: str, samplers: list[SlotSampler], histories: list[tuple[int, ...]], n_drafts: list[int]
+) -> list[Drafts]:
+    """Drafts of a drafter that draws."""
+    form, how = kind.split()
+    found: list[list[int]] = [[] for _ in samplers]
+    asks = [draft_draw(sampler, how, 3) for sampler in samplers]
+    draws = Draws(asks, 3, Drawing(N_VOCAB, None, torch.device("cpu")))
+    for at in range(3):
+        known = found if form != "block" else [[]] * len(found)
+        befores = [(*history, *own)[-2:] for history, own in zip(histories, known, strict=True)]
+        rows = torch.tensor([guess(before) for before in befores])
+        if form == "chosen":
+            values, ids = rows.topk(6)
+            tokens = ids.gather(1, draws.take_among(at, values, ids)[:, None])[:, 0]
+        else:
+            tokens = draws.take(at, rows, rows.argmax(-1))
+        for own, token in zip(found, tokens.tolist(), strict=True):
+            own.append(token)
+    return [
+        Drafts(own[:n], draws.q[i, :n] if draws.keeps_q and n else None)
+        for i, (own, n) in enumerate(zip(found, n_drafts, strict=True))
+    ]
+
+
 def continuations(
-    params: SamplingParams, kind: str, first_seed: int
+    params: SamplingParams, kind: str, first_seed: int, *, races: bool = False
 ) -> tuple[list[tuple[int, ...]], int]:
     """One continuation per seed, all runs side by side as slots of the same rounds; and how many drafts were accepted."""
     settings = [SamplingParams(**{**_fields(params), "seed": first_seed + run}) for run in range(N_RUNS)]
     samplers = [SlotSampler(p, N_VOCAB, EOG, PROMPT) for p in settings]
+    for sampler in samplers:
+        sampler.races = races or " " in kind
     texts: list[tuple[int, ...]] = [()] * N_RUNS
     busy, n_accepted = list(range(N_RUNS)), 0
     while busy:
         spans, rows = [], []
-        for run in busy:
-            history = (*PROMPT, *texts[run])
-            n_draft = 0 if kind == "none" else (run + len(texts[run])) % 4
-            drafts = draft(kind, history, n_draft, first_seed + run)
-            spans.append(Span(samplers[run], len(rows), n_draft + 1, Drafts(drafts)))
-            rows += [model((*history, *drafts[:i])[-2:]) for i in range(n_draft + 1)]
+        histories = [(*PROMPT, *texts[run]) for run in busy]
+        lengths = [0 if kind == "none" else (run + len(texts[run])) % 4 for run in busy]
+        if " " in kind:
+            found = drawn(kind, [samplers[run] for run in busy], histories, lengths)
+        else:
+            found = [
+                Drafts(draft(kind, history, n, first_seed + run))
+                for run, history, n in zip(busy, histories, lengths, strict=True)
+            ]
+        for run, history, drafts in zip(busy, histories, found, strict=True):
+            n_draft = len(drafts.tokens)
+            spans.append(Span(samplers[run], len(rows), n_draft + 1, drafts))
+            rows += [model((*history, *drafts.tokens[:i])[-2:]) for i in range(n_draft + 1)]
         for run, chosen in zip(busy, choose(torch.tensor(rows), spans), strict=True):
             samplers[run].commit(chosen.tokens)
             texts[run] = (*texts[run], *chosen.tokens)[:N_TOKENS]
@@ -147,6 +192,37 @@ def test_speculative_text_has_the_exact_distribution(name):
         statistic, critical = chi_square(texts, expected)
         assert statistic < critical, f"{kind} drafts"
         assert n_accepted > 100 or kind == "bad", "the drafts must matter for the test to mean anything"
+
+
+@pytest.mark.sampled(most=4)
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_text_with_drafts_of_known_probability_has_the_exact_distribution(form, name):
+    params = SamplingParams(**{**OFF, **SAMPLERS[name]})
+    texts, n_accepted = continuations(params, f"{form} probabilistic", first_seed=31)
+    statistic, critical = chi_square(texts, exact(params))
+    assert statistic < critical
+    assert n_accepted > 100
+
+
+@pytest.mark.sampled(most=4)
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_seed_that_races_has_its_text_with_draws_by_its_numbers(form, name):
+    params = SamplingParams(**{**OFF, **SAMPLERS[name]})
+    plain, _ = continuations(params, "none", first_seed=77, races=True)
+    texts, n_accepted = continuations(params, f"{form} coupled", first_seed=77)
+    assert texts == plain and n_accepted > 100
+    statistic, critical = chi_square(plain, exact(params))
+    assert statistic < critical
+
+
+def test_draws_are_accepted_more_often_than_favourites():
+    """Coupled draws come near the bound, block verification reaches it and more."""
+    params = SamplingParams(**OFF)
+    kinds = ("good", "chain coupled", "chain probabilistic")
+    good, coupled, probabilistic = (continuations(params, kind, 5)[1] for kind in kinds)
+    assert good < coupled < probabilistic
 
 
 @pytest.mark.sampled(most=1)

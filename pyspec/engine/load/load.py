@@ -337,6 +337,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         file_type=file_type_words(fields.integer("general.file_type", None)),
         device=str(d.device),
         cpu_activations="" if d.is_cuda else d.settings.cpu_activations,
+        draft_sampling=d.settings.draft_sampling,
         drafter=d.draft.kind,
         draft_path=str(d.settings.draft_path or ""),
         n_draft_max=d.draft.n_draft,

@@ -32,8 +32,9 @@ from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.decay import Decay
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
+from pyspec.sample.draft_draws import draft_draw
 from pyspec.slots.batch import Batch
-from pyspec.slots.drafts import NO_DRAFTS, Drafts
+from pyspec.slots.drafts import NO_DRAFTS, DraftDraw, Drafts
 from pyspec.slots.table import Slot
 
 log = logging.getLogger(__name__)
@@ -160,7 +161,13 @@ class Speculator:
         if drafter is None or not any(n for _, n in chosen):
             return {}
         asks = [
-            DraftRequest(job.slot, job.anchor, min(n, self.needs.n_draft), self.controller.cuts)
+            DraftRequest(
+                job.slot,
+                job.anchor,
+                min(n, self.needs.n_draft),
+                self.controller.cuts,
+                self._draw(job) if n else None,
+            )
             for job, (slot, n) in zip(jobs, chosen, strict=True)
             if job.slot is not None and job.anchor is not None and slot not in self.lost_track
         ]
@@ -184,6 +191,10 @@ class Speculator:
         for slot in sure:
             found[slot] = found[slot].first(kept[slot])
         return [(slot, kept[slot] if slot in sure else n) for slot, n in chosen]
+
+    def _draw(self, job: Job) -> DraftDraw | None:
+        held = job.constraint is not None
+        return draft_draw(job.sampler, self.needs.draws, self.needs.n_draft, is_held=held)
 
     def _collect_offers(self, jobs: Iterable[Job]) -> None:
         self.refused.clear()

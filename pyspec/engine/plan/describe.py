@@ -307,6 +307,11 @@ def _warn_of_vocabulary(file: GGUFFile, tokenizer: Tokenizer) -> None:
 def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
     """What drafts: the drafter's plan, with suffix drafts beside it if they are on."""
     plan = _plan_drafter(file, target, settings)
+    how = settings.draft_sampling
+    if how != "argmax" and plan.kind != "none" and plan.needs.draws != how:
+        raise ConfigError(
+            f"--spec-draft-sampling {how} needs a drafter with probabilities, and {plan.kind} has none"
+        )
     if settings.n_suffix:
         plan = ONLY_SUFFIXES if plan.kind == "none" else plan
         plan = replace(plan, n_suffix=settings.n_suffix)

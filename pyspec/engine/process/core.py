@@ -245,6 +245,10 @@ class EngineCore:
         params = request.params if seed is None else replace(request.params, seed=seed)
         think = request.think_budget
         budget = None if think is None else BudgetRule(think, self.tokenizer.token_bytes)
+        sampler = SlotSampler(
+            params, info.n_vocab, self.tokenizer.eog, request.prompt, self._breakers, budget
+        )
+        sampler.races = info.draft_sampling != "argmax"
 
         is_first = [True]  # the client has waited longest for the first token
 
@@ -267,9 +271,7 @@ class EngineCore:
             stream=TextStream(
                 self.tokenizer, request.stop, n_free=params.min_tokens, shown=request.shown
             ),
-            sampler=SlotSampler(
-                params, info.n_vocab, self.tokenizer.eog, request.prompt, self._breakers, budget
-            ),
+            sampler=sampler,
             eog=self.tokenizer.eog,
             n_ctx=limit,
             n_rows=most + info.n_overhang,

@@ -128,7 +128,7 @@ def shape_for(dim: int, n_tile: int, kv: KvFormat, arch: str, has_sinks: bool = 
     if dim == 256 and n_tile == 1 and large and not has_factors:
         warps = 24
     has_fifths = 5 in (kv.k.bits, kv.v.bits)
-    if n_tile == 3 and (dim == 64 and has_factors or dim == 128 and has_fifths):
+    if n_tile == 3 and ((dim == 64 and has_factors) or (dim == 128 and has_fifths)):
         warps = 12
     shapes = [
         AttendBuild(dim, n_tile, kv, arch, warps * 32 // dim, depth, has_sinks=has_sinks)

@@ -1,0 +1,239 @@
+"""The text of sampled requests whose drafts are drawn, by every drafter that draws."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from block_drafters import DEVICE, dflash2_of, dspark_of
+from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Heard, Rig, rig
+from known_texts import tiny
+from sampling import few
+from sampling_reference import distribution, edited
+from test_eagle3 import eagle
+from test_lossless import SAMPLERS, chi_square
+
+from pyspec.engine.loop import pending_round
+from pyspec.errors import ConfigError
+from pyspec.gguf import open_gguf
+from pyspec.request import Grammar, SamplingParams
+from pyspec.sample.choose import Chosen, Span, choose
+
+SAMPLED = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, ignore_eos=True)
+LLAMA = FIXTURES / "llama.gguf"
+FIRST_TEXT = [
+    11,
+    509,
+    314,
+    564,
+    412,
+    33,
+    88,
+    416,
+    353,
+    72,
+    335,
+    11,
+    311,
+    396,
+    1426,
+    521,
+    461,
+    800,
+    2885,
+    306,
+]
+SMALL = Grammar(kind="gbnf", source="root ::= [a-z ]{80}")
+KINDS = ("dflash", "dflash2", "dspark", "mtp", "draft", "eagle3")
+
+
+@cache
+def pair(kind: str) -> tuple[Path, dict[str, object]]:
+    """A target, and settings with a drafter that is sometimes right."""
+    n_vocab = open_gguf(DEMO).tensors["token_embd.weight"].shape[0]
+    match kind:
+        case "dflash":
+            return DEMO, {"draft_path": DEMO_DRAFT}
+        case "dflash2":
+            return DEMO, {"draft_path": dflash2_of(DEMO_DRAFT, n_vocab, quiet=True)}
+        case "dspark":
+            return DEMO, {"draft_path": dspark_of(DEMO_DRAFT, n_vocab, from_anchor=False)}
+        case "mtp":
+            return DEMO, {"spec_type": "mtp"}
+        case "draft":
+            return LLAMA, {"spec_type": "draft", "draft_path": LLAMA}
+        case _:
+            return tiny("qwen3"), {"draft_path": eagle("qwen3", own=True)}
+
+
+def drawing(kind: str, how: str, **more: object) -> Rig:
+    target, settings = pair(kind)
+    given = {"n_draft_fixed": True, "draft_sampling": how, "device": DEVICE}
+    return rig(target, **(given | settings | more))
+
+
+def plain(target: Path, how: str, **more: object) -> Rig:
+    """Without drafts."""
+    return rig(target, spec_type="none", draft_sampling=how, device=DEVICE, **more)
+
+
+def texts_of(r: Rig, n_request: int = 6) -> list[Heard]:
+    """Every third request is greedy. Joins are staggered, and another request is cancelled."""
+    heard, other = [], r.submit([7, 8, 9], 40, SAMPLED)
+    for i in range(n_request):
+        params = replace(SAMPLED if i % 3 < 2 else GREEDY, seed=50 + i)
+        heard.append(r.submit([5 + i, 9, 30 + i, 7, 5 + i], 20, params))
+        r.loop.step()
+    r.loop.cancel(other.job)
+    r.run()
+    return heard
+
+
+@cache
+def plain_texts(target: Path, how: str) -> list[list[int]]:
+    return [h.tokens for h in texts_of(plain(target, how, np=2))]
+
+
+@pytest.mark.sampled(1, most=6)
+@pytest.mark.parametrize("np_", [1, 3, 10])
+@pytest.mark.parametrize("how", ["argmax", "coupled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_has_its_text_with_drafts_and_without(kind: str, how: str, np_: int) -> None:
+    r = drawing(kind, how, np=np_)
+    heard = texts_of(r)
+    assert [h.tokens for h in heard] == plain_texts(pair(kind)[0], how)
+    assert ("; coupled drafts where" in r.info.draft_note) == (how == "coupled")
+    assert sum(h.timings.draft_n for h in heard) > 60
+
+
+@pytest.mark.parametrize("kind", few(KINDS, "dspark", "mtp"))
+def test_a_seed_has_its_text_wherever_drafts_are_cut(kind: str) -> None:
+    r, rounds = drawing(kind, "coupled", np=3), count()
+    r.loop.controller.choose = lambda caps, *_: [  # type: ignore[method-assign]
+        cap * (3 * n % 7) // 6 for n in (next(rounds),) for _, cap in caps
+    ]
+    assert [h.tokens for h in texts_of(r)] == plain_texts(pair(kind)[0], "coupled")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="another device has other sums")
+def test_without_the_option_a_seed_has_the_text_that_it_always_had() -> None:
+    """Draws invert the distribution in the order of ids, with the number of seed and position."""
+    assert plain_texts(DEMO, "argmax")[0] == FIRST_TEXT != plain_texts(DEMO, "coupled")[0]
+
+
+def test_a_model_that_drafts_for_itself_is_always_right_if_it_draws_by_the_same_numbers() -> None:
+    rates = {}
+    for how in ("argmax", "coupled", "probabilistic"):
+        heard = [h for i, h in enumerate(texts_of(drawing("draft", how, np=2))) if i % 3 < 2]
+        accepted = sum(sum(h.timings.accepted_per_pos) for h in heard)
+        rates[how] = accepted / sum(h.timings.draft_n for h in heard)
+    assert rates["coupled"] > 0.95 and rates["probabilistic"] > 0.95 and rates["argmax"] < 0.5
+
+
+@pytest.mark.parametrize("kind", few(KINDS, "eagle3"))
+def test_probabilistic_drafts_repeat_a_text_where_lengths_are_fixed(kind: str) -> None:
+    found = [[h.tokens for h in texts_of(drawing(kind, "probabilistic", np=2))] for _ in range(2)]
+    want = plain_texts(pair(kind)[0], "probabilistic")
+    assert found[0] == found[1] != want
+    assert [found[0][i] for i in (2, 5)] == [want[i] for i in (2, 5)], "greedy requests keep their text"
+
+
+@pytest.mark.parametrize("how", ["coupled", "probabilistic"])
+def test_requests_with_a_memory_or_a_grammar_keep_the_text_of_a_seed(how: str) -> None:
+    asked: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"mirostat": 2}, {}),
+        ({"samplers": ("temperature", "top_k"), "top_k": 20}, {}),
+        ({}, {"grammar": SMALL}),
+    ]
+    if how == "coupled":
+        asked.append(({"repeat_penalty": 1.2, "logit_bias": ((40, 2.0),), "typical_p": 0.9}, {}))
+    texts = []
+    for r in (plain(DEMO, how, np=2), drawing("dflash", how, np=2)):
+        heard = [
+            r.submit([5 + i, 9, 7], 20, replace(SAMPLED, seed=i, **changes), **more)
+            for i, (changes, more) in enumerate(asked)
+        ]
+        r.run()
+        texts.append([h.tokens for h in heard])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("how", ["coupled", "probabilistic"])
+def test_a_drafter_without_probabilities_is_refused(how: str) -> None:
+    with pytest.raises(ConfigError, match=f"--spec-draft-sampling {how} needs a drafter with probab"):
+        rig(DEMO, spec_type="ngram", draft_sampling=how)
+    rig(DEMO, spec_type="suffix", draft_sampling=how)
+
+
+# -- the distribution of the text -------------------------------------------------------------------------------------
+
+DRAFTERS = [f"{kind} {how}" for kind in KINDS for how in ("coupled", "probabilistic")]
+PROMPT, N_TOKENS, N_RUN = (5, 9, 30, 7, 5), 3, 250
+
+
+def heard_logits(target: Path, texts: Sequence[tuple[int, ...]]) -> list[list[float]]:
+    """The target's logits behind each text."""
+    found: dict[tuple[int, ...], list[float]] = {}
+
+    def watched(logits: torch.Tensor, spans: Sequence[Span], *of: Any, **more: Any) -> list[Chosen]:
+        found.update({tuple(s.sampler.history): logits[s.first_row].tolist() for s in spans})
+        return choose(logits, spans, *of, **more)
+
+    with patch.object(pending_round, "choose", watched):
+        r = plain(target, "argmax", np=10)
+        for text in texts:
+            r.submit(text, 1, GREEDY)
+        r.run()
+    return [found[text] for text in texts]
+
+
+def exact(target: Path, params: SamplingParams, bans: set[int]) -> dict[tuple[int, ...], float]:
+    """Probability of every continuation."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(N_TOKENS):
+        histories = [(*PROMPT, *text) for text in found]
+        rows = zip(found.items(), heard_logits(target, histories), histories, strict=True)
+        found = {
+            (*text, token): p * q
+            for (text, p), row, history in rows
+            for token, q in distribution(_banned(edited(row, params, history), bans), params).items()
+        }
+    return found
+
+
+def _banned(row: list[float], bans: set[int]) -> list[float]:
+    return [-math.inf if token in bans else value for token, value in enumerate(row)]
+
+
+def sampled_texts(
+    r: Rig, params: SamplingParams, grammar: Grammar | None
+) -> tuple[list[tuple[int, ...]], int]:
+    given = {"eog": frozenset[int](), "grammar": grammar}
+    heard = [r.submit(PROMPT, N_TOKENS, replace(params, seed=900 + i), **given) for i in range(N_RUN)]
+    r.run(10**5)
+    return [tuple(h.tokens) for h in heard], sum(sum(h.timings.accepted_per_pos) for h in heard)
+
+
+@pytest.mark.parametrize("name", few((*SAMPLERS, "grammar"), "plain"))
+@pytest.mark.parametrize("drafter", few(DRAFTERS, "dspark probabilistic"))
+def test_texts_have_the_targets_distribution(drafter: str, name: str) -> None:
+    """Each of the samplers behind top-k, which leaves few texts."""
+    kind, how = drafter.split()
+    changes: dict[str, Any] = {"temperature": 1.4, **SAMPLERS.get(name, {}), "top_k": 3}
+    params = replace(SAMPLED, dry_sequence_breakers=(), **{**changes, "ignore_eos": False})
+    r, grammar = drawing(kind, how, np=10), SMALL if name == "grammar" else None
+    texts, n_accepted = sampled_texts(r, params, grammar)
+    pieces = [r.tokenizer.token_bytes(token) for token in range(r.info.n_vocab)]
+    bans = {i for i, piece in enumerate(pieces) if not re.fullmatch(b"[a-z ]+", piece)}
+    statistic, critical = chi_square(texts, exact(pair(kind)[0], params, bans if grammar else set()))
+    assert statistic < critical
+    assert n_accepted > 20 or kind == "eagle3", "that one's weights are random: its drafts are refused"
