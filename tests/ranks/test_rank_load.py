@@ -12,7 +12,7 @@ from engine_rig import DEMO, DEMO_DRAFT
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.collective import Collective
-from pyspec.draft import dflash
+from pyspec.draft import dflash_net
 from pyspec.engine.load.ranks import Ranks
 from pyspec.engine.process.core import EngineCore
 from pyspec.errors import DoesNotFit, PyspecError, RankLost
@@ -22,7 +22,7 @@ SOON_S = 30.0  # seconds, on a machine with other work
 
 GOES = """
 import os, signal, sys
-from pyspec.draft import dflash
+from pyspec.draft import dflash_net
 from pyspec.engine.process import rank_main
 from pyspec.errors import DoesNotFit
 how, when = sys.argv[1:3]
@@ -33,7 +33,7 @@ def goes(*args):
 if when == "before it reads":
     rank_main._load_drafts = goes
 else:
-    dflash.link_sums = goes
+    dflash_net.link_sums = goes
 rank_main.main(int(sys.argv[3]))
 """
 
@@ -55,7 +55,7 @@ def test_a_rank_that_is_gone_while_the_drafter_loads_ends_the_load(
         """As on GPUs, whose ranks compare the bits of their sums there."""
         ranks.sum(torch.ones(3))
 
-    monkeypatch.setattr(dflash, "link_sums", exchange)
+    monkeypatch.setattr(dflash_net, "link_sums", exchange)
     command = (sys.executable, "-c", GOES, how, when)
     monkeypatch.setattr(Ranks.__init__, "__kwdefaults__", {"command": command})
     settings = EngineSettings(
