@@ -173,6 +173,7 @@ class DividedDFlash(DFlash):
         self.inject: LedContext = LedContext(self._inject, lead, lambda: self.held[: self.n_held])
 
     def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:
+        """As of DFlash, once every rank knows which rows are accepted."""
         return super().draft_ahead(batch, out, kept, n_draft) if self.lead.has_accepted else None
 
     def _lay_out(
