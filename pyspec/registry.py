@@ -18,15 +18,17 @@ DRAFTERS = {  # the first one that recognises a file drafts with it
     "mtp": "pyspec.draft.mtp",
     "ngram": "pyspec.draft.ngram",
     "eagle3": "pyspec.draft.eagle3",
+    "assistant": "pyspec.draft.assistant",
     "draft": "pyspec.draft.draft_model",
 }
 LLAMA_CPP = {"ngram": "ngram-simple", "draft": "draft-simple"}
 """Drafters that llama.cpp does not spell draft-NAME."""
-ALSO = {"dflash": ("dflash2",)}
+ALSO = {"dflash": ("dflash2",), "mtp": ("assistant",)}
 """Drafters that llama.cpp's name of another one means, too, where the file is theirs."""
 ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfig`
     "gemma3": "pyspec.models.arch.gemma3",
     "gpt-oss": "pyspec.models.arch.gpt_oss",
+    "gemma4": "pyspec.models.arch.gemma4",
     "llama": "pyspec.models.arch.llama",
     "qwen2": "pyspec.models.arch.qwen2",
     "qwen3": "pyspec.models.arch.qwen3",
@@ -46,7 +48,7 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
     "deepseek4": "pyspec.models.arch.deepseek4",
 }
 FAMILIES = (
-    "Llama (llama), Gemma 3 (gemma3), gpt-oss (gpt-oss), Qwen2 and Qwen2.5 (qwen2), Qwen3 (qwen3,"
+    "Llama (llama), Gemma 3 and 4 (gemma3, gemma4), gpt-oss (gpt-oss), Qwen2 and Qwen2.5 (qwen2), Qwen3 (qwen3,"
     " qwen3moe), Qwen3-Next (qwen3next), Qwen3.5 to 3.8 (qwen35, qwen35moe), Nemotron-H and "
     "Nemotron 3 (nemotron_h, nemotron_h_moe), Granite 3 and 4 (granite), Ministral 3 (mistral3), "
     "GLM-4.5 to 4.7 (glm4moe), MiniMax-M2 (minimax-m2), LFM2 and LFM2.5 (lfm2, lfm2moe), "

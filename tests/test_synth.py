@@ -64,6 +64,8 @@ def test_real_models_have_the_published_tensor_and_parameter_counts() -> None:
         assert n_params(name, sidecar) - ends == pytest.approx(block, abs=0.01)
     assert n_params("qwen3-4b", Parts()) == pytest.approx(4.02, abs=0.01)
     assert n_params("llama-3-8b", Parts()) == pytest.approx(8.03, abs=0.01)
+    assert n_params("gemma-4-31b", Parts()) == pytest.approx(30.7, abs=0.01)
+    assert n_params("gemma-4-26b-a4b", Parts()) == pytest.approx(25.2, abs=0.05)
     for name, size in (
         ("gpt-oss-20b", 20.91),
         ("gpt-oss-120b", 116.83),

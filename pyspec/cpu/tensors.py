@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel, empty, here
@@ -14,6 +15,7 @@ _COPY = CpuKernel("pyspec_copy", "qqqqqqqqd")
 _NEXT = CpuKernel("pyspec_next_positions", "qqq")
 _FACTORS = CpuKernel("pyspec_query_factors", "qqqqd")
 _TIMES = CpuKernel("pyspec_times_rows", "qqqqq")
+_GELU = CpuKernel("pyspec_gelu_times", "qqqqqqq")
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -59,6 +61,15 @@ def times_rows(x: Tensor, factors: Tensor) -> Tensor:
     assert x.is_contiguous()
     out = empty(*x.shape)
     _TIMES(x, factors, out, x.shape[0], x.shape[1] * x.shape[2])
+    return out
+
+
+def gelu_times(x: Tensor, y: Tensor) -> Tensor:
+    """gelu(x) * y of x, y [row, n], gelu by its tanh form"""
+    if here.tape is None:
+        return F.gelu(x, approximate="tanh") * y
+    out = empty(*x.shape)
+    _GELU(x, y, out, x.shape[0], x.shape[1], x.stride(0), y.stride(0))
     return out
 
 

@@ -1,8 +1,8 @@
 """Kernels that work for their neighbours: a launch may write the next product's rows, or fetch its weights ahead. Models ask here only.
 
 A launch that an op binds keeps the op's contract. More abilities are optional; each is a protocol below (`Fetches`, `Prepares`, `Folds`,
-`ReadsInto`, `SumsShares`, `WritesRows`, `Readies`, `TakesSome`, `GivesShares`, `KeysBeside`, `JoinsBeside`, `RunsBeside`), and a launch has it if it has the
-protocol's names. The torch reference has none of them and runs in the same models. A product that ranks sum (`Summed`) is asked
+`ReadsInto`, `SumsShares`, `WritesRows`, `Readies`, `LeavesRest`, `TakesSome`, `GivesShares`, `KeysBeside`, `JoinsBeside`,
+`RunsBeside`), and a launch has it if it has the protocol's names. The torch reference has none of them and runs in the same models. A product that ranks sum (`Summed`) is asked
 for this rank's own part, which reads the rows. Sums behind it may prepare the rows of the next product (`link`).
 """
 
@@ -85,6 +85,12 @@ class ReadsInto(Protocol):
         mix: StreamMix,
         into: RowBuffer | None,
     ) -> tuple[Tensor, Reading]: ...
+
+
+class LeavesRest(Protocol):
+    """A product that may leave the last step of its work to the preparation of the next one's rows (`unfinished`)."""
+
+    def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]: ...
 
 
 class SumsShares(Protocol):
@@ -175,7 +181,7 @@ def folder(launch: object, reference: Fold) -> Fold:
 
 def unfinished(product: Product, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
     """A product, and the preparation that is left to the next product."""
-    return product.unfinished(x, prep) if isinstance(product, Streamed) else (product(x, prep), None)
+    return product.unfinished(x, prep) if has(product, LeavesRest) else (product(x, prep), None)
 
 
 def then(

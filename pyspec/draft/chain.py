@@ -404,7 +404,11 @@ class Chain:
         # where rows wait they are not few: a slot that catches up has at least half of the rows that may wait
         late = [
             x
-            for x in graph_shapes(n_slot, BUCKETS[-1], least=max(1, self.most_waiting // 2))
+            for x in (
+                []
+                if not self.memory.parts
+                else graph_shapes(n_slot, BUCKETS[-1], least=max(1, self.most_waiting // 2))
+            )
             if x[0] >= self.most_waiting
         ]
         if self.table.n_page < max(

@@ -48,6 +48,7 @@ GENERAL: Mapping[str, Whole | Real | OneOf | int] = {  # for a text, its maximal
     "tokenizer.ggml.add_bos_token": FLAG,
     "tokenizer.ggml.add_eos_token": FLAG,
     "tokenizer.ggml.add_space_prefix": FLAG,
+    "tokenizer.ggml.suppress_tokens": TOKEN_ID,
     **{
         f"tokenizer.ggml.{name}_token_id": TOKEN_ID
         for name in (
@@ -69,6 +70,9 @@ HPARAMS: Mapping[str, Whole | Real | OneOf | int] = {
     "attention.head_count_kv": COUNT,
     "attention.key_length": SIZE,
     "attention.value_length": SIZE,
+    "attention.key_length_swa": SIZE,
+    "attention.value_length_swa": SIZE,
+    "attention.shared_kv_layers": COUNT,
     "attention.scale": Real(0, 1e6),  # 0: 1 / sqrt(head width)
     "attention.temperature_scale": Real(0, 10),
     "attention.layer_norm_rms_epsilon": Real(0, 1, above=True),
@@ -90,8 +94,10 @@ HPARAMS: Mapping[str, Whole | Real | OneOf | int] = {
     "attention.indexer.top_k": Whole(1, 1 << 20),
     "full_attention_interval": Whole(1, 1 << 20),
     "rope.dimension_count": SIZE,
+    "rope.dimension_count_swa": SIZE,
     "rope.dimension_sections": COUNT,
     "rope.freq_base": Real(1, 1e15),
+    "rope.freq_base_swa": Real(1, 1e15),
     "rope.scaling.type": 64,
     "rope.scaling.factor": Real(1e-3, 1e6, also=(0.0,)),  # 0: no scaling
     "rope.scaling.original_context_length": Whole(1, 2**31 - 1),
@@ -108,7 +114,9 @@ HPARAMS: Mapping[str, Whole | Real | OneOf | int] = {
     "ssm.time_step_rank": SIZE,
     "ssm.inner_size": SIZE,
     "ssm.conv_kernel": Whole(2, 64),
+    "embedding_length_per_layer_input": COUNT,  # 0: none
     "embedding_scale": Real(0, 1e6),  # 0: 1
+    "final_logit_softcapping": Real(0, 1e6),  # 0: none
     "residual_scale": Real(0, 1e6),
     "logit_scale": Real(0, 1e6, above=True),
     "shortconv.l_cache": Whole(2, 64),

@@ -55,7 +55,7 @@ def mix_of(w: Weights, name: str) -> StreamMix:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """x + f spec(norm(x)), or x + f post(spec(norm(x))). norm, post: GGUF names without prefix and ending; post "": none.
+    """x + f spec(norm(x)), or x + f post(spec(norm(x))). norm, post: GGUF names without prefix and ending; "": none.
 
     mix     for a model of several streams
     factor  f, of what the part adds to the stream
@@ -69,14 +69,15 @@ class Part:
 
     @property
     def norms(self) -> tuple[str, ...]:
-        return (self.norm, self.post) if self.post else (self.norm,)
+        return tuple(filter(None, (self.norm, self.post)))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """A block as data."""
+    """A block as data. scale: the tensor with one number that the stream behind it is multiplied with, where the file has it; "": none."""
 
     parts: tuple[Part, ...]
+    scale: str = ""
 
     @property
     def specs(self) -> tuple[PartSpec, ...]:
@@ -98,7 +99,7 @@ class BlockSpec:
             wants |= {at.name(f"{norm}.weight"): Want((at.n_embd,)) for norm in part.norms}
             wants |= part.spec.tensors(at)
             wants |= {} if part.mix is None else part.mix.tensors(at)
-        return wants
+        return wants | ({at.name(self.scale): Want((1,), optional=True)} if self.scale else {})
 
     def memory(self) -> LayerParts:
         """Its memory for the slots."""
@@ -110,7 +111,8 @@ class BlockSpec:
 
     def share(self, n: int) -> BlockSpec:
         """The block of each of `n` ranks."""
-        return BlockSpec(tuple(replace(part, spec=part.spec.share(n)) for part in self.parts))
+        parts = tuple(replace(part, spec=part.spec.share(n)) for part in self.parts)
+        return replace(self, parts=parts)
 
     def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
         """The ops that binding it asks for, products apart."""
@@ -121,16 +123,26 @@ class BlockSpec:
 
     def bind(self, at: Binding) -> Block:
         """at: its norm is each part's own."""
-        return Block([Step(part, replace(at, norm=part.norm)) for part in self.parts])
+        scale = at.weights.optional(at.name(self.scale)) if self.scale else None
+        factor = 1.0 if scale is None else float(scale.item())
+        last = len(self.parts) - 1
+        return Block(
+            [
+                Step(part, replace(at, norm=part.norm), factor if i == last else 1.0)
+                for i, part in enumerate(self.parts)
+            ]
+        )
 
 
 class Step:
     """A bound part, and the way of its output back to the stream: its last product adds the stream, or a norm or a factor comes first.
 
+    behind  multiplies the stream behind it
     mix  its coefficients among several streams, which the residual reads and merges (`residual.py`)
     """
 
-    def __init__(self, part: Part, at: Binding) -> None:
+    def __init__(self, part: Part, at: Binding, behind: float = 1.0) -> None:
+        self.behind = behind
         self.part: BoundPart = part.spec.bind(at)
         self.mix = None if part.mix is None else mix_of(at.weights, at.name(part.mix.name))
         self.factor, self.adds = part.factor, not part.post and part.factor == 1.0
@@ -143,11 +155,15 @@ class Step:
     @property
     def gives(self) -> fuse.GivesSum | None:
         """A sum of ranks that is the stream itself."""
-        return self.part.gives if self.adds and self.mix is None else None
+        return self.part.gives if self.adds and self.mix is None and self.behind == 1.0 else None
 
     def __call__(self, x: Tensor, run: Pass) -> Tensor:
         """One stream behind the part."""
-        return self.part(x, x, run) if self.adds else add(x, self._alone(x, run))
+        if self.adds:
+            return scaled(self.part(x, x, run), self.behind)
+        if self.post is not None and self.factor == 1.0:
+            return self.norms.added(self.part(x, None, run), self.post, x, self.behind)
+        return scaled(add(x, self.alone(x, run)), self.behind)
 
     @property
     def mixed(self) -> StreamMix:
@@ -163,9 +179,10 @@ class Step:
         self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
     ) -> Tensor | fuse.Shares:
         """As `WorksForStreams`."""
-        return self._alone(y, run) if self.fused is None else self.fused.between(y, run, place, streams)
+        return self.alone(y, run) if self.fused is None else self.fused.between(y, run, place, streams)
 
-    def _alone(self, y: Tensor, run: Pass) -> Tensor:
+    def alone(self, y: Tensor, run: Pass) -> Tensor:
+        """What the part adds to the stream y."""
         y = self.part(y, None, run)
         return scaled(y if self.post is None else self.norms(y, self.post), self.factor)
 

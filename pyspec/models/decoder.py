@@ -30,6 +30,7 @@ class Decoder:
         self.n_vocab, self.n_embd, self.n_layer = config.n_vocab, config.n_embd, config.n_layer
         self.lead: Lead | None = None
         self.embedding = weights.embedding(EMBEDDING, config.embed_factor)
+        self.inputs = None if config.per_layer is None else config.per_layer.bind(weights)
         self.ropes, self.tables = Ropes(weights), Tables()
         self.blocks = [
             block.bind(
@@ -50,6 +51,7 @@ class Decoder:
     def capturable(self) -> bool:
         """True if a CUDA graph may hold a forward."""
         may = self.ranks is None or self.ranks.capturable
+        may = may and (self.inputs is None or self.inputs.capturable)
         return may and self.residual.capturable and all(block.capturable for block in self.blocks)
 
     @property
@@ -76,13 +78,15 @@ class Decoder:
     def states(self, batch: Batch) -> Tensor:
         """Hidden states [row, n_hidden] f32 of every row, as of an MTP block: for a drafter, which asks for few logits."""
         x, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
-        given = self._given(angles, batch)
+        given = self._given(x, angles, batch)
         behind = self.residual.through(self.residual.begin(x), self.blocks, given)
         return self.residual.state(deque(behind, maxlen=1).pop())
 
-    def _given(self, angles: tuple[Angles, ...], batch: Batch) -> Pass:
+    def _given(self, x: Tensor, angles: tuple[Angles, ...], batch: Batch) -> Pass:
+        """x: rows of the embedding."""
         rows, queries = self.tables.rows(batch.tokens), self.ropes.queries(batch.positions)
-        return Pass(angles, self.memory, batch, rows, queries)
+        inputs = None if self.inputs is None else self.inputs(batch.tokens, x)
+        return Pass(angles, self.memory, batch, rows, queries, inputs)
 
     def of_states(self, hidden: Tensor) -> Tensor:
         """Logits [row, n_vocab] of the result of `states`."""
@@ -92,8 +96,8 @@ class Decoder:
     def run(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
         """A forward of this rank; `forward` has the others run theirs."""
         x, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
+        given = self._given(x, angles, batch)
         x = self.residual.begin(x)
-        given = self._given(angles, batch)
         tapped: dict[int, Tensor] = {}
         for i, x in enumerate(self.residual.through(x, self.blocks, given)):  # noqa: B020 - one name: old rows go
             if i in taps:

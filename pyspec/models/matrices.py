@@ -19,10 +19,10 @@ from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.ops.moe.ref import activate
 from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import Glu, Norm, Prep, PrepKind, RowsSpec
+from pyspec.cuda.ops.rows.ref import GeluGlu, Glu, Norm, Prep, PrepKind, RowsSpec
 from pyspec.gguf import GGMLType, TensorInfo
 
-GLU = Glu()
+GLU, GELU_GLU = Glu(), GeluGlu()
 GateAct = Literal["silu", "gelu"]
 
 
@@ -113,15 +113,18 @@ class CutGates:
 
 
 class GeluGates:
-    """gelu(gate) * up of a matrix of gates and ups, gelu by its tanh form. No product has it on its way."""
+    """gelu(gate) * up of a matrix of gates and ups, gelu by its tanh form. On GPUs the next product may do it on its way (fuse.py)."""
 
     def __init__(self, both: Matrix) -> None:
         self.both = both
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        gate, up = self.both(x, prep).chunk(2, -1)
-        y = F.gelu(gate, approximate="tanh") * up
+        y = GELU_GLU(self.both(x, prep))
         return y if residual is None else residual + y
+
+    def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
+        y = self.both(x, prep)
+        return (y, GELU_GLU) if y.is_cuda else (GELU_GLU(y), None)
 
 
 class Summed:

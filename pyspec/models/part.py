@@ -113,6 +113,9 @@ class Binding:
     def name(self, tensor: str) -> str:
         return f"{self.prefix}.{tensor}"
 
+    def has(self, tensor: str) -> bool:
+        return self.weights.has(self.name(tensor))
+
     def bound_norm(self) -> Norm:
         return Norm(self.weights.vector(self.name(f"{self.norm}.weight")), self.eps)
 
@@ -124,13 +127,15 @@ class Binding:
 @dataclass(frozen=True, slots=True)
 class Pass:
     """Arguments of every part of a forward, besides the residual stream. angles: of the model's ropes, by their places; rows: of its
-    tables, likewise; queries: of ropes with a temperature, likewise (`Ropes.queries`)."""
+    tables, likewise; queries: of ropes with a temperature, likewise (`Ropes.queries`); inputs: of each block [row, layer, n]
+    (`per_layer.py`)."""
 
     angles: tuple[Angles, ...]
     memory: Memory
     batch: Batch
     rows: tuple[Tensor, ...] = ()
     queries: tuple[Tensor | None, ...] = ()
+    inputs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,16 +104,22 @@ def read_attention(file: GGUFFile, *, gated: bool = False) -> AttentionShape:
 def attention_shape(file: GGUFFile, n_head: int, n_kv: int, *, gated: bool = False) -> AttentionShape:
     """The shape of attention of `n_head` heads and `n_kv` key heads."""
     h = file.hparams
-    if n_head < 1 or n_kv < 1 or n_head % n_kv:
-        raise ModelError(
-            f"{n_head} heads do not divide into {n_kv} key heads ({h.prefix}attention.head_count, head_count_kv)"
-        )
+    check_heads(file, n_head, n_kv)
     dim = h.integer("attention.key_length", h.integer("embedding_length") // n_head)
     if dim < 1:
         raise ModelError(f"{n_head} heads do not fit a width of {h.integer('embedding_length')}")
     if (v := h.integer("attention.value_length", dim)) != dim:
         raise ModelError(f"keys of {dim} and values of {v} dimensions are not supported together")
     return AttentionShape(n_head, n_kv, dim, gated, h.number("attention.scale", 0.0) or None)
+
+
+def check_heads(file: GGUFFile, n_head: int, n_kv: int) -> None:
+    """As many heads for each key head."""
+    if n_head < 1 or n_kv < 1 or n_head % n_kv:
+        prefix = file.hparams.prefix
+        raise ModelError(
+            f"{n_head} heads do not divide into {n_kv} key heads ({prefix}attention.head_count, head_count_kv)"
+        )
 
 
 def block_count(file: GGUFFile) -> int:

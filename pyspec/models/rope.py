@@ -305,6 +305,11 @@ class Ropes:
         self._weights, self._known = weights, {} if known is None else known.bound
         self.bound: dict[RopeSpec, Rope] = {}
 
+    @property
+    def flags(self) -> RopeFlags:
+        """What changes them."""
+        return self._weights.rope
+
     def place(self, spec: RopeSpec, *, is_near: bool = False) -> int:
         """Where a forward's angles have those of `spec`. is_near: as of `RopeSpec.flagged`"""
         spec = spec.flagged(self._weights.rope, is_near=is_near)

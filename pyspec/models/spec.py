@@ -14,6 +14,7 @@ from pyspec.models.block import BlockSpec
 from pyspec.models.cuts import Cut, Units
 from pyspec.models.mtp_block import MtpOfBlock
 from pyspec.models.part import AttentionShape, ForwardSize, LoadTypes, Place, Request
+from pyspec.models.per_layer import PerLayer
 from pyspec.models.residual import Residual
 from pyspec.models.target import MtpSpec, Target
 from pyspec.models.wants import Want
@@ -31,6 +32,7 @@ class ModelSpec:
     blocks       of the trunk
     mtp_block    the block behind the trunk, where the architecture has one
     residual     one stream or several
+    per_layer    inputs of each block besides the stream
     last_norm    the name of the norm before the head
     ties_head    a file without a head has the embedding for it
     embed_factor  the embedding's rows are multiplied with it
@@ -48,6 +50,7 @@ class ModelSpec:
     blocks: tuple[BlockSpec, ...]
     mtp_block: BlockSpec | None = None
     residual: Residual = Residual()  # noqa: RUF009 - frozen
+    per_layer: PerLayer | None = None
     last_norm: str = "output_norm.weight"
     ties_head: bool = True
     embed_factor: float = 1.0
@@ -98,6 +101,7 @@ class ModelSpec:
                 cut=Cut(0, (Units(self.n_vocab, "tokens", uneven=True),)),
             ),
             **self.residual.tensors(self.n_embd),
+            **({} if self.per_layer is None else self.per_layer.tensors()),
         }
         for i, block in enumerate(self.blocks):
             wants |= block.tensors(self.place(file, i))
@@ -117,13 +121,16 @@ class ModelSpec:
         """The ops that a load asks for, products and the embedding apart."""
         for i, block in enumerate(self.blocks):
             yield from block.requests(self.place(file, i), on)
+        if self.per_layer is not None:
+            yield from self.per_layer.requests(file, on)
         yield norms, NormsSpec(on.device, self.n_embd, self.eps)
 
     def scratch_bytes(self, n_row: int, n_token: int, kv: torch.dtype, device: torch.device) -> int:
         """Those of the largest block and of the streams, beyond those that every model takes."""
         size = ForwardSize(device, kv, n_row, n_token, self.n_embd, self.eps)
         of_blocks = max((block.scratch_bytes(size) for block in self.blocks), default=0)
-        return of_blocks + n_row * self.residual.row_bytes(self.n_embd)
+        of_inputs = 0 if self.per_layer is None else self.per_layer.row_bytes
+        return of_blocks + n_row * (self.residual.row_bytes(self.n_embd) + of_inputs)
 
     def build(self, weights: Weights, memory: Memory) -> Target:
         """The model, bound to its memory."""

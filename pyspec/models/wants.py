@@ -52,7 +52,8 @@ def check_tensors(
     alias, bad = alias or {}, []
     for name, want in wants.items():
         n_expert = ((want.shape[0],),) if len(want.shape) == 3 else ()
-        for part, need in ((name, want), (scale_of(name), Want((1,), optional=True, also=n_expert))):
+        beside = wants.get(scale_of(name), Want((1,), optional=True, also=n_expert))
+        for part, need in ((name, want), (scale_of(name), beside)):
             if flaw := _flaw(file.tensors.get(alias.get(part, part)), need):
                 bad.append(f"{part}: {flaw}")
     if bad:

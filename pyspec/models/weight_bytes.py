@@ -12,7 +12,7 @@ from pyspec.cuda.ops.linear.pack import packed_bytes
 from pyspec.gguf import GGUFFile, TensorInfo
 from pyspec.models.cuts import share_of
 from pyspec.models.wants import Want
-from pyspec.models.weights import GROUPED, HEADS, PLAIN, cuts_of
+from pyspec.models.weights import GROUPED, HEADS, PLAIN, TOKEN_INPUTS, cuts_of
 
 LARGE_BYTES = (
     10 << 20
@@ -69,7 +69,11 @@ def repacked_bytes(t: TensorInfo) -> int:
 
 def wide_bytes(tensors: Mapping[str, TensorInfo]) -> int:
     """Bytes of f16 copies of the matrices that kernels stream."""
-    matrices = [t for t in tensors.values() if len(t.shape) == 2 and t.type not in PLAIN]
+    matrices = [
+        t
+        for t in tensors.values()
+        if len(t.shape) == 2 and t.type not in PLAIN and t.name != TOKEN_INPUTS
+    ]
     return sum(
         2 * t.n_elements for t in matrices if t.name not in HEADS and not t.name.endswith(GROUPED)
     )

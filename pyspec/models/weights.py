@@ -50,6 +50,7 @@ from pyspec.slots.mapped import of_pages
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 UNPACK = 1 << 24  # weights unpacked at once
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+TOKEN_INPUTS = "per_layer_token_embd.weight"  # rows by token, which no product reads
 HEADS = (HEAD, EMBEDDING)  # few rows go through them: one for each token that may be kept
 GROUPED = ".attn_output_a.weight"
 """Each group of its rows takes a part of the input: GPUs keep it once more in bf16, for many rows."""

@@ -135,11 +135,13 @@ def lay_out(
     arena: Arena | None = None,
     pages: Sequence[NDArray[np.int64]] | None = None,
     first_key: int = 0,
+    sees_own: bool = True,
 ) -> Batch:
     """Build the batch for `seqs`; grows the slots' pages and checks every index on the host.
 
     first_key: of all sequences at least, as `Seq.first_key`.
     pages: those of each sequence, if they are held already (`SlotTable.reach`).
+    sees_own: rows see themselves, besides the rows before; otherwise the first of a slot's tokens is seen all the same.
     see_block: rows see all rows of their own sequence, later ones too (a drafter's fill-in block); otherwise causal.
     arena: put it there, padded to a bucket, if it fits; see `Batch.bucket`.
     """
@@ -153,6 +155,8 @@ def lay_out(
         pages = [table.reach(table.slots[q.slot], q.n_past, q.n_past + q.width + q.slack) for q in seqs]
     ends = [seq.n_past + seq.width for seq in seqs]
     layout, n_out = _write(table, seqs, starts, ends, pages, see_block)
+    if not sees_own:
+        np.maximum(layout.rows[ROW64.index("positions")], 1, out=layout.rows[ROW64.index("hi")])
     first_keys = [max(first_key, seq.first_key) for seq in seqs]
     if any(first_keys):
         of_rows = np.repeat(first_keys, [seq.width for seq in seqs])

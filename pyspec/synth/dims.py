@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TypedDict
 
 from pyspec.errors import ConfigError
+from pyspec.synth import gemma4
 from pyspec.synth.shapes import (
     Deepseek4Dims,
     Dims,
@@ -202,6 +203,7 @@ _REAL: tuple[Dims, ...] = (
         eps=1e-5,
     ),
 )
+_REAL += gemma4.REAL
 # Equal shapes, other weights
 _ALIKE = {"Qwen3.5-27B": "Qwen3.6-27B", "Qwen3.5-35B-A3B": "Qwen3.6-35B-A3B"}
 MODELS: dict[str, Dims] = {d.name.lower(): d for d in _REAL}
@@ -258,6 +260,7 @@ TINY: dict[str, Dims] = {
     "qwen3moe": Qwen3Moe(
         name="tiny-qwen3moe", n_layer=3, vocab="qwen2", n_expert=6, n_used=2, **(_TINY | {"n_ff": 64})
     ),
+    "gemma4": gemma4.TINY,
     "gpt-oss": GptOss(
         name="tiny-gpt-oss",
         n_layer=4,
@@ -358,6 +361,8 @@ def shortened(dims: Dims, n_layer: int) -> Dims:
 def widened(dims: Dims) -> Dims:
     """Tiny dimensions whose rows are multiples of 256, for the K types."""
     wide = replace(dims, n_embd=256, n_ff=256, head_dim=64, name=f"{dims.name}-wide")
+    if isinstance(wide, gemma4.Gemma4Dims):
+        return replace(wide, near_dim=64)
     # 4 heads in 2 groups would give a group of 128 columns, which is too few
     if isinstance(wide, Deepseek4Dims):
         return replace(wide, head_dim=128, q_rank=256, out_rank=128)

@@ -55,6 +55,9 @@ def values(spec: Spec, seed: int) -> np.ndarray:
             return drawn[:, :n].astype(np.int32)
         case "choice":
             return np.sort(rng.permutation(int(spec.gain))[: spec.shape[0]]).astype(np.int64)
+        case "divisors":
+            found = np.full(spec.shape, 1e30)
+            found[: round(spec.gain * spec.shape[0])] = 1.0
         case "decay":
             found = -rng.uniform(1, 16, spec.shape)
         case "step":

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from pyspec.gguf import ValueType
+from pyspec.synth import gemma4
 from pyspec.synth.shapes import DFlashDims, Dims, EagleDims, StagesDims
 from pyspec.synth.trunks import (
     HEAD_MIX,
@@ -184,6 +185,7 @@ ARCHITECTURES: dict[str, tuple[Keys, Specs]] = {
     "nemotron_h": (nemotron_metadata, nemotron_tensors),
     "nemotron_h_moe": (nemotron_metadata, nemotron_tensors),
     "deepseek4": (deepseek4_metadata, deepseek4_tensors),
+    "gemma4": (gemma4.metadata, gemma4.tensors),
     "dflash": (_dflash_metadata, _dflash_tensors),
     "eagle3": (_eagle3_metadata, _eagle3_tensors),
 }

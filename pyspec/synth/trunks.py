@@ -34,6 +34,7 @@ Kind = Literal[
     "bias",
     "ids",
     "choice",
+    "divisors",  # of frequencies: `gain` is the share of pairs that turn
 ]
 Key = tuple[str, Value, ValueType]
 POINTED, BIASED = 2.0, 5.0

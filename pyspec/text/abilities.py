@@ -123,6 +123,15 @@ class Abilities:
         return self.shows_calls and SECOND not in self._written(chat)
 
     @cached_property
+    def takes_responses(self) -> bool:
+        """True if results of calls stand in the message with the calls, as a list of names and responses."""
+        if "tool_responses" not in self._source:
+            return False
+        result = {"name": FUNCTION, "response": RESULT}
+        turn = {"role": "assistant", "content": "", "tool_responses": [result]}
+        return RESULT in self._written([{"role": "user", "content": "hello"}, turn])
+
+    @cached_property
     def needs_turns(self) -> bool:
         """True if the template refuses two consecutive user messages."""
         user = {"role": "user", "content": WORD}

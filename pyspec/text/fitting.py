@@ -11,6 +11,7 @@ form with the same meaning.
     reasoning of earlier answers           as `thinking`, if the template reads that; content beside it and a call becomes part of it
     several calls of an answer             one answer for each, its result behind it, if the template shows the first alone
     arguments of calls                     objects or texts, as the template writes them
+    results of calls                       in the message with the calls, if the template has them there
     tools                                  get a description and parameters
 
 A moved message stays near its place, so that the prefix cache still has the text before it at the next request.
@@ -40,12 +41,50 @@ def fitted(messages: Chat, able: Abilities) -> Chat:
         n_head = next((i for i, m in enumerate(chat) if m["role"] not in HEAD), len(chat))
         chat = _with_head(_head(chat[:n_head], able), _moved(chat[n_head:], able), able)
     chat = _with_ids(_in_turns(chat, able), able)
-    return [
+    chat = [
         message | {"tool_calls": [_call(call, able) for call in calls]}
         if isinstance(calls := message.get("tool_calls"), list | tuple)
         else message
         for message in chat
     ]
+    has_results = any(message["role"] == "tool" for message in chat)
+    return _with_responses(chat) if has_results and able.takes_responses else chat
+
+
+def _with_responses(messages: Chat) -> Chat:
+    """Results as a field of the message with their calls. Its text becomes a message before, because such templates write it behind."""
+    chat: Chat = []
+    names: dict[str, str] = {}  # of the last calls by their ids
+    for message in messages:
+        if message["role"] != "tool":
+            calls = message.get("tool_calls") or ()
+            names = {_id_of(call): _name_of(call) for call in calls}
+            if calls and (text := message.get("content")):
+                chat.append({"role": message["role"], "content": text})
+                message = message | {"content": ""}
+            chat.append(message)
+            continue
+        name = names.get(str(message.get("tool_call_id"))) or message.get("name")
+        if name is None and len(names) == 1:
+            name = next(iter(names.values()))
+        result = {"name": name or "unknown", "response": _response(message["content"])}
+        if not chat or chat[-1]["role"] != "assistant":
+            chat.append({"role": "assistant", "content": ""})
+        chat[-1] = chat[-1] | {"tool_responses": [*chat[-1].get("tool_responses", ()), result]}
+    return chat
+
+
+def _name_of(call: Any) -> str:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return str(function.get("name") or "") if isinstance(function, Mapping) else ""
+
+
+def _response(content: str) -> Any:
+    """An object if the text is one."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(content, parse_constant=_no_number)
+        return value if isinstance(value, Mapping) else content
+    return content
 
 
 def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class PreTokenizer:
         return [pre_tokenizers.Split(Regex(p), "isolated") for p in self.patterns]
 
 
+LINES = PreTokenizer((r"[^\n]+|\n+",), add_bos=True)
+"""For the tokenizer model `gemma4`, whose files name none."""
 DEFAULT = "default"
 """For files without a name."""
 _GROUPS = {

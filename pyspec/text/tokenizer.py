@@ -19,11 +19,13 @@ from tokenizers import Tokenizer as HF
 from pyspec.errors import BadTokenizer, RequestError
 from pyspec.gguf.fields import Fields
 from pyspec.ranges import quoted, shown
-from pyspec.text.pretokenize import DEFAULT, KINDS, PRE, PreTokenizer
+from pyspec.text.line_ends import LineEnds
+from pyspec.text.pretokenize import DEFAULT, KINDS, LINES, PRE, PreTokenizer
 from pyspec.text.rust import border
 from pyspec.text.vocab import (
     BYTE,
     CONTROL,
+    GEMMA4,
     NORMAL,
     SPACE,
     UNKNOWN,
@@ -36,6 +38,7 @@ from pyspec.text.vocab import (
     places,
     read_ids,
     read_scores,
+    read_suppressed,
     read_tokens,
     read_types,
     token_bytes,
@@ -50,13 +53,15 @@ SPM_STEPS, SPM_JOINED = 1 << 29, 1 << 25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabHeader:
-    """A vocabulary's general fields: BPE ("gpt2") or SPM ("llama"), the pre-tokenizer, and the tokens put around a text."""
+    """A vocabulary's general fields (suppressed: ids that are never generated): BPE of bytes ("gpt2") or of characters ("gemma4"), or SPM ("llama"), the pre-tokenizer, and the
+    tokens put around a text."""
 
     model: str
     pre: str
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
+    suppressed: frozenset[int] = frozenset()
 
 
 class Tokenizer:
@@ -76,8 +81,9 @@ class Tokenizer:
         self.model, self.pre = header.model, header.pre
         self.add_bos, self.add_eos = header.add_bos, header.add_eos
         self.add_space_prefix = header.add_space_prefix
-        self.n_vocab = len(tokens)
+        self.n_vocab, self.suppressed = len(tokens), header.suppressed
         self._tokens, self._types, self._make = tokens, types, make
+        self._line_ends = LineEnds(_table(tokens), types) if self.model == GEMMA4 else None
         self.bos_id, self.eos_id = ids.get("bos"), ids.get("eos")
         control = places((CONTROL, UNKNOWN), types)
         self.eog = eog_ids(tokens, control, ids)
@@ -106,8 +112,8 @@ class Tokenizer:
         pre = fields.label("tokenizer.ggml.pre", "") or (DEFAULT if model == "gpt2" else "")
         if model == "none":
             return cls.of_numbers(fields)
-        if model not in ("gpt2", "llama"):
-            known = "gpt2, llama, none"
+        if model not in ("gpt2", "llama", GEMMA4):
+            known = "gpt2, llama, gemma4, none"
             raise BadTokenizer(f"tokenizer model {quoted(model)} is unknown; known: {known}")
         if model == "gpt2" and pre not in PRE:
             known = ", ".join(KINDS)
@@ -123,22 +129,33 @@ class Tokenizer:
         def merging() -> tuple[models.BPE, dict[str, int]]:
             """Built once, because 262,144 tokens take seconds. All variants share it."""
             table = _table(tokens)
-            bpe = _bpe(table, unread[0], PRE[pre]) if model == "gpt2" else _spm(table, types, unread[0])
+            if model == GEMMA4:
+                bpe = _bpe_of_characters(table, types, unread[0])
+            else:
+                bpe = (
+                    _bpe(table, unread[0], PRE[pre])
+                    if model == "gpt2"
+                    else _spm(table, types, unread[0])
+                )
             unread.clear()  # 250,000 merges
             return bpe, table
 
         def make(parse_special: bool, space_prefix: bool) -> HF:
             bpe, table = merging()
             hf = _byte_level(bpe, PRE[pre]) if model == "gpt2" else _with_spaces(bpe, space_prefix)
+            if model == GEMMA4:
+                hf.pre_tokenizer = pre_tokenizers.Sequence(LINES.cuts())
             return _with_added(hf, table, types, norm, parse_special)
 
         is_spm = model == "llama"
         header = VocabHeader(
             model=model,
             pre=pre,
-            add_bos=fields.flag("tokenizer.ggml.add_bos_token", is_spm or PRE[pre].add_bos),
+            add_bos=model == GEMMA4  # whatever the file says
+            or fields.flag("tokenizer.ggml.add_bos_token", is_spm or PRE[pre].add_bos),
             add_eos=fields.flag("tokenizer.ggml.add_eos_token", False),
             add_space_prefix=fields.flag("tokenizer.ggml.add_space_prefix", True) and is_spm,
+            suppressed=read_suppressed(fields, len(tokens)),
         )
         return cls(tokens, types, make, header, read_ids(fields, model, len(tokens)))
 
@@ -205,6 +222,10 @@ class Tokenizer:
             return self._ids(hf, clean)
 
     def _ids(self, hf: HF, clean: Sequence[str]) -> list[list[int]]:
+        rows = self._merged(hf, clean)
+        return rows if self._line_ends is None else [self._line_ends.whole(ids) for ids in rows]
+
+    def _merged(self, hf: HF, clean: Sequence[str]) -> list[list[int]]:
         if all(len(t) <= PIECE_CHARS for t in clean) or not self._splits:
             return [e.ids for e in hf.encode_batch_fast(clean, add_special_tokens=False)]
         return [self._in_pieces(hf, t) for t in clean]
@@ -214,7 +235,7 @@ class Tokenizer:
         ids: list[int] = []
         at = 0
         while at < len(text):
-            end = _border(text, at + PIECE_CHARS)
+            end = _border(text, at + PIECE_CHARS, _WORDS if self.model == "gpt2" else _LINES)
             if end - at > 2 * PIECE_CHARS:  # no border: numbers, signs, a script without spaces
                 found, end = _begin_of(hf, text, at)
                 ids += found
@@ -225,12 +246,13 @@ class Tokenizer:
 
     @cached_property
     def _splits(self) -> bool:
-        """True if a long text may be cut between a word and the next space: no pre-tokenizer of this family joins these, and no token
-        that is matched in raw text contains a space."""
+        """True if a long text may be cut between a word and the next space, or between lines: no pre-tokenizer of this family joins
+        these, and no token that is matched in raw text contains a space, or a line end and more."""
         kinds = (CONTROL, UNKNOWN, USER_DEFINED)
-        return self.model == "gpt2" and not any(
-            " " in t for t, k in zip(self._tokens, self._types, strict=True) if k in kinds
-        )
+        matched = [t for t, k in zip(self._tokens, self._types, strict=True) if k in kinds]
+        if self.model == GEMMA4:
+            return not any("\n" in t and t.strip("\n") for t in matched)
+        return self.model == "gpt2" and not any(" " in t for t in matched)
 
     def _first_added(self, text: str, parse_special: bool) -> int:
         """Start of the first token that is matched in raw text, before any merge."""
@@ -329,12 +351,12 @@ def _check_text(text: object) -> None:
         raise RequestError(f"text is {shown(text)}; want text")
 
 
-_WORDS = re.compile("(?<=[a-z]) (?=[a-z])")
+_WORDS, _LINES = re.compile("(?<=[a-z]) (?=[a-z])"), re.compile("(?<=\n)(?=[^\n])")
 
 
-def _border(text: str, at: int) -> int:
-    """The first place from `at` on between a word and the space of the next one; the text's end if there is none."""
-    found = _WORDS.search(text, at) if at < len(text) else None
+def _border(text: str, at: int, between: re.Pattern[str]) -> int:
+    """The first place from `at` on between two words, at the space of the second, or between two lines; the text's end if there is none."""
+    found = between.search(text, at) if at < len(text) else None
     return len(text) if found is None else found.start()
 
 
@@ -389,6 +411,14 @@ def _merges(fields: Fields, table: Mapping[str, int]) -> list[tuple[str, str]]:
 def _bpe(table: dict[str, int], fields: Fields, pre: PreTokenizer) -> models.BPE:
     merges = _merges(fields, table)
     return models.BPE(vocab=table, merges=merges, ignore_merges=pre.ignore_merges, fuse_unk=False)
+
+
+def _bpe_of_characters(table: dict[str, int], types: Sequence[int], fields: Fields) -> models.BPE:
+    """Characters that are no tokens are their bytes."""
+    unk = next((t for t, i in table.items() if types[i] == UNKNOWN), None)
+    return models.BPE(
+        vocab=table, merges=_merges(fields, table), unk_token=unk, fuse_unk=False, byte_fallback=True
+    )
 
 
 def _byte_level(model: models.BPE, pre: PreTokenizer) -> HF:

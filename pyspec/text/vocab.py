@@ -17,6 +17,11 @@ MOST_NUMBERED = 1 << 20  # tokens of a file without a vocabulary
 # the matcher's time and memory grow with their length; real ones have some thirty characters
 MATCHED_CHARS = 1024
 SPACE = "\u2581"
+GEMMA4 = "gemma4"  # a vocabulary that merges as `gpt2` does and writes text as `llama` does
+TOOL_RESPONSE, OLD_END = (
+    "<|tool_response>",
+    "</s>",
+)  # with the first one the second is a word like others
 DEEPSEEK_BAR = "\uff5c"
 
 # A file names one end id. llama.cpp finds others by their text, and so does this module. Both treat these tokens and those of
@@ -103,6 +108,9 @@ def read_types(fields: Fields, tokens: Sequence[str]) -> list[int]:
     kinds = fields.integers(name, n) if name in fields else [NORMAL] * n
     for i in places(CONTROL_TEXTS, tokens):
         kinds[i] = CONTROL
+    if TOOL_RESPONSE in tokens:
+        for i in places((OLD_END,), tokens):
+            kinds[i] = NORMAL
     is_long = max(map(len, tokens), default=0) > MATCHED_CHARS
     for i, text in enumerate(tokens if is_long else ()):
         if len(text) > MATCHED_CHARS and kinds[i] in MATCHED:
@@ -132,6 +140,12 @@ def read_ids(fields: Fields, model: str, n: int) -> dict[str, int | None]:
             value = fields.integer(f"tokenizer.ggml.{_OLD_FIM[name]}_token_id", None)
         out[name] = value if value is not None and 0 <= value < n else usual.get(name)
     return out
+
+
+def read_suppressed(fields: Fields, n: int) -> frozenset[int]:
+    """Ids that are never generated. Those outside the vocabulary are left out."""
+    name = "tokenizer.ggml.suppress_tokens"
+    return frozenset(i for i in fields.integers(name) if 0 <= i < n) if name in fields else frozenset()
 
 
 def stray_ids(fields: Fields, n: int) -> list[str]:
@@ -196,7 +210,7 @@ def token_bytes(text: str, kind: int, model: str) -> bytes:
         return b""
     if kind == BYTE:
         return bytes([byte_value(text)])
-    if kind == NORMAL and model == "llama":
+    if kind == NORMAL and model in ("llama", GEMMA4):
         text = text.replace(SPACE, " ")
     elif kind == NORMAL:
         try:

@@ -47,6 +47,9 @@ MODELS += [
     "qwen3next",
     "gpt-oss",
     "deepseek2",
+    "gemma4-dense",
+    "gemma4-moe",
+    "gemma4-e",
 ]
 USUAL = [
     "llama",

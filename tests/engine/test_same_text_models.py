@@ -28,6 +28,9 @@ ADDED, GEMMA3 = (
         "qwen3next",
         "gpt-oss",
         "deepseek2",
+        "gemma4-dense",
+        "gemma4-moe",
+        "gemma4-e",
     ),
     FIXTURES / "gemma3.gguf",
 )

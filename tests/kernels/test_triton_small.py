@@ -53,8 +53,8 @@ def test_a_kernel_that_leaves_its_tensors_is_found(n_x: int, n_out: int, what: s
         torch.ones(64),
         faults.record(CPU),
     )
-    constants = {"COLUMNS": 64, "WIDE": 64, "LAYER": False, "PICKS": False, "OP": 1}
-    args = (x, weight, out, x, weight, out, fault, fault, 64, 3, 1e-6)
+    constants = {"COLUMNS": 64, "WIDE": 64, "LAYER": False, "PICKS": False, "ADDS": False, "OP": 1}
+    args = (x, weight, out, x, weight, out, fault, x, fault, 64, 3, 1e-6, 1.0)
     with pytest.raises(interpreter.InterpreterError, match=what) if what else nullcontext():
         tri.launch(kernels.norms, (3,), args, constants, 1)
 

@@ -164,7 +164,10 @@ def short_conv() -> Iterator[Callable[[], object]]:
 
 
 def rope_kv() -> Iterator[Callable[[], object]]:
+    gemma4 = RopeKvSpec(CPU, 32, 4, 512, 512, neox=True, gated=False, has_norm=True, eps=1e-6)
     for spec in (
+        replace(gemma4, norms_v=True, keys_are_values=True),
+        replace(gemma4, n_kv=0),
         RopeKvSpec(CPU, 24, 4, 256, 64, neox=True, gated=True, has_norm=True, eps=1e-6),
         RopeKvSpec(CPU, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5),
         RopeKvSpec(CPU, 0, 8, 96, 96, neox=False, gated=False, has_norm=True, eps=1e-5),
@@ -175,11 +178,15 @@ def rope_kv() -> Iterator[Callable[[], object]]:
 
 
 def _rope_kv(spec: RopeKvSpec) -> None:
-    n = spec.n_q * spec.dim * (2 if spec.gated else 1) + 2 * spec.n_kv * spec.dim
     norm, angle = torch.ones(spec.dim) if spec.has_norm else None, torch.zeros(2, 1, spec.n_rot // 2)
-    pool = KVPool(32, spec.n_kv, spec.dim, spec.kv, CPU)
+    pool = KVPool(32, max(1, spec.n_kv), spec.dim, spec.kv, CPU)
     rope_kv_triton.bind(spec)(
-        torch.zeros(2, n), norm if spec.n_q else None, norm, (angle, angle), pool, torch.arange(2)
+        torch.zeros(2, spec.n_column),
+        norm if spec.n_q else None,
+        norm,
+        (angle, angle),
+        pool,
+        torch.arange(2),
     )
 
 
@@ -190,6 +197,7 @@ def rows() -> Iterator[Callable[[], object]]:
         (PrepKind.HEADS, 6144, 128),
         (PrepKind.GATE, 6144, 256),
         (PrepKind.GLU, 17408, 0),
+        (PrepKind.GEGLU, 21504, 0),
         (PrepKind.GROUPS, 8192, 1024),
         (PrepKind.RELU2, 2688, 0),
     ):
@@ -207,6 +215,7 @@ def norms() -> Iterator[Callable[[], object]]:
             x, weight, torch.zeros(1, dtype=torch.int64)
         )
         yield lambda spec=spec: norms_triton.bind(spec).paired(x, weight, x, weight)
+        yield lambda spec=spec: norms_triton.bind(spec).added(x, weight, x, 0.5)
 
 
 def best() -> Iterator[Callable[[], object]]:

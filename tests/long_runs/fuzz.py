@@ -85,6 +85,7 @@ def bases() -> list[Base]:
         Base(dflash, True, demo),
         *(Base(path, True, path) for path in sidecars),
         *written(),
+        Base(FIXTURES / "gemma4-assistant.gguf", True, FIXTURES / "gemma4-e.gguf"),
     ]
 
 

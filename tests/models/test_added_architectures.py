@@ -36,6 +36,9 @@ NAMES = [
     "qwen3next",
     "gpt-oss",
     "deepseek2",
+    "gemma4-dense",
+    "gemma4-moe",
+    "gemma4-e",
 ]
 GEMMA = FIXTURES / "gemma3.gguf"  # a window of 8; blocks 0 to 4 and 6 of 7 have it
 ATOL = 1e-4 if DEVICE.type == "cpu" else 2e-2
@@ -43,7 +46,7 @@ ATOL = 1e-4 if DEVICE.type == "cpu" else 2e-2
 
 def data_of(name: str) -> tuple[list[int], torch.Tensor]:
     found = np.load(FIXTURES / f"{name}.npz")
-    return found["tokens"].tolist(), torch.from_numpy(found["exact" if name == "gemma3" else "logits"])
+    return found["tokens"].tolist(), torch.from_numpy(found["exact" if "gemma" in name else "logits"])
 
 
 def spec_of(path: Path) -> ModelSpec:

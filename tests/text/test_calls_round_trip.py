@@ -22,6 +22,7 @@ from pyspec.text.markup import (
     deepseek,
     dsml,
     functionary,
+    gemma4,
     glm,
     harmony,
     hermes,
@@ -102,6 +103,20 @@ def _python(call: Call) -> str:
     )
 
 
+def _gemma4(call: Call) -> str:
+    pairs = sorted(call[1].items(), key=lambda pair: pair[0].lower())
+    return f"{gemma4.CALL}{call[0]}{{{','.join(f'{k}:{_marked(v)}' for k, v in pairs)}}}{gemma4.CLOSE}"
+
+
+def _marked(value: Any) -> str:
+    if isinstance(value, str):
+        return f"{gemma4.QUOTE}{value}{gemma4.QUOTE}"
+    if isinstance(value, dict):
+        keys = {k: k if k.isalnum() else _marked(k) for k in value}
+        return "{" + ",".join(f"{keys[k]}:{_marked(v)}" for k, v in value.items()) + "}"
+    return "[" + ",".join(map(_marked, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+
 def _bare(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -133,6 +148,7 @@ def written(name: str, calls: list[Call]) -> str:
         "granite": lambda: call_list.GRANITE + "[" + ", ".join(map(_object, calls)) + "]",
         "minimax_m2": lambda: minimax.OPEN + "".join(map(_invoke, calls)) + "\n" + minimax.CLOSE,
         "lfm2": lambda: lfm2.OPEN + "[" + ", ".join(map(_python, calls)) + "]" + lfm2.CLOSE,
+        "gemma4": lambda: gemma4.OPEN + gemma4.OPEN.join(map(_gemma4, calls)),
         "llama3_json": lambda: _object(first, "parameters"),
         "harmony": lambda: f" to=functions.{first[0]}<|channel|>commentary <|constrain|>json<|message|>{_arguments(first)}",
     }[name]()  # fmt: skip
@@ -239,13 +255,14 @@ def test_free_calls_under_any_name_are_read_alike(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ALL if dialects.dialect(name).is_bare])
 def test_a_word_that_a_value_can_not_be_is_not_among_those_a_grammar_takes(name: str) -> None:
-    marks = {
-        "qwen3_coder": qwen_xml.MARKS,
-        "glm45": glm.MARKS,
-        "deepseek_v32": dsml.MARKS,
-        "minimax_m2": minimax.MARKS,
+    end = {
+        "qwen3_coder": qwen_xml.MARKS.constrained_end,
+        "glm45": glm.MARKS.constrained_end,
+        "deepseek_v32": dsml.MARKS.constrained_end,
+        "minimax_m2": minimax.MARKS.constrained_end,
+        "gemma4": gemma4.QUOTE,
     }[name]
-    words = ["a", f"b{marks.constrained_end}c", "d"]
+    words = ["a", f"b{end}c", "d"]
     tools = {"f": {"type": "object", "properties": {"w": {"enum": words}}, "required": ["w"]}}
     lark = Lark()
     source = lark.calls(dialects.dialect(name).rules(lark, tools, is_single=True))
@@ -343,3 +360,46 @@ def test_a_mark_that_is_a_control_token_is_allowed_as_one_where_it_may_stand(
             "[TOOL_CALLS]", "f", "[CALL_ID]", "abc123XYZ", "[ARGS]", '{"a": "[ARGS] <f>"}', *call
         )
         assert not fits(*call[:-1], '{"a": "', "[ARGS]", '"}')
+
+
+def test_nested_values_of_gemma4_are_held_to_their_schemas() -> None:
+    speaks, q = dialects.dialect("gemma4"), gemma4.QUOTE
+    point = {
+        "type": "object",
+        "properties": {"y": {"type": "integer"}, "X": {"type": "number"}},
+        "required": ["y"],
+    }
+    schema = {
+        "type": "object",
+        "properties": {
+            "at": {"$ref": "#/$defs/point"},
+            "list": {"type": "array", "items": {"enum": ["a", "b"]}},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+        "required": ["at"],
+        "$defs": {"point": point},
+    }
+    lark = Lark()
+    source = lark.calls(speaks.rules(lark, {"f": schema, "g": {"type": "object"}}, is_single=False))
+
+    def call(text: str) -> str:
+        return f"{gemma4.OPEN}call:{text}{gemma4.CLOSE}"
+
+    good = [
+        "f{at:{y:3}}",
+        f"f{{at:{{X:1.5,y:3}},list:[{q}a{q},{q}b{q}],maybe:null}}",
+        f"f{{at:{{y:-1}},maybe:{q}x,y{q}}}",
+        f"g{{any:{{{q}b c{q}:[1,true,{{}}]}}}}",
+        "g{}",
+    ]
+    bad = [
+        "f{}",
+        "f{at:{y:1.5}}",
+        "f{at:{X:1}}",
+        f"f{{at:{{y:1}},list:[{q}c{q}]}}",
+        "f{at:{y:1},maybe:2}",
+        "h{}",
+    ]
+    assert [takes(source, call(text)) for text in good] == [True] * len(good)
+    assert [takes(source, call(text)) for text in bad] == [False] * len(bad)
+    assert takes(source, "".join(map(call, good)))

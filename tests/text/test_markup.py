@@ -14,7 +14,7 @@ from pyspec.text.markup import dialect as dialects
 from pyspec.text.markup.dialect import AnswerMarkup
 from pyspec.text.markup.harmony import HARMONY
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pyspec.text.markup.reasoning import GRANITE_THINK, MISTRAL_THINK, THINK
+from pyspec.text.markup.reasoning import GEMMA4_THINK, GRANITE_THINK, MISTRAL_THINK, THINK
 
 TOOLS = {
     "weather": {
@@ -136,6 +136,55 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         markup("minimax_m2"),
         '<minimax:tool_call>\n<invoke name="write">\n<parameter name="text">use <parameter name="x"> and </invoke></parameter>\n</invoke>\n</minimax:tool_call>',
         call(0, "write", {"text": 'use <parameter name="x"> and </invoke>'}),
+    ),
+    "gemma4, reasoning, two calls, all types": (
+        AnswerMarkup(dialects.dialect("gemma4"), GEMMA4_THINK, tools=TOOLS),
+        '<|channel>thought\nI <b>look.\n<channel|>So.<|tool_call>call:weather{city:<|"|>New\n"York"<|"|>,days:3,'
+        'where:{a:[1,true,null,-2.5],<|"|>b c<|"|>:{},"d":[]}}<tool_call|><|tool_call>call:write{}<tool_call|>',
+        [
+            Reasoning("I <b>look."),
+            Content("So."),
+            *call(
+                0,
+                "weather",
+                {
+                    "city": 'New\n"York"',
+                    "days": 3,
+                    "where": {"a": [1, True, None, -2.5], "b c": {}, "d": []},
+                },
+            ),
+            *call(1, "write", "{}"),
+        ],
+    ),
+    "gemma4, empty and repeated channels": (
+        AnswerMarkup(dialects.dialect("gemma4"), GEMMA4_THINK, tools=TOOLS),
+        "<|channel>thought\n<channel|>Hello <|channel>thought\nagain<channel|> you.<channel|>",
+        [Content("Hello"), Reasoning("again"), Content("  you.")],
+    ),
+    "gemma4, no tools": (
+        AnswerMarkup(None, GEMMA4_THINK),
+        "<|channel>thought\na<channel|>b<channel|>",
+        [Reasoning("a"), Content("b")],
+    ),
+    "gemma4, a word without marks, spaces": (
+        markup("gemma4"),
+        "<|tool_call>call:write{ text : Paris }<tool_call|> done",
+        [*call(0, "write", {"text": "Paris"}), Content("done")],
+    ),
+    "gemma4, a value without a key": (
+        markup("gemma4"),
+        "<|tool_call>call:write{text:no JSON, France }<tool_call|>done",
+        [CallBegin(0, "id0", "write"), CallArguments(0, '{"text": "no JSON"France }'), Content("done")],
+    ),
+    "gemma4, cut off in a value": (
+        markup("gemma4"),
+        '<|tool_call>call:write{text:<|"|>Par',
+        [CallBegin(0, "id0", "write"), CallArguments(0, '{"text": "Par')],
+    ),
+    "gemma4, a mark without a call": (
+        markup("gemma4"),
+        "a <|tool_call>no<tool_call|> b",
+        [Content("a <|tool_call>no<tool_call|> b")],
     ),
     "lfm2, two calls, Python's values": (
         markup("lfm2"),
@@ -722,6 +771,7 @@ def test_a_call_with_many_spaces_is_cut_alike() -> None:
         ("<tool_call>arguments <arg_key> </tool_call>", None),
         ("{{ messages }}", None),
         ('<minimax:tool_call>\n<invoke name="tool-name-1">\n<parameter name="param-key-1">', "minimax_m2"),
+        ("<|turn>model <|tool_call>call:{{ name }}{ <|\"|> <|channel>thought", "gemma4"),
         ("<|im_start|>system List of tools: <|tool_list_start|>[", "lfm2"),
         ("<|start_of_role|> respond only with <|tool_call|> followed by a JSON list of tools used", "granite"),
         ('<AVAILABLE_TOOLS></AVAILABLE_TOOLS><TOOLCALL>[{"name": "x", "arguments": {}}]</TOOLCALL> <think>', "nemotron_v2"),

@@ -500,3 +500,31 @@ def test_a_template_of_its_own_for_tools_answers_for_chats_with_tools() -> None:
     own = ChatTemplate("{{ tools | tojson }}")
     both = ChatTemplate("{{ messages[0].content }}", tool_use=own)
     assert both.able(tools=True).shows_tools and not both.able(tools=False).shows_tools
+
+
+RESPONSES = ChatTemplate(
+    EACH
+    + "<{{ m.role }}>{% for c in m.tool_calls or [] %}call:{{ c.function.name }}{{ c.function.arguments | tojson }};{% endfor %}"
+    "{% for r in m.tool_responses or [] %}response:{{ r.name }}"
+    "{{ r.response.ok if r.response is mapping else r.response }};{% endfor %}{{ m.content }}" + END
+)
+
+
+def test_results_stand_beside_their_calls_where_a_template_has_them_there() -> None:
+    def call(id_: str, name: str) -> dict[str, Any]:
+        return {"id": id_, "type": "function", "function": {"name": name, "arguments": '{"a": 1}'}}
+
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call("1", "f"), call("2", "g")]},
+        {"role": "tool", "tool_call_id": "2", "content": '{"ok": "yes"}'},
+        {"role": "tool", "tool_call_id": "1", "content": "[1]"},
+        {"role": "assistant", "content": "", "tool_calls": [call("3", "h")]},
+        {"role": "tool", "content": "late"},
+        {"role": "user", "content": "and?"},
+    ]
+    assert RESPONSES.render(chat) == (
+        '<user>hi<assistant>I look.<assistant>call:f{"a": 1};call:g{"a": 1};response:gyes;response:f[1];'
+        '<assistant>call:h{"a": 1};response:hlate;<user>and?[assistant]'
+    )
+    assert ANY_ROLE.render(chat).count("[tool]") == 3, "elsewhere they are messages"

@@ -307,3 +307,32 @@ def test_marks_of_a_gap_are_found_by_id_and_by_text() -> None:
     assert Tokenizer.from_metadata(bpe()).fim == FimMarks()
     keys = {"fim_pre_token_id": 65, "suffix_token_id": 66, "middle_token_id": 9999}
     assert Tokenizer.from_metadata(bpe(control=["<MID>"], keys=keys)).fim == FimMarks(65, 66, 256)
+
+
+GEMMA4 = json.loads((Path(__file__).parent / "llama_cpp_gemma4.json").read_text())
+
+
+@pytest.mark.parametrize("file", GEMMA4["files"], ids=["as in files", "other types"])
+def test_ids_of_gemma4_are_llama_cpp_s(file):
+    """Raw characters with spaces as U+2581, runs of line ends, characters without a token, BOS whatever the file says. A text that begins
+    with BOS gets no second one, of any vocabulary."""
+    meta = dict(open_gguf(FIXTURES / "gemma4-dense.gguf").metadata) | file["change"]
+    tokenizer = Tokenizer.from_metadata(meta)
+    bos = tokenizer.bos_id
+    for text, parsed, plain, framed in zip(GEMMA4["texts"], *file["ids"].values(), strict=True):
+        assert tokenizer.encode(text, add_special=False) == parsed
+        assert tokenizer.encode(text, add_special=False, parse_special=False) == plain
+        assert tokenizer.encode(text) == (framed if framed[:2] != [bos, bos] else framed[1:])
+        wrong = "\u2581" in text
+        assert tokenizer.decode(parsed, special=True) == (text.replace("\u2581", " ") if wrong else text)
+    ends = {"<eos>", "<turn|>", "<|tool_response>"}
+    assert {tokenizer.piece(i) for i in tokenizer.eog} == ends, "</s> is text"
+
+
+def test_long_texts_of_gemma4_are_cut_between_lines(monkeypatch):
+    tokenizer = Tokenizer.from_metadata(open_gguf(FIXTURES / "gemma4-dense.gguf").metadata)
+    text = "".join(t + "\n" * (i % 5) for i, t in enumerate(GEMMA4["texts"])) * 3
+    whole = tokenizer.encode(text)
+    monkeypatch.setattr(tokenizer_module, "PIECE_CHARS", 64)
+    monkeypatch.setattr(tokenizer_module, "PIECE_TAIL", 8)
+    assert tokenizer.encode(text) == whole

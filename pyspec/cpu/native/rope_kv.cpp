@@ -16,7 +16,7 @@ struct Args {
   float *q;
   char *k, *v;
   uint16_t *k_scale, *v_scale;
-  int64_t n_row, stride, n_pool, n_q, n_kv, dim, n_rot, neox, step, k_kind, v_kind, turned_k, turned_v;
+  int64_t n_row, stride, n_pool, n_q, n_kv, dim, n_rot, neox, step, k_kind, v_kind, turned_k, turned_v, norms_v, keys_are_values;
   double eps;
 };
 
@@ -53,15 +53,17 @@ void put(const Args &p, int64_t kind, char *plane, uint16_t *scale, int64_t to, 
 
 // Unit u of a row: a head of q, of k or of v.
 void unit(const Args &p, int64_t row, int64_t u) {
-  const float *y = p.y + row * p.stride, *keys = y + p.n_q * p.step, *values = keys + p.n_kv * p.dim;
+  const float *y = p.y + row * p.stride, *keys = y + p.n_q * p.step;
+  const float *values = p.keys_are_values ? keys : keys + p.n_kv * p.dim;
   if (u < p.n_q) return head(p, row, y + u * p.step, p.q_norm, p.q + (row * p.n_q + u) * p.dim);
   const int64_t h = (u - p.n_q) % p.n_kv, to = p.rows[row];
   if (to < 0 || to >= p.n_pool) return;  // the host checks rows before
   float x[MOST];
   if (u >= p.n_q + p.n_kv) {
-    if (!p.turned_v) return put(p, p.v_kind, p.v, p.v_scale, to, h, values + h * p.dim);
-    std::memcpy(x, values + h * p.dim, size_t(p.dim) * 4);
-    hadamard(x, p.dim, p.turned_v);
+    if (!p.turned_v && !p.norms_v) return put(p, p.v_kind, p.v, p.v_scale, to, h, values + h * p.dim);
+    if (p.norms_v) rms_norm(values + h * p.dim, x, p.dim, nullptr, float(p.eps));
+    else std::memcpy(x, values + h * p.dim, size_t(p.dim) * 4);
+    if (p.turned_v) hadamard(x, p.dim, p.turned_v);
     return put(p, p.v_kind, p.v, p.v_scale, to, h, x);
   }
   head(p, row, keys + h * p.dim, p.k_norm, x);

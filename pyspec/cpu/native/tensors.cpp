@@ -42,6 +42,12 @@ struct TimesArgs {
   int64_t n_row, n;
 };
 
+struct GeluArgs {
+  const float *x, *y;
+  float *out;
+  int64_t n_row, n, x_stride, y_stride;
+};
+
 inline f8 tanh(f8 x) {
   const f8 e = exp(all(2.0f) * min(max(x, all(-20.0f)), all(20.0f)));
   return (e - all(1.0f)) / (e + all(1.0f));
@@ -90,6 +96,16 @@ extern "C" void pyspec_times_rows(const TimesArgs *p) {
       const f8 by = all(p->factors[r]);
       by_eights(p->n, [&](int64_t i, auto get, auto put) {
         put(p->out + r * p->n + i, get(p->x + r * p->n + i) * by);
+      });
+    }
+  });
+}
+
+extern "C" void pyspec_gelu_times(const GeluArgs *p) {
+  each_range(p->n_row, 1 + 1024 / (p->n + 1), [&](int64_t a, int64_t b) {
+    for (int64_t r = a; r < b; r++) {
+      by_eights(p->n, [&](int64_t i, auto get, auto put) {
+        put(p->out + r * p->n + i, gelu(get(p->x + r * p->x_stride + i)) * get(p->y + r * p->y_stride + i));
       });
     }
   });

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from pyspec.config import EngineSettings
@@ -243,6 +244,9 @@ class EngineCore:
         limit = min(info.n_ctx, info.n_row - info.n_overhang)
         most = limit if request.max_tokens < 0 else min(limit, len(request.prompt) + request.max_tokens)
         params = request.params if seed is None else replace(request.params, seed=seed)
+        if banned := self.tokenizer.suppressed:
+            bans = ((token, -inf) for token in sorted(banned))
+            params = replace(params, logit_bias=(*params.logit_bias, *bans))
         think = request.think_budget
         budget = None if think is None else BudgetRule(think, self.tokenizer.token_bytes)
         sampler = SlotSampler(

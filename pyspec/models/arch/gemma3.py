@@ -14,7 +14,6 @@ from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.read import block_count, read_attention, read_rope, read_windows, vocab_size
 from pyspec.models.rope import NOT_STRETCHED
 from pyspec.models.spec import ModelSpec
-from pyspec.ranges import Real
 
 BLOCKS_27B = 62  # the one size that scales scores by its width over its heads; no key says so
 PATTERN, NEAR_BASE = (
@@ -31,9 +30,7 @@ def read(file: GGUFFile) -> ModelSpec:
     if n_block == BLOCKS_27B:
         shape = replace(shape, scale=(n_embd / shape.n_head) ** -0.5)
     rope = read_rope(file, shape, neox=True)
-    near = replace(
-        rope, base=h.number("rope.freq_base_swa", NEAR_BASE, legal=Real(1, 1e15)), scaling=NOT_STRETCHED
-    )
+    near = replace(rope, base=h.number("rope.freq_base_swa", NEAR_BASE), scaling=NOT_STRETCHED)
 
     def block(window: int) -> BlockSpec:
         attention = Attention(shape, near if window else rope, window, qk_norm=True)
@@ -53,5 +50,5 @@ def read(file: GGUFFile) -> ModelSpec:
         eps=h.number("attention.layer_norm_rms_epsilon"),
         blocks=tuple(block(window) for window in read_windows(file, n_block, PATTERN)),
         embed_factor=n_embd**0.5,
-        final_cap=h.number("final_logit_softcapping", 0.0, legal=Real(0, 1e6)),
+        final_cap=h.number("final_logit_softcapping", 0.0),
     )

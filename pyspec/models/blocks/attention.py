@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,9 @@ class Attention:
     row_norm  instead all heads of q are normed at once, and all of k
     biased   q, k and v have biases
     sinks    each head has a sink
+    norms_v  values are normed, without weights
+    may_share_keys  where the file has no matrix of values, they are the products of keys
+    reads    the layer whose keys and values it reads, having none of its own; None: it writes them itself
     """
 
     shape: AttentionShape
@@ -58,6 +61,9 @@ class Attention:
     biased: bool = False
     row_norm: bool = False
     sinks: bool = False
+    norms_v: bool = False
+    may_share_keys: bool = False
+    reads: int | None = None
     scratch = None
 
     @property
@@ -85,10 +91,9 @@ class Attention:
         s = self.shape
         q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
         of_q, of_kv = _units(s)
-        parts = (("q", q, of_q), ("k", kv, of_kv), ("v", kv, of_kv))
-        return {
-            at.name(f"attn_{x}.weight"): Want((m, at.n_embd), cut=Cut(0, (of,))) for x, m, of in parts
-        }
+        parts = {"q": Want((q, at.n_embd), cut=Cut(0, (of_q,)))}
+        parts |= dict.fromkeys("kv", Want((kv, at.n_embd), cut=Cut(0, (of_kv,))))
+        return {at.name(f"attn_{x}.weight"): parts[x] for x in self.products(at.has)}
 
     def _extras(self, at: Place) -> dict[str, Want]:
         """Norms of heads and biases, of all that they go with or of none; sinks."""
@@ -98,6 +103,8 @@ class Attention:
         of_heads = [f"attn_{x}_norm.weight" for x in "qk"]
         biases = {"attn_q.bias": (q, of_q), "attn_k.bias": (kv, of_kv), "attn_v.bias": (kv, of_kv)}
         is_fused = at.has("attn_qkv.bias")
+        if self.reads is not None:
+            return {at.name(of_heads[0]): Want((s.head_dim,), optional=not self.qk_norm)}
         has_norms = self.qk_norm or any(map(at.has, of_heads))
         has_biases = (self.biased and not is_fused) or any(map(at.has, biases))
         of_norms = [Want((s.head_dim,), optional=not has_norms)] * 2
@@ -117,8 +124,16 @@ class Attention:
             at.name(SINKS): Want((s.n_head,), not self.sinks, cut=Cut(0, (Units(s.n_head, "heads"),))),
         }
 
+    def products(self, has: Callable[[str], bool]) -> str:
+        """The parts whose products of a row stand side by side: queries, keys, values. has: whether the file has a tensor of that name."""
+        return "q" if self.reads is not None else "qk" if self.keys_are_values(has) else "qkv"
+
+    def keys_are_values(self, has: Callable[[str], bool]) -> bool:
+        """As `RopeKvSpec`."""
+        return self.may_share_keys and not has("attn_v.weight")
+
     def memory(self) -> LayerParts:
-        return {KV: Paged(self.shape.n_kv_head, self.shape.head_dim)}
+        return {} if self.reads is not None else {KV: Paged(self.shape.n_kv_head, self.shape.head_dim)}
 
     def share(self, n: int) -> Attention:
         return replace(self, shape=self.shape.share(n))
@@ -133,13 +148,13 @@ class Attention:
         if on.is_cuda and not has_sinks:
             yield attend_prompt, spec
             yield attend_blocks, spec
-        has_norm = at.has("attn_k_norm.weight") and not self.row_norm
-        turned = self.rope_spec(on.device, at.eps, on.kv, has_norm=has_norm)
+        turned = self.rope_spec(on.device, at.eps, on.kv, at.has)
         if self.row_norm:
             for n in self.row_widths:
                 yield norms, NormsSpec(on.device, n, at.eps)
         yield rope_kv, turned
-        yield rope_kv, _keys_alone(turned)
+        if self.reads is None:
+            yield rope_kv, _keys_alone(turned)
         if on.streams and s.gated:
             yield rows, RowsSpec(on.device, s.n_head * s.head_dim, PrepKind.GATE, s.head_dim)
         if on.streams:
@@ -156,10 +171,24 @@ class Attention:
         scale = s.head_dim**-0.5 if s.scale is None else s.scale
         return AttendSpec(device, s.n_head, s.n_kv_head, s.head_dim, scale, kv, has_sinks)
 
-    def rope_spec(self, device: torch.device, eps: float, kv: KvFormat, *, has_norm: bool) -> RopeKvSpec:
-        s, r = self.shape, self.rope
+    def rope_spec(
+        self, device: torch.device, eps: float, kv: KvFormat, has: Callable[[str], bool]
+    ) -> RopeKvSpec:
+        """has: as `products`."""
+        s, r, reads = self.shape, self.rope, self.reads is not None
         return RopeKvSpec(
-            device, s.n_head, s.n_kv_head, s.head_dim, r.n_rot, r.neox, s.gated, has_norm, eps, kv
+            device,
+            s.n_head,
+            0 if reads else s.n_kv_head,
+            s.head_dim,
+            r.n_rot,
+            r.neox,
+            s.gated,
+            has(f"attn_{'q' if reads else 'k'}_norm.weight") and not self.row_norm,
+            eps,
+            kv,
+            self.norms_v,
+            not reads and self.keys_are_values(has),
         )
 
     def bind(self, at: Binding) -> BoundAttention:
@@ -187,11 +216,11 @@ class BoundAttention:
         w = at.weights
         self.spec = spec
         self.shape = spec.shape
-        self.layer = at.layer
+        self.layer = at.layer if spec.reads is None else spec.reads
         self.norm, self.rope = at.optional_norm(), at.ropes.place(spec.rope, is_near=spec.window > 0)
         names = [at.name("attn_qkv.weight")]
         if not w.has(names[0]):
-            names = [at.name(f"attn_{p}.weight") for p in "qkv"]
+            names = [at.name(f"attn_{x}.weight") for x in spec.products(at.has)]
         self.qkv: Matrix = w.matrix(*names)
         self.bias = _bias(w, at.prefix)
         self.few = _few(self.bias)
@@ -210,8 +239,10 @@ class BoundAttention:
         own = attend.bind(attends)
         self.attend = turned_back(with_prompts(own, attends), attends)
         self.read_next = fuse.read_next(own, self.out)
-        roped = spec.rope_spec(w.device, at.eps, at.kv, has_norm=self.k_norm is not None)
-        self.rope_kv, self.store = rope_kv.bind(roped), rope_kv.bind(_keys_alone(roped))
+        roped = spec.rope_spec(w.device, at.eps, at.kv, at.has)
+        self.rope_kv = self.store = rope_kv.bind(roped)
+        if spec.reads is None:
+            self.store = rope_kv.bind(_keys_alone(roped))
         self.capturable = attend.chosen(attends).capturable and rope_kv.chosen(roped).capturable
         if self.row_norms is not None:
             self.capturable = self.capturable and self.row_norms.capturable

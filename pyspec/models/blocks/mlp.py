@@ -63,8 +63,9 @@ class Mlp:
         yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
         if self.act == "relu2":
             yield rows, RowsSpec(on.device, self.n_ff, PrepKind.RELU2)
-        elif self.act in GATES:
-            yield rows, RowsSpec(on.device, self.n_ff, PrepKind.GLU)
+        else:
+            kind = PrepKind.GLU if self.act in GATES else PrepKind.GEGLU
+            yield rows, RowsSpec(on.device, self.n_ff, kind)
 
     def bind(self, at: Binding) -> BoundPart:
         return BoundRelu2(at) if self.act == "relu2" else BoundGated(at, self.act)

@@ -42,6 +42,7 @@ class Experts:
     groups       (all, used): the choice is among the experts of the best groups
     shifted      scores of the router and products of experts have biases
     limit        gates are cut at this, ups at plus and minus this; 0: they are not
+    router_norm  the router reads rows behind a norm of its own, whose weights are this tensor's over sqrt(n_embd); "": behind the experts'
     """
 
     n_expert: int
@@ -58,6 +59,7 @@ class Experts:
     groups: tuple[int, int] = (1, 1)
     shifted: bool = False
     limit: float = 0.0
+    router_norm: str = ""
     captures_prompts = False  # how many rows an expert gets of a prompt decides how they are multiplied
     attends = None
 
@@ -102,6 +104,8 @@ class Experts:
             wants |= {at.name(f"ffn_{x}_exps.bias"): Want((e, f), cut=Cut(1, inner)) for x in self.inner}
             wants[at.name("ffn_down_exps.bias")] = Want((e, n))
             wants[at.name("ffn_gate_inp.bias")] = Want((e,))
+        if self.router_norm:
+            wants[at.name(self.router_norm)] = Want((at.n_embd,))
         if self.latent:
             wants[at.name("ffn_latent_down.weight")] = Want((n, at.n_embd))
             wants[at.name("ffn_latent_up.weight")] = Want((at.n_embd, n))
@@ -274,7 +278,10 @@ class BoundExperts:
             None if w.ranks is None else self,
             None,
         )  # its router reads the stream itself
-        self.norm = at.bound_norm()
+        self.norm = self.of_router = at.bound_norm()
+        if shape.router_norm:
+            scale = w.vector(at.name(shape.router_norm))
+            self.of_router = Norm(scale * len(scale) ** -0.5, at.eps)
         # f32 for every type of file: a near tie decides which experts run
         self.router = w.vector(f"{p}.ffn_gate_inp.weight")
         if shape.shared_gate:
@@ -330,7 +337,7 @@ class BoundExperts:
             latent = self.latent_down(n, prep)
         if latent is not None:
             n, prep = latent, None
-        parts = fuse.at_once(self.route, self.experts, len(x), prep, self.norm)
+        parts = fuse.at_once(self.route, self.experts, len(x), prep, self.of_router)
         made: Tensor = fuse.by_parts(parts, partial(self._chosen, prep), x, n, stream, shared)
         return made
 
@@ -339,8 +346,8 @@ class BoundExperts:
     ) -> Tensor:
         """stream + experts(n) + shared, for as many rows as experts take at once."""
         # work that needs no choice comes before it
-        ready, beside = fuse.before_choice(self.route, self.experts, n, prep, self.norm)
-        routes = self.route(x, self.norm.weight, self.router, self.bias, **self.shift, **beside)
+        ready, beside = fuse.before_choice(self.route, self.experts, n, prep, self.of_router)
+        routes = self.route(x, self.of_router.weight, self.router, self.bias, **self.shift, **beside)
         added = Added(stream, None, routes.gate)
         if shared is not None:
             added = Added(shared) if routes.gate is None else Added(stream, shared, routes.gate)

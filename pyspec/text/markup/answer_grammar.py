@@ -70,13 +70,14 @@ def control_tokens(tokenizer: Tokens, spoken: Dialect) -> dict[str, int]:
 
 
 def shown_tokens(tokenizer: Tokens, markup: AnswerMarkup) -> tuple[int, ...]:
-    """Single-token marks. A control token among them must be shown to the parser."""
+    """Marks that are a token, or begin with a control token. A control token among them must be shown to the parser."""
     marks = [
         *(markup.calls.marks if markup.calls else ()),
         *([markup.think.start, markup.think.end, *markup.think.marks] if markup.think else []),
     ]
-    found = [tokenizer.encode(mark, add_special=False, parse_special=True) for mark in marks]
-    return tuple(sorted({ids[0] for ids in found if len(ids) == 1}))
+    encode = partial(tokenizer.encode, add_special=False)
+    found = [(encode(mark, parse_special=True), encode(mark, parse_special=False)) for mark in marks]
+    return tuple(sorted({ids[0] for ids, plain in found if len(ids) == 1 or ids[:1] != plain[:1]}))
 
 
 def ends_open(tokenizer: Tokens, prompt: Sequence[int], think: ThinkMarks) -> bool:

@@ -55,6 +55,13 @@ class Lark:
         self._rules.append(f"r{self._n}{attributes}: {body}")
         return f"r{self._n}"
 
+    def recursive(self, body: Callable[[str], str]) -> str:
+        """Add a rule whose body may name it: `body` gets its name. Returns the name."""
+        self._n += 1
+        name = f"r{self._n}"
+        self._rules.append(f"{name}: {body(name)}")
+        return name
+
     def json(self, schema: Schema) -> str:
         """A JSON value."""
         own = {"type": "object"} if not schema else dict(closed(schema))
@@ -138,6 +145,18 @@ def either(options: list[str]) -> str:
 def repeated(call: str, between: str, *, is_single: bool) -> str:
     """One call, or one and more."""
     return call if is_single else f"{call} ({between} {call})*"
+
+
+def listed(lark: Lark, items: list[tuple[str, bool]], between: str) -> str:
+    """Lark for items in their order, each with whether it has to be there, and `between` between those that are."""
+    first = rest = ""  # of the items behind the one at hand: where none came before, and where one did
+    for body, is_needed in reversed(items):
+        item = lark.rule(concat(body, rest))
+        first = item if is_needed else f"({item} | {first})" if first else f"{item}?"
+        follows = concat(literal(between), item)
+        rest = follows if is_needed else f"({follows} | {rest})" if rest else f"({follows})?"
+        first, rest = (lark.rule(each) for each in (first, rest))
+    return first
 
 
 def concat(*parts: str) -> str:

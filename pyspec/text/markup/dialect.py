@@ -12,6 +12,7 @@ from pyspec.text.markup import (
     deepseek,
     dsml,
     functionary,
+    gemma4,
     glm,
     harmony,
     hermes,
@@ -26,6 +27,7 @@ from pyspec.text.markup.call_grammar import CallRules, Lark, Schema
 from pyspec.text.markup.parts import AnswerParser, Content, Part
 from pyspec.text.markup.reader import AnswerReader, MarkupParser, Steps, Tools, Trimmed
 from pyspec.text.markup.reasoning import (
+    GEMMA4_THINK,
     GRANITE_THINK,
     MISTRAL_THINK,
     THINK,
@@ -130,6 +132,13 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is 
         (minimax.OPEN, minimax.INVOKE),
         is_bare=True,
     ),
+    _of(
+        "gemma4",
+        gemma4,
+        (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE, gemma4.CHANNEL, gemma4.END_CHANNEL),
+        (gemma4.OPEN, gemma4.QUOTE),
+        is_bare=True,
+    ),
     _of("lfm2", lfm2, (lfm2.OPEN, lfm2.CLOSE), ("List of tools: ", "<|im_start|>")),
     Dialect(
         "granite",
@@ -230,6 +239,8 @@ def think_marks(template: str) -> ThinkMarks | None:
         return harmony.HARMONY
     if MISTRAL_THINK.start in template and MISTRAL_THINK.end in template:
         return MISTRAL_THINK
+    if gemma4.CHANNEL in template and gemma4.END_CHANNEL in template:
+        return GEMMA4_THINK
     if THINK.start not in template or THINK.end not in template:
         return None
     # others have these marks around the results of tools
@@ -278,6 +289,8 @@ class AnswerMarkup:
                 reader.content(self.think.start)
             form = ThoughtForm(self.is_open, self.is_shown, self._heads())
             thought = yield from read_reasoning(reader, self.think, form)
+            if self.think.ends_again and not self.is_shown:
+                reader.stray = self.think.end
         trims_start = thought and not self.is_shown
         end_answer = ""
         if trims_start and self.think is not None and self.think.answer is not None:

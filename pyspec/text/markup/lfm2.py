@@ -15,6 +15,7 @@ from pyspec.text.markup.call_grammar import (
     Schema,
     concat,
     either,
+    listed,
     literal,
     properties_of,
     repeated,
@@ -114,15 +115,8 @@ def _named(lark: Lark, schema: Schema) -> str:
     if takes_any(schema):
         pair = lark.rule(concat(r"/[^\s=(),]{1,64}/", literal("="), lark.json(ANY_VALUE)))
         return f"({repeated(pair, literal(', '), is_single=False)})?"
-    first = rest = (
-        ""  # of the arguments behind the one at hand: where none came before, and where one did
-    )
-    for name, own, is_needed in reversed(properties_of(schema)):
+    pairs = []
+    for name, own, is_needed in properties_of(schema):
         is_word = types_of(schema, name) == {"boolean"} and not own.keys() & {"const", "enum"}
-        pair = concat(literal(f"{name}="), WORDS if is_word else lark.json(own))
-        pair = lark.rule(concat(pair, rest))
-        first = pair if is_needed else f"({pair} | {first})" if first else f"{pair}?"
-        follows = concat(literal(", "), pair)
-        rest = follows if is_needed else f"({follows} | {rest})" if rest else f"({follows})?"
-        first, rest = (lark.rule(each) for each in (first, rest))
-    return first
+        pairs.append((concat(literal(f"{name}="), WORDS if is_word else lark.json(own)), is_needed))
+    return listed(lark, pairs, ", ")

@@ -14,10 +14,12 @@ from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Trimmed
 
 @dataclass(frozen=True, slots=True)
 class ThinkMarks:
-    """The marks around reasoning. answer: those around the text behind it, if the models write them.
+    """The marks around reasoning.
 
+    answer   those around the text behind it, if the models write them
     marks    further texts of an answer whose messages have channels; (): it has none
     content  what such an answer writes before its content, and `again` between messages
+    ends_again  the end mark may stand in the answer once more, and means nothing there
     """
 
     start: str
@@ -26,6 +28,7 @@ class ThinkMarks:
     marks: tuple[str, ...] = ()
     content: str = ""
     again: str = ""
+    ends_again: bool = False
 
     @property
     def is_chain(self) -> bool:
@@ -38,6 +41,7 @@ FENCE = 3  # backticks
 
 THINK = ThinkMarks("<think>", "</think>")
 GRANITE_THINK = ThinkMarks("<think>", "</think>", ("<response>", "</response>"))
+GEMMA4_THINK = ThinkMarks("<|channel>thought", "<channel|>", ends_again=True)
 MISTRAL_THINK = ThinkMarks("[THINK]", "[/THINK]")
 
 

@@ -44,6 +44,22 @@ def assert_fits(shape: attend_cuda.AttendBuild) -> None:
     assert found["attend_split"].registers * 32 * shape.warps * shape.blocks <= 65536, (shape, found)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(1, most=1)
+@pytest.mark.parametrize("kv", ["bf16", "q8_0", "f8_e4m3"])
+@pytest.mark.parametrize("n_tile", attend_cuda.ITS_TILES)
+def test_kernels_of_the_widest_heads_compile_without_spills(n_tile: int, kv: str) -> None:
+    shape = attend_cuda.shape_for(attend_cuda.WIDEST, n_tile, KvFormat.named(kv), "sm_90a")
+    assert_fits(shape)
+    assert shape.shared_bytes <= attend_cuda.room_of("sm_90a") - 1024
+
+
+def test_small_gpus_run_the_widest_heads_in_the_plain_kernel() -> None:
+    wide = AttendSpec(torch.device("cpu"), 8, 1, attend_cuda.WIDEST, 1.0)
+    assert attend_cuda.tiles_of(wide, "sm_90a") == attend_cuda.ITS_TILES
+    assert attend_cuda.tiles_of(wide, "sm_86") == () == attend_cuda.tiles_of(wide, "sm_80")
+
+
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_shared_memory_of_every_build_fits_the_multiprocessor(arch: str) -> None:
     room = attend_cuda.room_of(arch)

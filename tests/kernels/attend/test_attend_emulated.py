@@ -23,6 +23,10 @@ CASES = {
     "first token": Case(6, 1, 64, torch.float16, [(0, 1), (0, 5)]),
     "ragged": Case(6, 2, 128, torch.float16, [(0, 3), (255, 1), (127, 9), (1023, 2)], 32, pad=(5, 2)),
     "ragged bf16": Case(6, 1, 256, torch.bfloat16, [(17, 3), (700, 1)], 64, pad=(1, 1)),
+    "heads of 512": Case(
+        8, 1, 512, torch.float16, [(0, 1), (17, 3), (700, 1), (1100, 2)], 16, pad=(1, 1), scale=1.0
+    ),
+    "heads of 512, q8_0": Case(8, 1, 512, torch.int8, [(17, 3), (600, 1)], 16, 50),
     "group 16": Case(16, 1, 64, torch.bfloat16, [(130, 4), (300, 1), (3, 2)], 16),
     "one head a group": Case(2, 2, 64, torch.float16, [(70, 1), (200, 17), (63, 2)], 16),
     "drafter block": Case(8, 2, 64, torch.float16, [(1100, 8), (100, 8)], 16, 2048, True, (8, 1)),
@@ -65,6 +69,8 @@ SOME = (
     "first token",
     "ragged",
     "ragged bf16",
+    "heads of 512",
+    "heads of 512, q8_0",
     "group 16",
     "small window",
     "f32",

@@ -29,6 +29,7 @@ def test_norms_are_what_their_formulas_say(layer: bool) -> None:
     weights = torch.rand(2, 96, generator=gen)
     want = by_formula(a, weights[0], spec)
     assert torch.allclose(own(a, weights[0]).double(), want, rtol=1e-4, atol=1e-4)
+    assert torch.equal(own.added(a, weights[0], b, 0.5), (b + own(a, weights[0])) * 0.5)
     rows = torch.tensor([5, 0, 5])
     everything, some = own.picked(a, weights[0], rows)
     assert torch.equal(everything, own(a, weights[0])) and torch.equal(some, everything[rows])
@@ -40,6 +41,9 @@ class Wrong(TorchNorms):
     def __init__(self, how: str) -> None:
         super().__init__(NormsSpec(CPU, 96, 1e-5 if how == "eps" else 1e-6, how == "layer"))
         self.how = how
+
+    def added(self, x: Tensor, weight: Tensor, stream: Tensor, factor: float = 1.0) -> Tensor:
+        return super().added(x, weight, stream, 1.0 if self.how == "factor" else factor)
 
     def picked(self, x: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         y, some = super().picked(x, weight, rows)
@@ -59,6 +63,7 @@ class Wrong(TorchNorms):
         ("weight", "second input differ"),
         ("bits", "other bits"),
         ("rows", "rows picked"),
+        ("factor", "rows added to others differ"),
     ],
 )
 def test_the_check_finds_what_is_wrong(how: str, said: str | None) -> None:

@@ -79,7 +79,8 @@ def test_blocks_hold_the_same_values_and_their_sums(n_in: int, kind: PrepKind, s
 @pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
-    "kind", [PrepKind.PLAIN, PrepKind.NORM, PrepKind.GLU, PrepKind.GROUPS, PrepKind.RELU2]
+    "kind",
+    [PrepKind.PLAIN, PrepKind.NORM, PrepKind.GLU, PrepKind.GEGLU, PrepKind.GROUPS, PrepKind.RELU2],
 )
 @pytest.mark.parametrize("n_in", [384, 2688])
 def test_whole_numbers_are_off_by_half_of_one_and_padded_with_zeros(
@@ -246,6 +247,16 @@ def test_rope_kv_equals_the_reference(
         spec = RopeKvSpec(CPU, n_q, n_kv, dim, n_rot, neox, gated, norm, 1e-6, KvFormat.both(dtype))
         with emulated_gpu(seed=seed):
             assert check_rope_kv(rope_kv_cuda.bind(spec), rope_kv_reference(spec), spec) is None
+
+
+@pytest.mark.parametrize("kind", ["keys are values", "normed", "queries alone"])
+def test_values_that_are_normed_or_are_keys_and_queries_alone(kind: str) -> None:
+    spec = RopeKvSpec(CPU, 3, 0 if kind == "queries alone" else 2, 64, 32, True, False, True, 1e-6)
+    spec = replace(spec, norms_v=kind != "queries alone", keys_are_values=kind == "keys are values")
+    for dtype in (torch.float16, torch.int8):
+        own = replace(spec, kv=KvFormat.both(dtype))
+        with emulated_gpu(seed=1):
+            assert check_rope_kv(rope_kv_cuda.bind(own), rope_kv_reference(own), own) is None
 
 
 @pytest.mark.slow

@@ -30,6 +30,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
     [
         GATED,
         replace(GATED, n_q=0, gated=False, n_rot=64),
+        replace(GATED, gated=False, norms_v=True, keys_are_values=True),
+        replace(GATED, gated=False, norms_v=True, n_q=2, n_kv=1, dim=96),
+        replace(GATED, gated=False, n_kv=0),
         pytest.param(
             RopeKvSpec(CPU, 4, 2, 96, 96, neox=False, gated=False, has_norm=False, eps=1e-6),
             marks=pytest.mark.slow,
@@ -93,6 +96,7 @@ def test_a_row_out_of_the_pool_is_reported_and_nothing_is_written_for_it(row: in
         RowsSpec(CPU, 512, PrepKind.HEADS, 128),
         RowsSpec(CPU, 512, PrepKind.GATE, 64),
         RowsSpec(CPU, 320, PrepKind.GLU),
+        RowsSpec(CPU, 320, PrepKind.GEGLU),
         RowsSpec(CPU, 512, PrepKind.GROUPS, 128),
         RowsSpec(CPU, 96, PrepKind.RELU2),
     ],

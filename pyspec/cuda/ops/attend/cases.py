@@ -72,6 +72,7 @@ CASES: dict[str, Case] = {
     "window of one": Case(8, 2, 64, torch.float16, [(600, 5), (128, 1)], 16, 1),
     "wide rows": Case(24, 4, 256, torch.float16, [(40, 200), (0, 33)], 64, pad=(7, 1)),
     "f32": Case(6, 2, 64, torch.float32, [(100, 3), (33, 1)], 16, pad=(2, 1)),
+    "unscaled": Case(6, 2, 64, torch.float32, [(100, 3), (33, 1)], 16, 50, scale=1.0),
     "odd size": Case(6, 2, 96, torch.float16, [(100, 3), (33, 1)], 16, 50),
     "q8_0": Case(
         24, 4, 256, torch.int8, [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)], 32, pad=(5, 2)
@@ -161,8 +162,15 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Made:
         pool.write(rows, k, None if case.keys_only else v)
     plain = _batch(case, [own.tolist() for own in pages], device)
     q = torch.randn(n_row + case.pad[0], case.n_head, case.dim, generator=gen).to(device) * 2
+    q *= usual(case.scale, case.dim)
     sinks = torch.randn(case.n_head, generator=gen).to(device) * 3 if case.sinks else None
     return Made(q, pool, padded(plain, *case.pad), plain, sinks)
+
+
+def usual(scale: float, dim: int) -> float:
+    """What random queries are multiplied with, so that scores have the size that they have with the scale 1 / sqrt(dim). Models with
+    another scale norm their queries; with scores many times as large the smallest rounding would decide which key counts."""
+    return dim**-0.5 / scale if scale else 1.0
 
 
 def spec_of(case: Case, device: torch.device) -> AttendSpec:

@@ -28,6 +28,10 @@ from pyspec.slots.kv_types import Q8_0, KvFormat, KvType
 OP_ID = GUARD.number
 DIMS = (64, 128, 256)
 N_TILES = (1, 2, 3, 4, 6)  # columns of a block in eights
+WIDEST, ITS_TILES = (
+    512,
+    (1, 2, 3),
+)  # heads that only much shared memory holds, in fewer builds: others would spill
 SPLIT, MAX_SEQ, STEP_BYTES, SCALE_BYTES = 1024, 128, 2048, 256  # as in attend_fold.cuh and attend.cu
 # Rows of a prompt's piece that run here however many splits they see; more do while rows times splits are up to MANY.
 FEW, MANY = 16, 192
@@ -137,10 +141,20 @@ def shape_for(dim: int, n_tile: int, kv: KvFormat, arch: str, has_sinks: bool = 
     return max(shapes, key=lambda s: (s.resident * s.depth, s.resident))
 
 
-def n_tile_for(columns: int) -> int:
+def tiles_of(spec: AttendSpec, arch: str) -> tuple[int, ...]:
+    """The builds of attend.cu for these heads on such a GPU; (): the plain kernel runs them."""
+    if spec.kv.has_f32:
+        return ()
+    if spec.head_dim == WIDEST:
+        has_room = room_of(arch) > 200 * 1024
+        return ITS_TILES if has_room and spec.kv.is_one and spec.kv.k.bits >= 8 else ()
+    return N_TILES if spec.head_dim in DIMS else ()
+
+
+def n_tile_for(columns: int, tiles: tuple[int, ...] = N_TILES) -> int:
     """The fewest tiles, then the narrowest that hold `columns` (rows of a sequence times heads of a group)."""
-    n_tiles = -(-columns // (8 * N_TILES[-1]))
-    return next(n for n in N_TILES if 8 * n * n_tiles >= columns)
+    n_tiles = -(-columns // (8 * tiles[-1]))
+    return next(n for n in tiles if 8 * n * n_tiles >= columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +268,7 @@ def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int
 
 def bytes_on(arch: str, n_sm: int, spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
     """The same on a GPU of `n_sm` multiprocessors."""
-    if spec.kv.has_f32 or spec.head_dim not in DIMS:  # the plain kernel's
+    if not tiles_of(spec, arch):  # the plain kernel's
         return 0
     return 4 * most_floats(spec, n_seq, n_key, n_row, arch, n_sm)
 
@@ -264,7 +278,7 @@ def most_floats(spec: AttendSpec, n_seq: int, n_key: int, n_row: int, arch: str,
     group, n_split = spec.n_head // spec.n_kv_head, -(-n_key // SPLIT)
     rows = max(max(n_row, FEW) * n_split, MANY)  # times splits
     most = 0
-    for n_tile in N_TILES:
+    for n_tile in tiles_of(spec, arch):
         shape = shape_for(spec.head_dim, n_tile, spec.kv, arch, spec.has_sinks)
         splits = n_seq * spec.n_kv_head * (rows * group // shape.columns + n_split)
         ranges = min(splits * SPLIT // spec.head_dim, most_ranges(spec, n_sm * shape.resident))
@@ -318,7 +332,8 @@ class AttendLaunch:
         n_row, (n_seq, n_col) = q.shape[0], batch.page_table.shape
         if not n_row:
             return torch.empty_like(q)
-        if spec.kv.has_f32 or spec.head_dim not in DIMS or n_seq > MAX_SEQ:
+        tiles = tiles_of(spec, self.arch)
+        if not tiles or n_seq > MAX_SEQ:
             return self._plain(q, pool, batch, window, sink)
         group = spec.n_head // spec.n_kv_head
         kernels = self._build(batch, group)
@@ -363,7 +378,7 @@ class AttendLaunch:
     def _build(self, batch: Batch, group: int) -> Kernels:
         """The build for the widest sequence and the pool's type."""
         widest, spec = max((seq.width for seq in batch.seqs), default=1), self.spec
-        n_tile = n_tile_for(max(1, widest) * group)
+        n_tile = n_tile_for(max(1, widest) * group, tiles_of(self.spec, self.arch))
         if n_tile not in self.builds:
             shape = self.shape or shape_for(spec.head_dim, n_tile, spec.kv, self.arch, spec.has_sinks)
             self.builds[n_tile] = _kernels(spec.device, shape)
@@ -390,11 +405,11 @@ class AttendLaunch:
 
 
 def programs(spec: AttendSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
-    if spec.kv.has_f32 or spec.head_dim not in DIMS:
+    if not tiles_of(spec, target.arch):
         macros = plain_defines(spec.head_dim, spec.kv, spec.has_sinks)
         yield target.program("attend_plain", macros)
         return
-    for n_tile in N_TILES:
+    for n_tile in tiles_of(spec, target.arch):
         shape = shape_for(spec.head_dim, n_tile, spec.kv, target.arch, spec.has_sinks)
         yield target.program("attend", shape.defines())
 

@@ -22,6 +22,7 @@ from pyspec.cuda.context import per_device
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.attend import prompt_blocks
+from pyspec.cuda.ops.attend.cases import usual
 from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
 from pyspec.cuda.ops.attend.ref import Attend, AttendSpec, key_rows
 from pyspec.slots.batch import Batch, Seq
@@ -93,6 +94,7 @@ def _compared(launch: Run, other: Run, spec: AttendSpec, cases: Sequence[Case]) 
     gen = torch.Generator().manual_seed(0)
     for n, n_key, dtype in cases:
         q = torch.randn(n, spec.n_head, spec.head_dim, generator=gen).to(spec.device)
+        q *= usual(spec.scale, spec.head_dim)
         k, v = (
             torch.randn(n_key, spec.n_kv_head, spec.head_dim, generator=gen).to(spec.device, dtype)
             for _ in "kv"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel, empty, missing
+from pyspec.cpu.tensors import add, scaled
 from pyspec.cuda.ops.norms.ref import Norms, NormsSpec
 
 _RUN = CpuKernel("pyspec_norms", "10qd")
@@ -22,6 +23,9 @@ class CpuNorms:
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._run(x, weight, None, empty(x.shape[0], self.spec.n))
+
+    def added(self, x: Tensor, weight: Tensor, stream: Tensor, factor: float = 1.0) -> Tensor:
+        return scaled(add(stream, self(x, weight)), factor)
 
     def picked(self, x: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         return self(x, weight), self._run(x, weight, rows, empty(rows.shape[0], self.spec.n))

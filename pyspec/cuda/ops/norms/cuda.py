@@ -15,6 +15,7 @@ OP_ID = GUARD.number
 MAX_THREADS = 1024
 MAX_COLUMNS = 16384  # four times 4 columns in each thread's registers
 MAX_ROWS = 1 << 30
+ALONE = np.int64(0), np.float32(1.0)  # nothing is added
 OFF = 1e-5  # of a row, relative to its size: another order of sums
 
 
@@ -41,7 +42,7 @@ def defines(n: int, layer: bool) -> dict[str, int | str]:
 @per_device
 def _kernel(device: torch.device, n: int, layer: bool) -> Kernel:
     code = compile_cubin("norms", arch_of(torch.cuda.get_device_capability(device)), defines(n, layer))
-    return code.kernel("norms", "ppp" + "pppp" + "lif" + "p")
+    return code.kernel("norms", "ppp" + "pppp" + "lif" + "pf" + "p")
 
 
 class NormsLaunch:
@@ -56,6 +57,14 @@ class NormsLaunch:
         out = self._room(x.shape[0], self.n, x)
         none = np.int64(0)
         self._run((x, weight, out), (none, none, none, none), self.n, x.shape[0], 0)
+        return out
+
+    def added(self, x: Tensor, weight: Tensor, stream: Tensor, factor: float = 1.0) -> Tensor:
+        out = self._room(x.shape[0], self.n, x)
+        assert stream.dtype == torch.float32 and stream.is_contiguous() and stream.shape == x.shape
+        assert stream.data_ptr() % 16 == 0
+        none, after = np.int64(0), (stream, np.float32(factor))
+        self._run((x, weight, out), (none, none, none, none), self.n, x.shape[0], 0, after)
         return out
 
     def picked(self, x: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,8 +95,10 @@ class NormsLaunch:
         step: int,
         n_first: int,
         n_second: int,
+        after: tuple[Tensor | np.int64, np.float32] = ALONE,
     ) -> None:
-        """Rows of the first input, then of the second; `step` is the distance of rows in both outputs."""
+        """Rows of the first input, then of the second; `step` is the distance of rows in both outputs. after: what is added to the first
+        ones, and then multiplies them."""
         for x, weight in (first[:2], second[:2]):
             if isinstance(x, Tensor) and isinstance(weight, Tensor):
                 assert x.dtype == weight.dtype == torch.float32 and weight.shape == x.shape[1:] == (
@@ -97,7 +108,7 @@ class NormsLaunch:
                 assert x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
         assert n_first + n_second <= MAX_ROWS
         if n_first + n_second:
-            args = (*first, *second, np.int64(step), np.int32(n_first), self.eps, self.fault)
+            args = (*first, *second, np.int64(step), np.int32(n_first), self.eps, *after, self.fault)
             self.kernel.launch((n_first + n_second,), self.threads, args, overlap=self.overlap)
 
 
@@ -122,7 +133,7 @@ def _apart(got: Tensor, want: Tensor) -> float:
 
 
 def check(launch: Norms, reference: Norms, spec: NormsSpec) -> str | None:
-    """Each of the three, from one row on; a row comes out the same wherever it goes."""
+    """Each of the four, from one row on; a row comes out the same wherever it goes."""
     gen = torch.Generator().manual_seed(0)
     weights = [(1 + 0.1 * torch.randn(spec.n, generator=gen)).to(spec.device) for _ in range(2)]
     for n_row in (1, 9):
@@ -138,6 +149,9 @@ def check(launch: Norms, reference: Norms, spec: NormsSpec) -> str | None:
                 return f"{n_row} rows of the {name} input differ from the reference by {off:.2g}"
         if not (torch.equal(alone, pair[:, : spec.n]) and torch.equal(alone, all_rows)):
             return f"{n_row} rows have other bits alone than with others"
+        sums = (each.added(a, weights[0], b, 0.75) for each in (launch, reference))
+        if not (off := _apart(*sums)) < OFF:
+            return f"{n_row} rows added to others differ from the reference by {off:.2g}"
         if not torch.equal(some, alone[rows]):
             return f"rows picked of {n_row} are not those that were asked for"
     return None

@@ -4,6 +4,7 @@
 //   weight, weight2  [COLUMNS]        f32
 //   out, out2        [row, COLUMNS]   f32   rows `step` elements apart
 //   rows             [row of out2]    i64   which of x2's go to out2; null: all in their order. Of the batch's layout
+//   stream           [row, COLUMNS]   f32   added to the rows of out, which `factor` then multiplies; null: neither
 //   fault            [5]              i32   see bounds.cuh
 //
 // RMS: x * rsqrt(mean x^2 + eps) * weight. LAYER: the same of x - mean x. Both inputs have n_row rows. One CTA for every row
@@ -27,7 +28,7 @@ __device__ __forceinline__ float over_block(float mine, float (&each)[kWarps]) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     norms(const float* x, const float* weight, float* out, const float* x2, const float* weight2, float* out2,
-          const i64* rows, i64 step, int n_row, float eps, int* fault) {
+          const i64* rows, i64 step, int n_row, float eps, const float* stream, float factor, int* fault) {
   __shared__ float sums[kWarps], squares[kWarps];
   let_successor_start();
   const bool is_first = static_cast<int>(blockIdx.x) < n_row;
@@ -68,12 +69,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) square += v[i].x * v[i].x + v[i].y * v[i].y + (v[i].z * v[i].z + v[i].w * v[i].w);
   const float scale = rsqrtf(over_block(square, squares) * (1.f / COLUMNS) + eps);
+  const bool adds = is_first && stream != nullptr;
+  const float4* const beside = reinterpret_cast<const float4*>(stream + (adds ? to * COLUMNS : 0));
   float4* const into = reinterpret_cast<float4*>((is_first ? out : out2) + to * step);
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
     const int quad = i * THREADS + threadIdx.x;
-    const float4 y = make_float4(v[i].x * scale * w[i].x, v[i].y * scale * w[i].y, v[i].z * scale * w[i].z,
-                                 v[i].w * scale * w[i].w);
+    float4 y = make_float4(v[i].x * scale * w[i].x, v[i].y * scale * w[i].y, v[i].z * scale * w[i].z,
+                           v[i].w * scale * w[i].w);
+    if (adds && quad < COLUMNS / 4) {
+      const float4 b = beside[quad];
+      y = make_float4((b.x + y.x) * factor, (b.y + y.y) * factor, (b.z + y.z) * factor, (b.w + y.w) * factor);
+    }
     if (quad < COLUMNS / 4) into[quad] = y;
   }
 }

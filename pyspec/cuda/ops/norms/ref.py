@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cpu.tensors import add, scaled
 from pyspec.cuda.op import Guard
 
 GUARD = Guard(9)  # it knows neither the row nor its sequence
@@ -34,6 +35,10 @@ class Norms(Protocol):
         """[row, n] f32."""
         ...
 
+    def added(self, x: Tensor, weight: Tensor, stream: Tensor, factor: float = 1.0) -> Tensor:
+        """(stream + norm(x)) * factor, all [row, n] f32."""
+        ...
+
     def picked(self, x: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """All rows' [row, n], and those of `rows` [out] int64 once more, which is of the batch's layout."""
         ...
@@ -53,6 +58,9 @@ class TorchNorms:
         if self.layer:
             return F.layer_norm(x, weight.shape, weight, None, self.eps)
         return F.rms_norm(x, weight.shape, weight, self.eps)
+
+    def added(self, x: Tensor, weight: Tensor, stream: Tensor, factor: float = 1.0) -> Tensor:
+        return scaled(add(stream, self(x, weight)), factor)
 
     def picked(self, x: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         y = self(x, weight)

@@ -34,6 +34,12 @@ class NormsTriton:
         self._run((x, weight, out), (x, weight, out), None, self.n, 0)
         return out
 
+    def added(self, x: Tensor, weight: Tensor, stream: Tensor, factor: float = 1.0) -> Tensor:
+        out = x.new_empty(x.shape)
+        assert stream.dtype == torch.float32 and stream.is_contiguous() and stream.shape == x.shape
+        self._run((x, weight, out), (x, weight, out), None, self.n, 0, (stream, factor))
+        return out
+
     def picked(self, x: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         out, some = x.new_empty(x.shape), x.new_empty(rows.shape[0], self.n)
         assert rows.dtype == torch.int64 and rows.is_contiguous() and (x.shape[0] or not rows.shape[0])
@@ -53,8 +59,10 @@ class NormsTriton:
         rows: Tensor | None,
         step: int,
         n_second: int,
+        after: tuple[Tensor, float] | None = None,
     ) -> None:
-        """Rows of the first input, then of the second; `step` is the distance of rows in both outputs."""
+        """Rows of the first input, then of the second; `step` is the distance of rows in both outputs. after: what is added to the first
+        ones, and then multiplies them."""
         from pyspec.cuda.ops.norms import triton_kernels as kernels
 
         for x, weight in (first[:2], second[:2]):
@@ -63,8 +71,9 @@ class NormsTriton:
         n_first = first[0].shape[0]
         if n_first + n_second:
             picks = self.fault if rows is None else rows
-            args = (*first, *second, picks, self.fault, step, n_first, self.eps)
-            constants = {**self.constants, "PICKS": rows is not None}
+            stream, factor = after or (first[0], 1.0)
+            args = (*first, *second, picks, stream, self.fault, step, n_first, self.eps, factor)
+            constants = {**self.constants, "PICKS": rows is not None, "ADDS": after is not None}
             tri.launch(kernels.norms, (n_first + n_second,), args, constants, self.warps)
 
 

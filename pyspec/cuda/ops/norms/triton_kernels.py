@@ -9,10 +9,11 @@ from pyspec.cuda.tri_guards import kernel, report
 
 @kernel
 def norms(
-    x, weight, out, other, other_weight, other_out, rows, fault, step, n_row, eps,
-    COLUMNS: tl.constexpr, WIDE: tl.constexpr, LAYER: tl.constexpr, PICKS: tl.constexpr, OP: tl.constexpr,
+    x, weight, out, other, other_weight, other_out, rows, stream, fault, step, n_row, eps, factor,
+    COLUMNS: tl.constexpr, WIDE: tl.constexpr, LAYER: tl.constexpr, PICKS: tl.constexpr, ADDS: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows of out, then of other_out), which lie `step` apart. PICKS: `rows` says which of the other input's."""
+    """Grid (rows of out, then of other_out), which lie `step` apart. PICKS: `rows` says which of the other input's. ADDS: `stream` is
+    added to the rows of out, which `factor` then multiplies."""
     program = tl.program_id(0)
     column = tl.arange(0, WIDE)
     is_column, is_first = column < COLUMNS, program < n_row
@@ -35,6 +36,8 @@ def norms(
     if LAYER:
         y = tl.where(is_column, y - tl.sum(y, 0) / COLUMNS, 0.0)
     y = y * tl.rsqrt(tl.sum(y * y, 0) / COLUMNS + eps) * w
+    if ADDS:
+        y = (tl.load(stream + own * COLUMNS + column, mask=is_column, other=0.0) + y) * factor
     if is_first:
         tl.store(out + to * step + column, y, mask=is_column)
     else:

@@ -10,7 +10,7 @@ from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKv, RopeKvSpec
 from pyspec.slots.kv import KVPool
 
 MAX_DIM = 1024
-_RUN = CpuKernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "13q" + "d")
+_RUN = CpuKernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "15q" + "d")
 
 
 def limits(spec: RopeKvSpec) -> str | None:
@@ -24,10 +24,9 @@ def limits(spec: RopeKvSpec) -> str | None:
 
 
 def bind(spec: RopeKvSpec) -> RopeKv:
-    step = spec.dim * (2 if spec.gated else 1)
-    n_column = spec.n_q * step + 2 * spec.n_kv * spec.dim
-    sizes = (spec.n_q, spec.n_kv, spec.dim, spec.n_rot, int(spec.neox), step)
-    kinds = spec.kv.k.kind, spec.kv.v.kind, spec.kv.turned_k(spec.dim), spec.kv.turned_v(spec.dim)
+    sizes = (spec.n_q, spec.n_kv, spec.dim, spec.n_rot, int(spec.neox), spec.step)
+    kinds = (spec.kv.k.kind, spec.kv.v.kind, spec.kv.turned_k(spec.dim), spec.kv.turned_v(spec.dim))
+    kinds += int(spec.norms_v), int(spec.keys_are_values)
 
     def rope_kv(
         y: Tensor,
@@ -39,7 +38,7 @@ def bind(spec: RopeKvSpec) -> RopeKv:
     ) -> Tensor:
         n, (cos, sin) = y.shape[0], angles
         y = y if y.stride(1) == 1 else y.contiguous()
-        assert y.dtype == torch.float32 and y.shape[1] == n_column
+        assert y.dtype == torch.float32 and y.shape[1] == spec.n_column
         assert (
             cos.is_contiguous()
             and sin.is_contiguous()
@@ -47,7 +46,8 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         )
         assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
         assert all(plane.is_contiguous() for plane in pool.planes)
-        assert (pool.n_head, pool.head_dim, pool.kv) == (spec.n_kv, spec.dim, spec.kv)
+        assert not spec.n_kv or (pool.n_head, pool.head_dim) == (spec.n_kv, spec.dim)
+        assert pool.kv == spec.kv
         q = empty(n, spec.n_q, spec.dim)
         planes = (pool.k, pool.v, pool.k_scale, pool.v_scale)
         counts = n, y.stride(0), pool.n_row

@@ -34,7 +34,9 @@ def defines(spec: RopeKvSpec) -> dict[str, int | str]:
         "N_ROT": spec.n_rot,
         "NEOX": int(spec.neox),
         "HAS_NORM": int(spec.has_norm),
-        "Q_STEP": spec.dim * (2 if spec.gated else 1),
+        "NORMS_V": int(spec.norms_v),
+        "KEYS_ARE_VALUES": int(spec.keys_are_values),
+        "Q_STEP": spec.step,
         "K_KIND": spec.kv.k.kind,
         "V_KIND": spec.kv.v.kind,
         "TURN_K": spec.kv.turned_k(spec.dim),
@@ -59,9 +61,8 @@ def bind(spec: RopeKvSpec) -> RopeKv:
     overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
     fault = faults.record(spec.device)
     none = torch.zeros(4, device=spec.device)
-    step = spec.dim * (2 if spec.gated else 1)
     kernel = _kernel(spec.device, spec)
-    n_column, n_unit = spec.n_q * step + 2 * spec.n_kv * spec.dim, spec.n_q + 2 * spec.n_kv
+    n_column, n_unit = spec.n_column, spec.n_q + 2 * spec.n_kv
 
     def rope_kv(
         y: Tensor,
@@ -80,9 +81,9 @@ def bind(spec: RopeKvSpec) -> RopeKv:
             and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
         )
         assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
-        assert all(plane.is_contiguous() for plane in pool.planes)
-        assert (pool.n_head, pool.head_dim, pool.kv) == (spec.n_kv, spec.dim, spec.kv)
-        assert (k_norm is not None) == spec.has_norm
+        assert all(plane.is_contiguous() for plane in pool.planes) and pool.kv == spec.kv
+        assert not spec.n_kv or (pool.n_head, pool.head_dim) == (spec.n_kv, spec.dim)
+        assert (k_norm is not None or q_norm is not None) == spec.has_norm
         q = torch.empty(n, spec.n_q, spec.dim, dtype=torch.float32, device=y.device)
         norms = (
             none if q_norm is None else q_norm,

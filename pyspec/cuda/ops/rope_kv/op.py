@@ -33,7 +33,7 @@ OFF = {
 def check(launch: RopeKv, reference: RopeKv, spec: RopeKvSpec) -> str | None:
     """Strided rows into scattered pool rows; all other pool rows must stay unchanged."""
     gen, n_row = torch.Generator().manual_seed(0), 5
-    n = spec.n_q * spec.dim * (2 if spec.gated else 1) + 2 * spec.n_kv * spec.dim
+    n = spec.n_column
     y = torch.randn(n_row, n + 4, generator=gen).to(spec.device)[:, :n]
     theta = torch.rand(n_row, 1, spec.n_rot // 2, generator=gen).to(spec.device) * 6.0
     q_norm, k_norm = (
@@ -43,7 +43,7 @@ def check(launch: RopeKv, reference: RopeKv, spec: RopeKvSpec) -> str | None:
     if not spec.n_q:
         q_norm = None
     rows = torch.randperm(N_POOL, generator=gen)[:n_row].to(spec.device)
-    pools = [KVPool(N_POOL, spec.n_kv, spec.dim, spec.kv, spec.device) for _ in range(2)]
+    pools = [KVPool(N_POOL, max(1, spec.n_kv), spec.dim, spec.kv, spec.device) for _ in range(2)]
     for pool in pools:
         for i, plane in enumerate(pool.planes):
             plane.fill_(3.0 + i)
@@ -66,11 +66,13 @@ def check(launch: RopeKv, reference: RopeKv, spec: RopeKvSpec) -> str | None:
 
 
 def shapes(device: torch.device) -> list[RopeKvSpec]:
-    """Heads of 27B, of 8B, and of Nemotron 3 Super, which has no rope; 27B with keys and values of 8 and 4 bits."""
+    """Heads of 27B, of 8B, of Nemotron 3 Super, which has no rope, and of gemma-4 31B; 27B with keys and values of 8 and 4 bits."""
+    gemma = RopeKvSpec(device, 32, 4, 512, 512, neox=True, gated=False, has_norm=True, eps=1e-6)
     whole = [
         RopeKvSpec(device, 24, 4, 256, 64, neox=True, gated=True, has_norm=True, eps=1e-6),
         RopeKvSpec(device, 32, 8, 128, 128, neox=True, gated=False, has_norm=True, eps=1e-6),
         RopeKvSpec(device, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5),
+        replace(gemma, norms_v=True, keys_are_values=True),
     ]
     few_bits = [KvFormat.both(Q8_0), KvFormat.both(F8), KvFormat(Q8_0, Q4_0)]
     return whole + [replace(whole[0], kv=kv) for kv in few_bits]

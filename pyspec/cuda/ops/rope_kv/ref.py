@@ -3,7 +3,7 @@
 Where the pool's types ask for it (`KvFormat.turned_k`, `turned_v`), heads of q and k are turned once more behind the rope, and those of v, by
 `hadamard` (kv_codes.py): a score stays what it is, and sums of values are turned back behind attention.
 
-y        [row, n_q * step + 2 * n_kv * dim]  f32  q heads (each followed by its gate if gated: step = 2 dim), k, v
+y        [row, n_q * step + 2 * n_kv * dim]  f32  q heads (each followed by its gate if gated: step = 2 dim), k, v; no v if keys are values
 angles   cos, sin [row, 1, n_rot / 2]        f32
 rows     [row]                               int64  rows of the pool
 returns  q [row, n_q, dim]                   f32
@@ -30,7 +30,13 @@ Angles = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RopeKvSpec:
-    """n_q may be 0: keys and values alone. neox: pairs (d, d + n_rot/2), otherwise (2d, 2d + 1). kv: the pool's format."""
+    """n_q may be 0: keys and values alone; n_kv may be: queries alone.
+
+    neox          pairs (d, d + n_rot/2), otherwise (2d, 2d + 1)
+    kv            the pool's format
+    norms_v       values are normed, without weights
+    keys_are_values  values are the products of keys, before their norm and rope
+    """
 
     device: torch.device
     n_q: int
@@ -42,6 +48,18 @@ class RopeKvSpec:
     has_norm: bool
     eps: float
     kv: KvFormat = PLAIN
+    norms_v: bool = False
+    keys_are_values: bool = False
+
+    @property
+    def step(self) -> int:
+        """Columns from one query to the next."""
+        return self.dim * (2 if self.gated else 1)
+
+    @property
+    def n_column(self) -> int:
+        """Of y."""
+        return self.n_q * self.step + (1 if self.keys_are_values else 2) * self.n_kv * self.dim
 
 
 RopeKv = Callable[[Tensor, Tensor | None, Tensor | None, Angles, KVPool, Tensor], Tensor]
@@ -63,8 +81,8 @@ def rotate(x: Tensor, angles: Angles, neox: bool) -> Tensor:
 
 
 def bind(spec: RopeKvSpec) -> RopeKv:
-    step = spec.dim * (2 if spec.gated else 1)
-    width = [spec.n_q * step, spec.n_kv * spec.dim, spec.n_kv * spec.dim]
+    step, of_keys = spec.step, spec.n_kv * spec.dim
+    width = [spec.n_q * step, *([of_keys] if spec.keys_are_values else [of_keys, of_keys])]
     of_k, of_v = spec.kv.turned_k(spec.dim), spec.kv.turned_v(spec.dim)
 
     def rope_kv(
@@ -76,15 +94,19 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         rows: Tensor,
     ) -> Tensor:
         n = y.shape[0]
-        q, k, v = y.split(width, -1)
+        q, k, *rest = y.split(width, -1)
         q = q.reshape(n, spec.n_q, step)[..., : spec.dim]
         k = k.reshape(n, spec.n_kv, spec.dim)
         if q_norm is not None:
             q = F.rms_norm(q, (spec.dim,), q_norm, spec.eps)
+        if not spec.n_kv:
+            return turned(rotate(q, angles, spec.neox), of_k)
+        v = rest[0].reshape(k.shape) if rest else k
+        if spec.norms_v:
+            v = F.rms_norm(v, (spec.dim,), None, spec.eps)
         if k_norm is not None:
             k = F.rms_norm(k, (spec.dim,), k_norm, spec.eps)
-        k, v = rotate(k, angles, spec.neox), v.reshape(n, spec.n_kv, spec.dim)
-        pool.write(rows, turned(k, of_k), turned(v, of_v))
+        pool.write(rows, turned(rotate(k, angles, spec.neox), of_k), turned(v, of_v))
         return turned(rotate(q, angles, spec.neox), of_k)
 
     return rope_kv

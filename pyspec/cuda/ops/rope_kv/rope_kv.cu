@@ -12,7 +12,8 @@
 // Q_STEP is DIM, or 2 DIM where each query is followed by its gate, which stays where it is. NEOX pairs d with
 // d + N_ROT / 2, otherwise 2d with 2d + 1. With N_ROT 0 no pair turns. Behind that, every TURN_K dims of q and k, and
 // every TURN_V of v, are turned together by hadamard.cuh; 0: none. One warp a head; bound by latency.
-// Macros: DIM, N_ROT, NEOX, HAS_NORM, Q_STEP, K_KIND, V_KIND, TURN_K, TURN_V, OP_ID.
+// KEYS_ARE_VALUES: y has no values, they are the keys as they come. NORMS_V: values are normed, without weights.
+// Macros: DIM, N_ROT, NEOX, HAS_NORM, NORMS_V, KEYS_ARE_VALUES, Q_STEP, K_KIND, V_KIND, TURN_K, TURN_V, OP_ID.
 #include "kv_types.cuh"
 #include "bounds.cuh"
 #include "hadamard.cuh"
@@ -57,7 +58,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
 #endif
   const i64 given = is_q ? 0 : kv_rows[row];
   wait_for_predecessor();
-  const float* from = y + row * stride + (is_q ? unit * Q_STEP : n_q * Q_STEP + (unit - n_q) * DIM);
+  const int place_of_head = KEYS_ARE_VALUES && is_v ? unit - n_q - n_kv : unit - n_q;
+  const float* from = y + row * stride + (is_q ? unit * Q_STEP : n_q * Q_STEP + place_of_head * DIM);
   float x[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) x[i] = from[i * 32 + lane];
@@ -69,6 +71,14 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     at = static_cast<i64>(place) * n_kv + (unit - n_q - (is_v ? n_kv : 0));
   }
   if (is_v) {
+#if NORMS_V
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) sum = fmaf(x[i], x[i], sum);
+    const float to_one = rsqrtf(warp_sum(sum) / DIM + eps);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) x[i] *= to_one;
+#endif
 #if TURN_V
     turned<TURN_V>(x, lane);
 #endif

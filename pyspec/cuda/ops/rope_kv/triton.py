@@ -27,8 +27,7 @@ def limits(spec: RopeKvSpec) -> str | None:
 
 def bind(spec: RopeKvSpec) -> RopeKv:
     fault, none = faults.record(spec.device), torch.zeros(4, device=spec.device)
-    step = spec.dim * (2 if spec.gated else 1)
-    n_column, n_unit = spec.n_q * step + 2 * spec.n_kv * spec.dim, spec.n_q + 2 * spec.n_kv
+    n_column, n_unit = spec.n_column, spec.n_q + 2 * spec.n_kv
     constants = {
         "N_Q": spec.n_q,
         "N_KV": spec.n_kv,
@@ -36,8 +35,10 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         "BLOCKS": 1 << (-(-spec.dim // 32) - 1).bit_length(),
         "N_ROT": spec.n_rot,
         "NEOX": spec.neox,
-        "STEP": step,
+        "STEP": spec.step,
         "HAS_NORM": spec.has_norm,
+        "NORMS_V": spec.norms_v,
+        "KEYS_ARE_VALUES": spec.keys_are_values,
         "K_KIND": spec.kv.k.kind,
         "V_KIND": spec.kv.v.kind,
         "OP": OP_ID,
@@ -61,9 +62,9 @@ def bind(spec: RopeKvSpec) -> RopeKv:
             and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
         )
         assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
-        assert all(plane.is_contiguous() for plane in pool.planes)
-        assert (pool.n_head, pool.head_dim, pool.kv) == (spec.n_kv, spec.dim, spec.kv)
-        assert (k_norm is not None) == spec.has_norm
+        assert all(plane.is_contiguous() for plane in pool.planes) and pool.kv == spec.kv
+        assert not spec.n_kv or (pool.n_head, pool.head_dim) == (spec.n_kv, spec.dim)
+        assert (k_norm is not None or q_norm is not None) == spec.has_norm
         q = torch.empty(n, spec.n_q, spec.dim, dtype=torch.float32, device=y.device)
         if not n:
             return q

@@ -57,7 +57,8 @@ def rope_kv(
     y, q_norm, k_norm, cos, sin, rows, q, k, v, k_scale, v_scale, fault,
     y_stride, n_slot, eps,
     N_Q: tl.constexpr, N_KV: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
-    STEP: tl.constexpr, HAS_NORM: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, OP: tl.constexpr,
+    STEP: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_V: tl.constexpr, KEYS_ARE_VALUES: tl.constexpr,
+    K_KIND: tl.constexpr, V_KIND: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, heads of q, k and v). n_slot: rows of the pool; STEP: distance of q's heads; BLOCKS of 32 dims, and more."""
     row, unit = tl.program_id(0), tl.program_id(1)
@@ -65,9 +66,13 @@ def rope_kv(
     d = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     is_q, is_v = unit < N_Q, unit >= N_Q + N_KV
     first = tl.where(is_q, unit * STEP, N_Q * STEP + (unit - N_Q) * DIM)
+    if KEYS_ARE_VALUES:
+        first = tl.where(is_v, first - N_KV * DIM, first)
     from_row = y + row.to(tl.int64) * y_stride + first
     if is_v:
         x = tl.load(from_row + d, mask=d < DIM, other=0.0)
+        if NORMS_V:
+            x = x * tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / DIM + eps)
     else:
         weight = q_norm if is_q else k_norm
         inverse = 1.0

@@ -146,7 +146,7 @@ class _Prepare:
     ) -> None:
         kind, dim = (PrepKind.PLAIN, 0) if prep is None else (prep.kind, prep.dim)
         assert x.dtype == torch.float32 and x.stride(1) == 1 and x.stride(0) % 4 == 0
-        assert x.shape[1] == self.n_in * (2 if kind is PrepKind.GLU else 1)
+        assert x.shape[1] == self.n_in * kind.halves
         weight, eps, power, gate, steps = self.none, 0.0, 1.0, self.none, (0, 0)
         if isinstance(prep, (Norm, HeadNorm, GroupNorm)):
             weight, eps, power = prep.weight, prep.eps, prep.power

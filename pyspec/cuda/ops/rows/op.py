@@ -12,6 +12,7 @@ from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import (
     RELU2,
+    GeluGlu,
     Glu,
     GroupNorm,
     HeadGate,
@@ -45,8 +46,8 @@ def make(spec: RowsSpec, n_row: int, gen: torch.Generator) -> tuple[Tensor, Prep
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=gen).to(device)
 
-    x = draw(n_row, (2 * n if spec.kind is PrepKind.GLU else n) + 8)[:, :-8]
-    x *= torch.logspace(-3, 3, n_row, device=device)[:, None] if spec.kind is not PrepKind.GLU else 1.0
+    x = draw(n_row, spec.kind.halves * n + 8)[:, :-8]
+    x *= torch.logspace(-3, 3, n_row, device=device)[:, None] if spec.kind.halves == 1 else 1.0
     prep: Prep | None = None
     if spec.kind is PrepKind.NORM:
         prep = Norm(1 + 0.1 * draw(n), 1e-6)
@@ -59,6 +60,8 @@ def make(spec: RowsSpec, n_row: int, gen: torch.Generator) -> tuple[Tensor, Prep
         prep = GroupNorm(weight, 1e-6, gate, n // spec.dim, norm_power(weight))
     elif spec.kind is PrepKind.GLU:
         prep = Glu()
+    elif spec.kind is PrepKind.GEGLU:
+        prep = GeluGlu()
     elif spec.kind is PrepKind.RELU2:
         prep = RELU2
     return x, prep
@@ -82,12 +85,13 @@ def check(launch: Launch, reference: Launch, spec: RowsSpec) -> str | None:
 
 
 def shapes(device: torch.device) -> list[RowsSpec]:
-    """27B, and the groups of Nemotron 3 Super."""
+    """27B, gemma-4 31B, and the groups of Nemotron 3 Super."""
     return [
         RowsSpec(device, 5120, PrepKind.NORM),
         RowsSpec(device, 6144, PrepKind.HEADS, 128),
         RowsSpec(device, 6144, PrepKind.GATE, 256),
         RowsSpec(device, 17408, PrepKind.GLU),
+        RowsSpec(device, 21504, PrepKind.GEGLU),
         RowsSpec(device, 8192, PrepKind.GROUPS, 1024),
     ]
 

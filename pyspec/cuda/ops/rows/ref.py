@@ -24,6 +24,12 @@ class PrepKind(IntEnum):
     GLU = 4
     GROUPS = 5
     RELU2 = 6
+    GEGLU = 7
+
+    @property
+    def halves(self) -> int:
+        """Columns of x for each of a row: gates and what they are multiplied with are two."""
+        return 2 if self in (PrepKind.GLU, PrepKind.GEGLU) else 1
 
 
 def norm_power(weight: Tensor) -> float:
@@ -117,6 +123,16 @@ class Glu:
         return F.silu(gate) * up
 
 
+class GeluGlu:
+    """The same with gelu, by its tanh form."""
+
+    kind, dim = PrepKind.GEGLU, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
+
+
 class SquaredRelu:
     """max(x, 0)^2."""
 
@@ -155,7 +171,7 @@ class GroupNorm:
         return F.rms_norm(groups, (self.dim,), None, self.eps).flatten(-2) * self.weight
 
 
-Prep = Norm | HeadNorm | HeadGate | Glu | GroupNorm | SquaredRelu
+Prep = Norm | HeadNorm | HeadGate | Glu | GeluGlu | GroupNorm | SquaredRelu
 
 
 def of_rows(prep: Prep | None, part: slice) -> Prep | None:

@@ -1,6 +1,6 @@
 // rows: activations as a product reads them: prepared (normed, gated), f16 over a power of two, in the product's layout.
 //
-//   x       [row, COLUMNS]    f32   rows `stride` elements apart; [row, 2 COLUMNS] for GLU
+//   x       [row, COLUMNS]    f32   rows `stride` elements apart; [row, 2 COLUMNS] for GLU and GEGLU
 //   weight  NORM, GROUPS: [COLUMNS] f32; HEADS: [DIM] f32
 //   gate    HEADS, GATE, GROUPS: f32, column c of a row at  row * gate_stride + c / DIM * gate_step + c % DIM
 //   out     LAYOUT 0: [block][pad][32] f16, the columns of a block in the order of quants.cuh: 0-3, 16-19, 4-7, 20-23, ...
@@ -20,7 +20,7 @@
 // KIND: what happens to x first
 //   PLAIN  nothing              NORM  x * rsqrt(mean x^2 + eps) * weight, over the row
 //   HEADS  the same over each DIM columns, times silu(gate)
-//   GATE   x * sigmoid(gate)    GLU   silu(first half) * second half
+//   GATE   x * sigmoid(gate)    GLU   silu(first half) * second half, GEGLU with gelu by its tanh form
 //   RELU2  max(x, 0)^2
 //   GROUPS y * rsqrt(mean y^2 + eps) * weight with y = x * silu(gate), over each DIM columns
 //
@@ -45,6 +45,8 @@
 #define GLU 4
 #define GROUPS 5
 #define RELU2 6
+#define GEGLU 7
+#define HALVES (KIND == GLU || KIND == GEGLU)
 
 constexpr int kOwn = KIND == GROUPS ? DIM : COLUMNS;  // columns of a CTA
 constexpr int kThreads = KIND == GROUPS && DIM < 2048 ? DIM / 4 : 512, kWarps = kThreads / 32;
@@ -81,7 +83,7 @@ __device__ __forceinline__ const float* gate_at(const Source& s, int column) {
 constexpr bool kBeside = KIND == HEADS || KIND == GATE || KIND == GROUPS;  // gates. (A Glu's second half: registers are short)
 // Loads of a thread that are under way together, and as many of what is beside them: one after the other each is a trip to the
 // second-level cache.
-constexpr int kAtOnce = KIND == GLU ? 1 : kBeside ? 4 : kQuads;
+constexpr int kAtOnce = HALVES ? 1 : kBeside ? 4 : kQuads;
 
 __device__ __forceinline__ float4 load_beside(const Source& s, int column, bool is_in) {
   if (!kBeside || !is_in) return make_float4(0.f, 0.f, 0.f, 0.f);
@@ -90,6 +92,11 @@ __device__ __forceinline__ float4 load_beside(const Source& s, int column, bool 
 
 // Four values, prepared but for the common factor of NORM and GROUPS, and `squares` grows by what that is made of. Zeros stay
 // zeros.
+// A gate, as silu's or gelu's sigmoid takes it.
+__device__ __forceinline__ float inner(float x) {
+  return KIND == GEGLU ? 1.5957691216f * x * fmaf(0.044715f * x, x, 1.f) : x;
+}
+
 __device__ __forceinline__ float4 prepared(float4 v, float4 beside, float4 w, const float* second, float eps, float& squares) {
   if (KIND == HEADS) {  // heads are whole warps' or whole parts of one
     const float sum = sum_of_neighbours<DIM / 4>(squares_of(v));
@@ -105,10 +112,10 @@ __device__ __forceinline__ float4 prepared(float4 v, float4 beside, float4 w, co
     squares = __fadd_rn(squares, squares_of(v));
     v = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
   }
-  if (KIND == GLU && second != nullptr) {
+  if (HALVES && second != nullptr) {
     const float4 up = load4(second);
-    v = make_float4(v.x * sigmoid(v.x) * up.x, v.y * sigmoid(v.y) * up.y, v.z * sigmoid(v.z) * up.z,
-                    v.w * sigmoid(v.w) * up.w);
+    v = make_float4(v.x * sigmoid(inner(v.x)) * up.x, v.y * sigmoid(inner(v.y)) * up.y, v.z * sigmoid(inner(v.z)) * up.z,
+                    v.w * sigmoid(inner(v.w)) * up.w);
   }
   if (KIND == RELU2) {
     v = make_float4(v.x < 0.f ? 0.f : v.x, v.y < 0.f ? 0.f : v.y, v.z < 0.f ? 0.f : v.z, v.w < 0.f ? 0.f : v.w);
@@ -126,9 +133,9 @@ __device__ __forceinline__ float over_block(float mine, bool is_sum) {
   return is_sum ? warp_sum(other) : warp_max(other);
 }
 
-#if EXPERTS || KIND == GROUPS || RANKS > 2 || (RANKS && COLUMNS > 6144) || COLUMNS > (KIND == PLAIN || KIND == GLU || KIND == RELU2 ? 18432 : 8192)
+#if EXPERTS || KIND == GROUPS || RANKS > 2 || (RANKS && COLUMNS > 6144) || COLUMNS > (KIND == PLAIN || HALVES || KIND == RELU2 ? 18432 : 8192)
 #define BOUNDS __launch_bounds__(kThreads, 1)
-#elif KIND == GLU
+#elif HALVES
 #define BOUNDS __maxnreg__(64)
 #else
 #define BOUNDS __maxnreg__(56)  // `linear` starts beside it
@@ -211,7 +218,7 @@ extern "C" __global__ void BOUNDS
 #pragma unroll
     for (int i = first; i < min(first + kAtOnce, kQuads); ++i) {
       const int own = (i * kThreads + threadIdx.x) * 4;
-      const float* second = KIND == GLU && own < kOwn ? source.x + COLUMNS + own : nullptr;
+      const float* second = HALVES && own < kOwn ? source.x + COLUMNS + own : nullptr;
       v[i] = prepared(v[i], beside[i - first], w[i % kWeights], second, eps, squares);
     }
   }

@@ -51,7 +51,7 @@ class RowsTriton:
 
         kind, dim = (PrepKind.PLAIN, 0) if prep is None else (prep.kind, prep.dim)
         assert x.dtype == torch.float32 and x.stride(1) == 1
-        assert x.shape[1] == self.n_in * (2 if kind is PrepKind.GLU else 1)
+        assert x.shape[1] == self.n_in * kind.halves
         if not x.shape[0]:
             return
         weight, eps, power, gate, steps = self.none, 0.0, 1.0, self.none, (0, 0)

@@ -8,7 +8,7 @@ import triton.language as tl
 from pyspec.cuda.ops.recurrent.triton_kernels import sigmoid
 from pyspec.cuda.tri_guards import kernel
 
-NORM, HEADS, GATE, GLU, GROUPS, RELU2 = (tl.constexpr(i) for i in range(1, 7))  # ref.PrepKind
+NORM, HEADS, GATE, GLU, GROUPS, RELU2, GEGLU = (tl.constexpr(i) for i in range(1, 8))  # ref.PrepKind
 
 
 @triton.jit
@@ -32,6 +32,9 @@ def rows(
     y = tl.load(x + row * x_stride + column, mask=is_column, other=0.0)
     if KIND == GLU:
         y = y * sigmoid(y) * tl.load(x + row * x_stride + N_IN + column, mask=is_column, other=0.0)
+    elif KIND == GEGLU:
+        by = tl.load(x + row * x_stride + N_IN + column, mask=is_column, other=0.0)
+        y = y * sigmoid(1.5957691216 * y * (1.0 + 0.044715 * y * y)) * by
     elif KIND == RELU2:
         y = tl.maximum(y, 0.0)
         y = y * y
