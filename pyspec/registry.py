@@ -47,14 +47,8 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
     "deepseek2": "pyspec.models.arch.deepseek2",
     "deepseek4": "pyspec.models.arch.deepseek4",
 }
-FAMILIES = (
-    "Llama (llama), Gemma 3 and 4 (gemma3, gemma4), gpt-oss (gpt-oss), Qwen2 and Qwen2.5 (qwen2), Qwen3 (qwen3,"
-    " qwen3moe), Qwen3-Next (qwen3next), Qwen3.5 to 3.8 (qwen35, qwen35moe), Nemotron-H and "
-    "Nemotron 3 (nemotron_h, nemotron_h_moe), Granite 3 and 4 (granite), Ministral 3 (mistral3), "
-    "GLM-4.5 to 4.7 (glm4moe), MiniMax-M2 (minimax-m2), LFM2 and LFM2.5 (lfm2, lfm2moe), "
-    "DeepSeek-V2, V3 and Kimi K2 (deepseek2), DeepSeek-V4 (deepseek4)"
-)
-"""The same architectures by model names, for messages."""
+ARCHITECTURE_NAMES = ", ".join(ARCHITECTURES)
+"""For messages."""
 NEXT_STEP = (
     'llama-server runs most others; docs/architecture.md, "Adding things", describes how to add one'
 )
@@ -65,7 +59,7 @@ SUFFIX = "suffix"  # drafts from the text itself and from finished answers: alon
 
 def not_run(what: str, arch: str) -> str:
     """The message for a file or a catalogue entry of another architecture."""
-    return f"{what} is a model of the architecture {arch!r}, which pyspec does not run. It runs {FAMILIES}. {NEXT_STEP}"
+    return f"{what} is a model of the architecture {arch!r}, which pyspec does not run. It runs {ARCHITECTURE_NAMES}. {NEXT_STEP}"
 
 
 def _entry_points(group: str) -> dict[str, str]:

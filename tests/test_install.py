@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from pyspec.cuda.machine import CUDA_PACKAGES
-from pyspec.registry import ARCHITECTURES, FAMILIES
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -153,8 +152,3 @@ def test_with_a_driver_or_on_a_mac_pips_own_is_taken_and_what_is_asked_for_goes_
     machine = Machine()
     assert machine.install("--no-deps 'torch==2.12.0'", "2.13.0") == 0
     assert machine.ran == ["pip install --no-deps torch==2.12.0"]
-
-
-def test_families_name_every_architecture_once():
-    named = [arch for group in re.findall(r"\(([^)]*)\)", FAMILIES) for arch in group.split(", ")]
-    assert sorted(named) == sorted(ARCHITECTURES)

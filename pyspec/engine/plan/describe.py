@@ -35,7 +35,7 @@ from pyspec.models.target import ModelConfig
 from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weights import cuts_of
 from pyspec.ranges import quoted
-from pyspec.registry import FAMILIES, architecture_module, drafters
+from pyspec.registry import ARCHITECTURE_NAMES, architecture_module, drafters
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.parts import CacheSizes
@@ -327,7 +327,7 @@ def _plan_drafter(file: GGUFFile | None, target: TargetFile, settings: EngineSet
             known = ", ".join(drafters())
             raise PairError(
                 f"the draft file ({file.architecture}) is for none of the drafters there are ({known}), and no model that pyspec "
-                f"runs: {FAMILIES}. --spec-type ngram needs no file"
+                f"runs: {ARCHITECTURE_NAMES}. --spec-type ngram needs no file"
             )
     if kind is None or kind == "none":
         refuse_file(settings.spec_type if settings.n_suffix else "none", file)

@@ -25,8 +25,10 @@ def limits(spec: RopeKvSpec) -> str | None:
 
 def bind(spec: RopeKvSpec) -> RopeKv:
     sizes = (spec.n_q, spec.n_kv, spec.dim, spec.n_rot, int(spec.neox), spec.step)
-    kinds = (spec.kv.k.kind, spec.kv.v.kind, spec.kv.turned_k(spec.dim), spec.kv.turned_v(spec.dim))
-    kinds += int(spec.norms_v), int(spec.keys_are_values)
+    kinds = (
+        *(spec.kv.k.kind, spec.kv.v.kind, spec.kv.turned_k(spec.dim), spec.kv.turned_v(spec.dim)),
+        *(int(spec.norms_v), int(spec.keys_are_values)),
+    )
 
     def rope_kv(
         y: Tensor,
