@@ -253,8 +253,8 @@ def test_rope_kv_equals_the_reference(
 def test_values_that_are_normed_or_are_keys_and_queries_alone(kind: str) -> None:
     spec = RopeKvSpec(CPU, 3, 0 if kind == "queries alone" else 2, 64, 32, True, False, True, 1e-6)
     spec = replace(spec, norms_v=kind != "queries alone", keys_are_values=kind == "keys are values")
-    for dtype in (torch.float16, torch.int8):
-        own = replace(spec, kv=KvFormat.both(dtype))
+    for kv in ("f16", "q8_0", "q4_0"):
+        own = replace(spec, kv=KvFormat.named(kv))
         with emulated_gpu(seed=1):
             assert check_rope_kv(rope_kv_cuda.bind(own), rope_kv_reference(own), own) is None
 
