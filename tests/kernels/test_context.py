@@ -154,11 +154,13 @@ def test_a_load_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.Mo
         dense=None,
         head=None,
         is_cuda=True,
+        rope=None,
         settings=EngineSettings(),
         file=SimpleNamespace(end_ahead=lambda: None),
     )
     monkeypatch.setattr(loading, "describe", lambda *_, **__: about)
     monkeypatch.setattr(loading, "widened", lambda d: d)
+    monkeypatch.setattr(loading, "stretch_words", lambda *_: "")
     plan = SimpleNamespace(together=lambda n: None)
     for step in ("plan_memory", "check_fit", "memory_snapshot", "build"):
         monkeypatch.setattr(loading, step, lambda *_, **__: seen.append(gpus.at) or plan)
