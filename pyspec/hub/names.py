@@ -13,10 +13,10 @@ from pyspec.errors import ConfigError
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
 """Default quantisations: the first one present is taken, as in llama.cpp."""
 DRAFTERS_ALONE = re.compile(
-    r"(?:^|/)mtp(?=[-_.][^/]*$)|(?<![a-z])(?:d-?flash2?|d-?spark|eagle[-_]?[0-9]*"
+    r"(?:^|/)(?:mtp|assistant)(?=[-_.][^/]*$)|(?<![a-z])(?:d-?flash2?|d-?spark|eagle[-_]?[0-9]*"
     r"|draft|drafts|drafter|drafters|speculators?)(?![a-z0-9])"
 )
-"""Patterns in names of drafters. "mtp" only at the start: elsewhere it means that a model's file includes the block."""
+"""Patterns in names of drafters. "mtp" only at the start: elsewhere it means that a model's file includes the block. So is "assistant", which names chat models, too."""
 PROJECTORS = re.compile(r"mm[-_.]?proj|projector")
 MATRICES = re.compile(r"i-?matrix")
 KINDS = ("dflash", "mtp", "dspark", "eagle3")

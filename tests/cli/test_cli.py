@@ -96,9 +96,9 @@ def test_a_drafter_we_do_not_have_is_refused_with_those_we_have(kind: str):
 
 
 def test_a_type_of_values_that_there_is_not_is_refused():
-    code, _, err = invoke("run", "demo", "-p", "x", "-ctk", "f16", "-ctv", "q4_0")
+    code, _, err = invoke("run", "demo", "-p", "x", "-ctk", "f16", "-ctv", "q3_0")
     assert code == 2
-    assert "'q4_0' is not one of 'f16', 'bf16', 'f32', 'q8_0', 'f8_e4m3'" in err
+    assert "'q3_0' is not one of 'f16', 'bf16', 'f32', 'q8_0', 'f8_e4m3'" in err
 
 
 @pytest.mark.parametrize(

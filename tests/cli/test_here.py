@@ -222,7 +222,7 @@ def test_models_tells_sizes_and_what_fits_and_what_is_here(cache: Path, monkeypa
     assert all(
         one["bytes"] and one["memory"] > one["bytes"]
         for name, one in choices.items()
-        if "deepseek" not in name
+        if "deepseek" not in name and one["fits"] != "?"  # sizes that are not known
     )
     assert choices["qwen3.6-27b:Q4_K_M"]["bytes"] == pytest.approx(16.3e9, rel=0.01)
     (own,) = (row for line in done.stdout.splitlines() if "qwen3.6-27b" in (row := line.split()))

@@ -93,6 +93,7 @@ def drafter_of(kind: str, needs: Needs, table: SlotTable) -> object:
         chain = object.__new__(Chain)
         chain.table, chain.device, chain.needs, chain.most_waiting = table, CPU, needs, most_waiting(np)
         pages = table.n_page // np
+        chain.memory = SimpleNamespace(parts=(None,))  # type: ignore[assignment]
         chain.arenas = [
             Arena(np, pages, CPU, max(needs.n_draft + 1, chain.most_waiting)) for _ in range(3)
         ]

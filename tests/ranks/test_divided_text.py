@@ -94,8 +94,8 @@ class Found:
         self.sure: list[Tensor] = []
         find = DFlash._tokens
 
-        def watch(drafter: DFlash, *args: object, tells: bool = False) -> tuple[Tensor, Tensor | None]:
-            tokens, probs = find(drafter, *args, tells=tells)  # type: ignore[arg-type]
+        def watch(drafter: DFlash, *args: object, **how: object) -> tuple[Tensor, Tensor | None]:
+            tokens, probs = find(drafter, *args, **how)  # type: ignore[arg-type]
             (self.other if isinstance(drafter, DFlashShare) else self.first).append(tokens.tolist())
             self.sure += [] if probs is None else [probs]
             return tokens, probs

@@ -24,6 +24,7 @@ from pyspec.draft import dflash
 from pyspec.draft.dflash import DFlash
 from pyspec.draft.dflash_ranks import DFlashShare, FindDrafts, MakeContext, RunBlocks
 from pyspec.draft.drafter import TargetFile
+from pyspec.draft.draws import Draws
 from pyspec.engine.load import load as loading
 from pyspec.engine.loop.slot_image import SlotImager
 from pyspec.engine.plan import planned_bytes
@@ -58,8 +59,9 @@ class Proposals:
             given: Tensor,
             *,
             tells: bool = False,
+            draws: Draws | None = None,
         ) -> tuple[Tensor, Tensor | None]:
-            tokens, probs = find(drafter, block, n_seq, n_draft, given, tells=tells)
+            tokens, probs = find(drafter, block, n_seq, n_draft, given, tells=tells, draws=draws)
             assert tokens.dtype == torch.int64 and tokens.shape == (n_seq * n_draft,)
             if not isinstance(drafter, DFlashShare):
                 self.found.append(tokens.tolist())
