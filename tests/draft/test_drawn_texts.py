@@ -223,7 +223,7 @@ def sampled_texts(
     return [tuple(h.tokens) for h in heard], sum(sum(h.timings.accepted_per_pos) for h in heard)
 
 
-@pytest.mark.parametrize("name", few((*SAMPLERS, "grammar"), "plain"))
+@pytest.mark.parametrize("name", few(("plain", "top-p", "everything", "grammar"), "plain"))
 @pytest.mark.parametrize("drafter", few(DRAFTERS, "dspark probabilistic"))
 def test_texts_have_the_targets_distribution(drafter: str, name: str) -> None:
     """Each of the samplers behind top-k, which leaves few texts."""
@@ -236,4 +236,8 @@ def test_texts_have_the_targets_distribution(drafter: str, name: str) -> None:
     bans = {i for i, piece in enumerate(pieces) if not re.fullmatch(b"[a-z ]+", piece)}
     statistic, critical = chi_square(texts, exact(pair(kind)[0], params, bans if grammar else set()))
     assert statistic < critical
-    assert n_accepted > 20 or kind == "eagle3", "that one's weights are random: its drafts are refused"
+    is_likely = (drafter, name) == (
+        "dspark probabilistic",
+        "plain",
+    )  # of others all drafts may be refused: their weights are random
+    assert n_accepted > 20 or not is_likely

@@ -76,7 +76,7 @@ def test_text_is_plain_with_joins_and_cancels(kind: str, n_rank: int, np: int, p
 @pytest.mark.parametrize("np", [3, pytest.param(10, marks=pytest.mark.slow)])
 def test_texts_of_the_demo_with_drafts_that_are_right(np: int) -> None:
     texts = demo_prompts()[:9]
-    settings: dict[str, object] = {"draft_path": DEMO_DRAFT, "ubatch": 40}
+    settings: dict[str, object] = {"draft_path": DEMO_DRAFT, "ubatch": 40, "n_draft_fixed": True}
     with RankRig(DEMO, 2, np=np, padded=True, **settings) as r:
         heard = joined(r, [prompt for prompt, _ in texts], 24, cancels=True)
         r.ranks.settle()

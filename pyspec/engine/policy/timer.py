@@ -15,6 +15,7 @@ AGREE, SLACK = (
     1.5,
     0.1,
 )  # the median is at most this factor above the least, plus this share of a plain round
+CAUTION = 0.5  # share of the steepness beyond sizes that a warm-up left: a busy machine made those too slow, and drafts would rest
 FELL = 2.0  # factor by which a size's time has to fall to show that other work disturbed it
 LIKELY = 1.25  # a single sample above this factor of the straight line counts as noise
 
@@ -49,6 +50,7 @@ class Timer:
         self._runs: dict[range | tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         self._sizes: list[int] = []  # trusted ones, ascending
         self._ms: list[float] = []
+        self._was_warmed = False  # a warm-up timed sizes
         self._slope = 0.0  # milliseconds of a further size, beyond them
 
     def add(self, size: int, ms: float, busy: int = 0) -> bool:
@@ -98,7 +100,7 @@ class Timer:
 
     def mark_unverified(self, slack: float) -> None:
         """End the warm-up: forget sizes with few samples or with samples that do not agree."""
-        self.slot_ms, self._by_busy = self._share(), None
+        self.slot_ms, self._by_busy, self._was_warmed = self._share(), None, bool(self.samples)
         self.early = {size: min(self.times(size)) - slack for size in self.samples}
         self.samples = {
             size: samples for size, samples in self.samples.items() if self.agrees(size, slack)
@@ -143,7 +145,9 @@ class Timer:
             found.append((ms - self._ms[0]) / (last - self._sizes[0]))
         if len(found) < 2 and len(self._sizes) < 2:
             return 0.0
-        return max(0.0, min(*found, self._ms[0] / self._sizes[0]))
+        return (CAUTION if self._was_warmed else 1.0) * max(
+            0.0, min(*found, self._ms[0] / self._sizes[0])
+        )
 
     def knows(self, size: int) -> bool:
         """Enough samples to trust."""
