@@ -62,7 +62,7 @@ class EngineSettings:
     # tokens that the model was trained for
     yarn_ext_factor: Annotated[float, "--yarn-ext-factor", Real(0, 1, also=(-1,))] = -1.0
     # share of the ramp that leaves fast frequencies as they are; 0: none stay
-    yarn_attn_factor: Annotated[float, "--yarn-attn-factor", Real(1e-6, 1e6, also=(-1,))] = -1.0
+    yarn_attn_factor: Annotated[float, "--yarn-attn-factor", Real(1e-3, 1e3, also=(-1,))] = -1.0
     # multiplies cos and sin where nothing is left as it is
     yarn_beta_fast: Annotated[float, "--yarn-beta-fast", Real(1e-3, 1e6, also=(-1,))] = -1.0
     yarn_beta_slow: Annotated[float, "--yarn-beta-slow", Real(1e-3, 1e6, also=(-1,))] = -1.0
