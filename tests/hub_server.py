@@ -90,9 +90,9 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             if is_part:
                 about["Content-Range"] = f"bytes {start}-{end}/{len(sent)}"
             says_size = body or name not in hub.sizeless
-            self.reply(206 if is_part else 200, sent[start : end + 1], about, body, says_size)
-            if body and name in hub.then:
+            if body and name in hub.then:  # before the reply: its reader may ask again at once
                 hub.files[name] = hub.then.pop(name)
+            self.reply(206 if is_part else 200, sent[start : end + 1], about, body, says_size)
 
         def refuse(self, status: int, code: str) -> None:
             about = {"X-Error-Code": code, "X-Error-Message": f"Access to model {REPO} is restricted."}

@@ -21,7 +21,7 @@ def fuzzed(*args: str, tool: str = "fuzz.py") -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", few([30, 400], 30))
+@pytest.mark.parametrize("number", few([60, 400], 60))
 def test_files_with_one_wrong_field_load_or_are_refused_in_one_line(number: int) -> None:
     done = fuzzed("--number", str(number))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -44,14 +44,21 @@ def indexed(_: int) -> None:
 
 MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
     ("rows", "__syncthreads();", 0, lambda seed: rows.test_row_major_rows_equal_the_reference(384, PrepKind.PLAIN, seed)),
-    ("attend", "wait_oldest();", 0, lambda seed: attended("q8_0", seed)),
-    ("attend", "wait_oldest();", 1, lambda seed: attended("f8", seed)),
-    ("attend", "wait_oldest();", 2, lambda seed: attended("ragged", seed)),
+    # keys and values of 16 bits, of bytes, and of fewer bits, in this order
+    *(
+        ("attend", "wait_oldest();", i, lambda seed, name=name: attended(name, seed))
+        for i, name in ((0, "ragged"), (2, "q8_0"), (3, "f8"), (4, "q4_0"), (5, "q4_0"))
+    ),
     ("attend", "__syncwarp();  // other lanes' scales", 0, lambda seed: attended("q8_0", seed)),
-    ("attend", "__syncwarp();", 1, lambda seed: attended("q8_0", seed)),  # before the scales' place is filled again
-    ("attend", "__syncwarp();  // other lanes' copies", 0, lambda seed: attended("f8", seed)),
-    ("attend", "__syncwarp();", 3, lambda seed: attended("f8", seed)),  # before the step's place is filled again
-    ("attend", "__syncwarp();  // other lanes' copies", 1, lambda seed: attended("ragged", seed)),
+    ("attend", "__syncwarp();  // other lanes' factors and fifth bits", 0, lambda seed: attended("q5_1 window", seed)),
+    *(
+        ("attend", "__syncwarp();  // other lanes' copies", i, lambda seed, name=name: attended(name, seed))
+        for i, name in ((0, "ragged"), (1, "f8"), (2, "q4_0"))
+    ),
+    *(  # before the place of factors, or of the step, is filled again
+        ("attend", "__syncwarp();", i, lambda seed, name=name: attended(name, seed))
+        for i, name in ((3, "q8_0"), (5, "f8"), (7, "q4_0"), (9, "q4_0"))
+    ),
     ("best", "__syncthreads();", 0, best.test_tokens_and_values_are_the_references),
     ("best", "__syncthreads();", 1, best.test_tokens_and_values_are_the_references),
     ("best", "if (is_last) tickets[row] = 0;", 0, best.test_tokens_and_values_are_the_references),

@@ -20,6 +20,7 @@ from pyspec.server.app import create_app
 from pyspec.server.settings import ServerSettings
 from pyspec.text.template import ChatTemplate
 
+ROPE_BASE = 1e7  # the demo model's own, as a flag: allows contexts beyond its trained length
 DATE = re.compile(r"^Current time:")
 
 
@@ -37,8 +38,9 @@ class Templated:
 
 def load(ctx: int) -> Engine:
     return Engine.load(
-        "demo", np=2, ctx=ctx, n_draft_max=2, n_draft_fixed=True, warm_up=False, check_tap_shift=False
-    )
+        "demo", np=2, ctx=ctx, n_draft_max=2, n_draft_fixed=True, warm_up=False, check_tap_shift=False,
+        rope_freq_base=ROPE_BASE,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

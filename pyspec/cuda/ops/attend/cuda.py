@@ -131,8 +131,8 @@ def shape_for(dim: int, n_tile: int, kv: KvFormat, arch: str, has_sinks: bool = 
     has_factors = kv.k.n_factor + kv.v.n_factor > 0
     if dim == 256 and n_tile == 1 and large and not has_factors:
         warps = 24
-    has_fifths = 5 in (kv.k.bits, kv.v.bits)
-    if n_tile == 3 and ((dim == 64 and has_factors) or (dim == 128 and has_fifths)):
+    is_tight = 5 in (kv.k.bits, kv.v.bits) or (not kv.is_one and arch != "sm_90a")
+    if n_tile == 3 and has_factors and (dim == 64 or (dim == 128 and is_tight)):
         warps = 12
     shapes = [
         AttendBuild(dim, n_tile, kv, arch, warps * 32 // dim, depth, has_sinks=has_sinks)
