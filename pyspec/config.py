@@ -89,6 +89,8 @@ class EngineSettings:
     # MiB of host memory for checkpoints beyond that, at most half of the free memory
     checkpoint_every: Annotated[int, "--checkpoint-every", Whole(0, INT32, "0: none")] = 8192
     # tokens between the checkpoints inside a long prompt
+    swa_full: Annotated[bool, "--swa-full", SWITCH] = False
+    # layers with a sliding window keep the pages of the whole text: the cache continues any prefix
     draft_path: Annotated[Path, "-md", Of((Path, str))] | None = None
     spec_type: Annotated[str, "--spec-type", SpecType()] = "auto"
     n_draft_max: Annotated[int, "--spec-draft-n-max", Whole(0, 64, "0: the drafter's own")] = 0

@@ -50,6 +50,7 @@ class LoadOptions(TypedDict, total=False):
     cache_device: int
     cache_ram: int
     checkpoint_every: int
+    swa_full: bool
     draft_path: Path | None
     spec_type: str
     n_draft_max: int

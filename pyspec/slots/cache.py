@@ -29,7 +29,7 @@ class PrefixCache:
         self.states = states
         self.on = on
         self.every = every
-        table.needs_state = memory.needs_state
+        table.needs_state, table.n_chunk = memory.needs_state, memory.n_chunk
         table.tree.lose = states.lose
         self._state_bytes = 0  # of one checkpoint, once it is known
         self._checked = 0  # table.n_change at the last check

@@ -21,6 +21,8 @@ from pyspec.cuda.ops.hadamard.op import hadamard
 from pyspec.cuda.ops.hadamard.ref import HadamardSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.cuda.ops.ring_places.op import ring_places
+from pyspec.cuda.ops.ring_places.ref import RingPlacesSpec
 from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.op import rows
@@ -133,7 +135,9 @@ class Attention:
         return self.may_share_keys and not has("attn_v.weight")
 
     def memory(self) -> LayerParts:
-        return {} if self.reads is not None else {KV: Paged(self.shape.n_kv_head, self.shape.head_dim)}
+        if self.reads is not None:
+            return {}
+        return {KV: Paged(self.shape.n_kv_head, self.shape.head_dim, window=self.window)}
 
     def share(self, n: int) -> Attention:
         return replace(self, shape=self.shape.share(n))
@@ -143,6 +147,8 @@ class Attention:
         yield angles, AnglesSpec(on.device)
         spec = self.attend_spec(on.device, on.kv, has_sinks=has_sinks)
         yield attend, spec
+        if self.window:
+            yield ring_places, RingPlacesSpec(on.device)
         if n := on.kv.turned_v(s.head_dim):
             yield hadamard, HadamardSpec(on.device, s.head_dim, n)
         if on.is_cuda and not has_sinks:
@@ -254,8 +260,8 @@ class BoundAttention:
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
         """Writes the rows' K and V, then attends."""
-        s, n, batch = self.shape, x.shape[0], run.batch
-        pool = run.memory.kv[self.layer]
+        s, n, pool = self.shape, x.shape[0], run.memory.kv[self.layer]
+        batch = run.placed(pool)
         y = self._projected(x)
         if self.row_norms is not None:
             y = self.row_norms(y)
