@@ -157,11 +157,13 @@ def test_next_turns_and_other_ends_go_on_from_checkpoints(name: str) -> None:
     h = r.generate(turn, 20)
     assert h.tokens == text(turn).tokens and h.timings.cache_n == len(first) + 19
     again = r.generate(first, 20)
-    assert again.tokens == answer and again.timings.cache_n == len(first) - 1, "its start was kept"
-    branch = [*first[:190], *random.Random(8).choices(range(256), k=31)]
-    for n_cached in (0, 190):  # no checkpoint is there before a prompt has left the cache there
-        h = r.generate(branch[:190] + branch[190:][:: 1 if n_cached else -1], 20)
-        assert h.tokens == text(h.request.prompt).tokens and h.timings.cache_n == n_cached
+    assert again.tokens == answer and again.timings.cache_n == 192, "cut near its end, at a page's end"
+    rng = random.Random(8)
+    for n_match, n_cached in ((190, 0), (190, 176), (77, 0), (77, 64), (190, 176)):
+        branch = [*first[:n_match], *rng.choices(range(256), k=31)]
+        h = r.generate(branch, 20)
+        assert h.tokens == text(branch).tokens
+        assert h.timings.cache_n == n_cached, "a prompt that leaves the cache is cut there"
     r.loop.cache.check(now=True)
 
 
