@@ -84,7 +84,7 @@ class EngineSettings:
     prefix_cache: Annotated[bool, "--cache-prompt", SWITCH] = True
     # reuse cached prefixes, and cache this engine's requests
     cache_device: Annotated[int, "--cache-device", Whole(0, MAX_MIB, "0: one checkpoint a slot")] = 0
-    # MiB on the device for recurrent checkpoints
+    # MiB on the device for checkpoints of recurrent states and windows
     cache_ram: Annotated[int, "--cache-ram", Whole(0, MAX_MIB)] = 8192
     # MiB of host memory for checkpoints beyond that, at most half of the free memory
     checkpoint_every: Annotated[int, "--checkpoint-every", Whole(0, INT32, "0: none")] = 8192

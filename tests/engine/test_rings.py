@@ -20,7 +20,7 @@ from pyspec.config import EngineSettings
 from pyspec.engine.plan.describe import describe
 from pyspec.engine.plan.memory_plan import checkpoint_bytes
 from pyspec.engine.plan.planned_bytes import device_checkpoints, plan_memory, start_bytes
-from pyspec.errors import OutOfBounds
+from pyspec.errors import OutOfBounds, PairError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.parts import CacheSizes
@@ -134,6 +134,42 @@ def test_any_window_goes_with_any_page(
     if ahead:
         r.run_ahead()
     all_at_once(r, path, n=7)
+
+
+ASSISTANT = FIXTURES / "gemma4-assistant.gguf"
+DRAFTERS: dict[str, tuple[str, dict[str, object]]] = {
+    "assistant": ("gemma4-e", {"draft_path": ASSISTANT}),
+    "draft model": ("gemma3", {"draft_path": GEMMA3, "spec_type": "draft", "n_draft_max": 3}),
+    "suffix": ("gpt-oss", {"spec_type": "suffix"}),
+}
+
+
+@pytest.mark.sampled(1, most=2)
+@pytest.mark.parametrize("np", [1, 3])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafters_have_the_drafts_that_they_have_beside_whole_pages(drafter: str, np: int) -> None:
+    name, settings = DRAFTERS[drafter]
+    path, given = FIXTURES / f"{name}.gguf", {**SMALL, "n_draft_fixed": True, **settings}
+    r, whole = rig(path, np=np, **given), rig(path, np=np, swa_full=True, **given)
+    assert not whole.loop.worker.memory.needs_state
+    spoilt(r)
+    for _ in range(2):
+        drafted = [
+            [(h.timings.draft_n, h.timings.draft_n_accepted) for h in all_at_once(one, path)]
+            for one in (r, whole.call_by_call())
+        ]
+        assert sum(n for n, _ in drafted[0]) > 20
+        if np == 1 and drafter != "suffix":  # beside others, and with what was learned, rounds differ
+            assert drafted[0] == drafted[1]
+
+
+def test_an_assistant_with_a_longer_window_asks_for_whole_pages(tmp_path: Path) -> None:
+    change = {"gemma4-assistant.attention.sliding_window": 9}
+    longer = rewrite(ASSISTANT, tmp_path / "a.gguf", change=change)
+    path, given = FIXTURES / "gemma4-e.gguf", {**SMALL, "draft_path": longer}
+    with pytest.raises(PairError, match="window has 9 tokens.* of 8: add --swa-full"):
+        rig(path, **given)
+    assert rig(path, swa_full=True, **given).generate(prompts()[0], 5).tokens
 
 
 @pytest.mark.sampled(most=1)

@@ -27,7 +27,7 @@ from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weigh
 from pyspec.models.weights import HEAD
 from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_rows
 from pyspec.slots.kv_types import KvFormat
-from pyspec.slots.parts import Recurrent
+from pyspec.slots.parts import Paged, Recurrent, RingPages
 
 MOST_STARTS = 4  # states where short prompts end, which are kept on the device
 
@@ -80,6 +80,23 @@ def missing_copy(d: Description, plan: MemoryPlan) -> str:
         return ""
     n_bytes = coarse.coarse_bytes(d.head.info, d.head.to, d.device)
     return f"drafts read the target's head as it is: no room for a coarse copy of {size(n_bytes)}"
+
+
+def ring_note(d: Description) -> str:
+    """What layers with a window keep, for the log; "" of models without any."""
+    parts = [part for layer in d.own.parts() for part in layer.values()]
+    n_window = sum(isinstance(part, Paged) and part.window > 0 for part in parts)
+    found = [part.kept(d.sizes) for part in parts]
+    rings = [part for part in found if isinstance(part, RingPages)]
+    if not n_window or d.settings.swa_full:
+        return ""
+    if not rings:
+        return f"{n_window} layers with a window keep the whole text: rings would save little"
+    n_token = max(ring.n_page(d.sizes) for ring in rings) * d.settings.page_size
+    return (
+        f"{len(rings)} layers with a window keep {n_token} tokens a slot, and {len(parts) - len(rings)} the whole text; "
+        "prompts continue from checkpoints (--swa-full keeps all)"
+    )
 
 
 def _unread(d: Description) -> frozenset[str]:
