@@ -34,7 +34,9 @@ class Ringed:
             return {}
         for seq in batch.seqs:
             if seq.width > self.n_chunk:
-                raise OutOfBounds(f"slot {seq.slot} rows of a forward", seq.width, self.n_chunk + 1, seq.slot)
+                raise OutOfBounds(
+                    f"slot {seq.slot} rows of a forward", seq.width, self.n_chunk + 1, seq.slot
+                )
         found = {}
         for n, null_row in self.sizes.items():
             rows, pages = self.run(batch, n, null_row)

@@ -124,9 +124,7 @@ def test_spoilt_rows_behind_a_window_change_no_text(
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("window", [1, 21, 33, 64, 130])
-def test_any_window_goes_with_any_page(
-    window: int, page_size: int, ahead: bool, tmp_path: Path
-) -> None:
+def test_any_window_goes_with_any_page(window: int, page_size: int, ahead: bool, tmp_path: Path) -> None:
     path = rewrite(GEMMA3, tmp_path / "a.gguf", change={"gemma3.attention.sliding_window": window})
     r = rig(path, np=3, ctx=900, batch=29, page_size=page_size, **NGRAM)
     assert {pool.window for pool in rings_of(r)} == {window}
@@ -167,7 +165,7 @@ def test_an_assistant_with_a_longer_window_asks_for_whole_pages(tmp_path: Path) 
     change = {"gemma4-assistant.attention.sliding_window": 9}
     longer = rewrite(ASSISTANT, tmp_path / "a.gguf", change=change)
     path, given = FIXTURES / "gemma4-e.gguf", {**SMALL, "draft_path": longer}
-    with pytest.raises(PairError, match="window has 9 tokens.* of 8: add --swa-full"):
+    with pytest.raises(PairError, match=r"window has 9 tokens.* of 8: add --swa-full"):
         rig(path, **given)
     assert rig(path, swa_full=True, **given).generate(prompts()[0], 5).tokens
 

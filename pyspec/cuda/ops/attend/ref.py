@@ -77,10 +77,13 @@ def bind(spec: AttendSpec) -> Attend:
             first = max(0, seq.n_past - window + 1) if window else 0  # keys before it are not read
             k, v = pool.read(key_rows(batch, s, first), q.dtype)
             if current().is_exact and q.device.type == "cpu":
+                ranges = [
+                    slice(lo[r] - first, batch.hi[r] - first) for r in range(rows.start, rows.stop)
+                ]
                 out[rows] = torch.cat(
                     [
-                        alone(q[r], *(t[lo[r] - first : batch.hi[r] - first] for t in (k, v)), sinks)
-                        for r in range(rows.start, rows.stop)
+                        alone(x, k[at], v[at], sinks)
+                        for x, at in zip(q[rows].unbind(), ranges, strict=True)
                     ]
                 )
                 continue
