@@ -38,7 +38,7 @@ from pyspec.ranges import quoted
 from pyspec.registry import ARCHITECTURE_NAMES, architecture_module, drafters
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.kv import KvFormat
-from pyspec.slots.parts import CacheSizes
+from pyspec.slots.parts import CacheSizes, RingPages
 from pyspec.slots.recurrent import late_rows
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
@@ -285,6 +285,12 @@ def rank_devices(first: torch.device, n: int) -> list[torch.device]:
     if n > 1 and at + n > there:
         raise NoDevice(f"--tp {n} wants {n} GPUs from {first} on; {there} are here")
     return [torch.device("cuda", at + i) for i in range(n)] if n > 1 else [first]
+
+
+def rings_of(d: Description) -> list[RingPages]:
+    """The target's layers whose windows stand in rings."""
+    found = (part.kept(d.sizes) for layer in d.own.parts() for part in layer.values())
+    return [part for part in found if isinstance(part, RingPages)]
 
 
 def batch_of(s: EngineSettings, device: torch.device) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.draft.drafter import OWN_HEAD
-from pyspec.engine.plan.describe import Description
+from pyspec.engine.plan.describe import Description, rings_of
 from pyspec.engine.plan.memory_plan import (
     PIECE_BYTES,
     ForwardSizes,
@@ -27,7 +27,7 @@ from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weigh
 from pyspec.models.weights import HEAD
 from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_rows
 from pyspec.slots.kv_types import KvFormat
-from pyspec.slots.parts import Paged, Recurrent, RingPages
+from pyspec.slots.parts import Paged, Recurrent
 
 MOST_STARTS = 4  # states where short prompts end, which are kept on the device
 
@@ -86,8 +86,7 @@ def ring_note(d: Description) -> str:
     """What layers with a window keep, for the log; "" of models without any."""
     parts = [part for layer in d.own.parts() for part in layer.values()]
     n_window = sum(isinstance(part, Paged) and part.window > 0 for part in parts)
-    found = [part.kept(d.sizes) for part in parts]
-    rings = [part for part in found if isinstance(part, RingPages)]
+    rings = rings_of(d)
     if not n_window or d.settings.swa_full:
         return ""
     if not rings:

@@ -21,8 +21,6 @@ from pyspec.cuda.ops.hadamard.op import hadamard
 from pyspec.cuda.ops.hadamard.ref import HadamardSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.cuda.ops.ring_places.op import ring_places
-from pyspec.cuda.ops.ring_places.ref import RingPlacesSpec
 from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.op import rows
@@ -147,8 +145,6 @@ class Attention:
         yield angles, AnglesSpec(on.device)
         spec = self.attend_spec(on.device, on.kv, has_sinks=has_sinks)
         yield attend, spec
-        if self.window:
-            yield ring_places, RingPlacesSpec(on.device)
         if n := on.kv.turned_v(s.head_dim):
             yield hadamard, HadamardSpec(on.device, s.head_dim, n)
         if on.is_cuda and not has_sinks:

@@ -33,7 +33,7 @@ class RingPlaces(Protocol):
 def ring_places(batch: Batch, n_ring: int, null_row: int) -> tuple[Tensor, Tensor]:
     n_seat, slots = n_ring * batch.page_size, batch.seq_slot.long()
     seat = slots[batch.row_seq.clamp(min=0)] * n_seat
-    rows = torch.where(batch.row_seq < 0, null_row, seat + batch.positions % n_seat)
+    rows = (seat + batch.positions % n_seat).masked_fill(batch.row_seq < 0, null_row)
     page = torch.arange(batch.page_table.shape[1], device=slots.device) % n_ring
     return rows, slots[:, None] * n_ring + page
 
