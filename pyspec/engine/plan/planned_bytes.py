@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.draft.drafter import OWN_HEAD
-from pyspec.engine.plan.describe import Description, rings_of
+from pyspec.engine.plan.describe import Description, arena_pages, rings_of
 from pyspec.engine.plan.memory_plan import (
     PIECE_BYTES,
     ForwardSizes,
@@ -56,7 +56,7 @@ def plan_memory(d: Description) -> MemoryPlan:
         else weight_bytes(own_file, d.dense, d.is_cuda, d.draft.shared, draft_shares),
         draft_kv=draft_kv,
         draft_head=head_for_drafts(d),
-        activations=activations + _scratch(d),
+        activations=activations + _scratch(d) + _ring_tables(d),
         workspace=workspace
         + attention_bytes(d)
         + (d.draft.graph_bytes + PIECE_BYTES * n_large(read) if d.is_cuda else 0),
@@ -209,6 +209,12 @@ def _scratch(d: Description) -> int:
     return d.own.scratch_bytes(
         max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv.k.dtype, d.device
     )
+
+
+def _ring_tables(d: Description) -> int:
+    """Bytes of the page tables that a forward makes for rings, one for each size of rings."""
+    n_size = len({ring.n_page(d.sizes) for ring in rings_of(d)})
+    return 8 * n_size * d.settings.np * arena_pages(d, d.table())
 
 
 def attention_bytes(d: Description) -> int:
