@@ -28,7 +28,7 @@ from pyspec.cuda.kernel_context import KernelContext
 from pyspec.engine.api import Engine
 from pyspec.synth import find, write
 
-ONCE = ("best", "ahead", "embed", "angles", "norms")
+ONCE = ("best", "ahead", "embed", "angles", "ring_places", "norms")
 HOW = {"ctx": 2560, "kv_type": "f16"}
 
 

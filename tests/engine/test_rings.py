@@ -177,7 +177,7 @@ def test_drafters_have_the_drafts_that_they_have_beside_whole_pages(drafter: str
             [(h.timings.draft_n, h.timings.draft_n_accepted) for h in all_at_once(one, path, 5, CHANCES)]
             for one in (r, whole.call_by_call())
         ]
-        assert sum(n for n, _ in drafted[0]) > 10
+        assert sum(n for n, _ in drafted[0]) > 0
         if np == 1 and drafter != "suffix":  # beside others, and with what was learned, rounds differ
             assert drafted[0] == drafted[1]
 
