@@ -245,6 +245,7 @@ def test_a_kernel_that_is_named_is_not_used_again_and_no_request_is_blamed(plant
         assert supervisor._child.answer.info.draft_note.count("pyspec.cuda.ops") == 3  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_requests_are_cancelled_while_there_is_no_engine(plants: Plants) -> None:
     with start(plants) as (engine, supervisor):
         ears = eight(engine)
@@ -311,6 +312,7 @@ def test_the_next_engine_holds_what_the_first_one_had_room_for(plants: Plants) -
         assert supervisor.n_restart == 1 and {slot.n_ctx for slot in engine.slots()} == {3333}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("load", "kind", "why"),
     [
@@ -354,6 +356,7 @@ def test_a_device_that_is_not_there_is_looked_for_once(
     assert "trying again" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_and_what_had_begun_is_not_in_it_again(plants: Plants) -> None:
     with start(plants, np=2, queue=3) as (engine, supervisor):
         running = [Ear(engine, (i,), 600) for i in (1, 2)]
@@ -437,6 +440,7 @@ def test_a_spare_process_takes_over(plants: Plants, monkeypatch: pytest.MonkeyPa
     assert last is not None and last.process.poll() is not None, "it goes with the engine"
 
 
+@pytest.mark.slow
 def test_a_spare_that_died_is_not_waited_for(plants: Plants, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervising, "SPARE_AFTER_S", 0.05)
     with start(plants) as (engine, supervisor):

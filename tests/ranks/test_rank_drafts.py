@@ -154,6 +154,7 @@ def test_four_ranks_draft_what_the_first_one_drafted_alone(
         assert drafts.of(r, prompts) == (texts, found, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_share_the_context_that_one_has(
     tp: int, tmp_path: Path, drafts: Proposals, monkeypatch: pytest.MonkeyPatch

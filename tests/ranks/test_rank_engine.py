@@ -108,6 +108,7 @@ def test_states_that_go_here_go_there(shared: RankRig) -> None:
     assert follower._kept_states.keys() == alive and not alive & numbers
 
 
+@pytest.mark.slow
 def test_an_image_holds_what_all_ranks_have(shared: RankRig) -> None:
     """Pages and states of both, the drafter's beside them: put back into an empty cache, the same text follows without reading again."""
     loop, (prompt, text) = shared.loop, demo_prompts()[4]

@@ -124,6 +124,7 @@ def test_a_signal_ends_server_and_engine_though_the_engine_hangs(tmp_path: Path)
         assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_running_requests_are_answered_before_a_signal_ends_the_server(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
@@ -152,8 +153,8 @@ def test_a_second_signal_ends_server_and_engine_at_once(tmp_path: Path) -> None:
         assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&- 2>&-", "</dev/null >/dev/full 2>/dev/full"])
 def test_a_server_runs_without_its_streams(tmp_path: Path, streams: str) -> None:
     """The same for its engine's process, which is started without that knowledge."""
