@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pyspec.config import EngineSettings
@@ -48,7 +49,7 @@ class LogitReader:
                 seq = Seq(slot.index, start, tokens, mode=SeqMode.KEEP, n_out=n_out)
                 with within(self._loaded.kernels), loop.worker.lock:
                     out = loop.target.forward(lay_out(loop.table, [seq], loop.target.device))
-                    rows = out.logits.float() if n_out else None
+                    rows = out.logits.to(torch.float32, copy=True) if n_out else None
                 slot.tokens.extend(tokens)
                 if rows is not None:
                     yield start + len(tokens) - n_out, rows

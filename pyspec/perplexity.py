@@ -23,7 +23,7 @@ Done = Callable[[int], None]
 
 
 def chunks_of(tokenizer: Tokenizer, text: str, n_ctx: int, n_most: int = -1) -> list[list[int]]:
-    """The sequences of a text, `n_ctx` tokens each; what is left over is not scored. n_most: of them at most; -1: all.
+    """The sequences of a text, `n_ctx` tokens each; what is left over is not scored. n_most: of them at most; -1 or 0: all.
 
     Raises RequestError for a text that is shorter than one.
     """
@@ -31,7 +31,7 @@ def chunks_of(tokenizer: Tokenizer, text: str, n_ctx: int, n_most: int = -1) -> 
     n = len(ids) // n_ctx
     if n == 0:
         raise RequestError(f"the text has {len(ids)} tokens; want {n_ctx} (-c) at least")
-    found = [list(ids[i * n_ctx : (i + 1) * n_ctx]) for i in range(n if n_most < 0 else min(n, n_most))]
+    found = [list(ids[i * n_ctx : (i + 1) * n_ctx]) for i in range(n if n_most <= 0 else min(n, n_most))]
     if tokenizer.add_bos and tokenizer.bos_id is not None:
         for one in found:
             one[0] = tokenizer.bos_id
@@ -105,7 +105,7 @@ def score(reader: LogitReader, chunks: Sequence[Sequence[int]], done: Done | Non
     """Log probabilities of the tokens in the second half of each sequence."""
     found = Scored()
     for i, ids in enumerate(chunks):
-        for _, logprobs, tokens in _second_half(reader, ids):
+        for logprobs, tokens in _second_half(reader, ids):
             found.logprobs += logprobs.gather(1, tokens)[:, 0].tolist()
         if done is not None:
             done(i + 1)
@@ -113,19 +113,23 @@ def score(reader: LogitReader, chunks: Sequence[Sequence[int]], done: Done | Non
 
 
 def compare(
-    base: LogitReader, own: LogitReader, chunks: Sequence[Sequence[int]], done: Done | None = None
-) -> Compared:
-    """Both loads on the second half of each sequence. Raises RequestError if their vocabularies differ in size."""
-    if base.info.n_vocab != own.info.n_vocab:
-        raise RequestError(
-            f"vocabularies of {own.info.n_vocab} and {base.info.n_vocab} tokens have no divergence"
-        )
-    found = Compared()
+    base: LogitReader,
+    others: Sequence[LogitReader],
+    chunks: Sequence[Sequence[int]],
+    done: Done | None = None,
+) -> list[Compared]:
+    """Each load beside the base, on the second half of each sequence. Raises RequestError if vocabularies differ in size."""
+    for other in others:
+        if base.info.n_vocab != other.info.n_vocab:
+            raise RequestError(
+                f"vocabularies of {other.info.n_vocab} and {base.info.n_vocab} tokens have no divergence"
+            )
+    found = [Compared() for _ in others]
     for i, ids in enumerate(chunks):
-        pairs = zip(_second_half(base, ids), _second_half(own, ids), strict=True)
-        for (row, p, tokens), (other, q, _) in pairs:
-            assert row == other, "both readers cut alike"
-            _add(found, p, q.to(p.device), tokens)
+        of_all = zip(*(_second_half(reader, ids) for reader in (base, *others)), strict=True)
+        for (p, tokens), *rest in of_all:
+            for one, (q, _) in zip(found, rest, strict=True):
+                _add(one, p, q.to(p.device), tokens)
         if done is not None:
             done(i + 1)
     return found
@@ -141,11 +145,12 @@ def _add(found: Compared, p: Tensor, q: Tensor, tokens: Tensor) -> None:
     found.own.logprobs += b.tolist()
 
 
-def _second_half(reader: LogitReader, ids: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(row, log probabilities [n, vocab] f64, the tokens that follow [n, 1]) of a few rows each, up to the last but one."""
+def _second_half(reader: LogitReader, ids: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """(log probabilities [n, vocab] f64, the tokens that follow [n, 1]) of a few rows each, up to the last but one. Readers with forwards
+    of the same size cut alike."""
     first, last = len(ids) // 2, len(ids) - 1
     for start, logits in reader.read(ids, first):
         for a in range(0, min(len(logits), last - start), PIECE):
             b = min(a + PIECE, last - start, len(logits))
             follow = logits.new_tensor(ids[start + a + 1 : start + b + 1]).long()[:, None]
-            yield start + a, logits[a:b].double().log_softmax(-1), follow
+            yield logits[a:b].double().log_softmax(-1), follow

@@ -11,7 +11,7 @@ import click
 
 from pyspec.cli.flags import FlagCommand
 from pyspec.cli.meter import meter
-from pyspec.cli.options import THREADS, ModelChoice, log_ignored, model_options
+from pyspec.cli.options import THREADS, ModelChoice, device_name, log_ignored, model_options
 from pyspec.config import CPU_ACTIVATIONS, KV_TYPES, MAX_CTX, MAX_ROWS, WEIGHTS, settings_from
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def text_of(path: Path) -> str:
     help="Tokens of a sequence.",
 )
 @click.option(
-    "--chunks", default=-1, type=click.IntRange(-1), help="Sequences to score at most. -1: all."
+    "--chunks", default=-1, type=click.IntRange(-1), help="Sequences to score at most. -1 or 0: all."
 )
 @click.option(
     "-b",
@@ -64,7 +64,12 @@ def text_of(path: Path) -> str:
     help="The same; the smaller counts.",
 )
 @click.option(
-    "-ctk", "--cache-type-k", "kv_type", type=click.Choice(KV_TYPES), default="f16", help="Type of keys."
+    "-ctk",
+    "--cache-type-k",
+    "kv_type",
+    type=click.Choice(KV_TYPES),
+    default=None,
+    help="Type of keys [that of values, else f16].",
 )
 @click.option(
     "-ctv",
@@ -75,7 +80,9 @@ def text_of(path: Path) -> str:
     help="Type of values [that of keys].",
 )
 @THREADS
-@click.option("-dev", "--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
+@click.option(
+    "-dev", "--device", default="auto", callback=device_name, help="auto, cpu, cuda, cuda:1 ..."
+)
 @click.option(
     "--weights", type=click.Choice(WEIGHTS), default="auto", help="Packed or unpacked weights."
 )
@@ -114,6 +121,7 @@ def perplexity(
     The second half of each sequence of -c tokens is scored. Example: pyspec perplexity model.gguf -f text.txt -ctk q8_0
     """
     text = text_of(file)
+    values["kv_type"] = values["kv_type"] or values["kv_type_v"] or "f16"
     values["batch"] = values["ubatch"] = min(values["batch"], values["ubatch"], values["ctx"])
     settings = settings_from({**values, "ctx": values["ctx"] + 1, "spec_type": "none"})
     from pyspec.catalog import resolve
@@ -140,7 +148,7 @@ def perplexity(
             return
         other = resolve(kl_base)[0] if kl_base else path
         base = LogitReader(other, replace(settings, kv_type="f32", kv_type_v=None))
-        show_compared(compare(base, reader, parts, done), len(parts), as_json=as_json)
+        show_compared(compare(base, [reader], parts, done)[0], len(parts), as_json=as_json)
 
 
 def show(found: Scored, n_chunk: int, *, as_json: bool) -> None:

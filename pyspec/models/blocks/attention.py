@@ -25,7 +25,7 @@ from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadGate, PrepKind, RowsSpec
-from pyspec.models.cuts import Cut, Units
+from pyspec.models.cuts import Cut, Divided, Keys, Readers, Units
 from pyspec.models.matrices import Matrix, sum_of
 from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.rope import Angles, RopeSpec
@@ -77,8 +77,8 @@ class Attention:
     def tensors(self, at: Place) -> dict[str, Want]:
         s, n = self.shape, at.n_embd
         q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
-        of_q, of_kv = _units(s)
-        heads = Units(s.n_head, "heads")
+        of_q, of_kv = self._units()
+        heads = self._readers()
         wants = {at.name("attn_output.weight"): Want((n, s.n_head * s.head_dim), cut=Cut(1, (heads,)))}
         if at.has("attn_qkv.weight"):
             wants[at.name("attn_qkv.weight")] = Want((q + 2 * kv, n), cut=Cut(0, (of_q, of_kv, of_kv)))
@@ -90,7 +90,7 @@ class Attention:
         """Queries, keys and values in a matrix each."""
         s = self.shape
         q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
-        of_q, of_kv = _units(s)
+        of_q, of_kv = self._units()
         parts = {"q": Want((q, at.n_embd), cut=Cut(0, (of_q,)))}
         parts |= dict.fromkeys("kv", Want((kv, at.n_embd), cut=Cut(0, (of_kv,))))
         return {at.name(f"attn_{x}.weight"): parts[x] for x in self.products(at.has)}
@@ -99,7 +99,7 @@ class Attention:
         """Norms of heads and biases, of all that they go with or of none; sinks."""
         s = self.shape
         q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
-        of_q, of_kv = _units(s)
+        of_q, of_kv = self._units()
         of_heads = [f"attn_{x}_norm.weight" for x in "qk"]
         biases = {"attn_q.bias": (q, of_q), "attn_k.bias": (kv, of_kv), "attn_v.bias": (kv, of_kv)}
         is_fused = at.has("attn_qkv.bias")
@@ -121,8 +121,23 @@ class Attention:
                 (q + 2 * kv,), optional=True, cut=Cut(0, (of_q, of_kv, of_kv))
             ),
             at.name("attn_output.bias"): Want((at.n_embd,), optional=True),
-            at.name(SINKS): Want((s.n_head,), not self.sinks, cut=Cut(0, (Units(s.n_head, "heads"),))),
+            at.name(SINKS): Want((s.n_head,), not self.sinks, cut=Cut(0, (self._readers(),))),
         }
+
+    def _readers(self, size: int = 1) -> Divided:
+        """Heads of queries, `size` rows or columns each. Norms over all heads of a row need those that divide."""
+        s = self.shape
+        if self.row_norm:
+            return Units(s.n_head, "heads", size=size)
+        return Readers(s.groups, "heads", size=size)
+
+    def _units(self) -> tuple[Divided, Divided]:
+        """Rows of queries and of keys (or values) by head. Ranks that share a key head have a copy each."""
+        s = self.shape
+        q = self._readers(s.head_dim * (2 if s.gated else 1))
+        if self.row_norm:
+            return q, Units(s.n_kv_head, "key heads", copied=True, size=s.head_dim)
+        return q, Keys(s.groups, "key heads", size=s.head_dim)
 
     def products(self, has: Callable[[str], bool]) -> str:
         """The parts whose products of a row stand side by side: queries, keys, values. has: whether the file has a tensor of that name."""
@@ -193,14 +208,6 @@ class Attention:
 
     def bind(self, at: Binding) -> BoundAttention:
         return BoundAttention(self, at)
-
-
-def _units(s: AttentionShape) -> tuple[Units, Units]:
-    """Rows of queries and of keys (or values) by head. Ranks that share a key head have a copy each."""
-    q = s.head_dim * (2 if s.gated else 1)
-    return Units(s.n_head, "heads", size=q), Units(
-        s.n_kv_head, "key heads", copied=True, size=s.head_dim
-    )
 
 
 def _keys_alone(spec: RopeKvSpec) -> RopeKvSpec:
