@@ -114,18 +114,21 @@ class KeyGroups:
     """`n_key` key heads, each with `n_reader` heads that read it: queries of attention, values of a recurrence.
 
     All ranks have as many places for key heads, and as many readers at each place. A key head whose readers are on several ranks is
-    copied to them. Places that are left over hold zeros.
+    copied to them. Places that are left over hold zeros. even: kernels want an even number of readers on a rank.
     """
 
     n_key: int
     n_reader: int
+    even: bool = False
 
     def places(self, n: int) -> tuple[int, int]:
         """(key heads, readers of each) on each of `n` ranks: the fewest key heads, which memory holds for every token, then the fewest
         readers."""
         n_place = -(-self.n_key // n)
         parts = n_place * n // self.n_key  # of a key head's readers, at most
-        return n_place, -(-self.n_reader // parts)
+        each = -(-self.n_reader // parts)
+        is_odd = self.even and n_place * each % 2 == 1 and self.n_key * self.n_reader % 2 == 0
+        return n_place, each + is_odd
 
     def taken(self, rank: Rank) -> list[tuple[int, int] | None]:
         """(key head, first of its readers) at each place of a rank; None: nothing is left for it."""
@@ -317,6 +320,14 @@ def flaws(file: GGUFFile, cuts: Mapping[str, Cut], n: int) -> Iterator[str]:
             why = str(e).removeprefix(f"{name}: ")
         if why:
             yield f"{name}: {why}"
+
+
+def surplus(file: GGUFFile, cuts: Mapping[str, Cut], n: int) -> float:
+    """Of the tensors that `n` ranks divide: how much more they have together, as a share. Copies of key heads, and zeros."""
+    found = [(file.tensors[name], cut) for name, cut in cuts.items() if name in file.tensors]
+    whole = sum(info.n_bytes for info, _ in found)
+    held = sum(share_of(info, cut, Rank(i, n)).info.n_bytes for info, cut in found for i in range(n))
+    return held / whole - 1 if whole else 0.0
 
 
 def check_ranks(file: GGUFFile, cuts: Mapping[str, Cut], n: int) -> None:

@@ -67,8 +67,9 @@ class DeltaNet:
 
     @property
     def groups(self) -> KeyGroups:
-        """Its key heads with their value heads."""
-        return KeyGroups(self.shape.n_k_head, self.shape.n_v_head // self.shape.n_k_head)
+        """Its key heads with their value heads. Kernels of GPUs take heads of 128 dims in an even number."""
+        s = self.shape
+        return KeyGroups(s.n_k_head, s.n_v_head // s.n_k_head, even=s.dim == 128)
 
     def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
         s = self.shape
