@@ -42,6 +42,7 @@ class LogitReader:
         slot = loop.table.pick()
         assert slot is not None, "one slot, and no request"
         loop.table.acquire(slot, n)
+        loop.memory.reset(slot.index)  # recurrent states of the sequence before
         try:
             for start in range(0, n, self._n_row):
                 tokens = list(ids[start : start + self._n_row])

@@ -41,11 +41,14 @@ def text_of(path: Path) -> str:
     "--ctx-size",
     "ctx",
     default=N_CTX,
-    type=click.IntRange(4, MAX_CTX),
+    type=click.IntRange(4, MAX_CTX - 1),
     help="Tokens of a sequence.",
 )
 @click.option(
-    "--chunks", default=-1, type=click.IntRange(-1), help="Sequences to score at most. -1 or 0: all."
+    "--chunks",
+    default=-1,
+    type=click.IntRange(-1, MAX_CTX),
+    help="Sequences to score at most. -1 or 0: all.",
 )
 @click.option(
     "-b",
