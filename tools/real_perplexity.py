@@ -4,7 +4,8 @@
 
 The texts are licences that Debian ships. They are read from this machine, and skipped if they are missing or others: their SHA-256 stands
 in tests/real/perplexity.json beside llama.cpp's sums (tools/record_perplexity.py), one a sequence of 512 tokens, so that any number of
-sequences can be compared. The sums are of the file as it is, so with activations of 8 bits.
+sequences can be compared. Two sums are recorded, as for texts: of the same weights as F32, which bind, and of the file as it is, where
+llama.cpp rounds rows to 8 bits. The second is shown, and nothing follows from it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Text:
 
     ids   SHA-256 of its token ids as int32
     sums  by pair of types, llama.cpp's sum of negative log probabilities of each sequence
+    f32   the same with the weights as F32
     """
 
     name: str
@@ -47,6 +49,7 @@ class Text:
     sha256: str
     ids: str
     sums: Mapping[str, Sequence[float]]
+    f32: Mapping[str, Sequence[float]]
 
     def read(self) -> str | None:
         """The text; None if it is not here, or is another."""
@@ -150,25 +153,24 @@ def show(text: Text, pairs: Sequence[str], found: Sequence[Compared], n_chunk: i
     """A line for each pair. The number of perplexities that are too far from the recorded ones."""
     n_bad = 0
     print(
-        f"{'keys/values':<13}{'perplexity':>11}{'llama.cpp':>11}{'apart':>9}{'KL from f32':>13}{'99 % below':>12}{'same best':>11}"
+        f"{'':<13}{'':>11}{'llama.cpp':>13}{'':>9}{'llama.cpp,':>13}{'KL from':>11}{'99 % are':>10}{'same':>9}"
     )
-    base = found[0].base
-    print(f"{'f32':<13}{base.perplexity:>11.4f}")
+    print(
+        f"{'keys/values':<13}{'perplexity':>11}{'F32 weights':>13}{'apart':>9}{'8-bit rows':>13}{'f32':>11}{'below':>10}{'best':>9}"
+    )
+    print(f"{'f32':<13}{found[0].base.perplexity:>11.4f}")
     for pair, one in zip(pairs, found, strict=True):
-        line = f"{pair:<13}{one.own.perplexity:>11.4f}"
-        verdict = ""
-        if pair in text.sums:
-            other = recorded_perplexity(text.sums[pair], n_chunk, n_ctx)
-            apart = one.own.perplexity / other - 1
-            line += f"{other:>11.4f}{apart:>9.2%}"
-            if abs(apart) > allowed(one):
-                verdict = f"  WRONG: more than {allowed(one):.1%} apart"
-                n_bad += 1
-        else:
-            line += " " * 20
-        print(
-            f"{line}{one.mean:>13.6f}{one.quantile(0.99):>12.5f}{one.same:>11.2%}{verdict}", flush=True
+        line, verdict = f"{pair:<13}{one.own.perplexity:>11.4f}", ""
+        exact, rounded = (
+            recorded_perplexity(sums[pair], n_chunk, n_ctx) if pair in sums else None
+            for sums in (text.f32, text.sums)
         )
+        line += f"{'':>22}" if exact is None else f"{exact:>13.4f}{one.own.perplexity / exact - 1:>9.2%}"
+        line += f"{'':>13}" if rounded is None else f"{rounded:>13.4f}"
+        if exact is not None and abs(one.own.perplexity / exact - 1) > allowed(one):
+            verdict = f"  WRONG: more than {allowed(one):.1%} apart"
+            n_bad += 1
+        print(f"{line}{one.mean:>11.6f}{one.quantile(0.99):>10.5f}{one.same:>9.2%}{verdict}", flush=True)
     return n_bad
 
 

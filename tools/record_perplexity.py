@@ -1,6 +1,7 @@
 """Records llama.cpp's perplexities that `make real` compares with: tests/real/perplexity.json.
 
-    python tools/record_perplexity.py MODEL.gguf          with a Python that has xllamacpp and numpy, and nothing of pyspec
+    python tools/record_perplexity.py MODEL.gguf MODEL-F32.gguf     with a Python that has xllamacpp and numpy, and nothing of pyspec
+    python tools/real_f32.py MODEL.gguf MODEL-F32.gguf              writes the second file
 
 The wheel's library is called by its C interface. The texts are cut and scored as llama-perplexity does it: sequences of 512 tokens, the
 first one BOS, the second half scored. The places of fields in its parameters are those of the wheel 2026.10.11549; their defaults are
@@ -15,6 +16,7 @@ import hashlib
 import json
 import struct
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from real_compare import FOLDER
 N_CTX = 512
 TEXTS = ("GPL-3", "GFDL-1.3")
 PLACE = "/usr/share/common-licenses/"
+F32_PAIRS = ("f16", "q8_0", "q8_0/q4_0", "q4_0")
 PAIRS = ("f16", "q8_0", "q5_1", "q4_0", "q8_0/q4_0", "q4_0/f16", "f16/q4_0")
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8}
 N_FIELD = (("4I", 0, (512, 2048, 512, 1)), ("2i", 0x1C, (4, 4)), ("2i", 0x68, (1, 1)))
@@ -148,33 +151,41 @@ class Oracle:
         return total
 
 
+def record(model: Path, pairs: Sequence[str]) -> dict[str, tuple[np.ndarray, dict[str, list[float]]]]:
+    """By text, its sequences and the sums of each pair."""
+    oracle, found = Oracle(model), {}
+    for name in TEXTS:
+        chunks, sums = oracle.chunks(oracle.ids(Path(PLACE + name).read_bytes())), {}
+        for pair in pairs:
+            sums[pair] = [round(x, 3) for x in oracle.sums(chunks, pair)]
+            n = chunks.shape[0] * (N_CTX - 1 - N_CTX // 2)
+            print(f"{model.name}, {name}, {pair}: {np.exp(sum(sums[pair]) / n):.4f}", flush=True)
+        found[name] = chunks, sums
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path)
-    oracle = Oracle(parser.parse_args().model)
-    texts = []
-    for name in TEXTS:
-        data = Path(PLACE + name).read_bytes()
-        chunks = oracle.chunks(oracle.ids(data))
-        sums = {}
-        for pair in PAIRS:
-            sums[pair] = [round(x, 3) for x in oracle.sums(chunks, pair)]
-            n = chunks.shape[0] * (N_CTX - 1 - N_CTX // 2)
-            print(f"{name} {pair}: {np.exp(sum(sums[pair]) / n):.4f}", flush=True)
+    parser.add_argument("f32", type=Path)
+    given = parser.parse_args()
+    own, f32, texts = record(given.model, PAIRS), record(given.f32, F32_PAIRS), []
+    for name, (chunks, sums) in own.items():
         texts.append(
             {
                 "name": name,
                 "path": PLACE + name,
-                "sha256": hashlib.sha256(data).hexdigest(),
+                "sha256": hashlib.sha256(Path(PLACE + name).read_bytes()).hexdigest(),
                 "ids": hashlib.sha256(chunks.tobytes()).hexdigest(),
                 "sums": sums,
+                "f32": f32[name][1],
             }
         )
     program = f"xllamacpp {version('xllamacpp')} (llama.cpp)"
     found = {"program": program, "n_ctx": N_CTX, "texts": texts}
-    (FOLDER / "perplexity.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (FOLDER / "perplexity.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
