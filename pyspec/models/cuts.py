@@ -142,7 +142,8 @@ class KeyGroups:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The key heads of `groups`. whole: their readers' rows stand among theirs, so ranks can not divide a key head's readers."""
+    """The key heads of `groups`. whole: ranks can not divide a key head's readers, because their rows stand among its own, or copies of it
+    would count several times."""
 
     groups: KeyGroups
     name: str

@@ -34,7 +34,7 @@ FAST += [("qwen35", 3), ("nemotron_latent", 3), ("llama", 3)]  # zeros and copie
 SLOW = [
     ("demo", 2), ("llama", 2), ("llama", 4), ("llama_q8_0", 2), ("qwen3", 4), ("qwen3_tied_q8_0", 2), ("qwen35_equal_tied", 2),
     ("qwen35_full_heads_q8_0", 2), ("qwen35moe", 2), ("nemotron_dense", 2), ("nemotron_differ", 2), ("nemotron_moe", 2),
-    ("deepseek4_pro", 2), ("demo", 3), ("qwen3next", 3), ("gemma4_e", 3), ("glm4moe", 3), ("gpt-oss", 3), ("lfm2moe", 3),
+    ("deepseek4_pro", 2), ("demo", 3), ("qwen3next", 3), ("gemma4_e", 3), ("glm4moe", 3), ("gpt-oss", 3), ("lfm2moe", 3), ("minimax-m2", 3),
     ("qwen35", 4), ("nemotron_latent", 4), ("nemotron_moe", 3),
 ]  # fmt: skip
 CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
