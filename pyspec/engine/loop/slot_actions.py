@@ -31,6 +31,17 @@ PROPERTIES = {
 """Properties that must match when a slot is restored, with their names for people."""
 
 
+def models_of(info: EngineInfo) -> dict[str, Any]:
+    """The models that a state belongs to."""
+    draft = info.draft_path
+    return {
+        "model": fingerprint(Path(info.model_path)),
+        "drafter": info.drafter,
+        "draft_model": fingerprint(Path(draft)) if draft else "",
+        "rope": info.rope,
+    }
+
+
 class SlotActions:
     """Safe to call from any thread."""
 
@@ -91,14 +102,7 @@ class SlotActions:
     def identity(self) -> dict[str, Any]:
         """Models and layout that a file belongs to."""
         if self._identity is None:
-            draft = self.info.draft_path
-            self._identity = {
-                "model": fingerprint(Path(self.info.model_path)),
-                "drafter": self.info.drafter,
-                "draft_model": fingerprint(Path(draft)) if draft else "",
-                "rope": self.info.rope,
-                **self.imager.layout(),
-            }
+            self._identity = {**models_of(self.info), **self.imager.layout()}
         return self._identity
 
     def _compare(self, file: SlotFile) -> None:
