@@ -18,7 +18,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -40,7 +40,8 @@ _FOLDER = re.compile(r"[0-9a-f]{32}")
 _HIDDEN = re.compile(rf"\.{_NAME.pattern}\.\d+-[0-9a-f]+")  # a file that is being written
 DEAD_S = 600.0  # age of a file that is still being written, by a process that has ended
 SETTLED_NS = 100_000_000  # a folder that changed within this time may change again under the same time
-SCAN_S = 5.0  # seconds after which other processes' files are counted again
+SCAN_S = 1.0  # seconds after which all files are counted again
+SCAN_SHARE = 0.01  # of the limit, after whose writing they are, too: other processes write as well
 SLACK = 0.97  # of the limit, which is left when files are removed
 
 Tokens = NDArray[np.int32]
@@ -133,14 +134,17 @@ class DiskFolder:
         self.root = sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:32]
         self.path, self.limit = path, limit
         self.here = path / self.root
-        self.n_bytes = 0  # of all entries at the last count, and those written since
+        self.n_bytes = self._n_since = (
+            0  # of all entries at the last count and those written since; those alone
+        )
         self._counted = -SCAN_S
         self._index, self._lock = Index(), Lock()
         self._shunned: set[str] = set()  # damaged files that can not be removed
 
     def prepare(self) -> None:
-        """Make the folder. Raises OSError if nothing could be written there."""
+        """Make the folder, and keep to the limit. Raises OSError if nothing could be written there."""
         self.here.mkdir(parents=True, exist_ok=True)
+        self._make_room(0, time.time_ns())
         if not os.access(self.here, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.here))
 
@@ -190,23 +194,22 @@ class DiskFolder:
         )
         return Found(n, first, tuple(whole[first:]), end, tuple(used))
 
-    def missing(self, chain: Chain, n: int, ends: Sequence[int]) -> list[tuple[int, Entry]]:
-        """Entries of a text's first `n` tokens that do not exist, each with the number of tokens up to its end. The others are marked as used."""
+    def missing(self, chain: Chain, n: int, ends: Sequence[int], now: int) -> list[tuple[int, Entry]]:
+        """Entries of a text's first `n` tokens that do not exist, each with the number of tokens up to its end. The others are marked as used `now`."""
         index = self.index()
         lacks: list[tuple[int, Entry]] = []
         has: list[tuple[int, Entry]] = []
         wanted = [((i + 1) * SEGMENT, chain.segment(i)) for i in range(n // SEGMENT)]
         for at, entry in wanted + [(at, chain.end(at)) for at in ends]:
             (has if entry.name in index.names else lacks).append((at, entry))
-        self.touch(has)
+        self.touch(has, now)
         return lacks
 
-    def touch(self, entries: Sequence[tuple[int, Entry]]) -> None:
-        """Mark entries as used now; those at the end of a text a little earlier, so that they are removed first."""
-        now = time.time_ns()
+    def touch(self, entries: Iterable[tuple[int, Entry]], now: int) -> None:
+        """Mark entries as used at a time in nanoseconds; those at the end of a text a little earlier, so that they are removed first."""
         for at, entry in entries:
             with suppress(OSError):
-                os.utime(self.here / entry.name, ns=(now, now - 1000 * at))
+                os.utime(self.here / entry.name, ns=(now, _stamp(now, at)))
 
     # -- reading and writing -------------------------------------------------------------------------------------
 
@@ -232,42 +235,52 @@ class DiskFolder:
             pass
         except OSError:
             self._shunned.add(entry.name)
+        self.list_again()
+
+    def list_again(self) -> None:
+        """The next look-up lists the folder, whatever its time says."""
         self._index.changed = -1
 
-    def write(self, at: int, entry: Entry, head: dict[str, Any], pieces: Sequence[Bytes]) -> int:
-        """Write an entry whose text has `at` tokens, after making room for it. Returns its bytes, 0 if it is larger than the limit.
+    def write(
+        self, at: int, entry: Entry, head: dict[str, Any], pieces: Sequence[Bytes], now: int
+    ) -> int:
+        """Write an entry whose text has `at` tokens up to there and was used `now`, after making room for it. Returns its bytes, 0 if only
+        entries that were used later could make room.
 
         Raises BadSlotFile, StorageFull
         """
         head = {"of": self.identity, "entry": entry.name, **head}
         n = file_bytes(len(json.dumps(head, separators=(",", ":"))), sum(p.size for p in pieces))
-        if n > self.limit:
+        if n > self.limit or not self._make_room(n, _stamp(now, at)):
             return 0
-        self._make_room(n)
         with suppress(OSError):  # else the write fails with the reason
             self.here.mkdir(parents=True, exist_ok=True)
         write(self.here / entry.name, head, pieces, ENTRY)
-        self.touch([(at, entry)])
+        self.touch([(at, entry)], now)
         self.n_bytes += n
+        self._n_since += n
         self._shunned.discard(entry.name)
         return n
 
     # -- the bound -----------------------------------------------------------------------------------------------
 
-    def _make_room(self, n: int) -> None:
-        """Remove the least recently used files, of any engine, until `n` bytes are free."""
-        if time.monotonic() - self._counted < SCAN_S and self.n_bytes + n <= self.limit:
-            return
+    def _make_room(self, n: int, stamp: int) -> bool:
+        """Remove the least recently used files, of any engine, until `n` bytes are free. Files that were used after `stamp` stay."""
+        is_recent = time.monotonic() - self._counted < SCAN_S and self._n_since < SCAN_SHARE * self.limit
+        if is_recent and self.n_bytes + n <= self.limit:
+            return True
         files = list(self._files())
         self.n_bytes, self._counted = sum(size for _, size, _ in files), time.monotonic()
+        self._n_since = 0
         if self.n_bytes + n <= self.limit:
-            return
-        for _, size, path in sorted(files):
-            if self.n_bytes + n <= SLACK * self.limit:
+            return True
+        for used, size, path in sorted(files):
+            if self.n_bytes + n <= SLACK * self.limit or used >= stamp:
                 break
             with suppress(OSError):  # another process has removed it
                 os.unlink(path)
             self.n_bytes -= size
+        return self.n_bytes + n <= self.limit
 
     def _files(self) -> Iterator[tuple[int, int, str]]:
         """(time of last use, bytes, path) of each entry. Files that dead processes left half written are removed."""
@@ -298,6 +311,11 @@ class DiskFolder:
         for name in list(self.index().names):
             if (entry := Entry.of(name)) is not None:
                 self.discard(entry)
+
+
+def _stamp(now: int, at: int) -> int:
+    """The time of last use of an entry, in nanoseconds, that ends behind `at` tokens of a text used `now`."""
+    return now - 1000 * at
 
 
 def _scan(path: str | Path) -> list[os.DirEntry[str]]:

@@ -7,6 +7,7 @@ anything is wrong with a file, the request goes on with what the engine has itse
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -54,11 +55,12 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """An entry that the folder lacks. at: tokens of the text up to its end."""
+    """An entry that the folder lacks. at: tokens of the text up to its end; used: when the text was, in nanoseconds."""
 
     text: Text
     at: int
     entry: Entry
+    used: int
 
 
 @dataclass(eq=False)
@@ -111,6 +113,7 @@ class DiskTier:
         self._copying: Iterator[None] | None = None
         self._no_write_until = self._no_read_until = 0.0
         self._is_closed = False
+        self._failure = ""  # the reason why the last write failed
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         n_byte = codec.segment_bytes
         n_reader = max(1, min(4, n_cores() // 2))
@@ -230,10 +233,11 @@ class DiskTier:
         if not self._texts or self.folder is None:
             return
         text = self._texts.popleft()
-        for at, entry in self.folder.missing(self.folder.chain(text.tokens), text.n, text.ends):
+        chain, now = self.folder.chain(text.tokens), time.time_ns()
+        for at, entry in self.folder.missing(chain, text.n, text.ends, now):
             if entry.name not in self._known:
                 self._known.add(entry.name)
-                self._wants.append(Want(text, at, entry))
+                self._wants.append(Want(text, at, entry, now))
         if self._wants:
             self.on_work()
 
@@ -244,10 +248,14 @@ class DiskTier:
                     copied.synchronize()
                 tokens = want.text.tokens[want.at - want.entry.n : want.at]
                 pieces = self.codec.pieces(tokens, tensors)
-                self.written_bytes += self.folder.write(want.at, want.entry, head, pieces)
+                self.written_bytes += self.folder.write(want.at, want.entry, head, pieces, want.used)
+                self._failure = ""
         except PyspecError as e:
             self._no_write_until = self.clock() + REST_S
-            log.warning("the prefix cache on disk: %s; nothing is written for %.0f s", e, REST_S)
+            reason = str(e).rpartition(": ")[2]
+            level = logging.DEBUG if reason == self._failure else logging.WARNING
+            log.log(level, "the prefix cache on disk: %s; nothing is written until that works", e)
+            self._failure = reason
         finally:
             self._known.discard(want.entry.name)
             self._count_in_flight(-bytes_of(tensors))
@@ -361,7 +369,7 @@ class DiskTier:
                 return
             if self._read_all(folder, restore, found):
                 restore.found = found
-                folder.touch(found.used)
+                folder.touch(found.used, time.time_ns())
                 return
 
     def _read_all(self, folder: DiskFolder, restore: Restore, found: Found) -> bool:
@@ -381,7 +389,9 @@ class DiskTier:
             if restore.is_stopped:
                 return False
             file = folder.open(entry)
-            if file is not None:
+            if file is None:  # another engine has removed it
+                folder.list_again()
+            else:
                 with file:
                     piece = self.codec.read(file, entry, i, restore.tokens, buffer)
         except BadSlotFile as e:
@@ -429,6 +439,10 @@ class DiskTier:
                 break
             while self.has_work:
                 self.step()
+
+    def join(self, limit_s: float) -> None:
+        """Wait for the thread that writes, after `close`."""
+        self._thread.join(limit_s)
 
     def close(self) -> None:
         """End the threads; what is copied is still written."""

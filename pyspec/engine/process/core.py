@@ -461,6 +461,8 @@ class EngineCore:
                     "the engine does not stop: a round has been under way for more than %.0f s", limit_s
                 )
                 return False
+        if self.loop.disk is not None and threading.current_thread() is not self._thread:
+            self.loop.disk.join(limit_s)
         if self._ranks is not None:
             self.loop.leave()
             self._ranks.close()
