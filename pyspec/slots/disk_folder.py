@@ -17,6 +17,7 @@ import errno
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -30,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyspec.errors import BadSlotFile
-from pyspec.slots.slot_file import ENTRY, Bytes, SlotFile, file_bytes, write
+from pyspec.slots.slot_file import ENTRY, Bytes, SlotFile, file_bytes, is_abandoned, write
 
 FORMAT = 1  # raise it when the same tokens get another content
 SEGMENT = 256  # tokens, a multiple of every page size
@@ -38,7 +39,9 @@ PAGES, END = "pages", "end"
 _NAME = re.compile(r"([0-9a-f]{32})-(\d{1,4})-([0-9a-f]{32})\.(pages|end)")
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _HIDDEN = re.compile(rf"\.{_NAME.pattern}\.\d+-[0-9a-f]+")  # a file that is being written
-DEAD_S = 600.0  # age of a file that is still being written, by a process that has ended
+YOUNG_S = (
+    2.0  # age from which a file that is being written is locked by its writer, or has none any more
+)
 SETTLED_NS = 100_000_000  # a folder that changed within this time may change again under the same time
 SCAN_S = 1.0  # seconds after which all files are counted again
 SCAN_SHARE = 0.01  # of the limit, after whose writing they are, too: other processes write as well
@@ -161,7 +164,7 @@ class DiskFolder:
                 changed = os.stat(self.here).st_mtime_ns
                 if changed != self._index.changed:
                     settled = time.time_ns() - changed > SETTLED_NS
-                    self._index = _listed(self.here, changed if settled else -1)
+                    self._index = _listed(self.here, changed if settled else -1, self._shunned)
             except OSError:
                 self._index = Index()
             return self._index
@@ -179,7 +182,7 @@ class DiskFolder:
             (i, e)
             for i in range(n_whole, -1, -1)
             for e in sorted(index.ends.get(chain.keys[i], ()), key=lambda e: -e.n)
-            if chain.has(i, e) and e.name not in self._shunned
+            if chain.has(i, e)
         )
         i, end = next(ends, (0, None))
         n = 0 if end is None else i * SEGMENT + end.n
@@ -292,18 +295,22 @@ class DiskFolder:
                 if not (_NAME.fullmatch(file.name) or _HIDDEN.fullmatch(file.name)):
                     continue
                 with suppress(OSError):
-                    status = file.stat(follow_symlinks=False)
-                    if file.name.startswith(".") and now - status.st_mtime > DEAD_S:
-                        os.unlink(file.path)
+                    if not file.is_file(follow_symlinks=False):
                         continue
-                    yield status.st_mtime_ns, status.st_size, file.path
+                    status = file.stat(follow_symlinks=False)
+                    is_written = file.name.startswith(".")
+                    if is_written and now - status.st_mtime > YOUNG_S and is_abandoned(file.path):
+                        os.unlink(file.path)
+                    else:  # what is being written counts, but is its writer's alone
+                        used = sys.maxsize if is_written else status.st_mtime_ns
+                        yield used, status.st_size, file.path
 
     def forget(self, tokens: Sequence[int]) -> None:
         """Remove the entries of a text."""
         chain, index = self.chain(tokens), self.index()
         for i in range(len(chain.keys)):
             ends = [e for e in index.ends.get(chain.keys[i], ()) if chain.has(i, e)]
-            for entry in [chain.segment(i)] * (i + 1 < len(chain.keys)) + ends:
+            for entry in ends if i + 1 == len(chain.keys) else [chain.segment(i), *ends]:
                 self.discard(entry)
 
     def clear(self) -> None:
@@ -326,11 +333,11 @@ def _scan(path: str | Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _listed(folder: Path, changed: int) -> Index:
+def _listed(folder: Path, changed: int, shunned: set[str]) -> Index:
     index = Index(changed)
     for name in os.listdir(folder):
         entry = Entry.of(name)
-        if entry is not None and entry.n <= SEGMENT:
+        if entry is not None and entry.n <= SEGMENT and name not in shunned:
             index.names.add(name)
             if entry.kind == END:
                 index.ends.setdefault(entry.parent, []).append(entry)

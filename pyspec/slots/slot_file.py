@@ -29,6 +29,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 from pyspec.errors import BadSlotFile, StorageFull
 from pyspec.ranges import printable
 
@@ -58,7 +63,7 @@ class FileKind:
 
     name    for messages
     digest  of some data, by a key and a place
-    syncs   the system has stored the content before the file has its name
+    syncs   the system has stored the content before the file has its name. The file is locked until then
     """
 
     name: str
@@ -88,12 +93,16 @@ def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes], kind: FileK
     try:
         _check_place(path, kind)
         with open(written, "xb") as f:
+            if kind.syncs:
+                _lock(f)
             _write(f, head, pieces, kind)
             n = f.tell()
             if kind.syncs:
                 f.flush()
                 os.fsync(f.fileno())
-        os.replace(written, path)
+                os.replace(written, path)  # while it is locked
+        if not kind.syncs:
+            os.replace(written, path)
     except (OSError, ValueError) as e:  # a name with a NUL in it
         with suppress(OSError, ValueError):
             written.unlink()
@@ -105,6 +114,26 @@ def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes], kind: FileK
             f"{kind.name} {printable(path.name, MAX_LISTED)} can not be written: {reason}"
         ) from None
     return n
+
+
+def _lock(f: BinaryIO) -> bool:
+    """Lock a file for this process, until it is closed or the process ends. Returns False if another has the lock."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(f.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def is_abandoned(path: str) -> bool:
+    """The writer of an unfinished file has ended."""
+    try:
+        with open(path, "rb") as f:
+            return _lock(f)
+    except OSError:
+        return False
 
 
 def _check_place(path: Path, kind: FileKind) -> None:
