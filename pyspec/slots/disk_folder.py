@@ -146,10 +146,15 @@ class DiskFolder:
 
     def prepare(self) -> None:
         """Make the folder, and keep to the limit. Raises OSError if nothing could be written there."""
-        self.here.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         self._make_room(0, time.time_ns())
         if not os.access(self.here, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.here))
+
+    def _make_folder(self) -> None:
+        """For this user alone: entries have the texts that requests sent."""
+        for folder in (self.path, self.here):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def chain(self, tokens: Sequence[int] | Tokens) -> Chain:
         """The keys of a text under this identity."""
@@ -257,7 +262,10 @@ class DiskFolder:
         if n > self.limit or not self._make_room(n, _stamp(now, at)):
             return 0
         with suppress(OSError):  # else the write fails with the reason
-            self.here.mkdir(parents=True, exist_ok=True)
+            self._make_folder()
+        if os.path.isfile(self.here / entry.name):  # another engine has written it meanwhile
+            self.touch([(at, entry)], now)
+            return 0
         write(self.here / entry.name, head, pieces, ENTRY)
         self.touch([(at, entry)], now)
         self.n_bytes += n

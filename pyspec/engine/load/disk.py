@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 def open_disk(loop: Loop, s: EngineSettings, info: EngineInfo) -> DiskTier | None:
     """The tier that the settings ask for. Call it behind the warm-up, whose texts are not worth keeping."""
-    if s.cache_disk is None:
+    if not s.cache_disk:
         return None
     if not s.prefix_cache or not loop.memory.is_whole:
         why = (

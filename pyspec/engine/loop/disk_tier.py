@@ -39,6 +39,7 @@ log = limited(__name__)
 MOST_TEXTS = 64  # texts that wait to be compared with the folder; the oldest ones go
 MOST_IN_FLIGHT = 256 << 20  # bytes of host memory for what is copied and not written yet
 MOST_READ = 256 << 20  # bytes of host memory for what is read and not in a slot yet
+SHARE, MOST_SHARE_S = 0.1, 0.1  # of the time of a round that copies beside it take; most seconds of them
 TRIES = 4  # times that a prompt is looked up: each damaged file that is found costs one
 PATIENCE_S = 10.0  # without an answer of the disk, after which a request goes on without it
 REST_S = 60.0  # after a failure, in which nothing is written, or read
@@ -81,6 +82,7 @@ class Restore:
     is_read: bool = False
     is_stopped: bool = False
     state: Restored | None = None
+    advanced: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -112,6 +114,7 @@ class DiskTier:
         self._count = threading.Lock()
         self._copying: Iterator[None] | None = None
         self._no_write_until = self._no_read_until = 0.0
+        self._stepped = 0.0
         self._is_closed = False
         self._failure = ""  # the reason why the last write failed
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -155,9 +158,15 @@ class DiskTier:
         return (self._copying is not None or bool(self._wants)) and self._in_flight < MOST_IN_FLIGHT
 
     def step(self) -> None:
-        """Start the copy of one piece to host memory."""
-        if not self.has_work:
-            return
+        """Start the copy of one piece to host memory, and of more within a share of the time of a round."""
+        began = time.monotonic()
+        until, self._stepped = began + _share(began - self._stepped), began
+        while self.has_work:
+            self._copy_piece()
+            if time.monotonic() >= until:
+                break
+
+    def _copy_piece(self) -> None:
         if self._copying is None:
             self._copying = self._copy(self._wants.popleft())
         try:
@@ -216,6 +225,7 @@ class DiskTier:
         try:
             self.folder = self._open_folder()
             self.folder.prepare()
+            log.info("the prefix cache on disk: %s, %d MiB used", self.folder.path, self.n_bytes >> 20)
         except (PyspecError, OSError) as e:
             log.warning("the prefix cache on disk (--cache-disk) is not used: %s", e)
             self._is_closed = True
@@ -291,22 +301,23 @@ class DiskTier:
 
     def wait(self, seconds: float) -> None:
         """Wait for something to read."""
-        self._arrived.wait(seconds)
+        self._arrived.wait(max(0.0, seconds))
         self._arrived.clear()
 
     def advance(self, restore: Restore) -> bool:
-        """Put what was read into the slot's pages, up to PIECE bytes. Returns True once no more comes."""
-        n_bytes, is_read = 0, restore.is_read
-        while n_bytes < PIECE and restore.pieces:
-            piece = restore.pieces.popleft()
-            try:
-                restore.state = self.codec.put(restore.slot, piece) or restore.state
-            finally:
-                self._give_back(piece)
-            n_bytes += piece.content.size
-            restore.heard = self.clock()
-        if not restore.pieces and is_read:
-            return True
+        """Put one piece or more into the slot's pages, within a share of the time of a round. Returns True once no more comes."""
+        began = time.monotonic()
+        until, restore.advanced = began + _share(began - restore.advanced), began
+        while True:
+            is_read = restore.is_read
+            if restore.pieces:
+                self._put(restore, restore.pieces.popleft())
+            if is_read and not restore.pieces:
+                return True
+            if time.monotonic() >= until:
+                break
+            if not restore.pieces:
+                self.wait(until - time.monotonic())
         if self.clock() - restore.heard <= PATIENCE_S:
             return False
         self._no_read_until = self.clock() + REST_S
@@ -317,6 +328,13 @@ class DiskTier:
         )
         self.stop(restore)
         return True
+
+    def _put(self, restore: Restore, piece: Piece) -> None:
+        try:
+            restore.state = self.codec.put(restore.slot, piece) or restore.state
+        finally:
+            self._give_back(piece)
+        restore.heard = self.clock()
 
     def finish(self, restore: Restore) -> object | None:
         """Give the slot the tokens that were restored, and their state. Returns the drafter's share."""
@@ -449,6 +467,11 @@ class DiskTier:
         self._is_closed, self.on_work = True, lambda: None
         self._tasks.put(None)
         self._readers.shutdown(wait=False, cancel_futures=True)
+
+
+def _share(seconds: float) -> float:
+    """Seconds that are spent on the disk's behalf beside a round that took so many."""
+    return min(SHARE * seconds, MOST_SHARE_S)
 
 
 def _within(tensors: Sequence[Tensor], most: int) -> int:
