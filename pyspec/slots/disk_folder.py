@@ -51,7 +51,7 @@ Tokens = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DiskEntry:
     """One file: `n` tokens behind those of `parent`, whose key is `key`; kind: PAGES or END."""
 
     parent: str
@@ -64,14 +64,14 @@ class Entry:
         return f"{self.parent}-{self.n}-{self.key}.{self.kind}"
 
     @classmethod
-    def of(cls, name: str) -> Entry | None:
+    def of(cls, name: str) -> DiskEntry | None:
         """The entry with this file name; None if it is another file."""
         found = _NAME.fullmatch(name)
         return None if found is None else cls(found[1], int(found[2]), found[3], found[4])
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DiskHit:
     """The part of a prompt in the folder.
 
     n      tokens
@@ -83,12 +83,12 @@ class Found:
 
     n: int
     first: int
-    pages: tuple[Entry, ...]
-    end: Entry | None
-    used: tuple[tuple[int, Entry], ...]
+    pages: tuple[DiskEntry, ...]
+    end: DiskEntry | None
+    used: tuple[tuple[int, DiskEntry], ...]
 
 
-class Chain:
+class TextKeys:
     """The keys of a text: after each whole segment, and at any place behind one."""
 
     def __init__(self, root: str, tokens: Sequence[int] | Tokens) -> None:
@@ -102,27 +102,27 @@ class Chain:
         content = self.tokens[at : at + n].tobytes()
         return sha256(bytes.fromhex(self.keys[i]) + content).hexdigest()[:32] if n else self.keys[i]
 
-    def segment(self, i: int) -> Entry:
+    def segment(self, i: int) -> DiskEntry:
         """The entry of a whole segment."""
-        return Entry(self.keys[i], SEGMENT, self.keys[i + 1], PAGES)
+        return DiskEntry(self.keys[i], SEGMENT, self.keys[i + 1], PAGES)
 
-    def end(self, n_past: int) -> Entry:
+    def end(self, n_past: int) -> DiskEntry:
         """The entry of the text's first `n_past` tokens, behind their whole segments."""
         i, n = divmod(n_past, SEGMENT)
-        return Entry(self.keys[i], n, self._key(i, n), END)
+        return DiskEntry(self.keys[i], n, self._key(i, n), END)
 
-    def has(self, i: int, entry: Entry) -> bool:
+    def has(self, i: int, entry: DiskEntry) -> bool:
         """The text goes on behind its segment `i` as the entry does."""
         return i * SEGMENT + entry.n <= len(self.tokens) and self._key(i, entry.n) == entry.key
 
 
 @dataclass(slots=True)
-class Index:
+class FolderIndex:
     """Entries of one identity, and the folder's time of change when they were listed."""
 
     changed: int = -1
     names: set[str] = field(default_factory=set)
-    ends: dict[str, list[Entry]] = field(default_factory=dict)  # by parent
+    ends: dict[str, list[DiskEntry]] = field(default_factory=dict)  # by parent
 
 
 class DiskFolder:
@@ -141,7 +141,7 @@ class DiskFolder:
             0  # of all entries at the last count and those written since; those alone
         )
         self._counted = -SCAN_S
-        self._index, self._lock = Index(), Lock()
+        self._index, self._lock = FolderIndex(), Lock()
         self._shunned: set[str] = set()  # damaged files that can not be removed
 
     def prepare(self) -> None:
@@ -156,13 +156,13 @@ class DiskFolder:
         for folder in (self.path, self.here):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def chain(self, tokens: Sequence[int] | Tokens) -> Chain:
+    def chain(self, tokens: Sequence[int] | Tokens) -> TextKeys:
         """The keys of a text under this identity."""
-        return Chain(self.root, tokens)
+        return TextKeys(self.root, tokens)
 
     # -- finding -------------------------------------------------------------------------------------------------
 
-    def index(self) -> Index:
+    def index(self) -> FolderIndex:
         """The entries that exist now."""
         with self._lock:
             try:
@@ -171,10 +171,10 @@ class DiskFolder:
                     settled = time.time_ns() - changed > SETTLED_NS
                     self._index = _listed(self.here, changed if settled else -1, self._shunned)
             except OSError:
-                self._index = Index()
+                self._index = FolderIndex()
             return self._index
 
-    def find(self, tokens: Sequence[int], n_have: int, *, at_end: bool) -> Found | None:
+    def find(self, tokens: Sequence[int], n_have: int, *, at_end: bool) -> DiskHit | None:
         """The longest prefix of a prompt, without its last token, beyond the `n_have` tokens that the engine has. None: no more than those.
 
         at_end  only where an end is: the models have state beside their pages
@@ -200,20 +200,22 @@ class DiskFolder:
         used = [((j + 1) * SEGMENT, e) for j, e in enumerate(whole)] + (
             [] if end is None else [(n, end)]
         )
-        return Found(n, first, tuple(whole[first:]), end, tuple(used))
+        return DiskHit(n, first, tuple(whole[first:]), end, tuple(used))
 
-    def missing(self, chain: Chain, n: int, ends: Sequence[int], now: int) -> list[tuple[int, Entry]]:
+    def missing(
+        self, chain: TextKeys, n: int, ends: Sequence[int], now: int
+    ) -> list[tuple[int, DiskEntry]]:
         """Entries of a text's first `n` tokens that do not exist, each with the number of tokens up to its end. The others are marked as used `now`."""
         index = self.index()
-        lacks: list[tuple[int, Entry]] = []
-        has: list[tuple[int, Entry]] = []
+        lacks: list[tuple[int, DiskEntry]] = []
+        has: list[tuple[int, DiskEntry]] = []
         wanted = [((i + 1) * SEGMENT, chain.segment(i)) for i in range(n // SEGMENT)]
         for at, entry in wanted + [(at, chain.end(at)) for at in ends]:
             (has if entry.name in index.names else lacks).append((at, entry))
         self.touch(has, now)
         return lacks
 
-    def touch(self, entries: Iterable[tuple[int, Entry]], now: int) -> None:
+    def touch(self, entries: Iterable[tuple[int, DiskEntry]], now: int) -> None:
         """Mark entries as used at a time in nanoseconds; those at the end of a text a little earlier, so that they are removed first."""
         for at, entry in entries:
             with suppress(OSError):
@@ -221,7 +223,7 @@ class DiskFolder:
 
     # -- reading and writing -------------------------------------------------------------------------------------
 
-    def open(self, entry: Entry) -> SlotFile | None:
+    def open(self, entry: DiskEntry) -> SlotFile | None:
         """An entry with a valid head that belongs here; None if it is gone. Raises BadSlotFile."""
         path = self.here / entry.name
         try:
@@ -235,7 +237,7 @@ class DiskFolder:
             raise file.bad("it has another entry's content, or one for other models or settings")
         return file
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, entry: DiskEntry) -> None:
         """Remove a file that is damaged, or never look at it again."""
         try:
             os.unlink(self.here / entry.name)
@@ -250,7 +252,7 @@ class DiskFolder:
         self._index.changed = -1
 
     def write(
-        self, at: int, entry: Entry, head: dict[str, Any], pieces: Sequence[Bytes], now: int
+        self, at: int, entry: DiskEntry, head: dict[str, Any], pieces: Sequence[Bytes], now: int
     ) -> int:
         """Write an entry whose text has `at` tokens up to there and was used `now`, after making room for it. Returns its bytes, 0 if only
         entries that were used later could make room.
@@ -324,7 +326,7 @@ class DiskFolder:
     def clear(self) -> None:
         """Remove all entries of this identity."""
         for name in list(self.index().names):
-            if (entry := Entry.of(name)) is not None:
+            if (entry := DiskEntry.of(name)) is not None:
                 self.discard(entry)
 
 
@@ -341,10 +343,10 @@ def _scan(path: str | Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _listed(folder: Path, changed: int, shunned: set[str]) -> Index:
-    index = Index(changed)
+def _listed(folder: Path, changed: int, shunned: set[str]) -> FolderIndex:
+    index = FolderIndex(changed)
     for name in os.listdir(folder):
-        entry = Entry.of(name)
+        entry = DiskEntry.of(name)
         if entry is not None and entry.n <= SEGMENT and name not in shunned:
             index.names.add(name)
             if entry.kind == END:

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -265,7 +266,10 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(
         assert isinstance(cancelled, Done) and cancelled.finish == "cancelled"
         e.submit(request, events.put)
         assert asked.acquire(timeout=60)
-        assert e.slots()[0].is_processing
+        until = time.monotonic() + 60
+        while not e.slots()[0].is_processing and time.monotonic() < until:
+            time.sleep(0.001)
+        assert e.slots()[0].is_processing and e.metrics().requests_processing == 1
         clock[0] += disk_tier.PATIENCE_S + 1
         heard = [events.get(timeout=60)]
         while not isinstance(heard[-1], Done):

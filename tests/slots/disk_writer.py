@@ -20,19 +20,19 @@ import numpy as np
 
 from pyspec.errors import BadSlotFile
 from pyspec.slots import disk_folder, slot_file
-from pyspec.slots.disk_folder import END, SEGMENT, DiskFolder, Entry
+from pyspec.slots.disk_folder import END, SEGMENT, DiskEntry, DiskFolder
 from pyspec.slots.slot_file import Bytes
 
 IDENTITY = {"model": "a"}
 
 
-def content_of(entry: Entry) -> Bytes:
+def content_of(entry: DiskEntry) -> Bytes:
     """The only right content of an entry: of a size that differs from one to the next, over one chunk for some."""
     n = 5000 + int(entry.key[:6], 16) % (3 << 19)
     return np.frombuffer(shake_128(entry.name.encode()).digest(n), np.uint8)
 
 
-def entries_of(folder: DiskFolder, seed: int) -> list[tuple[int, Entry]]:
+def entries_of(folder: DiskFolder, seed: int) -> list[tuple[int, DiskEntry]]:
     """Entries of a text that shares its first segment with half of the others."""
     rng = random.Random(seed)
     tokens = random.Random(seed % 2).choices(range(1000), k=SEGMENT) + rng.choices(range(1000), k=600)
@@ -76,7 +76,7 @@ def read_all(folder: DiskFolder) -> tuple[int, int]:
     """(entries that are believed, those of them that are wrong)."""
     n_read = n_wrong = 0
     for name in sorted(folder.index().names):
-        entry = Entry.of(name)
+        entry = DiskEntry.of(name)
         assert entry is not None and entry.kind in ("pages", END)
         try:
             file = folder.open(entry)

@@ -18,7 +18,7 @@ import pytest
 
 from pyspec.errors import BadSlotFile, StorageFull
 from pyspec.slots import disk_folder
-from pyspec.slots.disk_folder import END, PAGES, SEGMENT, DiskFolder, Entry
+from pyspec.slots.disk_folder import END, PAGES, SEGMENT, DiskEntry, DiskFolder
 from pyspec.slots.slot_file import CHUNK, Bytes, SlotFile, write
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def folder_of(path: Path, model: str = "a", limit: int = 64 * MIB) -> DiskFolder
     return folder
 
 
-def bytes_of(entry: Entry, n: int = 3000) -> Bytes:
+def bytes_of(entry: DiskEntry, n: int = 3000) -> Bytes:
     return np.random.default_rng(int(entry.key[:8], 16)).integers(0, 256, n, dtype=np.uint8)
 
 
@@ -42,7 +42,7 @@ def put(
     ends: tuple[int, ...] = (),
     n: int = 3000,
     now: int = 0,
-) -> list[Entry]:
+) -> list[DiskEntry]:
     """Write a text's missing entries."""
     used, chain = now or time.time_ns(), folder.chain(tokens)
     lacks = folder.missing(chain, len(tokens), ends, used)
@@ -51,7 +51,7 @@ def put(
     return [entry for _, entry in lacks]
 
 
-def read(folder: DiskFolder, entry: Entry) -> Bytes | None:
+def read(folder: DiskFolder, entry: DiskEntry) -> Bytes | None:
     file = folder.open(entry)
     if file is None:
         return None
@@ -320,6 +320,6 @@ def test_nothing_wrong_is_read_after_a_writer_was_killed(tmp_path: Path, n_kill:
     assert found["most_bytes"] <= 9 * MIB
     folder = DiskFolder(tmp_path, {"model": "a"}, 9 * MIB)
     for name in folder.index().names:
-        entry = Entry.of(name)
+        entry = DiskEntry.of(name)
         assert entry is not None and entry.kind in (PAGES, END)
         SlotFile(folder.here / name, disk_folder.ENTRY).__exit__(None, None, None)

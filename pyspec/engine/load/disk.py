@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from pyspec import __version__
 from pyspec.config import EngineSettings
 from pyspec.engine.loop.disk_entry import EntryCodec
 from pyspec.engine.loop.disk_tier import DiskTier
@@ -34,7 +33,6 @@ def open_disk(loop: Loop, s: EngineSettings, info: EngineInfo) -> DiskTier | Non
     def open_folder() -> DiskFolder:
         """On the tier's thread: it reads parts of the models' files."""
         identity = {
-            "pyspec": __version__,
             "device": device,
             "exact": s.exact,
             "kernels": s.kernels,

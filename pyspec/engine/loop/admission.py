@@ -146,7 +146,8 @@ class Admission:
         self.table.release(seated.slot, trusted=False)
 
     def drop_restoring(self, error: PyspecError) -> None:
-        """Fail the requests that the disk is asked for."""
+        """Fail the requests that the disk is asked for, and forget those that would begin next: they fail with all others."""
+        self.ready.clear()
         for seated in list(self.restoring):
             self._give_up(seated)
             self.stats.failed += 1

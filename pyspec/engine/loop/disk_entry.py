@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import PortableDrafter
-from pyspec.slots.disk_folder import END, SEGMENT, Entry
+from pyspec.slots.disk_folder import END, SEGMENT, DiskEntry
 from pyspec.slots.memory import Checkpoint, Like, planes_of, write_planes
 from pyspec.slots.slot_file import Bytes, SlotFile
 from pyspec.slots.states import Saved
@@ -32,7 +32,7 @@ class Piece:
     buffer   the reader's memory that holds it, to be given back; None: its own
     """
 
-    entry: Entry
+    entry: DiskEntry
     first: int
     n_past: int
     content: Bytes
@@ -42,7 +42,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredState:
     """The state behind the pages of a prefix: the target's, and the drafter's share."""
 
     n_past: int
@@ -109,7 +109,7 @@ class EntryCodec:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def read(
-        self, file: SlotFile, entry: Entry, i: int, tokens: Sequence[int], buffer: Bytes | None
+        self, file: SlotFile, entry: DiskEntry, i: int, tokens: Sequence[int], buffer: Bytes | None
     ) -> Piece:
         """The content of an entry behind segment `i` of a text. Raises BadSlotFile; `buffer` is the caller's then."""
         n_past = i * SEGMENT + entry.n
@@ -127,7 +127,7 @@ class EntryCodec:
         kept = buffer if buffer is not None and buffer.size >= n_bytes else None
         return Piece(entry, first, n_past, content, like, has_share, kept)
 
-    def put(self, slot: Slot, piece: Piece) -> Restored | None:
+    def put(self, slot: Slot, piece: Piece) -> RestoredState | None:
         """Write an entry's pages into the slot's own pages. Returns its state, if it is an end."""
         self.table.grow(slot, piece.n_past)
         parts = self._parts(piece)
@@ -145,7 +145,7 @@ class EntryCodec:
             checkpoint = self.worker.memory.make_state(piece.n_past, parts)
         if piece.has_share and self.drafter is not None:
             draft = self.drafter.share_of(piece.n_past, next(parts).clone())
-        return Restored(piece.n_past, checkpoint, draft)
+        return RestoredState(piece.n_past, checkpoint, draft)
 
     def _parts(self, piece: Piece) -> Iterator[Tensor]:
         """Its tensors on the device: one copy brings all."""

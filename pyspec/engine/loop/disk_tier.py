@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,11 +24,11 @@ from torch import Tensor
 from pyspec.cache import n_cores
 from pyspec.device.worker import is_device_error, stamp
 from pyspec.engine.aside import AsideThread
-from pyspec.engine.loop.disk_entry import EntryCodec, Piece, Restored
+from pyspec.engine.loop.disk_entry import EntryCodec, Piece, RestoredState
 from pyspec.errors import BadSlotFile, PyspecError
 from pyspec.repeats import limited
 from pyspec.slots.cache import PrefixCache
-from pyspec.slots.disk_folder import END, DiskFolder, Entry, Found
+from pyspec.slots.disk_folder import END, SEGMENT, DiskEntry, DiskFolder, DiskHit
 from pyspec.slots.prefix import Hit
 from pyspec.slots.slot_file import Bytes
 from pyspec.slots.states import PIECE, Saved, bytes_of, page_locked, to_host
@@ -46,7 +46,7 @@ REST_S = 60.0  # after a failure, in which nothing is written, or read
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class KeptText:
     """A text in the prefix tree, whose first `n` tokens are worth keeping. ends: places where entries end besides whole segments."""
 
     tokens: tuple[int, ...]
@@ -55,12 +55,12 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class WantedEntry:
     """An entry that the folder lacks. at: tokens of the text up to its end; used: when the text was, in nanoseconds."""
 
-    text: Text
+    text: KeptText
     at: int
-    entry: Entry
+    entry: DiskEntry
     used: int
 
 
@@ -78,10 +78,10 @@ class Restore:
     n_have: int
     heard: float
     pieces: deque[Piece] = field(default_factory=deque)
-    found: Found | None = None
+    found: DiskHit | None = None
     is_read: bool = False
     is_stopped: bool = False
-    state: Restored | None = None
+    state: RestoredState | None = None
     advanced: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -107,12 +107,12 @@ class DiskTier:
         self.read_bytes = self.written_bytes = 0
         self._open_folder = open_folder
         self._opened, self._arrived = threading.Event(), threading.Event()
-        self._texts: deque[Text] = deque(maxlen=MOST_TEXTS)
-        self._wants: deque[Want] = deque()
+        self._texts: deque[KeptText] = deque(maxlen=MOST_TEXTS)
+        self._wants: deque[WantedEntry] = deque()
         self._known: set[str] = set()  # entries that are wanted or being written
         self._in_flight = 0
         self._count = threading.Lock()
-        self._copying: Iterator[None] | None = None
+        self._copying: Generator[None, None, None] | None = None
         self._no_write_until = self._no_read_until = 0.0
         self._stepped = 0.0
         self._is_closed = False
@@ -149,7 +149,7 @@ class DiskTier:
             )
         worth = sorted((at for at in ends if at >= self.worth), reverse=True)
         if n >= self.worth:
-            self._texts.append(Text(tuple(tokens), n, tuple(worth)))
+            self._texts.append(KeptText(tuple(tokens), n, tuple(worth)))
             self._tasks.put(self._compare)
 
     @property
@@ -179,7 +179,7 @@ class DiskTier:
             self._no_write_until = self.clock() + REST_S
             log.exception("the prefix cache on disk: a text could not be copied")
 
-    def _copy(self, want: Want) -> Iterator[None]:
+    def _copy(self, want: WantedEntry) -> Generator[None, None, None]:
         """Copy an entry's content, piece by piece. Filed pages and states never change; what was evicted meanwhile is not written."""
         entry, at = want.entry, want.at
         nodes, n = self.table.tree.path(want.text.tokens[:at])
@@ -247,11 +247,13 @@ class DiskTier:
         for at, entry in self.folder.missing(chain, text.n, text.ends, now):
             if entry.name not in self._known:
                 self._known.add(entry.name)
-                self._wants.append(Want(text, at, entry, now))
+                self._wants.append(WantedEntry(text, at, entry, now))
         if self._wants:
             self.on_work()
 
-    def _write(self, want: Want, head: dict[str, Any], tensors: list[Tensor], copied: Any) -> None:
+    def _write(
+        self, want: WantedEntry, head: dict[str, Any], tensors: list[Tensor], copied: Any
+    ) -> None:
         try:
             if self.folder is not None and self.clock() >= self._no_write_until:
                 if copied is not None:
@@ -275,13 +277,25 @@ class DiskTier:
         with self._count:
             self._in_flight += n_bytes
 
+    def _drop(self, is_in: Callable[[KeptText], bool]) -> None:
+        """Copy nothing more of these texts."""
+        if self._copying is not None:
+            copying, self._copying = self._copying, None
+            copying.close()
+        for want in [want for want in self._wants if is_in(want.text)]:
+            self._wants.remove(want)
+            self._known.discard(want.entry.name)
+
     def forget(self, tokens: Sequence[int]) -> None:
         """Remove the entries of a text."""
+        first = tuple(tokens[:SEGMENT])
+        self._drop(lambda text: text.tokens[:SEGMENT] == first)
         self._tasks.put(lambda: None if self.folder is None else self.folder.forget(tokens))
 
     def clear(self) -> None:
         """Remove all entries that engines with these models and settings have written."""
-        self._wants.clear()
+        self._texts.clear()
+        self._drop(lambda text: True)
         self._tasks.put(lambda: None if self.folder is None else self.folder.clear())
 
     # -- reading: on the engine's thread --------------------------------------------------------------------------
@@ -390,7 +404,7 @@ class DiskTier:
                 folder.touch(found.used, time.time_ns())
                 return
 
-    def _read_all(self, folder: DiskFolder, restore: Restore, found: Found) -> bool:
+    def _read_all(self, folder: DiskFolder, restore: Restore, found: DiskHit) -> bool:
         """Read entries for the slot. Returns False if one is damaged or gone."""
         n_segment = found.first + len(found.pages)
         if found.end is not None and not self._read_one(folder, restore, n_segment, found.end):
@@ -399,7 +413,7 @@ class DiskTier:
         numbers = range(found.first, n_segment)
         return all([*self._readers.map(read, numbers, found.pages)]) and not restore.is_stopped
 
-    def _read_one(self, folder: DiskFolder, restore: Restore, i: int, entry: Entry) -> bool:
+    def _read_one(self, folder: DiskFolder, restore: Restore, i: int, entry: DiskEntry) -> bool:
         """Read and check the entry behind segment `i`, and offer it to the engine's thread."""
         buffer = self._take_buffer(restore) if entry.kind != END else None
         piece = None

@@ -25,8 +25,9 @@ from pyspec.engine.loop.job import End, Job, blamed
 from pyspec.engine.loop.lookahead import Lookahead
 from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.round import RowLimits, Work, logits_need, n_beside, plan_work
+from pyspec.engine.loop.slot_actions import run_task
 from pyspec.engine.loop.slot_image import SlotImager
-from pyspec.engine.loop.slot_task import SlotTask, run_task
+from pyspec.engine.loop.slot_task import SlotTask
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.status import metrics_of, slot_rows
@@ -478,7 +479,6 @@ class Loop:
             self._turn_away(blamed(error))
         self.admission.drop_restoring(blamed(error))
         self.committer.drop_all(blamed(error))
-        self.admission.ready.clear()
         self.speculator.forget(slots)
 
     def _turn_away(self, error: PyspecError) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pyspec.device.worker import is_device_error
 from pyspec.engine.aside import AsideThread
+from pyspec.engine.loop.job import blamed
 from pyspec.engine.loop.slot_image import Image, SlotImager
 from pyspec.engine.loop.slot_task import OnAnswer, SlotTask, careful
 from pyspec.errors import PyspecError, RequestError
@@ -115,6 +117,18 @@ class SlotActions:
                 raise file.bad(
                     f"it was saved with another {PROPERTIES[name]}: {str(there)[:64]!r}, here it is {here!r}"
                 )
+
+
+def run_task(task: SlotTask) -> None:
+    """Run a task of an idle slot. Raises only an error of the device."""
+    try:
+        task.do()
+    except Exception as e:
+        task.failed(blamed(e))
+        if is_device_error(e):
+            raise
+        if not isinstance(e, PyspecError):
+            log.exception("a task of slot %d failed", task.slot)
 
 
 def _aside(do: Callable[[], None], on_answer: OnAnswer) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pyspec.device.worker import is_device_error
-from pyspec.engine.loop.job import blamed
 from pyspec.errors import PyspecError
 from pyspec.repeats import limited
 from pyspec.slot_action import SlotAnswer
@@ -23,18 +21,6 @@ class SlotTask:
     slot: int
     do: Callable[[], None]
     failed: Callable[[PyspecError], None]
-
-
-def run_task(task: SlotTask) -> None:
-    """Run a task of an idle slot. Raises only an error of the device."""
-    try:
-        task.do()
-    except Exception as e:
-        task.failed(blamed(e))
-        if is_device_error(e):
-            raise
-        if not isinstance(e, PyspecError):
-            log.exception("a task of slot %d failed", task.slot)
 
 
 def careful(on_answer: OnAnswer) -> OnAnswer:
