@@ -87,6 +87,10 @@ class EngineSettings:
     # MiB on the device for recurrent checkpoints
     cache_ram: Annotated[int, "--cache-ram", Whole(0, MAX_MIB)] = 8192
     # MiB of host memory for checkpoints beyond that, at most half of the free memory
+    cache_disk: Annotated[Path, "--cache-disk", Of((Path, str))] | None = None
+    # folder of the prefix cache's tier on disk, which engines of this machine share; None: no such tier
+    cache_disk_size: Annotated[int, "--cache-disk-size", Whole(1, MAX_MIB)] = 32768
+    # MiB of all files there
     checkpoint_every: Annotated[int, "--checkpoint-every", Whole(0, INT32, "0: none")] = 8192
     # tokens between the checkpoints inside a long prompt
     draft_path: Annotated[Path, "-md", Of((Path, str))] | None = None

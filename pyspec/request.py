@@ -231,6 +231,7 @@ class Timings:
     """llama-server's `timings`. Rates exclude the first token, which the prompt's forward produces."""
 
     cache_n: int = 0  # prompt tokens taken from the prefix cache
+    disk_n: int = 0  # of these, read from its tier on disk
     prompt_n: int = 0  # prompt tokens processed
     prompt_ms: float = 0.0
     predicted_n: int = 0
@@ -407,6 +408,7 @@ class Metrics:
 
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
+    prompt_tokens_disk: int = 0  # of these, read from the prefix cache's tier on disk
     prompt_seconds: float = 0.0
     predicted_tokens: int = 0
     predicted_seconds: float = 0.0
@@ -433,6 +435,9 @@ class Metrics:
     states: int = 0  # recurrent checkpoints kept
     states_device_bytes: int = 0
     states_host_bytes: int = 0
+    disk_bytes: int = 0  # of the prefix cache's tier on disk, by all engines that share it
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
     draft_ms: float = 0.0  # wall time by part, summed
     verify_ms: float = 0.0
     sample_ms: float = 0.0

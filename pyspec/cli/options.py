@@ -218,6 +218,10 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
            help="Device memory for recurrent checkpoints, in MiB. 0: one per slot."),
     _slots("-cram", "--cache-ram", default=8192,
            help="Host memory for more checkpoints, in MiB. -1: no limit."),
+    _slots("--cache-disk", default="", metavar="DIR",
+           help="Folder where the prefix cache is also kept, for restarts and other servers of this machine."),
+    _slots("--cache-disk-size", default=32768, type=click.IntRange(1),
+           help="Size of that folder, in MiB."),
     _slots("--checkpoint-every", default=8192,
            help="Tokens between checkpoints in a long prompt. 0: none."),
     _slots("-b", "--batch-size", "batch", default=0,
@@ -316,6 +320,7 @@ SETTINGS = (
     "prefix_cache",
     "cache_device",
     "cache_ram",
+    "cache_disk_size",
     "checkpoint_every",
     "threads",
     "device",
@@ -415,6 +420,7 @@ def _engine_choice(values: dict[str, Any]) -> EngineChoice:
         settings["ubatch"] = min(settings["ubatch"], settings["batch"])
     if settings["cache_ram"] == -1:
         settings["cache_ram"] = MAX_MIB
+    settings["cache_disk"] = values.pop("cache_disk") or None
     context = click.get_current_context()
     was_given = context.get_parameter_source("tp") not in (None, ParameterSource.DEFAULT)
     if context.meta.get("pyspec.split") == "tensor" and not was_given:

@@ -49,6 +49,8 @@ class LoadOptions(TypedDict, total=False):
     prefix_cache: bool
     cache_device: int
     cache_ram: int
+    cache_disk: Path | None
+    cache_disk_size: int
     checkpoint_every: int
     draft_path: Path | None
     spec_type: str

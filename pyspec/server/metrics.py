@@ -21,6 +21,7 @@ from pyspec.server.latency import Latencies
 COUNTERS = {
     "prompt_tokens": "prompt tokens processed",
     "prompt_tokens_cached": "prompt tokens taken from the cache",
+    "prompt_tokens_disk": "prompt tokens taken from the cache that were read from disk",
     "prompt_tokens_seen": "prompt tokens processed or cached",
     "prompt_seconds": "seconds spent on prompts",
     "predicted_tokens": "tokens generated",
@@ -35,6 +36,8 @@ COUNTERS = {
     "suffix_drafts": "suffix drafts verified",
     "suffix_draft_tokens": "tokens of suffix drafts verified",
     "suffix_accepted_tokens": "tokens of suffix drafts accepted",
+    "disk_read_bytes": "bytes of the prefix cache read from disk",
+    "disk_written_bytes": "bytes of the prefix cache written to disk",
     "guard_trips": "indices a kernel refused",
     "restarts": "times the engine's process was replaced",
     "tokens_replayed": "tokens that went through the model again after that",
@@ -54,6 +57,7 @@ GAUGES = {
     "states_device_bytes": "bytes of checkpoints on the device",
     "states_host_bytes": "bytes of checkpoints in host memory",
     "suffix_bytes": "bytes of texts and answers for suffix drafts",
+    "disk_bytes": "bytes of the prefix cache on disk, of all engines that share it",
     "seconds_since_step": "age of the last round while busy",
 }
 PER_POSITION = {

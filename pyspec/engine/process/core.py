@@ -45,6 +45,7 @@ Due = Sequence[tuple[Sink, Event]]
 
 REST_S = 1.0  # idle seconds after which freed memory goes back to the system
 TRIM_S = 60.0  # seconds of rounds without rest after which it goes back meanwhile: the C library keeps ten MiB of each minute
+FLUSH_S = 2.0  # of a close, in which texts are still copied for the cache on disk
 CLOSE_S = 30.0  # a round may take seconds; a hanging device never returns
 _ENDING = threading.Event()  # the main thread has ended; other threads may still run
 _RUNNING: weakref.WeakSet[EngineCore] = weakref.WeakSet()
@@ -113,6 +114,8 @@ class EngineCore:
         self._trimmed = time.monotonic()
         if self.loop.may_defer:
             self.loop.on_wait = self._hand_out
+        if self.loop.disk is not None:
+            self.loop.disk.on_work = self._nudge
         self._error: PyspecError | None = None
         self._lost: PyspecError | None = None  # a rank is gone, so the engine ends
         self._ranks = loaded.ranks
@@ -298,6 +301,8 @@ class EngineCore:
         try:
             while self._next():
                 self._round()
+            if self.loop.disk is not None:
+                self.loop.disk.flush(FLUSH_S)
             self._die(Unavailable("the engine was closed"))
         except PyspecError as e:
             self._die(e)
@@ -360,6 +365,11 @@ class EngineCore:
         for task in tasks:
             self.loop.add_slot_task(task)
 
+    def _nudge(self) -> None:
+        """Called on another thread: the loop has something to do."""
+        with self._wake:
+            self._wake.notify()
+
     def _has_news(self) -> bool:
         return bool(
             self._inbox or self._slot_tasks or self._closing or self._lost or not self.loop.is_idle
@@ -408,6 +418,8 @@ class EngineCore:
         for job in lost:
             self.loop.submit(job)
         self.loop.abort(error)
+        if self.loop.disk is not None:
+            self.loop.disk.close()
         self._hand_out()
         self.loop.on_wait = lambda: (
             None
@@ -449,6 +461,8 @@ class EngineCore:
                     "the engine does not stop: a round has been under way for more than %.0f s", limit_s
                 )
                 return False
+        if self.loop.disk is not None and threading.current_thread() is not self._thread:
+            self.loop.disk.join(limit_s)
         if self._ranks is not None:
             self.loop.leave()
             self._ranks.close()
