@@ -84,7 +84,7 @@ class EngineSettings:
     prefix_cache: Annotated[bool, "--cache-prompt", SWITCH] = True
     # reuse cached prefixes, and cache this engine's requests
     cache_device: Annotated[int, "--cache-device", Whole(0, MAX_MIB, "0: one checkpoint a slot")] = 0
-    # MiB on the device for recurrent checkpoints
+    # MiB on the device for checkpoints of recurrent states and windows
     cache_ram: Annotated[int, "--cache-ram", Whole(0, MAX_MIB)] = 8192
     # MiB of host memory for checkpoints beyond that, at most half of the free memory
     cache_disk: Annotated[Path, "--cache-disk", Of((Path, str))] | None = None
@@ -93,6 +93,8 @@ class EngineSettings:
     # MiB of all files there
     checkpoint_every: Annotated[int, "--checkpoint-every", Whole(0, INT32, "0: none")] = 8192
     # tokens between the checkpoints inside a long prompt
+    swa_full: Annotated[bool, "--swa-full", SWITCH] = False
+    # layers with a sliding window keep the pages of the whole text: the cache continues any prefix
     draft_path: Annotated[Path, "-md", Of((Path, str))] | None = None
     spec_type: Annotated[str, "--spec-type", SpecType()] = "auto"
     n_draft_max: Annotated[int, "--spec-draft-n-max", Whole(0, 64, "0: the drafter's own")] = 0

@@ -158,7 +158,7 @@ def _show(report: FitReport, about: dict[str, Any]) -> None:
     show(t)
     if report.checkpoint:
         click.echo(
-            f"a checkpoint of a slot's recurrent state takes {size(report.checkpoint)}; one per slot is included\n"
+            f"a checkpoint of a slot's state and windows takes {size(report.checkpoint)}; one per slot is included\n"
         )
     t = table("slots", "tokens each", "bytes", right=("slots", "tokens each", "bytes"))
     for one in report.fits:

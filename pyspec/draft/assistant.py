@@ -40,6 +40,7 @@ from pyspec.models.weights import EMBEDDING, Weights
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Memory
+from pyspec.slots.ring_pool import RingPool
 from pyspec.slots.table import SlotTable
 
 ARCH = "gemma4-assistant"
@@ -181,7 +182,8 @@ class AssistantBlock:
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         """hidden [row, n_hidden] f32. Returns the normed rows [row, n_embd] f32 that `propose` and `next_of` read."""
         x = self.pre(side_by_side([self.target.embed(batch.tokens), hidden]))
-        run = Pass(self.ropes.angles(batch.positions), self.target.memory, batch)
+        rings = self.target.ringed(batch)
+        run = Pass(self.ropes.angles(batch.positions), self.target.memory, batch, rings=rings)
         for block in self.blocks:
             x = block(x, run)
         return self.norms(x, self.norm)
@@ -240,11 +242,24 @@ class Assistant(Chain):
             self.probs[:n] = logits.softmax(-1).amax(-1)
 
 
+def _check_rings(c: AssistantConfig, memory: Memory) -> None:
+    """PairError where the target keeps fewer keys of a layer than the drafter would read."""
+    for part in (part for block in c.blocks for part in block.specs if isinstance(part, Attention)):
+        pool = memory.kv[part.reads or 0]
+        if isinstance(pool, RingPool) and not 0 < part.window <= pool.window:
+            raise PairError(
+                f"the drafter's window has {part.window} tokens, and the target keeps those of {pool.window}: "
+                "add --swa-full"
+            )
+
+
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert plan.file is not None
     if not isinstance(target, Decoder):
         raise PairError("this target does not give the keys that its assistant reads")
+    c = read_assistant(plan.file, target.config)
+    _check_rings(c, target.memory)
     flags = target.ropes.flags  # its queries meet keys that these have turned
     weights = Weights(plan.file, target.device, options.dense, wide=options.wide, rope=flags)
-    block = AssistantBlock(read_assistant(plan.file, target.config), weights, target)
+    block = AssistantBlock(c, weights, target)
     return Assistant(block, plan, table, target.device, options.settings.draft_p_min)

@@ -52,6 +52,7 @@ class LoadOptions(TypedDict, total=False):
     cache_disk: Path | None
     cache_disk_size: int
     checkpoint_every: int
+    swa_full: bool
     draft_path: Path | None
     spec_type: str
     n_draft_max: int

@@ -12,6 +12,7 @@ from pyspec.cpu import tensors
 from pyspec.cuda.kernel_context import current
 from pyspec.models.block import link_sums
 from pyspec.models.part import Binding, Pass
+from pyspec.models.ringed import Ringed
 from pyspec.models.rope import Angles, Ropes
 from pyspec.models.spec import ModelSpec
 from pyspec.models.tables import Tables
@@ -32,6 +33,7 @@ class Decoder:
         self.embedding = weights.embedding(EMBEDDING, config.embed_factor)
         self.inputs = None if config.per_layer is None else config.per_layer.bind(weights)
         self.ropes, self.tables = Ropes(weights), Tables()
+        self.ringed = Ringed(memory, weights.device)
         self.blocks = [
             block.bind(
                 Binding(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes, self.tables)
@@ -51,7 +53,7 @@ class Decoder:
     def capturable(self) -> bool:
         """True if a CUDA graph may hold a forward."""
         may = self.ranks is None or self.ranks.capturable
-        may = may and (self.inputs is None or self.inputs.capturable)
+        may = may and (self.inputs is None or self.inputs.capturable) and self.ringed.capturable
         return may and self.residual.capturable and all(block.capturable for block in self.blocks)
 
     @property
@@ -86,7 +88,7 @@ class Decoder:
         """x: rows of the embedding."""
         rows, queries = self.tables.rows(batch.tokens), self.ropes.queries(batch.positions)
         inputs = None if self.inputs is None else self.inputs(batch.tokens, x)
-        return Pass(angles, self.memory, batch, rows, queries, inputs)
+        return Pass(angles, self.memory, batch, rows, queries, inputs, self.ringed(batch))
 
     def of_states(self, hidden: Tensor) -> Tensor:
         """Logits [row, n_vocab] of the result of `states`."""

@@ -6,7 +6,7 @@ kernels that binding will ask for, and the bound part. Plans and drafters are fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -24,7 +24,7 @@ from pyspec.models.tables import Tables
 from pyspec.models.wants import Want
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KvFormat
+from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import LayerParts
 
@@ -134,7 +134,7 @@ class Binding:
 class Pass:
     """Arguments of every part of a forward, besides the residual stream. angles: of the model's ropes, by their places; rows: of its
     tables, likewise; queries: of ropes with a temperature, likewise (`Ropes.queries`); inputs: of each block [row, layer, n]
-    (`per_layer.py`)."""
+    (`per_layer.py`); rings: the batch as rings of each size hold it (`ringed.py`)."""
 
     angles: tuple[Angles, ...]
     memory: Memory
@@ -142,6 +142,11 @@ class Pass:
     rows: tuple[Tensor, ...] = ()
     queries: tuple[Tensor | None, ...] = ()
     inputs: Tensor | None = None
+    rings: Mapping[int, Batch] = field(default_factory=dict)
+
+    def placed(self, pool: KVPool) -> Batch:
+        """The batch with the rows and pages that it has in this pool."""
+        return self.rings[pool.n_ring] if pool.n_ring else self.batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,9 @@ class PrefixCache:
         self.states = states
         self.on = on
         self.every = every
-        table.needs_state = memory.needs_state
+        table.needs_state, table.n_chunk = memory.needs_state, memory.n_chunk
         table.tree.lose = states.lose
-        self._state_bytes = 0  # of one checkpoint, once it is known
+        self._state_bytes = 0  # of the largest checkpoint so far
         self._checked = 0  # table.n_change at the last check
 
     def find(self, prompt: Sequence[int]) -> Hit:
@@ -72,11 +72,10 @@ class PrefixCache:
             self.states.touch(old)
             return
         fold(slot)
-        self.states.room(
-            self._state_bytes
-        )  # before the copy is made, so that the device never holds more
+        # before the copy is made, so that the device never holds more
+        self.states.room(bytes_of((self.memory.saved_like(slot.n_past), draft)))
         saved = Saved(self.memory.checkpoint(slot.index, slot.n_past), draft)
-        self._state_bytes = saved.n_bytes
+        self._state_bytes = max(self._state_bytes, saved.n_bytes)
         self.states.add(node, slot.n_past, saved)
 
     def make_ready(self) -> bool:

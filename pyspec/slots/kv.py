@@ -37,6 +37,7 @@ class KVPool:
     """
 
     paged: ClassVar[bool] = True
+    n_ring = 0  # pages of a slot's ring (ring_pool.py); 0: pages are those of the page table
 
     def __init__(
         self,

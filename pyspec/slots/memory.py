@@ -15,8 +15,9 @@ from torch import Tensor
 from pyspec.slots.kv import KvFormat, KVPool, raw
 from pyspec.slots.kv_types import PLAIN
 from pyspec.slots.mapped import empty_like
-from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory
+from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory, kept
 from pyspec.slots.recurrent import StateLayer
+from pyspec.slots.ring_pool import RingPool
 
 Like = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 KV, STATE = "kv", "state"  # names of the parts that attention and recurrences read
@@ -61,6 +62,16 @@ class Memory:
     def paged(self) -> list[PartMemory]:
         """All paged memory."""
         return [*(part for part in self.parts if part.paged), *self.beside]
+
+    @property
+    def rings(self) -> dict[int, int]:
+        """Rings of pages (ring_pool.py), each size once: pages of a ring, and the null row behind all of them."""
+        return {p.n_ring: p.null_row for p in self.parts if isinstance(p, RingPool)}
+
+    @property
+    def n_chunk(self) -> int:
+        """Most rows of a slot in one forward, so that none overwrites a key that another sees; 0: any number."""
+        return min((p.n_spare for p in self.parts if isinstance(p, RingPool)), default=0)
 
     @property
     def needs_state(self) -> bool:
@@ -132,6 +143,7 @@ class Memory:
 
 def allocate(layers: Sequence[LayerParts], sizes: CacheSizes, device: torch.device) -> Memory:
     """Allocate all slot memory of a model, zeroed: first paged memory, then the slots' own."""
+    layers = kept(layers, sizes)
     made: list[dict[str, PartMemory]] = [{} for _ in layers]
     for paged in (True, False):
         for layer, memory in zip(layers, made, strict=True):

@@ -1,7 +1,8 @@
 """The memory that a layer keeps for its slots, in parts: declared by an architecture; sized, planned and allocated by a load.
 
-There are three kinds. Rows of a `Paged` part are stored in the pages of the slots' texts. A `Ring` holds the last rows of each slot: those
-of a window, and those that a verify may take back. `Recurrent` state is one value, committed by folding.
+There are three kinds. Rows of a `Paged` part are stored in the pages of the slots' texts; with a window each slot may have a ring of
+pages instead (`RingPages`). A `Ring` holds the last rows of each slot: those of a window, and those that a verify may take back.
+`Recurrent` state is one value, committed by folding.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pyspec.slots.kv import KvFormat, KVPool, rows_per_page
 from pyspec.slots.kv_types import key_bytes, row_bytes
 from pyspec.slots.recurrent import RecurrentShape, StateLayer
 from pyspec.slots.ring import RingRows
+from pyspec.slots.ring_pool import RingPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class CacheSizes:
     width     rows of a slot's largest verify
     n_late    rows of a slot that may wait in the records of recurrent layers (SeqMode.LATE)
     kv       types of keys and values, the entries of paged parts
+    n_chunk  most rows of a slot in one forward; 0: unknown, and layers with windows keep the pages of the whole text
     """
 
     n_slot: int
@@ -36,6 +39,12 @@ class CacheSizes:
     width: int
     kv: KvFormat
     n_late: int = 0
+    n_chunk: int = 0
+
+    @property
+    def n_spare(self) -> int:
+        """Rows of a slot that one forward may write, or that two verifies may take back, one launched behind the other."""
+        return max(2 * self.width, self.n_chunk)
 
     @property
     def n_record(self) -> int:
@@ -86,9 +95,21 @@ class CachePart(Protocol):
         """The part's memory, zeroed, for every slot."""
         ...
 
+    def kept(self, sizes: CacheSizes) -> CachePart:
+        """The part that a load with these sizes allocates in its place."""
+        ...
+
 
 LayerParts = Mapping[str, CachePart]
 """The parts of one layer by name."""
+
+WORTH = 0.75  # share of the whole text's rows below which a ring is chosen: the cache continues it at checkpoints only
+N_KEPT = 2  # windows of a slot beside its ring: of its checkpoint, and of a start
+
+
+def kept(layers: Sequence[LayerParts], sizes: CacheSizes) -> list[LayerParts]:
+    """The parts of these layers as a load with these sizes makes them: windows in rings, where those are smaller than the text."""
+    return [{name: part.kept(sizes) for name, part in layer.items()} for layer in layers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +119,14 @@ class Paged:
     The last of these tokens makes the row, in its own page. So a page is complete without its successors, at any size; a page with no
     such token has an unused row.
     keys_only: the keys are the values, too.
+    window: a row sees the last tokens, this many with its own; 0: all.
     """
 
     n_head: int
     head_dim: int
     tokens_per_row: int = 1
     keys_only: bool = False
+    window: int = 0
     paged: ClassVar[bool] = True
 
     def _n_row(self, s: CacheSizes) -> int:
@@ -119,6 +142,39 @@ class Paged:
     def allocate(self, s: CacheSizes, device: torch.device) -> KVPool:
         n, ratio, alone = self._n_row(s), self.tokens_per_row, self.keys_only
         return KVPool(n, self.n_head, self.head_dim, s.kv, device, tokens_per_row=ratio, keys_only=alone)
+
+    def kept(self, s: CacheSizes) -> CachePart:
+        if not (s.n_chunk and self.window) or self.tokens_per_row > 1 or self.keys_only:
+            return self
+        ring = RingPages(self)
+        n_row = s.n_slot * (ring.n_page(s) * s.page_size + N_KEPT * self.window)
+        return ring if n_row <= WORTH * s.n_row else self
+
+
+@dataclass(frozen=True, slots=True)
+class RingPages:
+    """Keys and values of attention over a window: a ring of pages for each slot, whatever the length of its text (`RingPool`)."""
+
+    of: Paged
+    paged: ClassVar[bool] = False
+
+    def n_page(self, s: CacheSizes) -> int:
+        """Pages of a slot's ring: they hold the window of the first row of a forward, and all that may be written behind it."""
+        return -(-(self.of.window + s.n_spare) // s.page_size)
+
+    def n_bytes(self, s: CacheSizes) -> int:
+        n_row = (s.n_slot * self.n_page(s) + 1) * s.page_size
+        return n_row * row_bytes(self.of.n_head, self.of.head_dim, s.kv)
+
+    def saved_bytes(self, s: CacheSizes) -> int:
+        return self.of.window * row_bytes(self.of.n_head, self.of.head_dim, s.kv)
+
+    def allocate(self, s: CacheSizes, device: torch.device) -> RingPool:
+        heads = self.of.n_head, self.of.head_dim
+        return RingPool(s.n_slot, self.n_page(s), s.page_size, self.of.window, *heads, s.kv, device)
+
+    def kept(self, s: CacheSizes) -> CachePart:
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +214,9 @@ class Ring:
     def allocate(self, s: CacheSizes, device: torch.device) -> RingRows:
         return RingRows(self.rows, s.n_slot, self.window, self.slack(s.width), self._dtype(s), device)
 
+    def kept(self, s: CacheSizes) -> CachePart:
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
@@ -175,3 +234,6 @@ class Recurrent:
 
     def allocate(self, s: CacheSizes, device: torch.device) -> StateLayer:
         return StateLayer(self.shape, s.n_slot, s.n_record, device)
+
+    def kept(self, s: CacheSizes) -> CachePart:
+        return self

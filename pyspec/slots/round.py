@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Seq
 from pyspec.slots.table import SlotTable
 
@@ -70,6 +71,9 @@ def plan_round(
     table: SlotTable, seqs: Iterable[Seq], behind: Continuation | None = None, *, reads: LogitsNeed = ALL
 ) -> Round:
     """Hold pages for every row. Raises OutOfBounds, which names the slot, before the device gets a command."""
-    seqs = tuple(seqs)
+    seqs, most = tuple(seqs), table.n_chunk
+    for q in seqs if most else ():
+        if q.width + q.slack > most:
+            raise OutOfBounds(f"slot {q.slot} rows of a forward", q.width + q.slack, most + 1, q.slot)
     pages = tuple(table.reach(table.slots[q.slot], q.n_past, q.n_past + q.width + q.slack) for q in seqs)
     return Round(seqs, pages, behind, reads)

@@ -60,6 +60,9 @@ class SlotTable:
         self.tree = PrefixTree(page_size, self._free.append)
         self.n_change = 0  # pages that slots have released, and requests
         self.needs_state = False  # a prefix can be continued only at a kept state (recurrent layers)
+        self.n_chunk = (
+            0  # most rows of a slot in a forward of the target (`Memory.n_chunk`); 0: any number
+        )
         self._clock = 0
 
     @property

@@ -30,6 +30,7 @@ from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.cuda.ops.ring_places.op import ring_places
 from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.gguf import GGMLType as G
@@ -256,6 +257,7 @@ def small_rigs() -> Iterator[tuple[str, Rig]]:
         for n_row in (1, 2, 9, 70):
             yield f"moe {name}, {n_row} rows", partial(routes_experts, experts, n_row)
     yield "angles", partial(checks, angles, angles.shapes(CPU)[0])
+    yield "ring_places", partial(checks, ring_places, ring_places.shapes(CPU)[0])
     yield "best", partial(checks, best, best.shapes(CPU)[0])
 
 

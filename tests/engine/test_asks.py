@@ -84,6 +84,12 @@ def test_a_model_asks_what_its_description_says(name: str) -> None:
     assert loaded_asks(path, settings()) == names(asks_of(describe(path, settings())))
 
 
+def test_rings_ask_for_their_places() -> None:
+    path, s = FIXTURES / "gemma3.gguf", settings(batch=5)
+    found = names(asks_of(describe(path, s)))
+    assert loaded_asks(path, s) == found and any(ask.startswith("ring_places") for ask in found)
+
+
 def test_so_do_drafters(tmp_path: Path) -> None:
     s = settings(draft_path=DEMO / "pyspec-demo-dflash.gguf")
     assert loaded_asks(DEMO / "pyspec-demo.gguf", s) == names(

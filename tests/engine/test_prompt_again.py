@@ -21,6 +21,9 @@ MAKERS: dict[str, Callable[..., Rig]] = {
     "dflash": lambda **s: rig(
         tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), n_draft_fixed=True, **s
     ),
+    "gemma3": lambda **s: rig(
+        FIXTURES / "gemma3.gguf", spec_type="ngram", ngram_match=1, n_draft_fixed=True, batch=21, **s
+    ),
     "nemotron": lambda **s: rig(NEMOTRON, spec_type="ngram", ngram_match=1, n_draft_fixed=True, **s),
 }
 SAMPLED = SamplingParams(temperature=0.9, seed=4)

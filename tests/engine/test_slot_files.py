@@ -53,6 +53,14 @@ KINDS = {
     "deepseek4 with mtp": (DEEPSEEK4, {"draft_path": FIXTURES / "deepseek4_mtp.gguf", "n_draft_max": 2}),
     "lfm2moe with n-grams": (FIXTURES / "lfm2moe.gguf", {"spec_type": "ngram", "ngram_match": 1}),
     "gemma4-e with n-grams": (FIXTURES / "gemma4-e.gguf", {"spec_type": "ngram", "ngram_match": 1}),
+    "gemma4-e with rings": (
+        FIXTURES / "gemma4-e.gguf",
+        {"spec_type": "ngram", "ngram_match": 1, "batch": 21},
+    ),
+    "gpt-oss with rings over two ranks": (
+        FIXTURES / "gpt-oss.gguf",
+        {"spec_type": "none", "batch": 21, "tp": 2, "threads": 1},
+    ),
     "deepseek2": (FIXTURES / "deepseek2.gguf", {"spec_type": "none"}),
     "qwen35 with mtp over two ranks": (QWEN35, {"spec_type": "mtp", "tp": 2, "threads": 1}),
     "deepseek4 over two ranks": (DEEPSEEK4, {"spec_type": "none", "tp": 2, "threads": 1}),

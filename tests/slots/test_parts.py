@@ -16,7 +16,7 @@ from pyspec.slots.cache import PrefixCache
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import TYPES, type_of
 from pyspec.slots.memory import Memory, allocate
-from pyspec.slots.parts import CachePart, CacheSizes, Paged, Recurrent, Ring
+from pyspec.slots.parts import CachePart, CacheSizes, Paged, Recurrent, Ring, RingPages
 from pyspec.slots.ring import RingRows
 from pyspec.slots.states import StateStore
 from pyspec.slots.table import SlotTable
@@ -33,6 +33,7 @@ PARTS: dict[str, CachePart] = {
     "a row for 128 tokens": Paged(1, 32, tokens_per_row=128),
     "a window": WINDOW,
     "partial sums": PARTIAL,
+    "a ring of pages": RingPages(Paged(2, 32, window=24)),
     "gated delta": GDN,
     "mamba2": MAMBA,
 }

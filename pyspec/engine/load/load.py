@@ -49,6 +49,7 @@ from pyspec.engine.plan.planned_bytes import (
     heads_together,
     missing_copy,
     plan_memory,
+    ring_note,
     start_bytes,
 )
 from pyspec.engine.policy.controller import Controller
@@ -129,6 +130,8 @@ def _load(path: Path, settings: EngineSettings, is_isolated: bool, file: GGUFFil
     context = context_of(d.device)  # kept alive until kernels hold it
     with context.current():
         plan = plan_memory(d)
+        if note := ring_note(d):
+            log.info("%s", note)
         if missing := missing_copy(d, plan):
             log.info("%s", missing)
         check_fit(here(d, plan), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)

@@ -24,7 +24,9 @@ from pyspec.cuda.ops.linear.cpu import CpuLinearSpec, has_eight
 from pyspec.cuda.ops.linear.formats import FORMATS
 from pyspec.cuda.ops.linear.op import linear, linear_cpu, linear_tall
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
-from pyspec.engine.plan.describe import Description, describe
+from pyspec.cuda.ops.ring_places.op import ring_places
+from pyspec.cuda.ops.ring_places.ref import RingPlacesSpec
+from pyspec.engine.plan.describe import Description, describe, rings_of
 from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.gguf import GGUFFile, TensorInfo
 from pyspec.models.cuts import share_of
@@ -42,7 +44,7 @@ ORDER = {
 def asks_of(d: Description) -> list[Request]:
     """(op, spec), each once."""
     on = LoadTypes(d.device, d.kv, d.dense)
-    found = [*_embedding(d), *_products(d, on), *d.own.requests(d.file, on)]
+    found = [*_embedding(d), *_products(d, on), *_rings(d), *d.own.requests(d.file, on)]
     found += [*_head_copy(d), *d.draft.requests(replace(on, kv=d.draft_kv))]
     found += [(best, BestSpec(d.device)), (ahead, AheadSpec(d.device))]
     found.sort(key=lambda ask: ORDER.get(ask[0].name, 0))
@@ -58,6 +60,12 @@ def asks_of_file(path: Path, draft_path: Path | None, kv_type: str = "f16") -> l
 def _embedding(d: Description) -> Iterator[Request]:
     if (table := d.file.tensors.get(EMBEDDING)) is not None:
         yield embed, EmbedSpec(d.device, table.type, table.shape[1])
+
+
+def _rings(d: Description) -> Iterator[Request]:
+    """Of a target that keeps windows in rings."""
+    if rings_of(d):
+        yield ring_places, RingPlacesSpec(d.device)
 
 
 def _products(d: Description, on: LoadTypes) -> Iterator[Request]:

@@ -38,7 +38,7 @@ from pyspec.ranges import quoted
 from pyspec.registry import ARCHITECTURE_NAMES, architecture_module, drafters
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.kv import KvFormat
-from pyspec.slots.parts import CacheSizes
+from pyspec.slots.parts import CacheSizes, RingPages
 from pyspec.slots.recurrent import late_rows
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
@@ -120,19 +120,20 @@ class Description:
     @property
     def batch(self) -> int:
         """Rows of a forward in which no slot decodes."""
-        return self.settings.batch or max(self.settings.ubatch or UBATCH, 2048 if self.is_cuda else 0)
+        return batch_of(self.settings, self.device)
 
     @property
     def sizes(self) -> CacheSizes:
         """Sizes of the memory of the target's layers."""
         s = self.settings
         n_row, n_late = self.table().n_alloc_row, late_rows(self.device)
-        return CacheSizes(s.np, n_row, s.page_size, width=self.width, kv=self.kv, n_late=n_late)
+        sizes = CacheSizes(s.np, n_row, s.page_size, width=self.width, kv=self.kv, n_late=n_late)
+        return replace(sizes, n_chunk=0 if s.swa_full else self.batch)
 
     @property
     def draft_sizes(self) -> CacheSizes:
         """Sizes of the memory of the drafter's layers."""
-        return replace(self.sizes, kv=self.draft_kv, n_late=self.draft.n_late)
+        return replace(self.sizes, kv=self.draft_kv, n_late=self.draft.n_late, n_chunk=0)
 
     def table(self) -> SlotTable:
         """The slots, all of them empty."""
@@ -291,6 +292,17 @@ def rank_devices(first: torch.device, n: int) -> list[torch.device]:
     if n > 1 and at + n > there:
         raise NoDevice(f"--tp {n} wants {n} GPUs from {first} on; {there} are here")
     return [torch.device("cuda", at + i) for i in range(n)] if n > 1 else [first]
+
+
+def rings_of(d: Description) -> list[RingPages]:
+    """The target's layers whose windows stand in rings."""
+    found = (part.kept(d.sizes) for layer in d.own.parts() for part in layer.values())
+    return [part for part in found if isinstance(part, RingPages)]
+
+
+def batch_of(s: EngineSettings, device: torch.device) -> int:
+    """Rows of a forward in which no slot decodes."""
+    return s.batch or max(s.ubatch or UBATCH, 2048 if device.type == "cuda" else 0)
 
 
 def arena_pages(d: Description, table: SlotTable) -> int:

@@ -16,7 +16,7 @@ from pyspec.gguf.read_ahead import held_bytes
 from pyspec.models.wants import WHOLE
 from pyspec.models.weight_bytes import row_bytes, weight_bytes
 from pyspec.slots.arena import PROMPTS
-from pyspec.slots.parts import CacheSizes, LayerParts
+from pyspec.slots.parts import CacheSizes, LayerParts, kept
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class MemoryPlan:
 
     weights: int
     kv: int  # parts that have pages
-    state: int  # parts that are the slots' own, and their checkpoints
+    state: int  # parts that are the slots' own (rings of windows, too), and their checkpoints
     draft_weights: int = 0
     draft_kv: int = 0
     draft_head: int = 0  # a coarse copy of the head, for drafts
@@ -121,7 +121,7 @@ def free_bytes(device: torch.device) -> int:
 def memory_bytes(layers: Sequence[LayerParts], sizes: CacheSizes) -> tuple[int, int]:
     """(KV bytes, state bytes) of `slots.memory.allocate` with these arguments, and of one checkpoint for every slot."""
     kv = state = 0
-    for part in (part for layer in layers for part in layer.values()):
+    for part in (part for layer in kept(layers, sizes) for part in layer.values()):
         if part.paged:
             kv += part.n_bytes(sizes)
         else:
@@ -131,7 +131,7 @@ def memory_bytes(layers: Sequence[LayerParts], sizes: CacheSizes) -> tuple[int, 
 
 def checkpoint_bytes(layers: Sequence[LayerParts], sizes: CacheSizes) -> int:
     """Most bytes of one checkpoint of a slot; `memory_bytes` counts one for every slot."""
-    return sum(part.saved_bytes(sizes) for layer in layers for part in layer.values())
+    return sum(part.saved_bytes(sizes) for layer in kept(layers, sizes) for part in layer.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.draft.drafter import OWN_HEAD
-from pyspec.engine.plan.describe import Description
+from pyspec.engine.plan.describe import Description, arena_pages, rings_of
 from pyspec.engine.plan.memory_plan import (
     PIECE_BYTES,
     ForwardSizes,
@@ -27,7 +27,7 @@ from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weigh
 from pyspec.models.weights import HEAD
 from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_rows
 from pyspec.slots.kv_types import KvFormat
-from pyspec.slots.parts import Recurrent
+from pyspec.slots.parts import Paged, Recurrent
 
 MOST_STARTS = 4  # states where short prompts end, which are kept on the device
 
@@ -56,7 +56,7 @@ def plan_memory(d: Description) -> MemoryPlan:
         else weight_bytes(own_file, d.dense, d.is_cuda, d.draft.shared, draft_shares),
         draft_kv=draft_kv,
         draft_head=head_for_drafts(d),
-        activations=activations + _scratch(d),
+        activations=activations + _scratch(d) + _ring_tables(d),
         workspace=workspace
         + attention_bytes(d)
         + (d.draft.graph_bytes + PIECE_BYTES * n_large(read) if d.is_cuda else 0),
@@ -80,6 +80,22 @@ def missing_copy(d: Description, plan: MemoryPlan) -> str:
         return ""
     n_bytes = coarse.coarse_bytes(d.head.info, d.head.to, d.device)
     return f"drafts read the target's head as it is: no room for a coarse copy of {size(n_bytes)}"
+
+
+def ring_note(d: Description) -> str:
+    """What layers with a window keep, for the log; "" of models without any."""
+    parts = [part for layer in d.own.parts() for part in layer.values()]
+    n_window = sum(isinstance(part, Paged) and part.window > 0 for part in parts)
+    rings = rings_of(d)
+    if not n_window or d.settings.swa_full:
+        return ""
+    if not rings:
+        return f"{n_window} layers with a window keep the whole text: rings would save little"
+    n_token = max(ring.n_page(d.sizes) for ring in rings) * d.settings.page_size
+    return (
+        f"{len(rings)} layers with a window keep {n_token} tokens a slot, and {len(parts) - len(rings)} the whole text; "
+        "prompts continue from checkpoints (--swa-full keeps all)"
+    )
 
 
 def _unread(d: Description) -> frozenset[str]:
@@ -193,6 +209,12 @@ def _scratch(d: Description) -> int:
     return d.own.scratch_bytes(
         max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv.k.dtype, d.device
     )
+
+
+def _ring_tables(d: Description) -> int:
+    """Bytes of the page tables that a forward makes for rings, one for each size of rings."""
+    n_size = len({ring.n_page(d.sizes) for ring in rings_of(d)})
+    return 8 * n_size * d.settings.np * arena_pages(d, d.table())
 
 
 def attention_bytes(d: Description) -> int:

@@ -30,7 +30,7 @@ from pyspec.device.worker import failure_of
 from pyspec.draft.drafter import DraftOptions, DraftShare, TargetFile
 from pyspec.engine.load.ranks import OPERATION_S
 from pyspec.engine.messages import Link, LoadShare, ShareFailed, ShareState, portable
-from pyspec.engine.plan.describe import plan_draft
+from pyspec.engine.plan.describe import batch_of, plan_draft
 from pyspec.engine.plan.memory_plan import RESERVE, free_bytes, size
 from pyspec.engine.process.engine_main import log_to
 from pyspec.errors import DoesNotFit, PyspecError
@@ -56,7 +56,8 @@ FAILED = 70  # exit status after ShareFailed was sent
 def sizes_of(s: EngineSettings, table: SlotTable, width: int, device: torch.device) -> CacheSizes:
     """Sizes of this rank's memory, as on the first rank (`Description.sizes`)."""
     kv, n_late = KvFormat.named(s.kv_type, s.kv_type_v), late_rows(device)
-    return CacheSizes(s.np, table.n_alloc_row, s.page_size, width=width, kv=kv, n_late=n_late)
+    n_chunk = 0 if s.swa_full else batch_of(s, device)
+    return CacheSizes(s.np, table.n_alloc_row, s.page_size, width, kv, n_late, n_chunk)
 
 
 def load(share: LoadShare, link: Link) -> Follower:

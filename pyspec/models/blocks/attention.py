@@ -143,7 +143,9 @@ class Attention:
         return self.may_share_keys and not has("attn_v.weight")
 
     def memory(self) -> LayerParts:
-        return {} if self.reads is not None else {KV: Paged(self.shape.n_kv_head, self.shape.head_dim)}
+        if self.reads is not None:
+            return {}
+        return {KV: Paged(self.shape.n_kv_head, self.shape.head_dim, window=self.window)}
 
     def share(self, n: int) -> Attention:
         return replace(self, shape=self.shape.share(n))
@@ -256,8 +258,8 @@ class BoundAttention:
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
         """Writes the rows' K and V, then attends."""
-        s, n, batch = self.shape, x.shape[0], run.batch
-        pool = run.memory.kv[self.layer]
+        s, n, pool = self.shape, x.shape[0], run.memory.kv[self.layer]
+        batch = run.placed(pool)
         y = self._projected(x)
         if self.row_norms is not None:
             y = self.row_norms(y)

@@ -19,7 +19,7 @@ class Case:
     """seqs: (n_past, width) each. `block`: rows see all rows of their sequence. pad: (rows, sequences) of padding.
     dtype: the type of keys, or its dtype where that tells it, and of values unless v_dtype is given.
 
-    spare: pool pages without an owner; they and all rows beyond a sequence's end hold NaN.
+    spare: pool pages without an owner; they, all rows beyond a sequence's end and all behind its window hold NaN.
     """
 
     n_head: int
@@ -160,6 +160,8 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Made:
         rows = (own[:, None] * size + torch.arange(size)).view(-1)[: past + width].to(device)
         k, v = (torch.randn(len(rows), case.n_kv, case.dim, generator=gen).to(device) for _ in "kv")
         pool.write(rows, k, None if case.keys_only else v)
+        if case.window and past >= case.window:
+            spoil(pool, rows[: past - case.window + 1])
     plain = _batch(case, [own.tolist() for own in pages], device)
     q = torch.randn(n_row + case.pad[0], case.n_head, case.dim, generator=gen).to(device) * 2
     q *= usual(case.scale, case.dim)
@@ -178,10 +180,10 @@ def spec_of(case: Case, device: torch.device) -> AttendSpec:
     return AttendSpec(device, case.n_head, case.n_kv, case.dim, scale, case.kv, case.sinks)
 
 
-def spoil(pool: KVPool) -> None:
-    """NaN everywhere; of whole codes in the factors, behind codes that would do harm without them."""
+def spoil(pool: KVPool, rows: Tensor | slice = slice(None)) -> None:
+    """NaN in these rows; of whole codes in the factors, behind codes that would do harm without them."""
     for plane in pool.planes:
-        plane.fill_(torch.nan if plane.dtype.is_floating_point else 77)
+        plane[rows] = torch.nan if plane.dtype.is_floating_point else 77
 
 
 def _batch(case: Case, pages: list[list[int]], device: torch.device) -> Batch:

@@ -46,11 +46,12 @@ class AttendSpec:
     has_sinks: bool = False
 
 
-def key_rows(batch: Batch, seq: int) -> Tensor:
-    """Pool rows of positions 0..max_hi-1 of a sequence."""
-    n, size = batch.max_hi[seq], batch.page_size
-    pages = batch.page_table[seq, : -(-n // size)]
-    return (pages[:, None] * size + torch.arange(size, device=pages.device)).view(-1)[:n]
+def key_rows(batch: Batch, seq: int, first: int = 0) -> Tensor:
+    """Pool rows of positions first..max_hi-1 of a sequence."""
+    n, size, hidden = batch.max_hi[seq], batch.page_size, first // batch.page_size  # pages
+    pages = batch.page_table[seq, hidden : -(-n // size)]
+    rows = (pages[:, None] * size + torch.arange(size, device=pages.device)).view(-1)
+    return rows[first - hidden * size : n - hidden * size]
 
 
 def bind(spec: AttendSpec) -> Attend:
@@ -73,18 +74,21 @@ def bind(spec: AttendSpec) -> Attend:
         lo = batch.lo if window == 0 else torch.maximum(batch.lo, batch.positions - (window - 1))
         for s, seq in enumerate(batch.seqs):
             rows = slice(batch.starts[s], batch.starts[s + 1])
-            keys = key_rows(batch, s)
-            k, v = pool.read(keys, q.dtype)
+            first = max(0, seq.n_past - window + 1) if window else 0  # keys before it are not read
+            k, v = pool.read(key_rows(batch, s, first), q.dtype)
             if current().is_exact and q.device.type == "cpu":
+                ranges = [
+                    slice(lo[r] - first, batch.hi[r] - first) for r in range(rows.start, rows.stop)
+                ]
                 out[rows] = torch.cat(
                     [
-                        alone(q[r], k[lo[r] : batch.hi[r]], v[lo[r] : batch.hi[r]], sinks)
-                        for r in range(rows.start, rows.stop)
+                        alone(x, k[at], v[at], sinks)
+                        for x, at in zip(q[rows].unbind(), ranges, strict=True)
                     ]
                 )
                 continue
             qs = q[rows].view(seq.width, spec.n_kv_head, group, spec.head_dim).permute(1, 2, 0, 3)
-            pos = torch.arange(batch.max_hi[s], device=q.device)
+            pos = torch.arange(first, batch.max_hi[s], device=q.device)
             seen = (pos >= lo[rows, None]) & (pos < batch.hi[rows, None])
             kt, vt = (t.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for t in (k, v))
             if sinks is None:
