@@ -32,7 +32,8 @@ MAX_RANKS = 64
 UBATCH = 512  # rows of a forward with decoding slots that are not too many anywhere
 MAX_THREADS = 1024  # torch accepts more, and crashes
 EVENT_FORMATS = ("map", "array")
-ENDPOINT = r"(|(tcp|ipc|inproc)://[!-~]{1,200})"
+_PORT = r"(\*|\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+ENDPOINT = rf"(|(ipc|inproc)://[!-~]{{1,100}}|tcp://[!-~]{{1,200}}:{_PORT})"
 ENDPOINT_WANTED = "an address as tcp://*:5557"
 RATES = r"(|[0-9.]{1,20}(,[0-9.]{1,20}){0,63})"
 

@@ -136,6 +136,11 @@ class BlockReader:
         while not self.seen or self.seen[-1] < n:
             self.read()
 
+    def catch_up(self) -> None:
+        """Take in what a replay has and this reader lacks."""
+        for n, body in self.ask(self.seen[-1] + 1 if self.seen else 0):
+            self._take(n, body)
+
     def ask(self, first: int) -> list[tuple[int, bytes]]:
         """A replay from a number on."""
         dealer = self.context.socket(zmq.DEALER)

@@ -118,7 +118,7 @@ class BlockPublisher:
                 return endpoint
             sock.bind(endpoint)
         except self._zmq.ZMQError as e:
-            raise ConfigError(f"{flag} {endpoint}: {e.strerror or e}; use another address") from None
+            raise ConfigError(f"{flag} {endpoint}: {self._zmq.strerror(e.errno)}; use another address") from None
         return str(sock.last_endpoint.rstrip(b"\0").decode())
 
     def publish(self, changes: Sequence[BlockChange]) -> None:

@@ -239,10 +239,11 @@ def test_a_full_queue_drops_batches_and_their_numbers_are_missing(
     assert (p.n_batch, p.n_dropped) == (13, 7)
     goes_on.set()
     reader = BlockReader(p.endpoint, p.replay)
-    p.publish(stored(13))
-    while (found := [n for n, _ in reader.ask(0)])[-1:] != [13]:
-        assert p.n_dropped == 7
-    assert found == [0, 1, 2, 3, 4, 5, 13]
+    for last in (5, 13):
+        while (found := [n for n, _ in reader.ask(0)])[-1:] != [last]:
+            pass
+        p.publish(stored(13))
+    assert found == [0, 1, 2, 3, 4, 5, 13] and p.n_dropped == 7
     reader.close()
 
 
@@ -268,7 +269,7 @@ def test_what_waits_is_sent_before_the_end_and_then_nothing(publish: Callable[..
         ({"kv_events": "5557"}, "--kv-events is '5557'; want an address as tcp://*:5557"),
         ({"kv_events_replay": HERE}, "--kv-events-replay needs --kv-events, the address of the events themselves"),
         ({"kv_events": HERE, "prefix_cache": False}, "--kv-events publishes the prefix cache, which .* turns off"),
-        ({"kv_events": "tcp://127.0.0.1:99999"}, "--kv-events tcp://127.0.0.1:99999: .*; use another address"),
+        ({"kv_events": "tcp://127.0.0.1:65536"}, "--kv-events is 'tcp://127.0.0.1:65536'; want an address as tcp://*:5557"),
         ({"kv_events": HERE, "kv_events_replay": "tcp://nowhere.invalid:1"}, "--kv-events-replay tcp://nowhere.*; use another"),
         ({"kv_events_buffer": 0}, "--kv-events-buffer is 0; want a whole number from 1 to 1000000"),
     ],
@@ -315,6 +316,16 @@ def test_a_killed_engine_s_blocks_are_cleared(tmp_path: Path, publish: Callable[
         reader.close()
 
 
+def wait_until(reader: BlockReader, is_so: Callable[[], bool]) -> None:
+    """Read until it is so. The engine publishes a round's changes after its other events."""
+    for _ in range(4000):
+        reader.catch_up()
+        if is_so():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it never came")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("isolated", [False, True])
 def test_a_router_and_an_engine_agree_on_what_is_cached(isolated: bool) -> None:
@@ -324,33 +335,24 @@ def test_a_router_and_an_engine_agree_on_what_is_cached(isolated: bool) -> None:
         p = engine.publisher
         assert p is not None
         reader = BlockReader(p.endpoint, p.replay)
-        texts = [draw.choices(range(300, 900), k=n) for n in (100, 33, 160)]
+        texts: list[list[int]] = []
         n_hit = 0
         for i in range(24):
-            text = draw.choice(texts)
-            prompt = [*text[: draw.randrange(len(text) + 1)], *draw.choices(range(300, 900), k=9)]
+            text = texts.pop(draw.randrange(len(texts))) if texts and draw.random() < 0.8 else []
+            prompt = [*(text if len(text) < 230 else ()), *draw.choices(range(300, 900), k=40)]
             known = reader.view.n_cached(prompt[:-1])
-            result = engine.generate(prompt[:240], max_tokens=20, temperature=0.0)
+            result = engine.generate(prompt, max_tokens=20, temperature=0.0)
             n_hit += known > 0
             assert known <= result.timings.cache_n < known + 32, "within a block"
-            texts = [*texts[-4:], [*prompt[:240], *result.tokens]]
+            text = [*prompt, *result.tokens]
+            wait_until(reader, lambda text=text: reader.view.n_cached(text) >= (len(text) - 1) // 32 * 32)
+            texts = [*texts[-4:], text]
             if isolated and i == 12:
-                child = engine.core._child  # type: ignore[attr-defined]
-                n_cleared = reader.view.n_cleared
+                child, n_cleared = engine.core._child, reader.view.n_cleared  # type: ignore[attr-defined]
                 os.kill(child.process.pid, signal.SIGKILL)
-                while reader.view.n_cleared == n_cleared:
-                    reader.read()
+                wait_until(reader, lambda n=n_cleared: reader.view.n_cleared > n)
                 assert not reader.view.texts
-            # each request files something new, and its batch is there soon after its last event
-            n_known = len(reader.seen)
-            while reader.seen[-1:] != [p.n_batch - 1] or len(reader.seen) == n_known:
-                reader.read()
-            while engine.core.slots()[0].is_processing or p.n_batch - 1 != reader.seen[-1]:
-                reader.read() if p.n_batch - 1 != reader.seen[-1] else time.sleep(0.001)
         assert n_hit > 8
         assert engine.metrics().kv_event_batches == p.n_batch > 24
         assert engine.metrics().kv_event_batches_dropped == 0
-        engine.close()
-        reader.read_to(p.n_batch - 1)
-        assert not reader.view.texts, "a closed engine has no blocks"
         reader.close()
