@@ -51,7 +51,7 @@ def test_drafts_are_as_many_as_there_and_kept_as_often(n: int) -> None:
         ({"n_draft_max": 0}, "got none"),
         ({"n_draft_max": 3, "synth_len": 2.0}, "leave out --spec-synth-len"),
         ({"n_draft_max": 3, "synth_rates": "0.9,0.8,0.7"}, "leave out"),
-        ({"n_draft_max": 3, "spec_type": "dflash"}, "is for MTP drafts; --spec-type is dflash"),
+        ({"n_draft_max": 3, "spec_type": "dflash"}, "is for mtp drafts; --spec-type is dflash"),
     ],
 )
 def test_what_says_something_else_is_refused(settings: dict[str, object], match: str) -> None:
