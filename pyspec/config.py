@@ -173,7 +173,9 @@ class EngineSettings:
                 "--kv-events publishes the prefix cache, which --no-cache-prompt turns off: leave one out"
             )
         if self.kv_events_replay and not self.kv_events:
-            raise ConfigError("--kv-events-replay needs --kv-events, the address of the events themselves")
+            raise ConfigError(
+                "--kv-events-replay needs --kv-events, the address of the events themselves"
+            )
         if 0 < self.batch < self.ubatch:
             raise ConfigError(f"-b is {self.batch}; want -ub ({self.ubatch}) to {MAX_ROWS}, or 0")
         if not self.kv_pool and self.np * self.ctx > MAX_POOL:

@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from statistics import fmean, median
@@ -245,8 +246,8 @@ def agents(port: int, how: argparse.Namespace) -> None:
     for n_agent in how.streams:
         found: list[Stream] = []
         began = time.perf_counter()
-        works = [lambda i=i: _be_agent(port, how, kind, i, header, found) for i in range(n_agent)]
-        for thread in side_by_side(works):
+        play = partial(_be_agent, port, how, kind, header, found)
+        for thread in side_by_side([partial(play, i) for i in range(n_agent)]):
             thread.join()
         took = time.perf_counter() - began
         waits = [s.ended - s.asked for s in found]
@@ -267,9 +268,9 @@ def _be_agent(
     port: int,
     how: argparse.Namespace,
     kind: Agents,
-    seed: int,
     header: Sequence[int],
     found: list[Stream],
+    seed: int,
 ) -> None:
     """Each prompt is the one before, its answer, and what is new."""
     draw, prompt = random.Random(seed), list(header)

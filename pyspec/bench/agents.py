@@ -15,7 +15,7 @@ MOST = 16  # times the median, at most
 
 
 @dataclass(frozen=True)
-class Step:
+class AgentTurn:
     """One turn of an agent: the tokens that the conversation grows by before the answer (a question, then tools' results), the tokens of the
     answer, and the seconds that the tool takes before."""
 
@@ -42,11 +42,11 @@ class Agents:
     n_ctx: int = 32_768
 
 
-def trace(kind: Agents, seed: int) -> list[Step]:
+def trace(kind: Agents, seed: int) -> list[AgentTurn]:
     """The turns of one agent, the same for the same seed."""
-    draw, n, steps = Random(seed), kind.n_header, list[Step]()
+    draw, n, steps = Random(seed), kind.n_header, list[AgentTurn]()
     for _ in range(kind.n_turn):
-        step = Step(
+        step = AgentTurn(
             _length(draw, kind.new), _length(draw, kind.answer), kind.pause_s * _factor(draw)
         )
         n += step.n_new + step.n_answer

@@ -74,9 +74,7 @@ class BlockPublisher:
             import msgpack
             import zmq
         except ImportError:
-            raise ConfigError(
-                "--kv-events needs pyzmq and msgpack: pip install 'pyspec-runtime[events]'"
-            ) from None
+            raise ConfigError("--kv-events needs two packages: pip install pyzmq msgpack") from None
         self._zmq, self._pack, self._clock = zmq, msgpack.packb, clock
         self._form, self._topic = settings.kv_events_format, settings.kv_events_topic.encode()
         self._context = zmq.Context()
@@ -88,9 +86,7 @@ class BlockPublisher:
             if settings.kv_events_replay:
                 self._router = self._context.socket(zmq.ROUTER)
                 self._router.sndhwm = settings.kv_events_buffer + 1
-                self.replay = self._attach(
-                    self._router, settings.kv_events_replay, "--kv-events-replay"
-                )
+                self.replay = self._attach(self._router, settings.kv_events_replay, "--kv-events-replay")
         except ConfigError:
             self._context.destroy(0)
             raise
@@ -108,7 +104,9 @@ class BlockPublisher:
         self._thread.start()
         log.info("KV events at %s%s", self.endpoint, f", replays at {self.replay}" * bool(self.replay))
         if self.endpoint.startswith(("tcp://0.0.0.0", "tcp://[::]")):
-            log.warning("KV events: any machine that reaches %s reads the prompts' tokens", self.endpoint)
+            log.warning(
+                "KV events: any machine that reaches %s reads the prompts' tokens", self.endpoint
+            )
 
     def _attach(self, sock: Any, endpoint: str, flag: str) -> str:
         """Bind or connect. Returns the address in use."""
@@ -118,7 +116,9 @@ class BlockPublisher:
                 return endpoint
             sock.bind(endpoint)
         except self._zmq.ZMQError as e:
-            raise ConfigError(f"{flag} {endpoint}: {self._zmq.strerror(e.errno)}; use another address") from None
+            raise ConfigError(
+                f"{flag} {endpoint}: {self._zmq.strerror(e.errno or 0)}; use another address"
+            ) from None
         return str(sock.last_endpoint.rstrip(b"\0").decode())
 
     def publish(self, changes: Sequence[BlockChange]) -> None:
@@ -196,7 +196,9 @@ class BlockPublisher:
         assert self._router is not None
         reader, *frames = self._router.recv_multipart()
         if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
-            log.warning("KV events: a replay was asked for with %d frames; want one of 8 bytes", len(frames))
+            log.warning(
+                "KV events: a replay was asked for with %d frames; want one of 8 bytes", len(frames)
+            )
             return
         first = int.from_bytes(frames[1], "big")
         for number, body in self._kept:

@@ -37,7 +37,9 @@ class ServedEngine:
         self.core, self.tokenizer, self.info = core, tokenizer, core.info
         self.publisher = publisher
         if publisher is not None:
-            publisher.publish(CLEARED)  # routers may know the blocks of an earlier engine at this address
+            publisher.publish(
+                CLEARED
+            )  # routers may know the blocks of an earlier engine at this address
         self.template = self._chatml() if template is None else template
         self._templates = [self.template]  # the current one; its processes end with the engine
         finalize(

@@ -71,9 +71,14 @@ def test_the_report_says_whose_acceptance_it_is_and_rounds_yield_it() -> None:
 
 def test_the_command_refuses_other_lengths_before_it_loads() -> None:
     refused = bench("--golden", "--spec-draft-n-max", "6")
-    assert refused.exit_code == 2 and "--golden qwen3.5-397b needs --spec-draft-n-max 1" in refused.output
+    assert (
+        refused.exit_code == 2 and "--golden qwen3.5-397b needs --spec-draft-n-max 1" in refused.output
+    )
     unknown = bench("--golden", "qwen9")
-    assert unknown.exit_code == 2 and "--golden qwen9: no such table; there are qwen3.5-397b," in unknown.output
+    assert (
+        unknown.exit_code == 2
+        and "--golden qwen9: no such table; there are qwen3.5-397b," in unknown.output
+    )
     other = bench("--golden=qwen3.8-27b", "--spec-type", "dflash")
     assert other.exit_code == 2 and "is for mtp drafts; --spec-type is dflash" in other.output
 

@@ -94,7 +94,10 @@ def test_texts_that_grow_are_evicted_and_lose_states_on_pages_of_odd_sizes(
     n_removed = 0
     for i in range(120):
         start = draw.choice(texts)
-        prompt = [*start[: draw.randrange(len(start) + 1)], *draw.choices(range(3), k=draw.randrange(1, 30))]
+        prompt = [
+            *start[: draw.randrange(len(start) + 1)],
+            *draw.choices(range(3), k=draw.randrange(1, 30)),
+        ]
         prompt = prompt[: size * n_page // 3]
         slot = table.slots[i % 3]
         table.acquire(slot, len(prompt), prompt, table.find(prompt))
