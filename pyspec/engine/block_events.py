@@ -1,7 +1,8 @@
 """KV events: the changes of the prefix cache over ZeroMQ, in the format that vLLM's routers read (docs/serving.md).
 
 `publish` numbers a batch and queues it; a thread of its own packs and sends it. Nothing here waits for a reader. A batch that finds the
-queue full is dropped, and its number is missing from the stream, so that readers know.
+queue full is dropped, and its number is missing from the stream. All blocks follow as soon as the queue is empty, so readers know the cache
+again. They also answer a replay from a number that is not kept any more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from pyspec.config import EngineSettings
 from pyspec.errors import ConfigError
 from pyspec.repeats import limited
-from pyspec.slots.blocks import BlockChange, BlocksRemoved, BlocksStored
+from pyspec.slots.blocks import BlockChange, BlockMirror, BlocksRemoved, BlocksStored, anew
 
 log = limited(__name__)
 
@@ -95,6 +96,7 @@ class BlockPublisher:
         self._waiting: deque[tuple[int, float, Sequence[BlockChange]]] = deque()
         self._kept: deque[tuple[int, bytes]] = deque()
         self._most_kept, self._n_kept_byte = settings.kv_events_buffer, 0
+        self._mirror, self._is_due = BlockMirror(), False  # due: all blocks, after a drop
         self._lock = threading.Lock()
         self._is_closing = False
         self._bell_out, self._bell = os.pipe()
@@ -128,8 +130,10 @@ class BlockPublisher:
                 return
             number = next(self._numbers)
             self.n_batch = number + 1
+            self._mirror.take(changes)
             if len(self._waiting) >= QUEUE:
                 self.n_dropped += 1
+                self._is_due = True
                 log.warning("KV events: batch %d is dropped, because %d wait", number, QUEUE)
                 return
             self._waiting.append((number, self._clock(), changes))
@@ -178,21 +182,35 @@ class BlockPublisher:
                 self._bell = -1
 
     def _send_all(self) -> None:
-        """Send the batches that wait, and keep them for replays."""
-        while self._waiting:
-            number, at, changes = self._waiting.popleft()
-            events = [event_of(change, self._form) for change in changes]
-            body = self._pack([at, events, RANK])
-            self._pub.send_multipart([self._topic, number.to_bytes(8, "big"), body])
-            if self._router is None:
-                continue
-            self._kept.append((number, body))
-            self._n_kept_byte += len(body)
-            while len(self._kept) > self._most_kept or self._n_kept_byte > REPLAY_BYTES:
-                self._n_kept_byte -= len(self._kept.popleft()[1])
+        """Send the batches that wait, and behind them all blocks if some were dropped."""
+        while True:
+            while self._waiting:
+                number, at, changes = self._waiting.popleft()
+                self._send(number, self._packed(at, changes))
+            with self._lock:
+                if self._waiting:
+                    continue
+                if not self._is_due:
+                    return
+                self._is_due, number = False, next(self._numbers)
+                self.n_batch, blocks = number + 1, self._mirror.blocks()
+            self._send(number, self._packed(self._clock(), anew(blocks)))
+
+    def _packed(self, at: float, changes: Sequence[BlockChange]) -> bytes:
+        return bytes(self._pack([at, [event_of(change, self._form) for change in changes], RANK]))
+
+    def _send(self, number: int, body: bytes) -> None:
+        """Send a batch, and keep it for replays."""
+        self._pub.send_multipart([self._topic, number.to_bytes(8, "big"), body])
+        if self._router is None:
+            return
+        self._kept.append((number, body))
+        self._n_kept_byte += len(body)
+        while len(self._kept) > self._most_kept or self._n_kept_byte > REPLAY_BYTES:
+            self._n_kept_byte -= len(self._kept.popleft()[1])
 
     def _replay_to_one(self) -> None:
-        """Answer a request for the batches from a number on: each kept one, then END with nothing."""
+        """Answer a request for the batches from a number on: each kept one, or all blocks if the first ones are gone; then END with nothing."""
         assert self._router is not None
         reader, *frames = self._router.recv_multipart()
         if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
@@ -201,9 +219,13 @@ class BlockPublisher:
             )
             return
         first = int.from_bytes(frames[1], "big")
-        for number, body in self._kept:
-            if number >= first:
-                self._router.send_multipart([reader, b"", number.to_bytes(8, "big"), body])
+        batches = [(number, body) for number, body in self._kept if number >= first]
+        if first < (self._kept[0][0] if self._kept else self.n_batch):
+            with self._lock:
+                last, blocks = self.n_batch - 1, self._mirror.blocks()
+            batches = [(last, self._packed(self._clock(), anew(blocks)))]
+        for number, body in batches:
+            self._router.send_multipart([reader, b"", number.to_bytes(8, "big"), body])
         self._router.send_multipart([reader, b"", END, b""])
 
 

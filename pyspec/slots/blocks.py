@@ -136,5 +136,45 @@ class BlockLog:
             self._changes.append(BlocksRemoved(array("Q", [number_of(digest)])))
 
 
+class BlockMirror:
+    """The blocks that a reader of all changes knows."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, BlocksStored] = {}  # by hash; a parent is older than its children
+
+    def take(self, changes: Sequence[BlockChange]) -> None:
+        """Follow changes."""
+        for change in changes:
+            if isinstance(change, BlocksStored):
+                parent, size = change.parent, change.block_size
+                for i, number in enumerate(change.hashes):
+                    tokens = change.tokens[i * size : (i + 1) * size]
+                    self._blocks[number] = BlocksStored(array("Q", [number]), parent, tokens, size)
+                    parent = number
+            elif isinstance(change, BlocksRemoved):
+                for number in change.hashes:
+                    self._blocks.pop(number, None)
+            else:
+                self._blocks.clear()
+
+    def blocks(self) -> list[BlocksStored]:
+        """Them, one by one, each behind its parent."""
+        return list(self._blocks.values())
+
+
+def anew(blocks: Sequence[BlocksStored]) -> list[BlockChange]:
+    """Changes after which any reader knows these blocks and no others."""
+    found: list[BlockChange] = [BlocksCleared()]
+    for block in blocks:
+        last = found[-1]
+        if isinstance(last, BlocksStored) and last.hashes[-1] == block.parent:
+            last.hashes.extend(block.hashes)
+            last.tokens.extend(block.tokens)
+        else:
+            copy = array("Q", block.hashes), block.parent, array("I", block.tokens)
+            found.append(BlocksStored(*copy, block.block_size))
+    return found
+
+
 def _next(node: Node) -> Iterator[Node]:
     return (child for near in node.children.values() for child in near)

@@ -11,7 +11,15 @@ from hypothesis.stateful import invariant, rule
 from test_slot_table import FEW, TableMachine
 
 from pyspec.engine.block_events import event_of
-from pyspec.slots.blocks import BlockLog, BlocksRemoved, BlocksStored, chained, number_of
+from pyspec.slots.blocks import (
+    BlockLog,
+    BlockMirror,
+    BlocksRemoved,
+    BlocksStored,
+    anew,
+    chained,
+    number_of,
+)
 from pyspec.slots.prefix import State
 from pyspec.slots.table import Slot, SlotTable
 
@@ -90,6 +98,7 @@ def test_texts_that_grow_are_evicted_and_lose_states_on_pages_of_odd_sizes(
     table = SlotTable(3, n_page, size)
     table.needs_state = needs_state
     log, view = logged(table)
+    mirror = BlockMirror()
     texts: list[list[int]] = [[]]
     n_removed = 0
     for i in range(120):
@@ -115,9 +124,13 @@ def test_texts_that_grow_are_evicted_and_lose_states_on_pages_of_odd_sizes(
                 log.touch(node)
         texts = [*texts[-6:], prompt]
         if draw.random() < 0.7:
-            before = len(view.texts)
-            update(log, view)
+            before, changes = len(view.texts), log.take()
+            mirror.take(changes)
+            view.take(event_of(change, "map") for change in changes)
             view.check(table)
+            late = BlockView()
+            late.take(event_of(change, "array") for change in anew(mirror.blocks()))
+            assert late.texts == view.texts and late.n_cleared == 1
             n_removed += len(view.texts) < before
             for text in texts:
                 assert view.n_cached(text) <= table.find([*text, 9]).n_match
