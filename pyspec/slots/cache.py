@@ -41,6 +41,10 @@ class PrefixCache:
         self.table.tree.blocks, self.states.on_change = log, log.touch
         return log
 
+    def log_no_blocks(self) -> None:
+        """Collect no more changes."""
+        self.table.tree.blocks, self.states.on_change = None, lambda node: None
+
     def find(self, prompt: Sequence[int]) -> Hit:
         """The longest filed prefix of `prompt`; NO_HIT while the cache is off."""
         return self.table.find(prompt) if self.on else NO_HIT

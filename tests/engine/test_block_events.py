@@ -109,7 +109,7 @@ def test_a_failure_of_the_feed_ends_events_and_nothing_else(monkeypatch: pytest.
     w.rig.generate([1] * 20, 5)
     monkeypatch.setattr(type(w.rig.loop.table.tree.blocks), "take", lambda self: 1 / 0)
     w.feed.send_news()
-    assert w.view.n_cleared == 1
+    assert w.view.n_cleared == 1 and w.rig.loop.table.tree.blocks is None
     monkeypatch.undo()
     w.rig.generate([2] * 20, 5)
     w.feed.send_news()

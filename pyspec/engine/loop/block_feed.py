@@ -17,7 +17,7 @@ class BlockFeed:
     """The changes of one engine's cache. Used on the engine's thread. A failure here ends the events, and no request."""
 
     def __init__(self, cache: PrefixCache, send: Send) -> None:
-        self._send = send
+        self._cache, self._send = cache, send
         self._log: BlockLog | None = cache.log_blocks()
 
     def send_news(self) -> None:
@@ -35,4 +35,5 @@ class BlockFeed:
         """The cache is gone, or is followed no longer: routers forget its blocks."""
         if self._log is not None:
             self._log = None
+            self._cache.log_no_blocks()
             self._send(CLEARED)
