@@ -31,6 +31,10 @@ MAX_MIB = 1 << 24
 MAX_RANKS = 64
 UBATCH = 512  # rows of a forward with decoding slots that are not too many anywhere
 MAX_THREADS = 1024  # torch accepts more, and crashes
+EVENT_FORMATS = ("map", "array")
+_PORT = r"(\*|\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+ENDPOINT = rf"(|(ipc|inproc)://[!-~]{{1,100}}|tcp://[!-~]{{1,200}}:{_PORT})"
+ENDPOINT_WANTED = "an address as tcp://*:5557"
 RATES = r"(|[0-9.]{1,20}(,[0-9.]{1,20}){0,63})"
 
 
@@ -138,6 +142,16 @@ class EngineSettings:
     threads: Annotated[int, "-t", Whole(-1, MAX_THREADS, "0, -1: as torch chooses")] = 0
     queue: Annotated[int, "--queue", Whole(0, 1_000_000, "0: automatic")] = 0
     # requests that may wait; 0: max(16, 4 * np)
+    kv_events: Annotated[str, "--kv-events", Text(ENDPOINT, ENDPOINT_WANTED)] = ""
+    # address at which changes of the prefix cache are published; "": off
+    kv_events_replay: Annotated[str, "--kv-events-replay", Text(ENDPOINT, ENDPOINT_WANTED)] = ""
+    # address at which readers ask for batches again
+    kv_events_topic: Annotated[str, "--kv-events-topic", Text(r"[ -~]{0,256}", "plain ASCII text")] = ""
+    # begins each message
+    kv_events_format: Annotated[str, "--kv-events-format", OneOf(EVENT_FORMATS)] = "map"
+    # events with their fields' names, or as arrays in vLLM's order before its version 0.24
+    kv_events_buffer: Annotated[int, "--kv-events-buffer", Whole(1, 1_000_000)] = 10_000
+    # batches kept for replays
     seed: Annotated[int, Whole(-1, 2**32 - 1)] = -1
     check_tap_shift: bool = True
     warm_up: Annotated[bool, "--warmup", SWITCH] = True
@@ -160,6 +174,14 @@ class EngineSettings:
             raise ConfigError("--spec-synth-len and --spec-synth-rates exclude each other")
         if self.rope_scale and self.rope_freq_scale:
             raise ConfigError("--rope-scale and --rope-freq-scale exclude each other")
+        if self.kv_events and not self.prefix_cache:
+            raise ConfigError(
+                "--kv-events publishes the prefix cache, which --no-cache-prompt turns off: leave one out"
+            )
+        if self.kv_events_replay and not self.kv_events:
+            raise ConfigError(
+                "--kv-events-replay needs --kv-events, the address of the events themselves"
+            )
         if 0 < self.batch < self.ubatch:
             raise ConfigError(f"-b is {self.batch}; want -ub ({self.ubatch}) to {MAX_ROWS}, or 0")
         if not self.kv_pool and self.np * self.ctx > MAX_POOL:

@@ -446,6 +446,8 @@ class Metrics:
     seconds_since_step: float = 0.0  # age of the last finished round while busy; 0 when idle
     restarts: int = 0  # times that an isolated engine was replaced
     tokens_replayed: int = 0  # prompt and generated tokens that were processed again after a replacement
+    kv_event_batches: int = 0  # published changes of the prefix cache
+    kv_event_batches_dropped: int = 0  # of them, those that found the queue full
 
     @property
     def prompt_tokens_seen(self) -> int:

@@ -77,6 +77,11 @@ class LoadOptions(TypedDict, total=False):
     cpu_activations: str
     threads: int
     queue: int
+    kv_events: str
+    kv_events_replay: str
+    kv_events_topic: str
+    kv_events_format: str
+    kv_events_buffer: int
     seed: int
     check_tap_shift: bool
     warm_up: bool

@@ -41,6 +41,8 @@ COUNTERS = {
     "guard_trips": "indices a kernel refused",
     "restarts": "times the engine's process was replaced",
     "tokens_replayed": "tokens that went through the model again after that",
+    "kv_event_batches": "batches of KV events",
+    "kv_event_batches_dropped": "batches of KV events that found the queue full",
     "draft_ms": "milliseconds spent drafting",
     "verify_ms": "milliseconds spent verifying",
     "sample_ms": "milliseconds spent sampling",

@@ -22,6 +22,7 @@ from pyspec.cuda import kernel_context
 from pyspec.device.worker import failure_of
 from pyspec.engine.aside import AsideThread
 from pyspec.engine.load.load import Loaded, load
+from pyspec.engine.loop.block_feed import BlockFeed, Send
 from pyspec.engine.loop.grammars import Grammars
 from pyspec.engine.loop.job import Job, Sink, blamed
 from pyspec.engine.loop.slot_actions import SlotActions
@@ -77,6 +78,7 @@ class EngineCore:
 
     hand_over  takes each round's events in place of the listeners; called on the engine's thread
     on_death   called first with the reason if the engine stops by itself
+    on_blocks  called with the changes of the prefix cache, on the engine's thread
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class EngineCore:
         *,
         hand_over: Callable[[Due], None] | None = None,
         on_death: Callable[[PyspecError], None] | None = None,
+        on_blocks: Send | None = None,
     ) -> None:
         self.loop = loaded.loop
+        self._feed = None if on_blocks is None else BlockFeed(loaded.loop.cache, on_blocks)
         self.tokenizer = loaded.tokenizer
         self.template = loaded.template
         self.info = replace(loaded.info, n_row=loaded.loop.n_row)
@@ -142,6 +146,7 @@ class EngineCore:
         *,
         hand_over: Callable[[Due], None] | None = None,
         on_death: Callable[[PyspecError], None] | None = None,
+        on_blocks: Send | None = None,
         file: GGUFFile | None = None,
     ) -> EngineCore:
         """Load a model from a file into a core. Kernels that failed in an earlier engine are left out.
@@ -153,6 +158,7 @@ class EngineCore:
             load(path, settings, is_isolated=hand_over is not None, file=file),
             hand_over=hand_over,
             on_death=on_death,
+            on_blocks=on_blocks,
         )
         if settings.warm_up:
             core.warm_grammars()
@@ -323,6 +329,8 @@ class EngineCore:
         self.step_began, self._is_rested = 0.0, False
         if self._is_urgent or not self.loop.may_defer or not self.loop.is_busy:
             self._hand_out()
+        if self._feed is not None:
+            self._feed.send_news()
         self._trim(time.monotonic())
         if self.loop.is_idle:
             self.loop.check()  # after all events are delivered, because it may read every page
@@ -411,6 +419,8 @@ class EngineCore:
     def _die(self, error: PyspecError) -> None:
         if self._on_death is not None and not self._closing:
             self._on_death(error)
+        if self._feed is not None:
+            self._feed.end()
         with self._wake:
             self._error = error
             lost, self._inbox = self._inbox, []

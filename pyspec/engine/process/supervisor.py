@@ -21,6 +21,7 @@ from pyspec.config import EngineSettings
 from pyspec.engine.loop.slot_task import careful
 from pyspec.engine.messages import (
     ActOnSlot,
+    Blocks,
     Cancel,
     Events,
     Heartbeat,
@@ -46,6 +47,7 @@ from pyspec.repeats import limited
 from pyspec.request import Done, EngineInfo, Event, Failed, Metrics, Request, SlotInfo
 from pyspec.sample.noise import resolve_seed
 from pyspec.slot_action import SlotAction, SlotAnswer
+from pyspec.slots.blocks import CLEARED, BlockChange
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
@@ -61,10 +63,21 @@ CLOSE_S = 5.0
 
 
 class Supervisor:
-    """A Core with its engine in another process. Safe to call from any thread."""
+    """A Core with its engine in another process. Safe to call from any thread.
 
-    def __init__(self, path: Path, settings: EngineSettings, *, command: Sequence[str] = ()) -> None:
+    on_blocks  called with the changes of the engine's prefix cache; must not block
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        settings: EngineSettings,
+        *,
+        command: Sequence[str] = (),
+        on_blocks: Callable[[Sequence[BlockChange]], None] | None = None,
+    ) -> None:
         self.path, self.settings = path, settings
+        self._on_blocks = on_blocks or (lambda changes: None)
         self._launcher = Launcher(path, settings, command or COMMAND, self._on_message, self._gone)
         self.n_restart = self.n_replayed = 0
         self._info: EngineInfo | None = None
@@ -228,6 +241,8 @@ class Supervisor:
         if isinstance(message, Events):
             for packed in message.packed:
                 self._deliver(unpack(packed))
+        elif isinstance(message, Blocks):
+            self._on_blocks(message.changes)
         elif isinstance(message, Heartbeat):
             self._now = message.metrics or self._now
         elif isinstance(message, LogLine):
@@ -390,6 +405,7 @@ class Supervisor:
             self._state = "recovering"
             self._lock.notify_all()
         how = child.end()
+        self._on_blocks(CLEARED)
         acts, self._acts = self._acts, {}
         for on_answer in acts.values():
             on_answer(Unavailable("the engine was replaced, and its slots' content is lost"))
