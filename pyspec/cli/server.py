@@ -15,6 +15,7 @@ from pyspec import __version__
 from pyspec.cli.chat_options import ChatOptions, chat_options
 from pyspec.cli.flags import LlamaCommand, commas, gathered, grouped
 from pyspec.cli.options import EngineChoice, Number, apply, engine_options, log_ignored, sampling_options
+from pyspec.config import MAX_REPLICAS
 from pyspec.request import EngineInfo, SamplingGiven
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class ServerFlags:
     threads_http: int
     timeout: float
     sse_ping_interval: float
+    replicas: int
     in_process: bool
     hang_timeout: float
     drain_timeout: float
@@ -178,6 +180,8 @@ SERVER_OPTIONS = [
         "--sse-ping-interval", default=30.0, type=Number(-1, DAY_S),
         help="Seconds of silence before a stream sends a comment. -1: never.",
     ),
+    _serve("--replicas", default=1, type=click.IntRange(1, MAX_REPLICAS),
+           help="Engines behind this port, each with its own GPU (--tp GPUs) and -np slots."),
     _serve("--in-process", is_flag=True,
            help="Run the engine in this process; a failed engine is then not replaced."),
     _serve("--hang-timeout", default=0.0,
@@ -228,7 +232,7 @@ def server(
     set_up(verbosity, flags.form, flags.log_file)
     log_ignored()
     settings = replace(flags.settings(sampling, n_predict, chat.settings), verbose=verbosity >= 5)
-    own = {"queue": flags.queue, "hang_timeout": flags.hang_timeout}
+    own = {"queue": flags.queue, "hang_timeout": flags.hang_timeout, "replicas": flags.replicas}
     engine = replace(engine, settings={**engine.settings, **own})
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     engine.check(n_slot)

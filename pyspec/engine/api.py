@@ -107,10 +107,15 @@ class Engine(ServedEngine):
     def from_settings(cls, path: Path, settings: EngineSettings, *, isolated: bool = False) -> Engine:
         """`load` for a path and settings that exist already."""
         path, settings = Path(path_of("path", path, ConfigError)), settings_given(settings)
+        if settings.replicas > 1 and not isolated:
+            raise ConfigError(
+                "--replicas wants engines in processes of their own: leave out --in-process (isolated=True in Python)"
+            )
         if isolated:
+            from pyspec.engine.process.replicas import Replicas
             from pyspec.engine.process.supervisor import Supervisor
 
-            supervisor = Supervisor(path, settings)
+            supervisor = (Replicas if settings.replicas > 1 else Supervisor)(path, settings)
             try:
                 tokenizer, template = (
                     supervisor.tokenizer,

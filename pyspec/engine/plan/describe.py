@@ -165,6 +165,7 @@ def describe(
     check_ranks(file, cuts_of(wants), settings.tp)
     if assumed is None:
         rank_devices(device, settings.tp)
+        check_cards(device, settings)
     tokenizer = Tokenizer.from_metadata(file.metadata, later=is_isolated)
     template = ChatTemplate.from_metadata(file.metadata)
     _warn_of_vocabulary(file, tokenizer)
@@ -284,6 +285,16 @@ def rank_devices(first: torch.device, n: int) -> list[torch.device]:
     if n > 1 and at + n > there:
         raise NoDevice(f"--tp {n} wants {n} GPUs from {first} on; {there} are here")
     return [torch.device("cuda", at + i) for i in range(n)] if n > 1 else [first]
+
+
+def check_cards(first: torch.device, settings: EngineSettings) -> None:
+    """NoDevice if there are too few GPUs for all replicas."""
+    n, there = settings.replicas * settings.tp, torch.cuda.device_count()
+    if settings.replicas > 1 and first.type == "cuda" and (first.index or 0) + n > there:
+        flags = f"--replicas {settings.replicas}" + (
+            f" with --tp {settings.tp}" if settings.tp > 1 else ""
+        )
+        raise NoDevice(f"{flags} wants {n} GPUs from {first} on; {there} are here")
 
 
 def arena_pages(d: Description, table: SlotTable) -> int:
