@@ -20,7 +20,7 @@ from pyspec import progress
 from pyspec.config import EngineSettings
 from pyspec.engine.policy.affinity import BLOCK, Affinity, chain
 from pyspec.engine.process.metrics_sum import metrics_together
-from pyspec.engine.process.place import Place
+from pyspec.engine.process.replica_place import ReplicaPlace
 from pyspec.engine.process.supervised_request import Sink
 from pyspec.engine.process.supervisor import CLOSE_S, Supervisor
 from pyspec.errors import PyspecError, QueueFull, Unavailable
@@ -51,7 +51,7 @@ class Replicas:
         self.supervisors = [self._start(0, shared_settings(settings))]
 
     def _start(self, i: int, settings: EngineSettings) -> Supervisor:
-        place = Place(
+        place = ReplicaPlace(
             ids=self._ids,
             first_slot=i * settings.np,
             label=f"replica {i}: ",

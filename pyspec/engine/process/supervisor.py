@@ -35,8 +35,8 @@ from pyspec.engine.process.ahead import COMMAND
 from pyspec.engine.process.crash_blame import N_CRASH, CrashBlame
 from pyspec.engine.process.launcher import Launcher
 from pyspec.engine.process.metrics_sum import metrics_sum
-from pyspec.engine.process.place import Place
 from pyspec.engine.process.process import EngineProcess
+from pyspec.engine.process.replica_place import ReplicaPlace
 from pyspec.engine.process.supervised_request import Sink, SupervisedRequest
 from pyspec.engine.process.watchdog import TICK_S, EngineEnd, Watchdog
 from pyspec.errors import DeviceError, NoDevice, PyspecError, QueueFull, RankLost, SlotError, Unavailable
@@ -78,10 +78,10 @@ class Supervisor:
         settings: EngineSettings,
         *,
         command: Sequence[str] = (),
-        place: Place | None = None,
+        place: ReplicaPlace | None = None,
     ) -> None:
         self.path, self.settings = path, settings
-        self._place = place or Place()
+        self._place = place or ReplicaPlace()
         self._launcher = Launcher(path, settings, command or COMMAND, self._on_message, self._gone)
         self.n_restart = self.n_replayed = 0
         self._info: EngineInfo | None = None

@@ -11,7 +11,7 @@ from pyspec.engine.messages import LogLine
 
 
 @dataclass(frozen=True)
-class Place:
+class ReplicaPlace:
     """Where a supervisor stands; alone, it has all defaults.
 
     ids         numbers of requests, which all of them share
