@@ -158,7 +158,7 @@ class EngineReplica:
     """A deployment whose replicas own an engine each, in a process of its own that is replaced when it fails."""
 
     def __init__(self, model: str, draft: str | None, settings: Mapping[str, Any]) -> None:
-        self.engine = Engine.load(model, draft, isolated=True, **dict(settings))  # type: ignore[arg-type]  # checked there
+        self.engine = Engine.load(model, draft, isolated=True, **dict(settings))
 
     def about(self) -> tuple[EngineInfo, dict[str, object]]:
         """The engine, and the metadata of its file, by which others build its tokenizer and template."""
