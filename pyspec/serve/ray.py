@@ -94,7 +94,7 @@ def app(args: Mapping[str, Any] | RayArgs) -> Any:
         name="engine",
         ray_actor_options={"num_cpus": a.cpus, "num_gpus": gpus_of(a.gpus, a.engine)},
         max_ongoing_requests=a.np + max(16, 4 * a.np),  # the engine's own queue is fair
-        request_router_config=router_config(a.router, a.router_args),
+        request_router_config=router_config(a.router, a.router_args, a.np),
         health_check_period_s=HEALTH_S,
         graceful_shutdown_timeout_s=DRAIN_S,
         **scaling(a.replicas, a.max_replicas, a.np),
@@ -121,12 +121,18 @@ def gpus_of(given: float | None, engine: Mapping[str, Any]) -> float:
     return float(engine.get("tp", 1)) if ray.cluster_resources().get("GPU", 0) else 0.0
 
 
-def router_config(router: str, args: Mapping[str, Any]) -> Any:
-    """Ray's configuration of a router's name or path."""
+def router_config(router: str, args: Mapping[str, Any], np: int) -> Any:
+    """Ray's configuration of a router's name or path.
+
+    Its prefix router knows prompts, not answers, and by default ignores a prefix below a tenth of the prompt, any difference of load, and
+    the size of its tree: here it follows shorter ones, up to a difference of the slots of a replica, and forgets old texts.
+    """
     path = ROUTERS.get(router, router)
     if not path:
         return RequestRouterConfig()
-    return RequestRouterConfig(request_router_class=path, request_router_kwargs=dict(args))
+    ours = {"match_rate_threshold": 0.02, "imbalanced_threshold": np, "do_eviction": True}
+    values = (ours if router == PREFIX else {}) | dict(args)
+    return RequestRouterConfig(request_router_class=path, request_router_kwargs=values)
 
 
 def scaling(least: int, most: int, np: int) -> dict[str, Any]:
