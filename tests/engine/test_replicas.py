@@ -10,14 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from supervised_rig import CHILD, PATH, Ear, Plants, wait_for
 
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
+from pyspec.engine.plan.describe import check_cards, describe
+from pyspec.engine.plan.longest import usable_bytes
 from pyspec.engine.policy.affinity import BLOCK, WORTH, Affinity, KnownTexts, chain
 from pyspec.engine.process import supervisor as supervising
 from pyspec.engine.process.replicas import Replicas, later_device, shared_settings
-from pyspec.errors import ConfigError, DeviceError, RequestError, SlotError
+from pyspec.errors import ConfigError, DeviceError, NoDevice, RequestError, SlotError
 from pyspec.request import Done, Failed, Started
 from pyspec.slot_action import SlotAction
 
@@ -110,6 +113,28 @@ def test_settings_of_the_first_and_the_later_ones() -> None:
         EngineSettings(replicas=2, tp=0)
     with pytest.raises(ConfigError, match="leave out --in-process"):
         Engine.from_settings(PATH, EngineSettings(replicas=2))
+
+
+@pytest.mark.parametrize(
+    ("first", "there", "fits"), [("cuda", 6, True), ("cuda:1", 6, False), ("cpu", 0, True)]
+)
+def test_cards_are_counted_before_the_load(
+    monkeypatch: pytest.MonkeyPatch, first: str, there: int, fits: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    settings = EngineSettings(replicas=3, tp=2)
+    if fits:
+        check_cards(torch.device(first), settings)
+    else:
+        with pytest.raises(
+            NoDevice, match=r"^--replicas 3 with --tp 2 wants 6 GPUs from cuda:1 on; 6 are here$"
+        ):
+            check_cards(torch.device(first), settings)
+
+
+def test_replicas_share_a_cpus_memory() -> None:
+    alone, three = (describe(PATH, EngineSettings(replicas=n, device="cpu")) for n in (1, 3))
+    assert 0.9 < usable_bytes(alone) / (3 * usable_bytes(three)) < 1.1
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------
