@@ -216,9 +216,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between kills")
-    parser.add_argument("flags", nargs=argparse.REMAINDER)
-    args = parser.parse_args()
-    flags = ["-np", "3", *(flag for flag in args.flags if flag != "--")]
+    ours, _, theirs = " ".join(sys.argv[1:]).partition(" -- ")
+    args = parser.parse_args(ours.split())
+    flags = ["-np", "3", *theirs.split()]
     chats = Chats(args.turns, args.tokens)
     with serving(args.model, flags) as (port, _):
         one = clients(chats, port, args.clients, iter(range(args.chats)), float("inf"))
