@@ -17,7 +17,7 @@ from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
 from pyspec.engine.plan.describe import check_cards, describe
 from pyspec.engine.plan.longest import usable_bytes
-from pyspec.engine.policy.affinity import BLOCK, WORTH, Affinity, KnownTexts, chain
+from pyspec.engine.policy.affinity import BLOCK, MOST, WORTH, Affinity, KnownTexts, chain
 from pyspec.engine.process import supervisor as supervising
 from pyspec.engine.process.replicas import Replicas, later_device, shared_settings
 from pyspec.errors import ConfigError, DeviceError, NoDevice, RequestError, SlotError
@@ -61,11 +61,12 @@ def kill(replicas: Replicas, i: int) -> None:
 
 def test_a_conversation_returns_to_its_replica_until_that_is_much_busier() -> None:
     affinity = Affinity(N, 1000, 10)
-    turn = chain(SYSTEM + tuple(range(500, 500 + 9 * BLOCK)))
+    turn = chain(SYSTEM + tuple(range(500, 500 + 40 * BLOCK)))
     affinity.chose(1, turn)
-    longer = chain(SYSTEM + tuple(range(500, 500 + 13 * BLOCK)))
+    longer = chain(SYSTEM + tuple(range(500, 500 + 43 * BLOCK)))
     assert affinity.order(longer, [0, 0, 0]) == [1, 0, 2]
-    lead = 14 * BLOCK // WORTH  # whole requests that the known 14 blocks are worth
+    lead = 45 * BLOCK // WORTH  # whole requests that the 45 known blocks are worth
+    assert lead == 2
     assert affinity.order(longer, [0, lead, 0])[0] == 1
     assert affinity.order(longer, [0, lead + 1, 0])[0] == 0
     assert affinity.order(longer, [None, lead + 1, None]) == [1]
@@ -82,12 +83,12 @@ def test_what_all_replicas_know_decides_nothing() -> None:
     assert affinity.order(chain(SYSTEM)[:2], [1, 1, 0])[0] == 2
 
 
-def test_a_prefix_is_worth_no_more_places_than_there_are_slots() -> None:
+def test_a_long_prefix_does_not_outweigh_any_queue() -> None:
     affinity = Affinity(2, 10**5, 3)
     keys = chain(range(100 * WORTH))
     affinity.chose(0, keys)
-    assert affinity.order(keys, [2, 0])[0] == 0
-    assert affinity.order(keys, [4, 0])[0] == 1
+    assert affinity.order(keys, [3 * MOST - 1, 0])[0] == 0
+    assert affinity.order(keys, [3 * MOST + 1, 0])[0] == 1
 
 
 def test_the_ends_of_old_texts_are_forgotten_first() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import runpy
 import socket
 import sys
 import threading
@@ -295,3 +296,13 @@ def test_figures_for_the_autoscaler(tmp_path: Path) -> None:
     replica.engine.close()
     with pytest.raises(RuntimeError, match="stopped"):
         replica.check_health()
+
+
+def test_the_example_answers(
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Last: it ends Ray Serve."""
+    example = Path(__file__).parents[2] / "examples" / "ray_serve.py"
+    monkeypatch.setattr(sys, "argv", ["ray_serve.py", str(port)])
+    runpy.run_path(str(example), run_name="__main__")
+    assert "1, 2, 3, 4, 5, 6, 7, 8, 9, 10" in capsys.readouterr().out

@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 BLOCK = 32  # tokens that are known or unknown together
-WORTH = 256  # tokens to read that weigh as much as one more open request
+WORTH = 512  # tokens to read that weigh as much as one more open request (tools/simulate_routing.py)
+MOST = 4  # a known prefix weighs no more than this many times the slots
 
 
 def chain(tokens: Sequence[int]) -> list[int]:
@@ -47,13 +48,13 @@ class Affinity:
     """Orders replicas for each request by what they know and how busy they are.
 
     n_block  blocks that one replica's cache holds
-    n_slot   slots of one: a known beginning is worth at most as many places in its queue
+    n_slot   slots of one
     """
 
     def __init__(self, n_replica: int, n_block: int, n_slot: int) -> None:
         self.known = [KnownTexts(n_block) for _ in range(n_replica)]
         self.n_chosen = [0] * n_replica
-        self._most = n_slot * WORTH
+        self._most = MOST * n_slot * WORTH
 
     def order(self, keys: Sequence[int], n_open: Sequence[int | None]) -> list[int]:
         """Replicas, the best first.
