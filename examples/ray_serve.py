@@ -1,4 +1,4 @@
-"""Two replicas of the demo model in Ray Serve, and an answer of theirs: `pip install 'pyspec-runtime[ray]'`, then run this.
+"""Two replicas of the demo model in Ray Serve, and an answer of theirs: `pip install '.[ray]'`, then run this.
 
 With a port as argument it uses a Ray Serve that listens there.
 """

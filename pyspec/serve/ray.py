@@ -1,4 +1,4 @@
-"""pyspec in Ray Serve (`pip install 'pyspec-runtime[ray]'`).
+"""pyspec in Ray Serve (`pip install '.[ray]'`).
 
 `app` builds two deployments: replicas that own an engine each, and before them the HTTP server, which keeps every request's tokens. So a
 request whose replica dies continues on another one with the same text. `serve run pyspec.serve.ray:app model=demo replicas=2` starts both.
@@ -27,7 +27,7 @@ from pyspec.engine.served import ServedEngine
 from pyspec.errors import ConfigError, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.request import Done, EngineInfo, Event, Failed
-from pyspec.serve.remote_core import Call, Packed, RemoteCore, Running
+from pyspec.serve.remote_core import Call, Packed, RemoteCore, RemoteRun
 from pyspec.server.app import create_app
 from pyspec.server.settings import ServerSettings
 from pyspec.text.template import ChatTemplate
@@ -38,9 +38,7 @@ try:
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
     from ray.serve.exceptions import BackPressureError
 except ImportError as e:
-    raise ConfigError(
-        f"pyspec.serve.ray wants Ray Serve: pip install 'pyspec-runtime[ray]' ({e})"
-    ) from e
+    raise ConfigError(f"pyspec.serve.ray wants Ray Serve: pip install '.[ray]' ({e})") from e
 
 PREFIX = "prefix"
 # ray.serve.llm imports vLLM or SGLang, the module of its router does not
@@ -104,7 +102,7 @@ def app(args: Mapping[str, Any] | RayArgs) -> Any:
         name="http",
         num_replicas=a.http_replicas,
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=most * (8 * a.np + 32),  # it refuses by itself what is too much
+        max_ongoing_requests=most * (8 * a.np + 32),  # it refuses a flood by itself
         graceful_shutdown_timeout_s=DRAIN_S,
     )
     return http.bind(engines, most, a.server)
@@ -148,10 +146,10 @@ def scaling(least: int, most: int, np: int) -> dict[str, Any]:
 
 
 def wanted_replicas(context: Any) -> tuple[int, dict[str, Any]]:
-    """An autoscaling policy of Ray Serve: as many replicas as their requests fill slots, by what engines and routers count."""
+    """An autoscaling policy of Ray Serve: as many replicas as open requests fill slots, counted in engines and routers."""
     metrics = context.aggregated_metrics
     slots = metrics.get("slots", {})
-    if not slots:  # no replica has told yet
+    if not slots:  # none is reported yet
         return context.target_num_replicas, {}
     inside = sum(metrics.get("requests", {}).values())
     waiting = context.total_queued_requests or 0
@@ -234,8 +232,8 @@ class HttpServer:
         tokenizer, template = Tokenizer.from_metadata(metadata), ChatTemplate.from_metadata(metadata)
         runs = self._engines.options(stream=True)
 
-        def run(call: Call) -> Running:
-            running: Running = runs.run.remote(call)
+        def run(call: Call) -> RemoteRun:
+            running: RemoteRun = runs.run.remote(call)
             return running
 
         info = replace(info, n_slot=self._n_replica * info.n_slot)
@@ -345,7 +343,7 @@ HOP_HEADERS = ("content-length", "content-type", "transfer-encoding", "connectio
 async def ask(
     asgi: Starlette, path: str, body: bytes, headers: Mapping[str, str]
 ) -> AsyncGenerator[Message, None]:
-    """POST a body to an application of this process, and yield what it sends. Closing the generator is a client that leaves."""
+    """POST a body to an application of this process, and yield its messages. Closing the generator is a client that leaves."""
     given = [(k.lower(), v) for k, v in headers.items() if k.lower() not in HOP_HEADERS]
     given += [("content-type", "application/json"), ("content-length", str(len(body)))]
     scope = {

@@ -42,7 +42,7 @@ class Call:
     request: Request
 
 
-class Running(Protocol):
+class RemoteRun(Protocol):
     """The answer to a call: events as they come, the last of which ends the request."""
 
     def __aiter__(self) -> AsyncIterator[Packed]: ...
@@ -60,7 +60,7 @@ class RemoteCore:
 
     def __init__(
         self,
-        run: Callable[[Call], Running],
+        run: Callable[[Call], RemoteRun],
         info: EngineInfo,
         tokenizer: Tokenizer,
         full: tuple[type[BaseException], ...] = (),
@@ -125,7 +125,7 @@ class RemoteCore:
         return "stopped" if self._is_closed else "ok"
 
     def close(self, limit_s: float = 5.0) -> bool:
-        """Running requests fail with Unavailable."""
+        """RemoteRun requests fail with Unavailable."""
         self._is_closed = True
 
         def end_all() -> None:
@@ -189,7 +189,7 @@ class RemoteCore:
         """One call. Returns the reason if it broke off."""
         submit = record.submit()
         params = replace(submit.request.params, seed=submit.seed)
-        running: Running | None = None
+        running: RemoteRun | None = None
         try:
             running = self._run(Call(text, replace(submit.request, params=params)))
             async for packed in running:
