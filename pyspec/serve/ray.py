@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
 from starlette.types import Message
 
+from pyspec.config import settings_from
 from pyspec.engine.api import Engine
 from pyspec.engine.aside import to_loop
 from pyspec.engine.messages import pack
@@ -59,6 +60,7 @@ class RayArgs(BaseModel):
     max_replicas   at most these: their number follows the load; 0: it stays
     gpus           GPUs of a replica; default: `tp` of the settings, or none if this Ray has no GPUs
     cpus           CPUs that Ray reserves for a replica
+    autoscaling    further options of Ray's AutoscalingConfig
     router         "": Ray's choice of two; "prefix": Ray's PrefixCacheAffinityRouter; or the path of a router's class
     router_args    arguments of that class
     http_replicas  HTTP servers before them
@@ -74,6 +76,7 @@ class RayArgs(BaseModel):
     ctx: int = 0
     replicas: int = Field(1, ge=1)
     max_replicas: int = Field(0, ge=0)
+    autoscaling: dict[str, Any] = {}
     gpus: float | None = None
     cpus: float = 1.0
     router: str = ""
@@ -84,8 +87,10 @@ class RayArgs(BaseModel):
 
 
 def app(args: Mapping[str, Any] | RayArgs) -> Any:
-    """The Ray Serve application of a model (see RayArgs). Raises pydantic's ValidationError for unknown or wrong arguments."""
+    """The Ray Serve application of a model (see RayArgs). Raises pydantic's ValidationError or ConfigError for unknown or wrong arguments."""
     a = args if isinstance(args, RayArgs) else RayArgs.model_validate(dict(args))
+    settings_from({"np": a.np, "ctx": a.ctx, **a.engine})
+    server_settings(a.server)
     most = max(a.replicas, a.max_replicas)
     engines = serve.deployment(
         EngineReplica,
@@ -95,7 +100,7 @@ def app(args: Mapping[str, Any] | RayArgs) -> Any:
         request_router_config=router_config(a.router, a.router_args, a.np),
         health_check_period_s=HEALTH_S,
         graceful_shutdown_timeout_s=DRAIN_S,
-        **scaling(a.replicas, a.max_replicas, a.np),
+        **scaling(a.replicas, a.max_replicas, a.np, a.autoscaling),
     ).bind(a.model, a.draft, {"np": a.np, "ctx": a.ctx, **a.engine})
     http = serve.deployment(
         serve.ingress()(HttpServer),
@@ -106,6 +111,14 @@ def app(args: Mapping[str, Any] | RayArgs) -> Any:
         graceful_shutdown_timeout_s=DRAIN_S,
     )
     return http.bind(engines, most, a.server)
+
+
+def server_settings(given: Mapping[str, Any]) -> ServerSettings:
+    """Settings of the HTTP server; slots are not shown, because they belong to replicas. Raises ConfigError for unknown names."""
+    try:
+        return ServerSettings(**{"slots": False, **given})
+    except TypeError as e:
+        raise ConfigError(f"server: {e}; want fields of pyspec.server.settings.ServerSettings") from None
 
 
 def gpus_of(given: float | None, engine: Mapping[str, Any]) -> float:
@@ -133,14 +146,16 @@ def router_config(router: str, args: Mapping[str, Any], np: int) -> Any:
     return RequestRouterConfig(request_router_class=path, request_router_kwargs=values)
 
 
-def scaling(least: int, most: int, np: int) -> dict[str, Any]:
+def scaling(least: int, most: int, np: int, more: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a deployment: a fixed number of replicas, or one that follows their load."""
     if most <= least:
         return {"num_replicas": least}
     policy = AutoscalingPolicy(policy_function=f"{__name__}:wanted_replicas")
     return {
         "autoscaling_config": AutoscalingConfig(
-            min_replicas=least, max_replicas=most, target_ongoing_requests=np, policy=policy
+            min_replicas=least,
+            max_replicas=most,
+            **{"target_ongoing_requests": np, "policy": policy, **more},
         )
     }
 
@@ -223,7 +238,7 @@ class HttpServer:
 
     def __init__(self, engines: Any, n_replica: int, settings: Mapping[str, Any]) -> None:
         self._engines, self._n_replica = engines, n_replica
-        self._settings = ServerSettings(**{"slots": False, **settings})
+        self._settings = server_settings(settings)
         self._core: RemoteCore | None = None
 
     async def __serve_build_asgi_app__(self) -> Starlette:

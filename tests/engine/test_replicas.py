@@ -170,6 +170,8 @@ def test_a_killed_replicas_requests_continue_on_the_others_at_once(plants: Plant
         assert counts.restarts == 1 and counts.requests_failed == 0
         assert counts.tokens_replayed >= sum(len(ear.request.prompt) + 10 for ear in ears[1::3])
         assert engine.replicas(counts=False)[0].metrics is None
+    assert engine.state() == "stopped" and len(engine.slots()) == 15, "closed engines still tell"
+    assert engine.metrics().requests_failed == 0
 
 
 def test_a_request_that_ends_engines_takes_two_with_it_and_no_other_request(plants: Plants) -> None:

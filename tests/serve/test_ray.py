@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
 
+from pyspec.errors import ConfigError  # noqa: E402
 from pyspec.serve.ray import EngineReplica, PyspecServer, RayArgs, app, scaling, wanted_replicas  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(280)]
@@ -158,6 +159,33 @@ def test_a_client_that_leaves_ends_its_request(port: int) -> None:
     serve.delete("default")
 
 
+def test_more_requests_than_slots_bring_another_replica(port: int) -> None:
+    soon = {"upscale_delay_s": 0.0, "metrics_interval_s": 0.2, "look_back_period_s": 1.0}
+    args = {"model": "demo", "np": 3, "cpus": 0, "replicas": 1, "max_replicas": 2, "autoscaling": soon}
+    serve.run(app(args | {"engine": {"threads": 1}}), route_prefix="/")
+
+    def engines() -> int:
+        actors = ray.util.list_named_actors(all_namespaces=True)
+        return sum("#engine#" in actor["name"] for actor in actors)
+
+    assert engines() == 1
+    is_enough = threading.Event()
+
+    def ask() -> None:
+        while not is_enough.is_set():
+            posted(port, "/v1/completions", prompt="Once", max_tokens=900, ignore_eos=True).read()
+
+    threads = [threading.Thread(target=ask) for _ in range(7)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: engines() == 2)
+    is_enough.set()
+    for thread in threads:
+        thread.join(200)
+    assert counted(port, "pyspec_requests_failed_total") == 0
+    serve.delete("default")
+
+
 def config(**more: Any) -> Any:
     loading = SimpleNamespace(model_id="tiny/demo", model_source="demo")
     values = {
@@ -277,14 +305,18 @@ def test_the_number_of_replicas_follows_their_requests() -> None:
     assert wanted_replicas(context({"a": 9, "b": 2}, 5))[0] == 4
     assert wanted_replicas(context({"a": 99, "b": 2}))[0] == 7
     assert wanted_replicas(context({"a": 0, "b": 0}))[0] == 1
-    options = scaling(1, 3, 5)["autoscaling_config"]
+    options = scaling(1, 3, 5, {})["autoscaling_config"]
     assert (options.min_replicas, options.max_replicas) == (1, 3)
-    assert scaling(3, 0, 5) == {"num_replicas": 3}
+    assert scaling(3, 0, 5, {}) == {"num_replicas": 3}
 
 
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="modle"):
         app({"modle": "demo"})
+    with pytest.raises(ConfigError, match="no setting 'tpp'; did you mean 'tp'"):
+        app({"model": "demo", "engine": {"tpp": 2}})
+    with pytest.raises(ConfigError, match=r"server: .*'alias'"):
+        app({"model": "demo", "server": {"alias": "tiny"}})
     args = RayArgs.model_validate({"model": "demo", "replicas": "2", "np": "8"})
     assert (args.replicas, args.np) == (2, 8), "as from a command line"
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from pyspec import progress
 from pyspec.config import EngineSettings
@@ -31,6 +32,8 @@ from pyspec.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Replicas:
     """A Core over several supervisors. Safe to call from any thread.
@@ -40,7 +43,7 @@ class Replicas:
 
     def __init__(self, path: Path, settings: EngineSettings, *, command: Sequence[str] = ()) -> None:
         self.path, self.settings = path, settings
-        self._command, self._ids = command, itertools.count(1)
+        self._command, self._ids, self._pid = command, itertools.count(1), os.getpid()
         self._lock = (
             threading.RLock()
         )  # held while a request gets or changes its replica, or is cancelled
@@ -171,11 +174,11 @@ class Replicas:
 
     def slots(self) -> list[SlotInfo]:
         """The slots of all engines."""
-        return [row for rows in self._looks.map(Supervisor.slots, self.supervisors) for row in rows]
+        return [row for rows in self._each(Supervisor.slots) for row in rows]
 
     def replicas(self, *, counts: bool = True) -> list[ReplicaInfo]:
         """One row per engine."""
-        looked = self._looks.map(Supervisor.metrics, self.supervisors) if counts else ()
+        looked = self._each(Supervisor.metrics) if counts else ()
         metrics: list[Metrics | None] = [*looked] or [None] * len(self.supervisors)
         return [
             ReplicaInfo(
@@ -192,7 +195,7 @@ class Replicas:
 
     def metrics(self) -> Metrics:
         """The sum of all engines' counters and gauges."""
-        return metrics_together(list(self._looks.map(Supervisor.metrics, self.supervisors)))
+        return metrics_together(self._each(Supervisor.metrics))
 
     def in_listener(self) -> bool:
         return any(s.in_listener() for s in self.supervisors)
@@ -207,10 +210,19 @@ class Replicas:
 
     def close(self, limit_s: float = CLOSE_S) -> bool:
         """End all processes at once; running requests fail with Unavailable."""
-        with ThreadPoolExecutor(len(self.supervisors)) as closers:
-            is_closed = all(list(closers.map(lambda s: s.close(limit_s), self.supervisors)))
         self._looks.shutdown(wait=False)
-        return is_closed
+        if os.getpid() == self._pid:
+            for supervisor in self.supervisors:
+                supervisor.begin_close()
+        ends = [supervisor.close(limit_s) for supervisor in self.supervisors]
+        return all(ends)
+
+    def _each(self, ask: Callable[[Supervisor], T]) -> list[T]:
+        """Ask all at once, because each may wait for its engine."""
+        try:
+            return list(self._looks.map(ask, self.supervisors))
+        except RuntimeError:  # closed, or the program ends: nothing is waited for
+            return [ask(supervisor) for supervisor in self.supervisors]
 
 
 def shared_settings(settings: EngineSettings) -> EngineSettings:

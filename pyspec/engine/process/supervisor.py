@@ -252,12 +252,16 @@ class Supervisor:
         """End the process at once; running requests fail with Unavailable."""
         if os.getpid() != self._pid:
             return True
-        with self._lock:
-            self._closing = True
-            self._lock.notify_all()
+        self.begin_close()
         if threading.current_thread() is not self._thread:
             self._thread.join(limit_s + CLOSE_S)
         return not self._thread.is_alive()
+
+    def begin_close(self) -> None:
+        """Let the process end, and wait for nothing."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
 
     def _look(self) -> Looked | None:
         """Ask the engine for its state. None if it does not answer, or if called by a listener, which would block the answer."""
