@@ -29,6 +29,7 @@ MAX_POOL = 1 << 27  # tokens of all slots: their pages are listed before the mem
 MAX_ROWS = 65536  # of a forward
 MAX_MIB = 1 << 24
 MAX_RANKS = 64
+MAX_REPLICAS = 64
 UBATCH = 512  # rows of a forward with decoding slots that are not too many anywhere
 MAX_THREADS = 1024  # torch accepts more, and crashes
 EVENT_FORMATS = ("map", "array")
@@ -129,6 +130,8 @@ class EngineSettings:
     ] = "auto"
     tp: Annotated[int, "--tp", Whole(0, MAX_RANKS, "0: every GPU")] = 1
     # processes that share the model, each with its own GPU if there are any
+    replicas: Annotated[int, "--replicas", Whole(1, MAX_REPLICAS)] = 1
+    # engines of the model, each with its own GPUs or its part of the CPU's threads; np, ctx and queue are those of each
     kv_type: Annotated[str, "-ctk", OneOf(KV_TYPES)] = "f16"
     # of keys, and of values unless kv_type_v names theirs
     kv_type_v: Annotated[str, "-ctv", OneOf(KV_TYPES)] | None = None
@@ -182,6 +185,12 @@ class EngineSettings:
             raise ConfigError(
                 "--kv-events-replay needs --kv-events, the address of the events themselves"
             )
+        if self.kv_events and self.replicas > 1:
+            raise ConfigError(
+                "--kv-events publishes one cache: start a server for each replica, with ports of their own"
+            )
+        if self.replicas > 1 and self.tp == 0:
+            raise ConfigError("--tp 0 takes every GPU: with --replicas, give the GPUs of each replica")
         if 0 < self.batch < self.ubatch:
             raise ConfigError(f"-b is {self.batch}; want -ub ({self.ubatch}) to {MAX_ROWS}, or 0")
         if not self.kv_pool and self.np * self.ctx > MAX_POOL:

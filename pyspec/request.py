@@ -456,6 +456,21 @@ class Metrics:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaInfo:
+    """One of several engines of a model (`--replicas`)."""
+
+    replica: int  # 0 is the first
+    state: str  # as Engine.state
+    device: str
+    metrics: Metrics | None = None  # if they were asked for
+    requests: int = 0  # that it was given
+    prompt_tokens_known: int = (
+        0  # of them, prompt tokens that it had read before, as far as their sender knows
+    )
+    requests_moved: int = 0  # that continued elsewhere when its engine ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
     """The loaded model, for `/props`, `/v1/models` and the banner. Fixed after load."""
 

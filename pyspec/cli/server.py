@@ -15,7 +15,7 @@ from pyspec import __version__
 from pyspec.cli.chat_options import ChatOptions, chat_options
 from pyspec.cli.flags import LlamaCommand, commas, gathered, grouped
 from pyspec.cli.options import EngineChoice, Number, apply, engine_options, log_ignored, sampling_options
-from pyspec.config import EVENT_FORMATS
+from pyspec.config import EVENT_FORMATS, MAX_REPLICAS
 from pyspec.request import EngineInfo, SamplingGiven
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class ServerFlags:
     threads_http: int
     timeout: float
     sse_ping_interval: float
+    replicas: int
     in_process: bool
     hang_timeout: float
     kv_events: str
@@ -132,7 +133,7 @@ class ServerFlags:
         return "json" if self.log_jsonl else self.log_format
 
 
-OF_ENGINE = ("queue", "hang_timeout", "kv_events", "kv_events_replay", "kv_events_topic", "kv_events_format",
+OF_ENGINE = ("queue", "hang_timeout", "replicas", "kv_events", "kv_events_replay", "kv_events_topic", "kv_events_format",
              "kv_events_buffer")  # fmt: skip
 """The server's options that are settings of the engine."""
 _listen = grouped("Listening")
@@ -187,6 +188,8 @@ SERVER_OPTIONS = [
         "--sse-ping-interval", default=30.0, type=Number(-1, DAY_S),
         help="Seconds of silence before a stream sends a comment. -1: never.",
     ),
+    _serve("--replicas", default=1, type=click.IntRange(1, MAX_REPLICAS),
+           help="Engines behind this port, each with its own GPU (--tp GPUs) and -np slots."),
     _serve("--in-process", is_flag=True,
            help="Run the engine in this process; a failed engine is then not replaced."),
     _serve("--hang-timeout", default=0.0,

@@ -114,6 +114,10 @@ class Engine(ServedEngine):
     def from_settings(cls, path: Path, settings: EngineSettings, *, isolated: bool = False) -> Engine:
         """`load` for a path and settings that exist already."""
         path, settings = Path(path_of("path", path, ConfigError)), settings_given(settings)
+        if settings.replicas > 1 and not isolated:
+            raise ConfigError(
+                "--replicas wants engines in processes of their own: leave out --in-process (isolated=True in Python)"
+            )
         publisher = publisher_of(settings)
         try:
             return cls._loaded(path, settings, isolated, publisher)
@@ -128,9 +132,14 @@ class Engine(ServedEngine):
     ) -> Engine:
         on_blocks = None if publisher is None else publisher.publish
         if isolated:
+            from pyspec.engine.process.replicas import Replicas
             from pyspec.engine.process.supervisor import Supervisor
 
-            supervisor = Supervisor(path, settings, on_blocks=on_blocks)
+            supervisor = (
+                Replicas(path, settings)
+                if settings.replicas > 1
+                else Supervisor(path, settings, on_blocks=on_blocks)
+            )
             try:
                 tokenizer, template = (
                     supervisor.tokenizer,

@@ -69,6 +69,7 @@ class LoadOptions(TypedDict, total=False):
     synth_rates: str
     device: str
     tp: int
+    replicas: int
     kv_type: str
     kv_type_v: str | None
     draft_kv_type: str | None

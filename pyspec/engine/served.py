@@ -15,7 +15,7 @@ from pyspec.engine.protocol import Core
 from pyspec.engine.validate import Validator
 from pyspec.errors import BadTemplate
 from pyspec.ranges import shown
-from pyspec.request import Event, Grammar, Metrics, Request, SlotInfo, check_grammar
+from pyspec.request import Event, Grammar, Metrics, ReplicaInfo, Request, SlotInfo, check_grammar
 from pyspec.slot_action import SlotAction, SlotAnswer, check_action
 from pyspec.slots.blocks import CLEARED
 from pyspec.text.template import CHATML, ChatTemplate
@@ -109,6 +109,10 @@ class ServedEngine:
         if (p := self.publisher) is not None:
             counts = replace(counts, kv_event_batches=p.n_batch, kv_event_batches_dropped=p.n_dropped)
         return counts
+
+    def replicas(self, *, counts: bool = True) -> list[ReplicaInfo]:
+        """One row per engine of a model that was loaded with several `replicas`; else an empty list. counts: with their metrics."""
+        return self.core.replicas(counts=counts)
 
     def alive(self) -> bool:
         """True if requests are taken. While an isolated engine is replaced they are, and run when it is back."""

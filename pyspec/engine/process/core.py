@@ -32,7 +32,7 @@ from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.gguf import GGUFFile
 from pyspec.heap import give_back_memory
 from pyspec.repeats import limited
-from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SlotInfo, Started
+from pyspec.request import Delta, Done, Event, Failed, Metrics, ReplicaInfo, Request, SlotInfo, Started
 from pyspec.sample.budget import BudgetRule
 from pyspec.sample.dry import DryBreakers
 from pyspec.sample.sampler import SlotSampler
@@ -444,6 +444,9 @@ class EngineCore:
     def metrics(self) -> Metrics:
         """Counters of the loop, with gauges of its pages, cache and queue."""
         return self.loop.metrics(len(self._inbox) + self.grammars.n_waiting)
+
+    def replicas(self, *, counts: bool = True) -> list[ReplicaInfo]:
+        return []
 
     def in_listener(self) -> bool:
         return threading.current_thread() is self._thread
