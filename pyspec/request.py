@@ -394,9 +394,7 @@ class SlotInfo:
     acceptance: float = 0.0  # moving average of accepted / drafted
     draft_n: int = 0
     draft_n_accepted: int = 0
-    drafted_per_pos: tuple[
-        int, ...
-    ] = ()  # of this request: number of times that draft position i was verified
+    drafted_per_pos: tuple[int, ...] = ()  # of this request: times that draft position i was verified
     accepted_per_pos: tuple[int, ...] = ()  # number of times that it was accepted
     params: SamplingParams | None = None
     speculative: bool = False
@@ -464,9 +462,7 @@ class ReplicaInfo:
     device: str
     metrics: Metrics | None = None  # if they were asked for
     requests: int = 0  # that it was given
-    prompt_tokens_known: int = (
-        0  # of them, prompt tokens that it had read before, as far as their sender knows
-    )
+    prompt_tokens_known: int = 0  # of them, read before, as far as their sender knows
     requests_moved: int = 0  # that continued elsewhere when its engine ended
 
 
@@ -500,9 +496,5 @@ class EngineInfo:
     memory: tuple[tuple[str, int], ...] = ()  # the memory plan: bytes by purpose
     cpu_activations: str = ""  # "q16" or "q8"; "" on GPUs
     draft_sampling: str = "argmax"  # drafts of sampled requests: argmax, coupled or probabilistic
-    sampling: SamplingParams = field(
-        default_factory=SamplingParams
-    )  # defaults of requests: the file's recommendations
-    rope: str = (
-        ""  # how flags stretch rope, and which of longrope's divisors are used; "" as the file says
-    )
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # defaults of requests: the file's
+    rope: str = ""  # how flags stretch rope, and longrope's divisors in use; "" as the file says
