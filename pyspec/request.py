@@ -231,6 +231,7 @@ class Timings:
     """llama-server's `timings`. Rates exclude the first token, which the prompt's forward produces."""
 
     cache_n: int = 0  # prompt tokens taken from the prefix cache
+    disk_n: int = 0  # of these, read from its tier on disk
     prompt_n: int = 0  # prompt tokens processed
     prompt_ms: float = 0.0
     predicted_n: int = 0
@@ -393,9 +394,7 @@ class SlotInfo:
     acceptance: float = 0.0  # moving average of accepted / drafted
     draft_n: int = 0
     draft_n_accepted: int = 0
-    drafted_per_pos: tuple[
-        int, ...
-    ] = ()  # of this request: number of times that draft position i was verified
+    drafted_per_pos: tuple[int, ...] = ()  # of this request: times that draft position i was verified
     accepted_per_pos: tuple[int, ...] = ()  # number of times that it was accepted
     params: SamplingParams | None = None
     speculative: bool = False
@@ -407,6 +406,7 @@ class Metrics:
 
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
+    prompt_tokens_disk: int = 0  # of these, read from the prefix cache's tier on disk
     prompt_seconds: float = 0.0
     predicted_tokens: int = 0
     predicted_seconds: float = 0.0
@@ -433,6 +433,9 @@ class Metrics:
     states: int = 0  # recurrent checkpoints kept
     states_device_bytes: int = 0
     states_host_bytes: int = 0
+    disk_bytes: int = 0  # of the prefix cache's tier on disk, by all engines that share it
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
     draft_ms: float = 0.0  # wall time by part, summed
     verify_ms: float = 0.0
     sample_ms: float = 0.0
@@ -441,11 +444,26 @@ class Metrics:
     seconds_since_step: float = 0.0  # age of the last finished round while busy; 0 when idle
     restarts: int = 0  # times that an isolated engine was replaced
     tokens_replayed: int = 0  # prompt and generated tokens that were processed again after a replacement
+    kv_event_batches: int = 0  # published changes of the prefix cache
+    kv_event_batches_dropped: int = 0  # of them, those that found the queue full
 
     @property
     def prompt_tokens_seen(self) -> int:
         """Processed or cached."""
         return self.prompt_tokens + self.prompt_tokens_cached
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaInfo:
+    """One of several engines of a model (`--replicas`)."""
+
+    replica: int  # 0 is the first
+    state: str  # as Engine.state
+    device: str
+    metrics: Metrics | None = None  # if they were asked for
+    requests: int = 0  # that it was given
+    prompt_tokens_known: int = 0  # of them, read before, as far as their sender knows
+    requests_moved: int = 0  # that continued elsewhere when its engine ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -478,9 +496,5 @@ class EngineInfo:
     memory: tuple[tuple[str, int], ...] = ()  # the memory plan: bytes by purpose
     cpu_activations: str = ""  # "q16" or "q8"; "" on GPUs
     draft_sampling: str = "argmax"  # drafts of sampled requests: argmax, coupled or probabilistic
-    sampling: SamplingParams = field(
-        default_factory=SamplingParams
-    )  # defaults of requests: the file's recommendations
-    rope: str = (
-        ""  # how flags stretch rope, and which of longrope's divisors are used; "" as the file says
-    )
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # defaults of requests: the file's
+    rope: str = ""  # how flags stretch rope, and longrope's divisors in use; "" as the file says

@@ -54,6 +54,7 @@ def test_every_call_of_a_check_is_recorded_with_its_bytes() -> None:
     assert str(calls[1]) == "call(3 10 3)" and torch.equal(calls[1].run(), 2 * torch.ones(3))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_wrong_implementation_is_named_and_right_ones_are_timed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

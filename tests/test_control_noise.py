@@ -109,7 +109,6 @@ def test_the_first_answers_of_a_fresh_engine_draft(n_engine: int, inflated: floa
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("draft_ms", [30.0, 60.0, 120.0])
 @pytest.mark.parametrize("inflated", [0.0, 0.5, 0.9])
 def test_drafts_that_are_truly_dear_stop(draft_ms: float, inflated: float) -> None:
@@ -274,6 +273,7 @@ def offered(seed: int, chances: tuple[float, float], n_round: int, *, takes: boo
     return tokens / total
 
 
+@pytest.mark.sampled(1, most=2)
 @pytest.mark.parametrize("chances", [(0.3, 0.8), (0.6, 0.97), (0.9, 0.99)])
 @pytest.mark.parametrize("n_round", [60, 300])
 def test_offers_slow_no_streams_whose_rows_are_dear(chances: tuple[float, float], n_round: int) -> None:

@@ -69,7 +69,7 @@ def test_all_examples_are_here_and_in_the_list() -> None:
     names = {
         path.name for path in EXAMPLES.iterdir() if path.is_file() and path.suffix in (".py", ".ipynb")
     }
-    assert names == {*SAYS, "client.py", "fastapi_app.py", "notebook.ipynb"}
+    assert names == {*SAYS, "client.py", "fastapi_app.py", "notebook.ipynb", "ray_serve.py"}
     listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert all(f"({name})" in listed for name in names)
 

@@ -79,6 +79,7 @@ def test_what_a_server_does_wrong_is_one_line(
     assert not was_downloaded(there)
 
 
+@pytest.mark.slow
 def test_a_server_without_ranges_is_read_from_the_beginning(
     there: FakeHub, models: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +153,7 @@ def test_names_that_lead_out_of_the_repository_are_no_files_of_it(
     assert not there.asked and "\x1b" not in done.stderr
 
 
+@pytest.mark.slow
 def test_heads_of_split_files_are_read_and_a_missing_part_is_named(
     there: FakeHub, models: tuple[bytes, bytes], tmp_path: Path
 ) -> None:
@@ -177,6 +179,7 @@ def test_heads_of_split_files_are_read_and_a_missing_part_is_named(
     assert done.exit_code == 2 and f"1 are missing: {names[1]}" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_gated_file_that_is_here_is_used(there: FakeHub, models: tuple[bytes, bytes]) -> None:
     there.files = {NAME: models[0]}
     assert run().exit_code == 0

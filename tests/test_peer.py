@@ -52,6 +52,7 @@ def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Path) -> Pat
     return here
 
 
+@pytest.mark.slow
 def test_a_relative_python_is_found_from_where_the_tests_run(
     called: Path, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

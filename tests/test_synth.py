@@ -71,6 +71,17 @@ def test_real_models_have_the_published_tensor_and_parameter_counts() -> None:
         ("gpt-oss-120b", 116.83),
         ("qwen3-30b-a3b", 30.53),
         ("qwen3-next-80b-a3b", 79.67),
+        ("gemma-3-27b", 27.01),
+        ("gemma-3-270m", 0.268),
+        ("qwen2.5-7b", 7.616),
+        ("granite-3.3-8b", 8.171),
+        ("ministral-3-8b", 8.49),
+        ("glm-4.5-air", 106.85),
+        ("minimax-m2", 228.69),
+        ("lfm2-1.2b", 1.17),
+        ("lfm2-8b-a1b", 8.34),
+        ("deepseek-v3", 671.026),
+        ("kimi-k2", 1026.41),
     ):
         assert n_params(name, Parts()) == pytest.approx(size, abs=0.005)
 

@@ -8,7 +8,12 @@
     joins   streams of requests one after the other, all at once at first (--streams 8 32 --each 1 3): tokens over the wall clock,
             and as a share of as many streams in lockstep without prompts
     beside  eight streams beside the reading of a long prompt (--long 130000), for --seconds at most, as a share of their rate alone
+    table   requests as public tables have them (--prompt 8192 --answer 1024, --streams 1 8 16 32 64, --each 1 of each stream): rates by
+            their two definitions, times to the first token and of an output token, tokens a round
+    agents  so many agents at once (--streams): conversations that grow by tools' results over a common header (--header 4000 --turns 12
+            --result 500 --call 120 --pause 0, medians): times to the whole answer
 
+--golden NAME (of pyspec/bench/golden.toml) with --drafts N has the server simulate the acceptance of a public table.
 Prompts are random ids, and answers end by length. The server must have no other clients meanwhile.
 """
 
@@ -24,10 +29,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
+
+from pyspec.bench.agents import Agents, quantile, trace
+from pyspec.bench.golden import GOLDEN, golden
 
 REST_S = 0.05  # between connecting and asking: the server is idle by then
 LOCKSTEP = 256  # tokens of each stream while the rate without prompts is taken
@@ -46,6 +55,8 @@ class Stream:
         body |= {"temperature": 0, "ignore_eos": True, "stream": True, "cache_prompt": False} | more
         self.body = json.dumps(body)
         self.came: list[float] = []
+        self.tokens: list[int] = []
+        self.ended = 0.0
         self.n_read, self.last = 0, dict[str, Any]()
         self.asked = 0.0
         self._connection = HTTPConnection("127.0.0.1", port, timeout=600)
@@ -64,10 +75,12 @@ class Stream:
             while line := answer.readline():
                 if line.startswith(b"data: {"):
                     self._take(time.perf_counter(), json.loads(line[6:]))
+        self.ended = time.perf_counter()
         self._connection.close()
         return self
 
     def _take(self, now: float, value: dict[str, Any]) -> None:
+        self.tokens += value.get("tokens", ())
         self.came += [now] * len(value.get("tokens", ()))
         self.n_read = value.get("prompt_progress", {}).get("processed", self.n_read)
         self.last = value
@@ -75,6 +88,16 @@ class Stream:
     @property
     def first_ms(self) -> float:
         return 1e3 * (self.came[0] - self.asked)
+
+    @property
+    def token_ms(self) -> float:
+        """Milliseconds of an output token behind the first one."""
+        return 1e3 * (self.came[-1] - self.came[0]) / max(1, len(self.came) - 1)
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The engine's timings of this request."""
+        return dict(self.last.get("timings", {}))
 
     def close(self) -> None:
         """Leave, although more is to come."""
@@ -170,11 +193,102 @@ def beside(port: int, how: argparse.Namespace) -> None:
         stream.close()
 
 
+def table(port: int, how: argparse.Namespace) -> None:
+    """Public tables give streams / time of an output token (SGLang), or all tokens over the wall clock, prompts included ("e2e")."""
+    print(
+        f"requests of {how.prompt} + {how.answer} tokens\n\n"
+        "| streams | streams / TPOT | e2e tokens/s | TPOT ms | first token s, P50 | P90 | tokens a round |\n"
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    )
+    for n_stream in how.streams:
+        chains = [
+            [Stream(port, how.prompt, how.answer, how) for _ in range(how.each[0])]
+            for _ in range(n_stream)
+        ]
+        began = time.perf_counter()
+        for thread in side_by_side([lambda c=chain: [s.read() for s in c] for chain in chains]):
+            thread.join()
+        took = time.perf_counter() - began
+        streams = [s for chain in chains for s in chain]
+        token_ms = fmean(s.token_ms for s in streams)
+        firsts = [s.first_ms / 1e3 for s in streams]
+        made = sum(len(s.tokens) for s in streams)
+        print(
+            f"| {n_stream} | {1e3 * n_stream / token_ms:.1f} | {made / took:.1f} | {token_ms:.2f} "
+            f"| {quantile(firsts, 0.5):.3f} | {quantile(firsts, 0.9):.3f} | {_tokens_a_round(streams):.2f} |",
+            flush=True,
+        )
+
+
+def _tokens_a_round(streams: Sequence[Stream]) -> float:
+    """Of rounds that decode: each yields the target's own token and the drafts that it kept."""
+    n_round = sum(sum(s.counts.get("n_draft_used", ())) for s in streams)
+    n_kept = sum(s.counts.get("draft_n_accepted", 0) for s in streams)
+    return 1 + n_kept / n_round if n_round else 1.0
+
+
+def agents(port: int, how: argparse.Namespace) -> None:
+    kind = Agents(
+        n_header=how.header,
+        n_turn=how.turns,
+        new=how.result,
+        answer=how.call,
+        pause_s=how.pause,
+        n_ctx=how.agent_ctx,
+    )
+    print(
+        f"agents: header of {how.header}, {how.turns} turns of about {how.result} + {how.call} tokens\n\n"
+        "| agents | answers | time to answer s, P50 | P90 | first token s, P50 | P90 "
+        "| tokens/s of an answer, slowest tenth | e2e tokens/s | prompts from the cache | tokens a round |\n"
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    )
+    header = [random.randrange(3, how.vocab) for _ in range(how.header)]
+    for n_agent in how.streams:
+        found: list[Stream] = []
+        began = time.perf_counter()
+        play = partial(_be_agent, port, how, kind, header, found)
+        for thread in side_by_side([partial(play, i) for i in range(n_agent)]):
+            thread.join()
+        took = time.perf_counter() - began
+        waits = [s.ended - s.asked for s in found]
+        firsts = [s.first_ms / 1e3 for s in found]
+        paces = [len(s.tokens) / (s.ended - s.asked) for s in found]
+        n_cached = sum(s.counts["cache_n"] for s in found)
+        n_prompt = n_cached + sum(s.counts["prompt_n"] for s in found)
+        print(
+            f"| {n_agent} | {len(found)} | {quantile(waits, 0.5):.3f} | {quantile(waits, 0.9):.3f} "
+            f"| {quantile(firsts, 0.5):.3f} | {quantile(firsts, 0.9):.3f} | {quantile(paces, 0.1):.1f} "
+            f"| {sum(len(s.tokens) for s in found) / took:.1f} | {n_cached / max(1, n_prompt):.3f} "
+            f"| {_tokens_a_round(found):.2f} |",
+            flush=True,
+        )
+
+
+def _be_agent(
+    port: int,
+    how: argparse.Namespace,
+    kind: Agents,
+    header: Sequence[int],
+    found: list[Stream],
+    seed: int,
+) -> None:
+    """Each prompt is the one before, its answer, and what is new."""
+    draw, prompt = random.Random(seed), list(header)
+    for step in trace(kind, seed):
+        prompt += [draw.randrange(3, how.vocab) for _ in range(step.n_new)]
+        time.sleep(step.pause_s)
+        stream = Stream(port, 0, step.n_answer, how, prompt=prompt, cache_prompt=True).read()
+        found.append(stream)
+        prompt += stream.tokens
+
+
 PARTS: dict[str, Callable[[int, argparse.Namespace], None]] = {
     "first": first,
     "prompts": prompts,
     "joins": joins,
     "beside": beside,
+    "table": table,
+    "agents": agents,
 }
 
 
@@ -187,6 +301,19 @@ def ready(port: int) -> bool:
         return False
 
 
+def golden_flags(how: argparse.Namespace) -> list[str]:
+    """Flags of the server that simulate a public table's acceptance."""
+    if not how.golden:
+        return []
+    found = golden({"n_draft_max": how.drafts}, how.golden)
+    print(f"acceptance of {GOLDEN[how.golden].of} ({GOLDEN[how.golden].source}): "
+          f"{found['synth_len']:g} tokens a round, {found['n_draft_max']} drafted")  # fmt: skip
+    return [
+        *("--spec-type", str(found["spec_type"]), "--spec-draft-n-max", str(found["n_draft_max"])),
+        *("--spec-fixed", "--spec-synth-len", str(found["synth_len"])),
+    ]
+
+
 def measure(how: argparse.Namespace, more: Sequence[str]) -> None:
     command = [
         sys.executable,
@@ -197,6 +324,7 @@ def measure(how: argparse.Namespace, more: Sequence[str]) -> None:
         str(how.model),
         "--port",
         str(how.port),
+        *golden_flags(how),
         *more,
     ]
     began = time.perf_counter()
@@ -224,8 +352,7 @@ def measure(how: argparse.Namespace, more: Sequence[str]) -> None:
             server.kill()
 
 
-def main() -> None:
-    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -239,10 +366,25 @@ def main() -> None:
     parser.add_argument("--read", type=int, nargs="+", default=[32_000, 130_000])
     parser.add_argument("--long", type=int, default=130_000)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--prompt", type=int, default=8192, help="tokens, of table")
+    parser.add_argument("--answer", type=int, default=1024, help="tokens, of table")
+    parser.add_argument("--header", type=int, default=4000, help="tokens that all agents share")
+    parser.add_argument("--turns", type=int, default=12, help="of each agent")
+    parser.add_argument("--result", type=int, default=500, help="new tokens before an answer, median")
+    parser.add_argument("--call", type=int, default=120, help="tokens of an agent's answer, median")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of a tool's work, median")
+    parser.add_argument("--agent-ctx", type=int, default=32_768, help="most tokens of a conversation")
+    parser.add_argument("--golden", default="", choices=["", *GOLDEN], metavar="NAME")
+    parser.add_argument("--drafts", type=int, default=0, help="drafted tokens, with --golden")
     parser.add_argument("--vocab", type=int, default=30_000, help="ids of prompts are below this")
     parser.add_argument("--port", type=int, default=18497)
     parser.add_argument("--log", default="/dev/null", help="for what the server says")
-    how = parser.parse_args(sys.argv[1:at])
+    return parser
+
+
+def main() -> None:
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    how = parser().parse_args(sys.argv[1:at])
     random.seed(1)
     measure(how, sys.argv[at + 1 :])
 

@@ -53,9 +53,11 @@ def page(data: Mapping) -> str:
 
 
 def table(question: Mapping) -> str:
-    """One question: its head, its words, its rows, and below them the commands by number."""
-    heads = ["", *question["columns"], "date", "on", ""]
+    """One question: its head, its words, its rows, and below them the commands by number. Without rows it is words alone."""
     lines = [f"## {question['title']}\n\n{question['lead'].strip()}\n"]
+    if "row" not in question:
+        return lines[0].rstrip()
+    heads = ["", *question["columns"], "date", "on", ""]
     if any("curve" in row for row in question["row"]):
         lines.append("![Tokens a second over streams](rates.svg)\n")
     lines.append("| " + " | ".join(heads) + " |")
@@ -108,7 +110,7 @@ def curves(data: Mapping) -> list[Curve]:
     """The rows that are to be drawn; those with one label are one curve, in which the first that has a number of streams counts."""
     found: dict[str, tuple[str, dict[int, float]]] = {}
     for question in data["question"]:
-        for row in question["row"]:
+        for row in question.get("row", ()):
             if "curve" in row:
                 _, points = found.setdefault(row["curve"], (row["colour"], {}))
                 for n, figure in zip(question["columns"], row["figures"], strict=True):

@@ -17,7 +17,7 @@ from pyspec.engine.option_texts import help_text, options
 from pyspec.engine.options import LoadOptions
 from pyspec.engine.result import Result
 from pyspec.ranges import rules_of
-from pyspec.request import Delta, Done, EngineInfo, Metrics, SlotInfo, Timings, TokenLogprob
+from pyspec.request import Delta, Done, EngineInfo, Metrics, ReplicaInfo, SlotInfo, Timings, TokenLogprob
 from pyspec.slot_action import SlotReport
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "python.md"
@@ -25,7 +25,7 @@ METHODS = (
     ("Loading", ("load", "close", "info", "state", "alive", "use_template")),
     ("Generating", ("generate", "stream", "generate_many", "chat", "chat_stream")),
     ("asyncio", ("agenerate", "astream", "achat", "achat_stream")),
-    ("Requests, tokens, slots and counters", ("request", "run", "run_stream", "submit", "cancel", "check_grammar", "known_grammar", "encode", "decode", "save_slot", "restore_slot", "erase_slot", "act_on_slot", "slots", "metrics")),
+    ("Requests, tokens, slots and counters", ("request", "run", "run_stream", "submit", "cancel", "check_grammar", "known_grammar", "encode", "decode", "save_slot", "restore_slot", "erase_slot", "act_on_slot", "slots", "metrics", "replicas")),
 )  # fmt: skip
 TYPES = (
     Result,
@@ -39,6 +39,7 @@ TYPES = (
     EngineInfo,
     SlotInfo,
     SlotReport,
+    ReplicaInfo,
     Metrics,
 )
 HEAD = """# Python

@@ -3,9 +3,12 @@
     python tools/real_model.py                       fetches the model (253 MB, once) into pyspec's cache
     python tools/real_model.py --model FILE.gguf     takes this file
     python tools/real_model.py --kernels linear=reference     runs these kernels
+    python tools/real_model.py --chunks 0            reads all of the texts for their perplexity
 
 For each prompt of tests/real it compares token ids, greedy texts (with and without drafts from n-grams, one prompt at a time and three), and
-the log probabilities along the text. Exit status 1 if anything differs, 2 if the model can not be had or run.
+the log probabilities along the text. Then it computes the perplexity of real texts, beside llama.cpp's, and the KL divergence that types of keys
+and values cost (real_perplexity.py). All of that once for each tier of kernels that this machine has: CUDA, Triton and the C++ kernels with a
+GPU, the C++ kernels and the reference in torch without one. Exit status 1 if anything differs, 2 if the model can not be had or run.
 
 Three answers are recorded. The formulas in F64 (tools/real_exact.py) are what pyspec has to meet. llama.cpp with the same weights as F32
 (tools/record_real.py) is up to 0.0098 away from the formulas. Its GELU is a table of F16, which explains about half of that. llama.cpp with
@@ -21,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from real_compare import (
     ANSWERS,
     EXACT,
@@ -36,6 +40,8 @@ from real_compare import (
     scores_of,
 )
 from real_fetch import GEMMA, FetchError, cache_folder, fetch
+from real_perplexity import N_CHUNK, PAIRS, RECORDED, measure
+from real_perplexity import read as read_perplexities
 
 import pyspec
 from pyspec.errors import PyspecError
@@ -177,11 +183,18 @@ def show(rows: Sequence[Row]) -> None:
             print(f"{'':<12}WRONG {line}")
 
 
-def compare(model: Path, recorded: Recorded, kernels: str) -> int:
-    """Run everything and print it. The number of prompts and strings that are wrong."""
-    print(f"{model.name} beside {recorded.program}", flush=True)
+def tiers_here() -> list[tuple[str, str]]:
+    """(--kernels, --device) of each tier that this machine has."""
+    if torch.cuda.is_available():
+        return [("auto", "cuda"), ("triton", "cuda"), ("auto", "cpu")]
+    return [("auto", "cpu"), ("reference", "cpu")]
+
+
+def compare(model: Path, recorded: Recorded, kernels: str, device: str = "auto") -> int:
+    """Run all prompts and print it. The number of prompts and strings that are wrong."""
+    print(f"\n{model.name} beside {recorded.program}; --kernels {kernels}", flush=True)
     begun = time.monotonic()
-    settings = {"np": N_SLOT, "ctx": N_CONTEXT, "kv_type": "f32", "kernels": kernels}
+    settings = {"np": N_SLOT, "ctx": N_CONTEXT, "kv_type": "f32", "kernels": kernels, "device": device}
     with pyspec.Engine.load(model, "ngram", **settings) as engine:
         print(
             f"loaded in {time.monotonic() - begun:.1f} s on {engine.info.device}; {N_TOKEN} tokens a prompt",
@@ -211,15 +224,32 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, help="a file in place of the fetched one")
-    parser.add_argument("--kernels", default="auto", help="as of pyspec server")
+    parser.add_argument("--kernels", help="as of pyspec server; default: every tier of this machine")
+    parser.add_argument("--chunks", type=int, default=N_CHUNK, help="sequences of a text; 0: all")
     arguments = parser.parse_args()
-    for path, tool in ((ANSWERS, "record_real.py"), (EXACT, "real_exact.py")):
+    for path, tool in (
+        (ANSWERS, "record_real.py"),
+        (EXACT, "real_exact.py"),
+        (RECORDED, "record_perplexity.py"),
+    ):
         if not path.is_file():
             print(f"make real: {path} is missing; tools/{tool} writes it", file=sys.stderr)
             return 2
     try:
         model = arguments.model or fetch(GEMMA, cache_folder())
-        return 1 if compare(model, read(), arguments.kernels) else 0
+        tiers = [(arguments.kernels, "auto")] if arguments.kernels else tiers_here()
+        n_bad = 0
+        for kernels, device in tiers:
+            n_bad += compare(model, read(), kernels, device)
+            n_bad += measure(
+                model,
+                read_perplexities(),
+                PAIRS,
+                n_chunk=arguments.chunks,
+                kernels=kernels,
+                device=device,
+            )
+        return 1 if n_bad else 0
     except (FetchError, PyspecError) as e:
         print(f"make real: {e}", file=sys.stderr)
         return 2

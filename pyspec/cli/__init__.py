@@ -38,6 +38,10 @@ COMMANDS = {
     "inspect": ("pyspec.cli.inspect:inspect", "Show metadata, tensors and sizes of a GGUF file."),
     "tokenize": ("pyspec.cli.tokenize:tokenize", "Print the token ids of a text."),
     "logits": ("pyspec.cli.logits:logits", "Write the logits of given tokens to a file."),
+    "perplexity": (
+        "pyspec.cli.perplexity:perplexity",
+        "Compute the perplexity of a text, as llama-perplexity does.",
+    ),
     "synth": ("pyspec.cli.synth:synth", "Write a random model with real dimensions."),
     "doctor": (
         "pyspec.cli.doctor:doctor",

@@ -48,7 +48,7 @@ class BenchFlags:
     http: bool
     isolated: bool
     parts: bool
-    golden: bool
+    golden: str
     bandwidth: float
     output: str
     html: Path | None
@@ -57,7 +57,7 @@ class BenchFlags:
 
     def plans(self, case: str = "") -> list[Plan]:
         """One plan per case, in list order: depths, then prompts, then answers; pairs last."""
-        from pyspec.bench.golden import SOURCE
+        from pyspec.bench.golden import golden_named
         from pyspec.bench.prompts import read_prompts
         from pyspec.bench.session import Plan
 
@@ -78,7 +78,7 @@ class BenchFlags:
                 temperature=self.temperature,
                 bandwidth=self.bandwidth,
                 parts=self.parts,
-                golden=SOURCE if self.golden else "",
+                golden=golden_named(self.golden).of if self.golden else "",
                 case=_case_name(d, p, n, case) if case or len(cases) > 1 else "",
             )
             for d, p, n in cases
@@ -137,8 +137,8 @@ BENCH_OPTIONS = [
     _what("--parts", is_flag=True,
           help="Also report a round's device time by part: linear, attention, state (GPU)."),
     _what(
-        "--golden", is_flag=True,
-        help="Simulate a public benchmark's acceptance (MTP, --spec-draft-n-max 2, 3 or 5).",
+        "--golden", is_flag=False, flag_value="qwen3.5-397b", default="", metavar="[TABLE]",
+        help="Simulate the acceptance of a public table. Default: Qwen3.5-397B with MTP.",
     ),
     _what(
         "--bandwidth", default=0.0, type=Number(0, 1e6), metavar="GB/S",
@@ -180,7 +180,7 @@ def bench(ctx: click.Context, engine: EngineChoice, flags: BenchFlags) -> None:
         raise click.UsageError("--file or --random-prompts: only one of them gives the prompts")
     before = read_rates(flags.baseline) if flags.baseline else {}
     if flags.golden:
-        engine = replace(engine, settings=golden(engine.settings))
+        engine = replace(engine, settings=golden(engine.settings, flags.golden))
     threads = engine.settings["threads"]
     assert isinstance(threads, tuple)
     loads = [replace(engine, settings={**engine.settings, "threads": n}) for n in threads]

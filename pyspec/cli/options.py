@@ -115,7 +115,7 @@ _device = grouped("Device")
 _draft = grouped("Drafts")
 
 
-def _device_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
+def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     """A device in pyspec's spelling, or llama.cpp's: CUDA0, none."""
     names = [name.strip() for name in value.split(",")]
     if len(names) > 1:
@@ -218,6 +218,10 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
            help="Device memory for checkpoints of recurrent states and windows, in MiB. 0: one per slot."),
     _slots("-cram", "--cache-ram", default=8192,
            help="Host memory for more checkpoints, in MiB. -1: no limit."),
+    _slots("--cache-disk", default="", metavar="DIR",
+           help="Folder where the prefix cache is also kept, for restarts and other servers of this machine."),
+    _slots("--cache-disk-size", default=32768, type=click.IntRange(1),
+           help="Size of that folder, in MiB."),
     _slots("--checkpoint-every", default=8192,
            help="Tokens between checkpoints in a long prompt. 0: none."),
     _slots("--swa-full", is_flag=True,
@@ -237,7 +241,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _slots("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None,
            help="Type of values [that of keys]."),
     THREADS,
-    _device("-dev", "--device", default="auto", callback=_device_name,
+    _device("-dev", "--device", default="auto", callback=device_name,
             help="auto, cpu, cuda, cuda:1 ..."),
     _device("-mg", "--main-gpu", default=0, type=click.IntRange(0, 999),
             help="Number of the GPU; -dev takes precedence."),
@@ -318,6 +322,7 @@ SETTINGS = (
     "prefix_cache",
     "cache_device",
     "cache_ram",
+    "cache_disk_size",
     "checkpoint_every",
     "swa_full",
     "threads",
@@ -418,6 +423,7 @@ def _engine_choice(values: dict[str, Any]) -> EngineChoice:
         settings["ubatch"] = min(settings["ubatch"], settings["batch"])
     if settings["cache_ram"] == -1:
         settings["cache_ram"] = MAX_MIB
+    settings["cache_disk"] = values.pop("cache_disk") or None
     context = click.get_current_context()
     was_given = context.get_parameter_source("tp") not in (None, ParameterSource.DEFAULT)
     if context.meta.get("pyspec.split") == "tensor" and not was_given:

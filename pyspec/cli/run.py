@@ -210,6 +210,7 @@ def as_object(text: str, tokens: list[int], done: Done) -> dict[str, object]:
         "n_predicted": done.n_predicted,
         "timings": {
             "cache_n": t.cache_n,
+            "cache_disk_n": t.disk_n,
             "prompt_n": t.prompt_n,
             "prompt_ms": round(t.prompt_ms, 3),
             "prompt_per_second": round(t.prompt_per_second, 2),

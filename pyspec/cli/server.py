@@ -15,6 +15,7 @@ from pyspec import __version__
 from pyspec.cli.chat_options import ChatOptions, chat_options
 from pyspec.cli.flags import LlamaCommand, commas, gathered, grouped
 from pyspec.cli.options import EngineChoice, Number, apply, engine_options, log_ignored, sampling_options
+from pyspec.config import EVENT_FORMATS, MAX_REPLICAS
 from pyspec.request import EngineInfo, SamplingGiven
 
 if TYPE_CHECKING:
@@ -71,8 +72,14 @@ class ServerFlags:
     threads_http: int
     timeout: float
     sse_ping_interval: float
+    replicas: int
     in_process: bool
     hang_timeout: float
+    kv_events: str
+    kv_events_replay: str
+    kv_events_topic: str
+    kv_events_format: str
+    kv_events_buffer: int
     drain_timeout: float
     log_format: str
     log_jsonl: bool
@@ -126,6 +133,9 @@ class ServerFlags:
         return "json" if self.log_jsonl else self.log_format
 
 
+OF_ENGINE = ("queue", "hang_timeout", "replicas", "kv_events", "kv_events_replay", "kv_events_topic", "kv_events_format",
+             "kv_events_buffer")  # fmt: skip
+"""The server's options that are settings of the engine."""
 _listen = grouped("Listening")
 _serve = grouped("Serving")
 _logs = grouped("Logs")
@@ -178,10 +188,21 @@ SERVER_OPTIONS = [
         "--sse-ping-interval", default=30.0, type=Number(-1, DAY_S),
         help="Seconds of silence before a stream sends a comment. -1: never.",
     ),
+    _serve("--replicas", default=1, type=click.IntRange(1, MAX_REPLICAS),
+           help="Engines behind this port, each with its own GPU (--tp GPUs) and -np slots."),
     _serve("--in-process", is_flag=True,
            help="Run the engine in this process; a failed engine is then not replaced."),
     _serve("--hang-timeout", default=0.0,
            help="Replace the engine after a round of this many seconds. 0: chosen by its pace."),
+    _serve("--kv-events", default="", metavar="ENDPOINT",
+           help="Publish changes of the prefix cache for routers over ZeroMQ, as tcp://*:5557."),
+    _serve("--kv-events-replay", default="", metavar="ENDPOINT",
+           help="Replay published batches from here, as tcp://*:5558."),
+    _serve("--kv-events-topic", default="", metavar="TEXT",
+           help="Topic of KV events; llm-d wants kv@ADDRESS@MODEL."),
+    _serve("--kv-events-format", type=click.Choice(EVENT_FORMATS), default="map",
+           help="Events as maps, or as arrays for readers made for vLLM before 0.24."),
+    _serve("--kv-events-buffer", default=10_000, help="Batches kept for replays."),
     _serve(
         "--drain-timeout", default=30.0, type=Number(0, DAY_S),
         help="Seconds that running requests get at shutdown.",
@@ -228,7 +249,7 @@ def server(
     set_up(verbosity, flags.form, flags.log_file)
     log_ignored()
     settings = replace(flags.settings(sampling, n_predict, chat.settings), verbose=verbosity >= 5)
-    own = {"queue": flags.queue, "hang_timeout": flags.hang_timeout}
+    own = {name: getattr(flags, name) for name in OF_ENGINE}
     engine = replace(engine, settings={**engine.settings, **own})
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     engine.check(n_slot)

@@ -14,8 +14,9 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
+from pyspec.models.cuts import each_of
 from pyspec.models.own_vocabulary import check_own
-from pyspec.models.part import AttentionShape, Place
+from pyspec.models.part import AttentionShape, Place, column_block
 from pyspec.models.read import attention_shape, block_count, check_rope
 from pyspec.models.rope import RopeSpec, read_scaling
 from pyspec.models.target import ModelConfig
@@ -37,6 +38,7 @@ class DFlashConfig:
     taps    0-based target layers whose outputs are read
     windows  of each layer; 0: it sees all
     causal  of each layer: rows do not see those behind them in the block
+    ff_block  columns of `ffn_down` that stand together in the file, the most of all layers
     """
 
     n_embd: int
@@ -51,6 +53,7 @@ class DFlashConfig:
     windows: tuple[int, ...]
     causal: tuple[bool, ...]
     alias: Mapping[str, str]
+    ff_block: int = 1
 
     @property
     def most(self) -> int:
@@ -75,7 +78,7 @@ class DFlashConfig:
     @property
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Its layers."""
-        feed = Part("ffn_norm", Mlp(self.n_ff))
+        feed = Part("ffn_norm", Mlp(self.n_ff, block=self.ff_block))
         return tuple(BlockSpec((Part("attn_norm", mixer), feed)) for mixer in self.mixers)
 
     @property
@@ -87,7 +90,10 @@ class DFlashConfig:
 
     def share(self, n: int) -> Self:
         """The drafter of each of `n` ranks: a share of the heads and inner values of every layer."""
-        return replace(self, attention=self.attention.share(n), n_ff=self.n_ff // n) if n > 1 else self
+        if n == 1:
+            return self
+        n_ff = each_of(self.n_ff, n, self.ff_block)
+        return replace(self, attention=self.attention.share(n), n_ff=n_ff)
 
     @property
     def row_bytes(self) -> int:
@@ -209,6 +215,9 @@ def read_layers(file: GGUFFile) -> DFlashConfig:
         windows=windows,
         causal=causal,
         alias=_aliases(file, n_layer),
+        ff_block=max(
+            column_block(Place(file, f"blk.{i}", 0, 0.0), "ffn_down.weight") for i in range(n_layer)
+        ),
     )
 
 

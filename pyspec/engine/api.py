@@ -23,6 +23,7 @@ from pyspec.engine.arguments import (
     slot_path,
 )
 from pyspec.engine.aside import to_loop
+from pyspec.engine.block_events import BlockPublisher, publisher_of
 from pyspec.engine.chat_tools import ChatDelta, ChatResult, Chats, ToolOptions, collected
 from pyspec.engine.option_texts import with_options
 from pyspec.engine.options import (
@@ -52,8 +53,14 @@ from pyspec.text.tokenizer import Tokenizer
 class Engine(ServedEngine):
     """A loaded model with its slots. Use as a context manager; safe to call from any thread."""
 
-    def __init__(self, core: Core, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
-        super().__init__(core, tokenizer, template)
+    def __init__(
+        self,
+        core: Core,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        publisher: BlockPublisher | None = None,
+    ) -> None:
+        super().__init__(core, tokenizer, template, publisher)
         self._says: Callable[[], AbstractContextManager[None]] = (
             nullcontext  # wraps calls that may raise
         )
@@ -107,10 +114,32 @@ class Engine(ServedEngine):
     def from_settings(cls, path: Path, settings: EngineSettings, *, isolated: bool = False) -> Engine:
         """`load` for a path and settings that exist already."""
         path, settings = Path(path_of("path", path, ConfigError)), settings_given(settings)
+        if settings.replicas > 1 and not isolated:
+            raise ConfigError(
+                "--replicas wants engines in processes of their own: leave out --in-process (isolated=True in Python)"
+            )
+        publisher = publisher_of(settings)
+        try:
+            return cls._loaded(path, settings, isolated, publisher)
+        except BaseException:
+            if publisher is not None:
+                publisher.close()
+            raise
+
+    @classmethod
+    def _loaded(
+        cls, path: Path, settings: EngineSettings, isolated: bool, publisher: BlockPublisher | None
+    ) -> Engine:
+        on_blocks = None if publisher is None else publisher.publish
         if isolated:
+            from pyspec.engine.process.replicas import Replicas
             from pyspec.engine.process.supervisor import Supervisor
 
-            supervisor = Supervisor(path, settings)
+            supervisor = (
+                Replicas(path, settings)
+                if settings.replicas > 1
+                else Supervisor(path, settings, on_blocks=on_blocks)
+            )
             try:
                 tokenizer, template = (
                     supervisor.tokenizer,
@@ -122,10 +151,11 @@ class Engine(ServedEngine):
             except BaseException:
                 supervisor.close()
                 raise
-            return cls(supervisor, tokenizer, template)
+            return cls(supervisor, tokenizer, template, publisher)
         # imported by name, because torch comes with it
-        core = import_module("pyspec.engine.process.core").EngineCore.load(path, settings)
-        return cls(core, core.tokenizer, core.template)
+        load = import_module("pyspec.engine.process.core").EngineCore.load
+        core = load(path, settings, on_blocks=on_blocks)
+        return cls(core, core.tokenizer, core.template, publisher)
 
     # -- for programs: they wait for room in the queue -----------------------------------------------------------
 

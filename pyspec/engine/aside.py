@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from pyspec.engine.block_events import BlockPublisher
 from pyspec.engine.protocol import Core
 from pyspec.request import Event
 from pyspec.text.template import ChatTemplate
@@ -38,20 +39,22 @@ def _wait() -> None:
             thread.join(max(0.0, limit - time.monotonic()))
 
 
-def end_aside(core: Core, templates: list[ChatTemplate]) -> None:
-    """Close an engine and its templates' processes after its last reference is gone. This may run on any thread, even the core's own, so
+def end_aside(core: Core, templates: list[ChatTemplate], publisher: BlockPublisher | None) -> None:
+    """Close an engine, its templates' processes and its publisher after its last reference is gone. This may run on any thread, even the core's own, so
     nothing waits."""
     held = [core]
     with suppress(RuntimeError):  # the program ends, and the core with it
-        AsideThread(lambda: _end(held, templates), "pyspec-end").start()
+        AsideThread(lambda: _end(held, templates, publisher), "pyspec-end").start()
 
 
-def _end(held: list[Core], templates: list[ChatTemplate]) -> None:
+def _end(held: list[Core], templates: list[ChatTemplate], publisher: BlockPublisher | None) -> None:
     """Close a core and release it. Errors of coroutines hold their frames in reference cycles, which would keep the core's memory:
     collect them now."""
     held.pop().close()
     for template in templates:
         template.close()
+    if publisher is not None:
+        publisher.close()
     gc.collect()
 
 

@@ -35,6 +35,7 @@ from pyspec.request import (
     TokenLogprob,
 )
 from pyspec.slot_action import SlotAction, SlotAnswer
+from pyspec.slots.blocks import BlockChange
 
 _HEAD = struct.Struct("<I")
 _KINDS = {Started: "s", Progress: "p", Delta: "d", Done: "e", Failed: "f"}
@@ -127,6 +128,13 @@ class Events:
     """All events of a round, packed."""
 
     packed: Sequence[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Changes of the prefix cache in a round, in order."""
+
+    changes: Sequence[BlockChange]
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ class LoadOptions(TypedDict, total=False):
     prefix_cache: bool
     cache_device: int
     cache_ram: int
+    cache_disk: Path | None
+    cache_disk_size: int
     checkpoint_every: int
     swa_full: bool
     draft_path: Path | None
@@ -67,6 +69,7 @@ class LoadOptions(TypedDict, total=False):
     synth_rates: str
     device: str
     tp: int
+    replicas: int
     kv_type: str
     kv_type_v: str | None
     draft_kv_type: str | None
@@ -75,6 +78,11 @@ class LoadOptions(TypedDict, total=False):
     cpu_activations: str
     threads: int
     queue: int
+    kv_events: str
+    kv_events_replay: str
+    kv_events_topic: str
+    kv_events_format: str
+    kv_events_buffer: int
     seed: int
     check_tap_shift: bool
     warm_up: bool

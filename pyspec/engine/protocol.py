@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from pyspec.request import EngineInfo, Event, Metrics, Request, SlotInfo
+from pyspec.request import EngineInfo, Event, Metrics, ReplicaInfo, Request, SlotInfo
 from pyspec.slot_action import SlotAction, SlotAnswer
 
 
 class Core(Protocol):
-    """Runs requests: core.EngineCore in this process, supervisor.Supervisor with a core in another one."""
+    """Runs requests: core.EngineCore in this process, supervisor.Supervisor with a core in another one, replicas.Replicas with several."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -33,6 +33,10 @@ class Core(Protocol):
 
     def metrics(self) -> Metrics:
         """Counters since the start, and gauges."""
+        ...
+
+    def replicas(self, *, counts: bool = True) -> list[ReplicaInfo]:
+        """One row per engine, if there are several; else none. counts: with metrics, which an engine may take a second to tell."""
         ...
 
     def in_listener(self) -> bool:

@@ -10,12 +10,14 @@ from weakref import finalize
 
 from pyspec.engine.arguments import callable_of, id_of, limit_of
 from pyspec.engine.aside import end_aside
+from pyspec.engine.block_events import BlockPublisher
 from pyspec.engine.protocol import Core
 from pyspec.engine.validate import Validator
 from pyspec.errors import BadTemplate
 from pyspec.ranges import shown
-from pyspec.request import Event, Grammar, Metrics, Request, SlotInfo, check_grammar
+from pyspec.request import Event, Grammar, Metrics, ReplicaInfo, Request, SlotInfo, check_grammar
 from pyspec.slot_action import SlotAction, SlotAnswer, check_action
+from pyspec.slots.blocks import CLEARED
 from pyspec.text.template import CHATML, ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
@@ -25,12 +27,23 @@ log = logging.getLogger(__name__)
 class ServedEngine:
     """A loaded model with its slots, for callers that give a listener and wait for nothing. Safe to call from any thread."""
 
-    def __init__(self, core: Core, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        core: Core,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        publisher: BlockPublisher | None = None,
+    ) -> None:
         self.core, self.tokenizer, self.info = core, tokenizer, core.info
+        self.publisher = publisher
+        if publisher is not None:
+            publisher.publish(
+                CLEARED
+            )  # routers may know the blocks of an earlier engine at this address
         self.template = self._chatml() if template is None else template
         self._templates = [self.template]  # the current one; its processes end with the engine
         finalize(
-            self, end_aside, core, self._templates
+            self, end_aside, core, self._templates, publisher
         ).atexit = False  # at the program's end, cores close themselves
         self._incoming = Validator(self.info, tokenizer)
 
@@ -92,7 +105,14 @@ class ServedEngine:
 
     def metrics(self) -> Metrics:
         """Counters since the start, and gauges."""
-        return self.core.metrics()
+        counts = self.core.metrics()
+        if (p := self.publisher) is not None:
+            counts = replace(counts, kv_event_batches=p.n_batch, kv_event_batches_dropped=p.n_dropped)
+        return counts
+
+    def replicas(self, *, counts: bool = True) -> list[ReplicaInfo]:
+        """One row per engine of a model that was loaded with several `replicas`; else an empty list. counts: with their metrics."""
+        return self.core.replicas(counts=counts)
 
     def alive(self) -> bool:
         """True if requests are taken. While an isolated engine is replaced they are, and run when it is back."""
@@ -112,4 +132,7 @@ class ServedEngine:
 
         Returns False if the device's work did not end and was left behind after `limit_s` (default 30 s).
         """
-        return self.core.close() if limit_s is None else self.core.close(limit_of(limit_s))
+        is_over = self.core.close() if limit_s is None else self.core.close(limit_of(limit_s))
+        if self.publisher is not None:
+            self.publisher.close()
+        return is_over

@@ -9,6 +9,7 @@ from importlib import import_module
 
 from pyspec.errors import UnknownArchitecture
 from pyspec.gguf import GGUFFile
+from pyspec.models.spec import ModelSpec
 from pyspec.models.target import ModelConfig
 from pyspec.registry import ARCHITECTURES, architecture_module, not_run
 
@@ -27,4 +28,5 @@ def read_config(file: GGUFFile) -> ModelConfig:
         raise UnknownArchitecture(
             f"architecture {arch!r}: importing {name} gave {type(e).__name__}: {e}"
         ) from e
-    return module.read(file)
+    config = module.read(file)
+    return config.of_file(file) if isinstance(config, ModelSpec) else config

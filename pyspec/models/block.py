@@ -23,6 +23,7 @@ from pyspec.models.part import (
     PartSpec,
     Pass,
     Place,
+    ReadsBlocks,
     Request,
     WorksForStreams,
 )
@@ -113,6 +114,14 @@ class BlockSpec:
         """The block of each of `n` ranks."""
         parts = tuple(replace(part, spec=part.spec.share(n)) for part in self.parts)
         return replace(self, parts=parts)
+
+    def of_file(self, at: Place) -> BlockSpec:
+        """The block with the sizes of blocks of this file's types, where shares depend on them."""
+        parts = tuple(
+            replace(part, spec=part.spec.of_file(at)) if isinstance(part.spec, ReadsBlocks) else part
+            for part in self.parts
+        )
+        return self if parts == self.parts else replace(self, parts=parts)
 
     def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
         """The ops that binding it asks for, products apart."""

@@ -7,7 +7,7 @@ kernels that binding will ask for, and the bound part. Plans and drafters are fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
@@ -18,6 +18,7 @@ from pyspec.cuda.op import Op
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.ops.streams.ref import Streams
 from pyspec.gguf import GGUFFile
+from pyspec.models.cuts import KeyGroups
 from pyspec.models.rope import Angles, Ropes
 from pyspec.models.tables import Tables
 from pyspec.models.wants import Want
@@ -46,10 +47,15 @@ class AttentionShape:
     scale: float | None = None
 
     def share(self, n: int) -> AttentionShape:
-        """Of each of `n` ranks; with fewer key heads than ranks several ranks have the same one."""
-        return AttentionShape(
-            self.n_head // n, max(1, self.n_kv_head // n), self.head_dim, self.gated, self.scale
-        )
+        """Of each of `n` ranks (`KeyGroups`): several have the same key head where there are fewer than ranks, and heads of zeros where
+        they do not divide."""
+        n_key, n_reader = self.groups.places(n)
+        return replace(self, n_head=n_key * n_reader, n_kv_head=n_key)
+
+    @property
+    def groups(self) -> KeyGroups:
+        """Its key heads and their queries."""
+        return KeyGroups(self.n_kv_head, self.n_head // self.n_kv_head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +193,21 @@ class PartSpec(Protocol):
         ...
 
     def bind(self, at: Binding) -> BoundPart: ...
+
+
+@runtime_checkable
+class ReadsBlocks(Protocol):
+    """A part whose shares depend on the types of its file: numbers of quantised types stand in blocks along rows."""
+
+    def of_file(self, at: Place) -> PartSpec:
+        """The part with the sizes of blocks in this file."""
+        ...
+
+
+def column_block(at: Place, tensor: str) -> int:
+    """Columns of a block of a tensor's type; 1: it has no blocks, or the file has no such tensor."""
+    info = at.file.tensors.get(at.name(tensor))
+    return 1 if info is None else info.type.block_size
 
 
 class BoundPart(Protocol):

@@ -115,7 +115,13 @@ class ModelSpec:
         """The model of each of `n` ranks: a share of the heads, states and inner widths of every block. The stream keeps its width."""
         if n == 1:
             return self
-        return replace(self, n_ff=self.n_ff // n, blocks=tuple(block.share(n) for block in self.blocks))
+        blocks = tuple(block.share(n) for block in self.blocks)
+        return replace(self, n_ff=-(-self.n_ff // n), blocks=blocks)
+
+    def of_file(self, file: GGUFFile) -> ModelSpec:
+        """The model with the sizes of blocks of this file's types, where shares of its parts depend on them."""
+        blocks = tuple(block.of_file(self.place(file, i)) for i, block in enumerate(self.blocks))
+        return replace(self, blocks=blocks)
 
     def requests(self, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
         """The ops that a load asks for, products and the embedding apart."""

@@ -126,7 +126,12 @@ def _health(service: Service) -> Handler:
     async def health(request: Request) -> Response:
         if not service.engine.alive():
             raise Unavailable("the model is not ready: it is loading or its engine has stopped")
-        return JSON({"status": service.engine.state()})  # requests are accepted while it recovers
+        view: dict[str, object] = {
+            "status": service.engine.state()
+        }  # requests are accepted while it recovers
+        if rows := service.engine.replicas(counts=False):
+            view["replicas"] = [{"replica": row.replica, "state": row.state} for row in rows]
+        return JSON(view)
 
     return health
 
@@ -181,7 +186,8 @@ def _slots(service: Service) -> Handler:
 
 
 def _metrics(service: Service) -> Handler:
-    collector = EngineCollector(service.engine.metrics, service.engine.slots, service.latencies)
+    engine = service.engine
+    collector = EngineCollector(engine.metrics, engine.slots, service.latencies, engine.replicas)
 
     async def metrics(request: Request) -> Response:
         if not service.settings.metrics:

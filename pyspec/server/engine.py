@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pyspec.request import EngineInfo, Event, Grammar, Metrics, Request, SlotInfo
+from pyspec.request import EngineInfo, Event, Grammar, Metrics, ReplicaInfo, Request, SlotInfo
 from pyspec.slot_action import SlotAction, SlotAnswer
 from pyspec.text.abilities import Abilities
 from pyspec.text.vocab import FimMarks
@@ -110,6 +110,10 @@ class EngineLike(Protocol):
     def slots(self) -> list[SlotInfo]: ...
 
     def metrics(self) -> Metrics: ...
+
+    def replicas(self, *, counts: bool = True) -> list[ReplicaInfo]:
+        """One row per engine, if there are several. counts: with metrics, which may take a second."""
+        ...
 
     def alive(self) -> bool:
         """True if requests are accepted: not while loading, nor after the engine has stopped for good."""

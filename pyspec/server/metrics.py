@@ -14,13 +14,14 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from pyspec.request import Metrics, SlotInfo
+from pyspec.request import Metrics, ReplicaInfo, SlotInfo
 from pyspec.server.latency import Latencies
 
 # Description by attribute of Metrics
 COUNTERS = {
     "prompt_tokens": "prompt tokens processed",
     "prompt_tokens_cached": "prompt tokens taken from the cache",
+    "prompt_tokens_disk": "prompt tokens taken from the cache that were read from disk",
     "prompt_tokens_seen": "prompt tokens processed or cached",
     "prompt_seconds": "seconds spent on prompts",
     "predicted_tokens": "tokens generated",
@@ -35,9 +36,13 @@ COUNTERS = {
     "suffix_drafts": "suffix drafts verified",
     "suffix_draft_tokens": "tokens of suffix drafts verified",
     "suffix_accepted_tokens": "tokens of suffix drafts accepted",
+    "disk_read_bytes": "bytes of the prefix cache read from disk",
+    "disk_written_bytes": "bytes of the prefix cache written to disk",
     "guard_trips": "indices a kernel refused",
     "restarts": "times the engine's process was replaced",
     "tokens_replayed": "tokens that went through the model again after that",
+    "kv_event_batches": "batches of KV events",
+    "kv_event_batches_dropped": "batches of KV events that found the queue full",
     "draft_ms": "milliseconds spent drafting",
     "verify_ms": "milliseconds spent verifying",
     "sample_ms": "milliseconds spent sampling",
@@ -54,7 +59,13 @@ GAUGES = {
     "states_device_bytes": "bytes of checkpoints on the device",
     "states_host_bytes": "bytes of checkpoints in host memory",
     "suffix_bytes": "bytes of texts and answers for suffix drafts",
+    "disk_bytes": "bytes of the prefix cache on disk, of all engines that share it",
     "seconds_since_step": "age of the last round while busy",
+}
+ROUTED = {
+    "requests": "requests that the replica was given",
+    "prompt_tokens_known": "prompt tokens of those that it had read before, as their sender knows",
+    "requests_moved": "requests that continued elsewhere when its engine ended",
 }
 PER_POSITION = {
     "drafted_per_pos": "drafted tokens verified, by position in the draft",
@@ -118,8 +129,10 @@ class EngineCollector(Collector):
         metrics: Callable[[], Metrics],
         slots: Callable[[], Sequence[SlotInfo]],
         latencies: Latencies,
+        replicas: Callable[[], Sequence[ReplicaInfo]] = lambda: (),
     ) -> None:
         self._metrics = metrics
+        self._replicas = replicas
         self._slots = slots
         self._latencies = latencies
 
@@ -137,6 +150,8 @@ class EngineCollector(Collector):
         yield from self._ratios(m)
         yield from self._per_slot()
         yield from self._latencies.metrics()
+        if rows := self._replicas():
+            yield from _per_replica(rows)
 
     def _ratios(self, m: Metrics) -> Iterator[Metric]:
         """Averages since start; llama-server's figures of these names are averages since its last scrape."""
@@ -169,6 +184,26 @@ def _spellings(attribute: str) -> Iterator[str]:
     for prefix, names in NAMES.items():
         if attribute in names or prefix == NATIVE:
             yield prefix + names.get(attribute, attribute)
+
+
+def _per_replica(rows: Sequence[ReplicaInfo]) -> Iterator[Metric]:
+    """Figures of each of several engines, with its number as a label; other figures are their sums."""
+    up = Gauge("pyspec_replica_up", "1 if the engine runs", labels=["replica", "device"])
+    for row in rows:
+        up.add_metric([str(row.replica), row.device], float(row.state == "ok"))
+    yield up
+    for attribute, about in ROUTED.items():
+        family = CounterMetricFamily(f"pyspec_replica_{attribute}", about, labels=["replica"])
+        for row in rows:
+            family.add_metric([str(row.replica)], getattr(row, attribute))
+        yield family
+    for attribute, about in (COUNTERS | GAUGES).items():
+        kind = CounterMetricFamily if attribute in COUNTERS else Gauge
+        name = f"pyspec_replica_{NAMES[NATIVE].get(attribute, attribute)}"
+        figures: CounterMetricFamily | Gauge = kind(name, about, labels=["replica"])
+        for row in rows:
+            figures.add_metric([str(row.replica)], float(getattr(row.metrics, attribute)))
+        yield figures
 
 
 def _per_position(name: str, about: str, counts: Iterable[int]) -> Metric:

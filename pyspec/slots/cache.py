@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
+from pyspec.slots.blocks import BlockLog
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.prefix import NO_HIT, Hit
@@ -33,6 +34,16 @@ class PrefixCache:
         table.tree.lose = states.lose
         self._state_bytes = 0  # of the largest checkpoint so far
         self._checked = 0  # table.n_change at the last check
+
+    def log_blocks(self) -> BlockLog:
+        """Collect the changes of full pages for routers from now on; the first ones are the pages that are filed already."""
+        log = BlockLog(self.table.tree, self.memory.needs_state)
+        self.table.tree.blocks, self.states.on_change = log, log.touch
+        return log
+
+    def log_no_blocks(self) -> None:
+        """Collect no more changes."""
+        self.table.tree.blocks, self.states.on_change = None, lambda node: None
 
     def find(self, prompt: Sequence[int]) -> Hit:
         """The longest filed prefix of `prompt`; NO_HIT while the cache is off."""

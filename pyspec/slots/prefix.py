@@ -10,6 +10,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyspec.slots.blocks import BlockLog
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -83,11 +87,15 @@ def _behind(last: Node, n: int) -> tuple[int, ...]:
 
 
 class PrefixTree:
-    """Filed pages by content. give: called with the page of a removed node; lose: called with each removed state."""
+    """Filed pages by content. give: called with the page of a removed node; lose: called with each removed state.
+
+    blocks  collects the changes for routers, if there are any
+    """
 
     def __init__(self, page_size: int, give: Callable[[int], None]) -> None:
         self.page_size, self.give = page_size, give
         self.lose: Callable[[State], None] = lambda state: None
+        self.blocks: BlockLog | None = None
         self.root = Node(-1, (), 0, None)
         self.n_node = self.n_held = 0  # filed pages, and those that slots hold
         self._clock = 0
@@ -219,6 +227,8 @@ class PrefixTree:
         parent.children.setdefault(tokens[0], []).append(node)
         self.n_node += 1
         self.touch(node)
+        if self.blocks is not None:
+            self.blocks.touch(node)
         return node
 
     def remove(self, node: Node) -> None:
@@ -233,6 +243,8 @@ class PrefixTree:
         if not near:
             del parent.children[node.tokens[0]]
         node.parent = None
+        if self.blocks is not None:
+            self.blocks.gone(node, parent)
         self.n_node -= 1
         self.give(node.page)
         self._offer(parent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +21,6 @@ def late_rows(device: torch.device) -> int:
 
 class RecurrentShape(Protocol):
     """The shape of a recurrent layer's memory for a slot, of any recurrence."""
-
-    def share(self, n: int) -> Self:
-        """The shape on each of `n` ranks that divide the heads."""
-        ...
 
     @property
     def n_conv(self) -> int:

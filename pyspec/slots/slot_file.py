@@ -1,6 +1,6 @@
-"""The file of a saved slot: a head, then the content in pieces, each with a digest. No torch here.
+"""The file of a saved slot, or of an entry of the prefix cache: a head, then the content in pieces, each with a digest. No torch here.
 
-    magic      8 bytes, "PYSPSLOT"
+    magic      8 bytes, "PYSPSLOT" or "PYSPPAGE"
     version    u32, little-endian like all numbers
     n_head     u32   bytes of the head
     head             a JSON object: the model, and the sizes of the content
@@ -18,9 +18,10 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from hashlib import blake2b
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -28,10 +29,14 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 from pyspec.errors import BadSlotFile, StorageFull
 from pyspec.ranges import printable
 
-MAGIC, VERSION = b"PYSPSLOT", 1
 MAX_LISTED = 300  # characters of a reason, which quotes the file
 CHUNK = 1 << 20  # bytes of content between digests: damage is located this closely
 MAX_HEAD = 16 << 20
@@ -46,50 +51,105 @@ def _digest(data: Any, key: bytes = b"", place: int = 0) -> bytes:
     return blake2b(data, digest_size=DIGEST, key=key, salt=place.to_bytes(8, "little")).digest()
 
 
+def _sha(data: Any, key: bytes = b"", place: int = 0) -> bytes:
+    digest = sha256(key + place.to_bytes(8, "little"))
+    digest.update(data)
+    return digest.digest()[:DIGEST]
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """What a file is for.
+
+    name    for messages
+    digest  of some data, by a key and a place
+    syncs   the system has stored the content before the file has its name. The file is locked until then
+    """
+
+    name: str
+    magic: bytes
+    version: int
+    digest: Callable[..., bytes]
+    syncs: bool = False
+
+
+SLOT = FileKind("slot file", b"PYSPSLOT", 1, _digest)
+ENTRY = FileKind("cache file", b"PYSPPAGE", 1, _sha, syncs=True)
+"""SHA-256, for which processors have instructions: entries are read by the gigabyte while a request waits."""
+MAGIC, VERSION = SLOT.magic, SLOT.version
+
+
 def file_bytes(n_head: int, n_content: int) -> int:
     """Bytes of a whole file."""
     return _START.size + n_head + DIGEST + n_content + -(-n_content // CHUNK) * DIGEST
 
 
-def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes]) -> int:
+def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes], kind: FileKind = SLOT) -> int:
     """Write a file atomically. Returns its bytes.
 
     Raises BadSlotFile if it can not be created there, StorageFull if the disk is full.
     """
     written = path.with_name(f".{path.name[:200]}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
-        _check_place(path)
+        _check_place(path, kind)
         with open(written, "xb") as f:
-            _write(f, head, pieces)
+            if kind.syncs:
+                _lock(f)
+            _write(f, head, pieces, kind)
             n = f.tell()
-        os.replace(written, path)
+            if kind.syncs:
+                f.flush()
+                os.fsync(f.fileno())
+                os.replace(written, path)  # while it is locked
+        if not kind.syncs:
+            os.replace(written, path)
     except (OSError, ValueError) as e:  # a name with a NUL in it
         with suppress(OSError, ValueError):
             written.unlink()
         reason, number = (
             (e.strerror or type(e).__name__, e.errno) if isinstance(e, OSError) else (str(e), None)
         )
-        kind = StorageFull if number in NO_ROOM else BadSlotFile
-        raise kind(
-            f"slot file {printable(path.name, MAX_LISTED)} can not be written: {reason}"
+        error = StorageFull if number in NO_ROOM else BadSlotFile
+        raise error(
+            f"{kind.name} {printable(path.name, MAX_LISTED)} can not be written: {reason}"
         ) from None
     return n
 
 
-def _check_place(path: Path) -> None:
+def _lock(f: BinaryIO) -> bool:
+    """Lock a file for this process, until it is closed or the process ends. Returns False if another has the lock."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(f.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def is_abandoned(path: str) -> bool:
+    """The writer of an unfinished file has ended."""
+    try:
+        with open(path, "rb") as f:
+            return _lock(f)
+    except OSError:
+        return False
+
+
+def _check_place(path: Path, kind: FileKind) -> None:
     """Refuse a folder, a pipe or a device: moving a file to its name would replace it."""
     with suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
             raise BadSlotFile(
-                f"slot file {printable(path.name, MAX_LISTED)} can not be written: it exists and is no regular file"
+                f"{kind.name} {printable(path.name, MAX_LISTED)} can not be written: it exists and is no regular file"
             )
 
 
-def _write(f: BinaryIO, head: dict[str, Any], pieces: Sequence[Bytes]) -> None:
-    text = json.dumps(head, separators=(",", ":")).encode()
-    start = _START.pack(MAGIC, VERSION, len(text)) + text
-    key, place, held = _digest(start), 0, bytearray()
+def _write(f: BinaryIO, head: dict[str, Any], pieces: Sequence[Bytes], kind: FileKind) -> None:
+    text, digest = json.dumps(head, separators=(",", ":")).encode(), kind.digest
+    start = _START.pack(kind.magic, kind.version, len(text)) + text
+    key, place, held = digest(start), 0, bytearray()
     f.write(start + key)
     for piece in pieces:
         view, at = piece.data, 0
@@ -99,18 +159,18 @@ def _write(f: BinaryIO, head: dict[str, Any], pieces: Sequence[Bytes]) -> None:
             at += n
             if len(held) == CHUNK:
                 f.write(held)
-                f.write(_digest(held, key, place))
+                f.write(digest(held, key, place))
                 place, held = place + 1, bytearray()
     if held:
         f.write(held)
-        f.write(_digest(held, key, place))
+        f.write(digest(held, key, place))
 
 
 class SlotFile:
     """An opened file with a valid head. A context manager. Every failure is a BadSlotFile that names the path."""
 
-    def __init__(self, path: Path) -> None:
-        self.name = path.name
+    def __init__(self, path: Path, kind: FileKind = SLOT) -> None:
+        self.name, self.kind = path.name, kind
         try:
             self._file = os.fdopen(
                 os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)), "rb"
@@ -139,7 +199,7 @@ class SlotFile:
 
     def bad(self, why: str) -> BadSlotFile:
         """The error to raise."""
-        return BadSlotFile(f"slot file {self.name}: {printable(why, MAX_LISTED)}")
+        return BadSlotFile(f"{self.kind.name} {self.name}: {printable(why, MAX_LISTED)}")
 
     def _take(self, n: int, part: str) -> bytes:
         at = self._file.tell()
@@ -160,15 +220,16 @@ class SlotFile:
     def _read_head(self) -> dict[str, Any]:
         start = self._take(_START.size, "the start")
         magic, version, n_head = _START.unpack(start)
-        if magic != MAGIC:
-            raise self.bad("it is not a file that a slot was saved in")
-        if version != VERSION:
-            raise self.bad(f"it has version {version}; this program reads version {VERSION}")
+        kind = self.kind
+        if magic != kind.magic:
+            raise self.bad(f"it is not a {kind.name} of pyspec")
+        if version != kind.version:
+            raise self.bad(f"it has version {version}; this program reads version {kind.version}")
         if n_head > MAX_HEAD:
             raise self.bad(f"a head of {n_head} bytes is more than the {MAX_HEAD} allowed")
         text = self._take(n_head, "the head")
         self._key = self._take(DIGEST, "the head's digest")
-        if self._key != _digest(start + text):
+        if self._key != kind.digest(start + text):
             raise self.bad(
                 f"the head is damaged: bytes 0 to {self._file.tell() - 1} do not match their digest"
             )
@@ -181,17 +242,32 @@ class SlotFile:
             raise self.bad("the head is not a JSON object")
         return head
 
-    def read(self, sizes: Sequence[int]) -> list[Bytes]:
-        """All pieces, of these sizes in bytes. They are compared with the file's length before memory is allocated."""
+    def read(self, sizes: Sequence[int], into: Bytes | None = None) -> list[Bytes]:
+        """All pieces, of these sizes in bytes. They are compared with the file's length before memory is allocated.
+
+        into: memory for them, if it is large enough; the pieces are views of it
+        """
         n = sum(sizes)
         if (want := file_bytes(self._n_head, n)) != self.size:
             raise self.bad(f"it has {self.size} bytes; its head implies {want}")
-        content = np.empty(n, np.uint8)
+        content = np.empty(n, np.uint8) if into is None or into.size < n else into[:n]
         for place, at in enumerate(range(0, n, CHUNK)):
             end, offset = min(at + CHUNK, n), self._file.tell()
-            content[at:end] = np.frombuffer(self._take(end - at, "the content"), np.uint8)
-            if self._take(DIGEST, "a digest") != _digest(content[at:end].data, self._key, place):
+            self._fill(content[at:end])
+            digest = self.kind.digest(content[at:end].data, self._key, place)
+            if self._take(DIGEST, "a digest") != digest:
                 raise self.bad(
                     f"it is damaged: bytes {offset} to {self._file.tell() - 1} do not match their digest"
                 )
         return np.split(content, np.cumsum(sizes)[:-1])
+
+    def _fill(self, place: Bytes) -> None:
+        """Read the next bytes of the content into `place`."""
+        try:
+            n = self._file.readinto(place.data)
+        except OSError as e:
+            raise self.bad(f"the content can not be read: {e.strerror}") from None
+        if n != place.size:
+            raise self.bad(
+                f"it became shorter while it was read: the content ends at offset {self._file.tell()}"
+            )

@@ -6,7 +6,7 @@ The least recently used state moves from the device to the host, and is then dro
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -116,6 +116,8 @@ class StateStore:
         self.ready: list[Tensor] = []  # host memory for the next state that moves there
         self.starts: OrderedDict[State, int] = OrderedDict()
         self.start_limit, self.n_start_bytes = start_bytes, 0  # includes those of running requests
+        # called with the node that a state came to, or was dropped from while its page stays
+        self.on_change: Callable[[Node], None] = lambda node: None
 
     def __len__(self) -> int:
         return sum(map(len, self.tiers))
@@ -166,6 +168,7 @@ class StateStore:
         assert n_past not in node.states and node.start < n_past <= node.end
         state = node.states[n_past] = State(node, n_past, saved, is_start=True)
         self.starts[state] = saved.n_bytes
+        self.on_change(node)
 
     def add(self, node: Node, n_past: int, saved: Saved) -> None:
         """Keep a state at exactly `n_past` tokens, the last of which is on the node's page."""
@@ -176,6 +179,7 @@ class StateStore:
             self._to_host(state)
         else:
             self._put(0, state, saved.n_bytes)
+        self.on_change(node)
 
     def _put(self, tier: int, state: State, n_bytes: int) -> None:
         self.tiers[tier][state] = n_bytes
@@ -189,6 +193,7 @@ class StateStore:
             self.drop(next(iter(host)))
         if n_bytes > self.limits[1]:
             del state.node.states[state.n_past]
+            self.on_change(state.node)
             return
         ready, self.ready = self.ready, []
         checkpoint, share = to_host((saved.checkpoint, saved.draft), ready)
@@ -207,6 +212,7 @@ class StateStore:
         """Drop a state; its page stays."""
         self.lose(state)
         del state.node.states[state.n_past]
+        self.on_change(state.node)
 
     def lose(self, state: State) -> None:
         """Stop counting a state whose page is gone."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypedDict
 
 from pyspec.errors import ConfigError
-from pyspec.synth import gemma4
+from pyspec.synth import decoders, gemma4
 from pyspec.synth.shapes import (
     Deepseek4Dims,
     Dims,
@@ -203,7 +203,7 @@ _REAL: tuple[Dims, ...] = (
         eps=1e-5,
     ),
 )
-_REAL += gemma4.REAL
+_REAL += gemma4.REAL + decoders.REAL
 # Equal shapes, other weights
 _ALIKE = {"Qwen3.5-27B": "Qwen3.6-27B", "Qwen3.5-35B-A3B": "Qwen3.6-35B-A3B"}
 MODELS: dict[str, Dims] = {d.name.lower(): d for d in _REAL}
@@ -326,7 +326,7 @@ TINY: dict[str, Dims] = {
         n_rot=16,
         **(_TINY | {"n_ff": 32, "n_head_kv": 1, "head_dim": 32}),
     ),
-}
+} | decoders.tiny(64, 4, 2, 16)
 """By architecture; `llama-spm` is llama with a SentencePiece vocabulary."""
 
 
@@ -363,6 +363,8 @@ def widened(dims: Dims) -> Dims:
     wide = replace(dims, n_embd=256, n_ff=256, head_dim=64, name=f"{dims.name}-wide")
     if isinstance(wide, gemma4.Gemma4Dims):
         return replace(wide, near_dim=64)
+    if isinstance(wide, decoders.DecoderDims):
+        return replace(decoders.tiny(256, 4, 2, 64)[wide.arch], name=wide.name)
     # 4 heads in 2 groups would give a group of 128 columns, which is too few
     if isinstance(wide, Deepseek4Dims):
         return replace(wide, head_dim=128, q_rank=256, out_rank=128)

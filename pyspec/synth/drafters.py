@@ -118,4 +118,5 @@ def mask_id(target: Dims) -> int:
     """The token in positions that drafters fill: a reserved id of the vocabulary."""
     by_kind = {"joyai-llm": 128_815, "qwen35": 248_070, "qwen2": 151_669}
     by_kind |= {"llama-bpe": 128_002, "pixtral": 14, "gpt-4o": 200_015}
-    return by_kind[target.vocab] if target.n_vocab > 1000 else target.n_vocab - 1
+    last = target.n_vocab - 1
+    return by_kind.get(target.vocab, last) if target.n_vocab > 1000 else last

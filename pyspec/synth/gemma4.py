@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pyspec.gguf import ValueType
 from pyspec.synth.shapes import Dims
-from pyspec.synth.trunks import F32, POINTED, U32, Key, Parts, Spec
+from pyspec.synth.trunks import F32, POINTED, U32, Key, Parts, Spec, loud
 
 TURNED = 0.25  # share of the pairs of a head that turn, in blocks without a window
 
@@ -151,7 +151,7 @@ def _attention(dims: Gemma4Dims, i: int) -> Iterator[Spec]:
     yield Spec(f"{p}.attn_q.weight", (dims.n_head * dim, n), "matrix")
     yield Spec(f"{p}.attn_q_norm.weight", (dim,), "norm", pointed)
     yield Spec(f"{p}.attn_output.weight", (n, dims.n_head * dim), "matrix")
-    yield Spec(f"{p}.post_attention_norm.weight", (n,), "norm")
+    yield Spec(f"{p}.post_attention_norm.weight", (n,), "norm", loud(dims))
     if i >= dims.n_layer - dims.n_shared:
         return
     yield Spec(f"{p}.attn_k.weight", (n_kv * dim, n), "matrix")
@@ -166,7 +166,7 @@ def _feed_forward(dims: Gemma4Dims, p: str) -> Iterator[Spec]:
     yield Spec(f"{p}.ffn_gate.weight", (f, n), "matrix")
     yield Spec(f"{p}.ffn_up.weight", (f, n), "matrix")
     yield Spec(f"{p}.ffn_down.weight", (n, f), "matrix")
-    yield Spec(f"{p}.post_ffw_norm.weight", (n,), "norm")
+    yield Spec(f"{p}.post_ffw_norm.weight", (n,), "norm", loud(dims))
     yield Spec(f"{p}.layer_output_scale.weight", (1,), "norm")
     if e:
         yield from (

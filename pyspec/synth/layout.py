@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from pyspec.gguf import ValueType
-from pyspec.synth import gemma4
+from pyspec.synth import decoders, gemma4
 from pyspec.synth.shapes import DFlashDims, Dims, EagleDims, StagesDims
 from pyspec.synth.trunks import (
     HEAD_MIX,
@@ -190,3 +190,4 @@ ARCHITECTURES: dict[str, tuple[Keys, Specs]] = {
     "eagle3": (_eagle3_metadata, _eagle3_tensors),
 }
 """Metadata and tensors by architecture."""
+ARCHITECTURES |= {dims.arch: (decoders.metadata, decoders.tensors) for dims in decoders.REAL}

@@ -5,7 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-VocabKind = Literal["qwen2", "qwen35", "llama-bpe", "pixtral", "joyai-llm", "gpt-4o", "spm"]
+VocabKind = Literal[
+    "qwen2",
+    "qwen35",
+    "llama-bpe",
+    "pixtral",
+    "joyai-llm",
+    "gpt-4o",
+    "spm",
+    "refact",
+    "tekken",
+    "glm4",
+    "lfm2",
+    "minimax-m2",
+    "deepseek-v3",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -286,7 +286,12 @@ def _qwen35_block(dims: Qwen35, i: int) -> Iterator[Spec]:
     yield from feed_forward(dims, p, "post_attention_norm")
 
 
-def _nextn(dims: Dims, p: str) -> Iterator[Spec]:
+def loud(dims: Dims) -> float:
+    """Gain of norms behind parts where the embedding is scaled by sqrt(n_embd) and is the head, too: with less, a token repeats itself."""
+    return max(1.0, (dims.n_embd / dims.n_layer) ** 0.5)
+
+
+def nextn(dims: Dims, p: str) -> Iterator[Spec]:
     """An MTP block's tensors besides its layer."""
     n = dims.n_embd
     yield Spec(f"{p}.nextn.eh_proj.weight", (n, 2 * n), "matrix")
@@ -303,7 +308,7 @@ def qwen35_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
     if parts.mtp:
         p = f"blk.{dims.n_layer}"
         yield from _qwen35_block(dims, dims.n_layer)
-        yield from _nextn(dims, p)
+        yield from nextn(dims, p)
 
 
 def _mamba(dims: NemotronH, p: str) -> Iterator[Spec]:
@@ -350,7 +355,7 @@ def nemotron_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
         yield from attention(dims, p, qk_norm=False)
         yield Spec(f"{p}.post_attention_norm.weight", (n,), "norm")
         yield from _relu2(dims, p)
-        yield from _nextn(dims, p)
+        yield from nextn(dims, p)
 
 
 def mixers(dims: Deepseek4Dims, name: str, n_out: int, n_scale: int) -> Iterator[Spec]:
@@ -416,4 +421,4 @@ def deepseek4_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
             yield from deepseek4_block(dims, i)
     if parts.mtp:
         yield from deepseek4_block(dims, dims.n_layer)
-        yield from _nextn(dims, f"blk.{dims.n_layer}")
+        yield from nextn(dims, f"blk.{dims.n_layer}")

@@ -124,10 +124,11 @@ def _byte_alphabet() -> list[str]:
 
 
 def _specials(dims: Dims) -> dict[int, str]:
-    if dims.n_vocab <= 1000:
-        return {dims.n_vocab - len(_SPECIALS) + i: text for i, text in enumerate(_SPECIALS)}
     by_kind = {"llama-bpe": _LLAMA, "qwen2": _QWEN, "joyai-llm": _DEEPSEEK, "pixtral": _NEMOTRON}
-    if (found := (by_kind | {"gpt-4o": _GPT_OSS}).get(dims.vocab)) is not None:
+    by_kind |= {"gpt-4o": _GPT_OSS, "qwen35": {}}
+    if dims.n_vocab <= 1000 or dims.vocab not in by_kind:
+        return {dims.n_vocab - len(_SPECIALS) + i: text for i, text in enumerate(_SPECIALS)}
+    if found := by_kind[dims.vocab]:
         return found
     moved = {i + _QWEN35_SHIFT: text for i, text in _QWEN.items() if text != "<|mask|>"}
     return moved | {mask_id(dims): "<|mask|>"}

@@ -115,7 +115,7 @@ def engine() -> Iterator[Clockwork]:
     made.close()
 
 
-@pytest.mark.sampled(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("n_stream", [1, 8])
 def test_serving_costs_a_round_little(engine: Clockwork, n_stream: int):
     """The bound is wide: test machines are shared. tools/bench_server.py measures."""

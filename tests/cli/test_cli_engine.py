@@ -140,6 +140,7 @@ def test_a_word_behind_the_model_is_a_message(words: list[str]) -> None:
     assert json.loads(out)["tokens"] == reference(question)["answer_ids"][:8]
 
 
+@pytest.mark.slow
 def test_a_chat_remembers_and_clears(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
@@ -246,6 +247,7 @@ def test_the_demo_streams_compares_and_ends_well():
     assert re.search(r"2 streams +\d+ +\d+ +x\d", out) and re.search(r"1 stream +\d+ +\d+ +x\d", out)
 
 
+@pytest.mark.sampled(1, most=1)
 def test_the_server_says_where_it_is_and_stops_on_a_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

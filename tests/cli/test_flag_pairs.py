@@ -56,6 +56,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--cache-prompt": ("", "off"),
     "--cache-device": ("", "3"),
     "--cache-ram": ("", "0", "-1"),
+    "--cache-disk": ("", "kept"),
+    "--cache-disk-size": ("", "77"),
     "--checkpoint-every": ("", "0", "61"),
     "--prompt-weight": ("", "0", "2.5"),
     "-ctk": ("", "f32", "q8_0", "bf16"),

@@ -27,6 +27,7 @@ BASE = {
     "inspect": [str(FIXTURE)],
     "tokenize": [str(FIXTURE), "--text", "hello"],
     "logits": [str(FIXTURE), "--ids", "1", "--out", "out.npz"],
+    "perplexity": [str(FIXTURE), "-f", str(Path(__file__))],
     "synth": ["qwen3", "out.gguf", "--tiny"],
     "doctor": ["demo"],
     "pull": ["demo"],

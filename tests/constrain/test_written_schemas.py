@@ -148,6 +148,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.sampled(1, most=40)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_accepted_values_are_valid_and_valid_values_are_accepted(name: str) -> None:
     schema, good, bad = WRITTEN[name]

@@ -133,6 +133,7 @@ def test_a_product_has_the_bits_of_its_row_alone(kind: G, n_in: int, n_out: int)
         assert torch.equal(product(kind, n_out, x[:n], n_thread=2), y[:n])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", (*PLAIN, *SHORT, *LONG), ids=lambda k: k.name)
 def test_the_plain_build_agrees(kind: G) -> None:
     x = torch.randn(19, 512, generator=torch.Generator().manual_seed(1))

@@ -73,6 +73,7 @@ def test_hostile_rounds_follow_the_reference(rig: Rig, seed: int) -> None:
     follow(rig, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rig", few(SHAPES.values(), *USUAL), ids=SHAPES)
 def test_a_cpu_without_vectors_follows_it_too(rig: Rig, plain_library: object) -> None:
     with using(plain_library):

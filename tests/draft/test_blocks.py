@@ -86,6 +86,7 @@ def test_a_short_block_of_causal_layers_drafts_what_the_whole_one_does(
     assert ran[1] == 3 * max(LEAST, 1 << n_draft.bit_length()) <= ran[0]
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_and_drafts_nearly_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's layers see the whole block: what they draft may differ, what is written may not."""
     prompts = [prompt for prompt, _ in demo_prompts()[:6]]

@@ -90,6 +90,7 @@ class FakeCore:
         *,
         hand_over: Callable,
         on_death: Callable,
+        on_blocks: Callable | None = None,
         file: object = None,
     ) -> FakeCore:
         what, _, how = told("load").partition(" ")

@@ -65,6 +65,7 @@ ASKED: dict[str, Callable[[Engine], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ASKED)
 def test_a_listener_that_would_wait_for_its_own_engine_is_told_so(engine: Engine, name: str) -> None:
     heard: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -201,6 +202,7 @@ def test_an_engine_that_nobody_has_any_more_ends(isolated: bool) -> None:
     assert wait_for(lambda: _children() <= children), _names(_children() - children)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolated", [False, True], ids=["in-process", "isolated"])
 def test_an_engine_ends_with_its_processes_though_a_coroutine_was_left(isolated: bool) -> None:
     """Python would collect the coroutines' cycles later: closing the engine collects them at once."""

@@ -49,6 +49,7 @@ PAIRS: dict[str, tuple[LoadOptions, LoadOptions]] = {
 }
 
 
+@pytest.mark.sampled(1, most=2)
 @pytest.mark.parametrize("pair", few(PAIRS, "exact and not", "not and reference"))
 def test_two_engines_of_one_process_have_each_their_own_ways(pair: str) -> None:
     first, second = PAIRS[pair]

@@ -161,7 +161,7 @@ def heard(call: Call, engine: Engine, value: Any) -> BaseException | None:
     return found[0] if found else TimeoutError("the call does not end")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=24)
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "close"])
 def test_a_hostile_value_is_a_pyspec_error_and_the_engine_serves_on(engine: Engine, name: str) -> None:
     wrong = []

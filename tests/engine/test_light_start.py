@@ -45,6 +45,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.slow
 def test_an_engine_on_a_cpu_answers_without_heavy_modules() -> None:
     """The first recording had imported torch's compiler: 800 modules, a second and 70 MiB."""
     made = subprocess.run([sys.executable, "-c", ANSWER], capture_output=True, text=True, check=True)

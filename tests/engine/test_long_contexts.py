@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine_rig import FIXTURES, GREEDY
+from sampling import slow
 
 from pyspec.config import settings_from
 from pyspec.engine.api import Engine
@@ -80,7 +81,7 @@ def test_wrong_flags_are_named(flags: dict[str, object], says: str) -> None:
     [
         (LLAMA, LLAMA, {"n_draft_max": 3, "n_draft_fixed": True}),
         (QWEN35, "auto", {"spec_type": "mtp", "n_draft_fixed": True}),
-        (LLAMA, "auto", {"spec_type": "none", "tp": 2, "threads": 1}),
+        slow(LLAMA, "auto", {"spec_type": "none", "tp": 2, "threads": 1}),
         (LLAMA, "auto", {"spec_type": "none", "kernels": "reference"}),
         (LLAMA, "auto", {"spec_type": "none", "plain_loop": True}),
     ],

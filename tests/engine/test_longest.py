@@ -148,6 +148,7 @@ def test_a_cpu_leaves_half_of_its_memory_to_others(model: Path, monkeypatch: pyt
         )
 
 
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize(
     ("flags", "has", "n"),
     [

@@ -44,7 +44,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.sampled(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", BEGINS)
 def test_memory_that_a_thread_frees_does_not_abort_the_program(way: str) -> None:
     """A destructor of torch that waits for the GIL while the interpreter ends aborted it: "terminate called without an active exception"."""

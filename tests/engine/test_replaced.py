@@ -6,17 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_rig import FIXTURES
 from fake_engine_main import token_at
 from sampling import slow
+from supervised_rig import CHILD, PATH, Ear, Plants, wait_for
 
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
@@ -48,26 +47,6 @@ from pyspec.request import (
     TokenLogprob,
 )
 
-PATH = FIXTURES / "qwen35.gguf"
-CHILD = Path(__file__).with_name("fake_engine_main.py")
-PARAMS = SamplingParams(seed=5)
-
-
-class Plants:
-    """Planned failures of the next engines (see fake_engine_main.py)."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def plant(self, **what: str) -> None:
-        for name, text in what.items():
-            new = self.folder / f"{name}.new"
-            new.write_text(text)
-            new.rename(self.folder / name)
-
-    def heal(self, name: str) -> None:
-        (self.folder / name).unlink(missing_ok=True)
-
 
 @pytest.fixture
 def plants(tmp_path: Path) -> Plants:
@@ -91,58 +70,6 @@ def start(plants: Plants, **settings: object) -> Iterator[tuple[Engine, Supervis
 def _without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "STOPPED_S", 0.5)
     monkeypatch.setattr(supervising, "BACKOFF_S", (0.0, 0.01, 0.02))
-
-
-class Ear:
-    """One request's listener. It checks each event against the expected text."""
-
-    def __init__(
-        self, engine: Engine, prompt: Sequence[int] = (1, 2), n: int = 200, **values: object
-    ) -> None:
-        self.request = Request(**{"prompt": tuple(prompt), "params": PARAMS, "max_tokens": n} | values)  # type: ignore[arg-type]
-        self.events: list[Event] = []
-        self.over = threading.Event()
-        self.engine = engine
-        self.name = engine.submit(self.request, self.hear)
-
-    def hear(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, Done | Failed):
-            self.over.set()
-
-    @property
-    def tokens(self) -> list[int]:
-        return [t for e in self.events if isinstance(e, Delta) for t in e.tokens]
-
-    @property
-    def text(self) -> str:
-        return "".join(e.text for e in self.events if isinstance(e, Delta))
-
-    def wait(self) -> Event:
-        assert self.over.wait(60), "the request never ended"
-        return self.events[-1]
-
-    def check(self) -> Done:
-        """It ended well, and every token was delivered once."""
-        done = self.wait()
-        assert isinstance(done, Done), done
-        n = self.request.max_tokens
-        assert self.tokens == [token_at(self.request.prompt, i, PARAMS.seed) for i in range(n)]
-        assert self.text == self.engine.tokenizer.decode(self.tokens)
-        assert (done.finish, done.n_prompt, done.n_predicted) == ("length", len(self.request.prompt), n)
-        assert done.timings.predicted_n == n
-        assert sum(isinstance(e, Started) for e in self.events) == 1, (
-            "it is seated once, as far as clients know"
-        )
-        assert sum(isinstance(e, Progress) for e in self.events) == 1
-        return done
-
-
-def wait_for(claim: Callable[[], bool], seconds: float = 30.0) -> None:
-    began = time.monotonic()
-    while not claim():
-        assert time.monotonic() - began < seconds, "it did not happen in time"
-        time.sleep(0.002)
 
 
 def eight(engine: Engine) -> list[Ear]:
@@ -245,6 +172,7 @@ def test_a_kernel_that_is_named_is_not_used_again_and_no_request_is_blamed(plant
         assert supervisor._child.answer.info.draft_note.count("pyspec.cuda.ops") == 3  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_requests_are_cancelled_while_there_is_no_engine(plants: Plants) -> None:
     with start(plants) as (engine, supervisor):
         ears = eight(engine)
@@ -311,6 +239,7 @@ def test_the_next_engine_holds_what_the_first_one_had_room_for(plants: Plants) -
         assert supervisor.n_restart == 1 and {slot.n_ctx for slot in engine.slots()} == {3333}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("load", "kind", "why"),
     [
@@ -354,6 +283,7 @@ def test_a_device_that_is_not_there_is_looked_for_once(
     assert "trying again" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_and_what_had_begun_is_not_in_it_again(plants: Plants) -> None:
     with start(plants, np=2, queue=3) as (engine, supervisor):
         running = [Ear(engine, (i,), 600) for i in (1, 2)]
@@ -437,6 +367,7 @@ def test_a_spare_process_takes_over(plants: Plants, monkeypatch: pytest.MonkeyPa
     assert last is not None and last.process.poll() is not None, "it goes with the engine"
 
 
+@pytest.mark.slow
 def test_a_spare_that_died_is_not_waited_for(plants: Plants, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervising, "SPARE_AFTER_S", 0.05)
     with start(plants) as (engine, supervisor):

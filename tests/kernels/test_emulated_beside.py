@@ -41,6 +41,7 @@ COMPRESSED = CompressSpec(CPU, 4, 64, True, 16, 1e-6, torch.float16)
 CASE = Ragged([(0, 1), (2, 5), (70, 2)], 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", [COMPRESSED, CompressSpec(CPU, 128, 32, False, 32, 1e-6, torch.bfloat16)]
 )

@@ -116,7 +116,7 @@ def test_attention_of_draft_blocks_and_of_more_sequences_than_are_split(kind: st
     assert worst(got, want) < TOLERANCE[case.dtype]
 
 
-@pytest.mark.sampled(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_delta_net_of_64_slots(kind: str) -> None:
     width, shape = WIDTHS[kind], GdnShape(1, 2, 128, 4, 128 * 4)
@@ -138,7 +138,6 @@ def test_gated_delta_net_of_64_slots(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_mamba2_of_64_slots(kind: str) -> None:
     width, shape = WIDTHS[kind], Mamba2Shape(4, 32, 4, 32, 4)

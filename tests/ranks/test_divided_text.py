@@ -135,6 +135,7 @@ def test_ranks_draft_as_one(
         assert sure and all(map(torch.allclose, sure, found.sure))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.slow), "dflash2"])
 def test_a_window_is_the_same_on_all_ranks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Found(monkeypatch)

@@ -154,6 +154,7 @@ def test_four_ranks_draft_what_the_first_one_drafted_alone(
         assert drafts.of(r, prompts) == (texts, found, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_share_the_context_that_one_has(
     tp: int, tmp_path: Path, drafts: Proposals, monkeypatch: pytest.MonkeyPatch
@@ -197,7 +198,7 @@ def test_ranks_share_the_context_that_one_has(
 
 @pytest.mark.parametrize(
     ("settings", "n"),
-    [({}, 2), ({"draft_p_min": 0.3}, 1), ({"draft_head": "full"}, 2), ({"tp": 1}, 1), ({"tp": 3}, 1)],
+    [({}, 2), ({"draft_p_min": 0.3}, 1), ({"draft_head": "full"}, 2), ({"tp": 1}, 1), ({"tp": 3}, 3)],
 )
 def test_what_the_first_rank_needs_whole_is_not_divided(settings: dict[str, object], n: int) -> None:
     d = describe(DEMO, EngineSettings(device="cpu", draft_path=DEMO_DRAFT, tp=2))

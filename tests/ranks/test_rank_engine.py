@@ -17,15 +17,18 @@ from rank_threads import RankRig
 
 from pyspec import synth
 from pyspec.config import EngineSettings
+from pyspec.cuda.collective import Rank
 from pyspec.device.commands import Command, ReadPages, RunForward
 from pyspec.device.follow import Follower
 from pyspec.device.lead import Leader, TpGraphs, TpMemory, TpWorker
+from pyspec.draft.dflash_ranks import DividedDFlash
 from pyspec.engine.load import ranks as ranks_module
 from pyspec.engine.load.ranks import RankProcess
 from pyspec.engine.loop.slot_image import SlotImager
 from pyspec.engine.plan.describe import describe
 from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.errors import DeviceError, ModelError, RankLost
+from pyspec.models.cuts import share_of
 from pyspec.models.weights import cuts_of
 from pyspec.request import SamplingParams
 from pyspec.synth import dims
@@ -108,6 +111,7 @@ def test_states_that_go_here_go_there(shared: RankRig) -> None:
     assert follower._kept_states.keys() == alive and not alive & numbers
 
 
+@pytest.mark.slow
 def test_an_image_holds_what_all_ranks_have(shared: RankRig) -> None:
     """Pages and states of both, the drafter's beside them: put back into an empty cache, the same text follows without reading again."""
     loop, (prompt, text) = shared.loop, demo_prompts()[4]
@@ -158,9 +162,9 @@ def test_graphs_go_before_the_others_are_let_go(
 
 def test_what_does_not_divide_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(
-        ModelError, match=r"--tp 4 does not divide pyspec-demo\.gguf: .* --tp 1 or 2 would do"
+        ModelError, match=r"deepseek2\.gguf: .*5 heads do not divide by 3; --tp 1 or 5 would"
     ):
-        rig(DEMO, tp=4)
+        rig(FIXTURES / "deepseek2.gguf", tp=3)
     with pytest.raises(ModelError, match=r"2 groups of heads do not divide by 4; --tp 1 or 2 would do"):
         rig(FIXTURES / "deepseek4.gguf", tp=4)
 
@@ -209,6 +213,33 @@ def test_the_plan_of_ranks_adds_up_to_the_models() -> None:
         if n not in cuts_of(one.config.tensors(one.file))
     )
     assert abs(2 * b.weights - a.weights - whole) < 1e-3 * a.weights + 4 * 4096 * 384 * 2
+
+
+def test_the_plan_of_three_ranks_has_copies_and_zeros() -> None:
+    """One key head of attention and two of Gated DeltaNet, 1,024 inner values as 352 of three ranks."""
+    one, three = (
+        describe(DEMO, EngineSettings(tp=n, device="cpu", spec_type="none", weights="dense"))
+        for n in (1, 3)
+    )
+    a, b = plan_memory(one), plan_memory(three)
+    assert b.kv == a.kv
+    logits = 4 * one.config.n_vocab
+    assert 2 * (b.state - logits) == a.state - logits, "a key head of two on each rank"
+    cuts, file = cuts_of(one.config.tensors(one.file)), one.file
+    own = sum(
+        4 * (share_of(t, cuts[x], Rank(0, 3)).info if x in cuts else t).n_elements
+        for x, t in file.tensors.items()
+    )
+    assert abs(b.weights - own) < 1e-3 * a.weights + 4 * 4096 * 384 * 2
+
+
+@pytest.mark.sampled(1, most=1)
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_text_of_the_demo_over_ranks_that_do_not_divide_it(name: str, n: int) -> None:
+    with RankRig(DEMO, n, np=3, **DRAFTERS[name]) as r:
+        assert texts(r, 3) > 0 or name in ("none", "ngram")
+        assert name != "dflash" or isinstance(r.loop.drafter, DividedDFlash)
 
 
 @pytest.mark.slow
@@ -273,6 +304,10 @@ def test_four_ranks_divide_every_kind_of_layer(kind: str, tmp_path: Path) -> Non
         ("qwen35moe_fused_tied", 2, "none"),
         ("deepseek4", 2, "mtp"),
         ("deepseek4_pro", 4, "mtp"),
+        ("qwen35", 3, "mtp"),
+        ("nemotron_latent", 3, "mtp"),
+        ("nemotron_latent", 4, "mtp"),
+        ("llama", 3, "ngram"),
     ],
 )
 def test_text_of_every_architecture_is_that_of_one_rank(name: str, n: int, spec: str) -> None:

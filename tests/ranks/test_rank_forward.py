@@ -30,10 +30,12 @@ FAST = [
 FAST += [("qwen2", 2), ("qwen3moe", 2), ("granite", 2), ("mistral3", 2)]
 FAST += [("glm4moe", 2), ("minimax-m2", 2), ("lfm2moe", 2), ("qwen3next", 2), ("gpt-oss", 2)]
 FAST += [("gemma4", 2), ("gemma4_moe", 2), ("gemma4_e", 4)]
+FAST += [("qwen35", 3), ("nemotron_latent", 3), ("llama", 3)]  # zeros and copies where nothing divides
 SLOW = [
     ("demo", 2), ("llama", 2), ("llama", 4), ("llama_q8_0", 2), ("qwen3", 4), ("qwen3_tied_q8_0", 2), ("qwen35_equal_tied", 2),
     ("qwen35_full_heads_q8_0", 2), ("qwen35moe", 2), ("nemotron_dense", 2), ("nemotron_differ", 2), ("nemotron_moe", 2),
-    ("deepseek4_pro", 2),
+    ("deepseek4_pro", 2), ("demo", 3), ("qwen3next", 3), ("gemma4_e", 3), ("glm4moe", 3), ("gpt-oss", 3), ("lfm2moe", 3), ("minimax-m2", 3),
+    ("qwen35", 4), ("nemotron_latent", 4), ("nemotron_moe", 3),
 ]  # fmt: skip
 CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
@@ -106,7 +108,9 @@ def test_sums_of_ranks_are_normed_whole_before_they_go_back_to_the_stream(tmp_pa
         assert kl(one, first) <= MOST_KL and torch.equal(first, second)
 
 
-@pytest.mark.parametrize("name", ["llama_q8_0", pytest.param("demo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["llama_q8_0", "nemotron_latent_q8_0", pytest.param("demo", marks=pytest.mark.slow)]
+)
 def test_packed_blocks_give_the_same_as_unpacked_ones(name: str) -> None:
     """But for the rounding of rows to 16-bit whole numbers."""
     wide, packed = by_ranks(name, 2), by_ranks(name, 2, packed=True)

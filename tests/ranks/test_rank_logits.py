@@ -160,7 +160,7 @@ def test_greedy_rounds_bring_no_logits_together(
         assert all(command.reads.logits for command in told) and n_gathered == len(told) > 2
 
 
-@pytest.mark.sampled(1, most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("drafter", [MTP, DFLASH], ids=["mtp", "dflash"])
 def test_bans_that_rows_have_in_common_bring_no_logits_together(

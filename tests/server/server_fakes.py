@@ -24,6 +24,7 @@ from pyspec.request import (
     Metrics,
     Progress,
     PromptLogprobs,
+    ReplicaInfo,
     Request,
     SlotInfo,
     Started,
@@ -228,6 +229,9 @@ class FakeEngine:
             drafted_per_pos=(4, 4),
             accepted_per_pos=(4, 2),
         )
+
+    def replicas(self, *, counts: bool = True) -> list[ReplicaInfo]:
+        return []
 
     def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
         self.acted.append(action)

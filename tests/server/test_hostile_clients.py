@@ -104,6 +104,7 @@ def test_who_opens_many_connections_loses_his_own(serve: Serve) -> None:
         sock.close()
 
 
+@pytest.mark.slow
 def test_busy_connections_are_not_closed_for_new_ones(serve: Serve, engine: FakeEngine) -> None:
     engine.script = Script(text="x" * 40, width=1, round_s=0.02)
     live = serve(Limits(connections=8, header_read_s=30))
@@ -320,6 +321,7 @@ def test_a_tree_of_very_many_arrays_is_refused_before_it_is_looked_at(engine: Fa
     assert response.status_code == 400 and "200000" in response.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_while_the_server_drains_its_port_says_so(serve: Serve, engine: FakeEngine) -> None:
     engine.script = Script(text="x" * 20, width=1, round_s=0.05)
     live = serve(Limits(drain_s=20))
@@ -393,6 +395,7 @@ def test_a_line_that_a_client_can_cause_is_logged_so_often_and_then_counted() ->
     )
 
 
+@pytest.mark.slow
 def test_a_sandbox_that_was_stopped_costs_nobody_a_request() -> None:
     template = ChatTemplate("{{ messages[0]['content'] }}")
     try:

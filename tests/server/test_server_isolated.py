@@ -109,6 +109,38 @@ def test_a_stream_outlives_its_engine_and_health_tells(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_stream_outlives_its_replica_and_the_port_tells_of_all(tmp_path: Path) -> None:
+    with serving(tmp_path, "--replicas", "3", "-np", "5") as served:
+        for _ in range(3):  # one each: the stream is then the first one's, whose process is the oldest
+            whole = httpx.post(
+                f"{served.url}/completion", json=BODY | {"stream": False}, timeout=60
+            ).json()
+        text, states = "", []
+        with httpx.stream("POST", f"{served.url}/completion", json=BODY, timeout=60) as response:
+            for i, piece in enumerate(pieces(response)):
+                text += piece["content"]
+                if i == 20:
+                    slots = httpx.get(f"{served.url}/slots").json()
+                    assert [slot["id"] for slot in slots] == list(range(15))
+                    assert [slot["id"] for slot in slots if slot["is_processing"]] == [0]
+                    (tmp_path / "load").write_text("sleep 60")
+                    os.kill(min(served.engine_pids()), signal.SIGKILL)
+                    while "recovering" not in states:
+                        health = httpx.get(f"{served.url}/health").json()
+                        states = [row["state"] for row in health["replicas"]]
+                    assert health["status"] == "ok" and states.count("ok") == 2
+                    assert httpx.get(f"{served.url}/ready").status_code == 200
+        assert text == whole["content"] and piece["tokens_predicted"] == 600
+        counts = httpx.get(f"{served.url}/metrics").text.splitlines()
+        assert (
+            "pyspec_engine_restarts_total 1.0" in counts and "pyspec_requests_failed_total 0.0" in counts
+        )
+        assert 'pyspec_replica_requests_moved_total{replica="0"} 1.0' in counts
+        up = [f'pyspec_replica_up{{device="cpu",replica="{i}"}} {float(i > 0)}' for i in range(3)]
+        assert set(up) <= set(counts)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_signal_ends_server_and_engine_though_the_engine_hangs(tmp_path: Path) -> None:
     with serving(tmp_path, "--drain-timeout", "0.5", "--hang-timeout", "1000") as served:
         (pid,) = served.engine_pids()
@@ -124,6 +156,7 @@ def test_a_signal_ends_server_and_engine_though_the_engine_hangs(tmp_path: Path)
         assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_running_requests_are_answered_before_a_signal_ends_the_server(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
@@ -152,8 +185,8 @@ def test_a_second_signal_ends_server_and_engine_at_once(tmp_path: Path) -> None:
         assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&- 2>&-", "</dev/null >/dev/full 2>/dev/full"])
 def test_a_server_runs_without_its_streams(tmp_path: Path, streams: str) -> None:
     """The same for its engine's process, which is started without that knowledge."""

@@ -288,6 +288,7 @@ def test_a_signal_ends_the_process_cleanly_after_the_answer(sig: signal.Signals)
         assert process.wait(timeout=5) == 0
 
 
+@pytest.mark.slow
 def test_under_nohup_a_terminal_that_is_gone_ends_nothing() -> None:
     ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     with served_process(n_round=20, before=ignoring) as (process, url):
@@ -303,6 +304,7 @@ def test_under_nohup_a_terminal_that_is_gone_ends_nothing() -> None:
         assert process.wait(timeout=5) == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once() -> None:
     body = {"prompt": "x", "stream": True}
     with (

@@ -144,6 +144,7 @@ def test_a_long_prompt_is_checked_beside_the_event_loop(start: Start) -> None:
     assert threads[0] != threads[1] and threads[1].startswith("pyspec-text")
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_while_its_long_prompt_is_checked_leaves_nothing(start: Start) -> None:
     start.go.set()
     assert start.is_ready.wait(20) and start.engine is not None

@@ -434,6 +434,7 @@ def try_body(app: App, path: str, fields: dict[str, Any], is_based: bool) -> Non
         error_of(response, response.status_code)
 
 
+@pytest.mark.slow
 @settings(max_examples=70, **FUZZ)
 @BODIES
 def test_no_body_makes_the_server_fail(

@@ -252,6 +252,7 @@ def deaf(live: Live) -> socket.socket:
     return sock
 
 
+@pytest.mark.slow
 def test_readers_who_do_not_read_lose_their_slots_to_one_who_does(
     serve: Serve, engine: FakeEngine, quiet: Callable[[], None]
 ) -> None:

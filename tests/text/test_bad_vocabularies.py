@@ -157,6 +157,7 @@ def with_tokens(meta, texts, kind):
     }
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_nested_repeats_is_refused_before_it_fills_the_memory():
     """2,000 tokens "x", "xx", "xxx" and so on are 2 MB, and have 2 million joins of 2.7 GB."""
     meta = with_tokens(spm(), ["x" * n for n in range(2, 2000)], NORMAL)

@@ -50,6 +50,7 @@ def test_a_hostile_template_is_refused_soon_and_costs_the_parent_nothing(name, m
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
 
 
+@pytest.mark.slow
 def test_a_template_works_again_after_its_process_was_killed(monkeypatch):
     monkeypatch.setattr(template_module, "TIME_S", 1.0)
     template = ChatTemplate(

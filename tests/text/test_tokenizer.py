@@ -242,6 +242,7 @@ def large() -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_152_thousand_tokens_builds_at_once():
     meta, best = large(), 9.0
     for _ in range(3):

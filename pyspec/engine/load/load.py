@@ -25,6 +25,7 @@ from pyspec.device.lead import TpMemory, TpWorker
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
 from pyspec.draft.suffix_drafts import SuffixDrafts
+from pyspec.engine.load.disk import open_disk
 from pyspec.engine.load.ranks import Ranks, begin_ranks, lead_ranks
 from pyspec.engine.load.warmup import check_drafter, warm_up
 from pyspec.engine.loop.loop import Loop
@@ -203,6 +204,8 @@ def build(
                 )
             if d.settings.check_tap_shift:
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
+    info = info_of(d, plan)
+    loop.use_disk(open_disk(loop, d.settings, info))
     if missing := registry.unmet(d.device):
         log.warning("--kernels %s: %s", d.settings.kernels, missing)
     log_use = partial(_log_use, d.device, plan, before)
@@ -211,7 +214,7 @@ def build(
     else:
         checker.close()  # ends the child that checks kernels, with its GPU memory
         log_use()
-    return Loaded(loop, d.tokenizer, d.template, info_of(d, plan), ranks)
+    return Loaded(loop, d.tokenizer, d.template, info, ranks)
 
 
 def _few_threads(d: Description) -> AbstractContextManager[None]:

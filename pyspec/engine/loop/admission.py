@@ -5,28 +5,45 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from pyspec.device.worker import Worker, is_device_error
+from pyspec.engine.loop.disk_tier import DiskTier, Restore
 from pyspec.engine.loop.job import Job, blamed
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.suffix_source import TextToDraft
 from pyspec.engine.policy.evict import SHORT
 from pyspec.engine.policy.queue import ANSWER, Queue, cuts_of, worth_on
+from pyspec.errors import PyspecError
 from pyspec.repeats import limited
 from pyspec.request import Failed, Started
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.prefix import NO_HIT, Hit
+from pyspec.slots.states import Saved
 from pyspec.slots.table import Slot
 
 log = limited(__name__)
 
+DISK_WAIT_S = 0.01  # most seconds that a round without rows waits for the disk
 MOST_SUSPENDED = 8  # suspensions of one request
 PATIENCE_S = 5.0
 """Seconds that a short request waits before it takes the slot of one that has generated more than it asks for. It does so once, so
 the number of requests bounds the cost."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seated:
+    """A request in a slot with the part of its prompt in `hit`, and the search for more of it on the disk, since `began`."""
+
+    job: Job
+    slot: Slot
+    hit: Hit
+    saved: Saved | None
+    restore: Restore
+    began: float
 
 
 class Admission:
@@ -51,14 +68,21 @@ class Admission:
         self.ready: list[
             tuple[Job, Tensor]
         ] = []  # seated with their whole prompt cached, and its last token's logits
+        self.disk: DiskTier | None = None
+        self.restoring: list[Seated] = []  # seated, while the disk is asked for their prompts
 
     def update(self) -> None:
         """Drop requests that were cancelled while waiting, and seat the next ones."""
         for gone in [job for job in self.queue.waiting() if job.cancelled]:
             self.queue.remove(gone)
             gone.done("cancelled")
+        for seated in list(self.restoring):
+            self._go_on(seated)
         while (job := self.queue.next(self.table)) is not None:
             self._seat(job)
+        if self.disk is not None and self.restoring and not self.jobs:
+            with self.worker.lock.released():
+                self.disk.wait(DISK_WAIT_S)
 
     def _seat(self, job: Job) -> None:
         """Give a request its slot, with the cached part of its prompt. A failure ends only this request."""
@@ -76,12 +100,77 @@ class Admission:
             job.sink(Failed(job.id, blamed(e)))
 
     def _begin(self, job: Job, slot: Slot) -> None:
+        hit = self.cache.find(job.prefill) if job.reuses else NO_HIT
+        saved = self.cache.seat(slot, job.n_rows, job.prefill, hit, self.worker.pools())
+        if self.disk is not None and job.reuses:
+            restore = self.disk.begin(slot, job.prefill, hit)
+            if restore is not None:
+                self.restoring.append(Seated(job, slot, hit, saved, restore, time.perf_counter()))
+                return
+        self._start(job, slot, hit, saved, saved.draft if saved is not None else None)
+
+    def _go_on(self, seated: Seated) -> None:
+        """Take in what the disk has for a request, and start it once that is all. A failure ends only this request."""
+        disk, job, slot = self.disk, seated.job, seated.slot
+        assert disk is not None
+        try:
+            if job.cancelled:
+                self._give_up(seated)
+                job.done("cancelled")
+            elif disk.advance(seated.restore):
+                self.restoring.remove(seated)
+                before = slot.n_past
+                draft = disk.finish(seated.restore)
+                if slot.n_past == before and seated.saved is not None:
+                    draft = seated.saved.draft
+                self._start(job, slot, seated.hit, seated.saved, draft)
+                if not job.n_suspended:
+                    job.n_disk, job.started = max(0, job.n_cached - before), seated.began
+        except Exception as e:
+            if is_device_error(e):
+                raise
+            log.exception("request %s could not be restored", job.id)
+            if seated in self.restoring:
+                self._give_up(seated)
+            elif slot.busy:
+                self.table.release(slot, trusted=False)
+            self.stats.failed += 1
+            job.sink(Failed(job.id, blamed(e)))
+
+    def _give_up(self, seated: Seated) -> None:
+        """Free the slot of a request that the disk is asked for."""
+        self.restoring.remove(seated)
+        seated.restore.is_stopped = True
+        if self.disk is not None:
+            self.disk.stop(seated.restore)
+        self.table.release(seated.slot, trusted=False)
+
+    def drop_restoring(self, error: PyspecError) -> None:
+        """Fail the requests that the disk is asked for, and forget those that would begin next: they fail with all others."""
+        self.ready.clear()
+        for seated in list(self.restoring):
+            self._give_up(seated)
+            self.stats.failed += 1
+            seated.job.sink(Failed(seated.job.id, error))
+
+    @property
+    def restoring_jobs(self) -> dict[int, Job]:
+        """By slot."""
+        return {seated.slot.index: seated.job for seated in list(self.restoring)}
+
+    @property
+    def has_restored(self) -> bool:
+        """The disk has given or refused something."""
+        return self.disk is not None and any(
+            s.job.cancelled or self.disk.has_news(s.restore) for s in self.restoring
+        )
+
+    def _start(self, job: Job, slot: Slot, hit: Hit, saved: Saved | None, draft: object | None) -> None:
+        """Begin a request in a slot that holds the cached part of its prompt. draft: the drafter's share there."""
         request, size, cache = job.request, self.table.page_size, self.cache
-        hit = cache.find(job.prefill) if job.reuses else NO_HIT
-        saved = cache.seat(slot, job.n_rows, job.prefill, hit, self.worker.pools())
         self.speculator.begin(
             slot,
-            saved.draft if saved is not None else None,
+            draft,
             grammar="" if request.grammar is None else request.grammar.source,
             text=TextToDraft.of(job),
             n_prompt=job.n_prefill,
@@ -89,9 +178,9 @@ class Admission:
         files = cache.on and request.cache_prompt and self.worker.memory.needs_state
         places = {hit.n_match, request.n_before_turn, request.n_system}
         n_stable, worth = request.n_stable or job.n_prefill, worth_on(self.worker.device.type)
-        cuts = cuts_of(n_stable, size, hit.n, places, cache.every, worth) if files else ()
+        cuts = cuts_of(n_stable, size, slot.n_past, places, cache.every, worth) if files else ()
         job.begin(slot, cuts)
-        if (hit.other or hit.n < hit.n_match) and not job.goes_on:
+        if (hit.other or hit.n < hit.n_match) and slot.n_past == hit.n and not job.goes_on:
             job.cache_break_at = hit.n_match
             if log.isEnabledFor(logging.DEBUG):
                 self._log_break(job, hit)

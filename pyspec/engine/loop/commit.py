@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pyspec.device.worker import Worker
+from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.job import End, Job, Taken, blamed
 from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.round import Work
@@ -51,6 +52,7 @@ class Committer:
         self.cache = cache
         self.stats = stats
         self.defers = defers
+        self.disk: DiskTier | None = None
         self.later: list[Callable[[], None]] = []
         self.on_first: Callable[[], None] = lambda: None
 
@@ -220,6 +222,8 @@ class Committer:
         assert slot is not None
         slot.left = tuple(slot.tokens) if end.error is None and self._file(job, slot, whole=True) else ()
         self._let_go_of_start(job, slot if slot.left else None)
+        if self.disk is not None and slot.left:
+            self.disk.keep(slot.left, job.n_prompt)
         self.speculator.end(slot)
         self.jobs.pop(slot.index)
         self.worker.table.release(slot, trusted=end.error is None)
@@ -260,6 +264,8 @@ class Committer:
             ),
         )
         self.worker.table.clear()
+        if self.disk is not None:
+            self.disk.clear()
         self.speculator.controller.forget_acceptance()
 
     def blame(self, error: SlotError) -> None:

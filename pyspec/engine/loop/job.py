@@ -47,6 +47,7 @@ class Job:
     anchor: int | None = None
     cuts: tuple[int, ...] = ()  # prompt positions at which checkpoints are due
     n_cached: int = 0
+    n_disk: int = 0  # of these, from the disk
     cache_break_at: int = -1
     n_predicted: int = 0
     cancelled: bool = False
@@ -277,6 +278,7 @@ class Job:
             suffix_n_accepted=self.suffix_n_accepted,
             synthetic=self.synthetic,
             cache_break_at=self.cache_break_at,
+            disk_n=self.n_disk,
         )
 
     def done(self, finish: Finish, stop: str = "") -> None:

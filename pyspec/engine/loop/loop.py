@@ -19,11 +19,13 @@ from pyspec.draft.drafter import Drafter
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.loop.admission import Admission
 from pyspec.engine.loop.commit import Committer
+from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.grammar_turns import Turns
 from pyspec.engine.loop.job import End, Job, blamed
 from pyspec.engine.loop.lookahead import Lookahead
 from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.round import RowLimits, Work, logits_need, n_beside, plan_work
+from pyspec.engine.loop.slot_actions import run_task
 from pyspec.engine.loop.slot_image import SlotImager
 from pyspec.engine.loop.slot_task import SlotTask
 from pyspec.engine.loop.speculator import Speculator
@@ -99,11 +101,11 @@ class Loop:
         self.slot_tasks: list[SlotTask] = []  # each runs once its slot is idle
         # deliver events; called while the GPU is busy, or when nothing waits for it
         self.on_wait: Callable[[], None] = lambda: None
+        self.disk: DiskTier | None = None
         self.committer.on_first = self._hand_out
         self.raises_bugs = False  # re-raise unexpected exceptions so the supervisor restarts the process
-        self.landed = self.ended = (
-            0.0  # when the last forward's results arrived, and when its round ended
-        )
+        # when the last forward's results arrived, and when its round ended
+        self.landed = self.ended = 0.0
 
     # -- the round -----------------------------------------------------------------------------------------------
 
@@ -115,6 +117,8 @@ class Loop:
                     self.step_ahead()
                 else:
                     self.step_plain()
+                if self.disk is not None:
+                    self.disk.step()
             except Exception as e:
                 if is_device_error(e) or self.raises_bugs:
                     raise
@@ -252,7 +256,7 @@ class Loop:
             return True
         if leaves or not self.jobs or self.queue.first(self.table) is not None:
             return True
-        return self.admission.is_turn_over
+        return self.admission.is_turn_over or self.admission.has_restored
 
     def wait(self, pending: PendingRound) -> Fault | None:
         """Wait for the forward and return its fault record."""
@@ -371,11 +375,12 @@ class Loop:
 
     @property
     def is_idle(self) -> bool:
-        return not self.jobs and not len(self.queue) and not self.slot_tasks
+        copies = self.disk is not None and self.disk.has_work
+        return not (copies or self.is_busy or len(self.queue) or self.slot_tasks)
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.jobs)
+        return bool(self.jobs or self.admission.restoring)
 
     @property
     def n_slot(self) -> int:
@@ -419,19 +424,22 @@ class Loop:
 
     def slot_rows(self, n_ctx: int) -> list[SlotInfo]:
         """One row per slot. Safe to call from any thread."""
-        return slot_rows(self.table, dict(self.jobs), self.controller, self.speculator.decay, n_ctx)
+        jobs = self.jobs | self.admission.restoring_jobs
+        return slot_rows(self.table, jobs, self.controller, self.speculator.decay, n_ctx)
 
     def metrics(self, n_unqueued: int = 0) -> Metrics:
         """Counters and gauges. n_unqueued: requests that wait outside the queue. Safe to call from any thread."""
-        queued = len(self.queue) + n_unqueued
-        suffix_bytes = self.speculator.suffixes.n_bytes
-        return metrics_of(
-            self.stats, self.cache, processing=len(self.jobs), queued=queued, suffix_bytes=suffix_bytes
-        )
+        n, queued = len(self.jobs) + len(self.admission.restoring), len(self.queue) + n_unqueued
+        n_byte = self.speculator.suffixes.n_bytes
+        return metrics_of(self.stats, self.cache, self.disk, n, queued, n_byte)
 
     def imager(self) -> SlotImager:
         """An imager of idle slots, for the engine's thread."""
-        return SlotImager(self.worker, self.cache)
+        return SlotImager(self.worker, self.cache, self.disk)
+
+    def use_disk(self, disk: DiskTier | None) -> None:
+        """From now on the prefix cache has a tier on disk, or none."""
+        self.disk = self.committer.disk = self.admission.disk = disk
 
     def leave(self) -> None:
         """Let go of the other ranks. Nothing runs after that."""
@@ -456,17 +464,8 @@ class Loop:
         """Run tasks of idle slots, before a request is admitted there."""
         tasks, self.slot_tasks = self.slot_tasks, []  # a task that fails is not tried again
         for task in tasks:
-            try:
-                if self.table.slots[task.slot].busy:
-                    self.slot_tasks.append(task)
-                else:
-                    task.do()
-            except Exception as e:
-                task.failed(blamed(e))
-                if is_device_error(e):
-                    raise
-                if not isinstance(e, PyspecError):
-                    log.exception("a task of slot %d failed", task.slot)
+            is_busy = self.table.slots[task.slot].busy
+            (self.slot_tasks.append if is_busy else run_task)(task)
 
     def _survive(self, error: Exception) -> None:
         """A bug, or no memory: the guilty request is unknown, so all seated requests end and new ones may come."""
@@ -478,8 +477,8 @@ class Loop:
         slots = [job.slot for job in self.jobs.values() if job.slot is not None]
         if not slots:  # then a waiting request caused it, and would cause it again
             self._turn_away(blamed(error))
+        self.admission.drop_restoring(blamed(error))
         self.committer.drop_all(blamed(error))
-        self.admission.ready.clear()
         self.speculator.forget(slots)
 
     def _turn_away(self, error: PyspecError) -> None:
@@ -495,6 +494,7 @@ class Loop:
         pending = self.lookahead.take()
         if pending is not None:
             pending.launched.abandon()
+        self.admission.drop_restoring(error)
         self.committer.drop_all(error)
         self.speculator.lost_track.clear()
         self._turn_away(error)

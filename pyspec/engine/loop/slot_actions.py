@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pyspec.device.worker import is_device_error
 from pyspec.engine.aside import AsideThread
+from pyspec.engine.loop.job import blamed
 from pyspec.engine.loop.slot_image import Image, SlotImager
 from pyspec.engine.loop.slot_task import OnAnswer, SlotTask, careful
 from pyspec.errors import PyspecError, RequestError
@@ -29,6 +31,17 @@ PROPERTIES = {
     "layout": "layout of caches and states (--tp counts)",
 }
 """Properties that must match when a slot is restored, with their names for people."""
+
+
+def models_of(info: EngineInfo) -> dict[str, Any]:
+    """The models that a state belongs to."""
+    draft = info.draft_path
+    return {
+        "model": fingerprint(Path(info.model_path)),
+        "drafter": info.drafter,
+        "draft_model": fingerprint(Path(draft)) if draft else "",
+        "rope": info.rope,
+    }
 
 
 class SlotActions:
@@ -91,14 +104,7 @@ class SlotActions:
     def identity(self) -> dict[str, Any]:
         """Models and layout that a file belongs to."""
         if self._identity is None:
-            draft = self.info.draft_path
-            self._identity = {
-                "model": fingerprint(Path(self.info.model_path)),
-                "drafter": self.info.drafter,
-                "draft_model": fingerprint(Path(draft)) if draft else "",
-                "rope": self.info.rope,
-                **self.imager.layout(),
-            }
+            self._identity = {**models_of(self.info), **self.imager.layout()}
         return self._identity
 
     def _compare(self, file: SlotFile) -> None:
@@ -111,6 +117,18 @@ class SlotActions:
                 raise file.bad(
                     f"it was saved with another {PROPERTIES[name]}: {str(there)[:64]!r}, here it is {here!r}"
                 )
+
+
+def run_task(task: SlotTask) -> None:
+    """Run a task of an idle slot. Raises only an error of the device."""
+    try:
+        task.do()
+    except Exception as e:
+        task.failed(blamed(e))
+        if is_device_error(e):
+            raise
+        if not isinstance(e, PyspecError):
+            log.exception("a task of slot %d failed", task.slot)
 
 
 def _aside(do: Callable[[], None], on_answer: OnAnswer) -> None:

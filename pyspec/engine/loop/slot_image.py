@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import PortableDrafter
+from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.errors import BadSlotFile, RequestError
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.memory import Like, planes_of, read_planes, write_planes
@@ -52,8 +53,8 @@ class Image:
 class SlotImager:
     """Takes images of slots and puts them back. All but `layout` and `decode` runs on the engine's thread, between rounds."""
 
-    def __init__(self, worker: Worker, cache: PrefixCache) -> None:
-        self.worker, self.cache, self.table = worker, cache, worker.table
+    def __init__(self, worker: Worker, cache: PrefixCache, disk: DiskTier | None = None) -> None:
+        self.worker, self.cache, self.table, self.disk = worker, cache, worker.table, disk
 
     # -- how it is laid out ---------------------------------------------------------------------------------------
 
@@ -197,7 +198,10 @@ class SlotImager:
 
     def erase(self, index: int) -> int:
         """Forget everything that requests in a slot have filed. Returns the number of tokens it held."""
-        return self.table.erase(self.table.slots[index])
+        slot = self.table.slots[index]
+        if self.disk is not None and slot.left:
+            self.disk.forget(slot.left)
+        return self.table.erase(slot)
 
     def put(self, index: int, image: Image) -> None:
         """File an image's content as if a request in this slot had left it. Raises RequestError if the pages do not suffice."""

@@ -17,6 +17,7 @@ class Stats:
     n_max: int  # most drafted tokens
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
+    prompt_tokens_disk: int = 0
     prompt_seconds: float = 0.0
     predicted_tokens: int = 0
     predicted_seconds: float = 0.0
@@ -77,6 +78,7 @@ class Stats:
         self.failed += finish == "error"
         self.prompt_tokens += t.prompt_n
         self.prompt_tokens_cached += t.cache_n
+        self.prompt_tokens_disk += t.disk_n
         self.prompt_seconds += t.prompt_ms / 1e3
         self.predicted_seconds += t.predicted_ms / 1e3
         self.n_tokens_max = max(self.n_tokens_max, job.n_prompt + job.n_predicted)
@@ -88,6 +90,7 @@ class Stats:
         return Metrics(
             prompt_tokens=self.prompt_tokens,
             prompt_tokens_cached=self.prompt_tokens_cached,
+            prompt_tokens_disk=self.prompt_tokens_disk,
             prompt_seconds=self.prompt_seconds,
             predicted_tokens=self.predicted_tokens,
             predicted_seconds=self.predicted_seconds,

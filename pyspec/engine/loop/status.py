@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.policy.controller import Controller
@@ -55,9 +56,14 @@ def _slot_row(slot: Slot, job: Job | None, controller: Controller, decay: Decay,
 
 
 def metrics_of(
-    stats: Stats, cache: PrefixCache, *, processing: int, queued: int, suffix_bytes: int = 0
+    stats: Stats,
+    cache: PrefixCache,
+    disk: DiskTier | None,
+    processing: int,
+    queued: int,
+    suffix_bytes: int,
 ) -> Metrics:
-    """The counters, with the gauges of pages, cache and queue."""
+    """The counters, with the gauges of pages, cache and queue. processing, queued: requests"""
     table, states = cache.table, cache.states
     on_device, on_host = states.n_bytes
     counts = stats.snapshot(
@@ -70,4 +76,7 @@ def metrics_of(
         states_device_bytes=on_device,
         states_host_bytes=on_host,
         suffix_bytes=suffix_bytes,
+        disk_bytes=0 if disk is None else disk.n_bytes,
+        disk_read_bytes=0 if disk is None else disk.read_bytes,
+        disk_written_bytes=0 if disk is None else disk.written_bytes,
     )

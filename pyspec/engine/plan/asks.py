@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pyspec.config import EngineSettings
+from pyspec.cuda.collective import Rank
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec
 from pyspec.cuda.ops.angles.op import angles
@@ -28,6 +29,7 @@ from pyspec.cuda.ops.ring_places.ref import RingPlacesSpec
 from pyspec.engine.plan.describe import Description, describe, rings_of
 from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.gguf import GGUFFile, TensorInfo
+from pyspec.models.cuts import share_of
 from pyspec.models.part import LoadTypes, Request
 from pyspec.models.wants import WHOLE, Want, scale_of
 from pyspec.models.weights import EMBEDDING, PLAIN
@@ -116,8 +118,9 @@ def _epilogues(want: Want | None) -> tuple[Epilogue, ...]:
 def _columns(t: TensorInfo, wants: Mapping[str, Want], n_rank: int) -> int:
     """Of a rank's share."""
     want = wants.get(t.name) if n_rank > 1 else None
-    is_cut = want is not None and want.cut is not None and want.cut.axis == 1
-    return t.shape[1] // n_rank if is_cut else t.shape[1]
+    if want is None or want.cut is None or want.cut.axis != 1:
+        return t.shape[1]
+    return share_of(t, want.cut, Rank(0, n_rank)).info.shape[1]
 
 
 def _head_copy(d: Description) -> Iterator[Request]:

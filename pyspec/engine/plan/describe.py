@@ -28,7 +28,7 @@ from pyspec.engine.plan.memory_plan import (
 from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice, PairError, PyspecError
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import read_config
-from pyspec.models.cuts import check_ranks
+from pyspec.models.cuts import check_ranks, surplus
 from pyspec.models.rope import trained_length
 from pyspec.models.rope_flags import RopeFlags
 from pyspec.models.target import ModelConfig
@@ -164,8 +164,16 @@ def describe(
         settings = replace(settings, tp=n_device(device))
     config.share(settings.tp)
     check_ranks(file, cuts_of(wants), settings.tp)
+    if settings.tp > 1 and (more := surplus(file, cuts_of(wants), settings.tp)) > 0.005:
+        log.info(
+            "%d ranks hold %.0f %% more of the weights that they divide: copies and zeros, where %d does not divide them",
+            settings.tp,
+            100 * more,
+            settings.tp,
+        )
     if assumed is None:
         rank_devices(device, settings.tp)
+        check_cards(device, settings)
     tokenizer = Tokenizer.from_metadata(file.metadata, later=is_isolated)
     template = ChatTemplate.from_metadata(file.metadata)
     _warn_of_vocabulary(file, tokenizer)
@@ -296,6 +304,16 @@ def rings_of(d: Description) -> list[RingPages]:
 def batch_of(s: EngineSettings, device: torch.device) -> int:
     """Rows of a forward in which no slot decodes."""
     return s.batch or max(s.ubatch or UBATCH, 2048 if device.type == "cuda" else 0)
+
+
+def check_cards(first: torch.device, settings: EngineSettings) -> None:
+    """NoDevice if there are too few GPUs for all replicas."""
+    n, there = settings.replicas * settings.tp, torch.cuda.device_count()
+    if settings.replicas > 1 and first.type == "cuda" and (first.index or 0) + n > there:
+        flags = f"--replicas {settings.replicas}" + (
+            f" with --tp {settings.tp}" if settings.tp > 1 else ""
+        )
+        raise NoDevice(f"{flags} wants {n} GPUs from {first} on; {there} are here")
 
 
 def arena_pages(d: Description, table: SlotTable) -> int:

@@ -42,8 +42,9 @@ def here(d: Description, plan: MemoryPlan) -> MemoryPlan:
 
 
 def usable_bytes(d: Description) -> int:
-    """Bytes of the device for a plan: free memory less a reserve for other processes."""
-    return int(room_on(d.device, d.assumed) * (1 - RESERVE))
+    """Bytes of the device for a plan: free memory less a reserve for other processes, a replica's part of it on a CPU."""
+    n_engine = 1 if d.is_cuda else d.settings.replicas
+    return int(room_on(d.device, d.assumed) * (1 - RESERVE)) // n_engine
 
 
 def most_tokens(

@@ -22,16 +22,18 @@ from pyspec.cuda import kernel_context
 from pyspec.device.worker import failure_of
 from pyspec.engine.aside import AsideThread
 from pyspec.engine.load.load import Loaded, load
+from pyspec.engine.loop.block_feed import BlockFeed, Send
 from pyspec.engine.loop.grammars import Grammars
 from pyspec.engine.loop.job import Job, Sink, blamed
 from pyspec.engine.loop.slot_actions import SlotActions
 from pyspec.engine.loop.slot_task import SlotTask
 from pyspec.engine.policy.evict import evict_for
+from pyspec.engine.process.fork_guard import refuse_fork
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.gguf import GGUFFile
 from pyspec.heap import give_back_memory
 from pyspec.repeats import limited
-from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SlotInfo, Started
+from pyspec.request import Delta, Done, Event, Failed, Metrics, ReplicaInfo, Request, SlotInfo, Started
 from pyspec.sample.budget import BudgetRule
 from pyspec.sample.dry import DryBreakers
 from pyspec.sample.sampler import SlotSampler
@@ -45,10 +47,10 @@ Due = Sequence[tuple[Sink, Event]]
 
 REST_S = 1.0  # idle seconds after which freed memory goes back to the system
 TRIM_S = 60.0  # seconds of rounds without rest after which it goes back meanwhile: the C library keeps ten MiB of each minute
+FLUSH_S = 2.0  # of a close, in which texts are still copied for the cache on disk
 CLOSE_S = 30.0  # a round may take seconds; a hanging device never returns
 _ENDING = threading.Event()  # the main thread has ended; other threads may still run
 _RUNNING: weakref.WeakSet[EngineCore] = weakref.WeakSet()
-_LOADED_IN: list[int] = []  # the process that loaded the first engine
 
 
 class Pace:
@@ -76,6 +78,7 @@ class EngineCore:
 
     hand_over  takes each round's events in place of the listeners; called on the engine's thread
     on_death   called first with the reason if the engine stops by itself
+    on_blocks  called with the changes of the prefix cache, on the engine's thread
     """
 
     def __init__(
@@ -84,8 +87,10 @@ class EngineCore:
         *,
         hand_over: Callable[[Due], None] | None = None,
         on_death: Callable[[PyspecError], None] | None = None,
+        on_blocks: Send | None = None,
     ) -> None:
         self.loop = loaded.loop
+        self._feed = None if on_blocks is None else BlockFeed(loaded.loop.cache, on_blocks)
         self.tokenizer = loaded.tokenizer
         self.template = loaded.template
         self.info = replace(loaded.info, n_row=loaded.loop.n_row)
@@ -113,6 +118,8 @@ class EngineCore:
         self._trimmed = time.monotonic()
         if self.loop.may_defer:
             self.loop.on_wait = self._hand_out
+        if self.loop.disk is not None:
+            self.loop.disk.on_work = self._nudge
         self._error: PyspecError | None = None
         self._lost: PyspecError | None = None  # a rank is gone, so the engine ends
         self._ranks = loaded.ranks
@@ -139,17 +146,19 @@ class EngineCore:
         *,
         hand_over: Callable[[Due], None] | None = None,
         on_death: Callable[[PyspecError], None] | None = None,
+        on_blocks: Send | None = None,
         file: GGUFFile | None = None,
     ) -> EngineCore:
         """Load a model from a file into a core. Kernels that failed in an earlier engine are left out.
 
         file  the same file, if it is open already
         """
-        _refuse_fork()
+        refuse_fork()
         core = cls(
             load(path, settings, is_isolated=hand_over is not None, file=file),
             hand_over=hand_over,
             on_death=on_death,
+            on_blocks=on_blocks,
         )
         if settings.warm_up:
             core.warm_grammars()
@@ -298,6 +307,8 @@ class EngineCore:
         try:
             while self._next():
                 self._round()
+            if self.loop.disk is not None:
+                self.loop.disk.flush(FLUSH_S)
             self._die(Unavailable("the engine was closed"))
         except PyspecError as e:
             self._die(e)
@@ -318,6 +329,8 @@ class EngineCore:
         self.step_began, self._is_rested = 0.0, False
         if self._is_urgent or not self.loop.may_defer or not self.loop.is_busy:
             self._hand_out()
+        if self._feed is not None:
+            self._feed.send_news()
         self._trim(time.monotonic())
         if self.loop.is_idle:
             self.loop.check()  # after all events are delivered, because it may read every page
@@ -360,6 +373,11 @@ class EngineCore:
         for task in tasks:
             self.loop.add_slot_task(task)
 
+    def _nudge(self) -> None:
+        """Called on another thread: the loop has something to do."""
+        with self._wake:
+            self._wake.notify()
+
     def _has_news(self) -> bool:
         return bool(
             self._inbox or self._slot_tasks or self._closing or self._lost or not self.loop.is_idle
@@ -401,6 +419,8 @@ class EngineCore:
     def _die(self, error: PyspecError) -> None:
         if self._on_death is not None and not self._closing:
             self._on_death(error)
+        if self._feed is not None:
+            self._feed.end()
         with self._wake:
             self._error = error
             lost, self._inbox = self._inbox, []
@@ -408,6 +428,8 @@ class EngineCore:
         for job in lost:
             self.loop.submit(job)
         self.loop.abort(error)
+        if self.loop.disk is not None:
+            self.loop.disk.close()
         self._hand_out()
         self.loop.on_wait = lambda: (
             None
@@ -422,6 +444,9 @@ class EngineCore:
     def metrics(self) -> Metrics:
         """Counters of the loop, with gauges of its pages, cache and queue."""
         return self.loop.metrics(len(self._inbox) + self.grammars.n_waiting)
+
+    def replicas(self, *, counts: bool = True) -> list[ReplicaInfo]:
+        return []
 
     def in_listener(self) -> bool:
         return threading.current_thread() is self._thread
@@ -449,23 +474,13 @@ class EngineCore:
                     "the engine does not stop: a round has been under way for more than %.0f s", limit_s
                 )
                 return False
+        if self.loop.disk is not None and threading.current_thread() is not self._thread:
+            self.loop.disk.join(limit_s)
         if self._ranks is not None:
             self.loop.leave()
             self._ranks.close()
         _RUNNING.discard(self)
         return True
-
-
-def _refuse_fork() -> None:
-    """Refuse a fork of a process that has loaded an engine: torch's threads do not survive it, and its first product would hang."""
-    here = os.getpid()
-    if not _LOADED_IN:
-        _LOADED_IN.append(here)
-    elif _LOADED_IN[0] != here:
-        raise Unavailable(
-            f"an engine was loaded in process {_LOADED_IN[0]}, and its threads and device do not survive a fork: "
-            f"in process {here} load one with isolated=True, or start that with spawn"
-        )
 
 
 def _begin_to_end() -> None:

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from pyspec import progress
 from pyspec.cuda import checker
 from pyspec.engine.messages import (
     ActOnSlot,
+    Blocks,
     Cancel,
     Events,
     Fatal,
@@ -48,6 +50,7 @@ from pyspec.engine.process.early import EarlyLoad
 from pyspec.errors import PyspecError
 from pyspec.request import Event, Failed
 from pyspec.slot_action import SlotAnswer
+from pyspec.slots.blocks import BlockChange
 from pyspec.streams import fill_in
 
 if TYPE_CHECKING:
@@ -123,6 +126,7 @@ class EngineMain:
                     settings,
                     hand_over=self.hand_over,
                     on_death=self.die,
+                    on_blocks=self.hand_blocks if settings.kv_events else None,
                     file=file,
                 )
         except PyspecError as e:
@@ -162,6 +166,11 @@ class EngineMain:
         """Send a round's events as one message. Called on the engine's thread."""
         with suppress(OSError):  # the parent is gone, and the main thread sees that
             self.link.send(Events([pack(event) for _, event in due]))
+
+    def hand_blocks(self, changes: Sequence[BlockChange]) -> None:
+        """Send changes of the prefix cache. Called on the engine's thread."""
+        with suppress(OSError):
+            self.link.send(Blocks(changes))
 
     def die(self, error: PyspecError) -> None:
         """Called on the engine's thread. End the process before its listeners see the error, because the next process serves them."""

@@ -163,6 +163,7 @@ class SupervisedRequest:
         return replace(
             last,
             cache_n=self._n_cached,
+            disk_n=min(last.disk_n, self._n_cached),
             prompt_n=n_prompt + len(self.request.resumed) - self._n_cached,
             prompt_ms=1e3 * (first.first - first.began),
             predicted_n=self._n_before + last.predicted_n,

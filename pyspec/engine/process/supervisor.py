@@ -6,8 +6,6 @@ so clients see a pause. Nothing here imports torch: a program that uses an isola
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
 import threading
 import time
@@ -21,6 +19,7 @@ from pyspec.config import EngineSettings
 from pyspec.engine.loop.slot_task import careful
 from pyspec.engine.messages import (
     ActOnSlot,
+    Blocks,
     Cancel,
     Events,
     Heartbeat,
@@ -38,14 +37,26 @@ from pyspec.engine.process.crash_blame import N_CRASH, CrashBlame
 from pyspec.engine.process.launcher import Launcher
 from pyspec.engine.process.metrics_sum import metrics_sum
 from pyspec.engine.process.process import EngineProcess
+from pyspec.engine.process.replica_place import ReplicaPlace
 from pyspec.engine.process.supervised_request import Sink, SupervisedRequest
 from pyspec.engine.process.watchdog import TICK_S, EngineEnd, Watchdog
 from pyspec.errors import DeviceError, NoDevice, PyspecError, QueueFull, RankLost, SlotError, Unavailable
 from pyspec.gguf import open_gguf
 from pyspec.repeats import limited
-from pyspec.request import Done, EngineInfo, Event, Failed, Metrics, Request, SlotInfo
+from pyspec.request import (
+    Done,
+    EngineInfo,
+    Event,
+    Failed,
+    Metrics,
+    ReplicaInfo,
+    Request,
+    SlotInfo,
+    Started,
+)
 from pyspec.sample.noise import resolve_seed
 from pyspec.slot_action import SlotAction, SlotAnswer
+from pyspec.slots.blocks import CLEARED, BlockChange
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
@@ -61,17 +72,30 @@ CLOSE_S = 5.0
 
 
 class Supervisor:
-    """A Core with its engine in another process. Safe to call from any thread."""
+    """A Core with its engine in another process. Safe to call from any thread.
 
-    def __init__(self, path: Path, settings: EngineSettings, *, command: Sequence[str] = ()) -> None:
+    on_blocks  called with the changes of the engine's prefix cache; must not block
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        settings: EngineSettings,
+        *,
+        command: Sequence[str] = (),
+        on_blocks: Callable[[Sequence[BlockChange]], None] | None = None,
+        place: ReplicaPlace | None = None,
+    ) -> None:
         self.path, self.settings = path, settings
+        self._on_blocks = on_blocks or (lambda changes: None)
+        self._place = place or ReplicaPlace()
         self._launcher = Launcher(path, settings, command or COMMAND, self._on_message, self._gone)
         self.n_restart = self.n_replayed = 0
         self._info: EngineInfo | None = None
         self._state = "loading"  # then "ok", "recovering", "stopped"
         self._error: PyspecError | None = None  # why it is stopped
         self._records: dict[str, SupervisedRequest] = {}
-        self._ids = itertools.count(1)
+        self._ids = self._place.ids
         self._lock = threading.Condition()
         self._child: EngineProcess | None = None  # takes requests
         self._suspects, self._watchdog = CrashBlame(), Watchdog(settings.hang_timeout)
@@ -152,6 +176,35 @@ class Supervisor:
                 return
         self._drop_cancelled()
 
+    # -- requests that change their supervisor ----------------------------------------------------------------------
+
+    @property
+    def n_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._records)
+
+    def movable(self) -> list[SupervisedRequest]:
+        """Requests that another supervisor may have: not those of a certain slot, nor those suspected of crashes."""
+        with self._lock:
+            records = list(self._records.values())
+        return [r for r in records if r.wanted_slot < 0 and len(r.crashes) < N_CRASH - 1]
+
+    def release(self, record: SupervisedRequest) -> bool:
+        """Give a request away. Returns False if it has ended."""
+        with self._lock:
+            return self._child is None and self._records.pop(record.name, None) is not None
+
+    def adopt(self, record: SupervisedRequest) -> None:
+        """Continue a request of another supervisor, beyond the limit of the queue if need be."""
+        with self._lock:
+            self._records[record.name] = record
+            if record.has_begun:
+                self.n_replayed += len(record.request.prompt) + len(record.tokens)
+            if self._child is not None:
+                self._child.send(record.submit())
+                if record.cancelled:
+                    self._child.send(Cancel(record.name))
+
     def act_on_slot(self, action: SlotAction, on_answer: Callable[[SlotAnswer], None]) -> None:
         """See Engine.act_on_slot. Slot contents and pending actions are lost with their engine."""
         with self._lock:
@@ -173,12 +226,14 @@ class Supervisor:
         return self._state
 
     def slots(self) -> list[SlotInfo]:
-        looked = self._look()
+        looked, first = self._look(), self._place.first_slot
         if looked is not None:
-            return list(looked.slots)
-        return [
-            SlotInfo(slot=i, n_ctx=self.info.n_ctx, is_processing=False) for i in range(self.info.n_slot)
-        ]
+            return [replace(row, slot=first + row.slot) for row in looked.slots]
+        n = range(first, first + self.info.n_slot)
+        return [SlotInfo(slot=i, n_ctx=self.info.n_ctx, is_processing=False) for i in n]
+
+    def replicas(self, *, counts: bool = True) -> list[ReplicaInfo]:
+        return []
 
     def metrics(self) -> Metrics:
         looked = self._look()
@@ -204,12 +259,16 @@ class Supervisor:
         """End the process at once; running requests fail with Unavailable."""
         if os.getpid() != self._pid:
             return True
-        with self._lock:
-            self._closing = True
-            self._lock.notify_all()
+        self.begin_close()
         if threading.current_thread() is not self._thread:
             self._thread.join(limit_s + CLOSE_S)
         return not self._thread.is_alive()
+
+    def begin_close(self) -> None:
+        """Let the process end, and wait for nothing."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
 
     def _look(self) -> Looked | None:
         """Ask the engine for its state. None if it does not answer, or if called by a listener, which would block the answer."""
@@ -228,12 +287,15 @@ class Supervisor:
         if isinstance(message, Events):
             for packed in message.packed:
                 self._deliver(unpack(packed))
+        elif isinstance(message, Blocks):
+            self._on_blocks(message.changes)
         elif isinstance(message, Heartbeat):
             self._now = message.metrics or self._now
         elif isinstance(message, LogLine):
-            _relay(message)
+            self._place.relay(message)
         elif isinstance(message, LoadStage):
-            progress.report(message.stage, message.fraction)
+            if self._place.reports:
+                progress.report(message.stage, message.fraction)
         elif isinstance(message, Looked):
             with self._lock:
                 self._now = message.metrics
@@ -271,6 +333,8 @@ class Supervisor:
             self._records.pop(record.name, None)
         if record.ousted is not None and isinstance(event, Done) and event.finish == "cancelled":
             event = Failed(record.name, record.ousted)
+        if isinstance(event, Started | Done) and event.slot >= 0 and self._place.first_slot:
+            event = replace(event, slot=self._place.first_slot + event.slot)
         try:
             record.sink(event)
         except BaseException:
@@ -333,6 +397,7 @@ class Supervisor:
             self._error = error
             return False
         log.error("the engine could not be loaded (%s); trying again", error)
+        self._place.on_loss()
         if n_failed >= N_LOAD_AGAIN and self._info is not None:
             with self._lock:
                 self._state, self._error = "stopped", error
@@ -357,8 +422,8 @@ class Supervisor:
         if was != "loading":
             away_s = time.monotonic() - self._lost_at
             fields = {"event": "engine_back", "seconds": round(away_s, 1), "requests": len(replayed)}
-            text = "the engine is back after %.1f s; %d requests continue"
-            log.warning(text, away_s, len(replayed), extra={"fields": fields})
+            text = "%sthe engine is back after %.1f s; %d requests continue"
+            log.warning(text, self._place.label, away_s, len(replayed), extra={"fields": fields})
 
     def _watch(self, child: EngineProcess) -> EngineEnd | None:
         """Wait until the engine ends or hangs. Returns None if it is to be closed."""
@@ -390,6 +455,7 @@ class Supervisor:
             self._state = "recovering"
             self._lock.notify_all()
         how = child.end()
+        self._on_blocks(CLEARED)
         acts, self._acts = self._acts, {}
         for on_answer in acts.values():
             on_answer(Unavailable("the engine was replaced, and its slots' content is lost"))
@@ -404,7 +470,8 @@ class Supervisor:
             end = replace(end, why=f"its process ended: {how}", from_outside=child.was_killed)
         self.n_restart += 1
         log.error(
-            "the engine is replaced: %s",
+            "%sthe engine is replaced: %s",
+            self._place.label,
             end.why,
             extra={"fields": {"event": "engine_replaced", "why": end.why}},
         )
@@ -421,6 +488,7 @@ class Supervisor:
         why = f"the engine ended {N_CRASH} times while this request ran, the last time because of this: {end.why}"
         self._fail(guilty, SlotError(why))
         self._drop_cancelled()
+        self._place.on_loss()
 
     def _stop(self) -> None:
         """Fail every request: no engine runs any more."""
@@ -431,12 +499,3 @@ class Supervisor:
             self._child, lost = None, list(self._records.values())
             self._lock.notify_all()
         self._fail(lost, self._error)
-
-
-def _relay(line: LogLine) -> None:
-    logger = logging.getLogger(line.name)
-    if logger.isEnabledFor(line.level):
-        record = logger.makeRecord(line.name, line.level, "", 0, "%s", (line.text,), None)
-        record.fields = line.fields or {}
-        record.created = line.created
-        logger.handle(record)

@@ -25,7 +25,7 @@ from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadGate, PrepKind, RowsSpec
-from pyspec.models.cuts import Cut, Units
+from pyspec.models.cuts import Cut, Divided, Keys, Readers
 from pyspec.models.matrices import Matrix, sum_of
 from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.rope import Angles, RopeSpec
@@ -77,8 +77,8 @@ class Attention:
     def tensors(self, at: Place) -> dict[str, Want]:
         s, n = self.shape, at.n_embd
         q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
-        of_q, of_kv = _units(s)
-        heads = Units(s.n_head, "heads")
+        of_q, of_kv = self._units()
+        heads = self._readers()
         wants = {at.name("attn_output.weight"): Want((n, s.n_head * s.head_dim), cut=Cut(1, (heads,)))}
         if at.has("attn_qkv.weight"):
             wants[at.name("attn_qkv.weight")] = Want((q + 2 * kv, n), cut=Cut(0, (of_q, of_kv, of_kv)))
@@ -90,7 +90,7 @@ class Attention:
         """Queries, keys and values in a matrix each."""
         s = self.shape
         q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
-        of_q, of_kv = _units(s)
+        of_q, of_kv = self._units()
         parts = {"q": Want((q, at.n_embd), cut=Cut(0, (of_q,)))}
         parts |= dict.fromkeys("kv", Want((kv, at.n_embd), cut=Cut(0, (of_kv,))))
         return {at.name(f"attn_{x}.weight"): parts[x] for x in self.products(at.has)}
@@ -99,18 +99,21 @@ class Attention:
         """Norms of heads and biases, of all that they go with or of none; sinks."""
         s = self.shape
         q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
-        of_q, of_kv = _units(s)
+        of_q, of_kv = self._units()
         of_heads = [f"attn_{x}_norm.weight" for x in "qk"]
-        biases = {"attn_q.bias": (q, of_q), "attn_k.bias": (kv, of_kv), "attn_v.bias": (kv, of_kv)}
+        biases: dict[str, tuple[int, Divided]] = {
+            "attn_q.bias": (q, of_q),
+            "attn_k.bias": (kv, of_kv),
+            "attn_v.bias": (kv, of_kv),
+        }
         is_fused = at.has("attn_qkv.bias")
         if self.reads is not None:
             return {at.name(of_heads[0]): Want((s.head_dim,), optional=not self.qk_norm)}
         has_norms = self.qk_norm or any(map(at.has, of_heads))
         has_biases = (self.biased and not is_fused) or any(map(at.has, biases))
         of_norms = [Want((s.head_dim,), optional=not has_norms)] * 2
-        if self.row_norm:  # no copies: each rank's squares count once
-            k = Units(s.n_kv_head, "key heads", size=s.head_dim)
-            of_norms = [Want((n,), cut=Cut(0, (of,))) for n, of in ((q, of_q), (kv, k))]
+        if self.row_norm:
+            of_norms = [Want((q,), cut=Cut(0, (of_q,))), Want((kv,), cut=Cut(0, (of_kv,)))]
         return {
             **{at.name(name): want for name, want in zip(of_heads, of_norms, strict=True)},
             **{
@@ -121,8 +124,19 @@ class Attention:
                 (q + 2 * kv,), optional=True, cut=Cut(0, (of_q, of_kv, of_kv))
             ),
             at.name("attn_output.bias"): Want((at.n_embd,), optional=True),
-            at.name(SINKS): Want((s.n_head,), not self.sinks, cut=Cut(0, (Units(s.n_head, "heads"),))),
+            at.name(SINKS): Want((s.n_head,), not self.sinks, cut=Cut(0, (self._readers(),))),
         }
+
+    def _readers(self, size: int = 1) -> Readers:
+        """Heads of queries, `size` rows or columns each."""
+        return Readers(self.shape.groups, "heads", size=size)
+
+    def _units(self) -> tuple[Readers, Keys]:
+        """Rows of queries and of keys (or values) by head. Ranks that share a key head have a copy each, but for norms over all heads of a
+        row: each rank's squares count once."""
+        s = self.shape
+        keys = Keys(s.groups, "key heads", size=s.head_dim, whole=self.row_norm)
+        return self._readers(s.head_dim * (2 if s.gated else 1)), keys
 
     def products(self, has: Callable[[str], bool]) -> str:
         """The parts whose products of a row stand side by side: queries, keys, values. has: whether the file has a tensor of that name."""
@@ -195,14 +209,6 @@ class Attention:
 
     def bind(self, at: Binding) -> BoundAttention:
         return BoundAttention(self, at)
-
-
-def _units(s: AttentionShape) -> tuple[Units, Units]:
-    """Rows of queries and of keys (or values) by head. Ranks that share a key head have a copy each."""
-    q = s.head_dim * (2 if s.gated else 1)
-    return Units(s.n_head, "heads", size=q), Units(
-        s.n_kv_head, "key heads", copied=True, size=s.head_dim
-    )
 
 
 def _keys_alone(spec: RopeKvSpec) -> RopeKvSpec:
@@ -303,6 +309,8 @@ class RowNorms:
             at.weights.ranks,
         )
         device = at.weights.device
+        names = [at.name(f"attn_{x}_norm.weight") for x in "qk"]
+        self.whole = [at.weights.file.tensors[name].shape[-1] for name in names]  # of all ranks
         self.capturable = self.ranks is None or device.type != "cpu"  # sums of ranks are torch's
         if self.ranks is None:
             self.norms = [norms.bind(NormsSpec(device, n, at.eps)) for n in self.widths]
@@ -315,10 +323,10 @@ class RowNorms:
             parts = [run(x, w) for run, x, w in zip(self.norms, (q, k), self.weights, strict=True)]
             return side_by_side([*parts, v])
         squares = torch.stack([q.square().sum(-1), k.square().sum(-1)], -1)
-        squares = self.ranks.sum(squares) / self.ranks.rank.n
+        squares = self.ranks.sum(squares)
         parts = []
         for i, (x, w) in enumerate(zip((q, k), self.weights, strict=True)):
-            parts.append(x * (squares[:, i : i + 1] / self.widths[i] + self.eps).rsqrt() * w)
+            parts.append(x * (squares[:, i : i + 1] / self.whole[i] + self.eps).rsqrt() * w)
         return torch.cat([*parts, v], -1)
 
 

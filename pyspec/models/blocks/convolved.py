@@ -19,6 +19,7 @@ from pyspec.models.part import (
     PartSpec,
     Pass,
     Place,
+    ReadsBlocks,
     Request,
 )
 from pyspec.models.wants import Want
@@ -65,6 +66,10 @@ class Convolved:
 
     def share(self, n: int) -> Convolved:
         return replace(self, part=self.part.share(n))
+
+    def of_file(self, at: Place) -> Convolved:
+        """As of ReadsBlocks."""
+        return replace(self, part=self.part.of_file(at)) if isinstance(self.part, ReadsBlocks) else self
 
     def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
         yield from self.part.requests(at, on)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from pyspec.cuda.ops.gdn.ref import GdnSpec, flush
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadNorm, PrepKind, RowsSpec, head_power
-from pyspec.models.cuts import Cut, Units
+from pyspec.models.cuts import Cut, KeyGroups, Keys, Readers
 from pyspec.models.matrices import sum_of
 from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.wants import Want
@@ -37,13 +37,10 @@ class DeltaNet:
 
     def tensors(self, at: Place) -> dict[str, Want]:
         s, n = self.shape, at.n_embd
-        inner, k, each = (
-            s.n_v_head * s.dim,
-            Units(s.n_k_head, "key heads of Gated DeltaNet"),
-            s.n_v_head // s.n_k_head,
-        )
-        v = (replace(k, size=each),) if s.grouped else (k,) * each
-        by_head, by_channel = Cut(0, v), Cut(0, (k, k, *v))
+        inner, groups = s.n_v_head * s.dim, self.groups
+        k = Keys(groups, "key heads of Gated DeltaNet", whole=s.grouped)
+        v = Readers(groups, "value heads of Gated DeltaNet", tiled=not s.grouped)
+        by_head, by_channel = Cut(0, (v,)), Cut(0, (k, k, v))
         shapes = {
             "attn_qkv": Want((s.n_channel, n), cut=by_channel),
             "attn_gate": Want((inner, n), cut=by_head),
@@ -58,14 +55,21 @@ class DeltaNet:
             at.name("ssm_a"): Want((s.n_v_head,), cut=by_head),
             at.name("ssm_dt.bias"): Want((s.n_v_head,), cut=by_head),
             at.name("ssm_norm.weight"): Want((s.dim,)),
-            at.name("ssm_out.weight"): Want((n, inner), cut=Cut(1, v)),
+            at.name("ssm_out.weight"): Want((n, inner), cut=Cut(1, (v,))),
         }
 
     def memory(self) -> LayerParts:
         return {STATE: Recurrent(self.shape)}
 
     def share(self, n: int) -> DeltaNet:
-        return DeltaNet(self.shape.share(n))
+        n_key, n_reader = self.groups.places(n)
+        return DeltaNet(self.shape.of_heads(n_key, n_key * n_reader))
+
+    @property
+    def groups(self) -> KeyGroups:
+        """Its key heads with their value heads. Kernels of GPUs take heads of 128 dims in an even number."""
+        s = self.shape
+        return KeyGroups(s.n_k_head, s.n_v_head // s.n_k_head, even=s.dim == 128)
 
     def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
         s = self.shape

@@ -14,7 +14,7 @@ from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params, flush
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import GroupNorm, PrepKind, RowsSpec, norm_power
-from pyspec.models.cuts import Cut, Units
+from pyspec.models.cuts import Cut, KeyGroups, Keys
 from pyspec.models.matrices import sum_of
 from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.wants import Want
@@ -34,7 +34,7 @@ class Mamba2:
         """`ssm_a` holds -exp(A_log) already."""
         s, n = self.shape, at.n_embd
         inner, heads = s.n_head * s.head_dim, (s.n_head, 1)
-        groups = partial(Units, s.n_group, "groups of Mamba-2 heads")
+        groups = partial(Keys, KeyGroups(s.n_group, 1), "groups of Mamba-2 heads")
         x = groups(size=inner // s.n_group)
         bc = groups(size=s.n_state)
         dt = groups(size=s.n_head // s.n_group)

@@ -13,9 +13,9 @@ from pyspec.cuda import fuse
 from pyspec.cuda.ops.linear.ref import GATES
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import RELU2, PrepKind, RowsSpec
-from pyspec.models.cuts import Cut, Units
+from pyspec.models.cuts import Cut, Units, each_of
 from pyspec.models.matrices import GateAct, sum_of
-from pyspec.models.part import Binding, BoundPart, LoadTypes, Pass, Place, Request
+from pyspec.models.part import Binding, BoundPart, LoadTypes, Pass, Place, Request, column_block
 from pyspec.models.wants import Want
 from pyspec.slots.parts import LayerParts
 
@@ -28,15 +28,17 @@ class Mlp:
 
     silu, gelu  down(act(gate n) * up n), gelu by its tanh form
     relu2       down(relu(up n)^2), biases where the file has them
+    block       columns of `ffn_down` that stand together in the file: ranks get whole ones
     """
 
     n_ff: int
     act: Act = "silu"
+    block: int = 1
     captures_prompts = True
     attends = scratch = None
 
     def tensors(self, at: Place) -> dict[str, Want]:
-        n, f, inner = at.n_embd, self.n_ff, (Units(self.n_ff, "inner values"),)
+        n, f, inner = at.n_embd, self.n_ff, (Units(self.n_ff, "inner values", block=self.block),)
         up, down = Want((f, n), cut=Cut(0, inner)), Want((n, f), cut=Cut(1, inner))
         if self.act != "relu2":
             gates = replace(up, gated=self.act in GATES)
@@ -55,7 +57,11 @@ class Mlp:
         return {}
 
     def share(self, n: int) -> Mlp:
-        return replace(self, n_ff=self.n_ff // n)
+        return replace(self, n_ff=each_of(self.n_ff, n, self.block))
+
+    def of_file(self, at: Place) -> Mlp:
+        """As of ReadsBlocks."""
+        return replace(self, block=column_block(at, "ffn_down.weight"))
 
     def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
         if not on.streams:

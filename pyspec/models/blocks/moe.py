@@ -20,9 +20,18 @@ from pyspec.cuda.ops.rows.ref import RELU2, Norm, Prep, PrepKind, RowsSpec
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, TensorInfo
-from pyspec.models.cuts import Cut, Units
+from pyspec.models.cuts import Cut, Units, each_of
 from pyspec.models.matrices import Matrix
-from pyspec.models.part import Binding, BoundPart, ForwardSize, LoadTypes, Pass, Place, Request
+from pyspec.models.part import (
+    Binding,
+    BoundPart,
+    ForwardSize,
+    LoadTypes,
+    Pass,
+    Place,
+    Request,
+    column_block,
+)
 from pyspec.models.wants import Want, scale_of
 from pyspec.models.weights import Weights
 from pyspec.slots.parts import LayerParts
@@ -42,6 +51,7 @@ class Experts:
     groups       (all, used): the choice is among the experts of the best groups
     shifted      scores of the router and products of experts have biases
     limit        gates are cut at this, ups at plus and minus this; 0: they are not
+    block        columns of `ffn_down_exps` that stand together in the file; block_shared: of the shared expert's
     router_norm  the router reads rows behind a norm of its own, whose weights are this tensor's over sqrt(n_embd); "": behind the experts'
     """
 
@@ -60,6 +70,8 @@ class Experts:
     shifted: bool = False
     limit: float = 0.0
     router_norm: str = ""
+    block: int = 1
+    block_shared: int = 1
     captures_prompts = False  # how many rows an expert gets of a prompt decides how they are multiplied
     attends = None
 
@@ -88,7 +100,7 @@ class Experts:
 
     def tensors(self, at: Place) -> dict[str, Want]:
         n, f, e = self.latent or at.n_embd, self.n_ff, self.n_expert
-        inner = (Units(f, "columns of an expert"),)
+        inner = (Units(f, "columns of an expert", block=self.block),)
         wants = {
             at.name("ffn_gate_inp.weight"): Want((e, at.n_embd)),
             at.name("exp_probs_b.bias"): Want((e,), optional=not self.biased),
@@ -115,7 +127,7 @@ class Experts:
         f, n = self.n_ff_shared, at.n_embd
         if not f:
             return {}
-        columns = (Units(f, "columns of the shared expert"),)
+        columns = (Units(f, "columns of the shared expert", block=self.block_shared),)
         up = Want((f, n), cut=Cut(0, columns), gated=self.act == "swiglu")
         wants = {at.name(f"ffn_{x}_shexp.weight"): up for x in self.inner}
         wants[at.name("ffn_down_shexp.weight")] = Want((n, f), cut=Cut(1, columns))
@@ -137,7 +149,13 @@ class Experts:
 
     def share(self, n: int) -> Self:
         """All experts, and of each one as many columns."""
-        return replace(self, n_ff=self.n_ff // n, n_ff_shared=self.n_ff_shared // n)
+        shared = each_of(self.n_ff_shared, n, self.block_shared)
+        return replace(self, n_ff=each_of(self.n_ff, n, self.block), n_ff_shared=shared)
+
+    def of_file(self, at: Place) -> Self:
+        """As of ReadsBlocks."""
+        own, shared = (column_block(at, f"ffn_down_{x}.weight") for x in ("exps", "shexp"))
+        return replace(self, block=own, block_shared=shared)
 
     def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
         has_bias = at.has("exp_probs_b.bias")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -13,9 +13,9 @@ from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 from pyspec.cuda.ops.short_conv.op import short_conv
 from pyspec.cuda.ops.short_conv.ref import ShortConvSpec, flush
 from pyspec.cuda.ops.short_conv.shape import ShortConvShape
-from pyspec.models.cuts import Cut, Units
+from pyspec.models.cuts import Cut, Units, each_of
 from pyspec.models.matrices import sum_of
-from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
+from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request, column_block
 from pyspec.models.wants import Want
 from pyspec.slots.memory import STATE
 from pyspec.slots.parts import LayerParts, Recurrent
@@ -23,15 +23,16 @@ from pyspec.slots.parts import LayerParts, Recurrent
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """A gated short convolution as data."""
+    """A gated short convolution as data. block: columns of its last matrix that stand together in the file."""
 
     shape: ShortConvShape
+    block: int = 1
     captures_prompts = False  # not tried
     attends = scratch = None
 
     def tensors(self, at: Place) -> dict[str, Want]:
         s, n = self.shape, at.n_embd
-        own = Units(s.n_channel, "channels of the convolution")
+        own = Units(s.n_channel, "channels of the convolution", block=self.block)
         return {
             at.name("shortconv.in_proj.weight"): Want((3 * s.n_channel, n), cut=Cut(0, (own,) * 3)),
             at.name("shortconv.conv.weight"): Want((s.n_channel, s.n_conv), cut=Cut(0, (own,))),
@@ -42,7 +43,11 @@ class ShortConv:
         return {STATE: Recurrent(self.shape)}
 
     def share(self, n: int) -> ShortConv:
-        return ShortConv(self.shape.share(n))
+        return replace(self, shape=self.shape.of_channels(each_of(self.shape.n_channel, n, self.block)))
+
+    def of_file(self, at: Place) -> ShortConv:
+        """As of ReadsBlocks."""
+        return replace(self, block=column_block(at, "shortconv.out_proj.weight"))
 
     def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
         yield short_conv, ShortConvSpec(on.device, self.shape)

@@ -38,6 +38,10 @@ class Together:
     def share(self, n: int) -> Together:
         return Together(self.of.share(n))
 
+    def of_file(self, at: Place) -> Together:
+        """As of ReadsBlocks."""
+        return Together(self.of.of_file(at))
+
     def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
         yield from self.of.requests(at, on)
 

@@ -129,6 +129,8 @@ def timings_dict(t: Timings) -> dict[str, Any]:
             "drafted_per_pos": list(t.drafted_per_pos),
             "accepted_per_pos": list(t.accepted_per_pos),
         }
+    if t.disk_n:
+        value["cache_disk_n"] = t.disk_n
     if t.suffix_n:
         value |= {"suffix_n": t.suffix_n, "suffix_n_accepted": t.suffix_n_accepted}
     if t.synthetic:
@@ -173,11 +175,14 @@ def usage_dict(choices: Sequence[Choice], n: int) -> dict[str, Any]:
     done = [choice.done for choice in choices if choice.done]
     n_prompt = sum(d.n_prompt for d in done[::n])
     n_out = sum(d.n_predicted for d in done)
+    details = {"cached_tokens": sum(d.timings.cache_n for d in done[::n])}
+    if n_disk := sum(d.timings.disk_n for d in done[::n]):
+        details["cached_tokens_from_disk"] = n_disk
     return {
         "completion_tokens": n_out,
         "prompt_tokens": n_prompt,
         "total_tokens": n_prompt + n_out,
-        "prompt_tokens_details": {"cached_tokens": sum(d.timings.cache_n for d in done[::n])},
+        "prompt_tokens_details": details,
     }
 
 

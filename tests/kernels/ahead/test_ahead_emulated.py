@@ -23,6 +23,7 @@ def test_accept_and_move_do_what_the_reference_does(seed: int) -> None:
         assert ahead_cuda.check(ahead_cuda.bind(SPEC), TorchAhead(), SPEC) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", [SPEC, AheadSpec(CPU, n_seq=64, n_row=64 * 17), AheadSpec(CPU, n_seq=2, n_row=3)]
 )

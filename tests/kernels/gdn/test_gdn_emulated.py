@@ -124,7 +124,7 @@ def follow(
         assert faults.record(CPU).tolist() == [0] * 5
 
 
-@pytest.mark.sampled(most=1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("heads", "columns"), [((1, 1), 2), ((2, 4), 4)])
 def test_ragged_rounds_follow_the_reference(heads: tuple[int, int], columns: int, seed: int) -> None:
@@ -155,7 +155,6 @@ def test_a_warp_for_each_sequence_makes_the_bits_that_a_block_makes(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("heads", "capability"), [((1, 2), (9, 0)), ((2, 2), (8, 6))])
 def test_chunked_prompts_follow_the_reference(
@@ -194,6 +193,7 @@ def test_a_chunked_prompt_does_not_depend_on_its_neighbours_nor_on_the_order_to_
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 def test_value_heads_grouped_by_key_head_follow_the_reference() -> None:
     """Rows, folds, a prompt in chunks and rows prepared on the way; other groups than those of the reference differ."""
     shape, gen = replace(shape_of(2, 4), grouped=True), torch.Generator().manual_seed(14)
@@ -281,7 +281,6 @@ def run_late() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("fold", [1, 3, WIDTH])
 def test_folding_alone_gives_the_bits_of_folding_before_rows(fold: int) -> None:
     shape, gen = shape_of(2, 4), torch.Generator().manual_seed(4)
@@ -457,7 +456,7 @@ def test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(
         assert faults.record(CPU).tolist() == [0] * 5
 
 
-@pytest.mark.sampled(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "chunked", "most"),
     [
@@ -521,6 +520,7 @@ def test_rows_of_nobody_and_of_a_bad_sequence_keep_what_was_there() -> None:
     assert (got.powers[[0, 1, 2, 3, 7, 8]] == 32).all() and (sums[:, [0, 3, 7, 8]] != 7).all()
 
 
+@pytest.mark.slow
 def test_the_check_sees_rows_that_are_prepared_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = GdnSpec(CPU, shape_of(1, 1), EPS)
     with emulated_gpu():

@@ -75,7 +75,6 @@ def test_tiles_of_an_odd_number_leave_one_cta_nothing(type: GGMLType) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("n_in", [32, 96])
 def test_columns_that_fill_no_chunk_add_nothing(n_in: int) -> None:
     """So few that a warp may end before another begins."""
@@ -88,7 +87,7 @@ def test_columns_that_fill_no_chunk_add_nothing(n_in: int) -> None:
             )
 
 
-@pytest.mark.sampled(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("n_row", [1, 9, 17, 48, 65, 97, 128, 130])
 def test_all_pads_give_the_same_bits(n_row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The narrowest build and the widest, and a second pass."""
@@ -118,7 +117,6 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(
     ("n_out", "n_in", "n_cta"),
     [(24, 640, 8), (530, 256, 4), (530, 256, 9), (264, 512, 14), (264, 512, 4)],

@@ -94,6 +94,7 @@ def test_a_check_finds_wrong_experts_and_wrong_sums() -> None:
         assert "differ" in (cpu.check(wrong, right, spec) or "")
 
 
+@pytest.mark.sampled(1, most=2)
 @pytest.mark.parametrize("name", SPECS)
 def test_a_row_has_the_same_bits_beside_any_others_and_with_any_threads(name: str) -> None:
     spec = SPECS[name]
@@ -114,6 +115,7 @@ def test_a_row_has_the_same_bits_beside_any_others_and_with_any_threads(name: st
             )
 
 
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("n_row", [1, 8, 64, 129, 300])
 def test_one_expert_takes_all_rows_and_others_none(n_row: int) -> None:
     spec = replace(SPECS["packed"], n_used=1)

@@ -25,6 +25,7 @@ def test_rows_are_the_references(n: int, layer: bool, seed: int) -> None:
         assert faults.record(CPU).tolist() == [0] * 5
 
 
+@pytest.mark.slow
 def test_the_widest_rows_on_an_older_gpu() -> None:
     spec = NormsSpec(CPU, norms_cuda.MAX_COLUMNS, 1e-5, layer=True)
     with emulated_gpu((8, 6)):

@@ -133,6 +133,7 @@ def test_the_sum_and_the_rows_are_those_of_two_launches(n_rank: int, n_in: int) 
             ranks.run(go)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_ranks_agree_on_how_many_rows_go_so() -> None:
     with kernels():

@@ -47,7 +47,7 @@ def test_a_check_finds_other_numbers_of_steps() -> None:
         assert "comb" in str(streams_cuda.check(streams_cuda.bind(spec), TorchStreams(SPEC), SPEC))
 
 
-@pytest.mark.sampled(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_streams_compile_for_every_architecture(arch: str) -> None:
     pytest.importorskip("cuda.core")

@@ -20,10 +20,10 @@ class GdnShape:
     n_channel: int  # 2 * n_k_head * dim + n_v_head * dim
     grouped: bool = False
 
-    def share(self, n: int) -> GdnShape:
-        """Of each of `n` ranks, which have the value heads of their key heads."""
-        k, v = self.n_k_head // n, self.n_v_head // n
-        return replace(self, n_k_head=k, n_v_head=v, n_channel=(2 * k + v) * self.dim)
+    def of_heads(self, n_k_head: int, n_v_head: int) -> GdnShape:
+        """The same with so many heads, as a rank has them."""
+        n_channel = (2 * n_k_head + n_v_head) * self.dim
+        return replace(self, n_k_head=n_k_head, n_v_head=n_v_head, n_channel=n_channel)
 
     def macros(self) -> dict[str, int | str]:
         """Of gdn.cuh, beside the numbers of heads."""

@@ -17,8 +17,9 @@ class Mamba2Shape:
     n_conv: int
 
     def share(self, n: int) -> Mamba2Shape:
-        """Of each of `n` ranks, which have whole groups."""
-        return replace(self, n_head=self.n_head // n, n_group=self.n_group // n)
+        """Of each of `n` ranks, which have whole groups: where those do not divide, the last ranks have groups of zeros."""
+        n_group = -(-self.n_group // n)
+        return replace(self, n_head=n_group * (self.n_head // self.n_group), n_group=n_group)
 
     @property
     def n_channel(self) -> int:

@@ -13,9 +13,9 @@ class ShortConvShape:
     n_channel: int
     n_conv: int
 
-    def share(self, n: int) -> ShortConvShape:
-        """Of each of `n` ranks."""
-        return replace(self, n_channel=self.n_channel // n)
+    def of_channels(self, n: int) -> ShortConvShape:
+        """The same with so many channels, as a rank has them."""
+        return replace(self, n_channel=n)
 
     @property
     def state(self) -> tuple[int, ...]:

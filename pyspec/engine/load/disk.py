@@ -1,0 +1,47 @@
+"""Opens the prefix cache's tier on disk for a loop."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from pyspec.config import EngineSettings
+from pyspec.engine.loop.disk_entry import EntryCodec
+from pyspec.engine.loop.disk_tier import DiskTier
+from pyspec.engine.loop.loop import Loop
+from pyspec.engine.loop.slot_actions import models_of
+from pyspec.engine.policy.queue import worth_on
+from pyspec.request import EngineInfo
+from pyspec.slots.disk_folder import DiskFolder
+
+log = logging.getLogger(__name__)
+
+
+def open_disk(loop: Loop, s: EngineSettings, info: EngineInfo) -> DiskTier | None:
+    """The tier that the settings ask for. Call it behind the warm-up, whose texts are not worth keeping."""
+    if not s.cache_disk:
+        return None
+    if not s.prefix_cache or not loop.memory.is_whole:
+        why = (
+            "the prefix cache is off" if not s.prefix_cache else "it does not work over ranks yet (--tp)"
+        )
+        log.warning("--cache-disk is ignored: %s", why)
+        return None
+    path, limit = Path(s.cache_disk).absolute(), s.cache_disk_size << 20
+    device, layout = loop.worker.device.type, loop.imager().layout()
+
+    def open_folder() -> DiskFolder:
+        """On the tier's thread: it reads parts of the models' files."""
+        identity = {
+            "device": device,
+            "exact": s.exact,
+            "kernels": s.kernels,
+            "cpu_activations": info.cpu_activations,
+            "weights": s.weights,
+            "draft_kv": [s.draft_kv_type, s.draft_kv_type_v],
+            **models_of(info),
+            **layout,
+        }
+        return DiskFolder(path, identity, limit)
+
+    return DiskTier(open_folder, EntryCodec(loop.worker), loop.cache, worth_on(device))

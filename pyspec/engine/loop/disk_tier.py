@@ -1,0 +1,498 @@
+"""The prefix cache's tier on disk: texts that requests leave are written beside the rounds, and prompts that begin like them are read back.
+
+The engine's thread never waits for the disk. It copies pages and states to host memory, one piece a round, and a thread writes them. A request
+whose prompt may be there is seated, and its pages are filled between rounds while other threads read and check the files. If
+anything is wrong with a file, the request goes on with what the engine has itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyspec.cache import n_cores
+from pyspec.device.worker import is_device_error, stamp
+from pyspec.engine.aside import AsideThread
+from pyspec.engine.loop.disk_entry import EntryCodec, Piece, RestoredState
+from pyspec.errors import BadSlotFile, PyspecError
+from pyspec.repeats import limited
+from pyspec.slots.cache import PrefixCache
+from pyspec.slots.disk_folder import END, SEGMENT, DiskEntry, DiskFolder, DiskHit
+from pyspec.slots.prefix import Hit
+from pyspec.slots.slot_file import Bytes
+from pyspec.slots.states import PIECE, Saved, bytes_of, page_locked, to_host
+from pyspec.slots.table import Slot
+
+log = limited(__name__)
+
+MOST_TEXTS = 64  # texts that wait to be compared with the folder; the oldest ones go
+MOST_IN_FLIGHT = 256 << 20  # bytes of host memory for what is copied and not written yet
+MOST_READ = 256 << 20  # bytes of host memory for what is read and not in a slot yet
+SHARE, MOST_SHARE_S = 0.1, 0.1  # of the time of a round that copies beside it take; most seconds of them
+TRIES = 4  # times that a prompt is looked up: each damaged file that is found costs one
+PATIENCE_S = 10.0  # without an answer of the disk, after which a request goes on without it
+REST_S = 60.0  # after a failure, in which nothing is written, or read
+
+
+@dataclass(frozen=True, slots=True)
+class KeptText:
+    """A text in the prefix tree, whose first `n` tokens are worth keeping. ends: places where entries end besides whole segments."""
+
+    tokens: tuple[int, ...]
+    n: int
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WantedEntry:
+    """An entry that the folder lacks. at: tokens of the text up to its end; used: when the text was, in nanoseconds."""
+
+    text: KeptText
+    at: int
+    entry: DiskEntry
+    used: int
+
+
+@dataclass(eq=False)
+class Restore:
+    """A prompt that is looked for on the disk, for the request in a slot that has the first `n_have` of its tokens.
+
+    pieces  checked content that is not in the slot yet
+    found   what was read, once `is_read`; None: nothing
+    state   behind the pages, once it is here
+    """
+
+    slot: Slot
+    tokens: Sequence[int]
+    n_have: int
+    heard: float
+    pieces: deque[Piece] = field(default_factory=deque)
+    found: DiskHit | None = None
+    is_read: bool = False
+    is_stopped: bool = False
+    state: RestoredState | None = None
+    advanced: float = field(default_factory=time.monotonic)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class DiskTier:
+    """open_folder  opens the folder, on the tier's own thread: naming a model reads parts of its file
+    worth        least number of tokens that are written, or read
+    on_work      called from other threads when `step` has something to do
+    """
+
+    def __init__(
+        self,
+        open_folder: Callable[[], DiskFolder],
+        codec: EntryCodec,
+        cache: PrefixCache,
+        worth: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.codec, self.cache, self.worth, self.clock = codec, cache, worth, clock
+        self.table, self.worker = codec.table, codec.worker
+        self.on_work: Callable[[], None] = lambda: None
+        self.folder: DiskFolder | None = None
+        self.read_bytes = self.written_bytes = 0
+        self._open_folder = open_folder
+        self._opened, self._arrived = threading.Event(), threading.Event()
+        self._texts: deque[KeptText] = deque(maxlen=MOST_TEXTS)
+        self._wants: deque[WantedEntry] = deque()
+        self._known: set[str] = set()  # entries that are wanted or being written
+        self._in_flight = 0
+        self._count = threading.Lock()
+        self._copying: Generator[None, None, None] | None = None
+        self._no_write_until = self._no_read_until = 0.0
+        self._stepped = 0.0
+        self._is_closed = False
+        self._failure = ""  # the reason why the last write failed
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        n_byte = codec.segment_bytes
+        n_reader = max(1, min(4, n_cores() // 2))
+        self._buffers: SimpleQueue[Bytes] = SimpleQueue()
+        for _ in range(max(2, min(n_reader + 2, MOST_READ // max(n_byte, 1)))):
+            self._buffers.put(self._host(n_byte))
+        self._readers = ThreadPoolExecutor(n_reader, "pyspec-disk-read")
+        self._thread = AsideThread(self._run, "pyspec-disk")
+        self._thread.start()
+
+    def _host(self, n_byte: int) -> Bytes:
+        if self.worker.device.type == "cuda":
+            return page_locked(n_byte).numpy()
+        return torch.empty(n_byte, dtype=torch.uint8).numpy()
+
+    # -- writing: on the engine's thread --------------------------------------------------------------------------
+
+    def keep(self, tokens: Sequence[int], n_prompt: int) -> None:
+        """A request has left these tokens in the prefix tree; `n_prompt` of them were its prompt."""
+        if self._is_closed or self.clock() < self._no_write_until or len(tokens) < self.worth:
+            return
+        nodes, n = self.table.tree.path(tokens)
+        states = [s for node in nodes for s in node.states.values() if s.n_past <= n and not s.is_start]
+        ends = {s.n_past for s in states}
+        if self.worker.memory.needs_state:
+            n = max(ends, default=0)
+        else:
+            ends |= (
+                {n, n_prompt // self.table.page_size * self.table.page_size} if n_prompt <= n else {n}
+            )
+        worth = sorted((at for at in ends if at >= self.worth), reverse=True)
+        if n >= self.worth:
+            self._texts.append(KeptText(tuple(tokens), n, tuple(worth)))
+            self._tasks.put(self._compare)
+
+    @property
+    def has_work(self) -> bool:
+        """`step` has something to copy."""
+        return (self._copying is not None or bool(self._wants)) and self._in_flight < MOST_IN_FLIGHT
+
+    def step(self) -> None:
+        """Start the copy of one piece to host memory, and of more within a share of the time of a round."""
+        began = time.monotonic()
+        until, self._stepped = began + _share(began - self._stepped), began
+        while self.has_work:
+            self._copy_piece()
+            if time.monotonic() >= until:
+                break
+
+    def _copy_piece(self) -> None:
+        if self._copying is None:
+            self._copying = self._copy(self._wants.popleft())
+        try:
+            if next(self._copying, self) is self:
+                self._copying = None
+        except Exception as e:
+            self._copying = None
+            if is_device_error(e):
+                raise
+            self._no_write_until = self.clock() + REST_S
+            log.exception("the prefix cache on disk: a text could not be copied")
+
+    def _copy(self, want: WantedEntry) -> Generator[None, None, None]:
+        """Copy an entry's content, piece by piece. Filed pages and states never change; what was evicted meanwhile is not written."""
+        entry, at = want.entry, want.at
+        nodes, n = self.table.tree.path(want.text.tokens[:at])
+        saved = None
+        if n == at and entry.kind == END:
+            state = next((s for s in (node.states.get(at) for node in nodes) if s is not None), None)
+            saved = state.content if state is not None and isinstance(state.content, Saved) else None
+        is_empty = entry.n == 0 and saved is None
+        if (
+            n < at
+            or is_empty
+            or (entry.kind == END and saved is None and self.worker.memory.needs_state)
+        ):
+            self._known.discard(entry.name)
+            return
+        first = (at - entry.n) // self.table.page_size
+        pages = torch.tensor([node.page for node in nodes[first:]] if entry.n else [], dtype=torch.int64)
+        head: dict[str, Any] = {}
+        tensors = [plane[pages.to(plane.device)] for plane in self.codec.planes()]
+        if entry.kind == END:
+            head, more = self.codec.state_of(saved)
+            tensors += more
+        here: list[Tensor] = []
+        n_bytes = bytes_of(tensors)
+        self._count_in_flight(n_bytes)
+        try:
+            while tensors:
+                n_taken = _within(tensors, PIECE)
+                here += to_host(tensors[:n_taken])
+                tensors = tensors[n_taken:]
+                if tensors:
+                    yield
+            copied = stamp(self.worker.device)
+        except BaseException:
+            self._known.discard(entry.name)
+            self._count_in_flight(-n_bytes)
+            raise
+        self._tasks.put(partial(self._write, want, head, here, copied))
+
+    # -- writing: on the tier's thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self.folder = self._open_folder()
+            self.folder.prepare()
+            log.info("the prefix cache on disk: %s, %d MiB used", self.folder.path, self.n_bytes >> 20)
+        except (PyspecError, OSError) as e:
+            log.warning("the prefix cache on disk (--cache-disk) is not used: %s", e)
+            self._is_closed = True
+        finally:
+            self._opened.set()
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:
+                log.exception("the prefix cache on disk failed")
+            del task
+
+    def _compare(self) -> None:
+        """Find the entries of a text that the folder lacks."""
+        if not self._texts or self.folder is None:
+            return
+        text = self._texts.popleft()
+        chain, now = self.folder.chain(text.tokens), time.time_ns()
+        for at, entry in self.folder.missing(chain, text.n, text.ends, now):
+            if entry.name not in self._known:
+                self._known.add(entry.name)
+                self._wants.append(WantedEntry(text, at, entry, now))
+        if self._wants:
+            self.on_work()
+
+    def _write(
+        self, want: WantedEntry, head: dict[str, Any], tensors: list[Tensor], copied: Any
+    ) -> None:
+        try:
+            if self.folder is not None and self.clock() >= self._no_write_until:
+                if copied is not None:
+                    copied.synchronize()
+                tokens = want.text.tokens[want.at - want.entry.n : want.at]
+                pieces = self.codec.pieces(tokens, tensors)
+                self.written_bytes += self.folder.write(want.at, want.entry, head, pieces, want.used)
+                self._failure = ""
+        except PyspecError as e:
+            self._no_write_until = self.clock() + REST_S
+            reason = str(e).rpartition(": ")[2]
+            level = logging.DEBUG if reason == self._failure else logging.WARNING
+            log.log(level, "the prefix cache on disk: %s; nothing is written until that works", e)
+            self._failure = reason
+        finally:
+            self._known.discard(want.entry.name)
+            self._count_in_flight(-bytes_of(tensors))
+            self.on_work()
+
+    def _count_in_flight(self, n_bytes: int) -> None:
+        with self._count:
+            self._in_flight += n_bytes
+
+    def _drop(self, is_in: Callable[[KeptText], bool]) -> None:
+        """Copy nothing more of these texts."""
+        if self._copying is not None:
+            copying, self._copying = self._copying, None
+            copying.close()
+        for want in [want for want in self._wants if is_in(want.text)]:
+            self._wants.remove(want)
+            self._known.discard(want.entry.name)
+
+    def forget(self, tokens: Sequence[int]) -> None:
+        """Remove the entries of a text."""
+        first = tuple(tokens[:SEGMENT])
+        self._drop(lambda text: text.tokens[:SEGMENT] == first)
+        self._tasks.put(lambda: None if self.folder is None else self.folder.forget(tokens))
+
+    def clear(self) -> None:
+        """Remove all entries that engines with these models and settings have written."""
+        self._texts.clear()
+        self._drop(lambda text: True)
+        self._tasks.put(lambda: None if self.folder is None else self.folder.clear())
+
+    # -- reading: on the engine's thread --------------------------------------------------------------------------
+
+    def begin(self, slot: Slot, tokens: Sequence[int], hit: Hit) -> Restore | None:
+        """Look for a prompt that has just been seated with `hit`; None if that is not worth it."""
+        if self._is_closed or len(tokens) - 1 - hit.n < self.worth or self.clock() < self._no_read_until:
+            return None
+        restore = Restore(slot, tokens, hit.n, self.clock())
+        AsideThread(partial(self._read, restore), "pyspec-disk-look").start()
+        return restore
+
+    def has_news(self, restore: Restore) -> bool:
+        """`advance` has something to do."""
+        is_late = self.clock() - restore.heard > PATIENCE_S
+        return bool(restore.pieces) or restore.is_read or is_late
+
+    def wait(self, seconds: float) -> None:
+        """Wait for something to read."""
+        self._arrived.wait(max(0.0, seconds))
+        self._arrived.clear()
+
+    def advance(self, restore: Restore) -> bool:
+        """Put one piece or more into the slot's pages, within a share of the time of a round. Returns True once no more comes."""
+        began = time.monotonic()
+        until, restore.advanced = began + _share(began - restore.advanced), began
+        while True:
+            is_read = restore.is_read
+            if restore.pieces:
+                self._put(restore, restore.pieces.popleft())
+            if is_read and not restore.pieces:
+                return True
+            if time.monotonic() >= until:
+                break
+            if not restore.pieces:
+                self.wait(until - time.monotonic())
+        if self.clock() - restore.heard <= PATIENCE_S:
+            return False
+        self._no_read_until = self.clock() + REST_S
+        log.warning(
+            "the prefix cache on disk has not answered for %.0f s: it is not read for %.0f s",
+            PATIENCE_S,
+            REST_S,
+        )
+        self.stop(restore)
+        return True
+
+    def _put(self, restore: Restore, piece: Piece) -> None:
+        try:
+            restore.state = self.codec.put(restore.slot, piece) or restore.state
+        finally:
+            self._give_back(piece)
+        restore.heard = self.clock()
+
+    def finish(self, restore: Restore) -> object | None:
+        """Give the slot the tokens that were restored, and their state. Returns the drafter's share."""
+        slot, found, state = restore.slot, restore.found, restore.state
+        self.stop(restore)
+        if found is None or found.n <= slot.n_past:
+            return None
+        state = (
+            state if found.end is not None and state is not None and state.n_past == found.n else None
+        )
+        if self.worker.memory.needs_state:
+            if state is None or state.checkpoint is None:
+                return None
+            self.worker.memory.restore(slot.index, state.checkpoint)
+        slot.tokens[:] = restore.tokens[: found.n]
+        draft = None if state is None else state.draft
+        self.cache.file(slot, draft, self.worker.fold)
+        return draft
+
+    def stop(self, restore: Restore) -> None:
+        """Take nothing more."""
+        with restore.lock:
+            restore.is_stopped = True
+        while restore.pieces:
+            self._give_back(restore.pieces.popleft())
+
+    def _give_back(self, piece: Piece) -> None:
+        if piece.buffer is not None:
+            self._buffers.put(piece.buffer)
+
+    # -- reading: on other threads --------------------------------------------------------------------------------
+
+    def _read(self, restore: Restore) -> None:
+        try:
+            if self._opened.wait(PATIENCE_S) and self.folder is not None:
+                self._look(self.folder, restore)
+        except Exception:
+            if not self._is_closed:
+                log.exception("the prefix cache on disk could not be read")
+        finally:
+            restore.is_read = True
+            self._arrived.set()
+            self.on_work()
+
+    def _look(self, folder: DiskFolder, restore: Restore) -> None:
+        at_end = self.worker.memory.needs_state
+        for _ in range(TRIES):
+            found = folder.find(restore.tokens, restore.n_have, at_end=at_end)
+            if found is None or found.n - restore.n_have < self.worth or restore.is_stopped:
+                return
+            if self._read_all(folder, restore, found):
+                restore.found = found
+                folder.touch(found.used, time.time_ns())
+                return
+
+    def _read_all(self, folder: DiskFolder, restore: Restore, found: DiskHit) -> bool:
+        """Read entries for the slot. Returns False if one is damaged or gone."""
+        n_segment = found.first + len(found.pages)
+        if found.end is not None and not self._read_one(folder, restore, n_segment, found.end):
+            return False
+        read = partial(self._read_one, folder, restore)
+        numbers = range(found.first, n_segment)
+        return all([*self._readers.map(read, numbers, found.pages)]) and not restore.is_stopped
+
+    def _read_one(self, folder: DiskFolder, restore: Restore, i: int, entry: DiskEntry) -> bool:
+        """Read and check the entry behind segment `i`, and offer it to the engine's thread."""
+        buffer = self._take_buffer(restore) if entry.kind != END else None
+        piece = None
+        try:
+            if restore.is_stopped:
+                return False
+            file = folder.open(entry)
+            if file is None:  # another engine has removed it
+                folder.list_again()
+            else:
+                with file:
+                    piece = self.codec.read(file, entry, i, restore.tokens, buffer)
+        except BadSlotFile as e:
+            log.warning("the prefix cache on disk: %s; it is ignored and removed", e)
+            folder.discard(entry)
+        finally:
+            if buffer is not None and (piece is None or piece.buffer is None):
+                self._buffers.put(buffer)
+        return piece is not None and self._offer(restore, piece)
+
+    def _take_buffer(self, restore: Restore) -> Bytes | None:
+        while not restore.is_stopped and not self._is_closed:
+            try:
+                return self._buffers.get(timeout=0.1)
+            except Empty:
+                continue
+        return None
+
+    def _offer(self, restore: Restore, piece: Piece) -> bool:
+        with self._count:
+            self.read_bytes += piece.content.size
+        with restore.lock:
+            if restore.is_stopped:
+                self._give_back(piece)
+                return False
+            restore.pieces.append(piece)
+        self._arrived.set()
+        self.on_work()
+        return True
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all entries in the folder, by the last count."""
+        return 0 if self.folder is None else self.folder.n_bytes
+
+    def flush(self, limit_s: float) -> None:
+        """Copy and write what requests have left, within a limit. Called on the engine's thread when it ends."""
+        until = time.monotonic() + limit_s
+        while time.monotonic() < until:
+            looked = threading.Event()
+            self._tasks.put(looked.set)
+            if not looked.wait(max(0.0, until - time.monotonic())) or not (self._wants or self._copying):
+                break
+            while self.has_work:
+                self.step()
+
+    def join(self, limit_s: float) -> None:
+        """Wait for the thread that writes, after `close`."""
+        self._thread.join(limit_s)
+
+    def close(self) -> None:
+        """End the threads; what is copied is still written."""
+        self._is_closed, self.on_work = True, lambda: None
+        self._tasks.put(None)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+
+def _share(seconds: float) -> float:
+    """Seconds that are spent on the disk's behalf beside a round that took so many."""
+    return min(SHARE * seconds, MOST_SHARE_S)
+
+
+def _within(tensors: Sequence[Tensor], most: int) -> int:
+    """Number of tensors, one at least, that have at most so many bytes together. Those in host memory cost nothing."""
+    n_bytes = 0
+    for i, t in enumerate(tensors):
+        n_bytes += t.numel() * t.element_size() if t.device.type != "cpu" else 0
+        if i and n_bytes > most:
+            return i
+    return len(tensors)

@@ -1,0 +1,245 @@
+"""Several engines of one model behind the interface of one (`--replicas`): each is supervised, with its own GPUs or CPU threads.
+
+A request goes to the engine that has most of its prompt in its cache, unless that one is much busier (policy/affinity.py). When an engine
+ends, its requests continue on the others at once, by the tokens that were delivered. No torch here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from pyspec import progress
+from pyspec.config import EngineSettings
+from pyspec.engine.policy.affinity import BLOCK, Affinity, chain
+from pyspec.engine.process.metrics_sum import metrics_together
+from pyspec.engine.process.replica_place import ReplicaPlace
+from pyspec.engine.process.supervised_request import Sink
+from pyspec.engine.process.supervisor import CLOSE_S, Supervisor
+from pyspec.errors import PyspecError, QueueFull, Unavailable
+from pyspec.request import EngineInfo, Metrics, ReplicaInfo, Request, SlotInfo
+from pyspec.slot_action import SlotAction, SlotAnswer, SlotReport
+from pyspec.text.template import ChatTemplate
+from pyspec.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Replicas:
+    """A Core over several supervisors. Safe to call from any thread.
+
+    Slots are numbered through: those of the first engine, then those of the second.
+    """
+
+    def __init__(self, path: Path, settings: EngineSettings, *, command: Sequence[str] = ()) -> None:
+        self.path, self.settings = path, settings
+        self._command, self._ids, self._pid = command, itertools.count(1), os.getpid()
+        self._lock = (
+            threading.RLock()
+        )  # held while a request gets or changes its replica, or is cancelled
+        self._n_moved = [0] * settings.replicas
+        self._n_known = [0] * settings.replicas  # prompt tokens
+        self._looks = ThreadPoolExecutor(settings.replicas, thread_name_prefix="pyspec-replicas")
+        self._affinity = Affinity(settings.replicas, 0, settings.np)
+        self.supervisors = [self._start(0, shared_settings(settings))]
+
+    def _start(self, i: int, settings: EngineSettings) -> Supervisor:
+        place = ReplicaPlace(
+            ids=self._ids,
+            first_slot=i * settings.np,
+            label=f"replica {i}: ",
+            reports=i == 0,
+            on_loss=partial(self._move_from, i),
+        )
+        return Supervisor(self.path, settings, command=self._command, place=place)
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.supervisors[0].tokenizer
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        return self.supervisors[0].template
+
+    def wait(self) -> None:
+        """Wait until all engines are loaded. Raises the reason if one can not be.
+
+        The first loads alone: it decides the length of requests, reads the file into memory, and compiles kernels for all.
+        """
+        self.supervisors[0].wait()
+        info, n = self.supervisors[0].info, self.settings.replicas
+        settings = replace(self.supervisors[0].settings, ctx=info.n_ctx, replicas=1)
+        rows = info.n_row or info.n_slot * info.n_ctx
+        with self._lock:
+            self._affinity = Affinity(n, rows // BLOCK, info.n_slot)
+            for i in range(1, n):
+                device = later_device(info.device, i * settings.tp)
+                self.supervisors.append(self._start(i, replace(settings, device=device)))
+        for i, supervisor in enumerate(self.supervisors):
+            progress.report("replicas", i / n)
+            supervisor.wait()
+
+    @property
+    def info(self) -> EngineInfo:
+        infos = [s.info for s in self.supervisors]
+        devices = ", ".join(dict.fromkeys(i.device for i in infos))
+        return replace(infos[0], n_slot=self.settings.replicas * infos[0].n_slot, device=devices)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, sink: Sink) -> str:
+        """See Engine.submit. Raises QueueFull if no replica has room."""
+        if request.slot >= 0:
+            i, slot = divmod(request.slot, self.settings.np)
+            with self._lock:
+                return self.supervisors[i].submit(replace(request, slot=slot), sink)
+        keys = chain(request.prompt) if request.cache_prompt else []
+        with self._lock:
+            error: PyspecError = Unavailable("the engine has stopped: none of its replicas runs")
+            for i in self._affinity.order(keys, self._loads()):
+                try:
+                    name = self.supervisors[i].submit(request, sink)
+                except (QueueFull, Unavailable) as e:
+                    error = e
+                else:
+                    self._n_known[i] += self._affinity.chose(i, keys)
+                    return name
+            raise error
+
+    def _loads(self, but: int = -1) -> list[int | None]:
+        """Open requests by replica; None for one that gets no request. Those that are being replaced get some only if all are."""
+        states = [s.state() if i != but else "" for i, s in enumerate(self.supervisors)]
+        wanted = "ok" if "ok" in states else "recovering"
+        return [
+            s.n_open if state == wanted else None
+            for s, state in zip(self.supervisors, states, strict=True)
+        ]
+
+    def cancel(self, name: str) -> None:
+        """See Engine.cancel."""
+        with self._lock:
+            for supervisor in self.supervisors:
+                supervisor.cancel(name)
+
+    def _move_from(self, i: int) -> None:
+        """An engine has ended: its requests continue elsewhere, if any other engine runs. On the supervisor's thread.
+
+        Those of which a crash is suspected stay, and run alone when the engine is back (crash_blame.py).
+        """
+        with self._lock:
+            self._affinity.known[i].clear()
+            movable = self.supervisors[i].movable()
+            n = 0
+            for record in movable:
+                keys = chain(record.request.prompt) if record.request.cache_prompt else []
+                loads = self._loads(but=i)
+                others = [
+                    j for j in self._affinity.order(keys, loads) if self.supervisors[j].state() == "ok"
+                ]
+                if not others:
+                    break
+                if self.supervisors[i].release(record):
+                    self.supervisors[others[0]].adopt(record)
+                    self._affinity.chose(others[0], keys)
+                    n += 1
+            self._n_moved[i] += n
+        if n:
+            fields = {"event": "requests_moved", "replica": i, "requests": n}
+            log.warning("%d requests of replica %d continue on others", n, i, extra={"fields": fields})
+
+    # -- slots, counters, state ------------------------------------------------------------------------------------
+
+    def act_on_slot(self, action: SlotAction, on_answer: Callable[[SlotAnswer], None]) -> None:
+        """See Engine.act_on_slot."""
+        i, slot = divmod(action.slot, self.settings.np)
+
+        def answered(answer: SlotAnswer) -> None:
+            if isinstance(answer, SlotReport):
+                answer = replace(answer, slot=action.slot)
+            on_answer(answer)
+
+        self.supervisors[i].act_on_slot(replace(action, slot=slot), answered)
+
+    def slots(self) -> list[SlotInfo]:
+        """The slots of all engines."""
+        return [row for rows in self._each(Supervisor.slots) for row in rows]
+
+    def replicas(self, *, counts: bool = True) -> list[ReplicaInfo]:
+        """One row per engine."""
+        looked = self._each(Supervisor.metrics) if counts else ()
+        metrics: list[Metrics | None] = [*looked] or [None] * len(self.supervisors)
+        return [
+            ReplicaInfo(
+                replica=i,
+                state=s.state(),
+                device=s.info.device,
+                metrics=metrics[i],
+                requests=self._affinity.n_chosen[i],
+                prompt_tokens_known=self._n_known[i],
+                requests_moved=self._n_moved[i],
+            )
+            for i, s in enumerate(self.supervisors)
+        ]
+
+    def metrics(self) -> Metrics:
+        """The sum of all engines' counters and gauges."""
+        return metrics_together(self._each(Supervisor.metrics))
+
+    def in_listener(self) -> bool:
+        return any(s.in_listener() for s in self.supervisors)
+
+    def alive(self) -> bool:
+        return any(s.alive() for s in self.supervisors)
+
+    def state(self) -> str:
+        """ "ok" if one engine runs."""
+        states = [s.state() for s in self.supervisors]
+        return next((s for s in ("ok", "recovering", "loading") if s in states), "stopped")
+
+    def close(self, limit_s: float = CLOSE_S) -> bool:
+        """End all processes at once; running requests fail with Unavailable."""
+        self._looks.shutdown(wait=False)
+        if os.getpid() == self._pid:
+            for supervisor in self.supervisors:
+                supervisor.begin_close()
+        ends = [supervisor.close(limit_s) for supervisor in self.supervisors]
+        return all(ends)
+
+    def _each(self, ask: Callable[[Supervisor], T]) -> list[T]:
+        """Ask all at once, because each may wait for its engine."""
+        try:
+            return list(self._looks.map(ask, self.supervisors))
+        except RuntimeError:  # closed, or the program ends: nothing is waited for
+            return [ask(supervisor) for supervisor in self.supervisors]
+
+
+def shared_settings(settings: EngineSettings) -> EngineSettings:
+    """The settings of the first of several engines: its part of the CPU's threads and of the host's memory for checkpoints."""
+    n = settings.replicas
+    threads = settings.threads
+    if threads <= 0 and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, n_cpu() // (n * settings.tp))
+    return replace(settings, threads=threads, cache_ram=settings.cache_ram // n)
+
+
+def n_cpu() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def later_device(first: str, n: int) -> str:
+    """The device `n` GPUs behind the first one; on a CPU the same."""
+    kind, _, index = first.partition(":")
+    return f"{kind}:{int(index or 0) + n}" if kind == "cuda" else first

@@ -1,0 +1,1 @@
+"""pyspec under other programs that start and balance its engines."""

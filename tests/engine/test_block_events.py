@@ -1,0 +1,393 @@
+"""KV events over ZeroMQ: a router that has nothing else knows the prefix cache, misses nothing that is kept, and slows no round."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgpack
+import pytest
+from block_view import BlockReader, BlockView
+from draft_fakes import Liar
+from engine_rig import DEMO, FIXTURES, Rig, fake_rig, rig
+
+from pyspec.config import EngineSettings
+from pyspec.engine import block_events
+from pyspec.engine.api import Engine
+from pyspec.engine.block_events import BlockPublisher, event_of
+from pyspec.engine.loop.block_feed import BlockFeed
+from pyspec.engine.process.supervisor import Supervisor
+from pyspec.errors import ConfigError
+from pyspec.slots.blocks import CLEARED, BlockChange, BlocksRemoved, BlocksStored
+
+CHILD = Path(__file__).with_name("fake_engine_main.py")
+HERE = "tcp://127.0.0.1:0"
+
+
+class Watched:
+    """A rig whose cache is followed round by round."""
+
+    def __init__(self, r: Rig) -> None:
+        self.rig, self.view, self.n_batch = r, BlockView(), 0
+        self.feed = BlockFeed(r.loop.cache, self.take)
+
+    def take(self, changes: Sequence[BlockChange]) -> None:
+        assert changes
+        self.view.take(event_of(change, "map") for change in changes)
+        self.n_batch += 1
+
+    def run(self, cancel: Callable[[int], None] = lambda i: None) -> None:
+        for i in itertools.count():
+            if self.rig.loop.is_idle:
+                return
+            self.rig.loop.step()
+            cancel(i)
+            self.feed.send_news()
+            self.view.check(self.rig.loop.table)
+            assert i < 5000
+
+
+def traffic(w: Watched, n_request: int, n_ctx: int) -> int:
+    """Conversations that go on, leave, are cancelled and evict each other. Returns the largest number of known blocks."""
+    draw, most = random.Random(3), 0
+    texts: list[list[int]] = [draw.choices(range(200), k=n) for n in (11, 40, 64)]
+    for _ in range(n_request):
+        heard = []
+        for _ in range(draw.choice([1, 3, 5])):
+            text = draw.choice(texts)
+            prompt = [
+                *text[: draw.randrange(len(text) + 1)],
+                *draw.choices(range(200), k=draw.randrange(1, 25)),
+            ]
+            heard.append(w.rig.submit(prompt[: n_ctx - 30], draw.randrange(1, 25)))
+        left = draw.randrange(40)
+        w.run(lambda i, jobs=heard, left=left: w.rig.loop.cancel(jobs[0].job) if i == left else None)
+        texts = [*texts[-5:], *([*h.request.prompt, *h.tokens] for h in heard)]
+        most = max(most, len(w.view.texts))
+    return most
+
+
+@pytest.mark.parametrize(("page_size", "n_page"), [(7, 40), (10, 33)])
+def test_a_router_knows_the_cache_after_every_round(page_size: int, n_page: int) -> None:
+    w = Watched(fake_rig(3, Liar(3), ctx=100, page_size=page_size, n_page=n_page))
+    most = traffic(w, 14, 100)
+    assert most > 10 and w.n_batch > 10
+    w.feed.end()
+    assert not w.view.texts and w.view.n_cleared == 1
+    w.feed.send_news()
+    assert w.view.n_cleared == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen35", "nemotron_latent", "lfm2moe", "gemma4-e", "llama"])
+def test_a_router_knows_which_blocks_of_a_model_can_be_continued(name: str) -> None:
+    r = rig(
+        FIXTURES / f"{name}.gguf", np=3, page_size=16, kv_pool=512, spec_type="none", checkpoint_every=32
+    )
+    w = Watched(r)
+    states = r.loop.cache.states
+    states.limits = (states.limits[0] // 3, 0)  # states are dropped while their pages stay
+    assert traffic(w, 12, 256) > 5
+    table = r.loop.table
+    for text in list(w.view.texts.values()):
+        cached = w.view.n_cached(text)
+        assert cached == len(text) <= table.find([*text, 250]).n_match
+        if not table.needs_state:
+            assert table.find([*text, 250]).n == cached
+
+
+def test_a_failure_of_the_feed_ends_events_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = Watched(fake_rig(3, page_size=7))
+    w.rig.generate([1] * 20, 5)
+    monkeypatch.setattr(type(w.rig.loop.table.tree.blocks), "take", lambda self: 1 / 0)
+    w.feed.send_news()
+    assert w.view.n_cleared == 1 and w.rig.loop.table.tree.blocks is None
+    monkeypatch.undo()
+    w.rig.generate([2] * 20, 5)
+    w.feed.send_news()
+    assert not w.view.texts
+
+
+# -- over the wire ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def publish() -> Iterator[Callable[..., BlockPublisher]]:
+    made: list[BlockPublisher] = []
+
+    def make(**settings: object) -> BlockPublisher:
+        values = {"kv_events": HERE, "kv_events_replay": HERE} | settings
+        made.append(BlockPublisher(EngineSettings(**values), clock=lambda: 2.5))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def stored(n: int, parent: int | None = None) -> list[BlockChange]:
+    return [BlocksStored(array("Q", [2**64 - 1 - n]), parent, array("I", [n, 2**31, 5]), 3)]
+
+
+def joined(p: BlockPublisher, **options: int) -> BlockReader:
+    """A reader that the publisher knows: batches reach it from now on."""
+    reader = BlockReader(p.endpoint, p.replay, **options)
+    while not reader.sub.poll(20):
+        p.publish(CLEARED)
+    reader.read()
+    return reader
+
+
+@pytest.mark.parametrize("form", ["map", "array"])
+def test_messages_are_those_of_vllm(publish: Callable[..., BlockPublisher], form: str) -> None:
+    p = publish(kv_events_topic="kv@pod-3@model", kv_events_format=form)
+    reader = joined(p)
+    p.publish([*stored(1), BlocksRemoved(array("Q", [5, 2**63])), *CLEARED])
+    last = p.n_batch - 1
+    ((number, body),) = reader.ask(last)
+    top = 2**64 - 2
+    events = {
+        "map": [
+            {
+                "type": "BlockStored", "block_hashes": [top], "parent_block_hash": None, "token_ids": [1, 2**31, 5],
+                "block_size": 3, "lora_id": None, "medium": "GPU", "lora_name": None,
+            },
+            {"type": "BlockRemoved", "block_hashes": [5, 2**63], "medium": "GPU"},
+            {"type": "AllBlocksCleared"},
+        ],
+        "array": [
+            ["BlockStored", [top], None, [1, 2**31, 5], 3, None, "GPU", None],
+            ["BlockRemoved", [5, 2**63], "GPU"],
+            ["AllBlocksCleared"],
+        ],
+    }  # fmt: skip
+    assert number == last and msgpack.unpackb(body) == [2.5, events[form], 0]
+    p.publish(stored(3))
+    while reader.sub.recv_multipart()[1] != (last + 1).to_bytes(8, "big"):
+        pass
+    assert reader.topics == {"kv@pod-3@model"}
+    reader.close()
+
+
+def test_a_reader_fills_gaps_from_replays_as_far_as_they_reach(
+    publish: Callable[..., BlockPublisher],
+) -> None:
+    p = publish(kv_events_buffer=10)
+    reader = joined(p)
+    base = reader.seen[-1] + 1
+    for n in range(30):
+        p.publish(stored(n))
+        if n % 7 == 3:  # lost on their way
+            reader.sub.recv_multipart()
+            reader.sub.recv_multipart()
+        if n % 7 in (0, 5):
+            reader.read_to(p.n_batch - 1)
+    reader.read_to(p.n_batch - 1)
+    assert reader.seen[-30:] == list(range(base, base + 30)) and len(reader.view.texts) == 30
+    kept = list(range(base + 20, base + 30))
+    assert [n for n, _ in reader.ask(base + 20)] == kept, "ten are kept"
+    late = BlockReader(p.endpoint, p.replay)
+    late.catch_up()
+    assert late.seen == [base + 29] and late.view.n_cleared == 1, "all blocks in place of what is gone"
+    assert sorted(late.view.texts) == sorted(reader.view.texts)
+    late.close()
+    assert reader.ask(base + 30) == []
+    for wrong in ([b"", b"1"], [b"x", b"\0" * 8], [b""], [b"", b"\0" * 8, b""]):
+        dealer = reader.context.socket(5)
+        dealer.connect(p.replay)
+        dealer.send_multipart(wrong)
+        dealer.close(1000)
+    assert len(reader.ask(base + 25)) == 5, "requests that make no sense harm nothing"
+    reader.close()
+
+
+def test_a_reader_that_never_reads_costs_nothing_and_another_hears_all(
+    publish: Callable[..., BlockPublisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_events, "READER", 3)
+    p = publish(kv_events_buffer=20_000)
+    lazy, keen = joined(p, rcvhwm=1), joined(p)
+    first = keen.seen[-1] + 1
+    tokens = array("I", range(30_000))
+    for i in range(300):
+        p.publish([BlocksStored(array("Q", [i]), None, tokens, 30_000)])
+    keen.read_to(first)
+    missed = [n for n, _ in keen.ask(first)]
+    assert p.n_dropped == 0 and missed == list(range(first, first + 300)), (
+        "every batch was sent, and is kept"
+    )
+    n_lazy = 0
+    while lazy.sub.poll(200):
+        lazy.sub.recv_multipart()
+        n_lazy += 1
+    assert n_lazy < 300, "what the lazy reader had no room for is a gap in its numbers"
+    lazy.close()
+    keen.close()
+
+
+def test_a_full_queue_drops_batches_and_their_numbers_are_missing(
+    publish: Callable[..., BlockPublisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_events, "QUEUE", 5)
+    goes_on, is_held = threading.Event(), threading.Event()
+    pack = msgpack.packb
+
+    def held(value: object) -> bytes:
+        is_held.set()
+        goes_on.wait(20)
+        return pack(value)
+
+    p = publish()
+    p._pack = held
+    p.publish(stored(0))
+    assert is_held.wait(20)
+    for n in range(1, 13):
+        p.publish(stored(n))
+    assert (p.n_batch, p.n_dropped) == (13, 7)
+    goes_on.set()
+    reader = BlockReader(p.endpoint, p.replay)
+    while not (found := [n for n, _ in reader.ask(0)]) or found[-1] < 13:
+        pass
+    assert found == [0, 1, 2, 3, 4, 5, 13], "the last one has all blocks"
+    assert (p.n_batch, p.n_dropped) == (14, 7)
+    reader.catch_up()
+    assert len(reader.view.texts) == 13 and reader.view.n_cleared == 1
+    p.publish(stored(13))
+    while reader.seen[-1] < 14:
+        reader.catch_up()
+    assert len(reader.view.texts) == 14 and reader.view.n_cleared == 1
+    reader.close()
+
+
+def test_what_waits_is_sent_before_the_end_and_then_nothing(
+    publish: Callable[..., BlockPublisher],
+) -> None:
+    p = publish()
+    reader = joined(p)
+    for n in range(5):
+        p.publish(stored(n))
+    last = p.n_batch - 1
+    p.close()
+    p.publish(stored(9))
+    p.close()
+    reader.read_to(last)
+    assert len(reader.view.texts) == 5 and p.n_batch == last + 1
+    reader.close()
+    again = publish(kv_events=p.endpoint, kv_events_replay=p.replay)
+    assert again.endpoint == p.endpoint, "its addresses are free"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_events": "5557"}, "--kv-events is '5557'; want an address as tcp://*:5557"),
+        ({"kv_events_replay": HERE}, "--kv-events-replay needs --kv-events, the address of the events themselves"),
+        ({"kv_events": HERE, "prefix_cache": False}, "--kv-events publishes the prefix cache, which .* turns off"),
+        ({"kv_events": "tcp://127.0.0.1:65536"}, "--kv-events is 'tcp://127.0.0.1:65536'; want an address as tcp://*:5557"),
+        ({"kv_events": HERE, "kv_events_replay": "tcp://nowhere.invalid:1"}, "--kv-events-replay tcp://nowhere.*; use another"),
+        ({"kv_events_buffer": 0}, "--kv-events-buffer is 0; want a whole number from 1 to 1000000"),
+    ],
+)  # fmt: skip
+def test_addresses_that_can_not_be_used_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("*:", r"\*:")):
+        BlockPublisher(EngineSettings(**settings))  # type: ignore[arg-type]
+
+
+def test_an_address_in_use_is_refused(publish: Callable[..., BlockPublisher]) -> None:
+    p = publish()
+    with pytest.raises(
+        ConfigError, match=f"--kv-events {p.endpoint}: Address already in use; use another"
+    ):
+        publish(kv_events=p.endpoint)
+
+
+def test_without_the_packages_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(ConfigError) as e:
+        Engine.from_settings(DEMO, EngineSettings(kv_events=HERE))
+    assert str(e.value) == "--kv-events needs two packages: pip install pyzmq msgpack"
+
+
+def test_a_killed_engine_s_blocks_are_cleared(
+    tmp_path: Path, publish: Callable[..., BlockPublisher]
+) -> None:
+    p = publish()
+    reader = joined(p)
+    supervisor = Supervisor(
+        FIXTURES / "qwen35.gguf",
+        EngineSettings(),
+        command=(sys.executable, str(CHILD), str(tmp_path)),
+        on_blocks=p.publish,
+    )
+    try:
+        supervisor.wait()
+        p.publish(stored(1))  # as its engine does
+        reader.read_to(p.n_batch - 1)
+        assert reader.view.texts
+        before, child = reader.view.n_cleared, supervisor._child
+        assert child is not None
+        os.kill(child.process.pid, signal.SIGKILL)
+        reader.read()
+        assert not reader.view.texts and reader.view.n_cleared == before + 1
+    finally:
+        supervisor.close()
+        reader.close()
+
+
+def wait_until(reader: BlockReader, is_so: Callable[[], bool]) -> None:
+    """Read until it is so. The engine publishes a round's changes after its other events."""
+    for _ in range(4000):
+        reader.catch_up()
+        if is_so():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it never came")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_router_and_an_engine_agree_on_what_is_cached(isolated: bool) -> None:
+    values = {
+        "np": 3,
+        "ctx": 300,
+        "kv_pool": 900,
+        "kv_events": HERE,
+        "kv_events_replay": HERE,
+        "warm_up": False,
+    }
+    draw = random.Random(1)
+    with Engine.load("demo", isolated=isolated, **values) as engine:  # type: ignore[arg-type]
+        p = engine.publisher
+        assert p is not None
+        reader = BlockReader(p.endpoint, p.replay)
+        texts: list[list[int]] = []
+        n_hit = 0
+        for i in range(24):
+            text = texts.pop(draw.randrange(len(texts))) if texts and draw.random() < 0.8 else []
+            prompt = [*(text if len(text) < 230 else ()), *draw.choices(range(300, 900), k=40)]
+            known = reader.view.n_cached(prompt[:-1])
+            result = engine.generate(prompt, max_tokens=20, temperature=0.0)
+            n_hit += known > 0
+            assert known <= result.timings.cache_n < known + 32, "within a block"
+            text = [*prompt, *result.tokens]
+            wait_until(
+                reader, lambda text=text: reader.view.n_cached(text) >= (len(text) - 1) // 32 * 32
+            )
+            texts = [*texts[-4:], text]
+            if isolated and i == 12:
+                child, n_cleared = engine.core._child, reader.view.n_cleared  # type: ignore[attr-defined]
+                os.kill(child.process.pid, signal.SIGKILL)
+                wait_until(reader, lambda n=n_cleared: reader.view.n_cleared > n)
+                assert not reader.view.texts
+        assert n_hit > 8
+        assert engine.metrics().kv_event_batches == p.n_batch > 24
+        assert engine.metrics().kv_event_batches_dropped == 0
+        reader.close()

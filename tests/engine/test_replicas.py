@@ -1,0 +1,220 @@
+"""Several engines behind one interface: who gets a request, what happens when an engine ends, and the figures of all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from supervised_rig import CHILD, PATH, Ear, Plants, wait_for
+
+from pyspec.config import EngineSettings
+from pyspec.engine.api import Engine
+from pyspec.engine.plan.describe import check_cards, describe
+from pyspec.engine.plan.longest import usable_bytes
+from pyspec.engine.policy.affinity import BLOCK, MOST, WORTH, Affinity, KnownTexts, chain
+from pyspec.engine.process import supervisor as supervising
+from pyspec.engine.process.replicas import Replicas, later_device, shared_settings
+from pyspec.errors import ConfigError, DeviceError, NoDevice, RequestError, SlotError
+from pyspec.request import Done, Failed, Started
+from pyspec.slot_action import SlotAction
+
+N = 3
+SYSTEM = tuple(range(5 * BLOCK))
+
+
+@pytest.fixture
+def plants(tmp_path: Path) -> Plants:
+    return Plants(tmp_path)
+
+
+@contextmanager
+def start(plants: Plants, n: int = N, **settings: object) -> Iterator[tuple[Engine, Replicas]]:
+    values = {"np": 5, "replicas": n} | settings
+    command = (sys.executable, str(CHILD), str(plants.folder))
+    replicas = Replicas(PATH, EngineSettings(**values), command=command)  # type: ignore[arg-type]
+    try:
+        replicas.wait()
+        yield Engine(replicas, replicas.tokenizer, replicas.template), replicas
+    finally:
+        assert replicas.close()
+
+
+@pytest.fixture(autouse=True)
+def _without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervising, "BACKOFF_S", (0.0, 0.01, 0.02))
+
+
+def kill(replicas: Replicas, i: int) -> None:
+    child = replicas.supervisors[i]._child
+    assert child is not None
+    os.kill(child.process.pid, signal.SIGKILL)
+
+
+# -- the choice ------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_returns_to_its_replica_until_that_is_much_busier() -> None:
+    affinity = Affinity(N, 1000, 10)
+    turn = chain(SYSTEM + tuple(range(500, 500 + 40 * BLOCK)))
+    affinity.chose(1, turn)
+    longer = chain(SYSTEM + tuple(range(500, 500 + 43 * BLOCK)))
+    assert affinity.order(longer, [0, 0, 0]) == [1, 0, 2]
+    lead = 45 * BLOCK // WORTH  # whole requests that the 45 known blocks are worth
+    assert lead == 2
+    assert affinity.order(longer, [0, lead, 0])[0] == 1
+    assert affinity.order(longer, [0, lead + 1, 0])[0] == 0
+    assert affinity.order(longer, [None, lead + 1, None]) == [1]
+    assert affinity.order([], [0, 0, 0]) == [0, 2, 1], (
+        "it had a request, and nothing is known of this one"
+    )
+
+
+def test_what_all_replicas_know_decides_nothing() -> None:
+    affinity = Affinity(N, 1000, 10)
+    for i in range(N):
+        affinity.chose(i, chain(SYSTEM))
+    assert affinity.order(chain(SYSTEM), [2, 1, 2])[0] == 1
+    assert affinity.order(chain(SYSTEM)[:2], [1, 1, 0])[0] == 2
+
+
+def test_a_long_prefix_does_not_outweigh_any_queue() -> None:
+    affinity = Affinity(2, 10**5, 3)
+    keys = chain(range(100 * WORTH))
+    affinity.chose(0, keys)
+    assert affinity.order(keys, [3 * MOST - 1, 0])[0] == 0
+    assert affinity.order(keys, [3 * MOST + 1, 0])[0] == 1
+
+
+def test_the_ends_of_old_texts_are_forgotten_first() -> None:
+    known, old, new = KnownTexts(7), chain(range(5 * BLOCK)), chain(range(9, 9 + 4 * BLOCK))
+    known.add(old)
+    known.add(new)
+    assert known.n_known(old) == 3 * BLOCK and known.n_known(new) == 4 * BLOCK
+    assert known.n_known(old[:2]) == 2 * BLOCK
+    known.clear()
+    assert known.n_known(old) == 0
+    assert chain(range(2 * BLOCK + 5))[:2] == old[:2] and chain((7, *range(1, 2 * BLOCK)))[1] != old[1]
+
+
+def test_settings_of_the_first_and_the_later_ones() -> None:
+    s = shared_settings(EngineSettings(replicas=4, cache_ram=1000, threads=7))
+    assert (s.cache_ram, s.threads, s.replicas) == (250, 7, 4)
+    assert (later_device("cuda:1", 6), later_device("cuda", 2), later_device("cpu", 3)) == (
+        "cuda:7",
+        "cuda:2",
+        "cpu",
+    )
+    with pytest.raises(ConfigError, match="--tp 0 takes every GPU"):
+        EngineSettings(replicas=2, tp=0)
+    with pytest.raises(ConfigError, match="leave out --in-process"):
+        Engine.from_settings(PATH, EngineSettings(replicas=2))
+
+
+@pytest.mark.parametrize(
+    ("first", "there", "fits"), [("cuda", 6, True), ("cuda:1", 6, False), ("cpu", 0, True)]
+)
+def test_cards_are_counted_before_the_load(
+    monkeypatch: pytest.MonkeyPatch, first: str, there: int, fits: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    settings = EngineSettings(replicas=3, tp=2)
+    if fits:
+        check_cards(torch.device(first), settings)
+    else:
+        with pytest.raises(
+            NoDevice, match=r"^--replicas 3 with --tp 2 wants 6 GPUs from cuda:1 on; 6 are here$"
+        ):
+            check_cards(torch.device(first), settings)
+
+
+def test_replicas_share_a_cpus_memory() -> None:
+    alone, three = (describe(PATH, EngineSettings(replicas=n, device="cpu")) for n in (1, 3))
+    assert 0.9 < usable_bytes(alone) / (3 * usable_bytes(three)) < 1.1
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_replicas_requests_continue_on_the_others_at_once(plants: Plants) -> None:
+    with start(plants) as (engine, replicas):
+        assert engine.info.n_slot == 15 and [s.slot for s in engine.slots()] == list(range(15))
+        ears = [Ear(engine, range(1, i + 2), 250 + i) for i in range(12)]
+        assert [s.n_open for s in replicas.supervisors] == [4, 4, 4]
+        assert len({ear.name for ear in ears}) == 12
+        wait_for(lambda: all(len(ear.tokens) > 9 for ear in ears))
+        plants.plant(load="sleep 60")  # it is not waited for
+        kill(replicas, 1)
+        cancelled = ears[4]
+        wait_for(
+            lambda: (
+                replicas.supervisors[1].state() == "recovering" and not replicas.supervisors[1].n_open
+            )
+        )
+        engine.cancel(cancelled.name)
+        late = Ear(engine, (9, 9), 30)
+        for ear in (*ears[:4], *ears[5:], late):
+            ear.check()
+        last = cancelled.wait()
+        assert isinstance(last, Done) and last.finish in ("cancelled", "length")
+        rows = engine.replicas()
+        assert [row.state for row in rows] == ["ok", "recovering", "ok"] and engine.state() == "ok"
+        assert [row.requests_moved for row in rows] == [0, 4, 0]
+        assert sum(row.requests for row in rows) == 12 + 4 + 1
+        counts = engine.metrics()
+        assert counts.restarts == 1 and counts.requests_failed == 0
+        assert counts.tokens_replayed >= sum(len(ear.request.prompt) + 10 for ear in ears[1::3])
+        assert engine.replicas(counts=False)[0].metrics is None
+    assert engine.state() == "stopped" and len(engine.slots()) == 15, "closed engines still tell"
+    assert engine.metrics().requests_failed == 0
+
+
+def test_a_request_that_ends_engines_takes_two_with_it_and_no_other_request(plants: Plants) -> None:
+    """After its second crash it waits for its own engine to come back, and runs there alone."""
+    plants.plant(poison="77 20")
+    with start(plants) as (engine, replicas):
+        others = [Ear(engine, range(1, i + 2), 400) for i in range(8)]
+        guilty = Ear(engine, (77,), 400)
+        last = guilty.wait()
+        assert isinstance(last, Failed) and isinstance(last.error, SlotError)
+        for ear in others:
+            ear.check()
+        assert engine.metrics().requests_failed == 1
+        assert sum(s.n_restart for s in replicas.supervisors) == 3
+        assert max(s.n_restart for s in replicas.supervisors) == 2
+
+
+def test_requests_wait_if_all_replicas_are_gone(plants: Plants) -> None:
+    with start(plants, 2) as (engine, replicas):
+        ears = [Ear(engine, (i + 1,), 300) for i in range(6)]
+        wait_for(lambda: all(len(ear.tokens) > 9 for ear in ears))
+        for i in range(2):
+            kill(replicas, i)
+        wait_for(lambda: engine.state() == "recovering" or replicas.metrics().restarts == 2)
+        late = Ear(engine, (9, 9), 30)
+        for ear in (*ears, late):
+            ear.check()
+
+
+def test_a_slot_has_one_number_among_all(plants: Plants) -> None:
+    with start(plants, 2) as (engine, replicas):
+        ear = Ear(engine, (3, 4), 20, slot=7)
+        ear.check()
+        assert [e.slot for e in ear.events if isinstance(e, Started)] == [5], "the fake takes its first"
+        assert replicas.supervisors[1].metrics().requests_done == 1
+        with pytest.raises(RequestError, match=r"slots are 0\.\.9"):
+            Ear(engine, (3,), slot=10)
+        answers: list[object] = []
+        engine.act_on_slot(SlotAction("erase", 8), answers.append)
+        wait_for(lambda: bool(answers))
+
+
+def test_one_that_can_not_be_loaded_ends_the_start(plants: Plants) -> None:
+    plants.plant(load="none --replicas 3 wants 3 GPUs from cuda:0 on; 2 are here")
+    with pytest.raises(DeviceError, match="3 wants 3 GPUs"), start(plants):
+        pass

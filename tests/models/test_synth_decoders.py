@@ -1,0 +1,46 @@
+"""Synthetic files of decoders by fields: llama.cpp reads them and decodes the same tokens, and drafts change none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pyspec import synth
+from pyspec.engine.api import Engine
+
+PROMPT = [5, 70, 33, 120, 44, 61, 9, 200, 15, 88, 31, 47]
+GREEDY = {
+    "gemma3": [119, 119, 147, 63, 177, 180, 56, 79, 289, 313, 246, 207, 79, 79, 316, 316],
+    "qwen2": [317, 284, 189, 232, 1, 29, 67, 67, 258, 258, 136, 65, 284, 54, 232, 284],
+    "granite": [47, 119, 119, 119, 226, 85, 221, 184, 221, 96, 96, 103, 85, 119, 280, 55],
+    "mistral3": [29, 170, 277, 258, 181, 34, 163, 163, 29, 216, 13, 47, 253, 184, 271, 274],
+    "glm4moe": [67, 216, 2, 1, 163, 24, 29, 281, 158, 18, 102, 118, 269, 67, 130, 257],
+    "minimax-m2": [291, 294, 98, 127, 135, 297, 278, 47, 227, 180, 247, 55, 284, 223, 16, 261],
+    "lfm2": [237, 254, 1, 219, 310, 273, 269, 17, 119, 251, 287, 278, 132, 155, 123, 243],
+    "lfm2moe": [237, 254, 123, 48, 74, 319, 252, 11, 234, 274, 181, 216, 176, 234, 73, 19],
+    "deepseek2": [265, 44, 271, 41, 79, 76, 52, 130, 259, 2, 89, 291, 95, 271, 9, 155],
+}
+"""llama.cpp's greedy continuations of PROMPT by the tiny files in f32, seed 0, on a CPU (October 2026)."""
+
+
+def tokens_of(path: Path, n: int, **settings: object) -> list[int]:
+    with Engine.load(str(path), np=3, ctx=512, warm_up=False, **settings) as engine:
+        return list(engine.generate(PROMPT, max_tokens=n, temperature=0, ignore_eos=True).tokens)
+
+
+@pytest.mark.sampled(1, most=2)
+@pytest.mark.parametrize("arch", GREEDY)
+def test_greedy_texts_are_those_of_llama_cpp(arch: str, tmp_path: Path) -> None:
+    path = synth.write(arch, tmp_path / "m.gguf", quant="f32", tiny=True)
+    assert tokens_of(path, 16, spec_type="none") == GREEDY[arch]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", ["q8_0", "q4_k", "iq4_xs", "mxfp4"])
+@pytest.mark.parametrize("arch", GREEDY)
+def test_drafts_change_no_text(arch: str, quant: str, tmp_path: Path) -> None:
+    path = synth.write(arch, tmp_path / "m.gguf", quant=quant, tiny=True)
+    plain = tokens_of(path, 77, spec_type="none")
+    assert all(tokens_of(path, 77, spec_type=kind) == plain for kind in ("ngram", "auto"))
+    assert len(set(plain)) > 4, "the text repeats itself"
