@@ -17,6 +17,7 @@ from pyspec.slots.kv_types import PLAIN
 from pyspec.slots.mapped import empty_like
 from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory, kept
 from pyspec.slots.recurrent import StateLayer
+from pyspec.slots.ring import RingRows
 from pyspec.slots.ring_pool import RingPool
 
 Like = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
@@ -67,6 +68,12 @@ class Memory:
     def rings(self) -> dict[int, int]:
         """Rings of pages (ring_pool.py), each size once: pages of a ring, and the null row behind all of them."""
         return {p.n_ring: p.null_row for p in self.parts if isinstance(p, RingPool)}
+
+    @property
+    def turns(self) -> list[int]:
+        """Rows of all sizes of rings: where a checkpoint's tensors are cut in two depends on them."""
+        pools = {part.n_seat for part in self.parts if isinstance(part, RingPool)}
+        return sorted(pools | {part.n_row for part in self.parts if isinstance(part, RingRows)})
 
     @property
     def n_chunk(self) -> int:

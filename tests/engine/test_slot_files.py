@@ -53,8 +53,8 @@ KINDS = {
     "deepseek4 with mtp": (DEEPSEEK4, {"draft_path": FIXTURES / "deepseek4_mtp.gguf", "n_draft_max": 2}),
     "lfm2moe with n-grams": (FIXTURES / "lfm2moe.gguf", {"spec_type": "ngram", "ngram_match": 1}),
     "gemma4-e with n-grams": (FIXTURES / "gemma4-e.gguf", {"spec_type": "ngram", "ngram_match": 1}),
-    "gemma4-e with rings": (
-        FIXTURES / "gemma4-e.gguf",
+    "gpt-oss with rings": (
+        FIXTURES / "gpt-oss.gguf",
         {"spec_type": "ngram", "ngram_match": 1, "batch": 21},
     ),
     "gpt-oss with rings over two ranks": (
@@ -134,6 +134,21 @@ def test_a_prompt_whose_slot_was_restored_is_not_read_again(kind: str, tmp_path:
             e.loop.cache.check(now=True)
             e.erase_slot(0)
             e.erase_slot(1)
+
+
+@pytest.mark.parametrize("other", [{"batch": 40}, {"swa_full": True}])
+def test_a_file_with_windows_goes_back_into_rings_of_its_size(
+    other: dict[str, object], tmp_path: Path
+) -> None:
+    """Windows around a ring's end are two tensors each, which other rings cut elsewhere."""
+    with load("gpt-oss with rings") as e:
+        e.generate(PROMPT, params=GREEDY, max_tokens=9)
+        e.save_slot(0, tmp_path / "a.slot")
+    with (
+        load("gpt-oss with rings", **other) as e,
+        pytest.raises(BadSlotFile, match="another layout of caches and states"),
+    ):
+        e.restore_slot(0, tmp_path / "a.slot")
 
 
 def test_a_file_of_an_older_version_is_restored_as_what_it_has(engine: Engine, tmp_path: Path) -> None:

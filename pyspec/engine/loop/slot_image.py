@@ -75,7 +75,8 @@ class SlotImager:
         """Properties besides the models that must match when an image is put back: {name: value}."""
         share = self._drafter.share_shape if self._drafter is not None else ()
         planes = [(shape[1:], str(dtype)) for shape, dtype in self._pages_like(1)]
-        states = [str(dtype) for _, dtype in self.worker.memory.state_like(1)]
+        states: list[object] = [str(dtype) for _, dtype in self.worker.memory.state_like(1)]
+        states += self.worker.memory.turns
         return {
             "kv_type": self.worker.memory.kv_format.name,
             "page_size": self.table.page_size,
