@@ -16,6 +16,7 @@ from pyspec.cli.chat_options import ChatOptions, chat_options
 from pyspec.cli.flags import LlamaCommand, commas, gathered, grouped
 from pyspec.cli.options import EngineChoice, Number, apply, engine_options, log_ignored, sampling_options
 from pyspec.config import EVENT_FORMATS, MAX_REPLICAS
+from pyspec.errors import ConfigError
 from pyspec.request import EngineInfo, SamplingGiven
 
 if TYPE_CHECKING:
@@ -252,6 +253,8 @@ def server(
     own = {name: getattr(flags, name) for name in OF_ENGINE}
     engine = replace(engine, settings={**engine.settings, **own})
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
+    if flags.in_process and flags.replicas > 1:
+        raise ConfigError("--replicas wants engines in processes of their own: leave out --in-process")
     engine.check(n_slot)
     settings.check()
     engine.choice.check()

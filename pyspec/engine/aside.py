@@ -39,7 +39,9 @@ def _wait() -> None:
             thread.join(max(0.0, limit - time.monotonic()))
 
 
-def end_aside(core: Core, templates: list[ChatTemplate], publisher: BlockPublisher | None) -> None:
+def end_aside(
+    core: Core, templates: list[ChatTemplate], publisher: BlockPublisher | None = None
+) -> None:
     """Close an engine, its templates' processes and its publisher after its last reference is gone. This may run on any thread, even the core's own, so
     nothing waits."""
     held = [core]
@@ -47,7 +49,9 @@ def end_aside(core: Core, templates: list[ChatTemplate], publisher: BlockPublish
         AsideThread(lambda: _end(held, templates, publisher), "pyspec-end").start()
 
 
-def _end(held: list[Core], templates: list[ChatTemplate], publisher: BlockPublisher | None) -> None:
+def _end(
+    held: list[Core], templates: list[ChatTemplate], publisher: BlockPublisher | None = None
+) -> None:
     """Close a core and release it. Errors of coroutines hold their frames in reference cycles, which would keep the core's memory:
     collect them now."""
     held.pop().close()

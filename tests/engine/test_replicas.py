@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -218,3 +219,52 @@ def test_one_that_can_not_be_loaded_ends_the_start(plants: Plants) -> None:
     plants.plant(load="none --replicas 3 wants 3 GPUs from cuda:0 on; 2 are here")
     with pytest.raises(DeviceError, match="3 wants 3 GPUs"), start(plants):
         pass
+
+
+@pytest.mark.slow
+def test_texts_of_the_demo_pair_outlive_a_replica() -> None:
+    """Greedy, sampled, with a schema and with log probabilities: as one undisturbed engine writes them."""
+    settings = {"np": 3, "threads": 1, "device": "cpu", "warm_up": False}
+    many = [
+        {"temperature": 0.0, "max_tokens": 700, "ignore_eos": True},
+        {"seed": 3, "max_tokens": 710, "ignore_eos": True},
+        {"seed": 4, "max_tokens": 720, "ignore_eos": True, "logprobs": 2, "repeat_penalty": 1.1},
+        {
+            "seed": 5,
+            "max_tokens": 290,
+            "json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": 90},
+        },
+        {"seed": 6, "max_tokens": 730, "ignore_eos": True, "top_k": 7, "n_draft_max": 0},
+    ]
+
+    def texts(engine: Engine, on_tokens: Callable[[int, int], None]) -> list[str]:
+        found = [""] * len(many)
+
+        def read(i: int) -> None:
+            n = 0
+            for delta in engine.stream(f"{i} once upon a time", **many[i]):
+                found[i] += delta.text
+                n += len(getattr(delta, "tokens", ()))
+                on_tokens(i, n)
+
+        threads = [threading.Thread(target=read, args=(i,)) for i in range(len(many))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        return found
+
+    with Engine.load("demo", **settings) as one:
+        whole = texts(one, lambda i, n: None)
+    with Engine.load("demo", isolated=True, replicas=2, **settings) as engine:
+        have, once = [0] * len(many), threading.Lock()
+
+        def then_kill(i: int, n: int) -> None:
+            have[i] = n
+            if min(have) > 5 and once.acquire(blocking=False):
+                kill(engine.core, 0)
+
+        assert texts(engine, then_kill) == whole
+        rows = engine.replicas()
+        assert rows[0].requests_moved in (2, 3) and engine.metrics().requests_failed == 0
+        assert sum(row.metrics.restarts for row in rows) == 1

@@ -28,6 +28,7 @@ from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.load.disk import open_disk
 from pyspec.engine.load.ranks import Ranks, begin_ranks, lead_ranks
 from pyspec.engine.load.warmup import check_drafter, warm_up
+from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.loop import Loop
 from pyspec.engine.loop.round import RowLimits
 from pyspec.engine.plan.asks import asks_of
@@ -90,6 +91,7 @@ class Loaded:
     template: ChatTemplate | None
     info: EngineInfo
     ranks: Ranks | None = None
+    disk: DiskTier | None = None  # of the loop's prefix cache
     kernels: KernelContext = field(default_factory=KernelContext)  # for the thread that runs the loop
 
 
@@ -205,7 +207,8 @@ def build(
             if d.settings.check_tap_shift:
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
     info = info_of(d, plan)
-    loop.use_disk(open_disk(loop, d.settings, info))
+    disk = open_disk(loop, d.settings, info)
+    loop.use_disk(disk)
     if missing := registry.unmet(d.device):
         log.warning("--kernels %s: %s", d.settings.kernels, missing)
     log_use = partial(_log_use, d.device, plan, before)
@@ -214,7 +217,7 @@ def build(
     else:
         checker.close()  # ends the child that checks kernels, with its GPU memory
         log_use()
-    return Loaded(loop, d.tokenizer, d.template, info, ranks)
+    return Loaded(loop, d.tokenizer, d.template, info, ranks, disk)
 
 
 def _few_threads(d: Description) -> AbstractContextManager[None]:

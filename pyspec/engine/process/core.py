@@ -118,8 +118,9 @@ class EngineCore:
         self._trimmed = time.monotonic()
         if self.loop.may_defer:
             self.loop.on_wait = self._hand_out
-        if self.loop.disk is not None:
-            self.loop.disk.on_work = self._nudge
+        self._disk = loaded.disk
+        if self._disk is not None:
+            self._disk.on_work = self._nudge
         self._error: PyspecError | None = None
         self._lost: PyspecError | None = None  # a rank is gone, so the engine ends
         self._ranks = loaded.ranks
@@ -307,8 +308,8 @@ class EngineCore:
         try:
             while self._next():
                 self._round()
-            if self.loop.disk is not None:
-                self.loop.disk.flush(FLUSH_S)
+            if self._disk is not None:
+                self._disk.flush(FLUSH_S)
             self._die(Unavailable("the engine was closed"))
         except PyspecError as e:
             self._die(e)
@@ -428,8 +429,8 @@ class EngineCore:
         for job in lost:
             self.loop.submit(job)
         self.loop.abort(error)
-        if self.loop.disk is not None:
-            self.loop.disk.close()
+        if self._disk is not None:
+            self._disk.close()
         self._hand_out()
         self.loop.on_wait = lambda: (
             None
@@ -474,8 +475,8 @@ class EngineCore:
                     "the engine does not stop: a round has been under way for more than %.0f s", limit_s
                 )
                 return False
-        if self.loop.disk is not None and threading.current_thread() is not self._thread:
-            self.loop.disk.join(limit_s)
+        if self._disk is not None and threading.current_thread() is not self._thread:
+            self._disk.join(limit_s)
         if self._ranks is not None:
             self.loop.leave()
             self._ranks.close()
