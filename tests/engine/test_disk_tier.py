@@ -364,3 +364,43 @@ def test_ranks_ignore_it(tmp_path: Path, said: Callable[[], list[str]]) -> None:
 def test_timings_name_the_tokens_of_the_disk() -> None:
     assert timings_dict(Timings(cache_n=9, disk_n=5))["cache_disk_n"] == 5
     assert "cache_disk_n" not in timings_dict(Timings(cache_n=9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["qwen35 with mtp", "qwen35 with dflash", "llama with n-grams, f8_e4m3"]
+)
+def test_texts_stay_the_same_while_pages_and_files_come_and_go(kind: str, tmp_path: Path) -> None:
+    """Three slots in few pages, a folder that holds a part of the texts, cancelled requests, and files that are damaged or removed."""
+    rng = random.Random(6)
+    bases = [tuple(rng.choices(range(250), k=700)) for _ in range(5)]
+    asks = [(*rng.choice(bases)[: rng.randrange(90, 700)], rng.randrange(250)) for _ in range(60)]
+    with load(kind, None, np=1) as e:
+        want = {p: e.generate(p, params=GREEDY, max_tokens=11).tokens for p in asks}
+
+    def ask(e: Engine, p: tuple[int, ...]) -> int:
+        if hash(p) % 5 == 0:
+            events: SimpleQueue[Event] = SimpleQueue()
+            e.cancel(e.submit(e.request(p, params=GREEDY, max_tokens=11), events.put))
+            while not isinstance(events.get(timeout=60), Done):
+                pass
+        r = e.generate(p, params=GREEDY, max_tokens=11)
+        assert r.tokens == want[p]
+        return r.timings.disk_n
+
+    n_disk = n_damaged = 0
+    with load(kind, tmp_path, np=3, kv_pool=1500, cache_disk_size=6) as e:
+        n_before = e.loop.disk._buffers.qsize()
+        for i in range(0, len(asks), 5):
+            with ThreadPoolExecutor(5) as pool:
+                n_disk += sum(pool.map(ask, [e] * 5, asks[i : i + 5]))
+            settled(e)
+            e.loop.cache.check(now=True)
+            for file in rng.sample(found := files(tmp_path), min(2, len(found))):
+                data = bytearray(file.read_bytes())
+                data[rng.randrange(len(data))] ^= 32
+                file.write_bytes(data[: rng.choice((len(data), len(data) // 2))])
+                n_damaged += 1
+        assert sum(f.stat().st_size for f in files(tmp_path)) <= 6 << 20
+        n_buffer = e.loop.disk._buffers.qsize()
+    assert n_disk > 1000 and n_damaged > 10 and n_buffer == n_before
