@@ -16,6 +16,7 @@ from queue import SimpleQueue
 import pytest
 from engine_rig import DEMO, DEMO_DRAFT, GREEDY
 from known_texts import demo_prompts
+from sampling import few
 from test_slot_files import KINDS
 from test_slot_files import load as load_kind
 
@@ -27,6 +28,11 @@ from pyspec.server.api.answers import timings_dict
 from pyspec.slots.disk_folder import SEGMENT, DiskFolder
 
 PROMPT = tuple(random.Random(8).choices(range(256), k=2 * SEGMENT + 71))
+TRAINED: dict[str, dict[str, object]] = {
+    "dflash": {},
+    "mtp": {"draft_path": None, "spec_type": "mtp"},
+    "a recurrent draft model": {"draft_path": str(DEMO), "spec_type": "draft"},
+}
 ALONE = [kind for kind in KINDS if "ranks" not in kind]
 
 
@@ -92,16 +98,17 @@ def test_a_conversation_goes_on_after_a_restart_as_it_would_have(kind: str, tmp_
         assert here.disk_n == 0 and here.cache_n == len(turn) + 23, "memory comes before the disk"
 
 
-def test_a_trained_drafter_drafts_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """The pair that comes with the package, whose drafts are good: as many are accepted."""
+@pytest.mark.parametrize("drafter", few(TRAINED, "dflash"))
+def test_a_trained_drafter_drafts_as_if_nothing_had_happened(drafter: str, tmp_path: Path) -> None:
+    """The models that come with the package, whose drafts are good: as many are accepted."""
     rows = [p for p, a in demo_prompts() if len(a) > 12]
     filler = tuple(t for p, a in demo_prompts()[:40] for t in (*p, *a))[:330]
-    with load_demo(tmp_path) as e:
+    with load_demo(tmp_path, **TRAINED[drafter]) as e:
         first = e.generate((*filler, *rows[0]), params=GREEDY, max_tokens=30)
         turn = (*filler, *rows[0], *first.tokens, *rows[1])
         want = e.generate(turn, params=GREEDY, max_tokens=40)
         assert want.timings.draft_n_accepted > 0 and want.timings.disk_n == 0
-    with load_demo(tmp_path) as e:
+    with load_demo(tmp_path, **TRAINED[drafter]) as e:
         got = e.generate(turn, params=GREEDY, max_tokens=40)
     assert got.tokens == want.tokens and drafts(got.timings) == drafts(want.timings)
     assert got.timings.disk_n == want.timings.cache_n > SEGMENT
