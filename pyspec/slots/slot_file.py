@@ -155,16 +155,16 @@ def _write(f: BinaryIO, head: dict[str, Any], pieces: Sequence[Bytes], kind: Fil
         view, at = piece.data, 0
         while at < len(view):
             n = min(CHUNK - len(held), len(view) - at)
-            part: memoryview | bytearray | bytes = view[at : at + n]
+            part: memoryview | bytearray = view[at : at + n]
             at += n
             if held or n < CHUNK:  # chunks go across pieces
                 held += part
-                part = held.copy() if len(held) == CHUNK else b""
-            if len(part) == CHUNK:
-                f.write(part)
-                f.write(digest(part, key, place))
-                place += 1
-                held.clear()
+                if len(held) < CHUNK:
+                    continue
+                part, held = held, bytearray()
+            f.write(part)
+            f.write(digest(part, key, place))
+            place += 1
     if held:
         f.write(held)
         f.write(digest(held, key, place))

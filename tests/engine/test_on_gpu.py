@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -349,3 +350,35 @@ def test_logits_of_the_q8_0_demo_are_llama_cpps(chunk: int) -> None:
         theirs = torch.from_numpy(data[f"quantised_logits_{i}"]).float().log_softmax(-1)
         found.append((theirs.exp() * (theirs - torch.from_numpy(rows).log_softmax(-1))).sum(-1).mean())
     assert torch.stack(found).mean() < 5e-4
+
+
+def test_texts_go_on_from_the_disk_as_from_memory(tmp_path: Path) -> None:
+    """After a restart, with a prompt that is long enough to be kept: the same tokens and drafts, beside others and alone."""
+    story = " ".join(f"{i} birds sat on tree {i * 7}." for i in range(75))
+    first = [{"role": "user", "content": story}]
+
+    def second(answer: Result) -> list[dict[str, str]]:
+        return [
+            *first,
+            {"role": "assistant", "content": answer.text},
+            {"role": "user", "content": QUESTIONS[0]},
+        ]
+
+    def read(result: Result) -> tuple[object, ...]:
+        t = result.timings
+        return result.tokens, t.cache_n, t.draft_n, t.draft_n_accepted
+
+    fixed: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60}
+    with load("auto", np=3, n_draft_fixed=True, cache_disk=tmp_path) as e:
+        turn = second(e.generate(first, **fixed))
+        want = e.generate(turn, **fixed)
+        assert want.timings.cache_n >= 512 and want.timings.disk_n == 0
+    with load("auto", np=3, n_draft_fixed=True, cache_disk=tmp_path) as e:
+        others = [[{"role": "user", "content": q}] for q in QUESTIONS[1:3]]
+        got, *_ = e.generate_many([turn, *others], **fixed)
+        assert got.tokens == want.tokens and got.timings.disk_n >= 512
+    with load("auto", np=3, n_draft_fixed=True, cache_disk=tmp_path) as e:
+        again = e.generate(turn, **fixed)
+        assert again.tokens == want.tokens and again.timings.disk_n >= 512
+        if again.timings.cache_n == want.timings.cache_n:
+            assert read(again) == read(want)

@@ -23,6 +23,25 @@ ALIGNED = 16  # bytes: tensors of any type may begin at multiples
 
 
 @dataclass(frozen=True, slots=True)
+class KeptText:
+    """A text in the prefix tree, whose first `n` tokens are worth keeping. ends: places where entries end besides whole segments."""
+
+    tokens: tuple[int, ...]
+    n: int
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WantedEntry:
+    """An entry that the folder lacks. at: tokens of the text up to its end; used: when the text was, in nanoseconds."""
+
+    text: KeptText
+    at: int
+    entry: DiskEntry
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """An entry's content in host memory, checked.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from pyspec.cache import n_cores
 from pyspec.device.worker import is_device_error, stamp
 from pyspec.engine.aside import AsideThread
-from pyspec.engine.loop.disk_entry import EntryCodec, Piece, RestoredState
+from pyspec.engine.loop.disk_entry import EntryCodec, KeptText, Piece, RestoredState, WantedEntry
 from pyspec.errors import BadSlotFile, PyspecError
 from pyspec.repeats import limited
 from pyspec.slots.cache import PrefixCache
@@ -43,25 +43,6 @@ SHARE, MOST_SHARE_S = 0.1, 0.1  # of the time of a round that copies beside it t
 TRIES = 4  # times that a prompt is looked up: each damaged file that is found costs one
 PATIENCE_S = 10.0  # without an answer of the disk, after which a request goes on without it
 REST_S = 60.0  # after a failure, in which nothing is written, or read
-
-
-@dataclass(frozen=True, slots=True)
-class KeptText:
-    """A text in the prefix tree, whose first `n` tokens are worth keeping. ends: places where entries end besides whole segments."""
-
-    tokens: tuple[int, ...]
-    n: int
-    ends: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WantedEntry:
-    """An entry that the folder lacks. at: tokens of the text up to its end; used: when the text was, in nanoseconds."""
-
-    text: KeptText
-    at: int
-    entry: DiskEntry
-    used: int
 
 
 @dataclass(eq=False)
@@ -144,9 +125,7 @@ class DiskTier:
         if self.worker.memory.needs_state:
             n = max(ends, default=0)
         else:
-            ends |= (
-                {n, n_prompt // self.table.page_size * self.table.page_size} if n_prompt <= n else {n}
-            )
+            ends |= {n, min(n, n_prompt // self.table.page_size * self.table.page_size)}
         worth = sorted((at for at in ends if at >= self.worth), reverse=True)
         if n >= self.worth:
             self._texts.append(KeptText(tuple(tokens), n, tuple(worth)))
@@ -155,7 +134,7 @@ class DiskTier:
     @property
     def has_work(self) -> bool:
         """`step` has something to copy."""
-        return (self._copying is not None or bool(self._wants)) and self._in_flight < MOST_IN_FLIGHT
+        return self._copying is not None or (bool(self._wants) and self._in_flight < MOST_IN_FLIGHT)
 
     def step(self) -> None:
         """Start the copy of one piece to host memory, and of more within a share of the time of a round."""
@@ -324,8 +303,8 @@ class DiskTier:
         until, restore.advanced = began + _share(began - restore.advanced), began
         while True:
             is_read = restore.is_read
-            if restore.pieces:
-                self._put(restore, restore.pieces.popleft())
+            if restore.pieces and not self._put(restore, restore.pieces.popleft()):
+                return True
             if is_read and not restore.pieces:
                 return True
             if time.monotonic() >= until:
@@ -343,18 +322,27 @@ class DiskTier:
         self.stop(restore)
         return True
 
-    def _put(self, restore: Restore, piece: Piece) -> None:
+    def _put(self, restore: Restore, piece: Piece) -> bool:
+        """Returns False if that failed, for want of memory perhaps: the model reads the prompt then."""
         try:
             restore.state = self.codec.put(restore.slot, piece) or restore.state
+        except Exception as e:
+            if is_device_error(e):
+                raise
+            log.exception("the prefix cache on disk: a prompt could not be restored")
+            self._no_read_until = self.clock() + REST_S
+            self.stop(restore)
+            return False
         finally:
             self._give_back(piece)
         restore.heard = self.clock()
+        return True
 
     def finish(self, restore: Restore) -> object | None:
         """Give the slot the tokens that were restored, and their state. Returns the drafter's share."""
         slot, found, state = restore.slot, restore.found, restore.state
-        self.stop(restore)
-        if found is None or found.n <= slot.n_past:
+        if restore.is_stopped or found is None or found.n <= slot.n_past:
+            self.stop(restore)
             return None
         state = (
             state if found.end is not None and state is not None and state.n_past == found.n else None
