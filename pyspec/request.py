@@ -496,6 +496,4 @@ class EngineInfo:
     sampling: SamplingParams = field(
         default_factory=SamplingParams
     )  # defaults of requests: the file's recommendations
-    rope: str = (
-        ""  # how flags stretch rope, and which of longrope's divisors are used; "" as the file says
-    )
+    rope: str = ""  # how flags stretch rope, and longrope's divisors in use; "" as the file says
