@@ -21,8 +21,9 @@ from pyspec.engine.plan.longest import usable_bytes
 from pyspec.engine.policy.affinity import BLOCK, MOST, WORTH, Affinity, KnownTexts, chain
 from pyspec.engine.process import supervisor as supervising
 from pyspec.engine.process.replicas import Replicas, later_device, shared_settings
-from pyspec.errors import ConfigError, DeviceError, NoDevice, RequestError, SlotError
-from pyspec.request import Done, Failed, Started
+from pyspec.engine.process.supervised_request import SupervisedRequest
+from pyspec.errors import ConfigError, DeviceError, NoDevice, RequestError, SlotError, Unavailable
+from pyspec.request import Done, Failed, Request, Started
 from pyspec.slot_action import SlotAction
 
 N = 3
@@ -213,6 +214,16 @@ def test_a_slot_has_one_number_among_all(plants: Plants) -> None:
         answers: list[object] = []
         engine.act_on_slot(SlotAction("erase", 8), answers.append)
         wait_for(lambda: bool(answers))
+
+
+def test_a_request_that_moves_to_an_engine_that_was_just_closed_fails(plants: Plants) -> None:
+    with start(plants, 2) as (_, replicas):
+        pass
+    heard: list[object] = []
+    record = SupervisedRequest("r9", Request(prompt=(1,)), 5, heard.append)
+    replicas.supervisors[1].adopt(record)
+    assert isinstance(last := heard[-1], Failed) and isinstance(last.error, Unavailable)
+    assert replicas.supervisors[1].n_open == 0
 
 
 def test_one_that_can_not_be_loaded_ends_the_start(plants: Plants) -> None:

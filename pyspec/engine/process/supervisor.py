@@ -204,6 +204,9 @@ class Supervisor:
                 self._child.send(record.submit())
                 if record.cancelled:
                     self._child.send(Cancel(record.name))
+            has_stopped, why = self._state == "stopped", self._error
+        if has_stopped:  # just now
+            self._fail([record], Unavailable(f"the engine has stopped: {why}"))
 
     def act_on_slot(self, action: SlotAction, on_answer: Callable[[SlotAnswer], None]) -> None:
         """See Engine.act_on_slot. Slot contents and pending actions are lost with their engine."""
