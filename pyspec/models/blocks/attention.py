@@ -25,7 +25,7 @@ from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadGate, PrepKind, RowsSpec
-from pyspec.models.cuts import Cut, Keys, Readers
+from pyspec.models.cuts import Cut, Divided, Keys, Readers
 from pyspec.models.matrices import Matrix, sum_of
 from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.rope import Angles, RopeSpec
@@ -101,7 +101,11 @@ class Attention:
         q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
         of_q, of_kv = self._units()
         of_heads = [f"attn_{x}_norm.weight" for x in "qk"]
-        biases = {"attn_q.bias": (q, of_q), "attn_k.bias": (kv, of_kv), "attn_v.bias": (kv, of_kv)}
+        biases: dict[str, tuple[int, Divided]] = {
+            "attn_q.bias": (q, of_q),
+            "attn_k.bias": (kv, of_kv),
+            "attn_v.bias": (kv, of_kv),
+        }
         is_fused = at.has("attn_qkv.bias")
         if self.reads is not None:
             return {at.name(of_heads[0]): Want((s.head_dim,), optional=not self.qk_norm)}
@@ -109,7 +113,7 @@ class Attention:
         has_biases = (self.biased and not is_fused) or any(map(at.has, biases))
         of_norms = [Want((s.head_dim,), optional=not has_norms)] * 2
         if self.row_norm:
-            of_norms = [Want((n,), cut=Cut(0, (of,))) for n, of in ((q, of_q), (kv, of_kv))]
+            of_norms = [Want((q,), cut=Cut(0, (of_q,))), Want((kv,), cut=Cut(0, (of_kv,)))]
         return {
             **{at.name(name): want for name, want in zip(of_heads, of_norms, strict=True)},
             **{
