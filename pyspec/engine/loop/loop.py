@@ -463,9 +463,7 @@ class Loop:
     def _run_slot_tasks(self) -> None:
         """Run tasks of idle slots, before a request is admitted there."""
         tasks, self.slot_tasks = self.slot_tasks, []  # a task that fails is not tried again
-        for task in tasks:
-            is_busy = self.table.slots[task.slot].busy
-            (self.slot_tasks.append if is_busy else run_task)(task)
+        self.slot_tasks += [task for task in tasks if not run_task(task, self.table)]
 
     def _survive(self, error: Exception) -> None:
         """A bug, or no memory: the guilty request is unknown, so all seated requests end and new ones may come."""

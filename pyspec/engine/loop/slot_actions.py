@@ -18,6 +18,7 @@ from pyspec.repeats import limited
 from pyspec.request import EngineInfo
 from pyspec.slot_action import SlotAction, SlotReport, check_action
 from pyspec.slots.slot_file import SlotFile, write
+from pyspec.slots.table import SlotTable
 
 log = limited(__name__)
 
@@ -119,16 +120,19 @@ class SlotActions:
                 )
 
 
-def run_task(task: SlotTask) -> None:
-    """Run a task of an idle slot. Raises only an error of the device."""
+def run_task(task: SlotTask, table: SlotTable) -> bool:
+    """Run a task, unless its slot is busy: then return False. Raises only an error of the device."""
     try:
+        if table.slots[task.slot].busy:
+            return False
         task.do()
     except Exception as e:
         task.failed(blamed(e))
         if is_device_error(e):
             raise
         if not isinstance(e, PyspecError):
-            log.exception("a task of slot %d failed", task.slot)
+            log.exception("a task of slot %s failed", task.slot)
+    return True
 
 
 def _aside(do: Callable[[], None], on_answer: OnAnswer) -> None:
