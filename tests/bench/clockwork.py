@@ -7,7 +7,18 @@ import time
 import zlib
 from dataclasses import dataclass
 
-from pyspec.request import Delta, Done, EngineInfo, Finish, Metrics, Request, SlotInfo, Started, Timings
+from pyspec.request import (
+    Delta,
+    Done,
+    EngineInfo,
+    Finish,
+    Metrics,
+    ReplicaInfo,
+    Request,
+    SlotInfo,
+    Started,
+    Timings,
+)
 from pyspec.server.engine import Sink
 
 N_VOCAB = 1000
@@ -118,6 +129,9 @@ class Clockwork:
 
     def metrics(self) -> Metrics:
         return Metrics(rounds=self.rounds)
+
+    def replicas(self, *, counts: bool = True) -> list[ReplicaInfo]:
+        return []
 
     def state(self) -> str:
         return "ok"

@@ -155,6 +155,7 @@ def test_a_load_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.Mo
         head=None,
         is_cuda=True,
         rope=None,
+        own=SimpleNamespace(parts=list),
         settings=EngineSettings(),
         file=SimpleNamespace(end_ahead=lambda: None),
     )

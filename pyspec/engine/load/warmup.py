@@ -127,7 +127,7 @@ def check_drafter(
     takes_s = PROBE_TOKENS * rehearsal.round_ms / 1e3
     if not rehearsal.can_check_drafter or takes_s > BUDGET_S or rehearsal.n_row < n_rows:
         return
-    if 0 < loop.table.n_chunk < n_rows:  # rings have no room for the text in one forward
+    if 0 < rehearsal.most_rows < n_rows:  # rings have no room for the text in one forward
         return
     prompt = PROBE_PROMPT
     if template is not None:

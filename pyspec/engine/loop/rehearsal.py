@@ -113,6 +113,11 @@ class Rehearsal:
     def can_check_drafter(self) -> bool:
         return isinstance(self.loop.drafter, CheckedDrafter)
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of a slot in one forward at most; 0: any number."""
+        return self.loop.table.n_chunk
+
     def check_drafter(self, tokens: Sequence[int], n_rows: int) -> str | None:
         """The drafter's own check on a text of the target, in slot 0. Returns its warning."""
         loop, slot, drafter = self.loop, self.loop.table.slots[0], self.loop.drafter
