@@ -31,7 +31,7 @@ class KeptText:
     ends: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class WantedEntry:
     """An entry that the folder lacks. at: tokens of the text up to its end; used: when the text was, in nanoseconds."""
 

@@ -261,9 +261,10 @@ class DiskTier:
         if self._copying is not None:
             copying, self._copying = self._copying, None
             copying.close()
-        for want in [want for want in self._wants if is_in(want.text)]:
-            self._wants.remove(want)
-            self._known.discard(want.entry.name)
+        for want in list(self._wants):  # a copy: the tier's thread may add to them
+            if is_in(want.text):
+                self._wants.remove(want)
+                self._known.discard(want.entry.name)
 
     def forget(self, tokens: Sequence[int]) -> None:
         """Remove the entries of a text."""
