@@ -58,6 +58,7 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     errors: list[str] = field(default_factory=list)
+    n_put_off: int = 0  # answers with 429
 
     @property
     def hits(self) -> float:
@@ -87,7 +88,7 @@ class Chats:
                 "temperature": 0.7 * (number % 2),
             }
             try:
-                text, n_prompt, n_cached = asked(port, body)
+                text, n_prompt, n_cached = asked_again(port, body, totals)
             except (OSError, ValueError, KeyError) as e:
                 with self.lock:
                     totals.errors.append(f"conversation {number}, turn {turn}: {type(e).__name__}: {e}")
@@ -102,8 +103,22 @@ class Chats:
                     return
 
 
+class PutOff(Exception):
+    """The server takes no more requests of this client for now (429)."""
+
+
+def asked_again(port: int, body: dict, totals: Totals) -> tuple[str, int, int]:
+    """`asked`, as often as it takes: as clients do, it comes back a second after a 429."""
+    while True:
+        try:
+            return asked(port, body)
+        except PutOff:
+            totals.n_put_off += 1
+            time.sleep(1)
+
+
 def asked(port: int, body: dict) -> tuple[str, int, int]:
-    """A streamed answer: its text, prompt tokens and cached ones."""
+    """A streamed answer: its text, prompt tokens and cached ones. Raises PutOff."""
     connection = HTTPConnection("127.0.0.1", port, timeout=600)
     try:
         more = {"stream": True, "stream_options": {"include_usage": True}}
@@ -111,6 +126,8 @@ def asked(port: int, body: dict) -> tuple[str, int, int]:
             "POST", "/v1/chat/completions", json.dumps(body | more), {"Content-Type": "application/json"}
         )
         answer = connection.getresponse()
+        if answer.status == 429:
+            raise PutOff
         if answer.status != 200:
             raise OSError(f"status {answer.status}: {answer.read(300)!r}")
         text, usage, reason = "", None, None
@@ -243,6 +260,7 @@ def main() -> None:
             lap = clients(chats, port, args.clients, iter(range(args.chats)), until)
             several.answers += lap.answers
             several.errors += lap.errors
+            several.n_put_off += lap.n_put_off
             if laps == 0:
                 several.prompt_tokens, several.cached_tokens = lap.prompt_tokens, lap.cached_tokens
             laps += 1
@@ -257,7 +275,8 @@ def main() -> None:
         f"{args.replicas} replicas: {several.answers} answers in {laps} laps, {100 * several.hits:.1f} % cached in the first"
     )
     print(
-        f"{n_kill} engines killed, {moved:.0f} requests moved, {failed:.0f} failed, {len(errors)} errors",
+        f"{n_kill} engines killed, {moved:.0f} requests moved, {failed:.0f} failed, {len(errors)} errors, "
+        f"{several.n_put_off} answers with 429, after which a client waits a second",
         *errors[:9],
         sep="\n",
     )
