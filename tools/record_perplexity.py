@@ -73,8 +73,8 @@ class Oracle:
     """A model on one thread."""
 
     def __init__(self, model: Path) -> None:
-        self.library = Library()
-        self.call = self.library.call
+        self.llama = Library()
+        self.call = self.llama.call
         self.call("llama_backend_init", None)
         self.defaults = bytes(self.call("llama_context_default_params", Parameters).bytes)
         for form, at, wanted in N_FIELD:
